@@ -1,0 +1,22 @@
+"""Low-bit matrix products for JAX: weights in 1 to 8 bits, multiplied without unpacking to memory.
+
+`jaxlowbit.nnx` has the Flax layers; importing this package imports no Flax and initialises no
+backend.
+"""
+
+from ._array import QuantizedArray as QuantizedArray
+from ._backends import native as _native
+from ._formats import INT4 as INT4
+from ._formats import INT8 as INT8
+from ._formats import UINT4 as UINT4
+from ._formats import UINT8 as UINT8
+from ._formats import Format as Format
+from ._matmul import quantized_matmul as quantized_matmul
+from ._matmul import supported_backends as supported_backends
+from ._quantize import dequantize as dequantize
+from ._quantize import quantize as quantize
+from ._scan import scan as scan
+
+__version__ = "0.1.0"
+
+_native.register()

@@ -1,0 +1,293 @@
+"""`QuantizedArray`: the pytree that stands for a matrix."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from . import _layout
+from ._backends import definition
+from ._formats import Format
+
+_LEAVES = ("packed", "scale", "zero", "index", "version")
+SCALE_DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedArray:
+    """A (..., k, n) matrix in 1 to 8 bits per element, packed in the order kernels read.
+
+    Made by `quantize` or `QuantizedArray.from_integers`; `dequantize()` is its meaning. A pytree:
+    the arrays below are leaves, `format`, `k` and `n` are static. Leading axes (layers, experts)
+    are the leading axes of every leaf, so `jax.vmap` and `jax.lax.scan` map over them.
+
+    Invariants, with n_blocks = ceil(n / 64), k_blocks = ceil(k / 64):
+
+    - `packed`: uint32 (..., n_blocks, k_blocks, 128 * bits), `docs/layout.md`.
+    - `scale`: float32, bfloat16 or float16 (..., n_blocks, groups, 64), groups covering the padded
+      k; finite in the padding.
+    - `zero`: None, uint8 (`zero="integer"`) or the dtype of scale (`zero="float"`), same shape.
+    - `index`: None, or int32: this array is then a view of a stack (see `select`).
+    - `version`: uint32 (...), the layout's version, so that stored words are never read by a
+      library that orders bits otherwise.
+
+    **Raises:** `ValueError` if shapes, dtypes or the version do not agree.
+    """
+
+    packed: Array
+    scale: Array
+    zero: Array | None
+    index: Array | None
+    version: Array
+    format: Format
+    k: int
+    n: int
+
+    def __post_init__(self) -> None:
+        self.check_version()  # first: words of another version may have other shapes
+        stack = self.packed.shape[:-3]
+        groups = (*stack, *_layout.groups_shape(self.k, self.n, self.format.group_size))
+        zero_dtype = {"none": None, "integer": jnp.dtype("uint8"), "float": self.scale.dtype}
+        _check("packed", self.packed, (*stack, *self._packed_shape), jnp.dtype("uint32"))
+        if self.scale.dtype not in SCALE_DTYPES:
+            raise ValueError(
+                f"QuantizedArray: scale has dtype {self.scale.dtype}, but it is float32, bfloat16 "
+                "or float16; cast it."
+            )
+        _check("scale", self.scale, groups, self.scale.dtype)
+        if (self.zero is None) != (self.format.zero == "none"):
+            raise ValueError(
+                f"QuantizedArray: format.zero is {self.format.zero!r}, but the zero array is "
+                f"{'missing' if self.zero is None else 'given'}; make the two agree."
+            )
+        if self.zero is not None:
+            _check("zero", self.zero, groups, zero_dtype[self.format.zero])
+        if self.index is not None:
+            _check("index", self.index, self.index.shape, jnp.dtype("int32"))
+            if len(stack) != 1:
+                raise ValueError(
+                    f"QuantizedArray: an index selects along one stacked axis, but there are "
+                    f"{len(stack)} (shape {stack}); reshape the stack to one axis."
+                )
+        _check("version", self.version, stack, jnp.dtype("uint32"))
+
+    def check_version(self) -> None:
+        """Refuses words packed by another layout version. Does nothing while tracing.
+
+        **Raises:** `ValueError` with the version found.
+        """
+        if isinstance(self.version, Tracer) or not hasattr(self.version, "__array__"):
+            return
+        found = np.unique(np.asarray(self.version))
+        if found.size and (found.size > 1 or found[0] != _layout.VERSION):
+            raise ValueError(
+                f"QuantizedArray: the words were packed with layout version {found.tolist()}, but "
+                f"this library reads version {_layout.VERSION}; quantize the weights again, or "
+                "use the library that wrote them."
+            )
+
+    @property
+    def _packed_shape(self) -> tuple[int, int, int]:
+        return _layout.packed_shape(self.k, self.n, self.format.bits)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix it stands for, (..., k, n)."""
+        lead = self.packed.shape[:-3] if self.index is None else self.index.shape
+        return (*lead, self.k, self.n)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of `dequantize()`: that of the scales."""
+        return self.scale.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory the leaves hold; of a view, those of the whole stack."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """Returns the matrix (..., k, n) as floats, computed in float32 and rounded once.
+
+        **Arguments:** `dtype`: of the result; None for the dtype of the scales.
+        """
+        packed, scale, zero = definition.take(self.packed, self.scale, self.zero, self.index)
+        weight = definition.dequantize(packed, scale, zero, format=self.format, k=self.k, n=self.n)
+        return weight.astype(dtype or self.dtype)
+
+    def __getitem__(self, key: Any) -> "QuantizedArray":
+        """Indexes leading axes, as an array would; copies. See `select` for a view."""
+        if self.index is not None:
+            raise ValueError(
+                "QuantizedArray: this is a view made by select, which is not indexed again; "
+                "index the stack."
+            )
+        keys = key if isinstance(key, tuple) else (key,)
+        if len(keys) > self.ndim - 2 or any(k is None or k is Ellipsis for k in keys):
+            raise ValueError(
+                f"QuantizedArray: index {key!r} does not stay in the leading axes "
+                f"{self.shape[:-2]} of shape {self.shape}; name those only, or use dequantize()."
+            )
+        return jax.tree.map(lambda leaf: leaf[key], self)
+
+    def __iter__(self) -> Iterator["QuantizedArray"]:
+        return (self[i] for i in range(self.shape[0] if self.ndim > 2 else 0))
+
+    def select(self, index: Any) -> "QuantizedArray":
+        """A view of a stack (L, k, n) that kernels index on the device: no packed word is copied.
+
+        `stack.select(i)` stands for `stack[i]`, shape (k, n), also where `i` is traced (a loop
+        counter); an integer array of shape S selects a weight per element, shape (*S, k, n). An
+        index out of range is clamped, as by `jax.lax.dynamic_index_in_dim`.
+
+        **Raises:** `ValueError` if this is not a stack with one leading axis, or `index` is not
+        of integers.
+        """
+        index = jnp.asarray(index)
+        if not jnp.issubdtype(index.dtype, jnp.integer):
+            raise ValueError(
+                f"QuantizedArray.select: index has dtype {index.dtype}, but a position in the "
+                "stack is an integer."
+            )
+        if self.index is not None or self.packed.ndim != 4:
+            raise ValueError(
+                f"QuantizedArray.select: shape {self.shape} is not a stack (L, k, n) with one "
+                "leading axis; reshape the stack or index the other axes first."
+            )
+        return dataclasses.replace(self, index=index.astype(jnp.int32))
+
+    def __rmatmul__(self, lhs: Any) -> Array:
+        from ._matmul import quantized_matmul  # the layer above; only sugar looks up
+
+        return quantized_matmul(jnp.asarray(lhs), self)
+
+    __array_ufunc__ = None  # numpy_array @ q comes to __rmatmul__
+
+    @classmethod
+    def from_packed_groups(
+        cls, codes: Array, scale: Array, zero: Array | None, *, format: Format
+    ) -> "QuantizedArray":
+        """Packs codes (..., k, n) with scale and zero (..., groups, n); checks nothing."""
+        *lead, k, n = codes.shape
+        groups = _layout.num_groups(k, format.group_size)
+
+        def order(values: Array) -> Array:
+            missing = groups - values.shape[-2]
+            values = jnp.pad(values, [(0, 0)] * len(lead) + [(0, missing), (0, 0)], mode="edge")
+            return _layout.pack_groups(values)
+
+        return cls(
+            packed=_layout.pack(codes, format.bits),
+            scale=order(scale),
+            zero=None if zero is None else order(zero),
+            index=None,
+            version=jnp.full(tuple(lead), _layout.VERSION, jnp.uint32),
+            format=format,
+            k=k,
+            n=n,
+        )
+
+    @classmethod
+    def from_integers(
+        cls, values: Any, scale: Any, zero: Any = None, *, format: Format
+    ) -> "QuantizedArray":
+        """Packs integers that are quantized already (`jnp.int4`, `uint4`, `int8`, ...).
+
+        **Arguments:**
+
+        - `values`: integers (..., k, n). Signed ones are two's complement codes, `weight = value *
+          scale` without a zero; unsigned ones are codes and need a zero.
+        - `scale`: floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`.
+        - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
+          floats to add (`"float"`, with unsigned values); the shape of `scale`.
+        - `format`: the format; its width must hold every value.
+
+        **Raises:** `ValueError` for wrong shapes or dtypes and for a value outside the width.
+
+        ```python
+        q = jnp.array([[-8, 7]], jnp.int4)
+        QuantizedArray.from_integers(q, jnp.ones((1, 2)), format=Format(bits=4))
+        ```
+        """
+        values, scale = jnp.asarray(values), jnp.asarray(scale)
+        zero = None if zero is None else jnp.asarray(zero)
+        if not jnp.issubdtype(values.dtype, jnp.integer) or values.ndim < 2:
+            raise ValueError(
+                f"from_integers: values has shape {values.shape} and dtype {values.dtype}, but it "
+                "is an integer matrix (..., k, n); use quantize for floats."
+            )
+        signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
+        if not signed and format.zero == "none":
+            raise ValueError(
+                f"from_integers: values are unsigned ({values.dtype}) and the format has no zero; "
+                'pass signed values, or a zero with format.zero="integer".'
+            )
+        if (zero is None) != (format.zero == "none"):
+            raise ValueError(
+                f"from_integers: format.zero is {format.zero!r}, but zero is "
+                f"{'missing' if zero is None else 'given'}; make the two agree."
+            )
+        *lead, k, n = values.shape
+        groups = 1 if format.group_size == -1 else -(-k // format.group_size)
+        for name, array in (("scale", scale), ("zero", zero)):
+            if array is not None and array.shape != (*lead, groups, n):
+                raise ValueError(
+                    f"from_integers: {name} has shape {array.shape}, but values of shape "
+                    f"{values.shape} in groups of {format.group_size} need {(*lead, groups, n)}."
+                )
+        codes = _codes("values", values, format)
+        if zero is not None:
+            zero = (
+                _codes("zero", zero, format)
+                if format.zero == "integer"
+                else zero.astype(scale.dtype)
+            )
+        return cls.from_packed_groups(codes, scale, zero, format=format)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _LEAVES]
+        return children, (self.format, self.k, self.n)
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return tuple(getattr(self, name) for name in _LEAVES), (self.format, self.k, self.n)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> "QuantizedArray":
+        # Transformations unflatten with placeholders for leaves, so nothing is checked here.
+        self = object.__new__(cls)
+        for name, value in zip((*_LEAVES, "format", "k", "n"), (*leaves, *static), strict=True):
+            object.__setattr__(self, name, value)
+        return self
+
+
+def _check(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
+    if tuple(array.shape) != shape or array.dtype != dtype:
+        raise ValueError(
+            f"QuantizedArray: {name} is {array.dtype}{tuple(array.shape)}, but the other fields "
+            f"ask for {dtype}{shape}; make it with quantize or from_integers."
+        )
+
+
+def _codes(name: str, values: Array, format: Format) -> Array:
+    """Unsigned codes of signed or unsigned integers, checked against the width where concrete."""
+    low = -format.offset if jnp.issubdtype(values.dtype, jnp.signedinteger) else 0
+    high = low + 2**format.bits - 1
+    values = values.astype(jnp.int32)
+    if values.size and not isinstance(values, Tracer):
+        least, most = int(values.min()), int(values.max())
+        if least < low or most > high:
+            raise ValueError(
+                f"from_integers: {name} reaches from {least} to {most}, but {format.bits} bits "
+                f"hold {low} to {high}; use a wider format."
+            )
+    return (values - low).astype(jnp.uint8)

@@ -1,0 +1,68 @@
+"""The definition: dequantize, then multiply, in plain jnp. Every other backend is held to it."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .. import _layout
+from .._formats import Format
+
+
+def dequantize(
+    packed: Array, scale: Array, zero: Array | None, *, format: Format, k: int, n: int
+) -> Array:
+    """Returns the float32 weights (..., k, n): the table in `Format`, in float32 arithmetic."""
+    codes = _layout.unpack(packed, format.bits).astype(jnp.float32)
+    scale = _per_row(scale, codes.shape[-2], format)
+    if zero is None:
+        weight = (codes - format.offset) * scale
+    elif format.zero == "integer":
+        weight = (codes - _per_row(zero, codes.shape[-2], format)) * scale
+    else:
+        weight = codes * scale + _per_row(zero, codes.shape[-2], format)
+    return weight[..., :k, :n]
+
+
+def _per_row(values: Array, rows: int, format: Format) -> Array:
+    """Spreads one value per group and channel over the rows of its group, as float32."""
+    values = _layout.unpack_groups(values).astype(jnp.float32)
+    if format.group_size == -1:
+        return values
+    return jnp.repeat(values, format.group_size, axis=-2)[..., :rows, :]
+
+
+def take(
+    packed: Array, scale: Array, zero: Array | None, index: Array | None
+) -> tuple[Array, Array, Array | None]:
+    """The weights at `index` of a stack, clamped to it like any index of `lax`; all without one."""
+    if index is None:
+        return packed, scale, zero
+    index = jnp.clip(index, 0, packed.shape[0] - 1)
+    return packed[index], scale[index], None if zero is None else zero[index]
+
+
+def matmul(
+    lhs: Array,
+    packed: Array,
+    scale: Array,
+    zero: Array | None,
+    index: Array | None,
+    *,
+    format: Format,
+    n: int,
+    out_dtype: jnp.dtype,
+) -> Array:
+    """The product (*lead, *rows, k) x (*lead, k, n) -> (*lead, *rows, n).
+
+    The weights, defined in float32, are rounded once to the dtype of lhs; products accumulate in
+    float32; the sum is rounded once to `out_dtype`. With an `index` the weight of lead position i
+    is `packed[index[i]]`.
+    """
+    packed, scale, zero = take(packed, scale, zero, index)
+    weight = dequantize(packed, scale, zero, format=format, k=lhs.shape[-1], n=n)
+    lead = packed.ndim - 3
+    axes = tuple(range(lead))
+    dimension_numbers = (((lhs.ndim - 1,), (lead,)), (axes, axes))
+    out = lax.dot_general(
+        lhs, weight.astype(lhs.dtype), dimension_numbers, preferred_element_type=jnp.float32
+    )
+    return out.astype(out_dtype)

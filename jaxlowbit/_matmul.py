@@ -1,0 +1,309 @@
+"""`quantized_matmul`: the public function, its primitive and the primitive's rules.
+
+From here to the instruction that runs: `_lower` picks a backend, `_backends/native.py` makes the
+custom call, `xla_ffi/cuda_handler.cc` decodes it, `cuda/dispatch.cc` selects, `cuda/qmm_sm80.cu`
+computes.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from ._array import QuantizedArray
+from ._backends import definition, native
+from ._formats import Format
+
+Backend = Literal["cuda", "cpu", "xla"]
+_LHS_DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
+
+
+def quantized_matmul(
+    lhs: Any,
+    rhs: QuantizedArray,
+    *,
+    preferred_element_type: Any = None,
+    backend: Backend | None = None,
+) -> Array:
+    """Computes `lhs @ rhs.dequantize()` without writing the dequantized matrix to memory.
+
+    Weights are rounded once to the dtype of `lhs`, products accumulate in float32, the result is
+    rounded once. Linear in `lhs` and in the scales (and float zeros) of `rhs`, and differentiable
+    in both; derivatives with respect to `lhs` dequantize.
+
+    **Arguments:**
+
+    - `lhs`: float32, bfloat16 or float16 (..., k). Leading axes broadcast against those of `rhs`
+      as in `jnp.matmul`.
+    - `rhs`: (..., k, n).
+    - `preferred_element_type`: dtype of the result: that of `lhs` (the default) or float32.
+    - `backend`: None for the custom call of the platform the program is compiled for where it
+      supports the problem, else the definition; `"cuda"` or `"cpu"` for that custom call or an
+      error with the reason; `"xla"` for the definition, `lhs @ rhs.dequantize(lhs.dtype)`.
+
+    **Returns:** (..., n).
+
+    **Raises:** `TypeError` if `rhs` is not quantized, `ValueError` for shapes or dtypes that do
+    not fit and for a backend that cannot.
+
+    ```python
+    rhs = quantize(jnp.ones((256, 512)), INT4)
+    quantized_matmul(jnp.ones((8, 256), jnp.bfloat16), rhs)
+    ```
+    """
+    if not isinstance(rhs, QuantizedArray):
+        raise TypeError(
+            f"quantized_matmul: rhs is {type(rhs).__name__}, but it must be a QuantizedArray; "
+            "make one with jaxlowbit.quantize."
+        )
+    lhs = jnp.asarray(lhs)
+    out_dtype = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
+    _check(lhs, rhs, out_dtype, backend)
+    lead = rhs.shape[:-2]
+    vector = lhs.ndim == 1
+    lhs = lhs[None] if vector else lhs
+    batch = jnp.broadcast_shapes(lhs.shape[:-2], lead)
+    # Axes of lhs beyond those of the stack are more rows of the same weights.
+    stacked, extra = range(len(lead)), len(batch) - len(lead)
+    if lead:
+        rhs = rhs if batch[extra:] == lead else _broadcast(rhs, batch[extra:])
+        lhs = jnp.broadcast_to(lhs, (*batch, *lhs.shape[-2:]))
+        lhs = jnp.moveaxis(lhs, [extra + i for i in stacked], stacked)
+    out = quantized_matmul_p.bind(
+        lhs,
+        rhs.packed,
+        rhs.scale,
+        *([] if rhs.zero is None else [rhs.zero]),
+        *([] if rhs.index is None else [rhs.index]),
+        format=rhs.format,
+        n=rhs.n,
+        indexed=rhs.index is not None,
+        out_dtype=out_dtype,
+        backend=backend,
+    )
+    out = jnp.moveaxis(out, stacked, [extra + i for i in stacked])
+    return out[..., 0, :] if vector else out
+
+
+def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
+    """Returns, for each backend, None if it can compute `lhs @ rhs`, else the reason why not.
+
+    Runs nothing. `lhs` is anything with a dtype, such as a `jax.ShapeDtypeStruct`; whether a
+    program is compiled for a platform decides which custom call it gets.
+
+    ```python
+    supported_backends(jax.ShapeDtypeStruct((1, 256), jnp.bfloat16), rhs)["cuda"]
+    ```
+    """
+    dtype = jnp.dtype(lhs.dtype)
+    reasons = {name: native.unsupported(name, dtype, rhs.format) for name in ("cuda", "cpu")}
+    return {**reasons, "xla": None}
+
+
+def _check(lhs: Array, rhs: QuantizedArray, out_dtype: Any, backend: Backend | None) -> None:
+    if lhs.dtype not in _LHS_DTYPES:
+        raise ValueError(
+            f"quantized_matmul: lhs is {lhs.dtype}, but activations are float32, bfloat16 or "
+            "float16; cast them."
+        )
+    if lhs.ndim == 0 or lhs.shape[-1] != rhs.k:
+        raise ValueError(
+            f"quantized_matmul: lhs has shape {lhs.shape} and rhs {rhs.shape}, but the last axis "
+            f"of lhs must be k={rhs.k}; for an (n, k) weight, quantize its transpose."
+        )
+    try:
+        jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+    except ValueError:
+        raise ValueError(
+            f"quantized_matmul: the leading axes {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of "
+            "rhs do not broadcast; make them equal or 1."
+        ) from None
+    if out_dtype not in (lhs.dtype, jnp.float32):
+        raise ValueError(
+            f"quantized_matmul: preferred_element_type is {out_dtype}, but the result has the "
+            f"dtype of lhs ({lhs.dtype}) or float32; cast the result."
+        )
+    if backend is None:
+        return
+    reasons = supported_backends(lhs, rhs)
+    if backend not in reasons:
+        raise ValueError(
+            f"quantized_matmul: backend={backend!r} is unknown; it is one of "
+            f"{', '.join(map(repr, reasons))}, or None."
+        )
+    if reasons[backend] is not None:
+        raise ValueError(
+            f"quantized_matmul: backend {backend!r} cannot compute this product: "
+            f"{reasons[backend]}. Use backend=None to let another one run."
+        )
+
+
+def _broadcast(rhs: QuantizedArray, lead: tuple[Any, ...]) -> QuantizedArray:
+    """A view of `rhs` with leading axes `lead`, to which its own broadcast."""
+    if rhs.index is None:
+        stack = rhs.shape[:-2]
+        rhs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(stack) :]), rhs)
+        rhs = rhs.select(jnp.arange(math.prod(stack), dtype=jnp.int32).reshape(stack))
+    return dataclasses.replace(rhs, index=jnp.broadcast_to(jnp.asarray(rhs.index), lead))
+
+
+# The primitive. Operands: lhs (*lead, *rows, k), packed, scale, zero if the format has one, index
+# if `indexed`. Without an index the stacked axes of the weights are the lead; with one, the weights
+# have one stacked axis and the lead is the shape of the index.
+quantized_matmul_p = Primitive("quantized_matmul")
+quantized_matmul_p.def_impl(functools.partial(xla.apply_primitive, quantized_matmul_p))
+
+
+@dataclasses.dataclass
+class _Operands:
+    """Values, tangents or batch axes of the operands, by name; None for those left out."""
+
+    lhs: Any
+    packed: Any
+    scale: Any
+    zero: Any
+    index: Any
+
+    @classmethod
+    def of(cls, operands: Sequence[Any], format: Format, indexed: bool) -> "_Operands":
+        lhs, packed, scale, *rest = operands
+        zero = None if format.zero == "none" else rest.pop(0)
+        return cls(lhs, packed, scale, zero, rest.pop(0) if indexed else None)
+
+    def named(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("lhs", "packed", "scale", "zero", "index")}
+
+    def replace(self, **changes: Any) -> "_Operands":
+        return dataclasses.replace(self, **changes)
+
+    def bind(self, **params: Any) -> Array:
+        present = [operand for operand in self.named().values() if operand is not None]
+        return quantized_matmul_p.bind(*present, **params)
+
+    @property
+    def lead_ndim(self) -> int:
+        return self.packed.ndim - 3 if self.index is None else self.index.ndim
+
+
+@quantized_matmul_p.def_abstract_eval
+def _abstract_eval(lhs: Any, *operands: Any, n: int, out_dtype: Any, **params: Any) -> Any:
+    del operands, params
+    *rows, k = (*lhs.sharding.spec, *[None] * (lhs.ndim - len(lhs.sharding.spec)))
+    if k is not None:
+        raise ValueError(
+            f"quantized_matmul: lhs is sharded over {k!r} along the contracted axis; reshard it, "
+            "or multiply inside jax.shard_map and sum with jax.lax.psum."
+        )
+    sharding = lhs.sharding.update(spec=jax.P(*rows, None))
+    shape = (*lhs.shape[:-1], n)
+    return lhs.update(shape=shape, dtype=out_dtype, weak_type=False, sharding=sharding)
+
+
+def _definition(*operands: Any, backend: Any, indexed: bool, **params: Any) -> Array:
+    del backend
+    named = _Operands.of(operands, params["format"], indexed).named()
+    return definition.matmul(**named, **params)
+
+
+# Linear in lhs, and in scale and float zero together. Everything else is integers.
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    format, indexed = params["format"], params["indexed"]
+    values = _Operands.of(primals, format, indexed)
+    dots = _Operands.of(tangents, format, indexed)
+    out = values.bind(**params)
+    terms = []
+    if type(dots.lhs) is not ad.Zero:
+        terms.append(values.replace(lhs=dots.lhs).bind(**params))
+    float_zero = format.zero == "float"
+    if type(dots.scale) is not ad.Zero or (float_zero and type(dots.zero) is not ad.Zero):
+        moved = values.replace(scale=ad.instantiate_zeros(dots.scale))
+        if float_zero:
+            moved = moved.replace(zero=ad.instantiate_zeros(dots.zero))
+        terms.append(moved.bind(**params))
+    if not terms:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, functools.reduce(lax.add, terms)
+
+
+ad.primitive_jvps[quantized_matmul_p] = _jvp
+
+
+def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
+    linear = [i for i, operand in enumerate(operands) if ad.is_undefined_primal(operand)]
+    avals = [operands[i].aval for i in linear]
+    if type(cotangent) is ad.Zero:
+        cotangents = [ad.Zero(aval) for aval in avals]
+    else:
+
+        def product(*values: Array) -> Array:
+            filled = dict(zip(linear, values, strict=True))
+            return _definition(*(filled.get(i, x) for i, x in enumerate(operands)), **params)
+
+        # At zero, since scale without its float zero is affine: its linear part is transposed.
+        at = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+        cotangents = jax.vjp(product, *at)[1](cotangent)
+    found = dict(zip(linear, cotangents, strict=True))
+    return [found.get(i) for i in range(len(operands))]
+
+
+ad.primitive_transposes[quantized_matmul_p] = _transpose
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Array, int]:
+    format, indexed = params["format"], params["indexed"]
+    values = _Operands.of(operands, format, indexed)
+    axes = _Operands.of(dims, format, indexed)
+    mapped = {name for name, axis in axes.named().items() if axis is not None}
+    if mapped == {"lhs"}:
+        # One weight for the whole batch: the batch is more rows.
+        axis = values.lead_ndim
+        return values.replace(lhs=jnp.moveaxis(values.lhs, axes.lhs, axis)).bind(**params), axis
+    size = next(getattr(values, name).shape[getattr(axes, name)] for name in mapped)
+    front: dict[str, Any] = {
+        name: None if value is None else batching.bdim_at_front(value, getattr(axes, name), size)
+        for name, value in values.named().items()
+    }
+    if indexed and mapped <= {"lhs", "index"}:
+        # Each element picks its own weights from one stack.
+        return values.replace(lhs=front["lhs"], index=front["index"]).bind(**params), 0
+    if indexed:
+        # Each element has its own stack: one long stack, and positions in it.
+        lhs, index = front.pop("lhs"), front.pop("index")
+        depth = front["packed"].shape[1]
+        start = jnp.arange(size, dtype=jnp.int32).reshape(-1, *[1] * (index.ndim - 1)) * depth
+        front = jax.tree.map(lambda stacks: stacks.reshape(-1, *stacks.shape[2:]), front)
+        front |= {"lhs": lhs, "index": jnp.clip(index, 0, depth - 1) + start}
+    return _Operands(**front).bind(**params), 0
+
+
+batching.primitive_batchers[quantized_matmul_p] = _batch
+
+
+def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
+    """The product on `platform`, by the backend that is asked for or the best one there."""
+    lhs, backend, format = operands[0], params["backend"], params["format"]
+    if backend not in (None, "xla", platform):
+        raise ValueError(
+            f"quantized_matmul: backend={backend!r}, but this program is compiled for "
+            f"{platform or 'another platform'}; use backend=None or 'xla'."
+        )
+    if math.prod(lhs.shape[:-1]) == 0:
+        return jnp.zeros((*lhs.shape[:-1], params["n"]), params["out_dtype"])
+    if platform is None or backend == "xla" or native.unsupported(platform, lhs.dtype, format):
+        return _definition(*operands, **params)
+    named = _Operands.of(operands, format, params["indexed"]).named()
+    return native.matmul(
+        **named, format=format, n=params["n"], out_dtype=params["out_dtype"], platform=platform
+    )
+
+
+for _platform in (None, "cpu", "cuda"):
+    _rule = mlir.lower_fun(functools.partial(_compute, platform=_platform), multiple_results=False)
+    mlir.register_lowering(quantized_matmul_p, _rule, platform=_platform)

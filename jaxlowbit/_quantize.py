@@ -1,0 +1,142 @@
+"""Floats to `QuantizedArray` and back, in plain jnp."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from ._array import SCALE_DTYPES, QuantizedArray
+from ._formats import Format
+
+
+def quantize(
+    weight: Any,
+    format: Format,
+    *,
+    method: Literal["absmax"] = "absmax",
+    scale_dtype: Any = None,
+) -> QuantizedArray:
+    """Rounds a float matrix to the nearest values a format can hold.
+
+    `"absmax"` fits each group's scale (and zero) to its extreme values, so that every element is
+    off by at most half a scale: the round-to-nearest baseline of the quantization literature.
+
+    **Arguments:**
+
+    - `weight`: float32, bfloat16 or float16 (..., k, n), k the input features.
+    - `format`: what to round to.
+    - `method`: how scales are chosen.
+    - `scale_dtype`: float32, bfloat16 or float16; None for the dtype of `weight`.
+
+    **Returns:** a `QuantizedArray` of the same shape.
+
+    **Raises:** `ValueError` for a wrong rank or dtype, an unknown method, and, outside `jax.jit`,
+    for NaN or infinite weights and for scales that overflow `scale_dtype`.
+
+    ```python
+    q = quantize(jnp.ones((256, 512)), INT4)
+    y = jnp.ones((8, 256)) @ q
+    ```
+    """
+    weight = jnp.asarray(weight)
+    scale_dtype = jnp.dtype(weight.dtype if scale_dtype is None else scale_dtype)
+    _check(weight, format, method, scale_dtype)
+    *lead, k, n = weight.shape
+    size = k if format.group_size == -1 else format.group_size
+    groups = -(-k // size)
+    # Repeating the last row fills the last group without moving its extremes.
+    pad = [(0, 0)] * len(lead) + [(0, groups * size - k), (0, 0)]
+    grouped = jnp.pad(weight.astype(jnp.float32), pad, mode="edge")
+    grouped = grouped.reshape(*lead, groups, size, n)
+    levels = 2**format.bits - 1
+
+    low, high = grouped.min(axis=-2), grouped.max(axis=-2)
+    if format.zero == "none":
+        extreme = jnp.maximum(-low, high)
+        scale = _scale(extreme, levels // 2, scale_dtype)
+        codes = jnp.round(grouped / _rows(scale)) + format.offset
+        zero = None
+    elif format.zero == "integer":
+        low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
+        scale = _scale(high - low, levels, scale_dtype)
+        zero = jnp.clip(jnp.round(-low / scale.astype(jnp.float32)), 0, levels)
+        codes = jnp.round(grouped / _rows(scale)) + zero[..., None, :]
+        zero = zero.astype(jnp.uint8)
+    else:
+        zero = _round(low, scale_dtype, down=True)
+        scale = _scale(high - zero.astype(jnp.float32), levels, scale_dtype)
+        codes = jnp.round((grouped - _rows(zero)) / _rows(scale))
+    _check_scale(scale, weight, scale_dtype)
+    codes = jnp.clip(codes, 0, levels).astype(jnp.uint8)
+    codes = codes.reshape(*lead, groups * size, n)[..., :k, :]
+    return QuantizedArray.from_packed_groups(codes, scale, zero, format=format)
+
+
+def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:
+    """Returns `array.dequantize(dtype)`: the floats (..., k, n) that a quantized array stands for.
+
+    **Arguments:** `dtype`: of the result; None for the dtype of the scales.
+    """
+    return array.dequantize(dtype)
+
+
+def _rows(values: Array) -> Array:
+    return values.astype(jnp.float32)[..., None, :]
+
+
+def _scale(extent: Array, steps: int, dtype: Any) -> Array:
+    """The smallest scale of `dtype` with which `steps` steps cover `extent`; 1 for no extent."""
+    scale = _round(jnp.maximum(extent / steps, float(jnp.finfo(dtype).tiny)), dtype, down=False)
+    return jnp.where(extent > 0, scale, jnp.ones_like(scale))
+
+
+def _round(values: Array, dtype: Any, *, down: bool) -> Array:
+    """Rounds float32 to `dtype` towards minus infinity (`down`) or plus infinity."""
+    nearest = values.astype(dtype)
+    limit = jnp.asarray(-jnp.inf if down else jnp.inf, dtype)
+    wide = nearest.astype(jnp.float32)
+    missed = wide > values if down else wide < values
+    return jnp.where(missed, jnp.nextafter(nearest, limit), nearest)
+
+
+def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None:
+    if weight.ndim < 2 or 0 in weight.shape[-2:]:
+        raise ValueError(
+            f"quantize: weight has shape {weight.shape}, but a matrix (..., k, n) with k and n "
+            "from 1 is needed; reshape it."
+        )
+    for name, dtype in (("weight", weight.dtype), ("scale_dtype", scale_dtype)):
+        if dtype not in SCALE_DTYPES:
+            raise ValueError(
+                f"quantize: {name} is {dtype}, but it is float32, bfloat16 or float16; cast it, or "
+                "use QuantizedArray.from_integers for integers."
+            )
+    if method != "absmax":
+        raise ValueError(f"quantize: method={method!r} is unknown; the method is 'absmax'.")
+    if format.bits == 1 and format.zero == "none":
+        raise ValueError(
+            "quantize: a 1-bit code without a zero holds only -scale and 0; use zero='float', "
+            "which holds two free values per group."
+        )
+    if isinstance(weight, Tracer):
+        return
+    finite = jnp.isfinite(weight)
+    if not finite.all():
+        bad = np.argwhere(~np.asarray(finite))
+        first = tuple(int(i) for i in bad[0])
+        raise ValueError(
+            f"quantize: weight has {len(bad)} values that are NaN or infinite, the first at "
+            f"{first} ({weight[first]}); no scale covers them. Clean the weight first."
+        )
+
+
+def _check_scale(scale: Array, weight: Array, scale_dtype: Any) -> None:
+    if isinstance(scale, Tracer) or jnp.isfinite(scale).all():
+        return
+    largest = float(jnp.abs(weight).max())
+    raise ValueError(
+        f"quantize: the largest weight {largest:g} needs a scale beyond the range of "
+        f"{scale_dtype}; use scale_dtype=jnp.float32 or smaller weights."
+    )

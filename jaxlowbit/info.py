@@ -1,0 +1,52 @@
+"""`python -m jaxlowbit.info`: what was built, and what runs on this machine."""
+
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from ._backends import native
+
+
+def report() -> Iterator[tuple[str, str]]:
+    """Topic and finding, one pair per line of the report."""
+    build = native.build_info()
+    yield "jaxlowbit", f"{metadata.version('jaxlowbit')}, Python {platform.python_version()}"
+    yield "jax", f"{jax.__version__}, jaxlib {metadata.version('jaxlib')}"
+    built, runtime = build["ffi_api"], native.runtime_ffi_version()
+    yield "custom-call API", f"built for {_dotted(built)}, this jaxlib speaks {_dotted(runtime)}"
+    yield "CPU kernels", _listed(build["cpu_isa"])
+    if build["cuda"]:
+        yield "CUDA kernels", f"{build['cuda_architectures']}, by {build['cuda_compiler']}"
+    else:
+        yield "CUDA kernels", "not built, because no nvcc was found or it was turned off"
+    for device in jax.devices():
+        yield f"device {device.id}", f"{_name(device)}: {_backends(device)}"
+
+
+def _name(device: Any) -> str:
+    capability = getattr(device, "compute_capability", None)
+    return f"{device.device_kind} ({f'sm_{capability}' if capability else device.platform})"
+
+
+def _backends(device: Any) -> str:
+    custom_call = {"cpu": "cpu", "gpu": "cuda"}.get(device.platform)
+    if custom_call is None:
+        return "definition; there is no custom call for this platform"
+    reason = native.unavailable(custom_call)
+    return f"{custom_call}, definition" if reason is None else f"definition; {reason}"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _listed(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+if __name__ == "__main__":
+    for topic, finding in report():
+        print(f"{topic:16} {finding}")
