@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The problem as a value: everything that choosing and running a kernel may depend on. Includes no
+// XLA, no Python and no CUDA, so the CPU kernel, the handlers, the driver and the tests share it.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxlowbit {
+
+// Rows and columns of the packed layout's atom (docs/layout.md).
+inline constexpr int64_t kAtom = 64;
+
+enum class ElementType { kF32, kBf16, kF16 };
+enum class ZeroKind { kNone, kInteger, kFloat };
+
+inline constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// out[b] = lhs[b] @ weight[index[b]] for b < batch, with lhs (m, k) and a packed (k, n) weight.
+struct QuantizedMatmul {
+  int64_t batch = 1;
+  int64_t num_weights = 1;  // weights that `packed` holds
+  int64_t m = 0, n = 0, k = 0;
+  int bits = 4;
+  int64_t group_size = -1;  // along k; -1: one group
+  ElementType lhs = ElementType::kBf16;
+  ElementType scale = ElementType::kBf16;
+  ElementType out = ElementType::kBf16;
+  ZeroKind zero = ZeroKind::kNone;
+
+  int64_t n_blocks() const { return CeilDiv(n, kAtom); }
+  int64_t k_blocks() const { return CeilDiv(k, kAtom); }
+  int64_t groups() const { return group_size < 0 ? 1 : CeilDiv(k_blocks() * kAtom, group_size); }
+  int64_t words_per_atom() const { return kAtom * kAtom * bits / 32; }
+};
+
+// Buffers of one call. `zero` and `index` may be null; `index` then means: weight b for batch b, or
+// weight 0 when there is only one.
+struct Buffers {
+  const void* lhs = nullptr;         // [batch, m, k]
+  const uint32_t* packed = nullptr;  // [num_weights, n_blocks, k_blocks, words_per_atom]
+  const void* scale = nullptr;       // [num_weights, n_blocks, groups, 64]
+  const void* zero = nullptr;        // [num_weights, n_blocks, groups, 64]
+  const int32_t* index = nullptr;    // [batch], clamped to [0, num_weights)
+  void* out = nullptr;               // [batch, m, n]
+  void* workspace = nullptr;         // CUDA only; uninitialised
+};
+
+}  // namespace jaxlowbit

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sizes of the CPU kernel's blocks.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/problem.h"
+
+namespace jaxlowbit {
+
+// Up to here weights stream through registers, with so many vectors of sums in the L1 cache.
+inline constexpr int64_t kStreamTokens = 16;
+inline constexpr int64_t kStreamSums = 512;
+
+// Beyond: a task's tokens (its dequantized weights are used so often), its slice of k, and the
+// tokens of one register tile.
+inline constexpr int64_t kBlockTokens = 240;
+inline constexpr int64_t kBlockAtoms = 8;
+inline constexpr int64_t kBlockK = kBlockAtoms * kAtom;
+inline constexpr int64_t kTileTokens = 6;
+
+// Scratch of one thread: dequantized weights, a tile of lhs, the block's float32 sums.
+inline constexpr int64_t kPanelFloats = kAtom * kBlockK;  // 128 KiB: stays in the L2 cache
+inline constexpr int64_t kLhsFloats = kTileTokens * kBlockK;
+inline constexpr int64_t kSumFloats = kBlockTokens * kAtom;
+inline constexpr int64_t kScratchBytes = 4 * (kPanelFloats + kLhsFloats + kSumFloats);
+
+}  // namespace jaxlowbit

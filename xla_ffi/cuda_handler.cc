@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CUDA handlers. Initialize runs before every execution, outside of graph capture, and loads
+// the kernels; execute only enqueues, so XLA may capture it.
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <string>
+
+#include "cuda/kernels.h"
+#include "xla_ffi/handlers.h"
+#include "xla_ffi/operands.h"
+
+namespace jaxlowbit {
+namespace {
+
+#if defined(JAXLOWBIT_COUNT_EXECUTES)
+std::atomic<int64_t> execute_count{0};
+#endif
+
+ffi::Error ToError(cudaError_t status, const std::string& what) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal("jaxlowbit_quantized_matmul: " + what + " failed with " +
+                              cudaGetErrorName(status) + ": " + cudaGetErrorString(status) + ".");
+}
+
+std::string Describe(const QuantizedMatmul& p, int device) {
+  return "launching batch=" + std::to_string(p.batch) + " m=" + std::to_string(p.m) +
+         " n=" + std::to_string(p.n) + " k=" + std::to_string(p.k) +
+         " bits=" + std::to_string(p.bits) + " group_size=" + std::to_string(p.group_size) +
+         " on device " + std::to_string(device);
+}
+
+ffi::Error Initialize(cudaStream_t, int32_t device) {
+  return ToError(InitializeKernels(device),
+                 "loading the kernels on device " + std::to_string(device));
+}
+
+ffi::Error Execute(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
+                   ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
+                   int64_t bits, int64_t group_size) {
+#if defined(JAXLOWBIT_COUNT_EXECUTES)
+  execute_count.fetch_add(1, std::memory_order_relaxed);
+#endif
+  Operands operands;
+  const ffi::Error error =
+      DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size, &operands);
+  if (error.failure()) return error;
+  const QuantizedMatmul& p = operands.problem;
+  const std::string reason = Unsupported(p, DeviceInfo(device));
+  if (!reason.empty()) return Refuse(reason + "; use another backend.");
+  if (p.batch == 0 || p.m == 0) return ffi::Error::Success();
+  operands.buffers.workspace = workspace->untyped_data();
+  return ToError(
+      LaunchQuantizedMatmul(p, operands.buffers, static_cast<int64_t>(workspace->element_count()),
+                            device, stream),
+      Describe(p, device));
+}
+
+}  // namespace
+
+#if defined(JAXLOWBIT_COUNT_EXECUTES)
+int64_t CudaExecuteCount() { return execute_count.load(std::memory_order_relaxed); }
+#endif
+
+}  // namespace jaxlowbit
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaInitialize, jaxlowbit::Initialize,
+                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaExecute, jaxlowbit::Execute,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Arg<xla::ffi::AnyBuffer>()             // lhs
+                                  .Arg<xla::ffi::AnyBuffer>()             // packed
+                                  .Arg<xla::ffi::AnyBuffer>()             // scale
+                                  .Arg<xla::ffi::AnyBuffer>()             // zero
+                                  .Arg<xla::ffi::AnyBuffer>()             // index
+                                  .Ret<xla::ffi::AnyBuffer>()             // out
+                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
+                                  .Attr<int64_t>("bits")
+                                  .Attr<int64_t>("group_size"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

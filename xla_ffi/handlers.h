@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "xla_ffi/ffi.h"
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuExecute);
+
+#if defined(JAXLOWBIT_WITH_CUDA)
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaInitialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaExecute);
+
+#if defined(JAXLOWBIT_COUNT_EXECUTES)
+namespace jaxlowbit {
+int64_t CudaExecuteCount();  // calls of the execute handler in this process
+}  // namespace jaxlowbit
+#endif
+#endif

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The operands of the target jaxlowbit_quantized_matmul, the same on every platform:
+//
+//   0 lhs     T[b, m, k]                        T: f32, bf16 or f16
+//   1 packed  u32[L, n_blocks, k_blocks, words]
+//   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16 or f16
+//   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none
+//   4 index   s32[b]: batch element i multiplies weight index[i]; s32[0]: weight i, or the only one
+//   result 0  out O[b, m, n], O: T or f32
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "cuda/problem.h"
+#include "xla_ffi/ffi.h"
+
+namespace jaxlowbit {
+
+struct Operands {
+  QuantizedMatmul problem;
+  Buffers buffers;
+};
+
+inline std::optional<ElementType> FloatType(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return ElementType::kF32;
+    case ffi::DataType::BF16:
+      return ElementType::kBf16;
+    case ffi::DataType::F16:
+      return ElementType::kF16;
+    default:
+      return std::nullopt;
+  }
+}
+
+inline std::string TypeName(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return "f32";
+    case ffi::DataType::BF16:
+      return "bf16";
+    case ffi::DataType::F16:
+      return "f16";
+    case ffi::DataType::U8:
+      return "u8";
+    case ffi::DataType::U32:
+      return "u32";
+    case ffi::DataType::S32:
+      return "s32";
+    default:
+      return "XLA type " + std::to_string(static_cast<int>(type));
+  }
+}
+
+template <typename Dimensions>
+std::string ShapeName(const Dimensions& dimensions) {
+  std::string text = "[";
+  for (int64_t size : dimensions) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+inline ffi::Error Refuse(const std::string& sentence) {
+  return ffi::Error::InvalidArgument("jaxlowbit_quantized_matmul: " + sentence);
+}
+
+inline bool HasShape(const ffi::AnyBuffer& buffer, std::initializer_list<int64_t> expected) {
+  const auto dimensions = buffer.dimensions();
+  return std::equal(dimensions.begin(), dimensions.end(), expected.begin(), expected.end());
+}
+
+inline ffi::Error CheckShape(const std::string& name, const ffi::AnyBuffer& buffer,
+                             std::initializer_list<int64_t> expected, const std::string& rule) {
+  if (HasShape(buffer, expected)) return ffi::Error::Success();
+  return Refuse(name + " has shape " + ShapeName(buffer.dimensions()) + " but must be " + rule +
+                " = " + ShapeName(expected) + ".");
+}
+
+inline ffi::Error CheckRank(const std::string& name, const ffi::AnyBuffer& buffer, size_t rank,
+                            const std::string& rule) {
+  if (buffer.dimensions().size() == rank) return ffi::Error::Success();
+  return Refuse(name + " has shape " + ShapeName(buffer.dimensions()) + " but must be " + rule +
+                ".");
+}
+
+inline ffi::Error CheckType(const std::string& name, const ffi::AnyBuffer& buffer, bool valid,
+                            const std::string& rule) {
+  if (valid) return ffi::Error::Success();
+  return Refuse(name + " is " + TypeName(buffer.element_type()) + " but must be " + rule + ".");
+}
+
+inline ffi::Error CheckAttributes(int64_t bits, int64_t group_size) {
+  if (bits < 1 || bits > 8) {
+    return Refuse("bits is " + std::to_string(bits) + " but must be from 1 to 8.");
+  }
+  if (group_size != -1 && (group_size < 16 || group_size % 16 != 0)) {
+    return Refuse("group_size is " + std::to_string(group_size) +
+                  " but must be a positive multiple of 16, or -1 for one group.");
+  }
+  return ffi::Error::Success();
+}
+
+// Fills `operands`, or says which operand breaks which rule.
+inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi::AnyBuffer scale,
+                                 ffi::AnyBuffer zero, ffi::AnyBuffer index, ffi::AnyBuffer out,
+                                 int64_t bits, int64_t group_size, Operands* operands) {
+  using Type = ffi::DataType;
+  const auto lhs_type = FloatType(lhs.element_type());
+  const auto scale_type = FloatType(scale.element_type());
+  const auto out_type = FloatType(out.element_type());
+  const std::string weight_rule = "[weights, n_blocks, k_blocks, words]";
+  const std::string group_rule = "[weights, n_blocks, groups, 64]";
+  for (const ffi::Error& error :
+       {CheckAttributes(bits, group_size),
+        CheckType("lhs", lhs, lhs_type.has_value(), "f32, bf16 or f16"),
+        CheckType("packed", packed, packed.element_type() == Type::U32, "u32"),
+        CheckType("scale", scale, scale_type.has_value(), "f32, bf16 or f16"),
+        CheckType("index", index, index.element_type() == Type::S32, "s32"),
+        CheckType("out", out, out_type && (out_type == lhs_type || out_type == ElementType::kF32),
+                  "f32 or the type of lhs, " + TypeName(lhs.element_type())),
+        CheckRank("lhs", lhs, 3, "[batch, m, k]"), CheckRank("out", out, 3, "[batch, m, n]"),
+        CheckRank("packed", packed, 4, weight_rule)}) {
+    if (error.failure()) return error;
+  }
+
+  QuantizedMatmul& p = operands->problem;
+  p.batch = lhs.dimensions()[0];
+  p.m = lhs.dimensions()[1];
+  p.k = lhs.dimensions()[2];
+  p.n = out.dimensions()[2];
+  p.num_weights = packed.dimensions()[0];
+  p.bits = static_cast<int>(bits);
+  p.group_size = group_size;
+  p.lhs = *lhs_type;
+  p.scale = *scale_type;
+  p.out = *out_type;
+  if (p.n < 1 || p.k < 1) {
+    return Refuse("n is " + std::to_string(p.n) + " and k is " + std::to_string(p.k) +
+                  " but both must be positive.");
+  }
+  for (const ffi::Error& error :
+       {CheckShape("out", out, {p.batch, p.m, p.n}, "[batch, m, n]"),
+        CheckShape("packed", packed,
+                   {p.num_weights, p.n_blocks(), p.k_blocks(), p.words_per_atom()}, weight_rule),
+        CheckShape("scale", scale, {p.num_weights, p.n_blocks(), p.groups(), kAtom}, group_rule)}) {
+    if (error.failure()) return error;
+  }
+
+  if (HasShape(zero, {0})) {
+    p.zero = ZeroKind::kNone;
+  } else {
+    p.zero = zero.element_type() == Type::U8 ? ZeroKind::kInteger : ZeroKind::kFloat;
+    const ffi::Error type_error = CheckType(
+        "zero", zero, p.zero == ZeroKind::kInteger || zero.element_type() == scale.element_type(),
+        "u8 or the type of scale, " + TypeName(scale.element_type()));
+    if (type_error.failure()) return type_error;
+    const ffi::Error shape_error = CheckShape(
+        "zero", zero, {p.num_weights, p.n_blocks(), p.groups(), kAtom}, "[0] or " + group_rule);
+    if (shape_error.failure()) return shape_error;
+  }
+
+  const bool has_index = !HasShape(index, {0});
+  if (has_index) {
+    const ffi::Error error = CheckShape("index", index, {p.batch}, "[0] or [batch]");
+    if (error.failure()) return error;
+  } else if (p.num_weights != 1 && p.num_weights != p.batch) {
+    return Refuse("packed holds " + std::to_string(p.num_weights) + " weights for a batch of " +
+                  std::to_string(p.batch) +
+                  " but without index there must be one weight, or one for each batch element.");
+  }
+  if (p.batch > 0 && p.num_weights < 1) {
+    return Refuse("packed holds no weight but the batch of " + std::to_string(p.batch) +
+                  " needs at least one.");
+  }
+
+  Buffers& b = operands->buffers;
+  b.lhs = lhs.untyped_data();
+  b.packed = static_cast<const uint32_t*>(packed.untyped_data());
+  b.scale = scale.untyped_data();
+  b.zero = p.zero == ZeroKind::kNone ? nullptr : zero.untyped_data();
+  b.index = has_index ? static_cast<const int32_t*>(index.untyped_data()) : nullptr;
+  b.out = out.untyped_data();
+  return ffi::Error::Success();
+}
+
+}  // namespace jaxlowbit
