@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Copies from global to shared memory and from shared memory to fragments: cp.async and ldmatrix.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxlowbit {
+
+inline constexpr int kCopyBytes = 16;  // the widest cp.async, and the width of every copy here
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Starts copying 16 bytes; writes zeros instead when `valid` is false. `source` is then not read,
+// but must still be a global address.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
+__device__ inline void CopyAsync(uint32_t shared, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(source),
+               "r"(valid ? kCopyBytes : 0)
+               : "memory");
+}
+
+__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+// Waits until at most `kPending` of this thread's committed groups are still under way.
+template <int kPending>
+__device__ inline void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+// Loads four 8 x 8 matrices of 16-bit values; lane i passes the address of row i % 8 of matrix
+// i / 8, and receives elements (lane / 4, 2 * (lane % 4)) and its right neighbour of each.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-ldmatrix
+__device__ inline void LoadMatrices(uint32_t (&fragment)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared)
+               : "memory");
+}
+
+}  // namespace jaxlowbit

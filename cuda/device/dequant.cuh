@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Codes to weights in registers: w = (q - z) * s, rounded once, bit for bit the definition.
+//
+// No integer-to-float conversion is executed. An integer below 2^m placed in the mantissa of a
+// float is that float's value plus a constant (bf16 0x4300 | q = 128 + q for q < 128; f16 0x6400 |
+// q = 1024 + q for q < 1024), so one logic instruction and one fma give q - z exactly in two
+// halves. The 8 bits of a code do not fit beside bf16's 7 bits of mantissa: there the code itself
+// is read as a (subnormal) bf16, q * 2^-133, which is linear in q up to 255, and scaled up in two
+// exact steps. The idea of the first form is FasterTransformer's, of the second TurboMind's.
+//
+// Multiplications are written as fma with -0, which sm_80 has for bf16 too and which keeps the sign
+// of a zero product.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "cuda/device/layout.cuh"
+
+namespace jaxlowbit {
+
+// (a & b) | c in one instruction.
+__device__ inline uint32_t AndOr(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// Two 16-bit floats in one register, with the float type's own arithmetic.
+template <typename T>
+struct Pair;
+
+template <>
+struct Pair<__nv_bfloat16> {
+  static constexpr uint32_t kOne = 0x3f803f80;
+  static constexpr int kMantissaBits = 7;
+  static constexpr uint32_t kMagic = 0x43004300;  // 128 in both halves: | q adds q < 128
+  static __device__ uint32_t Fma(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+  }
+  static __device__ float Low(uint32_t pair) { return __uint_as_float(pair << 16); }
+  static __device__ float High(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
+  static __device__ uint32_t Round(float low, float high) {
+    uint32_t d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+  }
+};
+
+template <>
+struct Pair<__half> {
+  static constexpr uint32_t kOne = 0x3c003c00;
+  static constexpr int kMantissaBits = 10;
+  static constexpr uint32_t kMagic = 0x64006400;  // 1024 in both halves: | q adds q < 1024
+  static __device__ uint32_t Fma(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+  }
+  static __device__ float Low(uint32_t pair) {
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(pair)));
+  }
+  static __device__ float High(uint32_t pair) { return Low(pair >> 16); }
+  static __device__ uint32_t Round(float low, float high) {
+    uint32_t d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+  }
+};
+
+inline constexpr uint32_t kNegativeZeros = 0x80008000;
+
+template <typename T>
+__device__ inline uint32_t Multiply(uint32_t a, uint32_t b) {
+  return Pair<T>::Fma(a, b, kNegativeZeros);
+}
+
+// Whether codes are read as subnormals instead of beside the mantissa bits of a constant.
+template <typename T, int kBits>
+inline constexpr bool kSubnormal = kBits > Pair<T>::kMantissaBits;
+
+// Minus the zero point of one row, in both halves, with what Unpack's first step adds or scales.
+template <typename T, int kBits>
+struct Centre {
+  static constexpr float k2ToMinus6 = 1.0f / 64;
+
+  uint32_t value;
+
+  static __device__ Centre Of(int zero) {
+    if constexpr (kSubnormal<T, kBits>) {
+      const float centre = -k2ToMinus6 * static_cast<float>(zero);
+      return {Pair<T>::Round(centre, centre)};
+    } else {
+      // The constant, its sign and a zero point in the mantissa: -(constant + zero).
+      return {(Pair<T>::kMagic | 0x80008000) + zero * 0x00010001u};
+    }
+  }
+};
+
+// q - z, exactly, of the four registers of one step: rows g and g + 8 alternate (layout.cuh).
+template <typename T, int kBits>
+__device__ inline void Unpack(const uint32_t (&words)[kWordsPerStep<kBits>],
+                              const Centre<T, kBits> (&centre)[2], uint32_t (&out)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t word = kBits == 4 ? words[0] >> 4 * j : words[j / 2] >> 8 * (j % 2);
+    constexpr uint32_t kMask = kBits == 4 ? 0x000f000f : 0x00ff00ff;
+    if constexpr (kSubnormal<T, kBits>) {
+      constexpr uint32_t k2To127 = 0x7f007f00, k2To6 = 0x42804280;
+      const uint32_t shrunk = Pair<T>::Fma(word & kMask, k2To127, centre[j % 2].value);
+      out[j] = Multiply<T>(shrunk, k2To6);
+    } else {
+      out[j] =
+          Pair<T>::Fma(AndOr(word, kMask, Pair<T>::kMagic), Pair<T>::kOne, centre[j % 2].value);
+    }
+  }
+}
+
+// The scale of one row. Of the activation's own type it multiplies in that type; a float32 scale
+// multiplies in float32, and the product is rounded to the activation's type.
+template <typename T, typename S>
+struct RowScale;
+
+template <typename T>
+struct RowScale<T, T> {
+  uint32_t value;  // in both halves
+  // Row h of the pair of neighbours that layout.cuh stores.
+  static __device__ RowScale Of(const T* pair, int h) {
+    const uint32_t both = *reinterpret_cast<const uint32_t*>(pair);
+    return {__byte_perm(both, both, h == 0 ? 0x1010 : 0x3232)};
+  }
+  __device__ uint32_t Apply(uint32_t integers) const { return Multiply<T>(integers, value); }
+};
+
+template <typename T>
+struct RowScale<T, float> {
+  float value;
+  static __device__ RowScale Of(const float* pair, int h) { return {pair[h]}; }
+  __device__ uint32_t Apply(uint32_t integers) const {
+    return Pair<T>::Round(Pair<T>::Low(integers) * value, Pair<T>::High(integers) * value);
+  }
+};
+
+}  // namespace jaxlowbit

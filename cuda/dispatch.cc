@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/dispatch.h"
+
+#include <algorithm>
+
+#include "cuda/qmm_sm80.h"
+
+namespace jaxlowbit {
+namespace {
+
+// Stages of work that starting a CTA (filling its ring, writing its sums) costs as much as.
+constexpr int64_t kStartStages = 3;
+
+int64_t WorkspaceBytes(const QuantizedMatmul& problem, int split_k) {
+  return split_k * problem.batch * problem.m * problem.n_blocks() * kAtom *
+         static_cast<int64_t>(sizeof(float));
+}
+
+// CTAs of a tile that one multiprocessor holds at a time.
+int64_t ResidentCtas(const QuantizedMatmul& problem, const Device& device, int block_m) {
+  constexpr int kReservedBytes = 1024;  // shared memory the system takes per CTA
+  const int scale_bytes = problem.scale == ElementType::kF32 ? 4 : 2;
+  const int bytes = qmm_sm80::SharedBytes(block_m, problem.bits, problem.group_size, scale_bytes,
+                                          problem.zero != ZeroKind::kNone);
+  return std::max(1, device.shared_bytes_per_sm / (bytes + kReservedBytes));
+}
+
+}  // namespace
+
+std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {
+  const auto number = [](int64_t value) { return std::to_string(value); };
+  if (device.compute_capability < 80) {
+    return "the kernels need compute capability 8.0, this device has " +
+           number(device.compute_capability / 10) + "." + number(device.compute_capability % 10);
+  }
+  if (problem.bits != 4 && problem.bits != 8) {
+    return "the kernels read 4 or 8 bits, the weight has " + number(problem.bits);
+  }
+  if (problem.lhs == ElementType::kF32) return "the kernels take bfloat16 or float16 lhs";
+  if (problem.scale != ElementType::kF32 && problem.scale != problem.lhs) {
+    return "the kernels take scales of the dtype of lhs or float32";
+  }
+  if (problem.zero == ZeroKind::kFloat) return "the kernels take no float zero";
+  if (problem.out != ElementType::kF32 && problem.out != problem.lhs) {
+    return "the kernels write the dtype of lhs or float32";
+  }
+  constexpr int64_t kLargest = int64_t{1} << 30;  // 32-bit positions along k, and atoms along n
+  if (problem.k > kLargest || problem.n > kLargest) {
+    return "k=" + number(problem.k) + " or n=" + number(problem.n) + " is beyond 2^30";
+  }
+  return "";
+}
+
+Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes) {
+  Choice choice;
+  choice.block_m = problem.m <= 16 ? 16 : problem.m <= 32 ? 32 : 64;
+  const int64_t tiles =
+      CeilDiv(problem.m, choice.block_m) * CeilDiv(problem.n, qmm_sm80::kBlockN) * problem.batch;
+  const int64_t stages = CeilDiv(problem.k, qmm_sm80::BlockK(problem.bits));
+  const int64_t slots = device.num_sms * ResidentCtas(problem, device, choice.block_m);
+
+  // Time in stages: waves of CTAs, each as long as its part of k and its start. Few parts win ties.
+  const auto cost = [&](int64_t split_k) {
+    return CeilDiv(tiles * split_k, slots) * (CeilDiv(stages, split_k) + kStartStages);
+  };
+  const int64_t most = std::min<int64_t>(kMaxSplitK, stages);
+  for (int split_k = 2; split_k <= most; ++split_k) {
+    if (WorkspaceBytes(problem, split_k) > workspace_bytes) break;
+    if (cost(split_k) < cost(choice.split_k)) choice.split_k = split_k;
+  }
+  return choice;
+}
+
+}  // namespace jaxlowbit

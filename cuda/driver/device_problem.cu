@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+#include "cuda/device/layout.cuh"
+#include "cuda/dispatch.h"
+#include "cuda/driver/device_problem.h"
+
+namespace jaxlowbit::driver {
+namespace {
+
+constexpr int kThreads = 256;
+
+__host__ __device__ inline uint32_t Hash(uint64_t x) {  // splitmix64's finaliser
+  x += 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return static_cast<uint32_t>((x ^ (x >> 31)) >> 16);
+}
+
+__device__ float Normal(uint64_t x) {
+  const float u = (Hash(2 * x) + 1.0f) * 0x1p-32f, v = Hash(2 * x + 1) * 0x1p-32f;
+  return sqrtf(-2.0f * logf(fminf(u, 1.0f))) * cospif(2.0f * v);
+}
+
+__device__ float Load(const void* data, ElementType type, int64_t i) {
+  switch (type) {
+    case ElementType::kF32:
+      return static_cast<const float*>(data)[i];
+    case ElementType::kBf16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+    case ElementType::kF16:
+      return __half2float(static_cast<const __half*>(data)[i]);
+  }
+  return 0.0f;
+}
+
+__device__ void Store(void* data, ElementType type, int64_t i, float value) {
+  switch (type) {
+    case ElementType::kF32:
+      static_cast<float*>(data)[i] = value;
+      return;
+    case ElementType::kBf16:
+      static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(value);
+      return;
+    case ElementType::kF16:
+      static_cast<__half*>(data)[i] = __float2half_rn(value);
+      return;
+  }
+}
+
+enum class Fill { kNormal, kScale, kZero, kIndex, kWords };
+
+__global__ void FillKernel(void* data, Fill fill, ElementType type, int64_t count, uint64_t seed,
+                           int modulus) {
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * kThreads) {
+    const uint64_t x = i + (seed << 40);
+    switch (fill) {
+      case Fill::kNormal:
+        Store(data, type, i, Normal(x));
+        break;
+      case Fill::kScale:
+        Store(data, type, i, (1.0f + Hash(x) * 0x1p-32f) * 0x1p-8f);
+        break;
+      case Fill::kZero:
+        static_cast<uint8_t*>(data)[i] = Hash(x) % modulus;
+        break;
+      case Fill::kIndex:  // out of range on purpose now and then: it is clamped
+        static_cast<int32_t*>(data)[i] = static_cast<int32_t>(Hash(x) % (modulus + 2)) - 1;
+        break;
+      case Fill::kWords:
+        static_cast<uint32_t*>(data)[i] = Hash(x);
+        break;
+    }
+  }
+}
+
+void Random(const DeviceBuffer& buffer, Fill fill, ElementType type, int64_t count, uint64_t seed,
+            int modulus = 0) {
+  if (count == 0) return;
+  const int64_t ctas = std::min<int64_t>(CeilDiv(count, kThreads), 4096);
+  FillKernel<<<ctas, kThreads>>>(buffer.data(), fill, type, count, seed, modulus);
+  Check(cudaGetLastError(), "FillKernel");
+}
+
+// The code of element (k, n), by the formula of docs/layout.md and nothing the kernels use.
+__device__ int Code(const QuantizedMatmul& p, const uint32_t* words, int64_t k, int64_t n) {
+  const int64_t k_blocks = (p.k + 63) / 64;
+  const uint32_t* atom = words + (n / 64 * k_blocks + k / 64) * (128 * p.bits);
+  const int nn = n % 64, kk = k % 64;
+  const int w = nn / 16, h = nn / 8 % 2, g = nn % 8;
+  const int s = kk / 16, v = kk / 8 % 2, t = kk / 2 % 4, e = kk % 2;
+  const uint32_t* lane = atom + (w * 32 + 4 * g + t) * p.bits;
+  return p.bits == 4 ? lane[s] >> (16 * e + 8 * v + 4 * h) & 15
+                     : lane[2 * s + v] >> (16 * e + 8 * h) & 255;
+}
+
+// One thread per output: exact sum in double, error over bound, largest in *worst (as bits).
+__global__ void CompareKernel(QuantizedMatmul p, Buffers b, unsigned long long* worst) {
+  const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (i >= p.batch * p.m * p.n) return;
+  const int64_t n = i % p.n, row = i / p.n, batch = row / p.m;
+  int64_t weight = b.index == nullptr ? batch : b.index[batch];
+  weight = min(max(weight, int64_t{0}), p.num_weights - 1);
+  const int64_t n_blocks = (p.n + 63) / 64, k_blocks = (p.k + 63) / 64;
+  const int64_t size = p.group_size < 0 ? k_blocks * 64 : p.group_size;
+  const int64_t groups = (k_blocks * 64 + size - 1) / size;
+  const uint32_t* words = b.packed + weight * n_blocks * k_blocks * 128 * p.bits;
+  double sum = 0, magnitude = 0, lhs_sum = 0;
+  for (int64_t k = 0; k < p.k; ++k) {
+    const int64_t group = ((weight * n_blocks + n / 64) * groups + k / size) * 64 +
+                          GroupPosition(static_cast<int>(n % 64));
+    const int zero =
+        b.zero == nullptr ? 1 << (p.bits - 1) : static_cast<const uint8_t*>(b.zero)[group];
+    const double w = (Code(p, words, k, n) - zero) * double{Load(b.scale, p.scale, group)};
+    const double x = Load(b.lhs, p.lhs, row * p.k + k);
+    const double term = w * x;
+    lhs_sum += fabs(x);
+    sum += term;
+    magnitude += fabs(term);
+  }
+  const double u = p.lhs == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
+  const double u_out = p.out == ElementType::kF32 ? 0x1p-24 : u;
+  // Half the spacing of subnormals, for results and weights too small to keep their digits.
+  const double tiny = p.lhs == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
+  const double bound = (u + p.k * 0x1p-24) * magnitude + u_out * fabs(sum) + tiny * (1 + lhs_sum);
+  double ratio = fabs(double{Load(b.out, p.out, i)} - sum) / bound;
+  if (!(ratio < 1e300)) ratio = 1e300;
+  atomicMax(worst, static_cast<unsigned long long>(__double_as_longlong(ratio)));
+}
+
+int64_t SizeOf(ElementType type) { return type == ElementType::kF32 ? 4 : 2; }
+
+int64_t Groups(const QuantizedMatmul& p) {
+  return p.num_weights * p.n_blocks() * p.groups() * kAtom;
+}
+
+}  // namespace
+
+void Check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "driver: %s failed: %s: %s\n", what, cudaGetErrorName(error),
+               cudaGetErrorString(error));
+  std::exit(2);
+}
+
+DeviceBuffer::DeviceBuffer(int64_t bytes) : bytes_(bytes) {
+  Check(cudaMalloc(&data_, std::max<int64_t>(bytes, 1)), "cudaMalloc");
+}
+
+DeviceBuffer::DeviceBuffer(DeviceBuffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
+
+DeviceBuffer::~DeviceBuffer() { cudaFree(data_); }
+
+DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, bool with_index, int copies,
+                             uint64_t seed)
+    : problem_(problem),
+      lhs_(problem.batch * problem.m * problem.k * SizeOf(problem.lhs)),
+      packed_(copies * problem.num_weights * problem.n_blocks() * problem.k_blocks() *
+              problem.words_per_atom() * 4),
+      scale_(copies * Groups(problem) * SizeOf(problem.scale)),
+      zero_(problem.zero == ZeroKind::kNone ? 0 : copies * Groups(problem)),
+      index_(with_index ? problem.batch * 4 : 0),
+      out_(problem.batch * problem.m * problem.n * SizeOf(problem.out)),
+      workspace_(kMaxWorkspaceBytes),
+      with_index_(with_index),
+      packed_stride_(packed_.bytes() / copies),
+      scale_stride_(scale_.bytes() / copies),
+      zero_stride_(zero_.bytes() / copies) {
+  const ElementType none = ElementType::kF32;
+  Random(lhs_, Fill::kNormal, problem.lhs, problem.batch * problem.m * problem.k, seed);
+  Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1);
+  Random(scale_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 2);
+  Random(zero_, Fill::kZero, none, zero_.bytes(), seed + 3, 1 << problem.bits);
+  Random(index_, Fill::kIndex, none, index_.bytes() / 4, seed + 4,
+         static_cast<int>(problem.num_weights));
+}
+
+Buffers DeviceProblem::buffers(int copy) const {
+  const auto at = [&](const DeviceBuffer& buffer, int64_t stride) {
+    return static_cast<uint8_t*>(buffer.data()) + copy * stride;
+  };
+  Buffers buffers;
+  buffers.lhs = lhs_.data();
+  buffers.packed = reinterpret_cast<const uint32_t*>(at(packed_, packed_stride_));
+  buffers.scale = at(scale_, scale_stride_);
+  buffers.zero = problem_.zero == ZeroKind::kNone ? nullptr : at(zero_, zero_stride_);
+  buffers.index = with_index_ ? static_cast<const int32_t*>(index_.data()) : nullptr;
+  buffers.out = out_.data();
+  buffers.workspace = workspace_.data();
+  return buffers;
+}
+
+int64_t DeviceProblem::weight_bytes() const {
+  return packed_stride_ + scale_stride_ + zero_stride_;
+}
+
+void DeviceProblem::Poison() const {
+  Check(cudaMemset(out_.data(), 0xff, out_.bytes()), "cudaMemset");
+  Check(cudaMemset(workspace_.data(), 0xff, workspace_.bytes()), "cudaMemset");
+}
+
+double DeviceProblem::ErrorOverBound(int copy) const {
+  const int64_t outputs = problem_.batch * problem_.m * problem_.n;
+  if (outputs == 0) return 0;
+  DeviceBuffer worst(8);
+  Check(cudaMemset(worst.data(), 0, 8), "cudaMemset");
+  CompareKernel<<<CeilDiv(outputs, kThreads), kThreads>>>(
+      problem_, buffers(copy), static_cast<unsigned long long*>(worst.data()));
+  Check(cudaGetLastError(), "CompareKernel");
+  double ratio = 0;
+  Check(cudaMemcpy(&ratio, worst.data(), 8, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return ratio;
+}
+
+std::vector<uint8_t> DeviceProblem::Out() const {
+  std::vector<uint8_t> bytes(out_.bytes());
+  Check(cudaMemcpy(bytes.data(), out_.data(), bytes.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return bytes;
+}
+
+std::string Describe(const QuantizedMatmul& p) {
+  const auto name = [](ElementType type) {
+    return type == ElementType::kF32 ? "f32" : type == ElementType::kBf16 ? "bf16" : "f16";
+  };
+  char text[160];
+  std::snprintf(text, sizeof(text), "m=%-5lld n=%-6lld k=%-6lld w%d g%-4lld %s scale %s%s out %s",
+                static_cast<long long>(p.m), static_cast<long long>(p.n),
+                static_cast<long long>(p.k), p.bits, static_cast<long long>(p.group_size),
+                name(p.lhs), name(p.scale), p.zero == ZeroKind::kInteger ? " zero" : "",
+                name(p.out));
+  return std::string(text) + (p.batch > 1 ? " batch " + std::to_string(p.batch) : "");
+}
+
+}  // namespace jaxlowbit::driver

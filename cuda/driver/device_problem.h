@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A problem with random data on the GPU, and its exact answer.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/problem.h"
+
+namespace jaxlowbit::driver {
+
+// Ends the program with the call's name and the error's.
+void Check(cudaError_t error, const char* what);
+
+// Device memory, freed with its owner.
+class DeviceBuffer {
+ public:
+  explicit DeviceBuffer(int64_t bytes);
+  ~DeviceBuffer();
+  DeviceBuffer(DeviceBuffer&& other) noexcept;
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+
+  void* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Random operands for `problem`; `copies` sets of weights, so that a timing can keep them out of
+// L2.
+class DeviceProblem {
+ public:
+  DeviceProblem(const QuantizedMatmul& problem, bool with_index, int copies, uint64_t seed);
+
+  // The buffers of one call that uses weight set `copy`.
+  Buffers buffers(int copy) const;
+  int64_t workspace_bytes() const { return workspace_.bytes(); }
+  // Bytes of codes, scales and zeros that one call reads.
+  int64_t weight_bytes() const;
+
+  // Overwrites out and workspace with NaN patterns, so that an unwritten element shows.
+  void Poison() const;
+  // Largest error of out, as a fraction of the bound on a right answer; NaN counts as infinite.
+  double ErrorOverBound(int copy) const;
+  // The bytes of out.
+  std::vector<uint8_t> Out() const;
+
+ private:
+  QuantizedMatmul problem_;
+  DeviceBuffer lhs_, packed_, scale_, zero_, index_, out_, workspace_;
+  bool with_index_;
+  int64_t packed_stride_, scale_stride_, zero_stride_;  // bytes of one set
+};
+
+std::string Describe(const QuantizedMatmul& problem);
+
+}  // namespace jaxlowbit::driver

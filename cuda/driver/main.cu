@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Runs the kernels without JAX: checks every instance, sweeps shapes, times.
+//
+//   driver check            every instance on small awkward shapes (for compute-sanitizer too)
+//   driver sweep            real layer shapes, every m of the sweep, correctness only
+//   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph:
+//                           --n N --k K (default: five real shapes) --m M,M,... --bits B --group G
+//                           --zero --f16
+//
+// A wrong result prints the problem and the error over the bound, and the exit status is 1.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/driver/device_problem.h"
+#include "cuda/kernels.h"
+
+namespace jaxlowbit::driver {
+namespace {
+
+constexpr int64_t kL2Bytes = int64_t{60} << 20;           // H200, the largest in use
+const std::vector<std::pair<int64_t, int64_t>> kLayers = {// (n, k) of 8B to 70B models
+                                                          {4096, 4096},
+                                                          {14336, 4096},
+                                                          {8192, 8192},
+                                                          {28672, 8192},
+                                                          {8192, 28672}};
+const std::vector<int64_t> kTokens = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
+
+void Run(const QuantizedMatmul& problem, const DeviceProblem& data, int copy, cudaStream_t stream) {
+  Check(LaunchQuantizedMatmul(problem, data.buffers(copy), data.workspace_bytes(), 0, stream),
+        "LaunchQuantizedMatmul");
+}
+
+// Whether the result is within the bound and the same bits twice. Prints what is not.
+bool IsRight(const QuantizedMatmul& problem, bool with_index, uint64_t seed) {
+  const DeviceProblem data(problem, with_index, 1, seed);
+  std::vector<uint8_t> first;
+  for (int run = 0; run < 2; ++run) {
+    data.Poison();
+    Run(problem, data, 0, nullptr);
+    Check(cudaDeviceSynchronize(), "kernel");
+    const double ratio = data.ErrorOverBound(0);
+    if (!(ratio <= 1)) {
+      std::printf("WRONG  %s: error over bound %.3g\n", Describe(problem).c_str(), ratio);
+      return false;
+    }
+    if (run == 0) {
+      first = data.Out();
+    } else if (data.Out() != first) {
+      std::printf("WRONG  %s: two runs differ\n", Describe(problem).c_str());
+      return false;
+    }
+  }
+  return true;
+}
+
+struct Tally {
+  int right = 0, wrong = 0;
+  void Add(bool ok) { ++(ok ? right : wrong); }
+};
+
+template <typename F>
+void ForEachType(F visit) {
+  for (ElementType lhs : {ElementType::kBf16, ElementType::kF16}) {
+    for (ElementType scale : {lhs, ElementType::kF32}) {
+      for (int bits : {4, 8}) {
+        for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger}) {
+          QuantizedMatmul problem;
+          problem.lhs = problem.out = lhs;
+          problem.scale = scale;
+          problem.bits = bits;
+          problem.zero = zero;
+          visit(problem);
+        }
+      }
+    }
+  }
+}
+
+Tally CheckInstances() {
+  Tally tally;
+  uint64_t seed = 1;
+  ForEachType([&](QuantizedMatmul problem) {
+    for (int64_t m : {1, 7, 9, 16, 17, 33, 64, 129}) {
+      // Odd and edge sizes: unaligned rows, one element, a k that ends inside a group and a stage.
+      const std::pair<int64_t, int64_t> shapes[] = {{1, 1},     {129, 100}, {64, 72},
+                                                    {70, 1000}, {320, 520}, {256, 2048}};
+      for (auto [n, k] : shapes) {
+        const int64_t sizes[] = {16, 32, 48, 64, 96, 128, 256, -1};
+        problem.group_size = sizes[seed % 8];
+        problem.m = m, problem.n = n, problem.k = k;
+        problem.out = seed % 3 == 0 ? ElementType::kF32 : problem.lhs;
+        problem.batch = seed % 5 == 0 ? 3 : 1;
+        problem.num_weights = problem.batch;
+        const bool with_index = seed % 10 == 0;
+        if (with_index) problem.num_weights = 2;
+        tally.Add(IsRight(problem, with_index, seed++));
+      }
+    }
+  });
+  return tally;
+}
+
+Tally Sweep() {
+  Tally tally;
+  uint64_t seed = 1;
+  ForEachType([&](QuantizedMatmul problem) {
+    for (auto [n, k] : kLayers) {
+      for (int64_t m : {1, 16, 32, 64, 200}) {
+        problem.m = m, problem.n = n, problem.k = k;
+        problem.group_size = problem.bits == 4 ? 128 : -1;
+        tally.Add(IsRight(problem, false, seed++));
+      }
+    }
+  });
+  return tally;
+}
+
+// Median microseconds per call of a captured chain over weights that L2 cannot hold.
+double Time(const QuantizedMatmul& problem) {
+  const DeviceProblem one(problem, false, 1, 1);
+  const int copies = static_cast<int>(CeilDiv(4 * kL2Bytes, one.weight_bytes()));
+  const int calls = std::max(16, copies);
+  const DeviceProblem data(problem, false, copies, 1);
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  cudaEvent_t begin, end;
+  Check(cudaStreamCreate(&stream), "cudaStreamCreate");
+  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
+  for (int i = 0; i < calls; ++i) Run(problem, data, i % copies, stream);
+  Check(cudaStreamEndCapture(stream, &graph), "end capture");
+  Check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+  Check(cudaEventCreate(&begin), "cudaEventCreate");
+  Check(cudaEventCreate(&end), "cudaEventCreate");
+  std::vector<float> times;
+  for (int i = 0; i < 23; ++i) {
+    Check(cudaEventRecord(begin, stream), "cudaEventRecord");
+    Check(cudaGraphLaunch(executable, stream), "cudaGraphLaunch");
+    Check(cudaEventRecord(end, stream), "cudaEventRecord");
+    Check(cudaStreamSynchronize(stream), "replay");
+    float ms = 0;
+    Check(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
+    if (i >= 3) times.push_back(1e3f * ms / static_cast<float>(calls));
+  }
+  Check(cudaGraphExecDestroy(executable), "cudaGraphExecDestroy");
+  Check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  Check(cudaEventDestroy(begin), "cudaEventDestroy");
+  Check(cudaEventDestroy(end), "cudaEventDestroy");
+  Check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  return times[times.size() / 2];
+}
+
+struct TimeOptions {
+  std::vector<std::pair<int64_t, int64_t>> layers = kLayers;
+  std::vector<int64_t> tokens = kTokens;
+  QuantizedMatmul problem;
+};
+
+void TimeAll(const TimeOptions& options) {
+  for (auto [n, k] : options.layers) {
+    for (int64_t m : options.tokens) {
+      QuantizedMatmul problem = options.problem;
+      problem.m = m, problem.n = n, problem.k = k;
+      if (!IsRight(problem, false, 1)) std::exit(1);
+      const double us = Time(problem);
+      const Choice choice = Select(problem, DeviceInfo(0), kMaxWorkspaceBytes);
+      const double bytes = DeviceProblem(problem, false, 1, 1).weight_bytes();
+      std::printf("%s  block_m %-2d split_k %-2d  %8.2f us  %5.2f TB/s  %6.1f TFLOP/s\n",
+                  Describe(problem).c_str(), choice.block_m, choice.split_k, us, bytes / us * 1e-6,
+                  2e-6 * static_cast<double>(m * n * k) / us);
+      std::fflush(stdout);
+    }
+  }
+}
+
+std::vector<int64_t> Numbers(const char* text) {
+  std::vector<int64_t> numbers;
+  for (const char* at = text; at != nullptr; at = std::strchr(at, ',')) {
+    if (*at == ',') ++at;
+    numbers.push_back(std::atoll(at));
+  }
+  return numbers;
+}
+
+[[noreturn]] void Usage(const char* wrong) {
+  std::fprintf(stderr,
+               "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
+               "[--bits 4|8] [--group G] [--zero] [--f16]\n",
+               wrong);
+  std::exit(2);
+}
+
+TimeOptions Parse(int argc, char** argv) {
+  TimeOptions options;
+  options.problem.group_size = 128;
+  int64_t n = 0, k = 0;
+  for (int i = 2; i < argc; ++i) {
+    const std::string flag = argv[i];
+    if (flag == "--zero") {
+      options.problem.zero = ZeroKind::kInteger;
+    } else if (flag == "--f16") {
+      options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
+    } else if (i + 1 == argc) {
+      Usage(("unknown or incomplete option " + flag).c_str());
+    } else if (const std::vector<int64_t> values = Numbers(argv[++i]); flag == "--m") {
+      options.tokens = values;
+    } else if (flag == "--n") {
+      n = values[0];
+    } else if (flag == "--k") {
+      k = values[0];
+    } else if (flag == "--bits") {
+      options.problem.bits = static_cast<int>(values[0]);
+    } else if (flag == "--group") {
+      options.problem.group_size = values[0];
+    } else {
+      Usage(("unknown option " + flag).c_str());
+    }
+  }
+  if ((n > 0) != (k > 0)) Usage("--n and --k go together");
+  if (n > 0) options.layers = {{n, k}};
+  return options;
+}
+
+int Main(int argc, char** argv) {
+  const std::string command = argc > 1 ? argv[1] : "";
+  if (command != "check" && command != "sweep" && command != "time") Usage("no command");
+  Check(InitializeKernels(0), "InitializeKernels");
+  if (command == "time") {
+    TimeAll(Parse(argc, argv));
+    return 0;
+  }
+  const Tally tally = command == "check" ? CheckInstances() : Sweep();
+  std::printf("%d passed, %d failed\n", tally.right, tally.wrong);
+  return tally.wrong == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace jaxlowbit::driver
+
+int main(int argc, char** argv) { return jaxlowbit::driver::Main(argc, argv); }

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the kernels offer to a host program: prepare once per device, then enqueue.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/dispatch.h"
+#include "cuda/problem.h"
+
+namespace jaxlowbit {
+
+// Loads every kernel and raises its shared-memory limit on `device`. Idempotent, thread-safe, and
+// free after the first call; must have run before a stream of that device is captured.
+cudaError_t InitializeKernels(int device);
+
+// What InitializeKernels found out about `device`.
+const Device& DeviceInfo(int device);
+
+// Enqueues out = lhs @ weight on `stream`. Only launches: no allocation, no synchronisation, no
+// query of the device, so that it can be captured into a graph. The workspace may hold anything;
+// with less of it than MaxWorkspaceBytes, the sum over k is split into fewer parts.
+cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
+                                  int64_t workspace_bytes, int device, cudaStream_t stream);
+
+// qmm_sm80.cu.
+cudaError_t InitializeQmmSm80();
+cudaError_t LaunchQmmSm80(const QuantizedMatmul& problem, const Buffers& buffers,
+                          const Choice& choice, cudaStream_t stream);
+
+// reduce_splits.cu. out[batch * m, n] = sum over splits of workspace[splits, batch * m, n padded].
+cudaError_t InitializeReduceSplits();
+cudaError_t LaunchReduceSplits(const QuantizedMatmul& problem, const Buffers& buffers, int split_k,
+                               const Device& device, cudaStream_t stream);
+
+}  // namespace jaxlowbit

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <array>
+#include <mutex>
+
+#include "cuda/kernels.h"
+
+namespace jaxlowbit {
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+// What is known of a device, read once.
+struct DeviceState {
+  std::once_flag once;
+  cudaError_t error = cudaSuccess;
+  Device device;
+};
+
+cudaError_t ReadDevice(int ordinal, Device& device) {
+  int major = 0, minor = 0;
+  for (auto [attribute, value] :
+       {std::pair{cudaDevAttrComputeCapabilityMajor, &major},
+        std::pair{cudaDevAttrComputeCapabilityMinor, &minor},
+        std::pair{cudaDevAttrMultiProcessorCount, &device.num_sms},
+        std::pair{cudaDevAttrMaxSharedMemoryPerMultiprocessor, &device.shared_bytes_per_sm}}) {
+    const cudaError_t error = cudaDeviceGetAttribute(value, attribute, ordinal);
+    if (error != cudaSuccess) return error;
+  }
+  device.compute_capability = 10 * major + minor;
+  return cudaSuccess;
+}
+
+// Attributes of kernels belong to the current device.
+cudaError_t Initialize(int ordinal, Device& device) {
+  int current = 0;
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess) error = cudaSetDevice(ordinal);
+  if (error == cudaSuccess) error = ReadDevice(ordinal, device);
+  if (error == cudaSuccess) error = InitializeQmmSm80();
+  if (error == cudaSuccess) error = InitializeReduceSplits();
+  const cudaError_t restored = cudaSetDevice(current);
+  return error == cudaSuccess ? restored : error;
+}
+
+DeviceState& StateOf(int ordinal) {
+  static std::array<DeviceState, kMaxDevices> states;
+  return states[ordinal];
+}
+
+}  // namespace
+
+cudaError_t InitializeKernels(int ordinal) {
+  if (ordinal < 0 || ordinal >= kMaxDevices) return cudaErrorInvalidDevice;
+  DeviceState& state = StateOf(ordinal);
+  std::call_once(state.once, [&] { state.error = Initialize(ordinal, state.device); });
+  return state.error;
+}
+
+const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
+
+cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
+                                  int64_t workspace_bytes, int ordinal, cudaStream_t stream) {
+  if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
+  const Choice choice = Select(problem, DeviceInfo(ordinal), workspace_bytes);
+  const cudaError_t error = LaunchQmmSm80(problem, buffers, choice, stream);
+  if (error != cudaSuccess || choice.split_k == 1) return error;
+  return LaunchReduceSplits(problem, buffers, choice.split_k, DeviceInfo(ordinal), stream);
+}
+
+}  // namespace jaxlowbit
