@@ -40,7 +40,7 @@ needs = $(if $(filter-out 0,$(SETUP)),$(VENV)/.$(1)-ready)
 demo: $(call needs,demo) $(call needs,model) install
 	$(PY) examples/embed_sentences.py
 
-test: $(call needs,test) install
+test: $(call needs,test) $(call needs,model) install
 	$(PY) -m pytest $(ARGS)
 
 lint: setup $(call needs,dev)

@@ -2,75 +2,80 @@
 
     python benchmarks/custom_call.py
 
-Prints microseconds of GPU time per call of a chain, with XLA's graph capture (the default) and
-without, and microseconds of host time per program, for weights small enough that the work itself is
-next to nothing (128 x 128) and for a real layer.
+For weights small enough that the work itself is next to nothing (128 x 128, one kernel) and for a
+small layer (4096 x 4096, two kernels): device time per call of a chain, with XLA's graph capture
+(the default) and without, with donated buffers (stable addresses) and without; and host time per
+program of one and of eight calls.
 """
 
 import argparse
-import functools
 import statistics
 import time
+from operator import matmul
 
 import jax
 import jax.numpy as jnp
+from timing import microseconds_per_call
 
 import jaxlowbit as jl
 
-RUNS = 50
+CALLS = 128
+COPIES = 4
+RUNS = 200
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description="What a custom call costs inside a jitted program."
-    ).parse_args()
+    argparse.ArgumentParser(description="What a custom call costs in a program.").parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    print("     size  capture  donated   us per call of a chain   us of host time per program of")
-    print("                              (slope of 16 and 32)        1 call  8 calls   8, waiting")
+    print("  size  capture  donated   us per call")
     for size in (128, 4096):
-        weights = [
-            jl.quantize(jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16), jl.INT4)
-            for i in range(32)
-        ]
+        weights = make(size)
+        x = jnp.ones((1, size), jnp.bfloat16)
         for capture in (True, False):
-            for donated in (True, False):
-                row(size, weights, capture, donated)
+            for donate in (True, False):
+                us = microseconds_per_call(
+                    matmul,
+                    x,
+                    weights,
+                    CALLS,
+                    donate=donate,
+                    compiler_options=None if capture else {"xla_gpu_enable_command_buffer": ""},
+                )
+                print(f"{size:6d}  {yes(capture)}      {yes(donate)}     {us:10.2f}", flush=True)
+    print("  calls of a program (128 x 128)   us of host time enqueueing   waiting for the result")
+    for calls in (1, 8):
+        enqueue, wait = host_us(make(128), calls)
+        print(f"{calls:25d} {enqueue:28.1f} {wait:24.1f}", flush=True)
 
 
-def row(size: int, weights: list, capture: bool, donated: bool) -> None:
-    options = {} if capture else {"xla_gpu_enable_command_buffer": ""}
-    compiler_options = options if jax.default_backend() == "gpu" else {}
+def yes(flag: bool) -> str:
+    return "yes" if flag else "no "
 
-    @functools.partial(
-        jax.jit,
-        static_argnums=2,
-        donate_argnums=0 if donated else (),
-        compiler_options=compiler_options,
-    )
-    def chain(x: jax.Array, weights: list, calls: int) -> jax.Array:
+
+def make(size: int) -> list[jl.QuantizedArray]:
+    keys = jax.random.split(jax.random.key(0), COPIES)
+    return [jl.quantize(jax.random.normal(k, (size, size), jnp.bfloat16), jl.INT4) for k in keys]
+
+
+def host_us(weights: list[jl.QuantizedArray], calls: int) -> tuple[float, float]:
+    """Medians of the time until a program is enqueued, and until its result is there."""
+
+    @jax.jit
+    def chain(x: jax.Array) -> jax.Array:
         for i in range(calls):
-            x = x @ weights[i]
+            x = x @ weights[i % COPIES]
         return x
 
-    def median(calls: int, *, wait: bool) -> float:
-        x = jnp.zeros((1, size), jnp.bfloat16)
-        times = []
-        for _ in range(RUNS + 5):
-            start = time.perf_counter()
-            x = chain(x, weights, calls)
-            if wait:
-                x.block_until_ready()
-            times.append(time.perf_counter() - start)
-            x.block_until_ready()
-        return statistics.median(times[5:]) * 1e6
-
-    slope = (median(32, wait=True) - median(16, wait=True)) / 16
-    host = [median(1, wait=False), median(8, wait=False), median(8, wait=True)]
-    print(
-        f"{size:9d}  {'yes' if capture else 'no':7s}  {'yes' if donated else 'no':7s}   "
-        f"{slope:22.2f}   {host[0]:16.1f} {host[1]:8.1f} {host[2]:12.1f}",
-        flush=True,
-    )
+    x = jnp.ones((1, weights[0].shape[0]), jnp.bfloat16)
+    chain(x).block_until_ready()
+    enqueued, waited = [], []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        y = chain(x)
+        enqueued.append(time.perf_counter() - start)
+        y.block_until_ready()
+        waited.append(time.perf_counter() - start)
+    return statistics.median(enqueued) * 1e6, statistics.median(waited) * 1e6
 
 
 if __name__ == "__main__":

@@ -4,13 +4,10 @@
 
 #include <algorithm>
 
-#include "cuda/qmm_sm80.h"
+#include "cuda/qmm_sm80/config.h"
 
 namespace jaxlowbit {
 namespace {
-
-// Stages of work that starting a CTA (filling its ring, writing its sums) costs as much as.
-constexpr int64_t kStartStages = 3;
 
 int64_t WorkspaceBytes(const QuantizedMatmul& problem, int split_k) {
   return split_k * problem.batch * problem.m * problem.n_blocks() * kAtom *
@@ -23,7 +20,28 @@ int64_t ResidentCtas(const QuantizedMatmul& problem, const Device& device, int b
   const int scale_bytes = problem.scale == ElementType::kF32 ? 4 : 2;
   const int bytes = qmm_sm80::SharedBytes(block_m, problem.bits, problem.group_size, scale_bytes,
                                           problem.zero != ZeroKind::kNone);
-  return std::max(1, device.shared_bytes_per_sm / (bytes + kReservedBytes));
+  return std::clamp(device.shared_bytes_per_sm / (bytes + kReservedBytes), 1,
+                    qmm_sm80::CtasByRegisters(block_m));
+}
+
+// Time of a split of k, in stages of a CTA that has a multiprocessor to itself. The constants are
+// fits to sweeps of split_k on an H200 (docs/kernels/qmm_sm80.md).
+double Cost(const QuantizedMatmul& problem, const Device& device, int block_m, int split_k) {
+  constexpr double kStart = 1;      // filling the ring
+  constexpr double kShared = 0.54;  // of a stage's time, what CTAs beside each other cannot overlap
+  constexpr double kReduce = 4;     // the kernel that adds the parts
+  const int64_t tiles =
+      CeilDiv(problem.m, block_m) * CeilDiv(problem.n, qmm_sm80::kBlockN) * problem.batch;
+  const int64_t stages = CeilDiv(problem.k, qmm_sm80::BlockK(problem.bits));
+  // The multiprocessor with the most CTAs is the last one to end.
+  const int64_t ctas = CeilDiv(tiles * split_k, device.num_sms);
+  const int64_t beside = std::min(ctas, ResidentCtas(problem, device, block_m));
+  // Partial sums are 512 bytes per token, written and read, against 8 KiB of codes in a stage; they
+  // stay in L2, at about twice the rate.
+  const double sums = split_k > 1 ? block_m / 16.0 : 0;
+  const double cta = static_cast<double>(CeilDiv(stages, split_k)) + kStart + sums;
+  const double overlap = kShared + (1 - kShared) / static_cast<double>(beside);
+  return static_cast<double>(ctas) * cta * overlap + (split_k > 1 ? kReduce : 0);
 }
 
 }  // namespace
@@ -54,17 +72,10 @@ std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {
 
 Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes) {
   Choice choice;
-  choice.block_m = problem.m <= 16 ? 16 : problem.m <= 32 ? 32 : 64;
-  const int64_t tiles =
-      CeilDiv(problem.m, choice.block_m) * CeilDiv(problem.n, qmm_sm80::kBlockN) * problem.batch;
+  choice.block_m = problem.m <= 8 ? 8 : problem.m <= 16 ? 16 : problem.m <= 32 ? 32 : 64;
+  const auto cost = [&](int split_k) { return Cost(problem, device, choice.block_m, split_k); };
   const int64_t stages = CeilDiv(problem.k, qmm_sm80::BlockK(problem.bits));
-  const int64_t slots = device.num_sms * ResidentCtas(problem, device, choice.block_m);
-
-  // Time in stages: waves of CTAs, each as long as its part of k and its start. Few parts win ties.
-  const auto cost = [&](int64_t split_k) {
-    return CeilDiv(tiles * split_k, slots) * (CeilDiv(stages, split_k) + kStartStages);
-  };
-  const int64_t most = std::min<int64_t>(kMaxSplitK, stages);
+  const int most = static_cast<int>(std::min<int64_t>(kMaxSplitK, stages));
   for (int split_k = 2; split_k <= most; ++split_k) {
     if (WorkspaceBytes(problem, split_k) > workspace_bytes) break;
     if (cost(split_k) < cost(choice.split_k)) choice.split_k = split_k;

@@ -23,6 +23,10 @@ const Device& DeviceInfo(int device);
 cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
                                   int64_t workspace_bytes, int device, cudaStream_t stream);
 
+// The same with a choice of the caller's, for whom measures choices.
+cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
+                         const Choice& choice, int device, cudaStream_t stream);
+
 // qmm_sm80.cu.
 cudaError_t InitializeQmmSm80();
 cudaError_t LaunchQmmSm80(const QuantizedMatmul& problem, const Buffers& buffers,

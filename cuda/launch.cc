@@ -59,13 +59,18 @@ cudaError_t InitializeKernels(int ordinal) {
 
 const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
 
-cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
-                                  int64_t workspace_bytes, int ordinal, cudaStream_t stream) {
-  if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
-  const Choice choice = Select(problem, DeviceInfo(ordinal), workspace_bytes);
+cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
+                         const Choice& choice, int ordinal, cudaStream_t stream) {
   const cudaError_t error = LaunchQmmSm80(problem, buffers, choice, stream);
   if (error != cudaSuccess || choice.split_k == 1) return error;
   return LaunchReduceSplits(problem, buffers, choice.split_k, DeviceInfo(ordinal), stream);
+}
+
+cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
+                                  int64_t workspace_bytes, int ordinal, cudaStream_t stream) {
+  if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
+  return LaunchChoice(problem, buffers, Select(problem, DeviceInfo(ordinal), workspace_bytes),
+                      ordinal, stream);
 }
 
 }  // namespace jaxlowbit

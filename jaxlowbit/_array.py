@@ -114,7 +114,7 @@ class QuantizedArray:
     @property
     def nbytes(self) -> int:
         """Bytes of memory the leaves hold; of a view, those of the whole stack."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def dequantize(self, dtype: Any = None) -> Array:
         """Returns the matrix (..., k, n) as floats, computed in float32 and rounded once.
@@ -141,7 +141,12 @@ class QuantizedArray:
         return jax.tree.map(lambda leaf: leaf[key], self)
 
     def __iter__(self) -> Iterator["QuantizedArray"]:
-        return (self[i] for i in range(self.shape[0] if self.ndim > 2 else 0))
+        if self.ndim == 2:
+            raise TypeError(
+                f"QuantizedArray: a matrix of shape {self.shape} has no leading axis to iterate "
+                "over; use dequantize() for its rows."
+            )
+        return (self[i] for i in range(self.shape[0]))
 
     def select(self, index: Any) -> "QuantizedArray":
         """A view of a stack (L, k, n) that kernels index on the device: no packed word is copied.
@@ -245,13 +250,9 @@ class QuantizedArray:
                     f"from_integers: {name} has shape {array.shape}, but values of shape "
                     f"{values.shape} in groups of {format.group_size} need {(*lead, groups, n)}."
                 )
-        codes = _codes("values", values, format)
         if zero is not None:
-            zero = (
-                _codes("zero", zero, format)
-                if format.zero == "integer"
-                else zero.astype(scale.dtype)
-            )
+            zero = _integer_or_float_zero(zero, values, scale, format)
+        codes = _codes("values", values, format)
         return cls.from_packed_groups(codes, scale, zero, format=format)
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
@@ -276,6 +277,25 @@ def _check(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
             f"QuantizedArray: {name} is {array.dtype}{tuple(array.shape)}, but the other fields "
             f"ask for {dtype}{shape}; make it with quantize or from_integers."
         )
+
+
+def _integer_or_float_zero(zero: Array, values: Array, scale: Array, format: Format) -> Array:
+    """The zero to store: codes in the convention of `values`, or floats beside unsigned values."""
+    unsigned = jnp.issubdtype(values.dtype, jnp.unsignedinteger)
+    if format.zero == "float":
+        if not unsigned or not jnp.issubdtype(zero.dtype, jnp.floating):
+            raise ValueError(
+                f"from_integers: with format.zero='float', values are unsigned codes and zero "
+                f"floats to add, but they are {values.dtype} and {zero.dtype}; convert them."
+            )
+        return zero.astype(scale.dtype)
+    kind = jnp.unsignedinteger if unsigned else jnp.signedinteger
+    if not jnp.issubdtype(zero.dtype, kind):
+        raise ValueError(
+            f"from_integers: zero is {zero.dtype} beside values of {values.dtype}, but an integer "
+            "zero is signed where the values are and unsigned where they are; convert one of them."
+        )
+    return _codes("zero", zero, format)
 
 
 def _codes(name: str, values: Array, format: Format) -> Array:

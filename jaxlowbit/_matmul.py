@@ -76,12 +76,8 @@ def quantized_matmul(
         rhs = rhs if batch[extra:] == lead else _broadcast(rhs, batch[extra:])
         lhs = jnp.broadcast_to(lhs, (*batch, *lhs.shape[-2:]))
         lhs = jnp.moveaxis(lhs, [extra + i for i in stacked], stacked)
-    out = quantized_matmul_p.bind(
-        lhs,
-        rhs.packed,
-        rhs.scale,
-        *([] if rhs.zero is None else [rhs.zero]),
-        *([] if rhs.index is None else [rhs.index]),
+    operands = _Operands(*_equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index))
+    out = operands.bind(
         format=rhs.format,
         n=rhs.n,
         indexed=rhs.index is not None,
@@ -152,6 +148,22 @@ def _broadcast(rhs: QuantizedArray, lead: tuple[Any, ...]) -> QuantizedArray:
         rhs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(stack) :]), rhs)
         rhs = rhs.select(jnp.arange(math.prod(stack), dtype=jnp.int32).reshape(stack))
     return dataclasses.replace(rhs, index=jnp.broadcast_to(jnp.asarray(rhs.index), lead))
+
+
+def _varying(array: Any) -> frozenset[Any]:
+    """The mesh axes along which an array differs between the devices of a `jax.shard_map`."""
+    return frozenset(jax.typeof(array).mat.varying)
+
+
+def _equally_varying(*operands: Array | None) -> list[Array | None]:
+    """Inside `jax.shard_map`, marks operands as varying along every axis that one varies along."""
+    axes = frozenset().union(*(_varying(x) for x in operands if x is not None))
+    return [
+        x
+        if x is None or axes == _varying(x)
+        else lax.pcast(x, tuple(axes - _varying(x)), to="varying")
+        for x in operands
+    ]
 
 
 # The primitive. Operands: lhs (*lead, *rows, k), packed, scale, zero if the format has one, index
@@ -247,7 +259,10 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
             return _definition(*(filled.get(i, x) for i, x in enumerate(operands)), **params)
 
         # At zero, since scale without its float zero is affine: its linear part is transposed.
-        at = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+        at = [
+            lax.pcast(jnp.zeros(aval.shape, aval.dtype), tuple(aval.mat.varying), to="varying")
+            for aval in avals
+        ]
         cotangents = jax.vjp(product, *at)[1](cotangent)
     found = dict(zip(linear, cotangents, strict=True))
     return [found.get(i) for i in range(len(operands))]

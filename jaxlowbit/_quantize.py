@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 
 from ._array import SCALE_DTYPES, QuantizedArray
@@ -94,7 +94,8 @@ def _scale(extent: Array, steps: int, dtype: Any) -> Array:
 
 def _round(values: Array, dtype: Any, *, down: bool) -> Array:
     """Rounds float32 to `dtype` towards minus infinity (`down`) or plus infinity."""
-    nearest = values.astype(dtype)
+    # Without the barrier, XLA may compute on with the float32 value ("excess precision").
+    nearest = lax.optimization_barrier(values.astype(dtype))
     limit = jnp.asarray(-jnp.inf if down else jnp.inf, dtype)
     wide = nearest.astype(jnp.float32)
     missed = wide > values if down else wide < values
@@ -137,6 +138,6 @@ def _check_scale(scale: Array, weight: Array, scale_dtype: Any) -> None:
         return
     largest = float(jnp.abs(weight).max())
     raise ValueError(
-        f"quantize: the largest weight {largest:g} needs a scale beyond the range of "
-        f"{scale_dtype}; use scale_dtype=jnp.float32 or smaller weights."
+        f"quantize: weights up to {largest:g} span a range beyond that of {scale_dtype} scales; "
+        "use scale_dtype=jnp.float32, or smaller weights."
     )

@@ -35,11 +35,12 @@ def scan(
     leaves, treedef = jax.tree.flatten(xs, is_leaf=lambda x: isinstance(x, QuantizedArray))
     stacks = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, QuantizedArray)}
     arrays = [leaf for i, leaf in enumerate(leaves) if i not in stacks]
-    lengths = {leaf.shape[0] for leaf in leaves} | (set() if length is None else {length})
-    if len(lengths) != 1:
+    shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
+    lengths = {shape[0] for shape in shapes if shape} | (set() if length is None else {length})
+    if len(lengths) != 1 or () in shapes:
         raise ValueError(
-            f"scan: xs and length disagree on the number of steps: {sorted(lengths)}; make the "
-            "leading axes equal."
+            f"scan: xs of shapes {shapes} and length={length} do not name one number of steps; "
+            "give every array the same leading axis, or a length where there is none."
         )
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:

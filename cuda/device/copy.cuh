@@ -13,6 +13,41 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Hides from the compiler how a value came about, so that it keeps the value and does not compute it
+// again in a loop.
+template <typename T>
+__device__ inline T Keep(T value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+__device__ inline uint4 LoadShared16(uint32_t shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(shared)
+               : "memory");
+  return v;
+}
+
+__device__ inline uint32_t LoadShared4(uint32_t shared) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(shared) : "memory");
+  return v;
+}
+
+__device__ inline uint32_t LoadShared2(uint32_t shared) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(shared) : "memory");
+  return v;
+}
+
+// Copies two bytes, or zeros where there is no source; done when the instruction is.
+__device__ inline void StoreShared2(uint32_t shared, const void* source) {
+  const uint16_t v = source == nullptr ? 0 : *static_cast<const uint16_t*>(source);
+  asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(shared), "h"(v) : "memory");
+}
+
 // Starts copying 16 bytes; writes zeros instead when `valid` is false. `source` is then not read,
 // but must still be a global address.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
@@ -36,6 +71,14 @@ __device__ inline void WaitCopies() {
 __device__ inline void LoadMatrices(uint32_t (&fragment)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// Two matrices: lanes 0 to 15 pass addresses.
+__device__ inline void LoadMatrices(uint32_t (&fragment)[2], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n"
+               : "=r"(fragment[0]), "=r"(fragment[1])
                : "r"(shared)
                : "memory");
 }

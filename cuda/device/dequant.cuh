@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "cuda/device/copy.cuh"
 #include "cuda/device/layout.cuh"
 
 namespace jaxlowbit {
@@ -129,10 +130,11 @@ struct RowScale;
 template <typename T>
 struct RowScale<T, T> {
   uint32_t value;  // in both halves
-  // Row h of the pair of neighbours that layout.cuh stores.
-  static __device__ RowScale Of(const T* pair, int h) {
-    const uint32_t both = *reinterpret_cast<const uint32_t*>(pair);
-    return {__byte_perm(both, both, h == 0 ? 0x1010 : 0x3232)};
+  // Of rows g and g + 8, neighbours in shared memory (layout.cuh).
+  static __device__ void LoadPair(uint32_t shared, RowScale (&rows)[2]) {
+    const uint32_t both = LoadShared4(shared);
+    rows[0].value = __byte_perm(both, both, 0x1010);
+    rows[1].value = __byte_perm(both, both, 0x3232);
   }
   __device__ uint32_t Apply(uint32_t integers) const { return Multiply<T>(integers, value); }
 };
@@ -140,7 +142,10 @@ struct RowScale<T, T> {
 template <typename T>
 struct RowScale<T, float> {
   float value;
-  static __device__ RowScale Of(const float* pair, int h) { return {pair[h]}; }
+  static __device__ void LoadPair(uint32_t shared, RowScale (&rows)[2]) {
+    rows[0].value = __uint_as_float(LoadShared4(shared));
+    rows[1].value = __uint_as_float(LoadShared4(shared + 4));
+  }
   __device__ uint32_t Apply(uint32_t integers) const {
     return Pair<T>::Round(Pair<T>::Low(integers) * value, Pair<T>::High(integers) * value);
   }

@@ -6,7 +6,7 @@
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph:
 //                           --n N --k K (default: five real shapes) --m M,M,... --bits B --group G
-//                           --zero --f16
+//                           --zero --f16 --split S,S,... (not the selection's)
 //
 // A wrong result prints the problem and the error over the bound, and the exit status is 1.
 
@@ -33,9 +33,12 @@ const std::vector<std::pair<int64_t, int64_t>> kLayers = {// (n, k) of 8B to 70B
                                                           {8192, 28672}};
 const std::vector<int64_t> kTokens = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
 
-void Run(const QuantizedMatmul& problem, const DeviceProblem& data, int copy, cudaStream_t stream) {
-  Check(LaunchQuantizedMatmul(problem, data.buffers(copy), data.workspace_bytes(), 0, stream),
-        "LaunchQuantizedMatmul");
+// Enqueues one product; a `split_k` other than 0 takes the place of the selection's.
+void Run(const QuantizedMatmul& problem, const DeviceProblem& data, int copy, cudaStream_t stream,
+         int split_k = 0) {
+  Choice choice = Select(problem, DeviceInfo(0), data.workspace_bytes());
+  if (split_k > 0) choice.split_k = split_k;
+  Check(LaunchChoice(problem, data.buffers(copy), choice, 0, stream), "LaunchChoice");
 }
 
 // Whether the result is within the bound and the same bits twice. Prints what is not.
@@ -124,7 +127,7 @@ Tally Sweep() {
 }
 
 // Median microseconds per call of a captured chain over weights that L2 cannot hold.
-double Time(const QuantizedMatmul& problem) {
+double Time(const QuantizedMatmul& problem, int split_k) {
   const DeviceProblem one(problem, false, 1, 1);
   const int copies = static_cast<int>(CeilDiv(4 * kL2Bytes, one.weight_bytes()));
   const int calls = std::max(16, copies);
@@ -135,7 +138,7 @@ double Time(const QuantizedMatmul& problem) {
   cudaEvent_t begin, end;
   Check(cudaStreamCreate(&stream), "cudaStreamCreate");
   Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
-  for (int i = 0; i < calls; ++i) Run(problem, data, i % copies, stream);
+  for (int i = 0; i < calls; ++i) Run(problem, data, i % copies, stream, split_k);
   Check(cudaStreamEndCapture(stream, &graph), "end capture");
   Check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
   Check(cudaEventCreate(&begin), "cudaEventCreate");
@@ -159,10 +162,19 @@ double Time(const QuantizedMatmul& problem) {
   return times[times.size() / 2];
 }
 
+[[noreturn]] void Usage(const char* wrong) {
+  std::fprintf(stderr,
+               "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
+               "[--bits 4|8] [--group G] [--zero] [--f16]\n",
+               wrong);
+  std::exit(2);
+}
+
 struct TimeOptions {
   std::vector<std::pair<int64_t, int64_t>> layers = kLayers;
   std::vector<int64_t> tokens = kTokens;
   QuantizedMatmul problem;
+  std::vector<int64_t> splits = {0};
 };
 
 void TimeAll(const TimeOptions& options) {
@@ -171,12 +183,17 @@ void TimeAll(const TimeOptions& options) {
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
       if (!IsRight(problem, false, 1)) std::exit(1);
-      const double us = Time(problem);
       const Choice choice = Select(problem, DeviceInfo(0), kMaxWorkspaceBytes);
       const double bytes = DeviceProblem(problem, false, 1, 1).weight_bytes();
-      std::printf("%s  block_m %-2d split_k %-2d  %8.2f us  %5.2f TB/s  %6.1f TFLOP/s\n",
-                  Describe(problem).c_str(), choice.block_m, choice.split_k, us, bytes / us * 1e-6,
-                  2e-6 * static_cast<double>(m * n * k) / us);
+      for (int64_t split : options.splits) {
+        const int split_k = split > 0 ? static_cast<int>(split) : choice.split_k;
+        const int64_t sums = split_k * problem.m * problem.n_blocks() * kAtom * 4;
+        if (split_k > kMaxSplitK || (split_k > 1 && sums > kMaxWorkspaceBytes)) continue;
+        const double us = Time(problem, split_k);
+        std::printf("%s  block_m %-2d split_k %-2d  %8.2f us  %5.2f TB/s  %6.1f TFLOP/s\n",
+                    Describe(problem).c_str(), choice.block_m, split_k, us, bytes / us * 1e-6,
+                    2e-6 * static_cast<double>(m * n * k) / us);
+      }
       std::fflush(stdout);
     }
   }
@@ -189,14 +206,6 @@ std::vector<int64_t> Numbers(const char* text) {
     numbers.push_back(std::atoll(at));
   }
   return numbers;
-}
-
-[[noreturn]] void Usage(const char* wrong) {
-  std::fprintf(stderr,
-               "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
-               "[--bits 4|8] [--group G] [--zero] [--f16]\n",
-               wrong);
-  std::exit(2);
 }
 
 TimeOptions Parse(int argc, char** argv) {
@@ -219,6 +228,8 @@ TimeOptions Parse(int argc, char** argv) {
       k = values[0];
     } else if (flag == "--bits") {
       options.problem.bits = static_cast<int>(values[0]);
+    } else if (flag == "--split") {
+      options.splits = values;
     } else if (flag == "--group") {
       options.problem.group_size = values[0];
     } else {

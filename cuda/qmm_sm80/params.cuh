@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What every part of qmm_sm80 shares: the constants of an instance, the problem as the kernel reads
+// it, the part of it that a CTA owns, and the position of a stage among the groups.
+#pragma once
+
+#include <climits>
+
+#include "cuda/device/copy.cuh"
+#include "cuda/device/layout.cuh"
+#include "cuda/problem.h"
+#include "cuda/qmm_sm80/config.h"
+
+namespace jaxlowbit::qmm_sm80 {
+
+inline constexpr int kAtomsN = kBlockN / kAtom;
+inline constexpr int kThreads = 32 * kWarpsPerAtom;
+
+// An instance: type of lhs, type of the scales, tokens of a tile, width.
+template <typename LhsType, typename ScaleType, int kTokens, int kWidth>
+struct Instance {
+  using T = LhsType;
+  using S = ScaleType;
+  static constexpr int kBlockM = kTokens;
+  static constexpr int kBits = kWidth;
+  static constexpr int kBlockK = BlockK(kBits);
+  static constexpr int kAtomsK = kBlockK / kAtom;
+  static constexpr int kStages = NumStages(kBlockM, kBits);
+  static constexpr int kMinCtas = CtasByRegisters(kBlockM);
+  static constexpr int kTiles = kBlockM / 8;  // of the instruction, along the tokens
+  // 16-byte chunks of a row of lhs in a stage.
+  static constexpr int kLhsChunks = kBlockK * 2 / kCopyBytes;
+};
+
+struct Params {
+  const void* lhs;
+  const uint32_t* packed;
+  const void* scale;
+  const uint8_t* zero;   // null: zero point 2^(bits - 1)
+  const int32_t* index;  // null: weight min(b, num_weights - 1)
+  void* out;             // or the workspace, when split_k > 1
+  int64_t batch, num_weights, m, n, k;
+  int64_t m_tiles, n_tiles;
+  int n_blocks, k_blocks, groups;
+  int group_size;                // INT_MAX for one group
+  int block_groups, block_rest;  // k of a stage = block_groups * group_size + block_rest
+  int groups_per_stage;
+  int split_k;
+  bool out_float;    // float32 out; else the type of lhs
+  bool lhs_aligned;  // rows of lhs start at multiples of 16 bytes
+  StageBytes bytes;
+  int slot_bytes;  // bytes.total()
+};
+
+// The part of the product that a CTA owns.
+struct Tile {
+  int64_t m0;      // first token
+  int64_t batch;   // position in the batch
+  int64_t weight;  // which of the packed weights
+  int split;
+  int n_block;                 // first atom along n
+  int stage_begin, stage_end;  // range of k in stages
+};
+
+template <class I>
+__device__ Tile OwnTile(const Params& p) {
+  Tile tile;
+  // Tokens vary fastest: CTAs that share weights run together and find them in L2.
+  int64_t i = blockIdx.x;
+  tile.m0 = i % p.m_tiles * I::kBlockM;
+  i /= p.m_tiles;
+  tile.n_block = static_cast<int>(i % p.n_tiles) * kAtomsN;
+  i /= p.n_tiles;
+  tile.split = static_cast<int>(i % p.split_k);
+  tile.batch = i / p.split_k;
+  const int64_t asked = p.index == nullptr ? tile.batch : p.index[tile.batch];
+  tile.weight = min(max(asked, int64_t{0}), p.num_weights - 1);
+  const int stages = (p.k_blocks + I::kAtomsK - 1) / I::kAtomsK;
+  const int per_split = (stages + p.split_k - 1) / p.split_k;
+  tile.stage_begin = tile.split * per_split;
+  tile.stage_end = min(stages, tile.stage_begin + per_split);
+  return tile;
+}
+
+// Where a position along k stands among the groups, advanced a stage at a time.
+struct GroupCursor {
+  int group;   // that the position lies in
+  int offset;  // of the position in its group
+
+  static __device__ GroupCursor At(const Params& p, int k) {
+    return {k / p.group_size, k % p.group_size};
+  }
+  __device__ void AdvanceStage(const Params& p) {
+    group += p.block_groups;
+    offset += p.block_rest;
+    if (offset >= p.group_size) {
+      offset -= p.group_size;
+      ++group;
+    }
+  }
+};
+
+// Lanes of one ldmatrix phase read the same 16-byte column of 8 rows; with whole-line rows they
+// would meet in one bank group, so columns are permuted within each row.
+template <class I>
+__device__ int LhsChunk(int row, int column) {
+  return row * I::kLhsChunks + (column ^ (row % 8));
+}
+
+// A lane's codes of an 8-bit atom are two chunks; reading the first of both of lanes i and i + 4
+// would meet in one bank group, so every other run of 8 chunks is swapped pairwise.
+template <class I>
+__device__ int CodeChunk(int chunk) {
+  return I::kBits == 8 ? chunk ^ (chunk / 8 % 2) : chunk;
+}
+
+}  // namespace jaxlowbit::qmm_sm80

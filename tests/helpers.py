@@ -1,0 +1,197 @@
+"""What a product must be: the layout in NumPy, a float64 oracle and its error bound.
+
+Nothing here calls the package's own packing or dequantization; `problems.py` has the cases.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import jaxlowbit
+from jaxlowbit import Format, QuantizedArray
+
+PLATFORM = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
+TARGET = "jaxlowbit_quantized_matmul"
+
+matmul = jax.jit(jaxlowbit.quantized_matmul, static_argnames=("preferred_element_type", "backend"))
+
+
+@functools.cache
+def backends(dtype: str, format: Format) -> list[str]:
+    """The backends that compute this kind of product on the machine the tests run on."""
+    rhs = jax.eval_shape(
+        lambda: QuantizedArray.from_packed_groups(
+            jnp.zeros((1, 1), jnp.uint8),
+            jnp.zeros((1, 1)),
+            None if format.zero == "none" else jnp.zeros((1, 1), _zero_dtype(format)),
+            format=format,
+        )
+    )
+    reasons = jaxlowbit.supported_backends(jax.ShapeDtypeStruct((1, 1), jnp.dtype(dtype)), rhs)
+    return [name for name in (PLATFORM, "xla") if reasons[name] is None]
+
+
+def _zero_dtype(format: Format) -> Any:
+    return jnp.uint8 if format.zero == "integer" else jnp.float32
+
+
+# --- the layout -----------------------------------------------------------------------------------
+
+# Planes of a width: bits, lowest bit of the code, and the digits of a slot number, highest first.
+# Digits of a position: n = 16 w + 8 h + g, k = 32 s1 + 16 s0 + 8 v + 2 t + e.
+_PLANES = {
+    1: [(1, 0, "e s1 s0 v h")],
+    2: [(2, 0, "s1 e s0 v h")],
+    3: [(2, 0, "s1 e v h s0"), (1, 2, "e v h s1 s0")],
+    4: [(4, 0, "s1 s0 e v h")],
+    5: [(4, 0, "s1 s0 e h v"), (1, 4, "e h s1 s0 v")],
+    6: [(4, 0, "s1 s0 e h v"), (2, 4, "s1 e h s0 v")],
+    7: [(4, 0, "s1 s0 e h v"), (2, 4, "s1 e h s0 v"), (1, 6, "e h s1 s0 v")],
+    8: [(8, 0, "s1 s0 v e h")],
+}
+
+
+@functools.cache
+def _positions(bits: int) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
+    """Per plane: its bits, its lowest bit, and the word and the bit of each (k, n) of an atom."""
+    k, n = np.indices((64, 64))
+    w, h, g = n // 16, n // 8 % 2, n % 8
+    t = k // 2 % 4
+    digits = {"s1": k // 32, "s0": k // 16 % 2, "v": k // 8 % 2, "e": k % 2, "h": h}
+    found, start = [], 0
+    for plane, shift, names in _PLANES[bits]:
+        slot = functools.reduce(lambda number, name: 2 * number + digits[name], names.split(), 0)
+        run = start + (w * 32 + 4 * g + t) * plane
+        found.append((plane, shift, run + slot * plane // 32, slot * plane % 32))
+        start += 128 * plane
+    return found
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes (..., k, n), whole atoms, as words (..., n_blocks, k_blocks, 128 * bits)."""
+    *lead, k, n = codes.shape
+    atoms = codes.reshape(*lead, k // 64, 64, n // 64, 64).astype(np.uint32)
+    atoms = np.moveaxis(atoms, -2, -4)
+    planes = []
+    for plane, shift, word, bit in _positions(bits):
+        values = (atoms >> np.uint32(shift) & np.uint32(2**plane - 1)) << bit.astype(np.uint32)
+        by_word = values.reshape(*atoms.shape[:-2], -1)[..., np.argsort(word, axis=None)]
+        words = by_word.reshape(*atoms.shape[:-2], 128 * plane, 32 // plane)
+        planes.append(np.bitwise_or.reduce(words, axis=-1))
+    return np.concatenate(planes, axis=-1)
+
+
+def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `pack`."""
+    *lead, n_blocks, k_blocks, _ = packed.shape
+    atoms = np.zeros((*packed.shape[:-1], 64, 64), np.uint32)
+    for plane, shift, word, bit in _positions(bits):
+        values = packed[..., word] >> bit.astype(np.uint32) & np.uint32(2**plane - 1)
+        atoms |= values << np.uint32(shift)
+    return np.moveaxis(atoms, -4, -2).reshape(*lead, k_blocks * 64, n_blocks * 64)
+
+
+def unpack_groups(values: np.ndarray) -> np.ndarray:
+    """Scales or zeros (..., n_blocks, groups, 64) as (..., groups, n)."""
+    n = np.arange(64)
+    values = values[..., n // 16 * 16 + n % 8 * 2 + n // 8 % 2]
+    return np.moveaxis(values, -3, -2).reshape(*values.shape[:-3], values.shape[-2], -1)
+
+
+# --- the meaning ----------------------------------------------------------------------------------
+
+
+class Weight(NamedTuple):
+    """A weight in float64, and the sum of the magnitudes of its terms, which float32 rounds."""
+
+    value: np.ndarray
+    terms: np.ndarray
+
+
+def dequantize(array: QuantizedArray) -> Weight:
+    """What `array` stands for, (..., k, n)."""
+    format = array.format
+    codes = unpack(np.asarray(array.packed), format.bits)[..., : array.k, : array.n]
+
+    def rows(values: Any) -> np.ndarray:
+        values = unpack_groups(np.asarray(values).astype(np.float64))
+        size = 64 * array.packed.shape[-2] if format.group_size == -1 else format.group_size
+        return np.repeat(values, size, axis=-2)[..., : array.k, : array.n]
+
+    scale = rows(array.scale)
+    if array.zero is None:
+        value = (codes - 2.0 ** (format.bits - 1)) * scale
+        terms = np.abs(value)
+    elif format.zero == "integer":
+        value = (codes - rows(array.zero)) * scale
+        terms = np.abs(value)
+    else:
+        zero = rows(array.zero)
+        value, terms = codes * scale + zero, np.abs(codes * scale) + np.abs(zero)
+    if array.index is not None:
+        index = np.clip(np.asarray(array.index), 0, len(value) - 1)
+        value, terms = value[index], terms[index]
+    return Weight(value, terms)
+
+
+_FLOAT32 = 2.0**-24  # unit roundoff
+
+
+class Oracle(NamedTuple):
+    """The exact product, and how far a right result may be from it, per element.
+
+    Standard forward error analysis: each weight is rounded in float32 and then to the dtype of
+    lhs, k products are added in float32, the sum is rounded to the dtype of the result. All
+    scale with |lhs| @ |weight|, so cancellation needs no tuned tolerance.
+    """
+
+    exact: np.ndarray
+    weights: np.ndarray
+    sums: np.ndarray
+
+    @classmethod
+    def of(cls, lhs: Any, weight: Weight) -> "Oracle":
+        dtype = jnp.dtype(lhs.dtype)
+        lhs = np.asarray(lhs).astype(np.float64)
+        k = lhs.shape[-1]
+        size, entries = np.abs(lhs), np.abs(lhs).sum(axis=-1, keepdims=True)
+        product = size @ np.abs(weight.value)
+        weights = _roundoff(dtype) * product + 2 * _FLOAT32 * (size @ weight.terms)
+        weights += _underflow(dtype) * entries
+        sums = k * (_FLOAT32 * product + _underflow(jnp.dtype("float32")))
+        return cls(lhs @ weight.value, weights, sums)
+
+    def bound(self, dtype: Any, results: int = 1) -> np.ndarray:
+        """The bound for a result of `dtype`, or for the difference of two results."""
+        out = np.abs(self.exact) + self.weights + self.sums
+        rounding = _roundoff(dtype) * out + _underflow(dtype)
+        return self.weights * (1 if results == 1 else 2) + results * (self.sums + rounding)
+
+
+def _roundoff(dtype: Any) -> float:
+    return float(ml_dtypes.finfo(dtype).eps) / 2
+
+
+def _underflow(dtype: Any) -> float:
+    """The error of one rounding near zero; float32 units may flush subnormal numbers."""
+    info = ml_dtypes.finfo(dtype)
+    return float(info.smallest_subnormal if dtype == jnp.float16 else info.smallest_normal)
+
+
+def assert_within(got: Any, exact: np.ndarray, bound: np.ndarray) -> None:
+    """Every element of `got` is within `bound` of `exact`; else says which one is worst."""
+    got = np.asarray(got).astype(np.float64)
+    assert got.shape == exact.shape
+    if not got.size:
+        return
+    ratio = np.nan_to_num(np.abs(got - exact) / bound, nan=np.inf)
+    worst = np.unravel_index(ratio.argmax(), ratio.shape)
+    assert ratio[worst] <= 1, (
+        f"{np.sum(ratio > 1)} of {ratio.size} elements are outside their bound; the worst is "
+        f"{ratio[worst]:.3g} times over at {tuple(map(int, worst))}: {got[worst]} for "
+        f"{exact[worst]} +- {bound[worst]:.3g}"
+    )

@@ -1,0 +1,226 @@
+"""The products that every backend is held to. A problem's name is the reason it is here."""
+
+import dataclasses
+import functools
+import zlib
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from helpers import Oracle, dequantize, pack
+
+from jaxlowbit import Format, QuantizedArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    name: str
+    m: int
+    k: int
+    n: int
+    bits: int = 4
+    group_size: int = 32
+    zero: Literal["none", "integer", "float"] = "none"
+    dtype: str = "bfloat16"
+    scale_dtype: str | None = None  # None: that of lhs
+    out_dtype: str | None = None
+    rows: tuple[int, ...] = ()  # leading axes of lhs, before m
+    stack: tuple[int, ...] = ()  # leading axes of the weights
+    index: int | tuple[int, ...] | None = None  # what is selected from the stack
+    scale: float = 0.125  # scales are 0.5 to 1.5 times this
+    lhs_scale: float = 1.0
+    codes: str = "random"  # or "least", "most", "zero": one code everywhere
+
+    @property
+    def format(self) -> Format:
+        return Format(self.bits, self.group_size, self.zero)
+
+    @property
+    def result_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.out_dtype or self.dtype)
+
+
+class Operands(NamedTuple):
+    lhs: np.ndarray
+    rhs: QuantizedArray
+    oracle: Oracle
+
+
+@functools.cache
+def operands(problem: Problem) -> Operands:
+    """Random operands, and what their product is. The padding holds random values too."""
+    p, format = problem, problem.format
+    rng = np.random.default_rng(zlib.crc32(p.name.encode()))
+    n_blocks, k_blocks = -(-p.n // 64), -(-p.k // 64)
+    groups = 1 if p.group_size == -1 else -(-64 * k_blocks // p.group_size)
+    shape = (*p.stack, n_blocks, groups, 64)
+    scale_dtype = jnp.dtype(p.scale_dtype or p.dtype)
+    scale = (p.scale * rng.uniform(0.5, 1.5, shape)).astype(scale_dtype)
+    zero, levels = None, 2**p.bits
+    middle = levels // 2
+    if p.zero == "integer":
+        zero = rng.integers(0, levels, shape, np.uint8)
+        if p.codes == "zero":
+            zero[:] = middle
+    elif p.zero == "float":
+        zero = (p.scale * middle * rng.normal(size=shape)).astype(scale_dtype)
+    size = (*p.stack, 64 * k_blocks, 64 * n_blocks)
+    codes = {"least": 0, "most": levels - 1, "zero": middle}.get(p.codes)
+    codes = rng.integers(0, levels, size) if codes is None else np.full(size, codes)
+    rhs = QuantizedArray(
+        packed=jnp.asarray(pack(codes, p.bits)),
+        scale=jnp.asarray(scale),
+        zero=None if zero is None else jnp.asarray(zero),
+        index=None,
+        version=jnp.ones(p.stack, jnp.uint32),
+        format=format,
+        k=p.k,
+        n=p.n,
+    )
+    if p.index is not None:
+        rhs = rhs.select(np.asarray(p.index, np.int32))
+    lhs = (p.lhs_scale * rng.normal(size=(*p.rows, p.m, p.k))).astype(jnp.dtype(p.dtype))
+    return Operands(lhs, rhs, Oracle.of(lhs, dequantize(rhs)))
+
+
+P = Problem
+INTEGER: dict[str, Any] = {"zero": "integer"}
+FLOAT: dict[str, Any] = {"zero": "float"}
+F16: dict[str, Any] = {"dtype": "float16"}
+F32: dict[str, Any] = {"dtype": "float32"}
+
+PROBLEMS = (
+    # Rows: around the 8 rows of an mma tile, and around every multiple that a kernel may tile by.
+    P("no rows", 0, 64, 64),
+    P("one row: decoding", 1, 256, 192),
+    P("7 rows: one below an mma tile", 7, 128, 64),
+    P("8 rows: one mma tile", 8, 128, 64),
+    P("9 rows: one past an mma tile", 9, 128, 64),
+    P("16 rows: two mma tiles", 16, 128, 128),
+    P("17 rows: one past two mma tiles", 17, 128, 128, **INTEGER),
+    P("33 rows: one past 32", 33, 128, 64),
+    P("64 rows: a wgmma tile", 64, 192, 64, **INTEGER),
+    P("65 rows: one past 64", 65, 100, 70, group_size=64),
+    P("129 rows: one past 128", 129, 128, 192),
+    P("1000 rows: many tiles, the last one ragged", 1000, 128, 128),
+    # Shapes: atoms are 64 x 64, rows of lhs are 16-byte aligned only if k is a multiple of 8.
+    P("1 x 1 x 1: the smallest product", 1, 1, 1),
+    P("k = 1: one product per element", 5, 1, 70),
+    P("n = 1: one column", 5, 70, 1),
+    P("k = 7: below a step, unaligned rows", 9, 7, 65),
+    P("k = 20: below a group of 128", 3, 20, 64, group_size=128),
+    P("k = 33: odd rows are unaligned", 17, 33, 64),
+    P("k = 63: one below an atom", 8, 63, 64, **INTEGER),
+    P("k = 65: one past an atom", 8, 65, 64, **INTEGER),
+    P("k = 100: rows aligned to 8 bytes only", 33, 100, 128),
+    P("k = 201: odd rows, one row", 1, 201, 128),
+    P("k = 201: odd rows, many rows", 130, 201, 64, group_size=16),
+    P("k = 4160: long sums, one row", 1, 4160, 64),
+    P("k = 4160: long sums, 16 rows", 16, 4160, 64, group_size=128),
+    P("k = 3001: long odd sums", 5, 3001, 70, **INTEGER),
+    P("n = 63: one below an atom", 8, 64, 63),
+    P("n = 65: one past an atom", 8, 64, 65, **INTEGER),
+    P("n = 67: an odd row of results", 33, 64, 67),
+    P("n = 129: one past two atoms", 64, 128, 129),
+    P("n = 4097: many blocks, the last has one column", 1, 64, 4097),
+    P("n = 2050: many blocks, 16 rows", 16, 128, 2050),
+    # Groups: of every alignment with the 16 of a step and the 64 of an atom.
+    P("group 16: one step", 9, 200, 70, group_size=16),
+    P("group 32: half an atom", 9, 200, 70, group_size=32),
+    P("group 48: straddles atoms", 9, 200, 70, group_size=48),
+    P("group 64: one atom", 9, 200, 70, group_size=64),
+    P("group 96: straddles atoms", 9, 200, 70, group_size=96),
+    P("group 128: two atoms", 9, 200, 70, group_size=128),
+    P("group 256: longer than k", 9, 200, 70, group_size=256),
+    P("group -1: one per channel", 9, 200, 70, group_size=-1),
+    P("group 16, one row", 1, 200, 70, group_size=16, **INTEGER),
+    P("group 48, one row", 1, 200, 70, group_size=48, **INTEGER),
+    P("group 128, 40 rows", 40, 328, 70, group_size=128, **INTEGER),
+    P("group -1, one row", 1, 200, 70, group_size=-1, **INTEGER),
+    P("8 bits, group 16", 9, 200, 70, 8, 16),
+    P("8 bits, group 48", 40, 200, 70, 8, 48),
+    P("8 bits, group 128", 16, 256, 70, 8, 128),
+    P("8 bits, group -1", 1, 200, 70, 8, -1),
+    P("8 bits, group -1, many rows", 100, 200, 70, 8, -1),
+    # Zeros.
+    P("integer zero, group 16", 9, 200, 70, 4, 16, **INTEGER),
+    P("integer zero, group -1", 33, 200, 70, 4, -1, **INTEGER),
+    P("8 bits, integer zero, group 48", 9, 200, 70, 8, 48, **INTEGER),
+    P("8 bits, integer zero, group -1", 40, 200, 70, 8, -1, **INTEGER),
+    P("8 bits, integer zero, one row", 1, 200, 70, 8, 64, **INTEGER),
+    P("float zero", 9, 200, 70, 4, 64, **FLOAT),
+    P("float zero, group 48, many rows", 40, 200, 70, 4, 48, **FLOAT),
+    P("float zero, one row per channel", 1, 200, 70, 4, -1, **FLOAT),
+    P("8 bits, float zero", 9, 200, 70, 8, 64, **FLOAT),
+    # Dtypes.
+    P("float16", 9, 200, 70, **F16),
+    P("float16, integer zero", 33, 200, 70, **F16, **INTEGER),
+    P("float16, 8 bits", 17, 200, 70, 8, -1, **F16),
+    P("float16, float zero", 9, 200, 70, 4, 64, **F16, **FLOAT),
+    P("float32", 9, 200, 70, **F32),
+    P("float32, integer zero, one row", 1, 200, 70, **F32, **INTEGER),
+    P("float32, 8 bits, many rows", 100, 200, 70, 8, -1, **F32),
+    P("float32, float zero", 9, 200, 70, 4, 64, **F32, **FLOAT),
+    P("float32 scales of bfloat16", 9, 200, 70, scale_dtype="float32"),
+    P("float16 scales of bfloat16", 9, 200, 70, scale_dtype="float16", **INTEGER),
+    P("float32 scales of float16", 33, 200, 70, scale_dtype="float32", **F16),
+    P("bfloat16 scales of float16", 9, 200, 70, 8, scale_dtype="bfloat16", **F16),
+    P("bfloat16 scales of float32", 9, 200, 70, scale_dtype="bfloat16", **F32),
+    P("float16 scales of float32", 9, 200, 70, 8, scale_dtype="float16", **F32, **INTEGER),
+    P("float32 float zeros of bfloat16", 9, 200, 70, scale_dtype="float32", **FLOAT),
+    P("float32 result of bfloat16", 9, 200, 70, out_dtype="float32"),
+    P("float32 result of bfloat16, odd n", 64, 200, 67, 8, out_dtype="float32", **INTEGER),
+    P("float32 result of float16", 1, 200, 70, out_dtype="float32", **F16),
+    # Widths without a kernel of their own run through the definition.
+    P("1 bit, float zero", 5, 100, 70, 1, 32, **FLOAT),
+    P("1 bit, integer zero", 5, 100, 70, 1, 32, **INTEGER),
+    P("2 bits", 5, 100, 70, 2),
+    P("2 bits, float zero", 5, 100, 70, 2, 48, **FLOAT),
+    P("3 bits", 5, 100, 70, 3, **F16),
+    P("3 bits, integer zero", 5, 100, 70, 3, 64, **INTEGER),
+    P("5 bits", 5, 100, 70, 5, -1, **F32),
+    P("6 bits, integer zero", 5, 100, 70, 6, **INTEGER),
+    P("7 bits", 5, 100, 70, 7, 16),
+    P("7 bits, float zero", 5, 100, 70, 7, 96, **FLOAT),
+    # Values: what a trick with exponents could lose.
+    P("scales near the least normal", 9, 200, 70, scale=3e-38, lhs_scale=1e20),
+    P("scales near the largest", 9, 200, 70, scale=1e37, lhs_scale=1e-20),
+    P("8 bits, scales near the largest", 9, 200, 70, 8, scale=5e35, lhs_scale=1e-20, **INTEGER),
+    P("float32, scales near the least normal", 1, 200, 70, **F32, scale=3e-38, lhs_scale=1e20),
+    P("float32, scales near the largest", 9, 200, 70, 8, **F32, scale=1e36, lhs_scale=1e-20),
+    P("float16, subnormal scales", 9, 200, 70, **F16, scale=2e-7, lhs_scale=1e3),
+    P("float16, weights below subnormal", 9, 99, 70, **F16, scale=1e-9, scale_dtype="float32"),
+    P("float16, large scales", 9, 200, 70, **F16, scale=5000.0, lhs_scale=1e-3),
+    P(
+        "float16, 8 bits, large scales",
+        9,
+        200,
+        70,
+        8,
+        **F16,
+        scale=160.0,
+        lhs_scale=1e-3,
+        **INTEGER,
+    ),
+    P("negative scales", 9, 200, 70, scale=-0.125, **INTEGER),
+    P("all weights zero", 9, 200, 70, codes="zero"),
+    P("all weights zero, integer zero", 9, 200, 70, codes="zero", **INTEGER),
+    P("all codes least", 9, 200, 70, codes="least"),
+    P("all codes most", 9, 200, 70, codes="most", **INTEGER),
+    P("8 bits, all codes least", 9, 200, 70, 8, codes="least", **INTEGER),
+    P("8 bits, all codes most", 9, 200, 70, 8, codes="most"),
+    # Leading axes.
+    P("rows in two axes", 3, 100, 70, rows=(2, 3)),
+    P("a stack, one row each", 1, 100, 70, rows=(3,), stack=(3,)),
+    P("a stack, many rows each", 33, 100, 70, rows=(3,), stack=(3,), **INTEGER),
+    P("a stack in two axes", 5, 100, 70, rows=(2, 3), stack=(2, 3), **INTEGER),
+    P("a stack shares one lhs", 5, 100, 70, stack=(3,)),
+    P("a stack and further rows", 5, 100, 70, 8, rows=(2, 3), stack=(3,)),
+    P("a stack of one is broadcast", 5, 100, 70, rows=(4,), stack=(1,)),
+    P("a view of one layer", 5, 100, 70, stack=(3,), index=1, **INTEGER),
+    P("a view with repeats", 5, 100, 70, rows=(5,), stack=(3,), index=(2, 0, 2, 1, 2)),
+    P("a view, 8 bits, one row", 1, 100, 70, 8, -1, rows=(4,), stack=(3,), index=(0, 2, 1, 1)),
+    P("a view out of range is clamped", 5, 100, 70, rows=(3,), stack=(3,), index=(-1, 3, 99)),
+    P("a view through the definition", 5, 100, 70, 3, rows=(2,), stack=(3,), index=(2, 0)),
+    P("everything odd at once", 17, 203, 75, 4, 48, **F16, **INTEGER, scale_dtype="float32"),
+)

@@ -1,0 +1,166 @@
+"""What only a GPU shows: CUDA graphs, concurrent programs, sums split over the device."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import Oracle, assert_within, dequantize
+
+import jaxlowbit
+from jaxlowbit import INT4, UINT4, Format, quantized_matmul
+
+pytestmark = pytest.mark.gpu
+PACKAGE = Path(jaxlowbit.__file__).parent
+quantize = jax.jit(jaxlowbit.quantize, static_argnums=1)
+
+
+def normal(*shape, seed=0):
+    values = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray((values / np.sqrt(shape[-1])).astype(jnp.bfloat16))
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------
+
+# `_ffi_counting` is `_ffi` with a counter; it takes its place before the package is imported.
+CHAIN = """
+    import importlib.util, json, sys
+
+    path, = sys.argv[1:]
+    spec = importlib.util.spec_from_file_location("jaxlowbit._ffi_counting", path)
+    counting = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(counting)
+    sys.modules["jaxlowbit._ffi"] = counting
+
+    import jax, jax.numpy as jnp, numpy as np
+    import jaxlowbit
+
+    weight = np.random.default_rng(0).normal(size=(8, 256, 256)).astype(jnp.bfloat16)
+    rhs = jax.jit(jaxlowbit.quantize, static_argnums=1)(weight / 16, jaxlowbit.INT4)
+    layers = list(rhs)
+
+    def chain(x, multiply):
+        for layer in layers:
+            x = multiply(x, layer)
+        return x / jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))).astype(x.dtype)
+
+    step = jax.jit(lambda x: chain(x, lambda x, q: x @ q), donate_argnums=0)
+    start = np.random.default_rng(1).normal(size=(4, 256)).astype(jnp.bfloat16)
+    x, counts = jnp.asarray(start), []
+    for _ in range(100):
+        x = step(x)
+        x.block_until_ready()
+        counts.append(counting.execute_count())
+
+    # The same step on fresh inputs: a replay reads its arguments anew.
+    errors = []
+    for scale in (1, -2):
+        want = chain(jnp.asarray(start) * scale, lambda x, q: x @ q.dequantize(x.dtype))
+        got = step(jnp.asarray(start) * scale)
+        wide = lambda x: np.asarray(x).astype(np.float32)
+        errors.append(float(np.abs(wide(got) - wide(want)).max() / np.abs(wide(want)).max()))
+    print(json.dumps({"counts": counts, "errors": errors}))
+"""
+
+
+def test_a_chain_of_calls_is_replayed_from_a_graph():
+    modules = list(PACKAGE.glob("_ffi_counting*.so"))
+    if not modules:
+        pytest.skip("built without JAXLOWBIT_COUNTING_MODULE=ON, which `make test` turns on")
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CHAIN), modules[0]],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    counts = found["counts"]
+    assert counts[0] >= 8, "the first run executes the calls"
+    assert counts[-1] <= 8 * 10, f"most of 100 runs should replay a graph: {counts}"
+    assert counts[-1] == counts[49], f"the last 50 runs should only replay: {counts}"
+    assert max(found["errors"]) < 0.1
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", [INT4, UINT4, Format(8)], ids=["INT4", "UINT4", "INT8"])
+def test_weights_computed_in_the_same_program(format):
+    """The call waits for what writes its operands."""
+    lhs, weight = normal(7, 512), normal(512, 384, seed=1)
+    rhs = quantize(weight, format)
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    program = jax.jit(lambda x, w: x @ jaxlowbit.quantize(w * 1, format))
+    for _ in range(5):
+        assert_within(program(lhs, weight), oracle.exact, oracle.bound(lhs.dtype))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 8192), (5, 200, 4104), (16, 128, 16384)])
+def test_split_sums_are_bitwise_equal_from_run_to_run(m, n, k):
+    lhs, rhs = normal(m, k), quantize(normal(k, n, seed=1), INT4)
+    program = jax.jit(
+        lambda x, q: quantized_matmul(x, q, backend="cuda", preferred_element_type=jnp.float32)
+    )
+    first = np.asarray(program(lhs, rhs))
+    for _ in range(20):
+        assert np.asarray(program(lhs, rhs)).tobytes() == first.tobytes()
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    assert_within(first, oracle.exact, oracle.bound(jnp.float32))
+
+
+def test_programs_running_at_once_do_not_disturb_each_other():
+    """Several threads, each with a program whose sums are split and need a workspace."""
+
+    def program(seed):
+        lhs, rhs = normal(3 + seed, 8192, seed=seed), quantize(normal(8192, 192), INT4)
+        step = jax.jit(lambda x, q: x @ q)
+        return step, lhs, rhs, np.asarray(step(lhs, rhs))
+
+    def run(step, lhs, rhs, want):
+        outs = [step(lhs, rhs) for _ in range(50)]
+        return all(np.asarray(out).tobytes() == want.tobytes() for out in outs)
+
+    programs = [program(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda args: run(*args), programs))
+
+
+def test_calls_in_flight_do_not_share_their_workspace():
+    """Independent products in one program, which XLA may run on several streams."""
+    lhs, stack = normal(2, 8192), quantize(normal(6, 8192, 128, seed=1), INT4)
+    layers = list(stack)
+    got = jax.jit(lambda x: [x @ layer for layer in layers])(lhs)
+    for one, layer in zip(got, layers, strict=True):
+        oracle = Oracle.of(lhs, dequantize(layer))
+        assert_within(one, oracle.exact, oracle.bound(lhs.dtype))
+
+
+def test_several_devices_run_their_own_products():
+    lhs, rhs = normal(4, 256), quantize(normal(256, 192, seed=1), INT4)
+    want = np.asarray(lhs @ rhs)
+    for device in jax.devices():
+        out = jax.jit(lambda x, q: x @ q)(*jax.device_put((lhs, rhs), device))
+        assert out.devices() == {device}
+        assert np.asarray(out).tobytes() == want.tobytes()
+
+
+@pytest.mark.slow
+def test_stacks_beyond_2_to_31_elements():
+    """Strides have 64 bits: the last of 33 weights starts at element 2^31."""
+    size = 8192
+    lhs, last = normal(2, size), quantize(normal(size, size, seed=1), INT4)
+    stack = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (33, *leaf.shape)), last)
+    stack = dataclasses.replace(stack, packed=stack.packed.at[:-1].set(0))
+    want = np.asarray(lhs @ last)
+    np.testing.assert_array_equal(lhs @ stack.select(32), want)
+    every = np.asarray(lhs @ stack)
+    np.testing.assert_array_equal(every[-1], want)
+    assert (every[:-1] == every[0]).all() and (every[0] != want).any()

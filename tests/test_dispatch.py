@@ -1,0 +1,72 @@
+"""The choice of a CUDA kernel: a pure function, asked here about devices that need not exist."""
+
+import itertools
+
+import pytest
+
+from jaxlowbit._backends import native
+
+select = native._ffi.select
+
+H200 = {"compute_capability": 90, "num_sms": 132, "shared_bytes_per_sm": 228 * 1024}
+A100 = {"compute_capability": 80, "num_sms": 108, "shared_bytes_per_sm": 164 * 1024}
+SMALL = {"compute_capability": 86, "num_sms": 20, "shared_bytes_per_sm": 100 * 1024}
+DEVICES = {"H200": H200, "A100": A100, "small": SMALL}
+
+SHAPES = list(
+    itertools.product(
+        [1, 2, 16, 17, 64, 65, 1000, 4096], [1, 64, 4096, 28672], [1, 64, 129, 4096, 28672]
+    )
+)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_choice_keeps_its_limits(device, bits):
+    for (m, n, k), batch in itertools.product(SHAPES, [1, 8]):
+        for limit in (native._ffi.MAX_WORKSPACE_BYTES, 1 << 16, 0):
+            problem = {"m": m, "n": n, "k": k, "bits": bits, "batch": batch}
+            choice = select(**problem, **DEVICES[device], workspace_bytes=limit)
+            assert choice["unsupported"] == "", problem
+            assert choice["block_m"] in (8, 16, 32, 64), problem
+            split = choice["split_k"]
+            assert 1 <= split <= native._ffi.MAX_SPLIT_K and split <= -(-k // 16), problem
+            padded = batch * m * -(-n // 64) * 64
+            assert split == 1 or 4 * split * padded <= limit, problem
+
+
+def test_workspace_holds_every_choice():
+    """What Python allocates without knowing the device is enough on each of them."""
+    for (m, n, k), device in itertools.product(SHAPES, DEVICES.values()):
+        allocated = native._workspace_bytes(1, m, n)
+        best = select(m=m, n=n, k=k, **device)
+        assert select(m=m, n=n, k=k, **device, workspace_bytes=allocated) == best, (m, n, k)
+        assert allocated <= native._ffi.MAX_WORKSPACE_BYTES
+
+
+def test_choices_do_not_change_between_calls():
+    problem = {"m": 3, "n": 4096, "k": 4096, **H200}
+    assert select(**problem) == select(**problem)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "split"),
+    [(1, 64, 8192, True), (1, 28672, 64, False), (4096, 4096, 4096, False)],
+)
+def test_few_tiles_split_the_sum(m, n, k, split):
+    assert (select(m=m, n=n, k=k, **H200)["split_k"] > 1) == split
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ({"compute_capability": 75}, "need compute capability 8.0, this device has 7.5"),
+        ({"bits": 3}, "read 4 or 8 bits, the weight has 3"),
+        ({"n": 2**30 + 1}, "n=1073741825 is beyond 2^30"),
+        ({"k": 2**30 + 1}, "k=1073741825 or n=64 is beyond 2^30"),
+    ],
+)
+def test_refusals_say_why(problem, reason):
+    choice = select(**{"m": 1, "n": 64, "k": 64, **problem})
+    assert reason in choice["unsupported"]
+    assert "split_k" not in choice

@@ -1,0 +1,342 @@
+"""Every message of the package: a sentence with the value, the rule and the way out."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import PLATFORM
+
+import jaxlowbit
+from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
+from jaxlowbit._backends import native
+
+K, N = 32, 16
+FOUR = Format(4, 16)
+INTEGER = FOUR.replace(zero="integer")
+
+
+@pytest.fixture(scope="module")
+def weight() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).normal(size=(3, K, N)).astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def stack(weight) -> QuantizedArray:
+    return quantize(weight, INTEGER)
+
+
+@pytest.fixture(scope="module")
+def matrix(stack) -> QuantizedArray:
+    return stack[0]
+
+
+LHS = np.ones((2, K), np.float32)
+
+
+def refuses(message: str, error: type[Exception] = ValueError):
+    """Expects an error that says `message`, starts with a name and ends as a sentence does."""
+    return pytest.raises(error, match=rf"^\w+(\.\w+)?: .*{message}.*\.(\n|$)")
+
+
+# --- Format ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [0, 9, -1, 4.0, True, None])
+def test_format_bits(bits):
+    with refuses(re.escape(f"bits={bits!r}, but a code has 1 to 8 bits")):
+        Format(bits)
+
+
+@pytest.mark.parametrize("group_size", [0, 8, 20, -2, -16, 32.0, None])
+def test_format_group_size(group_size):
+    with refuses(re.escape(f"group_size={group_size!r}") + ", but .* multiple of 16 .* or -1"):
+        Format(4, group_size)
+
+
+def test_format_zero():
+    with refuses("zero='symmetric', but it is one of none, integer, float"):
+        Format(4, zero="symmetric")  # pyright: ignore[reportArgumentType]
+
+
+# --- quantize -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (0, 4), (4, 0), (3, 0, 4)])
+def test_quantize_rank(shape):
+    with refuses(re.escape(f"weight has shape {shape}") + r", but a matrix \(\.\.\., k, n\)"):
+        quantize(jnp.ones(shape), FOUR)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.complex64])
+def test_quantize_dtype(dtype):
+    with refuses(f"weight is {jnp.dtype(dtype)}, but it is float32, bfloat16 or float16"):
+        quantize(jnp.ones((4, 4), dtype), FOUR)
+
+
+def test_quantize_scale_dtype(weight):
+    with refuses("scale_dtype is int32, but .*; cast it, or use QuantizedArray.from_integers"):
+        quantize(weight, FOUR, scale_dtype=jnp.int32)
+
+
+def test_quantize_method(weight):
+    with refuses("method='gptq' is unknown; the method is 'absmax'"):
+        quantize(weight, FOUR, method="gptq")  # pyright: ignore[reportArgumentType]
+
+
+def test_quantize_one_bit_needs_a_zero(weight):
+    with refuses("a 1-bit code without a zero .*; use zero='float'"):
+        quantize(weight, Format(1))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_quantize_refuses_what_is_not_finite(weight, value):
+    bad = weight.at[1, 5, 7].set(value).at[2, 0, 0].set(value)
+    with refuses(rf"2 values that are NaN or infinite, the first at \(1, 5, 7\) \({value}\)"):
+        quantize(bad, FOUR)
+
+
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+def test_quantize_refuses_scales_out_of_range(weight, zero):
+    large = weight.at[0, 0, 0].set(3e7)
+    with refuses(r"weights up to 3e\+07 span a range beyond that of float16 scales; use"):
+        quantize(large, Format(4, zero=zero), scale_dtype=jnp.float16)
+
+
+# --- from_integers --------------------------------------------------------------------------------
+
+VALUES, SCALE = np.zeros((K, N), np.int8), np.ones((2, N), np.float32)
+
+
+@pytest.mark.parametrize("values", [np.zeros((K, N), np.float32), np.zeros(K, np.int8)])
+def test_from_integers_needs_integer_matrices(values):
+    with refuses(r"values has shape .* and dtype .*, but it is an integer matrix"):
+        QuantizedArray.from_integers(values, SCALE, format=FOUR)
+
+
+def test_from_integers_unsigned_needs_a_zero():
+    with refuses(r"values are unsigned \(uint8\) and the format has no zero; pass signed values"):
+        QuantizedArray.from_integers(VALUES.astype(np.uint8), SCALE, format=FOUR)
+
+
+@pytest.mark.parametrize(
+    ("format", "zero", "found"),
+    [(FOUR, np.zeros((2, N), np.int8), "given"), (INTEGER, None, "missing")],
+)
+def test_from_integers_zero_and_format_agree(format, zero, found):
+    with refuses(f"format.zero is '{format.zero}', but zero is {found}; make the two agree"):
+        QuantizedArray.from_integers(VALUES, SCALE, zero, format=format)
+
+
+def test_from_integers_shapes():
+    with refuses(rf"scale has shape \(1, {N}\), but values .* in groups of 16 need \(2, {N}\)"):
+        QuantizedArray.from_integers(VALUES, SCALE[:1], format=FOUR)
+    with refuses(rf"zero has shape \(2, 3\), but values .* need \(2, {N}\)"):
+        QuantizedArray.from_integers(VALUES, SCALE, np.zeros((2, 3), np.int8), format=INTEGER)
+
+
+@pytest.mark.parametrize(("value", "low", "high"), [(8, 0, 8), (-9, -9, 0)])
+def test_from_integers_range(value, low, high):
+    values = VALUES.copy()
+    values[3, 4] = value
+    with refuses(f"values reaches from {low} to {high}, but 4 bits hold -8 to 7; use a wider"):
+        QuantizedArray.from_integers(values, SCALE, format=FOUR)
+
+
+@pytest.mark.parametrize(
+    ("values", "zero", "format"),
+    [
+        (VALUES, np.zeros_like(SCALE), FOUR.replace(zero="float")),
+        (VALUES.astype(np.uint8), np.zeros(SCALE.shape, np.uint8), FOUR.replace(zero="float")),
+    ],
+)
+def test_from_integers_float_zero(values, zero, format):
+    with refuses("values are unsigned codes and zero floats to add, but .*; convert them"):
+        QuantizedArray.from_integers(values, SCALE, zero, format=format)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_from_integers_zero_in_the_convention_of_values(dtype):
+    with refuses("an integer zero is signed where the values are"):
+        QuantizedArray.from_integers(VALUES, SCALE, np.zeros(SCALE.shape, dtype), format=INTEGER)
+
+
+def test_from_integers_range_of_zeros():
+    zero = np.full((2, N), 16, np.uint8)
+    with refuses("zero reaches from 16 to 16, but 4 bits hold 0 to 15"):
+        QuantizedArray.from_integers(VALUES.astype(np.uint8), SCALE, zero, format=INTEGER)
+
+
+# --- QuantizedArray -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"packed": jnp.zeros((1, 1, 511), jnp.uint32)}, r"packed is uint32\(1, 1, 511\), but"),
+        ({"packed": jnp.zeros((1, 1, 512), jnp.int32)}, r"packed is int32.* uint32\(1, 1, 512\)"),
+        ({"scale": jnp.ones((1, 4, 64), jnp.int8)}, "scale has dtype int8, but it is float32"),
+        ({"scale": jnp.ones((1, 3, 64))}, r"scale is float32\(1, 3, 64\), but .*\(1, 4, 64\)"),
+        ({"zero": jnp.zeros((1, 4, 64))}, r"zero is float32\(1, 4, 64\), but .* uint8\(1, 4, 64\)"),
+        ({"zero": None}, "format.zero is 'integer', but the zero array is missing; make the two"),
+        ({"format": FOUR}, "format.zero is 'none', but the zero array is given"),
+        ({"version": jnp.ones((2,), jnp.uint32)}, r"version is uint32\(2,\), but .* uint32\(\)"),
+        ({"index": jnp.zeros((), jnp.int32)}, r"along one stacked axis, but there are 0 \(shape"),
+        ({"k": 65}, r"packed is .*, but the other fields ask for uint32\(1, 2, 512\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_fields_agree(matrix, changes, message):
+    with refuses(message):
+        dataclasses.replace(matrix, **changes)
+
+
+def test_index_is_int32(stack):
+    with refuses(r"index is uint8\(\), but the other fields ask for int32\(\)"):
+        dataclasses.replace(stack, index=jnp.zeros((), jnp.uint8))
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_version(matrix, version):
+    with refuses(rf"layout version \[{version}\], but this library reads version 1; quantize"):
+        dataclasses.replace(matrix, version=jnp.uint32(version))
+
+
+def test_versions_of_a_stack(stack):
+    with refuses(r"layout version \[1, 7\], but this library reads version 1"):
+        dataclasses.replace(stack, version=jnp.asarray([1, 7, 1], jnp.uint32))
+
+
+@pytest.mark.parametrize("key", [(0, 1), (0, slice(None), 1), None, ...], ids=repr)
+def test_indexing_stays_in_the_leading_axes(stack, key):
+    with refuses(rf"index {re.escape(repr(key))} does not stay in the leading axes \(3,\)"):
+        stack[key]
+
+
+def test_a_matrix_has_no_axis_to_index(matrix):
+    with refuses(r"index 0 does not stay in the leading axes \(\) of shape \(32, 16\)"):
+        matrix[0]
+
+
+def test_a_view_is_not_indexed(stack):
+    with refuses("a view made by select, which is not indexed again; index the stack"):
+        stack.select(jnp.arange(3))[0]
+
+
+def test_select_needs_integers(stack):
+    with refuses("index has dtype float32, but a position in the stack is an integer"):
+        stack.select(1.5)
+
+
+def test_select_needs_a_stack(matrix, stack, weight):
+    for array in (matrix, stack.select(0), quantize(weight[None], FOUR)):
+        with refuses(r"shape \(.*\) is not a stack \(L, k, n\) with one leading axis; reshape"):
+            array.select(0)
+
+
+# --- quantized_matmul -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rhs", [np.ones((K, N), np.float32), None, "w"], ids=str)
+def test_rhs_is_quantized(rhs):
+    message = f"rhs is {type(rhs).__name__}, but it must be a QuantizedArray; make one with"
+    with refuses(message, TypeError):
+        quantized_matmul(LHS, rhs)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.complex64])
+def test_lhs_dtype(matrix, dtype):
+    with refuses(f"lhs is {jnp.dtype(dtype)}, but activations are float32, bfloat16 or float16"):
+        quantized_matmul(jnp.ones((2, K), dtype), matrix)
+
+
+@pytest.mark.parametrize("shape", [(2, N), (), (K + 1,), (K, 1)])
+def test_lhs_shape(matrix, shape):
+    with refuses(rf"{re.escape(str(shape))} and rhs \(32, 16\), but the last axis .* must be k=32"):
+        quantized_matmul(jnp.ones(shape), matrix)
+
+
+def test_leading_axes_broadcast(stack):
+    with refuses(r"the leading axes \(2,\) of lhs and \(3,\) of rhs do not broadcast; make them"):
+        quantized_matmul(jnp.ones((2, 5, K)), stack)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int32])
+def test_preferred_element_type(matrix, dtype):
+    with refuses(rf"preferred_element_type is {jnp.dtype(dtype)}, but .* lhs \(float32\) or"):
+        quantized_matmul(LHS, matrix, preferred_element_type=dtype)
+
+
+def test_unknown_backend(matrix):
+    with refuses("backend='tpu' is unknown; it is one of 'cuda', 'cpu', 'xla', or None"):
+        quantized_matmul(LHS, matrix, backend="tpu")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def available(monkeypatch):
+    """As if this build had the custom calls of every platform."""
+    monkeypatch.setattr(native, "unavailable", lambda platform: None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "format", "dtype", "reason"),
+    [
+        ("cpu", Format(3, 16), "float32", "its kernels read 4 or 8 bits, the format has 3"),
+        ("cuda", FOUR, "float32", "its kernels take lhs of bfloat16 or float16, this one is float"),
+        (
+            "cuda",
+            FOUR.replace(zero="float"),
+            "bfloat16",
+            "its kernels take zero none or integer, the format's is float",
+        ),
+    ],
+)
+def test_backend_that_cannot(available, weight, backend, format, dtype, reason):
+    rhs, lhs = quantize(weight[0], format), LHS.astype(jnp.dtype(dtype))
+    message = f"backend '{backend}' cannot compute this product: {reason}.*Use backend=None"
+    with refuses(message):
+        quantized_matmul(lhs, rhs, backend=backend)
+    reasons = jaxlowbit.supported_backends(jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), rhs)
+    assert reasons["xla"] is None
+    assert re.match(reason, reasons[backend] or "")
+
+
+def test_build_without_cuda(monkeypatch, matrix):
+    monkeypatch.setattr(native, "build_info", lambda: {"ffi_api": (0, 3), "cuda": False})
+    monkeypatch.setattr(native, "unavailable", native.unavailable.__wrapped__)
+    with refuses("this build has no CUDA kernels; reinstall where nvcc is found"):
+        quantized_matmul(LHS.astype(jnp.bfloat16), matrix, backend="cuda")
+
+
+def test_backend_of_another_platform(available, matrix):
+    other = "cuda" if PLATFORM == "cpu" else "cpu"
+    lhs = jnp.asarray(LHS.astype(jnp.bfloat16))
+    with refuses(f"backend='{other}', but this program is compiled for {PLATFORM}; use backend="):
+        quantized_matmul(lhs, matrix, backend=other)
+    program = jax.jit(lambda x: quantized_matmul(x, matrix, backend="cpu")).trace(lhs)
+    with refuses("backend='cpu', but this program is compiled for another platform"):
+        program.lower(lowering_platforms=("tpu",))
+
+
+# --- scan -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "length"), [(jnp.ones(4), None), (jnp.ones(3), 2), (jnp.ones(()), None)]
+)
+def test_scan_lengths(stack, extra, length):
+    with refuses("do not name one number of steps; give every array the same leading axis"):
+        jaxlowbit.scan(lambda c, x: (c, None), 0.0, (stack, extra), length=length)
+
+
+def test_scan_over_nothing():
+    with refuses(r"xs of shapes \[\] and length=None do not name one number of steps"):
+        jaxlowbit.scan(lambda c, x: (c, None), 0.0, None)
+
+
+def test_scan_needs_stacks_of_one_axis(weight):
+    array = quantize(weight[:, None], FOUR)
+    with refuses(r"shape \(3, 1, 32, 16\) is not a stack \(L, k, n\)"):
+        jaxlowbit.scan(lambda c, x: (c, None), 0.0, array)

@@ -1,0 +1,153 @@
+"""The installed package: what importing it costs and does, and when it refuses."""
+
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import textwrap
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import jaxlowbit
+from jaxlowbit._backends import native
+
+PACKAGE = Path(jaxlowbit.__file__).parent
+
+
+def run(code: str, *options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a new interpreter that sees the installed package."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, [path or PACKAGE.parent]))
+    command = [sys.executable, *options, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def output(code: str, *options: str) -> str:
+    result = run(code, *options)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_is_quick():
+    """It adds less than 0.3 s to `import jax`."""
+    code = """
+        import time, jax, jax.numpy
+        start = time.perf_counter()
+        import jaxlowbit
+        print(time.perf_counter() - start)
+    """
+    seconds = [float(output(code)) for _ in range(5)]
+    assert statistics.median(seconds) < 0.3, seconds
+
+
+def test_import_initialises_no_backend_and_imports_no_flax():
+    code = """
+        import sys
+        import jaxlowbit
+        from jax._src import xla_bridge
+        print(xla_bridge.backends_are_initialized(), "flax" in sys.modules)
+    """
+    assert output(code, "-W", "error").split() == ["False", "False"]
+
+
+def test_public_names():
+    code = """
+        import jaxlowbit
+        print(*sorted(name for name in vars(jaxlowbit) if not name.startswith("_")))
+    """
+    names = (
+        "Format INT4 INT8 QuantizedArray UINT4 UINT8 dequantize quantize quantized_matmul scan "
+        "supported_backends"
+    )
+    assert output(code).split() == names.split()
+
+
+def test_version_is_that_of_the_distribution():
+    assert jaxlowbit.__version__ == metadata.version("jaxlowbit")
+
+
+def test_package_is_typed():
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_info_reports_the_build_and_the_devices():
+    report = subprocess.run(
+        [sys.executable, "-m", "jaxlowbit.info"], capture_output=True, text=True, timeout=300
+    )
+    assert report.returncode == 0, report.stderr
+    assert re.search(r"jaxlowbit +\d+\.\d+\.\d+, Python 3", report.stdout)
+    assert re.search(r"jax +\d+\.\d+\.\d+.*, jaxlib \d+", report.stdout)
+    assert re.search(r"custom-call API +built for 0\.3, .* speaks 0\.\d+", report.stdout)
+    assert re.search(r"CPU kernels +\w+", report.stdout)
+    assert re.search(r"CUDA kernels +\w+", report.stdout)
+    assert re.search(r"device 0 .*(cpu|sm_\d)", report.stdout)
+
+
+def test_custom_calls_of_the_cpu_are_there():
+    assert native.unavailable("cpu") is None
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+OTHER_RUNTIME = """
+    import pathlib, sys, tempfile, warnings
+    import jax, jax.numpy as jnp
+
+    include = pathlib.Path(tempfile.mkdtemp())
+    header = include / "xla/ffi/api/c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define XLA_FFI_API_MAJOR {major}\\n#define XLA_FFI_API_MINOR {minor}\\n")
+    jax.ffi.include_dir = lambda: str(include)
+    registered = []
+    jax.ffi.register_ffi_target = lambda *args, **kwargs: registered.append(args)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import jaxlowbit
+    print("warnings:", *(f"{{w.category.__name__}}: {{w.message}}" for w in caught))
+    print("registered:", len(registered))
+    rhs = jaxlowbit.quantize(jnp.eye(64), jaxlowbit.INT8)
+    print("product:", float((jnp.ones((3, 64)) @ rhs).sum()))
+    try:
+        jaxlowbit.quantized_matmul(jnp.ones((3, 64)), rhs, backend="cpu")
+    except ValueError as error:
+        print("error:", error)
+"""
+
+
+@pytest.mark.parametrize(("major", "minor"), [(0, 2), (1, 0), (1, 3)])
+def test_another_runtime_is_left_alone(major, minor):
+    """Registering would break all of XLA there, so it is not tried: products still work."""
+    found = output(OTHER_RUNTIME.format(major=major, minor=minor))
+    assert re.search(
+        rf"warnings: RuntimeWarning: jaxlowbit: the installed jaxlib speaks custom-call API "
+        rf"{major}\.{minor} and this build needs 0\.3; install jax .*\. Until then products run "
+        r"through the slower definition\.\n",
+        found,
+    )
+    assert "registered: 0\n" in found
+    assert "product: 192.0\n" in found
+    assert re.search(r"error: .*backend 'cpu' cannot compute .* custom-call API", found)
+
+
+@pytest.mark.parametrize("minor", [3, 9])
+def test_newer_runtimes_are_served(minor):
+    found = output(OTHER_RUNTIME.format(major=0, minor=minor).split("rhs =")[0])
+    assert "warnings:\n" in found
+    assert re.search(r"registered: [12]\n", found)
+
+
+def test_a_source_tree_says_that_it_is_one(tmp_path):
+    skip = shutil.ignore_patterns("_ffi*", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "jaxlowbit", ignore=skip)
+    result = run("import jaxlowbit", path=tmp_path)
+    assert result.returncode != 0
+    assert re.search(
+        r"ImportError: jaxlowbit: the compiled module jaxlowbit\._ffi is missing, so this is a "
+        r"source tree\. Install the package \(pip install \.\) and import it from another folder\.",
+        result.stderr,
+    )

@@ -1,0 +1,252 @@
+"""What programs become. Needs no GPU: programs for one are lowered here and not run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import TARGET
+from jax import export
+
+import jaxlowbit
+from jaxlowbit import Format, quantized_matmul
+from jaxlowbit._backends import native
+
+K, N, LAYERS = 128, 192, 4
+FOUR = Format(4, 32)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Programs can be lowered for CUDA, also by a build without its kernels."""
+    monkeypatch.setattr(native, "unavailable", lambda platform: None)
+
+
+def stack(format=FOUR, *lead):
+    weight = np.random.default_rng(0).normal(size=(*lead, K, N)).astype(np.float32)
+    return jax.jit(jaxlowbit.quantize, static_argnums=1)(weight, format)
+
+
+def like(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def lowered(f, *args, platform: str) -> str:
+    # A new function each time: JAX would remember the program of one it has seen.
+    program = jax.jit(lambda *args: f(*args)).trace(*args)
+    return program.lower(lowering_platforms=(platform,)).as_text()
+
+
+def compiled(f, *args) -> str:
+    with jax.default_device(jax.devices("cpu")[0]):
+        text = jax.jit(lambda *args: f(*args)).lower(*args).compile().as_text()
+    assert text is not None
+    return text
+
+
+def calls(text: str) -> int:
+    """Custom calls of ours, in StableHLO or in compiled HLO."""
+    return len(re.findall(rf'custom_call @{TARGET}|custom_call_target="{TARGET}"', text))
+
+
+def operations_on_words(text: str) -> set[str]:
+    """The HLO operations whose result holds packed words, save those that move no bytes."""
+    found = re.findall(r"= u32\[[\d,]+\]\S* ([\w-]+)\(", text)
+    return set(found) - {"parameter", "get-tuple-element", "bitcast", "constant", "iota"}
+
+
+def product(lhs, rhs):
+    return lhs @ rhs
+
+
+# --- which backend --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("format", [FOUR, Format(8, zero="integer")], ids=["4 bits", "8 bits"])
+def test_one_custom_call_for_cuda(cuda, dtype, format):
+    text = lowered(product, like(5, K, dtype=dtype), stack(format), platform="cuda")
+    assert calls(text) == 1
+    assert "dot_general" not in text
+    assert f"bits = {format.bits} : i64" in text
+    assert f"group_size = {format.group_size} : i64" in text
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+def test_one_custom_call_for_the_cpu(dtype, zero):
+    format = FOUR.replace(zero=zero)
+    text = lowered(product, like(5, K, dtype=dtype), stack(format), platform="cpu")
+    assert calls(text) == 1
+    assert "dot_general" not in text
+
+
+def test_workspace_of_cuda_only(cuda):
+    assert re.search(r"tensor<\d{4,}xui8>", lowered(product, like(1, K), stack(), platform="cuda"))
+    assert not re.search(
+        r"-> .*tensor<\d{4,}xui8>", lowered(product, like(1, K), stack(), platform="cpu")
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "format"),
+    [
+        ("cuda", "float32", FOUR),
+        ("cuda", "bfloat16", FOUR.replace(zero="float")),
+        ("cuda", "bfloat16", Format(3, 32)),
+        ("cpu", "bfloat16", Format(5)),
+        ("tpu", "bfloat16", FOUR),
+        ("rocm", "bfloat16", FOUR),
+    ],
+)
+def test_unsupported_problems_are_the_definition(cuda, platform, dtype, format):
+    text = lowered(product, like(5, K, dtype=dtype), stack(format), platform=platform)
+    assert calls(text) == 0
+    assert "dot_general" in text
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_backend_xla_is_the_definition(cuda, platform):
+    text = lowered(
+        lambda x, q: quantized_matmul(x, q, backend="xla"), like(5, K), stack(), platform=platform
+    )
+    assert calls(text) == 0
+    assert "dot_general" in text
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_forced_backend_is_its_custom_call(cuda, backend):
+    text = lowered(
+        lambda x, q: quantized_matmul(x, q, backend=backend), like(5, K), stack(), platform=backend
+    )
+    assert calls(text) == 1
+
+
+def test_unavailable_custom_calls_are_the_definition(monkeypatch):
+    monkeypatch.setattr(native, "unavailable", lambda platform: "it is too old")
+    for platform in ("cpu", "cuda"):
+        assert calls(lowered(product, like(5, K), stack(), platform=platform)) == 0
+    reasons = jaxlowbit.supported_backends(like(5, K), stack())
+    assert reasons == {"cuda": "it is too old", "cpu": "it is too old", "xla": None}
+
+
+def test_no_rows_need_no_custom_call():
+    assert calls(lowered(product, like(0, K), stack(), platform="cpu")) == 0
+
+
+def test_gradient_runs_the_definition_backwards():
+    def loss(x, q):
+        return jnp.sum((x @ q).astype(jnp.float32) ** 2)
+
+    text = lowered(jax.grad(loss), like(5, K), stack(), platform="cpu")
+    assert calls(text) == 1
+    assert "dot_general" in text
+
+
+# --- a batch of rows is more rows -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_vmap_of_a_shared_weight_is_one_call(cuda, platform):
+    mapped = jax.vmap(jax.vmap(product, (0, None)), (1, None))
+    text = lowered(mapped, like(6, 7, 5, K), stack(), platform=platform)
+    assert calls(text) == 1
+    assert "stablehlo.while" not in text
+    assert not re.search(r"broadcast_in_dim.*ui32", text)
+    assert f"tensor<1x{6 * 7 * 5}x{K}xbf16>" in text
+
+
+def test_vmap_of_a_shared_weight_compiles_to_one_call():
+    text = compiled(jax.vmap(product, (0, None)), like(7, 5, K), stack())
+    assert calls(text) == 1
+    assert " while(" not in text
+    assert operations_on_words(text) == set()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_stack_is_one_call(cuda, platform):
+    text = lowered(jax.vmap(product), like(LAYERS, 5, K), stack(FOUR, LAYERS), platform=platform)
+    assert calls(text) == 1
+    assert "stablehlo.while" not in text
+
+
+def test_selecting_copies_no_words():
+    def select(x, q, i):
+        return jax.vmap(lambda i: x @ q.select(i))(i)
+
+    text = compiled(select, like(5, K), stack(FOUR, LAYERS), like(9, dtype="int32"))
+    assert calls(text) == 1
+    assert operations_on_words(text) == set()
+    sliced = compiled(
+        lambda x, q, i: x @ q[i], like(5, K), stack(FOUR, LAYERS), like(dtype="int32")
+    )
+    assert operations_on_words(sliced)  # what the assertion above would see
+
+
+# --- stacked layers -------------------------------------------------------------------------------
+
+
+def layers(scan):
+    def run(x, q):
+        return scan(lambda x, layer: (jnp.tanh(x @ layer), None), x, q)[0]
+
+    return run
+
+
+@pytest.fixture
+def square():
+    weight = np.random.default_rng(0).normal(size=(LAYERS, K, K)).astype(np.float32)
+    return jax.jit(jaxlowbit.quantize, static_argnums=1)(weight, FOUR)
+
+
+def test_scan_copies_no_words(square):
+    text = compiled(layers(jaxlowbit.scan), like(5, K), square)
+    assert calls(text) == 1 and text.count(" while(") == 1
+    assert operations_on_words(text) == set()
+    # What jax.lax.scan does, and the assertion above would see.
+    assert operations_on_words(compiled(layers(jax.lax.scan), like(5, K), square))
+
+
+def test_scan_slices_no_words_for_cuda(cuda, square):
+    def slices(scan):
+        text = lowered(layers(scan), like(5, K), square, platform="cuda")
+        assert calls(text) == 1
+        return re.findall(r"dynamic_slice.*ui32>", text)
+
+    assert slices(jaxlowbit.scan) == []
+    assert slices(jax.lax.scan)
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["b, 128", "b, s, 128"])
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_export_with_symbolic_rows(cuda, platform, shape):
+    rhs = stack()
+    exported = export.export(
+        jax.jit(lambda x: x @ rhs),
+        platforms=[platform],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call(TARGET)],
+    )(jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.bfloat16))
+    assert exported.platforms == (platform,)
+    assert calls(exported.mlir_module()) == 1
+    assert calls(export.deserialize(exported.serialize()).mlir_module()) == 1
+
+
+def test_export_for_several_platforms(cuda):
+    """Each platform of one program gets the backend it would have alone."""
+    exported = export.export(
+        jax.jit(lambda x, q: x @ q),
+        platforms=["cpu", "cuda", "tpu"],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call(TARGET)],
+    )(like(5, K), stack())
+    assert calls(exported.mlir_module()) == 2
+    assert "dot_general" in exported.mlir_module()
+
+
+def test_custom_calls_of_export_must_be_allowed(cuda):
+    rhs = stack()
+    with pytest.raises(ValueError, match=TARGET):
+        export.export(jax.jit(lambda x: x @ rhs), platforms=["cuda"])(like(5, K))

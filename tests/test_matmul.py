@@ -1,0 +1,141 @@
+"""The product itself: every problem on every backend, against float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import Oracle, assert_within, backends, dequantize, matmul
+from problems import PROBLEMS, Problem, operands
+
+from jaxlowbit import quantized_matmul
+
+CASES = [(p, backend) for p in PROBLEMS for backend in backends(p.dtype, p.format)]
+every_case = pytest.mark.parametrize(
+    ("problem", "backend"), CASES, ids=[f"{p.name}-{backend}" for p, backend in CASES]
+)
+
+
+def run(problem: Problem, backend: str) -> np.ndarray:
+    lhs, rhs, _ = operands(problem)
+    return compute(lhs, rhs, backend, problem.out_dtype)
+
+
+def compute(lhs, rhs, backend, out_dtype=None) -> np.ndarray:
+    dtype = None if out_dtype is None else jnp.dtype(out_dtype)
+    out = matmul(jnp.asarray(lhs), rhs, backend=backend, preferred_element_type=dtype)
+    assert out.dtype == (dtype or lhs.dtype)
+    return np.asarray(out)
+
+
+def cases_of(*names: str) -> pytest.MarkDecorator:
+    """The problems of these names on every backend that supports them."""
+    cases = [case for name in names for case in CASES if case[0].name == name]
+    assert {p.name for p, _ in cases} == set(names)
+    ids = [f"{p.name}-{backend}" for p, backend in cases]
+    return pytest.mark.parametrize(("problem", "backend"), cases, ids=ids)
+
+
+def test_problems_are_named_by_their_reason():
+    assert len({p.name for p in PROBLEMS}) == len(PROBLEMS) >= 60
+
+
+@every_case
+def test_result_is_within_its_error_bound(problem, backend):
+    oracle = operands(problem).oracle
+    assert_within(run(problem, backend), oracle.exact, oracle.bound(problem.result_dtype))
+
+
+@every_case
+def test_two_runs_are_bitwise_equal(problem, backend):
+    first, second = run(problem, backend), run(problem, backend)
+    assert first.tobytes() == second.tobytes()
+
+
+SHARED = [p for p in PROBLEMS if len(backends(p.dtype, p.format)) > 1]
+
+
+@pytest.mark.parametrize("problem", SHARED, ids=[p.name for p in SHARED])
+def test_backends_agree(problem):
+    oracle = operands(problem).oracle
+    one, other = (run(problem, backend) for backend in backends(problem.dtype, problem.format))
+    bound = oracle.bound(problem.result_dtype, results=2)
+    assert_within(one, other.astype(np.float64), bound)
+
+
+@cases_of(
+    "k = 7: below a step, unaligned rows",
+    "k = 201: odd rows, one row",
+    "group 48: straddles atoms",
+    "integer zero, group -1",
+    "8 bits, integer zero, group 48",
+    "8 bits, group -1",
+    "float16, integer zero",
+    "float16, subnormal scales",
+    "float32, 8 bits, many rows",
+    "float32 scales of float16",
+    "3 bits, integer zero",
+    "everything odd at once",
+)
+def test_identity_gives_the_dequantized_weight(problem, backend):
+    rhs = operands(problem).rhs
+    dtype = jnp.dtype(problem.dtype)
+    got = compute(np.eye(problem.k, dtype=dtype), rhs, backend)
+    # Without a float zero the weight is one float32 product, then rounded once.
+    weight = dequantize(rhs).value.astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(got, weight)
+    np.testing.assert_array_equal(rhs.dequantize(dtype), weight)
+
+
+@cases_of(
+    "9 rows: one past an mma tile",
+    "33 rows: one past 32",
+    "k = 33: odd rows are unaligned",
+    "8 bits, group 48",
+    "8 bits, integer zero, group -1",
+    "float zero, group 48, many rows",
+    "float32",
+    "float16, integer zero",
+    "all weights zero",
+    "3 bits",
+)
+def test_nan_and_infinity_stay_in_their_rows(problem, backend):
+    clean, rhs, _ = operands(problem)
+    lhs = clean.copy()
+    rows = {0: np.nan, problem.m // 2: np.inf, problem.m - 1: -np.inf}
+    for row, value in rows.items():
+        lhs[row, (7 * row + 3) % problem.k] = value
+    got, before = (compute(x, rhs, backend) for x in (lhs, clean))
+    others = [row for row in range(problem.m) if row not in rows]
+    assert got[others].tobytes() == before[others].tobytes()
+    with np.errstate(invalid="ignore"):
+        want = lhs.astype(np.float64) @ dequantize(rhs).value
+    for row in rows:
+        np.testing.assert_array_equal(got[row].astype(np.float64), want[row])
+
+
+@pytest.mark.parametrize("backend", backends("float16", PROBLEMS[0].format))
+def test_float16_results_overflow_to_infinity(backend):
+    problem = next(p for p in PROBLEMS if p.name == "float16, large scales")
+    lhs, rhs, _ = operands(problem)
+    lhs = (np.sign(lhs) * 2).astype(np.float16)
+    exact = Oracle.of(lhs, dequantize(rhs)).exact
+    got = compute(lhs, rhs, backend)
+    certain = np.abs(np.abs(exact) - 65520) > 1000
+    beyond = np.abs(exact) > 65520
+    assert beyond.any() and not beyond.all()
+    np.testing.assert_array_equal(np.isinf(got[certain]), beyond[certain])
+    wide = compute(lhs, rhs, backend, "float32")
+    assert np.isfinite(wide).all()
+
+
+def test_vector_lhs_gives_a_vector():
+    lhs, rhs, oracle = operands(next(p for p in PROBLEMS if p.name == "one row: decoding"))
+    got = quantized_matmul(jnp.asarray(lhs[0]), rhs)
+    assert got.shape == (rhs.n,)
+    assert_within(got, oracle.exact[0], oracle.bound(lhs.dtype)[0])
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_matmul_operator(array):
+    problem = next(p for p in PROBLEMS if p.name == "float32")
+    lhs, rhs, oracle = operands(problem)
+    assert_within(array(lhs) @ rhs, oracle.exact, oracle.bound(lhs.dtype))

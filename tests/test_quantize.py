@@ -1,0 +1,329 @@
+"""Rounding to a format, and `QuantizedArray` as an array and as a pytree."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import dequantize, unpack, unpack_groups
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxlowbit
+from jaxlowbit import INT4, INT8, UINT4, Format, QuantizedArray
+
+quantize = jax.jit(jaxlowbit.quantize, static_argnames=("format", "method", "scale_dtype"))
+FORMATS = [
+    Format(bits, zero=zero)
+    for bits in range(1, 9)
+    for zero in ("none", "integer", "float")
+    if (bits, zero) != (1, "none")
+]
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def normal(shape, dtype="float32", seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype)))
+
+
+def scales(array: QuantizedArray) -> np.ndarray:
+    """The scale of every element, in float64."""
+    values = unpack_groups(np.asarray(array.scale).astype(np.float64))
+    size = array.k if array.format.group_size == -1 else array.format.group_size
+    return np.repeat(values, size, axis=-2)[..., : array.k, : array.n]
+
+
+def codes(array: QuantizedArray) -> np.ndarray:
+    return unpack(np.asarray(array.packed), array.format.bits)[..., : array.k, : array.n]
+
+
+def assert_round_trip(weight, array):
+    """Each element is off by at most half a scale, but for the float32 arithmetic on the way."""
+    weight = np.asarray(weight).astype(np.float64)
+    error = np.abs(weight - dequantize(array).value) / scales(array)
+    worst = np.unravel_index(error.argmax(), error.shape)
+    assert error[worst] <= 0.5 + 1e-4, (
+        f"{error[worst]} scales off at {worst}: {dequantize(array).value[worst]} for "
+        f"{weight[worst]}"
+    )
+
+
+# --- rounding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.bits}-{f.zero}")
+@pytest.mark.parametrize(
+    ("group_size", "dtype"), [(16, "float32"), (48, "bfloat16"), (128, "float16"), (-1, "float32")]
+)
+def test_round_trip_is_within_half_a_scale(format, group_size, dtype):
+    weight = normal((100, 70), dtype)
+    array = quantize(weight, format.replace(group_size=group_size))
+    assert array.shape == weight.shape and array.dtype == weight.dtype
+    assert_round_trip(weight, array)
+
+
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+def test_round_trip_with_other_scales(dtype, scale_dtype, zero):
+    weight = normal((100, 70), dtype)
+    array = quantize(weight, Format(8, 32, zero), scale_dtype=jnp.dtype(scale_dtype))
+    assert array.scale.dtype == scale_dtype
+    assert_round_trip(weight, array)
+
+
+@given(
+    st.sampled_from(FORMATS),
+    st.sampled_from([16, 48, -1]),
+    st.integers(0, 2**32 - 1),
+    st.floats(-30, 30),
+    st.floats(-100, 100),
+)
+@settings(max_examples=60)
+def test_round_trip_of_any_magnitude(format, group_size, seed, exponent, offset):
+    rng = np.random.default_rng(seed)
+    weight = (2.0**exponent * (rng.standard_cauchy((100, 70)) + offset)).astype(np.float32)
+    assert_round_trip(weight, quantize(weight, format.replace(group_size=group_size)))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.bits}-{f.zero}")
+def test_zeros_stay_zero(format):
+    weight = normal((100, 70)).at[::3].set(0.0).at[:, 5].set(0.0)
+    value = quantize(weight, format.replace(group_size=16)).dequantize()
+    if format.zero == "float":  # only where the whole group is zero
+        assert not value[:, 5].any()
+    else:
+        assert not value[::3].any() and not value[:, 5].any()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.bits}-{f.zero}")
+def test_extremes_map_to_the_end_codes(format):
+    symmetric = format.zero == "none"
+    low, high = (-5.0, 5.0) if symmetric else (-4.0, 5.0)
+    weight = normal((100, 70)).at[0].set(low).at[1].set(high)
+    found = codes(quantize(weight, format))
+    assert (found[0] == int(symmetric)).all() and (found[1] == 2**format.bits - 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+def test_scales_are_rounded_up(dtype, zero):
+    """Rounded to nearest, half of the scales would be too small to reach the extremes."""
+    format = Format(4, zero=zero)
+    weight = np.asarray(normal((64, 1000)), np.float64)
+    array = quantize(jnp.asarray(weight, jnp.float32), format, scale_dtype=jnp.dtype(dtype))
+    scale = unpack_groups(np.asarray(array.scale).astype(np.float64))[0, :1000]
+    low, high = weight.min(axis=0), weight.max(axis=0)
+    if zero == "none":
+        reach, extent = 7 * scale, np.maximum(-low, high)
+    elif zero == "integer":
+        reach, extent = 15 * scale, high - low
+    else:
+        least = unpack_groups(np.asarray(array.zero).astype(np.float64))[0, :1000]
+        assert (least <= low).all()
+        reach, extent = 15 * scale, high - least
+    assert (reach >= extent * (1 - 1e-6)).all()
+    assert (reach <= extent * (1 + 2.01 * float(jnp.finfo(dtype).eps))).all()
+
+
+@pytest.mark.parametrize("format", [INT4, UINT4, INT4.replace(zero="float")])
+@pytest.mark.parametrize("value", [1e-45, 1e-38, 1e-30, 1e30, 1e38])
+def test_extreme_magnitudes_stay_finite(format, value):
+    weight = np.full((100, 70), value, np.float32)
+    weight[::2] *= -0.5
+    found = dequantize(quantize(weight, format)).value
+    assert np.isfinite(found).all()
+    assert np.abs(found - np.asarray(weight, np.float64)).max() <= max(value / 10, 2.0**-126)
+
+
+def test_default_scales_have_the_dtype_of_the_weight():
+    assert quantize(normal((16, 4), "bfloat16"), INT4).scale.dtype == jnp.bfloat16
+
+
+def test_groups_are_independent():
+    weight = normal((128, 8)).at[64:].multiply(1000)
+    alone = quantize(weight[:64], Format(4, 64)).dequantize()
+    np.testing.assert_array_equal(quantize(weight, Format(4, 64)).dequantize()[:64], alone)
+
+
+def test_jit_gives_the_same_words():
+    weight = normal((100, 70))
+    eager, jitted = jaxlowbit.quantize(weight, UINT4), quantize(weight, UINT4)
+    jax.tree.map(np.testing.assert_array_equal, eager, jitted)
+
+
+def test_dequantize_function_and_dtypes():
+    array = quantize(normal((64, 70), "bfloat16"), INT4)
+    np.testing.assert_array_equal(jaxlowbit.dequantize(array), array.dequantize())
+    assert array.dequantize().dtype == jnp.bfloat16
+    exact = array.dequantize(jnp.float32)
+    assert exact.dtype == jnp.float32
+    np.testing.assert_array_equal(exact.astype(jnp.bfloat16), array.dequantize())
+    np.testing.assert_array_equal(np.asarray(exact, np.float64), dequantize(array).value)
+
+
+# --- integers that are quantized already ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("int4", 4), ("int8", 8), ("int8", 5), ("int32", 8), ("int2", 2)]
+)
+def test_from_signed_integers(dtype, bits):
+    rng = np.random.default_rng(0)
+    values = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (100, 70))
+    scale = rng.uniform(1, 2, (4, 70)).astype(np.float32)
+    array = QuantizedArray.from_integers(
+        jnp.asarray(values, jnp.dtype(dtype)), scale, format=Format(bits, 32)
+    )
+    want = values * np.repeat(scale, 32, axis=0)[:100].astype(np.float64)
+    np.testing.assert_array_equal(dequantize(array).value, want)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("uint4", 4), ("uint8", 8), ("uint8", 3)])
+@pytest.mark.parametrize("zero", ["integer", "float"])
+def test_from_unsigned_integers(dtype, bits, zero):
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 2**bits, (100, 70))
+    scale = rng.uniform(1, 2, (1, 70)).astype(np.float32)
+    integer = zero == "integer"
+    zeros = rng.integers(0, 2**bits, (1, 70)) if integer else rng.normal(size=(1, 70))
+    array = QuantizedArray.from_integers(
+        jnp.asarray(values, jnp.dtype(dtype)),
+        scale,
+        jnp.asarray(zeros, jnp.dtype(dtype) if integer else jnp.float32),
+        format=Format(bits, zero=zero),
+    )
+    wide = scale.astype(np.float64)
+    want = (values - zeros) * wide if integer else values * wide + np.float32(zeros)
+    np.testing.assert_array_equal(dequantize(array).value, want)
+
+
+def test_from_signed_integers_with_signed_zeros():
+    values, zero = jnp.array([[-8, 7], [0, 3]], jnp.int4), jnp.array([[-8, 2]], jnp.int4)
+    scale = jnp.full((1, 2), 0.5)
+    array = QuantizedArray.from_integers(values, scale, zero, format=Format(4, zero="integer"))
+    assert array.dequantize().tolist() == [[0.0, 2.5], [4.0, 0.5]]
+
+
+def test_from_integers_of_a_stack():
+    values = jnp.asarray(np.random.default_rng(0).integers(-8, 8, (3, 100, 70)), jnp.int4)
+    array = QuantizedArray.from_integers(values, jnp.ones((3, 1, 70)), format=Format(4))
+    assert array.shape == (3, 100, 70)
+    np.testing.assert_array_equal(array.dequantize(jnp.float32), values.astype(jnp.float32))
+
+
+# --- the array ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stack() -> QuantizedArray:
+    return quantize(normal((3, 100, 70)), UINT4)
+
+
+@pytest.mark.parametrize("format", FORMATS[::3], ids=lambda f: f"{f.bits}-{f.zero}")
+def test_nbytes_counts_the_leaves(format):
+    array = quantize(normal((2, 100, 130), "bfloat16"), format.replace(group_size=32))
+    atoms = 2 * 3 * 2
+    words, groups = atoms * 512 * format.bits, atoms * 2 * 64
+    zero_bytes = {"none": 0, "integer": 1, "float": 2}[format.zero]
+    assert array.nbytes == words + groups * (2 + zero_bytes) + 2 * 4
+    assert array.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(array))
+
+
+def test_array_properties(stack):
+    assert (stack.shape, stack.ndim, stack.dtype) == ((3, 100, 70), 3, jnp.float32)
+    assert stack[0].shape == (100, 70)
+
+
+@pytest.mark.parametrize("key", [1, -1, slice(1, 3), np.array([2, 0, 0]), None], ids=repr)
+def test_indexing_leading_axes(stack, key):
+    key = jnp.int32(2) if key is None else key
+    np.testing.assert_array_equal(stack[key].dequantize(), stack.dequantize()[key])
+
+
+def test_indexing_two_leading_axes():
+    array = quantize(normal((2, 3, 20, 70)), INT4)
+    value = array.dequantize()
+    np.testing.assert_array_equal(array[1, 2].dequantize(), value[1, 2])
+    np.testing.assert_array_equal(array[:, 1].dequantize(), value[:, 1])
+    np.testing.assert_array_equal(array[1].dequantize(), value[1])
+
+
+def test_iterating_gives_the_elements(stack):
+    layers = list(stack)
+    assert [layer.shape for layer in layers] == [(100, 70)] * 3
+    np.testing.assert_array_equal(layers[2].dequantize(), stack.dequantize()[2])
+
+
+@pytest.mark.parametrize("index", [1, -1, 7, [2, 0, 0], [[0, 9], [-3, 1]]], ids=str)
+def test_select_is_a_clamped_view(stack, index):
+    view = stack.select(np.asarray(index, np.int16))
+    want = stack.dequantize()[np.clip(index, 0, 2)]
+    assert view.shape == want.shape
+    np.testing.assert_array_equal(view.dequantize(), want)
+    assert view.packed is stack.packed
+    assert view.nbytes == stack.nbytes + 4 * np.size(index)
+
+
+# --- the pytree -----------------------------------------------------------------------------------
+
+
+def test_tree_paths():
+    flat, _ = jax.tree_util.tree_flatten_with_path({"w": quantize(normal((20, 3)), UINT4)})
+    paths = [jax.tree_util.keystr(path) for path, _ in flat]
+    assert paths == ["['w'].packed", "['w'].scale", "['w'].zero", "['w'].version"]
+
+
+def test_flatten_and_unflatten(stack):
+    leaves, treedef = jax.tree.flatten(stack)
+    again = jax.tree.unflatten(treedef, leaves)
+    assert (again.format, again.k, again.n) == (stack.format, stack.k, stack.n)
+    assert jax.tree.structure(stack[0]) == treedef
+    jax.tree.unflatten(treedef, [object()] * len(leaves))  # placeholders are not checked
+
+
+def test_jit_takes_and_returns_arrays(stack):
+    doubled = jax.jit(lambda q: dataclasses.replace(q, scale=q.scale * 2))(stack)
+    np.testing.assert_array_equal(doubled.dequantize(), 2 * stack.dequantize())
+
+
+def test_vmap_maps_over_the_stack(stack):
+    weight = normal((3, 100, 70))
+    mapped = jax.vmap(lambda w: quantize(w, UINT4))(weight)
+    jax.tree.map(np.testing.assert_array_equal, mapped, stack)
+    values = jax.vmap(lambda q: q.dequantize())(stack)
+    np.testing.assert_array_equal(values, stack.dequantize())
+
+
+def test_lax_scan_maps_over_the_stack(stack):
+    total, values = jax.lax.scan(
+        lambda carry, q: (carry + q.dequantize(), q.dequantize()), jnp.zeros((100, 70)), stack
+    )
+    np.testing.assert_array_equal(values, stack.dequantize())
+    np.testing.assert_allclose(total, stack.dequantize().sum(axis=0), atol=1e-6)
+
+
+def test_donated_words_are_reused():
+    array = quantize(normal((64, 64)), INT8)
+    words, want = array.packed, np.asarray(2 * array.dequantize())
+    double = jax.jit(lambda q: dataclasses.replace(q, scale=q.scale * 2), donate_argnums=0)
+    np.testing.assert_array_equal(double(array).dequantize(), want)
+    assert words.is_deleted()
+
+
+def test_eval_shape_gives_an_abstract_array():
+    abstract = jax.eval_shape(
+        lambda w: quantize(w, INT4), jax.ShapeDtypeStruct((100, 70), jnp.bfloat16)
+    )
+    assert abstract.shape == (100, 70) and abstract.dtype == jnp.bfloat16
+    assert abstract.packed.shape == (2, 2, 512) and abstract.packed.dtype == jnp.uint32
+
+
+def test_version_is_checked_where_arrays_come_from_outside(stack):
+    leaves, treedef = jax.tree.flatten(stack)
+    stored = jax.tree.unflatten(treedef, [*leaves[:-1], jnp.full(3, 2, jnp.uint32)])
+    with pytest.raises(ValueError, match=r"layout version \[2\], but this library reads version 1"):
+        stored.check_version()
+    stack.check_version()
+    jax.eval_shape(lambda q: q.check_version(), stored)
