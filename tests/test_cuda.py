@@ -32,14 +32,13 @@ def normal(*shape, seed=0):
 # `_ffi_counting` is `_ffi` with a counter; it takes its place before the package is imported.
 CHAIN = """
     import importlib.util, json, sys
+    import jax, jax.numpy as jnp, numpy as np
 
     path, = sys.argv[1:]
     spec = importlib.util.spec_from_file_location("jaxlowbit._ffi_counting", path)
     counting = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(counting)
     sys.modules["jaxlowbit._ffi"] = counting
-
-    import jax, jax.numpy as jnp, numpy as np
     import jaxlowbit
 
     weight = np.random.default_rng(0).normal(size=(8, 256, 256)).astype(jnp.bfloat16)
@@ -161,6 +160,7 @@ def test_stacks_beyond_2_to_31_elements():
     stack = dataclasses.replace(stack, packed=stack.packed.at[:-1].set(0))
     want = np.asarray(lhs @ last)
     np.testing.assert_array_equal(lhs @ stack.select(32), want)
-    every = np.asarray(lhs @ stack)
-    np.testing.assert_array_equal(every[-1], want)
-    assert (every[:-1] == every[0]).all() and (every[0] != want).any()
+    # A batch splits its sums otherwise than one product, so the last bit may differ.
+    every = np.asarray(lhs @ stack, np.float32)
+    np.testing.assert_allclose(every[-1], want.astype(np.float32), rtol=2**-7, atol=1e-4)
+    assert (every[:-1] == every[0]).all() and (every[0] != every[-1]).any()
