@@ -10,18 +10,18 @@ namespace jaxlowbit {
 namespace {
 
 int64_t WorkspaceBytes(const QuantizedMatmul& problem, int split_k) {
-  return split_k * problem.batch * problem.m * problem.n_blocks() * kAtom *
+  return split_k * problem.batch * problem.m * CeilDiv(problem.out_columns(), kAtom) * kAtom *
          static_cast<int64_t>(sizeof(float));
 }
 
 // CTAs of a tile that one multiprocessor holds at a time.
 int64_t ResidentCtas(const QuantizedMatmul& problem, const Device& device, int block_m) {
   constexpr int kReservedBytes = 1024;  // shared memory the system takes per CTA
-  const int scale_bytes = problem.scale == ElementType::kF32 ? 4 : 2;
-  const int bytes = qmm_sm80::SharedBytes(block_m, problem.bits, problem.group_size, scale_bytes,
-                                          problem.zero != ZeroKind::kNone);
+  const int bytes = qmm_sm80::SharedBytes(
+      block_m, problem.bits, problem.group_size, static_cast<int>(problem.scale_bytes()),
+      static_cast<int>(problem.zero_bytes()), problem.transposed);
   return std::clamp(device.shared_bytes_per_sm / (bytes + kReservedBytes), 1,
-                    qmm_sm80::CtasByRegisters(block_m));
+                    qmm_sm80::CtasByRegisters(block_m, problem.transposed));
 }
 
 // Time of a split of k, in stages of a CTA that has a multiprocessor to itself. The constants are
@@ -30,9 +30,10 @@ double Cost(const QuantizedMatmul& problem, const Device& device, int block_m, i
   constexpr double kStart = 1;      // filling the ring
   constexpr double kShared = 0.54;  // of a stage's time, what CTAs beside each other cannot overlap
   constexpr double kReduce = 4;     // the kernel that adds the parts
-  const int64_t tiles =
-      CeilDiv(problem.m, block_m) * CeilDiv(problem.n, qmm_sm80::kBlockN) * problem.batch;
-  const int64_t stages = CeilDiv(problem.k, qmm_sm80::BlockK(problem.bits));
+  const int64_t tiles = CeilDiv(problem.m, block_m) *
+                        CeilDiv(problem.out_columns(), qmm_sm80::BlockOut(problem.transposed)) *
+                        problem.batch;
+  const int64_t stages = CeilDiv(problem.lhs_columns(), qmm_sm80::BlockK(problem.bits));
   // The multiprocessor with the most CTAs is the last one to end.
   const int64_t ctas = CeilDiv(tiles * split_k, device.num_sms);
   const int64_t beside = std::min(ctas, ResidentCtas(problem, device, block_m));
@@ -59,7 +60,6 @@ std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {
   if (problem.scale != ElementType::kF32 && problem.scale != problem.lhs) {
     return "the kernels take scales of the dtype of lhs or float32";
   }
-  if (problem.zero == ZeroKind::kFloat) return "the kernels take no float zero";
   if (problem.out != ElementType::kF32 && problem.out != problem.lhs) {
     return "the kernels write the dtype of lhs or float32";
   }
@@ -74,7 +74,7 @@ Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t work
   Choice choice;
   choice.block_m = problem.m <= 8 ? 8 : problem.m <= 16 ? 16 : problem.m <= 32 ? 32 : 64;
   const auto cost = [&](int split_k) { return Cost(problem, device, choice.block_m, split_k); };
-  const int64_t stages = CeilDiv(problem.k, qmm_sm80::BlockK(problem.bits));
+  const int64_t stages = CeilDiv(problem.lhs_columns(), qmm_sm80::BlockK(problem.bits));
   const int most = static_cast<int>(std::min<int64_t>(kMaxSplitK, stages));
   for (int split_k = 2; split_k <= most; ++split_k) {
     if (WorkspaceBytes(problem, split_k) > workspace_bytes) break;

@@ -32,7 +32,13 @@ cudaError_t InitializeQmmSm80();
 cudaError_t LaunchQmmSm80(const QuantizedMatmul& problem, const Buffers& buffers,
                           const Choice& choice, cudaStream_t stream);
 
-// reduce_splits.cu. out[batch * m, n] = sum over splits of workspace[splits, batch * m, n padded].
+// qmm_sm80_transposed.cu.
+cudaError_t InitializeQmmSm80Transposed();
+cudaError_t LaunchQmmSm80Transposed(const QuantizedMatmul& problem, const Buffers& buffers,
+                                    const Choice& choice, cudaStream_t stream);
+
+// reduce_splits.cu. out[batch * m, columns] = sum over splits of workspace[splits, batch * m,
+// columns padded to atoms].
 cudaError_t InitializeReduceSplits();
 cudaError_t LaunchReduceSplits(const QuantizedMatmul& problem, const Buffers& buffers, int split_k,
                                const Device& device, cudaStream_t stream);

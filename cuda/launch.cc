@@ -38,6 +38,7 @@ cudaError_t Initialize(int ordinal, Device& device) {
   if (error == cudaSuccess) error = cudaSetDevice(ordinal);
   if (error == cudaSuccess) error = ReadDevice(ordinal, device);
   if (error == cudaSuccess) error = InitializeQmmSm80();
+  if (error == cudaSuccess) error = InitializeQmmSm80Transposed();
   if (error == cudaSuccess) error = InitializeReduceSplits();
   const cudaError_t restored = cudaSetDevice(current);
   return error == cudaSuccess ? restored : error;
@@ -61,7 +62,8 @@ const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
 
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int ordinal, cudaStream_t stream) {
-  const cudaError_t error = LaunchQmmSm80(problem, buffers, choice, stream);
+  const auto launch = problem.transposed ? LaunchQmmSm80Transposed : LaunchQmmSm80;
+  const cudaError_t error = launch(problem, buffers, choice, stream);
   if (error != cudaSuccess || choice.split_k == 1) return error;
   return LaunchReduceSplits(problem, buffers, choice.split_k, DeviceInfo(ordinal), stream);
 }

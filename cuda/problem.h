@@ -16,7 +16,8 @@ enum class ZeroKind { kNone, kInteger, kFloat };
 
 inline constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// out[b] = lhs[b] @ weight[index[b]] for b < batch, with lhs (m, k) and a packed (k, n) weight.
+// out[b] = lhs[b] @ weight[index[b]] for b < batch, with lhs (m, k) and a packed (k, n) weight; or,
+// transposed, out[b] = lhs[b] @ weight[index[b]]^T, with lhs (m, n).
 struct QuantizedMatmul {
   int64_t batch = 1;
   int64_t num_weights = 1;  // weights that `packed` holds
@@ -27,22 +28,30 @@ struct QuantizedMatmul {
   ElementType scale = ElementType::kBf16;
   ElementType out = ElementType::kBf16;
   ZeroKind zero = ZeroKind::kNone;
+  bool transposed = false;
 
+  int64_t lhs_columns() const { return transposed ? n : k; }
+  int64_t out_columns() const { return transposed ? k : n; }
   int64_t n_blocks() const { return CeilDiv(n, kAtom); }
   int64_t k_blocks() const { return CeilDiv(k, kAtom); }
   int64_t groups() const { return group_size < 0 ? 1 : CeilDiv(k_blocks() * kAtom, group_size); }
+  // Bytes of one scale and of one zero; 0 without zeros.
+  int64_t scale_bytes() const { return scale == ElementType::kF32 ? 4 : 2; }
+  int64_t zero_bytes() const {
+    return zero == ZeroKind::kNone ? 0 : zero == ZeroKind::kInteger ? 1 : scale_bytes();
+  }
   int64_t words_per_atom() const { return kAtom * kAtom * bits / 32; }
 };
 
 // Buffers of one call. `zero` and `index` may be null; `index` then means: weight b for batch b, or
 // weight 0 when there is only one.
 struct Buffers {
-  const void* lhs = nullptr;         // [batch, m, k]
+  const void* lhs = nullptr;         // [batch, m, lhs_columns]
   const uint32_t* packed = nullptr;  // [num_weights, n_blocks, k_blocks, words_per_atom]
   const void* scale = nullptr;       // [num_weights, n_blocks, groups, 64]
   const void* zero = nullptr;        // [num_weights, n_blocks, groups, 64]
   const int32_t* index = nullptr;    // [batch], clamped to [0, num_weights)
-  void* out = nullptr;               // [batch, m, n]
+  void* out = nullptr;               // [batch, m, out_columns]
   void* workspace = nullptr;         // CUDA only; uninitialised
 };
 

@@ -41,7 +41,7 @@ template <typename T>
 cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, int split_k,
                    const Device& device, cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.m;
-  const int64_t n_padded = problem.n_blocks() * kAtom;
+  const int64_t n_padded = CeilDiv(problem.out_columns(), kAtom) * kAtom;
   cudaLaunchAttribute early_start;
   early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early_start.val.programmaticStreamSerializationAllowed = 1;
@@ -51,9 +51,9 @@ cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, int s
   config.stream = stream;
   config.attrs = &early_start;
   config.numAttrs = device.compute_capability >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, ReduceSplitsKernel<T>,
-                            static_cast<const float*>(buffers.workspace),
-                            static_cast<T*>(buffers.out), rows, problem.n, n_padded, split_k);
+  return cudaLaunchKernelEx(
+      &config, ReduceSplitsKernel<T>, static_cast<const float*>(buffers.workspace),
+      static_cast<T*>(buffers.out), rows, problem.out_columns(), n_padded, split_k);
 }
 
 }  // namespace

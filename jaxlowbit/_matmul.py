@@ -36,7 +36,8 @@ def quantized_matmul(
 
     Weights are rounded once to the dtype of `lhs`, products accumulate in float32, the result is
     rounded once. Linear in `lhs` and in the scales (and float zeros) of `rhs`, and differentiable
-    in both; derivatives with respect to `lhs` dequantize.
+    in both; the cotangent of `lhs` comes from the same packed weights, where the kernels have the
+    transposed product (CUDA), and those of the scales dequantize.
 
     **Arguments:**
 
@@ -79,7 +80,8 @@ def quantized_matmul(
     operands = _Operands(*_equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index))
     out = operands.bind(
         format=rhs.format,
-        n=rhs.n,
+        columns=rhs.n,
+        transposed=False,
         indexed=rhs.index is not None,
         out_dtype=out_dtype,
         backend=backend,
@@ -205,7 +207,7 @@ class _Operands:
 
 
 @quantized_matmul_p.def_abstract_eval
-def _abstract_eval(lhs: Any, *operands: Any, n: int, out_dtype: Any, **params: Any) -> Any:
+def _abstract_eval(lhs: Any, *operands: Any, columns: int, out_dtype: Any, **params: Any) -> Any:
     del operands, params
     *rows, k = (*lhs.sharding.spec, *[None] * (lhs.ndim - len(lhs.sharding.spec)))
     if k is not None:
@@ -214,7 +216,7 @@ def _abstract_eval(lhs: Any, *operands: Any, n: int, out_dtype: Any, **params: A
             "or multiply inside jax.shard_map and sum with jax.lax.psum."
         )
     sharding = lhs.sharding.update(spec=jax.P(*rows, None))
-    shape = (*lhs.shape[:-1], n)
+    shape = (*lhs.shape[:-1], columns)
     return lhs.update(shape=shape, dtype=out_dtype, weak_type=False, sharding=sharding)
 
 
@@ -252,20 +254,35 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     avals = [operands[i].aval for i in linear]
     if type(cotangent) is ad.Zero:
         cotangents = [ad.Zero(aval) for aval in avals]
+    elif linear == [0]:
+        # The same words through the transposed product, whose transpose is this one.
+        turned = {
+            "columns": avals[0].shape[-1],
+            "transposed": not params["transposed"],
+            "out_dtype": avals[0].dtype,
+        }
+        cotangents = [quantized_matmul_p.bind(cotangent, *operands[1:], **params | turned)]
     else:
-
-        def product(*values: Array) -> Array:
-            filled = dict(zip(linear, values, strict=True))
-            return _definition(*(filled.get(i, x) for i, x in enumerate(operands)), **params)
-
-        # At zero, since scale without its float zero is affine: its linear part is transposed.
-        at = [
-            lax.pcast(jnp.zeros(aval.shape, aval.dtype), tuple(aval.mat.varying), to="varying")
-            for aval in avals
-        ]
-        cotangents = jax.vjp(product, *at)[1](cotangent)
+        cotangents = _definition_transpose(cotangent, operands, linear, avals, **params)
     found = dict(zip(linear, cotangents, strict=True))
     return [found.get(i) for i in range(len(operands))]
+
+
+def _definition_transpose(
+    cotangent: Array, operands: Sequence[Any], linear: list[int], avals: list[Any], **params: Any
+) -> Sequence[Array]:
+    """Cotangents of scale and float zero: those of the definition."""
+
+    def product(*values: Array) -> Array:
+        filled = dict(zip(linear, values, strict=True))
+        return _definition(*(filled.get(i, x) for i, x in enumerate(operands)), **params)
+
+    # At zero, since scale without its float zero is affine: its linear part is transposed.
+    at = [
+        lax.pcast(jnp.zeros(aval.shape, aval.dtype), tuple(aval.mat.varying), to="varying")
+        for aval in avals
+    ]
+    return jax.vjp(product, *at)[1](cotangent)
 
 
 ad.primitive_transposes[quantized_matmul_p] = _transpose
@@ -310,12 +327,21 @@ def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
             f"{platform or 'another platform'}; use backend=None or 'xla'."
         )
     if math.prod(lhs.shape[:-1]) == 0:
-        return jnp.zeros((*lhs.shape[:-1], params["n"]), params["out_dtype"])
-    if platform is None or backend == "xla" or native.unsupported(platform, lhs.dtype, format):
+        return jnp.zeros((*lhs.shape[:-1], params["columns"]), params["out_dtype"])
+    transposed = params["transposed"]
+    reason = platform is None or native.unsupported(
+        platform, lhs.dtype, format, transposed=transposed
+    )
+    if backend == "xla" or reason:
         return _definition(*operands, **params)
     named = _Operands.of(operands, format, params["indexed"]).named()
     return native.matmul(
-        **named, format=format, n=params["n"], out_dtype=params["out_dtype"], platform=platform
+        **named,
+        format=format,
+        columns=params["columns"],
+        transposed=transposed,
+        out_dtype=params["out_dtype"],
+        platform=platform,
     )
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Oracle, assert_within, dequantize
+from helpers import Oracle, Weight, assert_within, dequantize
 
 import jaxlowbit
 from jaxlowbit import INT4, UINT4, Format, quantized_matmul
@@ -113,6 +113,27 @@ def test_split_sums_are_bitwise_equal_from_run_to_run(m, n, k):
         assert np.asarray(program(lhs, rhs)).tobytes() == first.tobytes()
     oracle = Oracle.of(lhs, dequantize(rhs))
     assert_within(first, oracle.exact, oracle.bound(jnp.float32))
+
+
+@pytest.mark.parametrize("format", [INT4, UINT4, Format(4, 48, "float"), Format(8, 16, "integer")])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 333, 200), (9, 128, 72), (33, 640, 64), (200, 72, 1000)]
+)
+def test_the_cotangent_of_lhs(m, n, k, format):
+    rhs, cotangent = quantize(normal(k, n, seed=1), format), normal(m, n, seed=2)
+    weight = dequantize(rhs)
+    oracle = Oracle.of(cotangent, Weight(weight.value.T, weight.terms.T))
+    got = jax.jit(lambda ct, rhs: jax.linear_transpose(lambda x: x @ rhs, normal(m, k))(ct)[0])
+    first = got(cotangent, rhs)
+    assert_within(first, oracle.exact, oracle.bound(cotangent.dtype))
+    assert np.asarray(got(cotangent, rhs)).tobytes() == np.asarray(first).tobytes()
+
+
+def test_a_gradient_holds_no_dequantized_weight():
+    rhs = quantize(normal(4096, 4096), INT4)
+    step = jax.jit(jax.grad(lambda x, rhs: jnp.sum(jnp.square((x @ rhs).astype(jnp.float32)))))
+    memory = step.lower(normal(16, 4096), rhs).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4096 * 4096  # half a bfloat16 weight
 
 
 def test_programs_running_at_once_do_not_disturb_each_other():

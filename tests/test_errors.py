@@ -285,12 +285,6 @@ def available(monkeypatch):
     [
         ("cpu", Format(3, 16), "float32", "its kernels read 4 or 8 bits, the format has 3"),
         ("cuda", FOUR, "float32", "its kernels take lhs of bfloat16 or float16, this one is float"),
-        (
-            "cuda",
-            FOUR.replace(zero="float"),
-            "bfloat16",
-            "its kernels take zero none or integer, the format's is float",
-        ),
     ],
 )
 def test_backend_that_cannot(available, weight, backend, format, dtype, reason):

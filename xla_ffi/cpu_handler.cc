@@ -51,14 +51,18 @@ ffi::Future Completed(const ffi::Error& error) {
 
 ffi::Future Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
                     ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
-                    ffi::Result<ffi::AnyBuffer> out, int64_t bits, int64_t group_size) {
+                    ffi::Result<ffi::AnyBuffer> out, int64_t bits, int64_t group_size,
+                    bool transposed) {
   Operands operands;
-  const ffi::Error error =
-      DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size, &operands);
+  const ffi::Error error = DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size,
+                                          transposed, &operands);
   if (error.failure()) return Completed(error);
   if (!CpuSupportsBits(bits)) {
     return Completed(Refuse("bits is " + std::to_string(bits) +
                             " but the CPU kernel has 4 and 8; other widths run as plain XLA."));
+  }
+  if (transposed) {
+    return Completed(Refuse("the CPU kernel has no transposed product; it runs as plain XLA."));
   }
   const QuantizedMatmul& p = operands.problem;
   if (p.batch == 0 || p.m == 0) return Completed(ffi::Error::Success());
@@ -88,4 +92,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCpuExecute, jaxlowbit::Execute,
                                   .Arg<xla::ffi::AnyBuffer>()  // index
                                   .Ret<xla::ffi::AnyBuffer>()  // out
                                   .Attr<int64_t>("bits")
-                                  .Attr<int64_t>("group_size"));
+                                  .Attr<int64_t>("group_size")
+                                  .Attr<bool>("transposed"));

@@ -27,8 +27,8 @@ ffi::Error ToError(cudaError_t status, const std::string& what) {
 std::string Describe(const QuantizedMatmul& p, int device) {
   return "launching batch=" + std::to_string(p.batch) + " m=" + std::to_string(p.m) +
          " n=" + std::to_string(p.n) + " k=" + std::to_string(p.k) +
-         " bits=" + std::to_string(p.bits) + " group_size=" + std::to_string(p.group_size) +
-         " on device " + std::to_string(device);
+         (p.transposed ? " transposed" : "") + " bits=" + std::to_string(p.bits) +
+         " group_size=" + std::to_string(p.group_size) + " on device " + std::to_string(device);
 }
 
 ffi::Error Initialize(cudaStream_t, int32_t device) {
@@ -39,13 +39,13 @@ ffi::Error Initialize(cudaStream_t, int32_t device) {
 ffi::Error Execute(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
                    ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
-                   int64_t bits, int64_t group_size) {
+                   int64_t bits, int64_t group_size, bool transposed) {
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
   execute_count.fetch_add(1, std::memory_order_relaxed);
 #endif
   Operands operands;
-  const ffi::Error error =
-      DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size, &operands);
+  const ffi::Error error = DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size,
+                                          transposed, &operands);
   if (error.failure()) return error;
   const QuantizedMatmul& p = operands.problem;
   const std::string reason = Unsupported(p, DeviceInfo(device));
@@ -83,5 +83,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaExecute, jaxlowbit::Execute,
                                   .Ret<xla::ffi::AnyBuffer>()             // out
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
                                   .Attr<int64_t>("bits")
-                                  .Attr<int64_t>("group_size"),
+                                  .Attr<int64_t>("group_size")
+                                  .Attr<bool>("transposed"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

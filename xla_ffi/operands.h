@@ -2,12 +2,12 @@
 //
 // The operands of the target jaxlowbit_quantized_matmul, the same on every platform:
 //
-//   0 lhs     T[b, m, k]                        T: f32, bf16 or f16
+//   0 lhs     T[b, m, k], transposed [b, m, n]  T: f32, bf16 or f16
 //   1 packed  u32[L, n_blocks, k_blocks, words]
 //   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16 or f16
 //   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none
 //   4 index   s32[b]: batch element i multiplies weight index[i]; s32[0]: weight i, or the only one
-//   result 0  out O[b, m, n], O: T or f32
+//   result 0  out O[b, m, n], transposed [b, m, k]  O: T or f32
 #pragma once
 
 #include <algorithm>
@@ -107,7 +107,8 @@ inline ffi::Error CheckAttributes(int64_t bits, int64_t group_size) {
 // Fills `operands`, or says which operand breaks which rule.
 inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi::AnyBuffer scale,
                                  ffi::AnyBuffer zero, ffi::AnyBuffer index, ffi::AnyBuffer out,
-                                 int64_t bits, int64_t group_size, Operands* operands) {
+                                 int64_t bits, int64_t group_size, bool transposed,
+                                 Operands* operands) {
   using Type = ffi::DataType;
   const auto lhs_type = FloatType(lhs.element_type());
   const auto scale_type = FloatType(scale.element_type());
@@ -130,8 +131,9 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi:
   QuantizedMatmul& p = operands->problem;
   p.batch = lhs.dimensions()[0];
   p.m = lhs.dimensions()[1];
-  p.k = lhs.dimensions()[2];
-  p.n = out.dimensions()[2];
+  p.transposed = transposed;
+  (transposed ? p.n : p.k) = lhs.dimensions()[2];
+  (transposed ? p.k : p.n) = out.dimensions()[2];
   p.num_weights = packed.dimensions()[0];
   p.bits = static_cast<int>(bits);
   p.group_size = group_size;
@@ -143,7 +145,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi:
                   " but both must be positive.");
   }
   for (const ffi::Error& error :
-       {CheckShape("out", out, {p.batch, p.m, p.n}, "[batch, m, n]"),
+       {CheckShape("out", out, {p.batch, p.m, p.out_columns()}, "[batch, m, columns]"),
         CheckShape("packed", packed,
                    {p.num_weights, p.n_blocks(), p.k_blocks(), p.words_per_atom()}, weight_rule),
         CheckShape("scale", scale, {p.num_weights, p.n_blocks(), p.groups(), kAtom}, group_rule)}) {

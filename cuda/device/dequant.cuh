@@ -122,32 +122,38 @@ __device__ inline void Unpack(const uint32_t (&words)[kWordsPerStep<kBits>],
   }
 }
 
-// The scale of one row. Of the activation's own type it multiplies in that type; a float32 scale
-// multiplies in float32, and the product is rounded to the activation's type.
+// The scale, or the float zero, of one row. Of the activation's own type they work in that type; in
+// float32 the result is rounded to the activation's type. Either way it is rounded once. Without a
+// float zero, -0 is added, which changes nothing, the sign of a zero included.
 template <typename T, typename S>
 struct RowScale;
 
 template <typename T>
 struct RowScale<T, T> {
   uint32_t value;  // in both halves
+  static __device__ RowScale NegativeZero() { return {kNegativeZeros}; }
   // Of rows g and g + 8, neighbours in shared memory (layout.cuh).
   static __device__ void LoadPair(uint32_t shared, RowScale (&rows)[2]) {
     const uint32_t both = LoadShared4(shared);
     rows[0].value = __byte_perm(both, both, 0x1010);
     rows[1].value = __byte_perm(both, both, 0x3232);
   }
-  __device__ uint32_t Apply(uint32_t integers) const { return Multiply<T>(integers, value); }
+  __device__ uint32_t MultiplyAdd(uint32_t integers, RowScale offset) const {
+    return Pair<T>::Fma(integers, value, offset.value);
+  }
 };
 
 template <typename T>
 struct RowScale<T, float> {
   float value;
+  static __device__ RowScale NegativeZero() { return {-0.0f}; }
   static __device__ void LoadPair(uint32_t shared, RowScale (&rows)[2]) {
     rows[0].value = __uint_as_float(LoadShared4(shared));
     rows[1].value = __uint_as_float(LoadShared4(shared + 4));
   }
-  __device__ uint32_t Apply(uint32_t integers) const {
-    return Pair<T>::Round(Pair<T>::Low(integers) * value, Pair<T>::High(integers) * value);
+  __device__ uint32_t MultiplyAdd(uint32_t integers, RowScale offset) const {
+    return Pair<T>::Round(fmaf(Pair<T>::Low(integers), value, offset.value),
+                          fmaf(Pair<T>::High(integers), value, offset.value));
   }
 };
 

@@ -35,4 +35,12 @@ __device__ inline void Mma<__half>(float (&d)[4], const uint32_t (&a)[4], uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The transpose of an 8 x 8 matrix of 16-bit values, two neighbours of a row in each lane.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-movmatrix
+__device__ inline uint32_t Transpose8x8(uint32_t matrix) {
+  uint32_t d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(d) : "r"(matrix));
+  return d;
+}
+
 }  // namespace jaxlowbit

@@ -104,9 +104,10 @@ __device__ int Code(const QuantizedMatmul& p, const uint32_t* words, int64_t k, 
 
 // One thread per output: exact sum in double, error over bound, largest in *worst (as bits).
 __global__ void CompareKernel(QuantizedMatmul p, Buffers b, unsigned long long* worst) {
+  const int64_t lhs_columns = p.transposed ? p.n : p.k, out_columns = p.transposed ? p.k : p.n;
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
-  if (i >= p.batch * p.m * p.n) return;
-  const int64_t n = i % p.n, row = i / p.n, batch = row / p.m;
+  if (i >= p.batch * p.m * out_columns) return;
+  const int64_t column = i % out_columns, row = i / out_columns, batch = row / p.m;
   int64_t weight = b.index == nullptr ? batch : b.index[batch];
   weight = min(max(weight, int64_t{0}), p.num_weights - 1);
   const int64_t n_blocks = (p.n + 63) / 64, k_blocks = (p.k + 63) / 64;
@@ -114,13 +115,15 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, unsigned long long* 
   const int64_t groups = (k_blocks * 64 + size - 1) / size;
   const uint32_t* words = b.packed + weight * n_blocks * k_blocks * 128 * p.bits;
   double sum = 0, magnitude = 0, lhs_sum = 0;
-  for (int64_t k = 0; k < p.k; ++k) {
+  for (int64_t j = 0; j < lhs_columns; ++j) {
+    const int64_t k = p.transposed ? column : j, n = p.transposed ? j : column;
     const int64_t group = ((weight * n_blocks + n / 64) * groups + k / size) * 64 +
                           GroupPosition(static_cast<int>(n % 64));
-    const int zero =
-        b.zero == nullptr ? 1 << (p.bits - 1) : static_cast<const uint8_t*>(b.zero)[group];
-    const double w = (Code(p, words, k, n) - zero) * double{Load(b.scale, p.scale, group)};
-    const double x = Load(b.lhs, p.lhs, row * p.k + k);
+    int zero = p.zero == ZeroKind::kNone ? 1 << (p.bits - 1) : 0;
+    if (p.zero == ZeroKind::kInteger) zero = static_cast<const uint8_t*>(b.zero)[group];
+    const double offset = p.zero == ZeroKind::kFloat ? Load(b.zero, p.scale, group) : 0.0f;
+    const double w = (Code(p, words, k, n) - zero) * double{Load(b.scale, p.scale, group)} + offset;
+    const double x = Load(b.lhs, p.lhs, row * lhs_columns + j);
     const double term = w * x;
     lhs_sum += fabs(x);
     sum += term;
@@ -130,7 +133,8 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, unsigned long long* 
   const double u_out = p.out == ElementType::kF32 ? 0x1p-24 : u;
   // Half the spacing of subnormals, for results and weights too small to keep their digits.
   const double tiny = p.lhs == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
-  const double bound = (u + p.k * 0x1p-24) * magnitude + u_out * fabs(sum) + tiny * (1 + lhs_sum);
+  const double bound =
+      (u + lhs_columns * 0x1p-24) * magnitude + u_out * fabs(sum) + tiny * (1 + lhs_sum);
   double ratio = fabs(double{Load(b.out, p.out, i)} - sum) / bound;
   if (!(ratio < 1e300)) ratio = 1e300;
   atomicMax(worst, static_cast<unsigned long long>(__double_as_longlong(ratio)));
@@ -163,23 +167,27 @@ DeviceBuffer::~DeviceBuffer() { cudaFree(data_); }
 DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, bool with_index, int copies,
                              uint64_t seed)
     : problem_(problem),
-      lhs_(problem.batch * problem.m * problem.k * SizeOf(problem.lhs)),
+      lhs_(problem.batch * problem.m * problem.lhs_columns() * SizeOf(problem.lhs)),
       packed_(copies * problem.num_weights * problem.n_blocks() * problem.k_blocks() *
               problem.words_per_atom() * 4),
-      scale_(copies * Groups(problem) * SizeOf(problem.scale)),
-      zero_(problem.zero == ZeroKind::kNone ? 0 : copies * Groups(problem)),
+      scale_(copies * Groups(problem) * problem.scale_bytes()),
+      zero_(copies * Groups(problem) * problem.zero_bytes()),
       index_(with_index ? problem.batch * 4 : 0),
-      out_(problem.batch * problem.m * problem.n * SizeOf(problem.out)),
+      out_(problem.batch * problem.m * problem.out_columns() * SizeOf(problem.out)),
       workspace_(kMaxWorkspaceBytes),
       with_index_(with_index),
       packed_stride_(packed_.bytes() / copies),
       scale_stride_(scale_.bytes() / copies),
       zero_stride_(zero_.bytes() / copies) {
   const ElementType none = ElementType::kF32;
-  Random(lhs_, Fill::kNormal, problem.lhs, problem.batch * problem.m * problem.k, seed);
+  Random(lhs_, Fill::kNormal, problem.lhs, problem.batch * problem.m * problem.lhs_columns(), seed);
   Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1);
   Random(scale_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 2);
-  Random(zero_, Fill::kZero, none, zero_.bytes(), seed + 3, 1 << problem.bits);
+  if (problem.zero == ZeroKind::kFloat) {
+    Random(zero_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 3);
+  } else {
+    Random(zero_, Fill::kZero, none, zero_.bytes(), seed + 3, 1 << problem.bits);
+  }
   Random(index_, Fill::kIndex, none, index_.bytes() / 4, seed + 4,
          static_cast<int>(problem.num_weights));
 }
@@ -209,7 +217,7 @@ void DeviceProblem::Poison() const {
 }
 
 double DeviceProblem::ErrorOverBound(int copy) const {
-  const int64_t outputs = problem_.batch * problem_.m * problem_.n;
+  const int64_t outputs = problem_.batch * problem_.m * problem_.out_columns();
   if (outputs == 0) return 0;
   DeviceBuffer worst(8);
   Check(cudaMemset(worst.data(), 0, 8), "cudaMemset");
@@ -235,9 +243,13 @@ std::string Describe(const QuantizedMatmul& p) {
   std::snprintf(text, sizeof(text), "m=%-5lld n=%-6lld k=%-6lld w%d g%-4lld %s scale %s%s out %s",
                 static_cast<long long>(p.m), static_cast<long long>(p.n),
                 static_cast<long long>(p.k), p.bits, static_cast<long long>(p.group_size),
-                name(p.lhs), name(p.scale), p.zero == ZeroKind::kInteger ? " zero" : "",
+                name(p.lhs), name(p.scale),
+                p.zero == ZeroKind::kInteger ? " zero"
+                : p.zero == ZeroKind::kFloat ? " float zero"
+                                             : "",
                 name(p.out));
-  return std::string(text) + (p.batch > 1 ? " batch " + std::to_string(p.batch) : "");
+  return std::string(text) + (p.transposed ? " transposed" : "") +
+         (p.batch > 1 ? " batch " + std::to_string(p.batch) : "");
 }
 
 }  // namespace jaxlowbit::driver

@@ -6,7 +6,8 @@
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph:
 //                           --n N --k K (default: five real shapes) --m M,M,... --bits B --group G
-//                           --zero --f16 --split S,S,... (not the selection's)
+//                           --zero --float-zero --transposed --f16; --tile T and --split S,S,...
+//                           instead of the selection's
 //
 // A wrong result prints the problem and the error over the bound, and the exit status is 1.
 
@@ -33,11 +34,12 @@ const std::vector<std::pair<int64_t, int64_t>> kLayers = {// (n, k) of 8B to 70B
                                                           {8192, 28672}};
 const std::vector<int64_t> kTokens = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
 
-// Enqueues one product; a `split_k` other than 0 takes the place of the selection's.
+// Enqueues one product; numbers in `wanted` other than 0 take the place of the selection's.
 void Run(const QuantizedMatmul& problem, const DeviceProblem& data, int copy, cudaStream_t stream,
-         int split_k = 0) {
+         const Choice& wanted = {0, 0}) {
   Choice choice = Select(problem, DeviceInfo(0), data.workspace_bytes());
-  if (split_k > 0) choice.split_k = split_k;
+  if (wanted.block_m > 0) choice.block_m = wanted.block_m;
+  if (wanted.split_k > 0) choice.split_k = wanted.split_k;
   Check(LaunchChoice(problem, data.buffers(copy), choice, 0, stream), "LaunchChoice");
 }
 
@@ -74,13 +76,16 @@ void ForEachType(F visit) {
   for (ElementType lhs : {ElementType::kBf16, ElementType::kF16}) {
     for (ElementType scale : {lhs, ElementType::kF32}) {
       for (int bits : {4, 8}) {
-        for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger}) {
-          QuantizedMatmul problem;
-          problem.lhs = problem.out = lhs;
-          problem.scale = scale;
-          problem.bits = bits;
-          problem.zero = zero;
-          visit(problem);
+        for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
+          for (bool transposed : {false, true}) {
+            QuantizedMatmul problem;
+            problem.lhs = problem.out = lhs;
+            problem.scale = scale;
+            problem.bits = bits;
+            problem.zero = zero;
+            problem.transposed = transposed;
+            visit(problem);
+          }
         }
       }
     }
@@ -127,7 +132,7 @@ Tally Sweep() {
 }
 
 // Median microseconds per call of a captured chain over weights that L2 cannot hold.
-double Time(const QuantizedMatmul& problem, int split_k) {
+double Time(const QuantizedMatmul& problem, const Choice& choice) {
   const DeviceProblem one(problem, false, 1, 1);
   const int copies = static_cast<int>(CeilDiv(4 * kL2Bytes, one.weight_bytes()));
   const int calls = std::max(16, copies);
@@ -138,7 +143,7 @@ double Time(const QuantizedMatmul& problem, int split_k) {
   cudaEvent_t begin, end;
   Check(cudaStreamCreate(&stream), "cudaStreamCreate");
   Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
-  for (int i = 0; i < calls; ++i) Run(problem, data, i % copies, stream, split_k);
+  for (int i = 0; i < calls; ++i) Run(problem, data, i % copies, stream, choice);
   Check(cudaStreamEndCapture(stream, &graph), "end capture");
   Check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
   Check(cudaEventCreate(&begin), "cudaEventCreate");
@@ -165,7 +170,7 @@ double Time(const QuantizedMatmul& problem, int split_k) {
 [[noreturn]] void Usage(const char* wrong) {
   std::fprintf(stderr,
                "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
-               "[--bits 4|8] [--group G] [--zero] [--f16]\n",
+               "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--f16]\n",
                wrong);
   std::exit(2);
 }
@@ -175,6 +180,7 @@ struct TimeOptions {
   std::vector<int64_t> tokens = kTokens;
   QuantizedMatmul problem;
   std::vector<int64_t> splits = {0};
+  int block_m = 0;
 };
 
 void TimeAll(const TimeOptions& options) {
@@ -183,16 +189,18 @@ void TimeAll(const TimeOptions& options) {
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
       if (!IsRight(problem, false, 1)) std::exit(1);
-      const Choice choice = Select(problem, DeviceInfo(0), kMaxWorkspaceBytes);
+      Choice choice = Select(problem, DeviceInfo(0), kMaxWorkspaceBytes);
+      if (options.block_m > 0) choice.block_m = options.block_m;
       const double bytes = DeviceProblem(problem, false, 1, 1).weight_bytes();
       for (int64_t split : options.splits) {
-        const int split_k = split > 0 ? static_cast<int>(split) : choice.split_k;
-        const int64_t sums = split_k * problem.m * problem.n_blocks() * kAtom * 4;
-        if (split_k > kMaxSplitK || (split_k > 1 && sums > kMaxWorkspaceBytes)) continue;
-        const double us = Time(problem, split_k);
+        if (split > 0) choice.split_k = static_cast<int>(split);
+        const int64_t sums = choice.split_k * problem.m * (problem.out_columns() + kAtom) * 4;
+        if (choice.split_k > kMaxSplitK) continue;
+        if (choice.split_k > 1 && sums > kMaxWorkspaceBytes) continue;
+        const double us = Time(problem, choice);
         std::printf("%s  block_m %-2d split_k %-2d  %8.2f us  %5.2f TB/s  %6.1f TFLOP/s\n",
-                    Describe(problem).c_str(), choice.block_m, split_k, us, bytes / us * 1e-6,
-                    2e-6 * static_cast<double>(m * n * k) / us);
+                    Describe(problem).c_str(), choice.block_m, choice.split_k, us,
+                    bytes / us * 1e-6, 2e-6 * static_cast<double>(m * n * k) / us);
       }
       std::fflush(stdout);
     }
@@ -216,6 +224,10 @@ TimeOptions Parse(int argc, char** argv) {
     const std::string flag = argv[i];
     if (flag == "--zero") {
       options.problem.zero = ZeroKind::kInteger;
+    } else if (flag == "--transposed") {
+      options.problem.transposed = true;
+    } else if (flag == "--float-zero") {
+      options.problem.zero = ZeroKind::kFloat;
     } else if (flag == "--f16") {
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
     } else if (i + 1 == argc) {
@@ -228,6 +240,8 @@ TimeOptions Parse(int argc, char** argv) {
       k = values[0];
     } else if (flag == "--bits") {
       options.problem.bits = static_cast<int>(values[0]);
+    } else if (flag == "--tile") {
+      options.block_m = static_cast<int>(values[0]);
     } else if (flag == "--split") {
       options.splits = values;
     } else if (flag == "--group") {

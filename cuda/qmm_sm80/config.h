@@ -13,21 +13,27 @@ inline constexpr int kBlockN = 2 * kAtom;          // output channels of a CTA
 inline constexpr int kMinGroupSize = 16;           // one step of the instruction lies in one group
 inline constexpr int kMaxSharedBytes = 99 * 1024;  // per CTA on sm_86 and sm_89, the smallest
 
-// k of a stage: 8 KiB of codes whatever the width.
+// k of a stage (n, of the transposed product): 8 KiB of codes whatever the width.
 constexpr int BlockK(int bits) { return bits == 4 ? 128 : 64; }
+
+// Columns of out that a CTA owns: two strips along n, or one along k.
+constexpr int64_t BlockOut(bool transposed) { return transposed ? kAtom : kBlockN; }
 
 // Depth of the ring: what fits the smallest device with the smallest groups.
 constexpr int NumStages(int block_m, int bits) { return bits == 4 && block_m == 64 ? 3 : 4; }
 
-// CTAs whose registers fit a multiprocessor; the compiler is held to it.
-constexpr int CtasByRegisters(int block_m) { return block_m <= 16 ? 5 : block_m == 32 ? 4 : 3; }
+// CTAs whose registers fit a multiprocessor; the compiler is held to it. The transposed product
+// holds twice the sums.
+constexpr int CtasByRegisters(int block_m, bool transposed) {
+  if (transposed) return block_m <= 16 ? 4 : 2;
+  return block_m <= 16 ? 5 : block_m == 32 ? 4 : 3;
+}
 
-// Groups that a stage can touch. Stages start at multiples of BlockK, groups anywhere.
-constexpr int GroupsPerStage(int bits, int64_t group_size) {
-  const int64_t block_k = BlockK(bits);
-  if (group_size < 0 || group_size % block_k == 0) return 1;
-  if (block_k % group_size == 0) return static_cast<int>(block_k / group_size);
-  return static_cast<int>((block_k - 1 + group_size - 1) / group_size + 1);
+// Groups that `size` positions along k can touch, from a multiple of `size` on.
+constexpr int GroupsPer(int64_t size, int64_t group_size) {
+  if (group_size < 0 || group_size % size == 0) return 1;
+  if (size % group_size == 0) return static_cast<int>(size / group_size);
+  return static_cast<int>((size - 1 + group_size - 1) / group_size + 1);
 }
 
 // A stage in shared memory: codes, activations, scales, zeros, in this order.
@@ -36,22 +42,36 @@ struct StageBytes {
   constexpr int total() const { return codes + lhs + scales + zeros; }
 };
 
+// `scale_bytes` and `zero_bytes`: of one scale and one zero, 0 where there are none.
 constexpr StageBytes StageBytesOf(int block_m, int bits, int64_t group_size, int scale_bytes,
-                                  bool has_zeros) {
-  const int per_group = kBlockN * GroupsPerStage(bits, group_size);
-  return {kBlockN * BlockK(bits) * bits / 8, block_m * BlockK(bits) * 2, per_group * scale_bytes,
-          has_zeros ? per_group : 0};
+                                  int zero_bytes, bool transposed) {
+  // A stage is atoms along what is summed over: of two strips along n, or of one along k.
+  const int atoms =
+      (transposed ? 1 : kBlockN / static_cast<int>(kAtom)) * BlockK(bits) / static_cast<int>(kAtom);
+  const int strips =
+      transposed ? BlockK(bits) / static_cast<int>(kAtom) : kBlockN / static_cast<int>(kAtom);
+  const int per_group =
+      strips * static_cast<int>(kAtom) *
+      (transposed ? GroupsPer(kAtom, group_size) : GroupsPer(BlockK(bits), group_size));
+  return {atoms * static_cast<int>(kAtom * kAtom) * bits / 8, block_m * BlockK(bits) * 2,
+          per_group * scale_bytes, per_group * zero_bytes};
 }
 
+// Of a CTA: the ring, and for the transposed product what its warps add up in afterwards.
 constexpr int SharedBytes(int block_m, int bits, int64_t group_size, int scale_bytes,
-                          bool has_zeros) {
-  return NumStages(block_m, bits) *
-         StageBytesOf(block_m, bits, group_size, scale_bytes, has_zeros).total();
+                          int zero_bytes, bool transposed) {
+  const int ring =
+      NumStages(block_m, bits) *
+      StageBytesOf(block_m, bits, group_size, scale_bytes, zero_bytes, transposed).total();
+  const int sums = transposed ? 4 * static_cast<int>(kAtom) * block_m * 4 : 0;
+  return ring > sums ? ring : sums;
 }
 
-static_assert(SharedBytes(32, 4, kMinGroupSize, 4, true) <= kMaxSharedBytes &&
-                  SharedBytes(64, 4, kMinGroupSize, 4, true) <= kMaxSharedBytes &&
-                  SharedBytes(64, 8, kMinGroupSize, 4, true) <= kMaxSharedBytes,
+static_assert(SharedBytes(32, 4, kMinGroupSize, 4, 4, false) <= kMaxSharedBytes &&
+                  SharedBytes(64, 4, kMinGroupSize, 4, 4, false) <= kMaxSharedBytes &&
+                  SharedBytes(64, 8, kMinGroupSize, 4, 4, false) <= kMaxSharedBytes &&
+                  SharedBytes(64, 4, kMinGroupSize, 4, 4, true) <= kMaxSharedBytes &&
+                  SharedBytes(64, 8, kMinGroupSize, 4, 4, true) <= kMaxSharedBytes,
               "the largest stages must fit the smallest device");
 
 }  // namespace jaxlowbit::qmm_sm80

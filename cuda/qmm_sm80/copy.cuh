@@ -4,69 +4,51 @@
 // copies the same chunks of every stage, so that addresses are worked out once and then advance.
 #pragma once
 
-#include "cuda/qmm_sm80/params.cuh"
+#include "cuda/qmm_sm80/copy_lhs.cuh"
 
 namespace jaxlowbit::qmm_sm80 {
 
 template <class I>
 class StageCopier {
  public:
-  using T = typename I::T;
   using S = typename I::S;
 
   __device__ StageCopier(const Params& p, const Tile& tile)
       : p_(p),
+        lhs_(p, tile),
         k_block_(tile.stage_begin * I::kAtomsK),
         cursor_(GroupCursor::At(p, tile.stage_begin * I::kBlockK)) {
-    const int64_t strip = tile.weight * p.n_blocks + tile.n_block;
-    atoms_n_ = min(kAtomsN, p.n_blocks - tile.n_block);
+    const int64_t strip = tile.weight * p.n_blocks + tile.block;
+    atoms_n_ = min(kAtomsN, p.n_blocks - tile.block);
 #pragma unroll
     for (int n = 0; n < kAtomsN; ++n) {
       codes_[n] = reinterpret_cast<const uint8_t*>(p.packed) +
                   ((strip + n) * p.k_blocks + k_block_) * kAtomBytes<I::kBits> +
                   threadIdx.x * kCopyBytes;
     }
-
-    const int row = threadIdx.x / I::kLhsChunks, column = threadIdx.x % I::kLhsChunks;
-    const int64_t k = tile.stage_begin * I::kBlockK + column * kLhsPerChunk;
-    lhs_ = static_cast<const T*>(p.lhs) + (tile.batch * p.m + tile.m0 + row) * p.k + k;
-    lhs_left_ = static_cast<int>(p.k - k);
-    int rows = 0;
-    for (int i = 0; i < kLhsCopies; ++i) {
-      rows |= tile.m0 + row + i * kRows < p.m ? 1 << i : 0;
-    }
-    lhs_rows_ = Keep(rows);
-    lhs_target_ = Keep(LhsChunk<I>(row, column) * kCopyBytes);
-
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) {
       scales_[i] = Locate(p.scale, strip, threadIdx.x + i * kThreads, sizeof(S));
+      zeros_[i] = Locate(p.zero, strip, threadIdx.x + i * kThreads, max(p.zero_bytes, 1));
     }
-    zeros_ = Locate(p.zero, strip, threadIdx.x, 1);
   }
 
   // Starts copying the next stage into `slot`.
   __device__ void CopyNext(uint32_t slot) {
     CopyCodes(slot);
-    CopyLhs(slot + p_.bytes.codes);
+    lhs_.CopyNext(slot + p_.bytes.codes);
     CopyGroups(slot + p_.bytes.codes + p_.bytes.lhs);
     k_block_ += I::kAtomsK;
     cursor_.AdvanceStage(p_);
   }
 
  private:
-  static constexpr int kLhsPerChunk = kCopyBytes / 2;
-  static constexpr int kRows = kThreads / I::kLhsChunks;  // of lhs, copied at a time
-  static constexpr int kLhsCopies = (I::kBlockM + kRows - 1) / kRows;
   static constexpr int kChunksPerAtom = kAtomBytes<I::kBits> / kCopyBytes;
-  // Chunks of scales with the smallest groups, over the threads.
+  // Chunks of scales, or of zeros, with the smallest groups, over the threads.
   static constexpr int kScaleCopies =
       (kBlockN * (I::kBlockK / kMinGroupSize) * static_cast<int>(sizeof(S)) / kCopyBytes +
        kThreads - 1) /
       kThreads;
-  static_assert(kRows % 8 == 0, "a thread's rows of lhs must share their permutation");
-  static_assert(kBlockN * (I::kBlockK / kMinGroupSize) / kCopyBytes <= kThreads,
-                "a thread copies one chunk of zeros");
 
   // One chunk of the scales or zeros of a stage, stored [atom][group][64].
   struct GroupChunk {
@@ -100,30 +82,6 @@ class StageCopier {
     }
   }
 
-  __device__ void CopyLhs(uint32_t shared) {
-    constexpr int kBytes = kRows * I::kLhsChunks * kCopyBytes;  // between a thread's copies
-    // With more threads than chunks, the last threads have none.
-    const bool mine = kRows <= I::kBlockM || lhs_target_ < I::kBlockM * I::kLhsChunks * kCopyBytes;
-    if (!mine) {
-    } else if (p_.lhs_aligned) {
-#pragma unroll
-      for (int i = 0; i < kLhsCopies; ++i) {
-        CopyAsync(shared + lhs_target_ + i * kBytes, lhs_ + i * kRows * p_.k,
-                  (lhs_rows_ >> i & 1) != 0 && lhs_left_ > 0);
-      }
-    } else {
-#pragma unroll 1  // rare: without its registers the common path has enough
-      for (int i = 0; i < kLhsCopies * kLhsPerChunk; ++i) {
-        const int copy = i / kLhsPerChunk, element = i % kLhsPerChunk;
-        const bool valid = (lhs_rows_ >> copy & 1) != 0 && element < lhs_left_;
-        StoreShared2(shared + lhs_target_ + copy * kBytes + element * 2,
-                     valid ? lhs_ + copy * kRows * p_.k + element : nullptr);
-      }
-    }
-    lhs_ += I::kBlockK;
-    lhs_left_ -= I::kBlockK;
-  }
-
   __device__ void CopyGroups(uint32_t shared) {
     const auto copy = [&](const GroupChunk& chunk, uint32_t target, int element_bytes) {
       if (chunk.group >= p_.groups_per_stage) return;
@@ -132,21 +90,19 @@ class StageCopier {
     };
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) {
-      copy(scales_[i], shared + (threadIdx.x + i * kThreads) * kCopyBytes, sizeof(S));
+      const uint32_t target = shared + (threadIdx.x + i * kThreads) * kCopyBytes;
+      copy(scales_[i], target, sizeof(S));
+      if (p_.zero != nullptr) copy(zeros_[i], target + p_.bytes.scales, p_.zero_bytes);
     }
-    if (p_.zero != nullptr) copy(zeros_, shared + p_.bytes.scales + threadIdx.x * kCopyBytes, 1);
   }
 
   const Params& p_;
+  LhsCopier<I> lhs_;
   int k_block_;         // first of the next stage
   GroupCursor cursor_;  // of its first k
   int atoms_n_;         // of the tile that exist
   const uint8_t* codes_[kAtomsN];
-  const T* lhs_;
-  int lhs_left_;  // elements from lhs_ to the end of its row
-  int lhs_rows_;  // bit i: row i * kRows after this thread's first exists
-  int lhs_target_;
-  GroupChunk scales_[kScaleCopies], zeros_;
+  GroupChunk scales_[kScaleCopies], zeros_[kScaleCopies];
 };
 
 }  // namespace jaxlowbit::qmm_sm80

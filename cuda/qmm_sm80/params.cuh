@@ -26,7 +26,6 @@ struct Instance {
   static constexpr int kBlockK = BlockK(kBits);
   static constexpr int kAtomsK = kBlockK / kAtom;
   static constexpr int kStages = NumStages(kBlockM, kBits);
-  static constexpr int kMinCtas = CtasByRegisters(kBlockM);
   static constexpr int kTiles = kBlockM / 8;  // of the instruction, along the tokens
   // 16-byte chunks of a row of lhs in a stage.
   static constexpr int kLhsChunks = kBlockK * 2 / kCopyBytes;
@@ -36,14 +35,20 @@ struct Params {
   const void* lhs;
   const uint32_t* packed;
   const void* scale;
-  const uint8_t* zero;   // null: zero point 2^(bits - 1)
+  const void* zero;      // null: zero point 2^(bits - 1)
+  int zero_bytes;        // 1: zero points; else float zeros, of the type of the scales
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out;             // or the workspace, when split_k > 1
-  int64_t batch, num_weights, m, n, k;
-  int64_t m_tiles, n_tiles;
+  int64_t batch, num_weights, m;
+  int64_t lhs_columns;         // what is summed over: k, or n of the transposed product
+  int64_t out_columns;         // n, or k
+  int64_t out_columns_padded;  // to whole atoms: the rows of the workspace
+  int64_t m_tiles, out_tiles;
+  int stages;  // along what is summed over
   int n_blocks, k_blocks, groups;
-  int group_size;                // INT_MAX for one group
-  int block_groups, block_rest;  // k of a stage = block_groups * group_size + block_rest
+  int group_size;  // INT_MAX for one group
+  // Along k: what a stage advances, block_groups * group_size + block_rest.
+  int block_groups, block_rest;
   int groups_per_stage;
   int split_k;
   bool out_float;    // float32 out; else the type of lhs
@@ -58,27 +63,27 @@ struct Tile {
   int64_t batch;   // position in the batch
   int64_t weight;  // which of the packed weights
   int split;
-  int n_block;                 // first atom along n
-  int stage_begin, stage_end;  // range of k in stages
+  int block;                   // first atom along the columns of out
+  int stage_begin, stage_end;  // range of what is summed over
 };
 
+// `atoms`: of a tile, along the columns of out.
 template <class I>
-__device__ Tile OwnTile(const Params& p) {
+__device__ Tile OwnTile(const Params& p, int atoms) {
   Tile tile;
   // Tokens vary fastest: CTAs that share weights run together and find them in L2.
   int64_t i = blockIdx.x;
   tile.m0 = i % p.m_tiles * I::kBlockM;
   i /= p.m_tiles;
-  tile.n_block = static_cast<int>(i % p.n_tiles) * kAtomsN;
-  i /= p.n_tiles;
+  tile.block = static_cast<int>(i % p.out_tiles) * atoms;
+  i /= p.out_tiles;
   tile.split = static_cast<int>(i % p.split_k);
   tile.batch = i / p.split_k;
   const int64_t asked = p.index == nullptr ? tile.batch : p.index[tile.batch];
   tile.weight = min(max(asked, int64_t{0}), p.num_weights - 1);
-  const int stages = (p.k_blocks + I::kAtomsK - 1) / I::kAtomsK;
-  const int per_split = (stages + p.split_k - 1) / p.split_k;
+  const int per_split = (p.stages + p.split_k - 1) / p.split_k;
   tile.stage_begin = tile.split * per_split;
-  tile.stage_end = min(stages, tile.stage_begin + per_split);
+  tile.stage_end = min(p.stages, tile.stage_begin + per_split);
   return tile;
 }
 
@@ -112,6 +117,50 @@ __device__ int LhsChunk(int row, int column) {
 template <class I>
 __device__ int CodeChunk(int chunk) {
   return I::kBits == 8 ? chunk ^ (chunk / 8 % 2) : chunk;
+}
+
+// Stores one element of a tile to out, or, when the sum is split, to this split's part of the
+// workspace, whose rows are padded to whole atoms.
+template <typename T>
+__device__ void StoreOut(const Params& p, const Tile& tile, int64_t row, int64_t column,
+                         float value) {
+  const bool partial = p.split_k > 1;
+  const int64_t row_size = partial ? p.out_columns_padded : p.out_columns;
+  if (row >= p.m || column >= row_size) return;
+  const int64_t split_offset = tile.split * p.batch * p.m * row_size;
+  const int64_t offset = split_offset + (tile.batch * p.m + row) * row_size + column;
+  if (partial || p.out_float) {
+    static_cast<float*>(p.out)[offset] = value;
+  } else {
+    static_cast<T*>(p.out)[offset] = T(value);
+  }
+}
+
+// A tile's stages through the ring: `copier` runs kStages - 1 of them ahead of `multiplier`.
+template <class I, class Copier, class Multiplier, class Sums>
+__device__ void RunStages(const Params& p, const Tile& tile, uint32_t ring, Copier& copier,
+                          Multiplier& multiplier, Sums& sums) {
+  const uint32_t end = ring + I::kStages * p.slot_bytes;
+  uint32_t free_slot = ring;
+#pragma unroll
+  for (int i = 0; i < I::kStages - 1; ++i) {
+    if (tile.stage_begin + i < tile.stage_end) copier.CopyNext(free_slot);
+    CommitCopies();
+    free_slot += p.slot_bytes;
+  }
+  uint32_t slot = ring;
+  for (int stage = tile.stage_begin; stage < tile.stage_end; ++stage) {
+    WaitCopies<I::kStages - 2>();
+    // Every thread's part of this stage has landed, and all warps are done with the slot before
+    // it, which the next copy overwrites.
+    __syncthreads();
+    if (stage + I::kStages - 1 < tile.stage_end) copier.CopyNext(free_slot);
+    CommitCopies();
+    free_slot = slot;
+    multiplier.MultiplyNext(slot, sums);
+    slot += p.slot_bytes;
+    if (slot == end) slot = ring;
+  }
 }
 
 }  // namespace jaxlowbit::qmm_sm80

@@ -48,20 +48,25 @@ def matmul(
     index: Array | None,
     *,
     format: Format,
-    n: int,
+    columns: int,
+    transposed: bool,
     out_dtype: jnp.dtype,
 ) -> Array:
-    """The product (*lead, *rows, k) x (*lead, k, n) -> (*lead, *rows, n).
+    """The product (*lead, *rows, k) x (*lead, k, n) -> (*lead, *rows, n), n being `columns`.
+
+    Transposed, (*lead, *rows, n) x (*lead, k, n) -> (*lead, *rows, k), k being `columns`: the
+    cotangent of lhs.
 
     The weights, defined in float32, are rounded once to the dtype of lhs; products accumulate in
     float32; the sum is rounded once to `out_dtype`. With an `index` the weight of lead position i
     is `packed[index[i]]`.
     """
     packed, scale, zero = take(packed, scale, zero, index)
-    weight = dequantize(packed, scale, zero, format=format, k=lhs.shape[-1], n=n)
+    k, n = (columns, lhs.shape[-1]) if transposed else (lhs.shape[-1], columns)
+    weight = dequantize(packed, scale, zero, format=format, k=k, n=n)
     lead = packed.ndim - 3
     axes = tuple(range(lead))
-    dimension_numbers = (((lhs.ndim - 1,), (lead,)), (axes, axes))
+    dimension_numbers = (((lhs.ndim - 1,), (lead + transposed,)), (axes, axes))
     out = lax.dot_general(
         lhs, weight.astype(lhs.dtype), dimension_numbers, preferred_element_type=jnp.float32
     )

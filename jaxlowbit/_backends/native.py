@@ -28,7 +28,6 @@ except ImportError as error:
 _TARGET = "jaxlowbit_quantized_matmul"
 _BITS = (4, 8)
 _LHS = {"cpu": ("float32", "bfloat16", "float16"), "cuda": ("bfloat16", "float16")}
-_ZEROS = {"cpu": ("none", "integer", "float"), "cuda": ("none", "integer")}
 
 
 def build_info() -> dict:
@@ -75,7 +74,9 @@ def register() -> None:
         jax.ffi.register_ffi_target(_TARGET, handlers, platform=platform)
 
 
-def unsupported(platform: str, lhs: jnp.dtype, format: Format) -> str | None:
+def unsupported(
+    platform: str, lhs: jnp.dtype, format: Format, *, transposed: bool = False
+) -> str | None:
     """Why the custom call of `platform` cannot compute this problem, or None."""
     if reason := unavailable(platform):
         return reason
@@ -83,8 +84,8 @@ def unsupported(platform: str, lhs: jnp.dtype, format: Format) -> str | None:
         return f"its kernels read {_one_of(_BITS)} bits, the format has {format.bits}"
     if str(lhs) not in _LHS[platform]:
         return f"its kernels take lhs of {_one_of(_LHS[platform])}, this one is {lhs}"
-    if format.zero not in _ZEROS[platform]:
-        return f"its kernels take zero {_one_of(_ZEROS[platform])}, the format's is {format.zero}"
+    if transposed and platform == "cpu":
+        return "it has no kernel for the transposed product"
     return None
 
 
@@ -96,34 +97,36 @@ def matmul(
     index: Array | None,
     *,
     format: Format,
-    n: int,
+    columns: int,
+    transposed: bool,
     out_dtype: jnp.dtype,
     platform: str,
 ) -> Array:
     """`definition.matmul` as one custom call."""
     lead = packed.shape[:-3] if index is None else index.shape
     rows = lhs.shape[len(lead) : -1]
-    batch, m, k = math.prod(lead), math.prod(rows), lhs.shape[-1]
+    batch, m = math.prod(lead), math.prod(rows)
     num_weights = math.prod(packed.shape[:-3])
     if platform == "cuda" and scale.dtype not in (lhs.dtype, jnp.float32):
         scale = scale.astype(jnp.float32)  # exact
     zero_dtype = jnp.uint8 if format.zero != "float" else scale.dtype
-    results = [jax.ShapeDtypeStruct((batch, m, n), out_dtype)]
+    results = [jax.ShapeDtypeStruct((batch, m, columns), out_dtype)]
     if platform == "cuda":
-        results.append(jax.ShapeDtypeStruct((_workspace_bytes(batch, m, n),), jnp.uint8))
+        results.append(jax.ShapeDtypeStruct((_workspace_bytes(batch, m, columns),), jnp.uint8))
     out, *_ = jax.ffi.ffi_call(_TARGET, results)(
-        lhs.reshape(batch, m, k),
+        lhs.reshape(batch, m, lhs.shape[-1]),
         packed.reshape(num_weights, *packed.shape[-3:]),
         scale.reshape(num_weights, *scale.shape[-3:]),
         jnp.zeros(0, zero_dtype) if zero is None else zero.reshape(num_weights, *zero.shape[-3:]),
         jnp.zeros(0, jnp.int32) if index is None else index.reshape(batch),
         bits=np.int64(format.bits),
         group_size=np.int64(format.group_size),
+        transposed=transposed,
     )
-    return out.reshape(*lead, *rows, n)
+    return out.reshape(*lead, *rows, columns)
 
 
-def _workspace_bytes(batch: int, m: int, n: int) -> int:
+def _workspace_bytes(batch: int, m: int, columns: int) -> int:
     """Enough for the float32 partial sums of every split the selection may choose.
 
     The bound needs neither a device nor a concrete m, so that exported programs carry it.
@@ -131,7 +134,7 @@ def _workspace_bytes(batch: int, m: int, n: int) -> int:
     limit = _ffi.MAX_WORKSPACE_BYTES
     if not all(isinstance(size, int) for size in (batch, m)):
         return limit
-    padded = batch * m * _layout.blocks(n) * _layout.ATOM
+    padded = batch * m * _layout.blocks(columns) * _layout.ATOM
     return min(limit, 4 * _ffi.MAX_SPLIT_K * padded)
 
 
