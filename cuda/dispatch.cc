@@ -21,7 +21,7 @@ int64_t ResidentCtas(const QuantizedMatmul& problem, const Device& device, int b
       block_m, problem.bits, problem.group_size, static_cast<int>(problem.scale_bytes()),
       static_cast<int>(problem.zero_bytes()), problem.transposed);
   return std::clamp(device.shared_bytes_per_sm / (bytes + kReservedBytes), 1,
-                    qmm_sm80::CtasByRegisters(block_m, problem.transposed));
+                    qmm_sm80::CtasByRegisters(block_m, problem.transposed || problem.scale_sums));
 }
 
 // Time of a split of k, in stages of a CTA that has a multiprocessor to itself. The constants are
@@ -60,6 +60,12 @@ std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {
   if (problem.scale != ElementType::kF32 && problem.scale != problem.lhs) {
     return "the kernels take scales of the dtype of lhs or float32";
   }
+  if (problem.scale_sums &&
+      (problem.lhs != ElementType::kBf16 || problem.scale != ElementType::kF32 ||
+       problem.zero == ZeroKind::kFloat || problem.transposed)) {
+    return "scales multiply sums only with bfloat16 lhs, float32 scales and no float zero, not "
+           "transposed";
+  }
   if (problem.out != ElementType::kF32 && problem.out != problem.lhs) {
     return "the kernels write the dtype of lhs or float32";
   }
@@ -72,7 +78,8 @@ std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {
 
 Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes) {
   Choice choice;
-  choice.block_m = problem.m <= 8 ? 8 : problem.m <= 16 ? 16 : problem.m <= 32 ? 32 : 64;
+  const bool large = problem.m > 32 && !problem.scale_sums;
+  choice.block_m = large ? 64 : problem.m > 16 ? 32 : problem.m > 8 ? 16 : 8;
   const auto cost = [&](int split_k) { return Cost(problem, device, choice.block_m, split_k); };
   const int64_t stages = CeilDiv(problem.lhs_columns(), qmm_sm80::BlockK(problem.bits));
   const int most = static_cast<int>(std::min<int64_t>(kMaxSplitK, stages));

@@ -29,6 +29,9 @@ struct QuantizedMatmul {
   ElementType out = ElementType::kBf16;
   ZeroKind zero = ZeroKind::kNone;
   bool transposed = false;
+  // Weights are not rounded to the type of lhs: exact integers are multiplied, and each group's sum
+  // scaled in float32. For float32 activations, which arrive in bf16 parts that add up to them.
+  bool scale_sums = false;
 
   int64_t lhs_columns() const { return transposed ? n : k; }
   int64_t out_columns() const { return transposed ? k : n; }

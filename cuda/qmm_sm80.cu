@@ -45,7 +45,7 @@ namespace qmm_sm80 {
 namespace {
 
 template <class I>
-__global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, false))
+__global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, I::kScaleSums))
     QmmSm80Kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) uint8_t ring[];  // [kStages][slot_bytes]
   const Tile tile = OwnTile<I>(p, kAtomsN);
@@ -53,6 +53,7 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, false))
   StageMultiplier<I> multiplier(p, tile);
   Sums<I> sums = {};
   RunStages<I>(p, tile, Keep(SharedAddress(ring)), copier, multiplier, sums);
+  multiplier.Finish(sums);
   LaunchDependents();
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -70,19 +71,42 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, false))
   }
 }
 
-struct Forward {
+struct Product {
   template <class I>
   static constexpr Kernel kKernel = QmmSm80Kernel<I>;
 };
 
+// Scales on the sums double those, so tiles go to 32 tokens.
+Kernel FindScaleSums(int bits, int block_m) {
+  const auto find = [&](auto tokens) {
+    constexpr int kTokens = decltype(tokens)::value;
+    return bits == 4 ? Kernel{QmmSm80Kernel<Instance<__nv_bfloat16, float, kTokens, 4, true>>}
+                     : Kernel{QmmSm80Kernel<Instance<__nv_bfloat16, float, kTokens, 8, true>>};
+  };
+  return block_m == 8    ? find(std::integral_constant<int, 8>{})
+         : block_m == 16 ? find(std::integral_constant<int, 16>{})
+                         : find(std::integral_constant<int, 32>{});
+}
+
 }  // namespace
 }  // namespace qmm_sm80
 
-cudaError_t InitializeQmmSm80() { return qmm_sm80::Initialize<qmm_sm80::Forward>(); }
+cudaError_t InitializeQmmSm80() {
+  for (int bits : {4, 8}) {
+    for (int block_m : {8, 16, 32}) {
+      const cudaError_t error = qmm_sm80::Prepare(qmm_sm80::FindScaleSums(bits, block_m));
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return qmm_sm80::Initialize<qmm_sm80::Product>();
+}
 
 cudaError_t LaunchQmmSm80(const QuantizedMatmul& problem, const Buffers& buffers,
                           const Choice& choice, cudaStream_t stream) {
-  return qmm_sm80::Launch<qmm_sm80::Forward>(problem, buffers, choice, stream);
+  const qmm_sm80::Kernel kernel = problem.scale_sums
+                                      ? qmm_sm80::FindScaleSums(problem.bits, choice.block_m)
+                                      : qmm_sm80::Find<qmm_sm80::Product>(problem, choice.block_m);
+  return qmm_sm80::Launch(kernel, problem, buffers, choice, stream);
 }
 
 }  // namespace jaxlowbit

@@ -238,7 +238,8 @@ cudaError_t InitializeQmmSm80Transposed() { return qmm_sm80::Initialize<qmm_sm80
 
 cudaError_t LaunchQmmSm80Transposed(const QuantizedMatmul& problem, const Buffers& buffers,
                                     const Choice& choice, cudaStream_t stream) {
-  return qmm_sm80::Launch<qmm_sm80::Transposed>(problem, buffers, choice, stream);
+  const qmm_sm80::Kernel kernel = qmm_sm80::Find<qmm_sm80::Transposed>(problem, choice.block_m);
+  return qmm_sm80::Launch(kernel, problem, buffers, choice, stream);
 }
 
 }  // namespace jaxlowbit

@@ -284,7 +284,7 @@ def available(monkeypatch):
     ("backend", "format", "dtype", "reason"),
     [
         ("cpu", Format(3, 16), "float32", "its kernels read 4 or 8 bits, the format has 3"),
-        ("cuda", FOUR, "float32", "its kernels take lhs of bfloat16 or float16, this one is float"),
+        ("cuda", FOUR.replace(zero="float"), "float32", "with float32 lhs its kernels take no float"),
     ],
 )
 def test_backend_that_cannot(available, weight, backend, format, dtype, reason):

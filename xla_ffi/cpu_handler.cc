@@ -52,10 +52,10 @@ ffi::Future Completed(const ffi::Error& error) {
 ffi::Future Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
                     ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
                     ffi::Result<ffi::AnyBuffer> out, int64_t bits, int64_t group_size,
-                    bool transposed) {
+                    bool transposed, bool scale_sums) {
   Operands operands;
   const ffi::Error error = DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size,
-                                          transposed, &operands);
+                                          transposed, scale_sums, &operands);
   if (error.failure()) return Completed(error);
   if (!CpuSupportsBits(bits)) {
     return Completed(Refuse("bits is " + std::to_string(bits) +
@@ -93,4 +93,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCpuExecute, jaxlowbit::Execute,
                                   .Ret<xla::ffi::AnyBuffer>()  // out
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("group_size")
-                                  .Attr<bool>("transposed"));
+                                  .Attr<bool>("transposed")
+                                  .Attr<bool>("scale_sums"));

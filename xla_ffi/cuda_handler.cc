@@ -39,13 +39,13 @@ ffi::Error Initialize(cudaStream_t, int32_t device) {
 ffi::Error Execute(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
                    ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
-                   int64_t bits, int64_t group_size, bool transposed) {
+                   int64_t bits, int64_t group_size, bool transposed, bool scale_sums) {
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
   execute_count.fetch_add(1, std::memory_order_relaxed);
 #endif
   Operands operands;
   const ffi::Error error = DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size,
-                                          transposed, &operands);
+                                          transposed, scale_sums, &operands);
   if (error.failure()) return error;
   const QuantizedMatmul& p = operands.problem;
   const std::string reason = Unsupported(p, DeviceInfo(device));
@@ -84,5 +84,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaExecute, jaxlowbit::Execute,
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("group_size")
-                                  .Attr<bool>("transposed"),
+                                  .Attr<bool>("transposed")
+                                  .Attr<bool>("scale_sums"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -107,7 +107,7 @@ inline ffi::Error CheckAttributes(int64_t bits, int64_t group_size) {
 // Fills `operands`, or says which operand breaks which rule.
 inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi::AnyBuffer scale,
                                  ffi::AnyBuffer zero, ffi::AnyBuffer index, ffi::AnyBuffer out,
-                                 int64_t bits, int64_t group_size, bool transposed,
+                                 int64_t bits, int64_t group_size, bool transposed, bool scale_sums,
                                  Operands* operands) {
   using Type = ffi::DataType;
   const auto lhs_type = FloatType(lhs.element_type());
@@ -132,6 +132,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi:
   p.batch = lhs.dimensions()[0];
   p.m = lhs.dimensions()[1];
   p.transposed = transposed;
+  p.scale_sums = scale_sums;
   (transposed ? p.n : p.k) = lhs.dimensions()[2];
   (transposed ? p.k : p.n) = out.dimensions()[2];
   p.num_weights = packed.dimensions()[0];

@@ -129,8 +129,9 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, unsigned long long* 
     sum += term;
     magnitude += fabs(term);
   }
-  const double u = p.lhs == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
-  const double u_out = p.out == ElementType::kF32 ? 0x1p-24 : u;
+  const double u_lhs = p.lhs == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
+  const double u = p.scale_sums ? 0x1p-24 : u_lhs;  // the rounding of weights
+  const double u_out = p.out == ElementType::kF32 ? 0x1p-24 : u_lhs;
   // Half the spacing of subnormals, for results and weights too small to keep their digits.
   const double tiny = p.lhs == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
   const double bound =
@@ -248,7 +249,10 @@ std::string Describe(const QuantizedMatmul& p) {
                 : p.zero == ZeroKind::kFloat ? " float zero"
                                              : "",
                 name(p.out));
-  return std::string(text) + (p.transposed ? " transposed" : "") +
+  return std::string(text) +
+         (p.transposed   ? " transposed"
+          : p.scale_sums ? " scale sums"
+                         : "") +
          (p.batch > 1 ? " batch " + std::to_string(p.batch) : "");
 }
 

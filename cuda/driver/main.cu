@@ -6,7 +6,7 @@
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph:
 //                           --n N --k K (default: five real shapes) --m M,M,... --bits B --group G
-//                           --zero --float-zero --transposed --f16; --tile T and --split S,S,...
+//                           --zero --float-zero --transposed --scale-sums --f16; --tile T and --split S,S,...
 //                           instead of the selection's
 //
 // A wrong result prints the problem and the error over the bound, and the exit status is 1.
@@ -85,6 +85,8 @@ void ForEachType(F visit) {
             problem.zero = zero;
             problem.transposed = transposed;
             visit(problem);
+            problem.scale_sums = true;
+            if (Unsupported(problem, DeviceInfo(0)).empty()) visit(problem);
           }
         }
       }
@@ -168,10 +170,11 @@ double Time(const QuantizedMatmul& problem, const Choice& choice) {
 }
 
 [[noreturn]] void Usage(const char* wrong) {
-  std::fprintf(stderr,
-               "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
-               "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--f16]\n",
-               wrong);
+  std::fprintf(
+      stderr,
+      "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
+      "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] [--f16]\n",
+      wrong);
   std::exit(2);
 }
 
@@ -224,6 +227,9 @@ TimeOptions Parse(int argc, char** argv) {
     const std::string flag = argv[i];
     if (flag == "--zero") {
       options.problem.zero = ZeroKind::kInteger;
+    } else if (flag == "--scale-sums") {
+      options.problem.scale_sums = true;
+      options.problem.scale = options.problem.out = ElementType::kF32;
     } else if (flag == "--transposed") {
       options.problem.transposed = true;
     } else if (flag == "--float-zero") {

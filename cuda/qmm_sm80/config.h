@@ -22,10 +22,10 @@ constexpr int64_t BlockOut(bool transposed) { return transposed ? kAtom : kBlock
 // Depth of the ring: what fits the smallest device with the smallest groups.
 constexpr int NumStages(int block_m, int bits) { return bits == 4 && block_m == 64 ? 3 : 4; }
 
-// CTAs whose registers fit a multiprocessor; the compiler is held to it. The transposed product
-// holds twice the sums.
-constexpr int CtasByRegisters(int block_m, bool transposed) {
-  if (transposed) return block_m <= 16 ? 4 : 2;
+// CTAs whose registers fit a multiprocessor; the compiler is held to it. The transposed product, and
+// scales on the sums, hold twice the sums.
+constexpr int CtasByRegisters(int block_m, bool twice_the_sums) {
+  if (twice_the_sums) return block_m <= 16 ? 4 : 2;
   return block_m <= 16 ? 5 : block_m == 32 ? 4 : 3;
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The table of instances and the launch, for the product and the transposed product: `Product` names
-// the kernel, Product::kKernel<Instance<...>>.
+// The table of instances, for the product and the transposed product (`Product` names the kernel,
+// Product::kKernel<Instance<...>>), and the launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -40,20 +40,26 @@ Kernel Find(ElementType scale, int bits, int block_m) {
 }
 
 template <class Product>
-Kernel Find(ElementType lhs, ElementType scale, int bits, int block_m) {
-  return lhs == ElementType::kBf16 ? Find<Product, __nv_bfloat16>(scale, bits, block_m)
-                                   : Find<Product, __half>(scale, bits, block_m);
+Kernel Find(const QuantizedMatmul& problem, int block_m) {
+  return problem.lhs == ElementType::kBf16
+             ? Find<Product, __nv_bfloat16>(problem.scale, problem.bits, block_m)
+             : Find<Product, __half>(problem.scale, problem.bits, block_m);
+}
+
+// Loads a kernel and lets it have all the shared memory it may ask for.
+inline cudaError_t Prepare(Kernel kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
 }
 
 template <class Product>
 cudaError_t Initialize() {
+  QuantizedMatmul problem;
   for (ElementType lhs : {ElementType::kBf16, ElementType::kF16}) {
     for (ElementType scale : {ElementType::kF32, lhs}) {
       for (int bits : {4, 8}) {
         for (int block_m : {8, 16, 32, 64}) {
-          const cudaError_t error =
-              cudaFuncSetAttribute(Find<Product>(lhs, scale, bits, block_m),
-                                   cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
+          problem.lhs = lhs, problem.scale = scale, problem.bits = bits;
+          const cudaError_t error = Prepare(Find<Product>(problem, block_m));
           if (error != cudaSuccess) return error;
         }
       }
@@ -99,13 +105,11 @@ inline Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers,
   return p;
 }
 
-template <class Product>
-cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
-                   cudaStream_t stream) {
+inline cudaError_t Launch(Kernel kernel, const QuantizedMatmul& problem, const Buffers& buffers,
+                          const Choice& choice, cudaStream_t stream) {
   const Params p = ParamsOf(problem, buffers, choice);
   const int64_t ctas = p.m_tiles * p.out_tiles * p.split_k * p.batch;
   if (ctas > INT_MAX) return cudaErrorInvalidConfiguration;
-  const Kernel kernel = Find<Product>(problem.lhs, problem.scale, problem.bits, choice.block_m);
   const int shared_bytes =
       SharedBytes(choice.block_m, problem.bits, problem.group_size,
                   static_cast<int>(problem.scale_bytes()), p.zero_bytes, problem.transposed);

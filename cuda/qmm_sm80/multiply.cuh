@@ -4,6 +4,8 @@
 // lhs by ldmatrix, codes to weights in registers, mma.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/device/mma.cuh"
 #include "cuda/qmm_sm80/weights.cuh"
 
@@ -30,7 +32,7 @@ class StageMultiplier {
 
   __device__ void MultiplyNext(uint32_t slot, Sums<I>& sums) {
     const uint32_t scales = slot + p_.bytes.codes + p_.bytes.lhs;
-    if (cursor_.group != loaded_) LoadRows(scales, cursor_.group);
+    if (cursor_.group != loaded_) StartGroup(scales, cursor_.group, sums);
     const int left = p_.group_size - cursor_.offset;  // k of the group in this stage and beyond
     if (kHasOneGroupForm && left >= I::kBlockK) {
       MultiplyAtoms<true>(slot, scales, left, sums);
@@ -39,6 +41,9 @@ class StageMultiplier {
     }
     cursor_.AdvanceStage(p_);
   }
+
+  // Completes the sums after the last stage.
+  __device__ void Finish(Sums<I>& sums) { ScaleGroup(sums); }
 
  private:
   // A form for stages in one group, because a test between steps keeps them from overlapping. Large
@@ -60,14 +65,18 @@ class StageMultiplier {
         const int step = k_atom * kStepsPerAtom + i;
         if (!kOneGroup && step > 0 && step * kStepK == group_end) {
           group_end += p_.group_size;
-          LoadRows(scales, loaded_ + 1);
+          StartGroup(scales, loaded_ + 1, sums);
         }
         uint32_t weights[kAtomsN][4];
 #pragma unroll
         for (int atom = 0; atom < kAtomsN; ++atom) {
           rows_[atom].Dequantize(codes[atom][i], weights[atom]);
         }
-        MultiplyStep(slot + p_.bytes.codes, step, weights, sums);
+        if constexpr (I::kScaleSums) {
+          MultiplyStep(slot + p_.bytes.codes, step, weights, group_sums_);
+        } else {
+          MultiplyStep(slot + p_.bytes.codes, step, weights, sums);
+        }
       }
     }
   }
@@ -92,11 +101,30 @@ class StageMultiplier {
     }
   }
 
-  __device__ void LoadRows(uint32_t scales, int group) {
+  __device__ void StartGroup(uint32_t scales, int group, Sums<I>& sums) {
+    ScaleGroup(sums);
     loaded_ = group;
 #pragma unroll
     for (int atom = 0; atom < kAtomsN; ++atom) {
       rows_[atom].Load(p_, scales, atom * p_.groups_per_stage + group - cursor_.group);
+    }
+  }
+
+  // Adds what the loaded group has summed, scaled, if scales multiply sums.
+  __device__ void ScaleGroup(Sums<I>& sums) {
+    if constexpr (I::kScaleSums) {
+#pragma unroll
+      for (int atom = 0; atom < kAtomsN; ++atom) {
+#pragma unroll
+        for (int tile = 0; tile < I::kTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& part = group_sums_[atom][tile][i];
+            if (loaded_ >= 0) sums[atom][tile][i] += part * rows_[atom].scale(i / 2);
+            part = 0;
+          }
+        }
+      }
     }
   }
 
@@ -106,6 +134,7 @@ class StageMultiplier {
   int lhs_chunk_;       // of the first step, in bytes
   CodeLoader<I> codes_;
   RowPair<I> rows_[kAtomsN];
+  std::conditional_t<I::kScaleSums, Sums<I>, char> group_sums_;
 };
 
 }  // namespace jaxlowbit::qmm_sm80

@@ -16,13 +16,15 @@ namespace jaxlowbit::qmm_sm80 {
 inline constexpr int kAtomsN = kBlockN / kAtom;
 inline constexpr int kThreads = 32 * kWarpsPerAtom;
 
-// An instance: type of lhs, type of the scales, tokens of a tile, width.
-template <typename LhsType, typename ScaleType, int kTokens, int kWidth>
+// An instance: type of lhs, type of the scales, tokens of a tile, width, and whether scales multiply
+// the sums of their groups instead of the weights (QuantizedMatmul::scale_sums).
+template <typename LhsType, typename ScaleType, int kTokens, int kWidth, bool kOnSums = false>
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
   static constexpr int kBlockM = kTokens;
   static constexpr int kBits = kWidth;
+  static constexpr bool kScaleSums = kOnSums;
   static constexpr int kBlockK = BlockK(kBits);
   static constexpr int kAtomsK = kBlockK / kAtom;
   static constexpr int kStages = NumStages(kBlockM, kBits);

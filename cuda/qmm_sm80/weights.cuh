@@ -67,13 +67,18 @@ class RowPair {
     centre_[1] = Centre<T, I::kBits>::Of(zeros >> 8);
   }
 
-  // The weights of one step, in the order of operand A.
+  // Of row g + 8 * h.
+  __device__ S scale(int h) const { return scale_[h].value; }
+
+  // The weights of one step, in the order of operand A; without their scales if those multiply sums.
   __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<I::kBits>],
                              uint32_t (&weights)[4]) const {
     Unpack<T, I::kBits>(codes, centre_, weights);
+    if constexpr (!I::kScaleSums) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      weights[j] = scale_[j % 2].MultiplyAdd(weights[j], offset_[j % 2]);
+      for (int j = 0; j < 4; ++j) {
+        weights[j] = scale_[j % 2].MultiplyAdd(weights[j], offset_[j % 2]);
+      }
     }
   }
 

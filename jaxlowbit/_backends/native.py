@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from .. import _layout
 from .._formats import Format
@@ -27,7 +27,7 @@ except ImportError as error:
 
 _TARGET = "jaxlowbit_quantized_matmul"
 _BITS = (4, 8)
-_LHS = {"cpu": ("float32", "bfloat16", "float16"), "cuda": ("bfloat16", "float16")}
+_LHS = ("float32", "bfloat16", "float16")
 
 
 def build_info() -> dict:
@@ -82,10 +82,12 @@ def unsupported(
         return reason
     if format.bits not in _BITS:
         return f"its kernels read {_one_of(_BITS)} bits, the format has {format.bits}"
-    if str(lhs) not in _LHS[platform]:
-        return f"its kernels take lhs of {_one_of(_LHS[platform])}, this one is {lhs}"
+    if str(lhs) not in _LHS:
+        return f"its kernels take lhs of {_one_of(_LHS)}, this one is {lhs}"
     if transposed and platform == "cpu":
         return "it has no kernel for the transposed product"
+    if platform == "cuda" and lhs == jnp.float32 and (transposed or format.zero == "float"):
+        return "with float32 lhs its kernels take no float zero and no transposed product"
     return None
 
 
@@ -102,19 +104,29 @@ def matmul(
     out_dtype: jnp.dtype,
     platform: str,
 ) -> Array:
-    """`definition.matmul` as one custom call."""
+    """`definition.matmul` as one custom call.
+
+    Tensor cores multiply no float32: for CUDA, float32 activations are split into bfloat16 parts,
+    which the kernel multiplies as more rows, exactly, and whose results are added.
+    """
     lead = packed.shape[:-3] if index is None else index.shape
     rows = lhs.shape[len(lead) : -1]
     batch, m = math.prod(lead), math.prod(rows)
     num_weights = math.prod(packed.shape[:-3])
-    if platform == "cuda" and scale.dtype not in (lhs.dtype, jnp.float32):
-        scale = scale.astype(jnp.float32)  # exact
-    zero_dtype = jnp.uint8 if format.zero != "float" else scale.dtype
-    results = [jax.ShapeDtypeStruct((batch, m, columns), out_dtype)]
+    parts = 1
     if platform == "cuda":
-        results.append(jax.ShapeDtypeStruct((_workspace_bytes(batch, m, columns),), jnp.uint8))
+        if lhs.dtype == jnp.float32:
+            lhs, parts = _in_parts(lhs, len(lead)), _PARTS
+        if scale.dtype != lhs.dtype or parts > 1:
+            scale = scale.astype(jnp.float32)  # exact
+            zero = zero.astype(jnp.float32) if format.zero == "float" else zero
+    zero_dtype = jnp.uint8 if format.zero != "float" else scale.dtype
+    results = [jax.ShapeDtypeStruct((batch, parts * m, columns), out_dtype)]
+    if platform == "cuda":
+        workspace = _workspace_bytes(batch, parts * m, columns)
+        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
     out, *_ = jax.ffi.ffi_call(_TARGET, results)(
-        lhs.reshape(batch, m, lhs.shape[-1]),
+        lhs.reshape(batch, parts * m, lhs.shape[-1]),
         packed.reshape(num_weights, *packed.shape[-3:]),
         scale.reshape(num_weights, *scale.shape[-3:]),
         jnp.zeros(0, zero_dtype) if zero is None else zero.reshape(num_weights, *zero.shape[-3:]),
@@ -122,8 +134,25 @@ def matmul(
         bits=np.int64(format.bits),
         group_size=np.int64(format.group_size),
         transposed=transposed,
+        scale_sums=parts > 1,
     )
+    if parts > 1:
+        out = out.reshape(batch, parts, m, columns)[:, ::-1].sum(1)  # the smallest first
     return out.reshape(*lead, *rows, columns)
+
+
+_PARTS = 3  # of 8 bits each, for the 24 of float32
+
+
+def _in_parts(lhs: Array, axis: int) -> Array:
+    """Float32 as bfloat16 values that add up to it, on a new axis."""
+    parts = []
+    for _ in range(_PARTS):
+        # Not a cast there and back, which XLA may drop.
+        part = lax.reduce_precision(lhs, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        lhs = jnp.where(jnp.isfinite(part), lhs - part, 0)
+    return jnp.stack(parts, axis=axis)
 
 
 def _workspace_bytes(batch: int, m: int, columns: int) -> int:
