@@ -283,7 +283,7 @@ def available(monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "format", "dtype", "reason"),
     [
-        ("cpu", Format(3, 16), "float32", "its kernels read 4 or 8 bits, the format has 3"),
+        ("cuda", Format(3, 16), "bfloat16", "its kernels read 4 or 8 bits, the format has 3"),
         ("cuda", FOUR, "float32", "its kernels take lhs of bfloat16 or float16, this one is float"),
         (
             "cuda",

@@ -56,10 +56,6 @@ ffi::Future Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer pac
   const ffi::Error error =
       DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size, &operands);
   if (error.failure()) return Completed(error);
-  if (!CpuSupportsBits(bits)) {
-    return Completed(Refuse("bits is " + std::to_string(bits) +
-                            " but the CPU kernel has 4 and 8; other widths run as plain XLA."));
-  }
   const QuantizedMatmul& p = operands.problem;
   if (p.batch == 0 || p.m == 0) return Completed(ffi::Error::Success());
 

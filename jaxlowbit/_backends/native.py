@@ -26,7 +26,7 @@ except ImportError as error:
     ) from error
 
 _TARGET = "jaxlowbit_quantized_matmul"
-_BITS = (4, 8)
+_BITS = {"cpu": (1, 2, 3, 4, 5, 6, 7, 8), "cuda": (4, 8)}
 _LHS = {"cpu": ("float32", "bfloat16", "float16"), "cuda": ("bfloat16", "float16")}
 _ZEROS = {"cpu": ("none", "integer", "float"), "cuda": ("none", "integer")}
 
@@ -79,8 +79,8 @@ def unsupported(platform: str, lhs: jnp.dtype, format: Format) -> str | None:
     """Why the custom call of `platform` cannot compute this problem, or None."""
     if reason := unavailable(platform):
         return reason
-    if format.bits not in _BITS:
-        return f"its kernels read {_one_of(_BITS)} bits, the format has {format.bits}"
+    if format.bits not in _BITS[platform]:
+        return f"its kernels read {_one_of(_BITS[platform])} bits, the format has {format.bits}"
     if str(lhs) not in _LHS[platform]:
         return f"its kernels take lhs of {_one_of(_LHS[platform])}, this one is {lhs}"
     if format.zero not in _ZEROS[platform]:
