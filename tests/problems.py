@@ -171,7 +171,7 @@ PROBLEMS = (
     P("float32 result of bfloat16", 9, 200, 70, out_dtype="float32"),
     P("float32 result of bfloat16, odd n", 64, 200, 67, 8, out_dtype="float32", **INTEGER),
     P("float32 result of float16", 1, 200, 70, out_dtype="float32", **F16),
-    # Widths without a kernel of their own run through the definition.
+    # Every width: in one plane or more, with few rows and many, one group to an atom and several.
     P("1 bit, float zero", 5, 100, 70, 1, 32, **FLOAT),
     P("1 bit, integer zero", 5, 100, 70, 1, 32, **INTEGER),
     P("2 bits", 5, 100, 70, 2),
@@ -182,6 +182,13 @@ PROBLEMS = (
     P("6 bits, integer zero", 5, 100, 70, 6, **INTEGER),
     P("7 bits", 5, 100, 70, 7, 16),
     P("7 bits, float zero", 5, 100, 70, 7, 96, **FLOAT),
+    *(P(f"{bits} bits, one row, group 64", 1, 200, 70, bits, 64, **FLOAT) for bits in range(1, 9)),
+    *(P(f"{bits} bits, 2 rows, group 16", 2, 100, 70, bits, 16, **F32) for bits in range(1, 9)),
+    *(P(f"{bits} bits, 40 rows, group 64", 40, 200, 70, bits, 64) for bits in range(1, 9)),
+    *(
+        P(f"{bits} bits, 17 rows, group 48", 17, 99, 70, bits, 48, **INTEGER)
+        for bits in range(1, 9)
+    ),
     # Values: what a trick with exponents could lose.
     P("scales near the least normal", 9, 200, 70, scale=3e-38, lhs_scale=1e20),
     P("scales near the largest", 9, 200, 70, scale=1e37, lhs_scale=1e-20),
@@ -221,6 +228,6 @@ PROBLEMS = (
     P("a view with repeats", 5, 100, 70, rows=(5,), stack=(3,), index=(2, 0, 2, 1, 2)),
     P("a view, 8 bits, one row", 1, 100, 70, 8, -1, rows=(4,), stack=(3,), index=(0, 2, 1, 1)),
     P("a view out of range is clamped", 5, 100, 70, rows=(3,), stack=(3,), index=(-1, 3, 99)),
-    P("a view through the definition", 5, 100, 70, 3, rows=(2,), stack=(3,), index=(2, 0)),
+    P("a view, 3 bits", 5, 100, 70, 3, rows=(2,), stack=(3,), index=(2, 0)),
     P("everything odd at once", 17, 203, 75, 4, 48, **F16, **INTEGER, scale_dtype="float32"),
 )

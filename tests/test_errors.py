@@ -283,7 +283,7 @@ def available(monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "format", "dtype", "reason"),
     [
-        ("cpu", Format(3, 16), "float32", "its kernels read 4 or 8 bits, the format has 3"),
+        ("cuda", Format(3, 16), "bfloat16", "its kernels read 4 or 8 bits, the format has 3"),
         ("cuda", FOUR.replace(zero="float"), "float32", "with float32 lhs its kernels take no float"),
     ],
 )

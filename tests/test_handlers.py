@@ -45,8 +45,9 @@ def call(**changes):
         },
         {"lhs": ((1, 0, 70), "bfloat16"), "out": ((1, 0, 40), "bfloat16")},
         {"group_size": -1, "scale": ((1, 1, 1, 64), "bfloat16")},
+        {"bits": 3, "packed": ((1, 1, 2, 384), "uint32")},
     ],
-    ids=["no zero", "integer zero", "float zero", "index", "no rows", "one group"],
+    ids=["no zero", "integer zero", "float zero", "index", "no rows", "one group", "3 bits"],
 )
 def test_what_fits_is_computed(changes):
     out = call(**changes)
@@ -98,10 +99,3 @@ def test_what_fits_is_computed(changes):
 def test_what_breaks_the_contract_is_refused(changes, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{TARGET}: {message}.*\."):
         call(**changes)
-
-
-def test_widths_without_a_kernel_are_refused():
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match=rf"{TARGET}: bits is 3 but .* 4 and 8.*\."
-    ):
-        call(bits=3, packed=((1, 1, 2, 384), "uint32"))

@@ -74,12 +74,17 @@ def test_one_custom_call_for_cuda(cuda, dtype, format):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("zero", ["none", "integer", "float"])
-def test_one_custom_call_for_the_cpu(dtype, zero):
-    format = FOUR.replace(zero=zero)
+@pytest.mark.parametrize(
+    ("bits", "zero"),
+    [(1, "integer"), (1, "float")]  # quantize refuses 1 bit without a zero
+    + [(bits, zero) for bits in range(2, 9) for zero in ("none", "integer", "float")],
+)
+def test_one_custom_call_for_the_cpu(dtype, bits, zero):
+    format = FOUR.replace(zero=zero, bits=bits)
     text = lowered(product, like(5, K, dtype=dtype), stack(format), platform="cpu")
     assert calls(text) == 1
     assert "dot_general" not in text
+    assert f"bits = {bits} : i64" in text
 
 
 def test_workspace_of_cuda_only(cuda):
@@ -94,7 +99,6 @@ def test_workspace_of_cuda_only(cuda):
     [
         ("cuda", "float32", FOUR.replace(zero="float")),
         ("cuda", "bfloat16", Format(3, 32)),
-        ("cpu", "bfloat16", Format(5)),
         ("tpu", "bfloat16", FOUR),
         ("rocm", "bfloat16", FOUR),
     ],

@@ -16,7 +16,7 @@ from jaxlowbit import Format, QuantizedArray
 K, N, LAYERS = 72, 72, 3
 UNCHECKED = [export.DisabledSafetyCheck.custom_call(TARGET)]
 
-# The dtypes and formats of the kernels, and one that runs through the definition.
+# The dtypes and formats of the kernels, and one that CUDA leaves to the definition.
 KINDS = {
     "4 bits, bfloat16": ("bfloat16", Format(4, 32, "integer")),
     "8 bits, float32": ("float32", Format(8)),

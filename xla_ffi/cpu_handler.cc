@@ -57,10 +57,6 @@ ffi::Future Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer pac
   const ffi::Error error = DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size,
                                           transposed, scale_sums, &operands);
   if (error.failure()) return Completed(error);
-  if (!CpuSupportsBits(bits)) {
-    return Completed(Refuse("bits is " + std::to_string(bits) +
-                            " but the CPU kernel has 4 and 8; other widths run as plain XLA."));
-  }
   if (transposed) {
     return Completed(Refuse("the CPU kernel has no transposed product; it runs as plain XLA."));
   }

@@ -26,7 +26,7 @@ except ImportError as error:
     ) from error
 
 _TARGET = "jaxlowbit_quantized_matmul"
-_BITS = (4, 8)
+_CUDA_BITS = (4, 8)
 _LHS = ("float32", "bfloat16", "float16")
 
 
@@ -80,8 +80,8 @@ def unsupported(
     """Why the custom call of `platform` cannot compute this problem, or None."""
     if reason := unavailable(platform):
         return reason
-    if format.bits not in _BITS:
-        return f"its kernels read {_one_of(_BITS)} bits, the format has {format.bits}"
+    if platform == "cuda" and format.bits not in _CUDA_BITS:
+        return f"its kernels read {_one_of(_CUDA_BITS)} bits, the format has {format.bits}"
     if str(lhs) not in _LHS:
         return f"its kernels take lhs of {_one_of(_LHS)}, this one is {lhs}"
     if transposed and platform == "cpu":

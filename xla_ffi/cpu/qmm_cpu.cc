@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "xla_ffi/cpu/convert.h"
+#include "xla_ffi/cpu/planes.h"
 #include "xla_ffi/cpu/tuning.h"
 
 // The kernel once per instruction set: registers hold kLanes floats, and there are kRegisters.
@@ -48,8 +49,6 @@ std::vector<const CpuClone*> RunnableCpuClones() {
   clones.push_back(&baseline::kClone);
   return clones;
 }
-
-bool CpuSupportsBits(int64_t bits) { return bits == 4 || bits == 8; }
 
 CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone)
     : call_{problem, buffers},

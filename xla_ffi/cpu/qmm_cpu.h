@@ -38,8 +38,6 @@ struct CpuClone {
 // The clones this binary holds that this machine can run, best first.
 std::vector<const CpuClone*> RunnableCpuClones();
 
-bool CpuSupportsBits(int64_t bits);
-
 class CpuMatmul {
  public:
   CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone);
