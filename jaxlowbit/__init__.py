@@ -1,7 +1,7 @@
 """Low-bit matrix products for JAX: weights in 1 to 8 bits, multiplied without unpacking to memory.
 
-`jaxlowbit.nnx` has the Flax layers; importing this package imports no Flax and initialises no
-backend.
+`jaxlowbit.nnx` and `jaxlowbit.linen` have the Flax layers; importing this package imports no Flax
+and initialises no backend.
 """
 
 from ._array import QuantizedArray as QuantizedArray

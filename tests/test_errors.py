@@ -284,7 +284,7 @@ def available(monkeypatch):
     ("backend", "format", "dtype", "reason"),
     [
         ("cuda", Format(3, 16), "bfloat16", "its kernels read 4 or 8 bits, the format has 3"),
-        ("cuda", FOUR.replace(zero="float"), "float32", "with float32 lhs its kernels take no float"),
+        ("cuda", FOUR.replace(zero="float"), "float32", "with float32 lhs its kernels"),
     ],
 )
 def test_backend_that_cannot(available, weight, backend, format, dtype, reason):

@@ -1,0 +1,1 @@
+"""What `jaxlowbit.nnx` and `jaxlowbit.linen` are made of; `rules` and `report` serve both."""

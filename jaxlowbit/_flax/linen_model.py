@@ -1,0 +1,146 @@
+"""`quantize_model` for Linen: the variables change, and the module's products with them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import core, traverse_util
+from flax import linen as nn
+
+from .._formats import Format
+from .linen_dense import COLLECTION, arrays_of, dense
+from .report import LayerReport, QuantizationReport
+from .rules import Rules, choose
+from .weights import quantize_weight
+
+_Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedModel:
+    """A Linen module some of whose `nn.Dense` layers have quantized kernels; see `quantize_model`.
+
+    Immutable and hashable, with `apply` alone: nothing else of a module depends on its kernels.
+    """
+
+    module: nn.Module
+    formats: tuple[tuple[_Path, Format], ...]
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """`module.apply`, with the same arguments, on the quantized variables.
+
+        **Raises:** `ValueError` if the kernel of a quantized layer is not among the variables.
+        """
+        formats = dict(self.formats)
+
+        def multiply(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            layer = context.module
+            if type(layer) is not nn.Dense or context.method_name != "__call__":
+                return next_fun(*args, **kwargs)
+            format = formats.get(layer.path)
+            if format is None:
+                return next_fun(*args, **kwargs)
+            bias = layer.get_variable("params", "bias") if layer.use_bias else None
+            return dense(layer, format, bias, *args, **kwargs)
+
+        with nn.intercept_methods(multiply):
+            return self.module.apply(variables, *args, **kwargs)
+
+
+def quantize_model(
+    module: nn.Module, variables: Mapping[str, Any], rules: Rules, *args: Any, **kwargs: Any
+) -> tuple[QuantizedModel, dict[str, Any], QuantizationReport]:
+    """Quantizes the kernels of a model's `nn.Dense` layers; the module's code stays as it is.
+
+    Kernels move from `params` to the collection `"quantized"`, one array per variable, so `params`
+    holds floats only and can be differentiated and optimized as before. The layers are found by
+    tracing `module.apply` once, without computing: a kernel of another kind of layer never changes.
+    Abstract variables, as from `jax.eval_shape(module.init, ...)`, give abstract ones. Within
+    `nn.scan` and `nn.vmap` the new collection is lifted like `params`: `variable_axes={"params": 0,
+    "quantized": 0}`.
+
+    **Arguments:**
+
+    - `module`, `variables`: the model, and what its `init` returned or a checkpoint holds.
+    - `rules`: a `Format` for every dense layer but heads (names that match `HEADS`); or regular
+      expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each is
+      searched (`re.search`) in the dotted path of the layer, such as `block_0.mlp.up`; the first
+      that matches decides, and a layer that none matches is kept.
+    - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
+
+    **Returns:** the model to `apply`, its variables, and a `QuantizationReport`, a table when
+    printed: sizes, errors, and what multiplies.
+
+    **Raises:** `TypeError` for rules that are none; `ValueError` for a rule that decides about no
+    layer, for a chosen layer that cannot be replaced, and where `jaxlowbit.quantize` raises.
+
+    ```python
+    model, variables, report = quantize_model(module, variables, INT4, x)
+    y = jax.jit(model.apply)(variables, x)
+    ```
+    """
+    layers = _dense_layers(module, variables, args, kwargs)
+    params = traverse_util.flatten_dict(core.unfreeze(variables["params"]))
+    formats = choose(rules, [[".".join(path)] for path in layers])
+    chosen = dict(zip(layers, formats, strict=True))
+    for path, format in chosen.items():
+        if format is not None:
+            _check(path, layers[path], params)
+    quantized, reports = {}, []
+    for path, format in chosen.items():
+        name, key = ".".join(path), (*path, "kernel")
+        if format is None:
+            if key in params:
+                reports.append(LayerReport.kept(name, nn.unbox(params[key])))
+            continue
+        weight = nn.unbox(params.pop(key))
+        try:
+            kernel = quantize_weight(weight, format)
+        except ValueError as error:
+            raise ValueError(f"quantize_model: in {name}: {error}") from None
+        quantized |= {(*path, array): value for array, value in arrays_of(kernel).items()}
+        dtype = layers[path].dtype or kernel.dtype
+        reports.append(LayerReport.quantized(name, weight, kernel, dtype))
+    collections = {
+        **variables,
+        "params": traverse_util.unflatten_dict(params),
+        COLLECTION: traverse_util.unflatten_dict(quantized),
+    }
+    replaced = tuple((path, format) for path, format in chosen.items() if format is not None)
+    return QuantizedModel(module, replaced), collections, QuantizationReport(tuple(reports))
+
+
+def _dense_layers(
+    module: nn.Module, variables: Any, args: Any, kwargs: Any
+) -> dict[_Path, nn.Dense]:
+    """The dense layers that `module.apply` calls, by path, in the order of their calls."""
+    found: dict[_Path, nn.Dense] = {}
+
+    def record(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        layer = context.module
+        if isinstance(layer, nn.Dense) and context.method_name == "__call__":
+            found.setdefault(layer.path, layer.clone(parent=None))
+        return next_fun(*args, **kwargs)
+
+    with nn.intercept_methods(record):
+        jax.eval_shape(lambda *args: module.apply(*args, **kwargs), variables, *args)
+    return found
+
+
+def _check(path: _Path, layer: nn.Dense, params: Mapping[_Path, Any]) -> None:
+    reason = None
+    if type(layer) is not nn.Dense:
+        reason = f"is {type(layer).__name__}, and a subclass of nn.Dense may compute something else"
+    elif not path:
+        reason = "is the model itself; use QuantizedDense instead"
+    elif (*path, "kernel") not in params:
+        reason = "has no kernel of its own path in params, which it shares with another layer"
+    for option in ("precision", "dot_general", "dot_general_cls"):
+        if getattr(layer, option) is not None:
+            reason = f"has {option}={getattr(layer, option)!r}, which a quantized product has not"
+    if reason is not None:
+        raise ValueError(
+            f"quantize_model: the layer {'.'.join(path)!r} {reason}. Keep it, with a rule of its "
+            "path and None."
+        )

@@ -1,0 +1,147 @@
+"""`quantize_model` for NNX: layers are replaced where they stand, one after the other."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from flax import nnx
+
+from .._formats import Format
+from .nnx_linear import QuantizedLinear, check_linear
+from .report import LayerReport, QuantizationReport
+from .rules import Rules, choose
+
+
+def quantize_model(model: nnx.Module, rules: Rules) -> QuantizationReport:
+    """Replaces the linear layers of a model, in place, by layers with quantized kernels.
+
+    Layers change one by one, and each float kernel is dropped before the next is read: beyond the
+    model, one layer exists twice at most. A layer that stands in several places is replaced by
+    one layer in all of them. An abstract model, made under `nnx.eval_shape`, becomes an abstract
+    quantized one, ready for `nnx.update` with stored arrays.
+
+    **Arguments:**
+
+    - `model`: any tree of modules, lists and dicts. Only layers of class `nnx.Linear` change;
+      embeddings, norms and convolutions stay.
+    - `rules`: a `Format` for every linear layer but heads (names that match `HEADS`); or regular
+      expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each is
+      searched (`re.search`) in the dotted path of the layer, such as `blocks.0.mlp.up`; the first
+      that matches decides, and a layer that none matches is kept.
+
+    **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, and what multiplies.
+
+    **Raises:** `TypeError` for rules that are none; `ValueError`, with the model untouched, for a
+    rule that decides about no layer and for a chosen layer that cannot be replaced; `ValueError`
+    with the path of the layer where `jaxlowbit.quantize` raises.
+
+    ```python
+    model = nnx.Sequential(nnx.Linear(256, 512, rngs=rngs), nnx.Linear(512, 256, rngs=rngs))
+    print(quantize_model(model, {r"layers\\.0": INT4, r"layers\\.1": INT8}))
+    ```
+    """
+    places = _linear_layers(model)
+    formats = choose(rules, [place.paths for place in places])
+    owners = _owners(model)
+    for place, format in zip(places, formats, strict=True):
+        if format is not None:
+            place.check(owners)
+    reports = []
+    while places:  # drops each place, and with it the float layer, before the next
+        reports.append(_replace(places.pop(0), formats.pop(0)))
+    return QuantizationReport(tuple(reports))
+
+
+@dataclasses.dataclass
+class _Place:
+    """A layer, and every container and key under which a model holds it."""
+
+    layer: nnx.Linear
+    paths: list[str]
+    holders: list[tuple[Any, Any]]
+
+    def check(self, owners: dict[int, list[str]]) -> None:
+        try:
+            check_linear(self.layer)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"quantize_model: in {self.paths[0] or 'the model'}: {error} Or keep the layer, "
+                "with a rule of its path and None."
+            ) from None
+        if not all(isinstance(holder, nnx.Pytree | list | dict) for holder, _ in self.holders):
+            raise ValueError(
+                f"quantize_model: {self.paths[0] or 'the model'} is the model itself or an element "
+                "of a tuple, where nothing can be replaced; use QuantizedLinear.from_linear, or "
+                "an nnx.List instead of the tuple."
+            )
+        sharing = owners[id(self.layer.kernel)]
+        if len(sharing) > 1:
+            raise ValueError(
+                f"quantize_model: {' and '.join(sharing)} share one kernel variable, which one of "
+                "them cannot quantize alone; share the layer itself, or keep it with a rule of "
+                "its path and None."
+            )
+
+
+def _replace(place: _Place, format: Format | None) -> LayerReport:
+    path, weight = place.paths[0], place.layer.kernel.get_value()
+    if format is None:
+        return LayerReport.kept(path, weight)
+    try:
+        layer = QuantizedLinear.from_linear(place.layer, format)
+    except ValueError as error:
+        raise ValueError(f"quantize_model: in {path}: {error}") from None
+    for holder, key in place.holders:
+        if isinstance(holder, nnx.List | list | dict):
+            holder[key] = layer
+        else:
+            setattr(holder, key, layer)
+    kernel = layer.kernel
+    return LayerReport.quantized(path, weight, kernel, layer.dtype or kernel.dtype)
+
+
+def _linear_layers(model: nnx.Module) -> list[_Place]:
+    """Every linear layer once, in the order of the model's attributes."""
+    places: dict[int, _Place] = {}
+    for path, holder, key, node in _walk((), None, None, model, set()):
+        if isinstance(node, nnx.Linear):
+            place = places.setdefault(id(node), _Place(node, [], []))
+            place.paths.append(_dotted(path))
+            place.holders.append((holder, key))
+    return list(places.values())
+
+
+def _owners(model: nnx.Module) -> dict[int, list[str]]:
+    """The paths of the modules that hold each variable."""
+    owners: dict[int, list[str]] = {}
+    for path, module in nnx.iter_modules(model):
+        for child in vars(module).values():
+            if isinstance(child, nnx.Variable):
+                owners.setdefault(id(child), []).append(_dotted(path))
+    return owners
+
+
+def _walk(
+    path: tuple[Any, ...], holder: Any, key: Any, node: Any, visited: set[int]
+) -> Iterator[tuple[tuple[Any, ...], Any, Any, Any]]:
+    """Path, holder, key and node of every edge of the model; goes below each node once."""
+    yield path, holder, key, node
+    if id(node) in visited:
+        return
+    visited.add(id(node))
+    for name, child in _children(node):
+        yield from _walk((*path, name), node, name, child, visited)
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, nnx.List | list | tuple):
+        return list(enumerate(node))
+    if isinstance(node, dict):
+        return list(node.items())
+    if isinstance(node, nnx.Pytree):
+        return [item for item in vars(node).items() if not item[0].startswith("_pytree__")]
+    return []
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,305 @@
+"""`jaxlowbit.nnx.quantize_model`: which layers change, what they compute then, what is reported."""
+
+import gc
+import re
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from jaxlowbit import INT8, Format
+from jaxlowbit.nnx import HEADS, Packed, QuantizedLinear, quantize_model
+
+WIDTH, HEADS_COUNT, VOCABULARY = 64, 2, 96
+FORMAT = Format(bits=4, group_size=32, zero="integer")
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
+        self.out_proj = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.mlp = nnx.Dict(
+            up=nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs), down=nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+        )
+
+    def __call__(self, x):
+        q, k, v = jnp.split(self.qkv(self.norm(x)), 3, axis=-1)
+        q, k, v = (a.reshape(*a.shape[:-1], HEADS_COUNT, -1) for a in (q, k, v))
+        x = x + self.out_proj(
+            jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        )
+        return x + self.mlp.down(jax.nn.gelu(self.mlp.up(x)))
+
+
+class Transformer(nnx.Module):
+    """Applies `depth` blocks, each `repeat` times: the second use is the same module."""
+
+    def __init__(self, depth=2, repeat=1, rngs=None):
+        rngs = rngs or nnx.Rngs(0)
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        blocks = [Block(rngs) for _ in range(depth)]
+        self.blocks = nnx.List(blocks * repeat)
+        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+TOKENS = jnp.arange(2 * 7).reshape(2, 7) * 5 % VOCABULARY
+
+
+def cast(model, dtype):
+    """The model with parameters of `dtype`, which its computations then have too."""
+    params = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+    return model
+
+
+def rounded(model, quantized):
+    """The float model with the weights that the quantized one stands for."""
+    layers: dict[Any, Any] = dict(nnx.iter_modules(model))
+    for path, layer in nnx.iter_modules(quantized):
+        if isinstance(layer, QuantizedLinear):
+            layers[path].kernel.set_value(layer.kernel.dequantize())
+    return model
+
+
+def quantized_paths(model):
+    modules = nnx.iter_modules(model)
+    return {".".join(map(str, p)) for p, m in modules if isinstance(m, QuantizedLinear)}
+
+
+# --- what the model computes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_model_equals_its_fake_quantized_twin(dtype):
+    with jax.numpy_dtype_promotion("standard"):
+        model = cast(Transformer(), dtype)
+        twin = cast(Transformer(), dtype)
+        before = np.asarray(nnx.jit(lambda model, x: model(x))(model, TOKENS), np.float32)
+        quantize_model(model, FORMAT)
+        got = np.asarray(nnx.jit(lambda model, x: model(x))(model, TOKENS), np.float32)
+        expected = nnx.jit(lambda model, x: model(x))(rounded(twin, model), TOKENS)
+    size = np.abs(before).max()
+    tolerance = {"float32": 1e-5, "bfloat16": 4e-2}[dtype]
+    np.testing.assert_allclose(got, np.asarray(expected, np.float32), atol=tolerance * size)
+    if dtype == "float32":
+        assert np.abs(got - before).max() > 100 * tolerance * size  # rounding is visible
+
+
+def test_tied_blocks_stay_tied():
+    model = Transformer(repeat=2)
+    report = quantize_model(model, FORMAT)
+    assert model.blocks[0] is model.blocks[2] and model.blocks[1] is model.blocks[3]
+    assert len(nnx.to_flat_state(nnx.state(model, Packed))) == 8
+    assert len(report.layers) == 9
+
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.first = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+            self.again = nnx.data([{"tied": self.first}])
+
+    tied = Tied()
+    (layer,) = quantize_model(tied, [(r"^again\.0\.tied$", FORMAT)]).layers
+    assert isinstance(tied.first, QuantizedLinear)
+    assert tied.again[0]["tied"] is tied.first
+    assert layer.path == "first"
+
+
+def test_stacked_layers():
+    @nnx.vmap
+    def create(key):
+        return Block(nnx.Rngs(key))
+
+    def apply(stack):
+        scanned = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scanned(jnp.ones((2, 3, WIDTH)), stack)
+
+    stack, twin = (create(jax.random.split(jax.random.key(0), 3)) for _ in range(2))
+    quantize_model(stack, FORMAT)
+    np.testing.assert_allclose(apply(stack), apply(rounded(twin, stack)), atol=1e-4)
+
+
+# --- how it is done ------------------------------------------------------------------------------
+
+
+def test_each_float_kernel_is_dropped_before_the_next_is_read(monkeypatch):
+    model = Transformer()
+    kernels = [
+        weakref.ref(module.kernel.get_value())
+        for _, module in nnx.iter_modules(model)
+        if isinstance(module, nnx.Linear) and module is not model.head
+    ]
+    alive = []
+    original = QuantizedLinear.from_linear
+
+    def count(linear, format):
+        gc.collect()
+        alive.append(sum(kernel() is not None for kernel in kernels))
+        return original(linear, format)
+
+    monkeypatch.setattr(QuantizedLinear, "from_linear", count)
+    quantize_model(model, FORMAT)
+    assert alive == list(range(8, 0, -1))
+
+
+def test_abstract_model_and_orbax_round_trip(tmp_path):
+    model = Transformer()
+    quantize_model(model, FORMAT)
+    restored = nnx.eval_shape(Transformer)
+    report = quantize_model(restored, FORMAT)
+    assert all(layer.error is None for layer in report.layers)
+    assert nnx.graphdef(restored) == nnx.graphdef(model)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", nnx.state(model))
+        checkpointer.wait_until_finished()
+        nnx.update(restored, checkpointer.restore(tmp_path / "model", nnx.state(restored)))
+    np.testing.assert_array_equal(restored(TOKENS), model(TOKENS))
+
+
+def test_lora_on_a_quantized_base_trains_its_adapter_only():
+    model: Any = Transformer()
+    quantize_model(model, FORMAT)
+    base = model.blocks[0].out_proj
+    model.blocks[0].out_proj = nnx.LoRA(
+        WIDTH, 4, WIDTH, base_module=base, b_initializer=nnx.initializers.ones, rngs=nnx.Rngs(1)
+    )
+    lora, x = model.blocks[0].out_proj, jnp.ones((3, WIDTH))
+    expected = base(x) + x @ lora.lora_a[...] @ lora.lora_b[...]
+    np.testing.assert_allclose(lora(x), expected, atol=1e-4)
+    adapter = nnx.DiffState(0, nnx.LoRAParam)
+    grads = nnx.grad(lambda model: jnp.sum(model(TOKENS) ** 2), argnums=adapter)(model)
+    found = {path[-1]: value[...] for path, value in nnx.to_flat_state(grads)}
+    assert set(found) == {"lora_a", "lora_b"}
+    assert all(jnp.abs(value).max() > 0 for value in found.values())
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+
+def test_a_format_alone_keeps_heads_embeddings_and_norms():
+    model = Transformer()
+    quantize_model(model, FORMAT)
+    layers = ("qkv", "out_proj", "mlp.up", "mlp.down")
+    assert quantized_paths(model) == {f"blocks.{i}.{name}" for i in range(2) for name in layers}
+    assert type(model.embed) is nnx.Embed and type(model.head) is nnx.Linear
+
+
+@pytest.mark.parametrize("name", ["lm_head", "decoder.head", "logits", "classifier"])
+def test_names_of_heads(name):
+    assert re.search(HEADS, name)
+
+
+@pytest.mark.parametrize("name", ["out_proj", "header", "head.dense", "attention.output"])
+def test_names_of_other_layers(name):
+    assert not re.search(HEADS, name)
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_the_first_rule_that_matches_decides(kind):
+    rules = {r"blocks\.0\.": None, "mlp": INT8, r"qkv$": FORMAT, "^head$": FORMAT}
+    model = Transformer()
+    report = quantize_model(model, rules if kind is dict else list(rules.items()))
+    formats = {layer.path: layer.format for layer in report.layers if layer.format}
+    assert formats == {
+        "blocks.1.mlp.up": INT8,
+        "blocks.1.mlp.down": INT8,
+        "blocks.1.qkv": FORMAT,
+        "head": FORMAT,
+    }
+    assert quantized_paths(model) == set(formats)
+    assert isinstance(model.blocks[1].out_proj, nnx.Linear)  # no rule matches it
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def test_report():
+    model = Transformer()
+    kernel = model.blocks[0].mlp.up.kernel[...]
+    report = quantize_model(model, [("head", Format(3, 32)), (r"0\.mlp\.up", FORMAT)])
+    layers = {layer.path: layer for layer in report.layers}
+    up, layer = layers["blocks.0.mlp.up"], model.blocks[0].mlp.up
+    change = np.linalg.norm(layer.kernel.dequantize() - kernel) / np.linalg.norm(kernel)
+    assert up.error == pytest.approx(float(change), rel=1e-4)
+    assert (up.shape, up.nbytes_before) == ((WIDTH, 2 * WIDTH), kernel.nbytes)
+    assert up.nbytes_after == layer.kernel.nbytes
+    if jax.default_backend() == "cpu":
+        assert up.backend == "cpu"
+        assert layers["head"].backend == "xla: its kernels read 4 or 8 bits, the format has 3"
+    kept = layers["blocks.1.qkv"]
+    assert kept.format is None and kept.nbytes_after == kept.nbytes_before
+    assert report.nbytes_after == sum(layer.nbytes_after for layer in report.layers)
+    lines = str(report).splitlines()
+    columns = ["layer", "shape", "format", "before", "after", "error", "backend"]
+    assert lines[0].split() == columns
+    assert re.search(
+        r"^blocks\.0\.mlp\.up +64 x 128 +4 bits, groups of 32, integer zero +0\.03 MB +0\.01 MB +"
+        r"0\.\d{4} +",
+        next(line for line in lines if "0.mlp.up" in line),
+    )
+    assert lines[-1].startswith("2 of 9 layers quantized")
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def untouched(model, rules, error, message):
+    with pytest.raises(error, match=message):
+        quantize_model(model, rules)
+    assert not quantized_paths(model)
+
+
+def test_wrong_rules_are_refused():
+    model = Transformer()
+    untouched(
+        model,
+        {"mlp": FORMAT, "atention": None},
+        ValueError,
+        r"the rule 'atention' matches no layer; .* blocks\.0\.qkv, .* and 1 more",
+    )
+    untouched(model, {"": FORMAT, "mlp": None}, ValueError, "'mlp' decides about no layer, since")
+    untouched(model, {"(": FORMAT}, ValueError, r"the rule '\(' is no regular expression")
+    untouched(model, {"mlp": "int4"}, TypeError, r"\('mlp', 'int4'\) is no rule; a rule is a")
+    untouched(nnx.Dropout(0.5), {"mlp": FORMAT}, ValueError, "The layers are none at all")
+
+
+def test_layers_that_cannot_be_replaced_are_refused_before_any_is():
+    rngs = nnx.Rngs(0)
+
+    class Special(nnx.Linear):
+        pass
+
+    for layer, message in (
+        (
+            nnx.Linear(64, 64, precision="highest", rngs=rngs),
+            r"in layers\.1: .*precision='highest'",
+        ),
+        (Special(64, 64, rngs=rngs), r"in layers\.1: .*is Special, but .* Or keep the layer"),
+    ):
+        model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), layer)
+        untouched(model, FORMAT, ValueError, message)
+        quantize_model(model, {r"layers\.1": None, "": FORMAT})
+        assert quantized_paths(model) == {"layers.0"}
+    untouched(nnx.Linear(64, 64, rngs=rngs), FORMAT, ValueError, "is the model itself")
+    shared: Any = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs))
+    shared.layers[1].kernel = shared.layers[0].kernel
+    untouched(shared, FORMAT, ValueError, r"layers\.0 and layers\.1 share one kernel variable")
+
+
+def test_the_layer_with_unusable_weights_is_named():
+    model = Transformer()
+    kernel = model.blocks[1].qkv.kernel
+    kernel.set_value(kernel[...].at[3, 4].set(jnp.nan))
+    with pytest.raises(ValueError, match=r"in blocks\.1\.qkv: quantize: .* \(3, 4\)"):
+        quantize_model(model, FORMAT)
