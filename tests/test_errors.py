@@ -82,7 +82,7 @@ def test_quantize_scale_dtype(weight):
 
 
 def test_quantize_method(weight):
-    with refuses("method='gptq' is unknown; the method is 'absmax'"):
+    with refuses("method='gptq' is unknown; the methods are 'absmax' and 'mse'"):
         quantize(weight, FOUR, method="gptq")  # pyright: ignore[reportArgumentType]
 
 
