@@ -13,6 +13,8 @@ def select(
     bits: int = ...,
     group_size: int = ...,
     batch: int = ...,
+    float32_scale: bool = ...,
+    integer_zero: bool = ...,
     compute_capability: int = ...,
     num_sms: int = ...,
     shared_bytes_per_sm: int = ...,

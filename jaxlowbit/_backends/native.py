@@ -77,8 +77,11 @@ def register() -> None:
 
 def unsupported(platform: str, lhs: jnp.dtype, format: Format) -> str | None:
     """Why the custom call of `platform` cannot compute this problem, or None."""
-    if reason := unavailable(platform):
-        return reason
+    return unavailable(platform) or uncovered(platform, lhs, format)
+
+
+def uncovered(platform: str, lhs: jnp.dtype, format: Format) -> str | None:
+    """Why the kernels for `platform`, in a build that has them, lack this problem, or None."""
     if format.bits not in _BITS:
         return f"its kernels read {_one_of(_BITS)} bits, the format has {format.bits}"
     if str(lhs) not in _LHS[platform]:
@@ -121,6 +124,36 @@ def matmul(
         group_size=np.int64(format.group_size),
     )
     return out.reshape(*lead, *rows, n)
+
+
+def choose(
+    batch: int,
+    m: int,
+    k: int,
+    n: int,
+    lhs: jnp.dtype,
+    scale: jnp.dtype,
+    format: Format,
+    *,
+    compute_capability: int,
+    num_sms: int,
+    shared_bytes_per_sm: int,
+) -> dict:
+    """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or ""."""
+    return _ffi.select(
+        m=m,
+        n=n,
+        k=k,
+        bits=format.bits,
+        group_size=format.group_size,
+        batch=batch,
+        float32_scale=scale != lhs,  # `matmul` widens the other 16-bit dtype
+        integer_zero=format.zero == "integer",
+        compute_capability=compute_capability,
+        num_sms=num_sms,
+        shared_bytes_per_sm=shared_bytes_per_sm,
+        workspace_bytes=_workspace_bytes(batch, m, n),
+    )
 
 
 def _workspace_bytes(batch: int, m: int, n: int) -> int:
