@@ -79,13 +79,8 @@ def _choice(
         yield "backend", "none"
         yield "why", "the result is empty"
         return
-    if device.platform not in ("cpu", "cuda"):
-        reason = "there is no custom call for this platform"
-    elif device.here:
-        reason = native.unsupported(device.platform, lhs, rhs.format)
-    else:
-        reason = native.uncovered(device.platform, lhs, rhs.format)
-    if reason:
+    refusal = native.unsupported if device.here else native.uncovered
+    if reason := refusal(device.platform, lhs, rhs.format):
         yield "backend", "xla: dequantizes, then multiplies"
         yield "why", reason
         return
@@ -108,8 +103,8 @@ def _choice(
         num_sms=device.num_sms,
         shared_bytes_per_sm=1024 * _SHARED_KIB.get(device.capability, 100),
     )
-    if refusal := choice.pop("unsupported"):
-        yield "kernel", f"none, and the call fails: {refusal}; use backend='xla'"
+    if reason := choice.pop("unsupported"):
+        yield "kernel", f"none, and the call fails: {reason}; use backend='xla'"
         return
     block_m, split_k = choice["block_m"], choice["split_k"]
     yield "kernel", f"qmm_sm80, block_m={block_m}, split_k={split_k}"

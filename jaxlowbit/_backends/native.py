@@ -82,6 +82,8 @@ def unsupported(platform: str, lhs: jnp.dtype, format: Format) -> str | None:
 
 def uncovered(platform: str, lhs: jnp.dtype, format: Format) -> str | None:
     """Why the kernels for `platform`, in a build that has them, lack this problem, or None."""
+    if platform not in _LHS:
+        return "there is no custom call for this platform"
     if format.bits not in _BITS:
         return f"its kernels read {_one_of(_BITS)} bits, the format has {format.bits}"
     if str(lhs) not in _LHS[platform]:
