@@ -6,6 +6,7 @@ and initialises no backend.
 
 from ._array import QuantizedArray as QuantizedArray
 from ._backends import native as _native
+from ._explain import explain as explain
 from ._formats import INT4 as INT4
 from ._formats import INT8 as INT8
 from ._formats import UINT4 as UINT4

@@ -255,6 +255,34 @@ class QuantizedArray:
         codes = _codes("values", values, format)
         return cls.from_packed_groups(codes, scale, zero, format=format)
 
+    @classmethod
+    def from_qarray(cls, array: Any) -> "QuantizedArray":
+        """Packs a `qwix.QArray` (..., k, n) of integers, whose meaning it keeps.
+
+        **Arguments:** `array`: integers of up to 8 bits with scales, and perhaps zero points, in
+        tiles along k that hold a multiple of 16, or one for all of k.
+
+        **Raises:** `TypeError` for anything else than a QArray, `ValueError` for another qtype or
+        tiling.
+
+        ```python
+        QuantizedArray.from_qarray(qwix.quantize(w, jnp.int4, channelwise_axes=[1]))
+        ```
+        """
+        from ._qwix import from_qarray  # built on this class
+
+        return from_qarray(array)
+
+    def to_qarray(self) -> Any:
+        """Returns the same matrix as a `qwix.QArray` of signed integers, one per element.
+
+        **Raises:** `ImportError` without qwix, `ValueError` for a float zero and for groups that
+        do not divide k.
+        """
+        from ._qwix import to_qarray
+
+        return to_qarray(self)
+
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _LEAVES]
         return children, (self.format, self.k, self.n)

@@ -124,6 +124,33 @@ def unpack_groups(values: Array) -> Array:
     return _transpose(values, "NGwgh", "GN" + _N_AXES).reshape(*lead, groups, n_blocks * ATOM)
 
 
+def rows_by_slot(values: Array, bits: int) -> Array:
+    """Values of rows (..., k), whole atoms, as shifting words slot by slot finds them.
+
+    For 1, 2, 4 or 8 bits. Words of an atom as (32, words / 32) hold channels by rows; slot i has
+    the channels of h = i % 2. The rows of slots i, i + 2, ... side by side make the order here,
+    (..., k_blocks, 64).
+    """
+    (plane,) = _PLANES[bits]
+    digits = bits.bit_length() - 1  # of the word; the others number the slot in it, h last
+    word, slot = plane.slots[:digits], plane.slots[digits:-1]
+    values = values.reshape(*values.shape[:-1], -1, *_K_SIZES)
+    values = _transpose(values, "K" + _K_AXES, "K" + slot + "t" + word)
+    return values.reshape(*values.shape[: -len(_K_AXES)], ATOM)
+
+
+def channels_by_slot(values: Array) -> Array:
+    """Channels (..., 64) in the order of `pack_groups` as slots of even, then odd number hold."""
+    axes = values.reshape(*values.shape[:-1], 4, 8, 2)
+    return _transpose(axes, "wgh", "hwg").reshape(values.shape)
+
+
+def channels_from_slots(values: Array) -> Array:
+    """Channels (..., 64) in the order of `channels_by_slot` in their own order."""
+    axes = values.reshape(*values.shape[:-1], 2, 4, 8)
+    return _transpose(axes, "hwg", "whg").reshape(values.shape)
+
+
 def packed_shape(k: int, n: int, bits: int) -> tuple[int, int, int]:
     return blocks(n), blocks(k), words_per_atom(bits)
 

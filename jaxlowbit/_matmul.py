@@ -18,10 +18,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from ._array import QuantizedArray
-from ._backends import definition, native
+from ._backends import definition, native, pallas
 from ._formats import Format
 
-Backend = Literal["cuda", "cpu", "xla"]
+Backend = Literal["cuda", "cpu", "pallas", "xla"]
 _LHS_DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
 
 
@@ -46,8 +46,9 @@ def quantized_matmul(
     - `rhs`: (..., k, n).
     - `preferred_element_type`: dtype of the result: that of `lhs` (the default) or float32.
     - `backend`: None for the custom call of the platform the program is compiled for where it
-      supports the problem, else the definition; `"cuda"` or `"cpu"` for that custom call or an
-      error with the reason; `"xla"` for the definition, `lhs @ rhs.dequantize(lhs.dtype)`.
+      supports the problem, else the definition; `"cuda"` or `"cpu"` for that custom call,
+      `"pallas"` for a kernel for TPUs (interpreted, slowly, on the CPU), each or an error with the
+      reason; `"xla"` for the definition, `lhs @ rhs.dequantize(lhs.dtype)`.
 
     **Returns:** (..., n).
 
@@ -102,7 +103,7 @@ def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
     """
     dtype = jnp.dtype(lhs.dtype)
     reasons = {name: native.unsupported(name, dtype, rhs.format) for name in ("cuda", "cpu")}
-    return {**reasons, "xla": None}
+    return {**reasons, "pallas": pallas.unsupported(rhs.format), "xla": None}
 
 
 def _check(lhs: Array, rhs: QuantizedArray, out_dtype: Any, backend: Backend | None) -> None:
@@ -318,33 +319,34 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple
 batching.primitive_batchers[quantized_matmul_p] = _batch
 
 
+# Backends that run on some platforms only.
+_PLATFORMS = {"cuda": ("cuda",), "cpu": ("cpu",), "pallas": pallas.PLATFORMS}
+
+
 def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
     """The product on `platform`, by the backend that is asked for or the best one there."""
     lhs, backend, format = operands[0], params["backend"], params["format"]
-    if backend not in (None, "xla", platform):
+    if platform not in _PLATFORMS.get(backend, (platform,)):
         raise ValueError(
             f"quantized_matmul: backend={backend!r}, but this program is compiled for "
             f"{platform or 'another platform'}; use backend=None or 'xla'."
         )
     if math.prod(lhs.shape[:-1]) == 0:
         return jnp.zeros((*lhs.shape[:-1], params["columns"]), params["out_dtype"])
-    transposed = params["transposed"]
-    reason = platform is None or native.unsupported(
-        platform, lhs.dtype, format, transposed=transposed
-    )
-    if backend == "xla" or reason:
-        return _definition(*operands, **params)
     named = _Operands.of(operands, format, params["indexed"]).named()
-    return native.matmul(
-        **named,
-        format=format,
-        columns=params["columns"],
-        transposed=transposed,
-        out_dtype=params["out_dtype"],
-        platform=platform,
-    )
+    transposed = params["transposed"]
+    sizes = {"columns": params["columns"], "out_dtype": params["out_dtype"]}
+    if backend == "pallas" and not transposed:
+        return pallas.matmul(**named, format=format, **sizes, platform=platform)
+    if (
+        platform is None
+        or backend in ("xla", "pallas")
+        or native.unsupported(platform, lhs.dtype, format, transposed=transposed)
+    ):
+        return _definition(*operands, **params)
+    return native.matmul(**named, format=format, **sizes, transposed=transposed, platform=platform)
 
 
-for _platform in (None, "cpu", "cuda"):
+for _platform in (None, "cpu", "cuda", "tpu"):
     _rule = mlir.lower_fun(functools.partial(_compute, platform=_platform), multiple_results=False)
     mlir.register_lowering(quantized_matmul_p, _rule, platform=_platform)

@@ -32,7 +32,8 @@ def backends(dtype: str, format: Format) -> list[str]:
         )
     )
     reasons = jaxlowbit.supported_backends(jax.ShapeDtypeStruct((1, 1), jnp.dtype(dtype)), rhs)
-    return [name for name in (PLATFORM, "xla") if reasons[name] is None]
+    compiled = (PLATFORM, "pallas", "xla") if PLATFORM == "cpu" else (PLATFORM, "xla")
+    return [name for name in compiled if reasons[name] is None]
 
 
 def _zero_dtype(format: Format) -> Any:

@@ -1,6 +1,7 @@
 """The choice of a CUDA kernel: a pure function, asked here about devices that need not exist."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -8,9 +9,9 @@ from jaxlowbit._backends import native
 
 select = native._ffi.select
 
-H200 = {"compute_capability": 90, "num_sms": 132, "shared_bytes_per_sm": 228 * 1024}
-A100 = {"compute_capability": 80, "num_sms": 108, "shared_bytes_per_sm": 164 * 1024}
-SMALL = {"compute_capability": 86, "num_sms": 20, "shared_bytes_per_sm": 100 * 1024}
+H200: dict[str, Any] = {"compute_capability": 90, "num_sms": 132, "shared_bytes_per_sm": 228 * 1024}
+A100: dict[str, Any] = {"compute_capability": 80, "num_sms": 108, "shared_bytes_per_sm": 164 * 1024}
+SMALL: dict[str, Any] = {"compute_capability": 86, "num_sms": 20, "shared_bytes_per_sm": 100 * 1024}
 DEVICES = {"H200": H200, "A100": A100, "small": SMALL}
 
 SHAPES = list(
@@ -25,7 +26,7 @@ SHAPES = list(
 def test_every_choice_keeps_its_limits(device, bits):
     for (m, n, k), batch in itertools.product(SHAPES, [1, 8]):
         for limit in (native._ffi.MAX_WORKSPACE_BYTES, 1 << 16, 0):
-            problem = {"m": m, "n": n, "k": k, "bits": bits, "batch": batch}
+            problem: dict[str, Any] = {"m": m, "n": n, "k": k, "bits": bits, "batch": batch}
             choice = select(**problem, **DEVICES[device], workspace_bytes=limit)
             assert choice["unsupported"] == "", problem
             assert choice["block_m"] in (8, 16, 32, 64), problem
@@ -45,7 +46,7 @@ def test_workspace_holds_every_choice():
 
 
 def test_choices_do_not_change_between_calls():
-    problem = {"m": 3, "n": 4096, "k": 4096, **H200}
+    problem: dict[str, Any] = {"m": 3, "n": 4096, "k": 4096, **H200}
     assert select(**problem) == select(**problem)
 
 

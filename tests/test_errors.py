@@ -82,7 +82,7 @@ def test_quantize_scale_dtype(weight):
 
 
 def test_quantize_method(weight):
-    with refuses("method='gptq' is unknown; the method is 'absmax'"):
+    with refuses("method='gptq' is unknown; the methods are 'absmax' and 'mse'"):
         quantize(weight, FOUR, method="gptq")  # pyright: ignore[reportArgumentType]
 
 
@@ -270,7 +270,7 @@ def test_preferred_element_type(matrix, dtype):
 
 
 def test_unknown_backend(matrix):
-    with refuses("backend='tpu' is unknown; it is one of 'cuda', 'cpu', 'xla', or None"):
+    with refuses("backend='tpu' is unknown; it is one of 'cuda', 'cpu', 'pallas', 'xla', or None"):
         quantized_matmul(LHS, matrix, backend="tpu")  # pyright: ignore[reportArgumentType]
 
 
@@ -310,7 +310,7 @@ def test_backend_of_another_platform(available, matrix):
     with refuses(f"backend='{other}', but this program is compiled for {PLATFORM}; use backend="):
         quantized_matmul(lhs, matrix, backend=other)
     program = jax.jit(lambda x: quantized_matmul(x, matrix, backend="cpu")).trace(lhs)
-    with refuses("backend='cpu', but this program is compiled for another platform"):
+    with refuses("backend='cpu', but this program is compiled for tpu"):
         program.lower(lowering_platforms=("tpu",))
 
 

@@ -78,8 +78,15 @@ def unsupported(
     platform: str, lhs: jnp.dtype, format: Format, *, transposed: bool = False
 ) -> str | None:
     """Why the custom call of `platform` cannot compute this problem, or None."""
-    if reason := unavailable(platform):
-        return reason
+    return unavailable(platform) or uncovered(platform, lhs, format, transposed=transposed)
+
+
+def uncovered(
+    platform: str, lhs: jnp.dtype, format: Format, *, transposed: bool = False
+) -> str | None:
+    """Why the kernels for `platform`, in a build that has them, lack this problem, or None."""
+    if platform not in ("cpu", "cuda"):
+        return "there is no custom call for this platform"
     if platform == "cuda" and format.bits not in _CUDA_BITS:
         return f"its kernels read {_one_of(_CUDA_BITS)} bits, the format has {format.bits}"
     if str(lhs) not in _LHS:
@@ -119,7 +126,8 @@ def matmul(
             lhs, parts = _in_parts(lhs, len(lead)), _PARTS
         if scale.dtype != lhs.dtype or parts > 1:
             scale = scale.astype(jnp.float32)  # exact
-            zero = zero.astype(jnp.float32) if format.zero == "float" else zero
+            if zero is not None and format.zero == "float":
+                zero = zero.astype(jnp.float32)
     zero_dtype = jnp.uint8 if format.zero != "float" else scale.dtype
     results = [jax.ShapeDtypeStruct((batch, parts * m, columns), out_dtype)]
     if platform == "cuda":
@@ -153,6 +161,38 @@ def _in_parts(lhs: Array, axis: int) -> Array:
         parts.append(part.astype(jnp.bfloat16))
         lhs = jnp.where(jnp.isfinite(part), lhs - part, 0)
     return jnp.stack(parts, axis=axis)
+
+
+def choose(
+    batch: int,
+    m: int,
+    k: int,
+    n: int,
+    lhs: jnp.dtype,
+    scale: jnp.dtype,
+    format: Format,
+    *,
+    compute_capability: int,
+    num_sms: int,
+    shared_bytes_per_sm: int,
+) -> dict:
+    """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or ""."""
+    parts = _PARTS if lhs == jnp.float32 else 1
+    return _ffi.select(
+        m=parts * m,
+        n=n,
+        k=k,
+        bits=format.bits,
+        group_size=format.group_size,
+        batch=batch,
+        float32_scale=scale != lhs or parts > 1,  # as `matmul` widens scales
+        zero=format.zero,
+        scale_sums=parts > 1,
+        compute_capability=compute_capability,
+        num_sms=num_sms,
+        shared_bytes_per_sm=shared_bytes_per_sm,
+        workspace_bytes=_workspace_bytes(batch, parts * m, n),
+    )
 
 
 def _workspace_bytes(batch: int, m: int, columns: int) -> int:

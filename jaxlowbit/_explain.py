@@ -1,0 +1,134 @@
+"""`explain`: what a product would run, without running it."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ._array import QuantizedArray
+from ._backends import native
+from ._matmul import quantized_matmul
+
+
+class _Device(NamedTuple):
+    name: str
+    platform: str  # as programs are compiled for it
+    capability: int = 0
+    num_sms: int = 0
+    here: bool = True  # so that the build of this installation counts
+
+
+# GPUs that need not be here, by compute capability and multiprocessors.
+_GPUS = {
+    name: _Device(f"NVIDIA {name}", "cuda", capability, num_sms, here=False)
+    for name, capability, num_sms in (
+        ("A100", 80, 108),
+        ("B200", 100, 148),
+        ("H100", 90, 132),
+        ("H200", 90, 132),
+        ("L4", 89, 58),
+        ("T4", 75, 40),
+    )
+}
+# KiB of shared memory per multiprocessor, by compute capability (CUDA programming guide).
+_SHARED_KIB = {75: 64, 80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100}
+
+
+def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
+    """Says which backend, kernel, tile and split `lhs @ rhs` would run on a device, and why.
+
+    Runs nothing. For CUDA it asks the function that the custom call itself asks.
+
+    **Arguments:**
+
+    - `lhs`, `rhs`: as for `quantized_matmul`; anything with a shape and a dtype will do for `lhs`.
+    - `device`: None for the first device that JAX sees, a `jax.Device`, `"cpu"`, or a GPU that need
+      not be here, with a build that has kernels for it: `"A100"`, `"B200"`, `"H100"`, `"H200"`,
+      `"L4"` or `"T4"`. A GPU that does not tell its multiprocessors is taken for an H200.
+
+    **Returns:** a few lines of text for people.
+
+    **Raises:** what `quantized_matmul` raises for these operands; `ValueError` for an unknown
+    device.
+
+    ```python
+    rhs = quantize(jnp.ones((256, 512)), INT4)
+    print(explain(jax.ShapeDtypeStruct((1, 256), jnp.bfloat16), rhs, device="H200"))
+    ```
+    """
+    out = jax.eval_shape(quantized_matmul, lhs, rhs)
+    rows = out.shape[:-1] if len(lhs.shape) > 1 else (*out.shape[:-1], 1)
+    where = _describe(device)
+    size = rhs.format.group_size
+    groups = "per channel" if size == -1 else f"groups of {size}"
+    findings = [
+        ("product", f"{lhs.dtype} {lhs.shape} @ {rhs.shape} -> {out.dtype} {out.shape}"),
+        ("weights", f"{rhs.format.bits} bits, {groups}, zero {rhs.format.zero}"),
+        ("device", where.name),
+        *_choice(jnp.dtype(lhs.dtype), rhs, rows, where),
+    ]
+    return "\n".join(f"{topic:8} {finding}" for topic, finding in findings)
+
+
+def _choice(
+    lhs: jnp.dtype, rhs: QuantizedArray, rows: tuple[int, ...], device: _Device
+) -> Iterator[tuple[str, str]]:
+    if math.prod(rows) == 0:
+        yield "backend", "none"
+        yield "why", "the result is empty"
+        return
+    refusal = native.unsupported if device.here else native.uncovered
+    if reason := refusal(device.platform, lhs, rhs.format):
+        yield "backend", "xla: dequantizes, then multiplies"
+        yield "why", reason
+        return
+    yield "backend", f"{device.platform}: a custom call, which reads the packed weights"
+    if device.platform == "cpu":
+        yield "kernel", f"qmm_cpu, compiled for {native.build_info()['cpu_isa'][0]}"
+        return
+    # Axes of lhs beyond those of the stack are more rows of the same weights.
+    batch = math.prod(rows[1 - rhs.ndim : -1])
+    m = math.prod(rows) // batch
+    choice = native.choose(
+        batch,
+        m,
+        rhs.k,
+        rhs.n,
+        lhs,
+        rhs.scale.dtype,
+        rhs.format,
+        compute_capability=device.capability,
+        num_sms=device.num_sms,
+        shared_bytes_per_sm=1024 * _SHARED_KIB.get(device.capability, 100),
+    )
+    if reason := choice.pop("unsupported"):
+        yield "kernel", f"none, and the call fails: {reason}; use backend='xla'"
+        return
+    block_m, split_k = choice["block_m"], choice["split_k"]
+    yield "kernel", f"qmm_sm80, block_m={block_m}, split_k={split_k}"
+    yield "why", f"m={m}, batch={batch}: tiles of {block_m} rows, {-(-m // block_m)} per weight"
+    sms = f"the {device.num_sms} multiprocessors of {device.name}"
+    if split_k > 1:
+        yield "", f"the sum over k={rhs.k} in {split_k} parts occupies {sms} better than in one"
+    else:
+        yield "", f"the sum over k={rhs.k} in one part occupies {sms} as well as it can"
+
+
+def _describe(device: Any) -> _Device:
+    if device == "cpu":
+        return _Device("cpu", "cpu")
+    if isinstance(device, str):
+        if device not in _GPUS:
+            raise ValueError(
+                f"explain: device={device!r} is unknown; it is a jax.Device or one of cpu, "
+                f"{', '.join(_GPUS)}."
+            )
+        return _GPUS[device]
+    device = device or jax.devices()[0]
+    if device.platform != "gpu":
+        return _Device(device.device_kind, device.platform)
+    major, minor = map(int, device.compute_capability.split("."))
+    num_sms = getattr(device, "core_count", _GPUS["H200"].num_sms)
+    return _Device(device.device_kind, "cuda", 10 * major + minor, num_sms)

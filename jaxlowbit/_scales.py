@@ -1,0 +1,111 @@
+"""Fitting a format to groups of values: their scales and zeros, and the codes that these give.
+
+Values are float32 (..., groups, size, n); scales and zeros are (..., groups, n).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ._formats import Format
+
+# The ranges that `least_squares` tries besides the full one, as parts of it: 0.97 to 0.15.
+_PARTS = (0.97 ** np.arange(1, 64)).astype(np.float32)
+
+
+def extremes(grouped: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
+    """Scales of `dtype`, and zeros, with which the codes reach the extremes of each group."""
+    return _reach(*_range(grouped, format), format, dtype)
+
+
+def least_squares(grouped: Array, k: int, format: Format, dtype: Any) -> tuple[Array, Array | None]:
+    """Those of the full range or of a part of it, whichever has the least squared error.
+
+    Rows from `k` on only fill the last group and do not count. One part is tried at a time, so
+    memory does not grow with their number.
+    """
+    groups, size = grouped.shape[-3:-1]
+    counts = (np.arange(groups * size) < k).reshape(groups, size, 1)
+    low, high = _range(grouped, format)
+    # A range shrinks towards zero, which it holds, or to its middle where it may lie anywhere.
+    center = low + (high - low) / 2 if format.zero == "float" else jnp.zeros_like(low)
+    full = _reach(low, high, format, dtype)
+
+    def error(scale: Array, zero: Array | None) -> Array:
+        exact, rounded = _steps(grouped, scale, zero, format)
+        # In units of the widest scale, so that squares neither overflow nor vanish.
+        missed = jnp.where(counts, (rounded - exact) * (_rows(scale) / _rows(full[0])), 0)
+        return jnp.sum(missed * missed, axis=-2)
+
+    def try_part(best: Any, part: Array) -> tuple[Any, None]:
+        fit = _reach(center + part * (low - center), center + part * (high - center), format, dtype)
+        found = (error(*fit), *fit)
+        better = found[0] < best[0]
+        return jax.tree.map(lambda new, old: jnp.where(better, new, old), found, best), None
+
+    (_, scale, zero), _ = lax.scan(try_part, (error(*full), *full), jnp.asarray(_PARTS))
+    return scale, zero
+
+
+def codes(grouped: Array, scale: Array, zero: Array | None, format: Format) -> Array:
+    """The uint8 codes of the nearest values that the scales and zeros allow."""
+    _, rounded = _steps(grouped, scale, zero, format)
+    return (rounded - _least_step(zero, format)).astype(jnp.uint8)
+
+
+def _steps(grouped: Array, scale: Array, zero: Array | None, format: Format) -> tuple[Array, Array]:
+    """Values in units of their scale: as they are, and rounded to where a code lies."""
+    if zero is not None and format.zero == "float":
+        grouped = grouped - _rows(zero)
+    exact, least = grouped / _rows(scale), _least_step(zero, format)
+    return exact, jnp.clip(jnp.round(exact), least, least + (2**format.bits - 1))
+
+
+def _least_step(zero: Array | None, format: Format) -> Array | float:
+    """Where code 0 lies, in units of the scale."""
+    if zero is None:
+        return -float(format.offset)
+    return -_rows(zero) if format.zero == "integer" else 0.0
+
+
+def _range(grouped: Array, format: Format) -> tuple[Array, Array]:
+    low, high = grouped.min(axis=-2), grouped.max(axis=-2)
+    if format.zero == "integer":
+        low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
+    return low, high
+
+
+def _reach(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
+    """The scale and zero with which the codes cover `low` to `high`."""
+    levels = 2**format.bits - 1
+    if format.zero == "none":
+        return _scale(jnp.maximum(-low, high), levels // 2, dtype), None
+    if format.zero == "integer":
+        scale = _scale(high - low, levels, dtype)
+        zero = jnp.clip(jnp.round(-low / scale.astype(jnp.float32)), 0, levels)
+        return scale, zero.astype(jnp.uint8)
+    zero = _round(low, dtype, down=True)
+    return _scale(high - zero.astype(jnp.float32), levels, dtype), zero
+
+
+def _rows(values: Array) -> Array:
+    return values.astype(jnp.float32)[..., None, :]
+
+
+def _scale(extent: Array, steps: int, dtype: Any) -> Array:
+    """The smallest scale of `dtype` with which `steps` steps cover `extent`; 1 for no extent."""
+    scale = _round(jnp.maximum(extent / steps, float(jnp.finfo(dtype).tiny)), dtype, down=False)
+    return jnp.where(extent > 0, scale, jnp.ones_like(scale))
+
+
+def _round(values: Array, dtype: Any, *, down: bool) -> Array:
+    """Rounds float32 to `dtype` towards minus infinity (`down`) or plus infinity."""
+    # Without the barrier, XLA may compute on with the float32 value ("excess precision").
+    nearest = lax.optimization_barrier(values.astype(dtype))
+    limit = jnp.asarray(-jnp.inf if down else jnp.inf, dtype)
+    wide = nearest.astype(jnp.float32)
+    missed = wide > values if down else wide < values
+    return jnp.where(missed, jnp.nextafter(nearest, limit), nearest)

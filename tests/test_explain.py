@@ -1,0 +1,126 @@
+"""`explain`: the choice in words, for devices that need not be here."""
+
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import PLATFORM
+
+import jaxlowbit
+from jaxlowbit import INT4, Format, explain
+from jaxlowbit._backends import native
+
+K, N = 4096, 256
+
+
+def weight(format=INT4, *lead):
+    return jax.eval_shape(
+        lambda w: jaxlowbit.quantize(w, format), jax.ShapeDtypeStruct((*lead, K, N), jnp.bfloat16)
+    )
+
+
+def like(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def test_it_says_what_the_selection_says():
+    for device, numbers in {
+        "H200": (90, 132, 228 * 1024),
+        "A100": (80, 108, 164 * 1024),
+        "L4": (89, 58, 100 * 1024),
+    }.items():
+        capability, num_sms, shared = numbers
+        for m in (1, 17, 200):
+            chosen = native._ffi.select(
+                m=m,
+                n=N,
+                k=K,
+                compute_capability=capability,
+                num_sms=num_sms,
+                shared_bytes_per_sm=shared,
+                workspace_bytes=native._workspace_bytes(1, m, N),
+            )
+            text = explain(like(m, K), weight(), device=device)
+            assert f"block_m={chosen['block_m']}, split_k={chosen['split_k']}" in text
+            assert f"{num_sms} multiprocessors of NVIDIA {device}" in text
+            assert ("better than in one" in text) == (chosen["split_k"] > 1)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "lead", "said"),
+    [
+        ((K,), (), "m=1, batch=1: tiles of"),
+        ((2, 3, K), (), "m=6, batch=1: tiles of"),
+        ((3, 5, K), (3,), "m=5, batch=3: tiles of"),
+        ((2, 3, 5, K), (3,), "m=10, batch=3: tiles of"),
+        ((5, K), (3,), "m=5, batch=3: tiles of"),
+        ((K,), (3,), "m=1, batch=3: tiles of"),
+    ],
+)
+def test_rows_are_those_of_the_call(lhs, lead, said):
+    assert said in explain(like(*lhs), weight(INT4, *lead), device="H200")
+
+
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_an_empty_product_runs_nothing(lead):
+    assert "the result is empty" in explain(like(0, K), weight(INT4, *lead), device="H200")
+
+
+def test_this_machine():
+    lhs = like(1, K)
+    text = explain(lhs, weight())
+    assert text == explain(lhs, weight(), device=jax.devices()[0])
+    assert re.search(rf"^backend  {PLATFORM}: a custom call", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("cores", "said"), [({"core_count": 20}, 20), ({}, 132)])
+def test_a_gpu_that_jax_sees(monkeypatch, cores, said):
+    """A stand-in with the attributes of JAX's CUDA devices; without a count, an H200's is taken."""
+    device = types.SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA GPU", compute_capability="8.6", **cores
+    )
+    monkeypatch.setattr(native, "unavailable", lambda platform: None)
+    text = explain(like(1, K), weight(), device=device)
+    assert f"the {said} multiprocessors of NVIDIA GPU" in text
+    monkeypatch.setattr(native, "unavailable", lambda platform: "no kernels were built")
+    assert "why      no kernels were built" in explain(like(1, K), weight(), device=device)
+    assert "no kernels" not in explain(like(1, K), weight(), device="H200")
+
+
+def test_a_platform_without_custom_calls():
+    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5e")
+    assert "there is no custom call for this platform" in explain(
+        like(1, K), weight(), device=device
+    )
+
+
+def test_the_cpu():
+    text = explain(like(1, K, dtype="float32"), weight(INT4.replace(zero="float")), device="cpu")
+    assert f"qmm_cpu, compiled for {native.build_info()['cpu_isa'][0]}" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "format", "dtype", "said"),
+    [
+        ("H200", Format(3), "bfloat16", "its kernels read 4 or 8 bits, the format has 3"),
+        ("H200", INT4, "float32", "its kernels take lhs of bfloat16 or float16"),
+        ("cpu", Format(3), "bfloat16", "its kernels read 4 or 8 bits"),
+    ],
+)
+def test_the_definition_and_why(device, format, dtype, said):
+    text = explain(like(1, K, dtype=dtype), weight(format), device=device)
+    assert "xla: dequantizes, then multiplies" in text and said in text
+
+
+def test_a_gpu_without_kernels():
+    text = explain(like(1, K), weight(), device="T4")
+    assert "the call fails: the kernels need compute capability 8.0, this device has 7.5" in text
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"device='H300' is unknown; .* one of cpu, A100, .*\.$"):
+        explain(like(1, K), weight(), device="H300")
+    with pytest.raises(ValueError, match="the last axis of lhs must be k=4096"):
+        explain(like(1, 7), weight())

@@ -1,0 +1,145 @@
+"""`QuantizedArray.from_qarray` and `.to_qarray`."""
+
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import dequantize
+
+import jaxlowbit
+from jaxlowbit import Format, QuantizedArray
+
+qwix: Any = pytest.importorskip("qwix", reason="qwix is not installed")
+
+K, N = 192, 70
+
+
+def weight(*lead) -> jax.Array:
+    values = np.random.default_rng(0).normal(size=(*lead, K, N)) + 0.25
+    return jnp.asarray(values.astype(np.float32))
+
+
+def value(array) -> np.ndarray:
+    """What a QArray means, in float64."""
+
+    def spread(x):
+        x = np.asarray(x).astype(np.float64)
+        for axis, size in enumerate(array.qvalue.shape):
+            x = np.repeat(x, size // x.shape[axis], axis=axis)
+        return x
+
+    zero = 0 if array.zero_point is None else spread(array.zero_point)
+    return (np.asarray(array.qvalue).astype(np.float64) - zero) * spread(array.scale)
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int8", "int2", "int3", "int6"])
+@pytest.mark.parametrize(
+    ("tiles", "group_size"), [({}, -1), ({0: 32}, 32), ({0: 96}, 96), ({0: K}, -1)]
+)
+def test_symmetric(qtype, tiles, group_size):
+    array = qwix.quantize(weight(), qtype, channelwise_axes=[1], tiled_axes=tiles)
+    packed = QuantizedArray.from_qarray(array)
+    assert packed.format == Format(int(qtype[3:]), group_size)
+    np.testing.assert_array_equal(dequantize(packed).value, value(array))
+
+
+@pytest.mark.parametrize("qtype", [jnp.int4, jnp.int8])
+@pytest.mark.parametrize("tiles", [{}, {0: 48}])
+def test_zero_points(qtype, tiles):
+    array = qwix.quantize(
+        weight(), qtype, channelwise_axes=[1], tiled_axes=tiles, calibration_method="minmax"
+    )
+    assert array.zero_point is not None
+    packed = QuantizedArray.from_qarray(array)
+    assert packed.format.zero == "integer"
+    np.testing.assert_array_equal(dequantize(packed).value, value(array))
+
+
+def test_unsigned_integers_without_a_zero_point():
+    values = jnp.asarray(np.random.default_rng(0).integers(0, 16, (K, N)), jnp.uint4)
+    array = qwix.QArray(values, jnp.full((2, N), 0.5))
+    np.testing.assert_array_equal(dequantize(QuantizedArray.from_qarray(array)).value, value(array))
+
+
+def test_one_scale_for_the_whole_matrix_and_a_stack():
+    array = qwix.quantize(weight(3), jnp.int8, channelwise_axes=[0])
+    assert array.scale.shape == (3, 1, 1)
+    packed = QuantizedArray.from_qarray(array)
+    assert packed.shape == (3, K, N)
+    np.testing.assert_array_equal(dequantize(packed).value, value(array))
+
+
+def test_products_agree():
+    array = qwix.quantize(weight(), jnp.int4, channelwise_axes=[1], tiled_axes={0: 64})
+    lhs = jax.random.normal(jax.random.key(0), (5, K))
+    got = jax.jit(lambda x, q: x @ q)(lhs, QuantizedArray.from_qarray(array))
+    np.testing.assert_allclose(got, lhs @ qwix.dequantize(array), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("zero", ["none", "integer"])
+@pytest.mark.parametrize("group_size", [-1, 64, 256])
+def test_there_and_back(bits, zero, group_size):
+    array = jaxlowbit.quantize(weight(2), Format(bits, group_size, zero))
+    other = array.to_qarray()
+    assert other.qvalue.dtype == (jnp.int4 if bits <= 4 else jnp.int8)
+    np.testing.assert_array_equal(value(other[1]), dequantize(array[1]).value)
+    np.testing.assert_array_equal(qwix.dequantize(other[1]), array[1].dequantize())
+    again = QuantizedArray.from_qarray(other)
+    np.testing.assert_array_equal(again.packed, array.packed)
+    np.testing.assert_array_equal(again.dequantize(), array.dequantize())
+
+
+def test_views_and_jit():
+    stack = jaxlowbit.quantize(weight(3), Format(4, 32))
+    found = jax.jit(lambda q, i: q.select(i).to_qarray())(stack, 2)
+    np.testing.assert_array_equal(value(found), dequantize(stack[2]).value)
+    back = jax.jit(QuantizedArray.from_qarray)(found)
+    np.testing.assert_array_equal(back.dequantize(), stack[2].dequantize())
+
+
+def refuses(message, error: type[Exception] = ValueError):
+    return pytest.raises(error, match=rf"^(from|to)_qarray: .*{message}.*\.$")
+
+
+@pytest.mark.parametrize("qtype", ["nf4", "float8_e4m3fn", "mxfp4"])
+def test_refuses_other_qtypes(qtype):
+    array = qwix.quantize(weight(), qtype, channelwise_axes=[1], tiled_axes={0: 32})
+    with refuses(f"qtype is {qtype}, but only integers"):
+        QuantizedArray.from_qarray(array)
+
+
+def test_refuses_tiles_along_n():
+    array = qwix.quantize(weight(), jnp.int4, tiled_axes={1: 35})
+    with refuses(r"scale has shape \(1, 2\), but only the second to last axis is tiled here"):
+        QuantizedArray.from_qarray(array)
+
+
+def test_refuses_small_tiles():
+    array = qwix.quantize(weight(), jnp.int4, channelwise_axes=[1], tiled_axes={0: 8})
+    with refuses("hold 8 of k=192 elements, but a group is a multiple of 16"):
+        QuantizedArray.from_qarray(array)
+
+
+def test_refuses_vectors_and_floats():
+    with refuses(r"qvalue has shape \(70,\), but a matrix"):
+        QuantizedArray.from_qarray(qwix.quantize(weight()[0], jnp.int8))
+    with refuses("is .*Array.*, but it must be a qwix.QArray", TypeError):
+        QuantizedArray.from_qarray(weight())
+
+
+def test_refuses_what_a_qarray_cannot_hold():
+    with refuses("has a float zero, but a QArray holds integer zero points"):
+        jaxlowbit.quantize(weight(), Format(4, 32, "float")).to_qarray()
+    with refuses("k=192 leaves the last group of 128 cut"):
+        jaxlowbit.quantize(weight(), Format(4, 128)).to_qarray()
+
+
+def test_without_qwix(monkeypatch):
+    monkeypatch.setitem(sys.modules, "qwix", types.ModuleType("qwix"))
+    with refuses("qwix is not installed; install it", ImportError):
+        jaxlowbit.quantize(weight(), Format(4, 64)).to_qarray()
