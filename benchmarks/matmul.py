@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times one jitted product over cold weights.")
     parser.add_argument("--size", type=int, nargs="+", default=[8192], help="k = n of the weight")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--bits", type=int, choices=[4, 8], default=4)
+    parser.add_argument("--bits", type=int, choices=range(2, 9), default=4)
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
