@@ -1,6 +1,7 @@
 """`jaxlowbit.linen`: the layer is `nn.Dense`, and a quantized model its fake-quantized twin."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ class Transformer(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(VOCABULARY, K, name="embed")(tokens)
         if self.lifted:
-            axes = dict.fromkeys(self.lifted, 0)
+            axes: Any = dict.fromkeys(self.lifted, 0)
             scan = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=2)
             x, _ = scan(name="blocks")(x, None)
         else:
@@ -67,12 +68,20 @@ def initialised(module):
     return jax.tree.map(lambda leaf: leaf, _initialised(module))
 
 
+def flat(tree) -> dict[tuple[str, ...], Any]:
+    """`flatten_dict`, whose own type includes what it returns for other arguments only."""
+    leaves: Any = traverse_util.flatten_dict(tree)
+    return leaves
+
+
 def kernels(model, variables):
     """The quantized kernels by path."""
-    flat = traverse_util.flatten_dict(variables["quantized"])
+    leaves = flat(variables["quantized"])
     found = {}
     for path, format in model.formats:
-        arrays = {name: flat.get((*path, name)) for name in ("packed", "scale", "zero", "version")}
+        arrays: Any = {
+            name: leaves.get((*path, name)) for name in ("packed", "scale", "zero", "version")
+        }
         n = {"qkv": 3 * K, "up": 2 * K, "head": VOCABULARY}.get(path[-1], K)
         k = 2 * K if path[-1] == "down" else K
         found[path] = QuantizedArray(**arrays, index=None, format=format, k=k, n=n)
@@ -81,7 +90,7 @@ def kernels(model, variables):
 
 def rounded(model, variables, floats):
     """The float variables with the weights that the quantized ones stand for."""
-    params = traverse_util.flatten_dict(floats["params"])
+    params = flat(floats["params"])
     params |= {(*p, "kernel"): q.dequantize() for p, q in kernels(model, variables).items()}
     return {"params": traverse_util.unflatten_dict(params)}
 
@@ -93,7 +102,7 @@ def rounded(model, variables, floats):
 def test_layer_is_initialised_as_dense_is_and_multiplies_by_its_kernel(format):
     x = jax.random.normal(KEY, (2, 3, K))
     bias_init = nn.initializers.normal(1.0)
-    floats = nn.Dense(N, bias_init=bias_init).init(KEY, x)["params"]
+    floats: Any = nn.Dense(N, bias_init=bias_init).init(KEY, x)["params"]
     layer = QuantizedDense(N, format, bias_init=bias_init)
     variables = layer.init(KEY, x)
     kernel = quantize(floats["kernel"], format)
@@ -107,7 +116,7 @@ def test_layer_is_initialised_as_dense_is_and_multiplies_by_its_kernel(format):
 
 
 def test_layer_under_vmap_and_grad():
-    lifted = nn.vmap(
+    lifted: Any = nn.vmap(
         QuantizedDense,
         variable_axes={"params": 0, "quantized": 0},
         split_rngs={"params": True},
@@ -115,8 +124,9 @@ def test_layer_under_vmap_and_grad():
     x = jax.random.normal(KEY, (3, 5, K))
     variables = lifted.init(KEY, x)
     assert variables["quantized"]["version"].shape == (3,)
+    layer: Any = QuantizedDense(N, INT4)
     layers = [jax.tree.map(lambda a, i=i: a[i], variables) for i in range(3)]
-    expected = [QuantizedDense(N, INT4).apply(v, a) for v, a in zip(layers, x, strict=True)]
+    expected = [layer.apply(v, a) for v, a in zip(layers, x, strict=True)]
     np.testing.assert_allclose(lifted.apply(variables, x), expected, atol=1e-5)
 
     def loss(params):
@@ -129,8 +139,9 @@ def test_layer_under_vmap_and_grad():
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_dtypes_are_those_of_dense(dtype):
     x = jnp.ones((2, K), jnp.bfloat16)
-    options = {"dtype": dtype, "param_dtype": jnp.bfloat16}
-    for layer in (nn.Dense(N, **options), QuantizedDense(N, FORMAT, **options)):
+    options: Any = {"dtype": dtype, "param_dtype": jnp.bfloat16}
+    layers: Any = (nn.Dense(N, **options), QuantizedDense(N, FORMAT, **options))
+    for layer in layers:
         assert layer.apply(layer.init(KEY, x), x).dtype == jnp.bfloat16
 
 
@@ -166,9 +177,9 @@ def test_params_alone_are_differentiated():
     grads = jax.jit(jax.grad(loss(model.apply, variables)))(variables["params"])
     twin = rounded(model, variables, floats)
     expected = jax.jit(jax.grad(loss(module.apply, twin)))(twin["params"])
-    flat = traverse_util.flatten_dict(expected)
-    for path, grad in traverse_util.flatten_dict(grads).items():
-        np.testing.assert_allclose(grad, flat[path], rtol=1e-3, atol=1e-3 * jnp.abs(grad).max())
+    for path, grad in flat(grads).items():
+        tolerance = 1e-3 * float(jnp.abs(grad).max())
+        np.testing.assert_allclose(grad, flat(expected)[path], rtol=1e-3, atol=tolerance)
 
 
 def test_abstract_variables_and_orbax_round_trip(tmp_path):
