@@ -105,8 +105,12 @@ def test_the_cpu():
     ("device", "format", "dtype", "said"),
     [
         ("H200", Format(3), "bfloat16", "its kernels read 4 or 8 bits, the format has 3"),
-        ("H200", INT4, "float32", "its kernels take lhs of bfloat16 or float16"),
-        ("cpu", Format(3), "bfloat16", "its kernels read 4 or 8 bits"),
+        (
+            "H200",
+            INT4.replace(zero="float"),
+            "float32",
+            "with float32 lhs its kernels take no float zero",
+        ),
     ],
 )
 def test_the_definition_and_why(device, format, dtype, said):
