@@ -1,6 +1,6 @@
-"""`quantized_matmul`: the public function, its primitive and the primitive's rules.
+"""`quantized_matmul`: the public function and the rules of its primitive.
 
-From here to the instruction that runs: `_lower` picks a backend, `_backends/native.py` makes the
+From here to the instruction that runs: `_compute` picks a backend, `_backends/native.py` makes the
 custom call, `xla_ffi/cuda_handler.cc` decodes it, `cuda/dispatch.cc` selects, `cuda/qmm_sm80.cu`
 computes.
 """
@@ -14,12 +14,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching, mlir
 
+from . import _partition
 from ._array import QuantizedArray
 from ._backends import definition, native
-from ._formats import Format
+from ._primitive import Operands, quantized_matmul_p
 
 Backend = Literal["cuda", "cpu", "xla"]
 _LHS_DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -76,7 +76,7 @@ def quantized_matmul(
         rhs = rhs if batch[extra:] == lead else _broadcast(rhs, batch[extra:])
         lhs = jnp.broadcast_to(lhs, (*batch, *lhs.shape[-2:]))
         lhs = jnp.moveaxis(lhs, [extra + i for i in stacked], stacked)
-    operands = _Operands(*_equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index))
+    operands = Operands(*_equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index))
     out = operands.bind(
         format=rhs.format,
         n=rhs.n,
@@ -166,44 +166,6 @@ def _equally_varying(*operands: Array | None) -> list[Array | None]:
     ]
 
 
-# The primitive. Operands: lhs (*lead, *rows, k), packed, scale, zero if the format has one, index
-# if `indexed`. Without an index the stacked axes of the weights are the lead; with one, the weights
-# have one stacked axis and the lead is the shape of the index.
-quantized_matmul_p = Primitive("quantized_matmul")
-quantized_matmul_p.def_impl(functools.partial(xla.apply_primitive, quantized_matmul_p))
-
-
-@dataclasses.dataclass
-class _Operands:
-    """Values, tangents or batch axes of the operands, by name; None for those left out."""
-
-    lhs: Any
-    packed: Any
-    scale: Any
-    zero: Any
-    index: Any
-
-    @classmethod
-    def of(cls, operands: Sequence[Any], format: Format, indexed: bool) -> "_Operands":
-        lhs, packed, scale, *rest = operands
-        zero = None if format.zero == "none" else rest.pop(0)
-        return cls(lhs, packed, scale, zero, rest.pop(0) if indexed else None)
-
-    def named(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("lhs", "packed", "scale", "zero", "index")}
-
-    def replace(self, **changes: Any) -> "_Operands":
-        return dataclasses.replace(self, **changes)
-
-    def bind(self, **params: Any) -> Array:
-        present = [operand for operand in self.named().values() if operand is not None]
-        return quantized_matmul_p.bind(*present, **params)
-
-    @property
-    def lead_ndim(self) -> int:
-        return self.packed.ndim - 3 if self.index is None else self.index.ndim
-
-
 @quantized_matmul_p.def_abstract_eval
 def _abstract_eval(lhs: Any, *operands: Any, n: int, out_dtype: Any, **params: Any) -> Any:
     del operands, params
@@ -220,15 +182,15 @@ def _abstract_eval(lhs: Any, *operands: Any, n: int, out_dtype: Any, **params: A
 
 def _definition(*operands: Any, backend: Any, indexed: bool, **params: Any) -> Array:
     del backend
-    named = _Operands.of(operands, params["format"], indexed).named()
+    named = Operands.of(operands, params["format"], indexed).named()
     return definition.matmul(**named, **params)
 
 
 # Linear in lhs, and in scale and float zero together. Everything else is integers.
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     format, indexed = params["format"], params["indexed"]
-    values = _Operands.of(primals, format, indexed)
-    dots = _Operands.of(tangents, format, indexed)
+    values = Operands.of(primals, format, indexed)
+    dots = Operands.of(tangents, format, indexed)
     out = values.bind(**params)
     terms = []
     if type(dots.lhs) is not ad.Zero:
@@ -273,8 +235,8 @@ ad.primitive_transposes[quantized_matmul_p] = _transpose
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Array, int]:
     format, indexed = params["format"], params["indexed"]
-    values = _Operands.of(operands, format, indexed)
-    axes = _Operands.of(dims, format, indexed)
+    values = Operands.of(operands, format, indexed)
+    axes = Operands.of(dims, format, indexed)
     mapped = {name for name, axis in axes.named().items() if axis is not None}
     if mapped == {"lhs"}:
         # One weight for the whole batch: the batch is more rows.
@@ -295,7 +257,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple
         start = jnp.arange(size, dtype=jnp.int32).reshape(-1, *[1] * (index.ndim - 1)) * depth
         front = jax.tree.map(lambda stacks: stacks.reshape(-1, *stacks.shape[2:]), front)
         front |= {"lhs": lhs, "index": jnp.clip(index, 0, depth - 1) + start}
-    return _Operands(**front).bind(**params), 0
+    return Operands(**front).bind(**params), 0
 
 
 batching.primitive_batchers[quantized_matmul_p] = _batch
@@ -313,12 +275,21 @@ def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
         return jnp.zeros((*lhs.shape[:-1], params["n"]), params["out_dtype"])
     if platform is None or backend == "xla" or native.unsupported(platform, lhs.dtype, format):
         return _definition(*operands, **params)
-    named = _Operands.of(operands, format, params["indexed"]).named()
+    named = Operands.of(operands, format, params["indexed"]).named()
     return native.matmul(
         **named, format=format, n=params["n"], out_dtype=params["out_dtype"], platform=platform
     )
 
 
+def _register(platform: str | None) -> None:
+    alone = functools.partial(_compute, platform=platform)
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        product = _partition.matmul if _partition.needed(ctx) else alone
+        return mlir.lower_fun(product, multiple_results=False)(ctx, *operands, **params)
+
+    mlir.register_lowering(quantized_matmul_p, lower, platform=platform)
+
+
 for _platform in (None, "cpu", "cuda"):
-    _rule = mlir.lower_fun(functools.partial(_compute, platform=_platform), multiple_results=False)
-    mlir.register_lowering(quantized_matmul_p, _rule, platform=_platform)
+    _register(_platform)
