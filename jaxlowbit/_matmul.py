@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.interpreters import ad, batching, mlir
 
-from . import _partition
+from . import _explicit, _layout, _partition
 from ._array import QuantizedArray
 from ._backends import definition, native
+from ._explicit import Sharding
 from ._primitive import Operands, quantized_matmul_p
 
 Backend = Literal["cuda", "cpu", "xla"]
@@ -30,6 +31,7 @@ def quantized_matmul(
     rhs: QuantizedArray,
     *,
     preferred_element_type: Any = None,
+    out_sharding: Sharding | None = None,
     backend: Backend | None = None,
 ) -> Array:
     """Computes `lhs @ rhs.dequantize()` without writing the dequantized matrix to memory.
@@ -44,14 +46,16 @@ def quantized_matmul(
       as in `jnp.matmul`.
     - `rhs`: (..., k, n).
     - `preferred_element_type`: dtype of the result: that of `lhs` (the default) or float32.
+    - `out_sharding`: sharding of the result on a mesh with Explicit axes, needed where k is
+      sharded; None for that of the rows of `lhs` and the columns of `rhs`.
     - `backend`: None for the custom call of the platform the program is compiled for where it
       supports the problem, else the definition; `"cuda"` or `"cpu"` for that custom call or an
       error with the reason; `"xla"` for the definition, `lhs @ rhs.dequantize(lhs.dtype)`.
 
     **Returns:** (..., n).
 
-    **Raises:** `TypeError` if `rhs` is not quantized, `ValueError` for shapes or dtypes that do
-    not fit and for a backend that cannot.
+    **Raises:** `TypeError` if `rhs` is not quantized, `ValueError` for shapes, dtypes or shardings
+    that do not fit and for a backend that cannot.
 
     ```python
     rhs = quantize(jnp.ones((256, 512)), INT4)
@@ -66,6 +70,13 @@ def quantized_matmul(
     lhs = jnp.asarray(lhs)
     out_dtype = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
     _check(lhs, rhs, out_dtype, backend)
+    product = functools.partial(_product, out_dtype=out_dtype, backend=backend)
+    return _explicit.multiply(product, lhs, rhs, out_sharding)
+
+
+def _product(lhs: Array, rhs: QuantizedArray, *, out_dtype: Any, backend: Any) -> Array:
+    k_shards, n_shards = rhs.shards
+    lhs = _layout.spread(lhs, -1, k_shards, _layout.shard_unit(rhs.format.group_size))
     lead = rhs.shape[:-2]
     vector = lhs.ndim == 1
     lhs = lhs[None] if vector else lhs
@@ -79,12 +90,13 @@ def quantized_matmul(
     operands = Operands(*_equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index))
     out = operands.bind(
         format=rhs.format,
-        n=rhs.n,
+        n=rhs.padded_shape[1],
         indexed=rhs.index is not None,
         out_dtype=out_dtype,
         backend=backend,
     )
     out = jnp.moveaxis(out, stacked, [extra + i for i in stacked])
+    out = _layout.join(out, -1, n_shards, rhs.n)
     return out[..., 0, :] if vector else out
 
 
@@ -114,6 +126,7 @@ def _check(lhs: Array, rhs: QuantizedArray, out_dtype: Any, backend: Backend | N
             f"quantized_matmul: lhs has shape {lhs.shape} and rhs {rhs.shape}, but the last axis "
             f"of lhs must be k={rhs.k}; for an (n, k) weight, quantize its transpose."
         )
+    rhs.check_part()
     try:
         jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     except ValueError:
@@ -169,13 +182,7 @@ def _equally_varying(*operands: Array | None) -> list[Array | None]:
 @quantized_matmul_p.def_abstract_eval
 def _abstract_eval(lhs: Any, *operands: Any, n: int, out_dtype: Any, **params: Any) -> Any:
     del operands, params
-    *rows, k = (*lhs.sharding.spec, *[None] * (lhs.ndim - len(lhs.sharding.spec)))
-    if k is not None:
-        raise ValueError(
-            f"quantized_matmul: lhs is sharded over {k!r} along the contracted axis; reshard it, "
-            "or multiply inside jax.shard_map and sum with jax.lax.psum."
-        )
-    sharding = lhs.sharding.update(spec=jax.P(*rows, None))
+    sharding = lhs.sharding.update(spec=jax.P(*[None] * lhs.ndim))
     shape = (*lhs.shape[:-1], n)
     return lhs.update(shape=shape, dtype=out_dtype, weak_type=False, sharding=sharding)
 
@@ -285,8 +292,9 @@ def _register(platform: str | None) -> None:
     alone = functools.partial(_compute, platform=platform)
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        product = _partition.matmul if _partition.needed(ctx) else alone
-        return mlir.lower_fun(product, multiple_results=False)(ctx, *operands, **params)
+        divided = _partition.divided(ctx)
+        product = alone if divided is None else _partition.matmul
+        return mlir.lower_fun(product, multiple_results=False)(divided or ctx, *operands, **params)
 
     mlir.register_lowering(quantized_matmul_p, lower, platform=platform)
 

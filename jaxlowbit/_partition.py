@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax import Array, lax
 from jax._src import dispatch  # a rule that partitions needs the devices; no public name for that
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
+from jax.sharding import AxisType
 
 from . import _layout
 from ._formats import Format
@@ -27,10 +29,20 @@ Axes = tuple[str, ...]
 dispatch.prim_requires_devices_during_lowering.add(quantized_matmul_p)
 
 
-def needed(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA divides the program; not on one device, nor inside `jax.shard_map`."""
-    context = ctx.module_context.axis_context
-    return getattr(context, "num_devices", 1) > 1 and not hasattr(context, "manual_axes")
+def divided(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext | None:
+    """The context with the mesh over which XLA divides the program, or None.
+
+    It divides none for one device, nor inside `jax.shard_map`, which has done so.
+    """
+    context: Any = ctx.module_context.axis_context
+    if getattr(context, "num_devices", 1) == 1 or not hasattr(context, "abstract_mesh"):
+        return None
+    # Arguments without a sharding leave out the mesh of `jax.set_mesh`.
+    mesh = context.abstract_mesh or jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None
+    context = dataclasses.replace(context, abstract_mesh=mesh)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +126,10 @@ def _partition(problem: _Problem, mesh: Any, args: Any, result: Any) -> Any:
     if problem.indexed:
         stack = [()]  # an index may select any of them on any device
     else:
-        rows[: len(stack)] = stack = [words or x for words, x in zip(stack, rows)]
+        stack = [words or x for words, x in zip(stack, rows[: len(stack)], strict=True)]
+        rows[: len(stack)] = stack
     lead = rows[: ops.lead_ndim]
-    whole_n = problem.n % (_layout.ATOM * size(n_axes)) == 0
+    whole_n = not n_axes or problem.n % (_layout.ATOM * size(n_axes)) == 0
     whole_k = k % (_layout.ATOM * size(k_axes)) == 0
     shard_k = ops.packed.shape[-2] // size(k_axes) * _layout.ATOM
     whole_groups = problem.format.group_size != -1 and shard_k % problem.format.group_size == 0
@@ -130,7 +143,7 @@ def _partition(problem: _Problem, mesh: Any, args: Any, result: Any) -> Any:
         index=None if ops.index is None else lead,
     )
 
-    def local(*operands: Array) -> Array:
+    def on_device(*operands: Array) -> Array:
         ops, format = problem.named(operands), problem.format
         n = problem.n // size(n_axes) if whole_n else ops.packed.shape[-3] * _layout.ATOM
         if not k_axes:
@@ -150,10 +163,25 @@ def _partition(problem: _Problem, mesh: Any, args: Any, result: Any) -> Any:
         return jax.NamedSharding(mesh, jax.P(*(entry or None for entry in axes)))
 
     wanted = tuple(sharding(axes) for axes in shardings.present())
-    return mesh, local, sharding([*rows, n_axes if whole_n else ()]), wanted
+    return (
+        mesh,
+        functools.partial(_untyped, on_device),
+        sharding([*rows, n_axes if whole_n else ()]),
+        wanted,
+    )
 
 
 _matmul.def_partition(partition=_partition, sharding_rule=_sharding_rule)
+
+
+def _untyped(local: Callable[..., Array], *operands: Array) -> Array:
+    """`local(*operands)` without the Explicit axes of `jax.set_mesh`, which mean nothing in it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        return local(*operands)
+    auto = (AxisType.Auto,) * len(mesh.axis_names)
+    with jax.sharding.use_abstract_mesh(mesh.update(axis_types=auto)):
+        return local(*jax.sharding.reshard(operands, jax.P()))
 
 
 def _own_rows(lhs: Array, shard_k: int, axes: Axes, shards: int) -> Array:
@@ -163,9 +191,7 @@ def _own_rows(lhs: Array, shard_k: int, axes: Axes, shards: int) -> Array:
     return lax.dynamic_slice_in_dim(jnp.pad(lhs, pad), start, shard_k, axis=-1)
 
 
-def _own_groups(
-    ops: Operands, format: Format, shard_k: int, axes: Axes
-) -> tuple[Operands, Format]:
+def _own_groups(ops: Operands, format: Format, shard_k: int, axes: Axes) -> tuple[Operands, Format]:
     """The scales and zeros of this device's words, where a shard ends inside a group.
 
     Groups are repeated as finer ones, of which a shard has a whole number.
