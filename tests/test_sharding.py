@@ -252,8 +252,7 @@ def test_shard_map_over_one_axis_of_two(kind):
         product, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"}
     )
     q = put(rhs, mesh, partition_spec(rhs, mesh, n="b"))
-    x = jax.device_put(lhs, jax.NamedSharding(mesh, P("a")))
-    assert_close(jax.jit(f)(x, q), reference(lhs, rhs))
+    assert_close(jax.jit(f)(put(lhs, mesh, P("a")), q), reference(lhs, rhs))
 
 
 def test_vmap_of_shard_map(mesh):
