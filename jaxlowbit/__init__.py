@@ -17,6 +17,7 @@ from ._matmul import supported_backends as supported_backends
 from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize
 from ._scan import scan as scan
+from ._sharding import partition_spec as partition_spec
 
 __version__ = "0.1.0"
 

@@ -24,7 +24,7 @@ class QuantizedArray:
     """A (..., k, n) matrix in 1 to 8 bits per element, packed in the order kernels read.
 
     Made by `quantize` or `QuantizedArray.from_integers`; `dequantize()` is its meaning. A pytree:
-    the arrays below are leaves, `format`, `k` and `n` are static. Leading axes (layers, experts)
+    the arrays below are leaves, the other fields are static. Leading axes (layers, experts)
     are the leading axes of every leaf, so `jax.vmap` and `jax.lax.scan` map over them.
 
     Invariants, with n_blocks = ceil(n / 64), k_blocks = ceil(k / 64):
@@ -36,6 +36,11 @@ class QuantizedArray:
     - `index`: None, or int32: this array is then a view of a stack (see `select`).
     - `version`: uint32 (...), the layout's version, so that stored words are never read by a
       library that orders bits otherwise.
+    - `shards`: the equal parts of k and n that are padded on their own (see `quantize`); k and n
+      above are then those with the padding.
+
+    Inside `jax.shard_map`, an array stands for the part whose words the device holds, and `k`, `n`
+    and `shards` are those of the part; `whole` remembers the others.
 
     **Raises:** `ValueError` if shapes, dtypes or the version do not agree.
     """
@@ -48,13 +53,16 @@ class QuantizedArray:
     format: Format
     k: int
     n: int
+    shards: tuple[int, int] = (1, 1)
+    whole: tuple[int, int, tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         self.check_version()  # first: words of another version may have other shapes
         stack = self.packed.shape[:-3]
-        groups = (*stack, *_layout.groups_shape(self.k, self.n, self.format.group_size))
+        groups = (*stack, *_layout.groups_shape(*self.padded_shape, self.format.group_size))
         zero_dtype = {"none": None, "integer": jnp.dtype("uint8"), "float": self.scale.dtype}
-        _check("packed", self.packed, (*stack, *self._packed_shape), jnp.dtype("uint32"))
+        words = (*stack, *_layout.packed_shape(*self.padded_shape, self.format.bits))
+        _check("packed", self.packed, words, jnp.dtype("uint32"))
         if self.scale.dtype not in SCALE_DTYPES:
             raise ValueError(
                 f"QuantizedArray: scale has dtype {self.scale.dtype}, but it is float32, bfloat16 "
@@ -92,9 +100,30 @@ class QuantizedArray:
                 "use the library that wrote them."
             )
 
+    def check_part(self) -> None:
+        """Refuses words that are no whole part of the matrix; these come only from `shard_map`.
+
+        **Raises:** `ValueError` with the shapes found.
+        """
+        size = self.format.group_size
+        words = _layout.packed_shape(*self.padded_shape, self.format.bits)
+        groups = _layout.groups_shape(*self.padded_shape, size)
+        if (self.packed.shape[-3:], self.scale.shape[-3:]) != (words, groups):
+            raise ValueError(
+                f"QuantizedArray: packed {self.packed.shape} and scale {self.scale.shape} are no "
+                f"whole part of a ({self.k}, {self.n}) matrix in groups of {size}; shard k in "
+                f"multiples of {_layout.shard_unit(size)} and n of {_layout.ATOM}, or quantize "
+                "with shards=(shards of k, shards of n)."
+            )
+
     @property
-    def _packed_shape(self) -> tuple[int, int, int]:
-        return _layout.packed_shape(self.k, self.n, self.format.bits)
+    def padded_shape(self) -> tuple[int, int]:
+        """k and n with the padding of each shard; without that of a single one."""
+        unit = _layout.shard_unit(self.format.group_size)
+        return (
+            _layout.spread_size(self.k, self.shards[0], unit),
+            _layout.spread_size(self.n, self.shards[1], _layout.ATOM),
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,8 +150,12 @@ class QuantizedArray:
 
         **Arguments:** `dtype`: of the result; None for the dtype of the scales.
         """
+        self.check_part()
         packed, scale, zero = definition.take(self.packed, self.scale, self.zero, self.index)
-        weight = definition.dequantize(packed, scale, zero, format=self.format, k=self.k, n=self.n)
+        k, n = self.padded_shape
+        weight = definition.dequantize(packed, scale, zero, format=self.format, k=k, n=n)
+        weight = _layout.join(weight, -2, self.shards[0], self.k)
+        weight = _layout.join(weight, -1, self.shards[1], self.n)
         return weight.astype(dtype or self.dtype)
 
     def __getitem__(self, key: Any) -> "QuantizedArray":
@@ -283,18 +316,30 @@ class QuantizedArray:
 
         return to_qarray(self)
 
+    @property
+    def _static(self) -> tuple[Any, ...]:
+        return self.format, *(self.whole or (self.k, self.n, self.shards))
+
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _LEAVES]
-        return children, (self.format, self.k, self.n)
+        return children, self._static
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        return tuple(getattr(self, name) for name in _LEAVES), (self.format, self.k, self.n)
+        return tuple(getattr(self, name) for name in _LEAVES), self._static
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "QuantizedArray":
         # Transformations unflatten with placeholders for leaves, so nothing is checked here.
+        format, k, n, shards = static
+        fields = dict(zip(_LEAVES, leaves, strict=True), format=format, whole=(k, n, shards))
+        shape = getattr(leaves[0], "shape", None)
+        if isinstance(shape, tuple) and len(shape) >= 3:
+            unit = _layout.shard_unit(format.group_size)
+            k, k_shards = _layout.part(k, shards[0], unit, shape[-2])
+            n, n_shards = _layout.part(n, shards[1], _layout.ATOM, shape[-3])
+            shards = (k_shards, n_shards)
         self = object.__new__(cls)
-        for name, value in zip((*_LEAVES, "format", "k", "n"), (*leaves, *static), strict=True):
+        for name, value in (fields | {"k": k, "n": n, "shards": shards}).items():
             object.__setattr__(self, name, value)
         return self
 

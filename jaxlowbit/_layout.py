@@ -10,10 +10,11 @@ Lane 4 g + t of warp w holds 32 values, one for each (s, v, h, e), in one 32-bit
 `docs/layout.md` draws it; `cuda/device/layout.cuh` is the twin on the device.
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 VERSION = 1
 ATOM = 64
@@ -157,6 +158,53 @@ def packed_shape(k: int, n: int, bits: int) -> tuple[int, int, int]:
 
 def groups_shape(k: int, n: int, group_size: int) -> tuple[int, int, int]:
     return blocks(n), num_groups(k, group_size), ATOM
+
+
+def shard_unit(group_size: int) -> int:
+    """Input features that are whole atoms and whole groups."""
+    return ATOM if group_size == -1 else math.lcm(ATOM, group_size)
+
+
+def spread_size(size: int, shards: int, unit: int) -> int:
+    """`size` cut into equal shards, each padded to a multiple of `unit`; as it is for one shard."""
+    return size if shards == 1 else shards * (-(-size // (shards * unit)) * unit)
+
+
+def spread(values: Array, axis: int, shards: int, unit: int, mode: str = "constant") -> Array:
+    """Pads each of `shards` equal parts of an axis, counted from the end (-1 or -2)."""
+    size = values.shape[axis]
+    missing = (spread_size(size, shards, unit) - size) // shards
+    if missing == 0:
+        return values
+    before, after = values.shape[:axis], values.shape[values.ndim + axis + 1 :]
+    parts = values.reshape(*before, shards, size // shards, *after)
+    pad = [(0, 0)] * (parts.ndim + axis) + [(0, missing)] + [(0, 0)] * len(after)
+    return jnp.pad(parts, pad, mode=mode).reshape(*before, size + shards * missing, *after)
+
+
+def join(values: Array, axis: int, shards: int, size: int) -> Array:
+    """The inverse of `spread`: an axis of `size`, without the padding of each part."""
+    if values.shape[axis] == size:
+        return values
+    before, after = values.shape[:axis], values.shape[values.ndim + axis + 1 :]
+    parts = values.reshape(*before, shards, -1, *after)
+    parts = lax.slice_in_dim(parts, 0, size // shards, axis=axis)
+    return parts.reshape(*before, size, *after)
+
+
+def part(size: int, shards: int, unit: int, found: int) -> tuple[int, int]:
+    """Size and shards of what `found` atoms along an axis stand for.
+
+    On a device of `jax.shard_map`, an array holds some of the atoms of the whole: then these are
+    those of the part. They are those of the whole where the atoms are no whole part of it.
+    """
+    padded = spread_size(size, shards, unit)
+    parts = blocks(padded) // found if found and blocks(padded) % found == 0 else 1
+    if shards % parts == 0:
+        return size // parts, shards // parts
+    if padded == size and size % (parts * ATOM) == 0:
+        return size // parts, 1
+    return size, shards
 
 
 def _transpose(array: Array, source: str, target: str) -> Array:

@@ -1,6 +1,6 @@
-"""`quantized_matmul`: the public function, its primitive and the primitive's rules.
+"""`quantized_matmul`: the public function and the rules of its primitive.
 
-From here to the instruction that runs: `_lower` picks a backend, `_backends/native.py` makes the
+From here to the instruction that runs: `_compute` picks a backend, `_backends/native.py` makes the
 custom call, `xla_ffi/cuda_handler.cc` decodes it, `cuda/dispatch.cc` selects, `cuda/qmm_sm80.cu`
 computes.
 """
@@ -14,12 +14,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching, mlir
 
+from . import _explicit, _layout, _partition
 from ._array import QuantizedArray
 from ._backends import definition, native, pallas
-from ._formats import Format
+from ._explicit import Sharding
+from ._primitive import Operands, quantized_matmul_p
 
 Backend = Literal["cuda", "cpu", "pallas", "xla"]
 _LHS_DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -30,6 +31,7 @@ def quantized_matmul(
     rhs: QuantizedArray,
     *,
     preferred_element_type: Any = None,
+    out_sharding: Sharding | None = None,
     backend: Backend | None = None,
 ) -> Array:
     """Computes `lhs @ rhs.dequantize()` without writing the dequantized matrix to memory.
@@ -45,6 +47,8 @@ def quantized_matmul(
       as in `jnp.matmul`.
     - `rhs`: (..., k, n).
     - `preferred_element_type`: dtype of the result: that of `lhs` (the default) or float32.
+    - `out_sharding`: sharding of the result on a mesh with Explicit axes, needed where k is
+      sharded; None for that of the rows of `lhs` and the columns of `rhs`.
     - `backend`: None for the custom call of the platform the program is compiled for where it
       supports the problem, else the definition; `"cuda"` or `"cpu"` for that custom call,
       `"pallas"` for a kernel for TPUs (interpreted, slowly, on the CPU), each or an error with the
@@ -52,8 +56,8 @@ def quantized_matmul(
 
     **Returns:** (..., n).
 
-    **Raises:** `TypeError` if `rhs` is not quantized, `ValueError` for shapes or dtypes that do
-    not fit and for a backend that cannot.
+    **Raises:** `TypeError` if `rhs` is not quantized, `ValueError` for shapes, dtypes or shardings
+    that do not fit and for a backend that cannot.
 
     ```python
     rhs = quantize(jnp.ones((256, 512)), INT4)
@@ -68,6 +72,13 @@ def quantized_matmul(
     lhs = jnp.asarray(lhs)
     out_dtype = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
     _check(lhs, rhs, out_dtype, backend)
+    product = functools.partial(_product, out_dtype=out_dtype, backend=backend)
+    return _explicit.multiply(product, lhs, rhs, out_sharding)
+
+
+def _product(lhs: Array, rhs: QuantizedArray, *, out_dtype: Any, backend: Any) -> Array:
+    k_shards, n_shards = rhs.shards
+    lhs = _layout.spread(lhs, -1, k_shards, _layout.shard_unit(rhs.format.group_size))
     lead = rhs.shape[:-2]
     vector = lhs.ndim == 1
     lhs = lhs[None] if vector else lhs
@@ -78,16 +89,17 @@ def quantized_matmul(
         rhs = rhs if batch[extra:] == lead else _broadcast(rhs, batch[extra:])
         lhs = jnp.broadcast_to(lhs, (*batch, *lhs.shape[-2:]))
         lhs = jnp.moveaxis(lhs, [extra + i for i in stacked], stacked)
-    operands = _Operands(*_equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index))
+    operands = Operands(*_equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index))
     out = operands.bind(
         format=rhs.format,
-        columns=rhs.n,
+        columns=rhs.padded_shape[1],
         transposed=False,
         indexed=rhs.index is not None,
         out_dtype=out_dtype,
         backend=backend,
     )
     out = jnp.moveaxis(out, stacked, [extra + i for i in stacked])
+    out = _layout.join(out, -1, n_shards, rhs.n)
     return out[..., 0, :] if vector else out
 
 
@@ -117,6 +129,7 @@ def _check(lhs: Array, rhs: QuantizedArray, out_dtype: Any, backend: Backend | N
             f"quantized_matmul: lhs has shape {lhs.shape} and rhs {rhs.shape}, but the last axis "
             f"of lhs must be k={rhs.k}; for an (n, k) weight, quantize its transpose."
         )
+    rhs.check_part()
     try:
         jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     except ValueError:
@@ -169,69 +182,25 @@ def _equally_varying(*operands: Array | None) -> list[Array | None]:
     ]
 
 
-# The primitive. Operands: lhs (*lead, *rows, k), packed, scale, zero if the format has one, index
-# if `indexed`. Without an index the stacked axes of the weights are the lead; with one, the weights
-# have one stacked axis and the lead is the shape of the index.
-quantized_matmul_p = Primitive("quantized_matmul")
-quantized_matmul_p.def_impl(functools.partial(xla.apply_primitive, quantized_matmul_p))
-
-
-@dataclasses.dataclass
-class _Operands:
-    """Values, tangents or batch axes of the operands, by name; None for those left out."""
-
-    lhs: Any
-    packed: Any
-    scale: Any
-    zero: Any
-    index: Any
-
-    @classmethod
-    def of(cls, operands: Sequence[Any], format: Format, indexed: bool) -> "_Operands":
-        lhs, packed, scale, *rest = operands
-        zero = None if format.zero == "none" else rest.pop(0)
-        return cls(lhs, packed, scale, zero, rest.pop(0) if indexed else None)
-
-    def named(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("lhs", "packed", "scale", "zero", "index")}
-
-    def replace(self, **changes: Any) -> "_Operands":
-        return dataclasses.replace(self, **changes)
-
-    def bind(self, **params: Any) -> Array:
-        present = [operand for operand in self.named().values() if operand is not None]
-        return quantized_matmul_p.bind(*present, **params)
-
-    @property
-    def lead_ndim(self) -> int:
-        return self.packed.ndim - 3 if self.index is None else self.index.ndim
-
-
 @quantized_matmul_p.def_abstract_eval
 def _abstract_eval(lhs: Any, *operands: Any, columns: int, out_dtype: Any, **params: Any) -> Any:
     del operands, params
-    *rows, k = (*lhs.sharding.spec, *[None] * (lhs.ndim - len(lhs.sharding.spec)))
-    if k is not None:
-        raise ValueError(
-            f"quantized_matmul: lhs is sharded over {k!r} along the contracted axis; reshard it, "
-            "or multiply inside jax.shard_map and sum with jax.lax.psum."
-        )
-    sharding = lhs.sharding.update(spec=jax.P(*rows, None))
+    sharding = lhs.sharding.update(spec=jax.P(*[None] * lhs.ndim))
     shape = (*lhs.shape[:-1], columns)
     return lhs.update(shape=shape, dtype=out_dtype, weak_type=False, sharding=sharding)
 
 
 def _definition(*operands: Any, backend: Any, indexed: bool, **params: Any) -> Array:
     del backend
-    named = _Operands.of(operands, params["format"], indexed).named()
+    named = Operands.of(operands, params["format"], indexed).named()
     return definition.matmul(**named, **params)
 
 
 # Linear in lhs, and in scale and float zero together. Everything else is integers.
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     format, indexed = params["format"], params["indexed"]
-    values = _Operands.of(primals, format, indexed)
-    dots = _Operands.of(tangents, format, indexed)
+    values = Operands.of(primals, format, indexed)
+    dots = Operands.of(tangents, format, indexed)
     out = values.bind(**params)
     terms = []
     if type(dots.lhs) is not ad.Zero:
@@ -291,8 +260,8 @@ ad.primitive_transposes[quantized_matmul_p] = _transpose
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Array, int]:
     format, indexed = params["format"], params["indexed"]
-    values = _Operands.of(operands, format, indexed)
-    axes = _Operands.of(dims, format, indexed)
+    values = Operands.of(operands, format, indexed)
+    axes = Operands.of(dims, format, indexed)
     mapped = {name for name, axis in axes.named().items() if axis is not None}
     if mapped == {"lhs"}:
         # One weight for the whole batch: the batch is more rows.
@@ -313,7 +282,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple
         start = jnp.arange(size, dtype=jnp.int32).reshape(-1, *[1] * (index.ndim - 1)) * depth
         front = jax.tree.map(lambda stacks: stacks.reshape(-1, *stacks.shape[2:]), front)
         front |= {"lhs": lhs, "index": jnp.clip(index, 0, depth - 1) + start}
-    return _Operands(**front).bind(**params), 0
+    return Operands(**front).bind(**params), 0
 
 
 batching.primitive_batchers[quantized_matmul_p] = _batch
@@ -333,7 +302,7 @@ def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
         )
     if math.prod(lhs.shape[:-1]) == 0:
         return jnp.zeros((*lhs.shape[:-1], params["columns"]), params["out_dtype"])
-    named = _Operands.of(operands, format, params["indexed"]).named()
+    named = Operands.of(operands, format, params["indexed"]).named()
     transposed = params["transposed"]
     sizes = {"columns": params["columns"], "out_dtype": params["out_dtype"]}
     if backend == "pallas" and not transposed:
@@ -347,6 +316,22 @@ def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
     return native.matmul(**named, format=format, **sizes, transposed=transposed, platform=platform)
 
 
+def _register(platform: str | None) -> None:
+    alone = functools.partial(_compute, platform=platform)
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        divided = _partition.divided(ctx)
+        if divided is None:
+            product = alone
+        elif params["transposed"]:
+            # XLA divides the definition by itself; the rules here are those of the product.
+            product, divided = _definition, None
+        else:
+            product = _partition.matmul
+        return mlir.lower_fun(product, multiple_results=False)(divided or ctx, *operands, **params)
+
+    mlir.register_lowering(quantized_matmul_p, lower, platform=platform)
+
+
 for _platform in (None, "cpu", "cuda", "tpu"):
-    _rule = mlir.lower_fun(functools.partial(_compute, platform=_platform), multiple_results=False)
-    mlir.register_lowering(quantized_matmul_p, _rule, platform=_platform)
+    _register(_platform)

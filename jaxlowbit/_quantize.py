@@ -1,5 +1,6 @@
 """Floats to `QuantizedArray` and back, in plain jnp."""
 
+import dataclasses
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import _scales
+from . import _layout, _scales
 from ._array import SCALE_DTYPES, QuantizedArray
 from ._formats import Format
 
@@ -18,6 +19,7 @@ def quantize(
     *,
     method: Literal["absmax", "mse"] = "absmax",
     scale_dtype: Any = None,
+    shards: tuple[int, int] = (1, 1),
 ) -> QuantizedArray:
     """Rounds a float matrix to the nearest values a format can hold.
 
@@ -34,11 +36,15 @@ def quantize(
     - `format`: what to round to.
     - `method`: how scales are chosen.
     - `scale_dtype`: float32, bfloat16 or float16; None for the dtype of `weight`.
+    - `shards`: into how many equal parts (of k, of n) devices will cut the matrix. Each part is
+      padded on its own to whole atoms (64) and groups, and groups start anew in each. Parts of n
+      that are a multiple of 64, and of k that are one of 64 and of the group size, need no padding.
 
     **Returns:** a `QuantizedArray` of the same shape.
 
-    **Raises:** `ValueError` for a wrong rank or dtype, an unknown method, and, outside `jax.jit`,
-    for NaN or infinite weights and for scales that overflow `scale_dtype`.
+    **Raises:** `ValueError` for a wrong rank or dtype, an unknown method, shards that do not divide
+    the matrix, and, outside `jax.jit`, for NaN or infinite weights and for scales that overflow
+    `scale_dtype`.
 
     ```python
     q = quantize(jnp.ones((256, 512)), INT4)
@@ -48,6 +54,11 @@ def quantize(
     weight = jnp.asarray(weight)
     scale_dtype = jnp.dtype(weight.dtype if scale_dtype is None else scale_dtype)
     _check(weight, format, method, scale_dtype)
+    _check_shards(weight.shape, shards)
+    shape = weight.shape
+    unit = _layout.shard_unit(format.group_size)
+    weight = _layout.spread(weight, -2, shards[0], unit, mode="edge")
+    weight = _layout.spread(weight, -1, shards[1], _layout.ATOM, mode="edge")
     *lead, k, n = weight.shape
     size = k if format.group_size == -1 else format.group_size
     groups = -(-k // size)
@@ -62,7 +73,8 @@ def quantize(
     _check_scale(scale, weight, scale_dtype)
     codes = _scales.codes(grouped, scale, zero, format)
     codes = codes.reshape(*lead, groups * size, n)[..., :k, :]
-    return QuantizedArray.from_packed_groups(codes, scale, zero, format=format)
+    array = QuantizedArray.from_packed_groups(codes, scale, zero, format=format)
+    return dataclasses.replace(array, k=shape[-2], n=shape[-1], shards=tuple(shards))
 
 
 def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:
@@ -104,6 +116,15 @@ def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None
             f"quantize: weight has {len(bad)} values that are NaN or infinite, the first at "
             f"{first} ({weight[first]}); no scale covers them. Clean the weight first."
         )
+
+
+def _check_shards(shape: tuple[int, ...], shards: tuple[int, int]) -> None:
+    for axis, size, count in zip("kn", shape[-2:], shards, strict=True):
+        if count < 1 or size % count:
+            raise ValueError(
+                f"quantize: shards={shards!r} cuts {axis}={size} into {count} parts, but the parts "
+                f"are equal, so their number divides {size}."
+            )
 
 
 def _check_scale(scale: Array, weight: Array, scale_dtype: Any) -> None:

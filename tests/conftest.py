@@ -13,7 +13,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # A GPU would otherwise multiply float32 in TF32, outside the bound of float32.
 jax.config.update("jax_default_matmul_precision", "highest")
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 8)
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=200)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=5000)
