@@ -26,7 +26,7 @@ constexpr int NumStages(int block_m, int bits) { return bits == 4 && block_m == 
 // scales on the sums, hold twice the sums.
 constexpr int CtasByRegisters(int block_m, bool twice_the_sums) {
   if (twice_the_sums) return block_m <= 16 ? 4 : 2;
-  return block_m <= 16 ? 5 : block_m == 32 ? 4 : 3;
+  return block_m == 8 ? 5 : block_m <= 32 ? 4 : 3;
 }
 
 // Groups that `size` positions along k can touch, from a multiple of `size` on.
