@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/qmm_sm80/config.h"
+#include "cuda/qmm_sm90_stream/config.h"
 
 namespace jaxlowbit {
 namespace {
@@ -45,6 +46,75 @@ double Cost(const QuantizedMatmul& problem, const Device& device, int block_m, i
   return static_cast<double>(ctas) * cta * overlap + (split_k > 1 ? kReduce : 0);
 }
 
+Choice ConfigureSm80(const QuantizedMatmul& problem, const Device& device,
+                     int64_t workspace_bytes) {
+  Choice choice;
+  const bool large = problem.m > 32 && !problem.scale_sums;
+  choice.block_m = large ? 64 : problem.m > 16 ? 32 : problem.m > 8 ? 16 : 8;
+  const auto cost = [&](int split_k) { return Cost(problem, device, choice.block_m, split_k); };
+  const int64_t stages = CeilDiv(problem.lhs_columns(), qmm_sm80::BlockK(problem.bits));
+  const int most = static_cast<int>(std::min<int64_t>(kMaxSplitK, stages));
+  for (int split_k = 2; split_k <= most; ++split_k) {
+    if (WorkspaceBytes(problem, split_k) > workspace_bytes) break;
+    if (cost(split_k) < cost(choice.split_k)) choice.split_k = split_k;
+  }
+  return choice;
+}
+
+// Microseconds that qmm_sm90_stream takes. The constants are fits to sweeps of the two choices on an
+// H200 (docs/kernels/qmm_sm90_stream.md); of another device they rank choices all the same.
+double StreamCost(const QuantizedMatmul& problem, const Device& device, int cluster_ctas,
+                  int slices) {
+  namespace stream = qmm_sm90_stream;
+  const stream::Plan plan = stream::PlanOf(problem, cluster_ctas, slices);
+  const int64_t clusters =
+      CeilDiv(problem.n_blocks() * stream::kSlicesPerStrip, slices) * problem.batch;
+  const int64_t waves = CeilDiv(clusters, std::max(1, device.stream_clusters[cluster_ctas]));
+  // CTAs on the fullest multiprocessor.
+  const int64_t beside =
+      std::min<int64_t>(kStreamCtasPerSm, CeilDiv(clusters * cluster_ctas, device.num_sms));
+  const double kilobyte_per_slice = problem.k_blocks() * problem.bits / 8.0;
+  const int tiles = static_cast<int>(CeilDiv(slices, plan.tile_slices));
+  const double pairs = static_cast<double>(CeilDiv(plan.tile_slices, stream::kSlicesPerWarp));
+  const double busy = pairs * plan.warps_k / stream::kWarps;
+  const double load = slices * kilobyte_per_slice / cluster_ctas / busy;
+  // Kilobytes per microsecond of one multiprocessor, with one CTA and with two.
+  const double alone = plan.warp_atoms * problem.bits > 4 ? 36 : 34;
+  const double slowdown = problem.m <= 8 ? 1 : problem.m <= 16 ? 1.4 : 2.2;
+  const double rate = (beside == 1 ? alone : 1.2 * alone) / slowdown;
+  const double copies =
+      tiles * (plan.stages / static_cast<double>(cluster_ctas)) * (plan.tile_slices / 2.0 + 1);
+  constexpr double kCopy = 0.010, kCluster = 0.2, kBeside = 0.7, kTile = 0.3, kWave = 3;
+  return static_cast<double>(waves) *
+             (static_cast<double>(beside) * (load / rate + kCopy * copies) + kTile * tiles +
+              kWave) +
+         kCluster * (cluster_ctas == 2   ? 0
+                     : cluster_ctas == 1 ? 2
+                                         : 1) +
+         kBeside * static_cast<double>(beside - 1);
+}
+
+// Clusters of whole strips, whose copies are the largest.
+Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
+  namespace stream = qmm_sm90_stream;
+  Choice choice;
+  choice.kernel = Kernel::kQmmSm90Stream;
+  choice.block_m = stream::TileTokens(problem.m);
+  double best = 0;
+  for (int cluster_ctas : {1, 2, 4}) {
+    for (int strips = 1; strips <= 2 * stream::kMaxTileSlices / stream::kSlicesPerStrip; ++strips) {
+      const int slices = strips * stream::kSlicesPerStrip;
+      if (stream::PlanOf(problem, cluster_ctas, slices).num_stages < 2) continue;
+      const double cost = StreamCost(problem, device, cluster_ctas, slices);
+      if (choice.slices > 0 && cost >= best) continue;
+      best = cost;
+      choice.split_k = cluster_ctas;
+      choice.slices = slices;
+    }
+  }
+  return choice;
+}
+
 }  // namespace
 
 std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {
@@ -76,18 +146,35 @@ std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {
   return "";
 }
 
-Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes) {
-  Choice choice;
-  const bool large = problem.m > 32 && !problem.scale_sums;
-  choice.block_m = large ? 64 : problem.m > 16 ? 32 : problem.m > 8 ? 16 : 8;
-  const auto cost = [&](int split_k) { return Cost(problem, device, choice.block_m, split_k); };
-  const int64_t stages = CeilDiv(problem.lhs_columns(), qmm_sm80::BlockK(problem.bits));
-  const int most = static_cast<int>(std::min<int64_t>(kMaxSplitK, stages));
-  for (int split_k = 2; split_k <= most; ++split_k) {
-    if (WorkspaceBytes(problem, split_k) > workspace_bytes) break;
-    if (cost(split_k) < cost(choice.split_k)) choice.split_k = split_k;
+std::string Unsupported(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
+  std::string reason = Unsupported(problem, device);
+  if (!reason.empty() || kernel == Kernel::kQmmSm80) return reason;
+  if (device.compute_capability != 90) return "it needs compute capability 9.0";
+  const int most = qmm_sm90_stream::MaxTokens(problem.bits);
+  if (problem.m > most) return "it takes up to " + std::to_string(most) + " rows of lhs";
+  if (problem.transposed) return "it has no transposed product";
+  if (problem.scale_sums) return "its scales multiply weights, not sums";
+  if (problem.k % kAtom != 0) return "k must be a multiple of 64";
+  if (problem.k > 1 << 21) return "k is beyond 2^21";
+  const Choice choice = ConfigureStream(problem, device);
+  if (choice.slices == 0) return "its stages would not fit shared memory";
+  const auto plan = qmm_sm90_stream::PlanOf(problem, choice.split_k, choice.slices);
+  if (!qmm_sm90_stream::SupportsGroupSize(plan, problem.group_size)) {
+    return "groups must divide its stages or be multiples of them";
   }
-  return choice;
+  return "";
+}
+
+Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
+                 int64_t workspace_bytes) {
+  return kernel == Kernel::kQmmSm90Stream ? ConfigureStream(problem, device)
+                                          : ConfigureSm80(problem, device, workspace_bytes);
+}
+
+Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes) {
+  const bool stream = Unsupported(Kernel::kQmmSm90Stream, problem, device).empty();
+  return Configure(stream ? Kernel::kQmmSm90Stream : Kernel::kQmmSm80, problem, device,
+                   workspace_bytes);
 }
 
 }  // namespace jaxlowbit

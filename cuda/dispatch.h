@@ -15,20 +15,35 @@ namespace jaxlowbit {
 inline constexpr int kMaxSplitK = 16;
 inline constexpr int64_t kMaxWorkspaceBytes = int64_t{16} << 20;
 
+inline constexpr int kStreamCtasPerSm = 2;
+
 struct Device {
   int compute_capability = 0;  // 10 * major + minor
   int num_sms = 0;
   int shared_bytes_per_sm = 0;
+  // Clusters of qmm_sm90_stream that run at a time, by their number of CTAs (1, 2, 4). Where the
+  // device cannot be asked: kStreamCtasPerSm on each multiprocessor.
+  int stream_clusters[5] = {};
 };
 
-// Tile of tokens and parts of the sum over k for qmm_sm80.
+enum class Kernel { kQmmSm80, kQmmSm90Stream };
+
 struct Choice {
-  int block_m = 0;
-  int split_k = 1;
+  Kernel kernel = Kernel::kQmmSm80;
+  int block_m = 0;  // tokens of a tile
+  int split_k = 1;  // parts of the sum over k
+  int slices = 0;   // of 16 channels, that a cluster of qmm_sm90_stream owns
 };
 
 // Why no kernel computes `problem` on `device`, or an empty string.
 std::string Unsupported(const QuantizedMatmul& problem, const Device& device);
+
+// The same for one kernel.
+std::string Unsupported(Kernel kernel, const QuantizedMatmul& problem, const Device& device);
+
+// The choice for one kernel that supports `problem`.
+Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
+                 int64_t workspace_bytes);
 
 // Requires that Unsupported returns "" and that m, n, k and batch are positive.
 Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes);

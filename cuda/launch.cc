@@ -40,6 +40,9 @@ cudaError_t Initialize(int ordinal, Device& device) {
   if (error == cudaSuccess) error = InitializeQmmSm80();
   if (error == cudaSuccess) error = InitializeQmmSm80Transposed();
   if (error == cudaSuccess) error = InitializeReduceSplits();
+  if (error == cudaSuccess && device.compute_capability == 90) {
+    error = InitializeQmmSm90Stream(device);
+  }
   const cudaError_t restored = cudaSetDevice(current);
   return error == cudaSuccess ? restored : error;
 }
@@ -62,6 +65,9 @@ const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
 
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int ordinal, cudaStream_t stream) {
+  if (choice.kernel == Kernel::kQmmSm90Stream) {
+    return LaunchQmmSm90Stream(problem, buffers, choice, stream);
+  }
   const auto launch = problem.transposed ? LaunchQmmSm80Transposed : LaunchQmmSm80;
   const cudaError_t error = launch(problem, buffers, choice, stream);
   if (error != cudaSuccess || choice.split_k == 1) return error;

@@ -73,15 +73,16 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, I::kScal
 
 struct Product {
   template <class I>
-  static constexpr Kernel kKernel = QmmSm80Kernel<I>;
+  static constexpr KernelFunction kKernel = QmmSm80Kernel<I>;
 };
 
 // Scales on the sums double those, so tiles go to 32 tokens.
-Kernel FindScaleSums(int bits, int block_m) {
+KernelFunction FindScaleSums(int bits, int block_m) {
   const auto find = [&](auto tokens) {
     constexpr int kTokens = decltype(tokens)::value;
-    return bits == 4 ? Kernel{QmmSm80Kernel<Instance<__nv_bfloat16, float, kTokens, 4, true>>}
-                     : Kernel{QmmSm80Kernel<Instance<__nv_bfloat16, float, kTokens, 8, true>>};
+    return bits == 4
+               ? KernelFunction{QmmSm80Kernel<Instance<__nv_bfloat16, float, kTokens, 4, true>>}
+               : KernelFunction{QmmSm80Kernel<Instance<__nv_bfloat16, float, kTokens, 8, true>>};
   };
   return block_m == 8    ? find(std::integral_constant<int, 8>{})
          : block_m == 16 ? find(std::integral_constant<int, 16>{})
@@ -103,9 +104,9 @@ cudaError_t InitializeQmmSm80() {
 
 cudaError_t LaunchQmmSm80(const QuantizedMatmul& problem, const Buffers& buffers,
                           const Choice& choice, cudaStream_t stream) {
-  const qmm_sm80::Kernel kernel = problem.scale_sums
-                                      ? qmm_sm80::FindScaleSums(problem.bits, choice.block_m)
-                                      : qmm_sm80::Find<qmm_sm80::Product>(problem, choice.block_m);
+  const qmm_sm80::KernelFunction kernel =
+      problem.scale_sums ? qmm_sm80::FindScaleSums(problem.bits, choice.block_m)
+                         : qmm_sm80::Find<qmm_sm80::Product>(problem, choice.block_m);
   return qmm_sm80::Launch(kernel, problem, buffers, choice, stream);
 }
 

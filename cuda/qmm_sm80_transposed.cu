@@ -111,7 +111,7 @@ class TransposedMultiplier {
   using T = typename I::T;
 
   __device__ TransposedMultiplier(const Params& p, const Tile& tile) : p_(p) {
-    rows_.Start(p);
+    rows_.Start(p.zero_bytes > 1);
     const int64_t k = tile.block * kAtom;
     group_left_ = static_cast<int>(p.group_size - k % p.group_size);
     // Lane i reads row i % 8 of matrix i / 8: of the tokens' tile i / 16, half i / 8 % 2 of the
@@ -141,12 +141,12 @@ class TransposedMultiplier {
       LoadLhs(slot + p_.bytes.codes, atom, fragments);
       int position = atom * p_.groups_per_stage;
       int group_end = group_left_;
-      rows_.Load(p_, scales, position);
+      LoadRows<I>(p_, scales, position, rows_);
 #pragma unroll
       for (int step = 0; step < kStepsPerAtom; ++step) {
         if (!kOneGroup && step > 0 && step * kStepK == group_end) {
           group_end += p_.group_size;
-          rows_.Load(p_, scales, ++position);
+          LoadRows<I>(p_, scales, ++position, rows_);
         }
         uint32_t weights[4];
         rows_.Dequantize(codes[step], weights);
@@ -179,7 +179,7 @@ class TransposedMultiplier {
 
   const Params& p_;
   CodeLoader<I> codes_;
-  RowPair<I> rows_;
+  Rows<I> rows_;
   int group_left_;  // k from the tile's first to the end of its group
   int lhs_chunk_;   // of the first atom, in bytes
 };
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, true))
 
 struct Transposed {
   template <class I>
-  static constexpr Kernel kKernel = QmmSm80TransposedKernel<I>;
+  static constexpr KernelFunction kKernel = QmmSm80TransposedKernel<I>;
 };
 
 }  // namespace
@@ -238,7 +238,8 @@ cudaError_t InitializeQmmSm80Transposed() { return qmm_sm80::Initialize<qmm_sm80
 
 cudaError_t LaunchQmmSm80Transposed(const QuantizedMatmul& problem, const Buffers& buffers,
                                     const Choice& choice, cudaStream_t stream) {
-  const qmm_sm80::Kernel kernel = qmm_sm80::Find<qmm_sm80::Transposed>(problem, choice.block_m);
+  const qmm_sm80::KernelFunction kernel =
+      qmm_sm80::Find<qmm_sm80::Transposed>(problem, choice.block_m);
   return qmm_sm80::Launch(kernel, problem, buffers, choice, stream);
 }
 

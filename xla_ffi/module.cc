@@ -73,11 +73,13 @@ nb::dict SelectKernel(int64_t m, int64_t n, int64_t k, int bits, int64_t group_s
   if (zero == "integer") problem.zero = ZeroKind::kInteger;
   if (zero == "float") problem.zero = ZeroKind::kFloat;
   problem.scale_sums = scale_sums;
-  const Device device{compute_capability, num_sms, shared_bytes_per_sm};
+  Device device{compute_capability, num_sms, shared_bytes_per_sm};
+  for (int ctas : {1, 2, 4}) device.stream_clusters[ctas] = kStreamCtasPerSm * num_sms / ctas;
   nb::dict chosen;
   chosen["unsupported"] = Unsupported(problem, device);
   if (Unsupported(problem, device).empty()) {
     const Choice choice = Select(problem, device, workspace_bytes);
+    chosen["kernel"] = choice.kernel == Kernel::kQmmSm80 ? "qmm_sm80" : "qmm_sm90_stream";
     chosen["block_m"] = choice.block_m;
     chosen["split_k"] = choice.split_k;
   }

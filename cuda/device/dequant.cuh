@@ -122,6 +122,67 @@ __device__ inline void Unpack(const uint32_t (&words)[kWordsPerStep<kBits>],
   }
 }
 
+// Codes to integers for sums that are scaled afterwards: (q - z) * 2^-kShift, exactly. With bf16 the
+// codes are read as subnormals where they stand, which takes no shift for every other one. Of the
+// powers of two that this offers, 2^-12 keeps the sum of an atom's products in float32 from
+// overflowing at the top of bf16's range, and from losing bits at the bottom.
+template <typename T>
+inline constexpr int kShift = 0;
+template <>
+inline constexpr int kShift<__nv_bfloat16> = 12;
+
+// Minus the zero point of one row, in both halves, with what UnpackIntegers adds.
+template <typename T>
+struct IntegerCentre;
+
+template <>
+struct IntegerCentre<__nv_bfloat16> {
+  uint32_t value;
+  static __device__ IntegerCentre Of(int zero) {
+    const float centre = static_cast<float>(zero) * -0x1p-12f;
+    return {Pair<__nv_bfloat16>::Round(centre, centre)};
+  }
+  // `code`: a pair of codes, 2^kUp times as large.
+  template <int kUp>
+  __device__ uint32_t Subtract(uint32_t code) const {
+    constexpr uint32_t k2To121 = 0x7c007c00, kHalf = 0x00800080;  // exponents of bf16
+    return Pair<__nv_bfloat16>::Fma(code, k2To121 - kUp * kHalf, value);
+  }
+};
+
+template <>
+struct IntegerCentre<__half> {
+  uint32_t value, raised;  // the second for codes that are 2^4 times as large
+  static __device__ IntegerCentre Of(int zero) {
+    return {(Pair<__half>::kMagic | 0x80008000) + zero * 0x00010001u,
+            (0x54005400 | 0x80008000) + zero * 0x00100010u};  // -(64 + zero)
+  }
+  template <int kUp>
+  __device__ uint32_t Subtract(uint32_t code) const {
+    const uint32_t magic = code | Pair<__half>::kMagic;
+    if constexpr (kUp == 0) return Pair<__half>::Fma(magic, Pair<__half>::kOne, value);
+    constexpr uint32_t k2ToMinus4 = 0x2c002c00;
+    return Pair<__half>::Fma(magic, k2ToMinus4, raised);
+  }
+};
+
+// The four registers of one step: rows g and g + 8 alternate (layout.cuh).
+template <typename T, int kBits>
+__device__ inline void UnpackIntegers(const uint32_t (&words)[kWordsPerStep<kBits>],
+                                      const IntegerCentre<T> (&centre)[2], uint32_t (&out)[4]) {
+#pragma unroll
+  for (int v = 0; v < 2; ++v) {
+    if constexpr (kBits == 4) {
+      const uint32_t word = v == 0 ? words[0] : words[0] >> 8;
+      out[2 * v] = centre[0].template Subtract<0>(word & 0x000f000f);
+      out[2 * v + 1] = centre[1].template Subtract<4>(word & 0x00f000f0);
+    } else {
+      out[2 * v] = centre[0].template Subtract<0>(words[v] & 0x00ff00ff);
+      out[2 * v + 1] = centre[1].template Subtract<0>(words[v] >> 8 & 0x00ff00ff);
+    }
+  }
+}
+
 // The scale, or the float zero, of one row. Of the activation's own type they work in that type; in
 // float32 the result is rounded to the activation's type. Either way it is rounded once. Without a
 // float zero, -0 is added, which changes nothing, the sign of a zero included.

@@ -6,8 +6,9 @@
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph:
 //                           --n N --k K (default: five real shapes) --m M,M,... --bits B --group G
-//                           --zero --float-zero --transposed --scale-sums --f16; --tile T and --split S,S,...
-//                           instead of the selection's
+//                           --zero --float-zero --transposed --scale-sums --f16; --kernel sm80|stream,
+//                           --tile T,T,..., --split S,S,... and --slices L,L,... instead of the
+//                           selection's
 //
 // A wrong result prints the problem and the error over the bound, and the exit status is 1.
 
@@ -34,32 +35,42 @@ const std::vector<std::pair<int64_t, int64_t>> kLayers = {// (n, k) of 8B to 70B
                                                           {8192, 28672}};
 const std::vector<int64_t> kTokens = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
 
-// Enqueues one product; numbers in `wanted` other than 0 take the place of the selection's.
-void Run(const QuantizedMatmul& problem, const DeviceProblem& data, int copy, cudaStream_t stream,
-         const Choice& wanted = {0, 0}) {
-  Choice choice = Select(problem, DeviceInfo(0), data.workspace_bytes());
-  if (wanted.block_m > 0) choice.block_m = wanted.block_m;
-  if (wanted.split_k > 0) choice.split_k = wanted.split_k;
-  Check(LaunchChoice(problem, data.buffers(copy), choice, 0, stream), "LaunchChoice");
+const char* NameOf(Kernel kernel) { return kernel == Kernel::kQmmSm80 ? "sm80" : "stream"; }
+
+// Choices of every kernel that takes the problem: its own, and of the stream also one whose clusters
+// own more slices than a tile has.
+std::vector<Choice> Choices(const QuantizedMatmul& problem) {
+  std::vector<Choice> choices;
+  for (Kernel kernel : {Kernel::kQmmSm80, Kernel::kQmmSm90Stream}) {
+    if (!Unsupported(kernel, problem, DeviceInfo(0)).empty()) continue;
+    choices.push_back(Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes));
+    if (kernel == Kernel::kQmmSm90Stream && problem.n > 256) {
+      choices.push_back(choices.back());
+      choices.back().slices = 18;
+    }
+  }
+  return choices;
 }
 
 // Whether the result is within the bound and the same bits twice. Prints what is not.
-bool IsRight(const QuantizedMatmul& problem, bool with_index, uint64_t seed) {
+bool IsRight(const QuantizedMatmul& problem, const Choice& choice, bool with_index, uint64_t seed) {
   const DeviceProblem data(problem, with_index, 1, seed);
   std::vector<uint8_t> first;
   for (int run = 0; run < 2; ++run) {
     data.Poison();
-    Run(problem, data, 0, nullptr);
+    Check(LaunchChoice(problem, data.buffers(0), choice, 0, nullptr), "LaunchChoice");
     Check(cudaDeviceSynchronize(), "kernel");
     const double ratio = data.ErrorOverBound(0);
     if (!(ratio <= 1)) {
-      std::printf("WRONG  %s: error over bound %.3g\n", Describe(problem).c_str(), ratio);
+      std::printf("WRONG  %s %s: error over bound %.3g\n", NameOf(choice.kernel),
+                  Describe(problem).c_str(), ratio);
       return false;
     }
     if (run == 0) {
       first = data.Out();
     } else if (data.Out() != first) {
-      std::printf("WRONG  %s: two runs differ\n", Describe(problem).c_str());
+      std::printf("WRONG  %s %s: two runs differ\n", NameOf(choice.kernel),
+                  Describe(problem).c_str());
       return false;
     }
   }
@@ -111,7 +122,10 @@ Tally CheckInstances() {
         problem.num_weights = problem.batch;
         const bool with_index = seed % 10 == 0;
         if (with_index) problem.num_weights = 2;
-        tally.Add(IsRight(problem, with_index, seed++));
+        for (const Choice& choice : Choices(problem)) {
+          tally.Add(IsRight(problem, choice, with_index, seed));
+        }
+        ++seed;
       }
     }
   });
@@ -126,7 +140,10 @@ Tally Sweep() {
       for (int64_t m : {1, 16, 32, 64, 200}) {
         problem.m = m, problem.n = n, problem.k = k;
         problem.group_size = problem.bits == 4 ? 128 : -1;
-        tally.Add(IsRight(problem, false, seed++));
+        for (const Choice& choice : Choices(problem)) {
+          tally.Add(IsRight(problem, choice, false, seed));
+        }
+        ++seed;
       }
     }
   });
@@ -145,7 +162,9 @@ double Time(const QuantizedMatmul& problem, const Choice& choice) {
   cudaEvent_t begin, end;
   Check(cudaStreamCreate(&stream), "cudaStreamCreate");
   Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
-  for (int i = 0; i < calls; ++i) Run(problem, data, i % copies, stream, choice);
+  for (int i = 0; i < calls; ++i) {
+    Check(LaunchChoice(problem, data.buffers(i % copies), choice, 0, stream), "LaunchChoice");
+  }
   Check(cudaStreamEndCapture(stream, &graph), "end capture");
   Check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
   Check(cudaEventCreate(&begin), "cudaEventCreate");
@@ -170,11 +189,12 @@ double Time(const QuantizedMatmul& problem, const Choice& choice) {
 }
 
 [[noreturn]] void Usage(const char* wrong) {
-  std::fprintf(
-      stderr,
-      "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
-      "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] [--f16]\n",
-      wrong);
+  std::fprintf(stderr,
+               "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
+               "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
+               "[--f16] [--kernel sm80|stream] [--tile T,...] [--split S,...] "
+               "[--slices L,...]\n",
+               wrong);
   std::exit(2);
 }
 
@@ -182,28 +202,50 @@ struct TimeOptions {
   std::vector<std::pair<int64_t, int64_t>> layers = kLayers;
   std::vector<int64_t> tokens = kTokens;
   QuantizedMatmul problem;
-  std::vector<int64_t> splits = {0};
-  int block_m = 0;
+  std::string kernel;
+  // 0: what the selection takes.
+  std::vector<int64_t> tiles = {0}, splits = {0}, slices = {0};
 };
+
+// The selection's choice with the options' instead of it, for each of their values.
+std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& options) {
+  Choice selected = Select(problem, DeviceInfo(0), kMaxWorkspaceBytes);
+  if (!options.kernel.empty()) {
+    const Kernel kernel = options.kernel == "sm80" ? Kernel::kQmmSm80 : Kernel::kQmmSm90Stream;
+    if (!Unsupported(kernel, problem, DeviceInfo(0)).empty()) return {};
+    selected = Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes);
+  }
+  std::vector<Choice> choices;
+  for (int64_t tile : options.tiles) {
+    for (int64_t split : options.splits) {
+      for (int64_t slices : options.slices) {
+        Choice choice = selected;
+        if (tile > 0) choice.block_m = static_cast<int>(tile);
+        if (split > 0) choice.split_k = static_cast<int>(split);
+        if (slices > 0) choice.slices = static_cast<int>(slices);
+        const int64_t sums = choice.split_k * problem.m * (problem.out_columns() + kAtom) * 4;
+        const bool fits =
+            choice.kernel != Kernel::kQmmSm80 || choice.split_k == 1 || sums <= kMaxWorkspaceBytes;
+        if (choice.split_k <= kMaxSplitK && fits) choices.push_back(choice);
+      }
+    }
+  }
+  return choices;
+}
 
 void TimeAll(const TimeOptions& options) {
   for (auto [n, k] : options.layers) {
     for (int64_t m : options.tokens) {
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
-      if (!IsRight(problem, false, 1)) std::exit(1);
-      Choice choice = Select(problem, DeviceInfo(0), kMaxWorkspaceBytes);
-      if (options.block_m > 0) choice.block_m = options.block_m;
       const double bytes = DeviceProblem(problem, false, 1, 1).weight_bytes();
-      for (int64_t split : options.splits) {
-        if (split > 0) choice.split_k = static_cast<int>(split);
-        const int64_t sums = choice.split_k * problem.m * (problem.out_columns() + kAtom) * 4;
-        if (choice.split_k > kMaxSplitK) continue;
-        if (choice.split_k > 1 && sums > kMaxWorkspaceBytes) continue;
+      for (const Choice& choice : Choices(problem, options)) {
+        if (!IsRight(problem, choice, false, 1)) std::exit(1);
         const double us = Time(problem, choice);
-        std::printf("%s  block_m %-2d split_k %-2d  %8.2f us  %5.2f TB/s  %6.1f TFLOP/s\n",
-                    Describe(problem).c_str(), choice.block_m, choice.split_k, us,
-                    bytes / us * 1e-6, 2e-6 * static_cast<double>(m * n * k) / us);
+        std::printf(
+            "%s  %-6s block_m %-2d split_k %-2d slices %-3d %8.2f us  %5.2f TB/s  %6.1f TFLOP/s\n",
+            Describe(problem).c_str(), NameOf(choice.kernel), choice.block_m, choice.split_k,
+            choice.slices, us, bytes / us * 1e-6, 2e-6 * static_cast<double>(m * n * k) / us);
       }
       std::fflush(stdout);
     }
@@ -238,6 +280,9 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
     } else if (i + 1 == argc) {
       Usage(("unknown or incomplete option " + flag).c_str());
+    } else if (flag == "--kernel") {
+      options.kernel = argv[++i];
+      if (options.kernel != "sm80" && options.kernel != "stream") Usage("unknown kernel");
     } else if (const std::vector<int64_t> values = Numbers(argv[++i]); flag == "--m") {
       options.tokens = values;
     } else if (flag == "--n") {
@@ -247,7 +292,9 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (flag == "--bits") {
       options.problem.bits = static_cast<int>(values[0]);
     } else if (flag == "--tile") {
-      options.block_m = static_cast<int>(values[0]);
+      options.tiles = values;
+    } else if (flag == "--slices") {
+      options.slices = values;
     } else if (flag == "--split") {
       options.splits = values;
     } else if (flag == "--group") {

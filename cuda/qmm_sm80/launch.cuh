@@ -14,10 +14,10 @@
 
 namespace jaxlowbit::qmm_sm80 {
 
-using Kernel = void (*)(Params);
+using KernelFunction = void (*)(Params);
 
 template <class Product, typename T, typename S, int kBits>
-Kernel Find(int block_m) {
+KernelFunction Find(int block_m) {
   switch (block_m) {
     case 8:
       return Product::template kKernel<Instance<T, S, 8, kBits>>;
@@ -32,7 +32,7 @@ Kernel Find(int block_m) {
 }
 
 template <class Product, typename T>
-Kernel Find(ElementType scale, int bits, int block_m) {
+KernelFunction Find(ElementType scale, int bits, int block_m) {
   if (scale == ElementType::kF32) {
     return bits == 4 ? Find<Product, T, float, 4>(block_m) : Find<Product, T, float, 8>(block_m);
   }
@@ -40,14 +40,14 @@ Kernel Find(ElementType scale, int bits, int block_m) {
 }
 
 template <class Product>
-Kernel Find(const QuantizedMatmul& problem, int block_m) {
+KernelFunction Find(const QuantizedMatmul& problem, int block_m) {
   return problem.lhs == ElementType::kBf16
              ? Find<Product, __nv_bfloat16>(problem.scale, problem.bits, block_m)
              : Find<Product, __half>(problem.scale, problem.bits, block_m);
 }
 
 // Loads a kernel and lets it have all the shared memory it may ask for.
-inline cudaError_t Prepare(Kernel kernel) {
+inline cudaError_t Prepare(KernelFunction kernel) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
 }
 
@@ -105,8 +105,8 @@ inline Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers,
   return p;
 }
 
-inline cudaError_t Launch(Kernel kernel, const QuantizedMatmul& problem, const Buffers& buffers,
-                          const Choice& choice, cudaStream_t stream) {
+inline cudaError_t Launch(KernelFunction kernel, const QuantizedMatmul& problem,
+                          const Buffers& buffers, const Choice& choice, cudaStream_t stream) {
   const Params p = ParamsOf(problem, buffers, choice);
   const int64_t ctas = p.m_tiles * p.out_tiles * p.split_k * p.batch;
   if (ctas > INT_MAX) return cudaErrorInvalidConfiguration;

@@ -23,7 +23,7 @@ class StageMultiplier {
   __device__ StageMultiplier(const Params& p, const Tile& tile)
       : p_(p), cursor_(GroupCursor::At(p, tile.stage_begin * I::kBlockK)), loaded_(-1) {
 #pragma unroll
-    for (int atom = 0; atom < kAtomsN; ++atom) rows_[atom].Start(p);
+    for (int atom = 0; atom < kAtomsN; ++atom) rows_[atom].Start(p.zero_bytes > 1);
     // Lane i reads row i % 8 of matrix i / 8: of the tokens' tile i / 16, half i / 8 % 2 of a step.
     const int lane = threadIdx.x % 32;
     const int row = I::kTiles == 1 ? lane % 8 : lane / 16 * 8 + lane % 8;
@@ -70,7 +70,7 @@ class StageMultiplier {
         uint32_t weights[kAtomsN][4];
 #pragma unroll
         for (int atom = 0; atom < kAtomsN; ++atom) {
-          rows_[atom].Dequantize(codes[atom][i], weights[atom]);
+          rows_[atom].template Dequantize<!I::kScaleSums>(codes[atom][i], weights[atom]);
         }
         if constexpr (I::kScaleSums) {
           MultiplyStep(slot + p_.bytes.codes, step, weights, group_sums_);
@@ -106,7 +106,7 @@ class StageMultiplier {
     loaded_ = group;
 #pragma unroll
     for (int atom = 0; atom < kAtomsN; ++atom) {
-      rows_[atom].Load(p_, scales, atom * p_.groups_per_stage + group - cursor_.group);
+      LoadRows<I>(p_, scales, atom * p_.groups_per_stage + group - cursor_.group, rows_[atom]);
     }
   }
 
@@ -133,7 +133,7 @@ class StageMultiplier {
   int loaded_;          // group that rows_ holds
   int lhs_chunk_;       // of the first step, in bytes
   CodeLoader<I> codes_;
-  RowPair<I> rows_[kAtomsN];
+  Rows<I> rows_[kAtomsN];
   std::conditional_t<I::kScaleSums, Sums<I>, char> group_sums_;
 };
 

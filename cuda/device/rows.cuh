@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a lane needs to dequantize its two rows of an atom, g and g + 8, in one group.
+#pragma once
+
+#include "cuda/device/dequant.cuh"
+
+namespace jaxlowbit {
+
+// T: type of lhs, and so of the weights; S: type of the scales.
+template <typename T, typename S, int kBits>
+class RowPair {
+ public:
+  // Zeros as they are until, or unless, a group brings its own.
+  __device__ void Start(bool float_zeros) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // Float zeros are added to the codes as they are.
+      centre_[h] = Centre<T, kBits>::Of(float_zeros ? 0 : 1 << (kBits - 1));
+      offset_[h] = RowScale<T, S>::NegativeZero();
+    }
+  }
+
+  // From the addresses, in shared memory, of what belongs to row g.
+  __device__ void LoadScales(uint32_t scale) { RowScale<T, S>::LoadPair(scale, scale_); }
+  __device__ void LoadFloatZeros(uint32_t zero) { RowScale<T, S>::LoadPair(zero, offset_); }
+  __device__ void LoadIntegerZeros(uint32_t zero) {
+    const uint32_t both = LoadShared2(zero);
+    centre_[0] = Centre<T, kBits>::Of(both & 255);
+    centre_[1] = Centre<T, kBits>::Of(both >> 8);
+  }
+
+  // Of row g + 8 * h.
+  __device__ S scale(int h) const { return scale_[h].value; }
+
+  // The weights of one step, in the order of operand A; without their scales if those multiply sums.
+  template <bool kWithScale = true>
+  __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
+                             uint32_t (&weights)[4]) const {
+    Unpack<T, kBits>(codes, centre_, weights);
+    if constexpr (kWithScale) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        weights[j] = scale_[j % 2].MultiplyAdd(weights[j], offset_[j % 2]);
+      }
+    }
+  }
+
+ private:
+  RowScale<T, S> scale_[2], offset_[2];
+  Centre<T, kBits> centre_[2];
+};
+
+// The same where scales multiply sums: weights are integers, and a group's sums are scaled in
+// float32. Exact for every scale, so at least as close to the definition as rounded weights.
+template <typename T, typename S, int kBits>
+class IntegerRowPair {
+ public:
+  __device__ void Start(bool) { centre_[0] = centre_[1] = IntegerCentre<T>::Of(1 << (kBits - 1)); }
+
+  __device__ void LoadScales(uint32_t scale) {
+    if constexpr (sizeof(S) == 4) {
+      scale_[0] = __uint_as_float(LoadShared4(scale));
+      scale_[1] = __uint_as_float(LoadShared4(scale + 4));
+    } else {
+      const uint32_t both = LoadShared4(scale);
+      scale_[0] = Pair<S>::Low(both), scale_[1] = Pair<S>::High(both);
+    }
+  }
+  __device__ void LoadIntegerZeros(uint32_t zero) {
+    const uint32_t both = LoadShared2(zero);
+    centre_[0] = IntegerCentre<T>::Of(both & 255);
+    centre_[1] = IntegerCentre<T>::Of(both >> 8);
+  }
+
+  // The weights of one step without their scales, in the order of operand A.
+  __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
+                             uint32_t (&weights)[4]) const {
+    UnpackIntegers<T, kBits>(codes, centre_, weights);
+  }
+
+  // Adds one group's sums, or a part of them, in the order of operand D.
+  __device__ void AddScaled(const float (&part)[4], float (&sums)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = fmaf(part[i], scale_[i / 2], sums[i]);
+  }
+
+ private:
+  float scale_[2];
+  IntegerCentre<T> centre_[2];
+};
+
+}  // namespace jaxlowbit

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// qmm_sm90_stream: the product of qmm_sm80.cu for few tokens (m up to 32) on Hopper, where it is a
+// stream of the packed weights from memory, and everything else is to hide under that.
+//
+// Bound. 8192 x 8192 in 4 bits are 34.6 MB: 8.0 us at 4.3 TB/s, 260 KB for each of 132
+// multiprocessors, of which half fits their shared memory. So what counts is that copies start at
+// once, never pause, and that little is left to do when the last one has arrived.
+//
+// Decomposition. Weights are operand A of the instruction: a slice is 16 output channels. A cluster
+// of 4 CTAs owns neighbouring slices, each CTA a quarter of k.
+//
+//               k ──►  rank 0   rank 1   rank 2   rank 3
+//             ┌────────┬────────┬────────┬────────┐   A CTA works through its slices in tiles of up
+//        n    │        │        │        │        │   to 16, and through its k in stages. 8 warps
+//        │    │ CTA 0  │ CTA 1  │ CTA 2  │ CTA 3  │   multiply, 2 slices each; where a tile has
+//        ▼    │        │        │        │        │   fewer, they divide the stage's atoms of k.
+//             └────────┴────────┴────────┴────────┘
+//
+// Pipeline.   warp 8: wait for a free slot ─► bulk copies of codes, lhs, scales     (fill.cuh)
+//             warps 0-7: wait for a full slot ─► dequantize ─► mma ─► free it       (multiply.cuh)
+//             end of a tile: send sums to their owners ─► add in order ─► store     (reduce.cuh)
+//
+// Storage. Codes are in the order of the fragments (device/layout.cuh): a lane's registers for a
+// slice and an atom are 16 or 32 consecutive bytes.
+//
+// Limits: Unsupported() in dispatch.cc.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/kernels.h"
+#include "cuda/qmm_sm90_stream/fill.cuh"
+#include "cuda/qmm_sm90_stream/multiply.cuh"
+#include "cuda/qmm_sm90_stream/params.cuh"
+#include "cuda/qmm_sm90_stream/reduce.cuh"
+#include "cuda/tensor_map.h"
+
+namespace jaxlowbit {
+namespace qmm_sm90_stream {
+namespace {
+
+// One warp.
+__device__ void InitBarriers(const Plan& plan, Memory memory) {
+  const int lane = threadIdx.x % 32;
+  if (lane < plan.num_stages) {
+    InitBarrier(memory.full(lane), 1);
+    InitBarrier(memory.empty(lane), kWarps);
+  } else if (lane == kMaxStages) {
+    InitBarrier(memory.sums_full(), 1);
+    InitBarrier(memory.sums_free(), 1 << plan.cluster_shift);
+  }
+  PublishBarriers();
+}
+
+// Orders the multiplying warps among themselves.
+__device__ void SynchronizeMultipliers() {
+  asm volatile("bar.sync 1, %0;\n" ::"n"(32 * kWarps) : "memory");
+}
+
+template <class I>
+__device__ void MultiplyAll(const Params& p, const Share& share, Memory memory, int warp) {
+  const Plan& plan = p.plan;
+  const int pairs = (plan.tile_slices + kSlicesPerWarp - 1) / kSlicesPerWarp;
+  const int part = p.pairs.Divide(warp), slice = (warp - part * pairs) * kSlicesPerWarp;
+  StageMultiplier<I> multiplier(p, slice, part);
+  const ClusterReducer<I> reducer(p, share, memory);
+  // Kept in registers: the compiler would load and compute them again for every stage.
+  const int stage_atoms = Keep(plan.stage_atoms), num_stages = Keep(plan.num_stages);
+  const int slot_bytes = Keep(plan.slot_bytes), atoms = Keep(share.atom_end - share.atom_begin);
+  const uint32_t ring = Keep(memory.stage(plan, 0));
+  const bool first_lane = Keep(threadIdx.x % 32) == 0;
+  RingCursor cursor = {0, 0};
+  int parity = 0;  // of the tile
+  for (int tile = share.slice_begin; tile < share.slice_end; tile += plan.tile_slices) {
+    const int slices = min(plan.tile_slices, share.slice_end - tile);
+    const bool active = slice < slices && part < plan.warps_k;
+    if (threadIdx.x == 0) reducer.Expect(slices);
+    multiplier.StartTile(tile, slices);
+    Sums<I> sums = {};
+    for (int left = atoms; left > 0; left -= stage_atoms) {
+      Wait(memory.full(cursor.slot), cursor.parity);
+      if (active)
+        multiplier.Multiply(ring + cursor.slot * slot_bytes, min(left, stage_atoms), sums);
+      __syncwarp();  // every lane has read the stage
+      if (first_lane) Arrive(memory.empty(cursor.slot));
+      cursor.Advance(num_stages);
+    }
+    if (tile == share.slice_begin) {
+      WaitForArrivals();  // the barriers of all CTAs exist
+    } else {
+      WaitForCluster(memory.sums_free(), parity ^ 1);  // owners have read the sums before
+    }
+#pragma unroll
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+      if (active && slice + i < slices) reducer.Send(slice + i, part, sums[i]);
+    }
+    WaitForCluster(memory.sums_full(), parity);
+    reducer.Collect(tile, slices);
+    if (tile + plan.tile_slices < share.slice_end) {
+      SynchronizeMultipliers();  // every thread has read its sums
+      if (threadIdx.x < 1 << plan.cluster_shift) {
+        ArriveRemote(MapToRank(memory.sums_free(), threadIdx.x));
+      }
+    }
+    parity ^= 1;
+  }
+}
+
+template <class I>
+__global__ void __launch_bounds__(kThreads, kStreamCtasPerSm)
+    QmmSm90StreamKernel(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(kBoxBytes) uint8_t shared[];
+  const Memory memory = {Keep(SharedAddress(shared))};
+  const int warp = threadIdx.x / 32;
+  if (warp == kWarps) InitBarriers(p.plan, memory);
+  __syncthreads();  // barriers exist
+  ArriveAtCluster();
+  LaunchDependents();
+  const Share share = OwnShare(p);
+  if (warp == kWarps) {
+    StageFiller<I>(p, share, memory).FillAll();
+    WaitForArrivals();
+  } else {
+    MultiplyAll<I>(p, share, memory, warp);
+  }
+#endif
+}
+
+using KernelFunction = void (*)(Params);
+
+// Null beyond MaxTokens.
+template <typename T, typename S, ZeroKind kZero, int kBits>
+KernelFunction Find(int tokens) {
+  if (tokens == 8) return QmmSm90StreamKernel<Instance<T, S, kZero, 8, kBits>>;
+  if (tokens == 16) return QmmSm90StreamKernel<Instance<T, S, kZero, 16, kBits>>;
+  if constexpr (MaxTokens(kBits) == 32) {
+    return QmmSm90StreamKernel<Instance<T, S, kZero, 32, kBits>>;
+  }
+  return nullptr;
+}
+
+template <typename T, typename S, ZeroKind kZero>
+KernelFunction Find(int bits, int tokens) {
+  return bits == 4 ? Find<T, S, kZero, 4>(tokens) : Find<T, S, kZero, 8>(tokens);
+}
+
+template <typename T, typename S>
+KernelFunction Find(ZeroKind zero, int bits, int tokens) {
+  return zero == ZeroKind::kNone      ? Find<T, S, ZeroKind::kNone>(bits, tokens)
+         : zero == ZeroKind::kInteger ? Find<T, S, ZeroKind::kInteger>(bits, tokens)
+                                      : Find<T, S, ZeroKind::kFloat>(bits, tokens);
+}
+
+KernelFunction Find(const QuantizedMatmul& problem, int tokens) {
+  const auto find = [&](auto lhs) {
+    using T = decltype(lhs);
+    return problem.scale == ElementType::kF32 ? Find<T, float>(problem.zero, problem.bits, tokens)
+                                              : Find<T, T>(problem.zero, problem.bits, tokens);
+  };
+  return problem.lhs == ElementType::kBf16 ? find(__nv_bfloat16{}) : find(__half{});
+}
+
+Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice) {
+  Params p;
+  p.packed = buffers.packed;
+  p.scale = buffers.scale;
+  p.zero = buffers.zero;
+  p.zero_bytes = static_cast<int>(problem.zero_bytes());
+  p.index = buffers.index;
+  p.out = buffers.out;
+  p.num_weights = problem.num_weights;
+  p.m = static_cast<int>(problem.m);
+  p.n = static_cast<int>(problem.n);
+  p.n_blocks = static_cast<int>(problem.n_blocks());
+  p.k_blocks = static_cast<int>(problem.k_blocks());
+  p.groups = static_cast<int>(problem.groups());
+  const int64_t size = problem.group_size;
+  p.atoms_per_group = Divider::By(size < 0 ? p.k_blocks : std::max<int64_t>(size / kAtom, 1));
+  p.groups_per_atom = size > 0 && size < kAtom ? static_cast<int>(kAtom / size) : 1;
+  p.out_float = problem.out == ElementType::kF32;
+  p.plan = PlanOf(problem, choice.split_k, choice.slices);
+  p.pairs = Divider::By(CeilDiv(p.plan.tile_slices, kSlicesPerWarp));
+  return p;
+}
+
+// A grid of clusters. Stays where it is: the configuration points into it.
+struct LaunchConfig {
+  LaunchConfig(int64_t clusters, int64_t batch, int cluster_ctas, int shared_bytes,
+               cudaStream_t stream) {
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(cluster_ctas), 1, 1};
+    config.gridDim = {static_cast<unsigned>(clusters * cluster_ctas), static_cast<unsigned>(batch),
+                      1};
+    config.blockDim = kThreads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+  LaunchConfig& operator=(const LaunchConfig&) = delete;
+
+  cudaLaunchAttribute cluster;
+  cudaLaunchConfig_t config = {};
+};
+
+}  // namespace
+}  // namespace qmm_sm90_stream
+
+// Also finds out how many clusters run at a time: of the kernels, which have the same shape, any.
+cudaError_t InitializeQmmSm90Stream(Device& device) {
+  using namespace qmm_sm90_stream;
+  const cudaError_t found = InitializeTensorMaps();
+  if (found != cudaSuccess) return found;
+  QuantizedMatmul problem;
+  for (ElementType lhs : {ElementType::kF16, ElementType::kBf16}) {
+    for (ElementType scale : {ElementType::kF32, lhs}) {
+      for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
+        for (int bits : {8, 4}) {
+          for (int tokens : {8, 16, 32}) {
+            if (tokens > MaxTokens(bits)) continue;
+            problem.lhs = lhs, problem.scale = scale, problem.zero = zero, problem.bits = bits;
+            const cudaError_t error = cudaFuncSetAttribute(
+                Find(problem, tokens), cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+            if (error != cudaSuccess) return error;
+          }
+        }
+      }
+    }
+  }
+  for (int cluster_ctas : {1, 2, 4}) {
+    LaunchConfig launch(1, 1, cluster_ctas, kSharedBytes, nullptr);
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&device.stream_clusters[cluster_ctas],
+                                                             Find(problem, 8), &launch.config);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& buffers,
+                                const Choice& choice, cudaStream_t stream) {
+  using namespace qmm_sm90_stream;
+  Params p = ParamsOf(problem, buffers, choice);
+  const cudaError_t error = DescribeMatrix(buffers.lhs, problem.lhs, problem.batch * problem.m,
+                                           problem.k, choice.block_m, p.plan.stage_atoms, &p.lhs);
+  if (error != cudaSuccess) return error;
+  const int64_t clusters = CeilDiv(p.n_blocks * kSlicesPerStrip, choice.slices);
+  const LaunchConfig launch(clusters, problem.batch, choice.split_k, p.plan.shared_bytes(), stream);
+  return cudaLaunchKernelEx(&launch.config, Find(problem, choice.block_m), p);
+}
+
+}  // namespace jaxlowbit

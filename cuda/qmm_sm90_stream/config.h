@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How qmm_sm90_stream divides a product, as numbers, for the kernel and for the selection, which has
+// no CUDA.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/problem.h"
+
+namespace jaxlowbit::qmm_sm90_stream {
+
+inline constexpr int kSliceRows = 16;      // output channels of one instruction: a slice
+inline constexpr int kSlicesPerStrip = 4;  // of the 64 channels of an atom
+inline constexpr int kClusterCtas = 4;     // parts of k, one per CTA of a cluster
+inline constexpr int kWarps = 8;           // that multiply; one more copies
+inline constexpr int kSlicesPerWarp = 2;
+inline constexpr int kMaxTileSlices = kWarps * kSlicesPerWarp;
+inline constexpr int kMaxStages = 8;
+inline constexpr int kBoxBytes = 1024;           // alignment of boxes of activations
+inline constexpr int kSharedBytes = 113 * 1024;  // of 228 KiB, 1 KiB per CTA for the system
+inline constexpr int kBarriersBytes = 256;       // room for all barriers, at the start
+
+// Of 8-bit weights, 32 tokens would take more registers than there are.
+constexpr int MaxTokens(int bits) { return bits == 4 ? 32 : 16; }
+
+// Tokens that the instances are compiled for.
+constexpr int TileTokens(int64_t m) { return m <= 8 ? 8 : m <= 16 ? 16 : 32; }
+
+// A stage in shared memory: activations, codes, scales, zeros, in this order.
+struct StageBytes {
+  int lhs, codes, scales, zeros;
+  constexpr int total() const { return lhs + codes + scales + zeros; }
+};
+
+// The plan of one product. A cluster owns `slices` neighbouring slices of channels, worked on in
+// tiles of up to `tile_slices`; each of its CTAs owns a part of k, in stages of `stage_atoms`
+// atoms.
+struct Plan {
+  int cluster_shift;  // a cluster is 2^cluster_shift CTAs
+  int slices, tile_slices;
+  int warps_k;                     // parts of a stage's k; the warps of each divide the slices
+  int stage_shift, stage_atoms;    // 2^stage_shift atoms along k
+  int warp_atoms;                  // of those, neighbours that one warp multiplies
+  int stages;                      // of all of k
+  int stage_groups, stage_strips;  // most that a stage touches
+  StageBytes bytes;
+  int slot_bytes;   // bytes.total()
+  int owned_shift;  // a CTA adds up 2^owned_shift slices of a tile, or fewer
+  int ring;         // where the stages begin
+  int num_stages;   // depth of the ring; below 2: not to be run
+
+  int shared_bytes() const { return ring + num_stages * slot_bytes; }
+};
+
+// A stage begins with a group, or lies in one.
+inline bool SupportsGroupSize(const Plan& plan, int64_t size) {
+  const int64_t stage_k = plan.stage_atoms * kAtom;
+  return size < 0 || size == 16 || size == 32 ||
+         (size % kAtom == 0 && (stage_k % size == 0 || size % stage_k == 0));
+}
+
+inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices) {
+  Plan plan = {};
+  while (2 << plan.cluster_shift <= cluster_ctas) ++plan.cluster_shift;
+  plan.slices = slices;
+  const int tiles = static_cast<int>(CeilDiv(slices, kMaxTileSlices));
+  plan.tile_slices = static_cast<int>(CeilDiv(slices, tiles));
+  const int tokens = TileTokens(problem.m);
+  const int pairs = static_cast<int>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
+  plan.warps_k = 1;
+  const int most = tokens == 32 ? 4 : kWarps;  // the sums of more would leave no room for stages
+  while (pairs * plan.warps_k * 2 <= kWarps && plan.warps_k * 2 <= most) plan.warps_k *= 2;
+  // 16 KiB of codes, if activations leave room for several stages.
+  plan.stage_atoms =
+      std::max(plan.warps_k, std::min({plan.warps_k * 8 / problem.bits, 128 / tokens, 8}));
+  plan.warp_atoms = plan.stage_atoms / plan.warps_k;
+  while (1 << plan.stage_shift < plan.stage_atoms) ++plan.stage_shift;
+  plan.stages = static_cast<int>(CeilDiv(problem.k_blocks(), plan.stage_atoms));
+  const int64_t stage_k = plan.stage_atoms * kAtom, size = problem.group_size;
+  plan.stage_groups = static_cast<int>(size < 0 ? 1 : CeilDiv(stage_k, size));
+  plan.stage_strips =
+      (plan.tile_slices + 2 * (kSlicesPerStrip - 1)) / kSlicesPerStrip;  // wherever it begins
+  const int per_slice = kSliceRows * static_cast<int>(kAtom) * problem.bits / 8;
+  const int per_group = plan.stage_strips * plan.stage_groups * static_cast<int>(kAtom);
+  plan.bytes = {plan.stage_atoms * tokens * static_cast<int>(kAtom) * 2,
+                plan.stage_atoms * plan.tile_slices * per_slice,
+                per_group * static_cast<int>(problem.scale_bytes()),
+                per_group * static_cast<int>(problem.zero_bytes())};
+  plan.slot_bytes = static_cast<int>(CeilDiv(plan.bytes.total(), kBoxBytes) * kBoxBytes);
+  const int cluster = 1 << plan.cluster_shift;
+  while (cluster << plan.owned_shift < plan.tile_slices) ++plan.owned_shift;
+  // Every warp that has a part of a slice's sum sends it: 16 channels x tokens in float32.
+  const int senders = cluster * plan.warps_k;
+  const int sums = (senders << plan.owned_shift) * kSliceRows * tokens * 4;
+  plan.ring = static_cast<int>(CeilDiv(kBarriersBytes + sums, kBoxBytes) * kBoxBytes);
+  plan.num_stages = std::min(kMaxStages, (kSharedBytes - plan.ring) / plan.slot_bytes);
+  return plan;
+}
+
+}  // namespace jaxlowbit::qmm_sm90_stream

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Global to shared memory, by bulk copies that one warp issues. Of every stage, each of its lanes
+// copies the same one thing: the codes of a strip, or of a part of it in one atom of k, or the scales
+// or zeros of a strip. So addresses are worked out once for a tile.
+#pragma once
+
+#include "cuda/device/bulk.cuh"
+#include "cuda/device/dependency.cuh"
+#include "cuda/qmm_sm90_stream/params.cuh"
+
+namespace jaxlowbit::qmm_sm90_stream {
+
+template <class I>
+class StageFiller {
+ public:
+  using S = typename I::S;
+
+  __device__ StageFiller(const Params& p, const Share& share, Memory memory)
+      : p_(p), share_(share), memory_(memory), policy_(EvictFirst()), lane_(threadIdx.x % 32) {}
+
+  // Copies every stage of every tile, in their order. Weights do not depend on the kernel before this
+  // one, so those of the first stages are on their way before its end.
+  __device__ void FillAll() {
+    int64_t weight = share_.batch;
+    if (p_.index != nullptr) {
+      WaitForPreviousKernels();
+      weight = p_.index[share_.batch];
+    }
+    first_strip_ = min(max(weight, int64_t{0}), p_.num_weights - 1) * p_.n_blocks;
+    StartTile(share_.slice_begin);
+    // Copies arrive in their order: with more stages of weights before the first activations, the
+    // first product would start later.
+    const int first = min(share_.stages, 2), early = min(share_.stages, p_.plan.num_stages);
+    for (int stage = 0; stage < first; ++stage) FillWeights(stage, stage);
+    WaitForPreviousKernels();
+    for (int stage = 0; stage < early; ++stage) {
+      if (stage >= first) FillWeights(stage, stage);
+      FillLhs(stage, stage);
+    }
+    const bool all_used = early == p_.plan.num_stages;
+    RingCursor cursor = {all_used ? 0 : early, all_used ? 0 : 1};
+    for (int slice = share_.slice_begin; slice < share_.slice_end; slice += p_.plan.tile_slices) {
+      const bool first = slice == share_.slice_begin;
+      if (!first) StartTile(slice);
+      for (int stage = first ? early : 0; stage < share_.stages; ++stage) {
+        Wait(memory_.empty(cursor.slot), cursor.parity);  // of the phase before the first: no wait
+        FillWeights(stage, cursor.slot);
+        FillLhs(stage, cursor.slot);
+        cursor.Advance(p_.plan.num_stages);
+      }
+    }
+  }
+
+ private:
+  // What this lane copies of the stages of the tile that begins with `slice`.
+  __device__ void StartTile(int slice) {
+    const Plan& plan = p_.plan;
+    const int slices = min(plan.tile_slices, share_.slice_end - slice);
+    const int strip = slice / kSlicesPerStrip;
+    const int strips = (slice + slices - 1) / kSlicesPerStrip - strip + 1;
+    code_bytes_ = slices * I::kSliceBytes;
+    group_bytes_ = strips * static_cast<int>(kAtom) * (sizeof(S) + p_.zero_bytes);
+    bytes_ = 0;  // until this lane has something to copy
+    kind_ = Kind::kStrip;
+
+    const int codes = strips << plan.stage_shift;
+    if (lane_ < codes) {
+      const int own = strip + (lane_ >> plan.stage_shift);
+      const int begin = max(slice, own * kSlicesPerStrip);  // the part in the tile
+      const int end = min(slice + slices, (own + 1) * kSlicesPerStrip);
+      const bool whole = end - begin == kSlicesPerStrip;
+      kind_ = whole ? Kind::kStrip : Kind::kAtom;
+      atom_ = lane_ & (plan.stage_atoms - 1);
+      if (whole && atom_ > 0) return;
+      bytes_ = (end - begin) * I::kSliceBytes;
+      source_ =
+          reinterpret_cast<const uint8_t*>(p_.packed) +
+          ((first_strip_ + own) * p_.k_blocks + share_.atom_begin + atom_) * kAtomBytes<I::kBits> +
+          begin % kSlicesPerStrip * I::kSliceBytes;
+      target_ =
+          plan.bytes.lhs + (begin - slice) * (I::kSliceBytes << plan.stage_shift) + atom_ * bytes_;
+      return;
+    }
+    const int own = (lane_ - codes) >> 1;
+    const bool zero = (lane_ - codes) % 2 != 0;
+    if (own >= strips || (zero && p_.zero_bytes == 0)) return;
+    kind_ = Kind::kGroups;
+    bytes_ = static_cast<int>(kAtom) * (zero ? p_.zero_bytes : static_cast<int>(sizeof(S)));
+    source_ = static_cast<const uint8_t*>(zero ? p_.zero : p_.scale) +
+              (first_strip_ + strip + own) * p_.groups * bytes_;
+    target_ = plan.bytes.lhs + plan.bytes.codes + (zero ? plan.bytes.scales : 0) +
+              own * plan.stage_groups * bytes_;
+  }
+
+  __device__ void FillWeights(int stage, int slot) const {
+    const int first = share_.atom_begin + (stage << p_.plan.stage_shift);
+    const int atoms = min(p_.plan.stage_atoms, share_.atom_end - first);
+    const int group = FirstGroup(p_, first);
+    const int groups = min(p_.plan.stage_groups, p_.groups - group);
+    const uint32_t barrier = memory_.full(slot);
+    if (lane_ == 0) {
+      ArriveExpecting(
+          barrier, atoms * code_bytes_ + kLhsBytes * p_.plan.stage_atoms + groups * group_bytes_);
+    }
+    __syncwarp();
+    const int bytes = kind_ == Kind::kGroups  ? bytes_ * groups
+                      : kind_ == Kind::kStrip ? bytes_ * atoms
+                      : atom_ < atoms         ? bytes_
+                                              : 0;
+    if (bytes > 0) {
+      const int64_t offset = kind_ == Kind::kGroups
+                                 ? int64_t{group} * bytes_
+                                 : (int64_t{stage} << p_.plan.stage_shift) * kAtomBytes<I::kBits>;
+      CopyBulk(memory_.stage(p_.plan, slot) + target_, source_ + offset, bytes, barrier, policy_);
+    }
+  }
+
+  // Activations of a whole stage are one copy: what is beyond k comes as zeros.
+  __device__ void FillLhs(int stage, int slot) const {
+    if (lane_ == 0) {
+      CopyBox(memory_.stage(p_.plan, slot), &p_.lhs, 0, share_.batch * p_.m,
+              share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
+    }
+  }
+
+  static constexpr int kLhsBytes = I::kTiles * 8 * kAtom * 2;  // of an atom
+
+  const Params& p_;
+  const Share& share_;
+  const Memory memory_;
+  const uint64_t policy_;
+  const int lane_;
+  int64_t first_strip_;  // of the weight
+  // Of a stage of this tile: bytes of codes for one atom, of scales and zeros for one group.
+  int code_bytes_, group_bytes_;
+  // What this lane copies, from source_ in the tile's first stage, or in the first group.
+  enum class Kind {
+    kAtom,   // a part of a strip's codes, of one atom: bytes_
+    kStrip,  // all of a strip's codes: bytes_ for each atom
+    kGroups  // a strip's scales or zeros: bytes_ for each group
+  } kind_;
+  int atom_;  // of the stage
+  const uint8_t* source_;
+  int target_, bytes_;
+};
+
+}  // namespace jaxlowbit::qmm_sm90_stream

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What every part of qmm_sm90_stream shares: the constants of an instance, the problem as the kernel
+// reads it, the part of it that a CTA owns, and where things lie in shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/device/barrier.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/layout.cuh"
+#include "cuda/problem.h"
+#include "cuda/qmm_sm90_stream/config.h"
+
+namespace jaxlowbit::qmm_sm90_stream {
+
+inline constexpr int kThreads = 32 * (kWarps + 1);
+
+// An instance: type of lhs, type of the scales, kind of zeros, most tokens, width.
+template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kTokens, int kWidth>
+struct Instance {
+  using T = LhsType;
+  using S = ScaleType;
+  static constexpr ZeroKind kZero = kZeros;
+  static constexpr int kBits = kWidth;
+  // With a float zero, scales multiply weights: sums of q * s and of zeros would cancel. With many
+  // tokens too: sums of a group would take too many registers.
+  static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kTokens < 32;
+  static constexpr int kTiles = kTokens / 8;  // of the instruction, along the tokens
+  static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
+};
+
+// Divides by what is known at launch, numbers whose product with it stays below 2^31.
+struct Divider {
+  uint32_t magic;
+
+  static Divider By(int64_t divisor) {
+    return {static_cast<uint32_t>(CeilDiv(int64_t{1} << 31, divisor))};
+  }
+  __device__ int Divide(int x) const { return static_cast<int>(__umulhi(2 * x, magic)); }
+};
+
+struct Params {
+  CUtensorMap lhs;  // [batch * m, k] in boxes of an instance's tokens and a stage's k
+  const uint32_t* packed;
+  const void* scale;
+  const void* zero;      // null: zero point 2^(bits - 1)
+  int zero_bytes;        // 1: zero points; else float zeros, of the type of the scales
+  const int32_t* index;  // null: weight min(b, num_weights - 1)
+  void* out;
+  int64_t num_weights;
+  int m, n;
+  int n_blocks, k_blocks, groups;
+  Divider atoms_per_group;  // 1 for a group of less than 64
+  int groups_per_atom;      // 1 for a group of 64 and more
+  Divider pairs;            // of a tile's slices
+  bool out_float;           // float32 out; else the type of lhs
+  Plan plan;
+};
+
+// The part of the product that a CTA owns.
+struct Share {
+  int batch;  // position in the batch
+  int rank;   // in the cluster
+  int slice_begin, slice_end;
+  int stages;                // of each tile
+  int atom_begin, atom_end;  // along k
+};
+
+__device__ inline Share OwnShare(const Params& p) {
+  const Plan& plan = p.plan;
+  Share share;
+  share.rank = ClusterRank();
+  share.batch = static_cast<int>(blockIdx.y);
+  share.slice_begin = (static_cast<int>(blockIdx.x) >> plan.cluster_shift) * plan.slices;
+  share.slice_end = min(p.n_blocks * kSlicesPerStrip, share.slice_begin + plan.slices);
+  const int begin = plan.stages * share.rank >> plan.cluster_shift;
+  const int end = plan.stages * (share.rank + 1) >> plan.cluster_shift;
+  share.stages = end - begin;
+  share.atom_begin = begin * plan.stage_atoms;
+  share.atom_end = min(p.k_blocks, end * plan.stage_atoms);
+  return share;
+}
+
+// The first group that an atom along k touches.
+__device__ inline int FirstGroup(const Params& p, int atom) {
+  return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
+}
+
+// Shared memory: barriers, then sums that arrive from the cluster, then the ring of stages.
+struct Memory {
+  uint32_t base;
+
+  // Stage `slot` holds what was copied; has been read by every warp.
+  __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
+  __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
+  // All sums of a tile have arrived; every CTA of the cluster has read its own.
+  __device__ uint32_t sums_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
+  __device__ uint32_t sums_free() const { return sums_full() + kBarrierBytes; }
+  __device__ uint32_t sums() const { return base + kBarriersBytes; }
+  __device__ uint32_t stage(const Plan& plan, int slot) const {
+    return base + plan.ring + slot * plan.slot_bytes;
+  }
+};
+
+// A position in the ring and the parity of its barriers.
+struct RingCursor {
+  int slot, parity;
+  __device__ void Advance(int num_stages) {
+    if (++slot == num_stages) slot = 0, parity ^= 1;
+  }
+};
+
+}  // namespace jaxlowbit::qmm_sm90_stream
