@@ -1,8 +1,10 @@
 """Floats to `QuantizedArray` and back, in plain jnp."""
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -55,6 +57,16 @@ def quantize(
     scale_dtype = jnp.dtype(weight.dtype if scale_dtype is None else scale_dtype)
     _check(weight, format, method, scale_dtype)
     _check_shards(weight.shape, shards)
+    array = _quantize(weight, format, method, scale_dtype, tuple(shards))
+    _check_scale(array.scale, weight, scale_dtype)
+    return array
+
+
+# One program: run operation by operation, it would hold several float32 copies of the weight.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _quantize(
+    weight: Array, format: Format, method: str, scale_dtype: Any, shards: tuple[int, int]
+) -> QuantizedArray:
     shape = weight.shape
     unit = _layout.shard_unit(format.group_size)
     weight = _layout.spread(weight, -2, shards[0], unit, mode="edge")
@@ -70,11 +82,10 @@ def quantize(
         scale, zero = _scales.extremes(grouped, format, scale_dtype)
     else:
         scale, zero = _scales.least_squares(grouped, k, format, scale_dtype)
-    _check_scale(scale, weight, scale_dtype)
     codes = _scales.codes(grouped, scale, zero, format)
     codes = codes.reshape(*lead, groups * size, n)[..., :k, :]
     array = QuantizedArray.from_packed_groups(codes, scale, zero, format=format)
-    return dataclasses.replace(array, k=shape[-2], n=shape[-1], shards=tuple(shards))
+    return dataclasses.replace(array, k=shape[-2], n=shape[-1], shards=shards)
 
 
 def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:

@@ -49,7 +49,12 @@ class QuantizedModel:
 
 
 def quantize_model(
-    module: nn.Module, variables: Mapping[str, Any], rules: Rules, *args: Any, **kwargs: Any
+    module: nn.Module,
+    variables: Mapping[str, Any],
+    rules: Rules,
+    *args: Any,
+    donate: bool = False,
+    **kwargs: Any,
 ) -> tuple[QuantizedModel, dict[str, Any], QuantizationReport]:
     """Quantizes the kernels of a model's `nn.Dense` layers; the module's code stays as it is.
 
@@ -68,6 +73,8 @@ def quantize_model(
       searched (`re.search`) in the dotted path of the layer, such as `block_0.mlp.up`; the first
       that matches decides, and a layer that none matches is kept.
     - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
+    - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
+      the given variables one layer exists twice at most. They are of no use after that.
 
     **Returns:** the model to `apply`, its variables, and a `QuantizationReport`, a table when
     printed: sizes, errors, and what multiplies.
@@ -102,6 +109,8 @@ def quantize_model(
         quantized |= {(*path, array): value for array, value in arrays_of(kernel).items()}
         dtype = layers[path].dtype or kernel.dtype
         reports.append(LayerReport.quantized(name, weight, kernel, dtype))
+        if donate and isinstance(weight, jax.Array):
+            weight.delete()
     collections = {
         **variables,
         "params": traverse_util.unflatten_dict(params),
