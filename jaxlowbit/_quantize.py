@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -10,9 +11,10 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import _layout, _scales
+from . import _explicit, _layout, _scales
 from ._array import SCALE_DTYPES, QuantizedArray
 from ._formats import Format
+from ._sharding import partition_spec
 
 
 def quantize(
@@ -42,11 +44,12 @@ def quantize(
       padded on its own to whole atoms (64) and groups, and groups start anew in each. Parts of n
       that are a multiple of 64, and of k that are one of 64 and of the group size, need no padding.
 
-    **Returns:** a `QuantizedArray` of the same shape.
+    **Returns:** a `QuantizedArray` of the same shape, and on a mesh with Explicit axes of the same
+    sharding.
 
     **Raises:** `ValueError` for a wrong rank or dtype, an unknown method, shards that do not divide
-    the matrix, and, outside `jax.jit`, for NaN or infinite weights and for scales that overflow
-    `scale_dtype`.
+    the matrix, a sharding on Explicit axes that `partition_spec` refuses, and, outside `jax.jit`,
+    for NaN or infinite weights and for scales that overflow `scale_dtype`.
 
     ```python
     q = quantize(jnp.ones((256, 512)), INT4)
@@ -57,13 +60,19 @@ def quantize(
     scale_dtype = jnp.dtype(weight.dtype if scale_dtype is None else scale_dtype)
     _check(weight, format, method, scale_dtype)
     _check_shards(weight.shape, shards)
-    array = _quantize(weight, format, method, scale_dtype, tuple(shards))
+    run = functools.partial(
+        _quantize, format=format, method=method, scale_dtype=scale_dtype, shards=tuple(shards)
+    )
+    mesh = _explicit.mesh_of(weight)
+    if mesh is not None:
+        run = _explicit.automatic(run, mesh, _specs(run, weight, mesh))
+    array = run(weight)
     _check_scale(array.scale, weight, scale_dtype)
     return array
 
 
 # One program: run operation by operation, it would hold several float32 copies of the weight.
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@functools.partial(jax.jit, static_argnames=("format", "method", "scale_dtype", "shards"))
 def _quantize(
     weight: Array, format: Format, method: str, scale_dtype: Any, shards: tuple[int, int]
 ) -> QuantizedArray:
@@ -86,6 +95,13 @@ def _quantize(
     codes = codes.reshape(*lead, groups * size, n)[..., :k, :]
     array = QuantizedArray.from_packed_groups(codes, scale, zero, format=format)
     return dataclasses.replace(array, k=shape[-2], n=shape[-1], shards=shards)
+
+
+def _specs(run: Callable[[Any], QuantizedArray], weight: Array, mesh: Any) -> QuantizedArray:
+    """Where the words lie of a weight whose type has a sharding."""
+    *lead, k, n = _explicit.entries(weight)
+    array = jax.eval_shape(run, jax.ShapeDtypeStruct(weight.shape, weight.dtype))
+    return partition_spec(array, mesh, k=k, n=n, lead=lead)
 
 
 def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:

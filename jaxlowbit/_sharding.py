@@ -41,17 +41,31 @@ def partition_spec(
             "partition_spec: this is a view made by select, whose index has axes of its own; "
             "shard the stack."
         )
-    size = array.format.group_size
-    n_blocks, k_blocks, _ = array.packed.shape[-3:]
-    unit = _layout.shard_unit(size)
-    part = _part_blocks("k", array.k, array.shards[0], unit, k_blocks, k, mesh)
-    _part_blocks("n", array.n, array.shards[1], _layout.ATOM, n_blocks, n, mesh)
-    whole_groups = size != -1 and (part == k_blocks or part * _layout.ATOM % size == 0)
+    return leaf_specs(array, k=k, n=n, lead=lead, whole_groups=whole_groups(array, mesh, k, n))
+
+
+def leaf_specs(
+    array: QuantizedArray, *, k: Any, n: Any, lead: Any, whole_groups: bool
+) -> QuantizedArray:
+    """The entries k, n and lead of a matrix where the leaves have those axes.
+
+    `whole_groups` says whether a part of k is groups of its own; else each device has all groups.
+    """
     lead = (*lead, *[None] * (array.ndim - 2 - len(lead)))
     groups = jax.P(*lead, n, k if whole_groups else None, None)
     zero = None if array.zero is None else groups
     leaves = (jax.P(*lead, n, k, None), groups, zero, None, jax.P(*lead))
     return QuantizedArray.tree_unflatten(array.tree_flatten()[1], leaves)
+
+
+def whole_groups(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> bool:
+    """Whether every part of k on a mesh is whole groups; refuses parts that are no whole atoms."""
+    size = array.format.group_size
+    n_blocks, k_blocks, _ = array.packed.shape[-3:]
+    unit = _layout.shard_unit(size)
+    part = _part_blocks("k", array.k, array.shards[0], unit, k_blocks, k, mesh)
+    _part_blocks("n", array.n, array.shards[1], _layout.ATOM, n_blocks, n, mesh)
+    return size != -1 and (part == k_blocks or part * _layout.ATOM % size == 0)
 
 
 def _part_blocks(

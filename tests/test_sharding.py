@@ -343,6 +343,34 @@ def test_experts_and_vmap_on_an_explicit_mesh():
             assert_close(out, reference(shared, rhs))
 
 
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    ("n", "shards", "format", "groups"),
+    [
+        (256, (1, 1), FOUR, P("b", "a", None)),
+        (200, (2, 4), FOUR, P("b", "a", None)),
+        (256, (1, 1), Format(8, -1), P("b", None, None)),
+    ],
+    ids=str,
+)
+def test_quantized_on_an_explicit_mesh(n, shards, format, groups, jit):
+    weight = np.random.default_rng(0).normal(size=(256, n)).astype(np.float32)
+    want = quantize(weight, format, shards=shards)
+    mesh = make_mesh(AxisType.Explicit)
+    x = jax.device_put(weight, jax.NamedSharding(mesh, P("a", "b")))
+    got = (quantize if jit else jaxlowbit.quantize)(x, format, shards=shards)
+    assert jax.typeof(got.packed).sharding.spec == P("b", "a", None)
+    assert jax.typeof(got.scale).sharding.spec == groups
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_quantized_on_an_explicit_mesh_in_whole_parts():
+    mesh = make_mesh(AxisType.Explicit)
+    x = jax.device_put(jnp.ones((128, 200)), jax.NamedSharding(mesh, P(None, "b")))
+    with pytest.raises(ValueError, match=r"n=200 in 4 parts .*quantize with shards="):
+        jaxlowbit.quantize(x, FOUR)
+
+
 # --- quantize(..., shards=) -----------------------------------------------------------------------
 
 
