@@ -1,4 +1,4 @@
-"""`QuantizedDense`: `nn.Dense` with a quantized kernel, and the collection that holds it."""
+"""`QuantizedDense`: `nn.Dense` with a quantized kernel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,15 +8,9 @@ from flax import linen as nn
 from flax.linen import dtypes
 from jax import Array
 
-from .._array import QuantizedArray
 from .._formats import Format
 from .._matmul import quantized_matmul
-from .._quantize import quantize
-
-COLLECTION = "quantized"
-"""The collection of packed words, scales, zeros and layout versions, beside `params`."""
-
-_ARRAYS = ("packed", "scale", "zero", "version")
+from .linen_variables import initialise, kernel_of
 
 
 class QuantizedDense(nn.Module):
@@ -53,45 +47,23 @@ class QuantizedDense(nn.Module):
     @nn.compact
     def __call__(self, inputs: Any) -> Array:
         """Returns `inputs @ kernel.dequantize() + bias`, for any leading axes of `inputs`."""
-        if self.is_initializing() and not self.has_variable(COLLECTION, "packed"):
-            shape = (jnp.shape(inputs)[-1], self.features)
-            weight = self.kernel_init(self.make_rng("params"), shape, self.param_dtype)
-            for name, array in arrays_of(quantize(weight, self.format)).items():
-                self.put_variable(COLLECTION, name, array)
+        shape = (jnp.shape(inputs)[-1], self.features)
+        initialise(
+            self,
+            self.format,
+            lambda: self.kernel_init(self.make_rng("params"), shape, self.param_dtype),
+        )
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         return dense(self, self.format, bias, inputs)
 
 
-def arrays_of(kernel: QuantizedArray) -> dict[str, Array]:
-    """The arrays of a kernel under the names that the collection has for them."""
-    arrays = {name: getattr(kernel, name) for name in _ARRAYS}
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
 def dense(module: Any, format: Format, bias: Array | None, inputs: Any) -> Array:
     """What `nn.Dense` computes, with the kernel that `module` has in the collection."""
     inputs = jnp.asarray(inputs)
-    kernel = _kernel(module, format, inputs.shape[-1])
+    kernel = kernel_of(module, format, (inputs.shape[-1], module.features))
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
     out = quantized_matmul(inputs, kernel)
     return out if bias is None else out + bias.reshape(*[1] * (out.ndim - 1), -1)
-
-
-def _kernel(module: Any, format: Format, k: int) -> QuantizedArray:
-    name = ".".join(module.path) or "the layer"
-    if not module.has_variable(COLLECTION, "packed"):
-        raise ValueError(
-            f"{name} has no kernel in the collection {COLLECTION!r}. Pass the variables that "
-            f"hold it; inside nn.scan or nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
-        )
-    arrays = {name: module.get_variable(COLLECTION, name) for name in _ARRAYS}
-    kernel = QuantizedArray(**arrays, index=None, format=format, k=k, n=module.features)
-    if kernel.ndim > 2:
-        raise ValueError(
-            f"{name} has a kernel of shape {kernel.shape}, a stack of layers; inside nn.scan or "
-            f"nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
-        )
-    return kernel

@@ -1,4 +1,4 @@
-"""`QuantizedLinear`: `nnx.Linear` with a quantized kernel, and the variables it holds."""
+"""`QuantizedLinear`: `nnx.Linear` with a quantized kernel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,39 +9,15 @@ from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 from jax import Array
 
-from .._array import QuantizedArray
 from .._formats import Format
 from .._matmul import quantized_matmul
-from .weights import quantize_weight
+from .nnx_variables import QuantizedModule, check_replaceable
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
 
 
-class QuantizedVariable(nnx.Variable):
-    """One array of a quantized weight: no `nnx.Param`, so `nnx.grad` and optimizers pass it by.
-
-    A filter for all of them: `nnx.state(model, QuantizedVariable)`.
-    """
-
-
-class Packed(QuantizedVariable):
-    """`QuantizedArray.packed`."""
-
-
-class Scale(QuantizedVariable):
-    """`QuantizedArray.scale`. To train the scales: `nnx.grad(f, nnx.DiffState(0, Scale))`."""
-
-
-class Zero(QuantizedVariable):
-    """`QuantizedArray.zero`."""
-
-
-class LayoutVersion(QuantizedVariable):
-    """`QuantizedArray.version`."""
-
-
-class QuantizedLinear(nnx.Module):
+class QuantizedLinear(QuantizedModule):
     """`nnx.Linear` with a quantized kernel: `inputs @ kernel.dequantize() + bias`.
 
     The kernel's arrays are the variables `packed`, `scale`, `zero` (None in a format without one)
@@ -77,18 +53,12 @@ class QuantizedLinear(nnx.Module):
         preferred_element_type: Any = None,
         rngs: nnx.Rngs,
     ):
-        weight = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        kernel = quantize_weight(weight, format)
-        self.packed = Packed(kernel.packed)
-        self.scale = Scale(kernel.scale)
-        self.zero = nnx.data(None) if kernel.zero is None else Zero(kernel.zero)
-        self.version = LayoutVersion(kernel.version)
+        self._store(kernel_init(rngs.params(), (in_features, out_features), param_dtype), format)
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
             self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype))
         self.in_features = in_features
         self.out_features = out_features
-        self.format = format
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -129,30 +99,12 @@ class QuantizedLinear(nnx.Module):
         return layer
 
     @property
-    def kernel(self) -> QuantizedArray:
-        """The weight (..., in_features, out_features), leading axes those of stacked layers.
-
-        **Raises:** `ValueError` outside `jax.jit` if its words have another layout version.
-        """
-        return QuantizedArray(
-            packed=self.packed.get_value(),
-            scale=self.scale.get_value(),
-            zero=None if self.zero is None else self.zero.get_value(),
-            index=None,
-            version=self.version.get_value(),
-            format=self.format,
-            k=self.in_features,
-            n=self.out_features,
-        )
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
 
     def __call__(self, inputs: Any) -> Array:
         """Returns `inputs @ kernel.dequantize() + bias`, for any leading axes of `inputs`."""
-        kernel = self.kernel
-        if kernel.ndim > 2:
-            raise ValueError(
-                f"QuantizedLinear: the kernel has shape {kernel.shape}, a stack of layers; apply "
-                "it under nnx.vmap or nnx.scan, or multiply by layer.kernel."
-            )
+        kernel = self._single_kernel()
         bias = None if self.bias is None else self.bias.get_value()
         # The scale stands in for the kernel, whose dtype it has.
         inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
@@ -164,33 +116,5 @@ class QuantizedLinear(nnx.Module):
 
 def check_linear(layer: Any) -> None:
     """Refuses a layer that `QuantizedLinear` cannot stand in for."""
-    if type(layer) is not nnx.Linear:
-        raise TypeError(
-            f"QuantizedLinear.from_linear: the layer is {type(layer).__name__}, but an "
-            "nnx.Linear is needed, and no subclass, which may compute something else; build a "
-            "QuantizedLinear instead."
-        )
-    for name, default in (("dot_general", jax.lax.dot_general), ("precision", None)):
-        if getattr(layer, name) is not default:
-            raise ValueError(
-                f"QuantizedLinear.from_linear: the layer has {name}={getattr(layer, name)!r}, but "
-                "a quantized product, accumulated in float32, has no such choice; build the layer "
-                f"without {name}."
-            )
-
-
-def check_layout_version(model: nnx.Module) -> None:
-    """Refuses a model whose words were packed by another layout version.
-
-    A layer applied outside `jax.jit` checks itself; traced code cannot see the version. Call this
-    once after restoring a checkpoint.
-
-    **Raises:** `ValueError` with the path of the layer and the version found.
-    """
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, QuantizedLinear):
-            try:
-                module.kernel.check_version()
-            except ValueError as error:
-                name = ".".join(map(str, path)) or "the model"
-                raise ValueError(f"check_layout_version: in {name}: {error}") from None
+    defaults = {"dot_general": jax.lax.dot_general, "precision": None}
+    check_replaceable(layer, nnx.Linear, "QuantizedLinear.from_linear", defaults)

@@ -1,7 +1,7 @@
 """What the quantization of a model did, layer by layer."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -41,8 +41,15 @@ class LayerReport:
         return cls(path, tuple(weight.shape), None, nbytes, nbytes, None, "kept in floats")
 
     @classmethod
-    def quantized(cls, path: str, weight: Any, kernel: QuantizedArray, dtype: Any) -> "LayerReport":
-        """The report of a kernel that replaces `weight` and takes inputs of `dtype`."""
+    def quantized(
+        cls,
+        path: str,
+        weight: Any,
+        kernel: QuantizedArray,
+        dtype: Any,
+        matrix: Callable[[Any], Any] = lambda weight: weight,
+    ) -> "LayerReport":
+        """The report of a kernel that replaces `matrix(weight)` and takes inputs of `dtype`."""
         concrete = isinstance(weight, Array) and not isinstance(weight, Tracer)
         return cls(
             path,
@@ -50,7 +57,7 @@ class LayerReport:
             kernel.format,
             weight.size * weight.dtype.itemsize,
             kernel.nbytes,
-            float(_relative_error(weight, kernel)) if concrete else None,
+            float(_relative_error(matrix(weight), kernel)) if concrete else None,
             _backend(dtype, kernel),
         )
 

@@ -11,15 +11,22 @@ HEADS = r"(^|\.)(lm_head|head|heads|logits|classifier|score|output_projection|un
 Rules = Format | Mapping[str, Format | None] | Sequence[tuple[str, Format | None]]
 
 
-def choose(rules: Rules, layers: Sequence[Sequence[str]]) -> list[Format | None]:
+def choose(
+    rules: Rules, layers: Sequence[Sequence[str]], named: Sequence[bool]
+) -> list[Format | None]:
     """The format of each layer, given by all of its paths, or None to keep its floats.
+
+    `named` layers are those that only a rule, and no lone format, chooses.
 
     **Raises:** `TypeError` for what is no rule; `ValueError` for a pattern that is no regular
     expression and for a rule that decides about no layer.
     """
     if isinstance(rules, Format):
         kept = re.compile(HEADS)
-        return [None if any(map(kept.search, paths)) else rules for paths in layers]
+        return [
+            None if only or any(map(kept.search, paths)) else rules
+            for paths, only in zip(layers, named, strict=True)
+        ]
     pairs = rules.items() if isinstance(rules, Mapping) else rules
     compiled = [_compile(rule) for rule in pairs]
     winners = [

@@ -1,0 +1,38 @@
+"""The NNX layers that have quantized counterparts."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from .._formats import Format
+from .nnx_general import QuantizedLinearGeneral, check_linear_general
+from .nnx_linear import QuantizedLinear, check_linear
+from .nnx_variables import QuantizedModule
+
+
+class Kind(NamedTuple):
+    """A class of layers: what refuses one, what replaces one, and the name of its weight.
+
+    `named`: only a rule that matches its path quantizes it, no lone format.
+    """
+
+    layer: type
+    check: Callable[[Any], None]
+    quantize: Callable[[Any, Format], QuantizedModule]
+    weight: str = "kernel"
+    named: bool = False
+
+
+_KINDS = (
+    Kind(nnx.Linear, check_linear, lambda *args: QuantizedLinear.from_linear(*args)),
+    Kind(
+        nnx.LinearGeneral,
+        check_linear_general,
+        lambda *args: QuantizedLinearGeneral.from_linear_general(*args),
+    ),
+)
+
+
+def kind_of(node: Any) -> Kind | None:
+    return next((kind for kind in _KINDS if isinstance(node, kind.layer)), None)
