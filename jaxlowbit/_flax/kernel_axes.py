@@ -46,6 +46,16 @@ class KernelAxes:
             weight = weight.transpose(axes)
         return weight.reshape(*lead, *self.batch, *self.matrix_shape)
 
+    def matrix_entries(self, entries: Sequence[Any]) -> tuple[Any, ...]:
+        """The sharding of that matrix, given that of the kernel.
+
+        An axis made of several is divided as the first of them is, whose parts are contiguous.
+        """
+        start = len(self.batch) + len(self.contracted)
+        lead = len(entries) - start - len(self.features)
+        own = [entries[lead + axis] for axis in self.order or range(len(entries) - lead)]
+        return (*entries[:lead], *own[: len(self.batch)], own[len(self.batch)], own[start])
+
     def multiply(
         self,
         inputs: Array,

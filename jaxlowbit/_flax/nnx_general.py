@@ -14,6 +14,8 @@ from .._formats import Format
 from .kernel_axes import KernelAxes, as_tuple, check_batch, place, positions
 from .nnx_linear import default_bias_init, default_kernel_init
 from .nnx_variables import QuantizedModule, check_replaceable
+from .sharding import Entries
+from .weights import Shards
 
 
 class QuantizedLinearGeneral(QuantizedModule):
@@ -29,6 +31,8 @@ class QuantizedLinearGeneral(QuantizedModule):
 
     - `format`: of the kernel, which is initialised in `param_dtype`, then quantized. Its scales
       have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: into how many equal parts of k and n devices will cut the kernel, as of
+      `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and for axes that do not fit.
 
@@ -44,6 +48,7 @@ class QuantizedLinearGeneral(QuantizedModule):
         out_features: int | Sequence[int],
         *,
         format: Format,
+        shards: Shards = (1, 1),
         axis: int | Sequence[int] = -1,
         batch_axis: Mapping[int, int] = FrozenDict({}),
         use_bias: bool = True,
@@ -66,7 +71,7 @@ class QuantizedLinearGeneral(QuantizedModule):
             )
         check_batch(tuple(self.batch_axis))
         axes = self._axes
-        self._store(kernel_init(rngs.params(), axes.flat_shape, param_dtype), format)
+        self._store(kernel_init(rngs.params(), axes.flat_shape, param_dtype), format, shards)
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
             shape = (*axes.batch, *axes.features)
@@ -81,12 +86,12 @@ class QuantizedLinearGeneral(QuantizedModule):
 
     @classmethod
     def from_linear_general(
-        cls, linear: nnx.LinearGeneral, format: Format
+        cls, linear: nnx.LinearGeneral, format: Format, shards: Shards = (1, 1)
     ) -> "QuantizedLinearGeneral":
         """The layer that quantizes the kernel of `linear` and shares its bias variable.
 
-        An abstract layer, made under `nnx.eval_shape`, gives an abstract one. Metadata of the
-        kernel, such as its sharding, is not taken over.
+        An abstract layer, made under `nnx.eval_shape`, gives an abstract one. Sharding metadata of
+        the kernel goes over to its arrays; of several axes that make k or n, that of the first.
 
         **Raises:** `TypeError` if `linear` is no `nnx.LinearGeneral`, or of a subclass,
         `ValueError` if it sets a `dot_general`, `dot_general_cls` or `precision`, which the
@@ -97,17 +102,17 @@ class QuantizedLinearGeneral(QuantizedModule):
         ```
         """
         check_linear_general(linear)
-        weight = linear.kernel.get_value()
         layer = cls(
             linear.in_features,
             linear.out_features,
             format=format,
+            shards=shards,
             axis=linear.axis,
             batch_axis=linear.batch_axis,
             use_bias=False,
             dtype=linear.dtype,
             param_dtype=linear.param_dtype,
-            kernel_init=lambda *_: weight,
+            kernel_init=lambda *_: linear.kernel,
             promote_dtype=linear.promote_dtype,
             preferred_element_type=linear.preferred_element_type,
             rngs=nnx.Rngs(0),
@@ -127,6 +132,9 @@ class QuantizedLinearGeneral(QuantizedModule):
 
     def matrix(self, weight: Any) -> Any:
         return self._axes.matrix(weight)
+
+    def matrix_entries(self, entries: Entries) -> Entries:
+        return self._axes.matrix_entries(entries)
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
         """Returns the product over `axis`, of shape (*batch, *rows, *out_features), plus the bias.

@@ -9,6 +9,7 @@ from .._formats import Format
 from .nnx_general import QuantizedLinearGeneral, check_linear_general
 from .nnx_linear import QuantizedLinear, check_linear
 from .nnx_variables import QuantizedModule
+from .weights import Shards
 
 
 class Kind(NamedTuple):
@@ -19,7 +20,7 @@ class Kind(NamedTuple):
 
     layer: type
     check: Callable[[Any], None]
-    quantize: Callable[[Any, Format], QuantizedModule]
+    quantize: Callable[[Any, Format, Shards], QuantizedModule]
     weight: str = "kernel"
     named: bool = False
 

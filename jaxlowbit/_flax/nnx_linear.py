@@ -1,6 +1,7 @@
 """`QuantizedLinear`: `nnx.Linear` with a quantized kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from jax import Array
 from .._formats import Format
 from .._matmul import quantized_matmul
 from .nnx_variables import QuantizedModule, check_replaceable
+from .sharding import Entries
+from .weights import Shards
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
@@ -27,8 +30,13 @@ class QuantizedLinear(QuantizedModule):
 
     - `format`: of the kernel, which is initialised in `param_dtype`, then quantized. Its scales
       have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: into how many equal parts of k and n devices will cut the kernel, as of
+      `jaxlowbit.quantize`.
     - `preferred_element_type`: dtype of the product: None for that of the promoted inputs, or
       float32.
+
+    Sharding metadata of the kernel, from `nnx.with_partitioning` or `kernel_metadata`, goes over to
+    its arrays, so that `nnx.get_partition_spec` says where each is divided.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does.
 
@@ -44,6 +52,7 @@ class QuantizedLinear(QuantizedModule):
         out_features: int,
         *,
         format: Format,
+        shards: Shards = (1, 1),
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -52,11 +61,17 @@ class QuantizedLinear(QuantizedModule):
         promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
         preferred_element_type: Any = None,
         rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
-        self._store(kernel_init(rngs.params(), (in_features, out_features), param_dtype), format)
+        weight = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
+        if not isinstance(weight, nnx.Variable):
+            weight = nnx.Param(weight, **kernel_metadata)
+        self._store(weight, format, shards)
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
-            self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype))
+            bias = bias_init(rngs.params(), (out_features,), param_dtype)
+            self.bias = nnx.Param(bias, **bias_metadata)
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = use_bias
@@ -66,11 +81,12 @@ class QuantizedLinear(QuantizedModule):
         self.preferred_element_type = preferred_element_type
 
     @classmethod
-    def from_linear(cls, linear: nnx.Linear, format: Format) -> "QuantizedLinear":
+    def from_linear(
+        cls, linear: nnx.Linear, format: Format, shards: Shards = (1, 1)
+    ) -> "QuantizedLinear":
         """The layer that quantizes the kernel of `linear` and shares its bias variable.
 
-        An abstract layer, made under `nnx.eval_shape`, gives an abstract one. Metadata of the
-        kernel, such as its sharding, is not taken over.
+        An abstract layer, made under `nnx.eval_shape`, gives an abstract one.
 
         **Raises:** `TypeError` if `linear` is no `nnx.Linear`, or of a subclass, `ValueError` if it
         sets a `dot_general` or `precision`, which the quantized product does not have, and where
@@ -81,15 +97,15 @@ class QuantizedLinear(QuantizedModule):
         ```
         """
         check_linear(linear)
-        weight = linear.kernel.get_value()
         layer = cls(
             linear.in_features,
             linear.out_features,
             format=format,
+            shards=shards,
             use_bias=False,
             dtype=linear.dtype,
             param_dtype=linear.param_dtype,
-            kernel_init=lambda *_: weight,
+            kernel_init=lambda *_: linear.kernel,
             promote_dtype=linear.promote_dtype,
             preferred_element_type=linear.preferred_element_type,
             rngs=nnx.Rngs(0),
@@ -102,13 +118,24 @@ class QuantizedLinear(QuantizedModule):
     def matrix_shape(self) -> tuple[int, int]:
         return self.in_features, self.out_features
 
-    def __call__(self, inputs: Any) -> Array:
-        """Returns `inputs @ kernel.dequantize() + bias`, for any leading axes of `inputs`."""
+    def matrix_entries(self, entries: Entries) -> Entries:
+        return entries
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
+        """Returns `inputs @ kernel.dequantize() + bias`, for any leading axes of `inputs`.
+
+        `out_sharding` is that of the result, on a mesh with Explicit axes.
+        """
         kernel = self._single_kernel()
         bias = None if self.bias is None else self.bias.get_value()
         # The scale stands in for the kernel, whose dtype it has.
         inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
-        out = quantized_matmul(inputs, kernel, preferred_element_type=self.preferred_element_type)
+        out = quantized_matmul(
+            inputs,
+            kernel,
+            preferred_element_type=self.preferred_element_type,
+            out_sharding=out_sharding,
+        )
         if bias is not None:
             out += bias.reshape(*[1] * (out.ndim - 1), -1).astype(out.dtype)
         return out

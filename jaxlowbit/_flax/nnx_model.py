@@ -9,10 +9,13 @@ from flax import nnx
 from .._formats import Format
 from .nnx_kinds import Kind, kind_of
 from .report import LayerReport, QuantizationReport
-from .rules import Rules, choose
+from .rules import Rules, ShardRules, choose, choose_shards
+from .weights import Shards
 
 
-def quantize_model(model: nnx.Module, rules: Rules) -> QuantizationReport:
+def quantize_model(
+    model: nnx.Module, rules: Rules, *, shards: ShardRules = (1, 1)
+) -> QuantizationReport:
     """Replaces the linear layers of a model, in place, by layers with quantized kernels.
 
     Layers change one by one, and each float kernel is dropped before the next is read: beyond the
@@ -28,6 +31,8 @@ def quantize_model(model: nnx.Module, rules: Rules) -> QuantizationReport:
       expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each is
       searched (`re.search`) in the dotted path of the layer, such as `blocks.0.mlp.up`; the first
       that matches decides, and a layer that none matches is kept.
+    - `shards`: into how many equal parts of k and n devices will cut each kernel, as of
+      `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
 
     **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, and what multiplies.
 
@@ -42,13 +47,14 @@ def quantize_model(model: nnx.Module, rules: Rules) -> QuantizationReport:
     """
     places = _layers(model)
     formats = choose(rules, [place.paths for place in places], [p.kind.named for p in places])
+    parts = choose_shards(shards, [place.paths for place in places])
     owners = _owners(model)
     for place, format in zip(places, formats, strict=True):
         if format is not None:
             place.check(owners)
     reports = []
     while places:  # drops each place, and with it the float layer, before the next
-        reports.append(_replace(places.pop(0), formats.pop(0)))
+        reports.append(_replace(places.pop(0), formats.pop(0), parts.pop(0)))
     return QuantizationReport(tuple(reports))
 
 
@@ -88,12 +94,12 @@ class _Place:
             )
 
 
-def _replace(place: _Place, format: Format | None) -> LayerReport:
+def _replace(place: _Place, format: Format | None, shards: Shards) -> LayerReport:
     path, weight = place.paths[0], place.weight.get_value()
     if format is None:
         return LayerReport.kept(path, weight)
     try:
-        layer = place.kind.quantize(place.layer, format)
+        layer = place.kind.quantize(place.layer, format, shards)
     except ValueError as error:
         raise ValueError(f"quantize_model: in {path}: {error}") from None
     for holder, key in place.holders:

@@ -3,10 +3,12 @@
 from typing import Any
 
 from flax import nnx
+from flax.nnx.spmd import get_var_pspec
 
 from .._array import QuantizedArray
 from .._formats import Format
-from .weights import quantize_weight
+from .sharding import Entries, MatrixSharding, mesh_of, padded
+from .weights import Shards, kernel_from, quantize_weight
 
 
 class QuantizedVariable(nnx.Variable):
@@ -32,10 +34,14 @@ class LayoutVersion(QuantizedVariable):
     """`QuantizedArray.version`."""
 
 
+_VARIABLES = {"packed": Packed, "scale": Scale, "zero": Zero, "version": LayoutVersion}
+
+
 class QuantizedModule(nnx.Module):
     """A layer with one quantized weight, a matrix of `matrix_shape`."""
 
     format: Format
+    shards: Shards
     dtype: Any
 
     @property
@@ -47,32 +53,41 @@ class QuantizedModule(nnx.Module):
         """The weight of the float layer, perhaps a stack of them, as a matrix (..., k, n)."""
         return weight
 
+    def matrix_entries(self, entries: Entries) -> Entries | None:
+        """The sharding of that matrix, given that of the weight; None where it has none."""
+        del entries
+        return None
+
     @property
     def kernel(self) -> QuantizedArray:
         """The weight (..., k, n), leading axes those of stacked layers, then its own.
 
+        Inside `jax.shard_map`, the part of it that the device holds.
+
         **Raises:** `ValueError` outside `jax.jit` if its words have another layout version.
         """
-        k, n = self.matrix_shape
-        return QuantizedArray(
-            packed=self.packed.get_value(),
-            scale=self.scale.get_value(),
-            zero=None if self.zero is None else self.zero.get_value(),
-            index=None,
-            version=self.version.get_value(),
-            format=self.format,
-            k=k,
-            n=n,
-        )
+        variables = {name: getattr(self, name) for name in _VARIABLES}
+        arrays = {name: var.get_value() for name, var in variables.items() if var is not None}
+        return kernel_from(arrays, self.format, self.matrix_shape, self.shards)
 
-    def _store(self, weight: Any, format: Format) -> None:
-        """Quantizes the weight of a float layer, which may be abstract, into variables."""
-        kernel = quantize_weight(weight, format, self.matrix)
+    def _store(self, weight: Any, format: Format, shards: Shards = (1, 1)) -> None:
+        """Quantizes the weight of a float layer, an array or a variable, into variables."""
+        variable = weight if isinstance(weight, nnx.Variable) else nnx.Param(weight)
+        kernel = quantize_weight(variable.get_value(), format, self.matrix, shards)
+        sharding = _sharding(variable, self.matrix_entries)
+        names = None
+        if sharding is not None:
+            kernel, names = sharding.divide(kernel)
+        for name, kind in _VARIABLES.items():
+            array = getattr(kernel, name)
+            stored: Any = nnx.data(None) if array is None else kind(array)
+            # The version stays whole: NNX cannot take the axis of a stack from a scalar and return.
+            if names is not None and array is not None and name != "version":
+                # Not an argument of the constructor, which would move the array.
+                stored.set_metadata(out_sharding=tuple(getattr(names, name)), **_context(variable))
+            setattr(self, name, stored)
         self.format = format
-        self.packed = Packed(kernel.packed)
-        self.scale = Scale(kernel.scale)
-        self.zero = nnx.data(None) if kernel.zero is None else Zero(kernel.zero)
-        self.version = LayoutVersion(kernel.version)
+        self.shards = shards
 
     def _single_kernel(self, ndim: int = 2) -> QuantizedArray:
         """The weight of a single layer, which has `ndim` axes."""
@@ -83,6 +98,23 @@ class QuantizedModule(nnx.Module):
                 "apply it under nnx.vmap or nnx.scan, or multiply by layer.kernel."
             )
         return kernel
+
+
+def _sharding(variable: nnx.Variable, matrix_entries: Any) -> MatrixSharding | None:
+    """What the metadata of a float weight says of its matrix."""
+    weight, names = variable.get_value(), variable.get_metadata("out_sharding", None)
+    if not names:
+        return None
+    mesh = variable.get_metadata("mesh", None) or mesh_of(weight)
+    axes = get_var_pspec(variable)
+    names, axes = (matrix_entries(padded(entries, weight.ndim)) for entries in (names, axes))
+    return None if names is None else MatrixSharding(names, axes, mesh)
+
+
+def _context(variable: nnx.Variable) -> dict[str, Any]:
+    """The metadata with which names of axes are read."""
+    found = {name: variable.get_metadata(name, None) for name in ("sharding_rules", "mesh")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def check_layout_version(model: nnx.Module) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from .. import _explicit
 from .._array import QuantizedArray
 from .._formats import Format
 from .._matmul import supported_backends
@@ -57,7 +58,7 @@ class LayerReport:
             kernel.format,
             weight.size * weight.dtype.itemsize,
             kernel.nbytes,
-            float(_relative_error(matrix(weight), kernel)) if concrete else None,
+            _error(matrix(weight), kernel) if concrete else None,
             _backend(dtype, kernel),
         )
 
@@ -83,6 +84,14 @@ class QuantizationReport:
         total = f"{chosen} of {len(self.layers)} layers quantized"
         rows.append((total, "", "", _size(self.nbytes_before), _size(self.nbytes_after), "", ""))
         return "\n".join(_aligned(rows))
+
+
+def _error(weight: Array, kernel: QuantizedArray) -> float:
+    mesh = _explicit.mesh_of((weight, kernel))
+    compute = _relative_error
+    if mesh is not None:
+        compute = _explicit.automatic(compute, mesh, jax.P())
+    return float(compute(weight, kernel))
 
 
 @jax.jit
