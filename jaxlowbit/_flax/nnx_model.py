@@ -22,12 +22,13 @@ def quantize_model(model: nnx.Module, rules: Rules) -> QuantizationReport:
 
     **Arguments:**
 
-    - `model`: any tree of modules, lists and dicts. Layers of class `nnx.Linear` and
-      `nnx.LinearGeneral` change, those of attention among them; norms and convolutions stay.
-    - `rules`: a `Format` for every linear layer but heads (names that match `HEADS`); or regular
-      expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each is
-      searched (`re.search`) in the dotted path of the layer, such as `blocks.0.mlp.up`; the first
-      that matches decides, and a layer that none matches is kept.
+    - `model`: any tree of modules, lists and dicts. Layers of class `nnx.Linear`,
+      `nnx.LinearGeneral` (with it attention), `nnx.Einsum` and, where a rule names it, `nnx.Embed`
+      change; norms and convolutions stay.
+    - `rules`: a `Format` for every such layer but embeddings and heads (names that match `HEADS`);
+      or regular expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each
+      is searched (`re.search`) in the dotted path of the layer, such as `blocks.0.mlp.up`; the
+      first that matches decides, and a layer that none matches is kept.
 
     **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, and what multiplies.
 
