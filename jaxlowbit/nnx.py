@@ -1,5 +1,7 @@
 """Flax NNX: layers whose weights are quantized, and the surgery that puts them into a model."""
 
+from ._flax.nnx_einsum import QuantizedEinsum as QuantizedEinsum
+from ._flax.nnx_embed import QuantizedEmbed as QuantizedEmbed
 from ._flax.nnx_general import QuantizedLinearGeneral as QuantizedLinearGeneral
 from ._flax.nnx_linear import QuantizedLinear as QuantizedLinear
 from ._flax.nnx_model import quantize_model as quantize_model

@@ -13,7 +13,13 @@ from jax.sharding import AxisType
 from test_sharding import REDUCE, assert_close, collectives, make_mesh
 
 from jaxlowbit import INT4, Format, quantize
-from jaxlowbit.nnx import QuantizedLinear, QuantizedLinearGeneral, quantize_model
+from jaxlowbit.nnx import (
+    QuantizedEinsum,
+    QuantizedEmbed,
+    QuantizedLinear,
+    QuantizedLinearGeneral,
+    quantize_model,
+)
 
 P = jax.P
 FOUR = Format(4, 64, "integer")
@@ -152,6 +158,15 @@ def test_kernels_of_several_axes_are_divided_by_the_first():
     assert specs(layer)["packed"] == P("heads", "embed", None)
     layer = QuantizedLinearGeneral.from_linear_general(out, FOUR)
     assert specs(layer)["packed"] == P("embed", "heads", None)
+    with unplaced():
+        init = nnx.with_partitioning(LECUN, ("heads", "embed", None))
+        einsum = nnx.Einsum("td,ndh->tnh", (4, 256, 64), kernel_init=init, rngs=nnx.Rngs(0))
+        init = nnx.with_partitioning(LECUN, ("tokens", "embed"))
+        embed = nnx.Embed(256, 128, embedding_init=init, rngs=nnx.Rngs(0))
+    layer = QuantizedEinsum.from_einsum(einsum, FOUR)
+    assert specs(layer)["packed"] == P("heads", "embed", None)
+    layer = QuantizedEmbed.from_embed(embed, FOUR)
+    assert specs(layer)["packed"] == P("tokens", "embed", None)
 
 
 # --- models on a mesh ----------------------------------------------------------------------------
@@ -291,6 +306,7 @@ def test_shards_of_layers_and_of_models():
             TypeError,
             r"\('0', 8\) is no rule; .* with shards of k and n, such as \(1, 8\)",
         ),
-    ):
+    )
+    for shards, error, message in wrong:
         with pytest.raises(error, match=message):
             quantize_model(model(), FOUR, shards=shards)

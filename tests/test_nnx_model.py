@@ -100,7 +100,7 @@ def test_tied_blocks_stay_tied():
     report = quantize_model(model, FORMAT)
     assert model.blocks[0] is model.blocks[2] and model.blocks[1] is model.blocks[3]
     assert len(nnx.to_flat_state(nnx.state(model, Packed))) == 8
-    assert len(report.layers) == 9
+    assert len(report.layers) == 10
 
     class Tied(nnx.Module):
         def __init__(self):
@@ -227,7 +227,7 @@ def test_report():
         r"0\.\d{4} +",
         next(line for line in lines if "0.mlp.up" in line),
     )
-    assert lines[-1].startswith("2 of 9 layers quantized")
+    assert lines[-1].startswith("2 of 10 layers quantized")
 
 
 # --- refusals ------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_wrong_rules_are_refused():
         model,
         {"mlp": FORMAT, "atention": None},
         ValueError,
-        r"the rule 'atention' matches no layer; .* blocks\.0\.qkv, .* and 1 more",
+        r"the rule 'atention' matches no layer; .* blocks\.0\.qkv, .* and 2 more",
     )
     untouched(model, {"": FORMAT, "mlp": None}, ValueError, "'mlp' decides about no layer, since")
     untouched(model, {"(": FORMAT}, ValueError, r"the rule '\(' is no regular expression")

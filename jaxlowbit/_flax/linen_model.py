@@ -59,9 +59,9 @@ def quantize_model(
     """Quantizes the kernels of a model's linear layers; the module's code stays as it is.
 
     Kernels move from `params` to the collection `"quantized"`, one array per variable, so `params`
-    holds floats only and can be differentiated and optimized as before. The layers, `nn.Dense` and
-    `nn.DenseGeneral`, those of attention among them, are found by tracing `module.apply` once,
-    without computing: a kernel of another kind of layer never changes.
+    holds floats only and can be differentiated and optimized as before. The layers, `nn.Dense`,
+    `nn.DenseGeneral` (with it attention), `nn.Einsum` and, where a rule names it, `nn.Embed`, are
+    found by tracing `module.apply` once, without computing: no other kind of layer changes.
     Abstract variables, as from `jax.eval_shape(module.init, ...)`, give abstract ones. Within
     `nn.scan` and `nn.vmap` the new collection is lifted like `params`: `variable_axes={"params": 0,
     "quantized": 0}`.
@@ -69,9 +69,9 @@ def quantize_model(
     **Arguments:**
 
     - `module`, `variables`: the model, and what its `init` returned or a checkpoint holds.
-    - `rules`: a `Format` for every such layer but heads (names that match `HEADS`); or regular
-      expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each is
-      searched (`re.search`) in the dotted path of the layer, such as `block_0.mlp.up`; the first
+    - `rules`: a `Format` for every such layer but embeddings and heads (names that match `HEADS`);
+      or regular expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each
+      is searched (`re.search`) in the dotted path of the layer, such as `block_0.mlp.up`; the first
       that matches decides, and a layer that none matches is kept.
     - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
     - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
@@ -132,7 +132,7 @@ def _layers(
 
     def record(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         layer, kind = context.module, kind_of(context.module)
-        if kind and context.method_name in kind.methods:
+        if kind and context.method_name in kind.methods.keys() - {"setup"}:
             found.setdefault(layer.path, (kind, layer.clone(parent=None)))
         return next_fun(*args, **kwargs)
 
@@ -155,6 +155,13 @@ def _check(path: _Path, kind: Kind, layer: Any, params: Mapping[_Path, Any]) -> 
     for option in kind.options:
         if getattr(layer, option) is not None:
             reason = f"has {option}={getattr(layer, option)!r}, which a quantized product has not"
+    try:
+        kind.check(layer)
+    except ValueError as error:
+        raise ValueError(
+            f"quantize_model: in {'.'.join(path)}: {error} Or keep the layer, with a rule of its "
+            "path and None."
+        ) from None
     if reason is not None:
         raise ValueError(
             f"quantize_model: the layer {'.'.join(path)!r} {reason}. Keep it, with a rule of its "

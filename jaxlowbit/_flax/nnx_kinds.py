@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from .._formats import Format
+from .nnx_einsum import QuantizedEinsum, check_einsum
+from .nnx_embed import QuantizedEmbed, check_embed
 from .nnx_general import QuantizedLinearGeneral, check_linear_general
 from .nnx_linear import QuantizedLinear, check_linear
 from .nnx_variables import QuantizedModule
@@ -31,6 +33,14 @@ _KINDS = (
         nnx.LinearGeneral,
         check_linear_general,
         lambda *args: QuantizedLinearGeneral.from_linear_general(*args),
+    ),
+    Kind(nnx.Einsum, check_einsum, lambda *args: QuantizedEinsum.from_einsum(*args)),
+    Kind(
+        nnx.Embed,
+        check_embed,
+        lambda *args: QuantizedEmbed.from_embed(*args),
+        weight="embedding",
+        named=True,
     ),
 )
 

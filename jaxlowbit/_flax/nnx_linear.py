@@ -13,7 +13,6 @@ from jax import Array
 from .._formats import Format
 from .._matmul import quantized_matmul
 from .nnx_variables import QuantizedModule, check_replaceable
-from .sharding import Entries
 from .weights import Shards
 
 default_kernel_init = initializers.lecun_normal()
@@ -117,9 +116,6 @@ class QuantizedLinear(QuantizedModule):
     @property
     def matrix_shape(self) -> tuple[int, int]:
         return self.in_features, self.out_features
-
-    def matrix_entries(self, entries: Entries) -> Entries:
-        return entries
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
         """Returns `inputs @ kernel.dequantize() + bias`, for any leading axes of `inputs`.

@@ -25,12 +25,13 @@ def quantize_model(
 
     **Arguments:**
 
-    - `model`: any tree of modules, lists and dicts. Layers of class `nnx.Linear` and
-      `nnx.LinearGeneral` change, those of attention among them; norms and convolutions stay.
-    - `rules`: a `Format` for every linear layer but heads (names that match `HEADS`); or regular
-      expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each is
-      searched (`re.search`) in the dotted path of the layer, such as `blocks.0.mlp.up`; the first
-      that matches decides, and a layer that none matches is kept.
+    - `model`: any tree of modules, lists and dicts. Layers of class `nnx.Linear`,
+      `nnx.LinearGeneral` (with it attention), `nnx.Einsum` and, where a rule names it, `nnx.Embed`
+      change; norms and convolutions stay.
+    - `rules`: a `Format` for every such layer but embeddings and heads (names that match `HEADS`);
+      or regular expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each
+      is searched (`re.search`) in the dotted path of the layer, such as `blocks.0.mlp.up`; the
+      first that matches decides, and a layer that none matches is kept.
     - `shards`: into how many equal parts of k and n devices will cut each kernel, as of
       `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
 

@@ -40,6 +40,10 @@ _VARIABLES = {"packed": Packed, "scale": Scale, "zero": Zero, "version": LayoutV
 class QuantizedModule(nnx.Module):
     """A layer with one quantized weight, a matrix of `matrix_shape`."""
 
+    packed: Packed
+    scale: Scale
+    zero: Zero | None
+    version: LayoutVersion
     format: Format
     shards: Shards
     dtype: Any
@@ -53,10 +57,9 @@ class QuantizedModule(nnx.Module):
         """The weight of the float layer, perhaps a stack of them, as a matrix (..., k, n)."""
         return weight
 
-    def matrix_entries(self, entries: Entries) -> Entries | None:
-        """The sharding of that matrix, given that of the weight; None where it has none."""
-        del entries
-        return None
+    def matrix_entries(self, entries: Entries) -> Entries:
+        """The sharding of that matrix, given that of the weight."""
+        return entries
 
     @property
     def kernel(self) -> QuantizedArray:
@@ -108,7 +111,7 @@ def _sharding(variable: nnx.Variable, matrix_entries: Any) -> MatrixSharding | N
     mesh = variable.get_metadata("mesh", None) or mesh_of(weight)
     axes = get_var_pspec(variable)
     names, axes = (matrix_entries(padded(entries, weight.ndim)) for entries in (names, axes))
-    return None if names is None else MatrixSharding(names, axes, mesh)
+    return MatrixSharding(names, axes, mesh)
 
 
 def _context(variable: nnx.Variable) -> dict[str, Any]:
