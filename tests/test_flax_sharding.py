@@ -154,6 +154,9 @@ def test_kernels_of_several_axes_are_divided_by_the_first():
             kernel_metadata={"out_sharding": ("heads", None, "embed")},
             rngs=nnx.Rngs(0),
         )
+    init = nnx.with_partitioning(LECUN, ("embed", "heads", None))
+    layer = QuantizedLinearGeneral(256, (4, 64), format=FOUR, kernel_init=init, rngs=nnx.Rngs(0))
+    assert specs(layer)["packed"] == P("heads", "embed", None)
     layer = QuantizedLinearGeneral.from_linear_general(query, FOUR)
     assert specs(layer)["packed"] == P("heads", "embed", None)
     layer = QuantizedLinearGeneral.from_linear_general(out, FOUR)

@@ -10,7 +10,9 @@ from jax import Array
 
 from .._formats import Format
 from .._matmul import quantized_matmul
+from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of
+from .weights import Packing, Shards
 
 
 class QuantizedDense(nn.Module):
@@ -24,6 +26,8 @@ class QuantizedDense(nn.Module):
 
     - `format`: of the kernel, which is initialised in `param_dtype`, then quantized. Its scales
       have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: into how many equal parts of k and n devices will cut the kernel, as of
+      `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
     its kernel.
@@ -37,6 +41,7 @@ class QuantizedDense(nn.Module):
 
     features: int
     format: Format
+    shards: Shards = (1, 1)
     use_bias: bool = True
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -48,21 +53,28 @@ class QuantizedDense(nn.Module):
     def __call__(self, inputs: Any) -> Array:
         """Returns `inputs @ kernel.dequantize() + bias`, for any leading axes of `inputs`."""
         shape = (jnp.shape(inputs)[-1], self.features)
-        initialise(
-            self,
-            self.format,
-            lambda: self.kernel_init(self.make_rng("params"), shape, self.param_dtype),
-        )
+        packing = Packing(self.format, self.shards)
+
+        def weight() -> Any:
+            return self.kernel_init(self.make_rng("params"), shape, self.param_dtype)
+
+        initialise(self, packing, weight, dense_axes(self, shape))
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        return dense(self, self.format, bias, inputs)
+        return dense(self, packing, bias, inputs)
 
 
-def dense(module: Any, format: Format, bias: Array | None, inputs: Any) -> Array:
+def dense_axes(layer: Any, shape: tuple[int, ...]) -> KernelAxes:
+    """The axes of a kernel of `shape`, perhaps a stack of them."""
+    del layer
+    return KernelAxes((), shape[-2:-1], shape[-1:])
+
+
+def dense(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Array:
     """What `nn.Dense` computes, with the kernel that `module` has in the collection."""
     inputs = jnp.asarray(inputs)
-    kernel = kernel_of(module, format, (inputs.shape[-1], module.features))
+    kernel = kernel_of(module, packing, (inputs.shape[-1], module.features))
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
     out = quantized_matmul(inputs, kernel)

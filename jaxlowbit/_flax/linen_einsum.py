@@ -10,7 +10,9 @@ from jax import Array
 
 from .._formats import Format
 from .equation import Equation
+from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of
+from .weights import Packing, Shards
 
 
 class QuantizedEinsum(nn.Module):
@@ -26,6 +28,8 @@ class QuantizedEinsum(nn.Module):
 
     - `format`: of the kernel, which is initialised in `param_dtype`, then quantized. Its scales
       have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: into how many equal parts of k and n devices will cut the kernel, as of
+      `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, for other equations, and if applied to
     variables without its kernel.
@@ -40,6 +44,7 @@ class QuantizedEinsum(nn.Module):
     shape: tuple[int, ...]
     einsum_str: str
     format: Format
+    shards: Shards = (1, 1)
     use_bias: bool = True
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -53,31 +58,33 @@ class QuantizedEinsum(nn.Module):
         """Returns the result of the equation, plus the bias."""
         equation = Equation.parse(self.einsum_str, self.shape)
 
-        def weight() -> Array:
-            key = self.make_rng("params")
-            return equation.axes.matrix(self.kernel_init(key, self.shape, self.param_dtype))
+        packing = Packing(self.format, self.shards)
 
-        initialise(self, self.format, weight)
+        def weight() -> Any:
+            return self.kernel_init(self.make_rng("params"), self.shape, self.param_dtype)
+
+        initialise(self, packing, weight, equation.axes)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, equation.bias_shape, self.param_dtype)
-        return einsum(self, self.format, bias, inputs)
+        return einsum(self, packing, bias, inputs)
 
 
-def einsum(module: Any, format: Format, bias: Array | None, inputs: Any) -> Array:
+def einsum(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Array:
     """What `nn.Einsum` computes, with the kernel that `module` has in the collection."""
     equation = Equation.parse(module.einsum_str, module.shape)
     axes = equation.axes
-    kernel = kernel_of(module, format, axes.matrix_shape, 2 + len(axes.batch))
+    kernel = kernel_of(module, packing, axes.matrix_shape, 2 + len(axes.batch))
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
     out = equation.multiply(inputs, kernel, module.preferred_element_type)
     return out if bias is None else out + equation.bias(bias, out.ndim).astype(out.dtype)
 
 
-def einsum_matrix(layer: nn.Einsum, weight: Array) -> Array:
-    """The matrix (..., *batch, k, n) of the kernel of a layer, or of a stack of layers."""
-    return _equation(layer).axes.matrix(weight)
+def einsum_axes(layer: nn.Einsum, shape: tuple[int, ...]) -> KernelAxes:
+    """The axes of the kernel of a layer, or of a stack of layers."""
+    del shape
+    return _equation(layer).axes
 
 
 def check_einsum(layer: nn.Einsum) -> None:

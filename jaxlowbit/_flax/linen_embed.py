@@ -11,7 +11,9 @@ from jax import Array
 from .._formats import Format
 from .._matmul import quantized_matmul
 from .embedding import lookup, stand_in
+from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of
+from .weights import Packing, Shards
 
 
 class QuantizedEmbed(nn.Module):
@@ -26,6 +28,8 @@ class QuantizedEmbed(nn.Module):
 
     - `format`: of the table, which is initialised in `param_dtype`, then quantized. Its scales
       have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: into how many equal parts of k and n devices will cut the matrix, as of
+      `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
     its table.
@@ -41,6 +45,7 @@ class QuantizedEmbed(nn.Module):
     num_embeddings: int
     features: int
     format: Format
+    shards: Shards = (1, 1)
     dtype: Any = None
     param_dtype: Any = jnp.float32
     embedding_init: Callable[..., Any] = nn.linear.default_embed_init
@@ -49,10 +54,14 @@ class QuantizedEmbed(nn.Module):
     def setup(self) -> None:
         shape = (self.num_embeddings, self.features)
 
-        def weight() -> Array:
-            return self.embedding_init(self.make_rng("params"), shape, self.param_dtype).T
+        def table() -> Any:
+            return self.embedding_init(self.make_rng("params"), shape, self.param_dtype)
 
-        initialise(self, self.format, weight)
+        initialise(self, self._packing, table, table_axes(self, shape))
+
+    @property
+    def _packing(self) -> Packing:
+        return Packing(self.format, self.shards)
 
     def __call__(self, inputs: Any) -> Array:
         """Returns the embeddings (..., features) of tokens (...), integers.
@@ -60,22 +69,28 @@ class QuantizedEmbed(nn.Module):
         A negative token counts from the end of the table, and one that the table has not gives
         NaN, as in `nn.Embed`.
         """
-        return embed(self, self.format, inputs)
+        return embed(self, self._packing, inputs)
 
     def attend(self, query: Any) -> Array:
         """Returns the products (..., num_embeddings) of queries (..., features) with the table."""
-        return attend(self, self.format, query)
+        return attend(self, self._packing, query)
 
 
-def embed(module: Any, format: Format, inputs: Any) -> Array:
+def table_axes(layer: Any, shape: tuple[int, ...]) -> KernelAxes:
+    """The axes of a table of `shape`, perhaps a stack of them."""
+    del layer
+    return KernelAxes((), shape[-1:], shape[-2:-1], order=(1, 0))
+
+
+def embed(module: Any, packing: Packing, inputs: Any) -> Array:
     """What `nn.Embed` computes, with the table that `module` has in the collection."""
-    table = kernel_of(module, format, (module.features, module.num_embeddings))
+    table = kernel_of(module, packing, (module.features, module.num_embeddings))
     (like,) = module.promote_dtype(stand_in(table), dtype=module.dtype, inexact=False)
     return lookup(table, inputs, like.dtype)
 
 
-def attend(module: Any, format: Format, query: Any) -> Array:
+def attend(module: Any, packing: Packing, query: Any) -> Array:
     """What `nn.Embed.attend` computes, with the table that `module` has in the collection."""
-    table = kernel_of(module, format, (module.features, module.num_embeddings))
+    table = kernel_of(module, packing, (module.features, module.num_embeddings))
     query, _ = module.promote_dtype(query, stand_in(table), dtype=module.dtype)
     return quantized_matmul(query, table)

@@ -12,6 +12,7 @@ from jax import Array
 from .._formats import Format
 from .kernel_axes import KernelAxes, as_tuple, check_batch, positions
 from .linen_variables import initialise, kernel_of
+from .weights import Packing, Shards
 
 
 class QuantizedDenseGeneral(nn.Module):
@@ -26,6 +27,8 @@ class QuantizedDenseGeneral(nn.Module):
 
     - `format`: of the kernel, which is initialised in `param_dtype`, then quantized. Its scales
       have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: into how many equal parts of k and n devices will cut the kernel, as of
+      `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, for axes that the inputs have not,
     and if applied to variables without its kernel.
@@ -39,6 +42,7 @@ class QuantizedDenseGeneral(nn.Module):
 
     features: int | Sequence[int]
     format: Format
+    shards: Shards = (1, 1)
     axis: int | Sequence[int] = -1
     batch_dims: Sequence[int] = ()
     use_bias: bool = True
@@ -52,13 +56,12 @@ class QuantizedDenseGeneral(nn.Module):
     def __call__(self, inputs: Any) -> Array:
         """Returns the product over `axis`, of shape (*batch, *rows, *features), plus the bias."""
         axes = _axes(self, inputs)
-        initialise(
-            self,
-            self.format,
-            lambda: axes.matrix(
-                self.kernel_init(self.make_rng("params"), axes.flat_shape, self.param_dtype)
-            ),
-        )
+        packing = Packing(self.format, self.shards)
+
+        def weight() -> Any:
+            return self.kernel_init(self.make_rng("params"), axes.flat_shape, self.param_dtype)
+
+        initialise(self, packing, weight, axes)
         bias = None
         if self.use_bias:
             shape = (*axes.batch, *axes.features)
@@ -67,14 +70,14 @@ class QuantizedDenseGeneral(nn.Module):
                 return self.bias_init(key, (math.prod(shape),), self.param_dtype).reshape(shape)
 
             bias = self.param("bias", init)
-        return dense_general(self, self.format, bias, inputs)
+        return dense_general(self, packing, bias, inputs)
 
 
-def dense_general(module: Any, format: Format, bias: Array | None, inputs: Any) -> Array:
+def dense_general(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Array:
     """What `nn.DenseGeneral` computes, with the kernel that `module` has in the collection."""
     inputs = jnp.asarray(inputs)
     axes = _axes(module, inputs)
-    kernel = kernel_of(module, format, axes.matrix_shape, 2 + len(axes.batch))
+    kernel = kernel_of(module, packing, axes.matrix_shape, 2 + len(axes.batch))
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
     contracted = positions(as_tuple(module.axis), inputs.ndim)
@@ -82,12 +85,11 @@ def dense_general(module: Any, format: Format, bias: Array | None, inputs: Any) 
     return out if bias is None else out + axes.bias(bias, out.ndim)
 
 
-def general_matrix(layer: nn.DenseGeneral, weight: Array) -> Array:
-    """The matrix (..., *batch, k, n) of the kernel of a layer, or of a stack of layers."""
-    features = as_tuple(layer.features)
-    contracted = len(as_tuple(layer.axis))
-    lead = weight.shape[: weight.ndim - contracted - len(features)]
-    return weight.reshape(*lead, -1, math.prod(features))
+def general_axes(layer: nn.DenseGeneral, shape: tuple[int, ...]) -> KernelAxes:
+    """The axes of a kernel of `shape`, of which those in front may be a stack or a batch."""
+    features = len(as_tuple(layer.features))
+    own = shape[len(shape) - features - len(as_tuple(layer.axis)) :]
+    return KernelAxes((), own[:-features], own[-features:])
 
 
 def _axes(module: Any, inputs: Any) -> KernelAxes:

@@ -1,7 +1,6 @@
 """`quantize_model` for Linen: the variables change, and the module's products with them."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +10,10 @@ from flax import linen as nn
 
 from .._formats import Format
 from .linen_kinds import Kind, kind_of
-from .linen_variables import COLLECTION, arrays_of
+from .linen_variables import COLLECTION, quantized, value_of
 from .report import LayerReport, QuantizationReport
-from .rules import Rules, choose
-from .weights import quantize_weight
+from .rules import Rules, ShardRules, choose, choose_shards
+from .weights import Packing, Shards
 
 _Path = tuple[str, ...]
 
@@ -28,21 +27,23 @@ class QuantizedModel:
 
     module: nn.Module
     formats: tuple[tuple[_Path, Format], ...]
+    shards: tuple[tuple[_Path, Shards], ...]
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with the same arguments, on the quantized variables.
 
         **Raises:** `ValueError` if the kernel of a quantized layer is not among the variables.
         """
-        formats = dict(self.formats)
+        shards = dict(self.shards)
+        packings = {path: Packing(format, shards[path]) for path, format in self.formats}
 
         def multiply(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             kind = kind_of(context.module)
             compute = kind and kind.methods.get(context.method_name)
-            format = compute and formats.get(context.module.path)
-            if not (compute and format):
+            packing = compute and packings.get(context.module.path)
+            if not (compute and packing):
                 return next_fun(*args, **kwargs)
-            return compute(context.module, format, *args, **kwargs)
+            return compute(context.module, packing, *args, **kwargs)
 
         with nn.intercept_methods(multiply):
             return self.module.apply(variables, *args, **kwargs)
@@ -53,6 +54,7 @@ def quantize_model(
     variables: Mapping[str, Any],
     rules: Rules,
     *args: Any,
+    shards: ShardRules = (1, 1),
     donate: bool = False,
     **kwargs: Any,
 ) -> tuple[QuantizedModel, dict[str, Any], QuantizationReport]:
@@ -74,6 +76,8 @@ def quantize_model(
       is searched (`re.search`) in the dotted path of the layer, such as `block_0.mlp.up`; the first
       that matches decides, and a layer that none matches is kept.
     - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
+    - `shards`: into how many equal parts of k and n devices will cut each kernel, as of
+      `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
     - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
       the given variables one layer exists twice at most. They are of no use after that.
 
@@ -91,37 +95,40 @@ def quantize_model(
     layers = _layers(module, variables, args, kwargs)
     params = traverse_util.flatten_dict(core.unfreeze(variables["params"]))
     named = [kind.named for kind, _ in layers.values()]
-    formats = choose(rules, [[".".join(path)] for path in layers], named)
-    chosen = dict(zip(layers, formats, strict=True))
+    paths = [[".".join(path)] for path in layers]
+    chosen = dict(zip(layers, choose(rules, paths, named), strict=True))
+    parts = dict(zip(layers, choose_shards(shards, paths), strict=True))
     for path, format in chosen.items():
         if format is not None:
             _check(path, *layers[path], params)
-    quantized, reports = {}, []
+    stored, reports = {}, []
     for path, format in chosen.items():
         kind, layer = layers[path]
         name, key = ".".join(path), (*path, kind.weight)
         if format is None:
             if key in params:
-                reports.append(LayerReport.kept(name, nn.unbox(params[key])))
+                reports.append(LayerReport.kept(name, value_of(params[key])))
             continue
-        weight = nn.unbox(params.pop(key))
-        matrix = functools.partial(kind.matrix, layer)
+        boxed = params.pop(key)
+        weight = value_of(boxed)
+        axes = kind.axes(layer, weight.shape)
         try:
-            kernel = quantize_weight(weight, format, matrix)
+            kernel, arrays = quantized(boxed, Packing(format, parts[path]), axes)
         except ValueError as error:
             raise ValueError(f"quantize_model: in {name}: {error}") from None
-        quantized |= {(*path, array): value for array, value in arrays_of(kernel).items()}
+        stored |= {(*path, name): array for name, array in arrays.items()}
         dtype = layer.dtype or kernel.dtype
-        reports.append(LayerReport.quantized(name, weight, kernel, dtype, matrix))
+        reports.append(LayerReport.quantized(name, weight, kernel, dtype, axes.matrix))
         if donate and isinstance(weight, jax.Array):
             weight.delete()
     collections = {
         **variables,
         "params": traverse_util.unflatten_dict(params),
-        COLLECTION: traverse_util.unflatten_dict(quantized),
+        COLLECTION: traverse_util.unflatten_dict(stored),
     }
     replaced = tuple((path, format) for path, format in chosen.items() if format is not None)
-    return QuantizedModel(module, replaced), collections, QuantizationReport(tuple(reports))
+    model = QuantizedModel(module, replaced, tuple((path, parts[path]) for path, _ in replaced))
+    return model, collections, QuantizationReport(tuple(reports))
 
 
 def _layers(

@@ -71,7 +71,11 @@ class QuantizedLinearGeneral(QuantizedModule):
             )
         check_batch(tuple(self.batch_axis))
         axes = self._axes
-        self._store(kernel_init(rngs.params(), axes.flat_shape, param_dtype), format, shards)
+        weight = kernel_init(rngs.params(), axes.flat_shape, param_dtype)
+        if not isinstance(weight, nnx.Variable):
+            # Metadata names the axes of the kernel, which is flat here and cannot be moved by it.
+            weight = nnx.Param(weight, eager_sharding=False)
+        self._store(weight, format, shards)
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
             shape = (*axes.batch, *axes.features)

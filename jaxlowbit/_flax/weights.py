@@ -1,7 +1,7 @@
 """The weight of a layer: quantizing one, which may be abstract, and one made of stored arrays."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -10,6 +10,13 @@ from .._formats import Format
 from .._quantize import quantize
 
 Shards = tuple[int, int]
+
+
+class Packing(NamedTuple):
+    """How a weight is packed."""
+
+    format: Format
+    shards: Shards = (1, 1)
 
 
 def quantize_weight(
