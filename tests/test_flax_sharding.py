@@ -273,6 +273,30 @@ def test_layers_inside_shard_map(shards):
     assert_close(jax.jit(f)(state, X), want)
 
 
+@pytest.mark.parametrize("k", [256, 200])
+def test_layers_with_sharded_inputs_inside_shard_map(k):
+    mesh = make_mesh(AxisType.Auto)
+    with unplaced():
+        layer = QuantizedLinear(
+            k,
+            128,
+            format=FOUR,
+            shards=(4, 1),
+            use_bias=False,
+            kernel_metadata={"out_sharding": ("b", None)},
+            rngs=nnx.Rngs(0),
+        )
+    x = jnp.asarray(X[:, :k])
+    graph, state = nnx.split(layer)
+    f = jax.shard_map(
+        lambda state, x: jax.lax.psum(nnx.merge(graph, state)(x), "b"),
+        mesh=mesh,
+        in_specs=(nnx.get_partition_spec(state), P(None, "b")),
+        out_specs=P(),
+    )
+    assert_close(jax.jit(f)(state, x), layer(x))
+
+
 def test_layers_with_words_of_another_size_are_refused_outside_shard_map():
     layer = QuantizedLinear(256, 256, format=FOUR, rngs=nnx.Rngs(0))
     layer.packed.set_value(layer.packed[...][:2])
