@@ -20,7 +20,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from . import _layout
+from . import _layout, _permute
 from ._formats import Format
 from ._primitive import Operands, quantized_matmul_p
 
@@ -53,11 +53,12 @@ class _Problem:
     columns: int
     transposed: bool
     indexed: bool
+    permuted: bool
     out_dtype: Any
     backend: str | None
 
     def named(self, operands: Any) -> Operands:
-        return Operands.of(operands, self.format, self.indexed)
+        return Operands.of(operands, **vars(self))
 
     def bind(self, operands: Operands, **changes: Any) -> Array:
         return operands.bind(**{**vars(self), **changes})
@@ -100,13 +101,14 @@ def _sharding_rule(problem: _Problem, mesh: Any, operands: Any, results: Any) ->
         scale=groups,
         zero=None if ops.zero is None else groups,
         index=None if ops.index is None else lead,
+        permutation=[*stack, "p", "r"] if problem.permuted else None,
     )
     result = [*lead, *rows, blocked(problem.columns, n_blocks, "b", "n")]
     rule = ", ".join(" ".join(names) for names in axes.present()) + " -> " + " ".join(result)
     order = list(dict.fromkeys(re.findall(r"\w+", rule)))  # special factors are named in it
     return rule, {
-        "reduction_factors": tuple(factor for factor in order if factor in "cg"),
-        "need_replication_factors": tuple(factor for factor in order if factor in "knwe"),
+        "reduction_factors": tuple(factor for factor in order if factor in "cgp"),
+        "need_replication_factors": tuple(factor for factor in order if factor in "knwer"),
         **sizes,
     }
 
@@ -131,7 +133,9 @@ def _partition(problem: _Problem, mesh: Any, args: Any, result: Any) -> Any:
         rows[: len(stack)] = stack
     lead = rows[: ops.lead_ndim]
     whole_n = not n_axes or problem.columns % (_layout.ATOM * size(n_axes)) == 0
-    whole_k = k % (_layout.ATOM * size(k_axes)) == 0
+    # An order of rows beyond those of a device is one of the whole lhs.
+    own_order = not problem.permuted or ops.permutation.shape[-2] % size(k_axes) == 0
+    whole_k = own_order and k % (_layout.ATOM * size(k_axes)) == 0
     shard_k = ops.packed.shape[-2] // size(k_axes) * _layout.ATOM
     whole_groups = problem.format.group_size != -1 and shard_k % problem.format.group_size == 0
 
@@ -142,6 +146,7 @@ def _partition(problem: _Problem, mesh: Any, args: Any, result: Any) -> Any:
         scale=groups,
         zero=None if ops.zero is None else groups,
         index=None if ops.index is None else lead,
+        permutation=[*stack, k_axes if own_order else (), ()] if problem.permuted else None,
     )
 
     def on_device(*operands: Array) -> Array:
@@ -151,6 +156,7 @@ def _partition(problem: _Problem, mesh: Any, args: Any, result: Any) -> Any:
             out = problem.bind(ops, columns=n)
         else:
             if not whole_k:
+                ops = _permute.reordered(ops)
                 ops = ops.replace(lhs=_own_rows(ops.lhs, shard_k, k_axes, size(k_axes)))
             if not whole_groups and format.group_size != -1:
                 ops, format = _own_groups(ops, format, shard_k, k_axes)

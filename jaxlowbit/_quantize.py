@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import _layout, _scales
+from . import _layout, _permute, _scales
 from ._array import SCALE_DTYPES, QuantizedArray
 from ._formats import Format
 
@@ -20,6 +20,7 @@ def quantize(
     method: Literal["absmax", "mse"] = "absmax",
     scale_dtype: Any = None,
     shards: tuple[int, int] = (1, 1),
+    permutation: Any = None,
 ) -> QuantizedArray:
     """Rounds a float matrix to the nearest values a format can hold.
 
@@ -39,12 +40,15 @@ def quantize(
     - `shards`: into how many equal parts (of k, of n) devices will cut the matrix. Each part is
       padded on its own to whole atoms (64) and groups, and groups start anew in each. Parts of n
       that are a multiple of 64, and of k that are one of 64 and of the group size, need no padding.
+    - `permutation`: None, or integers (..., k) or (k,): the order in which rows are stored and form
+      groups, such as that of falling activations ("act-order", Frantar et al., 2023). With shards
+      of k, an order of each part, counted from its start.
 
     **Returns:** a `QuantizedArray` of the same shape.
 
     **Raises:** `ValueError` for a wrong rank or dtype, an unknown method, shards that do not divide
-    the matrix, and, outside `jax.jit`, for NaN or infinite weights and for scales that overflow
-    `scale_dtype`.
+    the matrix, and, outside `jax.jit`, for NaN or infinite weights, for scales that overflow
+    `scale_dtype` and for a permutation that is none.
 
     ```python
     q = quantize(jnp.ones((256, 512)), INT4)
@@ -56,6 +60,10 @@ def quantize(
     _check(weight, format, method, scale_dtype)
     _check_shards(weight.shape, shards)
     shape = weight.shape
+    if permutation is not None:
+        permutation = _permute.checked("quantize", permutation, shape, shards[0])
+        by_shard = _permute.by_shard(permutation, shards[0], shape[-2])
+        weight = _permute.permute(weight, by_shard, axis=-2)
     unit = _layout.shard_unit(format.group_size)
     weight = _layout.spread(weight, -2, shards[0], unit, mode="edge")
     weight = _layout.spread(weight, -1, shards[1], _layout.ATOM, mode="edge")
@@ -74,7 +82,9 @@ def quantize(
     codes = _scales.codes(grouped, scale, zero, format)
     codes = codes.reshape(*lead, groups * size, n)[..., :k, :]
     array = QuantizedArray.from_packed_groups(codes, scale, zero, format=format)
-    return dataclasses.replace(array, k=shape[-2], n=shape[-1], shards=tuple(shards))
+    return dataclasses.replace(
+        array, k=shape[-2], n=shape[-1], shards=tuple(shards), permutation=permutation
+    )
 
 
 def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:

@@ -16,7 +16,7 @@ def partition_spec(
 
     A part must hold whole atoms of 64 x 64, or be one that `quantize(..., shards=...)` has padded.
     Scales and zeros go with their words, except that all groups stay on every device where a part
-    of k ends inside one.
+    of k ends inside one. So does a permutation that goes beyond the rows of a part.
 
     **Arguments:**
 
@@ -50,7 +50,11 @@ def partition_spec(
     lead = (*lead, *[None] * (array.ndim - 2 - len(lead)))
     groups = jax.P(*lead, n, k if whole_groups else None, None)
     zero = None if array.zero is None else groups
-    leaves = (jax.P(*lead, n, k, None), groups, zero, None, jax.P(*lead))
+    permutation = None
+    if array.permutation is not None:
+        own_order = array.shards[0] % (k_blocks // part) == 0
+        permutation = jax.P(*lead, k if own_order else None)
+    leaves = (jax.P(*lead, n, k, None), groups, zero, None, permutation, jax.P(*lead))
     return QuantizedArray.tree_unflatten(array.tree_flatten()[1], leaves)
 
 
