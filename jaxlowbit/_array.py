@@ -182,8 +182,8 @@ class QuantizedArray:
         weight = _layout.join(weight, -2, self.shards[0], self.k)
         weight = _layout.join(weight, -1, self.shards[1], self.n)
         if self.permutation is not None:
-            permutation = _permute.by_shard(self.permutation, self.shards[0], self.k)
-            weight = _permute.restore(weight, _permute.selected(permutation, self.index), axis=-2)
+            permutation = _permute.selected(self.permutation, self.index)
+            weight = _permute.restore(weight, permutation, self.shards[0], axis=-2)
         return weight.astype(dtype or self.dtype)
 
     def __getitem__(self, key: Any) -> "QuantizedArray":

@@ -48,7 +48,7 @@ def from_integers(
     if permutation is None:
         return QuantizedArray.from_packed_groups(codes, scale, zero, format=format)
     permutation = _permute.checked("from_integers", permutation, codes.shape, 1)
-    codes = _permute.permute(codes, _permute.by_shard(permutation, 1, k), axis=-2)
+    codes = _permute.permute(codes, permutation, shards=1, axis=-2)
     array = QuantizedArray.from_packed_groups(codes, scale, zero, format=format)
     return dataclasses.replace(array, permutation=permutation)
 

@@ -91,7 +91,7 @@ def _product(lhs: Array, rhs: QuantizedArray, *, out_dtype: Any, backend: Any) -
         lhs = jnp.moveaxis(lhs, [extra + i for i in stacked], stacked)
     permutation = rhs.permutation
     if permutation is not None:
-        permutation = _permute.by_shard(permutation, k_shards, rhs.padded_shape[0])
+        permutation = _permute.spread(permutation, k_shards, rhs.padded_shape[0])
     operands = Operands(
         *_equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index, permutation)
     )
@@ -99,6 +99,7 @@ def _product(lhs: Array, rhs: QuantizedArray, *, out_dtype: Any, backend: Any) -
         format=rhs.format,
         columns=rhs.padded_shape[1],
         transposed=False,
+        orders=k_shards,
         out_dtype=out_dtype,
         backend=backend,
     )
@@ -271,7 +272,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple
         return values.replace(lhs=jnp.moveaxis(values.lhs, axes.lhs, axis)).bind(**params), axis
     if "permutation" in mapped and "packed" not in mapped:
         # Each element has its own order of the same words: only activations differ.
-        bind = functools.partial(quantized_matmul_p.bind, permuted=False)
+        bind = functools.partial(quantized_matmul_p.bind, orders=0)
         product = functools.partial(_permute.of_stored_rows(bind), **params)
         return jax.vmap(product, in_axes=tuple(dims))(*operands), 0
     size = next(getattr(values, name).shape[getattr(axes, name)] for name in mapped)
@@ -320,7 +321,7 @@ def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
         or backend in ("xla", "pallas")
         or native.unsupported(platform, lhs.dtype, format, transposed=transposed)
     ):
-        return _definition(*operands, permuted=False, **params)
+        return _definition(*operands, orders=0, **params)
     return native.matmul(**stored, format=format, **sizes, transposed=transposed, platform=platform)
 
 

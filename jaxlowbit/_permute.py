@@ -1,7 +1,7 @@
 """Rows stored in another order: where products, weights and checks deal with it.
 
-A permutation here is int32 (..., shards, k / shards): stored row r of a shard is row
-`permutation[r]` of that shard. Weights are never gathered at run time; activations are.
+A permutation is int32 (..., k): stored row r is row `permutation[r]`, both counted from the start
+of their shard. Weights are never gathered at run time; activations are.
 """
 
 import functools
@@ -17,26 +17,26 @@ from jax.core import Tracer
 from ._primitive import Operands
 
 
-def permute(values: Array, permutation: Array, axis: int = -1) -> Array:
+def permute(values: Array, permutation: Array, shards: int, axis: int = -1) -> Array:
     """Rows in the order in which they are stored, along an axis counted from the end.
 
     The leading axes of the permutation are those of the values.
     """
     axis += values.ndim
-    *lead, shards, size = permutation.shape
+    *lead, k = permutation.shape
     before, after = values.shape[:axis], values.shape[axis + 1 :]
     middle = [1] * (axis - len(lead))
-    rows = permutation.reshape(*lead, *middle, shards, size, *[1] * len(after))
-    parts = values.reshape(*before, shards, size, *after)
+    rows = permutation.reshape(*lead, *middle, shards, k // shards, *[1] * len(after))
+    parts = values.reshape(*before, shards, k // shards, *after)
     parts = jnp.take_along_axis(parts, rows, axis + 1, mode="promise_in_bounds")
     return parts.reshape(values.shape)
 
 
-def restore(values: Array, permutation: Array, axis: int = -1) -> Array:
+def restore(values: Array, permutation: Array, shards: int, axis: int = -1) -> Array:
     """The inverse of `permute`."""
-    orders = permutation.reshape(-1, permutation.shape[-1])
+    orders = permutation.reshape(-1, permutation.shape[-1] // shards)
     inverse = jax.vmap(_inverse)(orders).reshape(permutation.shape)
-    return permute(values, inverse, axis)
+    return permute(values, inverse, shards, axis)
 
 
 def _inverse(order: Array) -> Array:
@@ -45,36 +45,36 @@ def _inverse(order: Array) -> Array:
     return at.set(positions, mode="promise_in_bounds", unique_indices=True)
 
 
-def by_shard(permutation: Array, shards: int, padded: int) -> Array:
-    """A permutation (..., k) as (..., shards, padded / shards), whose padding stays in place."""
+def spread(permutation: Array, shards: int, padded: int) -> Array:
+    """The permutation of k with the padding of each shard, which stays in place."""
     *lead, k = permutation.shape
-    parts = permutation.reshape(*lead, shards, k // shards)
     padding = jnp.arange(k // shards, padded // shards, dtype=permutation.dtype)
     if not padding.size:
-        return parts
+        return permutation
+    parts = permutation.reshape(*lead, shards, k // shards)
     padding = jnp.broadcast_to(padding, (*lead, shards, padding.size))
-    return jnp.concatenate([parts, padding], axis=-1)
+    return jnp.concatenate([parts, padding], axis=-1).reshape(*lead, padded)
 
 
 def of_stored_rows(product: Callable[..., Array]) -> Callable[..., Array]:
     """Makes a product with the rows as they are stored one with the matrix they stand for."""
 
     @functools.wraps(product)
-    def permuting(*operands: Array, permuted: bool, **params: Any) -> Array:
-        ops = Operands.of(operands, permuted=permuted, **params)
-        if permuted and params["transposed"]:
+    def permuting(*operands: Array, orders: int, **params: Any) -> Array:
+        ops = Operands.of(operands, orders=orders, **params)
+        if orders and params["transposed"]:
             out = product(*ops.replace(permutation=None).present(), **params)
-            return restore(out, selected(ops.permutation, ops.index))
-        return product(*reordered(ops).present(), **params)
+            return restore(out, selected(ops.permutation, ops.index), orders)
+        return product(*reordered(ops, orders).present(), **params)
 
     return permuting
 
 
-def reordered(ops: Operands) -> Operands:
+def reordered(ops: Operands, orders: int) -> Operands:
     """The operands with lhs in the order of the stored rows, and no permutation."""
-    if ops.permutation is None:
+    if not orders:
         return ops
-    lhs = permute(ops.lhs, selected(ops.permutation, ops.index))
+    lhs = permute(ops.lhs, selected(ops.permutation, ops.index), orders)
     return ops.replace(lhs=lhs, permutation=None)
 
 
@@ -114,10 +114,11 @@ def group_permutation(group_index: Any, group_size: int) -> Array | None:
     k = found.shape[-1]
     order = np.argsort(found, axis=-1, kind="stable")
     groups = np.arange(k) // (k if group_size == -1 else group_size)
-    wrong = np.argwhere(np.take_along_axis(found, order, -1) != groups)
+    ordered = np.take_along_axis(found, order, -1)
+    wrong = np.argwhere(ordered != groups)
     if wrong.size:
         at = tuple(wrong[0])
-        group = int(groups[at[-1]])
+        group = int(min(groups[at[-1]], ordered[at]))
         rows = int(np.sum(found[at[:-1]] == group))
         raise ValueError(
             f"group_permutation: group {group} has {rows} rows, but {k} rows in groups of "

@@ -12,7 +12,7 @@ from jax.interpreters import xla
 from ._formats import Format
 
 # Operands: lhs (*lead, *rows, k), packed, scale, zero if the format has one, index if `indexed`,
-# permutation (*stack, shards, k / shards) if `permuted`.
+# permutation (*stack, k) if `orders` is not 0, which then many equal parts of k have of their own.
 # Without an index the stacked axes of the weights are the lead; with one, the weights have one
 # stacked axis and the lead is the shape of the index.
 quantized_matmul_p = Primitive("quantized_matmul")
@@ -37,14 +37,14 @@ class Operands:
         *,
         format: Format,
         indexed: bool,
-        permuted: bool = False,
+        orders: int = 0,
         **params: Any,
     ) -> "Operands":
         del params
         lhs, packed, scale, *rest = operands
         zero = None if format.zero == "none" else rest.pop(0)
         index = rest.pop(0) if indexed else None
-        return cls(lhs, packed, scale, zero, index, rest.pop(0) if permuted else None)
+        return cls(lhs, packed, scale, zero, index, rest.pop(0) if orders else None)
 
     def named(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -61,7 +61,7 @@ class Operands:
 
     def bind(self, **params: Any) -> Array:
         params["indexed"] = self.index is not None
-        params["permuted"] = self.permutation is not None
+        params["orders"] = 0 if self.permutation is None else params["orders"]
         return quantized_matmul_p.bind(*self.present(), **params)
 
     @property

@@ -62,8 +62,7 @@ def quantize(
     shape = weight.shape
     if permutation is not None:
         permutation = _permute.checked("quantize", permutation, shape, shards[0])
-        by_shard = _permute.by_shard(permutation, shards[0], shape[-2])
-        weight = _permute.permute(weight, by_shard, axis=-2)
+        weight = _permute.permute(weight, permutation, shards[0], axis=-2)
     unit = _layout.shard_unit(format.group_size)
     weight = _layout.spread(weight, -2, shards[0], unit, mode="edge")
     weight = _layout.spread(weight, -1, shards[1], _layout.ATOM, mode="edge")

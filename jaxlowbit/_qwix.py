@@ -90,8 +90,8 @@ def to_qarray(array: QuantizedArray) -> Any:
 
     codes = cut(_layout.unpack(packed, format.bits), array.k)
     if array.permutation is not None:
-        permutation = _permute.by_shard(array.permutation, shards, array.k)
-        codes = _permute.restore(codes, _permute.selected(permutation, array.index), axis=-2)
+        permutation = _permute.selected(array.permutation, array.index)
+        codes = _permute.restore(codes, permutation, shards, axis=-2)
     return QArray(
         qvalue=signed(codes),
         scale=cut(_layout.unpack_groups(scale), groups),
