@@ -86,9 +86,10 @@ def selected(permutation: Array, index: Array | None) -> Array:
 def group_permutation(group_index: Any, group_size: int) -> Array | None:
     """The order of rows in which the groups of GPTQ's `g_idx` follow each other.
 
-    Checkpoints quantized in order of activation (`desc_act`) keep rows in their own order and, for
-    each, the number of its group (Frantar et al., 2023). Rows of one group are neighbours here, so
-    they are stored in the order returned, stable within a group.
+    Checkpoints quantized in order of activation (`desc_act`, the `act-order` option of GPTQ's
+    reference code, Frantar et al., 2023) keep rows in their own order and, for each, the number of
+    its group. Rows of one group are neighbours here, so they are stored in the order returned,
+    stable within a group.
 
     **Arguments:**
 

@@ -41,8 +41,8 @@ def quantize(
       padded on its own to whole atoms (64) and groups, and groups start anew in each. Parts of n
       that are a multiple of 64, and of k that are one of 64 and of the group size, need no padding.
     - `permutation`: None, or integers (..., k) or (k,): the order in which rows are stored and form
-      groups, such as that of falling activations ("act-order", Frantar et al., 2023). With shards
-      of k, an order of each part, counted from its start.
+      groups, such as that of falling activations (the `act-order` option of the same code). With
+      shards of k, an order of each part, counted from its start.
 
     **Returns:** a `QuantizedArray` of the same shape.
 
