@@ -138,10 +138,8 @@ def dequantize(array: QuantizedArray) -> Weight:
         value, terms = codes * scale + zero, np.abs(codes * scale) + np.abs(zero)
     if array.permutation is not None:
         order = global_order(np.asarray(array.permutation), shards)[..., None]
-        order = np.broadcast_to(order, value.shape)
-        stored_value, stored_terms, value, terms = value, terms, *np.empty((2, *value.shape))
-        np.put_along_axis(value, order, stored_value, axis=-2)
-        np.put_along_axis(terms, order, stored_terms, axis=-2)
+        inverse = np.argsort(order, axis=-2)
+        value, terms = (np.take_along_axis(x, inverse, axis=-2) for x in (value, terms))
     if array.index is not None:
         index = np.clip(np.asarray(array.index), 0, len(value) - 1)
         value, terms = value[index], terms[index]
