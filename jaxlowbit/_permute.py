@@ -102,6 +102,7 @@ def group_permutation(group_index: Any, group_size: int) -> Array | None:
     **Raises:** `ValueError` if a group has not `group_size` rows, or, the last one, the rest.
 
     ```python
+    values, scale = jnp.zeros((256, 64), jnp.int8), jnp.ones((2, 64))
     permutation = group_permutation(jnp.arange(256) % 2, 128)
     QuantizedArray.from_integers(values, scale, format=INT4, permutation=permutation)
     ```

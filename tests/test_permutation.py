@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from helpers import TARGET, dequantize, global_order
 
@@ -303,3 +304,14 @@ def test_derivatives_in_scales_zeros_and_lhs():
         return jax.value_and_grad(f, (0, 1, 2))(stack.scale, stack.zero, lhs)
 
     assert_close(of(product), of(reference))
+
+
+def test_orbax_round_trip(tmp_path):
+    array, lhs = quantize(LAYERS), normal(LAYERS, 5, K)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "weight", {"w": array})
+        checkpointer.wait_until_finished()
+        again = checkpointer.restore(tmp_path / "weight", jax.eval_shape(lambda: {"w": array}))
+    jax.tree.map(np.testing.assert_array_equal, again["w"], array)
+    again["w"].check_permutation()
+    np.testing.assert_array_equal(product(lhs, again["w"]), product(lhs, array))
