@@ -7,8 +7,7 @@ import jax
 from jax.core import Tracer
 
 from .._array import QuantizedArray
-from .._layout import ATOM
-from .._sharding import leaf_specs, whole_groups
+from .._sharding import Own, leaf_specs, own_parts, own_parts_anywhere
 
 Entries = tuple[Any, ...]
 """What a `jax.P` holds, one for each axis."""
@@ -33,14 +32,12 @@ class MatrixSharding:
         **Raises:** `ValueError` where `partition_spec` does.
         """
         if not self._known:
-            size = kernel.format.group_size
-            whole = size != -1 and (ATOM % size == 0 or kernel.shards[0] > 1)
-            return kernel, _specs(kernel, self.names, whole)
+            return kernel, _specs(kernel, self.names, own_parts_anywhere(kernel))
         *_, k, n = self.axes
-        whole = whole_groups(kernel, self.mesh, k, n)
+        own = own_parts(kernel, self.mesh, k, n)
         if isinstance(kernel.packed, jax.Array):
-            kernel = jax.tree.map(self._place, kernel, _specs(kernel, self.axes, whole))
-        return kernel, _specs(kernel, self.names, whole)
+            kernel = jax.tree.map(self._place, kernel, _specs(kernel, self.axes, own))
+        return kernel, _specs(kernel, self.names, own)
 
     @property
     def _known(self) -> bool:
@@ -70,6 +67,6 @@ def padded(entries: Any, ndim: int) -> Entries:
     return (*entries, *[None] * (ndim - len(entries)))
 
 
-def _specs(kernel: QuantizedArray, entries: Entries, whole: bool) -> QuantizedArray:
+def _specs(kernel: QuantizedArray, entries: Entries, own: Own) -> QuantizedArray:
     *lead, k, n = entries
-    return leaf_specs(kernel, k=k, n=n, lead=lead, whole_groups=whole)
+    return leaf_specs(kernel, k=k, n=n, lead=lead, own=own)
