@@ -1,6 +1,7 @@
 """`quantize_model` on whole transformers, NNX and Linen: what they compute, hold and store."""
 
 import functools
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import jaxlowbit.nnx
 from jaxlowbit import Format, QuantizedArray
 
 FORMAT = Format(bits=4, group_size=32, zero="integer")
+EVERY = {"": FORMAT}  # the embedding, tied to the logits, too
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +37,7 @@ class NnxModel:
         self.options = options
         self.model: Any = transformers.NnxTransformer(**options)
 
-    def quantize(self, rules: Any = FORMAT) -> jaxlowbit.nnx.QuantizationReport:
+    def quantize(self, rules: Any = EVERY) -> jaxlowbit.nnx.QuantizationReport:
         return jaxlowbit.nnx.quantize_model(self.model, rules)
 
     def twin(self, **options: Any) -> "NnxModel":
@@ -45,6 +47,8 @@ class NnxModel:
         for path, layer in nnx.iter_modules(self.model):
             if isinstance(layer, jaxlowbit.nnx.QuantizedLinear):
                 layers[path].kernel.set_value(layer.kernel.dequantize())
+            if isinstance(layer, jaxlowbit.nnx.QuantizedEmbed):
+                layers[path].embedding.set_value(layer.kernel.dequantize().T)
         return twin
 
     def forget(self) -> None:
@@ -78,7 +82,7 @@ class LinenModel:
         self.arrays: Any = jax.tree.map(jnp.copy, _linen_arrays(self.model.distinct))
 
     def quantize(
-        self, rules: Any = FORMAT, donate: bool = True
+        self, rules: Any = EVERY, donate: bool = True
     ) -> jaxlowbit.linen.QuantizationReport:
         self.model, self.arrays, report = jaxlowbit.linen.quantize_model(
             self.model, self.arrays, rules, TOKENS, donate=donate
@@ -92,9 +96,11 @@ class LinenModel:
         for path, format in self.model.formats:
             names = ("packed", "scale", "zero", "version")
             arrays: Any = {name: leaves.get((*path, name)) for name in names}
-            k, n = params[*path, "kernel"].shape
-            kernel = QuantizedArray(**arrays, index=None, format=format, k=k, n=n)
-            params[*path, "kernel"] = kernel.dequantize()
+            table = (*path, "embedding") in params
+            key = (*path, "embedding" if table else "kernel")
+            k, n = params[key].shape[:: -1 if table else 1]
+            matrix = QuantizedArray(**arrays, index=None, format=format, k=k, n=n).dequantize()
+            params[key] = matrix.T if table else matrix
         twin.arrays = {"params": traverse_util.unflatten_dict(params)}
         return twin
 
@@ -181,25 +187,23 @@ def test_model_equals_its_fake_quantized_twin(make, dtype, name):
 
 def test_nnx_layers_that_are_tied_stay_tied():
     model = NnxModel(distinct=6)
-    embedding = model.model.embed.embedding
     report = model.quantize()
     first, again = model.model.blocks[1], model.model.blocks[7]
     assert first is again
     assert isinstance(first.mlp.up, jaxlowbit.nnx.QuantizedLinear)
-    assert model.model.embed.embedding is embedding  # that of the logits too
-    assert len(report.layers) == 6 * len(LINEAR)
+    assert isinstance(model.model.embed, jaxlowbit.nnx.QuantizedEmbed)  # the logits are its too
+    assert len(report.layers) == 6 * len(LINEAR) + 1
     state = nnx.to_flat_state(nnx.state(model.model, jaxlowbit.nnx.Packed))
-    assert len(state) == len({id(leaf) for _, leaf in state}) == 6 * len(LINEAR)
+    assert len(state) == len({id(leaf) for _, leaf in state}) == 6 * len(LINEAR) + 1
 
 
 def test_linen_layers_that_are_tied_stay_tied():
     model = LinenModel(distinct=6)
-    embedding = model.arrays["params"]["embed"]["embedding"]
     report = model.quantize()
-    assert len(report.layers) == 6 * len(LINEAR)
-    assert set(model.arrays["quantized"]) == {f"blocks_{i}" for i in range(6)}
-    assert model.arrays["params"]["embed"]["embedding"] is embedding
-    assert "kernel" not in str(jax.tree.structure(model.arrays["params"]))
+    assert len(report.layers) == 6 * len(LINEAR) + 1
+    assert set(model.arrays["quantized"]) == {"embed", *(f"blocks_{i}" for i in range(6))}
+    floats: Any = traverse_util.flatten_dict(model.arrays["params"])
+    assert {path[-1] for path in floats} == {"scale", "bias"}  # of norms, and of attention
 
 
 def test_tied_layers_compute_what_the_twin_does(make):
@@ -238,15 +242,18 @@ class LiveBytes:
 def test_one_layer_exists_twice_at_most(make, kept):
     model = make()
     originals = [model.arrays] if kept else []
+    gc.collect()  # models of earlier tests
     start = sum(array.nbytes for array in jax.live_arrays())
     with LiveBytes() as live:
         report = model.quantize(**{"donate": not kept} if make is LinenModel else {})
     sizes = [(layer.nbytes_before, layer.nbytes_after) for layer in report.layers]
     saved = [before - after for before, after in sizes]
-    assert len(live.at_layers) == len(sizes) == 12 * len(LINEAR)
+    assert len(live.at_layers) == len(sizes) == 12 * len(LINEAR) + 1
     expected = start - np.cumsum([0, *saved[:-1]])
+    turned = [layer.nbytes_before * (layer.path == "embed") for layer in report.layers]
     small = 512  # keys and versions
-    assert (np.abs(np.array(live.at_layers) - expected) <= small).all() == (not kept)
+    surplus = np.array(live.at_layers) - expected - turned
+    assert (np.abs(surplus) <= small).all() == (not kept)
     layer = max(before for before, _ in sizes)
     assert (max(live.samples) <= start + layer + small) == (not kept)
     del originals
@@ -285,10 +292,10 @@ def test_report_covers_every_layer(make):
     model, floats = make(), make()
     report = model.quantize()
     block = {NnxModel: "blocks.{}", LinenModel: "blocks_{}"}[make]
-    paths = {f"{block.format(i)}.{name}" for i in range(12) for name in LINEAR}
+    paths = {f"{block.format(i)}.{name}" for i in range(12) for name in LINEAR} | {"embed"}
     assert {layer.path for layer in report.layers} == paths
     assert len(report.layers) == len(paths)
-    before, after = flat_kernels(floats), flat_kernels(model.twin())
+    before, after = weights(floats), weights(model.twin())
     for layer in report.layers:
         weight, rounded = before[layer.path], after[layer.path]
         k, n = weight.shape
@@ -305,11 +312,11 @@ def test_report_covers_every_layer(make):
     assert all(any(line.startswith(f"{path} ") for line in lines) for path in paths)
 
 
-def flat_kernels(model: Any) -> dict[str, np.ndarray]:
+def weights(model: Any) -> dict[str, np.ndarray]:
     arrays = model.arrays if isinstance(model, NnxModel) else model.arrays["params"]
     leaves: Any = traverse_util.flatten_dict(arrays)
     return {
         ".".join(map(str, path[:-1])): np.asarray(leaf)
         for path, leaf in leaves.items()
-        if path[-1] == "kernel"
+        if path[-1] in ("kernel", "embedding")
     }
