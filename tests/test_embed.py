@@ -1,5 +1,6 @@
 """Quantized embeddings: a lookup is that of the dequantized table, and reads little else."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -116,6 +117,8 @@ def test_nnx_layer_is_its_fake_quantized_twin(dtype, param_dtype):
     options: Any = {"dtype": dtype, "param_dtype": param_dtype}
     layer = quantized(**options)
     floats = twin(layer, **options)
+    change = floats.embedding[...] - nnx_embed(**options).embedding[...]
+    assert jnp.abs(change).max() < jnp.abs(floats.embedding[...]).max() / 7
     got = nnx.jit(lambda layer, x: layer(x))(layer, TOKENS)
     assert got.dtype == floats(TOKENS).dtype
     np.testing.assert_array_equal(got, floats(TOKENS))
@@ -168,6 +171,20 @@ def test_initialised_abstract_and_restored(tmp_path):
     jl_nnx.check_layout_version(restored)
     merged = nnx.merge(*nnx.split(restored))
     np.testing.assert_array_equal(merged(TOKENS), layer(TOKENS))
+
+
+def test_scales_are_trained_when_asked_for():
+    layer = quantized()
+
+    def loss(scale):
+        table = dataclasses.replace(layer.kernel, scale=scale).dequantize().T
+        return jnp.sum(table[TOKENS] ** 2)
+
+    grads = nnx.grad(
+        lambda layer: jnp.sum(layer(TOKENS) ** 2), argnums=nnx.DiffState(0, jl_nnx.Scale)
+    )(layer)
+    expected = jax.grad(loss)(layer.scale[...])
+    np.testing.assert_allclose(grads["scale"][...], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_stacked_tables():
@@ -239,6 +256,21 @@ def test_linen_models_keep_embeddings_unless_a_rule_names_them():
     got = jax.jit(model.apply)(variables, TOKENS)
     expected = module.apply(_rounded(floats, "embed", "embedding"), TOKENS)
     np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+def test_abstract_linen_variables_and_orbax(tmp_path):
+    module: Any = LinenTied()
+    rules = {"embed": FORMAT, "mlp": FORMAT}
+    floats = module.init(KEY, TOKENS)
+    model, variables, _ = jl_linen.quantize_model(module, floats, rules, TOKENS)
+    abstract = jax.eval_shape(module.init, KEY, TOKENS)
+    again, abstract, _ = jl_linen.quantize_model(module, abstract, rules, TOKENS)
+    assert again == model
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", variables)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "model", abstract)
+    np.testing.assert_array_equal(again.apply(restored, TOKENS), model.apply(variables, TOKENS))
 
 
 def _rounded(floats, layer, name):

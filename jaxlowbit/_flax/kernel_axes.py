@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax import Array
@@ -105,7 +105,7 @@ def positions(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
 
 
 def as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
-    return (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
 
 
 def check_batch(axes: Sequence[int]) -> None:
