@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from jax.sharding import AxisType
-from test_sharding import REDUCE, assert_close, collectives, make_mesh
+from meshes import REDUCE, assert_close, collectives, make_mesh
 
 from jaxlowbit import INT4, Format, quantize
 from jaxlowbit.nnx import (

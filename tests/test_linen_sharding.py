@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from flax.linen.spmd import logical_to_mesh_sharding
 from jax.sharding import AxisType
-from test_sharding import REDUCE, assert_close, collectives, make_mesh
+from meshes import REDUCE, assert_close, collectives, make_mesh
 
 from jaxlowbit import INT4, Format, quantize
 from jaxlowbit.linen import (

@@ -88,8 +88,8 @@ class QuantizedLinear(QuantizedModule):
         An abstract layer, made under `nnx.eval_shape`, gives an abstract one.
 
         **Raises:** `TypeError` if `linear` is no `nnx.Linear`, or of a subclass, `ValueError` if it
-        sets a `dot_general` or `precision`, which the quantized product does not have, and where
-        `jaxlowbit.quantize` raises.
+        sets a `dot_general` or `precision`, which the quantized product does not have, where
+        `jaxlowbit.quantize` raises, and for a kernel sharded in parts that `shards` do not fit.
 
         ```python
         model.head = QuantizedLinear.from_linear(model.head, INT4)
