@@ -14,6 +14,7 @@ from ._formats import UINT8 as UINT8
 from ._formats import Format as Format
 from ._matmul import quantized_matmul as quantized_matmul
 from ._matmul import supported_backends as supported_backends
+from ._permute import group_permutation as group_permutation
 from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize
 from ._scan import scan as scan

@@ -10,11 +10,11 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import _layout
+from . import _layout, _permute
 from ._backends import definition
 from ._formats import Format
 
-_LEAVES = ("packed", "scale", "zero", "index", "version")
+_LEAVES = ("packed", "scale", "zero", "index", "permutation", "version")
 SCALE_DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
 
 
@@ -34,6 +34,9 @@ class QuantizedArray:
       k; finite in the padding.
     - `zero`: None, uint8 (`zero="integer"`) or the dtype of scale (`zero="float"`), same shape.
     - `index`: None, or int32: this array is then a view of a stack (see `select`).
+    - `permutation`: None, or int32 (..., k): stored row r is row `permutation[r]` of the matrix, so
+      `lhs @ array` is `lhs[..., permutation]` times the stored rows. With shards of k, positions
+      count from the start of their shard.
     - `version`: uint32 (...), the layout's version, so that stored words are never read by a
       library that orders bits otherwise.
     - `shards`: the equal parts of k and n that are padded on their own (see `quantize`); k and n
@@ -42,7 +45,8 @@ class QuantizedArray:
     Inside `jax.shard_map`, an array stands for the part whose words the device holds, and `k`, `n`
     and `shards` are those of the part; `whole` remembers the others.
 
-    **Raises:** `ValueError` if shapes, dtypes or the version do not agree.
+    **Raises:** `ValueError` if shapes, dtypes or the version do not agree, and for a permutation
+    that is none.
     """
 
     packed: Array
@@ -55,6 +59,7 @@ class QuantizedArray:
     n: int
     shards: tuple[int, int] = (1, 1)
     whole: tuple[int, int, tuple[int, int]] | None = None
+    permutation: Array | None = None
 
     def __post_init__(self) -> None:
         self.check_version()  # first: words of another version may have other shapes
@@ -84,6 +89,9 @@ class QuantizedArray:
                     f"{len(stack)} (shape {stack}); reshape the stack to one axis."
                 )
         _check("version", self.version, stack, jnp.dtype("uint32"))
+        if self.permutation is not None:
+            _check("permutation", self.permutation, (*stack, self.k), jnp.dtype("int32"))
+            self.check_permutation()
 
     def check_version(self) -> None:
         """Refuses words packed by another layout version. Does nothing while tracing.
@@ -100,6 +108,14 @@ class QuantizedArray:
                 "use the library that wrote them."
             )
 
+    def check_permutation(self) -> None:
+        """Refuses a permutation that is no order of the rows. Does nothing while tracing.
+
+        **Raises:** `ValueError` with the first value that is out of range or repeated.
+        """
+        if self.permutation is not None:
+            _permute.check_values("QuantizedArray", self.permutation, self.shards[0])
+
     def check_part(self) -> None:
         """Refuses words that are no whole part of the matrix; these come only from `shard_map`.
 
@@ -114,6 +130,15 @@ class QuantizedArray:
                 f"whole part of a ({self.k}, {self.n}) matrix in groups of {size}; shard k in "
                 f"multiples of {_layout.shard_unit(size)} and n of {_layout.ATOM}, or quantize "
                 "with shards=(shards of k, shards of n)."
+            )
+        if self.permutation is None or self.whole is None:
+            return
+        k, _, (shards, _) = self.whole
+        if self.permutation.shape[-1] != self.k or k // self.k * self.shards[0] != shards:
+            raise ValueError(
+                f"QuantizedArray: the rows are permuted within {shards} parts of k={k}, but a part "
+                f"here has {self.k} of them, so that its activations are on other devices; "
+                f"quantize with shards=({k // self.k}, shards of n), which permutes each part."
             )
 
     @property
@@ -156,6 +181,9 @@ class QuantizedArray:
         weight = definition.dequantize(packed, scale, zero, format=self.format, k=k, n=n)
         weight = _layout.join(weight, -2, self.shards[0], self.k)
         weight = _layout.join(weight, -1, self.shards[1], self.n)
+        if self.permutation is not None:
+            permutation = _permute.selected(self.permutation, self.index)
+            weight = _permute.restore(weight, permutation, self.shards[0], axis=-2)
         return weight.astype(dtype or self.dtype)
 
     def __getitem__(self, key: Any) -> "QuantizedArray":
@@ -237,7 +265,14 @@ class QuantizedArray:
 
     @classmethod
     def from_integers(
-        cls, values: Any, scale: Any, zero: Any = None, *, format: Format
+        cls,
+        values: Any,
+        scale: Any,
+        zero: Any = None,
+        *,
+        format: Format,
+        shards: tuple[int, int] = (1, 1),
+        permutation: Any = None,
     ) -> "QuantizedArray":
         """Packs integers that are quantized already (`jnp.int4`, `uint4`, `int8`, ...).
 
@@ -249,44 +284,24 @@ class QuantizedArray:
         - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
           floats to add (`"float"`, with unsigned values); the shape of `scale`.
         - `format`: the format; its width must hold every value.
+        - `shards`: as of `quantize`; then scale and zero have the groups of each part of k one
+          after the other.
+        - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
+          are stored. Groups follow each other in that order: see `group_permutation`.
 
-        **Raises:** `ValueError` for wrong shapes or dtypes and for a value outside the width.
+        **Raises:** `ValueError` for wrong shapes or dtypes, for a value outside the width and for
+        a permutation that is none.
 
         ```python
         q = jnp.array([[-8, 7]], jnp.int4)
         QuantizedArray.from_integers(q, jnp.ones((1, 2)), format=Format(bits=4))
         ```
         """
-        values, scale = jnp.asarray(values), jnp.asarray(scale)
-        zero = None if zero is None else jnp.asarray(zero)
-        if not jnp.issubdtype(values.dtype, jnp.integer) or values.ndim < 2:
-            raise ValueError(
-                f"from_integers: values has shape {values.shape} and dtype {values.dtype}, but it "
-                "is an integer matrix (..., k, n); use quantize for floats."
-            )
-        signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
-        if not signed and format.zero == "none":
-            raise ValueError(
-                f"from_integers: values are unsigned ({values.dtype}) and the format has no zero; "
-                'pass signed values, or a zero with format.zero="integer".'
-            )
-        if (zero is None) != (format.zero == "none"):
-            raise ValueError(
-                f"from_integers: format.zero is {format.zero!r}, but zero is "
-                f"{'missing' if zero is None else 'given'}; make the two agree."
-            )
-        *lead, k, n = values.shape
-        groups = 1 if format.group_size == -1 else -(-k // format.group_size)
-        for name, array in (("scale", scale), ("zero", zero)):
-            if array is not None and array.shape != (*lead, groups, n):
-                raise ValueError(
-                    f"from_integers: {name} has shape {array.shape}, but values of shape "
-                    f"{values.shape} in groups of {format.group_size} need {(*lead, groups, n)}."
-                )
-        if zero is not None:
-            zero = _integer_or_float_zero(zero, values, scale, format)
-        codes = _codes("values", values, format)
-        return cls.from_packed_groups(codes, scale, zero, format=format)
+        from ._integers import from_integers  # built on this class
+
+        return from_integers(
+            values, scale, zero, format=format, shards=shards, permutation=permutation
+        )
 
     @classmethod
     def from_qarray(cls, array: Any) -> "QuantizedArray":
@@ -309,8 +324,8 @@ class QuantizedArray:
     def to_qarray(self) -> Any:
         """Returns the same matrix as a `qwix.QArray` of signed integers, one per element.
 
-        **Raises:** `ImportError` without qwix, `ValueError` for a float zero and for groups that
-        do not divide k.
+        **Raises:** `ImportError` without qwix, `ValueError` for a float zero, for groups that do
+        not divide k, and for groups of permuted rows.
         """
         from ._qwix import to_qarray
 
@@ -350,37 +365,3 @@ def _check(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
             f"QuantizedArray: {name} is {array.dtype}{tuple(array.shape)}, but the other fields "
             f"ask for {dtype}{shape}; make it with quantize or from_integers."
         )
-
-
-def _integer_or_float_zero(zero: Array, values: Array, scale: Array, format: Format) -> Array:
-    """The zero to store: codes in the convention of `values`, or floats beside unsigned values."""
-    unsigned = jnp.issubdtype(values.dtype, jnp.unsignedinteger)
-    if format.zero == "float":
-        if not unsigned or not jnp.issubdtype(zero.dtype, jnp.floating):
-            raise ValueError(
-                f"from_integers: with format.zero='float', values are unsigned codes and zero "
-                f"floats to add, but they are {values.dtype} and {zero.dtype}; convert them."
-            )
-        return zero.astype(scale.dtype)
-    kind = jnp.unsignedinteger if unsigned else jnp.signedinteger
-    if not jnp.issubdtype(zero.dtype, kind):
-        raise ValueError(
-            f"from_integers: zero is {zero.dtype} beside values of {values.dtype}, but an integer "
-            "zero is signed where the values are and unsigned where they are; convert one of them."
-        )
-    return _codes("zero", zero, format)
-
-
-def _codes(name: str, values: Array, format: Format) -> Array:
-    """Unsigned codes of signed or unsigned integers, checked against the width where concrete."""
-    low = -format.offset if jnp.issubdtype(values.dtype, jnp.signedinteger) else 0
-    high = low + 2**format.bits - 1
-    values = values.astype(jnp.int32)
-    if values.size and not isinstance(values, Tracer):
-        least, most = int(values.min()), int(values.max())
-        if least < low or most > high:
-            raise ValueError(
-                f"from_integers: {name} reaches from {least} to {most}, but {format.bits} bits "
-                f"hold {low} to {high}; use a wider format."
-            )
-    return (values - low).astype(jnp.uint8)

@@ -63,9 +63,10 @@ def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
     where = _describe(device)
     size = rhs.format.group_size
     groups = "per channel" if size == -1 else f"groups of {size}"
+    order = "" if rhs.permutation is None else ", rows permuted: lhs is gathered first"
     findings = [
         ("product", f"{lhs.dtype} {lhs.shape} @ {rhs.shape} -> {out.dtype} {out.shape}"),
-        ("weights", f"{rhs.format.bits} bits, {groups}, zero {rhs.format.zero}"),
+        ("weights", f"{rhs.format.bits} bits, {groups}, zero {rhs.format.zero}{order}"),
         ("device", where.name),
         *_choice(jnp.dtype(lhs.dtype), rhs, rows, where),
     ]

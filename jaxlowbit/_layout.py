@@ -13,6 +13,7 @@ Lane 4 g + t of warp w holds 32 values, one for each (s, v, h, e), in one 32-bit
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -106,6 +107,29 @@ def unpack(packed: Array, bits: int) -> Array:
     return codes.reshape(*lead, k_blocks * ATOM, n_blocks * ATOM)
 
 
+def unpack_columns(packed: Array, bits: int, columns: Array) -> Array:
+    """Codes (k_padded, columns) of some columns of one matrix, reading those and a neighbour each.
+
+    A column is half of the values of four lanes, whose words follow each other in every atom and
+    plane; the other half is the column eight further or before. Columns are not checked.
+    """
+    block, w, h, g = _position(columns)
+    k_blocks = packed.shape[-2]
+    codes = jnp.zeros((), jnp.uint8)
+    start = 0
+    for plane in _PLANES[bits]:
+        size = 4 * plane.bits
+        words = _slices(packed, block, start + (8 * w + g) * size, size)
+        start += words_per_atom(plane.bits)
+        words = words.reshape(-1, k_blocks, 4, plane.bits, 1)
+        slots = (words >> plane.slot_shifts(words.ndim)) & plane.mask
+        slots = slots.astype(jnp.uint8).reshape(-1, k_blocks, 4, *(2,) * 5)
+        values = _transpose(slots, "NKt" + plane.slots, "K" + _K_AXES + "Nh")
+        codes = codes | (values << plane.shift)
+    codes = jnp.where(h == 0, codes[..., 0], codes[..., 1])
+    return codes.reshape(k_blocks * ATOM, -1)
+
+
 def pack_groups(values: Array) -> Array:
     """Orders one value per group and channel (..., groups, n) as (..., n_blocks, groups, 64).
 
@@ -123,6 +147,12 @@ def unpack_groups(values: Array) -> Array:
     *lead, n_blocks, groups, _ = values.shape
     values = values.reshape(*lead, n_blocks, groups, 4, 8, 2)
     return _transpose(values, "NGwgh", "GN" + _N_AXES).reshape(*lead, groups, n_blocks * ATOM)
+
+
+def unpack_group_columns(values: Array, columns: Array) -> Array:
+    """The values (groups, columns) of some columns of one matrix, reading no others."""
+    block, w, h, g = _position(columns)
+    return _slices(values, block, 16 * w + 2 * g + h, 1)[..., 0].T
 
 
 def rows_by_slot(values: Array, bits: int) -> Array:
@@ -182,6 +212,12 @@ def spread(values: Array, axis: int, shards: int, unit: int, mode: str = "consta
     return jnp.pad(parts, pad, mode=mode).reshape(*before, size + shards * missing, *after)
 
 
+def spread_position(position: Array, size: int, shards: int, unit: int) -> Array:
+    """Where `spread` puts the elements at some positions of an axis of `size`."""
+    before, after = size // shards, spread_size(size, shards, unit) // shards
+    return position // before * after + position % before
+
+
 def join(values: Array, axis: int, shards: int, size: int) -> Array:
     """The inverse of `spread`: an axis of `size`, without the padding of each part."""
     if values.shape[axis] == size:
@@ -205,6 +241,19 @@ def part(size: int, shards: int, unit: int, found: int) -> tuple[int, int]:
     if padded == size and size % (parts * ATOM) == 0:
         return size // parts, 1
     return size, shards
+
+
+def _position(columns: Array) -> tuple[Array, Array, Array, Array]:
+    """The block of each column, and the digits w, h and g of its place there."""
+    return columns // ATOM, columns % ATOM // 16, columns % 16 // 8, columns % 8
+
+
+def _slices(array: Array, block: Array, start: Array, size: int) -> Array:
+    """`array[block, :, start : start + size]` for arrays of blocks and starts."""
+    shape = (1, array.shape[1], size)
+    zero = jnp.zeros_like(block)
+    slices = jax.vmap(lambda *starts: lax.dynamic_slice(array, starts, shape))(block, zero, start)
+    return slices[:, 0]
 
 
 def _transpose(array: Array, source: str, target: str) -> Array:

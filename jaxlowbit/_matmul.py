@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.interpreters import ad, batching, mlir
 
-from . import _explicit, _layout, _partition
+from . import _explicit, _layout, _partition, _permute
 from ._array import QuantizedArray
 from ._backends import definition, native, pallas
 from ._explicit import Sharding
@@ -89,12 +89,17 @@ def _product(lhs: Array, rhs: QuantizedArray, *, out_dtype: Any, backend: Any) -
         rhs = rhs if batch[extra:] == lead else _broadcast(rhs, batch[extra:])
         lhs = jnp.broadcast_to(lhs, (*batch, *lhs.shape[-2:]))
         lhs = jnp.moveaxis(lhs, [extra + i for i in stacked], stacked)
-    operands = Operands(*_equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index))
+    permutation = rhs.permutation
+    if permutation is not None:
+        permutation = _permute.spread(permutation, k_shards, rhs.padded_shape[0])
+    operands = Operands(
+        *_equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index, permutation)
+    )
     out = operands.bind(
         format=rhs.format,
         columns=rhs.padded_shape[1],
         transposed=False,
-        indexed=rhs.index is not None,
+        orders=k_shards,
         out_dtype=out_dtype,
         backend=backend,
     )
@@ -190,22 +195,21 @@ def _abstract_eval(lhs: Any, *operands: Any, columns: int, out_dtype: Any, **par
     return lhs.update(shape=shape, dtype=out_dtype, weak_type=False, sharding=sharding)
 
 
+@_permute.of_stored_rows
 def _definition(*operands: Any, backend: Any, indexed: bool, **params: Any) -> Array:
     del backend
-    named = Operands.of(operands, params["format"], indexed).named()
-    return definition.matmul(**named, **params)
+    stored = Operands.of(operands, indexed=indexed, **params).stored()
+    return definition.matmul(**stored, **params)
 
 
 # Linear in lhs, and in scale and float zero together. Everything else is integers.
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    format, indexed = params["format"], params["indexed"]
-    values = Operands.of(primals, format, indexed)
-    dots = Operands.of(tangents, format, indexed)
+    values, dots = Operands.of(primals, **params), Operands.of(tangents, **params)
     out = values.bind(**params)
     terms = []
     if type(dots.lhs) is not ad.Zero:
         terms.append(values.replace(lhs=dots.lhs).bind(**params))
-    float_zero = format.zero == "float"
+    float_zero = params["format"].zero == "float"
     if type(dots.scale) is not ad.Zero or (float_zero and type(dots.zero) is not ad.Zero):
         moved = values.replace(scale=ad.instantiate_zeros(dots.scale))
         if float_zero:
@@ -259,14 +263,18 @@ ad.primitive_transposes[quantized_matmul_p] = _transpose
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Array, int]:
-    format, indexed = params["format"], params["indexed"]
-    values = Operands.of(operands, format, indexed)
-    axes = Operands.of(dims, format, indexed)
+    values, axes = Operands.of(operands, **params), Operands.of(dims, **params)
+    indexed = params["indexed"]
     mapped = {name for name, axis in axes.named().items() if axis is not None}
     if mapped == {"lhs"}:
         # One weight for the whole batch: the batch is more rows.
         axis = values.lead_ndim
         return values.replace(lhs=jnp.moveaxis(values.lhs, axes.lhs, axis)).bind(**params), axis
+    if "permutation" in mapped and "packed" not in mapped:
+        # Each element has its own order of the same words: only activations differ.
+        bind = functools.partial(quantized_matmul_p.bind, orders=0)
+        product = functools.partial(_permute.of_stored_rows(bind), **params)
+        return jax.vmap(product, in_axes=tuple(dims))(*operands), 0
     size = next(getattr(values, name).shape[getattr(axes, name)] for name in mapped)
     front: dict[str, Any] = {
         name: None if value is None else batching.bdim_at_front(value, getattr(axes, name), size)
@@ -292,6 +300,7 @@ batching.primitive_batchers[quantized_matmul_p] = _batch
 _PLATFORMS = {"cuda": ("cuda",), "cpu": ("cpu",), "pallas": pallas.PLATFORMS}
 
 
+@_permute.of_stored_rows
 def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
     """The product on `platform`, by the backend that is asked for or the best one there."""
     lhs, backend, format = operands[0], params["backend"], params["format"]
@@ -302,18 +311,18 @@ def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
         )
     if math.prod(lhs.shape[:-1]) == 0:
         return jnp.zeros((*lhs.shape[:-1], params["columns"]), params["out_dtype"])
-    named = Operands.of(operands, format, params["indexed"]).named()
+    stored = Operands.of(operands, **params).stored()
     transposed = params["transposed"]
     sizes = {"columns": params["columns"], "out_dtype": params["out_dtype"]}
     if backend == "pallas" and not transposed:
-        return pallas.matmul(**named, format=format, **sizes, platform=platform)
+        return pallas.matmul(**stored, format=format, **sizes, platform=platform)
     if (
         platform is None
         or backend in ("xla", "pallas")
         or native.unsupported(platform, lhs.dtype, format, transposed=transposed)
     ):
-        return _definition(*operands, **params)
-    return native.matmul(**named, format=format, **sizes, transposed=transposed, platform=platform)
+        return _definition(*operands, orders=0, **params)
+    return native.matmul(**stored, format=format, **sizes, transposed=transposed, platform=platform)
 
 
 def _register(platform: str | None) -> None:

@@ -20,7 +20,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from . import _layout
+from . import _layout, _permute
 from ._formats import Format
 from ._primitive import Operands, quantized_matmul_p
 
@@ -53,11 +53,12 @@ class _Problem:
     columns: int
     transposed: bool
     indexed: bool
+    orders: int
     out_dtype: Any
     backend: str | None
 
     def named(self, operands: Any) -> Operands:
-        return Operands.of(operands, self.format, self.indexed)
+        return Operands.of(operands, **vars(self))
 
     def bind(self, operands: Operands, **changes: Any) -> Array:
         return operands.bind(**{**vars(self), **changes})
@@ -93,20 +94,23 @@ def _sharding_rule(problem: _Problem, mesh: Any, operands: Any, results: Any) ->
         sizes[inner] = _layout.ATOM
         return f"({factor} {inner})"
 
+    k = blocked(ops.lhs.shape[-1], k_blocks, "c", "k")
+    positions = "r" if problem.orders == 1 else k
     groups = [*stack, "b", "g", "e"]
     axes = Operands(
-        lhs=[*lead, *rows, blocked(ops.lhs.shape[-1], k_blocks, "c", "k")],
+        lhs=[*lead, *rows, k],
         packed=[*stack, "b", "c", "w"],
         scale=groups,
         zero=None if ops.zero is None else groups,
         index=None if ops.index is None else lead,
+        permutation=[*stack, positions] if problem.orders else None,
     )
     result = [*lead, *rows, blocked(problem.columns, n_blocks, "b", "n")]
     rule = ", ".join(" ".join(names) for names in axes.present()) + " -> " + " ".join(result)
     order = list(dict.fromkeys(re.findall(r"\w+", rule)))  # special factors are named in it
     return rule, {
         "reduction_factors": tuple(factor for factor in order if factor in "cg"),
-        "need_replication_factors": tuple(factor for factor in order if factor in "knwe"),
+        "need_replication_factors": tuple(factor for factor in order if factor in "knwer"),
         **sizes,
     }
 
@@ -131,7 +135,9 @@ def _partition(problem: _Problem, mesh: Any, args: Any, result: Any) -> Any:
         rows[: len(stack)] = stack
     lead = rows[: ops.lead_ndim]
     whole_n = not n_axes or problem.columns % (_layout.ATOM * size(n_axes)) == 0
-    whole_k = k % (_layout.ATOM * size(k_axes)) == 0
+    # An order of rows beyond those of a device is one of the whole lhs.
+    own_order = problem.orders % size(k_axes) == 0
+    whole_k = own_order and k % (_layout.ATOM * size(k_axes)) == 0
     shard_k = ops.packed.shape[-2] // size(k_axes) * _layout.ATOM
     whole_groups = problem.format.group_size != -1 and shard_k % problem.format.group_size == 0
 
@@ -142,19 +148,23 @@ def _partition(problem: _Problem, mesh: Any, args: Any, result: Any) -> Any:
         scale=groups,
         zero=None if ops.zero is None else groups,
         index=None if ops.index is None else lead,
+        permutation=[*stack, k_axes if own_order else ()] if problem.orders else None,
     )
 
     def on_device(*operands: Array) -> Array:
         ops, format = problem.named(operands), problem.format
+        orders = problem.orders // size(k_axes)
         n = problem.columns // size(n_axes) if whole_n else ops.packed.shape[-3] * _layout.ATOM
         if not k_axes:
             out = problem.bind(ops, columns=n)
         else:
             if not whole_k:
+                ops = _permute.reordered(ops, problem.orders)
                 ops = ops.replace(lhs=_own_rows(ops.lhs, shard_k, k_axes, size(k_axes)))
             if not whole_groups and format.group_size != -1:
                 ops, format = _own_groups(ops, format, shard_k, k_axes)
-            out = problem.bind(ops, columns=n, format=format, out_dtype=jnp.dtype("float32"))
+            changes = {"columns": n, "format": format, "orders": orders}
+            out = problem.bind(ops, **changes, out_dtype=jnp.dtype("float32"))
             out = lax.psum(out, k_axes).astype(problem.out_dtype)
         if whole_n:
             return out

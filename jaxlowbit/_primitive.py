@@ -11,7 +11,8 @@ from jax.interpreters import xla
 
 from ._formats import Format
 
-# Operands: lhs (*lead, *rows, k), packed, scale, zero if the format has one, index if `indexed`.
+# Operands: lhs (*lead, *rows, k), packed, scale, zero if the format has one, index if `indexed`,
+# permutation (*stack, k) if `orders` is not 0, which then many equal parts of k have of their own.
 # Without an index the stacked axes of the weights are the lead; with one, the weights have one
 # stacked axis and the lead is the shape of the index.
 quantized_matmul_p = Primitive("quantized_matmul")
@@ -27,15 +28,30 @@ class Operands:
     scale: Any
     zero: Any
     index: Any
+    permutation: Any
 
     @classmethod
-    def of(cls, operands: Sequence[Any], format: Format, indexed: bool) -> "Operands":
+    def of(
+        cls,
+        operands: Sequence[Any],
+        *,
+        format: Format,
+        indexed: bool,
+        orders: int = 0,
+        **params: Any,
+    ) -> "Operands":
+        del params
         lhs, packed, scale, *rest = operands
         zero = None if format.zero == "none" else rest.pop(0)
-        return cls(lhs, packed, scale, zero, rest.pop(0) if indexed else None)
+        index = rest.pop(0) if indexed else None
+        return cls(lhs, packed, scale, zero, index, rest.pop(0) if orders else None)
 
     def named(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("lhs", "packed", "scale", "zero", "index")}
+        return dict(vars(self))
+
+    def stored(self) -> dict[str, Any]:
+        """What a backend multiplies, by name: rows are as they are stored."""
+        return {name: value for name, value in vars(self).items() if name != "permutation"}
 
     def present(self) -> list[Any]:
         return [operand for operand in self.named().values() if operand is not None]
@@ -44,6 +60,8 @@ class Operands:
         return dataclasses.replace(self, **changes)
 
     def bind(self, **params: Any) -> Array:
+        params["indexed"] = self.index is not None
+        params["orders"] = 0 if self.permutation is None else params["orders"]
         return quantized_matmul_p.bind(*self.present(), **params)
 
     @property

@@ -1,16 +1,20 @@
 """Floats to `QuantizedArray` and back, in plain jnp."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import _layout, _scales
+from . import _explicit, _layout, _permute, _scales
 from ._array import SCALE_DTYPES, QuantizedArray
 from ._formats import Format
+from ._sharding import partition_spec
 
 
 def quantize(
@@ -20,6 +24,7 @@ def quantize(
     method: Literal["absmax", "mse"] = "absmax",
     scale_dtype: Any = None,
     shards: tuple[int, int] = (1, 1),
+    permutation: Any = None,
 ) -> QuantizedArray:
     """Rounds a float matrix to the nearest values a format can hold.
 
@@ -39,12 +44,17 @@ def quantize(
     - `shards`: into how many equal parts (of k, of n) devices will cut the matrix. Each part is
       padded on its own to whole atoms (64) and groups, and groups start anew in each. Parts of n
       that are a multiple of 64, and of k that are one of 64 and of the group size, need no padding.
+    - `permutation`: None, or integers (..., k) or (k,): the order in which rows are stored and form
+      groups, such as that of falling activations (the `act-order` option of the same code). With
+      shards of k, an order of each part, counted from its start.
 
-    **Returns:** a `QuantizedArray` of the same shape.
+    **Returns:** a `QuantizedArray` of the same shape, and on a mesh with Explicit axes of the same
+    sharding.
 
     **Raises:** `ValueError` for a wrong rank or dtype, an unknown method, shards that do not divide
-    the matrix, and, outside `jax.jit`, for NaN or infinite weights and for scales that overflow
-    `scale_dtype`.
+    the matrix, a sharding on Explicit axes that `partition_spec` refuses, and, outside `jax.jit`,
+    for NaN or infinite weights, for scales that overflow `scale_dtype` and for a permutation that
+    is none.
 
     ```python
     q = quantize(jnp.ones((256, 512)), INT4)
@@ -54,8 +64,33 @@ def quantize(
     weight = jnp.asarray(weight)
     scale_dtype = jnp.dtype(weight.dtype if scale_dtype is None else scale_dtype)
     _check(weight, format, method, scale_dtype)
-    _check_shards(weight.shape, shards)
+    check_shards("quantize", weight.shape, shards)
+    if permutation is not None:
+        permutation = _permute.checked("quantize", permutation, weight.shape, shards[0])
+    run = functools.partial(
+        _quantize, format=format, method=method, scale_dtype=scale_dtype, shards=tuple(shards)
+    )
+    mesh = _explicit.mesh_of(weight)
+    if mesh is not None:
+        run = _explicit.automatic(run, mesh, _specs(run, weight, permutation, mesh))
+    array = run(weight, permutation)
+    _check_scale(array.scale, weight, scale_dtype)
+    return array
+
+
+# One program: run operation by operation, it would hold several float32 copies of the weight.
+@functools.partial(jax.jit, static_argnames=("format", "method", "scale_dtype", "shards"))
+def _quantize(
+    weight: Array,
+    permutation: Array | None,
+    format: Format,
+    method: str,
+    scale_dtype: Any,
+    shards: tuple[int, int],
+) -> QuantizedArray:
     shape = weight.shape
+    if permutation is not None:
+        weight = _permute.permute(weight, permutation, shards[0], axis=-2)
     unit = _layout.shard_unit(format.group_size)
     weight = _layout.spread(weight, -2, shards[0], unit, mode="edge")
     weight = _layout.spread(weight, -1, shards[1], _layout.ATOM, mode="edge")
@@ -70,11 +105,21 @@ def quantize(
         scale, zero = _scales.extremes(grouped, format, scale_dtype)
     else:
         scale, zero = _scales.least_squares(grouped, k, format, scale_dtype)
-    _check_scale(scale, weight, scale_dtype)
     codes = _scales.codes(grouped, scale, zero, format)
     codes = codes.reshape(*lead, groups * size, n)[..., :k, :]
     array = QuantizedArray.from_packed_groups(codes, scale, zero, format=format)
-    return dataclasses.replace(array, k=shape[-2], n=shape[-1], shards=tuple(shards))
+    return dataclasses.replace(
+        array, k=shape[-2], n=shape[-1], shards=shards, permutation=permutation
+    )
+
+
+def _specs(
+    run: Callable[..., QuantizedArray], weight: Array, permutation: Array | None, mesh: Any
+) -> QuantizedArray:
+    """Where the words lie of a weight whose type has a sharding."""
+    *lead, k, n = _explicit.entries(weight)
+    array = jax.eval_shape(run, jax.ShapeDtypeStruct(weight.shape, weight.dtype), permutation)
+    return partition_spec(array, mesh, k=k, n=n, lead=lead)
 
 
 def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:
@@ -118,11 +163,12 @@ def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None
         )
 
 
-def _check_shards(shape: tuple[int, ...], shards: tuple[int, int]) -> None:
+def check_shards(caller: str, shape: tuple[int, ...], shards: tuple[int, int]) -> None:
+    """Refuses shards that do not divide a matrix (..., k, n)."""
     for axis, size, count in zip("kn", shape[-2:], shards, strict=True):
         if count < 1 or size % count:
             raise ValueError(
-                f"quantize: shards={shards!r} cuts {axis}={size} into {count} parts, but the parts "
+                f"{caller}: shards={shards!r} cuts {axis}={size} into {count} parts, but the parts "
                 f"are equal, so their number divides {size}."
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from . import _layout
+from . import _layout, _permute
 from ._array import QuantizedArray
 from ._backends import definition
 from ._formats import Format
@@ -65,22 +65,37 @@ def to_qarray(array: QuantizedArray) -> Any:
             "to_qarray: the format has a float zero, but a QArray holds integer zero points; "
             "quantize with zero='integer'."
         )
-    if size != -1 and array.k > size and array.k % size:
+    shards = array.shards[0]
+    rows, one_group = array.k // shards, size == -1 or (shards == 1 and array.k <= size)
+    if not one_group and rows % size:
         raise ValueError(
-            f"to_qarray: k={array.k} leaves the last group of {size} cut, but a QArray has equal "
-            "tiles; quantize with a group_size that divides k."
+            f"to_qarray: k={rows} leaves the last group of {size} cut, but a QArray has equal "
+            "tiles; quantize with a group_size that divides k, or each of its shards."
+        )
+    if not one_group and array.permutation is not None:
+        raise ValueError(
+            f"to_qarray: the rows of a group of {size} are permuted, but the tiles of a QArray "
+            "are of neighbours; quantize without a permutation, or with group_size=-1."
         )
     packed, scale, zero = definition.take(array.packed, array.scale, array.zero, array.index)
-    groups = 1 if size == -1 else -(-array.k // size)
+    groups = 1 if one_group else array.k // size
 
-    def signed(codes: Any, rows: int) -> Any:
+    def cut(values: Any, rows: int) -> Any:
+        values = _layout.join(values, -2, shards if rows > 1 else 1, rows)
+        return _layout.join(values, -1, array.shards[1], array.n)
+
+    def signed(codes: Any) -> Any:
         dtype = jnp.int4 if format.bits <= 4 else jnp.int8
-        return (codes[..., :rows, : array.n].astype(jnp.int32) - format.offset).astype(dtype)
+        return (codes.astype(jnp.int32) - format.offset).astype(dtype)
 
+    codes = cut(_layout.unpack(packed, format.bits), array.k)
+    if array.permutation is not None:
+        permutation = _permute.selected(array.permutation, array.index)
+        codes = _permute.restore(codes, permutation, shards, axis=-2)
     return QArray(
-        qvalue=signed(_layout.unpack(packed, format.bits), array.k),
-        scale=_layout.unpack_groups(scale)[..., :groups, : array.n],
-        zero_point=None if zero is None else signed(_layout.unpack_groups(zero), groups),
+        qvalue=signed(codes),
+        scale=cut(_layout.unpack_groups(scale), groups),
+        zero_point=None if zero is None else signed(cut(_layout.unpack_groups(zero), groups)),
         qtype={4: jnp.int4, 8: jnp.int8}.get(format.bits, f"int{format.bits}"),
     )
 

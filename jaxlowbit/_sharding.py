@@ -1,7 +1,7 @@
 """`partition_spec`: where the words of a matrix lie when its axes are sharded."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,7 +16,7 @@ def partition_spec(
 
     A part must hold whole atoms of 64 x 64, or be one that `quantize(..., shards=...)` has padded.
     Scales and zeros go with their words, except that all groups stay on every device where a part
-    of k ends inside one.
+    of k ends inside one. So does a permutation that goes beyond the rows of a part.
 
     **Arguments:**
 
@@ -41,17 +41,44 @@ def partition_spec(
             "partition_spec: this is a view made by select, whose index has axes of its own; "
             "shard the stack."
         )
+    return leaf_specs(array, k=k, n=n, lead=lead, own=own_parts(array, mesh, k, n))
+
+
+class Own(NamedTuple):
+    """What belongs to one part of k alone: its groups, and the order of its rows."""
+
+    groups: bool
+    order: bool
+
+
+def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) -> QuantizedArray:
+    """The entries k, n and lead of a matrix where the leaves have those axes.
+
+    What is not a part's own is on every device.
+    """
+    lead = (*lead, *[None] * (array.ndim - 2 - len(lead)))
+    groups = jax.P(*lead, n, k if own.groups else None, None)
+    zero = None if array.zero is None else groups
+    order = None if array.permutation is None else jax.P(*lead, k if own.order else None)
+    leaves = (jax.P(*lead, n, k, None), groups, zero, None, order, jax.P(*lead))
+    return QuantizedArray.tree_unflatten(array.tree_flatten()[1], leaves)
+
+
+def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
+    """What each part of k on a mesh has of its own; refuses parts that are no whole atoms."""
     size = array.format.group_size
     n_blocks, k_blocks, _ = array.packed.shape[-3:]
     unit = _layout.shard_unit(size)
     part = _part_blocks("k", array.k, array.shards[0], unit, k_blocks, k, mesh)
     _part_blocks("n", array.n, array.shards[1], _layout.ATOM, n_blocks, n, mesh)
-    whole_groups = size != -1 and (part == k_blocks or part * _layout.ATOM % size == 0)
-    lead = (*lead, *[None] * (array.ndim - 2 - len(lead)))
-    groups = jax.P(*lead, n, k if whole_groups else None, None)
-    zero = None if array.zero is None else groups
-    leaves = (jax.P(*lead, n, k, None), groups, zero, None, jax.P(*lead))
-    return QuantizedArray.tree_unflatten(array.tree_flatten()[1], leaves)
+    groups = size != -1 and (part == k_blocks or part * _layout.ATOM % size == 0)
+    return Own(groups, array.shards[0] % (k_blocks // part) == 0)
+
+
+def own_parts_anywhere(array: QuantizedArray) -> Own:
+    """What parts of k have of their own that are any whole number of atoms, or shards."""
+    size, sharded = array.format.group_size, array.shards[0] > 1
+    return Own(size != -1 and (sharded or _layout.ATOM % size == 0), sharded)
 
 
 def _part_blocks(

@@ -1,9 +1,12 @@
 """Flax Linen: a layer whose kernel is quantized, and models run with quantized kernels."""
 
-from ._flax.linen_dense import COLLECTION as COLLECTION
 from ._flax.linen_dense import QuantizedDense as QuantizedDense
+from ._flax.linen_einsum import QuantizedEinsum as QuantizedEinsum
+from ._flax.linen_embed import QuantizedEmbed as QuantizedEmbed
+from ._flax.linen_general import QuantizedDenseGeneral as QuantizedDenseGeneral
 from ._flax.linen_model import QuantizedModel as QuantizedModel
 from ._flax.linen_model import quantize_model as quantize_model
+from ._flax.linen_variables import COLLECTION as COLLECTION
 from ._flax.report import LayerReport as LayerReport
 from ._flax.report import QuantizationReport as QuantizationReport
 from ._flax.rules import HEADS as HEADS

@@ -114,14 +114,17 @@ class Weight(NamedTuple):
 
 
 def dequantize(array: QuantizedArray) -> Weight:
-    """What `array` stands for, (..., k, n)."""
+    """What `array` stands for, (..., k, n); with shards of k, but one of n."""
     format = array.format
-    codes = unpack(np.asarray(array.packed), format.bits)[..., : array.k, : array.n]
+    shards, padded = array.shards[0], 64 * array.packed.shape[-2]
+    starts = padded // shards * np.arange(shards)
+    stored = (starts[:, None] + np.arange(array.k // shards)).ravel()
+    codes = unpack(np.asarray(array.packed), format.bits)[..., stored, : array.n]
 
     def rows(values: Any) -> np.ndarray:
         values = unpack_groups(np.asarray(values).astype(np.float64))
-        size = 64 * array.packed.shape[-2] if format.group_size == -1 else format.group_size
-        return np.repeat(values, size, axis=-2)[..., : array.k, : array.n]
+        size = padded if format.group_size == -1 else format.group_size
+        return np.repeat(values, size, axis=-2)[..., stored, : array.n]
 
     scale = rows(array.scale)
     if array.zero is None:
@@ -133,10 +136,20 @@ def dequantize(array: QuantizedArray) -> Weight:
     else:
         zero = rows(array.zero)
         value, terms = codes * scale + zero, np.abs(codes * scale) + np.abs(zero)
+    if array.permutation is not None:
+        order = global_order(np.asarray(array.permutation), shards)[..., None]
+        inverse = np.argsort(order, axis=-2)
+        value, terms = (np.take_along_axis(x, inverse, axis=-2) for x in (value, terms))
     if array.index is not None:
         index = np.clip(np.asarray(array.index), 0, len(value) - 1)
         value, terms = value[index], terms[index]
     return Weight(value, terms)
+
+
+def global_order(permutation: np.ndarray, shards: int) -> np.ndarray:
+    """Positions in the whole matrix of those that count from the start of a shard."""
+    k = permutation.shape[-1]
+    return permutation + np.arange(k) // (k // shards) * (k // shards)
 
 
 _FLOAT32 = 2.0**-24  # unit roundoff

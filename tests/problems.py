@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import zlib
 from typing import Any, Literal, NamedTuple
 
@@ -26,10 +27,12 @@ class Problem:
     out_dtype: str | None = None
     rows: tuple[int, ...] = ()  # leading axes of lhs, before m
     stack: tuple[int, ...] = ()  # leading axes of the weights
-    index: int | tuple[int, ...] | None = None  # what is selected from the stack
+    index: int | tuple[Any, ...] | None = None  # what is selected from the stack
     scale: float = 0.125  # scales are 0.5 to 1.5 times this
     lhs_scale: float = 1.0
     codes: str = "random"  # or "least", "most", "zero": one code everywhere
+    permuted: bool = False  # the rows are stored in a random order
+    shards: int = 1  # of k, each padded on its own
 
     @property
     def format(self) -> Format:
@@ -52,6 +55,9 @@ def operands(problem: Problem) -> Operands:
     p, format = problem, problem.format
     rng = np.random.default_rng(zlib.crc32(p.name.encode()))
     n_blocks, k_blocks = -(-p.n // 64), -(-p.k // 64)
+    if p.shards > 1:
+        unit = math.lcm(64, max(p.group_size, 1))
+        k_blocks = p.shards * -(-p.k // (p.shards * unit)) * unit // 64
     groups = 1 if p.group_size == -1 else -(-64 * k_blocks // p.group_size)
     shape = (*p.stack, n_blocks, groups, 64)
     scale_dtype = jnp.dtype(p.scale_dtype or p.dtype)
@@ -67,6 +73,11 @@ def operands(problem: Problem) -> Operands:
     size = (*p.stack, 64 * k_blocks, 64 * n_blocks)
     codes = {"least": 0, "most": levels - 1, "zero": middle}.get(p.codes)
     codes = rng.integers(0, levels, size) if codes is None else np.full(size, codes)
+    permutation = None
+    if p.permuted:
+        rows = np.arange(p.k, dtype=np.int32) % (p.k // p.shards)
+        rows = np.broadcast_to(rows.reshape(p.shards, -1), (*p.stack, p.shards, p.k // p.shards))
+        permutation = jnp.asarray(rng.permuted(rows, axis=-1).reshape(*p.stack, p.k))
     rhs = QuantizedArray(
         packed=jnp.asarray(pack(codes, p.bits)),
         scale=jnp.asarray(scale),
@@ -76,6 +87,8 @@ def operands(problem: Problem) -> Operands:
         format=format,
         k=p.k,
         n=p.n,
+        shards=(p.shards, 1),
+        permutation=permutation,
     )
     if p.index is not None:
         rhs = rhs.select(np.asarray(p.index, np.int32))
@@ -88,6 +101,7 @@ INTEGER: dict[str, Any] = {"zero": "integer"}
 FLOAT: dict[str, Any] = {"zero": "float"}
 F16: dict[str, Any] = {"dtype": "float16"}
 F32: dict[str, Any] = {"dtype": "float32"}
+PERMUTED: dict[str, Any] = {"permuted": True}
 
 PROBLEMS = (
     # Rows: around the 8 rows of an mma tile, and around every multiple that a kernel may tile by.
@@ -229,5 +243,21 @@ PROBLEMS = (
     P("a view, 8 bits, one row", 1, 100, 70, 8, -1, rows=(4,), stack=(3,), index=(0, 2, 1, 1)),
     P("a view out of range is clamped", 5, 100, 70, rows=(3,), stack=(3,), index=(-1, 3, 99)),
     P("a view, 3 bits", 5, 100, 70, 3, rows=(2,), stack=(3,), index=(2, 0)),
+    # Rows stored in another order, and k in several parts.
+    P("permuted, one row", 1, 256, 128, group_size=128, **PERMUTED),
+    P("permuted, odd k", 17, 201, 70, **PERMUTED, **INTEGER),
+    P("permuted, k = 1", 3, 1, 70, **PERMUTED),
+    P("permuted, 8 bits per channel", 40, 200, 70, 8, -1, **F32, **PERMUTED),
+    P("permuted, 3 bits", 5, 100, 70, 3, 48, **F16, **PERMUTED, **FLOAT),
+    P("permuted, rows in two axes", 3, 100, 70, rows=(2, 3), **PERMUTED),
+    P("permuted, a stack", 5, 100, 70, rows=(3,), stack=(3,), **PERMUTED),
+    P("permuted, a stack in two axes", 5, 100, 70, rows=(4, 2, 3), stack=(2, 3), **PERMUTED),
+    P("permuted, a stack is broadcast", 5, 100, 70, rows=(2, 3), stack=(2, 1), **PERMUTED),
+    P("permuted, a view of one layer", 5, 100, 70, stack=(3,), index=1, **PERMUTED),
+    P("permuted, a view", 5, 100, 70, rows=(4,), stack=(3,), index=(2, -1, 99, 2), **PERMUTED),
+    P("k in 2 padded shards", 9, 200, 70, shards=2),
+    P("permuted, k in 2 shards", 9, 256, 70, shards=2, **PERMUTED),
+    P("permuted, k in 4 padded shards", 9, 200, 70, 4, 48, shards=4, **PERMUTED, **INTEGER),
+    P("permuted, a stack of shards", 2, 200, 70, 8, rows=(3,), stack=(3,), shards=2, **PERMUTED),
     P("everything odd at once", 17, 203, 75, 4, 48, **F16, **INTEGER, scale_dtype="float32"),
 )

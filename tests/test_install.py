@@ -60,8 +60,8 @@ def test_public_names():
         print(*sorted(name for name in vars(jaxlowbit) if not name.startswith("_")))
     """
     names = (
-        "Format INT4 INT8 QuantizedArray UINT4 UINT8 dequantize explain partition_spec quantize "
-        "quantized_matmul scan supported_backends"
+        "Format INT4 INT8 QuantizedArray UINT4 UINT8 dequantize explain group_permutation "
+        "partition_spec quantize quantized_matmul scan supported_backends"
     )
     assert output(code).split() == names.split()
 

@@ -214,7 +214,7 @@ def test_rules_and_report():
         kernel.nbytes,
         packed.nbytes,
     )
-    assert "2 of 9 layers quantized" in str(report)
+    assert "2 of 10 layers quantized" in str(report)
 
 
 # --- refusals ------------------------------------------------------------------------------------

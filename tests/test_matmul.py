@@ -2,10 +2,11 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Oracle, assert_within, backends, dequantize, matmul
+from helpers import Oracle, Weight, assert_within, backends, dequantize, matmul
 from problems import PROBLEMS, Problem, operands
 
 from jaxlowbit import quantized_matmul
@@ -76,6 +77,9 @@ def test_backends_agree(problem):
     "float32, 8 bits, many rows",
     "float32 scales of float16",
     "3 bits, integer zero",
+    "permuted, odd k",
+    "permuted, 8 bits per channel",
+    "permuted, k in 4 padded shards",
     "everything odd at once",
 )
 def test_identity_gives_the_dequantized_weight(problem, backend):
@@ -99,6 +103,7 @@ def test_identity_gives_the_dequantized_weight(problem, backend):
     "float16, integer zero",
     "all weights zero",
     "3 bits",
+    "permuted, odd k",
 )
 def test_nan_and_infinity_stay_in_their_rows(problem, backend):
     clean, rhs, _ = operands(problem)
@@ -113,6 +118,24 @@ def test_nan_and_infinity_stay_in_their_rows(problem, backend):
         want = lhs.astype(np.float64) @ dequantize(rhs).value
     for row in rows:
         np.testing.assert_array_equal(got[row].astype(np.float64), want[row])
+
+
+@cases_of(
+    "33 rows: one past 32",
+    "permuted, one row",
+    "permuted, odd k",
+    "permuted, 8 bits per channel",
+    "permuted, a stack",
+    "permuted, a view",
+    "permuted, k in 4 padded shards",
+)
+def test_cotangent_of_lhs_is_within_its_error_bound(problem, backend):
+    lhs, rhs, oracle = operands(problem)
+    cotangent = np.random.default_rng(0).normal(size=oracle.exact.shape).astype(lhs.dtype)
+    (got,) = jax.vjp(lambda x: matmul(x, rhs, backend=backend), lhs)[1](cotangent)
+    turned = Weight(*(np.swapaxes(x, -1, -2) for x in dequantize(rhs)))
+    want = Oracle.of(cotangent, turned)
+    assert_within(got, want.exact, want.bound(lhs.dtype))
 
 
 @pytest.mark.parametrize("backend", backends("float16", PROBLEMS[0].format))

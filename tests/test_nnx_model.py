@@ -1,8 +1,6 @@
 """`jaxlowbit.nnx.quantize_model`: which layers change, what they compute then, what is reported."""
 
-import gc
 import re
-import weakref
 from typing import Any
 
 import jax
@@ -102,7 +100,7 @@ def test_tied_blocks_stay_tied():
     report = quantize_model(model, FORMAT)
     assert model.blocks[0] is model.blocks[2] and model.blocks[1] is model.blocks[3]
     assert len(nnx.to_flat_state(nnx.state(model, Packed))) == 8
-    assert len(report.layers) == 9
+    assert len(report.layers) == 10
 
     class Tied(nnx.Module):
         def __init__(self):
@@ -131,26 +129,6 @@ def test_stacked_layers():
 
 
 # --- how it is done ------------------------------------------------------------------------------
-
-
-def test_each_float_kernel_is_dropped_before_the_next_is_read(monkeypatch):
-    model = Transformer()
-    kernels = [
-        weakref.ref(module.kernel.get_value())
-        for _, module in nnx.iter_modules(model)
-        if isinstance(module, nnx.Linear) and module is not model.head
-    ]
-    alive = []
-    original = QuantizedLinear.from_linear
-
-    def count(linear, format):
-        gc.collect()
-        alive.append(sum(kernel() is not None for kernel in kernels))
-        return original(linear, format)
-
-    monkeypatch.setattr(QuantizedLinear, "from_linear", count)
-    quantize_model(model, FORMAT)
-    assert alive == list(range(8, 0, -1))
 
 
 def test_abstract_model_and_orbax_round_trip(tmp_path):
@@ -249,7 +227,7 @@ def test_report():
         r"0\.\d{4} +",
         next(line for line in lines if "0.mlp.up" in line),
     )
-    assert lines[-1].startswith("2 of 9 layers quantized")
+    assert lines[-1].startswith("2 of 10 layers quantized")
 
 
 # --- refusals ------------------------------------------------------------------------------------
@@ -267,7 +245,7 @@ def test_wrong_rules_are_refused():
         model,
         {"mlp": FORMAT, "atention": None},
         ValueError,
-        r"the rule 'atention' matches no layer; .* blocks\.0\.qkv, .* and 1 more",
+        r"the rule 'atention' matches no layer; .* blocks\.0\.qkv, .* and 2 more",
     )
     untouched(model, {"": FORMAT, "mlp": None}, ValueError, "'mlp' decides about no layer, since")
     untouched(model, {"(": FORMAT}, ValueError, r"the rule '\(' is no regular expression")

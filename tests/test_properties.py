@@ -1,6 +1,7 @@
 """Random problems: whatever the shape and format, the product is within its error bound."""
 
 import dataclasses
+import math
 
 import hypothesis
 import jax.numpy as jnp
@@ -33,18 +34,35 @@ def problems(draw: st.DrawFn) -> Problem:
         out_dtype=draw(st.sampled_from([None, "float32"])),
         scale=2.0 ** draw(st.integers(-8, 0)),
         codes=draw(st.sampled_from(["random", "random", "random", "least", "most", "zero"])),
+        permuted=draw(st.booleans()),
     )
-    kind = draw(st.sampled_from(["matrix", "matrix", "rows", "stack", "view"]))
+    shards = [shards for shards in (2, 3, 4) if problem.k % shards == 0]
+    if shards and draw(st.integers(0, 3)) == 0:
+        problem = dataclasses.replace(problem, shards=draw(st.sampled_from(shards)))
+    kind = draw(st.sampled_from(["matrix", "matrix", "rows", "stack", "broadcast", "view"]))
     if kind == "matrix":
         return problem
-    lead, layers = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    problem = dataclasses.replace(problem, m=min(problem.m, 20), rows=(lead,))
+    lead = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2).map(tuple))
+    problem = dataclasses.replace(problem, m=min(problem.m, 20), rows=lead)
     if kind == "stack":
-        return dataclasses.replace(problem, stack=(lead,))
+        return dataclasses.replace(problem, stack=lead)
+    if kind == "broadcast":
+        axes = st.sampled_from(["equal", "of lhs", "of rhs"])
+        drawn = [(size, draw(axes)) for size in lead]
+        rows = tuple(1 if axis == "of rhs" else size for size, axis in drawn)
+        stack = tuple(1 if axis == "of lhs" else size for size, axis in drawn)
+        return dataclasses.replace(problem, rows=rows, stack=stack)
     if kind == "view":
-        index = draw(st.lists(st.integers(-1, layers), min_size=lead, max_size=lead))
-        return dataclasses.replace(problem, stack=(layers,), index=tuple(index))
+        layers = draw(st.integers(1, 3))
+        count = math.prod(lead)
+        index = draw(st.lists(st.integers(-1, layers), min_size=count, max_size=count))
+        index = np.asarray(index).reshape(lead).tolist()
+        return dataclasses.replace(problem, stack=(layers,), index=_tuples(index))
     return problem
+
+
+def _tuples(values):
+    return tuple(map(_tuples, values)) if isinstance(values, list) else values
 
 
 @hypothesis.given(problems())

@@ -94,6 +94,23 @@ def test_there_and_back(bits, zero, group_size):
     np.testing.assert_array_equal(again.dequantize(), array.dequantize())
 
 
+@pytest.mark.parametrize(("group_size", "shards"), [(32, (2, 1)), (48, (2, 5)), (-1, (1, 5))])
+def test_padded_shards_come_without_their_padding(group_size, shards):
+    array = jaxlowbit.quantize(weight(), Format(4, group_size, "integer"), shards=shards)
+    assert array.padded_shape != (K, N)
+    np.testing.assert_array_equal(qwix.dequantize(array.to_qarray()), array.dequantize())
+
+
+@pytest.mark.parametrize(("group_size", "shards"), [(-1, 1), (-1, 2), (256, 1)])
+def test_permuted_rows_of_one_group_are_put_back(group_size, shards):
+    order = np.argsort(np.random.default_rng(0).normal(size=(3, shards, K // shards)))
+    array = jaxlowbit.quantize(
+        weight(3), Format(4, group_size), shards=(shards, 1), permutation=order.reshape(3, K)
+    )
+    np.testing.assert_array_equal(value(array.to_qarray()), dequantize(array).value)
+    np.testing.assert_array_equal(value(array.select(1).to_qarray()), dequantize(array[1]).value)
+
+
 def test_views_and_jit():
     stack = jaxlowbit.quantize(weight(3), Format(4, 32))
     found = jax.jit(lambda q, i: q.select(i).to_qarray())(stack, 2)
@@ -137,6 +154,9 @@ def test_refuses_what_a_qarray_cannot_hold():
         jaxlowbit.quantize(weight(), Format(4, 32, "float")).to_qarray()
     with refuses("k=192 leaves the last group of 128 cut"):
         jaxlowbit.quantize(weight(), Format(4, 128)).to_qarray()
+    with refuses("the rows of a group of 64 are permuted, but the tiles of a QArray are of"):
+        order = np.arange(K)[::-1]
+        jaxlowbit.quantize(weight(), Format(4, 64), permutation=order).to_qarray()
 
 
 def test_without_qwix(monkeypatch):

@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from meshes import GATHER, REDUCE, assert_close, collectives, make_mesh, put
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, partition_spec, quantized_matmul
@@ -25,11 +25,6 @@ def on_cpu():
         yield
 
 
-def make_mesh(kind: AxisType) -> jax.sharding.Mesh:
-    """Two by four devices, a and b."""
-    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
-
-
 @pytest.fixture
 def mesh():
     return make_mesh(AxisType.Auto)
@@ -41,10 +36,6 @@ def arrays(k, n, format, lead=(), shards=(1, 1), dtype="float32"):
     lhs = jnp.asarray(rng.normal(size=(*lead, 8, k)), dtype)
     weight = jnp.asarray(rng.normal(size=(*lead, k, n)) / np.sqrt(k), dtype)
     return lhs, quantize(weight, format, shards=shards)
-
-
-def put(tree, mesh, specs):
-    return jax.device_put(tree, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
 
 
 def put_words(rhs, mesh, n, k):
@@ -70,22 +61,6 @@ def gradients(multiply):
 
     return jax.jit(lambda lhs, rhs: jax.grad(loss, (0, 1))(lhs, rhs.scale, rhs))
 
-
-def assert_close(got, want):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
-
-
-def collectives(f, *args) -> list[str]:
-    """Communication of the compiled program, such as "all-reduce f32"."""
-    text = jax.jit(lambda *args: f(*args)).lower(*args).compile().as_text()
-    assert text is not None
-    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
-    return [f"{op} {dtype}" for dtype, op in re.findall(rf"= (\w+)\[.* ({kinds})\S*\(", text)]
-
-
-REDUCE, GATHER = "all-reduce f32", "all-gather f32"
 
 # Sharding of lhs, of k and n of rhs, and what the product sends.
 LAYOUTS = {

@@ -17,10 +17,12 @@ K, N, LAYERS = 72, 72, 3
 UNCHECKED = [export.DisabledSafetyCheck.custom_call(TARGET)]
 
 # The dtypes and formats of the kernels, and one that CUDA leaves to the definition.
+PERMUTED = "permuted, float32"
 KINDS = {
     "4 bits, bfloat16": ("bfloat16", Format(4, 32, "integer")),
     "8 bits, float32": ("float32", Format(8)),
     "3 bits, float32": ("float32", Format(3, 48, "float")),
+    PERMUTED: ("float32", Format(4, 32, "float")),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 quantize = jax.jit(jaxlowbit.quantize, static_argnums=1)
@@ -31,7 +33,8 @@ def arrays(kind: str, *lead: int) -> tuple[jax.Array, QuantizedArray]:
     dtype, format = KINDS[kind]
     rng = np.random.default_rng(0)
     weight = (rng.normal(size=(*lead, K, N)) / np.sqrt(K)).astype(jnp.dtype(dtype))
-    return normal(kind, *lead, 5, K), quantize(weight, format)
+    permutation = np.argsort(rng.normal(size=(*lead, K))) if kind == PERMUTED else None
+    return normal(kind, *lead, 5, K), quantize(weight, format, permutation=permutation)
 
 
 def normal(kind: str, *shape: int, seed: int = 1) -> jax.Array:
@@ -168,7 +171,7 @@ def test_vmap_over_weights(kind, lhs_axis, rhs_axis):
 
 
 def test_vmap_over_weights_of_grad():
-    lhs, rhs = arrays("8 bits, float32", LAYERS)
+    lhs, rhs = arrays(PERMUTED, LAYERS)
     grads = [jax.vmap(jax.grad(functools.partial(loss, f)))(lhs, rhs) for f in (product, reference)]
     assert_close(*grads)
 
@@ -202,7 +205,7 @@ def test_vmap_over_stacks_and_indices(kind):
 
 
 def test_nested_vmap_over_weights_then_rows():
-    lhs, rhs = arrays("8 bits, float32", LAYERS)
+    lhs, rhs = arrays(PERMUTED, LAYERS)
     rows = jnp.stack([lhs, -lhs])
     nested = [jax.vmap(jax.vmap(f), in_axes=(0, None))(rows, rhs) for f in (product, reference)]
     assert_close(*nested)

@@ -11,20 +11,35 @@ def dequantize(
     packed: Array, scale: Array, zero: Array | None, *, format: Format, k: int, n: int
 ) -> Array:
     """Returns the float32 weights (..., k, n): the table in `Format`, in float32 arithmetic."""
-    codes = _layout.unpack(packed, format.bits).astype(jnp.float32)
-    scale = _per_row(scale, codes.shape[-2], format)
+    codes = _layout.unpack(packed, format.bits)
+    zero = None if zero is None else _layout.unpack_groups(zero)
+    return _weights(codes, _layout.unpack_groups(scale), zero, format)[..., :k, :n]
+
+
+def dequantize_columns(
+    packed: Array, scale: Array, zero: Array | None, columns: Array, *, format: Format, k: int
+) -> Array:
+    """`dequantize(...)[:, columns]` of one matrix, reading little else than these columns."""
+    codes = _layout.unpack_columns(packed, format.bits, columns)
+    scale = _layout.unpack_group_columns(scale, columns)
+    zero = None if zero is None else _layout.unpack_group_columns(zero, columns)
+    return _weights(codes, scale, zero, format)[:k]
+
+
+def _weights(codes: Array, scale: Array, zero: Array | None, format: Format) -> Array:
+    """The weights of codes (..., k, n) with scales and zeros (..., groups, n)."""
+    codes, rows = codes.astype(jnp.float32), codes.shape[-2]
+    scale = _per_row(scale, rows, format)
     if zero is None:
-        weight = (codes - format.offset) * scale
-    elif format.zero == "integer":
-        weight = (codes - _per_row(zero, codes.shape[-2], format)) * scale
-    else:
-        weight = codes * scale + _per_row(zero, codes.shape[-2], format)
-    return weight[..., :k, :n]
+        return (codes - format.offset) * scale
+    if format.zero == "integer":
+        return (codes - _per_row(zero, rows, format)) * scale
+    return codes * scale + _per_row(zero, rows, format)
 
 
 def _per_row(values: Array, rows: int, format: Format) -> Array:
     """Spreads one value per group and channel over the rows of its group, as float32."""
-    values = _layout.unpack_groups(values).astype(jnp.float32)
+    values = values.astype(jnp.float32)
     if format.group_size == -1:
         return values
     return jnp.repeat(values, format.group_size, axis=-2)[..., :rows, :]

@@ -9,53 +9,61 @@ from flax import core, traverse_util
 from flax import linen as nn
 
 from .._formats import Format
-from .linen_dense import COLLECTION, arrays_of, dense
+from .linen_kinds import Kind, kind_of
+from .linen_variables import COLLECTION, quantized, value_of
 from .report import LayerReport, QuantizationReport
-from .rules import Rules, choose
-from .weights import quantize_weight
+from .rules import Rules, ShardRules, choose, choose_shards
+from .weights import Packing, Shards
 
 _Path = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedModel:
-    """A Linen module some of whose `nn.Dense` layers have quantized kernels; see `quantize_model`.
+    """A Linen module some of whose layers have quantized kernels; see `quantize_model`.
 
     Immutable and hashable, with `apply` alone: nothing else of a module depends on its kernels.
     """
 
     module: nn.Module
     formats: tuple[tuple[_Path, Format], ...]
+    shards: tuple[tuple[_Path, Shards], ...]
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with the same arguments, on the quantized variables.
 
         **Raises:** `ValueError` if the kernel of a quantized layer is not among the variables.
         """
-        formats = dict(self.formats)
+        shards = dict(self.shards)
+        packings = {path: Packing(format, shards[path]) for path, format in self.formats}
 
         def multiply(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            layer = context.module
-            if type(layer) is not nn.Dense or context.method_name != "__call__":
+            kind = kind_of(context.module)
+            compute = kind and kind.methods.get(context.method_name)
+            packing = compute and packings.get(context.module.path)
+            if not (compute and packing):
                 return next_fun(*args, **kwargs)
-            format = formats.get(layer.path)
-            if format is None:
-                return next_fun(*args, **kwargs)
-            bias = layer.get_variable("params", "bias") if layer.use_bias else None
-            return dense(layer, format, bias, *args, **kwargs)
+            return compute(context.module, packing, *args, **kwargs)
 
         with nn.intercept_methods(multiply):
             return self.module.apply(variables, *args, **kwargs)
 
 
 def quantize_model(
-    module: nn.Module, variables: Mapping[str, Any], rules: Rules, *args: Any, **kwargs: Any
+    module: nn.Module,
+    variables: Mapping[str, Any],
+    rules: Rules,
+    *args: Any,
+    shards: ShardRules = (1, 1),
+    donate: bool = False,
+    **kwargs: Any,
 ) -> tuple[QuantizedModel, dict[str, Any], QuantizationReport]:
-    """Quantizes the kernels of a model's `nn.Dense` layers; the module's code stays as it is.
+    """Quantizes the kernels of a model's linear layers; the module's code stays as it is.
 
     Kernels move from `params` to the collection `"quantized"`, one array per variable, so `params`
-    holds floats only and can be differentiated and optimized as before. The layers are found by
-    tracing `module.apply` once, without computing: a kernel of another kind of layer never changes.
+    holds floats only and can be differentiated and optimized as before. The layers, `nn.Dense`,
+    `nn.DenseGeneral` (with it attention), `nn.Einsum` and, where a rule names it, `nn.Embed`, are
+    found by tracing `module.apply` once, without computing: no other kind of layer changes.
     Abstract variables, as from `jax.eval_shape(module.init, ...)`, give abstract ones. Within
     `nn.scan` and `nn.vmap` the new collection is lifted like `params`: `variable_axes={"params": 0,
     "quantized": 0}`.
@@ -63,11 +71,15 @@ def quantize_model(
     **Arguments:**
 
     - `module`, `variables`: the model, and what its `init` returned or a checkpoint holds.
-    - `rules`: a `Format` for every dense layer but heads (names that match `HEADS`); or regular
-      expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each is
-      searched (`re.search`) in the dotted path of the layer, such as `block_0.mlp.up`; the first
+    - `rules`: a `Format` for every such layer but embeddings and heads (names that match `HEADS`);
+      or regular expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each
+      is searched (`re.search`) in the dotted path of the layer, such as `block_0.mlp.up`; the first
       that matches decides, and a layer that none matches is kept.
     - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
+    - `shards`: into how many equal parts of k and n devices will cut each kernel, as of
+      `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
+    - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
+      the given variables one layer exists twice at most. They are of no use after that.
 
     **Returns:** the model to `apply`, its variables, and a `QuantizationReport`, a table when
     printed: sizes, errors, and what multiplies.
@@ -80,47 +92,55 @@ def quantize_model(
     y = jax.jit(model.apply)(variables, x)
     ```
     """
-    layers = _dense_layers(module, variables, args, kwargs)
+    layers = _layers(module, variables, args, kwargs)
     params = traverse_util.flatten_dict(core.unfreeze(variables["params"]))
-    formats = choose(rules, [[".".join(path)] for path in layers])
-    chosen = dict(zip(layers, formats, strict=True))
+    named = [kind.named for kind, _ in layers.values()]
+    paths = [[".".join(path)] for path in layers]
+    chosen = dict(zip(layers, choose(rules, paths, named), strict=True))
+    parts = dict(zip(layers, choose_shards(shards, paths), strict=True))
     for path, format in chosen.items():
         if format is not None:
-            _check(path, layers[path], params)
-    quantized, reports = {}, []
+            _check(path, *layers[path], params)
+    stored, reports = {}, []
     for path, format in chosen.items():
-        name, key = ".".join(path), (*path, "kernel")
+        kind, layer = layers[path]
+        name, key = ".".join(path), (*path, kind.weight)
         if format is None:
             if key in params:
-                reports.append(LayerReport.kept(name, nn.unbox(params[key])))
+                reports.append(LayerReport.kept(name, value_of(params[key])))
             continue
-        weight = nn.unbox(params.pop(key))
+        boxed = params.pop(key)
+        weight = value_of(boxed)
+        axes = kind.axes(layer, weight.shape)
         try:
-            kernel = quantize_weight(weight, format)
+            kernel, arrays = quantized(boxed, Packing(format, parts[path]), axes)
         except ValueError as error:
             raise ValueError(f"quantize_model: in {name}: {error}") from None
-        quantized |= {(*path, array): value for array, value in arrays_of(kernel).items()}
-        dtype = layers[path].dtype or kernel.dtype
-        reports.append(LayerReport.quantized(name, weight, kernel, dtype))
+        stored |= {(*path, name): array for name, array in arrays.items()}
+        dtype = layer.dtype or kernel.dtype
+        reports.append(LayerReport.quantized(name, weight, kernel, dtype, axes.matrix))
+        if donate and isinstance(weight, jax.Array):
+            weight.delete()
     collections = {
         **variables,
         "params": traverse_util.unflatten_dict(params),
-        COLLECTION: traverse_util.unflatten_dict(quantized),
+        COLLECTION: traverse_util.unflatten_dict(stored),
     }
     replaced = tuple((path, format) for path, format in chosen.items() if format is not None)
-    return QuantizedModel(module, replaced), collections, QuantizationReport(tuple(reports))
+    model = QuantizedModel(module, replaced, tuple((path, parts[path]) for path, _ in replaced))
+    return model, collections, QuantizationReport(tuple(reports))
 
 
-def _dense_layers(
+def _layers(
     module: nn.Module, variables: Any, args: Any, kwargs: Any
-) -> dict[_Path, nn.Dense]:
-    """The dense layers that `module.apply` calls, by path, in the order of their calls."""
-    found: dict[_Path, nn.Dense] = {}
+) -> dict[_Path, tuple[Kind, Any]]:
+    """The layers that `module.apply` calls, by path, in the order of their calls."""
+    found: dict[_Path, tuple[Kind, Any]] = {}
 
     def record(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        layer = context.module
-        if isinstance(layer, nn.Dense) and context.method_name == "__call__":
-            found.setdefault(layer.path, layer.clone(parent=None))
+        layer, kind = context.module, kind_of(context.module)
+        if kind and context.method_name in kind.methods.keys() - {"setup"}:
+            found.setdefault(layer.path, (kind, layer.clone(parent=None)))
         return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(record):
@@ -128,17 +148,27 @@ def _dense_layers(
     return found
 
 
-def _check(path: _Path, layer: nn.Dense, params: Mapping[_Path, Any]) -> None:
+def _check(path: _Path, kind: Kind, layer: Any, params: Mapping[_Path, Any]) -> None:
     reason = None
-    if type(layer) is not nn.Dense:
-        reason = f"is {type(layer).__name__}, and a subclass of nn.Dense may compute something else"
+    if type(layer) is not kind.layer:
+        expected, found = kind.layer.__name__, type(layer).__name__
+        reason = f"is {found}, and a subclass of nn.{expected} may compute something else"
     elif not path:
-        reason = "is the model itself; use QuantizedDense instead"
-    elif (*path, "kernel") not in params:
-        reason = "has no kernel of its own path in params, which it shares with another layer"
-    for option in ("precision", "dot_general", "dot_general_cls"):
+        reason = f"is the model itself; use Quantized{kind.layer.__name__} instead"
+    elif (*path, kind.weight) not in params:
+        reason = (
+            f"has no {kind.weight} of its own path in params, which it shares with another layer"
+        )
+    for option in kind.options:
         if getattr(layer, option) is not None:
             reason = f"has {option}={getattr(layer, option)!r}, which a quantized product has not"
+    try:
+        kind.check(layer)
+    except ValueError as error:
+        raise ValueError(
+            f"quantize_model: in {'.'.join(path)}: {error} Or keep the layer, with a rule of its "
+            "path and None."
+        ) from None
     if reason is not None:
         raise ValueError(
             f"quantize_model: the layer {'.'.join(path)!r} {reason}. Keep it, with a rule of its "

@@ -1,6 +1,7 @@
-"""`QuantizedLinear`: `nnx.Linear` with a quantized kernel, and the variables it holds."""
+"""`QuantizedLinear`: `nnx.Linear` with a quantized kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -9,39 +10,16 @@ from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 from jax import Array
 
-from .._array import QuantizedArray
 from .._formats import Format
 from .._matmul import quantized_matmul
-from .weights import quantize_weight
+from .nnx_variables import QuantizedModule, check_replaceable
+from .weights import Shards
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
 
 
-class QuantizedVariable(nnx.Variable):
-    """One array of a quantized weight: no `nnx.Param`, so `nnx.grad` and optimizers pass it by.
-
-    A filter for all of them: `nnx.state(model, QuantizedVariable)`.
-    """
-
-
-class Packed(QuantizedVariable):
-    """`QuantizedArray.packed`."""
-
-
-class Scale(QuantizedVariable):
-    """`QuantizedArray.scale`. To train the scales: `nnx.grad(f, nnx.DiffState(0, Scale))`."""
-
-
-class Zero(QuantizedVariable):
-    """`QuantizedArray.zero`."""
-
-
-class LayoutVersion(QuantizedVariable):
-    """`QuantizedArray.version`."""
-
-
-class QuantizedLinear(nnx.Module):
+class QuantizedLinear(QuantizedModule):
     """`nnx.Linear` with a quantized kernel: `inputs @ kernel.dequantize() + bias`.
 
     The kernel's arrays are the variables `packed`, `scale`, `zero` (None in a format without one)
@@ -51,8 +29,13 @@ class QuantizedLinear(nnx.Module):
 
     - `format`: of the kernel, which is initialised in `param_dtype`, then quantized. Its scales
       have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: into how many equal parts of k and n devices will cut the kernel, as of
+      `jaxlowbit.quantize`.
     - `preferred_element_type`: dtype of the product: None for that of the promoted inputs, or
       float32.
+
+    Sharding metadata of the kernel, from `nnx.with_partitioning` or `kernel_metadata`, goes over to
+    its arrays, so that `nnx.get_partition_spec` says where each is divided.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does.
 
@@ -68,6 +51,7 @@ class QuantizedLinear(nnx.Module):
         out_features: int,
         *,
         format: Format,
+        shards: Shards = (1, 1),
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -76,19 +60,19 @@ class QuantizedLinear(nnx.Module):
         promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
         preferred_element_type: Any = None,
         rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
         weight = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        kernel = quantize_weight(weight, format)
-        self.packed = Packed(kernel.packed)
-        self.scale = Scale(kernel.scale)
-        self.zero = nnx.data(None) if kernel.zero is None else Zero(kernel.zero)
-        self.version = LayoutVersion(kernel.version)
+        if not isinstance(weight, nnx.Variable):
+            weight = nnx.Param(weight, **kernel_metadata)
+        self._store(weight, format, shards)
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
-            self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype))
+            bias = bias_init(rngs.params(), (out_features,), param_dtype)
+            self.bias = nnx.Param(bias, **bias_metadata)
         self.in_features = in_features
         self.out_features = out_features
-        self.format = format
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -96,30 +80,31 @@ class QuantizedLinear(nnx.Module):
         self.preferred_element_type = preferred_element_type
 
     @classmethod
-    def from_linear(cls, linear: nnx.Linear, format: Format) -> "QuantizedLinear":
+    def from_linear(
+        cls, linear: nnx.Linear, format: Format, shards: Shards = (1, 1)
+    ) -> "QuantizedLinear":
         """The layer that quantizes the kernel of `linear` and shares its bias variable.
 
-        An abstract layer, made under `nnx.eval_shape`, gives an abstract one. Metadata of the
-        kernel, such as its sharding, is not taken over.
+        An abstract layer, made under `nnx.eval_shape`, gives an abstract one.
 
         **Raises:** `TypeError` if `linear` is no `nnx.Linear`, or of a subclass, `ValueError` if it
-        sets a `dot_general` or `precision`, which the quantized product does not have, and where
-        `jaxlowbit.quantize` raises.
+        sets a `dot_general` or `precision`, which the quantized product does not have, where
+        `jaxlowbit.quantize` raises, and for a kernel sharded in parts that `shards` do not fit.
 
         ```python
         model.head = QuantizedLinear.from_linear(model.head, INT4)
         ```
         """
         check_linear(linear)
-        weight = linear.kernel.get_value()
         layer = cls(
             linear.in_features,
             linear.out_features,
             format=format,
+            shards=shards,
             use_bias=False,
             dtype=linear.dtype,
             param_dtype=linear.param_dtype,
-            kernel_init=lambda *_: weight,
+            kernel_init=lambda *_: linear.kernel,
             promote_dtype=linear.promote_dtype,
             preferred_element_type=linear.preferred_element_type,
             rngs=nnx.Rngs(0),
@@ -129,34 +114,24 @@ class QuantizedLinear(nnx.Module):
         return layer
 
     @property
-    def kernel(self) -> QuantizedArray:
-        """The weight (..., in_features, out_features), leading axes those of stacked layers.
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
 
-        **Raises:** `ValueError` outside `jax.jit` if its words have another layout version.
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
+        """Returns `inputs @ kernel.dequantize() + bias`, for any leading axes of `inputs`.
+
+        `out_sharding` is that of the result, on a mesh with Explicit axes.
         """
-        return QuantizedArray(
-            packed=self.packed.get_value(),
-            scale=self.scale.get_value(),
-            zero=None if self.zero is None else self.zero.get_value(),
-            index=None,
-            version=self.version.get_value(),
-            format=self.format,
-            k=self.in_features,
-            n=self.out_features,
-        )
-
-    def __call__(self, inputs: Any) -> Array:
-        """Returns `inputs @ kernel.dequantize() + bias`, for any leading axes of `inputs`."""
-        kernel = self.kernel
-        if kernel.ndim > 2:
-            raise ValueError(
-                f"QuantizedLinear: the kernel has shape {kernel.shape}, a stack of layers; apply "
-                "it under nnx.vmap or nnx.scan, or multiply by layer.kernel."
-            )
+        kernel = self._single_kernel()
         bias = None if self.bias is None else self.bias.get_value()
         # The scale stands in for the kernel, whose dtype it has.
         inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
-        out = quantized_matmul(inputs, kernel, preferred_element_type=self.preferred_element_type)
+        out = quantized_matmul(
+            inputs,
+            kernel,
+            preferred_element_type=self.preferred_element_type,
+            out_sharding=out_sharding,
+        )
         if bias is not None:
             out += bias.reshape(*[1] * (out.ndim - 1), -1).astype(out.dtype)
         return out
@@ -164,33 +139,5 @@ class QuantizedLinear(nnx.Module):
 
 def check_linear(layer: Any) -> None:
     """Refuses a layer that `QuantizedLinear` cannot stand in for."""
-    if type(layer) is not nnx.Linear:
-        raise TypeError(
-            f"QuantizedLinear.from_linear: the layer is {type(layer).__name__}, but an "
-            "nnx.Linear is needed, and no subclass, which may compute something else; build a "
-            "QuantizedLinear instead."
-        )
-    for name, default in (("dot_general", jax.lax.dot_general), ("precision", None)):
-        if getattr(layer, name) is not default:
-            raise ValueError(
-                f"QuantizedLinear.from_linear: the layer has {name}={getattr(layer, name)!r}, but "
-                "a quantized product, accumulated in float32, has no such choice; build the layer "
-                f"without {name}."
-            )
-
-
-def check_layout_version(model: nnx.Module) -> None:
-    """Refuses a model whose words were packed by another layout version.
-
-    A layer applied outside `jax.jit` checks itself; traced code cannot see the version. Call this
-    once after restoring a checkpoint.
-
-    **Raises:** `ValueError` with the path of the layer and the version found.
-    """
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, QuantizedLinear):
-            try:
-                module.kernel.check_version()
-            except ValueError as error:
-                name = ".".join(map(str, path)) or "the model"
-                raise ValueError(f"check_layout_version: in {name}: {error}") from None
+    defaults = {"dot_general": jax.lax.dot_general, "precision": None}
+    check_replaceable(layer, nnx.Linear, "QuantizedLinear.from_linear", defaults)

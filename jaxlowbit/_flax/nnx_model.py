@@ -7,12 +7,15 @@ from typing import Any
 from flax import nnx
 
 from .._formats import Format
-from .nnx_linear import QuantizedLinear, check_linear
+from .nnx_kinds import Kind, kind_of
 from .report import LayerReport, QuantizationReport
-from .rules import Rules, choose
+from .rules import Rules, ShardRules, choose, choose_shards
+from .weights import Shards
 
 
-def quantize_model(model: nnx.Module, rules: Rules) -> QuantizationReport:
+def quantize_model(
+    model: nnx.Module, rules: Rules, *, shards: ShardRules = (1, 1)
+) -> QuantizationReport:
     """Replaces the linear layers of a model, in place, by layers with quantized kernels.
 
     Layers change one by one, and each float kernel is dropped before the next is read: beyond the
@@ -22,12 +25,15 @@ def quantize_model(model: nnx.Module, rules: Rules) -> QuantizationReport:
 
     **Arguments:**
 
-    - `model`: any tree of modules, lists and dicts. Only layers of class `nnx.Linear` change;
-      embeddings, norms and convolutions stay.
-    - `rules`: a `Format` for every linear layer but heads (names that match `HEADS`); or regular
-      expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each is
-      searched (`re.search`) in the dotted path of the layer, such as `blocks.0.mlp.up`; the first
-      that matches decides, and a layer that none matches is kept.
+    - `model`: any tree of modules, lists and dicts. Layers of class `nnx.Linear`,
+      `nnx.LinearGeneral` (with it attention), `nnx.Einsum` and, where a rule names it, `nnx.Embed`
+      change; norms and convolutions stay.
+    - `rules`: a `Format` for every such layer but embeddings and heads (names that match `HEADS`);
+      or regular expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each
+      is searched (`re.search`) in the dotted path of the layer, such as `blocks.0.mlp.up`; the
+      first that matches decides, and a layer that none matches is kept.
+    - `shards`: into how many equal parts of k and n devices will cut each kernel, as of
+      `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
 
     **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, and what multiplies.
 
@@ -40,15 +46,16 @@ def quantize_model(model: nnx.Module, rules: Rules) -> QuantizationReport:
     print(quantize_model(model, {r"layers\\.0": INT4, r"layers\\.1": INT8}))
     ```
     """
-    places = _linear_layers(model)
-    formats = choose(rules, [place.paths for place in places])
+    places = _layers(model)
+    formats = choose(rules, [place.paths for place in places], [p.kind.named for p in places])
+    parts = choose_shards(shards, [place.paths for place in places])
     owners = _owners(model)
     for place, format in zip(places, formats, strict=True):
         if format is not None:
             place.check(owners)
     reports = []
     while places:  # drops each place, and with it the float layer, before the next
-        reports.append(_replace(places.pop(0), formats.pop(0)))
+        reports.append(_replace(places.pop(0), formats.pop(0), parts.pop(0)))
     return QuantizationReport(tuple(reports))
 
 
@@ -56,13 +63,18 @@ def quantize_model(model: nnx.Module, rules: Rules) -> QuantizationReport:
 class _Place:
     """A layer, and every container and key under which a model holds it."""
 
-    layer: nnx.Linear
+    layer: Any
+    kind: Kind
     paths: list[str]
     holders: list[tuple[Any, Any]]
 
+    @property
+    def weight(self) -> nnx.Variable:
+        return getattr(self.layer, self.kind.weight)
+
     def check(self, owners: dict[int, list[str]]) -> None:
         try:
-            check_linear(self.layer)
+            self.kind.check(self.layer)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"quantize_model: in {self.paths[0] or 'the model'}: {error} Or keep the layer, "
@@ -71,10 +83,10 @@ class _Place:
         if not all(isinstance(holder, nnx.Pytree | list | dict) for holder, _ in self.holders):
             raise ValueError(
                 f"quantize_model: {self.paths[0] or 'the model'} is the model itself or an element "
-                "of a tuple, where nothing can be replaced; use QuantizedLinear.from_linear, or "
-                "an nnx.List instead of the tuple."
+                "of a tuple, where nothing can be replaced; quantize the layer alone, as with "
+                "QuantizedLinear.from_linear, or use an nnx.List instead of the tuple."
             )
-        sharing = owners[id(self.layer.kernel)]
+        sharing = owners[id(self.weight)]
         if len(sharing) > 1:
             raise ValueError(
                 f"quantize_model: {' and '.join(sharing)} share one kernel variable, which one of "
@@ -83,12 +95,12 @@ class _Place:
             )
 
 
-def _replace(place: _Place, format: Format | None) -> LayerReport:
-    path, weight = place.paths[0], place.layer.kernel.get_value()
+def _replace(place: _Place, format: Format | None, shards: Shards) -> LayerReport:
+    path, weight = place.paths[0], place.weight.get_value()
     if format is None:
         return LayerReport.kept(path, weight)
     try:
-        layer = QuantizedLinear.from_linear(place.layer, format)
+        layer = place.kind.quantize(place.layer, format, shards)
     except ValueError as error:
         raise ValueError(f"quantize_model: in {path}: {error}") from None
     for holder, key in place.holders:
@@ -97,15 +109,16 @@ def _replace(place: _Place, format: Format | None) -> LayerReport:
         else:
             setattr(holder, key, layer)
     kernel = layer.kernel
-    return LayerReport.quantized(path, weight, kernel, layer.dtype or kernel.dtype)
+    dtype = layer.dtype or kernel.dtype
+    return LayerReport.quantized(path, weight, kernel, dtype, layer.matrix)
 
 
-def _linear_layers(model: nnx.Module) -> list[_Place]:
-    """Every linear layer once, in the order of the model's attributes."""
+def _layers(model: nnx.Module) -> list[_Place]:
+    """Every layer that can be quantized, once, in the order of the model's attributes."""
     places: dict[int, _Place] = {}
     for path, holder, key, node in _walk((), None, None, model, set()):
-        if isinstance(node, nnx.Linear):
-            place = places.setdefault(id(node), _Place(node, [], []))
+        if kind := kind_of(node):
+            place = places.setdefault(id(node), _Place(node, kind, [], []))
             place.paths.append(_dotted(path))
             place.holders.append((holder, key))
     return list(places.values())

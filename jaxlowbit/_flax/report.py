@@ -1,7 +1,7 @@
 """What the quantization of a model did, layer by layer."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from .. import _explicit
 from .._array import QuantizedArray
 from .._formats import Format
 from .._matmul import supported_backends
@@ -41,8 +42,15 @@ class LayerReport:
         return cls(path, tuple(weight.shape), None, nbytes, nbytes, None, "kept in floats")
 
     @classmethod
-    def quantized(cls, path: str, weight: Any, kernel: QuantizedArray, dtype: Any) -> "LayerReport":
-        """The report of a kernel that replaces `weight` and takes inputs of `dtype`."""
+    def quantized(
+        cls,
+        path: str,
+        weight: Any,
+        kernel: QuantizedArray,
+        dtype: Any,
+        matrix: Callable[[Any], Any] = lambda weight: weight,
+    ) -> "LayerReport":
+        """The report of a kernel that replaces `matrix(weight)` and takes inputs of `dtype`."""
         concrete = isinstance(weight, Array) and not isinstance(weight, Tracer)
         return cls(
             path,
@@ -50,7 +58,7 @@ class LayerReport:
             kernel.format,
             weight.size * weight.dtype.itemsize,
             kernel.nbytes,
-            float(_relative_error(weight, kernel)) if concrete else None,
+            _error(matrix(weight), kernel) if concrete else None,
             _backend(dtype, kernel),
         )
 
@@ -76,6 +84,14 @@ class QuantizationReport:
         total = f"{chosen} of {len(self.layers)} layers quantized"
         rows.append((total, "", "", _size(self.nbytes_before), _size(self.nbytes_after), "", ""))
         return "\n".join(_aligned(rows))
+
+
+def _error(weight: Array, kernel: QuantizedArray) -> float:
+    mesh = _explicit.mesh_of((weight, kernel))
+    compute = _relative_error
+    if mesh is not None:
+        compute = _explicit.automatic(compute, mesh, jax.P())
+    return float(compute(weight, kernel))
 
 
 @jax.jit

@@ -1,0 +1,26 @@
+"""Lookups in a quantized table, as `nnx.Embed` and `nn.Embed` do them."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from .._array import QuantizedArray
+from .._take import take_columns
+
+
+def lookup(table: QuantizedArray, tokens: Any, dtype: Any) -> Array:
+    """The columns of a table (features, vocabulary) that stand for `tokens`, (..., features)."""
+    tokens = jnp.asarray(tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"QuantizedEmbed: the inputs are {tokens.dtype}, but tokens are integers; cast them."
+        )
+    if table.n == 1:  # as in Flax, the only embedding is that of any token
+        tokens = jnp.zeros_like(tokens)
+    return take_columns(table, tokens, dtype)
+
+
+def stand_in(table: QuantizedArray) -> Array:
+    """A scalar of the dtype of a table, to be promoted in its place."""
+    return jnp.zeros((), table.dtype)

@@ -1,0 +1,101 @@
+"""`QuantizedEinsum`: `nn.Einsum` with a quantized kernel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen import dtypes
+from jax import Array
+
+from .._formats import Format
+from .equation import Equation
+from .kernel_axes import KernelAxes
+from .linen_variables import initialise, kernel_of
+from .weights import Packing, Shards
+
+
+class QuantizedEinsum(nn.Module):
+    """`nn.Einsum` with a quantized kernel, for equations that multiply the inputs by matrices.
+
+    The kernel is one matrix (*batch, k, n): its letters that inputs and result share are batch
+    axes, k is the product of those that only the inputs have, n of those that only the result
+    has, and each letter is one of these. Groups run along k. The kernel's arrays are variables of
+    the collection `"quantized"`, as those of `QuantizedDense`; the bias remains in `params`.
+
+    **Arguments:** those of `nn.Einsum`, without `precision`; `einsum_str` is that of every call;
+    and
+
+    - `format`: of the kernel, which is initialised in `param_dtype`, then quantized. Its scales
+      have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: into how many equal parts of k and n devices will cut the kernel, as of
+      `jaxlowbit.quantize`.
+
+    **Raises:** `ValueError` where `jaxlowbit.quantize` does, for other equations, and if applied to
+    variables without its kernel.
+
+    ```python
+    layer = QuantizedEinsum((256, 4, 64), "btd,dnh->btnh", format=INT4)
+    variables = layer.init(jax.random.key(0), jnp.ones((2, 8, 256)))
+    y = layer.apply(variables, jnp.ones((2, 8, 256)))
+    ```
+    """
+
+    shape: tuple[int, ...]
+    einsum_str: str
+    format: Format
+    shards: Shards = (1, 1)
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
+    bias_init: Callable[..., Any] = nn.initializers.zeros_init()
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype
+    preferred_element_type: Any = None
+
+    @nn.compact
+    def __call__(self, inputs: Any) -> Array:
+        """Returns the result of the equation, plus the bias."""
+        equation = Equation.parse(self.einsum_str, self.shape)
+
+        packing = Packing(self.format, self.shards)
+
+        def weight() -> Any:
+            return self.kernel_init(self.make_rng("params"), self.shape, self.param_dtype)
+
+        initialise(self, packing, weight, equation.axes)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, equation.bias_shape, self.param_dtype)
+        return einsum(self, packing, bias, inputs)
+
+
+def einsum(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Array:
+    """What `nn.Einsum` computes, with the kernel that `module` has in the collection."""
+    equation = Equation.parse(module.einsum_str, module.shape)
+    axes = equation.axes
+    kernel = kernel_of(module, packing, axes.matrix_shape, 2 + len(axes.batch))
+    # The scale stands in for the kernel, whose dtype it has.
+    inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
+    out = equation.multiply(inputs, kernel, module.preferred_element_type)
+    return out if bias is None else out + equation.bias(bias, out.ndim).astype(out.dtype)
+
+
+def einsum_axes(layer: nn.Einsum, shape: tuple[int, ...]) -> KernelAxes:
+    """The axes of the kernel of a layer, or of a stack of layers."""
+    del shape
+    return _equation(layer).axes
+
+
+def check_einsum(layer: nn.Einsum) -> None:
+    """Refuses a layer whose equation is no product, or not known."""
+    _equation(layer)
+
+
+def _equation(layer: nn.Einsum) -> Equation:
+    if layer.einsum_str is None:
+        raise ValueError(
+            "The layer is given its equation in each call, but its kernel is packed by that; give "
+            "it to the layer, nn.Einsum(shape, einsum_str)."
+        )
+    return Equation.parse(layer.einsum_str, layer.shape)

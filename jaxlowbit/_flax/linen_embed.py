@@ -1,0 +1,96 @@
+"""`QuantizedEmbed`: `nn.Embed` with a quantized table."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen import dtypes
+from jax import Array
+
+from .._formats import Format
+from .._matmul import quantized_matmul
+from .embedding import lookup, stand_in
+from .kernel_axes import KernelAxes
+from .linen_variables import initialise, kernel_of
+from .weights import Packing, Shards
+
+
+class QuantizedEmbed(nn.Module):
+    """`nn.Embed` with a quantized table, looked up by tokens and, in `attend`, multiplied by.
+
+    The table is packed as a matrix (features, num_embeddings), with groups along the features, so
+    that `attend` is a quantized product; a lookup reads the columns of its tokens and dequantizes
+    no other. The table's arrays are variables of the collection `"quantized"`, as those of
+    `QuantizedDense`.
+
+    **Arguments:** those of `nn.Embed`, and
+
+    - `format`: of the table, which is initialised in `param_dtype`, then quantized. Its scales
+      have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: into how many equal parts of k and n devices will cut the matrix, as of
+      `jaxlowbit.quantize`.
+
+    **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
+    its table.
+
+    ```python
+    layer = QuantizedEmbed(1000, 256, format=INT4)
+    variables = layer.init(jax.random.key(0), jnp.array([3, 1, 4]))
+    x = layer.apply(variables, jnp.array([3, 1, 4]))
+    logits = layer.apply(variables, x, method="attend")
+    ```
+    """
+
+    num_embeddings: int
+    features: int
+    format: Format
+    shards: Shards = (1, 1)
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    embedding_init: Callable[..., Any] = nn.linear.default_embed_init
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype
+
+    def setup(self) -> None:
+        shape = (self.num_embeddings, self.features)
+
+        def table() -> Any:
+            return self.embedding_init(self.make_rng("params"), shape, self.param_dtype)
+
+        initialise(self, self._packing, table, table_axes(self, shape))
+
+    @property
+    def _packing(self) -> Packing:
+        return Packing(self.format, self.shards)
+
+    def __call__(self, inputs: Any) -> Array:
+        """Returns the embeddings (..., features) of tokens (...), integers.
+
+        A negative token counts from the end of the table, and one that the table has not gives
+        NaN, as in `nn.Embed`.
+        """
+        return embed(self, self._packing, inputs)
+
+    def attend(self, query: Any) -> Array:
+        """Returns the products (..., num_embeddings) of queries (..., features) with the table."""
+        return attend(self, self._packing, query)
+
+
+def table_axes(layer: Any, shape: tuple[int, ...]) -> KernelAxes:
+    """The axes of a table of `shape`, perhaps a stack of them."""
+    del layer
+    return KernelAxes((), shape[-1:], shape[-2:-1], order=(1, 0))
+
+
+def embed(module: Any, packing: Packing, inputs: Any) -> Array:
+    """What `nn.Embed` computes, with the table that `module` has in the collection."""
+    table = kernel_of(module, packing, (module.features, module.num_embeddings))
+    (like,) = module.promote_dtype(stand_in(table), dtype=module.dtype, inexact=False)
+    return lookup(table, inputs, like.dtype)
+
+
+def attend(module: Any, packing: Packing, query: Any) -> Array:
+    """What `nn.Embed.attend` computes, with the table that `module` has in the collection."""
+    table = kernel_of(module, packing, (module.features, module.num_embeddings))
+    query, _ = module.promote_dtype(query, stand_in(table), dtype=module.dtype)
+    return quantized_matmul(query, table)

@@ -1,0 +1,157 @@
+"""`QuantizedEinsum`: `nnx.Einsum` with a quantized kernel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from jax import Array
+
+from .._formats import Format
+from .equation import Equation
+from .kernel_axes import place
+from .nnx_linear import default_bias_init, default_kernel_init
+from .nnx_variables import QuantizedModule, check_replaceable
+from .sharding import Entries
+from .weights import Shards
+
+
+class QuantizedEinsum(QuantizedModule):
+    """`nnx.Einsum` with a quantized kernel, for equations that multiply the inputs by matrices.
+
+    The kernel is one matrix (*batch, k, n): its letters that inputs and result share are batch
+    axes, k is the product of those that only the inputs have, n of those that only the result
+    has, and each letter is one of these. Groups run along k. The kernel's arrays are the variables
+    of `QuantizedLinear`, `kernel` is the `QuantizedArray` they form, and the bias remains an
+    `nnx.Param`.
+
+    **Arguments:** those of `nnx.Einsum`, without `precision` and `einsum_op`, and
+
+    - `format`: of the kernel, which is initialised in `param_dtype`, then quantized. Its scales
+      have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: into how many equal parts of k and n devices will cut the kernel, as of
+      `jaxlowbit.quantize`.
+
+    **Raises:** `ValueError` where `jaxlowbit.quantize` does, and for other equations.
+
+    ```python
+    layer = QuantizedEinsum("btd,dnh->btnh", (256, 4, 64), format=INT4, rngs=nnx.Rngs(0))
+    y = layer(jnp.ones((2, 8, 256)))
+    ```
+    """
+
+    def __init__(
+        self,
+        einsum_str: str,
+        kernel_shape: tuple[int, ...],
+        bias_shape: tuple[int, ...] | None = None,
+        *,
+        format: Format,
+        shards: Shards = (1, 1),
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = default_kernel_init,
+        bias_init: Callable[..., Any] = default_bias_init,
+        promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+        preferred_element_type: Any = None,
+        rngs: nnx.Rngs,
+    ):
+        self.einsum_str = einsum_str.replace(" ", "")
+        self.kernel_shape = tuple(kernel_shape)
+        shape = self._equation.kernel_shape  # refuses an equation before anything is computed
+        self._store(kernel_init(rngs.params(), shape, param_dtype), format, shards)
+        self.bias: nnx.Param | None = nnx.data(None)
+        if bias_shape is not None:
+            self.bias = nnx.Param(bias_init(rngs.params(), bias_shape, param_dtype))
+        self.bias_shape = bias_shape
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.promote_dtype = promote_dtype
+        self.preferred_element_type = preferred_element_type
+
+    @classmethod
+    def from_einsum(
+        cls, einsum: nnx.Einsum, format: Format, shards: Shards = (1, 1)
+    ) -> "QuantizedEinsum":
+        """The layer that quantizes the kernel of `einsum` and shares its bias variable.
+
+        An abstract layer, made under `nnx.eval_shape`, gives an abstract one. Sharding metadata of
+        the kernel goes over to its arrays; of several axes that make k or n, that of the first.
+
+        **Raises:** `TypeError` if `einsum` is no `nnx.Einsum`, or of a subclass, `ValueError` if it
+        sets an `einsum_op` or `precision`, which the quantized product does not have, for an
+        equation that is no product with matrices, and where `jaxlowbit.quantize` raises.
+
+        ```python
+        model.query = QuantizedEinsum.from_einsum(model.query, INT4)
+        ```
+        """
+        check_einsum(einsum)
+        layer = cls(
+            einsum.einsum_str,
+            tuple(einsum.kernel_shape),
+            format=format,
+            shards=shards,
+            dtype=einsum.dtype,
+            param_dtype=einsum.param_dtype,
+            kernel_init=lambda *_: einsum.kernel,
+            promote_dtype=einsum.promote_dtype,
+            preferred_element_type=einsum.preferred_element_type,
+            rngs=nnx.Rngs(0),
+        )
+        layer.bias_shape = einsum.bias_shape
+        layer.bias = einsum.bias
+        return layer
+
+    @property
+    def _equation(self) -> Equation:
+        return Equation.parse(self.einsum_str, self.kernel_shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        return self._equation.axes.matrix_shape
+
+    def matrix(self, weight: Any) -> Any:
+        return self._equation.axes.matrix(weight)
+
+    def matrix_entries(self, entries: Entries) -> Entries:
+        return self._equation.axes.matrix_entries(entries)
+
+    def __call__(
+        self, inputs: Any, einsum_str: str | None = None, out_sharding: Any = None
+    ) -> Array:
+        """Returns the result of the equation, plus the bias.
+
+        `einsum_str` may name the axes of the inputs and the result otherwise, but not change the
+        part of each axis of the kernel, which is packed by that. `out_sharding` is that of the
+        result, on a mesh with Explicit axes.
+        """
+        equation = self._equation
+        axes = equation.axes
+        if einsum_str is not None:
+            equation = Equation.parse(einsum_str, self.kernel_shape)
+        if equation.axes != axes:
+            raise ValueError(
+                f"QuantizedEinsum: the kernel is packed for the equation {self.einsum_str!r}, and "
+                f"{einsum_str!r} would sum it over other axes; make a layer for each."
+            )
+        kernel = self._single_kernel(ndim=2 + len(axes.batch))
+        bias = None if self.bias is None else self.bias.get_value()
+        # The scale stands in for the kernel, whose dtype it has.
+        inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
+
+        def product(inputs: Array, kernel: Any) -> Array:
+            return equation.multiply(inputs, kernel, self.preferred_element_type)
+
+        out = place(product, inputs, kernel, out_sharding)
+        if bias is not None:
+            out += equation.bias(bias, out.ndim).astype(out.dtype)
+        return out
+
+
+def check_einsum(layer: Any) -> None:
+    """Refuses a layer that `QuantizedEinsum` cannot stand in for."""
+    defaults = {"einsum_op": jnp.einsum, "precision": None}
+    check_replaceable(layer, nnx.Einsum, "QuantizedEinsum.from_einsum", defaults)
+    Equation.parse(layer.einsum_str, layer.kernel_shape)

@@ -1,0 +1,132 @@
+"""`QuantizedEmbed`: `nnx.Embed` with a quantized table."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes, initializers
+from jax import Array
+
+from .._formats import Format
+from .._matmul import quantized_matmul
+from .embedding import lookup, stand_in
+from .kernel_axes import place
+from .nnx_variables import QuantizedModule, check_replaceable
+from .sharding import Entries
+from .weights import Shards
+
+default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+
+
+class QuantizedEmbed(QuantizedModule):
+    """`nnx.Embed` with a quantized table, looked up by tokens and, in `attend`, multiplied by.
+
+    The table is packed as a matrix (features, num_embeddings), with groups along the features, so
+    that `attend` is a quantized product; a lookup reads the columns of its tokens and dequantizes
+    no other. The table's arrays are the variables of `QuantizedLinear`, and `kernel` is the
+    `QuantizedArray` they form.
+
+    **Arguments:** those of `nnx.Embed`, and
+
+    - `format`: of the table, which is initialised in `param_dtype`, then quantized. Its scales
+      have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: into how many equal parts of k and n devices will cut the matrix, as of
+      `jaxlowbit.quantize`.
+
+    **Raises:** `ValueError` where `jaxlowbit.quantize` does.
+
+    ```python
+    embed = QuantizedEmbed(1000, 256, format=INT4, rngs=nnx.Rngs(0))
+    logits = embed.attend(embed(jnp.array([3, 1, 4])))
+    ```
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        format: Format,
+        shards: Shards = (1, 1),
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        embedding_init: Callable[..., Any] = default_embed_init,
+        promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+        rngs: nnx.Rngs,
+    ):
+        shape = (num_embeddings, features)
+        self._store(embedding_init(rngs.params(), shape, param_dtype), format, shards)
+        self.num_embeddings = num_embeddings
+        self.features = features
+        self.dtype = dtype or self.scale.get_value().dtype
+        self.param_dtype = param_dtype
+        self.promote_dtype = promote_dtype
+
+    @classmethod
+    def from_embed(
+        cls, embed: nnx.Embed, format: Format, shards: Shards = (1, 1)
+    ) -> "QuantizedEmbed":
+        """The layer that quantizes the table of `embed`.
+
+        An abstract layer, made under `nnx.eval_shape`, gives an abstract one. Sharding metadata of
+        the table goes over to its arrays.
+
+        **Raises:** `TypeError` if `embed` is no `nnx.Embed`, or of a subclass, `ValueError` where
+        `jaxlowbit.quantize` raises.
+
+        ```python
+        model.embed = QuantizedEmbed.from_embed(model.embed, INT8)
+        ```
+        """
+        check_embed(embed)
+        return cls(
+            embed.num_embeddings,
+            embed.features,
+            format=format,
+            shards=shards,
+            dtype=embed.dtype,
+            param_dtype=embed.param_dtype,
+            embedding_init=lambda *_: embed.embedding,
+            promote_dtype=embed.promote_dtype,
+            rngs=nnx.Rngs(0),
+        )
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.features, self.num_embeddings
+
+    def matrix(self, weight: Any) -> Any:
+        return jnp.swapaxes(weight, -1, -2)
+
+    def matrix_entries(self, entries: Entries) -> Entries:
+        *lead, tokens, features = entries
+        return (*lead, features, tokens)
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
+        """Returns the embeddings (..., features) of tokens (...), integers.
+
+        A negative token counts from the end of the table, and one that the table has not gives
+        NaN, as in `nnx.Embed`. `out_sharding` is that of the result, on a mesh with Explicit axes.
+        """
+        table = self._single_kernel()
+        (like,) = self.promote_dtype((stand_in(table),), dtype=self.dtype, inexact=False)
+
+        def look(inputs: Any, table: Any) -> Array:
+            return lookup(table, inputs, like.dtype)
+
+        return place(look, inputs, table, out_sharding)
+
+    def attend(self, query: Any, out_sharding: Any = None) -> Array:
+        """Returns the products (..., num_embeddings) of queries (..., features) with the table.
+
+        `out_sharding` is that of the result, on a mesh with Explicit axes.
+        """
+        table = self._single_kernel()
+        query, _ = self.promote_dtype((query, stand_in(table)), dtype=self.dtype)
+        return quantized_matmul(query, table, out_sharding=out_sharding)
+
+
+def check_embed(layer: Any) -> None:
+    """Refuses a layer that `QuantizedEmbed` cannot stand in for."""
+    check_replaceable(layer, nnx.Embed, "QuantizedEmbed.from_embed", {})

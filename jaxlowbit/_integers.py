@@ -1,0 +1,106 @@
+"""`QuantizedArray.from_integers`: integers that are quantized already, checked and packed."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from . import _layout, _permute
+from ._array import QuantizedArray
+from ._formats import Format
+from ._quantize import check_shards
+
+
+def from_integers(
+    values: Any,
+    scale: Any,
+    zero: Any,
+    *,
+    format: Format,
+    shards: tuple[int, int],
+    permutation: Any,
+) -> QuantizedArray:
+    """See `QuantizedArray.from_integers`."""
+    values, scale = jnp.asarray(values), jnp.asarray(scale)
+    zero = None if zero is None else jnp.asarray(zero)
+    if not jnp.issubdtype(values.dtype, jnp.integer) or values.ndim < 2:
+        raise ValueError(
+            f"from_integers: values has shape {values.shape} and dtype {values.dtype}, but it "
+            "is an integer matrix (..., k, n); use quantize for floats."
+        )
+    signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
+    if not signed and format.zero == "none":
+        raise ValueError(
+            f"from_integers: values are unsigned ({values.dtype}) and the format has no zero; "
+            'pass signed values, or a zero with format.zero="integer".'
+        )
+    if (zero is None) != (format.zero == "none"):
+        raise ValueError(
+            f"from_integers: format.zero is {format.zero!r}, but zero is "
+            f"{'missing' if zero is None else 'given'}; make the two agree."
+        )
+    *lead, k, n = values.shape
+    check_shards("from_integers", values.shape, shards)
+    size, (parts, columns) = format.group_size, shards
+    groups = 1 if size == -1 else -(-k // (parts * size)) * parts
+    for name, array in (("scale", scale), ("zero", zero)):
+        if array is not None and array.shape != (*lead, groups, n):
+            raise ValueError(
+                f"from_integers: {name} has shape {array.shape}, but values of shape "
+                f"{values.shape} in groups of {size} and {parts} parts of k need "
+                f"{(*lead, groups, n)}."
+            )
+    if zero is not None:
+        zero = _integer_or_float_zero(zero, values, scale, format)
+    codes = _codes("values", values, format)
+    if permutation is not None:
+        permutation = _permute.checked("from_integers", permutation, codes.shape, parts)
+        codes = _permute.permute(codes, permutation, shards=parts, axis=-2)
+    unit = _layout.shard_unit(size)
+
+    def spread(array: Array, unit: int) -> Array:
+        array = _layout.spread(array, -2, parts, unit, mode="edge") if unit else array
+        return _layout.spread(array, -1, columns, _layout.ATOM, mode="edge")
+
+    scale, zero = (
+        None if array is None else spread(array, 0 if size == -1 else unit // size)
+        for array in (scale, zero)
+    )
+    array = QuantizedArray.from_packed_groups(spread(codes, unit), scale, zero, format=format)
+    return dataclasses.replace(array, k=k, n=n, shards=tuple(shards), permutation=permutation)
+
+
+def _integer_or_float_zero(zero: Array, values: Array, scale: Array, format: Format) -> Array:
+    """The zero to store: codes in the convention of `values`, or floats beside unsigned values."""
+    unsigned = jnp.issubdtype(values.dtype, jnp.unsignedinteger)
+    if format.zero == "float":
+        if not unsigned or not jnp.issubdtype(zero.dtype, jnp.floating):
+            raise ValueError(
+                f"from_integers: with format.zero='float', values are unsigned codes and zero "
+                f"floats to add, but they are {values.dtype} and {zero.dtype}; convert them."
+            )
+        return zero.astype(scale.dtype)
+    kind = jnp.unsignedinteger if unsigned else jnp.signedinteger
+    if not jnp.issubdtype(zero.dtype, kind):
+        raise ValueError(
+            f"from_integers: zero is {zero.dtype} beside values of {values.dtype}, but an integer "
+            "zero is signed where the values are and unsigned where they are; convert one of them."
+        )
+    return _codes("zero", zero, format)
+
+
+def _codes(name: str, values: Array, format: Format) -> Array:
+    """Unsigned codes of signed or unsigned integers, checked against the width where concrete."""
+    low = -format.offset if jnp.issubdtype(values.dtype, jnp.signedinteger) else 0
+    high = low + 2**format.bits - 1
+    values = values.astype(jnp.int32)
+    if values.size and not isinstance(values, Tracer):
+        least, most = int(values.min()), int(values.max())
+        if least < low or most > high:
+            raise ValueError(
+                f"from_integers: {name} reaches from {least} to {most}, but {format.bits} bits "
+                f"hold {low} to {high}; use a wider format."
+            )
+    return (values - low).astype(jnp.uint8)

@@ -1,0 +1,49 @@
+"""Columns of a quantized matrix by their numbers: what a lookup in an embedding table reads."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from . import _layout
+from ._array import QuantizedArray
+from ._backends import definition
+
+
+def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
+    """`array.dequantize(dtype).T[columns]` of a (k, n) matrix, without dequantizing the others.
+
+    Columns are numbered as by `jnp.take`: from the end if negative, and NaN where there is none.
+
+    **Arguments:**
+
+    - `array`: a single matrix, no stack.
+    - `columns`: integers (...).
+    - `dtype`: of the result, to which weights, defined in float32, are rounded once.
+
+    **Returns:** (..., k).
+    """
+    numbers = _numbers(columns.reshape(-1), array.n)
+    exists = (numbers >= 0) & (numbers < array.n)
+    numbers = jnp.where(exists, numbers, 0)
+    numbers = _layout.spread_position(numbers, array.n, array.shards[1], _layout.ATOM)
+    weight = definition.dequantize_columns(
+        array.packed, array.scale, array.zero, numbers, format=array.format, k=array.padded_shape[0]
+    )
+    weight = _layout.join(weight, -2, array.shards[0], array.k).astype(dtype)
+    weight = jnp.where(exists, weight, jnp.asarray(jnp.nan, dtype))
+    return weight.T.reshape(*columns.shape, array.k)
+
+
+def _numbers(columns: Array, n: int) -> Array:
+    """Columns as int32 counted from the front, outside of 0 to n - 1 for those that are not there.
+
+    Narrow integers are widened first, since n may be none of their values; wide ones are clipped.
+    """
+    wide = jnp.uint32 if jnp.issubdtype(columns.dtype, jnp.unsignedinteger) else jnp.int32
+    if columns.dtype.itemsize < 4:
+        columns = columns.astype(wide)
+    if wide is jnp.uint32:
+        return jnp.minimum(columns, n).astype(jnp.int32)
+    columns = jnp.clip(columns, -n - 1, n).astype(jnp.int32)
+    return jnp.where(columns < 0, columns + n, columns)

@@ -1,0 +1,32 @@
+"""Eight CPU devices as a mesh, and what programs send between them."""
+
+import re
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+REDUCE, GATHER = "all-reduce f32", "all-gather f32"
+
+
+def make_mesh(kind: AxisType) -> jax.sharding.Mesh:
+    """Two by four devices, a and b."""
+    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+
+
+def put(tree, mesh, specs):
+    return jax.device_put(tree, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
+
+
+def assert_close(got, want):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
+
+
+def collectives(f, *args) -> list[str]:
+    """Communication of the compiled program, such as "all-reduce f32"."""
+    text = jax.jit(lambda *args: f(*args)).lower(*args).compile().as_text()
+    assert text is not None
+    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
+    return [f"{op} {dtype}" for dtype, op in re.findall(rf"= (\w+)\[.* ({kinds})\S*\(", text)]
