@@ -51,8 +51,9 @@ def quantized_matmul(
       sharded; None for that of the rows of `lhs` and the columns of `rhs`.
     - `backend`: None for the custom call of the platform the program is compiled for where it
       supports the problem, else the definition; `"cuda"` or `"cpu"` for that custom call,
-      `"pallas"` for a kernel for TPUs (interpreted, slowly, on the CPU), each or an error with the
-      reason; `"xla"` for the definition, `lhs @ rhs.dequantize(lhs.dtype)`.
+      `"pallas"` for a kernel that JAX compiles, on TPUs and GPUs (interpreted, slowly, on the CPU),
+      each or an error with the reason; `"xla"` for the definition,
+      `lhs @ rhs.dequantize(lhs.dtype)`.
 
     **Returns:** (..., n).
 
