@@ -55,7 +55,7 @@ def error_over_bound(got: jax.Array, x: jax.Array, weight: np.ndarray) -> float:
 
 
 def contenders(
-    size: int, format: jl.Format, backends: list[str]
+    size: int, format: jl.Format, backends: list[Any]
 ) -> dict[str, tuple[Callable, Callable]]:
     """Name to a product and a maker of its (size, size) weight from a key.
 
@@ -87,7 +87,7 @@ def contenders(
 
 
 def measure(
-    size: int, format: jl.Format, tokens: list[int], backends: list[str]
+    size: int, format: jl.Format, tokens: list[int], backends: list[Any]
 ) -> Iterator[dict[str, Any]]:
     """One row per contender and number of tokens; ours only after its result was right."""
     for name, (product, make) in contenders(size, format, backends).items():
