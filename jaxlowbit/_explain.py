@@ -80,7 +80,10 @@ def _choice(
         yield "why", "the result is empty"
         return
     refusal = native.unsupported if device.here else native.uncovered
-    if reason := refusal(device.platform, lhs, rhs.format):
+    reason = refusal(device.platform, lhs, rhs.format)
+    if reason is None and device.platform == "cuda":
+        reason = native.too_old(device.capability)
+    if reason is not None:
         yield "backend", "xla: dequantizes, then multiplies"
         yield "why", reason
         return
@@ -129,6 +132,5 @@ def _describe(device: Any) -> _Device:
     device = device or jax.devices()[0]
     if device.platform != "gpu":
         return _Device(device.device_kind, device.platform)
-    major, minor = map(int, device.compute_capability.split("."))
     num_sms = getattr(device, "core_count", _GPUS["H200"].num_sms)
-    return _Device(device.device_kind, "cuda", 10 * major + minor, num_sms)
+    return _Device(device.device_kind, "cuda", native.compute_capability(device), num_sms)
