@@ -20,7 +20,8 @@ class _Device(NamedTuple):
     here: bool = True  # so that the build of this installation counts
 
 
-# GPUs that need not be here, by compute capability and multiprocessors.
+# GPUs that need not be here, by compute capability and multiprocessors. H100 is the SXM module; the
+# PCIe card has 114.
 _GPUS = {
     name: _Device(f"NVIDIA {name}", "cuda", capability, num_sms, here=False)
     for name, capability, num_sms in (
@@ -32,8 +33,9 @@ _GPUS = {
         ("T4", 75, 40),
     )
 }
-# KiB of shared memory per multiprocessor, by compute capability (CUDA programming guide).
-_SHARED_KIB = {75: 64, 80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100}
+# KiB of shared memory per multiprocessor, by compute capability (CUDA programming guide); 100 for
+# the others that there are: 8.6, 8.8, 8.9, 12.0 and 12.1.
+_SHARED_KIB = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228, 110: 228}
 
 
 def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
