@@ -9,6 +9,7 @@ the error bound of the definition.
 """
 
 import argparse
+import functools
 import json
 import operator
 import os
@@ -53,7 +54,9 @@ def error_over_bound(got: jax.Array, x: jax.Array, weight: np.ndarray) -> float:
     return float((np.abs(np.asarray(got, np.float64) - exact) / bound).max())
 
 
-def contenders(size: int, format: jl.Format) -> dict[str, tuple[Callable, Callable]]:
+def contenders(
+    size: int, format: jl.Format, backends: list[Any]
+) -> dict[str, tuple[Callable, Callable]]:
     """Name to a product and a maker of its (size, size) weight from a key.
 
     Weights keep unit variance along a chain, so that no run ends in zeros or infinities.
@@ -68,10 +71,13 @@ def contenders(size: int, format: jl.Format) -> dict[str, tuple[Callable, Callab
         scale = size**-0.5 / root_mean_square
         return codes, jnp.full((size // format.group_size, size), scale, jnp.bfloat16)
 
-    found = {
-        "jaxlowbit": (operator.matmul, lambda key: jl.quantize(dense(key), format)),
-        "xla bf16": (operator.matmul, dense),
-    }
+    def quantized(key: jax.Array) -> jl.QuantizedArray:
+        return jl.quantize(dense(key), format)
+
+    found = {"jaxlowbit": (operator.matmul, quantized), "xla bf16": (operator.matmul, dense)}
+    for backend in backends:
+        product = functools.partial(jl.quantized_matmul, backend=backend)
+        found[f"jaxlowbit {backend}"] = product, quantized
     if format.bits == 4 and format.group_size > 0:
         found |= {
             "xla int4": (xla_int4, integers),
@@ -80,15 +86,17 @@ def contenders(size: int, format: jl.Format) -> dict[str, tuple[Callable, Callab
     return found
 
 
-def measure(size: int, format: jl.Format, tokens: list[int]) -> Iterator[dict[str, Any]]:
+def measure(
+    size: int, format: jl.Format, tokens: list[int], backends: list[Any]
+) -> Iterator[dict[str, Any]]:
     """One row per contender and number of tokens; ours only after its result was right."""
-    for name, (product, make) in contenders(size, format).items():
+    for name, (product, make) in contenders(size, format, backends).items():
         # A weight of its own for every call: XLA would share work between equal operands.
         weights = [jax.jit(make)(jax.random.key(i)) for i in range(2 * CALLS)]
         for m in tokens:
             x = jax.random.normal(jax.random.key(m), (m, size), jnp.bfloat16)
             row = {"size": size, "m": m, "name": name, "format": str(format)}
-            if name == "jaxlowbit":
+            if name.startswith("jaxlowbit"):
                 exact = np.asarray(weights[0].dequantize(jnp.float32), np.float64)
                 row["error_over_bound"] = error_over_bound(
                     jax.jit(product)(x, weights[0]), x, exact
@@ -105,11 +113,14 @@ def main() -> None:
     parser.add_argument("--m", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--bits", type=int, choices=range(2, 9), default=4)
     parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument(
+        "--backends", nargs="*", default=[], help="forced ones to time too: pallas, xla, cuda, cpu"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
-    rows = []
+    rows, format = [], jl.Format(args.bits, args.group_size)
     for size in args.size:
-        for row in measure(size, jl.Format(args.bits, args.group_size), args.m):
+        for row in measure(size, format, args.m, args.backends):
             rows.append(row)
             print(f"{row['name']:18s} {size} x {size}  m={row['m']:<5d} {row['us']:9.2f} us")
     if args.json:

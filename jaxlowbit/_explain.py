@@ -20,7 +20,8 @@ class _Device(NamedTuple):
     here: bool = True  # so that the build of this installation counts
 
 
-# GPUs that need not be here, by compute capability and multiprocessors.
+# GPUs that need not be here, by compute capability and multiprocessors. H100 is the SXM module; the
+# PCIe card has 114.
 _GPUS = {
     name: _Device(f"NVIDIA {name}", "cuda", capability, num_sms, here=False)
     for name, capability, num_sms in (
@@ -32,8 +33,9 @@ _GPUS = {
         ("T4", 75, 40),
     )
 }
-# KiB of shared memory per multiprocessor, by compute capability (CUDA programming guide).
-_SHARED_KIB = {75: 64, 80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100}
+# KiB of shared memory per multiprocessor, by compute capability (CUDA programming guide); 100 for
+# the others that there are: 8.6, 8.8, 8.9, 12.0 and 12.1.
+_SHARED_KIB = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228, 110: 228}
 
 
 def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
@@ -81,7 +83,10 @@ def _choice(
         yield "why", "the result is empty"
         return
     refusal = native.unsupported if device.here else native.uncovered
-    if reason := refusal(device.platform, lhs, rhs.format):
+    reason = refusal(device.platform, lhs, rhs.format)
+    if reason is None and device.platform == "cuda":
+        reason = native.too_old(device.capability)
+    if reason is not None:
         yield "backend", "xla: dequantizes, then multiplies"
         yield "why", reason
         return
@@ -130,6 +135,5 @@ def _describe(device: Any) -> _Device:
     device = device or jax.devices()[0]
     if device.platform != "gpu":
         return _Device(device.device_kind, device.platform)
-    major, minor = map(int, device.compute_capability.split("."))
     num_sms = getattr(device, "core_count", _GPUS["H200"].num_sms)
-    return _Device(device.device_kind, "cuda", 10 * major + minor, num_sms)
+    return _Device(device.device_kind, "cuda", native.compute_capability(device), num_sms)

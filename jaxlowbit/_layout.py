@@ -11,10 +11,11 @@ Lane 4 g + t of warp w holds 32 values, one for each (s, v, h, e), in one 32-bit
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 VERSION = 1
@@ -155,7 +156,7 @@ def unpack_group_columns(values: Array, columns: Array) -> Array:
     return _slices(values, block, 16 * w + 2 * g + h, 1)[..., 0].T
 
 
-def rows_by_slot(values: Array, bits: int) -> Array:
+def rows_by_slot(values: Any, bits: int) -> Any:
     """Values of rows (..., k), whole atoms, as shifting words slot by slot finds them.
 
     For 1, 2, 4 or 8 bits. Words of an atom as (32, words / 32) hold channels by rows; slot i has
@@ -168,6 +169,26 @@ def rows_by_slot(values: Array, bits: int) -> Array:
     values = values.reshape(*values.shape[:-1], -1, *_K_SIZES)
     values = _transpose(values, "K" + _K_AXES, "K" + slot + "t" + word)
     return values.reshape(*values.shape[: -len(_K_AXES)], ATOM)
+
+
+def steps_by_slot(bits: int) -> np.ndarray:
+    """The step (0 to 3) of the rows of each pair of slots, (pairs, 1, words / 32)."""
+    steps = rows_by_slot(np.arange(ATOM, dtype=np.int32) // 16, bits)
+    return steps.reshape(16 // bits, 1, 4 * bits)
+
+
+def from_slots(slots: list[Array], bits: int) -> Array:
+    """The atom (n, k) in its own order from all its slots, (32, words / 32) each.
+
+    Pairs are stacked along a new last axis, which permutes nothing.
+    """
+    (plane,) = _PLANES[bits]
+    digits = bits.bit_length() - 1
+    while len(slots) > 1:
+        slots = [jnp.stack(pair, axis=-1) for pair in zip(slots[::2], slots[1::2], strict=True)]
+    atom = slots[0].reshape(4, 8, 4, *[2] * len(plane.slots))
+    stacked = "wgt" + plane.slots[:digits] + plane.slots[digits:][::-1]
+    return _transpose(atom, stacked, _N_AXES + _K_AXES).reshape(ATOM, ATOM)
 
 
 def channels_by_slot(values: Array) -> Array:

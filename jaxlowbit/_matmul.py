@@ -51,8 +51,9 @@ def quantized_matmul(
       sharded; None for that of the rows of `lhs` and the columns of `rhs`.
     - `backend`: None for the custom call of the platform the program is compiled for where it
       supports the problem, else the definition; `"cuda"` or `"cpu"` for that custom call,
-      `"pallas"` for a kernel for TPUs (interpreted, slowly, on the CPU), each or an error with the
-      reason; `"xla"` for the definition, `lhs @ rhs.dequantize(lhs.dtype)`.
+      `"pallas"` for a kernel that JAX compiles, on TPUs and GPUs (interpreted, slowly, on the CPU),
+      each or an error with the reason; `"xla"` for the definition,
+      `lhs @ rhs.dequantize(lhs.dtype)`.
 
     **Returns:** (..., n).
 
@@ -301,13 +302,22 @@ _PLATFORMS = {"cuda": ("cuda",), "cpu": ("cpu",), "pallas": pallas.PLATFORMS}
 
 
 @_permute.of_stored_rows
-def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
-    """The product on `platform`, by the backend that is asked for or the best one there."""
+def _compute(
+    *operands: Array, platform: str | None, too_old: str | None = None, **params: Any
+) -> Array:
+    """The product on `platform`, by the backend that is asked for or the best one there.
+
+    `too_old` says why the kernels do not run on the device, if it is known and they do not.
+    """
     lhs, backend, format = operands[0], params["backend"], params["format"]
     if platform not in _PLATFORMS.get(backend, (platform,)):
         raise ValueError(
             f"quantized_matmul: backend={backend!r}, but this program is compiled for "
             f"{platform or 'another platform'}; use backend=None or 'xla'."
+        )
+    if backend == "cuda" and too_old:
+        raise ValueError(
+            f"quantized_matmul: backend='cuda', but {too_old}; use backend=None or 'xla'."
         )
     if math.prod(lhs.shape[:-1]) == 0:
         return jnp.zeros((*lhs.shape[:-1], params["columns"]), params["out_dtype"])
@@ -318,6 +328,7 @@ def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
         return pallas.matmul(**stored, format=format, **sizes, platform=platform)
     if (
         platform is None
+        or too_old
         or backend in ("xla", "pallas")
         or native.unsupported(platform, lhs.dtype, format, transposed=transposed)
     ):
@@ -325,13 +336,24 @@ def _compute(*operands: Array, platform: str | None, **params: Any) -> Array:
     return native.matmul(**stored, format=format, **sizes, transposed=transposed, platform=platform)
 
 
-def _register(platform: str | None) -> None:
-    alone = functools.partial(_compute, platform=platform)
+def _too_old(context: Any) -> str | None:
+    """Why the CUDA kernels do not run on the GPUs that a program is lowered for, or None.
 
+    None too where these are not known. An exported program asks where it runs: the custom call
+    refuses there.
+    """
+    if context.lowering_parameters.for_export or context.backend is None:
+        return None
+    gpus = [device for device in context.backend.local_devices() if device.platform == "gpu"]
+    return native.too_old(min(map(native.compute_capability, gpus))) if gpus else None
+
+
+def _register(platform: str | None) -> None:
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         divided = _partition.divided(ctx)
         if divided is None:
-            product = alone
+            too_old = _too_old(ctx.module_context) if platform == "cuda" else None
+            product = functools.partial(_compute, platform=platform, too_old=too_old)
         elif params["transposed"]:
             # XLA divides the definition by itself; the rules here are those of the product.
             product, divided = _definition, None

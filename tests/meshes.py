@@ -29,4 +29,5 @@ def collectives(f, *args) -> list[str]:
     text = jax.jit(lambda *args: f(*args)).lower(*args).compile().as_text()
     assert text is not None
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
-    return [f"{op} {dtype}" for dtype, op in re.findall(rf"= (\w+)\[.* ({kinds})\S*\(", text)]
+    started = rf"= \(?(\w+)\[.* ({kinds})(?:-start)?\("  # asynchronous ones end elsewhere
+    return [f"{op} {dtype}" for dtype, op in re.findall(started, text)]

@@ -1,6 +1,8 @@
 """What programs become. Needs no GPU: programs for one are lowered here and not run."""
 
+import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import TARGET
 from jax import export
+from jax.interpreters import mlir
 
 import jaxlowbit
 from jaxlowbit import Format, quantized_matmul
@@ -146,6 +149,48 @@ def test_unavailable_custom_calls_are_the_definition(monkeypatch):
         assert calls(lowered(product, like(5, K), stack(), platform=platform)) == 0
     reasons = jaxlowbit.supported_backends(like(5, K), stack())
     assert (reasons["cuda"], reasons["cpu"], reasons["xla"]) == (*["it is too old"] * 2, None)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Programs are lowered as if for GPUs of the compute capabilities that it is told."""
+
+    def lowered_for(*capabilities):
+        devices = [
+            types.SimpleNamespace(platform="gpu", compute_capability=c) for c in capabilities
+        ]
+        client = types.SimpleNamespace(local_devices=lambda: devices)
+        backend = property(lambda self: client, lambda self, value: None)
+        monkeypatch.setattr(mlir.ModuleContext, "backend", backend, raising=False)
+
+    return lowered_for
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "count"), [(["9.0"], 1), (["8.0"], 1), (["7.5"], 0), (["9.0", "7.5"], 0)]
+)
+def test_gpus_without_kernels_run_the_definition(cuda, gpus, capabilities, count):
+    gpus(*capabilities)
+    text = lowered(product, like(5, K), stack(), platform="cuda")
+    assert calls(text) == count
+    assert ("dot_general" in text) == (count == 0)
+
+
+def test_gpus_without_kernels_refuse_the_custom_call(cuda, gpus):
+    gpus("7.5")
+    forced = functools.partial(quantized_matmul, backend="cuda")
+    with pytest.raises(ValueError, match=r"'cuda', but .* need .* 8\.0, .* has 7\.5; use .*\.$"):
+        lowered(forced, like(5, K), stack(), platform="cuda")
+
+
+def test_exported_programs_ask_where_they_run(cuda, gpus):
+    gpus("7.5")
+    exported = export.export(
+        jax.jit(product),
+        platforms=["cuda"],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call(TARGET)],
+    )(like(5, K), stack())
+    assert calls(exported.mlir_module()) == 1
 
 
 def test_no_rows_need_no_custom_call():

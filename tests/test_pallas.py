@@ -1,18 +1,25 @@
 """`backend="pallas"` beyond its results, which `test_matmul.py` holds to the error bound."""
 
+import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLATFORM
+from helpers import PLATFORM, assert_within, dequantize, matmul
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractDevice, AbstractMesh
+from problems import PROBLEMS, Problem, operands
 
 import jaxlowbit
 from jaxlowbit import Format
+from jaxlowbit._backends import pallas
 
 K, N = 256, 192
 interpreted = pytest.mark.skipif(PLATFORM != "cpu", reason="Pallas interprets on the CPU only")
+deprecated = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 product = functools.partial(jaxlowbit.quantized_matmul, backend="pallas")
 
 
@@ -22,8 +29,15 @@ def weight(format: Format, *lead: int) -> jaxlowbit.QuantizedArray:
 
 
 def lowered(f, lhs, rhs, platform: str) -> str:
-    program = jax.jit(lambda lhs, rhs: f(lhs, rhs)).trace(lhs, rhs)
-    return program.lower(lowering_platforms=(platform,)).as_text()
+    with gpu_kind() if platform == "cuda" else contextlib.nullcontext():
+        program = jax.jit(lambda lhs, rhs: f(lhs, rhs)).trace(lhs, rhs)
+        return program.lower(lowering_platforms=(platform,)).as_text()
+
+
+def gpu_kind():
+    """Where JAX sees no GPU, its Triton lowering asks for which one it is."""
+    device = AbstractDevice("NVIDIA H200", None, "gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -35,23 +49,52 @@ def test_one_kernel_for_tpus(bits, zero, group_size, dtype):
     lhs = jax.ShapeDtypeStruct((5, K), jnp.dtype(dtype))
     text = lowered(product, lhs, weight(Format(bits, group_size, zero)), "tpu")
     assert text.count("custom_call @tpu_custom_call") == 1
-    assert "dot_general" not in text  # outside of the kernel
+    assert "stablehlo.dot_general" not in text  # outside of the kernel
 
 
-def test_no_program_gets_it_unasked():
+@deprecated
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("group_size", [128, 48, -1])
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_one_kernel_for_gpus(bits, zero, group_size, dtype):
+    """JAX lowers it to Triton; this says nothing about compiling it."""
+    lhs = jax.ShapeDtypeStruct((5, K), jnp.dtype(dtype))
+    text = lowered(product, lhs, weight(Format(bits, group_size, zero)), "cuda")
+    assert len(re.findall(r'custom_call @"?__gpu\$xla.gpu.triton"?\(', text)) == 1
+    assert "stablehlo.dot_general" not in text  # outside of the kernel
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_no_program_gets_it_unasked(platform):
     lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
-    text = lowered(lambda lhs, rhs: lhs @ rhs, lhs, weight(Format(4, 32)), "tpu")
+    text = lowered(lambda lhs, rhs: lhs @ rhs, lhs, weight(Format(2, 32)), platform)
     assert "custom_call" not in text and "dot_general" in text
 
 
 def test_other_platforms_are_refused():
     lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"backend='pallas', but .* compiled for cuda; use .*\.$"):
+    with pytest.raises(
+        ValueError, match=r"backend='pallas', but .* compiled for another platform; use .*\.$"
+    ):
+        lowered(product, lhs, weight(Format(4, 32)), "rocm")
+
+
+def test_gpus_are_refused_where_jax_has_no_triton(monkeypatch):
+    monkeypatch.setattr(pallas.triton, "MODULE", "jax.experimental.pallas.gone")
+    lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"for cuda, but jax .* has no jax.*gone; use .*\.$"):
         lowered(product, lhs, weight(Format(4, 32)), "cuda")
 
 
+def test_symbolic_rows_are_refused():
+    lhs = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"rows, {K}"), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"with rows rows and .*kernels need numbers; use .*\.$"):
+        lowered(product, lhs, weight(Format(4, 32)), "tpu")
+
+
 def test_other_widths_are_refused():
-    with pytest.raises(ValueError, match=r"reads 1, 2, 4 or 8 bits, the format has 3\. Use .*\.$"):
+    with pytest.raises(ValueError, match=r"read 1, 2, 4 or 8 bits, the format has 3\. Use .*\.$"):
         product(jnp.ones((5, K)), weight(Format(3, 32)))
 
 
@@ -84,3 +127,84 @@ def test_under_shard_map():
     np.testing.assert_allclose(jax.jit(mapped)(lhs, rhs), want, rtol=1e-4, atol=1e-4)
     text = lowered(jax.shard_map(product, **options), lhs, rhs, "tpu")
     assert "custom_call @tpu_custom_call" in text
+
+
+# --- the kernel for GPUs --------------------------------------------------------------------------
+
+
+def named(*names: str) -> list[Problem]:
+    found = [p for p in PROBLEMS if p.name in names]
+    assert len(found) == len(names)
+    return found
+
+
+INTERPRETED = named(
+    "one row: decoding",
+    "65 rows: one past 64",
+    "1 x 1 x 1: the smallest product",
+    "k = 3001: long odd sums",
+    "n = 129: one past two atoms",
+    "group 16: one step",
+    "group 96: straddles atoms",
+    "group 128, 40 rows",
+    "8 bits, integer zero, group 48",
+    "8 bits, group -1",
+    "float zero, group 48, many rows",
+    "float16, float zero",
+    "float32, 8 bits, many rows",
+    "1 bit, integer zero",
+    "2 bits, float zero",
+    "a stack in two axes",
+    "everything odd at once",
+)
+
+
+@interpreted
+@pytest.mark.parametrize("problem", INTERPRETED, ids=[p.name for p in INTERPRETED])
+def test_the_kernel_for_gpus_interpreted(problem, monkeypatch):
+    """Its arithmetic, without Triton."""
+
+    def interpret(*args, compiler_params, **options):
+        del compiler_params
+        return compiled(*args, **options, interpret=True)
+
+    compiled = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", interpret)
+    lhs, rhs, oracle = operands(problem)
+    multiply = functools.partial(
+        pallas.matmul,
+        format=rhs.format,
+        columns=problem.n,
+        out_dtype=problem.result_dtype,
+        platform="cuda",
+    )
+    got = jax.jit(multiply)(jnp.asarray(lhs), rhs.packed, rhs.scale, rhs.zero, rhs.index)
+    assert_within(got, oracle.exact, oracle.bound(problem.result_dtype))
+
+
+ON_GPUS = [p for p in PROBLEMS if p.bits in (4, 8)]
+
+
+@deprecated
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", ON_GPUS, ids=[p.name for p in ON_GPUS])
+def test_the_kernel_for_gpus(problem):
+    lhs, rhs, oracle = operands(problem)
+    out_dtype = None if problem.out_dtype is None else jnp.dtype(problem.out_dtype)
+    multiply = functools.partial(matmul, preferred_element_type=out_dtype, backend="pallas")
+    got = np.asarray(multiply(jnp.asarray(lhs), rhs))
+    assert_within(got, oracle.exact, oracle.bound(problem.result_dtype))
+    assert np.asarray(multiply(jnp.asarray(lhs), rhs)).tobytes() == got.tobytes()
+
+
+IDENTITY = named("group 48: straddles atoms", "8 bits, group -1", "float16, integer zero")
+
+
+@deprecated
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", IDENTITY, ids=[p.name for p in IDENTITY])
+def test_identity_gives_the_dequantized_weight_on_gpus(problem):
+    rhs, dtype = operands(problem).rhs, jnp.dtype(problem.dtype)
+    got = matmul(jnp.eye(problem.k, dtype=dtype), rhs, backend="pallas")
+    want = dequantize(rhs).value.astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(got, want)

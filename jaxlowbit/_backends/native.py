@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +194,24 @@ def choose(
         shared_bytes_per_sm=shared_bytes_per_sm,
         workspace_bytes=_workspace_bytes(batch, parts * m, n),
     )
+
+
+def compute_capability(device: Any) -> int:
+    """That of a `jax.Device`, 90 for 9.0."""
+    major, minor = map(int, device.compute_capability.split("."))
+    return 10 * major + minor
+
+
+def too_old(compute_capability: int) -> str | None:
+    """Why the CUDA kernels run no problem on GPUs of this compute capability, or None."""
+    bfloat16 = jnp.dtype("bfloat16")
+    choice = choose(
+        *(1, 1, _layout.ATOM, _layout.ATOM, bfloat16, bfloat16, Format(4)),
+        compute_capability=compute_capability,
+        num_sms=1,
+        shared_bytes_per_sm=0,
+    )
+    return choice["unsupported"] or None
 
 
 def _workspace_bytes(batch: int, m: int, columns: int) -> int:

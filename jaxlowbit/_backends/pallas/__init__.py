@@ -1,0 +1,66 @@
+"""Pallas kernels that read the packed words: for TPUs (`tpu.py`) and for GPUs (`triton.py`).
+
+On the CPU, Pallas interprets the one for TPUs.
+"""
+
+import importlib.util
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..._formats import Format
+from .. import definition
+from . import tpu, triton
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+_BITS = (1, 2, 4, 8)
+
+
+def unsupported(format: Format) -> str | None:
+    """Why the kernels cannot compute products of this format, or None."""
+    if format.bits not in _BITS:
+        return f"its kernels read 1, 2, 4 or 8 bits, the format has {format.bits}"
+    return None
+
+
+def matmul(
+    lhs: Array,
+    packed: Array,
+    scale: Array,
+    zero: Array | None,
+    index: Array | None,
+    *,
+    format: Format,
+    columns: int,
+    out_dtype: jnp.dtype,
+    platform: str | None,
+) -> Array:
+    """`definition.matmul` as one kernel; weights that an index selects are copied."""
+    packed, scale, zero = definition.take(packed, scale, zero, index)
+    lead = packed.shape[:-3]
+    rows, k = lhs.shape[len(lead) : -1], lhs.shape[-1]
+    batch, m = math.prod(lead), math.prod(rows)
+    _check(batch, m, platform)
+    lhs = lhs.reshape(batch, m, k)
+    packed = packed.reshape(batch, *packed.shape[-3:])
+    groups = [x.reshape(batch, *x.shape[-3:]) for x in (scale, zero) if x is not None]
+    if platform == "cuda":
+        out = triton.product(lhs, packed, groups, format)
+    else:
+        out = tpu.product(lhs, packed, groups, format, interpret=platform != "tpu")
+    return out[:, :m, :columns].reshape(*lead, *rows, columns).astype(out_dtype)
+
+
+def _check(batch: int, m: int, platform: str | None) -> None:
+    if not (isinstance(batch, int) and isinstance(m, int)):
+        raise ValueError(
+            f"quantized_matmul: backend='pallas' with {m} rows and a batch of {batch}, but its "
+            "kernels need numbers; use backend=None or 'xla'."
+        )
+    if platform == "cuda" and importlib.util.find_spec(triton.MODULE) is None:
+        raise ValueError(
+            f"quantized_matmul: backend='pallas' for cuda, but jax {jax.__version__} has no "
+            f"{triton.MODULE}; use backend=None or 'xla'."
+        )
