@@ -9,6 +9,7 @@ wrong product is reported and not timed, and the exit status is 1; so it is afte
 """
 
 import argparse
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -52,13 +53,14 @@ def _parser() -> argparse.ArgumentParser:
         "--backends",
         nargs="+",
         choices=names,
+        metavar="NAME",
         default=[*DEFAULT_BACKENDS, *(n for n in peers.PEERS if n not in DEFAULT_BACKENDS)],
         help=f"{', '.join(names)}; by default {', '.join(DEFAULT_BACKENDS)} and the other packages",
     )
     add("--calls", type=_positive, default=16, help="least calls of the shorter program")
     add("--cold-mb", type=float, default=200, help="least size of all copies of a weight")
     add("--driver", type=Path, help="time our kernels by this program (make driver) and not in jit")
-    add("--out", type=Path, help="write the results here")
+    add("--out", type=Path, help="write what is measured here")
     add("--read", type=Path, help="report on these results and measure nothing")
     add("--compare", type=Path, help="compare with these results")
     add("--threshold", type=float, default=5, help="percent by which a time may grow")
@@ -79,8 +81,6 @@ def _run(options: argparse.Namespace) -> int:
             raise results.InputError(f"the folder {folder} does not exist; make it first.")
     old = results.read(options.compare) if options.compare else None
     found = results.read(options.read) if options.read else _measure(options)
-    if options.out:
-        results.write(options.out, found)
     text = report.markdown(found)
     print("", text, sep="\n")
     if options.markdown:
@@ -108,11 +108,13 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"environment": results.environment()}
     found |= {"rows": [], "skipped": [], "wrong": []}
     print(results.describe(found["environment"]), flush=True)
+    measured = measure.measure(plan)
     if options.driver:
-        for row in driver.measure(options.driver, plan):
-            _record(found, row)
-    for finding in measure.measure(plan):
+        measured = itertools.chain(driver.measure(options.driver, plan), measured)
+    for finding in measured:
         _record(found, finding)
+        if options.out:  # so that an interrupted run keeps what it has
+            results.write(options.out, found)
     return found
 
 

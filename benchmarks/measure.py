@@ -141,7 +141,7 @@ def _products(
             operand = import_module("torch").from_dlpack(x) if torch else x
             call = contender.call if torch else jax.jit(contender.call)
             product = call(operand, made[0])
-            product = jax.dlpack.from_dlpack(product.contiguous()) if torch else product
+            product = jax.dlpack.from_dlpack(product.detach().contiguous()) if torch else product
             error = weights.error_over_bound(product, x, exact)
             if not error <= 1:
                 yield Wrong(row["backend"], shape.name, m, row["format"], error)
@@ -162,7 +162,7 @@ def _reference(
     plan: Plan, shape: Shape, format: Format, contender: Contender, weight: Any
 ) -> jax.Array:
     if contender.reference is not None:
-        return jax.dlpack.from_dlpack(contender.reference(weight).float().contiguous())
+        return jax.dlpack.from_dlpack(contender.reference(weight).detach().float().contiguous())
     codes = weights.random_codes(jax.random.key(0), shape.n, shape.k, format, plan.dtype)
     return weights.dequantize(codes, format)
 

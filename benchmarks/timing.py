@@ -103,7 +103,7 @@ def graph_microseconds_per_call(
             for weight in weights[:3]:
                 call(x, weight)
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(calls):
                 call(x, weights[i % len(weights)])
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

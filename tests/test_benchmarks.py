@@ -86,6 +86,18 @@ def test_from_the_command_to_the_page(quick, tmp_path, capsys):
     assert text.split("<!-- results -->\n\n")[1].split("\n<!-- end")[0] in capsys.readouterr().out
 
 
+def test_interrupted_run_keeps_its_rows(quick, tmp_path, monkeypatch):
+    right = contenders.table()["jaxlowbit"]
+    broken = right._replace(make=lambda codes, format: 1 / 0)
+    monkeypatch.setattr(contenders, "table", lambda: {"jaxlowbit": right, "xla": broken})
+    out = tmp_path / "results.json"
+    arguments = ["--shapes", "1024x1024", "--m", 3, *SMALL, "--out", out]
+    with pytest.raises(ZeroDivisionError):
+        benchmark.main([*map(str, arguments), "--backends", "jaxlowbit", "xla"])
+    found = json.loads(out.read_text())
+    assert len(found["rows"]) + len(found["skipped"]) == 1
+
+
 def test_wrong_product_is_not_timed(quick, tmp_path, monkeypatch, capsys):
     right = contenders.table()["jaxlowbit"]
     wrong = right._replace(call=lambda x, w: right.call(x, w).at[-1, -1].multiply(1.5))
@@ -116,6 +128,8 @@ def test_missing_packages_are_skipped_with_the_reason(quick, tmp_path, monkeypat
 
 @pytest.mark.parametrize("name", ["definition", "pallas", "xla", "xla-int4", "xla-int4-grouped"])
 def test_contenders_are_right(name):
+    if name == "pallas" and jax.default_backend() == "gpu":
+        pytest.skip("the Pallas kernel is for TPUs, and interpreted on the CPU")
     check(contenders.table()[name], weights.parse_format("int4-g128"))
 
 
@@ -285,7 +299,7 @@ def test_codes_mean_what_the_package_means(text):
     codes = weights.random_codes(jax.random.key(0), 192, 256, format, "bfloat16")
     floats = np.asarray(weights.dequantize(codes, format))
     packed = contenders.quantized(codes, format)
-    np.testing.assert_array_equal(packed.dequantize(jnp.float32), floats)
+    np.testing.assert_allclose(packed.dequantize(jnp.float32), floats, rtol=1e-6, atol=1e-8)
     version = 4
     assert weights.num_bytes(192, 256, format, "bfloat16") == packed.nbytes - version
     # Chains of products keep their size.
