@@ -1,15 +1,30 @@
-"""Time per call of a chain of calls, on the device, as a user's program runs them."""
+"""Time per call on the device, as a user's program runs it: the method of every figure here."""
 
 import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-BLOCKS = 7
-PROGRAMS_PER_BLOCK = 20
+BLOCKS = 11
+BLOCK_SECONDS = 0.02
+PROGRAMS = (2, 20)  # least and most in a block
+REPLAYS = 23
+
+
+class Microseconds(NamedTuple):
+    median: float
+    quartiles: tuple[float, float]
+
+
+def summary(seconds: list[float]) -> Microseconds:
+    """Median and quartiles of some samples."""
+    lower, median, upper = statistics.quantiles((1e6 * s for s in seconds), method="inclusive")
+    return Microseconds(median, (lower, upper))
 
 
 def microseconds_per_call(
@@ -20,33 +35,83 @@ def microseconds_per_call(
     *,
     donate: bool = True,
     compiler_options: dict[str, Any] | None = None,
-) -> float:
+) -> Microseconds:
     """The slope (t(2 n) - t(n)) / n between jitted chains of n and 2 n calls.
 
     Each call's input is the output before it, and weights take turns. Programs are enqueued one
     after the other without waiting, so that the time is the device's as long as the host keeps
-    ahead, and what a program costs once cancels. The median of several blocks.
+    ahead, and what a program costs once cancels. Blocks of programs of either length alternate, and
+    each pair is a sample.
+
+    Where the output has another shape than the input, a link makes the next input of it, a small
+    kernel of its own. Both programs then have 2 n links, those without a call before them reading
+    a constant, so that links cancel too.
     """
+    out = jax.eval_shape(call, x, weights[0])
+    links = 0 if out.shape == x.shape else 2 * calls
+    idle = jnp.ones(out.shape if links else (), out.dtype)
 
     @functools.partial(
         jax.jit,
-        static_argnums=2,
+        static_argnums=3,
         donate_argnums=0 if donate else (),
         compiler_options=compiler_options,
     )
-    def chain(x: jax.Array, weights: list, count: int) -> jax.Array:
-        for i in range(count):
-            x = call(x, weights[i % len(weights)])
+    def chain(x: jax.Array, weights: list, idle: jax.Array, count: int) -> jax.Array:
+        for i in range(max(count, links)):
+            y = call(x, weights[i % len(weights)]) if i < count else idle
+            x = _link(x, y) if links else y
         return x
 
-    def program_us(count: int) -> float:
-        value, times = x + 0, []
-        for _ in range(BLOCKS + 1):
-            start = time.perf_counter()
-            for _ in range(PROGRAMS_PER_BLOCK):
-                value = chain(value, weights, count)
-            value.block_until_ready()
-            times.append((time.perf_counter() - start) / PROGRAMS_PER_BLOCK)
-        return statistics.median(times[1:]) * 1e6
+    def seconds(count: int, programs: int) -> float:
+        nonlocal x
+        start = time.perf_counter()
+        for _ in range(programs):
+            x = chain(x, weights, idle, count)
+        x.block_until_ready()
+        return (time.perf_counter() - start) / programs
 
-    return (program_us(2 * calls) - program_us(calls)) / calls
+    x = x + 0  # the caller's is not donated
+    for count in (calls, 2 * calls):
+        seconds(count, 2)  # compiles and captures
+    least, most = PROGRAMS
+    programs = min(max(round(BLOCK_SECONDS / seconds(2 * calls, 2)), least), most)
+    return summary(
+        [(seconds(2 * calls, programs) - seconds(calls, programs)) / calls for _ in range(BLOCKS)]
+    )
+
+
+def _link(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`y` in the shape of `x`, which it depends on; the barriers keep it out of other kernels."""
+    x, y = jax.lax.optimization_barrier((x, y))
+    k, n = x.shape[-1], y.shape[-1]
+    y = jnp.tile(y, -(-k // n))[..., :k]
+    return jax.lax.optimization_barrier(y + 2**-20 * x)
+
+
+def graph_microseconds_per_call(
+    call: Callable[[Any, Any], Any], x: Any, weights: list, calls: int
+) -> Microseconds:
+    """The time of a CUDA graph of `calls` calls of PyTorch, replayed, for each of them.
+
+    Weights take turns. Replays are samples.
+    """
+    torch = import_module("torch")
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        with torch.cuda.stream(stream):  # tunes and allocates
+            for weight in weights[:3]:
+                call(x, weight)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for i in range(calls):
+                call(x, weights[i % len(weights)])
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    seconds = []
+    for _ in range(REPLAYS):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(1e-3 * begin.elapsed_time(end) / calls)
+    return summary(seconds[3:])

@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
+import shapes
 
 from jaxlowbit._backends import native
 
@@ -18,7 +19,7 @@ SHAPES = list(
     itertools.product(
         [1, 2, 16, 17, 64, 65, 1000, 4096], [1, 64, 4096, 28672], [1, 64, 129, 4096, 28672]
     )
-)
+) + [(m, shape.n, shape.k) for m in (1, 32, 512) for shape in shapes.SHAPES.values()]
 
 
 @pytest.mark.parametrize("bits", [4, 8])

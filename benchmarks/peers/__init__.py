@@ -1,0 +1,75 @@
+"""Other packages' products, for those installed: one adapter each.
+
+An adapter turns the same random codes into its package's weight, and calls the package's product.
+Its packages are imported when they are used. `written_for` is the version whose source it was
+written from.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, Literal, NamedTuple
+
+from jaxlowbit import Format
+
+
+class Peer(NamedTuple):
+    """See `contenders.Contender`; torch weights are made from torch tensors."""
+
+    package: str
+    module: str
+    written_for: str
+    make: Callable[[Any, Format], Any]
+    call: Callable[[Any, Any], Any]
+    unsupported: Callable[[Format, str], str | None]
+    framework: Literal["jax", "torch"] = "torch"
+    dense: bool = False
+    reference: Callable[[Any], Any] | None = None
+
+
+def missing(peer: Peer) -> str | None:
+    """Why a package cannot be used here, or None."""
+    modules = ("torch", peer.module) if peer.framework == "torch" else (peer.module,)
+    for module in modules:
+        if reason := _import_error(module):
+            return reason
+    if peer.framework == "torch" and not importlib.import_module("torch").cuda.is_available():
+        return "torch sees no CUDA device"
+    return None
+
+
+@functools.cache
+def _import_error(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a package made for another torch may raise anything
+        return f"import {module} fails: {error}"
+    return None
+
+
+def version(peer: Peer) -> str | None:
+    """The version installed, or None."""
+    try:
+        return metadata.version(peer.package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _table() -> dict[str, Peer]:
+    from . import bitsandbytes, gemlite, humming, qwix, tokamax, torch, vllm
+
+    return {
+        "cublas": torch.CUBLAS,
+        "tinygemm": torch.TINYGEMM,
+        "gemlite": gemlite.PEER,
+        "bitsandbytes": bitsandbytes.PEER,
+        "humming": humming.PEER,
+        "marlin": vllm.MARLIN,
+        "machete": vllm.MACHETE,
+        "qwix": qwix.PEER,
+        "tokamax": tokamax.PEER,
+    }
+
+
+PEERS = _table()

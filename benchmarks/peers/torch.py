@@ -1,0 +1,70 @@
+"""PyTorch: a dense product (cuBLAS), and tinygemm, which torchao's tile-packed weights run too."""
+
+from importlib import import_module
+from typing import Any
+
+from jaxlowbit import Format
+
+from . import Peer
+
+
+def repeat_groups(values: Any, k: int, format: Format) -> Any:
+    """Scales or zeros (groups, n) as float32 (k, n)."""
+    size = k if format.group_size == -1 else format.group_size
+    return values.float().repeat_interleave(size, 0)[:k]
+
+
+def dequantize(codes: Any, format: Format) -> Any:
+    """The weight (k, n) in float32."""
+    k = codes.qvalue.shape[0]
+    qvalue, scale = codes.qvalue.float(), repeat_groups(codes.scale, k, format)
+    if codes.zero is None:
+        return (qvalue - format.offset) * scale
+    zero = repeat_groups(codes.zero, k, format)
+    return (qvalue - zero) * scale if format.zero == "integer" else qvalue * scale + zero
+
+
+def linear(codes: Any, format: Format) -> Any:
+    """The weight as `torch.nn.Linear` keeps it, (n, k) in the dtype of the scales."""
+    return dequantize(codes, format).to(codes.scale.dtype).t().contiguous()
+
+
+def _linear_call(x: Any, weight: Any) -> Any:
+    return import_module("torch").nn.functional.linear(x, weight)
+
+
+def _tinygemm_make(codes: Any, format: Format) -> Any:
+    torch = import_module("torch")
+    qvalue = codes.qvalue.t().int()
+    pairs = (qvalue[:, ::2] << 4 | qvalue[:, 1::2]).to(torch.uint8).contiguous()
+    packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+    if format.zero == "float":  # (q - 8) s + zero is what the kernel computes
+        zero = codes.zero.float() + format.offset * codes.scale.float()
+    elif format.zero == "integer":
+        zero = (format.offset - codes.zero.float()) * codes.scale.float()
+    else:
+        zero = torch.zeros_like(codes.scale)
+    both = torch.stack([codes.scale, zero.to(codes.scale.dtype)], dim=-1)
+    return packed, format.group_size, both.contiguous()
+
+
+def _tinygemm_call(x: Any, weight: Any) -> Any:
+    return import_module("torch").ops.aten._weight_int4pack_mm(x, *weight)
+
+
+def _tinygemm_unsupported(format: Format, dtype: str) -> str | None:
+    if format.bits != 4 or format.group_size not in (32, 64, 128, 256) or dtype != "bfloat16":
+        return "it has 4 bits in groups of 32, 64, 128 or 256, and bfloat16"
+    return None
+
+
+CUBLAS = Peer(
+    "torch",
+    "torch",
+    "2.11",
+    linear,
+    _linear_call,
+    lambda format, dtype: None,
+    dense=True,
+)
+TINYGEMM = Peer("torch", "torch", "2.11", _tinygemm_make, _tinygemm_call, _tinygemm_unsupported)

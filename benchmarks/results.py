@@ -1,0 +1,84 @@
+"""Results as JSON: where they were measured, and one row per cell."""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import peers
+
+_SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
+
+
+class InputError(Exception):
+    """A sentence for the person who typed the command."""
+
+
+def environment() -> dict[str, Any]:
+    """What a figure depends on besides the code; null where it cannot be read."""
+    device = jax.devices()[0]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "device": device.device_kind,
+        "runtime": " ".join(device.client.platform_version.split()),
+        "gpu": _gpu() if device.platform == "gpu" else None,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "jaxlowbit": metadata.version("jaxlowbit"),
+        "commit": _output(
+            "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"
+        ),
+        "peers": {name: peers.version(peer) for name, peer in peers.PEERS.items()},
+    }
+
+
+def _gpu() -> dict[str, str] | None:
+    query = f"--query-gpu={','.join(_SMI)}"
+    found = _output("nvidia-smi", "--id=0", query, "--format=csv,noheader")
+    return dict(zip(_SMI, found.split(", "), strict=True)) if found else None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def describe(found: dict[str, Any]) -> str:
+    """The line above a table."""
+    gpu = found["gpu"] or {}
+    driver = f", driver {gpu['driver_version']}" if "driver_version" in gpu else ""
+    commit = f" ({found['commit']})" if found["commit"] else ""
+    return (
+        f"{found['device']}{driver}, jax {found['jax']}, jaxlowbit {found['jaxlowbit']}{commit}, "
+        f"{found['date'][:10]}"
+    )
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Writes all or nothing."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """**Raises:** `InputError` for a file that is missing or holds something else."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path} cannot be read as results: {error}") from None
+    rows = found.get("rows") if isinstance(found, dict) else None
+    if not rows or "environment" not in found or not all("shape" in row for row in rows):
+        raise InputError(f"{path} holds no results; benchmark.py --out writes some.")
+    return found

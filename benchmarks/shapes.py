@@ -1,0 +1,100 @@
+"""Weights of real models, by name: the one list that benchmarks and tests draw from.
+
+`llama3-70b/down` is a layer, `llama3-70b/down/tp4` the part of it on one of 4 devices (of its rows
+for the layers that end in a sum, of its columns for the others), `llama3-70b` all layers of the
+model on one device, `llama3-70b/tp4` all of them on four, and `28672x8192` any n x k.
+"""
+
+import re
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """A weight with n output channels and k input features."""
+
+    name: str
+    n: int
+    k: int
+
+
+class Model(NamedTuple):
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp: int  # features between the up and the down projection, of one expert where there are some
+    devices: tuple[int, ...] = (1,)  # numbers of devices whose tensor-parallel parts are listed
+
+    def layers(self, devices: int) -> dict[str, tuple[int, int]]:
+        """(n, k) of each projection on one of `devices`."""
+        queries = self.heads * self.head_size
+        everything = queries + 2 * self.kv_heads * self.head_size
+        return {
+            "qkv": (everything // devices, self.hidden),
+            "output": (self.hidden, queries // devices),
+            "gate-up": (2 * self.mlp // devices, self.hidden),
+            "down": (self.hidden, self.mlp // devices),
+        }
+
+
+MODELS = {
+    "mistral-7b": Model(4096, 32, 8, 128, 14336),
+    "qwen2.5-7b": Model(3584, 28, 4, 128, 18944, (1, 2, 4)),
+    "llama3-8b": Model(4096, 32, 8, 128, 14336, (1, 2)),
+    "gemma2-27b": Model(4608, 32, 16, 128, 36864, (1, 2)),
+    "qwen2.5-32b": Model(5120, 40, 8, 128, 27648, (1, 2, 4)),
+    "mixtral-8x7b": Model(4096, 32, 8, 128, 14336, (1, 2)),
+    "mixtral-8x22b": Model(6144, 48, 8, 128, 16384, (1, 4)),
+    "llama3-70b": Model(8192, 64, 8, 128, 28672, (1, 2, 4, 8)),
+    "qwen2.5-72b": Model(8192, 64, 8, 128, 29568, (1, 2, 4)),
+    "llama3-405b": Model(16384, 128, 8, 128, 53248, (1, 8)),
+}
+
+# Latent attention and small experts have projections of other kinds.
+_OTHERS = {
+    "deepseek-v3/query-down": (1536, 7168),
+    "deepseek-v3/query-up": (24576, 1536),
+    "deepseek-v3/latent-up": (32768, 512),
+    "deepseek-v3/output": (7168, 16384),
+    "deepseek-v3/expert-gate-up": (4096, 7168),
+    "deepseek-v3/expert-down": (7168, 2048),
+}
+
+
+def _named() -> dict[str, Shape]:
+    shapes = dict(_OTHERS)
+    for model, sizes in MODELS.items():
+        for devices in sizes.devices:
+            part = "" if devices == 1 else f"/tp{devices}"
+            for layer, shape in sizes.layers(devices).items():
+                shapes[f"{model}/{layer}{part}"] = shape
+    return {name: Shape(name, *shape) for name, shape in shapes.items()}
+
+
+SHAPES = _named()
+# Five that span models of 8B to 70B parameters: what is measured unless others are named.
+STANDARD = ("4096x4096", "14336x4096", "8192x8192", "28672x8192", "8192x28672")
+
+
+def find(name: str) -> list[Shape]:
+    """The shapes that a name stands for.
+
+    **Raises:** `ValueError` for a name that stands for none.
+    """
+    if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
+        return [Shape(name, int(size[1]), int(size[2]))]
+    if name in SHAPES:
+        return [SHAPES[name]]
+    model, _, part = name.partition("/")
+    found = [
+        shape
+        for shape in SHAPES.values()
+        if shape.name.split("/")[0] == model and shape.name.split("/")[2:] == part.split()
+    ]
+    if not found:
+        models = sorted({shape.split("/")[0] for shape in SHAPES})
+        raise ValueError(
+            f"{name!r} names no shape; give N x K as 14336x4096, a model ({', '.join(models)}), "
+            "or one of its layers, such as llama3-70b/down or llama3-70b/down/tp4."
+        )
+    return found

@@ -1,0 +1,127 @@
+"""What the figures of the benchmark rest on: its clock, its weights, its check, its shapes."""
+
+import time
+
+import contenders
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import shapes
+import timing
+import weights
+
+import jaxlowbit
+from jaxlowbit import Format
+
+
+@pytest.mark.parametrize("name", ["definition", "pallas", "xla", "xla-int4", "xla-int4-grouped"])
+def test_contenders_are_right(name):
+    if name == "pallas" and jax.default_backend() == "gpu":
+        pytest.skip("the Pallas kernel is for TPUs, and interpreted on the CPU")
+    check(contenders.table()[name], weights.parse_format("int4-g128"))
+
+
+@pytest.mark.parametrize("format", ["int4-g128", "int8"])
+def test_qwix_is_right(format):
+    pytest.importorskip("qwix", reason="the other package that runs on a CPU")
+    check(contenders.table()["qwix"], weights.parse_format(format))
+
+
+def check(contender, format):
+    assert contender.unsupported(format, "bfloat16") is None
+    codes = weights.random_codes(jax.random.key(0), 192, 256, format, "bfloat16")
+    x = jax.random.normal(jax.random.key(1), (3, 256), jnp.bfloat16)
+    product = jax.jit(contender.call)(x, contender.make(codes, format))
+    assert 0 < weights.error_over_bound(product, x, weights.dequantize(codes, format)) <= 1
+
+
+@pytest.mark.parametrize("wide", [16, 24])
+def test_time_of_a_call_is_its_own(monkeypatch, wide):
+    """A call that sleeps takes as long as it sleeps, with and without links in the chain."""
+    monkeypatch.setattr(timing, "BLOCKS", 3)
+
+    def sleep(x):
+        time.sleep(0.01)
+        return np.ones((1, wide), np.float32)
+
+    def call(x, weight):
+        return jax.pure_callback(sleep, jax.ShapeDtypeStruct((1, wide), jnp.float32), x)
+
+    found = timing.microseconds_per_call(call, jnp.ones((1, 16)), [None], 1)
+    assert 8000 < found.median < 16000
+
+
+def test_summary():
+    found = timing.summary([5e-6, 1e-6, 2e-6, 4e-6, 3e-6])
+    assert found.median == pytest.approx(3)
+    assert found.quartiles == pytest.approx((2, 4))
+
+
+@pytest.mark.parametrize("text", ["int4-g128-integer", "int3-g48-float", "int8"])
+def test_codes_mean_what_the_package_means(text):
+    format = weights.parse_format(text)
+    assert weights.name(format) == text
+    codes = weights.random_codes(jax.random.key(0), 192, 256, format, "bfloat16")
+    floats = np.asarray(weights.dequantize(codes, format))
+    packed = contenders.quantized(codes, format)
+    np.testing.assert_allclose(packed.dequantize(jnp.float32), floats, rtol=1e-6, atol=1e-8)
+    version = 4
+    assert weights.num_bytes(192, 256, format, "bfloat16") == packed.nbytes - version
+    # Chains of products keep their size.
+    assert abs(floats.mean()) < 0.1 * floats.std()
+    assert (floats**2).mean() == pytest.approx(1 / 256, rel=0.15)
+
+
+def test_parse_format():
+    assert weights.parse_format("int5-g16-float") == Format(5, 16, "float")
+    assert weights.parse_format("int4-g128-integer") == jaxlowbit.UINT4
+    assert weights.parse_format("int8") == jaxlowbit.INT8
+
+
+def test_error_over_bound_sees_one_element():
+    x = jax.random.normal(jax.random.key(0), (40, 1024), jnp.bfloat16)
+    weight = jax.random.normal(jax.random.key(1), (1024, 128), jnp.float32).astype(jnp.bfloat16)
+    right = x @ weight
+    assert 0 < weights.error_over_bound(right, x, weight) < 0.5
+    worst = jnp.unravel_index(jnp.abs(right).argmax(), right.shape)
+    assert weights.error_over_bound(right.at[worst].set(0), x, weight) > 1
+    assert weights.error_over_bound(right.at[0, 0].set(jnp.nan), x, weight) == np.inf
+
+
+# Layers, vocabulary, whether input and output embeddings are one, and published parameters.
+PUBLISHED = {
+    "mistral-7b": (32, 32000, False, 7.24e9),
+    "qwen2.5-7b": (28, 152064, False, 7.62e9),
+    "llama3-8b": (32, 128256, False, 8.03e9),
+    "gemma2-27b": (46, 256000, True, 27.2e9),
+    "qwen2.5-32b": (64, 152064, False, 32.8e9),
+    "llama3-70b": (80, 128256, False, 70.6e9),
+    "qwen2.5-72b": (80, 152064, False, 72.7e9),
+    "llama3-405b": (126, 128256, False, 405.9e9),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_layers_add_up_to_the_model(name):
+    layers, vocabulary, tied, published = PUBLISHED[name]
+    size = sum(shape.n * shape.k for shape in shapes.find(name))
+    embeddings = (1 if tied else 2) * vocabulary * shapes.MODELS[name].hidden
+    assert layers * size + embeddings == pytest.approx(published, rel=0.005)
+
+
+def test_parts_add_up_to_layers():
+    whole = {shape.name: shape for shape in shapes.find("llama3-70b")}
+    parts = shapes.find("llama3-70b/tp4")
+    assert len(parts) == len(whole) == 4
+    for part in parts:
+        layer = whole[part.name.removesuffix("/tp4")]
+        assert part.n * part.k * 4 == layer.n * layer.k
+    assert shapes.find("llama3-70b/down/tp4") == [("llama3-70b/down/tp4", 8192, 7168)]
+    assert shapes.find("28672x8192") == [("28672x8192", 28672, 8192)]
+
+
+def test_names_of_shapes_are_found():
+    for name in shapes.SHAPES:
+        assert [shape.name for shape in shapes.find(name)] == [name]
+    assert all(len(shapes.find(name)) >= 4 for name in {n.split("/")[0] for n in shapes.SHAPES})

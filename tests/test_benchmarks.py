@@ -1,0 +1,293 @@
+"""The benchmark commands, end to end on small shapes."""
+
+import functools
+import json
+import sys
+
+import benchmark
+import compare
+import contenders
+import decode
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peers
+import pytest
+import results
+import timing
+
+SMALL = ["--cold-mb", "0", "--calls", "1"]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Fewer samples."""
+    monkeypatch.setattr(timing, "BLOCKS", 3)
+    monkeypatch.setattr(timing, "BLOCK_SECONDS", 0.0)
+    monkeypatch.setattr(decode, "BLOCKS", 2)
+
+
+def run(command, *arguments):
+    """The exit status of a command."""
+    with pytest.raises(SystemExit) as exit:
+        command.main([str(argument) for argument in arguments])
+    return exit.value.code
+
+
+def forged(us=10.0, **changes):
+    """A row as the command writes them."""
+    row = {
+        "shape": "256x128", "n": 256, "k": 128, "format": "int4-g128", "dtype": "bfloat16",
+        "backend": "jaxlowbit", "m": 1, "method": "jit", "us": us, "quartiles_us": [us, us],
+        "bytes": 16896, "copies": 1, "calls": 2, "error_over_bound": 0.25,
+    }  # fmt: skip
+    return row | changes
+
+
+def save(path, *rows):
+    results.write(path, {"environment": results.environment(), "rows": list(rows)})
+    return path
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_from_the_command_to_the_page(quick, tmp_path, capsys):
+    out, page = tmp_path / "results.json", tmp_path / "page.md"
+    page.write_text(
+        "# Page\n\n<!-- results -->\nold\n<!-- end of results -->\n\nThe method.\n", "utf-8"
+    )
+    arguments = ["--shapes", "1024x1024", "512x1024", "--m", 3, *SMALL, "--out", out]
+    backends = ["--backends", "jaxlowbit", "xla", "read"]
+    assert run(benchmark, *arguments, *backends, "--markdown", page) == 0
+    found = json.loads(out.read_text())
+    assert found.keys() == {"environment", "rows", "skipped", "wrong"}
+    assert found["wrong"] == []
+    assert found["environment"]["jax"] == jax.__version__
+    # A small product may be lost in the noise of a busy machine, and is then no row.
+    assert all("noise" in skipped["reason"] for skipped in found["skipped"])
+    assert len(found["rows"]) + len(found["skipped"]) == 6 > len(found["skipped"])
+    for row in found["rows"]:
+        assert row.keys() == forged().keys()
+        assert row["quartiles_us"][0] <= row["us"] <= row["quartiles_us"][1]
+        n = int(row["shape"].split("x")[0])
+        packed = n * 1024 // 2 + 2 * n * 1024 // 128
+        assert row["bytes"] >= {"xla": 2 * n * 1024}.get(row["backend"], packed)
+        assert row["m"] is None if row["backend"] == "read" else 0 < row["error_over_bound"] <= 1
+    text = page.read_text()
+    assert text.startswith("# Page\n\n<!-- results -->\n\n") and text.endswith("The method.\n")
+    assert "old" not in text and "**int4-g128, bfloat16**" in text
+    assert text.split("<!-- results -->\n\n")[1].split("\n<!-- end")[0] in capsys.readouterr().out
+
+
+def test_interrupted_run_keeps_its_rows(quick, tmp_path, monkeypatch):
+    right = contenders.table()["jaxlowbit"]
+    broken = right._replace(make=lambda codes, format: 1 / 0)
+    monkeypatch.setattr(contenders, "table", lambda: {"jaxlowbit": right, "xla": broken})
+    out = tmp_path / "results.json"
+    arguments = ["--shapes", "1024x1024", "--m", 3, *SMALL, "--out", out]
+    with pytest.raises(ZeroDivisionError):
+        benchmark.main([*map(str, arguments), "--backends", "jaxlowbit", "xla"])
+    found = json.loads(out.read_text())
+    assert len(found["rows"]) + len(found["skipped"]) == 1
+
+
+def test_wrong_product_is_not_timed(quick, tmp_path, monkeypatch, capsys):
+    right = contenders.table()["jaxlowbit"]
+    wrong = right._replace(call=lambda x, w: right.call(x, w).at[-1, -1].multiply(1.5))
+    monkeypatch.setattr(contenders, "table", lambda: {"jaxlowbit": right, "xla": wrong})
+    out = tmp_path / "results.json"
+    arguments = ["--shapes", "128x128", "--m", 2, *SMALL, "--backends", "xla", "--out", out]
+    assert run(benchmark, *arguments) == 1
+    found = json.loads(out.read_text())
+    assert found["rows"] == []
+    assert [(w["backend"], w["m"]) for w in found["wrong"]] == [("xla", 2)]
+    assert found["wrong"][0]["error_over_bound"] > 1
+    assert "WRONG, so not timed: xla int4-g128 128x128 m=2" in capsys.readouterr().out
+
+
+def test_missing_packages_are_skipped_with_the_reason(quick, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    peers._import_error.cache_clear()
+    out = tmp_path / "results.json"
+    names = ["cublas", "gemlite", "qwix"]
+    arguments = ["--shapes", "128x128", "--m", 1, *SMALL, "--backends", *names, "--out", out]
+    assert run(benchmark, *arguments) == 0
+    peers._import_error.cache_clear()
+    found = json.loads(out.read_text())
+    assert [s["backend"] for s in found["skipped"]] == names
+    assert "skipped gemlite int4-g128: import torch fails: " in capsys.readouterr().out
+
+
+def test_rows_of_the_driver(tmp_path):
+    driver = tmp_path / "driver"
+    driver.write_text(
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        "assert sys.argv[1:] == ['time', '--m', '1,16', '--bits', '4', '--group', '64',\n"
+        "    '--zero', '--n', '256', '--k', '128'], sys.argv\n"
+        "for m in (1, 16):\n"
+        "    print(f'm={m:<5d} n=256    k=128    w4 g64   bf16 scale bf16 zero out bf16  '\n"
+        "        f'block_m 8  split_k 4       {m + 4.25:8.2f} us   2.24 TB/s     8.6 TFLOP/s')\n"
+    )
+    driver.chmod(0o755)
+    out = tmp_path / "results.json"
+    arguments = ["--shapes", "256x128", "--m", 1, 16, "--format", "int4-g64-integer"]
+    arguments += ["--driver", driver, "--backends", "jaxlowbit", "--out", out]
+    assert run(benchmark, *arguments) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["m"], r["us"], r["method"]) for r in rows] == [
+        (1, 5.25, "driver"),
+        (16, 20.25, "driver"),
+    ]
+    assert all(row.keys() == forged().keys() for row in rows)
+
+
+def test_driver_that_finds_a_wrong_product(tmp_path, capsys):
+    driver = tmp_path / "driver"
+    driver.write_text("#!/bin/sh\necho 'WRONG  m=1: error over bound 3'\nexit 1\n")
+    driver.chmod(0o755)
+    assert run(benchmark, "--shapes", "64x64", "--m", 1, "--driver", driver) == 2
+    assert "failed: WRONG  m=1: error over bound 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--shapes llama9", "'llama9' names no shape; give N x K as 14336x4096"),
+        ("--shapes llama3-70b/tp3", "names no shape"),
+        ("--format q4", "'q4' names no format; write int4-g128"),
+        ("--format int9", "bits=9, but a code has 1 to 8 bits"),
+        ("--format int1", "holds only -scale and 0"),
+        ("--m 0", "'0' is no positive number"),
+        ("--backends cutlass", "invalid choice: 'cutlass'"),
+        ("--shapes 64x64 --backends xla", "more than 512; name a larger shape"),
+        ("--out {}/missing/results.json", "missing does not exist; make it first"),
+        ("--plot {}/missing", "missing does not exist; make it first"),
+        ("--compare {}/missing.json", "missing.json cannot be read as results"),
+        ("--read {}/empty.json", "empty.json holds no results"),
+        ("--driver {}/missing --shapes 64x64", "missing cannot be run: No such file"),
+        ("--driver {}/missing --dtype float32", "times bfloat16 and float16"),
+        ("--read {}/one.json --compare {}/other.json", "have no cell in common"),
+        ("--read {}/one.json --markdown {}/one.json", "is no page with the lines <!-- results"),
+    ],
+)
+def test_bad_input_gets_a_sentence(tmp_path, arguments, message, capsys):
+    (tmp_path / "empty.json").write_text("[]")
+    save(tmp_path / "one.json", forged())
+    save(tmp_path / "other.json", forged(m=2))
+    assert run(benchmark, *arguments.replace("{}", str(tmp_path)).split()) == 2
+    assert message in capsys.readouterr().err
+
+
+# --- reports -------------------------------------------------------------------------------------
+
+
+def test_table_and_plots(tmp_path, capsys):
+    dense = {"format": "dense", "bytes": 65536}
+    rows = [
+        forged(10.0),
+        forged(40.0, backend="xla", **dense),
+        forged(30.0, backend="cublas", **dense),
+        forged(8.0, backend="read", m=None),
+        forged(15.0, m=16),
+        forged(30.0, m=16, backend="cublas", **dense),
+    ]
+    path = save(tmp_path / "results.json", *rows)
+    assert run(benchmark, "--read", path) == 0
+    printed = capsys.readouterr().out
+    assert "| 256x128 | 1 | 10.0 (3.00x) | 40.0 | 30.0 | 8.0 |" in printed
+    assert "| 256x128 | 16 | 15.0 (2.00x) | - | 30.0 | 8.0 |" in printed
+    assert "| geometric mean |  | 2.45x |  |  |  |" in printed
+
+    pytest.importorskip("matplotlib", reason="the extra `benchmark` has it")
+    assert run(benchmark, "--read", path, "--plot", tmp_path) == 0
+    written = sorted(tmp_path.glob("*.svg"))
+    assert [p.name for p in written] == [
+        "speed-up-int4-g128-bfloat16.svg",
+        "time-int4-g128-bfloat16.svg",
+    ]
+    first = [p.read_text() for p in written]
+    assert all(text.rstrip().endswith("</svg>") for text in first)
+    run(benchmark, "--read", path, "--plot", tmp_path)
+    assert [p.read_text() for p in written] == first
+
+
+def test_plots_without_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    path = save(tmp_path / "results.json", forged())
+    assert run(benchmark, "--read", path, "--plot", tmp_path) == 2
+    assert "plots need matplotlib: pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("new_us", "options", "code"),
+    [(10.4, [], 0), (10.6, [], 1), (10.6, ["--threshold", 10], 0), (5.0, [], 0)],
+)
+def test_comparison(new_us, options, code, tmp_path, capsys):
+    old = save(tmp_path / "old.json", forged(10.0), forged(5.0, backend="xla", format="dense"))
+    new = save(tmp_path / "new.json", forged(new_us), forged(9.0, backend="xla", format="dense"))
+    assert run(benchmark, "--read", new, "--compare", old, *options) == code
+    printed = capsys.readouterr().out
+    assert ("REGRESSED" in printed) == (code == 1)
+    assert f"{new_us / 10:.3f}" in printed and "1.800" in printed
+
+
+def test_methods_are_not_mixed_in_a_comparison():
+    jit, driver = forged(), forged(method="driver")
+    with pytest.raises(results.InputError, match="no cell in common"):
+        compare.cells({"rows": [jit]}, {"rows": [driver]})
+
+
+# --- a decode step -------------------------------------------------------------------------------
+
+TINY = ["--layers", 1, "--width", 64, "--m", 2, "--format", "int4-g32"]
+TINY += ["--variant", "concatenated"]
+
+
+def test_decode(quick, tmp_path, capsys):
+    out = tmp_path / "decode.json"
+    decode.main([str(argument) for argument in [*TINY, "--out", out]])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["variant"], row["weights"]) for row in rows] == [
+        ("concatenated", kind) for kind in ("int4-g32", "dense")
+    ]
+    features = 64 * (64 + 2 * 16 + 64 + 2 * 224) + 224 * 64
+    for row in rows:
+        assert row["us"] > 0 and row["blocking_us"] > 0
+        assert 0 < row["relative_error"] < decode.LIMIT
+        if row["weights"] == "dense":
+            assert row["bytes"] == 2 * features
+    assert "concatenated  dense            m=2" in capsys.readouterr().out
+
+
+def test_decode_variants_agree():
+    sizes = decode.Sizes.of(64)
+    x = jax.random.normal(jax.random.key(0), (3, 64))
+    keys = iter(jax.random.split(jax.random.key(1), 7))
+    separate = {
+        name: jax.random.normal(next(keys), shape) / 8 for name, shape in sizes.projections.items()
+    }
+    together = {"q-k-v": ("q", "k", "v"), "o": "o", "gate-up": ("gate", "up"), "down": ("down",)}
+    concatenated = {
+        name: jnp.concatenate([separate[part] for part in parts], axis=1)
+        for name, parts in together.items()
+    }
+    step = jax.jit(functools.partial(decode.step, sizes=sizes), static_argnames="variant")
+    want = step(x, [separate], variant="separate")
+    got = step(x, [concatenated], variant="concatenated")
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert float(jnp.abs(want - x).max()) > 0.1
+
+
+def test_decode_refuses_a_wrong_step(quick, monkeypatch):
+    dequantize = decode._dequantize
+    monkeypatch.setattr(decode, "_dequantize", lambda weight: 0.8 * dequantize(weight))
+    assert "a wrong result is not timed" in str(run(decode, *TINY))
+
+
+def test_decode_refuses_other_widths(capsys):
+    assert run(decode, "--width", 100) == 2
+    assert "--width is 100, but it is a multiple of 32" in capsys.readouterr().err
