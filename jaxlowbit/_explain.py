@@ -113,7 +113,7 @@ def _choice(
         yield "kernel", f"none, and the call fails: {reason}; use backend='xla'"
         return
     block_m, split_k = choice["block_m"], choice["split_k"]
-    yield "kernel", f"qmm_sm80, block_m={block_m}, split_k={split_k}"
+    yield "kernel", f"{choice['kernel']}, block_m={block_m}, split_k={split_k}"
     yield "why", f"m={m}, batch={batch}: tiles of {block_m} rows, {-(-m // block_m)} per weight"
     sms = f"the {device.num_sms} multiprocessors of {device.name}"
     if split_k > 1:

@@ -34,7 +34,10 @@ def test_every_choice_keeps_its_limits(device, bits):
             split = choice["split_k"]
             assert 1 <= split <= native._ffi.MAX_SPLIT_K and split <= -(-k // 16), problem
             padded = batch * m * -(-n // 64) * 64
-            assert split == 1 or 4 * split * padded <= limit, problem
+            if choice["kernel"] == "qmm_sm80":
+                assert split == 1 or 4 * split * padded <= limit, problem
+            else:
+                assert split in (1, 2, 4) and choice["block_m"] >= m, problem
 
 
 def test_workspace_holds_every_choice():
@@ -56,7 +59,30 @@ def test_choices_do_not_change_between_calls():
     [(1, 64, 8192, True), (1, 28672, 64, False), (4096, 4096, 4096, False)],
 )
 def test_few_tiles_split_the_sum(m, n, k, split):
-    assert (select(m=m, n=n, k=k, **H200)["split_k"] > 1) == split
+    assert (select(m=m, n=n, k=k, **A100)["split_k"] > 1) == split
+
+
+# Either side of every limit of qmm_sm90_stream.
+@pytest.mark.parametrize(
+    ("problem", "kernel"),
+    [
+        ({}, "qmm_sm90_stream"),
+        ({"compute_capability": 80}, "qmm_sm80"),
+        ({"compute_capability": 100}, "qmm_sm80"),
+        ({"m": 32}, "qmm_sm90_stream"),
+        ({"m": 33}, "qmm_sm80"),
+        ({"m": 16, "bits": 8}, "qmm_sm90_stream"),
+        ({"m": 17, "bits": 8}, "qmm_sm80"),
+        ({"k": 4096 + 64}, "qmm_sm90_stream"),
+        ({"k": 4096 + 32}, "qmm_sm80"),
+        ({"group_size": 16}, "qmm_sm90_stream"),
+        ({"group_size": -1}, "qmm_sm90_stream"),
+        ({"group_size": 48}, "qmm_sm80"),
+        ({"scale_sums": True, "float32_scale": True}, "qmm_sm80"),
+    ],
+)
+def test_the_kernel_follows_the_problem(problem, kernel):
+    assert select(**{"m": 1, "n": 4096, "k": 4096, **problem})["kernel"] == kernel
 
 
 @pytest.mark.parametrize(
