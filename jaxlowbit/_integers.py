@@ -49,8 +49,8 @@ def from_integers(
         if array is not None and array.shape != (*lead, groups, n):
             raise ValueError(
                 f"from_integers: {name} has shape {array.shape}, but values of shape "
-                f"{values.shape} in groups of {size} and {parts} parts of k need "
-                f"{(*lead, groups, n)}."
+                f"{values.shape} in groups of {size} need {(*lead, groups, n)}, with shards="
+                f"{shards!r}."
             )
     if zero is not None:
         zero = _integer_or_float_zero(zero, values, scale, format)
