@@ -25,12 +25,17 @@ int64_t ResidentCtas(const QuantizedMatmul& problem, const Device& device, int b
                     qmm_sm80::CtasByRegisters(block_m, problem.transposed || problem.scale_sums));
 }
 
-// Time of a split of k, in stages of a CTA that has a multiprocessor to itself. The constants are
-// fits to sweeps of split_k on an H200 (docs/kernels/qmm_sm80.md).
+// Microseconds of a tile and a split of k. The constants are fits to sweeps of both on an H200
+// (docs/kernels/qmm_sm80.md).
 double Cost(const QuantizedMatmul& problem, const Device& device, int block_m, int split_k) {
-  constexpr double kStart = 1;      // filling the ring
-  constexpr double kShared = 0.54;  // of a stage's time, what CTAs beside each other cannot overlap
-  constexpr double kReduce = 4;     // the kernel that adds the parts
+  struct Fit {
+    double stage;   // of a CTA that has a multiprocessor to itself
+    double shared;  // of it, what CTAs beside each other cannot overlap
+    double reduce;  // the kernel that adds the parts
+  };
+  constexpr Fit kSmall = {0.775, 0.54, 3.1}, kMiddle = {0.85, 0.65, 2}, kLarge = {1.4, 0.5, 2};
+  const Fit fit = block_m == 64 ? kLarge : block_m == 32 ? kMiddle : kSmall;
+  constexpr double kStart = 1;  // filling the ring, in stages
   const int64_t tiles = CeilDiv(problem.m, block_m) *
                         CeilDiv(problem.out_columns(), qmm_sm80::BlockOut(problem.transposed)) *
                         problem.batch;
@@ -42,22 +47,33 @@ double Cost(const QuantizedMatmul& problem, const Device& device, int block_m, i
   // stay in L2, at about twice the rate.
   const double sums = split_k > 1 ? block_m / 16.0 : 0;
   const double cta = static_cast<double>(CeilDiv(stages, split_k)) + kStart + sums;
-  const double overlap = kShared + (1 - kShared) / static_cast<double>(beside);
-  return static_cast<double>(ctas) * cta * overlap + (split_k > 1 ? kReduce : 0);
+  const double overlap = fit.shared + (1 - fit.shared) / static_cast<double>(beside);
+  return static_cast<double>(ctas) * cta * overlap * fit.stage + (split_k > 1 ? fit.reduce : 0);
 }
 
 Choice ConfigureSm80(const QuantizedMatmul& problem, const Device& device,
                      int64_t workspace_bytes) {
   Choice choice;
-  const bool large = problem.m > 32 && !problem.scale_sums;
-  choice.block_m = large ? 64 : problem.m > 16 ? 32 : problem.m > 8 ? 16 : 8;
-  const auto cost = [&](int split_k) { return Cost(problem, device, choice.block_m, split_k); };
+  choice.block_m = problem.m > 32 && !problem.scale_sums ? 64
+                   : problem.m > 16                      ? 32
+                   : problem.m > 8                       ? 16
+                                                         : 8;
+  double best = Cost(problem, device, choice.block_m, 1);
   const int64_t stages = CeilDiv(problem.lhs_columns(), qmm_sm80::BlockK(problem.bits));
   const int most = static_cast<int>(std::min<int64_t>(kMaxSplitK, stages));
-  for (int split_k = 2; split_k <= most; ++split_k) {
-    if (WorkspaceBytes(problem, split_k) > workspace_bytes) break;
-    if (cost(split_k) < cost(choice.split_k)) choice.split_k = split_k;
-  }
+  const auto consider = [&](int block_m) {
+    for (int split_k = 1; split_k <= most; ++split_k) {
+      if (split_k > 1 && WorkspaceBytes(problem, split_k) > workspace_bytes) break;
+      const double cost = Cost(problem, device, block_m, split_k);
+      if (cost >= best) continue;
+      best = cost;
+      choice.block_m = block_m;
+      choice.split_k = split_k;
+    }
+  };
+  consider(choice.block_m);
+  // Two small tiles occupy a device better than a large one where a weight is small.
+  if (choice.block_m == 64 && problem.m <= 64 && !problem.transposed) consider(32);
   return choice;
 }
 
