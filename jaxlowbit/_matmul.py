@@ -1,7 +1,7 @@
 """`quantized_matmul`: the public function and the rules of its primitive.
 
 From here to the instruction that runs: `_compute` picks a backend, `_backends/native.py` makes the
-custom call, `xla_ffi/cuda_handler.cc` decodes it, `cuda/dispatch.cc` selects, `cuda/qmm_sm80.cu`
+custom call, `xla_ffi/cuda_handler.cc` decodes it, `cuda/dispatch.cc` selects, `cuda/qmm_*.cu`
 computes.
 """
 
