@@ -95,19 +95,17 @@ double StreamCost(const QuantizedMatmul& problem, const Device& device, int clus
   const double busy = pairs * plan.warps_k / stream::kWarps;
   const double load = slices * kilobyte_per_slice / cluster_ctas / busy;
   // Kilobytes per microsecond of one multiprocessor, with one CTA and with two.
-  const double alone = plan.warp_atoms * problem.bits > 4 ? 36 : 34;
+  constexpr double kAlone = 35;
   const double slowdown = problem.m <= 8 ? 1 : problem.m <= 16 ? 1.4 : 2.2;
-  const double rate = (beside == 1 ? alone : 1.2 * alone) / slowdown;
+  const double rate = kAlone * (beside == 1 ? 1 : 1.2) / slowdown;
   const double copies =
       tiles * (plan.stages / static_cast<double>(cluster_ctas)) * (plan.tile_slices / 2.0 + 1);
-  constexpr double kCopy = 0.010, kCluster = 0.2, kBeside = 0.7, kTile = 0.3, kWave = 3;
+  constexpr double kCluster[] = {0, 0.4, 0, 0, 0.6};
+  constexpr double kCopy = 0.010, kBeside = 0.7, kTile = 0.3, kWave = 3;
   return static_cast<double>(waves) *
              (static_cast<double>(beside) * (load / rate + kCopy * copies) + kTile * tiles +
               kWave) +
-         kCluster * (cluster_ctas == 2   ? 0
-                     : cluster_ctas == 1 ? 2
-                                         : 1) +
-         kBeside * static_cast<double>(beside - 1);
+         kCluster[cluster_ctas] + kBeside * static_cast<double>(beside - 1);
 }
 
 // Clusters of whole strips, whose copies are the largest.
