@@ -22,7 +22,7 @@ int64_t ResidentCtas(const QuantizedMatmul& problem, const Device& device, int b
       block_m, problem.bits, problem.group_size, static_cast<int>(problem.scale_bytes()),
       static_cast<int>(problem.zero_bytes()), problem.transposed);
   return std::clamp(device.shared_bytes_per_sm / (bytes + kReservedBytes), 1,
-                    qmm_sm80::CtasByRegisters(block_m, problem.transposed || problem.scale_sums));
+                    qmm_sm80::CtasByRegisters(block_m, qmm_sm80::SumBytes(problem)));
 }
 
 // Microseconds of a tile and a split of k. The constants are fits to sweeps of both on an H200

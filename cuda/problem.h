@@ -32,6 +32,9 @@ struct QuantizedMatmul {
   // Weights are not rounded to the type of lhs: exact integers are multiplied, and each group's sum
   // scaled in float32. For float32 activations, which arrive in bf16 parts that add up to them.
   bool scale_sums = false;
+  // Whether a kernel may add products of float16 in float16, for as much of k as its page says. None
+  // has to, and for other lhs none does.
+  bool half_sums = false;
 
   int64_t lhs_columns() const { return transposed ? n : k; }
   int64_t out_columns() const { return transposed ? k : n; }

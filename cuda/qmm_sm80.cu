@@ -2,8 +2,8 @@
 //
 // qmm_sm80: out[b, i, n] = sum_k lhs[b, i, k] * w[k, n] of weight index[b], with
 // w = round((q[k, n] - z[k / group_size, n]) * scale[k / group_size, n]), or with float zeros
-// round(q * scale + zero), in 4 or 8 bits, bf16 or f16 lhs, float32 accumulation; compute capability
-// 8.0 and up, every m.
+// round(q * scale + zero), in 4 or 8 bits, bf16 or f16 lhs, float32 accumulation (with half_sums, of
+// the sums of stages in float16); compute capability 8.0 and up, every m.
 //
 // Bound. A 4-bit weight is half a byte and costs 2 m FLOP. At 200 FLOP per byte of memory traffic
 // (H200, bf16) the product is a stream of codes up to m = 50: the ring below keeps loads in flight,
@@ -33,6 +33,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "cuda/device/dependency.cuh"
 #include "cuda/kernels.h"
 #include "cuda/qmm_sm80/copy.cuh"
@@ -45,7 +47,7 @@ namespace qmm_sm80 {
 namespace {
 
 template <class I>
-__global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, I::kScaleSums))
+__global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, I::kSumBytes))
     QmmSm80Kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) uint8_t ring[];  // [kStages][slot_bytes]
   const Tile tile = OwnTile<I>(p, kAtomsN);
@@ -76,13 +78,23 @@ struct Product {
   static constexpr KernelFunction kKernel = QmmSm80Kernel<I>;
 };
 
+// Float16 is added in float16; the rest is that of Product.
+struct HalfSumsProduct {
+  template <class I>
+  static constexpr KernelFunction kKernel = QmmSm80Kernel<
+      Instance<typename I::T, typename I::S, I::kBlockM, I::kBits,
+               std::is_same_v<typename I::T, __half> ? Parts::kHalfStages : Parts::kNone>>;
+};
+
 // Scales on the sums double those, so tiles go to 32 tokens.
 KernelFunction FindScaleSums(int bits, int block_m) {
   const auto find = [&](auto tokens) {
     constexpr int kTokens = decltype(tokens)::value;
     return bits == 4
-               ? KernelFunction{QmmSm80Kernel<Instance<__nv_bfloat16, float, kTokens, 4, true>>}
-               : KernelFunction{QmmSm80Kernel<Instance<__nv_bfloat16, float, kTokens, 8, true>>};
+               ? KernelFunction{QmmSm80Kernel<
+                     Instance<__nv_bfloat16, float, kTokens, 4, Parts::kGroups>>}
+               : KernelFunction{
+                     QmmSm80Kernel<Instance<__nv_bfloat16, float, kTokens, 8, Parts::kGroups>>};
   };
   return block_m == 8    ? find(std::integral_constant<int, 8>{})
          : block_m == 16 ? find(std::integral_constant<int, 16>{})
@@ -99,14 +111,16 @@ cudaError_t InitializeQmmSm80() {
       if (error != cudaSuccess) return error;
     }
   }
-  return qmm_sm80::Initialize<qmm_sm80::Product>();
+  const cudaError_t error = qmm_sm80::Initialize<qmm_sm80::HalfSumsProduct>();
+  return error == cudaSuccess ? qmm_sm80::Initialize<qmm_sm80::Product>() : error;
 }
 
 cudaError_t LaunchQmmSm80(const QuantizedMatmul& problem, const Buffers& buffers,
                           const Choice& choice, cudaStream_t stream) {
   const qmm_sm80::KernelFunction kernel =
-      problem.scale_sums ? qmm_sm80::FindScaleSums(problem.bits, choice.block_m)
-                         : qmm_sm80::Find<qmm_sm80::Product>(problem, choice.block_m);
+      problem.scale_sums  ? qmm_sm80::FindScaleSums(problem.bits, choice.block_m)
+      : problem.half_sums ? qmm_sm80::Find<qmm_sm80::HalfSumsProduct>(problem, choice.block_m)
+                          : qmm_sm80::Find<qmm_sm80::Product>(problem, choice.block_m);
   return qmm_sm80::Launch(kernel, problem, buffers, choice, stream);
 }
 

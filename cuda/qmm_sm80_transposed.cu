@@ -185,7 +185,7 @@ class TransposedMultiplier {
 };
 
 template <class I>
-__global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, true))
+__global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, 8))
     QmmSm80TransposedKernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) uint8_t ring[];  // [kStages][slot_bytes]
   const Tile tile = OwnTile<I>(p, 1);

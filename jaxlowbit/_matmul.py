@@ -31,15 +31,16 @@ def quantized_matmul(
     rhs: QuantizedArray,
     *,
     preferred_element_type: Any = None,
+    precision: lax.DotAlgorithmPreset | None = None,
     out_sharding: Sharding | None = None,
     backend: Backend | None = None,
 ) -> Array:
     """Computes `lhs @ rhs.dequantize()` without writing the dequantized matrix to memory.
 
-    Weights are rounded once to the dtype of `lhs`, products accumulate in float32, the result is
-    rounded once. Linear in `lhs` and in the scales (and float zeros) of `rhs`, and differentiable
-    in both; the cotangent of `lhs` comes from the same packed weights, where the kernels have the
-    transposed product (CUDA), and those of the scales dequantize.
+    Weights are rounded once to the dtype of `lhs`, products accumulate in float32 (see
+    `precision`), the result is rounded once. Linear in `lhs` and in the scales (and float zeros) of
+    `rhs`, and differentiable in both; the cotangent of `lhs` comes from the same packed weights,
+    where the kernels have the transposed product (CUDA), and those of the scales dequantize.
 
     **Arguments:**
 
@@ -47,6 +48,11 @@ def quantized_matmul(
       as in `jnp.matmul`.
     - `rhs`: (..., k, n).
     - `preferred_element_type`: dtype of the result: that of `lhs` (the default) or float32.
+    - `precision`: None for float32 accumulation. `jax.lax.DotAlgorithmPreset.F16_F16_F16`, for
+      float16 `lhs`, allows kernels to add up to 128 products in float16, and those sums in float32:
+      for GPUs on which float32 accumulation is slow. That adds an error of at most 2^-7
+      `|lhs| @ |weights|` (2^-8 for 8 bits), whatever k is; where such a sum is beyond 65504, the
+      result is not finite.
     - `out_sharding`: sharding of the result on a mesh with Explicit axes, needed where k is
       sharded; None for that of the rows of `lhs` and the columns of `rhs`.
     - `backend`: None for the custom call of the platform the program is compiled for where it
@@ -57,8 +63,8 @@ def quantized_matmul(
 
     **Returns:** (..., n).
 
-    **Raises:** `TypeError` if `rhs` is not quantized, `ValueError` for shapes, dtypes or shardings
-    that do not fit and for a backend that cannot.
+    **Raises:** `TypeError` if `rhs` is not quantized, `ValueError` for shapes, dtypes, shardings or
+    a precision that do not fit and for a backend that cannot.
 
     ```python
     rhs = quantize(jnp.ones((256, 512)), INT4)
@@ -73,11 +79,14 @@ def quantized_matmul(
     lhs = jnp.asarray(lhs)
     out_dtype = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
     _check(lhs, rhs, out_dtype, backend)
-    product = functools.partial(_product, out_dtype=out_dtype, backend=backend)
+    half_sums = _half_sums(lhs, precision)
+    product = functools.partial(_product, out_dtype=out_dtype, half_sums=half_sums, backend=backend)
     return _explicit.multiply(product, lhs, rhs, out_sharding)
 
 
-def _product(lhs: Array, rhs: QuantizedArray, *, out_dtype: Any, backend: Any) -> Array:
+def _product(
+    lhs: Array, rhs: QuantizedArray, *, out_dtype: Any, half_sums: bool, backend: Any
+) -> Array:
     k_shards, n_shards = rhs.shards
     lhs = _layout.spread(lhs, -1, k_shards, _layout.shard_unit(rhs.format.group_size))
     lead = rhs.shape[:-2]
@@ -102,6 +111,7 @@ def _product(lhs: Array, rhs: QuantizedArray, *, out_dtype: Any, backend: Any) -
         transposed=False,
         orders=k_shards,
         out_dtype=out_dtype,
+        half_sums=half_sums,
         backend=backend,
     )
     out = jnp.moveaxis(out, stacked, [extra + i for i in stacked])
@@ -163,6 +173,23 @@ def _check(lhs: Array, rhs: QuantizedArray, out_dtype: Any, backend: Backend | N
         )
 
 
+def _half_sums(lhs: Array, precision: lax.DotAlgorithmPreset | None) -> bool:
+    """Whether float16 sums are allowed."""
+    if precision is None:
+        return False
+    if precision != lax.DotAlgorithmPreset.F16_F16_F16:
+        raise ValueError(
+            f"quantized_matmul: precision is {precision}, but it is None or "
+            "jax.lax.DotAlgorithmPreset.F16_F16_F16; leave it out to accumulate in float32."
+        )
+    if lhs.dtype != jnp.float16:
+        raise ValueError(
+            f"quantized_matmul: precision is {precision}, but lhs is {lhs.dtype} and float16 sums "
+            "need float16 lhs; cast it, or leave precision out."
+        )
+    return True
+
+
 def _broadcast(rhs: QuantizedArray, lead: tuple[Any, ...]) -> QuantizedArray:
     """A view of `rhs` with leading axes `lead`, to which its own broadcast."""
     if rhs.index is None:
@@ -197,8 +224,10 @@ def _abstract_eval(lhs: Any, *operands: Any, columns: int, out_dtype: Any, **par
 
 
 @_permute.of_stored_rows
-def _definition(*operands: Any, backend: Any, indexed: bool, **params: Any) -> Array:
-    del backend
+def _definition(
+    *operands: Any, backend: Any, half_sums: bool, indexed: bool, **params: Any
+) -> Array:
+    del backend, half_sums  # which allows float16 sums
     stored = Operands.of(operands, indexed=indexed, **params).stored()
     return definition.matmul(**stored, **params)
 
@@ -333,7 +362,14 @@ def _compute(
         or native.unsupported(platform, lhs.dtype, format, transposed=transposed)
     ):
         return _definition(*operands, orders=0, **params)
-    return native.matmul(**stored, format=format, **sizes, transposed=transposed, platform=platform)
+    return native.matmul(
+        **stored,
+        format=format,
+        **sizes,
+        transposed=transposed,
+        half_sums=params["half_sums"],
+        platform=platform,
+    )
 
 
 def _too_old(context: Any) -> str | None:

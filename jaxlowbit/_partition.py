@@ -55,6 +55,7 @@ class _Problem:
     indexed: bool
     orders: int
     out_dtype: Any
+    half_sums: bool
     backend: str | None
 
     def named(self, operands: Any) -> Operands:

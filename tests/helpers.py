@@ -17,7 +17,9 @@ from jaxlowbit import Format, QuantizedArray
 PLATFORM = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
 TARGET = "jaxlowbit_quantized_matmul"
 
-matmul = jax.jit(jaxlowbit.quantized_matmul, static_argnames=("preferred_element_type", "backend"))
+matmul = jax.jit(
+    jaxlowbit.quantized_matmul, static_argnames=("preferred_element_type", "precision", "backend")
+)
 
 
 @functools.cache
@@ -160,7 +162,9 @@ class Oracle(NamedTuple):
 
     Standard forward error analysis: each weight is rounded in float32 and then to the dtype of
     lhs, k products are added in float32, the sum is rounded to the dtype of the result. All
-    scale with |lhs| @ |weight|, so cancellation needs no tuned tolerance.
+    scale with |lhs| @ |weight|, so cancellation needs no tuned tolerance. Where float16 sums are
+    allowed, a product is rounded with its sum up to twice for its step of 16 and each that follows
+    in its stage of `half_stage` products.
     """
 
     exact: np.ndarray
@@ -168,7 +172,7 @@ class Oracle(NamedTuple):
     sums: np.ndarray
 
     @classmethod
-    def of(cls, lhs: Any, weight: Weight) -> "Oracle":
+    def of(cls, lhs: Any, weight: Weight, half_stage: int = 0) -> "Oracle":
         dtype = jnp.dtype(lhs.dtype)
         lhs = np.asarray(lhs).astype(np.float64)
         k = lhs.shape[-1]
@@ -177,6 +181,11 @@ class Oracle(NamedTuple):
         weights = _roundoff(dtype) * product + 2 * _FLOAT32 * (size @ weight.terms)
         weights += _underflow(dtype) * entries
         sums = k * (_FLOAT32 * product + _underflow(jnp.dtype("float32")))
+        if half_stage:
+            half, steps = jnp.dtype("float16"), half_stage // 16
+            roundings = 2 * (steps - np.arange(k) // 16 % steps)
+            sums += _roundoff(half) * ((size * roundings) @ np.abs(weight.value))
+            sums += -(-k // 8) * _underflow(half)
         return cls(lhs @ weight.value, weights, sums)
 
     def bound(self, dtype: Any, results: int = 1) -> np.ndarray:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Oracle, Weight, assert_within, dequantize
+from helpers import Oracle, Weight, assert_within, dequantize, matmul
 
 import jaxlowbit
 from jaxlowbit import INT4, UINT4, Format, quantized_matmul
@@ -113,6 +113,39 @@ def test_split_sums_are_bitwise_equal_from_run_to_run(m, n, k):
         assert np.asarray(program(lhs, rhs)).tobytes() == first.tobytes()
     oracle = Oracle.of(lhs, dequantize(rhs))
     assert_within(first, oracle.exact, oracle.bound(jnp.float32))
+
+
+F16_F16_F16 = jax.lax.DotAlgorithmPreset.F16_F16_F16
+
+
+@pytest.mark.parametrize("scale_dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("format", [INT4, UINT4, Format(4, 48, "float"), Format(8, 16, "integer")])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 333, 200), (9, 128, 72), (32, 640, 1000), (33, 64, 8192), (200, 72, 1000)]
+)
+def test_float16_sums(m, n, k, format, scale_dtype):
+    lhs = normal(m, k).astype(jnp.float16)
+    rhs = quantize(normal(k, n, seed=1).astype(scale_dtype), format)
+    oracle = Oracle.of(lhs, dequantize(rhs), half_stage=512 // format.bits)
+    for dtype in (jnp.float16, jnp.float32):
+        got = matmul(lhs, rhs, precision=F16_F16_F16, preferred_element_type=dtype, backend="cuda")
+        assert_within(got, oracle.exact, oracle.bound(dtype))
+
+
+def test_float16_sums_are_of_one_stage():
+    """Float16 holds the sum of a stage, of 128 products, and not one of 65536 or more."""
+    rhs = quantize(jnp.ones((1024, 128), jnp.float16), INT4)
+    weight = float(rhs.dequantize()[0, 0])
+    for stage_sum, finite in ((60000, True), (70000, False)):
+        lhs = jnp.full((64, 1024), stage_sum / 128 / weight, jnp.float16)
+        wide = matmul(lhs, rhs, preferred_element_type=jnp.float32, backend="cuda")
+        half = matmul(
+            lhs, rhs, precision=F16_F16_F16, preferred_element_type=jnp.float32, backend="cuda"
+        )
+        np.testing.assert_allclose(wide, 8 * stage_sum, rtol=2**-9)
+        assert np.isfinite(half).all() == finite
+        if finite:
+            np.testing.assert_allclose(half, 8 * stage_sum, rtol=2**-7)
 
 
 @pytest.mark.parametrize("format", [INT4, UINT4, Format(4, 48, "float"), Format(8, 16, "integer")])

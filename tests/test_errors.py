@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PLATFORM
+from jax.lax import DotAlgorithmPreset
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
@@ -267,6 +268,28 @@ def test_leading_axes_broadcast(stack):
 def test_preferred_element_type(matrix, dtype):
     with refuses(rf"preferred_element_type is {jnp.dtype(dtype)}, but .* lhs \(float32\) or"):
         quantized_matmul(LHS, matrix, preferred_element_type=dtype)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "message"),
+    [
+        (
+            DotAlgorithmPreset.F32_F32_F32,
+            "float16",
+            "precision is F32_F32_F32, but it is None or .*",
+        ),
+        ("highest", "float16", "precision is highest, but it is None or .*; leave it out"),
+        (
+            DotAlgorithmPreset.F16_F16_F16,
+            "bfloat16",
+            "but lhs is bfloat16 .* need float16 lhs; cast",
+        ),
+        (DotAlgorithmPreset.F16_F16_F16, "float32", "but lhs is float32 and .*leave precision out"),
+    ],
+)
+def test_precision(matrix, precision, dtype, message):
+    with refuses(message):
+        quantized_matmul(LHS.astype(jnp.dtype(dtype)), matrix, precision=precision)
 
 
 def test_unknown_backend(matrix):

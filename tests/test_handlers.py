@@ -24,7 +24,8 @@ ATTRIBUTES = {"bits": 4, "group_size": 32}
 
 def call(**changes):
     attributes = {name: np.int64(changes.pop(name, ATTRIBUTES[name])) for name in ATTRIBUTES}
-    attributes |= {name: changes.pop(name, False) for name in ("transposed", "scale_sums")}
+    flags = ("transposed", "scale_sums", "half_sums")
+    attributes |= {name: changes.pop(name, False) for name in flags}
     specs = {**OPERANDS, **changes}
     *operands, out = (jax.ShapeDtypeStruct(shape, jnp.dtype(t)) for shape, t in specs.values())
     with jax.default_device(jax.devices("cpu")[0]):

@@ -126,6 +126,40 @@ def test_the_cotangent_of_lhs_is_a_call(cuda):
     assert f"tensor<{K}x{N}x" not in text
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x, q: f(x, q),
+        lambda f, x, q: jax.vmap(f, (0, None))(x, q),
+        lambda f, x, q: jax.jvp(lambda x: f(x, q), (x,), (x,))[1],
+        lambda f, x, q: jax.checkpoint(f)(x, q),
+        lambda f, x, q: jax.lax.scan(lambda c, x: (c, f(x, q)), 0, x)[1],
+    ],
+    ids=["alone", "vmap", "jvp", "checkpoint", "scan"],
+)
+def test_float16_sums_are_an_attribute(cuda, transform, platform):
+    for precision in (None, jax.lax.DotAlgorithmPreset.F16_F16_F16):
+        f = functools.partial(quantized_matmul, precision=precision)
+        x = like(5, K, dtype="float16")
+        text = lowered(functools.partial(transform, f), x, stack(), platform=platform)
+        values = re.findall(r"half_sums = (\w+)", text)
+        assert set(values) == {str(precision is not None).lower()}
+        assert len(values) == calls(text)
+
+
+def test_float16_sums_are_kept_by_the_transpose(cuda):
+    def cotangent(ct, rhs):
+        f = functools.partial(quantized_matmul, precision=jax.lax.DotAlgorithmPreset.F16_F16_F16)
+        return jax.linear_transpose(lambda x: f(x, rhs), like(5, K, dtype="float16"))(ct)
+
+    text = lowered(cotangent, like(5, N, dtype="float16"), stack(), platform="cuda")
+    assert re.findall(r"(half_sums|transposed) = (\w+)", text) == [
+        ("half_sums", "true"),
+        ("transposed", "true"),
+    ]
+
+
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_backend_xla_is_the_definition(cuda, platform):
     text = lowered(

@@ -1,5 +1,6 @@
 """The product itself: every problem on every backend, against float64."""
 
+import functools
 import itertools
 
 import jax
@@ -151,6 +152,16 @@ def test_float16_results_overflow_to_infinity(backend):
     np.testing.assert_array_equal(np.isinf(got[certain]), beyond[certain])
     wide = compute(lhs, rhs, backend, "float32")
     assert np.isfinite(wide).all()
+
+
+@pytest.mark.parametrize(
+    "backend", [b for b in backends("float16", PROBLEMS[0].format) if b != "cuda"]
+)
+def test_backends_without_float16_sums_add_in_float32(backend):
+    lhs, rhs, _ = operands(next(p for p in PROBLEMS if p.name == "float16, large scales"))
+    product = functools.partial(matmul, jnp.asarray(lhs), rhs, backend=backend)
+    half = product(precision=jax.lax.DotAlgorithmPreset.F16_F16_F16)
+    assert np.asarray(half).tobytes() == np.asarray(product()).tobytes()
 
 
 def test_vector_lhs_gives_a_vector():

@@ -364,6 +364,18 @@ def test_programs_for_cuda_are_divided_too(mesh, monkeypatch):
     assert "CustomSPMDPartitioning" in program.as_text()
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_float16_sums_are_allowed_on_every_device(mesh, allowed):
+    precision = jax.lax.DotAlgorithmPreset.F16_F16_F16 if allowed else None
+    lhs, rhs = arrays(512, 256, FOUR, dtype="float16")
+    rhs = put(rhs, mesh, partition_spec(rhs, mesh, k="a"))
+    program = jax.jit(lambda x, q: quantized_matmul(x, q, precision=precision))
+    text = program.lower(lhs, rhs).compile().as_text()
+    assert text is not None
+    assert f"half_sums = {str(allowed).lower()}" in text
+    assert f"half_sums = {str(not allowed).lower()}" not in text
+
+
 def test_specs_are_a_tree_like_the_array(mesh):
     rhs = jax.eval_shape(lambda: quantize(jnp.ones((2, 256, 256)), FOUR))
     specs = partition_spec(rhs, mesh, k="a", n="b", lead=(None,))

@@ -52,10 +52,10 @@ ffi::Future Completed(const ffi::Error& error) {
 ffi::Future Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
                     ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
                     ffi::Result<ffi::AnyBuffer> out, int64_t bits, int64_t group_size,
-                    bool transposed, bool scale_sums) {
+                    bool transposed, bool scale_sums, bool half_sums) {
   Operands operands;
   const ffi::Error error = DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size,
-                                          transposed, scale_sums, &operands);
+                                          transposed, scale_sums, half_sums, &operands);
   if (error.failure()) return Completed(error);
   if (transposed) {
     return Completed(Refuse("the CPU kernel has no transposed product; it runs as plain XLA."));
@@ -90,4 +90,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCpuExecute, jaxlowbit::Execute,
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("group_size")
                                   .Attr<bool>("transposed")
-                                  .Attr<bool>("scale_sums"));
+                                  .Attr<bool>("scale_sums")
+                                  .Attr<bool>("half_sums"));

@@ -39,13 +39,14 @@ ffi::Error Initialize(cudaStream_t, int32_t device) {
 ffi::Error Execute(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
                    ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
-                   int64_t bits, int64_t group_size, bool transposed, bool scale_sums) {
+                   int64_t bits, int64_t group_size, bool transposed, bool scale_sums,
+                   bool half_sums) {
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
   execute_count.fetch_add(1, std::memory_order_relaxed);
 #endif
   Operands operands;
   const ffi::Error error = DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size,
-                                          transposed, scale_sums, &operands);
+                                          transposed, scale_sums, half_sums, &operands);
   if (error.failure()) return error;
   const QuantizedMatmul& p = operands.problem;
   const std::string reason = Unsupported(p, DeviceInfo(device));
@@ -85,5 +86,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaExecute, jaxlowbit::Execute,
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("group_size")
                                   .Attr<bool>("transposed")
-                                  .Attr<bool>("scale_sums"),
+                                  .Attr<bool>("scale_sums")
+                                  .Attr<bool>("half_sums"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

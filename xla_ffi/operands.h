@@ -108,7 +108,7 @@ inline ffi::Error CheckAttributes(int64_t bits, int64_t group_size) {
 inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi::AnyBuffer scale,
                                  ffi::AnyBuffer zero, ffi::AnyBuffer index, ffi::AnyBuffer out,
                                  int64_t bits, int64_t group_size, bool transposed, bool scale_sums,
-                                 Operands* operands) {
+                                 bool half_sums, Operands* operands) {
   using Type = ffi::DataType;
   const auto lhs_type = FloatType(lhs.element_type());
   const auto scale_type = FloatType(scale.element_type());
@@ -133,6 +133,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi:
   p.m = lhs.dimensions()[1];
   p.transposed = transposed;
   p.scale_sums = scale_sums;
+  p.half_sums = half_sums;
   (transposed ? p.n : p.k) = lhs.dimensions()[2];
   (transposed ? p.k : p.n) = out.dimensions()[2];
   p.num_weights = packed.dimensions()[0];

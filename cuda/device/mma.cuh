@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// mma.sync m16n8k16 with 16-bit floats and float32 accumulation, sm_80 and up.
+// mma.sync m16n8k16 with 16-bit floats and float32 or float16 accumulation, sm_80 and up.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -41,6 +41,19 @@ __device__ inline void Mma<__half>(float (&d)[4], const uint32_t (&a)[4], uint32
 template <typename T>
 __device__ inline void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   Mma<T>(d, a, b0, b1, d);
+}
+
+// The same with float16 accumulation: d[h] is the pair d(g + 8 * h, 2 * t + {0, 1}).
+template <typename T>
+__device__ void Mma(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ inline void Mma<__half>(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0,
+                                   uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, "
+      "{%0, %1};\n"
+      : "+r"(d[0]), "+r"(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // The transpose of an 8 x 8 matrix of 16-bit values, two neighbours of a row in each lane.

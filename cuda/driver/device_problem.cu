@@ -11,6 +11,7 @@
 #include "cuda/device/layout.cuh"
 #include "cuda/dispatch.h"
 #include "cuda/driver/device_problem.h"
+#include "cuda/qmm_sm80/config.h"
 
 namespace jaxlowbit::driver {
 namespace {
@@ -103,7 +104,9 @@ __device__ int Code(const QuantizedMatmul& p, const uint32_t* words, int64_t k, 
 }
 
 // One thread per output: exact sum in double, error over bound, largest in *worst (as bits).
-__global__ void CompareKernel(QuantizedMatmul p, Buffers b, unsigned long long* worst) {
+// `half_steps`: of 16 products that float16 may add up, 0 for none.
+__global__ void CompareKernel(QuantizedMatmul p, Buffers b, int half_steps,
+                              unsigned long long* worst) {
   const int64_t lhs_columns = p.transposed ? p.n : p.k, out_columns = p.transposed ? p.k : p.n;
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (i >= p.batch * p.m * out_columns) return;
@@ -114,7 +117,7 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, unsigned long long* 
   const int64_t size = p.group_size < 0 ? k_blocks * 64 : p.group_size;
   const int64_t groups = (k_blocks * 64 + size - 1) / size;
   const uint32_t* words = b.packed + weight * n_blocks * k_blocks * 128 * p.bits;
-  double sum = 0, magnitude = 0, lhs_sum = 0;
+  double sum = 0, magnitude = 0, lhs_sum = 0, half_magnitude = 0;
   for (int64_t j = 0; j < lhs_columns; ++j) {
     const int64_t k = p.transposed ? column : j, n = p.transposed ? j : column;
     const int64_t group = ((weight * n_blocks + n / 64) * groups + k / size) * 64 +
@@ -128,14 +131,17 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, unsigned long long* 
     lhs_sum += fabs(x);
     sum += term;
     magnitude += fabs(term);
+    // Each step from the product's own on rounds its sum once or twice.
+    if (half_steps > 0) half_magnitude += 2 * (half_steps - j / 16 % half_steps) * fabs(term);
   }
   const double u_lhs = p.lhs == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
   const double u = p.scale_sums ? 0x1p-24 : u_lhs;  // the rounding of weights
   const double u_out = p.out == ElementType::kF32 ? 0x1p-24 : u_lhs;
   // Half the spacing of subnormals, for results and weights too small to keep their digits.
   const double tiny = p.lhs == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
+  const double half = 0x1p-11 * half_magnitude + (half_steps > 0 ? lhs_columns * 0x1p-28 : 0);
   const double bound =
-      (u + lhs_columns * 0x1p-24) * magnitude + u_out * fabs(sum) + tiny * (1 + lhs_sum);
+      (u + lhs_columns * 0x1p-24) * magnitude + u_out * fabs(sum) + tiny * (1 + lhs_sum) + half;
   double ratio = fabs(double{Load(b.out, p.out, i)} - sum) / bound;
   if (!(ratio < 1e300)) ratio = 1e300;
   atomicMax(worst, static_cast<unsigned long long>(__double_as_longlong(ratio)));
@@ -222,8 +228,10 @@ double DeviceProblem::ErrorOverBound(int copy) const {
   if (outputs == 0) return 0;
   DeviceBuffer worst(8);
   Check(cudaMemset(worst.data(), 0, 8), "cudaMemset");
+  const int half_steps =
+      problem_.half_sums ? qmm_sm80::BlockK(problem_.bits) / qmm_sm80::kMinGroupSize : 0;
   CompareKernel<<<CeilDiv(outputs, kThreads), kThreads>>>(
-      problem_, buffers(copy), static_cast<unsigned long long*>(worst.data()));
+      problem_, buffers(copy), half_steps, static_cast<unsigned long long*>(worst.data()));
   Check(cudaGetLastError(), "CompareKernel");
   double ratio = 0;
   Check(cudaMemcpy(&ratio, worst.data(), 8, cudaMemcpyDeviceToHost), "cudaMemcpy");
@@ -252,6 +260,7 @@ std::string Describe(const QuantizedMatmul& p) {
   return std::string(text) +
          (p.transposed   ? " transposed"
           : p.scale_sums ? " scale sums"
+          : p.half_sums  ? " half sums"
                          : "") +
          (p.batch > 1 ? " batch " + std::to_string(p.batch) : "");
 }

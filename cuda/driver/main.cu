@@ -7,7 +7,8 @@
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph:
 //                           --n N --k K (default: five real shapes) --m M,M,... --bits B --group G
-//                           --zero --float-zero --transposed --scale-sums --f16; --kernel sm80|stream,
+//                           --zero --float-zero --transposed --scale-sums --f16 --half-sums;
+//                           --kernel sm80|stream,
 //                           --tile T,T,..., --split S,S,... and --slices L,L,... instead of the
 //                           selection's
 //
@@ -99,6 +100,9 @@ void ForEachType(F visit) {
             visit(problem);
             problem.scale_sums = true;
             if (Unsupported(problem, DeviceInfo(0)).empty()) visit(problem);
+            problem.scale_sums = false;
+            problem.half_sums = true;
+            if (lhs == ElementType::kF16 && !transposed) visit(problem);
           }
         }
       }
@@ -193,7 +197,7 @@ double Time(const QuantizedMatmul& problem, const Choice& choice) {
   std::fprintf(stderr,
                "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
                "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
-               "[--f16] [--kernel sm80|stream] [--tile T,...] [--split S,...] "
+               "[--f16] [--half-sums] [--kernel sm80|stream] [--tile T,...] [--split S,...] "
                "[--slices L,...]\n",
                wrong);
   std::exit(2);
@@ -278,6 +282,9 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (flag == "--float-zero") {
       options.problem.zero = ZeroKind::kFloat;
     } else if (flag == "--f16") {
+      options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
+    } else if (flag == "--half-sums") {
+      options.problem.half_sums = true;
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
     } else if (i + 1 == argc) {
       Usage(("unknown or incomplete option " + flag).c_str());

@@ -22,11 +22,18 @@ constexpr int64_t BlockOut(bool transposed) { return transposed ? kAtom : kBlock
 // Depth of the ring: what fits the smallest device with the smallest groups.
 constexpr int NumStages(int block_m, int bits) { return bits == 4 && block_m == 64 ? 3 : 4; }
 
-// CTAs whose registers fit a multiprocessor; the compiler is held to it. The transposed product, and
-// scales on the sums, hold twice the sums.
-constexpr int CtasByRegisters(int block_m, bool twice_the_sums) {
-  if (twice_the_sums) return block_m <= 16 ? 4 : 2;
-  return block_m == 8 ? 5 : block_m <= 32 ? 4 : 3;
+// Bytes of registers for one sum: float32; with it a float16 part; or two of float32, for the
+// transposed product and for scales on the sums.
+constexpr int SumBytes(const QuantizedMatmul& problem) {
+  if (problem.transposed || problem.scale_sums) return 8;
+  return problem.half_sums && problem.lhs == ElementType::kF16 ? 6 : 4;
+}
+
+// CTAs whose registers fit a multiprocessor; the compiler is held to it.
+constexpr int CtasByRegisters(int block_m, int sum_bytes) {
+  if (sum_bytes == 8) return block_m <= 16 ? 4 : 2;
+  const int fewer = sum_bytes == 6 && block_m >= 32 ? 1 : 0;
+  return (block_m == 8 ? 5 : block_m <= 32 ? 4 : 3) - fewer;
 }
 
 // Groups that `size` positions along k can touch, from a multiple of `size` on.

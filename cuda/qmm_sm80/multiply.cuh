@@ -14,6 +14,10 @@ namespace jaxlowbit::qmm_sm80 {
 template <class I>
 using Sums = float[kAtomsN][I::kTiles][4];
 
+// Neighbouring tokens in one register.
+template <class I>
+using HalfSums = uint32_t[kAtomsN][I::kTiles][2];
+
 template <class I>
 class StageMultiplier {
  public:
@@ -39,6 +43,7 @@ class StageMultiplier {
     } else {
       MultiplyAtoms<false>(slot, scales, left, sums);
     }
+    if constexpr (I::kParts == Parts::kHalfStages) AddHalfSums(sums);
     cursor_.AdvanceStage(p_);
   }
 
@@ -70,20 +75,22 @@ class StageMultiplier {
         uint32_t weights[kAtomsN][4];
 #pragma unroll
         for (int atom = 0; atom < kAtomsN; ++atom) {
-          rows_[atom].template Dequantize<!I::kScaleSums>(codes[atom][i], weights[atom]);
+          rows_[atom].template Dequantize<I::kParts != Parts::kGroups>(codes[atom][i],
+                                                                       weights[atom]);
         }
-        if constexpr (I::kScaleSums) {
-          MultiplyStep(slot + p_.bytes.codes, step, weights, group_sums_);
-        } else {
+        if constexpr (I::kParts == Parts::kNone) {
           MultiplyStep(slot + p_.bytes.codes, step, weights, sums);
+        } else {
+          MultiplyStep(slot + p_.bytes.codes, step, weights, part_sums_);
         }
       }
     }
   }
 
   // All tokens of one step, two tiles of the instruction at a time.
+  template <class StepSums>
   __device__ void MultiplyStep(uint32_t lhs, int step, const uint32_t (&weights)[kAtomsN][4],
-                               Sums<I>& sums) const {
+                               StepSums& sums) const {
     constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
     // A step is two columns, and the permutation is an exclusive or of column numbers.
     const uint32_t chunk = lhs + (lhs_chunk_ ^ (step * 2 * kCopyBytes));
@@ -112,17 +119,33 @@ class StageMultiplier {
 
   // Adds what the loaded group has summed, scaled, if scales multiply sums.
   __device__ void ScaleGroup(Sums<I>& sums) {
-    if constexpr (I::kScaleSums) {
+    if constexpr (I::kParts == Parts::kGroups) {
 #pragma unroll
       for (int atom = 0; atom < kAtomsN; ++atom) {
 #pragma unroll
         for (int tile = 0; tile < I::kTiles; ++tile) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            float& part = group_sums_[atom][tile][i];
+            float& part = part_sums_[atom][tile][i];
             if (loaded_ >= 0) sums[atom][tile][i] += part * rows_[atom].scale(i / 2);
             part = 0;
           }
+        }
+      }
+    }
+  }
+
+  // Adds what a stage has summed.
+  __device__ void AddHalfSums(Sums<I>& sums) {
+#pragma unroll
+    for (int atom = 0; atom < kAtomsN; ++atom) {
+#pragma unroll
+      for (int tile = 0; tile < I::kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          uint32_t& pair = part_sums_[atom][tile][i / 2];
+          sums[atom][tile][i] += __half2float(__ushort_as_half(pair >> i % 2 * 16));
+          if (i % 2 == 1) pair = 0;
         }
       }
     }
@@ -134,7 +157,7 @@ class StageMultiplier {
   int lhs_chunk_;       // of the first step, in bytes
   CodeLoader<I> codes_;
   Rows<I> rows_[kAtomsN];
-  std::conditional_t<I::kScaleSums, Sums<I>, char> group_sums_;
+  std::conditional_t<I::kParts == Parts::kHalfStages, HalfSums<I>, Sums<I>> part_sums_ = {};
 };
 
 }  // namespace jaxlowbit::qmm_sm80

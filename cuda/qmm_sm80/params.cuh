@@ -16,15 +16,25 @@ namespace jaxlowbit::qmm_sm80 {
 inline constexpr int kAtomsN = kBlockN / kAtom;
 inline constexpr int kThreads = 32 * kWarpsPerAtom;
 
-// An instance: type of lhs, type of the scales, tokens of a tile, width, and whether scales multiply
-// the sums of their groups instead of the weights (QuantizedMatmul::scale_sums).
-template <typename LhsType, typename ScaleType, int kTokens, int kWidth, bool kOnSums = false>
+// Which parts of a sum are added up before they join it.
+enum class Parts {
+  kNone,
+  kGroups,      // float32, scaled: scales multiply no weights (QuantizedMatmul::scale_sums)
+  kHalfStages,  // float16 (QuantizedMatmul::half_sums)
+};
+
+// An instance: type of lhs, type of the scales, tokens of a tile, width, and parts of the sums.
+template <typename LhsType, typename ScaleType, int kTokens, int kWidth,
+          Parts kPartSums = Parts::kNone>
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
   static constexpr int kBlockM = kTokens;
   static constexpr int kBits = kWidth;
-  static constexpr bool kScaleSums = kOnSums;
+  static constexpr Parts kParts = kPartSums;
+  static constexpr int kSumBytes = kParts == Parts::kGroups       ? 8
+                                   : kParts == Parts::kHalfStages ? 6
+                                                                  : 4;
   static constexpr int kBlockK = BlockK(kBits);
   static constexpr int kAtomsK = kBlockK / kAtom;
   static constexpr int kStages = NumStages(kBlockM, kBits);

@@ -110,6 +110,7 @@ def matmul(
     columns: int,
     transposed: bool,
     out_dtype: jnp.dtype,
+    half_sums: bool,
     platform: str,
 ) -> Array:
     """`definition.matmul` as one custom call.
@@ -144,6 +145,7 @@ def matmul(
         group_size=np.int64(format.group_size),
         transposed=transposed,
         scale_sums=parts > 1,
+        half_sums=half_sums,
     )
     if parts > 1:
         out = out.reshape(batch, parts, m, columns)[:, ::-1].sum(1)  # the smallest first
