@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <mutex>
 
 #include "cuda/kernels.h"
@@ -17,6 +19,17 @@ struct DeviceState {
   Device device;
 };
 
+// JAXLOWBIT_MAX_COMPUTE_CAPABILITY=86 runs the kernels that a GPU of that capability would run, with
+// its shared memory.
+void Limit(Device& device) {
+  const char* limit = std::getenv("JAXLOWBIT_MAX_COMPUTE_CAPABILITY");
+  if (limit == nullptr) return;
+  device.compute_capability = std::min(device.compute_capability, std::atoi(limit));
+  if (device.compute_capability == 86 || device.compute_capability == 89) {
+    device.shared_bytes_per_sm = std::min(device.shared_bytes_per_sm, 100 * 1024);
+  }
+}
+
 cudaError_t ReadDevice(int ordinal, Device& device) {
   int major = 0, minor = 0;
   for (auto [attribute, value] :
@@ -28,6 +41,7 @@ cudaError_t ReadDevice(int ordinal, Device& device) {
     if (error != cudaSuccess) return error;
   }
   device.compute_capability = 10 * major + minor;
+  Limit(device);
   return cudaSuccess;
 }
 
