@@ -40,8 +40,8 @@ namespace jaxlowbit {
 namespace qmm_sm90_stream {
 namespace {
 
-// One warp.
-__device__ void InitBarriers(const Plan& plan, Memory memory) {
+// One warp. (Elsewhere the kernel is empty: it only runs on sm_90.)
+[[maybe_unused]] __device__ void InitBarriers(const Plan& plan, Memory memory) {
   const int lane = threadIdx.x % 32;
   if (lane < plan.num_stages) {
     InitBarrier(memory.full(lane), 1);
@@ -54,7 +54,7 @@ __device__ void InitBarriers(const Plan& plan, Memory memory) {
 }
 
 // Orders the multiplying warps among themselves.
-__device__ void SynchronizeMultipliers() {
+[[maybe_unused]] __device__ void SynchronizeMultipliers() {
   asm volatile("bar.sync 1, %0;\n" ::"n"(32 * kWarps) : "memory");
 }
 
@@ -110,7 +110,7 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory, 
 template <class I>
 __global__ void __launch_bounds__(kThreads, kStreamCtasPerSm)
     QmmSm90StreamKernel(const __grid_constant__ Params p) {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ == 900
   extern __shared__ __align__(kBoxBytes) uint8_t shared[];
   const Memory memory = {Keep(SharedAddress(shared))};
   const int warp = threadIdx.x / 32;
