@@ -1,5 +1,6 @@
 """The product itself: every problem on every backend, against float64."""
 
+import functools
 import itertools
 
 import jax
@@ -15,6 +16,12 @@ CASES = [(p, backend) for p in PROBLEMS for backend in backends(p.dtype, p.forma
 every_case = pytest.mark.parametrize(
     ("problem", "backend"), CASES, ids=[f"{p.name}-{backend}" for p, backend in CASES]
 )
+
+
+@functools.cache
+def result(problem: Problem, backend: str) -> np.ndarray:
+    """What the tests of one problem share."""
+    return run(problem, backend)
 
 
 def run(problem: Problem, backend: str) -> np.ndarray:
@@ -44,13 +51,12 @@ def test_problems_are_named_by_their_reason():
 @every_case
 def test_result_is_within_its_error_bound(problem, backend):
     oracle = operands(problem).oracle
-    assert_within(run(problem, backend), oracle.exact, oracle.bound(problem.result_dtype))
+    assert_within(result(problem, backend), oracle.exact, oracle.bound(problem.result_dtype))
 
 
 @every_case
 def test_two_runs_are_bitwise_equal(problem, backend):
-    first, second = run(problem, backend), run(problem, backend)
-    assert first.tobytes() == second.tobytes()
+    assert run(problem, backend).tobytes() == result(problem, backend).tobytes()
 
 
 SHARED = [p for p in PROBLEMS if len(backends(p.dtype, p.format)) > 1]
@@ -60,7 +66,7 @@ SHARED = [p for p in PROBLEMS if len(backends(p.dtype, p.format)) > 1]
 def test_backends_agree(problem):
     oracle = operands(problem).oracle
     bound = oracle.bound(problem.result_dtype, results=2)
-    results = [run(problem, backend) for backend in backends(problem.dtype, problem.format)]
+    results = [result(problem, backend) for backend in backends(problem.dtype, problem.format)]
     for one, other in itertools.combinations(results, 2):
         assert_within(one, other.astype(np.float64), bound)
 
