@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from . import _layout
+from . import _layout, _permute
 from ._array import QuantizedArray
 from ._backends import definition
 
@@ -23,6 +23,7 @@ def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
 
     **Returns:** (..., k).
     """
+    array.check_part()
     numbers = _numbers(columns.reshape(-1), array.n)
     exists = (numbers >= 0) & (numbers < array.n)
     numbers = jnp.where(exists, numbers, 0)
@@ -30,8 +31,10 @@ def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
     weight = definition.dequantize_columns(
         array.packed, array.scale, array.zero, numbers, format=array.format, k=array.padded_shape[0]
     )
-    weight = _layout.join(weight, -2, array.shards[0], array.k).astype(dtype)
-    weight = jnp.where(exists, weight, jnp.asarray(jnp.nan, dtype))
+    weight = _layout.join(weight, -2, array.shards[0], array.k)
+    if array.permutation is not None:
+        weight = _permute.restore(weight, array.permutation, array.shards[0], axis=-2)
+    weight = jnp.where(exists, weight.astype(dtype), jnp.asarray(jnp.nan, dtype))
     return weight.T.reshape(*columns.shape, array.k)
 
 

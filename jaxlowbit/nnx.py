@@ -7,6 +7,7 @@ from ._flax.nnx_linear import QuantizedLinear as QuantizedLinear
 from ._flax.nnx_model import quantize_model as quantize_model
 from ._flax.nnx_variables import LayoutVersion as LayoutVersion
 from ._flax.nnx_variables import Packed as Packed
+from ._flax.nnx_variables import Permutation as Permutation
 from ._flax.nnx_variables import QuantizedVariable as QuantizedVariable
 from ._flax.nnx_variables import Scale as Scale
 from ._flax.nnx_variables import Zero as Zero

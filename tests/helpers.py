@@ -17,8 +17,12 @@ from jaxlowbit import Format, QuantizedArray
 PLATFORM = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
 TARGET = "jaxlowbit_quantized_matmul"
 
-matmul = jax.jit(
-    jaxlowbit.quantized_matmul, static_argnames=("preferred_element_type", "precision", "backend")
+_STATIC = ("preferred_element_type", "precision", "backend")
+matmul = jax.jit(jaxlowbit.quantized_matmul, static_argnames=_STATIC)
+# Interpreted kernels take longer to optimize than to run.
+UNOPTIMIZED: dict[str, Any] = {"xla_backend_optimization_level": 0}
+interpreted_matmul = jax.jit(
+    jaxlowbit.quantized_matmul, static_argnames=_STATIC, compiler_options=UNOPTIMIZED
 )
 
 

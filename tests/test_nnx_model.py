@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -55,13 +54,6 @@ class Transformer(nnx.Module):
 TOKENS = jnp.arange(2 * 7).reshape(2, 7) * 5 % VOCABULARY
 
 
-def cast(model, dtype):
-    """The model with parameters of `dtype`, which its computations then have too."""
-    params = nnx.state(model, nnx.Param)
-    nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
-    return model
-
-
 def rounded(model, quantized):
     """The float model with the weights that the quantized one stands for."""
     layers: dict[Any, Any] = dict(nnx.iter_modules(model))
@@ -77,22 +69,6 @@ def quantized_paths(model):
 
 
 # --- what the model computes ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_model_equals_its_fake_quantized_twin(dtype):
-    with jax.numpy_dtype_promotion("standard"):
-        model = cast(Transformer(), dtype)
-        twin = cast(Transformer(), dtype)
-        before = np.asarray(nnx.jit(lambda model, x: model(x))(model, TOKENS), np.float32)
-        quantize_model(model, FORMAT)
-        got = np.asarray(nnx.jit(lambda model, x: model(x))(model, TOKENS), np.float32)
-        expected = nnx.jit(lambda model, x: model(x))(rounded(twin, model), TOKENS)
-    size = np.abs(before).max()
-    tolerance = {"float32": 1e-5, "bfloat16": 4e-2}[dtype]
-    np.testing.assert_allclose(got, np.asarray(expected, np.float32), atol=tolerance * size)
-    if dtype == "float32":
-        assert np.abs(got - before).max() > 100 * tolerance * size  # rounding is visible
 
 
 def test_tied_blocks_stay_tied():
@@ -123,26 +99,13 @@ def test_stacked_layers():
         scanned = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         return scanned(jnp.ones((2, 3, WIDTH)), stack)
 
-    stack, twin = (create(jax.random.split(jax.random.key(0), 3)) for _ in range(2))
+    stack = create(jax.random.split(jax.random.key(0), 3))
+    twin = nnx.clone(stack)
     quantize_model(stack, FORMAT)
     np.testing.assert_allclose(apply(stack), apply(rounded(twin, stack)), atol=1e-4)
 
 
 # --- how it is done ------------------------------------------------------------------------------
-
-
-def test_abstract_model_and_orbax_round_trip(tmp_path):
-    model = Transformer()
-    quantize_model(model, FORMAT)
-    restored = nnx.eval_shape(Transformer)
-    report = quantize_model(restored, FORMAT)
-    assert all(layer.error is None for layer in report.layers)
-    assert nnx.graphdef(restored) == nnx.graphdef(model)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "model", nnx.state(model))
-        checkpointer.wait_until_finished()
-        nnx.update(restored, checkpointer.restore(tmp_path / "model", nnx.state(restored)))
-    np.testing.assert_array_equal(restored(TOKENS), model(TOKENS))
 
 
 def test_lora_on_a_quantized_base_trains_its_adapter_only():

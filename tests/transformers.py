@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-WIDTH, HIDDEN, HEADS, VOCABULARY = 64, 160, 4, 97
+DEPTH, WIDTH, HIDDEN, HEADS, VOCABULARY = 4, 64, 160, 4, 97
 PROJECTIONS = ("attention.query", "attention.key", "attention.value", "attention.out")
 LINEAR = (*PROJECTIONS, "mlp.gate", "mlp.up", "mlp.down")
 """The linear layers of a block."""
@@ -61,7 +61,9 @@ class NnxBlock(nnx.Module):
 class NnxTransformer(nnx.Module):
     """`depth` blocks, of which the first `distinct` are used again by the others."""
 
-    def __init__(self, depth=12, distinct=12, dtype=None, attention: Any = NnxAttention, seed=0):
+    def __init__(
+        self, depth=DEPTH, distinct=DEPTH, dtype=None, attention: Any = NnxAttention, seed=0
+    ):
         options: Any = {"dtype": dtype, "rngs": nnx.Rngs(seed)}
         self.embed = nnx.Embed(VOCABULARY, WIDTH, **options)
         blocks = [NnxBlock(attention, **options) for _ in range(distinct)]
@@ -116,8 +118,8 @@ class LinenBlock(nn.Module):
 class LinenTransformer(nn.Module):
     """`depth` blocks, of which the first `distinct` are used again by the others."""
 
-    depth: int = 12
-    distinct: int = 12
+    depth: int = DEPTH
+    distinct: int = DEPTH
     dtype: Any = None
     attention: Any = LinenAttention
 

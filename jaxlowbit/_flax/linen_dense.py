@@ -18,9 +18,10 @@ from .weights import Packing, Shards
 class QuantizedDense(nn.Module):
     """`nn.Dense` with a quantized kernel: `inputs @ kernel.dequantize() + bias`.
 
-    The kernel's arrays are the variables `packed`, `scale`, `zero` (none in a format without one)
-    and `version` of the collection `"quantized"`, so that gradients and optimizers, which take
-    `params`, pass the integers by; the bias remains in `params`.
+    The kernel's arrays are the variables `packed`, `scale`, `zero` (none in a format without one),
+    `permutation` (none unless a weight with permuted rows is put there) and `version` of the
+    collection `"quantized"`, so that gradients and optimizers, which take `params`, pass the
+    integers by; the bias remains in `params`.
 
     **Arguments:** those of `nn.Dense`, without `precision` and `dot_general`, and
 

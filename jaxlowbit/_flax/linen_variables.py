@@ -10,12 +10,10 @@ from flax.linen.spmd import logical_to_mesh_axes
 from .._array import QuantizedArray
 from .kernel_axes import KernelAxes
 from .sharding import MatrixSharding, mesh_of, padded
-from .weights import Packing, kernel_from, quantize_weight
+from .weights import ARRAYS, Packing, kernel_from, quantize_weight
 
 COLLECTION = "quantized"
-"""The collection of packed words, scales, zeros and layout versions, beside `params`."""
-
-_ARRAYS = ("packed", "scale", "zero", "version")
+"""The collection of the arrays of quantized weights, beside `params`."""
 
 
 def value_of(variable: Any) -> Any:
@@ -33,7 +31,7 @@ def quantized(
     if isinstance(weight, meta.Partitioned):
         kernel, names = _sharding(weight, value, axes).divide(kernel)
     variables = {}
-    for name in _ARRAYS:
+    for name in ARRAYS:
         if (array := getattr(kernel, name)) is not None:
             spec = () if names is None else tuple(getattr(names, name))
             variables[name] = weight.replace(value=array, names=spec) if spec else array
@@ -68,7 +66,7 @@ def kernel_of(
             f"{name} has no kernel in the collection {COLLECTION!r}. Pass the variables that "
             f"hold it; inside nn.scan or nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
         )
-    arrays = {array: value_of(module.get_variable(COLLECTION, array)) for array in _ARRAYS}
+    arrays = {array: value_of(module.get_variable(COLLECTION, array)) for array in ARRAYS}
     kernel = kernel_from(arrays, packing.format, matrix_shape, packing.shards)
     if kernel.ndim > ndim:
         raise ValueError(

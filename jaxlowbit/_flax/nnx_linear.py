@@ -22,8 +22,9 @@ default_bias_init = initializers.zeros_init()
 class QuantizedLinear(QuantizedModule):
     """`nnx.Linear` with a quantized kernel: `inputs @ kernel.dequantize() + bias`.
 
-    The kernel's arrays are the variables `packed`, `scale`, `zero` (None in a format without one)
-    and `version`; `kernel` is the `QuantizedArray` they form. The bias remains an `nnx.Param`.
+    The kernel's arrays are the variables `packed`, `scale`, `zero` (None in a format without one),
+    `permutation` (None unless a weight with permuted rows is put into the layer) and `version`;
+    `kernel` is the `QuantizedArray` they form. The bias remains an `nnx.Param`.
 
     **Arguments:** those of `nnx.Linear`, and
 

@@ -8,7 +8,7 @@ from flax.nnx.spmd import get_var_pspec
 from .._array import QuantizedArray
 from .._formats import Format
 from .sharding import Entries, MatrixSharding, mesh_of, padded
-from .weights import Shards, kernel_from, quantize_weight
+from .weights import ARRAYS, Shards, kernel_from, quantize_weight
 
 
 class QuantizedVariable(nnx.Variable):
@@ -30,11 +30,15 @@ class Zero(QuantizedVariable):
     """`QuantizedArray.zero`."""
 
 
+class Permutation(QuantizedVariable):
+    """`QuantizedArray.permutation`."""
+
+
 class LayoutVersion(QuantizedVariable):
     """`QuantizedArray.version`."""
 
 
-_VARIABLES = {"packed": Packed, "scale": Scale, "zero": Zero, "version": LayoutVersion}
+_VARIABLES = dict(zip(ARRAYS, (Packed, Scale, Zero, Permutation, LayoutVersion), strict=True))
 
 
 class QuantizedModule(nnx.Module):
@@ -43,6 +47,7 @@ class QuantizedModule(nnx.Module):
     packed: Packed
     scale: Scale
     zero: Zero | None
+    permutation: Permutation | None
     version: LayoutVersion
     format: Format
     shards: Shards

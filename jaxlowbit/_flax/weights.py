@@ -12,6 +12,10 @@ from .._quantize import quantize
 Shards = tuple[int, int]
 
 
+ARRAYS = tuple(name for name in _LEAVES if name != "index")
+"""The arrays of a weight that a layer holds, each in a variable of its own."""
+
+
 class Packing(NamedTuple):
     """How a weight is packed."""
 
