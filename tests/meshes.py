@@ -1,8 +1,10 @@
-"""Eight CPU devices as a mesh, and what programs send between them."""
+"""Meshes, the programs that tests run on them, and what these send between devices."""
 
+import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
@@ -31,3 +33,20 @@ def collectives(f, *args) -> list[str]:
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     started = rf"= \(?(\w+)\[.* ({kinds})(?:-start)?\("  # asynchronous ones end elsewhere
     return [f"{op} {dtype}" for dtype, op in re.findall(started, text)]
+
+
+def product(lhs, rhs):
+    return lhs @ rhs
+
+
+def reference(lhs, rhs):
+    return lhs @ rhs.dequantize(lhs.dtype)
+
+
+def gradients(multiply):
+    """Derivatives of a loss by lhs and by the scales."""
+
+    def loss(lhs, scale, rhs):
+        return jnp.sum(jnp.sin(multiply(lhs, dataclasses.replace(rhs, scale=scale))))
+
+    return jax.jit(lambda lhs, rhs: jax.grad(loss, (0, 1))(lhs, rhs.scale, rhs))

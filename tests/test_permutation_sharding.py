@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from meshes import GATHER, REDUCE, assert_close, collectives, make_mesh, put
+from meshes import (
+    GATHER,
+    REDUCE,
+    assert_close,
+    collectives,
+    gradients,
+    make_mesh,
+    product,
+    put,
+    reference,
+)
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, partition_spec, quantized_matmul
@@ -37,21 +47,6 @@ def arrays(
     weight = jnp.asarray(rng.normal(size=(*lead, k, n)) / np.sqrt(k), jnp.float32)
     order = np.argsort(rng.normal(size=(*lead, shards, k // shards))).reshape(*lead, k)
     return lhs, quantize(weight, format, shards=(shards, 1), permutation=order)
-
-
-def product(lhs, rhs):
-    return lhs @ rhs
-
-
-def reference(lhs, rhs):
-    return lhs @ rhs.dequantize(lhs.dtype)
-
-
-def gradients(multiply):
-    def loss(lhs, scale, rhs):
-        return jnp.sum(jnp.sin(multiply(lhs, dataclasses.replace(rhs, scale=scale))))
-
-    return jax.jit(lambda lhs, rhs: jax.grad(loss, (0, 1))(lhs, rhs.scale, rhs))
 
 
 # k and its shards, sharding of lhs and of k and n of rhs, and what the product sends: activations

@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from meshes import GATHER, REDUCE, assert_close, collectives, make_mesh, put
+from meshes import (
+    GATHER,
+    REDUCE,
+    assert_close,
+    collectives,
+    gradients,
+    make_mesh,
+    product,
+    put,
+    reference,
+)
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, partition_spec, quantized_matmul
@@ -43,23 +53,6 @@ def put_words(rhs, mesh, n, k):
     packed = jax.NamedSharding(mesh, P(n, k))
     rhs = jax.device_put(rhs, jax.NamedSharding(mesh, P()))
     return dataclasses.replace(rhs, packed=jax.device_put(rhs.packed, packed))
-
-
-def product(lhs, rhs):
-    return lhs @ rhs
-
-
-def reference(lhs, rhs):
-    return lhs @ rhs.dequantize(lhs.dtype)
-
-
-def gradients(multiply):
-    """Derivatives of a loss by lhs and by the scales."""
-
-    def loss(lhs, scale, rhs):
-        return jnp.sum(jnp.sin(multiply(lhs, dataclasses.replace(rhs, scale=scale))))
-
-    return jax.jit(lambda lhs, rhs: jax.grad(loss, (0, 1))(lhs, rhs.scale, rhs))
 
 
 # Sharding of lhs, of k and n of rhs, and what the product sends.

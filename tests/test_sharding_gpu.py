@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import Oracle, assert_within, dequantize
 from jax.sharding import AxisType
-from test_sharding import assert_close, collectives, gradients, product, put, reference
+from meshes import assert_close, collectives, gradients, product, put, reference
 
 from jaxlowbit import INT4, Format, partition_spec, quantize
 
