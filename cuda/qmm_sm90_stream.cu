@@ -8,7 +8,7 @@
 // once, never pause, and that little is left to do when the last one has arrived.
 //
 // Decomposition. Weights are operand A of the instruction: a slice is 16 output channels. A cluster
-// of 4 CTAs owns neighbouring slices, each CTA a quarter of k.
+// of 1, 2 or 4 CTAs owns neighbouring slices, each CTA a part of k; drawn for 4.
 //
 //               k ──►  rank 0   rank 1   rank 2   rank 3
 //             ┌────────┬────────┬────────┬────────┐   A CTA works through its slices in tiles of up
@@ -80,8 +80,9 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory, 
     Sums<I> sums = {};
     for (int left = atoms; left > 0; left -= stage_atoms) {
       Wait(memory.full(cursor.slot), cursor.parity);
-      if (active)
+      if (active) {
         multiplier.Multiply(ring + cursor.slot * slot_bytes, min(left, stage_atoms), sums);
+      }
       __syncwarp();  // every lane has read the stage
       if (first_lane) Arrive(memory.empty(cursor.slot));
       cursor.Advance(num_stages);

@@ -13,7 +13,6 @@ namespace jaxlowbit::qmm_sm90_stream {
 
 inline constexpr int kSliceRows = 16;      // output channels of one instruction: a slice
 inline constexpr int kSlicesPerStrip = 4;  // of the 64 channels of an atom
-inline constexpr int kClusterCtas = 4;     // parts of k, one per CTA of a cluster
 inline constexpr int kWarps = 8;           // that multiply; one more copies
 inline constexpr int kSlicesPerWarp = 2;
 inline constexpr int kMaxTileSlices = kWarps * kSlicesPerWarp;
