@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/qmm_sm80/config.h"
+#include "cuda/qmm_sm90/config.h"
 #include "cuda/qmm_sm90_stream/config.h"
 
 namespace jaxlowbit {
@@ -129,6 +130,40 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
   return choice;
 }
 
+// Microseconds that qmm_sm90 takes.
+double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const qmm_sm90::TileShape& tile,
+                int split_k) {
+  const int64_t tiles = CeilDiv(problem.m, tile.tokens) *
+                        CeilDiv(problem.n_blocks(), tile.cta_strips()) * problem.batch;
+  const int64_t resident = int64_t{device.num_sms} * tile.ctas_per_sm / split_k;
+  const double waves = static_cast<double>(CeilDiv(tiles, resident));
+  const double atoms = static_cast<double>(CeilDiv(problem.k_blocks(), split_k));
+  const double atom = tile.tokens * tile.cta_strips() * tile.ctas_per_sm / 256.0 * 0.28;
+  return waves * (atoms * atom + 1.5);
+}
+
+Choice ConfigureSm90(const QuantizedMatmul& problem, const Device& device) {
+  namespace sm90 = qmm_sm90;
+  Choice choice;
+  choice.kernel = Kernel::kQmmSm90;
+  double best = 0;
+  for (int number = 0; number < sm90::kNumTiles; ++number) {
+    const sm90::TileShape& tile = sm90::kTiles[number];
+    const sm90::Plan plan = sm90::PlanOf(problem, tile);
+    if (plan.num_stages < 2) continue;
+    for (int split_k : {1, 2, 4}) {
+      if (!sm90::SupportsSplit(plan, tile, split_k)) continue;
+      const double cost = Sm90Cost(problem, device, tile, split_k);
+      if (choice.block_m > 0 && cost >= best) continue;
+      best = cost;
+      choice.block_m = tile.tokens;
+      choice.tile = number;
+      choice.split_k = split_k;
+    }
+  }
+  return choice;
+}
+
 }  // namespace
 
 std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {
@@ -164,6 +199,17 @@ std::string Unsupported(Kernel kernel, const QuantizedMatmul& problem, const Dev
   std::string reason = Unsupported(problem, device);
   if (!reason.empty() || kernel == Kernel::kQmmSm80) return reason;
   if (device.compute_capability != 90) return "it needs compute capability 9.0";
+  if (kernel == Kernel::kQmmSm90) {
+    if (problem.transposed) return "it has no transposed product";
+    if (problem.scale_sums) return "its scales multiply weights, not sums";
+    if (problem.k % 8 != 0) return "k must be a multiple of 8";
+    if (problem.k > 1 << 21) return "k is beyond 2^21";
+    if (problem.group_size > 0 && problem.group_size != 32 && problem.group_size % kAtom != 0) {
+      return "groups must be of 32 or of multiples of 64";
+    }
+    if (ConfigureSm90(problem, device).block_m == 0) return "its stages would not fit shared memory";
+    return "";
+  }
   const int most = qmm_sm90_stream::MaxTokens(problem.bits);
   if (problem.m > most) return "it takes up to " + std::to_string(most) + " rows of lhs";
   if (problem.transposed) return "it has no transposed product";
@@ -182,6 +228,7 @@ std::string Unsupported(Kernel kernel, const QuantizedMatmul& problem, const Dev
 Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
                  int64_t workspace_bytes) {
   return kernel == Kernel::kQmmSm90Stream ? ConfigureStream(problem, device)
+         : kernel == Kernel::kQmmSm90     ? ConfigureSm90(problem, device)
                                           : ConfigureSm80(problem, device, workspace_bytes);
 }
 

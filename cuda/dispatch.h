@@ -26,13 +26,15 @@ struct Device {
   int stream_clusters[5] = {};
 };
 
-enum class Kernel { kQmmSm80, kQmmSm90Stream };
+enum class Kernel { kQmmSm80, kQmmSm90Stream, kQmmSm90 };
 
 struct Choice {
   Kernel kernel = Kernel::kQmmSm80;
   int block_m = 0;  // tokens of a tile
   int split_k = 1;  // parts of the sum over k
   int slices = 0;   // of 16 channels, that a cluster of qmm_sm90_stream owns
+  int tile = 0;     // of qmm_sm90's tile shapes
+  int mates = 1;    // CTAs of a cluster of qmm_sm90 that share activations
 };
 
 // Why no kernel computes `problem` on `device`, or an empty string.

@@ -42,6 +42,11 @@ cudaError_t InitializeQmmSm90Stream(Device& device);
 cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& buffers,
                                 const Choice& choice, cudaStream_t stream);
 
+// qmm_sm90.cu.
+cudaError_t InitializeQmmSm90();
+cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers,
+                          const Choice& choice, const Device& device, cudaStream_t stream);
+
 // reduce_splits.cu. out[batch * m, columns] = sum over splits of workspace[splits, batch * m,
 // columns padded to atoms].
 cudaError_t InitializeReduceSplits();

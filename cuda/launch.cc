@@ -56,6 +56,7 @@ cudaError_t Initialize(int ordinal, Device& device) {
   if (error == cudaSuccess) error = InitializeReduceSplits();
   if (error == cudaSuccess && device.compute_capability == 90) {
     error = InitializeQmmSm90Stream(device);
+    if (error == cudaSuccess) error = InitializeQmmSm90();
   }
   const cudaError_t restored = cudaSetDevice(current);
   return error == cudaSuccess ? restored : error;
@@ -81,6 +82,9 @@ cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int ordinal, cudaStream_t stream) {
   if (choice.kernel == Kernel::kQmmSm90Stream) {
     return LaunchQmmSm90Stream(problem, buffers, choice, stream);
+  }
+  if (choice.kernel == Kernel::kQmmSm90) {
+    return LaunchQmmSm90(problem, buffers, choice, DeviceInfo(ordinal), stream);
   }
   const auto launch = problem.transposed ? LaunchQmmSm80Transposed : LaunchQmmSm80;
   const cudaError_t error = launch(problem, buffers, choice, stream);

@@ -22,4 +22,12 @@ cudaError_t InitializeTensorMaps();
 cudaError_t DescribeMatrix(const void* matrix, ElementType type, int64_t rows, int64_t columns,
                            int box_rows, int box_blocks, CUtensorMap* map);
 
+// The same of `batch` such matrices with any number of columns: boxes of `box_rows` x 64 elements of
+// one matrix, axes (column, row, matrix). Needs SupportsBoxes.
+cudaError_t DescribeMatrices(const void* matrices, ElementType type, int64_t batch, int64_t rows,
+                             int64_t columns, int box_rows, CUtensorMap* map);
+
+// Whether rows of this many 16-bit elements begin where the copy engine can.
+constexpr bool SupportsBoxes(int64_t columns) { return columns % 8 == 0; }
+
 }  // namespace jaxlowbit

@@ -63,4 +63,17 @@ __device__ inline void WaitForCluster(uint32_t barrier, int parity) {
       : "memory");
 }
 
+// Orders `threads` of a CTA among themselves; `number`: from 1 to 15.
+__device__ inline void Synchronize(int number, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
+}
+
+// A position in a ring of slots and the parity of its barriers.
+struct RingCursor {
+  int slot, parity;
+  __device__ void Advance(int num_slots) {
+    if (++slot == num_slots) slot = 0, parity ^= 1;
+  }
+};
+
 }  // namespace jaxlowbit

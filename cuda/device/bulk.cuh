@@ -39,4 +39,38 @@ __device__ inline void CopyBox(uint32_t shared, const CUtensorMap* map, int x, i
       : "memory");
 }
 
+// The same to the same place in several CTAs of the cluster, each of whose barriers at this place is
+// told; bit r of `ranks` for rank r.
+__device__ inline void CopyBoxToMany(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
+                                     uint32_t barrier, int ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(ranks))
+      : "memory");
+}
+
+// Starts storing a box of an array of three axes, without the elements outside of it. Stores to
+// shared memory must be published first (PublishShared).
+__device__ inline void StoreBox(const CUtensorMap* map, int x, int y, int z, uint32_t shared) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n" ::"l"(
+          map),
+      "r"(x), "r"(y), "r"(z), "r"(shared)
+      : "memory");
+}
+
+// Lets copies see what this thread has stored to shared memory.
+__device__ inline void PublishShared() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+__device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+
+// Waits until at most `kPending` groups of this thread's box stores still read shared memory.
+template <int kPending>
+__device__ inline void WaitStoresRead() {
+  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
+}
+
 }  // namespace jaxlowbit

@@ -30,6 +30,11 @@ __device__ inline void WaitForArrivals() {
   asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 }
 
+// The same, and lets who waits see what this thread has done before.
+__device__ inline void ReleaseToCluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+}
+
 // Starts storing 16 bytes in another CTA, whose `barrier` is told of them (both by MapToRank).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
 __device__ inline void StoreRemote(uint32_t shared, const float (&values)[4], uint32_t barrier) {

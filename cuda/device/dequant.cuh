@@ -131,27 +131,35 @@ inline constexpr int kShift = 0;
 template <>
 inline constexpr int kShift<__nv_bfloat16> = 12;
 
-// Minus the zero point of one row, in both halves, with what UnpackIntegers adds.
+// The same for integers that are scaled at once. 2^-6 is the largest that can be had; weights that
+// much smaller lose bits only where float32 sums may too.
 template <typename T>
+inline constexpr int kWeightShift = 0;
+template <>
+inline constexpr int kWeightShift<__nv_bfloat16> = 6;
+
+// Minus the zero point of one row, in both halves, with what UnpackIntegers adds; times 2^-kDown.
+template <typename T, int kDown = kShift<T>>
 struct IntegerCentre;
 
-template <>
-struct IntegerCentre<__nv_bfloat16> {
+template <int kDown>
+struct IntegerCentre<__nv_bfloat16, kDown> {
   uint32_t value;
   static __device__ IntegerCentre Of(int zero) {
-    const float centre = static_cast<float>(zero) * -0x1p-12f;
+    const float centre = static_cast<float>(zero) * (-1.0f / (1 << kDown));
     return {Pair<__nv_bfloat16>::Round(centre, centre)};
   }
   // `code`: a pair of codes, 2^kUp times as large.
   template <int kUp>
   __device__ uint32_t Subtract(uint32_t code) const {
-    constexpr uint32_t k2To121 = 0x7c007c00, kHalf = 0x00800080;  // exponents of bf16
-    return Pair<__nv_bfloat16>::Fma(code, k2To121 - kUp * kHalf, value);
+    // Exponents of bf16: subnormals are in units of 2^-133.
+    constexpr uint32_t kExponent = 133 - kDown - kUp + 127, kBoth = 0x00800080;
+    return Pair<__nv_bfloat16>::Fma(code, kExponent * kBoth, value);
   }
 };
 
 template <>
-struct IntegerCentre<__half> {
+struct IntegerCentre<__half, 0> {
   uint32_t value, raised;  // the second for codes that are 2^4 times as large
   static __device__ IntegerCentre Of(int zero) {
     return {(Pair<__half>::kMagic | 0x80008000) + zero * 0x00010001u,
@@ -167,9 +175,10 @@ struct IntegerCentre<__half> {
 };
 
 // The four registers of one step: rows g and g + 8 alternate (layout.cuh).
-template <typename T, int kBits>
+template <typename T, int kBits, int kDown>
 __device__ inline void UnpackIntegers(const uint32_t (&words)[kWordsPerStep<kBits>],
-                                      const IntegerCentre<T> (&centre)[2], uint32_t (&out)[4]) {
+                                      const IntegerCentre<T, kDown> (&centre)[2],
+                                      uint32_t (&out)[4]) {
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
     if constexpr (kBits == 4) {
@@ -199,6 +208,12 @@ struct RowScale<T, T> {
     rows[0].value = __byte_perm(both, both, 0x1010);
     rows[1].value = __byte_perm(both, both, 0x3232);
   }
+  // Times 2^-kDown.
+  template <int kDown>
+  __device__ void Shrink() {
+    constexpr float kFactor = 1.0f / (1 << kDown);
+    value = Multiply<T>(value, Pair<T>::Round(kFactor, kFactor));
+  }
   __device__ uint32_t MultiplyAdd(uint32_t integers, RowScale offset) const {
     return Pair<T>::Fma(integers, value, offset.value);
   }
@@ -211,6 +226,10 @@ struct RowScale<T, float> {
   static __device__ void LoadPair(uint32_t shared, RowScale (&rows)[2]) {
     rows[0].value = __uint_as_float(LoadShared4(shared));
     rows[1].value = __uint_as_float(LoadShared4(shared + 4));
+  }
+  template <int kDown>
+  __device__ void Shrink() {
+    value *= 1.0f / (1 << kDown);
   }
   __device__ uint32_t MultiplyAdd(uint32_t integers, RowScale offset) const {
     return Pair<T>::Round(fmaf(Pair<T>::Low(integers), value, offset.value),

@@ -51,6 +51,49 @@ class RowPair {
   Centre<T, kBits> centre_[2];
 };
 
+// The same with weights times 2^-kWeightShift<T>, which takes fewer instructions.
+template <typename T, typename S, int kBits>
+class ScaledRowPair {
+ public:
+  __device__ void Start(bool float_zeros) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // Float zeros are added to the codes as they are.
+      centre_[h] = IntegerCentre<T, kDown>::Of(float_zeros ? 0 : 1 << (kBits - 1));
+      offset_[h] = RowScale<T, S>::NegativeZero();
+    }
+  }
+
+  // From the addresses, in shared memory, of what belongs to row g.
+  __device__ void LoadScales(uint32_t scale) { RowScale<T, S>::LoadPair(scale, scale_); }
+  __device__ void LoadFloatZeros(uint32_t zero) {
+    RowScale<T, S>::LoadPair(zero, offset_);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) offset_[h].template Shrink<kDown>();
+  }
+  __device__ void LoadIntegerZeros(uint32_t zero) {
+    const uint32_t both = LoadShared2(zero);
+    centre_[0] = IntegerCentre<T, kDown>::Of(both & 255);
+    centre_[1] = IntegerCentre<T, kDown>::Of(both >> 8);
+  }
+
+  // The weights of one step, in the order of operand A.
+  __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
+                             uint32_t (&weights)[4]) const {
+    UnpackIntegers<T, kBits>(codes, centre_, weights);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      weights[j] = scale_[j % 2].MultiplyAdd(weights[j], offset_[j % 2]);
+    }
+  }
+
+ private:
+  static constexpr int kDown = kWeightShift<T>;
+
+  RowScale<T, S> scale_[2], offset_[2];
+  IntegerCentre<T, kDown> centre_[2];
+};
+
 // The same where scales multiply sums: weights are integers, and a group's sums are scaled in
 // float32. Exact for every scale, so at least as close to the definition as rounded weights.
 template <typename T, typename S, int kBits>

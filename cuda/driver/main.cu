@@ -24,6 +24,7 @@
 
 #include "cuda/driver/device_problem.h"
 #include "cuda/kernels.h"
+#include "cuda/qmm_sm90/config.h"
 
 namespace jaxlowbit::driver {
 namespace {
@@ -37,18 +38,53 @@ const std::vector<std::pair<int64_t, int64_t>> kLayers = {// (n, k) of 8B to 70B
                                                           {8192, 28672}};
 const std::vector<int64_t> kTokens = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
 
-const char* NameOf(Kernel kernel) { return kernel == Kernel::kQmmSm80 ? "sm80" : "stream"; }
+const char* NameOf(Kernel kernel) {
+  return kernel == Kernel::kQmmSm80 ? "sm80" : kernel == Kernel::kQmmSm90 ? "sm90" : "stream";
+}
+
+// Every tile and every split of qmm_sm90.
+std::vector<Choice> Sm90Choices(const QuantizedMatmul& problem) {
+  std::vector<Choice> choices;
+  for (int number = 0; number < qmm_sm90::kNumTiles; ++number) {
+    const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[number];
+    const qmm_sm90::Plan plan = qmm_sm90::PlanOf(problem, tile);
+    if (plan.num_stages < 2) continue;
+    for (int split_k : {1, 2, 4, 8}) {
+      if (!qmm_sm90::SupportsSplit(plan, tile, split_k)) continue;
+      const int64_t ctas = CeilDiv(problem.m, tile.tokens) *
+                           CeilDiv(problem.n_blocks(), tile.cta_strips()) * problem.batch * split_k;
+      const bool timing = problem.n > 1024;
+      if (timing && split_k > 1 && ctas > DeviceInfo(0).num_sms * tile.ctas_per_sm) continue;
+      if (timing && (tile.tokens >= 2 * problem.m && tile.tokens > 32)) continue;
+      if (timing && 8 * tile.tokens <= problem.m) continue;
+      for (int mates : {1, 2}) {
+        Choice choice;
+        choice.kernel = Kernel::kQmmSm90;
+        choice.block_m = tile.tokens;
+        choice.tile = number;
+        choice.split_k = split_k;
+        choice.mates = mates;
+        if (split_k * mates <= 8) choices.push_back(choice);
+      }
+    }
+  }
+  return choices;
+}
 
 // Choices of every kernel that takes the problem: its own, and of the stream also one whose clusters
 // own more slices than a tile has.
 std::vector<Choice> Choices(const QuantizedMatmul& problem) {
   std::vector<Choice> choices;
-  for (Kernel kernel : {Kernel::kQmmSm80, Kernel::kQmmSm90Stream}) {
+  for (Kernel kernel : {Kernel::kQmmSm80, Kernel::kQmmSm90Stream, Kernel::kQmmSm90}) {
     if (!Unsupported(kernel, problem, DeviceInfo(0)).empty()) continue;
     choices.push_back(Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes));
     if (kernel == Kernel::kQmmSm90Stream && problem.n > 256) {
       choices.push_back(choices.back());
       choices.back().slices = 18;
+    }
+    if (kernel == Kernel::kQmmSm90) {
+      choices.pop_back();
+      for (const Choice& choice : Sm90Choices(problem)) choices.push_back(choice);
     }
   }
   return choices;
@@ -210,13 +246,21 @@ struct TimeOptions {
   std::string kernel;
   // 0: what the selection takes.
   std::vector<int64_t> tiles = {0}, splits = {0}, slices = {0};
+  bool all = false;  // every choice of qmm_sm90
+  int number = -1, mates = 0;
 };
 
 // The selection's choice with the options' instead of it, for each of their values.
 std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& options) {
+  if (options.all) {
+    if (!Unsupported(Kernel::kQmmSm90, problem, DeviceInfo(0)).empty()) return {};
+    return Sm90Choices(problem);
+  }
   Choice selected = Select(problem, DeviceInfo(0), kMaxWorkspaceBytes);
   if (!options.kernel.empty()) {
-    const Kernel kernel = options.kernel == "sm80" ? Kernel::kQmmSm80 : Kernel::kQmmSm90Stream;
+    const Kernel kernel = options.kernel == "sm80"   ? Kernel::kQmmSm80
+                          : options.kernel == "sm90" ? Kernel::kQmmSm90
+                                                     : Kernel::kQmmSm90Stream;
     if (!Unsupported(kernel, problem, DeviceInfo(0)).empty()) return {};
     selected = Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes);
   }
@@ -225,7 +269,12 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
     for (int64_t split : options.splits) {
       for (int64_t slices : options.slices) {
         Choice choice = selected;
-        if (tile > 0) choice.block_m = static_cast<int>(tile);
+        if (tile > 0 && choice.kernel != Kernel::kQmmSm90) choice.block_m = static_cast<int>(tile);
+        if (options.number >= 0) {
+          choice.tile = options.number;
+          choice.block_m = qmm_sm90::kTiles[choice.tile].tokens;
+        }
+        if (options.mates > 0) choice.mates = options.mates;
         if (split > 0) choice.split_k = static_cast<int>(split);
         if (slices > 0) choice.slices = static_cast<int>(slices);
         const int64_t sums = choice.split_k * problem.m * (problem.out_columns() + kAtom) * 4;
@@ -245,12 +294,14 @@ void TimeAll(const TimeOptions& options) {
       problem.m = m, problem.n = n, problem.k = k;
       const double bytes = DeviceProblem(problem, false, 1, 1).weight_bytes();
       for (const Choice& choice : Choices(problem, options)) {
-        if (!IsRight(problem, choice, false, 1)) std::exit(1);
+        QuantizedMatmul small = problem;  // the check takes long
+        small.m = std::min(m, int64_t{300});
+        if (!IsRight(small, choice, false, 1)) std::exit(1);
         const double us = Time(problem, choice);
         std::printf(
-            "%s  %-6s block_m %-2d split_k %-2d slices %-3d %8.2f us  %5.2f TB/s  %6.1f TFLOP/s\n",
-            Describe(problem).c_str(), NameOf(choice.kernel), choice.block_m, choice.split_k,
-            choice.slices, us, bytes / us * 1e-6, 2e-6 * static_cast<double>(m * n * k) / us);
+            "%s  %-6s tile %-2d mates %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f TB/s  %6.1f TFLOP/s\n",
+            Describe(problem).c_str(), NameOf(choice.kernel), choice.tile, choice.mates, choice.block_m,
+            choice.split_k, choice.slices, us, bytes / us * 1e-6, 2e-6 * static_cast<double>(m * n * k) / us);
       }
       std::fflush(stdout);
     }
@@ -277,6 +328,8 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (flag == "--scale-sums") {
       options.problem.scale_sums = true;
       options.problem.scale = options.problem.out = ElementType::kF32;
+    } else if (flag == "--all") {
+      options.all = true;
     } else if (flag == "--transposed") {
       options.problem.transposed = true;
     } else if (flag == "--float-zero") {
@@ -290,7 +343,9 @@ TimeOptions Parse(int argc, char** argv) {
       Usage(("unknown or incomplete option " + flag).c_str());
     } else if (flag == "--kernel") {
       options.kernel = argv[++i];
-      if (options.kernel != "sm80" && options.kernel != "stream") Usage("unknown kernel");
+      if (options.kernel != "sm80" && options.kernel != "sm90" && options.kernel != "stream") {
+        Usage("unknown kernel");
+      }
     } else if (const std::vector<int64_t> values = Numbers(argv[++i]); flag == "--m") {
       options.tokens = values;
     } else if (flag == "--n") {
@@ -301,6 +356,10 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.bits = static_cast<int>(values[0]);
     } else if (flag == "--tile") {
       options.tiles = values;
+    } else if (flag == "--tile0") {
+      options.number = static_cast<int>(values[0]);
+    } else if (flag == "--mates") {
+      options.mates = static_cast<int>(values[0]);
     } else if (flag == "--slices") {
       options.slices = values;
     } else if (flag == "--split") {

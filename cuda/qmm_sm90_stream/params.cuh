@@ -9,6 +9,7 @@
 #include "cuda/device/barrier.cuh"
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
+#include "cuda/device/divide.cuh"
 #include "cuda/device/layout.cuh"
 #include "cuda/problem.h"
 #include "cuda/qmm_sm90_stream/config.h"
@@ -29,16 +30,6 @@ struct Instance {
   static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kTokens < 32;
   static constexpr int kTiles = kTokens / 8;  // of the instruction, along the tokens
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
-};
-
-// Divides by what is known at launch, numbers whose product with it stays below 2^31.
-struct Divider {
-  uint32_t magic;
-
-  static Divider By(int64_t divisor) {
-    return {static_cast<uint32_t>(CeilDiv(int64_t{1} << 31, divisor))};
-  }
-  __device__ int Divide(int x) const { return static_cast<int>(__umulhi(2 * x, magic)); }
 };
 
 struct Params {
@@ -101,14 +92,6 @@ struct Memory {
   __device__ uint32_t sums() const { return base + kBarriersBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;
-  }
-};
-
-// A position in the ring and the parity of its barriers.
-struct RingCursor {
-  int slot, parity;
-  __device__ void Advance(int num_stages) {
-    if (++slot == num_stages) slot = 0, parity ^= 1;
   }
 };
 

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Division by what is known at launch.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/problem.h"
+
+namespace jaxlowbit {
+
+// For numbers whose product with the divisor stays below 2^31.
+struct Divider {
+  uint32_t magic;
+
+  static Divider By(int64_t divisor) {
+    return {static_cast<uint32_t>(CeilDiv(int64_t{1} << 31, divisor))};
+  }
+  __device__ int Divide(int x) const { return static_cast<int>(__umulhi(2 * x, magic)); }
+};
+
+}  // namespace jaxlowbit

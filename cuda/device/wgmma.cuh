@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Matrix products of a warpgroup (four warps), asynchronous, sm_90a only: operand A from registers,
+// operand B from shared memory.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace jaxlowbit {
+
+// Gives back registers of a warpgroup's threads, beyond this many, or takes more.
+template <int kRegisters>
+__device__ inline void ReleaseRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void AcquireRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+// Where the compiler must have written, and may not have read, registers of products: their fences
+// say nothing of registers.
+template <int kRows, int kColumns>
+__device__ inline void KeepAll(uint32_t (&values)[kRows][kColumns]) {
+#pragma unroll
+  for (int i = 0; i < kRows * kColumns; ++i) {
+    asm volatile("" : "+r"(values[i / kColumns][i % kColumns])::"memory");
+  }
+}
+template <int kRows, int kColumns>
+__device__ inline void KeepAll(float (&values)[kRows][kColumns]) {
+#pragma unroll
+  for (int i = 0; i < kRows * kColumns; ++i) {
+    asm volatile("" : "+f"(values[i / kColumns][i % kColumns])::"memory");
+  }
+}
+
+// Before products that read registers which this thread has written since it last called this.
+__device__ inline void FenceOperands() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+
+// Ends a group of products.
+__device__ inline void CommitProducts() {
+  asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+}
+
+// Waits until at most `kPending` groups are under way. Until then neither their registers may be
+// written nor their sums be read: the compiler does not see that they are in use.
+template <int kPending>
+__device__ inline void WaitProducts() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+
+// Operand B in shared memory: rows of 128 bytes (64 values along k) whose chunk c of 16 bytes lies at
+// c ^ (row % 8), as boxes are copied (tensor_map.h); from `shared` on, a multiple of 1024. The
+// description of a step of 16 values further is kStepDescription larger.
+inline constexpr uint64_t kStepDescription = 32 >> 4;
+__device__ inline uint64_t DescribeOperand(uint32_t shared) {
+  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32, kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kUnused = uint64_t{1} << 16;  // stride of the other axis
+  return (shared & 0x3ffff) >> 4 | kUnused | kEightRows | kSwizzle128;
+}
+
+// d[64][kTokens] += a[64][16] * b[16][kTokens], or = if not `accumulate`. Warp w of the warpgroup has
+// rows 16 w + {g, g + 8}: fragments are those of mma.cuh, d four registers for every 8 tokens.
+template <typename T, int kTokens>
+struct WarpgroupMma;
+
+// Operands of the assembly: registers of d, and their places in its text.
+#define JAXLOWBIT_D8(d, i)                                                                        \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),     \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define JAXLOWBIT_D16(d, i) JAXLOWBIT_D8(d, i), JAXLOWBIT_D8(d, i + 8)
+#define JAXLOWBIT_D32(d, i) JAXLOWBIT_D16(d, i), JAXLOWBIT_D16(d, i + 16)
+#define JAXLOWBIT_D64(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D32(d, i + 32)
+#define JAXLOWBIT_D96(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D32(d, i + 64)
+#define JAXLOWBIT_D128(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D64(d, i + 64)
+#define JAXLOWBIT_TEXT16                                                                          \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define JAXLOWBIT_TEXT32                                                                          \
+  JAXLOWBIT_TEXT16                                                                                \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define JAXLOWBIT_TEXT64                                                                          \
+  JAXLOWBIT_TEXT32                                                                                \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "  \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAXLOWBIT_TEXT96                                                                          \
+  JAXLOWBIT_TEXT64                                                                                \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "  \
+  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define JAXLOWBIT_TEXT128                                                                         \
+  JAXLOWBIT_TEXT96                                                                                \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "      \
+  "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, "    \
+  "%126, %127"
+
+#define JAXLOWBIT_WARPGROUP_MMA(Type, kind, tokens, sums, a0, a1, a2, a3, b, flag)                \
+  template <>                                                                                     \
+  struct WarpgroupMma<Type, tokens> {                                                             \
+    static __device__ void Run(float (&d)[sums], const uint32_t (&a)[4], uint64_t description,    \
+                               int accumulate) {                                                  \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #flag                                     \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." kind "." kind     \
+                   " {" JAXLOWBIT_TEXT##sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b  \
+                   ", p, 1, 1, 0;\n}\n"                                                           \
+                   : JAXLOWBIT_D##sums(d, 0)                                                      \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description),                \
+                     "r"(accumulate));                                                            \
+    }                                                                                             \
+  };
+#define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                                  \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20, 21)         \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36, 37)         \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68, 69)        \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 192, 96, 96, 97, 98, 99, 100, 101)      \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 256, 128, 128, 129, 130, 131, 132, 133)
+
+JAXLOWBIT_WARPGROUP_MMAS(__nv_bfloat16, "bf16")
+JAXLOWBIT_WARPGROUP_MMAS(__half, "f16")
+
+#undef JAXLOWBIT_WARPGROUP_MMAS
+#undef JAXLOWBIT_WARPGROUP_MMA
+#undef JAXLOWBIT_TEXT128
+#undef JAXLOWBIT_TEXT96
+#undef JAXLOWBIT_TEXT64
+#undef JAXLOWBIT_TEXT32
+#undef JAXLOWBIT_TEXT16
+#undef JAXLOWBIT_D128
+#undef JAXLOWBIT_D96
+#undef JAXLOWBIT_D64
+#undef JAXLOWBIT_D32
+#undef JAXLOWBIT_D16
+#undef JAXLOWBIT_D8
+
+}  // namespace jaxlowbit

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How qmm_sm90 divides a product, as numbers, for the kernel and for the selection, which has no
+// CUDA.
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+
+#include "cuda/problem.h"
+
+namespace jaxlowbit::qmm_sm90 {
+
+// What a CTA computes at a time. A strip is 64 output channels, the rows of one instruction.
+struct TileShape {
+  int tokens;
+  int strips;       // of a warpgroup
+  int warpgroups;   // that multiply; a warp of one more copies
+  int ctas_per_sm;  // that registers and shared memory are divided for
+  int stage_atoms;  // along k, of a stage
+
+  constexpr int cta_strips() const { return strips * warpgroups; }
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+};
+
+inline constexpr TileShape kTiles[] = {
+    {256, 1, 2, 1, 1}, {128, 2, 2, 1, 1}, {128, 2, 1, 2, 1}, {64, 2, 2, 1, 2}, {64, 2, 1, 2, 2},
+    {32, 2, 1, 2, 2},  {32, 4, 1, 2, 2},  {64, 1, 2, 1, 2},  {32, 2, 2, 1, 2},
+};
+inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
+
+inline constexpr int kMaxStages = 8;
+inline constexpr int kBoxBytes = 1024;  // alignment of boxes of activations and of results
+inline constexpr int kBarriersBytes = 256;
+inline constexpr int kStoreTokens = 64;  // most that are stored at a time
+inline constexpr int kStoreBuffers = 2;
+
+// Shared memory of a CTA: of 228 KiB, 1 KiB for the system.
+constexpr int SharedBytes(const TileShape& tile) { return (228 / tile.ctas_per_sm - 1) * 1024; }
+
+// A stage in shared memory: activations, codes, scales, zeros, in this order.
+struct StageBytes {
+  int lhs, codes, scales, zeros;
+  constexpr int total() const { return lhs + codes + scales + zeros; }
+};
+
+struct Plan {
+  int stages;        // of all of k
+  int stage_groups;  // most that a stage touches
+  StageBytes bytes;
+  int slot_bytes;  // bytes.total(), rounded up
+  int ring;        // where the stages begin
+  int num_stages;  // depth of the ring; below 2: not to be run
+
+  int shared_bytes() const { return ring + num_stages * slot_bytes; }
+};
+
+inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
+  Plan plan = {};
+  const int64_t stage_k = tile.stage_atoms * kAtom, size = problem.group_size;
+  plan.stages = static_cast<int>(CeilDiv(problem.k_blocks(), tile.stage_atoms));
+  // A stage may begin inside a group.
+  plan.stage_groups = static_cast<int>(size < 0              ? 1
+                                       : stage_k % size == 0 ? stage_k / size
+                                       : size % stage_k == 0 ? 1
+                                                             : stage_k / size + 2);
+  const int per_group = tile.cta_strips() * plan.stage_groups * static_cast<int>(kAtom);
+  plan.bytes = {tile.stage_atoms * tile.tokens * static_cast<int>(kAtom) * 2,
+                tile.stage_atoms * tile.cta_strips() * static_cast<int>(kAtom * kAtom) *
+                    problem.bits / 8,
+                per_group * static_cast<int>(problem.scale_bytes()),
+                per_group * static_cast<int>(problem.zero_bytes())};
+  const auto boxes = [](int bytes) {
+    return static_cast<int>(CeilDiv(bytes, kBoxBytes)) * kBoxBytes;
+  };
+  plan.slot_bytes = boxes(plan.bytes.total());
+  const int store_tokens = tile.tokens < kStoreTokens ? tile.tokens : kStoreTokens;
+  plan.ring = boxes(kBarriersBytes) +
+              kStoreBuffers * tile.warpgroups * store_tokens * static_cast<int>(kAtom) * 2;
+  const int fit = (SharedBytes(tile) - plan.ring) / plan.slot_bytes;
+  plan.num_stages = fit < kMaxStages ? fit : kMaxStages;
+  return plan;
+}
+
+// The most CTAs of a cluster, which divide k: each owns 16 tokens or more of the sums, and the sums
+// that arrive from the others take the place of the ring.
+inline bool SupportsSplit(const Plan& plan, const TileShape& tile, int split_k) {
+  const int sums = tile.tokens * tile.cta_strips() * static_cast<int>(kAtom) * 4;
+  return split_k == 1 || (tile.tokens % (16 * split_k) == 0 && plan.stages >= split_k &&
+                          sums / split_k * (split_k - 1) <= plan.num_stages * plan.slot_bytes);
+}
+
+}  // namespace jaxlowbit::qmm_sm90

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Global to shared memory, by bulk copies that one warp issues: of every stage, each of its lanes
+// copies the same one thing.
+#pragma once
+
+#include "cuda/device/bulk.cuh"
+#include "cuda/device/dependency.cuh"
+#include "cuda/qmm_sm90/params.cuh"
+
+namespace jaxlowbit::qmm_sm90 {
+
+template <class I>
+class StageFiller {
+ public:
+  __device__ StageFiller(const Params& p, const Share& share, Memory memory)
+      : p_(p), share_(share), memory_(memory), policy_(EvictFirst()), lane_(threadIdx.x % 32) {}
+
+  // Copies every stage of a tile.
+  __device__ void Fill(const Tile& tile, RingCursor& cursor) {
+    StartTile(tile);
+    for (int atom = share_.atom_begin; atom < share_.atom_end; atom += I::kStageAtoms) {
+      Wait(memory_.empty(cursor.slot), cursor.parity ^ 1);
+      FillStage(tile, atom, cursor.slot);
+      cursor.Advance(p_.plan.num_stages);
+    }
+  }
+
+ private:
+  static constexpr int kCtaStrips = I::kCtaStrips;
+  static constexpr int kLhsBytes = I::kTokens * static_cast<int>(kAtom) * 2;  // of an atom
+  static_assert(3 * kCtaStrips <= 32);
+
+  // What this lane copies: codes, scales or zeros of a strip.
+  __device__ void StartTile(const Tile& tile) {
+    const Plan& plan = p_.plan;
+    const int kind = lane_ / kCtaStrips, strip = lane_ % kCtaStrips;
+    int64_t weight = tile.batch;
+    if (p_.index != nullptr) weight = p_.index[tile.batch];
+    const int64_t row =
+        min(max(weight, int64_t{0}), p_.num_weights - 1) * p_.n_blocks + tile.strip + strip;
+    strips_ = max(0, min(kCtaStrips, p_.n_blocks - tile.strip));
+    bytes_ = 0;  // of an atom, or of a group
+    codes_ = kind == 0;
+    if (strip >= strips_) return;
+    if (codes_) {
+      bytes_ = kAtomBytes<I::kBits>;
+      source_ = reinterpret_cast<const uint8_t*>(p_.packed) + row * p_.k_blocks * bytes_;
+      target_ = plan.bytes.lhs + strip * I::kStageAtoms * bytes_;
+    } else if (kind <= 2) {
+      const bool zero = kind == 2;
+      bytes_ = static_cast<int>(kAtom) *
+               (zero ? p_.zero_bytes : static_cast<int>(sizeof(typename I::S)));
+      source_ = static_cast<const uint8_t*>(zero ? p_.zero : p_.scale) + row * p_.groups * bytes_;
+      target_ = plan.bytes.lhs + plan.bytes.codes + (zero ? plan.bytes.scales : 0) +
+                strip * plan.stage_groups * bytes_;
+    }
+  }
+
+  __device__ void FillStage(const Tile& tile, int atom, int slot) const {
+    const int atoms = min(I::kStageAtoms, p_.k_blocks - atom);
+    const int group = FirstGroup(p_, atom);
+    const int groups = FirstGroup(p_, atom + atoms - 1) + p_.groups_per_atom - group;
+    const uint32_t barrier = memory_.full(slot), stage = memory_.stage(p_.plan, slot);
+    if (lane_ == 0) {
+      const int group_bytes =
+          static_cast<int>(kAtom) * (static_cast<int>(sizeof(typename I::S)) + p_.zero_bytes);
+      ArriveExpecting(barrier, atoms * (kLhsBytes + strips_ * kAtomBytes<I::kBits>)+strips_ *
+                                   groups * group_bytes);
+    }
+    __syncwarp();
+    if (bytes_ > 0) {
+      CopyBulk(stage + target_, source_ + int64_t{codes_ ? atom : group} * bytes_,
+               bytes_ * (codes_ ? atoms : groups), barrier, policy_);
+    }
+    if (lane_ >= 32 - I::kStageAtoms) {
+      const int own = lane_ - (32 - I::kStageAtoms);
+      const int tokens = I::kTokens >> p_.mate_shift;
+      const int k = (atom + own) * static_cast<int>(kAtom), token = share_.mate * tokens;
+      const uint32_t target = stage + own * kLhsBytes + token * 128;
+      if (own < atoms && p_.mate_shift == 0) {
+        CopyBox(target, &p_.lhs, k, tile.token, tile.batch, barrier);
+      } else if (own < atoms) {
+        const int mates = (1 << (1 << p_.mate_shift)) - 1;
+        CopyBoxToMany(target, &p_.lhs, k, tile.token + token, tile.batch, barrier,
+                      mates << RankOf(p_, share_.part, 0));
+      }
+    }
+  }
+
+  const Params& p_;
+  const Share& share_;
+  const Memory memory_;
+  const uint64_t policy_;
+  const int lane_;
+  int strips_;  // of the tile, that exist
+  bool codes_;
+  const uint8_t* source_;
+  int target_, bytes_;
+};
+
+}  // namespace jaxlowbit::qmm_sm90

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Shared memory to sums: what a warpgroup does with its strips of a tile.
+//
+//   registers 0   dequantize ─► products           dequantize ─► products        ...
+//   registers 1                 dequantize ─► products           dequantize ─►
+//
+// A unit is one strip and one atom of k: 16 registers of weights, four products. There are two sets
+// of registers, so while the products of one unit run, the next is dequantized.
+#pragma once
+
+#include "cuda/device/rows.cuh"
+#include "cuda/device/wgmma.cuh"
+#include "cuda/qmm_sm90/params.cuh"
+
+namespace jaxlowbit::qmm_sm90 {
+
+template <class I>
+using Sums = float[I::kStrips][I::kTokens / 2];
+
+template <class I>
+class TileMultiplier {
+ public:
+  using T = typename I::T;
+  using S = typename I::S;
+  static constexpr int kBits = I::kBits;
+
+  __device__ TileMultiplier(const Params& p, const Share& share, Memory memory)
+      : p_(p), share_(share), memory_(memory) {
+    const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
+    codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes +
+                  (warp * 32 + lane) * (kAtomBytes<kBits> / 128));
+    scales_ = Keep(p.plan.bytes.lhs + p.plan.bytes.codes);
+    row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
+    strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
+    second_first_ = lane / 4 % 2 != 0;
+    mate_ = lane < 1 << p.mate_shift;
+    free_ = MapToRank(memory.empty(0), RankOf(p, share.part, mate_ ? lane : 0));
+  }
+
+  // All of this CTA's atoms of a tile.
+  __device__ void Multiply(Sums<I>& sums, RingCursor& cursor) const {
+    State state = {share_.atom_begin, -1, cursor};
+#pragma unroll 1
+    while (state.atom + kTogether <= share_.atom_end) MultiplyAtoms<kTogether>(state, sums);
+    if (kTogether > 1 && state.atom < share_.atom_end) MultiplyAtoms<1>(state, sums);
+    WaitProducts<0>();
+    KeepAll(sums);
+    if (state.previous >= 0) Free(state.previous);
+    cursor = state.cursor;
+  }
+
+ private:
+  static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
+
+  // Atoms of a round: whole stages, and an even number of units, so that each has registers of its own.
+  static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips % 2 != 0 ? 2 : 1;
+
+  struct State {
+    int atom;
+    int previous;  // the slot before, whose last products may be under way; or -1
+    RingCursor cursor;
+  };
+
+  template <int kAtoms>
+  __device__ void MultiplyAtoms(State& state, Sums<I>& sums) const {
+    uint32_t weights[2][kStepsPerAtom][4];
+    uint32_t stage;
+    int stage_group;
+#pragma unroll
+    for (int a = 0; a < kAtoms; ++a) {
+      const int in_stage = a % I::kStageAtoms;
+      if (in_stage == 0) {
+        Wait(memory_.full(state.cursor.slot), state.cursor.parity);
+        stage = memory_.stage(p_.plan, state.cursor.slot);
+        stage_group = FirstGroup(p_, state.atom);
+      }
+      const int group = FirstGroup(p_, state.atom) - stage_group;
+      const uint64_t lhs = DescribeOperand(stage + in_stage * I::kTokens * 128);
+#pragma unroll
+      for (int s = 0; s < I::kStrips; ++s) {
+        uint32_t (&own)[kStepsPerAtom][4] = weights[(a * I::kStrips + s) % 2];
+        Dequantize(stage, s, in_stage, group, own);
+        KeepAll(own);
+        FenceOperands();
+#pragma unroll
+        for (int step = 0; step < kStepsPerAtom; ++step) {
+          WarpgroupMma<T, I::kTokens>::Run(sums[s], own[step], lhs + step * kStepDescription,
+                                           step > 0 || state.atom > share_.atom_begin);
+        }
+        CommitProducts();
+        WaitProducts<1>();
+        if (in_stage == 0 && s == 0 && state.previous >= 0) Free(state.previous);
+      }
+      ++state.atom;
+      if (in_stage == I::kStageAtoms - 1 || a == kAtoms - 1) {
+        state.previous = state.cursor.slot;
+        state.cursor.Advance(p_.plan.num_stages);
+      }
+    }
+  }
+
+  // This warp has read the stage, into which mates may copy.
+  __device__ void Free(int slot) const {
+    __syncwarp();
+    if (mate_) ArriveRemote(free_ + slot * kBarrierBytes);
+  }
+
+  // `group`: of the stage, the first of the atom.
+  __device__ void Dequantize(uint32_t stage, int strip, int atom, int group,
+                             uint32_t (&weights)[kStepsPerAtom][4]) const {
+    uint32_t codes[kStepsPerAtom][kWordsPerStep<kBits>];
+    LoadCodes(stage + codes_ + strip * kStripBytes + atom * kAtomBytes<kBits>, codes);
+    ScaledRowPair<T, S, kBits> rows;
+    rows.Start(I::kZero == ZeroKind::kFloat);
+    const int row = row_ + strip * strip_rows_ + group * static_cast<int>(kAtom);
+    LoadRows(stage, row, rows);
+#pragma unroll
+    for (int step = 0; step < kStepsPerAtom; ++step) {
+      if (step == kStepsPerAtom / 2 && p_.groups_per_atom > 1) {
+        LoadRows(stage, row + static_cast<int>(kAtom), rows);
+      }
+      rows.Dequantize(codes[step], weights[step]);
+    }
+  }
+
+  __device__ void LoadRows(uint32_t stage, int row, ScaledRowPair<T, S, kBits>& rows) const {
+    rows.LoadScales(stage + scales_ + row * sizeof(S));
+    if constexpr (I::kZero != ZeroKind::kNone) {
+      const uint32_t zeros = stage + scales_ + p_.plan.bytes.scales;
+      if constexpr (I::kZero == ZeroKind::kInteger) rows.LoadIntegerZeros(zeros + row);
+      if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(zeros + row * sizeof(S));
+    }
+  }
+
+  __device__ void LoadCodes(uint32_t address,
+                            uint32_t (&codes)[kStepsPerAtom][kWordsPerStep<kBits>]) const {
+    if constexpr (kBits == 4) {
+      const uint4 words = LoadShared16(address);
+      codes[0][0] = words.x, codes[1][0] = words.y, codes[2][0] = words.z, codes[3][0] = words.w;
+    } else {
+      const uint4 a = LoadShared16(address + (second_first_ ? kCopyBytes : 0));
+      const uint4 b = LoadShared16(address + (second_first_ ? 0 : kCopyBytes));
+      const uint4 words[2] = {second_first_ ? b : a, second_first_ ? a : b};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        codes[2 * i][0] = words[i].x, codes[2 * i][1] = words[i].y;
+        codes[2 * i + 1][0] = words[i].z, codes[2 * i + 1][1] = words[i].w;
+      }
+    }
+  }
+
+  const Params& p_;
+  const Share& share_;
+  const Memory memory_;
+  // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes; the scales, in
+  // bytes, and its own among them, in rows.
+  int codes_, scales_, row_, strip_rows_;
+  bool second_first_;
+  bool mate_;      // this lane tells one mate of free stages
+  uint32_t free_;  // where
+};
+
+}  // namespace jaxlowbit::qmm_sm90
