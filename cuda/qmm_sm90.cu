@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   ArriveAtCluster();
   LaunchDependents();
   const Share share = OwnShare(p, I::kStageAtoms);
+  const bool reduces = I::kKParts > 1 || p.split_shift > 0;
   const int cluster_shift = p.mate_shift + p.split_shift;
   const int cluster = blockIdx.x >> cluster_shift, clusters = gridDim.x >> cluster_shift;
   const auto tile_of = [&](int number) {
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
       }
     }
     __syncwarp();
-    if (p.split_shift > 0) {
+    if (reduces) {
       ReleaseToCluster();
       WaitForArrivals();
     }
@@ -95,18 +96,19 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     AcquireRegisters<I::kMultiplyRegisters>();
     const TileMultiplier<I> multiplier(p, share, memory);
     TileStorer<I> storer(p, share, memory);
-    if (p.split_shift > 0 && threadIdx.x == 0) storer.Expect();
+    if (reduces && threadIdx.x == 0) storer.Expect();
     WaitForArrivals();
     Sums<I> sums;
     for (int number = cluster; number < p.num_tiles; number += clusters) {
       const Tile tile = tile_of(number);
       multiplier.Multiply(sums, cursor);
-      if (p.split_shift > 0) {  // the cluster has one tile
+      if (reduces) {  // the cluster has one tile
         ReleaseToCluster();
         WaitForArrivals();  // every CTA has read its ring
-        storer.Reduce(sums);
+        storer.Reduce(tile, sums);
+      } else {
+        storer.Store(tile, sums);
       }
-      storer.Store(tile, sums);
     }
     storer.Finish();
   }
@@ -161,7 +163,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.index = buffers.index;
   p.out_elements = buffers.out;
   p.out_float = problem.out == ElementType::kF32;
-  p.boxed = !p.out_float && SupportsBoxes(problem.n);
+  p.aligned = !p.out_float && SupportsBoxes(problem.n);
   p.num_weights = problem.num_weights;
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);
@@ -215,15 +217,15 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
   cudaError_t error = DescribeMatrices(buffers.lhs, problem.lhs, problem.batch, problem.m,
                                        problem.k, tile.tokens / choice.mates, &p.lhs);
   if (error != cudaSuccess) return error;
-  if (p.boxed) {
-    const int box = std::min(tile.tokens / choice.split_k, kStoreTokens);
+  if (p.aligned) {
+    const int box = std::min(tile.tokens, kStoreTokens);
     error = DescribeMatrices(buffers.out, problem.out, problem.batch, problem.m, problem.n, box,
                              &p.out);
     if (error != cudaSuccess) return error;
   }
-  // CTAs stay for tile after tile, unless clusters share them.
+  // CTAs stay for tile after tile, unless the sums of one take the place of the next.
   const int resident = device.num_sms * tile.ctas_per_sm / choice.mates;
-  const int clusters = choice.split_k == 1 ? std::min(p.num_tiles, resident) : p.num_tiles;
+  const int clusters = choice.split_k * tile.k_parts == 1 ? std::min(p.num_tiles, resident) : p.num_tiles;
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(choice.split_k * choice.mates), 1, 1};

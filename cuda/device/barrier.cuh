@@ -25,7 +25,12 @@ __device__ inline void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// At a barrier of another CTA of the cluster (MapToRank).
+// At a barrier of another CTA of the cluster (MapToRank), of one that has only read.
+__device__ inline void ArriveRemoteAfterReads(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+
+// The same, and lets who waits see what this thread has written: a fence of the whole device.
 __device__ inline void ArriveRemote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(barrier)
                : "memory");

@@ -64,7 +64,7 @@ __device__ inline uint64_t DescribeOperand(uint32_t shared) {
   return (shared & 0x3ffff) >> 4 | kUnused | kEightRows | kSwizzle128;
 }
 
-// d[64][kTokens] += a[64][16] * b[16][kTokens], or = if not `accumulate`. Warp w of the warpgroup has
+// d[64][kTokens] += a[64][16] * b[16][kTokens]. Warp w of the warpgroup has
 // rows 16 w + {g, g + 8}: fragments are those of mma.cuh, d four registers for every 8 tokens.
 template <typename T, int kTokens>
 struct WarpgroupMma;
@@ -97,26 +97,24 @@ struct WarpgroupMma;
   "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, "    \
   "%126, %127"
 
-#define JAXLOWBIT_WARPGROUP_MMA(Type, kind, tokens, sums, a0, a1, a2, a3, b, flag)                \
+#define JAXLOWBIT_WARPGROUP_MMA(Type, kind, tokens, sums, a0, a1, a2, a3, b)                      \
   template <>                                                                                     \
   struct WarpgroupMma<Type, tokens> {                                                             \
-    static __device__ void Run(float (&d)[sums], const uint32_t (&a)[4], uint64_t description,    \
-                               int accumulate) {                                                  \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #flag                                     \
-                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." kind "." kind     \
+    static __device__ void Run(float (&d)[sums], const uint32_t (&a)[4],                          \
+                               uint64_t description) {                                            \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." kind "." kind           \
                    " {" JAXLOWBIT_TEXT##sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b  \
-                   ", p, 1, 1, 0;\n}\n"                                                           \
+                   ", 1, 1, 1, 0;\n"                                                              \
                    : JAXLOWBIT_D##sums(d, 0)                                                      \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description),                \
-                     "r"(accumulate));                                                            \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description));               \
     }                                                                                             \
   };
 #define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                                  \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20, 21)         \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36, 37)         \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68, 69)        \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 192, 96, 96, 97, 98, 99, 100, 101)      \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 256, 128, 128, 129, 130, 131, 132, 133)
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20)         \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36)         \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68)        \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 192, 96, 96, 97, 98, 99, 100)      \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 256, 128, 128, 129, 130, 131, 132)
 
 JAXLOWBIT_WARPGROUP_MMAS(__nv_bfloat16, "bf16")
 JAXLOWBIT_WARPGROUP_MMAS(__half, "f16")

@@ -45,6 +45,9 @@ const char* NameOf(Kernel kernel) {
 // Every tile and every split of qmm_sm90.
 std::vector<Choice> Sm90Choices(const QuantizedMatmul& problem) {
   std::vector<Choice> choices;
+  const auto tiles_too_few = [](int64_t ctas, const qmm_sm90::TileShape& tile) {
+    return ctas < DeviceInfo(0).num_sms * tile.ctas_per_sm / 3;
+  };
   for (int number = 0; number < qmm_sm90::kNumTiles; ++number) {
     const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[number];
     const qmm_sm90::Plan plan = qmm_sm90::PlanOf(problem, tile);
@@ -53,10 +56,13 @@ std::vector<Choice> Sm90Choices(const QuantizedMatmul& problem) {
       if (!qmm_sm90::SupportsSplit(plan, tile, split_k)) continue;
       const int64_t ctas = CeilDiv(problem.m, tile.tokens) *
                            CeilDiv(problem.n_blocks(), tile.cta_strips()) * problem.batch * split_k;
-      const bool timing = problem.n > 1024;
+      const bool timing = problem.n >= 1024 && problem.k > 64;
       if (timing && split_k > 1 && ctas > DeviceInfo(0).num_sms * tile.ctas_per_sm) continue;
       if (timing && (tile.tokens >= 2 * problem.m && tile.tokens > 32)) continue;
-      if (timing && 8 * tile.tokens <= problem.m) continue;
+      if (timing && tile.tokens < 256 && problem.m >= 512) continue;
+      if (timing && tile.tokens < 64 && problem.m >= 256) continue;
+      if (timing && tiles_too_few(ctas, tile)) continue;
+      if (timing && 8 * tile.tokens <= problem.m && tile.tokens < 256) continue;
       for (int mates : {1, 2}) {
         Choice choice;
         choice.kernel = Kernel::kQmmSm90;
@@ -295,7 +301,7 @@ void TimeAll(const TimeOptions& options) {
       const double bytes = DeviceProblem(problem, false, 1, 1).weight_bytes();
       for (const Choice& choice : Choices(problem, options)) {
         QuantizedMatmul small = problem;  // the check takes long
-        small.m = std::min(m, int64_t{300});
+        small.m = std::min(m, int64_t{options.all && n > 1024 ? 20 : 300});
         if (!IsRight(small, choice, false, 1)) std::exit(1);
         const double us = Time(problem, choice);
         std::printf(

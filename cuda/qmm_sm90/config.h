@@ -15,17 +15,20 @@ namespace jaxlowbit::qmm_sm90 {
 struct TileShape {
   int tokens;
   int strips;       // of a warpgroup
-  int warpgroups;   // that multiply; a warp of one more copies
+  int warpgroups;   // side by side along the channels
+  int k_parts;      // such rows of warpgroups, which divide the atoms of a stage
   int ctas_per_sm;  // that registers and shared memory are divided for
   int stage_atoms;  // along k, of a stage
 
   constexpr int cta_strips() const { return strips * warpgroups; }
-  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  // Besides those that multiply, one warpgroup of which a warp copies.
+  constexpr int threads() const { return 128 * (warpgroups * k_parts + 1); }
 };
 
 inline constexpr TileShape kTiles[] = {
-    {256, 1, 2, 1, 1}, {128, 2, 2, 1, 1}, {128, 2, 1, 2, 1}, {64, 2, 2, 1, 2}, {64, 2, 1, 2, 2},
-    {32, 2, 1, 2, 2},  {32, 4, 1, 2, 2},  {64, 1, 2, 1, 2},  {32, 2, 2, 1, 2},
+    {256, 1, 2, 1, 1, 1}, {128, 1, 2, 1, 1, 1}, {128, 2, 1, 1, 2, 1}, {128, 2, 2, 1, 1, 1},
+    {64, 1, 2, 2, 1, 2},  {64, 1, 2, 1, 1, 2},  {64, 2, 1, 1, 2, 2},  {32, 1, 2, 2, 1, 2},
+    {32, 1, 2, 1, 2, 2},  {32, 2, 1, 1, 2, 2},  {128, 1, 2, 1, 1, 2},
 };
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 
@@ -33,7 +36,10 @@ inline constexpr int kMaxStages = 8;
 inline constexpr int kBoxBytes = 1024;  // alignment of boxes of activations and of results
 inline constexpr int kBarriersBytes = 256;
 inline constexpr int kStoreTokens = 64;  // most that are stored at a time
-inline constexpr int kStoreBuffers = 2;
+#ifndef SB
+#define SB 4
+#endif
+inline constexpr int kStoreBuffers = SB;
 
 // Shared memory of a CTA: of 228 KiB, 1 KiB for the system.
 constexpr int SharedBytes(const TileShape& tile) { return (228 / tile.ctas_per_sm - 1) * 1024; }
@@ -82,12 +88,13 @@ inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
   return plan;
 }
 
-// The most CTAs of a cluster, which divide k: each owns 16 tokens or more of the sums, and the sums
-// that arrive from the others take the place of the ring.
+// Whether a cluster of this many CTAs can divide k, each of which adds up 8 tokens or more.
 inline bool SupportsSplit(const Plan& plan, const TileShape& tile, int split_k) {
-  const int sums = tile.tokens * tile.cta_strips() * static_cast<int>(kAtom) * 4;
-  return split_k == 1 || (tile.tokens % (16 * split_k) == 0 && plan.stages >= split_k &&
-                          sums / split_k * (split_k - 1) <= plan.num_stages * plan.slot_bytes);
+  // Sums take the place of the ring.
+  const int sums = tile.tokens * tile.cta_strips() * static_cast<int>(kAtom) * 4 * tile.k_parts;
+  const bool reduces = split_k * tile.k_parts > 1;
+  return plan.num_stages >= 2 && plan.stages >= split_k && tile.tokens % (8 * split_k) == 0 &&
+         (!reduces || sums <= plan.num_stages * plan.slot_bytes);
 }
 
 }  // namespace jaxlowbit::qmm_sm90

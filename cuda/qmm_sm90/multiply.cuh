@@ -27,9 +27,11 @@ class TileMultiplier {
 
   __device__ TileMultiplier(const Params& p, const Share& share, Memory memory)
       : p_(p), share_(share), memory_(memory) {
-    const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
+    const int row_thread = threadIdx.x % I::kRowThreads;
+    const int strip = row_thread / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
-    codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes +
+    atom_ = Keep(threadIdx.x / I::kRowThreads * kOwnAtoms);
+    codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + atom_ * kAtomBytes<kBits> +
                   (warp * 32 + lane) * (kAtomBytes<kBits> / 128));
     scales_ = Keep(p.plan.bytes.lhs + p.plan.bytes.codes);
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
@@ -39,12 +41,18 @@ class TileMultiplier {
     free_ = MapToRank(memory.empty(0), RankOf(p, share.part, mate_ ? lane : 0));
   }
 
-  // All of this CTA's atoms of a tile.
+  // This warpgroup's atoms of the CTA's part of a tile.
   __device__ void Multiply(Sums<I>& sums, RingCursor& cursor) const {
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+      for (int i = 0; i < I::kTokens / 2; ++i) sums[s][i] = 0;
+    }
     State state = {share_.atom_begin, -1, cursor};
 #pragma unroll 1
-    while (state.atom + kTogether <= share_.atom_end) MultiplyAtoms<kTogether>(state, sums);
-    if (kTogether > 1 && state.atom < share_.atom_end) MultiplyAtoms<1>(state, sums);
+    while (state.atom + kTogether <= share_.atom_end) MultiplyStages<kTogether>(state, sums);
+    // Where an odd atom is left, a part of k may have none.
+    if (kTogether > 1 && state.atom + atom_ < share_.atom_end) MultiplyStages<1>(state, sums);
     WaitProducts<0>();
     KeepAll(sums);
     if (state.previous >= 0) Free(state.previous);
@@ -53,58 +61,63 @@ class TileMultiplier {
 
  private:
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
-
-  // Atoms of a round: whole stages, and an even number of units, so that each has registers of its own.
-  static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips % 2 != 0 ? 2 : 1;
+  static constexpr int kOwnAtoms = I::kStageAtoms / I::kKParts;  // of a stage
+  // Sets of registers. With parts of k there are enough warps to multiply while others dequantize, and
+  // fewer registers.
+  static constexpr int kSets = I::kKParts == 1 ? 2 : 1;
+  // Atoms of a round: whole stages, and an even number of units, so that each has a set of its own.
+  static constexpr int kTogether =
+      I::kKParts * (kOwnAtoms == 2 || I::kStrips % kSets != 0 ? 2 : 1);
 
   struct State {
-    int atom;
+    int atom;      // the next of the CTA
     int previous;  // the slot before, whose last products may be under way; or -1
     RingCursor cursor;
   };
 
+  // This warp has read the stage, into which mates may copy.
+  __device__ void Free(int slot) const {
+    __syncwarp();
+    if (mate_) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
+  }
+
+  // kAtoms of the CTA, of which this warpgroup multiplies its part.
   template <int kAtoms>
-  __device__ void MultiplyAtoms(State& state, Sums<I>& sums) const {
-    uint32_t weights[2][kStepsPerAtom][4];
+  __device__ void MultiplyStages(State& state, Sums<I>& sums) const {
+    constexpr int kOwn = kAtoms == 1 ? 1 : kAtoms / I::kKParts;
+    uint32_t weights[kSets][kStepsPerAtom][4];
     uint32_t stage;
     int stage_group;
 #pragma unroll
-    for (int a = 0; a < kAtoms; ++a) {
-      const int in_stage = a % I::kStageAtoms;
+    for (int a = 0; a < kOwn; ++a) {
+      const int in_stage = a % kOwnAtoms;
       if (in_stage == 0) {
         Wait(memory_.full(state.cursor.slot), state.cursor.parity);
         stage = memory_.stage(p_.plan, state.cursor.slot);
         stage_group = FirstGroup(p_, state.atom);
       }
-      const int group = FirstGroup(p_, state.atom) - stage_group;
-      const uint64_t lhs = DescribeOperand(stage + in_stage * I::kTokens * 128);
+      const int group = FirstGroup(p_, state.atom + atom_ + in_stage) - stage_group;
+      const uint64_t lhs = DescribeOperand(stage + (atom_ + in_stage) * I::kTokens * 128);
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
-        uint32_t (&own)[kStepsPerAtom][4] = weights[(a * I::kStrips + s) % 2];
+        uint32_t (&own)[kStepsPerAtom][4] = weights[(a * I::kStrips + s) % kSets];
         Dequantize(stage, s, in_stage, group, own);
         KeepAll(own);
         FenceOperands();
 #pragma unroll
         for (int step = 0; step < kStepsPerAtom; ++step) {
-          WarpgroupMma<T, I::kTokens>::Run(sums[s], own[step], lhs + step * kStepDescription,
-                                           step > 0 || state.atom > share_.atom_begin);
+          WarpgroupMma<T, I::kTokens>::Run(sums[s], own[step], lhs + step * kStepDescription);
         }
         CommitProducts();
-        WaitProducts<1>();
+        WaitProducts<kSets - 1>();
         if (in_stage == 0 && s == 0 && state.previous >= 0) Free(state.previous);
       }
-      ++state.atom;
-      if (in_stage == I::kStageAtoms - 1 || a == kAtoms - 1) {
+      if (in_stage == kOwnAtoms - 1 || a == kOwn - 1) {
+        state.atom += I::kStageAtoms;
         state.previous = state.cursor.slot;
         state.cursor.Advance(p_.plan.num_stages);
       }
     }
-  }
-
-  // This warp has read the stage, into which mates may copy.
-  __device__ void Free(int slot) const {
-    __syncwarp();
-    if (mate_) ArriveRemote(free_ + slot * kBarrierBytes);
   }
 
   // `group`: of the stage, the first of the atom.
@@ -154,7 +167,9 @@ class TileMultiplier {
   const Params& p_;
   const Share& share_;
   const Memory memory_;
-  // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes; the scales, in
+  int atom_;  // of a stage, the first of this part of k
+  // In a stage, of this lane and the warpgroup's first strip: its codes of
+  // that atom, in bytes; the scales, in
   // bytes, and its own among them, in rows.
   int codes_, scales_, row_, strip_rows_;
   bool second_first_;

@@ -28,20 +28,22 @@ struct Instance {
   static constexpr int kStrips = kTile.strips;  // of a warpgroup
   static constexpr int kCtaStrips = kTile.cta_strips();
   static constexpr int kStageAtoms = kTile.stage_atoms;
-  static constexpr int kWarps = 4 * kTile.warpgroups;  // that multiply
+  static constexpr int kKParts = kTile.k_parts;
+  static constexpr int kRowThreads = 128 * kTile.warpgroups;  // of one part of k
+  static constexpr int kWarps = 4 * kTile.warpgroups * kKParts;  // that multiply
   static constexpr int kThreads = kTile.threads();
   // Registers of a thread: at the start, of a multiplying one, of a copying one.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
-  static constexpr int kCopyRegisters = 40;
+  static constexpr int kCopyRegisters = kRegisters > 80 ? 40 : 24;
   static constexpr int kMultiplyRegisters =
-      (kRegisters * (kTile.warpgroups + 1) - kCopyRegisters) / kTile.warpgroups / 8 * 8;
+      (kRegisters * kThreads / 128 - kCopyRegisters) / (kWarps / 4) / 8 * 8;
   static constexpr int kStoreTokens = kTokens < qmm_sm90::kStoreTokens ? kTokens
                                                                        : qmm_sm90::kStoreTokens;
 };
 
 struct Params {
   CUtensorMap lhs;  // [batch, m, k] in boxes of a mate's part of a tile's tokens and 64 of k
-  CUtensorMap out;  // [batch, m, n] in boxes of store_tokens and 64 of n, if `boxed`
+  CUtensorMap out;  // [batch, m, n] in boxes of kStoreTokens and 64 of n, if `aligned`
   const uint32_t* packed;
   const void* scale;
   const void* zero;      // null: zero point 2^(bits - 1)
@@ -49,7 +51,7 @@ struct Params {
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out_elements;
   bool out_float;  // float32 out; else the type of lhs
-  bool boxed;      // out is stored in boxes; else element by element
+  bool aligned;    // rows of out begin at multiples of 16 bytes, and it has the type of lhs
   int64_t num_weights;
   int m, n;
   int n_blocks, k_blocks, groups;
@@ -118,7 +120,7 @@ struct Memory {
   // Stage `slot` holds what was copied; has been read by every warp of all mates.
   __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
   __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
-  // All sums of the cluster that this CTA owns have arrived.
+  // All sums of the cluster that this CTA adds up have arrived.
   __device__ uint32_t sums_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
   __device__ uint32_t results() const { return base + kBoxBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums to global memory. Where a cluster has divided k, each of its CTAs owns some of the tokens:
-// the others send it their sums, and it adds them in the order of their parts, so that results are
-// the same bits every time.
+// Sums to global memory. Where k is divided, in a CTA or in a cluster, each CTA adds up some of the
+// tokens: everyone sends it their sums, and it adds them in the order of the parts, so that results
+// are the same bits every time.
 #pragma once
 
 #include "cuda/device/bulk.cuh"
@@ -10,13 +10,18 @@
 
 namespace jaxlowbit::qmm_sm90 {
 
-// Four 8 x 8 matrices of 16-bit values to shared memory, transposed; lane i passes the address of row
-// i % 8 of matrix i / 8.
+// Four, or two, 8 x 8 matrices of 16-bit values to shared memory, transposed; lane i passes the
+// address of row i % 8 of matrix i / 8.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
 __device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrices)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
                    shared),
                "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
+__device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrices)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};\n" ::"r"(shared),
+               "r"(matrices[0]), "r"(matrices[1])
                : "memory");
 }
 
@@ -26,68 +31,68 @@ class TileStorer {
   using T = typename I::T;
 
   __device__ TileStorer(const Params& p, const Share& share, Memory memory)
-      : p_(p), share_(share), memory_(memory), owned_(I::kTokens >> p.split_shift) {}
+      : p_(p), share_(share), memory_(memory) {}
 
-  // Before the sums of others can arrive.
+  // Before sums can arrive.
   __device__ void Expect() const {
-    const int others = (1 << p_.split_shift) - 1;
-    ArriveExpecting(memory_.sums_full(), others * I::kStrips * owned_ / 8 * kFragmentBytes);
+    ArriveExpecting(memory_.sums_full(), Parts() * I::kStrips * OwnBlocks() * kFragmentBytes);
   }
 
-  // Adds up what the cluster has of the tokens that this CTA owns. Overwrites the ring, which no CTA
-  // of the cluster uses any more.
-  __device__ void Reduce(Sums<I>& sums) const {
+  // Adds up and stores the tokens of this CTA. Overwrites the ring, which no CTA of the cluster uses
+  // any more.
+  __device__ void Reduce(const Tile& tile, const Sums<I>& sums) const {
+    const int part = threadIdx.x / I::kRowThreads;  // of k, in the CTA
+    const int sender = share_.part * I::kKParts + part;
+    const int own = OwnBlocks();
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        const int owner = block * 8 / owned_;
-        if (owner == share_.part) continue;
-        float part[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) part[i] = sums[s][block * 4 + i];
-        const int sender = share_.part - (owner < share_.part);
+        const int owner = block >> kBlockShift - p_.split_shift;
         const int rank = RankOf(p_, owner, share_.mate);
-        StoreRemote(MapToRank(Fragment(sender, s, block), rank), part,
+        float values[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = sums[s][block * 4 + i];
+        StoreRemote(MapToRank(Fragment(sender, s, block & own - 1), rank), values,
                     MapToRank(memory_.sums_full(), rank));
       }
     }
     WaitForCluster(memory_.sums_full(), 0);
-#pragma unroll
-    for (int s = 0; s < I::kStrips; ++s) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        if (block * 8 / owned_ != share_.part) continue;
-        float total[4] = {};
+    const int strip = tile.strip + threadIdx.x % I::kRowThreads / 128 * I::kStrips;
+    const int token = tile.token + share_.part * own * 8;
 #pragma unroll 1
-        for (int from = 0; from < 1 << p_.split_shift; ++from) {
-          if (from == share_.part) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) total[i] += sums[s][block * 4 + i];
-          } else {
-            const uint4 part = LoadShared16(Fragment(from - (share_.part < from), s, block));
-            total[0] += __uint_as_float(part.x);
-            total[1] += __uint_as_float(part.y);
-            total[2] += __uint_as_float(part.z);
-            total[3] += __uint_as_float(part.w);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[s][block * 4 + i] = total[i];
+    for (int i = part; i < I::kStrips * own; i += I::kKParts) {
+      const int s = i / own, block = i - s * own;
+      float total[4] = {};
+#pragma unroll 2
+      for (int from = 0; from < Parts(); ++from) {
+        const uint4 values = LoadShared16(Fragment(from, s, block));
+        total[0] += __uint_as_float(values.x);
+        total[1] += __uint_as_float(values.y);
+        total[2] += __uint_as_float(values.z);
+        total[3] += __uint_as_float(values.w);
       }
+      if (strip + s < p_.n_blocks) StoreBlock(tile.batch, strip + s, token + block * 8, total);
     }
   }
 
+  // Sums of all of k.
   __device__ void Store(const Tile& tile, const Sums<I>& sums) {
     const int warpgroup = threadIdx.x / 128;
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
       const int strip = tile.strip + warpgroup * I::kStrips + s;
       if (strip >= p_.n_blocks) break;
-      if (p_.boxed) {
+      if (p_.aligned) {
         StoreBoxes(tile, strip, sums[s]);
       } else {
-        StoreElements(tile, strip, sums[s]);
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          float values[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) values[i] = sums[s][block * 4 + i];
+          StoreElements(tile.batch, strip, tile.token + block * 8, values);
+        }
       }
     }
   }
@@ -100,31 +105,71 @@ class TileStorer {
  private:
   static constexpr float kUnit = 1 << kWeightShift<T>;  // of sums
   static constexpr int kBlocks = I::kTokens / 8;
-  static constexpr int kFragmentBytes = 32 * I::kWarps * 16;  // 8 tokens of every warp
+  static constexpr int kBlockShift = kBlocks == 4 ? 2 : kBlocks == 8 ? 3 : kBlocks == 16 ? 4 : 5;
+  static_assert(1 << kBlockShift == kBlocks);
+  static constexpr int kFragmentBytes = I::kRowThreads * 16;  // 8 tokens of a part of k
   static constexpr int kBufferBytes = I::kStoreTokens * 128;
 
-  // Of this lane: the sums of a block of tokens that one of the others sends.
+  // Of k; blocks of 8 tokens that this CTA adds up.
+  __device__ int Parts() const { return I::kKParts << p_.split_shift; }
+  __device__ int OwnBlocks() const { return kBlocks >> p_.split_shift; }
+
+  // Of this lane: what a part of k has of one of those blocks.
   __device__ uint32_t Fragment(int sender, int strip, int block) const {
-    const int own = block & (owned_ / 8 - 1);
     return memory_.stage(p_.plan, 0) +
-           ((sender * I::kStrips + strip) * (owned_ / 8) + own) * kFragmentBytes + threadIdx.x * 16;
+           ((sender * I::kStrips + strip) * OwnBlocks() + block) * kFragmentBytes +
+           threadIdx.x % I::kRowThreads * 16;
   }
 
-  __device__ bool Owns(int token) const { return token / owned_ == share_.part; }
+  // 8 tokens of a warp's 16 channels.
+  __device__ void StoreBlock(int batch, int strip, int token, const float (&sums)[4]) const {
+    if (!p_.aligned) {
+      StoreElements(batch, strip, token, sums);
+      return;
+    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32_t buffer = memory_.results() + warp * 256;
+    const uint32_t matrices[2] = {Pair<T>::Round(sums[0] * kUnit, sums[1] * kUnit),
+                                  Pair<T>::Round(sums[2] * kUnit, sums[3] * kUnit)};
+    __syncwarp();  // the block before has been read
+    // Rows are tokens, matrices the first and the last 8 channels.
+    StoreTransposed(buffer + lane % 8 * 32 + lane / 8 % 2 * 16, matrices);
+    __syncwarp();
+    const int m = token + lane / 2;
+    const int n = strip * static_cast<int>(kAtom) + warp % 4 * 16 + lane % 2 * 8;
+    if (lane >= 16 || m >= p_.m || n >= p_.n) return;
+    T* out = static_cast<T*>(p_.out_elements) + (int64_t{batch} * p_.m + m) * p_.n + n;
+    *reinterpret_cast<uint4*>(out) = LoadShared16(buffer + lane * 16);
+  }
+
+  __device__ void StoreElements(int batch, int strip, int token, const float (&sums)[4]) const {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int m = token + lane % 4 * 2 + i % 2;
+      const int n = strip * static_cast<int>(kAtom) + warp * 16 + lane / 4 + i / 2 * 8;
+      if (m >= p_.m || n >= p_.n) continue;
+      const int64_t offset = (int64_t{batch} * p_.m + m) * p_.n + n;
+      const float value = sums[i] * kUnit;
+      if (p_.out_float) {
+        static_cast<float*>(p_.out_elements)[offset] = value;
+      } else {
+        static_cast<T*>(p_.out_elements)[offset] = T(value);
+      }
+    }
+  }
 
   __device__ void StoreBoxes(const Tile& tile, int strip, const float (&sums)[I::kTokens / 2]) {
     const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int box = min(I::kStoreTokens, owned_);
     // Lane i has the address of row i % 8 of matrix i / 8: rows are tokens, matrices g and g + 8 of
     // the channels, then the next 8 tokens.
     const int row = lane / 16 * 8 + lane % 8, column = 2 * warp + lane / 8 % 2;
     const uint32_t lane_offset = row * 128 + (column ^ row % 8) * 16;
 #pragma unroll
     for (int token = 0; token < I::kTokens; token += 16) {
-      if (!Owns(token)) continue;
       const uint32_t buffer =
           memory_.results() + (warpgroup * kStoreBuffers + buffer_) * kBufferBytes;
-      const int in_box = token & (box - 1);
+      const int in_box = token % I::kStoreTokens;
       if (in_box == 0) {
         if (threadIdx.x % 128 == 0) WaitStoresRead<kStoreBuffers - 1>();
         Synchronize(1 + warpgroup, 128);
@@ -136,11 +181,11 @@ class TileStorer {
                                      sums[token / 2 + 2 * i + 1] * kUnit);
       }
       StoreTransposed(buffer + in_box * 128 + lane_offset, matrices);
-      if (in_box + 16 == box) {
+      if (in_box + 16 == I::kStoreTokens) {
         PublishShared();
         Synchronize(1 + warpgroup, 128);
         if (threadIdx.x % 128 == 0) {
-          StoreBox(&p_.out, strip * static_cast<int>(kAtom), tile.token + token + 16 - box,
+          StoreBox(&p_.out, strip * static_cast<int>(kAtom), tile.token + token - in_box,
                    tile.batch, buffer);
           CommitStores();
         }
@@ -149,33 +194,10 @@ class TileStorer {
     }
   }
 
-  __device__ void StoreElements(const Tile& tile, int strip,
-                                const float (&sums)[I::kTokens / 2]) const {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int n = strip * static_cast<int>(kAtom) + warp * 16 + lane / 4;
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      if (!Owns(block * 8)) continue;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int m = tile.token + block * 8 + lane % 4 * 2 + i % 2;
-        if (m >= p_.m || n + i / 2 * 8 >= p_.n) continue;
-        const int64_t offset = (int64_t{tile.batch} * p_.m + m) * p_.n + n + i / 2 * 8;
-        const float value = sums[block * 4 + i] * kUnit;
-        if (p_.out_float) {
-          static_cast<float*>(p_.out_elements)[offset] = value;
-        } else {
-          static_cast<T*>(p_.out_elements)[offset] = T(value);
-        }
-      }
-    }
-  }
-
   const Params& p_;
   const Share& share_;
   const Memory memory_;
-  const int owned_;  // tokens of a tile, that this CTA stores
-  int buffer_ = 0;   // for the next box
+  int buffer_ = 0;  // for the next box
 };
 
 }  // namespace jaxlowbit::qmm_sm90
