@@ -4,6 +4,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <utility>
+
 #include "cuda/dispatch.h"
 #include "xla_ffi/cpu/qmm_cpu.h"
 #include "xla_ffi/handlers.h"
@@ -27,17 +29,24 @@ nb::capsule Encapsulate(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// Platform to stage to handler of the target jaxlowbit_quantized_matmul.
+// Platform to target to stage to handler.
 nb::dict Targets() {
   nb::dict cpu;
   cpu["execute"] = Encapsulate(JaxlowbitCpuExecute);
   nb::dict targets;
-  targets["cpu"] = cpu;
+  targets["cpu"] = nb::dict();
+  targets["cpu"]["jaxlowbit_quantized_matmul"] = cpu;
 #if defined(JAXLOWBIT_WITH_CUDA)
-  nb::dict cuda;
-  cuda["initialize"] = Encapsulate(JaxlowbitCudaInitialize);
-  cuda["execute"] = Encapsulate(JaxlowbitCudaExecute);
-  targets["CUDA"] = cuda;
+  targets["CUDA"] = nb::dict();
+  for (auto [target, execute] :
+       {std::pair{"jaxlowbit_quantized_matmul", JaxlowbitCudaExecute},
+        std::pair{"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsExecute},
+        std::pair{"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpExecute}}) {
+    nb::dict cuda;
+    cuda["initialize"] = Encapsulate(JaxlowbitCudaInitialize);
+    cuda["execute"] = Encapsulate(execute);
+    targets["CUDA"][target] = cuda;
+  }
 #endif
   return targets;
 }
