@@ -61,7 +61,8 @@ def test_public_names():
     """
     names = (
         "Format INT4 INT8 QuantizedArray UINT4 UINT8 dequantize explain group_permutation "
-        "partition_spec quantize quantized_matmul scan supported_backends"
+        "partition_spec quantize quantized_matmul quantized_matmuls quantized_mlp scan "
+        "supported_backends"
     )
     assert output(code).split() == names.split()
 
