@@ -323,7 +323,7 @@ def test_one_call_waits_for_weights_of_its_program():
 
     @jax.jit
     def program(x, pair, last):
-        rhss = [jaxlowbit.quantize(last.T * (i + 1), INT4) for i in range(3)]
+        rhss = [jaxlowbit.quantize(last.T * 2**i, INT4) for i in range(3)]
         layer = jaxlowbit.quantize(pair * 1, INT4), jaxlowbit.quantize(last * 1, INT4)
         return mlp(x, *layer), quantized_matmuls(x, rhss)
 
@@ -332,7 +332,7 @@ def test_one_call_waits_for_weights_of_its_program():
         out, products = program(lhs, pair, last)
         assert_is_mlp(out, lhs, gate_up, down)
         for i, got in enumerate(products):
-            assert_within(got / (i + 1), oracle.exact, 2 * oracle.bound(lhs.dtype))
+            assert_within(got / 2**i, oracle.exact, oracle.bound(lhs.dtype))
 
 
 def test_one_call_reads_the_layers_of_a_stack():

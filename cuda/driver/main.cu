@@ -7,7 +7,8 @@
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph:
 //                           --n N --k K (default: five real shapes) --m M,M,... --bits B --group G
-//                           --zero --float-zero --transposed --scale-sums --f16 --half-sums;
+//                           --zero --float-zero --transposed --scale-sums --f16 --half-sums
+//                           --early-start (all but the first start before the one before ends);
 //                           --kernel sm80|stream,
 //                           --tile T,T,..., --split S,S,... and --slices L,L,... instead of the
 //                           selection's
@@ -127,6 +128,7 @@ Tally CheckInstances(uint64_t stride) {
         problem.num_weights = problem.batch;
         const bool with_index = seed % 10 == 0;
         if (with_index) problem.num_weights = 2;
+        problem.shared_lhs = seed % 15 == 0;
         if (++seed % stride != 0) continue;
         for (const Choice& choice : Choices(problem)) {
           tally.Add(IsRight(problem, choice, with_index, seed));
@@ -156,7 +158,7 @@ Tally Sweep() {
 }
 
 // Median microseconds per call of a captured chain over weights that L2 cannot hold.
-double Time(const QuantizedMatmul& problem, const Choice& choice) {
+double Time(const QuantizedMatmul& problem, const Choice& choice, bool early_start) {
   const DeviceProblem one(problem, false, 1, 1);
   const int copies = static_cast<int>(CeilDiv(4 * kL2Bytes, one.weight_bytes()));
   const int calls = std::max(16, copies);
@@ -168,7 +170,8 @@ double Time(const QuantizedMatmul& problem, const Choice& choice) {
   Check(cudaStreamCreate(&stream), "cudaStreamCreate");
   Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
   for (int i = 0; i < calls; ++i) {
-    Check(LaunchChoice(problem, data.buffers(i % copies), choice, 0, stream), "LaunchChoice");
+    Check(LaunchChoice(problem, data.buffers(i % copies), choice, 0, stream, early_start && i > 0),
+          "LaunchChoice");
   }
   Check(cudaStreamEndCapture(stream, &graph), "end capture");
   Check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
@@ -198,7 +201,7 @@ double Time(const QuantizedMatmul& problem, const Choice& choice) {
                "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
                "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
                "[--f16] [--half-sums] [--kernel sm80|stream] [--tile T,...] [--split S,...] "
-               "[--slices L,...]\n",
+               "[--slices L,...] [--early-start]\n",
                wrong);
   std::exit(2);
 }
@@ -207,6 +210,7 @@ struct TimeOptions {
   std::vector<std::pair<int64_t, int64_t>> layers = kLayers;
   std::vector<int64_t> tokens = kTokens;
   QuantizedMatmul problem;
+  bool early_start = false;
   std::string kernel;
   // 0: what the selection takes.
   std::vector<int64_t> tiles = {0}, splits = {0}, slices = {0};
@@ -246,7 +250,7 @@ void TimeAll(const TimeOptions& options) {
       const double bytes = DeviceProblem(problem, false, 1, 1).weight_bytes();
       for (const Choice& choice : Choices(problem, options)) {
         if (!IsRight(problem, choice, false, 1)) std::exit(1);
-        const double us = Time(problem, choice);
+        const double us = Time(problem, choice, options.early_start);
         std::printf(
             "%s  %-6s block_m %-2d split_k %-2d slices %-3d %8.2f us  %5.2f TB/s  %6.1f TFLOP/s\n",
             Describe(problem).c_str(), NameOf(choice.kernel), choice.block_m, choice.split_k,
@@ -286,6 +290,8 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (flag == "--half-sums") {
       options.problem.half_sums = true;
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
+    } else if (flag == "--early-start") {
+      options.early_start = true;
     } else if (i + 1 == argc) {
       Usage(("unknown or incomplete option " + flag).c_str());
     } else if (flag == "--kernel") {
