@@ -67,6 +67,11 @@ def quantized_matmuls(
     quantized_matmuls(jnp.ones((8, 256), jnp.bfloat16), (q, k, v))
     ```
     """
+    if not isinstance(rhss, Sequence):
+        raise TypeError(
+            f"quantized_matmuls: rhss is {type(rhss).__name__}, but it is a sequence of matrices; "
+            "pass a tuple of them."
+        )
     rhss = _quantized("quantized_matmuls", "rhss", rhss)
     if not rhss:
         raise ValueError("quantized_matmuls: rhss is empty, but there must be a matrix; pass one.")
@@ -147,15 +152,13 @@ def quantized_mlp(
     return _run(mlp, lhs, (gate_up, down), options)[0]
 
 
-def _quantized(caller: str, name: str, weights: Any) -> tuple[QuantizedArray, ...]:
-    found = [type(weights)]
-    if isinstance(weights, Sequence):
-        found = [type(w) for w in weights if not isinstance(w, QuantizedArray)]
-    if found:
-        raise TypeError(
-            f"{caller}: {name} must be QuantizedArrays, but there is {found[0].__name__}; make "
-            "them with jaxlowbit.quantize."
-        )
+def _quantized(caller: str, name: str, weights: Sequence[Any]) -> tuple[QuantizedArray, ...]:
+    for weight in weights:
+        if not isinstance(weight, QuantizedArray):
+            raise TypeError(
+                f"{caller}: {name} must be QuantizedArrays, but there is {type(weight).__name__}; "
+                "make them with jaxlowbit.quantize."
+            )
     return tuple(weights)
 
 

@@ -274,7 +274,7 @@ any_mlp: Any = quantized_mlp
     ("f", "message"),
     [
         (lambda: any_matmuls(LHS, []), "rhss is empty"),
-        (lambda: any_matmuls(LHS, QKV[0]), "rhss must be .* there is QuantizedArray; make"),
+        (lambda: any_matmuls(LHS, QKV[0]), "rhss is QuantizedArray, but it is a sequence"),
         (lambda: any_matmuls(LHS, [LHS]), "rhss must be QuantizedArrays, but there is Array"),
         (lambda: any_matmuls(LHS, [GATE_UP]), r"rhss\[0\] has shape \(2, 128, 192\), but"),
         (lambda: any_matmuls(LHS, [QKV[0], GATE_UP[0]]), r"rhss\[1\] has .* and rhss\[0\]"),
