@@ -176,6 +176,14 @@ class _Options:
             dtype = jnp.dtype(self.preferred_element_type)
             object.__setattr__(self, "preferred_element_type", dtype)
 
+    def of_native(self, lhs: Array) -> dict[str, Any]:
+        """Those of `native.matmuls` and `native.mlp`."""
+        out_dtype = self.preferred_element_type
+        return {
+            "out_dtype": lhs.dtype if out_dtype is None else out_dtype,
+            "half_sums": self.precision is not None,
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -214,12 +222,7 @@ class _Matmuls(_Call):
         return tuple(quantized_matmul(lhs, weight, **options) for weight in weights)
 
     def custom_call(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
-        return native.matmuls(
-            lhs,
-            weights,
-            out_dtype=self.options.preferred_element_type or lhs.dtype,
-            half_sums=self.options.precision is not None,
-        )
+        return native.matmuls(lhs, weights, **self.options.of_native(lhs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,14 +239,8 @@ class _Mlp(_Call):
         return (quantized_matmul(hidden, down, **vars(self.options)),)
 
     def custom_call(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
-        out = native.mlp(
-            lhs,
-            *weights,
-            activation=self.activation,
-            out_dtype=self.options.preferred_element_type or lhs.dtype,
-            half_sums=self.options.precision is not None,
-        )
-        return (out,)
+        options = self.options.of_native(lhs)
+        return (native.mlp(lhs, *weights, activation=self.activation, **options),)
 
 
 _call_p = Primitive("quantized_call")

@@ -1,6 +1,7 @@
 """Several products in one call: what they mean, and when there is one. `test_cuda.py` runs it."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -160,6 +161,18 @@ def calls(f, *args, platform="cuda"):
     program = jax.jit(lambda *args: f(*args)).trace(*args)
     text = program.lower(lowering_platforms=(platform,)).as_text()
     return re.findall(r"custom_call @jaxlowbit_(\w+)", text)
+
+
+def test_results_of_one_call_in_float32(cuda):
+    def f(x):
+        wide = functools.partial(quantized_matmuls, preferred_element_type=jnp.float32)
+        return wide(x, QKV[:1])[0], quantized_mlp(
+            x, GATE_UP, DOWN, preferred_element_type="float32"
+        )
+
+    text = jax.jit(f).trace(half()).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"tensor<1x5x{F}xf32>" in text and f"tensor<1x5x{N}xf32>" in text
+    assert f"tensor<2x5x{F}xf16>" in text
 
 
 def half(x=LHS):
