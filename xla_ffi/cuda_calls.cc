@@ -62,10 +62,8 @@ ffi::Error ExecuteMlp(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs,
                       bool half_sums) {
   const std::optional<Activation> function = FindActivation(activation);
   if (!function) return Refuse("activation is unknown: " + std::string(activation) + ".");
-  Attributes attributes = {bits, group_size};
-  attributes.half_sums = half_sums;
-  Attributes down_attributes = {down_bits, down_group_size};
-  down_attributes.half_sums = half_sums;
+  Attributes attributes = {bits, group_size}, down_attributes = {down_bits, down_group_size};
+  attributes.half_sums = down_attributes.half_sums = half_sums;
   attributes.shared_lhs = true;
   Operands up, down;
   ffi::Error error = DecodeOperands(lhs, {packed, scale, zero, index}, *products, attributes, &up);

@@ -27,6 +27,7 @@ class StageFiller {
     StartTile(share_.slice_begin);
     const int filled = min(share_.stages, p_.plan.num_stages);
     const int early = min(filled, p_.early_stages);
+#pragma unroll 1
     for (int stage = 0; stage < early; ++stage) FillWeights(stage, stage);
     WaitForPreviousKernels();
     for (int stage = 0; stage < filled; ++stage) {
