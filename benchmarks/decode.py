@@ -7,13 +7,15 @@ to queries, keys and values, a cheap stand-in for attention, the output projecti
 and up projections, silu, and the down projection, with residuals. The step is one jitted program
 with donated buffers, and every layer has weights of its own. The quantized step is timed only after
 its result agreed with that of the dense one, whose weights are its dequantized ones.
+
+Wall clock of a step is that of programs of one step, enqueued without waiting and each waited for.
+Time of the device is what a second step adds to a program: what a program costs once is not in it.
 """
 
 import argparse
-import functools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,14 +27,19 @@ import shapes
 import timing
 import weights
 
+import jaxlowbit as jl
+
 MODEL = shapes.MODELS["llama3-8b"]
-# Which projections of a layer share a weight, and so a call.
+# Which projections of a layer share a weight, and so a call; with "one-call", several weights share
+# one: those of q, k and v, and those of gate, up and down.
+_SEPARATE = (("q",), ("k",), ("v",), ("o",), ("gate",), ("up",), ("down",))
 VARIANTS = {
-    "separate": (("q",), ("k",), ("v",), ("o",), ("gate",), ("up",), ("down",)),
+    "separate": _SEPARATE,
     "concatenated": (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)),
+    "one-call": _SEPARATE,
 }
 BLOCKS = 11
-STEPS = 10
+PROGRAMS = 10  # in a block
 LIMIT = 0.05  # of the norm of what a step adds, for bfloat16 residuals over 32 layers
 
 
@@ -53,30 +60,37 @@ class Sizes(NamedTuple):
 def step(x: jax.Array, layers: list[dict[str, Any]], sizes: Sizes, variant: str) -> jax.Array:
     """x (m, width) after all layers."""
     for layer in layers:
-        project = functools.partial(_project, layer, sizes, variant)
-        q, k, v = project(_normalize(x), ("q", "k", "v"))
+        q, k, v = _queries_keys_values(layer, sizes, variant, _normalize(x))
         kv = jnp.concatenate([k, v], axis=-1)
         attended = q + jnp.tile(kv, q.shape[-1] // kv.shape[-1])  # reads all of the three
-        x = x + project(_normalize(attended), ("o",))[0]
-        gate, up = project(_normalize(x), ("gate", "up"))
-        x = x + project(jax.nn.silu(gate) * up, ("down",))[0]
+        x = x + _normalize(attended) @ layer["o"]
+        x = x + _mlp(layer, variant, _normalize(x))
     return x
 
 
-def _project(
-    layer: dict[str, Any], sizes: Sizes, variant: str, x: jax.Array, names: tuple[str, ...]
-) -> list[jax.Array]:
-    """x times each of the projections, in the calls of the variant."""
-    parts = []
-    for together in VARIANTS[variant]:
-        if together[0] in names:
-            y = x @ layer["-".join(together)]
-            ends, end = [], 0
-            for name in together[:-1]:
-                end += sizes.projections[name][1]
-                ends.append(end)
-            parts += jnp.split(y, ends, axis=-1)
-    return parts
+def _queries_keys_values(
+    layer: dict[str, Any], sizes: Sizes, variant: str, x: jax.Array
+) -> Sequence[jax.Array]:
+    if variant == "concatenated":
+        q, kv = (sizes.projections[name][1] for name in ("q", "k"))
+        return jnp.split(x @ layer["q-k-v"], [q, q + kv], axis=-1)
+    several = [layer[name] for name in ("q", "k", "v")]
+    if variant == "one-call" and isinstance(several[0], jl.QuantizedArray):
+        return jl.quantized_matmuls(x, several)
+    return [x @ weight for weight in several]
+
+
+def _mlp(layer: dict[str, Any], variant: str, x: jax.Array) -> jax.Array:
+    if variant == "one-call":
+        gate_up = layer["gate-up"]
+        if isinstance(gate_up, jl.QuantizedArray):
+            return jl.quantized_mlp(x, gate_up, layer["down"])
+        gate, up = x @ gate_up[0], x @ gate_up[1]
+    elif variant == "concatenated":
+        gate, up = jnp.split(x @ layer["gate-up"], 2, axis=-1)
+    else:
+        gate, up = x @ layer["gate"], x @ layer["up"]
+    return (jax.nn.silu(gate) * up) @ layer["down"]
 
 
 def _normalize(x: jax.Array) -> jax.Array:
@@ -96,6 +110,9 @@ def make_layers(options: argparse.Namespace, sizes: Sizes, variant: str) -> list
             key = jax.random.fold_in(jax.random.key(i), j)
             codes = weights.random_codes(key, n, k, format, options.dtype)
             layer["-".join(together)] = contenders.quantized(codes, format)
+        if variant == "one-call":
+            pair = layer.pop("gate"), layer.pop("up")
+            layer["gate-up"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pair)
         layers.append(layer)
     return layers
 
@@ -104,8 +121,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row per variant, number of tokens and kind of weights."""
     sizes = Sizes.of(options.width)
     for variant in options.variant:
-        run = functools.partial(step, sizes=sizes, variant=variant)
-        program = jax.jit(run, donate_argnums=0)
+        program = _program(sizes, variant)
         layers = make_layers(options, sizes, variant)
         dense = jax.tree.map(_dequantize, layers, is_leaf=lambda leaf: hasattr(leaf, "dequantize"))
         for m in options.m:
@@ -117,7 +133,9 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     f"step adds, more than {LIMIT}; a wrong result is not timed."
                 )
             for name, kind in ((options.format, layers), ("dense", dense)):
-                ahead, blocking = _time(program, x, kind)
+                if kind is dense and variant == "one-call":
+                    continue  # the dense step of "separate"
+                spent = _time(program, x, kind)
                 yield {
                     "variant": variant,
                     "weights": name,
@@ -125,13 +143,26 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "m": m,
                     "layers": options.layers,
                     "width": options.width,
-                    "us": ahead.median,
-                    "quartiles_us": list(ahead.quartiles),
-                    "blocking_us": blocking.median,
-                    "blocking_quartiles_us": list(blocking.quartiles),
+                    "us": spent.ahead.median,
+                    "quartiles_us": list(spent.ahead.quartiles),
+                    "blocking_us": spent.blocking.median,
+                    "blocking_quartiles_us": list(spent.blocking.quartiles),
+                    "device_us": spent.device.median,
+                    "device_quartiles_us": list(spent.device.quartiles),
                     "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(kind)),
                     "relative_error": error,
                 }
+
+
+def _program(sizes: Sizes, variant: str) -> Any:
+    """One step or several in one program."""
+
+    def steps(x: jax.Array, layers: list[dict[str, Any]], count: int) -> jax.Array:
+        for _ in range(count):
+            x = step(x, layers, sizes, variant)
+        return x
+
+    return jax.jit(steps, donate_argnums=0, static_argnames="count")
 
 
 @jax.jit
@@ -141,31 +172,37 @@ def _dequantize(weight: Any) -> jax.Array:
 
 def _difference(program: Any, x: jax.Array, layers: Any, dense: Any) -> float:
     """Norm of the difference of the two steps, over that of what the dense one adds to x."""
-    got, exact = program(x + 0, layers), program(x + 0, dense)
+    got, exact = program(x + 0, layers, 1), program(x + 0, dense, 1)
     wide = [y.astype(jnp.float32) for y in (x, got, exact)]
     norm = jnp.linalg.norm
     return float(norm(wide[1] - wide[2]) / norm(wide[2] - wide[0]))
 
 
-def _time(
-    program: Any, x: jax.Array, layers: Any
-) -> tuple[timing.Microseconds, timing.Microseconds]:
-    """Wall clock of a step: enqueued without waiting, and each waited for."""
+class Time(NamedTuple):
+    """Of a step."""
 
-    def seconds(wait: bool) -> float:
+    ahead: timing.Microseconds  # wall clock, programs enqueued without waiting
+    blocking: timing.Microseconds  # wall clock, each waited for
+    device: timing.Microseconds
+
+
+def _time(program: Any, x: jax.Array, layers: Any) -> Time:
+    def seconds(count: int = 1, wait: bool = False) -> float:
+        """Of a program of `count` steps."""
         nonlocal x
         start = time.perf_counter()
-        for _ in range(STEPS):
-            x = program(x, layers)
+        for _ in range(PROGRAMS):
+            x = program(x, layers, count)
             if wait:
                 x.block_until_ready()
         x.block_until_ready()
-        return (time.perf_counter() - start) / STEPS
+        return (time.perf_counter() - start) / PROGRAMS
 
     x = x + 0
-    seconds(wait=True)  # compiles and captures
-    ahead = timing.summary([seconds(wait=False) for _ in range(BLOCKS)])
-    return ahead, timing.summary([seconds(wait=True) for _ in range(BLOCKS)])
+    for count in (1, 2):
+        seconds(count, wait=True)  # compiles and captures
+    samples = [(seconds(), seconds(wait=True), seconds(count=2) - seconds()) for _ in range(BLOCKS)]
+    return Time(*(timing.summary(list(of_one)) for of_one in zip(*samples, strict=True)))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -189,8 +226,8 @@ def main(arguments: list[str] | None = None) -> None:
             rows.append(row)
             print(
                 f"{row['variant']:13s} {row['weights']:16s} m={row['m']:<5d}"
-                f"{row['us']:10.1f} us a step, {row['blocking_us']:10.1f} waiting for each"
-                f"  ({row['bytes'] / 1e6:.0f} MB)",
+                f"{row['us']:10.1f} us a step, {row['blocking_us']:10.1f} waiting for each,"
+                f"{row['device_us']:10.1f} on the device  ({row['bytes'] / 1e6:.0f} MB)",
                 flush=True,
             )
     except (results.InputError, ValueError) as error:

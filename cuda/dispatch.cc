@@ -131,11 +131,12 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
 }
 
 // Microseconds that qmm_sm90 takes.
-double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const qmm_sm90::TileShape& tile,
-                int split_k) {
+double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
+  const int split_k = choice.split_k, mates = choice.mates;
   const int64_t tiles = CeilDiv(problem.m, tile.tokens) *
-                        CeilDiv(problem.n_blocks(), tile.cta_strips()) * problem.batch;
-  const int64_t resident = int64_t{device.num_sms} * tile.ctas_per_sm / split_k;
+                        CeilDiv(problem.n_blocks(), tile.cta_strips() * mates) * problem.batch;
+  const int64_t resident = std::max(1, device.sm90_clusters[tile.ctas_per_sm][split_k * mates]);
   const double waves = static_cast<double>(CeilDiv(tiles, resident));
   const double atoms = static_cast<double>(CeilDiv(problem.k_blocks(), split_k));
   const double atom = tile.tokens * tile.cta_strips() * tile.ctas_per_sm / 256.0 * 0.28;
@@ -149,19 +150,47 @@ Choice ConfigureSm90(const QuantizedMatmul& problem, const Device& device) {
   double best = 0;
   for (int number = 0; number < sm90::kNumTiles; ++number) {
     const sm90::TileShape& tile = sm90::kTiles[number];
+    if (!sm90::SupportsTile(problem, tile)) continue;
     const sm90::Plan plan = sm90::PlanOf(problem, tile);
-    if (plan.num_stages < 2) continue;
     for (int split_k : {1, 2, 4}) {
       if (!sm90::SupportsSplit(plan, tile, split_k)) continue;
-      const double cost = Sm90Cost(problem, device, tile, split_k);
+      Choice other = choice;
+      other.block_m = tile.tokens;
+      other.tile = number;
+      other.split_k = split_k;
+      const double cost = Sm90Cost(problem, device, other);
       if (choice.block_m > 0 && cost >= best) continue;
       best = cost;
-      choice.block_m = tile.tokens;
-      choice.tile = number;
-      choice.split_k = split_k;
+      choice = other;
     }
   }
   return choice;
+}
+
+std::string UnsupportedStream(const QuantizedMatmul& problem, const Device& device) {
+  const int most = qmm_sm90_stream::MaxTokens(problem.bits);
+  if (problem.m > most) return "it takes up to " + std::to_string(most) + " rows of lhs";
+  if (problem.k % kAtom != 0) return "k must be a multiple of 64";
+  const Choice choice = ConfigureStream(problem, device);
+  if (choice.slices == 0) return "its stages would not fit shared memory";
+  const auto plan = qmm_sm90_stream::PlanOf(problem, choice.split_k, choice.slices);
+  if (!qmm_sm90_stream::SupportsGroupSize(plan, problem.group_size)) {
+    return "groups must divide its stages or be multiples of them";
+  }
+  return "";
+}
+
+std::string UnsupportedSm90(const QuantizedMatmul& problem, const Device& device) {
+  if (problem.k % 8 != 0) return "k must be a multiple of 8";
+  if (problem.group_size > 0 && problem.group_size != 32 && problem.group_size % kAtom != 0) {
+    return "groups must be of 32, or of multiples of 64";
+  }
+  constexpr int64_t kMost = int64_t{1} << 31;  // positions and tiles are 32-bit numbers
+  if (problem.m >= kMost || problem.batch * CeilDiv(problem.m, 32) * problem.n_blocks() >= kMost) {
+    return "it has more than 2^31 tiles";
+  }
+  if (ConfigureSm90(problem, device).block_m == 0) return "its stages would not fit shared memory";
+  return "";
 }
 
 }  // namespace
@@ -199,30 +228,11 @@ std::string Unsupported(Kernel kernel, const QuantizedMatmul& problem, const Dev
   std::string reason = Unsupported(problem, device);
   if (!reason.empty() || kernel == Kernel::kQmmSm80) return reason;
   if (device.compute_capability != 90) return "it needs compute capability 9.0";
-  if (kernel == Kernel::kQmmSm90) {
-    if (problem.transposed) return "it has no transposed product";
-    if (problem.scale_sums) return "its scales multiply weights, not sums";
-    if (problem.k % 8 != 0) return "k must be a multiple of 8";
-    if (problem.k > 1 << 21) return "k is beyond 2^21";
-    if (problem.group_size > 0 && problem.group_size != 32 && problem.group_size % kAtom != 0) {
-      return "groups must be of 32 or of multiples of 64";
-    }
-    if (ConfigureSm90(problem, device).block_m == 0) return "its stages would not fit shared memory";
-    return "";
-  }
-  const int most = qmm_sm90_stream::MaxTokens(problem.bits);
-  if (problem.m > most) return "it takes up to " + std::to_string(most) + " rows of lhs";
   if (problem.transposed) return "it has no transposed product";
   if (problem.scale_sums) return "its scales multiply weights, not sums";
-  if (problem.k % kAtom != 0) return "k must be a multiple of 64";
   if (problem.k > 1 << 21) return "k is beyond 2^21";
-  const Choice choice = ConfigureStream(problem, device);
-  if (choice.slices == 0) return "its stages would not fit shared memory";
-  const auto plan = qmm_sm90_stream::PlanOf(problem, choice.split_k, choice.slices);
-  if (!qmm_sm90_stream::SupportsGroupSize(plan, problem.group_size)) {
-    return "groups must divide its stages or be multiples of them";
-  }
-  return "";
+  return kernel == Kernel::kQmmSm90 ? UnsupportedSm90(problem, device)
+                                    : UnsupportedStream(problem, device);
 }
 
 Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
@@ -233,9 +243,33 @@ Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& de
 }
 
 Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes) {
-  const bool stream = Unsupported(Kernel::kQmmSm90Stream, problem, device).empty();
-  return Configure(stream ? Kernel::kQmmSm90Stream : Kernel::kQmmSm80, problem, device,
-                   workspace_bytes);
+  const auto supported = [&](Kernel kernel) {
+    return Unsupported(kernel, problem, device).empty();
+  };
+  const bool stream = supported(Kernel::kQmmSm90Stream), sm90 = supported(Kernel::kQmmSm90);
+  if (stream && sm90) {
+    const Choice streaming = ConfigureStream(problem, device);
+    const Choice tiled = ConfigureSm90(problem, device);
+    return StreamCost(problem, device, streaming.split_k, streaming.slices) <=
+                   Sm90Cost(problem, device, tiled)
+               ? streaming
+               : tiled;
+  }
+  const Kernel kernel = stream ? Kernel::kQmmSm90Stream
+                        : sm90 ? Kernel::kQmmSm90
+                               : Kernel::kQmmSm80;
+  return Configure(kernel, problem, device, workspace_bytes);
+}
+
+void AssumeClusters(Device& device) {
+  for (int ctas_per_sm : {1, 2}) {
+    for (int ctas : {1, 2, 4}) {
+      // Larger clusters do not fill groups of multiprocessors (H200: 30 of 33).
+      const int clusters = ctas_per_sm * device.num_sms / ctas * (ctas == 4 ? 15 : 16) / 16;
+      device.sm90_clusters[ctas_per_sm][ctas] = clusters;
+      if (ctas_per_sm == kStreamCtasPerSm) device.stream_clusters[ctas] = clusters;
+    }
+  }
 }
 
 }  // namespace jaxlowbit

@@ -21,9 +21,10 @@ struct Device {
   int compute_capability = 0;  // 10 * major + minor
   int num_sms = 0;
   int shared_bytes_per_sm = 0;
-  // Clusters of qmm_sm90_stream that run at a time, by their number of CTAs (1, 2, 4). Where the
-  // device cannot be asked: kStreamCtasPerSm on each multiprocessor.
+  // Clusters of qmm_sm90_stream that run at a time, by their number of CTAs (1, 2, 4).
   int stream_clusters[5] = {};
+  // The same of qmm_sm90, by CTAs on a multiprocessor and CTAs of a cluster.
+  int sm90_clusters[3][5] = {};
 };
 
 enum class Kernel { kQmmSm80, kQmmSm90Stream, kQmmSm90 };
@@ -46,6 +47,9 @@ std::string Unsupported(Kernel kernel, const QuantizedMatmul& problem, const Dev
 // The choice for one kernel that supports `problem`.
 Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
                  int64_t workspace_bytes);
+
+// Fills in how many clusters `device` runs, from its multiprocessors, where it cannot be asked.
+void AssumeClusters(Device& device);
 
 // Requires that Unsupported returns "" and that m, n, k and batch are positive.
 Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes);

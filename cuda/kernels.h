@@ -20,12 +20,24 @@ const Device& DeviceInfo(int device);
 // Enqueues out = lhs @ weight on `stream`. Only launches: no allocation, no synchronisation, no
 // query of the device, so that it can be captured into a graph. The workspace may hold anything;
 // with less of it than MaxWorkspaceBytes, the sum over k is split into fewer parts.
+//
+// `early_start`: the kernel before in the stream, which is one of these, writes neither weights nor
+// index, so that this one may read them before its end (early_start.h).
 cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
-                                  int64_t workspace_bytes, int device, cudaStream_t stream);
+                                  int64_t workspace_bytes, int device, cudaStream_t stream,
+                                  bool early_start = false);
 
 // The same with a choice of the caller's, for whom measures choices.
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
-                         const Choice& choice, int device, cudaStream_t stream);
+                         const Choice& choice, int device, cudaStream_t stream,
+                         bool early_start = false);
+
+// hidden[i] = activation(products[i]) * products[size + i] for i < size, in float32, rounded to
+// `type`, that of both. Behind a kernel that writes the products. gate.cu.
+enum class Activation { kSilu, kGelu, kGeluTanh, kRelu };
+cudaError_t InitializeGate();
+cudaError_t LaunchGate(Activation activation, ElementType type, const void* products, void* hidden,
+                       int64_t size, int device, cudaStream_t stream);
 
 // qmm_sm80.cu.
 cudaError_t InitializeQmmSm80();
@@ -40,10 +52,10 @@ cudaError_t LaunchQmmSm80Transposed(const QuantizedMatmul& problem, const Buffer
 // qmm_sm90_stream.cu.
 cudaError_t InitializeQmmSm90Stream(Device& device);
 cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& buffers,
-                                const Choice& choice, cudaStream_t stream);
+                                const Choice& choice, bool early_start, cudaStream_t stream);
 
 // qmm_sm90.cu.
-cudaError_t InitializeQmmSm90();
+cudaError_t InitializeQmmSm90(Device& device);
 cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers,
                           const Choice& choice, const Device& device, cudaStream_t stream);
 

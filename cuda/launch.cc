@@ -54,9 +54,10 @@ cudaError_t Initialize(int ordinal, Device& device) {
   if (error == cudaSuccess) error = InitializeQmmSm80();
   if (error == cudaSuccess) error = InitializeQmmSm80Transposed();
   if (error == cudaSuccess) error = InitializeReduceSplits();
+  if (error == cudaSuccess) error = InitializeGate();
   if (error == cudaSuccess && device.compute_capability == 90) {
     error = InitializeQmmSm90Stream(device);
-    if (error == cudaSuccess) error = InitializeQmmSm90();
+    if (error == cudaSuccess) error = InitializeQmmSm90(device);
   }
   const cudaError_t restored = cudaSetDevice(current);
   return error == cudaSuccess ? restored : error;
@@ -79,9 +80,9 @@ cudaError_t InitializeKernels(int ordinal) {
 const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
 
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
-                         const Choice& choice, int ordinal, cudaStream_t stream) {
+                         const Choice& choice, int ordinal, cudaStream_t stream, bool early_start) {
   if (choice.kernel == Kernel::kQmmSm90Stream) {
-    return LaunchQmmSm90Stream(problem, buffers, choice, stream);
+    return LaunchQmmSm90Stream(problem, buffers, choice, early_start, stream);
   }
   if (choice.kernel == Kernel::kQmmSm90) {
     return LaunchQmmSm90(problem, buffers, choice, DeviceInfo(ordinal), stream);
@@ -93,10 +94,11 @@ cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
 }
 
 cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
-                                  int64_t workspace_bytes, int ordinal, cudaStream_t stream) {
+                                  int64_t workspace_bytes, int ordinal, cudaStream_t stream,
+                                  bool early_start) {
   if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
   return LaunchChoice(problem, buffers, Select(problem, DeviceInfo(ordinal), workspace_bytes),
-                      ordinal, stream);
+                      ordinal, stream, early_start);
 }
 
 }  // namespace jaxlowbit

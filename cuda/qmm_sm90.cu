@@ -23,134 +23,25 @@
 // Storage. Codes are in the order of the fragments (device/layout.cuh), which are those of mma.sync:
 // warp w of the warpgroup owns rows 16 w to 16 w + 15 of a strip.
 //
-// Limits: Unsupported() in dispatch.cc.
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+// The kernel itself is in qmm_sm90/kernel.cuh. Limits: Unsupported() in dispatch.cc.
 
 #include <algorithm>
-#include <utility>
 
 #include "cuda/kernels.h"
-#include "cuda/qmm_sm90/fill.cuh"
-#include "cuda/qmm_sm90/multiply.cuh"
+#include "cuda/qmm_sm90/instances.h"
 #include "cuda/qmm_sm90/params.cuh"
-#include "cuda/qmm_sm90/store.cuh"
 #include "cuda/tensor_map.h"
 
 namespace jaxlowbit {
 namespace qmm_sm90 {
 namespace {
 
-// One warp. (Elsewhere the kernel is empty: it only runs on sm_90.)
-template <class I>
-[[maybe_unused]] __device__ void InitBarriers(const Plan& plan, int mate_shift,
-                                              Memory memory) {
-  const int lane = threadIdx.x % 32;
-  if (lane < plan.num_stages) {
-    InitBarrier(memory.full(lane), 1);
-    InitBarrier(memory.empty(lane), I::kWarps << mate_shift);
-  } else if (lane == kMaxStages) {
-    InitBarrier(memory.sums_full(), 1);
-  }
-  PublishBarriers();
-}
-
-template <class I>
-__global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
-    QmmSm90Kernel(const __grid_constant__ Params p) {
-#if __CUDA_ARCH__ == 900
-  extern __shared__ __align__(kBoxBytes) uint8_t shared[];
-  const Memory memory = {Keep(SharedAddress(shared))};
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (warp == I::kWarps) InitBarriers<I>(p.plan, p.mate_shift, memory);
-  __syncthreads();  // barriers exist
-  ArriveAtCluster();
-  LaunchDependents();
-  const Share share = OwnShare(p, I::kStageAtoms);
-  const bool reduces = I::kKParts > 1 || p.split_shift > 0;
-  const int cluster_shift = p.mate_shift + p.split_shift;
-  const int cluster = blockIdx.x >> cluster_shift, clusters = gridDim.x >> cluster_shift;
-  const auto tile_of = [&](int number) {
-    Tile tile = TileOf(p, number, I::kCtaStrips << p.mate_shift, I::kTokens);
-    tile.strip += share.mate * I::kCtaStrips;
-    return tile;
-  };
-  RingCursor cursor = {0, 0};
-  if (warp >= I::kWarps) {
-    ReleaseRegisters<I::kCopyRegisters>();
-    WaitForArrivals();  // barriers of all CTAs exist
-    if (warp == I::kWarps) {
-      WaitForPreviousKernels();
-      StageFiller<I> filler(p, share, memory);
-      for (int number = cluster; number < p.num_tiles; number += clusters) {
-        filler.Fill(tile_of(number), cursor);
-      }
-    }
-    __syncwarp();
-    if (reduces) {
-      ReleaseToCluster();
-      WaitForArrivals();
-    }
-  } else {
-    AcquireRegisters<I::kMultiplyRegisters>();
-    const TileMultiplier<I> multiplier(p, share, memory);
-    TileStorer<I> storer(p, share, memory);
-    if (reduces && threadIdx.x == 0) storer.Expect();
-    WaitForArrivals();
-    Sums<I> sums;
-    for (int number = cluster; number < p.num_tiles; number += clusters) {
-      const Tile tile = tile_of(number);
-      multiplier.Multiply(sums, cursor);
-      if (reduces) {  // the cluster has one tile
-        ReleaseToCluster();
-        WaitForArrivals();  // every CTA has read its ring
-        storer.Reduce(tile, sums);
-      } else {
-        storer.Store(tile, sums);
-      }
-    }
-    storer.Finish();
-  }
-  if (cluster_shift > 0) {  // nothing is still to arrive here
-    ReleaseToCluster();
-    WaitForArrivals();
-  }
-#endif
-}
-
-using KernelFunction = void (*)(Params);
-
-template <typename T, typename S, ZeroKind kZero, int kBits, int... kNumbers>
-KernelFunction Find(int tile, std::integer_sequence<int, kNumbers...>) {
-  const KernelFunction kernels[] = {QmmSm90Kernel<Instance<T, S, kZero, kBits, kNumbers>>...};
-  return kernels[tile];
-}
-
-template <typename T, typename S, ZeroKind kZero>
-KernelFunction Find(int bits, int tile) {
-  constexpr auto kNumbers = std::make_integer_sequence<int, kNumTiles>{};
-#ifdef QUICK
-  return Find<__nv_bfloat16, __nv_bfloat16, ZeroKind::kNone, 4>(tile, kNumbers);
-#else
-  return bits == 4 ? Find<T, S, kZero, 4>(tile, kNumbers) : Find<T, S, kZero, 8>(tile, kNumbers);
-#endif
-}
-
-template <typename T, typename S>
-KernelFunction Find(ZeroKind zero, int bits, int tile) {
-  return zero == ZeroKind::kNone      ? Find<T, S, ZeroKind::kNone>(bits, tile)
-         : zero == ZeroKind::kInteger ? Find<T, S, ZeroKind::kInteger>(bits, tile)
-                                      : Find<T, S, ZeroKind::kFloat>(bits, tile);
-}
-
 KernelFunction Find(const QuantizedMatmul& problem, int tile) {
-  const auto find = [&](auto lhs) {
-    using T = decltype(lhs);
-    return problem.scale == ElementType::kF32 ? Find<T, float>(problem.zero, problem.bits, tile)
-                                              : Find<T, T>(problem.zero, problem.bits, tile);
-  };
-  return problem.lhs == ElementType::kBf16 ? find(__nv_bfloat16{}) : find(__half{});
+  const auto find =
+      problem.lhs == ElementType::kBf16
+          ? (problem.bits == 4 ? FindKernel<__nv_bfloat16, 4> : FindKernel<__nv_bfloat16, 8>)
+          : (problem.bits == 4 ? FindKernel<__half, 4> : FindKernel<__half, 8>);
+  return find(problem.scale == ElementType::kF32, problem.zero, tile);
 }
 
 Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice) {
@@ -165,6 +56,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.out_float = problem.out == ElementType::kF32;
   p.aligned = !p.out_float && SupportsBoxes(problem.n);
   p.num_weights = problem.num_weights;
+  p.lhs_step = problem.shared_lhs ? 0 : 1;
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);
   p.n_blocks = static_cast<int>(problem.n_blocks());
@@ -183,27 +75,58 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   return p;
 }
 
+// A grid of clusters. Stays where it is: the configuration points into it.
+struct LaunchConfig {
+  LaunchConfig(const TileShape& tile, int clusters, int cluster_ctas, int shared_bytes,
+               cudaStream_t stream) {
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(cluster_ctas), 1, 1};
+    config.gridDim = clusters * cluster_ctas;
+    config.blockDim = tile.threads();
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+  LaunchConfig& operator=(const LaunchConfig&) = delete;
+
+  cudaLaunchAttribute cluster;
+  cudaLaunchConfig_t config = {};
+};
+
 }  // namespace
 }  // namespace qmm_sm90
 
-cudaError_t InitializeQmmSm90() {
+// Also finds out how many clusters of each size run at a time: of the kernels of a tile, which have
+// the same shape, any.
+cudaError_t InitializeQmmSm90(Device& device) {
   using namespace qmm_sm90;
   const cudaError_t found = InitializeTensorMaps();
   if (found != cudaSuccess) return found;
   QuantizedMatmul problem;
-  for (ElementType lhs : {ElementType::kF16, ElementType::kBf16}) {
-    for (ElementType scale : {ElementType::kF32, lhs}) {
-      for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
-        for (int bits : {8, 4}) {
-          for (int tile = 0; tile < kNumTiles; ++tile) {
+  for (int number = 0; number < kNumTiles; ++number) {
+    const TileShape& tile = kTiles[number];
+    for (ElementType lhs : {ElementType::kF16, ElementType::kBf16}) {
+      for (ElementType scale : {ElementType::kF32, lhs}) {
+        for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
+          for (int bits : {8, 4}) {
             problem.lhs = lhs, problem.scale = scale, problem.zero = zero, problem.bits = bits;
+            if (!SupportsTile(problem, tile)) continue;
             const cudaError_t error = cudaFuncSetAttribute(
-                Find(problem, tile), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                SharedBytes(kTiles[tile]));
+                Find(problem, number), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                SharedBytes(tile));
             if (error != cudaSuccess) return error;
           }
         }
       }
+    }
+    for (int cluster_ctas : {1, 2, 4}) {
+      const LaunchConfig launch(tile, 1, cluster_ctas, SharedBytes(tile), nullptr);
+      const cudaError_t error =
+          cudaOccupancyMaxActiveClusters(&device.sm90_clusters[tile.ctas_per_sm][cluster_ctas],
+                                         Find(problem, number), &launch.config);
+      if (error != cudaSuccess) return error;
     }
   }
   return cudaSuccess;
@@ -214,8 +137,9 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
   using namespace qmm_sm90;
   const TileShape& tile = kTiles[choice.tile];
   Params p = ParamsOf(problem, buffers, choice);
-  cudaError_t error = DescribeMatrices(buffers.lhs, problem.lhs, problem.batch, problem.m,
-                                       problem.k, tile.tokens / choice.mates, &p.lhs);
+  cudaError_t error =
+      DescribeMatrices(buffers.lhs, problem.lhs, problem.shared_lhs ? 1 : problem.batch, problem.m,
+                       problem.k, tile.tokens / choice.mates, &p.lhs);
   if (error != cudaSuccess) return error;
   if (p.aligned) {
     const int box = std::min(tile.tokens, kStoreTokens);
@@ -224,19 +148,12 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
     if (error != cudaSuccess) return error;
   }
   // CTAs stay for tile after tile, unless the sums of one take the place of the next.
-  const int resident = device.num_sms * tile.ctas_per_sm / choice.mates;
-  const int clusters = choice.split_k * tile.k_parts == 1 ? std::min(p.num_tiles, resident) : p.num_tiles;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(choice.split_k * choice.mates), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = clusters * choice.split_k * choice.mates;
-  config.blockDim = tile.threads();
-  config.dynamicSmemBytes = p.plan.shared_bytes();
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, Find(problem, choice.tile), p);
+  const int cluster_ctas = choice.split_k * choice.mates;
+  const int resident = device.num_sms * tile.ctas_per_sm / cluster_ctas;
+  const int clusters =
+      choice.split_k * tile.k_parts == 1 ? std::min(p.num_tiles, resident) : p.num_tiles;
+  const LaunchConfig launch(tile, clusters, cluster_ctas, p.plan.shared_bytes(), stream);
+  return cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
 }
 
 }  // namespace jaxlowbit

@@ -29,6 +29,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/early_start.h"
 #include "cuda/kernels.h"
 #include "cuda/qmm_sm90_stream/fill.cuh"
 #include "cuda/qmm_sm90_stream/multiply.cuh"
@@ -163,7 +164,8 @@ KernelFunction Find(const QuantizedMatmul& problem, int tokens) {
   return problem.lhs == ElementType::kBf16 ? find(__nv_bfloat16{}) : find(__half{});
 }
 
-Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice) {
+Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
+                bool early_start) {
   Params p;
   p.packed = buffers.packed;
   p.scale = buffers.scale;
@@ -174,6 +176,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.num_weights = problem.num_weights;
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);
+  p.lhs_step = static_cast<int>(problem.lhs_step());
   p.n_blocks = static_cast<int>(problem.n_blocks());
   p.k_blocks = static_cast<int>(problem.k_blocks());
   p.groups = static_cast<int>(problem.groups());
@@ -182,6 +185,9 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.groups_per_atom = size > 0 && size < kAtom ? static_cast<int>(kAtom / size) : 1;
   p.out_float = problem.out == ElementType::kF32;
   p.plan = PlanOf(problem, choice.split_k, choice.slices);
+  // Copies arrive in their order: with more stages of weights before the first activations, the first
+  // product would start later. Before the end of another kernel there is nothing else to copy.
+  p.early_stages = early_start ? p.plan.num_stages : 2;
   p.pairs = Divider::By(CeilDiv(p.plan.tile_slices, kSlicesPerWarp));
   return p;
 }
@@ -189,21 +195,22 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
 // A grid of clusters. Stays where it is: the configuration points into it.
 struct LaunchConfig {
   LaunchConfig(int64_t clusters, int64_t batch, int cluster_ctas, int shared_bytes,
-               cudaStream_t stream) {
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(cluster_ctas), 1, 1};
+               bool early_start, cudaStream_t stream) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {static_cast<unsigned>(cluster_ctas), 1, 1};
+    attributes[1] = EarlyStart();
     config.gridDim = {static_cast<unsigned>(clusters * cluster_ctas), static_cast<unsigned>(batch),
                       1};
     config.blockDim = kThreads;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = early_start ? 2 : 1;
   }
   LaunchConfig(const LaunchConfig&) = delete;
   LaunchConfig& operator=(const LaunchConfig&) = delete;
 
-  cudaLaunchAttribute cluster;
+  cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
 };
 
@@ -232,7 +239,7 @@ cudaError_t InitializeQmmSm90Stream(Device& device) {
     }
   }
   for (int cluster_ctas : {1, 2, 4}) {
-    LaunchConfig launch(1, 1, cluster_ctas, kSharedBytes, nullptr);
+    LaunchConfig launch(1, 1, cluster_ctas, kSharedBytes, false, nullptr);
     const cudaError_t error = cudaOccupancyMaxActiveClusters(&device.stream_clusters[cluster_ctas],
                                                              Find(problem, 8), &launch.config);
     if (error != cudaSuccess) return error;
@@ -241,14 +248,15 @@ cudaError_t InitializeQmmSm90Stream(Device& device) {
 }
 
 cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& buffers,
-                                const Choice& choice, cudaStream_t stream) {
+                                const Choice& choice, bool early_start, cudaStream_t stream) {
   using namespace qmm_sm90_stream;
-  Params p = ParamsOf(problem, buffers, choice);
-  const cudaError_t error = DescribeMatrix(buffers.lhs, problem.lhs, problem.batch * problem.m,
-                                           problem.k, choice.block_m, p.plan.stage_atoms, &p.lhs);
+  Params p = ParamsOf(problem, buffers, choice, early_start);
+  const cudaError_t error = DescribeMatrix(buffers.lhs, problem.lhs, problem.lhs_rows(), problem.k,
+                                           choice.block_m, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
   const int64_t clusters = CeilDiv(p.n_blocks * kSlicesPerStrip, choice.slices);
-  const LaunchConfig launch(clusters, problem.batch, choice.split_k, p.plan.shared_bytes(), stream);
+  const LaunchConfig launch(clusters, problem.batch, choice.split_k, p.plan.shared_bytes(),
+                            early_start, stream);
   return cudaLaunchKernelEx(&launch.config, Find(problem, choice.block_m), p);
 }
 

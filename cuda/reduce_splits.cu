@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/device/dependency.cuh"
+#include "cuda/early_start.h"
 #include "cuda/kernels.h"
 
 namespace jaxlowbit {
@@ -42,9 +43,7 @@ cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, int s
                    const Device& device, cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.m;
   const int64_t n_padded = CeilDiv(problem.out_columns(), kAtom) * kAtom;
-  cudaLaunchAttribute early_start;
-  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early_start.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute early_start = EarlyStart();
   cudaLaunchConfig_t config = {};
   config.gridDim = static_cast<unsigned>(CeilDiv(rows * n_padded, kThreads));
   config.blockDim = kThreads;

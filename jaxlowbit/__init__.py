@@ -6,6 +6,8 @@ and initialises no backend.
 
 from ._array import QuantizedArray as QuantizedArray
 from ._backends import native as _native
+from ._calls import quantized_matmuls as quantized_matmuls
+from ._calls import quantized_mlp as quantized_mlp
 from ._explain import explain as explain
 from ._formats import INT4 as INT4
 from ._formats import INT8 as INT8

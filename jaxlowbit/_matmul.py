@@ -103,7 +103,7 @@ def _product(
     if permutation is not None:
         permutation = _permute.spread(permutation, k_shards, rhs.padded_shape[0])
     operands = Operands(
-        *_equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index, permutation)
+        *equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index, permutation)
     )
     out = operands.bind(
         format=rhs.format,
@@ -204,7 +204,7 @@ def _varying(array: Any) -> frozenset[Any]:
     return frozenset(jax.typeof(array).mat.varying)
 
 
-def _equally_varying(*operands: Array | None) -> list[Array | None]:
+def equally_varying(*operands: Array | None) -> list[Array | None]:
     """Inside `jax.shard_map`, marks operands as varying along every axis that one varies along."""
     axes = frozenset().union(*(_varying(x) for x in operands if x is not None))
     return [
@@ -372,7 +372,7 @@ def _compute(
     )
 
 
-def _too_old(context: Any) -> str | None:
+def gpus_too_old(context: Any) -> str | None:
     """Why the CUDA kernels do not run on the GPUs that a program is lowered for, or None.
 
     None too where these are not known. An exported program asks where it runs: the custom call
@@ -388,7 +388,7 @@ def _register(platform: str | None) -> None:
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         divided = _partition.divided(ctx)
         if divided is None:
-            too_old = _too_old(ctx.module_context) if platform == "cuda" else None
+            too_old = gpus_too_old(ctx.module_context) if platform == "cuda" else None
             product = functools.partial(_compute, platform=platform, too_old=too_old)
         elif params["transposed"]:
             # XLA divides the definition by itself; the rules here are those of the product.

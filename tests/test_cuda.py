@@ -1,7 +1,9 @@
 """What only a GPU shows: CUDA graphs, concurrent programs, sums split over the device."""
 
 import dataclasses
+import functools
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,12 +12,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import Oracle, Weight, assert_within, dequantize, matmul
 
 import jaxlowbit
-from jaxlowbit import INT4, UINT4, Format, quantized_matmul
+from jaxlowbit import INT4, UINT4, Format, quantized_matmul, quantized_matmuls, quantized_mlp
 
 pytestmark = pytest.mark.gpu
 PACKAGE = Path(jaxlowbit.__file__).parent
@@ -203,6 +206,170 @@ def test_several_devices_run_their_own_products():
         out = jax.jit(lambda x, q: x @ q)(*jax.device_put((lhs, rhs), device))
         assert out.devices() == {device}
         assert np.asarray(out).tobytes() == want.tobytes()
+
+
+# --- several products in one call -----------------------------------------------------------------
+
+# Rows, and with them the kernels: that of Hopper for few rows (up to 32) and that of every GPU.
+ROWS = (1, 16, 40, 200)
+FORMATS = [INT4, UINT4, Format(4, 64, "float"), Format(8, 32, "integer")]
+mlp = functools.partial(quantized_mlp, backend="cuda")
+
+
+def custom_calls(f, *args):
+    text = jax.jit(f).lower(*args).compile().as_text()
+    assert text is not None
+    return re.findall(r'custom_call_target="jaxlowbit_(\w+)"', text)
+
+
+def mlp_weights(k, f, n, format):
+    gate_up = quantize(jnp.stack([normal(k, f, seed=1), 4 * normal(k, f, seed=2)]), format)
+    return gate_up, quantize(normal(f, n, seed=3), format)
+
+
+def assert_is_mlp(got, lhs, gate_up, down, activation=jax.nn.silu):
+    """`got` is within the bound for a hidden layer whose elements may be rounded up or down."""
+    both = matmul(jnp.broadcast_to(lhs, (2, *lhs.shape)), gate_up, backend="cuda")
+    gate, up = both.astype(jnp.float32)
+    hidden = (activation(gate) * up).astype(lhs.dtype)
+    weight = dequantize(down)
+    oracle = Oracle.of(hidden, weight)
+    ulp = float(ml_dtypes.finfo(lhs.dtype).eps)
+    other = ulp * np.abs(np.asarray(hidden, np.float64)) @ np.abs(weight.value)
+    assert_within(got, oracle.exact, oracle.bound(got.dtype) + other)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_one_call_has_the_bits_of_its_products(format, dtype):
+    rhss = [quantize(normal(1024, n, seed=n), format) for n in (1024, 256, 200)]
+    one_call = jax.jit(quantized_matmuls, static_argnames=("preferred_element_type", "backend"))
+    for m in ROWS:
+        lhs = normal(m, 1024).astype(dtype)
+        options = {"preferred_element_type": jnp.float32 if m > 1 else dtype, "backend": "cuda"}
+        for got, rhs in zip(one_call(lhs, rhss, **options), rhss, strict=True):
+            want = matmul(lhs, rhs, **options)
+            assert np.asarray(got).tobytes() == np.asarray(want).tobytes(), (m, rhs.n)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_mlp_in_one_call(format, dtype):
+    gate_up, down = mlp_weights(512, 1600, 512, format)
+    for m in ROWS:
+        lhs = normal(m, 512).astype(dtype)
+        wide = functools.partial(mlp, preferred_element_type=jnp.float32 if m > 1 else None)
+        assert_is_mlp(jax.jit(wide)(lhs, gate_up, down), lhs, gate_up, down)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("silu", jax.nn.silu),
+        ("gelu", lambda x: jax.nn.gelu(x, approximate=False)),
+        ("gelu_tanh", jax.nn.gelu),
+        ("relu", jax.nn.relu),
+    ],
+)
+def test_activations_of_mlp(name, function):
+    """Sizes whose products are not read 16 bytes at a time, and gates far from zero."""
+    gate_up, down = mlp_weights(72, 333, 40, UINT4)
+    lhs = 30 * normal(9, 72)
+    got = jax.jit(functools.partial(mlp, activation=name))(lhs, gate_up, down)
+    assert_is_mlp(got, lhs, gate_up, down, function)
+
+
+def test_programs_hold_one_call_each():
+    gate_up, down = mlp_weights(512, 1024, 512, INT4)
+    lhs, pair = normal(4, 512), list(gate_up)
+    assert custom_calls(mlp, lhs, gate_up, down) == ["quantized_mlp"]
+    assert custom_calls(quantized_matmuls, lhs, pair) == ["quantized_matmuls"]
+    assert custom_calls(jax.vmap(mlp, (0, None, None)), lhs, gate_up, down) == ["quantized_mlp"]
+
+
+@pytest.mark.parametrize("m", ROWS)
+def test_mlp_and_one_call_repeat_their_bits(m):
+    """Layers one after the other, from a graph: no kernel starts before what it reads is there."""
+    layers = [mlp_weights(512, 1536 + 64 * i, 512, INT4) for i in range(4)]
+
+    def step(call, x):
+        for gate_up, down in layers:
+            x = x + call(x, gate_up, down)
+            gate, up = quantized_matmuls(x, [gate_up.select(0), gate_up.select(1)])
+            x = x + (gate + up)[:, :512]
+            x = x / jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))).astype(x.dtype)
+        return x
+
+    def apart(x, gate_up, down):
+        both = quantized_matmul(jnp.broadcast_to(x, (2, *x.shape)), gate_up)
+        gate, up = both.astype(jnp.float32)
+        return (jax.nn.silu(gate) * up).astype(x.dtype) @ down
+
+    lhs = normal(m, 512)
+    program = jax.jit(functools.partial(step, mlp))
+    first = np.asarray(program(lhs))
+    for _ in range(30):
+        assert np.asarray(program(lhs)).tobytes() == first.tobytes()
+    wide = [
+        np.asarray(x, np.float32) for x in (first, jax.jit(functools.partial(step, apart))(lhs))
+    ]
+    assert np.linalg.norm(wide[0] - wide[1]) < 0.01 * np.linalg.norm(wide[1])
+
+
+def test_one_call_waits_for_weights_of_its_program():
+    """Its first kernel starts after what wrote them, and the others after that one."""
+    lhs = normal(4, 1024)
+    pair = jnp.stack([normal(1024, 4096, seed=1), normal(1024, 4096, seed=2)])
+    last = normal(4096, 1024, seed=3)
+    gate_up, down = quantize(pair, INT4), quantize(last, INT4)
+
+    @jax.jit
+    def program(x, pair, last):
+        rhss = [jaxlowbit.quantize(last.T * 2**i, INT4) for i in range(3)]
+        layer = jaxlowbit.quantize(pair * 1, INT4), jaxlowbit.quantize(last * 1, INT4)
+        return mlp(x, *layer), quantized_matmuls(x, rhss)
+
+    oracle = Oracle.of(lhs, dequantize(quantize(last.T, INT4)))
+    for _ in range(5):
+        out, products = program(lhs, pair, last)
+        assert_is_mlp(out, lhs, gate_up, down)
+        for i, got in enumerate(products):
+            assert_within(got / 2**i, oracle.exact, oracle.bound(lhs.dtype))
+
+
+def test_one_call_reads_the_layers_of_a_stack():
+    stack = quantize(normal(6, 512, 1024, seed=1), INT4)
+    down = quantize(normal(1024, 512, seed=2), INT4)
+    lhs = normal(3, 512)
+
+    @jax.jit
+    def layers(x, stack, down):
+        def layer(x, i):
+            gate_up = stack.select(jnp.stack([2 * i, 2 * i + 1]))
+            return x, (mlp(x, gate_up, down), quantized_matmuls(x, [stack.select(i)])[0])
+
+        return jax.lax.scan(layer, x, jnp.arange(3))[1]
+
+    outs, products = layers(lhs, stack, down)
+    for i in range(3):
+        assert_is_mlp(outs[i], lhs, stack[2 * i : 2 * i + 2], down)
+        want = matmul(lhs, stack[i], backend="cuda")
+        assert np.asarray(products[i]).tobytes() == np.asarray(want).tobytes()
+
+
+def test_gradients_of_mlp():
+    gate_up, down = mlp_weights(256, 512, 256, INT4)
+    lhs = normal(4, 256)
+
+    def loss(f):
+        return jax.jit(jax.grad(lambda x: jnp.sum(f(x, gate_up, down).astype(jnp.float32) ** 2)))
+
+    def reference(x, gate_up, down):
+        gate, up = x.astype(jnp.float32) @ gate_up.dequantize(jnp.float32)
+        return (jax.nn.silu(gate) * up) @ down.dequantize(jnp.float32)
+
+    got, want = (np.asarray(loss(f)(lhs), np.float32) for f in (mlp, reference))
+    assert np.linalg.norm(got - want) < 0.03 * np.linalg.norm(want)
 
 
 @pytest.mark.slow

@@ -54,8 +54,9 @@ ffi::Future Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer pac
                     ffi::Result<ffi::AnyBuffer> out, int64_t bits, int64_t group_size,
                     bool transposed, bool scale_sums, bool half_sums) {
   Operands operands;
-  const ffi::Error error = DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size,
-                                          transposed, scale_sums, half_sums, &operands);
+  const ffi::Error error =
+      DecodeOperands(lhs, {packed, scale, zero, index}, *out,
+                     {bits, group_size, transposed, scale_sums, half_sums}, &operands);
   if (error.failure()) return Completed(error);
   if (transposed) {
     return Completed(Refuse("the CPU kernel has no transposed product; it runs as plain XLA."));

@@ -5,11 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
-#include <string>
 
-#include "cuda/kernels.h"
+#include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
-#include "xla_ffi/operands.h"
 
 namespace jaxlowbit {
 namespace {
@@ -17,19 +15,6 @@ namespace {
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
 std::atomic<int64_t> execute_count{0};
 #endif
-
-ffi::Error ToError(cudaError_t status, const std::string& what) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal("jaxlowbit_quantized_matmul: " + what + " failed with " +
-                              cudaGetErrorName(status) + ": " + cudaGetErrorString(status) + ".");
-}
-
-std::string Describe(const QuantizedMatmul& p, int device) {
-  return "launching batch=" + std::to_string(p.batch) + " m=" + std::to_string(p.m) +
-         " n=" + std::to_string(p.n) + " k=" + std::to_string(p.k) +
-         (p.transposed ? " transposed" : "") + " bits=" + std::to_string(p.bits) +
-         " group_size=" + std::to_string(p.group_size) + " on device " + std::to_string(device);
-}
 
 ffi::Error Initialize(cudaStream_t, int32_t device) {
   return ToError(InitializeKernels(device),
@@ -45,18 +30,10 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs, ffi:
   execute_count.fetch_add(1, std::memory_order_relaxed);
 #endif
   Operands operands;
-  const ffi::Error error = DecodeOperands(lhs, packed, scale, zero, index, *out, bits, group_size,
-                                          transposed, scale_sums, half_sums, &operands);
-  if (error.failure()) return error;
-  const QuantizedMatmul& p = operands.problem;
-  const std::string reason = Unsupported(p, DeviceInfo(device));
-  if (!reason.empty()) return Refuse(reason + "; use another backend.");
-  if (p.batch == 0 || p.m == 0) return ffi::Error::Success();
-  operands.buffers.workspace = workspace->untyped_data();
-  return ToError(
-      LaunchQuantizedMatmul(p, operands.buffers, static_cast<int64_t>(workspace->element_count()),
-                            device, stream),
-      Describe(p, device));
+  const ffi::Error error =
+      DecodeOperands(lhs, {packed, scale, zero, index}, *out,
+                     {bits, group_size, transposed, scale_sums, half_sums}, &operands);
+  return error.failure() ? error : Enqueue(operands, *workspace, device, stream);
 }
 
 }  // namespace

@@ -10,6 +10,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuExecute);
 #if defined(JAXLOWBIT_WITH_CUDA)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMatmulsExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMlpExecute);
 
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
 namespace jaxlowbit {

@@ -4,6 +4,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <utility>
+
 #include "cuda/dispatch.h"
 #include "xla_ffi/cpu/qmm_cpu.h"
 #include "xla_ffi/handlers.h"
@@ -27,17 +29,24 @@ nb::capsule Encapsulate(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// Platform to stage to handler of the target jaxlowbit_quantized_matmul.
+// Platform to target to stage to handler.
 nb::dict Targets() {
   nb::dict cpu;
   cpu["execute"] = Encapsulate(JaxlowbitCpuExecute);
   nb::dict targets;
-  targets["cpu"] = cpu;
+  targets["cpu"] = nb::dict();
+  targets["cpu"]["jaxlowbit_quantized_matmul"] = cpu;
 #if defined(JAXLOWBIT_WITH_CUDA)
-  nb::dict cuda;
-  cuda["initialize"] = Encapsulate(JaxlowbitCudaInitialize);
-  cuda["execute"] = Encapsulate(JaxlowbitCudaExecute);
-  targets["CUDA"] = cuda;
+  targets["CUDA"] = nb::dict();
+  for (auto [target, execute] :
+       {std::pair{"jaxlowbit_quantized_matmul", JaxlowbitCudaExecute},
+        std::pair{"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsExecute},
+        std::pair{"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpExecute}}) {
+    nb::dict cuda;
+    cuda["initialize"] = Encapsulate(JaxlowbitCudaInitialize);
+    cuda["execute"] = Encapsulate(execute);
+    targets["CUDA"][target] = cuda;
+  }
 #endif
   return targets;
 }
@@ -74,12 +83,14 @@ nb::dict SelectKernel(int64_t m, int64_t n, int64_t k, int bits, int64_t group_s
   if (zero == "float") problem.zero = ZeroKind::kFloat;
   problem.scale_sums = scale_sums;
   Device device{compute_capability, num_sms, shared_bytes_per_sm};
-  for (int ctas : {1, 2, 4}) device.stream_clusters[ctas] = kStreamCtasPerSm * num_sms / ctas;
+  AssumeClusters(device);
   nb::dict chosen;
   chosen["unsupported"] = Unsupported(problem, device);
   if (Unsupported(problem, device).empty()) {
     const Choice choice = Select(problem, device, workspace_bytes);
-    chosen["kernel"] = choice.kernel == Kernel::kQmmSm80 ? "qmm_sm80" : "qmm_sm90_stream";
+    chosen["kernel"] = choice.kernel == Kernel::kQmmSm80   ? "qmm_sm80"
+                       : choice.kernel == Kernel::kQmmSm90 ? "qmm_sm90"
+                                                           : "qmm_sm90_stream";
     chosen["block_m"] = choice.block_m;
     chosen["split_k"] = choice.split_k;
   }

@@ -8,6 +8,8 @@
 //   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none
 //   4 index   s32[b]: batch element i multiplies weight index[i]; s32[0]: weight i, or the only one
 //   result 0  out O[b, m, n], transposed [b, m, k]  O: T or f32
+//
+// Calls of several products (cuda_calls.cc) have the same of each.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +21,17 @@
 #include "xla_ffi/ffi.h"
 
 namespace jaxlowbit {
+
+// A weight, or a stack and the positions in it.
+struct WeightBuffers {
+  ffi::AnyBuffer packed, scale, zero, index;
+};
+
+struct Attributes {
+  int64_t bits, group_size;
+  bool transposed = false, scale_sums = false, half_sums = false;
+  bool shared_lhs = false;  // lhs is [1, m, k], for each b of out
+};
 
 struct Operands {
   QuantizedMatmul problem;
@@ -93,7 +106,7 @@ inline ffi::Error CheckType(const std::string& name, const ffi::AnyBuffer& buffe
   return Refuse(name + " is " + TypeName(buffer.element_type()) + " but must be " + rule + ".");
 }
 
-inline ffi::Error CheckAttributes(int64_t bits, int64_t group_size) {
+inline ffi::Error CheckFormat(int64_t bits, int64_t group_size) {
   if (bits < 1 || bits > 8) {
     return Refuse("bits is " + std::to_string(bits) + " but must be from 1 to 8.");
   }
@@ -105,18 +118,18 @@ inline ffi::Error CheckAttributes(int64_t bits, int64_t group_size) {
 }
 
 // Fills `operands`, or says which operand breaks which rule.
-inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi::AnyBuffer scale,
-                                 ffi::AnyBuffer zero, ffi::AnyBuffer index, ffi::AnyBuffer out,
-                                 int64_t bits, int64_t group_size, bool transposed, bool scale_sums,
-                                 bool half_sums, Operands* operands) {
+inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight,
+                                 ffi::AnyBuffer out, const Attributes& attributes,
+                                 Operands* operands) {
   using Type = ffi::DataType;
+  const auto& [packed, scale, zero, index] = weight;
   const auto lhs_type = FloatType(lhs.element_type());
   const auto scale_type = FloatType(scale.element_type());
   const auto out_type = FloatType(out.element_type());
   const std::string weight_rule = "[weights, n_blocks, k_blocks, words]";
   const std::string group_rule = "[weights, n_blocks, groups, 64]";
   for (const ffi::Error& error :
-       {CheckAttributes(bits, group_size),
+       {CheckFormat(attributes.bits, attributes.group_size),
         CheckType("lhs", lhs, lhs_type.has_value(), "f32, bf16 or f16"),
         CheckType("packed", packed, packed.element_type() == Type::U32, "u32"),
         CheckType("scale", scale, scale_type.has_value(), "f32, bf16 or f16"),
@@ -129,16 +142,17 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi:
   }
 
   QuantizedMatmul& p = operands->problem;
-  p.batch = lhs.dimensions()[0];
+  p.batch = (attributes.shared_lhs ? out : lhs).dimensions()[0];
   p.m = lhs.dimensions()[1];
-  p.transposed = transposed;
-  p.scale_sums = scale_sums;
-  p.half_sums = half_sums;
-  (transposed ? p.n : p.k) = lhs.dimensions()[2];
-  (transposed ? p.k : p.n) = out.dimensions()[2];
+  p.transposed = attributes.transposed;
+  p.scale_sums = attributes.scale_sums;
+  p.half_sums = attributes.half_sums;
+  p.shared_lhs = attributes.shared_lhs;
+  (p.transposed ? p.n : p.k) = lhs.dimensions()[2];
+  (p.transposed ? p.k : p.n) = out.dimensions()[2];
   p.num_weights = packed.dimensions()[0];
-  p.bits = static_cast<int>(bits);
-  p.group_size = group_size;
+  p.bits = static_cast<int>(attributes.bits);
+  p.group_size = attributes.group_size;
   p.lhs = *lhs_type;
   p.scale = *scale_type;
   p.out = *out_type;
@@ -147,7 +161,9 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi:
                   " but both must be positive.");
   }
   for (const ffi::Error& error :
-       {CheckShape("out", out, {p.batch, p.m, p.out_columns()}, "[batch, m, columns]"),
+       {CheckShape("lhs", lhs, {p.shared_lhs ? 1 : p.batch, p.m, p.lhs_columns()},
+                   p.shared_lhs ? "[1, m, k]" : "[batch, m, k]"),
+        CheckShape("out", out, {p.batch, p.m, p.out_columns()}, "[batch, m, columns]"),
         CheckShape("packed", packed,
                    {p.num_weights, p.n_blocks(), p.k_blocks(), p.words_per_atom()}, weight_rule),
         CheckShape("scale", scale, {p.num_weights, p.n_blocks(), p.groups(), kAtom}, group_rule)}) {

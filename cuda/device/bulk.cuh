@@ -65,7 +65,9 @@ __device__ inline void PublishShared() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
-__device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+__device__ inline void CommitStores() {
+  asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+}
 
 // Waits until at most `kPending` groups of this thread's box stores still read shared memory.
 template <int kPending>

@@ -136,11 +136,7 @@ inline constexpr int kShift<__nv_bfloat16> = 12;
 template <typename T>
 inline constexpr int kWeightShift = 0;
 template <>
-#ifdef ONEFMA
-inline constexpr int kWeightShift<__nv_bfloat16> = 16;
-#else
 inline constexpr int kWeightShift<__nv_bfloat16> = 6;
-#endif
 
 // Minus the zero point of one row, in both halves, with what UnpackIntegers adds; times 2^-kDown.
 template <typename T, int kDown = kShift<T>>

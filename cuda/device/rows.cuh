@@ -80,17 +80,6 @@ class ScaledRowPair {
   // The weights of one step, in the order of operand A.
   __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
                              uint32_t (&weights)[4]) const {
-#ifdef ONEFMA
-    // experiment: weights at 2^-16
-    const uint32_t word = codes[0], high = word >> 8;
-    const uint32_t s0 = scale_[0].value + 117 * 0x00800080u, s1 = scale_[1].value + 113 * 0x00800080u;
-    const uint32_t c0 = (scale_[0].value - 13 * 0x00800080u) ^ 0x80008000u, c1 = (scale_[1].value - 13 * 0x00800080u) ^ 0x80008000u;
-    weights[0] = Pair<T>::Fma(word & 0x000f000f, s0, c0);
-    weights[1] = Pair<T>::Fma(word & 0x00f000f0, s1, c1);
-    weights[2] = Pair<T>::Fma(high & 0x000f000f, s0, c0);
-    weights[3] = Pair<T>::Fma(high & 0x00f000f0, s1, c1);
-    return;
-#endif
     UnpackIntegers<T, kBits>(codes, centre_, weights);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

@@ -70,50 +70,48 @@ template <typename T, int kTokens>
 struct WarpgroupMma;
 
 // Operands of the assembly: registers of d, and their places in its text.
-#define JAXLOWBIT_D8(d, i)                                                                        \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),     \
+#define JAXLOWBIT_D8(d, i)                                                                    \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define JAXLOWBIT_D16(d, i) JAXLOWBIT_D8(d, i), JAXLOWBIT_D8(d, i + 8)
 #define JAXLOWBIT_D32(d, i) JAXLOWBIT_D16(d, i), JAXLOWBIT_D16(d, i + 16)
 #define JAXLOWBIT_D64(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D32(d, i + 32)
 #define JAXLOWBIT_D96(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D32(d, i + 64)
 #define JAXLOWBIT_D128(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D64(d, i + 64)
-#define JAXLOWBIT_TEXT16                                                                          \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define JAXLOWBIT_TEXT32                                                                          \
-  JAXLOWBIT_TEXT16                                                                                \
+#define JAXLOWBIT_TEXT16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define JAXLOWBIT_TEXT32 \
+  JAXLOWBIT_TEXT16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define JAXLOWBIT_TEXT64                                                                          \
-  JAXLOWBIT_TEXT32                                                                                \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "  \
+#define JAXLOWBIT_TEXT64                                                                         \
+  JAXLOWBIT_TEXT32                                                                               \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define JAXLOWBIT_TEXT96                                                                          \
-  JAXLOWBIT_TEXT64                                                                                \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "  \
+#define JAXLOWBIT_TEXT96                                                                         \
+  JAXLOWBIT_TEXT64                                                                               \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
   "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define JAXLOWBIT_TEXT128                                                                         \
-  JAXLOWBIT_TEXT96                                                                                \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "      \
-  "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, "    \
+#define JAXLOWBIT_TEXT128                                                                      \
+  JAXLOWBIT_TEXT96                                                                             \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "   \
+  "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
   "%126, %127"
 
-#define JAXLOWBIT_WARPGROUP_MMA(Type, kind, tokens, sums, a0, a1, a2, a3, b)                      \
-  template <>                                                                                     \
-  struct WarpgroupMma<Type, tokens> {                                                             \
-    static __device__ void Run(float (&d)[sums], const uint32_t (&a)[4],                          \
-                               uint64_t description) {                                            \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." kind "." kind           \
-                   " {" JAXLOWBIT_TEXT##sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b  \
-                   ", 1, 1, 1, 0;\n"                                                              \
-                   : JAXLOWBIT_D##sums(d, 0)                                                      \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description));               \
-    }                                                                                             \
+#define JAXLOWBIT_WARPGROUP_MMA(Type, kind, tokens, sums, a0, a1, a2, a3, b)                     \
+  template <>                                                                                    \
+  struct WarpgroupMma<Type, tokens> {                                                            \
+    static __device__ void Run(float (&d)[sums], const uint32_t (&a)[4], uint64_t description) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." kind "." kind          \
+                   " {" JAXLOWBIT_TEXT##sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b \
+                                             ", 1, 1, 1, 0;\n"                                   \
+                   : JAXLOWBIT_D##sums(d, 0)                                                     \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description));              \
+    }                                                                                            \
   };
-#define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                                  \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20)         \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36)         \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68)        \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 192, 96, 96, 97, 98, 99, 100)      \
+#define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                        \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20)   \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36)   \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68)  \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 192, 96, 96, 97, 98, 99, 100) \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 256, 128, 128, 129, 130, 131, 132)
 
 JAXLOWBIT_WARPGROUP_MMAS(__nv_bfloat16, "bf16")

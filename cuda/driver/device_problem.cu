@@ -111,6 +111,7 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, int half_steps,
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (i >= p.batch * p.m * out_columns) return;
   const int64_t column = i % out_columns, row = i / out_columns, batch = row / p.m;
+  const int64_t lhs_row = p.shared_lhs ? row % p.m : row;
   int64_t weight = b.index == nullptr ? batch : b.index[batch];
   weight = min(max(weight, int64_t{0}), p.num_weights - 1);
   const int64_t n_blocks = (p.n + 63) / 64, k_blocks = (p.k + 63) / 64;
@@ -126,7 +127,7 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, int half_steps,
     if (p.zero == ZeroKind::kInteger) zero = static_cast<const uint8_t*>(b.zero)[group];
     const double offset = p.zero == ZeroKind::kFloat ? Load(b.zero, p.scale, group) : 0.0f;
     const double w = (Code(p, words, k, n) - zero) * double{Load(b.scale, p.scale, group)} + offset;
-    const double x = Load(b.lhs, p.lhs, row * lhs_columns + j);
+    const double x = Load(b.lhs, p.lhs, lhs_row * lhs_columns + j);
     const double term = w * x;
     lhs_sum += fabs(x);
     sum += term;
@@ -174,7 +175,7 @@ DeviceBuffer::~DeviceBuffer() { cudaFree(data_); }
 DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, bool with_index, int copies,
                              uint64_t seed)
     : problem_(problem),
-      lhs_(problem.batch * problem.m * problem.lhs_columns() * SizeOf(problem.lhs)),
+      lhs_(problem.lhs_rows() * problem.lhs_columns() * SizeOf(problem.lhs)),
       packed_(copies * problem.num_weights * problem.n_blocks() * problem.k_blocks() *
               problem.words_per_atom() * 4),
       scale_(copies * Groups(problem) * problem.scale_bytes()),
@@ -187,7 +188,7 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, bool with_index, in
       scale_stride_(scale_.bytes() / copies),
       zero_stride_(zero_.bytes() / copies) {
   const ElementType none = ElementType::kF32;
-  Random(lhs_, Fill::kNormal, problem.lhs, problem.batch * problem.m * problem.lhs_columns(), seed);
+  Random(lhs_, Fill::kNormal, problem.lhs, problem.lhs_rows() * problem.lhs_columns(), seed);
   Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1);
   Random(scale_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 2);
   if (problem.zero == ZeroKind::kFloat) {
@@ -262,7 +263,8 @@ std::string Describe(const QuantizedMatmul& p) {
           : p.scale_sums ? " scale sums"
           : p.half_sums  ? " half sums"
                          : "") +
-         (p.batch > 1 ? " batch " + std::to_string(p.batch) : "");
+         (p.batch > 1 ? " batch " + std::to_string(p.batch) : "") +
+         (p.shared_lhs ? " shared lhs" : "");
 }
 
 }  // namespace jaxlowbit::driver

@@ -7,10 +7,11 @@
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph:
 //                           --n N --k K (default: five real shapes) --m M,M,... --bits B --group G
-//                           --zero --float-zero --transposed --scale-sums --f16 --half-sums;
-//                           --kernel sm80|stream,
+//                           --zero --float-zero --transposed --scale-sums --f16 --half-sums
+//                           --early-start (all but the first start before the one before ends);
+//                           --kernel sm80|stream|sm90,
 //                           --tile T,T,..., --split S,S,... and --slices L,L,... instead of the
-//                           selection's
+//                           selection's; --all times every choice of qmm_sm90
 //
 // A wrong result prints the problem and the error over the bound, and the exit status is 1.
 
@@ -42,44 +43,31 @@ const char* NameOf(Kernel kernel) {
   return kernel == Kernel::kQmmSm80 ? "sm80" : kernel == Kernel::kQmmSm90 ? "sm90" : "stream";
 }
 
-// Every tile and every split of qmm_sm90.
+// Every tile and every cluster of qmm_sm90.
 std::vector<Choice> Sm90Choices(const QuantizedMatmul& problem) {
   std::vector<Choice> choices;
-  const auto tiles_too_few = [](int64_t ctas, const qmm_sm90::TileShape& tile) {
-    return ctas < DeviceInfo(0).num_sms * tile.ctas_per_sm / 3;
-  };
   for (int number = 0; number < qmm_sm90::kNumTiles; ++number) {
     const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[number];
-    const qmm_sm90::Plan plan = qmm_sm90::PlanOf(problem, tile);
-    if (plan.num_stages < 2) continue;
-    for (int split_k : {1, 2, 4, 8}) {
-      if (!qmm_sm90::SupportsSplit(plan, tile, split_k)) continue;
-      const int64_t ctas = CeilDiv(problem.m, tile.tokens) *
-                           CeilDiv(problem.n_blocks(), tile.cta_strips()) * problem.batch * split_k;
-      const bool timing = problem.n >= 1024 && problem.k > 64;
-      if (timing && split_k > 1 && ctas > DeviceInfo(0).num_sms * tile.ctas_per_sm) continue;
-      if (timing && (tile.tokens >= 2 * problem.m && tile.tokens > 32)) continue;
-      if (timing && tile.tokens < 256 && problem.m >= 512) continue;
-      if (timing && tile.tokens < 64 && problem.m >= 256) continue;
-      if (timing && tiles_too_few(ctas, tile)) continue;
-      if (timing && 8 * tile.tokens <= problem.m && tile.tokens < 256) continue;
+    if (!qmm_sm90::SupportsTile(problem, tile)) continue;
+    for (int split_k : {1, 2, 4}) {
       for (int mates : {1, 2}) {
+        if (!qmm_sm90::SupportsSplit(qmm_sm90::PlanOf(problem, tile), tile, split_k)) continue;
         Choice choice;
         choice.kernel = Kernel::kQmmSm90;
         choice.block_m = tile.tokens;
-        choice.tile = number;
         choice.split_k = split_k;
+        choice.tile = number;
         choice.mates = mates;
-        if (split_k * mates <= 8) choices.push_back(choice);
+        choices.push_back(choice);
       }
     }
   }
   return choices;
 }
 
-// Choices of every kernel that takes the problem: its own, and of the stream also one whose clusters
-// own more slices than a tile has.
-std::vector<Choice> Choices(const QuantizedMatmul& problem) {
+// Choices of every kernel that takes the problem: its own, of the stream also one whose clusters own
+// more slices than a tile has, and of qmm_sm90 one more, in turn.
+std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
   std::vector<Choice> choices;
   for (Kernel kernel : {Kernel::kQmmSm80, Kernel::kQmmSm90Stream, Kernel::kQmmSm90}) {
     if (!Unsupported(kernel, problem, DeviceInfo(0)).empty()) continue;
@@ -89,8 +77,8 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem) {
       choices.back().slices = 18;
     }
     if (kernel == Kernel::kQmmSm90) {
-      choices.pop_back();
-      for (const Choice& choice : Sm90Choices(problem)) choices.push_back(choice);
+      const std::vector<Choice> all = Sm90Choices(problem);
+      choices.push_back(all[turn % all.size()]);
     }
   }
   return choices;
@@ -169,8 +157,9 @@ Tally CheckInstances(uint64_t stride) {
         problem.num_weights = problem.batch;
         const bool with_index = seed % 10 == 0;
         if (with_index) problem.num_weights = 2;
+        problem.shared_lhs = seed % 15 == 0;
         if (++seed % stride != 0) continue;
-        for (const Choice& choice : Choices(problem)) {
+        for (const Choice& choice : Choices(problem, seed)) {
           tally.Add(IsRight(problem, choice, with_index, seed));
         }
       }
@@ -187,7 +176,7 @@ Tally Sweep() {
       for (int64_t m : {1, 16, 32, 64, 200}) {
         problem.m = m, problem.n = n, problem.k = k;
         problem.group_size = problem.bits == 4 ? 128 : -1;
-        for (const Choice& choice : Choices(problem)) {
+        for (const Choice& choice : Choices(problem, seed)) {
           tally.Add(IsRight(problem, choice, false, seed));
         }
         ++seed;
@@ -198,7 +187,7 @@ Tally Sweep() {
 }
 
 // Median microseconds per call of a captured chain over weights that L2 cannot hold.
-double Time(const QuantizedMatmul& problem, const Choice& choice) {
+double Time(const QuantizedMatmul& problem, const Choice& choice, bool early_start) {
   const DeviceProblem one(problem, false, 1, 1);
   const int copies = static_cast<int>(CeilDiv(4 * kL2Bytes, one.weight_bytes()));
   const int calls = std::max(16, copies);
@@ -210,7 +199,8 @@ double Time(const QuantizedMatmul& problem, const Choice& choice) {
   Check(cudaStreamCreate(&stream), "cudaStreamCreate");
   Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
   for (int i = 0; i < calls; ++i) {
-    Check(LaunchChoice(problem, data.buffers(i % copies), choice, 0, stream), "LaunchChoice");
+    Check(LaunchChoice(problem, data.buffers(i % copies), choice, 0, stream, early_start && i > 0),
+          "LaunchChoice");
   }
   Check(cudaStreamEndCapture(stream, &graph), "end capture");
   Check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
@@ -236,12 +226,13 @@ double Time(const QuantizedMatmul& problem, const Choice& choice) {
 }
 
 [[noreturn]] void Usage(const char* wrong) {
-  std::fprintf(stderr,
-               "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
-               "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
-               "[--f16] [--half-sums] [--kernel sm80|stream] [--tile T,...] [--split S,...] "
-               "[--slices L,...]\n",
-               wrong);
+  std::fprintf(
+      stderr,
+      "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
+      "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
+      "[--f16] [--half-sums] [--kernel sm80|stream|sm90] [--all] [--tile T,...] [--split S,...] "
+      "[--slices L,...] [--early-start]\n",
+      wrong);
   std::exit(2);
 }
 
@@ -249,18 +240,28 @@ struct TimeOptions {
   std::vector<std::pair<int64_t, int64_t>> layers = kLayers;
   std::vector<int64_t> tokens = kTokens;
   QuantizedMatmul problem;
+  bool early_start = false;
   std::string kernel;
   // 0: what the selection takes.
   std::vector<int64_t> tiles = {0}, splits = {0}, slices = {0};
-  bool all = false;  // every choice of qmm_sm90
-  int number = -1, mates = 0;
+  bool all = false;
 };
 
 // The selection's choice with the options' instead of it, for each of their values.
 std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& options) {
   if (options.all) {
     if (!Unsupported(Kernel::kQmmSm90, problem, DeviceInfo(0)).empty()) return {};
-    return Sm90Choices(problem);
+    std::vector<Choice> choices = Sm90Choices(problem);
+    const auto hopeless = [&](const Choice& choice) {
+      const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
+      const int64_t ctas = CeilDiv(problem.m, tile.tokens) *
+                           CeilDiv(problem.n_blocks(), tile.cta_strips()) * choice.split_k;
+      const int64_t resident = int64_t{DeviceInfo(0).num_sms} * tile.ctas_per_sm;
+      return (choice.split_k > 1 && ctas > resident) || (tile.tokens >= 2 * problem.m) ||
+             (8 * tile.tokens <= problem.m && tile.tokens < 256);
+    };
+    choices.erase(std::remove_if(choices.begin(), choices.end(), hopeless), choices.end());
+    return choices;
   }
   Choice selected = Select(problem, DeviceInfo(0), kMaxWorkspaceBytes);
   if (!options.kernel.empty()) {
@@ -275,12 +276,7 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
     for (int64_t split : options.splits) {
       for (int64_t slices : options.slices) {
         Choice choice = selected;
-        if (tile > 0 && choice.kernel != Kernel::kQmmSm90) choice.block_m = static_cast<int>(tile);
-        if (options.number >= 0) {
-          choice.tile = options.number;
-          choice.block_m = qmm_sm90::kTiles[choice.tile].tokens;
-        }
-        if (options.mates > 0) choice.mates = options.mates;
+        if (tile > 0) choice.block_m = static_cast<int>(tile);
         if (split > 0) choice.split_k = static_cast<int>(split);
         if (slices > 0) choice.slices = static_cast<int>(slices);
         const int64_t sums = choice.split_k * problem.m * (problem.out_columns() + kAtom) * 4;
@@ -300,14 +296,16 @@ void TimeAll(const TimeOptions& options) {
       problem.m = m, problem.n = n, problem.k = k;
       const double bytes = DeviceProblem(problem, false, 1, 1).weight_bytes();
       for (const Choice& choice : Choices(problem, options)) {
-        QuantizedMatmul small = problem;  // the check takes long
-        small.m = std::min(m, int64_t{options.all && n > 1024 ? 20 : 300});
-        if (!IsRight(small, choice, false, 1)) std::exit(1);
-        const double us = Time(problem, choice);
+        QuantizedMatmul few = problem;  // of many rows, some: the check takes long
+        few.m = std::min(m, int64_t{32});
+        if (!IsRight(few, choice, false, 1)) std::exit(1);
+        const double us = Time(problem, choice, options.early_start);
         std::printf(
-            "%s  %-6s tile %-2d mates %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f TB/s  %6.1f TFLOP/s\n",
-            Describe(problem).c_str(), NameOf(choice.kernel), choice.tile, choice.mates, choice.block_m,
-            choice.split_k, choice.slices, us, bytes / us * 1e-6, 2e-6 * static_cast<double>(m * n * k) / us);
+            "%s  %-6s tile %-2d mates %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f "
+            "TB/s  %6.1f TFLOP/s\n",
+            Describe(problem).c_str(), NameOf(choice.kernel), choice.tile, choice.mates,
+            choice.block_m, choice.split_k, choice.slices, us, bytes / us * 1e-6,
+            2e-6 * static_cast<double>(m * n * k) / us);
       }
       std::fflush(stdout);
     }
@@ -345,6 +343,8 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (flag == "--half-sums") {
       options.problem.half_sums = true;
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
+    } else if (flag == "--early-start") {
+      options.early_start = true;
     } else if (i + 1 == argc) {
       Usage(("unknown or incomplete option " + flag).c_str());
     } else if (flag == "--kernel") {
@@ -362,10 +362,6 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.bits = static_cast<int>(values[0]);
     } else if (flag == "--tile") {
       options.tiles = values;
-    } else if (flag == "--tile0") {
-      options.number = static_cast<int>(values[0]);
-    } else if (flag == "--mates") {
-      options.mates = static_cast<int>(values[0]);
     } else if (flag == "--slices") {
       options.slices = values;
     } else if (flag == "--split") {

@@ -14,11 +14,12 @@ namespace jaxlowbit::qmm_sm90 {
 // What a CTA computes at a time. A strip is 64 output channels, the rows of one instruction.
 struct TileShape {
   int tokens;
-  int strips;       // of a warpgroup
-  int warpgroups;   // side by side along the channels
-  int k_parts;      // such rows of warpgroups, which divide the atoms of a stage
-  int ctas_per_sm;  // that registers and shared memory are divided for
-  int stage_atoms;  // along k, of a stage
+  int strips;                 // of a warpgroup
+  int warpgroups;             // side by side along the channels
+  int k_parts;                // such rows of warpgroups, which divide the atoms of a stage
+  int ctas_per_sm;            // that registers and shared memory are divided for
+  int stage_atoms;            // along k, of a stage
+  bool float_scales = false;  // whether there are instances for float32 scales of 16-bit lhs
 
   constexpr int cta_strips() const { return strips * warpgroups; }
   // Besides those that multiply, one warpgroup of which a warp copies.
@@ -26,9 +27,10 @@ struct TileShape {
 };
 
 inline constexpr TileShape kTiles[] = {
-    {256, 1, 2, 1, 1, 1}, {128, 1, 2, 1, 1, 1}, {128, 2, 1, 1, 2, 1}, {128, 2, 2, 1, 1, 1},
-    {64, 1, 2, 2, 1, 2},  {64, 1, 2, 1, 1, 2},  {64, 2, 1, 1, 2, 2},  {32, 1, 2, 2, 1, 2},
-    {32, 1, 2, 1, 2, 2},  {32, 2, 1, 1, 2, 2},  {128, 1, 2, 1, 1, 2},
+    {256, 1, 2, 1, 1, 1, true}, {128, 1, 2, 1, 1, 1}, {128, 2, 1, 1, 2, 1},
+    {128, 2, 2, 1, 1, 1},       {64, 1, 2, 2, 1, 2},  {64, 1, 2, 1, 1, 2},
+    {64, 2, 1, 1, 2, 2, true},  {32, 1, 2, 2, 1, 2},  {32, 1, 2, 1, 2, 2},
+    {32, 2, 1, 1, 2, 2},        {128, 1, 2, 1, 1, 2},
 };
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 
@@ -36,10 +38,7 @@ inline constexpr int kMaxStages = 8;
 inline constexpr int kBoxBytes = 1024;  // alignment of boxes of activations and of results
 inline constexpr int kBarriersBytes = 256;
 inline constexpr int kStoreTokens = 64;  // most that are stored at a time
-#ifndef SB
-#define SB 4
-#endif
-inline constexpr int kStoreBuffers = SB;
+inline constexpr int kStoreBuffers = 4;
 
 // Shared memory of a CTA: of 228 KiB, 1 KiB for the system.
 constexpr int SharedBytes(const TileShape& tile) { return (228 / tile.ctas_per_sm - 1) * 1024; }
@@ -49,6 +48,11 @@ struct StageBytes {
   int lhs, codes, scales, zeros;
   constexpr int total() const { return lhs + codes + scales + zeros; }
 };
+
+// Whether there is an instance.
+inline bool SupportsTile(const QuantizedMatmul& problem, const TileShape& tile) {
+  return problem.scale == problem.lhs || tile.float_scales;
+}
 
 struct Plan {
   int stages;        // of all of k
@@ -71,11 +75,11 @@ inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
                                        : size % stage_k == 0 ? 1
                                                              : stage_k / size + 2);
   const int per_group = tile.cta_strips() * plan.stage_groups * static_cast<int>(kAtom);
-  plan.bytes = {tile.stage_atoms * tile.tokens * static_cast<int>(kAtom) * 2,
-                tile.stage_atoms * tile.cta_strips() * static_cast<int>(kAtom * kAtom) *
-                    problem.bits / 8,
-                per_group * static_cast<int>(problem.scale_bytes()),
-                per_group * static_cast<int>(problem.zero_bytes())};
+  plan.bytes = {
+      tile.stage_atoms * tile.tokens * static_cast<int>(kAtom) * 2,
+      tile.stage_atoms * tile.cta_strips() * static_cast<int>(kAtom * kAtom) * problem.bits / 8,
+      per_group * static_cast<int>(problem.scale_bytes()),
+      per_group * static_cast<int>(problem.zero_bytes())};
   const auto boxes = [](int bytes) {
     return static_cast<int>(CeilDiv(bytes, kBoxBytes)) * kBoxBytes;
   };

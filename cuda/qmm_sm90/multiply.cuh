@@ -66,8 +66,7 @@ class TileMultiplier {
   // fewer registers.
   static constexpr int kSets = I::kKParts == 1 ? 2 : 1;
   // Atoms of a round: whole stages, and an even number of units, so that each has a set of its own.
-  static constexpr int kTogether =
-      I::kKParts * (kOwnAtoms == 2 || I::kStrips % kSets != 0 ? 2 : 1);
+  static constexpr int kTogether = I::kKParts * (kOwnAtoms == 2 || I::kStrips % kSets != 0 ? 2 : 1);
 
   struct State {
     int atom;      // the next of the CTA

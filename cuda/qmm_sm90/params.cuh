@@ -29,7 +29,7 @@ struct Instance {
   static constexpr int kCtaStrips = kTile.cta_strips();
   static constexpr int kStageAtoms = kTile.stage_atoms;
   static constexpr int kKParts = kTile.k_parts;
-  static constexpr int kRowThreads = 128 * kTile.warpgroups;  // of one part of k
+  static constexpr int kRowThreads = 128 * kTile.warpgroups;     // of one part of k
   static constexpr int kWarps = 4 * kTile.warpgroups * kKParts;  // that multiply
   static constexpr int kThreads = kTile.threads();
   // Registers of a thread: at the start, of a multiplying one, of a copying one.
@@ -37,8 +37,8 @@ struct Instance {
   static constexpr int kCopyRegisters = kRegisters > 80 ? 40 : 24;
   static constexpr int kMultiplyRegisters =
       (kRegisters * kThreads / 128 - kCopyRegisters) / (kWarps / 4) / 8 * 8;
-  static constexpr int kStoreTokens = kTokens < qmm_sm90::kStoreTokens ? kTokens
-                                                                       : qmm_sm90::kStoreTokens;
+  static constexpr int kStoreTokens =
+      kTokens < qmm_sm90::kStoreTokens ? kTokens : qmm_sm90::kStoreTokens;
 };
 
 struct Params {
@@ -53,6 +53,7 @@ struct Params {
   bool out_float;  // float32 out; else the type of lhs
   bool aligned;    // rows of out begin at multiples of 16 bytes, and it has the type of lhs
   int64_t num_weights;
+  int lhs_step;  // from one element of the batch to the next: 1, or 0
   int m, n;
   int n_blocks, k_blocks, groups;
   Divider atoms_per_group;  // 1 for a group of less than 64

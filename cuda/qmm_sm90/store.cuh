@@ -14,10 +14,10 @@ namespace jaxlowbit::qmm_sm90 {
 // address of row i % 8 of matrix i / 8.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
 __device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrices)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
-                   shared),
-               "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared),
+      "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+      : "memory");
 }
 __device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrices)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};\n" ::"r"(shared),
@@ -177,8 +177,8 @@ class TileStorer {
       uint32_t matrices[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        matrices[i] = Pair<T>::Round(sums[token / 2 + 2 * i] * kUnit,
-                                     sums[token / 2 + 2 * i + 1] * kUnit);
+        matrices[i] =
+            Pair<T>::Round(sums[token / 2 + 2 * i] * kUnit, sums[token / 2 + 2 * i + 1] * kUnit);
       }
       StoreTransposed(buffer + in_box * 128 + lane_offset, matrices);
       if (in_box + 16 == I::kStoreTokens) {

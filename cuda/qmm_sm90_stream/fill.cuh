@@ -19,31 +19,27 @@ class StageFiller {
   __device__ StageFiller(const Params& p, const Share& share, Memory memory)
       : p_(p), share_(share), memory_(memory), policy_(EvictFirst()), lane_(threadIdx.x % 32) {}
 
-  // Copies every stage of every tile, in their order. Weights do not depend on the kernel before this
-  // one, so those of the first stages are on their way before its end.
+  // Copies every stage of every tile, in their order. Weights, and which of them, do not depend on the
+  // kernel before this one, so those of the first stages are on their way before its end.
   __device__ void FillAll() {
-    int64_t weight = share_.batch;
-    if (p_.index != nullptr) {
-      WaitForPreviousKernels();
-      weight = p_.index[share_.batch];
-    }
+    const int64_t weight = p_.index == nullptr ? share_.batch : p_.index[share_.batch];
     first_strip_ = min(max(weight, int64_t{0}), p_.num_weights - 1) * p_.n_blocks;
     StartTile(share_.slice_begin);
-    // Copies arrive in their order: with more stages of weights before the first activations, the
-    // first product would start later.
-    const int first = min(share_.stages, 2), early = min(share_.stages, p_.plan.num_stages);
-    for (int stage = 0; stage < first; ++stage) FillWeights(stage, stage);
+    const int filled = min(share_.stages, p_.plan.num_stages);
+    const int early = min(filled, p_.early_stages);
+#pragma unroll 1
+    for (int stage = 0; stage < early; ++stage) FillWeights(stage, stage);
     WaitForPreviousKernels();
-    for (int stage = 0; stage < early; ++stage) {
-      if (stage >= first) FillWeights(stage, stage);
+    for (int stage = 0; stage < filled; ++stage) {
+      if (stage >= early) FillWeights(stage, stage);
       FillLhs(stage, stage);
     }
-    const bool all_used = early == p_.plan.num_stages;
-    RingCursor cursor = {all_used ? 0 : early, all_used ? 0 : 1};
+    const bool all_used = filled == p_.plan.num_stages;
+    RingCursor cursor = {all_used ? 0 : filled, all_used ? 0 : 1};
     for (int slice = share_.slice_begin; slice < share_.slice_end; slice += p_.plan.tile_slices) {
       const bool first = slice == share_.slice_begin;
       if (!first) StartTile(slice);
-      for (int stage = first ? early : 0; stage < share_.stages; ++stage) {
+      for (int stage = first ? filled : 0; stage < share_.stages; ++stage) {
         Wait(memory_.empty(cursor.slot), cursor.parity);  // of the phase before the first: no wait
         FillWeights(stage, cursor.slot);
         FillLhs(stage, cursor.slot);
@@ -119,7 +115,7 @@ class StageFiller {
   // Activations of a whole stage are one copy: what is beyond k comes as zeros.
   __device__ void FillLhs(int stage, int slot) const {
     if (lane_ == 0) {
-      CopyBox(memory_.stage(p_.plan, slot), &p_.lhs, 0, share_.batch * p_.m,
+      CopyBox(memory_.stage(p_.plan, slot), &p_.lhs, 0, share_.batch * p_.lhs_step,
               share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
     }
   }

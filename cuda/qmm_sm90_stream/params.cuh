@@ -33,7 +33,8 @@ struct Instance {
 };
 
 struct Params {
-  CUtensorMap lhs;  // [batch * m, k] in boxes of an instance's tokens and a stage's k
+  CUtensorMap
+      lhs;  // [batch * m, k], or [m, k] if shared, in boxes of an instance's tokens and a stage's k
   const uint32_t* packed;
   const void* scale;
   const void* zero;      // null: zero point 2^(bits - 1)
@@ -42,11 +43,13 @@ struct Params {
   void* out;
   int64_t num_weights;
   int m, n;
+  int lhs_step;  // rows of lhs from one element of the batch to the next: m, or 0
   int n_blocks, k_blocks, groups;
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
   Divider pairs;            // of a tile's slices
   bool out_float;           // float32 out; else the type of lhs
+  int early_stages;         // whose weights are copied before any activations
   Plan plan;
 };
 

@@ -1,4 +1,4 @@
-"""The compiled module: one custom call for CUDA and one for the CPU.
+"""The compiled module: custom calls for CUDA and one for the CPU.
 
 The only file that knows `_ffi`, target names and the order of a custom call's operands.
 """
@@ -7,6 +7,7 @@ import functools
 import math
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from .. import _layout
+from .._array import QuantizedArray
 from .._formats import Format
 
 try:
@@ -27,6 +29,8 @@ except ImportError as error:
     ) from error
 
 _TARGET = "jaxlowbit_quantized_matmul"
+_MATMULS_TARGET = "jaxlowbit_quantized_matmuls"
+_MLP_TARGET = "jaxlowbit_quantized_mlp"
 _CUDA_BITS = (4, 8)
 _LHS = ("float32", "bfloat16", "float16")
 
@@ -71,8 +75,9 @@ def register() -> None:
             stacklevel=2,
         )
         return
-    for platform, handlers in _ffi.targets().items():
-        jax.ffi.register_ffi_target(_TARGET, handlers, platform=platform)
+    for platform, targets in _ffi.targets().items():
+        for target, handlers in targets.items():
+            jax.ffi.register_ffi_target(target, handlers, platform=platform)
 
 
 def unsupported(
@@ -121,28 +126,20 @@ def matmul(
     lead = packed.shape[:-3] if index is None else index.shape
     rows = lhs.shape[len(lead) : -1]
     batch, m = math.prod(lead), math.prod(rows)
-    num_weights = math.prod(packed.shape[:-3])
     parts = 1
     if platform == "cuda":
         if lhs.dtype == jnp.float32:
             lhs, parts = _in_parts(lhs, len(lead)), _PARTS
         if scale.dtype != lhs.dtype or parts > 1:
-            scale = scale.astype(jnp.float32)  # exact
-            if zero is not None and format.zero == "float":
-                zero = zero.astype(jnp.float32)
-    zero_dtype = jnp.uint8 if format.zero != "float" else scale.dtype
+            scale, zero = _widened(scale, zero, format)
     results = [jax.ShapeDtypeStruct((batch, parts * m, columns), out_dtype)]
     if platform == "cuda":
         workspace = _workspace_bytes(batch, parts * m, columns)
         results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
     out, *_ = jax.ffi.ffi_call(_TARGET, results)(
         lhs.reshape(batch, parts * m, lhs.shape[-1]),
-        packed.reshape(num_weights, *packed.shape[-3:]),
-        scale.reshape(num_weights, *scale.shape[-3:]),
-        jnp.zeros(0, zero_dtype) if zero is None else zero.reshape(num_weights, *zero.shape[-3:]),
-        jnp.zeros(0, jnp.int32) if index is None else index.reshape(batch),
-        bits=np.int64(format.bits),
-        group_size=np.int64(format.group_size),
+        *_weight_operands(packed, scale, zero, index, format),
+        **_format_attributes(format),
         transposed=transposed,
         scale_sums=parts > 1,
         half_sums=half_sums,
@@ -150,6 +147,88 @@ def matmul(
     if parts > 1:
         out = out.reshape(batch, parts, m, columns)[:, ::-1].sum(1)  # the smallest first
     return out.reshape(*lead, *rows, columns)
+
+
+def matmuls(
+    lhs: Array, weights: Sequence[QuantizedArray], *, out_dtype: jnp.dtype, half_sums: bool
+) -> tuple[Array, ...]:
+    """`lhs @ weight` (..., n) for matrices of one format, as one custom call of CUDA."""
+    rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
+    workspace = max(_workspace_bytes(1, m, weight.n) for weight in weights)
+    results = [jax.ShapeDtypeStruct((workspace,), jnp.uint8)]
+    results += [jax.ShapeDtypeStruct((1, m, weight.n), out_dtype) for weight in weights]
+    _, *outs = jax.ffi.ffi_call(_MATMULS_TARGET, results)(
+        lhs.reshape(1, m, lhs.shape[-1]),
+        *(operand for weight in weights for operand in _call_operands(weight, lhs.dtype)),
+        **_format_attributes(weights[0].format),
+        half_sums=half_sums,
+    )
+    return tuple(out.reshape(*rows, out.shape[-1]) for out in outs)
+
+
+def mlp(
+    lhs: Array,
+    gate_up: QuantizedArray,
+    down: QuantizedArray,
+    *,
+    activation: str,
+    out_dtype: jnp.dtype,
+    half_sums: bool,
+) -> Array:
+    """`(activation(lhs @ gate) * (lhs @ up)) @ down`, (..., n), as one custom call of CUDA."""
+    rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
+    workspace = max(_workspace_bytes(2, m, gate_up.n), _workspace_bytes(1, m, down.n))
+    out, *_ = jax.ffi.ffi_call(
+        _MLP_TARGET,
+        [
+            jax.ShapeDtypeStruct((1, m, down.n), out_dtype),
+            jax.ShapeDtypeStruct((2, m, gate_up.n), lhs.dtype),
+            jax.ShapeDtypeStruct((1, m, gate_up.n), lhs.dtype),
+            jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+        ],
+    )(
+        lhs.reshape(1, m, lhs.shape[-1]),
+        *_call_operands(gate_up, lhs.dtype),
+        *_call_operands(down, lhs.dtype),
+        **_format_attributes(gate_up.format),
+        **_format_attributes(down.format, "down_"),
+        activation=activation,
+        half_sums=half_sums,
+    )
+    return out.reshape(*rows, down.n)
+
+
+def _call_operands(weight: QuantizedArray, dtype: jnp.dtype) -> tuple[Array, ...]:
+    scale, zero = weight.scale, weight.zero
+    if scale.dtype != dtype:
+        scale, zero = _widened(scale, zero, weight.format)
+    return _weight_operands(weight.packed, scale, zero, weight.index, weight.format)
+
+
+def _widened(scale: Array, zero: Array | None, format: Format) -> tuple[Array, Array | None]:
+    """Scales and float zeros in float32, exactly."""
+    if zero is not None and format.zero == "float":
+        zero = zero.astype(jnp.float32)
+    return scale.astype(jnp.float32), zero
+
+
+def _weight_operands(
+    packed: Array, scale: Array, zero: Array | None, index: Array | None, format: Format
+) -> tuple[Array, ...]:
+    """The operands of a custom call that follow lhs."""
+    num_weights = math.prod(packed.shape[:-3])
+    zero_dtype = jnp.uint8 if format.zero != "float" else scale.dtype
+    return (
+        packed.reshape(num_weights, *packed.shape[-3:]),
+        scale.reshape(num_weights, *scale.shape[-3:]),
+        jnp.zeros(0, zero_dtype) if zero is None else zero.reshape(num_weights, *zero.shape[-3:]),
+        jnp.zeros(0, jnp.int32) if index is None else index.reshape(-1),
+    )
+
+
+def _format_attributes(format: Format, prefix: str = "") -> dict[str, np.int64]:
+    sizes = {"bits": format.bits, "group_size": format.group_size}
+    return {prefix + name: np.int64(size) for name, size in sizes.items()}
 
 
 _PARTS = 3  # of 8 bits each, for the 24 of float32

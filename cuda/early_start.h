@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Programmatic dependent launch: a kernel that starts while the kernel before it in the stream still
+// runs, and waits for it where its code says so (device/dependency.cuh).
+//
+// A kernel before it that started early itself has waited for the one before that, in every CTA that
+// goes on. So kernels end in the order of their launches, and one that has waited can read what any
+// of them wrote, and write what any of them read.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace jaxlowbit {
+
+// For kernels of compute capability 9.0 and up.
+inline cudaLaunchAttribute EarlyStart() {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+}  // namespace jaxlowbit

@@ -1,0 +1,312 @@
+"""Several products in one custom call: `quantized_matmuls` and `quantized_mlp`.
+
+What they mean, their derivatives and how XLA divides them are those of the composition of products
+that each stands for. Only on one CUDA device are they lowered otherwise: to a call whose kernels
+start before the one before them has ended.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax._src import dispatch  # the products ask which devices there are, as in _partition.py
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from . import _explicit, _partition
+from ._array import QuantizedArray
+from ._backends import native
+from ._explicit import Sharding
+from ._matmul import Backend, equally_varying, gpus_too_old, quantized_matmul
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def quantized_matmuls(
+    lhs: Any,
+    rhss: Sequence[QuantizedArray],
+    *,
+    preferred_element_type: Any = None,
+    precision: lax.DotAlgorithmPreset | None = None,
+    out_sharding: Sharding | None = None,
+    backend: Backend | None = None,
+) -> tuple[Array, ...]:
+    """Computes `lhs @ rhs` for several matrices, such as those of queries, keys and values.
+
+    The same as `quantized_matmul` of each. On one NVIDIA GPU, and inside `jax.shard_map`, it is one
+    custom call, in which a kernel reads its weights before the one before it has ended. Elsewhere,
+    for float32 lhs, permuted rows and other arrays than whole ones, and where it is differentiated,
+    it is a call for each.
+
+    **Arguments:**
+
+    - `lhs`: float32, bfloat16 or float16 (..., k).
+    - `rhss`: matrices (k, n_i) of one format, or views of one (`QuantizedArray.select`).
+    - `preferred_element_type`, `precision`, `out_sharding`, `backend`: of every product, as of
+      `quantized_matmul`.
+
+    **Returns:** a tuple of (..., n_i).
+
+    **Raises:** what `quantized_matmul` raises; `TypeError` if `rhss` is no sequence of quantized
+    arrays, `ValueError` if it is empty, holds a stack, or formats differ.
+
+    ```python
+    q, k, v = (quantize(jnp.ones((256, n)), INT4) for n in (256, 64, 64))
+    quantized_matmuls(jnp.ones((8, 256), jnp.bfloat16), (q, k, v))
+    ```
+    """
+    if not isinstance(rhss, Sequence):
+        raise TypeError(
+            f"quantized_matmuls: rhss is {type(rhss).__name__}, but it is a sequence of matrices; "
+            "pass a tuple of them."
+        )
+    rhss = _quantized("quantized_matmuls", "rhss", rhss)
+    if not rhss:
+        raise ValueError("quantized_matmuls: rhss is empty, but there must be a matrix; pass one.")
+    for i, rhs in enumerate(rhss):
+        if rhs.ndim != 2:
+            raise ValueError(
+                f"quantized_matmuls: rhss[{i}] has shape {rhs.shape}, but each is one matrix "
+                "(k, n); use quantized_matmul for a stack."
+            )
+        if rhs.format != rhss[0].format:
+            raise ValueError(
+                f"quantized_matmuls: rhss[{i}] has {rhs.format} and rhss[0] {rhss[0].format}, but "
+                "one call reads one format; use quantized_matmul for each."
+            )
+    options = _Options(preferred_element_type, precision, out_sharding, backend)
+    return _run(_Matmuls, lhs, rhss, options)
+
+
+def quantized_mlp(
+    lhs: Any,
+    gate_up: QuantizedArray,
+    down: QuantizedArray,
+    *,
+    activation: Activation = "silu",
+    preferred_element_type: Any = None,
+    precision: lax.DotAlgorithmPreset | None = None,
+    out_sharding: Sharding | None = None,
+    backend: Backend | None = None,
+) -> Array:
+    """Computes a gated MLP, `(activation(lhs @ gate) * (lhs @ up)) @ down`.
+
+    The products with gate and up are rounded to the dtype of `lhs`, the activation and its product
+    are computed in float32 and rounded to the dtype of `lhs`, which is multiplied by down. On one
+    NVIDIA GPU, and inside `jax.shard_map`, it is one custom call; elsewhere, in the cases that
+    `quantized_matmuls` names, and where it is differentiated, a call for both of gate and up and
+    one for down.
+
+    **Arguments:**
+
+    - `lhs`: float32, bfloat16 or float16 (..., k).
+    - `gate_up`: (2, k, f), gate first: `quantize(jnp.stack([gate, up]), format)`, or a view of a
+      longer stack, `stack.select(jnp.array([2 * i, 2 * i + 1]))`.
+    - `down`: (f, n), perhaps of another format.
+    - `activation`: `"silu"`, `"gelu"` (by erf), `"gelu_tanh"` (its approximation) or `"relu"`, as
+      in `jax.nn`.
+    - `preferred_element_type`, `out_sharding`: of the result, as of `quantized_matmul`.
+    - `precision`, `backend`: of every product.
+
+    **Returns:** (..., n).
+
+    **Raises:** what `quantized_matmul` raises; `TypeError` if a weight is not quantized,
+    `ValueError` for weights whose shapes do not fit and for an unknown activation.
+
+    ```python
+    gate_up = quantize(jnp.ones((2, 256, 512)), INT4)
+    down = quantize(jnp.ones((512, 256)), INT4)
+    quantized_mlp(jnp.ones((8, 256), jnp.bfloat16), gate_up, down)
+    ```
+    """
+    gate_up, down = _quantized("quantized_mlp", "gate_up and down", (gate_up, down))
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"quantized_mlp: activation={activation!r} is unknown; it is one of "
+            f"{', '.join(map(repr, get_args(Activation)))}."
+        )
+    if gate_up.ndim != 3 or gate_up.shape[0] != 2:
+        raise ValueError(
+            f"quantized_mlp: gate_up has shape {gate_up.shape}, but it is two matrices (2, k, f), "
+            "gate and up; stack them before they are quantized."
+        )
+    if down.ndim != 2 or down.k != gate_up.n:
+        raise ValueError(
+            f"quantized_mlp: down has shape {down.shape}, but it is one matrix (f, n) with "
+            f"f={gate_up.n}, as gate_up has shape {gate_up.shape}; pass the down projection."
+        )
+    options = _Options(preferred_element_type, precision, out_sharding, backend)
+    mlp = functools.partial(_Mlp, activation=activation)
+    return _run(mlp, lhs, (gate_up, down), options)[0]
+
+
+def _quantized(caller: str, name: str, weights: Sequence[Any]) -> tuple[QuantizedArray, ...]:
+    for weight in weights:
+        if not isinstance(weight, QuantizedArray):
+            raise TypeError(
+                f"{caller}: {name} must be QuantizedArrays, but there is {type(weight).__name__}; "
+                "make them with jaxlowbit.quantize."
+            )
+    return tuple(weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The keyword arguments of `quantized_matmul`."""
+
+    preferred_element_type: Any
+    precision: lax.DotAlgorithmPreset | None
+    out_sharding: Sharding | None
+    backend: Backend | None
+
+    def __post_init__(self) -> None:
+        if self.preferred_element_type is not None:
+            dtype = jnp.dtype(self.preferred_element_type)
+            object.__setattr__(self, "preferred_element_type", dtype)
+
+    def of_native(self, lhs: Array) -> dict[str, Any]:
+        """Those of `native.matmuls` and `native.mlp`."""
+        out_dtype = self.preferred_element_type
+        return {
+            "out_dtype": lhs.dtype if out_dtype is None else out_dtype,
+            "half_sums": self.precision is not None,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a call computes, hashable. Its operands are the leaves of lhs and of the weights."""
+
+    treedef: Any
+    options: _Options
+
+    def products(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+        """The results, as a composition of products."""
+        raise NotImplementedError
+
+    def custom_call(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+        """The same for CUDA."""
+        raise NotImplementedError
+
+    def composition(self, *operands: Array) -> tuple[Array, ...]:
+        return self.products(*jax.tree.unflatten(self.treedef, operands))
+
+    def one_call(self, *operands: Array) -> tuple[Array, ...]:
+        lhs, weights = jax.tree.unflatten(self.treedef, operands)
+        if (
+            self.options.backend not in (None, "cuda")
+            or lhs.dtype == jnp.float32  # whose parts are multiplied on their own
+            or math.prod(lhs.shape[:-1]) == 0
+            or any(weight.permutation is not None or weight.shards != (1, 1) for weight in weights)
+            or any(native.unsupported("cuda", lhs.dtype, weight.format) for weight in weights)
+        ):
+            return self.products(lhs, weights)
+        return self.custom_call(lhs, weights)
+
+
+class _Matmuls(_Call):
+    def products(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+        options = vars(self.options)
+        return tuple(quantized_matmul(lhs, weight, **options) for weight in weights)
+
+    def custom_call(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+        return native.matmuls(lhs, weights, **self.options.of_native(lhs))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mlp(_Call):
+    activation: str
+
+    def products(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+        gate_up, down = weights
+        inner = dataclasses.replace(self.options, preferred_element_type=None, out_sharding=None)
+        # The two weights are a batch, for which the axes of lhs are rows.
+        both = quantized_matmul(lhs[..., None, None, :], gate_up, **vars(inner))
+        gate, up = (both[..., i, 0, :].astype(jnp.float32) for i in range(2))
+        hidden = (_ACTIVATIONS[self.activation](gate) * up).astype(lhs.dtype)
+        return (quantized_matmul(hidden, down, **vars(self.options)),)
+
+    def custom_call(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+        options = self.options.of_native(lhs)
+        return (native.mlp(lhs, *weights, activation=self.activation, **options),)
+
+
+_call_p = Primitive("quantized_call")
+_call_p.multiple_results = True
+_call_p.def_impl(functools.partial(xla.apply_primitive, _call_p))
+dispatch.prim_requires_devices_during_lowering.add(_call_p)
+
+
+def _run(
+    kind: Callable[..., _Call], lhs: Any, weights: tuple[QuantizedArray, ...], options: _Options
+) -> tuple[Array, ...]:
+    operands, treedef = jax.tree.flatten((jnp.asarray(lhs), weights))
+    call = kind(treedef, options)
+    if options.out_sharding is not None or _explicit.mesh_of(operands) is not None:
+        return call.composition(*operands)
+    return tuple(_call_p.bind(*equally_varying(*operands), call=call))
+
+
+@_call_p.def_abstract_eval
+def _abstract_eval(lhs: Any, *operands: Any, call: _Call) -> list[Any]:
+    def aval(out: Any) -> Any:
+        sharding = lhs.sharding.update(spec=jax.P(*[None] * len(out.shape)))
+        return lhs.update(shape=out.shape, dtype=out.dtype, weak_type=False, sharding=sharding)
+
+    # Also refuses what a product refuses.
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, *operands)]
+    return [aval(out) for out in jax.eval_shape(call.composition, *shapes)]
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call) -> Any:
+    moving = {i: dot for i, dot in enumerate(tangents) if type(dot) is not ad.Zero}
+
+    def composition(*values: Array) -> tuple[Array, ...]:
+        operands = [*primals]
+        for i, value in zip(moving, values, strict=True):
+            operands[i] = value
+        return call.composition(*operands)
+
+    return jax.jvp(composition, [primals[i] for i in moving], [*moving.values()])
+
+
+ad.primitive_jvps[_call_p] = _jvp
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> Any:
+    if all(dim is None for dim in dims[1:]):
+        # One set of weights for the whole batch: the batch is more rows.
+        lhs = jnp.moveaxis(operands[0], dims[0], 0)
+        outs = _call_p.bind(lhs, *operands[1:], call=call)
+    else:
+        outs = jax.vmap(call.composition, in_axes=tuple(dims))(*operands)
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[_call_p] = _batch
+
+
+def _register(platform: str | None) -> None:
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: _Call) -> Any:
+        alone = platform == "cuda" and _partition.divided(ctx) is None
+        one_call = alone and not gpus_too_old(ctx.module_context)
+        function = call.one_call if one_call else call.composition
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+    mlir.register_lowering(_call_p, lower, platform=platform)
+
+
+for _platform in (None, "cuda"):
+    _register(_platform)

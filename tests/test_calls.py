@@ -1,0 +1,315 @@
+"""Several products in one call: what they mean, and when there is one. `test_cuda.py` runs it."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType
+from meshes import REDUCE, assert_close, collectives, make_mesh, put
+
+import jaxlowbit
+from jaxlowbit import (
+    INT4,
+    UINT4,
+    Format,
+    partition_spec,
+    quantized_matmul,
+    quantized_matmuls,
+    quantized_mlp,
+)
+from jaxlowbit._backends import native
+
+P = jax.P
+K, F, N = 128, 192, 70
+MATMULS, MLP, MATMUL = "quantized_matmuls", "quantized_mlp", "quantized_matmul"
+quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames=("shards", "permutation"))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    values = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(values / np.sqrt(shape[-2]), dtype)
+
+
+LHS = normal(5, K)
+QKV = tuple(quantize(normal(K, n, seed=n), UINT4) for n in (F, 64, N))
+GATE_UP, DOWN = quantize(normal(2, K, F, seed=1), INT4), quantize(normal(F, N, seed=2), Format(8))
+
+
+def mlp(x):
+    return quantized_mlp(x, GATE_UP, DOWN)
+
+
+def matmuls(x):
+    return quantized_matmuls(x, QKV)
+
+
+def reference(x, gate_up, down, activation=jax.nn.silu):
+    gate, up = gate_up.dequantize(jnp.float32)
+    return (activation(x @ gate) * (x @ up)) @ down.dequantize(jnp.float32)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(K,), (5, K), (2, 3, K)], ids=str)
+def test_several_products_are_each_of_them(shape):
+    lhs = normal(5, *shape, dtype="bfloat16")[0]
+    for got, rhs in zip(quantized_matmuls(lhs, QKV), QKV, strict=True):
+        np.testing.assert_array_equal(got, quantized_matmul(lhs, rhs))
+    wide = quantized_matmuls(lhs, list(QKV), preferred_element_type="float32", backend="xla")
+    for got, rhs in zip(wide, QKV, strict=True):
+        want = quantized_matmul(lhs, rhs, preferred_element_type=jnp.float32, backend="xla")
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("silu", jax.nn.silu),
+        ("gelu", lambda x: jax.nn.gelu(x, approximate=False)),
+        ("gelu_tanh", jax.nn.gelu),
+        ("relu", jax.nn.relu),
+    ],
+)
+def test_mlp(name, function):
+    lhs = normal(2, 3, K)
+    got = quantized_mlp(lhs, GATE_UP, DOWN, activation=name)
+    assert_close(got, reference(lhs, GATE_UP, DOWN, function))
+    assert_close(quantized_mlp(lhs[0, 0], GATE_UP, DOWN, activation=name), got[0, 0])
+
+
+def test_mlp_rounds_to_the_dtype_of_lhs():
+    lhs = LHS.astype(jnp.bfloat16)
+    gate, up = (quantized_matmul(lhs, weight).astype(jnp.float32) for weight in GATE_UP)
+    hidden = (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
+    assert_close(
+        quantized_mlp(lhs, GATE_UP, DOWN, preferred_element_type=jnp.float32),
+        quantized_matmul(hidden, DOWN, preferred_element_type=jnp.float32),
+    )
+    assert mlp(lhs).dtype == jnp.bfloat16
+
+
+def test_permuted_rows_and_shards():
+    order = jnp.asarray(np.random.default_rng(0).permutation(K), jnp.int32)
+    permuted = jaxlowbit.quantize(normal(K, F), INT4, permutation=order)
+    got, _ = quantized_matmuls(LHS, (permuted, GATE_UP[0]))
+    assert_close(got, LHS @ permuted)
+    gate_up = quantize(normal(2, K, F), INT4, shards=(1, 2))
+    down = quantize(normal(F, N), INT4, shards=(2, 1))
+    assert_close(quantized_mlp(LHS, gate_up, down), reference(LHS, gate_up, down))
+
+
+# --- transformations ------------------------------------------------------------------------------
+
+
+def test_gradients():
+    def loss(f):
+        return lambda x, s, t: jnp.sum(
+            jnp.sin(
+                f(
+                    x,
+                    dataclasses.replace(GATE_UP, scale=s),
+                    dataclasses.replace(DOWN, scale=t),
+                )
+            )
+        )
+
+    args = LHS, GATE_UP.scale, DOWN.scale
+    assert_close(
+        jax.jit(jax.grad(loss(quantized_mlp), (0, 1, 2)))(*args),
+        jax.jit(jax.grad(loss(reference), (0, 1, 2)))(*args),
+    )
+
+
+def test_forward_mode_of_several_products():
+    got, dots = jax.jvp(matmuls, (LHS,), (LHS + 1,))
+    assert_close(got, [LHS @ rhs for rhs in QKV])
+    assert_close(dots, [(LHS + 1) @ rhs for rhs in QKV])
+
+
+def test_vmap():
+    lhs = normal(5, 4, K)
+    np.testing.assert_array_equal(jax.vmap(mlp, in_axes=1, out_axes=1)(lhs), mlp(lhs))
+    stacks = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (GATE_UP, DOWN))
+    got = jax.vmap(quantized_mlp)(lhs[:2], *stacks)
+    assert_close(got, mlp(lhs[:2]))
+
+
+# --- one call -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Programs can be lowered for CUDA, also by a build without its kernels."""
+    monkeypatch.setattr(native, "unavailable", lambda platform: None)
+
+
+def calls(f, *args, platform="cuda"):
+    """The custom calls of a program, which JAX would remember if `f` were not new."""
+    program = jax.jit(lambda *args: f(*args)).trace(*args)
+    text = program.lower(lowering_platforms=(platform,)).as_text()
+    return re.findall(r"custom_call @jaxlowbit_(\w+)", text)
+
+
+def test_results_of_one_call_in_float32(cuda):
+    def f(x):
+        wide = functools.partial(quantized_matmuls, preferred_element_type=jnp.float32)
+        return wide(x, QKV[:1])[0], quantized_mlp(
+            x, GATE_UP, DOWN, preferred_element_type="float32"
+        )
+
+    text = jax.jit(f).trace(half()).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"tensor<1x5x{F}xf32>" in text and f"tensor<1x5x{N}xf32>" in text
+    assert f"tensor<2x5x{F}xf16>" in text
+
+
+def half(x=LHS):
+    return x.astype(jnp.float16)
+
+
+def test_one_call_for_cuda(cuda):
+    assert calls(matmuls, half()) == [MATMULS]
+    assert calls(mlp, half()) == [MLP]
+    assert calls(jax.vmap(mlp), half()) == [MLP]
+    assert calls(mlp, half(), platform="cpu") == [MATMUL] * 2
+    assert calls(mlp, half()[:0]) == []
+
+
+def test_one_call_for_each_layer_of_a_scan(cuda):
+    stack = quantize(normal(6, K, F), INT4)
+
+    def layer(x, i):
+        gate_up = stack.select(jnp.stack([2 * i, 2 * i + 1]))
+        (y,) = quantized_matmuls(x, (stack.select(i),))
+        return x, (quantized_mlp(x, gate_up, DOWN), y)
+
+    def layers(x):
+        return jax.lax.scan(layer, x, jnp.arange(3))[1]
+
+    assert sorted(calls(layers, half())) == [MATMULS, MLP]
+    hidden, products = layers(LHS)
+    assert_close(hidden[2], reference(LHS, stack[4:], DOWN))
+    assert_close(products[1], LHS @ stack[1])
+
+
+@pytest.mark.parametrize(
+    ("f", "x", "count"),
+    [
+        (mlp, LHS, 2),
+        (jax.grad(lambda x: mlp(x).sum()), half(), 3),
+        (lambda x: quantized_mlp(x, GATE_UP, DOWN, backend="xla"), half(), 0),
+        (lambda x: quantized_matmuls(x, [quantize(normal(K, N), Format(3))]), half(), 0),
+        (
+            lambda x: quantized_mlp(x, quantize(normal(2, K, F), INT4, shards=(1, 2)), DOWN),
+            half(),
+            2,
+        ),
+    ],
+    ids=["float32", "gradient", "backend", "3 bits", "shards"],
+)
+def test_a_call_for_each_product_otherwise(cuda, f, x, count):
+    assert calls(f, x) == [MATMUL] * count
+
+
+def test_export(cuda):
+    (m,) = export.symbolic_shape("m")
+    targets = [f"jaxlowbit_{name}" for name in (MATMUL, MLP)]
+    exported = export.export(
+        jax.jit(mlp),
+        platforms=["cpu", "cuda"],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call(name) for name in targets],
+    )(jax.ShapeDtypeStruct((m, K), jnp.float16))
+    np.testing.assert_array_equal(exported.call(half()), mlp(half()))
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+def sharded(mesh):
+    """Tensor parallel weights, and lhs by rows."""
+    down = quantize(normal(4 * K, N, seed=2), INT4, shards=(4, 1))
+    gate_up = quantize(normal(2, K, 4 * K, seed=1), INT4)
+    specs = partition_spec(gate_up, mesh, n="b"), partition_spec(down, mesh, k="b")
+    arrays = (normal(8, K), gate_up, down)
+    return arrays, put(arrays, mesh, (P("a"), *specs)), (P("a"), *specs)
+
+
+def test_tensor_parallel_mlp():
+    arrays, parts, _ = sharded(make_mesh(AxisType.Auto))
+    assert_close(jax.jit(quantized_mlp)(*parts), reference(*arrays))
+    assert collectives(quantized_mlp, *parts) == [REDUCE]
+
+
+def test_tensor_parallel_mlp_with_explicit_axes():
+    mesh = make_mesh(AxisType.Explicit)
+    arrays, parts, _ = sharded(mesh)
+    with jax.set_mesh(mesh):
+        out = jax.jit(lambda *args: quantized_mlp(*args, out_sharding=P("a")))(*parts)
+        (product,) = quantized_matmuls(parts[0], [parts[1][0]])
+    assert_close(out, reference(*arrays))
+    assert jax.typeof(product).sharding.spec == P("a", "b")
+
+
+def test_one_call_inside_shard_map(cuda):
+    mesh = make_mesh(AxisType.Auto)
+    arrays, parts, specs = sharded(mesh)
+
+    def local(*args):
+        return jax.lax.psum(quantized_mlp(*args), "b")
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("a"))
+    assert_close(jax.jit(f)(*parts), reference(*arrays))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts)
+    x = jax.ShapeDtypeStruct(parts[0].shape, jnp.bfloat16)
+    assert calls(f, x, *shapes[1:]) == [MLP]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+any_matmuls: Any = quantized_matmuls
+any_mlp: Any = quantized_mlp
+
+
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (lambda: any_matmuls(LHS, []), "rhss is empty"),
+        (lambda: any_matmuls(LHS, QKV[0]), "rhss is QuantizedArray, but it is a sequence"),
+        (lambda: any_matmuls(LHS, [LHS]), "rhss must be QuantizedArrays, but there is Array"),
+        (lambda: any_matmuls(LHS, [GATE_UP]), r"rhss\[0\] has shape \(2, 128, 192\), but"),
+        (lambda: any_matmuls(LHS, [QKV[0], GATE_UP[0]]), r"rhss\[1\] has .* and rhss\[0\]"),
+        (lambda: any_matmuls(LHS[:, 1:], QKV), "must be k=128"),
+        (lambda: any_matmuls(LHS, QKV, out_sharding=P()), "are on no mesh with Explicit"),
+        (lambda: any_mlp(LHS, GATE_UP, DOWN, activation="tanh"), "activation='tanh' is unkn"),
+        (lambda: any_mlp(LHS, DOWN, DOWN), r"gate_up has shape \(192, 70\), but it is two"),
+        (
+            lambda: any_mlp(LHS, GATE_UP, QKV[0]),
+            r"down has .* with f=192, .* \(2, 128, 192\)",
+        ),
+        (lambda: any_mlp(LHS, GATE_UP, LHS), "gate_up and down must be QuantizedArrays"),
+        (lambda: any_mlp(LHS, GATE_UP, DOWN, preferred_element_type="int8"), "is int8, but"),
+        (lambda: any_mlp(LHS, GATE_UP, DOWN, backend="gpu"), "backend='gpu' is unknown"),
+        (lambda: mlp(LHS.astype(int)), "activations are float32, bfloat16 or float16"),
+    ],
+)
+def test_errors_are_sentences(f, message):
+    with pytest.raises((TypeError, ValueError), match=rf"^quantized_\w+: .*{message}.*\.(\n|$)"):
+        f()
+
+
+def test_another_platform_is_refused():
+    with pytest.raises(ValueError, match="'cuda'"):
+        jax.block_until_ready(quantized_mlp(half(), GATE_UP, DOWN, backend="cuda"))
