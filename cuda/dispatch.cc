@@ -247,7 +247,7 @@ Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t work
     return Unsupported(kernel, problem, device).empty();
   };
   const bool stream = supported(Kernel::kQmmSm90Stream), sm90 = supported(Kernel::kQmmSm90);
-  if (stream && sm90) {
+  if (stream && sm90 && problem.m > 16) {
     const Choice streaming = ConfigureStream(problem, device);
     const Choice tiled = ConfigureSm90(problem, device);
     return StreamCost(problem, device, streaming.split_k, streaming.slices) <=
