@@ -150,7 +150,6 @@ Choice ConfigureSm90(const QuantizedMatmul& problem, const Device& device) {
   double best = 0;
   for (int number = 0; number < sm90::kNumTiles; ++number) {
     const sm90::TileShape& tile = sm90::kTiles[number];
-    if (!sm90::SupportsTile(problem, tile)) continue;
     const sm90::Plan plan = sm90::PlanOf(problem, tile);
     for (int split_k : {1, 2, 4}) {
       if (!sm90::SupportsSplit(plan, tile, split_k)) continue;

@@ -112,7 +112,6 @@ cudaError_t InitializeQmmSm90(Device& device) {
         for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
           for (int bits : {8, 4}) {
             problem.lhs = lhs, problem.scale = scale, problem.zero = zero, problem.bits = bits;
-            if (!SupportsTile(problem, tile)) continue;
             const cudaError_t error = cudaFuncSetAttribute(
                 Find(problem, number), cudaFuncAttributeMaxDynamicSharedMemorySize,
                 SharedBytes(tile));
@@ -150,8 +149,7 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
   // CTAs stay for tile after tile, unless the sums of one take the place of the next.
   const int cluster_ctas = choice.split_k * choice.mates;
   const int resident = device.num_sms * tile.ctas_per_sm / cluster_ctas;
-  const int clusters =
-      choice.split_k * tile.k_parts == 1 ? std::min(p.num_tiles, resident) : p.num_tiles;
+  const int clusters = choice.split_k == 1 ? std::min(p.num_tiles, resident) : p.num_tiles;
   const LaunchConfig launch(tile, clusters, cluster_ctas, p.plan.shared_bytes(), stream);
   return cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
 }

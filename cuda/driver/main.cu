@@ -48,7 +48,6 @@ std::vector<Choice> Sm90Choices(const QuantizedMatmul& problem) {
   std::vector<Choice> choices;
   for (int number = 0; number < qmm_sm90::kNumTiles; ++number) {
     const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[number];
-    if (!qmm_sm90::SupportsTile(problem, tile)) continue;
     for (int split_k : {1, 2, 4}) {
       for (int mates : {1, 2}) {
         if (!qmm_sm90::SupportsSplit(qmm_sm90::PlanOf(problem, tile), tile, split_k)) continue;

@@ -14,24 +14,17 @@ namespace jaxlowbit::qmm_sm90 {
 // What a CTA computes at a time. A strip is 64 output channels, the rows of one instruction.
 struct TileShape {
   int tokens;
-  int strips;                 // of a warpgroup
-  int warpgroups;             // side by side along the channels
-  int k_parts;                // such rows of warpgroups, which divide the atoms of a stage
-  int ctas_per_sm;            // that registers and shared memory are divided for
-  int stage_atoms;            // along k, of a stage
-  bool float_scales = false;  // whether there are instances for float32 scales of 16-bit lhs
+  int strips;       // of a warpgroup
+  int warpgroups;   // that multiply; a warp of one more copies
+  int ctas_per_sm;  // that registers and shared memory are divided for
+  int stage_atoms;  // along k, of a stage
 
   constexpr int cta_strips() const { return strips * warpgroups; }
-  // Besides those that multiply, one warpgroup of which a warp copies.
-  constexpr int threads() const { return 128 * (warpgroups * k_parts + 1); }
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
 
 inline constexpr TileShape kTiles[] = {
-    {256, 1, 2, 1, 1, 1, true}, {128, 1, 2, 1, 1, 1}, {128, 2, 1, 1, 2, 1},
-    {128, 2, 2, 1, 1, 1},       {64, 1, 2, 2, 1, 2},  {64, 1, 2, 1, 1, 2},
-    {64, 2, 1, 1, 2, 2, true},  {32, 1, 2, 2, 1, 2},  {32, 1, 2, 1, 2, 2},
-    {32, 2, 1, 1, 2, 2},        {128, 1, 2, 1, 1, 2},
-};
+    {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 2, 1, 2}, {64, 2, 1, 2, 2}, {32, 1, 2, 2, 2}};
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 
 inline constexpr int kMaxStages = 8;
@@ -48,11 +41,6 @@ struct StageBytes {
   int lhs, codes, scales, zeros;
   constexpr int total() const { return lhs + codes + scales + zeros; }
 };
-
-// Whether there is an instance.
-inline bool SupportsTile(const QuantizedMatmul& problem, const TileShape& tile) {
-  return problem.scale == problem.lhs || tile.float_scales;
-}
 
 struct Plan {
   int stages;        // of all of k
@@ -95,10 +83,9 @@ inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
 // Whether a cluster of this many CTAs can divide k, each of which adds up 8 tokens or more.
 inline bool SupportsSplit(const Plan& plan, const TileShape& tile, int split_k) {
   // Sums take the place of the ring.
-  const int sums = tile.tokens * tile.cta_strips() * static_cast<int>(kAtom) * 4 * tile.k_parts;
-  const bool reduces = split_k * tile.k_parts > 1;
+  const int sums = tile.tokens * tile.cta_strips() * static_cast<int>(kAtom) * 4;
   return plan.num_stages >= 2 && plan.stages >= split_k && tile.tokens % (8 * split_k) == 0 &&
-         (!reduces || sums <= plan.num_stages * plan.slot_bytes);
+         (split_k == 1 || sums <= plan.num_stages * plan.slot_bytes);
 }
 
 }  // namespace jaxlowbit::qmm_sm90

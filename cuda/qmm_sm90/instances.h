@@ -13,7 +13,6 @@ namespace jaxlowbit::qmm_sm90 {
 struct Params;
 using KernelFunction = void (*)(Params);
 
-// Null where SupportsTile (config.h) is false.
 template <typename T, int kBits>
 KernelFunction FindKernel(bool float_scales, ZeroKind zero, int tile);
 

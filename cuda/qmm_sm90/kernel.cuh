@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   ArriveAtCluster();
   LaunchDependents();
   const Share share = OwnShare(p, I::kStageAtoms);
-  const bool reduces = I::kKParts > 1 || p.split_shift > 0;
   const int cluster_shift = p.mate_shift + p.split_shift;
   const int cluster = blockIdx.x >> cluster_shift, clusters = gridDim.x >> cluster_shift;
   const auto tile_of = [&](int number) {
@@ -60,7 +59,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
       }
     }
     __syncwarp();
-    if (reduces) {
+    if (p.split_shift > 0) {
       ReleaseToCluster();
       WaitForArrivals();
     }
@@ -68,13 +67,13 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     AcquireRegisters<I::kMultiplyRegisters>();
     const TileMultiplier<I> multiplier(p, share, memory);
     TileStorer<I> storer(p, share, memory);
-    if (reduces && threadIdx.x == 0) storer.Expect();
+    if (p.split_shift > 0 && threadIdx.x == 0) storer.Expect();
     WaitForArrivals();
     Sums<I> sums;
     for (int number = cluster; number < p.num_tiles; number += clusters) {
       const Tile tile = tile_of(number);
       multiplier.Multiply(sums, cursor);
-      if (reduces) {  // the cluster has one tile
+      if (p.split_shift > 0) {  // the cluster has one tile
         ReleaseToCluster();
         WaitForArrivals();  // every CTA has read its ring
         storer.Reduce(tile, sums);
@@ -91,18 +90,9 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
 #endif
 }
 
-template <typename T, typename S, ZeroKind kZero, int kBits, int kNumber>
-KernelFunction Find() {
-  if constexpr (sizeof(S) == 4 && !kTiles[kNumber].float_scales) {
-    return nullptr;
-  } else {
-    return QmmSm90Kernel<Instance<T, S, kZero, kBits, kNumber>>;
-  }
-}
-
 template <typename T, typename S, ZeroKind kZero, int kBits, int... kNumbers>
 KernelFunction Find(int tile, std::integer_sequence<int, kNumbers...>) {
-  const KernelFunction kernels[] = {Find<T, S, kZero, kBits, kNumbers>()...};
+  const KernelFunction kernels[] = {QmmSm90Kernel<Instance<T, S, kZero, kBits, kNumbers>>...};
   return kernels[tile];
 }
 

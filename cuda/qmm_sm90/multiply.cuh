@@ -27,11 +27,9 @@ class TileMultiplier {
 
   __device__ TileMultiplier(const Params& p, const Share& share, Memory memory)
       : p_(p), share_(share), memory_(memory) {
-    const int row_thread = threadIdx.x % I::kRowThreads;
-    const int strip = row_thread / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
+    const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
-    atom_ = Keep(threadIdx.x / I::kRowThreads * kOwnAtoms);
-    codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + atom_ * kAtomBytes<kBits> +
+    codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes +
                   (warp * 32 + lane) * (kAtomBytes<kBits> / 128));
     scales_ = Keep(p.plan.bytes.lhs + p.plan.bytes.codes);
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
@@ -50,9 +48,8 @@ class TileMultiplier {
     }
     State state = {share_.atom_begin, -1, cursor};
 #pragma unroll 1
-    while (state.atom + kTogether <= share_.atom_end) MultiplyStages<kTogether>(state, sums);
-    // Where an odd atom is left, a part of k may have none.
-    if (kTogether > 1 && state.atom + atom_ < share_.atom_end) MultiplyStages<1>(state, sums);
+    while (state.atom + kTogether <= share_.atom_end) MultiplyAtoms<kTogether>(state, sums);
+    if (kTogether > 1 && state.atom < share_.atom_end) MultiplyAtoms<1>(state, sums);
     WaitProducts<0>();
     KeepAll(sums);
     if (state.previous >= 0) Free(state.previous);
@@ -61,12 +58,8 @@ class TileMultiplier {
 
  private:
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
-  static constexpr int kOwnAtoms = I::kStageAtoms / I::kKParts;  // of a stage
-  // Sets of registers. With parts of k there are enough warps to multiply while others dequantize, and
-  // fewer registers.
-  static constexpr int kSets = I::kKParts == 1 ? 2 : 1;
-  // Atoms of a round: whole stages, and an even number of units, so that each has a set of its own.
-  static constexpr int kTogether = I::kKParts * (kOwnAtoms == 2 || I::kStrips % kSets != 0 ? 2 : 1);
+  // Atoms of a round: whole stages, and an even number of units, so that each has registers of its own.
+  static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips % 2 != 0 ? 2 : 1;
 
   struct State {
     int atom;      // the next of the CTA
@@ -80,26 +73,24 @@ class TileMultiplier {
     if (mate_) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
   }
 
-  // kAtoms of the CTA, of which this warpgroup multiplies its part.
   template <int kAtoms>
-  __device__ void MultiplyStages(State& state, Sums<I>& sums) const {
-    constexpr int kOwn = kAtoms == 1 ? 1 : kAtoms / I::kKParts;
-    uint32_t weights[kSets][kStepsPerAtom][4];
+  __device__ void MultiplyAtoms(State& state, Sums<I>& sums) const {
+    uint32_t weights[2][kStepsPerAtom][4];
     uint32_t stage;
     int stage_group;
 #pragma unroll
-    for (int a = 0; a < kOwn; ++a) {
-      const int in_stage = a % kOwnAtoms;
+    for (int a = 0; a < kAtoms; ++a) {
+      const int in_stage = a % I::kStageAtoms;
       if (in_stage == 0) {
         Wait(memory_.full(state.cursor.slot), state.cursor.parity);
         stage = memory_.stage(p_.plan, state.cursor.slot);
         stage_group = FirstGroup(p_, state.atom);
       }
-      const int group = FirstGroup(p_, state.atom + atom_ + in_stage) - stage_group;
-      const uint64_t lhs = DescribeOperand(stage + (atom_ + in_stage) * I::kTokens * 128);
+      const int group = FirstGroup(p_, state.atom + in_stage) - stage_group;
+      const uint64_t lhs = DescribeOperand(stage + in_stage * I::kTokens * 128);
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
-        uint32_t (&own)[kStepsPerAtom][4] = weights[(a * I::kStrips + s) % kSets];
+        uint32_t (&own)[kStepsPerAtom][4] = weights[(a * I::kStrips + s) % 2];
         Dequantize(stage, s, in_stage, group, own);
         KeepAll(own);
         FenceOperands();
@@ -108,10 +99,10 @@ class TileMultiplier {
           WarpgroupMma<T, I::kTokens>::Run(sums[s], own[step], lhs + step * kStepDescription);
         }
         CommitProducts();
-        WaitProducts<kSets - 1>();
+        WaitProducts<1>();
         if (in_stage == 0 && s == 0 && state.previous >= 0) Free(state.previous);
       }
-      if (in_stage == kOwnAtoms - 1 || a == kOwn - 1) {
+      if (in_stage == I::kStageAtoms - 1 || a == kAtoms - 1) {
         state.atom += I::kStageAtoms;
         state.previous = state.cursor.slot;
         state.cursor.Advance(p_.plan.num_stages);
@@ -166,9 +157,7 @@ class TileMultiplier {
   const Params& p_;
   const Share& share_;
   const Memory memory_;
-  int atom_;  // of a stage, the first of this part of k
-  // In a stage, of this lane and the warpgroup's first strip: its codes of
-  // that atom, in bytes; the scales, in
+  // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes; the scales, in
   // bytes, and its own among them, in rows.
   int codes_, scales_, row_, strip_rows_;
   bool second_first_;

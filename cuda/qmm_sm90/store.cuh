@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums to global memory. Where k is divided, in a CTA or in a cluster, each CTA adds up some of the
-// tokens: everyone sends it their sums, and it adds them in the order of the parts, so that results
-// are the same bits every time.
+// Sums to global memory. Where a cluster divides k, each of its CTAs adds up some of the tokens:
+// everyone sends it their sums, and it adds them in the order of the parts, so that results are the
+// same bits every time.
 #pragma once
 
 #include "cuda/device/bulk.cuh"
@@ -41,8 +41,6 @@ class TileStorer {
   // Adds up and stores the tokens of this CTA. Overwrites the ring, which no CTA of the cluster uses
   // any more.
   __device__ void Reduce(const Tile& tile, const Sums<I>& sums) const {
-    const int part = threadIdx.x / I::kRowThreads;  // of k, in the CTA
-    const int sender = share_.part * I::kKParts + part;
     const int own = OwnBlocks();
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
@@ -53,15 +51,15 @@ class TileStorer {
         float values[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = sums[s][block * 4 + i];
-        StoreRemote(MapToRank(Fragment(sender, s, block & own - 1), rank), values,
+        StoreRemote(MapToRank(Fragment(share_.part, s, block & own - 1), rank), values,
                     MapToRank(memory_.sums_full(), rank));
       }
     }
     WaitForCluster(memory_.sums_full(), 0);
-    const int strip = tile.strip + threadIdx.x % I::kRowThreads / 128 * I::kStrips;
+    const int strip = tile.strip + threadIdx.x / 128 * I::kStrips;
     const int token = tile.token + share_.part * own * 8;
 #pragma unroll 1
-    for (int i = part; i < I::kStrips * own; i += I::kKParts) {
+    for (int i = 0; i < I::kStrips * own; ++i) {
       const int s = i / own, block = i - s * own;
       float total[4] = {};
 #pragma unroll 2
@@ -107,18 +105,18 @@ class TileStorer {
   static constexpr int kBlocks = I::kTokens / 8;
   static constexpr int kBlockShift = kBlocks == 4 ? 2 : kBlocks == 8 ? 3 : kBlocks == 16 ? 4 : 5;
   static_assert(1 << kBlockShift == kBlocks);
-  static constexpr int kFragmentBytes = I::kRowThreads * 16;  // 8 tokens of a part of k
+  static constexpr int kFragmentBytes = 32 * I::kWarps * 16;  // 8 tokens
   static constexpr int kBufferBytes = I::kStoreTokens * 128;
 
   // Of k; blocks of 8 tokens that this CTA adds up.
-  __device__ int Parts() const { return I::kKParts << p_.split_shift; }
+  __device__ int Parts() const { return 1 << p_.split_shift; }
   __device__ int OwnBlocks() const { return kBlocks >> p_.split_shift; }
 
   // Of this lane: what a part of k has of one of those blocks.
   __device__ uint32_t Fragment(int sender, int strip, int block) const {
     return memory_.stage(p_.plan, 0) +
            ((sender * I::kStrips + strip) * OwnBlocks() + block) * kFragmentBytes +
-           threadIdx.x % I::kRowThreads * 16;
+           threadIdx.x * 16;
   }
 
   // 8 tokens of a warp's 16 channels.
