@@ -24,7 +24,7 @@ struct TileShape {
 };
 
 inline constexpr TileShape kTiles[] = {
-    {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 2, 1, 2}, {64, 2, 1, 2, 2}, {32, 1, 2, 2, 2}};
+    {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 2, 1, 2}, {64, 2, 1, 2, 2}, {32, 2, 1, 2, 2}};
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 
 inline constexpr int kMaxStages = 8;

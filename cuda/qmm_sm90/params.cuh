@@ -32,7 +32,7 @@ struct Instance {
   static constexpr int kThreads = kTile.threads();
   // Registers of a thread: at the start, of a multiplying one, of a copying one.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
-  static constexpr int kCopyRegisters = kRegisters > 80 ? 40 : 24;
+  static constexpr int kCopyRegisters = kRegisters > 80 ? 40 : 32;
   static constexpr int kMultiplyRegisters =
       (kRegisters * kThreads / 128 - kCopyRegisters) / (kWarps / 4) / 8 * 8;
   static constexpr int kStoreTokens =
