@@ -3,6 +3,8 @@
 #include "cuda/dispatch.h"
 
 #include <algorithm>
+#include <iterator>
+#include <limits>
 
 #include "cuda/qmm_sm80/config.h"
 #include "cuda/qmm_sm90/config.h"
@@ -28,7 +30,7 @@ int64_t ResidentCtas(const QuantizedMatmul& problem, const Device& device, int b
 
 // Microseconds of a tile and a split of k. The constants are fits to sweeps of both on an H200
 // (docs/kernels/qmm_sm80.md).
-double Cost(const QuantizedMatmul& problem, const Device& device, int block_m, int split_k) {
+double Sm80Cost(const QuantizedMatmul& problem, const Device& device, int block_m, int split_k) {
   struct Fit {
     double stage;   // of a CTA that has a multiprocessor to itself
     double shared;  // of it, what CTAs beside each other cannot overlap
@@ -59,13 +61,13 @@ Choice ConfigureSm80(const QuantizedMatmul& problem, const Device& device,
                    : problem.m > 16                      ? 32
                    : problem.m > 8                       ? 16
                                                          : 8;
-  double best = Cost(problem, device, choice.block_m, 1);
+  double best = Sm80Cost(problem, device, choice.block_m, 1);
   const int64_t stages = CeilDiv(problem.lhs_columns(), qmm_sm80::BlockK(problem.bits));
   const int most = static_cast<int>(std::min<int64_t>(kMaxSplitK, stages));
   const auto consider = [&](int block_m) {
     for (int split_k = 1; split_k <= most; ++split_k) {
       if (split_k > 1 && WorkspaceBytes(problem, split_k) > workspace_bytes) break;
-      const double cost = Cost(problem, device, block_m, split_k);
+      const double cost = Sm80Cost(problem, device, block_m, split_k);
       if (cost >= best) continue;
       best = cost;
       choice.block_m = block_m;
@@ -103,10 +105,12 @@ double StreamCost(const QuantizedMatmul& problem, const Device& device, int clus
       tiles * (plan.stages / static_cast<double>(cluster_ctas)) * (plan.tile_slices / 2.0 + 1);
   constexpr double kCluster[] = {0, 0.4, 0, 0, 0.6};
   constexpr double kCopy = 0.010, kBeside = 0.7, kTile = 0.3, kWave = 3;
-  return static_cast<double>(waves) *
-             (static_cast<double>(beside) * (load / rate + kCopy * copies) + kTile * tiles +
-              kWave) +
-         kCluster[cluster_ctas] + kBeside * static_cast<double>(beside - 1);
+  // Against other kernels: the rest ranks choices of 32 tokens well, but a fifth too low.
+  const double all = problem.m > 16 ? 1.2 : 1;
+  return all * (static_cast<double>(waves) *
+                    (static_cast<double>(beside) * (load / rate + kCopy * copies) + kTile * tiles +
+                     kWave) +
+                kCluster[cluster_ctas] + kBeside * static_cast<double>(beside - 1));
 }
 
 // Clusters of whole strips, whose copies are the largest.
@@ -130,17 +134,35 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
   return choice;
 }
 
-// Microseconds that qmm_sm90 takes.
+// Microseconds that qmm_sm90 takes. The constants are fits to sweeps of tiles and splits on an H200
+// (docs/kernels/qmm_sm90.md); of another device they rank choices all the same.
 double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  struct Fit {
+    double alone, beside;  // an atom of a tile, in a CTA that has a multiprocessor to itself or not
+    double round;          // the beginning and the end of a tile
+    double split;          // adding up a cluster's sums
+  };
+  constexpr Fit kFits[] = {{0.661, 0, 5.0, 8.7},
+                           {0.387, 0, 4.3, 4.7},
+                           {0.289, 0, 3.9, 2.5},
+                           {0.345, 0.541, 2.0, 4.5},
+                           {0.306, 0.440, 1.6, 3.2}};
+  static_assert(std::size(kFits) == qmm_sm90::kNumTiles);
+  const Fit& fit = kFits[choice.tile];
   const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
-  const int split_k = choice.split_k, mates = choice.mates;
-  const int64_t tiles = CeilDiv(problem.m, tile.tokens) *
-                        CeilDiv(problem.n_blocks(), tile.cta_strips() * mates) * problem.batch;
-  const int64_t resident = std::max(1, device.sm90_clusters[tile.ctas_per_sm][split_k * mates]);
-  const double waves = static_cast<double>(CeilDiv(tiles, resident));
-  const double atoms = static_cast<double>(CeilDiv(problem.k_blocks(), split_k));
-  const double atom = tile.tokens * tile.cta_strips() * tile.ctas_per_sm / 256.0 * 0.28;
-  return waves * (atoms * atom + 1.5);
+  const int cluster_ctas = choice.split_k * choice.mates;
+  const int64_t clusters = CeilDiv(problem.m, tile.tokens) *
+                           CeilDiv(problem.n_blocks(), tile.cta_strips() * choice.mates) *
+                           problem.batch;
+  const auto beside = static_cast<int>(std::min<int64_t>(
+      tile.ctas_per_sm, CeilDiv(clusters * cluster_ctas, std::max(1, device.num_sms))));
+  const int64_t rounds = CeilDiv(clusters, std::max(1, device.sm90_clusters[beside][cluster_ctas]));
+  // Sharing activations costs a wait for each other at the ends.
+  const double atom = (beside == 1 ? fit.alone : fit.beside) * (choice.mates == 1 ? 1 : 0.98);
+  const double mates = choice.mates == 1 ? 0 : 2;
+  const auto atoms = static_cast<double>(CeilDiv(problem.k_blocks(), choice.split_k));
+  return static_cast<double>(rounds) * (atoms * atom + fit.round) + mates +
+         (choice.split_k > 1 ? fit.split : 0);
 }
 
 Choice ConfigureSm90(const QuantizedMatmul& problem, const Device& device) {
@@ -153,17 +175,34 @@ Choice ConfigureSm90(const QuantizedMatmul& problem, const Device& device) {
     const sm90::Plan plan = sm90::PlanOf(problem, tile);
     for (int split_k : {1, 2, 4}) {
       if (!sm90::SupportsSplit(plan, tile, split_k)) continue;
-      Choice other = choice;
-      other.block_m = tile.tokens;
-      other.tile = number;
-      other.split_k = split_k;
-      const double cost = Sm90Cost(problem, device, other);
-      if (choice.block_m > 0 && cost >= best) continue;
-      best = cost;
-      choice = other;
+      for (int mates : {1, 2}) {
+        if (split_k > 1 && mates > 1) continue;
+        Choice other;
+        other.kernel = Kernel::kQmmSm90;
+        other.block_m = tile.tokens;
+        other.split_k = split_k;
+        other.tile = number;
+        other.mates = mates;
+        const double cost = Sm90Cost(problem, device, other);
+        if (choice.block_m > 0 && cost >= best) continue;
+        best = cost;
+        choice = other;
+      }
     }
   }
   return choice;
+}
+
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  switch (choice.kernel) {
+    case Kernel::kQmmSm80:
+      return Sm80Cost(problem, device, choice.block_m, choice.split_k);
+    case Kernel::kQmmSm90Stream:
+      return StreamCost(problem, device, choice.split_k, choice.slices);
+    case Kernel::kQmmSm90:
+      return Sm90Cost(problem, device, choice);
+  }
+  return 0;
 }
 
 std::string UnsupportedStream(const QuantizedMatmul& problem, const Device& device) {
@@ -242,22 +281,17 @@ Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& de
 }
 
 Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes) {
-  const auto supported = [&](Kernel kernel) {
-    return Unsupported(kernel, problem, device).empty();
-  };
-  const bool stream = supported(Kernel::kQmmSm90Stream), sm90 = supported(Kernel::kQmmSm90);
-  if (stream && sm90 && problem.m > 16) {
-    const Choice streaming = ConfigureStream(problem, device);
-    const Choice tiled = ConfigureSm90(problem, device);
-    return StreamCost(problem, device, streaming.split_k, streaming.slices) <=
-                   Sm90Cost(problem, device, tiled)
-               ? streaming
-               : tiled;
+  Choice best;
+  double least = std::numeric_limits<double>::infinity();
+  for (Kernel kernel : {Kernel::kQmmSm90Stream, Kernel::kQmmSm90, Kernel::kQmmSm80}) {
+    if (!Unsupported(kernel, problem, device).empty()) continue;
+    const Choice choice = Configure(kernel, problem, device, workspace_bytes);
+    const double cost = Cost(problem, device, choice);
+    if (cost >= least) continue;
+    least = cost;
+    best = choice;
   }
-  const Kernel kernel = stream ? Kernel::kQmmSm90Stream
-                        : sm90 ? Kernel::kQmmSm90
-                               : Kernel::kQmmSm80;
-  return Configure(kernel, problem, device, workspace_bytes);
+  return best;
 }
 
 void AssumeClusters(Device& device) {

@@ -30,14 +30,16 @@ def test_every_choice_keeps_its_limits(device, bits):
             problem: dict[str, Any] = {"m": m, "n": n, "k": k, "bits": bits, "batch": batch}
             choice = select(**problem, **DEVICES[device], workspace_bytes=limit)
             assert choice["unsupported"] == "", problem
-            assert choice["block_m"] in (8, 16, 32, 64), problem
-            split = choice["split_k"]
+            block_m, split = choice["block_m"], choice["split_k"]
             assert 1 <= split <= native._ffi.MAX_SPLIT_K and split <= -(-k // 16), problem
             padded = batch * m * -(-n // 64) * 64
             if choice["kernel"] == "qmm_sm80":
+                assert block_m in (8, 16, 32, 64), problem
                 assert split == 1 or 4 * split * padded <= limit, problem
+            elif choice["kernel"] == "qmm_sm90":
+                assert block_m in (32, 64, 128, 256) and split in (1, 2, 4), problem
             else:
-                assert split in (1, 2, 4) and choice["block_m"] >= m, problem
+                assert block_m in (8, 16, 32) and split in (1, 2, 4) and block_m >= m, problem
 
 
 def test_workspace_holds_every_choice():
@@ -62,7 +64,7 @@ def test_few_tiles_split_the_sum(m, n, k, split):
     assert (select(m=m, n=n, k=k, **A100)["split_k"] > 1) == split
 
 
-# Either side of every limit of qmm_sm90_stream.
+# Either side of every limit of the kernels for sm_90, where each is the fastest.
 @pytest.mark.parametrize(
     ("problem", "kernel"),
     [
@@ -70,19 +72,40 @@ def test_few_tiles_split_the_sum(m, n, k, split):
         ({"compute_capability": 80}, "qmm_sm80"),
         ({"compute_capability": 100}, "qmm_sm80"),
         ({"m": 32}, "qmm_sm90_stream"),
-        ({"m": 33}, "qmm_sm80"),
+        ({"m": 33}, "qmm_sm90"),
         ({"m": 16, "bits": 8}, "qmm_sm90_stream"),
-        ({"m": 17, "bits": 8}, "qmm_sm80"),
-        ({"k": 4096 + 64}, "qmm_sm90_stream"),
-        ({"k": 4096 + 32}, "qmm_sm80"),
+        ({"m": 17, "bits": 8}, "qmm_sm90"),
+        ({"k": 8192 + 64}, "qmm_sm90_stream"),
+        ({"k": 8192 + 32}, "qmm_sm80"),
         ({"group_size": 16}, "qmm_sm90_stream"),
         ({"group_size": -1}, "qmm_sm90_stream"),
         ({"group_size": 48}, "qmm_sm80"),
         ({"scale_sums": True, "float32_scale": True}, "qmm_sm80"),
+        ({"m": 64}, "qmm_sm90"),
+        ({"m": 64, "compute_capability": 80}, "qmm_sm80"),
+        ({"m": 64, "compute_capability": 100}, "qmm_sm80"),
+        ({"m": 64, "k": 8192 + 8}, "qmm_sm90"),
+        ({"m": 64, "k": 8192 + 4}, "qmm_sm80"),
+        ({"m": 64, "group_size": 32}, "qmm_sm90"),
+        ({"m": 64, "group_size": 192}, "qmm_sm90"),
+        ({"m": 64, "group_size": -1}, "qmm_sm90"),
+        ({"m": 64, "group_size": 16}, "qmm_sm80"),
+        ({"m": 64, "group_size": 96}, "qmm_sm80"),
+        ({"m": 64, "scale_sums": True, "float32_scale": True}, "qmm_sm80"),
+        ({"m": 4096, "float32_scale": True, "zero": "float", "bits": 8}, "qmm_sm90"),
     ],
 )
 def test_the_kernel_follows_the_problem(problem, kernel):
-    assert select(**{"m": 1, "n": 4096, "k": 4096, **problem})["kernel"] == kernel
+    assert select(**{"m": 1, "n": 8192, "k": 8192, **problem})["kernel"] == kernel
+
+
+def test_more_tokens_take_larger_tiles():
+    """Until a tile has 256 tokens; the sum is split where tiles are few."""
+    sizes = (33, 64, 128, 256, 512, 1024, 4096)
+    choices = [select(m=m, n=8192, k=8192, **H200) for m in sizes]
+    tiles = [choice["block_m"] for choice in choices]
+    assert tiles == sorted(tiles) and tiles[0] == 64 and tiles[-1] == 256
+    assert choices[0]["split_k"] > 1 and choices[-1]["split_k"] == 1
 
 
 @pytest.mark.parametrize(
