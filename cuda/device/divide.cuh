@@ -5,8 +5,6 @@
 
 #include <cstdint>
 
-#include "cuda/problem.h"
-
 namespace jaxlowbit {
 
 // For numbers whose product with the divisor stays below 2^31.
@@ -14,7 +12,7 @@ struct Divider {
   uint32_t magic;
 
   static Divider By(int64_t divisor) {
-    return {static_cast<uint32_t>(CeilDiv(int64_t{1} << 31, divisor))};
+    return {static_cast<uint32_t>(((int64_t{1} << 31) + divisor - 1) / divisor)};  // rounded up
   }
   __device__ int Divide(int x) const { return static_cast<int>(__umulhi(2 * x, magic)); }
 };
