@@ -1,4 +1,4 @@
-# make demo | test | lint | format | wheel | driver | clean
+# make demo | test | lint | format | docs | wheel | driver | clean
 #
 #   PYTHON=python3.12      the interpreter that the environment is made from
 #   VENV=.venv             where the environment is
@@ -35,7 +35,7 @@ BUILD := --no-build-isolation --no-deps -Ccmake.define.JAXLOWBIT_CUDA=$(CUDA)
 # `$(call needs,test)`: the environment with the dependencies of an extra of pyproject.toml.
 needs = $(if $(filter-out 0,$(SETUP)),$(VENV)/.$(1)-ready)
 
-.PHONY: demo test lint format wheel driver clean setup install force
+.PHONY: demo test lint format docs wheel driver clean setup install force
 
 demo: $(call needs,demo) $(call needs,model) install
 	$(PY) examples/embed_sentences.py
@@ -50,6 +50,9 @@ format: $(call needs,dev)
 	$(PY) -m ruff check --fix-only --quiet
 	$(PY) -m ruff format
 	git ls-files '*.cc' '*.h' '*.inc' '*.cu' '*.cuh' | PATH=$(TOOLS) xargs -r clang-format -i
+
+docs: $(call needs,docs)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 wheel: $(call needs,test)
 	$(PIP) wheel -v $(BUILD) -Ccmake.define.JAXLOWBIT_DRIVER=$(DRIVER) --wheel-dir dist .
