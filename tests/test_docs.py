@@ -1,0 +1,115 @@
+"""Every Python block of the pages and of the public docstrings runs, and the README's links lead
+somewhere. `make docs` looks after the links of docs/."""
+
+import functools
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import qwix
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType
+
+import jaxlowbit as jl
+from jaxlowbit import linen as jl_linen
+from jaxlowbit import nnx as jl_nnx
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = (ROOT / "examples/quickstart.py").read_text()  # test_examples.py runs it
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def public(module):
+    names = vars(module).items()
+    return {k: v for k, v in names if not k.startswith("_") and not inspect.ismodule(v)}
+
+
+PUBLIC = [(m, name) for m in (jl, jl_nnx, jl_linen) for name in public(m)]
+
+
+class Model(nnx.Module):
+    """Has every layer that the pages name."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 64, rngs=rngs)
+        self.blocks = nnx.List([nnx.Dict(up=nnx.Linear(64, 64, rngs=rngs)) for _ in range(2)])
+        self.query = nnx.Einsum("td,dnh->tnh", (64, 2, 32), rngs=rngs)
+        self.head = nnx.Linear(64, 64, rngs=rngs)
+
+
+@functools.cache
+def arrays():
+    x, w = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((512, 512), jnp.bfloat16)
+    q, pair = jl.quantize(w, jl.INT4), jl.quantize(jnp.stack([w, w]), jl.INT4)
+    matrices = ("rhs", "q", "q_proj", "k_proj", "v_proj", "w_q", "w_k", "w_v", "down")
+    return {"x": x, "w": w, "stacked_layers": pair, "gate_up": pair} | dict.fromkeys(matrices, q)
+
+
+def given():
+    """What a block takes for granted: imports, and the operands and models of a reader."""
+    module = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(64)])
+    return arrays() | {
+        **{"jax": jax, "jnp": jnp, "jl": jl, "nnx": nnx, "qwix": qwix},
+        "rngs": nnx.Rngs(0),
+        "mesh": jax.make_mesh((8,), ("model",), (AxisType.Auto,), devices=jax.devices("cpu")),
+        "model": Model(nnx.Rngs(0)),
+        "attention": nnx.MultiHeadAttention(2, 64, decode=False, rngs=nnx.Rngs(0)),
+        "module": module,
+        "variables": module.init(jax.random.key(0), arrays()["x"]),
+    }
+
+
+@pytest.fixture(autouse=True)
+def as_readers_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def blocks(text):
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def run(block, label, names):
+    exec(compile(block, str(label), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_of_pages(page):
+    defined = {}  # by the blocks before
+    for block in blocks(page.read_text()):
+        if block == QUICKSTART:
+            continue
+        fresh = given()
+        names = fresh | defined
+        run(block, page, names)
+        defined = {name: value for name, value in names.items() if value is not fresh.get(name)}
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_blocks_of_docstrings(module, name):
+    value = getattr(module, name)
+    members = inspect.getmembers(value) if inspect.isclass(value) else []
+    for documented in (value, *(member for name, member in members if not name.startswith("_"))):
+        for block in blocks(inspect.getdoc(documented) or ""):
+            run(block, name, given() | public(jl) | public(module))
+
+
+def test_api_pages_are_complete():
+    pages = ROOT.glob("docs/api/*.md")
+    listed = [name for page in pages for name in re.findall("^::: (.*)", page.read_text(), re.M)]
+    assert sorted(listed) == sorted(f"{module.__name__}.{name}" for module, name in PUBLIC)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        target = ROOT / (path or page)
+        assert target.exists(), path
+        headings = re.findall("^#+ (.*)", target.read_text(), re.M) if anchor else [""]
+        slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert anchor in slugs, f"{path}#{anchor}"
