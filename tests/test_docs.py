@@ -49,18 +49,21 @@ def arrays():
     return {"x": x, "w": w, "stacked_layers": pair, "gate_up": pair} | dict.fromkeys(matrices, q)
 
 
-def given():
+MODULE = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(64)])
+MODELS = {
+    "rngs": lambda: nnx.Rngs(0),
+    "mesh": lambda: jax.make_mesh((8,), ("model",), (AxisType.Auto,), devices=jax.devices("cpu")),
+    "model": lambda: Model(nnx.Rngs(0)),
+    "attention": lambda: nnx.MultiHeadAttention(2, 64, decode=False, rngs=nnx.Rngs(0)),
+    "module": lambda: MODULE,
+    "variables": lambda: MODULE.init(jax.random.key(0), arrays()["x"]),
+}
+
+
+def given(block):
     """What a block takes for granted: imports, and the operands and models of a reader."""
-    module = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(64)])
-    return arrays() | {
-        **{"jax": jax, "jnp": jnp, "jl": jl, "nnx": nnx, "qwix": qwix},
-        "rngs": nnx.Rngs(0),
-        "mesh": jax.make_mesh((8,), ("model",), (AxisType.Auto,), devices=jax.devices("cpu")),
-        "model": Model(nnx.Rngs(0)),
-        "attention": nnx.MultiHeadAttention(2, 64, decode=False, rngs=nnx.Rngs(0)),
-        "module": module,
-        "variables": module.init(jax.random.key(0), arrays()["x"]),
-    }
+    imports = {"jax": jax, "jnp": jnp, "jl": jl, "nnx": nnx, "qwix": qwix}
+    return imports | arrays() | {name: make() for name, make in MODELS.items() if name in block}
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +86,7 @@ def test_blocks_of_pages(page):
     for block in blocks(page.read_text()):
         if block == QUICKSTART:
             continue
-        fresh = given()
+        fresh = given(block)
         names = fresh | defined
         run(block, page, names)
         defined = {name: value for name, value in names.items() if value is not fresh.get(name)}
@@ -95,7 +98,7 @@ def test_blocks_of_docstrings(module, name):
     members = inspect.getmembers(value) if inspect.isclass(value) else []
     for documented in (value, *(member for name, member in members if not name.startswith("_"))):
         for block in blocks(inspect.getdoc(documented) or ""):
-            run(block, name, given() | public(jl) | public(module))
+            run(block, name, given(block) | public(jl) | public(module))
 
 
 def test_api_pages_are_complete():
