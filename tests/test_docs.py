@@ -86,7 +86,7 @@ def test_blocks_of_pages(page):
     for block in blocks(page.read_text()):
         if block == QUICKSTART:
             continue
-        fresh = given(block)
+        fresh = {} if page.name == "index.md" else given(block)  # that page is a whole program
         names = fresh | defined
         run(block, page, names)
         defined = {name: value for name, value in names.items() if value is not fresh.get(name)}
