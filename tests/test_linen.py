@@ -148,6 +148,7 @@ def test_dtypes_are_those_of_dense(dtype):
 # --- quantize_model ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_model_equals_its_fake_quantized_twin(name):
     module = MODELS[name]

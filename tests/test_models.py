@@ -206,6 +206,7 @@ def test_linen_layers_that_are_tied_stay_tied():
     assert {path[-1] for path in floats} == {"scale", "bias"}  # of norms, and of attention
 
 
+@pytest.mark.slow
 def test_tied_layers_compute_what_the_twin_does(make):
     found = evaluated(make, jnp.float32, depth=2, distinct=1)
     assert_as_good_as_the_twin(found, "logits")
@@ -238,6 +239,7 @@ class LiveBytes:
             self.at_layers.append(self.samples[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [False, True], ids=["", "originals kept alive"])
 def test_one_layer_exists_twice_at_most(make, kept):
     model = make()
