@@ -76,7 +76,6 @@ struct WarpgroupMma;
 #define JAXLOWBIT_D16(d, i) JAXLOWBIT_D8(d, i), JAXLOWBIT_D8(d, i + 8)
 #define JAXLOWBIT_D32(d, i) JAXLOWBIT_D16(d, i), JAXLOWBIT_D16(d, i + 16)
 #define JAXLOWBIT_D64(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D32(d, i + 32)
-#define JAXLOWBIT_D96(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D32(d, i + 64)
 #define JAXLOWBIT_D128(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D64(d, i + 64)
 #define JAXLOWBIT_TEXT16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAXLOWBIT_TEXT32 \
@@ -111,7 +110,6 @@ struct WarpgroupMma;
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20)   \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36)   \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68)  \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 192, 96, 96, 97, 98, 99, 100) \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 256, 128, 128, 129, 130, 131, 132)
 
 JAXLOWBIT_WARPGROUP_MMAS(__nv_bfloat16, "bf16")
@@ -125,7 +123,6 @@ JAXLOWBIT_WARPGROUP_MMAS(__half, "f16")
 #undef JAXLOWBIT_TEXT32
 #undef JAXLOWBIT_TEXT16
 #undef JAXLOWBIT_D128
-#undef JAXLOWBIT_D96
 #undef JAXLOWBIT_D64
 #undef JAXLOWBIT_D32
 #undef JAXLOWBIT_D16
