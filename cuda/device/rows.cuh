@@ -7,6 +7,27 @@
 
 namespace jaxlowbit {
 
+// From the address, in shared memory, of this lane's codes of 16 channels and an atom.
+template <int kBits>
+__device__ inline void LoadCodes(uint32_t address, int lane,
+                                 uint32_t (&codes)[kStepsPerAtom][kWordsPerStep<kBits>]) {
+  if constexpr (kBits == 4) {
+    const uint4 words = LoadShared16(address);
+    codes[0][0] = words.x, codes[1][0] = words.y, codes[2][0] = words.z, codes[3][0] = words.w;
+  } else {
+    // Two chunks; if all lanes began with their first, lanes i and i + 4 would meet in one bank group.
+    const bool second_first = lane / 4 % 2 != 0;
+    const uint4 a = LoadShared16(address + (second_first ? kCopyBytes : 0));
+    const uint4 b = LoadShared16(address + (second_first ? 0 : kCopyBytes));
+    const uint4 words[2] = {second_first ? b : a, second_first ? a : b};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      codes[2 * i][0] = words[i].x, codes[2 * i][1] = words[i].y;
+      codes[2 * i + 1][0] = words[i].z, codes[2 * i + 1][1] = words[i].w;
+    }
+  }
+}
+
 // T: type of lhs, and so of the weights; S: type of the scales.
 template <typename T, typename S, int kBits>
 class RowPair {

@@ -34,7 +34,6 @@ class TileMultiplier {
     scales_ = Keep(p.plan.bytes.lhs + p.plan.bytes.codes);
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
     strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
-    second_first_ = lane / 4 % 2 != 0;
     mate_ = lane < 1 << p.mate_shift;
     free_ = MapToRank(memory.empty(0), RankOf(p, share.part, mate_ ? lane : 0));
   }
@@ -91,8 +90,8 @@ class TileMultiplier {
   }
 
   __device__ void Load(const State& state, int strip, int in_stage, Unit& unit) const {
-    LoadCodes(state.stage + codes_ + strip * kStripBytes + in_stage * kAtomBytes<kBits>,
-              unit.codes);
+    LoadCodes<kBits>(state.stage + codes_ + strip * kStripBytes + in_stage * kAtomBytes<kBits>,
+                     threadIdx.x % 32, unit.codes);
     unit.rows.Start(I::kZero == ZeroKind::kFloat);
     LoadRows(state, strip, in_stage, 0, unit.rows);
   }
@@ -160,30 +159,12 @@ class TileMultiplier {
     }
   }
 
-  __device__ void LoadCodes(uint32_t address,
-                            uint32_t (&codes)[kStepsPerAtom][kWordsPerStep<kBits>]) const {
-    if constexpr (kBits == 4) {
-      const uint4 words = LoadShared16(address);
-      codes[0][0] = words.x, codes[1][0] = words.y, codes[2][0] = words.z, codes[3][0] = words.w;
-    } else {
-      const uint4 a = LoadShared16(address + (second_first_ ? kCopyBytes : 0));
-      const uint4 b = LoadShared16(address + (second_first_ ? 0 : kCopyBytes));
-      const uint4 words[2] = {second_first_ ? b : a, second_first_ ? a : b};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        codes[2 * i][0] = words[i].x, codes[2 * i][1] = words[i].y;
-        codes[2 * i + 1][0] = words[i].z, codes[2 * i + 1][1] = words[i].w;
-      }
-    }
-  }
-
   const Params& p_;
   const Share& share_;
   const Memory memory_;
   // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes; the scales, in
   // bytes, and its own among them, in rows.
   int codes_, scales_, row_, strip_rows_;
-  bool second_first_;
   bool mate_;      // this lane tells one mate of free stages
   uint32_t free_;  // where
 };

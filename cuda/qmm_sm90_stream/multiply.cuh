@@ -111,7 +111,8 @@ class StageMultiplier {
         LoadRows(stage, slice + i, at * group_step_, rows[i]);
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
-          LoadCodes(stage + codes_[slice + i] + (at + a) * code_step_[slice + i], codes[a][i]);
+          LoadCodes<kBits>(stage + codes_[slice + i] + (at + a) * code_step_[slice + i], lane_,
+                           codes[a][i]);
         }
       }
       uint32_t fragments[kAtoms][4];
@@ -185,27 +186,6 @@ class StageMultiplier {
       const uint32_t zeros = stage + scales_ + p_.plan.bytes.scales;
       if constexpr (I::kZero == ZeroKind::kInteger) rows.LoadIntegerZeros(zeros + row);
       if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(zeros + row * sizeof(S));
-    }
-  }
-
-  // From the address of this lane's codes of a slice.
-  __device__ void LoadCodes(uint32_t address,
-                            uint32_t (&codes)[kStepsPerAtom][kWordsPerStep<kBits>]) const {
-    if constexpr (kBits == 4) {
-      const uint4 words = LoadShared16(address);
-      codes[0][0] = words.x, codes[1][0] = words.y, codes[2][0] = words.z, codes[3][0] = words.w;
-    } else {
-      // Two chunks; if all lanes began with their first, lanes i and i + 4 would meet in one bank
-      // group.
-      const bool second_first = lane_ / 4 % 2 != 0;
-      const uint4 a = LoadShared16(address + (second_first ? kCopyBytes : 0));
-      const uint4 b = LoadShared16(address + (second_first ? 0 : kCopyBytes));
-      const uint4 words[2] = {second_first ? b : a, second_first ? a : b};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        codes[2 * i][0] = words[i].x, codes[2 * i][1] = words[i].y;
-        codes[2 * i + 1][0] = words[i].z, codes[2 * i + 1][1] = words[i].w;
-      }
     }
   }
 
