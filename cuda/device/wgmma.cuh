@@ -106,10 +106,10 @@ struct WarpgroupMma;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description));              \
     }                                                                                            \
   };
-#define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                        \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20)   \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36)   \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68)  \
+#define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                       \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20)  \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36)  \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68) \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 256, 128, 128, 129, 130, 131, 132)
 
 JAXLOWBIT_WARPGROUP_MMAS(__nv_bfloat16, "bf16")
