@@ -45,16 +45,13 @@ class TileMultiplier {
 #pragma unroll
       for (int i = 0; i < I::kTokens / 2; ++i) sums[s][i] = 0;
     }
-    State state = {share_.atom_begin, -1, 0, 0, cursor};
-    Unit unit;
-    EnterStage(state);
-    Load(state, 0, 0, unit);
+    State state = {share_.atom_begin, -1, cursor};
 #pragma unroll 1
-    while (state.atom + kTogether <= share_.atom_end) MultiplyAtoms<kTogether>(state, unit, sums);
-    if (kTogether > 1 && state.atom < share_.atom_end) MultiplyAtoms<1>(state, unit, sums);
+    while (state.atom + kTogether <= share_.atom_end) MultiplyAtoms<kTogether>(state, sums);
+    if (kTogether > 1 && state.atom < share_.atom_end) MultiplyAtoms<1>(state, sums);
     WaitProducts<0>();
     KeepAll(sums);
-    Free(state.previous);
+    if (state.previous >= 0) Free(state.previous);
     cursor = state.cursor;
   }
 
@@ -64,17 +61,9 @@ class TileMultiplier {
   static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips % 2 != 0 ? 2 : 1;
 
   struct State {
-    int atom;        // the next of the CTA
-    int previous;    // the slot before, whose last products may be under way; or -1
-    uint32_t stage;  // the one with that atom
-    int group;       // the first of that stage
+    int atom;      // the next of the CTA
+    int previous;  // the slot before, whose last products may be under way; or -1
     RingCursor cursor;
-  };
-
-  // What a unit is dequantized from, loaded before the products of the unit before it are issued.
-  struct Unit {
-    uint32_t codes[kStepsPerAtom][kWordsPerStep<kBits>];
-    ScaledRowPair<T, S, kBits> rows;
   };
 
   // This warp has read the stage, into which mates may copy.
@@ -83,56 +72,26 @@ class TileMultiplier {
     if (mate_) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
   }
 
-  __device__ void EnterStage(State& state) const {
-    Wait(memory_.full(state.cursor.slot), state.cursor.parity);
-    state.stage = memory_.stage(p_.plan, state.cursor.slot);
-    state.group = FirstGroup(p_, state.atom);
-  }
-
-  __device__ void Load(const State& state, int strip, int in_stage, Unit& unit) const {
-    LoadCodes<kBits>(state.stage + codes_ + strip * kStripBytes + in_stage * kAtomBytes<kBits>,
-                     threadIdx.x % 32, unit.codes);
-    unit.rows.Start(I::kZero == ZeroKind::kFloat);
-    LoadRows(state, strip, in_stage, 0, unit.rows);
-  }
-
-  __device__ void Dequantize(const State& state, int strip, int in_stage, Unit& unit,
-                             uint32_t (&weights)[kStepsPerAtom][4]) const {
-#pragma unroll
-    for (int step = 0; step < kStepsPerAtom; ++step) {
-      if (step == kStepsPerAtom / 2 && p_.groups_per_atom > 1) {
-        LoadRows(state, strip, in_stage, 1, unit.rows);
-      }
-      unit.rows.Dequantize(unit.codes[step], weights[step]);
-    }
-    KeepAll(weights);
-  }
-
   template <int kAtoms>
-  __device__ void MultiplyAtoms(State& state, Unit& unit, Sums<I>& sums) const {
+  __device__ void MultiplyAtoms(State& state, Sums<I>& sums) const {
     uint32_t weights[2][kStepsPerAtom][4];
+    uint32_t stage;
+    int stage_group;
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) {
       const int in_stage = a % I::kStageAtoms;
-      const uint64_t lhs = DescribeOperand(state.stage + in_stage * I::kTokens * 128);
-      const int previous = state.previous;
+      if (in_stage == 0) {
+        Wait(memory_.full(state.cursor.slot), state.cursor.parity);
+        stage = memory_.stage(p_.plan, state.cursor.slot);
+        stage_group = FirstGroup(p_, state.atom);
+      }
+      const int group = FirstGroup(p_, state.atom + in_stage) - stage_group;
+      const uint64_t lhs = DescribeOperand(stage + in_stage * I::kTokens * 128);
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
         uint32_t (&own)[kStepsPerAtom][4] = weights[(a * I::kStrips + s) % 2];
-        Dequantize(state, s, in_stage, unit, own);
-        if (s + 1 < I::kStrips) {
-          Load(state, s + 1, in_stage, unit);
-        } else if (in_stage < I::kStageAtoms - 1 && a < kAtoms - 1) {
-          Load(state, 0, in_stage + 1, unit);
-        } else {
-          state.atom += I::kStageAtoms;
-          state.previous = state.cursor.slot;
-          state.cursor.Advance(p_.plan.num_stages);
-          if (state.atom < share_.atom_end) {
-            EnterStage(state);
-            Load(state, 0, 0, unit);
-          }
-        }
+        Dequantize(stage, s, in_stage, group, own);
+        KeepAll(own);
         FenceOperands();
 #pragma unroll
         for (int step = 0; step < kStepsPerAtom; ++step) {
@@ -140,17 +99,36 @@ class TileMultiplier {
         }
         CommitProducts();
         WaitProducts<1>();
-        if (in_stage == 0 && s == 0 && previous >= 0) Free(previous);
+        if (in_stage == 0 && s == 0 && state.previous >= 0) Free(state.previous);
+      }
+      if (in_stage == I::kStageAtoms - 1 || a == kAtoms - 1) {
+        state.atom += I::kStageAtoms;
+        state.previous = state.cursor.slot;
+        state.cursor.Advance(p_.plan.num_stages);
       }
     }
   }
 
-  // `half`: of an atom with groups of 32.
-  __device__ void LoadRows(const State& state, int strip, int in_stage, int half,
-                           ScaledRowPair<T, S, kBits>& rows) const {
-    const int group = FirstGroup(p_, state.atom + in_stage) - state.group + half;
+  // `group`: of the stage, the first of the atom.
+  __device__ void Dequantize(uint32_t stage, int strip, int atom, int group,
+                             uint32_t (&weights)[kStepsPerAtom][4]) const {
+    uint32_t codes[kStepsPerAtom][kWordsPerStep<kBits>];
+    LoadCodes<kBits>(stage + codes_ + strip * kStripBytes + atom * kAtomBytes<kBits>,
+                     threadIdx.x % 32, codes);
+    ScaledRowPair<T, S, kBits> rows;
+    rows.Start(I::kZero == ZeroKind::kFloat);
     const int row = row_ + strip * strip_rows_ + group * static_cast<int>(kAtom);
-    const uint32_t stage = state.stage;
+    LoadRows(stage, row, rows);
+#pragma unroll
+    for (int step = 0; step < kStepsPerAtom; ++step) {
+      if (step == kStepsPerAtom / 2 && p_.groups_per_atom > 1) {
+        LoadRows(stage, row + static_cast<int>(kAtom), rows);
+      }
+      rows.Dequantize(codes[step], weights[step]);
+    }
+  }
+
+  __device__ void LoadRows(uint32_t stage, int row, ScaledRowPair<T, S, kBits>& rows) const {
     rows.LoadScales(stage + scales_ + row * sizeof(S));
     if constexpr (I::kZero != ZeroKind::kNone) {
       const uint32_t zeros = stage + scales_ + p_.plan.bytes.scales;
