@@ -9,12 +9,15 @@ namespace jaxlowbit {
 
 // For numbers whose product with the divisor stays below 2^31.
 struct Divider {
+  int divisor;
   uint32_t magic;
 
   static Divider By(int64_t divisor) {
-    return {static_cast<uint32_t>(((int64_t{1} << 31) + divisor - 1) / divisor)};  // rounded up
+    return {static_cast<int>(divisor),
+            static_cast<uint32_t>(((int64_t{1} << 31) + divisor - 1) / divisor)};  // rounded up
   }
   __device__ int Divide(int x) const { return static_cast<int>(__umulhi(2 * x, magic)); }
+  __device__ int Remainder(int x) const { return x - Divide(x) * divisor; }
 };
 
 }  // namespace jaxlowbit

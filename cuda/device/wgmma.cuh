@@ -55,14 +55,15 @@ __device__ inline void WaitProducts() {
 }
 
 // Operand B in shared memory: rows of 128 bytes (64 values along k) whose chunk c of 16 bytes lies at
-// c ^ (row % 8), as boxes are copied (tensor_map.h); from `shared` on, a multiple of 1024. The
-// description of a step of 16 values further is kStepDescription larger.
-inline constexpr uint64_t kStepDescription = 32 >> 4;
-__device__ inline uint64_t DescribeOperand(uint32_t shared) {
-  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32, kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kUnused = uint64_t{1} << 16;  // stride of the other axis
-  return (shared & 0x3ffff) >> 4 | kUnused | kEightRows | kSwizzle128;
+// c ^ (row % 8), as boxes are copied (tensor_map.h); from `shared` on, a multiple of 1024. These are
+// the low 32 bits of its description, the others do not depend on where it is; of a step of 16 values
+// further they are kStepDescription larger.
+inline constexpr uint32_t kStepDescription = 32 >> 4;
+__device__ inline uint32_t DescribeOperand(uint32_t shared) {
+  constexpr uint32_t kUnused = 1 << 16;  // stride of the other axis
+  return shared >> 4 | kUnused;
 }
+inline constexpr uint32_t kEightRows = 1024 >> 4, kSwizzle128 = 1 << 30;
 
 // d[64][kTokens] += a[64][16] * b[16][kTokens]. Warp w of the warpgroup has
 // rows 16 w + {g, g + 8}: fragments are those of mma.cuh, d four registers for every 8 tokens.
@@ -95,22 +96,26 @@ struct WarpgroupMma;
   "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
   "%126, %127"
 
-#define JAXLOWBIT_WARPGROUP_MMA(Type, kind, tokens, sums, a0, a1, a2, a3, b)                     \
+#define JAXLOWBIT_WARPGROUP_MMA(Type, kind, tokens, sums, a0, a1, a2, a3, b, c)                  \
   template <>                                                                                    \
   struct WarpgroupMma<Type, tokens> {                                                            \
-    static __device__ void Run(float (&d)[sums], const uint32_t (&a)[4], uint64_t description) { \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." kind "." kind          \
-                   " {" JAXLOWBIT_TEXT##sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b \
-                                             ", 1, 1, 1, 0;\n"                                   \
+    static __device__ void Run(float (&d)[sums], const uint32_t (&a)[4], uint32_t description) { \
+      asm volatile("{\n.reg .b64 description;\nmov.b64 description, {%" #b ", %" #c              \
+                   "};\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." kind "." kind          \
+                   " {" JAXLOWBIT_TEXT##sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3           \
+                                             "}, "                                               \
+                                             "description, 1, 1, 1, 0;\n}\n"                     \
                    : JAXLOWBIT_D##sums(d, 0)                                                     \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description));              \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(description),               \
+                     "n"(kEightRows | kSwizzle128));                                             \
     }                                                                                            \
   };
-#define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                       \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20)  \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36)  \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68) \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 256, 128, 128, 129, 130, 131, 132)
+#define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                           \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20, 21)  \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36, 37)  \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68, 69) \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 256, 128, 128, 129, 130, 131, 132, 133)
 
 JAXLOWBIT_WARPGROUP_MMAS(__nv_bfloat16, "bf16")
 JAXLOWBIT_WARPGROUP_MMAS(__half, "f16")

@@ -27,15 +27,20 @@ class TileMultiplier {
 
   __device__ TileMultiplier(const Params& p, const Share& share, Memory memory)
       : p_(p), share_(share), memory_(memory) {
-    const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
-    const int lane = threadIdx.x % 32;
-    codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes +
+    const int strip = threadIdx.x / 128 % I::kColumns * I::kStrips;
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    way_ = Keep(__shfl_sync(~0u, threadIdx.x / (128 * I::kColumns), 0));
+    codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + way_ * kOwnAtoms * kAtomBytes<kBits> +
                   (warp * 32 + lane) * (kAtomBytes<kBits> / 128));
     scales_ = Keep(p.plan.bytes.lhs + p.plan.bytes.codes);
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
     strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
-    mate_ = lane < 1 << p.mate_shift;
-    free_ = MapToRank(memory.empty(0), RankOf(p, share.part, mate_ ? lane : 0));
+    const int mate = lane < 1 << p.mate_shift ? lane : 0;
+    free_ = Keep(MapToRank(memory.empty(0), RankOf(p, share.part, mate)));
+    frees_ = Keep(static_cast<int>(lane < 1 << p.mate_shift));
+    atom_end_ = Keep(share.atom_end);
+    atoms_per_group_ = Keep(p.atoms_per_group.divisor);
+    group_rows_ = Keep(p.groups_per_atom * static_cast<int>(kAtom));
   }
 
   // All of this CTA's atoms of a tile.
@@ -45,10 +50,11 @@ class TileMultiplier {
 #pragma unroll
       for (int i = 0; i < I::kTokens / 2; ++i) sums[s][i] = 0;
     }
-    State state = {share_.atom_begin, -1, cursor};
+    const int begin = share_.atom_begin + way_ * kOwnAtoms;
+    State state = {begin, atoms_per_group_ - p_.atoms_per_group.Remainder(begin), -1, cursor};
 #pragma unroll 1
-    while (state.atom + kTogether <= share_.atom_end) MultiplyAtoms<kTogether>(state, sums);
-    if (kTogether > 1 && state.atom < share_.atom_end) MultiplyAtoms<1>(state, sums);
+    while (state.atom + kRoundSpan < atom_end_) MultiplyAtoms<kTogether>(state, sums);
+    if (kTogether > 1 && state.atom < atom_end_) MultiplyAtoms<1>(state, sums);
     WaitProducts<0>();
     KeepAll(sums);
     if (state.previous >= 0) Free(state.previous);
@@ -56,12 +62,22 @@ class TileMultiplier {
   }
 
  private:
+  static constexpr int kLhsBytes = I::kTokens * static_cast<int>(kAtom) * 2;  // of an atom
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
-  // Atoms of a round: whole stages, and an even number of units, so that each has registers of its own.
-  static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips % 2 != 0 ? 2 : 1;
+  // Atoms of a stage that a warpgroup multiplies.
+  static constexpr int kOwnAtoms = I::kStageAtoms / I::kWays;
+  static_assert(I::kWays == 1 || (kOwnAtoms == 1 && I::kWays == 2));
+  // Of an atom of a strip. Two ways leave a thread fewer registers.
+  static constexpr int kUnits = I::kWays;
+  static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
+  // Own atoms of a round: whole stages, and an even number of units, so that each has registers of its
+  // own; from the first to the last of them.
+  static constexpr int kTogether = kOwnAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
+  static constexpr int kRoundSpan = (kTogether - 1) * I::kWays;
 
   struct State {
-    int atom;      // the next of the CTA
+    int atom;      // the next of this warpgroup
+    int left;      // atoms of its group from there on
     int previous;  // the slot before, whose last products may be under way; or -1
     RingCursor cursor;
   };
@@ -69,62 +85,70 @@ class TileMultiplier {
   // This warp has read the stage, into which mates may copy.
   __device__ void Free(int slot) const {
     __syncwarp();
-    if (mate_) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
+    if (frees_ != 0) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
   }
 
   template <int kAtoms>
   __device__ void MultiplyAtoms(State& state, Sums<I>& sums) const {
-    uint32_t weights[2][kStepsPerAtom][4];
-    uint32_t stage;
-    int stage_group;
+    uint32_t weights[2][kUnitSteps][4];
+    uint32_t stage, lhs;
+    int rows;  // of scales, from those of the stage's first atom
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) {
-      const int in_stage = a % I::kStageAtoms;
+      const int in_stage = a % kOwnAtoms;
       if (in_stage == 0) {
         Wait(memory_.full(state.cursor.slot), state.cursor.parity);
         stage = memory_.stage(p_.plan, state.cursor.slot);
-        stage_group = FirstGroup(p_, state.atom);
+        // Uniform for the compiler, too: products take descriptions from uniform registers.
+        lhs = __shfl_sync(~0u, DescribeOperand(stage + way_ * kOwnAtoms * kLhsBytes), 0);
+        // The second way's atom may begin a group.
+        rows = I::kWays > 1 && way_ > 0 && state.left == atoms_per_group_ ? group_rows_ : 0;
       }
-      const int group = FirstGroup(p_, state.atom + in_stage) - stage_group;
-      const uint64_t lhs = DescribeOperand(stage + in_stage * I::kTokens * 128);
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
-        uint32_t (&own)[kStepsPerAtom][4] = weights[(a * I::kStrips + s) % 2];
-        Dequantize(stage, s, in_stage, group, own);
-        KeepAll(own);
-        FenceOperands();
+        uint32_t codes[kStepsPerAtom][kWordsPerStep<kBits>];
+        LoadCodes<kBits>(stage + codes_ + s * kStripBytes + in_stage * kAtomBytes<kBits>,
+                         threadIdx.x % 32, codes);
+        ScaledRowPair<T, S, kBits> pair;
+        pair.Start(I::kZero == ZeroKind::kFloat);
+        const int row = row_ + s * strip_rows_ + rows;
+        LoadRows(stage, row, pair);
 #pragma unroll
-        for (int step = 0; step < kStepsPerAtom; ++step) {
-          WarpgroupMma<T, I::kTokens>::Run(sums[s], own[step], lhs + step * kStepDescription);
+        for (int unit = 0; unit < kUnits; ++unit) {
+          uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];
+          const int first = unit * kUnitSteps;
+#pragma unroll
+          for (int step = 0; step < kUnitSteps; ++step) {
+            if (first + step == kStepsPerAtom / 2 && p_.groups_per_atom > 1) {
+              LoadRows(stage, row + static_cast<int>(kAtom), pair);
+            }
+            pair.Dequantize(codes[first + step], own[step]);
+          }
+          KeepAll(own);
+          FenceOperands();
+#pragma unroll
+          for (int step = 0; step < kUnitSteps; ++step) {
+            WarpgroupMma<T, I::kTokens>::Run(
+                sums[s], own[step],
+                lhs + in_stage * (kLhsBytes >> 4) + (first + step) * kStepDescription);
+          }
+          CommitProducts();
+          WaitProducts<1>();
+          if (in_stage == 0 && s == 0 && unit == 0 && state.previous >= 0) Free(state.previous);
         }
-        CommitProducts();
-        WaitProducts<1>();
-        if (in_stage == 0 && s == 0 && state.previous >= 0) Free(state.previous);
       }
-      if (in_stage == I::kStageAtoms - 1 || a == kAtoms - 1) {
-        state.atom += I::kStageAtoms;
+#pragma unroll
+      for (int i = 0; i < I::kWays; ++i) {
+        if (--state.left == 0) {
+          state.left = atoms_per_group_;
+          rows += group_rows_;
+        }
+      }
+      state.atom += I::kWays;
+      if (in_stage == kOwnAtoms - 1 || a == kAtoms - 1) {
         state.previous = state.cursor.slot;
         state.cursor.Advance(p_.plan.num_stages);
       }
-    }
-  }
-
-  // `group`: of the stage, the first of the atom.
-  __device__ void Dequantize(uint32_t stage, int strip, int atom, int group,
-                             uint32_t (&weights)[kStepsPerAtom][4]) const {
-    uint32_t codes[kStepsPerAtom][kWordsPerStep<kBits>];
-    LoadCodes<kBits>(stage + codes_ + strip * kStripBytes + atom * kAtomBytes<kBits>,
-                     threadIdx.x % 32, codes);
-    ScaledRowPair<T, S, kBits> rows;
-    rows.Start(I::kZero == ZeroKind::kFloat);
-    const int row = row_ + strip * strip_rows_ + group * static_cast<int>(kAtom);
-    LoadRows(stage, row, rows);
-#pragma unroll
-    for (int step = 0; step < kStepsPerAtom; ++step) {
-      if (step == kStepsPerAtom / 2 && p_.groups_per_atom > 1) {
-        LoadRows(stage, row + static_cast<int>(kAtom), rows);
-      }
-      rows.Dequantize(codes[step], weights[step]);
     }
   }
 
@@ -143,7 +167,9 @@ class TileMultiplier {
   // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes; the scales, in
   // bytes, and its own among them, in rows.
   int codes_, scales_, row_, strip_rows_;
-  bool mate_;      // this lane tells one mate of free stages
+  int atom_end_, atoms_per_group_, group_rows_;  // of the share; of the problem
+  int way_;
+  int frees_;      // whether this lane tells one mate of free stages
   uint32_t free_;  // where
 };
 
