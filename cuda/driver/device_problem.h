@@ -48,7 +48,7 @@ class DeviceProblem {
   // Overwrites out and workspace with NaN patterns, so that an unwritten element shows.
   void Poison() const;
   // Largest error of out, as a fraction of the bound on a right answer; NaN counts as infinite. Of
-  // more than `most` elements, about so many are looked at, spread over rows and columns.
+  // more than `most` elements, half to twice so many are looked at, spread over rows and columns.
   double ErrorOverBound(int copy, int64_t most) const;
   // A number that, but for a chance in 2^32, differs where the bits of out do.
   uint64_t Digest() const;
