@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Times quantized products over cold weights.")
     add = parser.add_argument
     add("--shapes", nargs="+", default=shapes.STANDARD, help="N x K, models or layers: shapes.py")
-    add("--m", type=_positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="tokens")
+    add("--m", type=results.positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="tokens")
     add("--format", nargs="+", default=["int4-g128"], help="int4-g128-integer, int8, ...")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     add(
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[*DEFAULT_BACKENDS, *(n for n in peers.PEERS if n not in DEFAULT_BACKENDS)],
         help=f"{', '.join(names)}; by default {', '.join(DEFAULT_BACKENDS)} and the other packages",
     )
-    add("--calls", type=_positive, default=16, help="least calls of the shorter program")
+    add("--calls", type=results.positive, default=16, help="least calls of the shorter program")
     add("--cold-mb", type=float, default=200, help="least size of all copies of a weight")
     add("--driver", type=Path, help="time our kernels by this program (make driver) and not in jit")
     add("--out", type=Path, help="write what is measured here")
@@ -69,16 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return int(text)
-
-
 def _run(options: argparse.Namespace) -> int:
     for folder in (options.out and options.out.parent, options.plot):
-        if folder is not None and not folder.is_dir():
-            raise results.InputError(f"the folder {folder} does not exist; make it first.")
+        results.require_folder(folder)
     old = results.read(options.compare) if options.compare else None
     found = results.read(options.read) if options.read else _measure(options)
     text = report.markdown(found)

@@ -1,5 +1,6 @@
 """Rows from the C++ driver, which times the kernels in CUDA graphs without JAX."""
 
+import itertools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -16,32 +17,43 @@ _LINE = re.compile(r"m=(\d+)\s+n=(\d+)\s+k=(\d+) .* ([\d.]+) us ")
 
 
 def measure(path: Path, plan: Plan) -> Iterator[dict[str, Any]]:
-    """A row per shape, format and number of tokens; the driver checks each before it times it.
+    """A row per shape, format and number of tokens, by one process per format.
 
-    **Raises:** `InputError` for a driver that cannot run, finds a product wrong, or has no such
-    kernel.
+    The driver checks a sample of each product before it times it.
+
+    **Raises:** `InputError` for a driver that cannot run, finds a product wrong, has no such
+    kernel, or prints other times than it was asked for.
     """
     for format in plan.formats:
-        for shape in plan.shapes:
-            command = [str(path), "time", *_options(plan, format)]
-            command += ["--n", str(shape.n), "--k", str(shape.k)]
-            for m, us in _run(command):
-                yield {
-                    "shape": shape.name,
-                    "n": shape.n,
-                    "k": shape.k,
-                    "format": weights.name(format),
-                    "dtype": plan.dtype,
-                    "backend": "jaxlowbit",
-                    "m": m,
-                    "method": "driver",
-                    "us": us,
-                    "quartiles_us": None,
-                    "bytes": weights.num_bytes(shape.n, shape.k, format, plan.dtype),
-                    "copies": None,
-                    "calls": None,
-                    "error_over_bound": None,
-                }
+        command = [str(path), "time", *_options(plan, format)]
+        command += ["--n", ",".join(str(shape.n) for shape in plan.shapes)]
+        command += ["--k", ",".join(str(shape.k) for shape in plan.shapes)]
+        times = _run(command)
+        for shape, m in itertools.product(plan.shapes, plan.tokens):
+            size, us = next(times, (None, 0.0))
+            if size != (m, shape.n, shape.k):
+                raise InputError(
+                    f"{path} gave no time of m={m} and {shape.name} where it was due, as an older "
+                    "driver than these scripts may; build it again (make driver)."
+                )
+            yield {
+                "shape": shape.name,
+                "n": shape.n,
+                "k": shape.k,
+                "format": weights.name(format),
+                "dtype": plan.dtype,
+                "backend": "jaxlowbit",
+                "m": m,
+                "method": "driver",
+                "us": us,
+                "quartiles_us": None,
+                "bytes": weights.num_bytes(shape.n, shape.k, format, plan.dtype),
+                "copies": None,
+                "calls": None,
+                "error_over_bound": None,
+            }
+        for _ in times:  # until its exit status is known
+            pass
 
 
 def _options(plan: Plan, format: Format) -> list[str]:
@@ -60,14 +72,22 @@ def _options(plan: Plan, format: Format) -> list[str]:
     ]
 
 
-def _run(command: list[str]) -> Iterator[tuple[int, float]]:
+def _run(command: list[str]) -> Iterator[tuple[tuple[int, int, int], float]]:
+    """m, n, k and microseconds, as they are printed."""
+    last = ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
     except OSError as error:
         raise InputError(f"the driver {command[0]} cannot be run: {error.strerror}") from None
-    if done.returncode != 0:
-        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        raise InputError(f"{' '.join(command)} failed: {' '.join(last)}")
-    for line in done.stdout.splitlines():
-        if found := _LINE.match(line):
-            yield int(found[1]), float(found[4])
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := _LINE.match(line):
+                m, n, k, us = found.groups()
+                yield (int(m), int(n), int(k)), float(us)
+            else:
+                last = line.strip() or last
+    if process.returncode != 0:
+        raise InputError(f"{' '.join(command)} failed: {last}")

@@ -89,7 +89,8 @@ def copies(plan: Plan, size: int, shares: bool = False) -> tuple[int, int]:
     if count > _MOST_COPIES:
         raise InputError(
             f"{count} copies of a weight of {size} bytes would be needed to keep it out of the "
-            f"cache, more than {_MOST_COPIES}; name a larger shape, or a smaller --cold-mb."
+            f"cache, more than {_MOST_COPIES}; name a larger shape, or to benchmark.py a smaller "
+            "--cold-mb."
         )
     calls = count * math.ceil(plan.calls / count)
     return (2 * calls if shares else count), calls
@@ -102,7 +103,7 @@ def _read(plan: Plan, size: int) -> dict[str, Any]:
     buffers = [_random_words(jax.random.key(i), shape) for i in range(count)]
     x = jnp.zeros(shape[0], jnp.uint32)
     time = timing.microseconds_per_call(contenders.row_sums, x, buffers, calls)
-    return _timed(time, "jit", 4 * math.prod(shape), count, calls, None)
+    return timed(time, "jit", 4 * math.prod(shape), count, calls, None)
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -149,7 +150,7 @@ def _products(
             clock = timing.graph_microseconds_per_call if torch else timing.microseconds_per_call
             time = clock(contender.call, operand, made, calls)
             method = "cuda graph" if torch else "jit"
-            yield row | {"m": m} | _timed(time, method, size, count, calls, error)
+            yield row | {"m": m} | timed(time, method, size, count, calls, error)
     except Exception as error:
         if ours:
             raise
@@ -167,9 +168,10 @@ def _reference(
     return weights.dequantize(codes, format)
 
 
-def _timed(
+def timed(
     time: timing.Microseconds, method: str, size: int, count: int, calls: int, error: float | None
 ) -> dict[str, Any]:
+    """What a row says of a time, measured by `calls` calls over `count` weights of `size` bytes."""
     return {
         "method": method,
         "us": time.median,

@@ -1,5 +1,6 @@
 """Results as JSON: where they were measured, and one row per cell."""
 
+import argparse
 import datetime
 import json
 import os
@@ -18,6 +19,19 @@ _SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.lim
 
 class InputError(Exception):
     """A sentence for the person who typed the command."""
+
+
+def positive(text: str) -> int:
+    """A number from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def require_folder(folder: Path | None) -> None:
+    """**Raises:** `InputError` for one that is named and does not exist."""
+    if folder is not None and not folder.is_dir():
+        raise InputError(f"the folder {folder} does not exist; make it first.")
 
 
 def environment() -> dict[str, Any]:

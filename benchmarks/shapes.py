@@ -2,7 +2,10 @@
 
 `llama3-70b/down` is a layer, `llama3-70b/down/tp4` the part of it on one of 4 devices (of its rows
 for the layers that end in a sum, of its columns for the others), `llama3-70b` all layers of the
-model on one device, `llama3-70b/tp4` all of them on four, and `28672x8192` any n x k.
+model on one device, `llama3-70b/tp4` all of them on four, and `28672x8192` any n x k. Sets have
+names too: `standard` is what is measured unless others are named, `decode` eight more layers of
+models of 7B to 405B parameters, and `unseen` forty of many models and their parts, small and odd
+ones among them: a selection made with the others can be held to them.
 """
 
 import re
@@ -72,8 +75,61 @@ def _named() -> dict[str, Shape]:
 
 
 SHAPES = _named()
-# Five that span models of 8B to 70B parameters: what is measured unless others are named.
+# Five that span models of 8B to 70B parameters.
 STANDARD = ("4096x4096", "14336x4096", "8192x8192", "28672x8192", "8192x28672")
+DECODE = (
+    "6144x4096",  # Llama 3 8B: queries, keys and values
+    "4096x14336",  # Llama 3 8B: down
+    "37888x3584",  # Qwen2.5 7B: gate and up
+    "3584x18944",  # Qwen2.5 7B: down
+    "5120x27648",  # Qwen2.5 32B: down
+    "14336x8192",  # Llama 3 70B: gate and up, on 4 devices
+    "8192x7168",  # Llama 3 70B: down, on 4
+    "13312x16384",  # Llama 3 405B: gate and up, on 8
+)
+UNSEEN = (
+    "12288x4096",  # Llama 2 7B: queries, keys and values
+    "22016x4096",  # Llama 2 7B: gate and up
+    "4096x11008",  # Llama 2 7B: down
+    "5504x4096",  # Llama 2 7B: gate, on 2 devices
+    "4096x5504",  # Llama 2 7B: down, on 2
+    "4096x2752",  # Llama 2 7B: down, on 4
+    "15360x5120",  # Llama 2 13B: queries, keys and values
+    "6912x5120",  # Llama 2 13B: gate, on 2
+    "5120x13824",  # Llama 2 13B: down
+    "5120x1728",  # Llama 2 13B: down, on 8
+    "1024x4096",  # Llama 3 8B: keys
+    "1280x8192",  # Llama 3 70B: queries, keys and values, on 8
+    "8192x3584",  # Llama 3 70B: down, on 8
+    "2304x16384",  # Llama 3 405B: queries, keys and values, on 8
+    "16384x2048",  # Llama 3 405B: output, on 8
+    "16384x6656",  # Llama 3 405B: down, on 8
+    "1536x1536",  # Qwen2.5 1.5B: output
+    "1536x8960",  # Qwen2.5 1.5B: down
+    "4608x3584",  # Qwen2.5 7B: queries, keys and values
+    "9472x3584",  # Qwen2.5 7B: gate and up, on 4
+    "3584x2368",  # Qwen2.5 7B: down, on 8
+    "7392x8192",  # Qwen2.5 72B: gate, on 4
+    "8192x7392",  # Qwen2.5 72B: down, on 4
+    "8192x14784",  # Qwen2.5 72B: down, on 2
+    "4096x7168",  # Mixtral 8x7B: down of an expert, on 2
+    "8192x6144",  # Mixtral 8x22B: queries, keys and values
+    "6144x16384",  # Mixtral 8x22B: down of an expert
+    "10944x2048",  # DeepSeek-V2-Lite: gate of the first layer
+    "2048x10944",  # DeepSeek-V2-Lite: down of the first layer
+    "1408x2048",  # DeepSeek-V2-Lite: gate of an expert
+    "2048x1408",  # DeepSeek-V2-Lite: down of an expert
+    "1536x7168",  # DeepSeek-V3: queries, down
+    "24576x1536",  # DeepSeek-V3: queries, up
+    "7168x2304",  # DeepSeek-V3: down of a layer without experts, on 8
+    "9216x3072",  # Phi-3 mini: queries, keys and values
+    "5120x17920",  # Phi-3 medium: down
+    "5120x2240",  # Phi-3 medium: down, on 8
+    "3584x14336",  # Gemma 2 9B: down
+    "30720x3840",  # Gemma 3 12B: gate and up
+    "5376x21504",  # Gemma 3 27B: down
+)
+SETS = {"standard": STANDARD, "decode": DECODE, "unseen": UNSEEN}
 
 
 def find(name: str) -> list[Shape]:
@@ -83,6 +139,8 @@ def find(name: str) -> list[Shape]:
     """
     if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
         return [Shape(name, int(size[1]), int(size[2]))]
+    if name in SETS:
+        return [shape for size in SETS[name] for shape in find(size)]
     if name in SHAPES:
         return [SHAPES[name]]
     model, _, part = name.partition("/")
@@ -94,7 +152,8 @@ def find(name: str) -> list[Shape]:
     if not found:
         models = sorted({shape.split("/")[0] for shape in SHAPES})
         raise ValueError(
-            f"{name!r} names no shape; give N x K as 14336x4096, a model ({', '.join(models)}), "
-            "or one of its layers, such as llama3-70b/down or llama3-70b/down/tp4."
+            f"{name!r} names no shape; give N x K as 14336x4096, a set ({', '.join(SETS)}), a "
+            f"model ({', '.join(models)}), or one of its layers, such as llama3-70b/down or "
+            "llama3-70b/down/tp4."
         )
     return found

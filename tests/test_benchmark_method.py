@@ -125,3 +125,16 @@ def test_names_of_shapes_are_found():
     for name in shapes.SHAPES:
         assert [shape.name for shape in shapes.find(name)] == [name]
     assert all(len(shapes.find(name)) >= 4 for name in {n.split("/")[0] for n in shapes.SHAPES})
+
+
+def test_sets_of_shapes():
+    sizes = {name: [shape[1:] for shape in shapes.find(name)] for name in shapes.SETS}
+    assert {name: len(found) for name, found in sizes.items()} == {
+        "standard": 5,
+        "decode": 8,
+        "unseen": 40,
+    }
+    everything = [size for found in sizes.values() for size in found]
+    assert len(set(everything)) == len(everything)  # so that none has been seen in another
+    assert {n for n, _ in sizes["unseen"]} >= {1024, 1536, 10944, 7392, 5504, 1408}
+    assert any(k % 128 == 64 for _, k in sizes["unseen"])

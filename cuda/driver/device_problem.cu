@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <utility>
 
 #include "cuda/device/layout.cuh"
@@ -17,6 +18,9 @@ namespace jaxlowbit::driver {
 namespace {
 
 constexpr int kThreads = 256;
+
+// CTAs for kernels in which threads stride over `count` elements.
+int64_t Ctas(int64_t count) { return std::clamp<int64_t>(CeilDiv(count, kThreads), 1, 4096); }
 
 __host__ __device__ inline uint32_t Hash(uint64_t x) {  // splitmix64's finaliser
   x += 0x9e3779b97f4a7c15ull;
@@ -86,8 +90,7 @@ __global__ void FillKernel(void* data, Fill fill, ElementType type, int64_t coun
 void Random(const DeviceBuffer& buffer, Fill fill, ElementType type, int64_t count, uint64_t seed,
             int modulus = 0) {
   if (count == 0) return;
-  const int64_t ctas = std::min<int64_t>(CeilDiv(count, kThreads), 4096);
-  FillKernel<<<ctas, kThreads>>>(buffer.data(), fill, type, count, seed, modulus);
+  FillKernel<<<Ctas(count), kThreads>>>(buffer.data(), fill, type, count, seed, modulus);
   Check(cudaGetLastError(), "FillKernel");
 }
 
@@ -103,12 +106,12 @@ __device__ int Code(const QuantizedMatmul& p, const uint32_t* words, int64_t k, 
                      : lane[2 * s + v] >> (16 * e + 8 * h) & 255;
 }
 
-// One thread per output: exact sum in double, error over bound, largest in *worst (as bits).
-// `half_steps`: of 16 products that float16 may add up, 0 for none.
-__global__ void CompareKernel(QuantizedMatmul p, Buffers b, int half_steps,
+// One thread per `step` outputs, for the first: exact sum in double, error over bound, largest in
+// *worst (as bits). `half_steps`: of 16 products that float16 may add up, 0 for none.
+__global__ void CompareKernel(QuantizedMatmul p, Buffers b, int64_t step, int half_steps,
                               unsigned long long* worst) {
   const int64_t lhs_columns = p.transposed ? p.n : p.k, out_columns = p.transposed ? p.k : p.n;
-  const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  const int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * step;
   if (i >= p.batch * p.m * out_columns) return;
   const int64_t column = i % out_columns, row = i / out_columns, batch = row / p.m;
   const int64_t lhs_row = p.shared_lhs ? row % p.m : row;
@@ -148,10 +151,24 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, int half_steps,
   atomicMax(worst, static_cast<unsigned long long>(__double_as_longlong(ratio)));
 }
 
+// The sum of a hash of each 16 bits and their place.
+__global__ void DigestKernel(const uint16_t* data, int64_t count, unsigned long long* digest) {
+  unsigned long long sum = 0;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * kThreads) {
+    sum += Hash(static_cast<uint64_t>(i) << 16 | data[i]);
+  }
+  atomicAdd(digest, sum);
+}
+
 int64_t SizeOf(ElementType type) { return type == ElementType::kF32 ? 4 : 2; }
 
 int64_t Groups(const QuantizedMatmul& p) {
   return p.num_weights * p.n_blocks() * p.groups() * kAtom;
+}
+
+int64_t PackedBytes(const QuantizedMatmul& p) {
+  return p.num_weights * p.n_blocks() * p.k_blocks() * p.words_per_atom() * 4;
 }
 
 }  // namespace
@@ -172,12 +189,15 @@ DeviceBuffer::DeviceBuffer(DeviceBuffer&& other) noexcept
 
 DeviceBuffer::~DeviceBuffer() { cudaFree(data_); }
 
+int64_t WeightBytes(const QuantizedMatmul& problem) {
+  return PackedBytes(problem) + Groups(problem) * (problem.scale_bytes() + problem.zero_bytes());
+}
+
 DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, bool with_index, int copies,
                              uint64_t seed)
     : problem_(problem),
       lhs_(problem.lhs_rows() * problem.lhs_columns() * SizeOf(problem.lhs)),
-      packed_(copies * problem.num_weights * problem.n_blocks() * problem.k_blocks() *
-              problem.words_per_atom() * 4),
+      packed_(copies * PackedBytes(problem)),
       scale_(copies * Groups(problem) * problem.scale_bytes()),
       zero_(copies * Groups(problem) * problem.zero_bytes()),
       index_(with_index ? problem.batch * 4 : 0),
@@ -215,34 +235,39 @@ Buffers DeviceProblem::buffers(int copy) const {
   return buffers;
 }
 
-int64_t DeviceProblem::weight_bytes() const {
-  return packed_stride_ + scale_stride_ + zero_stride_;
-}
-
 void DeviceProblem::Poison() const {
   Check(cudaMemset(out_.data(), 0xff, out_.bytes()), "cudaMemset");
   Check(cudaMemset(workspace_.data(), 0xff, workspace_.bytes()), "cudaMemset");
 }
 
-double DeviceProblem::ErrorOverBound(int copy) const {
+double DeviceProblem::ErrorOverBound(int copy, int64_t most) const {
   const int64_t outputs = problem_.batch * problem_.m * problem_.out_columns();
   if (outputs == 0) return 0;
+  // Without a common factor with the columns, steps reach all of them.
+  int64_t step = std::max<int64_t>(outputs / most, 1);
+  while (std::gcd(step, problem_.out_columns()) != 1) ++step;
   DeviceBuffer worst(8);
   Check(cudaMemset(worst.data(), 0, 8), "cudaMemset");
   const int half_steps =
       problem_.half_sums ? qmm_sm80::BlockK(problem_.bits) / qmm_sm80::kMinGroupSize : 0;
-  CompareKernel<<<CeilDiv(outputs, kThreads), kThreads>>>(
-      problem_, buffers(copy), half_steps, static_cast<unsigned long long*>(worst.data()));
+  CompareKernel<<<CeilDiv(CeilDiv(outputs, step), kThreads), kThreads>>>(
+      problem_, buffers(copy), step, half_steps, static_cast<unsigned long long*>(worst.data()));
   Check(cudaGetLastError(), "CompareKernel");
   double ratio = 0;
   Check(cudaMemcpy(&ratio, worst.data(), 8, cudaMemcpyDeviceToHost), "cudaMemcpy");
   return ratio;
 }
 
-std::vector<uint8_t> DeviceProblem::Out() const {
-  std::vector<uint8_t> bytes(out_.bytes());
-  Check(cudaMemcpy(bytes.data(), out_.data(), bytes.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
-  return bytes;
+uint64_t DeviceProblem::Digest() const {
+  const int64_t count = out_.bytes() / 2;
+  DeviceBuffer digest(8);
+  Check(cudaMemset(digest.data(), 0, 8), "cudaMemset");
+  DigestKernel<<<Ctas(count), kThreads>>>(static_cast<const uint16_t*>(out_.data()), count,
+                                          static_cast<unsigned long long*>(digest.data()));
+  Check(cudaGetLastError(), "DigestKernel");
+  uint64_t sum = 0;
+  Check(cudaMemcpy(&sum, digest.data(), 8, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return sum;
 }
 
 std::string Describe(const QuantizedMatmul& p) {

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "cuda/problem.h"
 
@@ -33,6 +32,9 @@ class DeviceBuffer {
   int64_t bytes_ = 0;
 };
 
+// Bytes of codes, scales and zeros that one call reads.
+int64_t WeightBytes(const QuantizedMatmul& problem);
+
 // Random operands for `problem`; `copies` sets of weights, so that a timing can keep them out of
 // L2.
 class DeviceProblem {
@@ -42,15 +44,14 @@ class DeviceProblem {
   // The buffers of one call that uses weight set `copy`.
   Buffers buffers(int copy) const;
   int64_t workspace_bytes() const { return workspace_.bytes(); }
-  // Bytes of codes, scales and zeros that one call reads.
-  int64_t weight_bytes() const;
 
   // Overwrites out and workspace with NaN patterns, so that an unwritten element shows.
   void Poison() const;
-  // Largest error of out, as a fraction of the bound on a right answer; NaN counts as infinite.
-  double ErrorOverBound(int copy) const;
-  // The bytes of out.
-  std::vector<uint8_t> Out() const;
+  // Largest error of out, as a fraction of the bound on a right answer; NaN counts as infinite. Of
+  // more than `most` elements, half to twice so many are looked at, spread over rows and columns.
+  double ErrorOverBound(int copy, int64_t most) const;
+  // A number that, but for a chance in 2^32, differs where the bits of out do.
+  uint64_t Digest() const;
 
  private:
   QuantizedMatmul problem_;

@@ -1,0 +1,90 @@
+"""What is wrong with measured times: cells slower than dense, or than more tokens are."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import contenders
+from results import InputError
+
+# A weight of fewer elements than these takes a few microseconds, of which launches are a part.
+SMALL = 8_000_000
+SLOWER_BY, SMALL_SLOWER_BY, FALLS_BY = 0.02, 0.10, 0.03
+
+
+class Cell(NamedTuple):
+    """A product, measured beside dense."""
+
+    shape: str
+    elements: int  # of the weight
+    m: int
+    us: float
+    dense_us: float
+
+    @property
+    def speed_up(self) -> float:
+        """Times as fast as dense."""
+        return self.dense_us / self.us
+
+    @property
+    def slower(self) -> bool:
+        """Whether it loses by more than is allowed."""
+        allowed = SMALL_SLOWER_BY if self.elements < SMALL else SLOWER_BY
+        return self.us > (1 + allowed) * self.dense_us
+
+    def __str__(self) -> str:
+        return (
+            f"{self.shape:24s} m={self.m:<5d} {self.us:9.2f} us, dense {self.dense_us:9.2f}: "
+            f"{self.us / self.dense_us:.2f} times as long"
+        )
+
+
+class Fall(NamedTuple):
+    """A time that is longer than one of more tokens."""
+
+    few: Cell
+    many: Cell
+
+    def __str__(self) -> str:
+        few, many = self
+        return (
+            f"{few.shape:24s} m={few.m:<5d} {few.us:9.2f} us, m={many.m:<5d} {many.us:9.2f} us: "
+            f"{few.us / many.us:.2f} times as long"
+        )
+
+
+def cells(rows: list[dict[str, Any]]) -> list[Cell]:
+    """Our rows that have a dense one beside them; dense is the faster where there are several.
+
+    **Raises:** `InputError` for none, and for rows of several formats.
+    """
+    ours = [row for row in rows if row["backend"] == "jaxlowbit"]
+    if len({(row["format"], row["dtype"], row["method"]) for row in ours}) > 1:
+        raise InputError("the rows have several formats, dtypes or methods; sweep one at a time.")
+    dense: dict[tuple[str, int], float] = {}
+    for row in rows:
+        if row["backend"] in contenders.DENSE:
+            key = row["shape"], row["m"]
+            dense[key] = min(row["us"], dense.get(key, math.inf))
+    found = [
+        Cell(row["shape"], row["n"] * row["k"], row["m"], row["us"], dense[row["shape"], row["m"]])
+        for row in ours
+        if (row["shape"], row["m"]) in dense
+    ]
+    if not found:
+        raise InputError("the rows have no product of jaxlowbit with a dense one beside it.")
+    return found
+
+
+def falls(cells: list[Cell]) -> Iterator[Fall]:
+    """Each time with the least of more tokens, where that is shorter by more than is allowed."""
+    for few in cells:
+        more = [cell for cell in cells if cell.shape == few.shape and cell.m > few.m]
+        many = min(more, key=lambda cell: cell.us, default=few)
+        if many.us < (1 - FALLS_BY) * few.us:
+            yield Fall(few, many)
+
+
+def mean_speed_up(cells: list[Cell]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(math.log(cell.speed_up) for cell in cells) / len(cells))
