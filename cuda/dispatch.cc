@@ -80,18 +80,29 @@ Choice ConfigureSm80(const QuantizedMatmul& problem, const Device& device,
   return choice;
 }
 
+// Of the whole batch.
+int64_t StreamClusters(const QuantizedMatmul& problem, int slices) {
+  return CeilDiv(problem.n_blocks() * qmm_sm90_stream::kSlicesPerStrip, slices) * problem.batch;
+}
+
+qmm_sm90_stream::Plan StreamPlan(const QuantizedMatmul& problem, const Device& device,
+                                 const Choice& choice) {
+  return qmm_sm90_stream::PlanOf(problem, choice.split_k, choice.slices,
+                                 StreamCtasPerSm(problem, device, choice));
+}
+
 // Microseconds that qmm_sm90_stream takes. The constants are fits to sweeps of the two choices on an
 // H200 (docs/kernels/qmm_sm90_stream.md); of another device they rank choices all the same.
-double StreamCost(const QuantizedMatmul& problem, const Device& device, int cluster_ctas,
-                  int slices) {
+double StreamCost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   namespace stream = qmm_sm90_stream;
-  const stream::Plan plan = stream::PlanOf(problem, cluster_ctas, slices);
-  const int64_t clusters =
-      CeilDiv(problem.n_blocks() * stream::kSlicesPerStrip, slices) * problem.batch;
-  const int64_t waves = CeilDiv(clusters, std::max(1, device.stream_clusters[cluster_ctas]));
+  const int cluster_ctas = choice.split_k, slices = choice.slices;
+  const stream::Plan plan = StreamPlan(problem, device, choice);
+  const int64_t clusters = StreamClusters(problem, slices);
+  const int ctas_per_sm = StreamCtasPerSm(problem, device, choice);
+  const int64_t waves = CeilDiv(clusters, std::max(1, device.clusters[ctas_per_sm][cluster_ctas]));
   // CTAs on the fullest multiprocessor.
   const int64_t beside =
-      std::min<int64_t>(kStreamCtasPerSm, CeilDiv(clusters * cluster_ctas, device.num_sms));
+      std::min<int64_t>(ctas_per_sm, CeilDiv(clusters * cluster_ctas, device.num_sms));
   const double kilobyte_per_slice = problem.k_blocks() * problem.bits / 8.0;
   const int tiles = static_cast<int>(CeilDiv(slices, plan.tile_slices));
   const double pairs = static_cast<double>(CeilDiv(plan.tile_slices, stream::kSlicesPerWarp));
@@ -122,13 +133,14 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
   double best = 0;
   for (int cluster_ctas : {1, 2, 4}) {
     for (int strips = 1; strips <= 2 * stream::kMaxTileSlices / stream::kSlicesPerStrip; ++strips) {
-      const int slices = strips * stream::kSlicesPerStrip;
-      if (stream::PlanOf(problem, cluster_ctas, slices).num_stages < 2) continue;
-      const double cost = StreamCost(problem, device, cluster_ctas, slices);
+      Choice other = choice;
+      other.split_k = cluster_ctas;
+      other.slices = strips * stream::kSlicesPerStrip;
+      if (StreamPlan(problem, device, other).num_stages < 2) continue;
+      const double cost = StreamCost(problem, device, other);
       if (choice.slices > 0 && cost >= best) continue;
       best = cost;
-      choice.split_k = cluster_ctas;
-      choice.slices = slices;
+      choice = other;
     }
   }
   return choice;
@@ -142,12 +154,8 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
     double round;          // the beginning and the end of a tile
     double split;          // adding up a cluster's sums
   };
-  constexpr Fit kFits[] = {{0.661, 0, 5.0, 8.7},
-                           {0.387, 0, 4.3, 4.7},
-                           {0.289, 0, 3.9, 2.5},
-                           {0.345, 0.541, 2.0, 4.5},
-                           {0.306, 0.440, 1.6, 3.2},
-                           {0.200, 0, 3.5, 2.5},
+  constexpr Fit kFits[] = {{0.661, 0, 5.0, 8.7},     {0.387, 0, 4.3, 4.7},     {0.289, 0, 3.9, 2.5},
+                           {0.345, 0.541, 2.0, 4.5}, {0.306, 0.440, 1.6, 3.2}, {0.200, 0, 3.5, 2.5},
                            {0.180, 0, 3.2, 2.2}};
   static_assert(std::size(kFits) == qmm_sm90::kNumTiles);
   const Fit& fit = kFits[choice.tile];
@@ -158,7 +166,7 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
                            problem.batch;
   const auto beside = static_cast<int>(std::min<int64_t>(
       tile.ctas_per_sm, CeilDiv(clusters * cluster_ctas, std::max(1, device.num_sms))));
-  const int64_t rounds = CeilDiv(clusters, std::max(1, device.sm90_clusters[beside][cluster_ctas]));
+  const int64_t rounds = CeilDiv(clusters, std::max(1, device.clusters[beside][cluster_ctas]));
   // Sharing activations costs a wait for each other at the ends.
   const double atom = (beside == 1 ? fit.alone : fit.beside) * (choice.mates == 1 ? 1 : 0.98);
   const double mates = choice.mates == 1 ? 0 : 2;
@@ -200,7 +208,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
     case Kernel::kQmmSm80:
       return Sm80Cost(problem, device, choice.block_m, choice.split_k);
     case Kernel::kQmmSm90Stream:
-      return StreamCost(problem, device, choice.split_k, choice.slices);
+      return StreamCost(problem, device, choice);
     case Kernel::kQmmSm90:
       return Sm90Cost(problem, device, choice);
   }
@@ -213,7 +221,7 @@ std::string UnsupportedStream(const QuantizedMatmul& problem, const Device& devi
   if (problem.k % kAtom != 0) return "k must be a multiple of 64";
   const Choice choice = ConfigureStream(problem, device);
   if (choice.slices == 0) return "its stages would not fit shared memory";
-  const auto plan = qmm_sm90_stream::PlanOf(problem, choice.split_k, choice.slices);
+  const auto plan = StreamPlan(problem, device, choice);
   if (!qmm_sm90_stream::SupportsGroupSize(plan, problem.group_size)) {
     return "groups must divide its stages or be multiples of them";
   }
@@ -234,6 +242,13 @@ std::string UnsupportedSm90(const QuantizedMatmul& problem, const Device& device
 }
 
 }  // namespace
+
+// CTAs that have a multiprocessor each must not meet on one, which they would if they started while
+// an earlier kernel still filled others: they take all of its shared memory.
+int StreamCtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  const bool alone = StreamClusters(problem, choice.slices) <= device.clusters[1][choice.split_k];
+  return alone ? 1 : qmm_sm90_stream::kMaxCtasPerSm;
+}
 
 std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {
   const auto number = [](int64_t value) { return std::to_string(value); };
@@ -300,9 +315,8 @@ void AssumeClusters(Device& device) {
   for (int ctas_per_sm : {1, 2}) {
     for (int ctas : {1, 2, 4}) {
       // Larger clusters do not fill groups of multiprocessors (H200: 30 of 33).
-      const int clusters = ctas_per_sm * device.num_sms / ctas * (ctas == 4 ? 15 : 16) / 16;
-      device.sm90_clusters[ctas_per_sm][ctas] = clusters;
-      if (ctas_per_sm == kStreamCtasPerSm) device.stream_clusters[ctas] = clusters;
+      device.clusters[ctas_per_sm][ctas] =
+          ctas_per_sm * device.num_sms / ctas * (ctas == 4 ? 15 : 16) / 16;
     }
   }
 }

@@ -15,16 +15,12 @@ namespace jaxlowbit {
 inline constexpr int kMaxSplitK = 16;
 inline constexpr int64_t kMaxWorkspaceBytes = int64_t{16} << 20;
 
-inline constexpr int kStreamCtasPerSm = 2;
-
 struct Device {
   int compute_capability = 0;  // 10 * major + minor
   int num_sms = 0;
   int shared_bytes_per_sm = 0;
-  // Clusters of qmm_sm90_stream that run at a time, by their number of CTAs (1, 2, 4).
-  int stream_clusters[5] = {};
-  // The same of qmm_sm90, by CTAs on a multiprocessor and CTAs of a cluster.
-  int sm90_clusters[3][5] = {};
+  // Clusters that run at a time, by CTAs on a multiprocessor (1, 2) and CTAs of a cluster (1, 2, 4).
+  int clusters[3][5] = {};
 };
 
 enum class Kernel { kQmmSm80, kQmmSm90Stream, kQmmSm90 };
@@ -37,6 +33,9 @@ struct Choice {
   int tile = 0;     // of qmm_sm90's tile shapes
   int mates = 1;    // CTAs of a cluster of qmm_sm90 that share activations
 };
+
+// CTAs on a multiprocessor that a choice of qmm_sm90_stream divides shared memory for.
+int StreamCtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
 
 // Why no kernel computes `problem` on `device`, or an empty string.
 std::string Unsupported(const QuantizedMatmul& problem, const Device& device);

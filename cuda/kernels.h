@@ -50,9 +50,10 @@ cudaError_t LaunchQmmSm80Transposed(const QuantizedMatmul& problem, const Buffer
                                     const Choice& choice, cudaStream_t stream);
 
 // qmm_sm90_stream.cu.
-cudaError_t InitializeQmmSm90Stream(Device& device);
+cudaError_t InitializeQmmSm90Stream();
 cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& buffers,
-                                const Choice& choice, bool early_start, cudaStream_t stream);
+                                const Choice& choice, const Device& device, bool early_start,
+                                cudaStream_t stream);
 
 // qmm_sm90.cu.
 cudaError_t InitializeQmmSm90(Device& device);

@@ -56,7 +56,7 @@ cudaError_t Initialize(int ordinal, Device& device) {
   if (error == cudaSuccess) error = InitializeReduceSplits();
   if (error == cudaSuccess) error = InitializeGate();
   if (error == cudaSuccess && device.compute_capability == 90) {
-    error = InitializeQmmSm90Stream(device);
+    error = InitializeQmmSm90Stream();
     if (error == cudaSuccess) error = InitializeQmmSm90(device);
   }
   const cudaError_t restored = cudaSetDevice(current);
@@ -82,7 +82,7 @@ const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int ordinal, cudaStream_t stream, bool early_start) {
   if (choice.kernel == Kernel::kQmmSm90Stream) {
-    return LaunchQmmSm90Stream(problem, buffers, choice, early_start, stream);
+    return LaunchQmmSm90Stream(problem, buffers, choice, DeviceInfo(ordinal), early_start, stream);
   }
   if (choice.kernel == Kernel::kQmmSm90) {
     return LaunchQmmSm90(problem, buffers, choice, DeviceInfo(ordinal), stream);

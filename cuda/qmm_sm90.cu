@@ -122,9 +122,8 @@ cudaError_t InitializeQmmSm90(Device& device) {
     }
     for (int cluster_ctas : {1, 2, 4}) {
       const LaunchConfig launch(tile, 1, cluster_ctas, SharedBytes(tile), nullptr);
-      const cudaError_t error =
-          cudaOccupancyMaxActiveClusters(&device.sm90_clusters[tile.ctas_per_sm][cluster_ctas],
-                                         Find(problem, number), &launch.config);
+      const cudaError_t error = cudaOccupancyMaxActiveClusters(
+          &device.clusters[tile.ctas_per_sm][cluster_ctas], Find(problem, number), &launch.config);
       if (error != cudaSuccess) return error;
     }
   }

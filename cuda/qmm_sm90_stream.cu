@@ -110,7 +110,7 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory, 
 }
 
 template <class I>
-__global__ void __launch_bounds__(kThreads, kStreamCtasPerSm)
+__global__ void __launch_bounds__(kThreads, kMaxCtasPerSm)
     QmmSm90StreamKernel(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(kBoxBytes) uint8_t shared[];
@@ -165,7 +165,7 @@ KernelFunction Find(const QuantizedMatmul& problem, int tokens) {
 }
 
 Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
-                bool early_start) {
+                int ctas_per_sm, bool early_start) {
   Params p;
   p.packed = buffers.packed;
   p.scale = buffers.scale;
@@ -184,7 +184,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.atoms_per_group = Divider::By(size < 0 ? p.k_blocks : std::max<int64_t>(size / kAtom, 1));
   p.groups_per_atom = size > 0 && size < kAtom ? static_cast<int>(kAtom / size) : 1;
   p.out_float = problem.out == ElementType::kF32;
-  p.plan = PlanOf(problem, choice.split_k, choice.slices);
+  p.plan = PlanOf(problem, choice.split_k, choice.slices, ctas_per_sm);
   // Copies arrive in their order: with more stages of weights before the first activations, the first
   // product would start later. Before the end of another kernel there is nothing else to copy.
   p.early_stages = early_start ? p.plan.num_stages : 2;
@@ -217,8 +217,7 @@ struct LaunchConfig {
 }  // namespace
 }  // namespace qmm_sm90_stream
 
-// Also finds out how many clusters run at a time: of the kernels, which have the same shape, any.
-cudaError_t InitializeQmmSm90Stream(Device& device) {
+cudaError_t InitializeQmmSm90Stream() {
   using namespace qmm_sm90_stream;
   const cudaError_t found = InitializeTensorMaps();
   if (found != cudaSuccess) return found;
@@ -231,31 +230,27 @@ cudaError_t InitializeQmmSm90Stream(Device& device) {
             if (tokens > MaxTokens(bits)) continue;
             problem.lhs = lhs, problem.scale = scale, problem.zero = zero, problem.bits = bits;
             const cudaError_t error = cudaFuncSetAttribute(
-                Find(problem, tokens), cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+                Find(problem, tokens), cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes(1));
             if (error != cudaSuccess) return error;
           }
         }
       }
     }
   }
-  for (int cluster_ctas : {1, 2, 4}) {
-    LaunchConfig launch(1, 1, cluster_ctas, kSharedBytes, false, nullptr);
-    const cudaError_t error = cudaOccupancyMaxActiveClusters(&device.stream_clusters[cluster_ctas],
-                                                             Find(problem, 8), &launch.config);
-    if (error != cudaSuccess) return error;
-  }
   return cudaSuccess;
 }
 
 cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& buffers,
-                                const Choice& choice, bool early_start, cudaStream_t stream) {
+                                const Choice& choice, const Device& device, bool early_start,
+                                cudaStream_t stream) {
   using namespace qmm_sm90_stream;
-  Params p = ParamsOf(problem, buffers, choice, early_start);
+  const int ctas_per_sm = StreamCtasPerSm(problem, device, choice);
+  Params p = ParamsOf(problem, buffers, choice, ctas_per_sm, early_start);
   const cudaError_t error = DescribeMatrix(buffers.lhs, problem.lhs, problem.lhs_rows(), problem.k,
                                            choice.block_m, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
   const int64_t clusters = CeilDiv(p.n_blocks * kSlicesPerStrip, choice.slices);
-  const LaunchConfig launch(clusters, problem.batch, choice.split_k, p.plan.shared_bytes(),
+  const LaunchConfig launch(clusters, problem.batch, choice.split_k, SharedBytes(ctas_per_sm),
                             early_start, stream);
   return cudaLaunchKernelEx(&launch.config, Find(problem, choice.block_m), p);
 }

@@ -13,7 +13,8 @@
 //                           --early-start (all but the first start before the one before ends);
 //                           --kernel sm80|stream|sm90,
 //                           --tile T,T,..., --split S,S,... and --slices L,L,... instead of the
-//                           selection's; --all times every choice of qmm_sm90
+//                           selection's (a tile is a number of tokens, of qmm_sm90 one of
+//                           its tiles in their order); --all times every choice of qmm_sm90
 //
 // A wrong result prints the problem and the error over the bound, and the exit status is 1.
 
@@ -246,8 +247,8 @@ struct TimeOptions {
   QuantizedMatmul problem;
   bool early_start = false;
   std::string kernel;
-  // 0: what the selection takes.
-  std::vector<int64_t> tiles = {0}, splits = {0}, slices = {0};
+  // What the selection takes: 0, of tiles -1.
+  std::vector<int64_t> tiles = {-1}, splits = {0}, slices = {0};
   bool all = false;
 };
 
@@ -280,7 +281,12 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
     for (int64_t split : options.splits) {
       for (int64_t slices : options.slices) {
         Choice choice = selected;
-        if (tile > 0) choice.block_m = static_cast<int>(tile);
+        if (tile >= 0 && choice.kernel == Kernel::kQmmSm90) {
+          choice.tile = static_cast<int>(std::min<int64_t>(tile, qmm_sm90::kNumTiles - 1));
+          choice.block_m = qmm_sm90::kTiles[choice.tile].tokens;
+        } else if (tile >= 0) {
+          choice.block_m = static_cast<int>(tile);
+        }
         if (split > 0) choice.split_k = static_cast<int>(split);
         if (slices > 0) choice.slices = static_cast<int>(slices);
         const int64_t sums = choice.split_k * problem.m * (problem.out_columns() + kAtom) * 4;

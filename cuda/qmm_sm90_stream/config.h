@@ -16,10 +16,13 @@ inline constexpr int kSlicesPerStrip = 4;  // of the 64 channels of an atom
 inline constexpr int kWarps = 8;           // that multiply; one more copies
 inline constexpr int kSlicesPerWarp = 2;
 inline constexpr int kMaxTileSlices = kWarps * kSlicesPerWarp;
-inline constexpr int kMaxStages = 8;
-inline constexpr int kBoxBytes = 1024;           // alignment of boxes of activations
-inline constexpr int kSharedBytes = 113 * 1024;  // of 228 KiB, 1 KiB per CTA for the system
-inline constexpr int kBarriersBytes = 256;       // room for all barriers, at the start
+inline constexpr int kMaxStages = 16;
+inline constexpr int kMaxCtasPerSm = 2;
+inline constexpr int kBoxBytes = 1024;      // alignment of boxes of activations
+inline constexpr int kBarriersBytes = 512;  // room for all barriers, at the start
+
+// Shared memory of a CTA: of 228 KiB, 1 KiB for the system.
+constexpr int SharedBytes(int ctas_per_sm) { return (228 / ctas_per_sm - 1) * 1024; }
 
 // Of 8-bit weights, 32 tokens would take more registers than there are.
 constexpr int MaxTokens(int bits) { return bits == 4 ? 32 : 16; }
@@ -60,7 +63,7 @@ inline bool SupportsGroupSize(const Plan& plan, int64_t size) {
          (size % kAtom == 0 && (stage_k % size == 0 || size % stage_k == 0));
 }
 
-inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices) {
+inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ctas_per_sm) {
   Plan plan = {};
   while (2 << plan.cluster_shift <= cluster_ctas) ++plan.cluster_shift;
   plan.slices = slices;
@@ -94,7 +97,7 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices)
   const int senders = cluster * plan.warps_k;
   const int sums = (senders << plan.owned_shift) * kSliceRows * tokens * 4;
   plan.ring = static_cast<int>(CeilDiv(kBarriersBytes + sums, kBoxBytes) * kBoxBytes);
-  plan.num_stages = std::min(kMaxStages, (kSharedBytes - plan.ring) / plan.slot_bytes);
+  plan.num_stages = std::min(kMaxStages, (SharedBytes(ctas_per_sm) - plan.ring) / plan.slot_bytes);
   return plan;
 }
 
