@@ -41,7 +41,8 @@ nb::dict Targets() {
   for (auto [target, execute] :
        {std::pair{"jaxlowbit_quantized_matmul", JaxlowbitCudaExecute},
         std::pair{"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsExecute},
-        std::pair{"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpExecute}}) {
+        std::pair{"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpExecute},
+        std::pair{"jaxlowbit_quantized_block", JaxlowbitCudaBlockExecute}}) {
     nb::dict cuda;
     cuda["initialize"] = Encapsulate(JaxlowbitCudaInitialize);
     cuda["execute"] = Encapsulate(execute);
@@ -110,6 +111,7 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
              nb::arg("num_sms") = 132, nb::arg("shared_bytes_per_sm") = 228 * 1024,
              nb::arg("workspace_bytes") = jaxlowbit::kMaxWorkspaceBytes);
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;
+  module.attr("MAX_RMS_NORM_COLUMNS") = jaxlowbit::kMaxRmsNormColumns;
   module.attr("MAX_WORKSPACE_BYTES") = jaxlowbit::kMaxWorkspaceBytes;
 #if defined(JAXLOWBIT_WITH_CUDA) && defined(JAXLOWBIT_COUNT_EXECUTES)
   module.def("execute_count", &jaxlowbit::CudaExecuteCount);
