@@ -63,8 +63,8 @@ class TileMultiplier {
  private:
   static constexpr int kLhsBytes = I::kTokens * static_cast<int>(kAtom) * 2;  // of an atom
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
-  // Of an atom of a strip.
-  static constexpr int kUnits = 1;
+  // Of an atom of a strip. Large ones take turns more often.
+  static constexpr int kUnits = I::kTokens < 128 ? 1 : 2;
   static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
   // Atoms of a round: whole stages, and an even number of units, so that each has registers of its own.
   static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
