@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,12 @@ from jax._src import dispatch  # the products ask which devices there are, as in
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from . import _explicit, _partition
+from . import _epilogue, _explicit, _partition
 from ._array import QuantizedArray
 from ._backends import native
+from ._epilogue import Activation
 from ._explicit import Sharding
 from ._matmul import Backend, equally_varying, gpus_too_old, quantized_matmul
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-}
 
 
 def quantized_matmuls(
@@ -103,9 +95,8 @@ def quantized_mlp(
 ) -> Array:
     """Computes a gated MLP, `(activation(lhs @ gate) * (lhs @ up)) @ down`.
 
-    The products with gate and up are rounded to the dtype of `lhs`, the activation and its product
-    are computed in float32 and rounded to the dtype of `lhs`, which is multiplied by down. On one
-    NVIDIA GPU, and inside `jax.shard_map`, it is one custom call; elsewhere, in the cases that
+    `quantized_glu` of gate and up, rounded to the dtype of `lhs`, times down. On one NVIDIA GPU,
+    and inside `jax.shard_map`, it is one custom call; elsewhere, in the cases that
     `quantized_matmuls` names, and where it is differentiated, a call for both of gate and up and
     one for down.
 
@@ -132,11 +123,7 @@ def quantized_mlp(
     ```
     """
     gate_up, down = _quantized("quantized_mlp", "gate_up and down", (gate_up, down))
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"quantized_mlp: activation={activation!r} is unknown; it is one of "
-            f"{', '.join(map(repr, get_args(Activation)))}."
-        )
+    _epilogue.check_activation("quantized_mlp", activation)
     if gate_up.ndim != 3 or gate_up.shape[0] != 2:
         raise ValueError(
             f"quantized_mlp: gate_up has shape {gate_up.shape}, but it is two matrices (2, k, f), "
@@ -189,14 +176,16 @@ class _Options:
 class _Call:
     """What a call computes, hashable. Its operands are the leaves of lhs and of the weights."""
 
+    rows = 1  # operands, from lhs on, that only have more rows where a batch of them is computed
+
     treedef: Any
     options: _Options
 
-    def products(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+    def products(self, lhs: Array, weights: Sequence[Any]) -> tuple[Array, ...]:
         """The results, as a composition of products."""
         raise NotImplementedError
 
-    def custom_call(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+    def custom_call(self, lhs: Array, weights: Sequence[Any]) -> tuple[Array, ...]:
         """The same for CUDA."""
         raise NotImplementedError
 
@@ -205,12 +194,13 @@ class _Call:
 
     def one_call(self, *operands: Array) -> tuple[Array, ...]:
         lhs, weights = jax.tree.unflatten(self.treedef, operands)
+        arrays = [weight for weight in weights if isinstance(weight, QuantizedArray)]
         if (
             self.options.backend not in (None, "cuda")
             or lhs.dtype == jnp.float32  # whose parts are multiplied on their own
             or math.prod(lhs.shape[:-1]) == 0
-            or any(weight.permutation is not None or weight.shards != (1, 1) for weight in weights)
-            or any(native.unsupported("cuda", lhs.dtype, weight.format) for weight in weights)
+            or any(weight.permutation is not None or weight.shards != (1, 1) for weight in arrays)
+            or any(native.unsupported("cuda", lhs.dtype, weight.format) for weight in arrays)
         ):
             return self.products(lhs, weights)
         return self.custom_call(lhs, weights)
@@ -232,10 +222,7 @@ class _Mlp(_Call):
     def products(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
         gate_up, down = weights
         inner = dataclasses.replace(self.options, preferred_element_type=None, out_sharding=None)
-        # The two weights are a batch, for which the axes of lhs are rows.
-        both = quantized_matmul(lhs[..., None, None, :], gate_up, **vars(inner))
-        gate, up = (both[..., i, 0, :].astype(jnp.float32) for i in range(2))
-        hidden = (_ACTIVATIONS[self.activation](gate) * up).astype(lhs.dtype)
+        hidden = _epilogue.gated_product(lhs, gate_up, None, self.activation, **vars(inner))
         return (quantized_matmul(hidden, down, **vars(self.options)),)
 
     def custom_call(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
@@ -250,7 +237,7 @@ dispatch.prim_requires_devices_during_lowering.add(_call_p)
 
 
 def _run(
-    kind: Callable[..., _Call], lhs: Any, weights: tuple[QuantizedArray, ...], options: _Options
+    kind: Callable[..., _Call], lhs: Any, weights: tuple[Any, ...], options: _Options
 ) -> tuple[Array, ...]:
     operands, treedef = jax.tree.flatten((jnp.asarray(lhs), weights))
     call = kind(treedef, options)
@@ -286,10 +273,15 @@ ad.primitive_jvps[_call_p] = _jvp
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> Any:
-    if all(dim is None for dim in dims[1:]):
+    rows = call.rows
+    if rows > 0 and dims[0] is not None and all(dim is None for dim in dims[rows:]):
         # One set of weights for the whole batch: the batch is more rows.
-        lhs = jnp.moveaxis(operands[0], dims[0], 0)
-        outs = _call_p.bind(lhs, *operands[1:], call=call)
+        size = operands[0].shape[dims[0]]
+        front = [
+            batching.bdim_at_front(operand, dim, size)
+            for operand, dim in zip(operands[:rows], dims[:rows], strict=True)
+        ]
+        outs = _call_p.bind(*front, *operands[rows:], call=call)
     else:
         outs = jax.vmap(call.composition, in_axes=tuple(dims))(*operands)
     return outs, [0] * len(outs)

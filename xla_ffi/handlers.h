@@ -10,6 +10,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuExecute);
 #if defined(JAXLOWBIT_WITH_CUDA)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaFusedExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMatmulsExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMlpExecute);
 
