@@ -33,11 +33,17 @@ class DeviceBuffer {
   int64_t bytes_ = 0;
 };
 
+// Operands that a problem may be without.
+struct Optional {
+  bool index = false, bias = false, residual = false;
+};
+
 // Random operands for `problem`; `copies` sets of weights, so that a timing can keep them out of
 // L2.
 class DeviceProblem {
  public:
-  DeviceProblem(const QuantizedMatmul& problem, bool with_index, int copies, uint64_t seed);
+  DeviceProblem(const QuantizedMatmul& problem, const Optional& optional, int copies,
+                uint64_t seed);
 
   // The buffers of one call that uses weight set `copy`.
   Buffers buffers(int copy) const;
@@ -54,11 +60,11 @@ class DeviceProblem {
 
  private:
   QuantizedMatmul problem_;
-  DeviceBuffer lhs_, packed_, scale_, zero_, index_, out_, workspace_;
-  bool with_index_;
+  Optional optional_;
+  DeviceBuffer lhs_, packed_, scale_, zero_, index_, bias_, residual_, out_, workspace_;
   int64_t packed_stride_, scale_stride_, zero_stride_;  // bytes of one set
 };
 
-std::string Describe(const QuantizedMatmul& problem);
+std::string Describe(const QuantizedMatmul& problem, const Optional& optional);
 
 }  // namespace jaxlowbit::driver

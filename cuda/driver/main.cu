@@ -9,6 +9,8 @@
 //                           --n N --k K (default: five real shapes) --m M,M,... --bits B --group G
 //                           --zero --float-zero --transposed --scale-sums --f16 --half-sums
 //                           --early-start (all but the first start before the one before ends);
+//                           --bias --residual --activation silu|gelu|gelu_tanh|relu --gated (n of each
+//                           of two weights);
 //                           --kernel sm80|stream|sm90,
 //                           --tile T,T,..., --split S,S,... and --slices L,L,... instead of the
 //                           selection's; --all times every choice of qmm_sm90
@@ -19,6 +21,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -73,7 +76,7 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
     choices.push_back(Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes));
     if (kernel == Kernel::kQmmSm90Stream && problem.n > 256) {
       choices.push_back(choices.back());
-      choices.back().slices = 18;
+      choices.back().slices = problem.epilogue.gated ? 24 : 18;
     }
     if (kernel == Kernel::kQmmSm90) {
       const std::vector<Choice> all = Sm90Choices(problem);
@@ -84,8 +87,9 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
 }
 
 // Whether the result is within the bound and the same bits twice. Prints what is not.
-bool IsRight(const QuantizedMatmul& problem, const Choice& choice, bool with_index, uint64_t seed) {
-  const DeviceProblem data(problem, with_index, 1, seed);
+bool IsRight(const QuantizedMatmul& problem, const Choice& choice, const Optional& optional,
+             uint64_t seed) {
+  const DeviceProblem data(problem, optional, 1, seed);
   std::vector<uint8_t> first;
   for (int run = 0; run < 2; ++run) {
     data.Poison();
@@ -94,14 +98,14 @@ bool IsRight(const QuantizedMatmul& problem, const Choice& choice, bool with_ind
     const double ratio = data.ErrorOverBound(0);
     if (!(ratio <= 1)) {
       std::printf("WRONG  %s %s: error over bound %.3g\n", NameOf(choice.kernel),
-                  Describe(problem).c_str(), ratio);
+                  Describe(problem, optional).c_str(), ratio);
       return false;
     }
     if (run == 0) {
       first = data.Out();
     } else if (data.Out() != first) {
       std::printf("WRONG  %s %s: two runs differ\n", NameOf(choice.kernel),
-                  Describe(problem).c_str());
+                  Describe(problem, optional).c_str());
       return false;
     }
   }
@@ -141,9 +145,9 @@ void ForEachType(F visit) {
 
 Tally CheckInstances(uint64_t stride) {
   Tally tally;
-  uint64_t seed = 1;
+  uint64_t seed = 1, turn = 0;
   ForEachType([&](QuantizedMatmul problem) {
-    for (int64_t m : {1, 7, 9, 16, 17, 33, 64, 129}) {
+    for (int64_t m : {1, 7, 9, 16, 17, 33, 64, 129, 300}) {
       // Odd and edge sizes: unaligned rows, one element, a k that ends inside a group and a stage.
       const std::pair<int64_t, int64_t> shapes[] = {{1, 1},     {129, 100}, {64, 72},
                                                     {70, 1000}, {320, 520}, {256, 2048}};
@@ -154,12 +158,27 @@ Tally CheckInstances(uint64_t stride) {
         problem.out = seed % 3 == 0 ? ElementType::kF32 : problem.lhs;
         problem.batch = seed % 5 == 0 ? 3 : 1;
         problem.num_weights = problem.batch;
-        const bool with_index = seed % 10 == 0;
-        if (with_index) problem.num_weights = 2;
+        Optional optional;
+        optional.index = seed % 10 == 0;
+        if (optional.index) problem.num_weights = 2;
         problem.shared_lhs = seed % 15 == 0;
+        problem.epilogue = {};
         if (++seed % stride != 0) continue;
         for (const Choice& choice : Choices(problem, seed)) {
-          tally.Add(IsRight(problem, choice, with_index, seed));
+          tally.Add(IsRight(problem, choice, optional, seed));
+        }
+        if (problem.transposed) continue;
+        // The same with an epilogue, all of whose parts come in all combinations.
+        problem.epilogue.activation = static_cast<Activation>(turn % 5);
+        problem.epilogue.gated = turn % 2 != 0;
+        if (!optional.index) problem.num_weights = problem.batch * problem.weights_per_element();
+        optional.bias = turn % 3 != 0;
+        optional.residual = turn % 7 < 4;
+        problem.epilogue.bias = turn % 4 < 2 ? problem.lhs : ElementType::kF32;
+        problem.epilogue.residual = turn % 11 < 6 ? problem.lhs : ElementType::kF32;
+        ++turn;
+        for (const Choice& choice : Choices(problem, turn)) {
+          tally.Add(IsRight(problem, choice, optional, seed));
         }
       }
     }
@@ -176,7 +195,7 @@ Tally Sweep() {
         problem.m = m, problem.n = n, problem.k = k;
         problem.group_size = problem.bits == 4 ? 128 : -1;
         for (const Choice& choice : Choices(problem, seed)) {
-          tally.Add(IsRight(problem, choice, false, seed));
+          tally.Add(IsRight(problem, choice, {}, seed));
         }
         ++seed;
       }
@@ -186,11 +205,12 @@ Tally Sweep() {
 }
 
 // Median microseconds per call of a captured chain over weights that L2 cannot hold.
-double Time(const QuantizedMatmul& problem, const Choice& choice, bool early_start) {
-  const DeviceProblem one(problem, false, 1, 1);
+double Time(const QuantizedMatmul& problem, const Choice& choice, const Optional& optional,
+            bool early_start) {
+  const DeviceProblem one(problem, optional, 1, 1);
   const int copies = static_cast<int>(CeilDiv(4 * kL2Bytes, one.weight_bytes()));
   const int calls = std::max(16, copies);
-  const DeviceProblem data(problem, false, copies, 1);
+  const DeviceProblem data(problem, optional, copies, 1);
   cudaStream_t stream;
   cudaGraph_t graph;
   cudaGraphExec_t executable;
@@ -230,7 +250,8 @@ double Time(const QuantizedMatmul& problem, const Choice& choice, bool early_sta
       "driver: %s. Use: driver check | sweep | time [--n N --k K] [--m M,M,...] "
       "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
       "[--f16] [--half-sums] [--kernel sm80|stream|sm90] [--all] [--tile T,...] [--split S,...] "
-      "[--slices L,...] [--early-start]\n",
+      "[--slices L,...] [--early-start] [--bias] [--residual] "
+      "[--activation silu|gelu|gelu_tanh|relu] [--gated]\n",
       wrong);
   std::exit(2);
 }
@@ -239,6 +260,7 @@ struct TimeOptions {
   std::vector<std::pair<int64_t, int64_t>> layers = kLayers;
   std::vector<int64_t> tokens = kTokens;
   QuantizedMatmul problem;
+  Optional optional;
   bool early_start = false;
   std::string kernel;
   // 0: what the selection takes.
@@ -254,7 +276,7 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
     const auto hopeless = [&](const Choice& choice) {
       const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
       const int64_t ctas = CeilDiv(problem.m, tile.tokens) *
-                           CeilDiv(problem.n_blocks(), tile.cta_strips()) * choice.split_k;
+                           CeilDiv(problem.strips(), tile.cta_strips()) * choice.split_k;
       const int64_t resident = int64_t{DeviceInfo(0).num_sms} * tile.ctas_per_sm;
       return (choice.split_k > 1 && ctas > resident) || (tile.tokens >= 2 * problem.m) ||
              (8 * tile.tokens <= problem.m && tile.tokens < 256);
@@ -278,7 +300,8 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
         if (tile > 0) choice.block_m = static_cast<int>(tile);
         if (split > 0) choice.split_k = static_cast<int>(split);
         if (slices > 0) choice.slices = static_cast<int>(slices);
-        const int64_t sums = choice.split_k * problem.m * (problem.out_columns() + kAtom) * 4;
+        const int64_t sums = choice.split_k * problem.m * problem.weights_per_element() *
+                             (problem.out_columns() + kAtom) * 4;
         const bool fits =
             choice.kernel != Kernel::kQmmSm80 || choice.split_k == 1 || sums <= kMaxWorkspaceBytes;
         if (choice.split_k <= kMaxSplitK && fits) choices.push_back(choice);
@@ -293,18 +316,20 @@ void TimeAll(const TimeOptions& options) {
     for (int64_t m : options.tokens) {
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
-      const double bytes = DeviceProblem(problem, false, 1, 1).weight_bytes();
+      problem.num_weights = problem.weights_per_element();
+      problem.epilogue.bias = problem.epilogue.residual = problem.lhs;
+      const double bytes = DeviceProblem(problem, options.optional, 1, 1).weight_bytes();
       for (const Choice& choice : Choices(problem, options)) {
         QuantizedMatmul few = problem;  // of many rows, some: the check takes long
         few.m = std::min(m, int64_t{32});
-        if (!IsRight(few, choice, false, 1)) std::exit(1);
-        const double us = Time(problem, choice, options.early_start);
+        if (!IsRight(few, choice, options.optional, 1)) std::exit(1);
+        const double us = Time(problem, choice, options.optional, options.early_start);
         std::printf(
             "%s  %-6s tile %-2d mates %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f "
             "TB/s  %6.1f TFLOP/s\n",
-            Describe(problem).c_str(), NameOf(choice.kernel), choice.tile, choice.mates,
-            choice.block_m, choice.split_k, choice.slices, us, bytes / us * 1e-6,
-            2e-6 * static_cast<double>(m * n * k) / us);
+            Describe(problem, options.optional).c_str(), NameOf(choice.kernel), choice.tile,
+            choice.mates, choice.block_m, choice.split_k, choice.slices, us, bytes / us * 1e-6,
+            2e-6 * static_cast<double>(problem.num_weights * m * n * k) / us);
       }
       std::fflush(stdout);
     }
@@ -318,6 +343,13 @@ std::vector<int64_t> Numbers(const char* text) {
     numbers.push_back(std::atoll(at));
   }
   return numbers;
+}
+
+Activation FindActivation(const std::string& name) {
+  const char* names[] = {"none", "silu", "gelu", "gelu_tanh", "relu"};
+  const auto found = std::find(std::begin(names), std::end(names), name);
+  if (found == std::end(names)) Usage("unknown activation");
+  return static_cast<Activation>(found - std::begin(names));
 }
 
 TimeOptions Parse(int argc, char** argv) {
@@ -344,6 +376,12 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
     } else if (flag == "--early-start") {
       options.early_start = true;
+    } else if (flag == "--bias") {
+      options.optional.bias = true;
+    } else if (flag == "--residual") {
+      options.optional.residual = true;
+    } else if (flag == "--gated") {
+      options.problem.epilogue.gated = true;
     } else if (i + 1 == argc) {
       Usage(("unknown or incomplete option " + flag).c_str());
     } else if (flag == "--kernel") {
@@ -351,6 +389,8 @@ TimeOptions Parse(int argc, char** argv) {
       if (options.kernel != "sm80" && options.kernel != "sm90" && options.kernel != "stream") {
         Usage("unknown kernel");
       }
+    } else if (flag == "--activation") {
+      options.problem.epilogue.activation = FindActivation(argv[++i]);
     } else if (const std::vector<int64_t> values = Numbers(argv[++i]); flag == "--m") {
       options.tokens = values;
     } else if (flag == "--n") {
