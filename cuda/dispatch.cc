@@ -14,8 +14,8 @@ namespace jaxlowbit {
 namespace {
 
 int64_t WorkspaceBytes(const QuantizedMatmul& problem, int split_k) {
-  return split_k * problem.batch * problem.m * CeilDiv(problem.out_columns(), kAtom) * kAtom *
-         static_cast<int64_t>(sizeof(float));
+  return split_k * problem.batch * problem.m * problem.weights_per_element() *
+         CeilDiv(problem.out_columns(), kAtom) * kAtom * static_cast<int64_t>(sizeof(float));
 }
 
 // CTAs of a tile that one multiprocessor holds at a time.
@@ -39,9 +39,7 @@ double Sm80Cost(const QuantizedMatmul& problem, const Device& device, int block_
   constexpr Fit kSmall = {0.775, 0.54, 3.1}, kMiddle = {0.85, 0.65, 2}, kLarge = {1.4, 0.5, 2};
   const Fit fit = block_m == 64 ? kLarge : block_m == 32 ? kMiddle : kSmall;
   constexpr double kStart = 1;  // filling the ring, in stages
-  const int64_t tiles = CeilDiv(problem.m, block_m) *
-                        CeilDiv(problem.out_columns(), qmm_sm80::BlockOut(problem.transposed)) *
-                        problem.batch;
+  const int64_t tiles = CeilDiv(problem.m, block_m) * qmm_sm80::OutTiles(problem) * problem.batch;
   const int64_t stages = CeilDiv(problem.lhs_columns(), qmm_sm80::BlockK(problem.bits));
   // The multiprocessor with the most CTAs is the last one to end.
   const int64_t ctas = CeilDiv(tiles * split_k, device.num_sms);
@@ -82,7 +80,7 @@ Choice ConfigureSm80(const QuantizedMatmul& problem, const Device& device,
 
 // Of the whole batch.
 int64_t StreamClusters(const QuantizedMatmul& problem, int slices) {
-  return CeilDiv(problem.n_blocks() * qmm_sm90_stream::kSlicesPerStrip, slices) * problem.batch;
+  return CeilDiv(problem.strips() * qmm_sm90_stream::kSlicesPerStrip, slices) * problem.batch;
 }
 
 qmm_sm90_stream::Plan StreamPlan(const QuantizedMatmul& problem, const Device& device,
@@ -130,12 +128,14 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
   Choice choice;
   choice.kernel = Kernel::kQmmSm90Stream;
   choice.block_m = stream::TileTokens(problem.m);
+  // At least, and from one choice to the next.
+  const int step = problem.epilogue.gated ? stream::kPairSlices : stream::kSlicesPerStrip;
   double best = 0;
   for (int cluster_ctas : {1, 2, 4}) {
-    for (int strips = 1; strips <= 2 * stream::kMaxTileSlices / stream::kSlicesPerStrip; ++strips) {
+    for (int slices = step; slices <= 2 * stream::kMaxTileSlices; slices += step) {
       Choice other = choice;
       other.split_k = cluster_ctas;
-      other.slices = strips * stream::kSlicesPerStrip;
+      other.slices = slices;
       if (StreamPlan(problem, device, other).num_stages < 2) continue;
       const double cost = StreamCost(problem, device, other);
       if (choice.slices > 0 && cost >= best) continue;
@@ -164,7 +164,7 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
   const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
   const int cluster_ctas = choice.split_k * choice.mates;
   const int64_t clusters = CeilDiv(problem.m, tile.tokens) *
-                           CeilDiv(problem.n_blocks(), tile.cta_strips() * choice.mates) *
+                           CeilDiv(problem.strips(), tile.cta_strips() * choice.mates) *
                            problem.batch;
   const auto beside = static_cast<int>(std::min<int64_t>(
       tile.ctas_per_sm, CeilDiv(clusters * cluster_ctas, std::max(1, device.num_sms))));
@@ -236,7 +236,7 @@ std::string UnsupportedSm90(const QuantizedMatmul& problem, const Device& device
     return "groups must be of 32, or of multiples of 64";
   }
   constexpr int64_t kMost = int64_t{1} << 31;  // positions and tiles are 32-bit numbers
-  if (problem.m >= kMost || problem.batch * CeilDiv(problem.m, 32) * problem.n_blocks() >= kMost) {
+  if (problem.m >= kMost || problem.batch * CeilDiv(problem.m, 32) * problem.strips() >= kMost) {
     return "it has more than 2^31 tiles";
   }
   if (ConfigureSm90(problem, device).block_m == 0) return "its stages would not fit shared memory";
@@ -270,6 +270,15 @@ std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {
        problem.zero == ZeroKind::kFloat || problem.transposed)) {
     return "scales multiply sums only with bfloat16 lhs, float32 scales and no float zero, not "
            "transposed";
+  }
+  const Epilogue& e = problem.epilogue;
+  if (problem.transposed && (e.gated || e.activation != Activation::kNone)) {
+    return "the transposed product has no epilogue";
+  }
+  for (ElementType type : {e.bias, e.residual}) {
+    if (type != ElementType::kF32 && type != problem.lhs) {
+      return "the kernels add a bias and a residual of the dtype of lhs or float32";
+    }
   }
   if (problem.out != ElementType::kF32 && problem.out != problem.lhs) {
     return "the kernels write the dtype of lhs or float32";

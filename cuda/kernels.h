@@ -17,7 +17,7 @@ cudaError_t InitializeKernels(int device);
 // What InitializeKernels found out about `device`.
 const Device& DeviceInfo(int device);
 
-// Enqueues out = lhs @ weight on `stream`. Only launches: no allocation, no synchronisation, no
+// Enqueues the problem on `stream`. Only launches: no allocation, no synchronisation, no
 // query of the device, so that it can be captured into a graph. The workspace may hold anything;
 // with less of it than MaxWorkspaceBytes, the sum over k is split into fewer parts.
 //
@@ -31,13 +31,6 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int device, cudaStream_t stream,
                          bool early_start = false);
-
-// hidden[i] = activation(products[i]) * products[size + i] for i < size, in float32, rounded to
-// `type`, that of both. Behind a kernel that writes the products. gate.cu.
-enum class Activation { kSilu, kGelu, kGeluTanh, kRelu };
-cudaError_t InitializeGate();
-cudaError_t LaunchGate(Activation activation, ElementType type, const void* products, void* hidden,
-                       int64_t size, int device, cudaStream_t stream);
 
 // rms_norm.cu: for each row, sum = x + addend, rounded, and with scales
 // out = sum / sqrt(mean(sum^2) + epsilon) * scale. All of `type`, columns a multiple of 8 up to
@@ -73,8 +66,8 @@ cudaError_t InitializeQmmSm90(Device& device);
 cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers,
                           const Choice& choice, const Device& device, cudaStream_t stream);
 
-// reduce_splits.cu. out[batch * m, columns] = sum over splits of workspace[splits, batch * m,
-// columns padded to atoms].
+// reduce_splits.cu. out[batch * m, columns] = the epilogue of the sum over splits of
+// workspace[splits, batch * m, weights_per_element * (columns padded to atoms)].
 cudaError_t InitializeReduceSplits();
 cudaError_t LaunchReduceSplits(const QuantizedMatmul& problem, const Buffers& buffers, int split_k,
                                const Device& device, cudaStream_t stream);

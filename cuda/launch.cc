@@ -54,7 +54,6 @@ cudaError_t Initialize(int ordinal, Device& device) {
   if (error == cudaSuccess) error = InitializeQmmSm80();
   if (error == cudaSuccess) error = InitializeQmmSm80Transposed();
   if (error == cudaSuccess) error = InitializeReduceSplits();
-  if (error == cudaSuccess) error = InitializeGate();
   if (error == cudaSuccess) error = InitializeRmsNorm();
   if (error == cudaSuccess && device.compute_capability == 90) {
     error = InitializeQmmSm90Stream();

@@ -13,8 +13,20 @@ inline constexpr int64_t kAtom = 64;
 
 enum class ElementType { kF32, kBf16, kF16 };
 enum class ZeroKind { kNone, kInteger, kFloat };
+enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
 
 inline constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What becomes of sums before they are rounded to the type of out, in float32:
+// activation(sum + bias) + residual, or, gated, activation(gate + bias) * (up + bias) + residual.
+struct Epilogue {
+  Activation activation = Activation::kNone;
+  // Weights are pairs: element b of the batch has weights 2 b, the gate, and 2 b + 1, up, or those that
+  // index lists there.
+  bool gated = false;
+  // Of Buffers::bias and residual, where there are any: the type of lhs, or float32.
+  ElementType bias = ElementType::kF32, residual = ElementType::kF32;
+};
 
 // out[b] = lhs[b] @ weight[index[b]] for b < batch, with lhs (m, k) and a packed (k, n) weight; or,
 // transposed, out[b] = lhs[b] @ weight[index[b]]^T, with lhs (m, n).
@@ -37,10 +49,14 @@ struct QuantizedMatmul {
   bool half_sums = false;
   // One lhs for the whole batch.
   bool shared_lhs = false;
+  Epilogue epilogue;
 
   int64_t lhs_columns() const { return transposed ? n : k; }
   int64_t out_columns() const { return transposed ? k : n; }
   int64_t n_blocks() const { return CeilDiv(n, kAtom); }
+  // Weights that an element of the batch is multiplied by; strips of 64 channels of all of them.
+  int64_t weights_per_element() const { return epilogue.gated ? 2 : 1; }
+  int64_t strips() const { return weights_per_element() * n_blocks(); }
   int64_t k_blocks() const { return CeilDiv(k, kAtom); }
   int64_t groups() const { return group_size < 0 ? 1 : CeilDiv(k_blocks() * kAtom, group_size); }
   // Bytes of one scale and of one zero; 0 without zeros.
@@ -54,14 +70,16 @@ struct QuantizedMatmul {
   int64_t words_per_atom() const { return kAtom * kAtom * bits / 32; }
 };
 
-// Buffers of one call. `zero` and `index` may be null; `index` then means: weight b for batch b, or
-// weight 0 when there is only one.
+// Buffers of one call. `zero`, `index`, `bias` and `residual` may be null; `index` then means: weight b
+// for batch b, or weight 0 when there is only one.
 struct Buffers {
   const void* lhs = nullptr;         // [batch, or 1 if shared, m, lhs_columns]
   const uint32_t* packed = nullptr;  // [num_weights, n_blocks, k_blocks, words_per_atom]
   const void* scale = nullptr;       // [num_weights, n_blocks, groups, 64]
   const void* zero = nullptr;        // [num_weights, n_blocks, groups, 64]
-  const int32_t* index = nullptr;    // [batch], clamped to [0, num_weights)
+  const int32_t* index = nullptr;    // [batch * weights_per_element], clamped to [0, num_weights)
+  const void* bias = nullptr;        // [batch * weights_per_element, n]
+  const void* residual = nullptr;    // as out
   void* out = nullptr;               // [batch, m, out_columns]
   void* workspace = nullptr;         // CUDA only; uninitialised
 };

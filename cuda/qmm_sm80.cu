@@ -25,7 +25,8 @@
 //             wait for stage t ─► lhs fragments, codes ─► dequantize ─► mma  (qmm_sm80/multiply.cuh)
 //
 // With split_k > 1 a CTA leaves float32 partial sums in the workspace and reduce_splits.cu adds them
-// in a fixed order, so that results are the same bits every time.
+// in a fixed order, so that results are the same bits every time. The epilogue comes after that sum, or
+// after the last stage; the two atoms of a CTA of a gated product are a strip of the gate and that of up.
 //
 // Limits: Unsupported() in dispatch.cc. Rows of lhs that are not 16-byte aligned (k % 8 != 0) are
 // copied element by element; everything else about k, m and n is handled by predicates.
@@ -46,17 +47,69 @@ namespace jaxlowbit {
 namespace qmm_sm80 {
 namespace {
 
+// Sums of all of k through the epilogue. `shared`: what was the ring.
+template <class I>
+__device__ void StoreResults(const Params& p, const Tile& tile, uint8_t* shared,
+                             const Sums<I>& sums) {
+  const EpilogueParams& e = p.epilogue;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t column = tile.block * kAtom + warp * 16 + lane / 4;  // of the first sum
+  float4* own = reinterpret_cast<float4*>(shared) + threadIdx.x;
+  // All warps are done with the ring.
+  __syncthreads();
+#pragma unroll
+  for (int atom = 0; atom < kAtomsN; ++atom) {
+    const int64_t product = e.gated ? 2 * tile.batch + atom : tile.batch;
+    const int64_t n = e.gated ? column : column + atom * kAtom;
+    const float low = LoadBias<typename I::T>(e, product, p.out_columns, n);
+    const float high = LoadBias<typename I::T>(e, product, p.out_columns, n + 8);
+#pragma unroll
+    for (int mma = 0; mma < I::kTiles; ++mma) {
+      const float (&sum)[4] = sums[atom][mma];
+      own[(atom * I::kTiles + mma) * kThreads] =
+          make_float4(sum[0] + low, sum[1] + low, sum[2] + high, sum[3] + high);
+    }
+  }
+#pragma unroll 1
+  for (int i = 0; i < (e.gated ? I::kTiles : kAtomsN * I::kTiles); ++i) {
+    const int atom = i / I::kTiles, mma = i % I::kTiles;
+    const int64_t m0 = tile.m0 + mma * 8 + lane % 4 * 2, n0 = column + atom * kAtom;
+    float residual[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int64_t m = m0 + j % 2, n = n0 + j / 2 * 8;
+      const bool exists = m < p.m && n < p.out_columns;
+      residual[j] = exists
+                        ? LoadResidual<typename I::T>(e, (tile.batch * p.m + m) * p.out_columns + n)
+                        : 0.0f;
+    }
+    const float4 first = own[i * kThreads];
+    const float4 second = e.gated ? own[(I::kTiles + i) * kThreads] : first;
+    const float sum[4] = {first.x, first.y, first.z, first.w};
+    const float up[4] = {second.x, second.y, second.z, second.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float value = Finish(e, sum[j], up[j], residual[j]);
+      StoreOut<typename I::T>(p, tile, m0 + j % 2, n0 + j / 2 * 8, value);
+    }
+  }
+}
+
 template <class I>
 __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, I::kSumBytes))
     QmmSm80Kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) uint8_t ring[];  // [kStages][slot_bytes]
-  const Tile tile = OwnTile<I>(p, kAtomsN);
+  const Tile tile = OwnTile<I>(p, p.epilogue.gated ? 1 : kAtomsN);
   StageCopier<I> copier(p, tile);
   StageMultiplier<I> multiplier(p, tile);
   Sums<I> sums = {};
   RunStages<I>(p, tile, Keep(SharedAddress(ring)), copier, multiplier, sums);
   multiplier.Finish(sums);
   LaunchDependents();
+  if (p.epilogue.any && p.split_k == 1) {
+    StoreResults<I>(p, tile, ring, sums);
+    return;
+  }
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -66,7 +119,8 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, I::kSumB
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int64_t m = tile.m0 + mma * 8 + lane % 4 * 2 + i % 2;
-        const int64_t n = (tile.block + atom) * kAtom + warp * 16 + i / 2 * 8 + lane / 4;
+        const int64_t n =
+            (tile.block + atom * p.atom_step) * kAtom + warp * 16 + i / 2 * 8 + lane / 4;
         StoreOut<typename I::T>(p, tile, m, n, sums[atom][mma][i]);
       }
     }

@@ -18,7 +18,9 @@
 //
 // Pipeline.   last warp: wait for a free slot ─► bulk copies of codes, lhs, scales   (fill.cuh)
 //             warpgroups: wait for a full slot ─► dequantize ─► wgmma ─► free it     (multiply.cuh)
-//             end of a tile: add the cluster's sums in order ─► store                (store.cuh)
+//             end of a tile: add the cluster's sums in order ─► epilogue ─► store    (store.cuh)
+//
+// Gated. The two strips of a CTA are the same channels of the gate and of up.
 //
 // Storage. Codes are in the order of the fragments (device/layout.cuh), which are those of mma.sync:
 // warp w of the warpgroup owns rows 16 w to 16 w + 15 of a strip.
@@ -55,18 +57,22 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.out_elements = buffers.out;
   p.out_float = problem.out == ElementType::kF32;
   p.aligned = !p.out_float && SupportsBoxes(problem.n);
+  p.epilogue = EpilogueOf(problem, buffers);
+  p.residual_boxes = p.aligned && buffers.residual != nullptr && !p.epilogue.gated &&
+                     problem.epilogue.residual == problem.lhs;
   p.num_weights = problem.num_weights;
   p.lhs_step = problem.shared_lhs ? 0 : 1;
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);
   p.n_blocks = static_cast<int>(problem.n_blocks());
+  p.strips = static_cast<int>(problem.strips());
   p.k_blocks = static_cast<int>(problem.k_blocks());
   p.groups = static_cast<int>(problem.groups());
   const int64_t size = problem.group_size;
   p.atoms_per_group = Divider::By(size < 0 ? p.k_blocks : std::max(size / kAtom, int64_t{1}));
   p.groups_per_atom = size > 0 && size < kAtom ? static_cast<int>(kAtom / size) : 1;
   p.tiles_m = static_cast<int>(CeilDiv(problem.m, tile.tokens));
-  p.tiles_n = static_cast<int>(CeilDiv(p.n_blocks, tile.cta_strips() * choice.mates));
+  p.tiles_n = static_cast<int>(CeilDiv(p.strips, tile.cta_strips() * choice.mates));
   p.num_tiles = static_cast<int>(problem.batch) * p.tiles_m * p.tiles_n;
   p.mate_shift = p.split_shift = 0;
   while (1 << p.mate_shift < choice.mates) ++p.mate_shift;
@@ -144,6 +150,11 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
     error = DescribeMatrices(buffers.out, problem.out, problem.batch, problem.m, problem.n, box,
                              &p.out);
     if (error != cudaSuccess) return error;
+    if (p.residual_boxes) {
+      error = DescribeMatrices(buffers.residual, problem.out, problem.batch, problem.m, problem.n,
+                               box, &p.residual);
+      if (error != cudaSuccess) return error;
+    }
   }
   // CTAs stay for tile after tile, unless the sums of one take the place of the next.
   const int cluster_ctas = choice.split_k * choice.mates;

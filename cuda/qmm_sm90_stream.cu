@@ -19,7 +19,10 @@
 //
 // Pipeline.   warp 8: wait for a free slot ─► bulk copies of codes, lhs, scales     (fill.cuh)
 //             warps 0-7: wait for a full slot ─► dequantize ─► mma ─► free it       (multiply.cuh)
-//             end of a tile: send sums to their owners ─► add in order ─► store     (reduce.cuh)
+//             end of a tile: send sums to their owners ─► add in order ─► epilogue ─► store
+//                                                                                   (reduce.cuh)
+//
+// Gated. Strips of the gate and of up take turns, and a warp's two slices are the same channels of both.
 //
 // Storage. Codes are in the order of the fragments (device/layout.cuh): a lane's registers for a
 // slice and an atom are 16 or 32 consecutive bytes.
@@ -72,7 +75,7 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory, 
   const uint32_t ring = Keep(memory.stage(plan, 0));
   const bool first_lane = Keep(threadIdx.x % 32) == 0;
   RingCursor cursor = {0, 0};
-  int parity = 0;  // of the tile
+  int number = 0;  // of the tile
   for (int tile = share.slice_begin; tile < share.slice_end; tile += plan.tile_slices) {
     const int slices = min(plan.tile_slices, share.slice_end - tile);
     const bool active = slice < slices && part < plan.warps_k;
@@ -88,24 +91,25 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory, 
       if (first_lane) Arrive(memory.empty(cursor.slot));
       cursor.Advance(num_stages);
     }
-    if (tile == share.slice_begin) {
+    if (number == 0) {
       WaitForArrivals();  // the barriers of all CTAs exist
     } else {
-      WaitForCluster(memory.sums_free(), parity ^ 1);  // owners have read the sums before
+      WaitForCluster(memory.sums_free(), (number - 1) % 2);  // owners have read the sums before
     }
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
       if (active && slice + i < slices) reducer.Send(slice + i, part, sums[i]);
     }
-    WaitForCluster(memory.sums_full(), parity);
-    reducer.Collect(tile, slices);
+    const auto first = reducer.LoadFirst(tile, slices);
+    WaitForCluster(memory.sums_full(), number % 2);
+    reducer.Collect(tile, slices, first);
     if (tile + plan.tile_slices < share.slice_end) {
       SynchronizeMultipliers();  // every thread has read its sums
       if (threadIdx.x < 1 << plan.cluster_shift) {
         ArriveRemote(MapToRank(memory.sums_free(), threadIdx.x));
       }
     }
-    parity ^= 1;
+    ++number;
   }
 }
 
@@ -178,12 +182,14 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.n = static_cast<int>(problem.n);
   p.lhs_step = static_cast<int>(problem.lhs_step());
   p.n_blocks = static_cast<int>(problem.n_blocks());
+  p.strips = static_cast<int>(problem.strips());
   p.k_blocks = static_cast<int>(problem.k_blocks());
   p.groups = static_cast<int>(problem.groups());
   const int64_t size = problem.group_size;
   p.atoms_per_group = Divider::By(size < 0 ? p.k_blocks : std::max<int64_t>(size / kAtom, 1));
   p.groups_per_atom = size > 0 && size < kAtom ? static_cast<int>(kAtom / size) : 1;
   p.out_float = problem.out == ElementType::kF32;
+  p.epilogue = EpilogueOf(problem, buffers);
   p.plan = PlanOf(problem, choice.split_k, choice.slices, ctas_per_sm);
   // Copies arrive in their order: with more stages of weights before the first activations, the first
   // product would start later. Before the end of another kernel there is nothing else to copy.
@@ -249,7 +255,7 @@ cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& b
   const cudaError_t error = DescribeMatrix(buffers.lhs, problem.lhs, problem.lhs_rows(), problem.k,
                                            choice.block_m, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
-  const int64_t clusters = CeilDiv(p.n_blocks * kSlicesPerStrip, choice.slices);
+  const int64_t clusters = CeilDiv(p.strips * kSlicesPerStrip, choice.slices);
   const LaunchConfig launch(clusters, problem.batch, choice.split_k, SharedBytes(ctas_per_sm),
                             early_start, stream);
   return cudaLaunchKernelEx(&launch.config, Find(problem, choice.block_m), p);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // reduce_splits: out[i, n] = sum over s of workspace[s, i, n], s in order, for the float32 partial
-// sums that a kernel left when it split k. Rows of the workspace are padded to whole atoms.
+// sums that a kernel left when it split k, through the epilogue. Rows of the workspace are padded to
+// whole atoms; of a gated product they hold the gates, then those of up.
 //
 // Bound. 4 * split_k bytes read per output, most of them from L2, where the kernel before left
 // them.
@@ -11,6 +12,7 @@
 
 #include "cuda/device/dependency.cuh"
 #include "cuda/early_start.h"
+#include "cuda/epilogue.cuh"
 #include "cuda/kernels.h"
 
 namespace jaxlowbit {
@@ -18,27 +20,46 @@ namespace {
 
 constexpr int kThreads = 128;
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    ReduceSplitsKernel(const float* workspace, T* out, int64_t rows, int64_t n, int64_t n_padded,
-                       int split_k) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t row = i / n_padded, column = i % n_padded;
-  if (row >= rows || column >= n) return;
-  WaitForPreviousKernels();
-  // All loads first, so that one latency covers them; then the sum, in order.
+// All loads first, so that one latency covers them; then the sum, in order.
+__device__ float SumOf(const float* first, int64_t step, int split_k) {
   float parts[kMaxSplitK];
 #pragma unroll
   for (int split = 0; split < kMaxSplitK; ++split) {
-    parts[split] = split < split_k ? workspace[split * rows * n_padded + i] : 0.0f;
+    parts[split] = split < split_k ? first[split * step] : 0.0f;
   }
   float sum = parts[0];
 #pragma unroll
   for (int split = 1; split < kMaxSplitK; ++split) sum += parts[split];
-  out[row * n + column] = T(sum);
+  return sum;
 }
 
-template <typename T>
+// T: the type of lhs; Out: that of out. `m`: rows of an element of the batch.
+template <typename T, typename Out>
+__global__ void __launch_bounds__(kThreads)
+    ReduceSplitsKernel(const float* workspace, Out* out, int64_t rows, int64_t m, int64_t n,
+                       int64_t n_padded, int split_k, EpilogueParams e) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = i / n_padded, column = i % n_padded;
+  if (row >= rows || column >= n) return;
+  WaitForPreviousKernels();
+  const int64_t row_size = e.gated ? 2 * n_padded : n_padded;
+  const float* first = workspace + row * row_size + column;
+  float sum = SumOf(first, rows * row_size, split_k);
+  if (e.any) {
+    const int64_t product = e.gated ? row / m * 2 : row / m;
+    const float residual = LoadResidual<T>(e, row * n + column);
+    sum += LoadBias<T>(e, product, n, column);
+    float up = 0;
+    if (e.gated) {
+      up = SumOf(first + n_padded, rows * row_size, split_k) +
+           LoadBias<T>(e, product + 1, n, column);
+    }
+    sum = Finish(e, sum, up, residual);
+  }
+  out[row * n + column] = Out(sum);
+}
+
+template <typename T, typename Out>
 cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, int split_k,
                    const Device& device, cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.m;
@@ -50,18 +71,21 @@ cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, int s
   config.stream = stream;
   config.attrs = &early_start;
   config.numAttrs = device.compute_capability >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(
-      &config, ReduceSplitsKernel<T>, static_cast<const float*>(buffers.workspace),
-      static_cast<T*>(buffers.out), rows, problem.out_columns(), n_padded, split_k);
+  return cudaLaunchKernelEx(&config, ReduceSplitsKernel<T, Out>,
+                            static_cast<const float*>(buffers.workspace),
+                            static_cast<Out*>(buffers.out), rows, problem.m, problem.out_columns(),
+                            n_padded, split_k, EpilogueOf(problem, buffers));
 }
 
 }  // namespace
 
 cudaError_t InitializeReduceSplits() {
   cudaFuncAttributes attributes;  // asking for them loads the kernel
-  for (const void* kernel : {reinterpret_cast<const void*>(ReduceSplitsKernel<float>),
-                             reinterpret_cast<const void*>(ReduceSplitsKernel<__nv_bfloat16>),
-                             reinterpret_cast<const void*>(ReduceSplitsKernel<__half>)}) {
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(ReduceSplitsKernel<__nv_bfloat16, float>),
+        reinterpret_cast<const void*>(ReduceSplitsKernel<__nv_bfloat16, __nv_bfloat16>),
+        reinterpret_cast<const void*>(ReduceSplitsKernel<__half, float>),
+        reinterpret_cast<const void*>(ReduceSplitsKernel<__half, __half>)}) {
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
   }
@@ -70,15 +94,12 @@ cudaError_t InitializeReduceSplits() {
 
 cudaError_t LaunchReduceSplits(const QuantizedMatmul& problem, const Buffers& buffers, int split_k,
                                const Device& device, cudaStream_t stream) {
-  switch (problem.out) {
-    case ElementType::kF32:
-      return Launch<float>(problem, buffers, split_k, device, stream);
-    case ElementType::kBf16:
-      return Launch<__nv_bfloat16>(problem, buffers, split_k, device, stream);
-    case ElementType::kF16:
-      return Launch<__half>(problem, buffers, split_k, device, stream);
-  }
-  return cudaErrorInvalidValue;
+  const bool out_float = problem.out == ElementType::kF32;
+  const auto launch =
+      problem.lhs == ElementType::kBf16
+          ? (out_float ? Launch<__nv_bfloat16, float> : Launch<__nv_bfloat16, __nv_bfloat16>)
+          : (out_float ? Launch<__half, float> : Launch<__half, __half>);
+  return launch(problem, buffers, split_k, device, stream);
 }
 
 }  // namespace jaxlowbit

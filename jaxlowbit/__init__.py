@@ -15,6 +15,7 @@ from ._formats import INT8 as INT8
 from ._formats import UINT4 as UINT4
 from ._formats import UINT8 as UINT8
 from ._formats import Format as Format
+from ._fused import quantized_glu as quantized_glu
 from ._matmul import quantized_matmul as quantized_matmul
 from ._matmul import supported_backends as supported_backends
 from ._permute import group_permutation as group_permutation

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,12 @@ from jax._src import dispatch  # the products ask which devices there are, as in
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from . import _explicit, _partition
+from . import _epilogue, _explicit, _partition
 from ._array import QuantizedArray
 from ._backends import native
+from ._epilogue import Activation
 from ._explicit import Sharding
 from ._matmul import Backend, equally_varying, gpus_too_old, quantized_matmul
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-}
 
 
 def quantized_matmuls(
@@ -103,9 +95,8 @@ def quantized_mlp(
 ) -> Array:
     """Computes a gated MLP, `(activation(lhs @ gate) * (lhs @ up)) @ down`.
 
-    The products with gate and up are rounded to the dtype of `lhs`, the activation and its product
-    are computed in float32 and rounded to the dtype of `lhs`, which is multiplied by down. On one
-    NVIDIA GPU, and inside `jax.shard_map`, it is one custom call; elsewhere, in the cases that
+    `quantized_glu` of gate and up, rounded to the dtype of `lhs`, times down. On one NVIDIA GPU,
+    and inside `jax.shard_map`, it is one custom call; elsewhere, in the cases that
     `quantized_matmuls` names, and where it is differentiated, a call for both of gate and up and
     one for down.
 
@@ -132,7 +123,7 @@ def quantized_mlp(
     ```
     """
     gate_up, down = _quantized("quantized_mlp", "gate_up and down", (gate_up, down))
-    _check_activation("quantized_mlp", activation)
+    _epilogue.check_activation("quantized_mlp", activation)
     if gate_up.ndim != 3 or gate_up.shape[0] != 2:
         raise ValueError(
             f"quantized_mlp: gate_up has shape {gate_up.shape}, but it is two matrices (2, k, f), "
@@ -206,7 +197,7 @@ def quantized_block(
         "out, gate_up, down and following",
         (out, gate_up, down, *following_weights),
     )
-    _check_activation("quantized_block", activation)
+    _epilogue.check_activation("quantized_block", activation)
     attended, residual = jnp.asarray(attended), jnp.asarray(residual)
     if residual.dtype != attended.dtype or residual.shape[:-1] != attended.shape[:-1]:
         raise ValueError(
@@ -235,14 +226,6 @@ def quantized_block(
     block = functools.partial(_Block, activation=activation, epsilon=float(epsilon))
     y, *products = _run(block, (attended, residual), weights, _Options(backend=backend), norms)
     return y if following is None else (y, tuple(products))
-
-
-def _check_activation(caller: str, activation: Any) -> None:
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"{caller}: activation={activation!r} is unknown; it is one of "
-            f"{', '.join(map(repr, get_args(Activation)))}."
-        )
 
 
 def _quantized(caller: str, name: str, weights: Sequence[Any]) -> tuple[QuantizedArray, ...]:
@@ -304,6 +287,11 @@ class _Call:
     def num_rows(self) -> int:
         return self.treedef.children()[0].num_leaves
 
+    @property
+    def folds(self) -> bool:
+        """Whether a batch of `rows` is more rows."""
+        return True
+
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         rows, weights, others = jax.tree.unflatten(self.treedef, operands)
         return self.products(rows, weights, *others)
@@ -345,10 +333,7 @@ class _Mlp(_Call):
         gate_up, down = weights
         (lhs,) = rows
         inner = dataclasses.replace(self.options, preferred_element_type=None, out_sharding=None)
-        # The two weights are a batch, for which the axes of lhs are rows.
-        both = quantized_matmul(lhs[..., None, None, :], gate_up, **vars(inner))
-        gate, up = (both[..., i, 0, :].astype(jnp.float32) for i in range(2))
-        hidden = (_ACTIVATIONS[self.activation](gate) * up).astype(lhs.dtype)
+        hidden = _epilogue.gated_product(lhs, gate_up, None, self.activation, **vars(inner))
         return (quantized_matmul(hidden, down, **vars(self.options)),)
 
     def custom_call(
@@ -369,14 +354,11 @@ class _Block(_Call):
         attended, residual = rows
         out, gate_up, down, *following = weights
         backend = self.options.backend
+        options = {"preferred_element_type": None, "out_sharding": None, "backend": backend}
         x = residual + quantized_matmul(attended, out, backend=backend)
-        x += quantized_mlp(
-            self._normalize(x, others[0]),
-            gate_up,
-            down,
-            activation=self.activation,  # pyright: ignore[reportArgumentType]
-            backend=backend,
-        )
+        normed = self._normalize(x, others[0])
+        hidden = _epilogue.gated_product(normed, gate_up, None, self.activation, **options)
+        x += quantized_matmul(hidden, down, backend=backend)
         if not following:
             return (x,)
         normed = self._normalize(x, others[1])
@@ -410,9 +392,10 @@ def _run(
     rows: tuple[Any, ...],
     weights: tuple[QuantizedArray, ...],
     options: _Options,
-    others: tuple[Array, ...] = (),
+    others: tuple[Array | None, ...] = (),
 ) -> tuple[Array, ...]:
-    operands, treedef = jax.tree.flatten((tuple(map(jnp.asarray, rows)), weights, others))
+    rows = tuple(x if x is None else jnp.asarray(x) for x in rows)
+    operands, treedef = jax.tree.flatten((rows, weights, others))
     call = kind(treedef, options)
     if options.out_sharding is not None or _explicit.mesh_of(operands) is not None:
         return call.composition(*operands)
@@ -446,14 +429,15 @@ ad.primitive_jvps[_call_p] = _jvp
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> Any:
-    if all(dim is None for dim in dims[call.num_rows :]):
+    rows = call.num_rows
+    if call.folds and all(dim is None for dim in dims[rows:]):
         # One set of weights for the whole batch: the batch is more rows.
         size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
-        rows = [
+        front = [
             batching.bdim_at_front(x, dim, size)
-            for x, dim in zip(operands[: call.num_rows], dims, strict=False)
+            for x, dim in zip(operands[:rows], dims[:rows], strict=True)
         ]
-        outs = _call_p.bind(*rows, *operands[call.num_rows :], call=call)
+        outs = _call_p.bind(*front, *operands[rows:], call=call)
     else:
         outs = jax.vmap(call.composition, in_axes=tuple(dims))(*operands)
     return outs, [0] * len(outs)

@@ -30,6 +30,9 @@ def quantized_matmul(
     lhs: Any,
     rhs: QuantizedArray,
     *,
+    bias: Any = None,
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = None,
+    residual: Any = None,
     preferred_element_type: Any = None,
     precision: lax.DotAlgorithmPreset | None = None,
     out_sharding: Sharding | None = None,
@@ -42,11 +45,19 @@ def quantized_matmul(
     `rhs`, and differentiable in both; the cotangent of `lhs` comes from the same packed weights,
     where the kernels have the transposed product (CUDA), and those of the scales dequantize.
 
+    With an epilogue, `activation(lhs @ rhs.dequantize() + bias) + residual`: everything before the
+    one rounding is float32. On one NVIDIA GPU, and inside `jax.shard_map`, the kernel computes it;
+    elsewhere, in the cases that `quantized_matmuls` names, and where it is differentiated, XLA.
+
     **Arguments:**
 
     - `lhs`: float32, bfloat16 or float16 (..., k). Leading axes broadcast against those of `rhs`
       as in `jnp.matmul`.
     - `rhs`: (..., k, n).
+    - `bias`: float32, bfloat16 or float16, (n,), or (..., n) with the leading axes of `rhs`.
+    - `activation`: `"silu"`, `"gelu"` (by erf), `"gelu_tanh"` (its approximation) or `"relu"`, as
+      in `jax.nn`.
+    - `residual`: float32, bfloat16 or float16, of the shape of the result.
     - `preferred_element_type`: dtype of the result: that of `lhs` (the default) or float32.
     - `precision`: None for float32 accumulation. `jax.lax.DotAlgorithmPreset.F16_F16_F16`, for
       float16 `lhs`, allows kernels to add up to 128 products in float16, and those sums in float32:
@@ -69,6 +80,7 @@ def quantized_matmul(
     ```python
     rhs = quantize(jnp.ones((256, 512)), INT4)
     quantized_matmul(jnp.ones((8, 256), jnp.bfloat16), rhs)
+    quantized_matmul(jnp.ones((8, 256)), rhs, bias=jnp.zeros(512), activation="silu")
     ```
     """
     if not isinstance(rhs, QuantizedArray):
@@ -78,8 +90,22 @@ def quantized_matmul(
         )
     lhs = jnp.asarray(lhs)
     out_dtype = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
-    _check(lhs, rhs, out_dtype, backend)
+    check(lhs, rhs, out_dtype, backend)
     half_sums = _half_sums(lhs, precision)
+    if bias is not None or activation is not None or residual is not None:
+        from . import _fused  # built on this product
+
+        return _fused.matmul(
+            lhs,
+            rhs,
+            bias=bias,
+            activation=activation,
+            residual=residual,
+            preferred_element_type=out_dtype,
+            precision=precision,
+            out_sharding=out_sharding,
+            backend=backend,
+        )
     product = functools.partial(_product, out_dtype=out_dtype, half_sums=half_sums, backend=backend)
     return _explicit.multiply(product, lhs, rhs, out_sharding)
 
@@ -134,7 +160,7 @@ def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
     return {**reasons, "pallas": pallas.unsupported(rhs.format), "xla": None}
 
 
-def _check(lhs: Array, rhs: QuantizedArray, out_dtype: Any, backend: Backend | None) -> None:
+def check(lhs: Any, rhs: QuantizedArray, out_dtype: Any, backend: Backend | None) -> None:
     if lhs.dtype not in _LHS_DTYPES:
         raise ValueError(
             f"quantized_matmul: lhs is {lhs.dtype}, but activations are float32, bfloat16 or "

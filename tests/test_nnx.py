@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from helpers import Oracle, assert_within, dequantize
 
-from jaxlowbit import INT4, Format, quantize
+from jaxlowbit import INT4, Format, quantize, quantized_matmul
 from jaxlowbit.nnx import (
     LayoutVersion,
     Packed,
@@ -70,10 +70,12 @@ def test_layer_is_the_product_with_the_dequantized_kernel(dtype, format):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bias_is_added_to_the_product(dtype):
+def test_bias_is_added_before_the_product_is_rounded(dtype):
     layer = quantized(param_dtype=jnp.dtype(dtype))
     x = random(5, K, dtype=dtype)
-    np.testing.assert_array_equal(layer(x), x @ layer.kernel + bias(layer))
+    product = quantized_matmul(x, layer.kernel, preferred_element_type=jnp.float32)
+    exact = product + bias(layer).astype(jnp.float32)
+    np.testing.assert_array_equal(layer(x), exact.astype(dtype))
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3), (0,)], ids=str)

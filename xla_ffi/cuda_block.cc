@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handler of what lies between two attentions of a transformer: seven kernels or more, all of
+// The CUDA handler of what lies between two attentions of a transformer: six kernels or more, all of
 // which but the first start early (cuda/early_start.h).
 //
 //   sum       = residual + attended @ out
@@ -25,8 +25,7 @@ ffi::Error ExecuteBlock(cudaStream_t stream, int32_t device, ffi::AnyBuffer atte
                         ffi::AnyBuffer residual, ffi::AnyBuffer norm, ffi::AnyBuffer following_norm,
                         ffi::RemainingArgs weights, ffi::Result<ffi::AnyBuffer> result,
                         ffi::Result<ffi::AnyBuffer> projected, ffi::Result<ffi::AnyBuffer> sum,
-                        ffi::Result<ffi::AnyBuffer> normed, ffi::Result<ffi::AnyBuffer> products,
-                        ffi::Result<ffi::AnyBuffer> hidden,
+                        ffi::Result<ffi::AnyBuffer> normed, ffi::Result<ffi::AnyBuffer> hidden,
                         ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::RemainingRets following,
                         ffi::Span<const int64_t> bits, ffi::Span<const int64_t> group_size,
                         std::string_view activation, float epsilon) {
@@ -45,13 +44,13 @@ ffi::Error ExecuteBlock(cudaStream_t stream, int32_t device, ffi::AnyBuffer atte
       return weights.get<ffi::AnyBuffer>(kPerWeight * i + j).value();
     };
     Attributes attributes = {bits[i], group_size[i]};
-    attributes.shared_lhs = i == 1;
+    attributes.gated = i == 1;
     return DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)}, out, attributes,
                           operands);
   };
   Operands out, up, down;
   for (const ffi::Error& error :
-       {decode(0, attended, *projected, &out), decode(1, *normed, *products, &up),
+       {decode(0, attended, *projected, &out), decode(1, *normed, *hidden, &up),
         decode(2, *hidden, *projected, &down)}) {
     if (error.failure()) return error;
   }
@@ -76,15 +75,13 @@ ffi::Error ExecuteBlock(cudaStream_t stream, int32_t device, ffi::AnyBuffer atte
   for (const ffi::Error& error :
        {is_rows("residual", residual), is_rows("projected", *projected), is_rows("sum", *sum),
         is_rows("normed", *normed), is_rows("result", *result), is_scales("norm", norm),
-        CheckShape("products", *products, {2, p.m, up.problem.n}, "[2, m, f]"),
-        CheckShape("hidden", *hidden, {1, p.m, up.problem.n}, "[1, m, f]"),
-        CheckType("products", *products, up.problem.out == p.lhs, "the type of attended"),
         CheckType("hidden", *hidden, down.problem.lhs == p.lhs, "the type of attended"),
         following.size() == 0 ? ffi::Error::Success()
                               : is_scales("following_norm", following_norm)}) {
     if (error.failure()) return error;
   }
   if (p.m == 0) return ffi::Error::Success();
+  up.problem.epilogue.activation = *function;
 
   constexpr bool kEarly = true;
   const auto normalize = [&](ffi::AnyBuffer x, ffi::AnyBuffer total, const void* scales) {
@@ -96,11 +93,6 @@ ffi::Error ExecuteBlock(cudaStream_t stream, int32_t device, ffi::AnyBuffer atte
   ffi::Error error = Enqueue(out, *workspace, device, stream);
   if (error.success()) error = normalize(residual, *sum, norm.untyped_data());
   if (error.success()) error = Enqueue(up, *workspace, device, stream, kEarly);
-  if (error.success()) {
-    error = ToError(LaunchGate(*function, p.lhs, products->untyped_data(), hidden->untyped_data(),
-                               p.m * up.problem.n, device, stream),
-                    "launching the activation");
-  }
   if (error.success()) error = Enqueue(down, *workspace, device, stream, kEarly);
   if (error.success()) {
     error =
@@ -130,7 +122,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaBlockExecute, jaxlowbit::ExecuteBlock
                                   .Ret<xla::ffi::AnyBuffer>()             // projected
                                   .Ret<xla::ffi::AnyBuffer>()             // sum
                                   .Ret<xla::ffi::AnyBuffer>()             // normed
-                                  .Ret<xla::ffi::AnyBuffer>()             // products
                                   .Ret<xla::ffi::AnyBuffer>()             // hidden
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
                                   .RemainingRets()                        // following

@@ -41,14 +41,12 @@ ffi::Error ExecuteMatmuls(cudaStream_t stream, int32_t device, ffi::AnyBuffer lh
   return ffi::Error::Success();
 }
 
-// products = lhs @ both weights of gate_up; hidden = activation(products[0]) * products[1];
-// out = hidden @ down.
+// hidden = activation(lhs @ gate) * (lhs @ up), of the two weights of gate_up; out = hidden @ down.
 ffi::Error ExecuteMlp(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs,
                       ffi::AnyBuffer packed, ffi::AnyBuffer scale, ffi::AnyBuffer zero,
                       ffi::AnyBuffer index, ffi::AnyBuffer down_packed, ffi::AnyBuffer down_scale,
                       ffi::AnyBuffer down_zero, ffi::AnyBuffer down_index,
-                      ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> products,
-                      ffi::Result<ffi::AnyBuffer> hidden,
+                      ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> hidden,
                       ffi::Result<ffi::Buffer<ffi::U8>> workspace, int64_t bits, int64_t group_size,
                       int64_t down_bits, int64_t down_group_size, std::string_view activation,
                       bool half_sums) {
@@ -56,27 +54,18 @@ ffi::Error ExecuteMlp(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs,
   if (!function) return Refuse("activation is unknown: " + std::string(activation) + ".");
   Attributes attributes = {bits, group_size}, down_attributes = {down_bits, down_group_size};
   attributes.half_sums = down_attributes.half_sums = half_sums;
-  attributes.shared_lhs = true;
+  attributes.gated = true;
   Operands up, down;
-  ffi::Error error = DecodeOperands(lhs, {packed, scale, zero, index}, *products, attributes, &up);
+  ffi::Error error = DecodeOperands(lhs, {packed, scale, zero, index}, *hidden, attributes, &up);
   if (error.success()) {
     error = DecodeOperands(*hidden, {down_packed, down_scale, down_zero, down_index}, *out,
                            down_attributes, &down);
   }
   if (error.failure()) return error;
-  const QuantizedMatmul& p = up.problem;
-  for (const ffi::Error& mismatch :
-       {CheckShape("products", *products, {2, p.m, p.n}, "[2, m, n]"),
-        CheckShape("hidden", *hidden, {1, p.m, p.n}, "[1, m, n]"),
-        CheckType("products", *products, p.out == p.lhs, "the type of lhs"),
-        CheckType("hidden", *hidden, down.problem.lhs == p.lhs, "the type of lhs")}) {
-    if (mismatch.failure()) return mismatch;
-  }
+  error = CheckType("hidden", *hidden, up.problem.out == up.problem.lhs, "the type of lhs");
+  if (error.failure()) return error;
+  up.problem.epilogue.activation = *function;
   error = Enqueue(up, *workspace, device, stream);
-  if (error.failure() || p.m == 0) return error;
-  error = ToError(LaunchGate(*function, p.lhs, products->untyped_data(), hidden->untyped_data(),
-                             p.m * p.n, device, stream),
-                  "launching the activation");
   if (error.failure()) return error;
   return Enqueue(down, *workspace, device, stream, /*early_start=*/true);
 }
@@ -111,7 +100,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaMlpExecute, jaxlowbit::ExecuteMlp,
                                   .Arg<xla::ffi::AnyBuffer>()             // zero
                                   .Arg<xla::ffi::AnyBuffer>()             // index
                                   .Ret<xla::ffi::AnyBuffer>()             // out
-                                  .Ret<xla::ffi::AnyBuffer>()             // products
                                   .Ret<xla::ffi::AnyBuffer>()             // hidden
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
                                   .Attr<int64_t>("bits")

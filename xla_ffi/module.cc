@@ -40,6 +40,7 @@ nb::dict Targets() {
   targets["CUDA"] = nb::dict();
   for (auto [target, execute] :
        {std::pair{"jaxlowbit_quantized_matmul", JaxlowbitCudaExecute},
+        std::pair{"jaxlowbit_quantized_matmul_fused", JaxlowbitCudaFusedExecute},
         std::pair{"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsExecute},
         std::pair{"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpExecute},
         std::pair{"jaxlowbit_quantized_block", JaxlowbitCudaBlockExecute}}) {

@@ -6,16 +6,19 @@
 //   1 packed  u32[L, n_blocks, k_blocks, words]
 //   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16 or f16
 //   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none
-//   4 index   s32[b]: batch element i multiplies weight index[i]; s32[0]: weight i, or the only one
+//   4 index   s32[b]: batch element i multiplies weight index[i]; s32[0]: weight i, or the only one;
+//             gated, s32[2 b]: pairs of weights, the gate first
 //   result 0  out O[b, m, n], transposed [b, m, k]  O: T or f32
 //
-// Calls of several products (cuda_calls.cc) have the same of each.
+// Calls of several products (cuda_calls.cc) have the same of each, and those with an epilogue
+// (cuda_fused.cc) more.
 #pragma once
 
 #include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "cuda/problem.h"
 #include "xla_ffi/ffi.h"
@@ -31,6 +34,7 @@ struct Attributes {
   int64_t bits, group_size;
   bool transposed = false, scale_sums = false, half_sums = false;
   bool shared_lhs = false;  // lhs is [1, m, k], for each b of out
+  bool gated = false;
 };
 
 struct Operands {
@@ -49,6 +53,15 @@ inline std::optional<ElementType> FloatType(ffi::DataType type) {
     default:
       return std::nullopt;
   }
+}
+
+inline std::optional<Activation> FindActivation(std::string_view name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "relu") return Activation::kRelu;
+  return std::nullopt;
 }
 
 inline std::string TypeName(ffi::DataType type) {
@@ -148,6 +161,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   p.scale_sums = attributes.scale_sums;
   p.half_sums = attributes.half_sums;
   p.shared_lhs = attributes.shared_lhs;
+  p.epilogue.gated = attributes.gated;
   (p.transposed ? p.n : p.k) = lhs.dimensions()[2];
   (p.transposed ? p.k : p.n) = out.dimensions()[2];
   p.num_weights = packed.dimensions()[0];
@@ -184,11 +198,14 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   }
 
   const bool has_index = !HasShape(index, {0});
+  const int64_t asked = p.batch * p.weights_per_element();
   if (has_index) {
-    const ffi::Error error = CheckShape("index", index, {p.batch}, "[0] or [batch]");
+    const ffi::Error error = CheckShape("index", index, {asked},
+                                        p.epilogue.gated ? "[0] or [2 * batch]" : "[0] or [batch]");
     if (error.failure()) return error;
-  } else if (p.num_weights != 1 && p.num_weights != p.batch) {
-    return Refuse("packed holds " + std::to_string(p.num_weights) + " weights for a batch of " +
+  } else if (p.num_weights != 1 && p.num_weights != asked) {
+    return Refuse("packed holds " + std::to_string(p.num_weights) + " weights for " +
+                  (p.epilogue.gated ? "pairs of a batch of " : "a batch of ") +
                   std::to_string(p.batch) +
                   " but without index there must be one weight, or one for each batch element.");
   }

@@ -73,6 +73,11 @@ __device__ inline void Synchronize(int number, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }
 
+// The same without waiting, for those that do.
+__device__ inline void ArriveForOthers(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
+}
+
 // A position in a ring of slots and the parity of its barriers.
 struct RingCursor {
   int slot, parity;

@@ -30,6 +30,15 @@ __device__ inline uint4 LoadShared16(uint32_t shared) {
   return v;
 }
 
+// `kCase`: of cases of which one runs, so that the compiler does not make them one, which would have to
+// look up its registers by number.
+template <int kCase>
+__device__ inline void StoreShared16(uint32_t shared, const float (&v)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};  // %5\n" ::"r"(shared), "f"(v[0]),
+               "f"(v[1]), "f"(v[2]), "f"(v[3]), "n"(kCase)
+               : "memory");
+}
+
 __device__ inline uint32_t LoadShared4(uint32_t shared) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(shared) : "memory");

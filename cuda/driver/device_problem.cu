@@ -106,16 +106,17 @@ __device__ int Code(const QuantizedMatmul& p, const uint32_t* words, int64_t k, 
                      : lane[2 * s + v] >> (16 * e + 8 * h) & 255;
 }
 
-// One thread per `step` outputs, for the first: exact sum in double, error over bound, largest in
-// *worst (as bits). `half_steps`: of 16 products that float16 may add up, 0 for none.
-__global__ void CompareKernel(QuantizedMatmul p, Buffers b, int64_t step, int half_steps,
-                              unsigned long long* worst) {
-  const int64_t lhs_columns = p.transposed ? p.n : p.k, out_columns = p.transposed ? p.k : p.n;
-  const int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * step;
-  if (i >= p.batch * p.m * out_columns) return;
-  const int64_t column = i % out_columns, row = i / out_columns, batch = row / p.m;
+struct Bounded {
+  double value, bound;  // on the error of what a kernel has in float32
+};
+
+// Element (row, column) of the product with weight number `position` of those of the batch: the exact
+// sum, in double. `half_steps`: of 16 products that float16 may add up, 0 for none.
+__device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, int half_steps, int64_t row,
+                       int64_t column, int64_t position) {
+  const int64_t lhs_columns = p.transposed ? p.n : p.k;
   const int64_t lhs_row = p.shared_lhs ? row % p.m : row;
-  int64_t weight = b.index == nullptr ? batch : b.index[batch];
+  int64_t weight = b.index == nullptr ? position : b.index[position];
   weight = min(max(weight, int64_t{0}), p.num_weights - 1);
   const int64_t n_blocks = (p.n + 63) / 64, k_blocks = (p.k + 63) / 64;
   const int64_t size = p.group_size < 0 ? k_blocks * 64 : p.group_size;
@@ -140,13 +141,61 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, int64_t step, int ha
   }
   const double u_lhs = p.lhs == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
   const double u = p.scale_sums ? 0x1p-24 : u_lhs;  // the rounding of weights
-  const double u_out = p.out == ElementType::kF32 ? 0x1p-24 : u_lhs;
-  // Half the spacing of subnormals, for results and weights too small to keep their digits.
+  // Half the spacing of subnormals, for weights too small to keep their digits.
   const double tiny = p.lhs == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
   const double half = 0x1p-11 * half_magnitude + (half_steps > 0 ? lhs_columns * 0x1p-28 : 0);
-  const double bound =
-      (u + lhs_columns * 0x1p-24) * magnitude + u_out * fabs(sum) + tiny * (1 + lhs_sum) + half;
-  double ratio = fabs(double{Load(b.out, p.out, i)} - sum) / bound;
+  const double bound = (u + lhs_columns * 0x1p-24) * magnitude + tiny * lhs_sum + half;
+  if (b.bias == nullptr) return {sum, bound};
+  const double bias = Load(b.bias, p.epilogue.bias, position * p.n + column);
+  return {sum + bias, bound + 0x1p-24 * (fabs(sum) + fabs(bias))};
+}
+
+__device__ double Exact(Activation activation, double x) {
+  switch (activation) {
+    case Activation::kNone:
+      return x;
+    case Activation::kSilu:
+      return x / (1 + exp(-x));
+    case Activation::kGelu:
+      return 0.5 * x * erfc(-sqrt(0.5) * x);
+    case Activation::kGeluTanh:
+      return x / (1 + exp(-sqrt(8 / 3.14159265358979324) * (x + 0.044715 * x * x * x)));
+    case Activation::kRelu:
+      return fmax(x, 0.0);
+  }
+  return x;
+}
+
+// One thread per `step` outputs, for the first: error over bound, largest in *worst (as bits).
+__global__ void CompareKernel(QuantizedMatmul p, Buffers b, int64_t step, int half_steps,
+                              unsigned long long* worst) {
+  const int64_t out_columns = p.transposed ? p.k : p.n;
+  const int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * step;
+  if (i >= p.batch * p.m * out_columns) return;
+  const int64_t column = i % out_columns, row = i / out_columns, batch = row / p.m;
+  const Epilogue& e = p.epilogue;
+  Bounded result = Sum(p, b, half_steps, row, column, e.gated ? 2 * batch : batch);
+  if (e.activation != Activation::kNone) {
+    // No slope of theirs is beyond 1.13; float32 formulas are right to 2^-20 of the argument.
+    result.bound = 1.13 * result.bound + 0x1p-20 * fabs(result.value);
+    result.value = Exact(e.activation, result.value);
+  }
+  if (e.gated) {
+    const Bounded up = Sum(p, b, half_steps, row, column, 2 * batch + 1);
+    result.bound = fabs(result.value) * up.bound + fabs(up.value) * result.bound +
+                   up.bound * result.bound + 0x1p-24 * fabs(result.value * up.value);
+    result.value *= up.value;
+  }
+  if (b.residual != nullptr) {
+    const double residual = Load(b.residual, e.residual, i);
+    result.value += residual;
+    result.bound += 0x1p-24 * (fabs(result.value) + fabs(residual));
+  }
+  const double u_lhs = p.lhs == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
+  const double u_out = p.out == ElementType::kF32 ? 0x1p-24 : u_lhs;
+  const double tiny = p.lhs == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
+  const double bound = result.bound + u_out * (fabs(result.value) + result.bound) + tiny;
+  double ratio = fabs(double{Load(b.out, p.out, i)} - result.value) / bound;
   if (!(ratio < 1e300)) ratio = 1e300;
   atomicMax(worst, static_cast<unsigned long long>(__double_as_longlong(ratio)));
 }
@@ -162,6 +211,10 @@ __global__ void DigestKernel(const uint16_t* data, int64_t count, unsigned long 
 }
 
 int64_t SizeOf(ElementType type) { return type == ElementType::kF32 ? 4 : 2; }
+
+int64_t Outputs(const QuantizedMatmul& p) { return p.batch * p.m * p.out_columns(); }
+
+int64_t Biases(const QuantizedMatmul& p) { return p.batch * p.weights_per_element() * p.n; }
 
 int64_t Groups(const QuantizedMatmul& p) {
   return p.num_weights * p.n_blocks() * p.groups() * kAtom;
@@ -193,17 +246,19 @@ int64_t WeightBytes(const QuantizedMatmul& problem) {
   return PackedBytes(problem) + Groups(problem) * (problem.scale_bytes() + problem.zero_bytes());
 }
 
-DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, bool with_index, int copies,
+DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& optional, int copies,
                              uint64_t seed)
     : problem_(problem),
+      optional_(optional),
       lhs_(problem.lhs_rows() * problem.lhs_columns() * SizeOf(problem.lhs)),
       packed_(copies * PackedBytes(problem)),
       scale_(copies * Groups(problem) * problem.scale_bytes()),
       zero_(copies * Groups(problem) * problem.zero_bytes()),
-      index_(with_index ? problem.batch * 4 : 0),
-      out_(problem.batch * problem.m * problem.out_columns() * SizeOf(problem.out)),
+      index_(optional.index ? problem.batch * problem.weights_per_element() * 4 : 0),
+      bias_(optional.bias ? Biases(problem) * SizeOf(problem.epilogue.bias) : 0),
+      residual_(optional.residual ? Outputs(problem) * SizeOf(problem.epilogue.residual) : 0),
+      out_(Outputs(problem) * SizeOf(problem.out)),
       workspace_(kMaxWorkspaceBytes),
-      with_index_(with_index),
       packed_stride_(packed_.bytes() / copies),
       scale_stride_(scale_.bytes() / copies),
       zero_stride_(zero_.bytes() / copies) {
@@ -218,6 +273,9 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, bool with_index, in
   }
   Random(index_, Fill::kIndex, none, index_.bytes() / 4, seed + 4,
          static_cast<int>(problem.num_weights));
+  const Epilogue& e = problem.epilogue;
+  Random(bias_, Fill::kNormal, e.bias, bias_.bytes() / SizeOf(e.bias), seed + 5);
+  Random(residual_, Fill::kNormal, e.residual, residual_.bytes() / SizeOf(e.residual), seed + 6);
 }
 
 Buffers DeviceProblem::buffers(int copy) const {
@@ -229,7 +287,9 @@ Buffers DeviceProblem::buffers(int copy) const {
   buffers.packed = reinterpret_cast<const uint32_t*>(at(packed_, packed_stride_));
   buffers.scale = at(scale_, scale_stride_);
   buffers.zero = problem_.zero == ZeroKind::kNone ? nullptr : at(zero_, zero_stride_);
-  buffers.index = with_index_ ? static_cast<const int32_t*>(index_.data()) : nullptr;
+  buffers.index = optional_.index ? static_cast<const int32_t*>(index_.data()) : nullptr;
+  buffers.bias = optional_.bias ? bias_.data() : nullptr;
+  buffers.residual = optional_.residual ? residual_.data() : nullptr;
   buffers.out = out_.data();
   buffers.workspace = workspace_.data();
   return buffers;
@@ -241,7 +301,7 @@ void DeviceProblem::Poison() const {
 }
 
 double DeviceProblem::ErrorOverBound(int copy, int64_t most) const {
-  const int64_t outputs = problem_.batch * problem_.m * problem_.out_columns();
+  const int64_t outputs = Outputs(problem_);
   if (outputs == 0) return 0;
   // Without a common factor with the columns, steps reach all of them.
   int64_t step = std::max<int64_t>(outputs / most, 1);
@@ -270,7 +330,7 @@ uint64_t DeviceProblem::Digest() const {
   return sum;
 }
 
-std::string Describe(const QuantizedMatmul& p) {
+std::string Describe(const QuantizedMatmul& p, const Optional& optional) {
   const auto name = [](ElementType type) {
     return type == ElementType::kF32 ? "f32" : type == ElementType::kBf16 ? "bf16" : "f16";
   };
@@ -289,7 +349,12 @@ std::string Describe(const QuantizedMatmul& p) {
           : p.half_sums  ? " half sums"
                          : "") +
          (p.batch > 1 ? " batch " + std::to_string(p.batch) : "") +
-         (p.shared_lhs ? " shared lhs" : "");
+         (p.shared_lhs ? " shared lhs" : "") + (p.epilogue.gated ? " gated" : "") +
+         (p.epilogue.activation == Activation::kNone
+              ? ""
+              : " activation " + std::to_string(static_cast<int>(p.epilogue.activation))) +
+         (optional.bias ? std::string(" bias ") + name(p.epilogue.bias) : "") +
+         (optional.residual ? std::string(" residual ") + name(p.epilogue.residual) : "");
 }
 
 }  // namespace jaxlowbit::driver

@@ -35,15 +35,22 @@ class DeviceBuffer {
 // Bytes of codes, scales and zeros that one call reads.
 int64_t WeightBytes(const QuantizedMatmul& problem);
 
+// Operands that a problem may be without.
+struct Optional {
+  bool index = false, bias = false, residual = false;
+};
+
 // Random operands for `problem`; `copies` sets of weights, so that a timing can keep them out of
 // L2.
 class DeviceProblem {
  public:
-  DeviceProblem(const QuantizedMatmul& problem, bool with_index, int copies, uint64_t seed);
+  DeviceProblem(const QuantizedMatmul& problem, const Optional& optional, int copies,
+                uint64_t seed);
 
   // The buffers of one call that uses weight set `copy`.
   Buffers buffers(int copy) const;
   int64_t workspace_bytes() const { return workspace_.bytes(); }
+  const Optional& optional() const { return optional_; }
 
   // Overwrites out and workspace with NaN patterns, so that an unwritten element shows.
   void Poison() const;
@@ -55,11 +62,11 @@ class DeviceProblem {
 
  private:
   QuantizedMatmul problem_;
-  DeviceBuffer lhs_, packed_, scale_, zero_, index_, out_, workspace_;
-  bool with_index_;
+  Optional optional_;
+  DeviceBuffer lhs_, packed_, scale_, zero_, index_, bias_, residual_, out_, workspace_;
   int64_t packed_stride_, scale_stride_, zero_stride_;  // bytes of one set
 };
 
-std::string Describe(const QuantizedMatmul& problem);
+std::string Describe(const QuantizedMatmul& problem, const Optional& optional);
 
 }  // namespace jaxlowbit::driver

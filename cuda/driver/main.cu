@@ -11,6 +11,8 @@
 //                           --m M,M,... --bits B --group G --zero --float-zero --transposed
 //                           --scale-sums --f16 --half-sums
 //                           --early-start (all but the first start before the one before ends);
+//                           --bias --residual --activation silu|gelu|gelu_tanh|relu --gated (n of each
+//                           of two weights);
 //                           --kernel sm80|stream|sm90,
 //                           --tile T,T,..., --split S,S,... and --slices L,L,... instead of the
 //                           selection's (a tile is a number of tokens, of qmm_sm90 one of
@@ -22,6 +24,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -78,7 +81,7 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
     choices.push_back(Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes));
     if (kernel == Kernel::kQmmSm90Stream && problem.n > 256) {
       choices.push_back(choices.back());
-      choices.back().slices = 18;
+      choices.back().slices = problem.epilogue.gated ? 24 : 18;
     }
     if (kernel == Kernel::kQmmSm90) {
       const std::vector<Choice> all = Sm90Choices(problem);
@@ -102,12 +105,12 @@ bool IsRight(const QuantizedMatmul& problem, const DeviceProblem& data, const Ch
       const double ratio = data.ErrorOverBound(0, most);
       if (!(ratio <= 1)) {
         std::printf("WRONG  %s %s: error over bound %.3g\n", NameOf(choice.kernel),
-                    Describe(problem).c_str(), ratio);
+                    Describe(problem, data.optional()).c_str(), ratio);
         return false;
       }
     } else if (data.Digest() != first) {
       std::printf("WRONG  %s %s: two runs differ\n", NameOf(choice.kernel),
-                  Describe(problem).c_str());
+                  Describe(problem, data.optional()).c_str());
       return false;
     }
   }
@@ -147,9 +150,9 @@ void ForEachType(F visit) {
 
 Tally CheckInstances(uint64_t stride) {
   Tally tally;
-  uint64_t seed = 1;
+  uint64_t seed = 1, turn = 0;
   ForEachType([&](QuantizedMatmul problem) {
-    for (int64_t m : {1, 7, 9, 16, 17, 33, 64, 129}) {
+    for (int64_t m : {1, 7, 9, 16, 17, 33, 64, 129, 300}) {
       // Odd and edge sizes: unaligned rows, one element, a k that ends inside a group and a stage.
       const std::pair<int64_t, int64_t> shapes[] = {{1, 1},     {129, 100}, {64, 72},
                                                     {70, 1000}, {320, 520}, {256, 2048}};
@@ -160,13 +163,29 @@ Tally CheckInstances(uint64_t stride) {
         problem.out = seed % 3 == 0 ? ElementType::kF32 : problem.lhs;
         problem.batch = seed % 5 == 0 ? 3 : 1;
         problem.num_weights = problem.batch;
-        const bool with_index = seed % 10 == 0;
-        if (with_index) problem.num_weights = 2;
+        Optional optional;
+        optional.index = seed % 10 == 0;
+        if (optional.index) problem.num_weights = 2;
         problem.shared_lhs = seed % 15 == 0;
+        problem.epilogue = {};
         if (++seed % stride != 0) continue;
-        const DeviceProblem data(problem, with_index, 1, seed);
+        const DeviceProblem data(problem, optional, 1, seed);
         for (const Choice& choice : Choices(problem, seed)) {
           tally.Add(IsRight(problem, data, choice, kAll));
+        }
+        if (problem.transposed) continue;
+        // The same with an epilogue, all of whose parts come in all combinations.
+        problem.epilogue.activation = static_cast<Activation>(turn % 5);
+        problem.epilogue.gated = turn % 2 != 0;
+        if (!optional.index) problem.num_weights = problem.batch * problem.weights_per_element();
+        optional.bias = turn % 3 != 0;
+        optional.residual = turn % 7 < 4;
+        problem.epilogue.bias = turn % 4 < 2 ? problem.lhs : ElementType::kF32;
+        problem.epilogue.residual = turn % 11 < 6 ? problem.lhs : ElementType::kF32;
+        ++turn;
+        const DeviceProblem with_epilogue(problem, optional, 1, seed);
+        for (const Choice& choice : Choices(problem, turn)) {
+          tally.Add(IsRight(problem, with_epilogue, choice, kAll));
         }
       }
     }
@@ -182,7 +201,7 @@ Tally Sweep() {
       for (int64_t m : {1, 16, 32, 64, 200}) {
         problem.m = m, problem.n = n, problem.k = k;
         problem.group_size = problem.bits == 4 ? 128 : -1;
-        const DeviceProblem data(problem, false, 1, seed);
+        const DeviceProblem data(problem, {}, 1, seed);
         for (const Choice& choice : Choices(problem, seed)) {
           tally.Add(IsRight(problem, data, choice, kAll));
         }
@@ -236,7 +255,8 @@ double Time(const QuantizedMatmul& problem, const DeviceProblem& data, int copie
       "driver: %s. Use: driver check | sweep | time [--n N,... --k K,...] [--m M,M,...] "
       "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
       "[--f16] [--half-sums] [--kernel sm80|stream|sm90] [--all] [--tile T,...] [--split S,...] "
-      "[--slices L,...] [--early-start]\n",
+      "[--slices L,...] [--early-start] [--bias] [--residual] "
+      "[--activation silu|gelu|gelu_tanh|relu] [--gated]\n",
       wrong);
   std::exit(2);
 }
@@ -245,6 +265,7 @@ struct TimeOptions {
   std::vector<std::pair<int64_t, int64_t>> layers = kLayers;
   std::vector<int64_t> tokens = kTokens;
   QuantizedMatmul problem;
+  Optional optional;
   bool early_start = false;
   std::string kernel;
   // What the selection takes: 0, of tiles -1.
@@ -260,7 +281,7 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
     const auto hopeless = [&](const Choice& choice) {
       const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
       const int64_t ctas = CeilDiv(problem.m, tile.tokens) *
-                           CeilDiv(problem.n_blocks(), tile.cta_strips()) * choice.split_k;
+                           CeilDiv(problem.strips(), tile.cta_strips()) * choice.split_k;
       const int64_t resident = int64_t{DeviceInfo(0).num_sms} * tile.ctas_per_sm;
       return (choice.split_k > 1 && ctas > resident) || (tile.tokens >= 2 * problem.m) ||
              (8 * tile.tokens <= problem.m && tile.tokens < 256);
@@ -289,7 +310,8 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
         }
         if (split > 0) choice.split_k = static_cast<int>(split);
         if (slices > 0) choice.slices = static_cast<int>(slices);
-        const int64_t sums = choice.split_k * problem.m * (problem.out_columns() + kAtom) * 4;
+        const int64_t sums = choice.split_k * problem.m * problem.weights_per_element() *
+                             (problem.out_columns() + kAtom) * 4;
         const bool fits =
             choice.kernel != Kernel::kQmmSm80 || choice.split_k == 1 || sums <= kMaxWorkspaceBytes;
         if (choice.split_k <= kMaxSplitK && fits) choices.push_back(choice);
@@ -304,22 +326,26 @@ void TimeAll(const TimeOptions& options) {
     for (int64_t m : options.tokens) {
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
+      problem.num_weights = problem.weights_per_element();
+      problem.epilogue.bias = problem.epilogue.residual = problem.lhs;
       if (const std::string reason = Unsupported(problem, DeviceInfo(0)); !reason.empty()) {
-        std::fprintf(stderr, "driver: %s: %s\n", Describe(problem).c_str(), reason.c_str());
+        std::fprintf(stderr, "driver: %s: %s\n", Describe(problem, options.optional).c_str(),
+                     reason.c_str());
         std::exit(2);
       }
       const int64_t bytes = WeightBytes(problem);
       const int copies = static_cast<int>(CeilDiv(4 * kL2Bytes, bytes));  // L2 cannot hold them
-      const DeviceProblem data(problem, false, copies, 1);
+      const DeviceProblem data(problem, options.optional, copies, 1);
       for (const Choice& choice : Choices(problem, options)) {
         if (!IsRight(problem, data, choice, kSample)) std::exit(1);
         const double us = Time(problem, data, copies, choice, options.early_start);
         std::printf(
             "%s  %-6s tile %-2d mates %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f "
             "TB/s  %6.1f TFLOP/s\n",
-            Describe(problem).c_str(), NameOf(choice.kernel), choice.tile, choice.mates,
-            choice.block_m, choice.split_k, choice.slices, us,
-            1e-6 * static_cast<double>(bytes) / us, 2e-6 * static_cast<double>(m * n * k) / us);
+            Describe(problem, options.optional).c_str(), NameOf(choice.kernel), choice.tile,
+            choice.mates, choice.block_m, choice.split_k, choice.slices, us,
+            1e-6 * static_cast<double>(bytes) / us,
+            2e-6 * static_cast<double>(problem.num_weights * m * n * k) / us);
       }
       std::fflush(stdout);
     }
@@ -333,6 +359,13 @@ std::vector<int64_t> Numbers(const char* text) {
     numbers.push_back(std::atoll(at));
   }
   return numbers;
+}
+
+Activation FindActivation(const std::string& name) {
+  const char* names[] = {"none", "silu", "gelu", "gelu_tanh", "relu"};
+  const auto found = std::find(std::begin(names), std::end(names), name);
+  if (found == std::end(names)) Usage("unknown activation");
+  return static_cast<Activation>(found - std::begin(names));
 }
 
 TimeOptions Parse(int argc, char** argv) {
@@ -359,6 +392,12 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
     } else if (flag == "--early-start") {
       options.early_start = true;
+    } else if (flag == "--bias") {
+      options.optional.bias = true;
+    } else if (flag == "--residual") {
+      options.optional.residual = true;
+    } else if (flag == "--gated") {
+      options.problem.epilogue.gated = true;
     } else if (i + 1 == argc) {
       Usage(("unknown or incomplete option " + flag).c_str());
     } else if (flag == "--kernel") {
@@ -366,6 +405,8 @@ TimeOptions Parse(int argc, char** argv) {
       if (options.kernel != "sm80" && options.kernel != "sm90" && options.kernel != "stream") {
         Usage("unknown kernel");
       }
+    } else if (flag == "--activation") {
+      options.problem.epilogue.activation = FindActivation(argv[++i]);
     } else if (const std::vector<int64_t> values = Numbers(argv[++i]); flag == "--m") {
       options.tokens = values;
     } else if (flag == "--n") {

@@ -19,6 +19,12 @@ constexpr int BlockK(int bits) { return bits == 4 ? 128 : 64; }
 // Columns of out that a CTA owns: two strips along n, or one along k.
 constexpr int64_t BlockOut(bool transposed) { return transposed ? kAtom : kBlockN; }
 
+// Tiles along the columns of out. One of a gated product is a strip of the gate and that of up.
+inline int64_t OutTiles(const QuantizedMatmul& problem) {
+  return problem.epilogue.gated ? problem.n_blocks()
+                                : CeilDiv(problem.out_columns(), BlockOut(problem.transposed));
+}
+
 // Depth of the ring: what fits the smallest device with the smallest groups.
 constexpr int NumStages(int block_m, int bits) { return bits == 4 && block_m == 64 ? 3 : 4; }
 

@@ -18,12 +18,14 @@ class StageCopier {
         lhs_(p, tile),
         k_block_(tile.stage_begin * I::kAtomsK),
         cursor_(GroupCursor::At(p, tile.stage_begin * I::kBlockK)) {
+    const bool gated = p.epilogue.gated;
     const int64_t strip = tile.weight * p.n_blocks + tile.block;
-    atoms_n_ = min(kAtomsN, p.n_blocks - tile.block);
+    strip_step_ = gated ? (tile.up - tile.weight) * p.n_blocks : 1;
+    atoms_n_ = gated ? kAtomsN : min(kAtomsN, p.n_blocks - tile.block);
 #pragma unroll
     for (int n = 0; n < kAtomsN; ++n) {
       codes_[n] = reinterpret_cast<const uint8_t*>(p.packed) +
-                  ((strip + n) * p.k_blocks + k_block_) * kAtomBytes<I::kBits> +
+                  ((strip + n * strip_step_) * p.k_blocks + k_block_) * kAtomBytes<I::kBits> +
                   threadIdx.x * kCopyBytes;
     }
 #pragma unroll
@@ -62,7 +64,7 @@ class StageCopier {
     const int per_atom = p_.groups_per_stage * per_group;
     const int atom = chunk / per_atom;
     if (atom >= atoms_n_) return {nullptr, INT_MAX / 2};
-    const int64_t offset = (strip + atom) * p_.groups * kAtom * element_bytes;
+    const int64_t offset = (strip + atom * strip_step_) * p_.groups * kAtom * element_bytes;
     return {static_cast<const uint8_t*>(base) + offset + chunk % per_atom * kCopyBytes,
             chunk % per_atom / per_group};
   }
@@ -101,6 +103,7 @@ class StageCopier {
   int k_block_;         // first of the next stage
   GroupCursor cursor_;  // of its first k
   int atoms_n_;         // of the tile that exist
+  int64_t strip_step_;  // from the strip of one to that of the next
   const uint8_t* codes_[kAtomsN];
   GroupChunk scales_[kScaleCopies], zeros_[kScaleCopies];
 };

@@ -85,9 +85,10 @@ inline Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers,
   p.lhs_step = problem.lhs_step();
   p.lhs_columns = problem.lhs_columns();
   p.out_columns = problem.out_columns();
-  p.out_columns_padded = CeilDiv(p.out_columns, kAtom) * kAtom;
+  p.out_columns_padded = problem.weights_per_element() * CeilDiv(p.out_columns, kAtom) * kAtom;
+  p.atom_step = problem.epilogue.gated ? static_cast<int>(problem.n_blocks()) : 1;
   p.m_tiles = CeilDiv(problem.m, choice.block_m);
-  p.out_tiles = CeilDiv(p.out_columns, BlockOut(problem.transposed));
+  p.out_tiles = OutTiles(problem);
   p.stages = static_cast<int>(CeilDiv(p.lhs_columns, block_k));
   p.n_blocks = static_cast<int>(problem.n_blocks());
   p.k_blocks = static_cast<int>(problem.k_blocks());
@@ -103,6 +104,7 @@ inline Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers,
   p.bytes = StageBytesOf(choice.block_m, problem.bits, problem.group_size,
                          static_cast<int>(problem.scale_bytes()), p.zero_bytes, problem.transposed);
   p.slot_bytes = p.bytes.total();
+  p.epilogue = EpilogueOf(problem, buffers);
   return p;
 }
 

@@ -8,6 +8,7 @@
 
 #include "cuda/device/copy.cuh"
 #include "cuda/device/layout.cuh"
+#include "cuda/epilogue.cuh"
 #include "cuda/problem.h"
 #include "cuda/qmm_sm80/config.h"
 
@@ -52,10 +53,12 @@ struct Params {
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out;             // or the workspace, when split_k > 1
   int64_t batch, num_weights, m;
-  int64_t lhs_step;            // rows of lhs from one element of the batch to the next: m, or 0
-  int64_t lhs_columns;         // what is summed over: k, or n of the transposed product
-  int64_t out_columns;         // n, or k
-  int64_t out_columns_padded;  // to whole atoms: the rows of the workspace
+  int64_t lhs_step;     // rows of lhs from one element of the batch to the next: m, or 0
+  int64_t lhs_columns;  // what is summed over: k, or n of the transposed product
+  int64_t out_columns;  // n, or k
+  // To whole atoms; of a gated product those of the gates, then those of up: the rows of the workspace.
+  int64_t out_columns_padded;
+  int atom_step;  // between the atoms of a tile, in rows of the workspace
   int64_t m_tiles, out_tiles;
   int stages;  // along what is summed over
   int n_blocks, k_blocks, groups;
@@ -68,6 +71,7 @@ struct Params {
   bool lhs_aligned;  // rows of lhs start at multiples of 16 bytes
   StageBytes bytes;
   int slot_bytes;  // bytes.total()
+  EpilogueParams epilogue;
 };
 
 // The part of the product that a CTA owns.
@@ -75,10 +79,17 @@ struct Tile {
   int64_t m0;      // first token
   int64_t batch;   // position in the batch
   int64_t weight;  // which of the packed weights
+  int64_t up;      // of a gated product, the other one
   int split;
   int block;                   // first atom along the columns of out
   int stage_begin, stage_end;  // range of what is summed over
 };
+
+// Number `position` of the weights that the batch is multiplied by.
+__device__ inline int64_t WeightAt(const Params& p, int64_t position) {
+  const int64_t asked = p.index == nullptr ? position : p.index[position];
+  return min(max(asked, int64_t{0}), p.num_weights - 1);
+}
 
 // `atoms`: of a tile, along the columns of out.
 template <class I>
@@ -92,8 +103,8 @@ __device__ Tile OwnTile(const Params& p, int atoms) {
   i /= p.out_tiles;
   tile.split = static_cast<int>(i % p.split_k);
   tile.batch = i / p.split_k;
-  const int64_t asked = p.index == nullptr ? tile.batch : p.index[tile.batch];
-  tile.weight = min(max(asked, int64_t{0}), p.num_weights - 1);
+  tile.weight = WeightAt(p, p.epilogue.gated ? 2 * tile.batch : tile.batch);
+  tile.up = p.epilogue.gated ? WeightAt(p, 2 * tile.batch + 1) : 0;
   const int per_split = (p.stages + p.split_k - 1) / p.split_k;
   tile.stage_begin = tile.split * per_split;
   tile.stage_end = min(p.stages, tile.stage_begin + per_split);

@@ -32,6 +32,8 @@ inline constexpr int kBoxBytes = 1024;  // alignment of boxes of activations and
 inline constexpr int kBarriersBytes = 256;
 inline constexpr int kStoreTokens = 64;  // most that are stored at a time
 inline constexpr int kStoreBuffers = 4;
+// Of those, where results are; with an epilogue, sums wait in the others.
+inline constexpr int kResultBuffers = 2;
 
 // Shared memory of a CTA: of 228 KiB, 1 KiB for the system.
 constexpr int SharedBytes(const TileShape& tile) { return (228 / tile.ctas_per_sm - 1) * 1024; }

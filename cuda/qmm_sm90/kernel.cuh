@@ -24,6 +24,9 @@ template <class I>
     InitBarrier(memory.empty(lane), I::kWarps << mate_shift);
   } else if (lane == kMaxStages) {
     InitBarrier(memory.sums_full(), 1);
+    for (int i = 0; i < kResultBuffers * I::kTile.warpgroups; ++i) {
+      InitBarrier(memory.residual_full(0, i), 1);
+    }
   }
   PublishBarriers();
 }
@@ -72,6 +75,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     Sums<I> sums;
     for (int number = cluster; number < p.num_tiles; number += clusters) {
       const Tile tile = tile_of(number);
+      storer.Begin(tile);
       multiplier.Multiply(sums, cursor);
       if (p.split_shift > 0) {  // the cluster has one tile
         ArriveAtCluster();

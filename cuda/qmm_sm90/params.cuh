@@ -11,6 +11,7 @@
 #include "cuda/device/copy.cuh"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/layout.cuh"
+#include "cuda/epilogue.cuh"
 #include "cuda/problem.h"
 #include "cuda/qmm_sm90/config.h"
 
@@ -40,20 +41,25 @@ struct Instance {
 };
 
 struct Params {
-  CUtensorMap lhs;  // [batch, m, k] in boxes of a mate's part of a tile's tokens and 64 of k
-  CUtensorMap out;  // [batch, m, n] in boxes of kStoreTokens and 64 of n, if `aligned`
+  CUtensorMap lhs;       // [batch, m, k] in boxes of a mate's part of a tile's tokens and 64 of k
+  CUtensorMap out;       // [batch, m, n] in boxes of kStoreTokens and 64 of n, if `aligned`
+  CUtensorMap residual;  // the same of the epilogue's, if `residual_boxes`
   const uint32_t* packed;
   const void* scale;
   const void* zero;      // null: zero point 2^(bits - 1)
   int zero_bytes;        // 1: zero points; else float zeros, of the type of the scales
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out_elements;
-  bool out_float;  // float32 out; else the type of lhs
-  bool aligned;    // rows of out begin at multiples of 16 bytes, and it has the type of lhs
+  bool out_float;       // float32 out; else the type of lhs
+  bool aligned;         // rows of out begin at multiples of 16 bytes, and it has the type of lhs
+  bool residual_boxes;  // the same of the residual
   int64_t num_weights;
   int lhs_step;  // from one element of the batch to the next: 1, or 0
   int m, n;
   int n_blocks, k_blocks, groups;
+  // Of the weights of an element of the batch; of a gated product, gate and up take turns. Tiles are
+  // counted in these.
+  int strips;
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
   // In units of what a cluster computes: 2^mate_shift neighbours along n.
@@ -62,6 +68,7 @@ struct Params {
   int mate_shift;   // mates: the CTAs of a cluster that share activations
   int split_shift;  // the parts of k, each for 2^mate_shift CTAs of a cluster
   Plan plan;
+  EpilogueParams epilogue;
 };
 
 // A position in the product.
@@ -121,6 +128,10 @@ struct Memory {
   __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
   // All sums of the cluster that this CTA adds up have arrived.
   __device__ uint32_t sums_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
+  // The residual of a warpgroup's box has arrived in this one of its buffers.
+  __device__ uint32_t residual_full(int warpgroup, int buffer) const {
+    return sums_full() + (1 + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
+  }
   __device__ uint32_t results() const { return base + kBoxBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;

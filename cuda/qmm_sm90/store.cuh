@@ -1,16 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums to global memory. Where a cluster divides k, each of its CTAs adds up some of the tokens:
-// everyone sends it their sums, and it adds them in the order of the parts, so that results are the
-// same bits every time.
+// Sums to global memory, through the epilogue where there is one. Where a cluster divides k, each of
+// its CTAs adds up some of the tokens: everyone sends it their sums, and it adds them in the order of
+// the parts, so that results are the same bits every time.
+//
+// Buffers of a warpgroup for its results, of kStoreTokens of a strip:
+//
+//   sums alone   results of a box in each, in turn
+//   epilogue     0, 1: results of a box, first its residual; 2: sums of half a box, of the gate if gated;
+//                3: the same of up, if this warpgroup has them. Of two warpgroups with a strip each, the
+//                one with up leaves half a box in each of its four for the other.
 #pragma once
 
+#include <utility>
+
 #include "cuda/device/bulk.cuh"
+#include "cuda/device/dependency.cuh"
 #include "cuda/qmm_sm90/multiply.cuh"
 
 namespace jaxlowbit::qmm_sm90 {
 
-// Four, or two, 8 x 8 matrices of 16-bit values to shared memory, transposed; lane i passes the
+// Two, or four, 8 x 8 matrices of 16-bit values to shared memory, transposed; lane i passes the
 // address of row i % 8 of matrix i / 8.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
 __device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrices)[4]) {
@@ -22,6 +32,13 @@ __device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrice
 __device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrices)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};\n" ::"r"(shared),
                "r"(matrices[0]), "r"(matrices[1])
+               : "memory");
+}
+// And back.
+__device__ inline void LoadTransposed(uint32_t shared, uint32_t (&matrices)[2]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
+               : "=r"(matrices[0]), "=r"(matrices[1])
+               : "r"(shared)
                : "memory");
 }
 
@@ -38,6 +55,15 @@ class TileStorer {
     ArriveExpecting(memory_.sums_full(), Parts() * I::kStrips * OwnBlocks() * kFragmentBytes);
   }
 
+  // Before the products of a tile: starts copying residuals into the buffers that are free.
+  __device__ void Begin(const Tile& tile) const {
+    if (p_.epilogue.any) WaitForPreviousKernels();  // one may have written what is added
+    if (!p_.residual_boxes || threadIdx.x % 128 != 0) return;
+    WaitStoresRead<0>();
+    const int boxes = p_.split_shift > 0 ? I::kStrips * OwnBoxes() : 1;
+    for (int box = 0; box < boxes; ++box) CopyResidual(tile, box, buffer_ + box);
+  }
+
   // Adds up and stores the tokens of this CTA. Overwrites the ring, which no CTA of the cluster uses
   // any more.
   __device__ void Reduce(const Tile& tile, const Sums<I>& sums) const {
@@ -51,35 +77,44 @@ class TileStorer {
         float values[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = sums[s][block * 4 + i];
-        StoreRemote(MapToRank(Fragment(share_.part, s, block & own - 1), rank), values,
+        StoreRemote(MapToRank(Fragment(share_.part, s, block & own - 1, threadIdx.x), rank), values,
                     MapToRank(memory_.sums_full(), rank));
       }
     }
+    const EpilogueParams& e = p_.epilogue;
+    const Biases biases = LoadBiases(tile);
     WaitForCluster(memory_.sums_full(), 0);
-    const int strip = tile.strip + threadIdx.x / 128 * I::kStrips;
-    const int token = tile.token + share_.part * own * 8;
+    // Of a gated product, pairs of strips: two warpgroups take turns.
+    const bool shared = kApart && e.gated;
+    const int step = shared ? 2 : 1, end = e.gated ? own : I::kStrips * own;
+    const int gate = shared ? threadIdx.x % 128 : threadIdx.x;
 #pragma unroll 1
-    for (int i = 0; i < I::kStrips * own; ++i) {
+    for (int i = shared ? threadIdx.x / 128 : 0; i < end; i += step) {
       const int s = i / own, block = i - s * own;
-      float total[4] = {};
-#pragma unroll 2
-      for (int from = 0; from < Parts(); ++from) {
-        const uint4 values = LoadShared16(Fragment(from, s, block));
-        total[0] += __uint_as_float(values.x);
-        total[1] += __uint_as_float(values.y);
-        total[2] += __uint_as_float(values.z);
-        total[3] += __uint_as_float(values.w);
+      const int strip = Strip(tile, s), token = OwnToken(tile) + block * 8;
+      float total[4];
+      Add(s, block, gate, total);
+      if (strip >= p_.n_blocks) continue;
+      if (e.any) {
+        float up[4] = {}, residual[4];
+        if (e.gated) Add(I::kStrips - 1, block, kApart ? gate + 128 : gate, up);
+        LoadResidual(tile.batch, strip, token, s * OwnBoxes() + block * 8 / I::kStoreTokens, 0,
+                     block * 8 % I::kStoreTokens, residual);
+        FinishBlock(biases, s, up, residual, total);
       }
-      if (strip + s < p_.n_blocks) StoreBlock(tile.batch, strip + s, token + block * 8, total);
+      StoreBlock(tile.batch, strip, token, total);
     }
   }
 
   // Sums of all of k.
   __device__ void Store(const Tile& tile, const Sums<I>& sums) {
-    const int warpgroup = threadIdx.x / 128;
+    if (p_.epilogue.any) {
+      StoreFinished(tile, sums);
+      return;
+    }
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
-      const int strip = tile.strip + warpgroup * I::kStrips + s;
+      const int strip = Strip(tile, s);
       if (strip >= p_.n_blocks) break;
       if (p_.aligned) {
         StoreBoxes(tile, strip, sums[s]);
@@ -88,7 +123,7 @@ class TileStorer {
         for (int block = 0; block < kBlocks; ++block) {
           float values[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) values[i] = sums[s][block * 4 + i];
+          for (int i = 0; i < 4; ++i) values[i] = sums[s][block * 4 + i] * kUnit;
           StoreElements(tile.batch, strip, tile.token + block * 8, values);
         }
       }
@@ -97,6 +132,7 @@ class TileStorer {
 
   // Shared memory must outlive the stores.
   __device__ void Finish() const {
+    if (handed_over_) Synchronize(kTaken, 256);
     if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
   }
 
@@ -107,28 +143,264 @@ class TileStorer {
   static_assert(1 << kBlockShift == kBlocks);
   static constexpr int kFragmentBytes = 32 * I::kWarps * 16;  // 8 tokens
   static constexpr int kBufferBytes = I::kStoreTokens * 128;
+  // Of a gated product, two warpgroups have gate and up.
+  static constexpr bool kApart = I::kStrips == 1;
+  static_assert(I::kCtaStrips == 2);
+  // Half a box: tokens, blocks of 8 of them, and how many halves a tile has. Its sums fill a buffer.
+  static constexpr int kHalfTokens = I::kStoreTokens / 2, kHalfBlocks = kHalfTokens / 8;
+  static constexpr int kHalves = I::kTokens / kHalfTokens;
+  // Barriers between warpgroups: sums of up are there; have been taken.
+  static constexpr int kHandedOver = 3, kTaken = 4;
 
-  // Of k; blocks of 8 tokens that this CTA adds up.
+  // Of k; blocks of 8 tokens that this CTA adds up, and boxes of those of a strip.
   __device__ int Parts() const { return 1 << p_.split_shift; }
   __device__ int OwnBlocks() const { return kBlocks >> p_.split_shift; }
+  __device__ int OwnBoxes() const { return max(1, OwnBlocks() * 8 / I::kStoreTokens); }
+  __device__ int OwnToken(const Tile& tile) const {
+    return tile.token + share_.part * OwnBlocks() * 8;
+  }
 
-  // Of this lane: what a part of k has of one of those blocks.
-  __device__ uint32_t Fragment(int sender, int strip, int block) const {
+  // Of the result, for strip `s` of this warpgroup.
+  __device__ int Strip(const Tile& tile, int s) const {
+    if (p_.epilogue.gated) return tile.strip / 2;
+    return tile.strip + static_cast<int>(threadIdx.x) / 128 * I::kStrips + s;
+  }
+
+  // What a part of k has of one of those blocks, for a thread.
+  __device__ uint32_t Fragment(int sender, int strip, int block, int thread) const {
     return memory_.stage(p_.plan, 0) +
-           ((sender * I::kStrips + strip) * OwnBlocks() + block) * kFragmentBytes +
-           threadIdx.x * 16;
+           ((sender * I::kStrips + strip) * OwnBlocks() + block) * kFragmentBytes + thread * 16;
+  }
+
+  __device__ void Add(int strip, int block, int thread, float (&total)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total[i] = 0;
+#pragma unroll 2
+    for (int from = 0; from < Parts(); ++from) {
+      const uint4 values = LoadShared16(Fragment(from, strip, block, thread));
+      total[0] += __uint_as_float(values.x);
+      total[1] += __uint_as_float(values.y);
+      total[2] += __uint_as_float(values.z);
+      total[3] += __uint_as_float(values.w);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total[i] *= kUnit;
+  }
+
+  // --- the epilogue ---
+
+  // Of a lane's channels g and g + 8: in each strip of the warpgroup, or in the gate and in up.
+  struct Biases {
+    float of[2][2];
+  };
+
+  __device__ Biases LoadBiases(const Tile& tile) const {
+    const EpilogueParams& e = p_.epilogue;
+    Biases biases = {};
+    if (e.bias == nullptr) return biases;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      if (s == I::kStrips && !e.gated) break;
+      const int64_t product = e.gated ? 2 * tile.batch + s : tile.batch;
+      const int n = Strip(tile, s) * static_cast<int>(kAtom) + Channel();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) biases.of[s][h] = LoadBias<T>(e, product, p_.n, n + 8 * h);
+    }
+    return biases;
+  }
+
+  // This lane's first channel of a strip.
+  __device__ static int Channel() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+
+  // From the sums of a block of strip `s`, or from those of the gate and of up, to its results.
+  __device__ void FinishBlock(const Biases& biases, int s, const float (&up)[4],
+                              const float (&residual)[4], float (&values)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float second = biases.of[1][i / 2], bias = s == 0 ? biases.of[0][i / 2] : second;
+      values[i] = jaxlowbit::Finish(p_.epilogue, values[i] + bias, up[i] + second, residual[i]);
+    }
+  }
+
+  // One thread of a warpgroup: the residual of one of its boxes of a tile, to a buffer.
+  __device__ void CopyResidual(const Tile& tile, int box, int buffer) const {
+    const int s = box / OwnBoxes(), token = (box - s * OwnBoxes()) * I::kStoreTokens;
+    const int strip = Strip(tile, s);
+    if (strip >= p_.n_blocks) return;
+    const int warpgroup = threadIdx.x / 128;
+    const uint32_t full = memory_.residual_full(warpgroup, buffer % kResultBuffers);
+    ArriveExpecting(full, kBufferBytes);
+    CopyBox(Buffer(warpgroup, buffer % kResultBuffers), &p_.residual,
+            strip * static_cast<int>(kAtom), OwnToken(tile) + token, tile.batch, full);
+  }
+
+  // Of a block of 8 tokens from `token` on, from row `row` of a box where there are those; `parity`: of
+  // the box's copy.
+  __device__ void LoadResidual(int batch, int strip, int token, int buffer, int parity, int row,
+                               float (&residual)[4]) const {
+    if (p_.residual_boxes) {
+      const int warpgroup = threadIdx.x / 128;
+      Wait(memory_.residual_full(warpgroup, buffer), parity);
+      uint32_t matrices[2];
+      LoadTransposed(InBox(Buffer(warpgroup, buffer), row), matrices);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        residual[2 * h] = Pair<T>::Low(matrices[h]);
+        residual[2 * h + 1] = Pair<T>::High(matrices[h]);
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int m = token + threadIdx.x % 4 * 2 + i % 2;
+      const int n = strip * static_cast<int>(kAtom) + Channel() + i / 2 * 8;
+      const int64_t offset = (int64_t{batch} * p_.m + m) * p_.n + n;
+      residual[i] = m < p_.m && n < p_.n ? jaxlowbit::LoadResidual<T>(p_.epilogue, offset) : 0.0f;
+    }
+  }
+
+  // A warpgroup's sums of half a box, of strip kHalf / kHalves, where each thread finds its own.
+  template <int kHalf>
+  __device__ static void Leave(uint32_t buffer, const Sums<I>& sums) {
+#pragma unroll
+    for (int block = 0; block < kHalfBlocks; ++block) {
+      float values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        values[i] = sums[kHalf / kHalves][(kHalf % kHalves * kHalfBlocks + block) * 4 + i];
+      }
+      StoreShared16<kHalf>(buffer + block * 2048 + threadIdx.x % 128 * 16, values);
+    }
+  }
+
+  template <int... kHalf>
+  __device__ static void Leave(int half, uint32_t buffer, const Sums<I>& sums,
+                               std::integer_sequence<int, kHalf...>) {
+    ((half == kHalf ? Leave<kHalf>(buffer, sums) : void()), ...);
+  }
+
+  __device__ static void Leave(int half, uint32_t buffer, const Sums<I>& sums) {
+    Leave(half, buffer, sums, std::make_integer_sequence<int, I::kStrips * kHalves>{});
+  }
+
+  __device__ static void Take(uint32_t buffer, int block, float (&sums)[4]) {
+    const uint4 four = LoadShared16(buffer + block * 2048 + threadIdx.x % 128 * 16);
+    sums[0] = __uint_as_float(four.x) * kUnit, sums[1] = __uint_as_float(four.y) * kUnit;
+    sums[2] = __uint_as_float(four.z) * kUnit, sums[3] = __uint_as_float(four.w) * kUnit;
+  }
+
+  // The second warpgroup's sums of up, for the first.
+  __device__ void HandOver(const Sums<I>& sums) {
+#pragma unroll 1
+    for (int half = 0; half < kHalves; ++half) {
+      const int buffer = half % kStoreBuffers;
+      if (buffer == 0 && handed_over_) Synchronize(kTaken, 256);
+      Leave(half, Buffer(1, buffer), sums);
+      if (buffer == kStoreBuffers - 1 || half == kHalves - 1) {
+        ArriveForOthers(kHandedOver, 256);
+        handed_over_ = true;
+      }
+    }
+  }
+
+  // Half a box at a time, so that registers need not be indexed.
+  __device__ void StoreFinished(const Tile& tile, const Sums<I>& sums) {
+    const EpilogueParams& e = p_.epilogue;
+    const int warpgroup = threadIdx.x / 128;
+    if (Strip(tile, 0) >= p_.n_blocks) return;
+    const bool handed = kApart && e.gated;  // up, from the other warpgroup
+    if (handed && warpgroup == 1) {
+      HandOver(sums);
+      return;
+    }
+    const Biases biases = LoadBiases(tile);
+    const int halves = e.gated ? kHalves : I::kStrips * kHalves;
+#pragma unroll 1
+    for (int half = 0; half < halves; ++half) {
+      const int s = half / kHalves, in_strip = half - s * kHalves, strip = Strip(tile, s);
+      if (strip >= p_.n_blocks) break;
+      const uint32_t first = Buffer(warpgroup, kResultBuffers);
+      const uint32_t second = handed ? Buffer(1, in_strip % kStoreBuffers) : first + kBufferBytes;
+      Leave(half, first, sums);
+      if (!kApart && e.gated) Leave(half + kHalves, second, sums);
+      if (handed && in_strip % kStoreBuffers == 0) Synchronize(kHandedOver, 256);
+      const int row = in_strip % 2 * kHalfTokens;  // in the box
+      if (p_.aligned && row == 0) EnterBox(tile, half / 2);
+#pragma unroll 1
+      for (int block = 0; block < kHalfBlocks; ++block) {
+        const int token = tile.token + in_strip * kHalfTokens + block * 8;
+        float values[4], up[4] = {}, residual[4];
+        LoadResidual(tile.batch, strip, token, buffer_ % kResultBuffers, buffer_ / kResultBuffers,
+                     row + block * 8, residual);
+        Take(first, block, values);
+        if (e.gated) Take(second, block, up);
+        FinishBlock(biases, s, up, residual, values);
+        if (p_.aligned) {
+          const uint32_t matrices[2] = {Pair<T>::Round(values[0], values[1]),
+                                        Pair<T>::Round(values[2], values[3])};
+          StoreTransposed(InBox(Buffer(warpgroup, buffer_ % kResultBuffers), row + block * 8),
+                          matrices);
+        } else {
+          StoreElements(tile.batch, strip, token, values);
+        }
+      }
+      if (handed && (in_strip % kStoreBuffers == kStoreBuffers - 1 || in_strip == kHalves - 1)) {
+        ArriveForOthers(kTaken, 256);
+      }
+      if (p_.aligned && row > 0) {
+        LeaveBox(strip, tile.token + in_strip * kHalfTokens - row, tile.batch,
+                 Buffer(warpgroup, buffer_ % kResultBuffers));
+      }
+    }
+  }
+
+  // The next box's buffer is free, or will hold its residual; that of the box after it is on its way.
+  __device__ void EnterBox(const Tile& tile, int box) const {
+    if (p_.residual_boxes) {
+      if (threadIdx.x % 128 == 0 && box + 1 < I::kStrips * OwnBoxes()) {
+        WaitStoresRead<0>();
+        CopyResidual(tile, box + 1, buffer_ + 1);
+      }
+    } else {
+      if (threadIdx.x % 128 == 0) WaitStoresRead<kResultBuffers - 1>();
+      Synchronize(1 + threadIdx.x / 128, 128);
+    }
+  }
+
+  // --- stores ---
+
+  __device__ uint32_t Buffer(int warpgroup, int buffer) const {
+    return memory_.results() + (warpgroup * kStoreBuffers + buffer) * kBufferBytes;
+  }
+
+  // Where this lane has its row of two 8 x 8 matrices: tokens from `row` on, the first and the last 8 of
+  // the warp's channels.
+  __device__ static uint32_t InBox(uint32_t box, int row) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    return box + (row + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+  }
+
+  // All of a warpgroup have written the box.
+  __device__ void LeaveBox(int strip, int token, int batch, uint32_t buffer) {
+    PublishShared();
+    Synchronize(1 + threadIdx.x / 128, 128);
+    if (threadIdx.x % 128 == 0) {
+      StoreBox(&p_.out, strip * static_cast<int>(kAtom), token, batch, buffer);
+      CommitStores();
+    }
+    buffer_ = (buffer_ + 1) % kStoreBuffers;
   }
 
   // 8 tokens of a warp's 16 channels.
-  __device__ void StoreBlock(int batch, int strip, int token, const float (&sums)[4]) const {
+  __device__ void StoreBlock(int batch, int strip, int token, const float (&values)[4]) const {
     if (!p_.aligned) {
-      StoreElements(batch, strip, token, sums);
+      StoreElements(batch, strip, token, values);
       return;
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t buffer = memory_.results() + warp * 256;
-    const uint32_t matrices[2] = {Pair<T>::Round(sums[0] * kUnit, sums[1] * kUnit),
-                                  Pair<T>::Round(sums[2] * kUnit, sums[3] * kUnit)};
+    const uint32_t buffer = Buffer(0, kStoreBuffers - 1) + warp * 256;
+    const uint32_t matrices[2] = {Pair<T>::Round(values[0], values[1]),
+                                  Pair<T>::Round(values[2], values[3])};
     __syncwarp();  // the block before has been read
     // Rows are tokens, matrices the first and the last 8 channels.
     StoreTransposed(buffer + lane % 8 * 32 + lane / 8 % 2 * 16, matrices);
@@ -140,19 +412,17 @@ class TileStorer {
     *reinterpret_cast<uint4*>(out) = LoadShared16(buffer + lane * 16);
   }
 
-  __device__ void StoreElements(int batch, int strip, int token, const float (&sums)[4]) const {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  __device__ void StoreElements(int batch, int strip, int token, const float (&values)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int m = token + lane % 4 * 2 + i % 2;
-      const int n = strip * static_cast<int>(kAtom) + warp * 16 + lane / 4 + i / 2 * 8;
+      const int m = token + threadIdx.x % 4 * 2 + i % 2;
+      const int n = strip * static_cast<int>(kAtom) + Channel() + i / 2 * 8;
       if (m >= p_.m || n >= p_.n) continue;
       const int64_t offset = (int64_t{batch} * p_.m + m) * p_.n + n;
-      const float value = sums[i] * kUnit;
       if (p_.out_float) {
-        static_cast<float*>(p_.out_elements)[offset] = value;
+        static_cast<float*>(p_.out_elements)[offset] = values[i];
       } else {
-        static_cast<T*>(p_.out_elements)[offset] = T(value);
+        static_cast<T*>(p_.out_elements)[offset] = T(values[i]);
       }
     }
   }
@@ -165,8 +435,7 @@ class TileStorer {
     const uint32_t lane_offset = row * 128 + (column ^ row % 8) * 16;
 #pragma unroll
     for (int token = 0; token < I::kTokens; token += 16) {
-      const uint32_t buffer =
-          memory_.results() + (warpgroup * kStoreBuffers + buffer_) * kBufferBytes;
+      const uint32_t buffer = Buffer(warpgroup, buffer_);
       const int in_box = token % I::kStoreTokens;
       if (in_box == 0) {
         if (threadIdx.x % 128 == 0) WaitStoresRead<kStoreBuffers - 1>();
@@ -180,14 +449,7 @@ class TileStorer {
       }
       StoreTransposed(buffer + in_box * 128 + lane_offset, matrices);
       if (in_box + 16 == I::kStoreTokens) {
-        PublishShared();
-        Synchronize(1 + warpgroup, 128);
-        if (threadIdx.x % 128 == 0) {
-          StoreBox(&p_.out, strip * static_cast<int>(kAtom), tile.token + token - in_box,
-                   tile.batch, buffer);
-          CommitStores();
-        }
-        buffer_ = (buffer_ + 1) % kStoreBuffers;
+        LeaveBox(strip, tile.token + token - in_box, tile.batch, buffer);
       }
     }
   }
@@ -196,6 +458,7 @@ class TileStorer {
   const Share& share_;
   const Memory memory_;
   int buffer_ = 0;  // for the next box
+  bool handed_over_ = false;
 };
 
 }  // namespace jaxlowbit::qmm_sm90

@@ -27,6 +27,9 @@ constexpr int SharedBytes(int ctas_per_sm) { return (228 / ctas_per_sm - 1) * 10
 // Of 8-bit weights, 32 tokens would take more registers than there are.
 constexpr int MaxTokens(int bits) { return bits == 4 ? 32 : 16; }
 
+// Slices of a gated product are those of a strip of the gate, then of the same strip of up.
+inline constexpr int kPairSlices = 2 * kSlicesPerStrip;
+
 // Tokens that the instances are compiled for.
 constexpr int TileTokens(int64_t m) { return m <= 8 ? 8 : m <= 16 ? 16 : 32; }
 
@@ -69,6 +72,9 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
   plan.slices = slices;
   const int tiles = static_cast<int>(CeilDiv(slices, kMaxTileSlices));
   plan.tile_slices = static_cast<int>(CeilDiv(slices, tiles));
+  if (problem.epilogue.gated) {
+    plan.tile_slices = static_cast<int>(CeilDiv(plan.tile_slices, kPairSlices)) * kPairSlices;
+  }
   const int tokens = TileTokens(problem.m);
   const int pairs = static_cast<int>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
   plan.warps_k = 1;

@@ -22,8 +22,9 @@ class StageFiller {
   // Copies every stage of every tile, in their order. Weights, and which of them, do not depend on the
   // kernel before this one, so those of the first stages are on their way before its end.
   __device__ void FillAll() {
-    const int64_t weight = p_.index == nullptr ? share_.batch : p_.index[share_.batch];
-    first_strip_ = min(max(weight, int64_t{0}), p_.num_weights - 1) * p_.n_blocks;
+    const bool gated = p_.epilogue.gated;
+    first_strip_ = FirstStrip(gated ? 2 * share_.batch : share_.batch);
+    if (gated) up_strip_ = FirstStrip(2 * share_.batch + 1);
     StartTile(share_.slice_begin);
     const int filled = min(share_.stages, p_.plan.num_stages);
     const int early = min(filled, p_.early_stages);
@@ -49,6 +50,18 @@ class StageFiller {
   }
 
  private:
+  // Of number `position` of the weights that the batch is multiplied by.
+  __device__ int64_t FirstStrip(int position) const {
+    const int64_t weight = p_.index == nullptr ? position : p_.index[position];
+    return min(max(weight, int64_t{0}), p_.num_weights - 1) * p_.n_blocks;
+  }
+
+  // Where a strip of this CTA's element of the batch is among those of all weights.
+  __device__ int64_t StripAt(int strip) const {
+    if (!p_.epilogue.gated) return first_strip_ + strip;
+    return (strip % 2 == 0 ? first_strip_ : up_strip_) + strip / 2;
+  }
+
   // What this lane copies of the stages of the tile that begins with `slice`.
   __device__ void StartTile(int slice) {
     const Plan& plan = p_.plan;
@@ -70,10 +83,9 @@ class StageFiller {
       atom_ = lane_ & (plan.stage_atoms - 1);
       if (whole && atom_ > 0) return;
       bytes_ = (end - begin) * I::kSliceBytes;
-      source_ =
-          reinterpret_cast<const uint8_t*>(p_.packed) +
-          ((first_strip_ + own) * p_.k_blocks + share_.atom_begin + atom_) * kAtomBytes<I::kBits> +
-          begin % kSlicesPerStrip * I::kSliceBytes;
+      source_ = reinterpret_cast<const uint8_t*>(p_.packed) +
+                (StripAt(own) * p_.k_blocks + share_.atom_begin + atom_) * kAtomBytes<I::kBits> +
+                begin % kSlicesPerStrip * I::kSliceBytes;
       target_ =
           plan.bytes.lhs + (begin - slice) * (I::kSliceBytes << plan.stage_shift) + atom_ * bytes_;
       return;
@@ -84,7 +96,7 @@ class StageFiller {
     kind_ = Kind::kGroups;
     bytes_ = static_cast<int>(kAtom) * (zero ? p_.zero_bytes : static_cast<int>(sizeof(S)));
     source_ = static_cast<const uint8_t*>(zero ? p_.zero : p_.scale) +
-              (first_strip_ + strip + own) * p_.groups * bytes_;
+              StripAt(strip + own) * p_.groups * bytes_;
     target_ = plan.bytes.lhs + plan.bytes.codes + (zero ? plan.bytes.scales : 0) +
               own * plan.stage_groups * bytes_;
   }
@@ -127,7 +139,7 @@ class StageFiller {
   const Memory memory_;
   const uint64_t policy_;
   const int lane_;
-  int64_t first_strip_;  // of the weight
+  int64_t first_strip_, up_strip_;  // of the weight, or of the gate; of up
   // Of a stage of this tile: bytes of codes for one atom, of scales and zeros for one group.
   int code_bytes_, group_bytes_;
   // What this lane copies, from source_ in the tile's first stage, or in the first group.

@@ -46,7 +46,7 @@ class StageMultiplier {
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
       // With an odd number of slices the last warp multiplies its first twice.
-      const int slice = tile + min(slice_ + i, slices - 1);
+      const int slice = tile + TileSlice(p_, min(slice_ + i, slices - 1));
       const int strip = slice / kSlicesPerStrip;
       // A strip's part in the tile, stored [atom][slice].
       const int begin = max(tile, strip * kSlicesPerStrip);

@@ -11,6 +11,7 @@
 #include "cuda/device/copy.cuh"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/layout.cuh"
+#include "cuda/epilogue.cuh"
 #include "cuda/problem.h"
 #include "cuda/qmm_sm90_stream/config.h"
 
@@ -45,11 +46,13 @@ struct Params {
   int m, n;
   int lhs_step;  // rows of lhs from one element of the batch to the next: m, or 0
   int n_blocks, k_blocks, groups;
+  int strips;               // of the weights of an element of the batch
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
   Divider pairs;            // of a tile's slices
   bool out_float;           // float32 out; else the type of lhs
   int early_stages;         // whose weights are copied before any activations
+  EpilogueParams epilogue;
   Plan plan;
 };
 
@@ -68,13 +71,22 @@ __device__ inline Share OwnShare(const Params& p) {
   share.rank = ClusterRank();
   share.batch = static_cast<int>(blockIdx.y);
   share.slice_begin = (static_cast<int>(blockIdx.x) >> plan.cluster_shift) * plan.slices;
-  share.slice_end = min(p.n_blocks * kSlicesPerStrip, share.slice_begin + plan.slices);
+  share.slice_end = min(p.strips * kSlicesPerStrip, share.slice_begin + plan.slices);
   const int begin = plan.stages * share.rank >> plan.cluster_shift;
   const int end = plan.stages * (share.rank + 1) >> plan.cluster_shift;
   share.stages = end - begin;
   share.atom_begin = begin * plan.stage_atoms;
   share.atom_end = min(p.k_blocks, end * plan.stage_atoms);
   return share;
+}
+
+// Which slice of a tile is number `number` of those that warps multiply, two each: of a gated product
+// they take the same channels of the gate and of up.
+__device__ inline int TileSlice(const Params& p, int number) {
+  if (!p.epilogue.gated) return number;
+  const int pair = number / 2;
+  return pair / kSlicesPerStrip * kPairSlices + number % 2 * kSlicesPerStrip +
+         pair % kSlicesPerStrip;
 }
 
 // The first group that an atom along k touches.

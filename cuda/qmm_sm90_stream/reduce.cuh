@@ -2,7 +2,7 @@
 //
 // Sums of a tile across the cluster: every CTA owns some of the tile's slices, and every warp sends
 // what it has of each slice to the owner's shared memory. The owner adds in the order of the
-// senders, so that results are the same bits every time.
+// senders, so that results are the same bits every time, and stores what the epilogue makes of it.
 #pragma once
 
 #include "cuda/qmm_sm90_stream/multiply.cuh"
@@ -36,29 +36,99 @@ class ClusterReducer {
     }
   }
 
+  // What the epilogue adds to the sums that a thread collects at a time.
+  struct Addends {
+    float bias[2], up_bias[2];  // of channels g and g + 8
+    float residual[4];
+  };
+
+  // Those of a thread's first sums of a tile, while other warps still multiply.
+  __device__ Addends LoadFirst(int tile_slice, int slices) const {
+    if (!p_.epilogue.any) return {};
+    WaitForPreviousKernels();  // one of them may have written the residual
+    const int fragment = Keep(threadIdx.x) / 32;
+    return fragment < Fragments(slices) ? LoadAddends(tile_slice, fragment) : Addends{};
+  }
+
   // All multiplying threads: adds up and stores this CTA's slices of a tile of `slices` that begins
   // with `tile_slice`.
-  __device__ void Collect(int tile_slice, int slices) const {
-    for (int i = threadIdx.x; i < Owned(slices) * I::kTiles * 32; i += 32 * kWarps) {
-      const int lane = i % 32, tile = i / 32 % I::kTiles, slice = i / 32 / I::kTiles;
-      float sum[4] = {};
-      for (int sender = 0; sender < senders_; ++sender) {
-        const uint4 part = LoadShared16(Fragment(slice, sender, tile));
-        sum[0] += __uint_as_float(part.x);
-        sum[1] += __uint_as_float(part.y);
-        sum[2] += __uint_as_float(part.z);
-        sum[3] += __uint_as_float(part.w);
-      }
-      const int n = (tile_slice + share_.rank * owned_ + slice) * kSliceRows + lane / 4;
+  __device__ void Collect(int tile_slice, int slices, const Addends& first) const {
+    const EpilogueParams& e = p_.epilogue;
+    const int warp = Keep(threadIdx.x) / 32;
+#pragma unroll 1
+    for (int fragment = warp; fragment < Fragments(slices); fragment += kWarps) {
+      const int tile = fragment % I::kTiles, slice = fragment / I::kTiles;
+      float sum[4];
+      Add(e.gated ? 2 * slice : slice, tile, sum);
+      if (e.any) {
+        float up[4] = {};
+        if (e.gated) Add(2 * slice + 1, tile, up);
+        const Addends addends = fragment == warp ? first : LoadAddends(tile_slice, fragment);
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        Store(tile * 8 + lane % 4 * 2 + j % 2, n + j / 2 * 8, sum[j] * kUnit);
+        for (int j = 0; j < 4; ++j) {
+          sum[j] = Finish(e, sum[j] + addends.bias[j / 2], up[j] + addends.up_bias[j / 2],
+                          addends.residual[j]);
+        }
+      }
+      const int m = Token(tile), n = Channel(tile_slice, slice);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) Store(m + j % 2, n + j / 2 * 8, sum[j]);
     }
   }
 
  private:
   static constexpr float kUnit = I::kScaleSums ? 1 << kShift<typename I::T> : 1;  // of sums
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 tokens, in the order of lanes
+
+  // The sums of all senders, of this lane.
+  __device__ void Add(int slice, int tile, float (&sum)[4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[j] = 0;
+    for (int sender = 0; sender < senders_; ++sender) {
+      const uint4 part = LoadShared16(Fragment(slice, sender, tile));
+      sum[0] += __uint_as_float(part.x);
+      sum[1] += __uint_as_float(part.y);
+      sum[2] += __uint_as_float(part.z);
+      sum[3] += __uint_as_float(part.w);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[j] *= kUnit;
+  }
+
+  __device__ Addends LoadAddends(int tile_slice, int fragment) const {
+    const EpilogueParams& e = p_.epilogue;
+    const int m = Token(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
+    const int product = e.gated ? 2 * share_.batch : share_.batch;
+    Addends addends;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      addends.bias[h] = LoadBias<typename I::T>(e, product, p_.n, n + 8 * h);
+      addends.up_bias[h] =
+          e.gated ? LoadBias<typename I::T>(e, product + 1, p_.n, n + 8 * h) : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int token = m + j % 2, channel = n + j / 2 * 8;
+      const bool exists = token < p_.m && channel < p_.n;
+      addends.residual[j] = exists ? LoadResidual<typename I::T>(e, Offset(token, channel)) : 0.0f;
+    }
+    return addends;
+  }
+
+  // The first token and the first channel of this lane, in a tile of tokens and in a slice that this CTA
+  // stores.
+  __device__ int Token(int tile) const { return tile * 8 + Keep(threadIdx.x) % 4 * 2; }
+  __device__ int Channel(int tile_slice, int slice) const {
+    const int first = tile_slice + share_.rank * owned_;
+    return ((p_.epilogue.gated ? first / 2 : first) + slice) * kSliceRows +
+           Keep(threadIdx.x) % 32 / 4;
+  }
+
+  // Of 8 tokens and 16 channels, that this CTA stores: of a gated product, pairs of slices.
+  __device__ int Fragments(int slices) const {
+    const int owned = Owned(slices);
+    return (p_.epilogue.gated ? owned / 2 : owned) * I::kTiles;
+  }
 
   // Of a tile of `slices`, those that this CTA owns.
   __device__ int Owned(int slices) const {
@@ -71,9 +141,13 @@ class ClusterReducer {
            threadIdx.x % 32 * 16;
   }
 
+  __device__ int64_t Offset(int m, int n) const {
+    return (int64_t{share_.batch} * p_.m + m) * p_.n + n;
+  }
+
   __device__ void Store(int m, int n, float value) const {
     if (m >= p_.m || n >= p_.n) return;
-    const int64_t offset = (share_.batch * p_.m + m) * p_.n + n;
+    const int64_t offset = Offset(m, n);
     if (p_.out_float) {
       static_cast<float*>(p_.out)[offset] = value;
     } else {

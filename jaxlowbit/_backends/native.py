@@ -29,6 +29,7 @@ except ImportError as error:
     ) from error
 
 _TARGET = "jaxlowbit_quantized_matmul"
+_FUSED_TARGET = "jaxlowbit_quantized_matmul_fused"
 _MATMULS_TARGET = "jaxlowbit_quantized_matmuls"
 _MLP_TARGET = "jaxlowbit_quantized_mlp"
 _BLOCK_TARGET = "jaxlowbit_quantized_block"
@@ -167,6 +168,49 @@ def matmuls(
     return tuple(out.reshape(*rows, out.shape[-1]) for out in outs)
 
 
+def fused(
+    lhs: Array,
+    rhs: QuantizedArray,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    rows: tuple[int, ...],
+    activation: str | None,
+    gated: bool = False,
+    out_dtype: jnp.dtype,
+    half_sums: bool,
+) -> Array:
+    """A product with its epilogue, (batch, m, n), as one custom call of CUDA.
+
+    lhs is (*stack, *rows, k); a gated rhs is two matrices, of which lhs has one batch.
+    """
+    m, weights = math.prod(rows), math.prod(rhs.shape[:-2])
+    batch = 1 if gated else weights
+
+    def addend(array: Array | None, shape: tuple[int, ...]) -> Array:
+        if array is None:
+            return jnp.zeros(0, lhs.dtype)
+        return array.astype(lhs.dtype if array.dtype == lhs.dtype else jnp.float32).reshape(shape)
+
+    out, _ = jax.ffi.ffi_call(
+        _FUSED_TARGET,
+        [
+            jax.ShapeDtypeStruct((batch, m, rhs.n), out_dtype),
+            jax.ShapeDtypeStruct((_workspace_bytes(weights, m, rhs.n),), jnp.uint8),
+        ],
+    )(
+        lhs.reshape(batch, m, rhs.k),
+        *_call_operands(rhs, lhs.dtype),
+        addend(bias, (weights, rhs.n)),
+        addend(residual, (batch, m, rhs.n)),
+        **_format_attributes(rhs.format),
+        activation=activation or "none",
+        gated=gated,
+        half_sums=half_sums,
+    )
+    return out
+
+
 def mlp(
     lhs: Array,
     gate_up: QuantizedArray,
@@ -183,7 +227,6 @@ def mlp(
         _MLP_TARGET,
         [
             jax.ShapeDtypeStruct((1, m, down.n), out_dtype),
-            jax.ShapeDtypeStruct((2, m, gate_up.n), lhs.dtype),
             jax.ShapeDtypeStruct((1, m, gate_up.n), lhs.dtype),
             jax.ShapeDtypeStruct((workspace,), jnp.uint8),
         ],
@@ -224,7 +267,6 @@ def block(
         _BLOCK_TARGET,
         [
             *[stream] * 4,
-            jax.ShapeDtypeStruct((2, m, gate_up.n), dtype),
             jax.ShapeDtypeStruct((1, m, gate_up.n), dtype),
             jax.ShapeDtypeStruct((workspace,), jnp.uint8),
             *(jax.ShapeDtypeStruct((1, m, weight.n), dtype) for weight in following),

@@ -78,5 +78,4 @@ def dense(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Arr
     kernel = kernel_of(module, packing, (inputs.shape[-1], module.features))
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
-    out = quantized_matmul(inputs, kernel)
-    return out if bias is None else out + bias.reshape(*[1] * (out.ndim - 1), -1)
+    return quantized_matmul(inputs, kernel, bias=bias)

@@ -127,15 +127,13 @@ class QuantizedLinear(QuantizedModule):
         bias = None if self.bias is None else self.bias.get_value()
         # The scale stands in for the kernel, whose dtype it has.
         inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
-        out = quantized_matmul(
+        return quantized_matmul(
             inputs,
             kernel,
+            bias=bias,
             preferred_element_type=self.preferred_element_type,
             out_sharding=out_sharding,
         )
-        if bias is not None:
-            out += bias.reshape(*[1] * (out.ndim - 1), -1).astype(out.dtype)
-        return out
 
 
 def check_linear(layer: Any) -> None:
