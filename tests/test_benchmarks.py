@@ -377,7 +377,7 @@ def test_decode(quick, tmp_path, capsys):
         assert row["us"] > 0 and row["blocking_us"] > 0
         assert 0 <= row["relative_error"] < decode.LIMIT
         if row["weights"] == "dense":
-            assert row["bytes"] == 2 * features
+            assert row["bytes"] == 2 * (features + 2 * 64)  # and scales of two normalizations
     assert "concatenated  dense            m=2" in capsys.readouterr().out
 
 
