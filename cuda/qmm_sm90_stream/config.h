@@ -16,6 +16,7 @@ inline constexpr int kSlicesPerStrip = 4;  // of the 64 channels of an atom
 inline constexpr int kWarps = 8;           // that multiply; one more copies
 inline constexpr int kSlicesPerWarp = 2;
 inline constexpr int kMaxTileSlices = kWarps * kSlicesPerWarp;
+inline constexpr int kMaxClusterSlices = 2 * kMaxTileSlices;
 inline constexpr int kMaxStages = 8;
 inline constexpr int kBoxBytes = 1024;           // alignment of boxes of activations
 inline constexpr int kSharedBytes = 113 * 1024;  // of 228 KiB, 1 KiB per CTA for the system
