@@ -4,6 +4,7 @@
 and initialises no backend.
 """
 
+from . import _tuned
 from ._array import QuantizedArray as QuantizedArray
 from ._backends import native as _native
 from ._calls import quantized_matmuls as quantized_matmuls
@@ -25,3 +26,4 @@ from ._sharding import partition_spec as partition_spec
 __version__ = "0.1.0"
 
 _native.register()
+_tuned.load()
