@@ -1,5 +1,6 @@
 """Measured choices: which there are, where they are stored, and what chooses by them."""
 
+import functools
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from jaxlowbit._backends import native
 from jaxlowbit._backends.native import Choice, Product
 from jaxlowbit._tuned import Entry, Table
 from jaxlowbit._tuning import command, report
+from jaxlowbit._tuning import measure as measuring
 from jaxlowbit._tuning.weights import Weight, find
 from jaxlowbit.nnx import quantize_model
 from jaxlowbit.tune import tune
@@ -38,10 +40,13 @@ def entry(choice=OTHER, **changes):
     return Entry(product, choice, 5.0, native.candidates(product, H200)[0], 6.0)
 
 
+def abstract(shape, format, scale_dtype=jnp.bfloat16):
+    weight = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    return jax.eval_shape(lambda weight: quantize(weight, format, scale_dtype=scale_dtype), weight)
+
+
 def explained(m, n=4096, k=4096, format=INT4, scale_dtype=jnp.bfloat16):
-    rhs = jax.eval_shape(
-        lambda w: quantize(w, format, scale_dtype=scale_dtype), jnp.zeros((k, n), jnp.bfloat16)
-    )
+    rhs = abstract((k, n), format, scale_dtype)
     return explain(jax.ShapeDtypeStruct((m, k), jnp.bfloat16), rhs, device="H200")
 
 
@@ -121,7 +126,7 @@ def test_a_table_stands_for_its_products_alone():
         assert measured not in text
     assert measured not in explain(
         jax.ShapeDtypeStruct((3, 16, 4096), jnp.bfloat16),
-        jax.eval_shape(lambda: quantize(jnp.zeros((3, 4096, 4096), jnp.bfloat16), INT4)),
+        abstract((3, 4096, 4096), INT4),
         device="H200",
     )
 
@@ -250,6 +255,37 @@ def test_progress_without_tqdm(monkeypatch, capsys):
 # --- what is measured -----------------------------------------------------------------------------
 
 
+def test_the_best_is_taken_if_it_is_clearly_better(monkeypatch):
+    """The call that would time the candidates is lowered, and stood in for by times."""
+
+    def times(*operands, product, calls, choices):
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands if x is not None]
+        call = functools.partial(native.times, product=product, calls=calls, choices=choices)
+        text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        assert "custom_call @jaxlowbit_times" in text
+        assert f"calls = {calls} : i64" in text and f"tensor<{6 * len(choices)}xi64>" in text
+        packed, scale, zero = operands[1:]
+        assert packed.shape[0] >= calls > 1 and str(scale.dtype) == "float32"
+        assert zero.shape == scale.shape and packed.shape[1:] == (2, 2, 512)
+        second = 8 if product.m == 1 else 9.9
+        return np.array([10, second, *[11] * (len(choices) - 2)], np.float32)
+
+    monkeypatch.setattr(measuring, "_times", times)
+    random_stack = measuring._random_stack
+    monkeypatch.setattr(
+        measuring,
+        "_random_stack",
+        lambda key, *args: jax.eval_shape(lambda: random_stack(key, *args)),
+    )
+    weight = Weight(128, 128, UINT4, "float32")
+    found = list(measuring.measure([weight], [1, 64], "bfloat16", H200))
+    for entry, m, us in zip(found, (1, 64), (8, 10), strict=True):
+        default, second, *_ = native.candidates(entry.product, H200)
+        assert entry.product == Product(m, 128, 128, UINT4, "bfloat16", "float32")
+        assert (entry.default, entry.default_us, entry.us) == (default, 10, us)
+        assert entry.choice == (second if us < 10 else default)
+
+
 def test_shapes():
     found = find(["4096x64", (64, 128), (64, 128)], [INT4, INT8], "float16")
     assert found == [
@@ -258,12 +294,15 @@ def test_shapes():
 
 
 def test_weights_of_a_model():
-    model = nnx.List([nnx.Linear(200, 128, rngs=nnx.Rngs(0)) for _ in range(2)])
+    def make():
+        return nnx.List([nnx.Linear(200, 128, rngs=nnx.Rngs(0)) for _ in range(2)])
+
+    model = nnx.eval_shape(make)
     quantize_model(model, UINT4)
     expected = [Weight(128, 256, UINT4, "float32")]
     assert find(model, [INT4], "bfloat16") == expected
     assert find(nnx.state(model), [INT4], "bfloat16") == expected
-    array = quantize(jnp.ones((3, 96, 64), jnp.bfloat16), Format(4, 48))
+    array = abstract((3, 96, 64), Format(4, 48))
     assert find({"a": array, "b": jnp.ones(3)}, [INT8], "bfloat16") == [
         Weight(64, 96, Format(4, 48), "bfloat16")
     ]
