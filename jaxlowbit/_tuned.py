@@ -8,13 +8,13 @@ import json
 import os
 import re
 import warnings
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ._backends import native
 from ._backends.native import Choice, DeviceFacts, Product
 from ._formats import format_name, parse_format
+from ._version import __version__
 
 VARIABLE = "JAXLOWBIT_TUNED"
 LHS = ("bfloat16", "float16")  # dtypes with choices to measure
@@ -62,7 +62,10 @@ def files() -> list[Path]:
     named = os.environ.get(VARIABLE)
     if named is not None:
         return [Path(named)] if named else []
-    return sorted(_cache().glob("*.json"))
+    try:
+        return sorted(_cache().glob("*.json"))
+    except (OSError, RuntimeError):  # there is no home
+        return []
 
 
 def path_for(device: str) -> Path:
@@ -82,11 +85,11 @@ def driver_version() -> str | None:
 
 def misfit(table: Table) -> str | None:
     """Why a table holds for another device, library or driver than those here, or None."""
-    version, driver = metadata.version("jaxlowbit"), driver_version()
+    driver = driver_version()
     if not _is_here(table.device):
         return f"it was measured on {table.device.name}, and here is {', '.join(_models())}"
-    if table.jaxlowbit != version:
-        return f"it was measured with jaxlowbit {table.jaxlowbit}, and this is {version}"
+    if table.jaxlowbit != __version__:
+        return f"it was measured with jaxlowbit {table.jaxlowbit}, and this is {__version__}"
     if None not in (driver, table.driver) and table.driver != driver:
         return f"it was measured with driver {table.driver}, and this is {driver}"
     return None
@@ -101,7 +104,10 @@ def _is_here(device: DeviceFacts) -> bool:
 
 def _models() -> list[str]:
     """Names of the GPUs here; none where the driver does not tell."""
-    texts = [path.read_text() for path in _DRIVER.glob("gpus/*/information")]
+    try:
+        texts = [path.read_text() for path in _DRIVER.glob("gpus/*/information")]
+    except OSError:
+        return []
     return sorted({found[1] for text in texts if (found := re.search(r"Model:\s*(\S.*\S)", text))})
 
 
@@ -166,6 +172,8 @@ def _from_json(found: dict[str, Any]) -> Entry:
         _record(Choice, found["default"]),
         float(found["default_us"]),
     )
+    if not min(entry.us, entry.default_us) > 0:
+        raise ValueError(f"us is {entry.us} and default_us {entry.default_us}")
     lhs, scale = entry.product.lhs, entry.product.scale
     if lhs not in LHS or scale not in (*LHS, "float32"):
         raise ValueError(f"lhs {lhs} and scale {scale} are no dtypes of the kernels")
@@ -173,12 +181,13 @@ def _from_json(found: dict[str, Any]) -> Entry:
 
 
 def _record(kind: type[Any], fields: dict[str, Any]) -> Any:
-    """A named tuple of checked fields, whose integers fit 32 bits."""
+    """A named tuple of checked fields, whose integers fit 32 bits; sizes are positive."""
+    least = 0 if kind is Choice else 1
     record = kind(**fields)
     for name, expected in kind.__annotations__.items():
         value = getattr(record, name)
         if type(value) is not expected:
             raise TypeError(f"{name} is {value!r}")
-        if expected is int and not 0 <= value < 1 << 31:
+        if expected is int and not least <= value < 1 << 31:
             raise ValueError(f"{name} is {value}")
     return record

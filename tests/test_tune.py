@@ -209,6 +209,8 @@ def test_a_table_of_here_is_used(tmp_path, home):
         (lambda found: found["entries"][0]["choice"].update(tile=1 << 40), "tile is 1099511627776"),
         (lambda found: found["entries"][0]["product"].update(format="nf4"), "names no format"),
         (lambda found: found["entries"][0]["product"].update(lhs="int8"), "lhs int8 and scale"),
+        (lambda found: found["entries"][0].update(us=0), "us is 0.0 and default_us 6.0"),
+        (lambda found: found["device"].update(num_sms=0), "num_sms is 0"),
     ],
 )
 def test_a_damaged_file_is_not_used(tmp_path, monkeypatch, change, said):
@@ -244,6 +246,9 @@ def test_show(home, capsys):
     assert "int4-g128" in shown and "6.00       5.00   1.20  qmm_sm90_stream, block_m=16" in shown
     assert "2 of 2 choices changed; geometric mean of the ratios 1.200" in shown
     assert "used from the next start on" in shown
+    _tuned.write(home / "elsewhere", table())
+    command.main(["--show", "--out", str(home / "elsewhere")])
+    assert "used where JAXLOWBIT_TUNED names it" in capsys.readouterr().out
 
 
 def test_progress_without_tqdm(monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ from .._backends import native
 from .._backends.native import DeviceFacts, Product
 from .._formats import INT4, Format, parse_format
 from .._tuned import Entry, Table
+from .._version import __version__
 from . import report
 from .measure import measure
 from .weights import find
@@ -69,14 +69,15 @@ def tune(
     found = find(weights, formats, dtype)
     device = _gpu()
     path = Path(out) if out is not None else _tuned.path_for(device.name)
-    driver, version = _tuned.driver_version(), metadata.version("jaxlowbit")
-    table = Table(device, driver, version, ())
+    table = Table(device, _tuned.driver_version(), __version__, ())
     entries = {_kind(entry.product): entry for entry in _kept(path, table)}
     measured = measure(found, tokens, dtype, device)
     if progress:
         measured = report.reported(measured, len(found) * len(tokens), device.name)
-    entries |= {_kind(entry.product): entry for entry in measured}
-    _tuned.write(path, table._replace(entries=tuple(entries.values())))
+    for entry in measured:
+        entries[_kind(entry.product)] = entry
+        # Each time, so that a run that is stopped keeps what it has measured.
+        _tuned.write(path, table._replace(entries=tuple(entries.values())))
     return path
 
 
@@ -114,8 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _print(path: Path) -> None:
     table = _tuned.read(path)
     print(*report.lines(table), sep="\n")
-    reason = _tuned.misfit(table)
-    print(f"\n{path}: {f'not used: {reason}' if reason else 'used from the next start on'}.")
+    if reason := _tuned.misfit(table):
+        use = f"not used: {reason}"
+    elif path in _tuned.files():
+        use = "used from the next start on"
+    else:
+        use = f"used where {_tuned.VARIABLE} names it"
+    print(f"\n{path}: {use}.")
 
 
 def _distinct(tokens: Sequence[int]) -> list[int]:
