@@ -31,12 +31,13 @@ enum class Kernel { kQmmSm80, kQmmSm90Stream, kQmmSm90 };
 
 struct Choice {
   Kernel kernel = Kernel::kQmmSm80;
-  int block_m = 0;     // tokens of a tile
-  int split_k = 1;     // parts of the sum over k
-  int slices = 0;      // of 16 channels, that a cluster of qmm_sm90_stream owns
-  int tile = 0;        // of qmm_sm90's tile shapes
-  int mates = 1;       // CTAs of a cluster of qmm_sm90 that share activations
-  bool tuned = false;  // from a table of measurements, not from the cost model
+  int block_m = 0;  // tokens of a tile
+  int split_k = 1;  // parts of the sum over k
+  int slices = 0;   // of 16 channels, that a cluster of qmm_sm90_stream owns
+  int tile = 0;     // of qmm_sm90's tile shapes
+  int mates = 1;    // CTAs of a cluster of qmm_sm90 that share activations
+  // From a table of measurements (tuned.h), not from the cost model.
+  bool tuned = false;
 };
 
 class TunedTable;
