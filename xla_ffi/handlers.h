@@ -12,6 +12,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMatmulsExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMlpExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesExecute);
 
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
 namespace jaxlowbit {

@@ -16,6 +16,7 @@ inline constexpr int kSlicesPerStrip = 4;  // of the 64 channels of an atom
 inline constexpr int kWarps = 8;           // that multiply; one more copies
 inline constexpr int kSlicesPerWarp = 2;
 inline constexpr int kMaxTileSlices = kWarps * kSlicesPerWarp;
+inline constexpr int kMaxClusterSlices = 2 * kMaxTileSlices;
 inline constexpr int kMaxStages = 16;
 inline constexpr int kMaxCtasPerSm = 2;
 inline constexpr int kBoxBytes = 1024;      // alignment of boxes of activations
