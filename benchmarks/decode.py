@@ -31,12 +31,14 @@ import jaxlowbit as jl
 
 MODEL = shapes.MODELS["llama3-8b"]
 # Which projections of a layer share a weight, and so a call; with "one-call", several weights share
-# one: those of q, k and v, and those of gate, up and down.
+# one: those of q, k and v, and those of gate, up and down. With "block", all from the output
+# projection of a layer to q, k and v of the next are one call.
 _SEPARATE = (("q",), ("k",), ("v",), ("o",), ("gate",), ("up",), ("down",))
 VARIANTS = {
     "separate": _SEPARATE,
     "concatenated": (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)),
     "one-call": _SEPARATE,
+    "block": (("q", "k", "v"), ("o",), ("gate",), ("up",), ("down",)),
 }
 BLOCKS = 11
 PROGRAMS = 10  # in a block
@@ -59,21 +61,45 @@ class Sizes(NamedTuple):
 
 def step(x: jax.Array, layers: list[dict[str, Any]], sizes: Sizes, variant: str) -> jax.Array:
     """x (m, width) after all layers."""
+    if variant == "block" and isinstance(layers[0]["o"], jl.QuantizedArray):
+        return _step_of_blocks(x, layers, sizes)
     for layer in layers:
-        q, k, v = _queries_keys_values(layer, sizes, variant, _normalize(x))
-        kv = jnp.concatenate([k, v], axis=-1)
-        attended = q + jnp.tile(kv, q.shape[-1] // kv.shape[-1])  # reads all of the three
-        x = x + _normalize(attended) @ layer["o"]
-        x = x + _mlp(layer, variant, _normalize(x))
+        attended = _attend(
+            sizes, *_queries_keys_values(layer, sizes, variant, _normalize(x, layer["norm-qkv"]))
+        )
+        x = x + attended @ layer["o"]
+        x = x + _mlp(layer, variant, _normalize(x, layer["norm-mlp"]))
     return x
+
+
+def _step_of_blocks(x: jax.Array, layers: list[dict[str, Any]], sizes: Sizes) -> jax.Array:
+    products = _normalize(x, layers[0]["norm-qkv"]) @ layers[0]["q-k-v"]
+    for i, layer in enumerate(layers):
+        attended = _attend(sizes, *_split(products, sizes))
+        weights = layer["o"], layer["norm-mlp"], layer["gate-up"], layer["down"]
+        if i + 1 == len(layers):
+            return jl.quantized_block(attended, x, *weights)
+        following = layers[i + 1]["norm-qkv"], [layers[i + 1]["q-k-v"]]
+        x, (products,) = jl.quantized_block(attended, x, *weights, following=following)
+    return x
+
+
+def _attend(sizes: Sizes, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Stands for attention: reads all of the three."""
+    kv = jnp.concatenate([k, v], axis=-1)
+    return (q + jnp.tile(kv, q.shape[-1] // kv.shape[-1])) / 2
+
+
+def _split(products: jax.Array, sizes: Sizes) -> Sequence[jax.Array]:
+    q, kv = (sizes.projections[name][1] for name in ("q", "k"))
+    return jnp.split(products, [q, q + kv], axis=-1)
 
 
 def _queries_keys_values(
     layer: dict[str, Any], sizes: Sizes, variant: str, x: jax.Array
 ) -> Sequence[jax.Array]:
-    if variant == "concatenated":
-        q, kv = (sizes.projections[name][1] for name in ("q", "k"))
-        return jnp.split(x @ layer["q-k-v"], [q, q + kv], axis=-1)
+    if variant in ("concatenated", "block"):
+        return _split(x @ layer["q-k-v"], sizes)
     several = [layer[name] for name in ("q", "k", "v")]
     if variant == "one-call" and isinstance(several[0], jl.QuantizedArray):
         return jl.quantized_matmuls(x, several)
@@ -81,7 +107,7 @@ def _queries_keys_values(
 
 
 def _mlp(layer: dict[str, Any], variant: str, x: jax.Array) -> jax.Array:
-    if variant == "one-call":
+    if variant in ("one-call", "block"):
         gate_up = layer["gate-up"]
         if isinstance(gate_up, jl.QuantizedArray):
             return jl.quantized_mlp(x, gate_up, layer["down"])
@@ -93,9 +119,10 @@ def _mlp(layer: dict[str, Any], variant: str, x: jax.Array) -> jax.Array:
     return (jax.nn.silu(gate) * up) @ layer["down"]
 
 
-def _normalize(x: jax.Array) -> jax.Array:
+def _normalize(x: jax.Array, scales: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype)
+    factor = jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
+    return (wide * factor * scales[None].astype(wide.dtype)).astype(x.dtype)
 
 
 def make_layers(options: argparse.Namespace, sizes: Sizes, variant: str) -> list[dict[str, Any]]:
@@ -110,9 +137,11 @@ def make_layers(options: argparse.Namespace, sizes: Sizes, variant: str) -> list
             key = jax.random.fold_in(jax.random.key(i), j)
             codes = weights.random_codes(key, n, k, format, options.dtype)
             layer["-".join(together)] = contenders.quantized(codes, format)
-        if variant == "one-call":
+        if variant in ("one-call", "block"):
             pair = layer.pop("gate"), layer.pop("up")
             layer["gate-up"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pair)
+        for name in ("norm-qkv", "norm-mlp"):
+            layer[name] = jnp.ones(options.width, options.dtype)
         layers.append(layer)
     return layers
 
@@ -133,8 +162,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     f"step adds, more than {LIMIT}; a wrong result is not timed."
                 )
             for name, kind in ((options.format, layers), ("dense", dense)):
-                if kind is dense and variant == "one-call":
-                    continue  # the dense step of "separate"
+                if kind is dense and variant in ("one-call", "block"):
+                    continue  # the dense step of "separate" or "concatenated"
                 spent = _time(program, x, kind)
                 yield {
                     "variant": variant,
@@ -166,8 +195,8 @@ def _program(sizes: Sizes, variant: str) -> Any:
 
 
 @jax.jit
-def _dequantize(weight: Any) -> jax.Array:
-    return weight.dequantize()
+def _dequantize(leaf: Any) -> jax.Array:
+    return leaf.dequantize() if isinstance(leaf, jl.QuantizedArray) else leaf
 
 
 def _difference(program: Any, x: jax.Array, layers: Any, dense: Any) -> float:

@@ -15,6 +15,9 @@ namespace jaxlowbit {
 inline constexpr int kMaxSplitK = 16;
 inline constexpr int64_t kMaxWorkspaceBytes = int64_t{16} << 20;
 
+// Longest row that is normalized between products.
+inline constexpr int64_t kMaxRmsNormColumns = 16384;
+
 struct Device {
   int compute_capability = 0;  // 10 * major + minor
   int num_sms = 0;

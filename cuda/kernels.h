@@ -40,6 +40,19 @@ cudaError_t InitializeGate();
 cudaError_t LaunchGate(Activation activation, ElementType type, const void* products, void* hidden,
                        int64_t size, int device, cudaStream_t stream);
 
+// rms_norm.cu: for each row, sum = x + addend, rounded, and with scales
+// out = sum / sqrt(mean(sum^2) + epsilon) * scale. All of `type`, columns a multiple of 8 up to
+// kMaxRmsNormColumns. Starts early where kernels can.
+struct RmsNorm {
+  ElementType type;
+  int64_t rows, columns;
+  const void *x, *addend, *scale;  // scale: null for none
+  void *sum, *out;
+  float epsilon;
+};
+cudaError_t InitializeRmsNorm();
+cudaError_t LaunchRmsNorm(const RmsNorm& norm, int device, cudaStream_t stream);
+
 // qmm_sm80.cu.
 cudaError_t InitializeQmmSm80();
 cudaError_t LaunchQmmSm80(const QuantizedMatmul& problem, const Buffers& buffers,

@@ -67,6 +67,7 @@ cudaError_t Initialize(int ordinal, DeviceState& state) {
   if (error == cudaSuccess) error = InitializeQmmSm80Transposed();
   if (error == cudaSuccess) error = InitializeReduceSplits();
   if (error == cudaSuccess) error = InitializeGate();
+  if (error == cudaSuccess) error = InitializeRmsNorm();
   if (error == cudaSuccess && device.compute_capability == 90) {
     error = InitializeQmmSm90Stream();
     if (error == cudaSuccess) error = InitializeQmmSm90(device);

@@ -7,6 +7,7 @@ and initialises no backend.
 from . import _tuned
 from ._array import QuantizedArray as QuantizedArray
 from ._backends import native as _native
+from ._calls import quantized_block as quantized_block
 from ._calls import quantized_matmuls as quantized_matmuls
 from ._calls import quantized_mlp as quantized_mlp
 from ._explain import explain as explain

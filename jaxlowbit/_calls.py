@@ -1,4 +1,4 @@
-"""Several products in one custom call: `quantized_matmuls` and `quantized_mlp`.
+"""Several products in one custom call: `quantized_matmuls`, `quantized_mlp`, `quantized_block`.
 
 What they mean, their derivatives and how XLA divides them are those of the composition of products
 that each stands for. Only on one CUDA device are they lowered otherwise: to a call whose kernels
@@ -87,7 +87,7 @@ def quantized_matmuls(
                 "one call reads one format; use quantized_matmul for each."
             )
     options = _Options(preferred_element_type, precision, out_sharding, backend)
-    return _run(_Matmuls, lhs, rhss, options)
+    return _run(_Matmuls, (lhs,), rhss, options)
 
 
 def quantized_mlp(
@@ -132,11 +132,7 @@ def quantized_mlp(
     ```
     """
     gate_up, down = _quantized("quantized_mlp", "gate_up and down", (gate_up, down))
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"quantized_mlp: activation={activation!r} is unknown; it is one of "
-            f"{', '.join(map(repr, get_args(Activation)))}."
-        )
+    _check_activation("quantized_mlp", activation)
     if gate_up.ndim != 3 or gate_up.shape[0] != 2:
         raise ValueError(
             f"quantized_mlp: gate_up has shape {gate_up.shape}, but it is two matrices (2, k, f), "
@@ -149,7 +145,104 @@ def quantized_mlp(
         )
     options = _Options(preferred_element_type, precision, out_sharding, backend)
     mlp = functools.partial(_Mlp, activation=activation)
-    return _run(mlp, lhs, (gate_up, down), options)[0]
+    return _run(mlp, (lhs,), (gate_up, down), options)[0]
+
+
+def quantized_block(
+    attended: Any,
+    residual: Any,
+    out: QuantizedArray,
+    norm: Any,
+    gate_up: QuantizedArray,
+    down: QuantizedArray,
+    *,
+    following: tuple[Any, Sequence[QuantizedArray]] | None = None,
+    activation: Activation = "silu",
+    epsilon: float = 1e-5,
+    backend: Backend | None = None,
+) -> Any:
+    """Computes a transformer's block from its attention to the attention of the next block.
+
+    ```
+    x = residual + attended @ out
+    y = x + quantized_mlp(rms_norm(x) * norm, gate_up, down)
+    rms_norm(y) * following[0] @ each of following[1]
+    ```
+
+    with `rms_norm(x) = x / sqrt(mean(x**2) + epsilon)` over the last axis, in float32. Every
+    product, sum and normalized row is rounded to the dtype of `attended`. On one NVIDIA GPU, and
+    inside `jax.shard_map`, all of it is one custom call, in which a kernel reads its weights before
+    the one before it has ended; elsewhere, in the cases that `quantized_matmuls` names, for rows
+    that are longer than 16384 or no multiple of 8, and where it is differentiated, it is what it
+    stands for.
+
+    **Arguments:**
+
+    - `attended`: the result of the attention, float32, bfloat16 or float16 (..., a).
+    - `residual`: of the same dtype (..., d), with the same leading axes.
+    - `out`: the output projection (a, d).
+    - `norm`: scales (d,) of the normalization before the MLP; of float type.
+    - `gate_up`, `down`, `activation`: as of `quantized_mlp`: (2, d, f) and (f, d).
+    - `following`: scales (d,) and weights (d, n_i) of the next block's first normalization and
+      products, such as those of queries, keys and values; None where nothing follows.
+    - `epsilon`: is added to the mean square.
+    - `backend`: of every product.
+
+    **Returns:** y (..., d); with `following` a tuple of it and of a tuple of (..., n_i).
+
+    **Raises:** what `quantized_matmul` raises; `TypeError` if a weight is not quantized,
+    `ValueError` for shapes and dtypes that do not fit and for an unknown activation.
+
+    ```python
+    gate_up = quantize(jnp.ones((2, 256, 512)), INT4)
+    out, down = quantize(jnp.ones((128, 256)), INT4), quantize(jnp.ones((512, 256)), INT4)
+    attended, x = jnp.ones((8, 128), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
+    quantized_block(attended, x, out, jnp.ones(256), gate_up, down)
+    ```
+    """
+    following_norm, following_weights = (None, ()) if following is None else following
+    weights = _quantized(
+        "quantized_block",
+        "out, gate_up, down and following",
+        (out, gate_up, down, *following_weights),
+    )
+    _check_activation("quantized_block", activation)
+    attended, residual = jnp.asarray(attended), jnp.asarray(residual)
+    if residual.dtype != attended.dtype or residual.shape[:-1] != attended.shape[:-1]:
+        raise ValueError(
+            f"quantized_block: residual is {residual.dtype}{list(residual.shape)} and attended "
+            f"{attended.dtype}{list(attended.shape)}, but both have one dtype and the same leading "
+            "axes; cast or reshape one."
+        )
+    d, f = residual.shape[-1], gate_up.n
+    expected = [("out", (attended.shape[-1], d)), ("gate_up", (2, d, f)), ("down", (f, d))]
+    expected += [(f"following[1][{i}]", (d, x.n)) for i, x in enumerate(weights[3:])]
+    for (name, shape), weight in zip(expected, weights, strict=True):
+        if weight.shape != shape:
+            raise ValueError(
+                f"quantized_block: {name} has shape {weight.shape}, but attended has "
+                f"{attended.shape[-1]} and residual {d} features and gate_up {f} columns, so it is "
+                f"{shape}; pass the projection of this block."
+            )
+    norms = (norm,) if following is None else (norm, following_norm)
+    norms = tuple(jnp.asarray(scales).astype(attended.dtype) for scales in norms)
+    for name, scales in zip(("norm", "following[0]"), norms, strict=False):
+        if scales.shape != (d,):
+            raise ValueError(
+                f"quantized_block: {name} has shape {scales.shape}, but there is a scale for each "
+                f"of the {d} features of residual; pass ({d},)."
+            )
+    block = functools.partial(_Block, activation=activation, epsilon=float(epsilon))
+    y, *products = _run(block, (attended, residual), weights, _Options(backend=backend), norms)
+    return y if following is None else (y, tuple(products))
+
+
+def _check_activation(caller: str, activation: Any) -> None:
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"{caller}: activation={activation!r} is unknown; it is one of "
+            f"{', '.join(map(repr, get_args(Activation)))}."
+        )
 
 
 def _quantized(caller: str, name: str, weights: Sequence[Any]) -> tuple[QuantizedArray, ...]:
@@ -166,10 +259,10 @@ def _quantized(caller: str, name: str, weights: Sequence[Any]) -> tuple[Quantize
 class _Options:
     """The keyword arguments of `quantized_matmul`."""
 
-    preferred_element_type: Any
-    precision: lax.DotAlgorithmPreset | None
-    out_sharding: Sharding | None
-    backend: Backend | None
+    preferred_element_type: Any = None
+    precision: lax.DotAlgorithmPreset | None = None
+    out_sharding: Sharding | None = None
+    backend: Backend | None = None
 
     def __post_init__(self) -> None:
         if self.preferred_element_type is not None:
@@ -187,24 +280,37 @@ class _Options:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What a call computes, hashable. Its operands are the leaves of lhs and of the weights."""
+    """What a call computes, hashable. Its operands are the leaves of `rows`, `weights`, `others`.
+
+    `rows` are arrays with the same leading axes, lhs first.
+    """
 
     treedef: Any
     options: _Options
 
-    def products(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+    def products(
+        self, rows: Sequence[Array], weights: Sequence[QuantizedArray], *others: Array
+    ) -> tuple[Array, ...]:
         """The results, as a composition of products."""
         raise NotImplementedError
 
-    def custom_call(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+    def custom_call(
+        self, rows: Sequence[Array], weights: Sequence[QuantizedArray], *others: Array
+    ) -> tuple[Array, ...]:
         """The same for CUDA."""
         raise NotImplementedError
 
+    @property
+    def num_rows(self) -> int:
+        return self.treedef.children()[0].num_leaves
+
     def composition(self, *operands: Array) -> tuple[Array, ...]:
-        return self.products(*jax.tree.unflatten(self.treedef, operands))
+        rows, weights, others = jax.tree.unflatten(self.treedef, operands)
+        return self.products(rows, weights, *others)
 
     def one_call(self, *operands: Array) -> tuple[Array, ...]:
-        lhs, weights = jax.tree.unflatten(self.treedef, operands)
+        rows, weights, others = jax.tree.unflatten(self.treedef, operands)
+        lhs = rows[0]
         if (
             self.options.backend not in (None, "cuda")
             or lhs.dtype == jnp.float32  # whose parts are multiplied on their own
@@ -212,25 +318,32 @@ class _Call:
             or any(weight.permutation is not None or weight.shards != (1, 1) for weight in weights)
             or any(native.unsupported("cuda", lhs.dtype, weight.format) for weight in weights)
         ):
-            return self.products(lhs, weights)
-        return self.custom_call(lhs, weights)
+            return self.products(rows, weights, *others)
+        return self.custom_call(rows, weights, *others)
 
 
 class _Matmuls(_Call):
-    def products(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+    def products(
+        self, rows: Sequence[Array], weights: Sequence[QuantizedArray], *others: Array
+    ) -> tuple[Array, ...]:
         options = vars(self.options)
-        return tuple(quantized_matmul(lhs, weight, **options) for weight in weights)
+        return tuple(quantized_matmul(rows[0], weight, **options) for weight in weights)
 
-    def custom_call(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
-        return native.matmuls(lhs, weights, **self.options.of_native(lhs))
+    def custom_call(
+        self, rows: Sequence[Array], weights: Sequence[QuantizedArray], *others: Array
+    ) -> tuple[Array, ...]:
+        return native.matmuls(rows[0], weights, **self.options.of_native(rows[0]))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mlp(_Call):
     activation: str
 
-    def products(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
+    def products(
+        self, rows: Sequence[Array], weights: Sequence[QuantizedArray], *others: Array
+    ) -> tuple[Array, ...]:
         gate_up, down = weights
+        (lhs,) = rows
         inner = dataclasses.replace(self.options, preferred_element_type=None, out_sharding=None)
         # The two weights are a batch, for which the axes of lhs are rows.
         both = quantized_matmul(lhs[..., None, None, :], gate_up, **vars(inner))
@@ -238,9 +351,52 @@ class _Mlp(_Call):
         hidden = (_ACTIVATIONS[self.activation](gate) * up).astype(lhs.dtype)
         return (quantized_matmul(hidden, down, **vars(self.options)),)
 
-    def custom_call(self, lhs: Array, weights: Sequence[QuantizedArray]) -> tuple[Array, ...]:
-        options = self.options.of_native(lhs)
-        return (native.mlp(lhs, *weights, activation=self.activation, **options),)
+    def custom_call(
+        self, rows: Sequence[Array], weights: Sequence[QuantizedArray], *others: Array
+    ) -> tuple[Array, ...]:
+        options = self.options.of_native(rows[0])
+        return (native.mlp(rows[0], *weights, activation=self.activation, **options),)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block(_Call):
+    activation: str
+    epsilon: float
+
+    def products(
+        self, rows: Sequence[Array], weights: Sequence[QuantizedArray], *others: Array
+    ) -> tuple[Array, ...]:
+        attended, residual = rows
+        out, gate_up, down, *following = weights
+        backend = self.options.backend
+        x = residual + quantized_matmul(attended, out, backend=backend)
+        x += quantized_mlp(
+            self._normalize(x, others[0]),
+            gate_up,
+            down,
+            activation=self.activation,  # pyright: ignore[reportArgumentType]
+            backend=backend,
+        )
+        if not following:
+            return (x,)
+        normed = self._normalize(x, others[1])
+        return (x, *(quantized_matmul(normed, weight, backend=backend) for weight in following))
+
+    def _normalize(self, x: Array, scales: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        factor = lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
+        scales = lax.expand_dims(scales.astype(jnp.float32), range(x.ndim - 1))
+        return (wide * factor * scales).astype(x.dtype)
+
+    def custom_call(
+        self, rows: Sequence[Array], weights: Sequence[QuantizedArray], *others: Array
+    ) -> tuple[Array, ...]:
+        attended, residual = rows
+        if native.unnormalizable(residual.shape[-1]):
+            return self.products(rows, weights, *others)
+        norm, following_norm = others if len(others) == 2 else (others[0], None)
+        options = {"activation": self.activation, "epsilon": self.epsilon}
+        return native.block(attended, residual, norm, following_norm, weights, **options)
 
 
 _call_p = Primitive("quantized_call")
@@ -250,9 +406,13 @@ dispatch.prim_requires_devices_during_lowering.add(_call_p)
 
 
 def _run(
-    kind: Callable[..., _Call], lhs: Any, weights: tuple[QuantizedArray, ...], options: _Options
+    kind: Callable[..., _Call],
+    rows: tuple[Any, ...],
+    weights: tuple[QuantizedArray, ...],
+    options: _Options,
+    others: tuple[Array, ...] = (),
 ) -> tuple[Array, ...]:
-    operands, treedef = jax.tree.flatten((jnp.asarray(lhs), weights))
+    operands, treedef = jax.tree.flatten((tuple(map(jnp.asarray, rows)), weights, others))
     call = kind(treedef, options)
     if options.out_sharding is not None or _explicit.mesh_of(operands) is not None:
         return call.composition(*operands)
@@ -286,10 +446,14 @@ ad.primitive_jvps[_call_p] = _jvp
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> Any:
-    if all(dim is None for dim in dims[1:]):
+    if all(dim is None for dim in dims[call.num_rows :]):
         # One set of weights for the whole batch: the batch is more rows.
-        lhs = jnp.moveaxis(operands[0], dims[0], 0)
-        outs = _call_p.bind(lhs, *operands[1:], call=call)
+        size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+        rows = [
+            batching.bdim_at_front(x, dim, size)
+            for x, dim in zip(operands[: call.num_rows], dims, strict=False)
+        ]
+        outs = _call_p.bind(*rows, *operands[call.num_rows :], call=call)
     else:
         outs = jax.vmap(call.composition, in_axes=tuple(dims))(*operands)
     return outs, [0] * len(outs)

@@ -3,6 +3,7 @@ from typing import Any
 
 KERNELS: list[str]
 MAX_SPLIT_K: int
+MAX_RMS_NORM_COLUMNS: int
 MAX_WORKSPACE_BYTES: int
 
 def targets() -> dict[str, dict[str, Any]]: ...

@@ -359,7 +359,7 @@ def test_bad_sweep_gets_a_sentence(tmp_path, monkeypatch, arguments, message, ca
 # --- a decode step -------------------------------------------------------------------------------
 
 TINY = ["--layers", 1, "--width", 64, "--m", 2, "--format", "int4-g32"]
-TINY += ["--variant", "concatenated", "one-call"]
+TINY += ["--variant", "concatenated", "one-call", "block"]
 
 
 def test_decode(quick, tmp_path, capsys):
@@ -370,6 +370,7 @@ def test_decode(quick, tmp_path, capsys):
         ("concatenated", "int4-g32"),
         ("concatenated", "dense"),
         ("one-call", "int4-g32"),
+        ("block", "int4-g32"),
     ]
     features = 64 * (64 + 2 * 16 + 64 + 2 * 224) + 224 * 64
     for row in rows:
@@ -392,6 +393,8 @@ def test_decode_variants_agree():
         name: jnp.concatenate([separate[part] for part in parts], axis=1)
         for name, parts in together.items()
     }
+    norms = {"norm-qkv": jnp.full(64, 0.5), "norm-mlp": jnp.full(64, 2.0)}
+    separate, concatenated = separate | norms, concatenated | norms
     step = jax.jit(functools.partial(decode.step, sizes=sizes), static_argnames="variant")
     want = step(x, [separate], variant="separate")
     stacked = separate | {"gate-up": jnp.stack([separate["gate"], separate["up"]])}

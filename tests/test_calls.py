@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxlowbit import (
     UINT4,
     Format,
     partition_spec,
+    quantized_block,
     quantized_matmul,
     quantized_matmuls,
     quantized_mlp,
@@ -28,6 +30,7 @@ from jaxlowbit._backends import native
 P = jax.P
 K, F, N = 128, 192, 70
 MATMULS, MLP, MATMUL = "quantized_matmuls", "quantized_mlp", "quantized_matmul"
+BLOCK = "quantized_block"
 quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames=("shards", "permutation"))
 
 
@@ -47,6 +50,15 @@ QKV = tuple(quantize(normal(K, n, seed=n), UINT4) for n in (F, 64, N))
 GATE_UP, DOWN = quantize(normal(2, K, F, seed=1), INT4), quantize(normal(F, N, seed=2), Format(8))
 
 
+# A block of K features behind an attention of F; its down projection ends where it began.
+ATTENDED, NORM = normal(5, F, seed=3), 1 + normal(K, 1, seed=4)[:, 0]
+OUT, BACK = quantize(normal(F, K, seed=5), UINT4), quantize(normal(F, K, seed=6), Format(8))
+
+
+def block(attended, x, following=(2 * NORM, QKV)):
+    return quantized_block(attended, x, OUT, NORM, GATE_UP, BACK, following=following)
+
+
 def mlp(x):
     return quantized_mlp(x, GATE_UP, DOWN)
 
@@ -58,6 +70,17 @@ def matmuls(x):
 def reference(x, gate_up, down, activation=jax.nn.silu):
     gate, up = gate_up.dequantize(jnp.float32)
     return (activation(x @ gate) * (x @ up)) @ down.dequantize(jnp.float32)
+
+
+def normalize(x, scales):
+    scales = scales.reshape((1,) * (x.ndim - 1) + (-1,))
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * scales
+
+
+def block_reference(attended, x, out=OUT):
+    x = x + attended @ out.dequantize()
+    x = x + reference(normalize(x, NORM), GATE_UP, BACK)
+    return x, tuple(normalize(x, 2 * NORM) @ weight.dequantize() for weight in QKV)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -101,6 +124,17 @@ def test_mlp_rounds_to_the_dtype_of_lhs():
     assert mlp(lhs).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("lead", [(), (5,), (5, 1)], ids=str)
+def test_block(lead):
+    attended, x = ATTENDED.reshape(5, -1)[: math.prod(lead)], LHS[: math.prod(lead)]
+    attended, x = attended.reshape(*lead, F), x.reshape(*lead, K)
+    got, want = block(attended, x), block_reference(attended, x)
+    assert_close(got, want)
+    assert_close(block(attended, x, following=None), want[0])
+    half_way = block(half(attended), half(x))
+    assert {y.dtype for y in jax.tree.leaves(half_way)} == {jnp.dtype("float16")}
+
+
 def test_permuted_rows_and_shards():
     order = jnp.asarray(np.random.default_rng(0).permutation(K), jnp.int32)
     permuted = jaxlowbit.quantize(normal(K, F), INT4, permutation=order)
@@ -133,6 +167,25 @@ def test_gradients():
     )
 
 
+def test_gradients_of_a_block():
+    def loss(f):
+        def total(attended, x, scale):
+            x, products = f(attended, x, dataclasses.replace(OUT, scale=scale))
+            return jnp.sum(jnp.sin(x)) + sum(jnp.sum(jnp.sin(y)) for y in products)
+
+        return total
+
+    def call(attended, x, out):
+        following = 2 * NORM, QKV
+        return quantized_block(attended, x, out, NORM, GATE_UP, BACK, following=following)
+
+    args = ATTENDED, LHS, OUT.scale
+    assert_close(
+        jax.jit(jax.grad(loss(call), (0, 1, 2)))(*args),
+        jax.jit(jax.grad(loss(block_reference), (0, 1, 2)))(*args),
+    )
+
+
 def test_forward_mode_of_several_products():
     got, dots = jax.jvp(matmuls, (LHS,), (LHS + 1,))
     assert_close(got, [LHS @ rhs for rhs in QKV])
@@ -145,6 +198,12 @@ def test_vmap():
     stacks = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (GATE_UP, DOWN))
     got = jax.vmap(quantized_mlp)(lhs[:2], *stacks)
     assert_close(got, mlp(lhs[:2]))
+
+
+def test_vmap_of_a_block():
+    attended, x = normal(4, 5, F), normal(5, K)
+    got = jax.vmap(block, in_axes=(0, None))(attended, x)
+    assert_close(got, block_reference(attended, jnp.broadcast_to(x, (4, 5, K))))
 
 
 # --- one call -------------------------------------------------------------------------------------
@@ -185,6 +244,9 @@ def test_one_call_for_cuda(cuda):
     assert calls(jax.vmap(mlp), half()) == [MLP]
     assert calls(mlp, half(), platform="cpu") == [MATMUL] * 2
     assert calls(mlp, half()[:0]) == []
+    assert calls(block, half(ATTENDED), half()) == [BLOCK]
+    assert calls(jax.vmap(block, (0, None)), half(ATTENDED), half()[0]) == [BLOCK]
+    assert calls(block, ATTENDED, LHS) == [MATMUL] * 6
 
 
 def test_one_call_for_each_layer_of_a_scan(cuda):
@@ -281,6 +343,7 @@ def test_one_call_inside_shard_map(cuda):
 
 any_matmuls: Any = quantized_matmuls
 any_mlp: Any = quantized_mlp
+any_block: Any = functools.partial(quantized_block, LHS)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +365,11 @@ any_mlp: Any = quantized_mlp
         (lambda: any_mlp(LHS, GATE_UP, LHS), "gate_up and down must be QuantizedArrays"),
         (lambda: any_mlp(LHS, GATE_UP, DOWN, preferred_element_type="int8"), "is int8, but"),
         (lambda: any_mlp(LHS, GATE_UP, DOWN, backend="gpu"), "backend='gpu' is unknown"),
+        (lambda: any_block(LHS.astype("bfloat16"), OUT, NORM, GATE_UP, BACK), "one dtype and the"),
+        (lambda: any_block(LHS, OUT, NORM, GATE_UP, BACK), r"out has .* so it is \(128, 128\)"),
+        (lambda: block(ATTENDED, LHS, (NORM[1:], QKV)), r"following\[0\] has shape \(127,\)"),
+        (lambda: block(ATTENDED, LHS, (NORM, [BACK])), r"following\[1\]\[0\] has shape \(192,"),
+        (lambda: block(ATTENDED, LHS, (NORM, [LHS])), "following must be QuantizedArrays"),
         (lambda: mlp(LHS.astype(int)), "activations are float32, bfloat16 or float16"),
     ],
 )

@@ -18,7 +18,15 @@ import pytest
 from helpers import Oracle, Weight, assert_within, dequantize, matmul
 
 import jaxlowbit
-from jaxlowbit import INT4, UINT4, Format, quantized_matmul, quantized_matmuls, quantized_mlp
+from jaxlowbit import (
+    INT4,
+    UINT4,
+    Format,
+    quantized_block,
+    quantized_matmul,
+    quantized_matmuls,
+    quantized_mlp,
+)
 
 pytestmark = pytest.mark.gpu
 PACKAGE = Path(jaxlowbit.__file__).parent
@@ -285,6 +293,60 @@ def test_programs_hold_one_call_each():
     assert custom_calls(mlp, lhs, gate_up, down) == ["quantized_mlp"]
     assert custom_calls(quantized_matmuls, lhs, pair) == ["quantized_matmuls"]
     assert custom_calls(jax.vmap(mlp, (0, None, None)), lhs, gate_up, down) == ["quantized_mlp"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("m", ROWS)
+def test_blocks_in_one_call_each(m, dtype):
+    """From a graph, one after the other, against their products and the rest by XLA.
+
+    Roundings are the same but for those of a reciprocal square root and an exponential.
+    """
+    layers = []
+    for seed in range(3):
+        gate_up, down = mlp_weights(512, 1536, 512, FORMATS[seed])
+        out = quantize(normal(256, 512, seed=10 + seed), INT4)
+        qkv = [quantize(normal(512, n, seed=n + seed), INT4) for n in (256, 200)]
+        layers.append((out, 1 + normal(512, 1, seed=seed)[:, 0], gate_up, down, qkv))
+
+    def steps(backend, x):
+        attended = x[:, :256]
+        for out, norm, gate_up, down, qkv in layers:
+            following = 2 * norm, qkv
+            x, (q, k) = quantized_block(
+                attended, x, out, norm, gate_up, down, following=following, backend=backend
+            )
+            attended = q + jnp.tanh(k)[:, :1]
+        return x, attended
+
+    def apart(x):
+        def products(lhs, weight):
+            return matmul(lhs, weight, backend="cuda")
+
+        def normalize(x, scales):
+            wide = x.astype(jnp.float32)
+            factor = jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)
+            return (wide * factor * scales.astype(dtype).astype(jnp.float32)[None]).astype(dtype)
+
+        attended = x[:, :256]
+        for out, norm, gate_up, down, qkv in layers:
+            x = x + products(attended, out)
+            x = x + mlp(normalize(x, norm), gate_up, down)
+            q, k = (products(normalize(x, 2 * norm), weight) for weight in qkv)
+            attended = q + jnp.tanh(k)[:, :1]
+        return x, attended
+
+    lhs = normal(m, 512).astype(dtype)
+    program = jax.jit(functools.partial(steps, "cuda"))
+    assert custom_calls(functools.partial(steps, "cuda"), lhs) == ["quantized_block"] * 3
+    first = jax.tree.map(np.asarray, program(lhs))
+    for _ in range(20):
+        for got, want in zip(program(lhs), first, strict=True):
+            assert np.asarray(got).tobytes() == want.tobytes()
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    for got, want in zip(first, jax.jit(apart)(lhs), strict=True):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        assert np.linalg.norm(got - want) <= eps * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("m", ROWS)

@@ -17,14 +17,6 @@ namespace {
 
 constexpr size_t kPerWeight = 4;  // packed, scale, zero, index
 
-std::optional<Activation> FindActivation(std::string_view name) {
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "relu") return Activation::kRelu;
-  return std::nullopt;
-}
-
 // out[i] = lhs @ weight i.
 ffi::Error ExecuteMatmuls(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs,
                           ffi::RemainingArgs weights, ffi::Result<ffi::Buffer<ffi::U8>> workspace,

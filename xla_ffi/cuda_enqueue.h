@@ -5,7 +5,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "cuda/kernels.h"
 #include "xla_ffi/operands.h"
@@ -16,6 +18,14 @@ inline ffi::Error ToError(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal("jaxlowbit_quantized_matmul: " + what + " failed with " +
                               cudaGetErrorName(status) + ": " + cudaGetErrorString(status) + ".");
+}
+
+inline std::optional<Activation> FindActivation(std::string_view name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "relu") return Activation::kRelu;
+  return std::nullopt;
 }
 
 inline std::string Describe(const QuantizedMatmul& p, int device) {

@@ -51,6 +51,7 @@ nb::dict Targets() {
        {std::pair{"jaxlowbit_quantized_matmul", JaxlowbitCudaExecute},
         std::pair{"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsExecute},
         std::pair{"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpExecute},
+        std::pair{"jaxlowbit_quantized_block", JaxlowbitCudaBlockExecute},
         std::pair{"jaxlowbit_times", JaxlowbitCudaTimesExecute}}) {
     nb::dict cuda;
     cuda["initialize"] = Encapsulate(JaxlowbitCudaInitialize);
@@ -204,6 +205,7 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   for (const char* name : jaxlowbit::kKernelNames) kernels.append(name);
   module.attr("KERNELS") = kernels;
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;
+  module.attr("MAX_RMS_NORM_COLUMNS") = jaxlowbit::kMaxRmsNormColumns;
   module.attr("MAX_WORKSPACE_BYTES") = jaxlowbit::kMaxWorkspaceBytes;
 #if defined(JAXLOWBIT_WITH_CUDA) && defined(JAXLOWBIT_COUNT_EXECUTES)
   module.def("execute_count", &jaxlowbit::CudaExecuteCount);

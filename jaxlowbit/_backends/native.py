@@ -31,6 +31,7 @@ except ImportError as error:
 _TARGET = "jaxlowbit_quantized_matmul"
 _MATMULS_TARGET = "jaxlowbit_quantized_matmuls"
 _MLP_TARGET = "jaxlowbit_quantized_mlp"
+_BLOCK_TARGET = "jaxlowbit_quantized_block"
 _TIMES_TARGET = "jaxlowbit_times"
 _CUDA_BITS = (4, 8)
 _LHS = ("float32", "bfloat16", "float16")
@@ -197,6 +198,56 @@ def mlp(
         half_sums=half_sums,
     )
     return out.reshape(*rows, down.n)
+
+
+def block(
+    attended: Array,
+    residual: Array,
+    norm: Array,
+    following_norm: Array | None,
+    weights: Sequence[QuantizedArray],
+    *,
+    activation: str,
+    epsilon: float,
+) -> tuple[Array, ...]:
+    """`_calls.quantized_block` as one custom call of CUDA: the new residual, then what follows.
+
+    `weights` are those of out, gate_up and down, then the following ones.
+    """
+    out, gate_up, down, *following = weights
+    rows, m, dtype = attended.shape[:-1], math.prod(attended.shape[:-1]), attended.dtype
+    stream = jax.ShapeDtypeStruct((1, m, out.n), dtype)
+    workspace = max(
+        _workspace_bytes(2, m, gate_up.n),
+        *(_workspace_bytes(1, m, weight.n) for weight in (out, down, *following)),
+    )
+    result, *others = jax.ffi.ffi_call(
+        _BLOCK_TARGET,
+        [
+            *[stream] * 4,
+            jax.ShapeDtypeStruct((2, m, gate_up.n), dtype),
+            jax.ShapeDtypeStruct((1, m, gate_up.n), dtype),
+            jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+            *(jax.ShapeDtypeStruct((1, m, weight.n), dtype) for weight in following),
+        ],
+    )(
+        attended.reshape(1, m, attended.shape[-1]),
+        residual.reshape(1, m, out.n),
+        norm,
+        jnp.zeros(0, dtype) if following_norm is None else following_norm,
+        *(operand for weight in weights for operand in _call_operands(weight, dtype)),
+        bits=np.array([weight.format.bits for weight in weights]),
+        group_size=np.array([weight.format.group_size for weight in weights]),
+        activation=activation,
+        epsilon=np.float32(epsilon),
+    )
+    products = others[len(others) - len(following) :]
+    return tuple(x.reshape(*rows, x.shape[-1]) for x in (result, *products))
+
+
+def unnormalizable(columns: int) -> bool:
+    """Whether the kernels lack the normalization of rows of this length."""
+    return columns % 8 != 0 or columns > _ffi.MAX_RMS_NORM_COLUMNS
 
 
 def _call_operands(weight: QuantizedArray, dtype: jnp.dtype) -> tuple[Array, ...]:
