@@ -56,7 +56,7 @@ def tune(
 
     ```python
     if jax.default_backend() == "gpu":
-        tune(["4096x4096", (14336, 4096)], tokens=[1, 16], out="tuned.json")
+        tune(["4096x4096", (14336, 4096)], tokens=[1, 16], out="/tmp/tuned.json")
     ```
     """
     formats = (format,) if isinstance(format, Format) else tuple(format)
