@@ -157,9 +157,11 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
     double round;          // the beginning and the end of a tile
     double split;          // adding up a cluster's sums
   };
-  constexpr Fit kFits[] = {{0.661, 0, 5.0, 8.7},     {0.387, 0, 4.3, 4.7},     {0.289, 0, 3.9, 2.5},
-                           {0.345, 0.541, 2.0, 4.5}, {0.306, 0.440, 1.6, 3.2}, {0.200, 0, 3.5, 2.5},
-                           {0.180, 0, 3.2, 2.2}};
+  constexpr Fit kFits[] = {{0.661, 0, 5.0, 8.7},
+                           {0.387, 0, 4.3, 4.7},
+                           {0.289, 0, 3.9, 2.5},
+                           {0.345, 0.541, 2.0, 4.5},
+                           {0.306, 0.440, 1.6, 3.2}};
   static_assert(std::size(kFits) == qmm_sm90::kNumTiles);
   const Fit& fit = kFits[choice.tile];
   const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];

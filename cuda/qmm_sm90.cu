@@ -148,8 +148,7 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
   // CTAs stay for tile after tile, unless the sums of one take the place of the next.
   const int cluster_ctas = choice.split_k * choice.mates;
   const int resident = device.num_sms * tile.ctas_per_sm / cluster_ctas;
-  const int clusters =
-      Reduces(tile, choice.split_k) ? p.num_tiles : std::min(p.num_tiles, resident);
+  const int clusters = choice.split_k == 1 ? std::min(p.num_tiles, resident) : p.num_tiles;
   const LaunchConfig launch(tile, clusters, cluster_ctas, p.plan.shared_bytes(), stream);
   return cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
 }

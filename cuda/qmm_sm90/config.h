@@ -15,19 +15,16 @@ namespace jaxlowbit::qmm_sm90 {
 struct TileShape {
   int tokens;
   int strips;       // of a warpgroup
-  int columns;      // of warpgroups, each with strips of its own
+  int warpgroups;   // that multiply; a warp of one more copies
   int ctas_per_sm;  // that registers and shared memory are divided for
   int stage_atoms;  // along k, of a stage
-  int ways;         // warpgroups of a column, among which a stage's atoms are divided
 
-  constexpr int cta_strips() const { return strips * columns; }
-  constexpr int warpgroups() const { return columns * ways; }         // that multiply
-  constexpr int threads() const { return 128 * (warpgroups() + 1); }  // a warp of the last copies
+  constexpr int cta_strips() const { return strips * warpgroups; }
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
 
 inline constexpr TileShape kTiles[] = {
-    {256, 1, 2, 1, 1, 1}, {128, 1, 2, 1, 2, 1}, {64, 1, 2, 1, 2, 1}, {64, 2, 1, 2, 2, 1},
-    {32, 2, 1, 2, 2, 1},  {64, 1, 2, 1, 2, 2},  {32, 1, 2, 1, 2, 2}};
+    {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 2, 1, 2}, {64, 2, 1, 2, 2}, {32, 2, 1, 2, 2}};
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 
 inline constexpr int kMaxStages = 8;
@@ -35,7 +32,6 @@ inline constexpr int kBoxBytes = 1024;  // alignment of boxes of activations and
 inline constexpr int kBarriersBytes = 256;
 inline constexpr int kStoreTokens = 64;  // most that are stored at a time
 inline constexpr int kStoreBuffers = 4;
-inline constexpr int kBlockBytes = 256;  // 8 tokens of a warp on their way out
 
 // Shared memory of a CTA: of 228 KiB, 1 KiB for the system.
 constexpr int SharedBytes(const TileShape& tile) { return (228 / tile.ctas_per_sm - 1) * 1024; }
@@ -77,24 +73,19 @@ inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
   };
   plan.slot_bytes = boxes(plan.bytes.total());
   const int store_tokens = tile.tokens < kStoreTokens ? tile.tokens : kStoreTokens;
-  const int results =
-      tile.ways > 1 ? 4 * tile.warpgroups() * kBlockBytes
-                    : kStoreBuffers * tile.columns * store_tokens * static_cast<int>(kAtom) * 2;
-  plan.ring = boxes(kBarriersBytes) + boxes(results);
+  plan.ring = boxes(kBarriersBytes) +
+              kStoreBuffers * tile.warpgroups * store_tokens * static_cast<int>(kAtom) * 2;
   const int fit = (SharedBytes(tile) - plan.ring) / plan.slot_bytes;
   plan.num_stages = fit < kMaxStages ? fit : kMaxStages;
   return plan;
 }
 
-// Whether sums of several warpgroups are added up.
-constexpr bool Reduces(const TileShape& tile, int split_k) { return split_k * tile.ways > 1; }
-
 // Whether a cluster of this many CTAs can divide k, each of which adds up 8 tokens or more.
 inline bool SupportsSplit(const Plan& plan, const TileShape& tile, int split_k) {
   // Sums take the place of the ring.
-  const int sums = tile.ways * tile.tokens * tile.cta_strips() * static_cast<int>(kAtom) * 4;
+  const int sums = tile.tokens * tile.cta_strips() * static_cast<int>(kAtom) * 4;
   return plan.num_stages >= 2 && plan.stages >= split_k && tile.tokens % (8 * split_k) == 0 &&
-         (!Reduces(tile, split_k) || sums <= plan.num_stages * plan.slot_bytes);
+         (split_k == 1 || sums <= plan.num_stages * plan.slot_bytes);
 }
 
 }  // namespace jaxlowbit::qmm_sm90

@@ -41,7 +41,6 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   LaunchDependents();
   const Share share = OwnShare(p, I::kStageAtoms);
   const int cluster_shift = p.mate_shift + p.split_shift;
-  const bool reduces = I::kWays > 1 || p.split_shift > 0;
   const int cluster = blockIdx.x >> cluster_shift, clusters = gridDim.x >> cluster_shift;
   const auto tile_of = [&](int number) {
     Tile tile = TileOf(p, number, I::kCtaStrips << p.mate_shift, I::kTokens);
@@ -60,7 +59,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
       }
     }
     __syncwarp();
-    if (reduces) {
+    if (p.split_shift > 0) {
       ArriveAtCluster();
       WaitForArrivals();
     }
@@ -68,13 +67,13 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     AcquireRegisters<I::kMultiplyRegisters>();
     const TileMultiplier<I> multiplier(p, share, memory);
     TileStorer<I> storer(p, share, memory);
-    if (reduces && threadIdx.x == 0) storer.Expect();
+    if (p.split_shift > 0 && threadIdx.x == 0) storer.Expect();
     WaitForArrivals();
     Sums<I> sums;
     for (int number = cluster; number < p.num_tiles; number += clusters) {
       const Tile tile = tile_of(number);
       multiplier.Multiply(sums, cursor);
-      if (reduces) {  // the cluster has one tile
+      if (p.split_shift > 0) {  // the cluster has one tile
         ArriveAtCluster();
         WaitForArrivals();  // every CTA has read its ring
         storer.Reduce(tile, sums);

@@ -27,10 +27,9 @@ class TileMultiplier {
 
   __device__ TileMultiplier(const Params& p, const Share& share, Memory memory)
       : p_(p), share_(share), memory_(memory) {
-    const int strip = threadIdx.x / 128 % I::kColumns * I::kStrips;
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    way_ = Keep(__shfl_sync(~0u, threadIdx.x / (128 * I::kColumns), 0));
-    codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + way_ * kOwnAtoms * kAtomBytes<kBits> +
+    const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
+    codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes +
                   (warp * 32 + lane) * (kAtomBytes<kBits> / 128));
     scales_ = Keep(p.plan.bytes.lhs + p.plan.bytes.codes);
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
@@ -50,10 +49,10 @@ class TileMultiplier {
 #pragma unroll
       for (int i = 0; i < I::kTokens / 2; ++i) sums[s][i] = 0;
     }
-    const int begin = share_.atom_begin + way_ * kOwnAtoms;
+    const int begin = share_.atom_begin;
     State state = {begin, atoms_per_group_ - p_.atoms_per_group.Remainder(begin), -1, cursor};
 #pragma unroll 1
-    while (state.atom + kRoundSpan < atom_end_) MultiplyAtoms<kTogether>(state, sums);
+    while (state.atom + kTogether <= atom_end_) MultiplyAtoms<kTogether>(state, sums);
     if (kTogether > 1 && state.atom < atom_end_) MultiplyAtoms<1>(state, sums);
     WaitProducts<0>();
     KeepAll(sums);
@@ -64,19 +63,14 @@ class TileMultiplier {
  private:
   static constexpr int kLhsBytes = I::kTokens * static_cast<int>(kAtom) * 2;  // of an atom
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
-  // Atoms of a stage that a warpgroup multiplies.
-  static constexpr int kOwnAtoms = I::kStageAtoms / I::kWays;
-  static_assert(I::kWays == 1 || (kOwnAtoms == 1 && I::kWays == 2));
-  // Of an atom of a strip. Two ways leave a thread fewer registers.
-  static constexpr int kUnits = I::kWays;
+  // Of an atom of a strip. Large ones take turns more often.
+  static constexpr int kUnits = I::kTokens < 128 ? 1 : 2;
   static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
-  // Own atoms of a round: whole stages, and an even number of units, so that each has registers of its
-  // own; from the first to the last of them.
-  static constexpr int kTogether = kOwnAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
-  static constexpr int kRoundSpan = (kTogether - 1) * I::kWays;
+  // Atoms of a round: whole stages, and an even number of units, so that each has registers of its own.
+  static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
 
   struct State {
-    int atom;      // the next of this warpgroup
+    int atom;      // the next of the CTA
     int left;      // atoms of its group from there on
     int previous;  // the slot before, whose last products may be under way; or -1
     RingCursor cursor;
@@ -95,14 +89,13 @@ class TileMultiplier {
     int rows;  // of scales, from those of the stage's first atom
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) {
-      const int in_stage = a % kOwnAtoms;
+      const int in_stage = a % I::kStageAtoms;
       if (in_stage == 0) {
         Wait(memory_.full(state.cursor.slot), state.cursor.parity);
         stage = memory_.stage(p_.plan, state.cursor.slot);
         // Uniform for the compiler, too: products take descriptions from uniform registers.
-        lhs = __shfl_sync(~0u, DescribeOperand(stage + way_ * kOwnAtoms * kLhsBytes), 0);
-        // The second way's atom may begin a group.
-        rows = I::kWays > 1 && way_ > 0 && state.left == atoms_per_group_ ? group_rows_ : 0;
+        lhs = __shfl_sync(~0u, DescribeOperand(stage), 0);
+        rows = 0;
       }
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
@@ -137,15 +130,12 @@ class TileMultiplier {
           if (in_stage == 0 && s == 0 && unit == 0 && state.previous >= 0) Free(state.previous);
         }
       }
-#pragma unroll
-      for (int i = 0; i < I::kWays; ++i) {
-        if (--state.left == 0) {
-          state.left = atoms_per_group_;
-          rows += group_rows_;
-        }
+      if (--state.left == 0) {
+        state.left = atoms_per_group_;
+        rows += group_rows_;
       }
-      state.atom += I::kWays;
-      if (in_stage == kOwnAtoms - 1 || a == kAtoms - 1) {
+      ++state.atom;
+      if (in_stage == I::kStageAtoms - 1 || a == kAtoms - 1) {
         state.previous = state.cursor.slot;
         state.cursor.Advance(p_.plan.num_stages);
       }
@@ -168,9 +158,8 @@ class TileMultiplier {
   // bytes, and its own among them, in rows.
   int codes_, scales_, row_, strip_rows_;
   int atom_end_, atoms_per_group_, group_rows_;  // of the share; of the problem
-  int way_;
-  int frees_;      // whether this lane tells one mate of free stages
-  uint32_t free_;  // where
+  int frees_;                                    // whether this lane tells one mate of free stages
+  uint32_t free_;                                // where
 };
 
 }  // namespace jaxlowbit::qmm_sm90

@@ -28,9 +28,7 @@ struct Instance {
   static constexpr int kStrips = kTile.strips;  // of a warpgroup
   static constexpr int kCtaStrips = kTile.cta_strips();
   static constexpr int kStageAtoms = kTile.stage_atoms;
-  static constexpr int kColumns = kTile.columns;
-  static constexpr int kWays = kTile.ways;
-  static constexpr int kWarps = 4 * kTile.warpgroups();  // that multiply
+  static constexpr int kWarps = 4 * kTile.warpgroups;  // that multiply
   static constexpr int kThreads = kTile.threads();
   // Registers of a thread: at the start, of a multiplying one, of a copying one.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;

@@ -35,15 +35,13 @@ class TileStorer {
 
   // Before sums can arrive.
   __device__ void Expect() const {
-    ArriveExpecting(memory_.sums_full(),
-                    Parts() * I::kWays * I::kStrips * OwnBlocks() * kFragmentBytes);
+    ArriveExpecting(memory_.sums_full(), Parts() * I::kStrips * OwnBlocks() * kFragmentBytes);
   }
 
   // Adds up and stores the tokens of this CTA. Overwrites the ring, which no CTA of the cluster uses
   // any more.
   __device__ void Reduce(const Tile& tile, const Sums<I>& sums) const {
-    const int own = OwnBlocks(), column = threadIdx.x / 128 % I::kColumns;
-    const int way = threadIdx.x / (128 * I::kColumns);
+    const int own = OwnBlocks();
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
@@ -53,19 +51,19 @@ class TileStorer {
         float values[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = sums[s][block * 4 + i];
-        StoreRemote(MapToRank(Fragment(share_.part * I::kWays + way, s, block & own - 1), rank),
-                    values, MapToRank(memory_.sums_full(), rank));
+        StoreRemote(MapToRank(Fragment(share_.part, s, block & own - 1), rank), values,
+                    MapToRank(memory_.sums_full(), rank));
       }
     }
     WaitForCluster(memory_.sums_full(), 0);
-    const int strip = tile.strip + column * I::kStrips;
+    const int strip = tile.strip + threadIdx.x / 128 * I::kStrips;
     const int token = tile.token + share_.part * own * 8;
 #pragma unroll 1
-    for (int i = way; i < I::kStrips * own; i += I::kWays) {
+    for (int i = 0; i < I::kStrips * own; ++i) {
       const int s = i / own, block = i - s * own;
       float total[4] = {};
 #pragma unroll 2
-      for (int from = 0; from < Parts() * I::kWays; ++from) {
+      for (int from = 0; from < Parts(); ++from) {
         const uint4 values = LoadShared16(Fragment(from, s, block));
         total[0] += __uint_as_float(values.x);
         total[1] += __uint_as_float(values.y);
@@ -107,18 +105,18 @@ class TileStorer {
   static constexpr int kBlocks = I::kTokens / 8;
   static constexpr int kBlockShift = kBlocks == 4 ? 2 : kBlocks == 8 ? 3 : kBlocks == 16 ? 4 : 5;
   static_assert(1 << kBlockShift == kBlocks);
-  static constexpr int kFragmentBytes = 128 * I::kColumns * 16;  // 8 tokens
+  static constexpr int kFragmentBytes = 32 * I::kWarps * 16;  // 8 tokens
   static constexpr int kBufferBytes = I::kStoreTokens * 128;
 
   // Of k; blocks of 8 tokens that this CTA adds up.
   __device__ int Parts() const { return 1 << p_.split_shift; }
   __device__ int OwnBlocks() const { return kBlocks >> p_.split_shift; }
 
-  // Of this lane: what a way of a part of k has of one of those blocks.
+  // Of this lane: what a part of k has of one of those blocks.
   __device__ uint32_t Fragment(int sender, int strip, int block) const {
     return memory_.stage(p_.plan, 0) +
            ((sender * I::kStrips + strip) * OwnBlocks() + block) * kFragmentBytes +
-           threadIdx.x % (128 * I::kColumns) * 16;
+           threadIdx.x * 16;
   }
 
   // 8 tokens of a warp's 16 channels.
@@ -128,7 +126,7 @@ class TileStorer {
       return;
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t buffer = memory_.results() + warp * kBlockBytes;
+    const uint32_t buffer = memory_.results() + warp * 256;
     const uint32_t matrices[2] = {Pair<T>::Round(sums[0] * kUnit, sums[1] * kUnit),
                                   Pair<T>::Round(sums[2] * kUnit, sums[3] * kUnit)};
     __syncwarp();  // the block before has been read
