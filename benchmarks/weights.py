@@ -2,16 +2,14 @@
 
 import functools
 import math
-import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxlowbit import Format
+from jaxlowbit import Format, _formats
 
 _ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-_FORMAT = re.compile(r"int(\d+)(?:-g(\d+))?(?:-(integer|float))?")
 
 
 class Codes(NamedTuple):
@@ -23,28 +21,17 @@ class Codes(NamedTuple):
 
 
 def parse_format(text: str) -> Format:
-    """`int4-g128`, `int4-g128-integer` and `int4-g128-float` (the zero), `int8` (per channel).
+    """The format of a name such as `int4-g128` or `int8`, whose random weights are no nonsense.
 
     **Raises:** `ValueError` for other words, and for what `Format` refuses.
     """
-    if (found := _FORMAT.fullmatch(text)) is None:
-        raise ValueError(
-            f"{text!r} names no format; write int4-g128 for groups of 128, int8 for one scale per "
-            "channel, and -integer or -float after it for a zero."
-        )
-    bits, group, zero = found.groups()
-    format = Format(int(bits), int(group or -1))
-    if zero:
-        format = format.replace(zero=zero)
+    format = _formats.parse_format(text)
     if format.bits == 1 and format.zero == "none":
         raise ValueError(f"{text!r} holds only -scale and 0; add -float or -integer.")
     return format
 
 
-def name(format: Format) -> str:
-    """The name that `parse_format` reads."""
-    group = "" if format.group_size == -1 else f"-g{format.group_size}"
-    return f"int{format.bits}{group}{'' if format.zero == 'none' else f'-{format.zero}'}"
+name = _formats.format_name
 
 
 def num_bytes(n: int, k: int, format: Format | None, dtype: str) -> int:

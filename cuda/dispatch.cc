@@ -3,12 +3,15 @@
 #include "cuda/dispatch.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <iterator>
 #include <limits>
+#include <optional>
 
 #include "cuda/qmm_sm80/config.h"
 #include "cuda/qmm_sm90/config.h"
 #include "cuda/qmm_sm90_stream/config.h"
+#include "cuda/tuned.h"
 
 namespace jaxlowbit {
 namespace {
@@ -129,10 +132,10 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
   choice.kernel = Kernel::kQmmSm90Stream;
   choice.block_m = stream::TileTokens(problem.m);
   // At least, and from one choice to the next.
-  const int step = problem.epilogue.gated ? stream::kPairSlices : stream::kSlicesPerStrip;
+  const int step = stream::SliceStep(problem);
   double best = 0;
   for (int cluster_ctas : {1, 2, 4}) {
-    for (int slices = step; slices <= 2 * stream::kMaxTileSlices; slices += step) {
+    for (int slices = step; slices <= stream::kMaxClusterSlices; slices += step) {
       Choice other = choice;
       other.split_k = cluster_ctas;
       other.slices = slices;
@@ -205,18 +208,6 @@ Choice ConfigureSm90(const QuantizedMatmul& problem, const Device& device) {
   return choice;
 }
 
-double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
-  switch (choice.kernel) {
-    case Kernel::kQmmSm80:
-      return Sm80Cost(problem, device, choice.block_m, choice.split_k);
-    case Kernel::kQmmSm90Stream:
-      return StreamCost(problem, device, choice);
-    case Kernel::kQmmSm90:
-      return Sm90Cost(problem, device, choice);
-  }
-  return 0;
-}
-
 std::string UnsupportedStream(const QuantizedMatmul& problem, const Device& device) {
   const int most = qmm_sm90_stream::MaxTokens(problem.bits);
   if (problem.m > most) return "it takes up to " + std::to_string(most) + " rows of lhs";
@@ -240,6 +231,59 @@ std::string UnsupportedSm90(const QuantizedMatmul& problem, const Device& device
     return "it has more than 2^31 tiles";
   }
   if (ConfigureSm90(problem, device).block_m == 0) return "its stages would not fit shared memory";
+  return "";
+}
+
+bool IsOneOf(int value, std::initializer_list<int> allowed) {
+  return std::find(allowed.begin(), allowed.end(), value) != allowed.end();
+}
+
+std::string UnsupportedSm80(const Choice& choice, const QuantizedMatmul& problem,
+                            int64_t workspace_bytes) {
+  if (!IsOneOf(choice.block_m, {8, 16, 32, 64}) || (choice.block_m == 64 && problem.scale_sums)) {
+    return "block_m is none of its tiles";
+  }
+  const int64_t stages = CeilDiv(problem.lhs_columns(), qmm_sm80::BlockK(problem.bits));
+  if (choice.split_k < 1 || choice.split_k > std::min<int64_t>(kMaxSplitK, stages)) {
+    return "split_k is beyond its stages";
+  }
+  if (choice.split_k > 1 && WorkspaceBytes(problem, choice.split_k) > workspace_bytes) {
+    return "its partial sums do not fit the workspace";
+  }
+  return "";
+}
+
+std::string UnsupportedStream(const Choice& choice, const QuantizedMatmul& problem,
+                              const Device& device) {
+  namespace stream = qmm_sm90_stream;
+  if (choice.block_m != stream::TileTokens(problem.m)) return "block_m is not its tile's for m";
+  if (!IsOneOf(choice.split_k, {1, 2, 4})) return "its clusters have 1, 2 or 4 CTAs";
+  const int64_t most =
+      std::min<int64_t>(stream::kMaxClusterSlices, problem.strips() * stream::kSlicesPerStrip);
+  if (problem.epilogue.gated && choice.slices % stream::kPairSlices != 0) {
+    return "slices are of pairs of strips";
+  }
+  if (choice.slices < 1 || choice.slices > most) return "slices is beyond those of a cluster";
+  const stream::Plan plan = StreamPlan(problem, device, choice);
+  if (plan.num_stages < 2) return "its stages would not fit shared memory";
+  if (!stream::SupportsGroupSize(plan, problem.group_size)) {
+    return "groups must divide its stages or be multiples of them";
+  }
+  return "";
+}
+
+std::string UnsupportedSm90(const Choice& choice, const QuantizedMatmul& problem) {
+  namespace sm90 = qmm_sm90;
+  if (choice.tile < 0 || choice.tile >= sm90::kNumTiles) return "tile is none of its tiles";
+  const sm90::TileShape& tile = sm90::kTiles[choice.tile];
+  if (choice.block_m != tile.tokens) return "block_m is not its tile's";
+  if (!IsOneOf(choice.split_k, {1, 2, 4}) || !IsOneOf(choice.mates, {1, 2}) ||
+      choice.split_k * choice.mates > 4) {
+    return "its clusters have 1, 2 or 4 CTAs";
+  }
+  if (!sm90::SupportsSplit(sm90::PlanOf(problem, tile), tile, choice.split_k)) {
+    return "k cannot be divided so";
+  }
   return "";
 }
 
@@ -301,6 +345,27 @@ std::string Unsupported(Kernel kernel, const QuantizedMatmul& problem, const Dev
                                     : UnsupportedStream(problem, device);
 }
 
+std::string Unsupported(const Choice& choice, const QuantizedMatmul& problem, const Device& device,
+                        int64_t workspace_bytes) {
+  const std::string reason = Unsupported(choice.kernel, problem, device);
+  if (!reason.empty()) return reason;
+  return choice.kernel == Kernel::kQmmSm90Stream ? UnsupportedStream(choice, problem, device)
+         : choice.kernel == Kernel::kQmmSm90 ? UnsupportedSm90(choice, problem)
+                                             : UnsupportedSm80(choice, problem, workspace_bytes);
+}
+
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  switch (choice.kernel) {
+    case Kernel::kQmmSm80:
+      return Sm80Cost(problem, device, choice.block_m, choice.split_k);
+    case Kernel::kQmmSm90Stream:
+      return StreamCost(problem, device, choice);
+    case Kernel::kQmmSm90:
+      return Sm90Cost(problem, device, choice);
+  }
+  return 0;
+}
+
 Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
                  int64_t workspace_bytes) {
   return kernel == Kernel::kQmmSm90Stream ? ConfigureStream(problem, device)
@@ -308,7 +373,12 @@ Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& de
                                           : ConfigureSm80(problem, device, workspace_bytes);
 }
 
-Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes) {
+Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
+              const TunedTable* tuned) {
+  if (tuned != nullptr) {
+    const std::optional<Choice> found = tuned->Find(problem);
+    if (found && Unsupported(*found, problem, device, workspace_bytes).empty()) return *found;
+  }
   Choice best;
   double least = std::numeric_limits<double>::infinity();
   for (Kernel kernel : {Kernel::kQmmSm90Stream, Kernel::kQmmSm90, Kernel::kQmmSm80}) {

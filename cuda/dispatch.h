@@ -35,10 +35,14 @@ struct Choice {
   int slices = 0;   // of 16 channels, that a cluster of qmm_sm90_stream owns
   int tile = 0;     // of qmm_sm90's tile shapes
   int mates = 1;    // CTAs of a cluster of qmm_sm90 that share activations
+  // From a table of measurements (tuned.h), not from the cost model.
+  bool tuned = false;
 };
 
 // CTAs on a multiprocessor that a choice of qmm_sm90_stream divides shared memory for.
 int StreamCtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
+
+class TunedTable;
 
 // Why no kernel computes `problem` on `device`, or an empty string.
 std::string Unsupported(const QuantizedMatmul& problem, const Device& device);
@@ -46,14 +50,23 @@ std::string Unsupported(const QuantizedMatmul& problem, const Device& device);
 // The same for one kernel.
 std::string Unsupported(Kernel kernel, const QuantizedMatmul& problem, const Device& device);
 
-// The choice for one kernel that supports `problem`.
+// The same for one choice, whose partial sums have `workspace_bytes`.
+std::string Unsupported(const Choice& choice, const QuantizedMatmul& problem, const Device& device,
+                        int64_t workspace_bytes);
+
+// Microseconds that `choice`, which is supported, is expected to take.
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
+
+// The choice of least cost for one kernel that supports `problem`.
 Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
                  int64_t workspace_bytes);
 
 // Fills in how many clusters `device` runs, from its multiprocessors, where it cannot be asked.
 void AssumeClusters(Device& device);
 
-// Requires that Unsupported returns "" and that m, n, k and batch are positive.
-Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes);
+// What `tuned`, if given, has measured for `problem`, or else the choice of least cost. Requires that
+// Unsupported returns "" and that m, n, k and batch are positive.
+Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
+              const TunedTable* tuned = nullptr);
 
 }  // namespace jaxlowbit

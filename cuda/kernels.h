@@ -10,8 +10,9 @@
 
 namespace jaxlowbit {
 
-// Loads every kernel and raises its shared-memory limit on `device`. Idempotent, thread-safe, and
-// free after the first call; must have run before a stream of that device is captured.
+// Loads every kernel and raises its shared-memory limit on `device`, and looks up what was measured
+// on devices of its name (tuned.h). Idempotent, thread-safe, and free after the first call; must
+// have run before a stream of that device is captured.
 cudaError_t InitializeKernels(int device);
 
 // What InitializeKernels found out about `device`.

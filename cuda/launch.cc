@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 
 #include "cuda/kernels.h"
+#include "cuda/tuned.h"
 
 namespace jaxlowbit {
 namespace {
@@ -17,6 +19,7 @@ struct DeviceState {
   std::once_flag once;
   cudaError_t error = cudaSuccess;
   Device device;
+  std::shared_ptr<const TunedTable> tuned;
 };
 
 // JAXLOWBIT_MAX_COMPUTE_CAPABILITY=86 runs the kernels that a GPU of that capability would run, with
@@ -45,12 +48,21 @@ cudaError_t ReadDevice(int ordinal, Device& device) {
   return cudaSuccess;
 }
 
+cudaError_t FindTuned(int ordinal, std::shared_ptr<const TunedTable>& tuned) {
+  cudaDeviceProp properties;
+  const cudaError_t error = cudaGetDeviceProperties(&properties, ordinal);
+  if (error == cudaSuccess) tuned = TunedFor(properties.name);
+  return error;
+}
+
 // Attributes of kernels belong to the current device.
-cudaError_t Initialize(int ordinal, Device& device) {
+cudaError_t Initialize(int ordinal, DeviceState& state) {
+  Device& device = state.device;
   int current = 0;
   cudaError_t error = cudaGetDevice(&current);
   if (error == cudaSuccess) error = cudaSetDevice(ordinal);
   if (error == cudaSuccess) error = ReadDevice(ordinal, device);
+  if (error == cudaSuccess) error = FindTuned(ordinal, state.tuned);
   if (error == cudaSuccess) error = InitializeQmmSm80();
   if (error == cudaSuccess) error = InitializeQmmSm80Transposed();
   if (error == cudaSuccess) error = InitializeReduceSplits();
@@ -73,7 +85,7 @@ DeviceState& StateOf(int ordinal) {
 cudaError_t InitializeKernels(int ordinal) {
   if (ordinal < 0 || ordinal >= kMaxDevices) return cudaErrorInvalidDevice;
   DeviceState& state = StateOf(ordinal);
-  std::call_once(state.once, [&] { state.error = Initialize(ordinal, state.device); });
+  std::call_once(state.once, [&] { state.error = Initialize(ordinal, state); });
   return state.error;
 }
 
@@ -97,8 +109,9 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
                                   int64_t workspace_bytes, int ordinal, cudaStream_t stream,
                                   bool early_start) {
   if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
-  return LaunchChoice(problem, buffers, Select(problem, DeviceInfo(ordinal), workspace_bytes),
-                      ordinal, stream, early_start);
+  const DeviceState& state = StateOf(ordinal);
+  const Choice choice = Select(problem, state.device, workspace_bytes, state.tuned.get());
+  return LaunchChoice(problem, buffers, choice, ordinal, stream, early_start);
 }
 
 }  // namespace jaxlowbit

@@ -4,6 +4,7 @@
 and initialises no backend.
 """
 
+from . import _tuned
 from ._array import QuantizedArray as QuantizedArray
 from ._backends import native as _native
 from ._calls import quantized_block as quantized_block
@@ -23,7 +24,7 @@ from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize
 from ._scan import scan as scan
 from ._sharding import partition_spec as partition_spec
-
-__version__ = "0.1.0"
+from ._version import __version__ as __version__
 
 _native.register()
+_tuned.load()

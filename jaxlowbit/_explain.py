@@ -2,46 +2,23 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from . import _devices
 from ._array import QuantizedArray
 from ._backends import native
+from ._devices import Device
 from ._matmul import quantized_matmul
-
-
-class _Device(NamedTuple):
-    name: str
-    platform: str  # as programs are compiled for it
-    capability: int = 0
-    num_sms: int = 0
-    here: bool = True  # so that the build of this installation counts
-
-
-# GPUs that need not be here, by compute capability and multiprocessors. H100 is the SXM module; the
-# PCIe card has 114.
-_GPUS = {
-    name: _Device(f"NVIDIA {name}", "cuda", capability, num_sms, here=False)
-    for name, capability, num_sms in (
-        ("A100", 80, 108),
-        ("B200", 100, 148),
-        ("H100", 90, 132),
-        ("H200", 90, 132),
-        ("L4", 89, 58),
-        ("T4", 75, 40),
-    )
-}
-# KiB of shared memory per multiprocessor, by compute capability (CUDA programming guide); 100 for
-# the others that there are: 8.6, 8.8, 8.9, 12.0 and 12.1.
-_SHARED_KIB = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228, 110: 228}
 
 
 def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
     """Says which backend, kernel, tile and split `lhs @ rhs` would run on a device, and why.
 
-    Runs nothing. For CUDA it asks the function that the custom call itself asks.
+    Runs nothing. For CUDA it asks the function that the custom call itself asks, which knows what
+    was measured by `python -m jaxlowbit.tune` on a device of that name.
 
     **Arguments:**
 
@@ -76,7 +53,7 @@ def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
 
 
 def _choice(
-    lhs: jnp.dtype, rhs: QuantizedArray, rows: tuple[int, ...], device: _Device
+    lhs: jnp.dtype, rhs: QuantizedArray, rows: tuple[int, ...], device: Device
 ) -> Iterator[tuple[str, str]]:
     if math.prod(rows) == 0:
         yield "backend", "none"
@@ -105,9 +82,7 @@ def _choice(
         lhs,
         rhs.scale.dtype,
         rhs.format,
-        compute_capability=device.capability,
-        num_sms=device.num_sms,
-        shared_bytes_per_sm=1024 * _SHARED_KIB.get(device.capability, 100),
+        device=device.facts,
     )
     if reason := choice.pop("unsupported"):
         yield "kernel", f"none, and the call fails: {reason}; use backend='xla'"
@@ -116,24 +91,24 @@ def _choice(
     yield "kernel", f"{choice['kernel']}, block_m={block_m}, split_k={split_k}"
     yield "why", f"m={m}, batch={batch}: tiles of {block_m} rows, {-(-m // block_m)} per weight"
     sms = f"the {device.num_sms} multiprocessors of {device.name}"
-    if split_k > 1:
+    if choice["tuned"]:
+        yield "", f"measured to be the fastest on {device.name}: python -m jaxlowbit.tune --show"
+    elif split_k > 1:
         yield "", f"the sum over k={rhs.k} in {split_k} parts occupies {sms} better than in one"
     else:
         yield "", f"the sum over k={rhs.k} in one part occupies {sms} as well as it can"
 
 
-def _describe(device: Any) -> _Device:
+def _describe(device: Any) -> Device:
+    if device is None:
+        return _devices.first()
     if device == "cpu":
-        return _Device("cpu", "cpu")
-    if isinstance(device, str):
-        if device not in _GPUS:
-            raise ValueError(
-                f"explain: device={device!r} is unknown; it is a jax.Device or one of cpu, "
-                f"{', '.join(_GPUS)}."
-            )
-        return _GPUS[device]
-    device = device or jax.devices()[0]
-    if device.platform != "gpu":
-        return _Device(device.device_kind, device.platform)
-    num_sms = getattr(device, "core_count", _GPUS["H200"].num_sms)
-    return _Device(device.device_kind, "cuda", native.compute_capability(device), num_sms)
+        return Device("cpu", "cpu")
+    if not isinstance(device, str):
+        return _devices.describe(device)
+    if device not in _devices.GPUS:
+        raise ValueError(
+            f"explain: device={device!r} is unknown; it is a jax.Device or one of cpu, "
+            f"{', '.join(_devices.GPUS)}."
+        )
+    return _devices.GPUS[device]

@@ -1,5 +1,7 @@
+from collections.abc import Sequence
 from typing import Any
 
+KERNELS: list[str]
 MAX_SPLIT_K: int
 MAX_RMS_NORM_COLUMNS: int
 MAX_WORKSPACE_BYTES: int
@@ -14,11 +16,39 @@ def select(
     bits: int = ...,
     group_size: int = ...,
     batch: int = ...,
+    lhs: str = ...,
     float32_scale: bool = ...,
     zero: str = ...,
     scale_sums: bool = ...,
     compute_capability: int = ...,
     num_sms: int = ...,
     shared_bytes_per_sm: int = ...,
+    device_name: str = ...,
     workspace_bytes: int = ...,
 ) -> dict[str, Any]: ...
+def candidates(
+    *,
+    m: int,
+    n: int,
+    k: int,
+    bits: int = ...,
+    group_size: int = ...,
+    batch: int = ...,
+    lhs: str = ...,
+    float32_scale: bool = ...,
+    zero: str = ...,
+    scale_sums: bool = ...,
+    compute_capability: int = ...,
+    num_sms: int = ...,
+    shared_bytes_per_sm: int = ...,
+    device_name: str = ...,
+    workspace_bytes: int = ...,
+) -> list[tuple[str, int, int, int, int, int]]: ...
+def set_tuned(
+    device_name: str,
+    entries: Sequence[tuple[tuple, tuple]],
+    *,
+    compute_capability: int,
+    num_sms: int,
+    shared_bytes_per_sm: int,
+) -> list[str]: ...

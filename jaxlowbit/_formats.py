@@ -1,6 +1,7 @@
 """What the numbers of a quantized weight mean."""
 
 import dataclasses
+import re
 from typing import Any, Literal
 
 Zero = Literal["none", "integer", "float"]
@@ -68,3 +69,26 @@ INT4 = Format(bits=4, group_size=128)
 UINT4 = Format(bits=4, group_size=128, zero="integer")
 INT8 = Format(bits=8)
 UINT8 = Format(bits=8, zero="integer")
+
+_NAME = re.compile(r"int(\d+)(?:-g(\d+))?(?:-(integer|float))?")
+
+
+def parse_format(text: str) -> Format:
+    """`int4-g128`, `int4-g128-integer` and `int4-g128-float` (the zero), `int8` (per channel).
+
+    **Raises:** `ValueError` for other words, and for what `Format` refuses.
+    """
+    if (found := _NAME.fullmatch(text)) is None:
+        raise ValueError(
+            f"{text!r} names no format; write int4-g128 for groups of 128, int8 for one scale per "
+            "channel, and -integer or -float after it for a zero."
+        )
+    bits, group, zero = found.groups()
+    format = Format(int(bits), int(group or -1))
+    return format.replace(zero=zero) if zero else format
+
+
+def format_name(format: Format) -> str:
+    """The name that `parse_format` reads."""
+    group = "" if format.group_size == -1 else f"-g{format.group_size}"
+    return f"int{format.bits}{group}{'' if format.zero == 'none' else f'-{format.zero}'}"

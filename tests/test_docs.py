@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 import jaxlowbit as jl
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
+from jaxlowbit import tune as jl_tune
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = (ROOT / "examples/quickstart.py").read_text()  # test_examples.py runs it
@@ -28,7 +29,7 @@ def public(module):
     return {k: v for k, v in names if not k.startswith("_") and not inspect.ismodule(v)}
 
 
-PUBLIC = [(m, name) for m in (jl, jl_nnx, jl_linen) for name in public(m)]
+PUBLIC = [(m, name) for m in (jl, jl_nnx, jl_linen, jl_tune) for name in public(m)]
 
 
 class Model(nnx.Module):

@@ -14,6 +14,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaFusedExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMatmulsExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMlpExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaBlockExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesExecute);
 
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
 namespace jaxlowbit {

@@ -2,11 +2,20 @@
 //
 // The Python module: the handlers as capsules, and what was built.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
+#include "cuda/candidates.h"
 #include "cuda/dispatch.h"
+#include "cuda/tuned.h"
+#include "xla_ffi/choice.h"
 #include "xla_ffi/cpu/qmm_cpu.h"
 #include "xla_ffi/handlers.h"
 
@@ -43,7 +52,8 @@ nb::dict Targets() {
         std::pair{"jaxlowbit_quantized_matmul_fused", JaxlowbitCudaFusedExecute},
         std::pair{"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsExecute},
         std::pair{"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpExecute},
-        std::pair{"jaxlowbit_quantized_block", JaxlowbitCudaBlockExecute}}) {
+        std::pair{"jaxlowbit_quantized_block", JaxlowbitCudaBlockExecute},
+        std::pair{"jaxlowbit_times", JaxlowbitCudaTimesExecute}}) {
     nb::dict cuda;
     cuda["initialize"] = Encapsulate(JaxlowbitCudaInitialize);
     cuda["execute"] = Encapsulate(execute);
@@ -70,33 +80,115 @@ nb::dict BuildInfo() {
   return info;
 }
 
-// The choice that the CUDA handler would make, for a device that need not exist.
-nb::dict SelectKernel(int64_t m, int64_t n, int64_t k, int bits, int64_t group_size, int64_t batch,
-                      bool float32_scale, const std::string& zero, bool scale_sums,
-                      int compute_capability, int num_sms, int shared_bytes_per_sm,
-                      int64_t workspace_bytes) {
+// A product on a device that need not exist, as Python describes it.
+struct Question {
   QuantizedMatmul problem;
-  problem.batch = problem.num_weights = batch;
-  problem.m = m, problem.n = n, problem.k = k;
-  problem.bits = bits;
-  problem.group_size = group_size;
-  if (float32_scale) problem.scale = ElementType::kF32;
-  if (zero == "integer") problem.zero = ZeroKind::kInteger;
-  if (zero == "float") problem.zero = ZeroKind::kFloat;
-  problem.scale_sums = scale_sums;
-  Device device{compute_capability, num_sms, shared_bytes_per_sm};
-  AssumeClusters(device);
+  Device device;
+  std::string device_name;
+  int64_t workspace_bytes;
+};
+
+// As ChoiceOf reads it.
+nb::tuple Fields(const Choice& choice) {
+  return nb::make_tuple(NameOf(choice.kernel), choice.block_m, choice.split_k, choice.slices,
+                        choice.tile, choice.mates);
+}
+
+// The choice that the CUDA handler would make.
+nb::dict SelectKernel(const Question& question) {
+  const auto& [problem, device, device_name, workspace_bytes] = question;
   nb::dict chosen;
   chosen["unsupported"] = Unsupported(problem, device);
   if (Unsupported(problem, device).empty()) {
-    const Choice choice = Select(problem, device, workspace_bytes);
-    chosen["kernel"] = choice.kernel == Kernel::kQmmSm80   ? "qmm_sm80"
-                       : choice.kernel == Kernel::kQmmSm90 ? "qmm_sm90"
-                                                           : "qmm_sm90_stream";
+    const Choice choice = Select(problem, device, workspace_bytes, TunedFor(device_name).get());
+    chosen["kernel"] = NameOf(choice.kernel);
     chosen["block_m"] = choice.block_m;
     chosen["split_k"] = choice.split_k;
+    chosen["tuned"] = choice.tuned;
   }
   return chosen;
+}
+
+// The choices worth measuring, that of the cost model first; none where no kernel computes it.
+nb::list ListCandidates(const Question& question) {
+  const auto& [problem, device, device_name, workspace_bytes] = question;
+  nb::list candidates;
+  if (Unsupported(problem, device).empty()) {
+    for (const Choice& choice : Candidates(problem, device, workspace_bytes)) {
+      candidates.append(Fields(choice));
+    }
+  }
+  return candidates;
+}
+
+using ProblemFields =  // m, n, k, bits, group_size, type of lhs, whether scales are float32, zero
+    std::tuple<int64_t, int64_t, int64_t, int, int64_t, std::string, bool, std::string>;
+using ChoiceFields = std::tuple<std::string, int, int, int, int, int>;
+
+QuantizedMatmul ProblemOf(const ProblemFields& fields) {
+  const auto& [m, n, k, bits, group_size, lhs, float32_scale, zero] = fields;
+  QuantizedMatmul problem;
+  problem.m = m, problem.n = n, problem.k = k;
+  problem.bits = bits;
+  problem.group_size = group_size;
+  problem.lhs = problem.out = lhs == "float16" ? ElementType::kF16 : ElementType::kBf16;
+  problem.scale = float32_scale ? ElementType::kF32 : problem.lhs;
+  if (zero == "integer") problem.zero = ZeroKind::kInteger;
+  if (zero == "float") problem.zero = ZeroKind::kFloat;
+  return problem;
+}
+
+Device DeviceOf(int compute_capability, int num_sms, int shared_bytes_per_sm) {
+  Device device{compute_capability, num_sms, shared_bytes_per_sm};
+  AssumeClusters(device);
+  return device;
+}
+
+// Sets the table of a device from the entries that it can run. Returns for each why it cannot, or "".
+nb::list SetTunedEntries(const std::string& device_name,
+                         const std::vector<std::pair<ProblemFields, ChoiceFields>>& entries,
+                         int compute_capability, int num_sms, int shared_bytes_per_sm) {
+  const Device device = DeviceOf(compute_capability, num_sms, shared_bytes_per_sm);
+  std::vector<TunedEntry> accepted;
+  nb::list reasons;
+  for (const auto& [fields, numbers] : entries) {
+    const auto& [kernel, block_m, split_k, slices, tile, mates] = numbers;
+    const int number = KernelNumber(kernel);
+    std::string reason = "there is no kernel " + kernel;
+    if (number >= 0) {
+      const QuantizedMatmul problem = ProblemOf(fields);
+      const Choice choice = ChoiceOf(number, block_m, split_k, slices, tile, mates);
+      reason = Unsupported(choice, problem, device, kMaxWorkspaceBytes);
+      if (reason.empty()) accepted.push_back({problem, choice});
+    }
+    reasons.append(reason);
+  }
+  SetTuned(device_name, std::move(accepted));
+  return reasons;
+}
+
+// Defines a function of a question, whose arguments are named.
+template <typename Function>
+void Define(nb::module_& module, const char* name, Function function) {
+  module.def(
+      name,
+      [function](int64_t m, int64_t n, int64_t k, int bits, int64_t group_size, int64_t batch,
+                 const std::string& lhs, bool float32_scale, const std::string& zero,
+                 bool scale_sums, int compute_capability, int num_sms, int shared_bytes_per_sm,
+                 const std::string& device_name, int64_t workspace_bytes) {
+        QuantizedMatmul problem = ProblemOf({m, n, k, bits, group_size, lhs, float32_scale, zero});
+        problem.batch = problem.num_weights = batch;
+        problem.scale_sums = scale_sums;
+        return function(Question{problem,
+                                 DeviceOf(compute_capability, num_sms, shared_bytes_per_sm),
+                                 device_name, workspace_bytes});
+      },
+      nb::kw_only(), nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("bits") = 4,
+      nb::arg("group_size") = 128, nb::arg("batch") = 1, nb::arg("lhs") = "bfloat16",
+      nb::arg("float32_scale") = false, nb::arg("zero") = "none", nb::arg("scale_sums") = false,
+      nb::arg("compute_capability") = 90, nb::arg("num_sms") = 132,
+      nb::arg("shared_bytes_per_sm") = 228 * 1024, nb::arg("device_name") = "",
+      nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
 }
 
 }  // namespace
@@ -105,12 +197,14 @@ nb::dict SelectKernel(int64_t m, int64_t n, int64_t k, int bits, int64_t group_s
 NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   module.def("targets", &jaxlowbit::Targets);
   module.def("build_info", &jaxlowbit::BuildInfo);
-  module.def("select", &jaxlowbit::SelectKernel, nb::kw_only(), nb::arg("m"), nb::arg("n"),
-             nb::arg("k"), nb::arg("bits") = 4, nb::arg("group_size") = 128, nb::arg("batch") = 1,
-             nb::arg("float32_scale") = false, nb::arg("zero") = "none",
-             nb::arg("scale_sums") = false, nb::arg("compute_capability") = 90,
-             nb::arg("num_sms") = 132, nb::arg("shared_bytes_per_sm") = 228 * 1024,
-             nb::arg("workspace_bytes") = jaxlowbit::kMaxWorkspaceBytes);
+  jaxlowbit::Define(module, "select", jaxlowbit::SelectKernel);
+  jaxlowbit::Define(module, "candidates", jaxlowbit::ListCandidates);
+  module.def("set_tuned", &jaxlowbit::SetTunedEntries, nb::arg("device_name"), nb::arg("entries"),
+             nb::kw_only(), nb::arg("compute_capability"), nb::arg("num_sms"),
+             nb::arg("shared_bytes_per_sm"));
+  nb::list kernels;
+  for (const char* name : jaxlowbit::kKernelNames) kernels.append(name);
+  module.attr("KERNELS") = kernels;
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;
   module.attr("MAX_RMS_NORM_COLUMNS") = jaxlowbit::kMaxRmsNormColumns;
   module.attr("MAX_WORKSPACE_BYTES") = jaxlowbit::kMaxWorkspaceBytes;

@@ -29,9 +29,11 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/candidates.h"
 #include "cuda/driver/device_problem.h"
 #include "cuda/kernels.h"
 #include "cuda/qmm_sm90/config.h"
+#include "cuda/timing.h"
 
 namespace jaxlowbit::driver {
 namespace {
@@ -51,29 +53,8 @@ const char* NameOf(Kernel kernel) {
   return kernel == Kernel::kQmmSm80 ? "sm80" : kernel == Kernel::kQmmSm90 ? "sm90" : "stream";
 }
 
-// Every tile and every cluster of qmm_sm90.
-std::vector<Choice> Sm90Choices(const QuantizedMatmul& problem) {
-  std::vector<Choice> choices;
-  for (int number = 0; number < qmm_sm90::kNumTiles; ++number) {
-    const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[number];
-    for (int split_k : {1, 2, 4}) {
-      for (int mates : {1, 2}) {
-        if (!qmm_sm90::SupportsSplit(qmm_sm90::PlanOf(problem, tile), tile, split_k)) continue;
-        Choice choice;
-        choice.kernel = Kernel::kQmmSm90;
-        choice.block_m = tile.tokens;
-        choice.split_k = split_k;
-        choice.tile = number;
-        choice.mates = mates;
-        choices.push_back(choice);
-      }
-    }
-  }
-  return choices;
-}
-
 // Choices of every kernel that takes the problem: its own, of the stream also one whose clusters own
-// more slices than a tile has, and of qmm_sm90 one more, in turn.
+// no whole strips, and one of all that there are, in turn.
 std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
   std::vector<Choice> choices;
   for (Kernel kernel : {Kernel::kQmmSm80, Kernel::kQmmSm90Stream, Kernel::kQmmSm90}) {
@@ -83,10 +64,8 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
       choices.push_back(choices.back());
       choices.back().slices = problem.epilogue.gated ? 24 : 18;
     }
-    if (kernel == Kernel::kQmmSm90) {
-      const std::vector<Choice> all = Sm90Choices(problem);
-      choices.push_back(all[turn % all.size()]);
-    }
+    const std::vector<Choice> all = AllChoices(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes);
+    if (!all.empty()) choices.push_back(all[turn % all.size()]);
   }
   return choices;
 }
@@ -212,41 +191,14 @@ Tally Sweep() {
   return tally;
 }
 
-// Median microseconds per call of a captured chain that rotates over `copies` weights.
-double Time(const QuantizedMatmul& problem, const DeviceProblem& data, int copies,
-            const Choice& choice, bool early_start) {
-  const int calls = std::max(16, copies);
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  cudaEvent_t begin, end;
-  Check(cudaStreamCreate(&stream), "cudaStreamCreate");
-  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
-  for (int i = 0; i < calls; ++i) {
-    Check(LaunchChoice(problem, data.buffers(i % copies), choice, 0, stream, early_start && i > 0),
-          "LaunchChoice");
-  }
-  Check(cudaStreamEndCapture(stream, &graph), "end capture");
-  Check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
-  Check(cudaEventCreate(&begin), "cudaEventCreate");
-  Check(cudaEventCreate(&end), "cudaEventCreate");
-  std::vector<float> times;
-  for (int i = 0; i < 23; ++i) {
-    Check(cudaEventRecord(begin, stream), "cudaEventRecord");
-    Check(cudaGraphLaunch(executable, stream), "cudaGraphLaunch");
-    Check(cudaEventRecord(end, stream), "cudaEventRecord");
-    Check(cudaStreamSynchronize(stream), "replay");
-    float ms = 0;
-    Check(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
-    if (i >= 3) times.push_back(1e3f * ms / static_cast<float>(calls));
-  }
-  Check(cudaGraphExecDestroy(executable), "cudaGraphExecDestroy");
-  Check(cudaGraphDestroy(graph), "cudaGraphDestroy");
-  Check(cudaEventDestroy(begin), "cudaEventDestroy");
-  Check(cudaEventDestroy(end), "cudaEventDestroy");
-  Check(cudaStreamDestroy(stream), "cudaStreamDestroy");
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2];
+// Median microseconds per call by each choice, in a captured chain that rotates over `copies` weights.
+std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& data, int copies,
+                        const std::vector<Choice>& choices, bool early_start) {
+  std::vector<Buffers> calls;
+  for (int i = 0; i < std::max(16, copies); ++i) calls.push_back(data.buffers(i % copies));
+  std::vector<float> microseconds;
+  Check(TimeChoices(problem, calls, choices, 0, early_start, &microseconds), "TimeChoices");
+  return microseconds;
 }
 
 [[noreturn]] void Usage(const char* wrong) {
@@ -276,8 +228,8 @@ struct TimeOptions {
 // The selection's choice with the options' instead of it, for each of their values.
 std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& options) {
   if (options.all) {
-    if (!Unsupported(Kernel::kQmmSm90, problem, DeviceInfo(0)).empty()) return {};
-    std::vector<Choice> choices = Sm90Choices(problem);
+    std::vector<Choice> choices =
+        AllChoices(Kernel::kQmmSm90, problem, DeviceInfo(0), kMaxWorkspaceBytes);
     const auto hopeless = [&](const Choice& choice) {
       const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
       const int64_t ctas = CeilDiv(problem.m, tile.tokens) *
@@ -336,9 +288,15 @@ void TimeAll(const TimeOptions& options) {
       const int64_t bytes = WeightBytes(problem);
       const int copies = static_cast<int>(CeilDiv(4 * kL2Bytes, bytes));  // L2 cannot hold them
       const DeviceProblem data(problem, options.optional, copies, 1);
-      for (const Choice& choice : Choices(problem, options)) {
+      const std::vector<Choice> choices = Choices(problem, options);
+      for (const Choice& choice : choices) {
         if (!IsRight(problem, data, choice, kSample)) std::exit(1);
-        const double us = Time(problem, data, copies, choice, options.early_start);
+      }
+      const std::vector<float> microseconds =
+          Time(problem, data, copies, choices, options.early_start);
+      for (size_t i = 0; i < choices.size(); ++i) {
+        const Choice& choice = choices[i];
+        const double us = microseconds[i];
         std::printf(
             "%s  %-6s tile %-2d mates %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f "
             "TB/s  %6.1f TFLOP/s\n",

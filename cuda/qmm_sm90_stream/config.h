@@ -16,6 +16,7 @@ inline constexpr int kSlicesPerStrip = 4;  // of the 64 channels of an atom
 inline constexpr int kWarps = 8;           // that multiply; one more copies
 inline constexpr int kSlicesPerWarp = 2;
 inline constexpr int kMaxTileSlices = kWarps * kSlicesPerWarp;
+inline constexpr int kMaxClusterSlices = 2 * kMaxTileSlices;
 inline constexpr int kMaxStages = 16;
 inline constexpr int kMaxCtasPerSm = 2;
 inline constexpr int kBoxBytes = 1024;      // alignment of boxes of activations
@@ -64,6 +65,11 @@ inline bool SupportsGroupSize(const Plan& plan, int64_t size) {
   const int64_t stage_k = plan.stage_atoms * kAtom;
   return size < 0 || size == 16 || size == 32 ||
          (size % kAtom == 0 && (stage_k % size == 0 || size % stage_k == 0));
+}
+
+// What a cluster owns is a multiple of this many slices: whole strips, whose copies are the largest.
+constexpr int SliceStep(const QuantizedMatmul& problem) {
+  return problem.epilogue.gated ? kPairSlices : kSlicesPerStrip;
 }
 
 inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ctas_per_sm) {

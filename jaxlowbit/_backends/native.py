@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ _FUSED_TARGET = "jaxlowbit_quantized_matmul_fused"
 _MATMULS_TARGET = "jaxlowbit_quantized_matmuls"
 _MLP_TARGET = "jaxlowbit_quantized_mlp"
 _BLOCK_TARGET = "jaxlowbit_quantized_block"
+_TIMES_TARGET = "jaxlowbit_times"
 _CUDA_BITS = (4, 8)
 _LHS = ("float32", "bfloat16", "float16")
 
@@ -338,6 +339,43 @@ def _in_parts(lhs: Array, axis: int) -> Array:
     return jnp.stack(parts, axis=axis)
 
 
+class DeviceFacts(NamedTuple):
+    """What the selection knows of a GPU."""
+
+    name: str
+    compute_capability: int
+    num_sms: int
+    shared_bytes_per_sm: int
+
+
+class Product(NamedTuple):
+    """One product (m, k) @ (k, n), as choices are measured for it."""
+
+    m: int
+    n: int
+    k: int
+    format: Format
+    lhs: str  # dtypes
+    scale: str
+
+    def fields(self) -> tuple:
+        """What `set_tuned` takes of it."""
+        bits, group_size, zero = self.format.bits, self.format.group_size, self.format.zero
+        widened = self.scale != self.lhs
+        return self.m, self.n, self.k, bits, group_size, self.lhs, widened, zero
+
+
+class Choice(NamedTuple):
+    """How a CUDA kernel would compute a product (`cuda/dispatch.h`)."""
+
+    kernel: str
+    block_m: int
+    split_k: int
+    slices: int
+    tile: int
+    mates: int
+
+
 def choose(
     batch: int,
     m: int,
@@ -347,9 +385,7 @@ def choose(
     scale: jnp.dtype,
     format: Format,
     *,
-    compute_capability: int,
-    num_sms: int,
-    shared_bytes_per_sm: int,
+    device: DeviceFacts,
 ) -> dict:
     """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or ""."""
     parts = _PARTS if lhs == jnp.float32 else 1
@@ -360,14 +396,85 @@ def choose(
         bits=format.bits,
         group_size=format.group_size,
         batch=batch,
+        lhs="float16" if lhs == jnp.float16 else "bfloat16",
         float32_scale=scale != lhs or parts > 1,  # as `matmul` widens scales
         zero=format.zero,
         scale_sums=parts > 1,
-        compute_capability=compute_capability,
-        num_sms=num_sms,
-        shared_bytes_per_sm=shared_bytes_per_sm,
+        **_named(device),
         workspace_bytes=_workspace_bytes(batch, parts * m, n),
     )
+
+
+def candidates(product: Product, device: DeviceFacts) -> list[Choice]:
+    """The choices worth measuring for a product, first the one that is made without measuring."""
+    m, n, k, bits, group_size, lhs, float32_scale, zero = product.fields()
+    found = _ffi.candidates(
+        m=m,
+        n=n,
+        k=k,
+        bits=bits,
+        group_size=group_size,
+        lhs=lhs,
+        float32_scale=float32_scale,
+        zero=zero,
+        **_named(device),
+        workspace_bytes=_workspace_bytes(1, m, n),
+    )
+    return [Choice(*fields) for fields in found]
+
+
+def set_tuned(device: DeviceFacts, entries: Sequence[tuple[Product, Choice]]) -> list[str]:
+    """Lets the kernels of a device, if they are not loaded yet, choose by a table.
+
+    A choice stands for its product and for those of fewer rows, down to the next entry.
+
+    **Returns:** for each entry why it is left out, or "".
+    """
+    fields = [(product.fields(), tuple(choice)) for product, choice in entries]
+    facts = _named(device)
+    return _ffi.set_tuned(facts.pop("device_name"), fields, **facts)
+
+
+def times(
+    lhs: Array,
+    packed: Array,
+    scale: Array,
+    zero: Array | None,
+    *,
+    product: Product,
+    calls: int,
+    choices: tuple[Choice, ...],
+) -> Array:
+    """Microseconds (choices,) of `lhs` times a matrix, on a GPU, the median for each choice.
+
+    One after the other, `calls` matrices of the stack that `packed`, `scale` and `zero` hold are
+    multiplied.
+    """
+    m, n = product.m, product.n
+    results = [
+        jax.ShapeDtypeStruct((1, m, n), lhs.dtype),
+        jax.ShapeDtypeStruct((_workspace_bytes(1, m, n),), jnp.uint8),
+        jax.ShapeDtypeStruct((len(choices),), jnp.float32),
+    ]
+    numbers = [(_ffi.KERNELS.index(choice.kernel), *choice[1:]) for choice in choices]
+    *_, microseconds = jax.ffi.ffi_call(_TIMES_TARGET, results)(
+        lhs[None],
+        *_weight_operands(packed, scale, zero, jnp.zeros(1, jnp.int32), product.format),
+        **_format_attributes(product.format),
+        calls=np.int64(calls),
+        choices=np.array(numbers, np.int64).reshape(-1),
+    )
+    return microseconds
+
+
+def _named(device: DeviceFacts) -> dict[str, Any]:
+    name, compute_capability, num_sms, shared_bytes_per_sm = device
+    return {
+        "device_name": name,
+        "compute_capability": compute_capability,
+        "num_sms": num_sms,
+        "shared_bytes_per_sm": shared_bytes_per_sm,
+    }
 
 
 def compute_capability(device: Any) -> int:
@@ -381,9 +488,7 @@ def too_old(compute_capability: int) -> str | None:
     bfloat16 = jnp.dtype("bfloat16")
     choice = choose(
         *(1, 1, _layout.ATOM, _layout.ATOM, bfloat16, bfloat16, Format(4)),
-        compute_capability=compute_capability,
-        num_sms=1,
-        shared_bytes_per_sm=0,
+        device=DeviceFacts("", compute_capability, 1, 0),
     )
     return choice["unsupported"] or None
 

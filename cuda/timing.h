@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Times choices on the device, as XLA runs them: captured in a CUDA graph.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <vector>
+
+#include "cuda/dispatch.h"
+#include "cuda/problem.h"
+
+namespace jaxlowbit {
+
+// Median microseconds of a product by each of `choices`. A graph has one product for each element of
+// `calls`: give them weights that together are too large for L2. Graphs are replayed in turn, so
+// that a change of clocks meets all choices alike. Waits for the device.
+//
+// `early_start`: as of LaunchQuantizedMatmul, of all calls but the first.
+cudaError_t TimeChoices(const QuantizedMatmul& problem, const std::vector<Buffers>& calls,
+                        const std::vector<Choice>& choices, int device, bool early_start,
+                        std::vector<float>* microseconds);
+
+}  // namespace jaxlowbit

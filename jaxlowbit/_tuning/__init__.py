@@ -1,0 +1,1 @@
+"""What `jaxlowbit.tune` is made of: `weights` says what to measure, `measure` does."""

@@ -1,0 +1,156 @@
+"""`tune` for programs, and for the command line."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from .. import _devices, _layout, _tuned
+from .._backends import native
+from .._backends.native import DeviceFacts, Product
+from .._formats import INT4, Format, parse_format
+from .._tuned import Entry, Table
+from .._version import __version__
+from . import report
+from .measure import measure
+from .weights import find
+
+TOKENS = tuple(2**i for i in range(13))
+_SUMMARY = (
+    "Measures the choices of the CUDA kernels for the weights of a model, and stores the best."
+)
+
+
+def tune(
+    weights: Any,
+    *,
+    tokens: Sequence[int] = TOKENS,
+    format: Format | Sequence[Format] = INT4,
+    dtype: Literal["bfloat16", "float16"] = "bfloat16",
+    out: Any = None,
+    progress: bool = False,
+) -> Path:
+    """Measures on the first GPU how its kernels multiply best by some weights, and stores it.
+
+    Programs started afterwards choose by what is stored, for these weights and up to the largest
+    number of tokens; `explain` says so. What was stored before for other products is kept.
+
+    **Arguments:**
+
+    - `weights`: shapes of output channels and input features (n, k), as pairs or as
+      `"14336x4096"`; the path of a safetensors file or of a folder of them, whose headers are read;
+      or any pytree that holds quantized arrays, such as a Flax model.
+    - `tokens`: numbers of rows of lhs to measure. A number between two of them takes the choice of
+      the larger.
+    - `format`: of weights that are not quantized yet, one or several.
+    - `dtype`: of lhs, `"bfloat16"` or `"float16"`.
+    - `out`: the file to write; None for the one that is read at the start, which is
+      `$JAXLOWBIT_TUNED` or, by the name of the GPU, in `~/.cache/jaxlowbit`.
+    - `progress`: whether to report on what is measured.
+
+    **Returns:** the path of the file.
+
+    **Raises:** `ValueError` for arguments that are none of these, for weights that the CUDA kernels
+    do not read, and without a GPU that runs them; `ImportError` for a checkpoint without
+    safetensors.
+
+    ```python
+    if jax.default_backend() == "gpu":
+        tune(["4096x4096", (14336, 4096)], tokens=[1, 16], out="/tmp/tuned.json")
+    ```
+    """
+    formats = (format,) if isinstance(format, Format) else tuple(format)
+    tokens = _distinct(tokens)
+    if dtype not in _tuned.LHS:
+        raise ValueError(
+            f"tune: dtype={dtype!r}, but there are choices for bfloat16 and float16 alone; float32 "
+            "is multiplied in bfloat16 parts, by one kernel."
+        )
+    found = find(weights, formats, dtype)
+    device = _gpu()
+    path = Path(out) if out is not None else _tuned.path_for(device.name)
+    table = Table(device, _tuned.driver_version(), __version__, ())
+    entries = {_kind(entry.product): entry for entry in _kept(path, table)}
+    measured = measure(found, tokens, dtype, device)
+    if progress:
+        measured = report.reported(measured, len(found) * len(tokens), device.name)
+    for entry in measured:
+        entries[_kind(entry.product)] = entry
+        # Each time, so that a run that is stopped keeps what it has measured.
+        _tuned.write(path, table._replace(entries=tuple(entries.values())))
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command `python -m jaxlowbit.tune`."""
+    parser = argparse.ArgumentParser("python -m jaxlowbit.tune", description=_SUMMARY)
+    parser.add_argument("checkpoint", nargs="?", help="safetensors file, or a folder of them")
+    parser.add_argument("--shapes", nargs="+", metavar="NxK", help="instead of a checkpoint")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="M")
+    parser.add_argument("--format", nargs="+", default=["int4-g128"], help="such as int8")
+    parser.add_argument("--dtype", default="bfloat16", help="of the activations")
+    parser.add_argument("--out", type=Path, help="the file to write, or with --show to read")
+    parser.add_argument("--show", action="store_true", help="print what is stored")
+    options = parser.parse_args(arguments)
+    sources = [source for source in (options.checkpoint, options.shapes) if source is not None]
+    if len(sources) != (0 if options.show else 1):
+        parser.error("name a checkpoint, or --shapes, or --show alone.")
+    try:
+        if options.show:
+            paths = [options.out] if options.out else _tuned.files()
+            if not paths:
+                raise ValueError("nothing is stored; name --shapes or a checkpoint to measure.")
+        else:
+            formats = [parse_format(text) for text in options.format]
+            tokens, dtype, out = options.tokens, options.dtype, options.out
+            paths = [
+                tune(*sources, tokens=tokens, format=formats, dtype=dtype, out=out, progress=True)
+            ]
+        for path in paths:
+            _print(path)
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error).removeprefix("tune: "))
+
+
+def _print(path: Path) -> None:
+    table = _tuned.read(path)
+    print(*report.lines(table), sep="\n")
+    if reason := _tuned.misfit(table):
+        use = f"not used: {reason}"
+    elif path in _tuned.files():
+        use = "used from the next start on"
+    else:
+        use = f"used where {_tuned.VARIABLE} names it"
+    print(f"\n{path}: {use}.")
+
+
+def _distinct(tokens: Sequence[int]) -> list[int]:
+    for m in tokens:
+        if type(m) is not int or not 0 < m <= 1 << 20:
+            raise ValueError(f"tune: {m!r} is no number of tokens; name some from 1 to 2^20.")
+    if not tokens:
+        raise ValueError("tune: there are no numbers of tokens; name some, such as 1 16 256.")
+    return sorted(set(tokens))
+
+
+def _gpu() -> DeviceFacts:
+    device = _devices.first()
+    reason = native.unavailable("cuda") if device.platform == "cuda" else "JAX sees none"
+    if reason := reason or native.too_old(device.capability):
+        raise ValueError(f"tune: this needs an NVIDIA GPU whose kernels are here, and {reason}.")
+    return device.facts
+
+
+def _kept(path: Path, table: Table) -> tuple[Entry, ...]:
+    """The entries that `path` has for the same device, driver and library."""
+    try:
+        found = _tuned.read(path)
+    except (OSError, ValueError):
+        return ()
+    return found.entries if found._replace(entries=()) == table else ()
+
+
+def _kind(product: Product) -> Product:
+    """What an entry is found by: sizes count in atoms."""
+    n, k = _layout.blocks(product.n), _layout.blocks(product.k)
+    return product._replace(n=n, k=k)

@@ -1,0 +1,169 @@
+"""The weights to measure: from shapes, from a checkpoint, or from a tree with quantized arrays."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _layout
+from .._array import QuantizedArray
+from .._backends import native
+from .._flax.rules import HEADS
+from .._formats import Format
+
+_EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe)$", re.IGNORECASE)
+# Names of dtypes in headers of safetensors.
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "U8": "uint8", "U32": "uint32"}
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+class Weight(NamedTuple):
+    """A (k, n) weight, as far as the time of a product depends on it. Padded sizes will do."""
+
+    n: int
+    k: int
+    format: Format
+    scale: str  # dtype
+
+
+class _Header(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def find(source: Any, formats: Sequence[Format], dtype: str) -> list[Weight]:
+    """The distinct weights of what `tune` takes, those without a format in each of `formats`.
+
+    Those that the kernels for lhs of `dtype` do not read are left out.
+
+    **Raises:** `ValueError` if none remain, for formats that are not read, and for shapes that are
+    none.
+    """
+    for format in formats:
+        if reason := _unread(format, dtype):
+            raise ValueError(f"tune: there is nothing to choose for {format}: {reason}.")
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        found = _of_headers(_headers(path), formats)
+        where = f"{path} holds no quantized arrays and no linear weights, 2-D floats whose names "
+        where += "end in weight (n, k) or kernel (k, n); name shapes instead"
+    elif _are_shapes(source):
+        found = [Weight(*_shape(shape), format, dtype) for shape in source for format in formats]
+        where = "there are no shapes; name some as 14336x4096"
+    else:
+        found = _of_tree(source)
+        where = "the model holds no quantized arrays; quantize it first, or name shapes"
+    distinct = list(dict.fromkeys(found))
+    if not distinct:
+        raise ValueError(f"tune: {where}.")
+    reasons = [_unread(weight.format, dtype) for weight in distinct]
+    if all(reasons):
+        raise ValueError(f"tune: there is nothing to choose for these weights: {reasons[0]}.")
+    return [weight for weight, reason in zip(distinct, reasons, strict=True) if not reason]
+
+
+def _unread(format: Format, dtype: str) -> str | None:
+    return native.uncovered("cuda", jnp.dtype(dtype), format)
+
+
+def _are_shapes(source: Any) -> bool:
+    def is_shape(item: Any) -> bool:
+        pair = isinstance(item, tuple) and len(item) == 2 and all(type(i) is int for i in item)
+        return isinstance(item, str) or pair
+
+    return isinstance(source, list | tuple) and all(map(is_shape, source))
+
+
+def _shape(shape: Any) -> tuple[int, int]:
+    """n and k."""
+    if isinstance(shape, str) and (found := re.fullmatch(r"(\d+)x(\d+)", shape)):
+        shape = int(found[1]), int(found[2])
+    match shape:
+        case (int(n), int(k)) if 0 < n < 1 << 30 and 0 < k < 1 << 30:
+            return n, k
+    raise ValueError(
+        f"tune: {shape!r} is no shape; name output channels and input features, both positive and "
+        "below 2^30, as 14336x4096."
+    )
+
+
+def _of_tree(tree: Any) -> Iterator[Weight]:
+    headers = {}
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray)
+    )
+    for path, leaf in leaves:
+        if isinstance(leaf, QuantizedArray):
+            k, n = leaf.padded_shape
+            yield Weight(n, k, leaf.format, str(leaf.scale.dtype))
+        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            headers[name] = _Header(leaf.shape, str(leaf.dtype))
+    yield from _quantized(headers)
+
+
+def _of_headers(headers: Mapping[str, _Header], formats: Sequence[Format]) -> Iterator[Weight]:
+    yield from _quantized(headers)
+    for name, (shape, dtype) in headers.items():
+        layer, _, kind = name.rpartition(".")
+        if kind not in ("weight", "kernel") or len(shape) != 2 or dtype not in _FLOATS:
+            continue
+        if re.search(HEADS, layer) or _EMBEDDING.search(layer):
+            continue  # what is kept in floats, as by quantize_model
+        n, k = shape if kind == "weight" else reversed(shape)
+        yield from (Weight(n, k, format, dtype) for format in formats)
+
+
+_PACKED = re.compile(r"(.*(?:^|[./]))packed([./].*)?")
+
+
+def _quantized(headers: Mapping[str, _Header]) -> Iterator[Weight]:
+    """The quantized arrays whose leaves lie beside each other under their names."""
+    for name, (shape, dtype) in headers.items():
+        if not (found := _PACKED.fullmatch(name)) or dtype != "uint32" or len(shape) < 3:
+            continue
+        prefix, suffix = found[1], found[2] or ""
+        scale, zero = (headers.get(f"{prefix}{leaf}{suffix}") for leaf in ("scale", "zero"))
+        if scale is None or len(scale.shape) < 3:
+            continue
+        n_blocks, k_blocks, words = shape[-3:]
+        k = k_blocks * _layout.ATOM
+        zeros = "none" if zero is None else "integer" if zero.dtype == "uint8" else "float"
+        bits = words * 32 // _layout.ATOM**2
+        format = Format(bits, _group_size(k, scale.shape[-2]), zeros)
+        yield Weight(n_blocks * _layout.ATOM, k, format, scale.dtype)
+
+
+def _group_size(k: int, groups: int) -> int:
+    """The least group size, a multiple of 16, that makes so many groups of k."""
+    return -1 if groups == 1 else -(-k // groups // 16) * 16
+
+
+# --- safetensors ----------------------------------------------------------------------------------
+
+
+def _headers(path: Path) -> dict[str, _Header]:
+    """Shapes and dtypes of all tensors of a file, or of those in a folder; reads no values."""
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError(
+            "tune: reading a checkpoint needs safetensors; pip install safetensors, or name shapes."
+        ) from error
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise ValueError(
+            f"tune: {path} is no checkpoint; name a .safetensors file or a folder that holds some."
+        )
+    headers = {}
+    for file in files:
+        with safe_open(file, framework="numpy") as tensors:
+            for name in sorted(tensors.keys()):
+                tensor = tensors.get_slice(name)
+                dtype = _DTYPES.get(tensor.get_dtype(), "")
+                headers[name] = _Header(tuple(tensor.get_shape()), dtype)
+    return headers
