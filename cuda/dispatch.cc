@@ -157,11 +157,11 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
     double round;          // the beginning and the end of a tile
     double split;          // adding up a cluster's sums
   };
-  constexpr Fit kFits[] = {{0.661, 0, 5.0, 8.7},
-                           {0.387, 0, 4.3, 4.7},
-                           {0.289, 0, 3.9, 2.5},
-                           {0.345, 0.541, 2.0, 4.5},
-                           {0.306, 0.440, 1.6, 3.2}};
+  constexpr Fit kFits[] = {{0.693, 0, 1.8, 9.2},
+                           {0.370, 0, 2.8, 5.1},
+                           {0.275, 0, 2.7, 2.7},
+                           {0.307, 0.462, 2.5, 3.6},
+                           {0.265, 0.371, 2.7, 2.2}};
   static_assert(std::size(kFits) == qmm_sm90::kNumTiles);
   const Fit& fit = kFits[choice.tile];
   const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
@@ -169,9 +169,9 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
   const int64_t clusters = CeilDiv(problem.m, tile.tokens) *
                            CeilDiv(problem.strips(), tile.cta_strips() * choice.mates) *
                            problem.batch;
-  const auto beside = static_cast<int>(std::min<int64_t>(
-      tile.ctas_per_sm, CeilDiv(clusters * cluster_ctas, std::max(1, device.num_sms))));
-  const int64_t rounds = CeilDiv(clusters, std::max(1, device.clusters[beside][cluster_ctas]));
+  const int beside = clusters <= device.clusters[1][cluster_ctas] ? 1 : tile.ctas_per_sm;
+  const int64_t rounds =
+      CeilDiv(clusters, std::max(1, device.clusters[tile.ctas_per_sm][cluster_ctas]));
   // Sharing activations costs a wait for each other at the ends.
   const double atom = (beside == 1 ? fit.alone : fit.beside) * (choice.mates == 1 ? 1 : 0.98);
   const double mates = choice.mates == 1 ? 0 : 2;
