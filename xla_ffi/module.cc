@@ -71,11 +71,13 @@ nb::dict BuildInfo() {
 
 // The choice that the CUDA handler would make, for a device that need not exist.
 nb::dict SelectKernel(int64_t m, int64_t n, int64_t k, int bits, int64_t group_size, int64_t batch,
-                      bool float32_scale, const std::string& zero, bool scale_sums,
+                      bool float32_scale, const std::string& zero, bool scale_sums, bool gated,
                       int compute_capability, int num_sms, int shared_bytes_per_sm,
                       int64_t workspace_bytes) {
   QuantizedMatmul problem;
-  problem.batch = problem.num_weights = batch;
+  problem.epilogue.gated = gated;
+  problem.batch = batch;
+  problem.num_weights = batch * problem.weights_per_element();
   problem.m = m, problem.n = n, problem.k = k;
   problem.bits = bits;
   problem.group_size = group_size;
@@ -107,8 +109,9 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   module.def("select", &jaxlowbit::SelectKernel, nb::kw_only(), nb::arg("m"), nb::arg("n"),
              nb::arg("k"), nb::arg("bits") = 4, nb::arg("group_size") = 128, nb::arg("batch") = 1,
              nb::arg("float32_scale") = false, nb::arg("zero") = "none",
-             nb::arg("scale_sums") = false, nb::arg("compute_capability") = 90,
-             nb::arg("num_sms") = 132, nb::arg("shared_bytes_per_sm") = 228 * 1024,
+             nb::arg("scale_sums") = false, nb::arg("gated") = false,
+             nb::arg("compute_capability") = 90, nb::arg("num_sms") = 132,
+             nb::arg("shared_bytes_per_sm") = 228 * 1024,
              nb::arg("workspace_bytes") = jaxlowbit::kMaxWorkspaceBytes);
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;
   module.attr("MAX_WORKSPACE_BYTES") = jaxlowbit::kMaxWorkspaceBytes;
