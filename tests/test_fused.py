@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import Oracle, assert_within, calls, dequantize, finished
+from jax import export
 from jax.sharding import AxisType
 from meshes import REDUCE, assert_close, collectives, make_mesh, put
 
@@ -200,6 +201,24 @@ def test_one_call_for_cuda(cuda):
         assert calls(other, x) == [MATMUL]
     assert calls(matmul, x, RHS, platform="cpu") == [MATMUL]
     assert calls(lambda x: quantized_matmul(x, RHS, bias=BIAS), x[:0]) == []
+
+
+def test_export(cuda):
+    (m,) = export.symbolic_shape("m")
+    targets = [f"jaxlowbit_{name}" for name in (MATMUL, FUSED)]
+
+    def both(x, residual):
+        out = quantized_matmul(x, RHS, bias=BIAS, residual=residual)
+        return out, quantized_glu(x, PAIR)
+
+    exported = export.export(
+        jax.jit(both),
+        platforms=["cpu", "cuda"],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call(name) for name in targets],
+    )(jax.ShapeDtypeStruct((m, K), jnp.float16), jax.ShapeDtypeStruct((m, N), jnp.float32))
+    args = LHS.astype(jnp.float16), RESIDUAL
+    for got, want in zip(exported.call(*args), both(*args), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 # --- meshes ---------------------------------------------------------------------------------------
