@@ -85,12 +85,12 @@ __device__ void StoreResults(const Params& p, const Tile& tile, uint8_t* shared,
     }
     const float4 first = own[i * kThreads];
     const float4 second = e.gated ? own[(I::kTiles + i) * kThreads] : first;
-    const float sum[4] = {first.x, first.y, first.z, first.w};
+    float values[4] = {first.x, first.y, first.z, first.w};
     const float up[4] = {second.x, second.y, second.z, second.w};
+    Finish(e, up, residual, values);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float value = Finish(e, sum[j], up[j], residual[j]);
-      StoreOut<typename I::T>(p, tile, m0 + j % 2, n0 + j / 2 * 8, value);
+      StoreOut<typename I::T>(p, tile, m0 + j % 2, n0 + j / 2 * 8, values[j]);
     }
   }
 }

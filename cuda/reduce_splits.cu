@@ -44,19 +44,19 @@ __global__ void __launch_bounds__(kThreads)
   WaitForPreviousKernels();
   const int64_t row_size = e.gated ? 2 * n_padded : n_padded;
   const float* first = workspace + row * row_size + column;
-  float sum = SumOf(first, rows * row_size, split_k);
+  float value[1] = {SumOf(first, rows * row_size, split_k)};
   if (e.any) {
     const int64_t product = e.gated ? row / m * 2 : row / m;
-    const float residual = LoadResidual<T>(e, row * n + column);
-    sum += LoadBias<T>(e, product, n, column);
-    float up = 0;
+    const float residual[1] = {LoadResidual<T>(e, row * n + column)};
+    value[0] += LoadBias<T>(e, product, n, column);
+    float up[1] = {};
     if (e.gated) {
-      up = SumOf(first + n_padded, rows * row_size, split_k) +
-           LoadBias<T>(e, product + 1, n, column);
+      up[0] = SumOf(first + n_padded, rows * row_size, split_k) +
+              LoadBias<T>(e, product + 1, n, column);
     }
-    sum = Finish(e, sum, up, residual);
+    Finish(e, up, residual, value);
   }
-  out[row * n + column] = Out(sum);
+  out[row * n + column] = Out(value[0]);
 }
 
 template <typename T, typename Out>

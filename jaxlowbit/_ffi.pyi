@@ -20,6 +20,7 @@ def select(
     float32_scale: bool = ...,
     zero: str = ...,
     scale_sums: bool = ...,
+    gated: bool = ...,
     compute_capability: int = ...,
     num_sms: int = ...,
     shared_bytes_per_sm: int = ...,

@@ -22,6 +22,14 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs can be lowered for CUDA, also by a build without its kernels."""
+    from jaxlowbit._backends import native
+
+    monkeypatch.setattr(native, "unavailable", lambda platform: None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if jax.default_backend() != "gpu":
         for item in items:

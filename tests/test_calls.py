@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import math
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import calls
 from jax import export
 from jax.sharding import AxisType
 from meshes import REDUCE, assert_close, collectives, make_mesh, put
@@ -25,7 +25,6 @@ from jaxlowbit import (
     quantized_matmuls,
     quantized_mlp,
 )
-from jaxlowbit._backends import native
 
 P = jax.P
 K, F, N = 128, 192, 70
@@ -208,19 +207,6 @@ def test_vmap_of_a_block():
 
 
 # --- one call -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """Programs can be lowered for CUDA, also by a build without its kernels."""
-    monkeypatch.setattr(native, "unavailable", lambda platform: None)
-
-
-def calls(f, *args, platform="cuda"):
-    """The custom calls of a program, which JAX would remember if `f` were not new."""
-    program = jax.jit(lambda *args: f(*args)).trace(*args)
-    text = program.lower(lowering_platforms=(platform,)).as_text()
-    return re.findall(r"custom_call @jaxlowbit_(\w+)", text)
 
 
 def test_results_of_one_call_in_float32(cuda):

@@ -9,13 +9,14 @@ import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import Oracle, Weight, assert_within, dequantize, matmul
+from helpers import ACTIVATIONS, Oracle, Weight, assert_within, dequantize, finished, matmul
 
 import jaxlowbit
 from jaxlowbit import (
@@ -23,6 +24,7 @@ from jaxlowbit import (
     UINT4,
     Format,
     quantized_block,
+    quantized_glu,
     quantized_matmul,
     quantized_matmuls,
     quantized_mlp,
@@ -237,8 +239,8 @@ def mlp_weights(k, f, n, format):
 
 def assert_is_mlp(got, lhs, gate_up, down, activation=jax.nn.silu):
     """`got` is within the bound for a hidden layer whose elements may be rounded up or down."""
-    both = matmul(jnp.broadcast_to(lhs, (2, *lhs.shape)), gate_up, backend="cuda")
-    gate, up = both.astype(jnp.float32)
+    lhss = jnp.broadcast_to(lhs, (2, *lhs.shape))
+    gate, up = matmul(lhss, gate_up, preferred_element_type=jnp.float32, backend="cuda")
     hidden = (activation(gate) * up).astype(lhs.dtype)
     weight = dequantize(down)
     oracle = Oracle.of(hidden, weight)
@@ -363,8 +365,8 @@ def test_mlp_and_one_call_repeat_their_bits(m):
         return x
 
     def apart(x, gate_up, down):
-        both = quantized_matmul(jnp.broadcast_to(x, (2, *x.shape)), gate_up)
-        gate, up = both.astype(jnp.float32)
+        lhss = jnp.broadcast_to(x, (2, *x.shape))
+        gate, up = quantized_matmul(lhss, gate_up, preferred_element_type=jnp.float32)
         return (jax.nn.silu(gate) * up).astype(x.dtype) @ down
 
     lhs = normal(m, 512)
@@ -432,6 +434,93 @@ def test_gradients_of_mlp():
 
     got, want = (np.asarray(loss(f)(lhs), np.float32) for f in (mlp, reference))
     assert np.linalg.norm(got - want) < 0.03 * np.linalg.norm(want)
+
+
+# --- epilogues ------------------------------------------------------------------------------------
+
+# Shapes that select each kernel, its edges and its split sums; on Hopper, few rows, then many.
+EPILOGUE_SHAPES = [
+    (1, 512, 8192),
+    (5, 333, 512),
+    (16, 4096, 1024),
+    (32, 200, 640),
+    (40, 264, 4096),
+    (64, 8192, 256),
+    (300, 1000, 512),
+    (300, 333, 512),
+    (1030, 4096, 128),
+]
+
+
+def epilogue(turn, m, n, dtype):
+    """One of many: its addends, which may be missing, its activation, the dtype of the result."""
+    types = (dtype, jnp.float32)
+    bias = normal(1, n, seed=4)[0].astype(types[turn % 2])
+    residual = normal(m, n, seed=5).astype(types[turn // 2 % 2])
+    addends = {"bias": bias if turn % 3 else None, "residual": residual if turn % 4 else None}
+    return addends, [*ACTIVATIONS][turn % 5], types[turn % 7 == 0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), EPILOGUE_SHAPES)
+def test_epilogues(m, n, k, format, dtype):
+    lhs, rhs = 10 * normal(m, k).astype(dtype), quantize(normal(k, n, seed=1), format)
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    first = EPILOGUE_SHAPES.index((m, n, k)) + 3 * FORMATS.index(format)
+    static = ("activation", "preferred_element_type", "backend")
+    call = jax.jit(quantized_matmul, static_argnames=static)
+    for turn in (first, first + 5, first + 21):
+        addends: Any
+        addends, activation, out = epilogue(turn, m, n, dtype)
+        options: Any = {"activation": activation, "preferred_element_type": out, "backend": "cuda"}
+        got = call(lhs, rhs, **addends, **options)
+        assert_within(got, *finished(oracle, out, activation=activation, **addends))
+        again = call(lhs, rhs, **addends, **options)
+        assert np.asarray(again).tobytes() == np.asarray(got).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), EPILOGUE_SHAPES)
+def test_gated_pairs(m, n, k, format, dtype):
+    lhs = 10 * normal(m, k).astype(dtype)
+    pair = quantize(jnp.stack([normal(k, n, seed=1), normal(k, n, seed=2)]), format)
+    gate, up = (Oracle.of(lhs, dequantize(weight)) for weight in pair)
+    turn = EPILOGUE_SHAPES.index((m, n, k)) + FORMATS.index(format)
+    bias = normal(2, n, seed=4).astype(dtype) if turn % 2 else None
+    out = dtype if turn % 3 else jnp.float32
+    activation = [*ACTIVATIONS][1 + turn % 4]
+    options: Any = {"activation": activation, "preferred_element_type": out, "backend": "cuda"}
+    got = jax.jit(functools.partial(quantized_glu, **options))(lhs, pair, bias=bias)
+    biases = (None, None) if bias is None else bias
+    exact = finished(gate, out, bias=biases[0], activation=activation, up=(up, biases[1]))
+    assert_within(got, *exact)
+
+
+def test_epilogues_of_stacks():
+    """Each matrix of a stack has its bias, and pairs are read where an index says."""
+    lhs, stack = normal(3, 5, 512), quantize(normal(6, 512, 320), INT4)
+    bias, residual = normal(3, 320, seed=1), normal(3, 5, 320, seed=2)
+
+    @jax.jit
+    def products(x, stack, bias, residual):
+        view = stack.select(jnp.array([4, 0, 2]))
+        pair = stack.select(jnp.array([5, 1]))
+        return (
+            quantized_matmul(x, view, bias=bias, residual=residual, activation="relu"),
+            quantized_glu(x, pair),
+        )
+
+    out, gated = products(lhs, stack, bias, residual)
+    for i, weight in enumerate((4, 0, 2)):
+        oracle = Oracle.of(lhs[i], dequantize(stack[weight]))
+        parts = {"bias": bias[i], "activation": "relu", "residual": residual[i]}
+        assert_within(out[i], *finished(oracle, lhs.dtype, **parts))
+    gate, up = (Oracle.of(lhs, dequantize(stack[i])) for i in (5, 1))
+    assert_within(gated, *finished(gate, lhs.dtype, activation="silu", up=(up, None)))
+    calls = custom_calls(products, lhs, stack, bias, residual)
+    assert calls == ["quantized_matmul_fused"] * 2
 
 
 @pytest.mark.slow

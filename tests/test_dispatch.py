@@ -51,6 +51,18 @@ def test_workspace_holds_every_choice():
         assert allocated <= native._ffi.MAX_WORKSPACE_BYTES
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_choices_for_gated_pairs(device):
+    """Partial sums fit what Python allocates for both products."""
+    for (m, n, k), limit in itertools.product(SHAPES[::5], (None, 1 << 20)):
+        problem: dict[str, Any] = {"m": m, "n": n, "k": k, **DEVICES[device]}
+        allocated = native._workspace_bytes(2, m, n) if limit is None else limit
+        choice = select(**problem, gated=True, workspace_bytes=allocated)
+        assert choice["unsupported"] == ""
+        sums = 4 * choice["split_k"] * m * 2 * -(-n // 64) * 64
+        assert choice["kernel"] != "qmm_sm80" or choice["split_k"] == 1 or sums <= allocated
+
+
 def test_choices_do_not_change_between_calls():
     problem: dict[str, Any] = {"m": 3, "n": 4096, "k": 4096, **H200}
     assert select(**problem) == select(**problem)
@@ -93,6 +105,9 @@ def test_few_tiles_split_the_sum(m, n, k, split):
         ({"m": 64, "group_size": 96}, "qmm_sm80"),
         ({"m": 64, "scale_sums": True, "float32_scale": True}, "qmm_sm80"),
         ({"m": 4096, "float32_scale": True, "zero": "float", "bits": 8}, "qmm_sm90"),
+        ({"gated": True}, "qmm_sm90_stream"),
+        ({"gated": True, "m": 64}, "qmm_sm90"),
+        ({"gated": True, "m": 64, "k": 8192 + 4}, "qmm_sm80"),
     ],
 )
 def test_the_kernel_follows_the_problem(problem, kernel):

@@ -47,7 +47,8 @@ def arrays():
     x, w = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((512, 512), jnp.bfloat16)
     q, pair = jl.quantize(w, jl.INT4), jl.quantize(jnp.stack([w, w]), jl.INT4)
     matrices = ("rhs", "q", "q_proj", "k_proj", "v_proj", "w_q", "w_k", "w_v", "down")
-    return {"x": x, "w": w, "stacked_layers": pair, "gate_up": pair} | dict.fromkeys(matrices, q)
+    given = {"x": x, "w": w, "stacked_layers": pair, "gate_up": pair, "bias": x[0], "residual": x}
+    return given | dict.fromkeys(matrices, q)
 
 
 MODULE = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(64)])

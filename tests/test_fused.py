@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import Oracle, assert_within, calls, dequantize, finished
+from jax import export
 from jax.sharding import AxisType
 from meshes import REDUCE, assert_close, collectives, make_mesh, put
-from test_calls import calls, cuda
 
 import jaxlowbit
 from jaxlowbit import INT4, UINT4, Format, partition_spec, quantized_glu, quantized_matmul
@@ -26,7 +27,6 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
 }
 quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames=("shards", "permutation"))
-__all__ = ["cuda"]  # a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -76,15 +76,22 @@ def test_activations(activation):
         assert_close(got, glu_reference(LHS, PAIR, BIASES, activation))
 
 
-def test_results_are_rounded_once():
-    lhs, bias = LHS.astype(jnp.bfloat16), BIAS.astype(jnp.bfloat16)
-    got = layer(lhs, RHS, bias, RESIDUAL)
-    sums = quantized_matmul(lhs, RHS, preferred_element_type=jnp.float32)
-    wide = jax.nn.silu(sums + bias.astype(jnp.float32)[None]) + RESIDUAL
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(got, wide.astype(jnp.bfloat16))
-    glu_wide = quantized_glu(lhs, PAIR, preferred_element_type=jnp.float32)
-    np.testing.assert_array_equal(quantized_glu(lhs, PAIR), glu_wide.astype(jnp.bfloat16))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_results_are_rounded_once(dtype):
+    """Within the bound of one rounding, and exactly that of a float32 result."""
+    lhs, bias = LHS.astype(dtype), BIAS.astype(dtype)
+    rhs, pair = (dataclasses.replace(x, scale=x.scale.astype(dtype)) for x in (RHS, PAIR))
+    wide = functools.partial(quantized_matmul, preferred_element_type=jnp.float32)
+    got = layer(lhs, rhs, bias, RESIDUAL)
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    epilogue: dict[str, Any] = {"bias": bias, "activation": "silu", "residual": RESIDUAL}
+    assert_within(got, *finished(oracle, dtype, **epilogue))
+    np.testing.assert_array_equal(got, wide(lhs, rhs, **epilogue).astype(dtype))
+    gate, up = (Oracle.of(lhs, dequantize(weight)) for weight in pair)
+    out = quantized_glu(lhs, pair, bias=BIASES)
+    gated = finished(gate, dtype, bias=BIASES[0], activation="silu", up=(up, BIASES[1]))
+    assert out.dtype == dtype
+    assert_within(out, *gated)
 
 
 @pytest.mark.parametrize("lhs", [(K,), (3, K), (2, 3, K), (4, 1, 3, K)], ids=str)
@@ -194,6 +201,24 @@ def test_one_call_for_cuda(cuda):
         assert calls(other, x) == [MATMUL]
     assert calls(matmul, x, RHS, platform="cpu") == [MATMUL]
     assert calls(lambda x: quantized_matmul(x, RHS, bias=BIAS), x[:0]) == []
+
+
+def test_export(cuda):
+    (m,) = export.symbolic_shape("m")
+    targets = [f"jaxlowbit_{name}" for name in (MATMUL, FUSED)]
+
+    def both(x, residual):
+        out = quantized_matmul(x, RHS, bias=BIAS, residual=residual)
+        return out, quantized_glu(x, PAIR)
+
+    exported = export.export(
+        jax.jit(both),
+        platforms=["cpu", "cuda"],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call(name) for name in targets],
+    )(jax.ShapeDtypeStruct((m, K), jnp.float16), jax.ShapeDtypeStruct((m, N), jnp.float32))
+    args = LHS.astype(jnp.float16), RESIDUAL
+    for got, want in zip(exported.call(*args), both(*args), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 # --- meshes ---------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class TileStorer {
         if (e.gated) Add(I::kStrips - 1, block, kApart ? gate + 128 : gate, up);
         LoadResidual(tile.batch, strip, token, s * OwnBoxes() + block * 8 / I::kStoreTokens, 0,
                      block * 8 % I::kStoreTokens, residual);
-        FinishBlock(biases, s, up, residual, total);
+        FinishBlocks(biases, s, up, residual, total);
       }
       StoreBlock(tile.batch, strip, token, total);
     }
@@ -149,6 +149,8 @@ class TileStorer {
   // Half a box: tokens, blocks of 8 of them, and how many halves a tile has. Its sums fill a buffer.
   static constexpr int kHalfTokens = I::kStoreTokens / 2, kHalfBlocks = kHalfTokens / 8;
   static constexpr int kHalves = I::kTokens / kHalfTokens;
+  static constexpr int kTogether = 2;  // blocks, whose epilogues overlap
+  static_assert(kHalfBlocks % kTogether == 0);
   // Barriers between warpgroups: sums of up are there; have been taken.
   static constexpr int kHandedOver = 3, kTaken = 4;
 
@@ -209,17 +211,26 @@ class TileStorer {
     return biases;
   }
 
-  // This lane's first channel of a strip.
-  __device__ static int Channel() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+  // For what is worked out anew, not kept in registers while products run.
+  __device__ static int Thread() { return Keep(static_cast<int>(threadIdx.x)); }
 
-  // From the sums of a block of strip `s`, or from those of the gate and of up, to its results.
-  __device__ void FinishBlock(const Biases& biases, int s, const float (&up)[4],
-                              const float (&residual)[4], float (&values)[4]) const {
+  // This lane's first channel of a strip.
+  __device__ static int Channel() {
+    const int thread = Thread();
+    return thread / 32 % 4 * 16 + thread % 32 / 4;
+  }
+
+  // From the sums of blocks of strip `s`, or from those of the gate and of up, to their results.
+  template <int kCount>
+  __device__ void FinishBlocks(const Biases& biases, int s, float (&up)[kCount],
+                               const float (&residual)[kCount], float (&values)[kCount]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float second = biases.of[1][i / 2], bias = s == 0 ? biases.of[0][i / 2] : second;
-      values[i] = jaxlowbit::Finish(p_.epilogue, values[i] + bias, up[i] + second, residual[i]);
+    for (int i = 0; i < kCount; ++i) {
+      const float second = biases.of[1][i / 2 % 2];
+      values[i] += s == 0 ? biases.of[0][i / 2 % 2] : second;
+      up[i] += second;
     }
+    jaxlowbit::Finish(p_.epilogue, up, residual, values);
   }
 
   // One thread of a warpgroup: the residual of one of its boxes of a tile, to a buffer.
@@ -237,7 +248,7 @@ class TileStorer {
   // Of a block of 8 tokens from `token` on, from row `row` of a box where there are those; `parity`: of
   // the box's copy.
   __device__ void LoadResidual(int batch, int strip, int token, int buffer, int parity, int row,
-                               float (&residual)[4]) const {
+                               float* residual) const {
     if (p_.residual_boxes) {
       const int warpgroup = threadIdx.x / 128;
       Wait(memory_.residual_full(warpgroup, buffer), parity);
@@ -250,12 +261,14 @@ class TileStorer {
       }
       return;
     }
+    const int m = token + Thread() % 4 * 2;
+    const int n = strip * static_cast<int>(kAtom) + Channel();
+    const int64_t offset = (int64_t{batch} * p_.m + m) * p_.n + n;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int m = token + threadIdx.x % 4 * 2 + i % 2;
-      const int n = strip * static_cast<int>(kAtom) + Channel() + i / 2 * 8;
-      const int64_t offset = (int64_t{batch} * p_.m + m) * p_.n + n;
-      residual[i] = m < p_.m && n < p_.n ? jaxlowbit::LoadResidual<T>(p_.epilogue, offset) : 0.0f;
+      const bool exists = m + i % 2 < p_.m && n + i / 2 * 8 < p_.n;
+      const int64_t at = offset + i % 2 * p_.n + i / 2 * 8;
+      residual[i] = exists ? jaxlowbit::LoadResidual<T>(p_.epilogue, at) : 0.0f;
     }
   }
 
@@ -283,7 +296,7 @@ class TileStorer {
     Leave(half, buffer, sums, std::make_integer_sequence<int, I::kStrips * kHalves>{});
   }
 
-  __device__ static void Take(uint32_t buffer, int block, float (&sums)[4]) {
+  __device__ static void Take(uint32_t buffer, int block, float* sums) {
     const uint4 four = LoadShared16(buffer + block * 2048 + threadIdx.x % 128 * 16);
     sums[0] = __uint_as_float(four.x) * kUnit, sums[1] = __uint_as_float(four.y) * kUnit;
     sums[2] = __uint_as_float(four.z) * kUnit, sums[3] = __uint_as_float(four.w) * kUnit;
@@ -327,21 +340,29 @@ class TileStorer {
       const int row = in_strip % 2 * kHalfTokens;  // in the box
       if (p_.aligned && row == 0) EnterBox(tile, half / 2);
 #pragma unroll 1
-      for (int block = 0; block < kHalfBlocks; ++block) {
+      for (int block = 0; block < kHalfBlocks; block += kTogether) {
         const int token = tile.token + in_strip * kHalfTokens + block * 8;
-        float values[4], up[4] = {}, residual[4];
-        LoadResidual(tile.batch, strip, token, buffer_ % kResultBuffers, buffer_ / kResultBuffers,
-                     row + block * 8, residual);
-        Take(first, block, values);
-        if (e.gated) Take(second, block, up);
-        FinishBlock(biases, s, up, residual, values);
-        if (p_.aligned) {
-          const uint32_t matrices[2] = {Pair<T>::Round(values[0], values[1]),
-                                        Pair<T>::Round(values[2], values[3])};
-          StoreTransposed(InBox(Buffer(warpgroup, buffer_ % kResultBuffers), row + block * 8),
-                          matrices);
-        } else {
-          StoreElements(tile.batch, strip, token, values);
+        float values[4 * kTogether], up[4 * kTogether] = {}, residual[4 * kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          LoadResidual(tile.batch, strip, token + i * 8, buffer_ % kResultBuffers,
+                       buffer_ / kResultBuffers, row + (block + i) * 8, residual + 4 * i);
+          Take(first, block + i, values + 4 * i);
+          if (e.gated) Take(second, block + i, up + 4 * i);
+        }
+        FinishBlocks(biases, s, up, residual, values);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const float* four = values + 4 * i;
+          if (p_.aligned) {
+            const uint32_t matrices[2] = {Pair<T>::Round(four[0], four[1]),
+                                          Pair<T>::Round(four[2], four[3])};
+            StoreTransposed(
+                InBox(Buffer(warpgroup, buffer_ % kResultBuffers), row + (block + i) * 8),
+                matrices);
+          } else {
+            StoreElements(tile.batch, strip, token + i * 8, four);
+          }
         }
       }
       if (handed && (in_strip % kStoreBuffers == kStoreBuffers - 1 || in_strip == kHalves - 1)) {
@@ -376,7 +397,7 @@ class TileStorer {
   // Where this lane has its row of two 8 x 8 matrices: tokens from `row` on, the first and the last 8 of
   // the warp's channels.
   __device__ static uint32_t InBox(uint32_t box, int row) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int thread = Thread(), warp = thread / 32 % 4, lane = thread % 32;
     return box + (row + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
   }
 
@@ -412,7 +433,7 @@ class TileStorer {
     *reinterpret_cast<uint4*>(out) = LoadShared16(buffer + lane * 16);
   }
 
-  __device__ void StoreElements(int batch, int strip, int token, const float (&values)[4]) const {
+  __device__ void StoreElements(int batch, int strip, int token, const float* values) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int m = token + threadIdx.x % 4 * 2 + i % 2;

@@ -42,17 +42,27 @@ class ClusterReducer {
     float residual[4];
   };
 
-  // Those of a thread's first sums of a tile, while other warps still multiply.
-  __device__ Addends LoadFirst(int tile_slice, int slices) const {
-    if (!p_.epilogue.any) return {};
+  // Those of a thread's first sums of a tile, as many as it mostly has, while other warps still multiply.
+  struct FirstAddends {
+    Addends of[2];
+  };
+  __device__ FirstAddends LoadFirst(int tile_slice, int slices) const {
+    FirstAddends first = {};
+    if (!p_.epilogue.any) return first;
     WaitForPreviousKernels();  // one of them may have written the residual
-    const int fragment = Keep(threadIdx.x) / 32;
-    return fragment < Fragments(slices) ? LoadAddends(tile_slice, fragment) : Addends{};
+    const int fragment = Keep(threadIdx.x) / 32, fragments = Fragments(slices);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (fragment + i * kWarps < fragments) {
+        first.of[i] = LoadAddends(tile_slice, fragment + i * kWarps);
+      }
+    }
+    return first;
   }
 
   // All multiplying threads: adds up and stores this CTA's slices of a tile of `slices` that begins
   // with `tile_slice`.
-  __device__ void Collect(int tile_slice, int slices, const Addends& first) const {
+  __device__ void Collect(int tile_slice, int slices, const FirstAddends& first) const {
     const EpilogueParams& e = p_.epilogue;
     const int warp = Keep(threadIdx.x) / 32;
 #pragma unroll 1
@@ -63,12 +73,15 @@ class ClusterReducer {
       if (e.any) {
         float up[4] = {};
         if (e.gated) Add(2 * slice + 1, tile, up);
-        const Addends addends = fragment == warp ? first : LoadAddends(tile_slice, fragment);
+        const Addends addends = fragment == warp            ? first.of[0]
+                                : fragment == warp + kWarps ? first.of[1]
+                                                            : LoadAddends(tile_slice, fragment);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          sum[j] = Finish(e, sum[j] + addends.bias[j / 2], up[j] + addends.up_bias[j / 2],
-                          addends.residual[j]);
+          sum[j] += addends.bias[j / 2];
+          up[j] += addends.up_bias[j / 2];
         }
+        Finish(e, up, addends.residual, sum);
       }
       const int m = Token(tile), n = Channel(tile_slice, slice);
 #pragma unroll

@@ -63,11 +63,12 @@ class KernelAxes:
         batch: Sequence[int],
         contracted: Sequence[int],
         preferred_element_type: Any = None,
+        bias: Array | None = None,
     ) -> Array:
         """The product (*batch, *rows, *features), like that of `jax.lax.dot_general`.
 
         `batch` and `contracted` are the axes of the inputs that meet those of the kernel, the
-        others are rows.
+        others are rows. A bias (*batch, *features) is added before the product is rounded.
         """
         self._check(inputs, "batch", batch, self.batch)
         self._check(inputs, "contracted", contracted, self.contracted)
@@ -77,13 +78,12 @@ class KernelAxes:
         lhs = inputs.transpose(*batch, *rows, *contracted)
         # Leading axes of lhs broadcast against those of a stack, which takes rows as one axis.
         lhs = lhs.reshape(*self.batch, *((math.prod(sizes),) if self.batch else sizes), k)
-        out = quantized_matmul(lhs, kernel, preferred_element_type=preferred_element_type)
+        if bias is not None:
+            bias = bias.reshape(*self.batch, -1)
+        out = quantized_matmul(
+            lhs, kernel, bias=bias, preferred_element_type=preferred_element_type
+        )
         return out.reshape(*self.batch, *sizes, *self.features)
-
-    def bias(self, bias: Array, ndim: int) -> Array:
-        """A bias (*batch, *features) as it is added to a product of `ndim` axes."""
-        rows = ndim - len(self.batch) - len(self.features)
-        return bias.reshape(*self.batch, *[1] * rows, *self.features)
 
     def _check(self, inputs: Array, kind: str, axes: Sequence[int], sizes: tuple[int, ...]) -> None:
         found = tuple(inputs.shape[axis] for axis in axes)
@@ -116,10 +116,8 @@ def check_batch(axes: Sequence[int]) -> None:
         )
 
 
-def place(
-    product: Callable[..., Array], inputs: Array, kernel: QuantizedArray, out_sharding: Any
-) -> Array:
-    """`product(inputs, kernel)`, with `out_sharding` if it is not None."""
+def place(product: Callable[..., Array], inputs: Array, kernel: Any, out_sharding: Any) -> Array:
+    """`product(inputs, kernel)`, with `out_sharding` if it is not None; of a kernel and more."""
     if out_sharding is None:
         return product(inputs, kernel)
     return _explicit.multiply(product, inputs, kernel, out_sharding)

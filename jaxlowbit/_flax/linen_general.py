@@ -81,8 +81,7 @@ def dense_general(module: Any, packing: Packing, bias: Array | None, inputs: Any
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
     contracted = positions(as_tuple(module.axis), inputs.ndim)
-    out = axes.multiply(inputs, kernel, range(len(axes.batch)), contracted)
-    return out if bias is None else out + axes.bias(bias, out.ndim)
+    return axes.multiply(inputs, kernel, range(len(axes.batch)), contracted, bias=bias)
 
 
 def general_axes(layer: nn.DenseGeneral, shape: tuple[int, ...]) -> KernelAxes:

@@ -152,14 +152,12 @@ class QuantizedLinearGeneral(QuantizedModule):
         inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
         contracted = positions(self.axis, inputs.ndim)
 
-        def product(inputs: Array, kernel: Any) -> Array:
-            batch = range(len(axes.batch))
-            return axes.multiply(inputs, kernel, batch, contracted, self.preferred_element_type)
+        def product(inputs: Array, operands: Any) -> Array:
+            kernel, bias = operands
+            batch, dtype = range(len(axes.batch)), self.preferred_element_type
+            return axes.multiply(inputs, kernel, batch, contracted, dtype, bias)
 
-        out = place(product, inputs, kernel, out_sharding)
-        if bias is not None:
-            out += axes.bias(bias, out.ndim).astype(out.dtype)
-        return out
+        return place(product, inputs, (kernel, bias), out_sharding)
 
 
 def check_linear_general(layer: Any) -> None:
