@@ -47,8 +47,6 @@ struct QuantizedMatmul {
   // Whether a kernel may add products of float16 in float16, for as much of k as its page says. None
   // has to, and for other lhs none does.
   bool half_sums = false;
-  // One lhs for the whole batch.
-  bool shared_lhs = false;
   Epilogue epilogue;
 
   int64_t lhs_columns() const { return transposed ? n : k; }
@@ -64,16 +62,13 @@ struct QuantizedMatmul {
   int64_t zero_bytes() const {
     return zero == ZeroKind::kNone ? 0 : zero == ZeroKind::kInteger ? 1 : scale_bytes();
   }
-  // Rows of lhs in memory, and from one element of the batch to the next.
-  int64_t lhs_rows() const { return shared_lhs ? m : batch * m; }
-  int64_t lhs_step() const { return shared_lhs ? 0 : m; }
   int64_t words_per_atom() const { return kAtom * kAtom * bits / 32; }
 };
 
 // Buffers of one call. `zero`, `index`, `bias` and `residual` may be null; `index` then means: weight b
 // for batch b, or weight 0 when there is only one.
 struct Buffers {
-  const void* lhs = nullptr;         // [batch, or 1 if shared, m, lhs_columns]
+  const void* lhs = nullptr;         // [batch, m, lhs_columns]
   const uint32_t* packed = nullptr;  // [num_weights, n_blocks, k_blocks, words_per_atom]
   const void* scale = nullptr;       // [num_weights, n_blocks, groups, 64]
   const void* zero = nullptr;        // [num_weights, n_blocks, groups, 64]

@@ -61,7 +61,6 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.residual_boxes = p.aligned && buffers.residual != nullptr && !p.epilogue.gated &&
                      problem.epilogue.residual == problem.lhs;
   p.num_weights = problem.num_weights;
-  p.lhs_step = problem.shared_lhs ? 0 : 1;
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);
   p.n_blocks = static_cast<int>(problem.n_blocks());
@@ -141,9 +140,8 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
   using namespace qmm_sm90;
   const TileShape& tile = kTiles[choice.tile];
   Params p = ParamsOf(problem, buffers, choice);
-  cudaError_t error =
-      DescribeMatrices(buffers.lhs, problem.lhs, problem.shared_lhs ? 1 : problem.batch, problem.m,
-                       problem.k, tile.tokens / choice.mates, &p.lhs);
+  cudaError_t error = DescribeMatrices(buffers.lhs, problem.lhs, problem.batch, problem.m,
+                                       problem.k, tile.tokens / choice.mates, &p.lhs);
   if (error != cudaSuccess) return error;
   if (p.aligned) {
     const int box = std::min(tile.tokens, kStoreTokens);

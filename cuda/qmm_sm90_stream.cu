@@ -180,7 +180,6 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.num_weights = problem.num_weights;
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);
-  p.lhs_step = static_cast<int>(problem.lhs_step());
   p.n_blocks = static_cast<int>(problem.n_blocks());
   p.strips = static_cast<int>(problem.strips());
   p.k_blocks = static_cast<int>(problem.k_blocks());
@@ -252,8 +251,8 @@ cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& b
   using namespace qmm_sm90_stream;
   const int ctas_per_sm = StreamCtasPerSm(problem, device, choice);
   Params p = ParamsOf(problem, buffers, choice, ctas_per_sm, early_start);
-  const cudaError_t error = DescribeMatrix(buffers.lhs, problem.lhs, problem.lhs_rows(), problem.k,
-                                           choice.block_m, p.plan.stage_atoms, &p.lhs);
+  const cudaError_t error = DescribeMatrix(buffers.lhs, problem.lhs, problem.batch * problem.m,
+                                           problem.k, choice.block_m, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
   const int64_t clusters = CeilDiv(p.strips * kSlicesPerStrip, choice.slices);
   const LaunchConfig launch(clusters, problem.batch, choice.split_k, SharedBytes(ctas_per_sm),

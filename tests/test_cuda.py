@@ -461,13 +461,13 @@ def epilogue(turn, m, n, dtype):
     return addends, [*ACTIVATIONS][turn % 5], types[turn % 7 == 0]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), EPILOGUE_SHAPES)
-def test_epilogues(m, n, k, format, dtype):
+def test_epilogues(m, n, k, format):
+    first = EPILOGUE_SHAPES.index((m, n, k)) + 3 * FORMATS.index(format)
+    dtype = (jnp.bfloat16, jnp.float16)[first % 2]
     lhs, rhs = 10 * normal(m, k).astype(dtype), quantize(normal(k, n, seed=1), format)
     oracle = Oracle.of(lhs, dequantize(rhs))
-    first = EPILOGUE_SHAPES.index((m, n, k)) + 3 * FORMATS.index(format)
     static = ("activation", "preferred_element_type", "backend")
     call = jax.jit(quantized_matmul, static_argnames=static)
     for turn in (first, first + 5, first + 21):
@@ -480,14 +480,14 @@ def test_epilogues(m, n, k, format, dtype):
         assert np.asarray(again).tobytes() == np.asarray(got).tobytes()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), EPILOGUE_SHAPES)
-def test_gated_pairs(m, n, k, format, dtype):
+def test_gated_pairs(m, n, k, format):
+    turn = EPILOGUE_SHAPES.index((m, n, k)) + FORMATS.index(format)
+    dtype = (jnp.bfloat16, jnp.float16)[turn // 2 % 2]
     lhs = 10 * normal(m, k).astype(dtype)
     pair = quantize(jnp.stack([normal(k, n, seed=1), normal(k, n, seed=2)]), format)
     gate, up = (Oracle.of(lhs, dequantize(weight)) for weight in pair)
-    turn = EPILOGUE_SHAPES.index((m, n, k)) + FORMATS.index(format)
     bias = normal(2, n, seed=4).astype(dtype) if turn % 2 else None
     out = dtype if turn % 3 else jnp.float32
     activation = [*ACTIVATIONS][1 + turn % 4]

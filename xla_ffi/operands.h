@@ -33,7 +33,6 @@ struct WeightBuffers {
 struct Attributes {
   int64_t bits, group_size;
   bool transposed = false, scale_sums = false, half_sums = false;
-  bool shared_lhs = false;  // lhs is [1, m, k], for each b of out
   bool gated = false;
 };
 
@@ -155,12 +154,11 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   }
 
   QuantizedMatmul& p = operands->problem;
-  p.batch = (attributes.shared_lhs ? out : lhs).dimensions()[0];
+  p.batch = lhs.dimensions()[0];
   p.m = lhs.dimensions()[1];
   p.transposed = attributes.transposed;
   p.scale_sums = attributes.scale_sums;
   p.half_sums = attributes.half_sums;
-  p.shared_lhs = attributes.shared_lhs;
   p.epilogue.gated = attributes.gated;
   (p.transposed ? p.n : p.k) = lhs.dimensions()[2];
   (p.transposed ? p.k : p.n) = out.dimensions()[2];
@@ -175,8 +173,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
                   " but both must be positive.");
   }
   for (const ffi::Error& error :
-       {CheckShape("lhs", lhs, {p.shared_lhs ? 1 : p.batch, p.m, p.lhs_columns()},
-                   p.shared_lhs ? "[1, m, k]" : "[batch, m, k]"),
+       {CheckShape("lhs", lhs, {p.batch, p.m, p.lhs_columns()}, "[batch, m, k]"),
         CheckShape("out", out, {p.batch, p.m, p.out_columns()}, "[batch, m, columns]"),
         CheckShape("packed", packed,
                    {p.num_weights, p.n_blocks(), p.k_blocks(), p.words_per_atom()}, weight_rule),

@@ -115,7 +115,6 @@ struct Bounded {
 __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, int half_steps, int64_t row,
                        int64_t column, int64_t position) {
   const int64_t lhs_columns = p.transposed ? p.n : p.k;
-  const int64_t lhs_row = p.shared_lhs ? row % p.m : row;
   int64_t weight = b.index == nullptr ? position : b.index[position];
   weight = min(max(weight, int64_t{0}), p.num_weights - 1);
   const int64_t n_blocks = (p.n + 63) / 64, k_blocks = (p.k + 63) / 64;
@@ -131,7 +130,7 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, int half_step
     if (p.zero == ZeroKind::kInteger) zero = static_cast<const uint8_t*>(b.zero)[group];
     const double offset = p.zero == ZeroKind::kFloat ? Load(b.zero, p.scale, group) : 0.0f;
     const double w = (Code(p, words, k, n) - zero) * double{Load(b.scale, p.scale, group)} + offset;
-    const double x = Load(b.lhs, p.lhs, lhs_row * lhs_columns + j);
+    const double x = Load(b.lhs, p.lhs, row * lhs_columns + j);
     const double term = w * x;
     lhs_sum += fabs(x);
     sum += term;
@@ -250,7 +249,7 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
                              uint64_t seed)
     : problem_(problem),
       optional_(optional),
-      lhs_(problem.lhs_rows() * problem.lhs_columns() * SizeOf(problem.lhs)),
+      lhs_(problem.batch * problem.m * problem.lhs_columns() * SizeOf(problem.lhs)),
       packed_(copies * PackedBytes(problem)),
       scale_(copies * Groups(problem) * problem.scale_bytes()),
       zero_(copies * Groups(problem) * problem.zero_bytes()),
@@ -263,7 +262,7 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
       scale_stride_(scale_.bytes() / copies),
       zero_stride_(zero_.bytes() / copies) {
   const ElementType none = ElementType::kF32;
-  Random(lhs_, Fill::kNormal, problem.lhs, problem.lhs_rows() * problem.lhs_columns(), seed);
+  Random(lhs_, Fill::kNormal, problem.lhs, problem.batch * problem.m * problem.lhs_columns(), seed);
   Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1);
   Random(scale_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 2);
   if (problem.zero == ZeroKind::kFloat) {
@@ -349,7 +348,7 @@ std::string Describe(const QuantizedMatmul& p, const Optional& optional) {
           : p.half_sums  ? " half sums"
                          : "") +
          (p.batch > 1 ? " batch " + std::to_string(p.batch) : "") +
-         (p.shared_lhs ? " shared lhs" : "") + (p.epilogue.gated ? " gated" : "") +
+         (p.epilogue.gated ? " gated" : "") +
          (p.epilogue.activation == Activation::kNone
               ? ""
               : " activation " + std::to_string(static_cast<int>(p.epilogue.activation))) +

@@ -145,7 +145,6 @@ Tally CheckInstances(uint64_t stride) {
         Optional optional;
         optional.index = seed % 10 == 0;
         if (optional.index) problem.num_weights = 2;
-        problem.shared_lhs = seed % 15 == 0;
         problem.epilogue = {};
         if (++seed % stride != 0) continue;
         const DeviceProblem data(problem, optional, 1, seed);

@@ -82,7 +82,6 @@ inline Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers,
   p.batch = problem.batch;
   p.num_weights = problem.num_weights;
   p.m = problem.m;
-  p.lhs_step = problem.lhs_step();
   p.lhs_columns = problem.lhs_columns();
   p.out_columns = problem.out_columns();
   p.out_columns_padded = problem.weights_per_element() * CeilDiv(p.out_columns, kAtom) * kAtom;

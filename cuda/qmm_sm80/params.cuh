@@ -53,7 +53,6 @@ struct Params {
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out;             // or the workspace, when split_k > 1
   int64_t batch, num_weights, m;
-  int64_t lhs_step;     // rows of lhs from one element of the batch to the next: m, or 0
   int64_t lhs_columns;  // what is summed over: k, or n of the transposed product
   int64_t out_columns;  // n, or k
   // To whole atoms; of a gated product those of the gates, then those of up: the rows of the workspace.

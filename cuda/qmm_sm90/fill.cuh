@@ -81,10 +81,10 @@ class StageFiller {
       const int k = (atom + own) * static_cast<int>(kAtom), token = share_.mate * tokens;
       const uint32_t target = stage + own * kLhsBytes + token * 128;
       if (own < atoms && p_.mate_shift == 0) {
-        CopyBox(target, &p_.lhs, k, tile.token, tile.batch * p_.lhs_step, barrier);
+        CopyBox(target, &p_.lhs, k, tile.token, tile.batch, barrier);
       } else if (own < atoms) {
         const int mates = (1 << (1 << p_.mate_shift)) - 1;
-        CopyBoxToMany(target, &p_.lhs, k, tile.token + token, tile.batch * p_.lhs_step, barrier,
+        CopyBoxToMany(target, &p_.lhs, k, tile.token + token, tile.batch, barrier,
                       mates << RankOf(p_, share_.part, 0));
       }
     }

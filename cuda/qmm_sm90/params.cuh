@@ -54,7 +54,6 @@ struct Params {
   bool aligned;         // rows of out begin at multiples of 16 bytes, and it has the type of lhs
   bool residual_boxes;  // the same of the residual
   int64_t num_weights;
-  int lhs_step;  // from one element of the batch to the next: 1, or 0
   int m, n;
   int n_blocks, k_blocks, groups;
   // Of the weights of an element of the batch; of a gated product, gate and up take turns. Tiles are

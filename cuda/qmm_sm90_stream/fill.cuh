@@ -127,7 +127,7 @@ class StageFiller {
   // Activations of a whole stage are one copy: what is beyond k comes as zeros.
   __device__ void FillLhs(int stage, int slot) const {
     if (lane_ == 0) {
-      CopyBox(memory_.stage(p_.plan, slot), &p_.lhs, 0, share_.batch * p_.lhs_step,
+      CopyBox(memory_.stage(p_.plan, slot), &p_.lhs, 0, share_.batch * p_.m,
               share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
     }
   }

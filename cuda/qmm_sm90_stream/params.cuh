@@ -34,8 +34,7 @@ struct Instance {
 };
 
 struct Params {
-  CUtensorMap
-      lhs;  // [batch * m, k], or [m, k] if shared, in boxes of an instance's tokens and a stage's k
+  CUtensorMap lhs;  // [batch * m, k] in boxes of an instance's tokens and a stage's k
   const uint32_t* packed;
   const void* scale;
   const void* zero;      // null: zero point 2^(bits - 1)
@@ -44,7 +43,6 @@ struct Params {
   void* out;
   int64_t num_weights;
   int m, n;
-  int lhs_step;  // rows of lhs from one element of the batch to the next: m, or 0
   int n_blocks, k_blocks, groups;
   int strips;               // of the weights of an element of the batch
   Divider atoms_per_group;  // 1 for a group of less than 64

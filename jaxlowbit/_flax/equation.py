@@ -91,9 +91,13 @@ class Equation:
         return tuple(sizes[x] for x in self.out if x in sizes)
 
     def multiply(
-        self, inputs: Array, kernel: QuantizedArray, preferred_element_type: Any = None
+        self,
+        inputs: Array,
+        kernel: QuantizedArray,
+        preferred_element_type: Any = None,
+        bias: Array | None = None,
     ) -> Array:
-        """The result of the equation."""
+        """The result of the equation. A bias, of `bias_shape`, is added before it is rounded."""
         extra = inputs.ndim - sum(x != "..." for x in self.inputs)
         if extra < 0 or (extra and "..." not in self.inputs):
             raise ValueError(
@@ -103,16 +107,14 @@ class Equation:
         labels = _expand(self.inputs, extra)
         batch = [labels.index(x) for x in self._batch]
         contracted = [labels.index(x) for x in self._contracted]
-        out = self.axes.multiply(inputs, kernel, batch, contracted, preferred_element_type)
+        if bias is not None:
+            names = [x for x in self.out if x in self.kernel]
+            order = [names.index(x) for x in (*self._batch, *self._features)]
+            bias = bias.reshape(self.bias_shape).transpose(order)
+        out = self.axes.multiply(inputs, kernel, batch, contracted, preferred_element_type, bias)
         rows = tuple(x for x in labels if x not in self.kernel)
         found = (*self._batch, *rows, *self._features)
         return out.transpose([found.index(x) for x in _expand(self.out, extra)])
-
-    def bias(self, bias: Array, ndim: int) -> Array:
-        """A bias as it is added to a result of `ndim` axes."""
-        sizes = dict(zip(self.kernel, self.kernel_shape, strict=True))
-        labels = _expand(self.out, ndim - sum(x != "..." for x in self.out))
-        return bias.reshape([sizes.get(x, 1) for x in labels])
 
 
 def _expand(labels: _Labels, extra: int) -> _Labels:

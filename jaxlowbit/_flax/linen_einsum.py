@@ -77,8 +77,7 @@ def einsum(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Ar
     kernel = kernel_of(module, packing, axes.matrix_shape, 2 + len(axes.batch))
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
-    out = equation.multiply(inputs, kernel, module.preferred_element_type)
-    return out if bias is None else out + equation.bias(bias, out.ndim).astype(out.dtype)
+    return equation.multiply(inputs, kernel, module.preferred_element_type, bias)
 
 
 def einsum_axes(layer: nn.Einsum, shape: tuple[int, ...]) -> KernelAxes:

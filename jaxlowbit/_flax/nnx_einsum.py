@@ -141,13 +141,11 @@ class QuantizedEinsum(QuantizedModule):
         # The scale stands in for the kernel, whose dtype it has.
         inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
 
-        def product(inputs: Array, kernel: Any) -> Array:
-            return equation.multiply(inputs, kernel, self.preferred_element_type)
+        def product(inputs: Array, operands: Any) -> Array:
+            kernel, bias = operands
+            return equation.multiply(inputs, kernel, self.preferred_element_type, bias)
 
-        out = place(product, inputs, kernel, out_sharding)
-        if bias is not None:
-            out += equation.bias(bias, out.ndim).astype(out.dtype)
-        return out
+        return place(product, inputs, (kernel, bias), out_sharding)
 
 
 def check_einsum(layer: Any) -> None:
