@@ -362,6 +362,7 @@ TINY = ["--layers", 1, "--width", 64, "--m", 2, "--format", "int4-g32"]
 TINY += ["--variant", "concatenated", "one-call", "block"]
 
 
+@pytest.mark.slow
 def test_decode(quick, tmp_path, capsys):
     out = tmp_path / "decode.json"
     decode.main([str(argument) for argument in [*TINY, "--out", out]])

@@ -46,8 +46,9 @@ class Model(nnx.Module):
 def arrays():
     x, w = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((512, 512), jnp.bfloat16)
     q, pair = jl.quantize(w, jl.INT4), jl.quantize(jnp.stack([w, w]), jl.INT4)
-    matrices = ("rhs", "q", "q_proj", "k_proj", "v_proj", "w_q", "w_k", "w_v", "down")
+    matrices = ("rhs", "q", "q_proj", "k_proj", "v_proj", "w_q", "w_k", "w_v", "w_o", "down")
     given = {"x": x, "w": w, "stacked_layers": pair, "gate_up": pair, "bias": x[0], "residual": x}
+    given |= {"attended": x, "mlp_norm": x[0], "next_norm": x[0]}
     return given | dict.fromkeys(matrices, q)
 
 
