@@ -111,7 +111,10 @@ double StreamCost(const QuantizedMatmul& problem, const Device& device, const Ch
   const double load = slices * kilobyte_per_slice / cluster_ctas / busy;
   // Kilobytes per microsecond of one multiprocessor, with one CTA and with two.
   constexpr double kAlone = 35;
-  const double slowdown = problem.m <= 8 ? 1 : problem.m <= 16 ? 1.4 : 2.2;
+  const double slowdown = problem.m <= 8      ? 1
+                          : problem.m > 16    ? 2.2
+                          : problem.bits == 8 ? 1.05  // whose bytes take longer to arrive
+                                              : 1.4;
   const double rate = kAlone * (beside == 1 ? 1 : 1.2) / slowdown;
   const double copies =
       tiles * (plan.stages / static_cast<double>(cluster_ctas)) * (plan.tile_slices / 2.0 + 1);
@@ -156,12 +159,13 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
     double alone, beside;  // an atom of a tile, in a CTA that has a multiprocessor to itself or not
     double round;          // the beginning and the end of a tile
     double split;          // adding up a cluster's sums
+    double wide;           // an atom of 8 bits, over one of 4
   };
-  constexpr Fit kFits[] = {{0.693, 0, 1.8, 9.2},
-                           {0.370, 0, 2.8, 5.1},
-                           {0.275, 0, 2.7, 2.7},
-                           {0.307, 0.462, 2.5, 3.6},
-                           {0.265, 0.371, 2.7, 2.2}};
+  constexpr Fit kFits[] = {{0.693, 0, 1.8, 9.2, 1.02},
+                           {0.370, 0, 2.8, 5.1, 1.1},
+                           {0.275, 0, 2.7, 2.7, 1.1},
+                           {0.307, 0.462, 2.5, 3.6, 1.25},
+                           {0.265, 0.371, 2.7, 2.2, 1.25}};
   static_assert(std::size(kFits) == qmm_sm90::kNumTiles);
   const Fit& fit = kFits[choice.tile];
   const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
@@ -173,7 +177,8 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
   const int64_t rounds =
       CeilDiv(clusters, std::max(1, device.clusters[tile.ctas_per_sm][cluster_ctas]));
   // Sharing activations costs a wait for each other at the ends.
-  const double atom = (beside == 1 ? fit.alone : fit.beside) * (choice.mates == 1 ? 1 : 0.98);
+  const double atom = (beside == 1 ? fit.alone : fit.beside) * (choice.mates == 1 ? 1 : 0.98) *
+                      (problem.bits == 8 ? fit.wide : 1);
   const double mates = choice.mates == 1 ? 0 : 2;
   const auto atoms = static_cast<double>(CeilDiv(problem.k_blocks(), choice.split_k));
   return static_cast<double>(rounds) * (atoms * atom + fit.round) + mates +
@@ -356,8 +361,14 @@ std::string Unsupported(const Choice& choice, const QuantizedMatmul& problem, co
 
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   switch (choice.kernel) {
-    case Kernel::kQmmSm80:
-      return Sm80Cost(problem, device, choice.block_m, choice.split_k);
+    case Kernel::kQmmSm80: {
+      // Against other kernels: its fits rank its own choices, but few rows and 8 bits take less.
+      const double all = problem.bits == 8      ? 0.6
+                         : choice.block_m == 8  ? 0.85
+                         : choice.block_m == 16 ? 0.9
+                                                : 1;
+      return all * Sm80Cost(problem, device, choice.block_m, choice.split_k);
+    }
     case Kernel::kQmmSm90Stream:
       return StreamCost(problem, device, choice);
     case Kernel::kQmmSm90:

@@ -361,7 +361,8 @@ def test_mlp_and_one_call_repeat_their_bits(m):
             x = x + call(x, gate_up, down)
             gate, up = quantized_matmuls(x, [gate_up.select(0), gate_up.select(1)])
             x = x + (gate + up)[:, :512]
-            x = x / jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))).astype(x.dtype)
+            wide = x.astype(jnp.float32)  # as is the scale, whose rounding would move every element
+            x = (wide / jnp.sqrt(jnp.mean(jnp.square(wide)))).astype(x.dtype)
         return x
 
     def apart(x, gate_up, down):

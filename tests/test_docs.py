@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-import qwix
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
@@ -65,7 +64,9 @@ MODELS = {
 
 def given(block):
     """What a block takes for granted: imports, and the operands and models of a reader."""
-    imports = {"jax": jax, "jnp": jnp, "jl": jl, "nnx": nnx, "qwix": qwix}
+    imports = {"jax": jax, "jnp": jnp, "jl": jl, "nnx": nnx}
+    if "qwix" in block:
+        imports["qwix"] = pytest.importorskip("qwix", reason="qwix is not installed")
     return imports | arrays() | {name: make() for name, make in MODELS.items() if name in block}
 
 
