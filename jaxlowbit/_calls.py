@@ -199,11 +199,12 @@ def quantized_block(
     )
     _epilogue.check_activation("quantized_block", activation)
     attended, residual = jnp.asarray(attended), jnp.asarray(residual)
-    if residual.dtype != attended.dtype or residual.shape[:-1] != attended.shape[:-1]:
+    scalar = attended.ndim == 0 or residual.ndim == 0
+    if residual.dtype != attended.dtype or scalar or residual.shape[:-1] != attended.shape[:-1]:
         raise ValueError(
             f"quantized_block: residual is {residual.dtype}{list(residual.shape)} and attended "
-            f"{attended.dtype}{list(attended.shape)}, but both have one dtype and the same leading "
-            "axes; cast or reshape one."
+            f"{attended.dtype}{list(attended.shape)}, but both have one dtype, an axis of features "
+            "and the same axes before it; cast or reshape one."
         )
     d, f = residual.shape[-1], gate_up.n
     expected = [("out", (attended.shape[-1], d)), ("gate_up", (2, d, f)), ("down", (f, d))]
