@@ -55,6 +55,7 @@ def save(path, *rows):
 # --- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_from_the_command_to_the_page(quick, tmp_path, capsys):
     out, page = tmp_path / "results.json", tmp_path / "page.md"
     page.write_text(
@@ -382,6 +383,7 @@ def test_decode(quick, tmp_path, capsys):
     assert "concatenated  dense            m=2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_decode_variants_agree():
     sizes = decode.Sizes.of(64)
     x = jax.random.normal(jax.random.key(0), (3, 64))
@@ -405,6 +407,7 @@ def test_decode_variants_agree():
     assert float(jnp.abs(want - x).max()) > 0.1
 
 
+@pytest.mark.slow
 def test_decode_refuses_a_wrong_step(quick, monkeypatch):
     dequantize = decode._dequantize
     monkeypatch.setattr(decode, "_dequantize", lambda weight: 0.8 * dequantize(weight))

@@ -71,6 +71,7 @@ def float_kernel(equation, matrix):
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.slow
 def test_nnx_layer_is_its_fake_quantized_twin(equation):
     source, x = nnx_einsum(equation), random(*EQUATIONS[equation][0])
     layer = jl_nnx.QuantizedEinsum.from_einsum(source, FORMAT)

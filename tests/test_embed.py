@@ -187,6 +187,7 @@ def test_scales_are_trained_when_asked_for():
     np.testing.assert_allclose(grads["scale"][...], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stacked_tables():
     @nnx.vmap
     def create(key):

@@ -177,6 +177,7 @@ def test_kernels_of_several_axes_are_divided_by_the_first():
 
 @pytest.mark.parametrize("hidden", [512, 200], ids=["whole atoms", "padded parts"])
 @pytest.mark.parametrize("inside", [True, False], ids=["set_mesh", "no context"])
+@pytest.mark.slow
 def test_models_on_a_mesh(hidden, inside, mesh):
     shards: Any = {"up": (1, 4), "down": (4, 1)} if hidden == 200 else (1, 1)
     with unplaced():

@@ -212,6 +212,7 @@ def test_stacked_layers():
 # --- attention -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nnx_attention_is_its_fake_quantized_twin():
     def attention():
         return nnx.MultiHeadAttention(4, 64, qkv_features=128, rngs=nnx.Rngs(0), decode=False)
@@ -243,6 +244,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.slow
 def test_linen_attention_is_its_fake_quantized_twin(scanned):
     axes: Any = {"params": 0, "quantized": 0}
     scan = nn.scan(Attention, variable_axes=axes, split_rngs={"params": True}, length=2)

@@ -167,6 +167,7 @@ def test_model_equals_its_fake_quantized_twin(name):
     assert "kernel" in variables["params"]["head"] and "kernel" in floats["params"][blocks[0]]["up"]
 
 
+@pytest.mark.slow
 def test_params_alone_are_differentiated():
     module = MODELS["tied"]
     floats = initialised(module)
@@ -183,6 +184,7 @@ def test_params_alone_are_differentiated():
         np.testing.assert_allclose(grad, flat(expected)[path], rtol=1e-3, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_abstract_variables_and_orbax_round_trip(tmp_path):
     module = MODELS["scanned"]
     model, variables, _ = quantize_model(module, initialised(module), FORMAT, TOKENS)

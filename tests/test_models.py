@@ -271,6 +271,7 @@ def test_quantizing_one_weight_takes_less_memory_than_the_weight():
 # --- models without arrays, and stored ones ------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_abstract_model_is_filled_from_a_checkpoint(make, tmp_path):
     model, restored = make(), make()
     model.quantize()

@@ -90,6 +90,7 @@ def test_tied_blocks_stay_tied():
     assert layer.path == "first"
 
 
+@pytest.mark.slow
 def test_stacked_layers():
     @nnx.vmap
     def create(key):
@@ -108,6 +109,7 @@ def test_stacked_layers():
 # --- how it is done ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lora_on_a_quantized_base_trains_its_adapter_only():
     model: Any = Transformer()
     quantize_model(model, FORMAT)

@@ -115,6 +115,7 @@ def test_groups_of_a_stack_and_groups_in_order():
 # --- as an array ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_indexing_selecting_and_mapping():
     stack = quantize(LAYERS)
     value = stack.dequantize()
@@ -293,6 +294,7 @@ def test_vmap_over_words_in_one_order(lhs_axis):
     assert_close(of(product), of(reference))
 
 
+@pytest.mark.slow
 def test_derivatives_in_scales_zeros_and_lhs():
     lhs, stack = normal(LAYERS, 5, K), quantize(LAYERS, shards=2, format=Format(4, 48, "float"))
 
