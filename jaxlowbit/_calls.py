@@ -78,8 +78,8 @@ def quantized_matmuls(
                 f"quantized_matmuls: rhss[{i}] has {rhs.format} and rhss[0] {rhss[0].format}, but "
                 "one call reads one format; use quantized_matmul for each."
             )
-    options = _Options(preferred_element_type, precision, out_sharding, backend)
-    return _run(_Matmuls, (lhs,), rhss, options)
+    options = Options(preferred_element_type, precision, out_sharding, backend)
+    return run(_Matmuls, (lhs,), rhss, options)
 
 
 def quantized_mlp(
@@ -134,9 +134,9 @@ def quantized_mlp(
             f"quantized_mlp: down has shape {down.shape}, but it is one matrix (f, n) with "
             f"f={gate_up.n}, as gate_up has shape {gate_up.shape}; pass the down projection."
         )
-    options = _Options(preferred_element_type, precision, out_sharding, backend)
+    options = Options(preferred_element_type, precision, out_sharding, backend)
     mlp = functools.partial(_Mlp, activation=activation)
-    return _run(mlp, (lhs,), (gate_up, down), options)[0]
+    return run(mlp, (lhs,), (gate_up, down), options)[0]
 
 
 def quantized_block(
@@ -225,7 +225,7 @@ def quantized_block(
                 f"of the {d} features of residual; pass ({d},)."
             )
     block = functools.partial(_Block, activation=activation, epsilon=float(epsilon))
-    y, *products = _run(block, (attended, residual), weights, _Options(backend=backend), norms)
+    y, *products = run(block, (attended, residual), weights, Options(backend=backend), norms)
     return y if following is None else (y, tuple(products))
 
 
@@ -240,7 +240,7 @@ def _quantized(caller: str, name: str, weights: Sequence[Any]) -> tuple[Quantize
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class Options:
     """The keyword arguments of `quantized_matmul`."""
 
     preferred_element_type: Any = None
@@ -263,14 +263,14 @@ class _Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """What a call computes, hashable. Its operands are the leaves of `rows`, `weights`, `others`.
 
     `rows` are arrays with the same leading axes, lhs first.
     """
 
     treedef: Any
-    options: _Options
+    options: Options
 
     def products(
         self, rows: Sequence[Array], weights: Sequence[QuantizedArray], *others: Array
@@ -311,7 +311,7 @@ class _Call:
         return self.custom_call(rows, weights, *others)
 
 
-class _Matmuls(_Call):
+class _Matmuls(Call):
     def products(
         self, rows: Sequence[Array], weights: Sequence[QuantizedArray], *others: Array
     ) -> tuple[Array, ...]:
@@ -325,7 +325,7 @@ class _Matmuls(_Call):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mlp(_Call):
+class _Mlp(Call):
     activation: str
 
     def products(
@@ -345,7 +345,7 @@ class _Mlp(_Call):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block(_Call):
+class _Block(Call):
     activation: str
     epsilon: float
 
@@ -388,11 +388,11 @@ _call_p.def_impl(functools.partial(xla.apply_primitive, _call_p))
 dispatch.prim_requires_devices_during_lowering.add(_call_p)
 
 
-def _run(
-    kind: Callable[..., _Call],
+def run(
+    kind: Callable[..., Call],
     rows: tuple[Any, ...],
     weights: tuple[QuantizedArray, ...],
-    options: _Options,
+    options: Options,
     others: tuple[Array | None, ...] = (),
 ) -> tuple[Array, ...]:
     rows = tuple(x if x is None else jnp.asarray(x) for x in rows)
@@ -404,7 +404,7 @@ def _run(
 
 
 @_call_p.def_abstract_eval
-def _abstract_eval(lhs: Any, *operands: Any, call: _Call) -> list[Any]:
+def _abstract_eval(lhs: Any, *operands: Any, call: Call) -> list[Any]:
     def aval(out: Any) -> Any:
         sharding = lhs.sharding.update(spec=jax.P(*[None] * len(out.shape)))
         return lhs.update(shape=out.shape, dtype=out.dtype, weak_type=False, sharding=sharding)
@@ -414,7 +414,7 @@ def _abstract_eval(lhs: Any, *operands: Any, call: _Call) -> list[Any]:
     return [aval(out) for out in jax.eval_shape(call.composition, *shapes)]
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
     moving = {i: dot for i, dot in enumerate(tangents) if type(dot) is not ad.Zero}
 
     def composition(*values: Array) -> tuple[Array, ...]:
@@ -429,7 +429,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call) -> Any
 ad.primitive_jvps[_call_p] = _jvp
 
 
-def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: _Call) -> Any:
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: Call) -> Any:
     rows = call.num_rows
     if call.folds and all(dim is None for dim in dims[rows:]):
         # One set of weights for the whole batch: the batch is more rows.
@@ -448,7 +448,7 @@ batching.primitive_batchers[_call_p] = _batch
 
 
 def _register(platform: str | None) -> None:
-    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: _Call) -> Any:
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
         alone = platform == "cuda" and _partition.divided(ctx) is None
         one_call = alone and not gpus_too_old(ctx.module_context)
         function = call.one_call if one_call else call.composition

@@ -16,7 +16,7 @@ from jax import Array, lax
 from . import _epilogue
 from ._array import QuantizedArray
 from ._backends import native
-from ._calls import _Call, _Options, _run
+from ._calls import Call, Options, run
 from ._epilogue import Activation
 from ._explicit import Sharding
 from ._matmul import Backend, check
@@ -42,7 +42,7 @@ def matmul(
         "quantized_matmul", "residual", residual, (*batch, *lhs.shape[-2:-1], n), "the result"
     )
     call = functools.partial(_Fused, activation=activation, stacked=bool(stack))
-    return _run(call, (lhs, residual), (rhs,), _Options(**options), (bias,))[0]
+    return run(call, (lhs, residual), (rhs,), Options(**options), (bias,))[0]
 
 
 def quantized_glu(
@@ -96,13 +96,13 @@ def quantized_glu(
             "gate and up; stack them before they are quantized."
         )
     lhs = jnp.asarray(lhs)
-    options = _Options(preferred_element_type, precision, out_sharding, backend)
+    options = Options(preferred_element_type, precision, out_sharding, backend)
     out_dtype = options.of_native(lhs)["out_dtype"]
     # The axes of lhs in front of k are rows, whatever they are.
     check(jax.ShapeDtypeStruct(lhs.shape[-1:], lhs.dtype), gate_up, out_dtype, backend)
     bias = _addend("quantized_glu", "bias", bias, (2, gate_up.n), "(2, n)")
     call = functools.partial(_Glu, activation=activation)
-    return _run(call, (lhs,), (gate_up,), options, (bias,))[0]
+    return run(call, (lhs,), (gate_up,), options, (bias,))[0]
 
 
 def _addend(caller: str, name: str, array: Any, shape: tuple[int, ...], rule: str) -> Array | None:
@@ -122,7 +122,7 @@ def _addend(caller: str, name: str, array: Any, shape: tuple[int, ...], rule: st
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fused(_Call):
+class _Fused(Call):
     activation: str | None
     stacked: bool
 
@@ -159,7 +159,7 @@ class _Fused(_Call):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Glu(_Call):
+class _Glu(Call):
     activation: str
 
     def products(

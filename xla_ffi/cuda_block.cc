@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handler of what lies between two attentions of a transformer: six kernels or more, all of
+// The CUDA handler of what lies between two attentions of a transformer: five kernels or more, all of
 // which but the first start early (cuda/early_start.h).
 //
 //   sum       = residual + attended @ out

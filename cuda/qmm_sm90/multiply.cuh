@@ -5,8 +5,9 @@
 //   registers 0   dequantize ─► products           dequantize ─► products        ...
 //   registers 1                 dequantize ─► products           dequantize ─►
 //
-// A unit is one strip and one atom of k: 16 registers of weights, four products. There are two sets
-// of registers, so while the products of one unit run, the next is dequantized.
+// A unit is one strip and one atom of k, of large tiles half an atom: 16 or 8 registers of weights, four
+// or two products. There are two sets of registers, so while the products of one unit run, the next is
+// dequantized.
 #pragma once
 
 #include "cuda/device/rows.cuh"
