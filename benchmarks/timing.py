@@ -13,7 +13,8 @@ import jax.numpy as jnp
 BLOCKS = 11
 BLOCK_SECONDS = 0.02
 PROGRAMS = (2, 20)  # least and most in a block
-REPLAYS = 23
+REPLAYS = 20
+WARM_UP_SECONDS = 0.03  # until clocks are those of a busy device
 
 
 class Microseconds(NamedTuple):
@@ -107,11 +108,15 @@ def graph_microseconds_per_call(
             for i in range(calls):
                 call(x, weights[i % len(weights)])
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    seconds = []
-    for _ in range(REPLAYS):
+
+    def seconds() -> float:
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        seconds.append(1e-3 * begin.elapsed_time(end) / calls)
-    return summary(seconds[3:])
+        return 1e-3 * begin.elapsed_time(end)
+
+    warm = 0.0
+    while warm < WARM_UP_SECONDS:
+        warm += seconds()
+    return summary([seconds() / calls for _ in range(REPLAYS)])

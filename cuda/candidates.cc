@@ -47,7 +47,7 @@ std::vector<Choice> StreamChoices(const QuantizedMatmul& problem) {
 std::vector<Choice> Sm90Choices() {
   std::vector<Choice> choices;
   for (int tile = 0; tile < qmm_sm90::kNumTiles; ++tile) {
-    for (int split_k : {1, 2, 4}) {
+    for (int split_k = 1; split_k <= qmm_sm90::kMaxParts; ++split_k) {
       for (int mates : {1, 2}) {
         Choice choice;
         choice.kernel = Kernel::kQmmSm90;

@@ -16,6 +16,10 @@
 namespace jaxlowbit {
 namespace {
 
+bool IsOneOf(int value, std::initializer_list<int> allowed) {
+  return std::find(allowed.begin(), allowed.end(), value) != allowed.end();
+}
+
 int64_t WorkspaceBytes(const QuantizedMatmul& problem, int split_k) {
   return split_k * problem.batch * problem.m * problem.weights_per_element() *
          CeilDiv(problem.out_columns(), kAtom) * kAtom * static_cast<int64_t>(sizeof(float));
@@ -152,57 +156,86 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
   return choice;
 }
 
+qmm_sm90::Division Sm90Division(const QuantizedMatmul& problem, const Device& device,
+                                const Choice& choice) {
+  return qmm_sm90::DivisionOf(problem, qmm_sm90::kTiles[choice.tile], choice.mates, choice.split_k,
+                              device.num_sms);
+}
+
+std::string UnsupportedSm90(const Choice& choice, const QuantizedMatmul& problem,
+                            const Device& device, int64_t workspace_bytes) {
+  namespace sm90 = qmm_sm90;
+  if (choice.tile < 0 || choice.tile >= sm90::kNumTiles) return "tile is none of its tiles";
+  const sm90::TileShape& tile = sm90::kTiles[choice.tile];
+  if (choice.block_m != tile.tokens) return "block_m is not its tile's";
+  if (!IsOneOf(choice.mates, {1, 2})) return "its clusters have 1 or 2 CTAs";
+  const sm90::Plan plan = sm90::PlanOf(problem, tile);
+  if (plan.num_stages < 2) return "its stages would not fit shared memory";
+  if (choice.split_k < 1 || choice.split_k > std::min(sm90::kMaxParts, plan.stages)) {
+    return "split_k is beyond its stages";
+  }
+  if (choice.split_k == 1) return "";
+  const sm90::Division division = Sm90Division(problem, device, choice);
+  if (division.divided_tiles == 0) return "no tiles are left to be divided";
+  if (division.workspace_bytes(tile, choice.mates) > workspace_bytes) {
+    return "its partial sums do not fit the workspace";
+  }
+  return "";
+}
+
 // Microseconds that qmm_sm90 takes. The constants are fits to sweeps of tiles and splits on an H200
 // (docs/kernels/qmm_sm90.md); of another device they rank choices all the same.
 double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   struct Fit {
     double alone, beside;  // an atom of a tile, in a CTA that has a multiprocessor to itself or not
     double round;          // the beginning and the end of a tile
-    double split;          // adding up a cluster's sums
+    double once;           // the beginning and the end of the kernel
+    double split;          // the kernel that adds parts
+    double megabyte;       // of parts
+    double mates;          // sharing activations, over not
     double wide;           // an atom of 8 bits, over one of 4
   };
-  constexpr Fit kFits[] = {{0.693, 0, 1.8, 9.2, 1.02},
-                           {0.370, 0, 2.8, 5.1, 1.1},
-                           {0.275, 0, 2.7, 2.7, 1.1},
-                           {0.307, 0.462, 2.5, 3.6, 1.25},
-                           {0.265, 0.371, 2.7, 2.2, 1.25}};
+  constexpr Fit kFits[] = {{0.651, 0, 2.86, 1.0, 1.9, 0.31, -0.75, 1.02},
+                           {0.371, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.1},
+                           {0.289, 0, 1.43, 1.8, 1.0, 0.51, 0.80, 1.1},
+                           {0.308, 0.475, 0.97, 2.5, 1.1, 0.35, 0.11, 1.25},
+                           {0.268, 0.378, 0.76, 2.5, 0.9, 0.55, 0.46, 1.25}};
   static_assert(std::size(kFits) == qmm_sm90::kNumTiles);
   const Fit& fit = kFits[choice.tile];
   const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
-  const int cluster_ctas = choice.split_k * choice.mates;
-  const int64_t clusters = CeilDiv(problem.m, tile.tokens) *
-                           CeilDiv(problem.strips(), tile.cta_strips() * choice.mates) *
-                           problem.batch;
-  const int beside = clusters <= device.clusters[1][cluster_ctas] ? 1 : tile.ctas_per_sm;
-  const int64_t rounds =
-      CeilDiv(clusters, std::max(1, device.clusters[tile.ctas_per_sm][cluster_ctas]));
-  // Sharing activations costs a wait for each other at the ends.
-  const double atom = (beside == 1 ? fit.alone : fit.beside) * (choice.mates == 1 ? 1 : 0.98) *
-                      (problem.bits == 8 ? fit.wide : 1);
-  const double mates = choice.mates == 1 ? 0 : 2;
-  const auto atoms = static_cast<double>(CeilDiv(problem.k_blocks(), choice.split_k));
-  return static_cast<double>(rounds) * (atoms * atom + fit.round) + mates +
-         (choice.split_k > 1 ? fit.split : 0);
+  const qmm_sm90::Division division = Sm90Division(problem, device, choice);
+  const int64_t stages = CeilDiv(problem.k_blocks(), tile.stage_atoms);
+  const auto rounds = [&](int64_t units, int parts) {
+    if (units == 0) return 0.0;
+    const bool alone = tile.ctas_per_sm == 1 || units * choice.mates <= device.num_sms;
+    const double atom = (alone ? fit.alone : fit.beside) * (problem.bits == 8 ? fit.wide : 1);
+    const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, parts) * tile.stage_atoms);
+    return static_cast<double>(CeilDiv(units, division.resident)) *
+           (static_cast<double>(atoms) * atom + fit.round);
+  };
+  const double parts =
+      1e-6 * static_cast<double>(division.workspace_bytes(tile, choice.mates)) * fit.megabyte;
+  return fit.once + rounds(division.whole_tiles, 1) +
+         rounds(division.divided_tiles * division.parts, division.parts) +
+         (division.parts > 1 ? fit.split + parts : 0) + (choice.mates > 1 ? fit.mates : 0);
 }
 
-Choice ConfigureSm90(const QuantizedMatmul& problem, const Device& device) {
+Choice ConfigureSm90(const QuantizedMatmul& problem, const Device& device,
+                     int64_t workspace_bytes) {
   namespace sm90 = qmm_sm90;
   Choice choice;
   choice.kernel = Kernel::kQmmSm90;
   double best = 0;
   for (int number = 0; number < sm90::kNumTiles; ++number) {
-    const sm90::TileShape& tile = sm90::kTiles[number];
-    const sm90::Plan plan = sm90::PlanOf(problem, tile);
-    for (int split_k : {1, 2, 4}) {
-      if (!sm90::SupportsSplit(plan, tile, split_k)) continue;
-      for (int mates : {1, 2}) {
-        if (split_k > 1 && mates > 1) continue;
+    for (int mates : {1, 2}) {
+      for (int split_k = 1; split_k <= sm90::kMaxParts; ++split_k) {
         Choice other;
         other.kernel = Kernel::kQmmSm90;
-        other.block_m = tile.tokens;
+        other.block_m = sm90::kTiles[number].tokens;
         other.split_k = split_k;
         other.tile = number;
         other.mates = mates;
+        if (!UnsupportedSm90(other, problem, device, workspace_bytes).empty()) continue;
         const double cost = Sm90Cost(problem, device, other);
         if (choice.block_m > 0 && cost >= best) continue;
         best = cost;
@@ -235,12 +268,9 @@ std::string UnsupportedSm90(const QuantizedMatmul& problem, const Device& device
   if (problem.m >= kMost || problem.batch * CeilDiv(problem.m, 32) * problem.strips() >= kMost) {
     return "it has more than 2^31 tiles";
   }
-  if (ConfigureSm90(problem, device).block_m == 0) return "its stages would not fit shared memory";
+  if (ConfigureSm90(problem, device, 0).block_m == 0)
+    return "its stages would not fit shared memory";
   return "";
-}
-
-bool IsOneOf(int value, std::initializer_list<int> allowed) {
-  return std::find(allowed.begin(), allowed.end(), value) != allowed.end();
 }
 
 std::string UnsupportedSm80(const Choice& choice, const QuantizedMatmul& problem,
@@ -273,21 +303,6 @@ std::string UnsupportedStream(const Choice& choice, const QuantizedMatmul& probl
   if (plan.num_stages < 2) return "its stages would not fit shared memory";
   if (!stream::SupportsGroupSize(plan, problem.group_size)) {
     return "groups must divide its stages or be multiples of them";
-  }
-  return "";
-}
-
-std::string UnsupportedSm90(const Choice& choice, const QuantizedMatmul& problem) {
-  namespace sm90 = qmm_sm90;
-  if (choice.tile < 0 || choice.tile >= sm90::kNumTiles) return "tile is none of its tiles";
-  const sm90::TileShape& tile = sm90::kTiles[choice.tile];
-  if (choice.block_m != tile.tokens) return "block_m is not its tile's";
-  if (!IsOneOf(choice.split_k, {1, 2, 4}) || !IsOneOf(choice.mates, {1, 2}) ||
-      choice.split_k * choice.mates > 4) {
-    return "its clusters have 1, 2 or 4 CTAs";
-  }
-  if (!sm90::SupportsSplit(sm90::PlanOf(problem, tile), tile, choice.split_k)) {
-    return "k cannot be divided so";
   }
   return "";
 }
@@ -355,8 +370,9 @@ std::string Unsupported(const Choice& choice, const QuantizedMatmul& problem, co
   const std::string reason = Unsupported(choice.kernel, problem, device);
   if (!reason.empty()) return reason;
   return choice.kernel == Kernel::kQmmSm90Stream ? UnsupportedStream(choice, problem, device)
-         : choice.kernel == Kernel::kQmmSm90 ? UnsupportedSm90(choice, problem)
-                                             : UnsupportedSm80(choice, problem, workspace_bytes);
+         : choice.kernel == Kernel::kQmmSm90
+             ? UnsupportedSm90(choice, problem, device, workspace_bytes)
+             : UnsupportedSm80(choice, problem, workspace_bytes);
 }
 
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
@@ -380,7 +396,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
 Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
                  int64_t workspace_bytes) {
   return kernel == Kernel::kQmmSm90Stream ? ConfigureStream(problem, device)
-         : kernel == Kernel::kQmmSm90     ? ConfigureSm90(problem, device)
+         : kernel == Kernel::kQmmSm90     ? ConfigureSm90(problem, device, workspace_bytes)
                                           : ConfigureSm80(problem, device, workspace_bytes);
 }
 

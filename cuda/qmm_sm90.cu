@@ -11,14 +11,15 @@
 //
 //                tokens ──►                       1 or 2 warpgroups multiply, each with strips of
 //             ┌──────────┐                        its own and all tokens; one more warp copies.
-//   channels  │ strip 0  │ warpgroup 0            Where there are fewer tiles than multiprocessors,
-//      │      ├──────────┤                        a cluster of CTAs computes a tile together, each
-//      ▼      │ strip 1  │ warpgroup 1            with a part of k.
+//   channels  │ strip 0  │ warpgroup 0            Tiles that are left when every CTA has had the
+//      │      ├──────────┤                        same number are divided along k, so that all CTAs
+//      ▼      │ strip 1  │ warpgroup 1            have a part of them.
 //             └──────────┘
 //
 // Pipeline.   last warp: wait for a free slot ─► bulk copies of codes, lhs, scales   (fill.cuh)
 //             warpgroups: wait for a full slot ─► dequantize ─► wgmma ─► free it     (multiply.cuh)
-//             end of a tile: add the cluster's sums in order ─► epilogue ─► store    (store.cuh)
+//             end of a tile: epilogue ─► store                                      (store.cuh)
+//             end of a part: sums to the workspace, for a kernel that adds them     (reduce.cuh)
 //
 // Gated. The two strips of a CTA are the same channels of the gate and of up.
 //
@@ -29,9 +30,11 @@
 
 #include <algorithm>
 
+#include "cuda/early_start.h"
 #include "cuda/kernels.h"
 #include "cuda/qmm_sm90/instances.h"
 #include "cuda/qmm_sm90/params.cuh"
+#include "cuda/qmm_sm90/reduce.cuh"
 #include "cuda/tensor_map.h"
 
 namespace jaxlowbit {
@@ -46,7 +49,8 @@ KernelFunction Find(const QuantizedMatmul& problem, int tile) {
   return find(problem.scale == ElementType::kF32, problem.zero, tile);
 }
 
-Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice) {
+Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
+                const Division& division) {
   const TileShape& tile = kTiles[choice.tile];
   Params p;
   p.packed = buffers.packed;
@@ -72,21 +76,22 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.groups_per_atom = size > 0 && size < kAtom ? static_cast<int>(kAtom / size) : 1;
   p.tiles_m = static_cast<int>(CeilDiv(problem.m, tile.tokens));
   p.tiles_n = static_cast<int>(CeilDiv(p.strips, tile.cta_strips() * choice.mates));
-  p.num_tiles = static_cast<int>(problem.batch) * p.tiles_m * p.tiles_n;
-  p.mate_shift = p.split_shift = 0;
-  while (1 << p.mate_shift < choice.mates) ++p.mate_shift;
-  while (1 << p.split_shift < choice.split_k) ++p.split_shift;
+  p.mate_shift = choice.mates - 1;
+  p.whole_tiles = static_cast<int>(division.whole_tiles);
+  p.parts = division.parts;
+  p.num_units = static_cast<int>(division.units());
+  p.sums = static_cast<float*>(buffers.workspace);
   p.plan = PlanOf(problem, tile);
   return p;
 }
 
 // A grid of clusters. Stays where it is: the configuration points into it.
 struct LaunchConfig {
-  LaunchConfig(const TileShape& tile, int clusters, int cluster_ctas, int shared_bytes,
+  LaunchConfig(const TileShape& tile, int64_t clusters, int cluster_ctas, int shared_bytes,
                cudaStream_t stream) {
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(cluster_ctas), 1, 1};
-    config.gridDim = clusters * cluster_ctas;
+    config.gridDim = static_cast<unsigned>(clusters * cluster_ctas);
     config.blockDim = tile.threads();
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
@@ -100,6 +105,22 @@ struct LaunchConfig {
   cudaLaunchConfig_t config = {};
 };
 
+cudaError_t LaunchReduceParts(const QuantizedMatmul& problem, const Division& division, int tokens,
+                              int mates, const Params& p, cudaStream_t stream) {
+  cudaLaunchAttribute early_start = EarlyStart();
+  cudaLaunchConfig_t config = {};
+  const int strips = problem.epilogue.gated ? 1 : kTileStrips;
+  config.gridDim = {static_cast<unsigned>(tokens / 8), static_cast<unsigned>(strips * mates),
+                    static_cast<unsigned>(division.divided_tiles)};
+  config.blockDim = kReduceThreads;
+  config.stream = stream;
+  config.attrs = &early_start;
+  config.numAttrs = 1;
+  const auto kernel = problem.lhs == ElementType::kBf16 ? ReducePartsKernel<__nv_bfloat16>
+                                                        : ReducePartsKernel<__half>;
+  return cudaLaunchKernelEx(&config, kernel, p, tokens);
+}
+
 }  // namespace
 }  // namespace qmm_sm90
 
@@ -109,6 +130,12 @@ cudaError_t InitializeQmmSm90(Device& device) {
   using namespace qmm_sm90;
   const cudaError_t found = InitializeTensorMaps();
   if (found != cudaSuccess) return found;
+  cudaFuncAttributes attributes;  // asking for them loads the kernel
+  for (const auto kernel : {ReducePartsKernel<__nv_bfloat16>, ReducePartsKernel<__half>}) {
+    const cudaError_t error =
+        cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+    if (error != cudaSuccess) return error;
+  }
   QuantizedMatmul problem;
   for (int number = 0; number < kNumTiles; ++number) {
     const TileShape& tile = kTiles[number];
@@ -139,7 +166,8 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
                           const Choice& choice, const Device& device, cudaStream_t stream) {
   using namespace qmm_sm90;
   const TileShape& tile = kTiles[choice.tile];
-  Params p = ParamsOf(problem, buffers, choice);
+  const Division division = DivisionOf(problem, tile, choice.mates, choice.split_k, device.num_sms);
+  Params p = ParamsOf(problem, buffers, choice, division);
   cudaError_t error = DescribeMatrices(buffers.lhs, problem.lhs, problem.batch, problem.m,
                                        problem.k, tile.tokens / choice.mates, &p.lhs);
   if (error != cudaSuccess) return error;
@@ -154,12 +182,11 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
       if (error != cudaSuccess) return error;
     }
   }
-  // CTAs stay for tile after tile, unless the sums of one take the place of the next.
-  const int cluster_ctas = choice.split_k * choice.mates;
-  const int resident = device.num_sms * tile.ctas_per_sm / cluster_ctas;
-  const int clusters = choice.split_k == 1 ? std::min(p.num_tiles, resident) : p.num_tiles;
-  const LaunchConfig launch(tile, clusters, cluster_ctas, p.plan.shared_bytes(), stream);
-  return cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
+  const int64_t clusters = std::min(division.units(), division.resident);
+  const LaunchConfig launch(tile, clusters, choice.mates, p.plan.shared_bytes(), stream);
+  error = cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
+  if (error != cudaSuccess || division.parts == 1) return error;
+  return LaunchReduceParts(problem, division, tile.tokens, choice.mates, p, stream);
 }
 
 }  // namespace jaxlowbit

@@ -11,7 +11,7 @@
 namespace jaxlowbit {
 namespace {
 
-constexpr int kWarmUps = 3;
+constexpr float kWarmUpMilliseconds = 30;  // until clocks are those of a busy device
 constexpr int kReplays = 20;
 
 // Ends the life of a CUDA object with its owner's.
@@ -84,11 +84,19 @@ cudaError_t TimeChoices(const QuantizedMatmul& problem, const std::vector<Buffer
     error = Capture(problem, calls, choices[i], device, early_start, stream.get(), &graphs[i]);
   }
   std::vector<std::vector<float>> samples(choices.size());
-  for (int replay = -kWarmUps; replay < kReplays && error == cudaSuccess; ++replay) {
+  float warm = 0;
+  while (warm < kWarmUpMilliseconds && error == cudaSuccess) {
     for (size_t i = 0; i < choices.size() && error == cudaSuccess; ++i) {
       float milliseconds = 0;
       error = Replay(graphs[i].get(), begin.get(), end.get(), stream.get(), &milliseconds);
-      if (replay >= 0) samples[i].push_back(1e3f * milliseconds / static_cast<float>(calls.size()));
+      warm += milliseconds;
+    }
+  }
+  for (int replay = 0; replay < kReplays && error == cudaSuccess; ++replay) {
+    for (size_t i = 0; i < choices.size() && error == cudaSuccess; ++i) {
+      float milliseconds = 0;
+      error = Replay(graphs[i].get(), begin.get(), end.get(), stream.get(), &milliseconds);
+      samples[i].push_back(1e3f * milliseconds / static_cast<float>(calls.size()));
     }
   }
   if (error != cudaSuccess) return error;

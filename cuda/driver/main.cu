@@ -231,11 +231,11 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
         AllChoices(Kernel::kQmmSm90, problem, DeviceInfo(0), kMaxWorkspaceBytes);
     const auto hopeless = [&](const Choice& choice) {
       const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
-      const int64_t ctas = CeilDiv(problem.m, tile.tokens) *
-                           CeilDiv(problem.strips(), tile.cta_strips()) * choice.split_k;
-      const int64_t resident = int64_t{DeviceInfo(0).num_sms} * tile.ctas_per_sm;
-      return (choice.split_k > 1 && ctas > resident) || (tile.tokens >= 2 * problem.m) ||
-             (8 * tile.tokens <= problem.m && tile.tokens < 256);
+      const qmm_sm90::Division division =
+          qmm_sm90::DivisionOf(problem, tile, choice.mates, choice.split_k, DeviceInfo(0).num_sms);
+      return (choice.split_k > 1 && choice.mates > 1) ||
+             division.divided_tiles * choice.split_k > division.resident ||
+             tile.tokens >= 2 * problem.m || (16 * tile.tokens <= problem.m && tile.tokens < 256);
     };
     choices.erase(std::remove_if(choices.begin(), choices.end(), hopeless), choices.end());
     return choices;
@@ -285,7 +285,7 @@ void TimeAll(const TimeOptions& options) {
         std::exit(2);
       }
       const int64_t bytes = WeightBytes(problem);
-      const int copies = static_cast<int>(CeilDiv(4 * kL2Bytes, bytes));  // L2 cannot hold them
+      const int copies = static_cast<int>(CeilDiv(8 * kL2Bytes, bytes));  // L2 cannot hold them
       const DeviceProblem data(problem, options.optional, copies, 1);
       const std::vector<Choice> choices = Choices(problem, options);
       for (const Choice& choice : choices) {

@@ -26,7 +26,9 @@ struct TileShape {
 inline constexpr TileShape kTiles[] = {
     {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 2, 1, 2}, {64, 2, 1, 2, 2}, {32, 2, 1, 2, 2}};
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
+inline constexpr int kTileStrips = 2;  // cta_strips() of each of them
 
+inline constexpr int kMaxParts = 8;  // that k is divided into
 inline constexpr int kMaxStages = 8;
 inline constexpr int kBoxBytes = 1024;  // alignment of boxes of activations and of results
 inline constexpr int kBarriersBytes = 256;
@@ -82,12 +84,30 @@ inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
   return plan;
 }
 
-// Whether a cluster of this many CTAs can divide k, each of which adds up 8 tokens or more.
-inline bool SupportsSplit(const Plan& plan, const TileShape& tile, int split_k) {
-  // Sums take the place of the ring.
-  const int sums = tile.tokens * tile.cta_strips() * static_cast<int>(kAtom) * 4;
-  return plan.num_stages >= 2 && plan.stages >= split_k && tile.tokens % (8 * split_k) == 0 &&
-         (split_k == 1 || sums <= plan.num_stages * plan.slot_bytes);
+// What CTAs that stay for unit after unit compute: first as many whole tiles as give each the same
+// number, then the tiles that are left. With more parts than one these are divided along k, so that
+// every CTA has some of them. Counted in tiles of clusters of mates.
+struct Division {
+  int64_t resident;     // clusters
+  int64_t whole_tiles;  // all, with one part
+  int64_t divided_tiles;
+  int parts;  // of a divided tile
+
+  int64_t units() const { return whole_tiles + divided_tiles * parts; }
+  int64_t workspace_bytes(const TileShape& tile, int mates) const {
+    return divided_tiles * parts * mates * tile.tokens * tile.cta_strips() * kAtom *
+           static_cast<int64_t>(sizeof(float));
+  }
+};
+
+inline Division DivisionOf(const QuantizedMatmul& problem, const TileShape& tile, int mates,
+                           int parts, int num_sms) {
+  const int64_t tiles = CeilDiv(problem.m, tile.tokens) *
+                        CeilDiv(problem.strips(), tile.cta_strips() * mates) * problem.batch;
+  Division division = {num_sms * tile.ctas_per_sm / mates, tiles, 0, parts};
+  if (parts > 1) division.whole_tiles = tiles / division.resident * division.resident;
+  division.divided_tiles = tiles - division.whole_tiles;
+  return division;
 }
 
 }  // namespace jaxlowbit::qmm_sm90

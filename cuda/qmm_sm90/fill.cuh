@@ -13,15 +13,15 @@ namespace jaxlowbit::qmm_sm90 {
 template <class I>
 class StageFiller {
  public:
-  __device__ StageFiller(const Params& p, const Share& share, Memory memory)
-      : p_(p), share_(share), memory_(memory), policy_(EvictFirst()), lane_(threadIdx.x % 32) {}
+  __device__ StageFiller(const Params& p, int mate, Memory memory)
+      : p_(p), mate_(mate), memory_(memory), policy_(EvictFirst()), lane_(threadIdx.x % 32) {}
 
-  // Copies every stage of a tile.
-  __device__ void Fill(const Tile& tile, RingCursor& cursor) {
-    StartTile(tile);
-    for (int atom = share_.atom_begin; atom < share_.atom_end; atom += I::kStageAtoms) {
+  // Copies every stage of a unit.
+  __device__ void Fill(const Unit& unit, RingCursor& cursor) {
+    StartTile(unit.tile);
+    for (int atom = unit.atom_begin; atom < unit.atom_end; atom += I::kStageAtoms) {
       Wait(memory_.empty(cursor.slot), cursor.parity ^ 1);
-      FillStage(tile, atom, cursor.slot);
+      FillStage(unit.tile, atom, cursor.slot);
       cursor.Advance(p_.plan.num_stages);
     }
   }
@@ -78,20 +78,19 @@ class StageFiller {
     if (lane_ >= 32 - I::kStageAtoms) {
       const int own = lane_ - (32 - I::kStageAtoms);
       const int tokens = I::kTokens >> p_.mate_shift;
-      const int k = (atom + own) * static_cast<int>(kAtom), token = share_.mate * tokens;
+      const int k = (atom + own) * static_cast<int>(kAtom), token = mate_ * tokens;
       const uint32_t target = stage + own * kLhsBytes + token * 128;
       if (own < atoms && p_.mate_shift == 0) {
         CopyBox(target, &p_.lhs, k, tile.token, tile.batch, barrier);
       } else if (own < atoms) {
         const int mates = (1 << (1 << p_.mate_shift)) - 1;
-        CopyBoxToMany(target, &p_.lhs, k, tile.token + token, tile.batch, barrier,
-                      mates << RankOf(p_, share_.part, 0));
+        CopyBoxToMany(target, &p_.lhs, k, tile.token + token, tile.batch, barrier, mates);
       }
     }
   }
 
   const Params& p_;
-  const Share& share_;
+  const int mate_;
   const Memory memory_;
   const uint64_t policy_;
   const int lane_;

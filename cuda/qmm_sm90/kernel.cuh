@@ -10,6 +10,7 @@
 #include "cuda/qmm_sm90/instances.h"
 #include "cuda/qmm_sm90/multiply.cuh"
 #include "cuda/qmm_sm90/params.cuh"
+#include "cuda/qmm_sm90/reduce.cuh"
 #include "cuda/qmm_sm90/store.cuh"
 
 namespace jaxlowbit::qmm_sm90 {
@@ -23,7 +24,6 @@ template <class I>
     InitBarrier(memory.full(lane), 1);
     InitBarrier(memory.empty(lane), I::kWarps << mate_shift);
   } else if (lane == kMaxStages) {
-    InitBarrier(memory.sums_full(), 1);
     for (int i = 0; i < kResultBuffers * I::kTile.warpgroups; ++i) {
       InitBarrier(memory.residual_full(0, i), 1);
     }
@@ -42,47 +42,34 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   __syncthreads();  // barriers exist
   ArriveAtCluster();
   LaunchDependents();
-  const Share share = OwnShare(p, I::kStageAtoms);
-  const int cluster_shift = p.mate_shift + p.split_shift;
-  const int cluster = blockIdx.x >> cluster_shift, clusters = gridDim.x >> cluster_shift;
-  const auto tile_of = [&](int number) {
-    Tile tile = TileOf(p, number, I::kCtaStrips << p.mate_shift, I::kTokens);
-    tile.strip += share.mate * I::kCtaStrips;
-    return tile;
-  };
+  const int mate = ClusterRank();
+  const int cluster = blockIdx.x >> p.mate_shift, clusters = gridDim.x >> p.mate_shift;
   RingCursor cursor = {0, 0};
   if (warp >= I::kWarps) {
     ReleaseRegisters<I::kCopyRegisters>();
     WaitForArrivals();  // barriers of all CTAs exist
     if (warp == I::kWarps) {
       WaitForPreviousKernels();
-      StageFiller<I> filler(p, share, memory);
-      for (int number = cluster; number < p.num_tiles; number += clusters) {
-        filler.Fill(tile_of(number), cursor);
+      StageFiller<I> filler(p, mate, memory);
+      for (int number = cluster; number < p.num_units; number += clusters) {
+        filler.Fill(UnitOf<I>(p, number, mate), cursor);
       }
     }
     __syncwarp();
-    if (p.split_shift > 0) {
-      ArriveAtCluster();
-      WaitForArrivals();
-    }
   } else {
     AcquireRegisters<I::kMultiplyRegisters>();
-    const TileMultiplier<I> multiplier(p, share, memory);
-    TileStorer<I> storer(p, share, memory);
-    if (p.split_shift > 0 && threadIdx.x == 0) storer.Expect();
+    const TileMultiplier<I> multiplier(p, memory);
+    TileStorer<I> storer(p, memory);
     WaitForArrivals();
     Sums<I> sums;
-    for (int number = cluster; number < p.num_tiles; number += clusters) {
-      const Tile tile = tile_of(number);
-      storer.Begin(tile);
-      multiplier.Multiply(sums, cursor);
-      if (p.split_shift > 0) {  // the cluster has one tile
-        ArriveAtCluster();
-        WaitForArrivals();  // every CTA has read its ring
-        storer.Reduce(tile, sums);
+    for (int number = cluster; number < p.num_units; number += clusters) {
+      const Unit unit = UnitOf<I>(p, number, mate);
+      if (unit.divided < 0) storer.Begin(unit.tile);
+      multiplier.Multiply(unit, sums, cursor);
+      if (unit.divided < 0) {
+        storer.Store(unit.tile, sums);
       } else {
-        storer.Store(tile, sums);
+        StorePart<I>(p, unit.divided, mate, sums);
       }
     }
     storer.Finish();

@@ -26,8 +26,7 @@ class TileMultiplier {
   using S = typename I::S;
   static constexpr int kBits = I::kBits;
 
-  __device__ TileMultiplier(const Params& p, const Share& share, Memory memory)
-      : p_(p), share_(share), memory_(memory) {
+  __device__ TileMultiplier(const Params& p, Memory memory) : p_(p), memory_(memory) {
     const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
     codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes +
@@ -36,25 +35,24 @@ class TileMultiplier {
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
     strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
     const int mate = lane < 1 << p.mate_shift ? lane : 0;
-    free_ = Keep(MapToRank(memory.empty(0), RankOf(p, share.part, mate)));
+    free_ = Keep(MapToRank(memory.empty(0), mate));
     frees_ = Keep(static_cast<int>(lane < 1 << p.mate_shift));
-    atom_end_ = Keep(share.atom_end);
     atoms_per_group_ = Keep(p.atoms_per_group.divisor);
     group_rows_ = Keep(p.groups_per_atom * static_cast<int>(kAtom));
   }
 
-  // All of this CTA's atoms of a tile.
-  __device__ void Multiply(Sums<I>& sums, RingCursor& cursor) const {
+  // All atoms of a unit.
+  __device__ void Multiply(const Unit& unit, Sums<I>& sums, RingCursor& cursor) const {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
       for (int i = 0; i < I::kTokens / 2; ++i) sums[s][i] = 0;
     }
-    const int begin = share_.atom_begin;
+    const int begin = unit.atom_begin, end = Keep(unit.atom_end);
     State state = {begin, atoms_per_group_ - p_.atoms_per_group.Remainder(begin), -1, cursor};
 #pragma unroll 1
-    while (state.atom + kTogether <= atom_end_) MultiplyAtoms<kTogether>(state, sums);
-    if (kTogether > 1 && state.atom < atom_end_) MultiplyAtoms<1>(state, sums);
+    while (state.atom + kTogether <= end) MultiplyAtoms<kTogether>(state, sums);
+    if (kTogether > 1 && state.atom < end) MultiplyAtoms<1>(state, sums);
     WaitProducts<0>();
     KeepAll(sums);
     if (state.previous >= 0) Free(state.previous);
@@ -71,7 +69,7 @@ class TileMultiplier {
   static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
 
   struct State {
-    int atom;      // the next of the CTA
+    int atom;      // the next
     int left;      // atoms of its group from there on
     int previous;  // the slot before, whose last products may be under way; or -1
     RingCursor cursor;
@@ -153,14 +151,13 @@ class TileMultiplier {
   }
 
   const Params& p_;
-  const Share& share_;
   const Memory memory_;
   // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes; the scales, in
   // bytes, and its own among them, in rows.
   int codes_, scales_, row_, strip_rows_;
-  int atom_end_, atoms_per_group_, group_rows_;  // of the share; of the problem
-  int frees_;                                    // whether this lane tells one mate of free stages
-  uint32_t free_;                                // where
+  int atoms_per_group_, group_rows_;  // of the problem
+  int frees_;                         // whether this lane tells one mate of free stages
+  uint32_t free_;                     // where
 };
 
 }  // namespace jaxlowbit::qmm_sm90

@@ -28,6 +28,7 @@ struct Instance {
   static constexpr int kTokens = kTile.tokens;
   static constexpr int kStrips = kTile.strips;  // of a warpgroup
   static constexpr int kCtaStrips = kTile.cta_strips();
+  static_assert(kCtaStrips == kTileStrips);
   static constexpr int kStageAtoms = kTile.stage_atoms;
   static constexpr int kWarps = 4 * kTile.warpgroups;  // that multiply
   static constexpr int kThreads = kTile.threads();
@@ -63,9 +64,11 @@ struct Params {
   int groups_per_atom;      // 1 for a group of 64 and more
   // In units of what a cluster computes: 2^mate_shift neighbours along n.
   int tiles_m, tiles_n;
-  int num_tiles;    // of the whole batch
-  int mate_shift;   // mates: the CTAs of a cluster that share activations
-  int split_shift;  // the parts of k, each for 2^mate_shift CTAs of a cluster
+  int mate_shift;  // mates: the CTAs of a cluster that share activations
+  // Of all tiles, the first are computed whole; then come those whose k is divided.
+  int whole_tiles, parts;
+  int num_units;  // whole tiles, and parts of others
+  float* sums;    // of parts, for reduce.cuh
   Plan plan;
   EpilogueParams epilogue;
 };
@@ -91,26 +94,42 @@ __device__ inline Tile TileOf(const Params& p, int number, int strips, int token
   return {batch, (band * kBand + in_band - along_m * width) * strips, along_m * tokens};
 }
 
-// This CTA's part of a cluster's tile.
-struct Share {
-  int mate;                  // its tile, among neighbours along n
-  int part;                  // of k
+// What a CTA computes at a time: a tile, or a part of its k.
+struct Unit {
+  Tile tile;
+  int divided;               // which one of the parts of divided tiles it is; -1: a whole tile
   int atom_begin, atom_end;  // along k
 };
 
-__device__ inline Share OwnShare(const Params& p, int stage_atoms) {
-  Share share;
-  const int rank = ClusterRank();
-  share.part = rank >> p.mate_shift;
-  share.mate = rank - (share.part << p.mate_shift);
-  share.atom_begin = (p.plan.stages * share.part >> p.split_shift) * stage_atoms;
-  const int end = (p.plan.stages * (share.part + 1) >> p.split_shift) * stage_atoms;
-  share.atom_end = min(p.k_blocks, end);
-  return share;
+// That of a mate.
+template <class I>
+__device__ inline Unit UnitOf(const Params& p, int number, int mate) {
+  Unit unit;
+  int tile = number, begin = 0, end = p.plan.stages;
+  unit.divided = -1;
+  if (number >= p.whole_tiles) {
+    unit.divided = number - p.whole_tiles;
+    const int divided_tile = unit.divided / p.parts;
+    const int part = unit.divided - divided_tile * p.parts;
+    tile = p.whole_tiles + divided_tile;
+    end = p.plan.stages * (part + 1) / p.parts;
+    begin = p.plan.stages * part / p.parts;
+  }
+  unit.tile = TileOf(p, tile, I::kCtaStrips << p.mate_shift, I::kTokens);
+  unit.tile.strip += mate * I::kCtaStrips;
+  unit.atom_begin = begin * I::kStageAtoms;
+  unit.atom_end = min(p.k_blocks, end * I::kStageAtoms);
+  return unit;
 }
 
-__device__ inline int RankOf(const Params& p, int part, int mate) {
-  return (part << p.mate_shift) + mate;
+// Sums of a part of a tile: of every strip blocks of 8 tokens, of those for every thread of a
+// warpgroup two tokens of two channels, as its registers hold them.
+inline constexpr int kBlockSums = 128 * 4;
+
+// Of a mate's part number `divided`.
+__device__ inline int64_t FirstSum(const Params& p, int divided, int mate, int tokens) {
+  const int64_t part = (int64_t{divided} << p.mate_shift) + mate;
+  return part * (tokens / 8) * kTileStrips * kBlockSums;
 }
 
 // The first group that an atom along k touches.
@@ -125,11 +144,9 @@ struct Memory {
   // Stage `slot` holds what was copied; has been read by every warp of all mates.
   __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
   __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
-  // All sums of the cluster that this CTA adds up have arrived.
-  __device__ uint32_t sums_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
   // The residual of a warpgroup's box has arrived in this one of its buffers.
   __device__ uint32_t residual_full(int warpgroup, int buffer) const {
-    return sums_full() + (1 + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
+    return base + (2 * kMaxStages + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
   }
   __device__ uint32_t results() const { return base + kBoxBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {

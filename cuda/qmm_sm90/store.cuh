@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums to global memory, through the epilogue where there is one. Where a cluster divides k, each of
-// its CTAs adds up some of the tokens: everyone sends it their sums, and it adds them in the order of
-// the parts, so that results are the same bits every time.
+// Sums of a whole tile to global memory, through the epilogue where there is one.
 //
 // Buffers of a warpgroup for its results, of kStoreTokens of a strip:
 //
@@ -47,66 +45,16 @@ class TileStorer {
  public:
   using T = typename I::T;
 
-  __device__ TileStorer(const Params& p, const Share& share, Memory memory)
-      : p_(p), share_(share), memory_(memory) {}
-
-  // Before sums can arrive.
-  __device__ void Expect() const {
-    ArriveExpecting(memory_.sums_full(), Parts() * I::kStrips * OwnBlocks() * kFragmentBytes);
-  }
+  __device__ TileStorer(const Params& p, Memory memory) : p_(p), memory_(memory) {}
 
   // Before the products of a tile: starts copying residuals into the buffers that are free.
   __device__ void Begin(const Tile& tile) const {
     if (p_.epilogue.any) WaitForPreviousKernels();  // one may have written what is added
     if (!p_.residual_boxes || threadIdx.x % 128 != 0) return;
     WaitStoresRead<0>();
-    const int boxes = p_.split_shift > 0 ? I::kStrips * OwnBoxes() : 1;
-    for (int box = 0; box < boxes; ++box) CopyResidual(tile, box, buffer_ + box);
+    CopyResidual(tile, 0, buffer_);
   }
 
-  // Adds up and stores the tokens of this CTA. Overwrites the ring, which no CTA of the cluster uses
-  // any more.
-  __device__ void Reduce(const Tile& tile, const Sums<I>& sums) const {
-    const int own = OwnBlocks();
-#pragma unroll
-    for (int s = 0; s < I::kStrips; ++s) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const int owner = block >> kBlockShift - p_.split_shift;
-        const int rank = RankOf(p_, owner, share_.mate);
-        float values[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) values[i] = sums[s][block * 4 + i];
-        StoreRemote(MapToRank(Fragment(share_.part, s, block & own - 1, threadIdx.x), rank), values,
-                    MapToRank(memory_.sums_full(), rank));
-      }
-    }
-    const EpilogueParams& e = p_.epilogue;
-    const Biases biases = LoadBiases(tile);
-    WaitForCluster(memory_.sums_full(), 0);
-    // Of a gated product, pairs of strips: two warpgroups take turns.
-    const bool shared = kApart && e.gated;
-    const int step = shared ? 2 : 1, end = e.gated ? own : I::kStrips * own;
-    const int gate = shared ? threadIdx.x % 128 : threadIdx.x;
-#pragma unroll 1
-    for (int i = shared ? threadIdx.x / 128 : 0; i < end; i += step) {
-      const int s = i / own, block = i - s * own;
-      const int strip = Strip(tile, s), token = OwnToken(tile) + block * 8;
-      float total[4];
-      Add(s, block, gate, total);
-      if (strip >= p_.n_blocks) continue;
-      if (e.any) {
-        float up[4] = {}, residual[4];
-        if (e.gated) Add(I::kStrips - 1, block, kApart ? gate + 128 : gate, up);
-        LoadResidual(tile.batch, strip, token, s * OwnBoxes() + block * 8 / I::kStoreTokens, 0,
-                     block * 8 % I::kStoreTokens, residual);
-        FinishBlocks(biases, s, up, residual, total);
-      }
-      StoreBlock(tile.batch, strip, token, total);
-    }
-  }
-
-  // Sums of all of k.
   __device__ void Store(const Tile& tile, const Sums<I>& sums) {
     if (p_.epilogue.any) {
       StoreFinished(tile, sums);
@@ -139,54 +87,22 @@ class TileStorer {
  private:
   static constexpr float kUnit = 1 << kWeightShift<T>;  // of sums
   static constexpr int kBlocks = I::kTokens / 8;
-  static constexpr int kBlockShift = kBlocks == 4 ? 2 : kBlocks == 8 ? 3 : kBlocks == 16 ? 4 : 5;
-  static_assert(1 << kBlockShift == kBlocks);
-  static constexpr int kFragmentBytes = 32 * I::kWarps * 16;  // 8 tokens
   static constexpr int kBufferBytes = I::kStoreTokens * 128;
   // Of a gated product, two warpgroups have gate and up.
   static constexpr bool kApart = I::kStrips == 1;
-  static_assert(I::kCtaStrips == 2);
   // Half a box: tokens, blocks of 8 of them, and how many halves a tile has. Its sums fill a buffer.
   static constexpr int kHalfTokens = I::kStoreTokens / 2, kHalfBlocks = kHalfTokens / 8;
   static constexpr int kHalves = I::kTokens / kHalfTokens;
-  static constexpr int kTogether = 2;  // blocks, whose epilogues overlap
+  static constexpr int kBoxes = kHalves / 2;  // of a strip
+  static constexpr int kTogether = 2;         // blocks, whose epilogues overlap
   static_assert(kHalfBlocks % kTogether == 0);
   // Barriers between warpgroups: sums of up are there; have been taken.
   static constexpr int kHandedOver = 3, kTaken = 4;
-
-  // Of k; blocks of 8 tokens that this CTA adds up, and boxes of those of a strip.
-  __device__ int Parts() const { return 1 << p_.split_shift; }
-  __device__ int OwnBlocks() const { return kBlocks >> p_.split_shift; }
-  __device__ int OwnBoxes() const { return max(1, OwnBlocks() * 8 / I::kStoreTokens); }
-  __device__ int OwnToken(const Tile& tile) const {
-    return tile.token + share_.part * OwnBlocks() * 8;
-  }
 
   // Of the result, for strip `s` of this warpgroup.
   __device__ int Strip(const Tile& tile, int s) const {
     if (p_.epilogue.gated) return tile.strip / 2;
     return tile.strip + static_cast<int>(threadIdx.x) / 128 * I::kStrips + s;
-  }
-
-  // What a part of k has of one of those blocks, for a thread.
-  __device__ uint32_t Fragment(int sender, int strip, int block, int thread) const {
-    return memory_.stage(p_.plan, 0) +
-           ((sender * I::kStrips + strip) * OwnBlocks() + block) * kFragmentBytes + thread * 16;
-  }
-
-  __device__ void Add(int strip, int block, int thread, float (&total)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) total[i] = 0;
-#pragma unroll 2
-    for (int from = 0; from < Parts(); ++from) {
-      const uint4 values = LoadShared16(Fragment(from, strip, block, thread));
-      total[0] += __uint_as_float(values.x);
-      total[1] += __uint_as_float(values.y);
-      total[2] += __uint_as_float(values.z);
-      total[3] += __uint_as_float(values.w);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) total[i] *= kUnit;
   }
 
   // --- the epilogue ---
@@ -235,14 +151,14 @@ class TileStorer {
 
   // One thread of a warpgroup: the residual of one of its boxes of a tile, to a buffer.
   __device__ void CopyResidual(const Tile& tile, int box, int buffer) const {
-    const int s = box / OwnBoxes(), token = (box - s * OwnBoxes()) * I::kStoreTokens;
+    const int s = box / kBoxes, token = (box - s * kBoxes) * I::kStoreTokens;
     const int strip = Strip(tile, s);
     if (strip >= p_.n_blocks) return;
     const int warpgroup = threadIdx.x / 128;
     const uint32_t full = memory_.residual_full(warpgroup, buffer % kResultBuffers);
     ArriveExpecting(full, kBufferBytes);
     CopyBox(Buffer(warpgroup, buffer % kResultBuffers), &p_.residual,
-            strip * static_cast<int>(kAtom), OwnToken(tile) + token, tile.batch, full);
+            strip * static_cast<int>(kAtom), tile.token + token, tile.batch, full);
   }
 
   // Of a block of 8 tokens from `token` on, from row `row` of a box where there are those; `parity`: of
@@ -378,7 +294,7 @@ class TileStorer {
   // The next box's buffer is free, or will hold its residual; that of the box after it is on its way.
   __device__ void EnterBox(const Tile& tile, int box) const {
     if (p_.residual_boxes) {
-      if (threadIdx.x % 128 == 0 && box + 1 < I::kStrips * OwnBoxes()) {
+      if (threadIdx.x % 128 == 0 && box + 1 < I::kStrips * kBoxes) {
         WaitStoresRead<0>();
         CopyResidual(tile, box + 1, buffer_ + 1);
       }
@@ -410,27 +326,6 @@ class TileStorer {
       CommitStores();
     }
     buffer_ = (buffer_ + 1) % kStoreBuffers;
-  }
-
-  // 8 tokens of a warp's 16 channels.
-  __device__ void StoreBlock(int batch, int strip, int token, const float (&values)[4]) const {
-    if (!p_.aligned) {
-      StoreElements(batch, strip, token, values);
-      return;
-    }
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t buffer = Buffer(0, kStoreBuffers - 1) + warp * 256;
-    const uint32_t matrices[2] = {Pair<T>::Round(values[0], values[1]),
-                                  Pair<T>::Round(values[2], values[3])};
-    __syncwarp();  // the block before has been read
-    // Rows are tokens, matrices the first and the last 8 channels.
-    StoreTransposed(buffer + lane % 8 * 32 + lane / 8 % 2 * 16, matrices);
-    __syncwarp();
-    const int m = token + lane / 2;
-    const int n = strip * static_cast<int>(kAtom) + warp % 4 * 16 + lane % 2 * 8;
-    if (lane >= 16 || m >= p_.m || n >= p_.n) return;
-    T* out = static_cast<T*>(p_.out_elements) + (int64_t{batch} * p_.m + m) * p_.n + n;
-    *reinterpret_cast<uint4*>(out) = LoadShared16(buffer + lane * 16);
   }
 
   __device__ void StoreElements(int batch, int strip, int token, const float* values) const {
@@ -476,7 +371,6 @@ class TileStorer {
   }
 
   const Params& p_;
-  const Share& share_;
   const Memory memory_;
   int buffer_ = 0;  // for the next box
   bool handed_over_ = false;

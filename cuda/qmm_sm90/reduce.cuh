@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Parts of k to results: where a tile's k was divided, every part left its sums in the workspace, in
+// the order of the registers they came from. A kernel of its own adds them in the order of the parts,
+// so that results are the same bits every time, and stores what the epilogue makes of them.
+#pragma once
+
+#include "cuda/device/dependency.cuh"
+#include "cuda/qmm_sm90/store.cuh"
+
+namespace jaxlowbit::qmm_sm90 {
+
+// The sums of a warpgroup's strips.
+template <class I>
+__device__ void StorePart(const Params& p, int divided, int mate, const Sums<I>& sums) {
+  constexpr int kBlocks = I::kTokens / 8;
+  const int strip = static_cast<int>(threadIdx.x) / 128 * I::kStrips;
+  float* own = p.sums + FirstSum(p, divided, mate, I::kTokens) + strip * kBlocks * kBlockSums +
+               threadIdx.x % 128 * 4;
+#pragma unroll
+  for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const float* four = sums[s] + block * 4;
+      *reinterpret_cast<float4*>(own + (s * kBlocks + block) * kBlockSums) =
+          make_float4(four[0], four[1], four[2], four[3]);
+    }
+  }
+}
+
+inline constexpr int kReduceThreads = 128;
+
+// The sum of all parts, of a thread's four of a block.
+template <typename T>
+__device__ void AddParts(const float* first, int64_t step, int parts, float (&sum)[4]) {
+  float4 values[kMaxParts];
+#pragma unroll
+  for (int part = 0; part < kMaxParts;
+       ++part) {  // all loads first, so that one latency covers them
+    if (part < parts) values[part] = *reinterpret_cast<const float4*>(first + part * step);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[i] = 0;
+#pragma unroll
+  for (int part = 0; part < kMaxParts; ++part) {
+    if (part >= parts) break;
+    sum[0] += values[part].x, sum[1] += values[part].y;
+    sum[2] += values[part].z, sum[3] += values[part].w;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[i] *= 1 << kWeightShift<T>;
+}
+
+// A CTA computes 8 tokens of a strip. Grid: blocks of tokens, strips of a cluster's tile, tiles.
+template <typename T>
+__global__ void __launch_bounds__(kReduceThreads)
+    ReducePartsKernel(const __grid_constant__ Params p, int tokens) {
+#if __CUDA_ARCH__ == 900
+  __shared__ __align__(16) uint8_t shared[8 * kAtom * sizeof(T)];
+  LaunchDependents();
+  const EpilogueParams& e = p.epilogue;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int strips = e.gated ? 1 : kTileStrips;
+  const int block = blockIdx.x, mate = blockIdx.y / strips, s = blockIdx.y % strips;
+  Tile tile = TileOf(p, p.whole_tiles + blockIdx.z, kTileStrips << p.mate_shift, tokens);
+  tile.strip += mate * kTileStrips;
+  const int strip = e.gated ? tile.strip / 2 : tile.strip + s, token = tile.token + block * 8;
+  WaitForPreviousKernels();
+  if (strip >= p.n_blocks || token >= p.m) return;
+
+  const int64_t step = FirstSum(p, 1, 0, tokens);
+  const float* first = p.sums + FirstSum(p, blockIdx.z * p.parts, mate, tokens) +
+                       (s * (tokens / 8) + block) * kBlockSums + threadIdx.x * 4;
+  float values[4];
+  AddParts<T>(first, step, p.parts, values);
+  const int m = token + lane % 4 * 2, n = strip * static_cast<int>(kAtom) + warp * 16 + lane / 4;
+  const int64_t offset = (int64_t{tile.batch} * p.m + m) * p.n + n;
+  const auto exists = [&](int i) { return m + i % 2 < p.m && n + i / 2 * 8 < p.n; };
+  const auto at = [&](int i) { return offset + i % 2 * p.n + i / 2 * 8; };
+  if (e.any) {
+    float up[4] = {}, residual[4];
+    if (e.gated) AddParts<T>(first + tokens / 8 * kBlockSums, step, p.parts, up);
+    const int64_t product = e.gated ? 2 * tile.batch : tile.batch;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      values[i] += LoadBias<T>(e, product, p.n, n + i / 2 * 8);
+      if (e.gated) up[i] += LoadBias<T>(e, product + 1, p.n, n + i / 2 * 8);
+      residual[i] = exists(i) ? LoadResidual<T>(e, at(i)) : 0.0f;
+    }
+    Finish(e, up, residual, values);
+  }
+  if (!p.aligned) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (!exists(i)) continue;
+      if (p.out_float) {
+        static_cast<float*>(p.out_elements)[at(i)] = values[i];
+      } else {
+        static_cast<T*>(p.out_elements)[at(i)] = T(values[i]);
+      }
+    }
+    return;
+  }
+  // Rows of 64 channels, so that 16 bytes are stored at a time. Columns of them are permuted.
+  const uint32_t rows = SharedAddress(shared);
+  const uint32_t matrices[2] = {Pair<T>::Round(values[0], values[1]),
+                                Pair<T>::Round(values[2], values[3])};
+  StoreTransposed(rows + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16, matrices);
+  __syncthreads();
+  const int row = threadIdx.x / 8, column = threadIdx.x % 8;
+  const int channel = strip * static_cast<int>(kAtom) + column * 8;
+  if (row >= 8 || token + row >= p.m || channel >= p.n) return;
+  T* out = static_cast<T*>(p.out_elements) + (int64_t{tile.batch} * p.m + token + row) * p.n;
+  *reinterpret_cast<uint4*>(out + channel) = LoadShared16(rows + row * 128 + (column ^ row) * 16);
+#endif
+}
+
+}  // namespace jaxlowbit::qmm_sm90
