@@ -183,20 +183,30 @@ def test_a_gradient_holds_no_dequantized_weight():
 
 
 def test_programs_running_at_once_do_not_disturb_each_other():
-    """Several threads, each with a program whose sums are split and need a workspace."""
+    """Threads, each with a program whose sums are split, before and after a large one of XLA.
 
-    def program(seed):
-        lhs, rhs = normal(3 + seed, 8192, seed=seed), quantize(normal(8192, 192), INT4)
-        step = jax.jit(lambda x, q: x @ q)
-        return step, lhs, rhs, np.asarray(step(lhs, rhs))
+    The bits are those of the first run, which was alone.
+    """
+    rhs, (gate_up, down) = quantize(normal(8192, 192), INT4), mlp_weights(192, 512, 256, INT4)
+    large = normal(2048, 2048)
 
-    def run(step, lhs, rhs, want):
-        outs = [step(lhs, rhs) for _ in range(50)]
-        return all(np.asarray(out).tobytes() == want.tobytes() for out in outs)
+    @jax.jit
+    def step(x):
+        first = x @ rhs
+        other = (large + jnp.max(first)) @ large
+        return first, (x + jnp.max(other)) @ rhs, mlp(first, gate_up, down)
 
-    programs = [program(seed) for seed in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda args: run(*args), programs))
+    def run(lhs, want):
+        outs = [step(lhs) for _ in range(50)]
+        return all(bits(out) == want for out in outs)
+
+    def bits(out):
+        return [np.asarray(array).tobytes() for array in out]
+
+    inputs = [normal(m, 8192, seed=m) for m in ROWS]
+    first = [bits(step(lhs)) for lhs in inputs]
+    with ThreadPoolExecutor(len(ROWS)) as pool:
+        assert all(pool.map(run, inputs, first))
 
 
 def test_calls_in_flight_do_not_share_their_workspace():
