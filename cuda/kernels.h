@@ -18,9 +18,10 @@ cudaError_t InitializeKernels(int device);
 // What InitializeKernels found out about `device`.
 const Device& DeviceInfo(int device);
 
-// Enqueues the problem on `stream`. Only launches: no allocation, no synchronisation, no
-// query of the device, so that it can be captured into a graph. The workspace may hold anything;
-// with less of it than MaxWorkspaceBytes, the sum over k is split into fewer parts.
+// Enqueues the problem on `stream`; where it has orders, a kernel that gathers lhs, then the product,
+// which starts early. Only launches: no allocation, no synchronisation, no query of the device, so that
+// it can be captured into a graph. The workspace may hold anything; with less of it than
+// MaxWorkspaceBytes, the sum over k is split into fewer parts.
 //
 // `early_start`: the kernel before in the stream, which is one of these, writes neither weights nor
 // index, so that this one may read them before its end (early_start.h).
@@ -28,7 +29,7 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
                                   int64_t workspace_bytes, int device, cudaStream_t stream,
                                   bool early_start = false);
 
-// The same with a choice of the caller's, for whom measures choices.
+// The same of lhs as it is with a choice of the caller's, for whom measures choices.
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int device, cudaStream_t stream,
                          bool early_start = false);
@@ -45,6 +46,12 @@ struct RmsNorm {
 };
 cudaError_t InitializeRmsNorm();
 cudaError_t LaunchRmsNorm(const RmsNorm& norm, int device, cudaStream_t stream);
+
+// gather_lhs.cu: buffers.gathered = the columns of lhs in the order of the stored rows, of 16-bit
+// elements. `problem` has orders and is not transposed.
+cudaError_t InitializeGatherLhs();
+cudaError_t LaunchGatherLhs(const QuantizedMatmul& problem, const Buffers& buffers,
+                            const Device& device, cudaStream_t stream);
 
 // qmm_sm80.cu.
 cudaError_t InitializeQmmSm80();

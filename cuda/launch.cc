@@ -67,6 +67,7 @@ cudaError_t Initialize(int ordinal, DeviceState& state) {
   if (error == cudaSuccess) error = InitializeQmmSm80Transposed();
   if (error == cudaSuccess) error = InitializeReduceSplits();
   if (error == cudaSuccess) error = InitializeRmsNorm();
+  if (error == cudaSuccess) error = InitializeGatherLhs();
   if (error == cudaSuccess && device.compute_capability == 90) {
     error = InitializeQmmSm90Stream();
     if (error == cudaSuccess) error = InitializeQmmSm90(device);
@@ -111,7 +112,14 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
   if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
   const DeviceState& state = StateOf(ordinal);
   const Choice choice = Select(problem, state.device, workspace_bytes, state.tuned.get());
-  return LaunchChoice(problem, buffers, choice, ordinal, stream, early_start);
+  if (problem.orders == 0) {
+    return LaunchChoice(problem, buffers, choice, ordinal, stream, early_start);
+  }
+  const cudaError_t error = LaunchGatherLhs(problem, buffers, state.device, stream);
+  if (error != cudaSuccess) return error;
+  Buffers stored = buffers;
+  stored.lhs = buffers.gathered;
+  return LaunchChoice(problem, stored, choice, ordinal, stream, /*early_start=*/true);
 }
 
 }  // namespace jaxlowbit

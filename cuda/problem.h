@@ -47,6 +47,8 @@ struct QuantizedMatmul {
   // Whether a kernel may add products of float16 in float16, for as much of k as its page says. None
   // has to, and for other lhs none does.
   bool half_sums = false;
+  // Equal parts of k whose rows are stored in an order of their own; 0: none. CUDA only.
+  int64_t orders = 0;
   Epilogue epilogue;
 
   int64_t lhs_columns() const { return transposed ? n : k; }
@@ -66,7 +68,8 @@ struct QuantizedMatmul {
 };
 
 // Buffers of one call. `zero`, `index`, `bias` and `residual` may be null; `index` then means: weight b
-// for batch b, or weight 0 when there is only one.
+// for batch b, or weight 0 when there is only one. With orders, stored row r of a part is its row
+// `permutation[r]`, and `gathered` becomes lhs in the order of the stored rows.
 struct Buffers {
   const void* lhs = nullptr;         // [batch, m, lhs_columns]
   const uint32_t* packed = nullptr;  // [num_weights, n_blocks, k_blocks, words_per_atom]
@@ -75,8 +78,10 @@ struct Buffers {
   const int32_t* index = nullptr;    // [batch * weights_per_element], clamped to [0, num_weights)
   const void* bias = nullptr;        // [batch * weights_per_element, n]
   const void* residual = nullptr;    // as out
-  void* out = nullptr;               // [batch, m, out_columns]
-  void* workspace = nullptr;         // CUDA only; uninitialised
+  const int32_t* permutation = nullptr;  // [orders, k / orders], clamped to the part
+  void* gathered = nullptr;              // as lhs; uninitialised
+  void* out = nullptr;                   // [batch, m, out_columns]
+  void* workspace = nullptr;             // CUDA only; uninitialised
 };
 
 }  // namespace jaxlowbit

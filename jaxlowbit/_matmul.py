@@ -356,7 +356,6 @@ batching.primitive_batchers[quantized_matmul_p] = _batch
 _PLATFORMS = {"cuda": ("cuda",), "cpu": ("cpu",), "pallas": pallas.PLATFORMS}
 
 
-@_permute.of_stored_rows
 def _compute(
     *operands: Array, platform: str | None, too_old: str | None = None, **params: Any
 ) -> Array:
@@ -376,26 +375,35 @@ def _compute(
         )
     if math.prod(lhs.shape[:-1]) == 0:
         return jnp.zeros((*lhs.shape[:-1], params["columns"]), params["out_dtype"])
-    stored = Operands.of(operands, **params).stored()
     transposed = params["transposed"]
-    sizes = {"columns": params["columns"], "out_dtype": params["out_dtype"]}
     if backend == "pallas" and not transposed:
-        return pallas.matmul(**stored, format=format, **sizes, platform=platform)
+        return _pallas(*operands, platform=platform, **params)
     if (
         platform is None
         or too_old
         or backend in ("xla", "pallas")
         or native.unsupported(platform, lhs.dtype, format, transposed=transposed)
     ):
-        return _definition(*operands, orders=0, **params)
-    return native.matmul(
-        **stored,
-        format=format,
-        **sizes,
-        transposed=transposed,
-        half_sums=params["half_sums"],
-        platform=platform,
-    )
+        return _definition(*operands, **params)
+    permutation = Operands.of(operands, **params).permutation
+    gathers = native.gathers(platform, lhs.dtype, permutation, transposed=transposed)
+    product = _native if gathers else _permute.of_stored_rows(_native)
+    return product(*operands, platform=platform, **params)
+
+
+@_permute.of_stored_rows
+def _pallas(
+    *operands: Array, backend: Any, half_sums: bool, transposed: bool, indexed: bool, **params: Any
+) -> Array:
+    del backend, half_sums, transposed
+    stored = Operands.of(operands, indexed=indexed, format=params["format"]).stored()
+    return pallas.matmul(**stored, **params)
+
+
+def _native(*operands: Array, backend: Any, indexed: bool, orders: int = 0, **params: Any) -> Array:
+    del backend
+    ops = Operands.of(operands, format=params["format"], indexed=indexed, orders=orders)
+    return native.matmul(**ops.named(), orders=orders, **params)
 
 
 def gpus_too_old(context: Any) -> str | None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import operator
 import re
 import subprocess
 import sys
@@ -16,7 +17,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import ACTIVATIONS, Oracle, Weight, assert_within, dequantize, finished, matmul
+from helpers import (
+    ACTIVATIONS,
+    TARGET,
+    Oracle,
+    Weight,
+    assert_within,
+    dequantize,
+    finished,
+    global_order,
+    matmul,
+)
 
 import jaxlowbit
 from jaxlowbit import (
@@ -32,7 +43,9 @@ from jaxlowbit import (
 
 pytestmark = pytest.mark.gpu
 PACKAGE = Path(jaxlowbit.__file__).parent
-quantize = jax.jit(jaxlowbit.quantize, static_argnums=1)
+quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="shards")
+# Rows, and with them the kernels: that of Hopper for few rows (up to 32) and that of every GPU.
+ROWS = (1, 16, 40, 200)
 
 
 def normal(*shape, seed=0):
@@ -183,20 +196,31 @@ def test_a_gradient_holds_no_dequantized_weight():
 
 
 def test_programs_running_at_once_do_not_disturb_each_other():
-    """Several threads, each with a program whose sums are split and need a workspace."""
+    """Threads, each with a program whose sums are split, before and after a large one of XLA.
 
-    def program(seed):
-        lhs, rhs = normal(3 + seed, 8192, seed=seed), quantize(normal(8192, 192), INT4)
-        step = jax.jit(lambda x, q: x @ q)
-        return step, lhs, rhs, np.asarray(step(lhs, rhs))
+    The bits are those of the first run, which was alone.
+    """
+    rhs, (gate_up, down) = quantize(normal(8192, 192), INT4), mlp_weights(192, 512, 256, INT4)
+    large = normal(2048, 2048)
 
-    def run(step, lhs, rhs, want):
-        outs = [step(lhs, rhs) for _ in range(50)]
-        return all(np.asarray(out).tobytes() == want.tobytes() for out in outs)
+    @jax.jit
+    def step(x):
+        first = x @ rhs
+        other = (large + jnp.max(first)) @ large
+        x = jnp.where(jnp.isfinite(other).all(), x, 0)  # no bit of it, but after it
+        return first, x @ rhs, mlp(first, gate_up, down)
 
-    programs = [program(seed) for seed in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda args: run(*args), programs))
+    def run(lhs, want):
+        outs = [step(lhs) for _ in range(50)]
+        return all(bits(out) == want for out in outs)
+
+    def bits(out):
+        return [np.asarray(array).tobytes() for array in out]
+
+    inputs = [normal(m, 8192, seed=m) for m in ROWS]
+    first = [bits(step(lhs)) for lhs in inputs]
+    with ThreadPoolExecutor(len(ROWS)) as pool:
+        assert all(pool.map(run, inputs, first))
 
 
 def test_calls_in_flight_do_not_share_their_workspace():
@@ -218,10 +242,115 @@ def test_several_devices_run_their_own_products():
         assert np.asarray(out).tobytes() == want.tobytes()
 
 
+# --- permuted rows --------------------------------------------------------------------------------
+
+
+def permuted(k, n, *, shards=1, seed=1):
+    """A matrix in a random order of its rows, and that order of all of k."""
+    rng = np.random.default_rng(seed)
+    order = np.concatenate([rng.permutation(k // shards) for _ in range(shards)])
+    weight = normal(k, n, seed=seed)
+    rhs = quantize(weight, UINT4, shards=(shards, 1), permutation=order)
+    return rhs, global_order(order, shards)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("k", "shards"), [(4096, 1), (1000, 1), (201, 1), (512, 2), (200, 2)])
+def test_calls_gather_lhs(k, shards, dtype):
+    """The bits are those of the stored rows times lhs in their order."""
+    rhs, order = permuted(k, 200, shards=shards)
+    stored = dataclasses.replace(rhs, permutation=None)
+    weight = dequantize(rhs)
+    for m in (0, 1, 5, 33):
+        lhs = normal(m, k).astype(dtype)
+        got = matmul(lhs, rhs, backend="cuda")
+        want = matmul(lhs[:, order], stored, backend="cuda")
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes(), m
+        oracle = Oracle.of(lhs, weight)
+        assert_within(got, oracle.exact, oracle.bound(dtype))
+
+
+@pytest.mark.parametrize("m", ROWS)
+def test_calls_that_gather_wait_for_their_operands(m):
+    """Layers one after the other, from a graph; lhs, orders and weights of the same program."""
+    layers = [permuted(512, 512, seed=seed)[0] for seed in range(4)]
+
+    def step(product, x, one):
+        for rhs in layers:
+            scale = rhs.scale * one.astype(rhs.scale.dtype)
+            rhs = dataclasses.replace(rhs, scale=scale, permutation=rhs.permutation * one)
+            x = jax.lax.optimization_barrier(x + jnp.tanh(product(x, rhs)))
+        return x
+
+    def apart(x, rhs):
+        x = jnp.take(x, rhs.permutation, axis=-1)
+        return x @ dataclasses.replace(rhs, permutation=None)
+
+    lhs, one = normal(m, 512), jnp.int32(1)
+    program = jax.jit(functools.partial(step, operator.matmul))
+    want = np.asarray(jax.jit(functools.partial(step, apart))(lhs, one)).tobytes()
+    for _ in range(30):
+        assert np.asarray(program(lhs, one)).tobytes() == want
+
+
+def gathered_by_a_call(permutation, *, m=3000, k=72, transposed=False, gathered=None):
+    """lhs, and what the custom call makes of it, whose weights (k, k) are all zero."""
+    lhs = normal(m, k)[None]
+    like = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
+    results = [like, jax.ShapeDtypeStruct((1 << 20,), jnp.uint8), gathered or like]
+    blocks = -(-k // 64)
+    *_, gathered = jax.ffi.ffi_call(TARGET, results)(
+        lhs,
+        jnp.zeros((1, blocks, blocks, 512), jnp.uint32),
+        jnp.zeros((1, blocks, 1, 64), lhs.dtype),
+        jnp.zeros(0, jnp.uint8),
+        jnp.zeros(0, jnp.int32),
+        permutation,
+        bits=np.int64(4),
+        group_size=np.int64(-1),
+        transposed=transposed,
+        scale_sums=False,
+        half_sums=False,
+    )
+    return np.asarray(lhs), np.asarray(gathered)
+
+
+@pytest.mark.parametrize(("k", "parts"), [(72, 6), (72, 1), (70, 10), (70, 1), (1, 1)])
+def test_positions_beyond_a_part_are_clamped_to_it(k, parts):
+    """Parts may end inside of the columns of a thread, and a thread has more rows than one."""
+    size = k // parts
+    order = np.random.default_rng(0).integers(-3, size + 3, (parts, size))
+    order[0, 0], order[-1, -1] = -(2**31), 2**31 - 1
+    lhs, gathered = gathered_by_a_call(order.astype(np.int32), k=k)
+    columns = np.clip(order, 0, size - 1) + size * np.arange(parts)[:, None]
+    assert gathered.tobytes() == lhs[..., columns.ravel()].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "changes", "message"),
+    [
+        ((72,), "int32", {}, r"permutation has shape \[72\] but must be \[0\] or .* k = 72"),
+        ((2, 35), "int32", {}, r"permutation has shape \[2, 35\] but must be .* with k = 72"),
+        ((1, 72), "uint32", {}, "permutation is u32 but must be s32"),
+        ((1, 72), "int32", {"transposed": True}, r"permutation comes .* but must be \[0\]"),
+        (
+            *((1, 72), "int32", {"gathered": jax.ShapeDtypeStruct((1, 8, 72), jnp.float16)}),
+            "gathered is f16 but must be the type of lhs",
+        ),
+        (
+            *((1, 72), "int32", {"gathered": jax.ShapeDtypeStruct((0,), jnp.bfloat16)}),
+            r"gathered has shape \[0\] but must be \[batch, m, k\] = \[1, 8, 72\]",
+        ),
+    ],
+    ids=["axes", "rows", "type", "transposed", "type of gathered", "shape of gathered"],
+)
+def test_permutations_that_break_the_contract_are_refused(shape, dtype, changes, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{TARGET}: {message}.*\."):
+        gathered_by_a_call(np.zeros(shape, dtype), m=8, **changes)
+
+
 # --- several products in one call -----------------------------------------------------------------
 
-# Rows, and with them the kernels: that of Hopper for few rows (up to 32) and that of every GPU.
-ROWS = (1, 16, 40, 200)
 FORMATS = [INT4, UINT4, Format(4, 64, "float"), Format(8, 32, "integer")]
 mlp = functools.partial(quantized_mlp, backend="cuda")
 

@@ -12,7 +12,6 @@ from helpers import TARGET, dequantize, global_order
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, group_permutation
-from jaxlowbit._backends import native
 
 K, N, LAYERS = 200, 70, 3
 FORMAT = Format(4, 48, "integer")
@@ -246,15 +245,32 @@ def test_activations_are_gathered_and_words_are_not():
     assert len(re.findall(f'custom_call_target="{TARGET}"', layers)) == 1
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_programs_for_cuda_gather_in_front_of_the_call(monkeypatch, transposed):
-    monkeypatch.setattr(native, "unavailable", lambda platform: None)
-    lhs, rhs = jnp.ones((5, K), jnp.bfloat16), quantize()
-    f = jax.grad(lambda x, q: (x @ q).astype(jnp.float32).sum()) if transposed else product
+def gradient(lhs, rhs):
+    return jax.grad(lambda x: (x @ rhs).astype(jnp.float32).sum())(lhs)
+
+
+@pytest.mark.parametrize(
+    ("f", "dtype", "rhs", "operand", "gathers"),
+    [
+        (product, "bfloat16", ((), 1), "1x200", 0),
+        (product, "float16", ((), 2), "2x192", 0),
+        (jax.vmap(product, (0, None)), "bfloat16", ((), 1), "1x200", 0),
+        (product, "float32", ((), 1), "0", 1),
+        (product, "bfloat16", ((5,), 1), "0", 1),
+        (gradient, "bfloat16", ((), 1), "0", 1),
+    ],
+    ids=["matrix", "two parts", "vmap", "float32", "stack", "transposed"],
+)
+def test_calls_of_cuda_gather_activations(cuda, f, dtype, rhs, operand, gathers):
+    """Those of one matrix, and XLA in front of others; nobody gathers words."""
+    lead, shards = rhs
+    lhs = jax.ShapeDtypeStruct((5, 3, K), jnp.dtype(dtype))
+    rhs = jax.eval_shape(lambda: quantize(*lead, shards=shards))
     program = jax.jit(lambda *args: f(*args)).trace(lhs, rhs)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
-    assert len(re.findall(rf"custom_call @{TARGET}", text)) == 1
-    assert len(re.findall(r'"stablehlo\.gather"', text)) == 1
+    (types,) = re.findall(rf"custom_call @{TARGET}\(.*: \((.*)\) ->", text)
+    assert types.endswith(f", tensor<{operand}xi32>")
+    assert len(re.findall(r'"stablehlo\.gather"', text)) == gathers
     assert not re.search(r'"stablehlo\.gather".*xui32>', text)
 
 

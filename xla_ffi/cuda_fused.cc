@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handler of a product with an epilogue. Its operands are those of
-// jaxlowbit_quantized_matmul (operands.h), then
+// The CUDA handler of a product with an epilogue. Its operands are those of operands.h, then
 //
 //   5 bias      B[b, n], gated B[2 b, n], or B[0]: none   B: the type of lhs, or f32
 //   6 residual  R[b, m, n], or R[0]: none                 R: the type of lhs, or f32

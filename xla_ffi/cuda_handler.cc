@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The CUDA handlers. Initialize runs before every execution, outside of graph capture, and loads
-// the kernels; execute only enqueues, so XLA may capture it.
+// the kernels; execute only enqueues, so XLA may capture it. Its operands and results are those of
+// operands.h, then
+//
+//   5 permutation      s32[parts, k / parts]: stored row r of a part of k is its row permutation[r],
+//                      clamped to the part; or s32[0]: rows are in order. Not transposed
+//   result 1 workspace u8[bytes]
+//   result 2 gathered  T[b, m, k], lhs in the order of the stored rows; or T[0] without one
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -21,18 +27,46 @@ ffi::Error Initialize(cudaStream_t, int32_t device) {
                  "loading the kernels on device " + std::to_string(device));
 }
 
+ffi::Error DecodePermutation(ffi::AnyBuffer permutation, ffi::AnyBuffer gathered,
+                             Operands* operands) {
+  if (HasShape(permutation, {0})) return ffi::Error::Success();
+  QuantizedMatmul& p = operands->problem;
+  if (p.transposed) {
+    return Refuse("permutation comes with a transposed product but must be [0]; order its result.");
+  }
+  if (permutation.dimensions().size() != 2 ||
+      static_cast<int64_t>(permutation.element_count()) != p.k) {
+    return Refuse("permutation has shape " + ShapeName(permutation.dimensions()) +
+                  " but must be [0] or [parts, k / parts] with k = " + std::to_string(p.k) + ".");
+  }
+  for (const ffi::Error& error :
+       {CheckType("permutation", permutation, permutation.element_type() == ffi::DataType::S32,
+                  "s32"),
+        CheckType("gathered", gathered, FloatType(gathered.element_type()) == p.lhs,
+                  "the type of lhs"),
+        CheckShape("gathered", gathered, {p.batch, p.m, p.k}, "[batch, m, k]")}) {
+    if (error.failure()) return error;
+  }
+  p.orders = permutation.dimensions()[0];
+  operands->buffers.permutation = static_cast<const int32_t*>(permutation.untyped_data());
+  operands->buffers.gathered = gathered.untyped_data();
+  return ffi::Error::Success();
+}
+
 ffi::Error Execute(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
                    ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
-                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
-                   int64_t bits, int64_t group_size, bool transposed, bool scale_sums,
-                   bool half_sums) {
+                   ffi::AnyBuffer permutation, ffi::Result<ffi::AnyBuffer> out,
+                   ffi::Result<ffi::Buffer<ffi::U8>> workspace,
+                   ffi::Result<ffi::AnyBuffer> gathered, int64_t bits, int64_t group_size,
+                   bool transposed, bool scale_sums, bool half_sums) {
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
   execute_count.fetch_add(1, std::memory_order_relaxed);
 #endif
   Operands operands;
-  const ffi::Error error =
+  ffi::Error error =
       DecodeOperands(lhs, {packed, scale, zero, index}, *out,
                      {bits, group_size, transposed, scale_sums, half_sums}, &operands);
+  if (error.success()) error = DecodePermutation(permutation, *gathered, &operands);
   return error.failure() ? error : Enqueue(operands, *workspace, device, stream);
 }
 
@@ -58,8 +92,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaExecute, jaxlowbit::Execute,
                                   .Arg<xla::ffi::AnyBuffer>()             // scale
                                   .Arg<xla::ffi::AnyBuffer>()             // zero
                                   .Arg<xla::ffi::AnyBuffer>()             // index
+                                  .Arg<xla::ffi::AnyBuffer>()             // permutation
                                   .Ret<xla::ffi::AnyBuffer>()             // out
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
+                                  .Ret<xla::ffi::AnyBuffer>()             // gathered
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("group_size")
                                   .Attr<bool>("transposed")

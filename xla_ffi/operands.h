@@ -10,8 +10,8 @@
 //             gated, s32[2 b]: pairs of weights, the gate first
 //   result 0  out O[b, m, n], transposed [b, m, k]  O: T or f32
 //
-// Calls of several products (cuda_calls.cc) have the same of each, and those with an epilogue
-// (cuda_fused.cc) more.
+// On CUDA it has more (cuda_handler.cc), and so have calls with an epilogue (cuda_fused.cc); those of
+// several products (cuda_calls.cc) have the same of each.
 #pragma once
 
 #include <algorithm>

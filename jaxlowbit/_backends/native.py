@@ -107,21 +107,31 @@ def uncovered(
     return None
 
 
+def gathers(platform: str, lhs: jnp.dtype, permutation: Array | None, *, transposed: bool) -> bool:
+    """Whether the custom call itself gathers lhs by this permutation: on CUDA, by a matrix's."""
+    matrix = permutation is not None and permutation.ndim == 1
+    return matrix and platform == "cuda" and lhs != jnp.float32 and not transposed
+
+
 def matmul(
     lhs: Array,
     packed: Array,
     scale: Array,
     zero: Array | None,
     index: Array | None,
+    permutation: Array | None,
     *,
     format: Format,
     columns: int,
     transposed: bool,
+    orders: int,
     out_dtype: jnp.dtype,
     half_sums: bool,
     platform: str,
 ) -> Array:
     """`definition.matmul` as one custom call.
+
+    A permutation, of so many `orders`, is None or one for which `gathers` is true.
 
     Tensor cores multiply no float32: for CUDA, float32 activations are split into bfloat16 parts,
     which the kernel multiplies as more rows, exactly, and whose results are added.
@@ -135,13 +145,17 @@ def matmul(
             lhs, parts = _in_parts(lhs, len(lead)), _PARTS
         if scale.dtype != lhs.dtype or parts > 1:
             scale, zero = _widened(scale, zero, format)
+    lhs = lhs.reshape(batch, parts * m, lhs.shape[-1])
+    operands = [lhs, *_weight_operands(packed, scale, zero, index, format)]
     results = [jax.ShapeDtypeStruct((batch, parts * m, columns), out_dtype)]
     if platform == "cuda":
+        ordered = permutation is None
+        operands.append(jnp.zeros(0, jnp.int32) if ordered else permutation.reshape(orders, -1))
         workspace = _workspace_bytes(batch, parts * m, columns)
         results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+        results.append(jax.ShapeDtypeStruct((0,) if ordered else lhs.shape, lhs.dtype))
     out, *_ = jax.ffi.ffi_call(_TARGET, results)(
-        lhs.reshape(batch, parts * m, lhs.shape[-1]),
-        *_weight_operands(packed, scale, zero, index, format),
+        *operands,
         **_format_attributes(format),
         transposed=transposed,
         scale_sums=parts > 1,
