@@ -1,6 +1,7 @@
 """Dense products by cuBLAS, for many shapes in little time."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -37,16 +38,15 @@ class Cublas:
 
     def measure(self, plan: measure.Plan) -> Iterator[dict[str, Any]]:
         """A row per shape and number of tokens, of a part of the plan it was made for."""
-        for shape in plan.shapes:
-            name, n, k = shape
-            size, copies, calls = _copies(plan, shape)
+        # Few tokens first, as the driver has them.
+        for m, (name, n, k) in itertools.product(plan.tokens, plan.shapes):
+            size, copies, calls = _copies(plan, Shape(name, n, k))
             rotating = list(self._weights[: copies * n * k].reshape(copies, n, k))
+            x = self._lhs[: m * k].reshape(m, k)
+            time = timing.graph_microseconds_per_call(self._product.call, x, rotating, calls)
             row = {"shape": name, "n": n, "k": k, "format": "dense", "dtype": plan.dtype}
-            for m in plan.tokens:
-                x = self._lhs[: m * k].reshape(m, k)
-                time = timing.graph_microseconds_per_call(self._product.call, x, rotating, calls)
-                row |= {"backend": "cublas", "m": m}
-                yield row | measure.timed(time, "cuda graph", size, copies, calls, None)
+            row |= {"backend": "cublas", "m": m}
+            yield row | measure.timed(time, "cuda graph", size, copies, calls, None)
 
 
 def _copies(plan: measure.Plan, shape: Shape) -> tuple[int, int, int]:

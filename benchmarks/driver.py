@@ -29,7 +29,7 @@ def measure(path: Path, plan: Plan) -> Iterator[dict[str, Any]]:
         command += ["--n", ",".join(str(shape.n) for shape in plan.shapes)]
         command += ["--k", ",".join(str(shape.k) for shape in plan.shapes)]
         times = _run(command)
-        for shape, m in itertools.product(plan.shapes, plan.tokens):
+        for m, shape in itertools.product(plan.tokens, plan.shapes):
             size, us = next(times, (None, 0.0))
             if size != (m, shape.n, shape.k):
                 raise InputError(

@@ -31,7 +31,7 @@ from violations import Cell
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 # Both take turns with so many: clocks drift alike for both, and few processes start.
-SHAPES_AT_A_TIME = 8
+SHAPES_AT_A_TIME = 20
 CALLS = 16
 COLD_BYTES = 500_000_000
 

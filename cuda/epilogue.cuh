@@ -19,20 +19,24 @@ struct EpilogueParams {
   bool bias_float, residual_float;  // float32; else the type of lhs
   Activation activation;
   bool gated;
-  bool any;  // else results are the sums
+  bool any;         // else results are the sums
+  bool bias_alone;  // results are the sums and a bias
 };
 
 inline EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const Buffers& buffers) {
   const Epilogue& e = problem.epilogue;
   const bool any = e.gated || e.activation != Activation::kNone || buffers.bias != nullptr ||
                    buffers.residual != nullptr;
+  const bool bias_alone = buffers.bias != nullptr && !e.gated &&
+                          e.activation == Activation::kNone && buffers.residual == nullptr;
   return {buffers.bias,
           buffers.residual,
           e.bias == ElementType::kF32,
           e.residual == ElementType::kF32,
           e.activation,
           e.gated,
-          any};
+          any,
+          bias_alone};
 }
 
 // T, here and below: the type of lhs.

@@ -74,8 +74,11 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   const int64_t size = problem.group_size;
   p.atoms_per_group = Divider::By(size < 0 ? p.k_blocks : std::max(size / kAtom, int64_t{1}));
   p.groups_per_atom = size > 0 && size < kAtom ? static_cast<int>(kAtom / size) : 1;
-  p.tiles_m = static_cast<int>(CeilDiv(problem.m, tile.tokens));
+  const int64_t tiles_m = CeilDiv(problem.m, tile.tokens);
   p.tiles_n = static_cast<int>(CeilDiv(p.strips, tile.cta_strips() * choice.mates));
+  p.batch_tiles = WideDivider::By(tiles_m * p.tiles_n);
+  p.band_tiles = WideDivider::By(tiles_m * kBand);
+  p.last_width = WideDivider::By(p.tiles_n % kBand == 0 ? kBand : p.tiles_n % kBand);
   p.mate_shift = choice.mates - 1;
   p.whole_tiles = static_cast<int>(division.whole_tiles);
   p.parts = division.parts;

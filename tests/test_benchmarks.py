@@ -264,8 +264,9 @@ def test_sweep(tmp_path, monkeypatch, capsys):
         "import sys\n"
         "options = dict(zip(sys.argv[2::2], sys.argv[3::2]))\n"
         "sizes = zip(options['--n'].split(','), options['--k'].split(','), strict=True)\n"
-        "for n, k in sizes:\n"
-        "    for m, us in ((1, 5.0), (2, 8.0), (4, 7.5)):\n"
+        "sizes = list(sizes)\n"
+        "for m, us in ((1, 5.0), (2, 8.0), (4, 7.5)):\n"
+        "    for n, k in sizes:\n"
         "        print(f'm={m:<5d} n={n:6s} k={k:6s} w4 g128 stream {us:8.2f} us   2.24 TB/s')\n"
     )
     driver.chmod(0o755)

@@ -272,9 +272,10 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
   return choices;
 }
 
+// Few tokens first: products of many heat the device, and clocks take a while to rise again.
 void TimeAll(const TimeOptions& options) {
-  for (auto [n, k] : options.layers) {
-    for (int64_t m : options.tokens) {
+  for (int64_t m : options.tokens) {
+    for (auto [n, k] : options.layers) {
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
       problem.num_weights = problem.weights_per_element();

@@ -63,8 +63,10 @@ struct Params {
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
   // In units of what a cluster computes: 2^mate_shift neighbours along n.
-  int tiles_m, tiles_n;
-  int mate_shift;  // mates: the CTAs of a cluster that share activations
+  int tiles_n;
+  WideDivider batch_tiles, band_tiles;  // of an element of the batch; of a band (TileOf)
+  WideDivider last_width;               // of the last band
+  int mate_shift;                       // mates: the CTAs of a cluster that share activations
   // Of all tiles, the first are computed whole; then come those whose k is divided.
   int whole_tiles, parts;
   int num_units;  // whole tiles, and parts of others
@@ -84,14 +86,14 @@ inline constexpr int kBand = 16;
 
 // The tile of the first mate of a cluster.
 __device__ inline Tile TileOf(const Params& p, int number, int strips, int tokens) {
-  const int per_batch = p.tiles_m * p.tiles_n;
-  const int batch = number / per_batch;
-  const int in_batch = number - batch * per_batch;
-  const int band = in_batch / (kBand * p.tiles_m);
-  const int in_band = in_batch - band * kBand * p.tiles_m;
-  const int width = min(kBand, p.tiles_n - band * kBand);
-  const int along_m = in_band / width;
-  return {batch, (band * kBand + in_band - along_m * width) * strips, along_m * tokens};
+  const int batch = p.batch_tiles.Divide(number);
+  const int in_batch = number - batch * p.batch_tiles.divisor;
+  const int band = p.band_tiles.Divide(in_batch);
+  const int in_band = in_batch - band * p.band_tiles.divisor;
+  const bool whole = (band + 1) * kBand <= p.tiles_n;
+  const int along_m = whole ? in_band / kBand : p.last_width.Divide(in_band);
+  const int along_n = in_band - along_m * (whole ? kBand : p.last_width.divisor);
+  return {batch, (band * kBand + along_n) * strips, along_m * tokens};
 }
 
 // What a CTA computes at a time: a tile, or a part of its k.

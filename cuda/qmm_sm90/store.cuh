@@ -47,16 +47,18 @@ class TileStorer {
 
   __device__ TileStorer(const Params& p, Memory memory) : p_(p), memory_(memory) {}
 
-  // Before the products of a tile: starts copying residuals into the buffers that are free.
-  __device__ void Begin(const Tile& tile) const {
+  // Before the products of a tile: loads its biases, and starts copying residuals into the buffers that
+  // are free.
+  __device__ void Begin(const Tile& tile) {
     if (p_.epilogue.any) WaitForPreviousKernels();  // one may have written what is added
+    if (p_.epilogue.bias != nullptr) LoadBiases(tile);
     if (!p_.residual_boxes || threadIdx.x % 128 != 0) return;
     WaitStoresRead<0>();
     CopyResidual(tile, 0, buffer_);
   }
 
   __device__ void Store(const Tile& tile, const Sums<I>& sums) {
-    if (p_.epilogue.any) {
+    if (p_.epilogue.any && !p_.epilogue.bias_alone) {
       StoreFinished(tile, sums);
       return;
     }
@@ -65,13 +67,15 @@ class TileStorer {
       const int strip = Strip(tile, s);
       if (strip >= p_.n_blocks) break;
       if (p_.aligned) {
-        StoreBoxes(tile, strip, sums[s]);
+        StoreBoxes(tile, strip, biases_[s], sums[s]);
       } else {
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           float values[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) values[i] = sums[s][block * 4 + i] * kUnit;
+          for (int i = 0; i < 4; ++i) {
+            values[i] = fmaf(sums[s][block * 4 + i], kUnit, biases_[s][i / 2]);
+          }
           StoreElements(tile.batch, strip, tile.token + block * 8, values);
         }
       }
@@ -94,7 +98,7 @@ class TileStorer {
   static constexpr int kHalfTokens = I::kStoreTokens / 2, kHalfBlocks = kHalfTokens / 8;
   static constexpr int kHalves = I::kTokens / kHalfTokens;
   static constexpr int kBoxes = kHalves / 2;  // of a strip
-  static constexpr int kTogether = 2;         // blocks, whose epilogues overlap
+  static constexpr int kTogether = kHalfBlocks < 4 ? kHalfBlocks : 4;  // whose epilogues overlap
   static_assert(kHalfBlocks % kTogether == 0);
   // Barriers between warpgroups: sums of up are there; have been taken.
   static constexpr int kHandedOver = 3, kTaken = 4;
@@ -107,24 +111,16 @@ class TileStorer {
 
   // --- the epilogue ---
 
-  // Of a lane's channels g and g + 8: in each strip of the warpgroup, or in the gate and in up.
-  struct Biases {
-    float of[2][2];
-  };
-
-  __device__ Biases LoadBiases(const Tile& tile) const {
+  __device__ void LoadBiases(const Tile& tile) {
     const EpilogueParams& e = p_.epilogue;
-    Biases biases = {};
-    if (e.bias == nullptr) return biases;
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       if (s == I::kStrips && !e.gated) break;
       const int64_t product = e.gated ? 2 * tile.batch + s : tile.batch;
       const int n = Strip(tile, s) * static_cast<int>(kAtom) + Channel();
 #pragma unroll
-      for (int h = 0; h < 2; ++h) biases.of[s][h] = LoadBias<T>(e, product, p_.n, n + 8 * h);
+      for (int h = 0; h < 2; ++h) biases_[s][h] = LoadBias<T>(e, product, p_.n, n + 8 * h);
     }
-    return biases;
   }
 
   // For what is worked out anew, not kept in registers while products run.
@@ -138,12 +134,12 @@ class TileStorer {
 
   // From the sums of blocks of strip `s`, or from those of the gate and of up, to their results.
   template <int kCount>
-  __device__ void FinishBlocks(const Biases& biases, int s, float (&up)[kCount],
-                               const float (&residual)[kCount], float (&values)[kCount]) const {
+  __device__ void FinishBlocks(int s, float (&up)[kCount], const float (&residual)[kCount],
+                               float (&values)[kCount]) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float second = biases.of[1][i / 2 % 2];
-      values[i] += s == 0 ? biases.of[0][i / 2 % 2] : second;
+      const float second = biases_[1][i / 2 % 2];
+      values[i] += s == 0 ? biases_[0][i / 2 % 2] : second;
       up[i] += second;
     }
     jaxlowbit::Finish(p_.epilogue, up, residual, values);
@@ -242,7 +238,6 @@ class TileStorer {
       HandOver(sums);
       return;
     }
-    const Biases biases = LoadBiases(tile);
     const int halves = e.gated ? kHalves : I::kStrips * kHalves;
 #pragma unroll 1
     for (int half = 0; half < halves; ++half) {
@@ -266,7 +261,7 @@ class TileStorer {
           Take(first, block + i, values + 4 * i);
           if (e.gated) Take(second, block + i, up + 4 * i);
         }
-        FinishBlocks(biases, s, up, residual, values);
+        FinishBlocks(s, up, residual, values);
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
           const float* four = values + 4 * i;
@@ -343,7 +338,8 @@ class TileStorer {
     }
   }
 
-  __device__ void StoreBoxes(const Tile& tile, int strip, const float (&sums)[I::kTokens / 2]) {
+  __device__ void StoreBoxes(const Tile& tile, int strip, const float (&bias)[2],
+                             const float (&sums)[I::kTokens / 2]) {
     const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     // Lane i has the address of row i % 8 of matrix i / 8: rows are tokens, matrices g and g + 8 of
     // the channels, then the next 8 tokens.
@@ -360,8 +356,9 @@ class TileStorer {
       uint32_t matrices[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        const float* two = sums + token / 2 + 2 * i;
         matrices[i] =
-            Pair<T>::Round(sums[token / 2 + 2 * i] * kUnit, sums[token / 2 + 2 * i + 1] * kUnit);
+            Pair<T>::Round(fmaf(two[0], kUnit, bias[i % 2]), fmaf(two[1], kUnit, bias[i % 2]));
       }
       StoreTransposed(buffer + in_box * 128 + lane_offset, matrices);
       if (in_box + 16 == I::kStoreTokens) {
@@ -372,6 +369,9 @@ class TileStorer {
 
   const Params& p_;
   const Memory memory_;
+  // Of a lane's channels g and g + 8: in each strip of the warpgroup, or in the gate and in up. What
+  // changes nothing, without biases.
+  float biases_[2][2] = {{-0.0f, -0.0f}, {-0.0f, -0.0f}};
   int buffer_ = 0;  // for the next box
   bool handed_over_ = false;
 };
