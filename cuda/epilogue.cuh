@@ -19,24 +19,20 @@ struct EpilogueParams {
   bool bias_float, residual_float;  // float32; else the type of lhs
   Activation activation;
   bool gated;
-  bool any;         // else results are the sums
-  bool bias_alone;  // results are the sums and a bias
+  bool any;  // else results are the sums
 };
 
 inline EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const Buffers& buffers) {
   const Epilogue& e = problem.epilogue;
   const bool any = e.gated || e.activation != Activation::kNone || buffers.bias != nullptr ||
                    buffers.residual != nullptr;
-  const bool bias_alone = buffers.bias != nullptr && !e.gated &&
-                          e.activation == Activation::kNone && buffers.residual == nullptr;
   return {buffers.bias,
           buffers.residual,
           e.bias == ElementType::kF32,
           e.residual == ElementType::kF32,
           e.activation,
           e.gated,
-          any,
-          bias_alone};
+          any};
 }
 
 // T, here and below: the type of lhs.
@@ -58,8 +54,21 @@ __device__ float LoadResidual(const EpilogueParams& e, int64_t offset) {
   return e.residual == nullptr ? 0.0f : LoadElement<T>(e.residual, e.residual_float, offset);
 }
 
-// x / (1 + exp(-y)). An error of the exponential is one of y in its last digits.
-__device__ inline float TimesSigmoid(float x, float y) { return __fdividef(x, 1.0f + __expf(-y)); }
+// x sigmoid(linear x + cubic x^3): silu, and gelu_tanh, whose (1 + tanh(y)) / 2 is sigmoid(2 y).
+struct SigmoidForm {
+  float linear, cubic;
+};
+
+__device__ inline SigmoidForm SigmoidFormOf(Activation activation) {
+  return activation == Activation::kSilu ? SigmoidForm{1.0f, 0.0f}
+                                         : SigmoidForm{1.59576912f, 1.59576912f * 0.044715f};
+}
+
+// An error of the exponential is one of its argument in its last digits.
+__device__ inline float TimesSigmoid(SigmoidForm form, float x) {
+  const float square = fminf(x * x, 3e38f);  // which 0 may multiply
+  return __fdividef(x, 1.0f + __expf(-x * fmaf(form.cubic, square, form.linear)));
+}
 
 // x Phi(x), with Phi(x) = erfc(-x / sqrt(2)) / 2 and erfc(z) = t exp(q(t) - z^2), t = 1 / (1 + z / 2), for
 // z >= 0. q fits log(erfc(z) exp(z^2) / t) by Chebyshev polynomials of t in (0, 1), to 1.1e-7: that is
@@ -75,8 +84,10 @@ __device__ inline float Gelu(float x) {
   return x * (x > 0.0f ? 1.0f - half : half);
 }
 
-// As jax.nn has them, NaN for NaN; gelu_tanh by (1 + tanh(y)) / 2 = sigmoid(2 y). Several values at a
-// time, since their instructions overlap where they are in one branch.
+__device__ inline float Relu(float x) { return x < 0.0f ? 0.0f : x; }
+
+// As jax.nn has them, NaN for NaN. Several values at a time, since their instructions overlap where
+// they are in one branch.
 template <int kCount>
 __device__ void Activate(Activation activation, float (&x)[kCount]) {
   const auto each = [&](auto function) {
@@ -87,14 +98,14 @@ __device__ void Activate(Activation activation, float (&x)[kCount]) {
     case Activation::kNone:
       return;
     case Activation::kSilu:
-      return each([](float y) { return TimesSigmoid(y, y); });
+    case Activation::kGeluTanh: {
+      const SigmoidForm form = SigmoidFormOf(activation);
+      return each([form](float y) { return TimesSigmoid(form, y); });
+    }
     case Activation::kGelu:
       return each([](float y) { return Gelu(y); });
-    case Activation::kGeluTanh:
-      return each(
-          [](float y) { return TimesSigmoid(y, 1.59576912f * (y + 0.044715f * y * y * y)); });
     case Activation::kRelu:
-      return each([](float y) { return y < 0.0f ? 0.0f : y; });
+      return each([](float y) { return Relu(y); });
   }
 }
 

@@ -49,6 +49,22 @@ KernelFunction Find(const QuantizedMatmul& problem, int tile) {
   return find(problem.scale == ElementType::kF32, problem.zero, tile);
 }
 
+Form FormOf(const Epilogue& epilogue) {
+  if (epilogue.gated) return Form::kOther;
+  switch (epilogue.activation) {
+    case Activation::kNone:
+      return Form::kSum;
+    case Activation::kSilu:
+    case Activation::kGeluTanh:
+      return Form::kSigmoid;
+    case Activation::kRelu:
+      return Form::kRelu;
+    case Activation::kGelu:
+      break;
+  }
+  return Form::kOther;
+}
+
 Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
                 const Division& division) {
   const TileShape& tile = kTiles[choice.tile];
@@ -62,8 +78,10 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.out_float = problem.out == ElementType::kF32;
   p.aligned = !p.out_float && SupportsBoxes(problem.n);
   p.epilogue = EpilogueOf(problem, buffers);
-  p.residual_boxes = p.aligned && buffers.residual != nullptr && !p.epilogue.gated &&
-                     problem.epilogue.residual == problem.lhs;
+  const bool boxes = buffers.residual != nullptr && problem.epilogue.residual == problem.lhs;
+  p.form =
+      p.aligned && (boxes || buffers.residual == nullptr) ? FormOf(problem.epilogue) : Form::kOther;
+  p.residual_boxes = boxes && p.form != Form::kOther;
   p.num_weights = problem.num_weights;
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);

@@ -41,6 +41,14 @@ struct Instance {
       kTokens < qmm_sm90::kStoreTokens ? kTokens : qmm_sm90::kStoreTokens;
 };
 
+// How a tile's sums become results.
+enum class Form {
+  kSum,      // in registers, to boxes; as the next two with a bias and boxes of residuals
+  kSigmoid,  // of activations with a SigmoidForm
+  kRelu,
+  kOther  // through shared memory
+};
+
 struct Params {
   CUtensorMap lhs;       // [batch, m, k] in boxes of a mate's part of a tile's tokens and 64 of k
   CUtensorMap out;       // [batch, m, n] in boxes of kStoreTokens and 64 of n, if `aligned`
@@ -53,7 +61,8 @@ struct Params {
   void* out_elements;
   bool out_float;       // float32 out; else the type of lhs
   bool aligned;         // rows of out begin at multiples of 16 bytes, and it has the type of lhs
-  bool residual_boxes;  // the same of the residual
+  bool residual_boxes;  // the same of the residual, unless form is kOther
+  Form form;
   int64_t num_weights;
   int m, n;
   int n_blocks, k_blocks, groups;

@@ -4,10 +4,11 @@
 //
 // Buffers of a warpgroup for its results, of kStoreTokens of a strip:
 //
-//   sums alone   results of a box in each, in turn
-//   epilogue     0, 1: results of a box, first its residual; 2: sums of half a box, of the gate if gated;
-//                3: the same of up, if this warpgroup has them. Of two warpgroups with a strip each, the
-//                one with up leaves half a box in each of its four for the other.
+//   in registers   results of a box in each, in turn; with residuals, in the first two, which hold the
+//                  box's residual before
+//   Form::kOther   0, 1: results of a box; 2: sums of half a box, of the gate if gated; 3: the same of
+//                  up, if this warpgroup has them. Of two warpgroups with a strip each, the one with
+//                  up leaves half a box in each of its four for the other.
 #pragma once
 
 #include <utility>
@@ -33,13 +34,12 @@ __device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrice
                : "memory");
 }
 // And back.
-__device__ inline void LoadTransposed(uint32_t shared, uint32_t (&matrices)[2]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
-               : "=r"(matrices[0]), "=r"(matrices[1])
+__device__ inline void LoadTransposed(uint32_t shared, uint32_t (&matrices)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
                : "r"(shared)
                : "memory");
 }
-
 template <class I>
 class TileStorer {
  public:
@@ -58,27 +58,15 @@ class TileStorer {
   }
 
   __device__ void Store(const Tile& tile, const Sums<I>& sums) {
-    if (p_.epilogue.any && !p_.epilogue.bias_alone) {
-      StoreFinished(tile, sums);
-      return;
-    }
-#pragma unroll
-    for (int s = 0; s < I::kStrips; ++s) {
-      const int strip = Strip(tile, s);
-      if (strip >= p_.n_blocks) break;
-      if (p_.aligned) {
-        StoreBoxes(tile, strip, biases_[s], sums[s]);
-      } else {
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          float values[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            values[i] = fmaf(sums[s][block * 4 + i], kUnit, biases_[s][i / 2]);
-          }
-          StoreElements(tile.batch, strip, tile.token + block * 8, values);
-        }
-      }
+    switch (p_.form) {
+      case Form::kSum:
+        return StoreBoxes<Form::kSum>(tile, sums);
+      case Form::kSigmoid:
+        return StoreBoxes<Form::kSigmoid>(tile, sums);
+      case Form::kRelu:
+        return StoreBoxes<Form::kRelu>(tile, sums);
+      case Form::kOther:
+        return StoreFinished(tile, sums);
     }
   }
 
@@ -98,7 +86,7 @@ class TileStorer {
   static constexpr int kHalfTokens = I::kStoreTokens / 2, kHalfBlocks = kHalfTokens / 8;
   static constexpr int kHalves = I::kTokens / kHalfTokens;
   static constexpr int kBoxes = kHalves / 2;  // of a strip
-  static constexpr int kTogether = kHalfBlocks < 4 ? kHalfBlocks : 4;  // whose epilogues overlap
+  static constexpr int kTogether = 2;         // blocks, whose epilogues overlap
   static_assert(kHalfBlocks % kTogether == 0);
   // Barriers between warpgroups: sums of up are there; have been taken.
   static constexpr int kHandedOver = 3, kTaken = 4;
@@ -157,22 +145,8 @@ class TileStorer {
             strip * static_cast<int>(kAtom), tile.token + token, tile.batch, full);
   }
 
-  // Of a block of 8 tokens from `token` on, from row `row` of a box where there are those; `parity`: of
-  // the box's copy.
-  __device__ void LoadResidual(int batch, int strip, int token, int buffer, int parity, int row,
-                               float* residual) const {
-    if (p_.residual_boxes) {
-      const int warpgroup = threadIdx.x / 128;
-      Wait(memory_.residual_full(warpgroup, buffer), parity);
-      uint32_t matrices[2];
-      LoadTransposed(InBox(Buffer(warpgroup, buffer), row), matrices);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        residual[2 * h] = Pair<T>::Low(matrices[h]);
-        residual[2 * h + 1] = Pair<T>::High(matrices[h]);
-      }
-      return;
-    }
+  // Of a block of 8 tokens from `token` on.
+  __device__ void LoadResidual(int batch, int strip, int token, float* residual) const {
     const int m = token + Thread() % 4 * 2;
     const int n = strip * static_cast<int>(kAtom) + Channel();
     const int64_t offset = (int64_t{batch} * p_.m + m) * p_.n + n;
@@ -228,7 +202,7 @@ class TileStorer {
     }
   }
 
-  // Half a box at a time, so that registers need not be indexed.
+  // Other results, half a box at a time: registers cannot be indexed, and formulas are in the code once.
   __device__ void StoreFinished(const Tile& tile, const Sums<I>& sums) {
     const EpilogueParams& e = p_.epilogue;
     const int warpgroup = threadIdx.x / 128;
@@ -249,15 +223,17 @@ class TileStorer {
       if (!kApart && e.gated) Leave(half + kHalves, second, sums);
       if (handed && in_strip % kStoreBuffers == 0) Synchronize(kHandedOver, 256);
       const int row = in_strip % 2 * kHalfTokens;  // in the box
-      if (p_.aligned && row == 0) EnterBox(tile, half / 2);
+      if (p_.aligned && row == 0) {
+        if (threadIdx.x % 128 == 0) WaitStoresRead<kResultBuffers - 1>();
+        Synchronize(1 + warpgroup, 128);
+      }
 #pragma unroll 1
       for (int block = 0; block < kHalfBlocks; block += kTogether) {
         const int token = tile.token + in_strip * kHalfTokens + block * 8;
         float values[4 * kTogether], up[4 * kTogether] = {}, residual[4 * kTogether];
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          LoadResidual(tile.batch, strip, token + i * 8, buffer_ % kResultBuffers,
-                       buffer_ / kResultBuffers, row + (block + i) * 8, residual + 4 * i);
+          LoadResidual(tile.batch, strip, token + i * 8, residual + 4 * i);
           Take(first, block + i, values + 4 * i);
           if (e.gated) Take(second, block + i, up + 4 * i);
         }
@@ -283,19 +259,6 @@ class TileStorer {
         LeaveBox(strip, tile.token + in_strip * kHalfTokens - row, tile.batch,
                  Buffer(warpgroup, buffer_ % kResultBuffers));
       }
-    }
-  }
-
-  // The next box's buffer is free, or will hold its residual; that of the box after it is on its way.
-  __device__ void EnterBox(const Tile& tile, int box) const {
-    if (p_.residual_boxes) {
-      if (threadIdx.x % 128 == 0 && box + 1 < I::kStrips * kBoxes) {
-        WaitStoresRead<0>();
-        CopyResidual(tile, box + 1, buffer_ + 1);
-      }
-    } else {
-      if (threadIdx.x % 128 == 0) WaitStoresRead<kResultBuffers - 1>();
-      Synchronize(1 + threadIdx.x / 128, 128);
     }
   }
 
@@ -338,31 +301,67 @@ class TileStorer {
     }
   }
 
-  __device__ void StoreBoxes(const Tile& tile, int strip, const float (&bias)[2],
-                             const float (&sums)[I::kTokens / 2]) {
-    const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  // The buffer for the next box, which is free, or holds the box's residual. Then that of the box after
+  // it is on its way to the other of two.
+  __device__ uint32_t EnterBox(const Tile& tile, int box) const {
+    const int warpgroup = threadIdx.x / 128;
+    if (p_.residual_boxes) {
+      if (threadIdx.x % 128 == 0 && box + 1 < I::kStrips * kBoxes) {
+        WaitStoresRead<0>();
+        CopyResidual(tile, box + 1, buffer_ + 1);
+      }
+      const int buffer = buffer_ % kResultBuffers;
+      Wait(memory_.residual_full(warpgroup, buffer), buffer_ / kResultBuffers);
+      return Buffer(warpgroup, buffer);
+    }
+    if (threadIdx.x % 128 == 0) WaitStoresRead<kStoreBuffers - 1>();
+    Synchronize(1 + warpgroup, 128);
+    return Buffer(warpgroup, buffer_);
+  }
+
+  // Results of sums in registers.
+  template <Form kForm>
+  __device__ void StoreBoxes(const Tile& tile, const Sums<I>& sums) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     // Lane i has the address of row i % 8 of matrix i / 8: rows are tokens, matrices g and g + 8 of
     // the channels, then the next 8 tokens.
     const int row = lane / 16 * 8 + lane % 8, column = 2 * warp + lane / 8 % 2;
     const uint32_t lane_offset = row * 128 + (column ^ row % 8) * 16;
+    const SigmoidForm sigmoid = SigmoidFormOf(p_.epilogue.activation);
 #pragma unroll
-    for (int token = 0; token < I::kTokens; token += 16) {
-      const uint32_t buffer = Buffer(warpgroup, buffer_);
-      const int in_box = token % I::kStoreTokens;
-      if (in_box == 0) {
-        if (threadIdx.x % 128 == 0) WaitStoresRead<kStoreBuffers - 1>();
-        Synchronize(1 + warpgroup, 128);
-      }
-      uint32_t matrices[4];
+    for (int s = 0; s < I::kStrips; ++s) {
+      const int strip = Strip(tile, s);
+      if (strip >= p_.n_blocks) break;
+      uint32_t buffer;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* two = sums + token / 2 + 2 * i;
-        matrices[i] =
-            Pair<T>::Round(fmaf(two[0], kUnit, bias[i % 2]), fmaf(two[1], kUnit, bias[i % 2]));
-      }
-      StoreTransposed(buffer + in_box * 128 + lane_offset, matrices);
-      if (in_box + 16 == I::kStoreTokens) {
-        LeaveBox(strip, tile.token + token - in_box, tile.batch, buffer);
+      for (int token = 0; token < I::kTokens; token += 16) {
+        const int in_box = token % I::kStoreTokens;
+        if (in_box == 0) buffer = EnterBox(tile, s * kBoxes + token / I::kStoreTokens);
+        float values[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          values[i] = fmaf(sums[s][token / 2 + i], kUnit, biases_[s][i / 2 % 2]);
+          if (kForm == Form::kSigmoid) values[i] = TimesSigmoid(sigmoid, values[i]);
+          if (kForm == Form::kRelu) values[i] = Relu(values[i]);
+        }
+        const uint32_t address = buffer + in_box * 128 + lane_offset;
+        uint32_t matrices[4];
+        if (p_.residual_boxes) {
+          LoadTransposed(address, matrices);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            values[2 * i] += Pair<T>::Low(matrices[i]);
+            values[2 * i + 1] += Pair<T>::High(matrices[i]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          matrices[i] = Pair<T>::Round(values[2 * i], values[2 * i + 1]);
+        }
+        StoreTransposed(address, matrices);
+        if (in_box + 16 == I::kStoreTokens) {
+          LeaveBox(strip, tile.token + token - in_box, tile.batch, buffer);
+        }
       }
     }
   }
