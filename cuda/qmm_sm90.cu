@@ -127,11 +127,11 @@ struct LaunchConfig {
 };
 
 cudaError_t LaunchReduceParts(const QuantizedMatmul& problem, const Division& division, int tokens,
-                              int mates, const Params& p, cudaStream_t stream) {
+                              const Params& p, cudaStream_t stream) {
   cudaLaunchAttribute early_start = EarlyStart();
   cudaLaunchConfig_t config = {};
   const int strips = problem.epilogue.gated ? 1 : kTileStrips;
-  config.gridDim = {static_cast<unsigned>(tokens / 8), static_cast<unsigned>(strips * mates),
+  config.gridDim = {static_cast<unsigned>(tokens / 8), static_cast<unsigned>(strips),
                     static_cast<unsigned>(division.divided_tiles)};
   config.blockDim = kReduceThreads;
   config.stream = stream;
@@ -207,7 +207,7 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
   const LaunchConfig launch(tile, clusters, choice.mates, p.plan.shared_bytes(), stream);
   error = cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
   if (error != cudaSuccess || division.parts == 1) return error;
-  return LaunchReduceParts(problem, division, tile.tokens, choice.mates, p, stream);
+  return LaunchReduceParts(problem, division, tile.tokens, p, stream);
 }
 
 }  // namespace jaxlowbit

@@ -233,8 +233,7 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
       const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
       const qmm_sm90::Division division =
           qmm_sm90::DivisionOf(problem, tile, choice.mates, choice.split_k, DeviceInfo(0).num_sms);
-      return (choice.split_k > 1 && choice.mates > 1) ||
-             division.divided_tiles * choice.split_k > division.resident ||
+      return division.divided_tiles * choice.split_k > division.resident ||
              tile.tokens >= 2 * problem.m || (16 * tile.tokens <= problem.m && tile.tokens < 256);
     };
     choices.erase(std::remove_if(choices.begin(), choices.end(), hopeless), choices.end());

@@ -86,7 +86,7 @@ inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
 
 // What CTAs that stay for unit after unit compute: first as many whole tiles as give each the same
 // number, then the tiles that are left. With more parts than one these are divided along k, so that
-// every CTA has some of them. Counted in tiles of clusters of mates.
+// every CTA has some of them. Counted in tiles of clusters of mates, who do not divide theirs.
 struct Division {
   int64_t resident;     // clusters
   int64_t whole_tiles;  // all, with one part
@@ -94,8 +94,8 @@ struct Division {
   int parts;  // of a divided tile
 
   int64_t units() const { return whole_tiles + divided_tiles * parts; }
-  int64_t workspace_bytes(const TileShape& tile, int mates) const {
-    return divided_tiles * parts * mates * tile.tokens * tile.cta_strips() * kAtom *
+  int64_t workspace_bytes(const TileShape& tile) const {
+    return divided_tiles * parts * tile.tokens * tile.cta_strips() * kAtom *
            static_cast<int64_t>(sizeof(float));
   }
 };
@@ -104,7 +104,8 @@ inline Division DivisionOf(const QuantizedMatmul& problem, const TileShape& tile
                            int parts, int num_sms) {
   const int64_t tiles = CeilDiv(problem.m, tile.tokens) *
                         CeilDiv(problem.strips(), tile.cta_strips() * mates) * problem.batch;
-  Division division = {num_sms * tile.ctas_per_sm / mates, tiles, 0, parts};
+  const int64_t resident = num_sms * tile.ctas_per_sm / mates;
+  Division division = {resident > 0 ? resident : 1, tiles, 0, parts};
   if (parts > 1) division.whole_tiles = tiles / division.resident * division.resident;
   division.divided_tiles = tiles - division.whole_tiles;
   return division;

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
       if (unit.divided < 0) {
         storer.Store(unit.tile, sums);
       } else {
-        StorePart<I>(p, unit.divided, mate, sums);
+        StorePart<I>(p, unit.divided, sums);
       }
     }
     storer.Finish();

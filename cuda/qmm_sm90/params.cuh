@@ -137,10 +137,9 @@ __device__ inline Unit UnitOf(const Params& p, int number, int mate) {
 // warpgroup two tokens of two channels, as its registers hold them.
 inline constexpr int kBlockSums = 128 * 4;
 
-// Of a mate's part number `divided`.
-__device__ inline int64_t FirstSum(const Params& p, int divided, int mate, int tokens) {
-  const int64_t part = (int64_t{divided} << p.mate_shift) + mate;
-  return part * (tokens / 8) * kTileStrips * kBlockSums;
+// Of part number `divided`.
+__device__ inline int64_t FirstSum(int divided, int tokens) {
+  return int64_t{divided} * (tokens / 8) * kTileStrips * kBlockSums;
 }
 
 // The first group that an atom along k touches.

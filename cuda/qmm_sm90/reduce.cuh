@@ -12,11 +12,11 @@ namespace jaxlowbit::qmm_sm90 {
 
 // The sums of a warpgroup's strips.
 template <class I>
-__device__ void StorePart(const Params& p, int divided, int mate, const Sums<I>& sums) {
+__device__ void StorePart(const Params& p, int divided, const Sums<I>& sums) {
   constexpr int kBlocks = I::kTokens / 8;
   const int strip = static_cast<int>(threadIdx.x) / 128 * I::kStrips;
-  float* own = p.sums + FirstSum(p, divided, mate, I::kTokens) + strip * kBlocks * kBlockSums +
-               threadIdx.x % 128 * 4;
+  float* own =
+      p.sums + FirstSum(divided, I::kTokens) + strip * kBlocks * kBlockSums + threadIdx.x % 128 * 4;
 #pragma unroll
   for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ void AddParts(const float* first, int64_t step, int parts, float (&su
   for (int i = 0; i < 4; ++i) sum[i] *= 1 << kWeightShift<T>;
 }
 
-// A CTA computes 8 tokens of a strip. Grid: blocks of tokens, strips of a cluster's tile, tiles.
+// A CTA computes 8 tokens of a strip. Grid: blocks of tokens, strips of a tile, tiles.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
     ReducePartsKernel(const __grid_constant__ Params p, int tokens) {
@@ -60,16 +60,14 @@ __global__ void __launch_bounds__(kReduceThreads)
   LaunchDependents();
   const EpilogueParams& e = p.epilogue;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int strips = e.gated ? 1 : kTileStrips;
-  const int block = blockIdx.x, mate = blockIdx.y / strips, s = blockIdx.y % strips;
-  Tile tile = TileOf(p, p.whole_tiles + blockIdx.z, kTileStrips << p.mate_shift, tokens);
-  tile.strip += mate * kTileStrips;
+  const int block = blockIdx.x, s = blockIdx.y;
+  const Tile tile = TileOf(p, p.whole_tiles + blockIdx.z, kTileStrips, tokens);
   const int strip = e.gated ? tile.strip / 2 : tile.strip + s, token = tile.token + block * 8;
   WaitForPreviousKernels();
   if (strip >= p.n_blocks || token >= p.m) return;
 
-  const int64_t step = FirstSum(p, 1, 0, tokens);
-  const float* first = p.sums + FirstSum(p, blockIdx.z * p.parts, mate, tokens) +
+  const int64_t step = FirstSum(1, tokens);
+  const float* first = p.sums + FirstSum(blockIdx.z * p.parts, tokens) +
                        (s * (tokens / 8) + block) * kBlockSums + threadIdx.x * 4;
   float values[4];
   AddParts<T>(first, step, p.parts, values);

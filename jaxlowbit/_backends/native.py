@@ -510,13 +510,13 @@ def too_old(compute_capability: int) -> str | None:
 def _workspace_bytes(batch: int, m: int, columns: int) -> int:
     """Enough for the float32 partial sums of every split the selection may choose.
 
-    The bound needs neither a device nor a concrete m, so that exported programs carry it.
+    They are of tiles, which cover up to twice what m and the columns are, each. The bound needs neither a device nor a concrete m, so that exported programs carry it.
     """
     limit = _ffi.MAX_WORKSPACE_BYTES
     if not all(isinstance(size, int) for size in (batch, m)):
         return limit
     padded = batch * m * _layout.blocks(columns) * _layout.ATOM
-    return min(limit, 4 * _ffi.MAX_SPLIT_K * padded)
+    return min(limit, 2 * 4 * _ffi.MAX_SPLIT_K * padded)
 
 
 def _one_of(values: tuple) -> str:
