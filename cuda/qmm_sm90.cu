@@ -49,16 +49,16 @@ KernelFunction Find(const QuantizedMatmul& problem, int tile) {
   return find(problem.scale == ElementType::kF32, problem.zero, tile);
 }
 
+// Of results that are stored in boxes.
 Form FormOf(const Epilogue& epilogue) {
-  if (epilogue.gated) return Form::kOther;
   switch (epilogue.activation) {
     case Activation::kNone:
-      return Form::kSum;
+      return epilogue.gated ? Form::kOther : Form::kSum;
     case Activation::kSilu:
     case Activation::kGeluTanh:
       return Form::kSigmoid;
     case Activation::kRelu:
-      return Form::kRelu;
+      return epilogue.gated ? Form::kOther : Form::kRelu;
     case Activation::kGelu:
       break;
   }
@@ -78,7 +78,8 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.out_float = problem.out == ElementType::kF32;
   p.aligned = !p.out_float && SupportsBoxes(problem.n);
   p.epilogue = EpilogueOf(problem, buffers);
-  const bool boxes = buffers.residual != nullptr && problem.epilogue.residual == problem.lhs;
+  const bool boxes = buffers.residual != nullptr && problem.epilogue.residual == problem.lhs &&
+                     !problem.epilogue.gated;
   p.form =
       p.aligned && (boxes || buffers.residual == nullptr) ? FormOf(problem.epilogue) : Form::kOther;
   p.residual_boxes = boxes && p.form != Form::kOther;
@@ -193,7 +194,8 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
                                        problem.k, tile.tokens / choice.mates, &p.lhs);
   if (error != cudaSuccess) return error;
   if (p.aligned) {
-    const int box = std::min(tile.tokens, kStoreTokens);
+    const bool halves = p.form == Form::kSigmoid && p.epilogue.gated && tile.warpgroups == 2;
+    const int box = halves ? GatedBoxTokens(tile) : std::min(tile.tokens, kStoreTokens);
     error = DescribeMatrices(buffers.out, problem.out, problem.batch, problem.m, problem.n, box,
                              &p.out);
     if (error != cudaSuccess) return error;

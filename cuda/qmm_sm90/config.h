@@ -40,6 +40,11 @@ inline constexpr int kResultBuffers = 2;
 // Shared memory of a CTA: of 228 KiB, 1 KiB for the system.
 constexpr int SharedBytes(const TileShape& tile) { return (228 / tile.ctas_per_sm - 1) * 1024; }
 
+// Tokens of a box of results of a gated product that two warpgroups finish, each half of the tokens.
+constexpr int GatedBoxTokens(const TileShape& tile) {
+  return tile.tokens / 2 < kStoreTokens ? tile.tokens / 2 : kStoreTokens;
+}
+
 // A stage in shared memory: activations, codes, scales, zeros, in this order.
 struct StageBytes {
   int lhs, codes, scales, zeros;

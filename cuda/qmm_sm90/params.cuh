@@ -43,10 +43,11 @@ struct Instance {
 
 // How a tile's sums become results.
 enum class Form {
-  kSum,      // in registers, to boxes; as the next two with a bias and boxes of residuals
-  kSigmoid,  // of activations with a SigmoidForm
+  // In registers, to boxes: sums alone, or with a bias and boxes of residuals
+  kSum,
+  kSigmoid,  // of activations with a SigmoidForm; gated without residuals
   kRelu,
-  kOther  // through shared memory
+  kOther  // in a loop, through shared memory
 };
 
 struct Params {

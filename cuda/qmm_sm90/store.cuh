@@ -62,6 +62,7 @@ class TileStorer {
       case Form::kSum:
         return StoreBoxes<Form::kSum>(tile, sums);
       case Form::kSigmoid:
+        if (p_.epilogue.gated) return StoreGated(tile, sums);
         return StoreBoxes<Form::kSigmoid>(tile, sums);
       case Form::kRelu:
         return StoreBoxes<Form::kRelu>(tile, sums);
@@ -86,10 +87,11 @@ class TileStorer {
   static constexpr int kHalfTokens = I::kStoreTokens / 2, kHalfBlocks = kHalfTokens / 8;
   static constexpr int kHalves = I::kTokens / kHalfTokens;
   static constexpr int kBoxes = kHalves / 2;  // of a strip
+  static constexpr int kGatedBox = GatedBoxTokens(I::kTile);
   static constexpr int kTogether = 2;         // blocks, whose epilogues overlap
   static_assert(kHalfBlocks % kTogether == 0);
-  // Barriers between warpgroups: sums of up are there; have been taken.
-  static constexpr int kHandedOver = 3, kTaken = 4;
+  // Barriers between warpgroups: sums of up are there; have been taken. Of both: they exchange sums.
+  static constexpr int kHandedOver = 3, kTaken = 4, kExchange = 3;
 
   // Of the result, for strip `s` of this warpgroup.
   __device__ int Strip(const Tile& tile, int s) const {
@@ -319,14 +321,106 @@ class TileStorer {
     return Buffer(warpgroup, buffer_);
   }
 
+  // Gated results of sums in registers.
+  __device__ void StoreGated(const Tile& tile, const Sums<I>& sums) {
+    if (Strip(tile, 0) >= p_.n_blocks) return;
+    if constexpr (!kApart) {
+      StoreGatedBoxes(tile, sums);
+    } else if (threadIdx.x < 128) {
+      ExchangeAndStore<0>(tile, sums);
+    } else {
+      ExchangeAndStore<1>(tile, sums);
+    }
+  }
+
+  __device__ void StoreGatedBoxes(const Tile& tile, const Sums<I>& sums) {
+    uint32_t buffer;
+#pragma unroll
+    for (int token = 0; token < I::kTokens; token += 16) {
+      const int in_box = token % I::kStoreTokens;
+      if (in_box == 0) buffer = EnterBox(tile, token / I::kStoreTokens);
+      float values[8];
+      Gate(sums[0] + token / 2, sums[I::kStrips - 1] + token / 2, values);
+      StoreRows(buffer, in_box, values);
+      if (in_box + 16 == I::kStoreTokens) {
+        LeaveBox(Strip(tile, 0), tile.token + token - in_box, tile.batch, buffer);
+      }
+    }
+  }
+
+  // Of two warpgroups, the first has the gate and the second up. Each finishes half of the tokens, for
+  // which the other leaves its sums in its buffers; the place of those that have been read is for results.
+  template <int kWarpgroup>
+  __device__ void ExchangeAndStore(const Tile& tile, const Sums<I>& sums) {
+    constexpr int kOwn = kWarpgroup * kBlocks / 2, kOther = kBlocks / 2 - kOwn;
+    constexpr int kBox = kGatedBox;
+    if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
+    Synchronize(kExchange, 256);  // the stores of both have read the buffers
+    const uint32_t given = Buffer(kWarpgroup, 0), taken = Buffer(1 - kWarpgroup, 0);
+#pragma unroll
+    for (int block = 0; block < kBlocks / 2; ++block) {
+      float values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = sums[0][(kOther + block) * 4 + i];
+      StoreShared16<kWarpgroup>(given + block * 2048 + threadIdx.x % 128 * 16, values);
+    }
+    Synchronize(kExchange, 256);
+#pragma unroll
+    for (int box = 0; box < I::kTokens / 2 / kBox; ++box) {
+      const uint32_t buffer = taken + box * kBox * 256;
+      float others[kBox / 2];
+#pragma unroll
+      for (int block = 0; block < kBox / 8; ++block) {
+        const uint4 four = LoadShared16(buffer + block * 2048 + threadIdx.x % 128 * 16);
+        others[block * 4] = __uint_as_float(four.x),
+                       others[block * 4 + 1] = __uint_as_float(four.y);
+        others[block * 4 + 2] = __uint_as_float(four.z);
+        others[block * 4 + 3] = __uint_as_float(four.w);
+      }
+      Synchronize(1 + kWarpgroup, 128);
+#pragma unroll
+      for (int token = 0; token < kBox; token += 16) {
+        const float* own = sums[0] + (kOwn * 8 + box * kBox + token) / 2;
+        const float* other = others + token / 2;
+        float values[8];
+        Gate(kWarpgroup == 0 ? own : other, kWarpgroup == 0 ? other : own, values);
+        StoreRows(buffer, token, values);
+      }
+      LeaveBox(Strip(tile, 0), tile.token + kOwn * 8 + box * kBox, tile.batch, buffer);
+    }
+  }
+
+  // Of two blocks of tokens.
+  __device__ void Gate(const float* gate, const float* up, float (&values)[8]) const {
+    const SigmoidForm sigmoid = SigmoidFormOf(p_.epilogue.activation);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      values[i] = TimesSigmoid(sigmoid, fmaf(gate[i], kUnit, biases_[0][i / 2 % 2])) *
+                  fmaf(up[i], kUnit, biases_[1][i / 2 % 2]);
+    }
+  }
+
+  // Where this lane has its row of four 8 x 8 matrices: tokens from `row` on, the first and the last 8 of
+  // the warp's channels, then the next 8 tokens.
+  __device__ static uint32_t InBoxOfFour(uint32_t box, int row) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int own = lane / 16 * 8 + lane % 8;
+    return box + (row + own) * 128 + ((2 * warp + lane / 8 % 2) ^ own % 8) * 16;
+  }
+
+  // Two blocks of tokens, from `row` of the box on.
+  __device__ static void StoreRows(uint32_t box, int row, const float (&values)[8]) {
+    uint32_t matrices[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      matrices[i] = Pair<T>::Round(values[2 * i], values[2 * i + 1]);
+    }
+    StoreTransposed(InBoxOfFour(box, row), matrices);
+  }
+
   // Results of sums in registers.
   template <Form kForm>
   __device__ void StoreBoxes(const Tile& tile, const Sums<I>& sums) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    // Lane i has the address of row i % 8 of matrix i / 8: rows are tokens, matrices g and g + 8 of
-    // the channels, then the next 8 tokens.
-    const int row = lane / 16 * 8 + lane % 8, column = 2 * warp + lane / 8 % 2;
-    const uint32_t lane_offset = row * 128 + (column ^ row % 8) * 16;
     const SigmoidForm sigmoid = SigmoidFormOf(p_.epilogue.activation);
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
@@ -344,21 +438,16 @@ class TileStorer {
           if (kForm == Form::kSigmoid) values[i] = TimesSigmoid(sigmoid, values[i]);
           if (kForm == Form::kRelu) values[i] = Relu(values[i]);
         }
-        const uint32_t address = buffer + in_box * 128 + lane_offset;
-        uint32_t matrices[4];
         if (p_.residual_boxes) {
-          LoadTransposed(address, matrices);
+          uint32_t matrices[4];
+          LoadTransposed(InBoxOfFour(buffer, in_box), matrices);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             values[2 * i] += Pair<T>::Low(matrices[i]);
             values[2 * i + 1] += Pair<T>::High(matrices[i]);
           }
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          matrices[i] = Pair<T>::Round(values[2 * i], values[2 * i + 1]);
-        }
-        StoreTransposed(address, matrices);
+        StoreRows(buffer, in_box, values);
         if (in_box + 16 == I::kStoreTokens) {
           LeaveBox(strip, tile.token + token - in_box, tile.batch, buffer);
         }
