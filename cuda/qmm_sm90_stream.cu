@@ -62,33 +62,42 @@ namespace {
   asm volatile("bar.sync 1, %0;\n" ::"n"(32 * kWarps) : "memory");
 }
 
+// What a warp multiplies: of a tile's slices the two from `slice` on, of a stage's atoms one part.
+struct Place {
+  int slice, part;
+};
+
+[[maybe_unused]] __device__ Place OwnPlace(const Params& p) {
+  const int warp = Keep(threadIdx.x) / 32;  // computed again where needed: registers are short
+  const int part = p.pairs.Divide(warp);
+  const int pairs = (p.plan.tile_slices + kSlicesPerWarp - 1) / kSlicesPerWarp;
+  return {(warp - part * pairs) * kSlicesPerWarp, part};
+}
+
 template <class I>
-__device__ void MultiplyAll(const Params& p, const Share& share, Memory memory, int warp) {
+__device__ void MultiplyAll(const Params& p, const Share& share, Memory memory) {
   const Plan& plan = p.plan;
-  const int pairs = (plan.tile_slices + kSlicesPerWarp - 1) / kSlicesPerWarp;
-  const int part = p.pairs.Divide(warp), slice = (warp - part * pairs) * kSlicesPerWarp;
-  StageMultiplier<I> multiplier(p, slice, part);
   const ClusterReducer<I> reducer(p, share, memory);
   // Kept in registers: the compiler would load and compute them again for every stage.
   const int stage_atoms = Keep(plan.stage_atoms), num_stages = Keep(plan.num_stages);
-  const int slot_bytes = Keep(plan.slot_bytes), atoms = Keep(share.atom_end - share.atom_begin);
+  const int slot_bytes = Keep(plan.slot_bytes);
   const uint32_t ring = Keep(memory.stage(plan, 0));
-  const bool first_lane = Keep(threadIdx.x % 32) == 0;
+  const int lane = Keep(threadIdx.x % 32);
+  StageMultiplier<I> multiplier(p, OwnPlace(p).part, lane);
   RingCursor cursor = {0, 0};
   int number = 0;  // of the tile
   for (int tile = share.slice_begin; tile < share.slice_end; tile += plan.tile_slices) {
     const int slices = min(plan.tile_slices, share.slice_end - tile);
-    const bool active = slice < slices && part < plan.warps_k;
+    const Place own = OwnPlace(p);
+    const bool active = own.slice < slices && own.part < plan.warps_k;
     if (threadIdx.x == 0) reducer.Expect(slices);
-    multiplier.StartTile(tile, slices);
+    multiplier.StartTile(tile, own.slice, slices);
     Sums<I> sums = {};
-    for (int left = atoms; left > 0; left -= stage_atoms) {
+    for (int left = share.atom_end - share.atom_begin; left > 0; left -= stage_atoms) {
       Wait(memory.full(cursor.slot), cursor.parity);
-      if (active) {
-        multiplier.Multiply(ring + cursor.slot * slot_bytes, min(left, stage_atoms), sums);
-      }
+      if (active) multiplier.Multiply(ring + cursor.slot * slot_bytes, left, sums);
       __syncwarp();  // every lane has read the stage
-      if (first_lane) Arrive(memory.empty(cursor.slot));
+      if (lane == 0) Arrive(memory.empty(cursor.slot));
       cursor.Advance(num_stages);
     }
     if (number == 0) {
@@ -96,9 +105,10 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory, 
     } else {
       WaitForCluster(memory.sums_free(), (number - 1) % 2);  // owners have read the sums before
     }
+    const Place sent = OwnPlace(p);
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
-      if (active && slice + i < slices) reducer.Send(slice + i, part, sums[i]);
+      if (active && sent.slice + i < slices) reducer.Send(sent.slice + i, sent.part, sums[i]);
     }
     const auto first = reducer.LoadFirst(tile, slices);
     WaitForCluster(memory.sums_full(), number % 2);
@@ -129,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, kMaxCtasPerSm)
     StageFiller<I>(p, share, memory).FillAll();
     WaitForArrivals();
   } else {
-    MultiplyAll<I>(p, share, memory, warp);
+    MultiplyAll<I>(p, share, memory);
   }
 #endif
 }
@@ -187,9 +197,15 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   const int64_t size = problem.group_size;
   p.atoms_per_group = Divider::By(size < 0 ? p.k_blocks : std::max<int64_t>(size / kAtom, 1));
   p.groups_per_atom = size > 0 && size < kAtom ? static_cast<int>(kAtom / size) : 1;
+  // Stages begin with a group, or lie in one, and so do a warp's atoms of a stage, at most two.
+  const bool own_groups = size > 0 && size <= kAtom;
+  p.atom_step = own_groups ? p.groups_per_atom * static_cast<int>(kAtom) : 0;
   p.out_float = problem.out == ElementType::kF32;
   p.epilogue = EpilogueOf(problem, buffers);
   p.plan = PlanOf(problem, choice.split_k, choice.slices, ctas_per_sm);
+  const StageBytes& bytes = p.plan.bytes;
+  const int scales_at = bytes.lhs + bytes.codes;
+  p.zeros_at = scales_at + bytes.scales - scales_at / static_cast<int>(problem.scale_bytes());
   // Copies arrive in their order: with more stages of weights before the first activations, the first
   // product would start later. Before the end of another kernel there is nothing else to copy.
   p.early_stages = early_start ? p.plan.num_stages : 2;

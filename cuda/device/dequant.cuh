@@ -37,7 +37,7 @@ struct Pair;
 template <>
 struct Pair<__nv_bfloat16> {
   static constexpr uint32_t kOne = 0x3f803f80;
-  static constexpr int kMantissaBits = 7;
+  static constexpr int kMantissaBits = 7, kBias = 127;
   static constexpr uint32_t kMagic = 0x43004300;  // 128 in both halves: | q adds q < 128
   static __device__ uint32_t Fma(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
@@ -56,7 +56,7 @@ struct Pair<__nv_bfloat16> {
 template <>
 struct Pair<__half> {
   static constexpr uint32_t kOne = 0x3c003c00;
-  static constexpr int kMantissaBits = 10;
+  static constexpr int kMantissaBits = 10, kBias = 15;
   static constexpr uint32_t kMagic = 0x64006400;  // 1024 in both halves: | q adds q < 1024
   static __device__ uint32_t Fma(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
@@ -75,6 +75,21 @@ struct Pair<__half> {
 };
 
 inline constexpr uint32_t kNegativeZeros = 0x80008000;
+
+// 2^exponent as a T, in the low half.
+template <typename T>
+__host__ __device__ constexpr uint32_t PowerOfTwo(int exponent) {
+  return static_cast<uint32_t>(exponent + Pair<T>::kBias) << Pair<T>::kMantissaBits;
+}
+// In both halves.
+template <typename T>
+__host__ __device__ constexpr uint32_t PowersOfTwo(int exponent) {
+  return PowerOfTwo<T>(exponent) * 0x00010001u;
+}
+
+// Subnormal Ts are integers times 2^kSubnormalUnit: codes as they stand are.
+template <typename T>
+inline constexpr int kSubnormalUnit = 1 - Pair<T>::kBias - Pair<T>::kMantissaBits;
 
 template <typename T>
 __device__ inline uint32_t Multiply(uint32_t a, uint32_t b) {
@@ -122,55 +137,75 @@ __device__ inline void Unpack(const uint32_t (&words)[kWordsPerStep<kBits>],
   }
 }
 
-// Codes to integers for sums that are scaled afterwards: (q - z) * 2^-kShift, exactly. With bf16 the
-// codes are read as subnormals where they stand, which takes no shift for every other one. Of the
-// powers of two that this offers, 2^-12 keeps the sum of an atom's products in float32 from
-// overflowing at the top of bf16's range, and from losing bits at the bottom.
+// The codes of one step where they stand, each beside `kWith`: rows g and g + 8 alternate (layout.cuh).
+// In 4 bits those of row g + 8 are 2^kSecondUp times as large.
+template <int kBits>
+inline constexpr int kSecondUp = kBits == 4 ? 4 : 0;
+
+template <int kBits, uint32_t kWith = 0>
+__device__ inline void SeparateCodes(const uint32_t (&words)[kWordsPerStep<kBits>],
+                                     uint32_t (&codes)[4]) {
+#pragma unroll
+  for (int v = 0; v < 2; ++v) {
+    const uint32_t word = kBits == 8 ? words[v] : v == 0 ? words[0] : words[0] >> 8;
+    codes[2 * v] = AndOr(word, kBits == 4 ? 0x000f000f : 0x00ff00ff, kWith);
+    codes[2 * v + 1] =
+        kBits == 4 ? AndOr(word, 0x00f000f0, kWith) : AndOr(word >> 8, 0x00ff00ff, kWith);
+  }
+}
+
+// Codes to integers for sums that are scaled afterwards: (q - z) * 2^-kShift, exactly. Codes are read
+// as subnormals where they stand, which takes no shift for every other one. Of the powers of two that
+// this offers in bf16, 2^-12 keeps the sum of an atom's products in float32 from overflowing at the top
+// of bf16's range, and from losing bits at the bottom; 2^-9 is the largest in f16.
 template <typename T>
-inline constexpr int kShift = 0;
+inline constexpr int kShift = 9;
 template <>
 inline constexpr int kShift<__nv_bfloat16> = 12;
 
-// The same for integers that are scaled at once. 2^-6 is the largest that can be had; weights that
-// much smaller lose bits only where float32 sums may too.
+// The same for integers that are scaled at once. 2^-6 is the largest that can be had in bf16; weights
+// that much smaller lose bits only where float32 sums may too. In f16 they would lose more.
 template <typename T>
 inline constexpr int kWeightShift = 0;
 template <>
 inline constexpr int kWeightShift<__nv_bfloat16> = 6;
 
-// Minus the zero point of one row, in both halves, with what UnpackIntegers adds; times 2^-kDown.
+// Minus the zero point of one row, in both halves, times 2^-kDown.
 template <typename T, int kDown = kShift<T>>
-struct IntegerCentre;
+struct IntegerCentre {
+  static constexpr uint32_t kWith = 0;  // beside the codes
 
-template <int kDown>
-struct IntegerCentre<__nv_bfloat16, kDown> {
   uint32_t value;
-  static __device__ IntegerCentre Of(int zero) {
-    const float centre = static_cast<float>(zero) * (-1.0f / (1 << kDown));
-    return {Pair<__nv_bfloat16>::Round(centre, centre)};
+
+  // `zeros`: the zero point in both halves.
+  static __device__ IntegerCentre Of(uint32_t zeros) {
+    return {Multiply<T>(zeros, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown) | kNegativeZeros)};
+  }
+  static __device__ IntegerCentre OfPowerOfTwo(int exponent) {
+    return {PowersOfTwo<T>(exponent - kDown) | kNegativeZeros};
   }
   // `code`: a pair of codes, 2^kUp times as large.
   template <int kUp>
   __device__ uint32_t Subtract(uint32_t code) const {
-    // Exponents of bf16: subnormals are in units of 2^-133.
-    constexpr uint32_t kExponent = 133 - kDown - kUp + 127, kBoth = 0x00800080;
-    return Pair<__nv_bfloat16>::Fma(code, kExponent * kBoth, value);
+    return Pair<T>::Fma(code, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown - kUp), value);
   }
 };
 
+// As large as they are there are no such subnormals in f16: the codes stand beside 1024.
 template <>
 struct IntegerCentre<__half, 0> {
-  uint32_t value, raised;  // the second for codes that are 2^4 times as large
-  static __device__ IntegerCentre Of(int zero) {
-    return {(Pair<__half>::kMagic | 0x80008000) + zero * 0x00010001u,
-            (0x54005400 | 0x80008000) + zero * 0x00100010u};  // -(64 + zero)
+  static constexpr uint32_t kWith = Pair<__half>::kMagic;
+
+  uint32_t value, raised;  // with 1024; for codes that are 2^4 times as large, with 1024 * 2^-4
+
+  static __device__ IntegerCentre Of(uint32_t zeros) {
+    return {(PowersOfTwo<__half>(10) | kNegativeZeros) + zeros,
+            (PowersOfTwo<__half>(6) | kNegativeZeros) + zeros * 16};
   }
+  static __device__ IntegerCentre OfPowerOfTwo(int exponent) { return Of(0x00010001u << exponent); }
   template <int kUp>
   __device__ uint32_t Subtract(uint32_t code) const {
-    const uint32_t magic = code | Pair<__half>::kMagic;
-    if constexpr (kUp == 0) return Pair<__half>::Fma(magic, Pair<__half>::kOne, value);
-    constexpr uint32_t k2ToMinus4 = 0x2c002c00;
-    return Pair<__half>::Fma(magic, k2ToMinus4, raised);
+    return Pair<__half>::Fma(code, PowersOfTwo<__half>(-kUp), kUp == 0 ? value : raised);
   }
 };
 
@@ -179,16 +214,11 @@ template <typename T, int kBits, int kDown>
 __device__ inline void UnpackIntegers(const uint32_t (&words)[kWordsPerStep<kBits>],
                                       const IntegerCentre<T, kDown> (&centre)[2],
                                       uint32_t (&out)[4]) {
+  SeparateCodes<kBits, IntegerCentre<T, kDown>::kWith>(words, out);
 #pragma unroll
-  for (int v = 0; v < 2; ++v) {
-    if constexpr (kBits == 4) {
-      const uint32_t word = v == 0 ? words[0] : words[0] >> 8;
-      out[2 * v] = centre[0].template Subtract<0>(word & 0x000f000f);
-      out[2 * v + 1] = centre[1].template Subtract<4>(word & 0x00f000f0);
-    } else {
-      out[2 * v] = centre[0].template Subtract<0>(words[v] & 0x00ff00ff);
-      out[2 * v + 1] = centre[1].template Subtract<0>(words[v] >> 8 & 0x00ff00ff);
-    }
+  for (int j = 0; j < 4; j += 2) {
+    out[j] = centre[0].template Subtract<0>(out[j]);
+    out[j + 1] = centre[1].template Subtract<kSecondUp<kBits>>(out[j + 1]);
   }
 }
 

@@ -72,6 +72,14 @@ class RowPair {
   Centre<T, kBits> centre_[2];
 };
 
+// From the address, in shared memory, of the zero point of row g: its neighbour is that of row g + 8.
+template <typename T, int kDown>
+__device__ inline void LoadCentres(uint32_t zero, IntegerCentre<T, kDown> (&centre)[2]) {
+  const uint32_t both = LoadShared2(zero);
+  centre[0] = IntegerCentre<T, kDown>::Of(__byte_perm(both, 0, 0x4040));
+  centre[1] = IntegerCentre<T, kDown>::Of(__byte_perm(both, 0, 0x4141));
+}
+
 // The same with weights times 2^-kWeightShift<T>, which takes fewer instructions.
 template <typename T, typename S, int kBits>
 class ScaledRowPair {
@@ -80,7 +88,8 @@ class ScaledRowPair {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // Float zeros are added to the codes as they are.
-      centre_[h] = IntegerCentre<T, kDown>::Of(float_zeros ? 0 : 1 << (kBits - 1));
+      centre_[h] = float_zeros ? IntegerCentre<T, kDown>::Of(0)
+                               : IntegerCentre<T, kDown>::OfPowerOfTwo(kBits - 1);
       offset_[h] = RowScale<T, S>::NegativeZero();
     }
   }
@@ -92,11 +101,7 @@ class ScaledRowPair {
 #pragma unroll
     for (int h = 0; h < 2; ++h) offset_[h].template Shrink<kDown>();
   }
-  __device__ void LoadIntegerZeros(uint32_t zero) {
-    const uint32_t both = LoadShared2(zero);
-    centre_[0] = IntegerCentre<T, kDown>::Of(both & 255);
-    centre_[1] = IntegerCentre<T, kDown>::Of(both >> 8);
-  }
+  __device__ void LoadIntegerZeros(uint32_t zero) { LoadCentres(zero, centre_); }
 
   // The weights of one step, in the order of operand A.
   __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
@@ -115,12 +120,62 @@ class ScaledRowPair {
   IntegerCentre<T, kDown> centre_[2];
 };
 
+// Bit for bit the same weights, by one fma each from the codes where they stand: of float zeros or none, and
+// of scales that Takes() allows. The scale brings the 2^127 that make a subnormal's unit 2^-kWeightShift,
+// and so has to be below 2. Without zeros 2^(kBits - 1) times the scale is exact.
+template <typename T, int kBits>
+class FusedRowPair {
+ public:
+  // From the address, in shared memory, of the scale of row g: whether both are below 2.
+  static __device__ bool Takes(uint32_t scale) {
+    return (LoadShared4(scale) & PowersOfTwo<T>(1)) == 0;
+  }
+
+  __device__ void Start(bool float_zeros) { float_zeros_ = float_zeros; }
+
+  __device__ void LoadScales(uint32_t scale) {
+    const uint32_t both = LoadShared4(scale);
+    constexpr int kUp = -kSubnormalUnit<T> - kDown;
+    Duplicate(Multiply<T>(both, PowerOfTwo<T>(kUp) | PowerOfTwo<T>(kUp - kSecondUp<kBits>) << 16),
+              scale_);
+    if (!float_zeros_) {
+      Duplicate(Multiply<T>(both, PowersOfTwo<T>(kBits - 1 - kDown) | kNegativeZeros), offset_);
+    }
+  }
+  __device__ void LoadFloatZeros(uint32_t zero) {
+    Duplicate(Multiply<T>(LoadShared4(zero), PowersOfTwo<T>(-kDown)), offset_);
+  }
+
+  // The weights of one step, in the order of operand A.
+  __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
+                             uint32_t (&weights)[4]) const {
+    SeparateCodes<kBits>(codes, weights);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      weights[j] = Pair<T>::Fma(weights[j], scale_[j % 2], offset_[j % 2]);
+  }
+
+ private:
+  static constexpr int kDown = kWeightShift<T>;
+
+  // A pair of values of rows g and g + 8: each in both halves.
+  static __device__ void Duplicate(uint32_t both, uint32_t (&rows)[2]) {
+    rows[0] = __byte_perm(both, both, 0x1010);
+    rows[1] = __byte_perm(both, both, 0x3232);
+  }
+
+  bool float_zeros_;
+  uint32_t scale_[2], offset_[2];
+};
+
 // The same where scales multiply sums: weights are integers, and a group's sums are scaled in
 // float32. Exact for every scale, so at least as close to the definition as rounded weights.
 template <typename T, typename S, int kBits>
 class IntegerRowPair {
  public:
-  __device__ void Start(bool) { centre_[0] = centre_[1] = IntegerCentre<T>::Of(1 << (kBits - 1)); }
+  __device__ void Start(bool) {
+    centre_[0] = centre_[1] = IntegerCentre<T>::OfPowerOfTwo(kBits - 1);
+  }
 
   __device__ void LoadScales(uint32_t scale) {
     if constexpr (sizeof(S) == 4) {
@@ -131,11 +186,7 @@ class IntegerRowPair {
       scale_[0] = Pair<S>::Low(both), scale_[1] = Pair<S>::High(both);
     }
   }
-  __device__ void LoadIntegerZeros(uint32_t zero) {
-    const uint32_t both = LoadShared2(zero);
-    centre_[0] = IntegerCentre<T>::Of(both & 255);
-    centre_[1] = IntegerCentre<T>::Of(both >> 8);
-  }
+  __device__ void LoadIntegerZeros(uint32_t zero) { LoadCentres(zero, centre_); }
 
   // The weights of one step without their scales, in the order of operand A.
   __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],

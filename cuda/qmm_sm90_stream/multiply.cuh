@@ -18,7 +18,14 @@ using Sums = float[kSlicesPerWarp][I::kTiles][4];
 template <class I>
 using Rows =
     std::conditional_t<I::kScaleSums, IntegerRowPair<typename I::T, typename I::S, I::kBits>,
-                       RowPair<typename I::T, typename I::S, I::kBits>>;
+                       ScaledRowPair<typename I::T, typename I::S, I::kBits>>;
+
+// The same weights in fewer instructions, in groups of 32 and more whose scales allow it.
+template <class I>
+using FastestRows = std::conditional_t<!I::kScaleSums && I::kZero != ZeroKind::kInteger &&
+                                           std::is_same_v<typename I::T, __nv_bfloat16> &&
+                                           std::is_same_v<typename I::S, __nv_bfloat16>,
+                                       FusedRowPair<typename I::T, I::kBits>, Rows<I>>;
 
 template <class I>
 class StageMultiplier {
@@ -27,26 +34,22 @@ class StageMultiplier {
   using S = typename I::S;
   static constexpr int kBits = I::kBits;
 
-  // `slice`: of the warp's two, the first in a tile; `part`: of a stage's atoms, that of this warp.
-  __device__ StageMultiplier(const Params& p, int slice, int part)
-      : p_(p), slice_(slice), atom_(Keep(part * p.plan.warp_atoms)), lane_(Keep(threadIdx.x % 32)) {
+  // `part`: of a stage's atoms, that of this warp.
+  __device__ StageMultiplier(const Params& p, int part, int lane)
+      : p_(p), atom_(Keep(part * p.plan.warp_atoms)), lane_(lane) {
     // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the tile of tokens i / 16;
     // with a single tile, of the step i / 16.
     const int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
     const int column = lane_ / 8 % (4 / kTogether);
     lhs_ = Keep(atom_ * kLhsBytes + row * kRowBytes + (column ^ row % 8) * kCopyBytes);
-    scales_ = Keep(p.plan.bytes.lhs + p.plan.bytes.codes);
-    // Stages begin with a group, or lie in one.
-    const int groups = FirstGroup(p, atom_ + 1) - FirstGroup(p, atom_);
-    group_step_ = Keep(groups * static_cast<int>(kAtom));
   }
 
-  // A tile of `slices` that begins with slice `tile`.
-  __device__ void StartTile(int tile, int slices) {
+  // A tile of `slices` that begins with slice `tile`; `own`: the first of the warp's two, in the tile.
+  __device__ void StartTile(int tile, int own, int slices) {
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
       // With an odd number of slices the last warp multiplies its first twice.
-      const int slice = tile + TileSlice(p_, min(slice_ + i, slices - 1));
+      const int slice = tile + TileSlice(p_, min(own + i, slices - 1));
       const int strip = slice / kSlicesPerStrip;
       // A strip's part in the tile, stored [atom][slice].
       const int begin = max(tile, strip * kSlicesPerStrip);
@@ -58,57 +61,79 @@ class StageMultiplier {
       code_step_[i] = Keep(atom_bytes);
       const int group =
           (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstGroup(p_, atom_);
-      rows_[i] = Keep(group * static_cast<int>(kAtom) + slice % kSlicesPerStrip * kSliceRows +
-                      lane_ / 4 * 2);
+      const int row = group * kRows + slice % kSlicesPerStrip * kSliceRows + lane_ / 4 * 2;
+      scales_[i] =
+          Keep(p_.plan.bytes.lhs + p_.plan.bytes.codes + row * static_cast<int>(sizeof(S)));
     }
   }
 
-  // This warp's atoms of a stage of `atoms`.
-  __device__ void Multiply(uint32_t stage, int atoms, Sums<I>& sums) const {
-    const int own = min(p_.plan.warp_atoms, atoms - atom_);
-    if (kTogetherAtoms == 2 && own == 2 && group_step_ == 0) {
-      MultiplyAtoms<kTogetherAtoms, Groups::kOne>(stage, 0, sums);
+  // This warp's atoms of a stage, with which `left` atoms are left along k.
+  __device__ void Multiply(uint32_t stage, int left, Sums<I>& sums) const {
+    const int own = min(p_.plan.warp_atoms, left - atom_);
+    if (kTogetherAtoms == 2 && own == 2 && p_.atom_step == 0 && TakeFastest<1>(stage, 0)) {
+      MultiplyAtoms<FastestRows<I>, 2, 1>(stage, 0, sums);
       return;
     }
 #pragma unroll 1
     for (int at = 0; at < own; ++at) {
-      if (p_.groups_per_atom == 1) {
-        MultiplyAtoms<1, Groups::kOne>(stage, at, sums);
+      if (p_.groups_per_atom == 1 && TakeFastest<1>(stage, at)) {
+        MultiplyAtoms<FastestRows<I>, 1, 1>(stage, at, sums);
+      } else if (p_.groups_per_atom == 2 && TakeFastest<2>(stage, at)) {
+        MultiplyAtoms<FastestRows<I>, 1, 2>(stage, at, sums);
       } else {
-        MultiplyAtoms<1, Groups::kSmall>(stage, at, sums);
+        MultiplyAtoms<Rows<I>, 1, 0>(stage, at, sums);
       }
     }
   }
 
  private:
-  // Of what is multiplied at a time: all of it is in one group, or an atom in several.
-  enum class Groups { kOne, kSmall };
-
   // One load of fragments is two tiles of tokens of one step; with a single tile, two steps.
   static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
   static constexpr int kRowBytes = kAtom * 2;  // of activations
+  static constexpr int kRows = kAtom;          // of a group
   static constexpr int kLhsBytes = I::kTiles * 8 * kRowBytes;
   // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices. With many
   // tokens registers are short.
   static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits == 4 ? 2 : 1;
   static constexpr int kTogetherSlices = I::kTiles <= 2 ? kSlicesPerWarp : 1;
 
-  // kAtoms of the warp's atoms, from number `at` on.
-  template <int kAtoms, Groups kGroups>
+  // Whether FastestRows take the scales of both slices in the kGroups groups of the warp's atom `at`.
+  template <int kGroups>
+  __device__ bool TakeFastest(uint32_t stage, int at) const {
+    if constexpr (std::is_same_v<FastestRows<I>, Rows<I>>) {
+      return true;
+    } else {
+      bool take = true;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+        for (int i = 0; i < kSlicesPerWarp; ++i) {
+          take &= FastestRows<I>::Takes(ScaleAddress(stage, i, at * p_.atom_step + group * kRows));
+        }
+      }
+      return __all_sync(~0u, take);
+    }
+  }
+
+  // kAtoms of the warp's atoms, from number `at` on, in kGroups groups; if that is 0, one atom in as many as
+  // it has.
+  template <class R, int kAtoms, int kGroups>
   __device__ void MultiplyAtoms(uint32_t stage, int at, Sums<I>& sums) const {
+    static_assert(kAtoms == 1 || kGroups == 1);
+    const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
     const uint32_t lhs = stage + lhs_ + at * kLhsBytes;
     // With one tile of tokens every atom has sums of its own: more products that do not wait for each
     // other.
     constexpr int kChains = I::kTiles == 1 ? kAtoms : 1;
 #pragma unroll
     for (int slice = 0; slice < kSlicesPerWarp; slice += kTogetherSlices) {
-      Rows<I> rows[kTogetherSlices];
+      R rows[kTogetherSlices];
       uint32_t codes[kAtoms][kTogetherSlices][kStepsPerAtom][kWordsPerStep<kBits>];
       float part[kChains][kTogetherSlices][I::kTiles][4] = {};
 #pragma unroll
       for (int i = 0; i < kTogetherSlices; ++i) {
         rows[i].Start(I::kZero == ZeroKind::kFloat);
-        LoadRows(stage, slice + i, at * group_step_, rows[i]);
+        LoadRows(stage, slice + i, at * p_.atom_step, rows[i]);
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
           LoadCodes<kBits>(stage + codes_[slice + i] + (at + a) * code_step_[slice + i], lane_,
@@ -120,14 +145,12 @@ class StageMultiplier {
       for (int step = 0; step < kStepsPerAtom; ++step) {
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
-          if (kGroups == Groups::kSmall && step > 0 &&
-              step * p_.groups_per_atom % kStepsPerAtom == 0) {
-            const int group = step * p_.groups_per_atom / kStepsPerAtom;  // of the atom
+          if (kGroups != 1 && step > 0 && step * groups % kStepsPerAtom == 0) {
+            const int group = step * groups / kStepsPerAtom;  // of the atom
 #pragma unroll
             for (int i = 0; i < kTogetherSlices; ++i) {
               AddPart(rows[i], part[0][i], sums[slice + i]);
-              LoadRows(stage, slice + i, at * group_step_ + group * static_cast<int>(kAtom),
-                       rows[i]);
+              LoadRows(stage, slice + i, at * p_.atom_step + group * kRows, rows[i]);
             }
           }
           uint32_t weights[kTogetherSlices][4];
@@ -166,7 +189,8 @@ class StageMultiplier {
   }
 
   // Adds what a group has summed, and begins with zeros.
-  __device__ static void AddPart(const Rows<I>& rows, float (&part)[I::kTiles][4],
+  template <class R>
+  __device__ static void AddPart(const R& rows, float (&part)[I::kTiles][4],
                                  float (&sums)[I::kTiles][4]) {
     if constexpr (I::kScaleSums) {
 #pragma unroll
@@ -178,25 +202,28 @@ class StageMultiplier {
     }
   }
 
-  // `on`: from the rows of the warp's first group, 64 for each group.
-  __device__ void LoadRows(uint32_t stage, int slice, int on, Rows<I>& rows) const {
-    const int row = rows_[slice] + on;
-    rows.LoadScales(stage + scales_ + row * sizeof(S));
-    if constexpr (I::kZero != ZeroKind::kNone) {
-      const uint32_t zeros = stage + scales_ + p_.plan.bytes.scales;
-      if constexpr (I::kZero == ZeroKind::kInteger) rows.LoadIntegerZeros(zeros + row);
-      if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(zeros + row * sizeof(S));
+  // `on`: from the rows of the warp's first group.
+  template <class R>
+  __device__ void LoadRows(uint32_t stage, int slice, int on, R& rows) const {
+    const uint32_t scales = ScaleAddress(stage, slice, on);
+    rows.LoadScales(scales);
+    if constexpr (I::kZero == ZeroKind::kInteger) {
+      const uint32_t beside = Keep(scales_[slice]) / sizeof(S);  // again: registers are short
+      rows.LoadIntegerZeros(stage + p_.zeros_at + beside + on);
     }
+    if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(scales + p_.plan.bytes.scales);
+  }
+  __device__ uint32_t ScaleAddress(uint32_t stage, int slice, int on) const {
+    return stage + scales_[slice] + on * static_cast<int>(sizeof(S));
   }
 
   const Params& p_;
-  const int slice_, atom_, lane_;  // the first slice of the tile, the first atom of a stage
-  // Where this lane reads in a stage, for the warp's first atom, and from there to its second: the
-  // activations, in bytes; each slice's codes, in bytes; the scales, in bytes, and each slice's among
-  // them, in rows.
+  const int atom_, lane_;  // the first atom of a stage
+  // Where this lane reads in a stage, in bytes, for the warp's first atom: the activations; each slice's
+  // codes, and from there to the second atom's; each slice's scales.
   int lhs_;
   int codes_[kSlicesPerWarp], code_step_[kSlicesPerWarp];
-  int scales_, rows_[kSlicesPerWarp], group_step_;
+  int scales_[kSlicesPerWarp];
 };
 
 }  // namespace jaxlowbit::qmm_sm90_stream

@@ -47,9 +47,11 @@ struct Params {
   int strips;               // of the weights of an element of the batch
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
-  Divider pairs;            // of a tile's slices
-  bool out_float;           // float32 out; else the type of lhs
-  int early_stages;         // whose weights are copied before any activations
+  int atom_step;     // from the groups of a warp's first atom to those of its second, in rows
+  int zeros_at;      // in a stage: a row's zero point is there + where its scale is / sizeof(S)
+  Divider pairs;     // of a tile's slices
+  bool out_float;    // float32 out; else the type of lhs
+  int early_stages;  // whose weights are copied before any activations
   EpilogueParams epilogue;
   Plan plan;
 };

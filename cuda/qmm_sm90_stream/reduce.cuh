@@ -90,7 +90,8 @@ class ClusterReducer {
   }
 
  private:
-  static constexpr float kUnit = I::kScaleSums ? 1 << kShift<typename I::T> : 1;  // of sums
+  static constexpr float kUnit =  // of sums
+      1 << (I::kScaleSums ? kShift<typename I::T> : kWeightShift<typename I::T>);
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 tokens, in the order of lanes
 
   // The sums of all senders, of this lane.
