@@ -88,7 +88,7 @@ class TileStorer {
   static constexpr int kHalves = I::kTokens / kHalfTokens;
   static constexpr int kBoxes = kHalves / 2;  // of a strip
   static constexpr int kGatedBox = GatedBoxTokens(I::kTile);
-  static constexpr int kTogether = 2;         // blocks, whose epilogues overlap
+  static constexpr int kTogether = 2;  // blocks, whose epilogues overlap
   static_assert(kHalfBlocks % kTogether == 0);
   // Barriers between warpgroups: sums of up are there; have been taken. Of both: they exchange sums.
   static constexpr int kHandedOver = 3, kTaken = 4, kExchange = 3;

@@ -510,7 +510,8 @@ def too_old(compute_capability: int) -> str | None:
 def _workspace_bytes(batch: int, m: int, columns: int) -> int:
     """Enough for the float32 partial sums of every split the selection may choose.
 
-    They are of tiles, which cover up to twice what m and the columns are, each. The bound needs neither a device nor a concrete m, so that exported programs carry it.
+    They are of tiles, which cover up to twice what m and the columns are, each. The bound needs
+    neither a device nor a concrete m, so that exported programs carry it.
     """
     limit = _ffi.MAX_WORKSPACE_BYTES
     if not all(isinstance(size, int) for size in (batch, m)):
