@@ -3,8 +3,8 @@
     python benchmarks/one_call.py
 
 Of Llama 3 8B: queries, keys and values by `quantized_matmuls`, and the gated MLP by
-`quantized_mlp`; and a product by a weight whose rows are stored in another order beside one whose
-rows are not.
+`quantized_mlp`. Then a product by a weight whose rows are stored in another order, beside one
+whose rows are not, and beside that of activations that XLA gathers.
 """
 
 import argparse
@@ -23,6 +23,7 @@ MODEL = shapes.MODELS["llama3-8b"]
 CALLS = 32
 COPIES = 16  # of the smallest set of weights, 13 MB: three times what an L2 holds
 TOKENS = (1, 16)
+MANY = 2048
 
 
 def main() -> None:
@@ -37,7 +38,14 @@ def main() -> None:
     compare("gated MLP", mlp, separate_mlp, mlp_in_one)
     order = jax.random.permutation(jax.random.key(0), hidden).astype(jnp.int32)
     plain = [(w, dataclasses.replace(w, permutation=order)) for w, *_ in qkv]
-    compare("rows in another order", plain, lambda x, w: x @ w[0], lambda x, w: x @ w[1])
+    compare("order: of the product", plain, lambda x, w: x @ w[0], lambda x, w: x @ w[1])
+    compare(
+        "order: gathered by XLA",
+        plain,
+        lambda x, w: jnp.take(x, order, axis=1) @ w[0],
+        lambda x, w: x @ w[1],
+        (*TOKENS, MANY),
+    )
 
 
 def quantized(*arguments: int) -> jl.QuantizedArray:
@@ -72,16 +80,16 @@ def mlp_in_one(x: jax.Array, weights: Any) -> jax.Array:
 Call = Callable[[jax.Array, Any], jax.Array]
 
 
-def compare(name: str, weights: list, separate: Call, one: Call) -> None:
+def compare(
+    name: str, weights: list, separate: Call, one: Call, tokens: tuple[int, ...] = TOKENS
+) -> None:
     """Prints both."""
-    for tokens in TOKENS:
-        x = jax.random.normal(jax.random.key(1), (tokens, MODEL.hidden), jnp.bfloat16)
+    for m in tokens:
+        x = jax.random.normal(jax.random.key(1), (m, MODEL.hidden), jnp.bfloat16)
         before, after = (
             microseconds_per_call(call, x, weights, CALLS).median for call in (separate, one)
         )
-        print(
-            f"{name:24s} {tokens:6d} {before:12.2f} {after:12.2f} {after / before:6.2f}", flush=True
-        )
+        print(f"{name:24s} {m:6d} {before:12.2f} {after:12.2f} {after / before:6.2f}", flush=True)
 
 
 if __name__ == "__main__":
