@@ -28,7 +28,10 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
                                   int64_t workspace_bytes, int device, cudaStream_t stream,
                                   bool early_start = false);
 
-// The same with a choice of the caller's, for whom measures choices.
+// What that runs.
+Choice SelectOn(const QuantizedMatmul& problem, int64_t workspace_bytes, int device);
+
+// The same with a choice of the caller's, for whom measures choices or has to know them.
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int device, cudaStream_t stream,
                          bool early_start = false);
