@@ -419,11 +419,6 @@ Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t work
   return best;
 }
 
-bool TakesScaledRows(const QuantizedMatmul& problem, const Choice& choice) {
-  return choice.kernel == Kernel::kQmmSm90Stream && choice.block_m <= 16 &&
-         problem.lhs == ElementType::kBf16;
-}
-
 void AssumeClusters(Device& device) {
   for (int ctas_per_sm : {1, 2}) {
     for (int ctas : {1, 2, 4}) {

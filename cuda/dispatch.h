@@ -61,10 +61,6 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
 Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
                  int64_t workspace_bytes);
 
-// Whether the kernel of `choice` reads and writes scaled rows in the place of normalized ones (ScaledRows).
-// Not of more than 16 rows, and not in float16, whose largest number they are beyond sooner.
-bool TakesScaledRows(const QuantizedMatmul& problem, const Choice& choice);
-
 // Fills in how many clusters `device` runs, from its multiprocessors, where it cannot be asked.
 void AssumeClusters(Device& device);
 

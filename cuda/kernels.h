@@ -28,10 +28,7 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
                                   int64_t workspace_bytes, int device, cudaStream_t stream,
                                   bool early_start = false);
 
-// What that runs.
-Choice SelectOn(const QuantizedMatmul& problem, int64_t workspace_bytes, int device);
-
-// The same with a choice of the caller's, for whom measures choices or has to know them.
+// The same with a choice of the caller's, for whom measures choices.
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int device, cudaStream_t stream,
                          bool early_start = false);

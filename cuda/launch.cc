@@ -91,16 +91,8 @@ cudaError_t InitializeKernels(int ordinal) {
 
 const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
 
-Choice SelectOn(const QuantizedMatmul& problem, int64_t workspace_bytes, int ordinal) {
-  const DeviceState& state = StateOf(ordinal);
-  return Select(problem, state.device, workspace_bytes, state.tuned.get());
-}
-
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int ordinal, cudaStream_t stream, bool early_start) {
-  if (ReadsOrWritesScaledRows(buffers) && !TakesScaledRows(problem, choice)) {
-    return cudaErrorNotSupported;
-  }
   if (choice.kernel == Kernel::kQmmSm90Stream) {
     return LaunchQmmSm90Stream(problem, buffers, choice, DeviceInfo(ordinal), early_start, stream);
   }
@@ -117,7 +109,8 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
                                   int64_t workspace_bytes, int ordinal, cudaStream_t stream,
                                   bool early_start) {
   if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
-  const Choice choice = SelectOn(problem, workspace_bytes, ordinal);
+  const DeviceState& state = StateOf(ordinal);
+  const Choice choice = Select(problem, state.device, workspace_bytes, state.tuned.get());
   return LaunchChoice(problem, buffers, choice, ordinal, stream, early_start);
 }
 

@@ -26,19 +26,6 @@ struct Epilogue {
   bool gated = false;
   // Of Buffers::bias and residual, where there are any: the type of lhs, or float32.
   ElementType bias = ElementType::kF32, residual = ElementType::kF32;
-  float epsilon = 0;  // where there are Buffers::lhs_squares
-};
-
-// Channels of one sum of squares.
-inline constexpr int64_t kSquaresChannels = 16;
-
-// A normalization of rows divided between the product that writes them, which multiplies by its scales, and
-// those that read the scaled rows: rms_norm(x) * scale @ w = (x * scale @ w) / sqrt(mean(x^2) + epsilon).
-struct ScaledRows {
-  const void* scale = nullptr;  // [n], of the type of lhs; null: none of this is written
-  void* rows = nullptr;         // [batch, m, n], of the type of lhs: the rounded out times scale
-  // [batch, m, n / kSquaresChannels]: sums of squares of the rounded out
-  float* squares = nullptr;
 };
 
 // out[b] = lhs[b] @ weight[index[b]] for b < batch, with lhs (m, k) and a packed (k, n) weight; or,
@@ -78,8 +65,8 @@ struct QuantizedMatmul {
   int64_t words_per_atom() const { return kAtom * kAtom * bits / 32; }
 };
 
-// Buffers of one call. `zero`, `index`, `bias`, `residual` and `lhs_squares` may be null; `index` then
-// means: weight b for batch b, or weight 0 when there is only one.
+// Buffers of one call. `zero`, `index`, `bias` and `residual` may be null; `index` then means: weight b
+// for batch b, or weight 0 when there is only one.
 struct Buffers {
   const void* lhs = nullptr;         // [batch, m, lhs_columns]
   const uint32_t* packed = nullptr;  // [num_weights, n_blocks, k_blocks, words_per_atom]
@@ -88,16 +75,8 @@ struct Buffers {
   const int32_t* index = nullptr;    // [batch * weights_per_element], clamped to [0, num_weights)
   const void* bias = nullptr;        // [batch * weights_per_element, n]
   const void* residual = nullptr;    // as out
-  // Where TakesScaledRows (dispatch.h): of the product whose scaled rows lhs are, ScaledRows::squares; what this one
-  // leaves for others, with n a multiple of 64, not gated, and out of the type of lhs.
-  const float* lhs_squares = nullptr;
-  ScaledRows scaled;
-  void* out = nullptr;        // [batch, m, out_columns]
-  void* workspace = nullptr;  // CUDA only; uninitialised
+  void* out = nullptr;               // [batch, m, out_columns]
+  void* workspace = nullptr;         // CUDA only; uninitialised
 };
-
-inline bool ReadsOrWritesScaledRows(const Buffers& buffers) {
-  return buffers.lhs_squares != nullptr || buffers.scaled.scale != nullptr;
-}
 
 }  // namespace jaxlowbit

@@ -22,9 +22,6 @@
 //             end of a tile: send sums to their owners ─► add in order ─► epilogue ─► store
 //                                                                                   (reduce.cuh)
 //
-// Normalization (problem.h). A product that writes rows to be normalized multiplies them by its scales and
-// adds up their squares; one that reads such rows multiplies its sums by their factors    (norm.cuh)
-//
 // Gated. Strips of the gate and of up take turns, and a warp's two slices are the same channels of both.
 //
 // Storage. Codes are in the order of the fragments (device/layout.cuh): a lane's registers for a
@@ -34,8 +31,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-
-#include <type_traits>
 
 #include "cuda/early_start.h"
 #include "cuda/kernels.h"
@@ -106,8 +101,6 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory, 
       if (active && slice + i < slices) reducer.Send(slice + i, part, sums[i]);
     }
     const auto first = reducer.LoadFirst(tile, slices);
-    if (I::kScaledRows && number == 0 && p.norm.lhs_squares != nullptr)
-      Synchronize(kFactorsBarrier, kThreads);
     WaitForCluster(memory.sums_full(), number % 2);
     reducer.Collect(tile, slices, first);
     if (tile + plan.tile_slices < share.slice_end) {
@@ -143,43 +136,34 @@ __global__ void __launch_bounds__(kThreads, kMaxCtasPerSm)
 
 using KernelFunction = void (*)(Params);
 
-// Null for what there is no instance of.
+// Null beyond MaxTokens.
 template <typename T, typename S, ZeroKind kZero, int kBits>
-KernelFunction Find(int tokens, bool scaled_rows) {
-  if (scaled_rows) {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      if (tokens == 8) return QmmSm90StreamKernel<Instance<T, S, kZero, 8, kBits, true>>;
-      if (tokens == 16) return QmmSm90StreamKernel<Instance<T, S, kZero, 16, kBits, true>>;
-    }
-    return nullptr;
-  }
-  if (tokens == 8) return QmmSm90StreamKernel<Instance<T, S, kZero, 8, kBits, false>>;
-  if (tokens == 16) return QmmSm90StreamKernel<Instance<T, S, kZero, 16, kBits, false>>;
+KernelFunction Find(int tokens) {
+  if (tokens == 8) return QmmSm90StreamKernel<Instance<T, S, kZero, 8, kBits>>;
+  if (tokens == 16) return QmmSm90StreamKernel<Instance<T, S, kZero, 16, kBits>>;
   if constexpr (MaxTokens(kBits) == 32) {
-    return QmmSm90StreamKernel<Instance<T, S, kZero, 32, kBits, false>>;
+    return QmmSm90StreamKernel<Instance<T, S, kZero, 32, kBits>>;
   }
   return nullptr;
 }
 
 template <typename T, typename S, ZeroKind kZero>
-KernelFunction Find(int bits, int tokens, bool scaled_rows) {
-  return bits == 4 ? Find<T, S, kZero, 4>(tokens, scaled_rows)
-                   : Find<T, S, kZero, 8>(tokens, scaled_rows);
+KernelFunction Find(int bits, int tokens) {
+  return bits == 4 ? Find<T, S, kZero, 4>(tokens) : Find<T, S, kZero, 8>(tokens);
 }
 
 template <typename T, typename S>
-KernelFunction Find(ZeroKind zero, int bits, int tokens, bool scaled_rows) {
-  return zero == ZeroKind::kNone      ? Find<T, S, ZeroKind::kNone>(bits, tokens, scaled_rows)
-         : zero == ZeroKind::kInteger ? Find<T, S, ZeroKind::kInteger>(bits, tokens, scaled_rows)
-                                      : Find<T, S, ZeroKind::kFloat>(bits, tokens, scaled_rows);
+KernelFunction Find(ZeroKind zero, int bits, int tokens) {
+  return zero == ZeroKind::kNone      ? Find<T, S, ZeroKind::kNone>(bits, tokens)
+         : zero == ZeroKind::kInteger ? Find<T, S, ZeroKind::kInteger>(bits, tokens)
+                                      : Find<T, S, ZeroKind::kFloat>(bits, tokens);
 }
 
-KernelFunction Find(const QuantizedMatmul& problem, int tokens, bool scaled_rows) {
+KernelFunction Find(const QuantizedMatmul& problem, int tokens) {
   const auto find = [&](auto lhs) {
     using T = decltype(lhs);
-    return problem.scale == ElementType::kF32
-               ? Find<T, float>(problem.zero, problem.bits, tokens, scaled_rows)
-               : Find<T, T>(problem.zero, problem.bits, tokens, scaled_rows);
+    return problem.scale == ElementType::kF32 ? Find<T, float>(problem.zero, problem.bits, tokens)
+                                              : Find<T, T>(problem.zero, problem.bits, tokens);
   };
   return problem.lhs == ElementType::kBf16 ? find(__nv_bfloat16{}) : find(__half{});
 }
@@ -205,9 +189,6 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.groups_per_atom = size > 0 && size < kAtom ? static_cast<int>(kAtom / size) : 1;
   p.out_float = problem.out == ElementType::kF32;
   p.epilogue = EpilogueOf(problem, buffers);
-  p.epilogue.any |= buffers.scaled.scale != nullptr;
-  p.norm = {reinterpret_cast<const float4*>(buffers.lhs_squares), problem.epilogue.epsilon,
-            buffers.scaled.scale, buffers.scaled.rows, buffers.scaled.squares};
   p.plan = PlanOf(problem, choice.split_k, choice.slices, ctas_per_sm);
   // Copies arrive in their order: with more stages of weights before the first activations, the first
   // product would start later. Before the end of another kernel there is nothing else to copy.
@@ -251,14 +232,11 @@ cudaError_t InitializeQmmSm90Stream() {
       for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
         for (int bits : {8, 4}) {
           for (int tokens : {8, 16, 32}) {
+            if (tokens > MaxTokens(bits)) continue;
             problem.lhs = lhs, problem.scale = scale, problem.zero = zero, problem.bits = bits;
-            for (bool scaled_rows : {false, true}) {
-              const KernelFunction kernel = Find(problem, tokens, scaled_rows);
-              if (kernel == nullptr) continue;
-              const cudaError_t error = cudaFuncSetAttribute(
-                  kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes(1));
-              if (error != cudaSuccess) return error;
-            }
+            const cudaError_t error = cudaFuncSetAttribute(
+                Find(problem, tokens), cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes(1));
+            if (error != cudaSuccess) return error;
           }
         }
       }
@@ -279,8 +257,7 @@ cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& b
   const int64_t clusters = CeilDiv(p.strips * kSlicesPerStrip, choice.slices);
   const LaunchConfig launch(clusters, problem.batch, choice.split_k, SharedBytes(ctas_per_sm),
                             early_start, stream);
-  return cudaLaunchKernelEx(&launch.config,
-                            Find(problem, choice.block_m, ReadsOrWritesScaledRows(buffers)), p);
+  return cudaLaunchKernelEx(&launch.config, Find(problem, choice.block_m), p);
 }
 
 }  // namespace jaxlowbit

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handler of what lies between two attentions of a transformer: three kernels and one for each
-// following product, all of which but the first start early (cuda/early_start.h). Where products cannot
-// normalize (TakesScaledRows), two kernels more do.
+// The CUDA handler of what lies between two attentions of a transformer: five kernels or more, all of
+// which but the first start early (cuda/early_start.h).
 //
 //   sum       = residual + attended @ out
 //   hidden    = activation(gate) * up of rms_norm(sum) * norm
@@ -12,7 +11,6 @@
 
 #include <optional>
 #include <string_view>
-#include <vector>
 
 #include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
@@ -41,22 +39,19 @@ ffi::Error ExecuteBlock(cudaStream_t stream, int32_t device, ffi::AnyBuffer atte
   const std::optional<Activation> function = FindActivation(activation);
   if (!function) return Refuse("activation is unknown: " + std::string(activation) + ".");
 
-  const auto reads_normed = [](size_t i) { return i == 1 || i >= kWeights; };
-  std::vector<Operands> products(count);
-  Operands &out = products[0], &up = products[1], &down = products[2];
-  for (size_t i = 0; i < count; ++i) {
+  const auto decode = [&](size_t i, ffi::AnyBuffer lhs, ffi::AnyBuffer out, Operands* operands) {
     const auto operand = [&](size_t j) {
       return weights.get<ffi::AnyBuffer>(kPerWeight * i + j).value();
     };
     Attributes attributes = {bits[i], group_size[i]};
     attributes.gated = i == 1;
-    const ffi::AnyBuffer lhs = reads_normed(i) ? *normed : i == 0 ? attended : *hidden;
-    const ffi::AnyBuffer written = i == 1 ? *hidden
-                                   : i < kWeights
-                                       ? *projected
-                                       : *following.get<ffi::AnyBuffer>(i - kWeights).value();
-    const ffi::Error error = DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)},
-                                            written, attributes, &products[i]);
+    return DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)}, out, attributes,
+                          operands);
+  };
+  Operands out, up, down;
+  for (const ffi::Error& error :
+       {decode(0, attended, *projected, &out), decode(1, *normed, *hidden, &up),
+        decode(2, *hidden, *projected, &down)}) {
     if (error.failure()) return error;
   }
   const QuantizedMatmul& p = out.problem;
@@ -86,55 +81,27 @@ ffi::Error ExecuteBlock(cudaStream_t stream, int32_t device, ffi::AnyBuffer atte
     if (error.failure()) return error;
   }
   if (p.m == 0) return ffi::Error::Success();
-
-  const int64_t workspace_bytes = static_cast<int64_t>(workspace->element_count());
-  std::vector<Choice> choices;
-  // Products normalize among themselves where each of them can: they use no workspace, so that sums
-  // of squares have it.
-  const int64_t sums = p.m * CeilDiv(p.n, kSquaresChannels);
-  bool normalized = sums * static_cast<int64_t>(sizeof(float)) <= workspace_bytes;
-  for (const Operands& operands : products) {
-    const ffi::Error error = CheckSupported(operands.problem, device);
-    if (error.failure()) return error;
-    choices.push_back(SelectOn(operands.problem, workspace_bytes, device));
-    normalized = normalized && TakesScaledRows(operands.problem, choices.back());
-  }
   up.problem.epilogue.activation = *function;
-  const void* following_scales = following.size() == 0 ? nullptr : following_norm.untyped_data();
-  if (normalized) {
-    float* squares = reinterpret_cast<float*>(workspace->untyped_data());
-    const auto add = [&](ffi::AnyBuffer x, ffi::AnyBuffer total, const void* scales,
-                         Operands& product) {
-      product.problem.epilogue.residual = p.lhs;
-      product.buffers.residual = x.untyped_data();
-      product.buffers.out = total.untyped_data();
-      product.buffers.scaled = {scales, normed->untyped_data(), squares};
-    };
-    add(residual, *sum, norm.untyped_data(), out);
-    add(*sum, *result, following_scales, down);
-    for (size_t i = 0; i < count; ++i) {
-      if (!reads_normed(i)) continue;
-      products[i].problem.epilogue.epsilon = epsilon;
-      products[i].buffers.lhs_squares = squares;
-    }
-  }
 
+  constexpr bool kEarly = true;
   const auto normalize = [&](ffi::AnyBuffer x, ffi::AnyBuffer total, const void* scales) {
     return ToError(LaunchRmsNorm({p.lhs, p.m, p.n, x.untyped_data(), projected->untyped_data(),
                                   scales, total.untyped_data(), normed->untyped_data(), epsilon},
                                  device, stream),
                    "launching the normalization");
   };
-  ffi::Error error = ffi::Error::Success();
-  for (size_t i = 0; error.success() && i < count; ++i) {
-    const QuantizedMatmul& problem = products[i].problem;
-    Buffers buffers = products[i].buffers;
-    buffers.workspace = workspace->untyped_data();
-    error = ToError(LaunchChoice(problem, buffers, choices[i], device, stream, i > 0),
-                    Describe(problem, device));
-    if (normalized || error.failure()) continue;
-    if (i == 0) error = normalize(residual, *sum, norm.untyped_data());
-    if (i == 2) error = normalize(*sum, *result, following_scales);
+  ffi::Error error = Enqueue(out, *workspace, device, stream);
+  if (error.success()) error = normalize(residual, *sum, norm.untyped_data());
+  if (error.success()) error = Enqueue(up, *workspace, device, stream, kEarly);
+  if (error.success()) error = Enqueue(down, *workspace, device, stream, kEarly);
+  if (error.success()) {
+    error =
+        normalize(*sum, *result, following.size() == 0 ? nullptr : following_norm.untyped_data());
+  }
+  for (size_t i = 0; error.success() && i < following.size(); ++i) {
+    Operands operands;
+    error = decode(kWeights + i, *normed, *following.get<ffi::AnyBuffer>(i).value(), &operands);
+    if (error.success()) error = Enqueue(operands, *workspace, device, stream, kEarly);
   }
   return error;
 }

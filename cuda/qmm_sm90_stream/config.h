@@ -19,10 +19,8 @@ inline constexpr int kMaxTileSlices = kWarps * kSlicesPerWarp;
 inline constexpr int kMaxClusterSlices = 2 * kMaxTileSlices;
 inline constexpr int kMaxStages = 16;
 inline constexpr int kMaxCtasPerSm = 2;
-inline constexpr int kBoxBytes = 1024;  // alignment of boxes of activations
-// At the start: room for all barriers, and, for each of 32 rows, for what a normalization multiplies by.
-inline constexpr int kFactors = 384;
-inline constexpr int kHeadBytes = 512;
+inline constexpr int kBoxBytes = 1024;      // alignment of boxes of activations
+inline constexpr int kBarriersBytes = 512;  // room for all barriers, at the start
 
 // Shared memory of a CTA: of 228 KiB, 1 KiB for the system.
 constexpr int SharedBytes(int ctas_per_sm) { return (228 / ctas_per_sm - 1) * 1024; }
@@ -110,7 +108,7 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
   // Every warp that has a part of a slice's sum sends it: 16 channels x tokens in float32.
   const int senders = cluster * plan.warps_k;
   const int sums = (senders << plan.owned_shift) * kSliceRows * tokens * 4;
-  plan.ring = static_cast<int>(CeilDiv(kHeadBytes + sums, kBoxBytes) * kBoxBytes);
+  plan.ring = static_cast<int>(CeilDiv(kBarriersBytes + sums, kBoxBytes) * kBoxBytes);
   plan.num_stages = std::min(kMaxStages, (SharedBytes(ctas_per_sm) - plan.ring) / plan.slot_bytes);
   return plan;
 }

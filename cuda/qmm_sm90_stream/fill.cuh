@@ -7,7 +7,6 @@
 
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/dependency.cuh"
-#include "cuda/qmm_sm90_stream/norm.cuh"
 #include "cuda/qmm_sm90_stream/params.cuh"
 
 namespace jaxlowbit::qmm_sm90_stream {
@@ -31,7 +30,6 @@ class StageFiller {
     const int early = min(filled, p_.early_stages);
 #pragma unroll 1
     for (int stage = 0; stage < early; ++stage) FillWeights(stage, stage);
-    if (I::kScaledRows && p_.norm.scale != nullptr) PrefetchScales(p_, share_);
     WaitForPreviousKernels();
     for (int stage = 0; stage < filled; ++stage) {
       if (stage >= early) FillWeights(stage, stage);
@@ -47,10 +45,6 @@ class StageFiller {
         FillWeights(stage, cursor.slot);
         FillLhs(stage, cursor.slot);
         cursor.Advance(p_.plan.num_stages);
-      }
-      if (I::kScaledRows && first && p_.norm.lhs_squares != nullptr) {
-        StoreFactors(p_, share_, memory_);
-        ArriveForOthers(kFactorsBarrier, kThreads);
       }
     }
   }

@@ -18,12 +18,9 @@
 namespace jaxlowbit::qmm_sm90_stream {
 
 inline constexpr int kThreads = 32 * (kWarps + 1);
-inline constexpr int kFactorsBarrier = 2;  // of the CTA: factors are stored
 
-// An instance: type of lhs, type of the scales, kind of zeros, most tokens, width, whether it reads or
-// writes scaled rows. (Code for that costs those that do not up to 5 % of their time.)
-template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kTokens, int kWidth,
-          bool kScaled>
+// An instance: type of lhs, type of the scales, kind of zeros, most tokens, width.
+template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kTokens, int kWidth>
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
@@ -32,18 +29,8 @@ struct Instance {
   // With a float zero, scales multiply weights: sums of q * s and of zeros would cancel. With many
   // tokens too: sums of a group would take too many registers.
   static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kTokens < 32;
-  static constexpr bool kScaledRows = kScaled;
   static constexpr int kTiles = kTokens / 8;  // of the instruction, along the tokens
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
-};
-
-// Of a normalization, what this product does: as lhs_squares, epsilon and scaled in problem.h.
-struct NormParams {
-  const float4* lhs_squares;  // [batch, m, k_blocks], each of an atom; null: lhs are whole rows
-  float epsilon;
-  const void* scale;  // null: there are no scaled rows
-  void* rows;
-  float* squares;
 };
 
 struct Params {
@@ -64,7 +51,6 @@ struct Params {
   bool out_float;           // float32 out; else the type of lhs
   int early_stages;         // whose weights are copied before any activations
   EpilogueParams epilogue;
-  NormParams norm;
   Plan plan;
 };
 
@@ -106,7 +92,7 @@ __device__ inline int FirstGroup(const Params& p, int atom) {
   return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
 }
 
-// Shared memory: barriers, then factors, then sums that arrive from the cluster, then the ring of stages.
+// Shared memory: barriers, then sums that arrive from the cluster, then the ring of stages.
 struct Memory {
   uint32_t base;
 
@@ -116,17 +102,10 @@ struct Memory {
   // All sums of a tile have arrived; every CTA of the cluster has read its own.
   __device__ uint32_t sums_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
   __device__ uint32_t sums_free() const { return sums_full() + kBarrierBytes; }
-  // What multiplies the sums of row `row` of lhs, in float32.
-  __device__ uint32_t factor(int row) const {
-    return base + kFactors + row * static_cast<int>(sizeof(float));
-  }
-  __device__ uint32_t sums() const { return base + kHeadBytes; }
+  __device__ uint32_t sums() const { return base + kBarriersBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;
   }
 };
-
-static_assert((2 * kMaxStages + 2) * kBarrierBytes <= kFactors);
-static_assert(kFactors + MaxTokens(4) * sizeof(float) <= kHeadBytes);
 
 }  // namespace jaxlowbit::qmm_sm90_stream

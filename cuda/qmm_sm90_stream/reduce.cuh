@@ -36,25 +36,25 @@ class ClusterReducer {
     }
   }
 
-  // What the epilogue reads for the sums that a thread collects at a time.
-  struct Operands {
-    float bias[2], up_bias[2], norm_scale[2];  // of channels g and g + 8
+  // What the epilogue adds to the sums that a thread collects at a time.
+  struct Addends {
+    float bias[2], up_bias[2];  // of channels g and g + 8
     float residual[4];
   };
 
   // Those of a thread's first sums of a tile, as many as it mostly has, while other warps still multiply.
-  struct FirstOperands {
-    Operands of[2];
+  struct FirstAddends {
+    Addends of[2];
   };
-  __device__ FirstOperands LoadFirst(int tile_slice, int slices) const {
-    FirstOperands first = {};
+  __device__ FirstAddends LoadFirst(int tile_slice, int slices) const {
+    FirstAddends first = {};
     if (!p_.epilogue.any) return first;
     WaitForPreviousKernels();  // one of them may have written the residual
     const int fragment = Keep(threadIdx.x) / 32, fragments = Fragments(slices);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (fragment + i * kWarps < fragments) {
-        first.of[i] = LoadOperands(tile_slice, fragment + i * kWarps);
+        first.of[i] = LoadAddends(tile_slice, fragment + i * kWarps);
       }
     }
     return first;
@@ -62,32 +62,28 @@ class ClusterReducer {
 
   // All multiplying threads: adds up and stores this CTA's slices of a tile of `slices` that begins
   // with `tile_slice`.
-  __device__ void Collect(int tile_slice, int slices, const FirstOperands& first) const {
+  __device__ void Collect(int tile_slice, int slices, const FirstAddends& first) const {
     const EpilogueParams& e = p_.epilogue;
     const int warp = Keep(threadIdx.x) / 32;
-    static_assert(kWarps % I::kTiles == 0);  // a warp's fragments are of the same tokens
-    float unit[2];
-    LoadUnits(Token(warp % I::kTiles), unit);
 #pragma unroll 1
     for (int fragment = warp; fragment < Fragments(slices); fragment += kWarps) {
       const int tile = fragment % I::kTiles, slice = fragment / I::kTiles;
       float sum[4];
-      Add(e.gated ? 2 * slice : slice, tile, unit, sum);
-      const int m = Token(tile), n = Channel(tile_slice, slice);
+      Add(e.gated ? 2 * slice : slice, tile, sum);
       if (e.any) {
         float up[4] = {};
-        if (e.gated) Add(2 * slice + 1, tile, unit, up);
-        const Operands operands = fragment == warp            ? first.of[0]
-                                  : fragment == warp + kWarps ? first.of[1]
-                                                              : LoadOperands(tile_slice, fragment);
+        if (e.gated) Add(2 * slice + 1, tile, up);
+        const Addends addends = fragment == warp            ? first.of[0]
+                                : fragment == warp + kWarps ? first.of[1]
+                                                            : LoadAddends(tile_slice, fragment);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          sum[j] += operands.bias[j / 2];
-          up[j] += operands.up_bias[j / 2];
+          sum[j] += addends.bias[j / 2];
+          up[j] += addends.up_bias[j / 2];
         }
-        Finish(e, up, operands.residual, sum);
-        if (I::kScaledRows && p_.norm.scale != nullptr) StoreScaled(m, n, operands.norm_scale, sum);
+        Finish(e, up, addends.residual, sum);
       }
+      const int m = Token(tile), n = Channel(tile_slice, slice);
 #pragma unroll
       for (int j = 0; j < 4; ++j) Store(m + j % 2, n + j / 2 * 8, sum[j]);
     }
@@ -97,19 +93,8 @@ class ClusterReducer {
   static constexpr float kUnit = I::kScaleSums ? 1 << kShift<typename I::T> : 1;  // of sums
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 tokens, in the order of lanes
 
-  // What sums of tokens m and m + 1 are in units of: with the factors of a normalization.
-  __device__ void LoadUnits(int m, float (&unit)[2]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      unit[i] = kUnit;
-      if (I::kScaledRows && p_.norm.lhs_squares != nullptr) {
-        unit[i] *= __uint_as_float(LoadShared4(memory_.factor(m + i)));
-      }
-    }
-  }
-
   // The sums of all senders, of this lane.
-  __device__ void Add(int slice, int tile, const float (&unit)[2], float (&sum)[4]) const {
+  __device__ void Add(int slice, int tile, float (&sum)[4]) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum[j] = 0;
     for (int sender = 0; sender < senders_; ++sender) {
@@ -120,31 +105,27 @@ class ClusterReducer {
       sum[3] += __uint_as_float(part.w);
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sum[j] *= unit[j % 2];
+    for (int j = 0; j < 4; ++j) sum[j] *= kUnit;
   }
 
-  __device__ Operands LoadOperands(int tile_slice, int fragment) const {
+  __device__ Addends LoadAddends(int tile_slice, int fragment) const {
     const EpilogueParams& e = p_.epilogue;
     const int m = Token(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
     const int product = e.gated ? 2 * share_.batch : share_.batch;
-    Operands operands;
+    Addends addends;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      operands.bias[h] = LoadBias<typename I::T>(e, product, p_.n, n + 8 * h);
-      operands.up_bias[h] =
+      addends.bias[h] = LoadBias<typename I::T>(e, product, p_.n, n + 8 * h);
+      addends.up_bias[h] =
           e.gated ? LoadBias<typename I::T>(e, product + 1, p_.n, n + 8 * h) : 0.0f;
-      operands.norm_scale[h] =
-          I::kScaledRows && p_.norm.scale != nullptr
-              ? LoadElement<typename I::T>(p_.norm.scale, /*is_float=*/false, n + 8 * h)
-              : 0.0f;
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int token = m + j % 2, channel = n + j / 2 * 8;
       const bool exists = token < p_.m && channel < p_.n;
-      operands.residual[j] = exists ? LoadResidual<typename I::T>(e, Offset(token, channel)) : 0.0f;
+      addends.residual[j] = exists ? LoadResidual<typename I::T>(e, Offset(token, channel)) : 0.0f;
     }
-    return operands;
+    return addends;
   }
 
   // The first token and the first channel of this lane, in a tile of tokens and in a slice that this CTA
@@ -184,31 +165,6 @@ class ClusterReducer {
       static_cast<float*>(p_.out)[offset] = value;
     } else {
       static_cast<typename I::T*>(p_.out)[offset] = typename I::T(value);
-    }
-  }
-
-  // Of results before they are rounded, all lanes: what a normalization reads (ScaledRows).
-  __device__ void StoreScaled(int m, int n, const float (&scale)[2],
-                              const float (&values)[4]) const {
-    using T = typename I::T;
-    float squares[2] = {};  // of tokens m and m + 1
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float value = static_cast<float>(T(values[j]));
-      squares[j % 2] += value * value;
-      if (m + j % 2 < p_.m) {
-        static_cast<T*>(p_.norm.rows)[Offset(m + j % 2, n + j / 2 * 8)] = T(value * scale[j / 2]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int lanes = 4; lanes < 32; lanes *= 2) {
-        squares[i] += __shfl_xor_sync(~0u, squares[i], lanes);
-      }
-      if (Keep(threadIdx.x) % 32 < 4 && m + i < p_.m) {  // lanes of a slice's first channel
-        p_.norm.squares[Offset(m + i, n) / kSquaresChannels] = squares[i];
-      }
     }
   }
 
