@@ -310,7 +310,7 @@ std::string UnsupportedStream(const Choice& choice, const QuantizedMatmul& probl
 }  // namespace
 
 // CTAs that have a multiprocessor each must not meet on one, which they would if they started while
-// an earlier kernel still filled others: they take all of its shared memory.
+// an earlier kernel still filled others: they take more than half of its shared memory.
 int StreamCtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   const bool alone = StreamClusters(problem, choice.slices) <= device.clusters[1][choice.split_k];
   return alone ? 1 : qmm_sm90_stream::kMaxCtasPerSm;

@@ -271,7 +271,7 @@ cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& b
                                            problem.k, choice.block_m, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
   const int64_t clusters = CeilDiv(p.strips * kSlicesPerStrip, choice.slices);
-  const LaunchConfig launch(clusters, problem.batch, choice.split_k, SharedBytes(ctas_per_sm),
+  const LaunchConfig launch(clusters, problem.batch, choice.split_k, p.plan.shared_bytes,
                             early_start, stream);
   return cudaLaunchKernelEx(&launch.config, Find(problem, choice.block_m), p);
 }

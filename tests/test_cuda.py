@@ -367,6 +367,8 @@ def test_permutations_that_break_the_contract_are_refused(shape, dtype, changes,
 # --- several products in one call -----------------------------------------------------------------
 
 FORMATS = [INT4, UINT4, Format(4, 64, "float"), Format(8, 32, "integer")]
+# So many features that few rows run the kernel of Hopper whatever the weight.
+WIDE = 1024
 mlp = functools.partial(quantized_mlp, backend="cuda")
 
 
@@ -443,20 +445,21 @@ def test_programs_hold_one_call_each():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("m", ROWS)
-def test_blocks_in_one_call_each(m, dtype):
+@pytest.mark.parametrize("width", [512, WIDE])
+def test_blocks_in_one_call_each(width, m, dtype):
     """From a graph, one after the other, against their products and the rest by XLA.
 
     Roundings are the same but for those of a reciprocal square root and an exponential.
     """
-    layers = []
+    features, layers = 3 * width // 4, []
     for seed in range(3):
-        gate_up, down = mlp_weights(512, 1536, 512, FORMATS[seed])
-        out = quantize(normal(256, 512, seed=10 + seed), INT4)
-        qkv = [quantize(normal(512, n, seed=n + seed), INT4) for n in (256, 200)]
-        layers.append((out, 1 + normal(512, 1, seed=seed)[:, 0], gate_up, down, qkv))
+        gate_up, down = mlp_weights(width, 1536, width, FORMATS[seed])
+        out = quantize(normal(features, width, seed=10 + seed), INT4)
+        qkv = [quantize(normal(width, n, seed=n + seed), INT4) for n in (features, 200)]
+        layers.append((out, 1 + normal(width, 1, seed=seed)[:, 0], gate_up, down, qkv))
 
     def steps(backend, x):
-        attended = x[:, :256]
+        attended = x[:, :features]
         for out, norm, gate_up, down, qkv in layers:
             following = 2 * norm, qkv
             x, (q, k) = quantized_block(
@@ -474,7 +477,7 @@ def test_blocks_in_one_call_each(m, dtype):
             factor = jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)
             return (wide * factor * scales.astype(dtype).astype(jnp.float32)[None]).astype(dtype)
 
-        attended = x[:, :256]
+        attended = x[:, :features]
         for out, norm, gate_up, down, qkv in layers:
             x = x + products(attended, out)
             x = x + mlp(normalize(x, norm), gate_up, down)
@@ -482,7 +485,7 @@ def test_blocks_in_one_call_each(m, dtype):
             attended = q + jnp.tanh(k)[:, :1]
         return x, attended
 
-    lhs = normal(m, 512).astype(dtype)
+    lhs = normal(m, width).astype(dtype)
     program = jax.jit(functools.partial(steps, "cuda"))
     assert custom_calls(functools.partial(steps, "cuda"), lhs) == ["quantized_block"] * 3
     first = jax.tree.map(np.asarray, program(lhs))
@@ -493,6 +496,44 @@ def test_blocks_in_one_call_each(m, dtype):
     for got, want in zip(first, jax.jit(apart)(lhs), strict=True):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
         assert np.linalg.norm(got - want) <= eps * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(jnp.bfloat16, 1e25), (jnp.float16, 4e3)])
+@pytest.mark.parametrize("m", [1, 5, 16])
+def test_normalizations_of_a_block(m, dtype, large):
+    """Also of zeros, of rows large for their dtype, and of a NaN, each row on its own.
+
+    In bfloat16 large rows have infinite squares; in float16 elements times their scales would be
+    infinite if they were not normalized first.
+    """
+    sizes = np.resize([1, 0, 100, large, 1], m)[:, None]
+    attended, x = (
+        jnp.asarray(sizes * np.sqrt(k) * np.asarray(normal(m, k, seed=k), np.float64), dtype)
+        for k in (768, WIDE)
+    )
+    is_nan = np.arange(m) % 5 == 4
+    x = jnp.where(is_nan[:, None] & (np.arange(WIDE) == 3)[None], jnp.asarray(np.nan, dtype), x)
+    gate_up, down = mlp_weights(WIDE, 1536, WIDE, INT4)
+    out, weight = quantize(normal(768, WIDE, seed=10), INT4), quantize(normal(WIDE, 200), UINT4)
+    norm = 1 + normal(WIDE, 1)[:, 0]
+
+    def normalize(rows, scales):
+        mean = np.mean(np.square(rows.astype(np.float32)), -1, keepdims=True)
+        return rows / np.sqrt(mean + 1e-5) * np.asarray(scales, np.float64)
+
+    block = functools.partial(quantized_block, backend="cuda", following=(32 * norm, [weight]))
+    y, (product,) = jax.jit(block)(attended, x, out, norm, gate_up, down)
+    y, product = np.asarray(y, np.float64), np.asarray(product, np.float64)
+    with np.errstate(over="ignore"):
+        total = np.asarray(x, np.float64) + np.asarray(attended, np.float64) @ dequantize(out).value
+        gate, up = normalize(total, norm) @ dequantize(gate_up).value
+        total += gate / (1 + np.exp(-gate)) * up @ dequantize(down).value
+        want = normalize(y, 32 * norm) @ dequantize(weight).value
+    for rows, exact in ((y, total), (product, want)):
+        assert np.isnan(rows[is_nan]).all()
+        errors = np.linalg.norm((rows - exact)[~is_nan], axis=-1)
+        eps = float(ml_dtypes.finfo(dtype).eps)
+        assert (errors <= eps * np.linalg.norm(exact[~is_nan], axis=-1)).all()
 
 
 @pytest.mark.parametrize("m", ROWS)

@@ -11,6 +11,7 @@
 
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
@@ -39,19 +40,22 @@ ffi::Error ExecuteBlock(cudaStream_t stream, int32_t device, ffi::AnyBuffer atte
   const std::optional<Activation> function = FindActivation(activation);
   if (!function) return Refuse("activation is unknown: " + std::string(activation) + ".");
 
-  const auto decode = [&](size_t i, ffi::AnyBuffer lhs, ffi::AnyBuffer out, Operands* operands) {
+  const auto reads_normed = [](size_t i) { return i == 1 || i >= kWeights; };
+  std::vector<Operands> products(count);
+  Operands &out = products[0], &up = products[1], &down = products[2];
+  for (size_t i = 0; i < count; ++i) {
     const auto operand = [&](size_t j) {
       return weights.get<ffi::AnyBuffer>(kPerWeight * i + j).value();
     };
     Attributes attributes = {bits[i], group_size[i]};
     attributes.gated = i == 1;
-    return DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)}, out, attributes,
-                          operands);
-  };
-  Operands out, up, down;
-  for (const ffi::Error& error :
-       {decode(0, attended, *projected, &out), decode(1, *normed, *hidden, &up),
-        decode(2, *hidden, *projected, &down)}) {
+    const ffi::AnyBuffer lhs = reads_normed(i) ? *normed : i == 0 ? attended : *hidden;
+    const ffi::AnyBuffer written = i == 1 ? *hidden
+                                   : i < kWeights
+                                       ? *projected
+                                       : *following.get<ffi::AnyBuffer>(i - kWeights).value();
+    const ffi::Error error = DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)},
+                                            written, attributes, &products[i]);
     if (error.failure()) return error;
   }
   const QuantizedMatmul& p = out.problem;
@@ -83,25 +87,23 @@ ffi::Error ExecuteBlock(cudaStream_t stream, int32_t device, ffi::AnyBuffer atte
   if (p.m == 0) return ffi::Error::Success();
   up.problem.epilogue.activation = *function;
 
-  constexpr bool kEarly = true;
+  for (const Operands& product : products) {
+    const ffi::Error error = CheckSupported(product.problem, device);
+    if (error.failure()) return error;
+  }
+
+  const void* following_scales = following.size() == 0 ? nullptr : following_norm.untyped_data();
   const auto normalize = [&](ffi::AnyBuffer x, ffi::AnyBuffer total, const void* scales) {
     return ToError(LaunchRmsNorm({p.lhs, p.m, p.n, x.untyped_data(), projected->untyped_data(),
                                   scales, total.untyped_data(), normed->untyped_data(), epsilon},
                                  device, stream),
                    "launching the normalization");
   };
-  ffi::Error error = Enqueue(out, *workspace, device, stream);
-  if (error.success()) error = normalize(residual, *sum, norm.untyped_data());
-  if (error.success()) error = Enqueue(up, *workspace, device, stream, kEarly);
-  if (error.success()) error = Enqueue(down, *workspace, device, stream, kEarly);
-  if (error.success()) {
-    error =
-        normalize(*sum, *result, following.size() == 0 ? nullptr : following_norm.untyped_data());
-  }
-  for (size_t i = 0; error.success() && i < following.size(); ++i) {
-    Operands operands;
-    error = decode(kWeights + i, *normed, *following.get<ffi::AnyBuffer>(i).value(), &operands);
-    if (error.success()) error = Enqueue(operands, *workspace, device, stream, kEarly);
+  ffi::Error error = ffi::Error::Success();
+  for (size_t i = 0; error.success() && i < count; ++i) {
+    error = Enqueue(products[i], *workspace, device, stream, /*early_start=*/i > 0);
+    if (error.success() && i == 0) error = normalize(residual, *sum, norm.untyped_data());
+    if (error.success() && i == 2) error = normalize(*sum, *result, following_scales);
   }
   return error;
 }

@@ -25,12 +25,17 @@ inline std::string Describe(const QuantizedMatmul& p, int device) {
          " group_size=" + std::to_string(p.group_size) + " on device " + std::to_string(device);
 }
 
+inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
+  const std::string reason = Unsupported(p, DeviceInfo(device));
+  return reason.empty() ? ffi::Error::Success() : Refuse(reason + "; use another backend.");
+}
+
 // Enqueues one product. `early_start`: as of LaunchQuantizedMatmul.
 inline ffi::Error Enqueue(const Operands& operands, ffi::Buffer<ffi::U8> workspace, int device,
                           cudaStream_t stream, bool early_start = false) {
   const QuantizedMatmul& p = operands.problem;
-  const std::string reason = Unsupported(p, DeviceInfo(device));
-  if (!reason.empty()) return Refuse(reason + "; use another backend.");
+  const ffi::Error error = CheckSupported(p, device);
+  if (error.failure()) return error;
   if (p.batch == 0 || p.m == 0) return ffi::Error::Success();
   Buffers buffers = operands.buffers;
   buffers.workspace = workspace.untyped_data();

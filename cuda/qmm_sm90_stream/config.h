@@ -22,8 +22,14 @@ inline constexpr int kMaxCtasPerSm = 2;
 inline constexpr int kBoxBytes = 1024;      // alignment of boxes of activations
 inline constexpr int kBarriersBytes = 512;  // room for all barriers, at the start
 
-// Shared memory of a CTA: of 228 KiB, 1 KiB for the system.
+// Most shared memory of a CTA: of 228 KiB, 1 KiB for the system.
 constexpr int SharedBytes(int ctas_per_sm) { return (228 / ctas_per_sm - 1) * 1024; }
+
+// A CTA that shall have a multiprocessor to itself takes more than half of it, so that two never meet where
+// they start before an earlier kernel has left all others; but, if a ring of these stages fits, no more
+// than leaves room for a CTA of the next kernel, whose weights are then there when this one ends.
+inline constexpr int kAloneBytes = 117 * 1024;
+inline constexpr int kAloneStages = 3;
 
 // Of 8-bit weights, 32 tokens would take more registers than there are.
 constexpr int MaxTokens(int bits) { return bits == 4 ? 32 : 16; }
@@ -52,12 +58,11 @@ struct Plan {
   int stages;                      // of all of k
   int stage_groups, stage_strips;  // most that a stage touches
   StageBytes bytes;
-  int slot_bytes;   // bytes.total()
-  int owned_shift;  // a CTA adds up 2^owned_shift slices of a tile, or fewer
-  int ring;         // where the stages begin
-  int num_stages;   // depth of the ring; below 2: not to be run
-
-  int shared_bytes() const { return ring + num_stages * slot_bytes; }
+  int slot_bytes;    // bytes.total()
+  int owned_shift;   // a CTA adds up 2^owned_shift slices of a tile, or fewer
+  int ring;          // where the stages begin
+  int num_stages;    // depth of the ring; below 2: not to be run
+  int shared_bytes;  // of a CTA
 };
 
 // A stage begins with a group, or lies in one.
@@ -109,7 +114,11 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
   const int senders = cluster * plan.warps_k;
   const int sums = (senders << plan.owned_shift) * kSliceRows * tokens * 4;
   plan.ring = static_cast<int>(CeilDiv(kBarriersBytes + sums, kBoxBytes) * kBoxBytes);
-  plan.num_stages = std::min(kMaxStages, (SharedBytes(ctas_per_sm) - plan.ring) / plan.slot_bytes);
+  const bool alone = ctas_per_sm == 1;
+  const bool leaves_room = plan.ring + kAloneStages * plan.slot_bytes <= kAloneBytes;
+  const int bytes = alone && leaves_room ? kAloneBytes : SharedBytes(ctas_per_sm);
+  plan.num_stages = std::min(kMaxStages, (bytes - plan.ring) / plan.slot_bytes);
+  plan.shared_bytes = alone ? bytes : plan.ring + plan.num_stages * plan.slot_bytes;
   return plan;
 }
 
