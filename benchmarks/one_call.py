@@ -64,7 +64,7 @@ def qkv_in_one(x: jax.Array, weights: Any) -> jax.Array:
 
 def joined(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """A small kernel of both, so that no product is left out."""
-    return q.at[..., : k.shape[-1]].add(k + v)
+    return q + jnp.pad(k + v, ((0, 0), (0, q.shape[-1] - k.shape[-1])))
 
 
 def separate_mlp(x: jax.Array, weights: Any) -> jax.Array:
