@@ -105,9 +105,8 @@ double StreamCost(const QuantizedMatmul& problem, const Device& device, const Ch
   const int64_t clusters = StreamClusters(problem, slices);
   const int ctas_per_sm = StreamCtasPerSm(problem, device, choice);
   const int64_t waves = CeilDiv(clusters, std::max(1, device.clusters[ctas_per_sm][cluster_ctas]));
-  // CTAs on the fullest multiprocessor.
-  const int64_t beside =
-      std::min<int64_t>(ctas_per_sm, CeilDiv(clusters * cluster_ctas, device.num_sms));
+  // CTAs on the fullest multiprocessor: clusters of 4 meet on one before there are CTAs for all.
+  const int beside = ctas_per_sm;
   const double kilobyte_per_slice = problem.k_blocks() * problem.bits / 8.0;
   const int tiles = static_cast<int>(CeilDiv(slices, plan.tile_slices));
   const double pairs = static_cast<double>(CeilDiv(plan.tile_slices, stream::kSlicesPerWarp));
@@ -215,9 +214,13 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
            (static_cast<double>(atoms) * atom + fit.round);
   };
   const double parts = 1e-6 * static_cast<double>(division.workspace_bytes(tile)) * fit.megabyte;
-  return fit.once + rounds(division.whole_tiles, 1) +
-         rounds(division.divided_tiles * division.parts, division.parts) +
-         (division.parts > 1 ? fit.split + parts : 0) + (choice.mates > 1 ? fit.mates : 0);
+  constexpr double kReadBytes = 3.15e6;  // of weights, at most, in a microsecond
+  const double read = static_cast<double>(problem.strips() * problem.k_blocks()) * kAtom * kAtom *
+                      problem.bits / 8 / kReadBytes;
+  const double units = rounds(division.whole_tiles, 1) +
+                       rounds(division.divided_tiles * division.parts, division.parts);
+  return fit.once + std::max(units, read) + (division.parts > 1 ? fit.split + parts : 0) +
+         (choice.mates > 1 ? fit.mates : 0);
 }
 
 Choice ConfigureSm90(const QuantizedMatmul& problem, const Device& device,
