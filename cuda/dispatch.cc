@@ -205,21 +205,21 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
   const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
   const qmm_sm90::Division division = Sm90Division(problem, device, choice);
   const int64_t stages = CeilDiv(problem.k_blocks(), tile.stage_atoms);
-  const auto rounds = [&](int64_t units, int parts) {
-    if (units == 0) return 0.0;
-    const bool alone = tile.ctas_per_sm == 1 || units * choice.mates <= device.num_sms;
+  const auto rounds = [&](int64_t tasks, int parts) {
+    if (tasks == 0) return 0.0;
+    const bool alone = tile.ctas_per_sm == 1 || tasks * choice.mates <= device.num_sms;
     const double atom = (alone ? fit.alone : fit.beside) * (problem.bits == 8 ? fit.wide : 1);
     const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, parts) * tile.stage_atoms);
-    return static_cast<double>(CeilDiv(units, division.resident)) *
+    return static_cast<double>(CeilDiv(tasks, division.resident)) *
            (static_cast<double>(atoms) * atom + fit.round);
   };
   const double parts = 1e-6 * static_cast<double>(division.workspace_bytes(tile)) * fit.megabyte;
   constexpr double kReadBytes = 3.15e6;  // of weights, at most, in a microsecond
   const double read = static_cast<double>(problem.strips() * problem.k_blocks()) * kAtom * kAtom *
                       problem.bits / 8 / kReadBytes;
-  const double units = rounds(division.whole_tiles, 1) +
-                       rounds(division.divided_tiles * division.parts, division.parts);
-  return fit.once + std::max(units, read) + (division.parts > 1 ? fit.split + parts : 0) +
+  const double computed = rounds(division.whole_tiles, 1) +
+                          rounds(division.divided_tiles * division.parts, division.parts);
+  return fit.once + std::max(computed, read) + (division.parts > 1 ? fit.split + parts : 0) +
          (choice.mates > 1 ? fit.mates : 0);
 }
 

@@ -101,7 +101,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.mate_shift = choice.mates - 1;
   p.whole_tiles = static_cast<int>(division.whole_tiles);
   p.parts = division.parts;
-  p.num_units = static_cast<int>(division.units());
+  p.num_tasks = static_cast<int>(division.tasks());
   p.sums = static_cast<float*>(buffers.workspace);
   p.plan = PlanOf(problem, tile);
   return p;
@@ -205,7 +205,7 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
       if (error != cudaSuccess) return error;
     }
   }
-  const int64_t clusters = std::min(division.units(), division.resident);
+  const int64_t clusters = std::min(division.tasks(), division.resident);
   const LaunchConfig launch(tile, clusters, choice.mates, p.plan.shared_bytes(), stream);
   error = cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
   if (error != cudaSuccess || division.parts == 1) return error;

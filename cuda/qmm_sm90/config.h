@@ -89,7 +89,7 @@ inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
   return plan;
 }
 
-// What CTAs that stay for unit after unit compute: first as many whole tiles as give each the same
+// What CTAs that stay for task after task compute: first as many whole tiles as give each the same
 // number, then the tiles that are left. With more parts than one these are divided along k, so that
 // every CTA has some of them. Counted in tiles of clusters of mates, who do not divide theirs.
 struct Division {
@@ -98,7 +98,7 @@ struct Division {
   int64_t divided_tiles;
   int parts;  // of a divided tile
 
-  int64_t units() const { return whole_tiles + divided_tiles * parts; }
+  int64_t tasks() const { return whole_tiles + divided_tiles * parts; }
   int64_t workspace_bytes(const TileShape& tile) const {
     return divided_tiles * parts * tile.tokens * tile.cta_strips() * kAtom *
            static_cast<int64_t>(sizeof(float));

@@ -16,12 +16,12 @@ class StageFiller {
   __device__ StageFiller(const Params& p, int mate, Memory memory)
       : p_(p), mate_(mate), memory_(memory), policy_(EvictFirst()), lane_(threadIdx.x % 32) {}
 
-  // Copies every stage of a unit.
-  __device__ void Fill(const Unit& unit, RingCursor& cursor) {
-    StartTile(unit.tile);
-    for (int atom = unit.atom_begin; atom < unit.atom_end; atom += I::kStageAtoms) {
+  // Copies every stage of a task.
+  __device__ void Fill(const Task& task, RingCursor& cursor) {
+    StartTile(task.tile);
+    for (int atom = task.atom_begin; atom < task.atom_end; atom += I::kStageAtoms) {
       Wait(memory_.empty(cursor.slot), cursor.parity ^ 1);
-      FillStage(unit.tile, atom, cursor.slot);
+      FillStage(task.tile, atom, cursor.slot);
       cursor.Advance(p_.plan.num_stages);
     }
   }

@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     if (warp == I::kWarps) {
       WaitForPreviousKernels();
       StageFiller<I> filler(p, mate, memory);
-      for (int number = cluster; number < p.num_units; number += clusters) {
-        filler.Fill(UnitOf<I>(p, number, mate), cursor);
+      for (int number = cluster; number < p.num_tasks; number += clusters) {
+        filler.Fill(TaskOf<I>(p, number, mate), cursor);
       }
     }
     __syncwarp();
@@ -62,14 +62,14 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     TileStorer<I> storer(p, memory);
     WaitForArrivals();
     Sums<I> sums;
-    for (int number = cluster; number < p.num_units; number += clusters) {
-      const Unit unit = UnitOf<I>(p, number, mate);
-      if (unit.divided < 0) storer.Begin(unit.tile);
-      multiplier.Multiply(unit, sums, cursor);
-      if (unit.divided < 0) {
-        storer.Store(unit.tile, sums);
+    for (int number = cluster; number < p.num_tasks; number += clusters) {
+      const Task task = TaskOf<I>(p, number, mate);
+      if (task.divided < 0) storer.Begin(task.tile);
+      multiplier.Multiply(task, sums, cursor);
+      if (task.divided < 0) {
+        storer.Store(task.tile, sums);
       } else {
-        StorePart<I>(p, unit.divided, sums);
+        StorePart<I>(p, task.divided, sums);
       }
     }
     storer.Finish();

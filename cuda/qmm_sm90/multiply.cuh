@@ -41,14 +41,14 @@ class TileMultiplier {
     group_rows_ = Keep(p.groups_per_atom * static_cast<int>(kAtom));
   }
 
-  // All atoms of a unit.
-  __device__ void Multiply(const Unit& unit, Sums<I>& sums, RingCursor& cursor) const {
+  // All atoms of a task.
+  __device__ void Multiply(const Task& task, Sums<I>& sums, RingCursor& cursor) const {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
       for (int i = 0; i < I::kTokens / 2; ++i) sums[s][i] = 0;
     }
-    const int begin = unit.atom_begin, end = Keep(unit.atom_end);
+    const int begin = task.atom_begin, end = Keep(task.atom_end);
     State state = {begin, atoms_per_group_ - p_.atoms_per_group.Remainder(begin), -1, cursor};
 #pragma unroll 1
     while (state.atom + kTogether <= end) MultiplyAtoms<kTogether>(state, sums);

@@ -72,14 +72,14 @@ struct Params {
   int strips;
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
-  // In units of what a cluster computes: 2^mate_shift neighbours along n.
+  // Tiles of clusters, which are 2^mate_shift neighbours along n.
   int tiles_n;
   WideDivider batch_tiles, band_tiles;  // of an element of the batch; of a band (TileOf)
   WideDivider last_width;               // of the last band
   int mate_shift;                       // mates: the CTAs of a cluster that share activations
   // Of all tiles, the first are computed whole; then come those whose k is divided.
   int whole_tiles, parts;
-  int num_units;  // whole tiles, and parts of others
+  int num_tasks;  // whole tiles, and parts of others
   float* sums;    // of parts, for reduce.cuh
   Plan plan;
   EpilogueParams epilogue;
@@ -107,7 +107,7 @@ __device__ inline Tile TileOf(const Params& p, int number, int strips, int token
 }
 
 // What a CTA computes at a time: a tile, or a part of its k.
-struct Unit {
+struct Task {
   Tile tile;
   int divided;               // which one of the parts of divided tiles it is; -1: a whole tile
   int atom_begin, atom_end;  // along k
@@ -115,23 +115,23 @@ struct Unit {
 
 // That of a mate.
 template <class I>
-__device__ inline Unit UnitOf(const Params& p, int number, int mate) {
-  Unit unit;
+__device__ inline Task TaskOf(const Params& p, int number, int mate) {
+  Task task;
   int tile = number, begin = 0, end = p.plan.stages;
-  unit.divided = -1;
+  task.divided = -1;
   if (number >= p.whole_tiles) {
-    unit.divided = number - p.whole_tiles;
-    const int divided_tile = unit.divided / p.parts;
-    const int part = unit.divided - divided_tile * p.parts;
+    task.divided = number - p.whole_tiles;
+    const int divided_tile = task.divided / p.parts;
+    const int part = task.divided - divided_tile * p.parts;
     tile = p.whole_tiles + divided_tile;
     end = p.plan.stages * (part + 1) / p.parts;
     begin = p.plan.stages * part / p.parts;
   }
-  unit.tile = TileOf(p, tile, I::kCtaStrips << p.mate_shift, I::kTokens);
-  unit.tile.strip += mate * I::kCtaStrips;
-  unit.atom_begin = begin * I::kStageAtoms;
-  unit.atom_end = min(p.k_blocks, end * I::kStageAtoms);
-  return unit;
+  task.tile = TileOf(p, tile, I::kCtaStrips << p.mate_shift, I::kTokens);
+  task.tile.strip += mate * I::kCtaStrips;
+  task.atom_begin = begin * I::kStageAtoms;
+  task.atom_end = min(p.k_blocks, end * I::kStageAtoms);
+  return task;
 }
 
 // Sums of a part of a tile: of every strip blocks of 8 tokens, of those for every thread of a
