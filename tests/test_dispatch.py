@@ -116,6 +116,17 @@ def test_the_kernel_follows_the_problem(problem, kernel):
     assert select(**{"m": 1, "n": 8192, "k": 8192, **problem})["kernel"] == kernel
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "divided"),
+    [(64, 4096, 4096, True), (512, 9472, 3584, True), (1024, 8192, 8192, False)],
+)
+def test_tiles_that_fill_no_round_are_divided(m, n, k, divided):
+    """Of 132 multiprocessors: 32 or 64 small tiles, 148 large ones, and 256 in two rounds."""
+    choice = select(m=m, n=n, k=k, **H200)
+    assert choice["kernel"] == "qmm_sm90" and (choice["split_k"] > 1) == divided
+    assert choice["split_k"] == 1 or select(m=m, n=n, k=k, **H200, workspace_bytes=0) != choice
+
+
 def test_more_tokens_take_larger_tiles():
     """Until a tile has 256 tokens; the sum is split where tiles are few."""
     sizes = (33, 64, 128, 256, 512, 1024, 4096)
