@@ -3,7 +3,8 @@
 // Runs the kernels without JAX: checks every instance, sweeps shapes, times.
 //
 //   driver check [STRIDE]   every instance on small awkward shapes, or one in STRIDE of these (for
-//                           compute-sanitizer's slower tools)
+//                           compute-sanitizer's slower tools; a prime from 7 on, since kinds of
+//                           problems come every 2nd to 8th)
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph, once
 //                           a sample of the result is right:
