@@ -1,4 +1,7 @@
-"""Several products in one call: what they mean, and when there is one. `test_cuda.py` runs it."""
+"""Several products in one call: what they mean, and when there is one.
+
+`test_cuda_calls.py` runs them.
+"""
 
 import dataclasses
 import functools

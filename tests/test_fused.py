@@ -1,4 +1,7 @@
-"""Products with an epilogue: what they mean, and when a kernel computes it (see `test_cuda.py`)."""
+"""Products with an epilogue: what they mean, and when a kernel computes it.
+
+`test_cuda_calls.py` runs them.
+"""
 
 import dataclasses
 import functools
