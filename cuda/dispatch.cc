@@ -238,7 +238,8 @@ Choice ConfigureSm90(const QuantizedMatmul& problem, const Device& device,
         other.split_k = split_k;
         other.tile = number;
         other.mates = mates;
-        if (!UnsupportedSm90(other, problem, device, workspace_bytes).empty()) continue;
+        // Nor are more parts.
+        if (!UnsupportedSm90(other, problem, device, workspace_bytes).empty()) break;
         const double cost = Sm90Cost(problem, device, other);
         if (choice.block_m > 0 && cost >= best) continue;
         best = cost;
@@ -262,7 +263,7 @@ std::string UnsupportedStream(const QuantizedMatmul& problem, const Device& devi
   return "";
 }
 
-std::string UnsupportedSm90(const QuantizedMatmul& problem, const Device& device) {
+std::string UnsupportedSm90(const QuantizedMatmul& problem) {
   if (problem.k % 8 != 0) return "k must be a multiple of 8";
   if (problem.group_size > 0 && problem.group_size != 32 && problem.group_size % kAtom != 0) {
     return "groups must be of 32, or of multiples of 64";
@@ -271,8 +272,12 @@ std::string UnsupportedSm90(const QuantizedMatmul& problem, const Device& device
   if (problem.m >= kMost || problem.batch * CeilDiv(problem.m, 32) * problem.strips() >= kMost) {
     return "it has more than 2^31 tiles";
   }
-  if (ConfigureSm90(problem, device, 0).block_m == 0)
+  const auto fits = [&](const qmm_sm90::TileShape& tile) {
+    return qmm_sm90::PlanOf(problem, tile).num_stages >= 2;
+  };
+  if (std::none_of(std::begin(qmm_sm90::kTiles), std::end(qmm_sm90::kTiles), fits)) {
     return "its stages would not fit shared memory";
+  }
   return "";
 }
 
@@ -364,8 +369,7 @@ std::string Unsupported(Kernel kernel, const QuantizedMatmul& problem, const Dev
   if (problem.transposed) return "it has no transposed product";
   if (problem.scale_sums) return "its scales multiply weights, not sums";
   if (problem.k > 1 << 21) return "k is beyond 2^21";
-  return kernel == Kernel::kQmmSm90 ? UnsupportedSm90(problem, device)
-                                    : UnsupportedStream(problem, device);
+  return kernel == Kernel::kQmmSm90 ? UnsupportedSm90(problem) : UnsupportedStream(problem, device);
 }
 
 std::string Unsupported(const Choice& choice, const QuantizedMatmul& problem, const Device& device,
