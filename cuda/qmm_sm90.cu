@@ -60,7 +60,7 @@ Form FormOf(const Epilogue& epilogue) {
     case Activation::kRelu:
       return epilogue.gated ? Form::kOther : Form::kRelu;
     case Activation::kGelu:
-      break;
+      return epilogue.gated ? Form::kOther : Form::kGelu;
   }
   return Form::kOther;
 }

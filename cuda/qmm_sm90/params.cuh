@@ -46,8 +46,9 @@ enum class Form {
   // In registers, to boxes: sums alone, or with a bias and boxes of residuals
   kSum,
   kSigmoid,  // of activations with a SigmoidForm; gated without residuals
-  kRelu,
-  kOther  // in a loop, through shared memory
+  kGelu,     // by erf; not gated
+  kRelu,     // not gated
+  kOther     // in a loop, through shared memory
 };
 
 struct Params {

@@ -64,6 +64,8 @@ class TileStorer {
       case Form::kSigmoid:
         if (p_.epilogue.gated) return StoreGated(tile, sums);
         return StoreBoxes<Form::kSigmoid>(tile, sums);
+      case Form::kGelu:
+        return StoreBoxes<Form::kGelu>(tile, sums);
       case Form::kRelu:
         return StoreBoxes<Form::kRelu>(tile, sums);
       case Form::kOther:
@@ -436,6 +438,7 @@ class TileStorer {
         for (int i = 0; i < 8; ++i) {
           values[i] = fmaf(sums[s][token / 2 + i], kUnit, biases_[s][i / 2 % 2]);
           if (kForm == Form::kSigmoid) values[i] = TimesSigmoid(sigmoid, values[i]);
+          if (kForm == Form::kGelu) values[i] = Gelu(values[i]);
           if (kForm == Form::kRelu) values[i] = Relu(values[i]);
         }
         if (p_.residual_boxes) {
