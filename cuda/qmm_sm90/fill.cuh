@@ -54,8 +54,7 @@ class StageFiller {
       bytes_ = static_cast<int>(kAtom) *
                (zero ? p_.zero_bytes : static_cast<int>(sizeof(typename I::S)));
       source_ = static_cast<const uint8_t*>(zero ? p_.zero : p_.scale) + row * p_.groups * bytes_;
-      target_ = plan.bytes.lhs + plan.bytes.codes + (zero ? plan.bytes.scales : 0) +
-                strip * plan.stage_groups * bytes_;
+      target_ = (zero ? plan.bytes.scales : 0) + strip * plan.stage_groups * bytes_;
     }
   }
 
@@ -72,7 +71,7 @@ class StageFiller {
     }
     __syncwarp();
     if (bytes_ > 0) {
-      CopyBulk(stage + target_, source_ + int64_t{codes_ ? atom : group} * bytes_,
+      CopyBulk((codes_ ? stage : memory_.rows(p_.plan, slot)) + target_, source_ + int64_t{codes_ ? atom : group} * bytes_,
                bytes_ * (codes_ ? atoms : groups), barrier, policy_);
     }
     if (lane_ >= 32 - I::kStageAtoms) {

@@ -31,7 +31,6 @@ class TileMultiplier {
     const int lane = threadIdx.x % 32;
     codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes +
                   (warp * 32 + lane) * (kAtomBytes<kBits> / 128));
-    scales_ = Keep(p.plan.bytes.lhs + p.plan.bytes.codes);
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
     strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
     const int mate = lane < 1 << p.mate_shift ? lane : 0;
@@ -84,7 +83,7 @@ class TileMultiplier {
   template <int kAtoms>
   __device__ void MultiplyAtoms(State& state, Sums<I>& sums) const {
     uint32_t weights[2][kUnitSteps][4];
-    uint32_t stage, lhs;
+    uint32_t stage, lhs, scales;
     int rows;  // of scales, from those of the stage's first atom
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) {
@@ -92,6 +91,7 @@ class TileMultiplier {
       if (in_stage == 0) {
         Wait(memory_.full(state.cursor.slot), state.cursor.parity);
         stage = memory_.stage(p_.plan, state.cursor.slot);
+        scales = memory_.rows(p_.plan, state.cursor.slot);
         // Uniform for the compiler, too: products take descriptions from uniform registers.
         lhs = __shfl_sync(~0u, DescribeOperand(stage), 0);
         rows = 0;
@@ -104,7 +104,7 @@ class TileMultiplier {
         ScaledRowPair<T, S, kBits> pair;
         pair.Start(I::kZero == ZeroKind::kFloat);
         const int row = row_ + s * strip_rows_ + rows;
-        LoadRows(stage, row, pair);
+        LoadRows(scales, row, pair);
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
           uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];
@@ -112,7 +112,7 @@ class TileMultiplier {
 #pragma unroll
           for (int step = 0; step < kUnitSteps; ++step) {
             if (first + step == kStepsPerAtom / 2 && p_.groups_per_atom > 1) {
-              LoadRows(stage, row + static_cast<int>(kAtom), pair);
+              LoadRows(scales, row + static_cast<int>(kAtom), pair);
             }
             pair.Dequantize(codes[first + step], own[step]);
           }
@@ -141,10 +141,10 @@ class TileMultiplier {
     }
   }
 
-  __device__ void LoadRows(uint32_t stage, int row, ScaledRowPair<T, S, kBits>& rows) const {
-    rows.LoadScales(stage + scales_ + row * sizeof(S));
+  __device__ void LoadRows(uint32_t scales, int row, ScaledRowPair<T, S, kBits>& rows) const {
+    rows.LoadScales(scales + row * sizeof(S));
     if constexpr (I::kZero != ZeroKind::kNone) {
-      const uint32_t zeros = stage + scales_ + p_.plan.bytes.scales;
+      const uint32_t zeros = scales + p_.plan.bytes.scales;
       if constexpr (I::kZero == ZeroKind::kInteger) rows.LoadIntegerZeros(zeros + row);
       if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(zeros + row * sizeof(S));
     }
@@ -152,9 +152,9 @@ class TileMultiplier {
 
   const Params& p_;
   const Memory memory_;
-  // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes; the scales, in
-  // bytes, and its own among them, in rows.
-  int codes_, scales_, row_, strip_rows_;
+  // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes, and its scales, in
+  // rows.
+  int codes_, row_, strip_rows_;
   int atoms_per_group_, group_rows_;  // of the problem
   int frees_;                         // whether this lane tells one mate of free stages
   uint32_t free_;                     // where

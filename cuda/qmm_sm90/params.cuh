@@ -148,7 +148,8 @@ __device__ inline int FirstGroup(const Params& p, int atom) {
   return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
 }
 
-// Shared memory: barriers, then results on their way out, then the ring of stages.
+// Shared memory: barriers, then results on their way out, then the ring of stages, then their scales and
+// zeros.
 struct Memory {
   uint32_t base;
 
@@ -162,6 +163,10 @@ struct Memory {
   __device__ uint32_t results() const { return base + kBoxBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;
+  }
+  // Its scales and zeros.
+  __device__ uint32_t rows(const Plan& plan, int slot) const {
+    return base + plan.rows + slot * plan.row_bytes;
   }
 };
 
