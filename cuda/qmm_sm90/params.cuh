@@ -52,9 +52,9 @@ enum class Form {
 
 struct Params {
   CUtensorMap lhs;       // [batch, m, k] in boxes of a mate's part of a tile's tokens and 64 of k
+  CUtensorMap codes;     // [weights x strips, atoms, 128 bytes] in boxes of a stage of a strip
   CUtensorMap out;       // [batch, m, n] in boxes of kStoreTokens and 64 of n, if `aligned`
   CUtensorMap residual;  // the same of the epilogue's, if `residual_boxes`
-  const uint32_t* packed;
   const void* scale;
   const void* zero;      // null: zero point 2^(bits - 1)
   int zero_bytes;        // 1: zero points; else float zeros, of the type of the scales
