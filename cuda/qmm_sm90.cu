@@ -69,7 +69,6 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
                 const Division& division) {
   const TileShape& tile = kTiles[choice.tile];
   Params p;
-  p.packed = buffers.packed;
   p.scale = buffers.scale;
   p.zero = buffers.zero;
   p.zero_bytes = static_cast<int>(problem.zero_bytes());
@@ -192,6 +191,12 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
   Params p = ParamsOf(problem, buffers, choice, division);
   cudaError_t error = DescribeMatrices(buffers.lhs, problem.lhs, problem.batch, problem.m,
                                        problem.k, tile.tokens / choice.mates, &p.lhs);
+  if (error != cudaSuccess) return error;
+  constexpr int64_t kRowBytes = 128;  // and 64 elements of 16 bits
+  const int64_t atom_rows = problem.words_per_atom() * 4 / kRowBytes;
+  error = DescribeMatrices(buffers.packed, problem.lhs, problem.num_weights * problem.n_blocks(),
+                           problem.k_blocks() * atom_rows, kAtom,
+                           static_cast<int>(tile.stage_atoms * atom_rows), &p.codes);
   if (error != cudaSuccess) return error;
   if (p.aligned) {
     const bool halves = p.form == Form::kSigmoid && p.epilogue.gated && tile.warpgroups == 2;

@@ -45,21 +45,21 @@ constexpr int GatedBoxTokens(const TileShape& tile) {
   return tile.tokens / 2 < kStoreTokens ? tile.tokens / 2 : kStoreTokens;
 }
 
-// A stage in shared memory: activations, codes, scales, zeros, in this order.
+// A stage in shared memory: activations and codes, in this order; scales and zeros, the same.
 struct StageBytes {
   int lhs, codes, scales, zeros;
-  constexpr int total() const { return lhs + codes + scales + zeros; }
 };
 
 struct Plan {
   int stages;        // of all of k
   int stage_groups;  // most that a stage touches
   StageBytes bytes;
-  int slot_bytes;  // bytes.total(), rounded up
-  int ring;        // where the stages begin
+  int slot_bytes;  // of activations and codes: boxes, so that the ring wastes nothing
+  int row_bytes;   // of scales and zeros
+  int ring, rows;  // where those of the first stage begin
   int num_stages;  // depth of the ring; below 2: not to be run
 
-  int shared_bytes() const { return ring + num_stages * slot_bytes; }
+  int shared_bytes() const { return rows + num_stages * row_bytes; }
 };
 
 inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
@@ -80,12 +80,14 @@ inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
   const auto boxes = [](int bytes) {
     return static_cast<int>(CeilDiv(bytes, kBoxBytes)) * kBoxBytes;
   };
-  plan.slot_bytes = boxes(plan.bytes.total());
+  plan.slot_bytes = plan.bytes.lhs + plan.bytes.codes;
+  plan.row_bytes = plan.bytes.scales + plan.bytes.zeros;
   const int store_tokens = tile.tokens < kStoreTokens ? tile.tokens : kStoreTokens;
   plan.ring = boxes(kBarriersBytes) +
               kStoreBuffers * tile.warpgroups * store_tokens * static_cast<int>(kAtom) * 2;
-  const int fit = (SharedBytes(tile) - plan.ring) / plan.slot_bytes;
+  const int fit = (SharedBytes(tile) - plan.ring) / (plan.slot_bytes + plan.row_bytes);
   plan.num_stages = fit < kMaxStages ? fit : kMaxStages;
+  plan.rows = plan.ring + plan.num_stages * plan.slot_bytes;
   return plan;
 }
 

@@ -53,9 +53,9 @@ enum class Form {
 
 struct Params {
   CUtensorMap lhs;       // [batch, m, k] in boxes of a mate's part of a tile's tokens and 64 of k
+  CUtensorMap codes;     // [weights x strips, atoms, 128 bytes] in boxes of a stage of a strip
   CUtensorMap out;       // [batch, m, n] in boxes of kStoreTokens and 64 of n, if `aligned`
   CUtensorMap residual;  // the same of the epilogue's, if `residual_boxes`
-  const uint32_t* packed;
   const void* scale;
   const void* zero;      // null: zero point 2^(bits - 1)
   int zero_bytes;        // 1: zero points; else float zeros, of the type of the scales
@@ -149,7 +149,8 @@ __device__ inline int FirstGroup(const Params& p, int atom) {
   return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
 }
 
-// Shared memory: barriers, then results on their way out, then the ring of stages.
+// Shared memory: barriers, then results on their way out, then the ring of stages, then their scales and
+// zeros.
 struct Memory {
   uint32_t base;
 
@@ -163,6 +164,10 @@ struct Memory {
   __device__ uint32_t results() const { return base + kBoxBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;
+  }
+  // Its scales and zeros.
+  __device__ uint32_t rows(const Plan& plan, int slot) const {
+    return base + plan.rows + slot * plan.row_bytes;
   }
 };
 

@@ -57,7 +57,12 @@ class TileStorer {
     CopyResidual(tile, 0, buffer_);
   }
 
-  __device__ void Store(const Tile& tile, const Sums<I>& sums) {
+  __device__ void Store(const Tile& tile, const Sums<I>& sums, const Factors<I>& factors) {
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) factors_[s][h] = factors[s][h];
+    }
     switch (p_.form) {
       case Form::kSum:
         return StoreBoxes<Form::kSum>(tile, sums);
@@ -80,7 +85,6 @@ class TileStorer {
   }
 
  private:
-  static constexpr float kUnit = 1 << kWeightShift<T>;  // of sums
   static constexpr int kBlocks = I::kTokens / 8;
   static constexpr int kBufferBytes = I::kStoreTokens * 128;
   // Of a gated product, two warpgroups have gate and up.
@@ -162,34 +166,36 @@ class TileStorer {
     }
   }
 
-  // A warpgroup's sums of half a box, of strip kHalf / kHalves, where each thread finds its own.
+  // A warpgroup's sums of half a box, of strip kHalf / kHalves, times their factors, where each thread
+  // finds its own.
   template <int kHalf>
-  __device__ static void Leave(uint32_t buffer, const Sums<I>& sums) {
+  __device__ void Leave(uint32_t buffer, const Sums<I>& sums) const {
 #pragma unroll
     for (int block = 0; block < kHalfBlocks; ++block) {
       float values[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        values[i] = sums[kHalf / kHalves][(kHalf % kHalves * kHalfBlocks + block) * 4 + i];
+        values[i] = sums[kHalf / kHalves][(kHalf % kHalves * kHalfBlocks + block) * 4 + i] *
+                    factors_[kHalf / kHalves][i / 2];
       }
       StoreShared16<kHalf>(buffer + block * 2048 + threadIdx.x % 128 * 16, values);
     }
   }
 
   template <int... kHalf>
-  __device__ static void Leave(int half, uint32_t buffer, const Sums<I>& sums,
-                               std::integer_sequence<int, kHalf...>) {
+  __device__ void Leave(int half, uint32_t buffer, const Sums<I>& sums,
+                        std::integer_sequence<int, kHalf...>) const {
     ((half == kHalf ? Leave<kHalf>(buffer, sums) : void()), ...);
   }
 
-  __device__ static void Leave(int half, uint32_t buffer, const Sums<I>& sums) {
+  __device__ void Leave(int half, uint32_t buffer, const Sums<I>& sums) const {
     Leave(half, buffer, sums, std::make_integer_sequence<int, I::kStrips * kHalves>{});
   }
 
   __device__ static void Take(uint32_t buffer, int block, float* sums) {
     const uint4 four = LoadShared16(buffer + block * 2048 + threadIdx.x % 128 * 16);
-    sums[0] = __uint_as_float(four.x) * kUnit, sums[1] = __uint_as_float(four.y) * kUnit;
-    sums[2] = __uint_as_float(four.z) * kUnit, sums[3] = __uint_as_float(four.w) * kUnit;
+    sums[0] = __uint_as_float(four.x), sums[1] = __uint_as_float(four.y);
+    sums[2] = __uint_as_float(four.z), sums[3] = __uint_as_float(four.w);
   }
 
   // The second warpgroup's sums of up, for the first.
@@ -342,7 +348,8 @@ class TileStorer {
       const int in_box = token % I::kStoreTokens;
       if (in_box == 0) buffer = EnterBox(tile, token / I::kStoreTokens);
       float values[8];
-      Gate(sums[0] + token / 2, sums[I::kStrips - 1] + token / 2, values);
+      Gate(sums[0] + token / 2, factors_[0], sums[I::kStrips - 1] + token / 2,
+           factors_[I::kStrips - 1], values);
       StoreRows(buffer, in_box, values);
       if (in_box + 16 == I::kStoreTokens) {
         LeaveBox(Strip(tile, 0), tile.token + token - in_box, tile.batch, buffer);
@@ -356,6 +363,7 @@ class TileStorer {
   __device__ void ExchangeAndStore(const Tile& tile, const Sums<I>& sums) {
     constexpr int kOwn = kWarpgroup * kBlocks / 2, kOther = kBlocks / 2 - kOwn;
     constexpr int kBox = kGatedBox;
+    constexpr float kOnes[] = {1, 1};
     if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
     Synchronize(kExchange, 256);  // the stores of both have read the buffers
     const uint32_t given = Buffer(kWarpgroup, 0), taken = Buffer(1 - kWarpgroup, 0);
@@ -363,7 +371,9 @@ class TileStorer {
     for (int block = 0; block < kBlocks / 2; ++block) {
       float values[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] = sums[0][(kOther + block) * 4 + i];
+      for (int i = 0; i < 4; ++i) {
+        values[i] = sums[0][(kOther + block) * 4 + i] * factors_[0][i / 2];
+      }
       StoreShared16<kWarpgroup>(given + block * 2048 + threadIdx.x % 128 * 16, values);
     }
     Synchronize(kExchange, 256);
@@ -385,7 +395,11 @@ class TileStorer {
         const float* own = sums[0] + (kOwn * 8 + box * kBox + token) / 2;
         const float* other = others + token / 2;
         float values[8];
-        Gate(kWarpgroup == 0 ? own : other, kWarpgroup == 0 ? other : own, values);
+        if constexpr (kWarpgroup == 0) {
+          Gate(own, factors_[0], other, kOnes, values);
+        } else {
+          Gate(other, kOnes, own, factors_[0], values);
+        }
         StoreRows(buffer, token, values);
       }
       LeaveBox(Strip(tile, 0), tile.token + kOwn * 8 + box * kBox, tile.batch, buffer);
@@ -393,19 +407,21 @@ class TileStorer {
   }
 
   // Of two blocks of tokens.
-  __device__ void Gate(const float* gate, const float* up, float (&values)[8]) const {
+  __device__ void Gate(const float* gate, const float (&gate_factors)[2], const float* up,
+                       const float (&up_factors)[2], float (&values)[8]) const {
     const SigmoidForm sigmoid = SigmoidFormOf(p_.epilogue.activation);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      values[i] = TimesSigmoid(sigmoid, fmaf(gate[i], kUnit, biases_[0][i / 2 % 2])) *
-                  fmaf(up[i], kUnit, biases_[1][i / 2 % 2]);
+      const int h = i / 2 % 2;
+      values[i] = TimesSigmoid(sigmoid, fmaf(gate[i], gate_factors[h], biases_[0][h])) *
+                  fmaf(up[i], up_factors[h], biases_[1][h]);
     }
   }
 
   // Where this lane has its row of four 8 x 8 matrices: tokens from `row` on, the first and the last 8 of
   // the warp's channels, then the next 8 tokens.
   __device__ static uint32_t InBoxOfFour(uint32_t box, int row) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int thread = Thread(), warp = thread / 32 % 4, lane = thread % 32;
     const int own = lane / 16 * 8 + lane % 8;
     return box + (row + own) * 128 + ((2 * warp + lane / 8 % 2) ^ own % 8) * 16;
   }
@@ -436,7 +452,7 @@ class TileStorer {
         float values[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          values[i] = fmaf(sums[s][token / 2 + i], kUnit, biases_[s][i / 2 % 2]);
+          values[i] = fmaf(sums[s][token / 2 + i], factors_[s][i / 2 % 2], biases_[s][i / 2 % 2]);
           if (kForm == Form::kSigmoid) values[i] = TimesSigmoid(sigmoid, values[i]);
           if (kForm == Form::kGelu) values[i] = Gelu(values[i]);
           if (kForm == Form::kRelu) values[i] = Relu(values[i]);
@@ -463,7 +479,8 @@ class TileStorer {
   // Of a lane's channels g and g + 8: in each strip of the warpgroup, or in the gate and in up. What
   // changes nothing, without biases.
   float biases_[2][2] = {{-0.0f, -0.0f}, {-0.0f, -0.0f}};
-  int buffer_ = 0;  // for the next box
+  Factors<I> factors_;  // of the sums of a tile
+  int buffer_ = 0;      // for the next box
   bool handed_over_ = false;
 };
 
