@@ -250,8 +250,12 @@ cudaError_t InitializeQmmSm90Stream() {
           for (int tokens : {8, 16, 32}) {
             if (tokens > MaxTokens(bits)) continue;
             problem.lhs = lhs, problem.scale = scale, problem.zero = zero, problem.bits = bits;
-            const cudaError_t error = cudaFuncSetAttribute(
-                Find(problem, tokens), cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes(1));
+            const auto* kernel = reinterpret_cast<const void*>(Find(problem, tokens));
+            cudaError_t error = PreferSharedMemory(kernel);
+            if (error == cudaSuccess) {
+              error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           SharedBytes(1));
+            }
             if (error != cudaSuccess) return error;
           }
         }
