@@ -130,16 +130,21 @@ __global__ void __launch_bounds__(kThreads, kMaxCtasPerSm)
   extern __shared__ __align__(kBoxBytes) uint8_t shared[];
   const Memory memory = {Keep(SharedAddress(shared))};
   const int warp = threadIdx.x / 32;
-  if (warp == kWarps) InitBarriers(p.plan, memory);
-  __syncthreads();  // barriers exist
-  ArriveAtCluster();
-  LaunchDependents();
-  const Share share = OwnShare(p);
+  const auto synchronize = [] {
+    __syncthreads();  // barriers exist
+    ArriveAtCluster();
+    LaunchDependents();
+  };
   if (warp == kWarps) {
-    StageFiller<I>(p, share, memory).FillAll();
+    const Share share = OwnShare(p);
+    StageFiller<I> filler(p, share, memory);  // works out what to copy, while barriers are made
+    synchronize();
+    filler.FillAll();
     WaitForArrivals();
   } else {
-    MultiplyAll<I>(p, share, memory);
+    if (warp == 0) InitBarriers(p.plan, memory);
+    synchronize();
+    MultiplyAll<I>(p, OwnShare(p), memory);
   }
 #endif
 }

@@ -17,15 +17,16 @@ class StageFiller {
   using S = typename I::S;
 
   __device__ StageFiller(const Params& p, const Share& share, Memory memory)
-      : p_(p), share_(share), memory_(memory), policy_(EvictFirst()), lane_(threadIdx.x % 32) {}
-
-  // Copies every stage of every tile, in their order. Weights, and which of them, do not depend on the
-  // kernel before this one, so those of the first stages are on their way before its end.
-  __device__ void FillAll() {
+      : p_(p), share_(share), memory_(memory), policy_(EvictFirst()), lane_(threadIdx.x % 32) {
     const bool gated = p_.epilogue.gated;
     first_strip_ = FirstStrip(gated ? 2 * share_.batch : share_.batch);
     if (gated) up_strip_ = FirstStrip(2 * share_.batch + 1);
     StartTile(share_.slice_begin);
+  }
+
+  // Copies every stage of every tile, in their order. Weights, and which of them, do not depend on the
+  // kernel before this one, so those of the first stages are on their way before its end.
+  __device__ void FillAll() {
     const int filled = min(share_.stages, p_.plan.num_stages);
     const int early = min(filled, p_.early_stages);
 #pragma unroll 1
