@@ -7,6 +7,7 @@
 #include <iterator>
 #include <limits>
 #include <optional>
+#include <tuple>
 
 #include "cuda/qmm_sm80/config.h"
 #include "cuda/qmm_sm90/config.h"
@@ -322,6 +323,29 @@ std::string UnsupportedStream(const Choice& choice, const QuantizedMatmul& probl
 int StreamCtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   const bool alone = StreamClusters(problem, choice.slices) <= device.clusters[1][choice.split_k];
   return alone ? 1 : qmm_sm90_stream::kMaxCtasPerSm;
+}
+
+bool MayJoin(const Operands& a, const Operands& b) {
+  const auto is_plain = [](const Operands& product) {
+    const QuantizedMatmul& p = product.problem;
+    return !p.transposed && p.orders == 0 && !p.epilogue.gated &&
+           p.epilogue.activation == Activation::kNone && product.buffers.bias == nullptr &&
+           product.buffers.residual == nullptr;
+  };
+  const auto form = [](const QuantizedMatmul& p) {
+    return std::tie(p.batch, p.m, p.k, p.bits, p.group_size, p.lhs, p.scale, p.out, p.zero,
+                    p.scale_sums, p.half_sums);
+  };
+  return is_plain(a) && is_plain(b) && a.buffers.lhs == b.buffers.lhs &&
+         form(a.problem) == form(b.problem);
+}
+
+QuantizedMatmul Join(const Operands* products, size_t count) {
+  QuantizedMatmul joined = products[0].problem;
+  for (size_t i = 1; i < count; ++i) {
+    joined.n = (joined.n_blocks() + products[i].problem.n_blocks()) * kAtom;
+  }
+  return joined;
 }
 
 std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {

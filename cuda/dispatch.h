@@ -42,6 +42,13 @@ struct Choice {
 // CTAs on a multiprocessor that a choice of qmm_sm90_stream divides shared memory for.
 int StreamCtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
 
+// Whether one launch of qmm_sm90_stream may compute both products: they have one lhs and no epilogue, and differ in
+// their weights and n only.
+bool MayJoin(const Operands& a, const Operands& b);
+
+// Such products as one: the channels of all of them, each weight in strips of its own.
+QuantizedMatmul Join(const Operands* products, size_t count);
+
 class TunedTable;
 
 // Why no kernel computes `problem` on `device`, or an empty string.

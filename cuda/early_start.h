@@ -12,6 +12,14 @@
 
 namespace jaxlowbit {
 
+// A multiprocessor divides its memory into L1 and shared memory for the kernel that finds it empty, by default
+// so that this one fits, and a CTA of the next kernel waits where there is no room for it beside. So each kernel
+// that others may start beside asks for as much as there is. Loads the kernel.
+inline cudaError_t PreferSharedMemory(const void* kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
+
 // For kernels of compute capability 9.0 and up.
 inline cudaLaunchAttribute EarlyStart() {
   cudaLaunchAttribute attribute;

@@ -68,10 +68,9 @@ void Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Device
 }  // namespace
 
 cudaError_t InitializeGatherLhs() {
-  cudaFuncAttributes attributes;  // asking for them loads the kernel
   for (const void* kernel : {reinterpret_cast<const void*>(GatherLhsKernel<1>),
                              reinterpret_cast<const void*>(GatherLhsKernel<kElements>)}) {
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    const cudaError_t error = PreferSharedMemory(kernel);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -5,6 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <vector>
+
 #include "cuda/dispatch.h"
 #include "cuda/problem.h"
 
@@ -28,6 +30,11 @@ const Device& DeviceInfo(int device);
 cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
                                   int64_t workspace_bytes, int device, cudaStream_t stream,
                                   bool early_start = false);
+
+// The same of several products that share a workspace. Where qmm_sm90_stream runs them, those that may join
+// (dispatch.h) are one launch; else one starts early after the other. `early_start`: of the first.
+cudaError_t LaunchQuantizedMatmuls(const std::vector<Operands>& products, int64_t workspace_bytes,
+                                   int device, cudaStream_t stream, bool early_start = false);
 
 // The same of lhs as it is with a choice of the caller's, for whom measures choices.
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
@@ -63,11 +70,12 @@ cudaError_t InitializeQmmSm80Transposed();
 cudaError_t LaunchQmmSm80Transposed(const QuantizedMatmul& problem, const Buffers& buffers,
                                     const Choice& choice, cudaStream_t stream);
 
-// qmm_sm90_stream.cu.
+// qmm_sm90_stream.cu. One product, or `count` that may join and have become `joined` (dispatch.h), of which
+// `choice` is.
 cudaError_t InitializeQmmSm90Stream();
-cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& buffers,
-                                const Choice& choice, const Device& device, bool early_start,
-                                cudaStream_t stream);
+cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& joined, const Operands* products,
+                                size_t count, const Choice& choice, const Device& device,
+                                bool early_start, cudaStream_t stream);
 
 // qmm_sm90.cu.
 cudaError_t InitializeQmmSm90(Device& device);

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "cuda/kernels.h"
+#include "cuda/qmm_sm90_stream/config.h"
 #include "cuda/tuned.h"
 
 namespace jaxlowbit {
@@ -95,7 +96,9 @@ const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int ordinal, cudaStream_t stream, bool early_start) {
   if (choice.kernel == Kernel::kQmmSm90Stream) {
-    return LaunchQmmSm90Stream(problem, buffers, choice, DeviceInfo(ordinal), early_start, stream);
+    const Operands product = {problem, buffers};
+    return LaunchQmmSm90Stream(problem, &product, 1, choice, DeviceInfo(ordinal), early_start,
+                               stream);
   }
   if (choice.kernel == Kernel::kQmmSm90) {
     return LaunchQmmSm90(problem, buffers, choice, DeviceInfo(ordinal), stream);
@@ -120,6 +123,35 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
   Buffers stored = buffers;
   stored.lhs = buffers.gathered;
   return LaunchChoice(problem, stored, choice, ordinal, stream, /*early_start=*/true);
+}
+
+cudaError_t LaunchQuantizedMatmuls(const std::vector<Operands>& products, int64_t workspace_bytes,
+                                   int ordinal, cudaStream_t stream, bool early_start) {
+  const DeviceState& state = StateOf(ordinal);
+  cudaError_t error = cudaSuccess;
+  for (size_t i = 0; i < products.size() && error == cudaSuccess; early_start = true) {
+    const Operands* first = &products[i];
+    size_t count = 1;  // of the next launch
+    while (i + count < products.size() && count < qmm_sm90_stream::kMaxParts &&
+           MayJoin(*first, first[count])) {
+      ++count;
+    }
+    const QuantizedMatmul joined = Join(first, count);
+    if (joined.batch == 0 || joined.m == 0) return cudaSuccess;
+    const bool together =
+        count > 1 && Unsupported(Kernel::kQmmSm90Stream, joined, state.device).empty();
+    const Choice choice =
+        together ? Select(joined, state.device, workspace_bytes, state.tuned.get()) : Choice{};
+    if (together && choice.kernel == Kernel::kQmmSm90Stream) {
+      error = LaunchQmmSm90Stream(joined, first, count, choice, state.device, early_start, stream);
+      i += count;
+    } else {
+      error = LaunchQuantizedMatmul(first->problem, first->buffers, workspace_bytes, ordinal,
+                                    stream, early_start);
+      ++i;
+    }
+  }
+  return error;
 }
 
 }  // namespace jaxlowbit

@@ -84,4 +84,10 @@ struct Buffers {
   void* workspace = nullptr;             // CUDA only; uninitialised
 };
 
+// One product of a call.
+struct Operands {
+  QuantizedMatmul problem;
+  Buffers buffers;
+};
+
 }  // namespace jaxlowbit

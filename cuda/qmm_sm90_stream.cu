@@ -32,6 +32,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <limits>
+
 #include "cuda/early_start.h"
 #include "cuda/kernels.h"
 #include "cuda/qmm_sm90_stream/fill.cuh"
@@ -130,16 +132,21 @@ __global__ void __launch_bounds__(kThreads, kMaxCtasPerSm)
   extern __shared__ __align__(kBoxBytes) uint8_t shared[];
   const Memory memory = {Keep(SharedAddress(shared))};
   const int warp = threadIdx.x / 32;
-  if (warp == kWarps) InitBarriers(p.plan, memory);
-  __syncthreads();  // barriers exist
-  ArriveAtCluster();
-  LaunchDependents();
-  const Share share = OwnShare(p);
+  const auto synchronize = [] {
+    __syncthreads();  // barriers exist
+    ArriveAtCluster();
+    LaunchDependents();
+  };
   if (warp == kWarps) {
-    StageFiller<I>(p, share, memory).FillAll();
+    const Share share = OwnShare(p);
+    StageFiller<I> filler(p, share, memory);  // works out what to copy, while barriers are made
+    synchronize();
+    filler.FillAll();
     WaitForArrivals();
   } else {
-    MultiplyAll<I>(p, share, memory);
+    if (warp == 0) InitBarriers(p.plan, memory);
+    synchronize();
+    MultiplyAll<I>(p, OwnShare(p), memory);
   }
 #endif
 }
@@ -178,20 +185,33 @@ KernelFunction Find(const QuantizedMatmul& problem, int tokens) {
   return problem.lhs == ElementType::kBf16 ? find(__nv_bfloat16{}) : find(__half{});
 }
 
+// Fills in the parts. Returns the number of clusters.
+int Divide(const Operands* products, size_t count, int slices, Params& p) {
+  int clusters = 0;
+  for (size_t i = 0; i < kMaxParts; ++i) {
+    p.first_cluster[i] = i < count ? clusters : std::numeric_limits<int>::max();
+    if (i >= count) continue;
+    const auto& [problem, buffers] = products[i];
+    p.parts[i] = {buffers.packed,
+                  buffers.scale,
+                  buffers.zero,
+                  buffers.index,
+                  buffers.out,
+                  problem.num_weights,
+                  static_cast<int>(problem.n),
+                  static_cast<int>(problem.n_blocks()),
+                  static_cast<int>(problem.strips())};
+    clusters += static_cast<int>(CeilDiv(problem.strips() * kSlicesPerStrip, slices));
+  }
+  return clusters;
+}
+
+// All but the parts, of one of which `buffers` are.
 Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
                 int ctas_per_sm, bool early_start) {
   Params p;
-  p.packed = buffers.packed;
-  p.scale = buffers.scale;
-  p.zero = buffers.zero;
   p.zero_bytes = static_cast<int>(problem.zero_bytes());
-  p.index = buffers.index;
-  p.out = buffers.out;
-  p.num_weights = problem.num_weights;
   p.m = static_cast<int>(problem.m);
-  p.n = static_cast<int>(problem.n);
-  p.n_blocks = static_cast<int>(problem.n_blocks());
-  p.strips = static_cast<int>(problem.strips());
   p.k_blocks = static_cast<int>(problem.k_blocks());
   p.groups = static_cast<int>(problem.groups());
   const int64_t size = problem.group_size;
@@ -250,8 +270,12 @@ cudaError_t InitializeQmmSm90Stream() {
           for (int tokens : {8, 16, 32}) {
             if (tokens > MaxTokens(bits)) continue;
             problem.lhs = lhs, problem.scale = scale, problem.zero = zero, problem.bits = bits;
-            const cudaError_t error = cudaFuncSetAttribute(
-                Find(problem, tokens), cudaFuncAttributeMaxDynamicSharedMemorySize, SharedBytes(1));
+            const auto* kernel = reinterpret_cast<const void*>(Find(problem, tokens));
+            cudaError_t error = PreferSharedMemory(kernel);
+            if (error == cudaSuccess) {
+              error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           SharedBytes(1));
+            }
             if (error != cudaSuccess) return error;
           }
         }
@@ -261,19 +285,21 @@ cudaError_t InitializeQmmSm90Stream() {
   return cudaSuccess;
 }
 
-cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& problem, const Buffers& buffers,
-                                const Choice& choice, const Device& device, bool early_start,
-                                cudaStream_t stream) {
+cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& joined, const Operands* products,
+                                size_t count, const Choice& choice, const Device& device,
+                                bool early_start, cudaStream_t stream) {
   using namespace qmm_sm90_stream;
-  const int ctas_per_sm = StreamCtasPerSm(problem, device, choice);
-  Params p = ParamsOf(problem, buffers, choice, ctas_per_sm, early_start);
-  const cudaError_t error = DescribeMatrix(buffers.lhs, problem.lhs, problem.batch * problem.m,
-                                           problem.k, choice.block_m, p.plan.stage_atoms, &p.lhs);
+  if (count > kMaxParts) return cudaErrorInvalidValue;
+  const Buffers& buffers = products[0].buffers;
+  const int ctas_per_sm = StreamCtasPerSm(joined, device, choice);
+  Params p = ParamsOf(joined, buffers, choice, ctas_per_sm, early_start);
+  const int clusters = Divide(products, count, choice.slices, p);
+  const cudaError_t error = DescribeMatrix(buffers.lhs, joined.lhs, joined.batch * joined.m,
+                                           joined.k, choice.block_m, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
-  const int64_t clusters = CeilDiv(p.strips * kSlicesPerStrip, choice.slices);
-  const LaunchConfig launch(clusters, problem.batch, choice.split_k, p.plan.shared_bytes,
+  const LaunchConfig launch(clusters, joined.batch, choice.split_k, p.plan.shared_bytes,
                             early_start, stream);
-  return cudaLaunchKernelEx(&launch.config, Find(problem, choice.block_m), p);
+  return cudaLaunchKernelEx(&launch.config, Find(joined, choice.block_m), p);
 }
 
 }  // namespace jaxlowbit

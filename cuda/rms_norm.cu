@@ -116,13 +116,12 @@ cudaError_t Launch(const RmsNorm& norm, const cudaLaunchAttribute* early_start,
 }  // namespace
 
 cudaError_t InitializeRmsNorm() {
-  cudaFuncAttributes attributes;  // asking for them loads the kernel
   for (const void* kernel :
        {reinterpret_cast<const void*>(RmsNormKernel<__nv_bfloat16, 1>),
         reinterpret_cast<const void*>(RmsNormKernel<__nv_bfloat16, kMaxVectors>),
         reinterpret_cast<const void*>(RmsNormKernel<__half, 1>),
         reinterpret_cast<const void*>(RmsNormKernel<__half, kMaxVectors>)}) {
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    const cudaError_t error = PreferSharedMemory(kernel);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -38,7 +38,8 @@ def quantized_matmuls(
     """Computes `lhs @ rhs` for several matrices, such as those of queries, keys and values.
 
     The same as `quantized_matmul` of each. On one NVIDIA GPU, and inside `jax.shard_map`, it is one
-    custom call, in which a kernel reads its weights before the one before it has ended. Elsewhere,
+    custom call: of few rows on Hopper one kernel for up to four matrices, which may add in another
+    order, else kernels that read their weights before the one before has ended. Elsewhere,
     for float32 lhs, permuted rows and other arrays than whole ones, and where it is differentiated,
     it is a call for each.
 

@@ -100,12 +100,14 @@ ffi::Error ExecuteBlock(cudaStream_t stream, int32_t device, ffi::AnyBuffer atte
                    "launching the normalization");
   };
   ffi::Error error = ffi::Error::Success();
-  for (size_t i = 0; error.success() && i < count; ++i) {
+  for (size_t i = 0; error.success() && i < kWeights; ++i) {
     error = Enqueue(products[i], *workspace, device, stream, /*early_start=*/i > 0);
     if (error.success() && i == 0) error = normalize(residual, *sum, norm.untyped_data());
     if (error.success() && i == 2) error = normalize(*sum, *result, following_scales);
   }
-  return error;
+  if (error.failure()) return error;
+  return EnqueueAll({products.begin() + kWeights, products.end()}, *workspace, device, stream,
+                    /*early_start=*/true);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
@@ -28,17 +29,17 @@ ffi::Error ExecuteMatmuls(cudaStream_t stream, int32_t device, ffi::AnyBuffer lh
   }
   Attributes attributes = {bits, group_size};
   attributes.half_sums = half_sums;
+  std::vector<Operands> products(outs.size());
   for (size_t i = 0; i < outs.size(); ++i) {
     const auto operand = [&](size_t j) {
       return weights.get<ffi::AnyBuffer>(kPerWeight * i + j).value();
     };
-    Operands operands;
-    ffi::Error error = DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)},
-                                      *outs.get<ffi::AnyBuffer>(i).value(), attributes, &operands);
-    if (error.success()) error = Enqueue(operands, *workspace, device, stream, i > 0);
+    const ffi::Error error =
+        DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)},
+                       *outs.get<ffi::AnyBuffer>(i).value(), attributes, &products[i]);
     if (error.failure()) return error;
   }
-  return ffi::Error::Success();
+  return EnqueueAll(products, *workspace, device, stream);
 }
 
 // hidden = activation(lhs @ gate) * (lhs @ up), of the two weights of gate_up; out = hidden @ down.

@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <string>
+#include <vector>
 
 #include "cuda/kernels.h"
 #include "xla_ffi/operands.h"
@@ -42,6 +43,21 @@ inline ffi::Error Enqueue(const Operands& operands, ffi::Buffer<ffi::U8> workspa
   return ToError(LaunchQuantizedMatmul(p, buffers, static_cast<int64_t>(workspace.element_count()),
                                        device, stream, early_start),
                  Describe(p, device));
+}
+
+// Enqueues several products of one lhs. `early_start`: as of LaunchQuantizedMatmuls.
+inline ffi::Error EnqueueAll(std::vector<Operands> products, ffi::Buffer<ffi::U8> workspace,
+                             int device, cudaStream_t stream, bool early_start = false) {
+  if (products.empty()) return ffi::Error::Success();
+  for (Operands& product : products) {
+    const ffi::Error error = CheckSupported(product.problem, device);
+    if (error.failure()) return error;
+    product.buffers.workspace = workspace.untyped_data();
+  }
+  const auto bytes = static_cast<int64_t>(workspace.element_count());
+  return ToError(LaunchQuantizedMatmuls(products, bytes, device, stream, early_start),
+                 Describe(products[0].problem, device) + " and " +
+                     std::to_string(products.size() - 1) + " more products");
 }
 
 }  // namespace jaxlowbit

@@ -36,11 +36,6 @@ struct Attributes {
   bool gated = false;
 };
 
-struct Operands {
-  QuantizedMatmul problem;
-  Buffers buffers;
-};
-
 inline std::optional<ElementType> FloatType(ffi::DataType type) {
   switch (type) {
     case ffi::DataType::F32:

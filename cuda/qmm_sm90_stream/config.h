@@ -19,6 +19,7 @@ inline constexpr int kMaxTileSlices = kWarps * kSlicesPerWarp;
 inline constexpr int kMaxClusterSlices = 2 * kMaxTileSlices;
 inline constexpr int kMaxStages = 16;
 inline constexpr int kMaxCtasPerSm = 2;
+inline constexpr int kMaxParts = 4;         // products of one launch
 inline constexpr int kBoxBytes = 1024;      // alignment of boxes of activations
 inline constexpr int kBarriersBytes = 512;  // room for all barriers, at the start
 

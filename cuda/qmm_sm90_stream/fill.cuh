@@ -17,15 +17,21 @@ class StageFiller {
   using S = typename I::S;
 
   __device__ StageFiller(const Params& p, const Share& share, Memory memory)
-      : p_(p), share_(share), memory_(memory), policy_(EvictFirst()), lane_(threadIdx.x % 32) {}
-
-  // Copies every stage of every tile, in their order. Weights, and which of them, do not depend on the
-  // kernel before this one, so those of the first stages are on their way before its end.
-  __device__ void FillAll() {
+      : p_(p),
+        share_(share),
+        part_(p.parts[OwnPart(p)]),
+        memory_(memory),
+        policy_(EvictFirst()),
+        lane_(threadIdx.x % 32) {
     const bool gated = p_.epilogue.gated;
     first_strip_ = FirstStrip(gated ? 2 * share_.batch : share_.batch);
     if (gated) up_strip_ = FirstStrip(2 * share_.batch + 1);
     StartTile(share_.slice_begin);
+  }
+
+  // Copies every stage of every tile, in their order. Weights, and which of them, do not depend on the
+  // kernel before this one, so those of the first stages are on their way before its end.
+  __device__ void FillAll() {
     const int filled = min(share_.stages, p_.plan.num_stages);
     const int early = min(filled, p_.early_stages);
 #pragma unroll 1
@@ -52,8 +58,8 @@ class StageFiller {
  private:
   // Of number `position` of the weights that the batch is multiplied by.
   __device__ int64_t FirstStrip(int position) const {
-    const int64_t weight = p_.index == nullptr ? position : p_.index[position];
-    return min(max(weight, int64_t{0}), p_.num_weights - 1) * p_.n_blocks;
+    const int64_t weight = part_.index == nullptr ? position : part_.index[position];
+    return min(max(weight, int64_t{0}), part_.num_weights - 1) * part_.n_blocks;
   }
 
   // Where a strip of this CTA's element of the batch is among those of all weights.
@@ -83,7 +89,7 @@ class StageFiller {
       atom_ = lane_ & (plan.stage_atoms - 1);
       if (whole && atom_ > 0) return;
       bytes_ = (end - begin) * I::kSliceBytes;
-      source_ = reinterpret_cast<const uint8_t*>(p_.packed) +
+      source_ = reinterpret_cast<const uint8_t*>(part_.packed) +
                 (StripAt(own) * p_.k_blocks + share_.atom_begin + atom_) * kAtomBytes<I::kBits> +
                 begin % kSlicesPerStrip * I::kSliceBytes;
       target_ =
@@ -95,7 +101,7 @@ class StageFiller {
     if (own >= strips || (zero && p_.zero_bytes == 0)) return;
     kind_ = Kind::kGroups;
     bytes_ = static_cast<int>(kAtom) * (zero ? p_.zero_bytes : static_cast<int>(sizeof(S)));
-    source_ = static_cast<const uint8_t*>(zero ? p_.zero : p_.scale) +
+    source_ = static_cast<const uint8_t*>(zero ? part_.zero : part_.scale) +
               StripAt(strip + own) * p_.groups * bytes_;
     target_ = plan.bytes.lhs + plan.bytes.codes + (zero ? plan.bytes.scales : 0) +
               own * plan.stage_groups * bytes_;
@@ -136,6 +142,7 @@ class StageFiller {
 
   const Params& p_;
   const Share& share_;
+  const Part& part_;
   const Memory memory_;
   const uint64_t policy_;
   const int lane_;

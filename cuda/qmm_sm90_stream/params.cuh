@@ -33,18 +33,25 @@ struct Instance {
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
 };
 
-struct Params {
-  CUtensorMap lhs;  // [batch * m, k] in boxes of an instance's tokens and a stage's k
+// One of the products of a launch.
+struct Part {
   const uint32_t* packed;
   const void* scale;
   const void* zero;      // null: zero point 2^(bits - 1)
-  int zero_bytes;        // 1: zero points; else float zeros, of the type of the scales
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out;
   int64_t num_weights;
-  int m, n;
-  int n_blocks, k_blocks, groups;
-  int strips;               // of the weights of an element of the batch
+  int n, n_blocks;
+  int strips;  // of the weights of an element of the batch
+};
+
+struct Params {
+  CUtensorMap lhs;  // [batch * m, k] in boxes of an instance's tokens and a stage's k
+  Part parts[kMaxParts];
+  int first_cluster[kMaxParts];  // of each part, along the grid; beyond it where there is none
+  int zero_bytes;                // 1: zero points; else float zeros, of the type of the scales
+  int m;
+  int k_blocks, groups;
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
   int atom_step;     // from the groups of a warp's first atom to those of its second, in rows
@@ -55,6 +62,15 @@ struct Params {
   EpilogueParams epilogue;
   Plan plan;
 };
+
+// Which of a launch's parts a CTA works on. Computed again where needed: registers are short.
+__device__ inline int OwnPart(const Params& p) {
+  const int cluster = Keep(static_cast<int>(blockIdx.x)) >> p.plan.cluster_shift;
+  int own = 0;
+#pragma unroll
+  for (int part = 1; part < kMaxParts; ++part) own += cluster >= p.first_cluster[part];
+  return own;
+}
 
 // The part of the product that a CTA owns.
 struct Share {
@@ -70,8 +86,9 @@ __device__ inline Share OwnShare(const Params& p) {
   Share share;
   share.rank = ClusterRank();
   share.batch = static_cast<int>(blockIdx.y);
-  share.slice_begin = (static_cast<int>(blockIdx.x) >> plan.cluster_shift) * plan.slices;
-  share.slice_end = min(p.strips * kSlicesPerStrip, share.slice_begin + plan.slices);
+  const int part = OwnPart(p), cluster = static_cast<int>(blockIdx.x) >> plan.cluster_shift;
+  share.slice_begin = (cluster - p.first_cluster[part]) * plan.slices;
+  share.slice_end = min(p.parts[part].strips * kSlicesPerStrip, share.slice_begin + plan.slices);
   const int begin = plan.stages * share.rank >> plan.cluster_shift;
   const int end = plan.stages * (share.rank + 1) >> plan.cluster_shift;
   share.stages = end - begin;

@@ -64,6 +64,7 @@ class ClusterReducer {
   // with `tile_slice`.
   __device__ void Collect(int tile_slice, int slices, const FirstAddends& first) const {
     const EpilogueParams& e = p_.epilogue;
+    const Part& part = p_.parts[OwnPart(p_)];
     const int warp = Keep(threadIdx.x) / 32;
 #pragma unroll 1
     for (int fragment = warp; fragment < Fragments(slices); fragment += kWarps) {
@@ -85,7 +86,7 @@ class ClusterReducer {
       }
       const int m = Token(tile), n = Channel(tile_slice, slice);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) Store(m + j % 2, n + j / 2 * 8, sum[j]);
+      for (int j = 0; j < 4; ++j) Store(part, m + j % 2, n + j / 2 * 8, sum[j]);
     }
   }
 
@@ -111,20 +112,22 @@ class ClusterReducer {
 
   __device__ Addends LoadAddends(int tile_slice, int fragment) const {
     const EpilogueParams& e = p_.epilogue;
+    const Part& part = p_.parts[0];  // all there is where there is an epilogue
     const int m = Token(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
     const int product = e.gated ? 2 * share_.batch : share_.batch;
     Addends addends;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      addends.bias[h] = LoadBias<typename I::T>(e, product, p_.n, n + 8 * h);
+      addends.bias[h] = LoadBias<typename I::T>(e, product, part.n, n + 8 * h);
       addends.up_bias[h] =
-          e.gated ? LoadBias<typename I::T>(e, product + 1, p_.n, n + 8 * h) : 0.0f;
+          e.gated ? LoadBias<typename I::T>(e, product + 1, part.n, n + 8 * h) : 0.0f;
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int token = m + j % 2, channel = n + j / 2 * 8;
-      const bool exists = token < p_.m && channel < p_.n;
-      addends.residual[j] = exists ? LoadResidual<typename I::T>(e, Offset(token, channel)) : 0.0f;
+      const bool exists = token < p_.m && channel < part.n;
+      addends.residual[j] =
+          exists ? LoadResidual<typename I::T>(e, Offset(part, token, channel)) : 0.0f;
     }
     return addends;
   }
@@ -155,17 +158,17 @@ class ClusterReducer {
            threadIdx.x % 32 * 16;
   }
 
-  __device__ int64_t Offset(int m, int n) const {
-    return (int64_t{share_.batch} * p_.m + m) * p_.n + n;
+  __device__ int64_t Offset(const Part& part, int m, int n) const {
+    return (int64_t{share_.batch} * p_.m + m) * part.n + n;
   }
 
-  __device__ void Store(int m, int n, float value) const {
-    if (m >= p_.m || n >= p_.n) return;
-    const int64_t offset = Offset(m, n);
+  __device__ void Store(const Part& part, int m, int n, float value) const {
+    if (m >= p_.m || n >= part.n) return;
+    const int64_t offset = Offset(part, m, n);
     if (p_.out_float) {
-      static_cast<float*>(p_.out)[offset] = value;
+      static_cast<float*>(part.out)[offset] = value;
     } else {
-      static_cast<typename I::T*>(p_.out)[offset] = typename I::T(value);
+      static_cast<typename I::T*>(part.out)[offset] = typename I::T(value);
     }
   }
 
