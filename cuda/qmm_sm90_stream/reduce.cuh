@@ -36,10 +36,10 @@ class ClusterReducer {
     }
   }
 
-  // What the epilogue adds to the sums that a thread collects at a time.
+  // What the epilogue adds to the sums that a thread collects at a time, as it is in memory.
   struct Addends {
-    float bias[2], up_bias[2];  // of channels g and g + 8
-    float residual[4];
+    uint32_t bias[2], up_bias[2];  // of channels g and g + 8
+    uint32_t residual[4];
   };
 
   // Those of a thread's first sums of a tile, as many as it mostly has, while other warps still multiply.
@@ -76,12 +76,14 @@ class ClusterReducer {
         const Addends addends = fragment == warp            ? first.of[0]
                                 : fragment == warp + kWarps ? first.of[1]
                                                             : LoadAddends(tile_slice, fragment);
+        float residual[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          sum[j] += addends.bias[j / 2];
-          up[j] += addends.up_bias[j / 2];
+          sum[j] += ValueOf<typename I::T>(addends.bias[j / 2], e.bias_float);
+          up[j] += ValueOf<typename I::T>(addends.up_bias[j / 2], e.bias_float);
+          residual[j] = ValueOf<typename I::T>(addends.residual[j], e.residual_float);
         }
-        Finish(e, up, addends.residual, sum);
+        Finish(e, up, residual, sum);
       }
       const int m = Token(tile), n = Channel(tile_slice, slice);
 #pragma unroll
@@ -113,18 +115,23 @@ class ClusterReducer {
     const EpilogueParams& e = p_.epilogue;
     const int m = Token(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
     const int product = e.gated ? 2 * share_.batch : share_.batch;
-    Addends addends;
+    Addends addends = {};
+    if (e.bias != nullptr) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      addends.bias[h] = LoadBias<typename I::T>(e, product, p_.n, n + 8 * h);
-      addends.up_bias[h] =
-          e.gated ? LoadBias<typename I::T>(e, product + 1, p_.n, n + 8 * h) : 0.0f;
+      for (int h = 0; h < 2; ++h) {
+        if (n + 8 * h >= p_.n) continue;
+        const int64_t at = int64_t{product} * p_.n + n + 8 * h;
+        addends.bias[h] = LoadBits(e.bias, e.bias_float, at);
+        if (e.gated) addends.up_bias[h] = LoadBits(e.bias, e.bias_float, at + p_.n);
+      }
     }
+    if (e.residual != nullptr) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int token = m + j % 2, channel = n + j / 2 * 8;
-      const bool exists = token < p_.m && channel < p_.n;
-      addends.residual[j] = exists ? LoadResidual<typename I::T>(e, Offset(token, channel)) : 0.0f;
+      for (int j = 0; j < 4; ++j) {
+        const int token = m + j % 2, channel = n + j / 2 * 8;
+        if (token >= p_.m || channel >= p_.n) continue;
+        addends.residual[j] = LoadBits(e.residual, e.residual_float, Offset(token, channel));
+      }
     }
     return addends;
   }
