@@ -42,6 +42,9 @@ struct Choice {
 // CTAs on a multiprocessor that a choice of qmm_sm90_stream divides shared memory for.
 int StreamCtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
 
+// Whether the kernel of a choice gathers lhs by a problem's orders itself.
+bool Gathers(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
+
 class TunedTable;
 
 // Why no kernel computes `problem` on `device`, or an empty string.

@@ -81,6 +81,22 @@ DeviceState& StateOf(int ordinal) {
   return states[ordinal];
 }
 
+// The product of lhs as it is.
+cudaError_t LaunchProduct(const QuantizedMatmul& problem, const Buffers& buffers,
+                          const Choice& choice, int ordinal, cudaStream_t stream,
+                          bool early_start) {
+  if (choice.kernel == Kernel::kQmmSm90Stream) {
+    return LaunchQmmSm90Stream(problem, buffers, choice, DeviceInfo(ordinal), early_start, stream);
+  }
+  if (choice.kernel == Kernel::kQmmSm90) {
+    return LaunchQmmSm90(problem, buffers, choice, DeviceInfo(ordinal), stream);
+  }
+  const auto launch = problem.transposed ? LaunchQmmSm80Transposed : LaunchQmmSm80;
+  const cudaError_t error = launch(problem, buffers, choice, stream);
+  if (error != cudaSuccess || choice.split_k == 1) return error;
+  return LaunchReduceSplits(problem, buffers, choice.split_k, DeviceInfo(ordinal), stream);
+}
+
 }  // namespace
 
 cudaError_t InitializeKernels(int ordinal) {
@@ -94,16 +110,15 @@ const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
 
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int ordinal, cudaStream_t stream, bool early_start) {
-  if (choice.kernel == Kernel::kQmmSm90Stream) {
-    return LaunchQmmSm90Stream(problem, buffers, choice, DeviceInfo(ordinal), early_start, stream);
+  const Device& device = DeviceInfo(ordinal);
+  if (problem.orders == 0 || Gathers(problem, device, choice)) {
+    return LaunchProduct(problem, buffers, choice, ordinal, stream, early_start);
   }
-  if (choice.kernel == Kernel::kQmmSm90) {
-    return LaunchQmmSm90(problem, buffers, choice, DeviceInfo(ordinal), stream);
-  }
-  const auto launch = problem.transposed ? LaunchQmmSm80Transposed : LaunchQmmSm80;
-  const cudaError_t error = launch(problem, buffers, choice, stream);
-  if (error != cudaSuccess || choice.split_k == 1) return error;
-  return LaunchReduceSplits(problem, buffers, choice.split_k, DeviceInfo(ordinal), stream);
+  const cudaError_t error = LaunchGatherLhs(problem, buffers, device, stream);
+  if (error != cudaSuccess) return error;
+  Buffers stored = buffers;
+  stored.lhs = buffers.gathered;
+  return LaunchProduct(problem, stored, choice, ordinal, stream, /*early_start=*/true);
 }
 
 cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
@@ -112,14 +127,7 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
   if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
   const DeviceState& state = StateOf(ordinal);
   const Choice choice = Select(problem, state.device, workspace_bytes, state.tuned.get());
-  if (problem.orders == 0) {
-    return LaunchChoice(problem, buffers, choice, ordinal, stream, early_start);
-  }
-  const cudaError_t error = LaunchGatherLhs(problem, buffers, state.device, stream);
-  if (error != cudaSuccess) return error;
-  Buffers stored = buffers;
-  stored.lhs = buffers.gathered;
-  return LaunchChoice(problem, stored, choice, ordinal, stream, /*early_start=*/true);
+  return LaunchChoice(problem, buffers, choice, ordinal, stream, early_start);
 }
 
 }  // namespace jaxlowbit
