@@ -114,20 +114,23 @@ double StreamCost(const QuantizedMatmul& problem, const Device& device, const Ch
   const double busy = pairs * plan.warps_k / stream::kWarps;
   const double load = slices * kilobyte_per_slice / cluster_ctas / busy;
   // Kilobytes per microsecond of one multiprocessor, with one CTA and with two.
-  constexpr double kAlone = 35;
-  const double slowdown = problem.m <= 8      ? 1
-                          : problem.m > 16    ? 2.2
-                          : problem.bits == 8 ? 1.05  // whose bytes take longer to arrive
-                                              : 1.4;
-  const double rate = kAlone * (beside == 1 ? 1 : 1.2) / slowdown;
+  struct Fit {
+    double alone, beside;
+  };
+  const Fit fit = problem.m <= 8 || problem.bits == 8 ? Fit{35, 42}
+                  : problem.m <= 16                   ? Fit{29, 30}
+                                                      : Fit{17.5, 21};
+  const double rate = beside == 1 ? fit.alone : fit.beside;
+  // Copies of 8 bits are of more bytes where a warp has two atoms of a stage.
+  const double copy = 0.010 * (problem.bits == 8 ? plan.warp_atoms : 1);
   const double copies =
       tiles * (plan.stages / static_cast<double>(cluster_ctas)) * (plan.tile_slices / 2.0 + 1);
   constexpr double kCluster[] = {0, 0.4, 0, 0, 0.6};
-  constexpr double kCopy = 0.010, kBeside = 0.7, kTile = 0.3, kWave = 3;
+  constexpr double kBeside = 0.7, kTile = 0.3, kWave = 3;
   // Against other kernels: the rest ranks choices of 32 tokens well, but too low.
   const double all = problem.m > 16 ? 1.07 : 1;
   return all * (static_cast<double>(waves) *
-                    (static_cast<double>(beside) * (load / rate + kCopy * copies) + kTile * tiles +
+                    (static_cast<double>(beside) * (load / rate + copy * copies) + kTile * tiles +
                      kWave) +
                 kCluster[cluster_ctas] + kBeside * static_cast<double>(beside - 1));
 }
@@ -346,6 +349,10 @@ QuantizedMatmul Join(const Operands* products, size_t count) {
     joined.n = (joined.n_blocks() + products[i].problem.n_blocks()) * kAtom;
   }
   return joined;
+}
+
+bool Gathers(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  return choice.kernel == Kernel::kQmmSm90Stream && StreamPlan(problem, device, choice).gathers;
 }
 
 std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {

@@ -36,11 +36,23 @@ inline EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const Buffers& 
           any};
 }
 
+// An element of a bias or a residual as it is in memory, so that several are on their way at a time: a value of
+// it is what has to wait.
+__device__ inline uint32_t LoadBits(const void* data, bool is_float, int64_t i) {
+  return is_float ? static_cast<const uint32_t*>(data)[i] : static_cast<const uint16_t*>(data)[i];
+}
+
 // T, here and below: the type of lhs.
 template <typename T>
+__device__ float ValueOf(uint32_t bits, bool is_float) {
+  if (is_float) return __uint_as_float(bits);
+  const uint16_t half = static_cast<uint16_t>(bits);
+  return static_cast<float>(reinterpret_cast<const T&>(half));
+}
+
+template <typename T>
 __device__ float LoadElement(const void* data, bool is_float, int64_t i) {
-  return is_float ? static_cast<const float*>(data)[i]
-                  : static_cast<float>(static_cast<const T*>(data)[i]);
+  return ValueOf<T>(LoadBits(data, is_float, i), is_float);
 }
 
 // Of channel `n` of `columns`, of product `product` (batch * weights_per_element of them).
