@@ -34,9 +34,7 @@ class TileMultiplier {
     scales_ = Keep(p.plan.bytes.lhs + p.plan.bytes.codes);
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
     strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
-    const int mate = lane < 1 << p.mate_shift ? lane : 0;
-    free_ = Keep(MapToRank(memory.empty(0), mate));
-    frees_ = Keep(static_cast<int>(lane < 1 << p.mate_shift));
+    free_ = Keep(lane < 1 << p.mate_shift ? MapToRank(memory.empty(0), lane) : 0);
     atoms_per_group_ = Keep(p.atoms_per_group.divisor);
     group_rows_ = Keep(p.groups_per_atom * static_cast<int>(kAtom));
   }
@@ -78,7 +76,7 @@ class TileMultiplier {
   // This warp has read the stage, into which mates may copy.
   __device__ void Free(int slot) const {
     __syncwarp();
-    if (frees_ != 0) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
+    if (free_ != 0) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
   }
 
   template <int kAtoms>
@@ -156,8 +154,7 @@ class TileMultiplier {
   // bytes, and its own among them, in rows.
   int codes_, scales_, row_, strip_rows_;
   int atoms_per_group_, group_rows_;  // of the problem
-  int frees_;                         // whether this lane tells one mate of free stages
-  uint32_t free_;                     // where
+  uint32_t free_;                     // where this lane tells a mate of free stages, if it does
 };
 
 }  // namespace jaxlowbit::qmm_sm90
