@@ -172,6 +172,7 @@ std::string UnsupportedSm90(const Choice& choice, const QuantizedMatmul& problem
   const sm90::TileShape& tile = sm90::kTiles[choice.tile];
   if (choice.block_m != tile.tokens) return "block_m is not its tile's";
   if (!IsOneOf(choice.mates, {1, 2})) return "its clusters have 1 or 2 CTAs";
+  if (problem.epilogue.gated && !tile.takes_gated()) return "its tiles split a gate and its up";
   const sm90::Plan plan = sm90::PlanOf(problem, tile);
   if (plan.num_stages < 2) return "its stages would not fit shared memory";
   if (choice.split_k < 1 || choice.split_k > std::min(sm90::kMaxParts, plan.stages)) {
@@ -203,7 +204,8 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
                            {0.371, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06},
                            {0.289, 0, 1.43, 1.8, 1.0, 0.51, 0.80, 0.98},
                            {0.308, 0.475, 0.97, 2.5, 1.1, 0.35, 0.11, 1.3},
-                           {0.268, 0.378, 0.76, 2.5, 0.9, 0.55, 0.46, 0.98}};
+                           {0.268, 0.378, 0.76, 2.5, 0.9, 0.55, 0.46, 0.98},
+                           {0.52, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06}};
   static_assert(std::size(kFits) == qmm_sm90::kNumTiles);
   const Fit& fit = kFits[choice.tile];
   const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];

@@ -28,17 +28,15 @@ struct Instance {
   static constexpr int kTokens = kTile.tokens;
   static constexpr int kStrips = kTile.strips;  // of a warpgroup
   static constexpr int kCtaStrips = kTile.cta_strips();
-  static_assert(kCtaStrips == kTileStrips);
   static constexpr int kStageAtoms = kTile.stage_atoms;
   static constexpr int kWarps = 4 * kTile.warpgroups;  // that multiply
   static constexpr int kThreads = kTile.threads();
   // Registers of a thread: at the start, of a multiplying one, of a copying one.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
-  static constexpr int kCopyRegisters = kRegisters > 80 ? 40 : 32;
+  static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;
   static constexpr int kMultiplyRegisters =
       (kRegisters * kThreads / 128 - kCopyRegisters) / (kWarps / 4) / 8 * 8;
-  static constexpr int kStoreTokens =
-      kTokens < qmm_sm90::kStoreTokens ? kTokens : qmm_sm90::kStoreTokens;
+  static constexpr int kStoreTokens = StoreTokens(kTile);
 };
 
 // How a tile's sums become results.
@@ -140,8 +138,8 @@ __device__ inline Task TaskOf(const Params& p, int number, int mate) {
 inline constexpr int kBlockSums = 128 * 4;
 
 // Of part number `divided`.
-__device__ inline int64_t FirstSum(int divided, int tokens) {
-  return int64_t{divided} * (tokens / 8) * kTileStrips * kBlockSums;
+__device__ inline int64_t FirstSum(int divided, int strips, int tokens) {
+  return int64_t{divided} * strips * (tokens / 8) * kBlockSums;
 }
 
 // The first group that an atom along k touches.

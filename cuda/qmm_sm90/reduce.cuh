@@ -16,8 +16,8 @@ __device__ void StorePart(const Params& p, int divided, const Sums<I>& sums,
                           const Factors<I>& factors) {
   constexpr int kBlocks = I::kTokens / 8;
   const int strip = static_cast<int>(threadIdx.x) / 128 * I::kStrips;
-  float* own =
-      p.sums + FirstSum(divided, I::kTokens) + strip * kBlocks * kBlockSums + threadIdx.x % 128 * 4;
+  float* own = p.sums + FirstSum(divided, I::kCtaStrips, I::kTokens) +
+               strip * kBlocks * kBlockSums + threadIdx.x % 128 * 4;
 #pragma unroll
   for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
@@ -50,24 +50,25 @@ __device__ inline void AddParts(const float* first, int64_t step, int parts, flo
   }
 }
 
-// A CTA computes 8 tokens of a strip. Grid: blocks of tokens, strips of a tile, tiles.
+// A CTA computes 8 tokens of a strip of results. Grid: blocks of tokens, such strips of a tile, tiles.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
-    ReducePartsKernel(const __grid_constant__ Params p, int tokens) {
+    ReducePartsKernel(const __grid_constant__ Params p, int strips, int tokens) {
 #if __CUDA_ARCH__ == 900
   __shared__ __align__(16) uint8_t shared[8 * kAtom * sizeof(T)];
   LaunchDependents();
   const EpilogueParams& e = p.epilogue;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int block = blockIdx.x, s = blockIdx.y;
-  const Tile tile = TileOf(p, p.whole_tiles + blockIdx.z, kTileStrips, tokens);
-  const int strip = e.gated ? tile.strip / 2 : tile.strip + s, token = tile.token + block * 8;
+  const Tile tile = TileOf(p, p.whole_tiles + blockIdx.z, strips, tokens);
+  const int strip = (e.gated ? tile.strip / 2 : tile.strip) + s, token = tile.token + block * 8;
   WaitForPreviousKernels();
   if (strip >= p.n_blocks || token >= p.m) return;
 
-  const int64_t step = FirstSum(1, tokens);
-  const float* first = p.sums + FirstSum(blockIdx.z * p.parts, tokens) +
-                       (s * (tokens / 8) + block) * kBlockSums + threadIdx.x * 4;
+  const int64_t step = FirstSum(1, strips, tokens);
+  const float* first = p.sums + FirstSum(blockIdx.z * p.parts, strips, tokens) +
+                       ((e.gated ? 2 * s : s) * (tokens / 8) + block) * kBlockSums +
+                       threadIdx.x * 4;
   float values[4];
   AddParts(first, step, p.parts, values);
   const int m = token + lane % 4 * 2, n = strip * static_cast<int>(kAtom) + warp * 16 + lane / 4;

@@ -67,7 +67,7 @@ class TileStorer {
       case Form::kSum:
         return StoreBoxes<Form::kSum>(tile, sums);
       case Form::kSigmoid:
-        if (p_.epilogue.gated) return StoreGated(tile, sums);
+        if (Gated()) return StoreGated(tile, sums);
         return StoreBoxes<Form::kSigmoid>(tile, sums);
       case Form::kGelu:
         return StoreBoxes<Form::kGelu>(tile, sums);
@@ -86,6 +86,7 @@ class TileStorer {
 
  private:
   static constexpr int kBlocks = I::kTokens / 8;
+  static constexpr bool kTakesGated = I::kTile.takes_gated();
   static constexpr int kBufferBytes = I::kStoreTokens * 128;
   // Of a gated product, two warpgroups have gate and up.
   static constexpr bool kApart = I::kStrips == 1;
@@ -99,10 +100,12 @@ class TileStorer {
   // Barriers between warpgroups: sums of up are there; have been taken. Of both: they exchange sums.
   static constexpr int kHandedOver = 3, kTaken = 4, kExchange = 3;
 
+  __device__ bool Gated() const { return kTakesGated && p_.epilogue.gated; }
+
   // Of the result, for strip `s` of this warpgroup.
   __device__ int Strip(const Tile& tile, int s) const {
-    if (p_.epilogue.gated) return tile.strip / 2;
-    return tile.strip + static_cast<int>(threadIdx.x) / 128 * I::kStrips + s;
+    const int strip = tile.strip + static_cast<int>(threadIdx.x) / 128 * I::kStrips;
+    return Gated() ? strip / 2 : strip + s;
   }
 
   // --- the epilogue ---
@@ -111,8 +114,8 @@ class TileStorer {
     const EpilogueParams& e = p_.epilogue;
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      if (s == I::kStrips && !e.gated) break;
-      const int64_t product = e.gated ? 2 * tile.batch + s : tile.batch;
+      if (s == I::kStrips && !Gated()) break;
+      const int64_t product = Gated() ? 2 * tile.batch + s : tile.batch;
       const int n = Strip(tile, s) * static_cast<int>(kAtom) + Channel();
 #pragma unroll
       for (int h = 0; h < 2; ++h) biases_[s][h] = LoadBias<T>(e, product, p_.n, n + 8 * h);
@@ -214,15 +217,14 @@ class TileStorer {
 
   // Other results, half a box at a time: registers cannot be indexed, and formulas are in the code once.
   __device__ void StoreFinished(const Tile& tile, const Sums<I>& sums) {
-    const EpilogueParams& e = p_.epilogue;
     const int warpgroup = threadIdx.x / 128;
     if (Strip(tile, 0) >= p_.n_blocks) return;
-    const bool handed = kApart && e.gated;  // up, from the other warpgroup
+    const bool handed = kApart && Gated();  // up, from the other warpgroup
     if (handed && warpgroup == 1) {
       HandOver(sums);
       return;
     }
-    const int halves = e.gated ? kHalves : I::kStrips * kHalves;
+    const int halves = Gated() ? kHalves : I::kStrips * kHalves;
 #pragma unroll 1
     for (int half = 0; half < halves; ++half) {
       const int s = half / kHalves, in_strip = half - s * kHalves, strip = Strip(tile, s);
@@ -230,7 +232,7 @@ class TileStorer {
       const uint32_t first = Buffer(warpgroup, kResultBuffers);
       const uint32_t second = handed ? Buffer(1, in_strip % kStoreBuffers) : first + kBufferBytes;
       Leave(half, first, sums);
-      if (!kApart && e.gated) Leave(half + kHalves, second, sums);
+      if (!kApart && Gated()) Leave(half + kHalves, second, sums);
       if (handed && in_strip % kStoreBuffers == 0) Synchronize(kHandedOver, 256);
       const int row = in_strip % 2 * kHalfTokens;  // in the box
       if (p_.aligned && row == 0) {
@@ -245,7 +247,7 @@ class TileStorer {
         for (int i = 0; i < kTogether; ++i) {
           LoadResidual(tile.batch, strip, token + i * 8, residual + 4 * i);
           Take(first, block + i, values + 4 * i);
-          if (e.gated) Take(second, block + i, up + 4 * i);
+          if (Gated()) Take(second, block + i, up + 4 * i);
         }
         FinishBlocks(s, up, residual, values);
 #pragma unroll
