@@ -208,8 +208,8 @@ class FusedRowPair {
 };
 
 // The same of a single group, whose scales multiply whole sums: weights are integers times the power of
-// two in their scale, which is exact and keeps sums in the range that scaled weights give them; Factor()
-// is the rest. (It overflows from scales of 2^122 on, with which most weights do.)
+// two in their scale, which is exact and keeps sums in the range that scaled weights give them. Sums are
+// to be multiplied by 2^kWeightShift as those of scaled weights are, then by the rest, Factor().
 template <typename T, typename S, int kBits>
 class ChannelRowPair {
  public:
@@ -220,7 +220,7 @@ class ChannelRowPair {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int exponent = Exponent(scales[h]);
-      factor_[h] = scales[h] * __uint_as_float(PowerOfTwoFloat(kDown - exponent));
+      factor_[h] = scales[h] * __uint_as_float(PowerOfTwoFloat(kDown - kWeightShift<T> - exponent));
       unit_[h] = PowersOfTwo<T>(exponent - kDown - kSubnormalUnit<T>);
       up_[h] = unit_[h] - (h == 0 ? 0 : kSecondUp<kBits> << Pair<T>::kMantissaBits) * 0x00010001u;
       offset_[h] = PowersOfTwo<T>(kBits - 1 + exponent - kDown) | kNegativeZeros;

@@ -63,6 +63,12 @@ class TileMultiplier {
           for (int h = 0; h < 2; ++h) factors[s][h] = pairs[s].Factor(h);
         }
         MultiplyAll(task, pairs, sums, cursor);
+        // Not in one with the factors, which would overflow for the largest scales.
+#pragma unroll
+        for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+          for (int i = 0; i < I::kTokens / 2; ++i) sums[s][i] *= kUnit;
+        }
         return;
       }
     }
@@ -71,7 +77,7 @@ class TileMultiplier {
     for (int s = 0; s < I::kStrips; ++s) {
       pairs[s].Start(I::kZero == ZeroKind::kFloat);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) factors[s][h] = 1 << kWeightShift<T>;
+      for (int h = 0; h < 2; ++h) factors[s][h] = kUnit;
     }
     MultiplyAll(task, pairs, sums, cursor);
   }
@@ -81,6 +87,7 @@ class TileMultiplier {
   using GroupRows = ScaledRowPair<T, S, kBits>;
   using ChannelRows = ChannelRowPair<T, S, kBits>;
 
+  static constexpr float kUnit = 1 << kWeightShift<T>;                        // of sums
   static constexpr int kLhsBytes = I::kTokens * static_cast<int>(kAtom) * 2;  // of an atom
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
   // Of an atom of a strip. Large ones take turns more often.
