@@ -110,8 +110,9 @@ double StreamCost(const QuantizedMatmul& problem, const Device& device, const Ch
   const int beside = ctas_per_sm;
   const double kilobyte_per_slice = problem.k_blocks() * problem.bits / 8.0;
   const int tiles = static_cast<int>(CeilDiv(slices, plan.tile_slices));
-  const double pairs = static_cast<double>(CeilDiv(plan.tile_slices, stream::kSlicesPerWarp));
-  const double busy = pairs * plan.warps_k / stream::kWarps;
+  // Slices of a warp, and how many of all warps' are a tile's.
+  const int64_t own = CeilDiv(plan.tile_slices, plan.warps_n);
+  const double busy = plan.tile_slices * plan.warps_k / static_cast<double>(stream::kWarps * own);
   const double load = slices * kilobyte_per_slice / cluster_ctas / busy;
   // Kilobytes per microsecond of one multiprocessor, with one CTA and with two.
   struct Fit {
@@ -309,9 +310,7 @@ std::string UnsupportedStream(const Choice& choice, const QuantizedMatmul& probl
   if (!IsOneOf(choice.split_k, {1, 2, 4})) return "its clusters have 1, 2 or 4 CTAs";
   const int64_t most =
       std::min<int64_t>(stream::kMaxClusterSlices, problem.strips() * stream::kSlicesPerStrip);
-  if (problem.epilogue.gated && choice.slices % stream::kPairSlices != 0) {
-    return "slices are of pairs of strips";
-  }
+  if (choice.slices % stream::SliceStep(problem) != 0) return "slices are no whole strips";
   if (choice.slices < 1 || choice.slices > most) return "slices is beyond those of a cluster";
   const stream::Plan plan = StreamPlan(problem, device, choice);
   if (plan.num_stages < 2) return "its stages would not fit shared memory";

@@ -39,6 +39,7 @@
 #include "cuda/qmm_sm90_stream/fill.cuh"
 #include "cuda/qmm_sm90_stream/gather.cuh"
 #include "cuda/qmm_sm90_stream/multiply.cuh"
+#include "cuda/qmm_sm90_stream/multiply_warpgroup.cuh"
 #include "cuda/qmm_sm90_stream/params.cuh"
 #include "cuda/qmm_sm90_stream/reduce.cuh"
 #include "cuda/tensor_map.h"
@@ -60,16 +61,16 @@ namespace {
   PublishBarriers();
 }
 
-// What a warp multiplies: of a tile's slices the two from `slice` on, of a stage's atoms one part.
+// What a warp multiplies: of a tile's slices the two from number `slice` on (TileSlice), of a stage's atoms
+// one part.
 struct Place {
   int slice, part;
 };
 
 [[maybe_unused]] __device__ Place OwnPlace(const Params& p) {
   const int warp = Keep(threadIdx.x) / 32;  // computed again where needed: registers are short
-  const int part = p.pairs.Divide(warp);
-  const int pairs = (p.plan.tile_slices + kSlicesPerWarp - 1) / kSlicesPerWarp;
-  return {(warp - part * pairs) * kSlicesPerWarp, part};
+  const int part = p.warps_n.Divide(warp);
+  return {(warp - part * p.plan.warps_n) * kSlicesPerWarp, part};
 }
 
 template <class I>
@@ -81,27 +82,27 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory) 
   const int slot_bytes = Keep(plan.slot_bytes);
   const uint32_t ring = Keep(memory.stage(plan, 0));
   const int lane = Keep(threadIdx.x % 32);
-  StageMultiplier<I> multiplier(p, OwnPlace(p).part, lane);
+  std::conditional_t<I::kWarpgroups, WarpgroupMultiplier<I>, StageMultiplier<I>> multiplier(
+      p, OwnPlace(p).part, lane);
   uint32_t gathered_end = 0;
   if constexpr (I::kGathers) {
     GatherActivations(p, share, memory);
     const int atoms = share.atom_end - share.atom_begin;
-    gathered_end = Keep(memory.base + plan.gathered + atoms * multiplier.LhsBytes());
+    gathered_end = Keep(memory.base + plan.gathered + atoms * p.m * kRowBytes);
   }
   RingCursor cursor = {0, 0};
   int number = 0;  // of the tile
   for (int tile = share.slice_begin; tile < share.slice_end; tile += plan.tile_slices) {
     const int slices = min(plan.tile_slices, share.slice_end - tile);
     const Place own = OwnPlace(p);
-    const bool active = own.slice < slices && own.part < plan.warps_k;
+    const bool active = TileSlice<I>(p, own.slice) < slices && own.part < plan.warps_k;
     if (threadIdx.x == 0) reducer.Expect(slices);
-    multiplier.StartTile(tile, own.slice, slices);
+    multiplier.StartTile(own.slice, slices);
     Sums<I> sums = {};
     for (int left = share.atom_end - share.atom_begin; left > 0; left -= stage_atoms) {
       Wait(memory.full(cursor.slot), cursor.parity);
       const uint32_t stage = ring + cursor.slot * slot_bytes;
-      const uint32_t activations =
-          I::kGathers ? gathered_end - left * multiplier.LhsBytes() : stage;
+      const uint32_t activations = I::kGathers ? gathered_end - left * p.m * kRowBytes : stage;
       if (active) multiplier.Multiply(stage, activations, left, sums);
       __syncwarp();  // every lane has read the stage
       if (lane == 0) Arrive(memory.empty(cursor.slot));
@@ -115,7 +116,10 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory) 
     const Place sent = OwnPlace(p);
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
-      if (active && sent.slice + i < slices) reducer.Send(sent.slice + i, sent.part, sums[i]);
+      const int number = sent.slice + i, slice = TileSlice<I>(p, number);
+      if (active && slice < slices) {
+        reducer.Send(p.epilogue.gated ? number : slice, sent.part, sums[i]);
+      }
     }
     const auto first = reducer.LoadFirst(tile, slices);
     WaitForCluster(memory.sums_full(), number % 2);
@@ -258,7 +262,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   // Copies arrive in their order: with more stages of weights before the first activations, the first
   // product would start later. Before the end of another kernel there is nothing else to copy.
   p.early_stages = early_start ? p.plan.num_stages : 2;
-  p.pairs = Divider::By(CeilDiv(p.plan.tile_slices, kSlicesPerWarp));
+  p.warps_n = Divider::By(p.plan.warps_n);
   return p;
 }
 

@@ -78,6 +78,7 @@ struct WarpgroupMma;
 #define JAXLOWBIT_D32(d, i) JAXLOWBIT_D16(d, i), JAXLOWBIT_D16(d, i + 16)
 #define JAXLOWBIT_D64(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D32(d, i + 32)
 #define JAXLOWBIT_D128(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D64(d, i + 64)
+#define JAXLOWBIT_TEXT8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define JAXLOWBIT_TEXT16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAXLOWBIT_TEXT32 \
   JAXLOWBIT_TEXT16       \
@@ -112,6 +113,7 @@ struct WarpgroupMma;
     }                                                                                            \
   };
 #define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                           \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 16, 8, 8, 9, 10, 11, 12, 13)     \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20, 21)  \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36, 37)  \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68, 69) \
@@ -127,6 +129,7 @@ JAXLOWBIT_WARPGROUP_MMAS(__half, "f16")
 #undef JAXLOWBIT_TEXT64
 #undef JAXLOWBIT_TEXT32
 #undef JAXLOWBIT_TEXT16
+#undef JAXLOWBIT_TEXT8
 #undef JAXLOWBIT_D128
 #undef JAXLOWBIT_D64
 #undef JAXLOWBIT_D32

@@ -55,17 +55,12 @@ const char* NameOf(Kernel kernel) {
   return kernel == Kernel::kQmmSm80 ? "sm80" : kernel == Kernel::kQmmSm90 ? "sm90" : "stream";
 }
 
-// Choices of every kernel that takes the problem: its own, of the stream also one whose clusters own
-// no whole strips, and one of all that there are, in turn.
+// Choices of every kernel that takes the problem: its own, and one of all that there are, in turn.
 std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
   std::vector<Choice> choices;
   for (Kernel kernel : {Kernel::kQmmSm80, Kernel::kQmmSm90Stream, Kernel::kQmmSm90}) {
     if (!Unsupported(kernel, problem, DeviceInfo(0)).empty()) continue;
     choices.push_back(Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes));
-    if (kernel == Kernel::kQmmSm90Stream && problem.n > 256) {
-      choices.push_back(choices.back());
-      choices.back().slices = problem.epilogue.gated ? 24 : 18;
-    }
     const std::vector<Choice> all = AllChoices(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes);
     if (!all.empty()) choices.push_back(all[turn % all.size()]);
   }

@@ -45,6 +45,14 @@ inline constexpr int kPairSlices = 2 * kSlicesPerStrip;
 // Tokens that the instances are compiled for.
 constexpr int TileTokens(int64_t m) { return m <= 8 ? 8 : m <= 16 ? 16 : 32; }
 
+// Whether instances multiply by instructions of warpgroups, four warps.
+constexpr bool UsesWarpgroups(int tokens) { return tokens > 8; }
+
+// Tiles are whole strips, whose copies are the largest; of a gated product, pairs of them.
+constexpr int SliceStep(const QuantizedMatmul& problem) {
+  return problem.epilogue.gated ? kPairSlices : kSlicesPerStrip;
+}
+
 // A stage in shared memory: activations, unless they are gathered, codes, scales, zeros, in this order.
 struct StageBytes {
   int lhs, codes, scales, zeros;
@@ -57,7 +65,7 @@ struct StageBytes {
 struct Plan {
   int cluster_shift;  // a cluster is 2^cluster_shift CTAs
   int slices, tile_slices;
-  int warps_k;                     // parts of a stage's k; the warps of each divide the slices
+  int warps_n, warps_k;  // that divide a tile's slices; parts of a stage's k, with as many each
   int stage_shift, stage_atoms;    // 2^stage_shift atoms along k
   int warp_atoms;                  // of those, neighbours that one warp multiplies
   int stages;                      // of all of k
@@ -79,25 +87,19 @@ inline bool SupportsGroupSize(const Plan& plan, int64_t size) {
          (size % kAtom == 0 && (stage_k % size == 0 || size % stage_k == 0));
 }
 
-// What a cluster owns is a multiple of this many slices: whole strips, whose copies are the largest.
-constexpr int SliceStep(const QuantizedMatmul& problem) {
-  return problem.epilogue.gated ? kPairSlices : kSlicesPerStrip;
-}
-
 inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ctas_per_sm) {
   Plan plan = {};
   while (2 << plan.cluster_shift <= cluster_ctas) ++plan.cluster_shift;
   plan.slices = slices;
   const int tiles = static_cast<int>(CeilDiv(slices, kMaxTileSlices));
-  plan.tile_slices = static_cast<int>(CeilDiv(slices, tiles));
-  if (problem.epilogue.gated) {
-    plan.tile_slices = static_cast<int>(CeilDiv(plan.tile_slices, kPairSlices)) * kPairSlices;
-  }
+  const int step = SliceStep(problem);
+  plan.tile_slices = static_cast<int>(CeilDiv(CeilDiv(slices, tiles), step)) * step;
   const int tokens = TileTokens(problem.m);
-  const int pairs = static_cast<int>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
-  plan.warps_k = 1;
-  const int most = tokens == 32 ? 4 : kWarps;  // the sums of more would leave no room for stages
-  while (pairs * plan.warps_k * 2 <= kWarps && plan.warps_k * 2 <= most) plan.warps_k *= 2;
+  // Warpgroups have two strips, where there are as many.
+  plan.warps_n = static_cast<int>(UsesWarpgroups(tokens)
+                                      ? CeilDiv(plan.tile_slices, kPairSlices) * kSlicesPerStrip
+                                      : plan.tile_slices / kSlicesPerWarp);
+  plan.warps_k = kWarps / plan.warps_n;
   // Two atoms for a warp, if activations leave room for several stages; of a strip, no more than 16 KiB.
   plan.stage_atoms =
       std::max(plan.warps_k, std::min({2 * plan.warps_k, 128 / tokens, 32 / problem.bits}));
@@ -106,8 +108,7 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
   plan.stages = static_cast<int>(CeilDiv(problem.k_blocks(), plan.stage_atoms));
   const int64_t stage_k = plan.stage_atoms * kAtom, size = problem.group_size;
   plan.stage_groups = static_cast<int>(size < 0 ? 1 : CeilDiv(stage_k, size));
-  plan.stage_strips =
-      (plan.tile_slices + 2 * (kSlicesPerStrip - 1)) / kSlicesPerStrip;  // wherever it begins
+  plan.stage_strips = plan.tile_slices / kSlicesPerStrip;
   const int per_slice = kSliceRows * static_cast<int>(kAtom) * problem.bits / 8;
   const int per_group = plan.stage_strips * plan.stage_groups * static_cast<int>(kAtom);
   const int cluster = 1 << plan.cluster_shift;

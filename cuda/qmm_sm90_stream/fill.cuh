@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Global to shared memory, by bulk copies that one warp issues. Of every stage, each of its lanes
-// copies the same one thing: the codes of a strip, or of a part of it in one atom of k, or the scales
-// or zeros of a strip. So addresses are worked out once for a tile.
+// copies the same one thing: the codes, the scales or the zeros of a strip. So addresses are worked out once
+// for a tile.
 #pragma once
 
 #include "cuda/device/bulk.cuh"
@@ -71,40 +71,26 @@ class StageFiller {
   // What this lane copies of the stages of the tile that begins with `slice`.
   __device__ void StartTile(int slice) {
     const Plan& plan = p_.plan;
-    const int slices = min(plan.tile_slices, share_.slice_end - slice);
     const int strip = slice / kSlicesPerStrip;
-    const int strips = (slice + slices - 1) / kSlicesPerStrip - strip + 1;
-    code_bytes_ = slices * I::kSliceBytes;
+    const int strips = min(plan.tile_slices, share_.slice_end - slice) / kSlicesPerStrip;
+    code_bytes_ = strips * kAtomBytes<I::kBits>;
     group_bytes_ = strips * static_cast<int>(kAtom) * (sizeof(S) + p_.zero_bytes);
     bytes_ = 0;  // until this lane has something to copy
-    kind_ = Kind::kStrip;
-
-    const int codes = strips << plan.stage_shift;
-    if (lane_ < codes) {
-      const int own = strip + (lane_ >> plan.stage_shift);
-      const int begin = max(slice, own * kSlicesPerStrip);  // the part in the tile
-      const int end = min(slice + slices, (own + 1) * kSlicesPerStrip);
-      const bool whole = end - begin == kSlicesPerStrip;
-      kind_ = whole ? Kind::kStrip : Kind::kAtom;
-      atom_ = lane_ & (plan.stage_atoms - 1);
-      if (whole && atom_ > 0) return;
-      bytes_ = (end - begin) * I::kSliceBytes;
+    const int kind = lane_ / strips, own = lane_ % strips;
+    codes_ = kind == 0;
+    if (codes_) {
+      bytes_ = kAtomBytes<I::kBits>;
       source_ = reinterpret_cast<const uint8_t*>(part_.packed) +
-                (StripAt(own) * p_.k_blocks + share_.atom_begin + atom_) * kAtomBytes<I::kBits> +
-                begin % kSlicesPerStrip * I::kSliceBytes;
-      target_ =
-          plan.bytes.lhs + (begin - slice) * (I::kSliceBytes << plan.stage_shift) + atom_ * bytes_;
-      return;
+                (StripAt(strip + own) * p_.k_blocks + share_.atom_begin) * bytes_;
+      target_ = plan.bytes.lhs + own * (bytes_ << plan.stage_shift);
+    } else if (kind == 1 || (kind == 2 && p_.zero_bytes > 0)) {
+      const bool zero = kind == 2;
+      bytes_ = static_cast<int>(kAtom) * (zero ? p_.zero_bytes : static_cast<int>(sizeof(S)));
+      source_ = static_cast<const uint8_t*>(zero ? part_.zero : part_.scale) +
+                StripAt(strip + own) * p_.groups * bytes_;
+      target_ = plan.bytes.lhs + plan.bytes.codes + (zero ? plan.bytes.scales : 0) +
+                own * plan.stage_groups * bytes_;
     }
-    const int own = (lane_ - codes) >> 1;
-    const bool zero = (lane_ - codes) % 2 != 0;
-    if (own >= strips || (zero && p_.zero_bytes == 0)) return;
-    kind_ = Kind::kGroups;
-    bytes_ = static_cast<int>(kAtom) * (zero ? p_.zero_bytes : static_cast<int>(sizeof(S)));
-    source_ = static_cast<const uint8_t*>(zero ? part_.zero : part_.scale) +
-              StripAt(strip + own) * p_.groups * bytes_;
-    target_ = plan.bytes.lhs + plan.bytes.codes + (zero ? plan.bytes.scales : 0) +
-              own * plan.stage_groups * bytes_;
   }
 
   __device__ void FillWeights(int stage, int slot) const {
@@ -118,15 +104,10 @@ class StageFiller {
           barrier, atoms * code_bytes_ + kLhsBytes * p_.plan.stage_atoms + groups * group_bytes_);
     }
     __syncwarp();
-    const int bytes = kind_ == Kind::kGroups  ? bytes_ * groups
-                      : kind_ == Kind::kStrip ? bytes_ * atoms
-                      : atom_ < atoms         ? bytes_
-                                              : 0;
-    if (bytes > 0) {
-      const int64_t offset = kind_ == Kind::kGroups
-                                 ? int64_t{group} * bytes_
-                                 : (int64_t{stage} << p_.plan.stage_shift) * kAtomBytes<I::kBits>;
-      CopyBulk(memory_.stage(p_.plan, slot) + target_, source_ + offset, bytes, barrier, policy_);
+    if (bytes_ > 0) {
+      const int64_t begin = codes_ ? int64_t{stage} << p_.plan.stage_shift : group;
+      CopyBulk(memory_.stage(p_.plan, slot) + target_, source_ + begin * bytes_,
+               bytes_ * (codes_ ? atoms : groups), barrier, policy_);
     }
   }
 
@@ -149,13 +130,9 @@ class StageFiller {
   int64_t first_strip_, up_strip_;  // of the weight, or of the gate; of up
   // Of a stage of this tile: bytes of codes for one atom, of scales and zeros for one group.
   int code_bytes_, group_bytes_;
-  // What this lane copies, from source_ in the tile's first stage, or in the first group.
-  enum class Kind {
-    kAtom,   // a part of a strip's codes, of one atom: bytes_
-    kStrip,  // all of a strip's codes: bytes_ for each atom
-    kGroups  // a strip's scales or zeros: bytes_ for each group
-  } kind_;
-  int atom_;  // of the stage
+  // What this lane copies, from source_ in the tile's first stage, or in the first group: codes of a strip,
+  // bytes_ for each atom; or its scales or zeros, bytes_ for each group.
+  bool codes_;
   const uint8_t* source_;
   int target_, bytes_;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory to sums: what a warp does with its two slices of channels and its atoms of a stage.
-// Fragments of lhs by ldmatrix, codes to weights in registers, mma.
+// Shared memory to sums, of up to 8 tokens: what a warp does with its two slices of channels and its atoms of
+// a stage. Fragments of lhs by ldmatrix, codes to weights in registers, mma.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 namespace jaxlowbit::qmm_sm90_stream {
 
 template <class I>
-using Sums = float[kSlicesPerWarp][I::kTiles][4];
+using Sums = float[kSlicesPerWarp][I::kTiles * 4];
 
 template <class I>
 using Rows =
@@ -37,31 +37,20 @@ class StageMultiplier {
   // `part`: of a stage's atoms, that of this warp.
   __device__ StageMultiplier(const Params& p, int part, int lane)
       : p_(p), atom_(Keep(part * p.plan.warp_atoms)), lane_(lane) {
-    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the tile of tokens i / 16;
-    // with a single tile, of the step i / 16.
-    int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
-    if (I::kGathers) row = min(row, p_.m - 1);
-    const int column = lane_ / 8 % (4 / kTogether);
-    lhs_ = Keep(atom_ * LhsBytes() + row * kRowBytes + (column ^ row % 8) * kCopyBytes);
+    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of step i / 16.
+    const int row = I::kGathers ? min(lane_ % 8, p_.m - 1) : lane_ % 8;
+    lhs_ = Keep(atom_ * LhsBytes() + row * kRowBytes + (lane_ / 8 ^ row % 8) * kCopyBytes);
   }
 
-  // A tile of `slices` that begins with slice `tile`; `own`: the first of the warp's two, in the tile.
-  __device__ void StartTile(int tile, int own, int slices) {
+  // A tile; `own`: the first of the warp's two slices in it, in the order of TileSlice.
+  __device__ void StartTile(int own, int) {
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
-      // With an odd number of slices the last warp multiplies its first twice.
-      const int slice = tile + TileSlice(p_, min(own + i, slices - 1));
-      const int strip = slice / kSlicesPerStrip;
-      // A strip's part in the tile, stored [atom][slice].
-      const int begin = max(tile, strip * kSlicesPerStrip);
-      const int end = min(tile + slices, (strip + 1) * kSlicesPerStrip);
-      const int atom_bytes = (end - begin) * I::kSliceBytes;
-      codes_[i] = Keep(
-          p_.plan.bytes.lhs + (begin - tile) * (I::kSliceBytes << p_.plan.stage_shift) +
-          (slice - begin) * I::kSliceBytes + atom_ * atom_bytes + lane_ * (I::kSliceBytes / 32));
-      code_step_[i] = Keep(atom_bytes);
-      const int group =
-          (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstGroup(p_, atom_);
+      const int slice = TileSlice<I>(p_, own + i), strip = slice / kSlicesPerStrip;
+      codes_[i] = Keep(p_.plan.bytes.lhs + (strip << p_.plan.stage_shift) * kAtomBytes<kBits> +
+                       atom_ * kAtomBytes<kBits> + slice % kSlicesPerStrip * I::kSliceBytes +
+                       lane_ * (I::kSliceBytes / 32));
+      const int group = strip * p_.plan.stage_groups + FirstGroup(p_, atom_);
       const int row = group * kRows + slice % kSlicesPerStrip * kSliceRows + lane_ / 4 * 2;
       scales_[i] =
           Keep(p_.plan.bytes.lhs + p_.plan.bytes.codes + row * static_cast<int>(sizeof(S)));
@@ -69,7 +58,7 @@ class StageMultiplier {
   }
 
   // Of activations and an atom.
-  __device__ int LhsBytes() const { return (I::kGathers ? p_.m : I::kTiles * 8) * kRowBytes; }
+  __device__ int LhsBytes() const { return (I::kGathers ? p_.m : 8) * kRowBytes; }
 
   // This warp's atoms of a stage and its activations, with which `left` atoms are left along k.
   __device__ void Multiply(uint32_t stage, uint32_t activations, int left, Sums<I>& sums) const {
@@ -91,13 +80,9 @@ class StageMultiplier {
   }
 
  private:
-  // One load of fragments is two tiles of tokens of one step; with a single tile, two steps.
-  static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
   static constexpr int kRows = kAtom;  // of a group
-  // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices. With many
-  // tokens registers are short.
-  static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits == 4 ? 2 : 1;
-  static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
+  // What a warp multiplies at a time, so that instructions overlap: two atoms, if registers allow.
+  static constexpr int kTogetherAtoms = kBits == 4 ? 2 : 1;
 
   // Whether FastestRows take the scales of both slices in the kGroups groups of the warp's atom `at`.
   template <int kGroups>
@@ -124,83 +109,59 @@ class StageMultiplier {
     static_assert(kAtoms == 1 || kGroups == 1);
     const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
     const uint32_t lhs = activations + lhs_ + at * LhsBytes();
-    // With one tile of tokens every atom has sums of its own: more products that do not wait for each
-    // other.
-    constexpr int kChains = I::kTiles == 1 ? kAtoms : 1;
+    R rows[kSlicesPerWarp];
+    uint32_t codes[kAtoms][kSlicesPerWarp][kStepsPerAtom][kWordsPerStep<kBits>];
+    // Every atom has sums of its own: more products that do not wait for each other.
+    float part[kAtoms][kSlicesPerWarp][4] = {};
 #pragma unroll
-    for (int slice = 0; slice < kSlicesPerWarp; slice += kTogetherSlices) {
-      R rows[kTogetherSlices];
-      uint32_t codes[kAtoms][kTogetherSlices][kStepsPerAtom][kWordsPerStep<kBits>];
-      float part[kChains][kTogetherSlices][I::kTiles][4] = {};
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+      rows[i].Start(I::kZero == ZeroKind::kFloat);
+      LoadRows(stage, i, at * p_.atom_step, rows[i]);
 #pragma unroll
-      for (int i = 0; i < kTogetherSlices; ++i) {
-        rows[i].Start(I::kZero == ZeroKind::kFloat);
-        LoadRows(stage, slice + i, at * p_.atom_step, rows[i]);
-#pragma unroll
-        for (int a = 0; a < kAtoms; ++a) {
-          LoadCodes<kBits>(stage + codes_[slice + i] + (at + a) * code_step_[slice + i], lane_,
-                           codes[a][i]);
-        }
+      for (int a = 0; a < kAtoms; ++a) {
+        LoadCodes<kBits>(stage + codes_[i] + (at + a) * kAtomBytes<kBits>, lane_, codes[a][i]);
       }
-      uint32_t fragments[kAtoms][4];
+    }
+    uint32_t fragments[kAtoms][4];  // of two steps
 #pragma unroll
-      for (int step = 0; step < kStepsPerAtom; ++step) {
+    for (int step = 0; step < kStepsPerAtom; ++step) {
 #pragma unroll
-        for (int a = 0; a < kAtoms; ++a) {
-          if (kGroups != 1 && step > 0 && step * groups % kStepsPerAtom == 0) {
-            const int group = step * groups / kStepsPerAtom;  // of the atom
+      for (int a = 0; a < kAtoms; ++a) {
+        if (kGroups != 1 && step > 0 && step * groups % kStepsPerAtom == 0) {
+          const int group = step * groups / kStepsPerAtom;  // of the atom
 #pragma unroll
-            for (int i = 0; i < kTogetherSlices; ++i) {
-              AddPart(rows[i], part[0][i], sums[slice + i]);
-              LoadRows(stage, slice + i, at * p_.atom_step + group * kRows, rows[i]);
-            }
-          }
-          uint32_t weights[kTogetherSlices][4];
-#pragma unroll
-          for (int i = 0; i < kTogetherSlices; ++i) {
-            rows[i].Dequantize(codes[a][i][step], weights[i]);
-          }
-          // A step is two columns, and the permutation is an exclusive or of column numbers.
-          const uint32_t column = (lhs + a * LhsBytes()) ^ (step * 2 * kCopyBytes);
-#pragma unroll
-          for (int tile = 0; tile < I::kTiles; tile += kTogether) {
-            if (kTogether == 2 || step % 2 == 0) {
-              LoadMatrices(fragments[a], column + tile * 8 * kRowBytes);
-            }
-#pragma unroll
-            for (int j = 0; j < kTogether; ++j) {
-              const int half = kTogether == 2 ? j : step % 2;
-#pragma unroll
-              for (int i = 0; i < kTogetherSlices; ++i) {
-                float (&sum)[4] =
-                    I::kScaleSums ? part[a % kChains][i][tile + j] : sums[slice + i][tile + j];
-                Mma<T>(sum, weights[i], fragments[a][2 * half], fragments[a][2 * half + 1]);
-              }
-            }
+          for (int i = 0; i < kSlicesPerWarp; ++i) {
+            AddPart(rows[i], part[0][i], sums[i]);
+            LoadRows(stage, i, at * p_.atom_step + group * kRows, rows[i]);
           }
         }
-      }
+        // A step is two columns, and the permutation is an exclusive or of column numbers.
+        if (step % 2 == 0) {
+          LoadMatrices(fragments[a], (lhs + a * LhsBytes()) ^ (step * 2 * kCopyBytes));
+        }
 #pragma unroll
-      for (int chain = 0; chain < kChains; ++chain) {
-#pragma unroll
-        for (int i = 0; i < kTogetherSlices; ++i) {
-          AddPart(rows[i], part[chain][i], sums[slice + i]);
+        for (int i = 0; i < kSlicesPerWarp; ++i) {
+          uint32_t weights[4];
+          rows[i].Dequantize(codes[a][i][step], weights);
+          Mma<T>(I::kScaleSums ? part[a][i] : sums[i], weights, fragments[a][step % 2 * 2],
+                 fragments[a][step % 2 * 2 + 1]);
         }
       }
+    }
+#pragma unroll
+    for (int a = 0; a < kAtoms; ++a) {
+#pragma unroll
+      for (int i = 0; i < kSlicesPerWarp; ++i) AddPart(rows[i], part[a][i], sums[i]);
     }
   }
 
   // Adds what a group has summed, and begins with zeros.
   template <class R>
-  __device__ static void AddPart(const R& rows, float (&part)[I::kTiles][4],
-                                 float (&sums)[I::kTiles][4]) {
+  __device__ static void AddPart(const R& rows, float (&part)[4], float (&sums)[4]) {
     if constexpr (I::kScaleSums) {
+      rows.AddScaled(part, sums);
 #pragma unroll
-      for (int tile = 0; tile < I::kTiles; ++tile) {
-        rows.AddScaled(part[tile], sums[tile]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) part[tile][j] = 0;
-      }
+      for (int j = 0; j < 4; ++j) part[j] = 0;
     }
   }
 
@@ -222,10 +183,9 @@ class StageMultiplier {
   const Params& p_;
   const int atom_, lane_;  // the first atom of a stage
   // Where this lane reads in a stage, in bytes, for the warp's first atom: the activations; each slice's
-  // codes, and from there to the second atom's; each slice's scales.
+  // codes and scales.
   int lhs_;
-  int codes_[kSlicesPerWarp], code_step_[kSlicesPerWarp];
-  int scales_[kSlicesPerWarp];
+  int codes_[kSlicesPerWarp], scales_[kSlicesPerWarp];
 };
 
 }  // namespace jaxlowbit::qmm_sm90_stream

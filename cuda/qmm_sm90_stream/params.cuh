@@ -32,9 +32,10 @@ struct Instance {
   static constexpr int kBits = kWidth;
   static constexpr int kCtasPerSm = kCtas;
   static constexpr bool kGathers = kGather;
-  // With a float zero, scales multiply weights: sums of q * s and of zeros would cancel. With many
-  // tokens too: sums of a group would take too many registers.
-  static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kTokens < 32;
+  static constexpr bool kWarpgroups = UsesWarpgroups(kTokens);
+  // With a float zero, scales multiply weights: sums of q * s and of zeros would cancel. Products of
+  // warpgroups add to their sums while weights are dequantized, so it is weights there, too.
+  static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && !kWarpgroups;
   static constexpr int kTiles = kTokens / 8;  // of the instruction, along the tokens
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
 };
@@ -66,7 +67,7 @@ struct Params {
   int groups_per_atom;      // 1 for a group of 64 and more
   int atom_step;     // from the groups of a warp's first atom to those of its second, in rows
   int zeros_at;      // in a stage: a row's zero point is there + where its scale is / sizeof(S)
-  Divider pairs;     // of a tile's slices
+  Divider warps_n;   // of the plan
   bool out_float;    // float32 out; else the type of lhs
   int early_stages;  // whose weights are copied before any activations
   EpilogueParams epilogue;
@@ -110,10 +111,11 @@ __device__ inline Share OwnShare(const Params& p) {
   return share;
 }
 
-// Which slice of a tile is number `number` of those that warps multiply, two each: of a gated product
-// they take the same channels of the gate and of up.
-__device__ inline int TileSlice(const Params& p, int number) {
-  if (!p.epilogue.gated) return number;
+// Which slice of a tile is number `number` of those that warps multiply, two each. Of a gated product
+// they take the same channels of the gate and of up, and warpgroups have two strips.
+template <class I>
+__device__ int TileSlice(const Params& p, int number) {
+  if (!I::kWarpgroups && !p.epilogue.gated) return number;
   const int pair = number / 2;
   return pair / kSlicesPerStrip * kPairSlices + number % 2 * kSlicesPerStrip +
          pair % kSlicesPerStrip;

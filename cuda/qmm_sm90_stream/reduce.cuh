@@ -24,15 +24,17 @@ class ClusterReducer {
     ArriveExpecting(memory_.sums_full(), Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
   }
 
-  // A warp's sums of slice `slice` of the tile, of its part `part` of the stages.
-  __device__ void Send(int slice, int part, const float (&sums)[I::kTiles][4]) const {
+  // A warp's sums of slice `slice` of the tile, of its part `part` of the stages. Of a gated product slices
+  // are numbered in pairs, of the gate and of up.
+  __device__ void Send(int slice, int part, const float (&sums)[I::kTiles * 4]) const {
     const int owner = slice >> p_.plan.owned_shift;
     const int sender = Rank() * p_.plan.warps_k + part;
     const uint32_t barrier = MapToRank(memory_.sums_full(), owner);
     const uint32_t target = MapToRank(Fragment(slice & (owned_ - 1), sender, 0), owner);
 #pragma unroll
     for (int tile = 0; tile < I::kTiles; ++tile) {
-      StoreRemote(target + tile * kFragmentBytes, sums[tile], barrier);
+      const float* four = sums + 4 * tile;
+      StoreRemote(target + tile * kFragmentBytes, {four[0], four[1], four[2], four[3]}, barrier);
     }
   }
 
