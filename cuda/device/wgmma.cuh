@@ -71,6 +71,7 @@ template <typename T, int kTokens>
 struct WarpgroupMma;
 
 // Operands of the assembly: registers of d, and their places in its text.
+#define JAXLOWBIT_D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define JAXLOWBIT_D8(d, i)                                                                    \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -78,6 +79,7 @@ struct WarpgroupMma;
 #define JAXLOWBIT_D32(d, i) JAXLOWBIT_D16(d, i), JAXLOWBIT_D16(d, i + 16)
 #define JAXLOWBIT_D64(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D32(d, i + 32)
 #define JAXLOWBIT_D128(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D64(d, i + 64)
+#define JAXLOWBIT_TEXT4 "%0, %1, %2, %3"
 #define JAXLOWBIT_TEXT8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define JAXLOWBIT_TEXT16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAXLOWBIT_TEXT32 \
@@ -113,6 +115,7 @@ struct WarpgroupMma;
     }                                                                                            \
   };
 #define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                           \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 8, 4, 4, 5, 6, 7, 8, 9)          \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 16, 8, 8, 9, 10, 11, 12, 13)     \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20, 21)  \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36, 37)  \
@@ -130,10 +133,12 @@ JAXLOWBIT_WARPGROUP_MMAS(__half, "f16")
 #undef JAXLOWBIT_TEXT32
 #undef JAXLOWBIT_TEXT16
 #undef JAXLOWBIT_TEXT8
+#undef JAXLOWBIT_TEXT4
 #undef JAXLOWBIT_D128
 #undef JAXLOWBIT_D64
 #undef JAXLOWBIT_D32
 #undef JAXLOWBIT_D16
 #undef JAXLOWBIT_D8
+#undef JAXLOWBIT_D4
 
 }  // namespace jaxlowbit

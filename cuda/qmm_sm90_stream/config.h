@@ -46,7 +46,7 @@ inline constexpr int kPairSlices = 2 * kSlicesPerStrip;
 constexpr int TileTokens(int64_t m) { return m <= 8 ? 8 : m <= 16 ? 16 : 32; }
 
 // Whether instances multiply by instructions of warpgroups, four warps.
-constexpr bool UsesWarpgroups(int tokens) { return tokens > 8; }
+constexpr bool UsesWarpgroups(bool gathers) { return !gathers; }
 
 // Tiles are whole strips, whose copies are the largest; of a gated product, pairs of them.
 constexpr int SliceStep(const QuantizedMatmul& problem) {
@@ -96,7 +96,11 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
   plan.tile_slices = static_cast<int>(CeilDiv(CeilDiv(slices, tiles), step)) * step;
   const int tokens = TileTokens(problem.m);
   // Warpgroups have two strips, where there are as many.
-  plan.warps_n = static_cast<int>(UsesWarpgroups(tokens)
+  const int64_t row_bytes = problem.m * 2;  // of an element of k
+  plan.gathers =
+      problem.orders > 0 && tokens == 8 &&
+      CeilDiv(problem.k, cluster_ctas) * row_bytes + problem.k * row_bytes <= kMostGatheredBytes;
+  plan.warps_n = static_cast<int>(UsesWarpgroups(plan.gathers)
                                       ? CeilDiv(plan.tile_slices, kPairSlices) * kSlicesPerStrip
                                       : plan.tile_slices / kSlicesPerWarp);
   plan.warps_k = kWarps / plan.warps_n;
@@ -112,10 +116,8 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
   const int per_slice = kSliceRows * static_cast<int>(kAtom) * problem.bits / 8;
   const int per_group = plan.stage_strips * plan.stage_groups * static_cast<int>(kAtom);
   const int cluster = 1 << plan.cluster_shift;
-  const int64_t row_bytes = problem.m * 2;  // of an element of k
   const int64_t gathered_bytes = CeilDiv(plan.stages, cluster) * stage_k * row_bytes;
   const int64_t gather_bytes = gathered_bytes + problem.k * row_bytes;
-  plan.gathers = problem.orders > 0 && tokens == 8 && gather_bytes <= kMostGatheredBytes;
   plan.bytes = {plan.gathers ? 0 : plan.stage_atoms * tokens * static_cast<int>(kAtom) * 2,
                 plan.stage_atoms * plan.tile_slices * per_slice,
                 per_group * static_cast<int>(problem.scale_bytes()),

@@ -32,7 +32,7 @@ struct Instance {
   static constexpr int kBits = kWidth;
   static constexpr int kCtasPerSm = kCtas;
   static constexpr bool kGathers = kGather;
-  static constexpr bool kWarpgroups = UsesWarpgroups(kTokens);
+  static constexpr bool kWarpgroups = UsesWarpgroups(kGather);
   // With a float zero, scales multiply weights: sums of q * s and of zeros would cancel. Products of
   // warpgroups add to their sums while weights are dequantized, so it is weights there, too.
   static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && !kWarpgroups;
