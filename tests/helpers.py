@@ -21,6 +21,7 @@ TARGET = "jaxlowbit_quantized_matmul"
 
 _STATIC = ("preferred_element_type", "precision", "backend")
 matmul = jax.jit(jaxlowbit.quantized_matmul, static_argnames=_STATIC)
+quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames=("shards", "permutation"))
 # Interpreted kernels take longer to optimize than to run.
 UNOPTIMIZED: dict[str, Any] = {"xla_backend_optimization_level": 0}
 interpreted_matmul = jax.jit(
@@ -207,6 +208,14 @@ ACTIVATIONS: dict[str | None, Any] = {
     "gelu": lambda x: x * special.ndtr(x),
     "gelu_tanh": lambda x: x * special.expit(np.sqrt(8 / np.pi) * (x + 0.044715 * x**3)),
     "relu": lambda x: np.maximum(x, 0),
+}
+# The same in JAX.
+JAX_ACTIVATIONS: dict[str | None, Any] = {
+    None: lambda x: x,
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
 }
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import calls
+from helpers import JAX_ACTIVATIONS, calls, quantize
 from jax import export
 from jax.sharding import AxisType
 from meshes import REDUCE, assert_close, collectives, make_mesh, put
@@ -33,7 +33,6 @@ P = jax.P
 K, F, N = 128, 192, 70
 MATMULS, MLP, MATMUL = "quantized_matmuls", "quantized_mlp", "quantized_matmul"
 BLOCK = "quantized_block"
-quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames=("shards", "permutation"))
 
 
 @pytest.fixture(autouse=True)
@@ -99,19 +98,11 @@ def test_several_products_are_each_of_them(shape):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("silu", jax.nn.silu),
-        ("gelu", lambda x: jax.nn.gelu(x, approximate=False)),
-        ("gelu_tanh", jax.nn.gelu),
-        ("relu", jax.nn.relu),
-    ],
-)
-def test_mlp(name, function):
+@pytest.mark.parametrize("name", [*filter(None, JAX_ACTIVATIONS)])
+def test_mlp(name):
     lhs = normal(2, 3, K)
     got = quantized_mlp(lhs, GATE_UP, DOWN, activation=name)
-    assert_close(got, reference(lhs, GATE_UP, DOWN, function))
+    assert_close(got, reference(lhs, GATE_UP, DOWN, JAX_ACTIVATIONS[name]))
     assert_close(quantized_mlp(lhs[0, 0], GATE_UP, DOWN, activation=name), got[0, 0])
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_problems import ROWS, normal
 from helpers import (
     TARGET,
     Oracle,
@@ -22,6 +23,7 @@ from helpers import (
     dequantize,
     global_order,
     matmul,
+    quantize,
 )
 
 import jaxlowbit
@@ -35,15 +37,6 @@ from jaxlowbit import (
 
 pytestmark = pytest.mark.gpu
 PACKAGE = Path(jaxlowbit.__file__).parent
-quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="shards")
-# Rows, and with them the kernels: that of Hopper for few rows (up to 32) and that of every GPU.
-ROWS = (1, 16, 40, 200)
-
-
-def normal(*shape, seed=0):
-    values = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray((values / np.sqrt(shape[-1])).astype(jnp.bfloat16))
-
 
 # --- CUDA graphs ----------------------------------------------------------------------------------
 

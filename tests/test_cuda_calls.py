@@ -2,7 +2,6 @@
 
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,13 +9,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_problems import ROWS, normal
 from helpers import (
     ACTIVATIONS,
+    JAX_ACTIVATIONS,
     Oracle,
     assert_within,
     dequantize,
     finished,
     matmul,
+    quantize,
 )
 
 import jaxlowbit
@@ -32,16 +34,6 @@ from jaxlowbit import (
 )
 
 pytestmark = pytest.mark.gpu
-PACKAGE = Path(jaxlowbit.__file__).parent
-quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="shards")
-# Rows, and with them the kernels: that of Hopper for few rows (up to 32) and that of every GPU.
-ROWS = (1, 16, 40, 200)
-
-
-def normal(*shape, seed=0):
-    values = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray((values / np.sqrt(shape[-1])).astype(jnp.bfloat16))
-
 
 # --- several products in one call -----------------------------------------------------------------
 
@@ -98,21 +90,13 @@ def test_mlp_in_one_call(format, dtype):
         assert_is_mlp(jax.jit(wide)(lhs, gate_up, down), lhs, gate_up, down)
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("silu", jax.nn.silu),
-        ("gelu", lambda x: jax.nn.gelu(x, approximate=False)),
-        ("gelu_tanh", jax.nn.gelu),
-        ("relu", jax.nn.relu),
-    ],
-)
-def test_activations_of_mlp(name, function):
+@pytest.mark.parametrize("name", [*filter(None, JAX_ACTIVATIONS)])
+def test_activations_of_mlp(name):
     """Sizes whose products are not read 16 bytes at a time, and gates far from zero."""
     gate_up, down = mlp_weights(72, 333, 40, UINT4)
     lhs = 30 * normal(9, 72)
     got = jax.jit(functools.partial(mlp, activation=name))(lhs, gate_up, down)
-    assert_is_mlp(got, lhs, gate_up, down, function)
+    assert_is_mlp(got, lhs, gate_up, down, JAX_ACTIVATIONS[name])
 
 
 def test_programs_hold_one_call_each():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Oracle, assert_within, calls, dequantize, finished
+from helpers import JAX_ACTIVATIONS, Oracle, assert_within, calls, dequantize, finished, quantize
 from jax import export
 from jax.sharding import AxisType
 from meshes import REDUCE, assert_close, collectives, make_mesh, put
@@ -22,14 +22,6 @@ from jaxlowbit import INT4, UINT4, Format, partition_spec, quantized_glu, quanti
 P = jax.P
 K, N = 128, 192
 FUSED, MATMUL = "quantized_matmul_fused", "quantized_matmul"
-ACTIVATIONS = {
-    None: lambda x: x,
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": jax.nn.gelu,
-    "relu": jax.nn.relu,
-}
-quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames=("shards", "permutation"))
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +47,7 @@ def layer(x, rhs, bias, residual, activation: Any = "silu"):
 def reference(x, rhs, bias, residual, activation="silu"):
     sums = x.astype(jnp.float32) @ rhs.dequantize(x.dtype).astype(jnp.float32)
     bias = bias[..., None, :].astype(jnp.float32)
-    return ACTIVATIONS[activation](sums + jnp.broadcast_to(bias, sums.shape)) + residual
+    return JAX_ACTIVATIONS[activation](sums + jnp.broadcast_to(bias, sums.shape)) + residual
 
 
 def glu(x, pair, bias):
@@ -64,13 +56,13 @@ def glu(x, pair, bias):
 
 def glu_reference(x, pair, bias, activation="silu"):
     gate, up = x @ pair.dequantize(jnp.float32) + bias[:, None]
-    return ACTIVATIONS[activation](gate) * up
+    return JAX_ACTIVATIONS[activation](gate) * up
 
 
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", JAX_ACTIVATIONS)
 def test_activations(activation):
     want = reference(LHS, RHS, BIAS, RESIDUAL, activation)
     assert_close(layer(LHS, RHS, BIAS, RESIDUAL, activation), want)
