@@ -114,20 +114,23 @@ double StreamCost(const QuantizedMatmul& problem, const Device& device, const Ch
   const double busy = pairs * plan.warps_k / stream::kWarps;
   const double load = slices * kilobyte_per_slice / cluster_ctas / busy;
   // Kilobytes per microsecond of one multiprocessor, with one CTA and with two.
-  constexpr double kAlone = 35;
-  const double slowdown = problem.m <= 8      ? 1
-                          : problem.m > 16    ? 2.2
-                          : problem.bits == 8 ? 1.05  // whose bytes take longer to arrive
-                                              : 1.4;
-  const double rate = kAlone * (beside == 1 ? 1 : 1.2) / slowdown;
+  struct Fit {
+    double alone, beside;
+  };
+  const Fit fit = problem.m <= 8 || problem.bits == 8 ? Fit{35, 42}
+                  : problem.m <= 16                   ? Fit{29, 30}
+                                                      : Fit{17.5, 21};
+  const double rate = beside == 1 ? fit.alone : fit.beside;
+  // Copies of 8 bits are of more bytes where a warp has two atoms of a stage.
+  const double copy = 0.010 * (problem.bits == 8 ? plan.warp_atoms : 1);
   const double copies =
       tiles * (plan.stages / static_cast<double>(cluster_ctas)) * (plan.tile_slices / 2.0 + 1);
   constexpr double kCluster[] = {0, 0.4, 0, 0, 0.6};
-  constexpr double kCopy = 0.010, kBeside = 0.7, kTile = 0.3, kWave = 3;
+  constexpr double kBeside = 0.7, kTile = 0.3, kWave = 3;
   // Against other kernels: the rest ranks choices of 32 tokens well, but too low.
   const double all = problem.m > 16 ? 1.07 : 1;
   return all * (static_cast<double>(waves) *
-                    (static_cast<double>(beside) * (load / rate + kCopy * copies) + kTile * tiles +
+                    (static_cast<double>(beside) * (load / rate + copy * copies) + kTile * tiles +
                      kWave) +
                 kCluster[cluster_ctas] + kBeside * static_cast<double>(beside - 1));
 }
@@ -169,6 +172,7 @@ std::string UnsupportedSm90(const Choice& choice, const QuantizedMatmul& problem
   const sm90::TileShape& tile = sm90::kTiles[choice.tile];
   if (choice.block_m != tile.tokens) return "block_m is not its tile's";
   if (!IsOneOf(choice.mates, {1, 2})) return "its clusters have 1 or 2 CTAs";
+  if (problem.epilogue.gated && !tile.takes_gated()) return "its tiles split a gate and its up";
   const sm90::Plan plan = sm90::PlanOf(problem, tile);
   if (plan.num_stages < 2) return "its stages would not fit shared memory";
   if (choice.split_k < 1 || choice.split_k > std::min(sm90::kMaxParts, plan.stages)) {
@@ -196,11 +200,12 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
     double mates;          // sharing activations, over not
     double wide;           // an atom of 8 bits, over one of 4
   };
-  constexpr Fit kFits[] = {{0.651, 0, 2.86, 1.0, 1.9, 0.31, -0.75, 1.08},
-                           {0.371, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.12},
-                           {0.289, 0, 1.43, 1.8, 1.0, 0.51, 0.80, 1.04},
+  constexpr Fit kFits[] = {{0.651, 0, 2.86, 1.0, 1.9, 0.31, -0.75, 1.06},
+                           {0.371, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06},
+                           {0.289, 0, 1.43, 1.8, 1.0, 0.51, 0.80, 0.98},
                            {0.308, 0.475, 0.97, 2.5, 1.1, 0.35, 0.11, 1.3},
-                           {0.268, 0.378, 0.76, 2.5, 0.9, 0.55, 0.46, 1.18}};
+                           {0.268, 0.378, 0.76, 2.5, 0.9, 0.55, 0.46, 0.98},
+                           {0.52, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06}};
   static_assert(std::size(kFits) == qmm_sm90::kNumTiles);
   const Fit& fit = kFits[choice.tile];
   const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
@@ -215,7 +220,7 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
            (static_cast<double>(atoms) * atom + fit.round);
   };
   const double parts = 1e-6 * static_cast<double>(division.workspace_bytes(tile)) * fit.megabyte;
-  constexpr double kReadBytes = 3.15e6;  // of weights, at most, in a microsecond
+  constexpr double kReadBytes = 4.2e6;  // of weights, at most, in a microsecond
   const double read = static_cast<double>(problem.strips() * problem.k_blocks()) * kAtom * kAtom *
                       problem.bits / 8 / kReadBytes;
   const double computed = rounds(division.whole_tiles, 1) +
@@ -346,6 +351,10 @@ QuantizedMatmul Join(const Operands* products, size_t count) {
     joined.n = (joined.n_blocks() + products[i].problem.n_blocks()) * kAtom;
   }
   return joined;
+}
+
+bool Gathers(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  return choice.kernel == Kernel::kQmmSm90Stream && StreamPlan(problem, device, choice).gathers;
 }
 
 std::string Unsupported(const QuantizedMatmul& problem, const Device& device) {

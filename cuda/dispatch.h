@@ -49,6 +49,9 @@ bool MayJoin(const Operands& a, const Operands& b);
 // Such products as one: the channels of all of them, each weight in strips of its own.
 QuantizedMatmul Join(const Operands* products, size_t count);
 
+// Whether the kernel of a choice gathers lhs by a problem's orders itself.
+bool Gathers(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
+
 class TunedTable;
 
 // Why no kernel computes `problem` on `device`, or an empty string.

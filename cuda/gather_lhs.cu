@@ -11,6 +11,7 @@
 #include "cuda/device/dependency.cuh"
 #include "cuda/early_start.h"
 #include "cuda/kernels.h"
+#include "cuda/permutation.cuh"
 
 namespace jaxlowbit {
 namespace {
@@ -18,11 +19,6 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kCtasPerSm = 8;
 constexpr int kElements = 8;  // of a vector, whose stores are of 16 bytes
-
-template <typename T, int kCount>
-struct alignas(std::min<size_t>(16, kCount * sizeof(T))) Vector {
-  T at[kCount];
-};
 
 // kCount: of a vector, which divides k, so that rows begin with one. `part`: rows of the weight, and
 // columns of lhs, that have an order of their own.
@@ -33,14 +29,8 @@ __global__ void __launch_bounds__(kThreads)
   LaunchDependents();
   const int vector = blockIdx.x * kThreads + threadIdx.x;
   if (vector >= k / kCount) return;
-  const auto order = reinterpret_cast<const Vector<int32_t, kCount>*>(permutation)[vector];
   int columns[kCount];
-  int start = vector * kCount / part * part;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if (vector * kCount + i == start + part) start += part;
-    columns[i] = start + min(max(order.at[i], 0), part - 1);
-  }
+  LoadColumns(permutation, vector * kCount, part, columns);
   WaitForPreviousKernels();  // one of them may have written lhs
   for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
     Vector<uint16_t, kCount> values;

@@ -20,10 +20,10 @@ cudaError_t InitializeKernels(int device);
 // What InitializeKernels found out about `device`.
 const Device& DeviceInfo(int device);
 
-// Enqueues the problem on `stream`; where it has orders, a kernel that gathers lhs, then the product,
-// which starts early. Only launches: no allocation, no synchronisation, no query of the device, so that
-// it can be captured into a graph. The workspace may hold anything; with less of it than
-// MaxWorkspaceBytes, the sum over k is split into fewer parts.
+// Enqueues the problem on `stream`; where it has orders and its kernel does not gather lhs itself, one
+// that does comes before, and the product starts early. Only launches: no allocation, no
+// synchronisation, no query of the device, so that it can be captured into a graph. The workspace may
+// hold anything; with less of it than MaxWorkspaceBytes, the sum over k is split into fewer parts.
 //
 // `early_start`: the kernel before in the stream, which is one of these, writes neither weights nor
 // index, so that this one may read them before its end (early_start.h).
@@ -36,7 +36,7 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
 cudaError_t LaunchQuantizedMatmuls(const std::vector<Operands>& products, int64_t workspace_bytes,
                                    int device, cudaStream_t stream, bool early_start = false);
 
-// The same of lhs as it is with a choice of the caller's, for whom measures choices.
+// The same with a choice of the caller's, for whom measures choices.
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int device, cudaStream_t stream,
                          bool early_start = false);

@@ -82,19 +82,10 @@ DeviceState& StateOf(int ordinal) {
   return states[ordinal];
 }
 
-}  // namespace
-
-cudaError_t InitializeKernels(int ordinal) {
-  if (ordinal < 0 || ordinal >= kMaxDevices) return cudaErrorInvalidDevice;
-  DeviceState& state = StateOf(ordinal);
-  std::call_once(state.once, [&] { state.error = Initialize(ordinal, state); });
-  return state.error;
-}
-
-const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
-
-cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
-                         const Choice& choice, int ordinal, cudaStream_t stream, bool early_start) {
+// The product of lhs as it is.
+cudaError_t LaunchProduct(const QuantizedMatmul& problem, const Buffers& buffers,
+                          const Choice& choice, int ordinal, cudaStream_t stream,
+                          bool early_start) {
   if (choice.kernel == Kernel::kQmmSm90Stream) {
     const Operands product = {problem, buffers};
     return LaunchQmmSm90Stream(problem, &product, 1, choice, DeviceInfo(ordinal), early_start,
@@ -109,20 +100,37 @@ cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
   return LaunchReduceSplits(problem, buffers, choice.split_k, DeviceInfo(ordinal), stream);
 }
 
+}  // namespace
+
+cudaError_t InitializeKernels(int ordinal) {
+  if (ordinal < 0 || ordinal >= kMaxDevices) return cudaErrorInvalidDevice;
+  DeviceState& state = StateOf(ordinal);
+  std::call_once(state.once, [&] { state.error = Initialize(ordinal, state); });
+  return state.error;
+}
+
+const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
+
+cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
+                         const Choice& choice, int ordinal, cudaStream_t stream, bool early_start) {
+  const Device& device = DeviceInfo(ordinal);
+  if (problem.orders == 0 || Gathers(problem, device, choice)) {
+    return LaunchProduct(problem, buffers, choice, ordinal, stream, early_start);
+  }
+  const cudaError_t error = LaunchGatherLhs(problem, buffers, device, stream);
+  if (error != cudaSuccess) return error;
+  Buffers stored = buffers;
+  stored.lhs = buffers.gathered;
+  return LaunchProduct(problem, stored, choice, ordinal, stream, /*early_start=*/true);
+}
+
 cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
                                   int64_t workspace_bytes, int ordinal, cudaStream_t stream,
                                   bool early_start) {
   if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
   const DeviceState& state = StateOf(ordinal);
   const Choice choice = Select(problem, state.device, workspace_bytes, state.tuned.get());
-  if (problem.orders == 0) {
-    return LaunchChoice(problem, buffers, choice, ordinal, stream, early_start);
-  }
-  const cudaError_t error = LaunchGatherLhs(problem, buffers, state.device, stream);
-  if (error != cudaSuccess) return error;
-  Buffers stored = buffers;
-  stored.lhs = buffers.gathered;
-  return LaunchChoice(problem, stored, choice, ordinal, stream, /*early_start=*/true);
+  return LaunchChoice(problem, buffers, choice, ordinal, stream, early_start);
 }
 
 cudaError_t LaunchQuantizedMatmuls(const std::vector<Operands>& products, int64_t workspace_bytes,

@@ -69,7 +69,8 @@ struct QuantizedMatmul {
 
 // Buffers of one call. `zero`, `index`, `bias` and `residual` may be null; `index` then means: weight b
 // for batch b, or weight 0 when there is only one. With orders, stored row r of a part is its row
-// `permutation[r]`, and `gathered` becomes lhs in the order of the stored rows.
+// `permutation[r]`, and `gathered` becomes lhs in the order of the stored rows, unless the product gathers it
+// itself.
 struct Buffers {
   const void* lhs = nullptr;         // [batch, m, lhs_columns]
   const uint32_t* packed = nullptr;  // [num_weights, n_blocks, k_blocks, words_per_atom]

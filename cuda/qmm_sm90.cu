@@ -9,7 +9,7 @@
 // Decomposition. Weights are operand A of the instruction: a strip is its 64 output channels. A CTA
 // computes tiles of some strips x tokens (kTiles in config.h), one after the other:
 //
-//                tokens ──►                       1 or 2 warpgroups multiply, each with strips of
+//                tokens ──►                       1 to 3 warpgroups multiply, each with strips of
 //             ┌──────────┐                        its own and all tokens; one more warp copies.
 //   channels  │ strip 0  │ warpgroup 0            Tiles that are left when every CTA has had the
 //      │      ├──────────┤                        same number are divided along k, so that all CTAs
@@ -21,7 +21,8 @@
 //             end of a tile: epilogue ─► store                                      (store.cuh)
 //             end of a part: sums to the workspace, for a kernel that adds them     (reduce.cuh)
 //
-// Gated. The two strips of a CTA are the same channels of the gate and of up.
+// Gated. Strips of a CTA are in pairs: the same channels of the gate and of up. Tiles with an odd
+// number of strips are not for these.
 //
 // Storage. Codes are in the order of the fragments (device/layout.cuh), which are those of mma.sync:
 // warp w of the warpgroup owns rows 16 w to 16 w + 15 of a strip.
@@ -60,7 +61,7 @@ Form FormOf(const Epilogue& epilogue) {
     case Activation::kRelu:
       return epilogue.gated ? Form::kOther : Form::kRelu;
     case Activation::kGelu:
-      break;
+      return epilogue.gated ? Form::kOther : Form::kGelu;
   }
   return Form::kOther;
 }
@@ -69,7 +70,6 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
                 const Division& division) {
   const TileShape& tile = kTiles[choice.tile];
   Params p;
-  p.packed = buffers.packed;
   p.scale = buffers.scale;
   p.zero = buffers.zero;
   p.zero_bytes = static_cast<int>(problem.zero_bytes());
@@ -127,12 +127,12 @@ struct LaunchConfig {
   cudaLaunchConfig_t config = {};
 };
 
-cudaError_t LaunchReduceParts(const QuantizedMatmul& problem, const Division& division, int tokens,
-                              const Params& p, cudaStream_t stream) {
+cudaError_t LaunchReduceParts(const QuantizedMatmul& problem, const Division& division,
+                              const TileShape& tile, const Params& p, cudaStream_t stream) {
   cudaLaunchAttribute early_start = EarlyStart();
   cudaLaunchConfig_t config = {};
-  const int strips = problem.epilogue.gated ? 1 : kTileStrips;
-  config.gridDim = {static_cast<unsigned>(tokens / 8), static_cast<unsigned>(strips),
+  const int strips = tile.cta_strips() / problem.weights_per_element();
+  config.gridDim = {static_cast<unsigned>(tile.tokens / 8), static_cast<unsigned>(strips),
                     static_cast<unsigned>(division.divided_tiles)};
   config.blockDim = kReduceThreads;
   config.stream = stream;
@@ -140,7 +140,7 @@ cudaError_t LaunchReduceParts(const QuantizedMatmul& problem, const Division& di
   config.numAttrs = 1;
   const auto kernel = problem.lhs == ElementType::kBf16 ? ReducePartsKernel<__nv_bfloat16>
                                                         : ReducePartsKernel<__half>;
-  return cudaLaunchKernelEx(&config, kernel, p, tokens);
+  return cudaLaunchKernelEx(&config, kernel, p, tile.cta_strips(), tile.tokens);
 }
 
 }  // namespace
@@ -193,9 +193,15 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
   cudaError_t error = DescribeMatrices(buffers.lhs, problem.lhs, problem.batch, problem.m,
                                        problem.k, tile.tokens / choice.mates, &p.lhs);
   if (error != cudaSuccess) return error;
+  constexpr int64_t kRowBytes = 128;  // and 64 elements of 16 bits
+  const int64_t atom_rows = problem.words_per_atom() * 4 / kRowBytes;
+  error = DescribeMatrices(buffers.packed, problem.lhs, problem.num_weights * problem.n_blocks(),
+                           problem.k_blocks() * atom_rows, kAtom,
+                           static_cast<int>(tile.stage_atoms * atom_rows), &p.codes);
+  if (error != cudaSuccess) return error;
   if (p.aligned) {
-    const bool halves = p.form == Form::kSigmoid && p.epilogue.gated && tile.warpgroups == 2;
-    const int box = halves ? GatedBoxTokens(tile) : std::min(tile.tokens, kStoreTokens);
+    const bool halves = p.form == Form::kSigmoid && p.epilogue.gated && tile.strips == 1;
+    const int box = halves ? GatedBoxTokens(tile) : StoreTokens(tile);
     error = DescribeMatrices(buffers.out, problem.out, problem.batch, problem.m, problem.n, box,
                              &p.out);
     if (error != cudaSuccess) return error;
@@ -209,7 +215,7 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
   const LaunchConfig launch(tile, clusters, choice.mates, p.plan.shared_bytes(), stream);
   error = cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
   if (error != cudaSuccess || division.parts == 1) return error;
-  return LaunchReduceParts(problem, division, tile.tokens, p, stream);
+  return LaunchReduceParts(problem, division, tile, p, stream);
 }
 
 }  // namespace jaxlowbit

@@ -37,6 +37,7 @@
 #include "cuda/early_start.h"
 #include "cuda/kernels.h"
 #include "cuda/qmm_sm90_stream/fill.cuh"
+#include "cuda/qmm_sm90_stream/gather.cuh"
 #include "cuda/qmm_sm90_stream/multiply.cuh"
 #include "cuda/qmm_sm90_stream/params.cuh"
 #include "cuda/qmm_sm90_stream/reduce.cuh"
@@ -57,11 +58,6 @@ namespace {
     InitBarrier(memory.sums_free(), 1 << plan.cluster_shift);
   }
   PublishBarriers();
-}
-
-// Orders the multiplying warps among themselves.
-[[maybe_unused]] __device__ void SynchronizeMultipliers() {
-  asm volatile("bar.sync 1, %0;\n" ::"n"(32 * kWarps) : "memory");
 }
 
 // What a warp multiplies: of a tile's slices the two from `slice` on, of a stage's atoms one part.
@@ -86,6 +82,12 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory) 
   const uint32_t ring = Keep(memory.stage(plan, 0));
   const int lane = Keep(threadIdx.x % 32);
   StageMultiplier<I> multiplier(p, OwnPlace(p).part, lane);
+  uint32_t gathered_end = 0;
+  if constexpr (I::kGathers) {
+    GatherActivations(p, share, memory);
+    const int atoms = share.atom_end - share.atom_begin;
+    gathered_end = Keep(memory.base + plan.gathered + atoms * multiplier.LhsBytes());
+  }
   RingCursor cursor = {0, 0};
   int number = 0;  // of the tile
   for (int tile = share.slice_begin; tile < share.slice_end; tile += plan.tile_slices) {
@@ -97,7 +99,10 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory) 
     Sums<I> sums = {};
     for (int left = share.atom_end - share.atom_begin; left > 0; left -= stage_atoms) {
       Wait(memory.full(cursor.slot), cursor.parity);
-      if (active) multiplier.Multiply(ring + cursor.slot * slot_bytes, left, sums);
+      const uint32_t stage = ring + cursor.slot * slot_bytes;
+      const uint32_t activations =
+          I::kGathers ? gathered_end - left * multiplier.LhsBytes() : stage;
+      if (active) multiplier.Multiply(stage, activations, left, sums);
       __syncwarp();  // every lane has read the stage
       if (lane == 0) Arrive(memory.empty(cursor.slot));
       cursor.Advance(num_stages);
@@ -126,7 +131,7 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory) 
 }
 
 template <class I>
-__global__ void __launch_bounds__(kThreads, kMaxCtasPerSm)
+__global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
     QmmSm90StreamKernel(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(kBoxBytes) uint8_t shared[];
@@ -153,34 +158,55 @@ __global__ void __launch_bounds__(kThreads, kMaxCtasPerSm)
 
 using KernelFunction = void (*)(Params);
 
-// Null beyond MaxTokens.
-template <typename T, typename S, ZeroKind kZero, int kBits>
-KernelFunction Find(int tokens) {
-  if (tokens == 8) return QmmSm90StreamKernel<Instance<T, S, kZero, 8, kBits>>;
-  if (tokens == 16) return QmmSm90StreamKernel<Instance<T, S, kZero, 16, kBits>>;
+// Which instances for so many tokens a plan runs.
+struct Variant {
+  int tokens, ctas_per_sm;
+  bool gathers;  // of 8 tokens only
+};
+
+constexpr Variant kVariants[] = {
+    {8, kMaxCtasPerSm, false},  {8, kMaxCtasPerSm, true}, {16, 1, false},
+    {16, kMaxCtasPerSm, false}, {32, 1, false},           {32, kMaxCtasPerSm, false}};
+
+// Null beyond MaxTokens. Of 8 tokens, an instance takes no more registers where it has a multiprocessor to
+// itself.
+template <typename T, typename S, ZeroKind kZero, int kBits, int kCtas>
+KernelFunction Find(int tokens, bool gathers) {
+  if (tokens == 8) {
+    return gathers ? QmmSm90StreamKernel<Instance<T, S, kZero, 8, kBits, kMaxCtasPerSm, true>>
+                   : QmmSm90StreamKernel<Instance<T, S, kZero, 8, kBits, kMaxCtasPerSm>>;
+  }
+  if (tokens == 16) return QmmSm90StreamKernel<Instance<T, S, kZero, 16, kBits, kCtas>>;
   if constexpr (MaxTokens(kBits) == 32) {
-    return QmmSm90StreamKernel<Instance<T, S, kZero, 32, kBits>>;
+    return QmmSm90StreamKernel<Instance<T, S, kZero, 32, kBits, kCtas>>;
   }
   return nullptr;
 }
 
+template <typename T, typename S, ZeroKind kZero, int kBits>
+KernelFunction Find(const Variant& variant) {
+  return variant.ctas_per_sm == 1
+             ? Find<T, S, kZero, kBits, 1>(variant.tokens, variant.gathers)
+             : Find<T, S, kZero, kBits, kMaxCtasPerSm>(variant.tokens, variant.gathers);
+}
+
 template <typename T, typename S, ZeroKind kZero>
-KernelFunction Find(int bits, int tokens) {
-  return bits == 4 ? Find<T, S, kZero, 4>(tokens) : Find<T, S, kZero, 8>(tokens);
+KernelFunction Find(int bits, const Variant& variant) {
+  return bits == 4 ? Find<T, S, kZero, 4>(variant) : Find<T, S, kZero, 8>(variant);
 }
 
 template <typename T, typename S>
-KernelFunction Find(ZeroKind zero, int bits, int tokens) {
-  return zero == ZeroKind::kNone      ? Find<T, S, ZeroKind::kNone>(bits, tokens)
-         : zero == ZeroKind::kInteger ? Find<T, S, ZeroKind::kInteger>(bits, tokens)
-                                      : Find<T, S, ZeroKind::kFloat>(bits, tokens);
+KernelFunction Find(ZeroKind zero, int bits, const Variant& variant) {
+  return zero == ZeroKind::kNone      ? Find<T, S, ZeroKind::kNone>(bits, variant)
+         : zero == ZeroKind::kInteger ? Find<T, S, ZeroKind::kInteger>(bits, variant)
+                                      : Find<T, S, ZeroKind::kFloat>(bits, variant);
 }
 
-KernelFunction Find(const QuantizedMatmul& problem, int tokens) {
+KernelFunction Find(const QuantizedMatmul& problem, const Variant& variant) {
   const auto find = [&](auto lhs) {
     using T = decltype(lhs);
-    return problem.scale == ElementType::kF32 ? Find<T, float>(problem.zero, problem.bits, tokens)
-                                              : Find<T, T>(problem.zero, problem.bits, tokens);
+    return problem.scale == ElementType::kF32 ? Find<T, float>(problem.zero, problem.bits, variant)
+                                              : Find<T, T>(problem.zero, problem.bits, variant);
   };
   return problem.lhs == ElementType::kBf16 ? find(__nv_bfloat16{}) : find(__half{});
 }
@@ -210,6 +236,9 @@ int Divide(const Operands* products, size_t count, int slices, Params& p) {
 Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
                 int ctas_per_sm, bool early_start) {
   Params p;
+  p.rows = buffers.lhs;
+  p.permutation = buffers.permutation;
+  p.ordered = static_cast<int>(problem.k / std::max<int64_t>(problem.orders, 1));
   p.zero_bytes = static_cast<int>(problem.zero_bytes());
   p.m = static_cast<int>(problem.m);
   p.k_blocks = static_cast<int>(problem.k_blocks());
@@ -267,10 +296,10 @@ cudaError_t InitializeQmmSm90Stream() {
     for (ElementType scale : {ElementType::kF32, lhs}) {
       for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
         for (int bits : {8, 4}) {
-          for (int tokens : {8, 16, 32}) {
-            if (tokens > MaxTokens(bits)) continue;
+          for (const Variant& variant : kVariants) {
+            if (variant.tokens > MaxTokens(bits)) continue;
             problem.lhs = lhs, problem.scale = scale, problem.zero = zero, problem.bits = bits;
-            const auto* kernel = reinterpret_cast<const void*>(Find(problem, tokens));
+            const auto* kernel = reinterpret_cast<const void*>(Find(problem, variant));
             cudaError_t error = PreferSharedMemory(kernel);
             if (error == cudaSuccess) {
               error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -299,7 +328,8 @@ cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& joined, const Operands* p
   if (error != cudaSuccess) return error;
   const LaunchConfig launch(clusters, joined.batch, choice.split_k, p.plan.shared_bytes,
                             early_start, stream);
-  return cudaLaunchKernelEx(&launch.config, Find(joined, choice.block_m), p);
+  const Variant variant = {choice.block_m, ctas_per_sm, p.plan.gathers};
+  return cudaLaunchKernelEx(&launch.config, Find(joined, variant), p);
 }
 
 }  // namespace jaxlowbit

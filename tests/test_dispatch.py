@@ -127,6 +127,12 @@ def test_tiles_that_fill_no_round_are_divided(m, n, k, divided):
     assert choice["split_k"] == 1 or select(m=m, n=n, k=k, **H200, workspace_bytes=0) != choice
 
 
+def test_tiles_of_gated_products_have_whole_pairs():
+    """Of 150 tiles of three strips 18 are divided, but a gate and its up take 224 of two."""
+    assert select(m=128, n=28672, k=8192, **H200)["split_k"] == 7
+    assert select(m=128, n=14336, k=8192, gated=True, **H200)["split_k"] == 1
+
+
 def test_more_tokens_take_larger_tiles():
     """Until a tile has 256 tokens; the sum is split where tiles are few."""
     sizes = (33, 64, 128, 256, 512, 1024, 4096)

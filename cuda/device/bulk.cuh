@@ -39,6 +39,16 @@ __device__ inline void CopyBox(uint32_t shared, const CUtensorMap* map, int x, i
       : "memory");
 }
 
+// The same with a policy for L2.
+__device__ inline void CopyBox(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
+                               uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // The same to the same place in several CTAs of the cluster, each of whose barriers at this place is
 // told; bit r of `ranks` for rank r.
 __device__ inline void CopyBoxToMany(uint32_t shared, const CUtensorMap* map, int x, int y, int z,

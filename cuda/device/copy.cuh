@@ -39,6 +39,12 @@ __device__ inline void StoreShared16(uint32_t shared, const float (&v)[4]) {
                : "memory");
 }
 
+__device__ inline void StoreShared16(uint32_t shared, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 __device__ inline uint32_t LoadShared4(uint32_t shared) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(shared) : "memory");

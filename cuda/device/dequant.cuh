@@ -87,6 +87,11 @@ __host__ __device__ constexpr uint32_t PowersOfTwo(int exponent) {
   return PowerOfTwo<T>(exponent) * 0x00010001u;
 }
 
+// As a float32's bits.
+__host__ __device__ constexpr uint32_t PowerOfTwoFloat(int exponent) {
+  return static_cast<uint32_t>(exponent + 127) << 23;
+}
+
 // Subnormal Ts are integers times 2^kSubnormalUnit: codes as they stand are.
 template <typename T>
 inline constexpr int kSubnormalUnit = 1 - Pair<T>::kBias - Pair<T>::kMantissaBits;
@@ -149,8 +154,9 @@ __device__ inline void SeparateCodes(const uint32_t (&words)[kWordsPerStep<kBits
   for (int v = 0; v < 2; ++v) {
     const uint32_t word = kBits == 8 ? words[v] : v == 0 ? words[0] : words[0] >> 8;
     codes[2 * v] = AndOr(word, kBits == 4 ? 0x000f000f : 0x00ff00ff, kWith);
+    // Bytes 1 and 3, each below the upper byte of kWith.
     codes[2 * v + 1] =
-        kBits == 4 ? AndOr(word, 0x00f000f0, kWith) : AndOr(word >> 8, 0x00ff00ff, kWith);
+        kBits == 4 ? AndOr(word, 0x00f000f0, kWith) : __byte_perm(word, kWith, 0x5351);
   }
 }
 

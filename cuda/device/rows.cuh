@@ -3,6 +3,8 @@
 // What a lane needs to dequantize its two rows of an atom, g and g + 8, in one group.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/device/dequant.cuh"
 
 namespace jaxlowbit {
@@ -25,6 +27,43 @@ __device__ inline void LoadCodes(uint32_t address, int lane,
       codes[2 * i][0] = words[i].x, codes[2 * i][1] = words[i].y;
       codes[2 * i + 1][0] = words[i].z, codes[2 * i + 1][1] = words[i].w;
     }
+  }
+}
+
+// Codes of 16 channels and an atom that were copied as rows of 128 bytes, whose chunk c of 16 bytes lies at
+// c ^ (row % 8), from the address of this lane's first chunk: its neighbour is the second.
+template <int kBits>
+__device__ inline void LoadBoxedCodes(uint32_t address,
+                                      uint32_t (&codes)[kStepsPerAtom][kWordsPerStep<kBits>]) {
+  constexpr int kWords = kWordsPerStep<kBits>;
+#pragma unroll
+  for (int chunk = 0; chunk < kWords; ++chunk) {
+    const uint4 four = LoadShared16(address ^ (chunk * kCopyBytes));
+    const uint32_t words[] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int word = chunk * 4 + i;
+      codes[word / kWords][word % kWords] = words[i];
+    }
+  }
+}
+
+// Where it begins, in an atom of a strip.
+template <int kBits>
+__device__ inline int FirstBoxedChunk(int warp, int lane) {
+  const int chunk = (warp * 32 + lane) * kWordsPerStep<kBits>, row = chunk / 8;
+  return row * 128 + (chunk % 8 ^ row % 8) * kCopyBytes;
+}
+
+// Of rows g and g + 8, neighbours in shared memory.
+template <typename S>
+__device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
+  if constexpr (sizeof(S) == 4) {
+    rows[0] = __uint_as_float(LoadShared4(shared));
+    rows[1] = __uint_as_float(LoadShared4(shared + 4));
+  } else {
+    const uint32_t both = LoadShared4(shared);
+    rows[0] = Pair<S>::Low(both), rows[1] = Pair<S>::High(both);
   }
 }
 
@@ -168,6 +207,57 @@ class FusedRowPair {
   uint32_t scale_[2], offset_[2];
 };
 
+// The same of a single group, whose scales multiply whole sums: weights are integers times the power of
+// two in their scale, which is exact and keeps sums in the range that scaled weights give them. Sums are
+// to be multiplied by 2^kWeightShift as those of scaled weights are, then by the rest, Factor().
+template <typename T, typename S, int kBits>
+class ChannelRowPair {
+ public:
+  // From the addresses, in shared memory, of what belongs to row g. Scales come first.
+  __device__ void LoadScales(uint32_t scale) {
+    float scales[2];
+    LoadFloats<S>(scale, scales);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int exponent = Exponent(scales[h]);
+      factor_[h] = scales[h] * __uint_as_float(PowerOfTwoFloat(kDown - kWeightShift<T> - exponent));
+      unit_[h] = PowersOfTwo<T>(exponent - kDown - kSubnormalUnit<T>);
+      up_[h] = unit_[h] - (h == 0 ? 0 : kSecondUp<kBits> << Pair<T>::kMantissaBits) * 0x00010001u;
+      offset_[h] = PowersOfTwo<T>(kBits - 1 + exponent - kDown) | kNegativeZeros;
+    }
+  }
+  __device__ void LoadIntegerZeros(uint32_t zero) {
+    const uint32_t both = LoadShared2(zero);
+    offset_[0] = Multiply<T>(__byte_perm(both, 0, 0x4040), unit_[0] | kNegativeZeros);
+    offset_[1] = Multiply<T>(__byte_perm(both, 0, 0x4141), unit_[1] | kNegativeZeros);
+  }
+
+  // Of the sums of row g + 8 * h.
+  __device__ float Factor(int h) const { return factor_[h]; }
+
+  // The weights of one step, in the order of operand A.
+  __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
+                             uint32_t (&weights)[4]) const {
+    SeparateCodes<kBits>(codes, weights);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) weights[j] = Pair<T>::Fma(weights[j], up_[j % 2], offset_[j % 2]);
+  }
+
+ private:
+  // Of f16, integers times 2^-9 whatever the scale: sums in float32 have range to spare.
+  static constexpr bool kHalf = std::is_same_v<T, __half>;
+  static constexpr int kDown = kHalf ? kShift<T> : kWeightShift<T>;
+
+  // Of the power of two: at most 0, for codes to be read as subnormals; from -120 on no bits are lost.
+  static __device__ int Exponent(float scale) {
+    const int exponent = static_cast<int>(__float_as_uint(scale) >> 23 & 255) - 127;
+    return kHalf ? 0 : max(-120, min(0, exponent));
+  }
+
+  float factor_[2];
+  uint32_t unit_[2], up_[2], offset_[2];
+};
+
 // The same where scales multiply sums: weights are integers, and a group's sums are scaled in
 // float32. Exact for every scale, so at least as close to the definition as rounded weights.
 template <typename T, typename S, int kBits>
@@ -177,15 +267,7 @@ class IntegerRowPair {
     centre_[0] = centre_[1] = IntegerCentre<T>::OfPowerOfTwo(kBits - 1);
   }
 
-  __device__ void LoadScales(uint32_t scale) {
-    if constexpr (sizeof(S) == 4) {
-      scale_[0] = __uint_as_float(LoadShared4(scale));
-      scale_[1] = __uint_as_float(LoadShared4(scale + 4));
-    } else {
-      const uint32_t both = LoadShared4(scale);
-      scale_[0] = Pair<S>::Low(both), scale_[1] = Pair<S>::High(both);
-    }
-  }
+  __device__ void LoadScales(uint32_t scale) { LoadFloats<S>(scale, scale_); }
   __device__ void LoadIntegerZeros(uint32_t zero) { LoadCentres(zero, centre_); }
 
   // The weights of one step without their scales, in the order of operand A.

@@ -130,7 +130,12 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, int half_step
     if (p.zero == ZeroKind::kInteger) zero = static_cast<const uint8_t*>(b.zero)[group];
     const double offset = p.zero == ZeroKind::kFloat ? Load(b.zero, p.scale, group) : 0.0f;
     const double w = (Code(p, words, k, n) - zero) * double{Load(b.scale, p.scale, group)} + offset;
-    const double x = Load(b.lhs, p.lhs, row * lhs_columns + j);
+    int64_t at = j;  // in a row of lhs
+    if (p.orders > 0) {
+      const int64_t part = p.k / p.orders;
+      at = j / part * part + min(max(int64_t{b.permutation[j]}, int64_t{0}), part - 1);
+    }
+    const double x = Load(b.lhs, p.lhs, row * lhs_columns + at);
     const double term = w * x;
     lhs_sum += fabs(x);
     sum += term;
@@ -254,6 +259,8 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
       scale_(copies * Groups(problem) * problem.scale_bytes()),
       zero_(copies * Groups(problem) * problem.zero_bytes()),
       index_(optional.index ? problem.batch * problem.weights_per_element() * 4 : 0),
+      permutation_(problem.orders > 0 ? problem.k * 4 : 0),
+      gathered_(problem.orders > 0 ? lhs_.bytes() : 0),
       bias_(optional.bias ? Biases(problem) * SizeOf(problem.epilogue.bias) : 0),
       residual_(optional.residual ? Outputs(problem) * SizeOf(problem.epilogue.residual) : 0),
       out_(Outputs(problem) * SizeOf(problem.out)),
@@ -272,6 +279,8 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
   }
   Random(index_, Fill::kIndex, none, index_.bytes() / 4, seed + 4,
          static_cast<int>(problem.num_weights));
+  Random(permutation_, Fill::kIndex, none, permutation_.bytes() / 4, seed + 7,
+         static_cast<int>(problem.k / std::max<int64_t>(problem.orders, 1)));
   const Epilogue& e = problem.epilogue;
   Random(bias_, Fill::kNormal, e.bias, bias_.bytes() / SizeOf(e.bias), seed + 5);
   Random(residual_, Fill::kNormal, e.residual, residual_.bytes() / SizeOf(e.residual), seed + 6);
@@ -289,6 +298,10 @@ Buffers DeviceProblem::buffers(int copy) const {
   buffers.index = optional_.index ? static_cast<const int32_t*>(index_.data()) : nullptr;
   buffers.bias = optional_.bias ? bias_.data() : nullptr;
   buffers.residual = optional_.residual ? residual_.data() : nullptr;
+  if (problem_.orders > 0) {
+    buffers.permutation = static_cast<const int32_t*>(permutation_.data());
+    buffers.gathered = gathered_.data();
+  }
   buffers.out = out_.data();
   buffers.workspace = workspace_.data();
   return buffers;

@@ -63,7 +63,8 @@ class DeviceProblem {
  private:
   QuantizedMatmul problem_;
   Optional optional_;
-  DeviceBuffer lhs_, packed_, scale_, zero_, index_, bias_, residual_, out_, workspace_;
+  DeviceBuffer lhs_, packed_, scale_, zero_, index_, permutation_, gathered_, bias_, residual_,
+      out_, workspace_;
   int64_t packed_stride_, scale_stride_, zero_stride_;  // bytes of one set
 };
 

@@ -12,6 +12,7 @@
 //                           --m M,M,... --bits B --group G --zero --float-zero --transposed
 //                           --scale-sums --f16 --half-sums
 //                           --early-start (all but the first start before the one before ends);
+//                           --permuted (rows of the weight in an order of their own);
 //                           --bias --residual --activation silu|gelu|gelu_tanh|relu --gated (n of each
 //                           of two weights);
 //                           --kernel sm80|stream|sm90,
@@ -146,6 +147,9 @@ Tally CheckInstances(uint64_t stride) {
         Optional optional;
         optional.index = seed % 10 == 0;
         if (optional.index) problem.num_weights = 2;
+        problem.orders = problem.transposed || seed % 7 > 2 ? 0
+                         : k % 2 == 0                       ? seed % 7
+                                                            : seed % 7 % 2;
         problem.epilogue = {};
         if (++seed % stride != 0) continue;
         const DeviceProblem data(problem, optional, 1, seed);
@@ -207,7 +211,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
       "driver: %s. Use: driver check | sweep | time [--n N,... --k K,...] [--m M,M,...] "
       "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
       "[--f16] [--half-sums] [--kernel sm80|stream|sm90] [--all] [--tile T,...] [--split S,...] "
-      "[--slices L,...] [--early-start] [--bias] [--residual] "
+      "[--slices L,...] [--early-start] [--permuted] [--bias] [--residual] "
       "[--activation silu|gelu|gelu_tanh|relu] [--gated]\n",
       wrong);
   std::exit(2);
@@ -350,6 +354,8 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
     } else if (flag == "--early-start") {
       options.early_start = true;
+    } else if (flag == "--permuted") {
+      options.problem.orders = 1;
     } else if (flag == "--bias") {
       options.optional.bias = true;
     } else if (flag == "--residual") {

@@ -20,19 +20,19 @@ struct TileShape {
   int stage_atoms;  // along k, of a stage
 
   constexpr int cta_strips() const { return strips * warpgroups; }
+  // Gate and up take turns among the strips.
+  constexpr bool takes_gated() const { return cta_strips() % 2 == 0; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
 
-inline constexpr TileShape kTiles[] = {
-    {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 2, 1, 2}, {64, 2, 1, 2, 2}, {32, 2, 1, 2, 2}};
+inline constexpr TileShape kTiles[] = {{256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 2, 1, 2},
+                                       {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},  {128, 1, 3, 1, 2}};
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
-inline constexpr int kTileStrips = 2;  // cta_strips() of each of them
 
 inline constexpr int kMaxParts = 8;  // that k is divided into
 inline constexpr int kMaxStages = 8;
 inline constexpr int kBoxBytes = 1024;  // alignment of boxes of activations and of results
 inline constexpr int kBarriersBytes = 256;
-inline constexpr int kStoreTokens = 64;  // most that are stored at a time
 inline constexpr int kStoreBuffers = 4;
 // Of those, where results are; with an epilogue, sums wait in the others.
 inline constexpr int kResultBuffers = 2;
@@ -40,26 +40,33 @@ inline constexpr int kResultBuffers = 2;
 // Shared memory of a CTA: of 228 KiB, 1 KiB for the system.
 constexpr int SharedBytes(const TileShape& tile) { return (228 / tile.ctas_per_sm - 1) * 1024; }
 
-// Tokens of a box of results of a gated product that two warpgroups finish, each half of the tokens.
-constexpr int GatedBoxTokens(const TileShape& tile) {
-  return tile.tokens / 2 < kStoreTokens ? tile.tokens / 2 : kStoreTokens;
+// Tokens that a warpgroup stores at a time; three leave more shared memory to the stages.
+constexpr int StoreTokens(const TileShape& tile) {
+  const int most = tile.warpgroups > 2 ? 32 : 64;
+  return tile.tokens < most ? tile.tokens : most;
 }
 
-// A stage in shared memory: activations, codes, scales, zeros, in this order.
+// Of a gated product that two warpgroups finish, each half of the tokens.
+constexpr int GatedBoxTokens(const TileShape& tile) {
+  const int half = tile.tokens / 2;
+  return half < StoreTokens(tile) ? half : StoreTokens(tile);
+}
+
+// A stage in shared memory: activations and codes, in this order; scales and zeros, the same.
 struct StageBytes {
   int lhs, codes, scales, zeros;
-  constexpr int total() const { return lhs + codes + scales + zeros; }
 };
 
 struct Plan {
   int stages;        // of all of k
   int stage_groups;  // most that a stage touches
   StageBytes bytes;
-  int slot_bytes;  // bytes.total(), rounded up
-  int ring;        // where the stages begin
+  int slot_bytes;  // of activations and codes: boxes, so that the ring wastes nothing
+  int row_bytes;   // of scales and zeros
+  int ring, rows;  // where those of the first stage begin
   int num_stages;  // depth of the ring; below 2: not to be run
 
-  int shared_bytes() const { return ring + num_stages * slot_bytes; }
+  int shared_bytes() const { return rows + num_stages * row_bytes; }
 };
 
 inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
@@ -80,12 +87,13 @@ inline Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
   const auto boxes = [](int bytes) {
     return static_cast<int>(CeilDiv(bytes, kBoxBytes)) * kBoxBytes;
   };
-  plan.slot_bytes = boxes(plan.bytes.total());
-  const int store_tokens = tile.tokens < kStoreTokens ? tile.tokens : kStoreTokens;
+  plan.slot_bytes = plan.bytes.lhs + plan.bytes.codes;
+  plan.row_bytes = plan.bytes.scales + plan.bytes.zeros;
   plan.ring = boxes(kBarriersBytes) +
-              kStoreBuffers * tile.warpgroups * store_tokens * static_cast<int>(kAtom) * 2;
-  const int fit = (SharedBytes(tile) - plan.ring) / plan.slot_bytes;
+              kStoreBuffers * tile.warpgroups * StoreTokens(tile) * static_cast<int>(kAtom) * 2;
+  const int fit = (SharedBytes(tile) - plan.ring) / (plan.slot_bytes + plan.row_bytes);
   plan.num_stages = fit < kMaxStages ? fit : kMaxStages;
+  plan.rows = plan.ring + plan.num_stages * plan.slot_bytes;
   return plan;
 }
 

@@ -29,6 +29,8 @@ class StageFiller {
  private:
   static constexpr int kCtaStrips = I::kCtaStrips;
   static constexpr int kLhsBytes = I::kTokens * static_cast<int>(kAtom) * 2;  // of an atom
+  static constexpr int kAtomRows = kAtomBytes<I::kBits> / 128;                // of codes
+  static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<I::kBits>;
   static_assert(3 * kCtaStrips <= 32);
 
   // What this lane copies: codes, scales or zeros of a strip.
@@ -42,20 +44,18 @@ class StageFiller {
     const int64_t row = min(max(weight, int64_t{0}), p_.num_weights - 1) * p_.n_blocks +
                         (gated ? (tile.strip + strip) / 2 : tile.strip + strip);
     strips_ = max(0, min(kCtaStrips, p_.strips - tile.strip));
-    bytes_ = 0;  // of an atom, or of a group
-    codes_ = kind == 0;
+    bytes_ = 0;  // of a group
+    codes_ = kind == 0 && strip < strips_;
     if (strip >= strips_) return;
     if (codes_) {
-      bytes_ = kAtomBytes<I::kBits>;
-      source_ = reinterpret_cast<const uint8_t*>(p_.packed) + row * p_.k_blocks * bytes_;
-      target_ = plan.bytes.lhs + strip * I::kStageAtoms * bytes_;
+      row_ = static_cast<int>(row);
+      target_ = plan.bytes.lhs + strip * kStripBytes;
     } else if (kind <= 2) {
       const bool zero = kind == 2;
       bytes_ = static_cast<int>(kAtom) *
                (zero ? p_.zero_bytes : static_cast<int>(sizeof(typename I::S)));
       source_ = static_cast<const uint8_t*>(zero ? p_.zero : p_.scale) + row * p_.groups * bytes_;
-      target_ = plan.bytes.lhs + plan.bytes.codes + (zero ? plan.bytes.scales : 0) +
-                strip * plan.stage_groups * bytes_;
+      target_ = (zero ? plan.bytes.scales : 0) + strip * plan.stage_groups * bytes_;
     }
   }
 
@@ -67,13 +67,14 @@ class StageFiller {
     if (lane_ == 0) {
       const int group_bytes =
           static_cast<int>(kAtom) * (static_cast<int>(sizeof(typename I::S)) + p_.zero_bytes);
-      ArriveExpecting(barrier, atoms * (kLhsBytes + strips_ * kAtomBytes<I::kBits>)+strips_ *
-                                   groups * group_bytes);
+      ArriveExpecting(barrier, atoms * kLhsBytes + strips_ * (kStripBytes + groups * group_bytes));
     }
     __syncwarp();
-    if (bytes_ > 0) {
-      CopyBulk(stage + target_, source_ + int64_t{codes_ ? atom : group} * bytes_,
-               bytes_ * (codes_ ? atoms : groups), barrier, policy_);
+    if (codes_) {
+      CopyBox(stage + target_, &p_.codes, 0, atom * kAtomRows, row_, barrier, policy_);
+    } else if (bytes_ > 0) {
+      CopyBulk(memory_.rows(p_.plan, slot) + target_, source_ + int64_t{group} * bytes_,
+               bytes_ * groups, barrier, policy_);
     }
     if (lane_ >= 32 - I::kStageAtoms) {
       const int own = lane_ - (32 - I::kStageAtoms);
@@ -96,6 +97,7 @@ class StageFiller {
   const int lane_;
   int strips_;  // of the tile, that exist
   bool codes_;
+  int row_;  // of strips of all weights
   const uint8_t* source_;
   int target_, bytes_;
 };

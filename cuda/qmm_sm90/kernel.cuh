@@ -62,14 +62,15 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     TileStorer<I> storer(p, memory);
     WaitForArrivals();
     Sums<I> sums;
+    Factors<I> factors;
     for (int number = cluster; number < p.num_tasks; number += clusters) {
       const Task task = TaskOf<I>(p, number, mate);
       if (task.divided < 0) storer.Begin(task.tile);
-      multiplier.Multiply(task, sums, cursor);
+      multiplier.Multiply(task, sums, factors, cursor);
       if (task.divided < 0) {
-        storer.Store(task.tile, sums);
+        storer.Store(task.tile, sums, factors);
       } else {
-        StorePart<I>(p, task.divided, sums);
+        StorePart<I>(p, task.divided, sums, factors);
       }
     }
     storer.Finish();

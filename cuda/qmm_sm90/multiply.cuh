@@ -5,10 +5,14 @@
 //   registers 0   dequantize ─► products           dequantize ─► products        ...
 //   registers 1                 dequantize ─► products           dequantize ─►
 //
+// The scales of a single group multiply sums: its loop dequantizes to integers, and loads no scales.
+//
 // A unit is one strip and one atom of k, of large tiles half an atom: 16 or 8 registers of weights, four
 // or two products. There are two sets of registers, so while the products of one unit run, the next is
 // dequantized.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/device/rows.cuh"
 #include "cuda/device/wgmma.cuh"
@@ -18,6 +22,10 @@ namespace jaxlowbit::qmm_sm90 {
 
 template <class I>
 using Sums = float[I::kStrips][I::kTokens / 2];
+
+// What the sums of each strip are multiplied by: this lane's channels g and g + 8.
+template <class I>
+using Factors = float[I::kStrips][2];
 
 template <class I>
 class TileMultiplier {
@@ -29,37 +37,57 @@ class TileMultiplier {
   __device__ TileMultiplier(const Params& p, Memory memory) : p_(p), memory_(memory) {
     const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
-    codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes +
-                  (warp * 32 + lane) * (kAtomBytes<kBits> / 128));
-    scales_ = Keep(p.plan.bytes.lhs + p.plan.bytes.codes);
+    codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstBoxedChunk<kBits>(warp, lane));
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
     strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
-    const int mate = lane < 1 << p.mate_shift ? lane : 0;
-    free_ = Keep(MapToRank(memory.empty(0), mate));
-    frees_ = Keep(static_cast<int>(lane < 1 << p.mate_shift));
-    atoms_per_group_ = Keep(p.atoms_per_group.divisor);
-    group_rows_ = Keep(p.groups_per_atom * static_cast<int>(kAtom));
+    free_ = Keep(lane < 1 << p.mate_shift ? MapToRank(memory.empty(0), lane) : 0);
   }
 
   // All atoms of a task.
-  __device__ void Multiply(const Task& task, Sums<I>& sums, RingCursor& cursor) const {
+  __device__ void Multiply(const Task& task, Sums<I>& sums, Factors<I>& factors,
+                           RingCursor& cursor) const {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
       for (int i = 0; i < I::kTokens / 2; ++i) sums[s][i] = 0;
     }
-    const int begin = task.atom_begin, end = Keep(task.atom_end);
-    State state = {begin, atoms_per_group_ - p_.atoms_per_group.Remainder(begin), -1, cursor};
-#pragma unroll 1
-    while (state.atom + kTogether <= end) MultiplyAtoms<kTogether>(state, sums);
-    if (kTogether > 1 && state.atom < end) MultiplyAtoms<1>(state, sums);
-    WaitProducts<0>();
-    KeepAll(sums);
-    if (state.previous >= 0) Free(state.previous);
-    cursor = state.cursor;
+    // Float zeros are no integers.
+    if constexpr (I::kZero != ZeroKind::kFloat) {
+      if (p_.groups == 1) {
+        ChannelRows pairs[I::kStrips];
+        Wait(memory_.full(cursor.slot), cursor.parity);
+#pragma unroll
+        for (int s = 0; s < I::kStrips; ++s) {
+          LoadRows(memory_.rows(p_.plan, cursor.slot), row_ + s * strip_rows_, pairs[s]);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) factors[s][h] = pairs[s].Factor(h);
+        }
+        MultiplyAll(task, pairs, sums, cursor);
+        // Not in one with the factors, which would overflow for the largest scales.
+#pragma unroll
+        for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+          for (int i = 0; i < I::kTokens / 2; ++i) sums[s][i] *= kUnit;
+        }
+        return;
+      }
+    }
+    GroupRows pairs[I::kStrips];
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+      pairs[s].Start(I::kZero == ZeroKind::kFloat);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) factors[s][h] = kUnit;
+    }
+    MultiplyAll(task, pairs, sums, cursor);
   }
 
  private:
+  // Of a strip: with a group's scales, which every atom loads, or with a channel's.
+  using GroupRows = ScaledRowPair<T, S, kBits>;
+  using ChannelRows = ChannelRowPair<T, S, kBits>;
+
+  static constexpr float kUnit = 1 << kWeightShift<T>;                        // of sums
   static constexpr int kLhsBytes = I::kTokens * static_cast<int>(kAtom) * 2;  // of an atom
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
   // Of an atom of a strip. Large ones take turns more often.
@@ -73,18 +101,38 @@ class TileMultiplier {
     int left;      // atoms of its group from there on
     int previous;  // the slot before, whose last products may be under way; or -1
     RingCursor cursor;
+    int group_atoms, group_rows;  // of the problem: of a group; of all groups of an atom
   };
 
   // This warp has read the stage, into which mates may copy.
   __device__ void Free(int slot) const {
     __syncwarp();
-    if (frees_ != 0) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
+    if (free_ != 0) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
   }
 
-  template <int kAtoms>
-  __device__ void MultiplyAtoms(State& state, Sums<I>& sums) const {
+  template <class R>
+  __device__ void MultiplyAll(const Task& task, R (&pairs)[I::kStrips], Sums<I>& sums,
+                              RingCursor& cursor) const {
+    const int begin = task.atom_begin, end = Keep(task.atom_end);
+    const int group_atoms = Keep(p_.atoms_per_group.divisor);
+    const int group_rows = Keep(p_.groups_per_atom * static_cast<int>(kAtom));
+    State state = {begin,       group_atoms - p_.atoms_per_group.Remainder(begin),
+                   -1,          cursor,
+                   group_atoms, group_rows};
+#pragma unroll 1
+    while (state.atom + kTogether <= end) MultiplyAtoms<kTogether>(state, pairs, sums);
+    if (kTogether > 1 && state.atom < end) MultiplyAtoms<1>(state, pairs, sums);
+    WaitProducts<0>();
+    KeepAll(sums);
+    if (state.previous >= 0) Free(state.previous);
+    cursor = state.cursor;
+  }
+
+  template <int kAtoms, class R>
+  __device__ void MultiplyAtoms(State& state, R (&pairs)[I::kStrips], Sums<I>& sums) const {
+    constexpr bool kGroups = std::is_same_v<R, GroupRows>;
     uint32_t weights[2][kUnitSteps][4];
-    uint32_t stage, lhs;
+    uint32_t stage, lhs, scales;
     int rows;  // of scales, from those of the stage's first atom
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) {
@@ -92,6 +140,7 @@ class TileMultiplier {
       if (in_stage == 0) {
         Wait(memory_.full(state.cursor.slot), state.cursor.parity);
         stage = memory_.stage(p_.plan, state.cursor.slot);
+        scales = memory_.rows(p_.plan, state.cursor.slot);
         // Uniform for the compiler, too: products take descriptions from uniform registers.
         lhs = __shfl_sync(~0u, DescribeOperand(stage), 0);
         rows = 0;
@@ -99,22 +148,20 @@ class TileMultiplier {
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
         uint32_t codes[kStepsPerAtom][kWordsPerStep<kBits>];
-        LoadCodes<kBits>(stage + codes_ + s * kStripBytes + in_stage * kAtomBytes<kBits>,
-                         threadIdx.x % 32, codes);
-        ScaledRowPair<T, S, kBits> pair;
-        pair.Start(I::kZero == ZeroKind::kFloat);
+        LoadBoxedCodes<kBits>(stage + codes_ + s * kStripBytes + in_stage * kAtomBytes<kBits>,
+                              codes);
         const int row = row_ + s * strip_rows_ + rows;
-        LoadRows(stage, row, pair);
+        if constexpr (kGroups) LoadRows(scales, row, pairs[s]);
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
           uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];
           const int first = unit * kUnitSteps;
 #pragma unroll
           for (int step = 0; step < kUnitSteps; ++step) {
-            if (first + step == kStepsPerAtom / 2 && p_.groups_per_atom > 1) {
-              LoadRows(stage, row + static_cast<int>(kAtom), pair);
+            if (kGroups && first + step == kStepsPerAtom / 2 && p_.groups_per_atom > 1) {
+              LoadRows(scales, row + static_cast<int>(kAtom), pairs[s]);
             }
-            pair.Dequantize(codes[first + step], own[step]);
+            pairs[s].Dequantize(codes[first + step], own[step]);
           }
           KeepAll(own);
           FenceOperands();
@@ -129,9 +176,9 @@ class TileMultiplier {
           if (in_stage == 0 && s == 0 && unit == 0 && state.previous >= 0) Free(state.previous);
         }
       }
-      if (--state.left == 0) {
-        state.left = atoms_per_group_;
-        rows += group_rows_;
+      if (kGroups && --state.left == 0) {
+        state.left = state.group_atoms;
+        rows += state.group_rows;
       }
       ++state.atom;
       if (in_stage == I::kStageAtoms - 1 || a == kAtoms - 1) {
@@ -141,10 +188,11 @@ class TileMultiplier {
     }
   }
 
-  __device__ void LoadRows(uint32_t stage, int row, ScaledRowPair<T, S, kBits>& rows) const {
-    rows.LoadScales(stage + scales_ + row * sizeof(S));
+  template <class R>
+  __device__ void LoadRows(uint32_t scales, int row, R& rows) const {
+    rows.LoadScales(scales + row * sizeof(S));
     if constexpr (I::kZero != ZeroKind::kNone) {
-      const uint32_t zeros = stage + scales_ + p_.plan.bytes.scales;
+      const uint32_t zeros = scales + p_.plan.bytes.scales;
       if constexpr (I::kZero == ZeroKind::kInteger) rows.LoadIntegerZeros(zeros + row);
       if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(zeros + row * sizeof(S));
     }
@@ -152,12 +200,10 @@ class TileMultiplier {
 
   const Params& p_;
   const Memory memory_;
-  // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes; the scales, in
-  // bytes, and its own among them, in rows.
-  int codes_, scales_, row_, strip_rows_;
-  int atoms_per_group_, group_rows_;  // of the problem
-  int frees_;                         // whether this lane tells one mate of free stages
-  uint32_t free_;                     // where
+  // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes, and its scales, in
+  // rows.
+  int codes_, row_, strip_rows_;
+  uint32_t free_;  // where this lane tells a mate of free stages, if it does
 };
 
 }  // namespace jaxlowbit::qmm_sm90

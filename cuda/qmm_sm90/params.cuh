@@ -28,17 +28,15 @@ struct Instance {
   static constexpr int kTokens = kTile.tokens;
   static constexpr int kStrips = kTile.strips;  // of a warpgroup
   static constexpr int kCtaStrips = kTile.cta_strips();
-  static_assert(kCtaStrips == kTileStrips);
   static constexpr int kStageAtoms = kTile.stage_atoms;
   static constexpr int kWarps = 4 * kTile.warpgroups;  // that multiply
   static constexpr int kThreads = kTile.threads();
   // Registers of a thread: at the start, of a multiplying one, of a copying one.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
-  static constexpr int kCopyRegisters = kRegisters > 80 ? 40 : 32;
+  static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;
   static constexpr int kMultiplyRegisters =
       (kRegisters * kThreads / 128 - kCopyRegisters) / (kWarps / 4) / 8 * 8;
-  static constexpr int kStoreTokens =
-      kTokens < qmm_sm90::kStoreTokens ? kTokens : qmm_sm90::kStoreTokens;
+  static constexpr int kStoreTokens = StoreTokens(kTile);
 };
 
 // How a tile's sums become results.
@@ -46,15 +44,16 @@ enum class Form {
   // In registers, to boxes: sums alone, or with a bias and boxes of residuals
   kSum,
   kSigmoid,  // of activations with a SigmoidForm; gated without residuals
-  kRelu,
-  kOther  // in a loop, through shared memory
+  kGelu,     // by erf; not gated
+  kRelu,     // not gated
+  kOther     // in a loop, through shared memory
 };
 
 struct Params {
   CUtensorMap lhs;       // [batch, m, k] in boxes of a mate's part of a tile's tokens and 64 of k
+  CUtensorMap codes;     // [weights x strips, atoms, 128 bytes] in boxes of a stage of a strip
   CUtensorMap out;       // [batch, m, n] in boxes of kStoreTokens and 64 of n, if `aligned`
   CUtensorMap residual;  // the same of the epilogue's, if `residual_boxes`
-  const uint32_t* packed;
   const void* scale;
   const void* zero;      // null: zero point 2^(bits - 1)
   int zero_bytes;        // 1: zero points; else float zeros, of the type of the scales
@@ -139,8 +138,8 @@ __device__ inline Task TaskOf(const Params& p, int number, int mate) {
 inline constexpr int kBlockSums = 128 * 4;
 
 // Of part number `divided`.
-__device__ inline int64_t FirstSum(int divided, int tokens) {
-  return int64_t{divided} * (tokens / 8) * kTileStrips * kBlockSums;
+__device__ inline int64_t FirstSum(int divided, int strips, int tokens) {
+  return int64_t{divided} * strips * (tokens / 8) * kBlockSums;
 }
 
 // The first group that an atom along k touches.
@@ -148,7 +147,8 @@ __device__ inline int FirstGroup(const Params& p, int atom) {
   return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
 }
 
-// Shared memory: barriers, then results on their way out, then the ring of stages.
+// Shared memory: barriers, then results on their way out, then the ring of stages, then their scales and
+// zeros.
 struct Memory {
   uint32_t base;
 
@@ -162,6 +162,10 @@ struct Memory {
   __device__ uint32_t results() const { return base + kBoxBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;
+  }
+  // Its scales and zeros.
+  __device__ uint32_t rows(const Plan& plan, int slot) const {
+    return base + plan.rows + slot * plan.row_bytes;
   }
 };
 

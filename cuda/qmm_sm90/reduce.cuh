@@ -10,20 +10,22 @@
 
 namespace jaxlowbit::qmm_sm90 {
 
-// The sums of a warpgroup's strips.
+// The sums of a warpgroup's strips, times their factors.
 template <class I>
-__device__ void StorePart(const Params& p, int divided, const Sums<I>& sums) {
+__device__ void StorePart(const Params& p, int divided, const Sums<I>& sums,
+                          const Factors<I>& factors) {
   constexpr int kBlocks = I::kTokens / 8;
   const int strip = static_cast<int>(threadIdx.x) / 128 * I::kStrips;
-  float* own =
-      p.sums + FirstSum(divided, I::kTokens) + strip * kBlocks * kBlockSums + threadIdx.x % 128 * 4;
+  float* own = p.sums + FirstSum(divided, I::kCtaStrips, I::kTokens) +
+               strip * kBlocks * kBlockSums + threadIdx.x % 128 * 4;
 #pragma unroll
   for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const float* four = sums[s] + block * 4;
       *reinterpret_cast<float4*>(own + (s * kBlocks + block) * kBlockSums) =
-          make_float4(four[0], four[1], four[2], four[3]);
+          make_float4(four[0] * factors[s][0], four[1] * factors[s][0], four[2] * factors[s][1],
+                      four[3] * factors[s][1]);
     }
   }
 }
@@ -31,8 +33,7 @@ __device__ void StorePart(const Params& p, int divided, const Sums<I>& sums) {
 inline constexpr int kReduceThreads = 128;
 
 // The sum of all parts, of a thread's four of a block.
-template <typename T>
-__device__ void AddParts(const float* first, int64_t step, int parts, float (&sum)[4]) {
+__device__ inline void AddParts(const float* first, int64_t step, int parts, float (&sum)[4]) {
   float4 values[kMaxParts];
 #pragma unroll
   for (int part = 0; part < kMaxParts;
@@ -47,37 +48,36 @@ __device__ void AddParts(const float* first, int64_t step, int parts, float (&su
     sum[0] += values[part].x, sum[1] += values[part].y;
     sum[2] += values[part].z, sum[3] += values[part].w;
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sum[i] *= 1 << kWeightShift<T>;
 }
 
-// A CTA computes 8 tokens of a strip. Grid: blocks of tokens, strips of a tile, tiles.
+// A CTA computes 8 tokens of a strip of results. Grid: blocks of tokens, such strips of a tile, tiles.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
-    ReducePartsKernel(const __grid_constant__ Params p, int tokens) {
+    ReducePartsKernel(const __grid_constant__ Params p, int strips, int tokens) {
 #if __CUDA_ARCH__ == 900
   __shared__ __align__(16) uint8_t shared[8 * kAtom * sizeof(T)];
   LaunchDependents();
   const EpilogueParams& e = p.epilogue;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int block = blockIdx.x, s = blockIdx.y;
-  const Tile tile = TileOf(p, p.whole_tiles + blockIdx.z, kTileStrips, tokens);
-  const int strip = e.gated ? tile.strip / 2 : tile.strip + s, token = tile.token + block * 8;
+  const Tile tile = TileOf(p, p.whole_tiles + blockIdx.z, strips, tokens);
+  const int strip = (e.gated ? tile.strip / 2 : tile.strip) + s, token = tile.token + block * 8;
   WaitForPreviousKernels();
   if (strip >= p.n_blocks || token >= p.m) return;
 
-  const int64_t step = FirstSum(1, tokens);
-  const float* first = p.sums + FirstSum(blockIdx.z * p.parts, tokens) +
-                       (s * (tokens / 8) + block) * kBlockSums + threadIdx.x * 4;
+  const int64_t step = FirstSum(1, strips, tokens);
+  const float* first = p.sums + FirstSum(blockIdx.z * p.parts, strips, tokens) +
+                       ((e.gated ? 2 * s : s) * (tokens / 8) + block) * kBlockSums +
+                       threadIdx.x * 4;
   float values[4];
-  AddParts<T>(first, step, p.parts, values);
+  AddParts(first, step, p.parts, values);
   const int m = token + lane % 4 * 2, n = strip * static_cast<int>(kAtom) + warp * 16 + lane / 4;
   const int64_t offset = (int64_t{tile.batch} * p.m + m) * p.n + n;
   const auto exists = [&](int i) { return m + i % 2 < p.m && n + i / 2 * 8 < p.n; };
   const auto at = [&](int i) { return offset + i % 2 * p.n + i / 2 * 8; };
   if (e.any) {
     float up[4] = {}, residual[4];
-    if (e.gated) AddParts<T>(first + tokens / 8 * kBlockSums, step, p.parts, up);
+    if (e.gated) AddParts(first + tokens / 8 * kBlockSums, step, p.parts, up);
     const int64_t product = e.gated ? 2 * tile.batch : tile.batch;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -57,13 +57,20 @@ class TileStorer {
     CopyResidual(tile, 0, buffer_);
   }
 
-  __device__ void Store(const Tile& tile, const Sums<I>& sums) {
+  __device__ void Store(const Tile& tile, const Sums<I>& sums, const Factors<I>& factors) {
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) factors_[s][h] = factors[s][h];
+    }
     switch (p_.form) {
       case Form::kSum:
         return StoreBoxes<Form::kSum>(tile, sums);
       case Form::kSigmoid:
-        if (p_.epilogue.gated) return StoreGated(tile, sums);
+        if (Gated()) return StoreGated(tile, sums);
         return StoreBoxes<Form::kSigmoid>(tile, sums);
+      case Form::kGelu:
+        return StoreBoxes<Form::kGelu>(tile, sums);
       case Form::kRelu:
         return StoreBoxes<Form::kRelu>(tile, sums);
       case Form::kOther:
@@ -78,8 +85,8 @@ class TileStorer {
   }
 
  private:
-  static constexpr float kUnit = 1 << kWeightShift<T>;  // of sums
   static constexpr int kBlocks = I::kTokens / 8;
+  static constexpr bool kTakesGated = I::kTile.takes_gated();
   static constexpr int kBufferBytes = I::kStoreTokens * 128;
   // Of a gated product, two warpgroups have gate and up.
   static constexpr bool kApart = I::kStrips == 1;
@@ -93,10 +100,12 @@ class TileStorer {
   // Barriers between warpgroups: sums of up are there; have been taken. Of both: they exchange sums.
   static constexpr int kHandedOver = 3, kTaken = 4, kExchange = 3;
 
+  __device__ bool Gated() const { return kTakesGated && p_.epilogue.gated; }
+
   // Of the result, for strip `s` of this warpgroup.
   __device__ int Strip(const Tile& tile, int s) const {
-    if (p_.epilogue.gated) return tile.strip / 2;
-    return tile.strip + static_cast<int>(threadIdx.x) / 128 * I::kStrips + s;
+    const int strip = tile.strip + static_cast<int>(threadIdx.x) / 128 * I::kStrips;
+    return Gated() ? strip / 2 : strip + s;
   }
 
   // --- the epilogue ---
@@ -105,8 +114,8 @@ class TileStorer {
     const EpilogueParams& e = p_.epilogue;
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      if (s == I::kStrips && !e.gated) break;
-      const int64_t product = e.gated ? 2 * tile.batch + s : tile.batch;
+      if (s == I::kStrips && !Gated()) break;
+      const int64_t product = Gated() ? 2 * tile.batch + s : tile.batch;
       const int n = Strip(tile, s) * static_cast<int>(kAtom) + Channel();
 #pragma unroll
       for (int h = 0; h < 2; ++h) biases_[s][h] = LoadBias<T>(e, product, p_.n, n + 8 * h);
@@ -160,34 +169,36 @@ class TileStorer {
     }
   }
 
-  // A warpgroup's sums of half a box, of strip kHalf / kHalves, where each thread finds its own.
+  // A warpgroup's sums of half a box, of strip kHalf / kHalves, times their factors, where each thread
+  // finds its own.
   template <int kHalf>
-  __device__ static void Leave(uint32_t buffer, const Sums<I>& sums) {
+  __device__ void Leave(uint32_t buffer, const Sums<I>& sums) const {
 #pragma unroll
     for (int block = 0; block < kHalfBlocks; ++block) {
       float values[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        values[i] = sums[kHalf / kHalves][(kHalf % kHalves * kHalfBlocks + block) * 4 + i];
+        values[i] = sums[kHalf / kHalves][(kHalf % kHalves * kHalfBlocks + block) * 4 + i] *
+                    factors_[kHalf / kHalves][i / 2];
       }
       StoreShared16<kHalf>(buffer + block * 2048 + threadIdx.x % 128 * 16, values);
     }
   }
 
   template <int... kHalf>
-  __device__ static void Leave(int half, uint32_t buffer, const Sums<I>& sums,
-                               std::integer_sequence<int, kHalf...>) {
+  __device__ void Leave(int half, uint32_t buffer, const Sums<I>& sums,
+                        std::integer_sequence<int, kHalf...>) const {
     ((half == kHalf ? Leave<kHalf>(buffer, sums) : void()), ...);
   }
 
-  __device__ static void Leave(int half, uint32_t buffer, const Sums<I>& sums) {
+  __device__ void Leave(int half, uint32_t buffer, const Sums<I>& sums) const {
     Leave(half, buffer, sums, std::make_integer_sequence<int, I::kStrips * kHalves>{});
   }
 
   __device__ static void Take(uint32_t buffer, int block, float* sums) {
     const uint4 four = LoadShared16(buffer + block * 2048 + threadIdx.x % 128 * 16);
-    sums[0] = __uint_as_float(four.x) * kUnit, sums[1] = __uint_as_float(four.y) * kUnit;
-    sums[2] = __uint_as_float(four.z) * kUnit, sums[3] = __uint_as_float(four.w) * kUnit;
+    sums[0] = __uint_as_float(four.x), sums[1] = __uint_as_float(four.y);
+    sums[2] = __uint_as_float(four.z), sums[3] = __uint_as_float(four.w);
   }
 
   // The second warpgroup's sums of up, for the first.
@@ -206,15 +217,14 @@ class TileStorer {
 
   // Other results, half a box at a time: registers cannot be indexed, and formulas are in the code once.
   __device__ void StoreFinished(const Tile& tile, const Sums<I>& sums) {
-    const EpilogueParams& e = p_.epilogue;
     const int warpgroup = threadIdx.x / 128;
     if (Strip(tile, 0) >= p_.n_blocks) return;
-    const bool handed = kApart && e.gated;  // up, from the other warpgroup
+    const bool handed = kApart && Gated();  // up, from the other warpgroup
     if (handed && warpgroup == 1) {
       HandOver(sums);
       return;
     }
-    const int halves = e.gated ? kHalves : I::kStrips * kHalves;
+    const int halves = Gated() ? kHalves : I::kStrips * kHalves;
 #pragma unroll 1
     for (int half = 0; half < halves; ++half) {
       const int s = half / kHalves, in_strip = half - s * kHalves, strip = Strip(tile, s);
@@ -222,7 +232,7 @@ class TileStorer {
       const uint32_t first = Buffer(warpgroup, kResultBuffers);
       const uint32_t second = handed ? Buffer(1, in_strip % kStoreBuffers) : first + kBufferBytes;
       Leave(half, first, sums);
-      if (!kApart && e.gated) Leave(half + kHalves, second, sums);
+      if (!kApart && Gated()) Leave(half + kHalves, second, sums);
       if (handed && in_strip % kStoreBuffers == 0) Synchronize(kHandedOver, 256);
       const int row = in_strip % 2 * kHalfTokens;  // in the box
       if (p_.aligned && row == 0) {
@@ -237,7 +247,7 @@ class TileStorer {
         for (int i = 0; i < kTogether; ++i) {
           LoadResidual(tile.batch, strip, token + i * 8, residual + 4 * i);
           Take(first, block + i, values + 4 * i);
-          if (e.gated) Take(second, block + i, up + 4 * i);
+          if (Gated()) Take(second, block + i, up + 4 * i);
         }
         FinishBlocks(s, up, residual, values);
 #pragma unroll
@@ -340,7 +350,8 @@ class TileStorer {
       const int in_box = token % I::kStoreTokens;
       if (in_box == 0) buffer = EnterBox(tile, token / I::kStoreTokens);
       float values[8];
-      Gate(sums[0] + token / 2, sums[I::kStrips - 1] + token / 2, values);
+      Gate(sums[0] + token / 2, factors_[0], sums[I::kStrips - 1] + token / 2,
+           factors_[I::kStrips - 1], values);
       StoreRows(buffer, in_box, values);
       if (in_box + 16 == I::kStoreTokens) {
         LeaveBox(Strip(tile, 0), tile.token + token - in_box, tile.batch, buffer);
@@ -354,6 +365,7 @@ class TileStorer {
   __device__ void ExchangeAndStore(const Tile& tile, const Sums<I>& sums) {
     constexpr int kOwn = kWarpgroup * kBlocks / 2, kOther = kBlocks / 2 - kOwn;
     constexpr int kBox = kGatedBox;
+    constexpr float kOnes[] = {1, 1};
     if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
     Synchronize(kExchange, 256);  // the stores of both have read the buffers
     const uint32_t given = Buffer(kWarpgroup, 0), taken = Buffer(1 - kWarpgroup, 0);
@@ -361,7 +373,9 @@ class TileStorer {
     for (int block = 0; block < kBlocks / 2; ++block) {
       float values[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] = sums[0][(kOther + block) * 4 + i];
+      for (int i = 0; i < 4; ++i) {
+        values[i] = sums[0][(kOther + block) * 4 + i] * factors_[0][i / 2];
+      }
       StoreShared16<kWarpgroup>(given + block * 2048 + threadIdx.x % 128 * 16, values);
     }
     Synchronize(kExchange, 256);
@@ -383,7 +397,11 @@ class TileStorer {
         const float* own = sums[0] + (kOwn * 8 + box * kBox + token) / 2;
         const float* other = others + token / 2;
         float values[8];
-        Gate(kWarpgroup == 0 ? own : other, kWarpgroup == 0 ? other : own, values);
+        if constexpr (kWarpgroup == 0) {
+          Gate(own, factors_[0], other, kOnes, values);
+        } else {
+          Gate(other, kOnes, own, factors_[0], values);
+        }
         StoreRows(buffer, token, values);
       }
       LeaveBox(Strip(tile, 0), tile.token + kOwn * 8 + box * kBox, tile.batch, buffer);
@@ -391,19 +409,21 @@ class TileStorer {
   }
 
   // Of two blocks of tokens.
-  __device__ void Gate(const float* gate, const float* up, float (&values)[8]) const {
+  __device__ void Gate(const float* gate, const float (&gate_factors)[2], const float* up,
+                       const float (&up_factors)[2], float (&values)[8]) const {
     const SigmoidForm sigmoid = SigmoidFormOf(p_.epilogue.activation);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      values[i] = TimesSigmoid(sigmoid, fmaf(gate[i], kUnit, biases_[0][i / 2 % 2])) *
-                  fmaf(up[i], kUnit, biases_[1][i / 2 % 2]);
+      const int h = i / 2 % 2;
+      values[i] = TimesSigmoid(sigmoid, fmaf(gate[i], gate_factors[h], biases_[0][h])) *
+                  fmaf(up[i], up_factors[h], biases_[1][h]);
     }
   }
 
   // Where this lane has its row of four 8 x 8 matrices: tokens from `row` on, the first and the last 8 of
   // the warp's channels, then the next 8 tokens.
   __device__ static uint32_t InBoxOfFour(uint32_t box, int row) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int thread = Thread(), warp = thread / 32 % 4, lane = thread % 32;
     const int own = lane / 16 * 8 + lane % 8;
     return box + (row + own) * 128 + ((2 * warp + lane / 8 % 2) ^ own % 8) * 16;
   }
@@ -434,8 +454,9 @@ class TileStorer {
         float values[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          values[i] = fmaf(sums[s][token / 2 + i], kUnit, biases_[s][i / 2 % 2]);
+          values[i] = fmaf(sums[s][token / 2 + i], factors_[s][i / 2 % 2], biases_[s][i / 2 % 2]);
           if (kForm == Form::kSigmoid) values[i] = TimesSigmoid(sigmoid, values[i]);
+          if (kForm == Form::kGelu) values[i] = Gelu(values[i]);
           if (kForm == Form::kRelu) values[i] = Relu(values[i]);
         }
         if (p_.residual_boxes) {
@@ -460,7 +481,8 @@ class TileStorer {
   // Of a lane's channels g and g + 8: in each strip of the warpgroup, or in the gate and in up. What
   // changes nothing, without biases.
   float biases_[2][2] = {{-0.0f, -0.0f}, {-0.0f, -0.0f}};
-  int buffer_ = 0;  // for the next box
+  Factors<I> factors_;  // of the sums of a tile
+  int buffer_ = 0;      // for the next box
   bool handed_over_ = false;
 };
 

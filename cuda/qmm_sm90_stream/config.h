@@ -32,6 +32,10 @@ constexpr int SharedBytes(int ctas_per_sm) { return (228 / ctas_per_sm - 1) * 10
 inline constexpr int kAloneBytes = 117 * 1024;
 inline constexpr int kAloneStages = 3;
 
+// Of permuted activations, most shared memory for what a CTA gathers itself, and for the rows that it gathers
+// from: more would leave too little for weights.
+inline constexpr int kMostGatheredBytes = 24 * 1024;
+
 // Of 8-bit weights, 32 tokens would take more registers than there are.
 constexpr int MaxTokens(int bits) { return bits == 4 ? 32 : 16; }
 
@@ -41,7 +45,7 @@ inline constexpr int kPairSlices = 2 * kSlicesPerStrip;
 // Tokens that the instances are compiled for.
 constexpr int TileTokens(int64_t m) { return m <= 8 ? 8 : m <= 16 ? 16 : 32; }
 
-// A stage in shared memory: activations, codes, scales, zeros, in this order.
+// A stage in shared memory: activations, unless they are gathered, codes, scales, zeros, in this order.
 struct StageBytes {
   int lhs, codes, scales, zeros;
   constexpr int total() const { return lhs + codes + scales + zeros; }
@@ -59,11 +63,13 @@ struct Plan {
   int stages;                      // of all of k
   int stage_groups, stage_strips;  // most that a stage touches
   StageBytes bytes;
-  int slot_bytes;    // bytes.total()
-  int owned_shift;   // a CTA adds up 2^owned_shift slices of a tile, or fewer
-  int ring;          // where the stages begin
-  int num_stages;    // depth of the ring; below 2: not to be run
-  int shared_bytes;  // of a CTA
+  int slot_bytes;      // bytes.total()
+  int owned_shift;     // a CTA adds up 2^owned_shift slices of a tile, or fewer
+  bool gathers;        // permuted activations are gathered by each CTA, for its part of k
+  int gathered, rows;  // if so: where they are, and whole rows to gather from
+  int ring;            // where the stages begin
+  int num_stages;      // depth of the ring; below 2: not to be run
+  int shared_bytes;    // of a CTA
 };
 
 // A stage begins with a group, or lies in one.
@@ -92,9 +98,9 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
   plan.warps_k = 1;
   const int most = tokens == 32 ? 4 : kWarps;  // the sums of more would leave no room for stages
   while (pairs * plan.warps_k * 2 <= kWarps && plan.warps_k * 2 <= most) plan.warps_k *= 2;
-  // 16 KiB of codes, if activations leave room for several stages.
+  // Two atoms for a warp, if activations leave room for several stages; of a strip, no more than 16 KiB.
   plan.stage_atoms =
-      std::max(plan.warps_k, std::min({plan.warps_k * 8 / problem.bits, 128 / tokens, 8}));
+      std::max(plan.warps_k, std::min({2 * plan.warps_k, 128 / tokens, 32 / problem.bits}));
   plan.warp_atoms = plan.stage_atoms / plan.warps_k;
   while (1 << plan.stage_shift < plan.stage_atoms) ++plan.stage_shift;
   plan.stages = static_cast<int>(CeilDiv(problem.k_blocks(), plan.stage_atoms));
@@ -104,17 +110,24 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
       (plan.tile_slices + 2 * (kSlicesPerStrip - 1)) / kSlicesPerStrip;  // wherever it begins
   const int per_slice = kSliceRows * static_cast<int>(kAtom) * problem.bits / 8;
   const int per_group = plan.stage_strips * plan.stage_groups * static_cast<int>(kAtom);
-  plan.bytes = {plan.stage_atoms * tokens * static_cast<int>(kAtom) * 2,
+  const int cluster = 1 << plan.cluster_shift;
+  const int64_t row_bytes = problem.m * 2;  // of an element of k
+  const int64_t gathered_bytes = CeilDiv(plan.stages, cluster) * stage_k * row_bytes;
+  const int64_t gather_bytes = gathered_bytes + problem.k * row_bytes;
+  plan.gathers = problem.orders > 0 && tokens == 8 && gather_bytes <= kMostGatheredBytes;
+  plan.bytes = {plan.gathers ? 0 : plan.stage_atoms * tokens * static_cast<int>(kAtom) * 2,
                 plan.stage_atoms * plan.tile_slices * per_slice,
                 per_group * static_cast<int>(problem.scale_bytes()),
                 per_group * static_cast<int>(problem.zero_bytes())};
   plan.slot_bytes = static_cast<int>(CeilDiv(plan.bytes.total(), kBoxBytes) * kBoxBytes);
-  const int cluster = 1 << plan.cluster_shift;
   while (cluster << plan.owned_shift < plan.tile_slices) ++plan.owned_shift;
   // Every warp that has a part of a slice's sum sends it: 16 channels x tokens in float32.
   const int senders = cluster * plan.warps_k;
   const int sums = (senders << plan.owned_shift) * kSliceRows * tokens * 4;
-  plan.ring = static_cast<int>(CeilDiv(kBarriersBytes + sums, kBoxBytes) * kBoxBytes);
+  plan.gathered = kBarriersBytes + sums;
+  plan.rows = plan.gathered + (plan.gathers ? static_cast<int>(gathered_bytes) : 0);
+  const int64_t before = plan.gathered + (plan.gathers ? gather_bytes : 0);
+  plan.ring = static_cast<int>(CeilDiv(before, kBoxBytes) * kBoxBytes);
   const bool alone = ctas_per_sm == 1;
   const bool leaves_room = plan.ring + kAloneStages * plan.slot_bytes <= kAloneBytes;
   const int bytes = alone && leaves_room ? kAloneBytes : SharedBytes(ctas_per_sm);

@@ -132,13 +132,13 @@ class StageFiller {
 
   // Activations of a whole stage are one copy: what is beyond k comes as zeros.
   __device__ void FillLhs(int stage, int slot) const {
-    if (lane_ == 0) {
+    if (!I::kGathers && lane_ == 0) {
       CopyBox(memory_.stage(p_.plan, slot), &p_.lhs, 0, share_.batch * p_.m,
               share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
     }
   }
 
-  static constexpr int kLhsBytes = I::kTiles * 8 * kAtom * 2;  // of an atom
+  static constexpr int kLhsBytes = I::kGathers ? 0 : I::kTiles * 8 * kRowBytes;  // of an atom
 
   const Params& p_;
   const Share& share_;

@@ -39,9 +39,10 @@ class StageMultiplier {
       : p_(p), atom_(Keep(part * p.plan.warp_atoms)), lane_(lane) {
     // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the tile of tokens i / 16;
     // with a single tile, of the step i / 16.
-    const int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
+    int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
+    if (I::kGathers) row = min(row, p_.m - 1);
     const int column = lane_ / 8 % (4 / kTogether);
-    lhs_ = Keep(atom_ * kLhsBytes + row * kRowBytes + (column ^ row % 8) * kCopyBytes);
+    lhs_ = Keep(atom_ * LhsBytes() + row * kRowBytes + (column ^ row % 8) * kCopyBytes);
   }
 
   // A tile of `slices` that begins with slice `tile`; `own`: the first of the warp's two, in the tile.
@@ -67,21 +68,24 @@ class StageMultiplier {
     }
   }
 
-  // This warp's atoms of a stage, with which `left` atoms are left along k.
-  __device__ void Multiply(uint32_t stage, int left, Sums<I>& sums) const {
+  // Of activations and an atom.
+  __device__ int LhsBytes() const { return (I::kGathers ? p_.m : I::kTiles * 8) * kRowBytes; }
+
+  // This warp's atoms of a stage and its activations, with which `left` atoms are left along k.
+  __device__ void Multiply(uint32_t stage, uint32_t activations, int left, Sums<I>& sums) const {
     const int own = min(p_.plan.warp_atoms, left - atom_);
     if (kTogetherAtoms == 2 && own == 2 && p_.atom_step == 0 && TakeFastest<1>(stage, 0)) {
-      MultiplyAtoms<FastestRows<I>, 2, 1>(stage, 0, sums);
+      MultiplyAtoms<FastestRows<I>, 2, 1>(stage, activations, 0, sums);
       return;
     }
 #pragma unroll 1
     for (int at = 0; at < own; ++at) {
       if (p_.groups_per_atom == 1 && TakeFastest<1>(stage, at)) {
-        MultiplyAtoms<FastestRows<I>, 1, 1>(stage, at, sums);
+        MultiplyAtoms<FastestRows<I>, 1, 1>(stage, activations, at, sums);
       } else if (p_.groups_per_atom == 2 && TakeFastest<2>(stage, at)) {
-        MultiplyAtoms<FastestRows<I>, 1, 2>(stage, at, sums);
+        MultiplyAtoms<FastestRows<I>, 1, 2>(stage, activations, at, sums);
       } else {
-        MultiplyAtoms<Rows<I>, 1, 0>(stage, at, sums);
+        MultiplyAtoms<Rows<I>, 1, 0>(stage, activations, at, sums);
       }
     }
   }
@@ -89,13 +93,11 @@ class StageMultiplier {
  private:
   // One load of fragments is two tiles of tokens of one step; with a single tile, two steps.
   static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
-  static constexpr int kRowBytes = kAtom * 2;  // of activations
-  static constexpr int kRows = kAtom;          // of a group
-  static constexpr int kLhsBytes = I::kTiles * 8 * kRowBytes;
+  static constexpr int kRows = kAtom;  // of a group
   // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices. With many
   // tokens registers are short.
   static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits == 4 ? 2 : 1;
-  static constexpr int kTogetherSlices = I::kTiles <= 2 ? kSlicesPerWarp : 1;
+  static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
 
   // Whether FastestRows take the scales of both slices in the kGroups groups of the warp's atom `at`.
   template <int kGroups>
@@ -118,10 +120,10 @@ class StageMultiplier {
   // kAtoms of the warp's atoms, from number `at` on, in kGroups groups; if that is 0, one atom in as many as
   // it has.
   template <class R, int kAtoms, int kGroups>
-  __device__ void MultiplyAtoms(uint32_t stage, int at, Sums<I>& sums) const {
+  __device__ void MultiplyAtoms(uint32_t stage, uint32_t activations, int at, Sums<I>& sums) const {
     static_assert(kAtoms == 1 || kGroups == 1);
     const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
-    const uint32_t lhs = stage + lhs_ + at * kLhsBytes;
+    const uint32_t lhs = activations + lhs_ + at * LhsBytes();
     // With one tile of tokens every atom has sums of its own: more products that do not wait for each
     // other.
     constexpr int kChains = I::kTiles == 1 ? kAtoms : 1;
@@ -159,7 +161,7 @@ class StageMultiplier {
             rows[i].Dequantize(codes[a][i][step], weights[i]);
           }
           // A step is two columns, and the permutation is an exclusive or of column numbers.
-          const uint32_t column = (lhs + a * kLhsBytes) ^ (step * 2 * kCopyBytes);
+          const uint32_t column = (lhs + a * LhsBytes()) ^ (step * 2 * kCopyBytes);
 #pragma unroll
           for (int tile = 0; tile < I::kTiles; tile += kTogether) {
             if (kTogether == 2 || step % 2 == 0) {

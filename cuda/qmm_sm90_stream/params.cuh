@@ -17,15 +17,21 @@
 
 namespace jaxlowbit::qmm_sm90_stream {
 
-inline constexpr int kThreads = 32 * (kWarps + 1);
+inline constexpr int kMultipliers = 32 * kWarps;  // threads that multiply
+inline constexpr int kThreads = kMultipliers + 32;
+inline constexpr int kRowBytes = kAtom * 2;  // of activations and an atom
 
-// An instance: type of lhs, type of the scales, kind of zeros, most tokens, width.
-template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kTokens, int kWidth>
+// An instance: type of lhs, type of the scales, kind of zeros, most tokens, width, CTAs that share the
+// registers of a multiprocessor, whether each gathers activations.
+template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kTokens, int kWidth, int kCtas,
+          bool kGather = false>
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
   static constexpr ZeroKind kZero = kZeros;
   static constexpr int kBits = kWidth;
+  static constexpr int kCtasPerSm = kCtas;
+  static constexpr bool kGathers = kGather;
   // With a float zero, scales multiply weights: sums of q * s and of zeros would cancel. With many
   // tokens too: sums of a group would take too many registers.
   static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kTokens < 32;
@@ -49,7 +55,11 @@ struct Params {
   CUtensorMap lhs;  // [batch * m, k] in boxes of an instance's tokens and a stage's k
   Part parts[kMaxParts];
   int first_cluster[kMaxParts];  // of each part, along the grid; beyond it where there is none
-  int zero_bytes;                // 1: zero points; else float zeros, of the type of the scales
+  // Where the kernel gathers: lhs as it is, and how many of its columns have an order of their own.
+  const void* rows;
+  const int32_t* permutation;
+  int ordered;
+  int zero_bytes;  // 1: zero points; else float zeros, of the type of the scales
   int m;
   int k_blocks, groups;
   Divider atoms_per_group;  // 1 for a group of less than 64
@@ -62,6 +72,9 @@ struct Params {
   EpilogueParams epilogue;
   Plan plan;
 };
+
+// Orders the multiplying warps among themselves.
+__device__ inline void SynchronizeMultipliers() { Synchronize(1, kMultipliers); }
 
 // Which of a launch's parts a CTA works on. Computed again where needed: registers are short.
 __device__ inline int OwnPart(const Params& p) {

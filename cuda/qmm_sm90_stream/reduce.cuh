@@ -27,7 +27,7 @@ class ClusterReducer {
   // A warp's sums of slice `slice` of the tile, of its part `part` of the stages.
   __device__ void Send(int slice, int part, const float (&sums)[I::kTiles][4]) const {
     const int owner = slice >> p_.plan.owned_shift;
-    const int sender = share_.rank * p_.plan.warps_k + part;
+    const int sender = Rank() * p_.plan.warps_k + part;
     const uint32_t barrier = MapToRank(memory_.sums_full(), owner);
     const uint32_t target = MapToRank(Fragment(slice & (owned_ - 1), sender, 0), owner);
 #pragma unroll
@@ -36,10 +36,10 @@ class ClusterReducer {
     }
   }
 
-  // What the epilogue adds to the sums that a thread collects at a time.
+  // What the epilogue adds to the sums that a thread collects at a time, as it is in memory.
   struct Addends {
-    float bias[2], up_bias[2];  // of channels g and g + 8
-    float residual[4];
+    uint32_t bias[2], up_bias[2];  // of channels g and g + 8
+    uint32_t residual[4];
   };
 
   // Those of a thread's first sums of a tile, as many as it mostly has, while other warps still multiply.
@@ -77,12 +77,14 @@ class ClusterReducer {
         const Addends addends = fragment == warp            ? first.of[0]
                                 : fragment == warp + kWarps ? first.of[1]
                                                             : LoadAddends(tile_slice, fragment);
+        float residual[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          sum[j] += addends.bias[j / 2];
-          up[j] += addends.up_bias[j / 2];
+          sum[j] += ValueOf<typename I::T>(addends.bias[j / 2], e.bias_float);
+          up[j] += ValueOf<typename I::T>(addends.up_bias[j / 2], e.bias_float);
+          residual[j] = ValueOf<typename I::T>(addends.residual[j], e.residual_float);
         }
-        Finish(e, up, addends.residual, sum);
+        Finish(e, up, residual, sum);
       }
       const int m = Token(tile), n = Channel(tile_slice, slice);
 #pragma unroll
@@ -115,19 +117,23 @@ class ClusterReducer {
     const Part& part = p_.parts[0];  // all there is where there is an epilogue
     const int m = Token(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
     const int product = e.gated ? 2 * share_.batch : share_.batch;
-    Addends addends;
+    Addends addends = {};
+    if (e.bias != nullptr) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      addends.bias[h] = LoadBias<typename I::T>(e, product, part.n, n + 8 * h);
-      addends.up_bias[h] =
-          e.gated ? LoadBias<typename I::T>(e, product + 1, part.n, n + 8 * h) : 0.0f;
+      for (int h = 0; h < 2; ++h) {
+        if (n + 8 * h >= part.n) continue;
+        const int64_t at = int64_t{product} * part.n + n + 8 * h;
+        addends.bias[h] = LoadBits(e.bias, e.bias_float, at);
+        if (e.gated) addends.up_bias[h] = LoadBits(e.bias, e.bias_float, at + part.n);
+      }
     }
+    if (e.residual != nullptr) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int token = m + j % 2, channel = n + j / 2 * 8;
-      const bool exists = token < p_.m && channel < part.n;
-      addends.residual[j] =
-          exists ? LoadResidual<typename I::T>(e, Offset(part, token, channel)) : 0.0f;
+      for (int j = 0; j < 4; ++j) {
+        const int token = m + j % 2, channel = n + j / 2 * 8;
+        if (token >= p_.m || channel >= part.n) continue;
+        addends.residual[j] = LoadBits(e.residual, e.residual_float, Offset(part, token, channel));
+      }
     }
     return addends;
   }
@@ -136,7 +142,7 @@ class ClusterReducer {
   // stores.
   __device__ int Token(int tile) const { return tile * 8 + Keep(threadIdx.x) % 4 * 2; }
   __device__ int Channel(int tile_slice, int slice) const {
-    const int first = tile_slice + share_.rank * owned_;
+    const int first = tile_slice + Rank() * owned_;
     return ((p_.epilogue.gated ? first / 2 : first) + slice) * kSliceRows +
            Keep(threadIdx.x) % 32 / 4;
   }
@@ -148,9 +154,10 @@ class ClusterReducer {
   }
 
   // Of a tile of `slices`, those that this CTA owns.
-  __device__ int Owned(int slices) const {
-    return max(0, min(owned_, slices - share_.rank * owned_));
-  }
+  __device__ int Owned(int slices) const { return max(0, min(owned_, slices - Rank() * owned_)); }
+
+  // In the cluster. Asked for again where needed: registers are short.
+  __device__ static int Rank() { return Keep(ClusterRank()); }
 
   // Of this lane.
   __device__ uint32_t Fragment(int slice, int sender, int tile) const {

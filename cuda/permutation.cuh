@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Columns of lhs in the order of a weight's stored rows (Buffers::permutation), several at a time.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxlowbit {
+
+// Of 16-byte copies, or of one for fewer.
+template <typename T, int kCount>
+struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Vector {
+  T at[kCount];
+};
+
+// The columns of stored rows first to first + kCount - 1; `first` is a multiple of kCount. `part`: rows,
+// and columns, that have an order of their own.
+template <int kCount>
+__device__ inline void LoadColumns(const int32_t* permutation, int first, int part,
+                                   int (&columns)[kCount]) {
+  const auto order = *reinterpret_cast<const Vector<int32_t, kCount>*>(permutation + first);
+  int start = first / part * part;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (first + i == start + part) start += part;
+    columns[i] = start + min(max(order.at[i], 0), part - 1);
+  }
+}
+
+}  // namespace jaxlowbit
