@@ -21,7 +21,7 @@ TARGET = "jaxlowbit_quantized_matmul"
 
 _STATIC = ("preferred_element_type", "precision", "backend")
 matmul = jax.jit(jaxlowbit.quantized_matmul, static_argnames=_STATIC)
-quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames=("shards", "permutation"))
+quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="shards")
 # Interpreted kernels take longer to optimize than to run.
 UNOPTIMIZED: dict[str, Any] = {"xla_backend_optimization_level": 0}
 interpreted_matmul = jax.jit(
