@@ -126,15 +126,20 @@ def test_split_sums_are_bitwise_equal_from_run_to_run(m, n, k):
     assert_within(first, oracle.exact, oracle.bound(jnp.float32))
 
 
-@pytest.mark.parametrize("format", [INT4, Format(4, 32, "float"), Format(4, 128, "float")], ids=str)
+@pytest.mark.parametrize(
+    "format",
+    [INT4, Format(4, 32, "float"), Format(4, 128, "float"), Format(8, 128, "none")],
+    ids=str,
+)
 def test_scales_small_and_large(format):
     """A kernel may multiply by scales below 2 otherwise than where one of many is larger."""
     rhs = quantize(normal(1024, 320, seed=1), format)
     powers = np.random.default_rng(2).choice([8, 40] + 63 * [-40, 0], rhs.scale.shape)
+    powers[:, 64:192] = np.minimum(powers[:, 64:192], 0)
     factor = jnp.asarray(2.0**powers, rhs.scale.dtype)
     zero = None if rhs.zero is None else rhs.zero * factor
     rhs = dataclasses.replace(rhs, scale=rhs.scale * factor, zero=zero)
-    for m in (1, 16, 32):
+    for m in (1, 16, 32, 64, 130, 300):
         lhs = normal(m, 1024)
         oracle = Oracle.of(lhs, dequantize(rhs))
         got = matmul(lhs, rhs, backend="cuda")

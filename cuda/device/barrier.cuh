@@ -73,7 +73,23 @@ __device__ inline void Synchronize(int number, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }
 
-// The same without waiting, for those that do.
+// The same; whether `value` is true in all of them.
+__device__ inline bool AllOf(int number, int threads, bool value) {
+  int all;
+  asm volatile(
+      "{\n"
+      ".reg .pred own, all;\n"
+      "setp.ne.s32 own, %3, 0;\n"
+      "bar.red.and.pred all, %1, %2, own;\n"
+      "selp.s32 %0, 1, 0, all;\n"
+      "}\n"
+      : "=r"(all)
+      : "r"(number), "r"(threads), "r"(static_cast<int>(value))
+      : "memory");
+  return all != 0;
+}
+
+// Synchronizes without waiting, for those that do.
 __device__ inline void ArriveForOthers(int number, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }

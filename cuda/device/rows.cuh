@@ -165,10 +165,8 @@ class ScaledRowPair {
 template <typename T, int kBits>
 class FusedRowPair {
  public:
-  // From the address, in shared memory, of the scale of row g: whether both are below 2.
-  static __device__ bool Takes(uint32_t scale) {
-    return (LoadShared4(scale) & PowersOfTwo<T>(1)) == 0;
-  }
+  // Of a pair of scales, or several, one or another: whether all are below 2.
+  static __device__ bool Takes(uint32_t scales) { return (scales & PowersOfTwo<T>(1)) == 0; }
 
   __device__ void Start(bool float_zeros) { float_zeros_ = float_zeros; }
 

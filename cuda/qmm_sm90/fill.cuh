@@ -37,16 +37,11 @@ class StageFiller {
   __device__ void StartTile(const Tile& tile) {
     const Plan& plan = p_.plan;
     const int kind = lane_ / kCtaStrips, strip = lane_ % kCtaStrips;
-    const bool gated = p_.epilogue.gated;
-    const int position = gated ? 2 * tile.batch + strip % 2 : tile.batch;
-    int64_t weight = position;
-    if (p_.index != nullptr) weight = p_.index[position];
-    const int64_t row = min(max(weight, int64_t{0}), p_.num_weights - 1) * p_.n_blocks +
-                        (gated ? (tile.strip + strip) / 2 : tile.strip + strip);
     strips_ = max(0, min(kCtaStrips, p_.strips - tile.strip));
     bytes_ = 0;  // of a group
     codes_ = kind == 0 && strip < strips_;
     if (strip >= strips_) return;
+    const int64_t row = StripOf(p_, tile, strip);
     if (codes_) {
       row_ = static_cast<int>(row);
       target_ = plan.bytes.lhs + strip * kStripBytes;

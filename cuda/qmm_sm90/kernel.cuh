@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     const TileMultiplier<I> multiplier(p, memory);
     TileStorer<I> storer(p, memory);
     WaitForArrivals();
+    WaitForPreviousKernels();
     Sums<I> sums;
     Factors<I> factors;
     for (int number = cluster; number < p.num_tasks; number += clusters) {

@@ -5,7 +5,9 @@
 //   registers 0   dequantize ─► products           dequantize ─► products        ...
 //   registers 1                 dequantize ─► products           dequantize ─►
 //
-// The scales of a single group multiply sums: its loop dequantizes to integers, and loads no scales.
+// The scales of a single group multiply sums: its loop dequantizes to integers, and loads no scales. Of more
+// groups there is a loop for scales that save an instruction of each pair of weights, which is decided for a
+// task at a time, as a branch within its loop would take longer than that saves.
 //
 // A unit is one strip and one atom of k, of large tiles half an atom: 16 or 8 registers of weights, four
 // or two products. There are two sets of registers, so while the products of one unit run, the next is
@@ -43,7 +45,7 @@ class TileMultiplier {
     free_ = Keep(lane < 1 << p.mate_shift ? MapToRank(memory.empty(0), lane) : 0);
   }
 
-  // All atoms of a task.
+  // All atoms of a task; the kernels before this one have ended.
   __device__ void Multiply(const Task& task, Sums<I>& sums, Factors<I>& factors,
                            RingCursor& cursor) const {
 #pragma unroll
@@ -72,20 +74,27 @@ class TileMultiplier {
         return;
       }
     }
-    GroupRows pairs[I::kStrips];
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
-      pairs[s].Start(I::kZero == ZeroKind::kFloat);
 #pragma unroll
       for (int h = 0; h < 2; ++h) factors[s][h] = kUnit;
     }
-    MultiplyAll(task, pairs, sums, cursor);
+    if constexpr (kHasFusedRows) {
+      if (TakesFusedRows(task)) return MultiplyGroups<FusedRows>(task, sums, cursor);
+    }
+    MultiplyGroups<GroupRows>(task, sums, cursor);
   }
 
  private:
-  // Of a strip: with a group's scales, which every atom loads, or with a channel's.
+  // Of a strip: with a group's scales, which every atom loads, or every stage, or with a channel's.
   using GroupRows = ScaledRowPair<T, S, kBits>;
+  using FusedRows = FusedRowPair<T, kBits>;
   using ChannelRows = ChannelRowPair<T, S, kBits>;
+
+  // Large tiles hide what it would save.
+  static constexpr bool kHasFusedRows = I::kTokens <= 128 && I::kZero != ZeroKind::kInteger &&
+                                        std::is_same_v<T, __nv_bfloat16> &&
+                                        std::is_same_v<S, __nv_bfloat16>;
 
   static constexpr float kUnit = 1 << kWeightShift<T>;                        // of sums
   static constexpr int kLhsBytes = I::kTokens * static_cast<int>(kAtom) * 2;  // of an atom
@@ -108,6 +117,37 @@ class TileMultiplier {
   __device__ void Free(int slot) const {
     __syncwarp();
     if (free_ != 0) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
+  }
+
+  // Whether FusedRows take all scales of the warpgroup's part of a task, whose stages are of one group each.
+  __device__ bool TakesFusedRows(const Task& task) const {
+    if (p_.groups_per_atom > 1 || p_.atoms_per_group.divisor % I::kStageAtoms != 0) return false;
+    const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
+    constexpr int kChunks = static_cast<int>(kAtom * sizeof(S)) / kCopyBytes;  // of a group
+    const int group = FirstGroup(p_, task.atom_begin);
+    const int groups = FirstGroup(p_, task.atom_end - 1) + 1 - group;
+    uint32_t any = 0;
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+      const int strip = warpgroup * I::kStrips + s;
+      if (task.tile.strip + strip >= p_.strips) break;
+      const int64_t first = StripOf(p_, task.tile, strip) * p_.groups + group;
+      const uint4* scales = static_cast<const uint4*>(p_.scale) + first * kChunks;
+#pragma unroll 4
+      for (int i = thread; i < groups * kChunks; i += 128) {
+        const uint4 chunk = __ldg(scales + i);
+        any |= chunk.x | chunk.y | chunk.z | chunk.w;
+      }
+    }
+    return AllOf(1 + warpgroup, 128, FusedRows::Takes(any));
+  }
+
+  template <class R>
+  __device__ void MultiplyGroups(const Task& task, Sums<I>& sums, RingCursor& cursor) const {
+    R pairs[I::kStrips];
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) pairs[s].Start(I::kZero == ZeroKind::kFloat);
+    MultiplyAll(task, pairs, sums, cursor);
   }
 
   template <class R>
@@ -151,7 +191,9 @@ class TileMultiplier {
         LoadBoxedCodes<kBits>(stage + codes_ + s * kStripBytes + in_stage * kAtomBytes<kBits>,
                               codes);
         const int row = row_ + s * strip_rows_ + rows;
-        if constexpr (kGroups) LoadRows(scales, row, pairs[s]);
+        if (kGroups || (std::is_same_v<R, FusedRows> && in_stage == 0)) {
+          LoadRows(scales, row, pairs[s]);
+        }
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
           uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];

@@ -105,6 +105,16 @@ __device__ inline Tile TileOf(const Params& p, int number, int strips, int token
   return {batch, (band * kBand + along_n) * strips, along_m * tokens};
 }
 
+// Of the strips of all weights, the one that is strip `number` of a tile.
+__device__ inline int64_t StripOf(const Params& p, const Tile& tile, int number) {
+  const bool gated = p.epilogue.gated;
+  const int position = gated ? 2 * tile.batch + number % 2 : tile.batch;
+  int64_t weight = position;
+  if (p.index != nullptr) weight = p.index[position];
+  return min(max(weight, int64_t{0}), p.num_weights - 1) * p.n_blocks +
+         (gated ? (tile.strip + number) / 2 : tile.strip + number);
+}
+
 // What a CTA computes at a time: a tile, or a part of its k.
 struct Task {
   Tile tile;

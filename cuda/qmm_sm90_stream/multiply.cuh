@@ -110,7 +110,8 @@ class StageMultiplier {
       for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
         for (int i = 0; i < kSlicesPerWarp; ++i) {
-          take &= FastestRows<I>::Takes(ScaleAddress(stage, i, at * p_.atom_step + group * kRows));
+          take &= FastestRows<I>::Takes(
+              LoadShared4(ScaleAddress(stage, i, at * p_.atom_step + group * kRows)));
         }
       }
       return __all_sync(~0u, take);
