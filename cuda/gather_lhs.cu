@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // gather_lhs: gathered[row, c] = lhs[row, permutation[c]], for weights whose rows are stored in another
-// order; in front of the product, whose weights are on their way meanwhile.
+// order; in front of the product, whose weights are on their way meanwhile. Orders do not depend on the kernel
+// before, so each thread loads that of its columns before the wait, and keeps it for all its rows.
 //
-// Bound. For few rows, latency: an order, then elements of lhs, then a store. So a thread has 8 columns,
-// whose order it loads before the wait and keeps for all its rows. For many rows, the 2-byte loads.
+// GatherColumnsKernel, of few elements. Bound: latency, of an element of lhs and of a store.
+// GatherRowsKernel, of more. Bound: memory, so rows are read whole, to shared memory, and columns looked up
+// there: from memory that would be a transaction for every 2 bytes.
 
 #include <algorithm>
 
+#include "cuda/device/copy.cuh"
 #include "cuda/device/dependency.cuh"
 #include "cuda/early_start.h"
 #include "cuda/kernels.h"
@@ -16,18 +19,25 @@
 namespace jaxlowbit {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kCtasPerSm = 8;
-constexpr int kElements = 8;  // of a vector, whose stores are of 16 bytes
+constexpr int kElements = 8;               // of a vector, whose stores are of 16 bytes
+constexpr int64_t kFewElements = 1 << 18;  // of lhs, at most
+
+constexpr int kColumnThreads = 128;
+constexpr int kColumnCtasPerSm = 8;
+
+constexpr int kRowThreads = 512;
+constexpr int kRowCtasPerSm = 2;
+constexpr int kRowBuffers = 2;   // one for the row that is on its way
+constexpr int kMostVectors = 8;  // of a thread
 
 // kCount: of a vector, which divides k, so that rows begin with one. `part`: rows of the weight, and
 // columns of lhs, that have an order of their own.
 template <int kCount>
-__global__ void __launch_bounds__(kThreads)
-    GatherLhsKernel(const uint16_t* lhs, const int32_t* permutation, uint16_t* gathered,
-                    int64_t rows, int k, int part) {
+__global__ void __launch_bounds__(kColumnThreads)
+    GatherColumnsKernel(const uint16_t* lhs, const int32_t* permutation, uint16_t* gathered,
+                        int64_t rows, int k, int part) {
   LaunchDependents();
-  const int vector = blockIdx.x * kThreads + threadIdx.x;
+  const int vector = blockIdx.x * kColumnThreads + threadIdx.x;
   if (vector >= k / kCount) return;
   int columns[kCount];
   LoadColumns(permutation, vector * kCount, part, columns);
@@ -40,16 +50,92 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Not early: a kernel before the call may have written the permutation, or the weights that the
-// product, starting early, does not wait for.
+// kVectors: of a thread; k is a multiple of a vector's elements.
+template <int kVectors>
+__global__ void __launch_bounds__(kRowThreads)
+    GatherRowsKernel(const uint16_t* lhs, const int32_t* permutation, uint16_t* gathered,
+                     int64_t rows, int k, int part) {
+  extern __shared__ __align__(kCopyBytes) uint16_t buffers[];  // [kRowBuffers, k]
+  LaunchDependents();
+  const int vectors = k / kElements;
+  const int first = blockIdx.x * kVectors * kRowThreads + threadIdx.x;
+  int columns[kVectors][kElements];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int vector = first + v * kRowThreads;
+    if (vector < vectors) LoadColumns(permutation, vector * kElements, part, columns[v]);
+  }
+  WaitForPreviousKernels();
+  const auto copy = [&](int64_t row, int buffer) {
+    if (row < rows) {
+      const uint32_t to = SharedAddress(buffers + buffer * k);
+      const uint16_t* from = lhs + row * k;
+      for (int i = threadIdx.x; i < vectors; i += kRowThreads) {
+        CopyAsync(to + i * kCopyBytes, from + i * kElements, true);
+      }
+    }
+    CommitCopies();
+  };
+  int buffer = 0;
+  copy(blockIdx.y, buffer);
+  for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
+    copy(row + gridDim.y, buffer ^ 1);
+    WaitCopies<1>();
+    __syncthreads();  // all of the row is there
+    const uint16_t* from = buffers + buffer * k;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int vector = first + v * kRowThreads;
+      if (vector >= vectors) break;
+      Vector<uint16_t, kElements> values;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) values.at[i] = from[columns[v][i]];
+      reinterpret_cast<Vector<uint16_t, kElements>*>(gathered + row * k)[vector] = values;
+    }
+    __syncthreads();  // and has been read
+    buffer ^= 1;
+  }
+}
+
+using RowsKernel = decltype(&GatherRowsKernel<1>);
+
+RowsKernel FindRows(int vectors) {
+  return vectors == 1   ? GatherRowsKernel<1>
+         : vectors == 2 ? GatherRowsKernel<2>
+         : vectors == 4 ? GatherRowsKernel<4>
+                        : GatherRowsKernel<kMostVectors>;
+}
+
+int MostSharedBytes(const Device& device) { return device.shared_bytes_per_sm - 1024; }
+
+int64_t RowBytes(const QuantizedMatmul& problem) { return kRowBuffers * problem.k * 2; }
+
+// Not early, here and below: a kernel before the call may have written the permutation, or the weights
+// that the product, starting early, does not wait for.
 template <int kCount>
-void Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Device& device,
-            cudaStream_t stream) {
+void LaunchColumns(const QuantizedMatmul& problem, const Buffers& buffers, const Device& device,
+                   cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.m;
-  const int64_t ctas_per_row = CeilDiv(problem.k / kCount, kThreads);
-  const int64_t most = CeilDiv(device.num_sms * kCtasPerSm, ctas_per_row);  // below 65536
+  const int64_t ctas_per_row = CeilDiv(problem.k / kCount, kColumnThreads);
+  const int64_t most = CeilDiv(device.num_sms * kColumnCtasPerSm, ctas_per_row);  // below 65536
   const dim3 grid(static_cast<unsigned>(ctas_per_row), static_cast<unsigned>(std::min(rows, most)));
-  GatherLhsKernel<kCount><<<grid, kThreads, 0, stream>>>(
+  GatherColumnsKernel<kCount><<<grid, kColumnThreads, 0, stream>>>(
+      static_cast<const uint16_t*>(buffers.lhs), buffers.permutation,
+      static_cast<uint16_t*>(buffers.gathered), rows, static_cast<int>(problem.k),
+      static_cast<int>(problem.k / problem.orders));
+}
+
+// A CTA reads whole rows, so it has as many of their columns as leave work for all multiprocessors.
+void LaunchRows(const QuantizedMatmul& problem, const Buffers& buffers, const Device& device,
+                cudaStream_t stream) {
+  const int64_t rows = problem.batch * problem.m;
+  const int64_t ctas = device.num_sms * kRowCtasPerSm;
+  int vectors = 1;
+  const auto ctas_per_row = [&] { return CeilDiv(problem.k / kElements, vectors * kRowThreads); };
+  while (vectors < kMostVectors && ctas_per_row() > 1 && ctas_per_row() * rows > ctas) vectors *= 2;
+  const dim3 grid(static_cast<unsigned>(ctas_per_row()),
+                  static_cast<unsigned>(std::min(rows, CeilDiv(ctas, ctas_per_row()))));
+  FindRows(vectors)<<<grid, kRowThreads, static_cast<size_t>(RowBytes(problem)), stream>>>(
       static_cast<const uint16_t*>(buffers.lhs), buffers.permutation,
       static_cast<uint16_t*>(buffers.gathered), rows, static_cast<int>(problem.k),
       static_cast<int>(problem.k / problem.orders));
@@ -57,10 +143,19 @@ void Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Device
 
 }  // namespace
 
-cudaError_t InitializeGatherLhs() {
-  for (const void* kernel : {reinterpret_cast<const void*>(GatherLhsKernel<1>),
-                             reinterpret_cast<const void*>(GatherLhsKernel<kElements>)}) {
+cudaError_t InitializeGatherLhs(const Device& device) {
+  for (const void* kernel : {reinterpret_cast<const void*>(GatherColumnsKernel<1>),
+                             reinterpret_cast<const void*>(GatherColumnsKernel<kElements>)}) {
     const cudaError_t error = PreferSharedMemory(kernel);
+    if (error != cudaSuccess) return error;
+  }
+  for (int vectors : {1, 2, 4, kMostVectors}) {
+    const void* kernel = reinterpret_cast<const void*>(FindRows(vectors));
+    cudaError_t error = PreferSharedMemory(kernel);
+    if (error == cudaSuccess) {
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   MostSharedBytes(device));
+    }
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -68,7 +163,12 @@ cudaError_t InitializeGatherLhs() {
 
 cudaError_t LaunchGatherLhs(const QuantizedMatmul& problem, const Buffers& buffers,
                             const Device& device, cudaStream_t stream) {
-  const auto launch = problem.k % kElements == 0 ? Launch<kElements> : Launch<1>;
+  const bool vectors = problem.k % kElements == 0;
+  const bool few = problem.batch * problem.m * problem.k <= kFewElements;
+  const auto launch = !vectors ? LaunchColumns<1>
+                      : few || RowBytes(problem) > MostSharedBytes(device)
+                          ? LaunchColumns<kElements>
+                          : LaunchRows;
   launch(problem, buffers, device, stream);
   return cudaGetLastError();
 }

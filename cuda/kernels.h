@@ -56,7 +56,7 @@ cudaError_t LaunchRmsNorm(const RmsNorm& norm, int device, cudaStream_t stream);
 
 // gather_lhs.cu: buffers.gathered = the columns of lhs in the order of the stored rows, of 16-bit
 // elements. `problem` has orders and is not transposed.
-cudaError_t InitializeGatherLhs();
+cudaError_t InitializeGatherLhs(const Device& device);
 cudaError_t LaunchGatherLhs(const QuantizedMatmul& problem, const Buffers& buffers,
                             const Device& device, cudaStream_t stream);
 
@@ -80,7 +80,8 @@ cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& joined, const Operands* p
 // qmm_sm90.cu.
 cudaError_t InitializeQmmSm90(Device& device);
 cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers,
-                          const Choice& choice, const Device& device, cudaStream_t stream);
+                          const Choice& choice, const Device& device, bool early_start,
+                          cudaStream_t stream);
 
 // reduce_splits.cu. out[batch * m, columns] = the epilogue of the sum over splits of
 // workspace[splits, batch * m, weights_per_element * (columns padded to atoms)].

@@ -68,7 +68,7 @@ cudaError_t Initialize(int ordinal, DeviceState& state) {
   if (error == cudaSuccess) error = InitializeQmmSm80Transposed();
   if (error == cudaSuccess) error = InitializeReduceSplits();
   if (error == cudaSuccess) error = InitializeRmsNorm();
-  if (error == cudaSuccess) error = InitializeGatherLhs();
+  if (error == cudaSuccess) error = InitializeGatherLhs(device);
   if (error == cudaSuccess && device.compute_capability == 90) {
     error = InitializeQmmSm90Stream();
     if (error == cudaSuccess) error = InitializeQmmSm90(device);
@@ -92,7 +92,7 @@ cudaError_t LaunchProduct(const QuantizedMatmul& problem, const Buffers& buffers
                                stream);
   }
   if (choice.kernel == Kernel::kQmmSm90) {
-    return LaunchQmmSm90(problem, buffers, choice, DeviceInfo(ordinal), stream);
+    return LaunchQmmSm90(problem, buffers, choice, DeviceInfo(ordinal), early_start, stream);
   }
   const auto launch = problem.transposed ? LaunchQmmSm80Transposed : LaunchQmmSm80;
   const cudaError_t error = launch(problem, buffers, choice, stream);

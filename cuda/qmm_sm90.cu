@@ -110,20 +110,21 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
 // A grid of clusters. Stays where it is: the configuration points into it.
 struct LaunchConfig {
   LaunchConfig(const TileShape& tile, int64_t clusters, int cluster_ctas, int shared_bytes,
-               cudaStream_t stream) {
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(cluster_ctas), 1, 1};
+               bool early_start, cudaStream_t stream) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {static_cast<unsigned>(cluster_ctas), 1, 1};
+    attributes[1] = EarlyStart();
     config.gridDim = static_cast<unsigned>(clusters * cluster_ctas);
     config.blockDim = tile.threads();
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = early_start ? 2 : 1;
   }
   LaunchConfig(const LaunchConfig&) = delete;
   LaunchConfig& operator=(const LaunchConfig&) = delete;
 
-  cudaLaunchAttribute cluster;
+  cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
 };
 
@@ -175,7 +176,7 @@ cudaError_t InitializeQmmSm90(Device& device) {
       }
     }
     for (int cluster_ctas : {1, 2, 4}) {
-      const LaunchConfig launch(tile, 1, cluster_ctas, SharedBytes(tile), nullptr);
+      const LaunchConfig launch(tile, 1, cluster_ctas, SharedBytes(tile), false, nullptr);
       const cudaError_t error = cudaOccupancyMaxActiveClusters(
           &device.clusters[tile.ctas_per_sm][cluster_ctas], Find(problem, number), &launch.config);
       if (error != cudaSuccess) return error;
@@ -185,7 +186,8 @@ cudaError_t InitializeQmmSm90(Device& device) {
 }
 
 cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers,
-                          const Choice& choice, const Device& device, cudaStream_t stream) {
+                          const Choice& choice, const Device& device, bool early_start,
+                          cudaStream_t stream) {
   using namespace qmm_sm90;
   const TileShape& tile = kTiles[choice.tile];
   const Division division = DivisionOf(problem, tile, choice.mates, choice.split_k, device.num_sms);
@@ -212,7 +214,8 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
     }
   }
   const int64_t clusters = std::min(division.tasks(), division.resident);
-  const LaunchConfig launch(tile, clusters, choice.mates, p.plan.shared_bytes(), stream);
+  const LaunchConfig launch(tile, clusters, choice.mates, p.plan.shared_bytes(), early_start,
+                            stream);
   error = cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
   if (error != cudaSuccess || division.parts == 1) return error;
   return LaunchReduceParts(problem, division, tile, p, stream);

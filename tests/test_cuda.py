@@ -264,13 +264,13 @@ def permuted(k, n, *, shards=1, seed=1):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("k", "shards"), [(4096, 1), (1000, 1), (201, 1), (512, 2), (200, 2)])
+@pytest.mark.parametrize(("k", "shards"), [(20000, 1), (4096, 1), (1000, 1), (201, 1), (512, 2), (200, 2)])
 def test_calls_gather_lhs(k, shards, dtype):
     """The bits are those of the stored rows times lhs in their order."""
     rhs, order = permuted(k, 200, shards=shards)
     stored = dataclasses.replace(rhs, permutation=None)
     weight = dequantize(rhs)
-    for m in (0, 1, 5, 33):
+    for m in (0, 1, 5, 33, 300):
         lhs = normal(m, k).astype(dtype)
         got = matmul(lhs, rhs, backend="cuda")
         want = matmul(lhs[:, order], stored, backend="cuda")
@@ -279,7 +279,7 @@ def test_calls_gather_lhs(k, shards, dtype):
         assert_within(got, oracle.exact, oracle.bound(dtype))
 
 
-@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("m", [*ROWS, 600])
 def test_calls_that_gather_wait_for_their_operands(m):
     """Layers one after the other, from a graph; lhs, orders and weights of the same program."""
     layers = [permuted(512, 512, seed=seed)[0] for seed in range(4)]
@@ -302,7 +302,7 @@ def test_calls_that_gather_wait_for_their_operands(m):
         assert np.asarray(program(lhs, one)).tobytes() == want
 
 
-def gathered_by_a_call(permutation, *, m=3000, k=72, transposed=False, gathered=None):
+def gathered_by_a_call(permutation, *, m, k=72, transposed=False, gathered=None):
     """lhs, and what the custom call makes of it, whose weights (k, k) are all zero."""
     lhs = normal(m, k)[None]
     like = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
@@ -325,13 +325,14 @@ def gathered_by_a_call(permutation, *, m=3000, k=72, transposed=False, gathered=
     return np.asarray(lhs), np.asarray(gathered)
 
 
+@pytest.mark.parametrize("m", [3000, 5000])  # columns from memory; whole rows first
 @pytest.mark.parametrize(("k", "parts"), [(72, 6), (72, 1), (70, 10), (70, 1), (1, 1)])
-def test_positions_beyond_a_part_are_clamped_to_it(k, parts):
+def test_positions_beyond_a_part_are_clamped_to_it(k, parts, m):
     """Parts may end inside of the columns of a thread, and a thread has more rows than one."""
     size = k // parts
     order = np.random.default_rng(0).integers(-3, size + 3, (parts, size))
     order[0, 0], order[-1, -1] = -(2**31), 2**31 - 1
-    lhs, gathered = gathered_by_a_call(order.astype(np.int32), k=k)
+    lhs, gathered = gathered_by_a_call(order.astype(np.int32), m=m, k=k)
     columns = np.clip(order, 0, size - 1) + size * np.arange(parts)[:, None]
     assert gathered.tobytes() == lhs[..., columns.ravel()].tobytes()
 
