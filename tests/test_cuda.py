@@ -264,7 +264,9 @@ def permuted(k, n, *, shards=1, seed=1):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("k", "shards"), [(20000, 1), (4096, 1), (1000, 1), (201, 1), (512, 2), (200, 2)])
+@pytest.mark.parametrize(
+    ("k", "shards"), [(20000, 1), (4096, 1), (1000, 1), (201, 1), (512, 2), (200, 2)]
+)
 def test_calls_gather_lhs(k, shards, dtype):
     """The bits are those of the stored rows times lhs in their order."""
     rhs, order = permuted(k, 200, shards=shards)
