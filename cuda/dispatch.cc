@@ -215,7 +215,9 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
   const bool fused = problem.lhs == ElementType::kBf16 && problem.scale == ElementType::kBf16 &&
                      problem.zero != ZeroKind::kInteger && problem.group_size > 0 &&
                      problem.group_size % (2 * kAtom) == 0;
-  const double kind = problem.bits == 8 ? fit.wide : fused ? fit.fused : 1;
+  // Of few tokens, whole tiles take longer than of as many as a tile has.
+  const double few = problem.m <= 8 && division.parts == 1 ? 1.3 : 1;
+  const double kind = few * (problem.bits == 8 ? fit.wide : fused ? fit.fused : 1);
   const auto rounds = [&](int64_t tasks, int parts) {
     if (tasks == 0) return 0.0;
     const bool alone = tile.ctas_per_sm == 1 || tasks * choice.mates <= device.num_sms;
