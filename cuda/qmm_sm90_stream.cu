@@ -324,7 +324,7 @@ cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& joined, const Operands* p
   Params p = ParamsOf(joined, buffers, choice, ctas_per_sm, early_start);
   const int clusters = Divide(products, count, choice.slices, p);
   const cudaError_t error = DescribeMatrix(buffers.lhs, joined.lhs, joined.batch * joined.m,
-                                           joined.k, choice.block_m, p.plan.stage_atoms, &p.lhs);
+                                           joined.k, p.plan.lhs_rows, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
   const LaunchConfig launch(clusters, joined.batch, choice.split_k, p.plan.shared_bytes,
                             early_start, stream);

@@ -32,6 +32,10 @@ constexpr int SharedBytes(int ctas_per_sm) { return (228 / ctas_per_sm - 1) * 10
 inline constexpr int kAloneBytes = 117 * 1024;
 inline constexpr int kAloneStages = 3;
 
+// Of so few tokens, shared memory has no rows but theirs: rows of a box that do not exist take the copy engine
+// longer than others.
+inline constexpr int kFewTokens = 4;
+
 // Of permuted activations, most shared memory for what a CTA gathers itself, and for the rows that it gathers
 // from: more would leave too little for weights.
 inline constexpr int kMostGatheredBytes = 24 * 1024;
@@ -63,9 +67,10 @@ struct Plan {
   int stages;                      // of all of k
   int stage_groups, stage_strips;  // most that a stage touches
   StageBytes bytes;
-  int slot_bytes;      // bytes.total()
-  int owned_shift;     // a CTA adds up 2^owned_shift slices of a tile, or fewer
-  bool gathers;        // permuted activations are gathered by each CTA, for its part of k
+  int slot_bytes;   // bytes.total()
+  int owned_shift;  // a CTA adds up 2^owned_shift slices of a tile, or fewer
+  int lhs_rows;     // of activations and an atom in shared memory: the instance's tokens, or fewer
+  bool gathers;     // permuted activations are gathered by each CTA, for its part of k
   int gathered, rows;  // if so: where they are, and whole rows to gather from
   int ring;            // where the stages begin
   int num_stages;      // depth of the ring; below 2: not to be run
@@ -114,8 +119,10 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
   const int64_t row_bytes = problem.m * 2;  // of an element of k
   const int64_t gathered_bytes = CeilDiv(plan.stages, cluster) * stage_k * row_bytes;
   const int64_t gather_bytes = gathered_bytes + problem.k * row_bytes;
-  plan.gathers = problem.orders > 0 && tokens == 8 && gather_bytes <= kMostGatheredBytes;
-  plan.bytes = {plan.gathers ? 0 : plan.stage_atoms * tokens * static_cast<int>(kAtom) * 2,
+  const bool few = problem.m <= kFewTokens;
+  plan.gathers = problem.orders > 0 && few && gather_bytes <= kMostGatheredBytes;
+  plan.lhs_rows = few ? static_cast<int>(problem.m) : tokens;
+  plan.bytes = {plan.gathers ? 0 : plan.stage_atoms * plan.lhs_rows * static_cast<int>(kAtom) * 2,
                 plan.stage_atoms * plan.tile_slices * per_slice,
                 per_group * static_cast<int>(problem.scale_bytes()),
                 per_group * static_cast<int>(problem.zero_bytes())};

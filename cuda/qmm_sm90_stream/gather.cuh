@@ -41,7 +41,7 @@ __device__ inline void GatherActivations(const Params& p, const Share& share, Me
         values[j] = LoadShared2(begin + columns[2 * j] * 2) |
                     LoadShared2(begin + columns[2 * j + 1] * 2) << 16;
       }
-      StoreShared16(gathered + (atom * p.m + row) * kRowBytes + (column ^ row % 8) * kCopyBytes,
+      StoreShared16(gathered + (atom * p.m + row) * kRowBytes + column * kCopyBytes,
                     make_uint4(values[0], values[1], values[2], values[3]));
     }
     load(i + kMultipliers);

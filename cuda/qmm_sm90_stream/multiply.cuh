@@ -40,9 +40,10 @@ class StageMultiplier {
     // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the tile of tokens i / 16;
     // with a single tile, of the step i / 16.
     int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
-    if (I::kGathers) row = min(row, p_.m - 1);
     const int column = lane_ / 8 % (4 / kTogether);
-    lhs_ = Keep(atom_ * LhsBytes() + row * kRowBytes + (column ^ row % 8) * kCopyBytes);
+    int chunk = column ^ row % 8;
+    if (kMayBeFew && p_.m <= kFewTokens) row = min(row, p_.m - 1), chunk = column;
+    lhs_ = Keep(atom_ * LhsBytes() + row * kRowBytes + chunk * kCopyBytes);
   }
 
   // A tile of `slices` that begins with slice `tile`; `own`: the first of the warp's two, in the tile.
@@ -69,7 +70,9 @@ class StageMultiplier {
   }
 
   // Of activations and an atom.
-  __device__ int LhsBytes() const { return (I::kGathers ? p_.m : I::kTiles * 8) * kRowBytes; }
+  __device__ int LhsBytes() const {
+    return (kMayBeFew ? p_.plan.lhs_rows : I::kTiles * 8) * kRowBytes;
+  }
 
   // This warp's atoms of a stage and its activations, with which `left` atoms are left along k.
   __device__ void Multiply(uint32_t stage, uint32_t activations, int left, Sums<I>& sums) const {
@@ -91,6 +94,7 @@ class StageMultiplier {
   }
 
  private:
+  static constexpr bool kMayBeFew = I::kTiles == 1;
   // One load of fragments is two tiles of tokens of one step; with a single tile, two steps.
   static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
   static constexpr int kRows = kAtom;  // of a group
