@@ -141,6 +141,8 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
   Choice choice;
   choice.kernel = Kernel::kQmmSm90Stream;
   choice.block_m = stream::TileTokens(problem.m);
+  // What two CTAs on a multiprocessor gain over one where they start early, in microseconds.
+  constexpr double kEarly = 1.6;
   // At least, and from one choice to the next.
   const int step = stream::SliceStep(problem);
   double best = 0;
@@ -150,7 +152,8 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
       other.split_k = cluster_ctas;
       other.slices = slices;
       if (StreamPlan(problem, device, other).num_stages < 2) continue;
-      const double cost = StreamCost(problem, device, other);
+      double cost = StreamCost(problem, device, other);
+      if (problem.early_start && StreamCtasPerSm(problem, device, other) > 1) cost -= kEarly;
       if (choice.slices > 0 && cost >= best) continue;
       best = cost;
       choice = other;
