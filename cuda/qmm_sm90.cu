@@ -86,6 +86,8 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.num_weights = problem.num_weights;
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);
+  p.lhs_tokens = tile.tokens / choice.mates;
+  if (choice.mates == 1) p.lhs_tokens = std::min(p.lhs_tokens, p.m);
   p.n_blocks = static_cast<int>(problem.n_blocks());
   p.strips = static_cast<int>(problem.strips());
   p.k_blocks = static_cast<int>(problem.k_blocks());
@@ -193,7 +195,7 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
   const Division division = DivisionOf(problem, tile, choice.mates, choice.split_k, device.num_sms);
   Params p = ParamsOf(problem, buffers, choice, division);
   cudaError_t error = DescribeMatrices(buffers.lhs, problem.lhs, problem.batch, problem.m,
-                                       problem.k, tile.tokens / choice.mates, &p.lhs);
+                                       problem.k, p.lhs_tokens, &p.lhs);
   if (error != cudaSuccess) return error;
   constexpr int64_t kRowBytes = 128;  // and 64 elements of 16 bits
   const int64_t atom_rows = problem.words_per_atom() * 4 / kRowBytes;

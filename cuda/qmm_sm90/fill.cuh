@@ -28,8 +28,9 @@ class StageFiller {
 
  private:
   static constexpr int kCtaStrips = I::kCtaStrips;
-  static constexpr int kLhsBytes = I::kTokens * static_cast<int>(kAtom) * 2;  // of an atom
-  static constexpr int kAtomRows = kAtomBytes<I::kBits> / 128;                // of codes
+  static constexpr int kRowBytes = static_cast<int>(kAtom) * 2;  // of activations and an atom
+  static constexpr int kLhsBytes = I::kTokens * kRowBytes;
+  static constexpr int kAtomRows = kAtomBytes<I::kBits> / 128;  // of codes
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<I::kBits>;
   static_assert(3 * kCtaStrips <= 32);
 
@@ -62,7 +63,8 @@ class StageFiller {
     if (lane_ == 0) {
       const int group_bytes =
           static_cast<int>(kAtom) * (static_cast<int>(sizeof(typename I::S)) + p_.zero_bytes);
-      ArriveExpecting(barrier, atoms * kLhsBytes + strips_ * (kStripBytes + groups * group_bytes));
+      const int lhs_bytes = (p_.lhs_tokens << p_.mate_shift) * kRowBytes;
+      ArriveExpecting(barrier, atoms * lhs_bytes + strips_ * (kStripBytes + groups * group_bytes));
     }
     __syncwarp();
     if (codes_) {
@@ -73,9 +75,8 @@ class StageFiller {
     }
     if (lane_ >= 32 - I::kStageAtoms) {
       const int own = lane_ - (32 - I::kStageAtoms);
-      const int tokens = I::kTokens >> p_.mate_shift;
-      const int k = (atom + own) * static_cast<int>(kAtom), token = mate_ * tokens;
-      const uint32_t target = stage + own * kLhsBytes + token * 128;
+      const int k = (atom + own) * static_cast<int>(kAtom), token = mate_ * p_.lhs_tokens;
+      const uint32_t target = stage + own * kLhsBytes + token * kRowBytes;
       if (own < atoms && p_.mate_shift == 0) {
         CopyBox(target, &p_.lhs, k, tile.token, tile.batch, barrier);
       } else if (own < atoms) {

@@ -50,7 +50,7 @@ enum class Form {
 };
 
 struct Params {
-  CUtensorMap lhs;       // [batch, m, k] in boxes of a mate's part of a tile's tokens and 64 of k
+  CUtensorMap lhs;       // [batch, m, k] in boxes of `lhs_tokens` and 64 of k
   CUtensorMap codes;     // [weights x strips, atoms, 128 bytes] in boxes of a stage of a strip
   CUtensorMap out;       // [batch, m, n] in boxes of kStoreTokens and 64 of n, if `aligned`
   CUtensorMap residual;  // the same of the epilogue's, if `residual_boxes`
@@ -65,6 +65,9 @@ struct Params {
   Form form;
   int64_t num_weights;
   int m, n;
+  // A mate's part of a tile's tokens; of a single tile no more than there are, as rows that do not exist take
+  // the copy engine longer than others. Of tokens beyond m, shared memory has anything, and sums are not stored.
+  int lhs_tokens;
   int n_blocks, k_blocks, groups;
   // Of the weights of an element of the batch; of a gated product, gate and up take turns. Tiles are
   // counted in these.
