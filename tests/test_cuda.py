@@ -128,19 +128,29 @@ def test_split_sums_are_bitwise_equal_from_run_to_run(m, n, k):
 
 @pytest.mark.parametrize(
     "format",
-    [INT4, Format(4, 32, "float"), Format(4, 128, "float"), Format(8, 128, "none")],
+    [INT4, UINT4, Format(4, 32, "float"), Format(4, 128, "float"), Format(8, 128, "none")],
     ids=str,
 )
-def test_scales_small_and_large(format):
-    """A kernel may multiply by scales below 2 otherwise than where one of many is larger."""
-    rhs = quantize(normal(1024, 320, seed=1), format)
-    powers = np.random.default_rng(2).choice([8, 40] + 63 * [-40, 0], rhs.scale.shape)
-    powers[:, 64:192] = np.minimum(powers[:, 64:192], 0)
+@pytest.mark.parametrize(
+    ("dtype", "large", "small"),
+    [(jnp.bfloat16, [8, 40], [-40, 0]), (jnp.float16, [-3, 2], [-9, -6])],
+    ids=["bfloat16", "float16"],
+)
+def test_scales_small_and_large(dtype, large, small, format):
+    """A kernel may multiply by small scales otherwise than where one of many is larger.
+
+    Scales are 0.01 to 0.7 times a power of two: small is below 2, in float16 below 1/32.
+    """
+    rhs = quantize(normal(1024, 320, seed=1).astype(dtype), format)
+    powers = np.random.default_rng(2).choice(large + 63 * small, rhs.scale.shape)
+    powers[:, 64:192] = np.minimum(powers[:, 64:192], max(small))
     factor = jnp.asarray(2.0**powers, rhs.scale.dtype)
-    zero = None if rhs.zero is None else rhs.zero * factor
+    zero = rhs.zero
+    if format.zero == "float":
+        zero = zero * factor
     rhs = dataclasses.replace(rhs, scale=rhs.scale * factor, zero=zero)
     for m in (1, 16, 32, 64, 130, 300):
-        lhs = normal(m, 1024)
+        lhs = normal(m, 1024).astype(dtype)
         oracle = Oracle.of(lhs, dequantize(rhs))
         got = matmul(lhs, rhs, backend="cuda")
         assert_within(got, oracle.exact, oracle.bound(lhs.dtype))

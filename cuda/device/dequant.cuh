@@ -160,6 +160,19 @@ __device__ inline void SeparateCodes(const uint32_t (&words)[kWordsPerStep<kBits
   }
 }
 
+// Of f16 in 4 bits, as high as all can stand as subnormals: those of row g from bit kLifted on, those of
+// row g + 8 kSecondUp<4> bits above.
+inline constexpr int kLifted = 3;
+
+__device__ inline void LiftCodes(uint32_t word, uint32_t (&codes)[4]) {
+#pragma unroll
+  for (int v = 0; v < 2; ++v) {
+    const uint32_t lifted = v == 0 ? word << kLifted : word >> (8 - kLifted);
+    codes[2 * v] = lifted & 0x000f000f << kLifted;
+    codes[2 * v + 1] = lifted & 0x00f000f0 << kLifted;
+  }
+}
+
 // Codes to integers for sums that are scaled afterwards: (q - z) * 2^-kShift, exactly. Codes are read
 // as subnormals where they stand, which takes no shift for every other one. Of the powers of two that
 // this offers in bf16, 2^-12 keeps the sum of an atom's products in float32 from overflowing at the top

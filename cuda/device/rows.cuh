@@ -159,22 +159,40 @@ class ScaledRowPair {
   IntegerCentre<T, kDown> centre_[2];
 };
 
-// Bit for bit the same weights, by one fma each from the codes where they stand: of float zeros or none, and
-// of scales that Takes() allows. The scale brings the 2^127 that make a subnormal's unit 2^-kWeightShift,
-// and so has to be below 2. Without zeros 2^(kBits - 1) times the scale is exact.
+// For which lhs and widths there are FusedRowPairs.
+template <typename T, int kBits>
+inline constexpr bool kCanFuse = std::is_same_v<T, __nv_bfloat16> || kBits == 4;
+
+// Bit for bit the same weights, by one fma each from the codes as they stand: of float zeros or none, and of
+// scales of type T that Takes() allows. The scale brings the power of two that makes a subnormal's unit
+// 2^-kWeightShift, and so has to be small. Without zeros 2^(kBits - 1) times the scale is exact.
 template <typename T, int kBits>
 class FusedRowPair {
  public:
-  // Of a pair of scales, or several, one or another: whether all are below 2.
-  static __device__ bool Takes(uint32_t scales) { return (scales & PowersOfTwo<T>(1)) == 0; }
+  // Of pairs of scales, what Takes() needs of them all.
+  static __device__ uint32_t Join(uint32_t a, uint32_t b) {
+    return kHalf ? __vmaxu2(a & 0x7fff7fff, b & 0x7fff7fff) : a | b;
+  }
+  // Whether all are below 2, of f16 below 2^-5.
+  static __device__ bool Takes(uint32_t scales) {
+    if constexpr (kHalf) {
+      constexpr uint32_t kLimit = PowerOfTwo<T>(-5);
+      return (scales & 0xffff) < kLimit && scales >> 16 < kLimit;
+    }
+    return (scales & PowersOfTwo<T>(1)) == 0;
+  }
 
   __device__ void Start(bool float_zeros) { float_zeros_ = float_zeros; }
 
   __device__ void LoadScales(uint32_t scale) {
     const uint32_t both = LoadShared4(scale);
-    constexpr int kUp = -kSubnormalUnit<T> - kDown;
-    Duplicate(Multiply<T>(both, PowerOfTwo<T>(kUp) | PowerOfTwo<T>(kUp - kSecondUp<kBits>) << 16),
-              scale_);
+    constexpr int kUp = -kSubnormalUnit<T> - kDown - (kHalf ? kLifted : 0);
+    // Larger than 2^15 there are none in f16.
+    constexpr int kFirst = kHalf ? 15 : kUp;
+    uint32_t up =
+        Multiply<T>(both, PowerOfTwo<T>(kFirst) | PowerOfTwo<T>(kFirst - kSecondUp<kBits>) << 16);
+    if (kHalf) up = Multiply<T>(up, PowersOfTwo<T>(kUp - kFirst));
+    Duplicate(up, scale_);
     if (!float_zeros_) {
       Duplicate(Multiply<T>(both, PowersOfTwo<T>(kBits - 1 - kDown) | kNegativeZeros), offset_);
     }
@@ -186,13 +204,18 @@ class FusedRowPair {
   // The weights of one step, in the order of operand A.
   __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
                              uint32_t (&weights)[4]) const {
-    SeparateCodes<kBits>(codes, weights);
+    if constexpr (kHalf) {
+      LiftCodes(codes[0], weights);
+    } else {
+      SeparateCodes<kBits>(codes, weights);
+    }
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       weights[j] = Pair<T>::Fma(weights[j], scale_[j % 2], offset_[j % 2]);
   }
 
  private:
+  static constexpr bool kHalf = std::is_same_v<T, __half>;
   static constexpr int kDown = kWeightShift<T>;
 
   // A pair of values of rows g and g + 8: each in both halves.

@@ -6,8 +6,9 @@
 //   registers 1                 dequantize ─► products           dequantize ─►
 //
 // The scales of a single group multiply sums: its loop dequantizes to integers, and loads no scales. Of more
-// groups there is a loop for scales that save an instruction of each pair of weights, which is decided for a
-// task at a time, as a branch within its loop would take longer than that saves.
+// groups there is a loop for stages that are of one group each, whose scales are loaded once a stage and, if
+// they allow it, save an instruction of each pair of weights; which is decided for a task at a time, as a branch
+// within the loop would take longer than that saves.
 //
 // A unit is one strip and one atom of k, of large tiles half an atom: 16 or 8 registers of weights, four
 // or two products. There are two sets of registers, so while the products of one unit run, the next is
@@ -79,8 +80,8 @@ class TileMultiplier {
 #pragma unroll
       for (int h = 0; h < 2; ++h) factors[s][h] = kUnit;
     }
-    if constexpr (kHasFusedRows) {
-      if (TakesFusedRows(task)) return MultiplyGroups<FusedRows>(task, sums, cursor);
+    if constexpr (kHasStageRows) {
+      if (TakesStageRows(task)) return MultiplyGroups<StageRows>(task, sums, cursor);
     }
     MultiplyGroups<GroupRows>(task, sums, cursor);
   }
@@ -88,13 +89,14 @@ class TileMultiplier {
  private:
   // Of a strip: with a group's scales, which every atom loads, or every stage, or with a channel's.
   using GroupRows = ScaledRowPair<T, S, kBits>;
-  using FusedRows = FusedRowPair<T, kBits>;
+  struct LoadedOnce : GroupRows {};
+  static constexpr bool kFused = I::kZero != ZeroKind::kInteger && kCanFuse<T, kBits>;
+  using StageRows = std::conditional_t<kFused, FusedRowPair<T, kBits>, LoadedOnce>;
   using ChannelRows = ChannelRowPair<T, S, kBits>;
 
-  // Large tiles hide what it would save.
-  static constexpr bool kHasFusedRows = I::kTokens <= 128 && I::kZero != ZeroKind::kInteger &&
-                                        std::is_same_v<T, __nv_bfloat16> &&
-                                        std::is_same_v<S, __nv_bfloat16>;
+  // Large tiles hide what these would save.
+  static constexpr bool kHasStageRows = I::kTokens <= 128 && std::is_same_v<S, T>;
+  static constexpr bool kBothHalves = I::kTokens <= 128 && I::kZero != ZeroKind::kNone;
 
   static constexpr float kUnit = 1 << kWeightShift<T>;                        // of sums
   static constexpr int kLhsBytes = I::kTokens * static_cast<int>(kAtom) * 2;  // of an atom
@@ -119,9 +121,14 @@ class TileMultiplier {
     if (free_ != 0) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
   }
 
-  // Whether FusedRows take all scales of the warpgroup's part of a task, whose stages are of one group each.
-  __device__ bool TakesFusedRows(const Task& task) const {
+  // Whether stages are of one group each, and StageRows take all scales of the warpgroup's part of a task.
+  __device__ bool TakesStageRows(const Task& task) const {
     if (p_.groups_per_atom > 1 || p_.atoms_per_group.divisor % I::kStageAtoms != 0) return false;
+    if constexpr (kFused) return TakeScales(task);
+    return true;
+  }
+
+  __device__ bool TakeScales(const Task& task) const {
     const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
     constexpr int kChunks = static_cast<int>(kAtom * sizeof(S)) / kCopyBytes;  // of a group
     const int group = FirstGroup(p_, task.atom_begin);
@@ -136,10 +143,12 @@ class TileMultiplier {
 #pragma unroll 4
       for (int i = thread; i < groups * kChunks; i += 128) {
         const uint4 chunk = __ldg(scales + i);
-        any |= chunk.x | chunk.y | chunk.z | chunk.w;
+        for (uint32_t both : {chunk.x, chunk.y, chunk.z, chunk.w}) {
+          any = StageRows::Join(any, both);
+        }
       }
     }
-    return AllOf(1 + warpgroup, 128, FusedRows::Takes(any));
+    return AllOf(1 + warpgroup, 128, StageRows::Takes(any));
   }
 
   template <class R>
@@ -191,8 +200,12 @@ class TileMultiplier {
         LoadBoxedCodes<kBits>(stage + codes_ + s * kStripBytes + in_stage * kAtomBytes<kBits>,
                               codes);
         const int row = row_ + s * strip_rows_ + rows;
-        if (kGroups || (std::is_same_v<R, FusedRows> && in_stage == 0)) {
+        if (kGroups || (std::is_same_v<R, StageRows> && in_stage == 0)) {
           LoadRows(scales, row, pairs[s]);
+        }
+        R second = pairs[s];  // of the atom's second half
+        if (kGroups && kBothHalves) {
+          LoadRows(scales, row + (p_.groups_per_atom - 1) * static_cast<int>(kAtom), second);
         }
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
@@ -200,10 +213,12 @@ class TileMultiplier {
           const int first = unit * kUnitSteps;
 #pragma unroll
           for (int step = 0; step < kUnitSteps; ++step) {
-            if (kGroups && first + step == kStepsPerAtom / 2 && p_.groups_per_atom > 1) {
+            constexpr int kMiddle = kStepsPerAtom / 2;
+            if (kGroups && !kBothHalves && first + step == kMiddle && p_.groups_per_atom > 1) {
               LoadRows(scales, row + static_cast<int>(kAtom), pairs[s]);
             }
-            pairs[s].Dequantize(codes[first + step], own[step]);
+            const bool later = kGroups && kBothHalves && first + step >= kMiddle;
+            (later ? second : pairs[s]).Dequantize(codes[first + step], own[step]);
           }
           KeepAll(own);
           FenceOperands();
