@@ -141,6 +141,8 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
   Choice choice;
   choice.kernel = Kernel::kQmmSm90Stream;
   choice.block_m = stream::TileTokens(problem.m);
+  // What two CTAs on a multiprocessor gain over one where they start early, in microseconds.
+  constexpr double kEarly = 1.6;
   // At least, and from one choice to the next.
   const int step = stream::SliceStep(problem);
   double best = 0;
@@ -150,7 +152,8 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
       other.split_k = cluster_ctas;
       other.slices = slices;
       if (StreamPlan(problem, device, other).num_stages < 2) continue;
-      const double cost = StreamCost(problem, device, other);
+      double cost = StreamCost(problem, device, other);
+      if (problem.early_start && StreamCtasPerSm(problem, device, other) > 1) cost -= kEarly;
       if (choice.slices > 0 && cost >= best) continue;
       best = cost;
       choice = other;
@@ -199,25 +202,27 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
     double megabyte;       // of parts
     double mates;          // sharing activations, over not
     double wide;           // an atom of 8 bits, over one of 4
-    double fused;  // an atom of 4 bits whose scales take fewer instructions, over one of others
   };
-  constexpr Fit kFits[] = {{0.651, 0, 2.86, 1.0, 1.9, 0.31, -0.75, 1.06, 1},
-                           {0.371, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06, 0.94},
-                           {0.289, 0, 1.43, 1.8, 1.0, 0.51, 0.80, 0.98, 0.97},
-                           {0.308, 0.475, 0.97, 2.5, 1.1, 0.35, 0.11, 1.3, 0.97},
-                           {0.268, 0.378, 0.76, 2.5, 0.9, 0.55, 0.46, 0.98, 0.93},
-                           {0.52, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06, 0.945}};
+  constexpr Fit kFits[] = {{0.651, 0, 2.86, 1.0, 1.9, 0.31, -0.75, 1.06},
+                           {0.371, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06},
+                           {0.289, 0, 1.43, 1.8, 1.0, 0.51, 0.80, 0.98},
+                           {0.308, 0.475, 0.97, 2.5, 1.1, 0.35, 0.11, 1.3},
+                           {0.268, 0.378, 0.76, 2.5, 0.9, 0.55, 0.46, 0.98},
+                           {0.52, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06}};
   static_assert(std::size(kFits) == qmm_sm90::kNumTiles);
   const Fit& fit = kFits[choice.tile];
   const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
   const qmm_sm90::Division division = Sm90Division(problem, device, choice);
   const int64_t stages = CeilDiv(problem.k_blocks(), tile.stage_atoms);
-  const bool fused = problem.lhs == ElementType::kBf16 && problem.scale == ElementType::kBf16 &&
-                     problem.zero != ZeroKind::kInteger && problem.group_size > 0 &&
-                     problem.group_size % (2 * kAtom) == 0;
-  // Of few tokens, whole tiles take longer than of as many as a tile has.
-  const double few = problem.m <= 8 && division.parts == 1 ? 1.3 : 1;
-  const double kind = few * (problem.bits == 8 ? fit.wide : fused ? fit.fused : 1);
+  // Of groups that stages lie in, tiles that do not hide it dequantize in fewer instructions: scales are fused,
+  // or at least loaded once a stage.
+  const bool once = tile.tokens <= 128 && problem.scale == problem.lhs && problem.group_size > 0 &&
+                    problem.group_size % (2 * kAtom) == 0;
+  constexpr double kFused = 0.94, kLoadedOnce = 0.97;
+  const double kind = problem.bits == 8                    ? fit.wide
+                      : !once                              ? 1
+                      : problem.zero == ZeroKind::kInteger ? kLoadedOnce
+                                                           : kFused;
   const auto rounds = [&](int64_t tasks, int parts) {
     if (tasks == 0) return 0.0;
     const bool alone = tile.ctas_per_sm == 1 || tasks * choice.mates <= device.num_sms;

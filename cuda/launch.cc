@@ -129,7 +129,9 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
                                   bool early_start) {
   if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
   const DeviceState& state = StateOf(ordinal);
-  const Choice choice = Select(problem, state.device, workspace_bytes, state.tuned.get());
+  QuantizedMatmul selected = problem;
+  selected.early_start = early_start;
+  const Choice choice = Select(selected, state.device, workspace_bytes, state.tuned.get());
   return LaunchChoice(problem, buffers, choice, ordinal, stream, early_start);
 }
 
@@ -144,7 +146,8 @@ cudaError_t LaunchQuantizedMatmuls(const std::vector<Operands>& products, int64_
            MayJoin(*first, first[count])) {
       ++count;
     }
-    const QuantizedMatmul joined = Join(first, count);
+    QuantizedMatmul joined = Join(first, count);
+    joined.early_start = early_start;
     if (joined.batch == 0 || joined.m == 0) return cudaSuccess;
     const bool together =
         count > 1 && Unsupported(Kernel::kQmmSm90Stream, joined, state.device).empty();

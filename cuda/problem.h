@@ -50,6 +50,7 @@ struct QuantizedMatmul {
   // Equal parts of k whose rows are stored in an order of their own; 0: none. CUDA only.
   int64_t orders = 0;
   Epilogue epilogue;
+  bool early_start = false;  // behind another kernel of its call
 
   int64_t lhs_columns() const { return transposed ? n : k; }
   int64_t out_columns() const { return transposed ? k : n; }

@@ -324,11 +324,13 @@ cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& joined, const Operands* p
   Params p = ParamsOf(joined, buffers, choice, ctas_per_sm, early_start);
   const int clusters = Divide(products, count, choice.slices, p);
   const cudaError_t error = DescribeMatrix(buffers.lhs, joined.lhs, joined.batch * joined.m,
-                                           joined.k, choice.block_m, p.plan.stage_atoms, &p.lhs);
+                                           joined.k, p.plan.lhs_rows, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
   const LaunchConfig launch(clusters, joined.batch, choice.split_k, p.plan.shared_bytes,
                             early_start, stream);
-  const Variant variant = {choice.block_m, ctas_per_sm, p.plan.gathers};
+  // Among kernels that start early, a CTA that is alone leaves registers to one of the next.
+  const Variant variant = {choice.block_m, early_start ? kMaxCtasPerSm : ctas_per_sm,
+                           p.plan.gathers};
   return cudaLaunchKernelEx(&launch.config, Find(joined, variant), p);
 }
 

@@ -127,14 +127,6 @@ def test_tiles_that_fill_no_round_are_divided(m, n, k, divided):
     assert choice["split_k"] == 1 or select(m=m, n=n, k=k, **H200, workspace_bytes=0) != choice
 
 
-@pytest.mark.parametrize("m", [1, 8])
-@pytest.mark.parametrize("group_size", [128, -1])
-def test_few_tokens_of_8_bits_are_a_stream(m, group_size):
-    """Whole tiles of 32 tokens would take as many copies and more."""
-    choice = select(m=m, n=28672, k=8192, **{**H200, "bits": 8, "group_size": group_size})
-    assert choice["kernel"] == "qmm_sm90_stream"
-
-
 def test_tiles_of_gated_products_have_whole_pairs():
     """Of 150 tiles of three strips 18 are divided, but a gate and its up take 224 of two."""
     assert select(m=128, n=28672, k=8192, **H200)["split_k"] == 7

@@ -282,6 +282,7 @@ void TimeAll(const TimeOptions& options) {
     for (auto [n, k] : options.layers) {
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
+      problem.early_start = options.early_start;
       problem.num_weights = problem.weights_per_element();
       problem.epilogue.bias = problem.epilogue.residual = problem.lhs;
       if (const std::string reason = Unsupported(problem, DeviceInfo(0)); !reason.empty()) {

@@ -26,6 +26,9 @@ inline constexpr int kBarriersBytes = 512;  // room for all barriers, at the sta
 // Most shared memory of a CTA: of 228 KiB, 1 KiB for the system.
 constexpr int SharedBytes(int ctas_per_sm) { return (228 / ctas_per_sm - 1) * 1024; }
 
+// Most codes in a CTA's ring: with more of them on their way, all take longer.
+inline constexpr int kMostCodeBytes = 64 * 1024;
+
 // A CTA that shall have a multiprocessor to itself takes more than half of it, so that two never meet where
 // they start before an earlier kernel has left all others; but, if a ring of these stages fits, no more
 // than leaves room for a CTA of the next kernel, whose weights are then there when this one ends.
@@ -63,9 +66,10 @@ struct Plan {
   int stages;                      // of all of k
   int stage_groups, stage_strips;  // most that a stage touches
   StageBytes bytes;
-  int slot_bytes;      // bytes.total()
-  int owned_shift;     // a CTA adds up 2^owned_shift slices of a tile, or fewer
-  bool gathers;        // permuted activations are gathered by each CTA, for its part of k
+  int slot_bytes;   // bytes.total()
+  int owned_shift;  // a CTA adds up 2^owned_shift slices of a tile, or fewer
+  bool gathers;     // permuted activations are gathered by each CTA, for its part of k
+  int lhs_rows;     // of activations and an atom in shared memory: the instance's tokens, or fewer
   int gathered, rows;  // if so: where they are, and whole rows to gather from
   int ring;            // where the stages begin
   int num_stages;      // depth of the ring; below 2: not to be run
@@ -115,7 +119,9 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
   const int64_t gathered_bytes = CeilDiv(plan.stages, cluster) * stage_k * row_bytes;
   const int64_t gather_bytes = gathered_bytes + problem.k * row_bytes;
   plan.gathers = problem.orders > 0 && tokens == 8 && gather_bytes <= kMostGatheredBytes;
-  plan.bytes = {plan.gathers ? 0 : plan.stage_atoms * tokens * static_cast<int>(kAtom) * 2,
+  // Boxes of one token have no rows but its: those that do not exist take the copy engine longer than others.
+  plan.lhs_rows = plan.gathers || problem.m == 1 ? static_cast<int>(problem.m) : tokens;
+  plan.bytes = {plan.gathers ? 0 : plan.stage_atoms * plan.lhs_rows * static_cast<int>(kAtom) * 2,
                 plan.stage_atoms * plan.tile_slices * per_slice,
                 per_group * static_cast<int>(problem.scale_bytes()),
                 per_group * static_cast<int>(problem.zero_bytes())};
@@ -131,7 +137,8 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
   const bool alone = ctas_per_sm == 1;
   const bool leaves_room = plan.ring + kAloneStages * plan.slot_bytes <= kAloneBytes;
   const int bytes = alone && leaves_room ? kAloneBytes : SharedBytes(ctas_per_sm);
-  plan.num_stages = std::min(kMaxStages, (bytes - plan.ring) / plan.slot_bytes);
+  plan.num_stages = std::min({kMaxStages, (bytes - plan.ring) / plan.slot_bytes,
+                              std::max(2, kMostCodeBytes / plan.bytes.codes)});
   plan.shared_bytes = alone ? bytes : plan.ring + plan.num_stages * plan.slot_bytes;
   return plan;
 }

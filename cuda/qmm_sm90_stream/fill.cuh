@@ -114,8 +114,7 @@ class StageFiller {
     const int groups = min(p_.plan.stage_groups, p_.groups - group);
     const uint32_t barrier = memory_.full(slot);
     if (lane_ == 0) {
-      ArriveExpecting(
-          barrier, atoms * code_bytes_ + kLhsBytes * p_.plan.stage_atoms + groups * group_bytes_);
+      ArriveExpecting(barrier, atoms * code_bytes_ + p_.plan.bytes.lhs + groups * group_bytes_);
     }
     __syncwarp();
     const int bytes = kind_ == Kind::kGroups  ? bytes_ * groups
@@ -137,8 +136,6 @@ class StageFiller {
               share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
     }
   }
-
-  static constexpr int kLhsBytes = I::kGathers ? 0 : I::kTiles * 8 * kRowBytes;  // of an atom
 
   const Params& p_;
   const Share& share_;

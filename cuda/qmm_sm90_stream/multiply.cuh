@@ -23,8 +23,8 @@ using Rows =
 // The same weights in fewer instructions, in groups of 32 and more whose scales allow it.
 template <class I>
 using FastestRows = std::conditional_t<!I::kScaleSums && I::kZero != ZeroKind::kInteger &&
-                                           std::is_same_v<typename I::T, __nv_bfloat16> &&
-                                           std::is_same_v<typename I::S, __nv_bfloat16>,
+                                           kCanFuse<typename I::T, I::kBits> &&
+                                           std::is_same_v<typename I::S, typename I::T>,
                                        FusedRowPair<typename I::T, I::kBits>, Rows<I>>;
 
 template <class I>
@@ -40,8 +40,8 @@ class StageMultiplier {
     // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the tile of tokens i / 16;
     // with a single tile, of the step i / 16.
     int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
-    if (I::kGathers) row = min(row, p_.m - 1);
     const int column = lane_ / 8 % (4 / kTogether);
+    if (kMayBeFew) row = min(row, p_.plan.lhs_rows - 1);
     lhs_ = Keep(atom_ * LhsBytes() + row * kRowBytes + (column ^ row % 8) * kCopyBytes);
   }
 
@@ -69,7 +69,9 @@ class StageMultiplier {
   }
 
   // Of activations and an atom.
-  __device__ int LhsBytes() const { return (I::kGathers ? p_.m : I::kTiles * 8) * kRowBytes; }
+  __device__ int LhsBytes() const {
+    return (kMayBeFew ? p_.plan.lhs_rows : I::kTiles * 8) * kRowBytes;
+  }
 
   // This warp's atoms of a stage and its activations, with which `left` atoms are left along k.
   __device__ void Multiply(uint32_t stage, uint32_t activations, int left, Sums<I>& sums) const {
@@ -91,6 +93,7 @@ class StageMultiplier {
   }
 
  private:
+  static constexpr bool kMayBeFew = I::kTiles == 1;
   // One load of fragments is two tiles of tokens of one step; with a single tile, two steps.
   static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
   static constexpr int kRows = kAtom;  // of a group
