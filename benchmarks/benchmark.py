@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     names = [*contenders.table(), contenders.READ]
     parser = argparse.ArgumentParser(description="Times quantized products over cold weights.")
     add = parser.add_argument
-    add("--shapes", nargs="+", default=shapes.STANDARD, help="N x K, models or layers: shapes.py")
+    add("--shapes", nargs="+", help="N x K, models, layers, sets: shapes.py; by default standard")
     add("--m", type=results.positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="tokens")
     add("--format", nargs="+", default=["int4-g128"], help="int4-g128-integer, int8, ...")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cold-mb", type=float, default=200, help="least size of all copies of a weight")
     add("--driver", type=Path, help="time our kernels by this program (make driver) and not in jit")
     add("--out", type=Path, help="write what is measured here")
-    add("--read", type=Path, help="report on these results and measure nothing")
+    add("--read", type=Path, help="report on these results, or --shapes of them; measure nothing")
     add("--compare", type=Path, help="compare with these results")
     add("--threshold", type=float, default=5, help="percent by which a time may grow")
     add("--plot", type=Path, help="write plots into this folder")
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
     for folder in (options.out and options.out.parent, options.plot):
         results.require_folder(folder)
     old = results.read(options.compare) if options.compare else None
-    found = results.read(options.read) if options.read else _measure(options)
+    found = _read(options) if options.read else _measure(options)
     text = report.markdown(found)
     print("", text, sep="\n")
     if options.markdown:
@@ -87,10 +87,25 @@ def _run(options: argparse.Namespace) -> int:
     return int(failed)
 
 
+def _shapes(options: argparse.Namespace) -> list[shapes.Shape]:
+    return [shape for name in options.shapes or ["standard"] for shape in shapes.find(name)]
+
+
+def _read(options: argparse.Namespace) -> dict[str, Any]:
+    found = results.read(options.read)
+    if not options.shapes:
+        return found
+    sizes = {(shape.n, shape.k) for shape in _shapes(options)}
+    rows = [row for row in found["rows"] if (row["n"], row["k"]) in sizes]
+    if not rows:
+        raise results.InputError(f"{options.read} has no results of {' '.join(options.shapes)}.")
+    return {**found, "rows": rows}
+
+
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     backends = [n for n in options.backends if not (options.driver and n == "jaxlowbit")]
     plan = measure.Plan(
-        shapes=[shape for name in options.shapes for shape in shapes.find(name)],
+        shapes=_shapes(options),
         tokens=options.m,
         formats=[weights.parse_format(text) for text in options.format],
         dtype=options.dtype,

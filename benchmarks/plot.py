@@ -44,7 +44,8 @@ def _panels(pyplot: Any, group: Group, draw: Callable[[Any, Group, str], None], 
         draw(axis, group, shape)
         axis.set(title=shape, xlabel="tokens", xscale="log")
         tokens = [m for name, m in group.cells if name == shape]
-        axis.set_xticks(tokens, map(str, tokens))
+        crowded = len(tokens) > 8
+        axis.set_xticks(tokens, map(str, tokens), fontsize="small", rotation=60 if crowded else 0)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         labels |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))

@@ -183,6 +183,7 @@ def test_driver_that_times_something_else(tmp_path, capsys):
         ("--driver {}/missing --dtype float32", "times bfloat16 and float16"),
         ("--read {}/one.json --compare {}/other.json", "have no cell in common"),
         ("--read {}/one.json --markdown {}/one.json", "is no page with the lines <!-- results"),
+        ("--read {}/one.json --shapes standard", "one.json has no results of standard"),
     ],
 )
 def test_bad_input_gets_a_sentence(tmp_path, arguments, message, capsys):
@@ -212,6 +213,8 @@ def test_table_and_plots(tmp_path, capsys):
     assert "| 256x128 | 1 | 10.0 (3.00x) | 40.0 | 30.0 | 8.0 |" in printed
     assert "| 256x128 | 16 | 15.0 (2.00x) | - | 30.0 | 8.0 |" in printed
     assert "| geometric mean |  | 2.45x |  |  |  |" in printed
+    assert run(benchmark, "--read", path, "--shapes", "256x128", "64x64") == 0
+    assert "| 256x128 | 1 | 10.0 (3.00x)" in capsys.readouterr().out
 
     pytest.importorskip("matplotlib", reason="the extra `benchmark` has it")
     assert run(benchmark, "--read", path, "--plot", tmp_path) == 0
