@@ -16,20 +16,20 @@ constexpr int64_t kElementBytes = 2;
 // An array of three axes, the innermost first; strides, in bytes, of the outer two.
 cudaError_t Describe(const void* array, ElementType type, const std::array<int64_t, 3>& axes,
                      const std::array<int64_t, 2>& axis_strides,
-                     const std::array<int64_t, 3>& box_axes, CUtensorMapSwizzle swizzle,
-                     CUtensorMap* map) {
+                     const std::array<int64_t, 3>& box_axes, CUtensorMap* map) {
   cuuint64_t sizes[3], strides[2];
   cuuint32_t box[3];
   std::copy(axes.begin(), axes.end(), sizes);
   std::copy(axis_strides.begin(), axis_strides.end(), strides);
   std::copy(box_axes.begin(), box_axes.end(), box);
   const cuuint32_t steps[] = {1, 1, 1};
-  const CUresult result = encoder(
-      map,
-      type == ElementType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      3, const_cast<void*>(array), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encoder(map,
+              type == ElementType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+              3, const_cast<void*>(array), sizes, strides, box, steps,
+              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -52,14 +52,14 @@ cudaError_t DescribeMatrix(const void* matrix, ElementType type, int64_t rows, i
                            int box_rows, int box_blocks, CUtensorMap* map) {
   return Describe(matrix, type, {kAtom, rows, columns / kAtom},
                   {columns * kElementBytes, kAtom * kElementBytes}, {kAtom, box_rows, box_blocks},
-                  box_rows == 1 ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B, map);
+                  map);
 }
 
 cudaError_t DescribeMatrices(const void* matrices, ElementType type, int64_t batch, int64_t rows,
                              int64_t columns, int box_rows, CUtensorMap* map) {
   return Describe(matrices, type, {columns, rows, batch},
                   {columns * kElementBytes, rows * columns * kElementBytes}, {kAtom, box_rows, 1},
-                  CU_TENSOR_MAP_SWIZZLE_128B, map);
+                  map);
 }
 
 }  // namespace jaxlowbit

@@ -17,8 +17,8 @@ cudaError_t InitializeTensorMaps();
 
 // Boxes of `box_rows` x 64 elements x `box_blocks` of a row-major matrix of bf16 or f16 whose columns,
 // a multiple of 64, are seen as blocks of 64: axes (column in the block, row, block). A row of a box
-// is 128 bytes of shared memory, whose chunk c of 16 bytes lies at c ^ (row % 8), so that eight rows
-// of a column are in different banks; with one row to a box, at c.
+// is 128 bytes of shared memory, whose chunk c of 16 bytes lies at c ^ (i % 8) in row i of all blocks, so
+// that up to eight rows of a column are in different banks.
 cudaError_t DescribeMatrix(const void* matrix, ElementType type, int64_t rows, int64_t columns,
                            int box_rows, int box_blocks, CUtensorMap* map);
 

@@ -41,7 +41,8 @@ __device__ inline void GatherActivations(const Params& p, const Share& share, Me
         values[j] = LoadShared2(begin + columns[2 * j] * 2) |
                     LoadShared2(begin + columns[2 * j + 1] * 2) << 16;
       }
-      StoreShared16(gathered + (atom * p.m + row) * kRowBytes + (column ^ row % 8) * kCopyBytes,
+      const int place = column ^ (atom % p.plan.stage_atoms * p.m + row) % 8;
+      StoreShared16(gathered + (atom * p.m + row) * kRowBytes + place * kCopyBytes,
                     make_uint4(values[0], values[1], values[2], values[3]));
     }
     load(i + kMultipliers);

@@ -39,10 +39,9 @@ class StageMultiplier {
       : p_(p), atom_(Keep(part * p.plan.warp_atoms)), lane_(lane) {
     // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the tile of tokens i / 16;
     // with a single tile, of the step i / 16.
-    int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
-    const int column = lane_ / 8 % (4 / kTogether);
-    if (kMayBeFew) row = min(row, p_.plan.lhs_rows - 1);
-    lhs_ = Keep(atom_ * LhsBytes() + row * kRowBytes + (column ^ row % 8) * kCopyBytes);
+    row_ = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
+    if (kTogether == 1) row_ = min(row_, p_.plan.lhs_rows - 1);
+    row_ = Keep(row_);
   }
 
   // A tile of `slices` that begins with slice `tile`; `own`: the first of the warp's two, in the tile.
@@ -69,9 +68,7 @@ class StageMultiplier {
   }
 
   // Of activations and an atom.
-  __device__ int LhsBytes() const {
-    return (kMayBeFew ? p_.plan.lhs_rows : I::kTiles * 8) * kRowBytes;
-  }
+  __device__ int LhsBytes() const { return LhsRows() * kRowBytes; }
 
   // This warp's atoms of a stage and its activations, with which `left` atoms are left along k.
   __device__ void Multiply(uint32_t stage, uint32_t activations, int left, Sums<I>& sums) const {
@@ -93,7 +90,6 @@ class StageMultiplier {
   }
 
  private:
-  static constexpr bool kMayBeFew = I::kTiles == 1;
   // One load of fragments is two tiles of tokens of one step; with a single tile, two steps.
   static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
   static constexpr int kRows = kAtom;  // of a group
@@ -127,7 +123,6 @@ class StageMultiplier {
   __device__ void MultiplyAtoms(uint32_t stage, uint32_t activations, int at, Sums<I>& sums) const {
     static_assert(kAtoms == 1 || kGroups == 1);
     const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
-    const uint32_t lhs = activations + lhs_ + at * LhsBytes();
     // With one tile of tokens every atom has sums of its own: more products that do not wait for each
     // other.
     constexpr int kChains = I::kTiles == 1 ? kAtoms : 1;
@@ -165,7 +160,7 @@ class StageMultiplier {
             rows[i].Dequantize(codes[a][i][step], weights[i]);
           }
           // A step is two columns, and the permutation is an exclusive or of column numbers.
-          const uint32_t column = (lhs + a * LhsBytes()) ^ (step * 2 * kCopyBytes);
+          const uint32_t column = (activations + LhsAt(at + a)) ^ (step * 2 * kCopyBytes);
 #pragma unroll
           for (int tile = 0; tile < I::kTiles; tile += kTogether) {
             if (kTogether == 2 || step % 2 == 0) {
@@ -208,6 +203,17 @@ class StageMultiplier {
     }
   }
 
+  // Of activations, in an atom.
+  __device__ int LhsRows() const { return kTogether == 1 ? p_.plan.lhs_rows : I::kTiles * 8; }
+
+  // In a stage's activations, where this lane reads those of the warp's atom `at`: rows of all atoms follow each
+  // other, and chunk c of row i is at c ^ (i % 8).
+  __device__ int LhsAt(int at) const {
+    const int row = (atom_ + at) * LhsRows() + row_;
+    const int column = lane_ / 8 % (4 / kTogether);
+    return row * kRowBytes + (column ^ row % 8) * kCopyBytes;
+  }
+
   // `on`: from the rows of the warp's first group.
   template <class R>
   __device__ void LoadRows(uint32_t stage, int slice, int on, R& rows) const {
@@ -225,9 +231,9 @@ class StageMultiplier {
 
   const Params& p_;
   const int atom_, lane_;  // the first atom of a stage
-  // Where this lane reads in a stage, in bytes, for the warp's first atom: the activations; each slice's
-  // codes, and from there to the second atom's; each slice's scales.
-  int lhs_;
+  int row_;                // of an atom's activations, that this lane reads
+  // Where this lane reads in a stage, in bytes, for the warp's first atom: each slice's codes, and from there
+  // to the second atom's; each slice's scales.
   int codes_[kSlicesPerWarp], code_step_[kSlicesPerWarp];
   int scales_[kSlicesPerWarp];
 };
