@@ -24,22 +24,17 @@ const Device& DeviceInfo(int device);
 // that does comes before, and the product starts early. Only launches: no allocation, no
 // synchronisation, no query of the device, so that it can be captured into a graph. The workspace may
 // hold anything; with less of it than MaxWorkspaceBytes, the sum over k is split into fewer parts.
-//
-// `early_start`: the kernel before in the stream, which is one of these, writes neither weights nor
-// index, so that this one may read them before its end (early_start.h).
 cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
-                                  int64_t workspace_bytes, int device, cudaStream_t stream,
-                                  bool early_start = false);
+                                  int64_t workspace_bytes, int device, cudaStream_t stream);
 
 // The same of several products that share a workspace. Where qmm_sm90_stream runs them, those that may join
-// (dispatch.h) are one launch; else one starts early after the other. `early_start`: of the first.
-cudaError_t LaunchQuantizedMatmuls(const std::vector<Operands>& products, int64_t workspace_bytes,
-                                   int device, cudaStream_t stream, bool early_start = false);
+// (dispatch.h) are one launch; else one starts early after the other.
+cudaError_t LaunchQuantizedMatmuls(std::vector<Operands> products, int64_t workspace_bytes,
+                                   int device, cudaStream_t stream);
 
 // The same with a choice of the caller's, for whom measures choices.
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
-                         const Choice& choice, int device, cudaStream_t stream,
-                         bool early_start = false);
+                         const Choice& choice, int device, cudaStream_t stream);
 
 // rms_norm.cu: for each row, sum = x + addend, rounded, and with scales
 // out = sum / sqrt(mean(sum^2) + epsilon) * scale. All of `type`, columns a multiple of 8 up to
@@ -75,13 +70,12 @@ cudaError_t LaunchQmmSm80Transposed(const QuantizedMatmul& problem, const Buffer
 cudaError_t InitializeQmmSm90Stream();
 cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& joined, const Operands* products,
                                 size_t count, const Choice& choice, const Device& device,
-                                bool early_start, cudaStream_t stream);
+                                cudaStream_t stream);
 
 // qmm_sm90.cu.
 cudaError_t InitializeQmmSm90(Device& device);
 cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers,
-                          const Choice& choice, const Device& device, bool early_start,
-                          cudaStream_t stream);
+                          const Choice& choice, const Device& device, cudaStream_t stream);
 
 // reduce_splits.cu. out[batch * m, columns] = the epilogue of the sum over splits of
 // workspace[splits, batch * m, weights_per_element * (columns padded to atoms)].

@@ -84,15 +84,13 @@ DeviceState& StateOf(int ordinal) {
 
 // The product of lhs as it is.
 cudaError_t LaunchProduct(const QuantizedMatmul& problem, const Buffers& buffers,
-                          const Choice& choice, int ordinal, cudaStream_t stream,
-                          bool early_start) {
+                          const Choice& choice, int ordinal, cudaStream_t stream) {
   if (choice.kernel == Kernel::kQmmSm90Stream) {
     const Operands product = {problem, buffers};
-    return LaunchQmmSm90Stream(problem, &product, 1, choice, DeviceInfo(ordinal), early_start,
-                               stream);
+    return LaunchQmmSm90Stream(problem, &product, 1, choice, DeviceInfo(ordinal), stream);
   }
   if (choice.kernel == Kernel::kQmmSm90) {
-    return LaunchQmmSm90(problem, buffers, choice, DeviceInfo(ordinal), early_start, stream);
+    return LaunchQmmSm90(problem, buffers, choice, DeviceInfo(ordinal), stream);
   }
   const auto launch = problem.transposed ? LaunchQmmSm80Transposed : LaunchQmmSm80;
   const cudaError_t error = launch(problem, buffers, choice, stream);
@@ -112,53 +110,52 @@ cudaError_t InitializeKernels(int ordinal) {
 const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
 
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
-                         const Choice& choice, int ordinal, cudaStream_t stream, bool early_start) {
+                         const Choice& choice, int ordinal, cudaStream_t stream) {
   const Device& device = DeviceInfo(ordinal);
   if (problem.orders == 0 || Gathers(problem, device, choice)) {
-    return LaunchProduct(problem, buffers, choice, ordinal, stream, early_start);
+    return LaunchProduct(problem, buffers, choice, ordinal, stream);
   }
   const cudaError_t error = LaunchGatherLhs(problem, buffers, device, stream);
   if (error != cudaSuccess) return error;
+  QuantizedMatmul behind = problem;
+  behind.early_start = true;
   Buffers stored = buffers;
   stored.lhs = buffers.gathered;
-  return LaunchProduct(problem, stored, choice, ordinal, stream, /*early_start=*/true);
+  return LaunchProduct(behind, stored, choice, ordinal, stream);
 }
 
 cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
-                                  int64_t workspace_bytes, int ordinal, cudaStream_t stream,
-                                  bool early_start) {
+                                  int64_t workspace_bytes, int ordinal, cudaStream_t stream) {
   if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
   const DeviceState& state = StateOf(ordinal);
-  QuantizedMatmul selected = problem;
-  selected.early_start = early_start;
-  const Choice choice = Select(selected, state.device, workspace_bytes, state.tuned.get());
-  return LaunchChoice(problem, buffers, choice, ordinal, stream, early_start);
+  const Choice choice = Select(problem, state.device, workspace_bytes, state.tuned.get());
+  return LaunchChoice(problem, buffers, choice, ordinal, stream);
 }
 
-cudaError_t LaunchQuantizedMatmuls(const std::vector<Operands>& products, int64_t workspace_bytes,
-                                   int ordinal, cudaStream_t stream, bool early_start) {
+cudaError_t LaunchQuantizedMatmuls(std::vector<Operands> products, int64_t workspace_bytes,
+                                   int ordinal, cudaStream_t stream) {
   const DeviceState& state = StateOf(ordinal);
   cudaError_t error = cudaSuccess;
-  for (size_t i = 0; i < products.size() && error == cudaSuccess; early_start = true) {
-    const Operands* first = &products[i];
+  for (size_t i = 0; i < products.size() && error == cudaSuccess;) {
+    Operands* first = &products[i];
+    if (i > 0) first->problem.early_start = true;
     size_t count = 1;  // of the next launch
     while (i + count < products.size() && count < qmm_sm90_stream::kMaxParts &&
            MayJoin(*first, first[count])) {
       ++count;
     }
-    QuantizedMatmul joined = Join(first, count);
-    joined.early_start = early_start;
+    const QuantizedMatmul joined = Join(first, count);
     if (joined.batch == 0 || joined.m == 0) return cudaSuccess;
     const bool together =
         count > 1 && Unsupported(Kernel::kQmmSm90Stream, joined, state.device).empty();
     const Choice choice =
         together ? Select(joined, state.device, workspace_bytes, state.tuned.get()) : Choice{};
     if (together && choice.kernel == Kernel::kQmmSm90Stream) {
-      error = LaunchQmmSm90Stream(joined, first, count, choice, state.device, early_start, stream);
+      error = LaunchQmmSm90Stream(joined, first, count, choice, state.device, stream);
       i += count;
     } else {
-      error = LaunchQuantizedMatmul(first->problem, first->buffers, workspace_bytes, ordinal,
-                                    stream, early_start);
+      error =
+          LaunchQuantizedMatmul(first->problem, first->buffers, workspace_bytes, ordinal, stream);
       ++i;
     }
   }

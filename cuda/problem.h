@@ -50,7 +50,9 @@ struct QuantizedMatmul {
   // Equal parts of k whose rows are stored in an order of their own; 0: none. CUDA only.
   int64_t orders = 0;
   Epilogue epilogue;
-  bool early_start = false;  // behind another kernel of its call
+  // The kernel before in the stream is of the same call and writes neither weights nor index, so that this
+  // one may read them before its end (early_start.h).
+  bool early_start = false;
 
   int64_t lhs_columns() const { return transposed ? n : k; }
   int64_t out_columns() const { return transposed ? k : n; }

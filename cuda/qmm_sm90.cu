@@ -188,8 +188,7 @@ cudaError_t InitializeQmmSm90(Device& device) {
 }
 
 cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers,
-                          const Choice& choice, const Device& device, bool early_start,
-                          cudaStream_t stream) {
+                          const Choice& choice, const Device& device, cudaStream_t stream) {
   using namespace qmm_sm90;
   const TileShape& tile = kTiles[choice.tile];
   const Division division = DivisionOf(problem, tile, choice.mates, choice.split_k, device.num_sms);
@@ -216,8 +215,8 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
     }
   }
   const int64_t clusters = std::min(division.tasks(), division.resident);
-  const LaunchConfig launch(tile, clusters, choice.mates, p.plan.shared_bytes(), early_start,
-                            stream);
+  const LaunchConfig launch(tile, clusters, choice.mates, p.plan.shared_bytes(),
+                            problem.early_start, stream);
   error = cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
   if (error != cudaSuccess || division.parts == 1) return error;
   return LaunchReduceParts(problem, division, tile, p, stream);

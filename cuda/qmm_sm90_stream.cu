@@ -234,7 +234,7 @@ int Divide(const Operands* products, size_t count, int slices, Params& p) {
 
 // All but the parts, of one of which `buffers` are.
 Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
-                int ctas_per_sm, bool early_start) {
+                int ctas_per_sm) {
   Params p;
   p.rows = buffers.lhs;
   p.permutation = buffers.permutation;
@@ -257,7 +257,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.zeros_at = scales_at + bytes.scales - scales_at / static_cast<int>(problem.scale_bytes());
   // Copies arrive in their order: with more stages of weights before the first activations, the first
   // product would start later. Before the end of another kernel there is nothing else to copy.
-  p.early_stages = early_start ? p.plan.num_stages : 2;
+  p.early_stages = problem.early_start ? p.plan.num_stages : 2;
   p.pairs = Divider::By(CeilDiv(p.plan.tile_slices, kSlicesPerWarp));
   return p;
 }
@@ -316,20 +316,20 @@ cudaError_t InitializeQmmSm90Stream() {
 
 cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& joined, const Operands* products,
                                 size_t count, const Choice& choice, const Device& device,
-                                bool early_start, cudaStream_t stream) {
+                                cudaStream_t stream) {
   using namespace qmm_sm90_stream;
   if (count > kMaxParts) return cudaErrorInvalidValue;
   const Buffers& buffers = products[0].buffers;
   const int ctas_per_sm = StreamCtasPerSm(joined, device, choice);
-  Params p = ParamsOf(joined, buffers, choice, ctas_per_sm, early_start);
+  Params p = ParamsOf(joined, buffers, choice, ctas_per_sm);
   const int clusters = Divide(products, count, choice.slices, p);
   const cudaError_t error = DescribeMatrix(buffers.lhs, joined.lhs, joined.batch * joined.m,
                                            joined.k, p.plan.lhs_rows, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
   const LaunchConfig launch(clusters, joined.batch, choice.split_k, p.plan.shared_bytes,
-                            early_start, stream);
+                            joined.early_start, stream);
   // Among kernels that start early, a CTA that is alone leaves registers to one of the next.
-  const Variant variant = {choice.block_m, early_start ? kMaxCtasPerSm : ctas_per_sm,
+  const Variant variant = {choice.block_m, joined.early_start ? kMaxCtasPerSm : ctas_per_sm,
                            p.plan.gathers};
   return cudaLaunchKernelEx(&launch.config, Find(joined, variant), p);
 }

@@ -40,12 +40,13 @@ cudaError_t Make(OwnedHandle* owner, Create create) {
 }
 
 cudaError_t Capture(const QuantizedMatmul& problem, const std::vector<Buffers>& calls,
-                    const Choice& choice, int device, bool early_start, cudaStream_t stream,
-                    Executable* executable) {
+                    const Choice& choice, int device, cudaStream_t stream, Executable* executable) {
   cudaError_t error = cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
   if (error != cudaSuccess) return error;
+  QuantizedMatmul call = problem;
   for (size_t i = 0; i < calls.size() && error == cudaSuccess; ++i) {
-    error = LaunchChoice(problem, calls[i], choice, device, stream, early_start && i > 0);
+    call.early_start = problem.early_start && i > 0;
+    error = LaunchChoice(call, calls[i], choice, device, stream);
   }
   Graph graph;
   const cudaError_t ended =
@@ -70,7 +71,7 @@ cudaError_t Replay(cudaGraphExec_t graph, cudaEvent_t begin, cudaEvent_t end, cu
 }  // namespace
 
 cudaError_t TimeChoices(const QuantizedMatmul& problem, const std::vector<Buffers>& calls,
-                        const std::vector<Choice>& choices, int device, bool early_start,
+                        const std::vector<Choice>& choices, int device,
                         std::vector<float>* microseconds) {
   Stream stream;
   Event begin, end;
@@ -81,7 +82,7 @@ cudaError_t TimeChoices(const QuantizedMatmul& problem, const std::vector<Buffer
   if (error == cudaSuccess) error = Make(&end, [](cudaEvent_t* e) { return cudaEventCreate(e); });
   std::vector<Executable> graphs(choices.size());
   for (size_t i = 0; i < choices.size() && error == cudaSuccess; ++i) {
-    error = Capture(problem, calls, choices[i], device, early_start, stream.get(), &graphs[i]);
+    error = Capture(problem, calls, choices[i], device, stream.get(), &graphs[i]);
   }
   std::vector<std::vector<float>> samples(choices.size());
   float warm = 0;

@@ -57,6 +57,7 @@ ffi::Error ExecuteBlock(cudaStream_t stream, int32_t device, ffi::AnyBuffer atte
     const ffi::Error error = DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)},
                                             written, attributes, &products[i]);
     if (error.failure()) return error;
+    products[i].problem.early_start = i > 0;
   }
   const QuantizedMatmul& p = out.problem;
   const auto is_rows = [&](const std::string& name, ffi::AnyBuffer rows) {
@@ -101,13 +102,12 @@ ffi::Error ExecuteBlock(cudaStream_t stream, int32_t device, ffi::AnyBuffer atte
   };
   ffi::Error error = ffi::Error::Success();
   for (size_t i = 0; error.success() && i < kWeights; ++i) {
-    error = Enqueue(products[i], *workspace, device, stream, /*early_start=*/i > 0);
+    error = Enqueue(products[i], *workspace, device, stream);
     if (error.success() && i == 0) error = normalize(residual, *sum, norm.untyped_data());
     if (error.success() && i == 2) error = normalize(*sum, *result, following_scales);
   }
   if (error.failure()) return error;
-  return EnqueueAll({products.begin() + kWeights, products.end()}, *workspace, device, stream,
-                    /*early_start=*/true);
+  return EnqueueAll({products.begin() + kWeights, products.end()}, *workspace, device, stream);
 }
 
 }  // namespace

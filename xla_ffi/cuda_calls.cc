@@ -68,7 +68,8 @@ ffi::Error ExecuteMlp(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs,
   up.problem.epilogue.activation = *function;
   error = Enqueue(up, *workspace, device, stream);
   if (error.failure()) return error;
-  return Enqueue(down, *workspace, device, stream, /*early_start=*/true);
+  down.problem.early_start = true;
+  return Enqueue(down, *workspace, device, stream);
 }
 
 }  // namespace

@@ -31,9 +31,9 @@ inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
   return reason.empty() ? ffi::Error::Success() : Refuse(reason + "; use another backend.");
 }
 
-// Enqueues one product. `early_start`: as of LaunchQuantizedMatmul.
+// Enqueues one product.
 inline ffi::Error Enqueue(const Operands& operands, ffi::Buffer<ffi::U8> workspace, int device,
-                          cudaStream_t stream, bool early_start = false) {
+                          cudaStream_t stream) {
   const QuantizedMatmul& p = operands.problem;
   const ffi::Error error = CheckSupported(p, device);
   if (error.failure()) return error;
@@ -41,13 +41,13 @@ inline ffi::Error Enqueue(const Operands& operands, ffi::Buffer<ffi::U8> workspa
   Buffers buffers = operands.buffers;
   buffers.workspace = workspace.untyped_data();
   return ToError(LaunchQuantizedMatmul(p, buffers, static_cast<int64_t>(workspace.element_count()),
-                                       device, stream, early_start),
+                                       device, stream),
                  Describe(p, device));
 }
 
-// Enqueues several products of one lhs. `early_start`: as of LaunchQuantizedMatmuls.
+// Enqueues several products of one lhs.
 inline ffi::Error EnqueueAll(std::vector<Operands> products, ffi::Buffer<ffi::U8> workspace,
-                             int device, cudaStream_t stream, bool early_start = false) {
+                             int device, cudaStream_t stream) {
   if (products.empty()) return ffi::Error::Success();
   for (Operands& product : products) {
     const ffi::Error error = CheckSupported(product.problem, device);
@@ -55,7 +55,7 @@ inline ffi::Error EnqueueAll(std::vector<Operands> products, ffi::Buffer<ffi::U8
     product.buffers.workspace = workspace.untyped_data();
   }
   const auto bytes = static_cast<int64_t>(workspace.element_count());
-  return ToError(LaunchQuantizedMatmuls(products, bytes, device, stream, early_start),
+  return ToError(LaunchQuantizedMatmuls(products, bytes, device, stream),
                  Describe(products[0].problem, device) + " and " +
                      std::to_string(products.size() - 1) + " more products");
 }

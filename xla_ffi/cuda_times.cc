@@ -72,8 +72,7 @@ ffi::Error ExecuteTimes(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs,
   // What comes before in the stream writes the operands.
   error = ToError(cudaStreamSynchronize(stream), what);
   if (error.failure()) return error;
-  error =
-      ToError(TimeChoices(problem, buffers, decoded, device, /*early_start=*/false, &times), what);
+  error = ToError(TimeChoices(problem, buffers, decoded, device, &times), what);
   if (error.failure()) return error;
   error = ToError(cudaMemcpyAsync(microseconds->typed_data(), times.data(),
                                   times.size() * sizeof(float), cudaMemcpyHostToDevice, stream),

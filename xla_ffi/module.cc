@@ -174,13 +174,14 @@ void Define(nb::module_& module, const char* name, Function function) {
       name,
       [function](int64_t m, int64_t n, int64_t k, int bits, int64_t group_size, int64_t batch,
                  const std::string& lhs, bool float32_scale, const std::string& zero,
-                 bool scale_sums, bool gated, int compute_capability, int num_sms,
+                 bool scale_sums, bool gated, bool early_start, int compute_capability, int num_sms,
                  int shared_bytes_per_sm, const std::string& device_name, int64_t workspace_bytes) {
         QuantizedMatmul problem = ProblemOf({m, n, k, bits, group_size, lhs, float32_scale, zero});
         problem.epilogue.gated = gated;
         problem.batch = batch;
         problem.num_weights = batch * problem.weights_per_element();
         problem.scale_sums = scale_sums;
+        problem.early_start = early_start;
         return function(Question{problem,
                                  DeviceOf(compute_capability, num_sms, shared_bytes_per_sm),
                                  device_name, workspace_bytes});
@@ -188,9 +189,9 @@ void Define(nb::module_& module, const char* name, Function function) {
       nb::kw_only(), nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("bits") = 4,
       nb::arg("group_size") = 128, nb::arg("batch") = 1, nb::arg("lhs") = "bfloat16",
       nb::arg("float32_scale") = false, nb::arg("zero") = "none", nb::arg("scale_sums") = false,
-      nb::arg("gated") = false, nb::arg("compute_capability") = 90, nb::arg("num_sms") = 132,
-      nb::arg("shared_bytes_per_sm") = 228 * 1024, nb::arg("device_name") = "",
-      nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
+      nb::arg("gated") = false, nb::arg("early_start") = false, nb::arg("compute_capability") = 90,
+      nb::arg("num_sms") = 132, nb::arg("shared_bytes_per_sm") = 228 * 1024,
+      nb::arg("device_name") = "", nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
 }
 
 }  // namespace

@@ -16,8 +16,8 @@
 //                           --bias --residual --activation silu|gelu|gelu_tanh|relu --gated (n of each
 //                           of two weights);
 //                           --kernel sm80|stream|sm90,
-//                           --tile T,T,..., --split S,S,... and --slices L,L,... instead of the
-//                           selection's (a tile is a number of tokens, of qmm_sm90 one of
+//                           --tile T,T,..., --split S,S,..., --slices L,L,... and --mates 1|2 instead
+//                           of the selection's (a tile is a number of tokens, of qmm_sm90 one of
 //                           its tiles in their order); --all times every choice of qmm_sm90
 //
 // A wrong result prints the problem and the error over the bound, and the exit status is 1.
@@ -197,11 +197,11 @@ Tally Sweep() {
 
 // Median microseconds per call by each choice, in a captured chain that rotates over `copies` weights.
 std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& data, int copies,
-                        const std::vector<Choice>& choices, bool early_start) {
+                        const std::vector<Choice>& choices) {
   std::vector<Buffers> calls;
   for (int i = 0; i < std::max(16, copies); ++i) calls.push_back(data.buffers(i % copies));
   std::vector<float> microseconds;
-  Check(TimeChoices(problem, calls, choices, 0, early_start, &microseconds), "TimeChoices");
+  Check(TimeChoices(problem, calls, choices, 0, &microseconds), "TimeChoices");
   return microseconds;
 }
 
@@ -211,7 +211,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
       "driver: %s. Use: driver check | sweep | time [--n N,... --k K,...] [--m M,M,...] "
       "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
       "[--f16] [--half-sums] [--kernel sm80|stream|sm90] [--all] [--tile T,...] [--split S,...] "
-      "[--slices L,...] [--early-start] [--permuted] [--bias] [--residual] "
+      "[--slices L,...] [--mates 1|2] [--early-start] [--permuted] [--bias] [--residual] "
       "[--activation silu|gelu|gelu_tanh|relu] [--gated]\n",
       wrong);
   std::exit(2);
@@ -222,10 +222,10 @@ struct TimeOptions {
   std::vector<int64_t> tokens = kTokens;
   QuantizedMatmul problem;
   Optional optional;
-  bool early_start = false;
   std::string kernel;
   // What the selection takes: 0, of tiles -1.
   std::vector<int64_t> tiles = {-1}, splits = {0}, slices = {0};
+  int mates = 0;
   bool all = false;
 };
 
@@ -265,11 +265,10 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
         }
         if (split > 0) choice.split_k = static_cast<int>(split);
         if (slices > 0) choice.slices = static_cast<int>(slices);
-        const int64_t sums = choice.split_k * problem.m * problem.weights_per_element() *
-                             (problem.out_columns() + kAtom) * 4;
-        const bool fits =
-            choice.kernel != Kernel::kQmmSm80 || choice.split_k == 1 || sums <= kMaxWorkspaceBytes;
-        if (choice.split_k <= kMaxSplitK && fits) choices.push_back(choice);
+        if (options.mates > 0) choice.mates = options.mates;
+        if (Unsupported(choice, problem, DeviceInfo(0), kMaxWorkspaceBytes).empty()) {
+          choices.push_back(choice);
+        }
       }
     }
   }
@@ -282,7 +281,6 @@ void TimeAll(const TimeOptions& options) {
     for (auto [n, k] : options.layers) {
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
-      problem.early_start = options.early_start;
       problem.num_weights = problem.weights_per_element();
       problem.epilogue.bias = problem.epilogue.residual = problem.lhs;
       if (const std::string reason = Unsupported(problem, DeviceInfo(0)); !reason.empty()) {
@@ -294,11 +292,11 @@ void TimeAll(const TimeOptions& options) {
       const int copies = static_cast<int>(CeilDiv(8 * kL2Bytes, bytes));  // L2 cannot hold them
       const DeviceProblem data(problem, options.optional, copies, 1);
       const std::vector<Choice> choices = Choices(problem, options);
+      if (choices.empty()) continue;
       for (const Choice& choice : choices) {
         if (!IsRight(problem, data, choice, kSample)) std::exit(1);
       }
-      const std::vector<float> microseconds =
-          Time(problem, data, copies, choices, options.early_start);
+      const std::vector<float> microseconds = Time(problem, data, copies, choices);
       for (size_t i = 0; i < choices.size(); ++i) {
         const Choice& choice = choices[i];
         const double us = microseconds[i];
@@ -354,7 +352,7 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.half_sums = true;
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
     } else if (flag == "--early-start") {
-      options.early_start = true;
+      options.problem.early_start = true;
     } else if (flag == "--permuted") {
       options.problem.orders = 1;
     } else if (flag == "--bias") {
@@ -384,6 +382,8 @@ TimeOptions Parse(int argc, char** argv) {
       options.tiles = values;
     } else if (flag == "--slices") {
       options.slices = values;
+    } else if (flag == "--mates") {
+      options.mates = static_cast<int>(values[0]);
     } else if (flag == "--split") {
       options.splits = values;
     } else if (flag == "--group") {
