@@ -3,6 +3,7 @@
 #include "cuda/dispatch.h"
 
 #include <algorithm>
+#include <cmath>
 #include <initializer_list>
 #include <iterator>
 #include <limits>
@@ -105,34 +106,49 @@ double StreamCost(const QuantizedMatmul& problem, const Device& device, const Ch
   const stream::Plan plan = StreamPlan(problem, device, choice);
   const int64_t clusters = StreamClusters(problem, slices);
   const int ctas_per_sm = StreamCtasPerSm(problem, device, choice);
-  const int64_t waves = CeilDiv(clusters, std::max(1, device.clusters[ctas_per_sm][cluster_ctas]));
-  // CTAs on the fullest multiprocessor: clusters of 4 meet on one before there are CTAs for all.
-  const int beside = ctas_per_sm;
+  const int64_t resident = std::max(1, device.clusters[ctas_per_sm][cluster_ctas]);
   const double kilobyte_per_slice = problem.k_blocks() * problem.bits / 8.0;
+  const double load = slices * kilobyte_per_slice / cluster_ctas;
   const int tiles = static_cast<int>(CeilDiv(slices, plan.tile_slices));
   const double pairs = static_cast<double>(CeilDiv(plan.tile_slices, stream::kSlicesPerWarp));
   const double busy = pairs * plan.warps_k / stream::kWarps;
-  const double load = slices * kilobyte_per_slice / cluster_ctas / busy;
-  // Kilobytes per microsecond of one multiprocessor, with one CTA and with two.
   struct Fit {
-    double alone, beside;
+    double alone, beside;  // kilobytes per microsecond of a multiprocessor with one CTA, with two
+    double two, three;     // a ring of so many stages, over a deeper one
+    double start;
   };
-  const Fit fit = problem.m <= 8 || problem.bits == 8 ? Fit{35, 42}
-                  : problem.m <= 16                   ? Fit{29, 30}
-                                                      : Fit{17.5, 21};
-  const double rate = beside == 1 ? fit.alone : fit.beside;
+  const Fit fit = problem.bits == 8 ? Fit{37, 52, 1.18, 1.04, 1.1}
+                  : problem.m <= 8  ? Fit{33, 37, 1.18, 1.04, 1.1}
+                  : problem.m <= 16 ? Fit{27.5, 33, 1.18, 1.04, 1.1}
+                                    : Fit{17.2, 18.8, 1, 1, 2.2};
   // Copies of 8 bits are of more bytes where a warp has two atoms of a stage.
-  const double copy = 0.010 * (problem.bits == 8 ? plan.warp_atoms : 1);
+  const double copy = 0.0055 * (problem.bits == 8 ? plan.warp_atoms : 1);
   const double copies =
       tiles * (plan.stages / static_cast<double>(cluster_ctas)) * (plan.tile_slices / 2.0 + 1);
-  constexpr double kCluster[] = {0, 0.4, 0, 0, 0.6};
-  constexpr double kBeside = 0.7, kTile = 0.3, kWave = 3;
-  // Against other kernels: the rest ranks choices of 32 tokens well, but too low.
-  const double all = problem.m > 16 ? 1.07 : 1;
-  return all * (static_cast<double>(waves) *
-                    (static_cast<double>(beside) * (load / rate + copy * copies) + kTile * tiles +
-                     kWave) +
-                kCluster[cluster_ctas] + kBeside * static_cast<double>(beside - 1));
+  constexpr double kTile = 2, kWave = 0.9, kBeside = 0.7;
+  constexpr double kReadKilobytes = 4100;  // of weights, at most, in a microsecond
+  // What starting early gains.
+  constexpr double kEarlyAlone = 1.4, kEarlyBeside = 2.2;
+  constexpr double kMissingRow = 0.0006;  // of a box of activations: one that does not exist
+  const auto boxes =
+      static_cast<double>(tiles * CeilDiv(problem.k_blocks(), int64_t{cluster_ctas}));
+  const double missing = kMissingRow * boxes * static_cast<double>(plan.lhs_rows - problem.m);
+  // As many clusters as run at a time, or of what is left half of them, a CTA on each multiprocessor.
+  const auto wave = [&](int beside) {
+    const double idle = beside == 1 ? busy : std::sqrt(busy);  // warps of another CTA fill in
+    const double rate = (beside == 1 ? fit.alone : fit.beside) * idle;
+    const double shallow = plan.num_stages == 2 ? fit.two : plan.num_stages == 3 ? fit.three : 1;
+    return beside * (load / rate * shallow + copy * copies + missing) + kTile * tiles + kWave;
+  };
+  const int64_t full = clusters / resident, left = clusters % resident;
+  const double computed =
+      static_cast<double>(full) * wave(ctas_per_sm) +
+      (left == 0 ? 0 : wave(full > 0 && 2 * left <= resident ? 1 : ctas_per_sm));
+  const double read = static_cast<double>(problem.strips() * problem.batch) *
+                      stream::kSlicesPerStrip * kilobyte_per_slice / kReadKilobytes;
+  const bool beside = ctas_per_sm > 1;
+  const double early = !problem.early_start ? 0 : beside ? kEarlyBeside : kEarlyAlone;
+  return std::max(computed, read) + fit.start + (beside ? kBeside : 0) - early;
 }
 
 // Clusters of whole strips, whose copies are the largest.
@@ -141,8 +157,6 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
   Choice choice;
   choice.kernel = Kernel::kQmmSm90Stream;
   choice.block_m = stream::TileTokens(problem.m);
-  // What two CTAs on a multiprocessor gain over one where they start early, in microseconds.
-  constexpr double kEarly = 1.6;
   // At least, and from one choice to the next.
   const int step = stream::SliceStep(problem);
   double best = 0;
@@ -152,8 +166,7 @@ Choice ConfigureStream(const QuantizedMatmul& problem, const Device& device) {
       other.split_k = cluster_ctas;
       other.slices = slices;
       if (StreamPlan(problem, device, other).num_stages < 2) continue;
-      double cost = StreamCost(problem, device, other);
-      if (problem.early_start && StreamCtasPerSm(problem, device, other) > 1) cost -= kEarly;
+      const double cost = StreamCost(problem, device, other);
       if (choice.slices > 0 && cost >= best) continue;
       best = cost;
       choice = other;
@@ -202,13 +215,15 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
     double megabyte;       // of parts
     double mates;          // sharing activations, over not
     double wide;           // an atom of 8 bits, over one of 4
+    double heat;           // whenever the time doubles, as clocks fall
   };
-  constexpr Fit kFits[] = {{0.651, 0, 2.86, 1.0, 1.9, 0.31, -0.75, 1.06},
-                           {0.371, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06},
-                           {0.289, 0, 1.43, 1.8, 1.0, 0.51, 0.80, 0.98},
-                           {0.308, 0.475, 0.97, 2.5, 1.1, 0.35, 0.11, 1.3},
-                           {0.268, 0.378, 0.76, 2.5, 0.9, 0.55, 0.46, 0.98},
-                           {0.52, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06}};
+  constexpr Fit kFits[] = {{0.651, 0, 2.86, 1.0, 1.9, 0.31, -0.75, 1.06, 0.02},
+                           {0.371, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06, 0.045},
+                           {0.242, 0.296, 1.09, 1.9, 0.8, 0.42, 0.64, 0.98, 0},
+                           {0.308, 0.475, 0.97, 2.5, 1.1, 0.35, 0.11, 1.3, 0},
+                           {0.268, 0.378, 0.76, 2.5, 0.9, 0.55, 0.46, 0.98, 0},
+                           {0.52, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06, 0.045},
+                           {0.241, 0, 1.91, 1.4, 0.8, 0.39, 0.67, 1.06, 0}};
   static_assert(std::size(kFits) == qmm_sm90::kNumTiles);
   const Fit& fit = kFits[choice.tile];
   const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
@@ -237,8 +252,11 @@ double Sm90Cost(const QuantizedMatmul& problem, const Device& device, const Choi
                       problem.bits / 8 / kReadBytes;
   const double computed = rounds(division.whole_tiles, 1) +
                           rounds(division.divided_tiles * division.parts, division.parts);
-  return fit.once + std::max(computed, read) + (division.parts > 1 ? fit.split + parts : 0) +
-         (choice.mates > 1 ? fit.mates : 0);
+  const double cost = fit.once + std::max(computed, read) +
+                      (division.parts > 1 ? fit.split + parts : 0) +
+                      (choice.mates > 1 ? fit.mates : 0);
+  constexpr double kCool = 32;
+  return cost * (1 + fit.heat * std::log2(std::max(1.0, cost / kCool)));
 }
 
 Choice ConfigureSm90(const QuantizedMatmul& problem, const Device& device,
@@ -442,10 +460,8 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
       return correction.factor * Sm80Cost(problem, device, choice.block_m, choice.split_k) +
              correction.once;
     }
-    case Kernel::kQmmSm90Stream: {
-      constexpr double kOnce = 0.9;
-      return StreamCost(problem, device, choice) + kOnce;
-    }
+    case Kernel::kQmmSm90Stream:
+      return StreamCost(problem, device, choice);
     case Kernel::kQmmSm90:
       return Sm90Cost(problem, device, choice);
   }

@@ -127,6 +127,25 @@ def test_tiles_that_fill_no_round_are_divided(m, n, k, divided):
     assert choice["split_k"] == 1 or select(m=m, n=n, k=k, **H200, workspace_bytes=0) != choice
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 1536, 1536), (128, 5120, 1728), (256, 4096, 2752)])
+def test_small_weights_take_tiles_of_one_strip(m, n, k):
+    """But not as the gate of a pair, whose tiles need two."""
+    tiles = []
+    for gated in (False, True):
+        kernel, *_, tile, _ = native._ffi.candidates(m=m, n=n, k=k, gated=gated, **H200)[0]
+        assert kernel == "qmm_sm90"
+        tiles.append(tile)
+    assert tiles[0] in (2, 6) and tiles[1] not in (2, 6)  # kTiles of cuda/qmm_sm90/config.h
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 6144, 4096), (16, 6144, 4096)])
+def test_products_that_start_early_share_multiprocessors(m, n, k):
+    """In larger clusters, which leave room for CTAs of the kernel before and of the next."""
+    alone, early = (select(m=m, n=n, k=k, early_start=early, **H200) for early in (False, True))
+    assert alone["kernel"] == early["kernel"] == "qmm_sm90_stream"
+    assert alone["split_k"] < early["split_k"]
+
+
 def test_tiles_of_gated_products_have_whole_pairs():
     """Of 150 tiles of three strips 18 are divided, but a gate and its up take 224 of two."""
     assert select(m=128, n=28672, k=8192, **H200)["split_k"] == 7

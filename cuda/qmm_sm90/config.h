@@ -25,8 +25,9 @@ struct TileShape {
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
 
-inline constexpr TileShape kTiles[] = {{256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 2, 1, 2},
-                                       {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},  {128, 1, 3, 1, 2}};
+inline constexpr TileShape kTiles[] = {{256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 1, 2, 2},
+                                       {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},  {128, 1, 3, 1, 2},
+                                       {128, 1, 1, 1, 2}};
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 
 inline constexpr int kMaxParts = 8;  // that k is divided into

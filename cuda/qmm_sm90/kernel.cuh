@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   const int cluster = blockIdx.x >> p.mate_shift, clusters = gridDim.x >> p.mate_shift;
   RingCursor cursor = {0, 0};
   if (warp >= I::kWarps) {
-    ReleaseRegisters<I::kCopyRegisters>();
+    if constexpr (I::kMovesRegisters) ReleaseRegisters<I::kCopyRegisters>();
     WaitForArrivals();  // barriers of all CTAs exist
     if (warp == I::kWarps) {
       WaitForPreviousKernels();
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     }
     __syncwarp();
   } else {
-    AcquireRegisters<I::kMultiplyRegisters>();
+    if constexpr (I::kMovesRegisters) AcquireRegisters<I::kMultiplyRegisters>();
     const TileMultiplier<I> multiplier(p, memory);
     TileStorer<I> storer(p, memory);
     WaitForArrivals();

@@ -10,9 +10,9 @@
 // they allow it, save an instruction of each pair of weights; which is decided for a task at a time, as a branch
 // within the loop would take longer than that saves.
 //
-// A unit is one strip and one atom of k, of large tiles half an atom: 16 or 8 registers of weights, four
-// or two products. There are two sets of registers, so while the products of one unit run, the next is
-// dequantized.
+// A unit is one strip and one atom of k, or half an atom where warpgroups take turns at a large tile: 16 or 8
+// registers of weights, four or two products. There are two sets of registers, so while the products of one
+// unit run, the next is dequantized.
 #pragma once
 
 #include <type_traits>
@@ -101,8 +101,8 @@ class TileMultiplier {
   static constexpr float kUnit = 1 << kWeightShift<T>;                        // of sums
   static constexpr int kLhsBytes = I::kTokens * static_cast<int>(kAtom) * 2;  // of an atom
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
-  // Of an atom of a strip. Large ones take turns more often.
-  static constexpr int kUnits = I::kTokens < 128 ? 1 : 2;
+  // Of an atom of a strip. Warpgroups of large tiles take turns more often.
+  static constexpr int kUnits = I::kTokens < 128 || I::kTile.warpgroups == 1 ? 1 : 2;
   static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
   // Atoms of a round: whole stages, and an even number of units, so that each has registers of its own.
   static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;

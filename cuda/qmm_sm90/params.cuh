@@ -36,6 +36,7 @@ struct Instance {
   static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;
   static constexpr int kMultiplyRegisters =
       (kRegisters * kThreads / 128 - kCopyRegisters) / (kWarps / 4) / 8 * 8;
+  static constexpr bool kMovesRegisters = kRegisters < 256;  // more than that no thread can have
   static constexpr int kStoreTokens = StoreTokens(kTile);
 };
 

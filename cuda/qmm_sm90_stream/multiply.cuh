@@ -42,7 +42,8 @@ class StageMultiplier {
     int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
     const int column = lane_ / 8 % (4 / kTogether);
     if (kMayBeFew) row = min(row, p_.plan.lhs_rows - 1);
-    lhs_ = Keep(atom_ * LhsBytes() + row * kRowBytes + (column ^ row % 8) * kCopyBytes);
+    const int place = atom_ * LhsBytes() + row * kRowBytes + (column ^ row % 8) * kCopyBytes;
+    lhs_ = Keep(kKeepsPlace ? place : row);
   }
 
   // A tile of `slices` that begins with slice `tile`; `own`: the first of the warp's two, in the tile.
@@ -94,6 +95,10 @@ class StageMultiplier {
 
  private:
   static constexpr bool kMayBeFew = I::kTiles == 1;
+  // Whether a lane keeps its place in activations, or works it out for every atom; which of the two takes less time
+  // is measured (docs/kernels/qmm_sm90_stream.md).
+  static constexpr bool kKeepsPlace =
+      I::kTiles != 2 || I::kCtasPerSm != 2 || I::kZero != ZeroKind::kNone;
   // One load of fragments is two tiles of tokens of one step; with a single tile, two steps.
   static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
   static constexpr int kRows = kAtom;  // of a group
@@ -127,7 +132,7 @@ class StageMultiplier {
   __device__ void MultiplyAtoms(uint32_t stage, uint32_t activations, int at, Sums<I>& sums) const {
     static_assert(kAtoms == 1 || kGroups == 1);
     const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
-    const uint32_t lhs = activations + lhs_ + at * LhsBytes();
+    const uint32_t first = kKeepsPlace ? activations + lhs_ + at * LhsBytes() : 0;
     // With one tile of tokens every atom has sums of its own: more products that do not wait for each
     // other.
     constexpr int kChains = I::kTiles == 1 ? kAtoms : 1;
@@ -165,7 +170,8 @@ class StageMultiplier {
             rows[i].Dequantize(codes[a][i][step], weights[i]);
           }
           // A step is two columns, and the permutation is an exclusive or of column numbers.
-          const uint32_t column = (lhs + a * LhsBytes()) ^ (step * 2 * kCopyBytes);
+          const uint32_t lhs = kKeepsPlace ? first + a * LhsBytes() : activations + PlaceOf(at + a);
+          const uint32_t column = lhs ^ (step * 2 * kCopyBytes);
 #pragma unroll
           for (int tile = 0; tile < I::kTiles; tile += kTogether) {
             if (kTogether == 2 || step % 2 == 0) {
@@ -208,6 +214,13 @@ class StageMultiplier {
     }
   }
 
+  // In a stage's activations, where this lane reads those of the warp's atom `at`.
+  __device__ int PlaceOf(int at) const {
+    const int row = (atom_ + at) * I::kTiles * 8 + lhs_;
+    const int column = lane_ / 8 % (4 / kTogether);
+    return row * kRowBytes + (column ^ row % 8) * kCopyBytes;
+  }
+
   // `on`: from the rows of the warp's first group.
   template <class R>
   __device__ void LoadRows(uint32_t stage, int slice, int on, R& rows) const {
@@ -225,8 +238,8 @@ class StageMultiplier {
 
   const Params& p_;
   const int atom_, lane_;  // the first atom of a stage
-  // Where this lane reads in a stage, in bytes, for the warp's first atom: the activations; each slice's
-  // codes, and from there to the second atom's; each slice's scales.
+  // Where this lane reads in a stage, in bytes, for the warp's first atom: the activations, or their row; each
+  // slice's codes, and from there to the second atom's; each slice's scales.
   int lhs_;
   int codes_[kSlicesPerWarp], code_step_[kSlicesPerWarp];
   int scales_[kSlicesPerWarp];
