@@ -13,6 +13,8 @@ import jax.numpy as jnp
 BLOCKS = 11
 BLOCK_SECONDS = 0.02
 PROGRAMS = (2, 20)  # least and most in a block
+HOST_SHARE = 0.8  # of a program's time, that enqueueing it may take
+MOST_CALLS = 512  # of the shorter program, where it needs more of them for that
 REPLAYS = 20
 WARM_UP_SECONDS = 0.03  # until clocks are those of a busy device
 
@@ -41,8 +43,9 @@ def microseconds_per_call(
 
     Each call's input is the output before it, and weights take turns. Programs are enqueued one
     after the other without waiting, so that the time is the device's as long as the host keeps
-    ahead, and what a program costs once cancels. Blocks of programs of either length alternate, and
-    each pair is a sample.
+    ahead, and what a program costs once cancels. Where enqueueing the shorter program takes nearly
+    as long as running it, which would make the slope too small, both get twice as many calls.
+    Blocks of programs of either length alternate, and each pair is a sample.
 
     Where the output has another shape than the input, a link makes the next input of it, a small
     kernel of its own. Both programs then have 2 n links, those without a call before them reading
@@ -64,22 +67,37 @@ def microseconds_per_call(
             x = _link(x, y) if links else y
         return x
 
-    def seconds(count: int, programs: int) -> float:
+    def run(count: int, programs: int) -> tuple[float, float]:
+        """Seconds of a program, and of them those until the host has enqueued it."""
         nonlocal x
         start = time.perf_counter()
         for _ in range(programs):
             x = chain(x, weights, idle, count)
+        enqueued = time.perf_counter()
         x.block_until_ready()
-        return (time.perf_counter() - start) / programs
+        return (time.perf_counter() - start) / programs, (enqueued - start) / programs
+
+    def seconds(count: int, programs: int) -> float:
+        return run(count, programs)[0]
 
     x = x + 0  # the caller's is not donated
-    for count in (calls, 2 * calls):
-        seconds(count, 2)  # compiles and captures
     least, most = PROGRAMS
+    seconds(calls, 2)  # compiles and captures
+    all_of_it, of_the_host = run(calls, most)
+    if _runs_ahead(x) and of_the_host > HOST_SHARE * all_of_it and 2 * calls <= MOST_CALLS:
+        return microseconds_per_call(
+            call, x, weights, 2 * calls, donate=donate, compiler_options=compiler_options
+        )
+    seconds(2 * calls, 2)
     programs = min(max(round(BLOCK_SECONDS / seconds(2 * calls, 2)), least), most)
     return summary(
         [(seconds(2 * calls, programs) - seconds(calls, programs)) / calls for _ in range(BLOCKS)]
     )
+
+
+def _runs_ahead(x: jax.Array) -> bool:
+    """Whether a program returns before it has run, which on the CPU it need not."""
+    return all(device.platform != "cpu" for device in x.devices())
 
 
 def _link(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -52,6 +52,28 @@ def test_time_of_a_call_is_its_own(monkeypatch, wide):
     assert 8000 < found.median < 16000
 
 
+def test_a_host_that_falls_behind_gets_longer_programs(monkeypatch):
+    monkeypatch.setattr(timing, "BLOCKS", 3)
+    monkeypatch.setattr(timing, "_runs_ahead", lambda x: True)
+    monkeypatch.setattr(timing, "MOST_CALLS", 8)
+
+    def traced(share):
+        monkeypatch.setattr(timing, "HOST_SHARE", share)
+        count = 0
+
+        def call(x, weight):
+            nonlocal count
+            count += 1
+            return x + weight
+
+        timing.microseconds_per_call(call, jnp.ones((1, 16)), [jnp.ones((1, 16))], 2)
+        return count
+
+    # And the shape of a result, once or for each number of calls.
+    assert 2 + 4 < traced(2) < 2 + 4 + 8  # the host has no more than all of the time
+    assert traced(0) > 2 + 4 + 8 + 16
+
+
 def test_summary():
     found = timing.summary([5e-6, 1e-6, 2e-6, 4e-6, 3e-6])
     assert found.median == pytest.approx(3)
