@@ -80,16 +80,21 @@ def microseconds_per_call(
     def seconds(count: int, programs: int) -> float:
         return run(count, programs)[0]
 
+    def block(count: int) -> int:
+        """The programs of a block."""
+        least, most = PROGRAMS
+        return min(max(round(BLOCK_SECONDS / seconds(count, 2)), least), most)
+
     x = x + 0  # the caller's is not donated
-    least, most = PROGRAMS
     seconds(calls, 2)  # compiles and captures
-    all_of_it, of_the_host = run(calls, most)
-    if _runs_ahead(x) and of_the_host > HOST_SHARE * all_of_it and 2 * calls <= MOST_CALLS:
-        return microseconds_per_call(
-            call, x, weights, 2 * calls, donate=donate, compiler_options=compiler_options
-        )
+    if _runs_ahead(x) and 2 * calls <= MOST_CALLS:
+        all_of_it, of_the_host = run(calls, block(calls))
+        if of_the_host > HOST_SHARE * all_of_it:
+            return microseconds_per_call(
+                call, x, weights, 2 * calls, donate=donate, compiler_options=compiler_options
+            )
     seconds(2 * calls, 2)
-    programs = min(max(round(BLOCK_SECONDS / seconds(2 * calls, 2)), least), most)
+    programs = block(2 * calls)
     return summary(
         [(seconds(2 * calls, programs) - seconds(calls, programs)) / calls for _ in range(BLOCKS)]
     )
