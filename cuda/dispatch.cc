@@ -10,6 +10,7 @@
 #include <optional>
 #include <tuple>
 
+#include "cuda/extents.h"
 #include "cuda/qmm_sm80/config.h"
 #include "cuda/qmm_sm90/config.h"
 #include "cuda/qmm_sm90_stream/config.h"
@@ -363,9 +364,11 @@ int StreamCtasPerSm(const QuantizedMatmul& problem, const Device& device, const 
 bool MayJoin(const Operands& a, const Operands& b) {
   const auto is_plain = [](const Operands& product) {
     const QuantizedMatmul& p = product.problem;
+    const Buffers& b = product.buffers;
     return !p.transposed && p.orders == 0 && !p.epilogue.gated &&
-           p.epilogue.activation == Activation::kNone && product.buffers.bias == nullptr &&
-           product.buffers.residual == nullptr;
+           p.epilogue.activation == Activation::kNone && b.bias == nullptr &&
+           b.residual == nullptr && IsAligned(b.lhs) && IsAligned(b.packed) &&
+           IsAligned(b.scale) && IsAligned(b.zero);
   };
   const auto form = [](const QuantizedMatmul& p) {
     return std::tie(p.batch, p.m, p.k, p.bits, p.group_size, p.lhs, p.scale, p.out, p.zero,
@@ -381,6 +384,17 @@ QuantizedMatmul Join(const Operands* products, size_t count) {
     joined.n = (joined.n_blocks() + products[i].problem.n_blocks()) * kAtom;
   }
   return joined;
+}
+
+// In terms of the smallest tiles of all kernels.
+LaunchLimits LimitsOf(const QuantizedMatmul& problem) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMostGridY = 65535;
+  const int64_t tiles_n = std::max(problem.strips(), problem.k_blocks());
+  const int64_t rows = std::max<int64_t>(kMost / tiles_n, 1) * qmm_sm80::kMinBlockM;
+  const int64_t tiles = CeilDiv(std::min(problem.m, rows), qmm_sm80::kMinBlockM) * tiles_n;
+  return {std::clamp<int64_t>(kMost / std::max(tiles, problem.m), 1, kMostGridY),
+          std::min(rows, kMost)};
 }
 
 bool Gathers(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
@@ -432,6 +446,10 @@ std::string Unsupported(Kernel kernel, const QuantizedMatmul& problem, const Dev
   if (problem.transposed) return "it has no transposed product";
   if (problem.scale_sums) return "its scales multiply weights, not sums";
   if (problem.k > 1 << 21) return "k is beyond 2^21";
+  // A permuted lhs is gathered to where it is aligned.
+  if (!problem.weights_aligned || (!problem.lhs_aligned && problem.orders == 0)) {
+    return "it copies from multiples of 16 bytes";
+  }
   return kernel == Kernel::kQmmSm90 ? UnsupportedSm90(problem) : UnsupportedStream(problem, device);
 }
 

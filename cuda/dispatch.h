@@ -42,15 +42,29 @@ struct Choice {
 // CTAs on a multiprocessor that a choice of qmm_sm90_stream divides shared memory for.
 int StreamCtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
 
-// Whether one launch of qmm_sm90_stream may compute both products: they have one lhs and no epilogue, and differ in
-// their weights and n only.
+// Whether one launch of qmm_sm90_stream may compute both products: they have one lhs and no epilogue, differ in
+// their weights and n only, and are aligned.
 bool MayJoin(const Operands& a, const Operands& b);
 
 // Such products as one: the channels of all of them, each weight in strips of its own.
 QuantizedMatmul Join(const Operands* products, size_t count);
 
+// Elements of the batch, and rows of one of them, that a launch takes at most: grids and positions in them are
+// 32-bit numbers. A product of more is several launches.
+struct LaunchLimits {
+  int64_t batch, rows;
+};
+LaunchLimits LimitsOf(const QuantizedMatmul& problem);
+
 // Whether the kernel of a choice gathers lhs by a problem's orders itself.
 bool Gathers(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
+
+// Bytes of partial sums that a product of so many rows and columns may have at most, of all weights that its rows
+// are multiplied by. Tiles cover up to twice what rows and columns are, each.
+constexpr int64_t MostSumsBytes(int64_t rows, int64_t columns) {
+  const int64_t bytes = 2 * int64_t{sizeof(float)} * kMaxSplitK * rows * CeilDiv(columns, kAtom) * kAtom;
+  return bytes < kMaxWorkspaceBytes ? bytes : kMaxWorkspaceBytes;
+}
 
 class TunedTable;
 
@@ -75,7 +89,7 @@ Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& de
 void AssumeClusters(Device& device);
 
 // What `tuned`, if given, has measured for `problem`, or else the choice of least cost. Requires that
-// Unsupported returns "" and that m, n, k and batch are positive.
+// Unsupported returns "", that m, n, k and batch are positive, and that m and batch are within the limits.
 Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
               const TunedTable* tuned = nullptr);
 

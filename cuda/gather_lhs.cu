@@ -12,8 +12,9 @@
 
 #include "cuda/device/copy.cuh"
 #include "cuda/device/dependency.cuh"
-#include "cuda/early_start.h"
+#include "cuda/extents.h"
 #include "cuda/kernels.h"
+#include "cuda/launch_config.h"
 #include "cuda/permutation.cuh"
 
 namespace jaxlowbit {
@@ -97,9 +98,9 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-using RowsKernel = decltype(&GatherRowsKernel<1>);
+using KernelFunction = decltype(&GatherRowsKernel<1>);
 
-RowsKernel FindRows(int vectors) {
+KernelFunction FindRows(int vectors) {
   return vectors == 1   ? GatherRowsKernel<1>
          : vectors == 2 ? GatherRowsKernel<2>
          : vectors == 4 ? GatherRowsKernel<4>
@@ -110,23 +111,29 @@ int MostSharedBytes(const Device& device) { return device.shared_bytes_per_sm - 
 
 int64_t RowBytes(const QuantizedMatmul& problem) { return kRowBuffers * problem.k * 2; }
 
+cudaError_t Launch(const LaunchConfig& launch, KernelFunction kernel,
+                   const QuantizedMatmul& problem, const Buffers& buffers) {
+  return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const uint16_t*>(buffers.lhs),
+                            buffers.permutation, static_cast<uint16_t*>(buffers.gathered),
+                            problem.batch * problem.m, static_cast<int>(problem.k),
+                            static_cast<int>(problem.k / problem.orders));
+}
+
 // Not early, here and below: a kernel before the call may have written the permutation, or the weights
 // that the product, starting early, does not wait for.
 template <int kCount>
-void LaunchColumns(const QuantizedMatmul& problem, const Buffers& buffers, const Device& device,
+cudaError_t LaunchColumns(const QuantizedMatmul& problem, const Buffers& buffers, const Device& device,
                    cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.m;
   const int64_t ctas_per_row = CeilDiv(problem.k / kCount, kColumnThreads);
   const int64_t most = CeilDiv(device.num_sms * kColumnCtasPerSm, ctas_per_row);  // below 65536
   const dim3 grid(static_cast<unsigned>(ctas_per_row), static_cast<unsigned>(std::min(rows, most)));
-  GatherColumnsKernel<kCount><<<grid, kColumnThreads, 0, stream>>>(
-      static_cast<const uint16_t*>(buffers.lhs), buffers.permutation,
-      static_cast<uint16_t*>(buffers.gathered), rows, static_cast<int>(problem.k),
-      static_cast<int>(problem.k / problem.orders));
+  const LaunchConfig launch(grid, kColumnThreads, 0, stream);
+  return Launch(launch, GatherColumnsKernel<kCount>, problem, buffers);
 }
 
 // A CTA reads whole rows, so it has as many of their columns as leave work for all multiprocessors.
-void LaunchRows(const QuantizedMatmul& problem, const Buffers& buffers, const Device& device,
+cudaError_t LaunchRows(const QuantizedMatmul& problem, const Buffers& buffers, const Device& device,
                 cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.m;
   const int64_t ctas = device.num_sms * kRowCtasPerSm;
@@ -135,10 +142,8 @@ void LaunchRows(const QuantizedMatmul& problem, const Buffers& buffers, const De
   while (vectors < kMostVectors && ctas_per_row() > 1 && ctas_per_row() * rows > ctas) vectors *= 2;
   const dim3 grid(static_cast<unsigned>(ctas_per_row()),
                   static_cast<unsigned>(std::min(rows, CeilDiv(ctas, ctas_per_row()))));
-  FindRows(vectors)<<<grid, kRowThreads, static_cast<size_t>(RowBytes(problem)), stream>>>(
-      static_cast<const uint16_t*>(buffers.lhs), buffers.permutation,
-      static_cast<uint16_t*>(buffers.gathered), rows, static_cast<int>(problem.k),
-      static_cast<int>(problem.k / problem.orders));
+  const LaunchConfig launch(grid, kRowThreads, RowBytes(problem), stream);
+  return Launch(launch, FindRows(vectors), problem, buffers);
 }
 
 }  // namespace
@@ -163,14 +168,14 @@ cudaError_t InitializeGatherLhs(const Device& device) {
 
 cudaError_t LaunchGatherLhs(const QuantizedMatmul& problem, const Buffers& buffers,
                             const Device& device, cudaStream_t stream) {
-  const bool vectors = problem.k % kElements == 0;
-  const bool few = problem.batch * problem.m * problem.k <= kFewElements;
+  const bool vectors = problem.k % kElements == 0 && IsAligned(buffers.permutation);
+  const bool few =
+      problem.batch * problem.m * problem.k <= kFewElements || !IsAligned(buffers.lhs);
   const auto launch = !vectors ? LaunchColumns<1>
                       : few || RowBytes(problem) > MostSharedBytes(device)
                           ? LaunchColumns<kElements>
                           : LaunchRows;
-  launch(problem, buffers, device, stream);
-  return cudaGetLastError();
+  return launch(problem, buffers, device, stream);
 }
 
 }  // namespace jaxlowbit

@@ -12,15 +12,19 @@
 
 namespace jaxlowbit {
 
-// Loads every kernel and raises its shared-memory limit on `device`, and looks up what was measured
-// on devices of its name (tuned.h). Idempotent, thread-safe, and free after the first call; must
-// have run before a stream of that device is captured.
+// Loads every kernel and raises its shared-memory limit on `device`, CUDA's number of it, and looks up what was
+// measured on devices of its name (tuned.h). Thread-safe, and free once it has succeeded; tried again after a
+// failure. Must have run before a stream of that device is captured.
 cudaError_t InitializeKernels(int device);
+
+// The device that a stream belongs to, by CUDA's number. XLA counts only those that it was told to use.
+cudaError_t DeviceOf(cudaStream_t stream, int* device);
 
 // What InitializeKernels found out about `device`.
 const Device& DeviceInfo(int device);
 
-// Enqueues the problem on `stream`; where it has orders and its kernel does not gather lhs itself, one
+// Enqueues the problem on `stream`, wherever its buffers lie (placement.h), in as many launches as it takes
+// (LaunchLimits); where it has orders and its kernel does not gather lhs itself, one
 // that does comes before, and the product starts early. Only launches: no allocation, no
 // synchronisation, no query of the device, so that it can be captured into a graph. The workspace may
 // hold anything; with less of it than MaxWorkspaceBytes, the sum over k is split into fewer parts.
@@ -32,7 +36,8 @@ cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers&
 cudaError_t LaunchQuantizedMatmuls(std::vector<Operands> products, int64_t workspace_bytes,
                                    int device, cudaStream_t stream);
 
-// The same with a choice of the caller's, for whom measures choices.
+// Enqueues a product within the limits of a launch, whose operands are aligned and which its result does not
+// overlap, by this choice; for those who measure choices.
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int device, cudaStream_t stream);
 

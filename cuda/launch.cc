@@ -2,11 +2,15 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <mutex>
 
+#include "cuda/extents.h"
 #include "cuda/kernels.h"
+#include "cuda/placement.h"
 #include "cuda/qmm_sm90_stream/config.h"
 #include "cuda/tuned.h"
 
@@ -15,10 +19,10 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 
-// What is known of a device, read once.
+// What is known of a device, read once. `ready` says that the rest is there, and does not change any more.
 struct DeviceState {
-  std::once_flag once;
-  cudaError_t error = cudaSuccess;
+  std::mutex mutex;
+  std::atomic<bool> ready{false};
   Device device;
   std::shared_ptr<const TunedTable> tuned;
 };
@@ -68,6 +72,7 @@ cudaError_t Initialize(int ordinal, DeviceState& state) {
   if (error == cudaSuccess) error = InitializeQmmSm80Transposed();
   if (error == cudaSuccess) error = InitializeReduceSplits();
   if (error == cudaSuccess) error = InitializeRmsNorm();
+  if (error == cudaSuccess) error = InitializePlacement();
   if (error == cudaSuccess) error = InitializeGatherLhs(device);
   if (error == cudaSuccess && device.compute_capability == 90) {
     error = InitializeQmmSm90Stream();
@@ -98,13 +103,94 @@ cudaError_t LaunchProduct(const QuantizedMatmul& problem, const Buffers& buffers
   return LaunchReduceSplits(problem, buffers, choice.split_k, DeviceInfo(ordinal), stream);
 }
 
+// A product within the limits of a launch, which its result does not overlap.
+cudaError_t LaunchAligned(Operands product, void* workspace, int64_t workspace_bytes, int ordinal,
+                          cudaStream_t stream) {
+  Placement placement(workspace, workspace_bytes, stream);
+  placement.Align(&product);
+  // The kernel before is then one that writes an operand.
+  if (placement.copied()) product.problem.early_start = false;
+  product.buffers.workspace = workspace;
+  const DeviceState& state = StateOf(ordinal);
+  const QuantizedMatmul& p = product.problem;
+  const int64_t sums_bytes =
+      std::min(placement.bytes(),
+               MostSumsBytes(p.batch * p.m * p.weights_per_element(), p.out_columns()));
+  const Choice choice = Select(p, state.device, sums_bytes, state.tuned.get());
+  const cudaError_t error = placement.Finish();
+  return error == cudaSuccess
+             ? LaunchChoice(p, product.buffers, choice, ordinal, stream)
+             : error;
+}
+
+// One copy for all of those that share an lhs which is not aligned, if there is room.
+void AlignSharedLhs(std::vector<Operands>* products, Placement* placement) {
+  const auto& [problem, buffers] = products->front();
+  const void* shared = buffers.lhs;
+  if (products->size() == 1 || IsAligned(shared)) return;
+  const void* place = placement->Aligned(LhsExtent(problem, buffers));
+  if (place == nullptr) return;
+  for (Operands& product : *products) {
+    if (product.buffers.lhs == shared) product.buffers.lhs = place;
+  }
+  products->front().problem.early_start = false;
+}
+
+// How many rows of an lhs that is not aligned half of the workspace takes, as a multiple of the largest tile; all
+// rows where that is none, or copies would not help.
+int64_t RowsToCopy(const Operands& product, int64_t workspace_bytes) {
+  const QuantizedMatmul& p = product.problem;
+  constexpr int64_t kLargestTile = 256;
+  const int64_t row_bytes = p.lhs_columns() * SizeOf(p.lhs);
+  const int64_t rows = workspace_bytes / 2 / row_bytes / kLargestTile * kLargestTile;
+  const bool copied = !IsAligned(product.buffers.lhs) && row_bytes % kAlignment == 0;
+  return copied && p.orders == 0 && rows > 0 ? rows : std::numeric_limits<int64_t>::max();
+}
+
+// A product that its result does not overlap, as several where it is beyond the limits of a launch.
+cudaError_t LaunchParts(const Operands& product, int64_t workspace_bytes, int ordinal,
+                        cudaStream_t stream) {
+  const QuantizedMatmul& p = product.problem;
+  const LaunchLimits limits = LimitsOf(p);
+  const int64_t to_copy = RowsToCopy(product, workspace_bytes);
+  const int64_t most_rows = std::min(limits.rows, to_copy);
+  const int64_t most_batch =
+      p.m > most_rows ? 1 : std::min(limits.batch, std::max<int64_t>(to_copy / p.m, 1));
+  cudaError_t error = cudaSuccess;
+  for (int64_t element = 0; element < p.batch && error == cudaSuccess; element += most_batch) {
+    Operands part = p.batch <= most_batch
+                        ? product
+                        : BatchPart(product, element, std::min(most_batch, p.batch - element));
+    for (int64_t row = 0; row < p.m && error == cudaSuccess; row += most_rows) {
+      Operands rows =
+          p.m <= most_rows ? part : RowPart(part, row, std::min(most_rows, p.m - row));
+      rows.problem.early_start = p.early_start && element == 0 && row == 0;
+      error =
+          LaunchAligned(rows, product.buffers.workspace, workspace_bytes, ordinal, stream);
+    }
+  }
+  return error;
+}
+
 }  // namespace
 
 cudaError_t InitializeKernels(int ordinal) {
   if (ordinal < 0 || ordinal >= kMaxDevices) return cudaErrorInvalidDevice;
   DeviceState& state = StateOf(ordinal);
-  std::call_once(state.once, [&] { state.error = Initialize(ordinal, state); });
-  return state.error;
+  if (state.ready.load(std::memory_order_acquire)) return cudaSuccess;
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  if (state.ready.load(std::memory_order_relaxed)) return cudaSuccess;
+  state.device = {};
+  const cudaError_t error = Initialize(ordinal, state);
+  state.ready.store(error == cudaSuccess, std::memory_order_release);
+  return error;
+}
+
+// Drivers before 12.8 cannot say; XLA makes the stream's device current in front of every handler.
+cudaError_t DeviceOf(cudaStream_t stream, int* device) {
+  if (cudaStreamGetDevice(stream, device) == cudaSuccess) return cudaSuccess;
+  cudaGetLastError();
+  return cudaGetDevice(device);
 }
 
 const Device& DeviceInfo(int ordinal) { return StateOf(ordinal).device; }
@@ -126,14 +212,19 @@ cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
 
 cudaError_t LaunchQuantizedMatmul(const QuantizedMatmul& problem, const Buffers& buffers,
                                   int64_t workspace_bytes, int ordinal, cudaStream_t stream) {
-  if (problem.batch == 0 || problem.m == 0) return cudaSuccess;
-  const DeviceState& state = StateOf(ordinal);
-  const Choice choice = Select(problem, state.device, workspace_bytes, state.tuned.get());
-  return LaunchChoice(problem, buffers, choice, ordinal, stream);
+  return LaunchQuantizedMatmuls({{problem, buffers}}, workspace_bytes, ordinal, stream);
 }
 
 cudaError_t LaunchQuantizedMatmuls(std::vector<Operands> products, int64_t workspace_bytes,
                                    int ordinal, cudaStream_t stream) {
+  const auto is_empty = [](const Operands& product) {
+    return product.problem.batch == 0 || product.problem.m == 0;
+  };
+  products.erase(std::remove_if(products.begin(), products.end(), is_empty), products.end());
+  if (products.empty()) return cudaSuccess;
+  Placement placement(products[0].buffers.workspace, workspace_bytes, stream);
+  placement.RedirectResults(products.data(), products.size());
+  AlignSharedLhs(&products, &placement);
   const DeviceState& state = StateOf(ordinal);
   cudaError_t error = cudaSuccess;
   for (size_t i = 0; i < products.size() && error == cudaSuccess;) {
@@ -145,21 +236,20 @@ cudaError_t LaunchQuantizedMatmuls(std::vector<Operands> products, int64_t works
       ++count;
     }
     const QuantizedMatmul joined = Join(first, count);
-    if (joined.batch == 0 || joined.m == 0) return cudaSuccess;
     const bool together =
         count > 1 && Unsupported(Kernel::kQmmSm90Stream, joined, state.device).empty();
     const Choice choice =
-        together ? Select(joined, state.device, workspace_bytes, state.tuned.get()) : Choice{};
+        together ? Select(joined, state.device, placement.bytes(), state.tuned.get()) : Choice{};
     if (together && choice.kernel == Kernel::kQmmSm90Stream) {
       error = LaunchQmmSm90Stream(joined, first, count, choice, state.device, stream);
       i += count;
     } else {
-      error =
-          LaunchQuantizedMatmul(first->problem, first->buffers, workspace_bytes, ordinal, stream);
+      error = LaunchParts(*first, placement.bytes(), ordinal, stream);
       ++i;
     }
   }
-  return error;
+  const cudaError_t finished = placement.Finish();
+  return error == cudaSuccess ? finished : error;
 }
 
 }  // namespace jaxlowbit

@@ -6,6 +6,12 @@
 
 #include <cstdint>
 
+#if defined(__CUDACC__)
+#define JAXLOWBIT_HOST_DEVICE __host__ __device__
+#else
+#define JAXLOWBIT_HOST_DEVICE
+#endif
+
 namespace jaxlowbit {
 
 // Rows and columns of the packed layout's atom (docs/layout.md).
@@ -15,6 +21,7 @@ enum class ElementType { kF32, kBf16, kF16 };
 enum class ZeroKind { kNone, kInteger, kFloat };
 enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
 
+inline constexpr int64_t SizeOf(ElementType type) { return type == ElementType::kF32 ? 4 : 2; }
 inline constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // What becomes of sums before they are rounded to the type of out, in float32:
@@ -53,6 +60,9 @@ struct QuantizedMatmul {
   // The kernel before in the stream is of the same call and writes neither weights nor index, so that this
   // one may read them before its end (early_start.h).
   bool early_start = false;
+  // Whether lhs with its permutation, and weights with their scales and zeros, begin at multiples of 16 bytes,
+  // as most kernels read them.
+  bool lhs_aligned = true, weights_aligned = true;
 
   int64_t lhs_columns() const { return transposed ? n : k; }
   int64_t out_columns() const { return transposed ? k : n; }
@@ -63,12 +73,24 @@ struct QuantizedMatmul {
   int64_t k_blocks() const { return CeilDiv(k, kAtom); }
   int64_t groups() const { return group_size < 0 ? 1 : CeilDiv(k_blocks() * kAtom, group_size); }
   // Bytes of one scale and of one zero; 0 without zeros.
-  int64_t scale_bytes() const { return scale == ElementType::kF32 ? 4 : 2; }
+  int64_t scale_bytes() const { return SizeOf(scale); }
   int64_t zero_bytes() const {
     return zero == ZeroKind::kNone ? 0 : zero == ZeroKind::kInteger ? 1 : scale_bytes();
   }
   int64_t words_per_atom() const { return kAtom * kAtom * bits / 32; }
 };
+
+// A group size that 32 bits hold and that means the same for `k` rows: -1 where one group has them all.
+inline constexpr int64_t GroupSize(int64_t size, int64_t k) {
+  return size >= CeilDiv(k, kAtom) * kAtom ? -1 : size;
+}
+
+// The weight that an index stands for: negative ones count from the end, and what is still out of range is
+// clamped.
+JAXLOWBIT_HOST_DEVICE inline int64_t WeightNumber(int64_t index, int64_t num_weights) {
+  if (index < 0) index += num_weights;
+  return index < 0 ? 0 : index < num_weights ? index : num_weights - 1;
+}
 
 // Buffers of one call. `zero`, `index`, `bias` and `residual` may be null; `index` then means: weight b
 // for batch b, or weight 0 when there is only one. With orders, stored row r of a part is its row
@@ -79,7 +101,7 @@ struct Buffers {
   const uint32_t* packed = nullptr;  // [num_weights, n_blocks, k_blocks, words_per_atom]
   const void* scale = nullptr;       // [num_weights, n_blocks, groups, 64]
   const void* zero = nullptr;        // [num_weights, n_blocks, groups, 64]
-  const int32_t* index = nullptr;    // [batch * weights_per_element], clamped to [0, num_weights)
+  const int32_t* index = nullptr;    // [batch * weights_per_element] (WeightNumber)
   const void* bias = nullptr;        // [batch * weights_per_element, n]
   const void* residual = nullptr;    // as out
   const int32_t* permutation = nullptr;  // [orders, k / orders], clamped to the part

@@ -84,8 +84,8 @@ class TransposedCopier {
 #pragma unroll
       for (int i = 0; i < kChunksPerAtom; i += kThreads) {
         const int chunk = atom * kChunksPerAtom + i + threadIdx.x;
-        CopyAsync(shared + CodeChunk<I>(chunk) * kCopyBytes, codes_ + i * kCopyBytes,
-                  n_block_ + atom < p_.n_blocks);
+        CopyCodeChunk<I>(p_, shared, chunk, codes_ + i * kCopyBytes,
+                         n_block_ + atom < p_.n_blocks);
       }
       codes_ += strip_bytes;
     }
@@ -93,7 +93,8 @@ class TransposedCopier {
 
   __device__ void CopyGroups(GroupChunk& chunk, uint32_t target, int element_bytes) const {
     if (chunk.atom >= I::kAtomsK) return;
-    CopyAsync(target, chunk.source, chunk.exists && n_block_ + chunk.atom < p_.n_blocks);
+    CopyGroupChunk(p_, target, chunk.source,
+                   chunk.exists && n_block_ + chunk.atom < p_.n_blocks);
     chunk.source += int64_t{I::kAtomsK} * p_.groups * kAtom * element_bytes;
   }
 

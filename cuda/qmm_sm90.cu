@@ -31,8 +31,9 @@
 
 #include <algorithm>
 
-#include "cuda/early_start.h"
+#include "cuda/extents.h"
 #include "cuda/kernels.h"
+#include "cuda/launch_config.h"
 #include "cuda/qmm_sm90/instances.h"
 #include "cuda/qmm_sm90/params.cuh"
 #include "cuda/qmm_sm90/reduce.cuh"
@@ -76,10 +77,10 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.index = buffers.index;
   p.out_elements = buffers.out;
   p.out_float = problem.out == ElementType::kF32;
-  p.aligned = !p.out_float && SupportsBoxes(problem.n);
+  p.aligned = !p.out_float && SupportsBoxes(problem.n) && IsAligned(buffers.out);
   p.epilogue = EpilogueOf(problem, buffers);
   const bool boxes = buffers.residual != nullptr && problem.epilogue.residual == problem.lhs &&
-                     !problem.epilogue.gated;
+                     !problem.epilogue.gated && IsAligned(buffers.residual);
   p.form =
       p.aligned && (boxes || buffers.residual == nullptr) ? FormOf(problem.epilogue) : Form::kOther;
   p.residual_boxes = boxes && p.form != Form::kOther;
@@ -109,41 +110,15 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   return p;
 }
 
-// A grid of clusters. Stays where it is: the configuration points into it.
-struct LaunchConfig {
-  LaunchConfig(const TileShape& tile, int64_t clusters, int cluster_ctas, int shared_bytes,
-               bool early_start, cudaStream_t stream) {
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {static_cast<unsigned>(cluster_ctas), 1, 1};
-    attributes[1] = EarlyStart();
-    config.gridDim = static_cast<unsigned>(clusters * cluster_ctas);
-    config.blockDim = tile.threads();
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = early_start ? 2 : 1;
-  }
-  LaunchConfig(const LaunchConfig&) = delete;
-  LaunchConfig& operator=(const LaunchConfig&) = delete;
-
-  cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t config = {};
-};
-
 cudaError_t LaunchReduceParts(const QuantizedMatmul& problem, const Division& division,
                               const TileShape& tile, const Params& p, cudaStream_t stream) {
-  cudaLaunchAttribute early_start = EarlyStart();
-  cudaLaunchConfig_t config = {};
-  const int strips = tile.cta_strips() / problem.weights_per_element();
-  config.gridDim = {static_cast<unsigned>(tile.tokens / 8), static_cast<unsigned>(strips),
-                    static_cast<unsigned>(division.divided_tiles)};
-  config.blockDim = kReduceThreads;
-  config.stream = stream;
-  config.attrs = &early_start;
-  config.numAttrs = 1;
+  const int64_t strips = tile.cta_strips() / problem.weights_per_element();
+  const dim3 grid(static_cast<unsigned>(tile.tokens / 8), static_cast<unsigned>(strips),
+                  static_cast<unsigned>(division.divided_tiles));
+  const LaunchConfig launch(grid, kReduceThreads, 0, stream, true);
   const auto kernel = problem.lhs == ElementType::kBf16 ? ReducePartsKernel<__nv_bfloat16>
                                                         : ReducePartsKernel<__half>;
-  return cudaLaunchKernelEx(&config, kernel, p, tile.cta_strips(), tile.tokens);
+  return cudaLaunchKernelEx(&launch.config, kernel, p, tile.cta_strips(), tile.tokens);
 }
 
 }  // namespace
@@ -178,7 +153,8 @@ cudaError_t InitializeQmmSm90(Device& device) {
       }
     }
     for (int cluster_ctas : {1, 2, 4}) {
-      const LaunchConfig launch(tile, 1, cluster_ctas, SharedBytes(tile), false, nullptr);
+      const LaunchConfig launch(cluster_ctas, tile.threads(), SharedBytes(tile), nullptr, false,
+                                cluster_ctas);
       const cudaError_t error = cudaOccupancyMaxActiveClusters(
           &device.clusters[tile.ctas_per_sm][cluster_ctas], Find(problem, number), &launch.config);
       if (error != cudaSuccess) return error;
@@ -215,8 +191,8 @@ cudaError_t LaunchQmmSm90(const QuantizedMatmul& problem, const Buffers& buffers
     }
   }
   const int64_t clusters = std::min(division.tasks(), division.resident);
-  const LaunchConfig launch(tile, clusters, choice.mates, p.plan.shared_bytes(),
-                            problem.early_start, stream);
+  const LaunchConfig launch(clusters * choice.mates, tile.threads(), p.plan.shared_bytes(), stream,
+                            problem.early_start, choice.mates);
   error = cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
   if (error != cudaSuccess || division.parts == 1) return error;
   return LaunchReduceParts(problem, division, tile, p, stream);

@@ -34,8 +34,8 @@
 
 #include <limits>
 
-#include "cuda/early_start.h"
 #include "cuda/kernels.h"
+#include "cuda/launch_config.h"
 #include "cuda/qmm_sm90_stream/fill.cuh"
 #include "cuda/qmm_sm90_stream/gather.cuh"
 #include "cuda/qmm_sm90_stream/multiply.cuh"
@@ -262,28 +262,6 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   return p;
 }
 
-// A grid of clusters. Stays where it is: the configuration points into it.
-struct LaunchConfig {
-  LaunchConfig(int64_t clusters, int64_t batch, int cluster_ctas, int shared_bytes,
-               bool early_start, cudaStream_t stream) {
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {static_cast<unsigned>(cluster_ctas), 1, 1};
-    attributes[1] = EarlyStart();
-    config.gridDim = {static_cast<unsigned>(clusters * cluster_ctas), static_cast<unsigned>(batch),
-                      1};
-    config.blockDim = kThreads;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = early_start ? 2 : 1;
-  }
-  LaunchConfig(const LaunchConfig&) = delete;
-  LaunchConfig& operator=(const LaunchConfig&) = delete;
-
-  cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t config = {};
-};
-
 }  // namespace
 }  // namespace qmm_sm90_stream
 
@@ -326,8 +304,10 @@ cudaError_t LaunchQmmSm90Stream(const QuantizedMatmul& joined, const Operands* p
   const cudaError_t error = DescribeMatrix(buffers.lhs, joined.lhs, joined.batch * joined.m,
                                            joined.k, p.plan.lhs_rows, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
-  const LaunchConfig launch(clusters, joined.batch, choice.split_k, p.plan.shared_bytes,
-                            joined.early_start, stream);
+  const dim3 grid(static_cast<unsigned>(clusters * choice.split_k),
+                  static_cast<unsigned>(joined.batch));
+  const LaunchConfig launch(grid, kThreads, p.plan.shared_bytes, stream, joined.early_start,
+                            choice.split_k);
   // Among kernels that start early, a CTA that is alone leaves registers to one of the next.
   const Variant variant = {choice.block_m, joined.early_start ? kMaxCtasPerSm : ctas_per_sm,
                            p.plan.gathers};

@@ -11,9 +11,9 @@
 #include <cuda_fp16.h>
 
 #include "cuda/device/dependency.cuh"
-#include "cuda/early_start.h"
 #include "cuda/epilogue.cuh"
 #include "cuda/kernels.h"
+#include "cuda/launch_config.h"
 
 namespace jaxlowbit {
 namespace {
@@ -64,14 +64,9 @@ cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, int s
                    const Device& device, cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.m;
   const int64_t n_padded = CeilDiv(problem.out_columns(), kAtom) * kAtom;
-  cudaLaunchAttribute early_start = EarlyStart();
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(CeilDiv(rows * n_padded, kThreads));
-  config.blockDim = kThreads;
-  config.stream = stream;
-  config.attrs = &early_start;
-  config.numAttrs = device.compute_capability >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, ReduceSplitsKernel<T, Out>,
+  const LaunchConfig launch(CeilDiv(rows * n_padded, kThreads), kThreads, 0, stream,
+                            device.compute_capability >= 90);
+  return cudaLaunchKernelEx(&launch.config, ReduceSplitsKernel<T, Out>,
                             static_cast<const float*>(buffers.workspace),
                             static_cast<Out*>(buffers.out), rows, problem.m, problem.out_columns(),
                             n_padded, split_k, EpilogueOf(problem, buffers));

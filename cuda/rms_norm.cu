@@ -13,8 +13,9 @@
 #include <algorithm>
 
 #include "cuda/device/dependency.cuh"
-#include "cuda/early_start.h"
+#include "cuda/extents.h"
 #include "cuda/kernels.h"
+#include "cuda/launch_config.h"
 
 namespace jaxlowbit {
 namespace {
@@ -29,13 +30,25 @@ struct alignas(16) Vector {
   T at[kElements];
 };
 
-template <typename T>
-__device__ const Vector<T>& At(const T* pointer, int64_t vector) {
-  return reinterpret_cast<const Vector<T>*>(pointer)[vector];
+template <bool kAligned, typename T>
+__device__ Vector<T> Load(const T* pointer, int64_t vector) {
+  if constexpr (kAligned) {
+    return reinterpret_cast<const Vector<T>*>(pointer)[vector];
+  } else {
+    Vector<T> value;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) value.at[i] = pointer[vector * kElements + i];
+    return value;
+  }
 }
-template <typename T>
-__device__ Vector<T>& At(T* pointer, int64_t vector) {
-  return reinterpret_cast<Vector<T>*>(pointer)[vector];
+template <bool kAligned, typename T>
+__device__ void Store(const Vector<T>& value, T* pointer, int64_t vector) {
+  if constexpr (kAligned) {
+    reinterpret_cast<Vector<T>*>(pointer)[vector] = value;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) pointer[vector * kElements + i] = value.at[i];
+  }
 }
 
 // Of all threads.
@@ -49,34 +62,33 @@ __device__ float SumOfBlock(float value) {
   return value;
 }
 
-// kVectors: of a thread.
-template <typename T, int kVectors>
+// kVectors: of a thread. kAligned: all operands and results begin at multiples of 16 bytes.
+template <typename T, int kVectors, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads)
     RmsNormKernel(const T* x, const T* addend, const T* scale, T* sum, T* out, int vectors,
                   float epsilon) {
-  using V = Vector<T>;
   LaunchDependents();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * vectors;
-  V scales[kVectors];
+  Vector<T> scales[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * blockDim.x + threadIdx.x;
-    if (scale != nullptr && at < vectors) scales[i] = At(scale, at);
+    if (scale != nullptr && at < vectors) scales[i] = Load<kAligned>(scale, at);
   }
   WaitForPreviousKernels();
-  V sums[kVectors];
+  Vector<T> sums[kVectors];
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * blockDim.x + threadIdx.x;
     if (at >= vectors) break;
-    const V a = At(x, row + at), b = At(addend, row + at);
+    const Vector<T> a = Load<kAligned>(x, row + at), b = Load<kAligned>(addend, row + at);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
       sums[i].at[j] = T(static_cast<float>(a.at[j]) + static_cast<float>(b.at[j]));
       squares += static_cast<float>(sums[i].at[j]) * static_cast<float>(sums[i].at[j]);
     }
-    At(sum, row + at) = sums[i];
+    Store<kAligned>(sums[i], sum, row + at);
   }
   if (scale == nullptr) return;
   const float mean = SumOfBlock(squares) / static_cast<float>(vectors * kElements);
@@ -85,29 +97,36 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * blockDim.x + threadIdx.x;
     if (at >= vectors) break;
-    V result;
+    Vector<T> result;
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
       result.at[j] =
           T(static_cast<float>(sums[i].at[j]) * factor * static_cast<float>(scales[i].at[j]));
     }
-    At(out, row + at) = result;
+    Store<kAligned>(result, out, row + at);
   }
 }
 
 template <typename T>
-cudaError_t Launch(const RmsNorm& norm, const cudaLaunchAttribute* early_start,
-                   cudaStream_t stream) {
+using KernelFunction = void (*)(const T*, const T*, const T*, T*, T*, int, float);
+
+template <typename T>
+KernelFunction<T> Find(bool two_vectors, bool aligned) {
+  if (aligned) {
+    return two_vectors ? RmsNormKernel<T, kMaxVectors, true> : RmsNormKernel<T, 1, true>;
+  }
+  return two_vectors ? RmsNormKernel<T, kMaxVectors, false> : RmsNormKernel<T, 1, false>;
+}
+
+template <typename T>
+cudaError_t Launch(const RmsNorm& norm, bool early_start, cudaStream_t stream) {
   const int vectors = static_cast<int>(norm.columns / kElements);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(norm.rows);
-  config.blockDim =
-      static_cast<unsigned>(std::min<int64_t>(kMaxThreads, CeilDiv(vectors, 32) * 32));
-  config.stream = stream;
-  config.attrs = const_cast<cudaLaunchAttribute*>(early_start);
-  config.numAttrs = early_start == nullptr ? 0 : 1;
-  const auto kernel = vectors <= kMaxThreads ? RmsNormKernel<T, 1> : RmsNormKernel<T, kMaxVectors>;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<const T*>(norm.x),
+  const int threads = static_cast<int>(std::min<int64_t>(kMaxThreads, CeilDiv(vectors, 32) * 32));
+  const LaunchConfig launch(norm.rows, threads, 0, stream, early_start);
+  const bool aligned = IsAligned(norm.x) && IsAligned(norm.addend) && IsAligned(norm.scale) &&
+                       IsAligned(norm.sum) && IsAligned(norm.out);
+  const auto kernel = Find<T>(vectors > kMaxThreads, aligned);
+  return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const T*>(norm.x),
                             static_cast<const T*>(norm.addend), static_cast<const T*>(norm.scale),
                             static_cast<T*>(norm.sum), static_cast<T*>(norm.out), vectors,
                             norm.epsilon);
@@ -116,23 +135,24 @@ cudaError_t Launch(const RmsNorm& norm, const cudaLaunchAttribute* early_start,
 }  // namespace
 
 cudaError_t InitializeRmsNorm() {
-  for (const void* kernel :
-       {reinterpret_cast<const void*>(RmsNormKernel<__nv_bfloat16, 1>),
-        reinterpret_cast<const void*>(RmsNormKernel<__nv_bfloat16, kMaxVectors>),
-        reinterpret_cast<const void*>(RmsNormKernel<__half, 1>),
-        reinterpret_cast<const void*>(RmsNormKernel<__half, kMaxVectors>)}) {
-    const cudaError_t error = PreferSharedMemory(kernel);
-    if (error != cudaSuccess) return error;
+  for (bool two_vectors : {false, true}) {
+    for (bool aligned : {false, true}) {
+      for (const void* kernel :
+           {reinterpret_cast<const void*>(Find<__nv_bfloat16>(two_vectors, aligned)),
+            reinterpret_cast<const void*>(Find<__half>(two_vectors, aligned))}) {
+        const cudaError_t error = PreferSharedMemory(kernel);
+        if (error != cudaSuccess) return error;
+      }
+    }
   }
   return cudaSuccess;
 }
 
 cudaError_t LaunchRmsNorm(const RmsNorm& norm, int device, cudaStream_t stream) {
   if (norm.rows == 0) return cudaSuccess;
-  const cudaLaunchAttribute attribute = EarlyStart();
   const bool early = DeviceInfo(device).compute_capability >= 90;
   const auto launch = norm.type == ElementType::kBf16 ? Launch<__nv_bfloat16> : Launch<__half>;
-  return launch(norm, early ? &attribute : nullptr, stream);
+  return launch(norm, early, stream);
 }
 
 }  // namespace jaxlowbit

@@ -23,7 +23,14 @@ from ._array import QuantizedArray
 from ._backends import native
 from ._epilogue import Activation
 from ._explicit import Sharding
-from ._matmul import Backend, equally_varying, gpus_too_old, quantized_matmul
+from ._matmul import (
+    Backend,
+    allows_half_sums,
+    check,
+    equally_varying,
+    quantized_matmul,
+    unfit_gpus,
+)
 
 
 def quantized_matmuls(
@@ -80,6 +87,9 @@ def quantized_matmuls(
                 "one call reads one format; use quantized_matmul for each."
             )
     options = Options(preferred_element_type, precision, out_sharding, backend)
+    lhs = jnp.asarray(lhs)
+    for rhs in rhss:
+        options.check("quantized_matmuls", lhs, rhs)
     return run(_Matmuls, (lhs,), rhss, options)
 
 
@@ -136,6 +146,9 @@ def quantized_mlp(
             f"f={gate_up.n}, as gate_up has shape {gate_up.shape}; pass the down projection."
         )
     options = Options(preferred_element_type, precision, out_sharding, backend)
+    lhs = jnp.asarray(lhs)
+    options.check("quantized_mlp", lhs, gate_up)
+    options.check("quantized_mlp", jax.ShapeDtypeStruct((down.k,), lhs.dtype), down)
     mlp = functools.partial(_Mlp, activation=activation)
     return run(mlp, (lhs,), (gate_up, down), options)[0]
 
@@ -217,6 +230,10 @@ def quantized_block(
                 f"{attended.shape[-1]} and residual {d} features and gate_up {f} columns, so it is "
                 f"{shape}; pass the projection of this block."
             )
+    options = Options(backend=backend)
+    for weight in weights:
+        rows = jax.ShapeDtypeStruct((weight.k,), attended.dtype)
+        options.check("quantized_block", rows, weight)
     norms = (norm,) if following is None else (norm, following_norm)
     norms = tuple(jnp.asarray(scales).astype(attended.dtype) for scales in norms)
     for name, scales in zip(("norm", "following[0]"), norms, strict=False):
@@ -226,7 +243,7 @@ def quantized_block(
                 f"of the {d} features of residual; pass ({d},)."
             )
     block = functools.partial(_Block, activation=activation, epsilon=float(epsilon))
-    y, *products = run(block, (attended, residual), weights, Options(backend=backend), norms)
+    y, *products = run(block, (attended, residual), weights, options, norms)
     return y if following is None else (y, tuple(products))
 
 
@@ -254,7 +271,13 @@ class Options:
             dtype = jnp.dtype(self.preferred_element_type)
             object.__setattr__(self, "preferred_element_type", dtype)
 
-    def of_native(self, lhs: Array) -> dict[str, Any]:
+    def check(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:
+        """Refuses what `quantized_matmul` of rows of lhs refuses, in the name of the caller."""
+        row = jax.ShapeDtypeStruct(lhs.shape[-1:], lhs.dtype)
+        check(caller, row, rhs, self.of_native(lhs)["out_dtype"], self.backend)
+        allows_half_sums(caller, lhs, self.precision)
+
+    def of_native(self, lhs: Any) -> dict[str, Any]:
         """Those of `native.matmuls` and `native.mlp`."""
         out_dtype = self.preferred_element_type
         return {
@@ -306,7 +329,10 @@ class Call:
             or lhs.dtype == jnp.float32  # whose parts are multiplied on their own
             or math.prod(lhs.shape[:-1]) == 0
             or any(weight.permutation is not None or weight.shards != (1, 1) for weight in weights)
-            or any(native.unsupported("cuda", lhs.dtype, weight.format) for weight in weights)
+            or any(
+                native.unsupported("cuda", lhs.dtype, weight.format, sizes=weight.padded_shape)
+                for weight in weights
+            )
         ):
             return self.products(rows, weights, *others)
         return self.custom_call(rows, weights, *others)
@@ -451,7 +477,7 @@ batching.primitive_batchers[_call_p] = _batch
 def _register(platform: str | None) -> None:
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
         alone = platform == "cuda" and _partition.divided(ctx) is None
-        one_call = alone and not gpus_too_old(ctx.module_context)
+        one_call = alone and not unfit_gpus(ctx.module_context)
         function = call.one_call if one_call else call.composition
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 

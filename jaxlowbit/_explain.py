@@ -60,9 +60,10 @@ def _choice(
         yield "why", "the result is empty"
         return
     refusal = native.unsupported if device.here else native.uncovered
-    reason = refusal(device.platform, lhs, rhs.format)
+    reason = refusal(device.platform, lhs, rhs.format, sizes=rhs.padded_shape)
     if reason is None and device.platform == "cuda":
-        reason = native.too_old(device.capability)
+        fits = native.unfit if device.here else native.too_old
+        reason = fits(device.capability)
     if reason is not None:
         yield "backend", "xla: dequantizes, then multiplies"
         yield "why", reason

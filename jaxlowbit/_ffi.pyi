@@ -2,12 +2,16 @@ from collections.abc import Sequence
 from typing import Any
 
 KERNELS: list[str]
+CALL_VERSION: int
+LAYOUT_VERSION: int
+PLACE_ALIGNMENT: int
 MAX_SPLIT_K: int
 MAX_RMS_NORM_COLUMNS: int
 MAX_WORKSPACE_BYTES: int
 
 def targets() -> dict[str, dict[str, Any]]: ...
 def build_info() -> dict[str, Any]: ...
+def most_sums_bytes(rows: int, columns: int) -> int: ...
 def select(
     *,
     m: int,

@@ -19,7 +19,7 @@ from ._backends import native
 from ._calls import Call, Options, run
 from ._epilogue import Activation
 from ._explicit import Sharding
-from ._matmul import Backend, check
+from ._matmul import Backend
 
 _DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
 
@@ -97,9 +97,7 @@ def quantized_glu(
         )
     lhs = jnp.asarray(lhs)
     options = Options(preferred_element_type, precision, out_sharding, backend)
-    out_dtype = options.of_native(lhs)["out_dtype"]
-    # The axes of lhs in front of k are rows, whatever they are.
-    check(jax.ShapeDtypeStruct(lhs.shape[-1:], lhs.dtype), gate_up, out_dtype, backend)
+    options.check("quantized_glu", lhs, gate_up)
     bias = _addend("quantized_glu", "bias", bias, (2, gate_up.n), "(2, n)")
     call = functools.partial(_Glu, activation=activation)
     return run(call, (lhs,), (gate_up,), options, (bias,))[0]

@@ -90,8 +90,8 @@ def quantized_matmul(
         )
     lhs = jnp.asarray(lhs)
     out_dtype = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
-    check(lhs, rhs, out_dtype, backend)
-    half_sums = _half_sums(lhs, precision)
+    check("quantized_matmul", lhs, rhs, out_dtype, backend)
+    half_sums = allows_half_sums("quantized_matmul", lhs, precision)
     if bias is not None or activation is not None or residual is not None:
         from . import _fused  # built on this product
 
@@ -148,27 +148,47 @@ def _product(
 def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
     """Returns, for each backend, None if it can compute `lhs @ rhs`, else the reason why not.
 
-    Runs nothing. `lhs` is anything with a dtype, such as a `jax.ShapeDtypeStruct`; whether a
-    program is compiled for a platform decides which custom call it gets.
+    Computes nothing. `lhs` is anything with a dtype, such as a `jax.ShapeDtypeStruct`; whether a
+    program is compiled for a platform decides which custom call it gets. `"cuda"` has a reason too
+    where JAX sees GPUs of which one is none that the kernels were compiled for.
 
     ```python
     supported_backends(jax.ShapeDtypeStruct((1, 256), jnp.bfloat16), rhs)["cuda"]
     ```
     """
     dtype = jnp.dtype(lhs.dtype)
-    reasons = {name: native.unsupported(name, dtype, rhs.format) for name in ("cuda", "cpu")}
+    reasons = {
+        name: native.unsupported(name, dtype, rhs.format, sizes=rhs.padded_shape)
+        for name in ("cuda", "cpu")
+    }
+    reasons["cuda"] = reasons["cuda"] or _unfit(_local_gpus())
     return {**reasons, "pallas": pallas.unsupported(rhs.format), "xla": None}
 
 
-def check(lhs: Any, rhs: QuantizedArray, out_dtype: Any, backend: Backend | None) -> None:
+def _local_gpus() -> list[Any]:
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:  # JAX has no such backend here
+        return []
+
+
+def _unfit(gpus: Sequence[Any]) -> str | None:
+    capabilities = sorted({native.compute_capability(gpu) for gpu in gpus})
+    return next(filter(None, map(native.unfit, capabilities)), None)
+
+
+def check(
+    caller: str, lhs: Any, rhs: QuantizedArray, out_dtype: Any, backend: Backend | None
+) -> None:
+    """Refuses what no backend, or not the one that is asked for, computes."""
     if lhs.dtype not in _LHS_DTYPES:
         raise ValueError(
-            f"quantized_matmul: lhs is {lhs.dtype}, but activations are float32, bfloat16 or "
+            f"{caller}: lhs is {lhs.dtype}, but activations are float32, bfloat16 or "
             "float16; cast them."
         )
     if lhs.ndim == 0 or lhs.shape[-1] != rhs.k:
         raise ValueError(
-            f"quantized_matmul: lhs has shape {lhs.shape} and rhs {rhs.shape}, but the last axis "
+            f"{caller}: lhs has shape {lhs.shape} and rhs {rhs.shape}, but the last axis "
             f"of lhs must be k={rhs.k}; for an (n, k) weight, quantize its transpose."
         )
     rhs.check_part()
@@ -176,12 +196,12 @@ def check(lhs: Any, rhs: QuantizedArray, out_dtype: Any, backend: Backend | None
         jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     except ValueError:
         raise ValueError(
-            f"quantized_matmul: the leading axes {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of "
+            f"{caller}: the leading axes {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of "
             "rhs do not broadcast; make them equal or 1."
         ) from None
     if out_dtype not in (lhs.dtype, jnp.float32):
         raise ValueError(
-            f"quantized_matmul: preferred_element_type is {out_dtype}, but the result has the "
+            f"{caller}: preferred_element_type is {out_dtype}, but the result has the "
             f"dtype of lhs ({lhs.dtype}) or float32; cast the result."
         )
     if backend is None:
@@ -189,28 +209,28 @@ def check(lhs: Any, rhs: QuantizedArray, out_dtype: Any, backend: Backend | None
     reasons = supported_backends(lhs, rhs)
     if backend not in reasons:
         raise ValueError(
-            f"quantized_matmul: backend={backend!r} is unknown; it is one of "
+            f"{caller}: backend={backend!r} is unknown; it is one of "
             f"{', '.join(map(repr, reasons))}, or None."
         )
     if reasons[backend] is not None:
         raise ValueError(
-            f"quantized_matmul: backend {backend!r} cannot compute this product: "
+            f"{caller}: backend {backend!r} cannot compute this product: "
             f"{reasons[backend]}. Use backend=None to let another one run."
         )
 
 
-def _half_sums(lhs: Array, precision: lax.DotAlgorithmPreset | None) -> bool:
+def allows_half_sums(caller: str, lhs: Any, precision: lax.DotAlgorithmPreset | None) -> bool:
     """Whether float16 sums are allowed."""
     if precision is None:
         return False
     if precision != lax.DotAlgorithmPreset.F16_F16_F16:
         raise ValueError(
-            f"quantized_matmul: precision is {precision}, but it is None or "
+            f"{caller}: precision is {precision}, but it is None or "
             "jax.lax.DotAlgorithmPreset.F16_F16_F16; leave it out to accumulate in float32."
         )
     if lhs.dtype != jnp.float16:
         raise ValueError(
-            f"quantized_matmul: precision is {precision}, but lhs is {lhs.dtype} and float16 sums "
+            f"{caller}: precision is {precision}, but lhs is {lhs.dtype} and float16 sums "
             "need float16 lhs; cast it, or leave precision out."
         )
     return True
@@ -357,11 +377,11 @@ _PLATFORMS = {"cuda": ("cuda",), "cpu": ("cpu",), "pallas": pallas.PLATFORMS}
 
 
 def _compute(
-    *operands: Array, platform: str | None, too_old: str | None = None, **params: Any
+    *operands: Array, platform: str | None, unfit: str | None = None, **params: Any
 ) -> Array:
     """The product on `platform`, by the backend that is asked for or the best one there.
 
-    `too_old` says why the kernels do not run on the device, if it is known and they do not.
+    `unfit` says why the kernels do not run on the device, if it is known and they do not.
     """
     lhs, backend, format = operands[0], params["backend"], params["format"]
     if platform not in _PLATFORMS.get(backend, (platform,)):
@@ -369,20 +389,22 @@ def _compute(
             f"quantized_matmul: backend={backend!r}, but this program is compiled for "
             f"{platform or 'another platform'}; use backend=None or 'xla'."
         )
-    if backend == "cuda" and too_old:
+    if backend == "cuda" and unfit:
         raise ValueError(
-            f"quantized_matmul: backend='cuda', but {too_old}; use backend=None or 'xla'."
+            f"quantized_matmul: backend='cuda', but {unfit}; use backend=None or 'xla'."
         )
     if math.prod(lhs.shape[:-1]) == 0:
         return jnp.zeros((*lhs.shape[:-1], params["columns"]), params["out_dtype"])
     transposed = params["transposed"]
+    n_blocks, k_blocks, _ = operands[1].shape[-3:]
+    sizes = (k_blocks * _layout.ATOM, n_blocks * _layout.ATOM)
     if backend == "pallas" and not transposed:
         return _pallas(*operands, platform=platform, **params)
     if (
         platform is None
-        or too_old
+        or unfit
         or backend in ("xla", "pallas")
-        or native.unsupported(platform, lhs.dtype, format, transposed=transposed)
+        or native.unsupported(platform, lhs.dtype, format, sizes=sizes, transposed=transposed)
     ):
         return _definition(*operands, **params)
     permutation = Operands.of(operands, **params).permutation
@@ -406,7 +428,7 @@ def _native(*operands: Array, backend: Any, indexed: bool, orders: int = 0, **pa
     return native.matmul(**ops.named(), orders=orders, **params)
 
 
-def gpus_too_old(context: Any) -> str | None:
+def unfit_gpus(context: Any) -> str | None:
     """Why the CUDA kernels do not run on the GPUs that a program is lowered for, or None.
 
     None too where these are not known. An exported program asks where it runs: the custom call
@@ -414,16 +436,15 @@ def gpus_too_old(context: Any) -> str | None:
     """
     if context.lowering_parameters.for_export or context.backend is None:
         return None
-    gpus = [device for device in context.backend.local_devices() if device.platform == "gpu"]
-    return native.too_old(min(map(native.compute_capability, gpus))) if gpus else None
+    return _unfit([gpu for gpu in context.backend.local_devices() if gpu.platform == "gpu"])
 
 
 def _register(platform: str | None) -> None:
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         divided = _partition.divided(ctx)
         if divided is None:
-            too_old = gpus_too_old(ctx.module_context) if platform == "cuda" else None
-            product = functools.partial(_compute, platform=platform, too_old=too_old)
+            unfit = unfit_gpus(ctx.module_context) if platform == "cuda" else None
+            product = functools.partial(_compute, platform=platform, unfit=unfit)
         elif params["transposed"]:
             # XLA divides the definition by itself; the rules here are those of the product.
             product, divided = _definition, None

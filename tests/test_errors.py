@@ -292,6 +292,25 @@ def test_precision(matrix, precision, dtype, message):
         quantized_matmul(LHS.astype(jnp.dtype(dtype)), matrix, precision=precision)
 
 
+@pytest.mark.parametrize("caller", ["matmul", "glu", "matmuls", "mlp", "block"])
+def test_errors_name_the_function_that_was_called(weight, caller):
+    """What is wrong with a product is said by the function that the user called."""
+    square = quantize(weight[0, :16], FOUR)  # (16, 16)
+    pair = quantize(weight[:2, :16], FOUR)
+    function = {
+        "matmul": lambda x: quantized_matmul(x, square),
+        "glu": lambda x: jaxlowbit.quantized_glu(x, pair),
+        "matmuls": lambda x: jaxlowbit.quantized_matmuls(x, (square, square)),
+        "mlp": lambda x: jaxlowbit.quantized_mlp(x, pair, square),
+        "block": lambda x: jaxlowbit.quantized_block(x, x, square, jnp.ones(16), pair, square),
+    }[caller]
+    with pytest.raises(ValueError, match=f"^quantized_{caller}: .*int32"):
+        function(jnp.ones((2, 16), jnp.int32))
+    if caller != "block":  # whose shapes have a sentence of their own
+        with pytest.raises(ValueError, match=rf"^quantized_{caller}: lhs has shape .* k=16"):
+            function(jnp.ones((2, 24)))
+
+
 def test_unknown_backend(matrix):
     with refuses("backend='tpu' is unknown; it is one of 'cuda', 'cpu', 'pallas', 'xla', or None"):
         quantized_matmul(LHS, matrix, backend="tpu")  # pyright: ignore[reportArgumentType]

@@ -4,11 +4,19 @@ Only a caller of `jax.ffi` sees these: what the package passes fits. The CPU's h
 one of CUDA reads its operands with the same code.
 """
 
+import functools
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import TARGET
+
+from jaxlowbit import _layout
+from jaxlowbit._backends import native
 
 # A batch of 2 rows of 70 by a 70 x 40 matrix in 4 bits, with a scale for each 32 of k.
 OPERANDS = {
@@ -19,11 +27,13 @@ OPERANDS = {
     "index": ((0,), "int32"),
     "out": ((1, 2, 40), "float32"),
 }
-ATTRIBUTES = {"bits": 4, "group_size": 32}
+ATTRIBUTES = {"version": 1, "layout_version": 1, "bits": 4, "group_size": 32}
 
 
-def call(**changes):
+def call(without=(), **changes):
     attributes = {name: np.int64(changes.pop(name, ATTRIBUTES[name])) for name in ATTRIBUTES}
+    for name in without:
+        del attributes[name]
     flags = ("transposed", "scale_sums", "half_sums")
     attributes |= {name: changes.pop(name, False) for name in flags}
     specs = {**OPERANDS, **changes}
@@ -98,5 +108,90 @@ def test_what_fits_is_computed(changes):
     ids=lambda value: "" if isinstance(value, str) else " ".join(map(str, value)),
 )
 def test_what_breaks_the_contract_is_refused(changes, message):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{TARGET}: {message}.*\."):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantized_matmul: {message}.*\."):
         call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("without", "changes", "message"),
+    [
+        (["version", "layout_version"], {}, "has the calls of version 0 .* reads version 1; export"),
+        ([], {"version": 2}, "has the calls of version 2 .* reads version 1; export"),
+        (["layout_version"], {}, "has words packed with layout version 0 .* reads version 1"),
+        ([], {"layout_version": 2}, "has words packed with layout version 2 .* reads version 1"),
+        (["bits"], {}, "the call has no attribute bits"),
+    ],
+)
+def test_programs_of_other_versions_are_refused(without, changes, message):
+    """Attributes are read by name, so that the sentence is ours and not one of XLA's."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantized_matmul: .*{message}"):
+        call(without, **changes)
+
+
+def operands(m, k, n):
+    """lhs, words, scales, no zero and no index, of 4 bits in one group."""
+    rng = np.random.default_rng(m)
+    shape = (1, -(-n // 64), -(-k // 64))
+    words = rng.integers(0, 2**32, (*shape, 512), np.uint32)
+    scale = rng.uniform(0.5, 1, (*shape[:2], 1, 64)).astype(np.float32)
+    lhs = rng.normal(size=(1, m, k)).astype(np.float32)
+    return lhs, words, scale, np.zeros(0, np.uint8), np.zeros(0, np.int32)
+
+
+@pytest.mark.parametrize("m", [1, 5, 40])
+def test_a_result_may_lie_over_an_operand(m):
+    """Which XLA does where a call says that it may."""
+    attributes = {name: np.int64(ATTRIBUTES[name]) for name in ("version", "layout_version", "bits")}
+    attributes |= {"group_size": np.int64(-1), "transposed": False, "scale_sums": False}
+    program = functools.partial(
+        jax.ffi.ffi_call, TARGET, jax.ShapeDtypeStruct((1, m, 200), jnp.float32)
+    )
+    given = operands(m, 200, 200)
+    with jax.default_device(jax.devices("cpu")[0]):
+        apart, over = (
+            jax.jit(
+                lambda lhs, *others, aliases=aliases: program(input_output_aliases=aliases)(
+                    lhs, *others, **attributes, half_sums=False
+                ),
+                donate_argnums=0,
+            )(*map(jnp.asarray, given))
+            for aliases in ({}, {0: 0})
+        )
+    np.testing.assert_array_equal(apart, over)
+
+
+OUT_OF_MEMORY = """
+import resource
+import jax, numpy as np
+import jax.numpy as jnp
+from jaxlowbit import Format, QuantizedArray, quantized_matmul
+k = 2**21
+scale = jnp.ones((1, 64))
+array = QuantizedArray.from_integers(jnp.ones((k, 64), jnp.int8), scale, format=Format(4))
+lhs = jnp.ones((16, k))
+program = jax.jit(quantized_matmul).lower(lhs, array).compile()
+program(lhs, array).block_until_ready()
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 2**26, -1))
+try:
+    program(lhs, array).block_until_ready()
+except Exception as error:  # of a type that depends on the version of JAX
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+    print(error)
+    print(float(program(lhs, array)[0, 0]))
+"""
+
+
+@pytest.mark.slow
+def test_no_exception_leaves_a_handler():
+    """Memory runs out in the handler, which says so; the process lives on and the next call is right."""
+    environment = dict(os.environ, JAX_PLATFORMS="cpu", MALLOC_ARENA_MAX="1")
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY], env=environment, capture_output=True, text=True
+    )
+    assert "quantized_matmul: the handler failed with std::bad_alloc" in done.stdout, done.stderr
+    assert str(float(2**21)) in done.stdout
+
+
+def test_versions_are_one_fact():
+    assert native._ffi.LAYOUT_VERSION == _layout.VERSION

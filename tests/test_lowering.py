@@ -3,6 +3,7 @@
 import functools
 import re
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax import export
 from jax.interpreters import mlir
 
 import jaxlowbit
-from jaxlowbit import Format, quantized_matmul
+from jaxlowbit import Format, QuantizedArray, _matmul, quantized_matmul
 from jaxlowbit._backends import native
 
 K, N, LAYERS = 128, 192, 4
@@ -95,6 +96,56 @@ def test_workspace_of_cuda_only(cuda):
     assert not re.search(
         r"-> .*tensor<\d{4,}xui8>", lowered(product, like(1, K), stack(), platform="cpu")
     )
+
+
+def test_calls_carry_their_versions(cuda):
+    for platform in ("cpu", "cuda"):
+        text = lowered(product, like(5, K), stack(), platform=platform)
+        assert f"version = {native._ffi.CALL_VERSION} : i64" in text
+        assert f"layout_version = {native._ffi.LAYOUT_VERSION} : i64" in text
+
+
+def test_large_groups_are_an_attribute_of_64_bits(cuda):
+    text = lowered(product, like(5, K), stack(Format(4, 2**70)), platform="cuda")
+    assert f"group_size = {2**62} : i64" in text
+
+
+def test_the_workspace_has_room_for_the_results(cuda):
+    """XLA may let a result lie over an operand; then it is written to the workspace first."""
+    for rows in (1, 5, 70, 300):
+        text = lowered(product, like(rows, K), stack(), platform="cuda")
+        (bytes,) = {int(x) for x in re.findall(r"tensor<(\d{2,})xui8>", text)}
+        assert bytes >= native._workspace_bytes(1, rows, N) + 2 * rows * (N + K)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_results_beyond_the_workspace_have_their_own_buffers(cuda, several):
+    """XLA looks for updates to fuse into a call no further than a barrier."""
+
+    def function(x, q):
+        return jaxlowbit.quantized_matmuls(x, (q, q)) if several else x @ q
+
+    most = native._ffi.MAX_WORKSPACE_BYTES // (2 * N) // (2 if several else 1)
+    text = lowered(function, like(most, K), stack(), platform="cuda")
+    assert "optimization_barrier" not in text
+    text = lowered(function, like(most + 1, K), stack(), platform="cuda")
+    assert "optimization_barrier" in text
+
+
+def test_sizes_beyond_the_kernels_are_the_definition(cuda):
+    rhs: Any = QuantizedArray(
+        packed=like(2**24 + 1, 1, 512, dtype="uint32"),
+        scale=like(2**24 + 1, 2, 64, dtype="float32"),
+        zero=None,
+        index=None,
+        version=like(dtype="uint32"),
+        format=FOUR,
+        k=64,
+        n=2**30 + 64,
+    )
+    reason = jaxlowbit.supported_backends(like(1, 64), rhs)["cuda"]
+    assert reason and "up to 2^30, this matrix has 1073741888" in reason
+    assert calls(lowered(product, like(1, 64), rhs, platform="cuda")) == 0
 
 
 @pytest.mark.parametrize(
@@ -215,6 +266,36 @@ def test_gpus_without_kernels_refuse_the_custom_call(cuda, gpus):
     forced = functools.partial(quantized_matmul, backend="cuda")
     with pytest.raises(ValueError, match=r"'cuda', but .* need .* 8\.0, .* has 7\.5; use .*\.$"):
         lowered(forced, like(5, K), stack(), platform="cuda")
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        ("80-real 90a-real 100-real 120-real", "8.0", True),
+        ("80-real 90a-real 100-real 120-real", "8.9", True),
+        ("80-real 90a-real 100-real 120-real", "9.0", True),
+        ("80-real 90a-real 100-real 120-real", "10.3", True),
+        ("80-real 90a-real 100-real 120-real", "12.1", True),
+        ("80-real 90a-real 100-real 120-real", "11.0", False),
+        ("90a-real", "8.0", False),
+        ("90a-real", "10.0", False),
+        ("80", "10.0", True),  # has PTX
+        ("86-real", "8.0", False),
+    ],
+)
+def test_gpus_of_other_architectures_run_the_definition(
+    cuda, gpus, monkeypatch, built, capability, runs
+):
+    build = native.build_info() | {"cuda_architectures": built}
+    monkeypatch.setattr(native, "build_info", lambda: build)
+    gpus(capability)
+    assert calls(lowered(product, like(5, K), stack(), platform="cuda")) == runs
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+    monkeypatch.setattr(_matmul, "_local_gpus", lambda: [gpu])
+    reason = jaxlowbit.supported_backends(like(5, K), stack())["cuda"]
+    assert (reason is None) == runs
+    if reason:
+        assert f"kernels for {built}, of which none runs on" in reason and capability in reason
 
 
 def test_exported_programs_ask_where_they_run(cuda, gpus):

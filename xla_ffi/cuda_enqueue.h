@@ -9,15 +9,30 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "cuda/placement.h"
+#include "xla_ffi/attributes.h"
 #include "xla_ffi/operands.h"
 
 namespace jaxlowbit {
 
+// Also forgets the error, which CUDA would return to whoever asks for the last one of this thread.
 inline ffi::Error ToError(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal("jaxlowbit_quantized_matmul: " + what + " failed with " +
-                              cudaGetErrorName(status) + ": " + cudaGetErrorString(status) + ".");
+  cudaGetLastError();
+  return ffi::Error::Internal(what + " failed with " + cudaGetErrorName(status) + ": " +
+                              cudaGetErrorString(status) + ".");
 }
+
+// Where a handler runs: the stream of XLA's, and CUDA's number of its device.
+struct Place {
+  cudaStream_t stream;
+  int device = 0;
+
+  ffi::Error Find(cudaStream_t on) {
+    stream = on;
+    return ToError(DeviceOf(stream, &device), "asking a stream for its device");
+  }
+};
 
 inline std::string Describe(const QuantizedMatmul& p, int device) {
   return "launching batch=" + std::to_string(p.batch) + " m=" + std::to_string(p.m) +
@@ -31,33 +46,35 @@ inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
   return reason.empty() ? ffi::Error::Success() : Refuse(reason + "; use another backend.");
 }
 
-// Enqueues one product.
-inline ffi::Error Enqueue(const Operands& operands, ffi::Buffer<ffi::U8> workspace, int device,
-                          cudaStream_t stream) {
-  const QuantizedMatmul& p = operands.problem;
-  const ffi::Error error = CheckSupported(p, device);
-  if (error.failure()) return error;
-  if (p.batch == 0 || p.m == 0) return ffi::Error::Success();
-  Buffers buffers = operands.buffers;
-  buffers.workspace = workspace.untyped_data();
-  return ToError(LaunchQuantizedMatmul(p, buffers, static_cast<int64_t>(workspace.element_count()),
-                                       device, stream),
-                 Describe(p, device));
+// Whether the results that lie over operands fit the workspace. What Python lowers gives room, or results of their
+// own buffers (native.py).
+inline ffi::Error CheckRoom(int64_t needed, int64_t workspace_bytes) {
+  if (needed <= workspace_bytes) return ffi::Error::Success();
+  return Refuse("results that lie over operands of the call take " + std::to_string(needed) +
+                " bytes of a workspace that has " + std::to_string(workspace_bytes) +
+                "; put jax.lax.optimization_barrier around the result.");
 }
 
-// Enqueues several products of one lhs.
-inline ffi::Error EnqueueAll(std::vector<Operands> products, ffi::Buffer<ffi::U8> workspace,
-                             int device, cudaStream_t stream) {
+// Enqueues products of one call, one after the other, whose workspace has so many bytes.
+inline ffi::Error Enqueue(const std::vector<Operands>& products, int64_t bytes,
+                          const Place& place) {
   if (products.empty()) return ffi::Error::Success();
-  for (Operands& product : products) {
-    const ffi::Error error = CheckSupported(product.problem, device);
+  for (const Operands& product : products) {
+    const ffi::Error error = CheckSupported(product.problem, place.device);
     if (error.failure()) return error;
-    product.buffers.workspace = workspace.untyped_data();
   }
-  const auto bytes = static_cast<int64_t>(workspace.element_count());
-  return ToError(LaunchQuantizedMatmuls(products, bytes, device, stream),
-                 Describe(products[0].problem, device) + " and " +
-                     std::to_string(products.size() - 1) + " more products");
+  const ffi::Error error = CheckRoom(RedirectedBytes(products.data(), products.size()), bytes);
+  if (error.failure()) return error;
+  const cudaError_t launched = LaunchQuantizedMatmuls(products, bytes, place.device, place.stream);
+  if (launched == cudaSuccess) return error;
+  return ToError(launched, Describe(products[0].problem, place.device) + " and " +
+                               std::to_string(products.size() - 1) + " more products");
+}
+
+inline ffi::Error Enqueue(std::vector<Operands> products, ffi::Buffer<ffi::U8> workspace,
+                          const Place& place) {
+  for (Operands& product : products) product.buffers.workspace = workspace.untyped_data();
+  return Enqueue(products, static_cast<int64_t>(workspace.element_count()), place);
 }
 
 }  // namespace jaxlowbit

@@ -6,7 +6,6 @@
 //   6 residual  R[b, m, n], or R[0]: none                 R: the type of lhs, or f32
 #include <cuda_runtime_api.h>
 
-#include <optional>
 #include <string>
 #include <string_view>
 
@@ -31,31 +30,38 @@ ffi::Error DecodeAddend(const std::string& name, ffi::AnyBuffer buffer,
   return error;
 }
 
-ffi::Error ExecuteFused(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs,
-                        ffi::AnyBuffer packed, ffi::AnyBuffer scale, ffi::AnyBuffer zero,
+ffi::Error ExecuteFused(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
+                        ffi::AnyBuffer scale, ffi::AnyBuffer zero,
                         ffi::AnyBuffer index, ffi::AnyBuffer bias, ffi::AnyBuffer residual,
                         ffi::Result<ffi::AnyBuffer> out,
-                        ffi::Result<ffi::Buffer<ffi::U8>> workspace, int64_t bits,
-                        int64_t group_size, std::string_view activation, bool gated,
-                        bool half_sums) {
-  const std::optional<Activation> function = FindActivation(activation);
-  if (!function) return Refuse("activation is unknown: " + std::string(activation) + ".");
-  Attributes attributes = {bits, group_size};
-  attributes.half_sums = half_sums;
-  attributes.gated = gated;
-  Operands operands;
-  ffi::Error error = DecodeOperands(lhs, {packed, scale, zero, index}, *out, attributes, &operands);
-  if (error.failure()) return error;
-  QuantizedMatmul& p = operands.problem;
-  p.epilogue.activation = *function;
-  error = DecodeAddend("bias", bias, {p.batch * p.weights_per_element(), p.n},
-                       gated ? "[2 * batch, n]" : "[batch, n]", p.lhs, &p.epilogue.bias,
-                       &operands.buffers.bias);
-  if (error.success()) {
-    error = DecodeAddend("residual", residual, {p.batch, p.m, p.n}, "[batch, m, n]", p.lhs,
-                         &p.epilogue.residual, &operands.buffers.residual);
-  }
-  return error.failure() ? error : Enqueue(operands, *workspace, device, stream);
+                        ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Dictionary dictionary) {
+  Attributes attributes(dictionary);
+  ProductAttributes product = {attributes.Get<int64_t>("bits"),
+                               attributes.Get<int64_t>("group_size")};
+  product.half_sums = attributes.Get<bool>("half_sums");
+  product.gated = attributes.Get<bool>("gated");
+  const auto activation = attributes.Get<std::string_view>("activation");
+  return Guard(product.gated ? "quantized_glu" : "quantized_matmul", [&] {
+    Operands operands;
+    QuantizedMatmul& p = operands.problem;
+    Place place;
+    ffi::Error error = attributes.Check();
+    if (error.success()) error = DecodeActivation(activation, &p.epilogue.activation);
+    if (error.success()) error = place.Find(stream);
+    if (error.success()) {
+      error = DecodeOperands(lhs, {packed, scale, zero, index}, *out, product, &operands);
+    }
+    if (error.success()) {
+      error = DecodeAddend("bias", bias, {p.batch * p.weights_per_element(), p.n},
+                           product.gated ? "[2 * batch, n]" : "[batch, n]", p.lhs,
+                           &p.epilogue.bias, &operands.buffers.bias);
+    }
+    if (error.success()) {
+      error = DecodeAddend("residual", residual, {p.batch, p.m, p.n}, "[batch, m, n]", p.lhs,
+                           &p.epilogue.residual, &operands.buffers.residual);
+    }
+    return error.failure() ? error : Enqueue({operands}, *workspace, place);
+  });
 }
 
 }  // namespace
@@ -64,7 +70,6 @@ ffi::Error ExecuteFused(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaFusedExecute, jaxlowbit::ExecuteFused,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
                                   .Arg<xla::ffi::AnyBuffer>()             // lhs
                                   .Arg<xla::ffi::AnyBuffer>()             // packed
                                   .Arg<xla::ffi::AnyBuffer>()             // scale
@@ -74,9 +79,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaFusedExecute, jaxlowbit::ExecuteFused
                                   .Arg<xla::ffi::AnyBuffer>()             // residual
                                   .Ret<xla::ffi::AnyBuffer>()             // out
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
-                                  .Attr<int64_t>("bits")
-                                  .Attr<int64_t>("group_size")
-                                  .Attr<std::string_view>("activation")
-                                  .Attr<bool>("gated")
-                                  .Attr<bool>("half_sums"),
+                                  .Attrs(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -12,6 +12,7 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <string>
 
 #include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
@@ -23,9 +24,17 @@ namespace {
 std::atomic<int64_t> execute_count{0};
 #endif
 
-ffi::Error Initialize(cudaStream_t, int32_t device) {
-  return ToError(InitializeKernels(device),
-                 "loading the kernels on device " + std::to_string(device));
+ffi::Error Initialize(cudaStream_t stream) {
+  return Guard("jaxlowbit", [&] {
+    Place place;
+    ffi::Error error = place.Find(stream);
+    if (error.failure()) return error;
+    const cudaError_t status = InitializeKernels(place.device);
+    if (status == cudaSuccess) return error;
+    return ToError(status, "loading the kernels, built for compute capabilities " +
+                               std::string(JAXLOWBIT_CUDA_ARCHITECTURES) + ", on CUDA device " +
+                               std::to_string(place.device));
+  });
 }
 
 ffi::Error DecodePermutation(ffi::AnyBuffer permutation, ffi::AnyBuffer gathered,
@@ -54,21 +63,27 @@ ffi::Error DecodePermutation(ffi::AnyBuffer permutation, ffi::AnyBuffer gathered
   return ffi::Error::Success();
 }
 
-ffi::Error Execute(cudaStream_t stream, int32_t device, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
+ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
                    ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
                    ffi::AnyBuffer permutation, ffi::Result<ffi::AnyBuffer> out,
                    ffi::Result<ffi::Buffer<ffi::U8>> workspace,
-                   ffi::Result<ffi::AnyBuffer> gathered, int64_t bits, int64_t group_size,
-                   bool transposed, bool scale_sums, bool half_sums) {
+                   ffi::Result<ffi::AnyBuffer> gathered, ffi::Dictionary dictionary) {
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
   execute_count.fetch_add(1, std::memory_order_relaxed);
 #endif
-  Operands operands;
-  ffi::Error error =
-      DecodeOperands(lhs, {packed, scale, zero, index}, *out,
-                     {bits, group_size, transposed, scale_sums, half_sums}, &operands);
-  if (error.success()) error = DecodePermutation(permutation, *gathered, &operands);
-  return error.failure() ? error : Enqueue(operands, *workspace, device, stream);
+  return Guard("quantized_matmul", [&] {
+    Attributes attributes(dictionary);
+    const auto product = ProductAttributes::Of(&attributes);
+    Operands operands;
+    Place place;
+    ffi::Error error = attributes.Check();
+    if (error.success()) error = place.Find(stream);
+    if (error.success()) {
+      error = DecodeOperands(lhs, {packed, scale, zero, index}, *out, product, &operands);
+    }
+    if (error.success()) error = DecodePermutation(permutation, *gathered, &operands);
+    return error.failure() ? error : Enqueue({operands}, *workspace, place);
+  });
 }
 
 }  // namespace
@@ -81,13 +96,11 @@ int64_t CudaExecuteCount() { return execute_count.load(std::memory_order_relaxed
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaInitialize, jaxlowbit::Initialize,
                               xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>());
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaExecute, jaxlowbit::Execute,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
                                   .Arg<xla::ffi::AnyBuffer>()             // lhs
                                   .Arg<xla::ffi::AnyBuffer>()             // packed
                                   .Arg<xla::ffi::AnyBuffer>()             // scale
@@ -97,9 +110,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaExecute, jaxlowbit::Execute,
                                   .Ret<xla::ffi::AnyBuffer>()             // out
                                   .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
                                   .Ret<xla::ffi::AnyBuffer>()             // gathered
-                                  .Attr<int64_t>("bits")
-                                  .Attr<int64_t>("group_size")
-                                  .Attr<bool>("transposed")
-                                  .Attr<bool>("scale_sums")
-                                  .Attr<bool>("half_sums"),
+                                  .Attrs(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -14,7 +14,9 @@
 
 #include "cuda/candidates.h"
 #include "cuda/dispatch.h"
+#include "cuda/extents.h"
 #include "cuda/tuned.h"
+#include "xla_ffi/attributes.h"
 #include "xla_ffi/choice.h"
 #include "xla_ffi/cpu/qmm_cpu.h"
 #include "xla_ffi/handlers.h"
@@ -130,7 +132,7 @@ QuantizedMatmul ProblemOf(const ProblemFields& fields) {
   QuantizedMatmul problem;
   problem.m = m, problem.n = n, problem.k = k;
   problem.bits = bits;
-  problem.group_size = group_size;
+  problem.group_size = GroupSize(group_size, k);
   problem.lhs = problem.out = lhs == "float16" ? ElementType::kF16 : ElementType::kBf16;
   problem.scale = float32_scale ? ElementType::kF32 : problem.lhs;
   if (zero == "integer") problem.zero = ZeroKind::kInteger;
@@ -208,8 +210,12 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   nb::list kernels;
   for (const char* name : jaxlowbit::kKernelNames) kernels.append(name);
   module.attr("KERNELS") = kernels;
+  module.attr("CALL_VERSION") = jaxlowbit::kCallVersion;
+  module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;
+  module.def("most_sums_bytes", &jaxlowbit::MostSumsBytes, nb::arg("rows"), nb::arg("columns"));
   module.attr("MAX_RMS_NORM_COLUMNS") = jaxlowbit::kMaxRmsNormColumns;
+  module.attr("PLACE_ALIGNMENT") = jaxlowbit::kPlaceAlignment;
   module.attr("MAX_WORKSPACE_BYTES") = jaxlowbit::kMaxWorkspaceBytes;
 #if defined(JAXLOWBIT_WITH_CUDA) && defined(JAXLOWBIT_COUNT_EXECUTES)
   module.def("execute_count", &jaxlowbit::CudaExecuteCount);

@@ -6,8 +6,8 @@
 //   1 packed  u32[L, n_blocks, k_blocks, words]
 //   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16 or f16
 //   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none
-//   4 index   s32[b]: batch element i multiplies weight index[i]; s32[0]: weight i, or the only one;
-//             gated, s32[2 b]: pairs of weights, the gate first
+//   4 index   s32[b]: batch element i multiplies weight index[i] (WeightNumber in problem.h); s32[0]: weight
+//             i, or the only one; gated, s32[2 b]: pairs of weights, the gate first
 //   result 0  out O[b, m, n], transposed [b, m, k]  O: T or f32
 //
 // On CUDA it has more (cuda_handler.cc), and so have calls with an epilogue (cuda_fused.cc); those of
@@ -21,7 +21,7 @@
 #include <string_view>
 
 #include "cuda/problem.h"
-#include "xla_ffi/ffi.h"
+#include "xla_ffi/attributes.h"
 
 namespace jaxlowbit {
 
@@ -30,10 +30,18 @@ struct WeightBuffers {
   ffi::AnyBuffer packed, scale, zero, index;
 };
 
-struct Attributes {
+// What a call says of one product.
+struct ProductAttributes {
   int64_t bits, group_size;
   bool transposed = false, scale_sums = false, half_sums = false;
   bool gated = false;
+
+  // Those of the target jaxlowbit_quantized_matmul.
+  static ProductAttributes Of(Attributes* attributes) {
+    return {attributes->Get<int64_t>("bits"), attributes->Get<int64_t>("group_size"),
+            attributes->Get<bool>("transposed"), attributes->Get<bool>("scale_sums"),
+            attributes->Get<bool>("half_sums")};
+  }
 };
 
 inline std::optional<ElementType> FloatType(ffi::DataType type) {
@@ -56,6 +64,13 @@ inline std::optional<Activation> FindActivation(std::string_view name) {
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "relu") return Activation::kRelu;
   return std::nullopt;
+}
+
+inline ffi::Error DecodeActivation(std::string_view name, Activation* activation) {
+  const auto found = FindActivation(name);
+  if (!found) return Refuse("activation is unknown: " + std::string(name) + ".");
+  *activation = *found;
+  return ffi::Error::Success();
 }
 
 inline std::string TypeName(ffi::DataType type) {
@@ -82,10 +97,6 @@ std::string ShapeName(const Dimensions& dimensions) {
   std::string text = "[";
   for (int64_t size : dimensions) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
   return text + "]";
-}
-
-inline ffi::Error Refuse(const std::string& sentence) {
-  return ffi::Error::InvalidArgument("jaxlowbit_quantized_matmul: " + sentence);
 }
 
 inline bool HasShape(const ffi::AnyBuffer& buffer, std::initializer_list<int64_t> expected) {
@@ -126,8 +137,7 @@ inline ffi::Error CheckFormat(int64_t bits, int64_t group_size) {
 
 // Fills `operands`, or says which operand breaks which rule.
 inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight,
-                                 ffi::AnyBuffer out, const Attributes& attributes,
-                                 Operands* operands) {
+                                 ffi::AnyBuffer out, const ProductAttributes& attributes, Operands* operands) {
   using Type = ffi::DataType;
   const auto& [packed, scale, zero, index] = weight;
   const auto lhs_type = FloatType(lhs.element_type());
@@ -159,7 +169,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   (p.transposed ? p.k : p.n) = out.dimensions()[2];
   p.num_weights = packed.dimensions()[0];
   p.bits = static_cast<int>(attributes.bits);
-  p.group_size = attributes.group_size;
+  p.group_size = GroupSize(attributes.group_size, p.k);
   p.lhs = *lhs_type;
   p.scale = *scale_type;
   p.out = *out_type;

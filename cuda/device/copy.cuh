@@ -7,7 +7,7 @@
 
 namespace jaxlowbit {
 
-inline constexpr int kCopyBytes = 16;  // the widest cp.async, and the width of every copy here
+inline constexpr int kCopyBytes = 16;  // the widest cp.async, and the width of most copies here
 
 __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -70,6 +70,25 @@ __device__ inline void CopyAsync(uint32_t shared, const void* source, bool valid
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(source),
                "r"(valid ? kCopyBytes : 0)
                : "memory");
+}
+
+// The same from a multiple of 4 bytes.
+__device__ inline void CopyAsyncByWords(uint32_t shared, const void* source, bool valid) {
+#pragma unroll
+  for (int i = 0; i < kCopyBytes; i += 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared + i),
+                 "l"(static_cast<const uint8_t*>(source) + i), "r"(valid ? 4 : 0)
+                 : "memory");
+  }
+}
+
+// The same from anywhere; done when the instructions are.
+__device__ inline void CopyBytes(uint32_t shared, const void* source, bool valid) {
+#pragma unroll 1
+  for (int i = 0; i < kCopyBytes; ++i) {
+    const uint16_t v = valid ? static_cast<const uint8_t*>(source)[i] : 0;
+    asm volatile("st.shared.u8 [%0], %1;\n" ::"r"(shared + i), "h"(v) : "memory");
+  }
 }
 
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }

@@ -12,6 +12,7 @@
 #include "cuda/device/layout.cuh"
 #include "cuda/dispatch.h"
 #include "cuda/driver/device_problem.h"
+#include "cuda/extents.h"
 #include "cuda/qmm_sm80/config.h"
 
 namespace jaxlowbit::driver {
@@ -115,8 +116,8 @@ struct Bounded {
 __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, int half_steps, int64_t row,
                        int64_t column, int64_t position) {
   const int64_t lhs_columns = p.transposed ? p.n : p.k;
-  int64_t weight = b.index == nullptr ? position : b.index[position];
-  weight = min(max(weight, int64_t{0}), p.num_weights - 1);
+  const int64_t weight =
+      WeightNumber(b.index == nullptr ? position : b.index[position], p.num_weights);
   const int64_t n_blocks = (p.n + 63) / 64, k_blocks = (p.k + 63) / 64;
   const int64_t size = p.group_size < 0 ? k_blocks * 64 : p.group_size;
   const int64_t groups = (k_blocks * 64 + size - 1) / size;
@@ -214,19 +215,13 @@ __global__ void DigestKernel(const uint16_t* data, int64_t count, unsigned long 
   atomicAdd(digest, sum);
 }
 
-int64_t SizeOf(ElementType type) { return type == ElementType::kF32 ? 4 : 2; }
-
 int64_t Outputs(const QuantizedMatmul& p) { return p.batch * p.m * p.out_columns(); }
 
 int64_t Biases(const QuantizedMatmul& p) { return p.batch * p.weights_per_element() * p.n; }
 
-int64_t Groups(const QuantizedMatmul& p) {
-  return p.num_weights * p.n_blocks() * p.groups() * kAtom;
-}
+int64_t Groups(const QuantizedMatmul& p) { return p.num_weights * GroupValues(p); }
 
-int64_t PackedBytes(const QuantizedMatmul& p) {
-  return p.num_weights * p.n_blocks() * p.k_blocks() * p.words_per_atom() * 4;
-}
+int64_t AllPackedBytes(const QuantizedMatmul& p) { return p.num_weights * PackedBytes(p); }
 
 }  // namespace
 
@@ -247,7 +242,7 @@ DeviceBuffer::DeviceBuffer(DeviceBuffer&& other) noexcept
 DeviceBuffer::~DeviceBuffer() { cudaFree(data_); }
 
 int64_t WeightBytes(const QuantizedMatmul& problem) {
-  return PackedBytes(problem) + Groups(problem) * (problem.scale_bytes() + problem.zero_bytes());
+  return AllPackedBytes(problem) + Groups(problem) * (problem.scale_bytes() + problem.zero_bytes());
 }
 
 DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& optional, int copies,
@@ -255,7 +250,7 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
     : problem_(problem),
       optional_(optional),
       lhs_(problem.batch * problem.m * problem.lhs_columns() * SizeOf(problem.lhs)),
-      packed_(copies * PackedBytes(problem)),
+      packed_(copies * AllPackedBytes(problem)),
       scale_(copies * Groups(problem) * problem.scale_bytes()),
       zero_(copies * Groups(problem) * problem.zero_bytes()),
       index_(optional.index ? problem.batch * problem.weights_per_element() * 4 : 0),

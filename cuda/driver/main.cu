@@ -2,8 +2,9 @@
 //
 // Runs the kernels without JAX: checks every instance, sweeps shapes, times.
 //
-//   driver check [STRIDE]   every instance on small awkward shapes, or one in STRIDE of these (for
-//                           compute-sanitizer's slower tools; a prime from 7 on, since kinds of
+//   driver check [STRIDE]   every instance on small awkward shapes, also started early, and with buffers that
+//                           overlap or begin at odd elements; large batches; or one in STRIDE of these
+//                           (for compute-sanitizer's slower tools; a prime from 7 on, since kinds of
 //                           problems come every 2nd to 8th)
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph, once
@@ -33,6 +34,7 @@
 
 #include "cuda/candidates.h"
 #include "cuda/driver/device_problem.h"
+#include "cuda/driver/placed_problem.h"
 #include "cuda/kernels.h"
 #include "cuda/qmm_sm90/config.h"
 #include "cuda/timing.h"
@@ -98,6 +100,42 @@ bool IsRight(const QuantizedMatmul& problem, const DeviceProblem& data, const Ch
   return true;
 }
 
+// Whether the result is within the bound; prints what is not.
+bool IsWithin(const std::string& how, const QuantizedMatmul& problem, const DeviceProblem& data) {
+  Check(cudaDeviceSynchronize(), "kernel");
+  const double ratio = data.ErrorOverBound(0, kAll);
+  if (ratio <= 1) return true;
+  std::printf("WRONG  %s %s: error over bound %.3g\n", how.c_str(),
+              Describe(problem, data.optional()).c_str(), ratio);
+  return false;
+}
+
+// The same with buffers where XLA might put them.
+bool IsRightPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, int turn) {
+  const PlacedProblem placed(problem, data.buffers(0), turn);
+  data.Poison();
+  placed.Restore();
+  Check(LaunchQuantizedMatmul(problem, placed.buffers(), data.workspace_bytes(), 0, nullptr),
+        "LaunchQuantizedMatmul");
+  placed.CopyResult();
+  return IsWithin("placed " + std::to_string(turn), problem, data);
+}
+
+// The same where the kernel before, which has not ended yet, writes lhs.
+bool IsRightEarly(QuantizedMatmul problem, const DeviceProblem& data, const Choice& choice) {
+  const Buffers original = data.buffers(0);
+  const Extent lhs = LhsExtent(problem, original);
+  const DeviceBuffer late(lhs.bytes);
+  Check(cudaMemset(late.data(), 0xff, late.bytes()), "cudaMemset");
+  data.Poison();
+  Buffers buffers = original;
+  buffers.lhs = late.data();
+  problem.early_start = true;
+  CopyLate(lhs, late.data());
+  Check(LaunchChoice(problem, buffers, choice, 0, nullptr), "LaunchChoice");
+  return IsWithin(std::string("early ") + NameOf(choice.kernel), problem, data);
+}
+
 struct Tally {
   int right = 0, wrong = 0;
   void Add(bool ok) { ++(ok ? right : wrong); }
@@ -132,6 +170,7 @@ void ForEachType(F visit) {
 Tally CheckInstances(uint64_t stride) {
   Tally tally;
   uint64_t seed = 1, turn = 0;
+  int placed = 0;
   ForEachType([&](QuantizedMatmul problem) {
     for (int64_t m : {1, 7, 9, 16, 17, 33, 64, 129, 300}) {
       // Odd and edge sizes: unaligned rows, one element, a k that ends inside a group and a stage.
@@ -155,7 +194,9 @@ Tally CheckInstances(uint64_t stride) {
         const DeviceProblem data(problem, optional, 1, seed);
         for (const Choice& choice : Choices(problem, seed)) {
           tally.Add(IsRight(problem, data, choice, kAll));
+          if (!problem.transposed) tally.Add(IsRightEarly(problem, data, choice));
         }
+        tally.Add(IsRightPlaced(problem, data, placed++ % PlacedProblem::kTurns));
         if (problem.transposed) continue;
         // The same with an epilogue, all of whose parts come in all combinations.
         problem.epilogue.activation = static_cast<Activation>(turn % 5);
@@ -170,9 +211,33 @@ Tally CheckInstances(uint64_t stride) {
         for (const Choice& choice : Choices(problem, turn)) {
           tally.Add(IsRight(problem, with_epilogue, choice, kAll));
         }
+        tally.Add(IsRightPlaced(problem, with_epilogue, placed++ % PlacedProblem::kTurns));
       }
     }
   });
+  return tally;
+}
+
+// More elements of the batch than a grid has rows, of every way to say which weight is whose.
+Tally CheckBatches(uint64_t stride) {
+  Tally tally;
+  for (uint64_t turn = 0; turn < 12; ++turn) {
+    if ((turn + 1) % stride != 0 && stride < 12) continue;
+    QuantizedMatmul problem;
+    problem.batch = 66000;
+    problem.m = turn % 2 == 0 ? 1 : 5;
+    problem.n = 72, problem.k = turn % 3 == 0 ? 64 : 40;
+    problem.group_size = turn % 4 == 0 ? 16 : -1;
+    problem.epilogue.gated = turn % 4 == 1;
+    Optional optional;
+    optional.index = turn % 3 != 0;
+    optional.bias = optional.residual = turn % 5 == 0;
+    problem.num_weights =
+        optional.index ? 7 : turn % 2 == 0 ? problem.batch * problem.weights_per_element() : 1;
+    const DeviceProblem data(problem, optional, 1, turn);
+    tally.Add(IsRightPlaced(problem, data, 16));  // aligned, and out over nothing
+    if (stride >= 12) break;
+  }
   return tally;
 }
 
@@ -406,8 +471,15 @@ int Main(int argc, char** argv) {
     TimeAll(Parse(argc, argv));
     return 0;
   }
-  const Tally tally =
-      command == "check" ? CheckInstances(argc > 2 ? Numbers(argv[2])[0] : 1) : Sweep();
+  Tally tally;
+  if (command == "check") {
+    const uint64_t stride = argc > 2 ? Numbers(argv[2])[0] : 1;
+    tally = CheckInstances(stride);
+    const Tally batches = CheckBatches(stride);
+    tally.right += batches.right, tally.wrong += batches.wrong;
+  } else {
+    tally = Sweep();
+  }
   std::printf("%d passed, %d failed\n", tally.right, tally.wrong);
   return tally.wrong == 0 ? 0 : 1;
 }

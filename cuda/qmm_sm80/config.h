@@ -10,6 +10,7 @@
 namespace jaxlowbit::qmm_sm80 {
 
 inline constexpr int kBlockN = 2 * kAtom;          // output channels of a CTA
+inline constexpr int kMinBlockM = 8;               // tokens of the smallest tile
 inline constexpr int kMinGroupSize = 16;           // one step of the instruction lies in one group
 inline constexpr int kMaxSharedBytes = 99 * 1024;  // per CTA on sm_86 and sm_89, the smallest
 

@@ -78,7 +78,7 @@ class StageCopier {
         const int chunk = n * I::kAtomsK * kChunksPerAtom + i + threadIdx.x;
         const int atom = static_cast<int>((i + threadIdx.x) / kChunksPerAtom);
         const bool valid = n < atoms_n_ && (I::kAtomsK == 1 || k_block_ + atom < p_.k_blocks);
-        CopyAsync(shared + CodeChunk<I>(chunk) * kCopyBytes, codes_[n] + i * kCopyBytes, valid);
+        CopyCodeChunk<I>(p_, shared, chunk, codes_[n] + i * kCopyBytes, valid);
       }
       codes_[n] += I::kAtomsK * kAtomBytes<I::kBits>;
     }
@@ -87,8 +87,8 @@ class StageCopier {
   __device__ void CopyGroups(uint32_t shared) {
     const auto copy = [&](const GroupChunk& chunk, uint32_t target, int element_bytes) {
       if (chunk.group >= p_.groups_per_stage) return;
-      CopyAsync(target, chunk.source + int64_t{cursor_.group} * kAtom * element_bytes,
-                cursor_.group + chunk.group < p_.groups);
+      CopyGroupChunk(p_, target, chunk.source + int64_t{cursor_.group} * kAtom * element_bytes,
+                     cursor_.group + chunk.group < p_.groups);
     };
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) {

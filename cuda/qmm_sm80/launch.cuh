@@ -10,6 +10,7 @@
 #include <climits>
 
 #include "cuda/kernels.h"
+#include "cuda/launch_config.h"
 #include "cuda/qmm_sm80/params.cuh"
 
 namespace jaxlowbit::qmm_sm80 {
@@ -98,8 +99,8 @@ inline Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers,
   p.groups_per_stage = GroupsPer(problem.transposed ? kAtom : block_k, problem.group_size);
   p.split_k = choice.split_k;
   p.out_float = problem.out == ElementType::kF32;
-  p.lhs_aligned =
-      p.lhs_columns % (kCopyBytes / 2) == 0 && reinterpret_cast<uintptr_t>(p.lhs) % kCopyBytes == 0;
+  p.lhs_aligned = problem.lhs_aligned && p.lhs_columns % (kCopyBytes / 2) == 0;
+  p.weights_aligned = problem.weights_aligned;
   p.bytes = StageBytesOf(choice.block_m, problem.bits, problem.group_size,
                          static_cast<int>(problem.scale_bytes()), p.zero_bytes, problem.transposed);
   p.slot_bytes = p.bytes.total();
@@ -111,12 +112,11 @@ inline cudaError_t Launch(KernelFunction kernel, const QuantizedMatmul& problem,
                           const Buffers& buffers, const Choice& choice, cudaStream_t stream) {
   const Params p = ParamsOf(problem, buffers, choice);
   const int64_t ctas = p.m_tiles * p.out_tiles * p.split_k * p.batch;
-  if (ctas > INT_MAX) return cudaErrorInvalidConfiguration;
   const int shared_bytes =
       SharedBytes(choice.block_m, problem.bits, problem.group_size,
                   static_cast<int>(problem.scale_bytes()), p.zero_bytes, problem.transposed);
-  kernel<<<static_cast<unsigned>(ctas), kThreads, shared_bytes, stream>>>(p);
-  return cudaGetLastError();
+  const LaunchConfig launch(ctas, kThreads, shared_bytes, stream);
+  return cudaLaunchKernelEx(&launch.config, kernel, p);
 }
 
 }  // namespace jaxlowbit::qmm_sm80

@@ -67,7 +67,8 @@ struct Params {
   int groups_per_stage;
   int split_k;
   bool out_float;    // float32 out; else the type of lhs
-  bool lhs_aligned;  // rows of lhs start at multiples of 16 bytes
+  // Rows of lhs, and codes, scales and zeros, start at multiples of 16 bytes.
+  bool lhs_aligned, weights_aligned;
   StageBytes bytes;
   int slot_bytes;  // bytes.total()
   EpilogueParams epilogue;
@@ -86,8 +87,7 @@ struct Tile {
 
 // Number `position` of the weights that the batch is multiplied by.
 __device__ inline int64_t WeightAt(const Params& p, int64_t position) {
-  const int64_t asked = p.index == nullptr ? position : p.index[position];
-  return min(max(asked, int64_t{0}), p.num_weights - 1);
+  return WeightNumber(p.index == nullptr ? position : p.index[position], p.num_weights);
 }
 
 // `atoms`: of a tile, along the columns of out.
@@ -140,6 +140,28 @@ __device__ int LhsChunk(int row, int column) {
 template <class I>
 __device__ int CodeChunk(int chunk) {
   return I::kBits == 8 ? chunk ^ (chunk / 8 % 2) : chunk;
+}
+
+// Starts copying 16 bytes of codes to where chunk number `chunk` of a stage's codes lies behind `codes`.
+template <class I>
+__device__ void CopyCodeChunk(const Params& p, uint32_t codes, int chunk, const void* source,
+                              bool valid) {
+  const uint32_t target = codes + CodeChunk<I>(chunk) * kCopyBytes;
+  if (p.weights_aligned) {
+    CopyAsync(target, source, valid);
+  } else {
+    CopyAsyncByWords(target, source, valid);
+  }
+}
+
+// The same of scales or zeros.
+__device__ inline void CopyGroupChunk(const Params& p, uint32_t target, const void* source,
+                                      bool valid) {
+  if (p.weights_aligned) {
+    CopyAsync(target, source, valid);
+  } else {
+    CopyBytes(target, source, valid);
+  }
 }
 
 // Stores one element of a tile to out, or, when the sum is split, to this split's part of the

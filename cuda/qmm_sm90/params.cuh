@@ -113,9 +113,8 @@ __device__ inline Tile TileOf(const Params& p, int number, int strips, int token
 __device__ inline int64_t StripOf(const Params& p, const Tile& tile, int number) {
   const bool gated = p.epilogue.gated;
   const int position = gated ? 2 * tile.batch + number % 2 : tile.batch;
-  int64_t weight = position;
-  if (p.index != nullptr) weight = p.index[position];
-  return min(max(weight, int64_t{0}), p.num_weights - 1) * p.n_blocks +
+  const int64_t index = p.index == nullptr ? position : p.index[position];
+  return WeightNumber(index, p.num_weights) * p.n_blocks +
          (gated ? (tile.strip + number) / 2 : tile.strip + number);
 }
 

@@ -118,7 +118,8 @@ inline Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices,
   const int64_t row_bytes = problem.m * 2;  // of an element of k
   const int64_t gathered_bytes = CeilDiv(plan.stages, cluster) * stage_k * row_bytes;
   const int64_t gather_bytes = gathered_bytes + problem.k * row_bytes;
-  plan.gathers = problem.orders > 0 && tokens == 8 && gather_bytes <= kMostGatheredBytes;
+  plan.gathers = problem.orders > 0 && problem.lhs_aligned && tokens == 8 &&
+                 gather_bytes <= kMostGatheredBytes;
   // Boxes of one token have no rows but its: those that do not exist take the copy engine longer than others.
   plan.lhs_rows = plan.gathers || problem.m == 1 ? static_cast<int>(problem.m) : tokens;
   plan.bytes = {plan.gathers ? 0 : plan.stage_atoms * plan.lhs_rows * static_cast<int>(kAtom) * 2,

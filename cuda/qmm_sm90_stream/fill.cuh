@@ -58,8 +58,8 @@ class StageFiller {
  private:
   // Of number `position` of the weights that the batch is multiplied by.
   __device__ int64_t FirstStrip(int position) const {
-    const int64_t weight = part_.index == nullptr ? position : part_.index[position];
-    return min(max(weight, int64_t{0}), part_.num_weights - 1) * part_.n_blocks;
+    const int64_t index = part_.index == nullptr ? position : part_.index[position];
+    return WeightNumber(index, part_.num_weights) * part_.n_blocks;
   }
 
   // Where a strip of this CTA's element of the batch is among those of all weights.

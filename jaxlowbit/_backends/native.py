@@ -35,6 +35,7 @@ _MLP_TARGET = "jaxlowbit_quantized_mlp"
 _BLOCK_TARGET = "jaxlowbit_quantized_block"
 _TIMES_TARGET = "jaxlowbit_times"
 _CUDA_BITS = (4, 8)
+_MOST_CUDA_SIZE = 2**30  # of k and n
 _LHS = ("float32", "bfloat16", "float16")
 
 
@@ -84,18 +85,35 @@ def register() -> None:
 
 
 def unsupported(
-    platform: str, lhs: jnp.dtype, format: Format, *, transposed: bool = False
+    platform: str,
+    lhs: jnp.dtype,
+    format: Format,
+    *,
+    sizes: Sequence[int] = (),
+    transposed: bool = False,
 ) -> str | None:
-    """Why the custom call of `platform` cannot compute this problem, or None."""
-    return unavailable(platform) or uncovered(platform, lhs, format, transposed=transposed)
+    """Why the custom call of `platform` cannot compute this problem, or None.
+
+    `sizes`: k and n, where they are known.
+    """
+    return unavailable(platform) or uncovered(
+        platform, lhs, format, sizes=sizes, transposed=transposed
+    )
 
 
 def uncovered(
-    platform: str, lhs: jnp.dtype, format: Format, *, transposed: bool = False
+    platform: str,
+    lhs: jnp.dtype,
+    format: Format,
+    *,
+    sizes: Sequence[int] = (),
+    transposed: bool = False,
 ) -> str | None:
     """Why the kernels for `platform`, in a build that has them, lack this problem, or None."""
     if platform not in ("cpu", "cuda"):
         return "there is no custom call for this platform"
+    if platform == "cuda" and max(sizes, default=0) > _MOST_CUDA_SIZE:
+        return f"its kernels take k and n up to 2^30, this matrix has {max(sizes)}"
     if platform == "cuda" and format.bits not in _CUDA_BITS:
         return f"its kernels read {_one_of(_CUDA_BITS)} bits, the format has {format.bits}"
     if str(lhs) not in _LHS:
@@ -142,6 +160,7 @@ def matmul(
     parts = 1
     if platform == "cuda":
         if lhs.dtype == jnp.float32:
+            lhs, factor = _in_range(lhs)
             lhs, parts = _in_parts(lhs, len(lead)), _PARTS
         if scale.dtype != lhs.dtype or parts > 1:
             scale, zero = _widened(scale, zero, format)
@@ -151,18 +170,22 @@ def matmul(
     if platform == "cuda":
         ordered = permutation is None
         operands.append(jnp.zeros(0, jnp.int32) if ordered else permutation.reshape(orders, -1))
-        workspace = _workspace_bytes(batch, parts * m, columns)
-        results.append(jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+        results.append(_workspace(_workspace_bytes(batch, parts * m, columns), results, operands))
         results.append(jax.ShapeDtypeStruct((0,) if ordered else lhs.shape, lhs.dtype))
     out, *_ = jax.ffi.ffi_call(_TARGET, results)(
         *operands,
-        **_format_attributes(format),
-        transposed=transposed,
-        scale_sums=parts > 1,
-        half_sums=half_sums,
+        **_attributes(
+            **_format_attributes(format),
+            transposed=transposed,
+            scale_sums=parts > 1,
+            half_sums=half_sums,
+        ),
     )
+    if platform == "cuda":
+        (out,) = _apart(out)
     if parts > 1:
         out = out.reshape(batch, parts, m, columns)[:, ::-1].sum(1)  # the smallest first
+        out *= factor.reshape(batch, m, 1)
     return out.reshape(*lead, *rows, columns)
 
 
@@ -171,16 +194,15 @@ def matmuls(
 ) -> tuple[Array, ...]:
     """`lhs @ weight` (..., n) for matrices of one format, as one custom call of CUDA."""
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
-    workspace = max(_workspace_bytes(1, m, weight.n) for weight in weights)
-    results = [jax.ShapeDtypeStruct((workspace,), jnp.uint8)]
-    results += [jax.ShapeDtypeStruct((1, m, weight.n), out_dtype) for weight in weights]
-    _, *outs = jax.ffi.ffi_call(_MATMULS_TARGET, results)(
-        lhs.reshape(1, m, lhs.shape[-1]),
-        *(operand for weight in weights for operand in _call_operands(weight, lhs.dtype)),
-        **_format_attributes(weights[0].format),
-        half_sums=half_sums,
+    results = [jax.ShapeDtypeStruct((1, m, weight.n), out_dtype) for weight in weights]
+    operands = [lhs.reshape(1, m, lhs.shape[-1])]
+    operands += [operand for weight in weights for operand in _call_operands(weight, lhs.dtype)]
+    sums = max(_workspace_bytes(1, m, weight.n) for weight in weights)
+    _, *outs = jax.ffi.ffi_call(_MATMULS_TARGET, [_workspace(sums, results, operands), *results])(
+        *operands,
+        **_attributes(**_format_attributes(weights[0].format), half_sums=half_sums),
     )
-    return tuple(out.reshape(*rows, out.shape[-1]) for out in outs)
+    return tuple(out.reshape(*rows, out.shape[-1]) for out in _apart(*outs))
 
 
 def fused(
@@ -207,23 +229,24 @@ def fused(
             return jnp.zeros(0, lhs.dtype)
         return array.astype(lhs.dtype if array.dtype == lhs.dtype else jnp.float32).reshape(shape)
 
-    out, _ = jax.ffi.ffi_call(
-        _FUSED_TARGET,
-        [
-            jax.ShapeDtypeStruct((batch, m, rhs.n), out_dtype),
-            jax.ShapeDtypeStruct((_workspace_bytes(weights, m, rhs.n),), jnp.uint8),
-        ],
-    )(
+    operands = [
         lhs.reshape(batch, m, rhs.k),
         *_call_operands(rhs, lhs.dtype),
         addend(bias, (weights, rhs.n)),
         addend(residual, (batch, m, rhs.n)),
-        **_format_attributes(rhs.format),
-        activation=activation or "none",
-        gated=gated,
-        half_sums=half_sums,
+    ]
+    result = jax.ShapeDtypeStruct((batch, m, rhs.n), out_dtype)
+    workspace = _workspace(_workspace_bytes(weights, m, rhs.n), [result], operands)
+    out, _ = jax.ffi.ffi_call(_FUSED_TARGET, [result, workspace])(
+        *operands,
+        **_attributes(
+            **_format_attributes(rhs.format),
+            activation=activation or "none",
+            gated=gated,
+            half_sums=half_sums,
+        ),
     )
-    return out
+    return _apart(out)[0]
 
 
 def mlp(
@@ -237,24 +260,25 @@ def mlp(
 ) -> Array:
     """`(activation(lhs @ gate) * (lhs @ up)) @ down`, (..., n), as one custom call of CUDA."""
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
-    workspace = max(_workspace_bytes(2, m, gate_up.n), _workspace_bytes(1, m, down.n))
-    out, *_ = jax.ffi.ffi_call(
-        _MLP_TARGET,
-        [
-            jax.ShapeDtypeStruct((1, m, down.n), out_dtype),
-            jax.ShapeDtypeStruct((1, m, gate_up.n), lhs.dtype),
-            jax.ShapeDtypeStruct((workspace,), jnp.uint8),
-        ],
-    )(
+    operands = [
         lhs.reshape(1, m, lhs.shape[-1]),
         *_call_operands(gate_up, lhs.dtype),
         *_call_operands(down, lhs.dtype),
-        **_format_attributes(gate_up.format),
-        **_format_attributes(down.format, "down_"),
-        activation=activation,
-        half_sums=half_sums,
+    ]
+    result = jax.ShapeDtypeStruct((1, m, down.n), out_dtype)
+    hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), lhs.dtype)
+    sums = max(_workspace_bytes(2, m, gate_up.n), _workspace_bytes(1, m, down.n))
+    workspace = _workspace(sums, [result], operands)
+    out, *_ = jax.ffi.ffi_call(_MLP_TARGET, [result, hidden, workspace])(
+        *operands,
+        **_attributes(
+            **_format_attributes(gate_up.format),
+            **_format_attributes(down.format, "down_"),
+            activation=activation,
+            half_sums=half_sums,
+        ),
     )
-    return out.reshape(*rows, down.n)
+    return _apart(out)[0].reshape(*rows, down.n)
 
 
 def block(
@@ -273,32 +297,35 @@ def block(
     """
     out, gate_up, down, *following = weights
     rows, m, dtype = attended.shape[:-1], math.prod(attended.shape[:-1]), attended.dtype
-    stream = jax.ShapeDtypeStruct((1, m, out.n), dtype)
-    workspace = max(
-        _workspace_bytes(2, m, gate_up.n),
-        *(_workspace_bytes(1, m, weight.n) for weight in (out, down, *following)),
-    )
-    result, *others = jax.ffi.ffi_call(
-        _BLOCK_TARGET,
-        [
-            *[stream] * 4,
-            jax.ShapeDtypeStruct((1, m, gate_up.n), dtype),
-            jax.ShapeDtypeStruct((workspace,), jnp.uint8),
-            *(jax.ShapeDtypeStruct((1, m, weight.n), dtype) for weight in following),
-        ],
-    )(
+    operands = [
         attended.reshape(1, m, attended.shape[-1]),
         residual.reshape(1, m, out.n),
         norm,
         jnp.zeros(0, dtype) if following_norm is None else following_norm,
         *(operand for weight in weights for operand in _call_operands(weight, dtype)),
-        bits=np.array([weight.format.bits for weight in weights]),
-        group_size=np.array([weight.format.group_size for weight in weights]),
-        activation=activation,
-        epsilon=np.float32(epsilon),
+    ]
+    stream = jax.ShapeDtypeStruct((1, m, out.n), dtype)
+    hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), dtype)
+    products = [jax.ShapeDtypeStruct((1, m, weight.n), dtype) for weight in following]
+    sums = max(
+        _workspace_bytes(2, m, gate_up.n),
+        *(_workspace_bytes(1, m, weight.n) for weight in (out, down, *following)),
     )
-    products = others[len(others) - len(following) :]
-    return tuple(x.reshape(*rows, x.shape[-1]) for x in (result, *products))
+    workspace = _workspace(sums, [stream, *products], operands)
+    formats = [_format_attributes(weight.format) for weight in weights]
+    result, *others = jax.ffi.ffi_call(
+        _BLOCK_TARGET, [*[stream] * 4, hidden, workspace, *products]
+    )(
+        *operands,
+        **_attributes(
+            bits=np.array([format["bits"] for format in formats]),
+            group_size=np.array([format["group_size"] for format in formats]),
+            activation=activation,
+            epsilon=np.float32(epsilon),
+        ),
+    )
+    results = _apart(result, *others[len(others) - len(following) :])
+    return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
 
 
 def unnormalizable(columns: int) -> bool:
@@ -335,11 +362,58 @@ def _weight_operands(
 
 
 def _format_attributes(format: Format, prefix: str = "") -> dict[str, np.int64]:
-    sizes = {"bits": format.bits, "group_size": format.group_size}
+    # No matrix has more rows, so that larger groups mean the same.
+    sizes = {"bits": format.bits, "group_size": min(format.group_size, 2**62)}
     return {prefix + name: np.int64(size) for name, size in sizes.items()}
 
 
+def _attributes(**attributes: Any) -> dict[str, Any]:
+    """The attributes of a call, with the versions that another version of the library refuses."""
+    versions = {"version": _ffi.CALL_VERSION, "layout_version": _layout.VERSION}
+    return {name: np.int64(version) for name, version in versions.items()} | attributes
+
+
+def _workspace(
+    sums: int, results: Sequence[jax.ShapeDtypeStruct], operands: Sequence[Array]
+) -> jax.ShapeDtypeStruct:
+    """The workspace of a call: room for partial sums, and for buffers that XLA places badly.
+
+    XLA may fuse slices and updates into a call: then results may lie over operands, and both begin
+    at any element. Such buffers are copied by way of the workspace (`cuda/placement.h`).
+    """
+    buffers = (x for x in (*results, *operands) if x.dtype != jnp.uint32)  # words stay in place
+    sizes = [sums, *(_placed_bytes(x.shape, x.dtype) for x in buffers)]
+    limit = _ffi.MAX_WORKSPACE_BYTES
+    bound = min(limit, sum(sizes)) if all(isinstance(size, int) for size in sizes) else limit
+    return jax.ShapeDtypeStruct((bound,), jnp.uint8)
+
+
+def _apart(*results: Array) -> Sequence[Array]:
+    """The results of one call; those that its workspace could not hold have their own buffers.
+
+    XLA looks for an update to fuse into a call no further than a barrier.
+    """
+    sizes = [_placed_bytes(x.shape, x.dtype) for x in results]
+    fit = all(isinstance(n, int) for n in sizes) and sum(sizes) <= _ffi.MAX_WORKSPACE_BYTES
+    return results if fit else lax.optimization_barrier(results)
+
+
+def _placed_bytes(shape: Sequence[int], dtype: Any) -> int:
+    unit = _ffi.PLACE_ALIGNMENT
+    return -(-math.prod(shape) * jnp.dtype(dtype).itemsize // unit) * unit
+
+
 _PARTS = 3  # of 8 bits each, for the 24 of float32
+
+
+def _in_range(lhs: Array) -> tuple[Array, Array]:
+    """Float32 rows with which no sum overflows before scales multiply it, and what they lack.
+
+    Rows that reach beyond 2^96 are divided by 2^32, which leaves room for the rounding of parts and
+    for sums of up to 2^24 products with 8-bit integers.
+    """
+    large = jnp.max(jnp.abs(lhs), axis=-1, keepdims=True, initial=0) >= 2.0**96
+    return lhs * jnp.where(large, 2.0**-32, 1.0), jnp.where(large, 2.0**32, 1.0)
 
 
 def _in_parts(lhs: Array, axis: int) -> Array:
@@ -474,9 +548,11 @@ def times(
     *_, microseconds = jax.ffi.ffi_call(_TIMES_TARGET, results)(
         lhs[None],
         *_weight_operands(packed, scale, zero, jnp.zeros(1, jnp.int32), product.format),
-        **_format_attributes(product.format),
-        calls=np.int64(calls),
-        choices=np.array(numbers, np.int64).reshape(-1),
+        **_attributes(
+            **_format_attributes(product.format),
+            calls=np.int64(calls),
+            choices=np.array(numbers, np.int64).reshape(-1),
+        ),
     )
     return microseconds
 
@@ -498,7 +574,7 @@ def compute_capability(device: Any) -> int:
 
 
 def too_old(compute_capability: int) -> str | None:
-    """Why the CUDA kernels run no problem on GPUs of this compute capability, or None."""
+    """Why no CUDA kernel is written for GPUs of this compute capability, or None."""
     bfloat16 = jnp.dtype("bfloat16")
     choice = choose(
         *(1, 1, _layout.ATOM, _layout.ATOM, bfloat16, bfloat16, Format(4)),
@@ -507,17 +583,40 @@ def too_old(compute_capability: int) -> str | None:
     return choice["unsupported"] or None
 
 
+def unfit(compute_capability: int) -> str | None:
+    """Why the CUDA kernels of this build run no problem on such GPUs, or None."""
+    if reason := too_old(compute_capability):
+        return reason
+    built = build_info()["cuda_architectures"].split()
+    if not built or any(_runs_on(compute_capability, architecture) for architecture in built):
+        return None
+    return (
+        f"this build has kernels for {' '.join(built)}, of which none runs on compute capability "
+        f"{compute_capability // 10}.{compute_capability % 10}; build jaxlowbit on that machine"
+    )
+
+
+def _runs_on(compute_capability: int, architecture: str) -> bool:
+    """Whether code that CMake built for an architecture, such as 90a-real, runs on a GPU."""
+    found = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", architecture)
+    if found is None:
+        return True
+    built, feature, kind = int(found[1]), found[2], found[3]
+    if feature == "a":
+        return compute_capability == built
+    if kind != "-real" and not feature:  # with PTX, which later GPUs compile
+        return compute_capability >= built
+    return compute_capability // 10 == built // 10 and compute_capability >= built
+
+
 def _workspace_bytes(batch: int, m: int, columns: int) -> int:
     """Enough for the float32 partial sums of every split the selection may choose.
 
-    They are of tiles, which cover up to twice what m and the columns are, each. The bound needs
-    neither a device nor a concrete m, so that exported programs carry it.
+    The bound needs neither a device nor a concrete m, so that exported programs carry it.
     """
-    limit = _ffi.MAX_WORKSPACE_BYTES
     if not all(isinstance(size, int) for size in (batch, m)):
-        return limit
-    padded = batch * m * _layout.blocks(columns) * _layout.ATOM
-    return min(limit, 2 * 4 * _ffi.MAX_SPLIT_K * padded)
+        return _ffi.MAX_WORKSPACE_BYTES
+    return _ffi.most_sums_bytes(batch * m, columns)
 
 
 def _one_of(values: tuple) -> str:

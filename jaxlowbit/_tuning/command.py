@@ -136,7 +136,7 @@ def _distinct(tokens: Sequence[int]) -> list[int]:
 def _gpu() -> DeviceFacts:
     device = _devices.first()
     reason = native.unavailable("cuda") if device.platform == "cuda" else "JAX sees none"
-    if reason := reason or native.too_old(device.capability):
+    if reason := reason or native.unfit(device.capability):
         raise ValueError(f"tune: this needs an NVIDIA GPU whose kernels are here, and {reason}.")
     return device.facts
 

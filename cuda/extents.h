@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Where the buffers of a product lie in memory, and the buffers of its parts.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "cuda/problem.h"
+
+namespace jaxlowbit {
+
+// What most kernels copy at a time, from multiples of it.
+inline constexpr int64_t kAlignment = 16;
+
+// Where Placement puts what it copies.
+inline constexpr int64_t kPlaceAlignment = 128;
+
+inline bool IsAligned(const void* data) {
+  return reinterpret_cast<uintptr_t>(data) % kAlignment == 0;
+}
+
+// `bytes` beyond a pointer that may be null.
+template <typename T>
+T* Offset(T* data, int64_t bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  return data == nullptr ? nullptr : reinterpret_cast<T*>(address + bytes);
+}
+
+struct Extent {
+  const void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+inline bool Overlap(const Extent& a, const Extent& b) {
+  const auto begin = [](const Extent& x) { return reinterpret_cast<uintptr_t>(x.data); };
+  return a.bytes > 0 && b.bytes > 0 && begin(a) < begin(b) + b.bytes &&
+         begin(b) < begin(a) + a.bytes;
+}
+
+inline int64_t PackedBytes(const QuantizedMatmul& p) {
+  return p.n_blocks() * p.k_blocks() * p.words_per_atom() * 4;
+}
+inline int64_t GroupValues(const QuantizedMatmul& p) { return p.n_blocks() * p.groups() * kAtom; }
+
+inline Extent LhsExtent(const QuantizedMatmul& p, const Buffers& b) {
+  return {b.lhs, p.batch * p.m * p.lhs_columns() * SizeOf(p.lhs)};
+}
+inline Extent PackedExtent(const QuantizedMatmul& p, const Buffers& b) {
+  return {b.packed, p.num_weights * PackedBytes(p)};
+}
+inline Extent ScaleExtent(const QuantizedMatmul& p, const Buffers& b) {
+  return {b.scale, p.num_weights * GroupValues(p) * p.scale_bytes()};
+}
+inline Extent ZeroExtent(const QuantizedMatmul& p, const Buffers& b) {
+  return {b.zero, p.num_weights * GroupValues(p) * p.zero_bytes()};
+}
+inline Extent PermutationExtent(const QuantizedMatmul& p, const Buffers& b) {
+  return {b.permutation, b.permutation == nullptr ? 0 : p.k * 4};
+}
+inline Extent OutExtent(const QuantizedMatmul& p, const Buffers& b) {
+  return {b.out, p.batch * p.m * p.out_columns() * SizeOf(p.out)};
+}
+
+// All that a product reads. Not a residual that lies where out does, element by element: each is read by the
+// thread that writes there.
+inline std::array<Extent, 8> OperandExtents(const QuantizedMatmul& p, const Buffers& b) {
+  const Epilogue& e = p.epilogue;
+  const int64_t weights = p.batch * p.weights_per_element();
+  const bool in_place = b.residual == b.out && e.residual == p.out;
+  const auto or_none = [](const void* data, int64_t bytes) {
+    return Extent{data, data == nullptr ? 0 : bytes};
+  };
+  return {LhsExtent(p, b),
+          PackedExtent(p, b),
+          ScaleExtent(p, b),
+          ZeroExtent(p, b),
+          PermutationExtent(p, b),
+          or_none(b.index, weights * 4),
+          or_none(b.bias, weights * p.n * SizeOf(e.bias)),
+          or_none(in_place ? nullptr : b.residual, p.batch * p.m * p.n * SizeOf(e.residual))};
+}
+
+// Lets the buffers begin with weight number `first`.
+inline void SkipWeights(const QuantizedMatmul& p, int64_t first, Buffers* b) {
+  b->packed = Offset(b->packed, first * PackedBytes(p));
+  b->scale = Offset(b->scale, first * GroupValues(p) * p.scale_bytes());
+  b->zero = Offset(b->zero, first * GroupValues(p) * p.zero_bytes());
+}
+
+// Lets the buffers begin with row number `first`, of all of the batch.
+inline void SkipRows(const QuantizedMatmul& p, int64_t first, Buffers* b) {
+  b->lhs = Offset(b->lhs, first * p.lhs_columns() * SizeOf(p.lhs));
+  b->gathered = Offset(b->gathered, first * p.lhs_columns() * SizeOf(p.lhs));
+  b->out = Offset(b->out, first * p.out_columns() * SizeOf(p.out));
+  b->residual = Offset(b->residual, first * p.out_columns() * SizeOf(p.epilogue.residual));
+}
+
+// The product of `count` elements of the batch, from `first` on.
+inline Operands BatchPart(const Operands& whole, int64_t first, int64_t count) {
+  Operands part = whole;
+  QuantizedMatmul& p = part.problem;
+  Buffers& b = part.buffers;
+  const int64_t weights = first * p.weights_per_element();
+  SkipRows(p, first * p.m, &b);
+  b.bias = Offset(b.bias, weights * p.n * SizeOf(p.epilogue.bias));
+  p.batch = count;
+  if (b.index != nullptr) {
+    b.index += weights;
+  } else if (p.num_weights > 1) {
+    SkipWeights(p, weights, &b);
+    p.num_weights = count * p.weights_per_element();
+  }
+  return part;
+}
+
+// The product of `count` rows, from `first` on, of a batch of one.
+inline Operands RowPart(const Operands& whole, int64_t first, int64_t count) {
+  Operands part = whole;
+  SkipRows(whole.problem, first, &part.buffers);
+  part.problem.m = count;
+  return part;
+}
+
+}  // namespace jaxlowbit

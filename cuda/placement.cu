@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/placement.h"
+
+#include <algorithm>
+
+#include "cuda/launch_config.h"
+
+namespace jaxlowbit {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMostCtas = 4096;
+
+int64_t PlaceBytes(int64_t bytes) { return CeilDiv(bytes, kPlaceAlignment) * kPlaceAlignment; }
+
+// Bound: memory; of few bytes, the launch.
+template <typename Unit>
+__global__ void __launch_bounds__(kThreads) CopyKernel(const Unit* from, Unit* to, int64_t count) {
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+#pragma unroll 4
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
+    to[i] = from[i];
+  }
+}
+
+template <typename Unit>
+cudaError_t LaunchCopy(const void* from, void* to, int64_t bytes, cudaStream_t stream) {
+  const int64_t count = bytes / static_cast<int64_t>(sizeof(Unit));
+  const LaunchConfig launch(std::min(CeilDiv(count, kThreads), kMostCtas), kThreads, 0, stream);
+  return cudaLaunchKernelEx(&launch.config, CopyKernel<Unit>, static_cast<const Unit*>(from),
+                            static_cast<Unit*>(to), count);
+}
+
+bool IsRedirected(const Operands* products, size_t count, size_t i) {
+  const Extent out = OutExtent(products[i].problem, products[i].buffers);
+  for (size_t j = 0; j < count; ++j) {
+    const auto& [problem, buffers] = products[j];
+    if (j != i && Overlap(out, OutExtent(problem, buffers))) return true;
+    for (const Extent& operand : OperandExtents(problem, buffers)) {
+      if (Overlap(out, operand)) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+cudaError_t InitializePlacement() {
+  cudaFuncAttributes attributes;  // asking for them loads the kernel
+  for (const void* kernel : {reinterpret_cast<const void*>(CopyKernel<uint4>),
+                             reinterpret_cast<const void*>(CopyKernel<uint32_t>),
+                             reinterpret_cast<const void*>(CopyKernel<uint16_t>),
+                             reinterpret_cast<const void*>(CopyKernel<uint8_t>)}) {
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+int64_t RedirectedBytes(const Operands* products, size_t count) {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (!IsRedirected(products, count, i)) continue;
+    bytes += PlaceBytes(OutExtent(products[i].problem, products[i].buffers).bytes);
+  }
+  return bytes;
+}
+
+void* Placement::Take(int64_t bytes) {
+  const int64_t left = (bytes_ - bytes) / kPlaceAlignment * kPlaceAlignment;
+  if (bytes > bytes_) return nullptr;
+  bytes_ = left;
+  return Offset(workspace_, left);
+}
+
+void Placement::Copy(const void* from, void* to, int64_t bytes) {
+  if (error_ != cudaSuccess || bytes == 0) return;
+  const auto bits = reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) |
+                    static_cast<uintptr_t>(bytes);
+  const auto launch = bits % 16 == 0  ? LaunchCopy<uint4>
+                      : bits % 4 == 0 ? LaunchCopy<uint32_t>
+                      : bits % 2 == 0 ? LaunchCopy<uint16_t>
+                                      : LaunchCopy<uint8_t>;
+  error_ = launch(from, to, bytes, stream_);
+}
+
+void* Placement::Redirect(void* result, int64_t bytes) {
+  void* place = Take(bytes);
+  if (place != nullptr) results_.push_back({place, result, bytes});
+  return place;
+}
+
+void Placement::RedirectResults(Operands* products, size_t count) {
+  std::vector<size_t> redirected;
+  for (size_t i = 0; i < count; ++i) {
+    if (IsRedirected(products, count, i)) redirected.push_back(i);
+  }
+  for (size_t i : redirected) {
+    auto& [problem, buffers] = products[i];
+    void* place = Redirect(buffers.out, OutExtent(problem, buffers).bytes);
+    if (place == nullptr) error_ = cudaErrorMemoryAllocation;  // RedirectedBytes says so before
+    buffers.out = place;
+  }
+}
+
+const void* Placement::Aligned(const Extent& operand) {
+  if (IsAligned(operand.data)) return operand.data;
+  void* place = Take(operand.bytes);
+  if (place == nullptr) return nullptr;
+  copied_ = true;
+  Copy(operand.data, place, operand.bytes);
+  return place;
+}
+
+void Placement::Align(Operands* product) {
+  auto& [p, b] = *product;
+  // Codes are too many to be copied for one product.
+  bool aligned = IsAligned(b.packed);
+  const auto align = [&](const Extent& operand, auto* data) {
+    const void* place = aligned ? Aligned(operand) : operand.data;
+    aligned &= place != nullptr;
+    if (aligned) *data = static_cast<std::remove_reference_t<decltype(*data)>>(place);
+  };
+  align(ScaleExtent(p, b), &b.scale);
+  align(ZeroExtent(p, b), &b.zero);
+  p.weights_aligned = aligned;
+  // Rows of other lengths begin anywhere too.
+  aligned = p.lhs_columns() * SizeOf(p.lhs) % kAlignment == 0;
+  align(LhsExtent(p, b), &b.lhs);
+  align(PermutationExtent(p, b), &b.permutation);
+  p.lhs_aligned = aligned && IsAligned(b.lhs) && IsAligned(b.permutation);
+}
+
+cudaError_t Placement::Finish() {
+  for (const Result& result : results_) Copy(result.from, result.to, result.bytes);
+  results_.clear();
+  return error_;
+}
+
+}  // namespace jaxlowbit

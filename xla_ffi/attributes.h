@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The attributes of a call, by name. Programs may be exported by one version of the library and run by another, so
+// every call carries the version of its attributes and operands, and that of the order of packed words.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "xla_ffi/guard.h"
+
+namespace jaxlowbit {
+
+inline constexpr int64_t kCallVersion = 1;
+inline constexpr int64_t kLayoutVersion = 1;  // docs/layout.md
+
+class Attributes {
+ public:
+  explicit Attributes(ffi::Dictionary dictionary) : dictionary_(dictionary) {}
+
+  // A default value where there is none, of which Check then speaks.
+  template <typename T>
+  T Get(std::string_view name) {
+    const auto value = dictionary_.get<T>(name);
+    if (value.has_value()) return *value;
+    if (missing_.empty()) missing_ = name;
+    return T();
+  }
+
+  // What is wrong with the versions, or with what was asked for.
+  ffi::Error Check() {
+    const std::string wanted = missing_;
+    for (auto [name, own, what] : {std::tuple{"version", kCallVersion, "the calls of version "},
+                                   std::tuple{"layout_version", kLayoutVersion,
+                                              "words packed with layout version "}}) {
+      const auto found = dictionary_.get<int64_t>(name);
+      if (found.has_value() && *found == own) continue;
+      return Refuse(std::string("this program has ") + what +
+                    (found.has_value() ? std::to_string(*found) : "0") +
+                    " of jaxlowbit, but this library reads version " + std::to_string(own) +
+                    "; export the program again with this library, or run it with the one that "
+                    "exported it.");
+    }
+    if (wanted.empty()) return ffi::Error::Success();
+    return Refuse("the call has no attribute " + wanted +
+                  " of the right type; export the program again with this library.");
+  }
+
+ private:
+  ffi::Dictionary dictionary_;
+  std::string missing_;
+};
+
+}  // namespace jaxlowbit

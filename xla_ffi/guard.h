@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What lies between XLA and every handler: no exception crosses, and errors name the function that the user called.
+#pragma once
+
+#include <exception>
+#include <optional>
+#include <string>
+
+#include "xla_ffi/ffi.h"
+
+namespace jaxlowbit {
+
+inline ffi::Error Refuse(const std::string& sentence) {
+  return ffi::Error::InvalidArgument(sentence);
+}
+
+// Runs `handle`, which returns an error; `caller` is the public function that its call stands for.
+template <typename Handle>
+ffi::Error Guard(const char* caller, Handle handle) {
+  try {
+    const ffi::Error error = handle();
+    if (error.success()) return error;
+    const std::optional<ffi::ErrorCode> code = error.errc();  // of some versions, the code itself
+    return ffi::Error(code.value_or(ffi::ErrorCode::kInternal),
+                      std::string(caller) + ": " + error.message());
+  } catch (const std::exception& exception) {
+    return ffi::Error::Internal(std::string(caller) + ": the handler failed with " +
+                                exception.what() + ".");
+  } catch (...) {
+    return ffi::Error::Internal(std::string(caller) + ": the handler failed.");
+  }
+}
+
+}  // namespace jaxlowbit
