@@ -186,9 +186,15 @@ cudaError_t InitializeKernels(int ordinal) {
   return error;
 }
 
-// Drivers before 12.8 cannot say; XLA makes the stream's device current in front of every handler.
+// A stream that is captured must not be asked, and drivers before 12.8 cannot be. Then it is the current device, which
+// XLA sets before every handler.
 cudaError_t DeviceOf(cudaStream_t stream, int* device) {
-  if (cudaStreamGetDevice(stream, device) == cudaSuccess) return cudaSuccess;
+  cudaStreamCaptureStatus capture;
+  if (cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
+      capture == cudaStreamCaptureStatusNone &&
+      cudaStreamGetDevice(stream, device) == cudaSuccess) {
+    return cudaSuccess;
+  }
   cudaGetLastError();
   return cudaGetDevice(device);
 }

@@ -118,6 +118,7 @@ void Placement::Align(Operands* product) {
   // Codes are too many to be copied for one product.
   bool aligned = IsAligned(b.packed);
   const auto align = [&](const Extent& operand, auto* data) {
+    if (operand.bytes == 0) return;
     const void* place = aligned ? Aligned(operand) : operand.data;
     aligned &= place != nullptr;
     if (aligned) *data = static_cast<std::remove_reference_t<decltype(*data)>>(place);
@@ -129,7 +130,7 @@ void Placement::Align(Operands* product) {
   aligned = p.lhs_columns() * SizeOf(p.lhs) % kAlignment == 0;
   align(LhsExtent(p, b), &b.lhs);
   align(PermutationExtent(p, b), &b.permutation);
-  p.lhs_aligned = aligned && IsAligned(b.lhs) && IsAligned(b.permutation);
+  p.lhs_aligned = aligned;
 }
 
 cudaError_t Placement::Finish() {

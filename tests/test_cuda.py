@@ -34,6 +34,7 @@ from jaxlowbit import (
     quantized_matmul,
     quantized_mlp,
 )
+from jaxlowbit._backends import native
 
 pytestmark = pytest.mark.gpu
 PACKAGE = Path(jaxlowbit.__file__).parent
@@ -328,6 +329,8 @@ def gathered_by_a_call(permutation, *, m, k=72, transposed=False, gathered=None)
         jnp.zeros(0, jnp.uint8),
         jnp.zeros(0, jnp.int32),
         permutation,
+        version=np.int64(native._ffi.CALL_VERSION),
+        layout_version=np.int64(native._ffi.LAYOUT_VERSION),
         bits=np.int64(4),
         group_size=np.int64(-1),
         transposed=transposed,
@@ -368,7 +371,7 @@ def test_positions_beyond_a_part_are_clamped_to_it(k, parts, m):
     ids=["axes", "rows", "type", "transposed", "type of gathered", "shape of gathered"],
 )
 def test_permutations_that_break_the_contract_are_refused(shape, dtype, changes, message):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{TARGET}: {message}.*\."):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantized_matmul: {message}.*\."):
         gathered_by_a_call(np.zeros(shape, dtype), m=8, **changes)
 
 

@@ -32,6 +32,11 @@ def stack(format=FOUR, *lead):
     return jax.jit(jaxlowbit.quantize, static_argnums=1)(weight, format)
 
 
+def square_stack(*lead):
+    weight = np.random.default_rng(0).normal(size=(*lead, K, K)).astype(np.float32)
+    return jax.jit(jaxlowbit.quantize, static_argnums=1)(weight, FOUR)
+
+
 def like(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
@@ -118,18 +123,26 @@ def test_the_workspace_has_room_for_the_results(cuda):
         assert bytes >= native._workspace_bytes(1, rows, N) + 2 * rows * (N + K)
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_results_beyond_the_workspace_have_their_own_buffers(cuda, several):
-    """XLA looks for updates to fuse into a call no further than a barrier."""
-
-    def function(x, q):
-        return jaxlowbit.quantized_matmuls(x, (q, q)) if several else x @ q
-
-    most = native._ffi.MAX_WORKSPACE_BYTES // (2 * N) // (2 if several else 1)
-    text = lowered(function, like(most, K), stack(), platform="cuda")
-    assert "optimization_barrier" not in text
-    text = lowered(function, like(most + 1, K), stack(), platform="cuda")
-    assert "optimization_barrier" in text
+@pytest.mark.parametrize("call", ["matmul", "glu", "matmuls", "mlp", "block"])
+def test_activations_and_results_have_their_own_buffers(cuda, call):
+    """XLA looks for what it may fuse into a call no further than a barrier; weights have none."""
+    square, pair = square_stack(), square_stack(2)
+    function, activations, results = {
+        "matmul": (lambda x: quantized_matmul(x, square, residual=x), 2, 1),
+        "glu": (lambda x: jaxlowbit.quantized_glu(x, pair), 1, 1),
+        "matmuls": (lambda x: jaxlowbit.quantized_matmuls(x, (square, square)), 1, 2),
+        "mlp": (lambda x: jaxlowbit.quantized_mlp(x, pair, square), 1, 1),
+        "block": (
+            lambda x: jaxlowbit.quantized_block(x, x, square, jnp.ones(K), pair, square),
+            *(2, 1),
+        ),
+    }[call]
+    text = lowered(function, like(5, K), platform="cuda")
+    (line,) = [line for line in text.splitlines() if "custom_call @jaxlowbit" in line]
+    assert text.count("optimization_barrier") == activations + results
+    operands = re.findall(r"%\w+", line.partition("@")[2])
+    barriers = re.findall(r"(%\w+) = stablehlo.optimization_barrier", text)
+    assert len(set(operands) & set(barriers)) == activations
 
 
 def test_sizes_beyond_the_kernels_are_the_definition(cuda):

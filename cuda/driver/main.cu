@@ -6,6 +6,7 @@
 //                           overlap or begin at odd elements; large batches; or one in STRIDE of these
 //                           (for compute-sanitizer's slower tools; a prime from 7 on, since kinds of
 //                           problems come every 2nd to 8th)
+//   driver placed           what products take whose buffers overlap or begin at odd elements
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph, once
 //                           a sample of the result is right:
@@ -112,7 +113,7 @@ bool IsWithin(const std::string& how, const QuantizedMatmul& problem, const Devi
 
 // The same with buffers where XLA might put them.
 bool IsRightPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, int turn) {
-  const PlacedProblem placed(problem, data.buffers(0), turn);
+  const PlacedProblem placed(problem, data.buffers(0), Places::Of(turn));
   data.Poison();
   placed.Restore();
   Check(LaunchQuantizedMatmul(problem, placed.buffers(), data.workspace_bytes(), 0, nullptr),
@@ -196,7 +197,7 @@ Tally CheckInstances(uint64_t stride) {
           tally.Add(IsRight(problem, data, choice, kAll));
           if (!problem.transposed) tally.Add(IsRightEarly(problem, data, choice));
         }
-        tally.Add(IsRightPlaced(problem, data, placed++ % PlacedProblem::kTurns));
+        tally.Add(IsRightPlaced(problem, data, placed++));
         if (problem.transposed) continue;
         // The same with an epilogue, all of whose parts come in all combinations.
         problem.epilogue.activation = static_cast<Activation>(turn % 5);
@@ -211,7 +212,7 @@ Tally CheckInstances(uint64_t stride) {
         for (const Choice& choice : Choices(problem, turn)) {
           tally.Add(IsRight(problem, with_epilogue, choice, kAll));
         }
-        tally.Add(IsRightPlaced(problem, with_epilogue, placed++ % PlacedProblem::kTurns));
+        tally.Add(IsRightPlaced(problem, with_epilogue, placed++));
       }
     }
   });
@@ -235,7 +236,7 @@ Tally CheckBatches(uint64_t stride) {
     problem.num_weights =
         optional.index ? 7 : turn % 2 == 0 ? problem.batch * problem.weights_per_element() : 1;
     const DeviceProblem data(problem, optional, 1, turn);
-    tally.Add(IsRightPlaced(problem, data, 16));  // aligned, and out over nothing
+    tally.Add(IsRightPlaced(problem, data, 2 * kOut));  // aligned, and out over nothing
     if (stride >= 12) break;
   }
   return tally;
@@ -273,7 +274,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
 [[noreturn]] void Usage(const char* wrong) {
   std::fprintf(
       stderr,
-      "driver: %s. Use: driver check | sweep | time [--n N,... --k K,...] [--m M,M,...] "
+      "driver: %s. Use: driver check | sweep | placed | time [--n N,... --k K,...] [--m M,M,...] "
       "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
       "[--f16] [--half-sums] [--kernel sm80|stream|sm90] [--all] [--tile T,...] [--split S,...] "
       "[--slices L,...] [--mates 1|2] [--early-start] [--permuted] [--bias] [--residual] "
@@ -465,8 +466,14 @@ TimeOptions Parse(int argc, char** argv) {
 
 int Main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  if (command != "check" && command != "sweep" && command != "time") Usage("no command");
+  if (command != "check" && command != "sweep" && command != "time" && command != "placed") {
+    Usage("no command");
+  }
   Check(InitializeKernels(0), "InitializeKernels");
+  if (command == "placed") {
+    TimePlaced();
+    return 0;
+  }
   if (command == "time") {
     TimeAll(Parse(argc, argv));
     return 0;

@@ -21,7 +21,8 @@ __global__ void CopyLateKernel(const uint8_t* from, uint8_t* to, int64_t bytes) 
 
 }  // namespace
 
-PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original, int turn)
+PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original,
+                             const Places& places)
     : buffers_(original), out_(OutExtent(p, original)), original_out_(original.out) {
   Buffers& b = buffers_;
   const Epilogue& e = p.epilogue;
@@ -32,7 +33,6 @@ PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original, 
   const auto slot = [](auto& pointer) {
     return const_cast<const void**>(reinterpret_cast<void const* const*>(&pointer));
   };
-  // In the order of OperandExtents.
   const Operand operands[] = {{slot(b.lhs), SizeOf(p.lhs)},
                               {slot(b.packed), 4},
                               {slot(b.scale), p.scale_bytes()},
@@ -42,16 +42,15 @@ PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original, 
                               {slot(b.bias), SizeOf(e.bias)},
                               {slot(b.residual), SizeOf(e.residual)}};
   const auto extents = OperandExtents(p, original);
-  const bool odd = turn % 2 != 0;
-  const size_t victim = turn / 2 % 9;  // that out lies over; 8: none
-  const int shift = turn / 18 % 3;
+  const auto is_odd = [&](size_t i) { return (places.odd >> i & 1) != 0; };
   const int64_t out_element = SizeOf(p.out);
   bool placed = false;
   for (size_t i = 0; i < extents.size(); ++i) {
     const Extent& extent = extents[i];
     if (extent.bytes == 0) continue;
-    const int64_t offset = odd ? operands[i].element * (2 * static_cast<int64_t>(i) + 1) : 0;
-    const bool under = i == victim;
+    const int64_t offset =
+        is_odd(i) ? operands[i].element * (2 * static_cast<int64_t>(i) + 1) : 0;
+    const bool under = static_cast<int>(i) == places.under;
     memory_.emplace_back(extent.bytes + kRoom + (under ? 2 * (out_.bytes + kRoom) : 0));
     const int64_t before = under ? CeilDiv(out_.bytes, kRoom) * kRoom : 0;
     void* place = Offset(memory_.back().data(), before + offset);
@@ -59,14 +58,15 @@ PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original, 
     *operands[i].data = place;
     if (!under) continue;
     placed = true;
-    // Before the operand's beginning, right there, or within it.
-    const int64_t bytes = shift == 0 ? -out_.bytes / 2 : shift == 1 ? 0 : extent.bytes / 2;
+    const int64_t bytes = places.shift == 0   ? -out_.bytes / 2
+                          : places.shift == 1 ? 0
+                                              : extent.bytes / 2;
     const auto address = reinterpret_cast<uintptr_t>(place) + bytes;
     b.out = reinterpret_cast<void*>(address / out_element * out_element);
   }
   if (!placed) {
     memory_.emplace_back(out_.bytes + kRoom);
-    b.out = Offset(memory_.back().data(), odd ? 3 * out_element : 0);
+    b.out = Offset(memory_.back().data(), is_odd(kOut) ? 3 * out_element : 0);
   }
   out_.data = b.out;
 }

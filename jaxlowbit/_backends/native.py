@@ -165,6 +165,8 @@ def matmul(
         if scale.dtype != lhs.dtype or parts > 1:
             scale, zero = _widened(scale, zero, format)
     lhs = lhs.reshape(batch, parts * m, lhs.shape[-1])
+    if platform == "cuda":
+        (lhs,) = _apart(lhs)
     operands = [lhs, *_weight_operands(packed, scale, zero, index, format)]
     results = [jax.ShapeDtypeStruct((batch, parts * m, columns), out_dtype)]
     if platform == "cuda":
@@ -195,7 +197,7 @@ def matmuls(
     """`lhs @ weight` (..., n) for matrices of one format, as one custom call of CUDA."""
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
     results = [jax.ShapeDtypeStruct((1, m, weight.n), out_dtype) for weight in weights]
-    operands = [lhs.reshape(1, m, lhs.shape[-1])]
+    operands = [*_apart(lhs.reshape(1, m, lhs.shape[-1]))]
     operands += [operand for weight in weights for operand in _call_operands(weight, lhs.dtype)]
     sums = max(_workspace_bytes(1, m, weight.n) for weight in weights)
     _, *outs = jax.ffi.ffi_call(_MATMULS_TARGET, [_workspace(sums, results, operands), *results])(
@@ -230,11 +232,13 @@ def fused(
         return array.astype(lhs.dtype if array.dtype == lhs.dtype else jnp.float32).reshape(shape)
 
     operands = [
-        lhs.reshape(batch, m, rhs.k),
+        *_apart(lhs.reshape(batch, m, rhs.k)),
         *_call_operands(rhs, lhs.dtype),
         addend(bias, (weights, rhs.n)),
         addend(residual, (batch, m, rhs.n)),
     ]
+    if residual is not None:
+        operands[-1:] = _apart(operands[-1])
     result = jax.ShapeDtypeStruct((batch, m, rhs.n), out_dtype)
     workspace = _workspace(_workspace_bytes(weights, m, rhs.n), [result], operands)
     out, _ = jax.ffi.ffi_call(_FUSED_TARGET, [result, workspace])(
@@ -261,7 +265,7 @@ def mlp(
     """`(activation(lhs @ gate) * (lhs @ up)) @ down`, (..., n), as one custom call of CUDA."""
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
     operands = [
-        lhs.reshape(1, m, lhs.shape[-1]),
+        *_apart(lhs.reshape(1, m, lhs.shape[-1])),
         *_call_operands(gate_up, lhs.dtype),
         *_call_operands(down, lhs.dtype),
     ]
@@ -298,8 +302,7 @@ def block(
     out, gate_up, down, *following = weights
     rows, m, dtype = attended.shape[:-1], math.prod(attended.shape[:-1]), attended.dtype
     operands = [
-        attended.reshape(1, m, attended.shape[-1]),
-        residual.reshape(1, m, out.n),
+        *_apart(attended.reshape(1, m, attended.shape[-1]), residual.reshape(1, m, out.n)),
         norm,
         jnp.zeros(0, dtype) if following_norm is None else following_norm,
         *(operand for weight in weights for operand in _call_operands(weight, dtype)),
@@ -378,8 +381,8 @@ def _workspace(
 ) -> jax.ShapeDtypeStruct:
     """The workspace of a call: room for partial sums, and for buffers that XLA places badly.
 
-    XLA may fuse slices and updates into a call: then results may lie over operands, and both begin
-    at any element. Such buffers are copied by way of the workspace (`cuda/placement.h`).
+    Slices that XLA fuses into a call begin at any element, and a result may lie over an operand.
+    Such buffers are copied by way of the workspace (`cuda/placement.h`).
     """
     buffers = (x for x in (*results, *operands) if x.dtype != jnp.uint32)  # words stay in place
     sizes = [sums, *(_placed_bytes(x.shape, x.dtype) for x in buffers)]
@@ -388,14 +391,14 @@ def _workspace(
     return jax.ShapeDtypeStruct((bound,), jnp.uint8)
 
 
-def _apart(*results: Array) -> Sequence[Array]:
-    """The results of one call; those that its workspace could not hold have their own buffers.
+def _apart(*arrays: Array) -> Sequence[Array]:
+    """Activations and results of a call, which have buffers of their own.
 
-    XLA looks for an update to fuse into a call no further than a barrier.
+    XLA fuses slices of operands and updates with results into a call, but looks for them no further
+    than a barrier. In a loop these begin elsewhere each time, so that a handler would launch other
+    kernels, and a captured graph cannot be updated to a different number of them.
     """
-    sizes = [_placed_bytes(x.shape, x.dtype) for x in results]
-    fit = all(isinstance(n, int) for n in sizes) and sum(sizes) <= _ffi.MAX_WORKSPACE_BYTES
-    return results if fit else lax.optimization_barrier(results)
+    return [lax.optimization_barrier(array) for array in arrays]
 
 
 def _placed_bytes(shape: Sequence[int], dtype: Any) -> int:

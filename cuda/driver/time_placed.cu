@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/driver/device_problem.h"
+#include "cuda/driver/placed_problem.h"
+#include "cuda/kernels.h"
+
+namespace jaxlowbit::driver {
+namespace {
+
+constexpr int kCopies = 8;  // of a weight: more than three times what L2 holds
+constexpr int kRounds = 3;
+constexpr int kReplays = 30;
+constexpr int kWarmUps = 100;  // until clocks are those of a busy device
+
+// Microseconds of one call, the median of replays of a graph of kRounds of them all.
+double Time(const QuantizedMatmul& problem, const std::vector<std::unique_ptr<PlacedProblem>>& calls,
+            int64_t workspace_bytes) {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  cudaEvent_t begin, end;
+  Check(cudaStreamCreate(&stream), "cudaStreamCreate");
+  Check(cudaEventCreate(&begin), "cudaEventCreate");
+  Check(cudaEventCreate(&end), "cudaEventCreate");
+  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  for (int round = 0; round < kRounds; ++round) {
+    for (const auto& call : calls) {
+      Check(LaunchQuantizedMatmul(problem, call->buffers(), workspace_bytes, 0, stream),
+            "LaunchQuantizedMatmul");
+    }
+  }
+  Check(cudaStreamEndCapture(stream, &graph), "capture");
+  Check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+  for (int replay = 0; replay < kWarmUps; ++replay) {
+    Check(cudaGraphLaunch(executable, stream), "cudaGraphLaunch");
+  }
+  std::vector<float> times;
+  for (int replay = 0; replay < kReplays; ++replay) {
+    float milliseconds = 0;
+    Check(cudaEventRecord(begin, stream), "cudaEventRecord");
+    Check(cudaGraphLaunch(executable, stream), "cudaGraphLaunch");
+    Check(cudaEventRecord(end, stream), "cudaEventRecord");
+    Check(cudaEventSynchronize(end), "replay");
+    Check(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
+    times.push_back(milliseconds);
+  }
+  Check(cudaGraphExecDestroy(executable), "cudaGraphExecDestroy");
+  Check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  Check(cudaEventDestroy(begin), "cudaEventDestroy");
+  Check(cudaEventDestroy(end), "cudaEventDestroy");
+  Check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
+  return 1e3 * times[kReplays / 2] / static_cast<double>(kRounds * calls.size());
+}
+
+}  // namespace
+
+void TimePlaced() {
+  const std::pair<const char*, Places> kinds[] = {
+      {"apart", {}},
+      {"lhs odd", {1u << kLhs}},
+      {"scales odd", {1u << kScale}},
+      {"words odd", {1u << kPacked}},
+      {"out odd", {1u << kOut}},
+      {"out over lhs", {0, kLhs}},
+  };
+  for (int64_t m : {1, 16, 64, 256, 1024}) {
+    for (int64_t size : {4096, 8192}) {
+      QuantizedMatmul problem;
+      problem.m = m, problem.n = problem.k = size;
+      problem.group_size = 128;
+      std::vector<std::unique_ptr<DeviceProblem>> data;
+      for (int i = 0; i < kCopies * (size == 4096 ? 4 : 1); ++i) {
+        data.push_back(std::make_unique<DeviceProblem>(problem, Optional{}, 1, i));
+      }
+      std::printf("%s\n", Describe(problem, {}).c_str());
+      for (const auto& [name, places] : kinds) {
+        std::vector<std::unique_ptr<PlacedProblem>> calls;
+        for (const auto& each : data) {
+          calls.push_back(std::make_unique<PlacedProblem>(problem, each->buffers(0), places));
+          calls.back()->Restore();
+        }
+        std::printf("  %-14s %8.2f us\n", name, Time(problem, calls, data[0]->workspace_bytes()));
+        std::fflush(stdout);
+      }
+    }
+  }
+}
+
+}  // namespace jaxlowbit::driver
