@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import _layout, _permute
+from . import _index, _layout, _permute
 from ._backends import definition
 from ._formats import Format
 
@@ -213,13 +213,14 @@ class QuantizedArray:
         """A view of a stack (L, k, n) that kernels index on the device: no packed word is copied.
 
         `stack.select(i)` stands for `stack[i]`, shape (k, n), also where `i` is traced (a loop
-        counter); an integer array of shape S selects a weight per element, shape (*S, k, n). An
-        index out of range is clamped, as by `jax.lax.dynamic_index_in_dim`.
+        counter); an integer array of shape S selects a weight per element, shape (*S, k, n). As in
+        `jax.lax.dynamic_index_in_dim`, a negative index counts from the end, and one out of range
+        is clamped.
 
         **Raises:** `ValueError` if this is not a stack with one leading axis, or `index` is not
         of integers.
         """
-        index = jnp.asarray(index)
+        index = _index.integers(index)
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise ValueError(
                 f"QuantizedArray.select: index has dtype {index.dtype}, but a position in the "
@@ -230,7 +231,7 @@ class QuantizedArray:
                 f"QuantizedArray.select: shape {self.shape} is not a stack (L, k, n) with one "
                 "leading axis; reshape the stack or index the other axes first."
             )
-        return dataclasses.replace(self, index=index.astype(jnp.int32))
+        return dataclasses.replace(self, index=_index.saturated(index))
 
     def __rmatmul__(self, lhs: Any) -> Array:
         from ._matmul import quantized_matmul  # the layer above; only sugar looks up

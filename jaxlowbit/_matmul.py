@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.interpreters import ad, batching, mlir
 
-from . import _explicit, _layout, _partition, _permute
+from . import _explicit, _index, _layout, _partition, _permute
 from ._array import QuantizedArray
 from ._backends import definition, native, pallas
 from ._explicit import Sharding
@@ -345,7 +345,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple
         depth = front["packed"].shape[1]
         start = jnp.arange(size, dtype=jnp.int32).reshape(-1, *[1] * (index.ndim - 1)) * depth
         front = jax.tree.map(lambda stacks: stacks.reshape(-1, *stacks.shape[2:]), front)
-        front |= {"lhs": lhs, "index": jnp.clip(index, 0, depth - 1) + start}
+        front |= {"lhs": lhs, "index": _index.positions(index, depth) + start}
     return Operands(**front).bind(**params), 0
 
 
