@@ -100,12 +100,12 @@ class QuantizedArray:
         """
         if isinstance(self.version, Tracer) or not hasattr(self.version, "__array__"):
             return
-        found = np.unique(np.asarray(self.version))
-        if found.size and (found.size > 1 or found[0] != _layout.VERSION):
+        found = _local(self.version)
+        if (found != _layout.VERSION).any():
             raise ValueError(
-                f"QuantizedArray: the words were packed with layout version {found.tolist()}, but "
-                f"this library reads version {_layout.VERSION}; quantize the weights again, or "
-                "use the library that wrote them."
+                "QuantizedArray: the words were packed with layout version "
+                f"{np.unique(found).tolist()}, but this library reads version {_layout.VERSION}; "
+                "quantize the weights again, or use the library that wrote them."
             )
 
     def check_permutation(self) -> None:
@@ -175,6 +175,7 @@ class QuantizedArray:
 
         **Arguments:** `dtype`: of the result; None for the dtype of the scales.
         """
+        self.check_version()
         self.check_part()
         packed, scale, zero = definition.take(self.packed, self.scale, self.zero, self.index)
         k, n = self.padded_shape
@@ -199,6 +200,7 @@ class QuantizedArray:
                 f"QuantizedArray: index {key!r} does not stay in the leading axes "
                 f"{self.shape[:-2]} of shape {self.shape}; name those only, or use dequantize()."
             )
+        self.check_version()
         return jax.tree.map(lambda leaf: leaf[key], self)
 
     def __iter__(self) -> Iterator["QuantizedArray"]:
@@ -358,6 +360,13 @@ class QuantizedArray:
         for name, value in (fields | {"k": k, "n": n, "shards": shards}).items():
             object.__setattr__(self, name, value)
         return self
+
+
+def _local(array: Any) -> np.ndarray:
+    """The values of a concrete array, of which JAX keeps a copy; those of this process alone."""
+    if isinstance(array, Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        return np.array([x for shard in array.addressable_shards for x in np.ravel(shard.data)])
+    return np.asarray(array)
 
 
 def _check(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:

@@ -161,6 +161,7 @@ def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
 
 
 def check(lhs: Any, rhs: QuantizedArray, out_dtype: Any, backend: Backend | None) -> None:
+    rhs.check_version()
     if lhs.dtype not in _LHS_DTYPES:
         raise ValueError(
             f"quantized_matmul: lhs is {lhs.dtype}, but activations are float32, bfloat16 or "

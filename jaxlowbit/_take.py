@@ -23,6 +23,7 @@ def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
 
     **Returns:** (..., k).
     """
+    array.check_version()
     array.check_part()
     numbers = _index.from_front(_index.saturated(columns.reshape(-1)), array.n)
     exists = (numbers >= 0) & (numbers < array.n)

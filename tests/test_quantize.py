@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import jaxlowbit
 from jaxlowbit import INT4, INT8, UINT4, Format, QuantizedArray
+from jaxlowbit._take import take_columns
 
 quantize = jax.jit(jaxlowbit.quantize, static_argnames=("format", "method", "scale_dtype"))
 FORMATS = [
@@ -385,3 +386,23 @@ def test_version_is_checked_where_arrays_come_from_outside(stack):
         stored.check_version()
     stack.check_version()
     jax.eval_shape(lambda q: q.check_version(), stored)
+
+
+def test_words_of_another_version_are_not_used(stack):
+    """Restoring a pytree checks nothing, so everything that reads words does."""
+    leaves, treedef = jax.tree.flatten(stack)
+    stored = jax.tree.unflatten(treedef, [*leaves[:-1], jnp.array([1, 2, 1], jnp.uint32)])
+    matrix = jax.tree.map(lambda leaf: leaf[1], stored)
+    uses = {
+        "product": lambda: jnp.ones(100) @ stored,
+        "dequantize": stored.dequantize,
+        "select": lambda: stored.select(0),
+        "index": lambda: stored[1:],
+        "iteration": lambda: list(stored),
+        "columns": lambda: take_columns(matrix, jnp.arange(3), jnp.float32),
+    }
+    for name, use in uses.items():
+        with pytest.raises(ValueError, match=r"layout version \[.*2\], but this library"):
+            use()
+            pytest.fail(f"{name} reads words of version 2")
+    jax.eval_shape(lambda x, q: x @ q, jnp.ones(100), stored)  # not while tracing
