@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import _layout, _permute
+from . import _index, _layout, _permute
 from ._backends import definition
 from ._formats import Format
 
@@ -100,12 +100,12 @@ class QuantizedArray:
         """
         if isinstance(self.version, Tracer) or not hasattr(self.version, "__array__"):
             return
-        found = np.unique(np.asarray(self.version))
-        if found.size and (found.size > 1 or found[0] != _layout.VERSION):
+        found = _local(self.version)
+        if (found != _layout.VERSION).any():
             raise ValueError(
-                f"QuantizedArray: the words were packed with layout version {found.tolist()}, but "
-                f"this library reads version {_layout.VERSION}; quantize the weights again, or "
-                "use the library that wrote them."
+                "QuantizedArray: the words were packed with layout version "
+                f"{np.unique(found).tolist()}, but this library reads version {_layout.VERSION}; "
+                "quantize the weights again, or use the library that wrote them."
             )
 
     def check_permutation(self) -> None:
@@ -175,6 +175,7 @@ class QuantizedArray:
 
         **Arguments:** `dtype`: of the result; None for the dtype of the scales.
         """
+        self.check_version()
         self.check_part()
         packed, scale, zero = definition.take(self.packed, self.scale, self.zero, self.index)
         k, n = self.padded_shape
@@ -199,6 +200,7 @@ class QuantizedArray:
                 f"QuantizedArray: index {key!r} does not stay in the leading axes "
                 f"{self.shape[:-2]} of shape {self.shape}; name those only, or use dequantize()."
             )
+        self.check_version()
         return jax.tree.map(lambda leaf: leaf[key], self)
 
     def __iter__(self) -> Iterator["QuantizedArray"]:
@@ -213,13 +215,14 @@ class QuantizedArray:
         """A view of a stack (L, k, n) that kernels index on the device: no packed word is copied.
 
         `stack.select(i)` stands for `stack[i]`, shape (k, n), also where `i` is traced (a loop
-        counter); an integer array of shape S selects a weight per element, shape (*S, k, n). An
-        index out of range is clamped, as by `jax.lax.dynamic_index_in_dim`.
+        counter); an integer array of shape S selects a weight per element, shape (*S, k, n). As in
+        `jax.lax.dynamic_index_in_dim`, a negative index counts from the end, and one out of range
+        is clamped.
 
         **Raises:** `ValueError` if this is not a stack with one leading axis, or `index` is not
         of integers.
         """
-        index = jnp.asarray(index)
+        index = _index.integers(index)
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise ValueError(
                 f"QuantizedArray.select: index has dtype {index.dtype}, but a position in the "
@@ -230,7 +233,7 @@ class QuantizedArray:
                 f"QuantizedArray.select: shape {self.shape} is not a stack (L, k, n) with one "
                 "leading axis; reshape the stack or index the other axes first."
             )
-        return dataclasses.replace(self, index=index.astype(jnp.int32))
+        return dataclasses.replace(self, index=_index.saturated(index))
 
     def __rmatmul__(self, lhs: Any) -> Array:
         from ._matmul import quantized_matmul  # the layer above; only sugar looks up
@@ -357,6 +360,13 @@ class QuantizedArray:
         for name, value in (fields | {"k": k, "n": n, "shards": shards}).items():
             object.__setattr__(self, name, value)
         return self
+
+
+def _local(array: Any) -> np.ndarray:
+    """The values of a concrete array, of which JAX keeps a copy; those of this process alone."""
+    if isinstance(array, Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        return np.array([x for shard in array.addressable_shards for x in np.ravel(shard.data)])
+    return np.asarray(array)
 
 
 def _check(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.interpreters import ad, batching, mlir
 
-from . import _explicit, _layout, _partition, _permute
+from . import _explicit, _index, _layout, _partition, _permute
 from ._array import QuantizedArray
 from ._backends import definition, native, pallas
 from ._explicit import Sharding
@@ -181,6 +181,7 @@ def check(
     caller: str, lhs: Any, rhs: QuantizedArray, out_dtype: Any, backend: Backend | None
 ) -> None:
     """Refuses what no backend, or not the one that is asked for, computes."""
+    rhs.check_version()
     if lhs.dtype not in _LHS_DTYPES:
         raise ValueError(
             f"{caller}: lhs is {lhs.dtype}, but activations are float32, bfloat16 or "
@@ -365,7 +366,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple
         depth = front["packed"].shape[1]
         start = jnp.arange(size, dtype=jnp.int32).reshape(-1, *[1] * (index.ndim - 1)) * depth
         front = jax.tree.map(lambda stacks: stacks.reshape(-1, *stacks.shape[2:]), front)
-        front |= {"lhs": lhs, "index": jnp.clip(index, 0, depth - 1) + start}
+        front |= {"lhs": lhs, "index": _index.positions(index, depth) + start}
     return Operands(**front).bind(**params), 0
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from . import _index
 from ._primitive import Operands
 
 
@@ -80,7 +81,9 @@ def reordered(ops: Operands, orders: int) -> Operands:
 
 def selected(permutation: Array, index: Array | None) -> Array:
     """The permutations of the weights that an index selects."""
-    return permutation if index is None else jnp.take(permutation, index, axis=0, mode="clip")
+    if index is None:
+        return permutation
+    return permutation[_index.positions(index, permutation.shape[0])]
 
 
 def group_permutation(group_index: Any, group_size: int) -> Array | None:

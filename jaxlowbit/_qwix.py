@@ -59,6 +59,7 @@ def to_qarray(array: QuantizedArray) -> Any:
         raise ImportError(
             "to_qarray: qwix is not installed; install it (pip install qwix)."
         ) from None
+    array.check_version()
     format, size = array.format, array.format.group_size
     if format.zero == "float":
         raise ValueError(

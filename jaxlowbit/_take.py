@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from . import _layout, _permute
+from . import _index, _layout, _permute
 from ._array import QuantizedArray
 from ._backends import definition
 
@@ -23,8 +23,9 @@ def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
 
     **Returns:** (..., k).
     """
+    array.check_version()
     array.check_part()
-    numbers = _numbers(columns.reshape(-1), array.n)
+    numbers = _index.from_front(_index.saturated(columns.reshape(-1)), array.n)
     exists = (numbers >= 0) & (numbers < array.n)
     numbers = jnp.where(exists, numbers, 0)
     numbers = _layout.spread_position(numbers, array.n, array.shards[1], _layout.ATOM)
@@ -36,17 +37,3 @@ def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
         weight = _permute.restore(weight, array.permutation, array.shards[0], axis=-2)
     weight = jnp.where(exists, weight.astype(dtype), jnp.asarray(jnp.nan, dtype))
     return weight.T.reshape(*columns.shape, array.k)
-
-
-def _numbers(columns: Array, n: int) -> Array:
-    """Columns as int32 counted from the front, outside of 0 to n - 1 for those that are not there.
-
-    Narrow integers are widened first, since n may be none of their values; wide ones are clipped.
-    """
-    wide = jnp.uint32 if jnp.issubdtype(columns.dtype, jnp.unsignedinteger) else jnp.int32
-    if columns.dtype.itemsize < 4:
-        columns = columns.astype(wide)
-    if wide is jnp.uint32:
-        return jnp.minimum(columns, n).astype(jnp.int32)
-    columns = jnp.clip(columns, -n - 1, n).astype(jnp.int32)
-    return jnp.where(columns < 0, columns + n, columns)

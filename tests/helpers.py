@@ -150,9 +150,18 @@ def dequantize(array: QuantizedArray) -> Weight:
         inverse = np.argsort(order, axis=-2)
         value, terms = (np.take_along_axis(x, inverse, axis=-2) for x in (value, terms))
     if array.index is not None:
-        index = np.clip(np.asarray(array.index), 0, len(value) - 1)
+        index = positions(array.index, len(value))
         value, terms = value[index], terms[index]
     return Weight(value, terms)
+
+
+def positions(index: Any, depth: int) -> np.ndarray:
+    """What an index of integers of any size selects: from the end if negative, then clamped."""
+
+    def position(i: int) -> int:
+        return min(max(i + depth if i < 0 else i, 0), depth - 1)
+
+    return np.vectorize(position, otypes=[np.int64])(np.asarray(index).astype(object))
 
 
 def global_order(permutation: np.ndarray, shards: int) -> np.ndarray:

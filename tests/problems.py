@@ -241,7 +241,17 @@ PROBLEMS = (
     P("a view of one layer", 5, 100, 70, stack=(3,), index=1, **INTEGER),
     P("a view with repeats", 5, 100, 70, rows=(5,), stack=(3,), index=(2, 0, 2, 1, 2)),
     P("a view, 8 bits, one row", 1, 100, 70, 8, -1, rows=(4,), stack=(3,), index=(0, 2, 1, 1)),
-    P("a view out of range is clamped", 5, 100, 70, rows=(3,), stack=(3,), index=(-1, 3, 99)),
+    P("a view from the end", 5, 100, 70, rows=(4,), stack=(3,), index=(-1, -3, -2, 0)),
+    P("a view out of range is clamped", 5, 100, 70, rows=(3,), stack=(3,), index=(-4, 3, 99)),
+    P(
+        "a view far out of range, one row",
+        1,
+        100,
+        70,
+        rows=(4,),
+        stack=(3,),
+        index=(-(2**31), 2**31 - 1, 1, -1),
+    ),
     P("a view, 3 bits", 5, 100, 70, 3, rows=(2,), stack=(3,), index=(2, 0)),
     # Rows stored in another order, and k in several parts.
     P("permuted, one row", 1, 256, 128, group_size=128, **PERMUTED),

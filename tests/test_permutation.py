@@ -119,7 +119,8 @@ def test_indexing_selecting_and_mapping():
     stack = quantize(LAYERS)
     value = stack.dequantize()
     np.testing.assert_array_equal(stack[1].dequantize(), value[1])
-    np.testing.assert_array_equal(stack.select(9).dequantize(), value[2])
+    for i, layer in ((9, 2), (-1, 2), (-3, 0), (-9, 0)):
+        np.testing.assert_array_equal(stack.select(i).dequantize(), value[layer])
     index = np.array([[2, 0], [1, 1]])
     np.testing.assert_array_equal(stack.select(index).dequantize(), value[index])
     np.testing.assert_array_equal(jax.vmap(lambda q: q.dequantize())(stack), value)

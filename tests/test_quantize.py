@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import dequantize, unpack, unpack_groups
+from helpers import dequantize, positions, unpack, unpack_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxlowbit
 from jaxlowbit import INT4, INT8, UINT4, Format, QuantizedArray
+from jaxlowbit._take import take_columns
 
 quantize = jax.jit(jaxlowbit.quantize, static_argnames=("format", "method", "scale_dtype"))
 FORMATS = [
@@ -259,11 +260,69 @@ def test_iterating_gives_the_elements(stack):
 @pytest.mark.parametrize("index", [1, -1, 7, [2, 0, 0], [[0, 9], [-3, 1]]], ids=str)
 def test_select_is_a_clamped_view(stack, index):
     view = stack.select(np.asarray(index, np.int16))
-    want = stack.dequantize()[np.clip(index, 0, 2)]
+    want = stack.dequantize()[positions(index, 3)]
     assert view.shape == want.shape
     np.testing.assert_array_equal(view.dequantize(), want)
     assert view.packed is stack.packed
     assert view.nbytes == stack.nbytes + 4 * np.size(index)
+
+
+INDEX_DTYPES = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
+def indices(dtype: str, depth: int) -> np.ndarray:
+    """Numbers around those that a stack or an integer type ends at, as far as `dtype` has them."""
+    ends = [depth, *(2**bits for bits in (7, 8, 15, 16, 31, 32, 63))]
+    near = [end + step for end in (0, *ends, *(-end for end in ends)) for step in (-1, 0, 1)]
+    limits = np.iinfo(dtype)
+    return np.array([i for i in near if limits.min <= i <= limits.max], dtype)
+
+
+@pytest.fixture(scope="module")
+def deep() -> QuantizedArray:
+    """A stack of more matrices than int8 counts, each of which holds its number."""
+    numbers = np.arange(200, dtype=np.float32)[:, None, None]
+    return QuantizedArray.from_integers(
+        np.ones((200, 16, 1), np.int8), np.broadcast_to(numbers, (200, 1, 1)), format=INT8
+    )
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
+@pytest.mark.parametrize("dtype", INDEX_DTYPES)
+def test_select_reads_indices_of_every_dtype(deep, dtype, x64):
+    """As `jax.lax.dynamic_index_in_dim` does in its own dtype, eagerly and traced."""
+    index = indices(dtype, 200)
+    want = positions(index, 200)
+    with jax.enable_x64(x64):
+        view = deep.select(index)
+        assert view.index.dtype == jnp.int32
+        np.testing.assert_array_equal(view.dequantize()[:, 0, 0], want)
+        product = jnp.ones((1, 16), jnp.float32) @ view
+        np.testing.assert_array_equal(product[:, 0, 0], 16 * want)
+        scalar = [float(deep.select(i).dequantize()[0, 0]) for i in index[[0, 1, -1]]]
+        np.testing.assert_array_equal(scalar, want[[0, 1, -1]])
+        if x64 or index.dtype.itemsize < 8:
+            select = jax.jit(lambda q, i: q.select(i).dequantize()[:, 0, 0])
+            np.testing.assert_array_equal(select(deep, jnp.asarray(index)), want)
+
+
+@pytest.mark.parametrize("index", [-1, -200, -201, 199, 200, 2**40, -(2**40)])
+def test_select_reads_integers_of_python(deep, index):
+    want = positions(index, 200)
+    assert float(deep.select(index).dequantize()[0, 0]) == want
+    assert float(deep.select([index]).dequantize()[0, 0, 0]) == want
+
+
+def test_select_agrees_with_dynamic_index_in_dim(deep):
+    value = deep.dequantize()
+    for i in map(jnp.int32, (-1, -200, -500, 0, 199, 500)):
+        want = jax.lax.dynamic_index_in_dim(value, i, keepdims=False)
+        np.testing.assert_array_equal(deep.select(i).dequantize(), want)
+
+
+def test_selecting_adds_no_operation(deep):
+    program = jax.make_jaxpr(lambda q, i: q.select(i).index)(deep, jnp.int32(0))
+    assert not program.eqns
 
 
 # --- the pytree -----------------------------------------------------------------------------------
@@ -327,3 +386,23 @@ def test_version_is_checked_where_arrays_come_from_outside(stack):
         stored.check_version()
     stack.check_version()
     jax.eval_shape(lambda q: q.check_version(), stored)
+
+
+def test_words_of_another_version_are_not_used(stack):
+    """Restoring a pytree checks nothing, so everything that reads words does."""
+    leaves, treedef = jax.tree.flatten(stack)
+    stored = jax.tree.unflatten(treedef, [*leaves[:-1], jnp.array([1, 2, 1], jnp.uint32)])
+    matrix = jax.tree.map(lambda leaf: leaf[1], stored)
+    uses = {
+        "product": lambda: jnp.ones(100) @ stored,
+        "dequantize": stored.dequantize,
+        "select": lambda: stored.select(0),
+        "index": lambda: stored[1:],
+        "iteration": lambda: list(stored),
+        "columns": lambda: take_columns(matrix, jnp.arange(3), jnp.float32),
+    }
+    for name, use in uses.items():
+        with pytest.raises(ValueError, match=r"layout version \[.*2\], but this library"):
+            use()
+            pytest.fail(f"{name} reads words of version 2")
+    jax.eval_shape(lambda x, q: x @ q, jnp.ones(100), stored)  # not while tracing

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLATFORM, TARGET, backends
+from helpers import PLATFORM, TARGET, backends, positions
 from jax import export
 
 import jaxlowbit
@@ -180,7 +180,7 @@ def test_vmap_over_weights_of_grad():
 def test_vmap_over_an_index(kind):
     lhs, rhs = arrays(kind, LAYERS)
     index = jnp.array([2, 0, 5, -1], jnp.int32)
-    layers = jnp.clip(index, 0, LAYERS - 1)
+    layers = positions(index, LAYERS)
     want = lhs[0] @ rhs.dequantize(lhs.dtype)[layers]
     assert_close(jax.vmap(lambda i: lhs[0] @ rhs.select(i))(index), want)
     mapped = jax.vmap(lambda x, i: x @ rhs.select(i), in_axes=(None, 0))
@@ -190,9 +190,9 @@ def test_vmap_over_an_index(kind):
 @every_kind
 def test_vmap_over_stacks_and_indices(kind):
     lhs, rhs = arrays(kind, 2, LAYERS)
-    value, index = rhs.dequantize(lhs.dtype), jnp.array([2, 9], jnp.int32)
+    value, index = rhs.dequantize(lhs.dtype), jnp.array([9, -2], jnp.int32)
     x = lhs[:, 0]
-    want = jnp.stack([x[0] @ value[0, 2], x[1] @ value[1, 2]])
+    want = jnp.stack([x[0] @ value[0, LAYERS - 1], x[1] @ value[1, LAYERS - 2]])
     assert_close(jax.vmap(lambda x, q, i: x @ q.select(i))(x, rhs, index), want)
     # An index of several elements, shared by stacks that differ.
     several = jnp.array([1, 0, 1], jnp.int32)

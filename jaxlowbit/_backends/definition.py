@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .. import _layout
+from .. import _index, _layout
 from .._formats import Format
 
 
@@ -48,10 +48,10 @@ def _per_row(values: Array, rows: int, format: Format) -> Array:
 def take(
     packed: Array, scale: Array, zero: Array | None, index: Array | None
 ) -> tuple[Array, Array, Array | None]:
-    """The weights at `index` of a stack, clamped to it like any index of `lax`; all without one."""
+    """The weights at `index` of a stack, as `_index.positions` reads it; all without one."""
     if index is None:
         return packed, scale, zero
-    index = jnp.clip(index, 0, packed.shape[0] - 1)
+    index = _index.positions(index, packed.shape[0])
     return packed[index], scale[index], None if zero is None else zero[index]
 
 
