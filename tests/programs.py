@@ -176,7 +176,7 @@ def operands(program: Program) -> Operands:
         name: rng.normal(size=shape).astype(dtype)
         for name, shape in _buffer_shapes(program).items()
     }
-    return Operands(state, arrays, np.int32(0), places)
+    return Operands(state, arrays, np.zeros((), np.int32), places)
 
 
 def _buffer_shapes(program: Program) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import hypothesis
+import jax
 import programs
 import pytest
 import run_programs
@@ -17,7 +18,7 @@ from programs import KINDS, Call, Loop, Program, View, check, sample
 import jaxlowbit
 
 # HYPOTHESIS_PROFILE=thorough runs 3,000.
-COUNT = 80 if hypothesis.settings().derandomize else 3000
+COUNT = 60 if hypothesis.settings().derandomize else 3000
 
 
 @hypothesis.given(st.builds(sample, st.randoms(use_true_random=False)))
@@ -44,6 +45,10 @@ def test_programs_on_a_gpu(setting):
     found = run_programs.run(setting, flags, first=first, count=500, workers=workers)
     print(found)
     assert found.programs == 500 and not found.failures, "\n".join([*found.failures, str(found)])
+    if jax.__version_info__ >= (0, 11, 1):
+        assert (found.fused > 0) == (setting != "slices copied"), found
+    if found.replayed is not None and "graphs" in setting:
+        assert (found.replayed > 0) == (setting != "no graphs"), found
 
 
 # --- the tests find what is wrong -----------------------------------------------------------------
@@ -107,7 +112,7 @@ def test_what_is_wrong_is_reported(monkeypatch, wrong, program, dtype):
 def test_a_repr_makes_the_program_again():
     for number in range(200):
         program = sample(random.Random(number), large=True)
-        assert eval(repr(program), vars(programs)) == program
+        assert eval(repr(program), {**vars(programs)}) == program
 
 
 def test_samples_hold_what_xla_may_take_apart():

@@ -12,6 +12,7 @@ GPU they run on the CPU.
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -50,7 +51,9 @@ class Summary(NamedTuple):
     programs: int
     failures: list[str]
     fused: int  # how many had slices fused into a call
-    replayed: int | None  # how many ran from a graph; None without the module that counts
+    # How many ran from a graph, of those with a call of one product alone; None where the module
+    # that counts these calls was not built.
+    replayed: int | None
     worst: float
     seconds: float
 
@@ -96,7 +99,9 @@ def outcomes(
 
     Lines of `work` with an "error" where it failed.
     """
+    platforms = os.environ.get("JAX_PLATFORMS", "")
     env = os.environ | {
+        "JAX_PLATFORMS": f"{platforms},cpu" if platforms else "",  # the definition runs there
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAXLOWBIT_TUNED": "",
@@ -233,13 +238,11 @@ def _programs() -> tuple[Any, Any]:
     import jax
 
     jax.config.update("jax_default_matmul_precision", "highest")
-    import programs
-
-    return programs, counter
+    return importlib.import_module("programs"), counter
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=600, help="programs of each setting")
     parser.add_argument("--first", type=int, default=0, help="the number of the first one")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
