@@ -1,7 +1,16 @@
-"""What the tests of a GPU multiply."""
+"""What the tests of a GPU multiply, and processes of their own for what may end one."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
+import run_programs
+from programs import bound, uniform_leaves
+
+from jaxlowbit import INT4, Format, QuantizedArray
 
 # Rows, and with them the kernels: that of Hopper for few rows (up to 32) and that of every GPU.
 ROWS = (1, 16, 40, 200)
@@ -10,3 +19,76 @@ ROWS = (1, 16, 40, 200)
 def normal(*shape, seed=0):
     values = np.random.default_rng(seed).normal(size=shape)
     return jnp.asarray((values / np.sqrt(shape[-1])).astype(jnp.bfloat16))
+
+
+def uniform(
+    k: int,
+    n: int,
+    format: Format = INT4,
+    *,
+    stack: tuple[int, ...] = (),
+    dtype: str = "bfloat16",
+    permuted: bool = False,
+    seed: int = 1,
+) -> QuantizedArray:
+    """Random codes, whose columns have a norm near 1; made in no time, however large."""
+    rng = np.random.default_rng(seed)
+    leaves = uniform_leaves(rng, stack, k, n, format, jnp.dtype(dtype))
+    return QuantizedArray(
+        packed=jnp.asarray(leaves["packed"]),
+        scale=jnp.asarray(leaves["scale"]),
+        zero=jnp.asarray(leaves["zero"]) if "zero" in leaves else None,
+        index=None,
+        version=jnp.ones(stack, jnp.uint32),
+        format=format,
+        k=k,
+        n=n,
+        permutation=jnp.asarray(rng.permutation(k), jnp.int32) if permuted else None,
+    )
+
+
+def assert_close(got: Any, want: Any, *, k: int, products: int = 1) -> None:
+    """Two ways to compute the same: see `programs.bound`."""
+    assert got.shape == want.shape and got.dtype == want.dtype
+    exact = np.asarray(want).astype(np.float64)
+    within = bound(exact, want.dtype, k, products)
+    error = np.nan_to_num(np.abs(np.asarray(got).astype(np.float64) - exact) / within, nan=np.inf)
+    assert error.max() <= 1, (
+        f"{np.sum(error > 1)} of {error.size} elements differ, the worst {error.max():.3g} bounds "
+        f"at {tuple(map(int, np.unravel_index(error.argmax(), error.shape)))}"
+    )
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+Cases = dict[str, Callable[[], None]]
+
+
+def isolated(
+    request: pytest.FixtureRequest, parameter: str, cases: Cases, path: str, **options: Any
+) -> dict[str, str | None]:
+    """What went wrong with each case that this session's tests have as `parameter`, or None.
+
+    They run in processes that call `main`: a CUDA fault would end all other tests too.
+    """
+    names = list(cases)
+    chosen = {
+        names.index(item.callspec.params[parameter])  # type: ignore[attr-defined]
+        for item in request.session.items
+        if parameter in getattr(getattr(item, "callspec", None), "params", {})
+        and item.path == request.path
+    }
+    command = [sys.executable, path]
+    found = run_programs.outcomes(sorted(chosen), command=command, **options)
+    return {names[line["number"]]: line.get("error") for line in found}
+
+
+def main(cases: Cases) -> None:
+    """What a test file with cases does when it is run as a script."""
+    names = list(cases)
+
+    def run(number: int) -> dict[str, Any]:
+        cases[names[number]]()
+        return {}
+
+    run_programs.work([*map(int, sys.argv[1:])], lambda number: names[number], run)

@@ -37,6 +37,19 @@ def compute(lhs, rhs, backend, out_dtype=None) -> np.ndarray:
     return np.asarray(out)
 
 
+@pytest.mark.parametrize(
+    ("bits", "group_size", "m"), [(4, 128, 1), (4, 16, 16), (3, 48, 5), (8, -1, 17), (7, 80, 300)]
+)
+def test_bits_do_not_depend_on_threads(bits, group_size, m):
+    """Of which some may flush subnormal numbers; lhs has them, and much larger ones beside them."""
+    problem = Problem("threads", m, 1000, 777, bits, group_size, dtype="float32", scale=1e-8)
+    rhs, rng = operands(problem).rhs, np.random.default_rng(m)
+    lhs = rng.normal(size=(m, 1000)) * 10.0 ** rng.integers(-40, 2, (m, 1000))
+    lhs = jnp.asarray(lhs.astype(np.float32))
+    one = np.asarray(matmul(lhs, rhs)).tobytes()
+    assert all(np.asarray(matmul(lhs, rhs)).tobytes() == one for _ in range(30))
+
+
 def cases_of(*names: str) -> pytest.MarkDecorator:
     """The problems of these names on every backend that supports them."""
     cases = [case for name in names for case in CASES if case[0].name == name]

@@ -1,0 +1,102 @@
+"""One process and its GPUs: which it sees, first uses by many threads, backends made anew."""
+
+import functools
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import run_programs
+from gpu_problems import Cases, main, normal, uniform
+from helpers import Oracle, assert_within, dequantize, finished
+
+from jaxlowbit import quantized_matmul
+
+pytestmark = pytest.mark.gpu
+
+
+def assert_right(m: int, k: int, n: int) -> None:
+    lhs, rhs = normal(m, k), uniform(k, n)
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    got = jax.jit(lambda lhs, rhs: lhs @ rhs)(lhs, rhs)
+    assert_within(got, oracle.exact, oracle.bound(got.dtype))
+
+
+def used_memory(gpu: int) -> int:
+    """In MiB, by all processes."""
+    query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(
+        ["nvidia-smi", f"--id={gpu}", *query], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def only_gpu_1() -> None:
+    """XLA's first device is CUDA's second one: no context appears on the other."""
+    jax.block_until_ready(jnp.ones(8) + 1)
+    before = used_memory(0)
+    for m, k in ((1, 4096), (64, 4096), (3, 100)):
+        assert_right(m, k, 512)
+    assert used_memory(0) <= before + 100, f"{before} MiB before, {used_memory(0)} after"
+
+
+def backends_made_anew() -> None:
+    from jax.extend.backend import clear_backends
+
+    for _ in range(3):
+        assert_right(64, 1024, 512)
+        jax.clear_caches()
+        clear_backends()
+
+
+def first_uses_of_threads() -> None:
+    """Of kernels and of programs, in 16 at once."""
+    sizes = [(512, 1024), (300, 100), (1024, 4096), (64, 64)]
+
+    def run(m: int, n: int, k: int) -> None:
+        lhs, rhs = normal(m, k), uniform(k, n, seed=m)
+        oracle = Oracle.of(lhs, dequantize(rhs))
+        wanted = finished(oracle, lhs.dtype, activation="gelu")
+        product: Any = jax.jit(quantized_matmul)
+        fused = jax.jit(functools.partial(quantized_matmul, activation="gelu"))
+        for _ in range(20):
+            assert_within(product(lhs, rhs), oracle.exact, oracle.bound(lhs.dtype))
+            assert_within(fused(lhs, rhs), *wanted)
+
+    with ThreadPoolExecutor(16) as pool:
+        each = [pool.submit(run, m, n, k) for m in (1, 20, 64, 300) for n, k in sizes]
+        for future in each:
+            future.result()
+
+
+CASES: Cases = {
+    "first uses of threads": first_uses_of_threads,
+    "backends made anew": backends_made_anew,
+    "only GPU 1": only_gpu_1,
+}
+
+
+@pytest.mark.parametrize("case", [*CASES][:-1])
+def test_devices(case):
+    assert error_of(case) is None
+
+
+def test_only_gpu_1_is_visible(monkeypatch):
+    if len(jax.devices()) < 2:
+        pytest.skip(f"needs 2 GPUs, JAX sees {len(jax.devices())}")
+    monkeypatch.setenv("JAX_CUDA_VISIBLE_DEVICES", "1")
+    assert error_of("only GPU 1") is None
+
+
+def error_of(case: str) -> str | None:
+    """Of a process of its own."""
+    number = [*CASES].index(case)
+    (line,) = run_programs.outcomes([number], command=[sys.executable, __file__])
+    return line.get("error")
+
+
+if __name__ == "__main__":
+    main(CASES)
