@@ -41,7 +41,7 @@ def put(layer: Any, array: QuantizedArray) -> Any:
 
 
 def collection(array: QuantizedArray) -> dict[str, Any]:
-    return {linen.COLLECTION: {name: getattr(array, name) for name in NAMES}}
+    return {linen.COLLECTION: linen.variables_of(array)}
 
 
 def linear(shards: tuple[int, int] = (1, 1)) -> jl_nnx.QuantizedLinear:

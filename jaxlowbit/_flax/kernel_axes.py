@@ -32,6 +32,11 @@ class KernelAxes:
         return math.prod(self.contracted), math.prod(self.features)
 
     @property
+    def matrix_ndim(self) -> int:
+        """The axes of the matrix (*batch, k, n)."""
+        return len(self.batch) + 2
+
+    @property
     def flat_shape(self) -> tuple[int, int]:
         """The shape that Flax passes to the initialiser of a kernel with several axes."""
         k, n = self.matrix_shape

@@ -19,9 +19,9 @@ class QuantizedDense(nn.Module):
     """`nn.Dense` with a quantized kernel: `inputs @ kernel.dequantize() + bias`.
 
     The kernel's arrays are the variables `packed`, `scale`, `zero` (none in a format without one),
-    `permutation` (none unless a weight with permuted rows is put there) and `version` of the
-    collection `"quantized"`, so that gradients and optimizers, which take `params`, pass the
-    integers by; the bias remains in `params`.
+    `permutation` (none unless a weight with permuted rows is put there), `version` and `padding`
+    (none where k and n are multiples of 64) of the collection `"quantized"`, so that gradients and
+    optimizers, which take `params`, pass the integers by; the bias remains in `params`.
 
     **Arguments:** those of `nn.Dense`, without `precision` and `dot_general`, and
 
@@ -31,7 +31,7 @@ class QuantizedDense(nn.Module):
       `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
-    its kernel.
+    its kernel, or with one of other sizes.
 
     ```python
     layer = QuantizedDense(512, format=INT4)
@@ -75,7 +75,8 @@ def dense_axes(layer: Any, shape: tuple[int, ...]) -> KernelAxes:
 def dense(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Array:
     """What `nn.Dense` computes, with the kernel that `module` has in the collection."""
     inputs = jnp.asarray(inputs)
-    kernel = kernel_of(module, packing, (inputs.shape[-1], module.features))
+    shape = (inputs.shape[-1], module.features)
+    kernel = kernel_of(module, packing, dense_axes(module, shape))
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
     return quantized_matmul(inputs, kernel, bias=bias)

@@ -32,7 +32,7 @@ class QuantizedEinsum(nn.Module):
       `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, for other equations, and if applied to
-    variables without its kernel.
+    variables without its kernel, or with one of other sizes.
 
     ```python
     layer = QuantizedEinsum((256, 4, 64), "btd,dnh->btnh", format=INT4)
@@ -73,8 +73,7 @@ class QuantizedEinsum(nn.Module):
 def einsum(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Array:
     """What `nn.Einsum` computes, with the kernel that `module` has in the collection."""
     equation = Equation.parse(module.einsum_str, module.shape)
-    axes = equation.axes
-    kernel = kernel_of(module, packing, axes.matrix_shape, 2 + len(axes.batch))
+    kernel = kernel_of(module, packing, equation.axes)
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
     return equation.multiply(inputs, kernel, module.preferred_element_type, bias)

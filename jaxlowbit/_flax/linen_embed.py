@@ -8,6 +8,7 @@ from flax import linen as nn
 from flax.linen import dtypes
 from jax import Array
 
+from .._array import QuantizedArray
 from .._formats import Format
 from .._matmul import quantized_matmul
 from .embedding import lookup, stand_in
@@ -32,7 +33,7 @@ class QuantizedEmbed(nn.Module):
       `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
-    its table.
+    its table, or with one of other sizes.
 
     ```python
     layer = QuantizedEmbed(1000, 256, format=INT4)
@@ -84,13 +85,18 @@ def table_axes(layer: Any, shape: tuple[int, ...]) -> KernelAxes:
 
 def embed(module: Any, packing: Packing, inputs: Any) -> Array:
     """What `nn.Embed` computes, with the table that `module` has in the collection."""
-    table = kernel_of(module, packing, (module.features, module.num_embeddings))
+    table = _table(module, packing)
     (like,) = module.promote_dtype(stand_in(table), dtype=module.dtype, inexact=False)
     return lookup(table, inputs, like.dtype)
 
 
 def attend(module: Any, packing: Packing, query: Any) -> Array:
     """What `nn.Embed.attend` computes, with the table that `module` has in the collection."""
-    table = kernel_of(module, packing, (module.features, module.num_embeddings))
+    table = _table(module, packing)
     query, _ = module.promote_dtype(query, stand_in(table), dtype=module.dtype)
     return quantized_matmul(query, table)
+
+
+def _table(module: Any, packing: Packing) -> QuantizedArray:
+    shape = (module.num_embeddings, module.features)
+    return kernel_of(module, packing, table_axes(module, shape))

@@ -31,7 +31,7 @@ class QuantizedDenseGeneral(nn.Module):
       `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, for axes that the inputs have not,
-    and if applied to variables without its kernel.
+    and if applied to variables without its kernel, or with one of other sizes.
 
     ```python
     layer = QuantizedDenseGeneral(512, format=INT4, axis=(-2, -1))
@@ -77,7 +77,7 @@ def dense_general(module: Any, packing: Packing, bias: Array | None, inputs: Any
     """What `nn.DenseGeneral` computes, with the kernel that `module` has in the collection."""
     inputs = jnp.asarray(inputs)
     axes = _axes(module, inputs)
-    kernel = kernel_of(module, packing, axes.matrix_shape, 2 + len(axes.batch))
+    kernel = kernel_of(module, packing, axes)
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
     contracted = positions(as_tuple(module.axis), inputs.ndim)

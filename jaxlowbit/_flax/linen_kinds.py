@@ -67,6 +67,8 @@ _KINDS = (
     ),
 )
 
+NAMES = ", ".join(f"nn.{kind.layer.__name__}" for kind in _KINDS)
+
 
 def kind_of(layer: Any) -> Kind | None:
     return next((kind for kind in _KINDS if isinstance(layer, kind.layer)), None)

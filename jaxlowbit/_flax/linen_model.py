@@ -9,13 +9,15 @@ from flax import core, traverse_util
 from flax import linen as nn
 
 from .._formats import Format
-from .linen_kinds import Kind, kind_of
+from .linen_kinds import NAMES, kind_of
+from .linen_layers import Layer, Path, find_layers
 from .linen_variables import COLLECTION, quantized, value_of
+from .refusals import refuse
 from .report import LayerReport, QuantizationReport
 from .rules import Rules, ShardRules, choose, choose_shards
-from .weights import Packing, Shards
+from .weights import Packing, Shards, Sizes, abstract, check_values
 
-_Path = tuple[str, ...]
+_PACKING = "packing"  # beside the arrays while a model is applied, never stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,30 +25,43 @@ class QuantizedModel:
     """A Linen module some of whose layers have quantized kernels; see `quantize_model`.
 
     Immutable and hashable, with `apply` alone: nothing else of a module depends on its kernels.
+    `sizes` are those of the contracted axes and of the features of each kernel, which inputs are
+    held to.
     """
 
     module: nn.Module
-    formats: tuple[tuple[_Path, Format], ...]
-    shards: tuple[tuple[_Path, Shards], ...]
+    formats: tuple[tuple[Path, Format], ...]
+    shards: tuple[tuple[Path, Shards], ...]
+    sizes: tuple[tuple[Path, Sizes], ...] = ()
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with the same arguments, on the quantized variables.
 
-        **Raises:** `ValueError` if the kernel of a quantized layer is not among the variables.
+        **Raises:** `ValueError` if the kernel of a quantized layer is not among the variables, or
+        has other sizes than the layer and its inputs.
         """
-        shards = dict(self.shards)
-        packings = {path: Packing(format, shards[path]) for path, format in self.formats}
+        shards, sizes = dict(self.shards), dict(self.sizes)
+        packings = {
+            path: Packing(format, shards[path], sizes.get(path)) for path, format in self.formats
+        }
 
         def multiply(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            kind = kind_of(context.module)
+            layer, kind = context.module, kind_of(context.module)
             compute = kind and kind.methods.get(context.method_name)
-            packing = compute and packings.get(context.module.path)
-            if not (compute and packing):
+            if not compute:
                 return next_fun(*args, **kwargs)
-            return compute(context.module, packing, *args, **kwargs)
+            # Not by its path alone: `nn.jit` runs one trace for layers of several paths.
+            packing = layer.get_variable(COLLECTION, _PACKING) or packings.get(layer.path)
+            if not packing:
+                return next_fun(*args, **kwargs)
+            return compute(layer, packing, *args, **kwargs)
 
         with nn.intercept_methods(multiply):
-            return self.module.apply(variables, *args, **kwargs)
+            out = self.module.apply(_with_packings(variables, packings), *args, **kwargs)
+        if kwargs.get("mutable", False) is False:
+            return out
+        result, changed = out
+        return result, _without_packings(changed)
 
 
 def quantize_model(
@@ -84,40 +99,47 @@ def quantize_model(
     **Returns:** the model to `apply`, its variables, and a `QuantizationReport`, a table when
     printed: sizes, errors, and what multiplies.
 
-    **Raises:** `TypeError` for rules that are none; `ValueError` for a rule that decides about no
-    layer, for a chosen layer that cannot be replaced, and where `jaxlowbit.quantize` raises.
+    **Raises:** before anything is quantized or deleted, `TypeError` for rules that are none;
+    `ValueError` if the call reaches no such layer, for a rule that decides about none, and for all
+    chosen layers that cannot be replaced: because of their options, their weights, as
+    `jaxlowbit.quantize` does, or since the model computes their weights in each call, as in
+    `nn.WeightNorm`, `nn.SpectralNorm` and `nn.map_variables`.
 
     ```python
     model, variables, report = quantize_model(module, variables, INT4, x)
     y = jax.jit(model.apply)(variables, x)
     ```
     """
-    layers = _layers(module, variables, args, kwargs)
+    layers = find_layers(module, variables, args, kwargs)
+    if not layers:
+        raise ValueError(
+            f"quantize_model: module.apply calls none of {NAMES} with these arguments, so there is "
+            "nothing to quantize; pass arguments, such as method=, with which such layers run."
+        )
     params = traverse_util.flatten_dict(core.unfreeze(variables["params"]))
-    named = [kind.named for kind, _ in layers.values()]
+    named = [layer.kind.named for layer in layers.values()]
     paths = [[".".join(path)] for path in layers]
-    chosen = dict(zip(layers, choose(rules, paths, named), strict=True))
+    formats = dict(zip(layers, choose(rules, paths, named), strict=True))
     parts = dict(zip(layers, choose_shards(shards, paths), strict=True))
-    for path, format in chosen.items():
-        if format is not None:
-            _check(path, *layers[path], params)
-    stored, reports = {}, []
-    for path, format in chosen.items():
-        kind, layer = layers[path]
-        name, key = ".".join(path), (*path, kind.weight)
-        if format is None:
+    chosen = {path: Packing(format, parts[path]) for path, format in formats.items() if format}
+    refuse(_refusal(path, layers[path], packing, params) for path, packing in chosen.items())
+    stored: Any = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
+    reports = []
+    for path, layer in layers.items():
+        name, key = ".".join(path), (*path, layer.kind.weight)
+        if path not in chosen:
             if key in params:
                 reports.append(LayerReport.kept(name, value_of(params[key])))
             continue
         boxed = params.pop(key)
         weight = value_of(boxed)
-        axes = kind.axes(layer, weight.shape)
+        axes = layer.kind.axes(layer.module, weight.shape)
         try:
-            kernel, arrays = quantized(boxed, Packing(format, parts[path]), axes)
+            kernel, arrays = quantized(boxed, chosen[path], axes)
         except ValueError as error:
             raise ValueError(f"quantize_model: in {name}: {error}") from None
-        stored |= {(*path, name): array for name, array in arrays.items()}
-        dtype = layer.dtype or kernel.dtype
+        stored |= {(*path, leaf): array for leaf, array in arrays.items()}
+        dtype = layer.module.dtype or kernel.dtype
         reports.append(LayerReport.quantized(name, weight, kernel, dtype, axes.matrix))
         if donate and isinstance(weight, jax.Array):
             weight.delete()
@@ -126,51 +148,66 @@ def quantize_model(
         "params": traverse_util.unflatten_dict(params),
         COLLECTION: traverse_util.unflatten_dict(stored),
     }
-    replaced = tuple((path, format) for path, format in chosen.items() if format is not None)
-    model = QuantizedModel(module, replaced, tuple((path, parts[path]) for path, _ in replaced))
+    model = QuantizedModel(
+        module,
+        tuple((path, packing.format) for path, packing in chosen.items()),
+        tuple((path, packing.shards) for path, packing in chosen.items()),
+        tuple((path, layers[path].sizes) for path in chosen),
+    )
     return model, collections, QuantizationReport(tuple(reports))
 
 
-def _layers(
-    module: nn.Module, variables: Any, args: Any, kwargs: Any
-) -> dict[_Path, tuple[Kind, Any]]:
-    """The layers that `module.apply` calls, by path, in the order of their calls."""
-    found: dict[_Path, tuple[Kind, Any]] = {}
-
-    def record(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        layer, kind = context.module, kind_of(context.module)
-        if kind and context.method_name in kind.methods.keys() - {"setup"}:
-            found.setdefault(layer.path, (kind, layer.clone(parent=None)))
-        return next_fun(*args, **kwargs)
-
-    with nn.intercept_methods(record):
-        jax.eval_shape(lambda *args: module.apply(*args, **kwargs), variables, *args)
-    return found
-
-
-def _check(path: _Path, kind: Kind, layer: Any, params: Mapping[_Path, Any]) -> None:
-    reason = None
-    if type(layer) is not kind.layer:
-        expected, found = kind.layer.__name__, type(layer).__name__
+def _refusal(path: Path, layer: Layer, packing: Packing, params: Mapping[Path, Any]) -> str | None:
+    """Why a layer cannot be replaced."""
+    kind, module, reason = layer.kind, layer.module, None
+    keep = "with a rule of its path and None."
+    if type(module) is not kind.layer:
+        expected, found = kind.layer.__name__, type(module).__name__
         reason = f"is {found}, and a subclass of nn.{expected} may compute something else"
     elif not path:
         reason = f"is the model itself; use Quantized{kind.layer.__name__} instead"
-    elif (*path, kind.weight) not in params:
+    elif (*layer.path, kind.weight) not in params:
         reason = (
             f"has no {kind.weight} of its own path in params, which it shares with another layer"
         )
-    for option in kind.options:
-        if getattr(layer, option) is not None:
-            reason = f"has {option}={getattr(layer, option)!r}, which a quantized product has not"
-    try:
-        kind.check(layer)
-    except ValueError as error:
-        raise ValueError(
-            f"quantize_model: in {'.'.join(path)}: {error} Or keep the layer, with a rule of its "
-            "path and None."
-        ) from None
-    if reason is not None:
-        raise ValueError(
-            f"quantize_model: the layer {'.'.join(path)!r} {reason}. Keep it, with a rule of its "
-            "path and None."
+    elif not layer.plain:
+        reason = (
+            f"multiplies by what is computed from its {kind.weight} in each call, as in "
+            "nn.WeightNorm, nn.SpectralNorm and nn.map_variables, or by a part of a stack along "
+            f"another axis than the first, so that quantizing the {kind.weight} would change the "
+            "model; store what is computed as the parameter of a plain layer"
         )
+    for option in kind.options:
+        if getattr(module, option) is not None:
+            reason = f"has {option}={getattr(module, option)!r}, which a quantized product has not"
+    name = ".".join(path)
+    if reason is not None:
+        return f"the layer {name!r} {reason}. Keep it, {keep}"
+    try:
+        kind.check(module)
+    except ValueError as error:
+        return f"in {name}: {error} Or keep the layer, {keep}"
+    boxed = params[*path, kind.weight]
+    axes = kind.axes(module, value_of(boxed).shape)
+    try:
+        quantized(jax.tree.map(abstract, boxed), packing, axes)
+        check_values(value_of(boxed), packing.format, axes.matrix, packing.shards)
+    except ValueError as error:
+        return f"in {name}: {error}"
+    return None
+
+
+def _with_packings(variables: Any, packings: Mapping[Path, Packing]) -> dict[str, Any]:
+    """The variables with how each kernel is packed beside its arrays."""
+    arrays = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
+    beside = {(*path, _PACKING): packing for path, packing in packings.items()}
+    return {**variables, COLLECTION: traverse_util.unflatten_dict({**arrays, **beside})}
+
+
+def _without_packings(variables: Any) -> Any:
+    """What was changed of such variables, without them."""
+    if COLLECTION not in variables:
+        return variables
+    arrays = traverse_util.flatten_dict(core.unfreeze(variables[COLLECTION]))
+    kept = {path: array for path, array in arrays.items() if path[-1] != _PACKING}
+    return {**variables, COLLECTION: traverse_util.unflatten_dict(kept)}

@@ -1,19 +1,28 @@
 """The collection that holds quantized weights in Linen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from flax import core, traverse_util
 from flax import linen as nn
 from flax.core import meta
 from flax.linen.spmd import logical_to_mesh_axes
 
-from .._array import QuantizedArray
-from .kernel_axes import KernelAxes
-from .sharding import MatrixSharding, mesh_of, padded
+from .. import _layout
+from .._array import _LEAVES, QuantizedArray
+from .kernel_axes import KernelAxes, as_tuple
+from .sharding import Entries, MatrixSharding, mesh_of, padded
 from .weights import ARRAYS, Packing, kernel_from, quantize_weight
 
 COLLECTION = "quantized"
 """The collection of the arrays of quantized weights, beside `params`."""
+
+PADDING = "padding"
+"""Zeros (..., 1 + rows, 1 + columns) beside words that are padded by as many of them.
+
+Only the shape counts, which is known while tracing and which lifts and checkpoints keep."""
 
 
 def value_of(variable: Any) -> Any:
@@ -27,15 +36,58 @@ def quantized(
     """The matrix of a weight, and its variables, boxed with their names if the weight is boxed."""
     value = value_of(weight)
     kernel = quantize_weight(value, packing.format, axes.matrix, packing.shards)
-    names = None
-    if isinstance(weight, meta.Partitioned):
-        kernel, names = _sharding(weight, value, axes).divide(kernel)
-    variables = {}
-    for name in ARRAYS:
-        if (array := getattr(kernel, name)) is not None:
-            spec = () if names is None else tuple(getattr(names, name))
-            variables[name] = weight.replace(value=array, names=spec) if spec else array
-    return kernel, variables
+    if not isinstance(weight, meta.Partitioned):
+        return kernel, variables_of(kernel)
+    kernel, specs = _sharding(weight, value, axes).divide(kernel)
+    names: dict[str, Entries] = {name: tuple(getattr(specs, name) or ()) for name in ARRAYS}
+    if names["version"]:  # the axes of a stack, which both have in front
+        names[PADDING] = (*names["version"], None, None)
+    return kernel, {
+        name: weight.replace(value=array, names=names[name]) if names.get(name) else array
+        for name, array in variables_of(kernel).items()
+    }
+
+
+def variables_of(array: QuantizedArray) -> dict[str, Any]:
+    """What the collection `"quantized"` holds of a weight, to give one to a layer.
+
+    **Arguments:** `array`: the matrix (..., k, n) of the layer, or a stack of such.
+
+    **Raises:** `ValueError` for a view that `select` made.
+
+    ```python
+    layer = QuantizedDense(512, format=INT4, use_bias=False)
+    y = layer.apply({COLLECTION: variables_of(quantize(w, INT4))}, x)
+    ```
+    """
+    if array.index is not None:
+        raise ValueError(
+            "variables_of: the array is a view made by select, but a layer holds its words; index "
+            "the stack, which copies them."
+        )
+    variables = {name: getattr(array, name) for name in ARRAYS} | {PADDING: _padding(array)}
+    return {name: held for name, held in variables.items() if held is not None}
+
+
+def _padding(kernel: QuantizedArray) -> Any:
+    """What `PADDING` stores of a kernel, perhaps abstract; None for one without padding."""
+    k, n = _stored_shape(kernel.packed)
+    if (k, n) == (kernel.k, kernel.n):
+        return None
+
+    def zeros(version: Any) -> Any:
+        shape = (*version.shape, 1 + k - kernel.k, 1 + n - kernel.n)
+        return jnp.broadcast_to(jnp.zeros_like(version, jnp.uint8)[..., None, None], shape)
+
+    abstract = isinstance(kernel.version, jax.ShapeDtypeStruct)
+    return jax.eval_shape(zeros, kernel.version) if abstract else zeros(kernel.version)
+
+
+def _stored_shape(packed: Any, padding: Any = None) -> tuple[int, int]:
+    """k and n of words, with their padding unless `PADDING` tells how much that is."""
+    n_blocks, k_blocks, _ = packed.shape[-3:]
+    rows, columns = (1, 1) if padding is None else padding.shape[-2:]
+    return k_blocks * _layout.ATOM + 1 - rows, n_blocks * _layout.ATOM + 1 - columns
 
 
 def _sharding(box: meta.Partitioned, value: Any, axes: KernelAxes) -> MatrixSharding:
@@ -56,21 +108,90 @@ def initialise(module: Any, packing: Packing, weight: Callable[[], Any], axes: K
             module.put_variable(COLLECTION, name, variable)
 
 
-def kernel_of(
-    module: Any, packing: Packing, matrix_shape: tuple[int, int], ndim: int = 2
-) -> QuantizedArray:
-    """The kernel that `module` has in the collection, a matrix (k, n) with `ndim` axes in all."""
+def kernel_of(module: Any, packing: Packing, axes: KernelAxes) -> QuantizedArray:
+    """The kernel that `module` has in the collection, a matrix with the axes that are asked for.
+
+    **Raises:** `ValueError` without a kernel there, for one of another size, and for a stack.
+    """
     name = ".".join(module.path) or "the layer"
     if not module.has_variable(COLLECTION, "packed"):
         raise ValueError(
             f"{name} has no kernel in the collection {COLLECTION!r}. Pass the variables that "
             f"hold it; inside nn.scan or nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
         )
-    arrays = {array: value_of(module.get_variable(COLLECTION, array)) for array in ARRAYS}
-    kernel = kernel_from(arrays, packing.format, matrix_shape, packing.shards)
-    if kernel.ndim > ndim:
+    arrays = {
+        array: value_of(module.get_variable(COLLECTION, array)) for array in (*ARRAYS, PADDING)
+    }
+    if not jax.sharding.get_abstract_mesh().manual_axes:  # where arrays and inputs are parts
+        reason = _other_sizes(packing, axes, arrays["packed"], arrays[PADDING])
+        if reason is not None:
+            _of_version(arrays["version"]).check_version()  # words of another have other shapes
+            raise ValueError(f"{name} {reason}")
+    kernel = kernel_from(arrays, packing.format, axes.matrix_shape, packing.shards)
+    if kernel.ndim > axes.matrix_ndim:
         raise ValueError(
             f"{name} has a kernel of shape {kernel.shape}, a stack of layers; inside nn.scan or "
             f"nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
         )
     return kernel
+
+
+def _other_sizes(packing: Packing, axes: KernelAxes, packed: Any, padding: Any) -> str | None:
+    """Why inputs, or the layer, do not meet the kernel."""
+    sizes = axes.contracted, axes.features
+    if packing.sizes not in (None, sizes):
+        return _meets(sizes, "that was quantized", packing.sizes)
+    asked, stored = axes.matrix_shape, _stored_shape(packed, padding)
+    if asked == stored:
+        return None
+    way_out = ""
+    if padding is None and tuple(map(_layout.blocks, asked)) == tuple(map(_layout.blocks, stored)):
+        shape = tuple(1 + whole - size for whole, size in zip(stored, asked, strict=True))
+        way_out = (
+            f" If the kernel is {asked} and was stored without {PADDING!r}, add {PADDING!r}: "
+            f"jnp.zeros({shape}, jnp.uint8) beside 'packed'."
+        )
+    return _meets(asked, "in its variables", stored) + way_out
+
+
+def _meets(asked: Any, whose: str, found: Any) -> str:
+    k, n, own_k, own_n = (" x ".join(map(str, as_tuple(size))) for size in (*asked, *found))
+    return (
+        f"is to multiply inputs of width {k} to {n} features, but the kernel {whose} takes width "
+        f"{own_k} to {own_n}; pass inputs of width {own_k}, or the kernel of a layer from {k} to "
+        f"{n}."
+    )
+
+
+def check_layout_version(variables: Mapping[str, Any]) -> None:
+    """Refuses variables whose words were packed by another layout version.
+
+    A model or a layer applied outside `jax.jit` checks itself; traced code cannot see the version.
+    Call this once after restoring a checkpoint.
+
+    **Raises:** `ValueError` with the path of the layer and the version found.
+
+    ```python
+    model, variables, report = quantize_model(module, variables, INT4, x)
+    check_layout_version(variables)
+    ```
+    """
+    if COLLECTION not in variables:
+        raise ValueError(
+            f"check_layout_version: there is no collection {COLLECTION!r} in {sorted(variables)}; "
+            "pass all the variables that a quantized model or layer is applied to."
+        )
+    arrays: Any = traverse_util.flatten_dict(core.unfreeze(variables[COLLECTION]))
+    for (*path, leaf), array in arrays.items():
+        if leaf == "version":
+            try:
+                _of_version(value_of(array)).check_version()
+            except ValueError as error:
+                name = ".".join(path) or "the layer"
+                raise ValueError(f"check_layout_version: in {name}: {error}") from None
+
+
+def _of_version(version: Any) -> QuantizedArray:
+    """An array of which nothing but its version is known."""
+    leaves = tuple(version if name == "version" else None for name in _LEAVES)
+    return QuantizedArray.tree_unflatten((None, 0, 0, (1, 1)), leaves)

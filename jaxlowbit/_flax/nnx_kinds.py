@@ -44,6 +44,8 @@ _KINDS = (
     ),
 )
 
+NAMES = ", ".join(f"nnx.{kind.layer.__name__}" for kind in _KINDS)
+
 
 def kind_of(node: Any) -> Kind | None:
     return next((kind for kind in _KINDS if isinstance(node, kind.layer)), None)

@@ -4,13 +4,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from flax import nnx
 
 from .._formats import Format
-from .nnx_kinds import Kind, kind_of
+from .nnx_kinds import NAMES, Kind, kind_of
+from .refusals import refuse
 from .report import LayerReport, QuantizationReport
 from .rules import Rules, ShardRules, choose, choose_shards
-from .weights import Shards
+from .weights import Shards, abstract, check_values
 
 
 def quantize_model(
@@ -37,9 +39,10 @@ def quantize_model(
 
     **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, and what multiplies.
 
-    **Raises:** `TypeError` for rules that are none; `ValueError`, with the model untouched, for a
-    rule that decides about no layer and for a chosen layer that cannot be replaced; `ValueError`
-    with the path of the layer where `jaxlowbit.quantize` raises.
+    **Raises:** with the model untouched, `TypeError` for rules that are none; `ValueError` for a
+    model without such layers, for a rule that decides about no layer, and for all chosen layers
+    that cannot be replaced: because of their options, their weights, as `jaxlowbit.quantize` does,
+    or since `nnx.WeightNorm` or `nnx.SpectralNorm` rewrites their weights in each call.
 
     ```python
     model = nnx.Sequential(nnx.Linear(256, 512, rngs=rngs), nnx.Linear(512, 256, rngs=rngs))
@@ -47,12 +50,20 @@ def quantize_model(
     ```
     """
     places = _layers(model)
+    if not places:
+        raise ValueError(
+            f"quantize_model: there is none of {NAMES} in the model, so there is nothing to "
+            "quantize; pass a float model that has such layers, none of them quantized yet."
+        )
     formats = choose(rules, [place.paths for place in places], [p.kind.named for p in places])
     parts = choose_shards(shards, [place.paths for place in places])
-    owners = _owners(model)
-    for place, format in zip(places, formats, strict=True):
-        if format is not None:
-            place.check(owners)
+    owners, rewritten = _owners(model), _rewritten(model)
+    chosen = zip(places, formats, parts, strict=True)
+    refuse(
+        place.refusal(format, shards, owners, rewritten)
+        for place, format, shards in chosen
+        if format is not None
+    )
     reports = []
     while places:  # drops each place, and with it the float layer, before the next
         reports.append(_replace(places.pop(0), formats.pop(0), parts.pop(0)))
@@ -72,27 +83,46 @@ class _Place:
     def weight(self) -> nnx.Variable:
         return getattr(self.layer, self.kind.weight)
 
-    def check(self, owners: dict[int, list[str]]) -> None:
+    def refusal(
+        self,
+        format: Format,
+        shards: Shards,
+        owners: dict[int, list[str]],
+        rewritten: dict[int, str],
+    ) -> str | None:
+        """Why the layer cannot be replaced."""
+        name = self.paths[0] or "the model"
         try:
             self.kind.check(self.layer)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"quantize_model: in {self.paths[0] or 'the model'}: {error} Or keep the layer, "
-                "with a rule of its path and None."
-            ) from None
+            return f"in {name}: {error} Or keep the layer, with a rule of its path and None."
         if not all(isinstance(holder, nnx.Pytree | list | dict) for holder, _ in self.holders):
-            raise ValueError(
-                f"quantize_model: {self.paths[0] or 'the model'} is the model itself or an element "
-                "of a tuple, where nothing can be replaced; quantize the layer alone, as with "
-                "QuantizedLinear.from_linear, or use an nnx.List instead of the tuple."
+            return (
+                f"{name} is the model itself or an element of a tuple, where nothing can be "
+                "replaced; quantize the layer alone, as with QuantizedLinear.from_linear, or use "
+                "an nnx.List instead of the tuple."
             )
         sharing = owners[id(self.weight)]
         if len(sharing) > 1:
-            raise ValueError(
-                f"quantize_model: {' and '.join(sharing)} share one kernel variable, which one of "
-                "them cannot quantize alone; share the layer itself, or keep it with a rule of "
-                "its path and None."
+            return (
+                f"{' and '.join(sharing)} share one kernel variable, which one of them cannot "
+                "quantize alone; share the layer itself, or keep it with a rule of its path and "
+                "None."
             )
+        if wrapper := rewritten.get(id(self.layer)):
+            return (
+                f"{name} is inside {wrapper}, which computes its {self.kind.weight} anew in each "
+                "call and would leave a quantized one as it is; put the layer in place of the "
+                "wrapper once its weight is computed, or keep it with a rule of its path and None."
+            )
+        graph, state = nnx.split(self.layer)
+        try:
+            like = nnx.merge(graph, jax.tree.map(abstract, state))
+            layer = self.kind.quantize(like, format, shards)
+            check_values(self.weight.get_value(), format, layer.matrix, shards)
+        except ValueError as error:
+            return f"in {name}: {error}"
+        return None
 
 
 def _replace(place: _Place, format: Format | None, shards: Shards) -> LayerReport:
@@ -132,6 +162,16 @@ def _owners(model: nnx.Module) -> dict[int, list[str]]:
             if isinstance(child, nnx.Variable):
                 owners.setdefault(id(child), []).append(_dotted(path))
     return owners
+
+
+def _rewritten(model: nnx.Module) -> dict[int, str]:
+    """The modules inside one that rewrites their parameters when it is called, and its class."""
+    return {
+        id(module): f"nnx.{type(wrapper).__name__}"
+        for _, wrapper in nnx.iter_modules(model)
+        if isinstance(wrapper, nnx.WeightNorm | nnx.SpectralNorm)
+        for _, module in nnx.iter_modules(wrapper)
+    }
 
 
 def _walk(

@@ -100,5 +100,5 @@ def _idle(rule: re.Pattern[str], layers: Sequence[Sequence[str]]) -> str:
     listed = ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
     return (
         f"quantize_model: the rule {rule.pattern!r} matches no layer; correct or remove it. "
-        f"The layers are {listed or 'none at all'}."
+        f"The layers are {listed}."
     )

@@ -1,26 +1,38 @@
 """The weight of a layer: quantizing one, which may be abstract, and one made of stored arrays."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
 
 from .._array import _LEAVES, QuantizedArray
 from .._formats import Format
 from .._quantize import quantize
 
 Shards = tuple[int, int]
-
+Sizes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of the axes of a kernel that are contracted, and of those of the features."""
 
 ARRAYS = tuple(name for name in _LEAVES if name != "index")
 """The arrays of a weight that a layer holds, each in a variable of its own."""
 
 
-class Packing(NamedTuple):
-    """How a weight is packed."""
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How a weight is packed, and which; a pytree without leaves, so part of what `jit` goes by.
+
+    `sizes`: of the weight, where they are known.
+    """
 
     format: Format
     shards: Shards = (1, 1)
+    sizes: Sizes | None = None
 
 
 def quantize_weight(
@@ -35,6 +47,35 @@ def quantize_weight(
         return quantize(matrix(weight), format, shards=shards)
 
     return jax.eval_shape(run, weight) if isinstance(weight, jax.ShapeDtypeStruct) else run(weight)
+
+
+def abstract(array: Any) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and sharding of an array."""
+    sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def check_values(
+    weight: Any,
+    format: Format,
+    matrix: Callable[[Any], Any] = lambda weight: weight,
+    shards: Shards = (1, 1),
+) -> None:
+    """Refuses values that `quantize` does, of a weight that it takes otherwise.
+
+    One pass over them tells that there are none. Only where it finds such as may be refused are
+    they quantized, which says what is wrong with them.
+    """
+    concrete = isinstance(weight, Array | np.ndarray) and not isinstance(weight, Tracer)
+    if concrete and not _span_is_finite(weight):
+        quantize_weight(weight, format, matrix, shards)
+
+
+@jax.jit
+def _span_is_finite(weight: Array) -> Array:
+    """Whether scales can be: False for NaN, infinity, and a span beyond the dtype."""
+    span = jnp.max(weight).astype(jnp.float32) - jnp.min(weight).astype(jnp.float32)
+    return span <= float(jnp.finfo(weight.dtype).max)
 
 
 def kernel_from(

@@ -1,0 +1,106 @@
+"""Finding the layers of a Linen model, and the parameters whose values they multiply by."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import core, traverse_util
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Literal, jaxprs_in_params
+
+from .linen_kinds import Kind, kind_of
+from .linen_variables import value_of
+from .weights import Sizes
+
+Path = tuple[str, ...]
+
+_MARK = "jaxlowbit layer "
+# `nn.jit` keeps what it has traced, in which calls are no longer seen; not in a new context.
+_tracing = jax.make_user_context()
+
+
+@dataclasses.dataclass
+class Layer:
+    """A layer that a model calls.
+
+    - `path`: that of the module; under `nn.jit`, that of a layer like it, whose trace it shares.
+    - `shape`: of the weight in the call, without the axes that lifts map over; empty if the layer
+      has no weight there.
+    - `plain`: whether that is a parameter as it stands, perhaps one of a stack along first axes.
+    """
+
+    kind: Kind
+    module: Any
+    path: Path
+    shape: tuple[int, ...]
+    plain: bool = True
+
+    @property
+    def sizes(self) -> Sizes:
+        axes = self.kind.axes(self.module, self.shape)
+        return axes.contracted, axes.features
+
+
+def find_layers(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> dict[Path, Layer]:
+    """The layers that `module.apply` calls, in the order of their calls, without computing.
+
+    The weight in each call is marked in the traced program, where it is followed back to the
+    parameter that it is. The path of that is the layer's, also where it is called by a trace that
+    `nn.jit` made of another one.
+    """
+    calls: dict[str, Layer] = {}
+
+    def mark(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        layer, kind = context.module, kind_of(context.module)
+        if kind and context.method_name in kind.methods.keys() - {"setup"}:
+            name = f"{_MARK}{layer.path}"
+            weight = value_of(layer.get_variable("params", kind.weight))
+            shape = () if weight is None else weight.shape
+            calls.setdefault(name, Layer(kind, layer.clone(parent=None), layer.path, shape))
+            if weight is not None:
+                checkpoint_name(weight, name)
+        return next_fun(*args, **kwargs)
+
+    params = traverse_util.flatten_dict(core.unfreeze(variables.get("params", {})))
+    others = {name: held for name, held in variables.items() if name != "params"}
+
+    def apply(weights: list[Any], others: Any, args: Any) -> Any:
+        held = traverse_util.unflatten_dict(dict(zip(params, weights, strict=True)))
+        return module.apply({**others, "params": held}, *args, **kwargs)
+
+    with _tracing(object()), nn.intercept_methods(mark):
+        program = jax.make_jaxpr(apply)(list(params.values()), others, args).jaxpr
+    keys = [key for key, boxed in params.items() for _ in jax.tree.leaves(boxed)]
+    sources = dict(zip(program.invars, keys, strict=False))  # `others` and `args` follow
+    found: dict[Path, Layer] = {}
+    for name, key in _marks(program, sources):
+        layer = calls[name]
+        plain = key is not None and _holds(params[key], key, layer)
+        path = key[:-1] if key and plain else layer.path
+        found.setdefault(path, dataclasses.replace(layer)).plain &= plain
+    for layer in calls.values():
+        if not layer.shape:
+            found.setdefault(layer.path, layer)
+    return found
+
+
+def _holds(boxed: Any, key: Path, layer: Layer) -> bool:
+    """Whether a parameter is the weight of a layer or a stack of such, along its first axes."""
+    shape = value_of(boxed).shape
+    return key[-1] == layer.kind.weight and shape[len(shape) - len(layer.shape) :] == layer.shape
+
+
+def _marks(program: Any, sources: Mapping[Any, Path]) -> Iterator[tuple[str, Path | None]]:
+    """The name of each mark, and the parameter that it marks; None for what is none.
+
+    An inner program, as of `jit`, `scan` or `checkpoint`, takes the last operands of its equation.
+    """
+    for equation in program.eqns:
+        operands = [None if isinstance(x, Literal) else sources.get(x) for x in equation.invars]
+        if equation.primitive.name == "name" and equation.params["name"].startswith(_MARK):
+            yield equation.params["name"], operands[0]
+        for inner in jaxprs_in_params(equation.params):
+            given = zip(reversed(inner.invars), reversed(operands), strict=False)
+            yield from _marks(inner, {x: key for x, key in given if key is not None})
