@@ -113,7 +113,7 @@ def test_layers_are_found_and_compute_what_the_twin_does(name):
 def test_blocks_of_one_trace_have_formats_of_their_own():
     module: Any = Model(pair(JittedBlock))
     floats = module.init(KEY, X)
-    formats = dict(zip(("r0", "r1"), ALIKE, strict=True))
+    formats: Any = dict(zip(("r0", "r1"), ALIKE, strict=True))
     for rules in (formats, {"r0": formats["r1"], "r1": formats["r0"]}, {"r1": FORMAT}):
         model, variables, report = quantize_model(module, floats, rules, X)
         found = {layer.path[:2]: layer.format for layer in report.layers if layer.format}
