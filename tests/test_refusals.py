@@ -12,6 +12,7 @@ from flax import nnx
 from jaxlowbit import INT4, Format
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
+from jaxlowbit._flax.weights import has_scales
 from jaxlowbit.nnx import QuantizedLinear
 
 WIDTH = 64
@@ -111,6 +112,16 @@ def test_values_at_the_ends_of_a_dtype_are_no_reason():
     model = nnx_model(large)
     jl_nnx.quantize_model(model, INT4)
     assert all(isinstance(layer, QuantizedLinear) for layer in model.layers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_only_weights_that_scales_surely_hold_are_not_looked_at_closely(dtype):
+    ordinary = jax.random.normal(KEY, (4, 8)).at[0].set(0).astype(dtype)
+    assert has_scales(ordinary)
+    least, largest = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max)
+    for values in ([jnp.nan, 1], [jnp.inf, 1], [-jnp.inf, 1], [-largest, largest], [4 * least, 1]):
+        expected = dtype == "float16" and values[0] == 4 * least
+        assert has_scales(ordinary.at[1, :2].set(jnp.array(values, dtype))) == expected
 
 
 # --- NNX modules that rewrite the weights of others ----------------------------------------------

@@ -67,15 +67,20 @@ def check_values(
     they quantized, which says what is wrong with them.
     """
     concrete = isinstance(weight, Array | np.ndarray) and not isinstance(weight, Tracer)
-    if concrete and not _span_is_finite(weight):
+    if concrete and not has_scales(weight):
         quantize_weight(weight, format, matrix, shards)
 
 
 @jax.jit
-def _span_is_finite(weight: Array) -> Array:
-    """Whether scales can be: False for NaN, infinity, and a span beyond the dtype."""
+def has_scales(weight: Array) -> Array:
+    """Whether scales of its dtype surely hold a weight; False for NaN and infinity."""
+    limits = jnp.finfo(weight.dtype)
     span = jnp.max(weight).astype(jnp.float32) - jnp.min(weight).astype(jnp.float32)
-    return span <= float(jnp.finfo(weight.dtype).max)
+    least = 2**8 * float(limits.tiny)  # of any format, the largest code times the smallest scale
+    size = jnp.abs(weight).astype(jnp.float32)
+    # Common weights in float16 lie below that, and are whole steps of its least scale themselves.
+    large = weight.dtype == jnp.float16 or jnp.all((size == 0) | (size >= least))
+    return (span <= float(limits.max)) & large
 
 
 def kernel_from(
