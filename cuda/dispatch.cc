@@ -367,8 +367,8 @@ bool MayJoin(const Operands& a, const Operands& b) {
     const Buffers& b = product.buffers;
     return !p.transposed && p.orders == 0 && !p.epilogue.gated &&
            p.epilogue.activation == Activation::kNone && b.bias == nullptr &&
-           b.residual == nullptr && IsAligned(b.lhs) && IsAligned(b.packed) &&
-           IsAligned(b.scale) && IsAligned(b.zero);
+           b.residual == nullptr && IsAligned(b.lhs) && IsAligned(b.packed) && IsAligned(b.scale) &&
+           IsAligned(b.zero);
   };
   const auto form = [](const QuantizedMatmul& p) {
     return std::tie(p.batch, p.m, p.k, p.bits, p.group_size, p.lhs, p.scale, p.out, p.zero,

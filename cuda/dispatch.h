@@ -62,7 +62,8 @@ bool Gathers(const QuantizedMatmul& problem, const Device& device, const Choice&
 // Bytes of partial sums that a product of so many rows and columns may have at most, of all weights that its rows
 // are multiplied by. Tiles cover up to twice what rows and columns are, each.
 constexpr int64_t MostSumsBytes(int64_t rows, int64_t columns) {
-  const int64_t bytes = 2 * int64_t{sizeof(float)} * kMaxSplitK * rows * CeilDiv(columns, kAtom) * kAtom;
+  const int64_t bytes =
+      2 * int64_t{sizeof(float)} * kMaxSplitK * rows * CeilDiv(columns, kAtom) * kAtom;
   return bytes < kMaxWorkspaceBytes ? bytes : kMaxWorkspaceBytes;
 }
 

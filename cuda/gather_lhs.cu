@@ -122,8 +122,8 @@ cudaError_t Launch(const LaunchConfig& launch, KernelFunction kernel,
 // Not early, here and below: a kernel before the call may have written the permutation, or the weights
 // that the product, starting early, does not wait for.
 template <int kCount>
-cudaError_t LaunchColumns(const QuantizedMatmul& problem, const Buffers& buffers, const Device& device,
-                   cudaStream_t stream) {
+cudaError_t LaunchColumns(const QuantizedMatmul& problem, const Buffers& buffers,
+                          const Device& device, cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.m;
   const int64_t ctas_per_row = CeilDiv(problem.k / kCount, kColumnThreads);
   const int64_t most = CeilDiv(device.num_sms * kColumnCtasPerSm, ctas_per_row);  // below 65536
@@ -134,7 +134,7 @@ cudaError_t LaunchColumns(const QuantizedMatmul& problem, const Buffers& buffers
 
 // A CTA reads whole rows, so it has as many of their columns as leave work for all multiprocessors.
 cudaError_t LaunchRows(const QuantizedMatmul& problem, const Buffers& buffers, const Device& device,
-                cudaStream_t stream) {
+                       cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.m;
   const int64_t ctas = device.num_sms * kRowCtasPerSm;
   int vectors = 1;
@@ -169,8 +169,7 @@ cudaError_t InitializeGatherLhs(const Device& device) {
 cudaError_t LaunchGatherLhs(const QuantizedMatmul& problem, const Buffers& buffers,
                             const Device& device, cudaStream_t stream) {
   const bool vectors = problem.k % kElements == 0 && IsAligned(buffers.permutation);
-  const bool few =
-      problem.batch * problem.m * problem.k <= kFewElements || !IsAligned(buffers.lhs);
+  const bool few = problem.batch * problem.m * problem.k <= kFewElements || !IsAligned(buffers.lhs);
   const auto launch = !vectors ? LaunchColumns<1>
                       : few || RowBytes(problem) > MostSharedBytes(device)
                           ? LaunchColumns<kElements>

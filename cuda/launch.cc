@@ -113,14 +113,11 @@ cudaError_t LaunchAligned(Operands product, void* workspace, int64_t workspace_b
   product.buffers.workspace = workspace;
   const DeviceState& state = StateOf(ordinal);
   const QuantizedMatmul& p = product.problem;
-  const int64_t sums_bytes =
-      std::min(placement.bytes(),
-               MostSumsBytes(p.batch * p.m * p.weights_per_element(), p.out_columns()));
+  const int64_t sums_bytes = std::min(
+      placement.bytes(), MostSumsBytes(p.batch * p.m * p.weights_per_element(), p.out_columns()));
   const Choice choice = Select(p, state.device, sums_bytes, state.tuned.get());
   const cudaError_t error = placement.Finish();
-  return error == cudaSuccess
-             ? LaunchChoice(p, product.buffers, choice, ordinal, stream)
-             : error;
+  return error == cudaSuccess ? LaunchChoice(p, product.buffers, choice, ordinal, stream) : error;
 }
 
 // One copy for all of those that share an lhs which is not aligned, if there is room.
@@ -162,11 +159,9 @@ cudaError_t LaunchParts(const Operands& product, int64_t workspace_bytes, int or
                         ? product
                         : BatchPart(product, element, std::min(most_batch, p.batch - element));
     for (int64_t row = 0; row < p.m && error == cudaSuccess; row += most_rows) {
-      Operands rows =
-          p.m <= most_rows ? part : RowPart(part, row, std::min(most_rows, p.m - row));
+      Operands rows = p.m <= most_rows ? part : RowPart(part, row, std::min(most_rows, p.m - row));
       rows.problem.early_start = p.early_start && element == 0 && row == 0;
-      error =
-          LaunchAligned(rows, product.buffers.workspace, workspace_bytes, ordinal, stream);
+      error = LaunchAligned(rows, product.buffers.workspace, workspace_bytes, ordinal, stream);
     }
   }
   return error;

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "cuda/placement.h"
-
 #include <algorithm>
 
 #include "cuda/launch_config.h"
+#include "cuda/placement.h"
 
 namespace jaxlowbit {
 namespace {

@@ -97,13 +97,13 @@ JAXLOWBIT_HOST_DEVICE inline int64_t WeightNumber(int64_t index, int64_t num_wei
 // `permutation[r]`, and `gathered` becomes lhs in the order of the stored rows, unless the product gathers it
 // itself.
 struct Buffers {
-  const void* lhs = nullptr;         // [batch, m, lhs_columns]
-  const uint32_t* packed = nullptr;  // [num_weights, n_blocks, k_blocks, words_per_atom]
-  const void* scale = nullptr;       // [num_weights, n_blocks, groups, 64]
-  const void* zero = nullptr;        // [num_weights, n_blocks, groups, 64]
-  const int32_t* index = nullptr;    // [batch * weights_per_element] (WeightNumber)
-  const void* bias = nullptr;        // [batch * weights_per_element, n]
-  const void* residual = nullptr;    // as out
+  const void* lhs = nullptr;             // [batch, m, lhs_columns]
+  const uint32_t* packed = nullptr;      // [num_weights, n_blocks, k_blocks, words_per_atom]
+  const void* scale = nullptr;           // [num_weights, n_blocks, groups, 64]
+  const void* zero = nullptr;            // [num_weights, n_blocks, groups, 64]
+  const int32_t* index = nullptr;        // [batch * weights_per_element] (WeightNumber)
+  const void* bias = nullptr;            // [batch * weights_per_element, n]
+  const void* residual = nullptr;        // as out
   const int32_t* permutation = nullptr;  // [orders, k / orders], clamped to the part
   void* gathered = nullptr;              // as lhs; uninitialised
   void* out = nullptr;                   // [batch, m, out_columns]

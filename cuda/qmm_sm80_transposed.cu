@@ -84,8 +84,7 @@ class TransposedCopier {
 #pragma unroll
       for (int i = 0; i < kChunksPerAtom; i += kThreads) {
         const int chunk = atom * kChunksPerAtom + i + threadIdx.x;
-        CopyCodeChunk<I>(p_, shared, chunk, codes_ + i * kCopyBytes,
-                         n_block_ + atom < p_.n_blocks);
+        CopyCodeChunk<I>(p_, shared, chunk, codes_ + i * kCopyBytes, n_block_ + atom < p_.n_blocks);
       }
       codes_ += strip_bytes;
     }
@@ -93,8 +92,7 @@ class TransposedCopier {
 
   __device__ void CopyGroups(GroupChunk& chunk, uint32_t target, int element_bytes) const {
     if (chunk.atom >= I::kAtomsK) return;
-    CopyGroupChunk(p_, target, chunk.source,
-                   chunk.exists && n_block_ + chunk.atom < p_.n_blocks);
+    CopyGroupChunk(p_, target, chunk.source, chunk.exists && n_block_ + chunk.atom < p_.n_blocks);
     chunk.source += int64_t{I::kAtomsK} * p_.groups * kAtom * element_bytes;
   }
 

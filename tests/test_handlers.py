@@ -115,7 +115,11 @@ def test_what_breaks_the_contract_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("without", "changes", "message"),
     [
-        (["version", "layout_version"], {}, "has the calls of version 0 .* reads version 1; export"),
+        (
+            ["version", "layout_version"],
+            {},
+            "has the calls of version 0 .* reads version 1; export",
+        ),
         ([], {"version": 2}, "has the calls of version 2 .* reads version 1; export"),
         (["layout_version"], {}, "has words packed with layout version 0 .* reads version 1"),
         ([], {"layout_version": 2}, "has words packed with layout version 2 .* reads version 1"),
@@ -141,7 +145,9 @@ def operands(m, k, n):
 @pytest.mark.parametrize("m", [1, 5, 40])
 def test_a_result_may_lie_over_an_operand(m):
     """Which XLA does where a call says that it may."""
-    attributes = {name: np.int64(ATTRIBUTES[name]) for name in ("version", "layout_version", "bits")}
+    attributes = {
+        name: np.int64(ATTRIBUTES[name]) for name in ("version", "layout_version", "bits")
+    }
     attributes |= {"group_size": np.int64(-1), "transposed": False, "scale_sums": False}
     program = functools.partial(
         jax.ffi.ffi_call, TARGET, jax.ShapeDtypeStruct((1, m, 200), jnp.float32)
@@ -184,7 +190,7 @@ except Exception as error:  # of a type that depends on the version of JAX
 
 @pytest.mark.slow
 def test_no_exception_leaves_a_handler():
-    """Memory runs out in the handler, which says so; the process lives on and the next call is right."""
+    """Memory runs out in the handler, which says so; the next call of the process is right."""
     environment = dict(os.environ, JAX_PLATFORMS="cpu", MALLOC_ARENA_MAX="1")
     done = subprocess.run(
         [sys.executable, "-c", OUT_OF_MEMORY], env=environment, capture_output=True, text=True

@@ -3,6 +3,7 @@
 What is compared are rows around those limits, the first ones and the last ones.
 """
 
+import ctypes
 import dataclasses
 import functools
 from typing import Any
@@ -134,10 +135,10 @@ def test_a_large_weight(m):
 
 
 def test_float32_near_the_largest():
-    """It has parts in bfloat16, whose largest value is less."""
+    """It has parts in bfloat16, whose largest value is less, and sums that scales make small."""
     largest, factor = np.float32(3.4e38), 2.0**-20
-    lhs = jnp.zeros((2, 128)).at[0, 3].set(largest)
-    codes = jnp.zeros((128, 64), jnp.int8).at[3].set(1)
+    lhs = jnp.ones((2, 128)).at[0, 3].set(largest).at[1, 5:9].set(-largest)
+    codes = jnp.zeros((128, 64), jnp.int8).at[3].set(1).at[5:9].set(-7)
     scale = jnp.full((1, 64), factor, jnp.float32)
     rhs = QuantizedArray.from_integers(codes, scale, format=Format(4, -1))
     oracle = of(lhs, rhs)
@@ -183,6 +184,30 @@ def products_after_an_error() -> None:
             assert_within(multiply(lhs, rhs), oracle.exact, oracle.bound(lhs.dtype))
 
 
+def loading_is_tried_again() -> None:
+    """Kernels that found no memory are loaded by the next call; no error is left behind."""
+    lhs, rhs = normal(1, 64), uniform(64, 64)
+    program = jax.jit(quantized_matmul).lower(lhs, rhs).compile()
+    jnp.zeros(2**22).block_until_ready()  # room that XLA keeps for what the program needs
+    driver = ctypes.CDLL("libcuda.so.1")
+    context, taken = ctypes.c_void_p(), []
+    assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert driver.cuCtxSetCurrent(context) == 0
+    size = 2**34
+    while size >= 2**16:
+        block = ctypes.c_uint64()
+        if driver.cuMemAlloc_v2(ctypes.byref(block), ctypes.c_size_t(size)) == 0:
+            taken.append(block)
+        else:
+            size //= 2
+    with pytest.raises(Exception, match="loading the kernels.* on CUDA device 0 failed with cuda"):
+        program(lhs, rhs).block_until_ready()
+    for block in taken:
+        assert driver.cuMemFree_v2(block) == 0
+    oracle = of(lhs, rhs)
+    assert_within(program(lhs, rhs), oracle.exact, oracle.bound(lhs.dtype))
+
+
 def groups_of(size: int, m: int, k: int) -> None:
     """All of k is one group."""
     rng = np.random.default_rng(0)
@@ -197,6 +222,7 @@ def groups_of(size: int, m: int, k: int) -> None:
 CASES: Cases = {
     **{f"{form} per token": functools.partial(an_expert_per_token, form) for form in TOKEN_FORMS},
     "products after an error": products_after_an_error,
+    "loading is tried again": loading_is_tried_again,
     **{
         f"groups of {size}, {m} x {k}": functools.partial(groups_of, size, m, k)
         for size in (2**31 - 64, 2**31, 2**32, 2**32 + 64, 2**40)

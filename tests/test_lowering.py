@@ -146,7 +146,7 @@ def test_activations_and_results_have_their_own_buffers(cuda, call):
 
 
 def test_sizes_beyond_the_kernels_are_the_definition(cuda):
-    rhs: Any = QuantizedArray(
+    fields: dict[str, Any] = dict(
         packed=like(2**24 + 1, 1, 512, dtype="uint32"),
         scale=like(2**24 + 1, 2, 64, dtype="float32"),
         zero=None,
@@ -156,6 +156,7 @@ def test_sizes_beyond_the_kernels_are_the_definition(cuda):
         k=64,
         n=2**30 + 64,
     )
+    rhs = QuantizedArray(**fields)
     reason = jaxlowbit.supported_backends(like(1, 64), rhs)["cuda"]
     assert reason and "up to 2^30, this matrix has 1073741888" in reason
     assert calls(lowered(product, like(1, 64), rhs, platform="cuda")) == 0

@@ -31,9 +31,9 @@ class Attributes {
   // What is wrong with the versions, or with what was asked for.
   ffi::Error Check() {
     const std::string wanted = missing_;
-    for (auto [name, own, what] : {std::tuple{"version", kCallVersion, "the calls of version "},
-                                   std::tuple{"layout_version", kLayoutVersion,
-                                              "words packed with layout version "}}) {
+    for (auto [name, own, what] :
+         {std::tuple{"version", kCallVersion, "the calls of version "},
+          std::tuple{"layout_version", kLayoutVersion, "words packed with layout version "}}) {
       const auto found = dictionary_.get<int64_t>(name);
       if (found.has_value() && *found == own) continue;
       return Refuse(std::string("this program has ") + what +

@@ -62,7 +62,7 @@ struct SharedCall {
   std::vector<char> own;  // where out is written until the last task, if it lies over an operand
   CpuMatmul matmul;
   int64_t num_threads;
-  std::vector<CacheLine> scratch;  // [num_threads][scratch_lines]
+  std::vector<CacheLine> scratch;           // [num_threads][scratch_lines]
   std::atomic<int64_t> next_task{0}, left;  // tasks
   ffi::CountDownPromise done;
 };

@@ -50,10 +50,10 @@ ffi::Error DecodeProducts(const BlockBuffers& buffers, ffi::RemainingArgs weight
     const ffi::AnyBuffer lhs = reads_normed ? buffers.normed
                                : i == 0     ? buffers.attended
                                             : buffers.hidden;
-    const ffi::AnyBuffer written = i == 1         ? buffers.hidden
-                                   : i < kWeights ? buffers.projected
-                                                  : *following.get<ffi::AnyBuffer>(i - kWeights)
-                                                         .value();
+    const ffi::AnyBuffer written = i == 1 ? buffers.hidden
+                                   : i < kWeights
+                                       ? buffers.projected
+                                       : *following.get<ffi::AnyBuffer>(i - kWeights).value();
     const ffi::Error error = DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)},
                                             written, attributes, &(*products)[i]);
     if (error.failure()) return error;
@@ -135,11 +135,10 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
     return Enqueue({products.begin() + begin, products.begin() + end}, placement.bytes(), place);
   };
   const auto normalize = [&](const void* x, void* total, const void* scales) {
-    return ToError(
-        LaunchRmsNorm({p.lhs, p.m, p.n, x, buffers.projected.untyped_data(), scales, total,
-                       buffers.normed.untyped_data(), epsilon},
-                      place.device, place.stream),
-        "launching the normalization");
+    return ToError(LaunchRmsNorm({p.lhs, p.m, p.n, x, buffers.projected.untyped_data(), scales,
+                                  total, buffers.normed.untyped_data(), epsilon},
+                                 place.device, place.stream),
+                   "launching the normalization");
   };
   void* sum = buffers.sum.untyped_data();
   if (error.success()) error = multiply(0, 1);

@@ -74,8 +74,7 @@ ffi::Error ExecuteMlp(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer pa
                              of_down, &down);
     }
     if (error.success()) {
-      error =
-          CheckType("hidden", *hidden, up.problem.out == up.problem.lhs, "the type of lhs");
+      error = CheckType("hidden", *hidden, up.problem.out == up.problem.lhs, "the type of lhs");
     }
     if (error.success()) error = Enqueue({up}, *workspace, place);
     // What the first product has read, the second may write over.

@@ -31,8 +31,8 @@ ffi::Error DecodeAddend(const std::string& name, ffi::AnyBuffer buffer,
 }
 
 ffi::Error ExecuteFused(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
-                        ffi::AnyBuffer scale, ffi::AnyBuffer zero,
-                        ffi::AnyBuffer index, ffi::AnyBuffer bias, ffi::AnyBuffer residual,
+                        ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
+                        ffi::AnyBuffer bias, ffi::AnyBuffer residual,
                         ffi::Result<ffi::AnyBuffer> out,
                         ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Dictionary dictionary) {
   Attributes attributes(dictionary);
@@ -53,8 +53,8 @@ ffi::Error ExecuteFused(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
     }
     if (error.success()) {
       error = DecodeAddend("bias", bias, {p.batch * p.weights_per_element(), p.n},
-                           product.gated ? "[2 * batch, n]" : "[batch, n]", p.lhs,
-                           &p.epilogue.bias, &operands.buffers.bias);
+                           product.gated ? "[2 * batch, n]" : "[batch, n]", p.lhs, &p.epilogue.bias,
+                           &operands.buffers.bias);
     }
     if (error.success()) {
       error = DecodeAddend("residual", residual, {p.batch, p.m, p.n}, "[batch, m, n]", p.lhs,

@@ -137,7 +137,8 @@ inline ffi::Error CheckFormat(int64_t bits, int64_t group_size) {
 
 // Fills `operands`, or says which operand breaks which rule.
 inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight,
-                                 ffi::AnyBuffer out, const ProductAttributes& attributes, Operands* operands) {
+                                 ffi::AnyBuffer out, const ProductAttributes& attributes,
+                                 Operands* operands) {
   using Type = ffi::DataType;
   const auto& [packed, scale, zero, index] = weight;
   const auto lhs_type = FloatType(lhs.element_type());

@@ -233,8 +233,9 @@ Tally CheckBatches(uint64_t stride) {
     Optional optional;
     optional.index = turn % 3 != 0;
     optional.bias = optional.residual = turn % 5 == 0;
-    problem.num_weights =
-        optional.index ? 7 : turn % 2 == 0 ? problem.batch * problem.weights_per_element() : 1;
+    problem.num_weights = optional.index  ? 7
+                          : turn % 2 == 0 ? problem.batch * problem.weights_per_element()
+                                          : 1;
     const DeviceProblem data(problem, optional, 1, turn);
     tally.Add(IsRightPlaced(problem, data, 2 * kOut));  // aligned, and out over nothing
     if (stride >= 12) break;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "cuda/driver/placed_problem.h"
-
 #include <algorithm>
 #include <array>
 
 #include "cuda/device/dependency.cuh"
+#include "cuda/driver/placed_problem.h"
 #include "cuda/launch_config.h"
 
 namespace jaxlowbit::driver {
@@ -33,14 +32,11 @@ PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original,
   const auto slot = [](auto& pointer) {
     return const_cast<const void**>(reinterpret_cast<void const* const*>(&pointer));
   };
-  const Operand operands[] = {{slot(b.lhs), SizeOf(p.lhs)},
-                              {slot(b.packed), 4},
-                              {slot(b.scale), p.scale_bytes()},
-                              {slot(b.zero), p.zero_bytes()},
-                              {slot(b.permutation), 4},
-                              {slot(b.index), 4},
-                              {slot(b.bias), SizeOf(e.bias)},
-                              {slot(b.residual), SizeOf(e.residual)}};
+  const Operand operands[] = {
+      {slot(b.lhs), SizeOf(p.lhs)},     {slot(b.packed), 4},
+      {slot(b.scale), p.scale_bytes()}, {slot(b.zero), p.zero_bytes()},
+      {slot(b.permutation), 4},         {slot(b.index), 4},
+      {slot(b.bias), SizeOf(e.bias)},   {slot(b.residual), SizeOf(e.residual)}};
   const auto extents = OperandExtents(p, original);
   const auto is_odd = [&](size_t i) { return (places.odd >> i & 1) != 0; };
   const int64_t out_element = SizeOf(p.out);
@@ -48,8 +44,7 @@ PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original,
   for (size_t i = 0; i < extents.size(); ++i) {
     const Extent& extent = extents[i];
     if (extent.bytes == 0) continue;
-    const int64_t offset =
-        is_odd(i) ? operands[i].element * (2 * static_cast<int64_t>(i) + 1) : 0;
+    const int64_t offset = is_odd(i) ? operands[i].element * (2 * static_cast<int64_t>(i) + 1) : 0;
     const bool under = static_cast<int>(i) == places.under;
     memory_.emplace_back(extent.bytes + kRoom + (under ? 2 * (out_.bytes + kRoom) : 0));
     const int64_t before = under ? CeilDiv(out_.bytes, kRoom) * kRoom : 0;

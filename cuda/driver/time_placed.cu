@@ -20,8 +20,8 @@ constexpr int kReplays = 30;
 constexpr int kWarmUps = 100;  // until clocks are those of a busy device
 
 // Microseconds of one call, the median of replays of a graph of kRounds of them all.
-double Time(const QuantizedMatmul& problem, const std::vector<std::unique_ptr<PlacedProblem>>& calls,
-            int64_t workspace_bytes) {
+double Time(const QuantizedMatmul& problem,
+            const std::vector<std::unique_ptr<PlacedProblem>>& calls, int64_t workspace_bytes) {
   cudaStream_t stream;
   cudaGraph_t graph;
   cudaGraphExec_t executable;

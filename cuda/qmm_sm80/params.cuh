@@ -66,7 +66,7 @@ struct Params {
   int block_groups, block_rest;
   int groups_per_stage;
   int split_k;
-  bool out_float;    // float32 out; else the type of lhs
+  bool out_float;  // float32 out; else the type of lhs
   // Rows of lhs, and codes, scales and zeros, start at multiples of 16 bytes.
   bool lhs_aligned, weights_aligned;
   StageBytes bytes;

@@ -157,7 +157,7 @@ def matmul(
     lead = packed.shape[:-3] if index is None else index.shape
     rows = lhs.shape[len(lead) : -1]
     batch, m = math.prod(lead), math.prod(rows)
-    parts = 1
+    parts, factor = 1, None
     if platform == "cuda":
         if lhs.dtype == jnp.float32:
             lhs, factor = _in_range(lhs)
@@ -185,7 +185,7 @@ def matmul(
     )
     if platform == "cuda":
         (out,) = _apart(out)
-    if parts > 1:
+    if factor is not None:
         out = out.reshape(batch, parts, m, columns)[:, ::-1].sum(1)  # the smallest first
         out *= factor.reshape(batch, m, 1)
     return out.reshape(*lead, *rows, columns)
