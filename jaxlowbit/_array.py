@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import _index, _layout, _permute
+from . import _index, _layout, _permute, _scales
 from ._backends import definition
 from ._formats import Format
 
@@ -219,10 +219,10 @@ class QuantizedArray:
         `jax.lax.dynamic_index_in_dim`, a negative index counts from the end, and one out of range
         is clamped.
 
-        **Raises:** `ValueError` if this is not a stack with one leading axis, or `index` is not
-        of integers.
+        **Raises:** `ValueError` if this is not a stack with one leading axis, or an empty one, or
+        `index` is not of integers.
         """
-        index = _index.integers(index)
+        index = _index.exact(index)
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise ValueError(
                 f"QuantizedArray.select: index has dtype {index.dtype}, but a position in the "
@@ -233,7 +233,13 @@ class QuantizedArray:
                 f"QuantizedArray.select: shape {self.shape} is not a stack (L, k, n) with one "
                 "leading axis; reshape the stack or index the other axes first."
             )
-        return dataclasses.replace(self, index=_index.saturated(index))
+        self.check_version()
+        if self.packed.shape[0] == 0 and index.size:
+            raise ValueError(
+                f"QuantizedArray.select: the stack of shape {self.shape} is empty, so that there "
+                "is nothing to select; index a stack of one matrix or more."
+            )
+        return self._with(index=_index.saturated(index))
 
     def __rmatmul__(self, lhs: Any) -> Array:
         from ._matmul import quantized_matmul  # the layer above; only sugar looks up
@@ -244,27 +250,45 @@ class QuantizedArray:
 
     @classmethod
     def from_packed_groups(
-        cls, codes: Array, scale: Array, zero: Array | None, *, format: Format
+        cls,
+        codes: Array,
+        scale: Array,
+        zero: Array | None,
+        *,
+        format: Format,
+        k: int | None = None,
+        n: int | None = None,
+        shards: tuple[int, int] = (1, 1),
+        permutation: Array | None = None,
     ) -> "QuantizedArray":
-        """Packs codes (..., k, n) with scale and zero (..., groups, n); checks nothing."""
-        *lead, k, n = codes.shape
-        groups = _layout.num_groups(k, format.group_size)
+        """Packs codes (..., k, n) with scale and zero (..., groups, n); checks nothing.
 
-        def order(values: Array) -> Array:
-            missing = groups - values.shape[-2]
-            values = jnp.pad(values, [(0, 0)] * len(lead) + [(0, missing), (0, 0)], mode="edge")
-            return _layout.pack_groups(values)
-
-        return cls(
+        With shards, these have the padding of each (`_layout.spread`), and `k` and `n`, given
+        apart, have not. Whatever codes are there, padding along k gets those of the value nearest
+        to 0.
+        """
+        *lead, rows, columns = codes.shape
+        k, n = rows if k is None else k, columns if n is None else n
+        groups = _layout.num_groups(rows, format.group_size)
+        scale = _pad(scale, groups, "edge")
+        zero = None if zero is None else _pad(zero, groups, "edge")
+        rows = _layout.blocks(rows) * _layout.ATOM
+        if rows > k:
+            fill = definition.per_row(_scales.zero_codes(scale, zero, format), rows, format)
+            padding = np.arange(rows) % (rows // shards[0]) >= k // shards[0]
+            codes = jnp.where(padding[:, None], fill, _pad(codes, rows, "constant"))
+        array = cls(
             packed=_layout.pack(codes, format.bits),
-            scale=order(scale),
-            zero=None if zero is None else order(zero),
+            scale=_layout.pack_groups(scale),
+            zero=None if zero is None else _layout.pack_groups(zero),
             index=None,
             version=jnp.full(tuple(lead), _layout.VERSION, jnp.uint32),
             format=format,
             k=k,
             n=n,
+            shards=shards,
         )
+        return array._with(permutation=permutation)
 
     @classmethod
     def from_integers(
@@ -283,7 +307,7 @@ class QuantizedArray:
 
         - `values`: integers (..., k, n). Signed ones are two's complement codes, `weight = value *
           scale` without a zero; unsigned ones are codes and need a zero.
-        - `scale`: floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`.
+        - `scale`: finite floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`.
         - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
           floats to add (`"float"`, with unsigned values); the shape of `scale`.
         - `format`: the format; its width must hold every value.
@@ -292,8 +316,9 @@ class QuantizedArray:
         - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
           are stored. Groups follow each other in that order: see `group_permutation`.
 
-        **Raises:** `ValueError` for wrong shapes or dtypes, for a value outside the width and for
-        a permutation that is none.
+        **Raises:** `ValueError` for wrong shapes or dtypes and, outside `jax.jit`, for a value
+        outside the width, which is clipped inside, for scales and float zeros that are not finite,
+        also in the dtype of the scales, and for a permutation that is none.
 
         ```python
         q = jnp.array([[-8, 7]], jnp.int4)
@@ -356,10 +381,18 @@ class QuantizedArray:
             k, k_shards = _layout.part(k, shards[0], unit, shape[-2])
             n, n_shards = _layout.part(n, shards[1], _layout.ATOM, shape[-3])
             shards = (k_shards, n_shards)
+        return cls._unchecked(fields | {"k": k, "n": n, "shards": shards})
+
+    @classmethod
+    def _unchecked(cls, fields: dict[str, Any]) -> "QuantizedArray":
         self = object.__new__(cls)
-        for name, value in (fields | {"k": k, "n": n, "shards": shards}).items():
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
         return self
+
+    def _with(self, **changes: Any) -> "QuantizedArray":
+        """`dataclasses.replace` without its checks, for fields that were checked or need none."""
+        return self._unchecked(vars(self) | changes)
 
 
 def _local(array: Any) -> np.ndarray:
@@ -367,6 +400,12 @@ def _local(array: Any) -> np.ndarray:
     if isinstance(array, Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return np.array([x for shard in array.addressable_shards for x in np.ravel(shard.data)])
     return np.asarray(array)
+
+
+def _pad(values: Array, rows: int, mode: str) -> Array:
+    """Values (..., r, n) with more rows behind them."""
+    pad = [(0, 0)] * (values.ndim - 2) + [(0, rows - values.shape[-2]), (0, 0)]
+    return jnp.pad(values, pad, mode=mode)
 
 
 def _check(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:

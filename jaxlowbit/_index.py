@@ -1,4 +1,4 @@
-"""Integers that number the matrices of a stack or the columns of one: what they mean."""
+"""Integers from outside, and the meaning of those that number matrices of a stack or columns."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from jax import Array
 _INT32 = np.iinfo(np.int32)
 
 
-def integers(values: Any) -> Any:
-    """An array of JAX or, of what NumPy and Python hold, of NumPy: JAX without x64 wraps those."""
+def exact(values: Any) -> Any:
+    """An array, of NumPy where JAX, which wraps wide integers without x64, holds none of it yet."""
     plain = (bool, int, np.ndarray, np.generic)
     if all(isinstance(value, plain) for value in jax.tree.leaves(values)):
         return np.asarray(values)
@@ -19,7 +19,7 @@ def integers(values: Any) -> Any:
 
 
 def saturated(values: Any) -> Array:
-    """Integers, as `integers` gives them, as int32; those beyond it become its least or largest."""
+    """Integers, as `exact` gives them, as int32; those beyond it become its least or largest."""
     module = jnp if isinstance(values, jax.Array) else np
     dtype = jnp.iinfo(values.dtype)
     if dtype.max > _INT32.max:

@@ -1,16 +1,15 @@
 """`QuantizedArray.from_integers`: integers that are quantized already, checked and packed."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from . import _layout, _permute
+from . import _index, _layout, _permute
 from ._array import QuantizedArray
 from ._formats import Format
-from ._quantize import check_shards
+from ._quantize import check_finite, check_shards
 
 
 def from_integers(
@@ -23,8 +22,8 @@ def from_integers(
     permutation: Any,
 ) -> QuantizedArray:
     """See `QuantizedArray.from_integers`."""
-    values, scale = jnp.asarray(values), jnp.asarray(scale)
-    zero = None if zero is None else jnp.asarray(zero)
+    values, scale = _index.exact(values), jnp.asarray(scale)
+    zero = None if zero is None else _index.exact(zero)
     if not jnp.issubdtype(values.dtype, jnp.integer) or values.ndim < 2:
         raise ValueError(
             f"from_integers: values has shape {values.shape} and dtype {values.dtype}, but it "
@@ -52,6 +51,7 @@ def from_integers(
                 f"{values.shape} in groups of {size} need {(*lead, groups, n)}, with shards="
                 f"{shards!r}."
             )
+    check_finite("from_integers", "scale", scale, "no weight comes of them. Repair them")
     if zero is not None:
         zero = _integer_or_float_zero(zero, values, scale, format)
     codes = _codes("values", values, format)
@@ -68,11 +68,19 @@ def from_integers(
         None if array is None else spread(array, 0 if size == -1 else unit // size)
         for array in (scale, zero)
     )
-    array = QuantizedArray.from_packed_groups(spread(codes, unit), scale, zero, format=format)
-    return dataclasses.replace(array, k=k, n=n, shards=tuple(shards), permutation=permutation)
+    return QuantizedArray.from_packed_groups(
+        spread(codes, unit),
+        scale,
+        zero,
+        format=format,
+        k=k,
+        n=n,
+        shards=(parts, columns),
+        permutation=permutation,
+    )
 
 
-def _integer_or_float_zero(zero: Array, values: Array, scale: Array, format: Format) -> Array:
+def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format) -> Array:
     """The zero to store: codes in the convention of `values`, or floats beside unsigned values."""
     unsigned = jnp.issubdtype(values.dtype, jnp.unsignedinteger)
     if format.zero == "float":
@@ -81,7 +89,12 @@ def _integer_or_float_zero(zero: Array, values: Array, scale: Array, format: For
                 f"from_integers: with format.zero='float', values are unsigned codes and zero "
                 f"floats to add, but they are {values.dtype} and {zero.dtype}; convert them."
             )
-        return zero.astype(scale.dtype)
+        zero = jnp.asarray(zero)
+        check_finite("from_integers", "zero", zero, "no weight comes of them. Repair them")
+        zero = zero.astype(scale.dtype)
+        name = f"zero, in the {scale.dtype} of scale,"
+        check_finite("from_integers", name, zero, "cast the scales to float32")
+        return zero
     kind = jnp.unsignedinteger if unsigned else jnp.signedinteger
     if not jnp.issubdtype(zero.dtype, kind):
         raise ValueError(
@@ -91,11 +104,12 @@ def _integer_or_float_zero(zero: Array, values: Array, scale: Array, format: For
     return _codes("zero", zero, format)
 
 
-def _codes(name: str, values: Array, format: Format) -> Array:
-    """Unsigned codes of signed or unsigned integers, checked against the width where concrete."""
+def _codes(name: str, values: Any, format: Format) -> Array:
+    """Unsigned codes of integers, checked against the width where concrete, else clipped to it."""
     low = -format.offset if jnp.issubdtype(values.dtype, jnp.signedinteger) else 0
     high = low + 2**format.bits - 1
-    values = values.astype(jnp.int32)
+    if values.dtype.itemsize < 4:
+        values = values.astype(jnp.int32)
     if values.size and not isinstance(values, Tracer):
         least, most = int(values.min()), int(values.max())
         if least < low or most > high:
@@ -103,4 +117,4 @@ def _codes(name: str, values: Array, format: Format) -> Array:
                 f"from_integers: {name} reaches from {least} to {most}, but {format.bits} bits "
                 f"hold {low} to {high}; use a wider format."
             )
-    return (values - low).astype(jnp.uint8)
+    return (jnp.clip(_index.saturated(values), low, high) - low).astype(jnp.uint8)

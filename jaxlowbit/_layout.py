@@ -87,7 +87,9 @@ def pack(codes: Array, bits: int) -> Array:
     planes = []
     for plane in _PLANES[bits]:
         slots = _transpose(codes, _MATRIX, "NKwgt" + plane.slots)
-        slots = slots.reshape(*lead, blocks(n), blocks(k), -1, 32 // plane.bits)
+        slots = slots.reshape(
+            *lead, blocks(n), blocks(k), words_per_atom(plane.bits), 32 // plane.bits
+        )
         values = (slots.astype(jnp.uint32) >> plane.shift) & plane.mask
         planes.append(jnp.sum(values << plane.slot_shifts(values.ndim), axis=-1, dtype=jnp.uint32))
     return jnp.concatenate(planes, axis=-1)
@@ -244,7 +246,7 @@ def join(values: Array, axis: int, shards: int, size: int) -> Array:
     if values.shape[axis] == size:
         return values
     before, after = values.shape[:axis], values.shape[values.ndim + axis + 1 :]
-    parts = values.reshape(*before, shards, -1, *after)
+    parts = values.reshape(*before, shards, values.shape[axis] // shards, *after)
     parts = lax.slice_in_dim(parts, 0, size // shards, axis=axis)
     return parts.reshape(*before, size, *after)
 

@@ -5,7 +5,6 @@ custom call, `xla_ffi/cuda_handler.cc` decodes it, `cuda/dispatch.cc` selects, `
 computes.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -241,9 +240,10 @@ def _broadcast(rhs: QuantizedArray, lead: tuple[Any, ...]) -> QuantizedArray:
     """A view of `rhs` with leading axes `lead`, to which its own broadcast."""
     if rhs.index is None:
         stack = rhs.shape[:-2]
-        rhs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(stack) :]), rhs)
-        rhs = rhs.select(jnp.arange(math.prod(stack), dtype=jnp.int32).reshape(stack))
-    return dataclasses.replace(rhs, index=jnp.broadcast_to(jnp.asarray(rhs.index), lead))
+        size = math.prod(stack)
+        rhs = jax.tree.map(lambda leaf: leaf.reshape(size, *leaf.shape[len(stack) :]), rhs)
+        rhs = rhs.select(jnp.arange(size, dtype=jnp.int32).reshape(stack))
+    return rhs._with(index=jnp.broadcast_to(jnp.asarray(rhs.index), lead))
 
 
 def _varying(array: Any) -> frozenset[Any]:

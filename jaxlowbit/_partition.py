@@ -206,8 +206,10 @@ def _own_rows(lhs: Array, shard_k: int, axes: Axes, shards: int) -> Array:
 def _own_groups(ops: Operands, format: Format, shard_k: int, axes: Axes) -> tuple[Operands, Format]:
     """The scales and zeros of this device's words, where a shard ends inside a group.
 
-    Groups are repeated as finer ones, of which a shard has a whole number.
+    Groups are repeated as finer ones, of which a shard has a whole number; one is that of all.
     """
+    if ops.scale.shape[-2] == 1:
+        return ops, format.replace(group_size=-1)
     size = math.gcd(format.group_size, shard_k)
     count = shard_k // size
 

@@ -1,6 +1,5 @@
 """Floats to `QuantizedArray` and back, in plain jnp."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -53,8 +52,9 @@ def quantize(
 
     **Raises:** `ValueError` for a wrong rank or dtype, an unknown method, shards that do not divide
     the matrix, a sharding on Explicit axes that `partition_spec` refuses, and, outside `jax.jit`,
-    for NaN or infinite weights, for scales that overflow `scale_dtype` and for a permutation that
-    is none.
+    for NaN or infinite weights, for scales beyond the range of `scale_dtype` (too large anywhere,
+    or too small in most groups of a matrix of float32 or bfloat16) and for a permutation that is
+    none.
 
     ```python
     q = quantize(jnp.ones((256, 512)), INT4)
@@ -95,7 +95,7 @@ def _quantize(
     weight = _layout.spread(weight, -2, shards[0], unit, mode="edge")
     weight = _layout.spread(weight, -1, shards[1], _layout.ATOM, mode="edge")
     *lead, k, n = weight.shape
-    size = k if format.group_size == -1 else format.group_size
+    size = k if format.group_size == -1 else min(format.group_size, k)
     groups = -(-k // size)
     # Repeating the last row fills the last group without moving its extremes.
     pad = [(0, 0)] * len(lead) + [(0, groups * size - k), (0, 0)]
@@ -107,9 +107,15 @@ def _quantize(
         scale, zero = _scales.least_squares(grouped, k, format, scale_dtype)
     codes = _scales.codes(grouped, scale, zero, format)
     codes = codes.reshape(*lead, groups * size, n)[..., :k, :]
-    array = QuantizedArray.from_packed_groups(codes, scale, zero, format=format)
-    return dataclasses.replace(
-        array, k=shape[-2], n=shape[-1], shards=shards, permutation=permutation
+    return QuantizedArray.from_packed_groups(
+        codes,
+        scale,
+        zero,
+        format=format,
+        k=shape[-2],
+        n=shape[-1],
+        shards=shards,
+        permutation=permutation,
     )
 
 
@@ -151,16 +157,19 @@ def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None
             "quantize: a 1-bit code without a zero holds only -scale and 0; use zero='float', "
             "which holds two free values per group."
         )
-    if isinstance(weight, Tracer):
+    check_finite("quantize", "weight", weight, "no scale covers them. Clean the weight first")
+
+
+def check_finite(caller: str, name: str, values: Array, reason: str) -> None:
+    """Refuses NaN and infinities. Does nothing while tracing."""
+    if isinstance(values, Tracer) or (finite := jnp.isfinite(values)).all():
         return
-    finite = jnp.isfinite(weight)
-    if not finite.all():
-        bad = np.argwhere(~np.asarray(finite))
-        first = tuple(int(i) for i in bad[0])
-        raise ValueError(
-            f"quantize: weight has {len(bad)} values that are NaN or infinite, the first at "
-            f"{first} ({weight[first]}); no scale covers them. Clean the weight first."
-        )
+    bad = np.argwhere(~np.asarray(finite))
+    first = tuple(map(int, bad[0]))
+    raise ValueError(
+        f"{caller}: {name} has {len(bad)} values that are NaN or infinite, the first at {first} "
+        f"({values[first]}); {reason}."
+    )
 
 
 def check_shards(caller: str, shape: tuple[int, ...], shards: tuple[int, int]) -> None:
@@ -174,10 +183,25 @@ def check_shards(caller: str, shape: tuple[int, ...], shards: tuple[int, int]) -
 
 
 def _check_scale(scale: Array, weight: Array, scale_dtype: Any) -> None:
-    if isinstance(scale, Tracer) or jnp.isfinite(scale).all():
+    if isinstance(scale, Tracer):
         return
-    largest = float(jnp.abs(weight).max())
-    raise ValueError(
-        f"quantize: weights up to {largest:g} span a range beyond that of {scale_dtype} scales; "
-        "use scale_dtype=jnp.float32, or smaller weights."
-    )
+    if not jnp.isfinite(scale).all():
+        raise ValueError(
+            f"quantize: weights up to {_largest(weight):g} span a range beyond that of "
+            f"{scale_dtype} scales; use scale_dtype=jnp.float32, or smaller weights."
+        )
+    if weight.dtype == jnp.float16:  # whose values are multiples of the least scale
+        return
+    least = _scales.least(scale_dtype)
+    least_ones, others = (jnp.sum(x, axis=(-3, -2, -1)) for x in (scale == least, scale > least))
+    lost = np.asarray(least_ones > others)
+    if lost.any():
+        wider = "use scale_dtype=jnp.float32, or " if scale_dtype == jnp.float16 else ""
+        raise ValueError(
+            f"quantize: weights up to {_largest(weight[lost]):g} need scales below {least:g}, the "
+            f"least of {scale_dtype}, in most groups of a matrix; {wider}scale the weights up."
+        )
+
+
+def _largest(weight: Array) -> float:
+    return float(jnp.abs(weight).max())

@@ -37,7 +37,8 @@ def least_squares(grouped: Array, k: int, format: Format, dtype: Any) -> tuple[A
     def error(scale: Array, zero: Array | None) -> Array:
         exact, rounded = _steps(grouped, scale, zero, format)
         # In units of the widest scale, so that squares neither overflow nor vanish.
-        missed = jnp.where(counts, (rounded - exact) * (_rows(scale) / _rows(full[0])), 0)
+        units = _rows(_ratio(scale.astype(jnp.float32), full[0]))
+        missed = jnp.where(counts, (rounded - exact) * units, 0)
         return jnp.sum(missed * missed, axis=-2)
 
     def try_part(best: Any, part: Array) -> tuple[Any, None]:
@@ -56,12 +57,35 @@ def codes(grouped: Array, scale: Array, zero: Array | None, format: Format) -> A
     return (rounded - _least_step(zero, format)).astype(jnp.uint8)
 
 
+def least(dtype: Any) -> float:
+    """The least scale; subnormal in float16 alone, as float32 units flush those of the others."""
+    info = jnp.finfo(dtype)
+    return float(info.smallest_subnormal if dtype == jnp.float16 else info.smallest_normal)
+
+
+def zero_codes(scale: Array, zero: Array | None, format: Format) -> Array:
+    """The uint8 codes (..., groups, n) of the values nearest to 0; without a zero, one for all."""
+    if zero is None:
+        return jnp.full((1,) * scale.ndim, format.offset, jnp.uint8)
+    if format.zero == "integer":
+        return zero
+    steps = jnp.nan_to_num(_ratio(-zero.astype(jnp.float32), scale))
+    return jnp.clip(jnp.round(steps), 0, 2**format.bits - 1).astype(jnp.uint8)
+
+
 def _steps(grouped: Array, scale: Array, zero: Array | None, format: Format) -> tuple[Array, Array]:
     """Values in units of their scale: as they are, and rounded to where a code lies."""
     if zero is not None and format.zero == "float":
         grouped = grouped - _rows(zero)
-    exact, least = grouped / _rows(scale), _least_step(zero, format)
-    return exact, jnp.clip(jnp.round(exact), least, least + (2**format.bits - 1))
+    exact, lowest = _ratio(grouped, scale[..., None, :]), _least_step(zero, format)
+    return exact, jnp.clip(jnp.round(exact), lowest, lowest + (2**format.bits - 1))
+
+
+def _ratio(values: Array, scale: Array) -> Array:
+    """Values divided by scales. XLA takes reciprocals, which beyond 2^126 would be flushed to 0."""
+    scale = scale.astype(jnp.float32)
+    smaller = jnp.where(scale > 1, 2.0**-8, 1.0)
+    return (values * smaller) / (scale * smaller)
 
 
 def _least_step(zero: Array | None, format: Format) -> Array | float:
@@ -85,7 +109,7 @@ def _reach(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, 
         return _scale(jnp.maximum(-low, high), levels // 2, dtype), None
     if format.zero == "integer":
         scale = _scale(high - low, levels, dtype)
-        zero = jnp.clip(jnp.round(-low / scale.astype(jnp.float32)), 0, levels)
+        zero = jnp.clip(jnp.round(_ratio(-low, scale)), 0, levels)
         return scale, zero.astype(jnp.uint8)
     zero = _round(low, dtype, down=True)
     return _scale(high - zero.astype(jnp.float32), levels, dtype), zero
@@ -97,7 +121,7 @@ def _rows(values: Array) -> Array:
 
 def _scale(extent: Array, steps: int, dtype: Any) -> Array:
     """The smallest scale of `dtype` with which `steps` steps cover `extent`; 1 for no extent."""
-    scale = _round(jnp.maximum(extent / steps, float(jnp.finfo(dtype).tiny)), dtype, down=False)
+    scale = _round(jnp.maximum(extent / steps, least(dtype)), dtype, down=False)
     return jnp.where(extent > 0, scale, jnp.ones_like(scale))
 
 

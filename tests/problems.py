@@ -181,6 +181,8 @@ PROBLEMS = (
     P("bfloat16 scales of float16", 9, 200, 70, 8, scale_dtype="bfloat16", **F16),
     P("bfloat16 scales of float32", 9, 200, 70, scale_dtype="bfloat16", **F32),
     P("float16 scales of float32", 9, 200, 70, 8, scale_dtype="float16", **F32, **INTEGER),
+    P("subnormal float16 scales of bfloat16", 9, 200, 70, scale=2e-7, scale_dtype="float16"),
+    P("subnormal float16 scales of float32", 1, 200, 70, **F32, scale=2e-7, scale_dtype="float16"),
     P("float32 float zeros of bfloat16", 9, 200, 70, scale_dtype="float32", **FLOAT),
     P("float32 result of bfloat16", 9, 200, 70, out_dtype="float32"),
     P("float32 result of bfloat16, odd n", 64, 200, 67, 8, out_dtype="float32", **INTEGER),

@@ -106,6 +106,24 @@ def test_quantize_refuses_scales_out_of_range(weight, zero):
         quantize(large, Format(4, zero=zero), scale_dtype=jnp.float16)
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype", "message"),
+    [
+        (
+            1e-9,
+            "float16",
+            "of float16, in most groups .*; use scale_dtype=jnp.float32, or scale",
+        ),
+        (1e-37, "float32", "of float32, in most groups of a matrix; scale the weights up"),
+    ],
+)
+def test_quantize_refuses_weights_too_small_for_any_scale(weight, size, dtype, message):
+    small = weight.at[1].multiply(size)
+    with refuses(r"weights up to [\d.]+e-\d+ need scales below .*, the least " + message):
+        quantize(small, Format(8), scale_dtype=jnp.dtype(dtype))
+    quantize(small.astype(jnp.float16), Format(8))  # whose values such scales hold
+
+
 # --- from_integers --------------------------------------------------------------------------------
 
 VALUES, SCALE = np.zeros((K, N), np.int8), np.ones((2, N), np.float32)
@@ -162,6 +180,45 @@ def test_from_integers_float_zero(values, zero, format):
 def test_from_integers_zero_in_the_convention_of_values(dtype):
     with refuses("an integer zero is signed where the values are"):
         QuantizedArray.from_integers(VALUES, SCALE, np.zeros(SCALE.shape, dtype), format=INTEGER)
+
+
+WIDE = [np.int64(2**32 + 1), np.int64(-(2**40)), np.uint64(2**63), np.uint32(2**32 - 1)]
+
+
+@pytest.mark.parametrize("value", [*WIDE, 2**32], ids=str)
+@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
+def test_from_integers_beyond_32_bits(value, x64):
+    dtype = np.asarray(value).dtype
+    signed = dtype.kind == "i"
+    values, format = VALUES.astype(dtype), FOUR if signed else INTEGER
+    values[3, 4] = value
+    zero = None if signed else np.zeros(SCALE.shape, dtype)
+    limits = "-8 to 7" if signed else "0 to 15"
+    with jax.enable_x64(x64), refuses(f"values reaches from .*{value}.*, but 4 bits hold {limits}"):
+        QuantizedArray.from_integers(values, SCALE, zero, format=format)
+    zero = np.full(SCALE.shape, value)
+    values = VALUES.astype(np.int8 if signed else np.uint8)
+    with jax.enable_x64(x64), refuses(f"zero reaches from {value} to {value}, but 4 bits hold"):
+        QuantizedArray.from_integers(values, SCALE, zero, format=INTEGER)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_from_integers_refuses_what_is_not_finite(value):
+    bad = SCALE.copy()
+    bad[1, 3] = value
+    rule = rf"has 1 values that are NaN or infinite, the first at \(1, 3\) \({value}\); no weight"
+    with refuses("scale " + rule):
+        QuantizedArray.from_integers(VALUES, bad, format=FOUR)
+    unsigned = VALUES.astype(np.uint8)
+    with refuses("zero " + rule):
+        QuantizedArray.from_integers(unsigned, SCALE, bad, format=FOUR.replace(zero="float"))
+
+
+def test_from_integers_refuses_float_zeros_beyond_the_dtype_of_scales():
+    values, scale = VALUES.astype(np.uint8), SCALE.astype(np.float16)
+    zero = np.full(SCALE.shape, 70000.0, np.float32)
+    with refuses("zero, in the float16 of scale, has 32 values .*; cast the scales to float32"):
+        QuantizedArray.from_integers(values, scale, zero, format=FOUR.replace(zero="float"))
 
 
 def test_from_integers_range_of_zeros():
@@ -235,6 +292,12 @@ def test_select_needs_a_stack(matrix, stack, weight):
     for array in (matrix, stack.select(0), quantize(weight[None], FOUR)):
         with refuses(r"shape \(.*\) is not a stack \(L, k, n\) with one leading axis; reshape"):
             array.select(0)
+
+
+def test_select_from_an_empty_stack():
+    empty = quantize(jnp.zeros((0, K, N)), FOUR)
+    with refuses(r"the stack of shape \(0, 32, 16\) is empty, so that there is nothing to select"):
+        empty.select(0)
 
 
 # --- quantized_matmul -----------------------------------------------------------------------------
@@ -365,6 +428,13 @@ def test_backend_of_another_platform(available, matrix):
 def test_scan_lengths(stack, extra, length):
     with refuses("do not name one number of steps; give every array the same leading axis"):
         jaxlowbit.scan(lambda c, x: (c, None), 0.0, (stack, extra), length=length)
+
+
+@pytest.mark.parametrize("length", [-1, 2.5, np.int32(-3)])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_scan_length_is_a_number_of_steps(stack, length, stacked):
+    with refuses(rf"length={re.escape(repr(length))}, but it is the number of steps, an integer"):
+        jaxlowbit.scan(lambda c, x: (c, None), 0.0, stack if stacked else None, length=length)
 
 
 def test_scan_over_nothing():

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, _layout
 
 WIDTHS = range(1, 9)
@@ -117,6 +118,47 @@ def test_unpack_is_the_inverse_of_pack(bits, shape, data):
     k, n = shape
     np.testing.assert_array_equal(whole[:k, :n], codes)
     assert not whole[k:].any() and not whole[:, n:].any()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+@pytest.mark.parametrize("group_size", [-1, 48, 192])
+def test_padding_of_k_stands_for_the_value_nearest_to_0(group_size, zero, shards):
+    """Kernels multiply it by zeros, which infinity would survive."""
+    rng, format = np.random.default_rng(0), Format(4, group_size, zero)
+    weight = jnp.asarray(rng.normal(size=(99, 70)) + 3 * (zero == "float"), jnp.float32)
+    groups = 1 if group_size == -1 else -(-99 // shards // group_size) * shards
+    zeros = rng.integers(3, 9, (groups, 70))
+    integers = QuantizedArray.from_integers(
+        rng.integers(-8, 8, (99, 70))
+        if zero == "none"
+        else rng.integers(0, 16, (99, 70), np.uint8),
+        rng.uniform(0.5, 1.5, (groups, 70)).astype(np.float32),
+        {"none": None, "integer": zeros.astype(np.uint8), "float": -zeros.astype(np.float32)}[zero],
+        format=format,
+        shards=(shards, 1),
+    )
+    for array in (jaxlowbit.quantize(weight, format, shards=(shards, 1)), integers):
+        rows = 64 * array.packed.shape[-2]
+        padding = np.arange(rows) % (rows // shards) >= 99 // shards
+        assert padding.sum() == rows - 99
+
+        def per_row(values, rows=rows):
+            values = helpers.unpack_groups(np.asarray(values, np.float32))
+            return np.repeat(values, rows if group_size == -1 else group_size, axis=0)[:rows]
+
+        def weights(codes, array=array, per_row=per_row):
+            if array.zero is None:
+                return (codes - 8) * per_row(array.scale)
+            if zero == "integer":
+                return (codes - per_row(array.zero)) * per_row(array.scale)
+            return codes * per_row(array.scale) + per_row(array.zero)
+
+        found = weights(helpers.unpack(np.asarray(array.packed), 4).astype(np.float32))
+        nearest = np.min([np.abs(weights(np.float32(code))) for code in range(16)], axis=0)
+        nearest, found = (x[padding, :70] for x in (nearest, found))
+        np.testing.assert_allclose(np.abs(found), nearest, atol=1e-5)
+        assert zero == "float" or not found.any()
 
 
 def test_scales_of_rows_8_apart_are_neighbours():

@@ -7,10 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Oracle, Weight, assert_within, backends, dequantize, interpreted_matmul, matmul
+from helpers import (
+    PLATFORM,
+    Oracle,
+    Weight,
+    assert_within,
+    backends,
+    dequantize,
+    interpreted_matmul,
+    matmul,
+)
 from problems import PROBLEMS, Problem, operands
 
-from jaxlowbit import quantized_matmul
+from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
 
 CASES = [(p, backend) for p in PROBLEMS for backend in backends(p.dtype, p.format)]
 every_case = pytest.mark.parametrize(
@@ -171,6 +180,86 @@ def test_float16_results_overflow_to_infinity(backend):
     np.testing.assert_array_equal(np.isinf(got[certain]), beyond[certain])
     wide = compute(lhs, rhs, backend, "float32")
     assert np.isfinite(wide).all()
+
+
+BOTH_WAYS = pytest.mark.parametrize("m", [1, 40])  # of the CPU kernel: few rows and many
+
+
+def packed(weight, format, **options) -> QuantizedArray:
+    """Quantized in a program, in which no range is refused."""
+    return jax.jit(functools.partial(quantize, format=format, **options))(weight)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_padding_is_invisible_beside_the_largest_weights(bits, shards, zero, dtype, m):
+    """Without a zero, code 0 is infinite."""
+    rng = np.random.default_rng(0)
+    low = 0 if zero == "integer" else -1
+    weight = np.where(rng.random((66, 70)) < 0.5, 1.0, low).astype(np.float32)
+    weight *= np.float32(3.2e38 if zero != "float" else 1.6e38)
+    rhs = packed(weight, Format(bits, zero=zero), shards=(shards, 1))
+    lhs = np.zeros((m, 66), jnp.dtype(dtype))
+    lhs[:, [0, 40, 65]] = [2.0**-10, -(2.0**-12), 2.0**-14]
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    assert np.isfinite(oracle.exact).all() and (np.abs(oracle.exact) > 1e30).any()
+    for backend in backends(dtype, rhs.format):
+        assert_within(compute(lhs, rhs, backend), oracle.exact, oracle.bound(lhs.dtype))
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="on GPUs the kernels ask for finite scales there")
+@BOTH_WAYS
+@pytest.mark.parametrize("group_size", [64, 48])
+def test_an_infinite_scale_is_that_of_the_definition(group_size, m):
+    """Also in a group that padding ends."""
+    values, scale = np.ones((72, 70), np.int8), np.ones((2, 70), np.float32)
+    scale[1, ::2] = np.inf
+    pack = jax.jit(functools.partial(QuantizedArray.from_integers, format=Format(8, group_size)))
+    rhs, lhs = pack(values, scale), np.ones((m, 72), np.float32)
+    want = compute(lhs, rhs, "xla")
+    assert np.isinf(want[:, ::2]).all() and (want[:, 1::2] == 72).all()
+    np.testing.assert_array_equal(compute(lhs, rhs, "cpu"), want)
+
+
+BEYOND = {  # dtype of lhs: a weight that rounds to infinity in it, and one that does not
+    "float16": (65520.0, 65519.0),
+    "bfloat16": (float(np.uint32(0x7F7F8000).view(np.float32)), 3.3961e38),
+}
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("dtype", BEYOND)
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+def test_weights_are_infinite_where_the_dtype_of_lhs_ends(zero, dtype, m):
+    """As `lhs @ rhs.dequantize(lhs.dtype)`, on every backend."""
+    beyond, within = BEYOND[dtype]
+    unsigned = zero != "none"
+    values = np.full((64, 70), 8 * unsigned, np.uint8 if unsigned else np.int8)
+    values[5] += 1  # 1 of the scale, from its zero
+    scale = np.where(np.arange(70) % 2, within, beyond).astype(np.float32)[None]
+    scale[0, ::3] *= -1
+    zeros = {
+        "none": None,
+        "integer": np.full((1, 70), 8, np.uint8),
+        "float": np.zeros((1, 70), np.float32),
+    }
+    if zero == "float":
+        values -= 8
+    rhs = QuantizedArray.from_integers(values, scale, zeros[zero], format=Format(4, zero=zero))
+    lhs = np.zeros((m, 64), jnp.dtype(dtype))
+    lhs[:, 5] = 2.0**-8
+    if m > 1:
+        lhs[1, 5] = 0
+    with np.errstate(invalid="ignore", over="ignore"):
+        want = lhs[:, 5:6].astype(np.float32) * scale.astype(lhs.dtype).astype(np.float32)
+    assert np.isinf(want[0, ::2]).all() and np.isfinite(want[0, 1::2]).all()
+    for backend in backends(dtype, rhs.format):
+        got = compute(lhs, rhs, backend)
+        got, rounded = (x.astype(np.float32) for x in (got, want.astype(lhs.dtype)))
+        np.testing.assert_array_equal(got, rounded, err_msg=backend)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from helpers import TARGET, dequantize, global_order
 
 import jaxlowbit
-from jaxlowbit import Format, QuantizedArray, group_permutation
+from jaxlowbit import Format, QuantizedArray, _permute, group_permutation
 
 K, N, LAYERS = 200, 70, 3
 FORMAT = Format(4, 48, "integer")
@@ -126,6 +126,19 @@ def test_indexing_selecting_and_mapping():
     np.testing.assert_array_equal(jax.vmap(lambda q: q.dequantize())(stack), value)
     mapped = jax.lax.scan(lambda _, q: (None, q.dequantize()), None, stack)[1]
     np.testing.assert_array_equal(mapped, value)
+
+
+def test_an_order_is_checked_where_it_comes_from_outside(monkeypatch):
+    """Not again where an array is made of another one: that took longer than a product."""
+    checked = []
+    monkeypatch.setattr(_permute, "check_values", lambda caller, *args: checked.append(caller))
+    values, scale = np.zeros((1, K, N), np.int8), np.ones((1, 1, N), np.float32)
+    order = np.arange(K)
+    stack = QuantizedArray.from_integers(values, scale, format=Format(4), permutation=order)
+    assert checked == ["from_integers"]
+    stack.select(0)
+    assert (jnp.ones((3, 1, K)) @ stack).shape == (3, 1, N)  # of a view
+    assert checked == ["from_integers"]
 
 
 def test_tree_path_and_abstract_arrays():

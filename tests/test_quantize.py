@@ -1,6 +1,9 @@
 """Rounding to a format, and `QuantizedArray` as an array and as a pytree."""
 
 import dataclasses
+import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +131,15 @@ def test_scales_are_rounded_up(dtype, zero):
     assert (reach <= extent * (1 + 2.01 * float(jnp.finfo(dtype).eps))).all()
 
 
+@pytest.mark.parametrize("method", ["absmax", "mse"])
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+def test_the_largest_scales_still_divide(zero, method):
+    """Their reciprocals are subnormal."""
+    weight = np.where(np.random.default_rng(0).random((100, 70)) < 0.5, 3.2e38, 0)
+    array = quantize(jnp.asarray(weight, jnp.float32), Format(2, zero=zero), method=method)
+    assert_round_trip(weight, array)
+
+
 @pytest.mark.parametrize("format", [INT4, UINT4, INT4.replace(zero="float")])
 @pytest.mark.parametrize("value", [1e-45, 1e-38, 1e-30, 1e30, 1e38])
 def test_extreme_magnitudes_stay_finite(format, value):
@@ -136,6 +148,34 @@ def test_extreme_magnitudes_stay_finite(format, value):
     found = dequantize(quantize(weight, format)).value
     assert np.isfinite(found).all()
     assert np.abs(found - np.asarray(weight, np.float64)).max() <= max(value / 10, 2.0**-126)
+
+
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+@pytest.mark.parametrize("deviation", [1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_float16_scales_are_small_enough_for_small_weights(dtype, deviation, zero):
+    """Half a scale is all that is lost, and a scale is too large by 2^-24 or a rounding at most."""
+    format = Format(8, 64, zero)
+    weight = (deviation * normal((128, 70))).astype(dtype)
+    array = jaxlowbit.quantize(weight, format, scale_dtype=jnp.float16)
+    assert_round_trip(weight, array)
+    exact = jaxlowbit.quantize(weight, format, scale_dtype=jnp.float32)
+    assert (scales(array) <= scales(exact) * (1 + 2.0**-9) + 2.0**-23).all()
+
+
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+def test_float16_scales_hold_the_smallest_float16_weights_exactly(zero):
+    steps = np.random.default_rng(0).integers(-7, 8, (100, 70))
+    weight = jnp.asarray(steps * 2.0**-24, jnp.float16)
+    array = jaxlowbit.quantize(weight, Format(4, 16, zero))
+    np.testing.assert_array_equal(array.dequantize(), weight)
+
+
+def test_a_few_groups_may_be_too_small_for_their_scales():
+    weight = normal((64, 70)).at[:, ::3].multiply(1e-12).at[:, 1::3].set(0)
+    array = jaxlowbit.quantize(weight, Format(8), scale_dtype=jnp.float16)
+    assert not array.dequantize()[:, ::3].any()
+    jaxlowbit.quantize(jnp.zeros((64, 70)), Format(8), scale_dtype=jnp.float16)
 
 
 def test_default_scales_have_the_dtype_of_the_weight():
@@ -212,6 +252,90 @@ def test_from_integers_of_a_stack():
     array = QuantizedArray.from_integers(values, jnp.ones((3, 1, 70)), format=Format(4))
     assert array.shape == (3, 100, 70)
     np.testing.assert_array_equal(array.dequantize(jnp.float32), values.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("zero", ["integer", "none"])
+def test_integers_beyond_the_width_are_clipped_while_tracing(zero):
+    signed = zero == "none"
+    wide = np.array([[2**31 - 1, 300], [-(2**31), 3]], np.int32)
+    values = jnp.asarray(wide if signed else wide.astype(np.uint32))
+    zeros = None if signed else jnp.full((1, 2), 2**32 - 1, jnp.uint32)
+    pack = jax.jit(functools.partial(QuantizedArray.from_integers, format=Format(4, zero=zero)))
+    found = pack(values, jnp.ones((1, 2)), zeros).dequantize()
+    want = [[7, 7], [-8, 3]] if signed else [[0, 0], [0, 3 - 15]]
+    assert found.tolist() == want
+
+
+# --- empty stacks and long groups -----------------------------------------------------------------
+
+ZEROS: list[Any] = ["none", "integer", "float"]
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+@pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("method", ["absmax", "mse"])
+def test_empty_stacks(zero, shards, method):
+    empty = jaxlowbit.quantize(
+        jnp.zeros((0, 100, 70)),
+        Format(4, 32, zero),
+        method=method,
+        shards=shards,
+        permutation=np.tile(np.arange(100 // shards[0])[::-1], shards[0]),
+    )
+    assert empty.shape == (0, 100, 70) and list(empty) == []
+    assert empty.dequantize().shape == (0, 100, 70)
+    assert (jnp.ones((3, 100)) @ empty).shape == (0, 3, 70)
+    assert (jnp.ones((0, 3, 100)) @ empty).shape == (0, 3, 70)
+    assert (jnp.ones((2, 1, 3, 100)) @ jax.tree.map(lambda x: x[None], empty)).shape == (
+        2,
+        0,
+        3,
+        70,
+    )
+    nothing = empty.select(jnp.zeros(0, jnp.int32))
+    assert nothing.dequantize().shape == (0, 100, 70)
+    assert (jnp.ones((0, 3, 100)) @ nothing).shape == (0, 3, 70)
+
+
+def test_empty_stacks_of_integers():
+    values, scale = np.zeros((0, 100, 70), np.int8), np.zeros((0, 4, 70), np.float32)
+    array = QuantizedArray.from_integers(values, scale, format=Format(8, 32))
+    assert array.dequantize().shape == (0, 100, 70)
+
+
+def test_scanning_an_empty_stack():
+    empty = jaxlowbit.quantize(jnp.zeros((0, 64, 64)), INT4)
+    out, ys = jaxlowbit.scan(lambda x, layer: (x @ layer, x), jnp.ones((2, 64)), empty)
+    assert (out == 1).all() and ys.shape == (0, 2, 64)
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+@pytest.mark.parametrize("size", [2**18, 2**31, 2**32, 2**63, 2**64])
+def test_a_group_beyond_k_is_the_channel(zero, size):
+    weight, lhs = normal((100, 70)), normal((3, 100))
+    channel = jaxlowbit.quantize(weight, Format(4, zero=zero))
+    array = jaxlowbit.quantize(weight, Format(4, size, zero))
+    long, short = (dataclasses.replace(x, format=channel.format) for x in (array, channel))
+    jax.tree.map(np.testing.assert_array_equal, long, short)
+    np.testing.assert_array_equal(array.dequantize(), channel.dequantize())
+    got = jaxlowbit.quantized_matmul(lhs, array, backend="xla")
+    np.testing.assert_array_equal(got, jaxlowbit.quantized_matmul(lhs, channel, backend="xla"))
+    integers = np.ones((100, 70), np.int8), np.ones((1, 70), np.float32)
+    assert QuantizedArray.from_integers(*integers, format=Format(4, size)).dequantize().all()
+
+
+def test_a_group_beyond_k_takes_no_memory():
+    weight = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    for method in ("absmax", "mse"):
+        program = quantize.lower(weight, Format(4, 2**18), method=method).compile()
+        analysis = program.memory_analysis()
+        assert analysis is not None
+        assert analysis.temp_size_in_bytes <= 4 * 4 * weight.size
+
+    array = jax.eval_shape(lambda w: quantize(w, Format(4, 2**18)), weight)
+    program = jax.make_jaxpr(lambda q: q.dequantize())(array)
+    shapes = [getattr(var.aval, "shape", ()) for eqn in program.eqns for var in eqn.outvars]
+    assert max(map(math.prod, shapes)) <= 2 * weight.size
 
 
 # --- the array ------------------------------------------------------------------------------------

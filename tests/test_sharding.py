@@ -130,7 +130,7 @@ def test_partial_sums_are_float32_and_rounded_once(mesh):
         (72, 72, "a", None, [REDUCE]),
     ],
 )
-@pytest.mark.parametrize("format", [FOUR, THREE], ids=str)
+@pytest.mark.parametrize("format", [FOUR, THREE, Format(4, 2**40)], ids=str)
 def test_words_that_end_inside_a_part_stay_where_they_are(k, n, k_axis, n_axis, sent, format, mesh):
     lhs, rhs = arrays(k, n, format)
     with pytest.raises(ValueError, match=r"quantize with shards="):

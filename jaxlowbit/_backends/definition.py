@@ -29,18 +29,19 @@ def dequantize_columns(
 def _weights(codes: Array, scale: Array, zero: Array | None, format: Format) -> Array:
     """The weights of codes (..., k, n) with scales and zeros (..., groups, n)."""
     codes, rows = codes.astype(jnp.float32), codes.shape[-2]
-    scale = _per_row(scale, rows, format)
+    scale = per_row(scale.astype(jnp.float32), rows, format)
     if zero is None:
         return (codes - format.offset) * scale
+    zero = per_row(zero.astype(jnp.float32), rows, format)
     if format.zero == "integer":
-        return (codes - _per_row(zero, rows, format)) * scale
-    return codes * scale + _per_row(zero, rows, format)
+        return (codes - zero) * scale
+    return codes * scale + zero
 
 
-def _per_row(values: Array, rows: int, format: Format) -> Array:
-    """Spreads one value per group and channel over the rows of its group, as float32."""
-    values = values.astype(jnp.float32)
-    if format.group_size == -1:
+def per_row(values: Array, rows: int, format: Format) -> Array:
+    """Spreads one value per group and channel over the rows of its group, or (..., 1, n) if there
+    is one group."""
+    if values.shape[-2] == 1:
         return values
     return jnp.repeat(values, format.group_size, axis=-2)[..., :rows, :]
 

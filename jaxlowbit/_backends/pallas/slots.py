@@ -25,10 +25,10 @@ def dequantize(
     """The float32 weights of each slot.
 
     `load(values, group, half)` reads one value per channel of a slot, (32, 1), from scales or
-    zeros, `groups`; `steps` are those of `_layout.steps_by_slot`.
+    zeros, `groups`, whose first axis has the groups; `steps` are those of `_layout.steps_by_slot`.
     """
     size = format.group_size
-    if size == -1:
+    if groups[0].shape[0] == 1:
         at = [0]
     elif size % ATOM == 0:
         at = [lax.div(ATOM * k_block, size)]
