@@ -173,20 +173,26 @@ def fake_worker(*lines: str) -> list[str]:
 def test_workers_that_die_are_replaced_and_their_programs_named(monkeypatch, line, message):
     monkeypatch.setattr(run_programs, "_SECONDS", 1)
     command = fake_worker(line)
-    found = run_programs.run("", "", first=5, count=3, workers=2, command=command)
+    told: list[str] = []
+    found = run_programs.run(
+        "", "", first=5, count=3, workers=2, command=command, report=told.append
+    )
     want = [f"program {number}: {message.format(number)}" for number in (5, 6, 7)]
-    assert sorted(found.failures) == want and found.programs == 3
+    assert sorted(found.failures) == sorted(told) == want and found.programs == 3
 
 
-def test_workers_that_cannot_start_are_not_tried_again():
-    command = [sys.executable, "-c", "raise SystemExit('no such flag')"]
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("raise SystemExit('no such flag')", "exit status 1, no such flag"), ("", "the worker ended")],
+)
+def test_workers_that_cannot_start_are_not_tried_again(line, message):
+    command = [sys.executable, "-c", line]
     found = run_programs.run("", "", first=0, count=4, workers=2, command=command)
-    assert found.programs == 4
-    assert all("exit status 1, no such flag" in failure for failure in found.failures)
+    assert sorted(found.failures) == [f"program {number}: {message}" for number in range(4)]
 
 
 def test_the_script_reports_by_its_exit_status(monkeypatch, capsys):
-    summary = run_programs.Summary("default", 1, [], 0, None, 0.5, 1.0)
+    summary = run_programs.Summary("default", 1, [], 0, None, 0.5, 0, 1.0)
     for failures in ([], ["program 0: wrong"]):
         monkeypatch.setattr(
             run_programs,

@@ -46,6 +46,9 @@ _RUNS = 4
 _SECONDS = 300  # for one program, with the start of its worker
 
 
+Line = dict[str, Any]  # that a worker prints
+
+
 class Summary(NamedTuple):
     setting: str
     programs: int
@@ -54,7 +57,8 @@ class Summary(NamedTuple):
     # How many ran from a graph, of those with a call of one product alone; None where the module
     # that counts these calls was not built.
     replayed: int | None
-    worst: float
+    worst: float  # the largest error of those that do not fail, over its bound
+    worst_program: int
     seconds: float
 
     def __str__(self) -> str:
@@ -62,7 +66,8 @@ class Summary(NamedTuple):
         return (
             f"{self.setting}: {self.programs} programs, {len(self.failures)} fail, "
             f"{self.fused} with slices fused, {graphs} from graphs, "
-            f"worst {self.worst:.2f} of the bound, {self.seconds:.0f} s"
+            f"worst {self.worst:.2f} of the bound (program {self.worst_program}), "
+            f"{self.seconds:.0f} s"
         )
 
 
@@ -74,73 +79,88 @@ def run(
     count: int,
     workers: int,
     command: Sequence[str] = _WORKER,
+    report: Callable[[str], None] = lambda failure: None,
 ) -> Summary:
-    """Runs programs number `first` and on, in processes with these XLA flags."""
+    """Runs programs number `first` and on, in processes with these XLA flags.
+
+    `report` is told each failure as soon as it is known.
+    """
     begin = time.monotonic()
-    flags = f"{_CHEAP} {flags}"
-    found = outcomes(range(first, first + count), flags=flags, workers=workers, command=command)
+
+    def describe(line: Line) -> str:
+        return f"program {line['number']}: {line['error']}"
+
+    found = outcomes(
+        range(first, first + count),
+        command=command,
+        flags=f"{_CHEAP} {flags}",
+        workers=workers,
+        report=lambda line: report(describe(line)),
+    )
     right = [line for line in found if "error" not in line]
     counted = [line["replayed"] for line in right if line["replayed"] is not None]
     return Summary(
         setting,
         len(found),
-        [f"program {x['number']}: {x['error']}" for x in found if "error" in x],
+        [describe(line) for line in found if "error" in line],
         sum(line["fused"] for line in right),
         sum(counted) if counted else None,
-        max((line["worst"] for line in right), default=0.0),
+        *max(((line["worst"], line["number"]) for line in right), default=(0.0, first)),
         time.monotonic() - begin,
     )
 
 
 def outcomes(
-    numbers: Sequence[int], *, command: Sequence[str], flags: str = "", workers: int = 1
-) -> list[dict[str, Any]]:
+    numbers: Sequence[int],
+    *,
+    command: Sequence[str],
+    flags: str = "",
+    workers: int = 1,
+    report: Callable[[Line], None] = lambda line: None,
+) -> list[Line]:
     """How each of these went, in processes of a command that calls `work` with its arguments.
 
-    Lines of `work` with an "error" where it failed.
+    Lines of `work`, with an "error" where it failed; `report` is told these at once.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "")
+    paths = filter(None, [*_PATHS, os.environ.get("PYTHONPATH")])
     env = os.environ | {
         "JAX_PLATFORMS": f"{platforms},cpu" if platforms else "",  # the definition runs there
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAXLOWBIT_TUNED": "",
-        "PYTHONPATH": os.pathsep.join([*_PATHS, os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(paths),
     }
     workers = max(min(workers, len(numbers)), 1)
-    shares = [list(numbers[i::workers]) for i in range(workers)]
+    found: list[Line] = []
+
+    def run_share(mine: list[int]) -> None:
+        """Runs these, one after the other, in as many workers as it takes."""
+        while mine:
+            lines, died = _run_worker([*command, *map(str, mine)], env, report)
+            begun = {line["number"]: line["program"] for line in lines if "program" in line}
+            ended = [line for line in lines if "program" not in line]
+            left = [i for i in mine if i not in {line["number"] for line in ended}]
+            # One that began; if none did, all: no other worker would fare better.
+            lost = [i for i in left if i in begun] or ([] if begun else left)
+            why = died or "the worker ended"
+            names = {i: f"{why} in\n{begun[i]}" if i in begun else why for i in lost}
+            failures: list[Line] = [{"number": i, "error": names[i]} for i in lost]
+            for line in failures:
+                report(line)
+            found.extend(ended + failures)
+            mine = [i for i in left if i not in lost]
+
     with ThreadPoolExecutor(workers) as pool:
-        return [
-            x
-            for found in pool.map(lambda mine: _run_share(command, mine, env), shares)
-            for x in found
-        ]
-
-
-def _run_share(command: Sequence[str], numbers: list[int], env: Any) -> list[dict[str, Any]]:
-    """Runs these programs, one after the other, in as many workers as it takes."""
-    found: list[dict[str, Any]] = []
-    while numbers:
-        lines, died = _run_worker([*command, *map(str, numbers)], env)
-        begun = {line["number"]: line["program"] for line in lines if "program" in line}
-        ended = [line for line in lines if "program" not in line]
-        found += ended
-        done = {line["number"] for line in ended}
-        lost = [number for number in begun if number not in done]
-        if died and not lost and not ended:
-            # Not of one program: no other worker would fare better.
-            return [*found, *({"number": number, "error": died} for number in numbers)]
-        found += [
-            {"number": number, "error": f"{died or 'it was not ended'} in\n{begun[number]}"}
-            for number in lost
-        ]
-        numbers = [number for number in numbers if number not in done and number not in lost]
+        list(pool.map(run_share, [list(numbers[i::workers]) for i in range(workers)]))
     return found
 
 
-def _run_worker(command: list[str], env: Any) -> tuple[list[dict[str, Any]], str]:
+def _run_worker(
+    command: list[str], env: Any, report: Callable[[Line], None]
+) -> tuple[list[Line], str]:
     """What a worker printed, and how it died, if it did."""
-    lines: list[dict[str, Any]] = []
+    lines: list[Line] = []
     with subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -159,6 +179,8 @@ def _run_worker(command: list[str], env: Any) -> tuple[list[dict[str, Any]], str
         for text in process.stdout:
             if text.startswith("{"):
                 lines.append(json.loads(text))
+                if "error" in lines[-1]:
+                    report(lines[-1])
                 watch.cancel()
                 watch = threading.Timer(_SECONDS, end)
                 watch.start()
@@ -265,8 +287,15 @@ def main() -> int:
     for i, (name, flags) in enumerate(chosen.items()):
         # Other programs under each setting.
         first = options.first + i * options.count
-        found = run(name, flags, first=first, count=options.count, workers=options.workers)
-        print(*found.failures, found, sep="\n", flush=True)
+        found = run(
+            name,
+            flags,
+            first=first,
+            count=options.count,
+            workers=options.workers,
+            report=lambda failure: print(failure, flush=True),
+        )
+        print(found, flush=True)
         failed |= bool(found.failures)
     return int(failed)
 
