@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import dequantize, positions, unpack, unpack_groups
+from helpers import backends, dequantize, matmul, positions, unpack, unpack_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -318,8 +318,9 @@ def test_a_group_beyond_k_is_the_channel(zero, size):
     long, short = (dataclasses.replace(x, format=channel.format) for x in (array, channel))
     jax.tree.map(np.testing.assert_array_equal, long, short)
     np.testing.assert_array_equal(array.dequantize(), channel.dequantize())
-    got = jaxlowbit.quantized_matmul(lhs, array, backend="xla")
-    np.testing.assert_array_equal(got, jaxlowbit.quantized_matmul(lhs, channel, backend="xla"))
+    for backend in backends("float32", array.format):
+        got, want = (matmul(lhs, x, backend=backend) for x in (array, channel))
+        np.testing.assert_array_equal(got, want)
     integers = np.ones((100, 70), np.int8), np.ones((1, 70), np.float32)
     assert QuantizedArray.from_integers(*integers, format=Format(4, size)).dequantize().all()
 

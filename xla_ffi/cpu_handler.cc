@@ -49,12 +49,15 @@ struct SharedCall {
     CacheLine* lines = scratch.data() + thread * matmul.scratch_lines();
     int64_t task;
     while ((task = next_task.fetch_add(1, std::memory_order_relaxed)) < matmul.num_tasks()) {
-      matmul.Run(task, lines);
+      const ffi::Error error = Guard("quantized_matmul", [&] {
+        matmul.Run(task, lines);
+        return ffi::Error::Success();
+      });
       const bool last = left.fetch_sub(1, std::memory_order_acq_rel) == 1;
       if (last && !own.empty()) {
         std::memcpy(const_cast<void*>(out.data), own.data(), own.size());
       }
-      done.CountDown();
+      done.CountDown(1, error);
     }
   }
 
