@@ -36,7 +36,7 @@ struct ProductAttributes {
   bool transposed = false, scale_sums = false, half_sums = false;
   bool gated = false;
 
-  // Those of the target jaxlowbit_quantized_matmul.
+  // Reads the attributes of the target jaxlowbit_quantized_matmul.
   static ProductAttributes Of(Attributes* attributes) {
     return {attributes->Get<int64_t>("bits"), attributes->Get<int64_t>("group_size"),
             attributes->Get<bool>("transposed"), attributes->Get<bool>("scale_sums"),

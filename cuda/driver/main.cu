@@ -111,7 +111,7 @@ bool IsWithin(const std::string& how, const QuantizedMatmul& problem, const Devi
   return false;
 }
 
-// The same with buffers where XLA might put them.
+// Whether the result is right with buffers where XLA might put them.
 bool IsRightPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, int turn) {
   const PlacedProblem placed(problem, data.buffers(0), Places::Of(turn));
   data.Poison();
@@ -122,7 +122,7 @@ bool IsRightPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, in
   return IsWithin("placed " + std::to_string(turn), problem, data);
 }
 
-// The same where the kernel before, which has not ended yet, writes lhs.
+// Whether it is right where the kernel before, which has not ended yet, writes lhs.
 bool IsRightEarly(QuantizedMatmul problem, const DeviceProblem& data, const Choice& choice) {
   const Buffers original = data.buffers(0);
   const Extent lhs = LhsExtent(problem, original);

@@ -154,7 +154,7 @@ __device__ void CopyCodeChunk(const Params& p, uint32_t codes, int chunk, const 
   }
 }
 
-// The same of scales or zeros.
+// Starts copying 16 bytes of scales or zeros.
 __device__ inline void CopyGroupChunk(const Params& p, uint32_t target, const void* source,
                                       bool valid) {
   if (p.weights_aligned) {
