@@ -206,6 +206,7 @@ cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
   if (error != cudaSuccess) return error;
   QuantizedMatmul behind = problem;
   behind.early_start = true;
+  behind.lhs_aligned = IsAligned(buffers.gathered);
   Buffers stored = buffers;
   stored.lhs = buffers.gathered;
   return LaunchProduct(behind, stored, choice, ordinal, stream);

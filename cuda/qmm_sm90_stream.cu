@@ -52,7 +52,7 @@ namespace {
   const int lane = threadIdx.x % 32;
   if (lane < plan.num_stages) {
     InitBarrier(memory.full(lane), 1);
-    InitBarrier(memory.empty(lane), kWarps);
+    InitBarrier(memory.empty(lane), kWarps * kWarpArrivals);
   } else if (lane == kMaxStages) {
     InitBarrier(memory.sums_full(), 1);
     InitBarrier(memory.sums_free(), 1 << plan.cluster_shift);
@@ -103,8 +103,7 @@ __device__ void MultiplyAll(const Params& p, const Share& share, Memory memory) 
       const uint32_t activations =
           I::kGathers ? gathered_end - left * multiplier.LhsBytes() : stage;
       if (active) multiplier.Multiply(stage, activations, left, sums);
-      __syncwarp();  // every lane has read the stage
-      if (lane == 0) Arrive(memory.empty(cursor.slot));
+      ArriveAsWarp(memory.empty(cursor.slot), lane);  // every lane has read the stage
       cursor.Advance(num_stages);
     }
     if (number == 0) {

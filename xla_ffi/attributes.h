@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 
 #include "xla_ffi/guard.h"
 
@@ -30,7 +31,6 @@ class Attributes {
 
   // What is wrong with the versions, or with what was asked for.
   ffi::Error Check() {
-    const std::string wanted = missing_;
     for (auto [name, own, what] :
          {std::tuple{"version", kCallVersion, "the calls of version "},
           std::tuple{"layout_version", kLayoutVersion, "words packed with layout version "}}) {
@@ -42,8 +42,8 @@ class Attributes {
                     "; export the program again with this library, or run it with the one that "
                     "exported it.");
     }
-    if (wanted.empty()) return ffi::Error::Success();
-    return Refuse("the call has no attribute " + wanted +
+    if (missing_.empty()) return ffi::Error::Success();
+    return Refuse("the call has no attribute " + missing_ +
                   " of the right type; export the program again with this library.");
   }
 

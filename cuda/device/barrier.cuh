@@ -10,6 +10,14 @@ namespace jaxlowbit {
 
 inline constexpr int kBarrierBytes = 8;
 
+// One lane arrives for its warp, behind __syncwarp(). racecheck takes only threads that arrive themselves to be
+// ordered, so a build for it (CMakeLists.txt) lets every lane arrive.
+#if defined(JAXLOWBIT_RACECHECK)
+inline constexpr int kWarpArrivals = 32;
+#else
+inline constexpr int kWarpArrivals = 1;
+#endif
+
 // `arrivals` complete a phase, and with them every byte expected in it.
 __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals)
@@ -23,6 +31,12 @@ __device__ inline void PublishBarriers() {
 
 __device__ inline void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+
+// A warp's arrivals, after all that its lanes did before.
+__device__ inline void ArriveAsWarp(uint32_t barrier, int lane) {
+  if constexpr (kWarpArrivals == 1) __syncwarp();
+  if (lane < kWarpArrivals) Arrive(barrier);
 }
 
 // At a barrier of another CTA of the cluster (MapToRank), of one that has only read.

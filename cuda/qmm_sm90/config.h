@@ -29,6 +29,7 @@ inline constexpr TileShape kTiles[] = {{256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64
                                        {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},  {128, 1, 3, 1, 2},
                                        {128, 1, 1, 1, 2}};
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
+inline constexpr int kMaxWarpgroups = 3;
 
 inline constexpr int kMaxParts = 8;  // that k is divided into
 inline constexpr int kMaxStages = 8;

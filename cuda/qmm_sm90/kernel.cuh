@@ -22,11 +22,12 @@ template <class I>
   const int lane = threadIdx.x % 32;
   if (lane < plan.num_stages) {
     InitBarrier(memory.full(lane), 1);
-    InitBarrier(memory.empty(lane), I::kWarps << mate_shift);
+    InitBarrier(memory.empty(lane), I::kWarps * kWarpArrivals << mate_shift);
   } else if (lane == kMaxStages) {
     for (int i = 0; i < kResultBuffers * I::kTile.warpgroups; ++i) {
       InitBarrier(memory.residual_full(0, i), 1);
     }
+    InitBarrier(memory.taken(), 4 * kWarpArrivals);
   }
   PublishBarriers();
 }

@@ -43,7 +43,11 @@ class TileMultiplier {
     codes_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstBoxedChunk<kBits>(warp, lane));
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
     strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
-    free_ = Keep(lane < 1 << p.mate_shift ? MapToRank(memory.empty(0), lane) : 0);
+    if constexpr (kWarpArrivals == 1) {
+      free_ = Keep(lane < 1 << p.mate_shift ? MapToRank(memory.empty(0), lane) : 0);
+    } else {
+      free_ = p.mate_shift > 0 ? MapToRank(memory.empty(0), ClusterRank() ^ 1) : 0;
+    }
   }
 
   // All atoms of a task; the kernels before this one have ended.
@@ -117,7 +121,11 @@ class TileMultiplier {
 
   // This warp has read the stage, into which mates may copy.
   __device__ void Free(int slot) const {
-    __syncwarp();
+    if constexpr (kWarpArrivals == 1) {
+      __syncwarp();
+    } else {
+      Arrive(memory_.empty(slot));
+    }
     if (free_ != 0) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
   }
 

@@ -172,6 +172,10 @@ struct Memory {
   __device__ uint32_t residual_full(int warpgroup, int buffer) const {
     return base + (2 * kMaxStages + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
   }
+  // The first warpgroup has read the second's accumulators.
+  __device__ uint32_t taken() const {
+    return base + (2 * kMaxStages + kMaxWarpgroups * kResultBuffers) * kBarrierBytes;
+  }
   __device__ uint32_t results() const { return base + kBoxBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;

@@ -80,7 +80,6 @@ class TileStorer {
 
   // Shared memory must outlive the stores.
   __device__ void Finish() const {
-    if (handed_over_) Synchronize(kTaken, 256);
     if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
   }
 
@@ -97,8 +96,8 @@ class TileStorer {
   static constexpr int kGatedBox = GatedBoxTokens(I::kTile);
   static constexpr int kTogether = 2;  // blocks, whose epilogues overlap
   static_assert(kHalfBlocks % kTogether == 0);
-  // Barriers between warpgroups: sums of up are there; have been taken. Of both: they exchange sums.
-  static constexpr int kHandedOver = 3, kTaken = 4, kExchange = 3;
+  // Named barriers of both warpgroups: accumulators of up are in the buffers; the two exchange theirs.
+  static constexpr int kHandedOver = 3, kExchange = 3;
 
   __device__ bool Gated() const { return kTakesGated && p_.epilogue.gated; }
 
@@ -206,11 +205,11 @@ class TileStorer {
 #pragma unroll 1
     for (int half = 0; half < kHalves; ++half) {
       const int buffer = half % kStoreBuffers;
-      if (buffer == 0 && handed_over_) Synchronize(kTaken, 256);
+      if (buffer == 0 && handed_over_ > 0) Wait(memory_.taken(), (handed_over_ - 1) % 2);
       Leave(half, Buffer(1, buffer), sums);
       if (buffer == kStoreBuffers - 1 || half == kHalves - 1) {
         ArriveForOthers(kHandedOver, 256);
-        handed_over_ = true;
+        ++handed_over_;
       }
     }
   }
@@ -265,7 +264,7 @@ class TileStorer {
         }
       }
       if (handed && (in_strip % kStoreBuffers == kStoreBuffers - 1 || in_strip == kHalves - 1)) {
-        ArriveForOthers(kTaken, 256);
+        ArriveAsWarp(memory_.taken(), threadIdx.x % 32);
       }
       if (p_.aligned && row > 0) {
         LeaveBox(strip, tile.token + in_strip * kHalfTokens - row, tile.batch,
@@ -483,7 +482,7 @@ class TileStorer {
   float biases_[2][2] = {{-0.0f, -0.0f}, {-0.0f, -0.0f}};
   Factors<I> factors_;  // of the sums of a tile
   int buffer_ = 0;      // for the next box
-  bool handed_over_ = false;
+  int handed_over_ = 0;  // times that the buffers were full
 };
 
 }  // namespace jaxlowbit::qmm_sm90
