@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import programs
 import pytest
 import run_programs
@@ -65,6 +66,14 @@ IN_A_LOOP = Program(
     e=136,
     bits=8,
 )
+# Rows grow apart, and their errors with them: the largest ends at hundreds of times the median.
+GATES = Program(
+    (
+        Loop("fori", 2, (Call("matmul", 40, View("grid"), View("grid"), store="add"),)),
+        Loop("fori", 4, (Call("mlp", 40, View("grid", 1), View("grid")),)),
+    ),
+    e=256,
+)
 
 
 def rows_moved(lhs, rhs, right, residual):
@@ -90,6 +99,14 @@ def element_missing(lhs, rhs, right, residual):
     return right(lhs).at[-1, -1].multiply(0)
 
 
+def tile_missing(lhs, rhs, right, residual):
+    return right(lhs).at[-8:, -8:].multiply(0)
+
+
+def rows_shifted(lhs, rhs, right, residual):
+    return right(jnp.roll(lhs, 1, axis=0))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("program", [IN_PLACE, IN_A_LOOP], ids=["in place", "in a loop"])
 @pytest.mark.parametrize("wrong", [rows_moved, residual_moved, other_scale, element_missing])
@@ -106,6 +123,24 @@ def test_what_is_wrong_is_reported(monkeypatch, wrong, program, dtype):
 
     monkeypatch.setattr(jaxlowbit, "quantized_matmul", wrong_matmul)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ elements .* differ, .*\nProgram\(steps="):
+        check(program)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("wrong", [rows_shifted, tile_missing, element_missing])
+def test_what_is_wrong_between_gates_is_reported(monkeypatch, wrong, dtype):
+    program = dataclasses.replace(GATES, dtype=dtype)
+    check(program)
+    mlp = jaxlowbit.quantized_mlp
+
+    def wrong_mlp(lhs: Any, gate_up: Any, down: Any, *, backend: Any) -> Any:
+        def right(lhs: Any) -> Any:
+            return mlp(lhs, gate_up, down, backend=backend)
+
+        return right(lhs) if backend == "xla" else wrong(lhs, gate_up, right, None)
+
+    monkeypatch.setattr(jaxlowbit, "quantized_mlp", wrong_mlp)
+    with pytest.raises(AssertionError, match=r"\d+ of \d+ elements .* differ"):
         check(program)
 
 
