@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlowbit import Format, _formats
+from jaxlowbit import Format
+from jaxlowbit._core import format as formats
 
 _ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
@@ -25,13 +26,13 @@ def parse_format(text: str) -> Format:
 
     **Raises:** `ValueError` for other words, and for what `Format` refuses.
     """
-    format = _formats.parse_format(text)
+    format = formats.parse_format(text)
     if format.bits == 1 and format.zero == "none":
         raise ValueError(f"{text!r} holds only -scale and 0; add -float or -integer.")
     return format
 
 
-name = _formats.format_name
+name = formats.format_name
 
 
 def num_bytes(n: int, k: int, format: Format | None, dtype: str) -> int:

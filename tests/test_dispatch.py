@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import shapes
 
-from jaxlowbit._backends import native
+from jaxlowbit._backends import call, library
 
-select = native._ffi.select
+select = library.ffi.select
 
 H200: dict[str, Any] = {"compute_capability": 90, "num_sms": 132, "shared_bytes_per_sm": 228 * 1024}
 A100: dict[str, Any] = {"compute_capability": 80, "num_sms": 108, "shared_bytes_per_sm": 164 * 1024}
@@ -26,12 +26,12 @@ SHAPES = list(
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_choice_keeps_its_limits(device, bits):
     for (m, n, k), batch in itertools.product(SHAPES, [1, 8]):
-        for limit in (native._ffi.MAX_WORKSPACE_BYTES, 1 << 16, 0):
+        for limit in (library.ffi.MAX_WORKSPACE_BYTES, 1 << 16, 0):
             problem: dict[str, Any] = {"m": m, "n": n, "k": k, "bits": bits, "batch": batch}
             choice = select(**problem, **DEVICES[device], workspace_bytes=limit)
             assert choice["unsupported"] == "", problem
             block_m, split = choice["block_m"], choice["split_k"]
-            assert 1 <= split <= native._ffi.MAX_SPLIT_K and split <= -(-k // 16), problem
+            assert 1 <= split <= library.ffi.MAX_SPLIT_K and split <= -(-k // 16), problem
             padded = batch * m * -(-n // 64) * 64
             if choice["kernel"] == "qmm_sm80":
                 assert block_m in (8, 16, 32, 64), problem
@@ -46,10 +46,10 @@ def test_every_choice_keeps_its_limits(device, bits):
 def test_workspace_holds_every_choice():
     """What Python allocates without knowing the device is enough on each of them."""
     for (m, n, k), device in itertools.product(SHAPES, DEVICES.values()):
-        allocated = native._workspace_bytes(1, m, n)
+        allocated = call.workspace_bytes(1, m, n)
         best = select(m=m, n=n, k=k, **device)
         assert select(m=m, n=n, k=k, **device, workspace_bytes=allocated) == best, (m, n, k)
-        assert allocated <= native._ffi.MAX_WORKSPACE_BYTES
+        assert allocated <= library.ffi.MAX_WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -57,7 +57,7 @@ def test_choices_for_gated_pairs(device):
     """Partial sums fit what Python allocates for both products."""
     for (m, n, k), limit in itertools.product(SHAPES[::5], (None, 1 << 20)):
         problem: dict[str, Any] = {"m": m, "n": n, "k": k, **DEVICES[device]}
-        allocated = native._workspace_bytes(2, m, n) if limit is None else limit
+        allocated = call.workspace_bytes(2, m, n) if limit is None else limit
         choice = select(**problem, gated=True, workspace_bytes=allocated)
         assert choice["unsupported"] == ""
         sums = 4 * choice["split_k"] * m * 2 * -(-n // 64) * 64
@@ -132,7 +132,7 @@ def test_small_weights_take_tiles_of_one_strip(m, n, k):
     """But not as the gate of a pair, whose tiles need two."""
     tiles = []
     for gated in (False, True):
-        kernel, *_, tile, _ = native._ffi.candidates(m=m, n=n, k=k, gated=gated, **H200)[0]
+        kernel, *_, tile, _ = library.ffi.candidates(m=m, n=n, k=k, gated=gated, **H200)[0]
         assert kernel == "qmm_sm90"
         tiles.append(tile)
     assert tiles[0] in (2, 6) and tiles[1] not in (2, 6)  # kTiles of cuda/qmm_sm90/config.h

@@ -13,10 +13,11 @@ from flax import linen as nn
 from flax import nnx
 from helpers import Oracle, assert_within, dequantize
 
-from jaxlowbit import INT4, Format, _layout, quantize
+from jaxlowbit import INT4, Format, quantize
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
-from jaxlowbit._take import take_columns
+from jaxlowbit._core import layout
+from jaxlowbit._core.columns import take_columns
 
 FEATURES, VOCABULARY = 96, 150
 FORMAT = Format(bits=4, group_size=32, zero="integer")
@@ -51,12 +52,12 @@ def twin(layer, **options):
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_columns_of_the_layout(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (130, 200), np.uint8)
-    packed = _layout.pack(jnp.asarray(codes), bits)
+    packed = layout.pack(jnp.asarray(codes), bits)
     columns = jnp.asarray(np.random.default_rng(0).permutation(200))
-    found = jax.jit(_layout.unpack_columns, static_argnums=1)(packed, bits, columns)
+    found = jax.jit(layout.unpack_columns, static_argnums=1)(packed, bits, columns)
     np.testing.assert_array_equal(found[:130], codes[:, columns])
     scale = random(5, 200)
-    found = _layout.unpack_group_columns(_layout.pack_groups(scale), columns)
+    found = layout.unpack_group_columns(layout.pack_groups(scale), columns)
     np.testing.assert_array_equal(found, scale[:, columns])
 
 

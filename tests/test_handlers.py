@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from helpers import TARGET
 
-from jaxlowbit import _layout
-from jaxlowbit._backends import native
+from jaxlowbit._backends import library
+from jaxlowbit._core import layout
 
 # A batch of 2 rows of 70 by a 70 x 40 matrix in 4 bits, with a scale for each 32 of k.
 OPERANDS = {
@@ -200,4 +200,4 @@ def test_no_exception_leaves_a_handler():
 
 
 def test_versions_are_one_fact():
-    assert native._ffi.LAYOUT_VERSION == _layout.VERSION
+    assert library.ffi.LAYOUT_VERSION == layout.VERSION

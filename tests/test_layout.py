@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxlowbit
-from jaxlowbit import Format, QuantizedArray, _layout
+from jaxlowbit import Format, QuantizedArray
+from jaxlowbit._core import layout
 
 WIDTHS = range(1, 9)
-pack = jax.jit(_layout.pack, static_argnums=1)
-unpack = jax.jit(_layout.unpack, static_argnums=1)
+pack = jax.jit(layout.pack, static_argnums=1)
+unpack = jax.jit(layout.unpack, static_argnums=1)
 
 
 def pattern(bits: int) -> np.ndarray:
@@ -163,13 +164,13 @@ def test_padding_of_k_stands_for_the_value_nearest_to_0(group_size, zero, shards
 
 def test_scales_of_rows_8_apart_are_neighbours():
     values = np.arange(2 * 130, dtype=np.float32).reshape(2, 130)
-    packed = np.asarray(_layout.pack_groups(jnp.asarray(values)))
+    packed = np.asarray(layout.pack_groups(jnp.asarray(values)))
     assert packed.shape == (3, 2, 64)
     assert packed[0, 0, :6].tolist() == [0, 8, 1, 9, 2, 10]
     assert packed[0, 1, 16:20].tolist() == [130 + 16, 130 + 24, 130 + 17, 130 + 25]
     assert packed[2, 0, :4].tolist() == [128, 0, 129, 0]
     np.testing.assert_array_equal(helpers.unpack_groups(packed)[:, :130], values)
-    np.testing.assert_array_equal(_layout.unpack_groups(jnp.asarray(packed))[:, :130], values)
+    np.testing.assert_array_equal(layout.unpack_groups(jnp.asarray(packed))[:, :130], values)
 
 
 @pytest.mark.parametrize(

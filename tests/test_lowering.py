@@ -14,8 +14,9 @@ from jax import export
 from jax.interpreters import mlir
 
 import jaxlowbit
-from jaxlowbit import Format, QuantizedArray, _matmul, quantized_matmul
-from jaxlowbit._backends import native
+from jaxlowbit import Format, QuantizedArray, quantized_matmul
+from jaxlowbit._backends import call, library
+from jaxlowbit._matmul import support
 
 K, N, LAYERS = 128, 192, 4
 FOUR = Format(4, 32)
@@ -24,7 +25,7 @@ FOUR = Format(4, 32)
 @pytest.fixture
 def cuda(monkeypatch):
     """Programs can be lowered for CUDA, also by a build without its kernels."""
-    monkeypatch.setattr(native, "unavailable", lambda platform: None)
+    monkeypatch.setattr(library, "unavailable", lambda platform: None)
 
 
 def stack(format=FOUR, *lead):
@@ -106,8 +107,8 @@ def test_workspace_of_cuda_only(cuda):
 def test_calls_carry_their_versions(cuda):
     for platform in ("cpu", "cuda"):
         text = lowered(product, like(5, K), stack(), platform=platform)
-        assert f"version = {native._ffi.CALL_VERSION} : i64" in text
-        assert f"layout_version = {native._ffi.LAYOUT_VERSION} : i64" in text
+        assert f"version = {library.ffi.CALL_VERSION} : i64" in text
+        assert f"layout_version = {library.ffi.LAYOUT_VERSION} : i64" in text
 
 
 def test_large_groups_are_an_attribute_of_64_bits(cuda):
@@ -120,7 +121,7 @@ def test_the_workspace_has_room_for_the_results(cuda):
     for rows in (1, 5, 70, 300):
         text = lowered(product, like(rows, K), stack(), platform="cuda")
         (bytes,) = {int(x) for x in re.findall(r"tensor<(\d{2,})xui8>", text)}
-        assert bytes >= native._workspace_bytes(1, rows, N) + 2 * rows * (N + K)
+        assert bytes >= call.workspace_bytes(1, rows, N) + 2 * rows * (N + K)
 
 
 @pytest.mark.parametrize("call", ["matmul", "glu", "matmuls", "mlp", "block"])
@@ -243,7 +244,7 @@ def test_forced_backend_is_its_custom_call(cuda, backend):
 
 
 def test_unavailable_custom_calls_are_the_definition(monkeypatch):
-    monkeypatch.setattr(native, "unavailable", lambda platform: "it is too old")
+    monkeypatch.setattr(library, "unavailable", lambda platform: "it is too old")
     for platform in ("cpu", "cuda"):
         assert calls(lowered(product, like(5, K), stack(), platform=platform)) == 0
     reasons = jaxlowbit.supported_backends(like(5, K), stack())
@@ -300,12 +301,12 @@ def test_gpus_without_kernels_refuse_the_custom_call(cuda, gpus):
 def test_gpus_of_other_architectures_run_the_definition(
     cuda, gpus, monkeypatch, built, capability, runs
 ):
-    build = native.build_info() | {"cuda_architectures": built}
-    monkeypatch.setattr(native, "build_info", lambda: build)
+    build = library.build_info() | {"cuda_architectures": built}
+    monkeypatch.setattr(library, "build_info", lambda: build)
     gpus(capability)
     assert calls(lowered(product, like(5, K), stack(), platform="cuda")) == runs
     gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
-    monkeypatch.setattr(_matmul, "_local_gpus", lambda: [gpu])
+    monkeypatch.setattr(support, "_local_gpus", lambda: [gpu])
     reason = jaxlowbit.supported_backends(like(5, K), stack())["cuda"]
     assert (reason is None) == runs
     if reason:

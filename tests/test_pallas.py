@@ -16,6 +16,8 @@ from problems import PROBLEMS, Problem, operands
 import jaxlowbit
 from jaxlowbit import Format
 from jaxlowbit._backends import pallas
+from jaxlowbit._backends.problem import Operands
+from jaxlowbit._backends.problem import Problem as Product
 
 K, N = 256, 192
 interpreted = pytest.mark.skipif(PLATFORM != "cpu", reason="Pallas interprets on the CPU only")
@@ -171,14 +173,19 @@ def test_the_kernel_for_gpus_interpreted(problem, monkeypatch):
     compiled = pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", interpret)
     lhs, rhs, oracle = operands(problem)
-    multiply = functools.partial(
-        pallas.matmul,
+    given = Operands(jnp.asarray(lhs), rhs.packed, rhs.scale, rhs.zero, rhs.index, None).present()
+    product = Product(
         format=rhs.format,
         columns=problem.n,
+        transposed=False,
+        indexed=rhs.index is not None,
+        orders=0,
         out_dtype=problem.result_dtype,
-        platform="cuda",
+        half_sums=False,
+        backend="pallas",
     )
-    got = jax.jit(multiply)(jnp.asarray(lhs), rhs.packed, rhs.scale, rhs.zero, rhs.index)
+    multiply = functools.partial(pallas.matmul, product, platform="cuda")
+    got = jax.jit(multiply)(*given)
     assert_within(got, oracle.exact, oracle.bound(problem.result_dtype))
 
 

@@ -11,7 +11,8 @@ import pytest
 from helpers import TARGET, dequantize, global_order
 
 import jaxlowbit
-from jaxlowbit import Format, QuantizedArray, _permute, group_permutation
+from jaxlowbit import Format, QuantizedArray, group_permutation
+from jaxlowbit._core import permutations
 
 K, N, LAYERS = 200, 70, 3
 FORMAT = Format(4, 48, "integer")
@@ -131,7 +132,7 @@ def test_indexing_selecting_and_mapping():
 def test_an_order_is_checked_where_it_comes_from_outside(monkeypatch):
     """Not again where an array is made of another one: that took longer than a product."""
     checked = []
-    monkeypatch.setattr(_permute, "check_values", lambda caller, *args: checked.append(caller))
+    monkeypatch.setattr(permutations, "check_values", lambda caller, *args: checked.append(caller))
     values, scale = np.zeros((1, K, N), np.int8), np.ones((1, 1, N), np.float32)
     order = np.arange(K)
     stack = QuantizedArray.from_integers(values, scale, format=Format(4), permutation=order)

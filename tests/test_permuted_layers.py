@@ -12,7 +12,7 @@ from helpers import Oracle, assert_within, dequantize
 
 from jaxlowbit import Format, QuantizedArray, linen, quantize
 from jaxlowbit import nnx as jl_nnx
-from jaxlowbit._take import take_columns
+from jaxlowbit._core.columns import take_columns
 
 K, N = 96, 150
 FORMAT = Format(bits=4, group_size=32, zero="integer")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jaxlowbit
 from jaxlowbit import INT4, INT8, UINT4, Format, QuantizedArray
-from jaxlowbit._take import take_columns
+from jaxlowbit._core.columns import take_columns
 
 quantize = jax.jit(jaxlowbit.quantize, static_argnames=("format", "method", "scale_dtype"))
 FORMATS = [

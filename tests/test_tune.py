@@ -15,17 +15,19 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import jaxlowbit
-from jaxlowbit import INT4, INT8, UINT4, Format, _devices, _tuned, explain, quantize
-from jaxlowbit._backends import native
-from jaxlowbit._backends.native import Choice, Product
-from jaxlowbit._tuned import Entry, Table
-from jaxlowbit._tuning import command, report
+from jaxlowbit import INT4, INT8, UINT4, Format, explain, quantize
+from jaxlowbit._backends import selection
+from jaxlowbit._backends import times as timing
+from jaxlowbit._backends.selection import Choice, Product
+from jaxlowbit._tuning import command, devices, report
 from jaxlowbit._tuning import measure as measuring
+from jaxlowbit._tuning import table as tables
+from jaxlowbit._tuning.table import Entry, Table
 from jaxlowbit._tuning.weights import Weight, find
 from jaxlowbit.nnx import quantize_model
 from jaxlowbit.tune import tune
 
-H200 = _devices.GPUS["H200"].facts
+H200 = devices.GPUS["H200"].facts
 PRODUCT = Product(16, 4096, 4096, INT4, "bfloat16", "bfloat16")
 OTHER = Choice("qmm_sm90_stream", 16, 1, 8, 0, 1)  # than the cost model's
 
@@ -37,7 +39,7 @@ def table(*entries, driver="580.1", **changes):
 
 def entry(choice=OTHER, **changes):
     product = PRODUCT._replace(**changes)
-    return Entry(product, choice, 5.0, native.candidates(product, H200)[0], 6.0)
+    return Entry(product, choice, 5.0, selection.candidates(product, H200)[0], 6.0)
 
 
 def abstract(shape, format, scale_dtype=jnp.bfloat16):
@@ -50,17 +52,17 @@ def explained(m, n=4096, k=4096, format=INT4, scale_dtype=jnp.bfloat16):
     return explain(jax.ShapeDtypeStruct((m, k), jnp.bfloat16), rhs, device="H200")
 
 
-DRIVER = _tuned._DRIVER
+DRIVER = tables._DRIVER
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     """A cache of its own, no driver, and no table left behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(_tuned.VARIABLE, raising=False)
-    monkeypatch.setattr(_tuned, "_DRIVER", tmp_path / "driver")
+    monkeypatch.delenv(tables.VARIABLE, raising=False)
+    monkeypatch.setattr(tables, "_DRIVER", tmp_path / "driver")
     yield tmp_path / "jaxlowbit"
-    native.set_tuned(H200, [])
+    selection.set_tuned(H200, [])
 
 
 # --- the choices ----------------------------------------------------------------------------------
@@ -73,9 +75,9 @@ def home(tmp_path, monkeypatch):
 def test_candidates_run_and_begin_with_the_default(m, changes):
     product = PRODUCT._replace(m=m, **changes)
     for name in ("H200", "A100", "L4"):
-        facts = _devices.GPUS[name].facts
-        found = native.candidates(product, facts)
-        chosen = native.choose(
+        facts = devices.GPUS[name].facts
+        found = selection.candidates(product, facts)
+        chosen = selection.choose(
             *(1, m, product.k, product.n, jnp.dtype("bfloat16"), jnp.dtype(product.scale)),
             product.format,
             device=facts,
@@ -84,12 +86,14 @@ def test_candidates_run_and_begin_with_the_default(m, changes):
         assert default.kernel == chosen["kernel"]
         assert (default.block_m, default.split_k) == (chosen["block_m"], chosen["split_k"])
         assert len(found) > 1 and len(set(found)) == len(found)
-        assert native.set_tuned(facts, [(product, choice) for choice in found]) == [""] * len(found)
-        native.set_tuned(facts, [])
+        assert selection.set_tuned(facts, [(product, choice) for choice in found]) == [""] * len(
+            found
+        )
+        selection.set_tuned(facts, [])
 
 
 def test_there_are_no_candidates_without_a_kernel():
-    assert native.candidates(PRODUCT._replace(format=Format(3)), H200) == []
+    assert selection.candidates(PRODUCT._replace(format=Format(3)), H200) == []
 
 
 @pytest.mark.parametrize(
@@ -106,12 +110,12 @@ def test_there_are_no_candidates_without_a_kernel():
     ],
 )
 def test_choices_that_cannot_run_are_left_out(choice, reason):
-    assert native.set_tuned(H200, [(PRODUCT, choice), (PRODUCT, OTHER)]) == [reason, ""]
+    assert selection.set_tuned(H200, [(PRODUCT, choice), (PRODUCT, OTHER)]) == [reason, ""]
 
 
 def test_a_table_stands_for_its_products_alone():
     few = OTHER._replace(block_m=8, split_k=4)
-    native.set_tuned(H200, [(PRODUCT, OTHER), (PRODUCT._replace(m=4), few)])
+    selection.set_tuned(H200, [(PRODUCT, OTHER), (PRODUCT._replace(m=4), few)])
     measured = "measured to be the fastest on NVIDIA H200"
     assert "block_m=8, split_k=4" in (text := explained(3)) and measured in text
     # The next larger number of tokens, in the tile that holds no more than it must.
@@ -140,16 +144,16 @@ def test_a_table_stands_for_its_products_alone():
 
 def test_what_is_written_is_read(home):
     written = table(entry(), entry(format=UINT4, scale="float32"))
-    _tuned.write(home / "file.json", written)
-    assert _tuned.read(home / "file.json") == written
+    tables.write(home / "file.json", written)
+    assert tables.read(home / "file.json") == written
     assert [path.name for path in home.iterdir()] == ["file.json"]
 
 
 def test_it_is_picked_up_at_the_start(home, monkeypatch):
     """Of two tables in the cache, one is damaged: a line says so, and the other one is used."""
-    monkeypatch.setattr(_tuned, "_DRIVER", DRIVER)  # the other process finds it, too
-    here = _tuned.driver_version() or "580.1"
-    _tuned.write(_tuned.path_for(H200.name), table(driver=here))
+    monkeypatch.setattr(tables, "_DRIVER", DRIVER)  # the other process finds it, too
+    here = tables.driver_version() or "580.1"
+    tables.write(tables.path_for(H200.name), table(driver=here))
     (home / "other.json").write_text("{")
     program = """
         import jax, jax.numpy as jnp, jaxlowbit
@@ -186,24 +190,24 @@ def driver(tmp_path, model):
 )
 def test_a_table_of_elsewhere_is_not_used(tmp_path, home, monkeypatch, changes, model, said):
     driver(tmp_path, model)
-    _tuned.write(_tuned.path_for(H200.name), table(**changes))
-    monkeypatch.setenv(_tuned.VARIABLE, str(_tuned.path_for(H200.name)))
+    tables.write(tables.path_for(H200.name), table(**changes))
+    monkeypatch.setenv(tables.VARIABLE, str(tables.path_for(H200.name)))
     with pytest.warns(
         RuntimeWarning, match=rf"{said}.* Run python -m jaxlowbit\.tune again"
     ) as all:
-        _tuned.load()
+        tables.load()
     assert len(all) == 1 and "measured" not in explained(16)
     if model != H200.name:  # a cache that machines share
-        monkeypatch.delenv(_tuned.VARIABLE)
-        _tuned.load()
-    monkeypatch.setenv(_tuned.VARIABLE, "")
-    _tuned.load()
+        monkeypatch.delenv(tables.VARIABLE)
+        tables.load()
+    monkeypatch.setenv(tables.VARIABLE, "")
+    tables.load()
 
 
 def test_a_table_of_here_is_used(tmp_path, home):
     driver(tmp_path, "NVIDIA H200")
-    _tuned.write(_tuned.path_for(H200.name), table())
-    _tuned.load()
+    tables.write(tables.path_for(H200.name), table())
+    tables.load()
     assert "measured" in explained(16)
 
 
@@ -221,23 +225,23 @@ def test_a_table_of_here_is_used(tmp_path, home):
 )
 def test_a_damaged_file_is_not_used(tmp_path, monkeypatch, change, said):
     path = tmp_path / "tuned.json"
-    monkeypatch.setenv(_tuned.VARIABLE, str(path))
+    monkeypatch.setenv(tables.VARIABLE, str(path))
     with pytest.warns(RuntimeWarning, match=r"tuned\.json are not used: No such file"):
-        _tuned.load()
-    _tuned.write(path, table())
+        tables.load()
+    tables.write(path, table())
     found = json.loads(path.read_text())
     change(found)
     path.write_text(json.dumps(found))
     with pytest.warns(RuntimeWarning, match=said) as all:
-        _tuned.load()
+        tables.load()
     assert len(all) == 1
 
 
 def test_entries_that_cannot_run_are_counted(home):
     wrong = entry(OTHER._replace(split_k=3))
-    _tuned.write(_tuned.path_for(H200.name), table(wrong, entry(), wrong))
+    tables.write(tables.path_for(H200.name), table(wrong, entry(), wrong))
     with pytest.warns(RuntimeWarning, match=r"2 choices of .* are not used, .* 1, 2 or 4 CTAs"):
-        _tuned.load()
+        tables.load()
     assert "measured" in explained(16)
 
 
@@ -245,14 +249,14 @@ def test_show(home, capsys):
     with pytest.raises(SystemExit):
         command.main(["--show"])
     assert "nothing is stored; name --shapes" in capsys.readouterr().err
-    _tuned.write(_tuned.path_for(H200.name), table(entry(), entry(OTHER._replace(split_k=4), m=8)))
+    tables.write(tables.path_for(H200.name), table(entry(), entry(OTHER._replace(split_k=4), m=8)))
     command.main(["--show"])
     shown = capsys.readouterr().out
     assert "NVIDIA H200, driver 580.1, jaxlowbit 0." in shown
     assert "int4-g128" in shown and "6.00       5.00   1.20  qmm_sm90_stream, block_m=16" in shown
     assert "2 of 2 choices changed; geometric mean of the ratios 1.200" in shown
     assert "used from the next start on" in shown
-    _tuned.write(home / "elsewhere", table())
+    tables.write(home / "elsewhere", table())
     command.main(["--show", "--out", str(home / "elsewhere")])
     assert "used where JAXLOWBIT_TUNED names it" in capsys.readouterr().out
 
@@ -271,7 +275,7 @@ def test_the_best_is_taken_if_it_is_clearly_better(monkeypatch):
 
     def times(*operands, product, calls, choices):
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands if x is not None]
-        call = functools.partial(native.times, product=product, calls=calls, choices=choices)
+        call = functools.partial(timing.times, product=product, calls=calls, choices=choices)
         text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
         assert "custom_call @jaxlowbit_times" in text
         assert f"calls = {calls} : i64" in text and f"tensor<{6 * len(choices)}xi64>" in text
@@ -291,7 +295,7 @@ def test_the_best_is_taken_if_it_is_clearly_better(monkeypatch):
     weight = Weight(128, 128, UINT4, "float32")
     found = list(measuring.measure([weight], [1, 64], "bfloat16", H200))
     for entry, m, us in zip(found, (1, 64), (8, 10), strict=True):
-        default, second, *_ = native.candidates(entry.product, H200)
+        default, second, *_ = selection.candidates(entry.product, H200)
         assert entry.product == Product(m, 128, 128, UINT4, "bfloat16", "float32")
         assert (entry.default, entry.default_us, entry.us) == (default, 10, us)
         assert entry.choice == (second if us < 10 else default)
@@ -389,17 +393,17 @@ def test_measured_choices_are_used(tmp_path, monkeypatch):
     path = tmp_path / "tuned.json"
     assert tune([(512, 1024)], tokens=[1, 64], out=path) == path
     assert tune([(512, 1024)], tokens=[16], format=INT8, out=path) == path
-    found = _tuned.read(path)
+    found = tables.read(path)
     assert [(e.product.m, e.product.format) for e in found.entries] == [
         (1, INT4),
         (64, INT4),
         (16, INT8),
     ]
     assert all(0.5 < e.us <= e.default_us < 1000 for e in found.entries), found.entries
-    assert _tuned.misfit(found) is None
+    assert tables.misfit(found) is None
     # A choice that the cost model would not make.
-    choice = native.candidates(found.entries[0].product, found.device)[-1]
-    _tuned.write(path, found._replace(entries=(found.entries[0]._replace(choice=choice),)))
+    choice = selection.candidates(found.entries[0].product, found.device)[-1]
+    tables.write(path, found._replace(entries=(found.entries[0]._replace(choice=choice),)))
     program = """
         import jax, jax.numpy as jnp, jaxlowbit
         lhs = jax.random.normal(jax.random.key(0), (1, 1024), jnp.bfloat16)
@@ -408,7 +412,7 @@ def test_measured_choices_are_used(tmp_path, monkeypatch):
         out = jax.jit(jnp.subtract)(lhs @ rhs, jaxlowbit.quantized_matmul(lhs, rhs, backend="xla"))
         print(jaxlowbit.explain(lhs, rhs), float(jnp.abs(out).max()) < 0.1)
     """
-    monkeypatch.setenv(_tuned.VARIABLE, str(path))
+    monkeypatch.setenv(tables.VARIABLE, str(path))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,

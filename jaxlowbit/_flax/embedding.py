@@ -5,8 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from .._array import QuantizedArray
-from .._take import take_columns
+from .._core.array import QuantizedArray
+from .._core.columns import take_columns
 
 
 def lookup(table: QuantizedArray, tokens: Any, dtype: Any) -> Array:

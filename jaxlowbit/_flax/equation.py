@@ -7,7 +7,7 @@ from typing import Any
 
 from jax import Array
 
-from .._array import QuantizedArray
+from .._core.array import QuantizedArray
 from .kernel_axes import KernelAxes
 
 _Labels = tuple[Any, ...]  # letters, and numbers for the axes of an ellipsis

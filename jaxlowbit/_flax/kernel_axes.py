@@ -7,9 +7,9 @@ from typing import Any
 
 from jax import Array
 
-from .. import _explicit
-from .._array import QuantizedArray
-from .._matmul import quantized_matmul
+from .._core import explicit
+from .._core.array import QuantizedArray
+from .._matmul.api import quantized_matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,4 +125,4 @@ def place(product: Callable[..., Array], inputs: Array, kernel: Any, out_shardin
     """`product(inputs, kernel)`, with `out_sharding` if it is not None; of a kernel and more."""
     if out_sharding is None:
         return product(inputs, kernel)
-    return _explicit.multiply(product, inputs, kernel, out_sharding)
+    return explicit.multiply(product, inputs, kernel, out_sharding)

@@ -8,8 +8,8 @@ from flax import linen as nn
 from flax.linen import dtypes
 from jax import Array
 
-from .._formats import Format
-from .._matmul import quantized_matmul
+from .._core.format import Format
+from .._matmul.api import quantized_matmul
 from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of
 from .weights import Packing, Shards

@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax.linen import dtypes
 from jax import Array
 
-from .._formats import Format
+from .._core.format import Format
 from .equation import Equation
 from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of

@@ -8,9 +8,9 @@ from flax import linen as nn
 from flax.linen import dtypes
 from jax import Array
 
-from .._array import QuantizedArray
-from .._formats import Format
-from .._matmul import quantized_matmul
+from .._core.array import QuantizedArray
+from .._core.format import Format
+from .._matmul.api import quantized_matmul
 from .embedding import lookup, stand_in
 from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of

@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.linen import dtypes
 from jax import Array
 
-from .._formats import Format
+from .._core.format import Format
 from .kernel_axes import KernelAxes, as_tuple, check_batch, positions
 from .linen_variables import initialise, kernel_of
 from .weights import Packing, Shards

@@ -8,7 +8,7 @@ import jax
 from flax import core, traverse_util
 from flax import linen as nn
 
-from .._formats import Format
+from .._core.format import Format
 from .linen_kinds import NAMES, kind_of
 from .linen_layers import Layer, Path, find_layers
 from .linen_variables import COLLECTION, quantized, value_of

@@ -10,8 +10,8 @@ from flax import linen as nn
 from flax.core import meta
 from flax.linen.spmd import logical_to_mesh_axes
 
-from .. import _layout
-from .._array import _LEAVES, QuantizedArray
+from .._core import layout
+from .._core.array import LEAVES, QuantizedArray
 from .kernel_axes import KernelAxes, as_tuple
 from .sharding import Entries, MatrixSharding, mesh_of, padded
 from .weights import ARRAYS, Packing, kernel_from, quantize_weight
@@ -87,7 +87,7 @@ def _stored_shape(packed: Any, padding: Any = None) -> tuple[int, int]:
     """k and n of words, with their padding unless `PADDING` tells how much that is."""
     n_blocks, k_blocks, _ = packed.shape[-3:]
     rows, columns = (1, 1) if padding is None else padding.shape[-2:]
-    return k_blocks * _layout.ATOM + 1 - rows, n_blocks * _layout.ATOM + 1 - columns
+    return k_blocks * layout.ATOM + 1 - rows, n_blocks * layout.ATOM + 1 - columns
 
 
 def _sharding(box: meta.Partitioned, value: Any, axes: KernelAxes) -> MatrixSharding:
@@ -145,7 +145,7 @@ def _other_sizes(packing: Packing, axes: KernelAxes, packed: Any, padding: Any) 
     if asked == stored:
         return None
     way_out = ""
-    if padding is None and tuple(map(_layout.blocks, asked)) == tuple(map(_layout.blocks, stored)):
+    if padding is None and tuple(map(layout.blocks, asked)) == tuple(map(layout.blocks, stored)):
         shape = tuple(1 + whole - size for whole, size in zip(stored, asked, strict=True))
         way_out = (
             f" If the kernel is {asked} and was stored without {PADDING!r}, add {PADDING!r}: "
@@ -193,5 +193,5 @@ def check_layout_version(variables: Mapping[str, Any]) -> None:
 
 def _of_version(version: Any) -> QuantizedArray:
     """An array of which nothing but its version is known."""
-    leaves = tuple(version if name == "version" else None for name in _LEAVES)
+    leaves = tuple(version if name == "version" else None for name in LEAVES)
     return QuantizedArray.tree_unflatten((None, 0, 0, (1, 1)), leaves)

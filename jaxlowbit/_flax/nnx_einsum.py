@@ -8,7 +8,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import Array
 
-from .._formats import Format
+from .._core.format import Format
 from .equation import Equation
 from .kernel_axes import place
 from .nnx_linear import default_bias_init, default_kernel_init

@@ -8,8 +8,8 @@ from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 from jax import Array
 
-from .._formats import Format
-from .._matmul import quantized_matmul
+from .._core.format import Format
+from .._matmul.api import quantized_matmul
 from .embedding import lookup, stand_in
 from .kernel_axes import place
 from .nnx_variables import QuantizedModule, check_replaceable

@@ -10,7 +10,7 @@ from flax.core import FrozenDict
 from flax.nnx.nn import dtypes
 from jax import Array
 
-from .._formats import Format
+from .._core.format import Format
 from .kernel_axes import KernelAxes, as_tuple, check_batch, place, positions
 from .nnx_linear import default_bias_init, default_kernel_init
 from .nnx_variables import QuantizedModule, check_replaceable

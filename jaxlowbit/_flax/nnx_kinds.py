@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from .._formats import Format
+from .._core.format import Format
 from .nnx_einsum import QuantizedEinsum, check_einsum
 from .nnx_embed import QuantizedEmbed, check_embed
 from .nnx_general import QuantizedLinearGeneral, check_linear_general

@@ -10,8 +10,8 @@ from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 from jax import Array
 
-from .._formats import Format
-from .._matmul import quantized_matmul
+from .._core.format import Format
+from .._matmul.api import quantized_matmul
 from .nnx_variables import QuantizedModule, check_replaceable
 from .weights import Shards
 

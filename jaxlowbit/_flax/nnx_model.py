@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._formats import Format
+from .._core.format import Format
 from .nnx_kinds import NAMES, Kind, kind_of
 from .refusals import refuse
 from .report import LayerReport, QuantizationReport

@@ -5,8 +5,8 @@ from typing import Any
 from flax import nnx
 from flax.nnx.spmd import get_var_pspec
 
-from .._array import QuantizedArray
-from .._formats import Format
+from .._core.array import QuantizedArray
+from .._core.format import Format
 from .sharding import Entries, MatrixSharding, mesh_of, padded
 from .weights import ARRAYS, Shards, kernel_from, quantize_weight
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from .. import _explicit
-from .._array import QuantizedArray
-from .._formats import Format
-from .._matmul import supported_backends
+from .._core import explicit
+from .._core.array import QuantizedArray
+from .._core.format import Format
+from .._matmul.support import supported_backends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +87,10 @@ class QuantizationReport:
 
 
 def _error(weight: Array, kernel: QuantizedArray) -> float:
-    mesh = _explicit.mesh_of((weight, kernel))
+    mesh = explicit.mesh_of((weight, kernel))
     compute = _relative_error
     if mesh is not None:
-        compute = _explicit.automatic(compute, mesh, jax.P())
+        compute = explicit.automatic(compute, mesh, jax.P())
     return float(compute(weight, kernel))
 
 

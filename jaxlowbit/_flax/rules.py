@@ -4,10 +4,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from .._formats import Format
-
-HEADS = r"(^|\.)(lm_head|head|heads|logits|classifier|score|output_projection|unembed)$"
-"""Usual names of the layer that makes logits: what a lone `Format` keeps in floats."""
+from .._core.format import Format
+from .._core.heads import HEADS
 
 Rules = Format | Mapping[str, Format | None] | Sequence[tuple[str, Format | None]]
 ShardRules = tuple[int, int] | Mapping[str, tuple[int, int]]

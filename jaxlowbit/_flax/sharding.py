@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from .._array import QuantizedArray
-from .._sharding import Own, leaf_specs, own_parts, own_parts_anywhere
+from .._core.array import QuantizedArray
+from .._core.sharding import Own, leaf_specs, own_parts, own_parts_anywhere
 
 Entries = tuple[Any, ...]
 """What a `jax.P` holds, one for each axis."""

@@ -10,15 +10,15 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from .._array import _LEAVES, QuantizedArray
-from .._formats import Format
-from .._quantize import quantize
+from .._core.array import LEAVES, QuantizedArray
+from .._core.format import Format
+from .._core.quantize import quantize
 
 Shards = tuple[int, int]
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 """Of the axes of a kernel that are contracted, and of those of the features."""
 
-ARRAYS = tuple(name for name in _LEAVES if name != "index")
+ARRAYS = tuple(name for name in LEAVES if name != "index")
 """The arrays of a weight that a layer holds, each in a variable of its own."""
 
 
@@ -92,7 +92,7 @@ def kernel_from(
     """The weight whose arrays a layer holds; inside `jax.shard_map`, the part on this device."""
     k, n = matrix_shape
     if jax.sharding.get_abstract_mesh().manual_axes:
-        leaves = tuple(arrays.get(name) for name in _LEAVES)
+        leaves = tuple(arrays.get(name) for name in LEAVES)
         return QuantizedArray.tree_unflatten((format, k, n, shards), leaves)
-    known: Any = {name: arrays.get(name) for name in _LEAVES}
+    known: Any = {name: arrays.get(name) for name in LEAVES}
     return QuantizedArray(**known, format=format, k=k, n=n, shards=shards)

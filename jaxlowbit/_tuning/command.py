@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from .. import _devices, _layout, _tuned
-from .._backends import native
-from .._backends.native import DeviceFacts, Product
-from .._formats import INT4, Format, parse_format
-from .._tuned import Entry, Table
+from .._backends import library, selection
+from .._backends.selection import DeviceFacts, Product
+from .._core.format import INT4, Format, parse_format
+from .._core.layout import blocks
 from .._version import __version__
-from . import report
+from . import devices, report
+from . import table as tables
 from .measure import measure
+from .table import Entry, Table
 from .weights import find
 
 TOKENS = tuple(2**i for i in range(13))
@@ -61,15 +62,15 @@ def tune(
     """
     formats = (format,) if isinstance(format, Format) else tuple(format)
     tokens = _distinct(tokens)
-    if dtype not in _tuned.LHS:
+    if dtype not in tables.LHS:
         raise ValueError(
             f"tune: dtype={dtype!r}, but there are choices for bfloat16 and float16 alone; float32 "
             "is multiplied in bfloat16 parts, by one kernel."
         )
     found = find(weights, formats, dtype)
     device = _gpu()
-    path = Path(out) if out is not None else _tuned.path_for(device.name)
-    table = Table(device, _tuned.driver_version(), __version__, ())
+    path = Path(out) if out is not None else tables.path_for(device.name)
+    table = Table(device, tables.driver_version(), __version__, ())
     entries = {_kind(entry.product): entry for entry in _kept(path, table)}
     measured = measure(found, tokens, dtype, device)
     if progress:
@@ -77,7 +78,7 @@ def tune(
     for entry in measured:
         entries[_kind(entry.product)] = entry
         # Each time, so that a run that is stopped keeps what it has measured.
-        _tuned.write(path, table._replace(entries=tuple(entries.values())))
+        tables.write(path, table._replace(entries=tuple(entries.values())))
     return path
 
 
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("name a checkpoint, or --shapes, or --show alone.")
     try:
         if options.show:
-            paths = [options.out] if options.out else _tuned.files()
+            paths = [options.out] if options.out else tables.files()
             if not paths:
                 raise ValueError("nothing is stored; name --shapes or a checkpoint to measure.")
         else:
@@ -113,14 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print(path: Path) -> None:
-    table = _tuned.read(path)
+    table = tables.read(path)
     print(*report.lines(table), sep="\n")
-    if reason := _tuned.misfit(table):
+    if reason := tables.misfit(table):
         use = f"not used: {reason}"
-    elif path in _tuned.files():
+    elif path in tables.files():
         use = "used from the next start on"
     else:
-        use = f"used where {_tuned.VARIABLE} names it"
+        use = f"used where {tables.VARIABLE} names it"
     print(f"\n{path}: {use}.")
 
 
@@ -134,9 +135,9 @@ def _distinct(tokens: Sequence[int]) -> list[int]:
 
 
 def _gpu() -> DeviceFacts:
-    device = _devices.first()
-    reason = native.unavailable("cuda") if device.platform == "cuda" else "JAX sees none"
-    if reason := reason or native.unfit(device.capability):
+    device = devices.first()
+    reason = library.unavailable("cuda") if device.platform == "cuda" else "JAX sees none"
+    if reason := reason or selection.unfit(device.capability):
         raise ValueError(f"tune: this needs an NVIDIA GPU whose kernels are here, and {reason}.")
     return device.facts
 
@@ -144,7 +145,7 @@ def _gpu() -> DeviceFacts:
 def _kept(path: Path, table: Table) -> tuple[Entry, ...]:
     """The entries that `path` has for the same device, driver and library."""
     try:
-        found = _tuned.read(path)
+        found = tables.read(path)
     except (OSError, ValueError):
         return ()
     return found.entries if found._replace(entries=()) == table else ()
@@ -152,5 +153,5 @@ def _kept(path: Path, table: Table) -> tuple[Entry, ...]:
 
 def _kind(product: Product) -> Product:
     """What an entry is found by: sizes count in atoms."""
-    n, k = _layout.blocks(product.n), _layout.blocks(product.k)
+    n, k = blocks(product.n), blocks(product.k)
     return product._replace(n=n, k=k)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .. import _layout
-from .._backends import native
-from .._backends.native import DeviceFacts, Product
-from .._tuned import Entry
+from .._backends import selection, times
+from .._backends.selection import DeviceFacts, Product
+from .._core import layout
+from .table import Entry
 from .weights import Weight
 
 # Calls of a measurement read distinct weights that together are three times the largest cache, the
@@ -29,14 +29,14 @@ def measure(
 ) -> Iterator[Entry]:
     """The best choice of each weight for each number of tokens, as it is found."""
     for weight in weights:
-        # Of another dtype than lhs, they are widened, as for a product (`native.matmul`).
+        # Scales of another dtype than lhs are widened, as by `_backends/cuda.py`.
         scale = dtype if weight.scale == dtype else "float32"
         copies = _copies(weight, 1)
         stack = _random_stack(jax.random.key(0), weight._replace(scale=scale), copies)
         for m in tokens:
             lhs = jax.random.normal(jax.random.key(m), (m, weight.k), jnp.dtype(dtype))
             product = Product(m, weight.n, weight.k, weight.format, dtype, scale)
-            choices = native.candidates(product, device)
+            choices = selection.candidates(product, device)
             calls = min(copies, _copies(weight, m))
             times = np.asarray(
                 _times(lhs, *stack, product=product, calls=calls, choices=tuple(choices))
@@ -47,7 +47,7 @@ def measure(
             yield Entry(product, choices[best], float(times[best]), choices[0], float(times[0]))
 
 
-_times = jax.jit(native.times, static_argnames=("product", "calls", "choices"))
+_times = jax.jit(times.times, static_argnames=("product", "calls", "choices"))
 
 
 def _copies(weight: Weight, m: int) -> int:
@@ -68,9 +68,9 @@ def _random_stack(key: Any, weight: Weight, copies: int) -> _Stack:
     """Random codes, and scales that give the weights a variance of about 1/k."""
     format = weight.format
     keys = jax.random.split(key, 3)
-    words = (copies, *_layout.packed_shape(weight.k, weight.n, format.bits))
+    words = (copies, *layout.packed_shape(weight.k, weight.n, format.bits))
     packed = jax.random.bits(keys[0], words, jnp.uint32)
-    groups = (copies, *_layout.groups_shape(weight.k, weight.n, format.group_size))
+    groups = (copies, *layout.groups_shape(weight.k, weight.n, format.group_size))
     scale = jax.random.uniform(keys[1], groups, jnp.float32, 0.5, 1.5)
     scale = (scale / (format.offset * weight.k**0.5)).astype(weight.scale)
     zero = None

@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Iterator
 
-from .._backends.native import Choice
-from .._formats import format_name
-from .._tuned import Entry, Table
+from .._backends.selection import Choice
+from .._core.format import format_name
+from .table import Entry, Table
 
 
 def choice_name(choice: Choice) -> str:

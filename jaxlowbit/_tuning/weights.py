@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import _layout
-from .._array import QuantizedArray
-from .._backends import native
-from .._flax.rules import HEADS
-from .._formats import Format
+from .._backends import custom_calls
+from .._core import layout
+from .._core.array import QuantizedArray
+from .._core.dtypes import FLOATS
+from .._core.format import Format
+from .._core.heads import HEADS
 
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe)$", re.IGNORECASE)
 # Names of dtypes in headers of safetensors.
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "U8": "uint8", "U32": "uint32"}
-_FLOATS = ("bfloat16", "float16", "float32")
 
 
 class Weight(NamedTuple):
@@ -67,7 +67,7 @@ def find(source: Any, formats: Sequence[Format], dtype: str) -> list[Weight]:
 
 
 def _unread(format: Format, dtype: str) -> str | None:
-    return native.uncovered("cuda", jnp.dtype(dtype), format)
+    return custom_calls.uncovered("cuda", jnp.dtype(dtype), format)
 
 
 def _are_shapes(source: Any) -> bool:
@@ -110,7 +110,7 @@ def _of_headers(headers: Mapping[str, _Header], formats: Sequence[Format]) -> It
     yield from _quantized(headers)
     for name, (shape, dtype) in headers.items():
         layer, _, kind = name.rpartition(".")
-        if kind not in ("weight", "kernel") or len(shape) != 2 or dtype not in _FLOATS:
+        if kind not in ("weight", "kernel") or len(shape) != 2 or dtype not in map(str, FLOATS):
             continue
         if re.search(HEADS, layer) or _EMBEDDING.search(layer):
             continue  # what is kept in floats, as by quantize_model
@@ -131,11 +131,11 @@ def _quantized(headers: Mapping[str, _Header]) -> Iterator[Weight]:
         if scale is None or len(scale.shape) < 3:
             continue
         n_blocks, k_blocks, words = shape[-3:]
-        k = k_blocks * _layout.ATOM
+        k = k_blocks * layout.ATOM
         zeros = "none" if zero is None else "integer" if zero.dtype == "uint8" else "float"
-        bits = words * 32 // _layout.ATOM**2
+        bits = words * 32 // layout.ATOM**2
         format = Format(bits, _group_size(k, scale.shape[-2]), zeros)
-        yield Weight(n_blocks * _layout.ATOM, k, format, scale.dtype)
+        yield Weight(n_blocks * layout.ATOM, k, format, scale.dtype)
 
 
 def _group_size(k: int, groups: int) -> int:

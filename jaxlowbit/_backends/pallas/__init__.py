@@ -7,11 +7,12 @@ import importlib.util
 import math
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
-from ..._formats import Format
-from .. import definition
+from ..._core.dequantize import take
+from ..._core.format import Format
+from ..problem import Problem
+from ..stored_rows import of_stored_rows
 from . import tpu, triton
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -25,20 +26,12 @@ def unsupported(format: Format) -> str | None:
     return None
 
 
-def matmul(
-    lhs: Array,
-    packed: Array,
-    scale: Array,
-    zero: Array | None,
-    index: Array | None,
-    *,
-    format: Format,
-    columns: int,
-    out_dtype: jnp.dtype,
-    platform: str | None,
-) -> Array:
+@of_stored_rows
+def matmul(problem: Problem, *operands: Array, platform: str | None) -> Array:
     """`definition.matmul` as one kernel; weights that an index selects are copied."""
-    packed, scale, zero = definition.take(packed, scale, zero, index)
+    lhs, packed, scale, zero, index, _ = problem.named(operands)
+    packed, scale, zero = take(packed, scale, zero, index)
+    format, columns = problem.format, problem.columns
     lead = packed.shape[:-3]
     rows, k = lhs.shape[len(lead) : -1], lhs.shape[-1]
     batch, m = math.prod(lead), math.prod(rows)
@@ -50,7 +43,7 @@ def matmul(
         out = triton.product(lhs, packed, groups, format)
     else:
         out = tpu.product(lhs, packed, groups, format, interpret=platform != "tpu")
-    return out[:, :m, :columns].reshape(*lead, *rows, columns).astype(out_dtype)
+    return out[:, :m, :columns].reshape(*lead, *rows, columns).astype(problem.out_dtype)
 
 
 def _check(batch: int, m: int, platform: str | None) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..._formats import Format
-from ..._layout import ATOM
+from ..._core.format import Format
+from ..._core.layout import ATOM
 
 
 def dequantize(
@@ -25,7 +25,7 @@ def dequantize(
     """The float32 weights of each slot.
 
     `load(values, group, half)` reads one value per channel of a slot, (32, 1), from scales or
-    zeros, `groups`, whose first axis has the groups; `steps` are those of `_layout.steps_by_slot`.
+    zeros, `groups`, whose first axis has the groups; `steps` are those of `layout.steps_by_slot`.
     """
     size = format.group_size
     if groups[0].shape[0] == 1:

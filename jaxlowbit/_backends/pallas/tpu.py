@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ... import _layout
-from ..._formats import Format
+from ..._core import layout
+from ..._core.format import Format
 from . import slots
 
 _MAX_BLOCK_M = 256
@@ -28,12 +28,12 @@ def product(
     n_blocks, k_blocks, num_words = packed.shape[1:]
     block_m = min(_MAX_BLOCK_M, -(-m // 16) * 16)
     m_blocks = -(-m // block_m)
-    lhs = jnp.pad(lhs, [(0, 0), (0, m_blocks * block_m - m), (0, k_blocks * _layout.ATOM - k)])
-    lhs = jnp.moveaxis(_layout.rows_by_slot(lhs, format.bits), 2, 1)
+    lhs = jnp.pad(lhs, [(0, 0), (0, m_blocks * block_m - m), (0, k_blocks * layout.ATOM - k)])
+    lhs = jnp.moveaxis(layout.rows_by_slot(lhs, format.bits), 2, 1)
     packed = packed.reshape(batch, n_blocks, k_blocks, 32, num_words // 32)
-    steps = _layout.steps_by_slot(format.bits)
+    steps = layout.steps_by_slot(format.bits)
     groups = [
-        _layout.channels_by_slot(x.astype(jnp.float32)).reshape(batch, n_blocks, -1, 2, 32, 1)
+        layout.channels_by_slot(x.astype(jnp.float32)).reshape(batch, n_blocks, -1, 2, 32, 1)
         for x in groups
     ]
     out = pl.pallas_call(
@@ -58,8 +58,8 @@ def product(
         ),
         interpret=interpret,
     )(steps, lhs, packed, *groups)
-    out = jnp.moveaxis(_layout.channels_from_slots(out), 1, 2)
-    return out.reshape(batch, -1, n_blocks * _layout.ATOM)
+    out = jnp.moveaxis(layout.channels_from_slots(out), 1, 2)
+    return out.reshape(batch, -1, n_blocks * layout.ATOM)
 
 
 def _kernel(steps: Any, lhs: Any, packed: Any, *rest: Any, format: Format) -> None:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ... import _layout
-from ..._formats import Format
-from ..._layout import ATOM
+from ..._core import layout
+from ..._core.format import Format
+from ..._core.layout import ATOM
 from . import slots
 
 MODULE = "jax.experimental.pallas.triton"
@@ -42,7 +42,7 @@ def product(lhs: Array, packed: Array, groups: list[Array], format: Format) -> A
     lhs = jnp.pad(lhs, [(0, 0), (0, m_blocks * block_m - m), (0, k_blocks * ATOM - k)])
     packed = packed.reshape(batch, n_blocks, k_blocks, 32, num_words // 32)
     groups = [x.reshape(batch, n_blocks, -1, 32, 2) for x in groups]
-    steps = _layout.steps_by_slot(format.bits)
+    steps = layout.steps_by_slot(format.bits)
 
     def strip(b: Any, i: Any, j: Any, t: Any) -> tuple[Any, ...]:
         return b, j, 0, 0, 0
@@ -83,7 +83,7 @@ def _kernel(
         weights = slots.dequantize(words, steps, groups, load, k_block, format)
         weights = [weight.astype(lhs.dtype) for weight in weights]
         return sums + lax.dot_general(
-            _layout.from_slots(weights, format.bits),
+            layout.from_slots(weights, format.bits),
             lhs[:, pl.ds(ATOM * k_block, ATOM)],
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,

@@ -1,0 +1,123 @@
+"""What custom calls have in common: targets, the operands of a weight, attributes, workspace."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .._core import layout
+from .._core.array import QuantizedArray
+from .._core.dtypes import FLOATS
+from .._core.format import Format
+from .library import ffi
+from .problem import Problem
+
+MATMUL_TARGET = "jaxlowbit_quantized_matmul"
+FUSED_TARGET = "jaxlowbit_quantized_matmul_fused"
+MATMULS_TARGET = "jaxlowbit_quantized_matmuls"
+MLP_TARGET = "jaxlowbit_quantized_mlp"
+BLOCK_TARGET = "jaxlowbit_quantized_block"
+TIMES_TARGET = "jaxlowbit_times"
+
+
+def call_operands(weight: QuantizedArray, dtype: jnp.dtype) -> tuple[Array, ...]:
+    scale, zero = weight.scale, weight.zero
+    if scale.dtype != dtype:
+        scale, zero = widened(scale, zero, weight.format)
+    return weight_operands(weight.packed, scale, zero, weight.index, weight.format)
+
+
+def widened(scale: Array, zero: Array | None, format: Format) -> tuple[Array, Array | None]:
+    """Scales and float zeros in float32, exactly."""
+    if zero is not None and format.zero == "float":
+        zero = zero.astype(jnp.float32)
+    return scale.astype(jnp.float32), zero
+
+
+def weight_operands(
+    packed: Array, scale: Array, zero: Array | None, index: Array | None, format: Format
+) -> tuple[Array, ...]:
+    """The operands of a custom call that follow lhs."""
+    num_weights = math.prod(packed.shape[:-3])
+    zero_dtype = jnp.uint8 if format.zero != "float" else scale.dtype
+    return (
+        packed.reshape(num_weights, *packed.shape[-3:]),
+        scale.reshape(num_weights, *scale.shape[-3:]),
+        jnp.zeros(0, zero_dtype) if zero is None else zero.reshape(num_weights, *zero.shape[-3:]),
+        jnp.zeros(0, jnp.int32) if index is None else index.reshape(-1),
+    )
+
+
+def format_attributes(format: Format, prefix: str = "") -> dict[str, np.int64]:
+    # No matrix has more rows, so that larger groups mean the same.
+    sizes = {"bits": format.bits, "group_size": min(format.group_size, 2**62)}
+    return {prefix + name: np.int64(size) for name, size in sizes.items()}
+
+
+def product_attributes(problem: Problem, *, scale_sums: bool) -> dict[str, Any]:
+    """The attributes of the custom call for one product."""
+    return attributes(
+        **format_attributes(problem.format),
+        transposed=problem.transposed,
+        scale_sums=scale_sums,
+        half_sums=problem.half_sums,
+    )
+
+
+def attributes(**attributes: Any) -> dict[str, Any]:
+    """The attributes of a call, with the versions that another version of the library refuses."""
+    versions = {"version": ffi.CALL_VERSION, "layout_version": layout.VERSION}
+    return {name: np.int64(version) for name, version in versions.items()} | attributes
+
+
+def workspace(
+    sums: int, results: Sequence[jax.ShapeDtypeStruct], operands: Sequence[Array]
+) -> jax.ShapeDtypeStruct:
+    """The workspace of a call: room for partial sums, and for buffers that XLA places badly.
+
+    Slices that XLA fuses into a call begin at any element, and a result may lie over an operand.
+    Such buffers are copied by way of the workspace (`cuda/placement.h`).
+    """
+    buffers = (x for x in (*results, *operands) if x.dtype != jnp.uint32)  # words stay in place
+    sizes = [sums, *(_placed_bytes(x.shape, x.dtype) for x in buffers)]
+    limit = ffi.MAX_WORKSPACE_BYTES
+    bound = min(limit, sum(sizes)) if all(isinstance(size, int) for size in sizes) else limit
+    return jax.ShapeDtypeStruct((bound,), jnp.uint8)
+
+
+def apart(*arrays: Array) -> Sequence[Array]:
+    """Activations and results of a call, which have buffers of their own.
+
+    XLA fuses slices of operands and updates with results into a call, but looks for them no further
+    than a barrier. In a loop these begin elsewhere each time, so that a handler would launch other
+    kernels, and a captured graph cannot be updated to a different number of them.
+    """
+    return [lax.optimization_barrier(array) for array in arrays]
+
+
+def _placed_bytes(shape: Sequence[int], dtype: Any) -> int:
+    unit = ffi.PLACE_ALIGNMENT
+    return -(-math.prod(shape) * jnp.dtype(dtype).itemsize // unit) * unit
+
+
+def workspace_bytes(batch: int, m: int, columns: int) -> int:
+    """Enough for the float32 partial sums of every split the selection may choose.
+
+    The bound needs neither a device nor a concrete m, so that exported programs carry it.
+    """
+    if not all(isinstance(size, int) for size in (batch, m)):
+        return ffi.MAX_WORKSPACE_BYTES
+    return ffi.most_sums_bytes(batch * m, columns)
+
+
+def unsupported_lhs(dtype: Any) -> str:
+    """The reason not to take lhs of another dtype than those that kernels read."""
+    return f"its kernels take lhs of {one_of(FLOATS)}, this one is {dtype}"
+
+
+def one_of(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values[:-1])) + f" or {values[-1]}"

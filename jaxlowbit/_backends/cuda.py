@@ -1,0 +1,97 @@
+"""Products as a custom call of CUDA (`xla_ffi/cuda_handler.cc`)."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._core.dtypes import FLOATS
+from .._core.format import Format
+from . import call
+from .problem import Operands, Problem
+
+_BITS = (4, 8)
+_MOST_SIZE = 2**30  # of k and n
+_FLOAT32_PARTS = 3  # of 8 bits each, for the 24 of float32
+
+
+def unsupported(
+    lhs: jnp.dtype, format: Format, *, sizes: Sequence[int] = (), transposed: bool = False
+) -> str | None:
+    """Why the kernels cannot compute this problem, or None."""
+    if max(sizes, default=0) > _MOST_SIZE:
+        return f"its kernels take k and n up to 2^30, this matrix has {max(sizes)}"
+    if format.bits not in _BITS:
+        return f"its kernels read {call.one_of(_BITS)} bits, the format has {format.bits}"
+    if lhs not in FLOATS:
+        return call.unsupported_lhs(lhs)
+    if lhs == jnp.float32 and (transposed or format.zero == "float"):
+        return "with float32 lhs its kernels take no float zero and no transposed product"
+    return None
+
+
+def gathers(problem: Problem, operands: Operands) -> bool:
+    """Whether the custom call itself gathers lhs: by the permutation of a single matrix."""
+    matrix = operands.permutation is not None and operands.permutation.ndim == 1
+    return matrix and operands.lhs.dtype != jnp.float32 and not problem.transposed
+
+
+def parts_of(lhs: jnp.dtype) -> int:
+    """The bfloat16 parts of activations: tensor cores multiply no float32."""
+    return _FLOAT32_PARTS if lhs == jnp.float32 else 1
+
+
+def matmul(problem: Problem, *operands: Array) -> Array:
+    """`definition.matmul` as one custom call; a permutation is one for which `gathers` is true.
+
+    Float32 activations are split into bfloat16 parts, which the kernel multiplies as more rows,
+    exactly, and whose results are added.
+    """
+    lhs, packed, scale, zero, index, permutation = ops = problem.named(operands)
+    batch, m = math.prod(ops.lead), math.prod(ops.rows)
+    parts, factor = parts_of(lhs.dtype), None
+    if parts > 1:
+        lhs, factor = _in_range(lhs)
+        lhs = _in_parts(lhs, len(ops.lead))
+    if scale.dtype != lhs.dtype or parts > 1:
+        scale, zero = call.widened(scale, zero, problem.format)
+    (lhs,) = call.apart(lhs.reshape(batch, parts * m, lhs.shape[-1]))
+    buffers = [lhs, *call.weight_operands(packed, scale, zero, index, problem.format)]
+    unpermuted = permutation is None
+    order = jnp.zeros(0, jnp.int32) if unpermuted else permutation.reshape(problem.orders, -1)
+    buffers.append(order)
+    result = jax.ShapeDtypeStruct((batch, parts * m, problem.columns), problem.out_dtype)
+    sums = call.workspace_bytes(batch, parts * m, problem.columns)
+    workspace = call.workspace(sums, [result], buffers)
+    gathered = jax.ShapeDtypeStruct((0,) if unpermuted else lhs.shape, lhs.dtype)
+    out, *_ = jax.ffi.ffi_call(call.MATMUL_TARGET, [result, workspace, gathered])(
+        *buffers, **call.product_attributes(problem, scale_sums=parts > 1)
+    )
+    (out,) = call.apart(out)
+    if factor is not None:
+        out = out.reshape(batch, parts, m, problem.columns)[:, ::-1].sum(1)  # the smallest first
+        out *= factor.reshape(batch, m, 1)
+    return out.reshape(*ops.lead, *ops.rows, problem.columns)
+
+
+def _in_range(lhs: Array) -> tuple[Array, Array]:
+    """Float32 rows with which no sum overflows before scales multiply it, and what they lack.
+
+    Rows that reach beyond 2^96 are divided by 2^32, which leaves room for the rounding of parts and
+    for sums of up to 2^24 products with 8-bit integers.
+    """
+    large = jnp.max(jnp.abs(lhs), axis=-1, keepdims=True, initial=0) >= 2.0**96
+    return lhs * jnp.where(large, 2.0**-32, 1.0), jnp.where(large, 2.0**32, 1.0)
+
+
+def _in_parts(lhs: Array, axis: int) -> Array:
+    """Float32 as bfloat16 values that add up to it, on a new axis."""
+    parts = []
+    for _ in range(_FLOAT32_PARTS):
+        # Not a cast there and back, which XLA may drop.
+        part = lax.reduce_precision(lhs, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        lhs = jnp.where(jnp.isfinite(part), lhs - part, 0)
+    return jnp.stack(parts, axis=axis)

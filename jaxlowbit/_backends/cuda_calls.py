@@ -1,0 +1,163 @@
+"""Several products, or one with its epilogue, as one custom call of CUDA.
+
+Kernels of a call start before those before them have ended (`xla_ffi/sequence.cc`).
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .._core.array import QuantizedArray
+from . import call
+from .library import ffi
+
+
+def matmuls(
+    lhs: Array, weights: Sequence[QuantizedArray], *, out_dtype: jnp.dtype, half_sums: bool
+) -> tuple[Array, ...]:
+    """`lhs @ weight` (..., n) for matrices of one format, as one custom call of CUDA."""
+    rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
+    results = [jax.ShapeDtypeStruct((1, m, weight.n), out_dtype) for weight in weights]
+    operands = [*call.apart(lhs.reshape(1, m, lhs.shape[-1]))]
+    for weight in weights:
+        operands += call.call_operands(weight, lhs.dtype)
+    sums = max(call.workspace_bytes(1, m, weight.n) for weight in weights)
+    workspace = call.workspace(sums, results, operands)
+    _, *outs = jax.ffi.ffi_call(call.MATMULS_TARGET, [workspace, *results])(
+        *operands,
+        **call.attributes(**call.format_attributes(weights[0].format), half_sums=half_sums),
+    )
+    return tuple(out.reshape(*rows, out.shape[-1]) for out in call.apart(*outs))
+
+
+def fused(
+    lhs: Array,
+    rhs: QuantizedArray,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    rows: tuple[int, ...],
+    activation: str | None,
+    gated: bool = False,
+    out_dtype: jnp.dtype,
+    half_sums: bool,
+) -> Array:
+    """A product with its epilogue, (batch, m, n), as one custom call of CUDA.
+
+    lhs is (*stack, *rows, k); a gated rhs is two matrices, of which lhs has one batch.
+    """
+    m, weights = math.prod(rows), math.prod(rhs.shape[:-2])
+    batch = 1 if gated else weights
+
+    def addend(array: Array | None, shape: tuple[int, ...]) -> Array:
+        if array is None:
+            return jnp.zeros(0, lhs.dtype)
+        return array.astype(lhs.dtype if array.dtype == lhs.dtype else jnp.float32).reshape(shape)
+
+    operands = [
+        *call.apart(lhs.reshape(batch, m, rhs.k)),
+        *call.call_operands(rhs, lhs.dtype),
+        addend(bias, (weights, rhs.n)),
+        addend(residual, (batch, m, rhs.n)),
+    ]
+    if residual is not None:
+        operands[-1:] = call.apart(operands[-1])
+    result = jax.ShapeDtypeStruct((batch, m, rhs.n), out_dtype)
+    workspace = call.workspace(call.workspace_bytes(weights, m, rhs.n), [result], operands)
+    out, _ = jax.ffi.ffi_call(call.FUSED_TARGET, [result, workspace])(
+        *operands,
+        **call.attributes(
+            **call.format_attributes(rhs.format),
+            activation=activation or "none",
+            gated=gated,
+            half_sums=half_sums,
+        ),
+    )
+    return call.apart(out)[0]
+
+
+def mlp(
+    lhs: Array,
+    gate_up: QuantizedArray,
+    down: QuantizedArray,
+    *,
+    activation: str,
+    out_dtype: jnp.dtype,
+    half_sums: bool,
+) -> Array:
+    """`(activation(lhs @ gate) * (lhs @ up)) @ down`, (..., n), as one custom call of CUDA."""
+    rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
+    operands = [
+        *call.apart(lhs.reshape(1, m, lhs.shape[-1])),
+        *call.call_operands(gate_up, lhs.dtype),
+        *call.call_operands(down, lhs.dtype),
+    ]
+    result = jax.ShapeDtypeStruct((1, m, down.n), out_dtype)
+    hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), lhs.dtype)
+    sums = max(call.workspace_bytes(2, m, gate_up.n), call.workspace_bytes(1, m, down.n))
+    workspace = call.workspace(sums, [result], operands)
+    out, *_ = jax.ffi.ffi_call(call.MLP_TARGET, [result, hidden, workspace])(
+        *operands,
+        **call.attributes(
+            **call.format_attributes(gate_up.format),
+            **call.format_attributes(down.format, "down_"),
+            activation=activation,
+            half_sums=half_sums,
+        ),
+    )
+    return call.apart(out)[0].reshape(*rows, down.n)
+
+
+def block(
+    attended: Array,
+    residual: Array,
+    norm: Array,
+    following_norm: Array | None,
+    weights: Sequence[QuantizedArray],
+    *,
+    activation: str,
+    epsilon: float,
+) -> tuple[Array, ...]:
+    """`quantized_block` as one custom call of CUDA: the new residual, then what follows.
+
+    `weights` are those of out, gate_up and down, then the following ones.
+    """
+    out, gate_up, down, *following = weights
+    rows, m, dtype = attended.shape[:-1], math.prod(attended.shape[:-1]), attended.dtype
+    operands = [
+        *call.apart(attended.reshape(1, m, attended.shape[-1]), residual.reshape(1, m, out.n)),
+        norm,
+        jnp.zeros(0, dtype) if following_norm is None else following_norm,
+        *(operand for weight in weights for operand in call.call_operands(weight, dtype)),
+    ]
+    stream = jax.ShapeDtypeStruct((1, m, out.n), dtype)
+    hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), dtype)
+    products = [jax.ShapeDtypeStruct((1, m, weight.n), dtype) for weight in following]
+    sums = max(
+        call.workspace_bytes(2, m, gate_up.n),
+        *(call.workspace_bytes(1, m, weight.n) for weight in (out, down, *following)),
+    )
+    workspace = call.workspace(sums, [stream, *products], operands)
+    formats = [call.format_attributes(weight.format) for weight in weights]
+    result, *others = jax.ffi.ffi_call(
+        call.BLOCK_TARGET, [*[stream] * 4, hidden, workspace, *products]
+    )(
+        *operands,
+        **call.attributes(
+            bits=np.array([format["bits"] for format in formats]),
+            group_size=np.array([format["group_size"] for format in formats]),
+            activation=activation,
+            epsilon=np.float32(epsilon),
+        ),
+    )
+    results = call.apart(result, *others[len(others) - len(following) :])
+    return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
+
+
+def normalizes(columns: int) -> bool:
+    """Whether the kernels normalize rows of this length."""
+    return columns % 8 == 0 and columns <= ffi.MAX_RMS_NORM_COLUMNS

@@ -1,0 +1,64 @@
+"""The compiled module: what it was built for, and whether its custom calls run here.
+
+The only file that imports `_ffi`. The handlers are those of `xla_ffi/module.cc`.
+"""
+
+import functools
+import re
+import warnings
+from pathlib import Path
+
+import jax
+
+try:
+    from .. import _ffi as ffi
+except ImportError as error:
+    raise ImportError(
+        "jaxlowbit: the compiled module jaxlowbit._ffi is missing, so this is a source tree. "
+        "Install the package (pip install .) and import it from another folder."
+    ) from error
+
+
+def build_info() -> dict:
+    """Describes what was compiled; `python -m jaxlowbit.info` prints it."""
+    return ffi.build_info()
+
+
+@functools.cache
+def runtime_ffi_version() -> tuple[int, int]:
+    """The custom-call API version of the installed jaxlib, read from the headers it ships."""
+    header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
+    found = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header.read_text())
+    return int(found[0]), int(found[1])
+
+
+@functools.cache
+def unavailable(platform: str) -> str | None:
+    """Why no custom call runs on `platform` ("cpu" or "cuda") with this build, or None."""
+    built, runtime = tuple(build_info()["ffi_api"]), runtime_ffi_version()
+    if built[0] != runtime[0] or built > runtime:
+        return (
+            f"the installed jaxlib speaks custom-call API {runtime[0]}.{runtime[1]} and this build "
+            f"needs {built[0]}.{built[1]}; install jax 0.10 or newer"
+        )
+    if platform == "cuda" and not build_info()["cuda"]:
+        return "this build has no CUDA kernels; reinstall where nvcc is found"
+    return None
+
+
+def register() -> None:
+    """Registers the custom calls; initialises no backend.
+
+    A registration that XLA refuses would break the whole backend, hence the check before it.
+    """
+    reason = unavailable("cpu")
+    if reason is not None:
+        warnings.warn(
+            f"jaxlowbit: {reason}. Until then products run through the slower definition.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    for platform, targets in ffi.targets().items():
+        for target, handlers in targets.items():
+            jax.ffi.register_ffi_target(target, handlers, platform=platform)

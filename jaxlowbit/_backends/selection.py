@@ -1,0 +1,164 @@
+"""Selection of kernels for CUDA: devices, choices, and the tables of measured ones.
+
+Asks the functions that the custom call asks (`cuda/dispatch.h`), which need no GPU.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from .._core.format import Format
+from .._core.layout import ATOM
+from . import call, library
+from .cuda import parts_of
+from .library import ffi
+
+
+class DeviceFacts(NamedTuple):
+    """What the selection knows of a GPU."""
+
+    name: str
+    compute_capability: int
+    num_sms: int
+    shared_bytes_per_sm: int
+
+
+class Product(NamedTuple):
+    """One product (m, k) @ (k, n), as choices are measured for it."""
+
+    m: int
+    n: int
+    k: int
+    format: Format
+    lhs: str  # dtypes
+    scale: str
+
+    def fields(self) -> tuple:
+        """What `set_tuned` takes of it."""
+        bits, group_size, zero = self.format.bits, self.format.group_size, self.format.zero
+        widened = self.scale != self.lhs
+        return self.m, self.n, self.k, bits, group_size, self.lhs, widened, zero
+
+
+class Choice(NamedTuple):
+    """How a CUDA kernel would compute a product (`cuda/dispatch.h`)."""
+
+    kernel: str
+    block_m: int
+    split_k: int
+    slices: int
+    tile: int
+    mates: int
+
+
+def choose(
+    batch: int,
+    m: int,
+    k: int,
+    n: int,
+    lhs: jnp.dtype,
+    scale: jnp.dtype,
+    format: Format,
+    *,
+    device: DeviceFacts,
+) -> dict:
+    """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or ""."""
+    parts = parts_of(lhs)
+    return ffi.select(
+        m=parts * m,
+        n=n,
+        k=k,
+        bits=format.bits,
+        group_size=format.group_size,
+        batch=batch,
+        lhs="float16" if lhs == jnp.float16 else "bfloat16",
+        float32_scale=scale != lhs or parts > 1,  # as `matmul` widens scales
+        zero=format.zero,
+        scale_sums=parts > 1,
+        **_named(device),
+        workspace_bytes=call.workspace_bytes(batch, parts * m, n),
+    )
+
+
+def candidates(product: Product, device: DeviceFacts) -> list[Choice]:
+    """The choices worth measuring for a product, first the one that is made without measuring."""
+    m, n, k, bits, group_size, lhs, float32_scale, zero = product.fields()
+    found = ffi.candidates(
+        m=m,
+        n=n,
+        k=k,
+        bits=bits,
+        group_size=group_size,
+        lhs=lhs,
+        float32_scale=float32_scale,
+        zero=zero,
+        **_named(device),
+        workspace_bytes=call.workspace_bytes(1, m, n),
+    )
+    return [Choice(*fields) for fields in found]
+
+
+def set_tuned(device: DeviceFacts, entries: Sequence[tuple[Product, Choice]]) -> list[str]:
+    """Lets the kernels of a device, if they are not loaded yet, choose by a table.
+
+    A choice stands for its product and for those of fewer rows, down to the next entry.
+
+    **Returns:** for each entry why it is left out, or "".
+    """
+    fields = [(product.fields(), tuple(choice)) for product, choice in entries]
+    facts = _named(device)
+    return ffi.set_tuned(facts.pop("device_name"), fields, **facts)
+
+
+def _named(device: DeviceFacts) -> dict[str, Any]:
+    name, compute_capability, num_sms, shared_bytes_per_sm = device
+    return {
+        "device_name": name,
+        "compute_capability": compute_capability,
+        "num_sms": num_sms,
+        "shared_bytes_per_sm": shared_bytes_per_sm,
+    }
+
+
+def compute_capability(device: Any) -> int:
+    """That of a `jax.Device`, 90 for 9.0."""
+    major, minor = map(int, device.compute_capability.split("."))
+    return 10 * major + minor
+
+
+def too_old(compute_capability: int) -> str | None:
+    """Why no CUDA kernel is written for GPUs of this compute capability, or None."""
+    bfloat16 = jnp.dtype("bfloat16")
+    choice = choose(
+        *(1, 1, ATOM, ATOM, bfloat16, bfloat16, Format(4)),
+        device=DeviceFacts("", compute_capability, 1, 0),
+    )
+    return choice["unsupported"] or None
+
+
+def unfit(compute_capability: int) -> str | None:
+    """Why the CUDA kernels of this build run no problem on such GPUs, or None."""
+    if reason := too_old(compute_capability):
+        return reason
+    built = library.build_info()["cuda_architectures"].split()
+    if not built or any(_runs_on(compute_capability, architecture) for architecture in built):
+        return None
+    return (
+        f"this build has kernels for {' '.join(built)}, of which none runs on compute capability "
+        f"{compute_capability // 10}.{compute_capability % 10}; build jaxlowbit on that machine"
+    )
+
+
+def _runs_on(compute_capability: int, architecture: str) -> bool:
+    """Whether code that CMake built for an architecture, such as 90a-real, runs on a GPU."""
+    found = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", architecture)
+    if found is None:
+        return True
+    built, feature, kind = int(found[1]), found[2], found[3]
+    if feature == "a":
+        return compute_capability == built
+    if kind != "-real" and not feature:  # with PTX, which later GPUs compile
+        return compute_capability >= built
+    return compute_capability // 10 == built // 10 and compute_capability >= built

@@ -1,0 +1,1 @@
+"""Several products in one call, a file for each public function."""

@@ -1,0 +1,141 @@
+"""`quantized_block`: a transformer's block from its attention to that of the next block."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._backends import cuda_calls
+from .._core.array import QuantizedArray
+from .._matmul import epilogue
+from .._matmul.call import Call, Rows, Weights, run
+from .._matmul.epilogue import Activation
+from .._matmul.options import Backend, Options, check_all_quantized
+from .._matmul.product import multiply
+
+
+def quantized_block(
+    attended: Any,
+    residual: Any,
+    out: QuantizedArray,
+    norm: Any,
+    gate_up: QuantizedArray,
+    down: QuantizedArray,
+    *,
+    following: tuple[Any, Sequence[QuantizedArray]] | None = None,
+    activation: Activation = "silu",
+    epsilon: float = 1e-5,
+    backend: Backend | None = None,
+) -> Any:
+    """Computes a transformer's block from its attention to the attention of the next block.
+
+    ```
+    x = residual + attended @ out
+    y = x + quantized_mlp(rms_norm(x) * norm, gate_up, down)
+    rms_norm(y) * following[0] @ each of following[1]
+    ```
+
+    with `rms_norm(x) = x / sqrt(mean(x**2) + epsilon)` over the last axis, in float32. Every
+    product, sum and normalized row is rounded to the dtype of `attended`. On one NVIDIA GPU, and
+    inside `jax.shard_map`, all of it is one custom call, in which a kernel reads its weights before
+    the one before it has ended; elsewhere, in the cases that `quantized_matmuls` names, for rows
+    that are longer than 16384 or no multiple of 8, and where it is differentiated, it is what it
+    stands for.
+
+    **Arguments:**
+
+    - `attended`: the result of the attention, float32, bfloat16 or float16 (..., a).
+    - `residual`: of the same dtype (..., d), with the same leading axes.
+    - `out`: the output projection (a, d).
+    - `norm`: scales (d,) of the normalization before the MLP; of float type.
+    - `gate_up`, `down`, `activation`: as of `quantized_mlp`: (2, d, f) and (f, d).
+    - `following`: scales (d,) and weights (d, n_i) of the next block's first normalization and
+      products, such as those of queries, keys and values; None where nothing follows.
+    - `epsilon`: is added to the mean square.
+    - `backend`: of every product.
+
+    **Returns:** y (..., d); with `following` a tuple of it and of a tuple of (..., n_i).
+
+    **Raises:** what `quantized_matmul` raises; `TypeError` if a weight is not quantized,
+    `ValueError` for shapes and dtypes that do not fit and for an unknown activation.
+
+    ```python
+    gate_up = quantize(jnp.ones((2, 256, 512)), INT4)
+    out, down = quantize(jnp.ones((128, 256)), INT4), quantize(jnp.ones((512, 256)), INT4)
+    attended, x = jnp.ones((8, 128), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
+    quantized_block(attended, x, out, jnp.ones(256), gate_up, down)
+    ```
+    """
+    following_norm, following_weights = (None, ()) if following is None else following
+    weights = (out, gate_up, down, *following_weights)
+    check_all_quantized("quantized_block", "out, gate_up, down and following", weights)
+    epilogue.check_activation("quantized_block", activation)
+    attended, residual = jnp.asarray(attended), jnp.asarray(residual)
+    scalar = attended.ndim == 0 or residual.ndim == 0
+    if residual.dtype != attended.dtype or scalar or residual.shape[:-1] != attended.shape[:-1]:
+        raise ValueError(
+            f"quantized_block: residual is {residual.dtype}{list(residual.shape)} and attended "
+            f"{attended.dtype}{list(attended.shape)}, but both have one dtype, an axis of features "
+            "and the same axes before it; cast or reshape one."
+        )
+    d, f = residual.shape[-1], gate_up.n
+    expected = [("out", (attended.shape[-1], d)), ("gate_up", (2, d, f)), ("down", (f, d))]
+    expected += [(f"following[1][{i}]", (d, x.n)) for i, x in enumerate(weights[3:])]
+    for (name, shape), weight in zip(expected, weights, strict=True):
+        if weight.shape != shape:
+            raise ValueError(
+                f"quantized_block: {name} has shape {weight.shape}, but attended has "
+                f"{attended.shape[-1]} and residual {d} features and gate_up {f} columns, so it is "
+                f"{shape}; pass the projection of this block."
+            )
+    options = Options(backend=backend)
+    for weight in weights:
+        rows = jax.ShapeDtypeStruct((weight.k,), attended.dtype)
+        options.check("quantized_block", rows, weight)
+    norms = (norm,) if following is None else (norm, following_norm)
+    norms = tuple(jnp.asarray(scales).astype(attended.dtype) for scales in norms)
+    for name, scales in zip(("norm", "following[0]"), norms, strict=False):
+        if scales.shape != (d,):
+            raise ValueError(
+                f"quantized_block: {name} has shape {scales.shape}, but there is a scale for each "
+                f"of the {d} features of residual; pass ({d},)."
+            )
+    fields = {"activation": activation, "epsilon": float(epsilon)}
+    y, *products = run(_Block, (attended, residual), weights, options, norms, **fields)
+    return y if following is None else (y, tuple(products))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block(Call):
+    activation: str
+    epsilon: float
+
+    def composition(self, *operands: Array) -> tuple[Array, ...]:
+        (attended, residual), (out, gate_up, down, *following), norms = self.named(operands)
+        x = residual + multiply(attended, out, self.options)
+        normed = self._normalize(x, norms[0])
+        hidden = epilogue.gated_product(normed, gate_up, None, self.activation, self.options)
+        x += multiply(hidden, down, self.options)
+        if not following:
+            return (x,)
+        normed = self._normalize(x, norms[1])
+        return (x, *(multiply(normed, weight, self.options) for weight in following))
+
+    def _normalize(self, x: Array, scales: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        factor = lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
+        scales = lax.expand_dims(scales.astype(jnp.float32), range(x.ndim - 1))
+        return (wide * factor * scales).astype(x.dtype)
+
+    def supports(self, rows: Rows, weights: Weights) -> bool:
+        _, residual = rows
+        return super().supports(rows, weights) and cuda_calls.normalizes(residual.shape[-1])
+
+    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+        (attended, residual), weights, norms = self.named(operands)
+        norm, following_norm = norms if len(norms) == 2 else (norms[0], None)
+        options = {"activation": self.activation, "epsilon": self.epsilon}
+        return cuda_calls.block(attended, residual, norm, following_norm, weights, **options)

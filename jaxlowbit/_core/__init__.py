@@ -1,0 +1,1 @@
+"""Quantized matrices: what their numbers mean, how they are packed, made and divided."""

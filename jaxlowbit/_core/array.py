@@ -1,0 +1,416 @@
+"""`QuantizedArray`: the pytree that stands for a matrix."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from . import indexing, integers, layout, padding, permutations, qarray, scales
+from .dequantize import dequantize, per_row, take
+from .dtypes import FLOATS
+from .format import Format
+
+LEAVES = ("packed", "scale", "zero", "index", "permutation", "version")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedArray:
+    """A (..., k, n) matrix in 1 to 8 bits per element, packed in the order kernels read.
+
+    Made by `quantize` or `QuantizedArray.from_integers`; `dequantize()` is its meaning. A pytree:
+    the arrays below are leaves, the other fields are static. Leading axes (layers, experts)
+    are the leading axes of every leaf, so `jax.vmap` and `jax.lax.scan` map over them.
+
+    Invariants, with n_blocks = ceil(n / 64), k_blocks = ceil(k / 64):
+
+    - `packed`: uint32 (..., n_blocks, k_blocks, 128 * bits), `docs/layout.md`.
+    - `scale`: float32, bfloat16 or float16 (..., n_blocks, groups, 64), groups covering the padded
+      k; finite in the padding.
+    - `zero`: None, uint8 (`zero="integer"`) or the dtype of scale (`zero="float"`), same shape.
+    - `index`: None, or int32: this array is then a view of a stack (see `select`).
+    - `permutation`: None, or int32 (..., k): stored row r is row `permutation[r]` of the matrix, so
+      `lhs @ array` is `lhs[..., permutation]` times the stored rows. With shards of k, positions
+      count from the start of their shard.
+    - `version`: uint32 (...), the layout's version, so that stored words are never read by a
+      library that orders bits otherwise.
+    - `shards`: the equal parts of k and n that are padded on their own (see `quantize`); k and n
+      above are then those with the padding.
+
+    Inside `jax.shard_map`, an array stands for the part whose words the device holds, and `k`, `n`
+    and `shards` are those of the part; `whole` remembers the others.
+
+    **Raises:** `ValueError` if shapes, dtypes or the version do not agree, and for a permutation
+    that is none.
+    """
+
+    packed: Array
+    scale: Array
+    zero: Array | None
+    index: Array | None
+    version: Array
+    format: Format
+    k: int
+    n: int
+    shards: tuple[int, int] = (1, 1)
+    whole: tuple[int, int, tuple[int, int]] | None = None
+    permutation: Array | None = None
+
+    # `quantized_matmul`, set by the package that defines it: this one knows no products.
+    _multiply: ClassVar[Callable[[Any, "QuantizedArray"], Array]]
+
+    def __post_init__(self) -> None:
+        self.check_version()  # first: words of another version may have other shapes
+        stack = self.packed.shape[:-3]
+        groups = (*stack, *layout.groups_shape(*self.padded_shape, self.format.group_size))
+        zero_dtype = {"none": None, "integer": jnp.dtype("uint8"), "float": self.scale.dtype}
+        words = (*stack, *layout.packed_shape(*self.padded_shape, self.format.bits))
+        _check("packed", self.packed, words, jnp.dtype("uint32"))
+        if self.scale.dtype not in FLOATS:
+            raise ValueError(
+                f"QuantizedArray: scale has dtype {self.scale.dtype}, but it is float32, bfloat16 "
+                "or float16; cast it."
+            )
+        _check("scale", self.scale, groups, self.scale.dtype)
+        if (self.zero is None) != (self.format.zero == "none"):
+            raise ValueError(
+                f"QuantizedArray: format.zero is {self.format.zero!r}, but the zero array is "
+                f"{'missing' if self.zero is None else 'given'}; make the two agree."
+            )
+        if self.zero is not None:
+            _check("zero", self.zero, groups, zero_dtype[self.format.zero])
+        if self.index is not None:
+            _check("index", self.index, self.index.shape, jnp.dtype("int32"))
+            if len(stack) != 1:
+                raise ValueError(
+                    f"QuantizedArray: an index selects along one stacked axis, but there are "
+                    f"{len(stack)} (shape {stack}); reshape the stack to one axis."
+                )
+        _check("version", self.version, stack, jnp.dtype("uint32"))
+        if self.permutation is not None:
+            _check("permutation", self.permutation, (*stack, self.k), jnp.dtype("int32"))
+            self.check_permutation()
+
+    def check_version(self) -> None:
+        """Refuses words packed by another layout version. Does nothing while tracing.
+
+        **Raises:** `ValueError` with the version found.
+        """
+        if isinstance(self.version, Tracer) or not hasattr(self.version, "__array__"):
+            return
+        found = _local(self.version)
+        if (found != layout.VERSION).any():
+            raise ValueError(
+                "QuantizedArray: the words were packed with layout version "
+                f"{np.unique(found).tolist()}, but this library reads version {layout.VERSION}; "
+                "quantize the weights again, or use the library that wrote them."
+            )
+
+    def check_permutation(self) -> None:
+        """Refuses a permutation that is no order of the rows. Does nothing while tracing.
+
+        **Raises:** `ValueError` with the first value that is out of range or repeated.
+        """
+        if self.permutation is not None:
+            permutations.check_values("QuantizedArray", self.permutation, self.shards[0])
+
+    def check_part(self) -> None:
+        """Refuses words that are no whole part of the matrix; these come only from `shard_map`.
+
+        **Raises:** `ValueError` with the shapes found.
+        """
+        size = self.format.group_size
+        words = layout.packed_shape(*self.padded_shape, self.format.bits)
+        groups = layout.groups_shape(*self.padded_shape, size)
+        if (self.packed.shape[-3:], self.scale.shape[-3:]) != (words, groups):
+            raise ValueError(
+                f"QuantizedArray: packed {self.packed.shape} and scale {self.scale.shape} are no "
+                f"whole part of a ({self.k}, {self.n}) matrix in groups of {size}; shard k in "
+                f"multiples of {padding.shard_unit(size)} and n of {layout.ATOM}, or quantize "
+                "with shards=(shards of k, shards of n)."
+            )
+        if self.permutation is None or self.whole is None:
+            return
+        k, _, (shards, _) = self.whole
+        if self.permutation.shape[-1] != self.k or k // self.k * self.shards[0] != shards:
+            raise ValueError(
+                f"QuantizedArray: the rows are permuted within {shards} parts of k={k}, but a part "
+                f"here has {self.k} of them, so that its activations are on other devices; "
+                f"quantize with shards=({k // self.k}, shards of n), which permutes each part."
+            )
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """k and n with the padding of each shard; without that of a single one."""
+        unit = padding.shard_unit(self.format.group_size)
+        return (
+            padding.spread_size(self.k, self.shards[0], unit),
+            padding.spread_size(self.n, self.shards[1], layout.ATOM),
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix it stands for, (..., k, n)."""
+        lead = self.packed.shape[:-3] if self.index is None else self.index.shape
+        return (*lead, self.k, self.n)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of `dequantize()`: that of the scales."""
+        return self.scale.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory the leaves hold; of a view, those of the whole stack."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """Returns the matrix (..., k, n) as floats, computed in float32 and rounded once.
+
+        **Arguments:** `dtype`: of the result; None for the dtype of the scales.
+        """
+        self.check_version()
+        self.check_part()
+        packed, scale, zero = take(self.packed, self.scale, self.zero, self.index)
+        k, n = self.padded_shape
+        weight = dequantize(packed, scale, zero, format=self.format, k=k, n=n)
+        weight = padding.join(weight, -2, self.shards[0], self.k)
+        weight = padding.join(weight, -1, self.shards[1], self.n)
+        if self.permutation is not None:
+            permutation = permutations.selected(self.permutation, self.index)
+            weight = permutations.restore(weight, permutation, self.shards[0], axis=-2)
+        return weight.astype(dtype or self.dtype)
+
+    def __getitem__(self, key: Any) -> "QuantizedArray":
+        """Indexes leading axes, as an array would; copies. See `select` for a view."""
+        if self.index is not None:
+            raise ValueError(
+                "QuantizedArray: this is a view made by select, which is not indexed again; "
+                "index the stack."
+            )
+        keys = key if isinstance(key, tuple) else (key,)
+        if len(keys) > self.ndim - 2 or any(k is None or k is Ellipsis for k in keys):
+            raise ValueError(
+                f"QuantizedArray: index {key!r} does not stay in the leading axes "
+                f"{self.shape[:-2]} of shape {self.shape}; name those only, or use dequantize()."
+            )
+        self.check_version()
+        return jax.tree.map(lambda leaf: leaf[key], self)
+
+    def __iter__(self) -> Iterator["QuantizedArray"]:
+        if self.ndim == 2:
+            raise TypeError(
+                f"QuantizedArray: a matrix of shape {self.shape} has no leading axis to iterate "
+                "over; use dequantize() for its rows."
+            )
+        return (self[i] for i in range(self.shape[0]))
+
+    def select(self, index: Any) -> "QuantizedArray":
+        """A view of a stack (L, k, n) that kernels index on the device: no packed word is copied.
+
+        `stack.select(i)` stands for `stack[i]`, shape (k, n), also where `i` is traced (a loop
+        counter); an integer array of shape S selects a weight per element, shape (*S, k, n). As in
+        `jax.lax.dynamic_index_in_dim`, a negative index counts from the end, and one out of range
+        is clamped.
+
+        **Raises:** `ValueError` if this is not a stack with one leading axis, or an empty one, or
+        `index` is not of integers.
+        """
+        index = indexing.exact(index)
+        if not jnp.issubdtype(index.dtype, jnp.integer):
+            raise ValueError(
+                f"QuantizedArray.select: index has dtype {index.dtype}, but a position in the "
+                "stack is an integer."
+            )
+        if self.index is not None or self.packed.ndim != 4:
+            raise ValueError(
+                f"QuantizedArray.select: shape {self.shape} is not a stack (L, k, n) with one "
+                "leading axis; reshape the stack or index the other axes first."
+            )
+        self.check_version()
+        if self.packed.shape[0] == 0 and index.size:
+            raise ValueError(
+                f"QuantizedArray.select: the stack of shape {self.shape} is empty, so that there "
+                "is nothing to select; index a stack of one matrix or more."
+            )
+        return self._with(index=indexing.saturated(index))
+
+    def __rmatmul__(self, lhs: Any) -> Array:
+        return self._multiply(jnp.asarray(lhs), self)
+
+    __array_ufunc__ = None  # numpy_array @ q comes to __rmatmul__
+
+    @classmethod
+    def from_packed_groups(
+        cls,
+        qvalue: Array,
+        scale: Array,
+        zero: Array | None,
+        *,
+        format: Format,
+        k: int | None = None,
+        n: int | None = None,
+        shards: tuple[int, int] = (1, 1),
+        permutation: Array | None = None,
+    ) -> "QuantizedArray":
+        """Packs quantized values (..., k, n) with scale and zero (..., groups, n); checks nothing.
+
+        With shards, these have the padding of each (`padding.spread`), and `k` and `n`, given
+        apart, have not. Rows of padding along k get the quantized value nearest to 0, whatever
+        `qvalue` has there.
+        """
+        *lead, rows, columns = qvalue.shape
+        k, n = rows if k is None else k, columns if n is None else n
+        groups = layout.num_groups(rows, format.group_size)
+        scale = _pad(scale, groups, "edge")
+        zero = None if zero is None else _pad(zero, groups, "edge")
+        rows = layout.blocks(rows) * layout.ATOM
+        if rows > k:
+            fill = per_row(scales.zero_qvalue(scale, zero, format), rows, format)
+            padded = np.arange(rows) % (rows // shards[0]) >= k // shards[0]
+            qvalue = jnp.where(padded[:, None], fill, _pad(qvalue, rows, "constant"))
+        array = cls(
+            packed=layout.pack(qvalue, format.bits),
+            scale=layout.pack_groups(scale),
+            zero=None if zero is None else layout.pack_groups(zero),
+            index=None,
+            version=jnp.full(tuple(lead), layout.VERSION, jnp.uint32),
+            format=format,
+            k=k,
+            n=n,
+            shards=shards,
+        )
+        return array._with(permutation=permutation)
+
+    @classmethod
+    def from_integers(
+        cls,
+        values: Any,
+        scale: Any,
+        zero: Any = None,
+        *,
+        format: Format,
+        shards: tuple[int, int] = (1, 1),
+        permutation: Any = None,
+    ) -> "QuantizedArray":
+        """Packs integers that are quantized already (`jnp.int4`, `uint4`, `int8`, ...).
+
+        **Arguments:**
+
+        - `values`: integers (..., k, n). Signed ones are two's complement, `weight = value * scale`
+          without a zero; unsigned ones need a zero.
+        - `scale`: finite floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`.
+        - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
+          floats to add (`"float"`, with unsigned values); the shape of `scale`.
+        - `format`: the format; its width must hold every value.
+        - `shards`: as of `quantize`; then scale and zero have the groups of each part of k one
+          after the other.
+        - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
+          are stored. Groups follow each other in that order: see `group_permutation`.
+
+        **Raises:** `ValueError` for wrong shapes or dtypes and, outside `jax.jit`, for a value
+        outside the width, which is clipped inside, for scales and float zeros that are not finite,
+        also in the dtype of the scales, and for a permutation that is none.
+
+        ```python
+        q = jnp.array([[-8, 7]], jnp.int4)
+        QuantizedArray.from_integers(q, jnp.ones((1, 2)), format=Format(bits=4))
+        ```
+        """
+        groups = integers.checked(
+            values, scale, zero, format=format, shards=shards, permutation=permutation
+        )
+        k_shards, n_shards = shards
+        return cls.from_packed_groups(
+            **groups._asdict(), format=format, shards=(k_shards, n_shards)
+        )
+
+    @classmethod
+    def from_qarray(cls, array: Any) -> "QuantizedArray":
+        """Packs a `qwix.QArray` (..., k, n) of integers, whose meaning it keeps.
+
+        **Arguments:** `array`: integers of up to 8 bits with scales, and perhaps zero points, in
+        tiles along k that hold a multiple of 16, or one for all of k.
+
+        **Raises:** `TypeError` for anything else than a QArray, `ValueError` for another qtype or
+        tiling.
+
+        ```python
+        QuantizedArray.from_qarray(qwix.quantize(w, jnp.int4, channelwise_axes=[1]))
+        ```
+        """
+        values, scale, zero, format = qarray.integers_of(array)
+        return cls.from_integers(values, scale, zero, format=format)
+
+    def to_qarray(self) -> Any:
+        """Returns the same matrix as a `qwix.QArray` of signed integers, one per element.
+
+        **Raises:** `ImportError` without qwix, `ValueError` for a float zero, for groups that do
+        not divide k, and for groups of permuted rows.
+        """
+        return qarray.to_qarray(self)
+
+    @property
+    def _static(self) -> tuple[Any, ...]:
+        return self.format, *(self.whole or (self.k, self.n, self.shards))
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in LEAVES]
+        return children, self._static
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return tuple(getattr(self, name) for name in LEAVES), self._static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> "QuantizedArray":
+        # Transformations unflatten with placeholders for leaves, so nothing is checked here.
+        format, k, n, shards = static
+        fields = dict(zip(LEAVES, leaves, strict=True), format=format, whole=(k, n, shards))
+        shape = getattr(leaves[0], "shape", None)
+        if isinstance(shape, tuple) and len(shape) >= 3:
+            unit = padding.shard_unit(format.group_size)
+            k, k_shards = padding.part(k, shards[0], unit, shape[-2])
+            n, n_shards = padding.part(n, shards[1], layout.ATOM, shape[-3])
+            shards = (k_shards, n_shards)
+        return cls._unchecked(fields | {"k": k, "n": n, "shards": shards})
+
+    @classmethod
+    def _unchecked(cls, fields: dict[str, Any]) -> "QuantizedArray":
+        self = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        return self
+
+    def _with(self, **changes: Any) -> "QuantizedArray":
+        """`dataclasses.replace` without its checks, for fields that were checked or need none."""
+        return self._unchecked(vars(self) | changes)
+
+
+def _local(array: Any) -> np.ndarray:
+    """The values of a concrete array, of which JAX keeps a copy; those of this process alone."""
+    if isinstance(array, Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        return np.array([x for shard in array.addressable_shards for x in np.ravel(shard.data)])
+    return np.asarray(array)
+
+
+def _pad(values: Array, rows: int, mode: str) -> Array:
+    """Values (..., r, n) with more rows behind them."""
+    pad = [(0, 0)] * (values.ndim - 2) + [(0, rows - values.shape[-2]), (0, 0)]
+    return jnp.pad(values, pad, mode=mode)
+
+
+def _check(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
+    if tuple(array.shape) != shape or array.dtype != dtype:
+        raise ValueError(
+            f"QuantizedArray: {name} is {array.dtype}{tuple(array.shape)}, but the other fields "
+            f"ask for {dtype}{shape}; make it with quantize or from_integers."
+        )

@@ -1,0 +1,39 @@
+"""Columns of a quantized matrix by their numbers: what a lookup in an embedding table reads."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from . import indexing, layout, padding, permutations
+from .array import QuantizedArray
+from .dequantize import dequantize_columns
+
+
+def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
+    """`array.dequantize(dtype).T[columns]` of a (k, n) matrix, without dequantizing the others.
+
+    Columns are numbered as by `jnp.take`: from the end if negative, and NaN where there is none.
+
+    **Arguments:**
+
+    - `array`: a single matrix, no stack.
+    - `columns`: integers (...).
+    - `dtype`: of the result, to which weights, defined in float32, are rounded once.
+
+    **Returns:** (..., k).
+    """
+    array.check_version()
+    array.check_part()
+    numbers = indexing.from_front(indexing.saturated(columns.reshape(-1)), array.n)
+    exists = (numbers >= 0) & (numbers < array.n)
+    numbers = jnp.where(exists, numbers, 0)
+    numbers = padding.spread_position(numbers, array.n, array.shards[1], layout.ATOM)
+    weight = dequantize_columns(
+        array.packed, array.scale, array.zero, numbers, format=array.format, k=array.padded_shape[0]
+    )
+    weight = padding.join(weight, -2, array.shards[0], array.k)
+    if array.permutation is not None:
+        weight = permutations.restore(weight, array.permutation, array.shards[0], axis=-2)
+    weight = jnp.where(exists, weight.astype(dtype), jnp.asarray(jnp.nan, dtype))
+    return weight.T.reshape(*columns.shape, array.k)

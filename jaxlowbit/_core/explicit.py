@@ -1,0 +1,87 @@
+"""Products of arrays whose shardings are part of their types (meshes with Explicit axes).
+
+The sharding of the result follows from those of the operands, as in `jnp.dot`; inside, the axes are
+Auto, so that one set of rules (`_partition.py`) divides every product.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import AxisType
+
+from .array import QuantizedArray
+
+Sharding = jax.NamedSharding | jax.P
+
+
+def multiply(
+    product: Callable[[Array, QuantizedArray], Array],
+    lhs: Array,
+    rhs: QuantizedArray,
+    out_sharding: Sharding | None,
+) -> Array:
+    """`product(lhs, rhs)`, with its sharding where there are Explicit axes."""
+    mesh = mesh_of((lhs, rhs))
+    if mesh is None:
+        if out_sharding is not None:
+            raise ValueError(
+                f"quantized_matmul: out_sharding is {out_sharding}, but lhs and rhs are on no mesh "
+                "with Explicit axes; use jax.lax.with_sharding_constraint on the result."
+            )
+        return product(lhs, rhs)
+    if isinstance(out_sharding, jax.NamedSharding):
+        out_sharding = out_sharding.spec
+    spec = _spec(lhs, rhs) if out_sharding is None else out_sharding
+    return automatic(product, mesh, spec)(lhs, rhs)
+
+
+def mesh_of(tree: Any) -> Any:
+    """The mesh with Explicit axes on which arrays are, or None."""
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree)]
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
+def automatic(function: Callable[..., Any], mesh: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` of arrays on `mesh`, inside which XLA divides over the Explicit axes."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(axis for axis, kind in types if kind is AxisType.Explicit)
+
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh):
+            inner: Any = jax.sharding.auto_axes(function, axes=axes, out_sharding=out_specs)
+            return inner(*args)
+
+    return run
+
+
+def _spec(lhs: Array, rhs: QuantizedArray) -> jax.P:
+    """The sharding of the result: that of the rows, the leading axes and n, where it is clear."""
+    *rows, lhs_k = entries(lhs)
+    *stack, n, rhs_k, _ = entries(rhs.packed)
+    if lhs_k is not None or rhs_k is not None:
+        raise ValueError(
+            f"quantized_matmul: the contracted axis is sharded (lhs over {lhs_k!r}, rhs over "
+            f"{rhs_k!r}), which leaves the sharding of the result open; name it by out_sharding=, "
+            "such as jax.P(), as for jnp.dot."
+        )
+    lead = stack if rhs.index is None else entries(rhs.index)
+    batch, row = rows[:-1], rows[-1:]
+    ndim = max(len(batch), len(lead))
+    batch, lead = ([None] * (ndim - len(axes)) + axes for axes in (batch, lead))
+    batch = [x if x is not None else y for x, y in zip(batch, lead, strict=True)]
+    spec = [*batch, *row, n]
+    used = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))]
+    if any(axis is not None and used.count(axis) > 1 for axis in used):
+        raise ValueError(
+            f"quantized_matmul: lhs is sharded as {jax.P(*rows)} and rhs over {n!r} along n, so "
+            "that a mesh axis would occur twice in the result; name its sharding by out_sharding=."
+        )
+    return jax.P(*spec)
+
+
+def entries(array: Any) -> list[Any]:
+    """The entry of an array's sharding for each of its axes."""
+    spec = jax.typeof(array).sharding.spec
+    return [*spec, *[None] * (array.ndim - len(spec))]

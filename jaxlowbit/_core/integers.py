@@ -1,0 +1,123 @@
+"""Checks of integers that are quantized already, for `QuantizedArray.from_integers`."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from . import checks, indexing, layout, padding, permutations
+from .format import Format
+
+
+class Groups(NamedTuple):
+    """Arguments of `QuantizedArray.from_packed_groups`, with the padding of each shard."""
+
+    qvalue: Array
+    scale: Array
+    zero: Array | None
+    k: int
+    n: int
+    permutation: Array | None
+
+
+def checked(
+    values: Any,
+    scale: Any,
+    zero: Any,
+    *,
+    format: Format,
+    shards: tuple[int, int],
+    permutation: Any,
+) -> Groups:
+    """The arguments of `QuantizedArray.from_integers`, checked, padded and in stored order.
+
+    **Raises:** what `QuantizedArray.from_integers` says.
+    """
+    values, scale = indexing.exact(values), jnp.asarray(scale)
+    zero = None if zero is None else indexing.exact(zero)
+    if not jnp.issubdtype(values.dtype, jnp.integer) or values.ndim < 2:
+        raise ValueError(
+            f"from_integers: values has shape {values.shape} and dtype {values.dtype}, but it "
+            "is an integer matrix (..., k, n); use quantize for floats."
+        )
+    signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
+    if not signed and format.zero == "none":
+        raise ValueError(
+            f"from_integers: values are unsigned ({values.dtype}) and the format has no zero; "
+            'pass signed values, or a zero with format.zero="integer".'
+        )
+    if (zero is None) != (format.zero == "none"):
+        raise ValueError(
+            f"from_integers: format.zero is {format.zero!r}, but zero is "
+            f"{'missing' if zero is None else 'given'}; make the two agree."
+        )
+    *lead, k, n = values.shape
+    checks.shards("from_integers", values.shape, shards)
+    size, (parts, columns) = format.group_size, shards
+    groups = 1 if size == -1 else -(-k // (parts * size)) * parts
+    for name, array in (("scale", scale), ("zero", zero)):
+        if array is not None and array.shape != (*lead, groups, n):
+            raise ValueError(
+                f"from_integers: {name} has shape {array.shape}, but values of shape "
+                f"{values.shape} in groups of {size} need {(*lead, groups, n)}, with shards="
+                f"{shards!r}."
+            )
+    checks.finite("from_integers", "scale", scale, "no weight comes of them. Repair them")
+    if zero is not None:
+        zero = _integer_or_float_zero(zero, values, scale, format)
+    qvalue = _qvalue("values", values, format)
+    if permutation is not None:
+        permutation = permutations.checked("from_integers", permutation, qvalue.shape, parts)
+        qvalue = permutations.permute(qvalue, permutation, shards=parts, axis=-2)
+    unit = padding.shard_unit(size)
+
+    def spread(array: Array, unit: int) -> Array:
+        array = padding.spread(array, -2, parts, unit, mode="edge") if unit else array
+        return padding.spread(array, -1, columns, layout.ATOM, mode="edge")
+
+    scale, zero = (
+        None if array is None else spread(array, 0 if size == -1 else unit // size)
+        for array in (scale, zero)
+    )
+    return Groups(spread(qvalue, unit), scale, zero, k, n, permutation)
+
+
+def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format) -> Array:
+    """The zero to store: integers in the convention of `values`, or floats beside unsigned ones."""
+    unsigned = jnp.issubdtype(values.dtype, jnp.unsignedinteger)
+    if format.zero == "float":
+        if not unsigned or not jnp.issubdtype(zero.dtype, jnp.floating):
+            raise ValueError(
+                f"from_integers: with format.zero='float', values are unsigned codes and zero "
+                f"floats to add, but they are {values.dtype} and {zero.dtype}; convert them."
+            )
+        zero = jnp.asarray(zero)
+        checks.finite("from_integers", "zero", zero, "no weight comes of them. Repair them")
+        zero = zero.astype(scale.dtype)
+        name = f"zero, in the {scale.dtype} of scale,"
+        checks.finite("from_integers", name, zero, "cast the scales to float32")
+        return zero
+    kind = jnp.unsignedinteger if unsigned else jnp.signedinteger
+    if not jnp.issubdtype(zero.dtype, kind):
+        raise ValueError(
+            f"from_integers: zero is {zero.dtype} beside values of {values.dtype}, but an integer "
+            "zero is signed where the values are and unsigned where they are; convert one of them."
+        )
+    return _qvalue("zero", zero, format)
+
+
+def _qvalue(name: str, values: Any, format: Format) -> Array:
+    """Unsigned quantized values of integers, checked where concrete, else clipped to the width."""
+    low = -format.offset if jnp.issubdtype(values.dtype, jnp.signedinteger) else 0
+    high = low + 2**format.bits - 1
+    if values.dtype.itemsize < 4:
+        values = values.astype(jnp.int32)
+    if values.size and not isinstance(values, Tracer):
+        least, most = int(values.min()), int(values.max())
+        if least < low or most > high:
+            raise ValueError(
+                f"from_integers: {name} reaches from {least} to {most}, but {format.bits} bits "
+                f"hold {low} to {high}; use a wider format."
+            )
+    return (jnp.clip(indexing.saturated(values), low, high) - low).astype(jnp.uint8)

@@ -1,0 +1,186 @@
+"""Floats to `QuantizedArray` and back, in plain jnp."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from . import checks, explicit, layout, padding, permutations, scales
+from .array import QuantizedArray
+from .dtypes import FLOATS
+from .format import Format
+from .sharding import partition_spec
+
+
+def quantize(
+    weight: Any,
+    format: Format,
+    *,
+    method: Literal["absmax", "mse"] = "absmax",
+    scale_dtype: Any = None,
+    shards: tuple[int, int] = (1, 1),
+    permutation: Any = None,
+) -> QuantizedArray:
+    """Rounds a float matrix to the nearest values a format can hold.
+
+    `"absmax"` fits each group's scale (and zero) to its extreme values, so that every element is
+    off by at most half a scale: the round-to-nearest baseline of the quantization literature.
+    `"mse"` clips: of the full range and 63 shrunken ones it keeps, for each group, the one of least
+    squared error, never worse than `"absmax"`. The search over shrunken ranges is that of the `mse`
+    option of GPTQ's reference code (Frantar et al., 2023, which sums powers of 2.4); AWQ (Lin et
+    al., 2024) judges the same ranges by the output of the layer.
+
+    **Arguments:**
+
+    - `weight`: float32, bfloat16 or float16 (..., k, n), k the input features.
+    - `format`: what to round to.
+    - `method`: how scales are chosen.
+    - `scale_dtype`: float32, bfloat16 or float16; None for the dtype of `weight`.
+    - `shards`: into how many equal parts (of k, of n) devices will cut the matrix. Each part is
+      padded on its own to whole atoms (64) and groups, and groups start anew in each. Parts of n
+      that are a multiple of 64, and of k that are one of 64 and of the group size, need no padding.
+    - `permutation`: None, or integers (..., k) or (k,): the order in which rows are stored and form
+      groups, such as that of falling activations (the `act-order` option of the same code). With
+      shards of k, an order of each part, counted from its start.
+
+    **Returns:** a `QuantizedArray` of the same shape, and on a mesh with Explicit axes of the same
+    sharding.
+
+    **Raises:** `ValueError` for a wrong rank or dtype, an unknown method, shards that do not divide
+    the matrix, a sharding on Explicit axes that `partition_spec` refuses, and, outside `jax.jit`,
+    for NaN or infinite weights, for scales beyond the range of `scale_dtype` (too large anywhere,
+    or too small in most groups of a matrix of float32 or bfloat16) and for a permutation that is
+    none.
+
+    ```python
+    q = quantize(jnp.ones((256, 512)), INT4)
+    y = jnp.ones((8, 256)) @ q
+    ```
+    """
+    weight = jnp.asarray(weight)
+    scale_dtype = jnp.dtype(weight.dtype if scale_dtype is None else scale_dtype)
+    _check(weight, format, method, scale_dtype)
+    checks.shards("quantize", weight.shape, shards)
+    if permutation is not None:
+        permutation = permutations.checked("quantize", permutation, weight.shape, shards[0])
+    run = functools.partial(
+        _quantize, format=format, method=method, scale_dtype=scale_dtype, shards=tuple(shards)
+    )
+    mesh = explicit.mesh_of(weight)
+    if mesh is not None:
+        run = explicit.automatic(run, mesh, _specs(run, weight, permutation, mesh))
+    array = run(weight, permutation)
+    _check_scale(array.scale, weight, scale_dtype)
+    return array
+
+
+# One program: run operation by operation, it would hold several float32 copies of the weight.
+@functools.partial(jax.jit, static_argnames=("format", "method", "scale_dtype", "shards"))
+def _quantize(
+    weight: Array,
+    permutation: Array | None,
+    format: Format,
+    method: str,
+    scale_dtype: Any,
+    shards: tuple[int, int],
+) -> QuantizedArray:
+    shape = weight.shape
+    if permutation is not None:
+        weight = permutations.permute(weight, permutation, shards[0], axis=-2)
+    unit = padding.shard_unit(format.group_size)
+    weight = padding.spread(weight, -2, shards[0], unit, mode="edge")
+    weight = padding.spread(weight, -1, shards[1], layout.ATOM, mode="edge")
+    *lead, k, n = weight.shape
+    size = k if format.group_size == -1 else min(format.group_size, k)
+    groups = -(-k // size)
+    # Repeating the last row fills the last group without moving its extremes.
+    pad = [(0, 0)] * len(lead) + [(0, groups * size - k), (0, 0)]
+    grouped = jnp.pad(weight.astype(jnp.float32), pad, mode="edge")
+    grouped = grouped.reshape(*lead, groups, size, n)
+    if method == "absmax":
+        scale, zero = scales.extremes(grouped, format, scale_dtype)
+    else:
+        scale, zero = scales.least_squares(grouped, k, format, scale_dtype)
+    qvalue = scales.qvalue(grouped, scale, zero, format)
+    qvalue = qvalue.reshape(*lead, groups * size, n)[..., :k, :]
+    return QuantizedArray.from_packed_groups(
+        qvalue,
+        scale,
+        zero,
+        format=format,
+        k=shape[-2],
+        n=shape[-1],
+        shards=shards,
+        permutation=permutation,
+    )
+
+
+def _specs(
+    run: Callable[..., QuantizedArray], weight: Array, permutation: Array | None, mesh: Any
+) -> QuantizedArray:
+    """Where the words lie of a weight whose type has a sharding."""
+    *lead, k, n = explicit.entries(weight)
+    array = jax.eval_shape(run, jax.ShapeDtypeStruct(weight.shape, weight.dtype), permutation)
+    return partition_spec(array, mesh, k=k, n=n, lead=lead)
+
+
+def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:
+    """Returns `array.dequantize(dtype)`: the floats (..., k, n) that a quantized array stands for.
+
+    **Arguments:** `dtype`: of the result; None for the dtype of the scales.
+    """
+    return array.dequantize(dtype)
+
+
+def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None:
+    if weight.ndim < 2 or 0 in weight.shape[-2:]:
+        raise ValueError(
+            f"quantize: weight has shape {weight.shape}, but a matrix (..., k, n) with k and n "
+            "from 1 is needed; reshape it."
+        )
+    for name, dtype in (("weight", weight.dtype), ("scale_dtype", scale_dtype)):
+        if dtype not in FLOATS:
+            raise ValueError(
+                f"quantize: {name} is {dtype}, but it is float32, bfloat16 or float16; cast it, or "
+                "use QuantizedArray.from_integers for integers."
+            )
+    if method not in ("absmax", "mse"):
+        raise ValueError(
+            f"quantize: method={method!r} is unknown; the methods are 'absmax' and 'mse'."
+        )
+    if format.bits == 1 and format.zero == "none":
+        raise ValueError(
+            "quantize: a 1-bit code without a zero holds only -scale and 0; use zero='float', "
+            "which holds two free values per group."
+        )
+    checks.finite("quantize", "weight", weight, "no scale covers them. Clean the weight first")
+
+
+def _check_scale(scale: Array, weight: Array, scale_dtype: Any) -> None:
+    if isinstance(scale, Tracer):
+        return
+    if not jnp.isfinite(scale).all():
+        raise ValueError(
+            f"quantize: weights up to {_largest(weight):g} span a range beyond that of "
+            f"{scale_dtype} scales; use scale_dtype=jnp.float32, or smaller weights."
+        )
+    if weight.dtype == jnp.float16:  # whose values are multiples of the least scale
+        return
+    least = scales.least(scale_dtype)
+    least_ones, others = (jnp.sum(x, axis=(-3, -2, -1)) for x in (scale == least, scale > least))
+    lost = np.asarray(least_ones > others)
+    if lost.any():
+        wider = "use scale_dtype=jnp.float32, or " if scale_dtype == jnp.float16 else ""
+        raise ValueError(
+            f"quantize: weights up to {_largest(weight[lost]):g} need scales below {least:g}, the "
+            f"least of {scale_dtype}, in most groups of a matrix; {wider}scale the weights up."
+        )
+
+
+def _largest(weight: Array) -> float:
+    return float(jnp.abs(weight).max())

@@ -1,0 +1,135 @@
+"""Scales and zeros that fit a format to groups of values, and the quantized values they give.
+
+Values are float32 (..., groups, size, n); scales and zeros are (..., groups, n).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .format import Format
+
+# The ranges that `least_squares` tries besides the full one, as parts of it: 0.97 to 0.15.
+_PARTS = (0.97 ** np.arange(1, 64)).astype(np.float32)
+
+
+def extremes(grouped: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
+    """Scales of `dtype`, and zeros, that reach the extremes of each group."""
+    return _reach(*_range(grouped, format), format, dtype)
+
+
+def least_squares(grouped: Array, k: int, format: Format, dtype: Any) -> tuple[Array, Array | None]:
+    """Scales and zeros of the full range or a part of it, whichever has the least squared error.
+
+    Rows from `k` on only fill the last group and do not count. One part is tried at a time, so
+    memory does not grow with their number.
+    """
+    groups, size = grouped.shape[-3:-1]
+    counts = (np.arange(groups * size) < k).reshape(groups, size, 1)
+    low, high = _range(grouped, format)
+    # A range shrinks towards zero, which it holds, or to its middle where it may lie anywhere.
+    center = low + (high - low) / 2 if format.zero == "float" else jnp.zeros_like(low)
+    full = _reach(low, high, format, dtype)
+
+    def error(scale: Array, zero: Array | None) -> Array:
+        exact, rounded = _steps(grouped, scale, zero, format)
+        # In units of the widest scale, so that squares neither overflow nor vanish.
+        units = _rows(_ratio(scale.astype(jnp.float32), full[0]))
+        missed = jnp.where(counts, (rounded - exact) * units, 0)
+        return jnp.sum(missed * missed, axis=-2)
+
+    def try_part(best: Any, part: Array) -> tuple[Any, None]:
+        fit = _reach(center + part * (low - center), center + part * (high - center), format, dtype)
+        found = (error(*fit), *fit)
+        better = found[0] < best[0]
+        return jax.tree.map(lambda new, old: jnp.where(better, new, old), found, best), None
+
+    (_, scale, zero), _ = lax.scan(try_part, (error(*full), *full), jnp.asarray(_PARTS))
+    return scale, zero
+
+
+def qvalue(grouped: Array, scale: Array, zero: Array | None, format: Format) -> Array:
+    """The quantized values, uint8, that are nearest with these scales and zeros."""
+    _, rounded = _steps(grouped, scale, zero, format)
+    return (rounded - _least_step(zero, format)).astype(jnp.uint8)
+
+
+def least(dtype: Any) -> float:
+    """The least scale; subnormal in float16 alone, as float32 units flush those of the others."""
+    info = jnp.finfo(dtype)
+    return float(info.smallest_subnormal if dtype == jnp.float16 else info.smallest_normal)
+
+
+def zero_qvalue(scale: Array, zero: Array | None, format: Format) -> Array:
+    """The quantized values nearest to 0, uint8 (..., groups, n); without a zero, one for all."""
+    if zero is None:
+        return jnp.full((1,) * scale.ndim, format.offset, jnp.uint8)
+    if format.zero == "integer":
+        return zero
+    steps = jnp.nan_to_num(_ratio(-zero.astype(jnp.float32), scale))
+    return jnp.clip(jnp.round(steps), 0, 2**format.bits - 1).astype(jnp.uint8)
+
+
+def _steps(grouped: Array, scale: Array, zero: Array | None, format: Format) -> tuple[Array, Array]:
+    """Values in units of their scale: as they are, and rounded to a quantized value."""
+    if zero is not None and format.zero == "float":
+        grouped = grouped - _rows(zero)
+    exact, lowest = _ratio(grouped, scale[..., None, :]), _least_step(zero, format)
+    return exact, jnp.clip(jnp.round(exact), lowest, lowest + (2**format.bits - 1))
+
+
+def _ratio(values: Array, scale: Array) -> Array:
+    """Values divided by scales. XLA takes reciprocals, which beyond 2^126 would be flushed to 0."""
+    scale = scale.astype(jnp.float32)
+    smaller = jnp.where(scale > 1, 2.0**-8, 1.0)
+    return (values * smaller) / (scale * smaller)
+
+
+def _least_step(zero: Array | None, format: Format) -> Array | float:
+    """The quantized value 0, in units of the scale."""
+    if zero is None:
+        return -float(format.offset)
+    return -_rows(zero) if format.zero == "integer" else 0.0
+
+
+def _range(grouped: Array, format: Format) -> tuple[Array, Array]:
+    low, high = grouped.min(axis=-2), grouped.max(axis=-2)
+    if format.zero == "integer":
+        low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
+    return low, high
+
+
+def _reach(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
+    """The scale and zero with which quantized values cover `low` to `high`."""
+    levels = 2**format.bits - 1
+    if format.zero == "none":
+        return _scale(jnp.maximum(-low, high), levels // 2, dtype), None
+    if format.zero == "integer":
+        scale = _scale(high - low, levels, dtype)
+        zero = jnp.clip(jnp.round(_ratio(-low, scale)), 0, levels)
+        return scale, zero.astype(jnp.uint8)
+    zero = _round(low, dtype, down=True)
+    return _scale(high - zero.astype(jnp.float32), levels, dtype), zero
+
+
+def _rows(values: Array) -> Array:
+    return values.astype(jnp.float32)[..., None, :]
+
+
+def _scale(extent: Array, steps: int, dtype: Any) -> Array:
+    """The smallest scale of `dtype` with which `steps` steps cover `extent`; 1 for no extent."""
+    scale = _round(jnp.maximum(extent / steps, least(dtype)), dtype, down=False)
+    return jnp.where(extent > 0, scale, jnp.ones_like(scale))
+
+
+def _round(values: Array, dtype: Any, *, down: bool) -> Array:
+    """Rounds float32 to `dtype` towards minus infinity (`down`) or plus infinity."""
+    # Without the barrier, XLA may compute on with the float32 value ("excess precision").
+    nearest = lax.optimization_barrier(values.astype(dtype))
+    limit = jnp.asarray(-jnp.inf if down else jnp.inf, dtype)
+    wide = nearest.astype(jnp.float32)
+    missed = wide > values if down else wide < values
+    return jnp.where(missed, jnp.nextafter(nearest, limit), nearest)

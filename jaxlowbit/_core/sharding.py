@@ -1,0 +1,97 @@
+"""`partition_spec`: where the words of a matrix lie when its axes are sharded."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from . import layout, padding
+from .array import QuantizedArray
+
+
+def partition_spec(
+    array: QuantizedArray, mesh: Any, *, k: Any = None, n: Any = None, lead: Any = ()
+) -> QuantizedArray:
+    """The `jax.P` of each leaf of `array`, for a matrix sharded as `jax.P(*lead, k, n)` on `mesh`.
+
+    A part must hold whole atoms of 64 x 64, or be one that `quantize(..., shards=...)` has padded.
+    Scales and zeros go with their words, except that all groups stay on every device where a part
+    of k ends inside one. So does a permutation that goes beyond the rows of a part.
+
+    **Arguments:**
+
+    - `array`: the array, or what `jax.eval_shape` knows of it.
+    - `mesh`: a `jax.sharding.Mesh` or `AbstractMesh`.
+    - `k`, `n`: a mesh axis, a tuple of them, or None.
+    - `lead`: one such entry for each leading axis, or fewer.
+
+    **Returns:** a tree like `array`, for `in_specs` of `jax.shard_map` and, made into
+    `NamedSharding`s, for `jax.device_put` and `jax.jit`.
+
+    **Raises:** `ValueError` for parts of k or n that are no whole parts of the words, and for a
+    view made by `select`.
+
+    ```python
+    specs = partition_spec(q, mesh, n="model")
+    q = jax.device_put(q, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
+    ```
+    """
+    if array.index is not None:
+        raise ValueError(
+            "partition_spec: this is a view made by select, whose index has axes of its own; "
+            "shard the stack."
+        )
+    return leaf_specs(array, k=k, n=n, lead=lead, own=own_parts(array, mesh, k, n))
+
+
+class Own(NamedTuple):
+    """What belongs to one part of k alone: its groups, and the order of its rows."""
+
+    groups: bool
+    order: bool
+
+
+def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) -> QuantizedArray:
+    """The entries k, n and lead of a matrix where the leaves have those axes.
+
+    What is not a part's own is on every device.
+    """
+    lead = (*lead, *[None] * (array.ndim - 2 - len(lead)))
+    groups = jax.P(*lead, n, k if own.groups else None, None)
+    zero = None if array.zero is None else groups
+    order = None if array.permutation is None else jax.P(*lead, k if own.order else None)
+    leaves = (jax.P(*lead, n, k, None), groups, zero, None, order, jax.P(*lead))
+    return QuantizedArray.tree_unflatten(array.tree_flatten()[1], leaves)
+
+
+def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
+    """What each part of k on a mesh has of its own; refuses parts that are no whole atoms."""
+    size = array.format.group_size
+    n_blocks, k_blocks, _ = array.packed.shape[-3:]
+    unit = padding.shard_unit(size)
+    part = _part_blocks("k", array.k, array.shards[0], unit, k_blocks, k, mesh)
+    _part_blocks("n", array.n, array.shards[1], layout.ATOM, n_blocks, n, mesh)
+    groups = size != -1 and (part == k_blocks or part * layout.ATOM % size == 0)
+    return Own(groups, array.shards[0] % (k_blocks // part) == 0)
+
+
+def own_parts_anywhere(array: QuantizedArray) -> Own:
+    """What parts of k have of their own that are any whole number of atoms, or shards."""
+    size, sharded = array.format.group_size, array.shards[0] > 1
+    return Own(size != -1 and (sharded or layout.ATOM % size == 0), sharded)
+
+
+def _part_blocks(
+    name: str, size: int, shards: int, unit: int, blocks: int, axes: Any, mesh: Any
+) -> int:
+    """The atoms along one axis that each device holds."""
+    entry = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+    parts = math.prod(mesh.shape[axis] for axis in entry)
+    found = blocks // parts
+    if parts > 1 and (blocks % parts or padding.part(size, shards, unit, found)[0] == size):
+        raise ValueError(
+            f"partition_spec: {name}={size} in {parts} parts over {axes!r} does not cut the words "
+            f"between atoms of {layout.ATOM}; quantize with shards=, whose entry for {name} is a "
+            f"multiple of {parts}."
+        )
+    return found

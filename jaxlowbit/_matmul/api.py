@@ -1,0 +1,89 @@
+"""`quantized_matmul`: the file to read first.
+
+`multiply` (`product.py`) binds the primitive, `lowering.py` picks the backend of a program, and
+`_backends/cuda.py` or `cpu.py` makes the custom call. `docs/design.md` follows it to the kernel.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._core.array import QuantizedArray
+from .._core.explicit import Sharding
+from . import fused
+from .call import run
+from .epilogue import Activation
+from .options import Backend, Options, check_quantized
+from .product import multiply
+
+
+def quantized_matmul(
+    lhs: Any,
+    rhs: QuantizedArray,
+    *,
+    bias: Any = None,
+    activation: Activation | None = None,
+    residual: Any = None,
+    preferred_element_type: Any = None,
+    precision: lax.DotAlgorithmPreset | None = None,
+    out_sharding: Sharding | None = None,
+    backend: Backend | None = None,
+) -> Array:
+    """Computes `lhs @ rhs.dequantize()` without writing the dequantized matrix to memory.
+
+    Weights are rounded once to the dtype of `lhs`, products accumulate in float32 (see
+    `precision`), the result is rounded once. Linear in `lhs` and in the scales (and float zeros) of
+    `rhs`, and differentiable in both; the cotangent of `lhs` comes from the same packed weights,
+    where the kernels have the transposed product (CUDA), and those of the scales dequantize.
+
+    With an epilogue, `activation(lhs @ rhs.dequantize() + bias) + residual`: everything before the
+    one rounding is float32. On one NVIDIA GPU, and inside `jax.shard_map`, the kernel computes it;
+    elsewhere, in the cases that `quantized_matmuls` names, and where it is differentiated, XLA.
+
+    **Arguments:**
+
+    - `lhs`: float32, bfloat16 or float16 (..., k). Leading axes broadcast against those of `rhs`
+      as in `jnp.matmul`.
+    - `rhs`: (..., k, n).
+    - `bias`: float32, bfloat16 or float16, (n,), or (..., n) with the leading axes of `rhs`.
+    - `activation`: `"silu"`, `"gelu"` (by erf), `"gelu_tanh"` (its approximation) or `"relu"`, as
+      in `jax.nn`.
+    - `residual`: float32, bfloat16 or float16, of the shape of the result.
+    - `preferred_element_type`: dtype of the result: that of `lhs` (the default) or float32.
+    - `precision`: None for float32 accumulation. `jax.lax.DotAlgorithmPreset.F16_F16_F16`, for
+      float16 `lhs`, allows kernels to add up to 128 products in float16, and those sums in float32:
+      for GPUs on which float32 accumulation is slow. That adds an error of at most 2^-7
+      `|lhs| @ |weights|` (2^-8 for 8 bits), whatever k is; where such a sum is beyond 65504, the
+      result is not finite.
+    - `out_sharding`: sharding of the result on a mesh with Explicit axes, needed where k is
+      sharded; None for that of the rows of `lhs` and the columns of `rhs`.
+    - `backend`: None for the custom call of the platform the program is compiled for where it
+      supports the problem, else the definition; `"cuda"` or `"cpu"` for that custom call,
+      `"pallas"` for a kernel that JAX compiles, on TPUs and GPUs (interpreted, slowly, on the CPU),
+      each or an error with the reason; `"xla"` for the definition,
+      `lhs @ rhs.dequantize(lhs.dtype)`.
+
+    **Returns:** (..., n).
+
+    **Raises:** `TypeError` if `rhs` is not quantized, `ValueError` for shapes, dtypes, shardings or
+    a precision that do not fit and for a backend that cannot.
+
+    ```python
+    rhs = quantize(jnp.ones((256, 512)), INT4)
+    quantized_matmul(jnp.ones((8, 256), jnp.bfloat16), rhs)
+    quantized_matmul(jnp.ones((8, 256)), rhs, bias=jnp.zeros(512), activation="silu")
+    ```
+    """
+    check_quantized("quantized_matmul", "rhs", rhs)
+    lhs = jnp.asarray(lhs)
+    options = Options(preferred_element_type, precision, out_sharding, backend)
+    options.check("quantized_matmul", lhs, rhs)
+    if bias is None and activation is None and residual is None:
+        return multiply(lhs, rhs, options)
+    bias, residual = fused.checked(lhs, rhs, bias, activation, residual)
+    fields = {"activation": activation, "stacked": rhs.ndim > 2}
+    return run(fused.Fused, (lhs, residual), (rhs,), options, (bias,), **fields)[0]
+
+
+QuantizedArray._multiply = staticmethod(quantized_matmul)  # what `lhs @ rhs` computes

@@ -1,0 +1,161 @@
+"""Products that one custom call of CUDA computes together, or with what follows them.
+
+What such a call means, its derivatives and how XLA divides it are those of the composition of
+products that it stands for. On one CUDA device alone it is lowered to a call of its own.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax._src import dispatch  # lowering asks for the devices; there is no public name for that
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from .._backends import custom_calls
+from .._core import explicit
+from .._core.array import QuantizedArray
+from . import partition
+from .options import Options
+from .primitive import equally_varying
+from .support import unfit_gpus
+
+Rows = Sequence[Any]
+Weights = Sequence[QuantizedArray]
+Others = Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a call computes, hashable.
+
+    The operands of its methods are the leaves of three tuples, which `named` makes of them again:
+    rows (arrays with the same leading axes, lhs first), weights, and others, such as biases.
+    """
+
+    treedef: Any
+    options: Options
+
+    def composition(self, *operands: Array) -> tuple[Array, ...]:
+        """The results, as a composition of products."""
+        raise NotImplementedError
+
+    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+        """The results, by one custom call of CUDA."""
+        raise NotImplementedError
+
+    def supports(self, rows: Rows, weights: Weights) -> bool:
+        """Whether the custom call computes this; operands are shapes and dtypes."""
+        lhs = rows[0]
+        return (
+            self.options.backend in (None, "cuda")
+            and lhs.dtype != jnp.float32  # whose parts are multiplied on their own
+            and math.prod(lhs.shape[:-1]) != 0
+            and all(_is_supported(lhs, weight) for weight in weights)
+        )
+
+    @property
+    def folds(self) -> bool:
+        """Whether a batch of rows is more rows."""
+        return True
+
+    def named(self, operands: Sequence[Any]) -> tuple[Rows, Weights, Others]:
+        return jax.tree.unflatten(self.treedef, operands)
+
+    @property
+    def num_rows(self) -> int:
+        """How many operands, the first ones, are rows."""
+        return self.treedef.children()[0].num_leaves
+
+
+def _is_supported(lhs: Any, weight: QuantizedArray) -> bool:
+    reason = custom_calls.unsupported("cuda", lhs.dtype, weight.format, sizes=weight.padded_shape)
+    return weight.permutation is None and weight.shards == (1, 1) and reason is None
+
+
+_call_p = Primitive("quantized_call")
+_call_p.multiple_results = True
+_call_p.def_impl(functools.partial(xla.apply_primitive, _call_p))
+dispatch.prim_requires_devices_during_lowering.add(_call_p)
+
+
+def run(
+    kind: type[Call],
+    rows: Rows,
+    weights: Weights,
+    options: Options,
+    others: Others = (),
+    **fields: Any,
+) -> tuple[Array, ...]:
+    """The results of a kind of call with these `fields`, whose operands are checked."""
+    rows = tuple(x if x is None else jnp.asarray(x) for x in rows)
+    operands, treedef = jax.tree.flatten((rows, tuple(weights), tuple(others)))
+    call = kind(treedef, options, **fields)
+    if options.out_sharding is not None or explicit.mesh_of(operands) is not None:
+        return call.composition(*operands)
+    return tuple(_call_p.bind(*equally_varying(*operands), call=call))
+
+
+@_call_p.def_abstract_eval
+def _abstract_eval(lhs: Any, *operands: Any, call: Call) -> list[Any]:
+    def aval(out: Any) -> Any:
+        sharding = lhs.sharding.update(spec=jax.P(*[None] * len(out.shape)))
+        return lhs.update(shape=out.shape, dtype=out.dtype, weak_type=False, sharding=sharding)
+
+    # Also refuses what a product refuses.
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, *operands)]
+    return [aval(out) for out in jax.eval_shape(call.composition, *shapes)]
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
+    moving = {i: dot for i, dot in enumerate(tangents) if type(dot) is not ad.Zero}
+
+    def composition(*values: Array) -> tuple[Array, ...]:
+        operands = [*primals]
+        for i, value in zip(moving, values, strict=True):
+            operands[i] = value
+        return call.composition(*operands)
+
+    return jax.jvp(composition, [primals[i] for i in moving], [*moving.values()])
+
+
+ad.primitive_jvps[_call_p] = _jvp
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: Call) -> Any:
+    rows = call.num_rows
+    if call.folds and all(dim is None for dim in dims[rows:]):
+        # One set of weights for the whole batch: the batch is more rows.
+        size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+        front = [
+            batching.bdim_at_front(x, dim, size)
+            for x, dim in zip(operands[:rows], dims[:rows], strict=True)
+        ]
+        outs = _call_p.bind(*front, *operands[rows:], call=call)
+    else:
+        outs = jax.vmap(call.composition, in_axes=tuple(dims))(*operands)
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[_call_p] = _batch
+
+
+def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
+    rows, weights, _ = call.named(ctx.avals_in)
+    alone = partition.divided(ctx) is None and not unfit_gpus(ctx.module_context)
+    one_call = alone and call.supports(rows, weights)
+    function = call.custom_call if one_call else call.composition
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
+    return mlir.lower_fun(call.composition, multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(_call_p, _lower)
+mlir.register_lowering(_call_p, _lower_cuda, platform="cuda")

@@ -1,0 +1,139 @@
+"""Epilogue: bias, activation and residual, applied in float32 before rounding.
+
+`activation(accumulators + bias) + residual`, or `activation(gate) * up` for a gated pair. This is
+the definition; the kernels' is `cuda/epilogue.cuh`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+
+from .._core.array import QuantizedArray
+from .._core.dtypes import FLOATS
+from .options import Options
+from .product import multiply
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+_ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
+    None: lambda x: x,
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def check_activation(caller: str, activation: Any, *, optional: bool = False) -> None:
+    if activation not in _ACTIVATIONS or (activation is None and not optional):
+        raise ValueError(
+            f"{caller}: activation={activation!r} is unknown; it is one of "
+            f"{', '.join(map(repr, get_args(Activation)))}{', or None' if optional else ''}."
+        )
+
+
+def checked_addend(
+    caller: str, name: str, array: Any, shape: tuple[int, ...], rule: str
+) -> Array | None:
+    """A bias or residual, which must have the shape that `rule` names, as an array."""
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    if array.dtype not in FLOATS:
+        raise ValueError(
+            f"{caller}: {name} is {array.dtype}, but it is float32, bfloat16 or float16; cast it."
+        )
+    if array.shape != shape:
+        raise ValueError(
+            f"{caller}: {name} has shape {array.shape}, but it must be that of {rule}, {shape}; "
+            "reshape or broadcast it."
+        )
+    return array
+
+
+def product(
+    lhs: Array,
+    rhs: QuantizedArray,
+    bias: Array | None,
+    activation: str | None,
+    residual: Array | None,
+    options: Options,
+) -> Array:
+    """`activation(lhs @ rhs + bias) + residual`, with a bias (*stack, n)."""
+    out_dtype = options.out_dtype(lhs)
+    accumulators = _accumulators(options.replace(preferred_element_type=None), lhs, rhs)
+    if bias is not None and lhs.ndim > 1:
+        bias = bias[..., None, :]
+    out = _ACTIVATIONS[activation](_plus(accumulators, bias))
+    return _plus(out, residual).astype(out_dtype)
+
+
+def gated_product(
+    lhs: Array,
+    gate_up: QuantizedArray,
+    bias: Array | None,
+    activation: str,
+    options: Options,
+) -> Array:
+    """`activation(lhs @ gate + bias[0]) * (lhs @ up + bias[1])`, with a bias (2, n)."""
+    out_dtype, out_sharding = options.out_dtype(lhs), options.out_sharding
+    if out_sharding is not None:
+        spec = out_sharding
+        if isinstance(spec, jax.NamedSharding):
+            spec = spec.spec
+        *rows, n = [*spec, *[None] * (lhs.ndim - len(spec))]
+        out_sharding = jax.P(*rows, None, None, n)
+    # The two weights are a batch, for which the axes of lhs are rows.
+    options = options.replace(preferred_element_type=None, out_sharding=out_sharding)
+    both = _accumulators(options, lhs[..., None, None, :], gate_up)
+    gate, up = (_plus(both[..., i, 0, :], None if bias is None else bias[i]) for i in range(2))
+    return (_ACTIVATIONS[activation](gate) * up).astype(out_dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _accumulators(options: Options, lhs: Array, rhs: QuantizedArray) -> Array:
+    """`lhs @ rhs` in float32, not rounded.
+
+    Its tangents are rounded to the dtype of lhs, and so are its cotangents: no kernel multiplies
+    float32 by transposed weights.
+    """
+    return multiply(lhs, rhs, options.replace(preferred_element_type=jnp.float32))
+
+
+@functools.partial(_accumulators.defjvp, symbolic_zeros=True)
+def _accumulators_jvp(
+    options: Options, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Array, Array]:
+    lhs, rhs = primals
+    rounded = functools.partial(multiply, options=options)
+    out = _accumulators(options, lhs, rhs)
+    lhs_dot, *dots = jax.tree.leaves(tangents)
+    dot = jnp.zeros_like(out) if _is_zero(lhs_dot) else rounded(lhs_dot, rhs).astype(jnp.float32)
+    leaves, treedef = jax.tree.flatten(rhs)
+    moving = [i for i, leaf_dot in enumerate(dots) if not _is_zero(leaf_dot)]
+    if moving:
+
+        def moved(*values: Array) -> Array:
+            changed = dict(zip(moving, values, strict=True))
+            new = [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
+            return rounded(lhs, jax.tree.unflatten(treedef, new))
+
+        at, along = ([values[i] for i in moving] for values in (leaves, dots))
+        dot += jax.jvp(moved, at, along)[1].astype(jnp.float32)
+    return out, dot
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+
+
+def _plus(values: Array, addend: Array | None) -> Array:
+    if addend is None:
+        return values
+    addend = addend.astype(jnp.float32)
+    return values + addend.reshape(*[1] * (values.ndim - addend.ndim), *addend.shape)

@@ -1,0 +1,68 @@
+"""A product with its epilogue: one kernel computes both on a CUDA device."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from .._backends import cuda_calls
+from .._core.array import QuantizedArray
+from . import epilogue
+from .call import Call, Rows, Weights
+
+
+def checked(
+    lhs: Array, rhs: QuantizedArray, bias: Any, activation: Any, residual: Any
+) -> tuple[Array | None, Array | None]:
+    """The bias and the residual of `quantized_matmul` as arrays.
+
+    **Raises:** `ValueError` for other shapes and dtypes, and for an unknown activation.
+    """
+    epilogue.check_activation("quantized_matmul", activation, optional=True)
+    stack, n = rhs.shape[:-2], rhs.n
+    batch = jnp.broadcast_shapes(lhs.shape[:-2], stack)
+    result = (*batch, *lhs.shape[-2:-1], n)
+    return (
+        epilogue.checked_addend("quantized_matmul", "bias", bias, (*stack, n), "(*stack, n)"),
+        epilogue.checked_addend("quantized_matmul", "residual", residual, result, "the result"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Call):
+    """`activation(lhs @ rhs + bias) + residual`; a `stacked` rhs has leading axes."""
+
+    activation: str | None
+    stacked: bool
+
+    @property
+    def folds(self) -> bool:
+        # Leading axes of lhs are rows of one matrix, but those of a stack are the stack's.
+        return not self.stacked
+
+    def composition(self, *operands: Array) -> tuple[Array, ...]:
+        (lhs, residual), (rhs,), (bias,) = self.named(operands)
+        return (epilogue.product(lhs, rhs, bias, self.activation, residual, self.options),)
+
+    def supports(self, rows: Rows, weights: Weights) -> bool:
+        (lhs, _), (rhs,) = rows, weights
+        stack = rhs.shape[:-2]
+        broadcast = bool(stack) and jnp.broadcast_shapes(lhs.shape[:-2], stack) != stack
+        return super().supports(rows, weights) and not broadcast
+
+    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+        (lhs, residual), (rhs,), (bias,) = self.named(operands)
+        stack, n = rhs.shape[:-2], rhs.n
+        shape = lhs.shape[-2:-1] if stack else lhs.shape[:-1]
+        out = cuda_calls.fused(
+            jnp.broadcast_to(lhs, (*stack, *shape, rhs.k)),
+            rhs,
+            bias,
+            residual,
+            rows=shape,
+            activation=self.activation,
+            out_dtype=self.options.out_dtype(lhs),
+            half_sums=self.options.half_sums,
+        )
+        return (out.reshape(*stack, *shape, n),)

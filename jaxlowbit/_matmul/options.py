@@ -1,0 +1,127 @@
+"""Keyword arguments that all products share, and the checks of their operands."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core.array import QuantizedArray
+from .._core.dtypes import FLOATS
+from .._core.explicit import Sharding
+from .support import supported_backends
+
+Backend = Literal["cuda", "cpu", "pallas", "xla"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The keyword arguments of `quantized_matmul` that are no operands, hashable."""
+
+    preferred_element_type: Any = None
+    precision: lax.DotAlgorithmPreset | None = None
+    out_sharding: Sharding | None = None
+    backend: Backend | None = None
+
+    def __post_init__(self) -> None:
+        if self.preferred_element_type is not None:
+            dtype = jnp.dtype(self.preferred_element_type)
+            object.__setattr__(self, "preferred_element_type", dtype)
+
+    def replace(self, **changes: Any) -> "Options":
+        return dataclasses.replace(self, **changes)
+
+    def out_dtype(self, lhs: Any) -> jnp.dtype:
+        """The dtype of the result: that of lhs unless another one is asked for."""
+        return lhs.dtype if self.preferred_element_type is None else self.preferred_element_type
+
+    @property
+    def half_sums(self) -> bool:
+        """Whether kernels may accumulate in float16."""
+        return self.precision is not None
+
+    def check(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:
+        """Refuses what no backend, or not the one that is asked for, computes."""
+        rhs.check_version()
+        if lhs.dtype not in FLOATS:
+            raise ValueError(
+                f"{caller}: lhs is {lhs.dtype}, but activations are float32, bfloat16 or "
+                "float16; cast them."
+            )
+        if lhs.ndim == 0 or lhs.shape[-1] != rhs.k:
+            raise ValueError(
+                f"{caller}: lhs has shape {lhs.shape} and rhs {rhs.shape}, but the last axis "
+                f"of lhs must be k={rhs.k}; for an (n, k) weight, quantize its transpose."
+            )
+        rhs.check_part()
+        try:
+            jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+        except ValueError:
+            raise ValueError(
+                f"{caller}: the leading axes {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of "
+                "rhs do not broadcast; make them equal or 1."
+            ) from None
+        out_dtype = self.out_dtype(lhs)
+        if out_dtype not in (lhs.dtype, jnp.float32):
+            raise ValueError(
+                f"{caller}: preferred_element_type is {out_dtype}, but the result has the "
+                f"dtype of lhs ({lhs.dtype}) or float32; cast the result."
+            )
+        self._check_backend(caller, lhs, rhs)
+        self._check_precision(caller, lhs)
+
+    def check_rows(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:
+        """`check` of one row of lhs, whose leading axes are rows whatever those of rhs are."""
+        self.check(caller, jax.ShapeDtypeStruct(lhs.shape[-1:], lhs.dtype), rhs)
+
+    def _check_backend(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:
+        backend = self.backend
+        if backend is None:
+            return
+        reasons = supported_backends(lhs, rhs)
+        if backend not in reasons:
+            raise ValueError(
+                f"{caller}: backend={backend!r} is unknown; it is one of "
+                f"{', '.join(map(repr, reasons))}, or None."
+            )
+        if reasons[backend] is not None:
+            raise ValueError(
+                f"{caller}: backend {backend!r} cannot compute this product: "
+                f"{reasons[backend]}. Use backend=None to let another one run."
+            )
+
+    def _check_precision(self, caller: str, lhs: Any) -> None:
+        precision = self.precision
+        if precision is None:
+            return
+        if precision != lax.DotAlgorithmPreset.F16_F16_F16:
+            raise ValueError(
+                f"{caller}: precision is {precision}, but it is None or "
+                "jax.lax.DotAlgorithmPreset.F16_F16_F16; leave it out to accumulate in float32."
+            )
+        if lhs.dtype != jnp.float16:
+            raise ValueError(
+                f"{caller}: precision is {precision}, but lhs is {lhs.dtype} and float16 sums "
+                "need float16 lhs; cast it, or leave precision out."
+            )
+
+
+def check_quantized(caller: str, name: str, array: Any) -> None:
+    """Refuses a weight that is not quantized."""
+    if not isinstance(array, QuantizedArray):
+        raise TypeError(
+            f"{caller}: {name} is {type(array).__name__}, but it must be a QuantizedArray; "
+            "make one with jaxlowbit.quantize."
+        )
+
+
+def check_all_quantized(caller: str, name: str, arrays: Sequence[Any]) -> None:
+    """Refuses weights of which one is not quantized."""
+    for array in arrays:
+        if not isinstance(array, QuantizedArray):
+            raise TypeError(
+                f"{caller}: {name} must be QuantizedArrays, but there is {type(array).__name__}; "
+                "make them with jaxlowbit.quantize."
+            )

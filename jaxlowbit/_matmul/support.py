@@ -1,0 +1,53 @@
+"""Backends that can compute a product, and GPUs that run the kernels."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._backends import custom_calls, pallas, selection
+from .._core.array import QuantizedArray
+
+
+def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
+    """Returns, for each backend, None if it can compute `lhs @ rhs`, else the reason why not.
+
+    Computes nothing. `lhs` is anything with a dtype, such as a `jax.ShapeDtypeStruct`; whether a
+    program is compiled for a platform decides which custom call it gets. `"cuda"` has a reason too
+    where JAX sees GPUs of which one is none that the kernels were compiled for.
+
+    ```python
+    supported_backends(jax.ShapeDtypeStruct((1, 256), jnp.bfloat16), rhs)["cuda"]
+    ```
+    """
+    dtype = jnp.dtype(lhs.dtype)
+    reasons = {
+        name: custom_calls.unsupported(name, dtype, rhs.format, sizes=rhs.padded_shape)
+        for name in ("cuda", "cpu")
+    }
+    reasons["cuda"] = reasons["cuda"] or _unfit(_local_gpus())
+    return {**reasons, "pallas": pallas.unsupported(rhs.format), "xla": None}
+
+
+def _local_gpus() -> list[Any]:
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:  # JAX has no such backend here
+        return []
+
+
+def _unfit(gpus: Sequence[Any]) -> str | None:
+    capabilities = sorted({selection.compute_capability(gpu) for gpu in gpus})
+    return next(filter(None, map(selection.unfit, capabilities)), None)
+
+
+def unfit_gpus(context: Any) -> str | None:
+    """Why the CUDA kernels do not run on the GPUs that a program is lowered for, or None.
+
+    None too where these are not known. An exported program asks where it runs: the custom call
+    refuses there.
+    """
+    if context.lowering_parameters.for_export or context.backend is None:
+        return None
+    return _unfit([gpu for gpu in context.backend.local_devices() if gpu.platform == "gpu"])

@@ -1,0 +1,115 @@
+"""`explain`: what a product would run, without running it."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._backends import custom_calls, library, selection
+from .._core.array import QuantizedArray
+from .._matmul.api import quantized_matmul
+from . import devices
+from .devices import Device
+
+
+def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
+    """Says which backend, kernel, tile and split `lhs @ rhs` would run on a device, and why.
+
+    Runs nothing. For CUDA it asks the function that the custom call itself asks, which knows what
+    was measured by `python -m jaxlowbit.tune` on a device of that name.
+
+    **Arguments:**
+
+    - `lhs`, `rhs`: as for `quantized_matmul`; anything with a shape and a dtype will do for `lhs`.
+    - `device`: None for the first device that JAX sees, a `jax.Device`, `"cpu"`, or a GPU that need
+      not be here, with a build that has kernels for it: `"A100"`, `"B200"`, `"H100"`, `"H200"`,
+      `"L4"` or `"T4"`. A GPU that does not tell its multiprocessors is taken for an H200.
+
+    **Returns:** a few lines of text for people.
+
+    **Raises:** what `quantized_matmul` raises for these operands; `ValueError` for an unknown
+    device.
+
+    ```python
+    rhs = quantize(jnp.ones((256, 512)), INT4)
+    print(explain(jax.ShapeDtypeStruct((1, 256), jnp.bfloat16), rhs, device="H200"))
+    ```
+    """
+    out = jax.eval_shape(quantized_matmul, lhs, rhs)
+    rows = out.shape[:-1] if len(lhs.shape) > 1 else (*out.shape[:-1], 1)
+    where = _describe(device)
+    size = rhs.format.group_size
+    groups = "per channel" if size == -1 else f"groups of {size}"
+    order = "" if rhs.permutation is None else ", rows permuted: lhs is gathered first"
+    findings = [
+        ("product", f"{lhs.dtype} {lhs.shape} @ {rhs.shape} -> {out.dtype} {out.shape}"),
+        ("weights", f"{rhs.format.bits} bits, {groups}, zero {rhs.format.zero}{order}"),
+        ("device", where.name),
+        *_choice(jnp.dtype(lhs.dtype), rhs, rows, where),
+    ]
+    return "\n".join(f"{topic:8} {finding}" for topic, finding in findings)
+
+
+def _choice(
+    lhs: jnp.dtype, rhs: QuantizedArray, rows: tuple[int, ...], device: Device
+) -> Iterator[tuple[str, str]]:
+    if math.prod(rows) == 0:
+        yield "backend", "none"
+        yield "why", "the result is empty"
+        return
+    refusal = custom_calls.unsupported if device.here else custom_calls.uncovered
+    reason = refusal(device.platform, lhs, rhs.format, sizes=rhs.padded_shape)
+    if reason is None and device.platform == "cuda":
+        fits = selection.unfit if device.here else selection.too_old
+        reason = fits(device.capability)
+    if reason is not None:
+        yield "backend", "xla: dequantizes, then multiplies"
+        yield "why", reason
+        return
+    yield "backend", f"{device.platform}: a custom call, which reads the packed weights"
+    if device.platform == "cpu":
+        yield "kernel", f"qmm_cpu, compiled for {library.build_info()['cpu_isa'][0]}"
+        return
+    # Axes of lhs beyond those of the stack are more rows of the same weights.
+    batch = math.prod(rows[1 - rhs.ndim : -1])
+    m = math.prod(rows) // batch
+    choice = selection.choose(
+        batch,
+        m,
+        rhs.k,
+        rhs.n,
+        lhs,
+        rhs.scale.dtype,
+        rhs.format,
+        device=device.facts,
+    )
+    if reason := choice.pop("unsupported"):
+        yield "kernel", f"none, and the call fails: {reason}; use backend='xla'"
+        return
+    block_m, split_k = choice["block_m"], choice["split_k"]
+    yield "kernel", f"{choice['kernel']}, block_m={block_m}, split_k={split_k}"
+    yield "why", f"m={m}, batch={batch}: tiles of {block_m} rows, {-(-m // block_m)} per weight"
+    sms = f"the {device.num_sms} multiprocessors of {device.name}"
+    if choice["tuned"]:
+        yield "", f"measured to be the fastest on {device.name}: python -m jaxlowbit.tune --show"
+    elif split_k > 1:
+        yield "", f"the sum over k={rhs.k} in {split_k} parts occupies {sms} better than in one"
+    else:
+        yield "", f"the sum over k={rhs.k} in one part occupies {sms} as well as it can"
+
+
+def _describe(device: Any) -> Device:
+    if device is None:
+        return devices.first()
+    if device == "cpu":
+        return Device("cpu", "cpu")
+    if not isinstance(device, str):
+        return devices.describe(device)
+    if device not in devices.GPUS:
+        raise ValueError(
+            f"explain: device={device!r} is unknown; it is a jax.Device or one of cpu, "
+            f"{', '.join(devices.GPUS)}."
+        )
+    return devices.GPUS[device]

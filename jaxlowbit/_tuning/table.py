@@ -1,0 +1,193 @@
+"""Choices that were measured: the file that holds them, and the kernels that choose by it.
+
+`_tuning/` measures them. Read when the package is imported, before any device is known, and so
+compared with what the driver says of itself; the kernels look for the name of their device.
+"""
+
+import json
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .._backends import selection
+from .._backends.selection import Choice, DeviceFacts, Product
+from .._core.format import format_name, parse_format
+from .._version import __version__
+
+VARIABLE = "JAXLOWBIT_TUNED"
+LHS = ("bfloat16", "float16")  # dtypes with choices to measure
+_DRIVER = Path("/proc/driver/nvidia")
+
+
+class Entry(NamedTuple):
+    product: Product
+    choice: Choice
+    us: float
+    default: Choice  # what is chosen without measuring
+    default_us: float
+
+
+class Table(NamedTuple):
+    """Entries, and what they depend on besides the products."""
+
+    device: DeviceFacts
+    driver: str | None
+    jaxlowbit: str
+    entries: tuple[Entry, ...]
+
+
+def load() -> None:
+    """Lets the kernels choose by the tables there are; warns of those that do not fit."""
+    for path in files():
+        try:
+            table = read(path)
+        except (OSError, ValueError) as error:
+            _warn_unused(path, getattr(error, "strerror", None) or str(error))
+            continue
+        if reason := misfit(table):
+            # Machines with other GPUs may share the cache.
+            if VARIABLE in os.environ or _is_here(table.device):
+                _warn_unused(path, reason)
+            continue
+        entries = [(entry.product, entry.choice) for entry in table.entries]
+        refused = list(filter(None, selection.set_tuned(table.device, entries)))
+        if refused:
+            _warn(f"{len(refused)} choices of {path} are not used, the first because {refused[0]}.")
+
+
+def files() -> list[Path]:
+    """The file that `JAXLOWBIT_TUNED` names, none if that is empty, or all in the user's cache."""
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return [Path(named)] if named else []
+    try:
+        return sorted(_cache().glob("*.json"))
+    except (OSError, RuntimeError):  # there is no home
+        return []
+
+
+def path_for(device: str) -> Path:
+    """Where the table of a device is looked for."""
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else _cache() / (re.sub(r"[^\w.-]+", "-", device) + ".json")
+
+
+def driver_version() -> str | None:
+    """Of the NVIDIA driver; None where it does not tell."""
+    try:
+        found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", (_DRIVER / "version").read_text())
+    except OSError:
+        return None
+    return found[0] if found else None
+
+
+def misfit(table: Table) -> str | None:
+    """Why a table holds for another device, library or driver than those here, or None."""
+    driver = driver_version()
+    if not _is_here(table.device):
+        return f"it was measured on {table.device.name}, and here is {', '.join(_models())}"
+    if table.jaxlowbit != __version__:
+        return f"it was measured with jaxlowbit {table.jaxlowbit}, and this is {__version__}"
+    if None not in (driver, table.driver) and table.driver != driver:
+        return f"it was measured with driver {table.driver}, and this is {driver}"
+    return None
+
+
+def _is_here(device: DeviceFacts) -> bool:
+    """Whether there is such a GPU, as far as the driver tells."""
+    models = _models()
+    # A part of a GPU has a longer name than the whole.
+    return not models or any(device.name.startswith(model) for model in models)
+
+
+def _models() -> list[str]:
+    """Names of the GPUs here; none where the driver does not tell."""
+    try:
+        texts = [path.read_text() for path in _DRIVER.glob("gpus/*/information")]
+    except OSError:
+        return []
+    return sorted({found[1] for text in texts if (found := re.search(r"Model:\s*(\S.*\S)", text))})
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlowbit"
+
+
+def _warn_unused(path: Path, reason: str) -> None:
+    _warn(f"the choices in {path} are not used: {reason}. Run python -m jaxlowbit.tune again.")
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(f"jaxlowbit: {sentence}", RuntimeWarning, stacklevel=3)
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def write(path: Path, table: Table) -> None:
+    """Writes all or nothing."""
+    found = {
+        "jaxlowbit": table.jaxlowbit,
+        "driver": table.driver,
+        "device": table.device._asdict(),
+        "entries": [_to_json(entry) for entry in table.entries],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def read(path: Path) -> Table:
+    """**Raises:** `OSError`, and `ValueError` for a file that holds something else."""
+    text = path.read_text()
+    try:
+        found = json.loads(text)
+        return Table(
+            device=_record(DeviceFacts, found["device"]),
+            driver=found["driver"],
+            jaxlowbit=found["jaxlowbit"],
+            entries=tuple(map(_from_json, found["entries"])),
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is damaged ({error})") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it is no table of choices ({type(error).__name__}: {error})") from None
+
+
+def _to_json(entry: Entry) -> dict[str, Any]:
+    product = entry.product._asdict() | {"format": format_name(entry.product.format)}
+    choices = {"choice": entry.choice._asdict(), "default": entry.default._asdict()}
+    return entry._asdict() | {"product": product} | choices
+
+
+def _from_json(found: dict[str, Any]) -> Entry:
+    product = found["product"]
+    entry = Entry(
+        _record(Product, product | {"format": parse_format(product["format"])}),
+        _record(Choice, found["choice"]),
+        float(found["us"]),
+        _record(Choice, found["default"]),
+        float(found["default_us"]),
+    )
+    if not min(entry.us, entry.default_us) > 0:
+        raise ValueError(f"us is {entry.us} and default_us {entry.default_us}")
+    lhs, scale = entry.product.lhs, entry.product.scale
+    if lhs not in LHS or scale not in (*LHS, "float32"):
+        raise ValueError(f"lhs {lhs} and scale {scale} are no dtypes of the kernels")
+    return entry
+
+
+def _record(kind: type[Any], fields: dict[str, Any]) -> Any:
+    """A named tuple of checked fields, whose integers fit 32 bits; sizes are positive."""
+    least = 0 if kind is Choice else 1
+    record = kind(**fields)
+    for name, expected in kind.__annotations__.items():
+        value = getattr(record, name)
+        if type(value) is not expected:
+            raise TypeError(f"{name} is {value!r}")
+        if expected is int and not least <= value < 1 << 31:
+            raise ValueError(f"{name} is {value}")
+    return record
