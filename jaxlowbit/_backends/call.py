@@ -53,7 +53,7 @@ def weight_operands(
 
 
 def format_attributes(format: Format, prefix: str = "") -> dict[str, np.int64]:
-    # No matrix has more rows, so that larger groups mean the same.
+    # Larger groups mean the same: no matrix has more rows.
     sizes = {"bits": format.bits, "group_size": min(format.group_size, 2**62)}
     return {prefix + name: np.int64(size) for name, size in sizes.items()}
 
@@ -77,12 +77,12 @@ def attributes(**attributes: Any) -> dict[str, Any]:
 def workspace(
     sums: int, results: Sequence[jax.ShapeDtypeStruct], operands: Sequence[Array]
 ) -> jax.ShapeDtypeStruct:
-    """The workspace of a call: room for partial sums, and for buffers that XLA places badly.
+    """The workspace of a call: partial sums, and copies of buffers that kernels cannot use.
 
     Slices that XLA fuses into a call begin at any element, and a result may lie over an operand.
     Such buffers are copied by way of the workspace (`cuda/placement.h`).
     """
-    buffers = (x for x in (*results, *operands) if x.dtype != jnp.uint32)  # words stay in place
+    buffers = (x for x in (*results, *operands) if x.dtype != jnp.uint32)  # weights stay in place
     sizes = [sums, *(_placed_bytes(x.shape, x.dtype) for x in buffers)]
     limit = ffi.MAX_WORKSPACE_BYTES
     bound = min(limit, sum(sizes)) if all(isinstance(size, int) for size in sizes) else limit
@@ -90,10 +90,10 @@ def workspace(
 
 
 def apart(*arrays: Array) -> Sequence[Array]:
-    """Activations and results of a call, which have buffers of their own.
+    """Gives activations and results of a call buffers of their own.
 
-    XLA fuses slices of operands and updates with results into a call, but looks for them no further
-    than a barrier. In a loop these begin elsewhere each time, so that a handler would launch other
+    XLA fuses slices of operands and updates with results into a call, but never across a barrier.
+    Without it, slices in a loop begin elsewhere each time, so that the handler launches other
     kernels, and a captured graph cannot be updated to a different number of them.
     """
     return [lax.optimization_barrier(array) for array in arrays]
@@ -105,9 +105,9 @@ def _placed_bytes(shape: Sequence[int], dtype: Any) -> int:
 
 
 def workspace_bytes(batch: int, m: int, columns: int) -> int:
-    """Enough for the float32 partial sums of every split the selection may choose.
+    """Bytes for the float32 partial sums of every split the selection may choose.
 
-    The bound needs neither a device nor a concrete m, so that exported programs carry it.
+    The bound needs no device, and m may be symbolic, so that exported programs carry it.
     """
     if not all(isinstance(size, int) for size in (batch, m)):
         return ffi.MAX_WORKSPACE_BYTES

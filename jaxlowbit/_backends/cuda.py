@@ -13,8 +13,8 @@ from . import call
 from .problem import Operands, Problem
 
 _BITS = (4, 8)
-_MOST_SIZE = 2**30  # of k and n
-_FLOAT32_PARTS = 3  # of 8 bits each, for the 24 of float32
+_MOST_SIZE = 2**30  # k and n
+_FLOAT32_PARTS = 3  # bfloat16 has 8 significant bits, float32 24
 
 
 def unsupported(
@@ -77,10 +77,10 @@ def matmul(problem: Problem, *operands: Array) -> Array:
 
 
 def _in_range(lhs: Array) -> tuple[Array, Array]:
-    """Float32 rows with which no sum overflows before scales multiply it, and what they lack.
+    """Float32 rows whose accumulators cannot overflow, and the factor to multiply results by.
 
     Rows that reach beyond 2^96 are divided by 2^32, which leaves room for the rounding of parts and
-    for sums of up to 2^24 products with 8-bit integers.
+    for accumulators of up to 2^24 products with 8-bit integers.
     """
     large = jnp.max(jnp.abs(lhs), axis=-1, keepdims=True, initial=0) >= 2.0**96
     return lhs * jnp.where(large, 2.0**-32, 1.0), jnp.where(large, 2.0**32, 1.0)
@@ -90,7 +90,7 @@ def _in_parts(lhs: Array, axis: int) -> Array:
     """Float32 as bfloat16 values that add up to it, on a new axis."""
     parts = []
     for _ in range(_FLOAT32_PARTS):
-        # Not a cast there and back, which XLA may drop.
+        # XLA may drop a cast there and back, so the mantissa is reduced instead.
         part = lax.reduce_precision(lhs, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16))
         lhs = jnp.where(jnp.isfinite(part), lhs - part, 0)

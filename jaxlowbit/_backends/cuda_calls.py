@@ -1,6 +1,6 @@
 """Several products, or one with its epilogue, as one custom call of CUDA.
 
-Kernels of a call start before those before them have ended (`xla_ffi/sequence.cc`).
+Each kernel of a call starts before its predecessor ends (programmatic dependent launch).
 """
 
 import math
@@ -48,7 +48,7 @@ def fused(
 ) -> Array:
     """A product with its epilogue, (batch, m, n), as one custom call of CUDA.
 
-    lhs is (*stack, *rows, k); a gated rhs is two matrices, of which lhs has one batch.
+    lhs is (*stack, *rows, k); a gated rhs is two matrices that share one batch of lhs.
     """
     m, weights = math.prod(rows), math.prod(rhs.shape[:-2])
     batch = 1 if gated else weights

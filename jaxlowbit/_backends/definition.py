@@ -15,9 +15,9 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     Transposed, (*lead, *rows, n) x (*lead, k, n) -> (*lead, *rows, k), k being `columns`: the
     cotangent of lhs.
 
-    The weights, defined in float32, are
-    rounded once to the dtype of lhs; products accumulate in float32; the sum is rounded once to
-    `out_dtype`. With an index the weight of lead position i is `packed[index[i]]`.
+    The weights, defined in float32, are rounded once to the dtype of lhs; products accumulate in
+    float32; the result is rounded once to `out_dtype`. With an index the weight of lead position i
+    is `packed[index[i]]`.
     """
     lhs, packed, scale, zero, index, _ = problem.named(operands)
     packed, scale, zero = take(packed, scale, zero, index)

@@ -44,14 +44,14 @@ class Operands(NamedTuple):
 class Problem:
     """What a product computes, hashable.
 
-    - `format`: of the weights.
-    - `columns`: of the result: n, or k of the transposed product.
+    - `format`: the format of the weights.
+    - `columns`: the last axis of the result: n, or k of the transposed product.
     - `transposed`: whether weights multiply from the other side: the cotangent of lhs.
     - `indexed`: whether there is an index.
     - `orders`: the equal parts of k with an order of rows of their own; 0 without a permutation.
-    - `out_dtype`: of the result.
+    - `out_dtype`: the dtype of the result.
     - `half_sums`: whether kernels may accumulate in float16.
-    - `backend`: the one that is asked for, or None.
+    - `backend`: the backend that is asked for, or None.
     """
 
     format: Format

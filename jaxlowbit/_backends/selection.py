@@ -1,6 +1,6 @@
 """Selection of kernels for CUDA: devices, choices, and the tables of measured ones.
 
-Asks the functions that the custom call asks (`cuda/dispatch.h`), which need no GPU.
+The functions here ask what the custom call asks (`cuda/dispatch.h`), and need no GPU.
 """
 
 import re
@@ -17,7 +17,7 @@ from .library import ffi
 
 
 class DeviceFacts(NamedTuple):
-    """What the selection knows of a GPU."""
+    """Facts of a GPU that the selection depends on."""
 
     name: str
     compute_capability: int
@@ -32,11 +32,11 @@ class Product(NamedTuple):
     n: int
     k: int
     format: Format
-    lhs: str  # dtypes
-    scale: str
+    lhs: str  # dtype
+    scale: str  # dtype
 
     def fields(self) -> tuple:
-        """What `set_tuned` takes of it."""
+        """The fields that the compiled library compares."""
         bits, group_size, zero = self.format.bits, self.format.group_size, self.format.zero
         widened = self.scale != self.lhs
         return self.m, self.n, self.k, bits, group_size, self.lhs, widened, zero
@@ -74,7 +74,7 @@ def choose(
         group_size=format.group_size,
         batch=batch,
         lhs="float16" if lhs == jnp.float16 else "bfloat16",
-        float32_scale=scale != lhs or parts > 1,  # as `matmul` widens scales
+        float32_scale=scale != lhs or parts > 1,  # `cuda.matmul` widens scales
         zero=format.zero,
         scale_sums=parts > 1,
         **_named(device),
@@ -105,7 +105,7 @@ def set_tuned(device: DeviceFacts, entries: Sequence[tuple[Product, Choice]]) ->
 
     A choice stands for its product and for those of fewer rows, down to the next entry.
 
-    **Returns:** for each entry why it is left out, or "".
+    **Returns:** a reason for each entry that is left out, "" for the others.
     """
     fields = [(product.fields(), tuple(choice)) for product, choice in entries]
     facts = _named(device)
@@ -123,7 +123,7 @@ def _named(device: DeviceFacts) -> dict[str, Any]:
 
 
 def compute_capability(device: Any) -> int:
-    """That of a `jax.Device`, 90 for 9.0."""
+    """The compute capability of a `jax.Device`, 90 for 9.0."""
     major, minor = map(int, device.compute_capability.split("."))
     return 10 * major + minor
 

@@ -22,8 +22,7 @@ def times(
 ) -> Array:
     """Microseconds (choices,) of `lhs` times a matrix, on a GPU, the median for each choice.
 
-    One after the other, `calls` matrices of the stack that `packed`, `scale` and `zero` hold are
-    multiplied.
+    A measurement multiplies by `calls` matrices of the stack (`packed`, `scale`, `zero`) in turn.
     """
     m, n = product.m, product.n
     results = [

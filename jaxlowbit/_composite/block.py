@@ -48,14 +48,14 @@ def quantized_block(
     **Arguments:**
 
     - `attended`: the result of the attention, float32, bfloat16 or float16 (..., a).
-    - `residual`: of the same dtype (..., d), with the same leading axes.
+    - `residual`: (..., d), with the dtype and the leading axes of `attended`.
     - `out`: the output projection (a, d).
-    - `norm`: scales (d,) of the normalization before the MLP; of float type.
-    - `gate_up`, `down`, `activation`: as of `quantized_mlp`: (2, d, f) and (f, d).
+    - `norm`: float scales (d,) of the normalization before the MLP.
+    - `gate_up`, `down`, `activation`: as for `quantized_mlp`: (2, d, f) and (f, d).
     - `following`: scales (d,) and weights (d, n_i) of the next block's first normalization and
       products, such as those of queries, keys and values; None where nothing follows.
-    - `epsilon`: is added to the mean square.
-    - `backend`: of every product.
+    - `epsilon`: a constant added to the mean square.
+    - `backend`: the backend of every product.
 
     **Returns:** y (..., d); with `following` a tuple of it and of a tuple of (..., n_i).
 

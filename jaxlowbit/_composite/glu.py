@@ -28,9 +28,9 @@ def quantized_glu(
 ) -> Array:
     """Computes a gated linear unit, `activation(lhs @ gate + bias[0]) * (lhs @ up + bias[1])`.
 
-    Sums, biases, the activation and the product are float32, and the result is rounded once. On one
-    NVIDIA GPU, and inside `jax.shard_map`, it is one kernel that reads both weights; elsewhere, in
-    the cases that `quantized_matmuls` names, and where it is differentiated, a call for both
+    Accumulators, biases, the activation and the product are float32; the result is rounded once. On
+    one NVIDIA GPU, and inside `jax.shard_map`, it is one kernel that reads both weights; elsewhere,
+    in the cases that `quantized_matmuls` names, and where it is differentiated, a call for both
     products and what XLA makes of the rest.
 
     **Arguments:**
@@ -41,7 +41,7 @@ def quantized_glu(
     - `bias`: (2, n), float32, bfloat16 or float16, or None.
     - `activation`: `"silu"`, `"gelu"` (by erf), `"gelu_tanh"` (its approximation) or `"relu"`, as
       in `jax.nn`.
-    - `preferred_element_type`, `precision`, `out_sharding`, `backend`: as of `quantized_matmul`.
+    - `preferred_element_type`, `precision`, `out_sharding`, `backend`: as for `quantized_matmul`.
 
     **Returns:** (..., n).
 

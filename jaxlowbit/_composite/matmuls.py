@@ -25,17 +25,17 @@ def quantized_matmuls(
 ) -> tuple[Array, ...]:
     """Computes `lhs @ rhs` for several matrices, such as those of queries, keys and values.
 
-    The same as `quantized_matmul` of each. On one NVIDIA GPU, and inside `jax.shard_map`, it is one
-    custom call: of few rows on Hopper one kernel for up to four matrices, which may add in another
-    order, else kernels that read their weights before the one before has ended. Elsewhere,
-    for float32 lhs, permuted rows and other arrays than whole ones, and where it is differentiated,
-    it is a call for each.
+    The results are those of `quantized_matmul` of each. On one NVIDIA GPU, and inside
+    `jax.shard_map`, all are one custom call: for few rows on Hopper one kernel for up to four
+    matrices, which may add in another order, else kernels that read their weights before the one
+    before has ended. Elsewhere, for float32 lhs, permuted rows and other arrays than whole ones,
+    and where it is differentiated, there is a call for each.
 
     **Arguments:**
 
     - `lhs`: float32, bfloat16 or float16 (..., k).
     - `rhss`: matrices (k, n_i) of one format, or views of one (`QuantizedArray.select`).
-    - `preferred_element_type`, `precision`, `out_sharding`, `backend`: of every product, as of
+    - `preferred_element_type`, `precision`, `out_sharding`, `backend`: for every product, as for
       `quantized_matmul`.
 
     **Returns:** a tuple of (..., n_i).

@@ -30,8 +30,8 @@ def quantized_mlp(
 ) -> Array:
     """Computes a gated MLP, `(activation(lhs @ gate) * (lhs @ up)) @ down`.
 
-    `quantized_glu` of gate and up, rounded to the dtype of `lhs`, times down. On one NVIDIA GPU,
-    and inside `jax.shard_map`, it is one custom call; elsewhere, in the cases that
+    The result is `quantized_glu` of gate and up, rounded to the dtype of `lhs`, times down. On one
+    NVIDIA GPU, and inside `jax.shard_map`, it is one custom call; elsewhere, in the cases that
     `quantized_matmuls` names, and where it is differentiated, a call for both of gate and up and
     one for down.
 
@@ -43,8 +43,8 @@ def quantized_mlp(
     - `down`: (f, n), perhaps of another format.
     - `activation`: `"silu"`, `"gelu"` (by erf), `"gelu_tanh"` (its approximation) or `"relu"`, as
       in `jax.nn`.
-    - `preferred_element_type`, `out_sharding`: of the result, as of `quantized_matmul`.
-    - `precision`, `backend`: of every product.
+    - `preferred_element_type`, `out_sharding`: those of the result, as for `quantized_matmul`.
+    - `precision`, `backend`: those of every product.
 
     **Returns:** (..., n).
 

@@ -61,7 +61,7 @@ class QuantizedArray:
     whole: tuple[int, int, tuple[int, int]] | None = None
     permutation: Array | None = None
 
-    # `quantized_matmul`, set by the package that defines it: this one knows no products.
+    # `_matmul/api.py` sets this to `quantized_matmul`: a matrix knows no product.
     _multiply: ClassVar[Callable[[Any, "QuantizedArray"], Array]]
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ class QuantizedArray:
     def dequantize(self, dtype: Any = None) -> Array:
         """Returns the matrix (..., k, n) as floats, computed in float32 and rounded once.
 
-        **Arguments:** `dtype`: of the result; None for the dtype of the scales.
+        **Arguments:** `dtype`: the dtype of the result; None for the dtype of the scales.
         """
         self.check_version()
         self.check_part()
@@ -312,7 +312,7 @@ class QuantizedArray:
         - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
           floats to add (`"float"`, with unsigned values); the shape of `scale`.
         - `format`: the format; its width must hold every value.
-        - `shards`: as of `quantize`; then scale and zero have the groups of each part of k one
+        - `shards`: as for `quantize`; then scale and zero have the groups of each part of k one
           after the other.
         - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
           are stored. Groups follow each other in that order: see `group_permutation`.
@@ -396,14 +396,14 @@ class QuantizedArray:
 
 
 def _local(array: Any) -> np.ndarray:
-    """The values of a concrete array, of which JAX keeps a copy; those of this process alone."""
+    """The values of a concrete array that this process holds; JAX keeps a copy of them."""
     if isinstance(array, Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return np.array([x for shard in array.addressable_shards for x in np.ravel(shard.data)])
     return np.asarray(array)
 
 
 def _pad(values: Array, rows: int, mode: str) -> Array:
-    """Values (..., r, n) with more rows behind them."""
+    """Pads values (..., r, n) to a number of rows."""
     pad = [(0, 0)] * (values.ndim - 2) + [(0, rows - values.shape[-2]), (0, 0)]
     return jnp.pad(values, pad, mode=mode)
 

@@ -19,7 +19,7 @@ def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
 
     - `array`: a single matrix, no stack.
     - `columns`: integers (...).
-    - `dtype`: of the result, to which weights, defined in float32, are rounded once.
+    - `dtype`: the dtype of the result, to which float32 weights are rounded once.
 
     **Returns:** (..., k).
     """

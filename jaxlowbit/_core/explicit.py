@@ -1,7 +1,7 @@
-"""Products of arrays whose shardings are part of their types (meshes with Explicit axes).
+"""Products of arrays on meshes with Explicit axes, where shardings are part of types.
 
 The sharding of the result follows from those of the operands, as in `jnp.dot`; inside, the axes are
-Auto, so that one set of rules (`_partition.py`) divides every product.
+Auto, so that one set of rules (`_matmul/partition.py`) divides every product.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Integers from outside, and the meaning of those that number matrices of a stack or columns."""
+"""Integers that callers pass, and which matrix of a stack or column they number."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 def exact(values: Any) -> Any:
-    """An array, of NumPy where JAX, which wraps wide integers without x64, holds none of it yet."""
+    """Values as an array, of NumPy unless JAX holds one: without x64 JAX wraps wide integers."""
     plain = (bool, int, np.ndarray, np.generic)
     if all(isinstance(value, plain) for value in jax.tree.leaves(values)):
         return np.asarray(values)
@@ -19,7 +19,7 @@ def exact(values: Any) -> Any:
 
 
 def saturated(values: Any) -> Array:
-    """Integers, as `exact` gives them, as int32; those beyond it become its least or largest."""
+    """Integers of `exact` as int32; those beyond its range become its least or largest."""
     module = jnp if isinstance(values, jax.Array) else np
     dtype = jnp.iinfo(values.dtype)
     if dtype.max > _INT32.max:
@@ -30,14 +30,14 @@ def saturated(values: Any) -> Array:
 
 
 def from_front(numbers: Array, size: int) -> Array:
-    """Numbers of which negative ones count from the end of an axis, all counted from its front."""
+    """Counts positions on an axis from its front; negative ones count from its end."""
     return jnp.where(numbers < 0, numbers + size, numbers)
 
 
 def positions(index: Array, depth: int) -> Array:
-    """Where an int32 index points in a stack, from 0 to `depth` - 1.
+    """Positions in a stack, from 0 to `depth` - 1, that an int32 index points to.
 
-    As in `jax.lax.dynamic_index_in_dim`: negative ones count from the end; then all are clamped.
+    Negative ones count from the end, then all are clamped, as in `jax.lax.dynamic_index_in_dim`.
     The kernels read an index in the same way.
     """
     return jnp.clip(from_front(index, depth), 0, depth - 1)

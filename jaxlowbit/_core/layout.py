@@ -1,4 +1,4 @@
-"""Packed layout, version 1: the order of bits in memory. The only Python that knows it.
+"""Packed layout, version 1: the order of bits in memory, which no other Python file knows.
 
 A (k, n) matrix is cut into 64 x 64 atoms. Inside an atom, values lie in the order in which a tensor
 core instruction (`mma` m16n8k16, `wgmma` m64k16 with the weight as register operand) holds them:
@@ -160,7 +160,7 @@ def unpack_group_columns(values: Array, columns: Array) -> Array:
 def rows_by_slot(values: Any, bits: int) -> Any:
     """Values of rows (..., k), whole atoms, as shifting words slot by slot finds them.
 
-    For 1, 2, 4 or 8 bits. Words of an atom as (32, words / 32) hold channels by rows; slot i has
+    `bits` is 1, 2, 4 or 8. Words of an atom as (32, words / 32) hold channels by rows; slot i has
     the channels of h = i % 2. The rows of slots i, i + 2, ... side by side make the order here,
     (..., k_blocks, 64).
     """

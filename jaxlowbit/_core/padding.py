@@ -52,8 +52,8 @@ def join(values: Array, axis: int, shards: int, size: int) -> Array:
 def part(size: int, shards: int, unit: int, found: int) -> tuple[int, int]:
     """Size and shards of what `found` atoms along an axis stand for.
 
-    On a device of `jax.shard_map`, an array holds some of the atoms of the whole: then these are
-    those of the part. They are those of the whole where the atoms are no whole part of it.
+    An array on a device of `jax.shard_map` holds some atoms of the whole: the result describes that
+    part. It describes the whole where the atoms are no whole part of it.
     """
     padded = spread_size(size, shards, unit)
     parts = blocks(padded) // found if found and blocks(padded) % found == 0 else 1

@@ -1,7 +1,7 @@
-"""Rows stored in another order: where products, weights and checks deal with it.
+"""Permutations: orders in which rows of a matrix are stored.
 
 A permutation is int32 (..., k): stored row r is row `permutation[r]`, both counted from the start
-of their shard. Weights are never gathered at run time; activations are.
+of their shard.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from . import indexing
 
 
 def permute(values: Array, permutation: Array, shards: int, axis: int = -1) -> Array:
-    """Rows in the order in which they are stored, along an axis counted from the end.
+    """Puts rows into the order in which they are stored, along an axis counted from the end.
 
     The leading axes of the permutation are those of the values.
     """
@@ -72,7 +72,7 @@ def group_permutation(group_index: Any, group_size: int) -> Array | None:
     **Arguments:**
 
     - `group_index`: concrete integers (..., k), the group of each row.
-    - `group_size`: that of the format; -1 for one group.
+    - `group_size`: the group size of the format; -1 for one group.
 
     **Returns:** int32 (..., k) for `permutation=` of `QuantizedArray.from_integers`; None where the
     rows are in that order already.

@@ -1,4 +1,4 @@
-"""Floats to `QuantizedArray` and back, in plain jnp."""
+"""Quantization of floats to a `QuantizedArray` and back, in plain jnp."""
 
 import functools
 from collections.abc import Callable
@@ -41,9 +41,10 @@ def quantize(
     - `format`: what to round to.
     - `method`: how scales are chosen.
     - `scale_dtype`: float32, bfloat16 or float16; None for the dtype of `weight`.
-    - `shards`: into how many equal parts (of k, of n) devices will cut the matrix. Each part is
-      padded on its own to whole atoms (64) and groups, and groups start anew in each. Parts of n
-      that are a multiple of 64, and of k that are one of 64 and of the group size, need no padding.
+    - `shards`: the number of equal parts (of k, of n) into which devices will cut the matrix. Each
+      part is padded on its own to whole atoms (64) and groups, and groups start anew in each. Parts
+      of n that are a multiple of 64, and of k that are one of 64 and of the group size, need no
+      padding.
     - `permutation`: None, or integers (..., k) or (k,): the order in which rows are stored and form
       groups, such as that of falling activations (the `act-order` option of the same code). With
       shards of k, an order of each part, counted from its start.
@@ -123,7 +124,7 @@ def _quantize(
 def _specs(
     run: Callable[..., QuantizedArray], weight: Array, permutation: Array | None, mesh: Any
 ) -> QuantizedArray:
-    """Where the words lie of a weight whose type has a sharding."""
+    """The sharding of the words of a weight whose type has one."""
     *lead, k, n = explicit.entries(weight)
     array = jax.eval_shape(run, jax.ShapeDtypeStruct(weight.shape, weight.dtype), permutation)
     return partition_spec(array, mesh, k=k, n=n, lead=lead)
@@ -132,7 +133,7 @@ def _specs(
 def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:
     """Returns `array.dequantize(dtype)`: the floats (..., k, n) that a quantized array stands for.
 
-    **Arguments:** `dtype`: of the result; None for the dtype of the scales.
+    **Arguments:** `dtype`: the dtype of the result; None for the dtype of the scales.
     """
     return array.dequantize(dtype)
 

@@ -36,7 +36,7 @@ def least_squares(grouped: Array, k: int, format: Format, dtype: Any) -> tuple[A
 
     def error(scale: Array, zero: Array | None) -> Array:
         exact, rounded = _steps(grouped, scale, zero, format)
-        # In units of the widest scale, so that squares neither overflow nor vanish.
+        # Units of the widest scale keep squares from overflowing and from vanishing.
         units = _rows(_ratio(scale.astype(jnp.float32), full[0]))
         missed = jnp.where(counts, (rounded - exact) * units, 0)
         return jnp.sum(missed * missed, axis=-2)

@@ -45,7 +45,7 @@ def partition_spec(
 
 
 class Own(NamedTuple):
-    """What belongs to one part of k alone: its groups, and the order of its rows."""
+    """Leaves that belong to one part of k alone: its groups, and the order of its rows."""
 
     groups: bool
     order: bool
@@ -54,7 +54,7 @@ class Own(NamedTuple):
 def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) -> QuantizedArray:
     """The entries k, n and lead of a matrix where the leaves have those axes.
 
-    What is not a part's own is on every device.
+    Leaves that no part owns are on every device.
     """
     lead = (*lead, *[None] * (array.ndim - 2 - len(lead)))
     groups = jax.P(*lead, n, k if own.groups else None, None)
@@ -65,7 +65,7 @@ def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) ->
 
 
 def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
-    """What each part of k on a mesh has of its own; refuses parts that are no whole atoms."""
+    """The leaves that each part of k on a mesh owns; refuses parts that are no whole atoms."""
     size = array.format.group_size
     n_blocks, k_blocks, _ = array.packed.shape[-3:]
     unit = padding.shard_unit(size)
@@ -76,7 +76,7 @@ def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
 
 
 def own_parts_anywhere(array: QuantizedArray) -> Own:
-    """What parts of k have of their own that are any whole number of atoms, or shards."""
+    """The leaves that parts of k own, whatever whole number of atoms or shards they hold."""
     size, sharded = array.format.group_size, array.shards[0] > 1
     return Own(size != -1 and (sharded or layout.ATOM % size == 0), sharded)
 

@@ -25,9 +25,9 @@ class QuantizedDenseGeneral(nn.Module):
     **Arguments:** those of `nn.DenseGeneral`, without `precision`, `dot_general` and
     `dot_general_cls`, and
 
-    - `format`: of the kernel, which is initialised in `param_dtype`, then quantized. Its scales
-      have `param_dtype`: float32, bfloat16 or float16.
-    - `shards`: into how many equal parts of k and n devices will cut the kernel, as of
+    - `format`: the format of the kernel, which is initialised in `param_dtype`, then quantized. Its
+      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, for axes that the inputs have not,

@@ -1,4 +1,4 @@
-"""Finding the layers of a Linen model, and the parameters whose values they multiply by."""
+"""Layers of a Linen model, found with the parameters whose values they multiply by."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -25,9 +25,9 @@ _tracing = jax.make_user_context()
 class Layer:
     """A layer that a model calls.
 
-    - `path`: that of the module; under `nn.jit`, that of a layer like it, whose trace it shares.
-    - `shape`: of the weight in the call, without the axes that lifts map over; empty if the layer
-      has no weight there.
+    - `path`: the path of the module; under `nn.jit`, of a layer like it, whose trace it shares.
+    - `shape`: the shape of the weight in the call, without the axes that lifts map over; empty if
+      the layer has no weight there.
     - `plain`: whether that is a parameter as it stands, perhaps one of a stack along first axes.
     """
 

@@ -50,7 +50,7 @@ class QuantizedModel:
             compute = kind and kind.methods.get(context.method_name)
             if not compute:
                 return next_fun(*args, **kwargs)
-            # Not by its path alone: `nn.jit` runs one trace for layers of several paths.
+            # The path alone does not do: `nn.jit` runs one trace for layers of several paths.
             packing = layer.get_variable(COLLECTION, _PACKING) or packings.get(layer.path)
             if not packing:
                 return next_fun(*args, **kwargs)
@@ -91,7 +91,7 @@ def quantize_model(
       is searched (`re.search`) in the dotted path of the layer, such as `block_0.mlp.up`; the first
       that matches decides, and a layer that none matches is kept.
     - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
-    - `shards`: into how many equal parts of k and n devices will cut each kernel, as of
+    - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
       `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
     - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
       the given variables one layer exists twice at most. They are of no use after that.
@@ -198,14 +198,14 @@ def _refusal(path: Path, layer: Layer, packing: Packing, params: Mapping[Path, A
 
 
 def _with_packings(variables: Any, packings: Mapping[Path, Packing]) -> dict[str, Any]:
-    """The variables with how each kernel is packed beside its arrays."""
+    """The variables with the packing of each kernel beside its arrays."""
     arrays = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
     beside = {(*path, _PACKING): packing for path, packing in packings.items()}
     return {**variables, COLLECTION: traverse_util.unflatten_dict({**arrays, **beside})}
 
 
 def _without_packings(variables: Any) -> Any:
-    """What was changed of such variables, without them."""
+    """The changed variables without their packings."""
     if COLLECTION not in variables:
         return variables
     arrays = traverse_util.flatten_dict(core.unfreeze(variables[COLLECTION]))

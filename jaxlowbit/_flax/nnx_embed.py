@@ -29,9 +29,9 @@ class QuantizedEmbed(QuantizedModule):
 
     **Arguments:** those of `nnx.Embed`, and
 
-    - `format`: of the table, which is initialised in `param_dtype`, then quantized. Its scales
-      have `param_dtype`: float32, bfloat16 or float16.
-    - `shards`: into how many equal parts of k and n devices will cut the matrix, as of
+    - `format`: the format of the table, which is initialised in `param_dtype`, then quantized. Its
+      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: the number of equal parts of k and n into which devices will cut the matrix, as for
       `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does.

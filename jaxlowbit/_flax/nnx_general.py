@@ -29,9 +29,9 @@ class QuantizedLinearGeneral(QuantizedModule):
     **Arguments:** those of `nnx.LinearGeneral`, without `precision`, `dot_general` and
     `dot_general_cls`, and
 
-    - `format`: of the kernel, which is initialised in `param_dtype`, then quantized. Its scales
-      have `param_dtype`: float32, bfloat16 or float16.
-    - `shards`: into how many equal parts of k and n devices will cut the kernel, as of
+    - `format`: the format of the kernel, which is initialised in `param_dtype`, then quantized. Its
+      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and for axes that do not fit.

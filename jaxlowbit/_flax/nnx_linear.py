@@ -28,9 +28,9 @@ class QuantizedLinear(QuantizedModule):
 
     **Arguments:** those of `nnx.Linear`, and
 
-    - `format`: of the kernel, which is initialised in `param_dtype`, then quantized. Its scales
-      have `param_dtype`: float32, bfloat16 or float16.
-    - `shards`: into how many equal parts of k and n devices will cut the kernel, as of
+    - `format`: the format of the kernel, which is initialised in `param_dtype`, then quantized. Its
+      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
     - `preferred_element_type`: dtype of the product: None for that of the promoted inputs, or
       float32.

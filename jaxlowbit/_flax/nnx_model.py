@@ -34,7 +34,7 @@ def quantize_model(
       or regular expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each
       is searched (`re.search`) in the dotted path of the layer, such as `blocks.0.mlp.up`; the
       first that matches decides, and a layer that none matches is kept.
-    - `shards`: into how many equal parts of k and n devices will cut each kernel, as of
+    - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
       `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
 
     **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, and what multiplies.

@@ -55,7 +55,7 @@ class QuantizedModule(nnx.Module):
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """k and n."""
+        """The sizes k and n."""
         raise NotImplementedError
 
     def matrix(self, weight: Any) -> Any:
@@ -91,7 +91,7 @@ class QuantizedModule(nnx.Module):
             stored: Any = nnx.data(None) if array is None else kind(array)
             # The version stays whole: NNX cannot take the axis of a stack from a scalar and return.
             if names is not None and array is not None and name != "version":
-                # Not an argument of the constructor, which would move the array.
+                # The constructor would move the array if it were given this metadata.
                 stored.set_metadata(out_sharding=tuple(getattr(names, name)), **_context(variable))
             setattr(self, name, stored)
         self.format = format

@@ -1,4 +1,4 @@
-"""What the quantization of a model did, layer by layer."""
+"""Reports of what the quantization of a model did, layer by layer."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -19,8 +19,8 @@ from .._matmul.support import supported_backends
 class LayerReport:
     """One layer that could be quantized.
 
-    - `path`: dotted, the first one if there are several.
-    - `shape`: of the kernel.
+    - `path`: the dotted path, the first one if there are several.
+    - `shape`: the shape of the kernel.
     - `format`: None if its floats were kept.
     - `nbytes_before`, `nbytes_after`: memory of the kernel, scales included.
     - `error`: Frobenius norm of what changed, relative to that of the kernel; None for a kept

@@ -1,4 +1,4 @@
-"""What each layer gets: regular expressions on the paths of layers, of which the first one wins."""
+"""Rules for what each layer gets: regular expressions on its paths, the first match wins."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

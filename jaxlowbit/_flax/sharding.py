@@ -1,4 +1,4 @@
-"""From the sharding that metadata names for a float kernel to that of the arrays in its place."""
+"""Sharding of the arrays of a kernel, from what metadata names for the float kernel."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ Entries = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class MatrixSharding:
-    """How a matrix (*lead, k, n) is divided.
+    """The division of a matrix (*lead, k, n).
 
     - `names`: what metadata says: axes of a mesh, or logical ones.
     - `axes`: the axes of a mesh that rules make of these; the same without rules.

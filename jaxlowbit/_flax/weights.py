@@ -1,4 +1,4 @@
-"""The weight of a layer: quantizing one, which may be abstract, and one made of stored arrays."""
+"""Weights of layers: quantized from floats, which may be abstract, or made of stored arrays."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from .._core.quantize import quantize
 
 Shards = tuple[int, int]
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of the axes of a kernel that are contracted, and of those of the features."""
+"""Sizes of the axes of a kernel that are contracted, and of those of the features."""
 
 ARRAYS = tuple(name for name in LEAVES if name != "index")
 """The arrays of a weight that a layer holds, each in a variable of its own."""
@@ -27,7 +27,7 @@ ARRAYS = tuple(name for name in LEAVES if name != "index")
 class Packing:
     """How a weight is packed, and which; a pytree without leaves, so part of what `jit` goes by.
 
-    `sizes`: of the weight, where they are known.
+    `sizes`: the sizes of the weight, where they are known.
     """
 
     format: Format
@@ -63,8 +63,8 @@ def check_values(
 ) -> None:
     """Refuses values that `quantize` does, of a weight that it takes otherwise.
 
-    One pass over them tells that there are none. Only where it finds such as may be refused are
-    they quantized, which says what is wrong with them.
+    One pass over the values mostly shows that none is refused. Only otherwise are they quantized,
+    which says what is wrong with them.
     """
     concrete = isinstance(weight, Array | np.ndarray) and not isinstance(weight, Tracer)
     if concrete and not has_scales(weight):
@@ -76,7 +76,8 @@ def has_scales(weight: Array) -> Array:
     """Whether scales of its dtype surely hold a weight; False for NaN and infinity."""
     limits = jnp.finfo(weight.dtype)
     span = jnp.max(weight).astype(jnp.float32) - jnp.min(weight).astype(jnp.float32)
-    least = 2**8 * float(limits.tiny)  # of any format, the largest code times the smallest scale
+    # The largest quantized value of any format times the smallest scale.
+    least = 2**8 * float(limits.tiny)
     size = jnp.abs(weight).astype(jnp.float32)
     # Common weights in float16 lie below that, and are whole steps of its least scale themselves.
     large = weight.dtype == jnp.float16 or jnp.all((size == 0) | (size >= least))

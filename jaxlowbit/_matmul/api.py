@@ -52,10 +52,10 @@ def quantized_matmul(
     - `residual`: float32, bfloat16 or float16, of the shape of the result.
     - `preferred_element_type`: dtype of the result: that of `lhs` (the default) or float32.
     - `precision`: None for float32 accumulation. `jax.lax.DotAlgorithmPreset.F16_F16_F16`, for
-      float16 `lhs`, allows kernels to add up to 128 products in float16, and those sums in float32:
-      for GPUs on which float32 accumulation is slow. That adds an error of at most 2^-7
-      `|lhs| @ |weights|` (2^-8 for 8 bits), whatever k is; where such a sum is beyond 65504, the
-      result is not finite.
+      float16 `lhs`, allows kernels to accumulate up to 128 products in float16, and those partial
+      sums in float32: for GPUs on which float32 accumulation is slow. That adds an error of at most
+      2^-7 `|lhs| @ |weights|` (2^-8 for 8 bits), whatever k is; where such a partial sum is beyond
+      65504, the result is not finite.
     - `out_sharding`: sharding of the result on a mesh with Explicit axes, needed where k is
       sharded; None for that of the rows of `lhs` and the columns of `rhs`.
     - `backend`: None for the custom call of the platform the program is compiled for where it

@@ -54,7 +54,7 @@ class Call:
         lhs = rows[0]
         return (
             self.options.backend in (None, "cuda")
-            and lhs.dtype != jnp.float32  # whose parts are multiplied on their own
+            and lhs.dtype != jnp.float32  # products split it into parts, one at a time
             and math.prod(lhs.shape[:-1]) != 0
             and all(_is_supported(lhs, weight) for weight in weights)
         )
@@ -107,7 +107,7 @@ def _abstract_eval(lhs: Any, *operands: Any, call: Call) -> list[Any]:
         sharding = lhs.sharding.update(spec=jax.P(*[None] * len(out.shape)))
         return lhs.update(shape=out.shape, dtype=out.dtype, weak_type=False, sharding=sharding)
 
-    # Also refuses what a product refuses.
+    # Tracing the composition also refuses what a product refuses.
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, *operands)]
     return [aval(out) for out in jax.eval_shape(call.composition, *shapes)]
 
@@ -130,7 +130,7 @@ ad.primitive_jvps[_call_p] = _jvp
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: Call) -> Any:
     rows = call.num_rows
     if call.folds and all(dim is None for dim in dims[rows:]):
-        # One set of weights for the whole batch: the batch is more rows.
+        # The whole batch shares one set of weights: it is more rows.
         size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
         front = [
             batching.bdim_at_front(x, dim, size)

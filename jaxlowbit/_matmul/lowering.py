@@ -1,4 +1,4 @@
-"""What the primitive is lowered to: a custom call, Pallas, or the definition."""
+"""Lowering of the primitive: to a custom call, to Pallas, or to the definition."""
 
 import functools
 import math

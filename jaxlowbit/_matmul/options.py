@@ -18,7 +18,7 @@ Backend = Literal["cuda", "cpu", "pallas", "xla"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The keyword arguments of `quantized_matmul` that are no operands, hashable."""
+    """Keyword arguments of `quantized_matmul` that are no operands, hashable."""
 
     preferred_element_type: Any = None
     precision: lax.DotAlgorithmPreset | None = None
@@ -73,7 +73,7 @@ class Options:
         self._check_precision(caller, lhs)
 
     def check_rows(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:
-        """`check` of one row of lhs, whose leading axes are rows whatever those of rhs are."""
+        """Like `check` for one row of lhs: its leading axes are rows, whatever those of rhs are."""
         self.check(caller, jax.ShapeDtypeStruct(lhs.shape[-1:], lhs.dtype), rhs)
 
     def _check_backend(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:

@@ -1,4 +1,4 @@
-"""How a product is divided over the devices of a mesh that XLA partitions (Auto axes).
+"""Partitioning of a product over the devices of a mesh whose axes XLA divides (Auto axes).
 
 Packed words stay where they are. Their channels (n_blocks) and their leading axes need no
 communication; where their input features (k_blocks) are sharded, every device computes a float32
@@ -31,7 +31,7 @@ Axes = tuple[str, ...]
 def divided(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext | None:
     """The context with the mesh over which XLA divides the program, or None.
 
-    It divides none for one device, nor inside `jax.shard_map`, which has done so.
+    XLA divides no program for one device, nor inside `jax.shard_map`, which has done so.
     """
     context: Any = ctx.module_context.axis_context
     if getattr(context, "num_devices", 1) == 1 or not hasattr(context, "abstract_mesh"):
@@ -51,7 +51,7 @@ def matmul(problem: Problem, *operands: Array) -> Array:
 
 
 def _sharding_rule(problem: Problem, mesh: Any, operands: Any, results: Any) -> Any:
-    """Which axes go together, in the notation of `custom_partitioning`.
+    """The axes that are divided together, in the notation of `custom_partitioning`.
 
     Scales follow the channels only; `_partition` moves them along k, which need not be where a
     shard of the words ends.

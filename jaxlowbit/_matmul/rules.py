@@ -20,7 +20,7 @@ def _bind(problem: Problem, *operands: Any) -> Array:
     return quantized_matmul_p.bind(*operands, problem=problem)
 
 
-# Linear in lhs, and in scale and float zero together. Everything else is integers.
+# The product is linear in lhs, and in scale and float zero together; the rest is integers.
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, problem: Problem) -> Any:
     values, dots = problem.named(primals), problem.named(tangents)
     out = _bind(problem, *primals)
@@ -47,7 +47,7 @@ def _transpose(cotangent: Any, *operands: Any, problem: Problem) -> list[Any]:
     if type(cotangent) is ad.Zero:
         cotangents = [ad.Zero(aval) for aval in avals]
     elif linear == [0]:
-        # The same words through the transposed product, whose transpose is this one.
+        # The cotangent is the transposed product with the same words; its transpose is this one.
         turned = problem.replace(
             columns=avals[0].shape[-1],
             transposed=not problem.transposed,
@@ -73,7 +73,7 @@ def _definition_transpose(
         filled = dict(zip(linear, values, strict=True))
         return definition.matmul(problem, *(filled.get(i, x) for i, x in enumerate(operands)))
 
-    # At zero, since scale without its float zero is affine: its linear part is transposed.
+    # The product is affine in scale or float zero alone: at zero its linear part is transposed.
     at = [
         lax.pcast(jnp.zeros(aval.shape, aval.dtype), tuple(aval.mat.varying), to="varying")
         for aval in avals
@@ -88,7 +88,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], *, problem: Problem) ->
     values, axes = problem.named(operands), problem.named(dims)
     mapped = {name for name, axis in axes._asdict().items() if axis is not None}
     if mapped == {"lhs"}:
-        # One weight for the whole batch: the batch is more rows.
+        # The whole batch shares one weight: it is more rows.
         axis = len(values.lead)
         return _bind(problem, jnp.moveaxis(values.lhs, axes.lhs, axis), *operands[1:]), axis
     if "permutation" in mapped and "packed" not in mapped:

@@ -13,9 +13,9 @@ from .._core.array import QuantizedArray
 def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
     """Returns, for each backend, None if it can compute `lhs @ rhs`, else the reason why not.
 
-    Computes nothing. `lhs` is anything with a dtype, such as a `jax.ShapeDtypeStruct`; whether a
-    program is compiled for a platform decides which custom call it gets. `"cuda"` has a reason too
-    where JAX sees GPUs of which one is none that the kernels were compiled for.
+    Nothing is computed. `lhs` is anything with a dtype, such as a `jax.ShapeDtypeStruct`; the
+    platform that a program is compiled for decides which custom call it gets. `"cuda"` has a reason
+    too where JAX sees a GPU that the kernels were not compiled for.
 
     ```python
     supported_backends(jax.ShapeDtypeStruct((1, 256), jnp.bfloat16), rhs)["cuda"]
@@ -45,8 +45,8 @@ def _unfit(gpus: Sequence[Any]) -> str | None:
 def unfit_gpus(context: Any) -> str | None:
     """Why the CUDA kernels do not run on the GPUs that a program is lowered for, or None.
 
-    None too where these are not known. An exported program asks where it runs: the custom call
-    refuses there.
+    The answer is None too where the GPUs are not known: in an exported program the custom call
+    refuses, where it runs.
     """
     if context.lowering_parameters.for_export or context.backend is None:
         return None

@@ -1,1 +1,1 @@
-"""What `jaxlowbit.tune` is made of: `weights` says what to measure, `measure` does."""
+"""Choices of kernels: devices, `explain`, tables of measured choices, and how they are measured."""

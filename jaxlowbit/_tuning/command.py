@@ -34,7 +34,7 @@ def tune(
     """Measures on the first GPU how its kernels multiply best by some weights, and stores it.
 
     Programs started afterwards choose by what is stored, for these weights and up to the largest
-    number of tokens; `explain` says so. What was stored before for other products is kept.
+    number of rows; `explain` says so. What was stored before for other products is kept.
 
     **Arguments:**
 
@@ -43,8 +43,8 @@ def tune(
       or any pytree that holds quantized arrays, such as a Flax model.
     - `tokens`: numbers of rows of lhs to measure. A number between two of them takes the choice of
       the larger.
-    - `format`: of weights that are not quantized yet, one or several.
-    - `dtype`: of lhs, `"bfloat16"` or `"float16"`.
+    - `format`: one or several formats for weights that are not quantized yet.
+    - `dtype`: the dtype of lhs, `"bfloat16"` or `"float16"`.
     - `out`: the file to write; None for the one that is read at the start, which is
       `$JAXLOWBIT_TUNED` or, by the name of the GPU, in `~/.cache/jaxlowbit`.
     - `progress`: whether to report on what is measured.
@@ -77,7 +77,7 @@ def tune(
         measured = report.reported(measured, len(found) * len(tokens), device.name)
     for entry in measured:
         entries[_kind(entry.product)] = entry
-        # Each time, so that a run that is stopped keeps what it has measured.
+        # A run that is stopped keeps what it has measured.
         tables.write(path, table._replace(entries=tuple(entries.values())))
     return path
 
@@ -152,6 +152,6 @@ def _kept(path: Path, table: Table) -> tuple[Entry, ...]:
 
 
 def _kind(product: Product) -> Product:
-    """What an entry is found by: sizes count in atoms."""
+    """The key of an entry: sizes count in atoms."""
     n, k = blocks(product.n), blocks(product.k)
     return product._replace(n=n, k=k)

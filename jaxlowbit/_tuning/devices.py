@@ -40,7 +40,7 @@ GPUS = {
 
 
 def describe(device: Any) -> Device:
-    """A `jax.Device`. A GPU that does not tell its multiprocessors is taken for an H200."""
+    """Facts of a `jax.Device`; a GPU that does not tell its multiprocessors counts as an H200."""
     if device.platform != "gpu":
         return Device(device.device_kind, device.platform)
     num_sms = getattr(device, "core_count", GPUS["H200"].num_sms)

@@ -17,7 +17,7 @@ from .devices import Device
 def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
     """Says which backend, kernel, tile and split `lhs @ rhs` would run on a device, and why.
 
-    Runs nothing. For CUDA it asks the function that the custom call itself asks, which knows what
+    Nothing runs. For CUDA it asks the function that the custom call itself asks, which knows what
     was measured by `python -m jaxlowbit.tune` on a device of that name.
 
     **Arguments:**

@@ -1,4 +1,4 @@
-"""Measures: every candidate of every product, one product after the other."""
+"""Measurements of every candidate of every product, one product after the other."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,7 @@ from .._core import layout
 from .table import Entry
 from .weights import Weight
 
-# Calls of a measurement read distinct weights that together are three times the largest cache, the
-# 126 MB of a B200.
+# A measurement reads distinct weights of three times the largest cache, the 126 MB of a B200.
 _COLD_BYTES = 400_000_000
 _MOST_COPIES = 512
 # The choice that is made without measuring is kept unless another takes this much less: two runs
@@ -27,7 +26,7 @@ _LEAST_GAIN = 0.02
 def measure(
     weights: Sequence[Weight], tokens: Sequence[int], dtype: str, device: DeviceFacts
 ) -> Iterator[Entry]:
-    """The best choice of each weight for each number of tokens, as it is found."""
+    """The best choice of each weight for each number of rows, as it is found."""
     for weight in weights:
         # Scales of another dtype than lhs are widened, as by `_backends/cuda.py`.
         scale = dtype if weight.scale == dtype else "float32"
@@ -65,7 +64,7 @@ class _Stack(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("weight", "copies"))
 def _random_stack(key: Any, weight: Weight, copies: int) -> _Stack:
-    """Random codes, and scales that give the weights a variance of about 1/k."""
+    """Random quantized values, and scales that give the weights a variance of about 1/k."""
     format = weight.format
     keys = jax.random.split(key, 3)
     words = (copies, *layout.packed_shape(weight.k, weight.n, format.bits))

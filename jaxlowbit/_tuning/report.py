@@ -1,4 +1,4 @@
-"""What was measured, in words: while it is, and afterwards as a table."""
+"""Reports of measurements: progress, and a table afterwards."""
 
 import math
 import sys
@@ -11,7 +11,7 @@ from .table import Entry, Table
 
 
 def choice_name(choice: Choice) -> str:
-    """The kernel, and what of its choice is not given by it."""
+    """The kernel and the fields of its choice that vary."""
     fields = {"block_m": choice.block_m, "split_k": choice.split_k}
     if choice.kernel == "qmm_sm90_stream":
         fields |= {"slices": choice.slices}

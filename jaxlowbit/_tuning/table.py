@@ -1,7 +1,7 @@
-"""Choices that were measured: the file that holds them, and the kernels that choose by it.
+"""Tables of measured choices: the files that hold them, and the kernels that choose by them.
 
-`_tuning/` measures them. Read when the package is imported, before any device is known, and so
-compared with what the driver says of itself; the kernels look for the name of their device.
+Tables are read when the package is imported, before any device is known, and are therefore compared
+with what the driver says of itself; the kernels look for the name of their device.
 """
 
 import json
@@ -75,7 +75,7 @@ def path_for(device: str) -> Path:
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA driver; None where it does not tell."""
+    """The version of the NVIDIA driver; None where it does not tell."""
     try:
         found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", (_DRIVER / "version").read_text())
     except OSError:
@@ -127,7 +127,7 @@ def _warn(sentence: str) -> None:
 
 
 def write(path: Path, table: Table) -> None:
-    """Writes all or nothing."""
+    """Writes a table, or on failure nothing."""
     found = {
         "jaxlowbit": table.jaxlowbit,
         "driver": table.driver,
@@ -141,7 +141,10 @@ def write(path: Path, table: Table) -> None:
 
 
 def read(path: Path) -> Table:
-    """**Raises:** `OSError`, and `ValueError` for a file that holds something else."""
+    """Reads a table.
+
+    **Raises:** `OSError`, and `ValueError` for a file that holds something else.
+    """
     text = path.read_text()
     try:
         found = json.loads(text)

@@ -79,7 +79,7 @@ def _are_shapes(source: Any) -> bool:
 
 
 def _shape(shape: Any) -> tuple[int, int]:
-    """n and k."""
+    """The n and k of a shape."""
     if isinstance(shape, str) and (found := re.fullmatch(r"(\d+)x(\d+)", shape)):
         shape = int(found[1]), int(found[2])
     match shape:
@@ -113,7 +113,7 @@ def _of_headers(headers: Mapping[str, _Header], formats: Sequence[Format]) -> It
         if kind not in ("weight", "kernel") or len(shape) != 2 or dtype not in map(str, FLOATS):
             continue
         if re.search(HEADS, layer) or _EMBEDDING.search(layer):
-            continue  # what is kept in floats, as by quantize_model
+            continue  # kept in floats, as by quantize_model
         n, k = shape if kind == "weight" else reversed(shape)
         yield from (Weight(n, k, format, dtype) for format in formats)
 

@@ -1,6 +1,6 @@
 """Pallas kernels that read the packed words: for TPUs (`tpu.py`) and for GPUs (`triton.py`).
 
-On the CPU, Pallas interprets the one for TPUs.
+Pallas interprets the kernel for TPUs on the CPU.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
-"""How both kernels dequantize an atom: slot by slot.
+"""Dequantization of an atom, slot by slot, for both kernels.
 
 Shifting all words of an atom by one slot, as (32, words / 32), gives 32 channels by some of its
-rows. No word is permuted for it.
+rows, without permuting a word.
 """
 
 from collections.abc import Callable, Sequence

@@ -63,7 +63,7 @@ def product(
 
 
 def _kernel(steps: Any, lhs: Any, packed: Any, *rest: Any, format: Format) -> None:
-    """Adds the product with one atom to the sums (block_m, 64) of a strip of channels."""
+    """Adds the product with one atom to the accumulators (block_m, 64) of a strip of channels."""
     from jax.experimental import pallas as pl
 
     *groups, out = rest

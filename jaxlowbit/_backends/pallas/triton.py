@@ -18,17 +18,17 @@ from ..._core.layout import ATOM
 from . import slots
 
 MODULE = "jax.experimental.pallas.triton"
-# Of one input feature of a program. 128 tokens of 16 bits take 53 KB of the 99 that sm_86 has.
+# Bytes of lhs per input feature: 128 rows of 16 bits take 53 KB of the 99 KB that sm_86 has.
 _MAX_BLOCK_BYTES = 256
-_PROGRAMS = 512  # about four on each multiprocessor
-_MIN_ATOMS = 8  # along k, of one program
+_PROGRAMS = 512  # about four per multiprocessor
+_MIN_ATOMS = 8  # along k, per program
 _WARPS, _STAGES = 4, 3
 
 
 def product(lhs: Array, packed: Array, groups: list[Array], format: Format) -> Array:
     """Products (batch, m, k) x (batch, k, n) in float32, with padding of m and n.
 
-    k is cut into parts, which several programs sum on their own.
+    k is cut into split-K slices, each a partial sum of one program.
     """
     from jax.experimental import pallas as pl  # slow to import, and seldom needed
     from jax.experimental.pallas import triton
@@ -69,7 +69,7 @@ def product(lhs: Array, packed: Array, groups: list[Array], format: Format) -> A
 def _kernel(
     steps: Any, lhs: Any, packed: Any, *rest: Any, format: Format, atoms: int, k_blocks: int
 ) -> None:
-    """The product with one part of a strip of channels, (64, block_m)."""
+    """Computes the partial sums (64, block_m) of one split-K slice of a strip of channels."""
     from jax.experimental import pallas as pl
 
     *groups, out = rest
@@ -78,11 +78,11 @@ def _kernel(
     def load(values: Any, group: Any, half: int) -> Array:
         return values[group, :, half : half + 1].astype(jnp.float32)
 
-    def add_atom(k_block: Any, sums: Array) -> Array:
+    def add_atom(k_block: Any, accumulators: Array) -> Array:
         words = packed[k_block]
         weights = slots.dequantize(words, steps, groups, load, k_block, format)
         weights = [weight.astype(lhs.dtype) for weight in weights]
-        return sums + lax.dot_general(
+        return accumulators + lax.dot_general(
             layout.from_slots(weights, format.bits),
             lhs[:, pl.ds(ATOM * k_block, ATOM)],
             (((1,), (1,)), ((), ())),
@@ -94,7 +94,7 @@ def _kernel(
 
 
 def _block_m(m: int, dtype: jnp.dtype) -> int:
-    """A power of two, at least 16."""
+    """Rows of lhs per program: a power of two, at least 16."""
     return min(_MAX_BLOCK_BYTES // dtype.itemsize, max(16, 1 << (m - 1).bit_length()))
 
 
