@@ -217,7 +217,7 @@ def test_tied_layers_compute_what_the_twin_does(make):
 
 
 class LiveBytes:
-    """Bytes of all arrays, sampled wherever a function outside `_flax` is called or returns."""
+    """Bytes of all arrays, sampled wherever a function of `_core` is called or returns."""
 
     def __init__(self) -> None:
         self.samples: list[int] = []
@@ -233,7 +233,7 @@ class LiveBytes:
     def _sample(self, frame: Any, event: str, arg: Any) -> None:
         del arg
         code = frame.f_code
-        if event not in ("call", "return") or Path(code.co_filename).parent.name != "jaxlowbit":
+        if event not in ("call", "return") or Path(code.co_filename).parent.name != "_core":
             return
         self.samples.append(sum(array.nbytes for array in jax.live_arrays()))
         quantizes = event == "call" and code is jaxlowbit.quantize.__code__

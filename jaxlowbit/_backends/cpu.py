@@ -31,6 +31,6 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     weights = call.weight_operands(ops.packed, ops.scale, ops.zero, ops.index, problem.format)
     result = jax.ShapeDtypeStruct((batch, m, problem.columns), problem.out_dtype)
     (out,) = jax.ffi.ffi_call(call.MATMUL_TARGET, [result])(
-        *(lhs, *weights), **call.product_attributes(problem, scale_sums=False)
+        lhs, *weights, **call.product_attributes(problem, scale_sums=False)
     )
     return out.reshape(*ops.lead, *ops.rows, problem.columns)
