@@ -60,7 +60,8 @@ wheel: $(call needs,test)
 	$(PY) tools/wheel_size.py dist/*.whl
 
 driver:
-	$(CMAKE) -S . -B build/driver -DJAXLOWBIT_CUDA=ON -DJAXLOWBIT_DRIVER=ON $(CMAKE_ARGS)
+	$(CMAKE) -S . -B build/driver -DJAXLOWBIT_CUDA=ON -DJAXLOWBIT_DRIVER=ON \
+	  -DJAXLOWBIT_LINEINFO=ON $(CMAKE_ARGS)
 	$(CMAKE) --build build/driver --parallel $$(nproc)
 
 clean:

@@ -47,7 +47,7 @@ inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
 }
 
 // Whether the results that lie over operands fit the workspace. What Python lowers gives room, or results of their
-// own buffers (native.py).
+// own buffers (_backends/call.py).
 inline ffi::Error CheckRoom(int64_t needed, int64_t workspace_bytes) {
   if (needed <= workspace_bytes) return ffi::Error::Success();
   return Refuse("results that lie over operands of the call take " + std::to_string(needed) +

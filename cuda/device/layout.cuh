@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Packed layout, version 1, on the device: the twin of jaxlowbit/_layout.py (docs/layout.md).
+// Packed layout, version 1, on the device: the twin of jaxlowbit/_core/layout.py (docs/layout.md).
 //
 // An atom is 64 output channels (n) by 64 input features (k), in the order of the mma m16n8k16
 // operand A, weights being A:

@@ -480,8 +480,8 @@ class TileStorer {
   // Of a lane's channels g and g + 8: in each strip of the warpgroup, or in the gate and in up. What
   // changes nothing, without biases.
   float biases_[2][2] = {{-0.0f, -0.0f}, {-0.0f, -0.0f}};
-  Factors<I> factors_;  // of the sums of a tile
-  int buffer_ = 0;      // for the next box
+  Factors<I> factors_;   // of the sums of a tile
+  int buffer_ = 0;       // for the next box
   int handed_over_ = 0;  // times that the buffers were full
 };
 

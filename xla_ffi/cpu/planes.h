@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The order of bits in the packed layout (docs/layout.md) as the CPU reads it: the twin of
-// jaxlowbit/_layout.py.
+// jaxlowbit/_core/layout.py.
 #pragma once
 
 #include "cuda/problem.h"
