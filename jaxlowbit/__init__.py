@@ -4,7 +4,7 @@
 and initialises no backend.
 """
 
-from ._backends import library as _library
+from ._backends import extension as _extension
 from ._composite.block import quantized_block as quantized_block
 from ._composite.glu import quantized_glu as quantized_glu
 from ._composite.matmuls import quantized_matmuls as quantized_matmuls
@@ -26,7 +26,7 @@ from ._tuning import table as _table
 from ._tuning.explain import explain as explain
 from ._version import __version__ as __version__
 
-_library.register()
+_extension.register()
 _table.load()
 
 # Pickles name the public classes by this package, wherever they are defined.

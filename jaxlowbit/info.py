@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 
-from ._backends import library
+from ._backends import extension
 
 
 def report() -> Iterator[tuple[str, str]]:
     """Topic and finding, one pair per line of the report."""
-    build = library.build_info()
+    build = extension.build_info()
     yield "jaxlowbit", f"{metadata.version('jaxlowbit')}, Python {platform.python_version()}"
     yield "jax", f"{jax.__version__}, jaxlib {metadata.version('jaxlib')}"
-    built, runtime = build["ffi_api"], library.runtime_ffi_version()
+    built, runtime = build["ffi_api"], extension.runtime_ffi_version()
     yield "custom-call API", f"built for {_dotted(built)}, this jaxlib speaks {_dotted(runtime)}"
     yield "CPU kernels", _listed(build["cpu_isa"])
     if build["cuda"]:
@@ -35,7 +35,7 @@ def _backends(device: Any) -> str:
     custom_call = {"cpu": "cpu", "gpu": "cuda"}.get(device.platform)
     if custom_call is None:
         return "definition; there is no custom call for this platform"
-    reason = library.unavailable(custom_call)
+    reason = extension.unavailable(custom_call)
     return f"{custom_call}, definition" if reason is None else f"definition; {reason}"
 
 

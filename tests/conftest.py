@@ -25,9 +25,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs can be lowered for CUDA, also by a build without its kernels."""
-    from jaxlowbit._backends import library
+    from jaxlowbit._backends import extension
 
-    monkeypatch.setattr(library, "unavailable", lambda platform: None)
+    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -34,7 +34,7 @@ from jaxlowbit import (
     quantized_matmul,
     quantized_mlp,
 )
-from jaxlowbit._backends import library
+from jaxlowbit._backends import extension
 
 pytestmark = pytest.mark.gpu
 PACKAGE = Path(jaxlowbit.__file__).parent
@@ -329,8 +329,8 @@ def gathered_by_a_call(permutation, *, m, k=72, transposed=False, gathered=None)
         jnp.zeros(0, jnp.uint8),
         jnp.zeros(0, jnp.int32),
         permutation,
-        version=np.int64(library.ffi.CALL_VERSION),
-        layout_version=np.int64(library.ffi.LAYOUT_VERSION),
+        version=np.int64(extension.ffi.CALL_VERSION),
+        layout_version=np.int64(extension.ffi.LAYOUT_VERSION),
         bits=np.int64(4),
         group_size=np.int64(-1),
         transposed=transposed,

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import shapes
 
-from jaxlowbit._backends import call, library
+from jaxlowbit._backends import call, extension
 
-select = library.ffi.select
+select = extension.ffi.select
 
 H200: dict[str, Any] = {"compute_capability": 90, "num_sms": 132, "shared_bytes_per_sm": 228 * 1024}
 A100: dict[str, Any] = {"compute_capability": 80, "num_sms": 108, "shared_bytes_per_sm": 164 * 1024}
@@ -26,12 +26,12 @@ SHAPES = list(
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_choice_keeps_its_limits(device, bits):
     for (m, n, k), batch in itertools.product(SHAPES, [1, 8]):
-        for limit in (library.ffi.MAX_WORKSPACE_BYTES, 1 << 16, 0):
+        for limit in (extension.ffi.MAX_WORKSPACE_BYTES, 1 << 16, 0):
             problem: dict[str, Any] = {"m": m, "n": n, "k": k, "bits": bits, "batch": batch}
             choice = select(**problem, **DEVICES[device], workspace_bytes=limit)
             assert choice["unsupported"] == "", problem
             block_m, split = choice["block_m"], choice["split_k"]
-            assert 1 <= split <= library.ffi.MAX_SPLIT_K and split <= -(-k // 16), problem
+            assert 1 <= split <= extension.ffi.MAX_SPLIT_K and split <= -(-k // 16), problem
             padded = batch * m * -(-n // 64) * 64
             if choice["kernel"] == "qmm_sm80":
                 assert block_m in (8, 16, 32, 64), problem
@@ -49,7 +49,7 @@ def test_workspace_holds_every_choice():
         allocated = call.workspace_bytes(1, m, n)
         best = select(m=m, n=n, k=k, **device)
         assert select(m=m, n=n, k=k, **device, workspace_bytes=allocated) == best, (m, n, k)
-        assert allocated <= library.ffi.MAX_WORKSPACE_BYTES
+        assert allocated <= extension.ffi.MAX_WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -132,7 +132,7 @@ def test_small_weights_take_tiles_of_one_strip(m, n, k):
     """But not as the gate of a pair, whose tiles need two."""
     tiles = []
     for gated in (False, True):
-        kernel, *_, tile, _ = library.ffi.candidates(m=m, n=n, k=k, gated=gated, **H200)[0]
+        kernel, *_, tile, _ = extension.ffi.candidates(m=m, n=n, k=k, gated=gated, **H200)[0]
         assert kernel == "qmm_sm90"
         tiles.append(tile)
     assert tiles[0] in (2, 6) and tiles[1] not in (2, 6)  # kTiles of cuda/qmm_sm90/config.h

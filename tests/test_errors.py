@@ -12,7 +12,7 @@ from jax.lax import DotAlgorithmPreset
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
-from jaxlowbit._backends import library
+from jaxlowbit._backends import extension
 
 K, N = 32, 16
 FOUR = Format(4, 16)
@@ -382,7 +382,7 @@ def test_unknown_backend(matrix):
 @pytest.fixture
 def available(monkeypatch):
     """As if this build had the custom calls of every platform."""
-    monkeypatch.setattr(library, "unavailable", lambda platform: None)
+    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
 
 
 @pytest.mark.parametrize(
@@ -403,8 +403,8 @@ def test_backend_that_cannot(available, weight, backend, format, dtype, reason):
 
 
 def test_build_without_cuda(monkeypatch, matrix):
-    monkeypatch.setattr(library, "build_info", lambda: {"ffi_api": (0, 3), "cuda": False})
-    monkeypatch.setattr(library, "unavailable", library.unavailable.__wrapped__)
+    monkeypatch.setattr(extension, "build_info", lambda: {"ffi_api": (0, 3), "cuda": False})
+    monkeypatch.setattr(extension, "unavailable", extension.unavailable.__wrapped__)
     with refuses("this build has no CUDA kernels; reinstall where nvcc is found"):
         quantized_matmul(LHS.astype(jnp.bfloat16), matrix, backend="cuda")
 

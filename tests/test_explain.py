@@ -10,7 +10,7 @@ from helpers import PLATFORM
 
 import jaxlowbit
 from jaxlowbit import INT4, Format, explain
-from jaxlowbit._backends import call, library
+from jaxlowbit._backends import call, extension
 
 K, N = 4096, 256
 
@@ -33,7 +33,7 @@ def test_it_says_what_the_selection_says():
     }.items():
         capability, num_sms, shared = numbers
         for m in (1, 17, 200):
-            chosen = library.ffi.select(
+            chosen = extension.ffi.select(
                 m=m,
                 n=N,
                 k=K,
@@ -81,10 +81,10 @@ def test_a_gpu_that_jax_sees(monkeypatch, cores, said):
     device = types.SimpleNamespace(
         platform="gpu", device_kind="NVIDIA GPU", compute_capability="8.6", **cores
     )
-    monkeypatch.setattr(library, "unavailable", lambda platform: None)
+    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
     text = explain(like(1, K), weight(), device=device)
     assert f"the {said} multiprocessors of NVIDIA GPU" in text
-    monkeypatch.setattr(library, "unavailable", lambda platform: "no kernels were built")
+    monkeypatch.setattr(extension, "unavailable", lambda platform: "no kernels were built")
     assert "why      no kernels were built" in explain(like(1, K), weight(), device=device)
     assert "no kernels" not in explain(like(1, K), weight(), device="H200")
 
@@ -98,7 +98,7 @@ def test_a_platform_without_custom_calls():
 
 def test_the_cpu():
     text = explain(like(1, K, dtype="float32"), weight(INT4.replace(zero="float")), device="cpu")
-    assert f"qmm_cpu, compiled for {library.build_info()['cpu_isa'][0]}" in text
+    assert f"qmm_cpu, compiled for {extension.build_info()['cpu_isa'][0]}" in text
 
 
 @pytest.mark.parametrize(

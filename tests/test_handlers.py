@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import TARGET
 
-from jaxlowbit._backends import library
+from jaxlowbit._backends import extension
 from jaxlowbit._core import layout
 
 # A batch of 2 rows of 70 by a 70 x 40 matrix in 4 bits, with a scale for each 32 of k.
@@ -200,4 +200,4 @@ def test_no_exception_leaves_a_handler():
 
 
 def test_versions_are_one_fact():
-    assert library.ffi.LAYOUT_VERSION == layout.VERSION
+    assert extension.ffi.LAYOUT_VERSION == layout.VERSION

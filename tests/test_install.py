@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxlowbit
-from jaxlowbit._backends import library
+from jaxlowbit._backends import extension
 
 PACKAGE = Path(jaxlowbit.__file__).parent
 
@@ -89,7 +89,7 @@ def test_info_reports_the_build_and_the_devices():
 
 
 def test_custom_calls_of_the_cpu_are_there():
-    assert library.unavailable("cpu") is None
+    assert extension.unavailable("cpu") is None
 
 
 # --- refusals -------------------------------------------------------------------------------------

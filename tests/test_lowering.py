@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, quantized_matmul
-from jaxlowbit._backends import call, library
+from jaxlowbit._backends import call, extension
 from jaxlowbit._matmul import support
 
 K, N, LAYERS = 128, 192, 4
@@ -25,7 +25,7 @@ FOUR = Format(4, 32)
 @pytest.fixture
 def cuda(monkeypatch):
     """Programs can be lowered for CUDA, also by a build without its kernels."""
-    monkeypatch.setattr(library, "unavailable", lambda platform: None)
+    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
 
 
 def stack(format=FOUR, *lead):
@@ -107,8 +107,8 @@ def test_workspace_of_cuda_only(cuda):
 def test_calls_carry_their_versions(cuda):
     for platform in ("cpu", "cuda"):
         text = lowered(product, like(5, K), stack(), platform=platform)
-        assert f"version = {library.ffi.CALL_VERSION} : i64" in text
-        assert f"layout_version = {library.ffi.LAYOUT_VERSION} : i64" in text
+        assert f"version = {extension.ffi.CALL_VERSION} : i64" in text
+        assert f"layout_version = {extension.ffi.LAYOUT_VERSION} : i64" in text
 
 
 def test_large_groups_are_an_attribute_of_64_bits(cuda):
@@ -244,7 +244,7 @@ def test_forced_backend_is_its_custom_call(cuda, backend):
 
 
 def test_unavailable_custom_calls_are_the_definition(monkeypatch):
-    monkeypatch.setattr(library, "unavailable", lambda platform: "it is too old")
+    monkeypatch.setattr(extension, "unavailable", lambda platform: "it is too old")
     for platform in ("cpu", "cuda"):
         assert calls(lowered(product, like(5, K), stack(), platform=platform)) == 0
     reasons = jaxlowbit.supported_backends(like(5, K), stack())
@@ -301,8 +301,8 @@ def test_gpus_without_kernels_refuse_the_custom_call(cuda, gpus):
 def test_gpus_of_other_architectures_run_the_definition(
     cuda, gpus, monkeypatch, built, capability, runs
 ):
-    build = library.build_info() | {"cuda_architectures": built}
-    monkeypatch.setattr(library, "build_info", lambda: build)
+    build = extension.build_info() | {"cuda_architectures": built}
+    monkeypatch.setattr(extension, "build_info", lambda: build)
     gpus(capability)
     assert calls(lowered(product, like(5, K), stack(), platform="cuda")) == runs
     gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)

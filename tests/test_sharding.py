@@ -22,7 +22,7 @@ from meshes import (
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, partition_spec, quantized_matmul
-from jaxlowbit._backends import library
+from jaxlowbit._backends import extension
 
 P = jax.P
 EIGHT, FOUR, THREE = Format(8), Format(4, 64, "integer"), Format(3, 48, "float")
@@ -350,7 +350,7 @@ def test_shards_divide_the_matrix():
 
 
 def test_programs_for_cuda_are_divided_too(mesh, monkeypatch):
-    monkeypatch.setattr(library, "unavailable", lambda platform: None)
+    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
     lhs, rhs = arrays(256, 256, FOUR, dtype="bfloat16")
     q = put(rhs, mesh, partition_spec(rhs, mesh, k="b"))
     program = jax.jit(lambda x, q: x @ q).trace(lhs, q).lower(lowering_platforms=("cuda",))

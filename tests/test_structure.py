@@ -39,7 +39,7 @@ ONLY = {
     "safetensors": r"_tuning\.weights",
     "tqdm": r"_tuning\.report",
     "jax.experimental.pallas": r"_backends\.pallas\.(tpu|triton)",
-    "jaxlowbit._ffi": r"_backends\.library",
+    "jaxlowbit._ffi": r"_backends\.extension",
 }
 
 

@@ -13,7 +13,7 @@ from .._core import layout
 from .._core.array import QuantizedArray
 from .._core.dtypes import FLOATS
 from .._core.format import Format
-from .library import ffi
+from .extension import ffi
 from .problem import Problem
 
 MATMUL_TARGET = "jaxlowbit_quantized_matmul"

@@ -13,7 +13,7 @@ from jax import Array
 
 from .._core.array import QuantizedArray
 from . import call
-from .library import ffi
+from .extension import ffi
 
 
 def matmuls(

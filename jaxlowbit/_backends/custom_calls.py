@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from .._core.format import Format
-from . import cpu, cuda, library
+from . import cpu, cuda, extension
 
 PRODUCTS = {"cpu": cpu.matmul, "cuda": cuda.matmul}
 _UNSUPPORTED = {"cpu": cpu.unsupported, "cuda": cuda.unsupported}
@@ -23,7 +23,7 @@ def unsupported(
 
     `sizes`: k and n, where they are known.
     """
-    return library.unavailable(platform) or uncovered(
+    return extension.unavailable(platform) or uncovered(
         platform, lhs, format, sizes=sizes, transposed=transposed
     )
 

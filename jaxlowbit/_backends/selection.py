@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from .._core.format import Format
 from .._core.layout import ATOM
-from . import call, library
+from . import call, extension
 from .cuda import parts_of
-from .library import ffi
+from .extension import ffi
 
 
 class DeviceFacts(NamedTuple):
@@ -142,7 +142,7 @@ def unfit(compute_capability: int) -> str | None:
     """Why the CUDA kernels of this build run no problem on such GPUs, or None."""
     if reason := too_old(compute_capability):
         return reason
-    built = library.build_info()["cuda_architectures"].split()
+    built = extension.build_info()["cuda_architectures"].split()
     if not built or any(_runs_on(compute_capability, architecture) for architecture in built):
         return None
     return (

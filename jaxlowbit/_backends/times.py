@@ -6,7 +6,7 @@ import numpy as np
 from jax import Array
 
 from . import call
-from .library import ffi
+from .extension import ffi
 from .selection import Choice, Product
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from .._backends import library, selection
+from .._backends import extension, selection
 from .._backends.selection import DeviceFacts, Product
 from .._core.format import INT4, Format, parse_format
 from .._core.layout import blocks
@@ -136,7 +136,7 @@ def _distinct(tokens: Sequence[int]) -> list[int]:
 
 def _gpu() -> DeviceFacts:
     device = devices.first()
-    reason = library.unavailable("cuda") if device.platform == "cuda" else "JAX sees none"
+    reason = extension.unavailable("cuda") if device.platform == "cuda" else "JAX sees none"
     if reason := reason or selection.unfit(device.capability):
         raise ValueError(f"tune: this needs an NVIDIA GPU whose kernels are here, and {reason}.")
     return device.facts

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._backends import custom_calls, library, selection
+from .._backends import custom_calls, extension, selection
 from .._core.array import QuantizedArray
 from .._matmul.api import quantized_matmul
 from . import devices
@@ -70,7 +70,7 @@ def _choice(
         return
     yield "backend", f"{device.platform}: a custom call, which reads the packed weights"
     if device.platform == "cpu":
-        yield "kernel", f"qmm_cpu, compiled for {library.build_info()['cpu_isa'][0]}"
+        yield "kernel", f"qmm_cpu, compiled for {extension.build_info()['cpu_isa'][0]}"
         return
     # Axes of lhs beyond those of the stack are more rows of the same weights.
     batch = math.prod(rows[1 - rhs.ndim : -1])
