@@ -6,7 +6,7 @@
 #include <memory>
 #include <type_traits>
 
-#include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace jaxlowbit {
 namespace {
@@ -14,7 +14,7 @@ namespace {
 constexpr float kWarmUpMilliseconds = 30;  // until clocks are those of a busy device
 constexpr int kReplays = 20;
 
-// Ends the life of a CUDA object with its owner's.
+// Destroys a CUDA object with its owner.
 template <auto kDestroy>
 struct Destroy {
   template <typename T>
@@ -30,7 +30,7 @@ using Event = Owned<cudaEvent_t, cudaEventDestroy>;
 using Graph = Owned<cudaGraph_t, cudaGraphDestroy>;
 using Executable = Owned<cudaGraphExec_t, cudaGraphExecDestroy>;
 
-// Hands what `create(&handle)` makes to `owner`.
+// Gives `owner` the object that `create(&handle)` makes.
 template <typename OwnedHandle, typename Create>
 cudaError_t Make(OwnedHandle* owner, Create create) {
   typename OwnedHandle::pointer handle = nullptr;
@@ -45,7 +45,7 @@ cudaError_t Capture(const QuantizedMatmul& problem, const std::vector<Buffers>& 
   if (error != cudaSuccess) return error;
   QuantizedMatmul call = problem;
   for (size_t i = 0; i < calls.size() && error == cudaSuccess; ++i) {
-    call.early_start = problem.early_start && i > 0;
+    call.pdl = problem.pdl && i > 0;
     error = LaunchChoice(call, calls[i], choice, device, stream);
   }
   Graph graph;

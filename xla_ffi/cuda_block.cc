@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The CUDA handler of what lies between two attentions of a transformer: five kernels or more, all of
-// which but the first start early (cuda/early_start.h).
+// which but the first start early (cuda/kernels/launch_config.h).
 //
 //   sum       = residual + attended @ out
 //   hidden    = activation(gate) * up of rms_norm(sum) * norm
@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/limits.h"
+#include "cuda/ops/rms_norm.h"
 #include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
 
@@ -57,7 +59,7 @@ ffi::Error DecodeProducts(const BlockBuffers& buffers, ffi::RemainingArgs weight
     const ffi::Error error = DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)},
                                             written, attributes, &(*products)[i]);
     if (error.failure()) return error;
-    (*products)[i].problem.early_start = i > 0;
+    (*products)[i].problem.pdl = i > 0;
   }
   return ffi::Error::Success();
 }
@@ -132,12 +134,13 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
   const bool follows = products.size() > kWeights;
   const void* following_scales = follows ? buffers.following_norm.untyped_data() : nullptr;
   const auto multiply = [&](size_t begin, size_t end) {
-    return Enqueue({products.begin() + begin, products.begin() + end}, placement.bytes(), place);
+    return Enqueue({products.begin() + begin, products.begin() + end},
+                   {placement.workspace(), placement.bytes()}, place);
   };
   const auto normalize = [&](const void* x, void* total, const void* scales) {
     return ToError(LaunchRmsNorm({p.lhs, p.m, p.n, x, buffers.projected.untyped_data(), scales,
                                   total, buffers.normed.untyped_data(), epsilon},
-                                 place.device, place.stream),
+                                 DeviceInfo(place.device), place.stream),
                    "launching the normalization");
   };
   void* sum = buffers.sum.untyped_data();
@@ -183,7 +186,6 @@ ffi::Error ExecuteBlock(cudaStream_t stream, ffi::AnyBuffer attended, ffi::AnyBu
     for (Operands& product : products) {
       error = CheckSupported(product.problem, place.device);  // before anything is launched
       if (error.failure()) return error;
-      product.buffers.workspace = workspace->untyped_data();
     }
     return EnqueueBlock(buffers, products, *workspace, epsilon, place);
   });

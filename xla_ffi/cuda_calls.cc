@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // CUDA handlers of several products. Every kernel but a call's first starts early, which survives
-// graph capture only inside of one handler (cuda/early_start.h): nothing here writes a weight, and
+// graph capture only inside of one handler (cuda/kernels/launch_config.h): nothing here writes a weight, and
 // what the kernels before the call wrote is there when the first one starts.
 #include <cuda_runtime_api.h>
 
@@ -41,7 +41,7 @@ ffi::Error ExecuteMatmuls(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::Remainin
       error = DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)},
                              *outs.get<ffi::AnyBuffer>(i).value(), product, &products[i]);
     }
-    return error.failure() ? error : Enqueue(products, *workspace, place);
+    return error.failure() ? error : Enqueue(products, Workspace(*workspace), place);
   });
 }
 
@@ -76,10 +76,10 @@ ffi::Error ExecuteMlp(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer pa
     if (error.success()) {
       error = CheckType("hidden", *hidden, up.problem.out == up.problem.lhs, "the type of lhs");
     }
-    if (error.success()) error = Enqueue({up}, *workspace, place);
+    if (error.success()) error = Enqueue({up}, Workspace(*workspace), place);
     // What the first product has read, the second may write over.
-    down.problem.early_start = true;
-    return error.failure() ? error : Enqueue({down}, *workspace, place);
+    down.problem.pdl = true;
+    return error.failure() ? error : Enqueue({down}, Workspace(*workspace), place);
   });
 }
 

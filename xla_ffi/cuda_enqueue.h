@@ -8,14 +8,15 @@
 #include <string>
 #include <vector>
 
-#include "cuda/kernels.h"
+#include "cuda/launch.h"
 #include "cuda/placement.h"
+#include "cuda/select/select.h"
 #include "xla_ffi/attributes.h"
 #include "xla_ffi/operands.h"
 
 namespace jaxlowbit {
 
-// Also forgets the error, which CUDA would return to whoever asks for the last one of this thread.
+// Returns an error that says what failed. Clears CUDA's last error, which would go to whoever asks next on this thread.
 inline ffi::Error ToError(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return ffi::Error::Success();
   cudaGetLastError();
@@ -23,7 +24,7 @@ inline ffi::Error ToError(cudaError_t status, const std::string& what) {
                               cudaGetErrorString(status) + ".");
 }
 
-// Where a handler runs: the stream of XLA's, and CUDA's number of its device.
+// Where a handler runs: XLA's stream, and CUDA's number of its device.
 struct Place {
   cudaStream_t stream;
   int device = 0;
@@ -42,12 +43,12 @@ inline std::string Describe(const QuantizedMatmul& p, int device) {
 }
 
 inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
-  const std::string reason = Unsupported(p, DeviceInfo(device));
-  return reason.empty() ? ffi::Error::Success() : Refuse(reason + "; use another backend.");
+  const Support support = Supports(p, DeviceInfo(device));
+  return support ? ffi::Error::Success() : Refuse(support.reason + "; use another backend.");
 }
 
-// Whether the results that lie over operands fit the workspace. What Python lowers gives room, or results of their
-// own buffers (_backends/call.py).
+// Whether the results that overlap operands fit the workspace. What Python lowers has room for them, or gives results
+// buffers of their own (_backends/call.py).
 inline ffi::Error CheckRoom(int64_t needed, int64_t workspace_bytes) {
   if (needed <= workspace_bytes) return ffi::Error::Success();
   return Refuse("results that lie over operands of the call take " + std::to_string(needed) +
@@ -55,26 +56,33 @@ inline ffi::Error CheckRoom(int64_t needed, int64_t workspace_bytes) {
                 "; put jax.lax.optimization_barrier around the result.");
 }
 
-// Enqueues products of one call, one after the other, whose workspace has so many bytes.
-inline ffi::Error Enqueue(const std::vector<Operands>& products, int64_t bytes,
+// Memory that the kernels of a call may use.
+struct Workspace {
+  void* data;
+  int64_t bytes;
+
+  Workspace(void* data, int64_t bytes) : data(data), bytes(bytes) {}
+  explicit Workspace(ffi::Buffer<ffi::U8> buffer)
+      : Workspace(buffer.untyped_data(), static_cast<int64_t>(buffer.element_count())) {}
+};
+
+// Enqueues the products of one call, one after the other.
+inline ffi::Error Enqueue(std::vector<Operands> products, const Workspace& workspace,
                           const Place& place) {
   if (products.empty()) return ffi::Error::Success();
-  for (const Operands& product : products) {
+  for (Operands& product : products) {
     const ffi::Error error = CheckSupported(product.problem, place.device);
     if (error.failure()) return error;
+    product.buffers.workspace = workspace.data;
   }
-  const ffi::Error error = CheckRoom(RedirectedBytes(products.data(), products.size()), bytes);
+  const ffi::Error error =
+      CheckRoom(RedirectedBytes(products.data(), products.size()), workspace.bytes);
   if (error.failure()) return error;
-  const cudaError_t launched = LaunchQuantizedMatmuls(products, bytes, place.device, place.stream);
+  const cudaError_t launched =
+      LaunchProducts(products, workspace.bytes, place.device, place.stream);
   if (launched == cudaSuccess) return error;
   return ToError(launched, Describe(products[0].problem, place.device) + " and " +
                                std::to_string(products.size() - 1) + " more products");
-}
-
-inline ffi::Error Enqueue(std::vector<Operands> products, ffi::Buffer<ffi::U8> workspace,
-                          const Place& place) {
-  for (Operands& product : products) product.buffers.workspace = workspace.untyped_data();
-  return Enqueue(products, static_cast<int64_t>(workspace.element_count()), place);
 }
 
 }  // namespace jaxlowbit

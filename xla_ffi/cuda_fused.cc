@@ -60,7 +60,7 @@ ffi::Error ExecuteFused(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
       error = DecodeAddend("residual", residual, {p.batch, p.m, p.n}, "[batch, m, n]", p.lhs,
                            &p.epilogue.residual, &operands.buffers.residual);
     }
-    return error.failure() ? error : Enqueue({operands}, *workspace, place);
+    return error.failure() ? error : Enqueue({operands}, Workspace(*workspace), place);
   });
 }
 

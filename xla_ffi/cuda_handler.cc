@@ -29,7 +29,7 @@ ffi::Error Initialize(cudaStream_t stream) {
     Place place;
     ffi::Error error = place.Find(stream);
     if (error.failure()) return error;
-    const cudaError_t status = InitializeKernels(place.device);
+    const cudaError_t status = PrepareKernels(place.device);
     if (status == cudaSuccess) return error;
     return ToError(status, "loading the kernels, built for compute capabilities " +
                                std::string(JAXLOWBIT_CUDA_ARCHITECTURES) + ", on CUDA device " +
@@ -57,7 +57,7 @@ ffi::Error DecodePermutation(ffi::AnyBuffer permutation, ffi::AnyBuffer gathered
         CheckShape("gathered", gathered, {p.batch, p.m, p.k}, "[batch, m, k]")}) {
     if (error.failure()) return error;
   }
-  p.orders = permutation.dimensions()[0];
+  p.permuted_parts = permutation.dimensions()[0];
   operands->buffers.permutation = static_cast<const int32_t*>(permutation.untyped_data());
   operands->buffers.gathered = gathered.untyped_data();
   return ffi::Error::Success();
@@ -82,7 +82,7 @@ ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packe
       error = DecodeOperands(lhs, {packed, scale, zero, index}, *out, product, &operands);
     }
     if (error.success()) error = DecodePermutation(permutation, *gathered, &operands);
-    return error.failure() ? error : Enqueue({operands}, *workspace, place);
+    return error.failure() ? error : Enqueue({operands}, Workspace(*workspace), place);
   });
 }
 

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The handler that measures: instead of multiplying once, it times the product by each choice it is
-// given. It waits for the device, so XLA must not capture it.
+// The autotuner's handler: times a product by each choice it is given. It waits for the device, so XLA must not capture
+// it.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
+#include "cuda/extents.h"
+#include "cuda/select/select.h"
 #include "cuda/timing.h"
-#include "xla_ffi/choice.h"
 #include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
 
@@ -26,6 +28,17 @@ std::vector<Buffers> CallsOf(const Operands& operands, void* workspace) {
     calls.push_back(buffers);
   }
   return calls;
+}
+
+// The choices whose numbers follow each other in an attribute.
+std::vector<Choice> DecodeChoices(ffi::Span<const int64_t> numbers) {
+  std::vector<Choice> choices;
+  for (size_t i = 0; i + kChoiceNumbers <= numbers.size(); i += kChoiceNumbers) {
+    ChoiceNumbers own;
+    std::copy_n(numbers.begin() + i, kChoiceNumbers, own.begin());
+    choices.push_back(ChoiceOf(own));
+  }
+  return choices;
 }
 
 // microseconds[i] = the median time of lhs @ a matrix of the stack, by choices[i].
@@ -57,7 +70,7 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
     }
     buffers.resize(calls);
     problem.num_weights = 1;
-    const std::vector<Choice> decoded = DecodeChoices(choices.begin(), choices.end());
+    const std::vector<Choice> decoded = DecodeChoices(choices);
     if (decoded.size() * kChoiceNumbers != choices.size() ||
         decoded.size() != microseconds->element_count()) {
       return Refuse("choices holds " + std::to_string(choices.size()) + " numbers but needs " +
@@ -70,9 +83,9 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
       if (!IsAligned(data)) return Refuse("what is timed must begin at multiples of 16 bytes.");
     }
     for (const Choice& choice : decoded) {
-      const std::string reason = Unsupported(choice, problem, DeviceInfo(place.device),
-                                             static_cast<int64_t>(workspace->element_count()));
-      if (!reason.empty()) return Refuse("a choice cannot be timed: " + reason + ".");
+      const Support support = Supports(choice, problem, DeviceInfo(place.device),
+                                       static_cast<int64_t>(workspace->element_count()));
+      if (!support) return Refuse("a choice cannot be timed: " + support.reason + ".");
     }
     std::vector<float> times;
     const std::string what = "timing " + Describe(problem, place.device);

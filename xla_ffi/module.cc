@@ -7,17 +7,19 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "cuda/candidates.h"
-#include "cuda/dispatch.h"
 #include "cuda/extents.h"
-#include "cuda/tuned.h"
+#include "cuda/gpu.h"
+#include "cuda/limits.h"
+#include "cuda/select/select.h"
+#include "cuda/select/tuned.h"
 #include "xla_ffi/attributes.h"
-#include "xla_ffi/choice.h"
 #include "xla_ffi/cpu/qmm_cpu.h"
 #include "xla_ffi/handlers.h"
 
@@ -90,18 +92,19 @@ struct Question {
   int64_t workspace_bytes;
 };
 
-// As ChoiceOf reads it.
+// A choice as Python names its fields: kernel, block_m, split_k, slices, tile, mates.
 nb::tuple Fields(const Choice& choice) {
   return nb::make_tuple(NameOf(choice.kernel), choice.block_m, choice.split_k, choice.slices,
-                        choice.tile, choice.mates);
+                        choice.tile, choice.peers);
 }
 
 // The choice that the CUDA handler would make.
 nb::dict SelectKernel(const Question& question) {
   const auto& [problem, device, device_name, workspace_bytes] = question;
   nb::dict chosen;
-  chosen["unsupported"] = Unsupported(problem, device);
-  if (Unsupported(problem, device).empty()) {
+  const Support support = Supports(problem, device);
+  chosen["unsupported"] = support.reason;
+  if (support) {
     const Choice choice = Select(problem, device, workspace_bytes, TunedFor(device_name).get());
     chosen["kernel"] = NameOf(choice.kernel);
     chosen["block_m"] = choice.block_m;
@@ -115,7 +118,7 @@ nb::dict SelectKernel(const Question& question) {
 nb::list ListCandidates(const Question& question) {
   const auto& [problem, device, device_name, workspace_bytes] = question;
   nb::list candidates;
-  if (Unsupported(problem, device).empty()) {
+  if (Supports(problem, device)) {
     for (const Choice& choice : Candidates(problem, device, workspace_bytes)) {
       candidates.append(Fields(choice));
     }
@@ -155,12 +158,13 @@ nb::list SetTunedEntries(const std::string& device_name,
   nb::list reasons;
   for (const auto& [fields, numbers] : entries) {
     const auto& [kernel, block_m, split_k, slices, tile, mates] = numbers;
-    const int number = KernelNumber(kernel);
+    const auto named = std::find(std::begin(kKernelNames), std::end(kKernelNames), kernel);
     std::string reason = "there is no kernel " + kernel;
-    if (number >= 0) {
+    if (named != std::end(kKernelNames)) {
       const QuantizedMatmul problem = ProblemOf(fields);
-      const Choice choice = ChoiceOf(number, block_m, split_k, slices, tile, mates);
-      reason = Unsupported(choice, problem, device, kMaxWorkspaceBytes);
+      const Choice choice =
+          ChoiceOf({named - std::begin(kKernelNames), block_m, split_k, slices, tile, mates});
+      reason = Supports(choice, problem, device, kMaxWorkspaceBytes).reason;
       if (reason.empty()) accepted.push_back({problem, choice});
     }
     reasons.append(reason);
@@ -183,7 +187,7 @@ void Define(nb::module_& module, const char* name, Function function) {
         problem.batch = batch;
         problem.num_weights = batch * problem.weights_per_element();
         problem.scale_sums = scale_sums;
-        problem.early_start = early_start;
+        problem.pdl = early_start;
         return function(Question{problem,
                                  DeviceOf(compute_capability, num_sms, shared_bytes_per_sm),
                                  device_name, workspace_bytes});
@@ -192,7 +196,7 @@ void Define(nb::module_& module, const char* name, Function function) {
       nb::arg("group_size") = 128, nb::arg("batch") = 1, nb::arg("lhs") = "bfloat16",
       nb::arg("float32_scale") = false, nb::arg("zero") = "none", nb::arg("scale_sums") = false,
       nb::arg("gated") = false, nb::arg("early_start") = false, nb::arg("compute_capability") = 90,
-      nb::arg("num_sms") = 132, nb::arg("shared_bytes_per_sm") = 228 * 1024,
+      nb::arg("num_sms") = 132, nb::arg("shared_bytes_per_sm") = kSm90SharedBytesPerSm,
       nb::arg("device_name") = "", nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
 }
 

@@ -6,7 +6,7 @@
 //   1 packed  u32[L, n_blocks, k_blocks, words]
 //   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16 or f16
 //   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none
-//   4 index   s32[b]: batch element i multiplies weight index[i] (WeightNumber in problem.h); s32[0]: weight
+//   4 index   s32[b]: batch element i multiplies weight index[i] (WeightNumber in cuda/types.h); s32[0]: weight
 //             i, or the only one; gated, s32[2 b]: pairs of weights, the gate first
 //   result 0  out O[b, m, n], transposed [b, m, k]  O: T or f32
 //
@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -57,19 +58,12 @@ inline std::optional<ElementType> FloatType(ffi::DataType type) {
   }
 }
 
-inline std::optional<Activation> FindActivation(std::string_view name) {
-  if (name == "none") return Activation::kNone;
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "relu") return Activation::kRelu;
-  return std::nullopt;
-}
-
 inline ffi::Error DecodeActivation(std::string_view name, Activation* activation) {
-  const auto found = FindActivation(name);
-  if (!found) return Refuse("activation is unknown: " + std::string(name) + ".");
-  *activation = *found;
+  const auto found = std::find(std::begin(kActivationNames), std::end(kActivationNames), name);
+  if (found == std::end(kActivationNames)) {
+    return Refuse("activation is unknown: " + std::string(name) + ".");
+  }
+  *activation = static_cast<Activation>(found - std::begin(kActivationNames));
   return ffi::Error::Success();
 }
 

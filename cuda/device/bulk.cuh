@@ -19,7 +19,7 @@ __device__ inline uint64_t EvictFirst() {
 
 // Starts copying `bytes`, a multiple of 16, as are both addresses; `barrier` is told of them as they
 // arrive.
-__device__ inline void CopyBulk(uint32_t shared, const void* source, int bytes, uint32_t barrier,
+__device__ inline void BulkLoad(uint32_t shared, const void* source, int bytes, uint32_t barrier,
                                 uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -30,7 +30,7 @@ __device__ inline void CopyBulk(uint32_t shared, const void* source, int bytes, 
 
 // Starts copying a box of an array of three axes, the innermost first, from this position on;
 // elements outside of the array are zeros.
-__device__ inline void CopyBox(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
+__device__ inline void TmaLoad(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
                                uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -40,7 +40,7 @@ __device__ inline void CopyBox(uint32_t shared, const CUtensorMap* map, int x, i
 }
 
 // The same with a policy for L2.
-__device__ inline void CopyBox(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
+__device__ inline void TmaLoad(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
                                uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -51,8 +51,8 @@ __device__ inline void CopyBox(uint32_t shared, const CUtensorMap* map, int x, i
 
 // The same to the same place in several CTAs of the cluster, each of whose barriers at this place is
 // told; bit r of `ranks` for rank r.
-__device__ inline void CopyBoxToMany(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
-                                     uint32_t barrier, int ranks) {
+__device__ inline void TmaLoadMulticast(uint32_t shared, const CUtensorMap* map, int x, int y,
+                                        int z, uint32_t barrier, int ranks) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(shared),
@@ -62,7 +62,7 @@ __device__ inline void CopyBoxToMany(uint32_t shared, const CUtensorMap* map, in
 
 // Starts storing a box of an array of three axes, without the elements outside of it. Stores to
 // shared memory must be published first (PublishShared).
-__device__ inline void StoreBox(const CUtensorMap* map, int x, int y, int z, uint32_t shared) {
+__device__ inline void TmaStore(const CUtensorMap* map, int x, int y, int z, uint32_t shared) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n" ::"l"(
           map),

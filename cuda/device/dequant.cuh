@@ -148,14 +148,14 @@ template <int kBits>
 inline constexpr int kSecondUp = kBits == 4 ? 4 : 0;
 
 template <int kBits, uint32_t kWith = 0>
-__device__ inline void SeparateCodes(const uint32_t (&words)[kWordsPerStep<kBits>],
-                                     uint32_t (&codes)[4]) {
+__device__ inline void SeparateValues(const uint32_t (&words)[kWordsPerStep<kBits>],
+                                      uint32_t (&values)[4]) {
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
     const uint32_t word = kBits == 8 ? words[v] : v == 0 ? words[0] : words[0] >> 8;
-    codes[2 * v] = AndOr(word, kBits == 4 ? 0x000f000f : 0x00ff00ff, kWith);
+    values[2 * v] = AndOr(word, kBits == 4 ? 0x000f000f : 0x00ff00ff, kWith);
     // Bytes 1 and 3, each below the upper byte of kWith.
-    codes[2 * v + 1] =
+    values[2 * v + 1] =
         kBits == 4 ? AndOr(word, 0x00f000f0, kWith) : __byte_perm(word, kWith, 0x5351);
   }
 }
@@ -164,12 +164,12 @@ __device__ inline void SeparateCodes(const uint32_t (&words)[kWordsPerStep<kBits
 // row g + 8 kSecondUp<4> bits above.
 inline constexpr int kLifted = 3;
 
-__device__ inline void LiftCodes(uint32_t word, uint32_t (&codes)[4]) {
+__device__ inline void LiftValues(uint32_t word, uint32_t (&values)[4]) {
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
     const uint32_t lifted = v == 0 ? word << kLifted : word >> (8 - kLifted);
-    codes[2 * v] = lifted & 0x000f000f << kLifted;
-    codes[2 * v + 1] = lifted & 0x00f000f0 << kLifted;
+    values[2 * v] = lifted & 0x000f000f << kLifted;
+    values[2 * v + 1] = lifted & 0x00f000f0 << kLifted;
   }
 }
 
@@ -205,8 +205,8 @@ struct IntegerCentre {
   }
   // `code`: a pair of codes, 2^kUp times as large.
   template <int kUp>
-  __device__ uint32_t Subtract(uint32_t code) const {
-    return Pair<T>::Fma(code, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown - kUp), value);
+  __device__ uint32_t Subtract(uint32_t value) const {
+    return Pair<T>::Fma(value, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown - kUp), value);
   }
 };
 
@@ -223,8 +223,8 @@ struct IntegerCentre<__half, 0> {
   }
   static __device__ IntegerCentre OfPowerOfTwo(int exponent) { return Of(0x00010001u << exponent); }
   template <int kUp>
-  __device__ uint32_t Subtract(uint32_t code) const {
-    return Pair<__half>::Fma(code, PowersOfTwo<__half>(-kUp), kUp == 0 ? value : raised);
+  __device__ uint32_t Subtract(uint32_t value) const {
+    return Pair<__half>::Fma(value, PowersOfTwo<__half>(-kUp), kUp == 0 ? value : raised);
   }
 };
 
@@ -233,7 +233,7 @@ template <typename T, int kBits, int kDown>
 __device__ inline void UnpackIntegers(const uint32_t (&words)[kWordsPerStep<kBits>],
                                       const IntegerCentre<T, kDown> (&centre)[2],
                                       uint32_t (&out)[4]) {
-  SeparateCodes<kBits, IntegerCentre<T, kDown>::kWith>(words, out);
+  SeparateValues<kBits, IntegerCentre<T, kDown>::kWith>(words, out);
 #pragma unroll
   for (int j = 0; j < 4; j += 2) {
     out[j] = centre[0].template Subtract<0>(out[j]);

@@ -11,11 +11,11 @@ namespace jaxlowbit {
 
 // From the address, in shared memory, of this lane's codes of 16 channels and an atom.
 template <int kBits>
-__device__ inline void LoadCodes(uint32_t address, int lane,
-                                 uint32_t (&codes)[kStepsPerAtom][kWordsPerStep<kBits>]) {
+__device__ inline void LoadPacked(uint32_t address, int lane,
+                                  uint32_t (&packed)[kStepsPerAtom][kWordsPerStep<kBits>]) {
   if constexpr (kBits == 4) {
     const uint4 words = LoadShared16(address);
-    codes[0][0] = words.x, codes[1][0] = words.y, codes[2][0] = words.z, codes[3][0] = words.w;
+    packed[0][0] = words.x, packed[1][0] = words.y, packed[2][0] = words.z, packed[3][0] = words.w;
   } else {
     // Two chunks; if all lanes began with their first, lanes i and i + 4 would meet in one bank group.
     const bool second_first = lane / 4 % 2 != 0;
@@ -24,8 +24,8 @@ __device__ inline void LoadCodes(uint32_t address, int lane,
     const uint4 words[2] = {second_first ? b : a, second_first ? a : b};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      codes[2 * i][0] = words[i].x, codes[2 * i][1] = words[i].y;
-      codes[2 * i + 1][0] = words[i].z, codes[2 * i + 1][1] = words[i].w;
+      packed[2 * i][0] = words[i].x, packed[2 * i][1] = words[i].y;
+      packed[2 * i + 1][0] = words[i].z, packed[2 * i + 1][1] = words[i].w;
     }
   }
 }
@@ -33,8 +33,8 @@ __device__ inline void LoadCodes(uint32_t address, int lane,
 // Codes of 16 channels and an atom that were copied as rows of 128 bytes, whose chunk c of 16 bytes lies at
 // c ^ (row % 8), from the address of this lane's first chunk: its neighbour is the second.
 template <int kBits>
-__device__ inline void LoadBoxedCodes(uint32_t address,
-                                      uint32_t (&codes)[kStepsPerAtom][kWordsPerStep<kBits>]) {
+__device__ inline void LoadSwizzledPacked(uint32_t address,
+                                          uint32_t (&packed)[kStepsPerAtom][kWordsPerStep<kBits>]) {
   constexpr int kWords = kWordsPerStep<kBits>;
 #pragma unroll
   for (int chunk = 0; chunk < kWords; ++chunk) {
@@ -43,14 +43,14 @@ __device__ inline void LoadBoxedCodes(uint32_t address,
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int word = chunk * 4 + i;
-      codes[word / kWords][word % kWords] = words[i];
+      packed[word / kWords][word % kWords] = words[i];
     }
   }
 }
 
 // Where it begins, in an atom of a strip.
 template <int kBits>
-__device__ inline int FirstBoxedChunk(int warp, int lane) {
+__device__ inline int FirstSwizzledChunk(int warp, int lane) {
   const int chunk = (warp * 32 + lane) * kWordsPerStep<kBits>, row = chunk / 8;
   return row * 128 + (chunk % 8 ^ row % 8) * kCopyBytes;
 }
@@ -95,9 +95,9 @@ class RowPair {
 
   // The weights of one step, in the order of operand A; without their scales if those multiply sums.
   template <bool kWithScale = true>
-  __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
+  __device__ void Dequantize(const uint32_t (&packed)[kWordsPerStep<kBits>],
                              uint32_t (&weights)[4]) const {
-    Unpack<T, kBits>(codes, centre_, weights);
+    Unpack<T, kBits>(packed, centre_, weights);
     if constexpr (kWithScale) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -143,9 +143,9 @@ class ScaledRowPair {
   __device__ void LoadIntegerZeros(uint32_t zero) { LoadCentres(zero, centre_); }
 
   // The weights of one step, in the order of operand A.
-  __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
+  __device__ void Dequantize(const uint32_t (&packed)[kWordsPerStep<kBits>],
                              uint32_t (&weights)[4]) const {
-    UnpackIntegers<T, kBits>(codes, centre_, weights);
+    UnpackIntegers<T, kBits>(packed, centre_, weights);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       weights[j] = scale_[j % 2].MultiplyAdd(weights[j], offset_[j % 2]);
@@ -202,12 +202,12 @@ class FusedRowPair {
   }
 
   // The weights of one step, in the order of operand A.
-  __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
+  __device__ void Dequantize(const uint32_t (&packed)[kWordsPerStep<kBits>],
                              uint32_t (&weights)[4]) const {
     if constexpr (kHalf) {
-      LiftCodes(codes[0], weights);
+      LiftValues(packed[0], weights);
     } else {
-      SeparateCodes<kBits>(codes, weights);
+      SeparateValues<kBits>(packed, weights);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j)
@@ -257,9 +257,9 @@ class ChannelRowPair {
   __device__ float Factor(int h) const { return factor_[h]; }
 
   // The weights of one step, in the order of operand A.
-  __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
+  __device__ void Dequantize(const uint32_t (&packed)[kWordsPerStep<kBits>],
                              uint32_t (&weights)[4]) const {
-    SeparateCodes<kBits>(codes, weights);
+    SeparateValues<kBits>(packed, weights);
 #pragma unroll
     for (int j = 0; j < 4; ++j) weights[j] = Pair<T>::Fma(weights[j], up_[j % 2], offset_[j % 2]);
   }
@@ -292,9 +292,9 @@ class IntegerRowPair {
   __device__ void LoadIntegerZeros(uint32_t zero) { LoadCentres(zero, centre_); }
 
   // The weights of one step without their scales, in the order of operand A.
-  __device__ void Dequantize(const uint32_t (&codes)[kWordsPerStep<kBits>],
+  __device__ void Dequantize(const uint32_t (&packed)[kWordsPerStep<kBits>],
                              uint32_t (&weights)[4]) const {
-    UnpackIntegers<T, kBits>(codes, centre_, weights);
+    UnpackIntegers<T, kBits>(packed, centre_, weights);
   }
 
   // Adds one group's sums, or a part of them, in the order of operand D.

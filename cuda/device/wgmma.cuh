@@ -67,7 +67,7 @@ inline constexpr uint32_t kEightRows = 1024 >> 4, kSwizzle128 = 1 << 30;
 
 // d[64][kTokens] += a[64][16] * b[16][kTokens]. Warp w of the warpgroup has
 // rows 16 w + {g, g + 8}: fragments are those of mma.cuh, d four registers for every 8 tokens.
-template <typename T, int kTokens>
+template <typename T, int kN>
 struct WarpgroupMma;
 
 // Operands of the assembly: registers of d, and their places in its text.
@@ -96,20 +96,20 @@ struct WarpgroupMma;
   "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
   "%126, %127"
 
-#define JAXLOWBIT_WARPGROUP_MMA(Type, kind, tokens, sums, a0, a1, a2, a3, b, c)                  \
-  template <>                                                                                    \
-  struct WarpgroupMma<Type, tokens> {                                                            \
-    static __device__ void Run(float (&d)[sums], const uint32_t (&a)[4], uint32_t description) { \
-      asm volatile("{\n.reg .b64 description;\nmov.b64 description, {%" #b ", %" #c              \
-                   "};\n"                                                                        \
-                   "wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." kind "." kind          \
-                   " {" JAXLOWBIT_TEXT##sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3           \
-                                             "}, "                                               \
-                                             "description, 1, 1, 1, 0;\n}\n"                     \
-                   : JAXLOWBIT_D##sums(d, 0)                                                     \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(description),               \
-                     "n"(kEightRows | kSwizzle128));                                             \
-    }                                                                                            \
+#define JAXLOWBIT_WARPGROUP_MMA(Type, kind, n, count, a0, a1, a2, a3, b, c)                       \
+  template <>                                                                                     \
+  struct WarpgroupMma<Type, n> {                                                                  \
+    static __device__ void Run(float (&d)[count], const uint32_t (&a)[4], uint32_t description) { \
+      asm volatile("{\n.reg .b64 description;\nmov.b64 description, {%" #b ", %" #c               \
+                   "};\n"                                                                         \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." kind "." kind                \
+                   " {" JAXLOWBIT_TEXT##count "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3           \
+                                              "}, "                                               \
+                                              "description, 1, 1, 1, 0;\n}\n"                     \
+                   : JAXLOWBIT_D##count(d, 0)                                                     \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(description),                \
+                     "n"(kEightRows | kSwizzle128));                                              \
+    }                                                                                             \
   };
 #define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                           \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20, 21)  \

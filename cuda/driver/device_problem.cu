@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "cuda/device/layout.cuh"
-#include "cuda/dispatch.h"
 #include "cuda/driver/device_problem.h"
 #include "cuda/extents.h"
-#include "cuda/qmm_sm80/config.h"
+#include "cuda/kernels/sm80/plan.h"
+#include "cuda/limits.h"
 
 namespace jaxlowbit::driver {
 namespace {
@@ -132,8 +132,8 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, int half_step
     const double offset = p.zero == ZeroKind::kFloat ? Load(b.zero, p.scale, group) : 0.0f;
     const double w = (Code(p, words, k, n) - zero) * double{Load(b.scale, p.scale, group)} + offset;
     int64_t at = j;  // in a row of lhs
-    if (p.orders > 0) {
-      const int64_t part = p.k / p.orders;
+    if (p.permuted_parts > 0) {
+      const int64_t part = p.k / p.permuted_parts;
       at = j / part * part + min(max(int64_t{b.permutation[j]}, int64_t{0}), part - 1);
     }
     const double x = Load(b.lhs, p.lhs, row * lhs_columns + at);
@@ -254,8 +254,8 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
       scale_(copies * Groups(problem) * problem.scale_bytes()),
       zero_(copies * Groups(problem) * problem.zero_bytes()),
       index_(optional.index ? problem.batch * problem.weights_per_element() * 4 : 0),
-      permutation_(problem.orders > 0 ? problem.k * 4 : 0),
-      gathered_(problem.orders > 0 ? lhs_.bytes() : 0),
+      permutation_(problem.permuted_parts > 0 ? problem.k * 4 : 0),
+      gathered_(problem.permuted_parts > 0 ? lhs_.bytes() : 0),
       bias_(optional.bias ? Biases(problem) * SizeOf(problem.epilogue.bias) : 0),
       residual_(optional.residual ? Outputs(problem) * SizeOf(problem.epilogue.residual) : 0),
       out_(Outputs(problem) * SizeOf(problem.out)),
@@ -275,7 +275,7 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
   Random(index_, Fill::kIndex, none, index_.bytes() / 4, seed + 4,
          static_cast<int>(problem.num_weights));
   Random(permutation_, Fill::kIndex, none, permutation_.bytes() / 4, seed + 7,
-         static_cast<int>(problem.k / std::max<int64_t>(problem.orders, 1)));
+         static_cast<int>(problem.k / std::max<int64_t>(problem.permuted_parts, 1)));
   const Epilogue& e = problem.epilogue;
   Random(bias_, Fill::kNormal, e.bias, bias_.bytes() / SizeOf(e.bias), seed + 5);
   Random(residual_, Fill::kNormal, e.residual, residual_.bytes() / SizeOf(e.residual), seed + 6);
@@ -293,7 +293,7 @@ Buffers DeviceProblem::buffers(int copy) const {
   buffers.index = optional_.index ? static_cast<const int32_t*>(index_.data()) : nullptr;
   buffers.bias = optional_.bias ? bias_.data() : nullptr;
   buffers.residual = optional_.residual ? residual_.data() : nullptr;
-  if (problem_.orders > 0) {
+  if (problem_.permuted_parts > 0) {
     buffers.permutation = static_cast<const int32_t*>(permutation_.data());
     buffers.gathered = gathered_.data();
   }
@@ -315,8 +315,7 @@ double DeviceProblem::ErrorOverBound(int copy, int64_t most) const {
   while (std::gcd(step, problem_.out_columns()) != 1) ++step;
   DeviceBuffer worst(8);
   Check(cudaMemset(worst.data(), 0, 8), "cudaMemset");
-  const int half_steps =
-      problem_.half_sums ? qmm_sm80::BlockK(problem_.bits) / qmm_sm80::kMinGroupSize : 0;
+  const int half_steps = problem_.half_sums ? sm80::BlockK(problem_.bits) / sm80::kMinGroupSize : 0;
   CompareKernel<<<CeilDiv(CeilDiv(outputs, step), kThreads), kThreads>>>(
       problem_, buffers(copy), step, half_steps, static_cast<unsigned long long*>(worst.data()));
   Check(cudaGetLastError(), "CompareKernel");

@@ -2,25 +2,25 @@
 //
 // Runs the kernels without JAX: checks every instance, sweeps shapes, times.
 //
-//   driver check [STRIDE]   every instance on small awkward shapes, also started early, and with buffers that
-//                           overlap or begin at odd elements; large batches; or one in STRIDE of these
+//   driver check [STRIDE]   every instance on small awkward shapes, also under PDL, and with buffers that overlap
+//                           or begin at odd elements; large batches; or one in STRIDE of these
 //                           (for compute-sanitizer's slower tools; a prime from 7 on, since kinds of
 //                           problems come every 2nd to 8th)
-//   driver placed           what products take whose buffers overlap or begin at odd elements
+//   driver placed           times products whose buffers overlap or begin at odd elements
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph, once
 //                           a sample of the result is right:
 //                           --n N,N,... --k K,K,... (in pairs; default: five real shapes)
 //                           --m M,M,... --bits B --group G --zero --float-zero --transposed
 //                           --scale-sums --f16 --half-sums
-//                           --early-start (all but the first start before the one before ends);
-//                           --permuted (rows of the weight in an order of their own);
+//                           --pdl (all but the first launch use programmatic dependent launch);
+//                           --permuted (rows of the weight in a permuted order);
 //                           --bias --residual --activation silu|gelu|gelu_tanh|relu --gated (n of each
 //                           of two weights);
 //                           --kernel sm80|stream|sm90,
-//                           --tile T,T,..., --split S,S,..., --slices L,L,... and --mates 1|2 instead
-//                           of the selection's (a tile is a number of tokens, of qmm_sm90 one of
-//                           its tiles in their order); --all times every choice of qmm_sm90
+//                           --tile T,T,..., --split S,S,..., --slices L,L,... and --peers 1|2 instead
+//                           of the selection's (a tile is a number of rows, or the number of a tile
+//                           shape of qmm_sm90); --all times every choice of qmm_sm90
 //
 // A wrong result prints the problem and the error over the bound, and the exit status is 1.
 
@@ -33,11 +33,11 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/candidates.h"
 #include "cuda/driver/device_problem.h"
 #include "cuda/driver/placed_problem.h"
-#include "cuda/kernels.h"
-#include "cuda/qmm_sm90/config.h"
+#include "cuda/kernels/sm90/plan.h"
+#include "cuda/launch.h"
+#include "cuda/select/select.h"
 #include "cuda/timing.h"
 
 namespace jaxlowbit::driver {
@@ -50,20 +50,20 @@ const std::vector<std::pair<int64_t, int64_t>> kLayers = {// (n, k) of 8B to 70B
                                                           {8192, 8192},
                                                           {28672, 8192},
                                                           {8192, 28672}};
-// Elements of a result that are looked at; a sample is larger than any layer has channels.
+// Elements of a result that are checked; a sample is larger than any layer has channels.
 constexpr int64_t kAll = INT64_MAX, kSample = int64_t{1} << 16;
-const std::vector<int64_t> kTokens = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
+const std::vector<int64_t> kRows = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
 
 const char* NameOf(Kernel kernel) {
   return kernel == Kernel::kQmmSm80 ? "sm80" : kernel == Kernel::kQmmSm90 ? "sm90" : "stream";
 }
 
-// Choices of every kernel that takes the problem: its own, of the stream also one whose clusters own
-// no whole strips, and one of all that there are, in turn.
+// Choices of every kernel that supports the problem: that of the cost model, one of all choices in turn, and for
+// qmm_sm90_stream one whose clusters own no whole strips.
 std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
   std::vector<Choice> choices;
   for (Kernel kernel : {Kernel::kQmmSm80, Kernel::kQmmSm90Stream, Kernel::kQmmSm90}) {
-    if (!Unsupported(kernel, problem, DeviceInfo(0)).empty()) continue;
+    if (!Supports(kernel, problem, DeviceInfo(0))) continue;
     choices.push_back(Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes));
     if (kernel == Kernel::kQmmSm90Stream && problem.n > 256) {
       choices.push_back(choices.back());
@@ -75,8 +75,7 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
   return choices;
 }
 
-// Whether the result, of which about `most` elements are looked at, is within the bound, and all of
-// it the same bits twice. Prints what is not.
+// Whether the result is within the bound, at about `most` elements, and repeats bit for bit. Prints what is wrong.
 bool IsRight(const QuantizedMatmul& problem, const DeviceProblem& data, const Choice& choice,
              int64_t most) {
   uint64_t first = 0;
@@ -101,7 +100,7 @@ bool IsRight(const QuantizedMatmul& problem, const DeviceProblem& data, const Ch
   return true;
 }
 
-// Whether the result is within the bound; prints what is not.
+// Whether the result is within the bound. Prints what is wrong.
 bool IsWithin(const std::string& how, const QuantizedMatmul& problem, const DeviceProblem& data) {
   Check(cudaDeviceSynchronize(), "kernel");
   const double ratio = data.ErrorOverBound(0, kAll);
@@ -111,19 +110,19 @@ bool IsWithin(const std::string& how, const QuantizedMatmul& problem, const Devi
   return false;
 }
 
-// Whether the result is right with buffers where XLA might put them.
+// Whether the result is right with buffers that lie where XLA might put them.
 bool IsRightPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, int turn) {
   const PlacedProblem placed(problem, data.buffers(0), Places::Of(turn));
   data.Poison();
   placed.Restore();
-  Check(LaunchQuantizedMatmul(problem, placed.buffers(), data.workspace_bytes(), 0, nullptr),
-        "LaunchQuantizedMatmul");
+  Check(LaunchProducts({{problem, placed.buffers()}}, data.workspace_bytes(), 0, nullptr),
+        "LaunchProducts");
   placed.CopyResult();
   return IsWithin("placed " + std::to_string(turn), problem, data);
 }
 
-// Whether it is right where the kernel before, which has not ended yet, writes lhs.
-bool IsRightEarly(QuantizedMatmul problem, const DeviceProblem& data, const Choice& choice) {
+// Whether the result is right under PDL if the previous kernel, which has not ended yet, writes lhs.
+bool IsRightWithPdl(QuantizedMatmul problem, const DeviceProblem& data, const Choice& choice) {
   const Buffers original = data.buffers(0);
   const Extent lhs = LhsExtent(problem, original);
   const DeviceBuffer late(lhs.bytes);
@@ -131,10 +130,10 @@ bool IsRightEarly(QuantizedMatmul problem, const DeviceProblem& data, const Choi
   data.Poison();
   Buffers buffers = original;
   buffers.lhs = late.data();
-  problem.early_start = true;
+  problem.pdl = true;
   CopyLate(lhs, late.data());
   Check(LaunchChoice(problem, buffers, choice, 0, nullptr), "LaunchChoice");
-  return IsWithin(std::string("early ") + NameOf(choice.kernel), problem, data);
+  return IsWithin(std::string("pdl ") + NameOf(choice.kernel), problem, data);
 }
 
 struct Tally {
@@ -146,7 +145,7 @@ template <typename F>
 void ForEachType(F visit) {
   for (ElementType lhs : {ElementType::kBf16, ElementType::kF16}) {
     for (ElementType scale : {lhs, ElementType::kF32}) {
-      for (int bits : {4, 8}) {
+      for (int bits : kKernelBits) {
         for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
           for (bool transposed : {false, true}) {
             QuantizedMatmul problem;
@@ -157,7 +156,7 @@ void ForEachType(F visit) {
             problem.transposed = transposed;
             visit(problem);
             problem.scale_sums = true;
-            if (Unsupported(problem, DeviceInfo(0)).empty()) visit(problem);
+            if (Supports(problem, DeviceInfo(0))) visit(problem);
             problem.scale_sums = false;
             problem.half_sums = true;
             if (lhs == ElementType::kF16 && !transposed) visit(problem);
@@ -187,20 +186,20 @@ Tally CheckInstances(uint64_t stride) {
         Optional optional;
         optional.index = seed % 10 == 0;
         if (optional.index) problem.num_weights = 2;
-        problem.orders = problem.transposed || seed % 7 > 2 ? 0
-                         : k % 2 == 0                       ? seed % 7
-                                                            : seed % 7 % 2;
+        problem.permuted_parts = problem.transposed || seed % 7 > 2 ? 0
+                                 : k % 2 == 0                       ? seed % 7
+                                                                    : seed % 7 % 2;
         problem.epilogue = {};
         if (++seed % stride != 0) continue;
         const DeviceProblem data(problem, optional, 1, seed);
         for (const Choice& choice : Choices(problem, seed)) {
           tally.Add(IsRight(problem, data, choice, kAll));
-          if (!problem.transposed) tally.Add(IsRightEarly(problem, data, choice));
+          if (!problem.transposed) tally.Add(IsRightWithPdl(problem, data, choice));
         }
         tally.Add(IsRightPlaced(problem, data, placed++));
         if (problem.transposed) continue;
-        // The same with an epilogue, all of whose parts come in all combinations.
-        problem.epilogue.activation = static_cast<Activation>(turn % 5);
+        // An epilogue: its parts come in all combinations.
+        problem.epilogue.activation = static_cast<Activation>(turn % std::size(kActivationNames));
         problem.epilogue.gated = turn % 2 != 0;
         if (!optional.index) problem.num_weights = problem.batch * problem.weights_per_element();
         optional.bias = turn % 3 != 0;
@@ -219,7 +218,7 @@ Tally CheckInstances(uint64_t stride) {
   return tally;
 }
 
-// More elements of the batch than a grid has rows, of every way to say which weight is whose.
+// Checks batches of more elements than a grid has rows, with every way to assign weights.
 Tally CheckBatches(uint64_t stride) {
   Tally tally;
   for (uint64_t turn = 0; turn < 12; ++turn) {
@@ -278,7 +277,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
       "driver: %s. Use: driver check | sweep | placed | time [--n N,... --k K,...] [--m M,M,...] "
       "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
       "[--f16] [--half-sums] [--kernel sm80|stream|sm90] [--all] [--tile T,...] [--split S,...] "
-      "[--slices L,...] [--mates 1|2] [--early-start] [--permuted] [--bias] [--residual] "
+      "[--slices L,...] [--peers 1|2] [--pdl] [--permuted] [--bias] [--residual] "
       "[--activation silu|gelu|gelu_tanh|relu] [--gated]\n",
       wrong);
   std::exit(2);
@@ -286,27 +285,27 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
 
 struct TimeOptions {
   std::vector<std::pair<int64_t, int64_t>> layers = kLayers;
-  std::vector<int64_t> tokens = kTokens;
+  std::vector<int64_t> rows = kRows;
   QuantizedMatmul problem;
   Optional optional;
   std::string kernel;
-  // What the selection takes: 0, of tiles -1.
+  // 0 (for tiles -1): as the selection chooses.
   std::vector<int64_t> tiles = {-1}, splits = {0}, slices = {0};
-  int mates = 0;
+  int peers = 0;
   bool all = false;
 };
 
-// The selection's choice with the options' instead of it, for each of their values.
+// The selection's choice, with each combination of the values that the options give.
 std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& options) {
   if (options.all) {
     std::vector<Choice> choices =
         AllChoices(Kernel::kQmmSm90, problem, DeviceInfo(0), kMaxWorkspaceBytes);
     const auto hopeless = [&](const Choice& choice) {
-      const qmm_sm90::TileShape& tile = qmm_sm90::kTiles[choice.tile];
-      const qmm_sm90::Division division =
-          qmm_sm90::DivisionOf(problem, tile, choice.mates, choice.split_k, DeviceInfo(0).num_sms);
-      return division.divided_tiles * choice.split_k > division.resident ||
-             tile.tokens >= 2 * problem.m || (16 * tile.tokens <= problem.m && tile.tokens < 256);
+      const sm90::TileShape& tile = sm90::kTiles[choice.tile];
+      const sm90::StreamK schedule =
+          sm90::StreamKOf(problem, tile, choice.peers, choice.split_k, DeviceInfo(0).num_sms);
+      return schedule.tail_tiles * choice.split_k > schedule.resident || tile.m >= 2 * problem.m ||
+             (16 * tile.m <= problem.m && tile.m < 256);
     };
     choices.erase(std::remove_if(choices.begin(), choices.end(), hopeless), choices.end());
     return choices;
@@ -316,7 +315,7 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
     const Kernel kernel = options.kernel == "sm80"   ? Kernel::kQmmSm80
                           : options.kernel == "sm90" ? Kernel::kQmmSm90
                                                      : Kernel::kQmmSm90Stream;
-    if (!Unsupported(kernel, problem, DeviceInfo(0)).empty()) return {};
+    if (!Supports(kernel, problem, DeviceInfo(0))) return {};
     selected = Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes);
   }
   std::vector<Choice> choices;
@@ -325,15 +324,15 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
       for (int64_t slices : options.slices) {
         Choice choice = selected;
         if (tile >= 0 && choice.kernel == Kernel::kQmmSm90) {
-          choice.tile = static_cast<int>(std::min<int64_t>(tile, qmm_sm90::kNumTiles - 1));
-          choice.block_m = qmm_sm90::kTiles[choice.tile].tokens;
+          choice.tile = static_cast<int>(std::min<int64_t>(tile, sm90::kNumTiles - 1));
+          choice.block_m = sm90::kTiles[choice.tile].m;
         } else if (tile >= 0) {
           choice.block_m = static_cast<int>(tile);
         }
         if (split > 0) choice.split_k = static_cast<int>(split);
         if (slices > 0) choice.slices = static_cast<int>(slices);
-        if (options.mates > 0) choice.mates = options.mates;
-        if (Unsupported(choice, problem, DeviceInfo(0), kMaxWorkspaceBytes).empty()) {
+        if (options.peers > 0) choice.peers = options.peers;
+        if (Supports(choice, problem, DeviceInfo(0), kMaxWorkspaceBytes)) {
           choices.push_back(choice);
         }
       }
@@ -342,17 +341,17 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
   return choices;
 }
 
-// Few tokens first: products of many heat the device, and clocks take a while to rise again.
+// Few rows come first: products of many heat the device, and clocks take a while to rise again.
 void TimeAll(const TimeOptions& options) {
-  for (int64_t m : options.tokens) {
+  for (int64_t m : options.rows) {
     for (auto [n, k] : options.layers) {
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
       problem.num_weights = problem.weights_per_element();
       problem.epilogue.bias = problem.epilogue.residual = problem.lhs;
-      if (const std::string reason = Unsupported(problem, DeviceInfo(0)); !reason.empty()) {
+      if (const Support support = Supports(problem, DeviceInfo(0)); !support) {
         std::fprintf(stderr, "driver: %s: %s\n", Describe(problem, options.optional).c_str(),
-                     reason.c_str());
+                     support.reason.c_str());
         std::exit(2);
       }
       const int64_t bytes = WeightBytes(problem);
@@ -368,10 +367,10 @@ void TimeAll(const TimeOptions& options) {
         const Choice& choice = choices[i];
         const double us = microseconds[i];
         std::printf(
-            "%s  %-6s tile %-2d mates %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f "
+            "%s  %-6s tile %-2d peers %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f "
             "TB/s  %6.1f TFLOP/s\n",
             Describe(problem, options.optional).c_str(), NameOf(choice.kernel), choice.tile,
-            choice.mates, choice.block_m, choice.split_k, choice.slices, us,
+            choice.peers, choice.block_m, choice.split_k, choice.slices, us,
             1e-6 * static_cast<double>(bytes) / us,
             2e-6 * static_cast<double>(problem.num_weights * m * n * k) / us);
       }
@@ -390,10 +389,9 @@ std::vector<int64_t> Numbers(const char* text) {
 }
 
 Activation FindActivation(const std::string& name) {
-  const char* names[] = {"none", "silu", "gelu", "gelu_tanh", "relu"};
-  const auto found = std::find(std::begin(names), std::end(names), name);
-  if (found == std::end(names)) Usage("unknown activation");
-  return static_cast<Activation>(found - std::begin(names));
+  const auto found = std::find(std::begin(kActivationNames), std::end(kActivationNames), name);
+  if (found == std::end(kActivationNames)) Usage("unknown activation");
+  return static_cast<Activation>(found - std::begin(kActivationNames));
 }
 
 TimeOptions Parse(int argc, char** argv) {
@@ -418,10 +416,10 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (flag == "--half-sums") {
       options.problem.half_sums = true;
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
-    } else if (flag == "--early-start") {
-      options.problem.early_start = true;
+    } else if (flag == "--pdl") {
+      options.problem.pdl = true;
     } else if (flag == "--permuted") {
-      options.problem.orders = 1;
+      options.problem.permuted_parts = 1;
     } else if (flag == "--bias") {
       options.optional.bias = true;
     } else if (flag == "--residual") {
@@ -438,7 +436,7 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (flag == "--activation") {
       options.problem.epilogue.activation = FindActivation(argv[++i]);
     } else if (const std::vector<int64_t> values = Numbers(argv[++i]); flag == "--m") {
-      options.tokens = values;
+      options.rows = values;
     } else if (flag == "--n") {
       n = values;
     } else if (flag == "--k") {
@@ -449,8 +447,8 @@ TimeOptions Parse(int argc, char** argv) {
       options.tiles = values;
     } else if (flag == "--slices") {
       options.slices = values;
-    } else if (flag == "--mates") {
-      options.mates = static_cast<int>(values[0]);
+    } else if (flag == "--peers") {
+      options.peers = static_cast<int>(values[0]);
     } else if (flag == "--split") {
       options.splits = values;
     } else if (flag == "--group") {
@@ -470,7 +468,7 @@ int Main(int argc, char** argv) {
   if (command != "check" && command != "sweep" && command != "time" && command != "placed") {
     Usage("no command");
   }
-  Check(InitializeKernels(0), "InitializeKernels");
+  Check(PrepareKernels(0), "PrepareKernels");
   if (command == "placed") {
     TimePlaced();
     return 0;

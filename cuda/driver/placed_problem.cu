@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <array>
 
-#include "cuda/device/dependency.cuh"
+#include "cuda/device/pdl.cuh"
 #include "cuda/driver/placed_problem.h"
-#include "cuda/launch_config.h"
+#include "cuda/kernels/launch_config.h"
 
 namespace jaxlowbit::driver {
 namespace {

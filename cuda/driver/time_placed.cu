@@ -9,7 +9,7 @@
 
 #include "cuda/driver/device_problem.h"
 #include "cuda/driver/placed_problem.h"
-#include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace jaxlowbit::driver {
 namespace {
@@ -32,8 +32,8 @@ double Time(const QuantizedMatmul& problem,
   Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
   for (int round = 0; round < kRounds; ++round) {
     for (const auto& call : calls) {
-      Check(LaunchQuantizedMatmul(problem, call->buffers(), workspace_bytes, 0, stream),
-            "LaunchQuantizedMatmul");
+      Check(LaunchProducts({{problem, call->buffers()}}, workspace_bytes, 0, stream),
+            "LaunchProducts");
     }
   }
   Check(cudaStreamEndCapture(stream, &graph), "capture");

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The numbers of a GPU that the selection depends on, and the limits of its architecture.
+#pragma once
+
+namespace jaxlowbit {
+
+// Shared memory of a multiprocessor. The system reserves a part of it for each CTA.
+inline constexpr int kSm90SharedBytesPerSm = 228 * 1024;
+inline constexpr int kSm86SharedBytesPerSm =
+    100 * 1024;  // and sm_89: the smallest that kernels run on
+inline constexpr int kReservedSharedBytes = 1024;
+
+// The most shared memory of each of `ctas_per_sm` CTAs that share a multiprocessor of sm_90, in whole KiB.
+constexpr int Sm90SharedBytes(int ctas_per_sm) {
+  return kSm90SharedBytesPerSm / 1024 / ctas_per_sm * 1024 - kReservedSharedBytes;
+}
+
+struct Device {
+  int compute_capability = 0;  // 10 * major + minor
+  int num_sms = 0;
+  int shared_bytes_per_sm = 0;
+  // Clusters resident at a time, by CTAs per multiprocessor (1, 2) and CTAs per cluster (1, 2, 4).
+  int clusters[3][5] = {};
+};
+
+}  // namespace jaxlowbit

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From sums to results, for every kernel: the epilogue of a problem (problem.h) in float32.
+//
+// A kernel takes few of a thread's sums at a time, in a loop that is not unrolled, so that the formulas
+// are in its code once; sums that are in registers go through shared memory for that.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/approximate.cuh"
+#include "cuda/types.h"
+
+namespace jaxlowbit {
+
+// The epilogue as a kernel reads it.
+struct EpilogueParams {
+  const void* bias;                 // [batch * weights_per_element, n]; null: none
+  const void* residual;             // [batch, m, n]; null: none
+  bool bias_float, residual_float;  // float32; else the type of lhs
+  Activation activation;
+  bool gated;
+  bool any;  // else results are the sums
+};
+
+// An element of a bias or a residual as it is in memory, so that several are on their way at a time: a value of
+// it is what has to wait.
+__device__ inline uint32_t LoadBits(const void* data, bool is_float, int64_t i) {
+  return is_float ? static_cast<const uint32_t*>(data)[i] : static_cast<const uint16_t*>(data)[i];
+}
+
+// T, here and below: the type of lhs.
+template <typename T>
+__device__ float ValueOf(uint32_t bits, bool is_float) {
+  if (is_float) return __uint_as_float(bits);
+  const uint16_t half = static_cast<uint16_t>(bits);
+  return static_cast<float>(reinterpret_cast<const T&>(half));
+}
+
+template <typename T>
+__device__ float LoadElement(const void* data, bool is_float, int64_t i) {
+  return ValueOf<T>(LoadBits(data, is_float, i), is_float);
+}
+
+// Of channel `n` of `columns`, of product `product` (batch * weights_per_element of them).
+template <typename T>
+__device__ float LoadBias(const EpilogueParams& e, int64_t product, int64_t columns, int64_t n) {
+  if (e.bias == nullptr || n >= columns) return 0.0f;
+  return LoadElement<T>(e.bias, e.bias_float, product * columns + n);
+}
+
+template <typename T>
+__device__ float LoadResidual(const EpilogueParams& e, int64_t offset) {
+  return e.residual == nullptr ? 0.0f : LoadElement<T>(e.residual, e.residual_float, offset);
+}
+
+// x sigmoid(linear x + cubic x^3): silu, and gelu_tanh, whose (1 + tanh(y)) / 2 is sigmoid(2 y). For
+// powers of two: both numbers are times -log2(e).
+struct SigmoidForm {
+  float linear, cubic;
+};
+
+__device__ inline SigmoidForm SigmoidFormOf(Activation activation) {
+  return activation == Activation::kSilu ? SigmoidForm{-1.44269504f, 0.0f}
+                                         : SigmoidForm{-2.30220820f, -2.30220820f * 0.044715f};
+}
+
+// An error of the exponential is one of its argument in its last digits.
+__device__ inline float TimesSigmoid(SigmoidForm form, float x) {
+  const float square = fminf(x * x, 3e38f);  // which 0 may multiply
+  return x * Reciprocal(1.0f + Exp2(x * fmaf(form.cubic, square, form.linear)));
+}
+
+// x Phi(x), with Phi(-y) = t 2^(q(t) - log2(e) y^2 / 2), t = 1 / (1 + 0.26 y), for y >= 0. q is the
+// polynomial of least greatest error on (0, 14), where the error counts times Phi or 1/16, whichever is
+// more: 2.5e-6 of the least Phi, 1.5e-7 of x in all results.
+__device__ inline float Gelu(float x) {
+  constexpr float kFit[] = {-3.26632929f, 1.39869082f,  0.90027469f, -0.61772066f,
+                            1.70985413f,  -1.54778683f, 0.42301700f};
+  const float t = Reciprocal(fmaf(0.26f, fabsf(x), 1.0f));
+  float q = kFit[6];
+#pragma unroll
+  for (int i = 5; i >= 0; --i) q = fmaf(q, t, kFit[i]);
+  const float tail = t * Exp2(fmaf(-0.72134752f * x, x, q));
+  return x * (x > 0.0f ? 1.0f - tail : tail);
+}
+
+__device__ inline float Relu(float x) { return x < 0.0f ? 0.0f : x; }
+
+// As jax.nn has them, NaN for NaN. Several values at a time, since their instructions overlap where
+// they are in one branch.
+template <int kCount>
+__device__ void Activate(Activation activation, float (&x)[kCount]) {
+  const auto each = [&](auto function) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = function(x[i]);
+  };
+  switch (activation) {
+    case Activation::kNone:
+      return;
+    case Activation::kSilu:
+    case Activation::kGeluTanh: {
+      const SigmoidForm form = SigmoidFormOf(activation);
+      return each([form](float y) { return TimesSigmoid(form, y); });
+    }
+    case Activation::kGelu:
+      return each([](float y) { return Gelu(y); });
+    case Activation::kRelu:
+      return each([](float y) { return Relu(y); });
+  }
+}
+
+// From sums with their biases to results; `up` counts only where the epilogue is gated.
+template <int kCount>
+__device__ void Finish(const EpilogueParams& e, const float (&up)[kCount],
+                       const float (&residual)[kCount], float (&values)[kCount]) {
+  Activate(e.activation, values);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (e.gated) values[i] *= up[i];
+    values[i] += residual[i];
+  }
+}
+
+}  // namespace jaxlowbit

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Kernel parameters that every launch fills in the same way.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/divide.cuh"
+#include "cuda/kernels/epilogue.cuh"
+#include "cuda/problem.h"
+
+namespace jaxlowbit {
+
+inline EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const Buffers& buffers) {
+  const Epilogue& e = problem.epilogue;
+  const bool any = e.gated || e.activation != Activation::kNone || buffers.bias != nullptr ||
+                   buffers.residual != nullptr;
+  return {buffers.bias,
+          buffers.residual,
+          e.bias == ElementType::kF32,
+          e.residual == ElementType::kF32,
+          e.activation,
+          e.gated,
+          any};
+}
+
+inline Divider DivideBy(int64_t divisor) {
+  return {static_cast<int>(divisor),
+          static_cast<uint32_t>(((int64_t{1} << 31) + divisor - 1) / divisor)};  // rounded up
+}
+
+inline WideDivider WideDivideBy(int64_t divisor) {
+  return {static_cast<int>(divisor), ((uint64_t{1} << 63) + static_cast<uint64_t>(divisor) - 1) /
+                                         static_cast<uint64_t>(divisor)};
+}
+
+// Atoms of k in one group, and groups in one atom; 1 where it would be less.
+inline Divider AtomsPerGroup(const QuantizedMatmul& problem) {
+  const int64_t size = problem.group_size, atoms = size / kAtom;
+  return DivideBy(size < 0 ? problem.k_blocks() : atoms > 1 ? atoms : 1);
+}
+inline int GroupsPerAtom(const QuantizedMatmul& problem) {
+  const int64_t size = problem.group_size;
+  return size > 0 && size < kAtom ? static_cast<int>(kAtom / size) : 1;
+}
+
+}  // namespace jaxlowbit

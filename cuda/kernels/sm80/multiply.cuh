@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Shared memory to sums: the stages of a tile, one after the other. Per step of 16 k: fragments of
+// lhs by ldmatrix, codes to weights in registers, mma.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/device/mma.cuh"
+#include "cuda/kernels/sm80/weights.cuh"
+
+namespace jaxlowbit::sm80 {
+
+template <class I>
+using Accumulators = float[kAtomsN][I::kTiles][4];
+
+// Neighbouring tokens in one register.
+template <class I>
+using HalfAccumulators = uint32_t[kAtomsN][I::kTiles][2];
+
+template <class I>
+class StageMultiplier {
+ public:
+  using T = typename I::T;
+  static constexpr int kBits = I::kBits;
+
+  __device__ StageMultiplier(const Params& p, const Tile& tile)
+      : p_(p), cursor_(GroupCursor::At(p, tile.stage_begin * I::kBlockK)), loaded_(-1) {
+#pragma unroll
+    for (int atom = 0; atom < kAtomsN; ++atom) rows_[atom].Start(p.zero_bytes > 1);
+    // Lane i reads row i % 8 of matrix i / 8: of the tokens' tile i / 16, half i / 8 % 2 of a step.
+    const int lane = threadIdx.x % 32;
+    const int row = I::kTiles == 1 ? lane % 8 : lane / 16 * 8 + lane % 8;
+    lhs_chunk_ = Keep(LhsChunk<I>(row, lane / 8 % 2) * kCopyBytes);
+  }
+
+  __device__ void MultiplyNext(uint32_t slot, Accumulators<I>& acc) {
+    const uint32_t scales = slot + p_.bytes.packed + p_.bytes.lhs;
+    if (cursor_.group != loaded_) StartGroup(scales, cursor_.group, acc);
+    const int left = p_.group_size - cursor_.offset;  // k of the group in this stage and beyond
+    if (kHasOneGroupForm && left >= I::kBlockK) {
+      MultiplyAtoms<true>(slot, scales, left, acc);
+    } else {
+      MultiplyAtoms<false>(slot, scales, left, acc);
+    }
+    if constexpr (I::kPartials == PartialSums::kHalfStages) AddHalfAccumulators(acc);
+    cursor_.AdvanceStage(p_);
+  }
+
+  // Completes the sums after the last stage.
+  __device__ void Finish(Accumulators<I>& acc) { ScaleGroup(acc); }
+
+ private:
+  // A form for stages in one group, because a test between steps keeps them from overlapping. Large
+  // tiles overlap within a step, and have no registers to spare for more.
+  static constexpr bool kHasOneGroupForm = I::kTiles < 8;
+
+  // Groups change at `group_end` and every group_size from there, unless there is one.
+  template <bool kOneGroup>
+  __device__ void MultiplyAtoms(uint32_t slot, uint32_t scales, int group_end,
+                                Accumulators<I>& acc) {
+#pragma unroll
+    for (int k_atom = 0; k_atom < I::kAtomsK; ++k_atom) {
+      uint32_t packed[kAtomsN][kStepsPerAtom][kWordsPerStep<kBits>];
+#pragma unroll
+      for (int atom = 0; atom < kAtomsN; ++atom) {
+        packed_.Load(slot + (atom * I::kAtomsK + k_atom) * kAtomBytes<kBits>, packed[atom]);
+      }
+#pragma unroll
+      for (int i = 0; i < kStepsPerAtom; ++i) {
+        const int step = k_atom * kStepsPerAtom + i;
+        if (!kOneGroup && step > 0 && step * kStepK == group_end) {
+          group_end += p_.group_size;
+          StartGroup(scales, loaded_ + 1, acc);
+        }
+        uint32_t weights[kAtomsN][4];
+#pragma unroll
+        for (int atom = 0; atom < kAtomsN; ++atom) {
+          rows_[atom].template Dequantize<I::kPartials != PartialSums::kGroups>(packed[atom][i],
+                                                                                weights[atom]);
+        }
+        if constexpr (I::kPartials == PartialSums::kNone) {
+          MultiplyStep(slot + p_.bytes.packed, step, weights, acc);
+        } else {
+          MultiplyStep(slot + p_.bytes.packed, step, weights, partial_);
+        }
+      }
+    }
+  }
+
+  // All tokens of one step, two tiles of the instruction at a time.
+  template <class StepAccumulators>
+  __device__ void MultiplyStep(uint32_t lhs, int step, const uint32_t (&weights)[kAtomsN][4],
+                               StepAccumulators& acc) const {
+    constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
+    // A step is two columns, and the permutation is an exclusive or of column numbers.
+    const uint32_t chunk = lhs + (lhs_chunk_ ^ (step * 2 * kCopyBytes));
+#pragma unroll
+    for (int tile = 0; tile < I::kTiles; tile += kTogether) {
+      uint32_t fragments[2 * kTogether];
+      LoadMatrices(fragments, chunk + tile * 8 * I::kLhsChunks * kCopyBytes);
+#pragma unroll
+      for (int atom = 0; atom < kAtomsN; ++atom) {
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          Mma<T>(acc[atom][tile + i], weights[atom], fragments[2 * i], fragments[2 * i + 1]);
+        }
+      }
+    }
+  }
+
+  __device__ void StartGroup(uint32_t scales, int group, Accumulators<I>& acc) {
+    ScaleGroup(acc);
+    loaded_ = group;
+#pragma unroll
+    for (int atom = 0; atom < kAtomsN; ++atom) {
+      LoadRows<I>(p_, scales, atom * p_.groups_per_stage + group - cursor_.group, rows_[atom]);
+    }
+  }
+
+  // Adds what the loaded group has summed, scaled, if scales multiply sums.
+  __device__ void ScaleGroup(Accumulators<I>& acc) {
+    if constexpr (I::kPartials == PartialSums::kGroups) {
+#pragma unroll
+      for (int atom = 0; atom < kAtomsN; ++atom) {
+#pragma unroll
+        for (int tile = 0; tile < I::kTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& part = partial_[atom][tile][i];
+            if (loaded_ >= 0) acc[atom][tile][i] += part * rows_[atom].scale(i / 2);
+            part = 0;
+          }
+        }
+      }
+    }
+  }
+
+  // Adds what a stage has summed.
+  __device__ void AddHalfAccumulators(Accumulators<I>& acc) {
+#pragma unroll
+    for (int atom = 0; atom < kAtomsN; ++atom) {
+#pragma unroll
+      for (int tile = 0; tile < I::kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          uint32_t& pair = partial_[atom][tile][i / 2];
+          acc[atom][tile][i] += __half2float(__ushort_as_half(pair >> i % 2 * 16));
+          if (i % 2 == 1) pair = 0;
+        }
+      }
+    }
+  }
+
+  const Params& p_;
+  GroupCursor cursor_;  // of the next stage's first k
+  int loaded_;          // group that rows_ holds
+  int lhs_chunk_;       // of the first step, in bytes
+  PackedLoader<I> packed_;
+  Rows<I> rows_[kAtomsN];
+  std::conditional_t<I::kPartials == PartialSums::kHalfStages, HalfAccumulators<I>, Accumulators<I>>
+      partial_ = {};
+};
+
+}  // namespace jaxlowbit::sm80

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What every part of qmm_sm80 shares: the constants of an instance, the problem as the kernel reads
+// it, the part of it that a CTA owns, and the position of a stage among the groups.
+#pragma once
+
+#include "cuda/device/copy.cuh"
+#include "cuda/device/layout.cuh"
+#include "cuda/kernels/epilogue.cuh"
+#include "cuda/kernels/sm80/plan.h"
+#include "cuda/types.h"
+
+namespace jaxlowbit::sm80 {
+
+inline constexpr int kNone =
+    0x3fffffff;  // a position beyond all others, to which more may be added
+inline constexpr int kAtomsN = kBlockN / kAtom;
+inline constexpr int kThreads = 32 * kWarpsPerAtom;
+
+// Which parts of a sum are added up before they join it.
+enum class PartialSums {
+  kNone,
+  kGroups,      // float32, scaled: scales multiply no weights (QuantizedMatmul::scale_sums)
+  kHalfStages,  // float16 (QuantizedMatmul::half_sums)
+};
+
+// An instance: type of lhs, type of the scales, tokens of a tile, width, and parts of the sums.
+template <typename LhsType, typename ScaleType, int kM, int kWidth,
+          PartialSums kPartialSums = PartialSums::kNone>
+struct Instance {
+  using T = LhsType;
+  using S = ScaleType;
+  static constexpr int kBlockM = kM;
+  static constexpr int kBits = kWidth;
+  static constexpr PartialSums kPartials = kPartialSums;
+  static constexpr int kAccumulatorBytes = kPartials == PartialSums::kGroups       ? 8
+                                           : kPartials == PartialSums::kHalfStages ? 6
+                                                                                   : 4;
+  static constexpr int kBlockK = BlockK(kBits);
+  static constexpr int kAtomsK = kBlockK / kAtom;
+  static constexpr int kStages = NumStages(kBlockM, kBits);
+  static constexpr int kTiles = kBlockM / 8;  // of the instruction, along the tokens
+  // 16-byte chunks of a row of lhs in a stage.
+  static constexpr int kLhsChunks = kBlockK * 2 / kCopyBytes;
+};
+
+struct Params {
+  const void* lhs;
+  const uint32_t* packed;
+  const void* scale;
+  const void* zero;      // null: zero point 2^(bits - 1)
+  int zero_bytes;        // 1: zero points; else float zeros, of the type of the scales
+  const int32_t* index;  // null: weight min(b, num_weights - 1)
+  void* out;             // or the workspace, when split_k > 1
+  int64_t batch, num_weights, m;
+  int64_t lhs_columns;  // what is summed over: k, or n of the transposed product
+  int64_t out_columns;  // n, or k
+  // To whole atoms; of a gated product those of the gates, then those of up: the rows of the workspace.
+  int64_t out_columns_padded;
+  int atom_step;  // between the atoms of a tile, in rows of the workspace
+  int64_t m_tiles, out_tiles;
+  int stages;  // along what is summed over
+  int n_blocks, k_blocks, groups;
+  int group_size;  // INT_MAX for one group
+  // Along k: what a stage advances, block_groups * group_size + block_rest.
+  int block_groups, block_rest;
+  int groups_per_stage;
+  int split_k;
+  bool out_float;  // float32 out; else the type of lhs
+  // Rows of lhs, and codes, scales and zeros, start at multiples of 16 bytes.
+  bool lhs_aligned, weights_aligned;
+  StageBytes bytes;
+  int slot_bytes;  // bytes.total()
+  EpilogueParams epilogue;
+};
+
+// The part of the product that a CTA owns.
+struct Tile {
+  int64_t m0;      // first token
+  int64_t batch;   // position in the batch
+  int64_t weight;  // which of the packed weights
+  int64_t up;      // of a gated product, the other one
+  int split;
+  int block;                   // first atom along the columns of out
+  int stage_begin, stage_end;  // range of what is summed over
+};
+
+// Number `position` of the weights that the batch is multiplied by.
+__device__ inline int64_t WeightAt(const Params& p, int64_t position) {
+  return WeightNumber(p.index == nullptr ? position : p.index[position], p.num_weights);
+}
+
+// `atoms`: of a tile, along the columns of out.
+template <class I>
+__device__ Tile OwnTile(const Params& p, int atoms) {
+  Tile tile;
+  // Tokens vary fastest: CTAs that share weights run together and find them in L2.
+  int64_t i = blockIdx.x;
+  tile.m0 = i % p.m_tiles * I::kBlockM;
+  i /= p.m_tiles;
+  tile.block = static_cast<int>(i % p.out_tiles) * atoms;
+  i /= p.out_tiles;
+  tile.split = static_cast<int>(i % p.split_k);
+  tile.batch = i / p.split_k;
+  tile.weight = WeightAt(p, p.epilogue.gated ? 2 * tile.batch : tile.batch);
+  tile.up = p.epilogue.gated ? WeightAt(p, 2 * tile.batch + 1) : 0;
+  const int per_split = (p.stages + p.split_k - 1) / p.split_k;
+  tile.stage_begin = tile.split * per_split;
+  tile.stage_end = min(p.stages, tile.stage_begin + per_split);
+  return tile;
+}
+
+// Where a position along k stands among the groups, advanced a stage at a time.
+struct GroupCursor {
+  int group;   // that the position lies in
+  int offset;  // of the position in its group
+
+  static __device__ GroupCursor At(const Params& p, int k) {
+    return {k / p.group_size, k % p.group_size};
+  }
+  __device__ void AdvanceStage(const Params& p) {
+    group += p.block_groups;
+    offset += p.block_rest;
+    if (offset >= p.group_size) {
+      offset -= p.group_size;
+      ++group;
+    }
+  }
+};
+
+// Lanes of one ldmatrix phase read the same 16-byte column of 8 rows; with whole-line rows they
+// would meet in one bank group, so columns are permuted within each row.
+template <class I>
+__device__ int LhsChunk(int row, int column) {
+  return row * I::kLhsChunks + (column ^ (row % 8));
+}
+
+// A lane's codes of an 8-bit atom are two chunks; reading the first of both of lanes i and i + 4
+// would meet in one bank group, so every other run of 8 chunks is swapped pairwise.
+template <class I>
+__device__ int PackedChunk(int chunk) {
+  return I::kBits == 8 ? chunk ^ (chunk / 8 % 2) : chunk;
+}
+
+// Starts copying 16 bytes of codes to where chunk number `chunk` of a stage's codes lies behind `codes`.
+template <class I>
+__device__ void CopyPackedChunk(const Params& p, uint32_t packed, int chunk, const void* source,
+                                bool valid) {
+  const uint32_t target = packed + PackedChunk<I>(chunk) * kCopyBytes;
+  if (p.weights_aligned) {
+    CopyAsync(target, source, valid);
+  } else {
+    CopyAsyncByWords(target, source, valid);
+  }
+}
+
+// Starts copying 16 bytes of scales or zeros.
+__device__ inline void CopyGroupChunk(const Params& p, uint32_t target, const void* source,
+                                      bool valid) {
+  if (p.weights_aligned) {
+    CopyAsync(target, source, valid);
+  } else {
+    CopyBytes(target, source, valid);
+  }
+}
+
+// Stores one element of a tile to out, or, when the sum is split, to this split's part of the
+// workspace, whose rows are padded to whole atoms.
+template <typename T>
+__device__ void StoreOut(const Params& p, const Tile& tile, int64_t row, int64_t column,
+                         float value) {
+  const bool partial = p.split_k > 1;
+  const int64_t row_size = partial ? p.out_columns_padded : p.out_columns;
+  if (row >= p.m || column >= row_size) return;
+  const int64_t split_offset = tile.split * p.batch * p.m * row_size;
+  const int64_t offset = split_offset + (tile.batch * p.m + row) * row_size + column;
+  if (partial || p.out_float) {
+    static_cast<float*>(p.out)[offset] = value;
+  } else {
+    static_cast<T*>(p.out)[offset] = T(value);
+  }
+}
+
+// A tile's stages through the ring: `copier` runs kStages - 1 of them ahead of `multiplier`.
+template <class I, class Copier, class Multiplier, class Accumulators>
+__device__ void RunStages(const Params& p, const Tile& tile, uint32_t ring, Copier& copier,
+                          Multiplier& multiplier, Accumulators& acc) {
+  const uint32_t end = ring + I::kStages * p.slot_bytes;
+  uint32_t free_slot = ring;
+#pragma unroll
+  for (int i = 0; i < I::kStages - 1; ++i) {
+    if (tile.stage_begin + i < tile.stage_end) copier.CopyNext(free_slot);
+    CommitCopies();
+    free_slot += p.slot_bytes;
+  }
+  uint32_t slot = ring;
+  for (int stage = tile.stage_begin; stage < tile.stage_end; ++stage) {
+    WaitCopies<I::kStages - 2>();
+    // Every thread's part of this stage has landed, and all warps are done with the slot before
+    // it, which the next copy overwrites.
+    __syncthreads();
+    if (stage + I::kStages - 1 < tile.stage_end) copier.CopyNext(free_slot);
+    CommitCopies();
+    free_slot = slot;
+    multiplier.MultiplyNext(slot, acc);
+    slot += p.slot_bytes;
+    if (slot == end) slot = ring;
+  }
+}
+
+}  // namespace jaxlowbit::sm80

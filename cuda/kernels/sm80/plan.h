@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Geometry of qmm_sm80 and qmm_sm80_transposed: tiles, stages, shared memory and registers as numbers, for the device
+// code and for the selection.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/gpu.h"
+#include "cuda/types.h"
+
+namespace jaxlowbit::sm80 {
+
+// Rows of lhs of a tile. Scales on accumulators double the accumulators, so those tiles have up to 32 rows.
+inline constexpr int kBlockMs[] = {8, 16, 32, 64};
+inline constexpr int kScaleSumsBlockMs[] = {8, 16, 32};
+
+inline constexpr int kMinBlockM = kBlockMs[0];
+inline constexpr int kBlockN = 2 * kAtom;  // output channels of a tile
+inline constexpr int kMinGroupSize = 16;   // one step of the instruction lies in one group
+inline constexpr int kMaxSharedBytes = kSm86SharedBytesPerSm - kReservedSharedBytes;
+
+// k of a stage (n in the transposed product): 8 KiB of packed weights at either width.
+constexpr int BlockK(int bits) { return bits == 4 ? 128 : 64; }
+
+// Columns of out in a tile: two strips along n, or one atom along k.
+constexpr int64_t BlockOut(bool transposed) { return transposed ? kAtom : kBlockN; }
+
+// Stages of the ring: what fits the smallest device with the smallest groups.
+constexpr int NumStages(int block_m, int bits) { return bits == 4 && block_m == 64 ? 3 : 4; }
+
+// CTAs whose registers fit a multiprocessor, to which __launch_bounds__ holds the compiler. `accumulator_bytes`:
+// registers of one accumulator, 4 for float32, 6 with a float16 partial sum beside it, 8 with a float32 one.
+constexpr int CtasByRegisters(int block_m, int accumulator_bytes) {
+  if (accumulator_bytes == 8) return block_m <= 16 ? 4 : 2;
+  const int fewer = accumulator_bytes == 6 && block_m >= 32 ? 1 : 0;
+  return (block_m == 8 ? 5 : block_m <= 32 ? 4 : 3) - fewer;
+}
+
+// The most groups that `size` positions along k touch, starting at a multiple of `size`.
+constexpr int GroupsPer(int64_t size, int64_t group_size) {
+  if (group_size < 0 || group_size % size == 0) return 1;
+  if (size % group_size == 0) return static_cast<int>(size / group_size);
+  return static_cast<int>((size - 1 + group_size - 1) / group_size + 1);
+}
+
+// A stage in shared memory: packed weights, lhs, scales, zeros, in this order.
+struct StageBytes {
+  int packed, lhs, scales, zeros;
+  constexpr int total() const { return packed + lhs + scales + zeros; }
+};
+
+// `scale_bytes`, `zero_bytes`: of one scale and of one zero; 0 without zeros.
+constexpr StageBytes StageBytesOf(int block_m, int bits, int64_t group_size, int scale_bytes,
+                                  int zero_bytes, bool transposed) {
+  // A stage is atoms along the reduced dimension: of two strips along n, or of one atom along k.
+  const int atoms =
+      (transposed ? 1 : kBlockN / static_cast<int>(kAtom)) * BlockK(bits) / static_cast<int>(kAtom);
+  const int strips =
+      transposed ? BlockK(bits) / static_cast<int>(kAtom) : kBlockN / static_cast<int>(kAtom);
+  const int per_group =
+      strips * static_cast<int>(kAtom) *
+      (transposed ? GroupsPer(kAtom, group_size) : GroupsPer(BlockK(bits), group_size));
+  return {atoms * static_cast<int>(kAtom * kAtom) * bits / 8, block_m * BlockK(bits) * 2,
+          per_group * scale_bytes, per_group * zero_bytes};
+}
+
+// Shared memory of a CTA: the ring, which the transposed product reuses to add the partial sums of its warps.
+constexpr int SharedBytes(int block_m, int bits, int64_t group_size, int scale_bytes,
+                          int zero_bytes, bool transposed) {
+  const int ring =
+      NumStages(block_m, bits) *
+      StageBytesOf(block_m, bits, group_size, scale_bytes, zero_bytes, transposed).total();
+  const int sums = transposed ? 4 * static_cast<int>(kAtom) * block_m * 4 : 0;
+  return ring > sums ? ring : sums;
+}
+
+static_assert(SharedBytes(32, 4, kMinGroupSize, 4, 4, false) <= kMaxSharedBytes &&
+                  SharedBytes(64, 4, kMinGroupSize, 4, 4, false) <= kMaxSharedBytes &&
+                  SharedBytes(64, 8, kMinGroupSize, 4, 4, false) <= kMaxSharedBytes &&
+                  SharedBytes(64, 4, kMinGroupSize, 4, 4, true) <= kMaxSharedBytes &&
+                  SharedBytes(64, 8, kMinGroupSize, 4, 4, true) <= kMaxSharedBytes,
+              "the largest stages must fit the smallest device");
+
+}  // namespace jaxlowbit::sm80

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/kernels/sm80/select.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "cuda/kernels/sm80/plan.h"
+#include "cuda/limits.h"
+
+namespace jaxlowbit::sm80 {
+namespace {
+
+// Stages along the reduced dimension: k, or n of the transposed product.
+int64_t NumStagesOf(const QuantizedMatmul& problem) {
+  return CeilDiv(problem.lhs_columns(), BlockK(problem.bits));
+}
+
+// The most slices of k: each has a stage.
+int MaxSplitK(const QuantizedMatmul& problem) {
+  return static_cast<int>(std::min<int64_t>(kMaxSplitK, NumStagesOf(problem)));
+}
+
+int64_t WorkspaceBytes(const QuantizedMatmul& problem, int split_k) {
+  return split_k * problem.batch * problem.m * problem.weights_per_element() *
+         CeilDiv(problem.out_columns(), kAtom) * kAtom * static_cast<int64_t>(sizeof(float));
+}
+
+bool FitsWorkspace(const QuantizedMatmul& problem, int split_k, int64_t workspace_bytes) {
+  return split_k == 1 || WorkspaceBytes(problem, split_k) <= workspace_bytes;
+}
+
+// Registers of one accumulator, in bytes (CtasByRegisters).
+int AccumulatorBytes(const QuantizedMatmul& problem) {
+  if (problem.transposed || problem.scale_sums) return 8;
+  return problem.half_sums && problem.lhs == ElementType::kF16 ? 6 : 4;
+}
+
+// CTAs of a tile that one multiprocessor holds at a time.
+int64_t ResidentCtas(const QuantizedMatmul& problem, const Device& device, int block_m) {
+  const int bytes = SharedBytesOf(problem, block_m) + kReservedSharedBytes;
+  return std::clamp(device.shared_bytes_per_sm / bytes, 1,
+                    CtasByRegisters(block_m, AccumulatorBytes(problem)));
+}
+
+Choice ChoiceOf(int block_m, int split_k) {
+  Choice choice;
+  choice.block_m = block_m;
+  choice.split_k = split_k;
+  return choice;
+}
+
+// Microseconds by which the choices of this kernel are ranked. The constants are fits to sweeps of tile and split on
+// an H200 (docs/kernels/qmm_sm80.md).
+double RankingCost(const QuantizedMatmul& problem, const Device& device, int block_m, int split_k) {
+  struct Fit {
+    double stage;   // of a CTA that has a multiprocessor to itself
+    double shared;  // the fraction of it that CTAs of one multiprocessor cannot overlap
+    double reduce;  // the kernel that adds the partial sums
+  };
+  constexpr Fit kSmall = {0.775, 0.54, 3.1}, kMiddle = {0.85, 0.65, 2}, kLarge = {1.4, 0.5, 2};
+  const Fit fit = block_m == 64 ? kLarge : block_m == 32 ? kMiddle : kSmall;
+  constexpr double kStart = 1;  // filling the ring, in stages
+  const int64_t tiles = CeilDiv(problem.m, block_m) * OutTiles(problem) * problem.batch;
+  // The multiprocessor with the most CTAs is the last one to end.
+  const int64_t ctas = CeilDiv(tiles * split_k, device.num_sms);
+  const int64_t beside = std::min(ctas, ResidentCtas(problem, device, block_m));
+  // Partial sums are 512 bytes per row of lhs, written and read, against 8 KiB of packed weights in a stage. They stay
+  // in L2, at about twice the rate.
+  const double sums = split_k > 1 ? block_m / 16.0 : 0;
+  const double cta = static_cast<double>(CeilDiv(NumStagesOf(problem), split_k)) + kStart + sums;
+  const double overlap = fit.shared + (1 - fit.shared) / static_cast<double>(beside);
+  return static_cast<double>(ctas) * cta * overlap * fit.stage + (split_k > 1 ? fit.reduce : 0);
+}
+
+}  // namespace
+
+Support SupportsProblem(const QuantizedMatmul&, const Device&) { return {}; }
+
+Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, const Device&,
+                       int64_t workspace_bytes) {
+  const auto has = [&](const auto& block_ms) {
+    return std::find(std::begin(block_ms), std::end(block_ms), choice.block_m) !=
+           std::end(block_ms);
+  };
+  if (!(problem.scale_sums ? has(kScaleSumsBlockMs) : has(kBlockMs))) {
+    return {"block_m is none of its tiles"};
+  }
+  if (choice.split_k < 1 || choice.split_k > MaxSplitK(problem)) {
+    return {"split_k is beyond its stages"};
+  }
+  if (!FitsWorkspace(problem, choice.split_k, workspace_bytes)) {
+    return {"its partial sums do not fit the workspace"};
+  }
+  return {};
+}
+
+std::vector<Choice> Choices(const QuantizedMatmul&) {
+  std::vector<Choice> choices;
+  for (int block_m : kBlockMs) {
+    for (int split_k = 1; split_k <= kMaxSplitK; ++split_k) {
+      choices.push_back(ChoiceOf(block_m, split_k));
+    }
+  }
+  return choices;
+}
+
+// The smallest tile that holds m, with any split.
+Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes) {
+  const int largest = problem.scale_sums ? 32 : 64;
+  const int block_m = *std::find_if(std::begin(kBlockMs), std::end(kBlockMs),
+                                    [&](int rows) { return rows >= problem.m || rows == largest; });
+  Choice best = ChoiceOf(block_m, 1);
+  double least = RankingCost(problem, device, block_m, 1);
+  const auto consider = [&](int rows) {
+    for (int split_k = 1; split_k <= MaxSplitK(problem); ++split_k) {
+      if (!FitsWorkspace(problem, split_k, workspace_bytes)) break;
+      const double cost = RankingCost(problem, device, rows, split_k);
+      if (cost >= least) continue;
+      least = cost;
+      best = ChoiceOf(rows, split_k);
+    }
+  };
+  consider(block_m);
+  // Two small tiles occupy a device better than a large one if a weight is small.
+  if (block_m == 64 && problem.m <= 64 && !problem.transposed) consider(32);
+  return best;
+}
+
+// Against other kernels the ranking cost is corrected as measured (docs/kernels/qmm_sm90.md).
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  struct Correction {
+    double factor, once;
+  };
+  const bool wide = problem.bits == 8;
+  const Correction correction = choice.block_m == 8    ? Correction{wide ? 0.6 : 0.64, 1.9}
+                                : choice.block_m == 16 ? Correction{wide ? 0.61 : 0.8, 1.8}
+                                                       : Correction{wide ? 0.56 : 0.86, 2.2};
+  return correction.factor * RankingCost(problem, device, choice.block_m, choice.split_k) +
+         correction.once;
+}
+
+int64_t OutTiles(const QuantizedMatmul& problem) {
+  return problem.epilogue.gated ? problem.n_blocks()
+                                : CeilDiv(problem.out_columns(), BlockOut(problem.transposed));
+}
+
+int SharedBytesOf(const QuantizedMatmul& problem, int block_m) {
+  return SharedBytes(block_m, problem.bits, problem.group_size,
+                     static_cast<int>(problem.scale_bytes()),
+                     static_cast<int>(problem.zero_bytes()), problem.transposed);
+}
+
+}  // namespace jaxlowbit::sm80

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/kernels/sm90/instances.cuh"
+
+namespace jaxlowbit::sm90 {
+
+template KernelFunction FindKernel<__nv_bfloat16, 8>(bool, ZeroKind, int);
+
+}  // namespace jaxlowbit::sm90

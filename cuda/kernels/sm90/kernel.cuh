@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// qmm_sm90: the product of qmm_sm80 for more rows on Hopper, by wgmma whose weights come from registers.
+//
+// Bound. The tensor cores, from about 50 rows on. So they must always have a wgmma to run, while other warps, or the
+// same warps for their next wgmma, dequantize and load.
+//
+// Decomposition. Weights are operand A of the instruction: a strip is its 64 output channels. A persistent CTA
+// computes tiles of some strips x rows (kTiles in plan.h), one after the other:
+//
+//                  rows ──►                       1 to 3 consumer warpgroups, each with strips of its own
+//             ┌──────────┐                        and all rows; one more warp is the producer.
+//   channels  │ strip 0  │ warpgroup 0            Stream-K: the tiles that are left when every CTA has had
+//      │      ├──────────┤                        the same number are split along k, so that all CTAs
+//      ▼      │ strip 1  │ warpgroup 1            have a part of them.
+//             └──────────┘
+//
+// Pipeline.   producer:  wait for a free slot ─► TMA of packed weights, lhs, scales      (fill.cuh)
+//             consumers: wait for a full slot ─► dequantize ─► wgmma ─► free it          (multiply.cuh)
+//             end of a tile: epilogue ─► store                                           (store.cuh)
+//             end of a part of the tail: partial sums to the workspace, for a kernel that adds them (reduce.cuh)
+//
+// Gated. Strips of a CTA are in pairs: the same channels of the gate and of up. Tiles with an odd number of strips
+// do not take gated products.
+//
+// Storage. Quantized values are in the order of the fragments (device/layout.cuh), which are those of mma.sync: warp w
+// of the warpgroup owns channels 16 w to 16 w + 15 of a strip.
+//
+// Limits: select.cc.
+#pragma once
+
+#include "cuda/kernels/sm90/fill.cuh"
+#include "cuda/kernels/sm90/multiply.cuh"
+#include "cuda/kernels/sm90/params.cuh"
+#include "cuda/kernels/sm90/reduce.cuh"
+#include "cuda/kernels/sm90/store.cuh"
+
+namespace jaxlowbit::sm90 {
+
+// One warp. (Elsewhere the kernel is empty: it only runs on sm_90.)
+template <class I>
+__device__ void InitBarriers(const Plan& plan, int peer_shift, Memory memory) {
+  const int lane = threadIdx.x % 32;
+  if (lane < plan.num_stages) {
+    InitBarrier(memory.full(lane), 1);
+    InitBarrier(memory.empty(lane), I::kWarps * kWarpArrivals << peer_shift);
+  } else if (lane == kMaxStages) {
+    for (int i = 0; i < kResultBuffers * I::kTile.warpgroups; ++i) {
+      InitBarrier(memory.residual_full(0, i), 1);
+    }
+    InitBarrier(memory.taken(), 4 * kWarpArrivals);
+  }
+  PublishBarriers();
+}
+
+template <class I>
+__global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
+    QmmSm90Kernel(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ == 900
+  extern __shared__ __align__(kTmaAlignment) uint8_t shared[];
+  const Memory memory = {Keep(SharedAddress(shared))};
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (warp == I::kWarps) InitBarriers<I>(p.plan, p.peer_shift, memory);
+  __syncthreads();  // barriers exist
+  ArriveAtCluster();
+  LaunchDependents();
+  const int rank = ClusterRank();
+  const int cluster = blockIdx.x >> p.peer_shift, clusters = gridDim.x >> p.peer_shift;
+  RingCursor cursor = {0, 0};
+  if (warp >= I::kWarps) {
+    if constexpr (I::kMovesRegisters) ReleaseRegisters<I::kCopyRegisters>();
+    WaitForArrivals();  // barriers of all CTAs exist
+    if (warp == I::kWarps) {
+      WaitForPreviousKernels();
+      StageFiller<I> filler(p, rank, memory);
+      for (int number = cluster; number < p.num_tasks; number += clusters) {
+        filler.Fill(TaskOf<I>(p, number, rank), cursor);
+      }
+    }
+    __syncwarp();
+  } else {
+    if constexpr (I::kMovesRegisters) AcquireRegisters<I::kMultiplyRegisters>();
+    const TileMultiplier<I> multiplier(p, memory);
+    TileStorer<I> storer(p, memory);
+    WaitForArrivals();
+    WaitForPreviousKernels();
+    Accumulators<I> acc;
+    Factors<I> factors;
+    for (int number = cluster; number < p.num_tasks; number += clusters) {
+      const Task task = TaskOf<I>(p, number, rank);
+      if (task.partial < 0) storer.Begin(task.tile);
+      multiplier.Multiply(task, acc, factors, cursor);
+      if (task.partial < 0) {
+        storer.Store(task.tile, acc, factors);
+      } else {
+        StorePartial<I>(p, task.partial, acc, factors);
+      }
+    }
+    storer.Finish();
+  }
+  if (p.peer_shift > 0) {  // nothing is still to arrive here
+    ReleaseToCluster();
+    WaitForArrivals();
+  }
+#endif
+}
+
+}  // namespace jaxlowbit::sm90

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <algorithm>
+
+#include "cuda/extents.h"
+#include "cuda/kernels/instances.h"
+#include "cuda/kernels/launch_config.h"
+#include "cuda/kernels/params.h"
+#include "cuda/kernels/sm90/instances.h"
+#include "cuda/kernels/sm90/launch.h"
+#include "cuda/kernels/sm90/params.cuh"
+#include "cuda/kernels/sm90/reduce.cuh"
+#include "cuda/kernels/tensor_map.h"
+
+namespace jaxlowbit::sm90 {
+namespace {
+
+KernelFunction Find(const QuantizedMatmul& problem, int tile) {
+  return WithFormat(problem, [&](auto lhs, auto, auto bits) {
+    return FindKernel<typename decltype(lhs)::type, decltype(bits)::value>(
+        problem.scale == ElementType::kF32, problem.zero, tile);
+  });
+}
+
+// The form of an epilogue whose results are stored by TMA.
+Form FormOf(const Epilogue& epilogue) {
+  switch (epilogue.activation) {
+    case Activation::kNone:
+      return epilogue.gated ? Form::kOther : Form::kSum;
+    case Activation::kSilu:
+    case Activation::kGeluTanh:
+      return Form::kSigmoid;
+    case Activation::kRelu:
+      return epilogue.gated ? Form::kOther : Form::kRelu;
+    case Activation::kGelu:
+      return epilogue.gated ? Form::kOther : Form::kGelu;
+  }
+  return Form::kOther;
+}
+
+Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
+                const StreamK& schedule) {
+  const TileShape& tile = kTiles[choice.tile];
+  Params p;
+  p.scale = buffers.scale;
+  p.zero = buffers.zero;
+  p.zero_bytes = static_cast<int>(problem.zero_bytes());
+  p.index = buffers.index;
+  p.out_data = buffers.out;
+  p.out_float = problem.out == ElementType::kF32;
+  p.aligned = !p.out_float && SupportsTma(problem.n) && IsAligned(buffers.out);
+  p.epilogue = EpilogueOf(problem, buffers);
+  const bool loads_residual = buffers.residual != nullptr &&
+                              problem.epilogue.residual == problem.lhs && !problem.epilogue.gated &&
+                              IsAligned(buffers.residual);
+  p.form = p.aligned && (loads_residual || buffers.residual == nullptr) ? FormOf(problem.epilogue)
+                                                                        : Form::kOther;
+  p.residual_by_tma = loads_residual && p.form != Form::kOther;
+  p.num_weights = problem.num_weights;
+  p.m = static_cast<int>(problem.m);
+  p.n = static_cast<int>(problem.n);
+  p.lhs_rows = tile.m / choice.peers;
+  if (choice.peers == 1) p.lhs_rows = std::min(p.lhs_rows, p.m);
+  p.n_blocks = static_cast<int>(problem.n_blocks());
+  p.strips = static_cast<int>(problem.strips());
+  p.k_blocks = static_cast<int>(problem.k_blocks());
+  p.groups = static_cast<int>(problem.groups());
+  p.atoms_per_group = AtomsPerGroup(problem);
+  p.groups_per_atom = GroupsPerAtom(problem);
+  const int64_t tiles_m = CeilDiv(problem.m, tile.m);
+  p.tiles_n = static_cast<int>(CeilDiv(p.strips, tile.cta_strips() * choice.peers));
+  p.batch_tiles = WideDivideBy(tiles_m * p.tiles_n);
+  p.band_tiles = WideDivideBy(tiles_m * kBand);
+  p.last_width = WideDivideBy(p.tiles_n % kBand == 0 ? kBand : p.tiles_n % kBand);
+  p.peer_shift = choice.peers - 1;
+  p.whole_tiles = static_cast<int>(schedule.whole_tiles);
+  p.splits = schedule.splits;
+  p.num_tasks = static_cast<int>(schedule.tasks());
+  p.partial_sums = static_cast<float*>(buffers.workspace);
+  p.plan = PlanOf(problem, tile);
+  return p;
+}
+
+cudaError_t DescribeOperands(const QuantizedMatmul& problem, const Buffers& buffers,
+                             const TileShape& tile, Params& p) {
+  cudaError_t error = DescribeMatrices(buffers.lhs, problem.lhs, problem.batch, problem.m,
+                                       problem.k, p.lhs_rows, &p.lhs);
+  if (error != cudaSuccess) return error;
+  constexpr int64_t kRowBytes = 128;  // 64 elements of 16 bits
+  const int64_t atom_rows = problem.words_per_atom() * 4 / kRowBytes;
+  error = DescribeMatrices(buffers.packed, problem.lhs, problem.num_weights * problem.n_blocks(),
+                           problem.k_blocks() * atom_rows, kAtom,
+                           static_cast<int>(tile.stage_atoms * atom_rows), &p.packed);
+  if (error != cudaSuccess || !p.aligned) return error;
+  const bool halves = p.form == Form::kSigmoid && p.epilogue.gated && tile.strips == 1;
+  const int rows = halves ? GatedStoreRows(tile) : StoreRows(tile);
+  error =
+      DescribeMatrices(buffers.out, problem.out, problem.batch, problem.m, problem.n, rows, &p.out);
+  if (error != cudaSuccess || !p.residual_by_tma) return error;
+  return DescribeMatrices(buffers.residual, problem.out, problem.batch, problem.m, problem.n, rows,
+                          &p.residual);
+}
+
+}  // namespace
+
+cudaError_t Prepare(Device& device) {
+  cudaError_t error = InitializeTensorMaps();
+  for (const auto kernel : {ReduceTailKernel<__nv_bfloat16>, ReduceTailKernel<__half>}) {
+    if (error == cudaSuccess) error = Load(reinterpret_cast<const void*>(kernel));
+  }
+  if (error != cudaSuccess) return error;
+  for (int number = 0; number < kNumTiles; ++number) {
+    const TileShape& tile = kTiles[number];
+    const int shared_bytes = Sm90SharedBytes(tile.ctas_per_sm);
+    error = ForEachFormat([&](const QuantizedMatmul& problem) {
+      return AllowSharedMemory(reinterpret_cast<const void*>(Find(problem, number)), shared_bytes);
+    });
+    if (error != cudaSuccess) return error;
+    for (int cluster_ctas : {1, 2, 4}) {
+      const LaunchConfig launch(cluster_ctas, tile.threads(), shared_bytes, nullptr, false,
+                                cluster_ctas);
+      // The instances of a tile have the same shape, so any of them answers for all.
+      error = cudaOccupancyMaxActiveClusters(&device.clusters[tile.ctas_per_sm][cluster_ctas],
+                                             Find(QuantizedMatmul{}, number), &launch.config);
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
+                   const Device& device, cudaStream_t stream) {
+  const TileShape& tile = kTiles[choice.tile];
+  const StreamK schedule = StreamKOf(problem, tile, choice.peers, choice.split_k, device.num_sms);
+  Params p = ParamsOf(problem, buffers, choice, schedule);
+  cudaError_t error = DescribeOperands(problem, buffers, tile, p);
+  if (error != cudaSuccess) return error;
+  const int64_t clusters = std::min(schedule.tasks(), schedule.resident);
+  const LaunchConfig launch(clusters * choice.peers, tile.threads(), p.plan.shared_bytes(), stream,
+                            problem.pdl, choice.peers);
+  error = cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
+  if (error != cudaSuccess || schedule.splits == 1) return error;
+  const dim3 grid(static_cast<unsigned>(tile.m / 8),
+                  static_cast<unsigned>(tile.cta_strips() / problem.weights_per_element()),
+                  static_cast<unsigned>(schedule.tail_tiles));
+  const LaunchConfig reduce(grid, kReduceThreads, 0, stream, true);
+  const auto kernel = problem.lhs == ElementType::kBf16 ? ReduceTailKernel<__nv_bfloat16>
+                                                        : ReduceTailKernel<__half>;
+  return cudaLaunchKernelEx(&reduce.config, kernel, p, tile.cta_strips(), tile.m);
+}
+
+}  // namespace jaxlowbit::sm90

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Shared memory to sums: what a warpgroup does with its strips of a tile.
+//
+//   registers 0   dequantize ─► products           dequantize ─► products        ...
+//   registers 1                 dequantize ─► products           dequantize ─►
+//
+// The scales of a single group multiply sums: its loop dequantizes to integers, and loads no scales. Of more
+// groups there is a loop for stages that are of one group each, whose scales are loaded once a stage and, if
+// they allow it, save an instruction of each pair of weights; which is decided for a task at a time, as a branch
+// within the loop would take longer than that saves.
+//
+// A unit is one strip and one atom of k, or half an atom where warpgroups take turns at a large tile: 16 or 8
+// registers of weights, four or two products. There are two sets of registers, so while the products of one
+// unit run, the next is dequantized.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/device/rows.cuh"
+#include "cuda/device/wgmma.cuh"
+#include "cuda/kernels/sm90/params.cuh"
+
+namespace jaxlowbit::sm90 {
+
+template <class I>
+using Accumulators = float[I::kStrips][I::kM / 2];
+
+// What the sums of each strip are multiplied by: this lane's channels g and g + 8.
+template <class I>
+using Factors = float[I::kStrips][2];
+
+template <class I>
+class TileMultiplier {
+ public:
+  using T = typename I::T;
+  using S = typename I::S;
+  static constexpr int kBits = I::kBits;
+
+  __device__ TileMultiplier(const Params& p, Memory memory) : p_(p), memory_(memory) {
+    const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
+    packed_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstSwizzledChunk<kBits>(warp, lane));
+    row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
+    strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
+    if constexpr (kWarpArrivals == 1) {
+      free_ = Keep(lane < 1 << p.peer_shift ? MapToRank(memory.empty(0), lane) : 0);
+    } else {
+      free_ = p.peer_shift > 0 ? MapToRank(memory.empty(0), ClusterRank() ^ 1) : 0;
+    }
+  }
+
+  // All atoms of a task; the kernels before this one have ended.
+  __device__ void Multiply(const Task& task, Accumulators<I>& acc, Factors<I>& factors,
+                           RingCursor& cursor) const {
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+      for (int i = 0; i < I::kM / 2; ++i) acc[s][i] = 0;
+    }
+    // Float zeros are no integers.
+    if constexpr (I::kZero != ZeroKind::kFloat) {
+      if (p_.groups == 1) {
+        ChannelRows pairs[I::kStrips];
+        Wait(memory_.full(cursor.slot), cursor.parity);
+#pragma unroll
+        for (int s = 0; s < I::kStrips; ++s) {
+          LoadRows(memory_.scales(p_.plan, cursor.slot), row_ + s * strip_rows_, pairs[s]);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) factors[s][h] = pairs[s].Factor(h);
+        }
+        MultiplyAll(task, pairs, acc, cursor);
+        // Not in one with the factors, which would overflow for the largest scales.
+#pragma unroll
+        for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+          for (int i = 0; i < I::kM / 2; ++i) acc[s][i] *= kUnit;
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) factors[s][h] = kUnit;
+    }
+    if constexpr (kHasStageRows) {
+      if (TakesStageRows(task)) return MultiplyGroups<StageRows>(task, acc, cursor);
+    }
+    MultiplyGroups<GroupRows>(task, acc, cursor);
+  }
+
+ private:
+  // Of a strip: with a group's scales, which every atom loads, or every stage, or with a channel's.
+  using GroupRows = ScaledRowPair<T, S, kBits>;
+  struct LoadedOnce : GroupRows {};
+  static constexpr bool kFused = I::kZero != ZeroKind::kInteger && kCanFuse<T, kBits>;
+  using StageRows = std::conditional_t<kFused, FusedRowPair<T, kBits>, LoadedOnce>;
+  using ChannelRows = ChannelRowPair<T, S, kBits>;
+
+  // Large tiles hide what these would save.
+  static constexpr bool kHasStageRows = I::kM <= 128 && std::is_same_v<S, T>;
+  static constexpr bool kBothHalves = I::kM <= 128 && I::kZero != ZeroKind::kNone;
+
+  static constexpr float kUnit = 1 << kWeightShift<T>;                   // of sums
+  static constexpr int kLhsBytes = I::kM * static_cast<int>(kAtom) * 2;  // of an atom
+  static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
+  // Of an atom of a strip. Warpgroups of large tiles take turns more often.
+  static constexpr int kUnits = I::kM < 128 || I::kTile.warpgroups == 1 ? 1 : 2;
+  static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
+  // Atoms of a round: whole stages, and an even number of units, so that each has registers of its own.
+  static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
+
+  struct State {
+    int atom;      // the next
+    int left;      // atoms of its group from there on
+    int previous;  // the slot before, whose last products may be under way; or -1
+    RingCursor cursor;
+    int group_atoms, group_rows;  // of the problem: of a group; of all groups of an atom
+  };
+
+  // This warp has read the stage, into which mates may copy.
+  __device__ void Free(int slot) const {
+    if constexpr (kWarpArrivals == 1) {
+      __syncwarp();
+    } else {
+      Arrive(memory_.empty(slot));
+    }
+    if (free_ != 0) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
+  }
+
+  // Whether stages are of one group each, and StageRows take all scales of the warpgroup's part of a task.
+  __device__ bool TakesStageRows(const Task& task) const {
+    if (p_.groups_per_atom > 1 || p_.atoms_per_group.divisor % I::kStageAtoms != 0) return false;
+    if constexpr (kFused) return TakeScales(task);
+    return true;
+  }
+
+  __device__ bool TakeScales(const Task& task) const {
+    const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
+    constexpr int kChunks = static_cast<int>(kAtom * sizeof(S)) / kCopyBytes;  // of a group
+    const int group = FirstGroup(p_, task.atom_begin);
+    const int groups = FirstGroup(p_, task.atom_end - 1) + 1 - group;
+    uint32_t any = 0;
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+      const int strip = warpgroup * I::kStrips + s;
+      if (task.tile.strip + strip >= p_.strips) break;
+      const int64_t first = StripOf(p_, task.tile, strip) * p_.groups + group;
+      const uint4* scales = static_cast<const uint4*>(p_.scale) + first * kChunks;
+#pragma unroll 4
+      for (int i = thread; i < groups * kChunks; i += 128) {
+        const uint4 chunk = __ldg(scales + i);
+        for (uint32_t both : {chunk.x, chunk.y, chunk.z, chunk.w}) {
+          any = StageRows::Join(any, both);
+        }
+      }
+    }
+    return AllOf(1 + warpgroup, 128, StageRows::Takes(any));
+  }
+
+  template <class R>
+  __device__ void MultiplyGroups(const Task& task, Accumulators<I>& acc, RingCursor& cursor) const {
+    R pairs[I::kStrips];
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) pairs[s].Start(I::kZero == ZeroKind::kFloat);
+    MultiplyAll(task, pairs, acc, cursor);
+  }
+
+  template <class R>
+  __device__ void MultiplyAll(const Task& task, R (&pairs)[I::kStrips], Accumulators<I>& acc,
+                              RingCursor& cursor) const {
+    const int begin = task.atom_begin, end = Keep(task.atom_end);
+    const int group_atoms = Keep(p_.atoms_per_group.divisor);
+    const int group_rows = Keep(p_.groups_per_atom * static_cast<int>(kAtom));
+    State state = {begin,       group_atoms - p_.atoms_per_group.Remainder(begin),
+                   -1,          cursor,
+                   group_atoms, group_rows};
+#pragma unroll 1
+    while (state.atom + kTogether <= end) MultiplyAtoms<kTogether>(state, pairs, acc);
+    if (kTogether > 1 && state.atom < end) MultiplyAtoms<1>(state, pairs, acc);
+    WaitProducts<0>();
+    KeepAll(acc);
+    if (state.previous >= 0) Free(state.previous);
+    cursor = state.cursor;
+  }
+
+  template <int kAtoms, class R>
+  __device__ void MultiplyAtoms(State& state, R (&pairs)[I::kStrips], Accumulators<I>& acc) const {
+    constexpr bool kGroups = std::is_same_v<R, GroupRows>;
+    uint32_t weights[2][kUnitSteps][4];
+    uint32_t stage, lhs, scales;
+    int rows;  // of scales, from those of the stage's first atom
+#pragma unroll
+    for (int a = 0; a < kAtoms; ++a) {
+      const int in_stage = a % I::kStageAtoms;
+      if (in_stage == 0) {
+        Wait(memory_.full(state.cursor.slot), state.cursor.parity);
+        stage = memory_.stage(p_.plan, state.cursor.slot);
+        scales = memory_.scales(p_.plan, state.cursor.slot);
+        // Uniform for the compiler, too: products take descriptions from uniform registers.
+        lhs = __shfl_sync(~0u, DescribeOperand(stage), 0);
+        rows = 0;
+      }
+#pragma unroll
+      for (int s = 0; s < I::kStrips; ++s) {
+        uint32_t packed[kStepsPerAtom][kWordsPerStep<kBits>];
+        LoadSwizzledPacked<kBits>(stage + packed_ + s * kStripBytes + in_stage * kAtomBytes<kBits>,
+                                  packed);
+        const int row = row_ + s * strip_rows_ + rows;
+        if (kGroups || (std::is_same_v<R, StageRows> && in_stage == 0)) {
+          LoadRows(scales, row, pairs[s]);
+        }
+        R second = pairs[s];  // of the atom's second half
+        if (kGroups && kBothHalves) {
+          LoadRows(scales, row + (p_.groups_per_atom - 1) * static_cast<int>(kAtom), second);
+        }
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+          uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];
+          const int first = unit * kUnitSteps;
+#pragma unroll
+          for (int step = 0; step < kUnitSteps; ++step) {
+            constexpr int kMiddle = kStepsPerAtom / 2;
+            if (kGroups && !kBothHalves && first + step == kMiddle && p_.groups_per_atom > 1) {
+              LoadRows(scales, row + static_cast<int>(kAtom), pairs[s]);
+            }
+            const bool later = kGroups && kBothHalves && first + step >= kMiddle;
+            (later ? second : pairs[s]).Dequantize(packed[first + step], own[step]);
+          }
+          KeepAll(own);
+          FenceOperands();
+#pragma unroll
+          for (int step = 0; step < kUnitSteps; ++step) {
+            WarpgroupMma<T, I::kM>::Run(
+                acc[s], own[step],
+                lhs + in_stage * (kLhsBytes >> 4) + (first + step) * kStepDescription);
+          }
+          CommitProducts();
+          WaitProducts<1>();
+          if (in_stage == 0 && s == 0 && unit == 0 && state.previous >= 0) Free(state.previous);
+        }
+      }
+      if (kGroups && --state.left == 0) {
+        state.left = state.group_atoms;
+        rows += state.group_rows;
+      }
+      ++state.atom;
+      if (in_stage == I::kStageAtoms - 1 || a == kAtoms - 1) {
+        state.previous = state.cursor.slot;
+        state.cursor.Advance(p_.plan.num_stages);
+      }
+    }
+  }
+
+  template <class R>
+  __device__ void LoadRows(uint32_t scales, int row, R& rows) const {
+    rows.LoadScales(scales + row * sizeof(S));
+    if constexpr (I::kZero != ZeroKind::kNone) {
+      const uint32_t zeros = scales + p_.plan.bytes.scales;
+      if constexpr (I::kZero == ZeroKind::kInteger) rows.LoadIntegerZeros(zeros + row);
+      if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(zeros + row * sizeof(S));
+    }
+  }
+
+  const Params& p_;
+  const Memory memory_;
+  // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes, and its scales, in
+  // rows.
+  int packed_, row_, strip_rows_;
+  uint32_t free_;  // where this lane tells a mate of free stages, if it does
+};
+
+}  // namespace jaxlowbit::sm90

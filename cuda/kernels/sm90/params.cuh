@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What every part of qmm_sm90 shares: the constants of an instance, the problem as the kernel reads
+// it, the tiles in their order, and where things lie in shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/device/barrier.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/layout.cuh"
+#include "cuda/kernels/epilogue.cuh"
+#include "cuda/kernels/sm90/plan.h"
+#include "cuda/types.h"
+
+namespace jaxlowbit::sm90 {
+
+// An instance: type of lhs, type of the scales, kind of zeros, width, number of its tile.
+template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kWidth, int kNumber>
+struct Instance {
+  using T = LhsType;
+  using S = ScaleType;
+  static constexpr ZeroKind kZero = kZeros;
+  static constexpr int kBits = kWidth;
+  static constexpr TileShape kTile = kTiles[kNumber];
+  static constexpr int kM = kTile.m;
+  static constexpr int kStrips = kTile.strips;  // of a warpgroup
+  static constexpr int kCtaStrips = kTile.cta_strips();
+  static constexpr int kStageAtoms = kTile.stage_atoms;
+  static constexpr int kWarps = 4 * kTile.warpgroups;  // that multiply
+  static constexpr int kThreads = kTile.threads();
+  // Registers of a thread: at the start, of a multiplying one, of a copying one.
+  static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
+  static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;
+  static constexpr int kMultiplyRegisters =
+      (kRegisters * kThreads / 128 - kCopyRegisters) / (kWarps / 4) / 8 * 8;
+  static constexpr bool kMovesRegisters = kRegisters < 256;  // more than that no thread can have
+  static constexpr int kStoreRows = StoreRows(kTile);
+};
+
+// How a tile's sums become results.
+enum class Form {
+  // In registers, to boxes: sums alone, or with a bias and boxes of residuals
+  kSum,
+  kSigmoid,  // of activations with a SigmoidForm; gated without residuals
+  kGelu,     // by erf; not gated
+  kRelu,     // not gated
+  kOther     // in a loop, through shared memory
+};
+
+struct Params {
+  CUtensorMap lhs;       // [batch, m, k] in boxes of `lhs_tokens` and 64 of k
+  CUtensorMap packed;    // [weights x strips, atoms, 128 bytes] in boxes of a stage of a strip
+  CUtensorMap out;       // [batch, m, n] in boxes of kStoreTokens and 64 of n, if `aligned`
+  CUtensorMap residual;  // the same of the epilogue's, if `residual_boxes`
+  const void* scale;
+  const void* zero;      // null: zero point 2^(bits - 1)
+  int zero_bytes;        // 1: zero points; else float zeros, of the type of the scales
+  const int32_t* index;  // null: weight min(b, num_weights - 1)
+  void* out_data;
+  bool out_float;        // float32 out; else the type of lhs
+  bool aligned;          // rows of out begin at multiples of 16 bytes, and it has the type of lhs
+  bool residual_by_tma;  // the same of the residual, unless form is kOther
+  Form form;
+  int64_t num_weights;
+  int m, n;
+  // A mate's part of a tile's tokens; of a single tile no more than there are, as rows that do not exist take
+  // the copy engine longer than others. Of tokens beyond m, shared memory has anything, and sums are not stored.
+  int lhs_rows;
+  int n_blocks, k_blocks, groups;
+  // Of the weights of an element of the batch; of a gated product, gate and up take turns. Tiles are
+  // counted in these.
+  int strips;
+  Divider atoms_per_group;  // 1 for a group of less than 64
+  int groups_per_atom;      // 1 for a group of 64 and more
+  // Tiles of clusters, which are 2^mate_shift neighbours along n.
+  int tiles_n;
+  WideDivider batch_tiles, band_tiles;  // of an element of the batch; of a band (TileOf)
+  WideDivider last_width;               // of the last band
+  int peer_shift;                       // mates: the CTAs of a cluster that share activations
+  // Of all tiles, the first are computed whole; then come those whose k is divided.
+  int whole_tiles, splits;
+  int num_tasks;        // whole tiles, and parts of others
+  float* partial_sums;  // of parts, for reduce.cuh
+  Plan plan;
+  EpilogueParams epilogue;
+};
+
+// A position in the product.
+struct Tile {
+  int batch, strip, m0;
+};
+
+// Tiles that are worked on at the same time should share what they read: in bands of this many tiles
+// along n, and in a band the tokens last.
+inline constexpr int kBand = 16;
+
+// The tile of the first mate of a cluster.
+__device__ inline Tile TileOf(const Params& p, int number, int strips, int m) {
+  const int batch = p.batch_tiles.Divide(number);
+  const int in_batch = number - batch * p.batch_tiles.divisor;
+  const int band = p.band_tiles.Divide(in_batch);
+  const int in_band = in_batch - band * p.band_tiles.divisor;
+  const bool whole = (band + 1) * kBand <= p.tiles_n;
+  const int along_m = whole ? in_band / kBand : p.last_width.Divide(in_band);
+  const int along_n = in_band - along_m * (whole ? kBand : p.last_width.divisor);
+  return {batch, (band * kBand + along_n) * strips, along_m * m};
+}
+
+// Of the strips of all weights, the one that is strip `number` of a tile.
+__device__ inline int64_t StripOf(const Params& p, const Tile& tile, int number) {
+  const bool gated = p.epilogue.gated;
+  const int position = gated ? 2 * tile.batch + number % 2 : tile.batch;
+  const int64_t index = p.index == nullptr ? position : p.index[position];
+  return WeightNumber(index, p.num_weights) * p.n_blocks +
+         (gated ? (tile.strip + number) / 2 : tile.strip + number);
+}
+
+// What a CTA computes at a time: a tile, or a part of its k.
+struct Task {
+  Tile tile;
+  int partial;               // which one of the parts of divided tiles it is; -1: a whole tile
+  int atom_begin, atom_end;  // along k
+};
+
+// That of a mate.
+template <class I>
+__device__ inline Task TaskOf(const Params& p, int number, int rank) {
+  Task task;
+  int tile = number, begin = 0, end = p.plan.stages;
+  task.partial = -1;
+  if (number >= p.whole_tiles) {
+    task.partial = number - p.whole_tiles;
+    const int tail_tile = task.partial / p.splits;
+    const int part = task.partial - tail_tile * p.splits;
+    tile = p.whole_tiles + tail_tile;
+    end = p.plan.stages * (part + 1) / p.splits;
+    begin = p.plan.stages * part / p.splits;
+  }
+  task.tile = TileOf(p, tile, I::kCtaStrips << p.peer_shift, I::kM);
+  task.tile.strip += rank * I::kCtaStrips;
+  task.atom_begin = begin * I::kStageAtoms;
+  task.atom_end = min(p.k_blocks, end * I::kStageAtoms);
+  return task;
+}
+
+// Sums of a part of a tile: of every strip blocks of 8 tokens, of those for every thread of a
+// warpgroup two tokens of two channels, as its registers hold them.
+inline constexpr int kBlockSums = 128 * 4;
+
+// Of part number `divided`.
+__device__ inline int64_t FirstPartialSum(int partial, int strips, int m) {
+  return int64_t{partial} * strips * (m / 8) * kBlockSums;
+}
+
+// The first group that an atom along k touches.
+__device__ inline int FirstGroup(const Params& p, int atom) {
+  return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
+}
+
+// Shared memory: barriers, then results on their way out, then the ring of stages, then their scales and
+// zeros.
+struct Memory {
+  uint32_t base;
+
+  // Stage `slot` holds what was copied; has been read by every warp of all mates.
+  __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
+  __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
+  // The residual of a warpgroup's box has arrived in this one of its buffers.
+  __device__ uint32_t residual_full(int warpgroup, int buffer) const {
+    return base + (2 * kMaxStages + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
+  }
+  // The first warpgroup has read the second's accumulators.
+  __device__ uint32_t taken() const {
+    return base + (2 * kMaxStages + kMaxWarpgroups * kResultBuffers) * kBarrierBytes;
+  }
+  __device__ uint32_t results() const { return base + kTmaAlignment; }
+  __device__ uint32_t stage(const Plan& plan, int slot) const {
+    return base + plan.ring + slot * plan.slot_bytes;
+  }
+  // Its scales and zeros.
+  __device__ uint32_t scales(const Plan& plan, int slot) const {
+    return base + plan.scales + slot * plan.scales_bytes;
+  }
+};
+
+}  // namespace jaxlowbit::sm90

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Geometry of qmm_sm90: tiles, stages, shared memory and the stream-K schedule as numbers, for the device code and for
+// the selection.
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+
+#include "cuda/gpu.h"
+#include "cuda/types.h"
+
+namespace jaxlowbit {
+struct QuantizedMatmul;
+}
+
+namespace jaxlowbit::sm90 {
+
+// Microseconds of a tile shape: fits to sweeps of tiles and splits on an H200 (docs/kernels/qmm_sm90.md).
+struct TileCost {
+  double alone, beside;  // an atom of k in a CTA that has a multiprocessor to itself, or shares one
+  double round;          // the beginning and the end of a tile
+  double once;           // the beginning and the end of the kernel
+  double split;          // the kernel that reduces the stream-K tail
+  double megabyte;       // of partial sums
+  double peers;          // multicast to cluster peers, over separate loads
+  double wide;           // factor of an atom of 8 bits, over one of 4
+  double heat;           // added fraction for every doubling of the time, as clocks fall
+};
+
+// What a CTA computes at a time. A strip is 64 output channels, the M of one wgmma.
+struct TileShape {
+  int m;            // rows of lhs
+  int strips;       // of a consumer warpgroup
+  int warpgroups;   // consumers; one more is the producer
+  int ctas_per_sm;  // that share registers and shared memory
+  int stage_atoms;  // of k, of a stage
+  TileCost cost;
+
+  constexpr int cta_strips() const { return strips * warpgroups; }
+  // Strips of the gate and of up alternate.
+  constexpr bool takes_gated() const { return cta_strips() % 2 == 0; }
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+};
+
+inline constexpr TileShape kTiles[] = {
+    {256, 1, 2, 1, 1, {0.651, 0, 2.86, 1.0, 1.9, 0.31, -0.75, 1.06, 0.02}},
+    {128, 1, 2, 1, 2, {0.371, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06, 0.045}},
+    {64, 1, 1, 2, 2, {0.242, 0.296, 1.09, 1.9, 0.8, 0.42, 0.64, 0.98, 0}},
+    {64, 2, 1, 2, 2, {0.308, 0.475, 0.97, 2.5, 1.1, 0.35, 0.11, 1.3, 0}},
+    {32, 2, 1, 2, 2, {0.268, 0.378, 0.76, 2.5, 0.9, 0.55, 0.46, 0.98, 0}},
+    {128, 1, 3, 1, 2, {0.52, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06, 0.045}},
+    {128, 1, 1, 1, 2, {0.241, 0, 1.91, 1.4, 0.8, 0.39, 0.67, 1.06, 0}}};
+inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
+inline constexpr int kMaxWarpgroups = 3;
+inline constexpr int kMinTileM = 32;
+
+inline constexpr int kPeers[] = {1, 2};  // CTAs of a cluster, which share lhs by multicast
+inline constexpr int kMaxSplits = 8;     // of k, in the stream-K tail
+inline constexpr int kMaxStages = 8;
+inline constexpr int kTmaAlignment = 1024;  // of a swizzled tensor-map tile in shared memory
+inline constexpr int kBarriersBytes = 256;
+inline constexpr int kStoreBuffers = 4;
+// The store buffers that hold results; with an epilogue, accumulators wait in the others.
+inline constexpr int kResultBuffers = 2;
+
+// Rows that a warpgroup stores at a time; three warpgroups leave more shared memory to the stages.
+constexpr int StoreRows(const TileShape& tile) {
+  const int most = tile.warpgroups > 2 ? 32 : 64;
+  return tile.m < most ? tile.m : most;
+}
+
+// Rows that a warpgroup stores at a time if two warpgroups finish a gated tile, each half of its rows.
+constexpr int GatedStoreRows(const TileShape& tile) {
+  const int half = tile.m / 2;
+  return half < StoreRows(tile) ? half : StoreRows(tile);
+}
+
+// A stage in shared memory: lhs and packed weights in one slot; scales and zeros in another.
+struct StageBytes {
+  int lhs, packed, scales, zeros;
+};
+
+struct Plan {
+  int stages;        // of all of k
+  int stage_groups;  // the most that a stage touches
+  StageBytes bytes;
+  int slot_bytes;    // lhs and packed weights: aligned as they are, so the ring wastes nothing
+  int scales_bytes;  // scales and zeros
+  int ring, scales;  // offsets of the first stage's slots
+  int num_stages;    // of the ring; the plan cannot run with fewer than 2
+
+  constexpr int shared_bytes() const { return scales + num_stages * scales_bytes; }
+};
+
+Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile);
+
+// The stream-K schedule of persistent CTAs: first whole tiles, the same number for every CTA; the tiles that are left,
+// the tail, are split along k, so that every CTA has a part of them. Tiles are counted in those of clusters; peers
+// do not split theirs.
+struct StreamK {
+  int64_t resident;     // clusters that run at a time
+  int64_t whole_tiles;  // all of them if splits is 1
+  int64_t tail_tiles;
+  int splits;  // of a tail tile
+
+  constexpr int64_t tasks() const { return whole_tiles + tail_tiles * splits; }
+  constexpr int64_t workspace_bytes(const TileShape& tile) const {
+    return tail_tiles * splits * tile.m * tile.cta_strips() * kAtom *
+           static_cast<int64_t>(sizeof(float));
+  }
+};
+
+StreamK StreamKOf(const QuantizedMatmul& problem, const TileShape& tile, int peers, int splits,
+                  int num_sms);
+
+}  // namespace jaxlowbit::sm90

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Parts of k to results: where a tile's k was divided, every part left its sums in the workspace, in
+// the order of the registers they came from. A kernel of its own adds them in the order of the parts,
+// so that results are the same bits every time, and stores what the epilogue makes of them.
+#pragma once
+
+#include "cuda/device/pdl.cuh"
+#include "cuda/kernels/sm90/store.cuh"
+
+namespace jaxlowbit::sm90 {
+
+// The sums of a warpgroup's strips, times their factors.
+template <class I>
+__device__ void StorePartial(const Params& p, int partial, const Accumulators<I>& acc,
+                             const Factors<I>& factors) {
+  constexpr int kBlocks = I::kM / 8;
+  const int strip = static_cast<int>(threadIdx.x) / 128 * I::kStrips;
+  float* own = p.partial_sums + FirstPartialSum(partial, I::kCtaStrips, I::kM) +
+               strip * kBlocks * kBlockSums + threadIdx.x % 128 * 4;
+#pragma unroll
+  for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const float* four = acc[s] + block * 4;
+      *reinterpret_cast<float4*>(own + (s * kBlocks + block) * kBlockSums) =
+          make_float4(four[0] * factors[s][0], four[1] * factors[s][0], four[2] * factors[s][1],
+                      four[3] * factors[s][1]);
+    }
+  }
+}
+
+inline constexpr int kReduceThreads = 128;
+
+// The sum of all parts, of a thread's four of a block.
+__device__ inline void AddPartials(const float* first, int64_t step, int splits, float (&sum)[4]) {
+  float4 values[kMaxSplits];
+#pragma unroll
+  for (int part = 0; part < kMaxSplits;
+       ++part) {  // all loads first, so that one latency covers them
+    if (part < splits) values[part] = *reinterpret_cast<const float4*>(first + part * step);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[i] = 0;
+#pragma unroll
+  for (int part = 0; part < kMaxSplits; ++part) {
+    if (part >= splits) break;
+    sum[0] += values[part].x, sum[1] += values[part].y;
+    sum[2] += values[part].z, sum[3] += values[part].w;
+  }
+}
+
+// A CTA computes 8 tokens of a strip of results. Grid: blocks of tokens, such strips of a tile, tiles.
+template <typename T>
+__global__ void __launch_bounds__(kReduceThreads)
+    ReduceTailKernel(const __grid_constant__ Params p, int strips, int tile_m) {
+#if __CUDA_ARCH__ == 900
+  __shared__ __align__(16) uint8_t shared[8 * kAtom * sizeof(T)];
+  LaunchDependents();
+  const EpilogueParams& e = p.epilogue;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int block = blockIdx.x, s = blockIdx.y;
+  const Tile tile = TileOf(p, p.whole_tiles + blockIdx.z, strips, tile_m);
+  const int strip = (e.gated ? tile.strip / 2 : tile.strip) + s, m0 = tile.m0 + block * 8;
+  WaitForPreviousKernels();
+  if (strip >= p.n_blocks || m0 >= p.m) return;
+
+  const int64_t step = FirstPartialSum(1, strips, tile_m);
+  const float* first = p.partial_sums + FirstPartialSum(blockIdx.z * p.splits, strips, tile_m) +
+                       ((e.gated ? 2 * s : s) * (tile_m / 8) + block) * kBlockSums + threadIdx.x * 4;
+  float values[4];
+  AddPartials(first, step, p.splits, values);
+  const int m = m0 + lane % 4 * 2, n = strip * static_cast<int>(kAtom) + warp * 16 + lane / 4;
+  const int64_t offset = (int64_t{tile.batch} * p.m + m) * p.n + n;
+  const auto exists = [&](int i) { return m + i % 2 < p.m && n + i / 2 * 8 < p.n; };
+  const auto at = [&](int i) { return offset + i % 2 * p.n + i / 2 * 8; };
+  if (e.any) {
+    float up[4] = {}, residual[4];
+    if (e.gated) AddPartials(first + tile_m / 8 * kBlockSums, step, p.splits, up);
+    const int64_t product = e.gated ? 2 * tile.batch : tile.batch;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      values[i] += LoadBias<T>(e, product, p.n, n + i / 2 * 8);
+      if (e.gated) up[i] += LoadBias<T>(e, product + 1, p.n, n + i / 2 * 8);
+      residual[i] = exists(i) ? LoadResidual<T>(e, at(i)) : 0.0f;
+    }
+    Finish(e, up, residual, values);
+  }
+  if (!p.aligned) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (!exists(i)) continue;
+      if (p.out_float) {
+        static_cast<float*>(p.out_data)[at(i)] = values[i];
+      } else {
+        static_cast<T*>(p.out_data)[at(i)] = T(values[i]);
+      }
+    }
+    return;
+  }
+  // Rows of 64 channels, so that 16 bytes are stored at a time. Columns of them are permuted.
+  const uint32_t rows = SharedAddress(shared);
+  const uint32_t matrices[2] = {Pair<T>::Round(values[0], values[1]),
+                                Pair<T>::Round(values[2], values[3])};
+  StoreTransposed(rows + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16, matrices);
+  __syncthreads();
+  const int row = threadIdx.x / 8, column = threadIdx.x % 8;
+  const int channel = strip * static_cast<int>(kAtom) + column * 8;
+  if (row >= 8 || m0 + row >= p.m || channel >= p.n) return;
+  T* out = static_cast<T*>(p.out_data) + (int64_t{tile.batch} * p.m + m0 + row) * p.n;
+  *reinterpret_cast<uint4*>(out + channel) = LoadShared16(rows + row * 128 + (column ^ row) * 16);
+#endif
+}
+
+}  // namespace jaxlowbit::sm90

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/kernels/sm90/select.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+
+#include "cuda/kernels/sm90/plan.h"
+
+namespace jaxlowbit::sm90 {
+namespace {
+
+StreamK ScheduleOf(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  return StreamKOf(problem, kTiles[choice.tile], choice.peers, choice.split_k, device.num_sms);
+}
+
+}  // namespace
+
+Support SupportsProblem(const QuantizedMatmul& problem, const Device&) {
+  if (problem.k % 8 != 0) return {"k must be a multiple of 8"};
+  if (problem.group_size > 0 && problem.group_size != 32 && problem.group_size % kAtom != 0) {
+    return {"groups must be of 32, or of multiples of 64"};
+  }
+  constexpr int64_t kMost = int64_t{1} << 31;  // positions and tiles are 32-bit numbers
+  if (problem.m >= kMost ||
+      problem.batch * CeilDiv(problem.m, kMinTileM) * problem.strips() >= kMost) {
+    return {"it has more than 2^31 tiles"};
+  }
+  const auto fits = [&](const TileShape& tile) { return PlanOf(problem, tile).num_stages >= 2; };
+  if (std::none_of(std::begin(kTiles), std::end(kTiles), fits)) {
+    return {"its stages would not fit shared memory"};
+  }
+  return {};
+}
+
+Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, const Device& device,
+                       int64_t workspace_bytes) {
+  if (choice.tile < 0 || choice.tile >= kNumTiles) return {"tile is none of its tiles"};
+  const TileShape& tile = kTiles[choice.tile];
+  if (choice.block_m != tile.m) return {"block_m is not its tile's"};
+  if (std::find(std::begin(kPeers), std::end(kPeers), choice.peers) == std::end(kPeers)) {
+    return {"its clusters have 1 or 2 CTAs"};
+  }
+  if (problem.epilogue.gated && !tile.takes_gated()) return {"its tiles split a gate and its up"};
+  const Plan plan = PlanOf(problem, tile);
+  if (plan.num_stages < 2) return {"its stages would not fit shared memory"};
+  if (choice.split_k < 1 || choice.split_k > std::min(kMaxSplits, plan.stages)) {
+    return {"split_k is beyond its stages"};
+  }
+  if (choice.split_k == 1) return {};
+  if (choice.peers > 1) return {"mates share whole tiles"};  // `mates` in Python
+  const StreamK schedule = ScheduleOf(problem, device, choice);
+  if (schedule.tail_tiles == 0) return {"no tiles are left to be divided"};
+  if (schedule.workspace_bytes(tile) > workspace_bytes) {
+    return {"its partial sums do not fit the workspace"};
+  }
+  return {};
+}
+
+std::vector<Choice> Choices(const QuantizedMatmul&) {
+  std::vector<Choice> choices;
+  for (int tile = 0; tile < kNumTiles; ++tile) {
+    for (int peers : kPeers) {
+      for (int split_k = 1; split_k <= (peers > 1 ? 1 : kMaxSplits); ++split_k) {
+        Choice choice;
+        choice.kernel = Kernel::kQmmSm90;
+        choice.block_m = kTiles[tile].m;
+        choice.split_k = split_k;
+        choice.tile = tile;
+        choice.peers = peers;
+        choices.push_back(choice);
+      }
+    }
+  }
+  return choices;
+}
+
+Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes) {
+  Choice best;
+  double least = 0;
+  for (const Choice& choice : Choices(problem)) {
+    if (!SupportsChoice(choice, problem, device, workspace_bytes)) continue;
+    const double cost = Cost(problem, device, choice);
+    if (best.kernel == Kernel::kQmmSm90 && cost >= least) continue;
+    least = cost;
+    best = choice;
+  }
+  return best;
+}
+
+// The constants, here and in kTiles, are fits to an H200. They rank the choices of other devices all the same.
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  const TileShape& tile = kTiles[choice.tile];
+  const TileCost& fit = tile.cost;
+  const StreamK schedule = ScheduleOf(problem, device, choice);
+  const int64_t stages = CeilDiv(problem.k_blocks(), tile.stage_atoms);
+  // Tiles that do not hide dequantization take fewer instructions for it if every stage lies in one group: scales are
+  // fused, or at least loaded once per stage.
+  const bool once = tile.m <= 128 && problem.scale == problem.lhs && problem.group_size > 0 &&
+                    problem.group_size % (2 * kAtom) == 0;
+  constexpr double kFused = 0.94, kLoadedOnce = 0.97;
+  const double kind = problem.bits == 8                    ? fit.wide
+                      : !once                              ? 1
+                      : problem.zero == ZeroKind::kInteger ? kLoadedOnce
+                                                           : kFused;
+  const auto rounds = [&](int64_t tasks, int splits) {
+    if (tasks == 0) return 0.0;
+    const bool alone = tile.ctas_per_sm == 1 || tasks * choice.peers <= device.num_sms;
+    const double atom = (alone ? fit.alone : fit.beside) * kind;
+    const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, splits) * tile.stage_atoms);
+    return static_cast<double>(CeilDiv(tasks, schedule.resident)) *
+           (static_cast<double>(atoms) * atom + fit.round);
+  };
+  const double partial_sums =
+      1e-6 * static_cast<double>(schedule.workspace_bytes(tile)) * fit.megabyte;
+  constexpr double kReadBytes = 4.2e6;  // the most weights that are read in a microsecond
+  const double read = static_cast<double>(problem.strips() * problem.k_blocks()) * kAtom * kAtom *
+                      problem.bits / 8 / kReadBytes;
+  const double computed = rounds(schedule.whole_tiles, 1) +
+                          rounds(schedule.tail_tiles * schedule.splits, schedule.splits);
+  const double cost = fit.once + std::max(computed, read) +
+                      (schedule.splits > 1 ? fit.split + partial_sums : 0) +
+                      (choice.peers > 1 ? fit.peers : 0);
+  constexpr double kCool = 32;
+  return cost * (1 + fit.heat * std::log2(std::max(1.0, cost / kCool)));
+}
+
+}  // namespace jaxlowbit::sm90

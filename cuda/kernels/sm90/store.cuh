@@ -1,0 +1,489 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sums of a whole tile to global memory, through the epilogue where there is one.
+//
+// Buffers of a warpgroup for its results, of kStoreTokens of a strip:
+//
+//   in registers   results of a box in each, in turn; with residuals, in the first two, which hold the
+//                  box's residual before
+//   Form::kOther   0, 1: results of a box; 2: sums of half a box, of the gate if gated; 3: the same of
+//                  up, if this warpgroup has them. Of two warpgroups with a strip each, the one with
+//                  up leaves half a box in each of its four for the other.
+#pragma once
+
+#include <utility>
+
+#include "cuda/device/bulk.cuh"
+#include "cuda/device/pdl.cuh"
+#include "cuda/kernels/sm90/multiply.cuh"
+
+namespace jaxlowbit::sm90 {
+
+// Two, or four, 8 x 8 matrices of 16-bit values to shared memory, transposed; lane i passes the
+// address of row i % 8 of matrix i / 8.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
+__device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrices)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared),
+      "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+      : "memory");
+}
+__device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrices)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};\n" ::"r"(shared),
+               "r"(matrices[0]), "r"(matrices[1])
+               : "memory");
+}
+// And back.
+__device__ inline void LoadTransposed(uint32_t shared, uint32_t (&matrices)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(shared)
+               : "memory");
+}
+template <class I>
+class TileStorer {
+ public:
+  using T = typename I::T;
+
+  __device__ TileStorer(const Params& p, Memory memory) : p_(p), memory_(memory) {}
+
+  // Before the products of a tile: loads its biases, and starts copying residuals into the buffers that
+  // are free.
+  __device__ void Begin(const Tile& tile) {
+    if (p_.epilogue.any) WaitForPreviousKernels();  // one may have written what is added
+    if (p_.epilogue.bias != nullptr) LoadBiases(tile);
+    if (!p_.residual_by_tma || threadIdx.x % 128 != 0) return;
+    WaitStoresRead<0>();
+    CopyResidual(tile, 0, buffer_);
+  }
+
+  __device__ void Store(const Tile& tile, const Accumulators<I>& acc, const Factors<I>& factors) {
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) factors_[s][h] = factors[s][h];
+    }
+    switch (p_.form) {
+      case Form::kSum:
+        return StoreByTma<Form::kSum>(tile, acc);
+      case Form::kSigmoid:
+        if (Gated()) return StoreGated(tile, acc);
+        return StoreByTma<Form::kSigmoid>(tile, acc);
+      case Form::kGelu:
+        return StoreByTma<Form::kGelu>(tile, acc);
+      case Form::kRelu:
+        return StoreByTma<Form::kRelu>(tile, acc);
+      case Form::kOther:
+        return StoreFinished(tile, acc);
+    }
+  }
+
+  // Shared memory must outlive the stores.
+  __device__ void Finish() const {
+    if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
+  }
+
+ private:
+  static constexpr int kBlocks = I::kM / 8;
+  static constexpr bool kTakesGated = I::kTile.takes_gated();
+  static constexpr int kBufferBytes = I::kStoreRows * 128;
+  // Of a gated product, two warpgroups have gate and up.
+  static constexpr bool kApart = I::kStrips == 1;
+  // Half a box: tokens, blocks of 8 of them, and how many halves a tile has. Its sums fill a buffer.
+  static constexpr int kHalfRows = I::kStoreRows / 2, kHalfBlocks = kHalfRows / 8;
+  static constexpr int kHalves = I::kM / kHalfRows;
+  static constexpr int kStoreTiles = kHalves / 2;  // of a strip
+  static constexpr int kGatedRows = GatedStoreRows(I::kTile);
+  static constexpr int kTogether = 2;  // blocks, whose epilogues overlap
+  static_assert(kHalfBlocks % kTogether == 0);
+  // Named barriers of both warpgroups: accumulators of up are in the buffers; the two exchange theirs.
+  static constexpr int kHandedOver = 3, kExchange = 3;
+
+  __device__ bool Gated() const { return kTakesGated && p_.epilogue.gated; }
+
+  // Of the result, for strip `s` of this warpgroup.
+  __device__ int Strip(const Tile& tile, int s) const {
+    const int strip = tile.strip + static_cast<int>(threadIdx.x) / 128 * I::kStrips;
+    return Gated() ? strip / 2 : strip + s;
+  }
+
+  // --- the epilogue ---
+
+  __device__ void LoadBiases(const Tile& tile) {
+    const EpilogueParams& e = p_.epilogue;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      if (s == I::kStrips && !Gated()) break;
+      const int64_t product = Gated() ? 2 * tile.batch + s : tile.batch;
+      const int n = Strip(tile, s) * static_cast<int>(kAtom) + Channel();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) biases_[s][h] = LoadBias<T>(e, product, p_.n, n + 8 * h);
+    }
+  }
+
+  // For what is worked out anew, not kept in registers while products run.
+  __device__ static int Thread() { return Keep(static_cast<int>(threadIdx.x)); }
+
+  // This lane's first channel of a strip.
+  __device__ static int Channel() {
+    const int thread = Thread();
+    return thread / 32 % 4 * 16 + thread % 32 / 4;
+  }
+
+  // From the sums of blocks of strip `s`, or from those of the gate and of up, to their results.
+  template <int kCount>
+  __device__ void FinishBlocks(int s, float (&up)[kCount], const float (&residual)[kCount],
+                               float (&values)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float second = biases_[1][i / 2 % 2];
+      values[i] += s == 0 ? biases_[0][i / 2 % 2] : second;
+      up[i] += second;
+    }
+    jaxlowbit::Finish(p_.epilogue, up, residual, values);
+  }
+
+  // One thread of a warpgroup: the residual of one of its boxes of a tile, to a buffer.
+  __device__ void CopyResidual(const Tile& tile, int store_tile, int buffer) const {
+    const int s = store_tile / kStoreTiles, m0 = (store_tile - s * kStoreTiles) * I::kStoreRows;
+    const int strip = Strip(tile, s);
+    if (strip >= p_.n_blocks) return;
+    const int warpgroup = threadIdx.x / 128;
+    const uint32_t full = memory_.residual_full(warpgroup, buffer % kResultBuffers);
+    ArriveExpecting(full, kBufferBytes);
+    TmaLoad(Buffer(warpgroup, buffer % kResultBuffers), &p_.residual,
+            strip * static_cast<int>(kAtom), tile.m0 + m0, tile.batch, full);
+  }
+
+  // Of a block of 8 tokens from `token` on.
+  __device__ void LoadResidual(int batch, int strip, int m0, float* residual) const {
+    const int m = m0 + Thread() % 4 * 2;
+    const int n = strip * static_cast<int>(kAtom) + Channel();
+    const int64_t offset = (int64_t{batch} * p_.m + m) * p_.n + n;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool exists = m + i % 2 < p_.m && n + i / 2 * 8 < p_.n;
+      const int64_t at = offset + i % 2 * p_.n + i / 2 * 8;
+      residual[i] = exists ? jaxlowbit::LoadResidual<T>(p_.epilogue, at) : 0.0f;
+    }
+  }
+
+  // A warpgroup's sums of half a box, of strip kHalf / kHalves, times their factors, where each thread
+  // finds its own.
+  template <int kHalf>
+  __device__ void Leave(uint32_t buffer, const Accumulators<I>& acc) const {
+#pragma unroll
+    for (int block = 0; block < kHalfBlocks; ++block) {
+      float values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        values[i] = acc[kHalf / kHalves][(kHalf % kHalves * kHalfBlocks + block) * 4 + i] *
+                    factors_[kHalf / kHalves][i / 2];
+      }
+      StoreShared16<kHalf>(buffer + block * 2048 + threadIdx.x % 128 * 16, values);
+    }
+  }
+
+  template <int... kHalf>
+  __device__ void Leave(int half, uint32_t buffer, const Accumulators<I>& acc,
+                        std::integer_sequence<int, kHalf...>) const {
+    ((half == kHalf ? Leave<kHalf>(buffer, acc) : void()), ...);
+  }
+
+  __device__ void Leave(int half, uint32_t buffer, const Accumulators<I>& acc) const {
+    Leave(half, buffer, acc, std::make_integer_sequence<int, I::kStrips * kHalves>{});
+  }
+
+  __device__ static void Take(uint32_t buffer, int block, float* acc) {
+    const uint4 four = LoadShared16(buffer + block * 2048 + threadIdx.x % 128 * 16);
+    acc[0] = __uint_as_float(four.x), acc[1] = __uint_as_float(four.y);
+    acc[2] = __uint_as_float(four.z), acc[3] = __uint_as_float(four.w);
+  }
+
+  // The second warpgroup's sums of up, for the first.
+  __device__ void HandOver(const Accumulators<I>& acc) {
+#pragma unroll 1
+    for (int half = 0; half < kHalves; ++half) {
+      const int buffer = half % kStoreBuffers;
+      if (buffer == 0 && handed_over_ > 0) Wait(memory_.taken(), (handed_over_ - 1) % 2);
+      Leave(half, Buffer(1, buffer), acc);
+      if (buffer == kStoreBuffers - 1 || half == kHalves - 1) {
+        ArriveForOthers(kHandedOver, 256);
+        ++handed_over_;
+      }
+    }
+  }
+
+  // Other results, half a box at a time: registers cannot be indexed, and formulas are in the code once.
+  __device__ void StoreFinished(const Tile& tile, const Accumulators<I>& acc) {
+    const int warpgroup = threadIdx.x / 128;
+    if (Strip(tile, 0) >= p_.n_blocks) return;
+    const bool handed = kApart && Gated();  // up, from the other warpgroup
+    if (handed && warpgroup == 1) {
+      HandOver(acc);
+      return;
+    }
+    const int halves = Gated() ? kHalves : I::kStrips * kHalves;
+#pragma unroll 1
+    for (int half = 0; half < halves; ++half) {
+      const int s = half / kHalves, in_strip = half - s * kHalves, strip = Strip(tile, s);
+      if (strip >= p_.n_blocks) break;
+      const uint32_t first = Buffer(warpgroup, kResultBuffers);
+      const uint32_t second = handed ? Buffer(1, in_strip % kStoreBuffers) : first + kBufferBytes;
+      Leave(half, first, acc);
+      if (!kApart && Gated()) Leave(half + kHalves, second, acc);
+      if (handed && in_strip % kStoreBuffers == 0) Synchronize(kHandedOver, 256);
+      const int row = in_strip % 2 * kHalfRows;  // in the box
+      if (p_.aligned && row == 0) {
+        if (threadIdx.x % 128 == 0) WaitStoresRead<kResultBuffers - 1>();
+        Synchronize(1 + warpgroup, 128);
+      }
+#pragma unroll 1
+      for (int block = 0; block < kHalfBlocks; block += kTogether) {
+        const int m0 = tile.m0 + in_strip * kHalfRows + block * 8;
+        float values[4 * kTogether], up[4 * kTogether] = {}, residual[4 * kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          LoadResidual(tile.batch, strip, m0 + i * 8, residual + 4 * i);
+          Take(first, block + i, values + 4 * i);
+          if (Gated()) Take(second, block + i, up + 4 * i);
+        }
+        FinishBlocks(s, up, residual, values);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const float* four = values + 4 * i;
+          if (p_.aligned) {
+            const uint32_t matrices[2] = {Pair<T>::Round(four[0], four[1]),
+                                          Pair<T>::Round(four[2], four[3])};
+            StoreTransposed(
+                InStoreTile(Buffer(warpgroup, buffer_ % kResultBuffers), row + (block + i) * 8),
+                matrices);
+          } else {
+            StoreElements(tile.batch, strip, m0 + i * 8, four);
+          }
+        }
+      }
+      if (handed && (in_strip % kStoreBuffers == kStoreBuffers - 1 || in_strip == kHalves - 1)) {
+        ArriveAsWarp(memory_.taken(), threadIdx.x % 32);
+      }
+      if (p_.aligned && row > 0) {
+        EndStoreTile(strip, tile.m0 + in_strip * kHalfRows - row, tile.batch,
+                     Buffer(warpgroup, buffer_ % kResultBuffers));
+      }
+    }
+  }
+
+  // --- stores ---
+
+  __device__ uint32_t Buffer(int warpgroup, int buffer) const {
+    return memory_.results() + (warpgroup * kStoreBuffers + buffer) * kBufferBytes;
+  }
+
+  // Where this lane has its row of two 8 x 8 matrices: tokens from `row` on, the first and the last 8 of
+  // the warp's channels.
+  __device__ static uint32_t InStoreTile(uint32_t store_tile, int row) {
+    const int thread = Thread(), warp = thread / 32 % 4, lane = thread % 32;
+    return store_tile + (row + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+  }
+
+  // All of a warpgroup have written the box.
+  __device__ void EndStoreTile(int strip, int m0, int batch, uint32_t buffer) {
+    PublishShared();
+    Synchronize(1 + threadIdx.x / 128, 128);
+    if (threadIdx.x % 128 == 0) {
+      TmaStore(&p_.out, strip * static_cast<int>(kAtom), m0, batch, buffer);
+      CommitStores();
+    }
+    buffer_ = (buffer_ + 1) % kStoreBuffers;
+  }
+
+  __device__ void StoreElements(int batch, int strip, int m0, const float* values) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int m = m0 + threadIdx.x % 4 * 2 + i % 2;
+      const int n = strip * static_cast<int>(kAtom) + Channel() + i / 2 * 8;
+      if (m >= p_.m || n >= p_.n) continue;
+      const int64_t offset = (int64_t{batch} * p_.m + m) * p_.n + n;
+      if (p_.out_float) {
+        static_cast<float*>(p_.out_data)[offset] = values[i];
+      } else {
+        static_cast<T*>(p_.out_data)[offset] = T(values[i]);
+      }
+    }
+  }
+
+  // The buffer for the next box, which is free, or holds the box's residual. Then that of the box after
+  // it is on its way to the other of two.
+  __device__ uint32_t BeginStoreTile(const Tile& tile, int store_tile) const {
+    const int warpgroup = threadIdx.x / 128;
+    if (p_.residual_by_tma) {
+      if (threadIdx.x % 128 == 0 && store_tile + 1 < I::kStrips * kStoreTiles) {
+        WaitStoresRead<0>();
+        CopyResidual(tile, store_tile + 1, buffer_ + 1);
+      }
+      const int buffer = buffer_ % kResultBuffers;
+      Wait(memory_.residual_full(warpgroup, buffer), buffer_ / kResultBuffers);
+      return Buffer(warpgroup, buffer);
+    }
+    if (threadIdx.x % 128 == 0) WaitStoresRead<kStoreBuffers - 1>();
+    Synchronize(1 + warpgroup, 128);
+    return Buffer(warpgroup, buffer_);
+  }
+
+  // Gated results of sums in registers.
+  __device__ void StoreGated(const Tile& tile, const Accumulators<I>& acc) {
+    if (Strip(tile, 0) >= p_.n_blocks) return;
+    if constexpr (!kApart) {
+      StoreGatedByTma(tile, acc);
+    } else if (threadIdx.x < 128) {
+      ExchangeAndStore<0>(tile, acc);
+    } else {
+      ExchangeAndStore<1>(tile, acc);
+    }
+  }
+
+  __device__ void StoreGatedByTma(const Tile& tile, const Accumulators<I>& acc) {
+    uint32_t buffer;
+#pragma unroll
+    for (int m0 = 0; m0 < I::kM; m0 += 16) {
+      const int in_store_tile = m0 % I::kStoreRows;
+      if (in_store_tile == 0) buffer = BeginStoreTile(tile, m0 / I::kStoreRows);
+      float values[8];
+      Gate(acc[0] + m0 / 2, factors_[0], acc[I::kStrips - 1] + m0 / 2, factors_[I::kStrips - 1],
+           values);
+      StoreRowsOf(buffer, in_store_tile, values);
+      if (in_store_tile + 16 == I::kStoreRows) {
+        EndStoreTile(Strip(tile, 0), tile.m0 + m0 - in_store_tile, tile.batch, buffer);
+      }
+    }
+  }
+
+  // Of two warpgroups, the first has the gate and the second up. Each finishes half of the tokens, for
+  // which the other leaves its sums in its buffers; the place of those that have been read is for results.
+  template <int kWarpgroup>
+  __device__ void ExchangeAndStore(const Tile& tile, const Accumulators<I>& acc) {
+    constexpr int kOwn = kWarpgroup * kBlocks / 2, kOther = kBlocks / 2 - kOwn;
+    constexpr int kStoreTileRows = kGatedRows;
+    constexpr float kOnes[] = {1, 1};
+    if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
+    Synchronize(kExchange, 256);  // the stores of both have read the buffers
+    const uint32_t given = Buffer(kWarpgroup, 0), taken = Buffer(1 - kWarpgroup, 0);
+#pragma unroll
+    for (int block = 0; block < kBlocks / 2; ++block) {
+      float values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        values[i] = acc[0][(kOther + block) * 4 + i] * factors_[0][i / 2];
+      }
+      StoreShared16<kWarpgroup>(given + block * 2048 + threadIdx.x % 128 * 16, values);
+    }
+    Synchronize(kExchange, 256);
+#pragma unroll
+    for (int store_tile = 0; store_tile < I::kM / 2 / kStoreTileRows; ++store_tile) {
+      const uint32_t buffer = taken + store_tile * kStoreTileRows * 256;
+      float others[kStoreTileRows / 2];
+#pragma unroll
+      for (int block = 0; block < kStoreTileRows / 8; ++block) {
+        const uint4 four = LoadShared16(buffer + block * 2048 + threadIdx.x % 128 * 16);
+        others[block * 4] = __uint_as_float(four.x),
+                       others[block * 4 + 1] = __uint_as_float(four.y);
+        others[block * 4 + 2] = __uint_as_float(four.z);
+        others[block * 4 + 3] = __uint_as_float(four.w);
+      }
+      Synchronize(1 + kWarpgroup, 128);
+#pragma unroll
+      for (int m0 = 0; m0 < kStoreTileRows; m0 += 16) {
+        const float* own = acc[0] + (kOwn * 8 + store_tile * kStoreTileRows + m0) / 2;
+        const float* other = others + m0 / 2;
+        float values[8];
+        if constexpr (kWarpgroup == 0) {
+          Gate(own, factors_[0], other, kOnes, values);
+        } else {
+          Gate(other, kOnes, own, factors_[0], values);
+        }
+        StoreRowsOf(buffer, m0, values);
+      }
+      EndStoreTile(Strip(tile, 0), tile.m0 + kOwn * 8 + store_tile * kStoreTileRows, tile.batch,
+                   buffer);
+    }
+  }
+
+  // Of two blocks of tokens.
+  __device__ void Gate(const float* gate, const float (&gate_factors)[2], const float* up,
+                       const float (&up_factors)[2], float (&values)[8]) const {
+    const SigmoidForm sigmoid = SigmoidFormOf(p_.epilogue.activation);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int h = i / 2 % 2;
+      values[i] = TimesSigmoid(sigmoid, fmaf(gate[i], gate_factors[h], biases_[0][h])) *
+                  fmaf(up[i], up_factors[h], biases_[1][h]);
+    }
+  }
+
+  // Where this lane has its row of four 8 x 8 matrices: tokens from `row` on, the first and the last 8 of
+  // the warp's channels, then the next 8 tokens.
+  __device__ static uint32_t InStoreTileOfFour(uint32_t store_tile, int row) {
+    const int thread = Thread(), warp = thread / 32 % 4, lane = thread % 32;
+    const int own = lane / 16 * 8 + lane % 8;
+    return store_tile + (row + own) * 128 + ((2 * warp + lane / 8 % 2) ^ own % 8) * 16;
+  }
+
+  // Two blocks of tokens, from `row` of the box on.
+  __device__ static void StoreRowsOf(uint32_t store_tile, int row, const float (&values)[8]) {
+    uint32_t matrices[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      matrices[i] = Pair<T>::Round(values[2 * i], values[2 * i + 1]);
+    }
+    StoreTransposed(InStoreTileOfFour(store_tile, row), matrices);
+  }
+
+  // Results of sums in registers.
+  template <Form kForm>
+  __device__ void StoreByTma(const Tile& tile, const Accumulators<I>& acc) {
+    const SigmoidForm sigmoid = SigmoidFormOf(p_.epilogue.activation);
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+      const int strip = Strip(tile, s);
+      if (strip >= p_.n_blocks) break;
+      uint32_t buffer;
+#pragma unroll
+      for (int m0 = 0; m0 < I::kM; m0 += 16) {
+        const int in_store_tile = m0 % I::kStoreRows;
+        if (in_store_tile == 0) buffer = BeginStoreTile(tile, s * kStoreTiles + m0 / I::kStoreRows);
+        float values[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          values[i] = fmaf(acc[s][m0 / 2 + i], factors_[s][i / 2 % 2], biases_[s][i / 2 % 2]);
+          if (kForm == Form::kSigmoid) values[i] = TimesSigmoid(sigmoid, values[i]);
+          if (kForm == Form::kGelu) values[i] = Gelu(values[i]);
+          if (kForm == Form::kRelu) values[i] = Relu(values[i]);
+        }
+        if (p_.residual_by_tma) {
+          uint32_t matrices[4];
+          LoadTransposed(InStoreTileOfFour(buffer, in_store_tile), matrices);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            values[2 * i] += Pair<T>::Low(matrices[i]);
+            values[2 * i + 1] += Pair<T>::High(matrices[i]);
+          }
+        }
+        StoreRowsOf(buffer, in_store_tile, values);
+        if (in_store_tile + 16 == I::kStoreRows) {
+          EndStoreTile(strip, tile.m0 + m0 - in_store_tile, tile.batch, buffer);
+        }
+      }
+    }
+  }
+
+  const Params& p_;
+  const Memory memory_;
+  // Of a lane's channels g and g + 8: in each strip of the warpgroup, or in the gate and in up. What
+  // changes nothing, without biases.
+  float biases_[2][2] = {{-0.0f, -0.0f}, {-0.0f, -0.0f}};
+  Factors<I> factors_;   // of the sums of a tile
+  int buffer_ = 0;       // for the next box
+  int handed_over_ = 0;  // times that the buffers were full
+};
+
+}  // namespace jaxlowbit::sm90

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Global to shared memory, by bulk copies that one warp issues. Of every stage, each of its lanes
+// copies the same one thing: the codes of a strip, or of a part of it in one atom of k, or the scales
+// or zeros of a strip. So addresses are worked out once for a tile.
+#pragma once
+
+#include "cuda/device/bulk.cuh"
+#include "cuda/device/pdl.cuh"
+#include "cuda/kernels/sm90_stream/params.cuh"
+
+namespace jaxlowbit::sm90_stream {
+
+template <class I>
+class StageFiller {
+ public:
+  using S = typename I::S;
+
+  __device__ StageFiller(const Params& p, const Share& share, Memory memory)
+      : p_(p),
+        share_(share),
+        product_(p.products[OwnProduct(p)]),
+        memory_(memory),
+        policy_(EvictFirst()),
+        lane_(threadIdx.x % 32) {
+    const bool gated = p_.epilogue.gated;
+    first_strip_ = FirstStrip(gated ? 2 * share_.batch : share_.batch);
+    if (gated) up_strip_ = FirstStrip(2 * share_.batch + 1);
+    StartTile(share_.slice_begin);
+  }
+
+  // Copies every stage of every tile, in their order. Weights, and which of them, do not depend on the
+  // kernel before this one, so those of the first stages are on their way before its end.
+  __device__ void FillAll() {
+    const int filled = min(share_.stages, p_.plan.num_stages);
+    const int early = min(filled, p_.prologue_stages);
+#pragma unroll 1
+    for (int stage = 0; stage < early; ++stage) FillWeights(stage, stage);
+    WaitForPreviousKernels();
+    for (int stage = 0; stage < filled; ++stage) {
+      if (stage >= early) FillWeights(stage, stage);
+      FillLhs(stage, stage);
+    }
+    const bool all_used = filled == p_.plan.num_stages;
+    RingCursor cursor = {all_used ? 0 : filled, all_used ? 0 : 1};
+    for (int slice = share_.slice_begin; slice < share_.slice_end; slice += p_.plan.tile_slices) {
+      const bool first = slice == share_.slice_begin;
+      if (!first) StartTile(slice);
+      for (int stage = first ? filled : 0; stage < share_.stages; ++stage) {
+        Wait(memory_.empty(cursor.slot), cursor.parity);  // of the phase before the first: no wait
+        FillWeights(stage, cursor.slot);
+        FillLhs(stage, cursor.slot);
+        cursor.Advance(p_.plan.num_stages);
+      }
+    }
+  }
+
+ private:
+  // Of number `position` of the weights that the batch is multiplied by.
+  __device__ int64_t FirstStrip(int position) const {
+    const int64_t index = product_.index == nullptr ? position : product_.index[position];
+    return WeightNumber(index, product_.num_weights) * product_.n_blocks;
+  }
+
+  // Where a strip of this CTA's element of the batch is among those of all weights.
+  __device__ int64_t StripAt(int strip) const {
+    if (!p_.epilogue.gated) return first_strip_ + strip;
+    return (strip % 2 == 0 ? first_strip_ : up_strip_) + strip / 2;
+  }
+
+  // What this lane copies of the stages of the tile that begins with `slice`.
+  __device__ void StartTile(int slice) {
+    const Plan& plan = p_.plan;
+    const int slices = min(plan.tile_slices, share_.slice_end - slice);
+    const int strip = slice / kSlicesPerStrip;
+    const int strips = (slice + slices - 1) / kSlicesPerStrip - strip + 1;
+    packed_bytes_ = slices * I::kSliceBytes;
+    group_bytes_ = strips * static_cast<int>(kAtom) * (sizeof(S) + p_.zero_bytes);
+    bytes_ = 0;  // until this lane has something to copy
+    kind_ = Kind::kStrip;
+
+    const int packed = strips << plan.stage_shift;
+    if (lane_ < packed) {
+      const int own = strip + (lane_ >> plan.stage_shift);
+      const int begin = max(slice, own * kSlicesPerStrip);  // the part in the tile
+      const int end = min(slice + slices, (own + 1) * kSlicesPerStrip);
+      const bool whole = end - begin == kSlicesPerStrip;
+      kind_ = whole ? Kind::kStrip : Kind::kAtom;
+      atom_ = lane_ & (plan.stage_atoms - 1);
+      if (whole && atom_ > 0) return;
+      bytes_ = (end - begin) * I::kSliceBytes;
+      source_ = reinterpret_cast<const uint8_t*>(product_.packed) +
+                (StripAt(own) * p_.k_blocks + share_.atom_begin + atom_) * kAtomBytes<I::kBits> +
+                begin % kSlicesPerStrip * I::kSliceBytes;
+      target_ =
+          plan.bytes.lhs + (begin - slice) * (I::kSliceBytes << plan.stage_shift) + atom_ * bytes_;
+      return;
+    }
+    const int own = (lane_ - packed) >> 1;
+    const bool zero = (lane_ - packed) % 2 != 0;
+    if (own >= strips || (zero && p_.zero_bytes == 0)) return;
+    kind_ = Kind::kGroups;
+    bytes_ = static_cast<int>(kAtom) * (zero ? p_.zero_bytes : static_cast<int>(sizeof(S)));
+    source_ = static_cast<const uint8_t*>(zero ? product_.zero : product_.scale) +
+              StripAt(strip + own) * p_.groups * bytes_;
+    target_ = plan.bytes.lhs + plan.bytes.packed + (zero ? plan.bytes.scales : 0) +
+              own * plan.stage_groups * bytes_;
+  }
+
+  __device__ void FillWeights(int stage, int slot) const {
+    const int first = share_.atom_begin + (stage << p_.plan.stage_shift);
+    const int atoms = min(p_.plan.stage_atoms, share_.atom_end - first);
+    const int group = FirstGroup(p_, first);
+    const int groups = min(p_.plan.stage_groups, p_.groups - group);
+    const uint32_t barrier = memory_.full(slot);
+    if (lane_ == 0) {
+      ArriveExpecting(barrier, atoms * packed_bytes_ + p_.plan.bytes.lhs + groups * group_bytes_);
+    }
+    __syncwarp();
+    const int bytes = kind_ == Kind::kGroups  ? bytes_ * groups
+                      : kind_ == Kind::kStrip ? bytes_ * atoms
+                      : atom_ < atoms         ? bytes_
+                                              : 0;
+    if (bytes > 0) {
+      const int64_t offset = kind_ == Kind::kGroups
+                                 ? int64_t{group} * bytes_
+                                 : (int64_t{stage} << p_.plan.stage_shift) * kAtomBytes<I::kBits>;
+      BulkLoad(memory_.stage(p_.plan, slot) + target_, source_ + offset, bytes, barrier, policy_);
+    }
+  }
+
+  // Activations of a whole stage are one copy: what is beyond k comes as zeros.
+  __device__ void FillLhs(int stage, int slot) const {
+    if (!I::kGathers && lane_ == 0) {
+      TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0, share_.batch * p_.m,
+              share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
+    }
+  }
+
+  const Params& p_;
+  const Share& share_;
+  const Product& product_;
+  const Memory memory_;
+  const uint64_t policy_;
+  const int lane_;
+  int64_t first_strip_, up_strip_;  // of the weight, or of the gate; of up
+  // Of a stage of this tile: bytes of codes for one atom, of scales and zeros for one group.
+  int packed_bytes_, group_bytes_;
+  // What this lane copies, from source_ in the tile's first stage, or in the first group.
+  enum class Kind {
+    kAtom,   // a part of a strip's codes, of one atom: bytes_
+    kStrip,  // all of a strip's codes: bytes_ for each atom
+    kGroups  // a strip's scales or zeros: bytes_ for each group
+  } kind_;
+  int atom_;  // of the stage
+  const uint8_t* source_;
+  int target_, bytes_;
+};
+
+}  // namespace jaxlowbit::sm90_stream

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/kernels/instances.h"
+#include "cuda/kernels/sm90_stream/instances.h"
+#include "cuda/kernels/sm90_stream/kernel.cuh"
+
+namespace jaxlowbit::sm90_stream {
+namespace {
+
+template <typename T, typename S, ZeroKind kZero, int kBits, int kNumber>
+KernelFunction FindVariant() {
+  constexpr Variant kVariant = kVariants[kNumber];
+  if constexpr (kVariant.block_m <= MaxRows(kBits)) {
+    return QmmSm90StreamKernel<
+        Instance<T, S, kZero, kVariant.block_m, kBits, kVariant.ctas_per_sm, kVariant.gathers>>;
+  }
+  return nullptr;
+}
+
+template <typename T, typename S, ZeroKind kZero, int kBits, size_t... kNumber>
+KernelFunction FindVariant(const Variant& variant, std::index_sequence<kNumber...>) {
+  KernelFunction found = nullptr;
+  ((variant == kVariants[kNumber] ? void(found = FindVariant<T, S, kZero, kBits, kNumber>())
+                                  : void()),
+   ...);
+  return found;
+}
+
+}  // namespace
+
+KernelFunction Find(const QuantizedMatmul& problem, const Variant& variant) {
+  return WithFormat(problem, [&](auto lhs, auto scale, auto bits) {
+    return WithZero(problem.zero, [&](auto zero) {
+      return FindVariant<typename decltype(lhs)::type, typename decltype(scale)::type,
+                         decltype(zero)::value, decltype(bits)::value>(
+          variant, std::make_index_sequence<std::size(kVariants)>{});
+    });
+  });
+}
+
+}  // namespace jaxlowbit::sm90_stream

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// qmm_sm90_stream: the product of qmm_sm80 for few rows (m up to 32) on Hopper, where it is a stream of packed weights
+// from memory, and everything else is to hide under that.
+//
+// Bound. 8192 x 8192 in 4 bits are 34.6 MB: 8.0 us at 4.3 TB/s, 260 KB for each of 132 multiprocessors, of which half
+// fits their shared memory. So copies have to start at once and never pause, and little work may be left when the
+// last one has arrived.
+//
+// Decomposition. Weights are operand A of the instruction: a slice is 16 output channels. A cluster of 1, 2 or 4 CTAs
+// owns neighbouring slices, each CTA a part of k; drawn for 4.
+//
+//               k ──►  rank 0   rank 1   rank 2   rank 3
+//             ┌────────┬────────┬────────┬────────┐   A CTA works through its slices in tiles of up
+//        n    │        │        │        │        │   to 16, and through its k in stages. 8 consumer
+//        │    │ CTA 0  │ CTA 1  │ CTA 2  │ CTA 3  │   warps take 2 slices each; if a tile has
+//        ▼    │        │        │        │        │   fewer, they divide the stage's atoms of k.
+//             └────────┴────────┴────────┴────────┘
+//
+// Pipeline.   warp 8, the producer: wait for a free slot ─► TMA of packed weights, lhs, scales     (fill.cuh)
+//             warps 0-7, consumers: wait for a full slot ─► dequantize ─► mma ─► free it       (multiply.cuh)
+//             end of a tile: send partial sums to their owners ─► add in order ─► epilogue ─► store
+//                                                                                                (reduce.cuh)
+//
+// Gated. Strips of the gate and of up alternate, and a warp's two slices are the same channels of both.
+//
+// Storage. Quantized values are in the order of the fragments (device/layout.cuh): a lane's registers for a slice and
+// an atom are 16 or 32 consecutive bytes.
+//
+// Limits: select.cc.
+#pragma once
+
+#include "cuda/kernels/sm90_stream/fill.cuh"
+#include "cuda/kernels/sm90_stream/gather.cuh"
+#include "cuda/kernels/sm90_stream/multiply.cuh"
+#include "cuda/kernels/sm90_stream/params.cuh"
+#include "cuda/kernels/sm90_stream/reduce.cuh"
+
+namespace jaxlowbit::sm90_stream {
+
+// One warp. (Elsewhere the kernel is empty: it only runs on sm_90.)
+__device__ inline void InitBarriers(const Plan& plan, Memory memory) {
+  const int lane = threadIdx.x % 32;
+  if (lane < plan.num_stages) {
+    InitBarrier(memory.full(lane), 1);
+    InitBarrier(memory.empty(lane), kWarps * kWarpArrivals);
+  } else if (lane == kMaxStages) {
+    InitBarrier(memory.partials_full(), 1);
+    InitBarrier(memory.partials_free(), 1 << plan.cluster_shift);
+  }
+  PublishBarriers();
+}
+
+// What a warp multiplies: of a tile's slices the two from `slice` on, of a stage's atoms one part.
+struct Place {
+  int slice, part;
+};
+
+__device__ inline Place OwnPlace(const Params& p) {
+  const int warp = Keep(threadIdx.x) / 32;  // computed again where needed: registers are short
+  const int part = p.pairs.Divide(warp);
+  const int pairs = (p.plan.tile_slices + kSlicesPerWarp - 1) / kSlicesPerWarp;
+  return {(warp - part * pairs) * kSlicesPerWarp, part};
+}
+
+template <class I>
+__device__ void Consume(const Params& p, const Share& share, Memory memory) {
+  const Plan& plan = p.plan;
+  const ClusterReducer<I> reducer(p, share, memory);
+  // Kept in registers: the compiler would load and compute them again for every stage.
+  const int stage_atoms = Keep(plan.stage_atoms), num_stages = Keep(plan.num_stages);
+  const int slot_bytes = Keep(plan.slot_bytes);
+  const uint32_t ring = Keep(memory.stage(plan, 0));
+  const int lane = Keep(threadIdx.x % 32);
+  StageMultiplier<I> multiplier(p, OwnPlace(p).part, lane);
+  uint32_t gathered_end = 0;
+  if constexpr (I::kGathers) {
+    GatherLhs(p, share, memory);
+    const int atoms = share.atom_end - share.atom_begin;
+    gathered_end = Keep(memory.base + plan.gathered + atoms * multiplier.LhsBytes());
+  }
+  RingCursor cursor = {0, 0};
+  int number = 0;  // of the tile
+  for (int tile = share.slice_begin; tile < share.slice_end; tile += plan.tile_slices) {
+    const int slices = min(plan.tile_slices, share.slice_end - tile);
+    const Place own = OwnPlace(p);
+    const bool active = own.slice < slices && own.part < plan.warps_k;
+    if (threadIdx.x == 0) reducer.Expect(slices);
+    multiplier.StartTile(tile, own.slice, slices);
+    Accumulators<I> acc = {};
+    for (int left = share.atom_end - share.atom_begin; left > 0; left -= stage_atoms) {
+      Wait(memory.full(cursor.slot), cursor.parity);
+      const uint32_t stage = ring + cursor.slot * slot_bytes;
+      const uint32_t activations =
+          I::kGathers ? gathered_end - left * multiplier.LhsBytes() : stage;
+      if (active) multiplier.Multiply(stage, activations, left, acc);
+      ArriveAsWarp(memory.empty(cursor.slot), lane);  // every lane has read the stage
+      cursor.Advance(num_stages);
+    }
+    if (number == 0) {
+      WaitForArrivals();  // the barriers of all CTAs exist
+    } else {
+      WaitForCluster(memory.partials_free(), (number - 1) % 2);  // owners have read the sums before
+    }
+    const Place sent = OwnPlace(p);
+#pragma unroll
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+      if (active && sent.slice + i < slices) reducer.Send(sent.slice + i, sent.part, acc[i]);
+    }
+    const auto first = reducer.LoadFirst(tile, slices);
+    WaitForCluster(memory.partials_full(), number % 2);
+    reducer.Collect(tile, slices, first);
+    if (tile + plan.tile_slices < share.slice_end) {
+      SynchronizeConsumers();  // every thread has read its sums
+      if (threadIdx.x < 1 << plan.cluster_shift) {
+        ArriveRemote(MapToRank(memory.partials_free(), threadIdx.x));
+      }
+    }
+    ++number;
+  }
+}
+
+template <class I>
+__global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
+    QmmSm90StreamKernel(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ == 900
+  extern __shared__ __align__(kTmaAlignment) uint8_t shared[];
+  const Memory memory = {Keep(SharedAddress(shared))};
+  const int warp = threadIdx.x / 32;
+  const auto synchronize = [] {
+    __syncthreads();  // barriers exist
+    ArriveAtCluster();
+    LaunchDependents();
+  };
+  if (warp == kWarps) {
+    const Share share = OwnShare(p);
+    StageFiller<I> filler(p, share, memory);  // works out what to copy, while barriers are made
+    synchronize();
+    filler.FillAll();
+    WaitForArrivals();
+  } else {
+    if (warp == 0) InitBarriers(p.plan, memory);
+    synchronize();
+    Consume<I>(p, OwnShare(p), memory);
+  }
+#endif
+}
+
+}  // namespace jaxlowbit::sm90_stream

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <algorithm>
+#include <limits>
+
+#include "cuda/kernels/instances.h"
+#include "cuda/kernels/launch_config.h"
+#include "cuda/kernels/params.h"
+#include "cuda/kernels/sm90_stream/instances.h"
+#include "cuda/kernels/sm90_stream/launch.h"
+#include "cuda/kernels/sm90_stream/params.cuh"
+#include "cuda/kernels/sm90_stream/select.h"
+#include "cuda/kernels/tensor_map.h"
+
+namespace jaxlowbit::sm90_stream {
+namespace {
+
+// Fills in the products of a launch and the clusters of each. Returns the number of clusters.
+int AssignClusters(const Operands* products, size_t count, int slices, Params& p) {
+  int clusters = 0;
+  for (size_t i = 0; i < kMaxProducts; ++i) {
+    p.first_cluster[i] = i < count ? clusters : std::numeric_limits<int>::max();
+    if (i >= count) continue;
+    const auto& [problem, buffers] = products[i];
+    p.products[i] = {buffers.packed,
+                     buffers.scale,
+                     buffers.zero,
+                     buffers.index,
+                     buffers.out,
+                     problem.num_weights,
+                     static_cast<int>(problem.n),
+                     static_cast<int>(problem.n_blocks()),
+                     static_cast<int>(problem.strips())};
+    clusters += static_cast<int>(CeilDiv(problem.strips() * kSlicesPerStrip, slices));
+  }
+  return clusters;
+}
+
+// Everything but the products; `buffers` belong to one of them.
+Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
+                int ctas_per_sm) {
+  Params p;
+  p.ungathered = buffers.lhs;
+  p.permutation = buffers.permutation;
+  p.part_columns = static_cast<int>(problem.k / std::max<int64_t>(problem.permuted_parts, 1));
+  p.zero_bytes = static_cast<int>(problem.zero_bytes());
+  p.m = static_cast<int>(problem.m);
+  p.k_blocks = static_cast<int>(problem.k_blocks());
+  p.groups = static_cast<int>(problem.groups());
+  const int64_t size = problem.group_size;
+  p.atoms_per_group = AtomsPerGroup(problem);
+  p.groups_per_atom = GroupsPerAtom(problem);
+  // Every stage begins with a group or lies in one, and so do a warp's atoms of a stage, at most two.
+  const bool own_groups = size > 0 && size <= kAtom;
+  p.atom_step = own_groups ? p.groups_per_atom * static_cast<int>(kAtom) : 0;
+  p.out_float = problem.out == ElementType::kF32;
+  p.epilogue = EpilogueOf(problem, buffers);
+  p.plan = PlanOf(problem, choice.split_k, choice.slices, ctas_per_sm);
+  const StageBytes& bytes = p.plan.bytes;
+  const int scales_at = bytes.lhs + bytes.packed;
+  p.zeros_at = scales_at + bytes.scales - scales_at / static_cast<int>(problem.scale_bytes());
+  // Loads arrive in order: with more stages of weights before the first activations, the first mma would start later.
+  // Under PDL there is nothing else to load before the previous kernel has ended.
+  p.prologue_stages = problem.pdl ? p.plan.num_stages : 2;
+  p.pairs = DivideBy(CeilDiv(p.plan.tile_slices, kSlicesPerWarp));
+  return p;
+}
+
+}  // namespace
+
+cudaError_t Prepare(Device&) {
+  const cudaError_t found = InitializeTensorMaps();
+  if (found != cudaSuccess) return found;
+  return ForEachFormat([](const QuantizedMatmul& problem) {
+    for (const Variant& variant : kVariants) {
+      const auto* kernel = reinterpret_cast<const void*>(Find(problem, variant));
+      if (kernel == nullptr) continue;
+      cudaError_t error = PreferSharedMemory(kernel);
+      if (error == cudaSuccess) error = AllowSharedMemory(kernel, Sm90SharedBytes(1));
+      if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  });
+}
+
+cudaError_t Launch(const QuantizedMatmul& problem, const Operands* products, size_t count,
+                   const Choice& choice, const Device& device, cudaStream_t stream) {
+  if (count > kMaxProducts) return cudaErrorInvalidValue;
+  const Buffers& buffers = products[0].buffers;
+  const int ctas_per_sm = CtasPerSm(problem, device, choice);
+  Params p = ParamsOf(problem, buffers, choice, ctas_per_sm);
+  const int clusters = AssignClusters(products, count, choice.slices, p);
+  const cudaError_t error = DescribeMatrix(buffers.lhs, problem.lhs, problem.batch * problem.m,
+                                           problem.k, p.plan.lhs_rows, p.plan.stage_atoms, &p.lhs);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(static_cast<unsigned>(clusters * choice.split_k),
+                  static_cast<unsigned>(problem.batch));
+  const LaunchConfig launch(grid, kThreads, p.plan.shared_bytes, stream, problem.pdl,
+                            choice.split_k);
+  // Under PDL, a CTA that has a multiprocessor to itself leaves registers to a CTA of the next kernel.
+  const bool shares_registers = choice.block_m == 8 || problem.pdl;
+  const Variant variant = {choice.block_m, shares_registers ? kMaxCtasPerSm : ctas_per_sm,
+                           p.plan.gathers};
+  return cudaLaunchKernelEx(&launch.config, Find(problem, variant), p);
+}
+
+}  // namespace jaxlowbit::sm90_stream

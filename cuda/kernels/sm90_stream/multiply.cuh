@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Shared memory to sums: what a warp does with its two slices of channels and its atoms of a stage.
+// Fragments of lhs by ldmatrix, codes to weights in registers, mma.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/device/mma.cuh"
+#include "cuda/device/rows.cuh"
+#include "cuda/kernels/sm90_stream/params.cuh"
+
+namespace jaxlowbit::sm90_stream {
+
+template <class I>
+using Accumulators = float[kSlicesPerWarp][I::kTiles][4];
+
+template <class I>
+using Rows =
+    std::conditional_t<I::kScaleSums, IntegerRowPair<typename I::T, typename I::S, I::kBits>,
+                       ScaledRowPair<typename I::T, typename I::S, I::kBits>>;
+
+// The same weights in fewer instructions, in groups of 32 and more whose scales allow it.
+template <class I>
+using FastestRows = std::conditional_t<!I::kScaleSums && I::kZero != ZeroKind::kInteger &&
+                                           kCanFuse<typename I::T, I::kBits> &&
+                                           std::is_same_v<typename I::S, typename I::T>,
+                                       FusedRowPair<typename I::T, I::kBits>, Rows<I>>;
+
+template <class I>
+class StageMultiplier {
+ public:
+  using T = typename I::T;
+  using S = typename I::S;
+  static constexpr int kBits = I::kBits;
+
+  // `part`: of a stage's atoms, that of this warp.
+  __device__ StageMultiplier(const Params& p, int part, int lane)
+      : p_(p), atom_(Keep(part * p.plan.warp_atoms)), lane_(lane) {
+    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the tile of tokens i / 16;
+    // with a single tile, of the step i / 16.
+    int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
+    const int column = lane_ / 8 % (4 / kTogether);
+    if (kMayBeFew) row = min(row, p_.plan.lhs_rows - 1);
+    const int place = atom_ * LhsBytes() + row * kRowBytes + (column ^ row % 8) * kCopyBytes;
+    lhs_ = Keep(kKeepsPlace ? place : row);
+  }
+
+  // A tile of `slices` that begins with slice `tile`; `own`: the first of the warp's two, in the tile.
+  __device__ void StartTile(int tile, int own, int slices) {
+#pragma unroll
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+      // With an odd number of slices the last warp multiplies its first twice.
+      const int slice = tile + TileSlice(p_, min(own + i, slices - 1));
+      const int strip = slice / kSlicesPerStrip;
+      // A strip's part in the tile, stored [atom][slice].
+      const int begin = max(tile, strip * kSlicesPerStrip);
+      const int end = min(tile + slices, (strip + 1) * kSlicesPerStrip);
+      const int atom_bytes = (end - begin) * I::kSliceBytes;
+      packed_[i] = Keep(
+          p_.plan.bytes.lhs + (begin - tile) * (I::kSliceBytes << p_.plan.stage_shift) +
+          (slice - begin) * I::kSliceBytes + atom_ * atom_bytes + lane_ * (I::kSliceBytes / 32));
+      packed_step_[i] = Keep(atom_bytes);
+      const int group =
+          (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstGroup(p_, atom_);
+      const int row = group * kRows + slice % kSlicesPerStrip * kSliceRows + lane_ / 4 * 2;
+      scales_[i] =
+          Keep(p_.plan.bytes.lhs + p_.plan.bytes.packed + row * static_cast<int>(sizeof(S)));
+    }
+  }
+
+  // Of activations and an atom.
+  __device__ int LhsBytes() const {
+    return (kMayBeFew ? p_.plan.lhs_rows : I::kTiles * 8) * kRowBytes;
+  }
+
+  // This warp's atoms of a stage and its activations, with which `left` atoms are left along k.
+  __device__ void Multiply(uint32_t stage, uint32_t activations, int left,
+                           Accumulators<I>& acc) const {
+    const int own = min(p_.plan.warp_atoms, left - atom_);
+    if (kTogetherAtoms == 2 && own == 2 && p_.atom_step == 0 && TakeFastest<1>(stage, 0)) {
+      MultiplyAtoms<FastestRows<I>, 2, 1>(stage, activations, 0, acc);
+      return;
+    }
+#pragma unroll 1
+    for (int at = 0; at < own; ++at) {
+      if (p_.groups_per_atom == 1 && TakeFastest<1>(stage, at)) {
+        MultiplyAtoms<FastestRows<I>, 1, 1>(stage, activations, at, acc);
+      } else if (p_.groups_per_atom == 2 && TakeFastest<2>(stage, at)) {
+        MultiplyAtoms<FastestRows<I>, 1, 2>(stage, activations, at, acc);
+      } else {
+        MultiplyAtoms<Rows<I>, 1, 0>(stage, activations, at, acc);
+      }
+    }
+  }
+
+ private:
+  static constexpr bool kMayBeFew = I::kTiles == 1;
+  // Whether a lane keeps its place in activations, or works it out for every atom; which of the two takes less time
+  // is measured (docs/kernels/qmm_sm90_stream.md).
+  static constexpr bool kKeepsPlace =
+      I::kTiles != 2 || I::kCtasPerSm != 2 || I::kZero != ZeroKind::kNone;
+  // One load of fragments is two tiles of tokens of one step; with a single tile, two steps.
+  static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
+  static constexpr int kRows = kAtom;  // of a group
+  // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices. With many
+  // tokens registers are short.
+  static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits == 4 ? 2 : 1;
+  static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
+
+  // Whether FastestRows take the scales of both slices in the kGroups groups of the warp's atom `at`.
+  template <int kGroups>
+  __device__ bool TakeFastest(uint32_t stage, int at) const {
+    if constexpr (std::is_same_v<FastestRows<I>, Rows<I>>) {
+      return true;
+    } else {
+      bool take = true;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+        for (int i = 0; i < kSlicesPerWarp; ++i) {
+          take &= FastestRows<I>::Takes(
+              LoadShared4(ScaleAddress(stage, i, at * p_.atom_step + group * kRows)));
+        }
+      }
+      return __all_sync(~0u, take);
+    }
+  }
+
+  // kAtoms of the warp's atoms, from number `at` on, in kGroups groups; if that is 0, one atom in as many as
+  // it has.
+  template <class R, int kAtoms, int kGroups>
+  __device__ void MultiplyAtoms(uint32_t stage, uint32_t activations, int at,
+                                Accumulators<I>& acc) const {
+    static_assert(kAtoms == 1 || kGroups == 1);
+    const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
+    const uint32_t first = kKeepsPlace ? activations + lhs_ + at * LhsBytes() : 0;
+    // With one tile of tokens every atom has sums of its own: more products that do not wait for each
+    // other.
+    constexpr int kChains = I::kTiles == 1 ? kAtoms : 1;
+#pragma unroll
+    for (int slice = 0; slice < kSlicesPerWarp; slice += kTogetherSlices) {
+      R rows[kTogetherSlices];
+      uint32_t packed[kAtoms][kTogetherSlices][kStepsPerAtom][kWordsPerStep<kBits>];
+      float part[kChains][kTogetherSlices][I::kTiles][4] = {};
+#pragma unroll
+      for (int i = 0; i < kTogetherSlices; ++i) {
+        rows[i].Start(I::kZero == ZeroKind::kFloat);
+        LoadRows(stage, slice + i, at * p_.atom_step, rows[i]);
+#pragma unroll
+        for (int a = 0; a < kAtoms; ++a) {
+          LoadPacked<kBits>(stage + packed_[slice + i] + (at + a) * packed_step_[slice + i], lane_,
+                            packed[a][i]);
+        }
+      }
+      uint32_t fragments[kAtoms][4];
+#pragma unroll
+      for (int step = 0; step < kStepsPerAtom; ++step) {
+#pragma unroll
+        for (int a = 0; a < kAtoms; ++a) {
+          if (kGroups != 1 && step > 0 && step * groups % kStepsPerAtom == 0) {
+            const int group = step * groups / kStepsPerAtom;  // of the atom
+#pragma unroll
+            for (int i = 0; i < kTogetherSlices; ++i) {
+              AddPart(rows[i], part[0][i], acc[slice + i]);
+              LoadRows(stage, slice + i, at * p_.atom_step + group * kRows, rows[i]);
+            }
+          }
+          uint32_t weights[kTogetherSlices][4];
+#pragma unroll
+          for (int i = 0; i < kTogetherSlices; ++i) {
+            rows[i].Dequantize(packed[a][i][step], weights[i]);
+          }
+          // A step is two columns, and the permutation is an exclusive or of column numbers.
+          const uint32_t lhs = kKeepsPlace ? first + a * LhsBytes() : activations + PlaceOf(at + a);
+          const uint32_t column = lhs ^ (step * 2 * kCopyBytes);
+#pragma unroll
+          for (int tile = 0; tile < I::kTiles; tile += kTogether) {
+            if (kTogether == 2 || step % 2 == 0) {
+              LoadMatrices(fragments[a], column + tile * 8 * kRowBytes);
+            }
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
+              const int half = kTogether == 2 ? j : step % 2;
+#pragma unroll
+              for (int i = 0; i < kTogetherSlices; ++i) {
+                float (&sum)[4] =
+                    I::kScaleSums ? part[a % kChains][i][tile + j] : acc[slice + i][tile + j];
+                Mma<T>(sum, weights[i], fragments[a][2 * half], fragments[a][2 * half + 1]);
+              }
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int chain = 0; chain < kChains; ++chain) {
+#pragma unroll
+        for (int i = 0; i < kTogetherSlices; ++i) {
+          AddPart(rows[i], part[chain][i], acc[slice + i]);
+        }
+      }
+    }
+  }
+
+  // Adds what a group has summed, and begins with zeros.
+  template <class R>
+  __device__ static void AddPart(const R& rows, float (&part)[I::kTiles][4],
+                                 float (&acc)[I::kTiles][4]) {
+    if constexpr (I::kScaleSums) {
+#pragma unroll
+      for (int tile = 0; tile < I::kTiles; ++tile) {
+        rows.AddScaled(part[tile], acc[tile]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) part[tile][j] = 0;
+      }
+    }
+  }
+
+  // In a stage's activations, where this lane reads those of the warp's atom `at`.
+  __device__ int PlaceOf(int at) const {
+    const int row = (atom_ + at) * I::kTiles * 8 + lhs_;
+    const int column = lane_ / 8 % (4 / kTogether);
+    return row * kRowBytes + (column ^ row % 8) * kCopyBytes;
+  }
+
+  // `on`: from the rows of the warp's first group.
+  template <class R>
+  __device__ void LoadRows(uint32_t stage, int slice, int on, R& rows) const {
+    const uint32_t scales = ScaleAddress(stage, slice, on);
+    rows.LoadScales(scales);
+    if constexpr (I::kZero == ZeroKind::kInteger) {
+      const uint32_t beside = Keep(scales_[slice]) / sizeof(S);  // again: registers are short
+      rows.LoadIntegerZeros(stage + p_.zeros_at + beside + on);
+    }
+    if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(scales + p_.plan.bytes.scales);
+  }
+  __device__ uint32_t ScaleAddress(uint32_t stage, int slice, int on) const {
+    return stage + scales_[slice] + on * static_cast<int>(sizeof(S));
+  }
+
+  const Params& p_;
+  const int atom_, lane_;  // the first atom of a stage
+  // Where this lane reads in a stage, in bytes, for the warp's first atom: the activations, or their row; each
+  // slice's codes, and from there to the second atom's; each slice's scales.
+  int lhs_;
+  int packed_[kSlicesPerWarp], packed_step_[kSlicesPerWarp];
+  int scales_[kSlicesPerWarp];
+};
+
+}  // namespace jaxlowbit::sm90_stream

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What every part of qmm_sm90_stream shares: the constants of an instance, the problem as the kernel
+// reads it, the part of it that a CTA owns, and where things lie in shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/device/barrier.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/layout.cuh"
+#include "cuda/kernels/epilogue.cuh"
+#include "cuda/kernels/sm90_stream/plan.h"
+#include "cuda/types.h"
+
+namespace jaxlowbit::sm90_stream {
+
+inline constexpr int kConsumerThreads = 32 * kWarps;  // threads that multiply
+inline constexpr int kThreads = kConsumerThreads + 32;
+inline constexpr int kRowBytes = kAtom * 2;  // of activations and an atom
+
+// An instance: type of lhs, type of the scales, kind of zeros, most tokens, width, CTAs that share the
+// registers of a multiprocessor, whether each gathers activations.
+template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kM, int kWidth, int kCtas,
+          bool kGather = false>
+struct Instance {
+  using T = LhsType;
+  using S = ScaleType;
+  static constexpr ZeroKind kZero = kZeros;
+  static constexpr int kBits = kWidth;
+  static constexpr int kCtasPerSm = kCtas;
+  static constexpr bool kGathers = kGather;
+  // With a float zero, scales multiply weights: sums of q * s and of zeros would cancel. With many
+  // tokens too: sums of a group would take too many registers.
+  static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kM < 32;
+  static constexpr int kTiles = kM / 8;  // of the instruction, along the tokens
+  static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
+};
+
+// One of the products of a launch.
+struct Product {
+  const uint32_t* packed;
+  const void* scale;
+  const void* zero;      // null: zero point 2^(bits - 1)
+  const int32_t* index;  // null: weight min(b, num_weights - 1)
+  void* out;
+  int64_t num_weights;
+  int n, n_blocks;
+  int strips;  // of the weights of an element of the batch
+};
+
+struct Params {
+  CUtensorMap lhs;  // [batch * m, k] in boxes of an instance's tokens and a stage's k
+  Product products[kMaxProducts];
+  int first_cluster[kMaxProducts];  // of each part, along the grid; beyond it where there is none
+  // Where the kernel gathers: lhs as it is, and how many of its columns have an order of their own.
+  const void* ungathered;
+  const int32_t* permutation;
+  int part_columns;
+  int zero_bytes;  // 1: zero points; else float zeros, of the type of the scales
+  int m;
+  int k_blocks, groups;
+  Divider atoms_per_group;  // 1 for a group of less than 64
+  int groups_per_atom;      // 1 for a group of 64 and more
+  int atom_step;        // from the groups of a warp's first atom to those of its second, in rows
+  int zeros_at;         // in a stage: a row's zero point is there + where its scale is / sizeof(S)
+  Divider pairs;        // of a tile's slices
+  bool out_float;       // float32 out; else the type of lhs
+  int prologue_stages;  // whose weights are copied before any activations
+  EpilogueParams epilogue;
+  Plan plan;
+};
+
+// Orders the multiplying warps among themselves.
+__device__ inline void SynchronizeConsumers() { Synchronize(1, kConsumerThreads); }
+
+// Which of a launch's parts a CTA works on. Computed again where needed: registers are short.
+__device__ inline int OwnProduct(const Params& p) {
+  const int cluster = Keep(static_cast<int>(blockIdx.x)) >> p.plan.cluster_shift;
+  int own = 0;
+#pragma unroll
+  for (int part = 1; part < kMaxProducts; ++part) own += cluster >= p.first_cluster[part];
+  return own;
+}
+
+// The part of the product that a CTA owns.
+struct Share {
+  int batch;  // position in the batch
+  int rank;   // in the cluster
+  int slice_begin, slice_end;
+  int stages;                // of each tile
+  int atom_begin, atom_end;  // along k
+};
+
+__device__ inline Share OwnShare(const Params& p) {
+  const Plan& plan = p.plan;
+  Share share;
+  share.rank = ClusterRank();
+  share.batch = static_cast<int>(blockIdx.y);
+  const int part = OwnProduct(p), cluster = static_cast<int>(blockIdx.x) >> plan.cluster_shift;
+  share.slice_begin = (cluster - p.first_cluster[part]) * plan.slices;
+  share.slice_end = min(p.products[part].strips * kSlicesPerStrip, share.slice_begin + plan.slices);
+  const int begin = plan.stages * share.rank >> plan.cluster_shift;
+  const int end = plan.stages * (share.rank + 1) >> plan.cluster_shift;
+  share.stages = end - begin;
+  share.atom_begin = begin * plan.stage_atoms;
+  share.atom_end = min(p.k_blocks, end * plan.stage_atoms);
+  return share;
+}
+
+// Which slice of a tile is number `number` of those that warps multiply, two each: of a gated product
+// they take the same channels of the gate and of up.
+__device__ inline int TileSlice(const Params& p, int number) {
+  if (!p.epilogue.gated) return number;
+  const int pair = number / 2;
+  return pair / kSlicesPerStrip * kPairSlices + number % 2 * kSlicesPerStrip +
+         pair % kSlicesPerStrip;
+}
+
+// The first group that an atom along k touches.
+__device__ inline int FirstGroup(const Params& p, int atom) {
+  return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
+}
+
+// Shared memory: barriers, then sums that arrive from the cluster, then the ring of stages.
+struct Memory {
+  uint32_t base;
+
+  // Stage `slot` holds what was copied; has been read by every warp.
+  __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
+  __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
+  // All sums of a tile have arrived; every CTA of the cluster has read its own.
+  __device__ uint32_t partials_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
+  __device__ uint32_t partials_free() const { return partials_full() + kBarrierBytes; }
+  __device__ uint32_t partials() const { return base + kBarriersBytes; }
+  __device__ uint32_t stage(const Plan& plan, int slot) const {
+    return base + plan.ring + slot * plan.slot_bytes;
+  }
+};
+
+}  // namespace jaxlowbit::sm90_stream

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/kernels/sm90_stream/plan.h"
+
+#include <algorithm>
+
+#include "cuda/gpu.h"
+#include "cuda/problem.h"
+
+namespace jaxlowbit::sm90_stream {
+
+Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ctas_per_sm) {
+  Plan plan = {};
+  while (2 << plan.cluster_shift <= cluster_ctas) ++plan.cluster_shift;
+  plan.slices = slices;
+  const int tiles = static_cast<int>(CeilDiv(slices, kMaxTileSlices));
+  plan.tile_slices = static_cast<int>(CeilDiv(slices, tiles));
+  if (problem.epilogue.gated) {
+    plan.tile_slices = static_cast<int>(CeilDiv(plan.tile_slices, kPairSlices)) * kPairSlices;
+  }
+  const int block_m = BlockM(problem.m);
+  const int pairs = static_cast<int>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
+  plan.warps_k = 1;
+  const int most =
+      block_m == 32 ? 4 : kWarps;  // the partial sums of more would leave no room for stages
+  while (pairs * plan.warps_k * 2 <= kWarps && plan.warps_k * 2 <= most) plan.warps_k *= 2;
+  // A warp takes two atoms if activations leave room for several stages. A strip has at most 16 KiB of a stage.
+  plan.stage_atoms =
+      std::max(plan.warps_k, std::min({2 * plan.warps_k, 128 / block_m, 32 / problem.bits}));
+  plan.warp_atoms = plan.stage_atoms / plan.warps_k;
+  while (1 << plan.stage_shift < plan.stage_atoms) ++plan.stage_shift;
+  plan.stages = static_cast<int>(CeilDiv(problem.k_blocks(), plan.stage_atoms));
+  const int64_t stage_k = plan.stage_atoms * kAtom, size = problem.group_size;
+  plan.stage_groups = static_cast<int>(size < 0 ? 1 : CeilDiv(stage_k, size));
+  plan.stage_strips =
+      (plan.tile_slices + 2 * (kSlicesPerStrip - 1)) / kSlicesPerStrip;  // wherever it begins
+  const int per_slice = kSliceRows * static_cast<int>(kAtom) * problem.bits / 8;
+  const int per_group = plan.stage_strips * plan.stage_groups * static_cast<int>(kAtom);
+  const int cluster = 1 << plan.cluster_shift;
+  const int64_t row_bytes = problem.m * 2;  // of one column of lhs
+  const int64_t gathered_bytes = CeilDiv(plan.stages, cluster) * stage_k * row_bytes;
+  const int64_t gather_bytes = gathered_bytes + problem.k * row_bytes;
+  plan.gathers = problem.permuted_parts > 0 && problem.lhs_aligned && block_m == 8 &&
+                 gather_bytes <= kMostGatheredBytes;
+  // A tensor-map tile of one row has only that row: rows out of bounds take TMA longer than others.
+  plan.lhs_rows = plan.gathers || problem.m == 1 ? static_cast<int>(problem.m) : block_m;
+  plan.bytes = {plan.gathers ? 0 : plan.stage_atoms * plan.lhs_rows * static_cast<int>(kAtom) * 2,
+                plan.stage_atoms * plan.tile_slices * per_slice,
+                per_group * static_cast<int>(problem.scale_bytes()),
+                per_group * static_cast<int>(problem.zero_bytes())};
+  plan.slot_bytes = static_cast<int>(CeilDiv(plan.bytes.total(), kTmaAlignment) * kTmaAlignment);
+  while (cluster << plan.owned_shift < plan.tile_slices) ++plan.owned_shift;
+  // Every warp that has a partial sum of a slice sends it: 16 channels x block_m in float32.
+  const int senders = cluster * plan.warps_k;
+  const int sums = (senders << plan.owned_shift) * kSliceRows * block_m * 4;
+  plan.gathered = kBarriersBytes + sums;
+  plan.whole_rows = plan.gathered + (plan.gathers ? static_cast<int>(gathered_bytes) : 0);
+  const int64_t before = plan.gathered + (plan.gathers ? gather_bytes : 0);
+  plan.ring = static_cast<int>(CeilDiv(before, kTmaAlignment) * kTmaAlignment);
+  const bool alone = ctas_per_sm == 1;
+  const bool leaves_room = plan.ring + kAloneStages * plan.slot_bytes <= kAloneBytes;
+  const int bytes = alone && leaves_room ? kAloneBytes : Sm90SharedBytes(ctas_per_sm);
+  plan.num_stages = std::min({kMaxStages, (bytes - plan.ring) / plan.slot_bytes,
+                              std::max(2, kMostPackedBytes / plan.bytes.packed)});
+  plan.shared_bytes = alone ? bytes : plan.ring + plan.num_stages * plan.slot_bytes;
+  return plan;
+}
+
+}  // namespace jaxlowbit::sm90_stream

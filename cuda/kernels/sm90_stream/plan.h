@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Geometry of qmm_sm90_stream: slices, tiles, stages and shared memory as numbers, for the device code and for the
+// selection.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/types.h"
+
+namespace jaxlowbit {
+struct QuantizedMatmul;
+}
+
+namespace jaxlowbit::sm90_stream {
+
+inline constexpr int kSliceRows = 16;      // output channels of one instruction: a slice
+inline constexpr int kSlicesPerStrip = 4;  // of the 64 channels of an atom
+inline constexpr int kWarps = 8;           // consumers; one more warp is the producer
+inline constexpr int kSlicesPerWarp = 2;
+inline constexpr int kMaxTileSlices = kWarps * kSlicesPerWarp;
+inline constexpr int kMaxClusterSlices = 2 * kMaxTileSlices;
+inline constexpr int kClusterCtas[] = {1, 2, 4};
+inline constexpr int kMaxStages = 16;
+inline constexpr int kMaxCtasPerSm = 2;
+inline constexpr int kMaxProducts = 4;      // products of one launch
+inline constexpr int kTmaAlignment = 1024;  // of a swizzled tensor-map tile in shared memory
+inline constexpr int kBarriersBytes = 512;  // room for all barriers, at the start
+
+// The most packed weights in a CTA's ring: with more of them in flight, all take longer.
+inline constexpr int kMostPackedBytes = 64 * 1024;
+
+// A CTA that has a multiprocessor to itself takes more than half of its shared memory, so that two never meet on one
+// if they start while an earlier kernel still fills others. If a ring of kAloneStages fits, it takes no more than
+// leaves room for a CTA of the next kernel, whose weights are then there when this kernel ends.
+inline constexpr int kAloneBytes = 117 * 1024;
+inline constexpr int kAloneStages = 3;
+
+// The most shared memory for permuted activations that a CTA gathers, and for the rows it gathers them from. More
+// would leave too little for weights.
+inline constexpr int kMostGatheredBytes = 24 * 1024;
+
+// The most rows of lhs: with 8-bit weights, 32 rows would take more registers than there are.
+constexpr int MaxRows(int bits) { return bits == 4 ? 32 : 16; }
+
+// Slices of a gated product are those of a strip of the gate, then those of the same strip of up.
+inline constexpr int kPairSlices = 2 * kSlicesPerStrip;
+
+// Rows of lhs of the smallest instance that holds `m`.
+constexpr int BlockM(int64_t m) { return m <= 8 ? 8 : m <= 16 ? 16 : 32; }
+
+// A stage in shared memory: lhs, unless it is gathered, packed weights, scales, zeros, in this order.
+struct StageBytes {
+  int lhs, packed, scales, zeros;
+  constexpr int total() const { return lhs + packed + scales + zeros; }
+};
+
+// The plan of one product. A cluster owns `slices` neighbouring slices of channels and works through them in tiles of
+// up to `tile_slices`; each of its CTAs owns a part of k, in stages of `stage_atoms` atoms.
+struct Plan {
+  int cluster_shift;  // a cluster is 2^cluster_shift CTAs
+  int slices, tile_slices;
+  int warps_k;                     // parts of a stage's k; the warps of each part divide the slices
+  int stage_shift, stage_atoms;    // 2^stage_shift atoms along k
+  int warp_atoms;                  // neighbouring atoms of a stage that one warp multiplies
+  int stages;                      // of all of k
+  int stage_groups, stage_strips;  // the most that a stage touches
+  StageBytes bytes;
+  int slot_bytes;   // bytes.total(), aligned
+  int owned_shift;  // a CTA reduces up to 2^owned_shift slices of a tile
+  bool gathers;     // each CTA gathers permuted activations for its part of k
+  int lhs_rows;     // rows of lhs in shared memory: block_m, or fewer
+  int gathered,
+      whole_rows;  // with `gathers`: offsets of the gathered activations, and of the rows they come from
+  int ring;        // offset of the stages
+  int num_stages;    // of the ring; the plan cannot run with fewer than 2
+  int shared_bytes;  // of a CTA
+};
+
+// Whether every stage begins with a group, or lies in one.
+inline constexpr bool SupportsGroupSize(const Plan& plan, int64_t size) {
+  const int64_t stage_k = plan.stage_atoms * kAtom;
+  return size < 0 || size == 16 || size == 32 ||
+         (size % kAtom == 0 && (stage_k % size == 0 || size % stage_k == 0));
+}
+
+// The plan for clusters of `cluster_ctas` that own `slices` slices, with `ctas_per_sm` CTAs on a multiprocessor.
+Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ctas_per_sm);
+
+}  // namespace jaxlowbit::sm90_stream

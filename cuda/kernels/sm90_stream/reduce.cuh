@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sums of a tile across the cluster: every CTA owns some of the tile's slices, and every warp sends
+// what it has of each slice to the owner's shared memory. The owner adds in the order of the
+// senders, so that results are the same bits every time, and stores what the epilogue makes of it.
+#pragma once
+
+#include "cuda/kernels/sm90_stream/multiply.cuh"
+
+namespace jaxlowbit::sm90_stream {
+
+template <class I>
+class ClusterReducer {
+ public:
+  __device__ ClusterReducer(const Params& p, const Share& share, Memory memory)
+      : p_(p),
+        share_(share),
+        memory_(memory),
+        owned_(1 << p.plan.owned_shift),
+        senders_(p.plan.warps_k << p.plan.cluster_shift) {}
+
+  // One thread, before the tile's sums can be complete.
+  __device__ void Expect(int slices) const {
+    ArriveExpecting(memory_.partials_full(), Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
+  }
+
+  // A warp's sums of slice `slice` of the tile, of its part `part` of the stages.
+  __device__ void Send(int slice, int part, const float (&partials)[I::kTiles][4]) const {
+    const int owner = slice >> p_.plan.owned_shift;
+    const int sender = Rank() * p_.plan.warps_k + part;
+    const uint32_t barrier = MapToRank(memory_.partials_full(), owner);
+    const uint32_t target = MapToRank(Fragment(slice & (owned_ - 1), sender, 0), owner);
+#pragma unroll
+    for (int tile = 0; tile < I::kTiles; ++tile) {
+      StoreRemote(target + tile * kFragmentBytes, partials[tile], barrier);
+    }
+  }
+
+  // What the epilogue adds to the sums that a thread collects at a time, as it is in memory.
+  struct Addends {
+    uint32_t bias[2], up_bias[2];  // of channels g and g + 8
+    uint32_t residual[4];
+  };
+
+  // Those of a thread's first sums of a tile, as many as it mostly has, while other warps still multiply.
+  struct FirstAddends {
+    Addends of[2];
+  };
+  __device__ FirstAddends LoadFirst(int tile_slice, int slices) const {
+    FirstAddends first = {};
+    if (!p_.epilogue.any) return first;
+    WaitForPreviousKernels();  // one of them may have written the residual
+    const int fragment = Keep(threadIdx.x) / 32, fragments = Fragments(slices);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (fragment + i * kWarps < fragments) {
+        first.of[i] = LoadAddends(tile_slice, fragment + i * kWarps);
+      }
+    }
+    return first;
+  }
+
+  // All multiplying threads: adds up and stores this CTA's slices of a tile of `slices` that begins
+  // with `tile_slice`.
+  __device__ void Collect(int tile_slice, int slices, const FirstAddends& first) const {
+    const EpilogueParams& e = p_.epilogue;
+    const Product& part = p_.products[OwnProduct(p_)];
+    const int warp = Keep(threadIdx.x) / 32;
+#pragma unroll 1
+    for (int fragment = warp; fragment < Fragments(slices); fragment += kWarps) {
+      const int tile = fragment % I::kTiles, slice = fragment / I::kTiles;
+      float sum[4];
+      Add(e.gated ? 2 * slice : slice, tile, sum);
+      if (e.any) {
+        float up[4] = {};
+        if (e.gated) Add(2 * slice + 1, tile, up);
+        const Addends addends = fragment == warp            ? first.of[0]
+                                : fragment == warp + kWarps ? first.of[1]
+                                                            : LoadAddends(tile_slice, fragment);
+        float residual[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          sum[j] += ValueOf<typename I::T>(addends.bias[j / 2], e.bias_float);
+          up[j] += ValueOf<typename I::T>(addends.up_bias[j / 2], e.bias_float);
+          residual[j] = ValueOf<typename I::T>(addends.residual[j], e.residual_float);
+        }
+        Finish(e, up, residual, sum);
+      }
+      const int m = Row(tile), n = Channel(tile_slice, slice);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) Store(part, m + j % 2, n + j / 2 * 8, sum[j]);
+    }
+  }
+
+ private:
+  static constexpr float kUnit =  // of sums
+      1 << (I::kScaleSums ? kShift<typename I::T> : kWeightShift<typename I::T>);
+  static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 tokens, in the order of lanes
+
+  // The sums of all senders, of this lane.
+  __device__ void Add(int slice, int tile, float (&sum)[4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[j] = 0;
+    for (int sender = 0; sender < senders_; ++sender) {
+      const uint4 part = LoadShared16(Fragment(slice, sender, tile));
+      sum[0] += __uint_as_float(part.x);
+      sum[1] += __uint_as_float(part.y);
+      sum[2] += __uint_as_float(part.z);
+      sum[3] += __uint_as_float(part.w);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[j] *= kUnit;
+  }
+
+  __device__ Addends LoadAddends(int tile_slice, int fragment) const {
+    const EpilogueParams& e = p_.epilogue;
+    const Product& part = p_.products[0];  // all there is where there is an epilogue
+    const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
+    const int product = e.gated ? 2 * share_.batch : share_.batch;
+    Addends addends = {};
+    if (e.bias != nullptr) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (n + 8 * h >= part.n) continue;
+        const int64_t at = int64_t{product} * part.n + n + 8 * h;
+        addends.bias[h] = LoadBits(e.bias, e.bias_float, at);
+        if (e.gated) addends.up_bias[h] = LoadBits(e.bias, e.bias_float, at + part.n);
+      }
+    }
+    if (e.residual != nullptr) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int row = m + j % 2, channel = n + j / 2 * 8;
+        if (row >= p_.m || channel >= part.n) continue;
+        addends.residual[j] = LoadBits(e.residual, e.residual_float, Offset(part, row, channel));
+      }
+    }
+    return addends;
+  }
+
+  // The first token and the first channel of this lane, in a tile of tokens and in a slice that this CTA
+  // stores.
+  __device__ int Row(int tile) const { return tile * 8 + Keep(threadIdx.x) % 4 * 2; }
+  __device__ int Channel(int tile_slice, int slice) const {
+    const int first = tile_slice + Rank() * owned_;
+    return ((p_.epilogue.gated ? first / 2 : first) + slice) * kSliceRows +
+           Keep(threadIdx.x) % 32 / 4;
+  }
+
+  // Of 8 tokens and 16 channels, that this CTA stores: of a gated product, pairs of slices.
+  __device__ int Fragments(int slices) const {
+    const int owned = Owned(slices);
+    return (p_.epilogue.gated ? owned / 2 : owned) * I::kTiles;
+  }
+
+  // Of a tile of `slices`, those that this CTA owns.
+  __device__ int Owned(int slices) const { return max(0, min(owned_, slices - Rank() * owned_)); }
+
+  // In the cluster. Asked for again where needed: registers are short.
+  __device__ static int Rank() { return Keep(ClusterRank()); }
+
+  // Of this lane.
+  __device__ uint32_t Fragment(int slice, int sender, int tile) const {
+    return memory_.partials() + ((slice * senders_ + sender) * I::kTiles + tile) * kFragmentBytes +
+           threadIdx.x % 32 * 16;
+  }
+
+  __device__ int64_t Offset(const Product& part, int m, int n) const {
+    return (int64_t{share_.batch} * p_.m + m) * part.n + n;
+  }
+
+  __device__ void Store(const Product& part, int m, int n, float value) const {
+    if (m >= p_.m || n >= part.n) return;
+    const int64_t offset = Offset(part, m, n);
+    if (p_.out_float) {
+      static_cast<float*>(part.out)[offset] = value;
+    } else {
+      static_cast<typename I::T*>(part.out)[offset] = typename I::T(value);
+    }
+  }
+
+  const Params& p_;
+  const Share& share_;
+  const Memory memory_;
+  const int owned_;    // most slices of a tile that a CTA owns
+  const int senders_;  // of sums for a slice
+};
+
+}  // namespace jaxlowbit::sm90_stream

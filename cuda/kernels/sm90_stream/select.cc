@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/kernels/sm90_stream/select.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <string>
+#include <tuple>
+
+#include "cuda/extents.h"
+
+namespace jaxlowbit::sm90_stream {
+namespace {
+
+// A cluster owns a multiple of this many slices: whole strips, whose loads are the largest.
+int SliceStep(const QuantizedMatmul& problem) {
+  return problem.epilogue.gated ? kPairSlices : kSlicesPerStrip;
+}
+
+// Clusters of the whole batch.
+int64_t NumClusters(const QuantizedMatmul& problem, int slices) {
+  return CeilDiv(problem.strips() * kSlicesPerStrip, slices) * problem.batch;
+}
+
+Plan PlanOfChoice(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  return PlanOf(problem, choice.split_k, choice.slices, CtasPerSm(problem, device, choice));
+}
+
+Support SupportsGroups(const Plan& plan, const QuantizedMatmul& problem) {
+  if (SupportsGroupSize(plan, problem.group_size)) return {};
+  return {"groups must divide its stages or be multiples of them"};
+}
+
+}  // namespace
+
+Support SupportsProblem(const QuantizedMatmul& problem, const Device& device) {
+  const int most = MaxRows(problem.bits);
+  if (problem.m > most) return {"it takes up to " + std::to_string(most) + " rows of lhs"};
+  if (problem.k % kAtom != 0) return {"k must be a multiple of 64"};
+  const Choice choice = Configure(problem, device, 0);
+  if (choice.slices == 0) return {"its stages would not fit shared memory"};
+  return SupportsGroups(PlanOfChoice(problem, device, choice), problem);
+}
+
+Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, const Device& device,
+                       int64_t) {
+  if (choice.block_m != BlockM(problem.m)) return {"block_m is not its tile's for m"};
+  if (std::find(std::begin(kClusterCtas), std::end(kClusterCtas), choice.split_k) ==
+      std::end(kClusterCtas)) {
+    return {"its clusters have 1, 2 or 4 CTAs"};
+  }
+  const int64_t most = std::min<int64_t>(kMaxClusterSlices, problem.strips() * kSlicesPerStrip);
+  if (problem.epilogue.gated && choice.slices % kPairSlices != 0) {
+    return {"slices are of pairs of strips"};
+  }
+  if (choice.slices < 1 || choice.slices > most) return {"slices is beyond those of a cluster"};
+  const Plan plan = PlanOfChoice(problem, device, choice);
+  if (plan.num_stages < 2) return {"its stages would not fit shared memory"};
+  return SupportsGroups(plan, problem);
+}
+
+std::vector<Choice> Choices(const QuantizedMatmul& problem) {
+  std::vector<Choice> choices;
+  const int step = SliceStep(problem);
+  for (int cluster_ctas : kClusterCtas) {
+    for (int slices = step; slices <= kMaxClusterSlices; slices += step) {
+      Choice choice;
+      choice.kernel = Kernel::kQmmSm90Stream;
+      choice.block_m = BlockM(problem.m);
+      choice.split_k = cluster_ctas;
+      choice.slices = slices;
+      choices.push_back(choice);
+    }
+  }
+  return choices;
+}
+
+Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t) {
+  Choice best;
+  double least = 0;
+  for (const Choice& choice : Choices(problem)) {
+    if (PlanOfChoice(problem, device, choice).num_stages < 2) continue;
+    const double cost = Cost(problem, device, choice);
+    if (best.slices > 0 && cost >= least) continue;
+    least = cost;
+    best = choice;
+  }
+  return best;
+}
+
+// The constants are fits to sweeps of cluster size and slices on an H200 (docs/kernels/qmm_sm90_stream.md). They rank
+// the choices of other devices all the same.
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  const int cluster_ctas = choice.split_k, slices = choice.slices;
+  const Plan plan = PlanOfChoice(problem, device, choice);
+  const int64_t clusters = NumClusters(problem, slices);
+  const int ctas_per_sm = CtasPerSm(problem, device, choice);
+  const int64_t resident = std::max(1, device.clusters[ctas_per_sm][cluster_ctas]);
+  const double kilobyte_per_slice = problem.k_blocks() * problem.bits / 8.0;
+  const double load = slices * kilobyte_per_slice / cluster_ctas;
+  const int tiles = static_cast<int>(CeilDiv(slices, plan.tile_slices));
+  const double pairs = static_cast<double>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
+  const double busy = pairs * plan.warps_k / kWarps;
+  struct Fit {
+    double alone, beside;  // kilobytes per microsecond of a multiprocessor with one CTA, with two
+    double two, three;     // factor of a ring of so many stages, over a deeper one
+    double start;
+  };
+  const Fit fit = problem.bits == 8 ? Fit{37, 52, 1.18, 1.04, 1.1}
+                  : problem.m <= 8  ? Fit{33, 37, 1.18, 1.04, 1.1}
+                  : problem.m <= 16 ? Fit{27.5, 33, 1.18, 1.04, 1.1}
+                                    : Fit{17.2, 18.8, 1, 1, 2.2};
+  // Loads of 8-bit weights are larger if a warp has two atoms of a stage.
+  const double copy = 0.0055 * (problem.bits == 8 ? plan.warp_atoms : 1);
+  const double copies =
+      tiles * (plan.stages / static_cast<double>(cluster_ctas)) * (plan.tile_slices / 2.0 + 1);
+  constexpr double kTile = 2, kWave = 0.9, kBeside = 0.7;
+  constexpr double kReadKilobytes = 4100;  // the most weights that are read in a microsecond
+  constexpr double kPdlAlone = 1.4, kPdlBeside = 2.2;  // microseconds that PDL saves
+  constexpr double kMissingRow = 0.0006;  // a row of a tensor-map tile that is out of bounds
+  const auto lhs_tiles =
+      static_cast<double>(tiles * CeilDiv(problem.k_blocks(), int64_t{cluster_ctas}));
+  const double missing = kMissingRow * lhs_tiles * static_cast<double>(plan.lhs_rows - problem.m);
+  const auto wave = [&](int beside) {
+    const double idle = beside == 1 ? busy : std::sqrt(busy);  // warps of another CTA fill in
+    const double rate = (beside == 1 ? fit.alone : fit.beside) * idle;
+    const double shallow = plan.num_stages == 2 ? fit.two : plan.num_stages == 3 ? fit.three : 1;
+    return beside * (load / rate * shallow + copy * copies + missing) + kTile * tiles + kWave;
+  };
+  // A full wave fills every resident slot. The last, partial wave runs one CTA per multiprocessor if it is no more
+  // than half full.
+  const int64_t full = clusters / resident, left = clusters % resident;
+  const double computed =
+      static_cast<double>(full) * wave(ctas_per_sm) +
+      (left == 0 ? 0 : wave(full > 0 && 2 * left <= resident ? 1 : ctas_per_sm));
+  const double read = static_cast<double>(problem.strips() * problem.batch) * kSlicesPerStrip *
+                      kilobyte_per_slice / kReadKilobytes;
+  const bool beside = ctas_per_sm > 1;
+  const double pdl = !problem.pdl ? 0 : beside ? kPdlBeside : kPdlAlone;
+  return std::max(computed, read) + fit.start + (beside ? kBeside : 0) - pdl;
+}
+
+// CTAs that have a multiprocessor each must not meet on one, as they would if they started while an earlier kernel
+// still filled others: they take more than half of its shared memory.
+int CtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  const bool alone = NumClusters(problem, choice.slices) <= device.clusters[1][choice.split_k];
+  return alone ? 1 : kMaxCtasPerSm;
+}
+
+bool Gathers(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  return PlanOfChoice(problem, device, choice).gathers;
+}
+
+bool MayJoin(const Operands& a, const Operands& b) {
+  const auto is_plain = [](const Operands& product) {
+    const QuantizedMatmul& p = product.problem;
+    const Buffers& b = product.buffers;
+    return !p.transposed && p.permuted_parts == 0 && !p.epilogue.gated &&
+           p.epilogue.activation == Activation::kNone && b.bias == nullptr &&
+           b.residual == nullptr && IsAligned(b.lhs) && IsAligned(b.packed) && IsAligned(b.scale) &&
+           IsAligned(b.zero);
+  };
+  const auto form = [](const QuantizedMatmul& p) {
+    return std::tie(p.batch, p.m, p.k, p.bits, p.group_size, p.lhs, p.scale, p.out, p.zero,
+                    p.scale_sums, p.half_sums);
+  };
+  return is_plain(a) && is_plain(b) && a.buffers.lhs == b.buffers.lhs &&
+         form(a.problem) == form(b.problem);
+}
+
+QuantizedMatmul Join(const Operands* products, size_t count) {
+  QuantizedMatmul joined = products[0].problem;
+  for (size_t i = 1; i < count; ++i) {
+    joined.n = (joined.n_blocks() + products[i].problem.n_blocks()) * kAtom;
+  }
+  return joined;
+}
+
+}  // namespace jaxlowbit::sm90_stream

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the kernels offer to a host program: prepare them once per device, then enqueue products.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "cuda/gpu.h"
+#include "cuda/problem.h"
+#include "cuda/select/choice.h"
+
+namespace jaxlowbit {
+
+// Loads every kernel and raises its shared-memory limit on `device`, CUDA's number of it, and looks up what was
+// measured on devices of its name (select/tuned.h). Thread-safe, and free once it has succeeded; a later call tries
+// again after a failure. Must have run before a stream of that device is captured.
+cudaError_t PrepareKernels(int device);
+
+// The device that a stream belongs to, by CUDA's number. XLA counts only those that it was told to use.
+cudaError_t DeviceOf(cudaStream_t stream, int* device);
+
+// What PrepareKernels found out about `device`.
+const Device& DeviceInfo(int device);
+
+// Enqueues the products of one call on `stream`, in order, wherever their buffers lie (placement.h), each in as many
+// launches as the limits of a grid take. All but the first use PDL. Products that qmm_sm90_stream may join
+// (sm90_stream::MayJoin) are one launch. A product with a permutation that its kernel does not gather itself is
+// preceded by a kernel that does.
+//
+// Only launches: no allocation of device memory, no synchronisation and no query of the device, so that it can be
+// captured into a graph. The products share the workspace of the first, which may hold anything; with less than
+// kMaxWorkspaceBytes of it, k is split into fewer slices.
+cudaError_t LaunchProducts(std::vector<Operands> products, int64_t workspace_bytes, int device,
+                           cudaStream_t stream);
+
+// Enqueues a product by an explicit choice (the autotuner's entry point). The product is within the limits of a
+// launch, its operands are aligned as the problem says, and its result overlaps none of them.
+cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
+                         const Choice& choice, int device, cudaStream_t stream);
+
+}  // namespace jaxlowbit

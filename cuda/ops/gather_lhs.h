@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Puts the columns of lhs in the order of a weight's stored rows.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/gpu.h"
+#include "cuda/problem.h"
+
+namespace jaxlowbit {
+
+cudaError_t PrepareGatherLhs(const Device& device);
+
+// Enqueues buffers.gathered = the permuted columns of lhs. `problem` has permuted parts and is not transposed.
+cudaError_t LaunchGatherLhs(const QuantizedMatmul& problem, const Buffers& buffers,
+                            const Device& device, cudaStream_t stream);
+
+}  // namespace jaxlowbit

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// reduce_splits: out[i, n] = epilogue of the sum over s of workspace[s, i, n], s in order: the float32 partial sums
+// that split-K left. Rows of the workspace are padded to whole atoms; in a gated product a row holds the gate, then up.
+//
+// Bound. 4 * split_k bytes are read per output, most of them from L2, where the previous kernel left them.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/device/pdl.cuh"
+#include "cuda/kernels/epilogue.cuh"
+#include "cuda/kernels/launch_config.h"
+#include "cuda/kernels/params.h"
+#include "cuda/limits.h"
+#include "cuda/ops/reduce_splits.h"
+
+namespace jaxlowbit {
+namespace {
+
+constexpr int kThreads = 128;
+
+// Loads all partial sums first, so that one latency covers them, and adds them in order.
+__device__ float SumOf(const float* first, int64_t step, int split_k) {
+  float partial[kMaxSplitK];
+#pragma unroll
+  for (int split = 0; split < kMaxSplitK; ++split) {
+    partial[split] = split < split_k ? first[split * step] : 0.0f;
+  }
+  float sum = partial[0];
+#pragma unroll
+  for (int split = 1; split < kMaxSplitK; ++split) sum += partial[split];
+  return sum;
+}
+
+// T: the type of lhs; Out: the type of out. `m`: rows of a batch element.
+template <typename T, typename Out>
+__global__ void __launch_bounds__(kThreads)
+    ReduceSplitsKernel(const float* workspace, Out* out, int64_t rows, int64_t m, int64_t n,
+                       int64_t n_padded, int split_k, EpilogueParams e) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = i / n_padded, column = i % n_padded;
+  if (row >= rows || column >= n) return;
+  WaitForPreviousKernels();
+  const int64_t row_size = e.gated ? 2 * n_padded : n_padded;
+  const float* first = workspace + row * row_size + column;
+  float value[1] = {SumOf(first, rows * row_size, split_k)};
+  if (e.any) {
+    const int64_t product = e.gated ? row / m * 2 : row / m;
+    const float residual[1] = {LoadResidual<T>(e, row * n + column)};
+    value[0] += LoadBias<T>(e, product, n, column);
+    float up[1] = {};
+    if (e.gated) {
+      up[0] = SumOf(first + n_padded, rows * row_size, split_k) +
+              LoadBias<T>(e, product + 1, n, column);
+    }
+    Finish(e, up, residual, value);
+  }
+  out[row * n + column] = Out(value[0]);
+}
+
+template <typename T, typename Out>
+cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, int split_k,
+                   const Device& device, cudaStream_t stream) {
+  const int64_t rows = problem.batch * problem.m;
+  const int64_t n_padded = CeilDiv(problem.out_columns(), kAtom) * kAtom;
+  const LaunchConfig launch(CeilDiv(rows * n_padded, kThreads), kThreads, 0, stream,
+                            device.compute_capability >= 90);
+  return cudaLaunchKernelEx(&launch.config, ReduceSplitsKernel<T, Out>,
+                            static_cast<const float*>(buffers.workspace),
+                            static_cast<Out*>(buffers.out), rows, problem.m, problem.out_columns(),
+                            n_padded, split_k, EpilogueOf(problem, buffers));
+}
+
+}  // namespace
+
+cudaError_t PrepareReduceSplits() {
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(ReduceSplitsKernel<__nv_bfloat16, float>),
+        reinterpret_cast<const void*>(ReduceSplitsKernel<__nv_bfloat16, __nv_bfloat16>),
+        reinterpret_cast<const void*>(ReduceSplitsKernel<__half, float>),
+        reinterpret_cast<const void*>(ReduceSplitsKernel<__half, __half>)}) {
+    const cudaError_t error = Load(kernel);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LaunchReduceSplits(const QuantizedMatmul& problem, const Buffers& buffers, int split_k,
+                               const Device& device, cudaStream_t stream) {
+  const bool out_float = problem.out == ElementType::kF32;
+  const auto launch =
+      problem.lhs == ElementType::kBf16
+          ? (out_float ? Launch<__nv_bfloat16, float> : Launch<__nv_bfloat16, __nv_bfloat16>)
+          : (out_float ? Launch<__half, float> : Launch<__half, __half>);
+  return launch(problem, buffers, split_k, device, stream);
+}
+
+}  // namespace jaxlowbit

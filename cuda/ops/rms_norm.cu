@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// rms_norm: sum = x + addend, out = sum / sqrt(mean(sum^2) + epsilon) * scale for each row, between the products of a
+// transformer's block.
+//
+// Bound. The latency of one row: from the end of the previous kernel to the start of the next product, whose weights
+// are loaded meanwhile. So a row is one CTA, kept in registers, and scales are loaded before the wait.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "cuda/device/pdl.cuh"
+#include "cuda/extents.h"
+#include "cuda/kernels/launch_config.h"
+#include "cuda/limits.h"
+#include "cuda/ops/rms_norm.h"
+
+namespace jaxlowbit {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+constexpr int kElements = 8;  // of a vector of 16 bytes
+constexpr int kMaxVectors = static_cast<int>(kMaxRmsNormColumns) / (kMaxThreads * kElements);
+static_assert(kMaxVectors == 2);
+
+template <typename T>
+struct alignas(16) Vector {
+  T at[kElements];
+};
+
+template <bool kAligned, typename T>
+__device__ Vector<T> Load(const T* pointer, int64_t vector) {
+  if constexpr (kAligned) {
+    return reinterpret_cast<const Vector<T>*>(pointer)[vector];
+  } else {
+    Vector<T> value;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) value.at[i] = pointer[vector * kElements + i];
+    return value;
+  }
+}
+template <bool kAligned, typename T>
+__device__ void Store(const Vector<T>& value, T* pointer, int64_t vector) {
+  if constexpr (kAligned) {
+    reinterpret_cast<Vector<T>*>(pointer)[vector] = value;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) pointer[vector * kElements + i] = value.at[i];
+  }
+}
+
+// The sum of `value` over all threads of the CTA.
+__device__ float SumOfBlock(float value) {
+  __shared__ float sums[kMaxThreads / 32];
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0;
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+  return value;
+}
+
+// kVectors: vectors of a thread. kAligned: all operands and results begin at multiples of 16 bytes.
+template <typename T, int kVectors, bool kAligned>
+__global__ void __launch_bounds__(kMaxThreads)
+    RmsNormKernel(const T* x, const T* addend, const T* scale, T* sum, T* out, int vectors,
+                  float epsilon) {
+  LaunchDependents();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * vectors;
+  Vector<T> scales[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    if (scale != nullptr && at < vectors) scales[i] = Load<kAligned>(scale, at);
+  }
+  WaitForPreviousKernels();
+  Vector<T> sums[kVectors];
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    if (at >= vectors) break;
+    const Vector<T> a = Load<kAligned>(x, row + at), b = Load<kAligned>(addend, row + at);
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) {
+      sums[i].at[j] = T(static_cast<float>(a.at[j]) + static_cast<float>(b.at[j]));
+      squares += static_cast<float>(sums[i].at[j]) * static_cast<float>(sums[i].at[j]);
+    }
+    Store<kAligned>(sums[i], sum, row + at);
+  }
+  if (scale == nullptr) return;
+  const float mean = SumOfBlock(squares) / static_cast<float>(vectors * kElements);
+  const float factor = rsqrtf(mean + epsilon);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    if (at >= vectors) break;
+    Vector<T> result;
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) {
+      result.at[j] =
+          T(static_cast<float>(sums[i].at[j]) * factor * static_cast<float>(scales[i].at[j]));
+    }
+    Store<kAligned>(result, out, row + at);
+  }
+}
+
+template <typename T>
+using KernelFunction = void (*)(const T*, const T*, const T*, T*, T*, int, float);
+
+template <typename T>
+KernelFunction<T> Find(bool two_vectors, bool aligned) {
+  if (aligned) {
+    return two_vectors ? RmsNormKernel<T, kMaxVectors, true> : RmsNormKernel<T, 1, true>;
+  }
+  return two_vectors ? RmsNormKernel<T, kMaxVectors, false> : RmsNormKernel<T, 1, false>;
+}
+
+template <typename T>
+cudaError_t Launch(const RmsNorm& norm, bool pdl, cudaStream_t stream) {
+  const int vectors = static_cast<int>(norm.columns / kElements);
+  const int threads = static_cast<int>(std::min<int64_t>(kMaxThreads, CeilDiv(vectors, 32) * 32));
+  const LaunchConfig launch(norm.rows, threads, 0, stream, pdl);
+  const bool aligned = IsAligned(norm.x) && IsAligned(norm.addend) && IsAligned(norm.scale) &&
+                       IsAligned(norm.sum) && IsAligned(norm.out);
+  const auto kernel = Find<T>(vectors > kMaxThreads, aligned);
+  return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const T*>(norm.x),
+                            static_cast<const T*>(norm.addend), static_cast<const T*>(norm.scale),
+                            static_cast<T*>(norm.sum), static_cast<T*>(norm.out), vectors,
+                            norm.epsilon);
+}
+
+}  // namespace
+
+cudaError_t PrepareRmsNorm() {
+  for (bool two_vectors : {false, true}) {
+    for (bool aligned : {false, true}) {
+      for (const void* kernel :
+           {reinterpret_cast<const void*>(Find<__nv_bfloat16>(two_vectors, aligned)),
+            reinterpret_cast<const void*>(Find<__half>(two_vectors, aligned))}) {
+        const cudaError_t error = PreferSharedMemory(kernel);
+        if (error != cudaSuccess) return error;
+      }
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LaunchRmsNorm(const RmsNorm& norm, const Device& device, cudaStream_t stream) {
+  if (norm.rows == 0) return cudaSuccess;
+  const auto launch = norm.type == ElementType::kBf16 ? Launch<__nv_bfloat16> : Launch<__half>;
+  return launch(norm, device.compute_capability >= 90, stream);
+}
+
+}  // namespace jaxlowbit

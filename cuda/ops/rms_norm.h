@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Adds a residual and normalizes rows.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/gpu.h"
+#include "cuda/types.h"
+
+namespace jaxlowbit {
+
+// For each row, sum = x + addend, rounded, and with scales out = sum / sqrt(mean(sum^2) + epsilon) * scale. All
+// buffers have `type`; columns is a multiple of 8 up to kMaxRmsNormColumns (limits.h).
+struct RmsNorm {
+  ElementType type;
+  int64_t rows, columns;
+  const void *x, *addend, *scale;  // scale: null for none
+  void *sum, *out;
+  float epsilon;
+};
+
+cudaError_t PrepareRmsNorm();
+
+// Enqueues the normalization, under PDL if the device has it.
+cudaError_t LaunchRmsNorm(const RmsNorm& norm, const Device& device, cudaStream_t stream);
+
+}  // namespace jaxlowbit

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A choice of kernel, tile and split as a value, and the answer to whether something can run.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <iterator>
+#include <string>
+
+namespace jaxlowbit {
+
+// Whether something can run: true without a reason against it.
+struct Support {
+  std::string reason;
+
+  explicit operator bool() const { return reason.empty(); }
+};
+
+// The order is part of the custom call that measures choices: kernels are appended.
+enum class Kernel { kQmmSm80, kQmmSm90Stream, kQmmSm90 };
+
+inline constexpr const char* kKernelNames[] = {"qmm_sm80", "qmm_sm90_stream", "qmm_sm90"};
+inline constexpr int kNumKernels = static_cast<int>(std::size(kKernelNames));
+
+inline const char* NameOf(Kernel kernel) { return kKernelNames[static_cast<int>(kernel)]; }
+
+// A kernel reads the fields that it names in its Choices (kernels/*/select.cc); the others keep their defaults.
+struct Choice {
+  Kernel kernel = Kernel::kQmmSm80;
+  int block_m = 0;  // rows of lhs of a tile
+  int split_k =
+      1;  // slices of k: of split-K, of a cluster of qmm_sm90_stream, or of qmm_sm90's stream-K tail
+  int slices = 0;  // of 16 channels, that a cluster of qmm_sm90_stream owns
+  int tile = 0;    // number of qmm_sm90's tile shape
+  int peers = 1;   // CTAs of a cluster of qmm_sm90 that share lhs by multicast; `mates` in Python
+  // The choice comes from a table of measurements (tuned.h), not from the cost model.
+  bool tuned = false;
+};
+
+// A choice in numbers, as attributes of custom calls and tables of measurements hold it. Their order, and the names
+// that Python gives them (kernel, block_m, split_k, slices, tile, mates), are those of saved tables.
+inline constexpr int kChoiceNumbers = 6;
+using ChoiceNumbers = std::array<int64_t, kChoiceNumbers>;
+
+inline ChoiceNumbers NumbersOf(const Choice& choice) {
+  return {static_cast<int>(choice.kernel),
+          choice.block_m,
+          choice.split_k,
+          choice.slices,
+          choice.tile,
+          choice.peers};
+}
+
+inline Choice ChoiceOf(const ChoiceNumbers& numbers) {
+  Choice choice;
+  choice.kernel = static_cast<Kernel>(numbers[0]);
+  choice.block_m = static_cast<int>(numbers[1]);
+  choice.split_k = static_cast<int>(numbers[2]);
+  choice.slices = static_cast<int>(numbers[3]);
+  choice.tile = static_cast<int>(numbers[4]);
+  choice.peers = static_cast<int>(numbers[5]);
+  return choice;
+}
+
+}  // namespace jaxlowbit

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/select/select.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "cuda/kernels/sm80/select.h"
+#include "cuda/kernels/sm90/select.h"
+#include "cuda/kernels/sm90_stream/select.h"
+#include "cuda/select/tuned.h"
+
+namespace jaxlowbit {
+namespace {
+
+// The decision of one kernel.
+struct KernelDecision {
+  Kernel kernel;
+  // Whether it computes a problem that Supports(problem, device) accepts, and by a given choice.
+  Support (*supports_problem)(const QuantizedMatmul&, const Device&);
+  Support (*supports_choice)(const Choice&, const QuantizedMatmul&, const Device&,
+                             int64_t workspace_bytes);
+  // All its choices, supported or not.
+  std::vector<Choice> (*choices)(const QuantizedMatmul&);
+  // Its choice of least cost for a problem that it supports.
+  Choice (*configure)(const QuantizedMatmul&, const Device&, int64_t workspace_bytes);
+  // Microseconds that a supported choice is expected to take.
+  double (*cost)(const QuantizedMatmul&, const Device&, const Choice&);
+};
+
+// In the order of preference between equal costs.
+constexpr KernelDecision kKernels[] = {
+    {Kernel::kQmmSm90Stream, sm90_stream::SupportsProblem, sm90_stream::SupportsChoice,
+     sm90_stream::Choices, sm90_stream::Configure, sm90_stream::Cost},
+    {Kernel::kQmmSm90, sm90::SupportsProblem, sm90::SupportsChoice, sm90::Choices, sm90::Configure,
+     sm90::Cost},
+    {Kernel::kQmmSm80, sm80::SupportsProblem, sm80::SupportsChoice, sm80::Choices, sm80::Configure,
+     sm80::Cost},
+};
+static_assert(std::size(kKernels) == kNumKernels);
+
+const KernelDecision& DecisionOf(Kernel kernel) {
+  return *std::find_if(std::begin(kKernels), std::end(kKernels),
+                       [&](const KernelDecision& decision) { return decision.kernel == kernel; });
+}
+
+// What all Hopper kernels have in common.
+Support SupportsOnHopper(const QuantizedMatmul& problem, const Device& device) {
+  if (device.compute_capability != 90) return {"it needs compute capability 9.0"};
+  if (problem.transposed) return {"it has no transposed product"};
+  if (problem.scale_sums) return {"its scales multiply weights, not sums"};
+  if (problem.k > 1 << 21) return {"k is beyond 2^21"};
+  // A permuted lhs is gathered to where it is aligned.
+  if (!problem.weights_aligned || (!problem.lhs_aligned && problem.permuted_parts == 0)) {
+    return {"it copies from multiples of 16 bytes"};
+  }
+  return {};
+}
+
+}  // namespace
+
+Support Supports(const QuantizedMatmul& problem, const Device& device) {
+  const auto number = [](int64_t value) { return std::to_string(value); };
+  if (device.compute_capability < 80) {
+    return {"the kernels need compute capability 8.0, this device has " +
+            number(device.compute_capability / 10) + "." + number(device.compute_capability % 10)};
+  }
+  if (std::find(std::begin(kKernelBits), std::end(kKernelBits), problem.bits) ==
+      std::end(kKernelBits)) {
+    return {"the kernels read 4 or 8 bits, the weight has " + number(problem.bits)};
+  }
+  if (problem.lhs == ElementType::kF32) return {"the kernels take bfloat16 or float16 lhs"};
+  const auto lhs_or_float32 = [&](ElementType type) {
+    return type == ElementType::kF32 || type == problem.lhs;
+  };
+  if (!lhs_or_float32(problem.scale)) {
+    return {"the kernels take scales of the dtype of lhs or float32"};
+  }
+  if (problem.scale_sums &&
+      (problem.lhs != ElementType::kBf16 || problem.scale != ElementType::kF32 ||
+       problem.zero == ZeroKind::kFloat || problem.transposed)) {
+    return {
+        "scales multiply sums only with bfloat16 lhs, float32 scales and no float zero, not "
+        "transposed"};
+  }
+  const Epilogue& e = problem.epilogue;
+  if (problem.transposed && (e.gated || e.activation != Activation::kNone)) {
+    return {"the transposed product has no epilogue"};
+  }
+  if (!lhs_or_float32(e.bias) || !lhs_or_float32(e.residual)) {
+    return {"the kernels add a bias and a residual of the dtype of lhs or float32"};
+  }
+  if (!lhs_or_float32(problem.out)) return {"the kernels write the dtype of lhs or float32"};
+  constexpr int64_t kLargest = int64_t{1} << 30;  // 32-bit positions along k, and atoms along n
+  if (problem.k > kLargest || problem.n > kLargest) {
+    return {"k=" + number(problem.k) + " or n=" + number(problem.n) + " is beyond 2^30"};
+  }
+  return {};
+}
+
+Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
+  Support support = Supports(problem, device);
+  if (support && kernel != Kernel::kQmmSm80) support = SupportsOnHopper(problem, device);
+  return support ? DecisionOf(kernel).supports_problem(problem, device) : support;
+}
+
+Support Supports(const Choice& choice, const QuantizedMatmul& problem, const Device& device,
+                 int64_t workspace_bytes) {
+  const Support support = Supports(choice.kernel, problem, device);
+  if (!support) return support;
+  return DecisionOf(choice.kernel).supports_choice(choice, problem, device, workspace_bytes);
+}
+
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  return DecisionOf(choice.kernel).cost(problem, device, choice);
+}
+
+Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
+                 int64_t workspace_bytes) {
+  return DecisionOf(kernel).configure(problem, device, workspace_bytes);
+}
+
+Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
+              const TunedTable* tuned) {
+  if (tuned != nullptr) {
+    const std::optional<Choice> found = tuned->Find(problem);
+    if (found && Supports(*found, problem, device, workspace_bytes)) return *found;
+  }
+  Choice best;
+  double least = std::numeric_limits<double>::infinity();
+  for (const KernelDecision& decision : kKernels) {
+    if (!Supports(decision.kernel, problem, device)) continue;
+    const Choice choice = decision.configure(problem, device, workspace_bytes);
+    const double cost = decision.cost(problem, device, choice);
+    if (cost >= least) continue;
+    least = cost;
+    best = choice;
+  }
+  return best;
+}
+
+std::vector<Choice> AllChoices(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
+                               int64_t workspace_bytes) {
+  const KernelDecision& decision = DecisionOf(kernel);
+  if (!Supports(kernel, problem, device)) return {};
+  std::vector<Choice> choices = decision.choices(problem);
+  const auto is_unsupported = [&](const Choice& choice) {
+    return !decision.supports_choice(choice, problem, device, workspace_bytes);
+  };
+  choices.erase(std::remove_if(choices.begin(), choices.end(), is_unsupported), choices.end());
+  return choices;
+}
+
+std::vector<Choice> Candidates(const QuantizedMatmul& problem, const Device& device,
+                               int64_t workspace_bytes) {
+  constexpr size_t kMostOfAKernel = 12;
+  constexpr double kMostOverLeast = 2;  // of costs
+  const Choice best = Select(problem, device, workspace_bytes);
+  const double most = kMostOverLeast * Cost(problem, device, best);
+  std::vector<Choice> candidates = {best};
+  for (const KernelDecision& decision : kKernels) {
+    std::vector<std::pair<double, Choice>> choices;
+    for (const Choice& choice : AllChoices(decision.kernel, problem, device, workspace_bytes)) {
+      const double cost = decision.cost(problem, device, choice);
+      if (cost <= most && NumbersOf(choice) != NumbersOf(best)) choices.emplace_back(cost, choice);
+    }
+    std::stable_sort(choices.begin(), choices.end(),
+                     [](const auto& left, const auto& right) { return left.first < right.first; });
+    if (choices.size() > kMostOfAKernel) choices.resize(kMostOfAKernel);
+    for (const auto& [cost, choice] : choices) candidates.push_back(choice);
+  }
+  return candidates;
+}
+
+void AssumeClusters(Device& device) {
+  for (int ctas_per_sm : {1, 2}) {
+    for (int ctas : {1, 2, 4}) {
+      // Clusters of 4 do not fill every group of multiprocessors (H200: 30 of 33).
+      device.clusters[ctas_per_sm][ctas] =
+          ctas_per_sm * device.num_sms / ctas * (ctas == 4 ? 15 : 16) / 16;
+    }
+  }
+}
+
+}  // namespace jaxlowbit

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The choice of a kernel: a pure function of the problem and a few numbers of the device. It runs, and is tested,
+// without a GPU. Every kernel decides for itself (kernels/*/select.h); the functions here go through all of them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cuda/gpu.h"
+#include "cuda/limits.h"
+#include "cuda/problem.h"
+#include "cuda/select/choice.h"
+
+namespace jaxlowbit {
+
+class TunedTable;
+
+// Whether kernels compute `problem` on `device`.
+Support Supports(const QuantizedMatmul& problem, const Device& device);
+
+// Whether `kernel` does.
+Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& device);
+
+// Whether `choice` can run, with `workspace_bytes` for its partial sums.
+Support Supports(const Choice& choice, const QuantizedMatmul& problem, const Device& device,
+                 int64_t workspace_bytes);
+
+// Microseconds that `choice`, which is supported, is expected to take.
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
+
+// The choice of least cost of a kernel that supports `problem`.
+Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
+                 int64_t workspace_bytes);
+
+// What `tuned`, if given, has measured for `problem`, or else the choice of least cost over the kernels. Requires
+// that Supports(problem, device) holds, that m, n, k and batch are positive, and that m and batch are within the
+// limits of a launch.
+Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
+              const TunedTable* tuned = nullptr);
+
+// Every choice of `kernel` that supports the problem.
+std::vector<Choice> AllChoices(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
+                               int64_t workspace_bytes);
+
+// The choices worth measuring: first that of Select, then of each kernel those of least cost, as far as the cost model
+// may be wrong. Requires what Select does.
+std::vector<Choice> Candidates(const QuantizedMatmul& problem, const Device& device,
+                               int64_t workspace_bytes);
+
+// Fills in Device::clusters from the number of multiprocessors, for a device that cannot be asked.
+void AssumeClusters(Device& device);
+
+}  // namespace jaxlowbit

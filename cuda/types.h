@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The vocabulary that a problem and the device code share: element types, the atom of the packed layout, the weight
+// that an index names. Host and device compile this header, and NVRTC could.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define JAXLOWBIT_HOST_DEVICE __host__ __device__
+#else
+#define JAXLOWBIT_HOST_DEVICE
+#endif
+
+namespace jaxlowbit {
+
+// Rows and columns of the packed layout's atom (docs/layout.md).
+inline constexpr int64_t kAtom = 64;
+
+// Bits of a quantized value that the CUDA kernels read.
+inline constexpr int kKernelBits[] = {4, 8};
+
+enum class ElementType { kF32, kBf16, kF16 };
+enum class ZeroKind { kNone, kInteger, kFloat };
+enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
+
+// The activations as Python and the driver name them, in the order of the enum.
+inline constexpr const char* kActivationNames[] = {"none", "silu", "gelu", "gelu_tanh", "relu"};
+
+JAXLOWBIT_HOST_DEVICE constexpr int64_t SizeOf(ElementType type) {
+  return type == ElementType::kF32 ? 4 : 2;
+}
+JAXLOWBIT_HOST_DEVICE constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The weight that an index names: negative indices count from the end, and indices out of range are clamped.
+JAXLOWBIT_HOST_DEVICE inline int64_t WeightNumber(int64_t index, int64_t num_weights) {
+  if (index < 0) index += num_weights;
+  return index < 0 ? 0 : index < num_weights ? index : num_weights - 1;
+}
+
+}  // namespace jaxlowbit
