@@ -205,8 +205,8 @@ struct IntegerCentre {
   }
   // `code`: a pair of codes, 2^kUp times as large.
   template <int kUp>
-  __device__ uint32_t Subtract(uint32_t value) const {
-    return Pair<T>::Fma(value, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown - kUp), value);
+  __device__ uint32_t Subtract(uint32_t quantized) const {
+    return Pair<T>::Fma(quantized, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown - kUp), value);
   }
 };
 
@@ -223,8 +223,8 @@ struct IntegerCentre<__half, 0> {
   }
   static __device__ IntegerCentre OfPowerOfTwo(int exponent) { return Of(0x00010001u << exponent); }
   template <int kUp>
-  __device__ uint32_t Subtract(uint32_t value) const {
-    return Pair<__half>::Fma(value, PowersOfTwo<__half>(-kUp), kUp == 0 ? value : raised);
+  __device__ uint32_t Subtract(uint32_t quantized) const {
+    return Pair<__half>::Fma(quantized, PowersOfTwo<__half>(-kUp), kUp == 0 ? value : raised);
   }
 };
 

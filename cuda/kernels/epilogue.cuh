@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From sums to results, for every kernel: the epilogue of a problem (problem.h) in float32.
-//
-// A kernel takes few of a thread's sums at a time, in a loop that is not unrolled, so that the formulas
-// are in its code once; sums that are in registers go through shared memory for that.
+// From accumulators to results, for every kernel: the epilogue of a problem (problem.h) in float32. A kernel passes a
+// few of a thread's accumulators at a time, in a loop that is not unrolled, so that the formulas are in its code once;
+// accumulators in registers go through shared memory for that.
 #pragma once
 
 #include <cstdint>
@@ -20,16 +19,16 @@ struct EpilogueParams {
   bool bias_float, residual_float;  // float32; else the type of lhs
   Activation activation;
   bool gated;
-  bool any;  // else results are the sums
+  bool any;  // else results are the accumulators
 };
 
-// An element of a bias or a residual as it is in memory, so that several are on their way at a time: a value of
-// it is what has to wait.
+// An element of a bias or a residual as it is in memory. Loading bits lets several loads overlap; only a conversion to
+// a value waits for them.
 __device__ inline uint32_t LoadBits(const void* data, bool is_float, int64_t i) {
   return is_float ? static_cast<const uint32_t*>(data)[i] : static_cast<const uint16_t*>(data)[i];
 }
 
-// T, here and below: the type of lhs.
+// T, here and below, is the type of lhs.
 template <typename T>
 __device__ float ValueOf(uint32_t bits, bool is_float) {
   if (is_float) return __uint_as_float(bits);
@@ -42,7 +41,7 @@ __device__ float LoadElement(const void* data, bool is_float, int64_t i) {
   return ValueOf<T>(LoadBits(data, is_float, i), is_float);
 }
 
-// Of channel `n` of `columns`, of product `product` (batch * weights_per_element of them).
+// The bias of channel `n` of `columns`, of product `product` (of batch * weights_per_element).
 template <typename T>
 __device__ float LoadBias(const EpilogueParams& e, int64_t product, int64_t columns, int64_t n) {
   if (e.bias == nullptr || n >= columns) return 0.0f;
@@ -54,8 +53,8 @@ __device__ float LoadResidual(const EpilogueParams& e, int64_t offset) {
   return e.residual == nullptr ? 0.0f : LoadElement<T>(e.residual, e.residual_float, offset);
 }
 
-// x sigmoid(linear x + cubic x^3): silu, and gelu_tanh, whose (1 + tanh(y)) / 2 is sigmoid(2 y). For
-// powers of two: both numbers are times -log2(e).
+// x sigmoid(linear x + cubic x^3): silu, and gelu_tanh, whose (1 + tanh(y)) / 2 is sigmoid(2 y). Both numbers are
+// scaled by -log2(e), for powers of two.
 struct SigmoidForm {
   float linear, cubic;
 };
@@ -65,15 +64,15 @@ __device__ inline SigmoidForm SigmoidFormOf(Activation activation) {
                                          : SigmoidForm{-2.30220820f, -2.30220820f * 0.044715f};
 }
 
-// An error of the exponential is one of its argument in its last digits.
+// The error of the exponential is that of its argument in the last digits.
 __device__ inline float TimesSigmoid(SigmoidForm form, float x) {
-  const float square = fminf(x * x, 3e38f);  // which 0 may multiply
+  const float square = fminf(x * x, 3e38f);  // finite, so that 0 may multiply it
   return x * Reciprocal(1.0f + Exp2(x * fmaf(form.cubic, square, form.linear)));
 }
 
-// x Phi(x), with Phi(-y) = t 2^(q(t) - log2(e) y^2 / 2), t = 1 / (1 + 0.26 y), for y >= 0. q is the
-// polynomial of least greatest error on (0, 14), where the error counts times Phi or 1/16, whichever is
-// more: 2.5e-6 of the least Phi, 1.5e-7 of x in all results.
+// x Phi(x), with Phi(-y) = t 2^(q(t) - log2(e) y^2 / 2), t = 1 / (1 + 0.26 y), for y >= 0. q is the polynomial of
+// least greatest error on (0, 14), where the error counts times Phi or 1/16, whichever is larger: 2.5e-6 of the least
+// Phi, 1.5e-7 of x in all results.
 __device__ inline float Gelu(float x) {
   constexpr float kFit[] = {-3.26632929f, 1.39869082f,  0.90027469f, -0.61772066f,
                             1.70985413f,  -1.54778683f, 0.42301700f};
@@ -87,8 +86,8 @@ __device__ inline float Gelu(float x) {
 
 __device__ inline float Relu(float x) { return x < 0.0f ? 0.0f : x; }
 
-// As jax.nn has them, NaN for NaN. Several values at a time, since their instructions overlap where
-// they are in one branch.
+// Activations as jax.nn defines them, NaN for NaN. Several values are passed at a time, since their instructions
+// overlap within one branch.
 template <int kCount>
 __device__ void Activate(Activation activation, float (&x)[kCount]) {
   const auto each = [&](auto function) {
@@ -110,7 +109,7 @@ __device__ void Activate(Activation activation, float (&x)[kCount]) {
   }
 }
 
-// From sums with their biases to results; `up` counts only where the epilogue is gated.
+// From accumulators with their biases to results. `up` counts only in a gated epilogue.
 template <int kCount>
 __device__ void Finish(const EpilogueParams& e, const float (&up)[kCount],
                        const float (&residual)[kCount], float (&values)[kCount]) {

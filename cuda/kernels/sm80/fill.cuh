@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Global to shared memory: the stages of a tile, one after the other, by cp.async. Every thread
-// copies the same chunks of every stage, so that addresses are worked out once and then advance.
+// Global to shared memory: the stages of a tile, one after the other, by cp.async. Every thread copies the same chunks
+// of every stage, so addresses are computed once and then advance.
 #pragma once
 
 #include "cuda/kernels/sm80/fill_lhs.cuh"
@@ -46,7 +46,7 @@ class StageCopier {
 
  private:
   static constexpr int kChunksPerAtom = kAtomBytes<I::kBits> / kCopyBytes;
-  // Chunks of scales, or of zeros, with the smallest groups, over the threads.
+  // Chunks of scales, or of zeros, of one thread with the smallest groups.
   static constexpr int kScaleCopies =
       (kBlockN * (I::kBlockK / kMinGroupSize) * static_cast<int>(sizeof(S)) / kCopyBytes +
        kThreads - 1) /
@@ -54,8 +54,8 @@ class StageCopier {
 
   // One chunk of the scales or zeros of a stage, stored [atom][group][64].
   struct GroupChunk {
-    const uint8_t* source;  // of a stage that begins with group 0
-    int group;              // counted from the stage's first; kNone: not this thread's
+    const uint8_t* source;  // in a stage that begins with group 0
+    int group;              // counted from the stage's first; kNone: the thread has no such chunk
   };
 
   __device__ GroupChunk Locate(const void* base, int64_t strip, int chunk,
@@ -69,7 +69,7 @@ class StageCopier {
             chunk % per_atom / per_group};
   }
 
-  // The atoms of a stage along k follow each other in global memory as in the slot.
+  // The atoms of a stage along k are contiguous in global memory, as in the slot.
   __device__ void CopyPacked(uint32_t shared) {
 #pragma unroll
     for (int n = 0; n < kAtomsN; ++n) {
@@ -101,9 +101,9 @@ class StageCopier {
   const Params& p_;
   LhsCopier<I> lhs_;
   int k_block_;         // first of the next stage
-  GroupCursor cursor_;  // of its first k
-  int atoms_n_;         // of the tile that exist
-  int64_t strip_step_;  // from the strip of one to that of the next
+  GroupCursor cursor_;  // at the first k of the next stage
+  int atoms_n_;         // atoms of the tile that exist
+  int64_t strip_step_;  // from the strip of one atom to that of the next
   const uint8_t* packed_[kAtomsN];
   GroupChunk scales_[kScaleCopies], zeros_[kScaleCopies];
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The activations of a tile, stage by stage, from global to shared memory: kBlockM rows of the
-// I::kBlockK columns that a stage multiplies.
+// The activations of a tile, stage by stage, from global to shared memory: kBlockM rows of the I::kBlockK columns that
+// a stage multiplies.
 #pragma once
 
 #include "cuda/kernels/sm80/params.cuh"
@@ -27,8 +27,8 @@ class LhsCopier {
 
   // Starts copying the next stage to `shared`.
   __device__ void CopyNext(uint32_t shared) {
-    constexpr int kBytes = kRows * I::kLhsChunks * kCopyBytes;  // between a thread's copies
-    // With more threads than chunks, the last threads have none.
+    constexpr int kBytes = kRows * I::kLhsChunks * kCopyBytes;  // between the copies of one thread
+    // With more threads than chunks, the last threads have no chunk.
     const bool mine = kRows <= I::kBlockM || target_ < I::kBlockM * I::kLhsChunks * kCopyBytes;
     if (!mine) {
     } else if (p_.lhs_aligned) {
@@ -58,7 +58,7 @@ class LhsCopier {
 
   const Params& p_;
   const T* source_;
-  int left_;    // elements from source_ to the end of its row
+  int left_;    // target of this thread's first chunk
   int rows_;    // bit i: row i * kRows after this thread's first exists
   int target_;  // of this thread's first chunk
 };

@@ -39,15 +39,15 @@
 
 namespace jaxlowbit::sm80 {
 
-// Sums of all of k through the epilogue. `shared`: what was the ring.
+// Stores accumulators of all of k through the epilogue. `shared`: the memory of the ring.
 template <class I>
 __device__ void StoreResults(const Params& p, const Tile& tile, uint8_t* shared,
                              const Accumulators<I>& acc) {
   const EpilogueParams& e = p.epilogue;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t column = tile.block * kAtom + warp * 16 + lane / 4;  // of the first sum
+  const int64_t column = tile.block * kAtom + warp * 16 + lane / 4;  // of the first accumulator
   float4* own = reinterpret_cast<float4*>(shared) + threadIdx.x;
-  // All warps are done with the ring.
+  // All warps have read the ring.
   __syncthreads();
 #pragma unroll
   for (int atom = 0; atom < kAtomsN; ++atom) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory to sums: the stages of a tile, one after the other. Per step of 16 k: fragments of
-// lhs by ldmatrix, codes to weights in registers, mma.
+// Shared memory to accumulators: the stages of a tile, one after the other. A step of 16 k is fragments of lhs by
+// ldmatrix, packed weights to weights in registers, mma.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@ namespace jaxlowbit::sm80 {
 template <class I>
 using Accumulators = float[kAtomsN][I::kTiles][4];
 
-// Neighbouring tokens in one register.
+// A register holds two neighbouring rows.
 template <class I>
 using HalfAccumulators = uint32_t[kAtomsN][I::kTiles][2];
 
@@ -28,7 +28,7 @@ class StageMultiplier {
       : p_(p), cursor_(GroupCursor::At(p, tile.stage_begin * I::kBlockK)), loaded_(-1) {
 #pragma unroll
     for (int atom = 0; atom < kAtomsN; ++atom) rows_[atom].Start(p.zero_bytes > 1);
-    // Lane i reads row i % 8 of matrix i / 8: of the tokens' tile i / 16, half i / 8 % 2 of a step.
+    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the instruction's tile of rows i / 16.
     const int lane = threadIdx.x % 32;
     const int row = I::kTiles == 1 ? lane % 8 : lane / 16 * 8 + lane % 8;
     lhs_chunk_ = Keep(LhsChunk<I>(row, lane / 8 % 2) * kCopyBytes);
@@ -37,7 +37,7 @@ class StageMultiplier {
   __device__ void MultiplyNext(uint32_t slot, Accumulators<I>& acc) {
     const uint32_t scales = slot + p_.bytes.packed + p_.bytes.lhs;
     if (cursor_.group != loaded_) StartGroup(scales, cursor_.group, acc);
-    const int left = p_.group_size - cursor_.offset;  // k of the group in this stage and beyond
+    const int left = p_.group_size - cursor_.offset;  // of the group, in this stage and beyond
     if (kHasOneGroupForm && left >= I::kBlockK) {
       MultiplyAtoms<true>(slot, scales, left, acc);
     } else {
@@ -47,15 +47,15 @@ class StageMultiplier {
     cursor_.AdvanceStage(p_);
   }
 
-  // Completes the sums after the last stage.
+  // Completes the accumulators after the last stage.
   __device__ void Finish(Accumulators<I>& acc) { ScaleGroup(acc); }
 
  private:
-  // A form for stages in one group, because a test between steps keeps them from overlapping. Large
-  // tiles overlap within a step, and have no registers to spare for more.
+  // Stages that lie in one group have a form of their own, because a test between steps keeps them from overlapping.
+  // Large tiles overlap within a step, and have no registers to spare.
   static constexpr bool kHasOneGroupForm = I::kTiles < 8;
 
-  // Groups change at `group_end` and every group_size from there, unless there is one.
+  // Without kOneGroup, groups change at `group_end` and every group_size from there.
   template <bool kOneGroup>
   __device__ void MultiplyAtoms(uint32_t slot, uint32_t scales, int group_end,
                                 Accumulators<I>& acc) {
@@ -88,7 +88,7 @@ class StageMultiplier {
     }
   }
 
-  // All tokens of one step, two tiles of the instruction at a time.
+  // Multiplies all rows by one step, two tiles of the instruction at a time.
   template <class StepAccumulators>
   __device__ void MultiplyStep(uint32_t lhs, int step, const uint32_t (&weights)[kAtomsN][4],
                                StepAccumulators& acc) const {
@@ -118,7 +118,7 @@ class StageMultiplier {
     }
   }
 
-  // Adds what the loaded group has summed, scaled, if scales multiply sums.
+  // Adds the partial sums of the loaded group, scaled, if scales multiply accumulators.
   __device__ void ScaleGroup(Accumulators<I>& acc) {
     if constexpr (I::kPartials == PartialSums::kGroups) {
 #pragma unroll
@@ -136,7 +136,7 @@ class StageMultiplier {
     }
   }
 
-  // Adds what a stage has summed.
+  // Adds the partial sums of a stage.
   __device__ void AddHalfAccumulators(Accumulators<I>& acc) {
 #pragma unroll
     for (int atom = 0; atom < kAtomsN; ++atom) {
@@ -153,8 +153,8 @@ class StageMultiplier {
   }
 
   const Params& p_;
-  GroupCursor cursor_;  // of the next stage's first k
-  int loaded_;          // group that rows_ holds
+  GroupCursor cursor_;  // at the first k of the next stage
+  int loaded_;          // the group that rows_ holds
   int lhs_chunk_;       // of the first step, in bytes
   PackedLoader<I> packed_;
   Rows<I> rows_[kAtomsN];

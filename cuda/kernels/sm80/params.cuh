@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What every part of qmm_sm80 shares: the constants of an instance, the problem as the kernel reads
-// it, the part of it that a CTA owns, and the position of a stage among the groups.
+// What every part of qmm_sm80 shares: the constants of an instance, the problem as the kernel reads it, the part of it
+// that a CTA owns, and the position of a stage among the groups.
 #pragma once
 
 #include "cuda/device/copy.cuh"
@@ -17,14 +17,14 @@ inline constexpr int kNone =
 inline constexpr int kAtomsN = kBlockN / kAtom;
 inline constexpr int kThreads = 32 * kWarpsPerAtom;
 
-// Which parts of a sum are added up before they join it.
+// Partial sums that are added up before they join the accumulators.
 enum class PartialSums {
   kNone,
-  kGroups,      // float32, scaled: scales multiply no weights (QuantizedMatmul::scale_sums)
+  kGroups,  // float32, scaled afterwards: scales multiply no weights (QuantizedMatmul::scale_sums)
   kHalfStages,  // float16 (QuantizedMatmul::half_sums)
 };
 
-// An instance: type of lhs, type of the scales, tokens of a tile, width, and parts of the sums.
+// An instance: type of lhs, type of the scales, rows of a tile, width, and kind of partial sums.
 template <typename LhsType, typename ScaleType, int kM, int kWidth,
           PartialSums kPartialSums = PartialSums::kNone>
 struct Instance {
@@ -39,7 +39,7 @@ struct Instance {
   static constexpr int kBlockK = BlockK(kBits);
   static constexpr int kAtomsK = kBlockK / kAtom;
   static constexpr int kStages = NumStages(kBlockM, kBits);
-  static constexpr int kTiles = kBlockM / 8;  // of the instruction, along the tokens
+  static constexpr int kTiles = kBlockM / 8;  // of the instruction, along the rows
   // 16-byte chunks of a row of lhs in a stage.
   static constexpr int kLhsChunks = kBlockK * 2 / kCopyBytes;
 };
@@ -53,21 +53,21 @@ struct Params {
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out;             // or the workspace, when split_k > 1
   int64_t batch, num_weights, m;
-  int64_t lhs_columns;  // what is summed over: k, or n of the transposed product
+  int64_t lhs_columns;  // the reduced dimension: k, or n of the transposed product
   int64_t out_columns;  // n, or k
-  // To whole atoms; of a gated product those of the gates, then those of up: the rows of the workspace.
+  // Rows of the workspace: out_columns padded to whole atoms; in a gated product those of the gate, then those of up.
   int64_t out_columns_padded;
   int atom_step;  // between the atoms of a tile, in rows of the workspace
   int64_t m_tiles, out_tiles;
-  int stages;  // along what is summed over
+  int stages;  // along the reduced dimension
   int n_blocks, k_blocks, groups;
   int group_size;  // INT_MAX for one group
-  // Along k: what a stage advances, block_groups * group_size + block_rest.
+  // A stage advances along k by block_groups * group_size + block_rest.
   int block_groups, block_rest;
   int groups_per_stage;
   int split_k;
   bool out_float;  // float32 out; else the type of lhs
-  // Rows of lhs, and codes, scales and zeros, start at multiples of 16 bytes.
+  // Whether rows of lhs, and packed weights, scales and zeros, begin at multiples of 16 bytes.
   bool lhs_aligned, weights_aligned;
   StageBytes bytes;
   int slot_bytes;  // bytes.total()
@@ -76,25 +76,25 @@ struct Params {
 
 // The part of the product that a CTA owns.
 struct Tile {
-  int64_t m0;      // first token
+  int64_t m0;      // first row
   int64_t batch;   // position in the batch
-  int64_t weight;  // which of the packed weights
-  int64_t up;      // of a gated product, the other one
+  int64_t weight;  // number of the packed weight
+  int64_t up;      // number of the other weight of a gated product
   int split;
   int block;                   // first atom along the columns of out
-  int stage_begin, stage_end;  // range of what is summed over
+  int stage_begin, stage_end;  // along the reduced dimension
 };
 
-// Number `position` of the weights that the batch is multiplied by.
+// The weight at `position` among those that the batch multiplies.
 __device__ inline int64_t WeightAt(const Params& p, int64_t position) {
   return WeightNumber(p.index == nullptr ? position : p.index[position], p.num_weights);
 }
 
-// `atoms`: of a tile, along the columns of out.
+// `atoms`: atoms of a tile along the columns of out.
 template <class I>
 __device__ Tile OwnTile(const Params& p, int atoms) {
   Tile tile;
-  // Tokens vary fastest: CTAs that share weights run together and find them in L2.
+  // Rows vary fastest: CTAs that share weights run together and find them in L2.
   int64_t i = blockIdx.x;
   tile.m0 = i % p.m_tiles * I::kBlockM;
   i /= p.m_tiles;
@@ -110,9 +110,9 @@ __device__ Tile OwnTile(const Params& p, int atoms) {
   return tile;
 }
 
-// Where a position along k stands among the groups, advanced a stage at a time.
+// The position of a stage among the groups along k.
 struct GroupCursor {
-  int group;   // that the position lies in
+  int group;   // the group that the position lies in
   int offset;  // of the position in its group
 
   static __device__ GroupCursor At(const Params& p, int k) {
@@ -128,21 +128,21 @@ struct GroupCursor {
   }
 };
 
-// Lanes of one ldmatrix phase read the same 16-byte column of 8 rows; with whole-line rows they
-// would meet in one bank group, so columns are permuted within each row.
+// The chunk in shared memory of column `column` of row `row`. Lanes of one ldmatrix phase read the same 16-byte column
+// of 8 rows; in whole-line rows they would meet in one bank group, so columns are permuted within each row.
 template <class I>
 __device__ int LhsChunk(int row, int column) {
   return row * I::kLhsChunks + (column ^ (row % 8));
 }
 
-// A lane's codes of an 8-bit atom are two chunks; reading the first of both of lanes i and i + 4
-// would meet in one bank group, so every other run of 8 chunks is swapped pairwise.
+// The chunk in shared memory of chunk `chunk` of packed weights. A lane has two chunks of an 8-bit atom; lanes i and i
+// + 4 would meet in one bank group when they read their first, so every other run of 8 chunks is swapped pairwise.
 template <class I>
 __device__ int PackedChunk(int chunk) {
   return I::kBits == 8 ? chunk ^ (chunk / 8 % 2) : chunk;
 }
 
-// Starts copying 16 bytes of codes to where chunk number `chunk` of a stage's codes lies behind `codes`.
+// Starts copying 16 bytes of packed weights to where chunk number `chunk` of a stage lies behind `packed`.
 template <class I>
 __device__ void CopyPackedChunk(const Params& p, uint32_t packed, int chunk, const void* source,
                                 bool valid) {
@@ -164,8 +164,8 @@ __device__ inline void CopyGroupChunk(const Params& p, uint32_t target, const vo
   }
 }
 
-// Stores one element of a tile to out, or, when the sum is split, to this split's part of the
-// workspace, whose rows are padded to whole atoms.
+// Stores one element of a tile to out, or, under split-K, to this split's partial sums in the workspace, whose rows
+// are padded to whole atoms.
 template <typename T>
 __device__ void StoreOut(const Params& p, const Tile& tile, int64_t row, int64_t column,
                          float value) {
@@ -181,7 +181,7 @@ __device__ void StoreOut(const Params& p, const Tile& tile, int64_t row, int64_t
   }
 }
 
-// A tile's stages through the ring: `copier` runs kStages - 1 of them ahead of `multiplier`.
+// Runs the stages of a tile through the ring: `copier` is kStages - 1 stages ahead of `multiplier`.
 template <class I, class Copier, class Multiplier, class Accumulators>
 __device__ void RunStages(const Params& p, const Tile& tile, uint32_t ring, Copier& copier,
                           Multiplier& multiplier, Accumulators& acc) {
@@ -196,8 +196,8 @@ __device__ void RunStages(const Params& p, const Tile& tile, uint32_t ring, Copi
   uint32_t slot = ring;
   for (int stage = tile.stage_begin; stage < tile.stage_end; ++stage) {
     WaitCopies<I::kStages - 2>();
-    // Every thread's part of this stage has landed, and all warps are done with the slot before
-    // it, which the next copy overwrites.
+    // Every thread's part of this stage has arrived, and all warps have read the slot before it, which the next copy
+    // overwrites.
     __syncthreads();
     if (stage + I::kStages - 1 < tile.stage_end) copier.CopyNext(free_slot);
     CommitCopies();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Codes and scales of an atom, from shared memory to a lane's registers.
+// Packed weights and scales of an atom, from shared memory to a lane's registers.
 #pragma once
 
 #include "cuda/device/rows.cuh"
@@ -11,7 +11,7 @@ namespace jaxlowbit::sm80 {
 template <class I>
 using Rows = RowPair<typename I::T, typename I::S, I::kBits>;
 
-// `position`: of the group's 64 scales behind `scales`, and of its zeros behind those.
+// `position`: position of the group's 64 scales behind `scales`, and of its zeros behind the scales.
 template <class I>
 __device__ void LoadRows(const Params& p, uint32_t scales, int position, Rows<I>& rows) {
   const int row = position * static_cast<int>(kAtom) + threadIdx.x / 4 * 2;  // GroupPosition(g)

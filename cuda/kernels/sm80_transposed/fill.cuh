@@ -39,7 +39,7 @@ class TransposedCopier {
   // This thread's chunk of the scales or zeros of a stage, stored [atom][group][64].
   struct GroupChunk {
     const uint8_t* source;
-    int atom;  // kNone: none
+    int atom;  // kNone: the thread has no such chunk
     bool exists;
   };
 

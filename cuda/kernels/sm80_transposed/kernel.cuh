@@ -11,7 +11,7 @@
 // movmatrix transposes a block in one instruction, and operand A of the transposed weights is the four transposed
 // blocks with the middle two exchanged.
 //
-// Pipeline. That of qmm_sm80 (RunStages), with n in the place of k.
+// Pipeline. RunStages of qmm_sm80, with n in the place of k.
 #pragma once
 
 #include "cuda/device/pdl.cuh"
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, 8))
   const auto at = [&](int from, int step, int mma, int i) -> float& {
     return partial[(((from * kStepsPerAtom + step) * I::kTiles + mma) * 4 + i) * 32 + lane];
   };
-  // All warps are done with the ring.
+  // All warps have read the ring.
   __syncthreads();
 #pragma unroll
   for (int step = 0; step < kStepsPerAtom; ++step) {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, 8))
       for (int i = 0; i < 4; ++i) at(warp, step, mma, i) = acc[step][mma][i];
     }
   }
-  // The sums of all warps are there; warp w adds those of step w.
+  // The partial sums of all warps are in shared memory; warp w adds those of step w.
   __syncthreads();
   for (int mma = 0; mma < I::kTiles; ++mma) {
 #pragma unroll

@@ -8,7 +8,7 @@
 
 namespace jaxlowbit::sm80 {
 
-// [step of 16 k][tile of 8 tokens][register].
+// [step of 16 k][tile of 8 rows][register].
 template <class I>
 using TransposedAccumulators = float[kStepsPerAtom][I::kTiles][4];
 
@@ -21,8 +21,8 @@ class TransposedMultiplier {
     rows_.Start(p.zero_bytes > 1);
     const int64_t k = tile.block * kAtom;
     group_left_ = static_cast<int>(p.group_size - k % p.group_size);
-    // Lane i reads row i % 8 of matrix i / 8: of the tokens' tile i / 16, half i / 8 % 2 of the
-    // warp's 16 columns of an atom.
+    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of the warp's 16 columns of an atom, of the instruction's
+    // tile of rows i / 16.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = I::kTiles == 1 ? lane % 8 : lane / 16 * 8 + lane % 8;
     lhs_chunk_ = Keep(LhsChunk<I>(row, warp * 2 + lane / 8 % 2) * kCopyBytes);
@@ -67,7 +67,7 @@ class TransposedMultiplier {
     }
   }
 
-  // This warp's 16 columns of an atom, of all tokens.
+  // Loads this warp's 16 columns of an atom, of all rows.
   __device__ void LoadLhs(uint32_t lhs, int atom, uint32_t (&fragments)[I::kTiles][2]) const {
     constexpr int kColumnsPerAtom = static_cast<int>(kAtom) * 2 / kCopyBytes;
     const uint32_t chunk = lhs + (lhs_chunk_ ^ (atom * kColumnsPerAtom * kCopyBytes));
@@ -87,7 +87,7 @@ class TransposedMultiplier {
   const Params& p_;
   PackedLoader<I> packed_;
   Rows<I> rows_;
-  int group_left_;  // k from the tile's first to the end of its group
+  int group_left_;  // from the tile's first k to the end of its group
   int lhs_chunk_;   // of the first atom, in bytes
 };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Global to shared memory, by bulk copies that one warp issues: of every stage, each of its lanes
-// copies the same one thing.
+// Global to shared memory: the producer warp. Each of its lanes loads the same thing of every stage.
 #pragma once
 
 #include "cuda/device/bulk.cuh"
@@ -16,7 +15,7 @@ class StageFiller {
   __device__ StageFiller(const Params& p, int rank, Memory memory)
       : p_(p), rank_(rank), memory_(memory), policy_(EvictFirst()), lane_(threadIdx.x % 32) {}
 
-  // Copies every stage of a task.
+  // Loads every stage of a task.
   __device__ void Fill(const Task& task, RingCursor& cursor) {
     StartTile(task.tile);
     for (int atom = task.atom_begin; atom < task.atom_end; atom += I::kStageAtoms) {
@@ -28,13 +27,13 @@ class StageFiller {
 
  private:
   static constexpr int kCtaStrips = I::kCtaStrips;
-  static constexpr int kRowBytes = static_cast<int>(kAtom) * 2;  // of activations and an atom
+  static constexpr int kRowBytes = static_cast<int>(kAtom) * 2;  // of lhs and an atom
   static constexpr int kLhsBytes = I::kM * kRowBytes;
-  static constexpr int kAtomRows = kAtomBytes<I::kBits> / 128;  // of codes
+  static constexpr int kAtomRows = kAtomBytes<I::kBits> / 128;  // of packed weights
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<I::kBits>;
   static_assert(3 * kCtaStrips <= 32);
 
-  // What this lane copies: codes, scales or zeros of a strip.
+  // Finds what this lane loads: packed weights, scales or zeros of a strip.
   __device__ void StartTile(const Tile& tile) {
     const Plan& plan = p_.plan;
     const int kind = lane_ / kCtaStrips, strip = lane_ % kCtaStrips;
@@ -91,9 +90,9 @@ class StageFiller {
   const Memory memory_;
   const uint64_t policy_;
   const int lane_;
-  int strips_;  // of the tile, that exist
+  int strips_;  // strips of the tile that exist
   bool loads_packed_;
-  int row_;  // of strips of all weights
+  int row_;  // among the strips of all weights
   const uint8_t* source_;
   int target_, bytes_;
 };

@@ -37,7 +37,7 @@
 
 namespace jaxlowbit::sm90 {
 
-// One warp. (Elsewhere the kernel is empty: it only runs on sm_90.)
+// Called by one warp. (Elsewhere the kernel is empty: it only runs on sm_90.)
 template <class I>
 __device__ void InitBarriers(const Plan& plan, int peer_shift, Memory memory) {
   const int lane = threadIdx.x % 32;

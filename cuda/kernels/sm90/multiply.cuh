@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory to sums: what a warpgroup does with its strips of a tile.
-//
-//   registers 0   dequantize ─► products           dequantize ─► products        ...
-//   registers 1                 dequantize ─► products           dequantize ─►
-//
-// The scales of a single group multiply sums: its loop dequantizes to integers, and loads no scales. Of more
-// groups there is a loop for stages that are of one group each, whose scales are loaded once a stage and, if
-// they allow it, save an instruction of each pair of weights; which is decided for a task at a time, as a branch
-// within the loop would take longer than that saves.
-//
-// A unit is one strip and one atom of k, or half an atom where warpgroups take turns at a large tile: 16 or 8
-// registers of weights, four or two products. There are two sets of registers, so while the products of one
-// unit run, the next is dequantized.
+// Shared memory to accumulators: what a warpgroup does with its strips of a tile.
+// |
+// |   registers 0   dequantize ─► wgmma           dequantize ─► wgmma        ...
+// |   registers 1                 dequantize ─► wgmma           dequantize ─►
+// |
+// |A unit is one strip and one atom of k, or half an atom where warpgroups take turns at a large tile: 16 or 8 registers
+// |of weights, four or two wgmma. There are two sets of registers, so while the wgmma of one unit run, the next unit is
+// |dequantized.
+// |
+// |There are three loops. With a single group, scales multiply accumulators: the loop dequantizes to integers and loads no
+// |scales. If every stage lies in one group, scales are loaded once per stage and, if they allow it, save an instruction
+// |for each pair of weights; that is decided once per task, since a branch in the loop would cost more than it saves.
+// |Otherwise every atom loads its scales.
 #pragma once
 
 #include <type_traits>
@@ -26,7 +26,7 @@ namespace jaxlowbit::sm90 {
 template <class I>
 using Accumulators = float[I::kStrips][I::kM / 2];
 
-// What the sums of each strip are multiplied by: this lane's channels g and g + 8.
+// Factors of the accumulators of each strip: this lane's channels g and g + 8.
 template <class I>
 using Factors = float[I::kStrips][2];
 
@@ -50,7 +50,7 @@ class TileMultiplier {
     }
   }
 
-  // All atoms of a task; the kernels before this one have ended.
+  // Multiplies all atoms of a task. The previous kernels have ended.
   __device__ void Multiply(const Task& task, Accumulators<I>& acc, Factors<I>& factors,
                            RingCursor& cursor) const {
 #pragma unroll
@@ -58,7 +58,7 @@ class TileMultiplier {
 #pragma unroll
       for (int i = 0; i < I::kM / 2; ++i) acc[s][i] = 0;
     }
-    // Float zeros are no integers.
+    // Float zeros are not integers.
     if constexpr (I::kZero != ZeroKind::kFloat) {
       if (p_.groups == 1) {
         ChannelRows pairs[I::kStrips];
@@ -70,7 +70,7 @@ class TileMultiplier {
           for (int h = 0; h < 2; ++h) factors[s][h] = pairs[s].Factor(h);
         }
         MultiplyAll(task, pairs, acc, cursor);
-        // Not in one with the factors, which would overflow for the largest scales.
+        // Not multiplied into the factors: that would overflow for the largest scales.
 #pragma unroll
         for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
@@ -91,7 +91,7 @@ class TileMultiplier {
   }
 
  private:
-  // Of a strip: with a group's scales, which every atom loads, or every stage, or with a channel's.
+  // The rows of a strip: with a group's scales, which every atom or every stage loads, or with a channel's.
   using GroupRows = ScaledRowPair<T, S, kBits>;
   struct LoadedOnce : GroupRows {};
   static constexpr bool kFused = I::kZero != ZeroKind::kInteger && kCanFuse<T, kBits>;
@@ -102,24 +102,24 @@ class TileMultiplier {
   static constexpr bool kHasStageRows = I::kM <= 128 && std::is_same_v<S, T>;
   static constexpr bool kBothHalves = I::kM <= 128 && I::kZero != ZeroKind::kNone;
 
-  static constexpr float kUnit = 1 << kWeightShift<T>;                   // of sums
+  static constexpr float kUnit = 1 << kWeightShift<T>;                   // of accumulators
   static constexpr int kLhsBytes = I::kM * static_cast<int>(kAtom) * 2;  // of an atom
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
-  // Of an atom of a strip. Warpgroups of large tiles take turns more often.
+  // Units of an atom of a strip. Warpgroups of large tiles take turns more often.
   static constexpr int kUnits = I::kM < 128 || I::kTile.warpgroups == 1 ? 1 : 2;
   static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
-  // Atoms of a round: whole stages, and an even number of units, so that each has registers of its own.
+  // Atoms of a round: whole stages, and an even number of units, so that each unit has registers of its own.
   static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
 
   struct State {
     int atom;      // the next
     int left;      // atoms of its group from there on
-    int previous;  // the slot before, whose last products may be under way; or -1
+    int previous;  // the slot before, whose last wgmma may be in flight; or -1
     RingCursor cursor;
-    int group_atoms, group_rows;  // of the problem: of a group; of all groups of an atom
+    int group_atoms, group_rows;  // of a group; of all groups of an atom
   };
 
-  // This warp has read the stage, into which mates may copy.
+  // Releases a stage that this warp has read, so that the producers of all peers may overwrite it.
   __device__ void Free(int slot) const {
     if constexpr (kWarpArrivals == 1) {
       __syncwarp();
@@ -129,7 +129,7 @@ class TileMultiplier {
     if (free_ != 0) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
   }
 
-  // Whether stages are of one group each, and StageRows take all scales of the warpgroup's part of a task.
+  // Whether every stage lies in one group, and StageRows take all scales of the warpgroup's part of a task.
   __device__ bool TakesStageRows(const Task& task) const {
     if (p_.groups_per_atom > 1 || p_.atoms_per_group.divisor % I::kStageAtoms != 0) return false;
     if constexpr (kFused) return TakeScales(task);
@@ -190,7 +190,7 @@ class TileMultiplier {
     constexpr bool kGroups = std::is_same_v<R, GroupRows>;
     uint32_t weights[2][kUnitSteps][4];
     uint32_t stage, lhs, scales;
-    int rows;  // of scales, from those of the stage's first atom
+    int rows;  // of scales, counted from those of the stage's first atom
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) {
       const int in_stage = a % I::kStageAtoms;
@@ -198,7 +198,7 @@ class TileMultiplier {
         Wait(memory_.full(state.cursor.slot), state.cursor.parity);
         stage = memory_.stage(p_.plan, state.cursor.slot);
         scales = memory_.scales(p_.plan, state.cursor.slot);
-        // Uniform for the compiler, too: products take descriptions from uniform registers.
+        // The shuffle makes the value uniform for the compiler too: wgmma takes descriptors from uniform registers.
         lhs = __shfl_sync(~0u, DescribeOperand(stage), 0);
         rows = 0;
       }
@@ -265,10 +265,9 @@ class TileMultiplier {
 
   const Params& p_;
   const Memory memory_;
-  // In a stage, of this lane and the warpgroup's first strip: its codes, in bytes, and its scales, in
-  // rows.
+  // Where this lane reads in a stage, for the warpgroup's first strip: packed weights, in bytes, and scales, in rows.
   int packed_, row_, strip_rows_;
-  uint32_t free_;  // where this lane tells a mate of free stages, if it does
+  uint32_t free_;  // the peer's barrier that this lane tells of free stages, or 0
 };
 
 }  // namespace jaxlowbit::sm90

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What every part of qmm_sm90 shares: the constants of an instance, the problem as the kernel reads
-// it, the tiles in their order, and where things lie in shared memory.
+// What every part of qmm_sm90 shares: the constants of an instance, the problem as the kernel reads it, the order of
+// the tiles, and the layout of shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -17,7 +17,7 @@
 
 namespace jaxlowbit::sm90 {
 
-// An instance: type of lhs, type of the scales, kind of zeros, width, number of its tile.
+// An instance: type of lhs, type of the scales, kind of zeros, width, number of its tile shape.
 template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kWidth, int kNumber>
 struct Instance {
   using T = LhsType;
@@ -29,61 +29,61 @@ struct Instance {
   static constexpr int kStrips = kTile.strips;  // of a warpgroup
   static constexpr int kCtaStrips = kTile.cta_strips();
   static constexpr int kStageAtoms = kTile.stage_atoms;
-  static constexpr int kWarps = 4 * kTile.warpgroups;  // that multiply
+  static constexpr int kWarps = 4 * kTile.warpgroups;  // consumers
   static constexpr int kThreads = kTile.threads();
-  // Registers of a thread: at the start, of a multiplying one, of a copying one.
+  // Registers of a thread: at launch, of a consumer, of a producer.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;
   static constexpr int kMultiplyRegisters =
       (kRegisters * kThreads / 128 - kCopyRegisters) / (kWarps / 4) / 8 * 8;
-  static constexpr bool kMovesRegisters = kRegisters < 256;  // more than that no thread can have
+  static constexpr bool kMovesRegisters = kRegisters < 256;  // no thread can have more than that
   static constexpr int kStoreRows = StoreRows(kTile);
 };
 
-// How a tile's sums become results.
+// How a tile's accumulators become results.
 enum class Form {
-  // In registers, to boxes: sums alone, or with a bias and boxes of residuals
+  // In registers, stored by TMA: no activation; with or without a bias and a residual that TMA loads
   kSum,
-  kSigmoid,  // of activations with a SigmoidForm; gated without residuals
+  kSigmoid,  // activations with a SigmoidForm; gated without residuals
   kGelu,     // by erf; not gated
   kRelu,     // not gated
   kOther     // in a loop, through shared memory
 };
 
 struct Params {
-  CUtensorMap lhs;       // [batch, m, k] in boxes of `lhs_tokens` and 64 of k
-  CUtensorMap packed;    // [weights x strips, atoms, 128 bytes] in boxes of a stage of a strip
-  CUtensorMap out;       // [batch, m, n] in boxes of kStoreTokens and 64 of n, if `aligned`
-  CUtensorMap residual;  // the same of the epilogue's, if `residual_boxes`
+  CUtensorMap lhs;       // [batch, m, k] in tiles of `lhs_rows` and 64 of k
+  CUtensorMap packed;    // [weights x strips, atoms, 128 bytes] in tiles of a stage of a strip
+  CUtensorMap out;       // [batch, m, n] in tiles of kStoreRows and 64 of n, if `aligned`
+  CUtensorMap residual;  // the epilogue's residual in such tiles, if `residual_by_tma`
   const void* scale;
   const void* zero;      // null: zero point 2^(bits - 1)
   int zero_bytes;        // 1: zero points; else float zeros, of the type of the scales
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out_data;
   bool out_float;        // float32 out; else the type of lhs
-  bool aligned;          // rows of out begin at multiples of 16 bytes, and it has the type of lhs
-  bool residual_by_tma;  // the same of the residual, unless form is kOther
+  bool aligned;          // rows of out begin at multiples of 16 bytes, and out has the type of lhs
+  bool residual_by_tma;  // rows of the residual do too, and form is not kOther
   Form form;
   int64_t num_weights;
   int m, n;
-  // A mate's part of a tile's tokens; of a single tile no more than there are, as rows that do not exist take
-  // the copy engine longer than others. Of tokens beyond m, shared memory has anything, and sums are not stored.
+  // A peer's part of a tile's rows; without peers no more than m, as rows out of bounds take TMA longer than others.
+  // Shared memory holds anything in rows beyond m, and their accumulators are not stored.
   int lhs_rows;
   int n_blocks, k_blocks, groups;
-  // Of the weights of an element of the batch; of a gated product, gate and up take turns. Tiles are
-  // counted in these.
+  // Strips of the weights of a batch element; in a gated product, those of the gate and of up alternate. Tiles are
+  // counted in these strips.
   int strips;
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
-  // Tiles of clusters, which are 2^mate_shift neighbours along n.
+  // Tiles of clusters: 2^peer_shift neighbours along n.
   int tiles_n;
-  WideDivider batch_tiles, band_tiles;  // of an element of the batch; of a band (TileOf)
+  WideDivider batch_tiles, band_tiles;  // of a batch element; of a band (TileOf)
   WideDivider last_width;               // of the last band
-  int peer_shift;                       // mates: the CTAs of a cluster that share activations
-  // Of all tiles, the first are computed whole; then come those whose k is divided.
+  int peer_shift;  // peers: the CTAs of a cluster, which share lhs by multicast
+  // The stream-K schedule: whole tiles come first, then the tail, whose k is split.
   int whole_tiles, splits;
-  int num_tasks;        // whole tiles, and parts of others
-  float* partial_sums;  // of parts, for reduce.cuh
+  int num_tasks;        // whole tiles, and parts of tail tiles
+  float* partial_sums;  // of the tail, for reduce.cuh
   Plan plan;
   EpilogueParams epilogue;
 };
@@ -93,11 +93,11 @@ struct Tile {
   int batch, strip, m0;
 };
 
-// Tiles that are worked on at the same time should share what they read: in bands of this many tiles
-// along n, and in a band the tokens last.
+// Tiles that run at the same time should share what they read: they come in bands of this many tiles along n, and
+// within a band rows vary slowest.
 inline constexpr int kBand = 16;
 
-// The tile of the first mate of a cluster.
+// The tile of the first peer of a cluster.
 __device__ inline Tile TileOf(const Params& p, int number, int strips, int m) {
   const int batch = p.batch_tiles.Divide(number);
   const int in_batch = number - batch * p.batch_tiles.divisor;
@@ -109,7 +109,7 @@ __device__ inline Tile TileOf(const Params& p, int number, int strips, int m) {
   return {batch, (band * kBand + along_n) * strips, along_m * m};
 }
 
-// Of the strips of all weights, the one that is strip `number` of a tile.
+// The number, among the strips of all weights, of strip `number` of a tile.
 __device__ inline int64_t StripOf(const Params& p, const Tile& tile, int number) {
   const bool gated = p.epilogue.gated;
   const int position = gated ? 2 * tile.batch + number % 2 : tile.batch;
@@ -118,14 +118,14 @@ __device__ inline int64_t StripOf(const Params& p, const Tile& tile, int number)
          (gated ? (tile.strip + number) / 2 : tile.strip + number);
 }
 
-// What a CTA computes at a time: a tile, or a part of its k.
+// What a CTA computes at a time: a tile, or a part of the k of a tail tile.
 struct Task {
   Tile tile;
-  int partial;               // which one of the parts of divided tiles it is; -1: a whole tile
+  int partial;               // number of the part, among those of all tail tiles; -1: a whole tile
   int atom_begin, atom_end;  // along k
 };
 
-// That of a mate.
+// The task of one peer of a cluster.
 template <class I>
 __device__ inline Task TaskOf(const Params& p, int number, int rank) {
   Task task;
@@ -146,11 +146,11 @@ __device__ inline Task TaskOf(const Params& p, int number, int rank) {
   return task;
 }
 
-// Sums of a part of a tile: of every strip blocks of 8 tokens, of those for every thread of a
-// warpgroup two tokens of two channels, as its registers hold them.
+// Partial sums of a part of a tile: blocks of 8 rows of every strip; each thread of a warpgroup has two rows of two
+// channels of a block, as its registers hold them.
 inline constexpr int kBlockSums = 128 * 4;
 
-// Of part number `divided`.
+// Where the partial sums of part number `partial` begin.
 __device__ inline int64_t FirstPartialSum(int partial, int strips, int m) {
   return int64_t{partial} * strips * (m / 8) * kBlockSums;
 }
@@ -160,15 +160,14 @@ __device__ inline int FirstGroup(const Params& p, int atom) {
   return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
 }
 
-// Shared memory: barriers, then results on their way out, then the ring of stages, then their scales and
-// zeros.
+// Shared memory: barriers, then results that are stored, then the ring of stages, then their scales and zeros.
 struct Memory {
   uint32_t base;
 
-  // Stage `slot` holds what was copied; has been read by every warp of all mates.
+  // Stage `slot` has been loaded (full), or has been read by every warp of all peers (empty).
   __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
   __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
-  // The residual of a warpgroup's box has arrived in this one of its buffers.
+  // The residual of a store tile of a warpgroup has arrived in this one of its buffers.
   __device__ uint32_t residual_full(int warpgroup, int buffer) const {
     return base + (2 * kMaxStages + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
   }
@@ -180,7 +179,7 @@ struct Memory {
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;
   }
-  // Its scales and zeros.
+  // The scales and zeros of a stage.
   __device__ uint32_t scales(const Plan& plan, int slot) const {
     return base + plan.scales + slot * plan.scales_bytes;
   }

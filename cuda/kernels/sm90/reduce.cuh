@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Parts of k to results: where a tile's k was divided, every part left its sums in the workspace, in
-// the order of the registers they came from. A kernel of its own adds them in the order of the parts,
-// so that results are the same bits every time, and stores what the epilogue makes of them.
+// Partial sums of the stream-K tail to results: every part of a tail tile left its partial sums in the workspace, in
+// the order of the registers they came from. A kernel of its own adds them in the order of the parts, so that results
+// repeat bit for bit, and stores them through the epilogue.
 #pragma once
 
 #include "cuda/device/pdl.cuh"
@@ -10,7 +10,7 @@
 
 namespace jaxlowbit::sm90 {
 
-// The sums of a warpgroup's strips, times their factors.
+// Stores the partial sums of a warpgroup's strips, times their factors.
 template <class I>
 __device__ void StorePartial(const Params& p, int partial, const Accumulators<I>& acc,
                              const Factors<I>& factors) {
@@ -32,7 +32,7 @@ __device__ void StorePartial(const Params& p, int partial, const Accumulators<I>
 
 inline constexpr int kReduceThreads = 128;
 
-// The sum of all parts, of a thread's four of a block.
+// Adds the partial sums of all parts: a thread's four of a block.
 __device__ inline void AddPartials(const float* first, int64_t step, int splits, float (&sum)[4]) {
   float4 values[kMaxSplits];
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ inline void AddPartials(const float* first, int64_t step, int splits,
   }
 }
 
-// A CTA computes 8 tokens of a strip of results. Grid: blocks of tokens, such strips of a tile, tiles.
+// A CTA computes 8 rows of a strip of results. Grid: blocks of rows of a tile, strips of a tile, tail tiles.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
     ReduceTailKernel(const __grid_constant__ Params p, int strips, int tile_m) {
@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(kReduceThreads)
 
   const int64_t step = FirstPartialSum(1, strips, tile_m);
   const float* first = p.partial_sums + FirstPartialSum(blockIdx.z * p.splits, strips, tile_m) +
-                       ((e.gated ? 2 * s : s) * (tile_m / 8) + block) * kBlockSums + threadIdx.x * 4;
+                       ((e.gated ? 2 * s : s) * (tile_m / 8) + block) * kBlockSums +
+                       threadIdx.x * 4;
   float values[4];
   AddPartials(first, step, p.splits, values);
   const int m = m0 + lane % 4 * 2, n = strip * static_cast<int>(kAtom) + warp * 16 + lane / 4;
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
     return;
   }
-  // Rows of 64 channels, so that 16 bytes are stored at a time. Columns of them are permuted.
+  // Rows of 64 channels are put together, so that 16 bytes are stored at a time. Their columns are permuted.
   const uint32_t rows = SharedAddress(shared);
   const uint32_t matrices[2] = {Pair<T>::Round(values[0], values[1]),
                                 Pair<T>::Round(values[2], values[3])};

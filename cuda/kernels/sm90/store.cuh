@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums of a whole tile to global memory, through the epilogue where there is one.
-//
-// Buffers of a warpgroup for its results, of kStoreTokens of a strip:
-//
-//   in registers   results of a box in each, in turn; with residuals, in the first two, which hold the
-//                  box's residual before
-//   Form::kOther   0, 1: results of a box; 2: sums of half a box, of the gate if gated; 3: the same of
-//                  up, if this warpgroup has them. Of two warpgroups with a strip each, the one with
-//                  up leaves half a box in each of its four for the other.
+// Accumulators of a whole tile to global memory, through the epilogue if there is one.
+// |
+// |A store tile is kStoreRows of a strip, which TMA stores at a time. The buffers of a warpgroup hold:
+// |
+// |  in registers   the results of a store tile each, in turn; with residuals, the first two, which hold the store tile's
+// |                 residual before
+// |  Form::kOther   0, 1: results of a store tile; 2: accumulators of half a store tile, of the gate if gated; 3: those of
+// |                 up, if this warpgroup has them. If two warpgroups have a strip each, the one with up leaves half a
+// |                 store tile in each of its four buffers for the other.
 #pragma once
 
 #include <utility>
@@ -19,8 +19,8 @@
 
 namespace jaxlowbit::sm90 {
 
-// Two, or four, 8 x 8 matrices of 16-bit values to shared memory, transposed; lane i passes the
-// address of row i % 8 of matrix i / 8.
+// Stores two, or four, 8 x 8 matrices of 16-bit values to shared memory, transposed. Lane i passes the address of row
+// i % 8 of matrix i / 8.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
 __device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrices)[4]) {
   asm volatile(
@@ -33,7 +33,7 @@ __device__ inline void StoreTransposed(uint32_t shared, const uint32_t (&matrice
                "r"(matrices[0]), "r"(matrices[1])
                : "memory");
 }
-// And back.
+// Loads four such matrices.
 __device__ inline void LoadTransposed(uint32_t shared, uint32_t (&matrices)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -47,10 +47,9 @@ class TileStorer {
 
   __device__ TileStorer(const Params& p, Memory memory) : p_(p), memory_(memory) {}
 
-  // Before the products of a tile: loads its biases, and starts copying residuals into the buffers that
-  // are free.
+  // Called before the products of a tile: loads its biases, and starts loading residuals into free buffers.
   __device__ void Begin(const Tile& tile) {
-    if (p_.epilogue.any) WaitForPreviousKernels();  // one may have written what is added
+    if (p_.epilogue.any) WaitForPreviousKernels();  // they may have written what is added
     if (p_.epilogue.bias != nullptr) LoadBiases(tile);
     if (!p_.residual_by_tma || threadIdx.x % 128 != 0) return;
     WaitStoresRead<0>();
@@ -87,21 +86,21 @@ class TileStorer {
   static constexpr int kBlocks = I::kM / 8;
   static constexpr bool kTakesGated = I::kTile.takes_gated();
   static constexpr int kBufferBytes = I::kStoreRows * 128;
-  // Of a gated product, two warpgroups have gate and up.
+  // In a gated product, two warpgroups have the gate and up.
   static constexpr bool kApart = I::kStrips == 1;
-  // Half a box: tokens, blocks of 8 of them, and how many halves a tile has. Its sums fill a buffer.
+  // Half a store tile: its rows, blocks of 8 of them, and the halves of a tile. Its accumulators fill a buffer.
   static constexpr int kHalfRows = I::kStoreRows / 2, kHalfBlocks = kHalfRows / 8;
   static constexpr int kHalves = I::kM / kHalfRows;
   static constexpr int kStoreTiles = kHalves / 2;  // of a strip
   static constexpr int kGatedRows = GatedStoreRows(I::kTile);
-  static constexpr int kTogether = 2;  // blocks, whose epilogues overlap
+  static constexpr int kTogether = 2;  // blocks whose epilogues overlap
   static_assert(kHalfBlocks % kTogether == 0);
-  // Named barriers of both warpgroups: accumulators of up are in the buffers; the two exchange theirs.
+  // Named barriers of both warpgroups: accumulators of up are in the buffers; both exchange accumulators.
   static constexpr int kHandedOver = 3, kExchange = 3;
 
   __device__ bool Gated() const { return kTakesGated && p_.epilogue.gated; }
 
-  // Of the result, for strip `s` of this warpgroup.
+  // The strip of the result, for strip `s` of this warpgroup.
   __device__ int Strip(const Tile& tile, int s) const {
     const int strip = tile.strip + static_cast<int>(threadIdx.x) / 128 * I::kStrips;
     return Gated() ? strip / 2 : strip + s;
@@ -121,7 +120,7 @@ class TileStorer {
     }
   }
 
-  // For what is worked out anew, not kept in registers while products run.
+  // The thread's index, to be computed again instead of kept in registers while wgmma run.
   __device__ static int Thread() { return Keep(static_cast<int>(threadIdx.x)); }
 
   // This lane's first channel of a strip.
@@ -130,7 +129,7 @@ class TileStorer {
     return thread / 32 % 4 * 16 + thread % 32 / 4;
   }
 
-  // From the sums of blocks of strip `s`, or from those of the gate and of up, to their results.
+  // From accumulators of blocks of strip `s`, or from those of the gate and of up, to their results.
   template <int kCount>
   __device__ void FinishBlocks(int s, float (&up)[kCount], const float (&residual)[kCount],
                                float (&values)[kCount]) const {
@@ -143,7 +142,7 @@ class TileStorer {
     jaxlowbit::Finish(p_.epilogue, up, residual, values);
   }
 
-  // One thread of a warpgroup: the residual of one of its boxes of a tile, to a buffer.
+  // One thread of a warpgroup: starts loading the residual of one of its store tiles to a buffer.
   __device__ void CopyResidual(const Tile& tile, int store_tile, int buffer) const {
     const int s = store_tile / kStoreTiles, m0 = (store_tile - s * kStoreTiles) * I::kStoreRows;
     const int strip = Strip(tile, s);
@@ -155,7 +154,7 @@ class TileStorer {
             strip * static_cast<int>(kAtom), tile.m0 + m0, tile.batch, full);
   }
 
-  // Of a block of 8 tokens from `token` on.
+  // Loads the residual of a block of 8 rows from `m0` on.
   __device__ void LoadResidual(int batch, int strip, int m0, float* residual) const {
     const int m = m0 + Thread() % 4 * 2;
     const int n = strip * static_cast<int>(kAtom) + Channel();
@@ -168,8 +167,8 @@ class TileStorer {
     }
   }
 
-  // A warpgroup's sums of half a box, of strip kHalf / kHalves, times their factors, where each thread
-  // finds its own.
+  // Leaves a warpgroup's accumulators of half a store tile, of strip kHalf / kHalves, times their factors, where each
+  // thread finds its own.
   template <int kHalf>
   __device__ void Leave(uint32_t buffer, const Accumulators<I>& acc) const {
 #pragma unroll
@@ -200,7 +199,7 @@ class TileStorer {
     acc[2] = __uint_as_float(four.z), acc[3] = __uint_as_float(four.w);
   }
 
-  // The second warpgroup's sums of up, for the first.
+  // Leaves the second warpgroup's accumulators of up for the first.
   __device__ void HandOver(const Accumulators<I>& acc) {
 #pragma unroll 1
     for (int half = 0; half < kHalves; ++half) {
@@ -214,7 +213,8 @@ class TileStorer {
     }
   }
 
-  // Other results, half a box at a time: registers cannot be indexed, and formulas are in the code once.
+  // Stores other results, half a store tile at a time: registers cannot be indexed, and the formulas are in the code
+  // once.
   __device__ void StoreFinished(const Tile& tile, const Accumulators<I>& acc) {
     const int warpgroup = threadIdx.x / 128;
     if (Strip(tile, 0) >= p_.n_blocks) return;
@@ -233,7 +233,7 @@ class TileStorer {
       Leave(half, first, acc);
       if (!kApart && Gated()) Leave(half + kHalves, second, acc);
       if (handed && in_strip % kStoreBuffers == 0) Synchronize(kHandedOver, 256);
-      const int row = in_strip % 2 * kHalfRows;  // in the box
+      const int row = in_strip % 2 * kHalfRows;  // in the store tile
       if (p_.aligned && row == 0) {
         if (threadIdx.x % 128 == 0) WaitStoresRead<kResultBuffers - 1>();
         Synchronize(1 + warpgroup, 128);
@@ -279,14 +279,14 @@ class TileStorer {
     return memory_.results() + (warpgroup * kStoreBuffers + buffer) * kBufferBytes;
   }
 
-  // Where this lane has its row of two 8 x 8 matrices: tokens from `row` on, the first and the last 8 of
-  // the warp's channels.
+  // The address of this lane's row of two 8 x 8 matrices: rows from `row` on, the first and the last 8 of the warp's
+  // channels.
   __device__ static uint32_t InStoreTile(uint32_t store_tile, int row) {
     const int thread = Thread(), warp = thread / 32 % 4, lane = thread % 32;
     return store_tile + (row + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
   }
 
-  // All of a warpgroup have written the box.
+  // Called when all threads of a warpgroup have written the store tile: starts storing it.
   __device__ void EndStoreTile(int strip, int m0, int batch, uint32_t buffer) {
     PublishShared();
     Synchronize(1 + threadIdx.x / 128, 128);
@@ -312,8 +312,8 @@ class TileStorer {
     }
   }
 
-  // The buffer for the next box, which is free, or holds the box's residual. Then that of the box after
-  // it is on its way to the other of two.
+  // The buffer for the next store tile, which is free, or holds the store tile's residual. Starts loading the residual
+  // of the store tile after it to the other of two buffers.
   __device__ uint32_t BeginStoreTile(const Tile& tile, int store_tile) const {
     const int warpgroup = threadIdx.x / 128;
     if (p_.residual_by_tma) {
@@ -330,7 +330,7 @@ class TileStorer {
     return Buffer(warpgroup, buffer_);
   }
 
-  // Gated results of sums in registers.
+  // Stores gated results of accumulators in registers.
   __device__ void StoreGated(const Tile& tile, const Accumulators<I>& acc) {
     if (Strip(tile, 0) >= p_.n_blocks) return;
     if constexpr (!kApart) {
@@ -358,8 +358,8 @@ class TileStorer {
     }
   }
 
-  // Of two warpgroups, the first has the gate and the second up. Each finishes half of the tokens, for
-  // which the other leaves its sums in its buffers; the place of those that have been read is for results.
+  // Two warpgroups have the gate and up. Each finishes half of the rows, for which the other leaves its accumulators
+  // in its buffers; results take the place of accumulators that have been read.
   template <int kWarpgroup>
   __device__ void ExchangeAndStore(const Tile& tile, const Accumulators<I>& acc) {
     constexpr int kOwn = kWarpgroup * kBlocks / 2, kOther = kBlocks / 2 - kOwn;
@@ -408,7 +408,7 @@ class TileStorer {
     }
   }
 
-  // Of two blocks of tokens.
+  // Gated results of two blocks of rows.
   __device__ void Gate(const float* gate, const float (&gate_factors)[2], const float* up,
                        const float (&up_factors)[2], float (&values)[8]) const {
     const SigmoidForm sigmoid = SigmoidFormOf(p_.epilogue.activation);
@@ -420,15 +420,15 @@ class TileStorer {
     }
   }
 
-  // Where this lane has its row of four 8 x 8 matrices: tokens from `row` on, the first and the last 8 of
-  // the warp's channels, then the next 8 tokens.
+  // The address of this lane's row of four 8 x 8 matrices: rows from `row` on, the first and the last 8 of the warp's
+  // channels, then the next 8 rows.
   __device__ static uint32_t InStoreTileOfFour(uint32_t store_tile, int row) {
     const int thread = Thread(), warp = thread / 32 % 4, lane = thread % 32;
     const int own = lane / 16 * 8 + lane % 8;
     return store_tile + (row + own) * 128 + ((2 * warp + lane / 8 % 2) ^ own % 8) * 16;
   }
 
-  // Two blocks of tokens, from `row` of the box on.
+  // Stores two blocks of rows, from `row` of the store tile on.
   __device__ static void StoreRowsOf(uint32_t store_tile, int row, const float (&values)[8]) {
     uint32_t matrices[4];
 #pragma unroll
@@ -438,7 +438,7 @@ class TileStorer {
     StoreTransposed(InStoreTileOfFour(store_tile, row), matrices);
   }
 
-  // Results of sums in registers.
+  // Stores results of accumulators in registers.
   template <Form kForm>
   __device__ void StoreByTma(const Tile& tile, const Accumulators<I>& acc) {
     const SigmoidForm sigmoid = SigmoidFormOf(p_.epilogue.activation);
@@ -478,12 +478,12 @@ class TileStorer {
 
   const Params& p_;
   const Memory memory_;
-  // Of a lane's channels g and g + 8: in each strip of the warpgroup, or in the gate and in up. What
-  // changes nothing, without biases.
+  // Biases of a lane's channels g and g + 8: in each strip of the warpgroup, or in the gate and in up. Adding -0
+  // changes nothing.
   float biases_[2][2] = {{-0.0f, -0.0f}, {-0.0f, -0.0f}};
-  Factors<I> factors_;   // of the sums of a tile
-  int buffer_ = 0;       // for the next box
-  int handed_over_ = 0;  // times that the buffers were full
+  Factors<I> factors_;   // of the accumulators of a tile
+  int buffer_ = 0;       // for the next store tile
+  int handed_over_ = 0;  // number of times that the buffers were full
 };
 
 }  // namespace jaxlowbit::sm90

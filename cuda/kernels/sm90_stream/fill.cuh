@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Global to shared memory, by bulk copies that one warp issues. Of every stage, each of its lanes
-// copies the same one thing: the codes of a strip, or of a part of it in one atom of k, or the scales
-// or zeros of a strip. So addresses are worked out once for a tile.
+// Global to shared memory: the producer warp. Each of its lanes loads the same thing of every stage: the packed
+// weights of a strip, or of a part of it in one atom of k, or the scales or zeros of a strip. So addresses are
+// computed once for a tile.
 #pragma once
 
 #include "cuda/device/bulk.cuh"
@@ -29,8 +29,8 @@ class StageFiller {
     StartTile(share_.slice_begin);
   }
 
-  // Copies every stage of every tile, in their order. Weights, and which of them, do not depend on the
-  // kernel before this one, so those of the first stages are on their way before its end.
+  // Loads every stage of every tile, in order. Weights, and their numbers, do not depend on the previous kernel, so
+  // those of the first stages are loaded before it ends.
   __device__ void FillAll() {
     const int filled = min(share_.stages, p_.plan.num_stages);
     const int early = min(filled, p_.prologue_stages);
@@ -47,7 +47,8 @@ class StageFiller {
       const bool first = slice == share_.slice_begin;
       if (!first) StartTile(slice);
       for (int stage = first ? filled : 0; stage < share_.stages; ++stage) {
-        Wait(memory_.empty(cursor.slot), cursor.parity);  // of the phase before the first: no wait
+        Wait(memory_.empty(cursor.slot),
+             cursor.parity);  // returns at once in the phase before the first
         FillWeights(stage, cursor.slot);
         FillLhs(stage, cursor.slot);
         cursor.Advance(p_.plan.num_stages);
@@ -56,19 +57,19 @@ class StageFiller {
   }
 
  private:
-  // Of number `position` of the weights that the batch is multiplied by.
+  // The first strip of the weight at `position` among those that the batch multiplies.
   __device__ int64_t FirstStrip(int position) const {
     const int64_t index = product_.index == nullptr ? position : product_.index[position];
     return WeightNumber(index, product_.num_weights) * product_.n_blocks;
   }
 
-  // Where a strip of this CTA's element of the batch is among those of all weights.
+  // The number, among the strips of all weights, of a strip of this CTA's batch element.
   __device__ int64_t StripAt(int strip) const {
     if (!p_.epilogue.gated) return first_strip_ + strip;
     return (strip % 2 == 0 ? first_strip_ : up_strip_) + strip / 2;
   }
 
-  // What this lane copies of the stages of the tile that begins with `slice`.
+  // Finds what this lane loads of the stages of the tile that begins with `slice`.
   __device__ void StartTile(int slice) {
     const Plan& plan = p_.plan;
     const int slices = min(plan.tile_slices, share_.slice_end - slice);
@@ -76,7 +77,7 @@ class StageFiller {
     const int strips = (slice + slices - 1) / kSlicesPerStrip - strip + 1;
     packed_bytes_ = slices * I::kSliceBytes;
     group_bytes_ = strips * static_cast<int>(kAtom) * (sizeof(S) + p_.zero_bytes);
-    bytes_ = 0;  // until this lane has something to copy
+    bytes_ = 0;  // this lane loads nothing
     kind_ = Kind::kStrip;
 
     const int packed = strips << plan.stage_shift;
@@ -129,7 +130,7 @@ class StageFiller {
     }
   }
 
-  // Activations of a whole stage are one copy: what is beyond k comes as zeros.
+  // Activations of a whole stage are one load: columns beyond k are zeros.
   __device__ void FillLhs(int stage, int slot) const {
     if (!I::kGathers && lane_ == 0) {
       TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0, share_.batch * p_.m,
@@ -144,12 +145,12 @@ class StageFiller {
   const uint64_t policy_;
   const int lane_;
   int64_t first_strip_, up_strip_;  // of the weight, or of the gate; of up
-  // Of a stage of this tile: bytes of codes for one atom, of scales and zeros for one group.
+  // Bytes that a stage of this tile has: packed weights of one atom, scales and zeros of one group.
   int packed_bytes_, group_bytes_;
-  // What this lane copies, from source_ in the tile's first stage, or in the first group.
+  // What this lane loads, from source_ on in the tile's first stage, or in the first group.
   enum class Kind {
-    kAtom,   // a part of a strip's codes, of one atom: bytes_
-    kStrip,  // all of a strip's codes: bytes_ for each atom
+    kAtom,   // a part of a strip's packed weights, of one atom: bytes_
+    kStrip,  // all packed weights of a strip: bytes_ for each atom
     kGroups  // a strip's scales or zeros: bytes_ for each group
   } kind_;
   int atom_;  // of the stage

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Activations in the order of the stored rows, where the product gathers them itself (config.h): before its
-// first tile a CTA's multiplying warps gather all that it needs, while the first weights are on their way.
-// Rows are copied to shared memory first: in global memory 32 lanes' elements are 32 accesses. What is
-// gathered lies there as in a stage, but with no more rows than there are.
+// Gathers permuted activations if the product does so itself (plan.h): before its first tile a CTA's consumers gather
+// all that it needs, while the first weights are loaded. Rows are copied to shared memory first: in global memory 32
+// lanes' elements are 32 accesses. Gathered activations lie as in a stage, but with no more rows than exist.
 #pragma once
 
 #include "cuda/device/pdl.cuh"
@@ -24,7 +23,7 @@ __device__ inline void GatherLhs(const Params& p, const Share& share, Memory mem
                   columns);
     }
   };
-  WaitForPreviousKernels();  // one of them may have written lhs
+  WaitForPreviousKernels();  // they may have written lhs
   load(threadIdx.x);
   const int row_copies = p.k_blocks * kColumns;
   const uint4* source =

@@ -38,7 +38,7 @@
 
 namespace jaxlowbit::sm90_stream {
 
-// One warp. (Elsewhere the kernel is empty: it only runs on sm_90.)
+// Called by one warp. (Elsewhere the kernel is empty: it only runs on sm_90.)
 __device__ inline void InitBarriers(const Plan& plan, Memory memory) {
   const int lane = threadIdx.x % 32;
   if (lane < plan.num_stages) {
@@ -51,7 +51,7 @@ __device__ inline void InitBarriers(const Plan& plan, Memory memory) {
   PublishBarriers();
 }
 
-// What a warp multiplies: of a tile's slices the two from `slice` on, of a stage's atoms one part.
+// What a warp multiplies: two slices of a tile from `slice` on, and one part of a stage's atoms.
 struct Place {
   int slice, part;
 };
@@ -67,7 +67,7 @@ template <class I>
 __device__ void Consume(const Params& p, const Share& share, Memory memory) {
   const Plan& plan = p.plan;
   const ClusterReducer<I> reducer(p, share, memory);
-  // Kept in registers: the compiler would load and compute them again for every stage.
+  // Keep holds these in registers: the compiler would load and compute them again for every stage.
   const int stage_atoms = Keep(plan.stage_atoms), num_stages = Keep(plan.num_stages);
   const int slot_bytes = Keep(plan.slot_bytes);
   const uint32_t ring = Keep(memory.stage(plan, 0));
@@ -100,7 +100,8 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
     if (number == 0) {
       WaitForArrivals();  // the barriers of all CTAs exist
     } else {
-      WaitForCluster(memory.partials_free(), (number - 1) % 2);  // owners have read the sums before
+      WaitForCluster(memory.partials_free(),
+                     (number - 1) % 2);  // owners have read the previous partial sums
     }
     const Place sent = OwnPlace(p);
 #pragma unroll
@@ -111,7 +112,7 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
     WaitForCluster(memory.partials_full(), number % 2);
     reducer.Collect(tile, slices, first);
     if (tile + plan.tile_slices < share.slice_end) {
-      SynchronizeConsumers();  // every thread has read its sums
+      SynchronizeConsumers();  // every thread has read its partial sums
       if (threadIdx.x < 1 << plan.cluster_shift) {
         ArriveRemote(MapToRank(memory.partials_free(), threadIdx.x));
       }
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
   };
   if (warp == kWarps) {
     const Share share = OwnShare(p);
-    StageFiller<I> filler(p, share, memory);  // works out what to copy, while barriers are made
+    StageFiller<I> filler(p, share, memory);  // computes what to load while barriers are made
     synchronize();
     filler.FillAll();
     WaitForArrivals();

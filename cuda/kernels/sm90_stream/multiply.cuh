@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory to sums: what a warp does with its two slices of channels and its atoms of a stage.
-// Fragments of lhs by ldmatrix, codes to weights in registers, mma.
+// Shared memory to accumulators: what a warp does with its two slices of channels and its atoms of a stage. Fragments
+// of lhs by ldmatrix, packed weights to weights in registers, mma.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +20,7 @@ using Rows =
     std::conditional_t<I::kScaleSums, IntegerRowPair<typename I::T, typename I::S, I::kBits>,
                        ScaledRowPair<typename I::T, typename I::S, I::kBits>>;
 
-// The same weights in fewer instructions, in groups of 32 and more whose scales allow it.
+// Rows that dequantize to the same weights in fewer instructions, in groups of 32 and more whose scales allow it.
 template <class I>
 using FastestRows = std::conditional_t<!I::kScaleSums && I::kZero != ZeroKind::kInteger &&
                                            kCanFuse<typename I::T, I::kBits> &&
@@ -34,10 +34,10 @@ class StageMultiplier {
   using S = typename I::S;
   static constexpr int kBits = I::kBits;
 
-  // `part`: of a stage's atoms, that of this warp.
+  // `part`: the part of a stage's atoms that this warp takes.
   __device__ StageMultiplier(const Params& p, int part, int lane)
       : p_(p), atom_(Keep(part * p.plan.warp_atoms)), lane_(lane) {
-    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the tile of tokens i / 16;
+    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the instruction's tile of rows i / 16, or,
     // with a single tile, of the step i / 16.
     int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
     const int column = lane_ / 8 % (4 / kTogether);
@@ -46,14 +46,14 @@ class StageMultiplier {
     lhs_ = Keep(kKeepsPlace ? place : row);
   }
 
-  // A tile of `slices` that begins with slice `tile`; `own`: the first of the warp's two, in the tile.
+  // Starts a tile of `slices` that begins with slice `tile`. `own`: the first of the warp's two slices, in the tile.
   __device__ void StartTile(int tile, int own, int slices) {
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
-      // With an odd number of slices the last warp multiplies its first twice.
+      // With an odd number of slices the last warp multiplies its first slice twice.
       const int slice = tile + TileSlice(p_, min(own + i, slices - 1));
       const int strip = slice / kSlicesPerStrip;
-      // A strip's part in the tile, stored [atom][slice].
+      // The part of a strip in the tile is stored [atom][slice].
       const int begin = max(tile, strip * kSlicesPerStrip);
       const int end = min(tile + slices, (strip + 1) * kSlicesPerStrip);
       const int atom_bytes = (end - begin) * I::kSliceBytes;
@@ -69,12 +69,12 @@ class StageMultiplier {
     }
   }
 
-  // Of activations and an atom.
+  // Bytes of lhs and an atom.
   __device__ int LhsBytes() const {
     return (kMayBeFew ? p_.plan.lhs_rows : I::kTiles * 8) * kRowBytes;
   }
 
-  // This warp's atoms of a stage and its activations, with which `left` atoms are left along k.
+  // Multiplies this warp's atoms of a stage; `left` atoms are left along k, those of the stage included.
   __device__ void Multiply(uint32_t stage, uint32_t activations, int left,
                            Accumulators<I>& acc) const {
     const int own = min(p_.plan.warp_atoms, left - atom_);
@@ -96,15 +96,14 @@ class StageMultiplier {
 
  private:
   static constexpr bool kMayBeFew = I::kTiles == 1;
-  // Whether a lane keeps its place in activations, or works it out for every atom; which of the two takes less time
-  // is measured (docs/kernels/qmm_sm90_stream.md).
+  // Whether a lane keeps its place in lhs, or computes it for every atom: what takes less time is measured
+  // (docs/kernels/qmm_sm90_stream.md).
   static constexpr bool kKeepsPlace =
       I::kTiles != 2 || I::kCtasPerSm != 2 || I::kZero != ZeroKind::kNone;
-  // One load of fragments is two tiles of tokens of one step; with a single tile, two steps.
+  // One load of fragments has two tiles of rows of one step, or, with a single tile, two steps.
   static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
   static constexpr int kRows = kAtom;  // of a group
-  // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices. With many
-  // tokens registers are short.
+  // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices, if registers allow.
   static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits == 4 ? 2 : 1;
   static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
 
@@ -127,16 +126,15 @@ class StageMultiplier {
     }
   }
 
-  // kAtoms of the warp's atoms, from number `at` on, in kGroups groups; if that is 0, one atom in as many as
-  // it has.
+  // Multiplies kAtoms of the warp's atoms, from number `at` on, in kGroups groups. kGroups = 0: one atom, in as many
+  // groups as it has.
   template <class R, int kAtoms, int kGroups>
   __device__ void MultiplyAtoms(uint32_t stage, uint32_t activations, int at,
                                 Accumulators<I>& acc) const {
     static_assert(kAtoms == 1 || kGroups == 1);
     const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
     const uint32_t first = kKeepsPlace ? activations + lhs_ + at * LhsBytes() : 0;
-    // With one tile of tokens every atom has sums of its own: more products that do not wait for each
-    // other.
+    // With one tile of rows every atom has accumulators of its own: more mma that do not wait for each other.
     constexpr int kChains = I::kTiles == 1 ? kAtoms : 1;
 #pragma unroll
     for (int slice = 0; slice < kSlicesPerWarp; slice += kTogetherSlices) {
@@ -202,7 +200,7 @@ class StageMultiplier {
     }
   }
 
-  // Adds what a group has summed, and begins with zeros.
+  // Adds the partial sums of a group, and clears them.
   template <class R>
   __device__ static void AddPart(const R& rows, float (&part)[I::kTiles][4],
                                  float (&acc)[I::kTiles][4]) {
@@ -216,20 +214,21 @@ class StageMultiplier {
     }
   }
 
-  // In a stage's activations, where this lane reads those of the warp's atom `at`.
+  // The place in a stage's activations where this lane reads those of the warp's atom `at`.
   __device__ int PlaceOf(int at) const {
     const int row = (atom_ + at) * I::kTiles * 8 + lhs_;
     const int column = lane_ / 8 % (4 / kTogether);
     return row * kRowBytes + (column ^ row % 8) * kCopyBytes;
   }
 
-  // `on`: from the rows of the warp's first group.
+  // `on`: distance from the rows of the warp's first group.
   template <class R>
   __device__ void LoadRows(uint32_t stage, int slice, int on, R& rows) const {
     const uint32_t scales = ScaleAddress(stage, slice, on);
     rows.LoadScales(scales);
     if constexpr (I::kZero == ZeroKind::kInteger) {
-      const uint32_t beside = Keep(scales_[slice]) / sizeof(S);  // again: registers are short
+      const uint32_t beside =
+          Keep(scales_[slice]) / sizeof(S);  // computed again: registers are short
       rows.LoadIntegerZeros(stage + p_.zeros_at + beside + on);
     }
     if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(scales + p_.plan.bytes.scales);
@@ -240,8 +239,8 @@ class StageMultiplier {
 
   const Params& p_;
   const int atom_, lane_;  // the first atom of a stage
-  // Where this lane reads in a stage, in bytes, for the warp's first atom: the activations, or their row; each
-  // slice's codes, and from there to the second atom's; each slice's scales.
+  // Where this lane reads in a stage, in bytes, for the warp's first atom: lhs, or its row; the packed weights of each
+  // slice, and the step from there to the second atom's; the scales of each slice.
   int lhs_;
   int packed_[kSlicesPerWarp], packed_step_[kSlicesPerWarp];
   int scales_[kSlicesPerWarp];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What every part of qmm_sm90_stream shares: the constants of an instance, the problem as the kernel
-// reads it, the part of it that a CTA owns, and where things lie in shared memory.
+// What every part of qmm_sm90_stream shares: the constants of an instance, the problem as the kernel reads it, the
+// part of it that a CTA owns, and the layout of shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -17,12 +17,12 @@
 
 namespace jaxlowbit::sm90_stream {
 
-inline constexpr int kConsumerThreads = 32 * kWarps;  // threads that multiply
+inline constexpr int kConsumerThreads = 32 * kWarps;
 inline constexpr int kThreads = kConsumerThreads + 32;
-inline constexpr int kRowBytes = kAtom * 2;  // of activations and an atom
+inline constexpr int kRowBytes = kAtom * 2;  // of lhs and an atom
 
-// An instance: type of lhs, type of the scales, kind of zeros, most tokens, width, CTAs that share the
-// registers of a multiprocessor, whether each gathers activations.
+// An instance: type of lhs, type of the scales, kind of zeros, most rows, width, CTAs that share the registers of a
+// multiprocessor, whether each gathers lhs.
 template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kM, int kWidth, int kCtas,
           bool kGather = false>
 struct Instance {
@@ -32,10 +32,10 @@ struct Instance {
   static constexpr int kBits = kWidth;
   static constexpr int kCtasPerSm = kCtas;
   static constexpr bool kGathers = kGather;
-  // With a float zero, scales multiply weights: sums of q * s and of zeros would cancel. With many
-  // tokens too: sums of a group would take too many registers.
+  // Scales multiply weights if zeros are floats, because sums of q * s and of zeros would cancel, and if there are
+  // many rows, because partial sums of a group would take too many registers.
   static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kM < 32;
-  static constexpr int kTiles = kM / 8;  // of the instruction, along the tokens
+  static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
 };
 
@@ -48,14 +48,15 @@ struct Product {
   void* out;
   int64_t num_weights;
   int n, n_blocks;
-  int strips;  // of the weights of an element of the batch
+  int strips;  // of the weights of a batch element
 };
 
 struct Params {
-  CUtensorMap lhs;  // [batch * m, k] in boxes of an instance's tokens and a stage's k
+  CUtensorMap lhs;  // [batch * m, k] in tiles of an instance's rows and a stage's k
   Product products[kMaxProducts];
-  int first_cluster[kMaxProducts];  // of each part, along the grid; beyond it where there is none
-  // Where the kernel gathers: lhs as it is, and how many of its columns have an order of their own.
+  int first_cluster
+      [kMaxProducts];  // of each product, along the grid; past the grid for products that are not there
+  // For a kernel that gathers lhs: lhs as it is, its permutation, and the columns of a permuted part.
   const void* ungathered;
   const int32_t* permutation;
   int part_columns;
@@ -64,19 +65,19 @@ struct Params {
   int k_blocks, groups;
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
-  int atom_step;        // from the groups of a warp's first atom to those of its second, in rows
-  int zeros_at;         // in a stage: a row's zero point is there + where its scale is / sizeof(S)
+  int atom_step;  // from the groups of a warp's first atom to those of its second, in rows
+  int zeros_at;  // in a stage: a row's zero point is at zeros_at + (address of its scale) / sizeof(S)
   Divider pairs;        // of a tile's slices
   bool out_float;       // float32 out; else the type of lhs
-  int prologue_stages;  // whose weights are copied before any activations
+  int prologue_stages;  // stages whose weights are loaded before any activations
   EpilogueParams epilogue;
   Plan plan;
 };
 
-// Orders the multiplying warps among themselves.
+// Orders the consumers among themselves.
 __device__ inline void SynchronizeConsumers() { Synchronize(1, kConsumerThreads); }
 
-// Which of a launch's parts a CTA works on. Computed again where needed: registers are short.
+// The product of the launch that a CTA works on. Computed again where needed: registers are short.
 __device__ inline int OwnProduct(const Params& p) {
   const int cluster = Keep(static_cast<int>(blockIdx.x)) >> p.plan.cluster_shift;
   int own = 0;
@@ -110,8 +111,8 @@ __device__ inline Share OwnShare(const Params& p) {
   return share;
 }
 
-// Which slice of a tile is number `number` of those that warps multiply, two each: of a gated product
-// they take the same channels of the gate and of up.
+// The slice of a tile that is number `number` in the order of the warps, two each. In a gated product a warp's two
+// slices are the same channels of the gate and of up.
 __device__ inline int TileSlice(const Params& p, int number) {
   if (!p.epilogue.gated) return number;
   const int pair = number / 2;
@@ -124,14 +125,14 @@ __device__ inline int FirstGroup(const Params& p, int atom) {
   return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
 }
 
-// Shared memory: barriers, then sums that arrive from the cluster, then the ring of stages.
+// Shared memory: barriers, then partial sums that arrive from the cluster, then the ring of stages.
 struct Memory {
   uint32_t base;
 
-  // Stage `slot` holds what was copied; has been read by every warp.
+  // Stage `slot` has been loaded (full), or has been read by every warp (empty).
   __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
   __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
-  // All sums of a tile have arrived; every CTA of the cluster has read its own.
+  // All partial sums of a tile have arrived (full), or every CTA of the cluster has read its own (free).
   __device__ uint32_t partials_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
   __device__ uint32_t partials_free() const { return partials_full() + kBarrierBytes; }
   __device__ uint32_t partials() const { return base + kBarriersBytes; }

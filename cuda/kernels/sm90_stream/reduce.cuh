@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums of a tile across the cluster: every CTA owns some of the tile's slices, and every warp sends
-// what it has of each slice to the owner's shared memory. The owner adds in the order of the
-// senders, so that results are the same bits every time, and stores what the epilogue makes of it.
+// Partial sums of a tile across the cluster: every CTA owns some of the tile's slices, and every warp sends its
+// partial sums of a slice to the owner's shared memory. The owner adds them in the order of the senders, so that
+// results repeat bit for bit, and stores them through the epilogue.
 #pragma once
 
 #include "cuda/kernels/sm90_stream/multiply.cuh"
@@ -19,12 +19,12 @@ class ClusterReducer {
         owned_(1 << p.plan.owned_shift),
         senders_(p.plan.warps_k << p.plan.cluster_shift) {}
 
-  // One thread, before the tile's sums can be complete.
+  // Called by one thread, before the tile's partial sums can be complete.
   __device__ void Expect(int slices) const {
     ArriveExpecting(memory_.partials_full(), Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
   }
 
-  // A warp's sums of slice `slice` of the tile, of its part `part` of the stages.
+  // Sends a warp's partial sums of slice `slice` of the tile, of part `part` of the stages.
   __device__ void Send(int slice, int part, const float (&partials)[I::kTiles][4]) const {
     const int owner = slice >> p_.plan.owned_shift;
     const int sender = Rank() * p_.plan.warps_k + part;
@@ -36,20 +36,20 @@ class ClusterReducer {
     }
   }
 
-  // What the epilogue adds to the sums that a thread collects at a time, as it is in memory.
+  // What the epilogue adds to the accumulators that a thread collects at a time, as it is in memory.
   struct Addends {
     uint32_t bias[2], up_bias[2];  // of channels g and g + 8
     uint32_t residual[4];
   };
 
-  // Those of a thread's first sums of a tile, as many as it mostly has, while other warps still multiply.
+  // Addends of as many accumulators as a thread mostly has in a tile, loaded while other warps still multiply.
   struct FirstAddends {
     Addends of[2];
   };
   __device__ FirstAddends LoadFirst(int tile_slice, int slices) const {
     FirstAddends first = {};
     if (!p_.epilogue.any) return first;
-    WaitForPreviousKernels();  // one of them may have written the residual
+    WaitForPreviousKernels();  // they may have written the residual
     const int fragment = Keep(threadIdx.x) / 32, fragments = Fragments(slices);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -60,8 +60,7 @@ class ClusterReducer {
     return first;
   }
 
-  // All multiplying threads: adds up and stores this CTA's slices of a tile of `slices` that begins
-  // with `tile_slice`.
+  // Adds up and stores this CTA's slices of a tile of `slices` that begins with `tile_slice`. Called by all consumers.
   __device__ void Collect(int tile_slice, int slices, const FirstAddends& first) const {
     const EpilogueParams& e = p_.epilogue;
     const Product& part = p_.products[OwnProduct(p_)];
@@ -93,11 +92,11 @@ class ClusterReducer {
   }
 
  private:
-  static constexpr float kUnit =  // of sums
+  static constexpr float kUnit =  // of accumulators
       1 << (I::kScaleSums ? kShift<typename I::T> : kWeightShift<typename I::T>);
-  static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 tokens, in the order of lanes
+  static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 rows, in the order of lanes
 
-  // The sums of all senders, of this lane.
+  // Adds what all senders sent for this lane.
   __device__ void Add(int slice, int tile, float (&sum)[4]) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum[j] = 0;
@@ -114,7 +113,7 @@ class ClusterReducer {
 
   __device__ Addends LoadAddends(int tile_slice, int fragment) const {
     const EpilogueParams& e = p_.epilogue;
-    const Product& part = p_.products[0];  // all there is where there is an epilogue
+    const Product& part = p_.products[0];  // a launch with an epilogue has one product
     const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
     const int product = e.gated ? 2 * share_.batch : share_.batch;
     Addends addends = {};
@@ -138,8 +137,7 @@ class ClusterReducer {
     return addends;
   }
 
-  // The first token and the first channel of this lane, in a tile of tokens and in a slice that this CTA
-  // stores.
+  // The first row and the first channel of this lane, in a tile of rows and in a slice that this CTA stores.
   __device__ int Row(int tile) const { return tile * 8 + Keep(threadIdx.x) % 4 * 2; }
   __device__ int Channel(int tile_slice, int slice) const {
     const int first = tile_slice + Rank() * owned_;
@@ -147,19 +145,19 @@ class ClusterReducer {
            Keep(threadIdx.x) % 32 / 4;
   }
 
-  // Of 8 tokens and 16 channels, that this CTA stores: of a gated product, pairs of slices.
+  // Fragments of 8 rows and 16 channels that this CTA stores; in a gated product each is a pair of slices.
   __device__ int Fragments(int slices) const {
     const int owned = Owned(slices);
     return (p_.epilogue.gated ? owned / 2 : owned) * I::kTiles;
   }
 
-  // Of a tile of `slices`, those that this CTA owns.
+  // Slices that this CTA owns of a tile of `slices`.
   __device__ int Owned(int slices) const { return max(0, min(owned_, slices - Rank() * owned_)); }
 
-  // In the cluster. Asked for again where needed: registers are short.
+  // In the cluster. Read again where needed: registers are short.
   __device__ static int Rank() { return Keep(ClusterRank()); }
 
-  // Of this lane.
+  // The address of this lane's part of a fragment.
   __device__ uint32_t Fragment(int slice, int sender, int tile) const {
     return memory_.partials() + ((slice * senders_ + sender) * I::kTiles + tile) * kFragmentBytes +
            threadIdx.x % 32 * 16;
@@ -182,8 +180,8 @@ class ClusterReducer {
   const Params& p_;
   const Share& share_;
   const Memory memory_;
-  const int owned_;    // most slices of a tile that a CTA owns
-  const int senders_;  // of sums for a slice
+  const int owned_;    // the most slices of a tile that a CTA owns
+  const int senders_;  // of partial sums for a slice
 };
 
 }  // namespace jaxlowbit::sm90_stream
