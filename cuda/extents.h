@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where the buffers of a product lie in memory, and the buffers of its parts.
+// Where the buffers of a product lie in memory, and the buffers of parts of it.
 #pragma once
 
 #include <array>
@@ -10,17 +10,17 @@
 
 namespace jaxlowbit {
 
-// What most kernels copy at a time, from multiples of it.
+// Most kernels load this many bytes at a time, from multiples of it.
 inline constexpr int64_t kAlignment = 16;
 
-// Where Placement puts what it copies.
+// Alignment of what Placement puts into the workspace.
 inline constexpr int64_t kPlaceAlignment = 128;
 
 inline bool IsAligned(const void* data) {
   return reinterpret_cast<uintptr_t>(data) % kAlignment == 0;
 }
 
-// `bytes` beyond a pointer that may be null.
+// The pointer plus `bytes`; null stays null.
 template <typename T>
 T* Offset(T* data, int64_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(data);
@@ -62,8 +62,8 @@ inline Extent OutExtent(const QuantizedMatmul& p, const Buffers& b) {
   return {b.out, p.batch * p.m * p.out_columns() * SizeOf(p.out)};
 }
 
-// All that a product reads. Not a residual that lies where out does, element by element: each is read by the
-// thread that writes there.
+// Everything that a product reads, except a residual that lies exactly where out does: each of its elements is read by
+// the thread that overwrites it.
 inline std::array<Extent, 8> OperandExtents(const QuantizedMatmul& p, const Buffers& b) {
   const Epilogue& e = p.epilogue;
   const int64_t weights = p.batch * p.weights_per_element();
@@ -81,14 +81,14 @@ inline std::array<Extent, 8> OperandExtents(const QuantizedMatmul& p, const Buff
           or_none(in_place ? nullptr : b.residual, p.batch * p.m * p.n * SizeOf(e.residual))};
 }
 
-// Lets the buffers begin with weight number `first`.
+// Advances the buffers to weight number `first`.
 inline void SkipWeights(const QuantizedMatmul& p, int64_t first, Buffers* b) {
   b->packed = Offset(b->packed, first * PackedBytes(p));
   b->scale = Offset(b->scale, first * GroupValues(p) * p.scale_bytes());
   b->zero = Offset(b->zero, first * GroupValues(p) * p.zero_bytes());
 }
 
-// Lets the buffers begin with row number `first`, of all of the batch.
+// Advances the buffers to row number `first`, counted over the whole batch.
 inline void SkipRows(const QuantizedMatmul& p, int64_t first, Buffers* b) {
   b->lhs = Offset(b->lhs, first * p.lhs_columns() * SizeOf(p.lhs));
   b->gathered = Offset(b->gathered, first * p.lhs_columns() * SizeOf(p.lhs));
@@ -96,7 +96,7 @@ inline void SkipRows(const QuantizedMatmul& p, int64_t first, Buffers* b) {
   b->residual = Offset(b->residual, first * p.out_columns() * SizeOf(p.epilogue.residual));
 }
 
-// The product of `count` elements of the batch, from `first` on.
+// The product of `count` batch elements, from `first` on.
 inline Operands BatchPart(const Operands& whole, int64_t first, int64_t count) {
   Operands part = whole;
   QuantizedMatmul& p = part.problem;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The attributes of a call, by name. Programs may be exported by one version of the library and run by another, so
-// every call carries the version of its attributes and operands, and that of the order of packed words.
+// every call carries the version of its attributes and operands, and the version of the packed layout.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class Attributes {
  public:
   explicit Attributes(ffi::Dictionary dictionary) : dictionary_(dictionary) {}
 
-  // A default value where there is none, of which Check then speaks.
+  // Returns a default value for a missing attribute, which Check reports.
   template <typename T>
   T Get(std::string_view name) {
     const auto value = dictionary_.get<T>(name);
@@ -29,7 +29,7 @@ class Attributes {
     return T();
   }
 
-  // What is wrong with the versions, or with what was asked for.
+  // Says what is wrong with the versions, or which attribute is missing.
   ffi::Error Check() {
     for (auto [name, own, what] :
          {std::tuple{"version", kCallVersion, "the calls of version "},

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handler of what lies between two attentions of a transformer: five kernels or more, all of
-// which but the first start early (cuda/kernels/launch_config.h).
+// The CUDA handler of what lies between two attentions of a transformer: five kernels or more, all but the first under
+// PDL (cuda/kernels/launch_config.h).
 //
 //   sum       = residual + attended @ out
 //   hidden    = activation(gate) * up of rms_norm(sum) * norm
@@ -30,7 +30,7 @@ struct BlockBuffers {
   ffi::AnyBuffer result, projected, sum, normed, hidden;
 };
 
-// The products, in their order: out, up, down, then the following.
+// The products, in order: out, up, down, then the following.
 ffi::Error DecodeProducts(const BlockBuffers& buffers, ffi::RemainingArgs weights,
                           ffi::RemainingRets following, ffi::Span<const int64_t> bits,
                           ffi::Span<const int64_t> group_size, std::vector<Operands>* products) {
@@ -98,8 +98,8 @@ Extent ExtentOf(ffi::AnyBuffer buffer) {
   return {buffer.untyped_data(), static_cast<int64_t>(buffer.size_bytes())};
 }
 
-// Sends to the workspace what a block writes over something that is read later: the result and the following
-// products are written while kernels still read what those products need. All else has been read by then.
+// Redirects to the workspace what a block writes over something that is read later: the result and the following
+// products are written while kernels still read operands of those products. Everything else has been read by then.
 ffi::Error RedirectResults(const BlockBuffers& buffers, std::vector<Operands>* products,
                            Placement* placement, void** result) {
   std::vector<Extent> read = {ExtentOf(buffers.following_norm)};

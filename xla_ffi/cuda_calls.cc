@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// CUDA handlers of several products. Every kernel but a call's first starts early, which survives
-// graph capture only inside of one handler (cuda/kernels/launch_config.h): nothing here writes a weight, and
-// what the kernels before the call wrote is there when the first one starts.
+// CUDA handlers of several products. Every kernel but a call's first uses PDL, which survives graph capture only
+// inside of one handler (cuda/kernels/launch_config.h): nothing here writes a weight, and what earlier kernels wrote
+// is there when the first kernel of the call starts.
 #include <cuda_runtime_api.h>
 
 #include <string>
@@ -77,7 +77,7 @@ ffi::Error ExecuteMlp(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer pa
       error = CheckType("hidden", *hidden, up.problem.out == up.problem.lhs, "the type of lhs");
     }
     if (error.success()) error = Enqueue({up}, Workspace(*workspace), place);
-    // What the first product has read, the second may write over.
+    // The second product may overwrite what the first has read.
     down.problem.pdl = true;
     return error.failure() ? error : Enqueue({down}, Workspace(*workspace), place);
   });

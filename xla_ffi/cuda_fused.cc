@@ -15,7 +15,7 @@
 namespace jaxlowbit {
 namespace {
 
-// Null where there is none: B[0].
+// Decodes a bias or a residual; `data` stays null for an empty one.
 ffi::Error DecodeAddend(const std::string& name, ffi::AnyBuffer buffer,
                         std::initializer_list<int64_t> shape, const std::string& rule,
                         ElementType lhs, ElementType* type, const void** data) {

@@ -17,7 +17,7 @@
 namespace jaxlowbit {
 namespace {
 
-// The buffers of a product by each matrix of the stack that `operands` hold.
+// The buffers of a product by each matrix of the stack in `operands`.
 std::vector<Buffers> CallsOf(const Operands& operands, void* workspace) {
   std::vector<Buffers> calls;
   for (int64_t i = 0; i < operands.problem.num_weights; ++i) {
@@ -89,7 +89,7 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
     }
     std::vector<float> times;
     const std::string what = "timing " + Describe(problem, place.device);
-    // What comes before in the stream writes the operands.
+    // Earlier kernels in the stream write the operands.
     error = ToError(cudaStreamSynchronize(stream), what);
     if (error.failure()) return error;
     error = ToError(TimeChoices(problem, buffers, decoded, place.device, &times), what);

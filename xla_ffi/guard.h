@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What lies between XLA and every handler: no exception crosses, and errors name the function that the user called.
+// The barrier between XLA and every handler: no exception crosses it, and errors name the function that the user
+// called.
 #pragma once
 
 #include <exception>
@@ -21,7 +22,8 @@ ffi::Error Guard(const char* caller, Handle handle) {
   try {
     const ffi::Error error = handle();
     if (error.success()) return error;
-    const std::optional<ffi::ErrorCode> code = error.errc();  // of some versions, the code itself
+    // Some versions of XLA return the code itself.
+    const std::optional<ffi::ErrorCode> code = error.errc();
     return ffi::Error(code.value_or(ffi::ErrorCode::kInternal),
                       std::string(caller) + ": " + error.message());
   } catch (const std::exception& exception) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The Python module: the handlers as capsules, and what was built.
+// The Python module: handlers as capsules, the selection, and what was built.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -80,7 +80,7 @@ nb::dict BuildInfo() {
   info["cuda"] = kCuda;
   info["cuda_compiler"] = JAXLOWBIT_CUDA_COMPILER;
   info["cuda_architectures"] = JAXLOWBIT_CUDA_ARCHITECTURES;
-  info["cpu_isa"] = clones;  // that this machine can run; the first one is used
+  info["cpu_isa"] = clones;  // those that this machine can run; the first one is used
   return info;
 }
 
@@ -92,7 +92,7 @@ struct Question {
   int64_t workspace_bytes;
 };
 
-// A choice as Python names its fields: kernel, block_m, split_k, slices, tile, mates.
+// A choice as Python names its fields: kernel, block_m, split_k, slices, tile, mates (peers here).
 nb::tuple Fields(const Choice& choice) {
   return nb::make_tuple(NameOf(choice.kernel), choice.block_m, choice.split_k, choice.slices,
                         choice.tile, choice.peers);
@@ -114,7 +114,7 @@ nb::dict SelectKernel(const Question& question) {
   return chosen;
 }
 
-// The choices worth measuring, that of the cost model first; none where no kernel computes it.
+// The choices worth measuring, that of the cost model first; none if no kernel supports the problem.
 nb::list ListCandidates(const Question& question) {
   const auto& [problem, device, device_name, workspace_bytes] = question;
   nb::list candidates;
@@ -149,7 +149,7 @@ Device DeviceOf(int compute_capability, int num_sms, int shared_bytes_per_sm) {
   return device;
 }
 
-// Sets the table of a device from the entries that it can run. Returns for each why it cannot, or "".
+// Sets the table of a device from the entries that it can run. Returns for each entry why it cannot run, or "".
 nb::list SetTunedEntries(const std::string& device_name,
                          const std::vector<std::pair<ProblemFields, ChoiceFields>>& entries,
                          int compute_capability, int num_sms, int shared_bytes_per_sm) {
@@ -173,7 +173,7 @@ nb::list SetTunedEntries(const std::string& device_name,
   return reasons;
 }
 
-// Defines a function of a question, whose arguments are named.
+// Defines a function of a question, whose arguments are named. `early_start` is the problem's `pdl`.
 template <typename Function>
 void Define(nb::module_& module, const char* name, Function function) {
   module.def(

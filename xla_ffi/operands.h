@@ -10,8 +10,8 @@
 //             i, or the only one; gated, s32[2 b]: pairs of weights, the gate first
 //   result 0  out O[b, m, n], transposed [b, m, k]  O: T or f32
 //
-// On CUDA it has more (cuda_handler.cc), and so have calls with an epilogue (cuda_fused.cc); those of
-// several products (cuda_calls.cc) have the same of each.
+// On CUDA the target has more operands (cuda_handler.cc), and so have calls with an epilogue (cuda_fused.cc). Calls of
+// several products (cuda_calls.cc) have these for each product.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ struct WeightBuffers {
   ffi::AnyBuffer packed, scale, zero, index;
 };
 
-// What a call says of one product.
+// What the attributes of a call say of one product.
 struct ProductAttributes {
   int64_t bits, group_size;
   bool transposed = false, scale_sums = false, half_sums = false;

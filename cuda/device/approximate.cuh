@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The special function unit's own operations, right to some 2^-22. Subnormal operands and results are
-// zeros: the forms of C++ treat those apart, in instructions of their own.
+// The special function unit's own operations, right to about 2^-22. They take and return zeros for subnormals, which
+// the functions of C++ treat apart, in instructions of their own.
 #pragma once
 
 namespace jaxlowbit {

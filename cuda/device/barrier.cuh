@@ -10,21 +10,21 @@ namespace jaxlowbit {
 
 inline constexpr int kBarrierBytes = 8;
 
-// One lane arrives for its warp, behind __syncwarp(). racecheck takes only threads that arrive themselves to be
-// ordered, so a build for it (CMakeLists.txt) lets every lane arrive.
+// One lane arrives for its warp, behind __syncwarp(). racecheck orders only threads that arrive themselves, so a build
+// for it (CMakeLists.txt) lets every lane arrive.
 #if defined(JAXLOWBIT_RACECHECK)
 inline constexpr int kWarpArrivals = 32;
 #else
 inline constexpr int kWarpArrivals = 1;
 #endif
 
-// `arrivals` complete a phase, and with them every byte expected in it.
+// A phase is complete after `arrivals` arrivals and every byte that was expected in it.
 __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals)
                : "memory");
 }
 
-// Lets the rest of the cluster, and asynchronous copies, see barriers that this thread made.
+// Makes barriers that this thread initialized visible to the cluster and to asynchronous copies.
 __device__ inline void PublishBarriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
@@ -33,18 +33,19 @@ __device__ inline void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// A warp's arrivals, after all that its lanes did before.
+// Arrives for a warp, after everything that its lanes did before.
 __device__ inline void ArriveAsWarp(uint32_t barrier, int lane) {
   if constexpr (kWarpArrivals == 1) __syncwarp();
   if (lane < kWarpArrivals) Arrive(barrier);
 }
 
-// At a barrier of another CTA of the cluster (MapToRank), of one that has only read.
+// Arrives at a barrier of another CTA of the cluster (MapToRank), for a thread that has only read.
 __device__ inline void ArriveRemoteAfterReads(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// The same, and lets who waits see what this thread has written: a fence of the whole device.
+// Release: arrives at such a barrier and makes this thread's writes visible to the waiting threads. A fence of the
+// whole device.
 __device__ inline void ArriveRemote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(barrier)
                : "memory");
@@ -55,8 +56,8 @@ __device__ inline void ArriveExpecting(uint32_t barrier, int bytes) {
                : "memory");
 }
 
-// Waits for the end of the phase of this parity; the first phase has parity 0. What this CTA's
-// threads, and copies, wrote before they arrived can then be read.
+// Waits for the end of the phase of this parity; the first phase has parity 0. What this CTA's threads, and copies,
+// wrote before they arrived can then be read.
 __device__ inline void Wait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
@@ -69,7 +70,7 @@ __device__ inline void Wait(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// The same for what threads of the whole cluster wrote.
+// Waits likewise for what threads of the whole cluster wrote.
 __device__ inline void WaitForCluster(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
@@ -87,7 +88,7 @@ __device__ inline void Synchronize(int number, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }
 
-// The same; whether `value` is true in all of them.
+// Synchronizes, and returns whether `value` is true in all of those threads.
 __device__ inline bool AllOf(int number, int threads, bool value) {
   int all;
   asm volatile(
@@ -103,7 +104,7 @@ __device__ inline bool AllOf(int number, int threads, bool value) {
   return all != 0;
 }
 
-// Synchronizes without waiting, for those that do.
+// Arrives at a barrier of Synchronize without waiting.
 __device__ inline void ArriveForOthers(int number, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Copies from global to shared memory by one thread, reported to a barrier, sm_90 and up.
+// TMA: loads and stores between global and shared memory that one thread starts, sm_90 and up. Loads report to a
+// barrier.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 #pragma once
 
@@ -10,15 +11,14 @@
 
 namespace jaxlowbit {
 
-// For what is read once: first to leave L2.
+// The L2 policy for what is read once: first to be evicted.
 __device__ inline uint64_t EvictFirst() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
   return policy;
 }
 
-// Starts copying `bytes`, a multiple of 16, as are both addresses; `barrier` is told of them as they
-// arrive.
+// Starts loading `bytes`. Bytes and both addresses are multiples of 16. `barrier` counts the bytes as they arrive.
 __device__ inline void BulkLoad(uint32_t shared, const void* source, int bytes, uint32_t barrier,
                                 uint64_t policy) {
   asm volatile(
@@ -28,8 +28,8 @@ __device__ inline void BulkLoad(uint32_t shared, const void* source, int bytes, 
       : "memory");
 }
 
-// Starts copying a box of an array of three axes, the innermost first, from this position on;
-// elements outside of the array are zeros.
+// Starts loading a tile of a tensor map of three axes, the innermost first, from this position on. Elements out of
+// bounds are zeros.
 __device__ inline void TmaLoad(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
                                uint32_t barrier) {
   asm volatile(
@@ -39,7 +39,7 @@ __device__ inline void TmaLoad(uint32_t shared, const CUtensorMap* map, int x, i
       : "memory");
 }
 
-// The same with a policy for L2.
+// Loads likewise, with a policy for L2.
 __device__ inline void TmaLoad(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
                                uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -49,8 +49,8 @@ __device__ inline void TmaLoad(uint32_t shared, const CUtensorMap* map, int x, i
       : "memory");
 }
 
-// The same to the same place in several CTAs of the cluster, each of whose barriers at this place is
-// told; bit r of `ranks` for rank r.
+// Starts multicasting a tile to the same place in several CTAs of the cluster. The barrier at this place of each of
+// them counts the bytes. Bit r of `ranks` stands for rank r.
 __device__ inline void TmaLoadMulticast(uint32_t shared, const CUtensorMap* map, int x, int y,
                                         int z, uint32_t barrier, int ranks) {
   asm volatile(
@@ -60,8 +60,8 @@ __device__ inline void TmaLoadMulticast(uint32_t shared, const CUtensorMap* map,
       : "memory");
 }
 
-// Starts storing a box of an array of three axes, without the elements outside of it. Stores to
-// shared memory must be published first (PublishShared).
+// Starts storing a tile to a tensor map of three axes, without the elements out of bounds. Writes to shared memory
+// must be published first (PublishShared).
 __device__ inline void TmaStore(const CUtensorMap* map, int x, int y, int z, uint32_t shared) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n" ::"l"(
@@ -70,7 +70,7 @@ __device__ inline void TmaStore(const CUtensorMap* map, int x, int y, int z, uin
       : "memory");
 }
 
-// Lets copies see what this thread has stored to shared memory.
+// Makes this thread's writes to shared memory visible to TMA.
 __device__ inline void PublishShared() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
@@ -79,7 +79,7 @@ __device__ inline void CommitStores() {
   asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
 }
 
-// Waits until at most `kPending` groups of this thread's box stores still read shared memory.
+// Waits until at most `kPending` groups of this thread's stores still read shared memory.
 template <int kPending>
 __device__ inline void WaitStoresRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");

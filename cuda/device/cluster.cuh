@@ -14,14 +14,14 @@ __device__ inline int ClusterRank() {
   return static_cast<int>(rank);
 }
 
-// The address, in the CTA of this rank, of what `shared` is here.
+// The address in the CTA of this rank that corresponds to `shared` in this CTA.
 __device__ inline uint32_t MapToRank(uint32_t shared, int rank) {
   uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(mapped) : "r"(shared), "r"(rank));
   return mapped;
 }
 
-// Arrives at the barrier of all threads of the cluster. Makes no stores visible.
+// Arrives at the barrier of all threads of the cluster. Makes no writes visible.
 __device__ inline void ArriveAtCluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
 }
@@ -30,12 +30,12 @@ __device__ inline void WaitForArrivals() {
   asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 }
 
-// The same, and lets who waits see what this thread has done before.
+// Release: arrives at that barrier and makes this thread's writes visible to the waiting threads.
 __device__ inline void ReleaseToCluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
 }
 
-// Starts storing 16 bytes in another CTA, whose `barrier` is told of them (both by MapToRank).
+// Starts storing 16 bytes in another CTA, whose `barrier` counts them (both addresses by MapToRank).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
 __device__ inline void StoreRemote(uint32_t shared, const float (&values)[4], uint32_t barrier) {
   asm volatile(

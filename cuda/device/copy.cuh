@@ -13,8 +13,8 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Hides from the compiler how a value came about, so that it keeps the value and does not compute it
-// again in a loop.
+// Hides from the compiler how a value was computed, so that it keeps the value instead of computing it again in a
+// loop.
 template <typename T>
 __device__ inline T Keep(T value) {
   asm volatile("" : "+r"(value));
@@ -30,8 +30,8 @@ __device__ inline uint4 LoadShared16(uint32_t shared) {
   return v;
 }
 
-// `kCase`: of cases of which one runs, so that the compiler does not make them one, which would have to
-// look up its registers by number.
+// Stores 16 bytes. `kCase` distinguishes cases of which one runs, so that the compiler does not merge them: the merged
+// code would have to index registers.
 template <int kCase>
 __device__ inline void StoreShared16(uint32_t shared, const float (&v)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};  // %5\n" ::"r"(shared), "f"(v[0]),
@@ -57,14 +57,14 @@ __device__ inline uint32_t LoadShared2(uint32_t shared) {
   return v;
 }
 
-// Copies two bytes, or zeros where there is no source; done when the instruction is.
+// Copies two bytes, or zeros if there is no source. Done when the instruction is.
 __device__ inline void StoreShared2(uint32_t shared, const void* source) {
   const uint16_t v = source == nullptr ? 0 : *static_cast<const uint16_t*>(source);
   asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(shared), "h"(v) : "memory");
 }
 
-// Starts copying 16 bytes; writes zeros instead when `valid` is false. `source` is then not read,
-// but must still be a global address.
+// Starts copying 16 bytes, or writes zeros if `valid` is false. `source` is then not read, but must still be a global
+// address.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
 __device__ inline void CopyAsync(uint32_t shared, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(source),
@@ -72,7 +72,7 @@ __device__ inline void CopyAsync(uint32_t shared, const void* source, bool valid
                : "memory");
 }
 
-// The same from a multiple of 4 bytes.
+// Starts copying 16 bytes from a multiple of 4 bytes.
 __device__ inline void CopyAsyncByWords(uint32_t shared, const void* source, bool valid) {
 #pragma unroll
   for (int i = 0; i < kCopyBytes; i += 4) {
@@ -82,7 +82,7 @@ __device__ inline void CopyAsyncByWords(uint32_t shared, const void* source, boo
   }
 }
 
-// The same from anywhere; done when the instructions are.
+// Copies 16 bytes from anywhere. Done when the instructions are.
 __device__ inline void CopyBytes(uint32_t shared, const void* source, bool valid) {
 #pragma unroll 1
   for (int i = 0; i < kCopyBytes; ++i) {
@@ -93,7 +93,7 @@ __device__ inline void CopyBytes(uint32_t shared, const void* source, bool valid
 
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-// Waits until at most `kPending` of this thread's committed groups are still under way.
+// Waits until at most `kPending` of this thread's committed groups are in flight.
 template <int kPending>
 __device__ inline void WaitCopies() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
@@ -109,7 +109,7 @@ __device__ inline void LoadMatrices(uint32_t (&fragment)[4], uint32_t shared) {
                : "memory");
 }
 
-// Two matrices: lanes 0 to 15 pass addresses.
+// Loads two such matrices: lanes 0 to 15 pass addresses.
 __device__ inline void LoadMatrices(uint32_t (&fragment)[2], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n"
                : "=r"(fragment[0]), "=r"(fragment[1])

@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Codes to weights in registers: w = (q - z) * s, rounded once, bit for bit the definition.
-//
-// No integer-to-float conversion is executed. An integer below 2^m placed in the mantissa of a
-// float is that float's value plus a constant (bf16 0x4300 | q = 128 + q for q < 128; f16 0x6400 |
-// q = 1024 + q for q < 1024), so one logic instruction and one fma give q - z exactly in two
-// halves. The 8 bits of a code do not fit beside bf16's 7 bits of mantissa: there the code itself
-// is read as a (subnormal) bf16, q * 2^-133, which is linear in q up to 255, and scaled up in two
-// exact steps. The idea of the first form is FasterTransformer's, of the second TurboMind's.
-//
-// Multiplications are written as fma with -0, which sm_80 has for bf16 too and which keeps the sign
-// of a zero product.
+// Quantized values to weights in registers: w = (q - z) * s, rounded once, bit for bit the definition.
+// |
+// |No integer-to-float conversion is executed. An integer below 2^m placed in the mantissa of a float is that float's
+// |value plus a constant (bf16 0x4300 | q = 128 + q for q < 128; f16 0x6400 | q = 1024 + q for q < 1024), so one logic
+// |instruction and one fma give q - z exactly in two halves. 8 bits do not fit beside bf16's 7 bits of mantissa: there q
+// |itself is read as a (subnormal) bf16, q * 2^-133, which is linear in q up to 255, and scaled up in two exact steps.
+// |The first form is FasterTransformer's idea, the second TurboMind's.
+// |
+// |Multiplications are written as fma with -0, which sm_80 has for bf16 too and which keeps the sign of a zero product.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -81,18 +79,18 @@ template <typename T>
 __host__ __device__ constexpr uint32_t PowerOfTwo(int exponent) {
   return static_cast<uint32_t>(exponent + Pair<T>::kBias) << Pair<T>::kMantissaBits;
 }
-// In both halves.
+// 2^exponent in both halves.
 template <typename T>
 __host__ __device__ constexpr uint32_t PowersOfTwo(int exponent) {
   return PowerOfTwo<T>(exponent) * 0x00010001u;
 }
 
-// As a float32's bits.
+// 2^exponent as the bits of a float32.
 __host__ __device__ constexpr uint32_t PowerOfTwoFloat(int exponent) {
   return static_cast<uint32_t>(exponent + 127) << 23;
 }
 
-// Subnormal Ts are integers times 2^kSubnormalUnit: codes as they stand are.
+// Subnormal Ts are integers times 2^kSubnormalUnit, so quantized values are subnormals as they stand.
 template <typename T>
 inline constexpr int kSubnormalUnit = 1 - Pair<T>::kBias - Pair<T>::kMantissaBits;
 
@@ -101,11 +99,11 @@ __device__ inline uint32_t Multiply(uint32_t a, uint32_t b) {
   return Pair<T>::Fma(a, b, kNegativeZeros);
 }
 
-// Whether codes are read as subnormals instead of beside the mantissa bits of a constant.
+// Whether quantized values are read as subnormals, or beside the mantissa bits of a constant.
 template <typename T, int kBits>
 inline constexpr bool kSubnormal = kBits > Pair<T>::kMantissaBits;
 
-// Minus the zero point of one row, in both halves, with what Unpack's first step adds or scales.
+// Minus the zero point of one row, in both halves, with the constant or the factor of Unpack's first step.
 template <typename T, int kBits>
 struct Centre {
   static constexpr float k2ToMinus6 = 1.0f / 64;
@@ -123,7 +121,7 @@ struct Centre {
   }
 };
 
-// q - z, exactly, of the four registers of one step: rows g and g + 8 alternate (layout.cuh).
+// Computes q - z, exactly, for the four registers of one step: rows g and g + 8 alternate (layout.cuh).
 template <typename T, int kBits>
 __device__ inline void Unpack(const uint32_t (&words)[kWordsPerStep<kBits>],
                               const Centre<T, kBits> (&centre)[2], uint32_t (&out)[4]) {
@@ -142,8 +140,8 @@ __device__ inline void Unpack(const uint32_t (&words)[kWordsPerStep<kBits>],
   }
 }
 
-// The codes of one step where they stand, each beside `kWith`: rows g and g + 8 alternate (layout.cuh).
-// In 4 bits those of row g + 8 are 2^kSecondUp times as large.
+// Separates the quantized values of one step where they stand, each beside `kWith`: rows g and g + 8 alternate
+// (layout.cuh). In 4 bits those of row g + 8 are 2^kSecondUp times as large.
 template <int kBits>
 inline constexpr int kSecondUp = kBits == 4 ? 4 : 0;
 
@@ -160,8 +158,8 @@ __device__ inline void SeparateValues(const uint32_t (&words)[kWordsPerStep<kBit
   }
 }
 
-// Of f16 in 4 bits, as high as all can stand as subnormals: those of row g from bit kLifted on, those of
-// row g + 8 kSecondUp<4> bits above.
+// Separates 4-bit values for f16, as high as all of them can stand as subnormals: those of row g from bit kLifted on,
+// those of row g + 8 kSecondUp<4> bits above.
 inline constexpr int kLifted = 3;
 
 __device__ inline void LiftValues(uint32_t word, uint32_t (&values)[4]) {
@@ -173,17 +171,17 @@ __device__ inline void LiftValues(uint32_t word, uint32_t (&values)[4]) {
   }
 }
 
-// Codes to integers for sums that are scaled afterwards: (q - z) * 2^-kShift, exactly. Codes are read
-// as subnormals where they stand, which takes no shift for every other one. Of the powers of two that
-// this offers in bf16, 2^-12 keeps the sum of an atom's products in float32 from overflowing at the top
-// of bf16's range, and from losing bits at the bottom; 2^-9 is the largest in f16.
+// Quantized values become integers (q - z) * 2^-kShift, exactly, for accumulators that are scaled afterwards. They are
+// read as subnormals where they stand, which saves a shift for every other one. Of the powers of two that this offers
+// in bf16, 2^-12 keeps the sum of an atom's products in float32 from overflowing at the top of bf16's range, and from
+// losing bits at the bottom. 2^-9 is the largest in f16.
 template <typename T>
 inline constexpr int kShift = 9;
 template <>
 inline constexpr int kShift<__nv_bfloat16> = 12;
 
-// The same for integers that are scaled at once. 2^-6 is the largest that can be had in bf16; weights
-// that much smaller lose bits only where float32 sums may too. In f16 they would lose more.
+// The shift of integers that are scaled at once. 2^-6 is the largest that bf16 offers; weights that much smaller lose
+// bits only where float32 accumulators may too. In f16 they would lose more.
 template <typename T>
 inline constexpr int kWeightShift = 0;
 template <>
@@ -192,7 +190,7 @@ inline constexpr int kWeightShift<__nv_bfloat16> = 6;
 // Minus the zero point of one row, in both halves, times 2^-kDown.
 template <typename T, int kDown = kShift<T>>
 struct IntegerCentre {
-  static constexpr uint32_t kWith = 0;  // beside the codes
+  static constexpr uint32_t kWith = 0;  // beside the quantized values
 
   uint32_t value;
 
@@ -203,19 +201,20 @@ struct IntegerCentre {
   static __device__ IntegerCentre OfPowerOfTwo(int exponent) {
     return {PowersOfTwo<T>(exponent - kDown) | kNegativeZeros};
   }
-  // `code`: a pair of codes, 2^kUp times as large.
+  // `quantized`: a pair of quantized values, 2^kUp times as large.
   template <int kUp>
   __device__ uint32_t Subtract(uint32_t quantized) const {
     return Pair<T>::Fma(quantized, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown - kUp), value);
   }
 };
 
-// As large as they are there are no such subnormals in f16: the codes stand beside 1024.
+// f16 has no such subnormals without a shift: quantized values stand beside 1024.
 template <>
 struct IntegerCentre<__half, 0> {
   static constexpr uint32_t kWith = Pair<__half>::kMagic;
 
-  uint32_t value, raised;  // with 1024; for codes that are 2^4 times as large, with 1024 * 2^-4
+  // With 1024; `raised`, for quantized values that are 2^4 times as large, with 1024 * 2^-4.
+  uint32_t value, raised;
 
   static __device__ IntegerCentre Of(uint32_t zeros) {
     return {(PowersOfTwo<__half>(10) | kNegativeZeros) + zeros,
@@ -228,7 +227,7 @@ struct IntegerCentre<__half, 0> {
   }
 };
 
-// The four registers of one step: rows g and g + 8 alternate (layout.cuh).
+// Computes (q - z) * 2^-kDown for the four registers of one step: rows g and g + 8 alternate (layout.cuh).
 template <typename T, int kBits, int kDown>
 __device__ inline void UnpackIntegers(const uint32_t (&words)[kWordsPerStep<kBits>],
                                       const IntegerCentre<T, kDown> (&centre)[2],
@@ -241,9 +240,9 @@ __device__ inline void UnpackIntegers(const uint32_t (&words)[kWordsPerStep<kBit
   }
 }
 
-// The scale, or the float zero, of one row. Of the activation's own type they work in that type; in
-// float32 the result is rounded to the activation's type. Either way it is rounded once. Without a
-// float zero, -0 is added, which changes nothing, the sign of a zero included.
+// The scale, or the float zero, of one row. If it has the activations' type, it works in that type; in float32 the
+// result is rounded to the activations' type. Either way it is rounded once. Without a float zero, -0 is added, which
+// changes nothing, not even the sign of a zero.
 template <typename T, typename S>
 struct RowScale;
 
@@ -251,13 +250,13 @@ template <typename T>
 struct RowScale<T, T> {
   uint32_t value;  // in both halves
   static __device__ RowScale NegativeZero() { return {kNegativeZeros}; }
-  // Of rows g and g + 8, neighbours in shared memory (layout.cuh).
+  // Loads rows g and g + 8, neighbours in shared memory (layout.cuh).
   static __device__ void LoadPair(uint32_t shared, RowScale (&rows)[2]) {
     const uint32_t both = LoadShared4(shared);
     rows[0].value = __byte_perm(both, both, 0x1010);
     rows[1].value = __byte_perm(both, both, 0x3232);
   }
-  // Times 2^-kDown.
+  // Multiplies by 2^-kDown.
   template <int kDown>
   __device__ void Shrink() {
     constexpr float kFactor = 1.0f / (1 << kDown);

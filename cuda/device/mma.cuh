@@ -10,7 +10,8 @@
 
 namespace jaxlowbit {
 
-// d[16][8] = a[16][16] * b[16][8] + c[16][8], c being d if it is not given. With lane = 4 * g + t, a register pair holds neighbours in k:
+// Computes d[16][8] = a[16][16] * b[16][8] + c[16][8], where c is d if it is not given. With lane = 4 * g + t, a
+// register pair holds neighbours in k:
 //   a[2 * v + h] = a(g + 8 * h, 8 * v + 2 * t + {0, 1})    b[v] = b(8 * v + 2 * t + {0, 1}, g)
 //   d[2 * h + i] = d(g + 8 * h, 2 * t + i)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16816-float
@@ -43,7 +44,7 @@ __device__ inline void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, u
   Mma<T>(d, a, b0, b1, d);
 }
 
-// The same with float16 accumulation: d[h] is the pair d(g + 8 * h, 2 * t + {0, 1}).
+// Computes d += a * b with float16 accumulation: d[h] is the pair d(g + 8 * h, 2 * t + {0, 1}).
 template <typename T>
 __device__ void Mma(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 

@@ -7,14 +7,14 @@
 
 namespace jaxlowbit {
 
-// Of 16-byte copies, or of one for fewer.
+// kCount elements, aligned for copies of 16 bytes, or for one copy if they are fewer.
 template <typename T, int kCount>
 struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Vector {
   T at[kCount];
 };
 
-// The columns of stored rows first to first + kCount - 1; `first` is a multiple of kCount. `part`: rows,
-// and columns, that have an order of their own.
+// Loads the columns of the stored rows first to first + kCount - 1; `first` is a multiple of kCount. `part`: rows, and
+// columns, of a permuted part.
 template <int kCount>
 __device__ inline void LoadColumns(const int32_t* permutation, int first, int part,
                                    int (&columns)[kCount]) {

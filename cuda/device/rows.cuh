@@ -9,7 +9,7 @@
 
 namespace jaxlowbit {
 
-// From the address, in shared memory, of this lane's codes of 16 channels and an atom.
+// Loads this lane's packed weights of 16 channels and an atom from `address` in shared memory.
 template <int kBits>
 __device__ inline void LoadPacked(uint32_t address, int lane,
                                   uint32_t (&packed)[kStepsPerAtom][kWordsPerStep<kBits>]) {
@@ -17,7 +17,7 @@ __device__ inline void LoadPacked(uint32_t address, int lane,
     const uint4 words = LoadShared16(address);
     packed[0][0] = words.x, packed[1][0] = words.y, packed[2][0] = words.z, packed[3][0] = words.w;
   } else {
-    // Two chunks; if all lanes began with their first, lanes i and i + 4 would meet in one bank group.
+    // The lane has two chunks. If all lanes began with their first, lanes i and i + 4 would meet in one bank group.
     const bool second_first = lane / 4 % 2 != 0;
     const uint4 a = LoadShared16(address + (second_first ? kCopyBytes : 0));
     const uint4 b = LoadShared16(address + (second_first ? 0 : kCopyBytes));
@@ -30,8 +30,8 @@ __device__ inline void LoadPacked(uint32_t address, int lane,
   }
 }
 
-// Codes of 16 channels and an atom that were copied as rows of 128 bytes, whose chunk c of 16 bytes lies at
-// c ^ (row % 8), from the address of this lane's first chunk: its neighbour is the second.
+// Loads packed weights of 16 channels and an atom that TMA stored as rows of 128 bytes, whose chunk c of 16 bytes lies
+// at c ^ (row % 8). `address`: this lane's first chunk; its neighbour is the second.
 template <int kBits>
 __device__ inline void LoadSwizzledPacked(uint32_t address,
                                           uint32_t (&packed)[kStepsPerAtom][kWordsPerStep<kBits>]) {
@@ -48,14 +48,14 @@ __device__ inline void LoadSwizzledPacked(uint32_t address,
   }
 }
 
-// Where it begins, in an atom of a strip.
+// The offset of this lane's first chunk in an atom of a strip.
 template <int kBits>
 __device__ inline int FirstSwizzledChunk(int warp, int lane) {
   const int chunk = (warp * 32 + lane) * kWordsPerStep<kBits>, row = chunk / 8;
   return row * 128 + (chunk % 8 ^ row % 8) * kCopyBytes;
 }
 
-// Of rows g and g + 8, neighbours in shared memory.
+// Loads the floats of rows g and g + 8, neighbours in shared memory.
 template <typename S>
 __device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
   if constexpr (sizeof(S) == 4) {
@@ -71,17 +71,17 @@ __device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
 template <typename T, typename S, int kBits>
 class RowPair {
  public:
-  // Zeros as they are until, or unless, a group brings its own.
+  // Sets the zeros that hold until, or unless, a group brings its own.
   __device__ void Start(bool float_zeros) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Float zeros are added to the codes as they are.
+      // Float zeros are added to the quantized values as they are.
       centre_[h] = Centre<T, kBits>::Of(float_zeros ? 0 : 1 << (kBits - 1));
       offset_[h] = RowScale<T, S>::NegativeZero();
     }
   }
 
-  // From the addresses, in shared memory, of what belongs to row g.
+  // Addresses, here and below, are those of row g in shared memory.
   __device__ void LoadScales(uint32_t scale) { RowScale<T, S>::LoadPair(scale, scale_); }
   __device__ void LoadFloatZeros(uint32_t zero) { RowScale<T, S>::LoadPair(zero, offset_); }
   __device__ void LoadIntegerZeros(uint32_t zero) {
@@ -90,10 +90,10 @@ class RowPair {
     centre_[1] = Centre<T, kBits>::Of(both >> 8);
   }
 
-  // Of row g + 8 * h.
+  // The scale of row g + 8 * h.
   __device__ S scale(int h) const { return scale_[h].value; }
 
-  // The weights of one step, in the order of operand A; without their scales if those multiply sums.
+  // The weights of one step, in the order of operand A; without their scales if those multiply accumulators.
   template <bool kWithScale = true>
   __device__ void Dequantize(const uint32_t (&packed)[kWordsPerStep<kBits>],
                              uint32_t (&weights)[4]) const {
@@ -111,7 +111,7 @@ class RowPair {
   Centre<T, kBits> centre_[2];
 };
 
-// From the address, in shared memory, of the zero point of row g: its neighbour is that of row g + 8.
+// Loads zero points from the address of that of row g in shared memory: its neighbour is that of row g + 8.
 template <typename T, int kDown>
 __device__ inline void LoadCentres(uint32_t zero, IntegerCentre<T, kDown> (&centre)[2]) {
   const uint32_t both = LoadShared2(zero);
@@ -119,21 +119,20 @@ __device__ inline void LoadCentres(uint32_t zero, IntegerCentre<T, kDown> (&cent
   centre[1] = IntegerCentre<T, kDown>::Of(__byte_perm(both, 0, 0x4141));
 }
 
-// The same with weights times 2^-kWeightShift<T>, which takes fewer instructions.
+// Rows whose weights come out times 2^-kWeightShift<T>, in fewer instructions than those of RowPair.
 template <typename T, typename S, int kBits>
 class ScaledRowPair {
  public:
   __device__ void Start(bool float_zeros) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Float zeros are added to the codes as they are.
+      // Float zeros are added to the quantized values as they are.
       centre_[h] = float_zeros ? IntegerCentre<T, kDown>::Of(0)
                                : IntegerCentre<T, kDown>::OfPowerOfTwo(kBits - 1);
       offset_[h] = RowScale<T, S>::NegativeZero();
     }
   }
 
-  // From the addresses, in shared memory, of what belongs to row g.
   __device__ void LoadScales(uint32_t scale) { RowScale<T, S>::LoadPair(scale, scale_); }
   __device__ void LoadFloatZeros(uint32_t zero) {
     RowScale<T, S>::LoadPair(zero, offset_);
@@ -159,21 +158,21 @@ class ScaledRowPair {
   IntegerCentre<T, kDown> centre_[2];
 };
 
-// For which lhs and widths there are FusedRowPairs.
+// Types of lhs and widths that have FusedRowPairs.
 template <typename T, int kBits>
 inline constexpr bool kCanFuse = std::is_same_v<T, __nv_bfloat16> || kBits == 4;
 
-// Bit for bit the same weights, by one fma each from the codes as they stand: of float zeros or none, and of
-// scales of type T that Takes() allows. The scale brings the power of two that makes a subnormal's unit
-// 2^-kWeightShift, and so has to be small. Without zeros 2^(kBits - 1) times the scale is exact.
+// Rows whose weights are bit for bit those of ScaledRowPair, by one fma each from the quantized values as they stand:
+// for float zeros or none, and for scales of type T that Takes() allows. The scale brings the power of two that makes
+// a subnormal's unit 2^-kWeightShift, and so has to be small. Without zeros 2^(kBits - 1) times the scale is exact.
 template <typename T, int kBits>
 class FusedRowPair {
  public:
-  // Of pairs of scales, what Takes() needs of them all.
+  // Joins pairs of scales into what Takes() needs to know of them all.
   static __device__ uint32_t Join(uint32_t a, uint32_t b) {
     return kHalf ? __vmaxu2(a & 0x7fff7fff, b & 0x7fff7fff) : a | b;
   }
-  // Whether all are below 2, of f16 below 2^-5.
+  // Whether all scales are below 2, or in f16 below 2^-5.
   static __device__ bool Takes(uint32_t scales) {
     if constexpr (kHalf) {
       constexpr uint32_t kLimit = PowerOfTwo<T>(-5);
@@ -187,7 +186,7 @@ class FusedRowPair {
   __device__ void LoadScales(uint32_t scale) {
     const uint32_t both = LoadShared4(scale);
     constexpr int kUp = -kSubnormalUnit<T> - kDown - (kHalf ? kLifted : 0);
-    // Larger than 2^15 there are none in f16.
+    // f16 has no larger power of two than 2^15.
     constexpr int kFirst = kHalf ? 15 : kUp;
     uint32_t up =
         Multiply<T>(both, PowerOfTwo<T>(kFirst) | PowerOfTwo<T>(kFirst - kSecondUp<kBits>) << 16);
@@ -218,7 +217,7 @@ class FusedRowPair {
   static constexpr bool kHalf = std::is_same_v<T, __half>;
   static constexpr int kDown = kWeightShift<T>;
 
-  // A pair of values of rows g and g + 8: each in both halves.
+  // Puts each of a pair of values, of rows g and g + 8, into both halves of a register.
   static __device__ void Duplicate(uint32_t both, uint32_t (&rows)[2]) {
     rows[0] = __byte_perm(both, both, 0x1010);
     rows[1] = __byte_perm(both, both, 0x3232);
@@ -228,13 +227,13 @@ class FusedRowPair {
   uint32_t scale_[2], offset_[2];
 };
 
-// The same of a single group, whose scales multiply whole sums: weights are integers times the power of
-// two in their scale, which is exact and keeps sums in the range that scaled weights give them. Sums are
-// to be multiplied by 2^kWeightShift as those of scaled weights are, then by the rest, Factor().
+// Rows of a single group, whose scales multiply accumulators: weights are integers times the power of two in their
+// scale, which is exact and keeps accumulators in the range of scaled weights. Accumulators are to be multiplied by
+// 2^kWeightShift, as those of scaled weights are, then by the rest of the scale, Factor().
 template <typename T, typename S, int kBits>
 class ChannelRowPair {
  public:
-  // From the addresses, in shared memory, of what belongs to row g. Scales come first.
+  // Addresses are those of row g in shared memory. Scales are loaded first.
   __device__ void LoadScales(uint32_t scale) {
     float scales[2];
     LoadFloats<S>(scale, scales);
@@ -253,7 +252,7 @@ class ChannelRowPair {
     offset_[1] = Multiply<T>(__byte_perm(both, 0, 0x4141), unit_[1] | kNegativeZeros);
   }
 
-  // Of the sums of row g + 8 * h.
+  // The factor of the accumulators of row g + 8 * h.
   __device__ float Factor(int h) const { return factor_[h]; }
 
   // The weights of one step, in the order of operand A.
@@ -265,11 +264,12 @@ class ChannelRowPair {
   }
 
  private:
-  // Of f16, integers times 2^-9 whatever the scale: sums in float32 have range to spare.
+  // In f16, integers times 2^-9 whatever the scale: accumulators in float32 have range to spare.
   static constexpr bool kHalf = std::is_same_v<T, __half>;
   static constexpr int kDown = kHalf ? kShift<T> : kWeightShift<T>;
 
-  // Of the power of two: at most 0, for codes to be read as subnormals; from -120 on no bits are lost.
+  // The exponent of the power of two: at most 0, for quantized values to be read as subnormals; from -120 on no bits
+  // are lost.
   static __device__ int Exponent(float scale) {
     const int exponent = static_cast<int>(__float_as_uint(scale) >> 23 & 255) - 127;
     return kHalf ? 0 : max(-120, min(0, exponent));
@@ -279,8 +279,8 @@ class ChannelRowPair {
   uint32_t unit_[2], up_[2], offset_[2];
 };
 
-// The same where scales multiply sums: weights are integers, and a group's sums are scaled in
-// float32. Exact for every scale, so at least as close to the definition as rounded weights.
+// Rows whose scales multiply accumulators: weights are integers, and the partial sum of a group is scaled in float32.
+// Exact for every scale, so at least as close to the definition as rounded weights.
 template <typename T, typename S, int kBits>
 class IntegerRowPair {
  public:
@@ -297,7 +297,7 @@ class IntegerRowPair {
     UnpackIntegers<T, kBits>(packed, centre_, weights);
   }
 
-  // Adds one group's sums, or a part of them, in the order of operand D.
+  // Adds the scaled partial sums of one group, in the order of operand D.
   __device__ void AddScaled(const float (&part)[4], float (&sums)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] = fmaf(part[i], scale_[i / 2], sums[i]);

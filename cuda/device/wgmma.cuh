@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Matrix products of a warpgroup (four warps), asynchronous, sm_90a only: operand A from registers,
+// wgmma: asynchronous matrix products of a warpgroup (four warps), sm_90a only. Operand A comes from registers,
 // operand B from shared memory.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace jaxlowbit {
 
-// Gives back registers of a warpgroup's threads, beyond this many, or takes more.
+// Releases registers of a warpgroup's threads down to this many, or acquires up to this many.
 template <int kRegisters>
 __device__ inline void ReleaseRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
@@ -22,8 +22,8 @@ __device__ inline void AcquireRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
-// Where the compiler must have written, and may not have read, registers of products: their fences
-// say nothing of registers.
+// Marks where the compiler must have written, and may not have read, registers of wgmma: their fences say nothing of
+// registers.
 template <int kRows, int kColumns>
 __device__ inline void KeepAll(uint32_t (&values)[kRows][kColumns]) {
 #pragma unroll
@@ -39,25 +39,24 @@ __device__ inline void KeepAll(float (&values)[kRows][kColumns]) {
   }
 }
 
-// Before products that read registers which this thread has written since it last called this.
+// Must precede wgmma that read registers which this thread has written since it last called this.
 __device__ inline void FenceOperands() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 
-// Ends a group of products.
+// Ends a group of wgmma.
 __device__ inline void CommitProducts() {
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 }
 
-// Waits until at most `kPending` groups are under way. Until then neither their registers may be
-// written nor their sums be read: the compiler does not see that they are in use.
+// Waits until at most `kPending` groups are in flight. Until then their registers may not be written and their
+// accumulators not be read: the compiler does not see that they are in use.
 template <int kPending>
 __device__ inline void WaitProducts() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// Operand B in shared memory: rows of 128 bytes (64 values along k) whose chunk c of 16 bytes lies at
-// c ^ (row % 8), as boxes are copied (tensor_map.h); from `shared` on, a multiple of 1024. These are
-// the low 32 bits of its description, the others do not depend on where it is; of a step of 16 values
-// further they are kStepDescription larger.
+// The descriptor of operand B in shared memory: rows of 128 bytes (64 values along k) whose chunk c of 16 bytes lies
+// at c ^ (row % 8), as TMA stores swizzled tiles (kernels/tensor_map.h), from `shared` on, a multiple of 1024. These
+// are its low 32 bits; the others do not depend on the address. A step of 16 values further is kStepDescription more.
 inline constexpr uint32_t kStepDescription = 32 >> 4;
 __device__ inline uint32_t DescribeOperand(uint32_t shared) {
   constexpr uint32_t kUnused = 1 << 16;  // stride of the other axis
@@ -65,8 +64,8 @@ __device__ inline uint32_t DescribeOperand(uint32_t shared) {
 }
 inline constexpr uint32_t kEightRows = 1024 >> 4, kSwizzle128 = 1 << 30;
 
-// d[64][kTokens] += a[64][16] * b[16][kTokens]. Warp w of the warpgroup has
-// rows 16 w + {g, g + 8}: fragments are those of mma.cuh, d four registers for every 8 tokens.
+// Computes d[64][kN] += a[64][16] * b[16][kN]. Warp w of the warpgroup has rows 16 w + {g, g + 8}: fragments are those
+// of mma.cuh, and d has four registers for every 8 columns.
 template <typename T, int kN>
 struct WarpgroupMma;
 

@@ -95,7 +95,7 @@ void Random(const DeviceBuffer& buffer, Fill fill, ElementType type, int64_t cou
   Check(cudaGetLastError(), "FillKernel");
 }
 
-// The code of element (k, n), by the formula of docs/layout.md and nothing the kernels use.
+// The quantized value of element (k, n), by the formula of docs/layout.md and nothing that the kernels use.
 __device__ int Code(const QuantizedMatmul& p, const uint32_t* words, int64_t k, int64_t n) {
   const int64_t k_blocks = (p.k + 63) / 64;
   const uint32_t* atom = words + (n / 64 * k_blocks + k / 64) * (128 * p.bits);
@@ -108,11 +108,11 @@ __device__ int Code(const QuantizedMatmul& p, const uint32_t* words, int64_t k, 
 }
 
 struct Bounded {
-  double value, bound;  // on the error of what a kernel has in float32
+  double value, bound;  // bound on the error of the kernel's float32 value
 };
 
-// Element (row, column) of the product with weight number `position` of those of the batch: the exact
-// sum, in double. `half_steps`: of 16 products that float16 may add up, 0 for none.
+// Computes element (row, column) of the product with weight number `position` of the batch: the exact sum, in double.
+// `half_steps`: steps of 16 products that float16 may accumulate; 0 for none.
 __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, int half_steps, int64_t row,
                        int64_t column, int64_t position) {
   const int64_t lhs_columns = p.transposed ? p.n : p.k;
@@ -141,7 +141,7 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, int half_step
     lhs_sum += fabs(x);
     sum += term;
     magnitude += fabs(term);
-    // Each step from the product's own on rounds its sum once or twice.
+    // Every step, from that of the product on, rounds its accumulator once or twice.
     if (half_steps > 0) half_magnitude += 2 * (half_steps - j / 16 % half_steps) * fabs(term);
   }
   const double u_lhs = p.lhs == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
@@ -171,7 +171,7 @@ __device__ double Exact(Activation activation, double x) {
   return x;
 }
 
-// One thread per `step` outputs, for the first: error over bound, largest in *worst (as bits).
+// Each thread checks the first of `step` outputs: error over bound, the largest in *worst (as bits).
 __global__ void CompareKernel(QuantizedMatmul p, Buffers b, int64_t step, int half_steps,
                               unsigned long long* worst) {
   const int64_t out_columns = p.transposed ? p.k : p.n;
@@ -181,7 +181,7 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, int64_t step, int ha
   const Epilogue& e = p.epilogue;
   Bounded result = Sum(p, b, half_steps, row, column, e.gated ? 2 * batch : batch);
   if (e.activation != Activation::kNone) {
-    // No slope of theirs is beyond 1.13; float32 formulas are right to 2^-20 of the argument.
+    // No activation has a slope beyond 1.13; float32 formulas are right to 2^-20 of the argument.
     result.bound = 1.13 * result.bound + 0x1p-20 * fabs(result.value);
     result.value = Exact(e.activation, result.value);
   }
@@ -205,7 +205,7 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, int64_t step, int ha
   atomicMax(worst, static_cast<unsigned long long>(__double_as_longlong(ratio)));
 }
 
-// The sum of a hash of each 16 bits and their place.
+// Adds up a hash of each 16 bits and their position.
 __global__ void DigestKernel(const uint16_t* data, int64_t count, unsigned long long* digest) {
   unsigned long long sum = 0;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
@@ -310,7 +310,7 @@ void DeviceProblem::Poison() const {
 double DeviceProblem::ErrorOverBound(int copy, int64_t most) const {
   const int64_t outputs = Outputs(problem_);
   if (outputs == 0) return 0;
-  // Without a common factor with the columns, steps reach all of them.
+  // Steps without a common factor with the number of columns reach all columns.
   int64_t step = std::max<int64_t>(outputs / most, 1);
   while (std::gcd(step, problem_.out_columns()) != 1) ++step;
   DeviceBuffer worst(8);

@@ -12,7 +12,7 @@
 
 namespace jaxlowbit::driver {
 
-// Ends the program with the call's name and the error's.
+// Ends the program with the names of the call and of the error if there is one.
 void Check(cudaError_t error, const char* what);
 
 // Device memory, freed with its owner.
@@ -32,7 +32,7 @@ class DeviceBuffer {
   int64_t bytes_ = 0;
 };
 
-// Bytes of codes, scales and zeros that one call reads.
+// Bytes of packed weights, scales and zeros that one call reads.
 int64_t WeightBytes(const QuantizedMatmul& problem);
 
 // Operands that a problem may be without.
@@ -40,8 +40,7 @@ struct Optional {
   bool index = false, bias = false, residual = false;
 };
 
-// Random operands for `problem`; `copies` sets of weights, so that a timing can keep them out of
-// L2.
+// Random operands for `problem`, with `copies` sets of weights, so that a timing can keep them out of L2.
 class DeviceProblem {
  public:
   DeviceProblem(const QuantizedMatmul& problem, const Optional& optional, int copies,
@@ -54,10 +53,10 @@ class DeviceProblem {
 
   // Overwrites out and workspace with NaN patterns, so that an unwritten element shows.
   void Poison() const;
-  // Largest error of out, as a fraction of the bound on a right answer; NaN counts as infinite. Of
-  // more than `most` elements, half to twice so many are looked at, spread over rows and columns.
+  // The largest error of out, as a fraction of the bound on a right answer; NaN counts as infinite. Of more than
+  // `most` elements, half to twice as many are checked, spread over rows and columns.
   double ErrorOverBound(int copy, int64_t most) const;
-  // A number that, but for a chance in 2^32, differs where the bits of out do.
+  // A number that differs if the bits of out do, but for a chance of 2^-32.
   uint64_t Digest() const;
 
  private:

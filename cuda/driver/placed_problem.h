@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The buffers of a problem where XLA might put them.
+// A problem whose buffers lie where XLA might put them.
 #pragma once
 
 #include <vector>
@@ -13,9 +13,9 @@ namespace jaxlowbit::driver {
 // Operands by number, in the order of OperandExtents, and the result.
 enum PlacedBuffer { kLhs, kPacked, kScale, kZero, kPermutation, kIndex, kBias, kResidual, kOut };
 
-// What begins at an odd element, bit i for number i; all else at a multiple of 16 bytes. Out lies over operand
-// `under`, or with kOut over none: half of it before the operand's first byte (`shift` 0), where the operand begins
-// (1), or from its middle on (2).
+// Bit i of `odd`: buffer number i begins at an odd element; all others begin at multiples of 16 bytes. Out overlaps
+// operand `under`, or none if that is kOut: half of out lies before the operand's first byte (`shift` 0), or out
+// begins where the operand does (1), or in its middle (2).
 struct Places {
   unsigned odd = 0;
   int under = kOut, shift = 1;
@@ -31,7 +31,7 @@ class PlacedProblem {
   PlacedProblem(const QuantizedMatmul& problem, const Buffers& original, const Places& places);
 
   const Buffers& buffers() const { return buffers_; }
-  // Operands as they were; where out lies over none, NaN patterns.
+  // Restores operands, and writes NaN patterns to out if it overlaps none.
   void Restore() const;
   // Copies the result to where `original` has it.
   void CopyResult() const;
@@ -49,11 +49,11 @@ class PlacedProblem {
   std::vector<Copy> copies_;
 };
 
-// Prints what a product takes where its buffers lie where XLA might put them, beside what it takes where all are
-// aligned and apart: microseconds in a captured chain over cold weights.
+// Times products whose buffers overlap or are unaligned beside products whose buffers are aligned and apart, and
+// prints microseconds in a captured chain over cold weights.
 void TimePlaced();
 
-// Enqueues a kernel that lets the next one start and, a while later, copies `from` to `to`.
+// Enqueues a kernel that lets the next kernel start and, a while later, copies `from` to `to`.
 void CopyLate(const Extent& from, void* to);
 
 }  // namespace jaxlowbit::driver

@@ -19,7 +19,7 @@ constexpr int kRounds = 3;
 constexpr int kReplays = 30;
 constexpr int kWarmUps = 100;  // until clocks are those of a busy device
 
-// Microseconds of one call, the median of replays of a graph of kRounds of them all.
+// Microseconds of one call: the median of replays of a graph with kRounds of all calls.
 double Time(const QuantizedMatmul& problem,
             const std::vector<std::unique_ptr<PlacedProblem>>& calls, int64_t workspace_bytes) {
   cudaStream_t stream;

@@ -27,10 +27,10 @@ struct CpuCall {
 // The kernel compiled for one instruction set.
 struct CpuClone {
   const char* isa;
-  // Few tokens: each weight is dequantized in registers and used at once.
+  // Few rows: each weight is dequantized in registers and used at once.
   void (*permute)(const CpuCall& call, float* permuted);
   void (*stream)(const CpuCall& call, int64_t batch, int64_t n_block);
-  // Many tokens [m_begin, m_end): weights are dequantized to `scratch` and used from there.
+  // Many rows [m_begin, m_end): weights are dequantized to `scratch` and used from there.
   void (*block)(const CpuCall& call, int64_t batch, int64_t n_block, int64_t m_begin, int64_t m_end,
                 float* scratch);
 };
