@@ -135,7 +135,7 @@ def test_small_weights_take_tiles_of_one_strip(m, n, k):
         kernel, *_, tile, _ = extension.ffi.candidates(m=m, n=n, k=k, gated=gated, **H200)[0]
         assert kernel == "qmm_sm90"
         tiles.append(tile)
-    assert tiles[0] in (2, 6) and tiles[1] not in (2, 6)  # kTiles of cuda/qmm_sm90/config.h
+    assert tiles[0] in (2, 6) and tiles[1] not in (2, 6)  # kTiles of cuda/kernels/sm90/plan.h
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 6144, 4096), (16, 6144, 4096)])
