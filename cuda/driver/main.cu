@@ -17,7 +17,7 @@
 //                           --permuted (rows of the weight in a permuted order);
 //                           --bias --residual --activation silu|gelu|gelu_tanh|relu --gated (n of each
 //                           of two weights);
-//                           --kernel sm80|stream|sm90,
+//                           --kernel qmm_sm80|qmm_sm90_stream|qmm_sm90,
 //                           --tile T,T,..., --split S,S,..., --slices L,L,... and --peers 1|2 instead
 //                           of the selection's (a tile is a number of rows, or the number of a tile
 //                           shape of qmm_sm90); --all times every choice of qmm_sm90
@@ -29,6 +29,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -54,15 +55,12 @@ const std::vector<std::pair<int64_t, int64_t>> kLayers = {// (n, k) of 8B to 70B
 constexpr int64_t kAll = INT64_MAX, kSample = int64_t{1} << 16;
 const std::vector<int64_t> kRows = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
 
-const char* NameOf(Kernel kernel) {
-  return kernel == Kernel::kQmmSm80 ? "sm80" : kernel == Kernel::kQmmSm90 ? "sm90" : "stream";
-}
-
 // Choices of every kernel that supports the problem: that of the cost model, one of all choices in turn, and for
 // qmm_sm90_stream one whose clusters own no whole strips.
 std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
   std::vector<Choice> choices;
-  for (Kernel kernel : {Kernel::kQmmSm80, Kernel::kQmmSm90Stream, Kernel::kQmmSm90}) {
+  for (int number = 0; number < kNumKernels; ++number) {
+    const auto kernel = static_cast<Kernel>(number);
     if (!Supports(kernel, problem, DeviceInfo(0))) continue;
     choices.push_back(Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes));
     if (kernel == Kernel::kQmmSm90Stream && problem.n > 256) {
@@ -276,7 +274,8 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
       stderr,
       "driver: %s. Use: driver check | sweep | placed | time [--n N,... --k K,...] [--m M,M,...] "
       "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
-      "[--f16] [--half-sums] [--kernel sm80|stream|sm90] [--all] [--tile T,...] [--split S,...] "
+      "[--f16] [--half-sums] [--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] [--all] [--tile T,...] "
+      "[--split S,...] "
       "[--slices L,...] [--peers 1|2] [--pdl] [--permuted] [--bias] [--residual] "
       "[--activation silu|gelu|gelu_tanh|relu] [--gated]\n",
       wrong);
@@ -288,7 +287,7 @@ struct TimeOptions {
   std::vector<int64_t> rows = kRows;
   QuantizedMatmul problem;
   Optional optional;
-  std::string kernel;
+  std::optional<Kernel> kernel;
   // 0 (for tiles -1): as the selection chooses.
   std::vector<int64_t> tiles = {-1}, splits = {0}, slices = {0};
   int peers = 0;
@@ -311,12 +310,9 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
     return choices;
   }
   Choice selected = Select(problem, DeviceInfo(0), kMaxWorkspaceBytes);
-  if (!options.kernel.empty()) {
-    const Kernel kernel = options.kernel == "sm80"   ? Kernel::kQmmSm80
-                          : options.kernel == "sm90" ? Kernel::kQmmSm90
-                                                     : Kernel::kQmmSm90Stream;
-    if (!Supports(kernel, problem, DeviceInfo(0))) return {};
-    selected = Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes);
+  if (options.kernel) {
+    if (!Supports(*options.kernel, problem, DeviceInfo(0))) return {};
+    selected = Configure(*options.kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes);
   }
   std::vector<Choice> choices;
   for (int64_t tile : options.tiles) {
@@ -367,7 +363,7 @@ void TimeAll(const TimeOptions& options) {
         const Choice& choice = choices[i];
         const double us = microseconds[i];
         std::printf(
-            "%s  %-6s tile %-2d peers %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f "
+            "%s  %-15s tile %-2d peers %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f "
             "TB/s  %6.1f TFLOP/s\n",
             Describe(problem, options.optional).c_str(), NameOf(choice.kernel), choice.tile,
             choice.peers, choice.block_m, choice.split_k, choice.slices, us,
@@ -392,6 +388,12 @@ Activation FindActivation(const std::string& name) {
   const auto found = std::find(std::begin(kActivationNames), std::end(kActivationNames), name);
   if (found == std::end(kActivationNames)) Usage("unknown activation");
   return static_cast<Activation>(found - std::begin(kActivationNames));
+}
+
+Kernel FindKernel(const std::string& name) {
+  const auto found = std::find(std::begin(kKernelNames), std::end(kKernelNames), name);
+  if (found == std::end(kKernelNames)) Usage("unknown kernel");
+  return static_cast<Kernel>(found - std::begin(kKernelNames));
 }
 
 TimeOptions Parse(int argc, char** argv) {
@@ -429,10 +431,7 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (i + 1 == argc) {
       Usage(("unknown or incomplete option " + flag).c_str());
     } else if (flag == "--kernel") {
-      options.kernel = argv[++i];
-      if (options.kernel != "sm80" && options.kernel != "sm90" && options.kernel != "stream") {
-        Usage("unknown kernel");
-      }
+      options.kernel = FindKernel(argv[++i]);
     } else if (flag == "--activation") {
       options.problem.epilogue.activation = FindActivation(argv[++i]);
     } else if (const std::vector<int64_t> values = Numbers(argv[++i]); flag == "--m") {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "cuda/kernels/sm90/instances.cuh"
+#include "cuda/kernels/sm90/instances_table.h"
 
 namespace jaxlowbit::sm90 {
 
