@@ -7,8 +7,7 @@ namespace jaxlowbit {
 
 // Shared memory of a multiprocessor. The system reserves a part of it for each CTA.
 inline constexpr int kSm90SharedBytesPerSm = 228 * 1024;
-inline constexpr int kSm86SharedBytesPerSm =
-    100 * 1024;  // and sm_89: the smallest that kernels run on
+inline constexpr int kSm86SharedBytesPerSm = 100 * 1024;  // and sm_89: the smallest
 inline constexpr int kReservedSharedBytes = 1024;
 
 // The most shared memory of each of `ctas_per_sm` CTAs that share a multiprocessor of sm_90, in whole KiB.

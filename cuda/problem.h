@@ -74,20 +74,19 @@ constexpr int64_t GroupSize(int64_t size, int64_t k) {
 
 // Buffers of one call. `zero`, `index`, `bias` and `residual` may be null. A null index means weight b for batch
 // element b, or weight 0 if there is only one. With permuted parts, stored row r of a part is its row
-// `permutation[r]`; a kernel that does not gather lhs itself reads `gathered`, lhs in the order of the stored rows.
+// `permutation[r]`, clamped to the part; a kernel that does not gather lhs itself reads `gathered`, lhs in the order of the stored rows.
 struct Buffers {
-  const void* lhs = nullptr;         // [batch, m, lhs_columns]
-  const uint32_t* packed = nullptr;  // [num_weights, n_blocks, k_blocks, words_per_atom]
-  const void* scale = nullptr;       // [num_weights, n_blocks, groups, 64]
-  const void* zero = nullptr;        // [num_weights, n_blocks, groups, 64]
-  const int32_t* index = nullptr;    // [batch * weights_per_element] (WeightNumber)
-  const void* bias = nullptr;        // [batch * weights_per_element, n]
-  const void* residual = nullptr;    // as out
-  const int32_t* permutation =
-      nullptr;                // [permuted_parts, k / permuted_parts], clamped to the part
-  void* gathered = nullptr;   // as lhs; uninitialised
-  void* out = nullptr;        // [batch, m, out_columns]
-  void* workspace = nullptr;  // CUDA only; uninitialised
+  const void* lhs = nullptr;             // [batch, m, lhs_columns]
+  const uint32_t* packed = nullptr;      // [num_weights, n_blocks, k_blocks, words_per_atom]
+  const void* scale = nullptr;           // [num_weights, n_blocks, groups, 64]
+  const void* zero = nullptr;            // [num_weights, n_blocks, groups, 64]
+  const int32_t* index = nullptr;        // [batch * weights_per_element] (WeightNumber)
+  const void* bias = nullptr;            // [batch * weights_per_element, n]
+  const void* residual = nullptr;        // as out
+  const int32_t* permutation = nullptr;  // [permuted_parts, k / permuted_parts]
+  void* gathered = nullptr;              // as lhs; uninitialised
+  void* out = nullptr;                   // [batch, m, out_columns]
+  void* workspace = nullptr;             // CUDA only; uninitialised
 };
 
 // One product of a call.

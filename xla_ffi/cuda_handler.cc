@@ -8,7 +8,7 @@
 //                      clamped to the part; or s32[0]: rows are in order. Not transposed
 //   result 1 workspace u8[bytes]
 //   result 2 gathered  T[b, m, k], lhs in the order of the stored rows, or anything if the product does not need
-// |                      it; or T[0] without a permutation
+//                      it; or T[0] without a permutation
 #include <cuda_runtime_api.h>
 
 #include <atomic>

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Quantized values to weights in registers: w = (q - z) * s, rounded once, bit for bit the definition.
-// |
-// |No integer-to-float conversion is executed. An integer below 2^m placed in the mantissa of a float is that float's
-// |value plus a constant (bf16 0x4300 | q = 128 + q for q < 128; f16 0x6400 | q = 1024 + q for q < 1024), so one logic
-// |instruction and one fma give q - z exactly in two halves. 8 bits do not fit beside bf16's 7 bits of mantissa: there q
-// |itself is read as a (subnormal) bf16, q * 2^-133, which is linear in q up to 255, and scaled up in two exact steps.
-// |The first form is FasterTransformer's idea, the second TurboMind's.
-// |
-// |Multiplications are written as fma with -0, which sm_80 has for bf16 too and which keeps the sign of a zero product.
+//
+// No integer-to-float conversion is executed. An integer below 2^m placed in the mantissa of a float is that float's
+// value plus a constant (bf16 0x4300 | q = 128 + q for q < 128; f16 0x6400 | q = 1024 + q for q < 1024), so one logic
+// instruction and one fma give q - z exactly in two halves. 8 bits do not fit beside bf16's 7 bits of mantissa: there q
+// itself is read as a (subnormal) bf16, q * 2^-133, which is linear in q up to 255, and scaled up in two exact steps.
+// The first form is FasterTransformer's idea, the second TurboMind's.
+//
+// Multiplications are written as fma with -0, which sm_80 has for bf16 too and which keeps the sign of a zero product.
 #pragma once
 
 #include <cuda_bf16.h>

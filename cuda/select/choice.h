@@ -29,8 +29,8 @@ inline const char* NameOf(Kernel kernel) { return kKernelNames[static_cast<int>(
 struct Choice {
   Kernel kernel = Kernel::kQmmSm80;
   int block_m = 0;  // rows of lhs of a tile
-  int split_k =
-      1;  // slices of k: of split-K, of a cluster of qmm_sm90_stream, or of qmm_sm90's stream-K tail
+  // Slices of k: of split-K, of a cluster of qmm_sm90_stream, or of qmm_sm90's stream-K tail.
+  int split_k = 1;
   int slices = 0;  // of 16 channels, that a cluster of qmm_sm90_stream owns
   int tile = 0;    // number of qmm_sm90's tile shape
   int peers = 1;   // CTAs of a cluster of qmm_sm90 that share lhs by multicast; `mates` in Python

@@ -12,8 +12,8 @@
 
 namespace jaxlowbit::sm80 {
 
-inline constexpr int kNone =
-    0x3fffffff;  // a position beyond all others, to which more may be added
+// A position beyond all others, to which more may be added.
+inline constexpr int kNone = 0x3fffffff;
 inline constexpr int kAtomsN = kBlockN / kAtom;
 inline constexpr int kThreads = 32 * kWarpsPerAtom;
 

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Shared memory to accumulators: what a warpgroup does with its strips of a tile.
-// |
-// |   registers 0   dequantize ─► wgmma           dequantize ─► wgmma        ...
-// |   registers 1                 dequantize ─► wgmma           dequantize ─►
-// |
-// |A unit is one strip and one atom of k, or half an atom where warpgroups take turns at a large tile: 16 or 8 registers
-// |of weights, four or two wgmma. There are two sets of registers, so while the wgmma of one unit run, the next unit is
-// |dequantized.
-// |
-// |There are three loops. With a single group, scales multiply accumulators: the loop dequantizes to integers and loads no
-// |scales. If every stage lies in one group, scales are loaded once per stage and, if they allow it, save an instruction
-// |for each pair of weights; that is decided once per task, since a branch in the loop would cost more than it saves.
-// |Otherwise every atom loads its scales.
+//
+//   registers 0   dequantize ─► wgmma           dequantize ─► wgmma        ...
+//   registers 1                 dequantize ─► wgmma           dequantize ─►
+//
+// A unit is one strip and one atom of k, or half an atom where warpgroups take turns at a large tile: 16 or 8 registers
+// of weights, four or two wgmma. There are two sets of registers, so while the wgmma of one unit run, the next unit is
+// dequantized.
+//
+// There are three loops. With a single group, scales multiply accumulators: the loop dequantizes to integers and loads no
+// scales. If every stage lies in one group, scales are loaded once per stage and, if they allow it, save an instruction
+// for each pair of weights; that is decided once per task, since a branch in the loop would cost more than it saves.
+// Otherwise every atom loads its scales.
 #pragma once
 
 #include <type_traits>

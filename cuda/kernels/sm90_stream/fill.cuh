@@ -47,8 +47,7 @@ class StageFiller {
       const bool first = slice == share_.slice_begin;
       if (!first) StartTile(slice);
       for (int stage = first ? filled : 0; stage < share_.stages; ++stage) {
-        Wait(memory_.empty(cursor.slot),
-             cursor.parity);  // returns at once in the phase before the first
+        Wait(memory_.empty(cursor.slot), cursor.parity);  // returns at once in the first phase
         FillWeights(stage, cursor.slot);
         FillLhs(stage, cursor.slot);
         cursor.Advance(p_.plan.num_stages);

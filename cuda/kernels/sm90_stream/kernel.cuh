@@ -100,8 +100,8 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
     if (number == 0) {
       WaitForArrivals();  // the barriers of all CTAs exist
     } else {
-      WaitForCluster(memory.partials_free(),
-                     (number - 1) % 2);  // owners have read the previous partial sums
+      // Owners have read the previous partial sums.
+      WaitForCluster(memory.partials_free(), (number - 1) % 2);
     }
     const Place sent = OwnPlace(p);
 #pragma unroll

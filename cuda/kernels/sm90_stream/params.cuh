@@ -54,8 +54,8 @@ struct Product {
 struct Params {
   CUtensorMap lhs;  // [batch * m, k] in tiles of an instance's rows and a stage's k
   Product products[kMaxProducts];
-  int first_cluster
-      [kMaxProducts];  // of each product, along the grid; past the grid for products that are not there
+  // The first cluster of each product along the grid; past the grid for products that are not there.
+  int first_cluster[kMaxProducts];
   // For a kernel that gathers lhs: lhs as it is, its permutation, and the columns of a permuted part.
   const void* ungathered;
   const int32_t* permutation;
@@ -66,7 +66,8 @@ struct Params {
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
   int atom_step;  // from the groups of a warp's first atom to those of its second, in rows
-  int zeros_at;  // in a stage: a row's zero point is at zeros_at + (address of its scale) / sizeof(S)
+  // In a stage, the zero point of a row is at zeros_at + (place of its scale) / sizeof(S).
+  int zeros_at;
   Divider pairs;        // of a tile's slices
   bool out_float;       // float32 out; else the type of lhs
   int prologue_stages;  // stages whose weights are loaded before any activations

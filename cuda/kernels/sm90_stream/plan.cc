@@ -21,8 +21,8 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   const int block_m = BlockM(problem.m);
   const int pairs = static_cast<int>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
   plan.warps_k = 1;
-  const int most =
-      block_m == 32 ? 4 : kWarps;  // the partial sums of more would leave no room for stages
+  // The partial sums of more warps would leave no room for stages.
+  const int most = block_m == 32 ? 4 : kWarps;
   while (pairs * plan.warps_k * 2 <= kWarps && plan.warps_k * 2 <= most) plan.warps_k *= 2;
   // A warp takes two atoms if activations leave room for several stages. A strip has at most 16 KiB of a stage.
   plan.stage_atoms =

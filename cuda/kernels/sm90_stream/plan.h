@@ -66,15 +66,14 @@ struct Plan {
   int stages;                      // of all of k
   int stage_groups, stage_strips;  // the most that a stage touches
   StageBytes bytes;
-  int slot_bytes;   // bytes.total(), aligned
-  int owned_shift;  // a CTA reduces up to 2^owned_shift slices of a tile
-  bool gathers;     // each CTA gathers permuted activations for its part of k
-  int lhs_rows;     // rows of lhs in shared memory: block_m, or fewer
-  int gathered,
-      whole_rows;  // with `gathers`: offsets of the gathered activations, and of the rows they come from
-  int ring;        // offset of the stages
-  int num_stages;    // of the ring; the plan cannot run with fewer than 2
-  int shared_bytes;  // of a CTA
+  int slot_bytes;            // bytes.total(), aligned
+  int owned_shift;           // a CTA reduces up to 2^owned_shift slices of a tile
+  bool gathers;              // each CTA gathers permuted activations for its part of k
+  int lhs_rows;              // rows of lhs in shared memory: block_m, or fewer
+  int gathered, whole_rows;  // with `gathers`: offsets of gathered activations, and of their rows
+  int ring;                  // offset of the stages
+  int num_stages;            // of the ring; the plan cannot run with fewer than 2
+  int shared_bytes;          // of a CTA
 };
 
 // Whether every stage begins with a group, or lies in one.
