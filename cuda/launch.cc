@@ -109,8 +109,8 @@ void AlignSharedLhs(std::vector<Operands>* products, Placement* placement) {
   products->front().problem.pdl = false;
 }
 
-// The rows of an unaligned lhs that half of the workspace holds, as a multiple of the largest tile; unlimited if that is
-// none, or if a copy would not help.
+// The rows of an unaligned lhs that half of the workspace holds, as a multiple of the largest tile; unlimited if that
+// is none, or if a copy would not help.
 int64_t RowsToCopy(const Operands& product, int64_t workspace_bytes) {
   const QuantizedMatmul& p = product.problem;
   constexpr int64_t kLargestTile = 256;

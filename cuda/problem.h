@@ -74,7 +74,8 @@ constexpr int64_t GroupSize(int64_t size, int64_t k) {
 
 // Buffers of one call. `zero`, `index`, `bias` and `residual` may be null. A null index means weight b for batch
 // element b, or weight 0 if there is only one. With permuted parts, stored row r of a part is its row
-// `permutation[r]`, clamped to the part; a kernel that does not gather lhs itself reads `gathered`, lhs in the order of the stored rows.
+// `permutation[r]`, clamped to the part; a kernel that does not gather lhs itself reads `gathered`, lhs in the order of
+// the stored rows.
 struct Buffers {
   const void* lhs = nullptr;             // [batch, m, lhs_columns]
   const uint32_t* packed = nullptr;      // [num_weights, n_blocks, k_blocks, words_per_atom]

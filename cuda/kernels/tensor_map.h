@@ -15,10 +15,10 @@ namespace jaxlowbit {
 // Finds the driver's encoder. Call it once, before the others.
 cudaError_t InitializeTensorMaps();
 
-// Describes a row-major matrix of bf16 or f16 whose columns, a multiple of 64, are seen as blocks of 64: axes (column in
-// the block, row, block), in tiles of 64 x `tile_rows` x `tile_blocks`. A row of a tile is 128 bytes of shared memory,
-// whose chunk c of 16 bytes lies at c ^ (row % 8), so that eight rows of a column are in different banks. Tiles of one
-// row are not swizzled.
+// Describes a row-major matrix of bf16 or f16 whose columns, a multiple of 64, are seen as blocks of 64: axes (column
+// in the block, row, block), in tiles of 64 x `tile_rows` x `tile_blocks`. A row of a tile is 128 bytes of shared
+// memory, whose chunk c of 16 bytes lies at c ^ (row % 8), so that eight rows of a column are in different banks.
+// Tiles of one row are not swizzled.
 cudaError_t DescribeMatrix(const void* matrix, ElementType type, int64_t rows, int64_t columns,
                            int tile_rows, int tile_blocks, CUtensorMap* map);
 

@@ -9,8 +9,8 @@
 // of weights, four or two wgmma. There are two sets of registers, so while the wgmma of one unit run, the next unit is
 // dequantized.
 //
-// There are three loops. With a single group, scales multiply accumulators: the loop dequantizes to integers and loads no
-// scales. If every stage lies in one group, scales are loaded once per stage and, if they allow it, save an instruction
+// There are three loops. With a single group, scales multiply accumulators: the loop dequantizes to integers and loads
+// no scales. If every stage lies in one group, scales are loaded once per stage and, if they allow it, save an instruction
 // for each pair of weights; that is decided once per task, since a branch in the loop would cost more than it saves.
 // Otherwise every atom loads its scales.
 #pragma once

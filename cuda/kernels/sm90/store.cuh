@@ -4,11 +4,11 @@
 //
 // A store tile is kStoreRows of a strip, which TMA stores at a time. The buffers of a warpgroup hold:
 //
-//   in registers   the results of a store tile each, in turn; with residuals, the first two, which hold the store tile's
-//                  residual before
-//   Form::kOther   0, 1: results of a store tile; 2: accumulators of half a store tile, of the gate if gated; 3: those of
-//                  up, if this warpgroup has them. If two warpgroups have a strip each, the one with up leaves half a
-//                  store tile in each of its four buffers for the other.
+//   in registers   the results of a store tile each, in turn; with residuals, the first two, which hold the store
+//                  tile's residual before
+//   Form::kOther   0, 1: results of a store tile; 2: accumulators of half a store tile, of the gate if gated; 3: those
+//                  of up, if this warpgroup has them. If two warpgroups have a strip each, the one with up leaves half
+//                  a store tile in each of its four buffers for the other.
 #pragma once
 
 #include <utility>
