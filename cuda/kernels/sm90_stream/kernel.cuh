@@ -97,26 +97,16 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
       ArriveAsWarp(memory.empty(cursor.slot), lane);  // every lane has read the stage
       cursor.Advance(num_stages);
     }
-    if (number == 0) {
-      WaitForArrivals();  // the barriers of all CTAs exist
-    } else {
-      // Owners have read the previous partial sums.
-      WaitForCluster(memory.partials_free(), (number - 1) % 2);
-    }
+    reducer.WaitUntilFree(number);
     const Place sent = OwnPlace(p);
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
       if (active && sent.slice + i < slices) reducer.Send(sent.slice + i, sent.part, acc[i]);
     }
     const auto first = reducer.LoadFirst(tile, slices);
-    WaitForCluster(memory.partials_full(), number % 2);
+    reducer.WaitUntilSent(number);
     reducer.Collect(tile, slices, first);
-    if (tile + plan.tile_slices < share.slice_end) {
-      SynchronizeConsumers();  // every thread has read its partial sums
-      if (threadIdx.x < 1 << plan.cluster_shift) {
-        ArriveRemote(MapToRank(memory.partials_free(), threadIdx.x));
-      }
-    }
+    if (tile + plan.tile_slices < share.slice_end) reducer.Free();
     ++number;
   }
 }
@@ -128,9 +118,10 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
   extern __shared__ __align__(kTmaAlignment) uint8_t shared[];
   const Memory memory = {Keep(SharedAddress(shared))};
   const int warp = threadIdx.x / 32;
-  const auto synchronize = [] {
-    __syncthreads();  // barriers exist
-    ArriveAtCluster();
+  const auto synchronize = [&] {
+    // Barriers exist. synccheck refuses __syncthreads where warps take different ways to it.
+    Synchronize(kStarted, kThreads);
+    if (p.plan.cluster_shift > 0) ArriveAtCluster();
     LaunchDependents();
   };
   if (warp == kWarps) {
@@ -138,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
     StageFiller<I> filler(p, share, memory);  // computes what to load while barriers are made
     synchronize();
     filler.FillAll();
-    WaitForArrivals();
+    if (p.plan.cluster_shift > 0) WaitForArrivals();
   } else {
     if (warp == 0) InitBarriers(p.plan, memory);
     synchronize();

@@ -21,6 +21,7 @@ class ClusterReducer {
 
   // Called by one thread, before the tile's partial sums can be complete.
   __device__ void Expect(int slices) const {
+    if (IsAlone()) return;
     ArriveExpecting(memory_.partials_full(), Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
   }
 
@@ -28,11 +29,46 @@ class ClusterReducer {
   __device__ void Send(int slice, int part, const float (&partials)[I::kTiles][4]) const {
     const int owner = slice >> p_.plan.owned_shift;
     const int sender = Rank() * p_.plan.warps_k + part;
+    if (IsAlone()) {
+#pragma unroll
+      for (int tile = 0; tile < I::kTiles; ++tile) {
+        StoreShared16<0>(Fragment(slice, sender, tile), partials[tile]);
+      }
+      return;
+    }
     const uint32_t barrier = MapToRank(memory_.partials_full(), owner);
     const uint32_t target = MapToRank(Fragment(slice & (owned_ - 1), sender, 0), owner);
 #pragma unroll
     for (int tile = 0; tile < I::kTiles; ++tile) {
       StoreRemote(target + tile * kFragmentBytes, partials[tile], barrier);
+    }
+  }
+
+  // Waits, before the partial sums of tile `number` are sent, until all owners have read the previous ones.
+  __device__ void WaitUntilFree(int number) const {
+    if (IsAlone()) return;  // Free has waited
+    if (number == 0) {
+      WaitForArrivals();  // the barriers of all CTAs exist
+    } else {
+      WaitForCluster(memory_.partials_free(), (number - 1) % 2);
+    }
+  }
+
+  // Waits for all partial sums of tile `number` that this CTA owns.
+  __device__ void WaitUntilSent(int number) const {
+    if (IsAlone()) {
+      SynchronizeConsumers();
+    } else {
+      WaitForCluster(memory_.partials_full(), number % 2);
+    }
+  }
+
+  // This thread has read its partial sums of a tile, after which another comes.
+  __device__ void Free() const {
+    SynchronizeConsumers();
+    if (IsAlone()) return;
+    if (threadIdx.x < 1 << p_.plan.cluster_shift) {
+      ArriveRemote(MapToRank(memory_.partials_free(), threadIdx.x));
     }
   }
 
@@ -153,6 +189,10 @@ class ClusterReducer {
 
   // Slices that this CTA owns of a tile of `slices`.
   __device__ int Owned(int slices) const { return max(0, min(owned_, slices - Rank() * owned_)); }
+
+  // Whether the cluster is one CTA, whose warps exchange partial sums by plain stores and a named barrier. memcheck
+  // refuses stores to the shared memory of a cluster where there is only one CTA.
+  __device__ bool IsAlone() const { return p_.plan.cluster_shift == 0; }
 
   // In the cluster. Read again where needed: registers are short.
   __device__ static int Rank() { return Keep(ClusterRank()); }
