@@ -22,6 +22,7 @@
 #include "xla_ffi/attributes.h"
 #include "xla_ffi/cpu/qmm_cpu.h"
 #include "xla_ffi/handlers.h"
+#include "xla_ffi/jit.h"
 
 #if !defined(JAXLOWBIT_MODULE_NAME)
 #define JAXLOWBIT_MODULE_NAME _ffi
@@ -204,6 +205,9 @@ void Define(nb::module_& module, const char* name, Function function) {
 }  // namespace jaxlowbit
 
 NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
+#if defined(JAXLOWBIT_WITH_CUDA)
+  jaxlowbit::BindJit(module);
+#endif
   module.def("targets", &jaxlowbit::Targets);
   module.def("build_info", &jaxlowbit::BuildInfo);
   jaxlowbit::Define(module, "select", jaxlowbit::SelectKernel);

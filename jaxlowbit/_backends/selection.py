@@ -1,6 +1,6 @@
 """Selection of kernels for CUDA: devices, choices, and the tables of measured ones.
 
-The functions here ask what the custom call asks (`cuda/dispatch.h`), and need no GPU.
+The functions here ask what the custom call asks (`cuda/select/select.h`), and need no GPU.
 """
 
 import re
@@ -43,7 +43,7 @@ class Product(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How a CUDA kernel would compute a product (`cuda/dispatch.h`)."""
+    """How a CUDA kernel would compute a product (`cuda/select/select.h`)."""
 
     kernel: str
     block_m: int

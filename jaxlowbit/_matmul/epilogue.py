@@ -1,7 +1,7 @@
 """Epilogue: bias, activation and residual, applied in float32 before rounding.
 
 `activation(accumulators + bias) + residual`, or `activation(gate) * up` for a gated pair. This is
-the definition; the kernels' is `cuda/epilogue.cuh`.
+the definition; the kernels' is `cuda/kernels/epilogue.cuh`.
 """
 
 import functools

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// NVRTC, the compiler of CUDA C++ as a library, loaded when it is first needed. It needs neither a GPU nor a driver.
+// https://docs.nvidia.com/cuda/nvrtc/
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace jaxlowbit::jit {
+
+// One kernel, as NVRTC is asked for it.
+struct Program {
+  std::string source;
+  std::string expression;                                    // names the kernel, as C++ does
+  std::vector<std::pair<const char*, const char*>> headers;  // names and texts
+  std::vector<std::string> options;
+};
+
+class Nvrtc {
+ public:
+  // The first of `paths` that can be loaded, else what the system finds by name. Null, with the reason in `error`,
+  // without a library of version 12.8 or newer.
+  static const Nvrtc* Load(const std::vector<std::string>& paths, std::string* error);
+
+  int version() const { return version_; }  // 100 * major + minor
+  const std::string& path() const { return path_; }
+  // Tells builds of one version apart, as far as their files differ in size.
+  const std::string& identity() const { return identity_; }
+
+  // The cubin, or an empty string with the reason in `error`. Threads may compile at the same time.
+  std::string Compile(const Program& program, std::string* error) const;
+
+ private:
+  using Handle = struct NvrtcProgram*;
+
+  bool FindFunctions(void* library);
+
+  // Types of these functions have not changed since CUDA 11.
+  int (*get_version_)(int*, int*) = nullptr;
+  const char* (*get_error_string_)(int) = nullptr;
+  int (*create_)(Handle*, const char*, const char*, int, const char* const*,
+                 const char* const*) = nullptr;
+  int (*destroy_)(Handle*) = nullptr;
+  int (*add_expression_)(Handle, const char*) = nullptr;
+  int (*compile_)(Handle, int, const char* const*) = nullptr;
+  int (*get_log_size_)(Handle, size_t*) = nullptr;
+  int (*get_log_)(Handle, char*) = nullptr;
+  int (*get_cubin_size_)(Handle, size_t*) = nullptr;
+  int (*get_cubin_)(Handle, char*) = nullptr;
+  int version_ = 0;
+  std::string path_, identity_;
+};
+
+}  // namespace jaxlowbit::jit
