@@ -37,7 +37,6 @@ def has_context(gpu: int) -> bool:
 
 def only_gpu_1() -> None:
     """XLA's first device is CUDA's second one: no context appears on the other."""
-    jax.config.update("jax_cuda_visible_devices", "1")  # there is no variable for it
     assert len(jax.devices()) == 1, jax.devices()
     jax.block_until_ready(normal(64, 64))
     before = has_context(0)
@@ -90,13 +89,21 @@ def test_devices(case):
 def test_only_gpu_1_is_visible():
     if len(jax.devices()) < 2:
         pytest.skip(f"needs 2 GPUs, JAX sees {len(jax.devices())}")
-    assert error_of("only GPU 1") is None
+    assert error_of("only GPU 1", "-c", _ON_GPU_1) is None
 
 
-def error_of(case: str) -> str | None:
-    """Of a process of its own."""
+# JAX has no variable for what it may see, and this file's imports ask for devices.
+_ON_GPU_1 = """
+import runpy, sys, jax
+jax.config.update("jax_cuda_visible_devices", "1")
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def error_of(case: str, *options: str) -> str | None:
+    """What went wrong with a case in a process of its own, which Python starts with `options`."""
     number = [*CASES].index(case)
-    (line,) = run_programs.outcomes([number], command=[sys.executable, __file__])
+    (line,) = run_programs.outcomes([number], command=[sys.executable, *options, __file__])
     return line.get("error")
 
 

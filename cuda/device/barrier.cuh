@@ -10,13 +10,19 @@ namespace jaxlowbit {
 
 inline constexpr int kBarrierBytes = 8;
 
-// One lane arrives for its warp, behind __syncwarp(). racecheck orders only threads that arrive themselves, so a build
-// for it (CMakeLists.txt) lets every lane arrive.
-#if defined(JAXLOWBIT_RACECHECK)
-inline constexpr int kWarpArrivals = 32;
+// A build for compute-sanitizer (JAXLOWBIT_SANITIZER in CMakeLists.txt) keeps to what its tools can follow: racecheck
+// orders only threads that arrive at a barrier themselves, synccheck wants the threads of a barrier at one instruction,
+// and memcheck refuses remote stores in a cluster of one CTA.
+#if defined(JAXLOWBIT_SANITIZER)
+inline constexpr bool kForSanitizer = true;
+#define JAXLOWBIT_ONE_INSTRUCTION __noinline__
 #else
-inline constexpr int kWarpArrivals = 1;
+inline constexpr bool kForSanitizer = false;
+#define JAXLOWBIT_ONE_INSTRUCTION inline
 #endif
+
+// Lanes that arrive for their warp: one, behind __syncwarp().
+inline constexpr int kWarpArrivals = kForSanitizer ? 32 : 1;
 
 // A phase is complete after `arrivals` arrivals and every byte that was expected in it.
 __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
@@ -83,8 +89,11 @@ __device__ inline void WaitForCluster(uint32_t barrier, int parity) {
       : "memory");
 }
 
+// Orders all threads of a CTA, whichever way they take to it.
+__device__ JAXLOWBIT_ONE_INSTRUCTION void SynchronizeAll() { __syncthreads(); }
+
 // Orders `threads` of a CTA among themselves; `number`: from 1 to 15.
-__device__ inline void Synchronize(int number, int threads) {
+__device__ JAXLOWBIT_ONE_INSTRUCTION void Synchronize(int number, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }
 

@@ -118,10 +118,9 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
   extern __shared__ __align__(kTmaAlignment) uint8_t shared[];
   const Memory memory = {Keep(SharedAddress(shared))};
   const int warp = threadIdx.x / 32;
-  const auto synchronize = [&] {
-    // Barriers exist. synccheck refuses __syncthreads where warps take different ways to it.
-    Synchronize(kStarted, kThreads);
-    if (p.plan.cluster_shift > 0) ArriveAtCluster();
+  const auto synchronize = [] {
+    SynchronizeAll();  // barriers exist
+    ArriveAtCluster();
     LaunchDependents();
   };
   if (warp == kWarps) {
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
     StageFiller<I> filler(p, share, memory);  // computes what to load while barriers are made
     synchronize();
     filler.FillAll();
-    if (p.plan.cluster_shift > 0) WaitForArrivals();
+    WaitForArrivals();
   } else {
     if (warp == 0) InitBarriers(p.plan, memory);
     synchronize();

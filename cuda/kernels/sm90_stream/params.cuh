@@ -78,8 +78,6 @@ struct Params {
 // Orders the consumers among themselves.
 __device__ inline void SynchronizeConsumers() { Synchronize(1, kConsumerThreads); }
 
-inline constexpr int kStarted = 2;  // named barrier of all threads, once the mbarriers exist
-
 // The product of the launch that a CTA works on. Computed again where needed: registers are short.
 __device__ inline int OwnProduct(const Params& p) {
   const int cluster = Keep(static_cast<int>(blockIdx.x)) >> p.plan.cluster_shift;

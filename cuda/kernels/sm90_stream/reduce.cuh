@@ -46,10 +46,9 @@ class ClusterReducer {
 
   // Waits, before the partial sums of tile `number` are sent, until all owners have read the previous ones.
   __device__ void WaitUntilFree(int number) const {
-    if (IsAlone()) return;  // Free has waited
     if (number == 0) {
       WaitForArrivals();  // the barriers of all CTAs exist
-    } else {
+    } else if (!IsAlone()) {
       WaitForCluster(memory_.partials_free(), (number - 1) % 2);
     }
   }
@@ -190,9 +189,8 @@ class ClusterReducer {
   // Slices that this CTA owns of a tile of `slices`.
   __device__ int Owned(int slices) const { return max(0, min(owned_, slices - Rank() * owned_)); }
 
-  // Whether the cluster is one CTA, whose warps exchange partial sums by plain stores and a named barrier. memcheck
-  // refuses stores to the shared memory of a cluster where there is only one CTA.
-  __device__ bool IsAlone() const { return p_.plan.cluster_shift == 0; }
+  // Whether the warps of a cluster of one CTA exchange partial sums by plain stores and a named barrier.
+  __device__ bool IsAlone() const { return kForSanitizer && p_.plan.cluster_shift == 0; }
 
   // In the cluster. Read again where needed: registers are short.
   __device__ static int Rank() { return Keep(ClusterRank()); }
