@@ -51,7 +51,7 @@ Choice ChoiceOf(int block_m, int split_k) {
 }
 
 // Microseconds by which the choices of this kernel are ranked. The constants are fits to sweeps of tile and split on
-// an H200 (docs/kernels/qmm_sm80.md).
+// an H200 (docs/measurements/qmm_sm80.md).
 double RankingCost(const QuantizedMatmul& problem, const Device& device, int block_m, int split_k) {
   struct Fit {
     double stage;   // of a CTA that has a multiprocessor to itself
@@ -127,7 +127,7 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t w
   return best;
 }
 
-// Against other kernels the ranking cost is corrected as measured (docs/kernels/qmm_sm90.md).
+// Against other kernels the ranking cost is corrected as measured (docs/measurements/qmm_sm90.md).
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   struct Correction {
     double factor, once;

@@ -16,7 +16,7 @@ struct QuantizedMatmul;
 
 namespace jaxlowbit::sm90 {
 
-// Microseconds of a tile shape: fits to sweeps of tiles and splits on an H200 (docs/kernels/qmm_sm90.md).
+// Microseconds of a tile shape: fits to sweeps of tiles and splits on an H200 (docs/measurements/qmm_sm90.md).
 struct TileCost {
   double alone, beside;  // an atom of k in a CTA that has a multiprocessor to itself, or shares one
   double round;          // the beginning and the end of a tile

@@ -97,7 +97,7 @@ class StageMultiplier {
  private:
   static constexpr bool kMayBeFew = I::kTiles == 1;
   // Whether a lane keeps its place in lhs, or computes it for every atom: what takes less time is measured
-  // (docs/kernels/qmm_sm90_stream.md).
+  // (docs/measurements/qmm_sm90_stream.md).
   static constexpr bool kKeepsPlace =
       I::kTiles != 2 || I::kCtasPerSm != 2 || I::kZero != ZeroKind::kNone;
   // One load of fragments has two tiles of rows of one step, or, with a single tile, two steps.

@@ -89,8 +89,8 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t) 
   return best;
 }
 
-// The constants are fits to sweeps of cluster size and slices on an H200 (docs/kernels/qmm_sm90_stream.md). They rank
-// the choices of other devices all the same.
+// The constants are fits to sweeps of cluster size and slices on an H200 (docs/measurements/qmm_sm90_stream.md). They
+// rank the choices of other devices all the same.
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   const int cluster_ctas = choice.split_k, slices = choice.slices;
   const Plan plan = PlanOfChoice(problem, device, choice);
