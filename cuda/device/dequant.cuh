@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "cuda/device/copy.cuh"
+#include "cuda/device/format/integer.cuh"
 #include "cuda/device/layout.cuh"
 
 namespace jaxlowbit {
@@ -121,53 +122,61 @@ struct Centre {
   }
 };
 
-// Computes q - z, exactly, for the four registers of one step: rows g and g + 8 alternate (layout.cuh).
+// Computes q - z, exactly, for the four registers of a step: rows g and g + 8 alternate.
 template <typename T, int kBits>
-__device__ inline void Unpack(const uint32_t (&words)[kWordsPerStep<kBits>],
+__device__ inline void Unpack(const uint32_t (&packed)[kBits], int step,
                               const Centre<T, kBits> (&centre)[2], uint32_t (&out)[4]) {
+  using F = Integer<kBits>;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const uint32_t word = kBits == 4 ? words[0] >> 4 * j : words[j / 2] >> 8 * (j % 2);
-    constexpr uint32_t kMask = kBits == 4 ? 0x000f000f : 0x00ff00ff;
+    const uint32_t word = F::Word(packed, step, j / 2) >> (F::Shift(step, j / 2) + j % 2 * F::kUp);
     if constexpr (kSubnormal<T, kBits>) {
       constexpr uint32_t k2To127 = 0x7f007f00, k2To6 = 0x42804280;
-      const uint32_t shrunk = Pair<T>::Fma(word & kMask, k2To127, centre[j % 2].value);
+      const uint32_t shrunk = Pair<T>::Fma(word & kValueMask<kBits>, k2To127, centre[j % 2].value);
       out[j] = Multiply<T>(shrunk, k2To6);
     } else {
-      out[j] =
-          Pair<T>::Fma(AndOr(word, kMask, Pair<T>::kMagic), Pair<T>::kOne, centre[j % 2].value);
+      out[j] = Pair<T>::Fma(AndOr(word, kValueMask<kBits>, Pair<T>::kMagic), Pair<T>::kOne,
+                            centre[j % 2].value);
     }
   }
 }
 
-// Separates the quantized values of one step where they stand, each beside `kWith`: rows g and g + 8 alternate
-// (layout.cuh). In 4 bits those of row g + 8 are 2^kSecondUp times as large.
+// How many times larger, as a power of two, SeparateValues leaves the values of row g + 8: it does not move them, unless
+// they would not fit beside a constant.
 template <int kBits>
-inline constexpr int kSecondUp = kBits == 4 ? 4 : 0;
+inline constexpr int kSecondUp = kBits == 8 ? 0 : Integer<kBits>::kUp;
 
+// Separates the quantized values of a step where they stand, each beside `kWith`: rows g and g + 8 alternate.
 template <int kBits, uint32_t kWith = 0>
-__device__ inline void SeparateValues(const uint32_t (&words)[kWordsPerStep<kBits>],
+__device__ inline void SeparateValues(const uint32_t (&packed)[kBits], int step,
                                       uint32_t (&values)[4]) {
+  using F = Integer<kBits>;
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
-    const uint32_t word = kBits == 8 ? words[v] : v == 0 ? words[0] : words[0] >> 8;
-    values[2 * v] = AndOr(word, kBits == 4 ? 0x000f000f : 0x00ff00ff, kWith);
-    // Bytes 1 and 3, each below the upper byte of kWith.
-    values[2 * v + 1] =
-        kBits == 4 ? AndOr(word, 0x00f000f0, kWith) : __byte_perm(word, kWith, 0x5351);
+    const uint32_t word = F::Word(packed, step, v) >> F::Shift(step, v);
+    values[2 * v] = AndOr(word, kValueMask<kBits>, kWith);
+    // 8 bits: bytes 1 and 3, each below the upper byte of kWith.
+    values[2 * v + 1] = kBits == 8 ? __byte_perm(word, kWith, 0x5351)
+                                   : AndOr(word, kValueMask<kBits> << kSecondUp<kBits>, kWith);
   }
 }
 
-// Separates 4-bit values for f16, as high as all of them can stand as subnormals: those of row g from bit kLifted on,
-// those of row g + 8 kSecondUp<4> bits above.
-inline constexpr int kLifted = 3;
+// Separates values for f16, as high as all of them can stand as subnormals or in the first exponent, whose unit is the
+// same: those of row g from bit kLifted on, those of row g + 8 kSecondUp bits above.
+template <int kBits>
+inline constexpr int kLifted = 11 - kBits - kSecondUp<kBits>;
 
-__device__ inline void LiftValues(uint32_t word, uint32_t (&values)[4]) {
+template <int kBits>
+__device__ inline void LiftValues(const uint32_t (&packed)[kBits], int step,
+                                  uint32_t (&values)[4]) {
+  using F = Integer<kBits>;
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
-    const uint32_t lifted = v == 0 ? word << kLifted : word >> (8 - kLifted);
-    values[2 * v] = lifted & 0x000f000f << kLifted;
-    values[2 * v + 1] = lifted & 0x00f000f0 << kLifted;
+    const int up = kLifted<kBits> - F::Shift(step, v);
+    const uint32_t word = F::Word(packed, step, v);
+    const uint32_t lifted = up >= 0 ? word << up : word >> -up;
+    values[2 * v] = lifted & kValueMask<kBits> << kLifted<kBits>;
+    values[2 * v + 1] = lifted & kValueMask<kBits> << (kLifted<kBits> + kSecondUp<kBits>);
   }
 }
 
@@ -187,8 +196,8 @@ inline constexpr int kWeightShift = 0;
 template <>
 inline constexpr int kWeightShift<__nv_bfloat16> = 6;
 
-// Minus the zero point of one row, in both halves, times 2^-kDown.
-template <typename T, int kDown = kShift<T>>
+// Minus the zero point of one row, in both halves, times 2^-kDown. `kRaised`: kSecondUp of the width.
+template <typename T, int kDown, int kRaised>
 struct IntegerCentre {
   static constexpr uint32_t kWith = 0;  // beside the quantized values
 
@@ -209,16 +218,16 @@ struct IntegerCentre {
 };
 
 // f16 has no such subnormals without a shift: quantized values stand beside 1024.
-template <>
-struct IntegerCentre<__half, 0> {
+template <int kRaised>
+struct IntegerCentre<__half, 0, kRaised> {
   static constexpr uint32_t kWith = Pair<__half>::kMagic;
 
-  // With 1024; `raised`, for quantized values that are 2^4 times as large, with 1024 * 2^-4.
+  // With 1024; `raised`, for quantized values that are 2^kRaised times as large, with 1024 * 2^-kRaised.
   uint32_t value, raised;
 
   static __device__ IntegerCentre Of(uint32_t zeros) {
     return {(PowersOfTwo<__half>(10) | kNegativeZeros) + zeros,
-            (PowersOfTwo<__half>(6) | kNegativeZeros) + zeros * 16};
+            (PowersOfTwo<__half>(10 - kRaised) | kNegativeZeros) + (zeros << kRaised)};
   }
   static __device__ IntegerCentre OfPowerOfTwo(int exponent) { return Of(0x00010001u << exponent); }
   template <int kUp>
@@ -227,12 +236,12 @@ struct IntegerCentre<__half, 0> {
   }
 };
 
-// Computes (q - z) * 2^-kDown for the four registers of one step: rows g and g + 8 alternate (layout.cuh).
+// Computes (q - z) * 2^-kDown for the four registers of a step: rows g and g + 8 alternate.
 template <typename T, int kBits, int kDown>
-__device__ inline void UnpackIntegers(const uint32_t (&words)[kWordsPerStep<kBits>],
-                                      const IntegerCentre<T, kDown> (&centre)[2],
+__device__ inline void UnpackIntegers(const uint32_t (&packed)[kBits], int step,
+                                      const IntegerCentre<T, kDown, kSecondUp<kBits>> (&centre)[2],
                                       uint32_t (&out)[4]) {
-  SeparateValues<kBits, IntegerCentre<T, kDown>::kWith>(words, out);
+  SeparateValues<kBits, IntegerCentre<T, kDown, kSecondUp<kBits>>::kWith>(packed, step, out);
 #pragma unroll
   for (int j = 0; j < 4; j += 2) {
     out[j] = centre[0].template Subtract<0>(out[j]);

@@ -8,15 +8,7 @@
 //   n = 16 w + 8 h + g     warp w, row pair (g, g + 8)        lane = 4 g + t
 //   k = 16 s + 8 v + 2 t + e    step s, register 2 v + h, half e
 //
-// A lane owns kBits consecutive words, kWordsPerStep of them for each step s:
-//
-//   4 bits, word s           e = 1: 31      ...     16 | e = 0: 15      ...      0
-//                            v,h:   1,1  1,0  0,1  0,0 |        1,1  1,0  0,1  0,0
-//   8 bits, word 2 s + v     e = 1: 31      ...     16 | e = 0: 15      ...      0
-//                            h:        1         0     |            1        0
-//
-// so (word >> 4 * j) & 0x000f000f, respectively (word >> 8 * h) & 0x00ff00ff, are the two values of
-// one register, each in its half.
+// How a lane finds its values: format/integer.cuh.
 #pragma once
 
 #include <cstdint>
@@ -26,9 +18,6 @@ namespace jaxlowbit {
 inline constexpr int kWarpsPerAtom = 4;
 inline constexpr int kStepsPerAtom = 4;  // of 16 k each
 inline constexpr int kStepK = 16;
-
-template <int kBits>
-inline constexpr int kWordsPerStep = kBits / 4;
 
 template <int kBits>
 inline constexpr int kAtomBytes = 64 * 64 * kBits / 8;

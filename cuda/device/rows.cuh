@@ -9,52 +9,6 @@
 
 namespace jaxlowbit {
 
-// Loads this lane's packed weights of 16 channels and an atom from `address` in shared memory.
-template <int kBits>
-__device__ inline void LoadPacked(uint32_t address, int lane,
-                                  uint32_t (&packed)[kStepsPerAtom][kWordsPerStep<kBits>]) {
-  if constexpr (kBits == 4) {
-    const uint4 words = LoadShared16(address);
-    packed[0][0] = words.x, packed[1][0] = words.y, packed[2][0] = words.z, packed[3][0] = words.w;
-  } else {
-    // The lane has two chunks. If all lanes began with their first, lanes i and i + 4 would meet in one bank group.
-    const bool second_first = lane / 4 % 2 != 0;
-    const uint4 a = LoadShared16(address + (second_first ? kCopyBytes : 0));
-    const uint4 b = LoadShared16(address + (second_first ? 0 : kCopyBytes));
-    const uint4 words[2] = {second_first ? b : a, second_first ? a : b};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      packed[2 * i][0] = words[i].x, packed[2 * i][1] = words[i].y;
-      packed[2 * i + 1][0] = words[i].z, packed[2 * i + 1][1] = words[i].w;
-    }
-  }
-}
-
-// Loads packed weights of 16 channels and an atom that TMA stored as rows of 128 bytes, whose chunk c of 16 bytes lies
-// at c ^ (row % 8). `address`: this lane's first chunk; its neighbour is the second.
-template <int kBits>
-__device__ inline void LoadSwizzledPacked(uint32_t address,
-                                          uint32_t (&packed)[kStepsPerAtom][kWordsPerStep<kBits>]) {
-  constexpr int kWords = kWordsPerStep<kBits>;
-#pragma unroll
-  for (int chunk = 0; chunk < kWords; ++chunk) {
-    const uint4 four = LoadShared16(address ^ (chunk * kCopyBytes));
-    const uint32_t words[] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int word = chunk * 4 + i;
-      packed[word / kWords][word % kWords] = words[i];
-    }
-  }
-}
-
-// The offset of this lane's first chunk in an atom of a strip.
-template <int kBits>
-__device__ inline int FirstSwizzledChunk(int warp, int lane) {
-  const int chunk = (warp * 32 + lane) * kWordsPerStep<kBits>, row = chunk / 8;
-  return row * 128 + (chunk % 8 ^ row % 8) * kCopyBytes;
-}
-
 // Loads the floats of rows g and g + 8, neighbours in shared memory.
 template <typename S>
 __device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
@@ -95,9 +49,9 @@ class RowPair {
 
   // The weights of one step, in the order of operand A; without their scales if those multiply accumulators.
   template <bool kWithScale = true>
-  __device__ void Dequantize(const uint32_t (&packed)[kWordsPerStep<kBits>],
+  __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
                              uint32_t (&weights)[4]) const {
-    Unpack<T, kBits>(packed, centre_, weights);
+    Unpack<T, kBits>(packed, step, centre_, weights);
     if constexpr (kWithScale) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -112,11 +66,11 @@ class RowPair {
 };
 
 // Loads zero points from the address of that of row g in shared memory: its neighbour is that of row g + 8.
-template <typename T, int kDown>
-__device__ inline void LoadCentres(uint32_t zero, IntegerCentre<T, kDown> (&centre)[2]) {
+template <class C>
+__device__ inline void LoadCentres(uint32_t zero, C (&centre)[2]) {
   const uint32_t both = LoadShared2(zero);
-  centre[0] = IntegerCentre<T, kDown>::Of(__byte_perm(both, 0, 0x4040));
-  centre[1] = IntegerCentre<T, kDown>::Of(__byte_perm(both, 0, 0x4141));
+  centre[0] = C::Of(__byte_perm(both, 0, 0x4040));
+  centre[1] = C::Of(__byte_perm(both, 0, 0x4141));
 }
 
 // Rows whose weights come out times 2^-kWeightShift<T>, in fewer instructions than those of RowPair.
@@ -127,8 +81,7 @@ class ScaledRowPair {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // Float zeros are added to the quantized values as they are.
-      centre_[h] = float_zeros ? IntegerCentre<T, kDown>::Of(0)
-                               : IntegerCentre<T, kDown>::OfPowerOfTwo(kBits - 1);
+      centre_[h] = float_zeros ? Centre::Of(0) : Centre::OfPowerOfTwo(kBits - 1);
       offset_[h] = RowScale<T, S>::NegativeZero();
     }
   }
@@ -142,9 +95,9 @@ class ScaledRowPair {
   __device__ void LoadIntegerZeros(uint32_t zero) { LoadCentres(zero, centre_); }
 
   // The weights of one step, in the order of operand A.
-  __device__ void Dequantize(const uint32_t (&packed)[kWordsPerStep<kBits>],
+  __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
                              uint32_t (&weights)[4]) const {
-    UnpackIntegers<T, kBits>(packed, centre_, weights);
+    UnpackIntegers<T, kBits, kDown>(packed, step, centre_, weights);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       weights[j] = scale_[j % 2].MultiplyAdd(weights[j], offset_[j % 2]);
@@ -153,14 +106,15 @@ class ScaledRowPair {
 
  private:
   static constexpr int kDown = kWeightShift<T>;
+  using Centre = IntegerCentre<T, kDown, kSecondUp<kBits>>;
 
   RowScale<T, S> scale_[2], offset_[2];
-  IntegerCentre<T, kDown> centre_[2];
+  Centre centre_[2];
 };
 
 // Types of lhs and widths that have FusedRowPairs.
 template <typename T, int kBits>
-inline constexpr bool kCanFuse = std::is_same_v<T, __nv_bfloat16> || kBits == 4;
+inline constexpr bool kCanFuse = std::is_same_v<T, __nv_bfloat16> || kBits <= 4;
 
 // Rows whose weights are bit for bit those of ScaledRowPair, by one fma each from the quantized values as they stand:
 // for float zeros or none, and for scales of type T that Takes() allows. The scale brings the power of two that makes
@@ -172,10 +126,10 @@ class FusedRowPair {
   static __device__ uint32_t Join(uint32_t a, uint32_t b) {
     return kHalf ? __vmaxu2(a & 0x7fff7fff, b & 0x7fff7fff) : a | b;
   }
-  // Whether all scales are below 2, or in f16 below 2^-5.
+  // Whether all scales are below 2, or in f16 below 2^(kLifted - 8): what they become is below 2^16.
   static __device__ bool Takes(uint32_t scales) {
     if constexpr (kHalf) {
-      constexpr uint32_t kLimit = PowerOfTwo<T>(-5);
+      constexpr uint32_t kLimit = PowerOfTwo<T>(kLifted<kBits> - 8);
       return (scales & 0xffff) < kLimit && scales >> 16 < kLimit;
     }
     return (scales & PowersOfTwo<T>(1)) == 0;
@@ -185,7 +139,7 @@ class FusedRowPair {
 
   __device__ void LoadScales(uint32_t scale) {
     const uint32_t both = LoadShared4(scale);
-    constexpr int kUp = -kSubnormalUnit<T> - kDown - (kHalf ? kLifted : 0);
+    constexpr int kUp = -kSubnormalUnit<T> - kDown - (kHalf ? kLifted<kBits> : 0);
     // f16 has no larger power of two than 2^15.
     constexpr int kFirst = kHalf ? 15 : kUp;
     uint32_t up =
@@ -201,12 +155,12 @@ class FusedRowPair {
   }
 
   // The weights of one step, in the order of operand A.
-  __device__ void Dequantize(const uint32_t (&packed)[kWordsPerStep<kBits>],
+  __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
                              uint32_t (&weights)[4]) const {
     if constexpr (kHalf) {
-      LiftValues(packed[0], weights);
+      LiftValues<kBits>(packed, step, weights);
     } else {
-      SeparateValues<kBits>(packed, weights);
+      SeparateValues<kBits>(packed, step, weights);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j)
@@ -256,9 +210,9 @@ class ChannelRowPair {
   __device__ float Factor(int h) const { return factor_[h]; }
 
   // The weights of one step, in the order of operand A.
-  __device__ void Dequantize(const uint32_t (&packed)[kWordsPerStep<kBits>],
+  __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
                              uint32_t (&weights)[4]) const {
-    SeparateValues<kBits>(packed, weights);
+    SeparateValues<kBits>(packed, step, weights);
 #pragma unroll
     for (int j = 0; j < 4; ++j) weights[j] = Pair<T>::Fma(weights[j], up_[j % 2], offset_[j % 2]);
   }
@@ -284,17 +238,15 @@ class ChannelRowPair {
 template <typename T, typename S, int kBits>
 class IntegerRowPair {
  public:
-  __device__ void Start(bool) {
-    centre_[0] = centre_[1] = IntegerCentre<T>::OfPowerOfTwo(kBits - 1);
-  }
+  __device__ void Start(bool) { centre_[0] = centre_[1] = Centre::OfPowerOfTwo(kBits - 1); }
 
   __device__ void LoadScales(uint32_t scale) { LoadFloats<S>(scale, scale_); }
   __device__ void LoadIntegerZeros(uint32_t zero) { LoadCentres(zero, centre_); }
 
   // The weights of one step without their scales, in the order of operand A.
-  __device__ void Dequantize(const uint32_t (&packed)[kWordsPerStep<kBits>],
+  __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
                              uint32_t (&weights)[4]) const {
-    UnpackIntegers<T, kBits>(packed, centre_, weights);
+    UnpackIntegers<T, kBits, kDown>(packed, step, centre_, weights);
   }
 
   // Adds the scaled partial sums of one group, in the order of operand D.
@@ -304,8 +256,11 @@ class IntegerRowPair {
   }
 
  private:
+  static constexpr int kDown = kShift<T>;
+  using Centre = IntegerCentre<T, kDown, kSecondUp<kBits>>;
+
   float scale_[2];
-  IntegerCentre<T> centre_[2];
+  Centre centre_[2];
 };
 
 }  // namespace jaxlowbit

@@ -56,10 +56,10 @@ cudaError_t DescribeMatrix(const void* matrix, ElementType type, int64_t rows, i
 }
 
 cudaError_t DescribeMatrices(const void* matrices, ElementType type, int64_t batch, int64_t rows,
-                             int64_t columns, int tile_rows, CUtensorMap* map) {
+                             int64_t columns, int tile_rows, CUtensorMap* map, bool swizzled) {
   return Describe(matrices, type, {columns, rows, batch},
                   {columns * kElementBytes, rows * columns * kElementBytes}, {kAtom, tile_rows, 1},
-                  CU_TENSOR_MAP_SWIZZLE_128B, map);
+                  swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE, map);
 }
 
 }  // namespace jaxlowbit

@@ -23,9 +23,10 @@ cudaError_t DescribeMatrix(const void* matrix, ElementType type, int64_t rows, i
                            int tile_rows, int tile_blocks, CUtensorMap* map);
 
 // Describes `batch` row-major matrices with a number of columns that TMA supports: axes (column, row, matrix), in tiles
-// of 64 x `tile_rows` of one matrix, swizzled in the same way.
+// of 64 x `tile_rows` of one matrix, swizzled in the same way, or not.
 cudaError_t DescribeMatrices(const void* matrices, ElementType type, int64_t batch, int64_t rows,
-                             int64_t columns, int tile_rows, CUtensorMap* map);
+                             int64_t columns, int tile_rows, CUtensorMap* map,
+                             bool swizzled = true);
 
 // Whether rows of this many 16-bit elements begin where TMA can load them.
 constexpr bool SupportsTma(int64_t columns) { return columns % 8 == 0; }

@@ -46,6 +46,7 @@ class StageCopier {
 
  private:
   static constexpr int kChunksPerAtom = kAtomBytes<I::kBits> / kCopyBytes;
+  static constexpr int kChunks = I::kAtomsK * kChunksPerAtom;  // of a strip in a stage
   // Chunks of scales, or of zeros, of one thread with the smallest groups.
   static constexpr int kScaleCopies =
       (kBlockN * (I::kBlockK / kMinGroupSize) * static_cast<int>(sizeof(S)) / kCopyBytes +
@@ -74,8 +75,9 @@ class StageCopier {
 #pragma unroll
     for (int n = 0; n < kAtomsN; ++n) {
 #pragma unroll
-      for (int i = 0; i < I::kAtomsK * kChunksPerAtom; i += kThreads) {
-        const int chunk = n * I::kAtomsK * kChunksPerAtom + i + threadIdx.x;
+      for (int i = 0; i < kChunks; i += kThreads) {
+        if (i + kThreads > kChunks && i + static_cast<int>(threadIdx.x) >= kChunks) break;
+        const int chunk = n * kChunks + i + threadIdx.x;
         const int atom = static_cast<int>((i + threadIdx.x) / kChunksPerAtom);
         const bool valid = n < atoms_n_ && (I::kAtomsK == 1 || k_block_ + atom < p_.k_blocks);
         CopyPackedChunk<I>(p_, shared, chunk, packed_[n] + i * kCopyBytes, valid);

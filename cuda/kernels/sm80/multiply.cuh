@@ -61,7 +61,7 @@ class StageMultiplier {
                                 Accumulators<I>& acc) {
 #pragma unroll
     for (int k_atom = 0; k_atom < I::kAtomsK; ++k_atom) {
-      uint32_t packed[kAtomsN][kStepsPerAtom][kWordsPerStep<kBits>];
+      uint32_t packed[kAtomsN][kBits];
 #pragma unroll
       for (int atom = 0; atom < kAtomsN; ++atom) {
         packed_.Load(slot + (atom * I::kAtomsK + k_atom) * kAtomBytes<kBits>, packed[atom]);
@@ -76,7 +76,7 @@ class StageMultiplier {
         uint32_t weights[kAtomsN][4];
 #pragma unroll
         for (int atom = 0; atom < kAtomsN; ++atom) {
-          rows_[atom].template Dequantize<I::kPartials != PartialSums::kGroups>(packed[atom][i],
+          rows_[atom].template Dequantize<I::kPartials != PartialSums::kGroups>(packed[atom], i,
                                                                                 weights[atom]);
         }
         if constexpr (I::kPartials == PartialSums::kNone) {

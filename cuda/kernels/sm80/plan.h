@@ -20,14 +20,14 @@ inline constexpr int kBlockN = 2 * kAtom;  // output channels of a tile
 inline constexpr int kMinGroupSize = 16;   // one step of the instruction lies in one group
 inline constexpr int kMaxSharedBytes = kSm86SharedBytesPerSm - kReservedSharedBytes;
 
-// k of a stage (n in the transposed product): 8 KiB of packed weights at either width.
-constexpr int BlockK(int bits) { return bits == 4 ? 128 : 64; }
+// k of a stage (n in the transposed product): 8 KiB of packed weights of 4 or 8 bits.
+constexpr int BlockK(int bits) { return bits <= 4 ? 128 : 64; }
 
 // Columns of out in a tile: two strips along n, or one atom along k.
 constexpr int64_t BlockOut(bool transposed) { return transposed ? kAtom : kBlockN; }
 
 // Stages of the ring: what fits the smallest device with the smallest groups.
-constexpr int NumStages(int block_m, int bits) { return bits == 4 && block_m == 64 ? 3 : 4; }
+constexpr int NumStages(int block_m, int bits) { return bits <= 4 && block_m == 64 ? 3 : 4; }
 
 // CTAs whose registers fit a multiprocessor, to which __launch_bounds__ holds the compiler. `accumulator_bytes`:
 // registers of one accumulator, 4 for float32, 6 with a float16 partial sum beside it, 8 with a float32 one.

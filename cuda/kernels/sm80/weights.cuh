@@ -3,6 +3,7 @@
 // Packed weights and scales of an atom, from shared memory to a lane's registers.
 #pragma once
 
+#include "cuda/device/packed.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/kernels/sm80/params.cuh"
 
@@ -24,31 +25,42 @@ __device__ void LoadRows(const Params& p, uint32_t scales, int position, Rows<I>
   }
 }
 
+// Loads this lane's words of an atom.
 template <class I>
 class PackedLoader {
  public:
   __device__ PackedLoader() {
+    if constexpr (kWholeChunks<I::kBits>) {
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      chunks_[i] = Keep(PackedChunk<I>(threadIdx.x * kChunks + i) * kCopyBytes);
+      for (int i = 0; i < kLoads; ++i) {
+        at_[i] = Keep(PackedChunk<I>(threadIdx.x * kLoads + i) * kCopyBytes);
+      }
+    } else {
+      at_[0] = Keep(FirstPlane<I::kBits>(threadIdx.x));
+      if constexpr (kLoads > 1) at_[1] = Keep(SecondPlane<I::kBits>(threadIdx.x));
     }
   }
 
-  __device__ void Load(uint32_t atom,
-                       uint32_t (&packed)[kStepsPerAtom][kWordsPerStep<I::kBits>]) const {
+  __device__ void Load(uint32_t atom, uint32_t (&packed)[I::kBits]) const {
+    if constexpr (kWholeChunks<I::kBits>) {
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const uint4 words = LoadShared16(atom + chunks_[i]);
-      const uint32_t four[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) packed[(4 * i + j) / kChunks][(4 * i + j) % kChunks] = four[j];
+      for (int i = 0; i < kLoads; ++i) {
+        const uint4 words = LoadShared16(atom + at_[i]);
+        packed[4 * i] = words.x, packed[4 * i + 1] = words.y;
+        packed[4 * i + 2] = words.z, packed[4 * i + 3] = words.w;
+      }
+    } else {
+      LoadPlanes<I::kBits>(atom + at_[0], atom + at_[kLoads - 1], packed);
     }
   }
 
  private:
-  static constexpr int kChunks = kWordsPerStep<I::kBits>;  // of a lane, 4 words each
+  // Chunks of 16 bytes, or planes.
+  static constexpr int kLoads = kWholeChunks<I::kBits>                ? I::kBits / 4
+                                : Integer<I::kBits>::kSecondWords > 0 ? 2
+                                                                      : 1;
 
-  int chunks_[kChunks];  // in bytes
+  int at_[kLoads];  // in bytes
 };
 
 }  // namespace jaxlowbit::sm80

@@ -60,6 +60,9 @@ class TransposedCopier {
     for (int atom = 0; atom < I::kAtomsK; ++atom) {
 #pragma unroll
       for (int i = 0; i < kChunksPerAtom; i += kThreads) {
+        if (i + kThreads > kChunksPerAtom && i + static_cast<int>(threadIdx.x) >= kChunksPerAtom) {
+          break;
+        }
         const int chunk = atom * kChunksPerAtom + i + threadIdx.x;
         CopyPackedChunk<I>(p_, shared, chunk, packed_ + i * kCopyBytes,
                            n_block_ + atom < p_.n_blocks);

@@ -42,7 +42,7 @@ class TransposedMultiplier {
     const uint32_t scales = slot + p_.bytes.packed + p_.bytes.lhs;
 #pragma unroll
     for (int atom = 0; atom < I::kAtomsK; ++atom) {
-      uint32_t packed[kStepsPerAtom][kWordsPerStep<I::kBits>];
+      uint32_t packed[I::kBits];
       packed_.Load(slot + atom * kAtomBytes<I::kBits>, packed);
       uint32_t fragments[I::kTiles][2];
       LoadLhs(slot + p_.bytes.packed, atom, fragments);
@@ -56,7 +56,7 @@ class TransposedMultiplier {
           LoadRows<I>(p_, scales, ++position, rows_);
         }
         uint32_t weights[4];
-        rows_.Dequantize(packed[step], weights);
+        rows_.Dequantize(packed, step, weights);
         const uint32_t turned[4] = {Transpose8x8(weights[0]), Transpose8x8(weights[2]),
                                     Transpose8x8(weights[1]), Transpose8x8(weights[3])};
 #pragma unroll

@@ -90,7 +90,8 @@ cudaError_t DescribeOperands(const QuantizedMatmul& problem, const Buffers& buff
   const int64_t atom_rows = problem.words_per_atom() * 4 / kRowBytes;
   error = DescribeMatrices(buffers.packed, problem.lhs, problem.num_weights * problem.n_blocks(),
                            problem.k_blocks() * atom_rows, kAtom,
-                           static_cast<int>(tile.stage_atoms * atom_rows), &p.packed);
+                           static_cast<int>(tile.stage_atoms * atom_rows), &p.packed,
+                           problem.bits % 4 == 0);  // device/packed.cuh
   if (error != cudaSuccess || !p.aligned) return error;
   const bool halves = p.form == Form::kSigmoid && p.epilogue.gated && tile.strips == 1;
   const int rows = halves ? GatedStoreRows(tile) : StoreRows(tile);

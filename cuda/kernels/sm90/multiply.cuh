@@ -17,6 +17,7 @@
 
 #include <type_traits>
 
+#include "cuda/device/packed.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/kernels/sm90/params.cuh"
@@ -40,7 +41,10 @@ class TileMultiplier {
   __device__ TileMultiplier(const Params& p, Memory memory) : p_(p), memory_(memory) {
     const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
-    packed_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstSwizzledChunk<kBits>(warp, lane));
+    packed_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstTmaWord<kBits>(warp * 32 + lane));
+    if constexpr (kInPlanes) {
+      second_ = Keep(SecondPlane<kBits>(warp * 32 + lane) - FirstPlane<kBits>(warp * 32 + lane));
+    }
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
     strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
     if constexpr (kWarpArrivals == 1) {
@@ -102,6 +106,7 @@ class TileMultiplier {
   static constexpr bool kHasStageRows = I::kM <= 128 && std::is_same_v<S, T>;
   static constexpr bool kBothHalves = I::kM <= 128 && I::kZero != ZeroKind::kNone;
 
+  static constexpr bool kInPlanes = Integer<kBits>::kSecondWords > 0;
   static constexpr float kUnit = 1 << kWeightShift<T>;                   // of accumulators
   static constexpr int kLhsBytes = I::kM * static_cast<int>(kAtom) * 2;  // of an atom
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
@@ -204,9 +209,9 @@ class TileMultiplier {
       }
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
-        uint32_t packed[kStepsPerAtom][kWordsPerStep<kBits>];
-        LoadSwizzledPacked<kBits>(stage + packed_ + s * kStripBytes + in_stage * kAtomBytes<kBits>,
-                                  packed);
+        uint32_t packed[kBits];
+        const uint32_t words = stage + packed_ + s * kStripBytes + in_stage * kAtomBytes<kBits>;
+        LoadTmaPacked<kBits>(words, kInPlanes ? words + second_ : 0, packed);
         const int row = row_ + s * strip_rows_ + rows;
         if (kGroups || (std::is_same_v<R, StageRows> && in_stage == 0)) {
           LoadRows(scales, row, pairs[s]);
@@ -226,7 +231,7 @@ class TileMultiplier {
               LoadRows(scales, row + static_cast<int>(kAtom), pairs[s]);
             }
             const bool later = kGroups && kBothHalves && first + step >= kMiddle;
-            (later ? second : pairs[s]).Dequantize(packed[first + step], own[step]);
+            (later ? second : pairs[s]).Dequantize(packed, first + step, own[step]);
           }
           KeepAll(own);
           FenceOperands();
@@ -267,6 +272,7 @@ class TileMultiplier {
   const Memory memory_;
   // Where this lane reads in a stage, for the warpgroup's first strip: packed weights, in bytes, and scales, in rows.
   int packed_, row_, strip_rows_;
+  int second_;     // from the words of the first plane to those of the second
   uint32_t free_;  // the peer's barrier that this lane tells of free stages, or 0
 };
 

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cuda/device/mma.cuh"
+#include "cuda/device/packed.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/kernels/sm90_stream/params.cuh"
 
@@ -59,8 +60,12 @@ class StageMultiplier {
       const int atom_bytes = (end - begin) * I::kSliceBytes;
       packed_[i] = Keep(
           p_.plan.bytes.lhs + (begin - tile) * (I::kSliceBytes << p_.plan.stage_shift) +
-          (slice - begin) * I::kSliceBytes + atom_ * atom_bytes + lane_ * (I::kSliceBytes / 32));
+          FirstPlane<kBits>((slice - begin) * 32) + atom_ * atom_bytes + FirstPlane<kBits>(lane_));
       packed_step_[i] = Keep(atom_bytes);
+      if constexpr (I::kInPlanes) {
+        const int lane = (slice - begin) * 32 + lane_;
+        second_[i] = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+      }
       const int group =
           (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstGroup(p_, atom_);
       const int row = group * kRows + slice % kSlicesPerStrip * kSliceRows + lane_ / 4 * 2;
@@ -104,7 +109,7 @@ class StageMultiplier {
   static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
   static constexpr int kRows = kAtom;  // of a group
   // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices, if registers allow.
-  static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits == 4 ? 2 : 1;
+  static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits <= 4 ? 2 : 1;
   static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
 
   // Whether FastestRows take the scales of both slices in the kGroups groups of the warp's atom `at`.
@@ -139,7 +144,7 @@ class StageMultiplier {
 #pragma unroll
     for (int slice = 0; slice < kSlicesPerWarp; slice += kTogetherSlices) {
       R rows[kTogetherSlices];
-      uint32_t packed[kAtoms][kTogetherSlices][kStepsPerAtom][kWordsPerStep<kBits>];
+      uint32_t packed[kAtoms][kTogetherSlices][kBits];
       float part[kChains][kTogetherSlices][I::kTiles][4] = {};
 #pragma unroll
       for (int i = 0; i < kTogetherSlices; ++i) {
@@ -147,7 +152,8 @@ class StageMultiplier {
         LoadRows(stage, slice + i, at * p_.atom_step, rows[i]);
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
-          LoadPacked<kBits>(stage + packed_[slice + i] + (at + a) * packed_step_[slice + i], lane_,
+          const uint32_t first = stage + packed_[slice + i] + (at + a) * packed_step_[slice + i];
+          LoadPacked<kBits>(first, I::kInPlanes ? first + second_[slice + i] : 0, lane_,
                             packed[a][i]);
         }
       }
@@ -167,7 +173,7 @@ class StageMultiplier {
           uint32_t weights[kTogetherSlices][4];
 #pragma unroll
           for (int i = 0; i < kTogetherSlices; ++i) {
-            rows[i].Dequantize(packed[a][i][step], weights[i]);
+            rows[i].Dequantize(packed[a][i], step, weights[i]);
           }
           // A step is two columns, and the permutation is an exclusive or of column numbers.
           const uint32_t lhs = kKeepsPlace ? first + a * LhsBytes() : activations + PlaceOf(at + a);
@@ -243,6 +249,8 @@ class StageMultiplier {
   // slice, and the step from there to the second atom's; the scales of each slice.
   int lhs_;
   int packed_[kSlicesPerWarp], packed_step_[kSlicesPerWarp];
+  int second_[I::kInPlanes ? kSlicesPerWarp
+                           : 1];  // from the words of the first plane to those of the second
   int scales_[kSlicesPerWarp];
 };
 

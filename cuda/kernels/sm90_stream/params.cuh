@@ -10,6 +10,7 @@
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/divide.cuh"
+#include "cuda/device/format/integer.cuh"
 #include "cuda/device/layout.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/kernels/sm90_stream/plan.h"
@@ -37,6 +38,7 @@ struct Instance {
   static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kM < 32;
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
+  static constexpr bool kInPlanes = Integer<kBits>::kSecondWords > 0;
 };
 
 // One of the products of a launch.

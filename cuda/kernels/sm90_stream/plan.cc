@@ -17,6 +17,9 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   plan.tile_slices = static_cast<int>(CeilDiv(slices, tiles));
   if (problem.epilogue.gated) {
     plan.tile_slices = static_cast<int>(CeilDiv(plan.tile_slices, kPairSlices)) * kPairSlices;
+  } else if (InPlanes(problem.bits)) {
+    plan.tile_slices =
+        static_cast<int>(CeilDiv(plan.tile_slices, kSlicesPerStrip)) * kSlicesPerStrip;
   }
   const int block_m = BlockM(problem.m);
   const int pairs = static_cast<int>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
@@ -25,8 +28,8 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   const int most = block_m == 32 ? 4 : kWarps;
   while (pairs * plan.warps_k * 2 <= kWarps && plan.warps_k * 2 <= most) plan.warps_k *= 2;
   // A warp takes two atoms if activations leave room for several stages. A strip has at most 16 KiB of a stage.
-  plan.stage_atoms =
-      std::max(plan.warps_k, std::min({2 * plan.warps_k, 128 / block_m, 32 / problem.bits}));
+  plan.stage_atoms = std::max(
+      plan.warps_k, std::min({2 * plan.warps_k, 128 / block_m, 32 / std::max(problem.bits, 4)}));
   plan.warp_atoms = plan.stage_atoms / plan.warps_k;
   while (1 << plan.stage_shift < plan.stage_atoms) ++plan.stage_shift;
   plan.stages = static_cast<int>(CeilDiv(problem.k_blocks(), plan.stage_atoms));

@@ -41,7 +41,10 @@ inline constexpr int kAloneStages = 3;
 inline constexpr int kMostGatheredBytes = 24 * 1024;
 
 // The most rows of lhs: with 8-bit weights, 32 rows would take more registers than there are.
-constexpr int MaxRows(int bits) { return bits == 4 ? 32 : 16; }
+constexpr int MaxRows(int bits) { return bits <= 4 ? 32 : 16; }
+
+// Whether the words of a lane and an atom are in several bit planes: a tile then has whole strips.
+constexpr bool InPlanes(int bits) { return (bits & (bits - 1)) != 0; }
 
 // Slices of a gated product are those of a strip of the gate, then those of the same strip of up.
 inline constexpr int kPairSlices = 2 * kSlicesPerStrip;

@@ -54,6 +54,9 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
   if (problem.epilogue.gated && choice.slices % kPairSlices != 0) {
     return {"slices are of pairs of strips"};
   }
+  if (InPlanes(problem.bits) && choice.slices % kSlicesPerStrip != 0) {
+    return {"weights in bit planes are read in whole strips"};
+  }
   if (choice.slices < 1 || choice.slices > most) return {"slices is beyond those of a cluster"};
   const Plan plan = PlanOfChoice(problem, device, choice);
   if (plan.num_stages < 2) return {"its stages would not fit shared memory"};

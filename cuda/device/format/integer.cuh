@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Integers of some width, as a lane reads them: the trait of a format. Packed layout, version 1, on the device: the twin
+// of jaxlowbit/_core/layout.py (docs/layout.md).
+//
+// A lane has 32 values of an atom, 8 for each of 4 steps of 16 k: 2 neighbours in k for each of the 4 registers 2 v + h
+// of the instruction's operand A, with n = 8 h + g and k = 8 v + 2 t + e. Each register gets its two values, e = 0 and
+// 1, from the halves of one word, and rows g and g + 8 (h) from two places of it:
+//
+//   Word(packed, step, v) >> Shift(step, v):   e = 1: ... h=1 | h=0    e = 0: ... h=1 | h=0
+//                                                       ◄ kUp ►                 ◄ kUp ►
+//
+// A trait has kFirstWords and kSecondWords, the words of a lane and an atom in each bit plane (the planes of an atom
+// follow each other), kUp, Word and Shift. Bits around the values may hold anything.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxlowbit {
+
+template <int kBits>
+struct Integer;
+
+//   4 bits, word s           e = 1: 31      ...     16 | e = 0: 15      ...      0
+//                            v,h:   1,1  1,0  0,1  0,0 |        1,1  1,0  0,1  0,0
+template <>
+struct Integer<4> {
+  static constexpr int kFirstWords = 4, kSecondWords = 0;
+  static constexpr int kUp = 4;
+  static __device__ uint32_t Word(const uint32_t (&packed)[4], int step, int) {
+    return packed[step];
+  }
+  static __device__ constexpr int Shift(int, int v) { return 8 * v; }
+};
+
+//   8 bits, word 2 s + v     e = 1: 31      ...     16 | e = 0: 15      ...      0
+//                            h:        1         0     |            1        0
+template <>
+struct Integer<8> {
+  static constexpr int kFirstWords = 8, kSecondWords = 0;
+  static constexpr int kUp = 8;
+  static __device__ uint32_t Word(const uint32_t (&packed)[8], int step, int v) {
+    return packed[2 * step + v];
+  }
+  static __device__ constexpr int Shift(int, int) { return 0; }
+};
+
+// The bits of a value of each half of a word.
+template <int kBits>
+inline constexpr uint32_t kValueMask = ((1u << kBits) - 1) * 0x00010001u;
+
+// Offsets, in an atom, of the first word of each plane of the lane that is number `lane` of the atom's 128.
+template <int kBits>
+__device__ constexpr int FirstPlane(int lane) {
+  return lane * 4 * Integer<kBits>::kFirstWords;
+}
+template <int kBits>
+__device__ constexpr int SecondPlane(int lane) {
+  return 512 * Integer<kBits>::kFirstWords + lane * 4 * Integer<kBits>::kSecondWords;
+}
+
+}  // namespace jaxlowbit

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A lane's packed words of 16 channels and an atom, from shared memory to registers.
+#pragma once
+
+#include "cuda/device/copy.cuh"
+#include "cuda/device/format/integer.cuh"
+#include "cuda/device/layout.cuh"
+
+namespace jaxlowbit {
+
+// Whether a lane's words are whole chunks of 16 bytes. Chunks are read in an order without bank conflicts; fewer words
+// have none, and lie as they are in memory.
+template <int kBits>
+inline constexpr bool kWholeChunks = kBits % 4 == 0;
+
+// Loads the words of each plane.
+template <int kBits>
+__device__ inline void LoadPlanes(uint32_t first, uint32_t second, uint32_t (&packed)[kBits]) {
+  constexpr int kFirst = Integer<kBits>::kFirstWords, kSecond = Integer<kBits>::kSecondWords;
+  static_assert(kFirst <= 2 && kSecond <= 1);
+  if constexpr (kFirst == 2) {
+    const uint2 words = LoadShared8(first);
+    packed[0] = words.x, packed[1] = words.y;
+  } else {
+    packed[0] = LoadShared4(first);
+  }
+  if constexpr (kSecond == 1) packed[kFirst] = LoadShared4(second);
+}
+
+// Loads the words that lie as they are in memory, 16 channels after 16 channels. `first`, `second`: this lane's first
+// word of each plane.
+template <int kBits>
+__device__ inline void LoadPacked(uint32_t first, uint32_t second, int lane,
+                                  uint32_t (&packed)[kBits]) {
+  if constexpr (!kWholeChunks<kBits>) {
+    LoadPlanes<kBits>(first, second, packed);
+  } else if constexpr (kBits == 4) {
+    const uint4 words = LoadShared16(first);
+    packed[0] = words.x, packed[1] = words.y, packed[2] = words.z, packed[3] = words.w;
+  } else {
+    // The lane has two chunks. If all lanes began with their first, lanes i and i + 4 would meet in one bank group.
+    const bool second_first = lane / 4 % 2 != 0;
+    const uint4 a = LoadShared16(first + (second_first ? kCopyBytes : 0));
+    const uint4 b = LoadShared16(first + (second_first ? 0 : kCopyBytes));
+    const uint4 words[2] = {second_first ? b : a, second_first ? a : b};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      packed[4 * i] = words[i].x, packed[4 * i + 1] = words[i].y;
+      packed[4 * i + 2] = words[i].z, packed[4 * i + 3] = words[i].w;
+    }
+  }
+}
+
+// Loads words that TMA stored as rows of 128 bytes: chunks of 16 bytes, of which chunk c lies at c ^ (row % 8), or, if
+// they are no whole chunks, as they are. `first`, `second`: as above; a lane's second chunk is the neighbour of its
+// first.
+template <int kBits>
+__device__ inline void LoadTmaPacked(uint32_t first, uint32_t second, uint32_t (&packed)[kBits]) {
+  if constexpr (!kWholeChunks<kBits>) {
+    LoadPlanes<kBits>(first, second, packed);
+  } else {
+#pragma unroll
+    for (int chunk = 0; chunk < kBits / 4; ++chunk) {
+      const uint4 four = LoadShared16(first ^ (chunk * kCopyBytes));
+      packed[4 * chunk] = four.x, packed[4 * chunk + 1] = four.y;
+      packed[4 * chunk + 2] = four.z, packed[4 * chunk + 3] = four.w;
+    }
+  }
+}
+
+// The offset, in an atom that TMA stored, of the first word of the lane that is number `lane` of the atom's 128.
+template <int kBits>
+__device__ inline int FirstTmaWord(int lane) {
+  if constexpr (!kWholeChunks<kBits>) return FirstPlane<kBits>(lane);
+  const int chunk = lane * (kBits / 4), row = chunk / 8;
+  return row * 128 + (chunk % 8 ^ row % 8) * kCopyBytes;
+}
+
+}  // namespace jaxlowbit
