@@ -95,16 +95,43 @@ void Random(const DeviceBuffer& buffer, Fill fill, ElementType type, int64_t cou
   Check(cudaGetLastError(), "FillKernel");
 }
 
-// The quantized value of element (k, n), by the formula of docs/layout.md and nothing that the kernels use.
+// The place of a value in an atom, as digits of k and n: n = 16 w + 8 h + g, k = 16 (2 S + s) + 8 v + 2 t + e.
+struct Digits {
+  int S, s, v, e, h;
+};
+
+// A plane's bits of a value: slots of `bits` bits, whose number has these digits, highest first.
+__device__ int PlaneBits(const uint32_t* lane, int bits, const char* slots, const Digits& d) {
+  int slot = 0;
+  for (int i = 0; i < 5; ++i) {
+    const char c = slots[i];
+    slot = 2 * slot + (c == 'S' ? d.S : c == 's' ? d.s : c == 'v' ? d.v : c == 'e' ? d.e : d.h);
+  }
+  return lane[slot * bits / 32] >> slot * bits % 32 & ((1 << bits) - 1);
+}
+
+// The quantized value of element (k, n), by the table of docs/layout.md and nothing that the kernels use.
 __device__ int Code(const QuantizedMatmul& p, const uint32_t* words, int64_t k, int64_t n) {
   const int64_t k_blocks = (p.k + 63) / 64;
   const uint32_t* atom = words + (n / 64 * k_blocks + k / 64) * (128 * p.bits);
   const int nn = n % 64, kk = k % 64;
-  const int w = nn / 16, h = nn / 8 % 2, g = nn % 8;
-  const int s = kk / 16, v = kk / 8 % 2, t = kk / 2 % 4, e = kk % 2;
-  const uint32_t* lane = atom + (w * 32 + 4 * g + t) * p.bits;
-  return p.bits == 4 ? lane[s] >> (16 * e + 8 * v + 4 * h) & 15
-                     : lane[2 * s + v] >> (16 * e + 8 * h) & 255;
+  const Digits d = {kk / 32, kk / 16 % 2, kk / 8 % 2, kk % 2, nn / 8 % 2};
+  const int lane = nn / 16 * 32 + nn % 8 * 4 + kk / 2 % 4;
+  const auto plane = [&](int bits, int shift, const char* slots) {
+    return PlaneBits(atom + 128 * shift + lane * bits, bits, slots, d) << shift;
+  };
+  switch (p.bits) {
+    case 1:
+      return plane(1, 0, "eSsvh");
+    case 2:
+      return plane(2, 0, "Sesvh");
+    case 3:
+      return plane(2, 0, "Sevhs") + plane(1, 2, "evhSs");
+    case 4:
+      return plane(4, 0, "Ssevh");
+    default:
+      return plane(8, 0, "Ssveh");
+  }
 }
 
 struct Bounded {

@@ -114,6 +114,8 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
                   : problem.m <= 8  ? Fit{33, 37, 1.18, 1.04, 1.1}
                   : problem.m <= 16 ? Fit{27.5, 33, 1.18, 1.04, 1.1}
                                     : Fit{17.2, 18.8, 1, 1, 2.2};
+  // Fewer bits take as many instructions.
+  const double narrow = std::min(problem.bits, 4) / 4.0;
   // Loads of 8-bit weights are larger if a warp has two atoms of a stage.
   const double copy = 0.0055 * (problem.bits == 8 ? plan.warp_atoms : 1);
   const double copies =
@@ -127,7 +129,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const double missing = kMissingRow * lhs_tiles * static_cast<double>(plan.lhs_rows - problem.m);
   const auto wave = [&](int beside) {
     const double idle = beside == 1 ? busy : std::sqrt(busy);  // warps of another CTA fill in
-    const double rate = (beside == 1 ? fit.alone : fit.beside) * idle;
+    const double rate = (beside == 1 ? fit.alone : fit.beside) * narrow * idle;
     const double shallow = plan.num_stages == 2 ? fit.two : plan.num_stages == 3 ? fit.three : 1;
     return beside * (load / rate * shallow + copy * copies + missing) + kTile * tiles + kWave;
   };
