@@ -43,6 +43,11 @@ constexpr KernelDecision kKernels[] = {
 };
 static_assert(std::size(kKernels) == kNumKernels);
 
+template <size_t kSize>
+bool Contains(const int (&values)[kSize], int value) {
+  return std::find(std::begin(values), std::end(values), value) != std::end(values);
+}
+
 const KernelDecision& DecisionOf(Kernel kernel) {
   return *std::find_if(std::begin(kKernels), std::end(kKernels),
                        [&](const KernelDecision& decision) { return decision.kernel == kernel; });
@@ -69,9 +74,8 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
     return {"the kernels need compute capability 8.0, this device has " +
             number(device.compute_capability / 10) + "." + number(device.compute_capability % 10)};
   }
-  if (std::find(std::begin(kKernelBits), std::end(kKernelBits), problem.bits) ==
-      std::end(kKernelBits)) {
-    return {"the kernels read 4 or 8 bits, the weight has " + number(problem.bits)};
+  if (!Contains(kKernelBits, problem.bits) && !Contains(kCompiledBits, problem.bits)) {
+    return {"the kernels do not read weights of " + number(problem.bits) + " bits"};
   }
   if (problem.lhs == ElementType::kF32) return {"the kernels take bfloat16 or float16 lhs"};
   const auto lhs_or_float32 = [&](ElementType type) {

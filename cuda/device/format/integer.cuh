@@ -21,6 +21,18 @@ namespace jaxlowbit {
 template <int kBits>
 struct Integer;
 
+//   2 bits, word s / 2       e = 1: 31      ...     16 | e = 0: 15      ...      0
+//                            s % 2, v, h: as a number from 7 down to 0, in each half
+template <>
+struct Integer<2> {
+  static constexpr int kFirstWords = 2, kSecondWords = 0;
+  static constexpr int kUp = 2;
+  static __device__ uint32_t Word(const uint32_t (&packed)[2], int step, int) {
+    return packed[step / 2];
+  }
+  static __device__ constexpr int Shift(int step, int v) { return step % 2 * 8 + v * 4; }
+};
+
 //   4 bits, word s           e = 1: 31      ...     16 | e = 0: 15      ...      0
 //                            v,h:   1,1  1,0  0,1  0,0 |        1,1  1,0  0,1  0,0
 template <>
