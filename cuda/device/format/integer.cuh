@@ -21,6 +21,16 @@ namespace jaxlowbit {
 template <int kBits>
 struct Integer;
 
+//   1 bit, word 0            e = 1: 31      ...     16 | e = 0: 15      ...      0
+//                            s, v, h: as a number from 15 down to 0, in each half
+template <>
+struct Integer<1> {
+  static constexpr int kFirstWords = 1, kSecondWords = 0;
+  static constexpr int kUp = 1;
+  static __device__ uint32_t Word(const uint32_t (&packed)[1], int, int) { return packed[0]; }
+  static __device__ constexpr int Shift(int step, int v) { return step * 4 + v * 2; }
+};
+
 //   2 bits, word s / 2       e = 1: 31      ...     16 | e = 0: 15      ...      0
 //                            s % 2, v, h: as a number from 7 down to 0, in each half
 template <>
