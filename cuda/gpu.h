@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The numbers of a GPU that the selection depends on, and the limits of its architecture.
+// The numbers of a GPU that the selection and launches depend on, and the limits of its architecture.
 #pragma once
 
 namespace jaxlowbit {
@@ -21,6 +21,9 @@ struct Device {
   int shared_bytes_per_sm = 0;
   // Clusters resident at a time, by CTAs per multiprocessor (1, 2) and CTAs per cluster (1, 2, 4).
   int clusters[3][5] = {};
+  // For launches: CUDA's number of the device, and its own compute capability if it is treated as one of less.
+  int ordinal = 0;
+  int architecture = 0;
 };
 
 }  // namespace jaxlowbit

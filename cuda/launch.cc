@@ -58,7 +58,8 @@ cudaError_t ReadDevice(int ordinal, Device& device) {
     const cudaError_t error = cudaDeviceGetAttribute(value, attribute, ordinal);
     if (error != cudaSuccess) return error;
   }
-  device.compute_capability = 10 * major + minor;
+  device.ordinal = ordinal;
+  device.architecture = device.compute_capability = 10 * major + minor;
   Limit(device);
   return cudaSuccess;
 }
@@ -70,7 +71,7 @@ cudaError_t FindTuned(int ordinal, std::shared_ptr<const TunedTable>& tuned) {
   return error;
 }
 
-// Attributes of kernels belong to the current device.
+// Everything but the instances that multiply, which are loaded when they are first needed (kernels/loaded.h).
 cudaError_t Prepare(int ordinal, DeviceState& state) {
   Device& device = state.device;
   int current = 0;
@@ -78,15 +79,11 @@ cudaError_t Prepare(int ordinal, DeviceState& state) {
   if (error == cudaSuccess) error = cudaSetDevice(ordinal);
   if (error == cudaSuccess) error = ReadDevice(ordinal, device);
   if (error == cudaSuccess) error = FindTuned(ordinal, state.tuned);
-  if (error == cudaSuccess) error = sm80::Prepare(device);
   if (error == cudaSuccess) error = PrepareReduceSplits();
   if (error == cudaSuccess) error = PrepareRmsNorm();
   if (error == cudaSuccess) error = PrepareCopy();
   if (error == cudaSuccess) error = PrepareGatherLhs(device);
-  if (error == cudaSuccess && device.compute_capability == 90) {
-    error = sm90_stream::Prepare(device);
-    if (error == cudaSuccess) error = sm90::Prepare(device);
-  }
+  if (error == cudaSuccess && device.compute_capability == 90) error = sm90::Prepare(device);
   const cudaError_t restored = cudaSetDevice(current);
   return error == cudaSuccess ? restored : error;
 }

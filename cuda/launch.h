@@ -14,9 +14,9 @@
 
 namespace jaxlowbit {
 
-// Loads every kernel and raises its shared-memory limit on `device`, CUDA's number of it, and looks up what was
-// measured on devices of its name (select/tuned.h). Thread-safe, and free once it has succeeded; a later call tries
-// again after a failure. Must have run before a stream of that device is captured.
+// Reads what the selection needs of `device`, CUDA's number of it, loads the kernels around products there, and looks
+// up what was measured on devices of its name (select/tuned.h). Thread-safe, and free once it has succeeded; a later
+// call tries again after a failure. Must have run before a stream of that device is captured.
 cudaError_t PrepareKernels(int device);
 
 // The device that a stream belongs to, by CUDA's number. XLA counts only those that it was told to use.

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/kernels/loaded.h"
 #include "cuda/launch.h"
 #include "cuda/placement.h"
 #include "cuda/select/select.h"
@@ -20,8 +21,9 @@ namespace jaxlowbit {
 inline ffi::Error ToError(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return ffi::Error::Success();
   cudaGetLastError();
+  const std::string why = TakeLoadError();
   return ffi::Error::Internal(what + " failed with " + cudaGetErrorName(status) + ": " +
-                              cudaGetErrorString(status) + ".");
+                              cudaGetErrorString(status) + (why.empty() ? "" : "; ") + why + ".");
 }
 
 // Where a handler runs: XLA's stream, and CUDA's number of its device.

@@ -164,6 +164,11 @@ Toolchain FindToolchain() {
   return found;
 }
 
+// The instructions of Hopper's kernels are no later GPU's.
+std::string ArchitectureName(int compute_capability) {
+  return std::to_string(compute_capability) + (compute_capability == 90 ? "a" : "");
+}
+
 Result Start(const Instance& instance, const std::string& architecture) {
   State& state = TheState();
   const std::lock_guard<std::mutex> lock(state.mutex);

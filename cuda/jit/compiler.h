@@ -42,6 +42,9 @@ void SetNvrtcPaths(std::vector<std::string> paths);
 // Loads NVRTC. JAXLOWBIT_COMPILE=0 turns compiling off.
 Toolchain FindToolchain();
 
+// The architecture that a device of a compute capability, such as 90, has its instances compiled for.
+std::string ArchitectureName(int compute_capability);
+
 // The cubin for an architecture, such as "90a": from the cache, or compiled by one of a few threads and kept there.
 // All that ask for one instance share its result. Returns at once.
 Result Start(const Instance& instance, const std::string& architecture);
