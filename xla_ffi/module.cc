@@ -16,6 +16,7 @@
 
 #include "cuda/extents.h"
 #include "cuda/gpu.h"
+#include "cuda/kernels/instance_key.h"
 #include "cuda/limits.h"
 #include "cuda/select/select.h"
 #include "cuda/select/tuned.h"
@@ -111,6 +112,8 @@ nb::dict SelectKernel(const Question& question) {
     chosen["block_m"] = choice.block_m;
     chosen["split_k"] = choice.split_k;
     chosen["tuned"] = choice.tuned;
+    const InstanceKey key = KeyOf(problem, choice, device);
+    chosen["instance"] = nb::make_tuple(NameOf(key.family), NameOf(key));
   }
   return chosen;
 }
@@ -218,6 +221,11 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   nb::list kernels;
   for (const char* name : jaxlowbit::kKernelNames) kernels.append(name);
   module.attr("KERNELS") = kernels;
+  nb::list kernel_bits, compiled_bits;
+  for (int bits : jaxlowbit::kKernelBits) kernel_bits.append(bits);
+  for (int bits : jaxlowbit::kCompiledBits) compiled_bits.append(bits);
+  module.attr("KERNEL_BITS") = nb::tuple(kernel_bits);
+  module.attr("COMPILED_BITS") = nb::tuple(compiled_bits);
   module.attr("CALL_VERSION") = jaxlowbit::kCallVersion;
   module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;

@@ -24,8 +24,6 @@
 namespace jaxlowbit::jit {
 namespace {
 
-constexpr int kOldestForWgmma = 1303;
-
 // Threads that end when there is nothing left to do.
 class Workers {
  public:
@@ -174,10 +172,6 @@ Result Start(const Instance& instance, const std::string& architecture) {
   const std::lock_guard<std::mutex> lock(state.mutex);
   const Nvrtc* nvrtc = FindNvrtc(state);
   if (nvrtc == nullptr) return Failed(state.error);
-  if (instance.wgmma && nvrtc->version() < kOldestForWgmma) {
-    return Failed("this kernel needs NVRTC 13.3 or newer, not " + nvrtc->identity() +
-                  "; pip install 'jaxlowbit[cuda]'");
-  }
   const std::string key = KeyOf(instance, architecture, *nvrtc);
   const auto [entry, is_new] = state.results.try_emplace(key);
   if (is_new) {

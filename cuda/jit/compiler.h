@@ -17,7 +17,6 @@ struct Instance {
   std::string expression;   // names the instance, as C++ does
   std::string params;       // the type of its one parameter
   size_t params_bytes = 0;  // sizeof(params) on the host; compiling fails if the device's differs
-  bool wgmma = false;  // operand A of wgmma in registers, which ptxas before 13.3 may overwrite
 };
 
 struct Compiled {

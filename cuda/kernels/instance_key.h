@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -14,8 +15,13 @@
 
 namespace jaxlowbit {
 
-// Kernel templates, in the order of jit::kKernels.
+// Kernel templates, by the names of their folders.
 enum class Family { kSm80, kSm80Transposed, kSm90Stream, kSm90 };
+
+inline constexpr const char* kFamilyNames[] = {"sm80", "sm80_transposed", "sm90_stream", "sm90"};
+inline constexpr int kNumFamilies = static_cast<int>(std::size(kFamilyNames));
+
+inline const char* NameOf(Family family) { return kFamilyNames[static_cast<int>(family)]; }
 
 struct InstanceKey {
   Family family = Family::kSm80;

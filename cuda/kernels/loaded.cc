@@ -72,7 +72,7 @@ cudaError_t Load(const InstanceKey& key, const void* function) {
 
 jit::Result Compile(const InstanceKey& key, int architecture) {
   const jit::KernelSource& source = jit::kKernels[static_cast<int>(key.family)];
-  return jit::Start({source.header, NameOf(key), source.params, source.params_bytes, source.wgmma},
+  return jit::Start({source.header, NameOf(key), source.params, source.params_bytes},
                     jit::ArchitectureName(architecture));
 }
 
