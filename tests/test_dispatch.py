@@ -165,7 +165,7 @@ def test_more_tokens_take_larger_tiles():
     ("problem", "reason"),
     [
         ({"compute_capability": 75}, "need compute capability 8.0, this device has 7.5"),
-        ({"bits": 3}, "read 4 or 8 bits, the weight has 3"),
+        ({"bits": 5}, "do not read weights of 5 bits"),
         ({"n": 2**30 + 1}, "n=1073741825 is beyond 2^30"),
         ({"k": 2**30 + 1}, "k=1073741825 or n=64 is beyond 2^30"),
     ],

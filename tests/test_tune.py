@@ -357,11 +357,11 @@ def test_weights_of_a_checkpoint(tmp_path):
         ([(64, 64)], {"tokens": [0]}, r"0 is no number of tokens; name some from 1"),
         ([(64, 64)], {"tokens": []}, "there are no numbers of tokens"),
         ([(64, 64)], {"dtype": "float32"}, "there are choices for bfloat16 and float16 alone"),
-        ([(64, 64)], {"format": Format(3)}, "its kernels read 4 or 8 bits, the format has 3"),
+        ([(64, 64)], {"format": Format(5)}, "its kernels read .* or 8 bits, the format has 5"),
         (
-            {"w": quantize(jnp.ones((64, 64)), Format(3))},
+            {"w": quantize(jnp.ones((64, 64)), Format(5))},
             {},
-            "for these weights: its kernels read 4",
+            "for these weights: its kernels read",
         ),
     ],
 )

@@ -10,9 +10,10 @@ from jax import Array, lax
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from . import call
+from .extension import ffi
 from .problem import Operands, Problem
 
-_BITS = (4, 8)
+_BITS = sorted(ffi.KERNEL_BITS + ffi.COMPILED_BITS)
 _MOST_SIZE = 2**30  # k and n
 _FLOAT32_PARTS = 3  # bfloat16 has 8 significant bits, float32 24
 
