@@ -53,17 +53,22 @@ nb::dict Targets() {
   targets["cpu"]["jaxlowbit_quantized_matmul"] = cpu;
 #if defined(JAXLOWBIT_WITH_CUDA)
   targets["CUDA"] = nb::dict();
-  for (auto [target, execute] :
-       {std::pair{"jaxlowbit_quantized_matmul", JaxlowbitCudaExecute},
-        std::pair{"jaxlowbit_quantized_matmul_fused", JaxlowbitCudaFusedExecute},
-        std::pair{"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsExecute},
-        std::pair{"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpExecute},
-        std::pair{"jaxlowbit_quantized_block", JaxlowbitCudaBlockExecute},
-        std::pair{"jaxlowbit_times", JaxlowbitCudaTimesExecute}}) {
+  const struct {
+    const char* name;
+    XLA_FFI_Handler *initialize, *execute;
+  } calls[] = {
+      {"jaxlowbit_quantized_matmul", JaxlowbitCudaInitialize, JaxlowbitCudaExecute},
+      {"jaxlowbit_quantized_matmul_fused", JaxlowbitCudaFusedInitialize, JaxlowbitCudaFusedExecute},
+      {"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsInitialize, JaxlowbitCudaMatmulsExecute},
+      {"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpInitialize, JaxlowbitCudaMlpExecute},
+      {"jaxlowbit_quantized_block", JaxlowbitCudaBlockInitialize, JaxlowbitCudaBlockExecute},
+      {"jaxlowbit_times", JaxlowbitCudaTimesInitialize, JaxlowbitCudaTimesExecute}};
+  for (const auto& call : calls) {
     nb::dict cuda;
-    cuda["initialize"] = Encapsulate(JaxlowbitCudaInitialize);
-    cuda["execute"] = Encapsulate(execute);
-    targets["CUDA"][target] = cuda;
+    cuda["instantiate"] = Encapsulate(JaxlowbitCudaInstantiate);
+    cuda["initialize"] = Encapsulate(call.initialize);
+    cuda["execute"] = Encapsulate(call.execute);
+    targets["CUDA"][call.name] = cuda;
   }
 #endif
   return targets;
@@ -221,6 +226,7 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   nb::list kernels;
   for (const char* name : jaxlowbit::kKernelNames) kernels.append(name);
   module.attr("KERNELS") = kernels;
+  module.attr("PRODUCT_NUMBERS") = jaxlowbit::kProductNumbers;
   nb::list kernel_bits, compiled_bits;
   for (int bits : jaxlowbit::kKernelBits) kernel_bits.append(bits);
   for (int bits : jaxlowbit::kCompiledBits) compiled_bits.append(bits);
