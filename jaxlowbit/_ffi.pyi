@@ -4,6 +4,7 @@ from typing import Any
 KERNELS: list[str]
 KERNEL_BITS: tuple[int, ...]
 COMPILED_BITS: tuple[int, ...]
+PRODUCT_NUMBERS: int
 CALL_VERSION: int
 LAYOUT_VERSION: int
 PLACE_ALIGNMENT: int
@@ -17,7 +18,8 @@ def build_info() -> dict[str, Any]: ...
 # With CUDA kernels only.
 def toolchain() -> dict[str, str]: ...
 def set_nvrtc_paths(paths: Sequence[str]) -> None: ...
-def instances(bits: int) -> list[tuple[str, str, bool]]: ...
+def instances(bits: int) -> list[tuple[str, str, bool, str, str, str]]: ...
+def architecture(compute_capability: int) -> str: ...
 def loaded() -> dict[str, int]: ...
 def compile(
     instances: Sequence[tuple[str, str]], architecture: str, *, wait: bool = ...
@@ -37,8 +39,11 @@ def select(
     float32_scale: bool = ...,
     zero: str = ...,
     scale_sums: bool = ...,
+    half_sums: bool = ...,
+    transposed: bool = ...,
     gated: bool = ...,
     early_start: bool = ...,
+    aligned: bool = ...,
     compute_capability: int = ...,
     num_sms: int = ...,
     shared_bytes_per_sm: int = ...,
@@ -57,8 +62,11 @@ def candidates(
     float32_scale: bool = ...,
     zero: str = ...,
     scale_sums: bool = ...,
+    half_sums: bool = ...,
+    transposed: bool = ...,
     gated: bool = ...,
     early_start: bool = ...,
+    aligned: bool = ...,
     compute_capability: int = ...,
     num_sms: int = ...,
     shared_bytes_per_sm: int = ...,

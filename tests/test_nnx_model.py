@@ -180,7 +180,9 @@ def test_report():
     if jax.default_backend() == "cpu":
         assert up.backend == layers["head"].backend == "cpu"
     if jax.default_backend() == "gpu":
-        assert re.fullmatch("xla: its kernels read .* bits, the format has 5", layers["head"].backend)
+        assert re.fullmatch(
+            "xla: its kernels read .* bits, the format has 5", layers["head"].backend
+        )
     kept = layers["blocks.1.qkv"]
     assert kept.format is None and kept.nbytes_after == kept.nbytes_before
     assert report.nbytes_after == sum(layer.nbytes_after for layer in report.layers)

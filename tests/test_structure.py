@@ -28,7 +28,7 @@ RANKS = (
     ("_matmul",),
     ("_composite",),
     ("_flax", "_tuning"),
-    ("", "info", "linen", "nnx", "tune", "_array", "_formats"),
+    ("", "compile", "info", "linen", "nnx", "tune", "_array", "_formats"),
 )
 # Inside `_flax`, by the first letters of a module: the rest serves both.
 FLAX = ("linen", "nnx")

@@ -37,11 +37,13 @@ jit::Instance InstanceOf(const std::string& family, const std::string& expressio
   throw nb::value_error(("there is no kernel " + family).c_str());
 }
 
-// All instances for a width: family, C++ expression, whether the binary holds it.
+// All instances for a width: family, C++ expression, whether the binary holds it; and what they compute, types and kind
+// of zeros by their C++ names.
 nb::list ListInstances(int bits) {
   nb::list instances;
   for (const InstanceKey& key : InstancesOf(bits)) {
-    instances.append(nb::make_tuple(NameOf(key.family), NameOf(key), IsAheadOfTime(key)));
+    instances.append(nb::make_tuple(NameOf(key.family), NameOf(key), IsAheadOfTime(key),
+                                    CudaName(key.lhs), CudaName(key.scale), CudaName(key.zero)));
   }
   return instances;
 }
@@ -89,6 +91,7 @@ void BindJit(nb::module_& module) {
   module.def("set_nvrtc_paths", &jit::SetNvrtcPaths, nb::arg("paths"));
   module.def("instances", &ListInstances, nb::arg("bits"));
   module.def("loaded", &Loaded);
+  module.def("architecture", &jit::ArchitectureName, nb::arg("compute_capability"));
   module.def("compile", &Compile, nb::arg("instances"), nb::arg("architecture"), nb::kw_only(),
              nb::arg("wait") = true);
 }

@@ -182,21 +182,26 @@ nb::list SetTunedEntries(const std::string& device_name,
   return reasons;
 }
 
-// Defines a function of a question, whose arguments are named. `early_start` is the problem's `pdl`.
+// Defines a function of a question, whose arguments are named. `early_start` is the problem's `pdl`, `aligned` its
+// `weights_aligned`.
 template <typename Function>
 void Define(nb::module_& module, const char* name, Function function) {
   module.def(
       name,
       [function](int64_t m, int64_t n, int64_t k, int bits, int64_t group_size, int64_t batch,
                  const std::string& lhs, bool float32_scale, const std::string& zero,
-                 bool scale_sums, bool gated, bool early_start, int compute_capability, int num_sms,
-                 int shared_bytes_per_sm, const std::string& device_name, int64_t workspace_bytes) {
+                 bool scale_sums, bool half_sums, bool transposed, bool gated, bool early_start,
+                 bool aligned, int compute_capability, int num_sms, int shared_bytes_per_sm,
+                 const std::string& device_name, int64_t workspace_bytes) {
         QuantizedMatmul problem = ProblemOf({m, n, k, bits, group_size, lhs, float32_scale, zero});
         problem.epilogue.gated = gated;
         problem.batch = batch;
         problem.num_weights = batch * problem.weights_per_element();
         problem.scale_sums = scale_sums;
+        problem.half_sums = half_sums;
+        problem.transposed = transposed;
         problem.pdl = early_start;
+        problem.weights_aligned = aligned;
         return function(Question{problem,
                                  DeviceOf(compute_capability, num_sms, shared_bytes_per_sm),
                                  device_name, workspace_bytes});
@@ -204,7 +209,8 @@ void Define(nb::module_& module, const char* name, Function function) {
       nb::kw_only(), nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("bits") = 4,
       nb::arg("group_size") = 128, nb::arg("batch") = 1, nb::arg("lhs") = "bfloat16",
       nb::arg("float32_scale") = false, nb::arg("zero") = "none", nb::arg("scale_sums") = false,
-      nb::arg("gated") = false, nb::arg("early_start") = false, nb::arg("compute_capability") = 90,
+      nb::arg("half_sums") = false, nb::arg("transposed") = false, nb::arg("gated") = false,
+      nb::arg("early_start") = false, nb::arg("aligned") = true, nb::arg("compute_capability") = 90,
       nb::arg("num_sms") = 132, nb::arg("shared_bytes_per_sm") = kSm90SharedBytesPerSm,
       nb::arg("device_name") = "", nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
 }

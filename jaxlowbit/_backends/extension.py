@@ -55,7 +55,9 @@ def uncompiled(bits: int) -> str | None:
     """
     compiled = bits in ffi.COMPILED_BITS and build_info()["cuda"]
     error = ffi.toolchain()["error"] if compiled else None
-    return f"its kernels for {bits} bits are compiled where they run, and {error}" if error else None
+    return (
+        f"its kernels for {bits} bits are compiled where they run, and {error}" if error else None
+    )
 
 
 def _find_nvrtc() -> None:

@@ -63,8 +63,12 @@ def choose(
     format: Format,
     *,
     device: DeviceFacts,
+    **variant: bool,
 ) -> dict:
-    """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or ""."""
+    """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or "".
+
+    `variant`: how the product is computed, by the names of `_ffi.select`.
+    """
     parts = parts_of(lhs)
     return ffi.select(
         m=parts * m,
@@ -77,6 +81,7 @@ def choose(
         float32_scale=scale != lhs or parts > 1,  # `cuda.matmul` widens scales
         zero=format.zero,
         scale_sums=parts > 1,
+        **variant,
         **_named(device),
         workspace_bytes=call.workspace_bytes(batch, parts * m, n),
     )
