@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
-from .._backends import extension, instances
+from .._backends import custom_calls, extension, instances
 from .._backends.extension import ffi
 from .._backends.instances import Instance
 from .._core.dtypes import FLOATS
-from .._core.format import parse_format
+from .._core.format import format_name, parse_format
 from .._core.layout import blocks
 from . import devices
 from .devices import Device
@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if str(options.dtype) not in map(str, FLOATS):
             raise ValueError(f"--dtype {options.dtype}: name one of {', '.join(map(str, FLOATS))}.")
         dtype = jnp.dtype(options.dtype)
+        for format in formats:
+            if reason := custom_calls.uncovered("cuda", dtype, format):
+                raise ValueError(f"--format {format_name(format)}: {reason}.")
         sources = [source for source in (options.checkpoint, options.shapes) if source]
         if len(sources) > 1 or not (sources or formats):
             raise ValueError("name a checkpoint, --shapes with --format, or --format alone.")
