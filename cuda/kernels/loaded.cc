@@ -100,17 +100,19 @@ class LoadingOn {
  public:
   explicit LoadingOn(int device) {
     error_ = cudaGetDevice(&device_);
+    if (error_ == cudaSuccess && device_ != device) {
+      error_ = cudaSetDevice(device);
+      changed_ = error_ == cudaSuccess;
+    }
     if (error_ == cudaSuccess) error_ = cudaThreadExchangeStreamCaptureMode(&mode_);
     exchanged_ = error_ == cudaSuccess;
-    if (error_ == cudaSuccess) error_ = cudaSetDevice(device);
   }
   LoadingOn(const LoadingOn&) = delete;
   LoadingOn& operator=(const LoadingOn&) = delete;
 
   ~LoadingOn() {
-    if (!exchanged_) return;
-    cudaThreadExchangeStreamCaptureMode(&mode_);
-    cudaSetDevice(device_);
+    if (exchanged_) cudaThreadExchangeStreamCaptureMode(&mode_);
+    if (changed_) cudaSetDevice(device_);
   }
 
   cudaError_t error() const { return error_; }
@@ -118,7 +120,7 @@ class LoadingOn {
  private:
   int device_ = 0;
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-  bool exchanged_ = false;
+  bool exchanged_ = false, changed_ = false;
   cudaError_t error_;
 };
 
