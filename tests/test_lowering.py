@@ -169,7 +169,7 @@ def test_sizes_beyond_the_kernels_are_the_definition(cuda):
     ("platform", "dtype", "format"),
     [
         ("cuda", "float32", FOUR.replace(zero="float")),
-        ("cuda", "bfloat16", Format(3, 32)),
+        ("cuda", "bfloat16", Format(5, 32)),
         ("tpu", "bfloat16", FOUR),
         ("rocm", "bfloat16", FOUR),
     ],

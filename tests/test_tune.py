@@ -93,7 +93,7 @@ def test_candidates_run_and_begin_with_the_default(m, changes):
 
 
 def test_there_are_no_candidates_without_a_kernel():
-    assert selection.candidates(PRODUCT._replace(format=Format(3)), H200) == []
+    assert selection.candidates(PRODUCT._replace(format=Format(5)), H200) == []
 
 
 @pytest.mark.parametrize(
