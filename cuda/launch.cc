@@ -22,6 +22,7 @@
 #include "cuda/ops/reduce_splits.h"
 #include "cuda/ops/rms_norm.h"
 #include "cuda/placement.h"
+#include "cuda/select/cache.h"
 #include "cuda/select/select.h"
 #include "cuda/select/tuned.h"
 
@@ -177,8 +178,8 @@ size_t CountJoined(const Operands* products, size_t count, const DeviceState& st
   }
   if (joining == 1) return 1;
   *joined = sm90_stream::Join(products, joining);
-  if (!Supports(Kernel::kQmmSm90Stream, *joined, state.device)) return 1;
-  *choice = Select(*joined, state.device, workspace_bytes, state.tuned.get());
+  if (!Supports(*joined, state.device)) return 1;
+  *choice = SelectCached(*joined, state.device, workspace_bytes, state.tuned.get());
   return choice->kernel == Kernel::kQmmSm90Stream ? joining : 1;
 }
 
@@ -268,7 +269,7 @@ cudaError_t LaunchProducts(std::vector<Operands> products, int64_t workspace_byt
       if (operands.copied()) p.pdl = false;  // the previous kernel writes an operand
       const int64_t rows = p.batch * p.m * p.weights_per_element();
       const int64_t sums_bytes = std::min(operands.bytes(), MostSumsBytes(rows, p.out_columns()));
-      choice = Select(p, state.device, sums_bytes, state.tuned.get());
+      choice = SelectCached(p, state.device, sums_bytes, state.tuned.get());
       error = operands.Finish();
       if (error == cudaSuccess) error = LaunchChoice(p, b, choice, ordinal, stream);
       if (error != cudaSuccess) break;

@@ -65,8 +65,14 @@ def test_choices_for_gated_pairs(device):
 
 
 def test_choices_do_not_change_between_calls():
-    problem: dict[str, Any] = {"m": 3, "n": 4096, "k": 4096, **H200}
-    assert select(**problem) == select(**problem)
+    """`select` remembers some thousands of choices; `candidates` remembers none."""
+    for _ in range(2):
+        for m in range(1, 5001):
+            problem: dict[str, Any] = {"m": m, "n": 128, "k": 128, **SMALL}
+            choice = select(**problem)
+            (kernel, block_m, split_k, *_), *_ = extension.ffi.candidates(**problem)
+            found = choice["kernel"], choice["block_m"], choice["split_k"]
+            assert found == (kernel, block_m, split_k), problem
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@
 #include "cuda/extents.h"
 #include "cuda/gpu.h"
 #include "cuda/limits.h"
+#include "cuda/select/cache.h"
 #include "cuda/select/select.h"
 #include "cuda/select/tuned.h"
 #include "xla_ffi/attributes.h"
@@ -108,7 +109,8 @@ nb::dict SelectKernel(const Question& question) {
   const Support support = Supports(problem, device);
   chosen["unsupported"] = support.reason;
   if (support) {
-    const Choice choice = Select(problem, device, workspace_bytes, TunedFor(device_name).get());
+    const Choice choice =
+        SelectCached(problem, device, workspace_bytes, TunedFor(device_name).get());
     chosen["kernel"] = NameOf(choice.kernel);
     chosen["block_m"] = choice.block_m;
     chosen["split_k"] = choice.split_k;

@@ -3,6 +3,7 @@
 #include "cuda/select/tuned.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -37,6 +38,8 @@ Tables& AllTables() {
 }  // namespace
 
 TunedTable::TunedTable(std::vector<TunedEntry> entries) : entries_(std::move(entries)) {
+  static std::atomic<int64_t> tables{0};
+  number_ = ++tables;
   std::sort(entries_.begin(), entries_.end(), IsBefore);
 }
 

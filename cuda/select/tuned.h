@@ -4,6 +4,7 @@
 // measured on, before its kernels are loaded.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -28,8 +29,12 @@ class TunedTable {
   // products with float32 accumulators, neither batched nor transposed.
   std::optional<Choice> Find(const QuantizedMatmul& problem) const;
 
+  // Differs between tables, those included that are gone; never 0.
+  int64_t number() const { return number_; }
+
  private:
   std::vector<TunedEntry> entries_;  // sorted
+  int64_t number_;
 };
 
 // Replaces the table of a device.
