@@ -96,7 +96,7 @@ class CostModel:
 
 def set_tuned(
     device_name: str,
-    entries: Sequence[tuple[tuple, tuple]],
+    entries: Sequence[tuple[tuple, tuple, int]],
     *,
     compute_capability: int,
     num_sms: int,

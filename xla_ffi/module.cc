@@ -134,6 +134,7 @@ nb::list ListCandidates(const Question& question) {
 using ProblemFields =  // m, n, k, bits, group_size, type of lhs, whether scales are float32, zero
     std::tuple<int64_t, int64_t, int64_t, int, int64_t, std::string, bool, std::string>;
 using ChoiceFields = std::tuple<std::string, int, int, int, int, int>;
+using EntryFields = std::tuple<ProblemFields, ChoiceFields, int64_t>;  // TunedEntry
 
 QuantizedMatmul ProblemOf(const ProblemFields& fields) {
   const auto& [m, n, k, bits, group_size, lhs, float32_scale, zero] = fields;
@@ -197,12 +198,12 @@ class CostModel {
 
 // Sets the table of a device from the entries that it can run. Returns for each entry why it cannot run, or "".
 nb::list SetTunedEntries(const std::string& device_name,
-                         const std::vector<std::pair<ProblemFields, ChoiceFields>>& entries,
+                         const std::vector<EntryFields>& entries,
                          int compute_capability, int num_sms, int shared_bytes_per_sm) {
   const Device device = DeviceOf(compute_capability, num_sms, shared_bytes_per_sm);
   std::vector<TunedEntry> accepted;
   nb::list reasons;
-  for (const auto& [fields, numbers] : entries) {
+  for (const auto& [fields, numbers, least_m] : entries) {
     const auto& [kernel, block_m, split_k, slices, tile, mates] = numbers;
     const auto named = std::find(std::begin(kKernelNames), std::end(kKernelNames), kernel);
     std::string reason = "there is no kernel " + kernel;
@@ -211,7 +212,7 @@ nb::list SetTunedEntries(const std::string& device_name,
       const Choice choice =
           ChoiceOf({named - std::begin(kKernelNames), block_m, split_k, slices, tile, mates});
       reason = Supports(choice, problem, device, kMaxWorkspaceBytes).reason;
-      if (reason.empty()) accepted.push_back({problem, choice});
+      if (reason.empty()) accepted.push_back({problem, choice, least_m});
     }
     reasons.append(reason);
   }

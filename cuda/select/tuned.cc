@@ -52,6 +52,7 @@ std::optional<Choice> TunedTable::Find(const QuantizedMatmul& problem) const {
   const auto found =
       std::lower_bound(entries_.begin(), entries_.end(), TunedEntry{problem, {}}, IsBefore);
   if (found == entries_.end() || KindOf(found->problem) != KindOf(problem)) return std::nullopt;
+  if (problem.m < found->least_m) return std::nullopt;
   Choice choice = found->choice;
   choice.tuned = true;
   // The entry's m may be larger, and its instance with it.

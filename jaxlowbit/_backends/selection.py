@@ -100,14 +100,19 @@ def candidates(product: Product, device: DeviceFacts) -> list[Choice]:
     return [Choice(*fields) for fields in found]
 
 
-def set_tuned(device: DeviceFacts, entries: Sequence[tuple[Product, Choice]]) -> list[str]:
+def set_tuned(
+    device: DeviceFacts, entries: Sequence[tuple[Product, Choice] | tuple[Product, Choice, int]]
+) -> list[str]:
     """Lets the kernels of a device, if they are not loaded yet, choose by a table.
 
-    A choice stands for its product and for those of fewer rows, down to the next entry.
+    A choice stands for its product and for those of fewer rows, down to the next entry or, if that
+    is there, to a number of rows.
 
     **Returns:** a reason for each entry that is left out, "" for the others.
     """
-    fields = [(product.fields(), tuple(choice)) for product, choice in entries]
+    fields = [
+        (product.fields(), tuple(choice), *(least or [1])) for product, choice, *least in entries
+    ]
     facts = _named(device)
     return ffi.set_tuned(facts.pop("device_name"), fields, **facts)
 
