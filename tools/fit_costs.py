@@ -22,7 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
+from jaxlowbit import Format, __version__
+from jaxlowbit._backends import selection
 from jaxlowbit._backends.extension import ffi
+from jaxlowbit._backends.selection import DeviceFacts, Product
+from jaxlowbit._tuning import devices
+from jaxlowbit._tuning import table as tables
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks/results/fit"
@@ -38,6 +43,8 @@ _USUAL_ERROR = 0.04
 # Choices that take r times as long as the best count r to this power less.
 _DISCOUNT = 2
 _LEAST, _MOST = 0.2, 5.0  # factors by which a fit changes a constant
+_LEAST_GAIN = 0.03  # of an entry of a table
+_LEAST_TILE = 32  # rows of the smallest tile of many rows
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?(?![\w.])")
 
 Choice = tuple[int, ...]  # the numbers of cuda/select/choice.h, the first of them the kernel's
@@ -54,6 +61,15 @@ class Problem(NamedTuple):
     @property
     def best(self) -> float:
         return min(self.times.values())
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the device ran its own kernels, not those of an older GPU."""
+        capability = self.fields["compute_capability"]
+        return not any(
+            gpu.name == self.fields["device_name"] and gpu.capability != capability
+            for gpu in devices.GPUS.values()
+        )
 
 
 def load(paths: Iterable[Path]) -> list[Problem]:
@@ -188,6 +204,22 @@ def predicted(
             yield problem, problem.times[chosen], min(problem.times[c] for c in of_choices)
 
 
+def selected(problems: Iterable[Problem]) -> Iterator[tuple[Problem, Choice]]:
+    """What the installed package selects without measured choices."""
+    for problem in problems:
+        kernel, *others = ffi.candidates(**problem.fields)[0]
+        yield problem, (ffi.KERNELS.index(kernel), *others)
+
+
+def selected_regret(problems: Iterable[Problem]) -> Regret:
+    """The regret of the installed package, over the problems whose selected choice is measured."""
+    return regret(
+        (problem, problem.times[choice], problem.best)
+        for problem, choice in selected(problems)
+        if choice in problem.times
+    )
+
+
 def report(problems: Sequence[Problem], kernels: dict[int, Kernel], constants: dict) -> None:
     """Prints the regret of each kernel on its own, of all together, and of each source."""
     costs: dict[int, dict[int, dict[Choice, float]]] = {}
@@ -203,14 +235,81 @@ def report(problems: Sequence[Problem], kernels: dict[int, Kernel], constants: d
     print(f"  {'all':16} {regret(chosen)}")
 
 
+# --- the table ------------------------------------------------------------------------------------
+
+
+def write_table(problems: Sequence[Problem]) -> Path:
+    """Writes the choices that are faster than the selected ones, for the devices' own problems."""
+    names = {problem.fields["device_name"] for problem in problems}
+    if len(names) != 1:
+        raise SystemExit(f"fit_costs: a table is of one device, the data are of {sorted(names)}.")
+    plain, early = {}, {}
+    for problem, choice in selected(problems):
+        fields = dict(problem.fields)
+        if choice in problem.times and not fields.keys() & {"gated", "scale_sums", "batch"}:
+            is_early = fields.pop("early_start")
+            (early if is_early else plain)[_key(fields)] = problem, choice
+    entries = []
+    for key, (problem, default) in plain.items():
+        times = problem.times
+        if key in early:  # a table does not tell them apart
+            other, other_default = early[key]
+            limit = other.times[other_default]
+            times = {c: us for c, us in times.items() if other.times.get(c, math.inf) <= limit}
+        best = min(times, key=times.__getitem__, default=default)
+        if times.get(best, math.inf) < (1 - _LEAST_GAIN) * problem.times[default]:
+            entries.append(_entry(problem, best, default, [p for p, _ in plain.values()]))
+    first = problems[0].fields
+    device = DeviceFacts(*(first[name] for name in ("device_name", *DeviceFacts._fields[1:])))
+    path = ROOT / "jaxlowbit/_tuning/tables" / tables.path_for(device.name).name
+    tables.write(path, tables.Table(device, None, __version__, tuple(entries)))
+    print(f"{path}: {len(entries)} of {len(plain)} products")
+    return path
+
+
+def _key(fields: dict[str, Any]) -> tuple:
+    return tuple(sorted((name, str(value)) for name, value in fields.items()))
+
+
+def _entry(problem: Problem, best: Choice, default: Choice, others: list[Problem]) -> tables.Entry:
+    """The entry of a product. It stands for the numbers of rows that take as many tiles."""
+
+    def product(fields: dict[str, Any]) -> Product:
+        format = Format(fields["bits"], fields["group_size"], fields["zero"])
+        scale = "float32" if fields["float32_scale"] else fields["lhs"]
+        return Product(fields["m"], fields["n"], fields["k"], format, fields["lhs"], scale)
+
+    def choice(numbers: Choice) -> selection.Choice:
+        return selection.Choice(ffi.KERNELS[numbers[0]], *numbers[1:])
+
+    own = product(problem.fields)
+    fewer = [
+        other.m
+        for other in map(product, (each.fields for each in others))
+        if other._replace(m=own.m) == own and other.m < own.m
+    ]
+    return tables.Entry(
+        own,
+        choice(best),
+        problem.times[best],
+        choice(default),
+        problem.times[default],
+        max([0, *fewer, own.m - _LEAST_TILE]) + 1,
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("data", nargs="*", type=Path, help="files of `driver choices`")
     parser.add_argument("--kernels", nargs="+", default=ffi.KERNELS, choices=ffi.KERNELS)
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
+    parser.add_argument("--table", action="store_true", help="write measured choices instead")
     options = parser.parse_args(arguments)
     paths = options.data or sorted(DATA.glob("*.jsonl.gz"))
     problems = load(paths)
+    if options.table:
+        write_table([problem for problem in problems if problem.is_native])
+        return
     fitted = [problem for problem in problems if HELD_OUT not in problem.source]
     sources = sorted({problem.source for problem in fitted})
     all_kernels = {number: Kernel(number, problems) for number in range(len(ffi.KERNELS))}
