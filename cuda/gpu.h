@@ -25,4 +25,19 @@ struct Device {
   int clusters[3][5] = {};
 };
 
+// The H200 that the cost models were fitted on: they count microseconds at its clock.
+inline constexpr int kFittedClockMhz = 1980, kFittedMemoryGbPerS = 4916;
+
+// The clock of a device over that of the H200; 1 if it is not known.
+inline double RelativeClock(const Device& device) {
+  return device.clock_mhz > 0 ? static_cast<double>(device.clock_mhz) / kFittedClockMhz : 1;
+}
+
+// The bytes that memory delivers in a clock of multiprocessors, over those of the H200; 1 if they are not known.
+inline double RelativeMemoryRate(const Device& device) {
+  return device.memory_gb_per_s > 0 ? static_cast<double>(device.memory_gb_per_s) /
+                                          kFittedMemoryGbPerS / RelativeClock(device)
+                                    : 1;
+}
+
 }  // namespace jaxlowbit

@@ -167,6 +167,37 @@ def test_more_tokens_take_larger_tiles():
     assert choices[0]["split_k"] > 1 and choices[-1]["split_k"] == 1
 
 
+def microseconds(kernel, **problem):
+    """What the cost model expects of the kernel's first candidate."""
+    found = next(c for c in extension.ffi.candidates(**problem) if c[0] == kernel)
+    choice = extension.ffi.KERNELS.index(kernel), *found[1:]
+    model = extension.ffi.CostModel(kernel, [(extension.ffi.question(**problem), choice)])
+    return model.microseconds(model.constants)[0]
+
+
+@pytest.mark.parametrize(
+    ("m", "kernel", "device"),
+    [
+        (1, "qmm_sm80", A100),
+        (1, "qmm_sm90_stream", H200),
+        (16, "qmm_sm90", H200),
+        (1024, "qmm_sm90", H200),
+    ],
+)
+def test_costs_follow_the_rates_of_the_device(m, kernel, device):
+    """Those of an H200 are what is assumed of unknown ones."""
+    problem = {"m": m, "n": 28672, "k": 8192, **device}
+    assumed = microseconds(kernel, **problem)
+    same = microseconds(kernel, **problem, clock_mhz=1980, memory_gb_per_s=4916)
+    assert same == assumed
+    slow = microseconds(kernel, **problem, clock_mhz=990, memory_gb_per_s=2458)
+    assert slow == pytest.approx(2 * assumed)
+    # With a tenth of the memory's rate, weights take longer to read than all else.
+    starved = microseconds(kernel, **problem, clock_mhz=1980, memory_gb_per_s=491)
+    read = 28672 * 8192 / 2 / 491e3
+    assert starved > 0.9 * read if m < 1024 else starved == pytest.approx(assumed)
+
+
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [

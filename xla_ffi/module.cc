@@ -197,8 +197,7 @@ class CostModel {
 };
 
 // Sets the table of a device from the entries that it can run. Returns for each entry why it cannot run, or "".
-nb::list SetTunedEntries(const std::string& device_name,
-                         const std::vector<EntryFields>& entries,
+nb::list SetTunedEntries(const std::string& device_name, const std::vector<EntryFields>& entries,
                          int compute_capability, int num_sms, int shared_bytes_per_sm) {
   const Device device = DeviceOf(compute_capability, num_sms, shared_bytes_per_sm);
   std::vector<TunedEntry> accepted;

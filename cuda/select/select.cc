@@ -39,10 +39,9 @@ struct KernelDecision {
 template <auto kCost, const auto& kFitted>
 double CostBy(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
               const double* constants) {
-  if (constants == nullptr) return kCost(problem, device, choice, kFitted);
   auto costs = kFitted;
-  std::memcpy(&costs, constants, sizeof(costs));
-  return kCost(problem, device, choice, costs);
+  if (constants != nullptr) std::memcpy(&costs, constants, sizeof(costs));
+  return kCost(problem, device, choice, costs) / RelativeClock(device);
 }
 
 template <const auto& kFitted>

@@ -23,6 +23,8 @@ class DeviceFacts(NamedTuple):
     compute_capability: int
     num_sms: int
     shared_bytes_per_sm: int
+    clock_mhz: int = 0  # 0 if it is not known, and that of an H200 is assumed
+    memory_gb_per_s: int = 0  # the same
 
 
 class Product(NamedTuple):
@@ -113,18 +115,18 @@ def set_tuned(
     fields = [
         (product.fields(), tuple(choice), *(least or [1])) for product, choice, *least in entries
     ]
-    facts = _named(device)
-    return ffi.set_tuned(facts.pop("device_name"), fields, **facts)
+    return ffi.set_tuned(
+        device.name,
+        fields,
+        compute_capability=device.compute_capability,
+        num_sms=device.num_sms,
+        shared_bytes_per_sm=device.shared_bytes_per_sm,
+    )
 
 
 def _named(device: DeviceFacts) -> dict[str, Any]:
-    name, compute_capability, num_sms, shared_bytes_per_sm = device
-    return {
-        "device_name": name,
-        "compute_capability": compute_capability,
-        "num_sms": num_sms,
-        "shared_bytes_per_sm": shared_bytes_per_sm,
-    }
+    fields = device._asdict()
+    return {"device_name": fields.pop("name")} | fields
 
 
 def compute_capability(device: Any) -> int:

@@ -218,10 +218,10 @@ def _from_json(found: dict[str, Any]) -> Entry:
 
 
 def _record(kind: type[Any], fields: dict[str, Any]) -> Any:
-    """A named tuple of checked fields, whose integers fit 32 bits; sizes are positive."""
-    least = 0 if kind is Choice else 1
+    """A named tuple of checked fields, whose integers fit 32 bits; sizes are positive, if known."""
     record = kind(**fields)
     for name, expected in kind.__annotations__.items():
+        least = 0 if kind is Choice or name in kind._field_defaults else 1
         value = getattr(record, name)
         if type(value) is not expected:
             raise TypeError(f"{name} is {value!r}")

@@ -7,21 +7,17 @@ namespace jaxlowbit::sm80 {
 
 struct Costs {
   struct Tile {
-    double stage;   // microseconds of a stage of a CTA that has a multiprocessor to itself
-    double shared;  // the fraction of it that CTAs of one multiprocessor cannot overlap
-    double reduce;  // microseconds of the kernel that adds the partial sums
+    double stage[2];  // microseconds of a stage of a CTA alone on a multiprocessor; 4 bits, 8 bits
+    double shared;    // the fraction of it that CTAs of one multiprocessor cannot overlap
+    double reduce;    // microseconds of the kernel that adds the partial sums
+    double once;      // microseconds of the kernel's beginning and end
   };
-  Tile tiles[3];  // of 8 and 16 rows, of 32, of 64
+  Tile tiles[4];  // of kBlockMs
   double start;   // filling the ring, in stages
   // Partial sums of a row, in stages: 512 bytes, written and read, against 8 KiB of packed weights. They stay in L2, at
   // about twice the rate.
   double sums;
-  // The cost, against other kernels, is a factor of what ranks the choices, and something once.
-  struct Correction {
-    double factor[2];  // 4 bits, 8 bits
-    double once;
-  };
-  Correction corrections[3];  // tiles of 8 rows, of 16, of 32 and 64
+  double read_bytes;  // the most bytes of weights that are read in a microsecond
 };
 
 inline constexpr Costs kCosts =

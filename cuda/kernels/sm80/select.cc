@@ -51,21 +51,6 @@ Choice ChoiceOf(int block_m, int split_k) {
   return choice;
 }
 
-// Microseconds by which the choices of this kernel are ranked.
-double RankingCost(const QuantizedMatmul& problem, const Device& device, int block_m, int split_k,
-                   const Costs& costs) {
-  const Costs::Tile& tile = costs.tiles[block_m == 64 ? 2 : block_m == 32 ? 1 : 0];
-  const int64_t tiles = CeilDiv(problem.m, block_m) * OutTiles(problem) * problem.batch;
-  // The multiprocessor with the most CTAs is the last one to end.
-  const int64_t ctas = CeilDiv(tiles * split_k, device.num_sms);
-  const int64_t beside = std::min(ctas, ResidentCtas(problem, device, block_m));
-  const double sums = split_k > 1 ? block_m * costs.sums : 0;
-  const double cta =
-      static_cast<double>(CeilDiv(NumStagesOf(problem), split_k)) + costs.start + sums;
-  const double overlap = tile.shared + (1 - tile.shared) / static_cast<double>(beside);
-  return static_cast<double>(ctas) * cta * overlap * tile.stage + (split_k > 1 ? tile.reduce : 0);
-}
-
 }  // namespace
 
 Support SupportsProblem(const QuantizedMatmul&, const Device&) { return {}; }
@@ -104,14 +89,15 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t w
   const int block_m = *std::find_if(std::begin(kBlockMs), std::end(kBlockMs),
                                     [&](int rows) { return rows >= problem.m || rows == largest; });
   Choice best = ChoiceOf(block_m, 1);
-  double least = RankingCost(problem, device, block_m, 1, kCosts);
+  double least = Cost(problem, device, best);
   const auto consider = [&](int rows) {
     for (int split_k = 1; split_k <= MaxSplitK(problem); ++split_k) {
       if (!FitsWorkspace(problem, split_k, workspace_bytes)) break;
-      const double cost = RankingCost(problem, device, rows, split_k, kCosts);
+      const Choice choice = ChoiceOf(rows, split_k);
+      const double cost = Cost(problem, device, choice);
       if (cost >= least) continue;
       least = cost;
-      best = ChoiceOf(rows, split_k);
+      best = choice;
     }
   };
   consider(block_m);
@@ -122,12 +108,23 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t w
 
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
             const Costs& costs) {
-  const Costs::Correction& correction = costs.corrections[choice.block_m == 8    ? 0
-                                                          : choice.block_m == 16 ? 1
-                                                                                 : 2];
-  return correction.factor[problem.bits == 8] *
-             RankingCost(problem, device, choice.block_m, choice.split_k, costs) +
-         correction.once;
+  const int block_m = choice.block_m, split_k = choice.split_k;
+  const auto number = std::find(std::begin(kBlockMs), std::end(kBlockMs), block_m);
+  const Costs::Tile& tile = costs.tiles[number - std::begin(kBlockMs)];
+  const int64_t tiles = CeilDiv(problem.m, block_m) * OutTiles(problem) * problem.batch;
+  // The multiprocessor with the most CTAs is the last one to end.
+  const int64_t ctas = CeilDiv(tiles * split_k, device.num_sms);
+  const int64_t beside = std::min(ctas, ResidentCtas(problem, device, block_m));
+  const double sums = split_k > 1 ? block_m * costs.sums : 0;
+  const double stages =
+      static_cast<double>(CeilDiv(NumStagesOf(problem), split_k)) + costs.start + sums;
+  const double overlap = tile.shared + (1 - tile.shared) / static_cast<double>(beside);
+  const double computed =
+      static_cast<double>(ctas) * stages * overlap * tile.stage[problem.bits == 8];
+  const double bytes = static_cast<double>(problem.strips() * problem.k_blocks() * problem.batch) *
+                       kAtom * kAtom * problem.bits / 8;
+  const double read = bytes / (costs.read_bytes * RelativeMemoryRate(device));
+  return std::max(computed, read) + (split_k > 1 ? tile.reduce : 0) + tile.once;
 }
 
 int64_t OutTiles(const QuantizedMatmul& problem) {

@@ -115,7 +115,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const double partial_sums =
       1e-6 * static_cast<double>(schedule.workspace_bytes(tile)) * fit.megabyte;
   const double read = static_cast<double>(problem.strips() * problem.k_blocks()) * kAtom * kAtom *
-                      problem.bits / 8 / costs.read_bytes;
+                      problem.bits / 8 / (costs.read_bytes * RelativeMemoryRate(device));
   const double computed = rounds(schedule.whole_tiles, 1) +
                           rounds(schedule.tail_tiles * schedule.splits, schedule.splits);
   const double cost = fit.once + std::max(computed, read) +

@@ -133,7 +133,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
       static_cast<double>(full) * wave(ctas_per_sm) +
       (left == 0 ? 0 : wave(full > 0 && 2 * left <= resident ? 1 : ctas_per_sm));
   const double read = static_cast<double>(problem.strips() * problem.batch) * kSlicesPerStrip *
-                      kilobyte_per_slice / costs.read_kilobytes;
+                      kilobyte_per_slice / (costs.read_kilobytes * RelativeMemoryRate(device));
   const bool beside = ctas_per_sm > 1;
   const double pdl = !problem.pdl ? 0 : beside ? costs.pdl_beside : costs.pdl_alone;
   return std::max(computed, read) + fit.start + (beside ? costs.beside : 0) - pdl;
