@@ -83,7 +83,7 @@ def test_a_fit_finds_a_device_of_other_costs(root, capsys):
 
     def times(question, choice):
         model = ffi.CostModel(ffi.KERNELS[choice[0]], [(question, choice)])
-        return model.microseconds(truth[choice[0]])[0]
+        return model.microseconds(truth[choice[0]].tolist())[0]
 
     write(root / "world.jsonl.gz", PROBLEMS, times)
     problems = fit_costs.load([root / "world.jsonl.gz"])

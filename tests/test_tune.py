@@ -32,7 +32,7 @@ PRODUCT = Product(16, 4096, 4096, INT4, "bfloat16", "bfloat16")
 OTHER = Choice("qmm_sm90_stream", 16, 1, 8, 0, 1)  # than the cost model's
 
 
-def table(*entries, driver="580.1", **changes):
+def table(*entries, driver: str | None = "580.1", **changes):
     entries = entries or (entry(),)
     return Table(H200, driver, jaxlowbit.__version__, entries)._replace(**changes)
 

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -30,6 +30,7 @@ from jaxlowbit._tuning import devices
 from jaxlowbit._tuning import table as tables
 
 ROOT = Path(__file__).parents[1]
+_SUMMARY = "Fits the constants of the kernels' cost models to measured times, and writes them."
 DATA = ROOT / "benchmarks/results/fit"
 HELD_OUT = "unseen"  # in the names of files that are not fitted to
 
@@ -47,7 +48,8 @@ _LEAST_GAIN = 0.03  # of an entry of a table
 _LEAST_TILE = 32  # rows of the smallest tile of many rows
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?(?![\w.])")
 
-Choice = tuple[int, ...]  # the numbers of cuda/select/choice.h, the first of them the kernel's
+# The numbers of cuda/select/choice.h, the first of them the kernel's.
+Choice = tuple[int, int, int, int, int, int]
 
 
 class Problem(NamedTuple):
@@ -80,7 +82,7 @@ def load(paths: Iterable[Path]) -> list[Problem]:
             for line in map(json.loads, lines):
                 fields = line["device"] | line["problem"]
                 if not _UNMODELLED & fields.keys():
-                    times = {tuple(choice[:-1]): choice[-1] for choice in line["choices"]}
+                    times = {(*choice,): us for *choice, us in line["choices"]}
                     source = path.name.partition(".")[0]
                     problems.append(Problem(source, fields, ffi.question(**fields), times))
     return problems
@@ -100,8 +102,8 @@ class Kernel:
         ]
         self.model = ffi.CostModel(self.name, [(p.question, choice) for p, choice in self.cases])
 
-    def costs(self, constants: Sequence[float]) -> np.ndarray:
-        return np.asarray(self.model.microseconds(list(constants)))
+    def costs(self, constants: np.ndarray) -> np.ndarray:
+        return np.asarray(self.model.microseconds(constants.tolist()))
 
     def fit(self, start: np.ndarray) -> np.ndarray:
         """Constants that predict the logarithms of the times, and mostly those of good choices.
@@ -171,12 +173,12 @@ class Regret(NamedTuple):
 
     mean: float
     worst: float
-    count: int
+    problems: int
     where: dict[str, Any] | None  # the problem of the worst
 
     def __str__(self) -> str:
         where = self.where and " ".join(f"{name}={self.where[name]}" for name in ("m", "n", "k"))
-        return f"mean {self.mean:6.2%}, worst {self.worst:6.1%} ({where}), of {self.count}"
+        return f"mean {self.mean:6.2%}, worst {self.worst:6.1%} ({where}), of {self.problems}"
 
 
 def regret(chosen: Iterable[tuple[Problem, float, float]]) -> Regret:
@@ -208,7 +210,7 @@ def selected(problems: Iterable[Problem]) -> Iterator[tuple[Problem, Choice]]:
     """What the installed package selects without measured choices."""
     for problem in problems:
         kernel, *others = ffi.candidates(**problem.fields)[0]
-        yield problem, (ffi.KERNELS.index(kernel), *others)
+        yield problem, cast(Choice, (ffi.KERNELS.index(kernel), *others))
 
 
 def selected_regret(problems: Iterable[Problem]) -> Regret:
@@ -299,7 +301,7 @@ def _entry(problem: Problem, best: Choice, default: Choice, others: list[Problem
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=_SUMMARY)
     parser.add_argument("data", nargs="*", type=Path, help="files of `driver choices`")
     parser.add_argument("--kernels", nargs="+", default=ffi.KERNELS, choices=ffi.KERNELS)
     parser.add_argument("--dry-run", action="store_true", help="write nothing")

@@ -113,7 +113,8 @@ def set_tuned(
     **Returns:** a reason for each entry that is left out, "" for the others.
     """
     fields = [
-        (product.fields(), tuple(choice), *(least or [1])) for product, choice, *least in entries
+        (entry[0].fields(), tuple(entry[1]), entry[2] if len(entry) == 3 else 1)
+        for entry in entries
     ]
     return ffi.set_tuned(
         device.name,
