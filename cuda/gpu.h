@@ -26,7 +26,7 @@ struct Device {
 };
 
 // The H200 that the cost models were fitted on: they count microseconds at its clock.
-inline constexpr int kFittedClockMhz = 1980, kFittedMemoryGbPerS = 4916;
+inline constexpr int kFittedClockMhz = 1980, kFittedMemoryGbPerS = 4814;
 
 // The clock of a device over that of the H200; 1 if it is not known.
 inline double RelativeClock(const Device& device) {

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from jaxlowbit import Format, __version__
 from jaxlowbit._backends import selection
@@ -36,14 +35,18 @@ HELD_OUT = "unseen"  # in the names of files that are not fitted to
 
 # The models of what these change are no kernels' own, or not here.
 _UNMODELLED = {"transposed", "half_sums", "permuted", "bias", "residual", "activation"}
-# A constant stays where it was as if it had been measured to this fraction: data decide about those
-# that matter to them.
-_PRIOR = 0.3
-# Errors beyond this are outliers, of the model or of the measurement.
-_USUAL_ERROR = 0.04
-# Choices that take r times as long as the best count r to this power less.
-_DISCOUNT = 2
-_LEAST, _MOST = 0.2, 5.0  # factors by which a fit changes a constant
+# What is minimized is the mean regret, with a soft minimum: choices whose costs differ by this
+# fraction share. Large regrets count more than their size.
+_SOFT = 0.02
+_LARGE = 2.0
+# Beside the regret of the choice among all kernels: the regret of each kernel's own choice, which
+# other GPUs and other numbers of rows see; errors of the times, those of good choices above all;
+# and the squares of the logarithms of changes.
+_OWN, _ERROR, _CHANGE = 0.15, 0.1, 2e-4
+_USUAL_ERROR = 0.05  # errors of the times count squared up to here
+_MOST_CHANGE = 5.0  # a factor, of one fit
+_STEPS = 0.1, 0.002, 0.5  # by which constants are changed: first, least and most
+_MOST_ROUNDS = 60
 _LEAST_GAIN = 0.03  # of an entry of a table
 _LEAST_TILE = 32  # rows of the smallest tile of many rows
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?(?![\w.])")
@@ -94,48 +97,119 @@ class Kernel:
     def __init__(self, number: int, problems: Sequence[Problem]):
         self.name = ffi.KERNELS[number]
         self.path = ROOT / "cuda/kernels" / self.name.removeprefix("qmm_") / "costs.inc"
-        self.cases = [
-            (problem, choice)
-            for problem in problems
+        cases = [
+            (row, problem, choice)
+            for row, problem in enumerate(problems)
             for choice in problem.times
             if choice[0] == number
         ]
-        self.model = ffi.CostModel(self.name, [(p.question, choice) for p, choice in self.cases])
+        self.model = ffi.CostModel(self.name, [(p.question, choice) for _, p, choice in cases])
+        # Costs and times are tables, with a row for each problem and infinity where a choice ends.
+        self.choices = [[c for c in p.times if c[0] == number] for p in problems]
+        self.rows = np.array([row for row, *_ in cases], int)
+        self.columns = np.array([self.choices[row].index(c) for row, _, c in cases], int)
+        self.width = max(map(len, self.choices), default=0)
+        self.times = self._table(np.array([p.times[choice] for _, p, choice in cases]))
 
     def costs(self, constants: np.ndarray) -> np.ndarray:
-        return np.asarray(self.model.microseconds(constants.tolist()))
+        return self._table(np.array(self.model.microseconds(constants.tolist())))
 
-    def fit(self, start: np.ndarray) -> np.ndarray:
-        """Constants that predict the logarithms of the times, and mostly those of good choices.
+    def _table(self, values: np.ndarray) -> np.ndarray:
+        table = np.full((len(self.choices), self.width), np.inf)
+        table[self.rows, self.columns] = values
+        return table
 
-        Constants that are zero, and signs, are part of the model.
-        """
-        free = np.flatnonzero(start)
-        if not self.cases:
-            return start
-        times = np.array([problem.times[choice] for problem, choice in self.cases])
-        best = np.array([problem.best for problem, _ in self.cases])
-        weights = (best / times) ** _DISCOUNT / _USUAL_ERROR
 
-        def constants(logs: np.ndarray) -> np.ndarray:
-            changed = start.copy()
-            changed[free] *= np.exp(logs)
-            return changed
+class Fit:
+    """Constants of all kernels that choose well: each is moved alone as long as that helps.
 
-        def residuals(logs: np.ndarray) -> np.ndarray:
-            costs = np.maximum(self.costs(constants(logs)), 0.1)
-            return np.concatenate([weights * np.log(costs / times), logs / _PRIOR])
+    Constants that are zero, and signs, are part of the model.
+    """
 
-        bounds = (math.log(_LEAST), math.log(_MOST))
-        found = least_squares(
-            residuals,
-            np.zeros(len(free)),
-            bounds=bounds,
-            loss="soft_l1",
-            diff_step=1e-4,
-            max_nfev=100,
-        )
-        return constants(found.x)
+    def __init__(self, kernels: Sequence[Kernel], start: Sequence[np.ndarray]):
+        self.kernels, self.start = kernels, start
+        self.best = np.hstack([kernel.times for kernel in kernels]).min(axis=1, keepdims=True)
+        self.regrets = [_over(kernel.times, self.best) for kernel in kernels]
+        self.own = [
+            _over(kernel.times, kernel.times.min(axis=1, keepdims=True, initial=np.inf))
+            for kernel in kernels
+        ]
+        self.constants = [constants.copy() for constants in start]
+        self.parts = [self._part(number, start[number]) for number in range(len(kernels))]
+
+    def run(self, names: Sequence[str]) -> list[np.ndarray]:
+        """Moves the constants of some kernels."""
+        first, least, most = _STEPS
+        steps = [np.full(len(constants), first) for constants in self.start]
+        loss = self._loss()
+        for _ in range(_MOST_ROUNDS):
+            before = loss
+            for number, kernel in enumerate(self.kernels):
+                if kernel.name not in names:
+                    continue
+                for i in np.flatnonzero(self.start[number]):
+                    step = steps[number][i]
+                    found = min(self._moved(number, i, by) for by in (1 + step, 1 / (1 + step)))
+                    better = found[0] < loss - 1e-7
+                    if better:
+                        loss, moved = found
+                        self._set(number, i, moved)
+                    steps[number][i] = min(max(step * (1.5 if better else 0.5), least), most)
+            if before - loss < 1e-5:
+                break
+        return self.constants
+
+    def _moved(self, number: int, i: np.intp, factor: float) -> tuple[float, float]:
+        """The loss with one constant changed, and the constant."""
+        old, part = self.constants[number][i], self.parts[number]
+        new = old * factor
+        if not 1 / _MOST_CHANGE < new / self.start[number][i] < _MOST_CHANGE:
+            return math.inf, new
+        self._set(number, i, new)
+        loss = self._loss()
+        self.constants[number][i], self.parts[number] = old, part
+        return loss, new
+
+    def _set(self, number: int, i: np.intp, constant: float) -> None:
+        self.constants[number][i] = constant
+        self.parts[number] = self._part(number, self.constants[number])
+
+    def _part(self, number: int, constants: np.ndarray) -> tuple[np.ndarray, float]:
+        """The logarithms of a kernel's costs, and what it adds to the loss for itself."""
+        kernel, start = self.kernels[number], self.start[number]
+        logs = np.log(np.maximum(kernel.costs(constants), 0.1))
+        changed = np.log(constants[start != 0] / start[start != 0])
+        loss = _CHANGE * float(np.square(changed).sum())
+        if kernel.width:
+            there = kernel.rows, kernel.columns
+            errors = np.abs(logs[there] - np.log(kernel.times[there]))
+            bent = np.where(
+                errors < _USUAL_ERROR,
+                np.square(errors) / (2 * _USUAL_ERROR),
+                errors - _USUAL_ERROR / 2,
+            )
+            weights = (1 + self.regrets[number][there]) ** -2
+            loss += _ERROR * float(np.average(bent, weights=weights))
+            loss += _OWN * _soft_regret(logs, self.own[number])
+        return logs, loss
+
+    def _loss(self) -> float:
+        logs = np.hstack([logs for logs, _ in self.parts])
+        return _soft_regret(logs, np.hstack(self.regrets)) + sum(loss for _, loss in self.parts)
+
+
+def _over(times: np.ndarray, best: np.ndarray) -> np.ndarray:
+    """By how much times are longer than the best, as fractions; 0 where there is none."""
+    there = np.isfinite(times)
+    return np.where(there, np.where(there, times, 0) / np.where(np.isfinite(best), best, 1) - 1, 0)
+
+
+def _soft_regret(logs: np.ndarray, regrets: np.ndarray) -> float:
+    least = logs.min(axis=1, keepdims=True)
+    some = np.isfinite(least[:, 0])
+    weights = np.exp((least[some] - logs[some]) / _SOFT)
+    each = (weights * regrets[some]).sum(axis=1) / weights.sum(axis=1)
+    return float(np.mean(each + _LARGE * np.square(each))) if some.any() else 0.0
 
 
 # --- constants in files ---------------------------------------------------------------------------
@@ -190,22 +264,6 @@ def regret(chosen: Iterable[tuple[Problem, float, float]]) -> Regret:
     return Regret(float(np.mean([each for each, _ in found])), worst, len(found), problem.fields)
 
 
-def predicted(
-    problems: Sequence[Problem], costs: dict[int, dict[int, dict[Choice, float]]]
-) -> Iterator[tuple[Problem, float, float]]:
-    """What the models choose of the measured choices of some kernels.
-
-    **Arguments:**
-
-    - `costs`: by the number of a kernel, then by the number of a problem, the costs of its choices.
-    """
-    for number, problem in enumerate(problems):
-        of_choices = {c: us for kernel in costs.values() for c, us in kernel[number].items()}
-        if of_choices:
-            chosen = min(of_choices, key=of_choices.__getitem__)
-            yield problem, problem.times[chosen], min(problem.times[c] for c in of_choices)
-
-
 def selected(problems: Iterable[Problem]) -> Iterator[tuple[Problem, Choice]]:
     """What the installed package selects without measured choices."""
     for problem in problems:
@@ -222,19 +280,25 @@ def selected_regret(problems: Iterable[Problem]) -> Regret:
     )
 
 
-def report(problems: Sequence[Problem], kernels: dict[int, Kernel], constants: dict) -> None:
-    """Prints the regret of each kernel on its own, of all together, and of each source."""
-    costs: dict[int, dict[int, dict[Choice, float]]] = {}
-    numbers = {id(problem): number for number, problem in enumerate(problems)}
-    for kernel, model in kernels.items():
-        costs[kernel] = {number: {} for number in range(len(problems))}
-        for (problem, choice), us in zip(model.cases, model.costs(constants[kernel]), strict=True):
-            costs[kernel][numbers[id(problem)]][choice] = us
-        print(f"  {model.name:16} {regret(predicted(problems, {kernel: costs[kernel]}))}")
-    chosen = list(predicted(problems, costs))
+def report(
+    problems: Sequence[Problem], kernels: Sequence[Kernel], constants: Sequence[np.ndarray]
+) -> None:
+    """Prints the regret of each kernel on its own, of each source, and of all."""
+
+    def chosen(*some: int) -> Iterator[tuple[Problem, float, float]]:
+        """What the models choose of the measured choices of some kernels."""
+        costs = np.hstack([kernels[number].costs(constants[number]) for number in some])
+        times = np.hstack([kernels[number].times for number in some])
+        for row, problem in enumerate(problems):
+            if np.isfinite(costs[row]).any():
+                yield problem, times[row, costs[row].argmin()], times[row].min()
+
+    for number, kernel in enumerate(kernels):
+        print(f"  {kernel.name:16} {regret(chosen(number))}")
+    found = list(chosen(*range(len(kernels))))
     for source in sorted({problem.source for problem in problems}):
-        print(f"  {source:16} {regret(each for each in chosen if each[0].source == source)}")
-    print(f"  {'all':16} {regret(chosen)}")
+        print(f"  {source:16} {regret(each for each in found if each[0].source == source)}")
+    print(f"  {'all':16} {regret(found)}")
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -314,21 +378,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     fitted = [problem for problem in problems if HELD_OUT not in problem.source]
     sources = sorted({problem.source for problem in fitted})
-    all_kernels = {number: Kernel(number, problems) for number in range(len(ffi.KERNELS))}
-    before = {number: read_constants(kernel.path) for number, kernel in all_kernels.items()}
+    kernels = [Kernel(number, problems) for number in range(len(ffi.KERNELS))]
+    before = [read_constants(kernel.path) for kernel in kernels]
     print(f"before, {len(problems)} problems:")
-    report(problems, all_kernels, before)
-    after = dict(before)
-    for number, kernel in all_kernels.items():
-        if kernel.name in options.kernels:
+    report(problems, kernels, before)
+    fit = Fit([Kernel(number, fitted) for number in range(len(ffi.KERNELS))], before)
+    after = []
+    for kernel, old, new in zip(kernels, before, fit.run(options.kernels), strict=True):
+        # As they are written.
+        after.append(np.array([float(f"{value:.4g}") for value in new]))
+        if not options.dry_run and not np.array_equal(old, new):
             text = kernel.path.read_text()
-            text = with_constants(text, Kernel(number, fitted).fit(before[number]), sources)
-            if not options.dry_run:
-                kernel.path.write_text(text)
-            code = re.sub(r"//.*", "", text)
-            after[number] = np.array([float(value) for value in _NUMBER.findall(code)])
+            kernel.path.write_text(with_constants(text, new, sources))
     print("after:")
-    report(problems, all_kernels, after)
+    report(problems, kernels, after)
 
 
 if __name__ == "__main__":

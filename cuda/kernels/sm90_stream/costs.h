@@ -12,14 +12,18 @@ struct Costs {
     double two, three;     // factor of a ring of so many stages, over a deeper one
     double start;          // microseconds of the kernel's beginning and end
   };
-  Rows rows[4];           // up to 8 rows of lhs in 4 bits, up to 16, up to 32; any number in 8 bits
-  double copy;            // microseconds of half a slice of a stage, or of its lhs
-  double tile;            // microseconds of the end of a tile
-  double wave;            // microseconds of a wave
-  double beside;          // microseconds, once, if two CTAs share a multiprocessor
+  Rows rows[5];  // up to 8 rows of lhs in 4 bits, up to 16, up to 32; up to 8 in 8 bits, up to 16
+  double
+      narrow[3];  // rates of 1, 2 and 3 bits, over those of 4: fewer bits take as many instructions
+  double copy;    // microseconds of half a slice of a stage, or of its lhs
+  double tile;    // microseconds of the end of a tile
+  double wave;    // microseconds of a wave
+  double beside;  // microseconds, once, if two CTAs share a multiprocessor
   double read_kilobytes;  // the most of weights that are read in a microsecond
-  double pdl_alone, pdl_beside;  // microseconds that PDL saves
-  double missing_row;            // microseconds of a row of a tensor-map tile that is out of bounds
+  // Microseconds that PDL saves if CTAs are alone on a multiprocessor, or two share one; and what is added if the next
+  // kernel finds half of the multiprocessors idle, and begins there.
+  double pdl_alone, pdl_beside, pdl_idle;
+  double missing_row;  // microseconds of a row of a tensor-map tile that is out of bounds
 };
 
 inline constexpr Costs kCosts =

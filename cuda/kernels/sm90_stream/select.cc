@@ -105,12 +105,9 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const int tiles = static_cast<int>(CeilDiv(slices, plan.tile_slices));
   const double pairs = static_cast<double>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
   const double busy = pairs * plan.warps_k / kWarps;
-  const Costs::Rows& fit = costs.rows[problem.bits == 8 ? 3
-                                      : problem.m <= 8  ? 0
-                                      : problem.m <= 16 ? 1
-                                                        : 2];
-  // Fewer bits take as many instructions.
-  const double narrow = std::min(problem.bits, 4) / 4.0;
+  const int first = problem.bits == 8 ? 3 : 0;
+  const Costs::Rows& fit = costs.rows[first + (problem.m <= 8 ? 0 : problem.m <= 16 ? 1 : 2)];
+  const double narrow = problem.bits < 4 ? costs.narrow[problem.bits - 1] : 1;
   // Loads of 8-bit weights are larger if a warp has two atoms of a stage.
   const double copy = costs.copy * (problem.bits == 8 ? plan.warp_atoms : 1);
   const double copies =
@@ -119,24 +116,27 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
       static_cast<double>(tiles * CeilDiv(problem.k_blocks(), int64_t{cluster_ctas}));
   const double missing =
       costs.missing_row * lhs_tiles * static_cast<double>(plan.lhs_rows - problem.m);
-  const auto wave = [&](int beside) {
-    const double idle = beside == 1 ? busy : std::sqrt(busy);  // warps of another CTA fill in
-    const double rate = (beside == 1 ? fit.alone : fit.beside) * narrow * idle;
+  const double read_rate = costs.read_kilobytes * RelativeMemoryRate(device);
+  const auto wave = [&](int64_t in_wave, int beside) {
+    const double filled = beside == 1 ? busy : std::sqrt(busy);  // warps of another CTA fill in
+    const double rate = (beside == 1 ? fit.alone : fit.beside) * narrow * filled;
     const double shallow = plan.num_stages == 2 ? fit.two : plan.num_stages == 3 ? fit.three : 1;
-    return beside * (load / rate * shallow + copy * copies + missing) + costs.tile * tiles +
-           costs.wave;
+    const double multiplied = beside * (load / rate * shallow + copy * copies + missing);
+    const double read = static_cast<double>(in_wave * cluster_ctas) * load / read_rate;
+    return std::max(multiplied, read) + costs.tile * tiles + costs.wave;
   };
   // A full wave fills every resident slot. The last, partial wave runs one CTA per multiprocessor if it is no more
   // than half full.
   const int64_t full = clusters / resident, left = clusters % resident;
   const double computed =
-      static_cast<double>(full) * wave(ctas_per_sm) +
-      (left == 0 ? 0 : wave(full > 0 && 2 * left <= resident ? 1 : ctas_per_sm));
-  const double read = static_cast<double>(problem.strips() * problem.batch) * kSlicesPerStrip *
-                      kilobyte_per_slice / (costs.read_kilobytes * RelativeMemoryRate(device));
+      static_cast<double>(full) * wave(resident, ctas_per_sm) +
+      (left == 0 ? 0 : wave(left, full > 0 && 2 * left <= resident ? 1 : ctas_per_sm));
   const bool beside = ctas_per_sm > 1;
-  const double pdl = !problem.pdl ? 0 : beside ? costs.pdl_beside : costs.pdl_alone;
-  return std::max(computed, read) + fit.start + (beside ? costs.beside : 0) - pdl;
+  const double idle = 1 - static_cast<double>(clusters * cluster_ctas) / device.num_sms;
+  const double pdl = !problem.pdl ? 0
+                     : beside     ? costs.pdl_beside
+                                  : costs.pdl_alone + costs.pdl_idle * std::min(1.0, 2 * idle);
+  return computed + fit.start + (beside ? costs.beside : 0) - pdl;
 }
 
 // CTAs that have a multiprocessor each must not meet on one, as they would if they started while an earlier kernel
