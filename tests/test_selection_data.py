@@ -144,3 +144,10 @@ def test_a_table_has_what_is_clearly_faster(root, monkeypatch):
         write(root / "b.jsonl.gz", early, lambda *case, us=us: us if case[-1] == fast else 8.0)
         found = tables.read(fit_costs.write_table(fit_costs.load(sorted(root.glob("?.jsonl.gz")))))
         assert [each.product.m for each in found.entries] == listed
+
+
+def test_the_table_of_the_package_is_that_of_the_data(root):
+    written = tables.read(fit_costs.write_table(fit_costs.load(PATHS)))
+    shipped = tables.read(tables._SHIPPED / "NVIDIA-H200.json")
+    assert written.entries == shipped.entries and written.device == shipped.device
+    assert 0 < len(shipped.entries) < 100
