@@ -28,16 +28,19 @@ struct Device {
 // The H200 that the cost models were fitted on: they count microseconds at its clock.
 inline constexpr int kFittedClockMhz = 1980, kFittedMemoryGbPerS = 4814;
 
-// The clock of a device over that of the H200; 1 if it is not known.
-inline double RelativeClock(const Device& device) {
-  return device.clock_mhz > 0 ? static_cast<double>(device.clock_mhz) / kFittedClockMhz : 1;
+// A rate over that of the H200: 1 if it is not known or, since boards differ a little, within 5 % of it.
+constexpr double RelativeRate(int rate, int fitted) {
+  const double relative = static_cast<double>(rate) / fitted;
+  return rate <= 0 || (relative > 0.95 && relative < 1.05) ? 1 : relative;
 }
 
-// The bytes that memory delivers in a clock of multiprocessors, over those of the H200; 1 if they are not known.
-inline double RelativeMemoryRate(const Device& device) {
-  return device.memory_gb_per_s > 0 ? static_cast<double>(device.memory_gb_per_s) /
-                                          kFittedMemoryGbPerS / RelativeClock(device)
-                                    : 1;
+constexpr double RelativeClock(const Device& device) {
+  return RelativeRate(device.clock_mhz, kFittedClockMhz);
+}
+
+// The bytes that memory delivers in a clock of multiprocessors, over those of the H200.
+constexpr double RelativeMemoryRate(const Device& device) {
+  return RelativeRate(device.memory_gb_per_s, kFittedMemoryGbPerS) / RelativeClock(device);
 }
 
 }  // namespace jaxlowbit
