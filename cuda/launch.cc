@@ -26,6 +26,7 @@
 #include "cuda/ops/reduce_splits.h"
 #include "cuda/ops/rms_norm.h"
 #include "cuda/placement.h"
+#include "cuda/select/cache.h"
 #include "cuda/select/select.h"
 #include "cuda/select/tuned.h"
 
@@ -52,6 +53,18 @@ void Limit(Device& device) {
   }
 }
 
+// The rates of a device. They stay 0 where the driver does not tell.
+void ReadRates(int ordinal, Device& device) {
+  int clock_khz = 0, memory_khz = 0, memory_bits = 0;
+  cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, ordinal);
+  cudaDeviceGetAttribute(&memory_khz, cudaDevAttrMemoryClockRate, ordinal);
+  cudaDeviceGetAttribute(&memory_bits, cudaDevAttrGlobalMemoryBusWidth, ordinal);
+  cudaGetLastError();
+  device.clock_mhz = clock_khz / 1000;
+  // Memory transfers twice in a clock.
+  device.memory_gb_per_s = static_cast<int>(int64_t{2} * memory_khz * (memory_bits / 8) / 1000000);
+}
+
 cudaError_t ReadDevice(int ordinal, Device& device) {
   int major = 0, minor = 0;
   for (auto [attribute, value] :
@@ -64,6 +77,7 @@ cudaError_t ReadDevice(int ordinal, Device& device) {
   }
   device.ordinal = ordinal;
   device.architecture = device.compute_capability = 10 * major + minor;
+  ReadRates(ordinal, device);
   Limit(device);
   return cudaSuccess;
 }
@@ -172,8 +186,8 @@ size_t CountJoined(const Operands* products, size_t count, const DeviceState& st
   }
   if (joining == 1) return 1;
   *joined = sm90_stream::Join(products, joining);
-  if (!Supports(Kernel::kQmmSm90Stream, *joined, state.device)) return 1;
-  *choice = Select(*joined, state.device, workspace_bytes, state.tuned.get());
+  if (!Supports(*joined, state.device)) return 1;
+  *choice = SelectCached(*joined, state.device, workspace_bytes, state.tuned.get());
   return choice->kernel == Kernel::kQmmSm90Stream ? joining : 1;
 }
 
@@ -264,7 +278,7 @@ cudaError_t ForEachLaunch(std::vector<Operands> products, int64_t workspace_byte
       if (operands.copied()) p.pdl = false;  // the previous kernel writes an operand
       const int64_t rows = p.batch * p.m * p.weights_per_element();
       const int64_t sums_bytes = std::min(operands.bytes(), MostSumsBytes(rows, p.out_columns()));
-      choice = Select(p, state.device, sums_bytes, state.tuned.get());
+      choice = SelectCached(p, state.device, sums_bytes, state.tuned.get());
       error = operands.Finish();
       if (error == cudaSuccess) error = action.One(launch, choice);
       if (error != cudaSuccess) break;

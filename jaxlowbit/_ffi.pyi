@@ -47,6 +47,9 @@ def select(
     compute_capability: int = ...,
     num_sms: int = ...,
     shared_bytes_per_sm: int = ...,
+    clock_mhz: int = ...,
+    memory_gb_per_s: int = ...,
+    clusters: Sequence[Sequence[int]] = ...,
     device_name: str = ...,
     workspace_bytes: int = ...,
 ) -> dict[str, Any]: ...
@@ -70,12 +73,51 @@ def candidates(
     compute_capability: int = ...,
     num_sms: int = ...,
     shared_bytes_per_sm: int = ...,
+    clock_mhz: int = ...,
+    memory_gb_per_s: int = ...,
+    clusters: Sequence[Sequence[int]] = ...,
     device_name: str = ...,
     workspace_bytes: int = ...,
 ) -> list[tuple[str, int, int, int, int, int]]: ...
+def question(
+    *,
+    m: int,
+    n: int,
+    k: int,
+    bits: int = ...,
+    group_size: int = ...,
+    batch: int = ...,
+    lhs: str = ...,
+    float32_scale: bool = ...,
+    zero: str = ...,
+    scale_sums: bool = ...,
+    gated: bool = ...,
+    early_start: bool = ...,
+    compute_capability: int = ...,
+    num_sms: int = ...,
+    shared_bytes_per_sm: int = ...,
+    clock_mhz: int = ...,
+    memory_gb_per_s: int = ...,
+    clusters: Sequence[Sequence[int]] = ...,
+    device_name: str = ...,
+    workspace_bytes: int = ...,
+) -> Question: ...
+
+class Question: ...
+
+class CostModel:
+    def __init__(
+        self,
+        kernel: str,
+        choices: Sequence[tuple[Question, tuple[int, int, int, int, int, int]]],
+    ) -> None: ...
+    @property
+    def constants(self) -> list[float]: ...
+    def microseconds(self, constants: Sequence[float]) -> list[float]: ...
+
 def set_tuned(
     device_name: str,
-    entries: Sequence[tuple[tuple, tuple]],
+    entries: Sequence[tuple[tuple, tuple, int]],
     *,
     compute_capability: int,
     num_sms: int,

@@ -3,6 +3,7 @@
 #include "cuda/select/select.h"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <limits>
 #include <optional>
@@ -28,18 +29,38 @@ struct KernelDecision {
   std::vector<Choice> (*choices)(const QuantizedMatmul&);
   // Its choice of least cost for a problem that it supports.
   Choice (*configure)(const QuantizedMatmul&, const Device&, int64_t workspace_bytes);
-  // Microseconds that a supported choice is expected to take.
-  double (*cost)(const QuantizedMatmul&, const Device&, const Choice&);
+  // Microseconds that a supported choice is expected to take, by given constants or, without them, by the fitted ones.
+  double (*cost)(const QuantizedMatmul&, const Device&, const Choice&, const double* constants);
+  // The fitted constants.
+  std::vector<double> (*constants)();
 };
+
+// The cost of a kernel, whose constants are a struct of doubles, for KernelDecision.
+template <auto kCost, const auto& kFitted>
+double CostBy(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+              const double* constants) {
+  auto costs = kFitted;
+  if (constants != nullptr) std::memcpy(&costs, constants, sizeof(costs));
+  return kCost(problem, device, choice, costs) / RelativeClock(device);
+}
+
+template <const auto& kFitted>
+std::vector<double> Constants() {
+  static_assert(sizeof(kFitted) % sizeof(double) == 0);
+  std::vector<double> constants(sizeof(kFitted) / sizeof(double));
+  std::memcpy(constants.data(), &kFitted, sizeof(kFitted));
+  return constants;
+}
 
 // In the order of preference between equal costs.
 constexpr KernelDecision kKernels[] = {
     {Kernel::kQmmSm90Stream, sm90_stream::SupportsProblem, sm90_stream::SupportsChoice,
-     sm90_stream::Choices, sm90_stream::Configure, sm90_stream::Cost},
+     sm90_stream::Choices, sm90_stream::Configure, CostBy<sm90_stream::Cost, sm90_stream::kCosts>,
+     Constants<sm90_stream::kCosts>},
     {Kernel::kQmmSm90, sm90::SupportsProblem, sm90::SupportsChoice, sm90::Choices, sm90::Configure,
-     sm90::Cost},
+     CostBy<sm90::Cost, sm90::kCosts>, Constants<sm90::kCosts>},
     {Kernel::kQmmSm80, sm80::SupportsProblem, sm80::SupportsChoice, sm80::Choices, sm80::Configure,
-     sm80::Cost},
+     CostBy<sm80::Cost, sm80::kCosts>, Constants<sm80::kCosts>},
 };
 static_assert(std::size(kKernels) == kNumKernels);
 
@@ -119,9 +140,12 @@ Support Supports(const Choice& choice, const QuantizedMatmul& problem, const Dev
   return DecisionOf(choice.kernel).supports_choice(choice, problem, device, workspace_bytes);
 }
 
-double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
-  return DecisionOf(choice.kernel).cost(problem, device, choice);
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+            const double* constants) {
+  return DecisionOf(choice.kernel).cost(problem, device, choice, constants);
 }
+
+std::vector<double> CostConstants(Kernel kernel) { return DecisionOf(kernel).constants(); }
 
 Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
                  int64_t workspace_bytes) {
@@ -139,7 +163,7 @@ Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t work
   for (const KernelDecision& decision : kKernels) {
     if (!Supports(decision.kernel, problem, device)) continue;
     const Choice choice = decision.configure(problem, device, workspace_bytes);
-    const double cost = decision.cost(problem, device, choice);
+    const double cost = decision.cost(problem, device, choice, nullptr);
     if (cost >= least) continue;
     least = cost;
     best = choice;
@@ -169,7 +193,7 @@ std::vector<Choice> Candidates(const QuantizedMatmul& problem, const Device& dev
   for (const KernelDecision& decision : kKernels) {
     std::vector<std::pair<double, Choice>> choices;
     for (const Choice& choice : AllChoices(decision.kernel, problem, device, workspace_bytes)) {
-      const double cost = decision.cost(problem, device, choice);
+      const double cost = decision.cost(problem, device, choice, nullptr);
       if (cost <= most && NumbersOf(choice) != NumbersOf(best)) choices.emplace_back(cost, choice);
     }
     std::stable_sort(choices.begin(), choices.end(),
