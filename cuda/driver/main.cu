@@ -43,6 +43,8 @@
 #include "cuda/driver/device_problem.h"
 #include "cuda/driver/placed_problem.h"
 #include "cuda/driver/time_choices.h"
+#include "cuda/kernels/instance_key.h"
+#include "cuda/kernels/loaded.h"
 #include "cuda/kernels/sm90/plan.h"
 #include "cuda/launch.h"
 #include "cuda/select/select.h"
@@ -224,6 +226,15 @@ Tally CheckInstances(const int (&widths)[kWidths], uint64_t stride) {
     }
   });
   return tally;
+}
+
+// Begins to compile all instances that the binary lacks, on every core.
+void StartCompilingAll() {
+  for (int bits : kCompiledBits) {
+    for (const InstanceKey& key : InstancesOf(bits)) {
+      StartCompiling(key, DeviceInfo(0).architecture);
+    }
+  }
 }
 
 // Checks batches of more elements than a grid has rows, with every way to assign weights.
@@ -500,6 +511,7 @@ int Main(int argc, char** argv) {
   Tally tally;
   if (command == "check") {
     const uint64_t stride = argc > 2 ? Numbers(argv[2])[0] : 1;
+    StartCompilingAll();
     for (const Tally& part : {CheckInstances(kKernelBits, stride),
                               CheckInstances(kCompiledBits, stride), CheckBatches(stride)}) {
       tally.right += part.right, tally.wrong += part.wrong;
