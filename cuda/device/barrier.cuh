@@ -18,7 +18,7 @@ inline constexpr bool kForSanitizer = true;
 #define JAXLOWBIT_ONE_INSTRUCTION __noinline__
 #else
 inline constexpr bool kForSanitizer = false;
-#define JAXLOWBIT_ONE_INSTRUCTION inline
+#define JAXLOWBIT_ONE_INSTRUCTION
 #endif
 
 // Lanes that arrive for their warp: one, behind __syncwarp().
@@ -90,10 +90,10 @@ __device__ inline void WaitForCluster(uint32_t barrier, int parity) {
 }
 
 // Orders all threads of a CTA, whichever way they take to it.
-__device__ JAXLOWBIT_ONE_INSTRUCTION void SynchronizeAll() { __syncthreads(); }
+__device__ JAXLOWBIT_ONE_INSTRUCTION inline void SynchronizeAll() { __syncthreads(); }
 
 // Orders `threads` of a CTA among themselves; `number`: from 1 to 15.
-__device__ JAXLOWBIT_ONE_INSTRUCTION void Synchronize(int number, int threads) {
+__device__ JAXLOWBIT_ONE_INSTRUCTION inline void Synchronize(int number, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }
 
