@@ -1,6 +1,7 @@
 """How JAX, hypothesis and the markers are set up for every test."""
 
 import os
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -22,6 +23,47 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+# What `--oldest-jax` leaves out: files, and tests of other files. They check formats, models, tools
+# and texts, or numbers, and what stays goes the same ways through JAX. Files not named are run.
+NOT_OF_JAX = (
+    "benchmark_method",
+    "benchmarks",
+    "dispatch",
+    "docs",
+    "examples",
+    "explain",
+    "formats",
+    "install",  # run by `.ci/run wheel` on every JAX
+    "jit",
+    "layout",
+    "linen_sizes",
+    "models",
+    "permuted_layers",
+    "programs",
+    "properties",
+    "quantize::test_a_few_groups_may_be_too_small_for_their_scales",
+    "quantize::test_from_signed_integers_with_signed_zeros",
+    "quantize::test_groups_are_independent",
+    "quantize::test_round_trip_of_any_magnitude",
+    "qwix",
+    "refusals",
+    "scales",
+    "structure",
+    "tune",
+    "wgmma_hazards",
+    "wheels",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--oldest-jax",
+        action="store_true",
+        help="only what another version of JAX may change: the first case of each test, and with "
+        "the marker `ways` the first for each value of the arguments that it names",
+    )
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs can be lowered for CUDA, also by a build without its kernels."""
@@ -30,7 +72,30 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def of_jax(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests that `--oldest-jax` keeps."""
+    kept, found = {}, set()
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        file = item.path.stem.removeprefix("test_")
+        test = f"{file}::{item.originalname}"
+        found |= {file, test}
+        if file in NOT_OF_JAX or test in NOT_OF_JAX:
+            continue
+        ways = [name for marker in item.iter_markers("ways") for name in marker.args]
+        kept.setdefault((test, *(repr(item.callspec.params[name]) for name in ways)), item)
+    for name in set(NOT_OF_JAX) - found:
+        file = name.partition("::")[0]
+        if file in found or not (Path(__file__).parent / f"test_{file}.py").exists():
+            raise pytest.UsageError(f"{name} of conftest.NOT_OF_JAX does not exist")
+    return list(kept.values())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("oldest_jax"):
+        kept = of_jax(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     if jax.default_backend() != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):

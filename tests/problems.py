@@ -105,8 +105,8 @@ PERMUTED: dict[str, Any] = {"permuted": True}
 
 PROBLEMS = (
     # Rows: around the 8 rows of an mma tile, and around every multiple that a kernel may tile by.
-    P("no rows", 0, 64, 64),
     P("one row: decoding", 1, 256, 192),
+    P("no rows", 0, 64, 64),
     P("7 rows: one below an mma tile", 7, 128, 64),
     P("8 rows: one mma tile", 8, 128, 64),
     P("9 rows: one past an mma tile", 9, 128, 64),

@@ -262,6 +262,7 @@ def test_one_call_for_each_layer_of_a_scan(cuda):
     ],
     ids=["float32", "gradient", "backend", "3 bits", "shards"],
 )
+@pytest.mark.ways("f")
 def test_a_call_for_each_product_otherwise(cuda, f, x, count):
     assert calls(f, x) == [MATMUL] * count
 

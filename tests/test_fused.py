@@ -222,6 +222,7 @@ def test_export(cuda):
 @pytest.mark.parametrize(
     ("k", "n", "sent"), [(None, "b", []), ("b", None, [REDUCE]), ("a", "b", [REDUCE])]
 )
+@pytest.mark.ways("sent")
 def test_auto_mesh(k, n, sent):
     """Partial sums meet before the epilogue, which is computed once."""
     mesh = make_mesh(AxisType.Auto)

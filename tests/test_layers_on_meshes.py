@@ -93,6 +93,7 @@ def placed(case: Case, kind: AxisType):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.ways("name")
 def test_explicit_mesh(name):
     case = CASES[name]
     mesh, graphdef, state, inputs, expected = placed(case, AxisType.Explicit)
@@ -109,6 +110,7 @@ def test_explicit_mesh(name):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.ways("name")
 def test_auto_mesh(name):
     case = CASES[name]
     _, graphdef, state, inputs, expected = placed(case, AxisType.Auto)

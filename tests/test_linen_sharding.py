@@ -118,6 +118,7 @@ def test_scanned_layers_gain_the_axis_of_the_stack():
 
 @pytest.mark.parametrize("hidden", [512, 200], ids=["whole atoms", "padded parts"])
 @pytest.mark.parametrize("inside", [True, False], ids=["set_mesh", "no context"])
+@pytest.mark.ways("inside")
 def test_models_on_an_auto_mesh(hidden, inside):
     shards: Any = {"up": (1, 4), "down": (4, 1)} if hidden == 200 else (1, 1)
     module = Mlp(hidden)

@@ -125,6 +125,7 @@ def test_the_workspace_has_room_for_the_results(cuda):
 
 
 @pytest.mark.parametrize("call", ["matmul", "glu", "matmuls", "mlp", "block"])
+@pytest.mark.ways("call")
 def test_activations_and_results_have_their_own_buffers(cuda, call):
     """XLA looks for what it may fuse into a call no further than a barrier; weights have none."""
     square, pair = square_stack(), square_stack(2)
@@ -172,6 +173,7 @@ def test_sizes_beyond_the_kernels_are_the_definition(cuda):
         ("rocm", "bfloat16", FOUR),
     ],
 )
+@pytest.mark.ways("platform")
 def test_unsupported_problems_are_the_definition(cuda, platform, dtype, format):
     text = lowered(product, like(5, K, dtype=dtype), stack(format), platform=platform)
     assert calls(text) == 0
@@ -204,6 +206,7 @@ def test_the_cotangent_of_lhs_is_a_call(cuda):
     ],
     ids=["alone", "vmap", "jvp", "checkpoint", "scan"],
 )
+@pytest.mark.ways("transform")
 def test_float16_sums_are_an_attribute(cuda, transform, platform):
     for precision in (None, jax.lax.DotAlgorithmPreset.F16_F16_F16):
         f = functools.partial(quantized_matmul, precision=precision)
@@ -227,6 +230,7 @@ def test_float16_sums_are_kept_by_the_transpose(cuda):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.ways("platform")
 def test_backend_xla_is_the_definition(cuda, platform):
     text = lowered(
         lambda x, q: quantized_matmul(x, q, backend="xla"), like(5, K), stack(), platform=platform
@@ -415,6 +419,7 @@ def test_scan_slices_no_words_for_cuda(cuda, square):
 
 @pytest.mark.parametrize("shape", ["b, 128", "b, s, 128"])
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
+@pytest.mark.ways("platform")
 def test_export_with_symbolic_rows(cuda, platform, shape):
     rhs = stack()
     exported = export.export(

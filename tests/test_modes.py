@@ -70,6 +70,7 @@ def down(stack):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.ways("form")
 def test_results_have_the_dtype_of_lhs(form):
     lhs, stack = normal(5, K, seed=1), quantize(normal(3, K, N), FORMAT)
     compute, reference = FORMS[form]

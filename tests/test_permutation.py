@@ -276,6 +276,7 @@ def gradient(lhs, rhs):
     ],
     ids=["matrix", "two parts", "vmap", "float32", "stack", "transposed"],
 )
+@pytest.mark.ways("f")
 def test_calls_of_cuda_gather_activations(cuda, f, dtype, rhs, operand, gathers):
     """Those of one matrix, and XLA in front of others; nobody gathers words."""
     lead, shards = rhs
@@ -291,6 +292,7 @@ def test_calls_of_cuda_gather_activations(cuda, f, dtype, rhs, operand, gathers)
 
 @pytest.mark.parametrize("lead", [(), (2,)], ids=["matrix", "view"])
 @pytest.mark.parametrize("lhs_axis", [None, 0, 1])
+@pytest.mark.ways("lhs_axis")
 def test_vmap_over_orders_of_the_same_words(lhs_axis, lead):
     words, lhs = quantize(*lead), normal(LAYERS, 5, K)
     at = jnp.asarray(orders(LAYERS, *lead, K, seed=2), jnp.int32)

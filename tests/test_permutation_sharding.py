@@ -100,6 +100,7 @@ def test_one_order_sharded_by_hand(k, mesh):
 
 
 @pytest.mark.parametrize(("k", "shards"), [(None, 1), ("b", 1), ("b", 4)])
+@pytest.mark.ways("k")
 def test_experts(k, shards, mesh):
     lhs, rhs = arrays(256, 64, lead=(4,), shards=shards)
     x = jax.device_put(lhs, jax.NamedSharding(mesh, P("a")))

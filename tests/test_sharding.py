@@ -80,6 +80,7 @@ FORMATS = {
 @pytest.mark.parametrize(
     ("layout", "name"), [(layout, name) for name in FORMATS for layout in FORMATS[name][1]]
 )
+@pytest.mark.ways("layout")
 def test_auto_mesh(layout, name, mesh):
     lhs_spec, k, n, sent = LAYOUTS[layout]
     format, _ = FORMATS[name]
@@ -91,6 +92,7 @@ def test_auto_mesh(layout, name, mesh):
 
 
 @every_layout
+@pytest.mark.ways("layout")
 def test_gradients_on_an_auto_mesh(layout, mesh):
     lhs_spec, k, n, sent = LAYOUTS[layout]
     lhs, rhs = arrays(512, 256, FOUR)
@@ -194,6 +196,7 @@ MAPPED = {
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("case", MAPPED)
+@pytest.mark.ways("check_vma")
 def test_shard_map(case, check_vma, mesh):
     k_size, n_size, shards, format, lhs_spec, k, n = MAPPED[case]
     lhs, rhs = arrays(k_size, n_size, format, shards=shards)
@@ -262,6 +265,7 @@ EXPLICIT = {
 
 @pytest.mark.parametrize("context", [True, False], ids=["set_mesh", "no context"])
 @pytest.mark.parametrize("layout", EXPLICIT)
+@pytest.mark.ways("layout")
 def test_explicit_mesh(layout, context):
     lhs_spec, k, n, out_sharding, expected = EXPLICIT[layout]
     lhs, rhs = arrays(512, 256, FOUR)

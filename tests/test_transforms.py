@@ -106,6 +106,7 @@ UNARY = {
 
 @every_kind
 @pytest.mark.parametrize("transform", UNARY)
+@pytest.mark.ways("transform")
 def test_transformations_of_lhs(transform, kind):
     lhs, rhs = arrays(kind)
     got = UNARY[transform](lambda x: product(x, rhs))(lhs)
@@ -126,6 +127,7 @@ def test_transformations_of_lhs(transform, kind):
     ],
 )
 @pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.ways("wrt")
 def test_derivatives_in_scales_and_zeros(zero, wrt, bits):
     rng = np.random.default_rng(0)
     weight = (rng.normal(size=(K, N)) / np.sqrt(K)).astype(np.float32)
@@ -163,6 +165,7 @@ def test_allow_int_grad_of_the_whole_array():
 
 @every_kind
 @pytest.mark.parametrize(("lhs_axis", "rhs_axis"), [(0, 0), (None, 0), (1, 0)])
+@pytest.mark.ways("lhs_axis")
 def test_vmap_over_weights(kind, lhs_axis, rhs_axis):
     lhs, rhs = arrays(kind, LAYERS)
     lhs = {0: lhs, 1: jnp.swapaxes(lhs, 0, 1), None: lhs[0]}[lhs_axis]
@@ -225,6 +228,7 @@ SCANS = {"lax": jax.lax.scan, "jaxlowbit": jaxlowbit.scan}
 
 @every_kind
 @pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.ways("scan")
 def test_scan_over_stacked_layers(scan, kind):
     lhs, rhs = arrays(kind, LAYERS)
 
@@ -283,6 +287,7 @@ def test_eval_shape_needs_no_arrays():
 
 @every_kind
 @pytest.mark.parametrize("symbolic", [False, True], ids=["fixed rows", "symbolic rows"])
+@pytest.mark.ways("symbolic")
 def test_export_and_call(kind, symbolic):
     lhs, rhs = arrays(kind)
     shape = export.symbolic_shape("b, 72") if symbolic else lhs.shape
