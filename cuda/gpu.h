@@ -19,6 +19,8 @@ struct Device {
   int compute_capability = 0;  // 10 * major + minor
   int num_sms = 0;
   int shared_bytes_per_sm = 0;
+  int clock_mhz = 0;        // the highest of multiprocessors; 0 if it is not known
+  int memory_gb_per_s = 0;  // from the highest clock of memory; 0 if it is not known
   // Clusters resident at a time, by CTAs per multiprocessor (1, 2) and CTAs per cluster (1, 2, 4).
   int clusters[3][5] = {};
 };

@@ -49,16 +49,22 @@ void Limit(Device& device) {
 }
 
 cudaError_t ReadDevice(int ordinal, Device& device) {
-  int major = 0, minor = 0;
+  int major = 0, minor = 0, clock_khz = 0, memory_khz = 0, memory_bits = 0;
   for (auto [attribute, value] :
        {std::pair{cudaDevAttrComputeCapabilityMajor, &major},
         std::pair{cudaDevAttrComputeCapabilityMinor, &minor},
         std::pair{cudaDevAttrMultiProcessorCount, &device.num_sms},
-        std::pair{cudaDevAttrMaxSharedMemoryPerMultiprocessor, &device.shared_bytes_per_sm}}) {
+        std::pair{cudaDevAttrMaxSharedMemoryPerMultiprocessor, &device.shared_bytes_per_sm},
+        std::pair{cudaDevAttrClockRate, &clock_khz},
+        std::pair{cudaDevAttrMemoryClockRate, &memory_khz},
+        std::pair{cudaDevAttrGlobalMemoryBusWidth, &memory_bits}}) {
     const cudaError_t error = cudaDeviceGetAttribute(value, attribute, ordinal);
     if (error != cudaSuccess) return error;
   }
   device.compute_capability = 10 * major + minor;
+  device.clock_mhz = clock_khz / 1000;
+  // Memory transfers twice in a clock.
+  device.memory_gb_per_s = static_cast<int>(int64_t{2} * memory_khz * (memory_bits / 8) / 1000000);
   Limit(device);
   return cudaSuccess;
 }

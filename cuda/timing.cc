@@ -3,6 +3,7 @@
 #include "cuda/timing.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <memory>
 #include <type_traits>
 
@@ -10,9 +11,6 @@
 
 namespace jaxlowbit {
 namespace {
-
-constexpr float kWarmUpMilliseconds = 30;  // until clocks are those of a busy device
-constexpr int kReplays = 20;
 
 // Destroys a CUDA object with its owner.
 template <auto kDestroy>
@@ -72,7 +70,7 @@ cudaError_t Replay(cudaGraphExec_t graph, cudaEvent_t begin, cudaEvent_t end, cu
 
 cudaError_t TimeChoices(const QuantizedMatmul& problem, const std::vector<Buffers>& calls,
                         const std::vector<Choice>& choices, int device,
-                        std::vector<float>* microseconds) {
+                        std::vector<float>* microseconds, const TimingEffort& effort) {
   Stream stream;
   Event begin, end;
   cudaError_t error = Make(&stream, [](cudaStream_t* handle) {
@@ -86,25 +84,29 @@ cudaError_t TimeChoices(const QuantizedMatmul& problem, const std::vector<Buffer
   }
   std::vector<std::vector<float>> samples(choices.size());
   float warm = 0;
-  while (warm < kWarmUpMilliseconds && error == cudaSuccess) {
+  while (warm < effort.warm_up_milliseconds && error == cudaSuccess) {
     for (size_t i = 0; i < choices.size() && error == cudaSuccess; ++i) {
       float milliseconds = 0;
       error = Replay(graphs[i].get(), begin.get(), end.get(), stream.get(), &milliseconds);
       warm += milliseconds;
     }
   }
-  for (int replay = 0; replay < kReplays && error == cudaSuccess; ++replay) {
+  float spent = 0;
+  for (int replay = 0; replay < effort.replays && error == cudaSuccess; ++replay) {
+    if (replay >= effort.least_replays && spent >= effort.most_milliseconds) break;
     for (size_t i = 0; i < choices.size() && error == cudaSuccess; ++i) {
       float milliseconds = 0;
       error = Replay(graphs[i].get(), begin.get(), end.get(), stream.get(), &milliseconds);
+      spent += milliseconds;
       samples[i].push_back(1e3f * milliseconds / static_cast<float>(calls.size()));
     }
   }
   if (error != cudaSuccess) return error;
   microseconds->clear();
   for (std::vector<float>& times : samples) {
-    std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
-    microseconds->push_back(times[kReplays / 2]);
+    const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
+    std::nth_element(times.begin(), middle, times.end());
+    microseconds->push_back(*middle);
   }
   return cudaSuccess;
 }

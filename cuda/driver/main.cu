@@ -20,7 +20,12 @@
 //                           --kernel qmm_sm80|qmm_sm90_stream|qmm_sm90,
 //                           --tile T,T,..., --split S,S,..., --slices L,L,... and --peers 1|2 instead
 //                           of the selection's (a tile is a number of rows, or the number of a tile
-//                           shape of qmm_sm90); --all times every choice of qmm_sm90
+//                           shape of qmm_sm90)
+//   driver choices [options]  times the choices of every kernel, a line of JSON for each problem, for
+//                           tools/fit_costs.py; the options of a problem are those of `driver time`.
+//                           Without them: layers of real models, every number of rows, in 4 and in
+//                           8 bits, few rows also under PDL. --seconds S begins no problem after S
+//                           seconds
 //
 // A wrong result prints the problem and the error over the bound, and the exit status is 1.
 
@@ -29,6 +34,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -36,6 +42,7 @@
 
 #include "cuda/driver/device_problem.h"
 #include "cuda/driver/placed_problem.h"
+#include "cuda/driver/time_choices.h"
 #include "cuda/kernels/sm90/plan.h"
 #include "cuda/launch.h"
 #include "cuda/select/select.h"
@@ -272,43 +279,31 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
 [[noreturn]] void Usage(const char* wrong) {
   std::fprintf(
       stderr,
-      "driver: %s. Use: driver check | sweep | placed | time [--n N,... --k K,...] [--m M,M,...] "
-      "[--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] [--scale-sums] "
-      "[--f16] [--half-sums] [--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] [--all] [--tile T,...] "
-      "[--split S,...] "
-      "[--slices L,...] [--peers 1|2] [--pdl] [--permuted] [--bias] [--residual] "
-      "[--activation silu|gelu|gelu_tanh|relu] [--gated]\n",
+      "driver: %s. Use: driver check | sweep | placed | time | choices [--n N,... --k K,...] "
+      "[--m M,M,...] [--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] "
+      "[--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] [--residual] "
+      "[--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] [--split S,...] "
+      "[--slices L,...] [--peers 1|2] [--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] "
+      "[--seconds S]\n",
       wrong);
   std::exit(2);
 }
 
 struct TimeOptions {
-  std::vector<std::pair<int64_t, int64_t>> layers = kLayers;
-  std::vector<int64_t> rows = kRows;
+  std::vector<std::pair<int64_t, int64_t>> layers;  // none: those of the command
+  std::vector<int64_t> rows;                        // none: those of the command
   QuantizedMatmul problem;
+  bool names_problem = false;  // an option says something of the problem
   Optional optional;
+  double seconds = std::numeric_limits<double>::infinity();
   std::optional<Kernel> kernel;
   // 0 (for tiles -1): as the selection chooses.
   std::vector<int64_t> tiles = {-1}, splits = {0}, slices = {0};
   int peers = 0;
-  bool all = false;
 };
 
 // The selection's choice, with each combination of the values that the options give.
 std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& options) {
-  if (options.all) {
-    std::vector<Choice> choices =
-        AllChoices(Kernel::kQmmSm90, problem, DeviceInfo(0), kMaxWorkspaceBytes);
-    const auto hopeless = [&](const Choice& choice) {
-      const sm90::TileShape& tile = sm90::kTiles[choice.tile];
-      const sm90::StreamK schedule =
-          sm90::StreamKOf(problem, tile, choice.peers, choice.split_k, DeviceInfo(0).num_sms);
-      return schedule.tail_tiles * choice.split_k > schedule.resident || tile.m >= 2 * problem.m ||
-             (16 * tile.m <= problem.m && tile.m < 256);
-    };
-    choices.erase(std::remove_if(choices.begin(), choices.end(), hopeless), choices.end());
-    return choices;
-  }
   Choice selected = Select(problem, DeviceInfo(0), kMaxWorkspaceBytes);
   if (options.kernel) {
     if (!Supports(*options.kernel, problem, DeviceInfo(0))) return {};
@@ -337,10 +332,14 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
   return choices;
 }
 
-// Few rows come first: products of many heat the device, and clocks take a while to rise again.
-void TimeAll(const TimeOptions& options) {
-  for (int64_t m : options.rows) {
-    for (auto [n, k] : options.layers) {
+// The problems of the options: every layer with every number of rows. Few rows come first: products of many heat the
+// device, and clocks take a while to rise again.
+std::vector<QuantizedMatmul> ProblemsOf(
+    const TimeOptions& options, const std::vector<std::pair<int64_t, int64_t>>& default_layers,
+    const std::vector<int64_t>& default_rows) {
+  std::vector<QuantizedMatmul> problems;
+  for (int64_t m : options.rows.empty() ? default_rows : options.rows) {
+    for (auto [n, k] : options.layers.empty() ? default_layers : options.layers) {
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
       problem.num_weights = problem.weights_per_element();
@@ -350,29 +349,42 @@ void TimeAll(const TimeOptions& options) {
                      support.reason.c_str());
         std::exit(2);
       }
-      const int64_t bytes = WeightBytes(problem);
-      const int copies = static_cast<int>(CeilDiv(8 * kL2Bytes, bytes));  // L2 cannot hold them
-      const DeviceProblem data(problem, options.optional, copies, 1);
-      const std::vector<Choice> choices = Choices(problem, options);
-      if (choices.empty()) continue;
-      for (const Choice& choice : choices) {
-        if (!IsRight(problem, data, choice, kSample)) std::exit(1);
-      }
-      const std::vector<float> microseconds = Time(problem, data, copies, choices);
-      for (size_t i = 0; i < choices.size(); ++i) {
-        const Choice& choice = choices[i];
-        const double us = microseconds[i];
-        std::printf(
-            "%s  %-15s tile %-2d peers %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f "
-            "TB/s  %6.1f TFLOP/s\n",
-            Describe(problem, options.optional).c_str(), NameOf(choice.kernel), choice.tile,
-            choice.peers, choice.block_m, choice.split_k, choice.slices, us,
-            1e-6 * static_cast<double>(bytes) / us,
-            2e-6 * static_cast<double>(problem.num_weights * m * n * k) / us);
-      }
-      std::fflush(stdout);
+      problems.push_back(problem);
     }
   }
+  return problems;
+}
+
+void TimeAll(const TimeOptions& options) {
+  for (const QuantizedMatmul& problem : ProblemsOf(options, kLayers, kRows)) {
+    const int64_t bytes = WeightBytes(problem);
+    const int copies = static_cast<int>(CeilDiv(8 * kL2Bytes, bytes));  // L2 cannot hold them
+    const DeviceProblem data(problem, options.optional, copies, 1);
+    const std::vector<Choice> choices = Choices(problem, options);
+    if (choices.empty()) continue;
+    for (const Choice& choice : choices) {
+      if (!IsRight(problem, data, choice, kSample)) std::exit(1);
+    }
+    const std::vector<float> microseconds = Time(problem, data, copies, choices);
+    for (size_t i = 0; i < choices.size(); ++i) {
+      const Choice& choice = choices[i];
+      const double us = microseconds[i];
+      std::printf(
+          "%s  %-15s tile %-2d peers %d block_m %-3d split_k %-2d slices %-3d %8.2f us  %5.2f "
+          "TB/s  %6.1f TFLOP/s\n",
+          Describe(problem, options.optional).c_str(), NameOf(choice.kernel), choice.tile,
+          choice.peers, choice.block_m, choice.split_k, choice.slices, us,
+          1e-6 * static_cast<double>(bytes) / us,
+          2e-6 * static_cast<double>(problem.num_weights * problem.m * problem.n * problem.k) / us);
+    }
+    std::fflush(stdout);
+  }
+}
+
+// The problems that are swept for the cost models.
+std::vector<QuantizedMatmul> SweptProblems(const TimeOptions& options) {
+  if (!options.names_problem) return StandardProblems();
+  return ProblemsOf(options, SweepLayers(), SweepRows());
 }
 
 std::vector<int64_t> Numbers(const char* text) {
@@ -402,13 +414,12 @@ TimeOptions Parse(int argc, char** argv) {
   std::vector<int64_t> n, k;
   for (int i = 2; i < argc; ++i) {
     const std::string flag = argv[i];
+    options.names_problem |= flag != "--seconds";
     if (flag == "--zero") {
       options.problem.zero = ZeroKind::kInteger;
     } else if (flag == "--scale-sums") {
       options.problem.scale_sums = true;
       options.problem.scale = options.problem.out = ElementType::kF32;
-    } else if (flag == "--all") {
-      options.all = true;
     } else if (flag == "--transposed") {
       options.problem.transposed = true;
     } else if (flag == "--float-zero") {
@@ -432,6 +443,8 @@ TimeOptions Parse(int argc, char** argv) {
       Usage(("unknown or incomplete option " + flag).c_str());
     } else if (flag == "--kernel") {
       options.kernel = FindKernel(argv[++i]);
+    } else if (flag == "--seconds") {
+      options.seconds = std::atof(argv[++i]);
     } else if (flag == "--activation") {
       options.problem.epilogue.activation = FindActivation(argv[++i]);
     } else if (const std::vector<int64_t> values = Numbers(argv[++i]); flag == "--m") {
@@ -457,14 +470,14 @@ TimeOptions Parse(int argc, char** argv) {
     }
   }
   if (n.size() != k.size()) Usage("--n and --k go together, one k for each n");
-  if (!n.empty()) options.layers.clear();
   for (size_t i = 0; i < n.size(); ++i) options.layers.emplace_back(n[i], k[i]);
   return options;
 }
 
 int Main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  if (command != "check" && command != "sweep" && command != "time" && command != "placed") {
+  const char* const commands[] = {"check", "sweep", "time", "choices", "placed"};
+  if (std::find(std::begin(commands), std::end(commands), command) == std::end(commands)) {
     Usage("no command");
   }
   Check(PrepareKernels(0), "PrepareKernels");
@@ -474,6 +487,11 @@ int Main(int argc, char** argv) {
   }
   if (command == "time") {
     TimeAll(Parse(argc, argv));
+    return 0;
+  }
+  if (command == "choices") {
+    const TimeOptions options = Parse(argc, argv);
+    TimeProblems(SweptProblems(options), options.optional, options.seconds);
     return 0;
   }
   Tally tally;
