@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+//
 // Stand-in for the driver's header: a kernel only passes the descriptor on. Its alignment is the host's, which depends on
 // the version of CUDA.
 #pragma once

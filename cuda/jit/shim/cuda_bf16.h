@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+//
 // Stand-in for the toolkit's header: what the kernels use of it.
 #pragma once
 struct __nv_bfloat16 {
