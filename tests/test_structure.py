@@ -28,6 +28,7 @@ RANKS = (
     ("_matmul",),
     ("_composite",),
     ("_flax", "_tuning"),
+    ("_llm",),
     ("", "info", "linen", "nnx", "tune", "_array", "_formats"),
 )
 # Inside `_flax`, by the first letters of a module: the rest serves both.
@@ -36,8 +37,11 @@ FLAX = ("linen", "nnx")
 ONLY = {
     "flax": r"_flax\.(linen|nnx)_\w+",
     "qwix": r"_core\.qarray",
-    "safetensors": r"_tuning\.weights",
-    "tqdm": r"_tuning\.report",
+    "gguf": r"_llm\.gguf",
+    "jinja2": r"_llm\.tokenizer",
+    "safetensors": r"_llm\.huggingface|_tuning\.weights",
+    "tokenizers": r"_llm\.tokenizer",
+    "tqdm": r"_llm\.load|_tuning\.report",
     "jax.experimental.pallas": r"_backends\.pallas\.(tpu|triton)",
     "jaxlowbit._ffi": r"_backends\.extension",
 }
