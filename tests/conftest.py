@@ -37,6 +37,8 @@ NOT_OF_JAX = (
     "jit",
     "layout",
     "linen_sizes",
+    "llm_blocks",
+    "llm_files",
     "models",
     "permuted_layers",
     "programs",

@@ -5,6 +5,7 @@ import functools
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.sharding import AxisType
 
 import jaxlowbit as jl
 from jaxlowbit import linen as jl_linen
+from jaxlowbit import llm as jl_llm
 from jaxlowbit import nnx as jl_nnx
 from jaxlowbit import tune as jl_tune
 
@@ -28,7 +30,7 @@ def public(module):
     return {k: v for k, v in names if not k.startswith("_") and not inspect.ismodule(v)}
 
 
-PUBLIC = [(m, name) for m in (jl, jl_nnx, jl_linen, jl_tune) for name in public(m)]
+PUBLIC = [(m, name) for m in (jl, jl_nnx, jl_linen, jl_llm, jl_tune) for name in public(m)]
 
 
 class Model(nnx.Module):
@@ -52,7 +54,16 @@ def arrays():
 
 
 MODULE = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(64)])
+SIZES: dict[str, Any] = {
+    "layers": 1,
+    "width": 64,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_size": 32,
+    "hidden": 128,
+}
 MODELS = {
+    "config": lambda: jl_llm.Config("llama", **SIZES, vocabulary=256, context=128),
     "rngs": lambda: nnx.Rngs(0),
     "mesh": lambda: jax.make_mesh((8,), ("model",), (AxisType.Auto,), devices=jax.devices("cpu")),
     "model": lambda: Model(nnx.Rngs(0)),

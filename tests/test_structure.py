@@ -28,16 +28,20 @@ RANKS = (
     ("_matmul",),
     ("_composite",),
     ("_flax", "_tuning"),
-    ("", "compile", "info", "linen", "nnx", "tune", "_array", "_formats"),
+    ("_llm",),
+    ("", "compile", "info", "linen", "llm", "nnx", "tune", "_array", "_formats"),
 )
 # Inside `_flax`, by the first letters of a module: the rest serves both.
 FLAX = ("linen", "nnx")
 # Optional dependencies, and the compiled module, by the modules that may import them.
 ONLY = {
-    "flax": r"_flax\.(linen|nnx)_\w+",
+    "flax": r"_flax\.(linen|nnx)_\w+|_llm\.(bench|command|generate|model|perplexity)",
     "qwix": r"_core\.qarray",
-    "safetensors": r"_tuning\.weights",
-    "tqdm": r"_tuning\.report",
+    "gguf": r"_llm\.gguf",
+    "jinja2": r"_llm\.tokenizer",
+    "safetensors": r"_llm\.huggingface|_tuning\.weights",
+    "tokenizers": r"_llm\.tokenizer",
+    "tqdm": r"_llm\.(load|perplexity)|_tuning\.report",
     "jax.experimental.pallas": r"_backends\.pallas\.(tpu|triton)",
     "jaxlowbit._ffi": r"_backends\.extension",
 }

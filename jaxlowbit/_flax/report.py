@@ -59,7 +59,7 @@ class LayerReport:
             weight.size * weight.dtype.itemsize,
             kernel.nbytes,
             _error(matrix(weight), kernel) if concrete else None,
-            _backend(dtype, kernel),
+            backend_of(dtype, kernel),
         )
 
 
@@ -82,8 +82,10 @@ class QuantizationReport:
         rows: list[tuple[str, ...]] = [head, *map(_row, self.layers)]
         chosen = sum(layer.format is not None for layer in self.layers)
         total = f"{chosen} of {len(self.layers)} layers quantized"
-        rows.append((total, "", "", _size(self.nbytes_before), _size(self.nbytes_after), "", ""))
-        return "\n".join(_aligned(rows))
+        rows.append(
+            (total, "", "", size_words(self.nbytes_before), size_words(self.nbytes_after), "", "")
+        )
+        return "\n".join(aligned(rows))
 
 
 def _error(weight: Array, kernel: QuantizedArray) -> float:
@@ -101,7 +103,7 @@ def _relative_error(weight: Array, kernel: QuantizedArray) -> Array:
     return change / jnp.maximum(jnp.linalg.norm(weight.ravel()), jnp.finfo(jnp.float32).tiny)
 
 
-def _backend(dtype: Any, kernel: QuantizedArray) -> str:
+def backend_of(dtype: Any, kernel: QuantizedArray) -> str:
     reasons = supported_backends(jax.ShapeDtypeStruct((1, kernel.k), dtype), kernel)
     platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     if platform not in reasons:
@@ -113,15 +115,15 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
     return (
         layer.path,
         " x ".join(map(str, layer.shape)),
-        _format(layer.format),
-        _size(layer.nbytes_before),
-        _size(layer.nbytes_after),
+        format_words(layer.format),
+        size_words(layer.nbytes_before),
+        size_words(layer.nbytes_after),
         "" if layer.error is None else f"{layer.error:.4f}",
         layer.backend,
     )
 
 
-def _format(format: Format | None) -> str:
+def format_words(format: Format | None) -> str:
     if format is None:
         return "-"
     groups = "per channel" if format.group_size == -1 else f"groups of {format.group_size}"
@@ -129,11 +131,11 @@ def _format(format: Format | None) -> str:
     return f"{format.bits} bits, {groups}{zero}"
 
 
-def _size(nbytes: int) -> str:
+def size_words(nbytes: int) -> str:
     return f"{nbytes / 1e6:.2f} MB"
 
 
-def _aligned(rows: Iterable[tuple[str, ...]]) -> Iterable[str]:
+def aligned(rows: Iterable[tuple[str, ...]]) -> Iterable[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -1,0 +1,1 @@
+"""What `jaxlowbit.llm` is made of: model files, tokenizers, the decoder and its generation."""

@@ -1,0 +1,91 @@
+"""Attention of queries to the keys and values of a cache."""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+Implementation = Literal["xla", "cudnn"]
+
+# Scores where a query may not look: finite, so that a row without any key has no NaN.
+_HIDDEN = -1e30
+
+
+def choose(
+    platform: str, dtype: jnp.dtype, *, batch: int, queries: int, length: int, head_size: int
+) -> Implementation:
+    """The implementation that is fastest for so many sequences, queries of each and cache slots.
+
+    At one sequence and one query XLA's few small kernels take half the time of cuDNN's call. Where
+    there are several sequences, or the scores of a prompt are large, cuDNN keeps the scores on the
+    chip. It needs 16-bit activations and heads of a multiple of 8 up to 256.
+    """
+    possible = (
+        platform == "gpu"
+        and dtype in (jnp.bfloat16, jnp.float16)
+        and head_size % 8 == 0
+        and head_size <= 256
+    )
+    if not possible:
+        return "xla"
+    if queries == 1:
+        return "cudnn" if batch >= 4 else "xla"
+    return "cudnn" if batch * queries * length >= 1 << 16 else "xla"
+
+
+def mask(queries: Array, keys: Array, window: int | None) -> Array:
+    """Which slots each query sees, bool (batch, queries, slots).
+
+    **Arguments:**
+
+    - `queries`: positions of the queries, int32 (batch, queries).
+    - `keys`: positions of what the slots hold, int32 (batch, slots); -1 where that is nothing.
+    - `window`: how many positions back a query sees, its own among them; None for all.
+    """
+    distance = queries[:, :, None] - keys[:, None, :]
+    seen = (keys >= 0)[:, None, :] & (distance >= 0)
+    return seen if window is None else seen & (distance < window)
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    seen: Array,
+    *,
+    scale: float,
+    implementation: Implementation,
+) -> Array:
+    """The values that each query sees, weighted by the softmax of its scaled scores.
+
+    Scores, softmax and accumulators are float32.
+
+    **Arguments:**
+
+    - `query`: (batch, queries, heads, head_size).
+    - `key`, `value`: (batch, slots, kv_heads, head_size); consecutive heads share one of these.
+    - `seen`: bool (batch, queries, slots).
+
+    **Returns:** (batch, queries, heads * head_size) in the dtype of `query`.
+    """
+    batch, queries, heads, size = query.shape
+    if implementation == "cudnn":
+        out = jax.nn.dot_product_attention(
+            query, key, value, mask=seen[:, None], scale=scale, implementation="cudnn"
+        )
+        return out.reshape(batch, queries, heads * size)
+    # Heads that share keys are rows of one product, which is faster than an axis of the batch.
+    kv_heads = key.shape[2]
+    shared = heads // kv_heads
+    rows = query.reshape(batch, queries, kv_heads, shared, size).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, kv_heads, shared * queries, size)
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = einsum("bkrh,bskh->bkrs", rows, key) * scale
+    scores = scores.reshape(batch, kv_heads, shared, queries, -1)
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _HIDDEN), axis=-1)
+    weights = weights.astype(value.dtype).reshape(batch, kv_heads, shared * queries, -1)
+    out = einsum("bkrs,bskh->bkrh", weights, value).astype(query.dtype)
+    out = out.reshape(batch, kv_heads, shared, queries, size).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, queries, heads * size)

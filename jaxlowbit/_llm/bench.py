@@ -1,0 +1,100 @@
+"""`bench`: tokens per second of prompts and of generation, for a model or for random weights."""
+
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from .cache import nbytes
+from .config import Config, RopeScaling
+from .generate import run
+from .language_model import LanguageModel
+from .sampling import Sampling
+
+# Models by their sizes, for random weights.
+SHAPES = {
+    "smollm2-135m": Config(
+        "llama", layers=30, width=576, heads=9, kv_heads=3, head_size=64, hidden=1536,
+        vocabulary=49152, context=8192, rope_base=1e5, rope_pairs="neighbours", tied_head=True,
+    ),
+    "llama3-8b": Config(
+        "llama", layers=32, width=4096, heads=32, kv_heads=8, head_size=128, hidden=14336,
+        vocabulary=128256, context=8192, rope_base=5e5,
+    ),
+    "llama3-70b": Config(
+        "llama", layers=80, width=8192, heads=64, kv_heads=8, head_size=128, hidden=28672,
+        vocabulary=128256, context=131072, rope_base=5e5,
+        rope_scaling=RopeScaling("llama3", factor=8.0, original_context=8192),
+    ),
+    "qwen3-0.6b": Config(
+        "qwen3", layers=28, width=1024, heads=16, kv_heads=8, head_size=128, hidden=3072,
+        vocabulary=151936, context=40960, rope_base=1e6, qk_norm=True, tied_head=True,
+        norm_epsilon=1e-6,
+    ),
+}  # fmt: skip
+
+
+class Speed(NamedTuple):
+    """Speeds in tokens per second, of all sequences of a batch together, and bytes."""
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    prefill: float
+    decode: float
+    milliseconds_per_step: float
+    weight_bytes: int
+    cache_bytes: int
+
+
+def bench(
+    model: LanguageModel,
+    *,
+    batch: int = 1,
+    prompt_tokens: int = 512,
+    new_tokens: int = 64,
+    repeats: int = 3,
+) -> Speed:
+    """Measures prompts of random tokens and greedy generation after them; the best of `repeats`.
+
+    The first run, which compiles, does not count. Times are those of the wall clock, and include
+    what the host does between the programs.
+
+    **Returns:** a `Speed`.
+
+    **Raises:** what `generate` raises.
+
+    ```python
+    model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
+    bench(model, prompt_tokens=16, new_tokens=4, repeats=1).decode
+    ```
+    """
+    config = model.config
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, config.vocabulary, (batch, prompt_tokens)).tolist()
+    # Without an end of turn, all sequences go on.
+    decoder = model.decoder
+    prefill = decode = float("inf")
+    for repeat in range(repeats + 1):
+        start = time.perf_counter()
+        groups = run(model, prompts, new_tokens, Sampling(), 0, endless=True)
+        next(groups)
+        middle = time.perf_counter()
+        for _ in groups:
+            pass
+        end = time.perf_counter()
+        if repeat > 0:
+            prefill, decode = min(prefill, middle - start), min(decode, end - middle)
+    leaves = jax.tree.leaves(nnx.state(decoder))
+    return Speed(
+        batch,
+        prompt_tokens,
+        new_tokens,
+        batch * prompt_tokens / prefill,
+        batch * new_tokens / decode,
+        1e3 * decode / new_tokens,
+        sum(leaf.nbytes for leaf in leaves),
+        nbytes(config, batch, prompt_tokens + new_tokens, decoder.dtype),
+    )

@@ -1,0 +1,329 @@
+"""GGUF's blocks of quantized weights as ours: the same integers, scales and zeros, none rounded.
+
+The layouts of blocks are those of ggml (`ggml-common.h`, `ggml-quants.c` of llama.cpp). All scales
+of a block multiply exactly: a half-precision `d` has 11 significant bits, the integer scales of the
+K types at most 7, and float32 holds 24.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .._core import layout
+from .._core.array import QuantizedArray
+from .._core.format import Format
+from .._core.quantize import quantize
+
+# Elements that are unpacked at a time: temporary arrays take some 16 bytes for each.
+_STRIP = 2**22
+
+
+class Unpacked(NamedTuple):
+    """Some rows (out) of a matrix (out, in): the operands of the table in `Format`, transposed.
+
+    `qvalue` is uint8 (rows, k); `scale` and `zero` are (rows, groups), `zero` None without one.
+    """
+
+    qvalue: np.ndarray
+    scale: np.ndarray
+    zero: np.ndarray | None
+
+
+class BlockType(NamedTuple):
+    """A type of blocks: `size` elements in `nbytes` bytes; and the format that holds it exactly."""
+
+    size: int
+    nbytes: int
+    format: Format
+    scale_dtype: str
+    read: Callable[[np.ndarray], Unpacked]
+
+
+def unpack(name: str, rows: np.ndarray) -> Unpacked:
+    """The quantized values, scales and zeros of rows of blocks.
+
+    **Arguments:**
+
+    - `name`: a type of `TYPES`, such as `"Q4_K"`.
+    - `rows`: uint8 (rows, bytes of a row), whole blocks.
+
+    **Raises:** `ValueError` for a scale or zero that is NaN or infinite, with its row and block.
+
+    ```python
+    unpack("Q4_0", np.zeros((1, 18), np.uint8)).qvalue  # (1, 32)
+    ```
+    """
+    kind = TYPES[name]
+    count = rows.shape[0]
+    with np.errstate(all="ignore"):  # what is not finite is refused below
+        found = kind.read(rows.reshape(-1, kind.nbytes))
+    qvalue = found.qvalue.reshape(count, -1)
+    scale = found.scale.reshape(count, -1)
+    zero = None if found.zero is None else found.zero.reshape(count, -1)
+    for what, values in (("scale", scale), ("zero", zero)):
+        if values is not None and values.dtype != np.uint8:
+            _check_finite(what, values, qvalue.shape[1] // kind.size)
+    return Unpacked(qvalue, scale, zero)
+
+
+def floats(name: str, rows: np.ndarray) -> np.ndarray:
+    """The float32 weights (rows, k) of rows of blocks: what ggml dequantizes them to.
+
+    **Raises:** what `unpack` raises.
+    """
+    qvalue, scale, zero = unpack(name, rows)
+    count, k = qvalue.shape
+    grouped = qvalue.reshape(count, scale.shape[1], -1).astype(np.float32)
+    scale = scale.astype(np.float32)[..., None]
+    if zero is None:
+        weights = (grouped - np.float32(TYPES[name].format.offset)) * scale
+    elif zero.dtype == np.uint8:
+        weights = (grouped - zero[..., None]) * scale
+    else:
+        weights = grouped * scale + zero.astype(np.float32)[..., None]
+    return weights.reshape(count, k)
+
+
+def pack(name: str, rows: np.ndarray, scale_dtype: Any = None) -> QuantizedArray:
+    """The packed matrix (k, rows) of rows of blocks, unpacked strip by strip.
+
+    **Arguments:**
+
+    - `name`, `rows`: as for `unpack`; `rows` may be memory-mapped, and is read once.
+    - `scale_dtype`: None for the type's own, which rounds nothing: float16, and float32 for the K
+      types, whose scales are products. Another dtype rounds scales and float zeros to it.
+
+    **Raises:** what `unpack` raises; `ValueError` for scales beyond the range of `scale_dtype`.
+
+    ```python
+    pack("Q4_0", np.zeros((64, 18), np.uint8)).shape  # (32, 64)
+    ```
+    """
+    kind = TYPES[name]
+    k = rows.shape[1] // kind.nbytes * kind.size
+
+    def strip(start: int, stop: int) -> QuantizedArray:
+        qvalue, scale, zero = unpack(name, rows[start:stop])
+        if scale_dtype is not None:
+            scale = _rounded("scale", scale, scale_dtype)
+            if zero is not None and zero.dtype != np.uint8:
+                zero = _rounded("zero", zero, scale_dtype)
+        return _pack(qvalue, scale, zero, kind.format)
+
+    parts = []
+    for bounds in strips(rows.shape[0], k):
+        parts.append(strip(*bounds))
+        jax.block_until_ready(parts[-2:-1])  # one strip is packed while the next is unpacked
+    return _join(parts, rows.shape[0])
+
+
+def quantize_rows(
+    read: Callable[[int, int], np.ndarray], shape: tuple[int, int], format: Format, scale_dtype: Any
+) -> QuantizedArray:
+    """The matrix (k, rows) that quantizes floats, strip by strip.
+
+    **Arguments:**
+
+    - `read`: returns the rows from one number up to another, floats (count, k).
+    - `shape`: (rows, k).
+    - `format`, `scale_dtype`: as for `jaxlowbit.quantize`.
+
+    **Raises:** what `jaxlowbit.quantize` raises.
+    """
+    parts = [
+        quantize(np.asarray(read(*bounds)).T, format, scale_dtype=scale_dtype)
+        for bounds in strips(*shape)
+    ]
+    return _join(parts, shape[0])
+
+
+def transposed_rows(
+    read: Callable[[int, int], np.ndarray], shape: tuple[int, int], dtype: Any
+) -> Array:
+    """The float matrix (k, rows) in `dtype`, cast strip by strip; arguments as above."""
+    parts = [np.asarray(read(*bounds)).astype(dtype) for bounds in strips(*shape)]
+    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return jnp.asarray(rows.T)
+
+
+def strips(rows: int, k: int) -> Iterator[tuple[int, int]]:
+    """Bounds of strips of rows that are whole atoms and, mostly, of one size: each new size of
+    strips compiles a program."""
+    atoms = layout.blocks(rows)
+    count = -(-atoms * layout.ATOM * k // _STRIP)
+    even = next((c for c in range(count, 2 * count) if atoms % c == 0), count)
+    step = -(-atoms // even) * layout.ATOM
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def _pack(qvalue: Array, scale: Array, zero: Array | None, format: Format) -> QuantizedArray:
+    zero = None if zero is None else zero.T
+    return QuantizedArray.from_packed_groups(qvalue.T, scale.T, zero, format=format)
+
+
+def _join(parts: list[QuantizedArray], n: int) -> QuantizedArray:
+    """Strips of channels side by side: blocks of them are the outermost axis of packed words."""
+    first = parts[0]
+
+    def joined(*leaves: Array) -> Array:
+        return leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves)
+
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return QuantizedArray(
+        packed=joined(*(part.packed for part in parts)),
+        scale=joined(*(part.scale for part in parts)),
+        zero=joined(*zeros) if zeros else None,
+        index=None,
+        version=first.version,
+        format=first.format,
+        k=first.k,
+        n=n,
+    )
+
+
+def _check_finite(what: str, values: np.ndarray, blocks: int) -> None:
+    if np.isfinite(values).all():
+        return
+    row, group = (int(x) for x in np.argwhere(~np.isfinite(values))[0])
+    block = group * blocks // values.shape[1]
+    raise ValueError(
+        f"the {what} of block {block} in row {row} is {values[row, group]}, but scales and zeros "
+        "are finite; the file is damaged, fetch it again."
+    )
+
+
+def _rounded(what: str, values: np.ndarray, dtype: Any) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        rounded = values.astype(dtype)
+    if not np.isfinite(rounded.astype(np.float32)).all():
+        raise ValueError(
+            f"its largest {what}, {np.abs(values.astype(np.float32)).max():g}, is beyond the range "
+            f"of {jnp.dtype(dtype)}; use scale_dtype=jnp.float32."
+        )
+    return rounded
+
+
+# --- the types ------------------------------------------------------------------------------------
+#
+# Each function takes whole blocks, uint8 (blocks, nbytes), and returns for each block its values in
+# the order of the row, and its groups.
+
+
+def _half(blocks: np.ndarray, start: int) -> np.ndarray:
+    """The half-precision number at a byte of each block, (blocks, 1)."""
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2")
+
+
+def _digits(data: np.ndarray, bits: int, run: int) -> np.ndarray:
+    """Bit fields of bytes (blocks, bytes), as ggml orders them, (blocks, 8 / bits * bytes).
+
+    Of each run of bytes, all lowest fields come first, then all second ones, and so on.
+    """
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    fields = data.reshape(len(data), -1, 1, run) >> shifts & np.uint8(2**bits - 1)
+    return fields.reshape(len(data), -1)
+
+
+def _q4_0(blocks: np.ndarray) -> Unpacked:
+    return Unpacked(_digits(blocks[:, 2:], 4, 16), _half(blocks, 0), None)
+
+
+def _q4_1(blocks: np.ndarray) -> Unpacked:
+    return Unpacked(_digits(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q5_0(blocks: np.ndarray) -> Unpacked:
+    high = _digits(blocks[:, 2:6], 1, 1) << 4
+    return Unpacked(_digits(blocks[:, 6:], 4, 16) | high, _half(blocks, 0), None)
+
+
+def _q5_1(blocks: np.ndarray) -> Unpacked:
+    high = _digits(blocks[:, 4:8], 1, 1) << 4
+    return Unpacked(_digits(blocks[:, 8:], 4, 16) | high, _half(blocks, 0), _half(blocks, 2))
+
+
+def _q8_0(blocks: np.ndarray) -> Unpacked:
+    return Unpacked(blocks[:, 2:] ^ np.uint8(0x80), _half(blocks, 0), None)
+
+
+def _q2_k(blocks: np.ndarray) -> Unpacked:
+    d, least = (_half(blocks, start).astype(np.float32) for start in (80, 82))
+    scales = blocks[:, :16]
+    return Unpacked(_digits(blocks[:, 16:80], 2, 32), d * (scales & 15), -(least * (scales >> 4)))
+
+
+def _q3_k(blocks: np.ndarray) -> Unpacked:
+    qvalue = _digits(blocks[:, 32:96], 2, 32) | _digits(blocks[:, :32], 1, 32) << 2
+    scales = _digits(blocks[:, 96:104], 4, 8) | _digits(blocks[:, 104:108], 2, 4) << 4
+    d = _half(blocks, 108).astype(np.float32)
+    return Unpacked(qvalue, d * (scales.astype(np.float32) - 32), None)
+
+
+def _scales_and_mins(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scales of Q4_K and Q5_K, and what they subtract; 8 of 6 bits each in 12 bytes."""
+    d, least = (_half(blocks, start).astype(np.float32) for start in (0, 2))
+    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.concatenate([low & 63, high & 15 | low >> 2 & 48], axis=1)
+    mins = np.concatenate([middle & 63, high >> 4 | middle >> 2 & 48], axis=1)
+    return d * scales, least * mins
+
+
+def _q4_k(blocks: np.ndarray) -> Unpacked:
+    scale, least = _scales_and_mins(blocks)
+    return Unpacked(_digits(blocks[:, 16:], 4, 32), scale, -least)
+
+
+def _q5_k(blocks: np.ndarray) -> Unpacked:
+    scale, least = _scales_and_mins(blocks)
+    high = _digits(blocks[:, 16:48], 1, 32) << 4
+    return Unpacked(_digits(blocks[:, 48:], 4, 32) | high, scale, -least)
+
+
+def _q6_k(blocks: np.ndarray) -> Unpacked:
+    qvalue = _digits(blocks[:, :128], 4, 64) | _digits(blocks[:, 128:192], 2, 32) << 4
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return Unpacked(qvalue, _half(blocks, 208).astype(np.float32) * scales, None)
+
+
+def _ternary(qvalue: np.ndarray, scale: np.ndarray) -> Unpacked:
+    return Unpacked(qvalue, scale, np.ones(scale.shape, np.uint8))
+
+
+def _tq1_0(blocks: np.ndarray) -> Unpacked:
+    """Five digits to the base 3 in a byte, as the fraction that they are of 3^5."""
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+
+    def trits(start: int, stop: int, count: int) -> np.ndarray:
+        fractions = blocks[:, None, start:stop] * powers[:count]  # modulo 256
+        return (fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(blocks), -1)
+
+    qvalue = np.concatenate([trits(0, 32, 5), trits(32, 48, 5), trits(48, 52, 4)], axis=1)
+    return _ternary(qvalue, _half(blocks, 52))
+
+
+def _tq2_0(blocks: np.ndarray) -> Unpacked:
+    return _ternary(_digits(blocks[:, :64], 2, 32), _half(blocks, 64))
+
+
+TYPES = {
+    "Q4_0": BlockType(32, 18, Format(4, 32), "float16", _q4_0),
+    "Q4_1": BlockType(32, 20, Format(4, 32, "float"), "float16", _q4_1),
+    "Q5_0": BlockType(32, 22, Format(5, 32), "float16", _q5_0),
+    "Q5_1": BlockType(32, 24, Format(5, 32, "float"), "float16", _q5_1),
+    "Q8_0": BlockType(32, 34, Format(8, 32), "float16", _q8_0),
+    "Q2_K": BlockType(256, 84, Format(2, 16, "float"), "float32", _q2_k),
+    "Q3_K": BlockType(256, 110, Format(3, 16), "float32", _q3_k),
+    "Q4_K": BlockType(256, 144, Format(4, 32, "float"), "float32", _q4_k),
+    "Q5_K": BlockType(256, 176, Format(5, 32, "float"), "float32", _q5_k),
+    "Q6_K": BlockType(256, 210, Format(6, 16), "float32", _q6_k),
+    "TQ1_0": BlockType(256, 54, Format(2, 256, "integer"), "float16", _tq1_0),
+    "TQ2_0": BlockType(256, 66, Format(2, 256, "integer"), "float16", _tq2_0),
+}
+"""The types whose blocks a format holds exactly, by the names that ggml gives them."""

@@ -1,0 +1,76 @@
+"""The cache of keys and values: a fixed number of slots, each of which knows its position.
+
+Sequences of a batch are written side by side, to the same slots. A slot may hold nothing for some
+of them, as where a shorter prompt has padding: its position is then -1, and no query sees it. So
+one comparison of positions is the causal mask, that of padding and that of sliding windows.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .config import Config
+
+_SMALLEST = 256
+
+
+class Cache(NamedTuple):
+    """Keys and values of every layer, (batch, slots, kv_heads, head_size) each.
+
+    `positions` are those of the slots, int32 (batch, slots), -1 where a slot holds nothing; `used`
+    is the number of slots that were written, int32 ().
+    """
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    positions: Array
+    used: Array
+
+    @property
+    def slots(self) -> int:
+        return self.positions.shape[1]
+
+    def advance(self, positions: Array) -> "Cache":
+        """The cache with the next slots given to tokens at positions (batch, tokens)."""
+        placed = lax.dynamic_update_slice(self.positions, positions, (0, self.used))
+        return self._replace(positions=placed, used=self.used + positions.shape[1])
+
+    def write(self, layer: int, key: Array, value: Array) -> "Cache":
+        """The cache with keys and values (batch, tokens, kv_heads, head_size) of a layer in the
+        slots that `advance` gave last."""
+        start = (0, self.used - key.shape[1], 0, 0)
+
+        def written(stored: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
+            updated = lax.dynamic_update_slice(stored[layer], new, start)
+            return (*stored[:layer], updated, *stored[layer + 1 :])
+
+        return self._replace(keys=written(self.keys, key), values=written(self.values, value))
+
+
+def make_cache(config: Config, batch: int, slots: int, dtype: Any) -> Cache:
+    """An empty cache."""
+    shape = (batch, slots, config.kv_heads, config.head_size)
+
+    def layers() -> tuple[Array, ...]:
+        return tuple(jnp.zeros(shape, dtype) for _ in range(config.layers))
+
+    positions = jnp.full((batch, slots), -1, jnp.int32)
+    return Cache(layers(), layers(), positions, jnp.zeros((), jnp.int32))
+
+
+def nbytes(config: Config, batch: int, slots: int, dtype: Any) -> int:
+    """The bytes of a cache, without making it."""
+    shapes = jax.eval_shape(lambda: make_cache(config, batch, slots, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def bucket(needed: int, context: int) -> int:
+    """The slots to make where `needed` are, so that prompts of several lengths share a program.
+
+    They are a power of two or the context. Padding takes some more: then a multiple of 512.
+    """
+    if needed > context:
+        return -(-needed // 512) * 512
+    return min(max(_SMALLEST, 1 << (needed - 1).bit_length()), context)

@@ -1,0 +1,328 @@
+"""`Config`: the numbers that make one decoder of another, and the frequencies of its rotation."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+
+RopePairs = Literal["neighbours", "halves"]
+RopeKind = Literal["linear", "llama3", "yarn", "factors"]
+Activation = Literal["silu", "gelu_tanh"]
+NormPlacement = Literal["pre", "pre_and_post"]
+
+# Sizes beyond these are of no model; a file that names them is damaged.
+_MOST = {
+    "layers": 10_000,
+    "width": 2**20,
+    "heads": 2**14,
+    "kv_heads": 2**14,
+    "head_size": 2**14,
+    "hidden": 2**22,
+    "vocabulary": 2**24,
+    "context": 2**31 - 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How the frequencies of a rotation are lowered, for contexts longer than those trained on.
+
+    **Arguments:**
+
+    - `kind`: `"linear"` divides every frequency by `factor`. `"llama3"` divides those whose wave is
+      longer than `original_context / low`, keeps those whose wave is shorter than
+      `original_context / high`, and blends the others. `"yarn"` (Peng et al., 2023) blends between
+      the frequencies that turn `beta_fast` and `beta_slow` times within `original_context`.
+      `"factors"` divides each frequency by its own factor, as llama.cpp's `rope_freqs` tensor says.
+    - `factor`: what lowered frequencies are divided by, from 1.
+    - `original_context`: positions that the model was trained on first; for llama3 and yarn.
+    - `low`, `high`: for llama3.
+    - `beta_fast`, `beta_slow`: for yarn.
+    - `attention_factor`: for yarn, what sines and cosines are multiplied by; None for
+      `0.1 ln(factor) + 1`.
+    - `factors`: for factors, one for each pair of elements.
+
+    **Raises:** `ValueError` with the field, its value and its range.
+
+    ```python
+    RopeScaling("llama3", factor=8.0, original_context=8192)
+    ```
+    """
+
+    kind: RopeKind
+    factor: float = 1.0
+    original_context: int = 0
+    low: float = 1.0
+    high: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _one_of("RopeScaling", "kind", self.kind, ("linear", "llama3", "yarn", "factors"))
+        for name in ("factor", "low", "high", "beta_fast", "beta_slow"):
+            _positive("RopeScaling", name, getattr(self, name))
+        if self.attention_factor is not None:
+            _positive("RopeScaling", "attention_factor", self.attention_factor)
+        if self.factor < 1:
+            raise ValueError(
+                f"RopeScaling: factor={self.factor!r}, but frequencies are divided by 1 or more; "
+                "write the inverse."
+            )
+        if self.kind in ("llama3", "yarn"):
+            _size("RopeScaling", "original_context", self.original_context, _MOST["context"])
+        if self.low >= self.high or self.beta_slow >= self.beta_fast:
+            raise ValueError(
+                f"RopeScaling: low={self.low!r}, high={self.high!r}, beta_slow={self.beta_slow!r} "
+                f"and beta_fast={self.beta_fast!r}, but low is below high and beta_slow below "
+                "beta_fast; exchange them."
+            )
+        if (self.kind == "factors") != bool(self.factors):
+            raise ValueError(
+                f"RopeScaling: kind={self.kind!r} with {len(self.factors)} factors, but the kind "
+                "'factors' alone has some; make the two agree."
+            )
+        for factor in self.factors:
+            _positive("RopeScaling", "factors", factor)
+
+    @property
+    def amplitude(self) -> float:
+        """What sines and cosines are multiplied by; 1 for every kind but yarn."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0
+
+    def lowered(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        """The scaled frequencies, float64 (pairs,), of those of a rotation with this base."""
+        if self.kind == "linear":
+            return frequencies / self.factor
+        if self.kind == "factors":
+            return frequencies / np.asarray(self.factors)
+        if self.kind == "llama3":
+            turns = self.original_context * frequencies / (2 * math.pi)
+            kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        else:
+            kept = 1 - self._yarn_ramp(len(frequencies), base)
+        return kept * frequencies + (1 - kept) * frequencies / self.factor
+
+    def _yarn_ramp(self, pairs: int, base: float) -> np.ndarray:
+        """From 0 for the pairs that turn fast to 1 for those that turn slowly."""
+
+        def pair(turns: float) -> float:
+            wave = self.original_context / (2 * math.pi * turns)
+            return pairs * math.log(wave) / math.log(base)
+
+        low = max(math.floor(pair(self.beta_fast)), 0)
+        high = min(math.ceil(pair(self.beta_slow)), 2 * pairs - 1)
+        return np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a decoder of one of five architectures computes; the sizes of its weights.
+
+    **Arguments:**
+
+    - `architecture`: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"` or `"gemma3"`; a name only, all
+      that differs is in the other fields.
+    - `layers`, `width`, `heads`, `kv_heads`, `head_size`, `hidden`, `vocabulary`: sizes. Heads of
+      keys and values divide those of queries; `hidden` is that of the gated MLP.
+    - `context`: the most positions.
+    - `norm_epsilon`: what is added to mean squares.
+    - `rope_base`, `rope_pairs`: the base of the rotation's frequencies, and which elements of a
+      head rotate together: 2i and 2i + 1 (`"neighbours"`) or i and i + head_size / 2 (`"halves"`).
+    - `rope_scaling`: None, or a `RopeScaling`; of global layers.
+    - `local_rope_base`: the base in layers with a window, unscaled; None for that of the others.
+    - `window`: None, or the positions that local layers attend to, their own included.
+    - `window_pattern`: with a window, layer i is global where i + 1 is a multiple of it; 0 if none
+      is.
+    - `qk_norm`: RMS norms of each head of queries and keys, before the rotation.
+    - `attention_bias`: biases of the query, key and value projections.
+    - `tied_head`: logits come from the embedding table.
+    - `activation`: that of the gate, `"silu"` or `"gelu_tanh"`.
+    - `norm_placement`: `"pre"`, or `"pre_and_post"` for norms of the results of attention and
+      MLP, too.
+    - `norm_offset`: what is added to the scales of all norms.
+    - `embedding_scale`: what embeddings are multiplied by.
+    - `attention_scale`: what scores are multiplied by; None for `head_size ** -0.5`.
+    - `logit_softcap`: None, or the bound c in `c tanh(logits / c)`.
+    - `bos`, `eos`: the token that begins texts, if there is one, and those that end them.
+
+    **Raises:** `ValueError` with the field, its value and what it may be.
+
+    ```python
+    Config("llama", layers=2, width=64, heads=4, kv_heads=2, head_size=16, hidden=128,
+           vocabulary=256, context=512)
+    ```
+    """
+
+    architecture: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    hidden: int
+    vocabulary: int
+    context: int
+    norm_epsilon: float = 1e-5
+    rope_base: float = 10000.0
+    rope_pairs: RopePairs = "halves"
+    rope_scaling: RopeScaling | None = None
+    local_rope_base: float | None = None
+    window: int | None = None
+    window_pattern: int = 0
+    qk_norm: bool = False
+    attention_bias: bool = False
+    tied_head: bool = False
+    activation: Activation = "silu"
+    norm_placement: NormPlacement = "pre"
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    logit_softcap: float | None = None
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _one_of("Config", "architecture", self.architecture, ARCHITECTURES)
+        for name, most in _MOST.items():
+            _size("Config", name, getattr(self, name), most)
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"Config: heads={self.heads} and kv_heads={self.kv_heads}, but heads of queries "
+                "share those of keys equally; kv_heads divides heads."
+            )
+        if self.head_size % 2:
+            raise ValueError(
+                f"Config: head_size={self.head_size}, but elements rotate in pairs; it is even."
+            )
+        _one_of("Config", "rope_pairs", self.rope_pairs, ("neighbours", "halves"))
+        _one_of("Config", "activation", self.activation, ("silu", "gelu_tanh"))
+        _one_of("Config", "norm_placement", self.norm_placement, ("pre", "pre_and_post"))
+        for name in ("norm_epsilon", "rope_base", "embedding_scale"):
+            _positive("Config", name, getattr(self, name))
+        for name in ("local_rope_base", "attention_scale", "logit_softcap"):
+            if getattr(self, name) is not None:
+                _positive("Config", name, getattr(self, name))
+        _number("Config", "norm_offset", self.norm_offset)
+        for name in ("qk_norm", "attention_bias", "tied_head"):
+            _one_of("Config", name, getattr(self, name), (False, True))
+        if self.window is not None:
+            _size("Config", "window", self.window, _MOST["context"])
+        if self.window_pattern != 0 or isinstance(self.window_pattern, bool):
+            _size("Config", "window_pattern", self.window_pattern, _MOST["layers"])
+        scaling = self.rope_scaling
+        if scaling is not None and not isinstance(scaling, RopeScaling):
+            raise ValueError(
+                f"Config: rope_scaling={scaling!r}, but it is None or a RopeScaling; make one."
+            )
+        if scaling is not None and scaling.factors and len(scaling.factors) != self.head_size // 2:
+            raise ValueError(
+                f"Config: rope_scaling has {len(scaling.factors)} factors, but heads of "
+                f"{self.head_size} have {self.head_size // 2} pairs of elements; give one for each."
+            )
+        for name, tokens in (("bos", () if self.bos is None else (self.bos,)), ("eos", self.eos)):
+            for token in tokens if isinstance(tokens, tuple) else (tokens,):
+                if type(token) is not int or not 0 <= token < self.vocabulary:
+                    raise ValueError(
+                        f"Config: {name} has the token {token!r}, but tokens are integers from 0 "
+                        f"to {self.vocabulary - 1}; name one of the vocabulary."
+                    )
+
+    def replace(self, **changes: Any) -> "Config":
+        """Returns this configuration with some fields changed, checked like a new one."""
+        return dataclasses.replace(self, **changes)
+
+    def is_local(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, attends to its window alone."""
+        pattern = self.window_pattern
+        return self.window is not None and (pattern == 0 or (layer + 1) % pattern != 0)
+
+    def rope_frequencies(self, *, local: bool = False) -> np.ndarray:
+        """Radians that each pair of elements turns by from a position to the next.
+
+        **Arguments:** `local`: those of layers with a window, whose base may be another.
+
+        **Returns:** float32 (head_size / 2,), scaled as `rope_scaling` says. Yarn's
+        `rope_scaling.amplitude` is not among them.
+
+        ```python
+        config.rope_frequencies()[0]  # 1, unless scaled
+        ```
+        """
+        apart = local and self.local_rope_base is not None
+        base = self.local_rope_base if apart and self.local_rope_base else self.rope_base
+        pairs = np.arange(0, self.head_size, 2, dtype=np.float64)
+        frequencies = base ** (-pairs / self.head_size)
+        if self.rope_scaling is not None and not apart:
+            frequencies = self.rope_scaling.lowered(frequencies, base)
+        return frequencies.astype(np.float32)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight by its name; matrices are (in, out).
+
+        The embedding is (width, vocabulary), like the head, which a tied model has not.
+
+        ```python
+        config.shapes()["layers.0.q"]
+        ```
+        """
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        width, hidden = self.width, self.hidden
+        layer: dict[str, tuple[int, ...]] = {
+            "q": (width, queries),
+            "k": (width, keys),
+            "v": (width, keys),
+            "o": (queries, width),
+            "gate": (width, hidden),
+            "up": (width, hidden),
+            "down": (hidden, width),
+            "attention_norm": (width,),
+            "mlp_norm": (width,),
+        }
+        if self.attention_bias:
+            layer |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
+        if self.qk_norm:
+            layer |= {"q_norm": (self.head_size,), "k_norm": (self.head_size,)}
+        if self.norm_placement == "pre_and_post":
+            layer |= {"post_attention_norm": (width,), "post_mlp_norm": (width,)}
+        shapes: dict[str, tuple[int, ...]] = {"embedding": (width, self.vocabulary)}
+        for i in range(self.layers):
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        shapes["final_norm"] = (width,)
+        if not self.tied_head:
+            shapes["head"] = (width, self.vocabulary)
+        return shapes
+
+
+def _size(owner: str, name: str, value: object, most: int) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(
+            f"{owner}: {name}={value!r}, but it is an integer from 1 to {most}; correct it."
+        )
+
+
+def _number(owner: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{owner}: {name}={value!r}, but it is a finite number; correct it.")
+
+
+def _positive(owner: str, name: str, value: object) -> None:
+    _number(owner, name, value)
+    if isinstance(value, int | float) and value <= 0:
+        raise ValueError(f"{owner}: {name}={value!r}, but it is above 0; correct it.")
+
+
+def _one_of(owner: str, name: str, value: object, choices: tuple[Any, ...]) -> None:
+    if not any(
+        value is choice or (value == choice and isinstance(value, str)) for choice in choices
+    ):
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"{owner}: {name}={value!r}, but it is one of {listed}; correct it.")

@@ -1,0 +1,345 @@
+"""`generate` and `stream`: prompts to tokens, in programs that run on the device by themselves.
+
+A prompt is written to the cache in chunks. Then one program draws several tokens in a loop on the
+device, and the host gets them together. Shapes come in buckets: the number of cache slots and the
+size of a chunk are powers of two, so that another prompt, and another token, compile nothing.
+"""
+
+import functools
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+
+from . import memory
+from .cache import Cache, bucket, make_cache, nbytes
+from .language_model import LanguageModel
+from .sampling import Sampling, sample
+from .text import Text
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+
+LARGEST_CHUNK = 512  # tokens of a prompt that one call takes
+SMALLEST_CHUNK = 16
+_TOKENS = 32  # that one call draws at most
+
+
+class Generation(NamedTuple):
+    """What was generated after one prompt.
+
+    - `text`: None without a tokenizer; cut before a stop string.
+    - `tokens`: without the one that ends a turn.
+    - `prompt_tokens`: the number of tokens of the prompt.
+    - `finish`: `"eos"`, `"stop"`, or `"length"` where `max_new_tokens` or the context ended it.
+    - `tokens_per_second`: those of the whole batch, after its prompts were read.
+    """
+
+    text: str | None
+    tokens: list[int]
+    prompt_tokens: int
+    finish: str
+    tokens_per_second: float
+
+
+def generate(
+    model: LanguageModel,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+) -> Any:
+    """Generates text after a prompt, or after each prompt of a batch.
+
+    **Arguments:**
+
+    - `model`: from `load` or `init`.
+    - `prompt`: a text, which is taken as it is; a chat, a list of messages
+      `{"role": "user", "content": text}`, which goes through the template of the model; or tokens.
+      A list of these is a batch, whose prompts may differ in length.
+    - `max_new_tokens`: how many tokens to generate at most; the context also ends it.
+    - `temperature`: 0 takes the most likely token, always the same; above, tokens are drawn from
+      the softmax of logits that are divided by it.
+    - `top_k`, `top_p`: draw from the k most likely tokens, and from the most likely ones whose
+      probabilities sum up to p; None for all.
+    - `seed`: draws are the same for one seed, sequence of the batch and position.
+    - `stop`: texts that end a generation; they are not part of it.
+
+    **Returns:** a `Generation`, for a batch a list of them.
+
+    **Raises:** `ValueError` for an empty prompt, one that leaves no room in the context, tokens
+    that the vocabulary has not, options out of range, and for a batch whose cache does not fit in
+    memory, with the bytes that it needs.
+
+    ```python
+    model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
+    generate(model, [[3, 1, 4], [1, 5, 9, 2]], max_new_tokens=4, temperature=0.7, seed=1)
+    ```
+    """
+    single = _is_single(prompt)
+    prompts = _batch(model, [prompt] if single else prompt)
+    sampling = Sampling.of(temperature, top_k, top_p)
+    generation = _generation(model, prompts, max_new_tokens, sampling, seed, stop)
+    while True:
+        try:
+            next(generation)
+        except StopIteration as end:
+            return end.value[0] if single else end.value
+
+
+def stream(
+    model: LanguageModel,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+) -> Iterator[Any]:
+    """Generates as `generate` does after one prompt, and yields the text as it comes.
+
+    Tokens come in groups that grow from 1 to 32. Text that may yet become a stop string, or half of
+    a character, is held back until that is clear.
+
+    **Returns:** an iterator of strings, without a tokenizer of lists of tokens. As a generator, it
+    returns the `Generation` (`result = yield from stream(...)`).
+
+    **Raises:** what `generate` raises, and `ValueError` for a batch.
+
+    ```python
+    model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
+    for tokens in stream(model, [3, 1, 4], max_new_tokens=4):
+        print(tokens)
+    ```
+    """
+    if not _is_single(prompt):
+        raise ValueError("stream: the prompt is a batch, but text comes of one; use generate.")
+    prompts = _batch(model, [prompt])
+    sampling = Sampling.of(temperature, top_k, top_p)
+    generation = _generation(model, prompts, max_new_tokens, sampling, seed, stop, growing=True)
+    return _streamed(generation)
+
+
+def _streamed(generation: Generator[list[Text], None, list[Generation]]) -> Iterator[Any]:
+    text = None
+    while True:
+        try:
+            (text,) = next(generation)
+        except StopIteration as end:
+            if text and (new := text.take()):
+                yield new
+            return end.value[0]
+        if new := text.take():
+            yield new
+
+
+def _generation(
+    model: LanguageModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    stop: str | Sequence[str],
+    *,
+    growing: bool = False,
+) -> Generator[list[Text], None, list[Generation]]:
+    """Yields the texts, which grow, after every group of tokens; returns what they became."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    texts = [Text(model.tokenizer, model.config.eos, stops) for _ in prompts]
+    groups = run(model, prompts, max_new_tokens, sampling, seed, growing=growing)
+    next(groups)  # the prompts are read
+    start = time.perf_counter()
+    for tokens in groups:
+        for text, row in zip(texts, tokens, strict=True):
+            text.add(row)
+        yield texts
+        if all(text.finish for text in texts):
+            break
+    rate = sum(len(text.tokens) for text in texts) / (time.perf_counter() - start)
+    for text in texts:
+        text.close("length")
+    return [
+        Generation(text.text, text.tokens, len(prompt), text.finish or "", rate)
+        for text, prompt in zip(texts, prompts, strict=True)
+    ]
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def _is_single(prompt: Any) -> bool:
+    """Whether this is one prompt: a text, tokens, or a chat."""
+    if isinstance(prompt, str) or len(prompt) == 0:
+        return True
+    return isinstance(prompt[0], int | np.integer | dict)
+
+
+def _batch(model: LanguageModel, prompts: Any) -> list[list[int]]:
+    """The tokens of every prompt."""
+    found = []
+    for i, prompt in enumerate(prompts):
+        name = f"prompt {i}" if len(prompts) > 1 else "the prompt"
+        tokens = encoded(model, prompt, f"generate: {name}")
+        if len(tokens) >= model.config.context:
+            raise ValueError(
+                f"generate: {name} has {len(tokens)} tokens, but the context holds "
+                f"{model.config.context} with what is generated; shorten it."
+            )
+        found.append(tokens)
+    return found
+
+
+def encoded(model: LanguageModel, prompt: Any, name: str) -> list[int]:
+    """The tokens of a text, a chat or tokens, checked; errors begin with `name`."""
+    if len(prompt) == 0:
+        raise ValueError(f"{name} is empty; there must be a token to go on from.")
+    if isinstance(prompt, str) or isinstance(prompt[0], dict):
+        if model.tokenizer is None:
+            raise ValueError(f"{name} is text, but the model has no tokenizer; pass tokens.")
+        if isinstance(prompt, str):
+            tokens = model.tokenizer.encode(prompt)
+        else:
+            tokens = model.tokenizer.chat(list(prompt), add_generation_prompt=True)
+    else:
+        tokens = prompt
+    tokens, vocabulary = [int(token) for token in tokens], model.config.vocabulary
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise ValueError(
+                f"{name} has token {token}, but tokens are from 0 to {vocabulary - 1}."
+            )
+    return tokens
+
+
+def chunks(length: int) -> list[int]:
+    """The sizes in which a prompt of so many tokens is read: a padded remainder, then full ones."""
+    full, rest = divmod(length, LARGEST_CHUNK)
+    first = [max(SMALLEST_CHUNK, 1 << (rest - 1).bit_length())] if rest else []
+    return first + [LARGEST_CHUNK] * full
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """Where a generation stands: what its next call takes, and gives back changed.
+
+    `logits` (batch, vocabulary) are those of the next token, `positions` (batch,) its positions,
+    and `done` (batch,) says which sequences have ended.
+    """
+
+    cache: Cache
+    logits: Array
+    positions: Array
+    done: Array
+
+
+def run(
+    model: LanguageModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    *,
+    growing: bool = False,
+    endless: bool = False,
+) -> Iterator[np.ndarray]:
+    """Yields groups of tokens (batch, n), first an empty one when the prompts are read.
+
+    A sequence that has ended has -1 for tokens; an `endless` one has no end. The loop ends when all
+    have.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"generate: max_new_tokens={max_new_tokens}, but it is at least 1.")
+    config, longest = model.config, max(map(len, prompts))
+    left = min(max_new_tokens, config.context - longest)
+    sizes = chunks(longest)
+    slots = bucket(sum(sizes) + left, config.context)
+    dtype, batch = model.decoder.dtype, len(prompts)
+    needed = nbytes(config, batch, slots, dtype) + 3 * 4 * batch * config.vocabulary
+    memory.check(needed, f"a batch of {batch} with {slots} slots")
+
+    # Prompts end together: padding is in front, where it has no positions.
+    tokens = np.zeros((batch, sum(sizes)), np.int32)
+    positions = np.full(tokens.shape, -1, np.int32)
+    for i, prompt in enumerate(prompts):
+        tokens[i, -len(prompt) :] = prompt
+        positions[i, -len(prompt) :] = np.arange(len(prompt))
+    graph, weights = nnx.split(model.decoder)
+    cache, logits = make_cache(config, batch, slots, dtype), jnp.zeros(0)
+    for at, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
+        chunk = slice(at, at + size)
+        reach = min(slots, 1 << int(at + size - 1).bit_length())
+        inputs = tokens[:, chunk], positions[:, chunk]
+        logits, cache = prefill(graph, weights, cache, *inputs, reach)
+    lengths = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
+    state = State(cache, logits, lengths, jnp.zeros(batch, bool))
+    eos = jnp.asarray(() if endless else config.eos, jnp.int32)
+    key, size = jax.random.key(seed), 1
+    # Drawing nothing compiles the loop, so that whoever measures time starts after that.
+    _, state = decode(graph, weights, state, np.int32(0), eos, key, sampling)
+    jax.block_until_ready(state.logits)
+    yield np.zeros((batch, 0), np.int32)
+
+    while left > 0:
+        count = min(left, size if growing else _TOKENS)
+        drawn, state = decode(graph, weights, state, np.int32(count), eos, key, sampling)
+        drawn = np.asarray(drawn)[:, :count]
+        yield drawn
+        if (drawn[:, -1] < 0).all():
+            return
+        left, size = left - count, min(2 * size, _TOKENS)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=2)
+def prefill(
+    graph: Any, weights: Any, cache: Cache, tokens: Array, positions: Array, reach: int
+) -> tuple[Array, Cache]:
+    """Appends a chunk of prompts to a cache; logits (batch, vocabulary) after its last tokens."""
+    decoder = nnx.merge(graph, weights)
+    x, cache = decoder.forward(tokens, positions, cache, reach=reach)
+    return decoder.logits(x[:, -1]), cache
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def decode(
+    graph: Any,
+    weights: Any,
+    state: State,
+    count: Array,
+    eos: Array,
+    key: Array,
+    sampling: Sampling,
+) -> tuple[Array, State]:
+    """Draws `count` tokens, int32 (batch, 32), and -1 from the end of a sequence on."""
+    decoder = nnx.merge(graph, weights)
+    batch = state.positions.shape[0]
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
+
+    def unfinished(loop: tuple[Array, Array, State]) -> Array:
+        i, _, state = loop
+        return (i < count) & ~state.done.all()
+
+    def step(loop: tuple[Array, Array, State]) -> tuple[Array, Array, State]:
+        i, drawn, (cache, logits, positions, done) = loop
+        token = sample(logits, jax.vmap(jax.random.fold_in)(keys, positions), sampling)
+        done |= (token[:, None] == eos[None]).any(axis=-1)
+        token = jnp.where(done, -1, token)
+        drawn = lax.dynamic_update_slice(drawn, token[:, None], (0, i))
+        placed = jnp.where(done, -1, positions)
+        x, cache = decoder.forward(jnp.maximum(token, 0)[:, None], placed[:, None], cache)
+        return i + 1, drawn, State(cache, decoder.logits(x[:, 0]), positions + 1, done)
+
+    drawn = jnp.full((batch, _TOKENS), -1, jnp.int32)
+    _, drawn, state = lax.while_loop(unfinished, step, (jnp.int32(0), drawn, state))
+    return drawn, state

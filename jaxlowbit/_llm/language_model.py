@@ -1,0 +1,97 @@
+"""`LanguageModel`: a decoder with its tokenizer, from files or at random."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.format import INT4, Format
+from .config import Config
+from .load import read
+from .model import Decoder
+from .random_weights import random_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A decoder, the tokenizer that belongs to it, or None, and the report of loading, or None.
+
+    `generate`, `stream` and `perplexity` take one. Without a tokenizer, prompts are tokens.
+    """
+
+    decoder: Decoder
+    tokenizer: Any = None
+    report: Any = None
+
+    @property
+    def config(self) -> Config:
+        return self.decoder.config
+
+
+def load(
+    path: Any,
+    *,
+    format: Format | None = None,
+    rules: Any = None,
+    dtype: Any = None,
+    scale_dtype: Any = None,
+    progress: bool = True,
+) -> LanguageModel:
+    """Loads a language model from a GGUF file or a folder of safetensors.
+
+    **Arguments:**
+
+    - `path`: the file or the folder.
+    - `format`: what every matrix is rounded to; None leaves quantized weights of the file as they
+      are, without rounding, and floats as floats.
+    - `rules`: formats for some matrices, by regular expressions that are searched (`re.search`) in
+      their names (`Config.shapes`); the first that matches decides, None leaves a matrix as it is.
+    - `dtype`: that of activations, of the cache and of matrices that stay floats; None for bfloat16
+      on a GPU and float32 on the CPU.
+    - `scale_dtype`: that of scales and float zeros; None keeps those of the file exact.
+    - `progress`: whether to show a progress bar.
+
+    **Returns:** a `LanguageModel`.
+
+    **Raises:** before a weight is read, `FileNotFoundError` if there is no such path, `ValueError`
+    for a damaged file, an unknown architecture, type or tokenizer and tensors that are missing or
+    of another shape, each with its name, and for rules that decide about no matrix.
+    """
+    dtype = default_dtype() if dtype is None else dtype
+    options = {"dtype": dtype, "scale_dtype": scale_dtype, "progress": progress}
+    checkpoint = read(path, format=format, rules=rules, **options)
+    decoder = Decoder(checkpoint.config, checkpoint.weights, dtype=dtype)
+    return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)
+
+
+def init(
+    config: Config, format: Format = INT4, *, seed: int = 0, dtype: Any = None
+) -> LanguageModel:
+    """Makes a model of random packed weights, of any size: floats are never made.
+
+    **Arguments:**
+
+    - `config`: sizes and kinds.
+    - `format`: that of every matrix.
+    - `seed`: of the words.
+    - `dtype`: that of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
+      the CPU.
+
+    **Returns:** a `LanguageModel` without a tokenizer.
+
+    **Raises:** `ValueError` for a configuration that is none.
+
+    ```python
+    model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
+    generate(model, [3, 1, 4], max_new_tokens=4).tokens
+    ```
+    """
+    dtype = default_dtype() if dtype is None else dtype
+    weights = random_weights(config, format, seed=seed, dtype=dtype)
+    return LanguageModel(Decoder(config, weights, dtype=dtype))
+
+
+def default_dtype() -> Any:
+    """The dtype of activations that is fastest here."""
+    return jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32

@@ -1,0 +1,312 @@
+"""`read`: a model file as a configuration, packed weights, a tokenizer and a report."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from tqdm import tqdm
+
+from .._core.array import QuantizedArray
+from .._core.dtypes import FLOATS
+from .._core.format import Format
+from .._flax.report import aligned, backend_of, format_words, size_words
+from . import blocks, gguf, huggingface
+from .config import Config
+from .tokenizer import Tokenizer
+
+Rules = Mapping[str, Format | None] | Sequence[tuple[str, Format | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorReport:
+    """One weight.
+
+    - `name`: ours, such as `layers.0.q`.
+    - `stored`: the type in the file.
+    - `shape`: (in, out) of a matrix.
+    - `format`: None where floats were kept.
+    - `nbytes_stored`, `nbytes`: bytes in the file, and in memory with scales.
+    - `backend`: what multiplies by it on this machine, with the reason if it is no kernel.
+    """
+
+    name: str
+    stored: str
+    shape: tuple[int, ...]
+    format: Format | None
+    nbytes_stored: int
+    nbytes: int
+    backend: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What `read` did: `tensors`, and a table of their kinds when printed."""
+
+    tensors: tuple[TensorReport, ...]
+
+    @property
+    def nbytes_stored(self) -> int:
+        return sum(tensor.nbytes_stored for tensor in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def __str__(self) -> str:
+        rows = [("weights", "number", "shape", "stored", "in memory", "file", "memory", "backend")]
+        kinds: dict[tuple[str, ...], list[TensorReport]] = {}
+        for tensor in self.tensors:
+            kind = re.sub(r"^layers\.\d+\.", "layers.*.", tensor.name)
+            shape = " x ".join(map(str, tensor.shape))
+            words = "floats" if tensor.format is None else format_words(tensor.format)
+            key = (kind, shape, tensor.stored, words, tensor.backend)
+            kinds.setdefault(key, []).append(tensor)
+        for (kind, shape, stored, words, backend), found in kinds.items():
+            before = size_words(sum(tensor.nbytes_stored for tensor in found))
+            after = size_words(sum(tensor.nbytes for tensor in found))
+            rows.append((kind, str(len(found)), shape, stored, words, before, after, backend))
+        totals = (size_words(self.nbytes_stored), size_words(self.nbytes))
+        rows.append(("all", str(len(self.tensors)), "", "", "", *totals, ""))
+        return "\n".join(aligned(rows))
+
+    __repr__ = __str__
+
+
+class Checkpoint(NamedTuple):
+    """What a model file holds.
+
+    - `config`: what the decoder computes.
+    - `weights`: by the names of `config.shapes()`. Every matrix is (in, out), so that it multiplies
+      from the right, a `QuantizedArray` or floats; so are the embedding and the head (width,
+      vocabulary). Norm scales and biases are float32 (n,).
+    - `tokenizer`: text to tokens and back.
+    - `report`: what became of each tensor; a table when printed.
+    """
+
+    config: Config
+    weights: dict[str, QuantizedArray | Array]
+    tokenizer: Tokenizer
+    report: LoadReport
+
+
+class _Source(NamedTuple):
+    """A tensor of a file: what `read` takes of each, whichever the file.
+
+    `rows(start, stop)` are floats of some rows; `blocks` is None, or the stored rows of blocks.
+    """
+
+    where: str
+    kind: str
+    nbytes: int
+    rows: Callable[[int, int], np.ndarray]
+    blocks: np.ndarray | None
+    forget: Callable[[], None]
+
+
+def read(
+    path: str | os.PathLike[str],
+    *,
+    format: Format | None = None,
+    rules: Rules | None = None,
+    dtype: Any = jnp.bfloat16,
+    scale_dtype: Any = None,
+    progress: bool = True,
+) -> Checkpoint:
+    """Reads a model: a GGUF file, or a Hugging Face folder of float safetensors.
+
+    The quantized weights of a GGUF file are packed as they are: `dequantize(jnp.float32)` gives,
+    bit for bit, what ggml dequantizes them to. The header is checked as a whole before any weight
+    is read. Files are memory-mapped, and weights are unpacked in strips of one tensor at a time,
+    so that the most memory is that of the packed weights and of one tensor more.
+
+    **Arguments:**
+
+    - `path`: a `.gguf` file, or a folder with `config.json`, `tokenizer.json` and
+      `model.safetensors` or shards with their index.
+    - `format`: what every matrix is rounded to, embedding and head among them, those that a file
+      has quantized otherwise too. None leaves quantized weights as they are and floats in `dtype`.
+    - `rules`: formats for some matrices, by regular expressions that are searched (`re.search`) in
+      the names of `Config.shapes`, as a mapping or pairs. The first that matches decides; None
+      leaves a matrix as the file has it.
+    - `dtype`: float32, bfloat16 or float16, that of matrices that stay floats, and of the
+      activations that the report expects.
+    - `scale_dtype`: the dtype of scales and float zeros. None keeps those of quantized weights
+      exact, in float16, and in float32 for ggml's K types; and gives `dtype` to those that are made
+      here. Another one rounds the stored scales to it.
+    - `progress`: whether a bar is shown on standard error.
+
+    **Returns:** a `Checkpoint`.
+
+    **Raises:** before any weight is read, `FileNotFoundError` if there is no such path, and
+    `ValueError` for a damaged file, an unknown architecture, type or tokenizer, tensors that are
+    missing or of another shape, and for rules that decide about no matrix; `TypeError` for a rule
+    or format that is none. Afterwards `ValueError` for weights that are not finite, and what
+    `jaxlowbit.quantize` raises. Each names the tensor or key, and the way out.
+
+    ```python
+    checkpoint = read("SmolLM2-135M-Instruct.Q4_1.gguf")
+    print(checkpoint.report)
+    read("Llama-3.1-8B-Instruct", format=INT4, rules={"embedding|head": INT8})
+    ```
+    """
+    path, dtype = Path(path), jnp.dtype(dtype)
+    for name, given in (("dtype", dtype), ("scale_dtype", jnp.dtype(scale_dtype or dtype))):
+        if given not in FLOATS:
+            raise ValueError(f"read: {name} is {given}, but it is float32, bfloat16 or float16.")
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist; name a .gguf file or the folder of a Hugging Face model."
+        )
+    config, sources, tokenizer = _folder(path) if path.is_dir() else _file(path)
+    if tokenizer.vocabulary > config.vocabulary:
+        raise ValueError(
+            f"{path}: the tokenizer has {tokenizer.vocabulary} tokens, but the embedding "
+            f"{config.vocabulary} rows; the two belong to different models, fetch them again."
+        )
+    ends = tuple(dict.fromkeys([*config.eos, *tokenizer.eos]))
+    bos = config.bos if tokenizer.bos is None else tokenizer.bos
+    config = config.replace(eos=ends, bos=bos)
+    shapes = config.shapes()
+    formats = _formats(format, rules, [name for name, shape in shapes.items() if len(shape) == 2])
+    weights: dict[str, QuantizedArray | Array] = {}
+    reports = []
+    total = sum(source.nbytes for source in sources.values())
+    bar = tqdm(total=total, desc=path.name, unit="B", unit_scale=True, disable=not progress)
+    with bar:
+        for name, source in sources.items():
+            try:
+                weight = _weight(shapes[name], source, formats.get(name), dtype, scale_dtype)
+            except ValueError as error:
+                raise ValueError(f"{source.where} ({source.kind}): {error}") from None
+            source.forget()
+            bar.update(source.nbytes)
+            weights[name] = weight
+            reports.append(_report(name, source, weight, dtype))
+    return Checkpoint(config, weights, tokenizer, LoadReport(tuple(reports)))
+
+
+def _file(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
+    file = gguf.File(path)
+    config = gguf.config_of(file)
+    sources = {}
+    for name, tensor in gguf.weights_of(file, config).items():
+        stored = file.rows(tensor)
+        where, quantized = f"{path}: tensor {tensor.name!r}", tensor.kind in blocks.TYPES
+        sources[name] = _Source(
+            where,
+            tensor.kind,
+            tensor.nbytes,
+            _floats_of(tensor.kind, stored),
+            stored if quantized else None,
+            lambda tensor=tensor: file.forget(tensor),
+        )
+    return config, sources, Tokenizer.from_gguf(file)
+
+
+def _floats_of(kind: str, stored: np.ndarray) -> Callable[[int, int], np.ndarray]:
+    if kind in blocks.TYPES:
+        return lambda start, stop: blocks.floats(kind, stored[start:stop])
+    if kind == "BF16":
+        stored = stored.view(jnp.bfloat16)
+    return lambda start, stop: stored[start:stop]
+
+
+def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
+    if not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        raise ValueError(
+            f"{path} holds GGUF files and no config.json; name a file, such as {files[0]}."
+        )
+    config = huggingface.config_of(path)
+    sources = {}
+    for name, tensor in huggingface.weights_of(path, config).items():
+        where = f"{tensor.file}: tensor {tensor.name!r}"
+        sources[name] = _Source(where, tensor.kind, tensor.nbytes, tensor.rows, None, lambda: None)
+    return config, sources, Tokenizer.from_folder(path)
+
+
+def _weight(
+    shape: tuple[int, ...], source: _Source, format: Format | None, dtype: Any, scale_dtype: Any
+) -> QuantizedArray | Array:
+    if len(shape) == 1:
+        values = np.asarray(source.rows(0, 1)).astype(np.float32)[0]
+        _check_finite(values)
+        return jnp.asarray(values)
+    if format is None and source.blocks is not None:
+        return blocks.pack(source.kind, source.blocks, scale_dtype)
+    k, n = shape
+    if format is not None:
+        return blocks.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype)
+
+    def checked(start: int, stop: int) -> np.ndarray:
+        values = source.rows(start, stop)
+        _check_finite(values)
+        return values
+
+    return blocks.transposed_rows(checked, (n, k), dtype)
+
+
+def _check_finite(values: np.ndarray) -> None:
+    finite = np.isfinite(values)
+    if not finite.all():
+        raise ValueError(
+            f"{values.size - int(finite.sum())} values are NaN or infinite; the file is damaged, "
+            "fetch it again."
+        )
+
+
+def _report(name: str, source: _Source, weight: QuantizedArray | Array, dtype: Any) -> TensorReport:
+    quantized = isinstance(weight, QuantizedArray)
+    return TensorReport(
+        name,
+        source.kind,
+        tuple(weight.shape),
+        weight.format if quantized else None,
+        source.nbytes,
+        weight.nbytes,
+        backend_of(dtype, weight) if quantized else "floats",
+    )
+
+
+def _formats(
+    format: Format | None, rules: Rules | None, matrices: Sequence[str]
+) -> dict[str, Format | None]:
+    """The format that each matrix is rounded to, None to leave it as it is."""
+    pairs = list((rules or {}).items() if isinstance(rules, Mapping) else rules or ())
+    compiled = []
+    for rule in pairs:
+        match rule:
+            case (str(pattern), None | Format()):
+                pass
+            case _:
+                raise TypeError(
+                    f"read: {rule!r} is no rule; a rule is a regular expression on the name of a "
+                    "weight with a Format, or with None to leave it as it is."
+                )
+        try:
+            compiled.append((re.compile(pattern), rule[1]))
+        except re.error as error:
+            raise ValueError(
+                f"read: the rule {pattern!r} is no regular expression: {error}; correct it."
+            ) from None
+    if format is not None and not isinstance(format, Format):
+        raise TypeError(f"read: format is {format!r}, but it is a Format, such as INT4, or None.")
+    found: dict[str, Format | None] = {}
+    used = set()
+    for name in matrices:
+        winner = next((i for i, (rule, _) in enumerate(compiled) if rule.search(name)), None)
+        used.add(winner)
+        found[name] = format if winner is None else compiled[winner][1]
+    for i, (rule, _) in enumerate(compiled):
+        if i not in used:
+            raise ValueError(
+                f"read: the rule {rule.pattern!r} decides about no matrix; correct it, put it "
+                "before those that match the same names, or remove it. Names are embedding, head "
+                "and layers.N.q, k, v, o, gate, up and down."
+            )
+    return found

@@ -1,0 +1,29 @@
+"""Whether what a call is about to make fits in memory."""
+
+import jax
+
+
+def check(needed: int, what: str) -> None:
+    """Refuses what needs more bytes than the device has left. Does nothing where it tells none."""
+    left = available()
+    if left is not None and needed > left:
+        raise ValueError(
+            f"generate: {what} needs {needed:,} bytes for its cache and logits, but {left:,} are "
+            "left; use fewer prompts at a time, or generate fewer tokens."
+        )
+
+
+def available() -> int | None:
+    """The bytes that the first device has left; None where it does not tell."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        try:
+            with open("/proc/meminfo") as file:
+                fields = dict(line.split(":") for line in file)
+            return int(fields["MemAvailable"].split()[0]) * 1024
+        except (OSError, KeyError, ValueError):
+            return None
+    statistics = device.memory_stats() or {}
+    if "bytes_limit" not in statistics:
+        return None
+    return statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)

@@ -1,0 +1,323 @@
+"""`Decoder`: one transformer for Llama, Mistral, Qwen 2 and 3 and Gemma 3, by configuration.
+
+It is also an example of how to write a model with quantized weights. The residual stream x of a
+decoder of L blocks goes through
+
+    x = embedding[tokens]
+    q, k, v = norm(x) times the weights of block 0
+    for each block:  x, (q, k, v) = finish(attend(q, k, v), x), with the q, k, v of the next block
+    logits = norm(x) times the head
+
+where `finish` is all from the output projection of a block to the queries, keys and values of the
+next: one call, `quantized_block`, where the configuration allows it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from .._composite.block import quantized_block
+from .._composite.glu import quantized_glu
+from .._composite.matmuls import quantized_matmuls
+from .._composite.mlp import quantized_mlp
+from .._core.array import QuantizedArray
+from .._core.columns import take_columns
+from .._flax.nnx_variables import QuantizedVariable
+from .._matmul.api import quantized_matmul
+from . import attention, rope
+from .cache import Cache, make_cache
+from .config import Config
+
+Weight = QuantizedArray | Array
+Rotations = tuple[tuple[Array, Array], tuple[Array, Array]]
+
+
+class Decoder(nnx.Module):
+    """A decoder with quantized weights: tokens to logits.
+
+    **Arguments:**
+
+    - `config`: sizes and kinds.
+    - `weights`: by name. Matrices are (in, out), quantized or float: `layers.N.{q,k,v,o}`,
+      `layers.N.{gate,up,down}`, `head` (width, vocabulary) unless `config.tied_head`, and
+      `embedding`, also (width, vocabulary), whose columns are looked up. Vectors are floats:
+      `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and where the configuration has them
+      `layers.N.{q,k,v}_bias`, `layers.N.{q,k}_norm` and `layers.N.post_{attention,mlp}_norm`.
+    - `dtype`: that of activations and of the cache: float32, bfloat16 or float16.
+
+    Quantized weights are variables that hold a `QuantizedArray` each, gate and up of a block as
+    one stack; `nnx.state(decoder, QuantizedVariable)` finds them.
+
+    **Raises:** `ValueError` with the names of missing and unknown weights, and for a weight of
+    another shape.
+
+    ```python
+    decoder = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8).decoder
+    decoder(jnp.array([[3, 1, 4]])).shape  # (1, 3, 256)
+    ```
+    """
+
+    def __init__(self, config: Config, weights: Mapping[str, Weight], *, dtype: Any = jnp.bfloat16):
+        check(config, weights)
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.embedding = _variable(weights["embedding"])
+        self.blocks = nnx.List([Block(config, weights, i) for i in range(config.layers)])
+        self.final_norm = _norm(config, weights, "final_norm")
+        self.head = None if config.tied_head else _variable(weights["head"])
+
+    def __call__(self, tokens: Any) -> Array:
+        """Returns the logits, float32 (batch, length, vocabulary), of tokens (batch, length).
+
+        **Raises:** `ValueError` for tokens of another shape or dtype.
+
+        ```python
+        decoder = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8).decoder
+        jax.jit(lambda tokens: decoder(tokens))(jnp.array([[3, 1, 4]]))
+        ```
+        """
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                f"Decoder: tokens are {tokens.dtype}{list(tokens.shape)}, but they are integers "
+                "(batch, length); a single prompt is a batch of one."
+            )
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        batch, length = tokens.shape
+        cache = make_cache(self.config, batch, length, self.dtype)
+        return self.logits(self.forward(tokens, positions, cache)[0])
+
+    def forward(
+        self, tokens: Array, positions: Array, cache: Cache, *, reach: int | None = None
+    ) -> tuple[Array, Cache]:
+        """Appends tokens to a cache and returns what the head is multiplied by.
+
+        **Arguments:**
+
+        - `tokens`: integers (batch, length).
+        - `positions`: those of the tokens in their sequences, int32 (batch, length), ascending; -1
+          for padding, whose results mean nothing.
+        - `cache`: `make_cache`, or from the call for the tokens before. It must have `length` free
+          slots.
+        - `reach`: how many slots attention reads, at least those in use after this call; None for
+          all. A prompt at the beginning of a long cache so costs what its length does.
+
+        **Returns:** normalized features (batch, length, width), and the cache.
+        """
+        cache = cache.advance(positions)
+        config, real = self.config, jnp.maximum(positions, 0)
+        rotations = rope.rotation(config, real), rope.rotation(config, real, local=True)
+        reach = cache.slots if reach is None else reach
+        seen = attention.mask(positions, cache.positions[:, :reach], None)
+        seen_locally = attention.mask(positions, cache.positions[:, :reach], config.window)
+        x = self.embed(tokens)
+        products = self.blocks[0].project(x)
+        for i, block in enumerate(self.blocks):
+            following = self.blocks[i + 1] if i + 1 < config.layers else None
+            q, k, v = block.heads(products, rotations[block.local])
+            cache = cache.write(i, k, v)
+            attended = attention.attend(
+                q,
+                cache.keys[i][:, :reach],
+                cache.values[i][:, :reach],
+                seen_locally if block.local else seen,
+                scale=config.attention_scale or config.head_size**-0.5,
+                implementation=attention.choose(
+                    jax.default_backend(),
+                    self.dtype,
+                    batch=q.shape[0],
+                    queries=q.shape[1],
+                    length=reach,
+                    head_size=config.head_size,
+                ),
+            )
+            x, products = block.finish(attended, x, following)
+        return rms_norm(x, self.final_norm.get_value(), config.norm_epsilon), cache
+
+    def embed(self, tokens: Array) -> Array:
+        """The embeddings (batch, length, width) of tokens, scaled."""
+        table = self.embedding.get_value()
+        if isinstance(table, QuantizedArray):
+            x = take_columns(table, tokens, jnp.float32)
+        else:
+            x = jnp.take(table.astype(jnp.float32), tokens, axis=1)
+            x = jnp.moveaxis(x, 0, -1)
+        return (x * self.config.embedding_scale).astype(self.dtype)
+
+    def logits(self, x: Array) -> Array:
+        """The logits, float32 (..., vocabulary), of what `forward` returns (..., width)."""
+        head = self.embedding if self.head is None else self.head
+        logits = multiply(x, head.get_value(), jnp.float32)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class Block(nnx.Module):
+    """Attention and a gated MLP, each of which adds to the residual stream."""
+
+    def __init__(self, config: Config, weights: Mapping[str, Weight], index: int):
+        def weight(name: str) -> nnx.Variable:
+            return _variable(weights[f"layers.{index}.{name}"])
+
+        def norm(name: str) -> nnx.Param:
+            return _norm(config, weights, f"layers.{index}.{name}")
+
+        self.config = config
+        self.local = config.is_local(index)
+        self.attention_norm = norm("attention_norm")
+        self.qkv = nnx.List([weight(name) for name in "qkv"])
+        biases = [weight(f"{name}_bias") for name in "qkv"] if config.attention_bias else []
+        self.biases = nnx.List(biases)
+        self.q_norm = norm("q_norm") if config.qk_norm else None
+        self.k_norm = norm("k_norm") if config.qk_norm else None
+        self.o = weight("o")
+        post = config.norm_placement == "pre_and_post"
+        self.post_attention_norm = norm("post_attention_norm") if post else None
+        self.mlp_norm = norm("mlp_norm")
+        gate, up = (weights[f"layers.{index}.{name}"] for name in ("gate", "up"))
+        self.gate_up = nnx.List(_paired(gate, up))
+        self.down = weight("down")
+        self.post_mlp_norm = norm("post_mlp_norm") if post else None
+
+    @property
+    def fused(self) -> bool:
+        """Whether `quantized_block` computes this block."""
+        matrices = self.o, self.down, *self.gate_up
+        quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
+        return quantized and len(self.gate_up) == 1 and self.post_mlp_norm is None
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """The weights of queries, keys and values."""
+        return [weight.get_value() for weight in self.qkv]
+
+    def project(self, x: Array) -> tuple[Array, ...]:
+        """Products of the normalized x with the weights of queries, keys and values."""
+        normalized = self.normalize(x, self.attention_norm)
+        return products(normalized, self.matrices)
+
+    def heads(self, products: Sequence[Array], rotation: Any) -> tuple[Array, ...]:
+        """Queries, keys and values (batch, length, heads, head_size), with their positions."""
+        if self.biases:
+            biases = [
+                bias.get_value()[None, None].astype(products[0].dtype) for bias in self.biases
+            ]
+            products = [x + bias for x, bias in zip(products, biases, strict=True)]
+        size, pairs = self.config.head_size, self.config.rope_pairs
+        q, k, v = (x.reshape(*x.shape[:-1], -1, size) for x in products)
+        if self.q_norm is not None:
+            q, k = self.normalize(q, self.q_norm), self.normalize(k, self.k_norm)
+        return rope.rotate(q, rotation, pairs), rope.rotate(k, rotation, pairs), v
+
+    def finish(
+        self, attended: Array, x: Array, following: "Block | None"
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The residual stream after this block, and `following.project` of it."""
+        if self.fused:
+            return self._finish_in_one_call(attended, x, following)
+        x = x + self.normalize(multiply(attended, self.o.get_value()), self.post_attention_norm)
+        x = x + self.normalize(self.mlp(self.normalize(x, self.mlp_norm)), self.post_mlp_norm)
+        return x, () if following is None else following.project(x)
+
+    def _finish_in_one_call(
+        self, attended: Array, x: Array, following: "Block | None"
+    ) -> tuple[Array, tuple[Array, ...]]:
+        onward = None
+        if following is not None:
+            weights = [w for w in following.matrices if isinstance(w, QuantizedArray)]
+            if len(weights) == len(following.matrices):
+                onward = following.attention_norm.get_value(), weights
+        out = quantized_block(
+            attended,
+            x,
+            self.o.get_value(),
+            self.mlp_norm.get_value(),
+            self.gate_up[0].get_value(),
+            self.down.get_value(),
+            following=onward,
+            activation=self.config.activation,
+            epsilon=self.config.norm_epsilon,
+        )
+        if onward is not None:
+            return out
+        return out, () if following is None else following.project(out)
+
+    def mlp(self, x: Array) -> Array:
+        """The gated MLP of a normalized x."""
+        activation, down = self.config.activation, self.down.get_value()
+        if len(self.gate_up) == 1:
+            gate_up = self.gate_up[0].get_value()
+            if isinstance(down, QuantizedArray):
+                return quantized_mlp(x, gate_up, down, activation=activation)
+            return multiply(quantized_glu(x, gate_up, activation=activation), down)
+        gate, up = (multiply(x, w.get_value(), jnp.float32) for w in self.gate_up)
+        activate = jax.nn.silu if activation == "silu" else jax.nn.gelu  # its tanh form
+        return multiply((activate(gate) * up).astype(x.dtype), down)
+
+    def normalize(self, x: Array, norm: nnx.Param | None) -> Array:
+        return x if norm is None else rms_norm(x, norm.get_value(), self.config.norm_epsilon)
+
+
+def rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
+    """`x / sqrt(mean(x**2) + epsilon) * scale` along the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    factor = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
+    scale = scale.astype(jnp.float32).reshape(*[1] * (x.ndim - 1), -1)
+    return (wide * factor * scale).astype(x.dtype)
+
+
+def multiply(x: Array, weight: Weight, dtype: Any = None) -> Array:
+    """`x @ weight`, accumulated in float32 and rounded to `dtype`, or to that of x."""
+    if isinstance(weight, QuantizedArray):
+        return quantized_matmul(x, weight, preferred_element_type=dtype)
+    product = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    return product.astype(dtype or x.dtype)
+
+
+def products(x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
+    """`x @ weight` of each, in one call where they are quantized alike."""
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedArray)]
+    formats = {weight.format for weight in quantized}
+    if len(quantized) == len(weights) and len(formats) == 1:
+        return quantized_matmuls(x, quantized)
+    return tuple(multiply(x, weight) for weight in weights)
+
+
+def check(config: Config, weights: Mapping[str, Weight]) -> None:
+    """Refuses weights that do not fit a configuration."""
+    expected = config.shapes()
+    missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
+    for names, what in ((missing, "are missing"), (unknown, f"are not of {config.architecture}")):
+        if names:
+            shown = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
+            raise ValueError(f"Decoder: {len(names)} weights {what}: {shown}.")
+    for name, shape in expected.items():
+        if tuple(weights[name].shape) != shape:
+            raise ValueError(
+                f"Decoder: {name} has shape {tuple(weights[name].shape)}, but the configuration "
+                f"asks for {shape}."
+            )
+
+
+def _variable(weight: Weight) -> nnx.Variable:
+    if isinstance(weight, QuantizedArray):
+        return QuantizedVariable(weight)
+    return nnx.Param(jnp.asarray(weight))
+
+
+def _norm(config: Config, weights: Mapping[str, Weight], name: str) -> nnx.Param:
+    scale = jnp.asarray(weights[name])
+    return nnx.Param(scale.astype(jnp.float32) + config.norm_offset)
+
+
+def _paired(gate: Weight, up: Weight) -> list[nnx.Variable]:
+    """Gate and up as one stack (2, width, hidden) where they are quantized alike."""
+    quantized = isinstance(gate, QuantizedArray) and isinstance(up, QuantizedArray)
+    alike = jax.tree.structure(gate) == jax.tree.structure(up) and gate.dtype == up.dtype
+    if quantized and alike:
+        return [_variable(jax.tree.map(lambda *leaves: jnp.stack(leaves), gate, up))]
+    return [_variable(gate), _variable(up)]

@@ -1,0 +1,49 @@
+"""Random weights that are packed from the start: models of any size, to measure and to test."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._core import layout
+from .._core.array import QuantizedArray
+from .._core.format import Format
+from .config import Config
+from .model import Weight
+
+
+def random_weights(
+    config: Config, format: Format, *, seed: int = 0, dtype: Any = jnp.bfloat16
+) -> dict[str, Weight]:
+    """Weights for `Decoder`: matrices of random packed words, norms of ones, biases of zeros.
+
+    Scales are such that a product keeps the magnitude of its input. No matrix of floats is made.
+    """
+    weights: dict[str, Weight] = {}
+    key = jax.random.key(seed)
+    for i, (name, shape) in enumerate(config.shapes().items()):
+        if len(shape) == 2:
+            weights[name] = _matrix(jax.random.fold_in(key, i), *shape, format, dtype)
+        else:
+            value = 0.0 if name.endswith("_bias") else 1.0 - config.norm_offset
+            weights[name] = jnp.full(shape, value, dtype)
+    return weights
+
+
+def _matrix(key: Array, k: int, n: int, format: Format, dtype: Any) -> QuantizedArray:
+    groups = layout.groups_shape(k, n, format.group_size)
+    scale = math.sqrt(12 / k) / 2**format.bits
+    middle = {"none": None, "integer": format.offset, "float": -format.offset * scale}[format.zero]
+    zero_dtype = jnp.uint8 if format.zero == "integer" else dtype
+    return QuantizedArray(
+        packed=jax.random.bits(key, layout.packed_shape(k, n, format.bits), jnp.uint32),
+        scale=jnp.full(groups, scale, dtype),
+        zero=None if middle is None else jnp.full(groups, middle, zero_dtype),
+        index=None,
+        version=jnp.full((), layout.VERSION, jnp.uint32),
+        format=format,
+        k=k,
+        n=n,
+    )

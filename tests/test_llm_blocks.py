@@ -1,0 +1,122 @@
+"""Blocks of GGUF: unpacked and packed to exactly the weights that ggml dequantizes them to."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_files import TYPES, random_blocks
+
+import jaxlowbit
+from jaxlowbit import INT4, QuantizedArray, quantize
+from jaxlowbit._llm import blocks
+
+gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+
+
+def expected(name, rows):
+    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])
+
+
+def same_bits(found, expected):
+    found = np.ascontiguousarray(found)
+    assert found.dtype == expected.dtype == np.float32
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_sizes_are_those_of_ggml(name):
+    kind = blocks.TYPES[name]
+    assert (kind.size, kind.nbytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_floats_are_those_of_ggml(name, seed):
+    rows = random_blocks(name, 40, 512, seed)
+    same_bits(blocks.floats(name, rows), expected(name, rows))
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("blocks_of_row", [1, 3])
+def test_packed_weights_are_those_of_ggml(name, blocks_of_row):
+    """Of 70 channels, which leave an atom cut, and rows that do for blocks of 32."""
+    rows = random_blocks(name, 70, blocks_of_row * blocks.TYPES[name].size)
+    array = blocks.pack(name, rows)
+    kind = blocks.TYPES[name]
+    assert array.format == kind.format and array.dtype == kind.scale_dtype
+    same_bits(np.asarray(array.dequantize(jnp.float32)).T, expected(name, rows))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_packing_is_that_of_from_integers(name):
+    rows = random_blocks(name, 64, 256)
+    qvalue, scale, zero = blocks.unpack(name, rows)
+    format = blocks.TYPES[name].format
+    if zero is None:
+        qvalue = (qvalue.astype(np.int16) - format.offset).astype(np.int8)
+    else:
+        zero = zero.T
+    array = QuantizedArray.from_integers(qvalue.T, scale.T, zero, format=format)
+    packed = blocks.pack(name, rows)
+    np.testing.assert_array_equal(packed.packed, array.packed)
+    np.testing.assert_array_equal(packed.scale, array.scale)
+    assert packed.shape == array.shape
+
+
+@pytest.mark.parametrize("count", [320, 330])
+def test_strips_join_to_the_whole(count, monkeypatch):
+    rows = random_blocks("Q4_1", count, 256)
+    whole = blocks.pack("Q4_1", rows)
+    monkeypatch.setattr(blocks, "_STRIP", 128 * 256)
+    bounds = list(blocks.strips(count, 256))
+    assert len(bounds) > 2 and bounds[-1][1] == count
+    assert all(start % 64 == 0 and stop > start for start, stop in bounds)
+    parts = blocks.pack("Q4_1", rows)
+    for name in ("packed", "scale", "zero"):
+        np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
+    weight = blocks.floats("Q4_1", rows)
+    quantized = blocks.quantize_rows(lambda i, j: weight[i:j], weight.shape, INT4, jnp.bfloat16)
+    alone = quantize(weight.T, INT4, scale_dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(quantized.packed, alone.packed)
+    np.testing.assert_array_equal(quantized.scale, alone.scale)
+    floats = blocks.transposed_rows(lambda i, j: weight[i:j], weight.shape, jnp.float16)
+    np.testing.assert_array_equal(floats, weight.T.astype(np.float16))
+
+
+def test_scales_round_where_a_dtype_is_named():
+    rows = random_blocks("Q4_K", 64, 256)
+    array = blocks.pack("Q4_K", rows, jnp.bfloat16)
+    exact = blocks.unpack("Q4_K", rows)
+    assert array.zero is not None and exact.zero is not None
+    assert array.scale.dtype == array.zero.dtype == jnp.bfloat16
+    rounded = exact.scale.astype(jnp.bfloat16).astype(np.float32)
+    weight = exact.qvalue.reshape(64, -1, 32) * rounded[..., None]
+    weight += exact.zero.astype(jnp.bfloat16).astype(np.float32)[..., None]
+    same_bits(np.asarray(array.dequantize(jnp.float32)).T, weight.reshape(64, -1))
+
+
+def test_scales_beyond_a_dtype_are_refused():
+    rows = random_blocks("Q4_K", 1, 256)
+    rows[:, :2] = np.frombuffer(np.float16(60000).tobytes(), np.uint8)
+    with pytest.raises(
+        ValueError, match=r"beyond the range of float16; use scale_dtype=jnp.float32"
+    ):
+        blocks.pack("Q4_K", rows, jnp.float16)
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_scales_that_are_not_finite_are_refused(name, wrong):
+    rows = random_blocks(name, 3, 512)
+    nbytes = blocks.TYPES[name].nbytes
+    start = nbytes + TYPES[name][0]  # in the second block
+    rows[2, start : start + 2] = np.frombuffer(np.float16(wrong).tobytes(), np.uint8)
+    with pytest.raises(ValueError, match=r"the scale of block 1 in row 2 is .*the file is damaged"):
+        blocks.unpack(name, rows)
+
+
+def test_products_of_packed_blocks():
+    rows = random_blocks("Q6_K", 96, 256, seed=1)
+    lhs = np.linspace(-1, 1, 3 * 256, dtype=np.float32).reshape(3, 256)
+    exact = lhs.astype(np.float64) @ expected("Q6_K", rows).T.astype(np.float64)
+    found = jaxlowbit.quantized_matmul(jnp.asarray(lhs), blocks.pack("Q6_K", rows))
+    np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-4 * np.abs(exact).max())

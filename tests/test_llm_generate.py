@@ -1,0 +1,343 @@
+"""`jaxlowbit.llm.generate` and `stream`: prompts, chunks, batches, sampling and their ends."""
+
+import codecs
+import collections
+import functools
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoders import CONFIGS, LLAMA, floats, random, reference
+from flax import nnx
+
+from jaxlowbit._llm import generate as loop
+from jaxlowbit._llm import memory
+from jaxlowbit._llm.cache import make_cache
+from jaxlowbit._llm.sampling import Sampling, sample
+from jaxlowbit._llm.text import Text
+from jaxlowbit.llm import Decoder, LanguageModel, generate, perplexity, stream
+
+RNG = np.random.default_rng(2)
+PROMPT = RNG.integers(0, LLAMA.vocabulary, 21).tolist()
+SHORT = RNG.integers(0, LLAMA.vocabulary, 3).tolist()
+LONG = RNG.integers(0, LLAMA.vocabulary, 45).tolist()
+
+
+class Letters:
+    """A tokenizer whose tokens are bytes."""
+
+    def encode(self, text, *, bos=None):
+        return list(text.encode())
+
+    def decode(self, tokens):
+        return bytes(tokens).decode(errors="replace")
+
+    def decode_stream(self):
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        finish = functools.partial(decoder.decode, b"", final=True)
+        return SimpleNamespace(push=lambda token: decoder.decode(bytes([token])), finish=finish)
+
+    def chat(self, messages, add_generation_prompt=True):
+        return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+
+
+@functools.cache
+def weights(name):
+    return random(CONFIGS[name])
+
+
+@functools.cache
+def model(name="llama", **changes):
+    config = CONFIGS[name].replace(**changes)
+    return LanguageModel(Decoder(config, weights(name), dtype=jnp.float32), Letters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_are_those_of_a_plain_program(name):
+    """Every token has the largest of the logits that the tokens before it give."""
+    found = generate(model(name), PROMPT, max_new_tokens=20)
+    assert len(found.tokens) == 20 and found.finish == "length"
+    rows = reference(CONFIGS[name], floats(weights(name)), [*PROMPT, *found.tokens])
+    assert rows[len(PROMPT) - 1 : -1].argmax(-1).tolist() == found.tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_chunks_padding_and_steps_give_the_logits_of_the_whole(name):
+    decoder = model(name).decoder
+    graph, state = nnx.split(decoder)
+
+    @jax.jit
+    def forward(tokens, positions, cache):
+        return nnx.merge(graph, state).forward(tokens, positions, cache)
+
+    whole = forward(*_at(LONG), make_cache(decoder.config, 1, 128, jnp.float32))[0]
+    for sizes in ((16, 29), (1,) * len(LONG)):
+        cache, found, at = make_cache(decoder.config, 1, 128, jnp.float32), [], 0
+        for size in sizes:
+            tokens, positions = _at(LONG[at : at + size], start=at, padding=2 * (size > 1))
+            x, cache = forward(tokens, positions, cache)
+            found.append(x[:, -size:])
+            at += size
+        assert jnp.allclose(jnp.concatenate(found, axis=1), whole, atol=1e-4)
+
+
+def _at(tokens, start=0, padding=0):
+    positions = [-1] * padding + list(range(start, start + len(tokens)))
+    return jnp.array([[0] * padding + tokens]), jnp.array([positions], jnp.int32)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma3"])
+def test_a_batch_of_unequal_prompts_gives_what_each_gives_alone(name):
+    prompts = [PROMPT, SHORT, LONG]
+    together = generate(model(name), prompts, max_new_tokens=12)
+    alone = [generate(model(name), prompt, max_new_tokens=12) for prompt in prompts]
+    assert [x.tokens for x in together] == [x.tokens for x in alone]
+    assert [x.prompt_tokens for x in together] == [21, 3, 45]
+
+
+def test_long_prompts_are_read_in_chunks(monkeypatch):
+    whole = generate(model(), LONG, max_new_tokens=8)
+    monkeypatch.setattr(loop, "LARGEST_CHUNK", 16)
+    assert loop.chunks(len(LONG)) == [16, 16, 16]
+    assert generate(model(), LONG, max_new_tokens=8).tokens == whole.tokens
+
+
+def test_chunks_are_few_sizes():
+    assert loop.chunks(1) == loop.chunks(16) == [16]
+    assert loop.chunks(33) == [64]
+    assert loop.chunks(1024) == [512, 512]
+    assert loop.chunks(1025 + 16) == [32, 512, 512]
+
+
+def test_a_stream_is_what_is_generated():
+    whole = generate(model(), PROMPT, max_new_tokens=40)
+    assert "".join(stream(model(), PROMPT, max_new_tokens=40)) == whole.text
+    without = LanguageModel(model().decoder)
+    groups = list(stream(without, PROMPT, max_new_tokens=40))
+    assert [token for group in groups for token in group] == whole.tokens
+    assert [len(group) for group in groups] == [1, 2, 4, 8, 16, 9]
+
+
+def test_draws_are_those_of_the_seed():
+    options = {"max_new_tokens": 40, "temperature": 1.0, "top_k": 50, "top_p": 0.9}
+    first = generate(model(), PROMPT, seed=3, **options)
+    assert generate(model(), PROMPT, seed=3, **options).tokens == first.tokens
+    assert "".join(stream(model(), PROMPT, seed=3, **options)) == first.text
+    assert generate(model(), PROMPT, seed=4, **options).tokens != first.tokens
+    one, other = generate(model(), [PROMPT, PROMPT], seed=3, **options)
+    assert one.tokens == first.tokens != other.tokens
+
+
+def test_text_and_chats_go_through_the_tokenizer():
+    text = generate(model(), "user:hi\n", max_new_tokens=5)
+    chat = generate(model(), [{"role": "user", "content": "hi"}], max_new_tokens=5)
+    both = generate(model(), ["user:hi\n", [{"role": "user", "content": "hi"}]], max_new_tokens=5)
+    assert [x.tokens for x in both] == [chat.tokens, text.tokens] == [text.tokens] * 2
+    assert text.text == Letters().decode(text.tokens)
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+def test_prompts_of_a_bucket_and_tokens_compile_nothing():
+    fresh = LanguageModel(Decoder(LLAMA.replace(context=250), weights("llama"), dtype=jnp.float32))
+
+    def compiled():
+        programs: list[Any] = [loop.prefill, loop.decode]
+        return [program._cache_size() for program in programs]
+
+    generate(fresh, PROMPT, max_new_tokens=3)
+    before = compiled()
+    generate(fresh, PROMPT[:18], max_new_tokens=70, seed=5)
+    generate(fresh, LONG[:30], max_new_tokens=1)
+    list(stream(fresh, PROMPT, max_new_tokens=50))
+    assert compiled() == before
+    generate(fresh, PROMPT, max_new_tokens=3, temperature=0.5, top_p=0.5)
+    before = compiled()
+    generate(fresh, PROMPT, max_new_tokens=3, temperature=0.7, top_p=0.6, seed=8)
+    assert compiled() == before
+
+
+def traced(decoder):
+    """A call that draws three tokens for two sequences, and its state."""
+    graph, state = nnx.split(decoder)
+    cache = make_cache(decoder.config, 2, 256, decoder.dtype)
+    zeros = jnp.zeros(2, jnp.int32)
+    start = loop.State(cache, jnp.zeros((2, LLAMA.vocabulary)), zeros, zeros == 1)
+    eos, key = jnp.zeros(0, jnp.int32), jax.random.key(0)
+    return loop.decode.trace(graph, state, start, np.int32(3), eos, key, Sampling()), start
+
+
+def test_a_step_copies_no_cache():
+    program, start = traced(model().decoder)
+    text = program.lower().compile().as_text() or ""
+    aliased = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
+    assert aliased and aliased[1].count("may-alias") == len(jax.tree.leaves(start))
+    assert "f32[2,256,2,16]" in text
+    assert not re.findall(r"= f32\[2,256,2,16\]\S* copy\(", text)
+
+
+def test_a_block_is_one_call_on_a_gpu(cuda):
+    """The first queries, keys and values, and the head, are others."""
+    decoder = Decoder(LLAMA, weights("llama"))
+    text = traced(decoder)[0].lower(lowering_platforms=("cuda",)).as_text()
+    targets = collections.Counter(re.findall(r"custom_call @(jaxlowbit_\w+)", text))
+    assert targets == {
+        "jaxlowbit_quantized_block": LLAMA.layers,
+        "jaxlowbit_quantized_matmuls": 1,
+        "jaxlowbit_quantized_matmul": 1,
+    }
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+def test_a_token_of_eos_ends_a_sequence():
+    tokens = generate(model(), PROMPT, max_new_tokens=20).tokens
+    end = tokens[6]
+    first = tokens.index(end)
+    found = generate(model(eos=(end, 159)), PROMPT, max_new_tokens=20)
+    assert (found.tokens, found.finish) == (tokens[:first], "eos")
+    # Another sequence of the batch goes on.
+    found = generate(model(eos=(end,)), [PROMPT, SHORT], max_new_tokens=20)
+    assert found[0].tokens == tokens[:first]
+    expected = generate(model(), SHORT, max_new_tokens=20).tokens
+    length = expected.index(end) if end in expected else 20
+    assert found[1].tokens == expected[:length]
+
+
+def test_a_stop_string_ends_a_text():
+    whole = generate(model(), PROMPT, max_new_tokens=30)
+    stop = whole.text[9:12]
+    cut = whole.text.index(stop)
+    found = generate(model(), PROMPT, max_new_tokens=30, stop=["nowhere", stop])
+    assert (found.text, found.finish) == (whole.text[:cut], "stop")
+    assert "".join(stream(model(), PROMPT, max_new_tokens=30, stop=stop)) == found.text
+
+
+def test_the_context_ends_a_text():
+    found = generate(model(context=30), PROMPT, max_new_tokens=100)
+    assert (len(found.tokens), found.finish) == (9, "length")
+    assert found.tokens == generate(model(), PROMPT, max_new_tokens=9).tokens
+
+
+def test_halves_of_characters_and_of_stop_strings_are_held_back():
+    text = Text(Letters(), eos=(), stops=("</s>",))
+    taken = []
+    for byte in "a é<b </s> c".encode():
+        text.add([byte])
+        taken.append(text.take())
+    assert "".join(taken) == text.text == "a é<b "
+    assert taken[:6] == ["a", " ", "", "é", "", "<b"]
+    assert text.finish == "stop"
+    text = Text(Letters(), eos=(7,), stops=())
+    text.add([65, 0xC3])
+    assert text.take() == "A"
+    text.add([7, 66])
+    assert (text.tokens, text.take(), text.text) == ([65, 0xC3], "\ufffd", "A\ufffd")
+    assert text.finish == "eos"
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+def kept(logits, top_k=None, top_p=None):
+    """The tokens that may be drawn, by sorting."""
+    order = np.argsort(-logits)[: top_k or logits.size]
+    p = np.exp(logits[order] - logits.max())
+    p /= p.sum()
+    needed = int(np.searchsorted(np.cumsum(p), top_p)) + 1 if top_p else p.size
+    return set(order[:needed].tolist())
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(None, None), (1, None), (5, None), (None, 0.3), (None, 0.9), (7, 0.6)]
+)
+def test_tokens_are_drawn_from_the_most_likely(top_k, top_p):
+    logits = np.random.default_rng(0).normal(size=16).astype(np.float32) * 2
+    keys = jax.random.split(jax.random.key(0), 4000)
+    rows = jnp.broadcast_to(jnp.asarray(logits), (4000, 16))
+    drawn = np.asarray(sample(rows, keys, Sampling.of(1.5, top_k, top_p)))
+    allowed = kept(logits / 1.5, top_k, top_p)
+    assert set(drawn.tolist()) <= allowed
+    p = np.where([i in allowed for i in range(16)], np.exp(logits / 1.5), 0)
+    assert np.abs(np.bincount(drawn, minlength=16) / 4000 - p / p.sum()).max() < 0.03
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0},
+                {"top_p": 1.5}, {"max_new_tokens": 0}, {"stop": ""}],
+)  # fmt: skip
+def test_options_out_of_range_are_named(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        generate(model(), PROMPT, **options)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ([], "the prompt is empty"),
+        ("", "the prompt is empty"),
+        ([PROMPT, []], "prompt 1 is empty"),
+        ([3, 160], "token 160, but tokens are from 0 to 159"),
+        ([-1], "token -1"),
+        ([PROMPT, [200]], "prompt 1 has token 200"),
+        (PROMPT * 13, "273 tokens, but the context holds 256"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(prompt, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        generate(model(), prompt)
+
+
+def test_text_without_a_tokenizer_is_refused():
+    without = LanguageModel(model().decoder)
+    with pytest.raises(ValueError, match="no tokenizer; pass tokens"):
+        generate(without, "text")
+    with pytest.raises(ValueError, match="stop is text"):
+        generate(without, PROMPT, stop="x")
+    with pytest.raises(ValueError, match="the prompt is a batch"):
+        stream(model(), [PROMPT, PROMPT])
+
+
+def test_a_batch_that_does_not_fit_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda: 1_000_000)
+    with pytest.raises(ValueError, match=r"a batch of 50 with 512 slots needs \d+,\d+,\d+ bytes"):
+        generate(model(), [SHORT] * 50)
+    assert generate(model(), SHORT, max_new_tokens=1).tokens
+
+
+# --- perplexity -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", [5, 16, 64])
+def test_perplexity_is_that_of_a_plain_program(context):
+    """Each token but the first is predicted once, from its window alone."""
+    tokens, surprise = LONG, []
+    for start in range(0, len(tokens) - 1, context):
+        window = tokens[start : start + context + 1]
+        rows = reference(LLAMA, floats(weights("llama")), window[:-1])
+        rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
+        surprise += [-row[token] for row, token in zip(rows, window[1:], strict=True)]
+    found = perplexity(model(), tokens, context=context)
+    assert found.tokens == len(surprise) == len(tokens) - 1
+    assert found.perplexity == pytest.approx(np.exp(np.mean(surprise)), rel=1e-5)
+
+
+def test_texts_that_have_no_perplexity_are_refused():
+    for tokens, context, sentence in (
+        ([], 4, "perplexity: the text is empty"),
+        ([3], 4, "one token"),
+        ([3, 999], 4, "perplexity: the text has token 999"),
+        ([3, 4], 0, "context=0"),
+        ([3, 4], 257, "1 to 256"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            perplexity(model(), tokens, context=context)
