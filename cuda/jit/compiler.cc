@@ -95,7 +95,8 @@ const Nvrtc* FindNvrtc(State& state) {
 }
 
 std::vector<std::string> OptionsFor(const std::string& architecture) {
-  return {"--gpu-architecture=sm_" + architecture, "--std=c++17",
+  return {"--gpu-architecture=sm_" + architecture,
+          "--std=c++17",
           "--device-as-default-execution-space",  // constexpr functions are the host's, too
           "--define-macro=JAXLOWBIT_TENSOR_MAP_ALIGNMENT=" + std::to_string(alignof(CUtensorMap)),
 #if defined(JAXLOWBIT_SANITIZER)
