@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The numbers of a GPU that the selection depends on, and the limits of its architecture.
+// The numbers of a GPU that the selection and launches depend on, and the limits of its architecture.
 #pragma once
 
 namespace jaxlowbit {
@@ -23,6 +23,27 @@ struct Device {
   int memory_gb_per_s = 0;  // from the highest clock of memory; 0 if it is not known
   // Clusters resident at a time, by CTAs per multiprocessor (1, 2) and CTAs per cluster (1, 2, 4).
   int clusters[3][5] = {};
+  // For launches: CUDA's number of the device, and its own compute capability if it is treated as one of less.
+  int ordinal = 0;
+  int architecture = 0;
 };
+
+// The H200 that the cost models were fitted on: they count microseconds at its clock.
+inline constexpr int kFittedClockMhz = 1980, kFittedMemoryGbPerS = 4814;
+
+// A rate over that of the H200: 1 if it is not known or, since boards differ a little, within 5 % of it.
+constexpr double RelativeRate(int rate, int fitted) {
+  const double relative = static_cast<double>(rate) / fitted;
+  return rate <= 0 || (relative > 0.95 && relative < 1.05) ? 1 : relative;
+}
+
+constexpr double RelativeClock(const Device& device) {
+  return RelativeRate(device.clock_mhz, kFittedClockMhz);
+}
+
+// The bytes that memory delivers in a clock of multiprocessors, over those of the H200.
+constexpr double RelativeMemoryRate(const Device& device) {
+  return RelativeRate(device.memory_gb_per_s, kFittedMemoryGbPerS) / RelativeClock(device);
+}
 
 }  // namespace jaxlowbit

@@ -5,13 +5,17 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "cuda/extents.h"
+#include "cuda/kernels/instance_key.h"
+#include "cuda/kernels/loaded.h"
 #include "cuda/kernels/sm80/launch.h"
 #include "cuda/kernels/sm80/plan.h"
 #include "cuda/kernels/sm90/launch.h"
@@ -22,6 +26,7 @@
 #include "cuda/ops/reduce_splits.h"
 #include "cuda/ops/rms_norm.h"
 #include "cuda/placement.h"
+#include "cuda/select/cache.h"
 #include "cuda/select/select.h"
 #include "cuda/select/tuned.h"
 
@@ -48,23 +53,31 @@ void Limit(Device& device) {
   }
 }
 
+// The rates of a device. They stay 0 where the driver does not tell.
+void ReadRates(int ordinal, Device& device) {
+  int clock_khz = 0, memory_khz = 0, memory_bits = 0;
+  cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, ordinal);
+  cudaDeviceGetAttribute(&memory_khz, cudaDevAttrMemoryClockRate, ordinal);
+  cudaDeviceGetAttribute(&memory_bits, cudaDevAttrGlobalMemoryBusWidth, ordinal);
+  cudaGetLastError();
+  device.clock_mhz = clock_khz / 1000;
+  // Memory transfers twice in a clock.
+  device.memory_gb_per_s = static_cast<int>(int64_t{2} * memory_khz * (memory_bits / 8) / 1000000);
+}
+
 cudaError_t ReadDevice(int ordinal, Device& device) {
-  int major = 0, minor = 0, clock_khz = 0, memory_khz = 0, memory_bits = 0;
+  int major = 0, minor = 0;
   for (auto [attribute, value] :
        {std::pair{cudaDevAttrComputeCapabilityMajor, &major},
         std::pair{cudaDevAttrComputeCapabilityMinor, &minor},
         std::pair{cudaDevAttrMultiProcessorCount, &device.num_sms},
-        std::pair{cudaDevAttrMaxSharedMemoryPerMultiprocessor, &device.shared_bytes_per_sm},
-        std::pair{cudaDevAttrClockRate, &clock_khz},
-        std::pair{cudaDevAttrMemoryClockRate, &memory_khz},
-        std::pair{cudaDevAttrGlobalMemoryBusWidth, &memory_bits}}) {
+        std::pair{cudaDevAttrMaxSharedMemoryPerMultiprocessor, &device.shared_bytes_per_sm}}) {
     const cudaError_t error = cudaDeviceGetAttribute(value, attribute, ordinal);
     if (error != cudaSuccess) return error;
   }
-  device.compute_capability = 10 * major + minor;
-  device.clock_mhz = clock_khz / 1000;
-  // Memory transfers twice in a clock.
-  device.memory_gb_per_s = static_cast<int>(int64_t{2} * memory_khz * (memory_bits / 8) / 1000000);
+  device.ordinal = ordinal;
+  device.architecture = device.compute_capability = 10 * major + minor;
+  ReadRates(ordinal, device);
   Limit(device);
   return cudaSuccess;
 }
@@ -76,7 +89,7 @@ cudaError_t FindTuned(int ordinal, std::shared_ptr<const TunedTable>& tuned) {
   return error;
 }
 
-// Attributes of kernels belong to the current device.
+// Everything but the instances that multiply, which are loaded when they are first needed (kernels/loaded.h).
 cudaError_t Prepare(int ordinal, DeviceState& state) {
   Device& device = state.device;
   int current = 0;
@@ -84,15 +97,11 @@ cudaError_t Prepare(int ordinal, DeviceState& state) {
   if (error == cudaSuccess) error = cudaSetDevice(ordinal);
   if (error == cudaSuccess) error = ReadDevice(ordinal, device);
   if (error == cudaSuccess) error = FindTuned(ordinal, state.tuned);
-  if (error == cudaSuccess) error = sm80::Prepare(device);
   if (error == cudaSuccess) error = PrepareReduceSplits();
   if (error == cudaSuccess) error = PrepareRmsNorm();
   if (error == cudaSuccess) error = PrepareCopy();
   if (error == cudaSuccess) error = PrepareGatherLhs(device);
-  if (error == cudaSuccess && device.compute_capability == 90) {
-    error = sm90_stream::Prepare(device);
-    if (error == cudaSuccess) error = sm90::Prepare(device);
-  }
+  if (error == cudaSuccess && device.compute_capability == 90) error = sm90::Prepare(device);
   const cudaError_t restored = cudaSetDevice(current);
   return error == cudaSuccess ? restored : error;
 }
@@ -177,9 +186,156 @@ size_t CountJoined(const Operands* products, size_t count, const DeviceState& st
   }
   if (joining == 1) return 1;
   *joined = sm90_stream::Join(products, joining);
-  if (!Supports(Kernel::kQmmSm90Stream, *joined, state.device)) return 1;
-  *choice = Select(*joined, state.device, workspace_bytes, state.tuned.get());
+  if (!Supports(*joined, state.device)) return 1;
+  *choice = SelectCached(*joined, state.device, workspace_bytes, state.tuned.get());
   return choice->kernel == Kernel::kQmmSm90Stream ? joining : 1;
+}
+
+// Whether a kernel of its own gathers a permuted lhs in front of the product.
+bool GathersBefore(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  const bool gathers =
+      choice.kernel == Kernel::kQmmSm90Stream && sm90_stream::Gathers(problem, device, choice);
+  return problem.permuted_parts > 0 && !gathers;
+}
+
+// The product by what such a kernel has gathered.
+Operands AfterGather(Operands product) {
+  product.problem.permuted_parts = 0;
+  product.problem.pdl = true;
+  product.problem.lhs_aligned = IsAligned(product.buffers.gathered);
+  product.buffers.lhs = product.buffers.gathered;
+  return product;
+}
+
+// The instance that LaunchChoice launches.
+InstanceKey KeyOfLaunch(const Operands& product, const Device& device, const Choice& choice) {
+  const bool gathers = GathersBefore(product.problem, device, choice);
+  return KeyOf(gathers ? AfterGather(product).problem : product.problem, choice, device);
+}
+
+// What becomes of the launches of a call: they are launched.
+struct Launches {
+  int ordinal;
+  cudaStream_t stream;
+
+  static constexpr bool kCopies = true;
+  cudaError_t Joined(const QuantizedMatmul& joined, const Operands* products, size_t count,
+                     const Choice& choice) const {
+    return sm90_stream::Launch(joined, products, count, choice, DeviceInfo(ordinal), stream);
+  }
+  cudaError_t One(const Operands& product, const Choice& choice) const {
+    return LaunchChoice(product.problem, product.buffers, choice, ordinal, stream);
+  }
+};
+
+// Or their instances are collected.
+struct Collects {
+  std::vector<InstanceKey>* keys;
+  const Device& device;
+
+  static constexpr bool kCopies = false;
+  static constexpr cudaStream_t stream = nullptr;
+  cudaError_t Joined(const QuantizedMatmul& joined, const Operands*, size_t,
+                     const Choice& choice) const {
+    keys->push_back(KeyOf(joined, choice, device));
+    return cudaSuccess;
+  }
+  cudaError_t One(const Operands& product, const Choice& choice) const {
+    keys->push_back(KeyOfLaunch(product, device, choice));
+    return cudaSuccess;
+  }
+};
+
+template <typename Action>
+cudaError_t ForEachLaunch(std::vector<Operands> products, int64_t workspace_bytes,
+                          const DeviceState& state, const Action& action) {
+  const auto is_empty = [](const Operands& product) {
+    return product.problem.batch == 0 || product.problem.m == 0;
+  };
+  products.erase(std::remove_if(products.begin(), products.end(), is_empty), products.end());
+  if (products.empty()) return cudaSuccess;
+  Placement results(products[0].buffers.workspace, workspace_bytes, action.stream, Action::kCopies);
+  results.RedirectResults(products.data(), products.size());
+  AlignSharedLhs(&products, &results);
+  cudaError_t error = cudaSuccess;
+  for (size_t i = 0; i < products.size() && error == cudaSuccess;) {
+    Operands* first = &products[i];
+    if (i > 0) first->problem.pdl = true;
+    QuantizedMatmul joined;
+    Choice choice;
+    const size_t count =
+        CountJoined(first, products.size() - i, state, results.bytes(), &joined, &choice);
+    i += count;
+    if (count > 1) {
+      error = action.Joined(joined, first, count, choice);
+      continue;
+    }
+    for (Operands& launch : LaunchesOf(*first, results.bytes())) {
+      auto& [p, b] = launch;
+      b.workspace = results.workspace();
+      Placement operands(results.workspace(), results.bytes(), action.stream, Action::kCopies);
+      operands.Align(&launch);
+      if (operands.copied()) p.pdl = false;  // the previous kernel writes an operand
+      const int64_t rows = p.batch * p.m * p.weights_per_element();
+      const int64_t sums_bytes = std::min(operands.bytes(), MostSumsBytes(rows, p.out_columns()));
+      choice = SelectCached(p, state.device, sums_bytes, state.tuned.get());
+      error = operands.Finish();
+      if (error == cudaSuccess) error = action.One(launch, choice);
+      if (error != cudaSuccess) break;
+    }
+  }
+  const cudaError_t finished = results.Finish();
+  return error == cudaSuccess ? finished : error;
+}
+
+// Loads instances, those that must be compiled at the same time.
+cudaError_t LoadAll(const std::vector<InstanceKey>& keys, const Device& device) {
+  for (const InstanceKey& key : keys) StartCompiling(key, device.architecture);
+  for (const InstanceKey& key : keys) {
+    const void* function = nullptr;
+    const cudaError_t error = KernelOn(device, key, &function);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// Operands as most calls have them: aligned, and apart from the results.
+std::vector<Operands> WithOrdinaryBuffers(const std::vector<QuantizedMatmul>& problems) {
+  std::vector<Operands> products;
+  for (const QuantizedMatmul& problem : problems) {
+    products.push_back({problem, {}});
+    products.back().buffers.out = reinterpret_cast<void*>(products.size() << 48);
+  }
+  return products;
+}
+
+// A number, not 0, of all that the instances of a call depend on. Two calls may by chance have the same one: the
+// instances of the second are then loaded when they are launched.
+uint64_t NumberOf(const std::vector<QuantizedMatmul>& problems, int64_t workspace_bytes,
+                  int ordinal) {
+  uint64_t number = 0xcbf29ce484222325;
+  const auto mix = [&](int64_t value) {
+    number = (number ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15;
+    number ^= number >> 29;
+  };
+  mix(ordinal);
+  mix(workspace_bytes);
+  for (const QuantizedMatmul& p : problems) {
+    for (int64_t size : {p.batch, p.num_weights, p.m, p.n, p.k, p.group_size, p.permuted_parts}) {
+      mix(size);
+    }
+    int64_t fields = 0;
+    for (int field :
+         {p.bits, static_cast<int>(p.lhs), static_cast<int>(p.scale), static_cast<int>(p.out),
+          static_cast<int>(p.zero), static_cast<int>(p.epilogue.activation)}) {
+      fields = fields << 4 | field;
+    }
+    for (bool flag : {p.transposed, p.scale_sums, p.half_sums, p.epilogue.gated, p.pdl}) {
+      fields = fields << 1 | flag;
+    }
+    mix(fields);
+  }
+  return number | 1;
 }
 
 }  // namespace
@@ -215,14 +371,10 @@ cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int ordinal, cudaStream_t stream) {
   const Device& device = DeviceInfo(ordinal);
   Operands product = {problem, buffers};
-  const bool gathers =
-      choice.kernel == Kernel::kQmmSm90Stream && sm90_stream::Gathers(problem, device, choice);
-  if (problem.permuted_parts > 0 && !gathers) {
+  if (GathersBefore(problem, device, choice)) {
     const cudaError_t error = LaunchGatherLhs(problem, buffers, device, stream);
     if (error != cudaSuccess) return error;
-    product.problem.pdl = true;
-    product.problem.lhs_aligned = IsAligned(buffers.gathered);
-    product.buffers.lhs = buffers.gathered;
+    product = AfterGather(product);
   }
   const auto& [p, b] = product;
   switch (choice.kernel) {
@@ -236,46 +388,54 @@ cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
   return cudaErrorInvalidValue;
 }
 
+cudaError_t LoadChoices(const QuantizedMatmul& problem, const std::vector<Choice>& choices,
+                        int ordinal) {
+  const Device& device = DeviceInfo(ordinal);
+  std::vector<InstanceKey> keys;
+  for (const Choice& choice : choices) keys.push_back(KeyOfLaunch({problem, {}}, device, choice));
+  return LoadAll(keys, device);
+}
+
 cudaError_t LaunchProducts(std::vector<Operands> products, int64_t workspace_bytes, int ordinal,
                            cudaStream_t stream) {
-  const auto is_empty = [](const Operands& product) {
-    return product.problem.batch == 0 || product.problem.m == 0;
-  };
-  products.erase(std::remove_if(products.begin(), products.end(), is_empty), products.end());
-  if (products.empty()) return cudaSuccess;
-  Placement results(products[0].buffers.workspace, workspace_bytes, stream);
-  results.RedirectResults(products.data(), products.size());
-  AlignSharedLhs(&products, &results);
+  return ForEachLaunch(std::move(products), workspace_bytes, StateOf(ordinal),
+                       Launches{ordinal, stream});
+}
+
+cudaError_t LoadProducts(const std::vector<QuantizedMatmul>& problems, int64_t workspace_bytes,
+                         int ordinal) {
+  thread_local std::array<uint64_t, 1024> loaded = {};  // numbers of calls, each at its remainder
+  const uint64_t number = NumberOf(problems, workspace_bytes, ordinal);
+  uint64_t& known = loaded[number / 2 % loaded.size()];
+  if (known == number) return cudaSuccess;
   const DeviceState& state = StateOf(ordinal);
-  cudaError_t error = cudaSuccess;
-  for (size_t i = 0; i < products.size() && error == cudaSuccess;) {
-    Operands* first = &products[i];
-    if (i > 0) first->problem.pdl = true;
-    QuantizedMatmul joined;
-    Choice choice;
-    const size_t count =
-        CountJoined(first, products.size() - i, state, results.bytes(), &joined, &choice);
-    i += count;
-    if (count > 1) {
-      error = sm90_stream::Launch(joined, first, count, choice, state.device, stream);
-      continue;
-    }
-    for (Operands& launch : LaunchesOf(*first, results.bytes())) {
-      auto& [p, b] = launch;
-      b.workspace = results.workspace();
-      Placement operands(results.workspace(), results.bytes(), stream);
-      operands.Align(&launch);
-      if (operands.copied()) p.pdl = false;  // the previous kernel writes an operand
-      const int64_t rows = p.batch * p.m * p.weights_per_element();
-      const int64_t sums_bytes = std::min(operands.bytes(), MostSumsBytes(rows, p.out_columns()));
-      choice = Select(p, state.device, sums_bytes, state.tuned.get());
-      error = operands.Finish();
-      if (error == cudaSuccess) error = LaunchChoice(p, b, choice, ordinal, stream);
-      if (error != cudaSuccess) break;
-    }
+  std::vector<InstanceKey> keys;
+  cudaError_t error = ForEachLaunch(WithOrdinaryBuffers(problems), workspace_bytes, state,
+                                    Collects{&keys, state.device});
+  if (error == cudaSuccess) error = LoadAll(keys, state.device);
+  if (error == cudaSuccess) known = number;
+  return error;
+}
+
+void StartCompiling(const std::vector<QuantizedMatmul>& problems) {
+  // Facts that cost no context on the device: the program may run on others.
+  int ordinal = 0;
+  DeviceState guess;
+  cudaError_t error = cudaGetDevice(&ordinal);
+  if (error == cudaSuccess) error = ReadDevice(ordinal, guess.device);
+  if (error == cudaSuccess) error = FindTuned(ordinal, guess.tuned);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return;
   }
-  const cudaError_t finished = results.Finish();
-  return error == cudaSuccess ? finished : error;
+  AssumeClusters(guess.device);
+  for (const QuantizedMatmul& problem : problems) {
+    if (!Supports(problem, guess.device)) return;
+  }
+  std::vector<InstanceKey> keys;
+  ForEachLaunch(WithOrdinaryBuffers(problems), kMaxWorkspaceBytes, guess,
+                Collects{&keys, guess.device});
+  for (const InstanceKey& key : keys) StartCompiling(key, guess.device.architecture);
 }
 
 }  // namespace jaxlowbit

@@ -42,7 +42,7 @@ void* Placement::Take(int64_t bytes) {
 }
 
 void Placement::Copy(const void* from, void* to, int64_t bytes) {
-  if (error_ == cudaSuccess) error_ = LaunchCopy(from, to, bytes, stream_);
+  if (copies_ && error_ == cudaSuccess) error_ = LaunchCopy(from, to, bytes, stream_);
 }
 
 void* Placement::Redirect(void* result, int64_t bytes) {

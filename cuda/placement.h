@@ -17,9 +17,10 @@ namespace jaxlowbit {
 
 class Placement {
  public:
-  // Takes what it needs from the end of the workspace; `bytes` and `workspace` are what is left.
-  Placement(void* workspace, int64_t bytes, cudaStream_t stream)
-      : workspace_(workspace), bytes_(bytes), stream_(stream) {}
+  // Takes what it needs from the end of the workspace; `bytes` and `workspace` are what is left. Without `copies` it
+  // only finds places.
+  Placement(void* workspace, int64_t bytes, cudaStream_t stream, bool copies = true)
+      : workspace_(workspace), bytes_(bytes), stream_(stream), copies_(copies) {}
 
   void* workspace() const { return workspace_; }
   int64_t bytes() const { return bytes_; }
@@ -55,6 +56,7 @@ class Placement {
   void* workspace_;
   int64_t bytes_;
   cudaStream_t stream_;
+  bool copies_;
   std::vector<Result> results_;
   bool copied_ = false;
   cudaError_t error_ = cudaSuccess;

@@ -71,9 +71,11 @@ cudaError_t Replay(cudaGraphExec_t graph, cudaEvent_t begin, cudaEvent_t end, cu
 cudaError_t TimeChoices(const QuantizedMatmul& problem, const std::vector<Buffers>& calls,
                         const std::vector<Choice>& choices, int device,
                         std::vector<float>* microseconds, const TimingEffort& effort) {
+  cudaError_t error = LoadChoices(problem, choices, device);
+  if (error != cudaSuccess) return error;
   Stream stream;
   Event begin, end;
-  cudaError_t error = Make(&stream, [](cudaStream_t* handle) {
+  error = Make(&stream, [](cudaStream_t* handle) {
     return cudaStreamCreateWithFlags(handle, cudaStreamNonBlocking);
   });
   if (error == cudaSuccess) error = Make(&begin, [](cudaEvent_t* e) { return cudaEventCreate(e); });

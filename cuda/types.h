@@ -17,8 +17,10 @@ namespace jaxlowbit {
 // Rows and columns of the packed layout's atom (docs/layout.md).
 inline constexpr int64_t kAtom = 64;
 
-// Bits of a quantized value that the CUDA kernels read.
+// Bits of a quantized value that the CUDA kernels read: those whose instances the binary holds, and those whose
+// instances are compiled where they run.
 inline constexpr int kKernelBits[] = {4, 8};
+inline constexpr int kCompiledBits[] = {1, 2, 3};
 
 enum class ElementType { kF32, kBf16, kF16 };
 enum class ZeroKind { kNone, kInteger, kFloat };

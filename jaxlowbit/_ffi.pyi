@@ -2,6 +2,9 @@ from collections.abc import Sequence
 from typing import Any
 
 KERNELS: list[str]
+KERNEL_BITS: tuple[int, ...]
+COMPILED_BITS: tuple[int, ...]
+PRODUCT_NUMBERS: int
 CALL_VERSION: int
 LAYOUT_VERSION: int
 PLACE_ALIGNMENT: int
@@ -11,6 +14,18 @@ MAX_WORKSPACE_BYTES: int
 
 def targets() -> dict[str, dict[str, Any]]: ...
 def build_info() -> dict[str, Any]: ...
+
+# With CUDA kernels only.
+def toolchain() -> dict[str, str]: ...
+def set_nvrtc_paths(paths: Sequence[str]) -> None: ...
+def instances(bits: int) -> list[tuple[str, str, bool, str, str, str]]: ...
+def architecture(compute_capability: int) -> str: ...
+def loaded() -> dict[str, int]: ...
+def compile(
+    instances: Sequence[tuple[str, str]], architecture: str, *, wait: bool = ...
+) -> list[dict[str, Any]]: ...
+
+# With any build.
 def most_sums_bytes(rows: int, columns: int) -> int: ...
 def select(
     *,
@@ -24,11 +39,17 @@ def select(
     float32_scale: bool = ...,
     zero: str = ...,
     scale_sums: bool = ...,
+    half_sums: bool = ...,
+    transposed: bool = ...,
     gated: bool = ...,
     early_start: bool = ...,
+    aligned: bool = ...,
     compute_capability: int = ...,
     num_sms: int = ...,
     shared_bytes_per_sm: int = ...,
+    clock_mhz: int = ...,
+    memory_gb_per_s: int = ...,
+    clusters: Sequence[Sequence[int]] = ...,
     device_name: str = ...,
     workspace_bytes: int = ...,
 ) -> dict[str, Any]: ...
@@ -44,24 +65,61 @@ def candidates(
     float32_scale: bool = ...,
     zero: str = ...,
     scale_sums: bool = ...,
+    half_sums: bool = ...,
+    transposed: bool = ...,
+    gated: bool = ...,
+    early_start: bool = ...,
+    aligned: bool = ...,
+    compute_capability: int = ...,
+    num_sms: int = ...,
+    shared_bytes_per_sm: int = ...,
+    clock_mhz: int = ...,
+    memory_gb_per_s: int = ...,
+    clusters: Sequence[Sequence[int]] = ...,
+    device_name: str = ...,
+    workspace_bytes: int = ...,
+) -> list[tuple[str, int, int, int, int, int]]: ...
+def question(
+    *,
+    m: int,
+    n: int,
+    k: int,
+    bits: int = ...,
+    group_size: int = ...,
+    batch: int = ...,
+    lhs: str = ...,
+    float32_scale: bool = ...,
+    zero: str = ...,
+    scale_sums: bool = ...,
     gated: bool = ...,
     early_start: bool = ...,
     compute_capability: int = ...,
     num_sms: int = ...,
     shared_bytes_per_sm: int = ...,
+    clock_mhz: int = ...,
+    memory_gb_per_s: int = ...,
+    clusters: Sequence[Sequence[int]] = ...,
     device_name: str = ...,
     workspace_bytes: int = ...,
-) -> list[tuple[str, int, int, int, int, int]]: ...
+) -> Question: ...
+
+class Question: ...
+
+class CostModel:
+    def __init__(
+        self,
+        kernel: str,
+        choices: Sequence[tuple[Question, tuple[int, int, int, int, int, int]]],
+    ) -> None: ...
+    @property
+    def constants(self) -> list[float]: ...
+    def microseconds(self, constants: Sequence[float]) -> list[float]: ...
+
 def set_tuned(
     device_name: str,
-    entries: Sequence[tuple[tuple, tuple]],
+    entries: Sequence[tuple[tuple, tuple, int]],
     *,
     compute_capability: int,
     num_sms: int,
     shared_bytes_per_sm: int,
 ) -> list[str]: ...
-def toolchain() -> dict[str, str]: ...
-def set_nvrtc_paths(paths: Sequence[str]) -> None: ...
-def compile(
-    instances: Sequence[tuple[str, str]], architecture: str, *, wait: bool = ...
-) -> list[dict[str, Any]]: ...

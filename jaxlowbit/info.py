@@ -3,11 +3,12 @@
 import platform
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from ._backends import extension
+from ._backends import call, extension
 
 
 def report() -> Iterator[tuple[str, str]]:
@@ -22,8 +23,26 @@ def report() -> Iterator[tuple[str, str]]:
         yield "CUDA kernels", f"{build['cuda_architectures']}, by {build['cuda_compiler']}"
     else:
         yield "CUDA kernels", "not built, because no nvcc was found or it was turned off"
+    if build["cuda"]:
+        yield from _compiling()
     for device in jax.devices():
         yield f"device {device.id}", f"{_name(device)}: {_backends(device)}"
+
+
+def _compiling() -> Iterator[tuple[str, str]]:
+    """The compiler of kernels that the build does not hold, and what it has made."""
+    toolchain, loaded = extension.ffi.toolchain(), extension.ffi.loaded()
+    widths = call.one_of(extension.ffi.COMPILED_BITS)
+    found = f"{toolchain['compiler']}, {toolchain['path']}"
+    yield "compiler", f"of kernels for {widths} bits: {toolchain['error'] or found}"
+    if folder := toolchain["cache"]:
+        sizes = [path.stat().st_size for path in Path(folder).glob("*.cubin")]
+        yield "compiled kernels", f"{folder}: {len(sizes)}, {sum(sizes) / 1e6:.1f} MB"
+    else:
+        yield "compiled kernels", "kept nowhere"
+    here = ("of the build", "ahead_of_time"), ("compiled", "compiled"), ("from there", "cached")
+    counts = ", ".join(f"{loaded[name]} {what}" for what, name in here)
+    yield "loaded kernels", f"in this process: {counts}"
 
 
 def _name(device: Any) -> str:

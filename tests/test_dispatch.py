@@ -65,8 +65,14 @@ def test_choices_for_gated_pairs(device):
 
 
 def test_choices_do_not_change_between_calls():
-    problem: dict[str, Any] = {"m": 3, "n": 4096, "k": 4096, **H200}
-    assert select(**problem) == select(**problem)
+    """`select` remembers some thousands of choices; `candidates` remembers none."""
+    for _ in range(2):
+        for m in range(1, 5001):
+            problem: dict[str, Any] = {"m": m, "n": 128, "k": 128, **SMALL}
+            choice = select(**problem)
+            (kernel, block_m, split_k, *_), *_ = extension.ffi.candidates(**problem)
+            found = choice["kernel"], choice["block_m"], choice["split_k"]
+            assert found == (kernel, block_m, split_k), problem
 
 
 @pytest.mark.parametrize(
@@ -138,7 +144,7 @@ def test_small_weights_take_tiles_of_one_strip(m, n, k):
     assert tiles[0] in (2, 6) and tiles[1] not in (2, 6)  # kTiles of cuda/kernels/sm90/plan.h
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 6144, 4096), (16, 6144, 4096)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (16, 6144, 4096)])
 def test_products_that_start_early_share_multiprocessors(m, n, k):
     """In larger clusters, which leave room for CTAs of the kernel before and of the next."""
     alone, early = (select(m=m, n=n, k=k, early_start=early, **H200) for early in (False, True))
@@ -161,11 +167,43 @@ def test_more_tokens_take_larger_tiles():
     assert choices[0]["split_k"] > 1 and choices[-1]["split_k"] == 1
 
 
+def microseconds(kernel, **problem):
+    """What the cost model expects of the kernel's first candidate."""
+    found = next(c for c in extension.ffi.candidates(**problem) if c[0] == kernel)
+    choice = extension.ffi.KERNELS.index(kernel), *found[1:]
+    model = extension.ffi.CostModel(kernel, [(extension.ffi.question(**problem), choice)])
+    return model.microseconds(model.constants)[0]
+
+
+@pytest.mark.parametrize(
+    ("m", "kernel", "device"),
+    [
+        (1, "qmm_sm80", A100),
+        (1, "qmm_sm90_stream", H200),
+        (16, "qmm_sm90", H200),
+        (1024, "qmm_sm90", H200),
+    ],
+)
+def test_costs_follow_the_rates_of_the_device(m, kernel, device):
+    """Those of an H200, and others within 5 percent, are what is assumed of unknown ones."""
+    problem = {"m": m, "n": 28672, "k": 8192, **device}
+    assumed = microseconds(kernel, **problem)
+    for clock_mhz, memory_gb_per_s in ((1980, 4814), (1965, 4916), (0, 4814)):
+        rates = {"clock_mhz": clock_mhz, "memory_gb_per_s": memory_gb_per_s}
+        assert microseconds(kernel, **problem, **rates) == assumed
+    slow = microseconds(kernel, **problem, clock_mhz=990, memory_gb_per_s=2407)
+    assert slow == pytest.approx(2 * assumed)
+    # With a tenth of the memory's rate, weights take longer to read than all else.
+    starved = microseconds(kernel, **problem, clock_mhz=1980, memory_gb_per_s=481)
+    read = 28672 * 8192 / 2 / 481e3
+    assert starved > 0.9 * read if m < 1024 else starved == pytest.approx(assumed)
+
+
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
         ({"compute_capability": 75}, "need compute capability 8.0, this device has 7.5"),
-        ({"bits": 3}, "read 4 or 8 bits, the weight has 3"),
+        ({"bits": 5}, "do not read weights of 5 bits"),
         ({"n": 2**30 + 1}, "n=1073741825 is beyond 2^30"),
         ({"k": 2**30 + 1}, "k=1073741825 or n=64 is beyond 2^30"),
     ],

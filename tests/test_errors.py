@@ -383,12 +383,13 @@ def test_unknown_backend(matrix):
 def available(monkeypatch):
     """As if this build had the custom calls of every platform."""
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
+    monkeypatch.setattr(extension, "uncompiled", lambda bits: None)
 
 
 @pytest.mark.parametrize(
     ("backend", "format", "dtype", "reason"),
     [
-        ("cuda", Format(3, 16), "bfloat16", "its kernels read 4 or 8 bits, the format has 3"),
+        ("cuda", Format(5, 16), "bfloat16", "its kernels read .* or 8 bits, the format has 5"),
         ("cuda", FOUR.replace(zero="float"), "float32", "with float32 lhs its kernels"),
     ],
 )

@@ -8,6 +8,7 @@ import functools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -201,3 +202,40 @@ def test_no_exception_leaves_a_handler():
 
 def test_versions_are_one_fact():
     assert extension.ffi.LAYOUT_VERSION == layout.VERSION
+
+
+# --- what a program compiles as it is instantiated ------------------------------------------------
+
+PRODUCT = [1, 2, 40, 70, 2, 32, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.skipif(not extension.build_info()["cuda"], reason="this build has no CUDA kernels")
+@pytest.mark.parametrize(
+    "products",
+    [
+        None,
+        [],
+        PRODUCT,
+        PRODUCT * 3,
+        PRODUCT[:5],
+        [-1] * 15,
+        [2**62] * 15,
+        np.array([1.0], np.float32),
+    ],
+    ids=["absent", "none", "one", "three", "too short", "negative", "too large", "floats"],
+)
+def test_instantiating_never_fails(products):
+    """Programs of other versions describe products in other ways; without a GPU nothing happens."""
+    target = f"{TARGET}_instantiated"
+    cuda, cpu = (extension.ffi.targets()[platform][TARGET] for platform in ("CUDA", "cpu"))
+    handlers = {"instantiate": cuda["instantiate"], "execute": cpu["execute"]}
+    jax.ffi.register_ffi_target(target, handlers, platform="cpu")
+    attributes: dict[str, Any] = {name: np.int64(value) for name, value in ATTRIBUTES.items()}
+    attributes |= dict.fromkeys(("transposed", "scale_sums", "half_sums"), False)
+    if products is not None:
+        attributes["products"] = np.array(products, getattr(products, "dtype", np.int64))
+    *operands, out = (jax.ShapeDtypeStruct(shape, jnp.dtype(t)) for shape, t in OPERANDS.values())
+    with jax.default_device(jax.devices("cpu")[0]):
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in operands]
+        call = jax.jit(lambda *x: jax.ffi.ffi_call(target, out)(*x, **attributes))
+        assert not call(*zeros).any()

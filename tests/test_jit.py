@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 import stat
 import subprocess
 import sys
@@ -9,8 +11,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import wgmma_hazards
 
+from jaxlowbit._backends import extension, instances
 from jaxlowbit._backends.extension import build_info, ffi
+from jaxlowbit._tuning import compiling
+from jaxlowbit.info import report
 
 try:
     PACKAGE = metadata.distribution("nvidia-cuda-nvrtc")
@@ -37,7 +43,8 @@ PROGRAM = """
 import json, sys
 from jaxlowbit import _ffi as ffi
 paths, instances, architecture = json.loads(sys.argv[1])
-ffi.set_nvrtc_paths(paths)
+if paths:
+    ffi.set_nvrtc_paths(paths)
 results = ffi.compile([tuple(each) for each in instances], architecture)
 for result in results:
     result["cubin"] = result["cubin"].hex()
@@ -151,7 +158,7 @@ def test_a_process_may_end_while_kernels_are_compiled(nvrtc, tmp_path):
         "import json, sys, time\n"
         "from jaxlowbit import _ffi as ffi\n"
         "paths, instances, _ = json.loads(sys.argv[1])\n"
-        "ffi.set_nvrtc_paths(paths)\n"
+        "if paths:\n    ffi.set_nvrtc_paths(paths)\n"
         "ffi.compile([tuple(each) for each in instances], '90a', wait=False)\n"
         "time.sleep(0.2)\n"
     )
@@ -159,3 +166,197 @@ def test_a_process_may_end_while_kernels_are_compiled(nvrtc, tmp_path):
     env = os.environ | {"JAXLOWBIT_CACHE_DIR": str(tmp_path)}
     ended = subprocess.run([sys.executable, "-P", "-c", program, given], env=env, timeout=120)
     assert ended.returncode == 0
+
+
+# --- instances ------------------------------------------------------------------------------------
+
+FAMILIES = ("sm80", "sm80_transposed", "sm90_stream", "sm90")
+
+
+def instances_of(*widths: int, family: str | None = None) -> list[tuple[str, str]]:
+    found = [instance[:2] for bits in widths for instance in ffi.instances(bits)]
+    return [instance for instance in found if family in (None, instance[0])]
+
+
+def sample(found: list, count: int) -> list:
+    return random.Random(0).sample(found, count)
+
+
+def kernel_names(binary: bytes) -> set[bytes]:
+    """The mangled names of our kernels, as strings that end with a null."""
+    return set(re.findall(rb"(_ZN9jaxlowbit\d+sm[\w]+Qmm\w+Kernel\w+)\0", binary))
+
+
+def test_every_instance_has_one_name():
+    names = [name for _, name in instances_of(*ffi.KERNEL_BITS, *ffi.COMPILED_BITS)]
+    assert len(names) == len(set(names)) > 500
+    for bits in (*ffi.KERNEL_BITS, *ffi.COMPILED_BITS):
+        found = ffi.instances(bits)
+        assert {family for family, *_ in found} == set(FAMILIES)
+        assert {ahead_of_time for _, _, ahead_of_time, *_ in found} == {bits in ffi.KERNEL_BITS}
+
+
+def test_names_are_those_of_the_kernels_in_the_build(nvrtc, tmp_path):
+    built = kernel_names(Path(ffi.__file__).read_bytes())
+    ahead_of_time = instances_of(*ffi.KERNEL_BITS)
+    assert len(built) == len(ahead_of_time)
+    some = [
+        instance
+        for family in FAMILIES
+        for instance in sample(instances_of(*ffi.KERNEL_BITS, family=family), 2)
+    ]
+    _, results = compiled(tmp_path, some)
+    for instance, result in zip(some, results, strict=True):
+        assert not result["error"], result["error"]
+        found = re.findall(rb"\.text\.(_ZN\w+)\0", bytes.fromhex(result["cubin"]))
+        assert len(set(found)) == 1 and found[0] in built, instance
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_widths_that_the_build_lacks_compile(nvrtc, tmp_path, family):
+    """For Hopper, without registers that running products still read; elsewhere for others, too."""
+    if family == "sm90" and wgmma_hazards.find_tool("nvdisasm") is None:
+        pytest.skip("nvdisasm was not found")
+    architecture = "90a" if "sm90" in family else "86"
+    some = [
+        instance
+        for bits in ffi.COMPILED_BITS
+        for instance in sample(instances_of(bits, family=family), 2)
+    ]
+    _, results = compiled(tmp_path / "cache", some, architecture=architecture)
+    for (_, name), result in zip(some, results, strict=True):
+        assert not result["error"], (name, result["error"])
+        if family != "sm90":
+            continue
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(bytes.fromhex(result["cubin"]))
+        ((_, sass),) = wgmma_hazards.kernels(cubin)
+        kernel = wgmma_hazards.Kernel(sass)
+        assert kernel.products and not kernel.hazards(), name
+
+
+def test_the_compiler_of_nvidias_wheel_is_found(nvrtc, tmp_path):
+    """By its place beside other packages, where the system does not look."""
+    folder = tmp_path / "nvidia/cu13/lib"
+    folder.mkdir(parents=True)
+    for path in Path(nvrtc["path"]).parent.glob("libnvrtc*"):
+        (folder / path.name).symlink_to(path)
+    program = (
+        "import sys; sys.path.append(sys.argv[1])\n"
+        "import jaxlowbit\n"
+        "from jaxlowbit import _ffi\n"
+        "print(_ffi.toolchain()['path'])\n"
+    )
+    command = [sys.executable, "-P", "-c", program, str(tmp_path)]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    assert Path(found).resolve() == Path(nvrtc["path"]).resolve() and "cu13" in found
+
+
+# --- the reason, the report and the command -------------------------------------------------------
+
+
+@pytest.fixture
+def toolchain(monkeypatch, tmp_path):
+    """What is said of the compiler."""
+    said = {"error": "", "compiler": "nvrtc 13.9", "path": "/lib/nvrtc", "cache": str(tmp_path)}
+    monkeypatch.setattr(extension.ffi, "toolchain", lambda: said)
+    extension.uncompiled.cache_clear()
+    yield said
+    extension.uncompiled.cache_clear()
+
+
+def test_widths_without_a_compiler_say_why(toolchain):
+    toolchain["error"] = "there is none"
+    for bits in ffi.COMPILED_BITS:
+        reason = extension.uncompiled(bits)
+        assert (
+            reason == f"its kernels for {bits} bits are compiled where they run, and there is none"
+        )
+    assert all(extension.uncompiled(bits) is None for bits in ffi.KERNEL_BITS)
+
+
+def test_the_report_names_compiler_and_cache(toolchain, tmp_path):
+    (tmp_path / "a.cubin").write_bytes(bytes(1500000))
+    lines = dict(report())
+    assert lines["compiler"].endswith("nvrtc 13.9, /lib/nvrtc")
+    assert lines["compiled kernels"] == f"{tmp_path}: 1, 1.5 MB"
+    assert "of the build" in lines["loaded kernels"]
+    toolchain["error"], toolchain["cache"] = "there is none", ""
+    lines = dict(report())
+    assert lines["compiler"].endswith("there is none")
+    assert lines["compiled kernels"] == "kept nowhere"
+
+
+@pytest.fixture
+def compiler(monkeypatch, toolchain):
+    """Records what is to be compiled, and compiles nothing."""
+    asked = []
+
+    def compile_all(wanted, capability):
+        asked.append((capability, list(wanted)))
+        return (instances.Compiled(instance, "", i == 0, 0.5) for i, instance in enumerate(wanted))
+
+    monkeypatch.setattr(instances, "compile_all", compile_all)
+    return asked
+
+
+@pytest.mark.parametrize(("device", "capability", "count"), [("H200", 90, 17), ("A100", 80, 4)])
+def test_all_kernels_of_a_format_are_compiled(compiler, capsys, device, capability, count):
+    compiling.main(["--format", "int2-g128-integer", "--device", device])
+    ((asked, wanted),) = compiler
+    assert asked == capability and len(wanted) == len(set(wanted)) == count
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == count + 2 and out[0].startswith(f"1/{count}  cached")
+    assert f"{count - 1} compiled, 1 were there" in out[-1]
+
+
+def test_gradients_take_kernels_of_their_own(compiler):
+    compiling.main(["--format", "int2-g128", "--device", "A100", "--transposed"])
+    ((_, wanted),) = compiler
+    assert len(wanted) == 8
+
+
+def test_kernels_of_shapes_are_those_that_are_chosen(compiler):
+    shapes = ["--shapes", "4096x4096", "--tokens", "1", "256", "--device", "H200"]
+    compiling.main([*shapes, "--format", "int2-g128"])
+    compiling.main(["--format", "int2-g128", "--device", "H200"])
+    (_, chosen), (_, every) = compiler
+    assert 0 < len(chosen) < len(every) and set(chosen) < set(every)
+    families = [instance.family for instance in chosen]
+    assert set(families) == {"sm80", "sm90_stream", "sm90"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_kernels_for_other_activations(compiler, dtype):
+    compiling.main(["--format", "int2-g128", "--device", "H200", "--dtype", dtype])
+    ((_, wanted),) = compiler
+    text = " ".join(instance.expression for instance in wanted)
+    assert ("__half, __half" in text) == (dtype == "float16")
+    assert ("kGroups" in text) == (dtype == "float32")
+
+
+def test_nothing_is_compiled_that_the_build_has(compiler, capsys):
+    compiling.main(["--format", "int4-g128", "--device", "H200"])
+    assert "the build has all of these kernels" in capsys.readouterr().out and not compiler
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name a checkpoint, --shapes with --format, or --format alone"),
+        (["--format", "int2", "--dtype", "int8"], "--dtype int8: name one of"),
+        (["--format", "two"], "'two' names no format"),
+        (["--format", "int5"], "--format int5: its kernels read"),
+    ],
+)
+def test_arguments_that_mean_nothing(toolchain, capsys, arguments, said):
+    with pytest.raises(SystemExit):
+        compiling.main(["--device", "H200", *arguments])
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_says_that_there_is_no_compiler(toolchain, capsys):
+    toolchain["error"] = "there is none"
+    with pytest.raises(SystemExit):
+        compiling.main(["--format", "int2", "--device", "H200"])
+    assert "there is none." in capsys.readouterr().err

@@ -26,6 +26,7 @@ FOUR = Format(4, 32)
 def cuda(monkeypatch):
     """Programs can be lowered for CUDA, also by a build without its kernels."""
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
+    monkeypatch.setattr(extension, "uncompiled", lambda bits: None)
 
 
 def stack(format=FOUR, *lead):
@@ -168,7 +169,7 @@ def test_sizes_beyond_the_kernels_are_the_definition(cuda):
     ("platform", "dtype", "format"),
     [
         ("cuda", "float32", FOUR.replace(zero="float")),
-        ("cuda", "bfloat16", Format(3, 32)),
+        ("cuda", "bfloat16", Format(5, 32)),
         ("tpu", "bfloat16", FOUR),
         ("rocm", "bfloat16", FOUR),
     ],
@@ -447,3 +448,92 @@ def test_custom_calls_of_export_must_be_allowed(cuda):
     rhs = stack()
     with pytest.raises(ValueError, match=TARGET):
         export.export(jax.jit(lambda x: x @ rhs), platforms=["cuda"])(like(5, K))
+
+
+# --- kernels that are compiled where they run -----------------------------------------------------
+
+TWO = Format(2, 32, "integer")
+
+
+def products(text: str) -> list[list[int]]:
+    """What a call says of each of its products (`xla_ffi/cuda_instantiate.cc`)."""
+    found = re.findall(r"products = dense<\[([\d, -]*)\]>", text)
+    numbers = [int(number) for each in found for number in each.split(",")]
+    count = extension.ffi.PRODUCT_NUMBERS
+    assert len(numbers) % count == 0
+    return [numbers[i : i + count] for i in range(0, len(numbers), count)]
+
+
+def expected(m, n, k, *, lhs=1, scale=1, out=1, order=0, flags=(0, 0, 0, 0), batch=1):
+    return [batch, m, n, k, 2, 32, lhs, scale, out, 1, order, *flags]
+
+
+def pair(k=K, n=N):
+    weight = np.random.default_rng(0).normal(size=(2, k, n)).astype(np.float32)
+    return jaxlowbit.quantize(weight.astype(jnp.bfloat16), TWO)
+
+
+def two(k=K, n=N, **options):
+    weight = np.random.default_rng(0).normal(size=(k, n)).astype(np.float32)
+    return jaxlowbit.quantize(weight.astype(jnp.bfloat16), TWO, **options)
+
+
+@pytest.mark.parametrize(
+    ("f", "operands", "said"),
+    [
+        (product, (like(5, K), two()), [expected(5, N, K)]),
+        (product, (like(5, K, dtype="float16"), two()), [expected(5, N, K, lhs=2, scale=0, out=2)]),
+        (
+            product,
+            (like(5, K, dtype="float32"), two()),
+            [expected(15, N, K, scale=0, out=0, flags=(0, 1, 0, 0))],
+        ),
+        (
+            lambda y, q: jax.vjp(lambda x: x @ q, jnp.ones((5, K), jnp.bfloat16))[1](y),
+            (like(5, N), two()),
+            [expected(5, N, K, flags=(1, 0, 0, 0))],
+        ),
+        (
+            lambda x, q: quantized_matmul(x, q, activation="relu"),
+            (like(5, K), two()),
+            [expected(5, N, K)],
+        ),
+        (
+            lambda x, q: jaxlowbit.quantized_glu(x, q, activation="silu"),
+            (like(5, K), pair()),
+            [expected(5, N, K, flags=(0, 0, 0, 1))],
+        ),
+        (
+            lambda x, *q: jaxlowbit.quantized_matmuls(x, q),
+            (like(5, K), two(), two(n=64)),
+            [expected(5, N, K), expected(5, 64, K)],
+        ),
+        (
+            jaxlowbit.quantized_mlp,
+            (like(5, K), pair(), two(N, K)),
+            [expected(5, N, K, flags=(0, 0, 0, 1)), expected(5, K, N)],
+        ),
+        (
+            lambda x, q: x @ jaxlowbit.QuantizedArray.select(q, 1),
+            (like(5, K), pair()),
+            [expected(5, N, K)],
+        ),
+    ],
+    ids=["bf16", "f16", "f32", "transposed", "fused", "glu", "matmuls", "mlp", "stack"],
+)
+def test_calls_describe_what_must_be_compiled(cuda, f, operands, said):
+    assert products(lowered(f, *operands, platform="cuda")) == said
+
+
+def test_calls_whose_kernels_are_there_describe_nothing(cuda):
+    text = lowered(product, like(5, K), stack(), platform="cuda")
+    assert calls(text) == 1 and "products" not in text
+
+
+def test_calls_of_unknown_size_describe_nothing(cuda):
+    exported = export.export(
+        jax.jit(lambda x, q: x @ q),
+        platforms=["cuda"],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call(TARGET)],
+    )(jax.ShapeDtypeStruct(export.symbolic_shape("b, 128"), jnp.bfloat16), two())
+    assert calls(exported.mlir_module()) == 1 and "products" not in exported.mlir_module()

@@ -170,7 +170,7 @@ def test_the_first_rule_that_matches_decides(kind):
 def test_report():
     model = Transformer()
     kernel = model.blocks[0].mlp.up.kernel[...]
-    report = quantize_model(model, [("head", Format(3, 32)), (r"0\.mlp\.up", FORMAT)])
+    report = quantize_model(model, [("head", Format(5, 32)), (r"0\.mlp\.up", FORMAT)])
     layers = {layer.path: layer for layer in report.layers}
     up, layer = layers["blocks.0.mlp.up"], model.blocks[0].mlp.up
     change = np.linalg.norm(layer.kernel.dequantize() - kernel) / np.linalg.norm(kernel)
@@ -180,7 +180,9 @@ def test_report():
     if jax.default_backend() == "cpu":
         assert up.backend == layers["head"].backend == "cpu"
     if jax.default_backend() == "gpu":
-        assert layers["head"].backend == "xla: its kernels read 4 or 8 bits, the format has 3"
+        assert re.fullmatch(
+            "xla: its kernels read .* bits, the format has 5", layers["head"].backend
+        )
     kept = layers["blocks.1.qkv"]
     assert kept.format is None and kept.nbytes_after == kept.nbytes_before
     assert report.nbytes_after == sum(layer.nbytes_after for layer in report.layers)

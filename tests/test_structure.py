@@ -29,7 +29,7 @@ RANKS = (
     ("_composite",),
     ("_flax", "_tuning"),
     ("_llm",),
-    ("", "info", "linen", "llm", "nnx", "tune", "_array", "_formats"),
+    ("", "compile", "info", "linen", "llm", "nnx", "tune", "_array", "_formats"),
 )
 # Inside `_flax`, by the first letters of a module: the rest serves both.
 FLAX = ("linen", "nnx")

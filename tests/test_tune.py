@@ -32,7 +32,7 @@ PRODUCT = Product(16, 4096, 4096, INT4, "bfloat16", "bfloat16")
 OTHER = Choice("qmm_sm90_stream", 16, 1, 8, 0, 1)  # than the cost model's
 
 
-def table(*entries, driver="580.1", **changes):
+def table(*entries, driver: str | None = "580.1", **changes):
     entries = entries or (entry(),)
     return Table(H200, driver, jaxlowbit.__version__, entries)._replace(**changes)
 
@@ -52,15 +52,17 @@ def explained(m, n=4096, k=4096, format=INT4, scale_dtype=jnp.bfloat16):
     return explain(jax.ShapeDtypeStruct((m, k), jnp.bfloat16), rhs, device="H200")
 
 
-DRIVER = tables._DRIVER
+DRIVER, SHIPPED = tables._DRIVER, tables._SHIPPED
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A cache of its own, no driver, and no table left behind."""
+    """A cache of its own, no driver, no table of the package, and none left behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(tables.VARIABLE, raising=False)
     monkeypatch.setattr(tables, "_DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(tables, "_SHIPPED", tmp_path / "shipped")
+    selection.set_tuned(H200, [])
     yield tmp_path / "jaxlowbit"
     selection.set_tuned(H200, [])
 
@@ -93,7 +95,7 @@ def test_candidates_run_and_begin_with_the_default(m, changes):
 
 
 def test_there_are_no_candidates_without_a_kernel():
-    assert selection.candidates(PRODUCT._replace(format=Format(3)), H200) == []
+    assert selection.candidates(PRODUCT._replace(format=Format(5)), H200) == []
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,15 @@ def test_a_table_stands_for_its_products_alone():
         abstract((3, 4096, 4096), INT4),
         device="H200",
     )
+
+
+def test_an_entry_may_stand_for_few_numbers_of_rows():
+    entries = [(PRODUCT, OTHER, 12), (PRODUCT._replace(m=4), OTHER._replace(block_m=8))]
+    assert selection.set_tuned(H200, entries) == ["", ""]
+    for m in (*range(1, 5), *range(12, 17)):
+        assert "measured" in explained(m), m
+    for m in (*range(5, 12), 17):
+        assert "measured" not in explained(m), m
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -204,6 +215,33 @@ def test_a_table_of_elsewhere_is_not_used(tmp_path, home, monkeypatch, changes, 
     tables.load()
 
 
+def test_what_the_user_measured_comes_before_the_tables_of_the_package(home, monkeypatch):
+    few, eight = OTHER._replace(split_k=4), OTHER._replace(split_k=2)
+    ours = table(entry(few), entry(few, n=8192), entry(eight, m=12), driver=None)
+    tables.write(tables._SHIPPED / "NVIDIA-H200.json", ours)
+    tables.load()
+    assert "split_k=4" in explained(16) and "split_k=2" in explained(12)
+    tables.write(tables.path_for(H200.name), table())
+    tables.load()
+    assert "split_k=1" in explained(16) and "split_k=1" in explained(12)
+    assert "split_k=4" in explained(16, n=8192)
+    selection.set_tuned(H200, [])
+    monkeypatch.setenv(tables.VARIABLE, "")
+    tables.load()
+    assert "measured" not in explained(16, n=8192)
+
+
+def test_the_tables_of_the_package_are_whole(monkeypatch):
+    """Kernels can run every choice, which is faster than the default by more than 3 percent."""
+    for path in sorted(SHIPPED.glob("*.json")):
+        found = tables.read(path)
+        assert tables._set(found) == [] and found.driver is None
+        selection.set_tuned(found.device, [])
+        for each in found.entries:
+            assert each.us < 0.97 * each.default_us and each.choice != each.default
+            assert 1 <= each.least_m <= each.product.m
+
+
 def test_a_table_of_here_is_used(tmp_path, home):
     driver(tmp_path, "NVIDIA H200")
     tables.write(tables.path_for(H200.name), table())
@@ -256,6 +294,9 @@ def test_show(home, capsys):
     assert "int4-g128" in shown and "6.00       5.00   1.20  qmm_sm90_stream, block_m=16" in shown
     assert "2 of 2 choices changed; geometric mean of the ratios 1.200" in shown
     assert "used from the next start on" in shown
+    tables.write(tables._SHIPPED / "NVIDIA-H200.json", table(driver=None))
+    command.main(["--show"])
+    assert "comes with the package, and is used where you" in capsys.readouterr().out
     tables.write(home / "elsewhere", table())
     command.main(["--show", "--out", str(home / "elsewhere")])
     assert "used where JAXLOWBIT_TUNED names it" in capsys.readouterr().out
@@ -357,11 +398,11 @@ def test_weights_of_a_checkpoint(tmp_path):
         ([(64, 64)], {"tokens": [0]}, r"0 is no number of tokens; name some from 1"),
         ([(64, 64)], {"tokens": []}, "there are no numbers of tokens"),
         ([(64, 64)], {"dtype": "float32"}, "there are choices for bfloat16 and float16 alone"),
-        ([(64, 64)], {"format": Format(3)}, "its kernels read 4 or 8 bits, the format has 3"),
+        ([(64, 64)], {"format": Format(5)}, "its kernels read .* or 8 bits, the format has 5"),
         (
-            {"w": quantize(jnp.ones((64, 64)), Format(3))},
+            {"w": quantize(jnp.ones((64, 64)), Format(5))},
             {},
-            "for these weights: its kernels read 4",
+            "for these weights: its kernels read",
         ),
     ],
 )

@@ -4,7 +4,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-MOST_MEGABYTES = 20
+MOST_MEGABYTES = 10
 
 
 def report(wheel: Path) -> tuple[str, bool]:

@@ -16,6 +16,9 @@ namespace jaxlowbit {
 inline constexpr int64_t kCallVersion = 1;
 inline constexpr int64_t kLayoutVersion = 1;  // docs/layout.md
 
+// Numbers of each product in the attribute `products` (cuda_instantiate.cc).
+inline constexpr size_t kProductNumbers = 15;
+
 class Attributes {
  public:
   explicit Attributes(ffi::Dictionary dictionary) : dictionary_(dictionary) {}

@@ -123,9 +123,21 @@ ffi::Error RedirectResults(const BlockBuffers& buffers, std::vector<Operands>* p
   return ffi::Error::Success();
 }
 
+ffi::Error LoadBlock(const std::vector<Operands>& products, ffi::Buffer<ffi::U8> workspace,
+                     const Place& place) {
+  const std::pair<size_t, size_t> ranges[] = {{0, 1}, {1, 2}, {2, 3}, {kWeights, products.size()}};
+  for (const auto& [begin, end] : ranges) {
+    const ffi::Error error =
+        Enqueue({products.begin() + begin, products.begin() + end}, Workspace(workspace), place);
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> products,
                         ffi::Buffer<ffi::U8> workspace, float epsilon, const Place& place) {
   const QuantizedMatmul& p = products[0].problem;
+  if (place.stage == Stage::kInitialize) return LoadBlock(products, workspace, place);
   const auto bytes = static_cast<int64_t>(workspace.element_count());
   Placement placement(workspace.untyped_data(), bytes, place.stream);
   void* result = buffers.result.untyped_data();
@@ -156,13 +168,13 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
   return error.failure() ? error : finished;
 }
 
-ffi::Error ExecuteBlock(cudaStream_t stream, ffi::AnyBuffer attended, ffi::AnyBuffer residual,
-                        ffi::AnyBuffer norm, ffi::AnyBuffer following_norm,
-                        ffi::RemainingArgs weights, ffi::Result<ffi::AnyBuffer> result,
-                        ffi::Result<ffi::AnyBuffer> projected, ffi::Result<ffi::AnyBuffer> sum,
-                        ffi::Result<ffi::AnyBuffer> normed, ffi::Result<ffi::AnyBuffer> hidden,
-                        ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::RemainingRets following,
-                        ffi::Dictionary dictionary) {
+template <Stage kStage>
+ffi::Error Block(cudaStream_t stream, ffi::AnyBuffer attended, ffi::AnyBuffer residual,
+                 ffi::AnyBuffer norm, ffi::AnyBuffer following_norm, ffi::RemainingArgs weights,
+                 ffi::Result<ffi::AnyBuffer> result, ffi::Result<ffi::AnyBuffer> projected,
+                 ffi::Result<ffi::AnyBuffer> sum, ffi::Result<ffi::AnyBuffer> normed,
+                 ffi::Result<ffi::AnyBuffer> hidden, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
+                 ffi::RemainingRets following, ffi::Dictionary dictionary) {
   return Guard("quantized_block", [&] {
     Attributes attributes(dictionary);
     const auto bits = attributes.Get<ffi::Span<const int64_t>>("bits");
@@ -173,7 +185,7 @@ ffi::Error ExecuteBlock(cudaStream_t stream, ffi::AnyBuffer attended, ffi::AnyBu
                                   *projected, *sum,     *normed, *hidden};
     std::vector<Operands> products;
     Activation activation;
-    Place place;
+    Place place(kStage);
     ffi::Error error = attributes.Check();
     if (error.success()) error = DecodeActivation(name, &activation);
     if (error.success()) error = place.Find(stream);
@@ -191,23 +203,33 @@ ffi::Error ExecuteBlock(cudaStream_t stream, ffi::AnyBuffer attended, ffi::AnyBu
   });
 }
 
+template <ffi::ExecutionStage kStage>
+auto BindBlock() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<ffi::AnyBuffer>()        // attended
+      .template Arg<ffi::AnyBuffer>()        // residual
+      .template Arg<ffi::AnyBuffer>()        // norm
+      .template Arg<ffi::AnyBuffer>()        // following_norm
+      .RemainingArgs()                       // weights
+      .template Ret<ffi::AnyBuffer>()        // result
+      .template Ret<ffi::AnyBuffer>()        // projected
+      .template Ret<ffi::AnyBuffer>()        // sum
+      .template Ret<ffi::AnyBuffer>()        // normed
+      .template Ret<ffi::AnyBuffer>()        // hidden
+      .template Ret<ffi::Buffer<ffi::U8>>()  // workspace
+      .RemainingRets()                       // following
+      .Attrs();
+}
+
 }  // namespace
 }  // namespace jaxlowbit
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaBlockExecute, jaxlowbit::ExecuteBlock,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()             // attended
-                                  .Arg<xla::ffi::AnyBuffer>()             // residual
-                                  .Arg<xla::ffi::AnyBuffer>()             // norm
-                                  .Arg<xla::ffi::AnyBuffer>()             // following_norm
-                                  .RemainingArgs()                        // weights
-                                  .Ret<xla::ffi::AnyBuffer>()             // result
-                                  .Ret<xla::ffi::AnyBuffer>()             // projected
-                                  .Ret<xla::ffi::AnyBuffer>()             // sum
-                                  .Ret<xla::ffi::AnyBuffer>()             // normed
-                                  .Ret<xla::ffi::AnyBuffer>()             // hidden
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
-                                  .RemainingRets()                        // following
-                                  .Attrs(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaBlockInitialize,
+                              jaxlowbit::Block<jaxlowbit::Stage::kInitialize>,
+                              jaxlowbit::BindBlock<xla::ffi::ExecutionStage::kInitialize>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaBlockExecute,
+                              jaxlowbit::Block<jaxlowbit::Stage::kExecute>,
+                              jaxlowbit::BindBlock<xla::ffi::ExecutionStage::kExecute>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -18,15 +18,16 @@ namespace {
 constexpr size_t kPerWeight = 4;  // packed, scale, zero, index
 
 // out[i] = lhs @ weight i.
-ffi::Error ExecuteMatmuls(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::RemainingArgs weights,
-                          ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::RemainingRets outs,
-                          ffi::Dictionary dictionary) {
+template <Stage kStage>
+ffi::Error Matmuls(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::RemainingArgs weights,
+                   ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::RemainingRets outs,
+                   ffi::Dictionary dictionary) {
   return Guard("quantized_matmuls", [&] {
     Attributes attributes(dictionary);
     ProductAttributes product = {attributes.Get<int64_t>("bits"),
                                  attributes.Get<int64_t>("group_size")};
     product.half_sums = attributes.Get<bool>("half_sums");
-    Place place;
+    Place place(kStage);
     ffi::Error error = attributes.Check();
     if (error.success()) error = place.Find(stream);
     if (error.success() && weights.size() != kPerWeight * outs.size()) {
@@ -46,12 +47,12 @@ ffi::Error ExecuteMatmuls(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::Remainin
 }
 
 // hidden = activation(lhs @ gate) * (lhs @ up), of the two weights of gate_up; out = hidden @ down.
-ffi::Error ExecuteMlp(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
-                      ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
-                      ffi::AnyBuffer down_packed, ffi::AnyBuffer down_scale,
-                      ffi::AnyBuffer down_zero, ffi::AnyBuffer down_index,
-                      ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> hidden,
-                      ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Dictionary dictionary) {
+template <Stage kStage>
+ffi::Error Mlp(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed, ffi::AnyBuffer scale,
+               ffi::AnyBuffer zero, ffi::AnyBuffer index, ffi::AnyBuffer down_packed,
+               ffi::AnyBuffer down_scale, ffi::AnyBuffer down_zero, ffi::AnyBuffer down_index,
+               ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> hidden,
+               ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Dictionary dictionary) {
   return Guard("quantized_mlp", [&] {
     Attributes attributes(dictionary);
     ProductAttributes of_up = {attributes.Get<int64_t>("bits"),
@@ -62,7 +63,7 @@ ffi::Error ExecuteMlp(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer pa
     of_up.gated = true;
     const auto activation = attributes.Get<std::string_view>("activation");
     Operands up, down;
-    Place place;
+    Place place(kStage);
     ffi::Error error = attributes.Check();
     if (error.success()) error = DecodeActivation(activation, &up.problem.epilogue.activation);
     if (error.success()) error = place.Find(stream);
@@ -83,33 +84,52 @@ ffi::Error ExecuteMlp(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer pa
   });
 }
 
+template <ffi::ExecutionStage kStage>
+auto BindMatmuls() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<ffi::AnyBuffer>()        // lhs
+      .RemainingArgs()                       // weights
+      .template Ret<ffi::Buffer<ffi::U8>>()  // workspace
+      .RemainingRets()                       // outs
+      .Attrs();
+}
+
+template <ffi::ExecutionStage kStage>
+auto BindMlp() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<ffi::AnyBuffer>()        // lhs
+      .template Arg<ffi::AnyBuffer>()        // gate_up: packed
+      .template Arg<ffi::AnyBuffer>()        // scale
+      .template Arg<ffi::AnyBuffer>()        // zero
+      .template Arg<ffi::AnyBuffer>()        // index
+      .template Arg<ffi::AnyBuffer>()        // down: packed
+      .template Arg<ffi::AnyBuffer>()        // scale
+      .template Arg<ffi::AnyBuffer>()        // zero
+      .template Arg<ffi::AnyBuffer>()        // index
+      .template Ret<ffi::AnyBuffer>()        // out
+      .template Ret<ffi::AnyBuffer>()        // hidden
+      .template Ret<ffi::Buffer<ffi::U8>>()  // workspace
+      .Attrs();
+}
+
 }  // namespace
 }  // namespace jaxlowbit
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaMatmulsExecute, jaxlowbit::ExecuteMatmuls,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()             // lhs
-                                  .RemainingArgs()                        // weights
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
-                                  .RemainingRets()                        // outs
-                                  .Attrs(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaMatmulsInitialize,
+                              jaxlowbit::Matmuls<jaxlowbit::Stage::kInitialize>,
+                              jaxlowbit::BindMatmuls<xla::ffi::ExecutionStage::kInitialize>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaMatmulsExecute,
+                              jaxlowbit::Matmuls<jaxlowbit::Stage::kExecute>,
+                              jaxlowbit::BindMatmuls<xla::ffi::ExecutionStage::kExecute>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaMlpExecute, jaxlowbit::ExecuteMlp,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()             // lhs
-                                  .Arg<xla::ffi::AnyBuffer>()             // gate_up: packed
-                                  .Arg<xla::ffi::AnyBuffer>()             // scale
-                                  .Arg<xla::ffi::AnyBuffer>()             // zero
-                                  .Arg<xla::ffi::AnyBuffer>()             // index
-                                  .Arg<xla::ffi::AnyBuffer>()             // down: packed
-                                  .Arg<xla::ffi::AnyBuffer>()             // scale
-                                  .Arg<xla::ffi::AnyBuffer>()             // zero
-                                  .Arg<xla::ffi::AnyBuffer>()             // index
-                                  .Ret<xla::ffi::AnyBuffer>()             // out
-                                  .Ret<xla::ffi::AnyBuffer>()             // hidden
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
-                                  .Attrs(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaMlpInitialize,
+                              jaxlowbit::Mlp<jaxlowbit::Stage::kInitialize>,
+                              jaxlowbit::BindMlp<xla::ffi::ExecutionStage::kInitialize>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaMlpExecute, jaxlowbit::Mlp<jaxlowbit::Stage::kExecute>,
+                              jaxlowbit::BindMlp<xla::ffi::ExecutionStage::kExecute>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

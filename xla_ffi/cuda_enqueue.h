@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/kernels/loaded.h"
 #include "cuda/launch.h"
 #include "cuda/placement.h"
 #include "cuda/select/select.h"
@@ -20,26 +21,43 @@ namespace jaxlowbit {
 inline ffi::Error ToError(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return ffi::Error::Success();
   cudaGetLastError();
+  const std::string why = TakeLoadError();
   return ffi::Error::Internal(what + " failed with " + cudaGetErrorName(status) + ": " +
-                              cudaGetErrorString(status) + ".");
+                              cudaGetErrorString(status) + (why.empty() ? "" : "; ") + why + ".");
 }
+
+// Handlers run twice, with the same operands: Initialize, outside of graph capture and before every execution, loads
+// what Execute will launch.
+enum class Stage { kInitialize, kExecute };
 
 // Where a handler runs: XLA's stream, and CUDA's number of its device.
 struct Place {
-  cudaStream_t stream;
+  Stage stage;
+  cudaStream_t stream = nullptr;
   int device = 0;
+
+  explicit Place(Stage stage) : stage(stage) {}
 
   ffi::Error Find(cudaStream_t on) {
     stream = on;
-    return ToError(DeviceOf(stream, &device), "asking a stream for its device");
+    const ffi::Error error = ToError(DeviceOf(stream, &device), "asking a stream for its device");
+    if (error.failure() || stage == Stage::kExecute) return error;
+    const cudaError_t status = PrepareKernels(device);
+    if (status == cudaSuccess) return error;
+    return ToError(status, "loading the kernels, built for compute capabilities " +
+                               std::string(JAXLOWBIT_CUDA_ARCHITECTURES) + ", on CUDA device " +
+                               std::to_string(device));
   }
 };
 
-inline std::string Describe(const QuantizedMatmul& p, int device) {
-  return "launching batch=" + std::to_string(p.batch) + " m=" + std::to_string(p.m) +
+// `others`: the number of further products of the call.
+inline std::string Describe(const QuantizedMatmul& p, int device, size_t others = 0) {
+  return "batch=" + std::to_string(p.batch) + " m=" + std::to_string(p.m) +
          " n=" + std::to_string(p.n) + " k=" + std::to_string(p.k) +
          (p.transposed ? " transposed" : "") + " bits=" + std::to_string(p.bits) +
-         " group_size=" + std::to_string(p.group_size) + " on device " + std::to_string(device);
+         " group_size=" + std::to_string(p.group_size) +
+         (others > 0 ? " and " + std::to_string(others) + " more products" : "") +
+         " on CUDA device " + std::to_string(device);
 }
 
 inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
@@ -66,7 +84,18 @@ struct Workspace {
       : Workspace(buffer.untyped_data(), static_cast<int64_t>(buffer.element_count())) {}
 };
 
-// Enqueues the products of one call, one after the other.
+// Loads the kernels of products. Initialize may be given other buffers than Execute, so it looks at none of them.
+inline ffi::Error Load(const std::vector<Operands>& products, const Workspace& workspace,
+                       const Place& place) {
+  std::vector<QuantizedMatmul> problems;
+  for (const Operands& product : products) problems.push_back(product.problem);
+  const cudaError_t status = LoadProducts(problems, workspace.bytes, place.device);
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ToError(
+      status, "loading the kernels of " + Describe(problems[0], place.device, problems.size() - 1));
+}
+
+// Enqueues the products of one call, one after the other; or, in Initialize, loads their kernels.
 inline ffi::Error Enqueue(std::vector<Operands> products, const Workspace& workspace,
                           const Place& place) {
   if (products.empty()) return ffi::Error::Success();
@@ -75,14 +104,15 @@ inline ffi::Error Enqueue(std::vector<Operands> products, const Workspace& works
     if (error.failure()) return error;
     product.buffers.workspace = workspace.data;
   }
+  if (place.stage == Stage::kInitialize) return Load(products, workspace, place);
   const ffi::Error error =
       CheckRoom(RedirectedBytes(products.data(), products.size()), workspace.bytes);
   if (error.failure()) return error;
   const cudaError_t launched =
       LaunchProducts(products, workspace.bytes, place.device, place.stream);
   if (launched == cudaSuccess) return error;
-  return ToError(launched, Describe(products[0].problem, place.device) + " and " +
-                               std::to_string(products.size() - 1) + " more products");
+  return ToError(launched,
+                 "launching " + Describe(products[0].problem, place.device, products.size() - 1));
 }
 
 }  // namespace jaxlowbit

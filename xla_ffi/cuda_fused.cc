@@ -30,11 +30,11 @@ ffi::Error DecodeAddend(const std::string& name, ffi::AnyBuffer buffer,
   return error;
 }
 
-ffi::Error ExecuteFused(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
-                        ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
-                        ffi::AnyBuffer bias, ffi::AnyBuffer residual,
-                        ffi::Result<ffi::AnyBuffer> out,
-                        ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Dictionary dictionary) {
+template <Stage kStage>
+ffi::Error Fused(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
+                 ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
+                 ffi::AnyBuffer bias, ffi::AnyBuffer residual, ffi::Result<ffi::AnyBuffer> out,
+                 ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Dictionary dictionary) {
   Attributes attributes(dictionary);
   ProductAttributes product = {attributes.Get<int64_t>("bits"),
                                attributes.Get<int64_t>("group_size")};
@@ -44,7 +44,7 @@ ffi::Error ExecuteFused(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
   return Guard(product.gated ? "quantized_glu" : "quantized_matmul", [&] {
     Operands operands;
     QuantizedMatmul& p = operands.problem;
-    Place place;
+    Place place(kStage);
     ffi::Error error = attributes.Check();
     if (error.success()) error = DecodeActivation(activation, &p.epilogue.activation);
     if (error.success()) error = place.Find(stream);
@@ -64,20 +64,30 @@ ffi::Error ExecuteFused(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
   });
 }
 
+template <ffi::ExecutionStage kStage>
+auto BindFused() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<ffi::AnyBuffer>()        // lhs
+      .template Arg<ffi::AnyBuffer>()        // packed
+      .template Arg<ffi::AnyBuffer>()        // scale
+      .template Arg<ffi::AnyBuffer>()        // zero
+      .template Arg<ffi::AnyBuffer>()        // index
+      .template Arg<ffi::AnyBuffer>()        // bias
+      .template Arg<ffi::AnyBuffer>()        // residual
+      .template Ret<ffi::AnyBuffer>()        // out
+      .template Ret<ffi::Buffer<ffi::U8>>()  // workspace
+      .Attrs();
+}
+
 }  // namespace
 }  // namespace jaxlowbit
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaFusedExecute, jaxlowbit::ExecuteFused,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()             // lhs
-                                  .Arg<xla::ffi::AnyBuffer>()             // packed
-                                  .Arg<xla::ffi::AnyBuffer>()             // scale
-                                  .Arg<xla::ffi::AnyBuffer>()             // zero
-                                  .Arg<xla::ffi::AnyBuffer>()             // index
-                                  .Arg<xla::ffi::AnyBuffer>()             // bias
-                                  .Arg<xla::ffi::AnyBuffer>()             // residual
-                                  .Ret<xla::ffi::AnyBuffer>()             // out
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
-                                  .Attrs(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaFusedInitialize,
+                              jaxlowbit::Fused<jaxlowbit::Stage::kInitialize>,
+                              jaxlowbit::BindFused<xla::ffi::ExecutionStage::kInitialize>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaFusedExecute,
+                              jaxlowbit::Fused<jaxlowbit::Stage::kExecute>,
+                              jaxlowbit::BindFused<xla::ffi::ExecutionStage::kExecute>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

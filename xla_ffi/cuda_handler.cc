@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handlers. Initialize runs before every execution, outside of graph capture, and loads
-// the kernels; execute only enqueues, so XLA may capture it. Its operands and results are those of
-// operands.h, then
+// The CUDA handler of one product. Execute only enqueues, so XLA may capture it. Its operands and results are those
+// of operands.h, then
 //
 //   5 permutation      s32[parts, k / parts]: stored row r of a part of k is its row permutation[r],
 //                      clamped to the part; or s32[0]: rows are in order. Not transposed
@@ -23,19 +22,6 @@ namespace {
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
 std::atomic<int64_t> execute_count{0};
 #endif
-
-ffi::Error Initialize(cudaStream_t stream) {
-  return Guard("jaxlowbit", [&] {
-    Place place;
-    ffi::Error error = place.Find(stream);
-    if (error.failure()) return error;
-    const cudaError_t status = PrepareKernels(place.device);
-    if (status == cudaSuccess) return error;
-    return ToError(status, "loading the kernels, built for compute capabilities " +
-                               std::string(JAXLOWBIT_CUDA_ARCHITECTURES) + ", on CUDA device " +
-                               std::to_string(place.device));
-  });
-}
 
 ffi::Error DecodePermutation(ffi::AnyBuffer permutation, ffi::AnyBuffer gathered,
                              Operands* operands) {
@@ -63,19 +49,20 @@ ffi::Error DecodePermutation(ffi::AnyBuffer permutation, ffi::AnyBuffer gathered
   return ffi::Error::Success();
 }
 
-ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
-                   ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
-                   ffi::AnyBuffer permutation, ffi::Result<ffi::AnyBuffer> out,
-                   ffi::Result<ffi::Buffer<ffi::U8>> workspace,
-                   ffi::Result<ffi::AnyBuffer> gathered, ffi::Dictionary dictionary) {
+template <Stage kStage>
+ffi::Error Matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
+                  ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
+                  ffi::AnyBuffer permutation, ffi::Result<ffi::AnyBuffer> out,
+                  ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Result<ffi::AnyBuffer> gathered,
+                  ffi::Dictionary dictionary) {
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
-  execute_count.fetch_add(1, std::memory_order_relaxed);
+  execute_count.fetch_add(kStage == Stage::kExecute, std::memory_order_relaxed);
 #endif
   return Guard("quantized_matmul", [&] {
     Attributes attributes(dictionary);
     const auto product = ProductAttributes::Of(&attributes);
     Operands operands;
-    Place place;
+    Place place(kStage);
     ffi::Error error = attributes.Check();
     if (error.success()) error = place.Find(stream);
     if (error.success()) {
@@ -86,6 +73,22 @@ ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packe
   });
 }
 
+template <ffi::ExecutionStage kStage>
+auto Bind() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<ffi::AnyBuffer>()        // lhs
+      .template Arg<ffi::AnyBuffer>()        // packed
+      .template Arg<ffi::AnyBuffer>()        // scale
+      .template Arg<ffi::AnyBuffer>()        // zero
+      .template Arg<ffi::AnyBuffer>()        // index
+      .template Arg<ffi::AnyBuffer>()        // permutation
+      .template Ret<ffi::AnyBuffer>()        // out
+      .template Ret<ffi::Buffer<ffi::U8>>()  // workspace
+      .template Ret<ffi::AnyBuffer>()        // gathered
+      .Attrs();
+}
+
 }  // namespace
 
 #if defined(JAXLOWBIT_COUNT_EXECUTES)
@@ -94,21 +97,10 @@ int64_t CudaExecuteCount() { return execute_count.load(std::memory_order_relaxed
 
 }  // namespace jaxlowbit
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaInitialize, jaxlowbit::Initialize,
-                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaInitialize,
+                              jaxlowbit::Matmul<jaxlowbit::Stage::kInitialize>,
+                              jaxlowbit::Bind<xla::ffi::ExecutionStage::kInitialize>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaExecute, jaxlowbit::Execute,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()             // lhs
-                                  .Arg<xla::ffi::AnyBuffer>()             // packed
-                                  .Arg<xla::ffi::AnyBuffer>()             // scale
-                                  .Arg<xla::ffi::AnyBuffer>()             // zero
-                                  .Arg<xla::ffi::AnyBuffer>()             // index
-                                  .Arg<xla::ffi::AnyBuffer>()             // permutation
-                                  .Ret<xla::ffi::AnyBuffer>()             // out
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
-                                  .Ret<xla::ffi::AnyBuffer>()             // gathered
-                                  .Attrs(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaExecute, jaxlowbit::Matmul<jaxlowbit::Stage::kExecute>,
+                              jaxlowbit::Bind<xla::ffi::ExecutionStage::kExecute>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -10,6 +10,8 @@
 
 #include "cuda/jit/compiler.h"
 #include "cuda/jit/kernels.h"
+#include "cuda/kernels/instance_key.h"
+#include "cuda/kernels/loaded.h"
 #include "xla_ffi/jit.h"
 
 namespace nb = nanobind;
@@ -27,13 +29,32 @@ nb::dict Toolchain() {
   return toolchain;
 }
 
-jit::Instance InstanceOf(const std::string& kernel, const std::string& expression) {
-  for (const jit::KernelSource& source : jit::kKernels) {
-    if (kernel == source.name) {
-      return {source.header, expression, source.params, source.params_bytes, source.wgmma};
-    }
+jit::Instance InstanceOf(const std::string& family, const std::string& expression) {
+  for (int i = 0; i < kNumFamilies; ++i) {
+    const auto& [header, params, params_bytes] = jit::kKernels[i];
+    if (family == kFamilyNames[i]) return {header, expression, params, params_bytes};
   }
-  throw nb::value_error(("there is no kernel " + kernel).c_str());
+  throw nb::value_error(("there is no kernel " + family).c_str());
+}
+
+// All instances for a width: family, C++ expression, whether the binary holds it; and what they compute, types and kind
+// of zeros by their C++ names.
+nb::list ListInstances(int bits) {
+  nb::list instances;
+  for (const InstanceKey& key : InstancesOf(bits)) {
+    instances.append(nb::make_tuple(NameOf(key.family), NameOf(key), IsAheadOfTime(key),
+                                    CudaName(key.lhs), CudaName(key.scale), CudaName(key.zero)));
+  }
+  return instances;
+}
+
+nb::dict Loaded() {
+  const LoadCounts counts = CountLoaded();
+  nb::dict loaded;
+  loaded["ahead_of_time"] = counts.ahead_of_time;
+  loaded["compiled"] = counts.compiled;
+  loaded["cached"] = counts.cached;
+  return loaded;
 }
 
 // Compiles instances at the same time. Without `wait` returns an empty list at once.
@@ -68,6 +89,9 @@ void BindJit(nb::module_& module) {
       nb::cpp_function(&jit::Finish, nb::call_guard<nb::gil_scoped_release>()));
   module.def("toolchain", &Toolchain);
   module.def("set_nvrtc_paths", &jit::SetNvrtcPaths, nb::arg("paths"));
+  module.def("instances", &ListInstances, nb::arg("bits"));
+  module.def("loaded", &Loaded);
+  module.def("architecture", &jit::ArchitectureName, nb::arg("compute_capability"));
   module.def("compile", &Compile, nb::arg("instances"), nb::arg("architecture"), nb::kw_only(),
              nb::arg("wait") = true);
 }

@@ -55,7 +55,7 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
     const auto calls = attributes.Get<int64_t>("calls");
     const auto choices = attributes.Get<ffi::Span<const int64_t>>("choices");
     Operands operands;
-    Place place;
+    Place place(Stage::kExecute);
     ffi::Error error = attributes.Check();
     if (error.success()) error = place.Find(stream);
     if (error.success()) {
@@ -102,8 +102,20 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
   });
 }
 
+// Execute loads the kernels that it times.
+ffi::Error InitializeTimes(cudaStream_t stream) {
+  return Guard("jaxlowbit.tune", [&] {
+    Place place(Stage::kInitialize);
+    return place.Find(stream);
+  });
+}
+
 }  // namespace
 }  // namespace jaxlowbit
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaTimesInitialize, jaxlowbit::InitializeTimes,
+                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaTimesExecute, jaxlowbit::ExecuteTimes,
                               xla::ffi::Ffi::Bind()

@@ -8,7 +8,13 @@
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuExecute);
 
 #if defined(JAXLOWBIT_WITH_CUDA)
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaInitialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaFusedInitialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMatmulsInitialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMlpInitialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaBlockInitialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaFusedExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMatmulsExecute);

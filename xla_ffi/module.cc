@@ -2,6 +2,7 @@
 //
 // The Python module: handlers as capsules, the selection, and what was built.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -9,6 +10,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -16,7 +18,9 @@
 
 #include "cuda/extents.h"
 #include "cuda/gpu.h"
+#include "cuda/kernels/instance_key.h"
 #include "cuda/limits.h"
+#include "cuda/select/cache.h"
 #include "cuda/select/select.h"
 #include "cuda/select/tuned.h"
 #include "xla_ffi/attributes.h"
@@ -52,17 +56,22 @@ nb::dict Targets() {
   targets["cpu"]["jaxlowbit_quantized_matmul"] = cpu;
 #if defined(JAXLOWBIT_WITH_CUDA)
   targets["CUDA"] = nb::dict();
-  for (auto [target, execute] :
-       {std::pair{"jaxlowbit_quantized_matmul", JaxlowbitCudaExecute},
-        std::pair{"jaxlowbit_quantized_matmul_fused", JaxlowbitCudaFusedExecute},
-        std::pair{"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsExecute},
-        std::pair{"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpExecute},
-        std::pair{"jaxlowbit_quantized_block", JaxlowbitCudaBlockExecute},
-        std::pair{"jaxlowbit_times", JaxlowbitCudaTimesExecute}}) {
+  const struct {
+    const char* name;
+    XLA_FFI_Handler *initialize, *execute;
+  } calls[] = {
+      {"jaxlowbit_quantized_matmul", JaxlowbitCudaInitialize, JaxlowbitCudaExecute},
+      {"jaxlowbit_quantized_matmul_fused", JaxlowbitCudaFusedInitialize, JaxlowbitCudaFusedExecute},
+      {"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsInitialize, JaxlowbitCudaMatmulsExecute},
+      {"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpInitialize, JaxlowbitCudaMlpExecute},
+      {"jaxlowbit_quantized_block", JaxlowbitCudaBlockInitialize, JaxlowbitCudaBlockExecute},
+      {"jaxlowbit_times", JaxlowbitCudaTimesInitialize, JaxlowbitCudaTimesExecute}};
+  for (const auto& call : calls) {
     nb::dict cuda;
-    cuda["initialize"] = Encapsulate(JaxlowbitCudaInitialize);
-    cuda["execute"] = Encapsulate(execute);
-    targets["CUDA"][target] = cuda;
+    cuda["instantiate"] = Encapsulate(JaxlowbitCudaInstantiate);
+    cuda["initialize"] = Encapsulate(call.initialize);
+    cuda["execute"] = Encapsulate(call.execute);
+    targets["CUDA"][call.name] = cuda;
   }
 #endif
   return targets;
@@ -106,11 +115,14 @@ nb::dict SelectKernel(const Question& question) {
   const Support support = Supports(problem, device);
   chosen["unsupported"] = support.reason;
   if (support) {
-    const Choice choice = Select(problem, device, workspace_bytes, TunedFor(device_name).get());
+    const Choice choice =
+        SelectCached(problem, device, workspace_bytes, TunedFor(device_name).get());
     chosen["kernel"] = NameOf(choice.kernel);
     chosen["block_m"] = choice.block_m;
     chosen["split_k"] = choice.split_k;
     chosen["tuned"] = choice.tuned;
+    const InstanceKey key = KeyOf(problem, choice, device);
+    chosen["instance"] = nb::make_tuple(NameOf(key.family), NameOf(key));
   }
   return chosen;
 }
@@ -130,6 +142,7 @@ nb::list ListCandidates(const Question& question) {
 using ProblemFields =  // m, n, k, bits, group_size, type of lhs, whether scales are float32, zero
     std::tuple<int64_t, int64_t, int64_t, int, int64_t, std::string, bool, std::string>;
 using ChoiceFields = std::tuple<std::string, int, int, int, int, int>;
+using EntryFields = std::tuple<ProblemFields, ChoiceFields, int64_t>;  // TunedEntry
 
 QuantizedMatmul ProblemOf(const ProblemFields& fields) {
   const auto& [m, n, k, bits, group_size, lhs, float32_scale, zero] = fields;
@@ -150,14 +163,54 @@ Device DeviceOf(int compute_capability, int num_sms, int shared_bytes_per_sm) {
   return device;
 }
 
+// The cost model of a kernel over many choices, for fits of its constants (tools/fit_costs.py).
+class CostModel {
+ public:
+  CostModel(const std::string& kernel,
+            const std::vector<std::pair<Question, ChoiceNumbers>>& choices) {
+    const auto named = std::find(std::begin(kKernelNames), std::end(kKernelNames), kernel);
+    if (named == std::end(kKernelNames)) throw std::invalid_argument("no kernel " + kernel);
+    const int number = static_cast<int>(named - std::begin(kKernelNames));
+    constants_ = CostConstants(static_cast<Kernel>(number));
+    for (const auto& [question, numbers] : choices) {
+      if (numbers[0] != number) throw std::invalid_argument("a choice of another kernel");
+      if (const Support support = Supports(ChoiceOf(numbers), question.problem, question.device,
+                                           question.workspace_bytes);
+          !support) {
+        throw std::invalid_argument("a choice that cannot run: " + support.reason);
+      }
+      choices_.push_back({question, ChoiceOf(numbers)});
+    }
+  }
+
+  // The fitted constants, in the order of the kernel's costs.inc.
+  const std::vector<double>& constants() const { return constants_; }
+
+  // Microseconds of each choice by such constants.
+  std::vector<double> Microseconds(const std::vector<double>& constants) const {
+    if (constants.size() != constants_.size()) {
+      throw std::invalid_argument("the kernel has " + std::to_string(constants_.size()) +
+                                  " constants");
+    }
+    std::vector<double> costs;
+    for (const auto& [question, choice] : choices_) {
+      costs.push_back(Cost(question.problem, question.device, choice, constants.data()));
+    }
+    return costs;
+  }
+
+ private:
+  std::vector<double> constants_;
+  std::vector<std::pair<Question, Choice>> choices_;
+};
+
 // Sets the table of a device from the entries that it can run. Returns for each entry why it cannot run, or "".
-nb::list SetTunedEntries(const std::string& device_name,
-                         const std::vector<std::pair<ProblemFields, ChoiceFields>>& entries,
+nb::list SetTunedEntries(const std::string& device_name, const std::vector<EntryFields>& entries,
                          int compute_capability, int num_sms, int shared_bytes_per_sm) {
   const Device device = DeviceOf(compute_capability, num_sms, shared_bytes_per_sm);
   std::vector<TunedEntry> accepted;
   nb::list reasons;
-  for (const auto& [fields, numbers] : entries) {
+  for (const auto& [fields, numbers, least_m] : entries) {
     const auto& [kernel, block_m, split_k, slices, tile, mates] = numbers;
     const auto named = std::find(std::begin(kKernelNames), std::end(kKernelNames), kernel);
     std::string reason = "there is no kernel " + kernel;
@@ -166,7 +219,7 @@ nb::list SetTunedEntries(const std::string& device_name,
       const Choice choice =
           ChoiceOf({named - std::begin(kKernelNames), block_m, split_k, slices, tile, mates});
       reason = Supports(choice, problem, device, kMaxWorkspaceBytes).reason;
-      if (reason.empty()) accepted.push_back({problem, choice});
+      if (reason.empty()) accepted.push_back({problem, choice, least_m});
     }
     reasons.append(reason);
   }
@@ -174,31 +227,53 @@ nb::list SetTunedEntries(const std::string& device_name,
   return reasons;
 }
 
-// Defines a function of a question, whose arguments are named. `early_start` is the problem's `pdl`.
+// Sets the clusters that a device was asked for: a row for 1 and one for 2 CTAs per multiprocessor, of clusters of 1,
+// 2 and 4 CTAs. No rows leave those of AssumeClusters.
+void SetClusters(const std::vector<std::vector<int>>& clusters, Device* device) {
+  if (clusters.empty()) return;
+  for (int ctas_per_sm : {1, 2}) {
+    for (int i = 0; i < 3; ++i) {
+      device->clusters[ctas_per_sm][1 << i] = clusters.at(ctas_per_sm - 1).at(i);
+    }
+  }
+}
+
+// Defines a function of a question, whose arguments are named. `early_start` is the problem's `pdl`, `aligned` its
+// `weights_aligned`.
 template <typename Function>
 void Define(nb::module_& module, const char* name, Function function) {
   module.def(
       name,
       [function](int64_t m, int64_t n, int64_t k, int bits, int64_t group_size, int64_t batch,
                  const std::string& lhs, bool float32_scale, const std::string& zero,
-                 bool scale_sums, bool gated, bool early_start, int compute_capability, int num_sms,
-                 int shared_bytes_per_sm, const std::string& device_name, int64_t workspace_bytes) {
+                 bool scale_sums, bool half_sums, bool transposed, bool gated, bool early_start,
+                 bool aligned, int compute_capability, int num_sms, int shared_bytes_per_sm,
+                 int clock_mhz, int memory_gb_per_s, const std::vector<std::vector<int>>& clusters,
+                 const std::string& device_name, int64_t workspace_bytes) {
         QuantizedMatmul problem = ProblemOf({m, n, k, bits, group_size, lhs, float32_scale, zero});
         problem.epilogue.gated = gated;
         problem.batch = batch;
         problem.num_weights = batch * problem.weights_per_element();
         problem.scale_sums = scale_sums;
+        problem.half_sums = half_sums;
+        problem.transposed = transposed;
         problem.pdl = early_start;
-        return function(Question{problem,
-                                 DeviceOf(compute_capability, num_sms, shared_bytes_per_sm),
-                                 device_name, workspace_bytes});
+        problem.weights_aligned = aligned;
+        Device device = DeviceOf(compute_capability, num_sms, shared_bytes_per_sm);
+        device.clock_mhz = clock_mhz;
+        device.memory_gb_per_s = memory_gb_per_s;
+        SetClusters(clusters, &device);
+        return function(Question{problem, device, device_name, workspace_bytes});
       },
       nb::kw_only(), nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("bits") = 4,
       nb::arg("group_size") = 128, nb::arg("batch") = 1, nb::arg("lhs") = "bfloat16",
       nb::arg("float32_scale") = false, nb::arg("zero") = "none", nb::arg("scale_sums") = false,
-      nb::arg("gated") = false, nb::arg("early_start") = false, nb::arg("compute_capability") = 90,
+      nb::arg("half_sums") = false, nb::arg("transposed") = false, nb::arg("gated") = false,
+      nb::arg("early_start") = false, nb::arg("aligned") = true, nb::arg("compute_capability") = 90,
       nb::arg("num_sms") = 132, nb::arg("shared_bytes_per_sm") = kSm90SharedBytesPerSm,
-      nb::arg("device_name") = "", nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
+      nb::arg("clock_mhz") = 0, nb::arg("memory_gb_per_s") = 0,
+      nb::arg("clusters") = std::vector<std::vector<int>>(), nb::arg("device_name") = "",
+      nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
 }
 
 }  // namespace
@@ -212,12 +287,27 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   module.def("build_info", &jaxlowbit::BuildInfo);
   jaxlowbit::Define(module, "select", jaxlowbit::SelectKernel);
   jaxlowbit::Define(module, "candidates", jaxlowbit::ListCandidates);
+  nb::class_<jaxlowbit::Question>(module, "Question");
+  jaxlowbit::Define(module, "question", [](const jaxlowbit::Question& asked) { return asked; });
+  using jaxlowbit::CostModel;
+  nb::class_<CostModel>(module, "CostModel")
+      .def(nb::init<const std::string&,
+                    const std::vector<std::pair<jaxlowbit::Question, jaxlowbit::ChoiceNumbers>>&>(),
+           nb::arg("kernel"), nb::arg("choices"))
+      .def_prop_ro("constants", &CostModel::constants)
+      .def("microseconds", &CostModel::Microseconds, nb::arg("constants"));
   module.def("set_tuned", &jaxlowbit::SetTunedEntries, nb::arg("device_name"), nb::arg("entries"),
              nb::kw_only(), nb::arg("compute_capability"), nb::arg("num_sms"),
              nb::arg("shared_bytes_per_sm"));
   nb::list kernels;
   for (const char* name : jaxlowbit::kKernelNames) kernels.append(name);
   module.attr("KERNELS") = kernels;
+  module.attr("PRODUCT_NUMBERS") = jaxlowbit::kProductNumbers;
+  nb::list kernel_bits, compiled_bits;
+  for (int bits : jaxlowbit::kKernelBits) kernel_bits.append(bits);
+  for (int bits : jaxlowbit::kCompiledBits) compiled_bits.append(bits);
+  module.attr("KERNEL_BITS") = nb::tuple(kernel_bits);
+  module.attr("COMPILED_BITS") = nb::tuple(compiled_bits);
   module.attr("CALL_VERSION") = jaxlowbit::kCallVersion;
   module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;

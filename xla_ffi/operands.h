@@ -98,24 +98,26 @@ inline bool HasShape(const ffi::AnyBuffer& buffer, std::initializer_list<int64_t
   return std::equal(dimensions.begin(), dimensions.end(), expected.begin(), expected.end());
 }
 
-inline ffi::Error CheckShape(const std::string& name, const ffi::AnyBuffer& buffer,
-                             std::initializer_list<int64_t> expected, const std::string& rule) {
+// Handlers run before every execution and in it, so text is put together only for a refusal.
+inline ffi::Error CheckShape(std::string_view name, const ffi::AnyBuffer& buffer,
+                             std::initializer_list<int64_t> expected, std::string_view rule) {
   if (HasShape(buffer, expected)) return ffi::Error::Success();
-  return Refuse(name + " has shape " + ShapeName(buffer.dimensions()) + " but must be " + rule +
-                " = " + ShapeName(expected) + ".");
+  return Refuse(std::string(name) + " has shape " + ShapeName(buffer.dimensions()) +
+                " but must be " + std::string(rule) + " = " + ShapeName(expected) + ".");
 }
 
-inline ffi::Error CheckRank(const std::string& name, const ffi::AnyBuffer& buffer, size_t rank,
-                            const std::string& rule) {
+inline ffi::Error CheckRank(std::string_view name, const ffi::AnyBuffer& buffer, size_t rank,
+                            std::string_view rule) {
   if (buffer.dimensions().size() == rank) return ffi::Error::Success();
-  return Refuse(name + " has shape " + ShapeName(buffer.dimensions()) + " but must be " + rule +
-                ".");
+  return Refuse(std::string(name) + " has shape " + ShapeName(buffer.dimensions()) +
+                " but must be " + std::string(rule) + ".");
 }
 
-inline ffi::Error CheckType(const std::string& name, const ffi::AnyBuffer& buffer, bool valid,
-                            const std::string& rule) {
+inline ffi::Error CheckType(std::string_view name, const ffi::AnyBuffer& buffer, bool valid,
+                            std::string_view rule) {
   if (valid) return ffi::Error::Success();
-  return Refuse(name + " is " + TypeName(buffer.element_type()) + " but must be " + rule + ".");
+  return Refuse(std::string(name) + " is " + TypeName(buffer.element_type()) + " but must be " +
+                std::string(rule) + ".");
 }
 
 inline ffi::Error CheckFormat(int64_t bits, int64_t group_size) {
@@ -138,18 +140,20 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   const auto lhs_type = FloatType(lhs.element_type());
   const auto scale_type = FloatType(scale.element_type());
   const auto out_type = FloatType(out.element_type());
-  const std::string weight_rule = "[weights, n_blocks, k_blocks, words]";
-  const std::string group_rule = "[weights, n_blocks, groups, 64]";
+  constexpr std::string_view kWeightRule = "[weights, n_blocks, k_blocks, words]";
+  constexpr std::string_view kGroupRule = "[weights, n_blocks, groups, 64]";
+  const bool takes_out = out_type && (out_type == lhs_type || out_type == ElementType::kF32);
   for (const ffi::Error& error :
        {CheckFormat(attributes.bits, attributes.group_size),
         CheckType("lhs", lhs, lhs_type.has_value(), "f32, bf16 or f16"),
         CheckType("packed", packed, packed.element_type() == Type::U32, "u32"),
         CheckType("scale", scale, scale_type.has_value(), "f32, bf16 or f16"),
         CheckType("index", index, index.element_type() == Type::S32, "s32"),
-        CheckType("out", out, out_type && (out_type == lhs_type || out_type == ElementType::kF32),
-                  "f32 or the type of lhs, " + TypeName(lhs.element_type())),
+        takes_out ? ffi::Error::Success()
+                  : CheckType("out", out, false,
+                              "f32 or the type of lhs, " + TypeName(lhs.element_type())),
         CheckRank("lhs", lhs, 3, "[batch, m, k]"), CheckRank("out", out, 3, "[batch, m, n]"),
-        CheckRank("packed", packed, 4, weight_rule)}) {
+        CheckRank("packed", packed, 4, kWeightRule)}) {
     if (error.failure()) return error;
   }
 
@@ -176,8 +180,8 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
        {CheckShape("lhs", lhs, {p.batch, p.m, p.lhs_columns()}, "[batch, m, k]"),
         CheckShape("out", out, {p.batch, p.m, p.out_columns()}, "[batch, m, columns]"),
         CheckShape("packed", packed,
-                   {p.num_weights, p.n_blocks(), p.k_blocks(), p.words_per_atom()}, weight_rule),
-        CheckShape("scale", scale, {p.num_weights, p.n_blocks(), p.groups(), kAtom}, group_rule)}) {
+                   {p.num_weights, p.n_blocks(), p.k_blocks(), p.words_per_atom()}, kWeightRule),
+        CheckShape("scale", scale, {p.num_weights, p.n_blocks(), p.groups(), kAtom}, kGroupRule)}) {
     if (error.failure()) return error;
   }
 
@@ -185,12 +189,13 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
     p.zero = ZeroKind::kNone;
   } else {
     p.zero = zero.element_type() == Type::U8 ? ZeroKind::kInteger : ZeroKind::kFloat;
-    const ffi::Error type_error = CheckType(
-        "zero", zero, p.zero == ZeroKind::kInteger || zero.element_type() == scale.element_type(),
-        "u8 or the type of scale, " + TypeName(scale.element_type()));
-    if (type_error.failure()) return type_error;
-    const ffi::Error shape_error = CheckShape(
-        "zero", zero, {p.num_weights, p.n_blocks(), p.groups(), kAtom}, "[0] or " + group_rule);
+    if (p.zero == ZeroKind::kFloat && zero.element_type() != scale.element_type()) {
+      return CheckType("zero", zero, false,
+                       "u8 or the type of scale, " + TypeName(scale.element_type()));
+    }
+    const ffi::Error shape_error =
+        CheckShape("zero", zero, {p.num_weights, p.n_blocks(), p.groups(), kAtom},
+                   "[0] or [weights, n_blocks, groups, 64]");
     if (shape_error.failure()) return shape_error;
   }
 

@@ -146,18 +146,18 @@ __device__ inline void Unpack(const uint32_t (&packed)[kBits], int step,
 template <int kBits>
 inline constexpr int kSecondUp = kBits == 8 ? 0 : Integer<kBits>::kUp;
 
-// Separates the quantized values of a step where they stand, each beside `kWith`: rows g and g + 8 alternate.
-template <int kBits, uint32_t kWith = 0>
+// Separates the quantized values of a step where they stand: rows g and g + 8 alternate.
+template <int kBits>
 __device__ inline void SeparateValues(const uint32_t (&packed)[kBits], int step,
                                       uint32_t (&values)[4]) {
   using F = Integer<kBits>;
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
     const uint32_t word = F::Word(packed, step, v) >> F::Shift(step, v);
-    values[2 * v] = AndOr(word, kValueMask<kBits>, kWith);
-    // 8 bits: bytes 1 and 3, each below the upper byte of kWith.
-    values[2 * v + 1] = kBits == 8 ? __byte_perm(word, kWith, 0x5351)
-                                   : AndOr(word, kValueMask<kBits> << kSecondUp<kBits>, kWith);
+    values[2 * v] = word & kValueMask<kBits>;
+    // 8 bits: bytes 1 and 3.
+    values[2 * v + 1] =
+        kBits == 8 ? __byte_perm(word, 0, 0x5351) : word & kValueMask<kBits> << kSecondUp<kBits>;
   }
 }
 
@@ -210,10 +210,9 @@ struct IntegerCentre {
   static __device__ IntegerCentre OfPowerOfTwo(int exponent) {
     return {PowersOfTwo<T>(exponent - kDown) | kNegativeZeros};
   }
-  // `quantized`: a pair of quantized values, 2^kUp times as large.
-  template <int kUp>
-  __device__ uint32_t Subtract(uint32_t quantized) const {
-    return Pair<T>::Fma(quantized, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown - kUp), value);
+  // `quantized`: a pair of quantized values, 2^up times as large.
+  __device__ uint32_t Subtract(uint32_t quantized, int up) const {
+    return Pair<T>::Fma(quantized, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown - up), value);
   }
 };
 
@@ -230,22 +229,29 @@ struct IntegerCentre<__half, 0, kRaised> {
             (PowersOfTwo<__half>(10 - kRaised) | kNegativeZeros) + (zeros << kRaised)};
   }
   static __device__ IntegerCentre OfPowerOfTwo(int exponent) { return Of(0x00010001u << exponent); }
-  template <int kUp>
-  __device__ uint32_t Subtract(uint32_t quantized) const {
-    return Pair<__half>::Fma(quantized, PowersOfTwo<__half>(-kUp), kUp == 0 ? value : raised);
+  // `up`: 0 or kRaised.
+  __device__ uint32_t Subtract(uint32_t quantized, int up) const {
+    return Pair<__half>::Fma(quantized, PowersOfTwo<__half>(-up), up == 0 ? value : raised);
   }
 };
 
-// Computes (q - z) * 2^-kDown for the four registers of a step: rows g and g + 8 alternate.
+// Computes (q - z) * 2^-kDown for the four registers of a step: rows g and g + 8 alternate. Values that are read as
+// subnormals may stand anywhere in the low byte of a half, so words are shifted by whole bytes at most.
 template <typename T, int kBits, int kDown>
 __device__ inline void UnpackIntegers(const uint32_t (&packed)[kBits], int step,
                                       const IntegerCentre<T, kDown, kSecondUp<kBits>> (&centre)[2],
                                       uint32_t (&out)[4]) {
-  SeparateValues<kBits, IntegerCentre<T, kDown, kSecondUp<kBits>>::kWith>(packed, step, out);
+  using F = Integer<kBits>;
+  constexpr uint32_t kWith = IntegerCentre<T, kDown, kSecondUp<kBits>>::kWith;
 #pragma unroll
-  for (int j = 0; j < 4; j += 2) {
-    out[j] = centre[0].template Subtract<0>(out[j]);
-    out[j + 1] = centre[1].template Subtract<kSecondUp<kBits>>(out[j + 1]);
+  for (int j = 0; j < 4; ++j) {
+    const int shift = F::Shift(step, j / 2), moved = kWith == 0 ? shift / 8 * 8 : shift;
+    const int up = shift - moved + j % 2 * kSecondUp<kBits>;
+    const uint32_t word = F::Word(packed, step, j / 2) >> moved;
+    // Bytes 1 and 3 of 8 bits, each below the upper byte of kWith.
+    const uint32_t value = kBits == 8 && j % 2 == 1 ? __byte_perm(word, kWith, 0x5351)
+                                                    : AndOr(word, kValueMask<kBits> << up, kWith);
+    out[j] = centre[j % 2].Subtract(value, up);
   }
 }
 

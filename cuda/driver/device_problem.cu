@@ -12,6 +12,7 @@
 #include "cuda/device/layout.cuh"
 #include "cuda/driver/device_problem.h"
 #include "cuda/extents.h"
+#include "cuda/kernels/loaded.h"
 #include "cuda/kernels/sm80/plan.h"
 #include "cuda/limits.h"
 
@@ -254,8 +255,8 @@ int64_t AllPackedBytes(const QuantizedMatmul& p) { return p.num_weights * Packed
 
 void Check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  std::fprintf(stderr, "driver: %s failed: %s: %s\n", what, cudaGetErrorName(error),
-               cudaGetErrorString(error));
+  std::fprintf(stderr, "driver: %s failed: %s: %s %s\n", what, cudaGetErrorName(error),
+               cudaGetErrorString(error), TakeLoadError().c_str());
   std::exit(2);
 }
 

@@ -43,6 +43,8 @@
 #include "cuda/driver/device_problem.h"
 #include "cuda/driver/placed_problem.h"
 #include "cuda/driver/time_choices.h"
+#include "cuda/kernels/instance_key.h"
+#include "cuda/kernels/loaded.h"
 #include "cuda/kernels/sm90/plan.h"
 #include "cuda/launch.h"
 #include "cuda/select/select.h"
@@ -71,8 +73,9 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
     if (!Supports(kernel, problem, DeviceInfo(0))) continue;
     choices.push_back(Configure(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes));
     if (kernel == Kernel::kQmmSm90Stream && problem.n > 256) {
-      choices.push_back(choices.back());
-      choices.back().slices = problem.epilogue.gated ? 24 : 18;
+      Choice choice = choices.back();
+      choice.slices = problem.epilogue.gated ? 24 : 18;
+      if (Supports(choice, problem, DeviceInfo(0), kMaxWorkspaceBytes)) choices.push_back(choice);
     }
     const std::vector<Choice> all = AllChoices(kernel, problem, DeviceInfo(0), kMaxWorkspaceBytes);
     if (!all.empty()) choices.push_back(all[turn % all.size()]);
@@ -146,11 +149,11 @@ struct Tally {
   void Add(bool ok) { ++(ok ? right : wrong); }
 };
 
-template <typename F>
-void ForEachType(F visit) {
+template <size_t kWidths, typename F>
+void ForEachType(const int (&widths)[kWidths], F visit) {
   for (ElementType lhs : {ElementType::kBf16, ElementType::kF16}) {
     for (ElementType scale : {lhs, ElementType::kF32}) {
-      for (int bits : kKernelBits) {
+      for (int bits : widths) {
         for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
           for (bool transposed : {false, true}) {
             QuantizedMatmul problem;
@@ -172,11 +175,13 @@ void ForEachType(F visit) {
   }
 }
 
-Tally CheckInstances(uint64_t stride) {
+// `widths`: those of the weights.
+template <size_t kWidths>
+Tally CheckInstances(const int (&widths)[kWidths], uint64_t stride) {
   Tally tally;
   uint64_t seed = 1, turn = 0;
   int placed = 0;
-  ForEachType([&](QuantizedMatmul problem) {
+  ForEachType(widths, [&](QuantizedMatmul problem) {
     for (int64_t m : {1, 7, 9, 16, 17, 33, 64, 129, 300}) {
       // Odd and edge sizes: unaligned rows, one element, a k that ends inside a group and a stage.
       const std::pair<int64_t, int64_t> shapes[] = {{1, 1},     {129, 100}, {64, 72},
@@ -223,6 +228,15 @@ Tally CheckInstances(uint64_t stride) {
   return tally;
 }
 
+// Begins to compile all instances that the binary lacks, on every core.
+void StartCompilingAll() {
+  for (int bits : kCompiledBits) {
+    for (const InstanceKey& key : InstancesOf(bits)) {
+      StartCompiling(key, DeviceInfo(0).architecture);
+    }
+  }
+}
+
 // Checks batches of more elements than a grid has rows, with every way to assign weights.
 Tally CheckBatches(uint64_t stride) {
   Tally tally;
@@ -250,7 +264,7 @@ Tally CheckBatches(uint64_t stride) {
 Tally Sweep() {
   Tally tally;
   uint64_t seed = 1;
-  ForEachType([&](QuantizedMatmul problem) {
+  ForEachType(kKernelBits, [&](QuantizedMatmul problem) {
     for (auto [n, k] : kLayers) {
       for (int64_t m : {1, 16, 32, 64, 200}) {
         problem.m = m, problem.n = n, problem.k = k;
@@ -280,7 +294,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
   std::fprintf(
       stderr,
       "driver: %s. Use: driver check | sweep | placed | time | choices [--n N,... --k K,...] "
-      "[--m M,M,...] [--bits 4|8] [--group G] [--zero] [--float-zero] [--transposed] "
+      "[--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] [--transposed] "
       "[--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] [--residual] "
       "[--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] [--split S,...] "
       "[--slices L,...] [--peers 1|2] [--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] "
@@ -497,9 +511,11 @@ int Main(int argc, char** argv) {
   Tally tally;
   if (command == "check") {
     const uint64_t stride = argc > 2 ? Numbers(argv[2])[0] : 1;
-    tally = CheckInstances(stride);
-    const Tally batches = CheckBatches(stride);
-    tally.right += batches.right, tally.wrong += batches.wrong;
+    StartCompilingAll();
+    for (const Tally& part : {CheckInstances(kKernelBits, stride),
+                              CheckInstances(kCompiledBits, stride), CheckBatches(stride)}) {
+      tally.right += part.right, tally.wrong += part.wrong;
+    }
   } else {
     tally = Sweep();
   }

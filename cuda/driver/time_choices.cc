@@ -215,6 +215,7 @@ void TimeProblems(const std::vector<QuantizedMatmul>& problems, const Optional& 
     }
     Check(cudaDeviceSynchronize(), "data");
     std::vector<float> microseconds;
+    Check(LoadChoices(problem, choices, 0), "LoadChoices");
     Check(TimeChoices(problem, calls, choices, 0, &microseconds, kEffort), "TimeChoices");
     std::printf("{\"device\": %s, \"problem\": %s, \"choices\": %s}\n", device_json.c_str(),
                 ProblemJson(problem, optional).c_str(), ChoicesJson(choices, microseconds).c_str());

@@ -24,8 +24,6 @@
 namespace jaxlowbit::jit {
 namespace {
 
-constexpr int kOldestForWgmma = 1303;
-
 // Threads that end when there is nothing left to do.
 class Workers {
  public:
@@ -97,9 +95,13 @@ const Nvrtc* FindNvrtc(State& state) {
 }
 
 std::vector<std::string> OptionsFor(const std::string& architecture) {
-  return {"--gpu-architecture=sm_" + architecture, "--std=c++17",
+  return {"--gpu-architecture=sm_" + architecture,
+          "--std=c++17",
           "--device-as-default-execution-space",  // constexpr functions are the host's, too
           "--define-macro=JAXLOWBIT_TENSOR_MAP_ALIGNMENT=" + std::to_string(alignof(CUtensorMap)),
+#if defined(JAXLOWBIT_SANITIZER)
+          "--define-macro=JAXLOWBIT_SANITIZER",
+#endif
           "--minimal"};
 }
 
@@ -164,15 +166,16 @@ Toolchain FindToolchain() {
   return found;
 }
 
+// The instructions of Hopper's kernels are no later GPU's.
+std::string ArchitectureName(int compute_capability) {
+  return std::to_string(compute_capability) + (compute_capability == 90 ? "a" : "");
+}
+
 Result Start(const Instance& instance, const std::string& architecture) {
   State& state = TheState();
   const std::lock_guard<std::mutex> lock(state.mutex);
   const Nvrtc* nvrtc = FindNvrtc(state);
   if (nvrtc == nullptr) return Failed(state.error);
-  if (instance.wgmma && nvrtc->version() < kOldestForWgmma) {
-    return Failed("this kernel needs NVRTC 13.3 or newer, not " + nvrtc->identity() +
-                  "; pip install 'jaxlowbit[cuda]'");
-  }
   const std::string key = KeyOf(instance, architecture, *nvrtc);
   const auto [entry, is_new] = state.results.try_emplace(key);
   if (is_new) {

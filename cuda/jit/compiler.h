@@ -17,7 +17,6 @@ struct Instance {
   std::string expression;   // names the instance, as C++ does
   std::string params;       // the type of its one parameter
   size_t params_bytes = 0;  // sizeof(params) on the host; compiling fails if the device's differs
-  bool wgmma = false;  // operand A of wgmma in registers, which ptxas before 13.3 may overwrite
 };
 
 struct Compiled {
@@ -41,6 +40,9 @@ void SetNvrtcPaths(std::vector<std::string> paths);
 
 // Loads NVRTC. JAXLOWBIT_COMPILE=0 turns compiling off.
 Toolchain FindToolchain();
+
+// The architecture that a device of a compute capability, such as 90, has its instances compiled for.
+std::string ArchitectureName(int compute_capability);
 
 // The cubin for an architecture, such as "90a": from the cache, or compiled by one of a few threads and kept there.
 // All that ask for one instance share its result. Returns at once.

@@ -5,17 +5,16 @@
 
 #include <cstddef>
 
+#include "cuda/kernels/instance_key.h"
+
 namespace jaxlowbit::jit {
 
 struct KernelSource {
-  const char* name;
   const char* header;
   const char* params;   // the type of its parameter
   size_t params_bytes;  // its size on the host
-  bool wgmma;           // compiler.h
 };
 
-inline constexpr int kNumKernels = 4;
-extern const KernelSource kKernels[kNumKernels];
+extern const KernelSource kKernels[kNumFamilies];  // in the order of Family
 
 }  // namespace jaxlowbit::jit

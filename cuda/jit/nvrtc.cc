@@ -8,7 +8,7 @@
 namespace jaxlowbit::jit {
 namespace {
 
-constexpr int kOldest = 1208;
+constexpr int kOldest = 1303;  // earlier ones may overwrite operands of wgmma
 
 template <typename F>
 bool Find(void* library, const char* name, F* function) {
@@ -43,42 +43,42 @@ bool Nvrtc::FindFunctions(void* library) {
          Find(library, "nvrtcGetCUBIN", &get_cubin_);
 }
 
+// A library that is too old stays loaded, as others may use it.
+bool Nvrtc::Open(const std::string& path, std::string* error) {
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return false;
+  int major = 0, minor = 0;
+  if (!FindFunctions(library) || get_version_(&major, &minor) != 0) {
+    *error = "the libnvrtc that was found lacks functions";
+    return false;
+  }
+  version_ = 100 * major + minor;
+  Dl_info info = {};
+  if (dladdr(reinterpret_cast<void*>(get_version_), &info) != 0) path_ = info.dli_fname;
+  if (version_ >= kOldest) return true;
+  *error = "NVRTC is of version " + VersionName(version_) + " but must be of " +
+           VersionName(kOldest) + " or newer; pip install 'jaxlowbit[cuda]'";
+  return false;
+}
+
 const Nvrtc* Nvrtc::Load(const std::vector<std::string>& paths, std::string* error) {
   std::vector<std::string> candidates = paths;
-  candidates.insert(candidates.end(), {"libnvrtc.so.13", "libnvrtc.so.12"});
-  void* library = nullptr;
+  candidates.insert(candidates.end(), {"libnvrtc.so.13", "libnvrtc.so"});
+  *error = "libnvrtc.so.13 was not found; pip install 'jaxlowbit[cuda]'";
   for (const std::string& candidate : candidates) {
-    library = dlopen(candidate.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library != nullptr) break;
-  }
-  if (library == nullptr) {
-    *error = "libnvrtc.so.13 was not found; pip install 'jaxlowbit[cuda]'";
-    return nullptr;
-  }
-  auto* nvrtc = new Nvrtc;  // lives as long as the process, as its library does
-  int major = 0, minor = 0;
-  if (!nvrtc->FindFunctions(library) || nvrtc->get_version_(&major, &minor) != 0) {
-    *error = "the libnvrtc that was found lacks functions of CUDA 12.8";
+    auto* nvrtc = new Nvrtc;  // lives as long as the process, as its library does
+    if (nvrtc->Open(candidate, error)) {
+      error->clear();
+      LoadBuiltins(nvrtc->path_, nvrtc->version_);
+      struct stat file = {};
+      stat(nvrtc->path_.c_str(), &file);
+      nvrtc->identity_ = "nvrtc " + VersionName(nvrtc->version_) + " of " +
+                         std::to_string(file.st_size) + " bytes";
+      return nvrtc;
+    }
     delete nvrtc;
-    return nullptr;
   }
-  nvrtc->version_ = 100 * major + minor;
-  if (nvrtc->version_ < kOldest) {
-    *error = "NVRTC is of version " + VersionName(nvrtc->version_) + " but must be of " +
-             VersionName(kOldest) + " or newer; pip install 'jaxlowbit[cuda]'";
-    delete nvrtc;
-    return nullptr;
-  }
-  Dl_info info = {};
-  struct stat file = {};
-  if (dladdr(reinterpret_cast<void*>(nvrtc->get_version_), &info) != 0) {
-    nvrtc->path_ = info.dli_fname;
-    LoadBuiltins(nvrtc->path_, nvrtc->version_);
-    stat(info.dli_fname, &file);
-  }
-  nvrtc->identity_ =
-      "nvrtc " + VersionName(nvrtc->version_) + " of " + std::to_string(file.st_size) + " bytes";
-  return nvrtc;
+  return nullptr;
 }
 
 std::string Nvrtc::Compile(const Program& program, std::string* error) const {
@@ -88,8 +88,7 @@ std::string Nvrtc::Compile(const Program& program, std::string* error) const {
     texts.push_back(text);
   }
   for (const std::string& option : program.options) options.push_back(option.c_str());
-  // NVRTC's own cache would start the driver, and keep everything twice.
-  if (version_ >= 1209) options.push_back("--no-cache");
+  options.push_back("--no-cache");  // NVRTC's own would start the driver, and keep everything twice
   Handle handle = nullptr;
   int status = create_(&handle, program.source.c_str(), "jaxlowbit.cu",
                        static_cast<int>(names.size()), texts.data(), names.data());

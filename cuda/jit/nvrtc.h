@@ -21,7 +21,7 @@ struct Program {
 class Nvrtc {
  public:
   // The first of `paths` that can be loaded, else what the system finds by name. Null, with the reason in `error`,
-  // without a library of version 12.8 or newer.
+  // without a library of version 13.3 or newer.
   static const Nvrtc* Load(const std::vector<std::string>& paths, std::string* error);
 
   int version() const { return version_; }  // 100 * major + minor
@@ -35,6 +35,7 @@ class Nvrtc {
  private:
   using Handle = struct NvrtcProgram*;
 
+  bool Open(const std::string& path, std::string* error);
   bool FindFunctions(void* library);
 
   // Types of these functions have not changed since CUDA 11.

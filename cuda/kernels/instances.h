@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From the types of a problem, known at run time, to the template arguments of an instance.
+// From a key, known at run time, to the template arguments of an ahead-of-time instance.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime_api.h>
 
 #include <iterator>
 #include <type_traits>
 #include <utility>
 
-#include "cuda/problem.h"
+#include "cuda/kernels/instance_key.h"
 
 namespace jaxlowbit {
 
@@ -38,17 +37,17 @@ auto WithValue(int value, Visit visit) {
 
 // Returns visit(Type<T>{}) with the type of lhs.
 template <typename Visit>
-auto WithLhs(const QuantizedMatmul& problem, Visit visit) {
-  return problem.lhs == ElementType::kBf16 ? visit(Type<__nv_bfloat16>{}) : visit(Type<__half>{});
+auto WithLhs(const InstanceKey& key, Visit visit) {
+  return key.lhs == ElementType::kBf16 ? visit(Type<__nv_bfloat16>{}) : visit(Type<__half>{});
 }
 
 // Returns visit(Type<T>{}, Type<S>{}, Constant<kBits>{}) with the types of lhs and of the scales and with the width.
 template <typename Visit>
-auto WithFormat(const QuantizedMatmul& problem, Visit visit) {
-  return WithLhs(problem, [&](auto lhs) {
-    return WithValue<kKernelBits>(problem.bits, [&](auto bits) {
-      return problem.scale == ElementType::kF32 ? visit(lhs, Type<float>{}, bits)
-                                                : visit(lhs, lhs, bits);
+auto WithFormat(const InstanceKey& key, Visit visit) {
+  return WithLhs(key, [&](auto lhs) {
+    return WithValue<kKernelBits>(key.bits, [&](auto bits) {
+      return key.scale == ElementType::kF32 ? visit(lhs, Type<float>{}, bits)
+                                            : visit(lhs, lhs, bits);
     });
   });
 }
@@ -60,24 +59,6 @@ auto WithZero(ZeroKind zero, Visit visit) {
          : zero == ZeroKind::kInteger
              ? visit(std::integral_constant<ZeroKind, ZeroKind::kInteger>{})
              : visit(std::integral_constant<ZeroKind, ZeroKind::kFloat>{});
-}
-
-// Calls visit(problem) with a problem of each combination of types and widths that has instances, until one fails.
-template <typename Visit>
-cudaError_t ForEachFormat(Visit visit) {
-  QuantizedMatmul problem;
-  for (ElementType lhs : {ElementType::kF16, ElementType::kBf16}) {
-    for (ElementType scale : {ElementType::kF32, lhs}) {
-      for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
-        for (int bits : kKernelBits) {
-          problem.lhs = lhs, problem.scale = scale, problem.zero = zero, problem.bits = bits;
-          const cudaError_t error = visit(problem);
-          if (error != cudaSuccess) return error;
-        }
-      }
-    }
-  }
-  return cudaSuccess;
 }
 
 }  // namespace jaxlowbit

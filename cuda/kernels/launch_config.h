@@ -68,4 +68,11 @@ struct LaunchConfig {
   cudaLaunchConfig_t config = {};
 };
 
+// Launches a kernel of one parameter, which must have that type.
+template <typename Params>
+cudaError_t LaunchFunction(const LaunchConfig& launch, const void* function, Params* params) {
+  void* arguments[] = {params};
+  return cudaLaunchKernelExC(&launch.config, function, arguments);
+}
+
 }  // namespace jaxlowbit

@@ -3,6 +3,7 @@
 #include "cuda/select/select.h"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <limits>
 #include <optional>
@@ -28,20 +29,45 @@ struct KernelDecision {
   std::vector<Choice> (*choices)(const QuantizedMatmul&);
   // Its choice of least cost for a problem that it supports.
   Choice (*configure)(const QuantizedMatmul&, const Device&, int64_t workspace_bytes);
-  // Microseconds that a supported choice is expected to take.
-  double (*cost)(const QuantizedMatmul&, const Device&, const Choice&);
+  // Microseconds that a supported choice is expected to take, by given constants or, without them, by the fitted ones.
+  double (*cost)(const QuantizedMatmul&, const Device&, const Choice&, const double* constants);
+  // The fitted constants.
+  std::vector<double> (*constants)();
 };
+
+// The cost of a kernel, whose constants are a struct of doubles, for KernelDecision.
+template <auto kCost, const auto& kFitted>
+double CostBy(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+              const double* constants) {
+  auto costs = kFitted;
+  if (constants != nullptr) std::memcpy(&costs, constants, sizeof(costs));
+  return kCost(problem, device, choice, costs) / RelativeClock(device);
+}
+
+template <const auto& kFitted>
+std::vector<double> Constants() {
+  static_assert(sizeof(kFitted) % sizeof(double) == 0);
+  std::vector<double> constants(sizeof(kFitted) / sizeof(double));
+  std::memcpy(constants.data(), &kFitted, sizeof(kFitted));
+  return constants;
+}
 
 // In the order of preference between equal costs.
 constexpr KernelDecision kKernels[] = {
     {Kernel::kQmmSm90Stream, sm90_stream::SupportsProblem, sm90_stream::SupportsChoice,
-     sm90_stream::Choices, sm90_stream::Configure, sm90_stream::Cost},
+     sm90_stream::Choices, sm90_stream::Configure, CostBy<sm90_stream::Cost, sm90_stream::kCosts>,
+     Constants<sm90_stream::kCosts>},
     {Kernel::kQmmSm90, sm90::SupportsProblem, sm90::SupportsChoice, sm90::Choices, sm90::Configure,
-     sm90::Cost},
+     CostBy<sm90::Cost, sm90::kCosts>, Constants<sm90::kCosts>},
     {Kernel::kQmmSm80, sm80::SupportsProblem, sm80::SupportsChoice, sm80::Choices, sm80::Configure,
-     sm80::Cost},
+     CostBy<sm80::Cost, sm80::kCosts>, Constants<sm80::kCosts>},
 };
 static_assert(std::size(kKernels) == kNumKernels);
+
+template <size_t kSize>
+bool Contains(const int (&values)[kSize], int value) {
+  return std::find(std::begin(values), std::end(values), value) != std::end(values);
+}
 
 const KernelDecision& DecisionOf(Kernel kernel) {
   return *std::find_if(std::begin(kKernels), std::end(kKernels),
@@ -69,9 +95,8 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
     return {"the kernels need compute capability 8.0, this device has " +
             number(device.compute_capability / 10) + "." + number(device.compute_capability % 10)};
   }
-  if (std::find(std::begin(kKernelBits), std::end(kKernelBits), problem.bits) ==
-      std::end(kKernelBits)) {
-    return {"the kernels read 4 or 8 bits, the weight has " + number(problem.bits)};
+  if (!Contains(kKernelBits, problem.bits) && !Contains(kCompiledBits, problem.bits)) {
+    return {"the kernels do not read weights of " + number(problem.bits) + " bits"};
   }
   if (problem.lhs == ElementType::kF32) return {"the kernels take bfloat16 or float16 lhs"};
   const auto lhs_or_float32 = [&](ElementType type) {
@@ -115,9 +140,12 @@ Support Supports(const Choice& choice, const QuantizedMatmul& problem, const Dev
   return DecisionOf(choice.kernel).supports_choice(choice, problem, device, workspace_bytes);
 }
 
-double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
-  return DecisionOf(choice.kernel).cost(problem, device, choice);
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+            const double* constants) {
+  return DecisionOf(choice.kernel).cost(problem, device, choice, constants);
 }
+
+std::vector<double> CostConstants(Kernel kernel) { return DecisionOf(kernel).constants(); }
 
 Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,
                  int64_t workspace_bytes) {
@@ -135,7 +163,7 @@ Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t work
   for (const KernelDecision& decision : kKernels) {
     if (!Supports(decision.kernel, problem, device)) continue;
     const Choice choice = decision.configure(problem, device, workspace_bytes);
-    const double cost = decision.cost(problem, device, choice);
+    const double cost = decision.cost(problem, device, choice, nullptr);
     if (cost >= least) continue;
     least = cost;
     best = choice;
@@ -165,7 +193,7 @@ std::vector<Choice> Candidates(const QuantizedMatmul& problem, const Device& dev
   for (const KernelDecision& decision : kKernels) {
     std::vector<std::pair<double, Choice>> choices;
     for (const Choice& choice : AllChoices(decision.kernel, problem, device, workspace_bytes)) {
-      const double cost = decision.cost(problem, device, choice);
+      const double cost = decision.cost(problem, device, choice, nullptr);
       if (cost <= most && NumbersOf(choice) != NumbersOf(best)) choices.emplace_back(cost, choice);
     }
     std::stable_sort(choices.begin(), choices.end(),

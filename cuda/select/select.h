@@ -26,8 +26,13 @@ Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& de
 Support Supports(const Choice& choice, const QuantizedMatmul& problem, const Device& device,
                  int64_t workspace_bytes);
 
-// Microseconds that `choice`, which is supported, is expected to take.
-double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
+// Microseconds that `choice`, which is supported, is expected to take, by other constants than those of its kernel if
+// they are given (tools/fit_costs.py).
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+            const double* constants = nullptr);
+
+// The constants of a kernel's cost (kernels/*/costs.h), in the order of its costs.inc.
+std::vector<double> CostConstants(Kernel kernel);
 
 // The choice of least cost of a kernel that supports `problem`.
 Choice Configure(Kernel kernel, const QuantizedMatmul& problem, const Device& device,

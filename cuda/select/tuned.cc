@@ -3,6 +3,7 @@
 #include "cuda/select/tuned.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -37,6 +38,8 @@ Tables& AllTables() {
 }  // namespace
 
 TunedTable::TunedTable(std::vector<TunedEntry> entries) : entries_(std::move(entries)) {
+  static std::atomic<int64_t> tables{0};
+  number_ = ++tables;
   std::sort(entries_.begin(), entries_.end(), IsBefore);
 }
 
@@ -49,6 +52,7 @@ std::optional<Choice> TunedTable::Find(const QuantizedMatmul& problem) const {
   const auto found =
       std::lower_bound(entries_.begin(), entries_.end(), TunedEntry{problem, {}}, IsBefore);
   if (found == entries_.end() || KindOf(found->problem) != KindOf(problem)) return std::nullopt;
+  if (problem.m < found->least_m) return std::nullopt;
   Choice choice = found->choice;
   choice.tuned = true;
   // The entry's m may be larger, and its instance with it.

@@ -1,5 +1,6 @@
 """What custom calls have in common: targets, the operands of a weight, attributes, workspace."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,10 @@ MATMULS_TARGET = "jaxlowbit_quantized_matmuls"
 MLP_TARGET = "jaxlowbit_quantized_mlp"
 BLOCK_TARGET = "jaxlowbit_quantized_block"
 TIMES_TARGET = "jaxlowbit_times"
+
+# In the order of ElementType and of ZeroKind (`cuda/types.h`).
+_DTYPES = ("float32", "bfloat16", "float16")
+_ZEROS = ("none", "integer", "float")
 
 
 def call_operands(weight: QuantizedArray, dtype: jnp.dtype) -> tuple[Array, ...]:
@@ -66,6 +71,44 @@ def product_attributes(problem: Problem, *, scale_sums: bool) -> dict[str, Any]:
         scale_sums=scale_sums,
         half_sums=problem.half_sums,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One product of a call, as far as its kernel depends on it."""
+
+    format: Format
+    batch: Any
+    m: Any
+    n: int
+    k: int
+    lhs: Any
+    scale: Any
+    out: Any
+    permuted_parts: int = 0
+    transposed: bool = False
+    scale_sums: bool = False
+    half_sums: bool = False
+    gated: bool = False
+
+    def numbers(self) -> list[Any]:
+        """The numbers that `xla_ffi/cuda_instantiate.cc` reads."""
+        group_size = int(format_attributes(self.format)["group_size"])
+        dtypes = [_DTYPES.index(str(jnp.dtype(x))) for x in (self.lhs, self.scale, self.out)]
+        return [
+            *(self.batch, self.m, self.n, self.k, self.format.bits, group_size, *dtypes),
+            *(_ZEROS.index(self.format.zero), self.permuted_parts),
+            *(self.transposed, self.scale_sums, self.half_sums, self.gated),
+        ]
+
+
+def launches(*products: Launch) -> dict[str, np.ndarray]:
+    """The attribute by which kernels are compiled as soon as a program is; none if none must be."""
+    numbers = [number for product in products for number in product.numbers()]
+    compiled = any(product.format.bits in ffi.COMPILED_BITS for product in products)
+    if not compiled or not all(isinstance(number, int) for number in numbers):
+        return {}  # sizes may be symbolic
+    return {"products": np.array(numbers, np.int64)}
 
 
 def attributes(**attributes: Any) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from jax import Array, lax
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from . import call
+from .extension import ffi
 from .problem import Operands, Problem
 
-_BITS = (4, 8)
+_BITS = sorted(ffi.KERNEL_BITS + ffi.COMPILED_BITS)
 _MOST_SIZE = 2**30  # k and n
 _FLOAT32_PARTS = 3  # bfloat16 has 8 significant bits, float32 24
 
@@ -66,8 +67,20 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     sums = call.workspace_bytes(batch, parts * m, problem.columns)
     workspace = call.workspace(sums, [result], buffers)
     gathered = jax.ShapeDtypeStruct((0,) if unpermuted else lhs.shape, lhs.dtype)
+    n, k = problem.columns, lhs.shape[-1]
+    launch = call.Launch(
+        problem.format,
+        *(batch, parts * m, *((k, n) if problem.transposed else (n, k))),
+        *(lhs.dtype, scale.dtype, problem.out_dtype),
+        permuted_parts=0 if unpermuted else problem.orders,
+        transposed=problem.transposed,
+        scale_sums=parts > 1,
+        half_sums=problem.half_sums,
+    )
     out, *_ = jax.ffi.ffi_call(call.MATMUL_TARGET, [result, workspace, gathered])(
-        *buffers, **call.product_attributes(problem, scale_sums=parts > 1)
+        *buffers,
+        **call.product_attributes(problem, scale_sums=parts > 1),
+        **call.launches(launch),
     )
     (out,) = call.apart(out)
     if factor is not None:

@@ -5,6 +5,7 @@ Each kernel of a call starts before its predecessor ends (programmatic dependent
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,11 @@ def matmuls(
         operands += call.call_operands(weight, lhs.dtype)
     sums = max(call.workspace_bytes(1, m, weight.n) for weight in weights)
     workspace = call.workspace(sums, results, operands)
+    launches = [_launch(lhs, m, weight, out_dtype, half_sums=half_sums) for weight in weights]
     _, *outs = jax.ffi.ffi_call(call.MATMULS_TARGET, [workspace, *results])(
         *operands,
         **call.attributes(**call.format_attributes(weights[0].format), half_sums=half_sums),
+        **call.launches(*launches),
     )
     return tuple(out.reshape(*rows, out.shape[-1]) for out in call.apart(*outs))
 
@@ -76,6 +79,9 @@ def fused(
             gated=gated,
             half_sums=half_sums,
         ),
+        **call.launches(
+            _launch(lhs, m, rhs, out_dtype, batch=batch, gated=gated, half_sums=half_sums)
+        ),
     )
     return call.apart(out)[0]
 
@@ -107,6 +113,10 @@ def mlp(
             **call.format_attributes(down.format, "down_"),
             activation=activation,
             half_sums=half_sums,
+        ),
+        **call.launches(
+            _launch(lhs, m, gate_up, lhs.dtype, gated=True, half_sums=half_sums),
+            _launch(lhs, m, down, out_dtype, half_sums=half_sums),
         ),
     )
     return call.apart(out)[0].reshape(*rows, down.n)
@@ -153,9 +163,30 @@ def block(
             activation=activation,
             epsilon=np.float32(epsilon),
         ),
+        **call.launches(
+            *(_launch(attended, m, weight, dtype, gated=weight is gate_up) for weight in weights)
+        ),
     )
     results = call.apart(result, *others[len(others) - len(following) :])
     return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
+
+
+def _launch(
+    lhs: Array,
+    m: Any,
+    weight: QuantizedArray,
+    out: jnp.dtype,
+    *,
+    batch: Any = 1,
+    gated: bool = False,
+    half_sums: bool = False,
+) -> call.Launch:
+    scale = lhs.dtype if weight.scale.dtype == lhs.dtype else jnp.dtype(jnp.float32)
+    return call.Launch(
+        *(weight.format, batch, m, weight.n, weight.k, lhs.dtype, scale, out),
+        gated=gated,
+        half_sums=half_sums,
+    )
 
 
 def normalizes(columns: int) -> bool:

@@ -23,9 +23,10 @@ def unsupported(
 
     `sizes`: k and n, where they are known.
     """
-    return extension.unavailable(platform) or uncovered(
+    reason = extension.unavailable(platform) or uncovered(
         platform, lhs, format, sizes=sizes, transposed=transposed
     )
+    return reason or (extension.uncompiled(format.bits) if platform == "cuda" else None)
 
 
 def uncovered(

@@ -4,6 +4,7 @@ The only file that imports `_ffi`. The handlers are those of `xla_ffi/module.cc`
 """
 
 import functools
+import importlib.util
 import re
 import warnings
 from pathlib import Path
@@ -46,6 +47,28 @@ def unavailable(platform: str) -> str | None:
     return None
 
 
+@functools.cache
+def uncompiled(bits: int) -> str | None:
+    """Why CUDA kernels for weights of `bits` cannot be compiled on this machine, or None.
+
+    None too for widths whose kernels this build holds.
+    """
+    compiled = bits in ffi.COMPILED_BITS and build_info()["cuda"]
+    error = ffi.toolchain()["error"] if compiled else None
+    return (
+        f"its kernels for {bits} bits are compiled where they run, and {error}" if error else None
+    )
+
+
+def _find_nvrtc() -> None:
+    """Names the NVRTC of NVIDIA's wheels, which lies where the system does not look."""
+    wheels = importlib.util.find_spec("nvidia")
+    folders = [] if wheels is None else wheels.submodule_search_locations or []
+    names = ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12")
+    found = [path for folder in folders for name in names if (path := Path(folder, name)).exists()]
+    ffi.set_nvrtc_paths([str(path) for path in found])
+
+
 def register() -> None:
     """Registers the custom calls; initialises no backend.
 
@@ -59,6 +82,8 @@ def register() -> None:
             stacklevel=2,
         )
         return
+    if build_info()["cuda"]:
+        _find_nvrtc()
     for platform, targets in ffi.targets().items():
         for target, handlers in targets.items():
             jax.ffi.register_ffi_target(target, handlers, platform=platform)

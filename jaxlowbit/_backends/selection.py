@@ -23,6 +23,8 @@ class DeviceFacts(NamedTuple):
     compute_capability: int
     num_sms: int
     shared_bytes_per_sm: int
+    clock_mhz: int = 0  # 0 if it is not known, and that of an H200 is assumed
+    memory_gb_per_s: int = 0  # the same
 
 
 class Product(NamedTuple):
@@ -63,8 +65,12 @@ def choose(
     format: Format,
     *,
     device: DeviceFacts,
+    **variant: bool,
 ) -> dict:
-    """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or ""."""
+    """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or "".
+
+    `variant`: how the product is computed, by the names of `_ffi.select`.
+    """
     parts = parts_of(lhs)
     return ffi.select(
         m=parts * m,
@@ -77,6 +83,7 @@ def choose(
         float32_scale=scale != lhs or parts > 1,  # `cuda.matmul` widens scales
         zero=format.zero,
         scale_sums=parts > 1,
+        **variant,
         **_named(device),
         workspace_bytes=call.workspace_bytes(batch, parts * m, n),
     )
@@ -100,26 +107,32 @@ def candidates(product: Product, device: DeviceFacts) -> list[Choice]:
     return [Choice(*fields) for fields in found]
 
 
-def set_tuned(device: DeviceFacts, entries: Sequence[tuple[Product, Choice]]) -> list[str]:
+def set_tuned(
+    device: DeviceFacts, entries: Sequence[tuple[Product, Choice] | tuple[Product, Choice, int]]
+) -> list[str]:
     """Lets the kernels of a device, if they are not loaded yet, choose by a table.
 
-    A choice stands for its product and for those of fewer rows, down to the next entry.
+    A choice stands for its product and for those of fewer rows, down to the next entry or, if that
+    is there, to a number of rows.
 
     **Returns:** a reason for each entry that is left out, "" for the others.
     """
-    fields = [(product.fields(), tuple(choice)) for product, choice in entries]
-    facts = _named(device)
-    return ffi.set_tuned(facts.pop("device_name"), fields, **facts)
+    fields = [
+        (entry[0].fields(), tuple(entry[1]), entry[2] if len(entry) == 3 else 1)
+        for entry in entries
+    ]
+    return ffi.set_tuned(
+        device.name,
+        fields,
+        compute_capability=device.compute_capability,
+        num_sms=device.num_sms,
+        shared_bytes_per_sm=device.shared_bytes_per_sm,
+    )
 
 
 def _named(device: DeviceFacts) -> dict[str, Any]:
-    name, compute_capability, num_sms, shared_bytes_per_sm = device
-    return {
-        "device_name": name,
-        "compute_capability": compute_capability,
-        "num_sms": num_sms,
-        "shared_bytes_per_sm": shared_bytes_per_sm,
-    }
+    fields = device._asdict()
+    return {"device_name": fields.pop("name")} | fields
 
 
 def compute_capability(device: Any) -> int:

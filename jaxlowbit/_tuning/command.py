@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("name a checkpoint, or --shapes, or --show alone.")
     try:
         if options.show:
-            paths = [options.out] if options.out else tables.files()
+            paths = [options.out] if options.out else [*tables.files(), *tables.shipped()]
             if not paths:
                 raise ValueError("nothing is stored; name --shapes or a checkpoint to measure.")
         else:
@@ -118,6 +118,8 @@ def _print(path: Path) -> None:
     print(*report.lines(table), sep="\n")
     if reason := tables.misfit(table):
         use = f"not used: {reason}"
+    elif path in tables.shipped():
+        use = "comes with the package, and is used where you have measured nothing"
     elif path in tables.files():
         use = "used from the next start on"
     else:

@@ -1,5 +1,6 @@
 """Devices as the selection knows them, here or not."""
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -16,25 +17,29 @@ class Device(NamedTuple):
     platform: str  # as programs are compiled for it
     capability: int = 0
     num_sms: int = 0
+    clock_mhz: int = 0
+    memory_gb_per_s: int = 0
     here: bool = True  # so that the build of this installation counts
 
     @property
     def facts(self) -> selection.DeviceFacts:
         shared = 1024 * _SHARED_KIB.get(self.capability, 100)
-        return selection.DeviceFacts(self.name, self.capability, self.num_sms, shared)
+        rates = self.clock_mhz, self.memory_gb_per_s
+        return selection.DeviceFacts(self.name, self.capability, self.num_sms, shared, *rates)
 
 
-# GPUs that need not be here, by compute capability and multiprocessors. H100 is the SXM module; the
-# PCIe card has 114.
+# GPUs that need not be here, by compute capability, multiprocessors, their highest clock in MHz and
+# the GB/s of memory. A100 and H100 are the SXM modules with 80 GB; the PCIe card of H100 has 114
+# multiprocessors.
 GPUS = {
-    name: Device(f"NVIDIA {name}", "cuda", capability, num_sms, here=False)
-    for name, capability, num_sms in (
-        ("A100", 80, 108),
-        ("B200", 100, 148),
-        ("H100", 90, 132),
-        ("H200", 90, 132),
-        ("L4", 89, 58),
-        ("T4", 75, 40),
+    name: Device(f"NVIDIA {name}", "cuda", *facts, here=False)
+    for name, *facts in (
+        ("A100", 80, 108, 1410, 2039),
+        ("B200", 100, 148, 1965, 8183),
+        ("H100", 90, 132, 1980, 3352),
+        ("H200", 90, 132, 1980, 4814),
+        ("L4", 89, 58, 2040, 300),
+        ("T4", 75, 40, 1590, 320),
     )
 }
 
@@ -44,7 +49,12 @@ def describe(device: Any) -> Device:
     if device.platform != "gpu":
         return Device(device.device_kind, device.platform)
     num_sms = getattr(device, "core_count", GPUS["H200"].num_sms)
-    return Device(device.device_kind, "cuda", selection.compute_capability(device), num_sms)
+    facts = selection.compute_capability(device), num_sms
+    for known in GPUS.values():
+        same = re.match(rf"{known.name}\b", device.device_kind)
+        if same and (known.capability, known.num_sms) == facts:
+            return known._replace(name=device.device_kind, here=True)
+    return Device(device.device_kind, "cuda", *facts)
 
 
 def first() -> Device:

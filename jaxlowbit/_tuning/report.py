@@ -28,7 +28,7 @@ def lines(table: Table) -> Iterator[str]:
     header = ("n x k", "format", "lhs", "tokens", "default us", "tuned us", "ratio")
     yield "{:14} {:16} {:9} {:>6} {:>10} {:>10} {:>6}  choice".format(*header)
     ratios = []
-    for product, choice, us, default, default_us in table.entries:
+    for product, choice, us, default, default_us, _ in table.entries:
         ratios.append(default_us / us)
         tuned = choice_name(choice) if choice != default else "as without tuning"
         yield (

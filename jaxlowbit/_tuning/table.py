@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 from .._backends import selection
 from .._backends.selection import Choice, DeviceFacts, Product
 from .._core.format import format_name, parse_format
+from .._core.layout import blocks
 from .._version import __version__
 
 VARIABLE = "JAXLOWBIT_TUNED"
 LHS = ("bfloat16", "float16")  # dtypes with choices to measure
 _DRIVER = Path("/proc/driver/nvidia")
+_SHIPPED = Path(__file__).parent / "tables"
 
 
 class Entry(NamedTuple):
@@ -27,6 +29,7 @@ class Entry(NamedTuple):
     us: float
     default: Choice  # what is chosen without measuring
     default_us: float
+    least_m: int = 1  # the fewest rows that the choice stands for
 
 
 class Table(NamedTuple):
@@ -39,7 +42,11 @@ class Table(NamedTuple):
 
 
 def load() -> None:
-    """Lets the kernels choose by the tables there are; warns of those that do not fit."""
+    """Lets the kernels choose by the tables there are; warns of those that do not fit.
+
+    What the user has measured of a weight takes the place of what the package has of it.
+    """
+    found = {table.device.name: table for table in map(read, shipped())}
     for path in files():
         try:
             table = read(path)
@@ -51,10 +58,36 @@ def load() -> None:
             if VARIABLE in os.environ or _is_here(table.device):
                 _warn_unused(path, reason)
             continue
-        entries = [(entry.product, entry.choice) for entry in table.entries]
-        refused = list(filter(None, selection.set_tuned(table.device, entries)))
-        if refused:
+        if refused := _set(table):
             _warn(f"{len(refused)} choices of {path} are not used, the first because {refused[0]}.")
+        found[table.device.name] = _merged(found.get(table.device.name), table)
+    for table in found.values():
+        _set(table)
+
+
+def shipped() -> list[Path]:
+    """The tables of the package; none if tables are turned off."""
+    if os.environ.get(VARIABLE) == "":
+        return []
+    return sorted(_SHIPPED.glob("*.json"))
+
+
+def _merged(others: Table | None, table: Table) -> Table:
+    """A table with what another one of its device has for other weights."""
+
+    def kind(entry: Entry) -> Product:
+        n, k = blocks(entry.product.n), blocks(entry.product.k)
+        return entry.product._replace(m=0, n=n, k=k)
+
+    kinds = {kind(entry) for entry in table.entries}
+    kept = [] if others is None else [e for e in others.entries if kind(e) not in kinds]
+    return table._replace(entries=(*kept, *table.entries))
+
+
+def _set(table: Table) -> list[str]:
+    """Lets the kernels choose by a table. Returns reasons against entries."""
+    entries = [(entry.product, entry.choice, entry.least_m) for entry in table.entries]
+    return list(filter(None, selection.set_tuned(table.device, entries)))
 
 
 def files() -> list[Path]:
@@ -174,6 +207,7 @@ def _from_json(found: dict[str, Any]) -> Entry:
         float(found["us"]),
         _record(Choice, found["default"]),
         float(found["default_us"]),
+        int(found.get("least_m", 1)),
     )
     if not min(entry.us, entry.default_us) > 0:
         raise ValueError(f"us is {entry.us} and default_us {entry.default_us}")
@@ -184,10 +218,10 @@ def _from_json(found: dict[str, Any]) -> Entry:
 
 
 def _record(kind: type[Any], fields: dict[str, Any]) -> Any:
-    """A named tuple of checked fields, whose integers fit 32 bits; sizes are positive."""
-    least = 0 if kind is Choice else 1
+    """A named tuple of checked fields, whose integers fit 32 bits; sizes are positive, if known."""
     record = kind(**fields)
     for name, expected in kind.__annotations__.items():
+        least = 0 if kind is Choice or name in kind._field_defaults else 1
         value = getattr(record, name)
         if type(value) is not expected:
             raise TypeError(f"{name} is {value!r}")

@@ -21,6 +21,45 @@ namespace jaxlowbit {
 template <int kBits>
 struct Integer;
 
+//   1 bit, word 0            e = 1: 31      ...     16 | e = 0: 15      ...      0
+//                            s, v, h: as a number from 15 down to 0, in each half
+template <>
+struct Integer<1> {
+  static constexpr int kFirstWords = 1, kSecondWords = 0;
+  static constexpr int kUp = 1;
+  static __device__ uint32_t Word(const uint32_t (&packed)[1], int, int) { return packed[0]; }
+  static __device__ constexpr int Shift(int step, int v) { return step * 4 + v * 2; }
+};
+
+//   2 bits, word s / 2       e = 1: 31      ...     16 | e = 0: 15      ...      0
+//                            s % 2, v, h: as a number from 7 down to 0, in each half
+template <>
+struct Integer<2> {
+  static constexpr int kFirstWords = 2, kSecondWords = 0;
+  static constexpr int kUp = 2;
+  static __device__ uint32_t Word(const uint32_t (&packed)[2], int step, int) {
+    return packed[step / 2];
+  }
+  static __device__ constexpr int Shift(int step, int v) { return step % 2 * 8 + v * 4; }
+};
+
+//   3 bits, in planes, which merge into the order of 4 bits:
+//   2 bits, word s / 2       e = 1: 31      ...     16 | e = 0: 15      ...      0
+//                            v, h, s % 2: as a number from 7 down to 0, in each half
+//   1 bit, word 2            v, h, s: as a number from 15 down to 0, in each half
+template <>
+struct Integer<3> {
+  static constexpr int kFirstWords = 2, kSecondWords = 1;
+  static constexpr int kUp = 4;
+  static __device__ uint32_t Word(const uint32_t (&packed)[3], int step, int) {
+    constexpr uint32_t kLow = 0x33333333;  // the highest bit of each four may be anything
+    const uint32_t low = packed[step / 2] >> step % 2 * 2;
+    const uint32_t high = step < 2 ? packed[2] << (2 - step) : packed[2] >> (step - 2);
+    return (low & kLow) | (high & ~kLow);
+  }
+  static __device__ constexpr int Shift(int, int v) { return 8 * v; }
+};
+
 //   4 bits, word s           e = 1: 31      ...     16 | e = 0: 15      ...      0
 //                            v,h:   1,1  1,0  0,1  0,0 |        1,1  1,0  0,1  0,0
 template <>

@@ -1,16 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ahead-of-time instances of qmm_sm80.
+// The instances of qmm_sm80: their keys and names, and those that were compiled ahead of time.
 #pragma once
 
-#include "cuda/problem.h"
+#include <string>
+#include <vector>
+
+#include "cuda/kernels/instance_key.h"
 
 namespace jaxlowbit::sm80 {
 
 struct Params;
 using KernelFunction = void (*)(Params);
 
-// The instance for the types of `problem` and tiles of `block_m` rows, or null.
-KernelFunction Find(const QuantizedMatmul& problem, int block_m);
+// What an instance is compiled for besides types and width. `partial_sums`: a PartialSums (params.cuh) as a number.
+struct Variant {
+  int block_m;
+  int partial_sums;
+
+  static constexpr Variant Of(const InstanceKey& key) { return {key.variant / 4, key.variant % 4}; }
+  constexpr int number() const { return 4 * block_m + partial_sums; }
+};
+
+// The instance for `problem` and tiles of `block_m` rows.
+InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m);
+
+std::string NameOf(const InstanceKey& key);
+
+// All instances for a width.
+std::vector<InstanceKey> InstancesOf(int bits);
+
+// The ahead-of-time instance, or null.
+KernelFunction Find(const InstanceKey& key);
 
 }  // namespace jaxlowbit::sm80

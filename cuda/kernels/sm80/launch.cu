@@ -2,14 +2,12 @@
 
 #include <climits>
 
-#include "cuda/kernels/instances.h"
 #include "cuda/kernels/launch_config.h"
+#include "cuda/kernels/loaded.h"
 #include "cuda/kernels/params.h"
-#include "cuda/kernels/sm80/instances.h"
 #include "cuda/kernels/sm80/launch.h"
 #include "cuda/kernels/sm80/params.cuh"
 #include "cuda/kernels/sm80/select.h"
-#include "cuda/kernels/sm80_transposed/instances.h"
 #include "cuda/ops/reduce_splits.h"
 
 namespace jaxlowbit::sm80 {
@@ -53,38 +51,19 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   return p;
 }
 
-// Lets an instance have all the shared memory that it may ask for, if there is such an instance.
-cudaError_t Allow(KernelFunction kernel) {
-  return kernel == nullptr
-             ? cudaSuccess
-             : AllowSharedMemory(reinterpret_cast<const void*>(kernel), kMaxSharedBytes);
-}
-
 }  // namespace
 
-cudaError_t Prepare(Device&) {
-  return ForEachFormat([](QuantizedMatmul problem) {
-    for (int block_m : kBlockMs) {
-      problem.scale_sums = problem.half_sums = false;
-      cudaError_t error = Allow(Find(problem, block_m));
-      if (error == cudaSuccess) error = Allow(sm80_transposed::Find(problem, block_m));
-      problem.half_sums = true;
-      if (error == cudaSuccess) error = Allow(Find(problem, block_m));
-      problem.scale_sums = true;
-      if (error == cudaSuccess) error = Allow(Find(problem, block_m));
-      if (error != cudaSuccess) return error;
-    }
-    return cudaSuccess;
-  });
-}
+cudaError_t Load(const void* function) { return AllowSharedMemory(function, kMaxSharedBytes); }
 
 cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
                    const Device& device, cudaStream_t stream) {
-  const Params p = ParamsOf(problem, buffers, choice);
+  const void* function = nullptr;
+  cudaError_t error = KernelOn(device, KeyOf(problem, choice, device), &function);
+  if (error != cudaSuccess) return error;
+  Params p = ParamsOf(problem, buffers, choice);
   const int64_t ctas = p.m_tiles * p.out_tiles * p.split_k * p.batch;
   const LaunchConfig launch(ctas, kThreads, SharedBytesOf(problem, choice.block_m), stream);
-  const auto find = problem.transposed ? sm80_transposed::Find : Find;
-  const cudaError_t error = cudaLaunchKernelEx(&launch.config, find(problem, choice.block_m), p);
+  error = LaunchFunction(launch, function, &p);
   if (error != cudaSuccess || choice.split_k == 1) return error;
   return LaunchReduceSplits(problem, buffers, choice.split_k, device, stream);
 }

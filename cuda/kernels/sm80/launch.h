@@ -11,8 +11,8 @@
 
 namespace jaxlowbit::sm80 {
 
-// Loads the instances on the current device.
-cudaError_t Prepare(Device& device);
+// Loads an instance of either kernel on the current device.
+cudaError_t Load(const void* function);
 
 // Enqueues the product and, with split_k > 1, the kernel that adds its partial sums.
 cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,

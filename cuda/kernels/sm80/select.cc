@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "cuda/kernels/sm80/costs.h"
 #include "cuda/kernels/sm80/plan.h"
 #include "cuda/limits.h"
 
@@ -50,29 +51,6 @@ Choice ChoiceOf(int block_m, int split_k) {
   return choice;
 }
 
-// Microseconds by which the choices of this kernel are ranked. The constants are fits to sweeps of tile and split on
-// an H200 (docs/measurements/qmm_sm80.md).
-double RankingCost(const QuantizedMatmul& problem, const Device& device, int block_m, int split_k) {
-  struct Fit {
-    double stage;   // of a CTA that has a multiprocessor to itself
-    double shared;  // the fraction of it that CTAs of one multiprocessor cannot overlap
-    double reduce;  // the kernel that adds the partial sums
-  };
-  constexpr Fit kSmall = {0.775, 0.54, 3.1}, kMiddle = {0.85, 0.65, 2}, kLarge = {1.4, 0.5, 2};
-  const Fit fit = block_m == 64 ? kLarge : block_m == 32 ? kMiddle : kSmall;
-  constexpr double kStart = 1;  // filling the ring, in stages
-  const int64_t tiles = CeilDiv(problem.m, block_m) * OutTiles(problem) * problem.batch;
-  // The multiprocessor with the most CTAs is the last one to end.
-  const int64_t ctas = CeilDiv(tiles * split_k, device.num_sms);
-  const int64_t beside = std::min(ctas, ResidentCtas(problem, device, block_m));
-  // Partial sums are 512 bytes per row of lhs, written and read, against 8 KiB of packed weights in a stage. They stay
-  // in L2, at about twice the rate.
-  const double sums = split_k > 1 ? block_m / 16.0 : 0;
-  const double cta = static_cast<double>(CeilDiv(NumStagesOf(problem), split_k)) + kStart + sums;
-  const double overlap = fit.shared + (1 - fit.shared) / static_cast<double>(beside);
-  return static_cast<double>(ctas) * cta * overlap * fit.stage + (split_k > 1 ? fit.reduce : 0);
-}
-
 }  // namespace
 
 Support SupportsProblem(const QuantizedMatmul&, const Device&) { return {}; }
@@ -111,14 +89,15 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t w
   const int block_m = *std::find_if(std::begin(kBlockMs), std::end(kBlockMs),
                                     [&](int rows) { return rows >= problem.m || rows == largest; });
   Choice best = ChoiceOf(block_m, 1);
-  double least = RankingCost(problem, device, block_m, 1);
+  double least = Cost(problem, device, best);
   const auto consider = [&](int rows) {
     for (int split_k = 1; split_k <= MaxSplitK(problem); ++split_k) {
       if (!FitsWorkspace(problem, split_k, workspace_bytes)) break;
-      const double cost = RankingCost(problem, device, rows, split_k);
+      const Choice choice = ChoiceOf(rows, split_k);
+      const double cost = Cost(problem, device, choice);
       if (cost >= least) continue;
       least = cost;
-      best = ChoiceOf(rows, split_k);
+      best = choice;
     }
   };
   consider(block_m);
@@ -127,17 +106,25 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t w
   return best;
 }
 
-// Against other kernels the ranking cost is corrected as measured (docs/measurements/qmm_sm90.md).
-double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
-  struct Correction {
-    double factor, once;
-  };
-  const bool wide = problem.bits == 8;
-  const Correction correction = choice.block_m == 8    ? Correction{wide ? 0.6 : 0.64, 1.9}
-                                : choice.block_m == 16 ? Correction{wide ? 0.61 : 0.8, 1.8}
-                                                       : Correction{wide ? 0.56 : 0.86, 2.2};
-  return correction.factor * RankingCost(problem, device, choice.block_m, choice.split_k) +
-         correction.once;
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+            const Costs& costs) {
+  const int block_m = choice.block_m, split_k = choice.split_k;
+  const auto number = std::find(std::begin(kBlockMs), std::end(kBlockMs), block_m);
+  const Costs::Tile& tile = costs.tiles[number - std::begin(kBlockMs)];
+  const int64_t tiles = CeilDiv(problem.m, block_m) * OutTiles(problem) * problem.batch;
+  // The multiprocessor with the most CTAs is the last one to end.
+  const int64_t ctas = CeilDiv(tiles * split_k, device.num_sms);
+  const int64_t beside = std::min(ctas, ResidentCtas(problem, device, block_m));
+  const double sums = split_k > 1 ? block_m * costs.sums : 0;
+  const double stages =
+      static_cast<double>(CeilDiv(NumStagesOf(problem), split_k)) + costs.start + sums;
+  const double overlap = tile.shared + (1 - tile.shared) / static_cast<double>(beside);
+  const double computed =
+      static_cast<double>(ctas) * stages * overlap * tile.stage[problem.bits == 8];
+  const double bytes = static_cast<double>(problem.strips() * problem.k_blocks() * problem.batch) *
+                       kAtom * kAtom * problem.bits / 8;
+  const double read = bytes / (costs.read_bytes * RelativeMemoryRate(device));
+  return std::max(computed, read) + (split_k > 1 ? tile.reduce : 0) + tile.once;
 }
 
 int64_t OutTiles(const QuantizedMatmul& problem) {

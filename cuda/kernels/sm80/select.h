@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cuda/gpu.h"
+#include "cuda/kernels/sm80/costs.h"
 #include "cuda/problem.h"
 #include "cuda/select/choice.h"
 
@@ -17,7 +18,8 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
                        int64_t workspace_bytes);
 std::vector<Choice> Choices(const QuantizedMatmul& problem);
 Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes);
-double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+            const Costs& costs = kCosts);
 
 // Tiles along the columns of out. A tile of a gated product is a strip of the gate and the same strip of up.
 int64_t OutTiles(const QuantizedMatmul& problem);

@@ -7,9 +7,9 @@
 
 namespace jaxlowbit::sm80_transposed {
 
-sm80::KernelFunction Find(const QuantizedMatmul& problem, int block_m) {
-  return WithFormat(problem, [&](auto lhs, auto scale, auto bits) {
-    return WithValue<sm80::kBlockMs>(block_m, [&](auto m) -> sm80::KernelFunction {
+sm80::KernelFunction Find(const InstanceKey& key) {
+  return WithFormat(key, [&](auto lhs, auto scale, auto bits) {
+    return WithValue<sm80::kBlockMs>(key.variant, [&](auto m) -> sm80::KernelFunction {
       using T = typename decltype(lhs)::type;
       using S = typename decltype(scale)::type;
       constexpr int kBlockM = decltype(m)::value, kBits = decltype(bits)::value;

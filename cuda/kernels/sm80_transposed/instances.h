@@ -1,13 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ahead-of-time instances of qmm_sm80_transposed. Geometry, parameters, selection and launch are qmm_sm80's.
+// The instances of qmm_sm80_transposed. Geometry, parameters, selection and launch are qmm_sm80's.
 #pragma once
+
+#include <string>
+#include <vector>
 
 #include "cuda/kernels/sm80/instances.h"
 
 namespace jaxlowbit::sm80_transposed {
 
-// The instance for the types of `problem` and tiles of `block_m` rows, or null.
-sm80::KernelFunction Find(const QuantizedMatmul& problem, int block_m);
+// The instance for `problem` and tiles of `block_m` rows.
+InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m);
+
+std::string NameOf(const InstanceKey& key);
+
+// All instances for a width.
+std::vector<InstanceKey> InstancesOf(int bits);
+
+// The ahead-of-time instance, or null.
+sm80::KernelFunction Find(const InstanceKey& key);
 
 }  // namespace jaxlowbit::sm80_transposed

@@ -1,25 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ahead-of-time instances of qmm_sm90, which several files compile.
+// The instances of qmm_sm90: their keys and names, and those that were compiled ahead of time. The variant of a key is
+// the number of a tile shape.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include <string>
+#include <vector>
 
-#include "cuda/types.h"
+#include "cuda/kernels/instance_key.h"
 
 namespace jaxlowbit::sm90 {
 
 struct Params;
 using KernelFunction = void (*)(Params);
 
-// The instance for this type of lhs and width.
-template <typename T, int kBits>
-KernelFunction FindKernel(bool float_scales, ZeroKind zero, int tile);
+// The instance for `problem` and a tile shape.
+InstanceKey KeyOf(const QuantizedMatmul& problem, int tile);
 
-extern template KernelFunction FindKernel<__nv_bfloat16, 4>(bool, ZeroKind, int);
-extern template KernelFunction FindKernel<__nv_bfloat16, 8>(bool, ZeroKind, int);
-extern template KernelFunction FindKernel<__half, 4>(bool, ZeroKind, int);
-extern template KernelFunction FindKernel<__half, 8>(bool, ZeroKind, int);
+std::string NameOf(const InstanceKey& key);
+
+// All instances for a width.
+std::vector<InstanceKey> InstancesOf(int bits);
+
+// The ahead-of-time instance, or null.
+KernelFunction Find(const InstanceKey& key);
 
 }  // namespace jaxlowbit::sm90

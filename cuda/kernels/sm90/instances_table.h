@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The table of instances for one type of lhs and one width. Each instances_*.cu compiles one.
+// The table of ahead-of-time instances for one type of lhs and one width. Each instances_*.cu compiles one.
 #pragma once
 
 #include <utility>

@@ -49,6 +49,7 @@ __device__ void InitBarriers(const Plan& plan, int peer_shift, Memory memory) {
       InitBarrier(memory.residual_full(0, i), 1);
     }
     InitBarrier(memory.taken(), 4 * kWarpArrivals);
+    if (kForSanitizer) InitBarrier(memory.met(), 256);
   }
   PublishBarriers();
 }

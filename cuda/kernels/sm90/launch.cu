@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "cuda/extents.h"
-#include "cuda/kernels/instances.h"
 #include "cuda/kernels/launch_config.h"
+#include "cuda/kernels/loaded.h"
 #include "cuda/kernels/params.h"
 #include "cuda/kernels/sm90/instances.h"
 #include "cuda/kernels/sm90/launch.h"
@@ -14,13 +14,6 @@
 
 namespace jaxlowbit::sm90 {
 namespace {
-
-KernelFunction Find(const QuantizedMatmul& problem, int tile) {
-  return WithFormat(problem, [&](auto lhs, auto, auto bits) {
-    return FindKernel<typename decltype(lhs)::type, decltype(bits)::value>(
-        problem.scale == ElementType::kF32, problem.zero, tile);
-  });
-}
 
 // The form of an epilogue whose results are stored by TMA.
 Form FormOf(const Epilogue& epilogue) {
@@ -104,42 +97,45 @@ cudaError_t DescribeOperands(const QuantizedMatmul& problem, const Buffers& buff
 
 }  // namespace
 
+cudaError_t Load(const InstanceKey& key, const void* function) {
+  return AllowSharedMemory(function, Sm90SharedBytes(kTiles[key.variant].ctas_per_sm));
+}
+
 cudaError_t Prepare(Device& device) {
   cudaError_t error = InitializeTensorMaps();
   for (const auto kernel : {ReduceTailKernel<__nv_bfloat16>, ReduceTailKernel<__half>}) {
-    if (error == cudaSuccess) error = Load(reinterpret_cast<const void*>(kernel));
+    if (error == cudaSuccess) error = jaxlowbit::Load(reinterpret_cast<const void*>(kernel));
   }
-  if (error != cudaSuccess) return error;
-  for (int number = 0; number < kNumTiles; ++number) {
+  for (int number = 0; number < kNumTiles && error == cudaSuccess; ++number) {
     const TileShape& tile = kTiles[number];
-    const int shared_bytes = Sm90SharedBytes(tile.ctas_per_sm);
-    error = ForEachFormat([&](const QuantizedMatmul& problem) {
-      return AllowSharedMemory(reinterpret_cast<const void*>(Find(problem, number)), shared_bytes);
-    });
-    if (error != cudaSuccess) return error;
+    // The instances of a tile have the same shape, so any of them answers for all.
+    const void* function = nullptr;
+    error = KernelOn(device, KeyOf(QuantizedMatmul{}, number), &function);
     for (int cluster_ctas : {1, 2, 4}) {
-      const LaunchConfig launch(cluster_ctas, tile.threads(), shared_bytes, nullptr, false,
-                                cluster_ctas);
-      // The instances of a tile have the same shape, so any of them answers for all.
+      if (error != cudaSuccess) break;
+      const LaunchConfig launch(cluster_ctas, tile.threads(), Sm90SharedBytes(tile.ctas_per_sm),
+                                nullptr, false, cluster_ctas);
       error = cudaOccupancyMaxActiveClusters(&device.clusters[tile.ctas_per_sm][cluster_ctas],
-                                             Find(QuantizedMatmul{}, number), &launch.config);
-      if (error != cudaSuccess) return error;
+                                             function, &launch.config);
     }
   }
-  return cudaSuccess;
+  return error;
 }
 
 cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
                    const Device& device, cudaStream_t stream) {
+  const void* function = nullptr;
+  cudaError_t error = KernelOn(device, KeyOf(problem, choice.tile), &function);
+  if (error != cudaSuccess) return error;
   const TileShape& tile = kTiles[choice.tile];
   const StreamK schedule = StreamKOf(problem, tile, choice.peers, choice.split_k, device.num_sms);
   Params p = ParamsOf(problem, buffers, choice, schedule);
-  cudaError_t error = DescribeOperands(problem, buffers, tile, p);
+  error = DescribeOperands(problem, buffers, tile, p);
   if (error != cudaSuccess) return error;
   const int64_t clusters = std::min(schedule.tasks(), schedule.resident);
   const LaunchConfig launch(clusters * choice.peers, tile.threads(), p.plan.shared_bytes(), stream,
                             problem.pdl, choice.peers);
-  error = cudaLaunchKernelEx(&launch.config, Find(problem, choice.tile), p);
+  error = LaunchFunction(launch, function, &p);
   if (error != cudaSuccess || schedule.splits == 1) return error;
   const dim3 grid(static_cast<unsigned>(tile.m / 8),
                   static_cast<unsigned>(tile.cta_strips() / problem.weights_per_element()),

@@ -4,12 +4,16 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/gpu.h"
+#include "cuda/kernels/instance_key.h"
 #include "cuda/problem.h"
 #include "cuda/select/choice.h"
 
 namespace jaxlowbit::sm90 {
 
-// Loads the instances on the current device, and finds out how many clusters it runs at a time.
+// Loads an instance on the current device.
+cudaError_t Load(const InstanceKey& key, const void* function);
+
+// Finds out how many clusters the current device runs at a time, and prepares what all launches share.
 cudaError_t Prepare(Device& device);
 
 // Enqueues the product and, with split_k > 1, the kernel that reduces the stream-K tail.

@@ -175,6 +175,8 @@ struct Memory {
   __device__ uint32_t taken() const {
     return base + (2 * kMaxStages + kMaxWarpgroups * kResultBuffers) * kBarrierBytes;
   }
+  // Both warpgroups of a gated tile have come here (TileStorer::Meet).
+  __device__ uint32_t met() const { return taken() + kBarrierBytes; }
   __device__ uint32_t results() const { return base + kTmaAlignment; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;

@@ -16,18 +16,6 @@ struct QuantizedMatmul;
 
 namespace jaxlowbit::sm90 {
 
-// Microseconds of a tile shape: fits to sweeps of tiles and splits on an H200 (docs/measurements/qmm_sm90.md).
-struct TileCost {
-  double alone, beside;  // an atom of k in a CTA that has a multiprocessor to itself, or shares one
-  double round;          // the beginning and the end of a tile
-  double once;           // the beginning and the end of the kernel
-  double split;          // the kernel that reduces the stream-K tail
-  double megabyte;       // of partial sums
-  double peers;          // multicast to cluster peers, over separate loads
-  double wide;           // factor of an atom of 8 bits, over one of 4
-  double heat;           // added fraction for every doubling of the time, as clocks fall
-};
-
 // What a CTA computes at a time. A strip is 64 output channels, the M of one wgmma.
 struct TileShape {
   int m;            // rows of lhs
@@ -35,7 +23,6 @@ struct TileShape {
   int warpgroups;   // consumers; one more is the producer
   int ctas_per_sm;  // that share registers and shared memory
   int stage_atoms;  // of k, of a stage
-  TileCost cost;
 
   constexpr int cta_strips() const { return strips * warpgroups; }
   // Strips of the gate and of up alternate.
@@ -43,14 +30,9 @@ struct TileShape {
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
 
-inline constexpr TileShape kTiles[] = {
-    {256, 1, 2, 1, 1, {0.651, 0, 2.86, 1.0, 1.9, 0.31, -0.75, 1.06, 0.02}},
-    {128, 1, 2, 1, 2, {0.371, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06, 0.045}},
-    {64, 1, 1, 2, 2, {0.242, 0.296, 1.09, 1.9, 0.8, 0.42, 0.64, 0.98, 0}},
-    {64, 2, 1, 2, 2, {0.308, 0.475, 0.97, 2.5, 1.1, 0.35, 0.11, 1.3, 0}},
-    {32, 2, 1, 2, 2, {0.268, 0.378, 0.76, 2.5, 0.9, 0.55, 0.46, 0.98, 0}},
-    {128, 1, 3, 1, 2, {0.52, 0, 2.43, 1.0, 1.5, 0.33, 0.31, 1.06, 0.045}},
-    {128, 1, 1, 1, 2, {0.241, 0, 1.91, 1.4, 0.8, 0.39, 0.67, 1.06, 0}}};
+inline constexpr TileShape kTiles[] = {{256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 1, 2, 2},
+                                       {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},  {128, 1, 3, 1, 2},
+                                       {128, 1, 1, 1, 2}};
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 inline constexpr int kMaxWarpgroups = 3;
 inline constexpr int kMinTileM = 32;

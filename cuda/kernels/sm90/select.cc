@@ -6,6 +6,7 @@
 #include <cmath>
 #include <iterator>
 
+#include "cuda/kernels/sm90/costs.h"
 #include "cuda/kernels/sm90/plan.h"
 
 namespace jaxlowbit::sm90 {
@@ -89,21 +90,20 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t w
   return best;
 }
 
-// The constants, here and in kTiles, are fits to an H200. They rank the choices of other devices all the same.
-double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+            const Costs& costs) {
   const TileShape& tile = kTiles[choice.tile];
-  const TileCost& fit = tile.cost;
+  const Costs::Tile& fit = costs.tiles[choice.tile];
   const StreamK schedule = ScheduleOf(problem, device, choice);
   const int64_t stages = CeilDiv(problem.k_blocks(), tile.stage_atoms);
   // Tiles that do not hide dequantization take fewer instructions for it if every stage lies in one group: scales are
   // fused, or at least loaded once per stage.
   const bool once = tile.m <= 128 && problem.scale == problem.lhs && problem.group_size > 0 &&
                     problem.group_size % (2 * kAtom) == 0;
-  constexpr double kFused = 0.94, kLoadedOnce = 0.97;
   const double kind = problem.bits == 8                    ? fit.wide
                       : !once                              ? 1
-                      : problem.zero == ZeroKind::kInteger ? kLoadedOnce
-                                                           : kFused;
+                      : problem.zero == ZeroKind::kInteger ? costs.loaded_once
+                                                           : costs.fused;
   const auto rounds = [&](int64_t tasks, int splits) {
     if (tasks == 0) return 0.0;
     const bool alone = tile.ctas_per_sm == 1 || tasks * choice.peers <= device.num_sms;
@@ -114,16 +114,14 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   };
   const double partial_sums =
       1e-6 * static_cast<double>(schedule.workspace_bytes(tile)) * fit.megabyte;
-  constexpr double kReadBytes = 4.2e6;  // the most weights that are read in a microsecond
   const double read = static_cast<double>(problem.strips() * problem.k_blocks()) * kAtom * kAtom *
-                      problem.bits / 8 / kReadBytes;
+                      problem.bits / 8 / (costs.read_bytes * RelativeMemoryRate(device));
   const double computed = rounds(schedule.whole_tiles, 1) +
                           rounds(schedule.tail_tiles * schedule.splits, schedule.splits);
   const double cost = fit.once + std::max(computed, read) +
                       (schedule.splits > 1 ? fit.split + partial_sums : 0) +
                       (choice.peers > 1 ? fit.peers : 0);
-  constexpr double kCool = 32;
-  return cost * (1 + fit.heat * std::log2(std::max(1.0, cost / kCool)));
+  return cost * (1 + fit.heat * std::log2(std::max(1.0, cost / costs.cool)));
 }
 
 }  // namespace jaxlowbit::sm90

@@ -18,22 +18,23 @@ KernelFunction FindVariant() {
 }
 
 template <typename T, typename S, ZeroKind kZero, int kBits, size_t... kNumber>
-KernelFunction FindVariant(const Variant& variant, std::index_sequence<kNumber...>) {
+KernelFunction FindVariant(int variant, std::index_sequence<kNumber...>) {
   KernelFunction found = nullptr;
-  ((variant == kVariants[kNumber] ? void(found = FindVariant<T, S, kZero, kBits, kNumber>())
-                                  : void()),
+  ((variant == kVariants[kNumber].number()
+        ? void(found = FindVariant<T, S, kZero, kBits, kNumber>())
+        : void()),
    ...);
   return found;
 }
 
 }  // namespace
 
-KernelFunction Find(const QuantizedMatmul& problem, const Variant& variant) {
-  return WithFormat(problem, [&](auto lhs, auto scale, auto bits) {
-    return WithZero(problem.zero, [&](auto zero) {
+KernelFunction Find(const InstanceKey& key) {
+  return WithFormat(key, [&](auto lhs, auto scale, auto bits) {
+    return WithZero(key.zero, [&](auto zero) {
       return FindVariant<typename decltype(lhs)::type, typename decltype(scale)::type,
                          decltype(zero)::value, decltype(bits)::value>(
-          variant, std::make_index_sequence<std::size(kVariants)>{});
+          key.variant, std::make_index_sequence<std::size(kVariants)>{});
     });
   });
 }

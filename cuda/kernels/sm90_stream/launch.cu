@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "cuda/kernels/instances.h"
 #include "cuda/kernels/launch_config.h"
+#include "cuda/kernels/loaded.h"
 #include "cuda/kernels/params.h"
 #include "cuda/kernels/sm90_stream/instances.h"
 #include "cuda/kernels/sm90_stream/launch.h"
@@ -68,40 +68,28 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
 
 }  // namespace
 
-cudaError_t Prepare(Device&) {
-  const cudaError_t found = InitializeTensorMaps();
-  if (found != cudaSuccess) return found;
-  return ForEachFormat([](const QuantizedMatmul& problem) {
-    for (const Variant& variant : kVariants) {
-      const auto* kernel = reinterpret_cast<const void*>(Find(problem, variant));
-      if (kernel == nullptr) continue;
-      cudaError_t error = PreferSharedMemory(kernel);
-      if (error == cudaSuccess) error = AllowSharedMemory(kernel, Sm90SharedBytes(1));
-      if (error != cudaSuccess) return error;
-    }
-    return cudaSuccess;
-  });
+cudaError_t Load(const void* function) {
+  const cudaError_t error = PreferSharedMemory(function);
+  return error == cudaSuccess ? AllowSharedMemory(function, Sm90SharedBytes(1)) : error;
 }
 
 cudaError_t Launch(const QuantizedMatmul& problem, const Operands* products, size_t count,
                    const Choice& choice, const Device& device, cudaStream_t stream) {
   if (count > kMaxProducts) return cudaErrorInvalidValue;
+  const void* function = nullptr;
+  cudaError_t error = KernelOn(device, sm90_stream::KeyOf(problem, choice, device), &function);
+  if (error != cudaSuccess) return error;
   const Buffers& buffers = products[0].buffers;
-  const int ctas_per_sm = CtasPerSm(problem, device, choice);
-  Params p = ParamsOf(problem, buffers, choice, ctas_per_sm);
+  Params p = ParamsOf(problem, buffers, choice, CtasPerSm(problem, device, choice));
   const int clusters = AssignClusters(products, count, choice.slices, p);
-  const cudaError_t error = DescribeMatrix(buffers.lhs, problem.lhs, problem.batch * problem.m,
-                                           problem.k, p.plan.lhs_rows, p.plan.stage_atoms, &p.lhs);
+  error = DescribeMatrix(buffers.lhs, problem.lhs, problem.batch * problem.m, problem.k,
+                         p.plan.lhs_rows, p.plan.stage_atoms, &p.lhs);
   if (error != cudaSuccess) return error;
   const dim3 grid(static_cast<unsigned>(clusters * choice.split_k),
                   static_cast<unsigned>(problem.batch));
   const LaunchConfig launch(grid, kThreads, p.plan.shared_bytes, stream, problem.pdl,
                             choice.split_k);
-  // Under PDL, a CTA that has a multiprocessor to itself leaves registers to a CTA of the next kernel.
-  const bool shares_registers = choice.block_m == 8 || problem.pdl;
-  const Variant variant = {choice.block_m, shares_registers ? kMaxCtasPerSm : ctas_per_sm,
-                           p.plan.gathers};
-  return cudaLaunchKernelEx(&launch.config, Find(problem, variant), p);
+  return LaunchFunction(launch, function, &p);
 }
 
 }  // namespace jaxlowbit::sm90_stream

@@ -11,8 +11,8 @@
 
 namespace jaxlowbit::sm90_stream {
 
-// Loads the instances on the current device.
-cudaError_t Prepare(Device& device);
+// Loads an instance on the current device.
+cudaError_t Load(const void* function);
 
 // Enqueues one product, or `count` products as one launch: `problem` is then what Join (select.h) makes of them.
 cudaError_t Launch(const QuantizedMatmul& problem, const Operands* products, size_t count,

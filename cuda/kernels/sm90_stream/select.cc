@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "cuda/extents.h"
+#include "cuda/kernels/sm90_stream/costs.h"
 
 namespace jaxlowbit::sm90_stream {
 namespace {
@@ -92,9 +93,8 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t) 
   return best;
 }
 
-// The constants are fits to sweeps of cluster size and slices on an H200 (docs/measurements/qmm_sm90_stream.md). They
-// rank the choices of other devices all the same.
-double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+            const Costs& costs) {
   const int cluster_ctas = choice.split_k, slices = choice.slices;
   const Plan plan = PlanOfChoice(problem, device, choice);
   const int64_t clusters = NumClusters(problem, slices);
@@ -105,45 +105,38 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const int tiles = static_cast<int>(CeilDiv(slices, plan.tile_slices));
   const double pairs = static_cast<double>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
   const double busy = pairs * plan.warps_k / kWarps;
-  struct Fit {
-    double alone, beside;  // kilobytes per microsecond of a multiprocessor with one CTA, with two
-    double two, three;     // factor of a ring of so many stages, over a deeper one
-    double start;
-  };
-  const Fit fit = problem.bits == 8 ? Fit{37, 52, 1.18, 1.04, 1.1}
-                  : problem.m <= 8  ? Fit{33, 37, 1.18, 1.04, 1.1}
-                  : problem.m <= 16 ? Fit{27.5, 33, 1.18, 1.04, 1.1}
-                                    : Fit{17.2, 18.8, 1, 1, 2.2};
-  // Fewer bits take as many instructions.
-  const double narrow = std::min(problem.bits, 4) / 4.0;
+  const int first = problem.bits == 8 ? 3 : 0;
+  const Costs::Rows& fit = costs.rows[first + (problem.m <= 8 ? 0 : problem.m <= 16 ? 1 : 2)];
+  const double narrow = problem.bits < 4 ? costs.narrow[problem.bits - 1] : 1;
   // Loads of 8-bit weights are larger if a warp has two atoms of a stage.
-  const double copy = 0.0055 * (problem.bits == 8 ? plan.warp_atoms : 1);
+  const double copy = costs.copy * (problem.bits == 8 ? plan.warp_atoms : 1);
   const double copies =
       tiles * (plan.stages / static_cast<double>(cluster_ctas)) * (plan.tile_slices / 2.0 + 1);
-  constexpr double kTile = 2, kWave = 0.9, kBeside = 0.7;
-  constexpr double kReadKilobytes = 4100;  // the most weights that are read in a microsecond
-  constexpr double kPdlAlone = 1.4, kPdlBeside = 2.2;  // microseconds that PDL saves
-  constexpr double kMissingRow = 0.0006;  // a row of a tensor-map tile that is out of bounds
   const auto lhs_tiles =
       static_cast<double>(tiles * CeilDiv(problem.k_blocks(), int64_t{cluster_ctas}));
-  const double missing = kMissingRow * lhs_tiles * static_cast<double>(plan.lhs_rows - problem.m);
-  const auto wave = [&](int beside) {
-    const double idle = beside == 1 ? busy : std::sqrt(busy);  // warps of another CTA fill in
-    const double rate = (beside == 1 ? fit.alone : fit.beside) * narrow * idle;
+  const double missing =
+      costs.missing_row * lhs_tiles * static_cast<double>(plan.lhs_rows - problem.m);
+  const double read_rate = costs.read_kilobytes * RelativeMemoryRate(device);
+  const auto wave = [&](int64_t in_wave, int beside) {
+    const double filled = beside == 1 ? busy : std::sqrt(busy);  // warps of another CTA fill in
+    const double rate = (beside == 1 ? fit.alone : fit.beside) * narrow * filled;
     const double shallow = plan.num_stages == 2 ? fit.two : plan.num_stages == 3 ? fit.three : 1;
-    return beside * (load / rate * shallow + copy * copies + missing) + kTile * tiles + kWave;
+    const double multiplied = beside * (load / rate * shallow + copy * copies + missing);
+    const double read = static_cast<double>(in_wave * cluster_ctas) * load / read_rate;
+    return std::max(multiplied, read) + costs.tile * tiles + costs.wave;
   };
   // A full wave fills every resident slot. The last, partial wave runs one CTA per multiprocessor if it is no more
   // than half full.
   const int64_t full = clusters / resident, left = clusters % resident;
   const double computed =
-      static_cast<double>(full) * wave(ctas_per_sm) +
-      (left == 0 ? 0 : wave(full > 0 && 2 * left <= resident ? 1 : ctas_per_sm));
-  const double read = static_cast<double>(problem.strips() * problem.batch) * kSlicesPerStrip *
-                      kilobyte_per_slice / kReadKilobytes;
+      static_cast<double>(full) * wave(resident, ctas_per_sm) +
+      (left == 0 ? 0 : wave(left, full > 0 && 2 * left <= resident ? 1 : ctas_per_sm));
   const bool beside = ctas_per_sm > 1;
-  const double pdl = !problem.pdl ? 0 : beside ? kPdlBeside : kPdlAlone;
-  return std::max(computed, read) + fit.start + (beside ? kBeside : 0) - pdl;
+  const double idle = 1 - static_cast<double>(clusters * cluster_ctas) / device.num_sms;
+  const double pdl = !problem.pdl ? 0
+                     : beside     ? costs.pdl_beside
+                                  : costs.pdl_alone + costs.pdl_idle * std::min(1.0, 2 * idle);
+  return computed + fit.start + (beside ? costs.beside : 0) - pdl;
 }
 
 // CTAs that have a multiprocessor each must not meet on one, as they would if they started while an earlier kernel

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/gpu.h"
+#include "cuda/kernels/sm90_stream/costs.h"
 #include "cuda/kernels/sm90_stream/plan.h"
 #include "cuda/problem.h"
 #include "cuda/select/choice.h"
@@ -19,7 +20,8 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
                        int64_t workspace_bytes);
 std::vector<Choice> Choices(const QuantizedMatmul& problem);
 Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes);
-double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
+double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
+            const Costs& costs = kCosts);
 
 // CTAs of a multiprocessor that a choice divides shared memory among.
 int CtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice);

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/kernels/sm80/instances.h"
+
+#include "cuda/kernels/sm80/plan.h"
+
+namespace jaxlowbit::sm80 {
+namespace {
+
+// In the order of PartialSums, which instances.cu checks.
+constexpr const char* kPartialSums[] = {"kNone", "kGroups", "kHalfStages"};
+constexpr int kNone = 0, kGroups = 1, kHalfStages = 2;
+
+}  // namespace
+
+// Whether there are zeros, and of which kind, is known to the kernel when it runs.
+InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m) {
+  const bool half_stages = problem.half_sums && problem.lhs == ElementType::kF16;
+  const int partial_sums = problem.scale_sums ? kGroups : half_stages ? kHalfStages : kNone;
+  return {Family::kSm80,   problem.lhs,  problem.scale,
+          ZeroKind::kNone, problem.bits, Variant{block_m, partial_sums}.number()};
+}
+
+std::string NameOf(const InstanceKey& key) {
+  const Variant variant = Variant::Of(key);
+  return "jaxlowbit::sm80::QmmSm80Kernel<jaxlowbit::sm80::Instance<" + CudaName(key.lhs) + ", " +
+         CudaName(key.scale) + ", " + std::to_string(variant.block_m) + ", " +
+         std::to_string(key.bits) +
+         ", jaxlowbit::sm80::PartialSums::" + kPartialSums[variant.partial_sums] + ">>";
+}
+
+std::vector<InstanceKey> InstancesOf(int bits) {
+  std::vector<InstanceKey> keys;
+  const auto add = [&](InstanceKey key, int block_m, int partial_sums) {
+    key.variant = Variant{block_m, partial_sums}.number();
+    keys.push_back(key);
+  };
+  ForEachFormat(Family::kSm80, bits, [&](const InstanceKey& key) {
+    if (key.zero != ZeroKind::kNone) return;
+    for (int block_m : kBlockMs) {
+      add(key, block_m, kNone);
+      if (key.lhs == ElementType::kF16) add(key, block_m, kHalfStages);
+    }
+    if (key.lhs != ElementType::kBf16 || key.scale != ElementType::kF32) return;
+    for (int block_m : kScaleSumsBlockMs) add(key, block_m, kGroups);
+  });
+  return keys;
+}
+
+}  // namespace jaxlowbit::sm80

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/kernels/sm90/instances.h"
+
+#include "cuda/kernels/sm90/plan.h"
+
+namespace jaxlowbit::sm90 {
+
+InstanceKey KeyOf(const QuantizedMatmul& problem, int tile) {
+  return {Family::kSm90, problem.lhs, problem.scale, problem.zero, problem.bits, tile};
+}
+
+std::string NameOf(const InstanceKey& key) {
+  return "jaxlowbit::sm90::QmmSm90Kernel<jaxlowbit::sm90::Instance<" + CudaName(key.lhs) + ", " +
+         CudaName(key.scale) + ", " + CudaName(key.zero) + ", " + std::to_string(key.bits) + ", " +
+         std::to_string(key.variant) + ">>";
+}
+
+std::vector<InstanceKey> InstancesOf(int bits) {
+  std::vector<InstanceKey> keys;
+  ForEachFormat(Family::kSm90, bits, [&](InstanceKey key) {
+    for (key.variant = 0; key.variant < kNumTiles; ++key.variant) keys.push_back(key);
+  });
+  return keys;
+}
+
+}  // namespace jaxlowbit::sm90

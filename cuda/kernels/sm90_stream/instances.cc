@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/kernels/sm90_stream/instances.h"
+
+#include "cuda/kernels/sm90_stream/select.h"
+
+namespace jaxlowbit::sm90_stream {
+
+InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device) {
+  // Under PDL, a CTA that has a multiprocessor to itself leaves registers to a CTA of the next kernel.
+  const bool shares_registers = choice.block_m == 8 || problem.pdl;
+  const Variant variant = {choice.block_m,
+                           shares_registers ? kMaxCtasPerSm : CtasPerSm(problem, device, choice),
+                           Gathers(problem, device, choice)};
+  return {Family::kSm90Stream, problem.lhs,  problem.scale,
+          problem.zero,        problem.bits, variant.number()};
+}
+
+std::string NameOf(const InstanceKey& key) {
+  const Variant variant = Variant::Of(key);
+  return "jaxlowbit::sm90_stream::QmmSm90StreamKernel<jaxlowbit::sm90_stream::Instance<" +
+         CudaName(key.lhs) + ", " + CudaName(key.scale) + ", " + CudaName(key.zero) + ", " +
+         std::to_string(variant.block_m) + ", " + std::to_string(key.bits) + ", " +
+         std::to_string(variant.ctas_per_sm) + ", " + (variant.gathers ? "true" : "false") + ">>";
+}
+
+std::vector<InstanceKey> InstancesOf(int bits) {
+  std::vector<InstanceKey> keys;
+  ForEachFormat(Family::kSm90Stream, bits, [&](InstanceKey key) {
+    for (const Variant& variant : kVariants) {
+      key.variant = variant.number();
+      if (variant.block_m <= MaxRows(bits)) keys.push_back(key);
+    }
+  });
+  return keys;
+}
+
+}  // namespace jaxlowbit::sm90_stream

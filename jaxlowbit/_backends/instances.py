@@ -1,0 +1,92 @@
+"""Instances of the CUDA kernels, and their compiler. Needs no GPU."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from .._core.format import Format
+from . import selection
+from .cuda import parts_of
+from .extension import ffi
+from .selection import DeviceFacts
+
+_HOPPER = 90
+_CUDA_NAMES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
+_ZEROS = {"none": "kNone", "integer": "kInteger", "float": "kFloat"}
+
+
+class Instance(NamedTuple):
+    """A kernel template and its C++ arguments."""
+
+    family: str
+    expression: str
+
+
+class Compiled(NamedTuple):
+    """What became of an instance: an error or "", whether the cache had it, seconds."""
+
+    instance: Instance
+    error: str
+    cached: bool
+    seconds: float
+
+
+def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int) -> list[Instance]:
+    """All instances that products of a format may need and that are compiled where they run."""
+    sums = parts_of(lhs) > 1  # of float32 activations, which only one kernel multiplies
+    types = (
+        _CUDA_NAMES["bfloat16" if sums else str(lhs)],
+        _CUDA_NAMES["float32" if sums else str(scale)],
+    )
+    found = []
+    for family, expression, ahead_of_time, *own, zero in ffi.instances(format.bits):
+        takes = family.startswith("sm80") or zero.endswith(_ZEROS[format.zero])
+        runs = family.startswith("sm80") or capability == _HOPPER
+        fits = tuple(own) == types and sums == ("kGroups" in expression)
+        if takes and runs and fits and not ahead_of_time:
+            found.append(Instance(family, expression))
+    return found
+
+
+def of_product(
+    m: int,
+    n: int,
+    k: int,
+    format: Format,
+    lhs: jnp.dtype,
+    scale: jnp.dtype,
+    *,
+    device: DeviceFacts,
+    transposed: bool = False,
+) -> list[Instance]:
+    """The instances that a product of this size is chosen to run by, compiled where they run.
+
+    Alone or behind another product of its call, as one of a gated pair, with weights that are not
+    aligned, and the transposed product if it is asked for.
+    """
+    variants: list[dict[str, bool]] = [
+        {"gated": gated, "early_start": early}
+        for gated, early in itertools.product((False, True), repeat=2)
+    ]
+    variants.append({"aligned": False})
+    if transposed:
+        variants.append({"transposed": True})
+    choices = (
+        selection.choose(1, m, k, n, lhs, scale, format, device=device, **variant)
+        for variant in variants
+    )
+    wanted = {Instance(*choice["instance"]): None for choice in choices if "instance" in choice}
+    ahead_of_time = {expression for _, expression, ahead, *_ in ffi.instances(format.bits) if ahead}
+    return [instance for instance in wanted if instance.expression not in ahead_of_time]
+
+
+def compile_all(instances: Sequence[Instance], capability: int) -> Iterator[Compiled]:
+    """Compiles instances at the same time, or finds them in the cache, and reports in order."""
+    architecture = ffi.architecture(capability)
+    ffi.compile(instances, architecture, wait=False)
+    for instance in instances:
+        result: dict[str, Any]
+        (result,) = ffi.compile([instance], architecture)
+        yield Compiled(instance, result["error"], result["cached"], result["seconds"])

@@ -1,0 +1,121 @@
+"""The command that compiles kernels into the cache, where there need be no GPU."""
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+
+from .._backends import custom_calls, extension, instances
+from .._backends.extension import ffi
+from .._backends.instances import Instance
+from .._core.dtypes import FLOATS
+from .._core.format import format_name, parse_format
+from .._core.layout import blocks
+from . import devices
+from .devices import Device
+from .weights import Weight, find
+
+_SUMMARY = (
+    "Compiles the CUDA kernels of formats whose kernels are not part of the build, and keeps them "
+    "where programs look for them. Needs a compiler, and no GPU."
+)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command `python -m jaxlowbit.compile`."""
+    parser = argparse.ArgumentParser("python -m jaxlowbit.compile", description=_SUMMARY)
+    parser.add_argument("checkpoint", nargs="?", help="safetensors file, or a folder of them")
+    parser.add_argument("--shapes", nargs="+", metavar="NxK", help="instead of a checkpoint")
+    parser.add_argument("--format", nargs="+", default=[], help="such as int2-g128")
+    parser.add_argument("--dtype", default="bfloat16", help="of the activations")
+    parser.add_argument("--tokens", nargs="+", type=int, default=_ROWS, metavar="M", help="rows")
+    parser.add_argument("--device", choices=devices.GPUS, help="the GPU; the first that JAX sees")
+    parser.add_argument("--transposed", action="store_true", help="for gradients, too")
+    options = parser.parse_args(arguments)
+    try:
+        device = _device(options.device)
+        formats = [parse_format(text) for text in options.format]
+        if str(options.dtype) not in map(str, FLOATS):
+            raise ValueError(f"--dtype {options.dtype}: name one of {', '.join(map(str, FLOATS))}.")
+        dtype = jnp.dtype(options.dtype)
+        for format in formats:
+            if reason := custom_calls.uncovered("cuda", dtype, format):
+                raise ValueError(f"--format {format_name(format)}: {reason}.")
+        sources = [source for source in (options.checkpoint, options.shapes) if source]
+        if len(sources) > 1 or not (sources or formats):
+            raise ValueError("name a checkpoint, --shapes with --format, or --format alone.")
+        if sources:
+            weights = find(sources[0], formats, options.dtype)
+            wanted = _of_weights(weights, dtype, options.tokens, device, options.transposed)
+        else:
+            found = [
+                instance
+                for format in formats
+                for instance in instances.of_format(format, dtype, dtype, device.capability)
+            ]
+            wanted = [
+                instance
+                for instance in found
+                if options.transposed or instance.family != "sm80_transposed"
+            ]
+        failed = _compile(list(dict.fromkeys(wanted)), device)
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error).removeprefix("tune: "))
+    if failed:
+        parser.exit(1)
+
+
+def _device(name: str | None) -> Device:
+    if reason := extension.unavailable("cuda"):
+        raise ValueError(f"{reason}.")
+    if error := ffi.toolchain()["error"]:
+        raise ValueError(f"{error}.")
+    device = devices.GPUS[name] if name else devices.first()
+    if device.platform != "cuda":
+        raise ValueError(f"JAX sees no GPU; name one: --device {' or '.join(devices.GPUS)}.")
+    return device
+
+
+def _of_weights(
+    weights: Iterable[Weight],
+    dtype: jnp.dtype,
+    tokens: Iterable[int],
+    device: Device,
+    transposed: bool,
+) -> Iterable[Instance]:
+    distinct = {
+        weight._replace(n=blocks(weight.n), k=blocks(weight.k)): weight for weight in weights
+    }
+    for n, k, format, scale in distinct.values():
+        for m in tokens:
+            yield from instances.of_product(
+                *(m, n, k, format, dtype, jnp.dtype(scale)),
+                device=device.facts,
+                transposed=transposed,
+            )
+
+
+def _compile(wanted: Sequence[Instance], device: Device) -> bool:
+    """Compiles, with a line for each instance. Returns whether any failed."""
+    if not wanted:
+        print("Nothing is to be compiled: the build has all of these kernels.")
+        return False
+    start, cached, errors = time.monotonic(), 0, []
+    architecture = ffi.architecture(device.capability)
+    for number, one in enumerate(instances.compile_all(wanted, device.capability), 1):
+        how = "failed" if one.error else "cached" if one.cached else f"{one.seconds:.1f} s"
+        print(f"{number}/{len(wanted)}  {how:8} {one.instance.expression}", flush=True)
+        cached += one.cached
+        if one.error:
+            errors.append(one.error)
+    spent = time.monotonic() - start
+    toolchain = ffi.toolchain()
+    print(
+        f"\nsm_{architecture}: {len(wanted) - cached - len(errors)} compiled, {cached} were there, "
+        f"in {spent:.1f} s by {toolchain['compiler']}; kept in {toolchain['cache'] or 'no folder'}."
+    )
+    for error in errors:
+        print(error)
+    return bool(errors)
