@@ -25,7 +25,10 @@ class StageMultiplier {
   static constexpr int kBits = I::kBits;
 
   __device__ StageMultiplier(const Params& p, const Tile& tile)
-      : p_(p), cursor_(GroupCursor::At(p, tile.stage_begin * I::kBlockK)), loaded_(-1) {
+      : p_(p),
+        atoms_left_(p.k_blocks - tile.stage_begin * I::kAtomsK),
+        cursor_(GroupCursor::At(p, tile.stage_begin * I::kBlockK)),
+        loaded_(-1) {
 #pragma unroll
     for (int atom = 0; atom < kAtomsN; ++atom) rows_[atom].Start(p.zero_bytes > 1);
     // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the instruction's tile of rows i / 16.
@@ -38,11 +41,12 @@ class StageMultiplier {
     const uint32_t scales = slot + p_.bytes.packed + p_.bytes.lhs;
     if (cursor_.group != loaded_) StartGroup(scales, cursor_.group, acc);
     const int left = p_.group_size - cursor_.offset;  // of the group, in this stage and beyond
-    if (kHasOneGroupForm && left >= I::kBlockK) {
+    if (kHasOneGroupForm && left >= I::kBlockK && atoms_left_ >= I::kAtomsK) {
       MultiplyAtoms<true>(slot, scales, left, acc);
     } else {
       MultiplyAtoms<false>(slot, scales, left, acc);
     }
+    atoms_left_ -= I::kAtomsK;
     if constexpr (I::kPartials == PartialSums::kHalfStages) AddHalfAccumulators(acc);
     cursor_.AdvanceStage(p_);
   }
@@ -51,7 +55,7 @@ class StageMultiplier {
   __device__ void Finish(Accumulators<I>& acc) { ScaleGroup(acc); }
 
  private:
-  // Stages that lie in one group have a form of their own, because a test between steps keeps them from overlapping.
+  // Whole stages that lie in one group have a form of their own, because a test between steps keeps them from overlapping.
   // Large tiles overlap within a step, and have no registers to spare.
   static constexpr bool kHasOneGroupForm = I::kTiles < 8;
 
@@ -61,6 +65,8 @@ class StageMultiplier {
                                 Accumulators<I>& acc) {
 #pragma unroll
     for (int k_atom = 0; k_atom < I::kAtomsK; ++k_atom) {
+      // Beyond k there are zeros, which are infinite beside the largest scales as quantized values without a zero point.
+      if (!kOneGroup && k_atom > 0 && k_atom >= atoms_left_) break;
       uint32_t packed[kAtomsN][kBits];
 #pragma unroll
       for (int atom = 0; atom < kAtomsN; ++atom) {
@@ -153,6 +159,7 @@ class StageMultiplier {
   }
 
   const Params& p_;
+  int atoms_left_;      // along k, from the next stage on
   GroupCursor cursor_;  // at the first k of the next stage
   int loaded_;          // the group that rows_ holds
   int lhs_chunk_;       // of the first step, in bytes
