@@ -224,10 +224,14 @@ def test_mlp_and_one_call_repeat_their_bits(m):
     first = np.asarray(program(lhs))
     for _ in range(30):
         assert np.asarray(program(lhs)).tobytes() == first.tobytes()
-    wide = [
-        np.asarray(x, np.float32) for x in (first, jax.jit(functools.partial(step, apart))(lhs))
-    ]
-    assert np.linalg.norm(wide[0] - wide[1]) < 0.01 * np.linalg.norm(wide[1])
+    exact, rounded = (
+        np.asarray(jax.jit(functools.partial(step, apart))(x), np.float32)
+        for x in (lhs.astype(jnp.float32), lhs)
+    )
+    # Roundings grow from layer to layer, and differ where kernels do.
+    usual = np.linalg.norm(rounded - exact)
+    assert usual < 0.03 * np.linalg.norm(exact)
+    assert np.linalg.norm(first.astype(np.float32) - exact) < 1.5 * usual
 
 
 def test_one_call_waits_for_weights_of_its_program():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -89,12 +90,12 @@ def devices() -> None:
 
 
 def exports() -> None:
-    rhs = uniform(K, N, TWO)
+    leaves, tree = jax.tree.flatten(uniform(K, N, TWO))
     exported = export.export(
-        jax.jit(lambda x, q: x @ q),
+        jax.jit(lambda x, *leaves: x @ tree.unflatten(leaves)),
         platforms=["cuda"],
         disabled_checks=[export.DisabledSafetyCheck.custom_call(TARGET)],
-    )(normal(16, K), rhs)
+    )(normal(16, K), *leaves)
     assert exported.mlir_module().count(f"@{TARGET}(") == 1
     Path(os.environ["EXPORTED"]).write_bytes(exported.serialize())
 
@@ -102,7 +103,7 @@ def exports() -> None:
 def imports() -> None:
     rhs, lhs = uniform(K, N, TWO), normal(16, K)
     exported = export.deserialize(bytearray(Path(os.environ["EXPORTED"]).read_bytes()))
-    assert_right(jax.jit(exported.call)(lhs, rhs), lhs, rhs)
+    assert_right(jax.jit(exported.call)(lhs, *jax.tree.leaves(rhs)), lhs, rhs)
 
 
 def definition() -> None:
@@ -218,7 +219,8 @@ def test_two_devices_share_what_is_compiled(tmp_path):
         pytest.skip(f"needs 2 GPUs, JAX sees {len(jax.devices())}")
     loaded = run("devices", tmp_path)
     assert loaded["compiled"] + loaded["cached"] >= 2
-    assert len(list(tmp_path.glob("*.cubin"))) == 1
+    cubins = [path.read_bytes() for path in tmp_path.glob("*.cubin")]
+    assert len(cubins) == 1, [re.findall(rb"Instance<[^>]*>", cubin)[:1] for cubin in cubins]
 
 
 def test_exported_programs(tmp_path):

@@ -89,9 +89,6 @@ __device__ inline void WaitForCluster(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Orders all threads of a CTA, whichever way they take to it.
-__device__ JAXLOWBIT_ONE_INSTRUCTION inline void SynchronizeAll() { __syncthreads(); }
-
 // Orders `threads` of a CTA among themselves; `number`: from 1 to 15.
 __device__ JAXLOWBIT_ONE_INSTRUCTION inline void Synchronize(int number, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");

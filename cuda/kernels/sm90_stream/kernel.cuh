@@ -119,19 +119,25 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
   const Memory memory = {Keep(SharedAddress(shared))};
   const int warp = threadIdx.x / 32;
   const auto synchronize = [] {
-    SynchronizeAll();  // barriers exist
+    __syncthreads();  // barriers exist
     ArriveAtCluster();
     LaunchDependents();
   };
+  if constexpr (kForSanitizer) {  // all threads at one instruction
+    if (warp == 0) InitBarriers(p.plan, memory);
+    synchronize();
+  }
   if (warp == kWarps) {
     const Share share = OwnShare(p);
     StageFiller<I> filler(p, share, memory);  // computes what to load while barriers are made
-    synchronize();
+    if constexpr (!kForSanitizer) synchronize();
     filler.FillAll();
     WaitForArrivals();
   } else {
-    if (warp == 0) InitBarriers(p.plan, memory);
-    synchronize();
+    if constexpr (!kForSanitizer) {
+      if (warp == 0) InitBarriers(p.plan, memory);
+      synchronize();
+    }
     Consume<I>(p, OwnShare(p), memory);
   }
 #endif

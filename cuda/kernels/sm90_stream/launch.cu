@@ -50,9 +50,10 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   const int64_t size = problem.group_size;
   p.atoms_per_group = AtomsPerGroup(problem);
   p.groups_per_atom = GroupsPerAtom(problem);
-  // Every stage begins with a group or lies in one, and so do a warp's atoms of a stage, at most two.
+  // Every stage begins with a group or lies in one, and so do two of a warp's atoms of a stage.
   const bool own_groups = size > 0 && size <= kAtom;
   p.atom_step = own_groups ? p.groups_per_atom * static_cast<int>(kAtom) : 0;
+  p.pair_step = size == 2 * kAtom ? static_cast<int>(kAtom) : 0;
   p.out_float = problem.out == ElementType::kF32;
   p.epilogue = EpilogueOf(problem, buffers);
   p.plan = PlanOf(problem, choice.split_k, choice.slices, ctas_per_sm);

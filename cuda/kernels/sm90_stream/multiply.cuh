@@ -61,7 +61,7 @@ class StageMultiplier {
       packed_[i] = Keep(
           p_.plan.bytes.lhs + (begin - tile) * (I::kSliceBytes << p_.plan.stage_shift) +
           FirstPlane<kBits>((slice - begin) * 32) + atom_ * atom_bytes + FirstPlane<kBits>(lane_));
-      packed_step_[i] = Keep(atom_bytes);
+      if constexpr (!I::kWholeStrips) packed_step_[i] = Keep(atom_bytes);
       if constexpr (I::kInPlanes) {
         const int lane = (slice - begin) * 32 + lane_;
         second_[i] = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
@@ -87,6 +87,12 @@ class StageMultiplier {
       MultiplyAtoms<FastestRows<I>, 2, 1>(stage, activations, 0, acc);
       return;
     }
+    if (kMostAtoms == 4 && own == 4 && p_.atom_step == 0 && TakeFastest<1>(stage, 0) &&
+        TakeFastest<1>(stage, 2)) {
+      MultiplyAtoms<FastestRows<I>, 2, 1>(stage, activations, 0, acc);
+      MultiplyAtoms<FastestRows<I>, 2, 1>(stage, activations, 2, acc);
+      return;
+    }
 #pragma unroll 1
     for (int at = 0; at < own; ++at) {
       if (p_.groups_per_atom == 1 && TakeFastest<1>(stage, at)) {
@@ -108,6 +114,7 @@ class StageMultiplier {
   // One load of fragments has two tiles of rows of one step, or, with a single tile, two steps.
   static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
   static constexpr int kRows = kAtom;  // of a group
+  static constexpr int kMostAtoms = MaxWarpAtoms(kBits);
   // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices, if registers allow.
   static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits <= 4 ? 2 : 1;
   static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
@@ -124,7 +131,7 @@ class StageMultiplier {
 #pragma unroll
         for (int i = 0; i < kSlicesPerWarp; ++i) {
           take &= FastestRows<I>::Takes(
-              LoadShared4(ScaleAddress(stage, i, at * p_.atom_step + group * kRows)));
+              LoadShared4(ScaleAddress(stage, i, RowsAt(at) + group * kRows)));
         }
       }
       return __all_sync(~0u, take);
@@ -139,8 +146,9 @@ class StageMultiplier {
     static_assert(kAtoms == 1 || kGroups == 1);
     const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
     const uint32_t first = kKeepsPlace ? activations + lhs_ + at * LhsBytes() : 0;
-    // With one tile of rows every atom has accumulators of its own: more mma that do not wait for each other.
-    constexpr int kChains = I::kTiles == 1 ? kAtoms : 1;
+    // With one tile of rows every atom has accumulators of its own: more mma that do not wait for each other. Narrow
+    // widths take less time with fewer scaled sums.
+    constexpr int kChains = I::kTiles == 1 && kBits >= 4 ? kAtoms : 1;
 #pragma unroll
     for (int slice = 0; slice < kSlicesPerWarp; slice += kTogetherSlices) {
       R rows[kTogetherSlices];
@@ -149,10 +157,10 @@ class StageMultiplier {
 #pragma unroll
       for (int i = 0; i < kTogetherSlices; ++i) {
         rows[i].Start(I::kZero == ZeroKind::kFloat);
-        LoadRows(stage, slice + i, at * p_.atom_step, rows[i]);
+        LoadRows(stage, slice + i, RowsAt(at), rows[i]);
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
-          const uint32_t first = stage + packed_[slice + i] + (at + a) * packed_step_[slice + i];
+          const uint32_t first = stage + packed_[slice + i] + (at + a) * PackedStep(slice + i);
           LoadPacked<kBits>(first, I::kInPlanes ? first + second_[slice + i] : 0, lane_,
                             packed[a][i]);
         }
@@ -167,7 +175,7 @@ class StageMultiplier {
 #pragma unroll
             for (int i = 0; i < kTogetherSlices; ++i) {
               AddPart(rows[i], part[0][i], acc[slice + i]);
-              LoadRows(stage, slice + i, at * p_.atom_step + group * kRows, rows[i]);
+              LoadRows(stage, slice + i, RowsAt(at) + group * kRows, rows[i]);
             }
           }
           uint32_t weights[kTogetherSlices][4];
@@ -204,6 +212,16 @@ class StageMultiplier {
         }
       }
     }
+  }
+
+  // Rows from the warp's first group to the first of its atom `at`.
+  __device__ int RowsAt(int at) const {
+    return at * p_.atom_step + (kMostAtoms == 4 ? at / 2 * p_.pair_step : 0);
+  }
+
+  // Bytes from a slice's packed weights of an atom to those of the next.
+  __device__ int PackedStep(int slice) const {
+    return I::kWholeStrips ? kSlicesPerStrip * I::kSliceBytes : packed_step_[slice];
   }
 
   // Adds the partial sums of a group, and clears them.
@@ -248,7 +266,7 @@ class StageMultiplier {
   // Where this lane reads in a stage, in bytes, for the warp's first atom: lhs, or its row; the packed weights of each
   // slice, and the step from there to the second atom's; the scales of each slice.
   int lhs_;
-  int packed_[kSlicesPerWarp], packed_step_[kSlicesPerWarp];
+  int packed_[kSlicesPerWarp], packed_step_[I::kWholeStrips ? 1 : kSlicesPerWarp];
   int second_[I::kInPlanes ? kSlicesPerWarp
                            : 1];  // from the words of the first plane to those of the second
   int scales_[kSlicesPerWarp];

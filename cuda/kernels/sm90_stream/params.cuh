@@ -39,6 +39,7 @@ struct Instance {
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
   static constexpr bool kInPlanes = Integer<kBits>::kSecondWords > 0;
+  static constexpr bool kWholeStrips = HasWholeStrips(kBits);
 };
 
 // One of the products of a launch.
@@ -68,6 +69,7 @@ struct Params {
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
   int atom_step;  // from the groups of a warp's first atom to those of its second, in rows
+  int pair_step;  // from those of its first two atoms to those of the next two, beyond atom steps
   // In a stage, the zero point of a row is at zeros_at + (place of its scale) / sizeof(S).
   int zeros_at;
   Divider pairs;        // of a tile's slices

@@ -9,6 +9,35 @@
 
 namespace jaxlowbit::sm90_stream {
 
+namespace {
+
+// The most strips that a tile touches.
+int StageStrips(const Plan& plan) {
+  const bool whole = plan.slices % kSlicesPerStrip == 0 && plan.tile_slices % kSlicesPerStrip == 0;
+  const int beside = whole ? 0 : 2 * (kSlicesPerStrip - 1);  // wherever it begins
+  return (plan.tile_slices + beside) / kSlicesPerStrip;
+}
+
+// Atoms of a stage: those of a warp, for all parts of k. A warp takes two if activations leave room for several stages
+// and a strip has at most 16 KiB of one. Of narrow widths it takes four, which saves a tenth of the instructions, where
+// the first stage is soon there: it is small, or the CTA has many.
+int StageAtoms(const QuantizedMatmul& problem, const Plan& plan, int block_m) {
+  constexpr int kSmallBytes = 8 * 1024, kManyStages = 8;
+  const auto atoms_of = [&](int warp_atoms) {
+    const int most = std::min(128 / block_m, problem.bits < 4 ? 16 : 32 / problem.bits);
+    return std::max(plan.warps_k, std::min(warp_atoms * plan.warps_k, most));
+  };
+  const int atoms = atoms_of(MaxWarpAtoms(problem.bits));
+  const int64_t bytes = int64_t{atoms} * plan.tile_slices * kSliceRows * kAtom * problem.bits / 8;
+  const int64_t stages = CeilDiv(problem.k_blocks(), int64_t{atoms} << plan.cluster_shift);
+  const bool soon = bytes <= kSmallBytes || stages >= kManyStages;
+  const bool has_lanes = plan.stage_strips * (atoms + 2) <= 32;  // of the producer (fill.cuh)
+  const bool takes = soon && has_lanes && SupportsGroupSize(atoms, problem.group_size);
+  return takes ? atoms : atoms_of(2);
+}
+
+}  // namespace
+
 Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ctas_per_sm) {
   Plan plan = {};
   while (2 << plan.cluster_shift <= cluster_ctas) ++plan.cluster_shift;
@@ -17,7 +46,7 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   plan.tile_slices = static_cast<int>(CeilDiv(slices, tiles));
   if (problem.epilogue.gated) {
     plan.tile_slices = static_cast<int>(CeilDiv(plan.tile_slices, kPairSlices)) * kPairSlices;
-  } else if (InPlanes(problem.bits)) {
+  } else if (HasWholeStrips(problem.bits)) {
     plan.tile_slices =
         static_cast<int>(CeilDiv(plan.tile_slices, kSlicesPerStrip)) * kSlicesPerStrip;
   }
@@ -27,16 +56,13 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   // The partial sums of more warps would leave no room for stages.
   const int most = block_m == 32 ? 4 : kWarps;
   while (pairs * plan.warps_k * 2 <= kWarps && plan.warps_k * 2 <= most) plan.warps_k *= 2;
-  // A warp takes two atoms if activations leave room for several stages. A strip has at most 16 KiB of a stage.
-  plan.stage_atoms = std::max(
-      plan.warps_k, std::min({2 * plan.warps_k, 128 / block_m, 32 / std::max(problem.bits, 4)}));
+  plan.stage_strips = StageStrips(plan);
+  plan.stage_atoms = StageAtoms(problem, plan, block_m);
   plan.warp_atoms = plan.stage_atoms / plan.warps_k;
   while (1 << plan.stage_shift < plan.stage_atoms) ++plan.stage_shift;
   plan.stages = static_cast<int>(CeilDiv(problem.k_blocks(), plan.stage_atoms));
   const int64_t stage_k = plan.stage_atoms * kAtom, size = problem.group_size;
   plan.stage_groups = static_cast<int>(size < 0 ? 1 : CeilDiv(stage_k, size));
-  plan.stage_strips =
-      (plan.tile_slices + 2 * (kSlicesPerStrip - 1)) / kSlicesPerStrip;  // wherever it begins
   const int per_slice = kSliceRows * static_cast<int>(kAtom) * problem.bits / 8;
   const int per_group = plan.stage_strips * plan.stage_groups * static_cast<int>(kAtom);
   const int cluster = 1 << plan.cluster_shift;

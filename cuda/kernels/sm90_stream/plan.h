@@ -40,11 +40,14 @@ inline constexpr int kAloneStages = 3;
 // would leave too little for weights.
 inline constexpr int kMostGatheredBytes = 24 * 1024;
 
+// The most atoms of a stage that one warp multiplies.
+constexpr int MaxWarpAtoms(int bits) { return bits < 4 ? 4 : 2; }
+
 // The most rows of lhs: with 8-bit weights, 32 rows would take more registers than there are.
 constexpr int MaxRows(int bits) { return bits <= 4 ? 32 : 16; }
 
-// Whether the words of a lane and an atom are in several bit planes: a tile then has whole strips.
-constexpr bool InPlanes(int bits) { return (bits & (bits - 1)) != 0; }
+// Whether a tile has whole strips: where words are in several bit planes, and where a stage is small.
+constexpr bool HasWholeStrips(int bits) { return bits < 4 || (bits & (bits - 1)) != 0; }
 
 // Slices of a gated product are those of a strip of the gate, then those of the same strip of up.
 inline constexpr int kPairSlices = 2 * kSlicesPerStrip;
@@ -79,9 +82,9 @@ struct Plan {
   int shared_bytes;          // of a CTA
 };
 
-// Whether every stage begins with a group, or lies in one.
-inline constexpr bool SupportsGroupSize(const Plan& plan, int64_t size) {
-  const int64_t stage_k = plan.stage_atoms * kAtom;
+// Whether every stage of so many atoms begins with a group, or lies in one.
+inline constexpr bool SupportsGroupSize(int stage_atoms, int64_t size) {
+  const int64_t stage_k = stage_atoms * kAtom;
   return size < 0 || size == 16 || size == 32 ||
          (size % kAtom == 0 && (stage_k % size == 0 || size % stage_k == 0));
 }

@@ -29,7 +29,7 @@ Plan PlanOfChoice(const QuantizedMatmul& problem, const Device& device, const Ch
 }
 
 Support SupportsGroups(const Plan& plan, const QuantizedMatmul& problem) {
-  if (SupportsGroupSize(plan, problem.group_size)) return {};
+  if (SupportsGroupSize(plan.stage_atoms, problem.group_size)) return {};
   return {"groups must divide its stages or be multiples of them"};
 }
 
@@ -55,8 +55,8 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
   if (problem.epilogue.gated && choice.slices % kPairSlices != 0) {
     return {"slices are of pairs of strips"};
   }
-  if (InPlanes(problem.bits) && choice.slices % kSlicesPerStrip != 0) {
-    return {"weights in bit planes are read in whole strips"};
+  if (HasWholeStrips(problem.bits) && choice.slices % kSlicesPerStrip != 0) {
+    return {"weights of this width are read in whole strips"};
   }
   if (choice.slices < 1 || choice.slices > most) return {"slices is beyond those of a cluster"};
   const Plan plan = PlanOfChoice(problem, device, choice);
