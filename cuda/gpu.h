@@ -23,6 +23,9 @@ struct Device {
   int memory_gb_per_s = 0;  // from the highest clock of memory; 0 if it is not known
   // Clusters resident at a time, by CTAs per multiprocessor (1, 2) and CTAs per cluster (1, 2, 4).
   int clusters[3][5] = {};
+  // Whether instances that the build does not hold can be compiled; null if they can. It is asked only where that
+  // matters, since the first answer loads the compiler.
+  bool (*compiles)() = nullptr;
   // For launches: CUDA's number of the device, and its own compute capability if it is treated as one of less.
   int ordinal = 0;
   int architecture = 0;

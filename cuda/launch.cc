@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cuda/extents.h"
+#include "cuda/jit/compiler.h"
 #include "cuda/kernels/instance_key.h"
 #include "cuda/kernels/loaded.h"
 #include "cuda/kernels/sm80/launch.h"
@@ -65,6 +66,11 @@ void ReadRates(int ordinal, Device& device) {
   device.memory_gb_per_s = static_cast<int>(int64_t{2} * memory_khz * (memory_bits / 8) / 1000000);
 }
 
+bool HasCompiler() {
+  static const bool has_compiler = jit::FindToolchain().error.empty();
+  return has_compiler;
+}
+
 cudaError_t ReadDevice(int ordinal, Device& device) {
   int major = 0, minor = 0;
   for (auto [attribute, value] :
@@ -75,6 +81,7 @@ cudaError_t ReadDevice(int ordinal, Device& device) {
     const cudaError_t error = cudaDeviceGetAttribute(value, attribute, ordinal);
     if (error != cudaSuccess) return error;
   }
+  device.compiles = HasCompiler;
   device.ordinal = ordinal;
   device.architecture = device.compute_capability = 10 * major + minor;
   ReadRates(ordinal, device);

@@ -50,6 +50,7 @@ def select(
     clock_mhz: int = ...,
     memory_gb_per_s: int = ...,
     clusters: Sequence[Sequence[int]] = ...,
+    compiles: bool = ...,
     device_name: str = ...,
     workspace_bytes: int = ...,
 ) -> dict[str, Any]: ...
@@ -76,6 +77,7 @@ def candidates(
     clock_mhz: int = ...,
     memory_gb_per_s: int = ...,
     clusters: Sequence[Sequence[int]] = ...,
+    compiles: bool = ...,
     device_name: str = ...,
     workspace_bytes: int = ...,
 ) -> list[tuple[str, int, int, int, int, int]]: ...
@@ -99,6 +101,7 @@ def question(
     clock_mhz: int = ...,
     memory_gb_per_s: int = ...,
     clusters: Sequence[Sequence[int]] = ...,
+    compiles: bool = ...,
     device_name: str = ...,
     workspace_bytes: int = ...,
 ) -> Question: ...

@@ -34,7 +34,7 @@ def _compiling() -> Iterator[tuple[str, str]]:
     toolchain, loaded = extension.ffi.toolchain(), extension.ffi.loaded()
     widths = call.one_of(extension.ffi.COMPILED_BITS)
     found = f"{toolchain['compiler']}, {toolchain['path']}"
-    yield "compiler", f"of kernels for {widths} bits: {toolchain['error'] or found}"
+    yield "compiler", f"of kernels for {widths} bits and others: {toolchain['error'] or found}"
     if folder := toolchain["cache"]:
         sizes = [path.stat().st_size for path in Path(folder).glob("*.cubin")]
         yield "compiled kernels", f"{folder}: {len(sizes)}, {sum(sizes) / 1e6:.1f} MB"

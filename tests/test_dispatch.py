@@ -122,6 +122,15 @@ def test_the_kernel_follows_the_problem(problem, kernel):
     assert select(**{"m": 1, "n": 8192, "k": 8192, **problem})["kernel"] == kernel
 
 
+@pytest.mark.parametrize("lacks", [{"float32_scale": True}, {"zero": "float"}])
+@pytest.mark.parametrize("m", [1, 64, 4096])
+def test_without_a_compiler_the_kernel_that_was_built_runs(m, lacks):
+    problem = {"m": m, "n": 8192, "k": 8192}
+    assert select(**problem, **lacks)["kernel"] != "qmm_sm80"
+    assert select(**problem, **lacks, compiles=False)["kernel"] == "qmm_sm80"
+    assert select(**problem, compiles=False)["kernel"] != "qmm_sm80"
+
+
 @pytest.mark.parametrize(
     ("m", "n", "k", "divided"),
     [(64, 4096, 4096, True), (512, 9472, 3584, True), (1024, 8192, 8192, False)],

@@ -173,13 +173,23 @@ def test_a_process_may_end_while_kernels_are_compiled(nvrtc, tmp_path):
 FAMILIES = ("sm80", "sm80_transposed", "sm90_stream", "sm90")
 
 
-def instances_of(*widths: int, family: str | None = None) -> list[tuple[str, str]]:
-    found = [instance[:2] for bits in widths for instance in ffi.instances(bits)]
-    return [instance for instance in found if family in (None, instance[0])]
+WIDTHS = (*ffi.KERNEL_BITS, *ffi.COMPILED_BITS)
+
+
+def instances_of(
+    *widths: int, family: str | None = None, built: bool | None = None
+) -> list[tuple[str, str]]:
+    """Of some widths, of a family, and of those that the build holds, or lacks."""
+    found = [instance for bits in widths for instance in ffi.instances(bits)]
+    return [
+        (name, expression)
+        for name, expression, ahead_of_time, *_ in found
+        if family in (None, name) and built in (None, ahead_of_time)
+    ]
 
 
 def sample(found: list, count: int) -> list:
-    return random.Random(0).sample(found, count)
+    return random.Random(0).sample(found, min(count, len(found)))
 
 
 def kernel_names(binary: bytes) -> set[bytes]:
@@ -188,22 +198,22 @@ def kernel_names(binary: bytes) -> set[bytes]:
 
 
 def test_every_instance_has_one_name():
-    names = [name for _, name in instances_of(*ffi.KERNEL_BITS, *ffi.COMPILED_BITS)]
+    names = [name for _, name in instances_of(*WIDTHS)]
     assert len(names) == len(set(names)) > 500
-    for bits in (*ffi.KERNEL_BITS, *ffi.COMPILED_BITS):
-        found = ffi.instances(bits)
-        assert {family for family, *_ in found} == set(FAMILIES)
-        assert {ahead_of_time for _, _, ahead_of_time, *_ in found} == {bits in ffi.KERNEL_BITS}
+    for bits in WIDTHS:
+        for family, expression, ahead_of_time, *types, zero in ffi.instances(bits):
+            assert family in FAMILIES
+            usual = family.startswith("sm80") or not ("float" in types or zero.endswith("kFloat"))
+            assert ahead_of_time == (bits in ffi.KERNEL_BITS and usual), expression
 
 
 def test_names_are_those_of_the_kernels_in_the_build(nvrtc, tmp_path):
     built = kernel_names(Path(ffi.__file__).read_bytes())
-    ahead_of_time = instances_of(*ffi.KERNEL_BITS)
-    assert len(built) == len(ahead_of_time)
+    assert len(built) == len(instances_of(*WIDTHS, built=True))
     some = [
         instance
         for family in FAMILIES
-        for instance in sample(instances_of(*ffi.KERNEL_BITS, family=family), 2)
+        for instance in sample(instances_of(*WIDTHS, family=family, built=True), 2)
     ]
     _, results = compiled(tmp_path, some)
     for instance, result in zip(some, results, strict=True):
@@ -213,15 +223,15 @@ def test_names_are_those_of_the_kernels_in_the_build(nvrtc, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_widths_that_the_build_lacks_compile(nvrtc, tmp_path, family):
+def test_instances_that_the_build_lacks_compile(nvrtc, tmp_path, family):
     """For Hopper, without registers that running products still read; elsewhere for others, too."""
     if family == "sm90" and wgmma_hazards.find_tool("nvdisasm") is None:
         pytest.skip("nvdisasm was not found")
     architecture = "90a" if "sm90" in family else "86"
     some = [
         instance
-        for bits in ffi.COMPILED_BITS
-        for instance in sample(instances_of(bits, family=family), 2)
+        for bits in WIDTHS
+        for instance in sample(instances_of(bits, family=family, built=False), 1)
     ]
     _, results = compiled(tmp_path / "cache", some, architecture=architecture)
     for (_, name), result in zip(some, results, strict=True):

@@ -249,7 +249,7 @@ void Define(nb::module_& module, const char* name, Function function) {
                  bool scale_sums, bool half_sums, bool transposed, bool gated, bool early_start,
                  bool aligned, int compute_capability, int num_sms, int shared_bytes_per_sm,
                  int clock_mhz, int memory_gb_per_s, const std::vector<std::vector<int>>& clusters,
-                 const std::string& device_name, int64_t workspace_bytes) {
+                 bool compiles, const std::string& device_name, int64_t workspace_bytes) {
         QuantizedMatmul problem = ProblemOf({m, n, k, bits, group_size, lhs, float32_scale, zero});
         problem.epilogue.gated = gated;
         problem.batch = batch;
@@ -262,6 +262,7 @@ void Define(nb::module_& module, const char* name, Function function) {
         Device device = DeviceOf(compute_capability, num_sms, shared_bytes_per_sm);
         device.clock_mhz = clock_mhz;
         device.memory_gb_per_s = memory_gb_per_s;
+        if (!compiles) device.compiles = [] { return false; };
         SetClusters(clusters, &device);
         return function(Question{problem, device, device_name, workspace_bytes});
       },
@@ -272,7 +273,8 @@ void Define(nb::module_& module, const char* name, Function function) {
       nb::arg("early_start") = false, nb::arg("aligned") = true, nb::arg("compute_capability") = 90,
       nb::arg("num_sms") = 132, nb::arg("shared_bytes_per_sm") = kSm90SharedBytesPerSm,
       nb::arg("clock_mhz") = 0, nb::arg("memory_gb_per_s") = 0,
-      nb::arg("clusters") = std::vector<std::vector<int>>(), nb::arg("device_name") = "",
+      nb::arg("clusters") = std::vector<std::vector<int>>(), nb::arg("compiles") = true,
+      nb::arg("device_name") = "",
       nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
 }
 

@@ -43,8 +43,19 @@ struct InstanceKey {
   constexpr bool operator==(const InstanceKey& other) const { return number() == other.number(); }
 };
 
-// The instance that computes `problem` by `choice`.
-InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device);
+// Whether the build holds the instances of a family for a format. Of Hopper's kernels it holds what most programs run:
+// scales of the type of lhs, and no float zeros.
+constexpr bool IsBuilt(Family family, ElementType scale, ZeroKind zero, int bits) {
+  bool has_width = false;
+  for (int width : kKernelBits) has_width |= width == bits;
+  const bool hopper = family == Family::kSm90 || family == Family::kSm90Stream;
+  return has_width && (!hopper || (scale != ElementType::kF32 && zero != ZeroKind::kFloat));
+}
+constexpr bool IsBuilt(const InstanceKey& key) {
+  return IsBuilt(key.family, key.scale, key.zero, key.bits);
+}
+
+// The instance that computes `problem` by `choice`.const QuantizedMatmul& problem, const Choice& choice, const Device& device);
 
 // The instance as a C++ expression.
 std::string NameOf(const InstanceKey& key);

@@ -52,13 +52,19 @@ auto WithFormat(const InstanceKey& key, Visit visit) {
   });
 }
 
-// Returns visit(std::integral_constant<ZeroKind, kZero>{}) with the kind of zeros.
+// Returns visit(Type<T>{}, std::integral_constant<ZeroKind, kZero>{}, Constant<kBits>{}) with the type of lhs and of the
+// scales, the kind of zeros and the width, for instances of Hopper's kernels; null for those that are not built.
 template <typename Visit>
-auto WithZero(ZeroKind zero, Visit visit) {
-  return zero == ZeroKind::kNone ? visit(std::integral_constant<ZeroKind, ZeroKind::kNone>{})
-         : zero == ZeroKind::kInteger
-             ? visit(std::integral_constant<ZeroKind, ZeroKind::kInteger>{})
-             : visit(std::integral_constant<ZeroKind, ZeroKind::kFloat>{});
+auto WithHopperFormat(const InstanceKey& key, Visit visit) {
+  const auto with = [&](auto zero) {
+    return WithLhs(key, [&](auto lhs) {
+      return WithValue<kKernelBits>(key.bits, [&](auto bits) { return visit(lhs, zero, bits); });
+    });
+  };
+  using None = std::integral_constant<ZeroKind, ZeroKind::kNone>;
+  using Integer = std::integral_constant<ZeroKind, ZeroKind::kInteger>;
+  if (!IsBuilt(key)) return decltype(with(None{})){};
+  return key.zero == ZeroKind::kNone ? with(None{}) : with(Integer{});
 }
 
 }  // namespace jaxlowbit

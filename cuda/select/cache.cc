@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kMostEntries = 4096;
 
 // All that Select depends on, as numbers.
-using Key = std::array<int64_t, 35>;
+using Key = std::array<int64_t, 36>;
 
 // The bindings name every field: a new one does not compile until it is part of the key.
 Key KeyOf(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
@@ -26,7 +26,7 @@ Key KeyOf(const QuantizedMatmul& problem, const Device& device, int64_t workspac
       problem;
   const auto& [activation, gated, bias, residual] = epilogue;
   const auto& [compute_capability, num_sms, shared_bytes_per_sm, clock_mhz, memory_gb_per_s,
-               clusters, ordinal, architecture] = device;  // the last two are for launches alone
+               clusters, compiles, ordinal, architecture] = device;  // the last two: for launches
   const auto number = [](auto value) { return static_cast<int64_t>(value); };
   return {batch,
           num_weights,
@@ -61,6 +61,7 @@ Key KeyOf(const QuantizedMatmul& problem, const Device& device, int64_t workspac
           clusters[2][1],
           clusters[2][2],
           clusters[2][4],
+          reinterpret_cast<int64_t>(compiles),
           workspace_bytes,
           tuned == nullptr ? 0 : tuned->number()};
 }

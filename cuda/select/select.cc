@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "cuda/kernels/instance_key.h"
 #include "cuda/kernels/sm80/select.h"
 #include "cuda/kernels/sm90/select.h"
 #include "cuda/kernels/sm90_stream/select.h"
@@ -75,7 +76,7 @@ const KernelDecision& DecisionOf(Kernel kernel) {
 }
 
 // What all Hopper kernels have in common.
-Support SupportsOnHopper(const QuantizedMatmul& problem, const Device& device) {
+Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
   if (device.compute_capability != 90) return {"it needs compute capability 9.0"};
   if (problem.transposed) return {"it has no transposed product"};
   if (problem.scale_sums) return {"its scales multiply weights, not sums"};
@@ -83,6 +84,13 @@ Support SupportsOnHopper(const QuantizedMatmul& problem, const Device& device) {
   // A permuted lhs is gathered to where it is aligned.
   if (!problem.weights_aligned || (!problem.lhs_aligned && problem.permuted_parts == 0)) {
     return {"it copies from multiples of 16 bytes"};
+  }
+  // Where there is no compiler either, qmm_sm80 runs, which the build holds for all formats of these widths.
+  const Family family = kernel == Kernel::kQmmSm90 ? Family::kSm90 : Family::kSm90Stream;
+  const bool other_runs = IsBuilt(Family::kSm80, problem.scale, problem.zero, problem.bits);
+  const bool built = IsBuilt(family, problem.scale, problem.zero, problem.bits);
+  if (other_runs && !built && device.compiles != nullptr && !device.compiles()) {
+    return {"its instances for this format are compiled where they run, and there is no compiler"};
   }
   return {};
 }
@@ -129,7 +137,7 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
 
 Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
   Support support = Supports(problem, device);
-  if (support && kernel != Kernel::kQmmSm80) support = SupportsOnHopper(problem, device);
+  if (support && kernel != Kernel::kQmmSm80) support = SupportsOnHopper(kernel, problem, device);
   return support ? DecisionOf(kernel).supports_problem(problem, device) : support;
 }
 

@@ -103,10 +103,18 @@ class Launch:
 
 
 def launches(*products: Launch) -> dict[str, np.ndarray]:
-    """The attribute by which kernels are compiled as soon as a program is; none if none must be."""
+    """The attribute by which kernels are compiled as soon as a program is; none if none must be.
+
+    Some GPUs have kernels of the build for float32 scales and float zeros, Hopper has not.
+    """
     numbers = [number for product in products for number in product.numbers()]
-    compiled = any(product.format.bits in ffi.COMPILED_BITS for product in products)
-    if not compiled or not all(isinstance(number, int) for number in numbers):
+    compiled = [
+        product.format.bits in ffi.COMPILED_BITS
+        or product.format.zero == "float"
+        or product.scale == jnp.float32
+        for product in products
+    ]
+    if not any(compiled) or not all(isinstance(number, int) for number in numbers):
         return {}  # sizes may be symbolic
     return {"products": np.array(numbers, np.int64)}
 

@@ -4,6 +4,6 @@
 
 namespace jaxlowbit::sm90 {
 
-template KernelFunction FindKernel<__nv_bfloat16, 4>(bool, ZeroKind, int);
+template KernelFunction FindKernel<__nv_bfloat16, 4>(bool, int);
 
 }  // namespace jaxlowbit::sm90

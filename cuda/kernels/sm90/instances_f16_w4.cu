@@ -4,6 +4,6 @@
 
 namespace jaxlowbit::sm90 {
 
-template KernelFunction FindKernel<__half, 4>(bool, ZeroKind, int);
+template KernelFunction FindKernel<__half, 4>(bool, int);
 
 }  // namespace jaxlowbit::sm90

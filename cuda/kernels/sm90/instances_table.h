@@ -11,20 +11,18 @@
 
 namespace jaxlowbit::sm90 {
 
-template <typename T, typename S, int kBits, int... kNumbers>
-KernelFunction FindTile(ZeroKind zero, int tile, std::integer_sequence<int, kNumbers...>) {
-  return WithZero(zero, [&](auto kind) {
-    const KernelFunction kernels[] = {
-        QmmSm90Kernel<Instance<T, S, decltype(kind)::value, kBits, kNumbers>>...};
-    return kernels[tile];
-  });
+template <typename T, ZeroKind kZero, int kBits, int... kNumbers>
+KernelFunction FindTile(int tile, std::integer_sequence<int, kNumbers...>) {
+  const KernelFunction kernels[] = {QmmSm90Kernel<Instance<T, T, kZero, kBits, kNumbers>>...};
+  return kernels[tile];
 }
 
+// `zeros`: whether there are zero points.
 template <typename T, int kBits>
-KernelFunction FindKernel(bool float_scales, ZeroKind zero, int tile) {
+KernelFunction FindKernel(bool zeros, int tile) {
   constexpr auto kNumbers = std::make_integer_sequence<int, kNumTiles>{};
-  return float_scales ? FindTile<T, float, kBits>(zero, tile, kNumbers)
-                      : FindTile<T, T, kBits>(zero, tile, kNumbers);
+  return zeros ? FindTile<T, ZeroKind::kInteger, kBits>(tile, kNumbers)
+               : FindTile<T, ZeroKind::kNone, kBits>(tile, kNumbers);
 }
 
 }  // namespace jaxlowbit::sm90

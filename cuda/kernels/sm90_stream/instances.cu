@@ -7,21 +7,21 @@
 namespace jaxlowbit::sm90_stream {
 namespace {
 
-template <typename T, typename S, ZeroKind kZero, int kBits, int kNumber>
+template <typename T, ZeroKind kZero, int kBits, int kNumber>
 KernelFunction FindVariant() {
   constexpr Variant kVariant = kVariants[kNumber];
   if constexpr (kVariant.block_m <= MaxRows(kBits)) {
     return QmmSm90StreamKernel<
-        Instance<T, S, kZero, kVariant.block_m, kBits, kVariant.ctas_per_sm, kVariant.gathers>>;
+        Instance<T, T, kZero, kVariant.block_m, kBits, kVariant.ctas_per_sm, kVariant.gathers>>;
   }
   return nullptr;
 }
 
-template <typename T, typename S, ZeroKind kZero, int kBits, size_t... kNumber>
+template <typename T, ZeroKind kZero, int kBits, size_t... kNumber>
 KernelFunction FindVariant(int variant, std::index_sequence<kNumber...>) {
   KernelFunction found = nullptr;
   ((variant == kVariants[kNumber].number()
-        ? void(found = FindVariant<T, S, kZero, kBits, kNumber>())
+        ? void(found = FindVariant<T, kZero, kBits, kNumber>())
         : void()),
    ...);
   return found;
@@ -30,12 +30,9 @@ KernelFunction FindVariant(int variant, std::index_sequence<kNumber...>) {
 }  // namespace
 
 KernelFunction Find(const InstanceKey& key) {
-  return WithFormat(key, [&](auto lhs, auto scale, auto bits) {
-    return WithZero(key.zero, [&](auto zero) {
-      return FindVariant<typename decltype(lhs)::type, typename decltype(scale)::type,
-                         decltype(zero)::value, decltype(bits)::value>(
-          key.variant, std::make_index_sequence<std::size(kVariants)>{});
-    });
+  return WithHopperFormat(key, [&](auto lhs, auto zero, auto bits) {
+    return FindVariant<typename decltype(lhs)::type, decltype(zero)::value, decltype(bits)::value>(
+        key.variant, std::make_index_sequence<std::size(kVariants)>{});
   });
 }
 
