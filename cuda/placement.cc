@@ -78,7 +78,7 @@ void Placement::Align(Operands* product) {
   // Packed weights are too large to be copied for one product.
   bool aligned = IsAligned(b.packed);
   const auto align = [&](const Extent& operand, auto* data) {
-    if (operand.bytes == 0) return;
+    if (operand.bytes == 0 || operand.data == nullptr) return;  // null: only loads its kernel
     const void* place = aligned ? Aligned(operand) : operand.data;
     aligned &= place != nullptr;
     if (aligned) *data = static_cast<std::remove_reference_t<decltype(*data)>>(place);

@@ -55,7 +55,8 @@ constexpr bool IsBuilt(const InstanceKey& key) {
   return IsBuilt(key.family, key.scale, key.zero, key.bits);
 }
 
-// The instance that computes `problem` by `choice`.const QuantizedMatmul& problem, const Choice& choice, const Device& device);
+// The instance that computes `problem` by `choice`.
+InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device);
 
 // The instance as a C++ expression.
 std::string NameOf(const InstanceKey& key);
