@@ -526,8 +526,13 @@ def test_calls_describe_what_must_be_compiled(cuda, f, operands, said):
 
 
 def test_calls_whose_kernels_are_there_describe_nothing(cuda):
-    text = lowered(product, like(5, K), stack(), platform="cuda")
-    assert calls(text) == 1 and "products" not in text
+    weight = np.random.default_rng(0).normal(size=(K, N)).astype(jnp.bfloat16)
+    for zero, said in (("none", False), ("integer", False), ("float", True)):
+        array = jaxlowbit.quantize(weight, Format(4, 32, zero))
+        text = lowered(product, like(5, K), array, platform="cuda")
+        assert calls(text) == 1 and ("products" in text) == said
+    # On Hopper kernels for float32 scales are compiled where they run.
+    assert "products" in lowered(product, like(5, K), stack(), platform="cuda")
 
 
 def test_calls_of_unknown_size_describe_nothing(cuda):
