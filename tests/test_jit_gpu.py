@@ -175,7 +175,7 @@ def compiler() -> None:
 @pytest.mark.parametrize("case", ["products", "eager"])
 def test_a_cache_is_filled_and_used(tmp_path, case):
     first, second = run(case, tmp_path), run(case, tmp_path)
-    assert first["compiled"] >= 3 and first["cached"] == 0
+    assert first["compiled"] >= 2 and first["cached"] == 0
     assert second["cached"] == first["compiled"] and second["compiled"] == 0
     assert len(list(tmp_path.glob("*.cubin"))) >= first["compiled"]
 

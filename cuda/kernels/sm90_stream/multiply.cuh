@@ -114,7 +114,7 @@ class StageMultiplier {
   // One load of fragments has two tiles of rows of one step, or, with a single tile, two steps.
   static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
   static constexpr int kRows = kAtom;  // of a group
-  static constexpr int kMostAtoms = MaxWarpAtoms(kBits);
+  static constexpr int kMostAtoms = MaxWarpAtoms(kBits, I::kTiles * 8);
   // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices, if registers allow.
   static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits <= 4 ? 2 : 1;
   static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;

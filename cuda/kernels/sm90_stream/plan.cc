@@ -27,7 +27,7 @@ int StageAtoms(const QuantizedMatmul& problem, const Plan& plan, int block_m) {
     const int most = std::min(128 / block_m, problem.bits < 4 ? 16 : 32 / problem.bits);
     return std::max(plan.warps_k, std::min(warp_atoms * plan.warps_k, most));
   };
-  const int atoms = atoms_of(MaxWarpAtoms(problem.bits));
+  const int atoms = atoms_of(MaxWarpAtoms(problem.bits, block_m));
   const int64_t bytes = int64_t{atoms} * plan.tile_slices * kSliceRows * kAtom * problem.bits / 8;
   const int64_t stages = CeilDiv(problem.k_blocks(), int64_t{atoms} << plan.cluster_shift);
   const bool soon = bytes <= kSmallBytes || stages >= kManyStages;

@@ -40,8 +40,8 @@ inline constexpr int kAloneStages = 3;
 // would leave too little for weights.
 inline constexpr int kMostGatheredBytes = 24 * 1024;
 
-// The most atoms of a stage that one warp multiplies.
-constexpr int MaxWarpAtoms(int bits) { return bits < 4 ? 4 : 2; }
+// The most atoms of a stage that one warp multiplies, with tiles of `block_m` rows.
+constexpr int MaxWarpAtoms(int bits, int block_m) { return bits < 4 && block_m == 8 ? 4 : 2; }
 
 // The most rows of lhs: with 8-bit weights, 32 rows would take more registers than there are.
 constexpr int MaxRows(int bits) { return bits <= 4 ? 32 : 16; }
