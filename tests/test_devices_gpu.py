@@ -90,7 +90,11 @@ def test_devices(case):
 def test_only_gpu_1_is_visible():
     if len(jax.devices()) < 2:
         pytest.skip(f"needs 2 GPUs, JAX sees {len(jax.devices())}")
-    plain = [sys.executable, "-c", _ON_GPU_1.partition("runpy.run_path")[0] + "jax.numpy.ones(8) + 1"]
+    plain = [
+        sys.executable,
+        "-c",
+        _ON_GPU_1.partition("runpy.run_path")[0] + "jax.numpy.ones(8) + 1",
+    ]
     found = subprocess.run(plain, stderr=subprocess.PIPE, text=True)
     if found.returncode != 0:
         pytest.skip(f"JAX itself fails with jax_cuda_visible_devices=1: {found.stderr[-200:]}")

@@ -527,8 +527,12 @@ def test_calls_describe_what_must_be_compiled(cuda, f, operands, said):
 
 def test_calls_whose_kernels_are_there_describe_nothing(cuda):
     weight = np.random.default_rng(0).normal(size=(K, N)).astype(jnp.bfloat16)
-    for zero, said in (("none", False), ("integer", False), ("float", True)):
-        array = jaxlowbit.quantize(weight, Format(4, 32, zero))
+    for format, said in (
+        (Format(4, 32), False),
+        (Format(4, 32, "integer"), False),
+        (Format(4, 32, "float"), True),
+    ):
+        array = jaxlowbit.quantize(weight, format)
         text = lowered(product, like(5, K), array, platform="cuda")
         assert calls(text) == 1 and ("products" in text) == said
     # On Hopper kernels for float32 scales are compiled where they run.

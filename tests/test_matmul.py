@@ -245,7 +245,7 @@ BEYOND = {  # dtype of lhs: a weight that rounds to infinity in it, and one that
 @pytest.mark.parametrize("dtype", BEYOND)
 @pytest.mark.parametrize("zero", ["none", "integer", "float"])
 def test_weights_are_infinite_where_the_dtype_of_lhs_ends(zero, dtype, m):
-    """As `lhs @ rhs.dequantize(lhs.dtype)`; CUDA kernels may leave weights unrounded, and so finite."""
+    """As `lhs @ rhs.dequantize(lhs.dtype)`; finite where CUDA kernels do not round weights."""
     beyond, within = BEYOND[dtype]
     unsigned = zero != "none"
     values = np.full((64, 70), 8 * unsigned, np.uint8 if unsigned else np.int8)

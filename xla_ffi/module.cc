@@ -274,8 +274,7 @@ void Define(nb::module_& module, const char* name, Function function) {
       nb::arg("num_sms") = 132, nb::arg("shared_bytes_per_sm") = kSm90SharedBytesPerSm,
       nb::arg("clock_mhz") = 0, nb::arg("memory_gb_per_s") = 0,
       nb::arg("clusters") = std::vector<std::vector<int>>(), nb::arg("compiles") = true,
-      nb::arg("device_name") = "",
-      nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
+      nb::arg("device_name") = "", nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
 }
 
 }  // namespace

@@ -20,9 +20,8 @@ KernelFunction FindVariant() {
 template <typename T, ZeroKind kZero, int kBits, size_t... kNumber>
 KernelFunction FindVariant(int variant, std::index_sequence<kNumber...>) {
   KernelFunction found = nullptr;
-  ((variant == kVariants[kNumber].number()
-        ? void(found = FindVariant<T, kZero, kBits, kNumber>())
-        : void()),
+  ((variant == kVariants[kNumber].number() ? void(found = FindVariant<T, kZero, kBits, kNumber>())
+                                           : void()),
    ...);
   return found;
 }
