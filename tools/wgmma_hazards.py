@@ -8,7 +8,7 @@ race that no compiler and no sanitizer reports: a wait for one group too few, or
 13.3, which may give registers of operand A to something else too early. It is seen in the machine
 code: this follows every path through every kernel for sm_90a, knowing which products are under way.
 
-Takes a compiled module, a program or a cubin. Needs cuobjdump and nvdisasm, on PATH or from
+Takes compiled modules, programs or cubins. Needs cuobjdump and nvdisasm, on PATH or from
 NVIDIA's pip wheels. The exit status is 1 if there is a hazard, or no wgmma at all.
 """
 
@@ -284,12 +284,13 @@ def _run(name: str, *arguments: str, cwd: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     description, *_ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("module", type=Path, help="a compiled module, a program or a cubin")
-    module: Path = parser.parse_args(arguments).module
+    help = "a compiled module, a program or a cubin"
+    parser.add_argument("modules", metavar="module", type=Path, nargs="+", help=help)
+    modules: list[Path] = parser.parse_args(arguments).modules
 
     total = multiplying = products = from_registers = 0
     hazards: list[str] = []
-    for name, sass in kernels(module):
+    for name, sass in itertools.chain.from_iterable(map(kernels, modules)):
         total += 1
         if "GMMA" not in sass:
             continue
@@ -306,7 +307,8 @@ def main(arguments: list[str] | None = None) -> None:
     if len(hazards) > SHOWN:
         print(f"... and {len(hazards) - SHOWN} more")
     print(
-        f"{module.name}: {total} kernels for sm_90a, {multiplying} with wgmma: "
+        f"{modules[0].name}{', ...' * (len(modules) > 1)}: {total} kernels for sm_90a, "
+        f"{multiplying} with wgmma: "
         f"{products} products, {from_registers} with operand A from registers, "
         f"{len(hazards)} hazards"
     )
