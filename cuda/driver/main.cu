@@ -7,6 +7,7 @@
 //                           (for compute-sanitizer's slower tools; a prime from 7 on, since kinds of
 //                           problems come every 2nd to 8th)
 //   driver placed           times products whose buffers overlap or begin at odd elements
+//   driver attend           attention to a cache: checks it, then times it
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph, once
 //                           a sample of the result is right:
@@ -42,6 +43,7 @@
 
 #include "cuda/driver/device_problem.h"
 #include "cuda/driver/placed_problem.h"
+#include "cuda/driver/time_attend.h"
 #include "cuda/driver/time_choices.h"
 #include "cuda/jit/compiler.h"
 #include "cuda/kernels/instance_key.h"
@@ -292,15 +294,14 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
 }
 
 [[noreturn]] void Usage(const char* wrong) {
-  std::fprintf(
-      stderr,
-      "driver: %s. Use: driver check | sweep | placed | time | choices [--n N,... --k K,...] "
-      "[--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] [--transposed] "
-      "[--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] [--residual] "
-      "[--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] [--split S,...] "
-      "[--slices L,...] [--peers 1|2] [--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] "
-      "[--seconds S]\n",
-      wrong);
+  std::fprintf(stderr,
+               "driver: %s. Use: driver check | sweep | placed | attend | time | choices "
+               "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
+               "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
+               "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] "
+               "[--split S,...] [--slices L,...] [--peers 1|2] "
+               "[--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] [--seconds S]\n",
+               wrong);
   std::exit(2);
 }
 
@@ -491,7 +492,7 @@ TimeOptions Parse(int argc, char** argv) {
 
 int Main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
-  const char* const commands[] = {"check", "sweep", "time", "choices", "placed"};
+  const char* const commands[] = {"check", "sweep", "time", "choices", "placed", "attend"};
   if (std::find(std::begin(commands), std::end(commands), command) == std::end(commands)) {
     Usage("no command");
   }
@@ -499,6 +500,12 @@ int Main(int argc, char** argv) {
   if (command == "placed") {
     TimePlaced();
     return 0;
+  }
+  if (command == "attend") {
+    const auto [right, wrong] = CheckAttend();
+    std::printf("%d passed, %d failed\n", right, wrong);
+    TimeAttend();
+    return wrong == 0 ? 0 : 1;
   }
   if (command == "time") {
     TimeAll(Parse(argc, argv));

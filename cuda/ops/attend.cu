@@ -1,0 +1,597 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// attend: attention of one query per sequence to a cache of keys and values (attend.h).
+//
+// Bound. Memory: keys and values are read once, for all the query heads that share them, which are rows of products on
+// tensor cores. A CTA works for one key head on one part of the slots. Each of its warps takes units of 16 slots by
+// itself, with a ring of copies, a running maximum, a running sum and accumulators of its own, so the loop has no
+// barrier. Units are dealt out in turn, so that a cache of which only the first slots are in use keeps all CTAs busy,
+// and units without a slot that the query sees are not read. The warps of a CTA meet at the end in shared memory, and
+// the CTAs of a key head in CombineKernel, by way of the workspace: both add in a fixed order.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "cuda/device/approximate.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/pdl.cuh"
+#include "cuda/device/transposed.cuh"
+#include "cuda/extents.h"
+#include "cuda/kernels/launch_config.h"
+#include "cuda/ops/attend.h"
+
+namespace jaxlowbit {
+namespace {
+
+constexpr int kUnit = 16;       // slots that a warp takes at a time
+constexpr int kRows = 16;       // query heads of a product; those above the real ones are zeros
+constexpr int kVector = 8;      // elements of 16 bytes
+constexpr int kLookahead = 32;  // units whose positions are compared at a time, one for each lane
+constexpr int kMaxSplits = 64;
+constexpr float kLowest = -1e30f;  // below every score, and finite: differences of two are no NaN
+
+constexpr int kCombineThreads = 128;
+constexpr int kCombineWarps = kCombineThreads / 32;
+constexpr int kCombineColumns = 128;  // of a CTA: a vector of 4 for each lane
+constexpr int kHeld = 8;              // splits that a warp of CombineKernel loads at a time
+
+// The geometry for heads of up to kSize elements.
+template <int kSize>
+struct Shape {
+  static constexpr int kWarps = kSize == 256 ? 2 : 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kStages = kSize == 64 ? 4 : kSize == 128 ? 3 : 2;
+  static constexpr int kRowBytes = 2 * kSize;
+  static constexpr int kUnitBytes = kUnit * kRowBytes;  // of keys, and of values
+  static constexpr int kRingBytes = kStages * 2 * kUnitBytes;
+  // Fragments of queries lie in shared memory where there are no registers for them.
+  static constexpr int kQueryBytes = kSize == 256 ? kRows * kRowBytes : 0;
+  static constexpr int kSharedBytes = kWarps * kRingBytes + kQueryBytes;
+  static constexpr int kChunks = kSize / kVector;     // of a row
+  static constexpr int kCopiedRows = 32 / kChunks;    // by one instruction of a warp
+  static constexpr int kMergedRow = kSize + kVector;  // floats; the padding avoids bank conflicts
+  static_assert(kWarps * kRows * (kMergedRow + 2) * 4 <= kSharedBytes);
+};
+
+struct Params {
+  const void *query, *key, *value;
+  const int32_t *position, *positions;
+  void* out;
+  float*
+      sums;  // [batch * heads, splits, head_size], or null: there is one split, and results go to out
+  float2* stats;  // [batch * heads, splits]: the maximum and the sum of weights
+  int kv_heads, shared, size;
+  int slots, reach, splits;
+  uint32_t farthest;  // how many positions before its own a query sees
+  float scale;        // times log2(e)
+  bool aligned;       // keys and values begin at multiples of 16 bytes
+  bool pairs;         // queries begin at a multiple of 4 bytes
+};
+
+template <typename T>
+__device__ uint32_t Pack(float low, float high);
+template <>
+__device__ inline uint32_t Pack<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+template <>
+__device__ inline uint32_t Pack<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Two neighbours; `pair`: whether they may be loaded as one word.
+__device__ inline uint32_t LoadPair(const uint16_t* from, bool pair) {
+  if (pair) return *reinterpret_cast<const uint32_t*>(from);
+  return from[0] | static_cast<uint32_t>(from[1]) << 16;
+}
+
+// Copies 16 bytes from any element, or zeros if `valid` is false. Done when the instructions are.
+__device__ inline void CopyElements(uint32_t shared, const uint16_t* from, bool valid) {
+  uint4 value = make_uint4(0, 0, 0, 0);
+  if (valid) {
+    value = make_uint4(LoadPair(from, false), LoadPair(from + 2, false), LoadPair(from + 4, false),
+                       LoadPair(from + 6, false));
+  }
+  StoreShared16(shared, value);
+}
+
+__device__ inline float MaxOfQuad(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
+}
+__device__ inline float SumOfQuad(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
+}
+
+// The units of a warp: every `workers`th from `worker` on. Next finds those with slots that the query sees.
+class Units {
+ public:
+  __device__ Units(const Params& p, int element, int worker, int workers)
+      : positions_(p.positions + static_cast<int64_t>(element) * p.slots),
+        reach_(p.reach),
+        farthest_(p.farthest),
+        lane_(threadIdx.x % 32),
+        worker_(worker),
+        workers_(workers) {
+    const int units = (p.reach + kUnit - 1) / kUnit;
+    count_ = worker < units ? (units - worker + workers - 1) / workers : 0;
+  }
+
+  __device__ int count() const { return count_; }
+  __device__ int SlotOf(int number) const { return (worker_ + number * workers_) * kUnit; }
+
+  // Takes unit 0, of which copies are under way, and returns which of its slots the query sees, a bit each.
+  __device__ uint32_t First(int position) {
+    position_ = position;
+    Look();
+    left_ &= ~1u;
+    return __shfl_sync(~0u, seen_, 0);
+  }
+
+  // Whether there is another unit; then its number, and which of its slots the query sees.
+  __device__ bool Next(int* number, uint32_t* seen) {
+    while (left_ == 0) {
+      if (next_ >= count_) return false;
+      Look();
+    }
+    const int at = __ffs(static_cast<int>(left_)) - 1;
+    left_ &= left_ - 1;
+    *number = next_ - kLookahead + at;
+    *seen = __shfl_sync(~0u, seen_, at);
+    return true;
+  }
+
+ private:
+  // Compares the positions of the next units: lane i keeps the bits of the i-th.
+  __device__ void Look() {
+    constexpr int kLoads = 8;  // at a time, of two units each
+    seen_ = 0;
+    for (int first = 0; first < kLookahead && next_ + first < count_; first += 2 * kLoads) {
+      int held[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int number = next_ + first + 2 * i + lane_ / kUnit;
+        const int slot = SlotOf(number) + lane_ % kUnit;
+        held[i] = number < count_ && slot < reach_ ? positions_[slot] : -1;
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const uint32_t distance = static_cast<uint32_t>(position_) - held[i];  // wraps if beyond
+        const uint32_t two = __ballot_sync(~0u, held[i] >= 0 && distance <= farthest_);
+        if (lane_ / 2 == first / 2 + i) seen_ = lane_ % 2 == 0 ? two & 0xffff : two >> 16;
+      }
+    }
+    next_ += kLookahead;
+    left_ = __ballot_sync(~0u, seen_ != 0);
+  }
+
+  const int32_t* positions_;
+  int reach_;
+  uint32_t farthest_;
+  int lane_, worker_, workers_, count_, position_ = -1;
+  int next_ = 0;  // the first unit that was not compared
+  uint32_t seen_ = 0, left_ = 0;
+};
+
+// kSize: elements of a head, those above params.size zeros. kWide: more than 8 heads share keys.
+template <typename T, int kSize, bool kWide>
+__global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Params p) {
+  using S = Shape<kSize>;
+  constexpr int kHalves = kWide ? 2 : 1;  // of the rows of a product that hold real heads
+  constexpr int kSteps = kSize / 16;
+  extern __shared__ __align__(128) uint8_t ring[];
+  LaunchDependents();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int g = lane / 4, t = lane % 4;  // row and pair of columns of a fragment
+  const int kv_head = blockIdx.x % p.kv_heads;
+  const int split = blockIdx.x / p.kv_heads % p.splits;
+  const int element = blockIdx.x / p.kv_heads / p.splits;
+
+  // Copies of a unit's keys and values: a lane copies the same columns of several rows.
+  const int64_t slot_size = static_cast<int64_t>(p.kv_heads) * p.size;
+  const int chunk = lane % S::kChunks, first_row = lane / S::kChunks;
+  const bool has_chunk = chunk * kVector < p.size;
+  const int64_t start =
+      static_cast<int64_t>(element) * p.slots * slot_size + static_cast<int64_t>(kv_head) * p.size;
+  const auto* keys = static_cast<const uint16_t*>(p.key) + start;
+  const auto* values = static_cast<const uint16_t*>(p.value) + start;
+  const uint32_t stages = SharedAddress(ring) + warp * S::kRingBytes;
+  // Rows of 16-byte chunks, which are permuted so that 8 rows of a column lie in different banks.
+  const auto place = [](int row, int at) { return row * S::kRowBytes + (at ^ row % 8) * 16; };
+  const auto copy_rows = [&](const uint16_t* from, uint32_t to, int slot) {
+    from += (slot + first_row) * slot_size + chunk * kVector;
+    const auto is_valid = [&](int row) { return has_chunk && slot + row < p.reach; };
+    if (p.aligned) {
+#pragma unroll
+      for (int row = first_row; row < first_row + kUnit; row += S::kCopiedRows) {
+        const bool valid = is_valid(row);
+        CopyAsync(to + place(row, chunk), valid ? from : keys, valid);
+        from += S::kCopiedRows * slot_size;
+      }
+    } else {
+#pragma unroll 1
+      for (int row = first_row; row < first_row + kUnit; row += S::kCopiedRows) {
+        CopyElements(to + place(row, chunk), from, is_valid(row));
+        from += S::kCopiedRows * slot_size;
+      }
+    }
+  };
+  const auto copy = [&](int stage, int slot) {
+    const uint32_t to = stages + stage * 2 * S::kUnitBytes;
+    copy_rows(keys, to, slot);
+    copy_rows(values, to + S::kUnitBytes, slot);
+  };
+
+  Units units(p, element, warp * p.splits + split, p.splits * S::kWarps);
+  if (units.count() > 0) copy(0, units.SlotOf(0));  // before it is known whether it is seen
+  CommitCopies();
+  const int position = p.position[element];
+  const int64_t first_head =
+      static_cast<int64_t>(element) * p.kv_heads * p.shared + kv_head * p.shared;
+  const auto load_query = [&](int step, uint32_t (&fragment)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = g + i % 2 * 8, column = 16 * step + i / 2 * 8 + 2 * t;
+      const bool real = i % 2 < kHalves && row < p.shared && column < p.size;
+      const auto* from = static_cast<const uint16_t*>(p.query) + (first_head + row) * p.size;
+      fragment[i] = real ? LoadPair(from + column, p.pairs) : 0;
+    }
+  };
+  uint32_t query[S::kQueryBytes == 0 ? kSteps : 1][4];
+  const uint32_t shared_query = SharedAddress(ring) + S::kWarps * S::kRingBytes + lane * 16;
+  if constexpr (S::kQueryBytes == 0) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) load_query(step, query[step]);
+  } else {
+#pragma unroll
+    for (int step = warp; step < kSteps; step += S::kWarps) {
+      load_query(step, query[0]);
+      StoreShared16(shared_query + step * 512,
+                    make_uint4(query[0][0], query[0][1], query[0][2], query[0][3]));
+    }
+    __syncthreads();
+  }
+
+  // Lane i keeps which slots the query sees of the unit in stage i.
+  uint32_t seen_of_stage = units.First(position);
+  int produced = 1;
+  const auto produce = [&](int stage) {
+    int number;
+    uint32_t seen;
+    if (units.Next(&number, &seen)) {
+      copy(stage, units.SlotOf(number));
+      if (lane == stage) seen_of_stage = seen;
+      ++produced;
+    }
+    CommitCopies();
+  };
+#pragma unroll
+  for (int stage = 1; stage < S::kStages - 1; ++stage) produce(stage);
+
+  float top[kHalves], total[kHalves], sums[2 * kSteps][4] = {};
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) top[half] = kLowest, total[half] = 0;
+  const int matrix = lane / 8;  // whose row this lane addresses for ldmatrix
+  const int key_row = matrix / 2 * 8 + lane % 8, value_row = matrix % 2 * 8 + lane % 8;
+  int stage = 0, free_stage = S::kStages - 1;
+#pragma unroll 1
+  for (int i = 0; i < produced; ++i) {
+    produce(free_stage);
+    free_stage = stage;
+    WaitCopies<S::kStages - 1>();
+    __syncwarp();  // the copies of all lanes are there
+    const uint32_t seen = __shfl_sync(~0u, seen_of_stage, stage);
+    const uint32_t at = stages + stage * 2 * S::kUnitBytes;
+    stage = stage + 1 == S::kStages ? 0 : stage + 1;
+    if (seen == 0) continue;
+    if (seen != 0xffff) {  // the weights of other slots are zeros, which times NaN were NaN
+#pragma unroll
+      for (int row = first_row; row < first_row + kUnit; row += S::kCopiedRows) {
+        if ((seen >> row & 1) == 0) {
+          StoreShared16(at + S::kUnitBytes + place(row, chunk), make_uint4(0, 0, 0, 0));
+        }
+      }
+      __syncwarp();
+    }
+
+    float scores[2][4] = {};  // of slots 8 * j + 2 * t + {0, 1}
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t b[4];
+      LoadMatrices(b, at + place(key_row, 2 * step + matrix % 2));
+      if constexpr (S::kQueryBytes == 0) {
+        Mma<T>(scores[0], query[step], b[0], b[1]);
+        Mma<T>(scores[1], query[step], b[2], b[3]);
+      } else {
+        const uint4 v = LoadShared16(shared_query + step * 512);
+        const uint32_t fragment[4] = {v.x, v.y, v.z, v.w};
+        Mma<T>(scores[0], fragment, b[0], b[1]);
+        Mma<T>(scores[1], fragment, b[2], b[3]);
+      }
+    }
+    uint32_t weights[4] = {};
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      float highest = top[half], weight[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const bool sees = seen >> (j / 2 * 8 + 2 * t + j % 2) & 1;
+        weight[j] = sees ? scores[j / 2][2 * half + j % 2] * p.scale : -INFINITY;
+        highest = fmaxf(highest, weight[j]);
+      }
+      highest = MaxOfQuad(highest);
+      const float factor = Exp2(top[half] - highest);
+      top[half] = highest;
+      total[half] *= factor;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        weight[j] = Exp2(weight[j] - highest);
+        total[half] += weight[j];
+      }
+      weights[half] = Pack<T>(weight[0], weight[1]);
+      weights[2 + half] = Pack<T>(weight[2], weight[3]);
+#pragma unroll
+      for (int n = 0; n < 2 * kSteps; ++n) {
+        sums[n][2 * half] *= factor;
+        sums[n][2 * half + 1] *= factor;
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t b[4];
+      LoadTransposed(b, at + S::kUnitBytes + place(value_row, 2 * step + matrix / 2));
+      Mma<T>(sums[2 * step], weights, b[0], b[1]);
+      Mma<T>(sums[2 * step + 1], weights, b[2], b[3]);
+    }
+    __syncwarp();  // the stage has been read
+  }
+
+  // The warps meet: what they hold lies over their rings.
+  WaitCopies<0>();
+  __syncthreads();
+  auto* merged = reinterpret_cast<float*>(ring);             // [warp, row, kMergedRow]
+  float* tops = merged + S::kWarps * kRows * S::kMergedRow;  // [warp, row]
+  float* totals = tops + S::kWarps * kRows;
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    const int row = g + 8 * half;
+    const float sum = SumOfQuad(total[half]);
+    if (row >= p.shared) continue;
+    const int own = warp * kRows + row;
+    if (t == 0) tops[own] = top[half], totals[own] = sum;
+#pragma unroll
+    for (int n = 0; n < 2 * kSteps; ++n) {
+      *reinterpret_cast<float2*>(merged + own * S::kMergedRow + 8 * n + 2 * t) =
+          make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+    }
+  }
+  __syncthreads();
+  for (int row = warp; row < p.shared; row += S::kWarps) {
+    float highest = kLowest, sum = 0, factors[S::kWarps];
+#pragma unroll
+    for (int w = 0; w < S::kWarps; ++w) highest = fmaxf(highest, tops[w * kRows + row]);
+#pragma unroll
+    for (int w = 0; w < S::kWarps; ++w) {
+      factors[w] = Exp2(tops[w * kRows + row] - highest);
+      sum += factors[w] * totals[w * kRows + row];
+    }
+    const int64_t head = first_head + row;
+    const int64_t part = head * p.splits + split;
+    const float whole = sum == 0 ? 0 : 1 / sum;  // a query that sees nothing: sums are zeros
+    for (int column = lane; column < p.size; column += 32) {
+      float value = 0;
+#pragma unroll
+      for (int w = 0; w < S::kWarps; ++w) {
+        value += factors[w] * merged[(w * kRows + row) * S::kMergedRow + column];
+      }
+      // Over the query that this CTA has read, if anywhere: its fragments are loaded before the barriers above, and no
+      // other CTA reads those heads when there is one split.
+      if (p.sums == nullptr) {
+        static_cast<T*>(p.out)[head * p.size + column] = T(value * whole);
+      } else {
+        p.sums[part * p.size + column] = value;
+      }
+    }
+    if (p.sums != nullptr && lane == 0) p.stats[part] = make_float2(highest, sum);
+  }
+}
+
+// out[row] = the splits of a head added up; out may lie over the query, which AttendKernel has read.
+template <typename T>
+__global__ void __launch_bounds__(kCombineThreads)
+    CombineKernel(const float* sums, const float2* stats, T* out, int splits, int size) {
+  __shared__ float4 merged[kCombineWarps][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t row = blockIdx.x;
+  const int column = blockIdx.y * kCombineColumns + 4 * lane;
+  const float* first = sums + row * splits * size + column;
+  WaitForPreviousKernels();
+  // Warp w adds splits w, w + 4, ...: the first of them are loaded before their factors are known.
+  float4 held[kHeld];
+  const auto load = [&](int begin) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int split = begin + i * kCombineWarps + warp;
+      held[i] = split < splits && column < size
+                    ? *reinterpret_cast<const float4*>(first + split * size)
+                    : make_float4(0, 0, 0, 0);
+    }
+  };
+  load(0);
+  float factors[kMaxSplits / 32], highest = kLowest, total = 0;  // of splits lane, lane + 32
+  float2 own[kMaxSplits / 32];
+#pragma unroll
+  for (int i = 0; i < kMaxSplits / 32; ++i) {
+    const int split = 32 * i + lane;
+    own[i] = split < splits ? stats[row * splits + split] : make_float2(kLowest, 0);
+    highest = fmaxf(highest, own[i].x);
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, lanes));
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxSplits / 32; ++i) {
+    factors[i] = Exp2(own[i].x - highest);
+    total += factors[i] * own[i].y;
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) total += __shfl_xor_sync(~0u, total, lanes);
+
+  static_assert(kHeld * kCombineWarps == 32);
+  float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int pass = 0; pass < kMaxSplits / 32; ++pass) {
+    if (32 * pass >= splits) break;
+    if (pass > 0) load(32 * pass);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const float factor = __shfl_sync(~0u, factors[pass], i * kCombineWarps + warp);
+      sum.x += factor * held[i].x;
+      sum.y += factor * held[i].y;
+      sum.z += factor * held[i].z;
+      sum.w += factor * held[i].w;
+    }
+  }
+  merged[warp][lane] = sum;
+  __syncthreads();
+  const float whole = total == 0 ? 0 : 1 / total;
+  const auto* floats = reinterpret_cast<const float*>(merged);
+  const int own_column = blockIdx.y * kCombineColumns + threadIdx.x;
+  if (own_column >= size) return;
+  float value = 0;
+#pragma unroll
+  for (int w = 0; w < kCombineWarps; ++w) value += floats[w * kCombineColumns + threadIdx.x];
+  out[row * size + own_column] = T(value * whole);
+}
+static_assert(kCombineThreads == kCombineColumns);
+
+using KernelFunction = void (*)(Params);
+
+// A kernel and how it is launched.
+struct Variant {
+  KernelFunction kernel;
+  int warps, shared_bytes;
+};
+
+template <typename T, int kSize>
+Variant Of(bool wide) {
+  return {wide ? AttendKernel<T, kSize, true> : AttendKernel<T, kSize, false>, Shape<kSize>::kWarps,
+          Shape<kSize>::kSharedBytes};
+}
+template <typename T>
+Variant Of(int64_t head_size, bool wide) {
+  return head_size <= 64 ? Of<T, 64>(wide) : head_size <= 128 ? Of<T, 128>(wide) : Of<T, 256>(wide);
+}
+Variant Find(ElementType type, int64_t head_size, bool wide) {
+  return type == ElementType::kBf16 ? Of<__nv_bfloat16>(head_size, wide)
+                                    : Of<__half>(head_size, wide);
+}
+Variant Find(const Attend& attend) {
+  return Find(attend.type, attend.head_size, attend.shared() > 8);
+}
+
+int64_t PartialBytes(const Attend& attend) {  // of one split
+  return attend.batch * attend.heads * (attend.head_size + 2) * int64_t{sizeof(float)};
+}
+
+template <typename T>
+cudaError_t Combine(const Attend& attend, const Params& params, const Device& device,
+                    cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(attend.batch * attend.heads),
+                  static_cast<unsigned>(CeilDiv(attend.head_size, kCombineColumns)));
+  const LaunchConfig launch(grid, kCombineThreads, 0, stream, device.compute_capability >= 90);
+  const float* sums = params.sums;
+  const float2* stats = params.stats;
+  return cudaLaunchKernelEx(&launch.config, CombineKernel<T>, sums, stats,
+                            static_cast<T*>(params.out), params.splits, params.size);
+}
+
+}  // namespace
+
+// Counts what a CTA's warps take one after the other, in units: those of the slots, one to start, and one for the
+// second kernel; a fraction of one, below, for the splits that it adds.
+int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_bytes) {
+  if (attend.batch == 0) return 1;
+  const Variant variant = Find(attend);
+  const int64_t pairs = attend.batch * attend.kv_heads;
+  const int64_t units = std::max<int64_t>(CeilDiv(attend.reach, kUnit), 1);
+  const int64_t ctas_per_sm = std::clamp<int64_t>(
+      device.shared_bytes_per_sm / (variant.shared_bytes + kReservedSharedBytes), 1, 3);
+  const int64_t resident = device.num_sms * ctas_per_sm;
+  const int64_t most = std::min<int64_t>(
+      {kMaxSplits, CeilDiv(units, variant.warps), workspace_bytes / PartialBytes(attend)});
+  int64_t best = 1, least = 0;
+  for (int64_t splits = 1; splits <= std::max<int64_t>(most, 1); ++splits) {
+    const int64_t turns = CeilDiv(units, variant.warps * splits) + 1;
+    const int64_t cost = CeilDiv(pairs * splits, resident) * turns * kMaxSplits +
+                         (splits > 1 ? kMaxSplits + splits : 0);
+    if (splits == 1 || cost < least) best = splits, least = cost;
+  }
+  return static_cast<int>(best);
+}
+
+cudaError_t PrepareAttend() {
+  for (ElementType type : {ElementType::kBf16, ElementType::kF16}) {
+    for (int64_t head_size : {64, 128, 256}) {
+      for (bool wide : {false, true}) {
+        const Variant variant = Find(type, head_size, wide);
+        const auto* kernel = reinterpret_cast<const void*>(variant.kernel);
+        cudaError_t error = PreferSharedMemory(kernel);
+        if (error == cudaSuccess) error = AllowSharedMemory(kernel, variant.shared_bytes);
+        if (error != cudaSuccess) return error;
+      }
+    }
+  }
+  for (const void* kernel : {reinterpret_cast<const void*>(CombineKernel<__nv_bfloat16>),
+                             reinterpret_cast<const void*>(CombineKernel<__half>)}) {
+    const cudaError_t error = PreferSharedMemory(kernel);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// The first kernel launches without PDL: kernels before the call may have written what it reads.
+cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspace_bytes,
+                         const Device& device, cudaStream_t stream) {
+  if (attend.batch == 0) return cudaSuccess;
+  constexpr float kLog2E = 1.4426950408889634f;
+  const int splits = AttendSplits(attend, device, workspace_bytes);
+  const int64_t rows = attend.batch * attend.heads;
+  Params params = {};
+  params.query = attend.query, params.key = attend.key, params.value = attend.value;
+  params.position = attend.position, params.positions = attend.positions;
+  params.out = attend.out;
+  if (splits > 1) {
+    params.sums = static_cast<float*>(workspace);
+    params.stats = reinterpret_cast<float2*>(params.sums + rows * splits * attend.head_size);
+  }
+  params.kv_heads = static_cast<int>(attend.kv_heads);
+  params.shared = static_cast<int>(attend.shared());
+  params.size = static_cast<int>(attend.head_size);
+  params.slots = static_cast<int>(attend.slots);
+  params.reach = static_cast<int>(attend.reach);
+  params.splits = splits;
+  constexpr int64_t kFarthest = std::numeric_limits<int32_t>::max();
+  params.farthest = static_cast<uint32_t>(
+      attend.window == 0 ? kFarthest : std::min(attend.window - 1, kFarthest));
+  params.scale = attend.scale * kLog2E;
+  params.aligned = IsAligned(attend.key) && IsAligned(attend.value);
+  params.pairs = reinterpret_cast<uintptr_t>(attend.query) % 4 == 0;
+  const Variant variant = Find(attend);
+  const LaunchConfig launch(attend.batch * splits * attend.kv_heads, 32 * variant.warps,
+                            variant.shared_bytes, stream);
+  const cudaError_t error = cudaLaunchKernelEx(&launch.config, variant.kernel, params);
+  if (error != cudaSuccess || splits == 1) return error;
+  const auto combine = attend.type == ElementType::kBf16 ? Combine<__nv_bfloat16> : Combine<__half>;
+  return combine(attend, params, device, stream);
+}
+
+}  // namespace jaxlowbit
