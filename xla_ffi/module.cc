@@ -65,6 +65,7 @@ nb::dict Targets() {
       {"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsInitialize, JaxlowbitCudaMatmulsExecute},
       {"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpInitialize, JaxlowbitCudaMlpExecute},
       {"jaxlowbit_quantized_block", JaxlowbitCudaBlockInitialize, JaxlowbitCudaBlockExecute},
+      {"jaxlowbit_attend", JaxlowbitCudaAttendInitialize, JaxlowbitCudaAttendExecute},
       {"jaxlowbit_times", JaxlowbitCudaTimesInitialize, JaxlowbitCudaTimesExecute}};
   for (const auto& call : calls) {
     nb::dict cuda;
