@@ -113,23 +113,27 @@ def test_tokens_of_another_kind_are_refused(tokens):
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "batch", "queries", "size", "expected"),
+    ("platform", "dtype", "batch", "queries", "size", "native", "expected"),
     [
-        ("gpu", "bfloat16", 1, 1, 128, "xla"),
-        ("gpu", "bfloat16", 16, 1, 128, "cudnn"),
-        ("gpu", "float16", 1, 512, 64, "cudnn"),
-        ("gpu", "bfloat16", 1, 16, 128, "xla"),
-        ("gpu", "float32", 16, 512, 128, "xla"),
-        ("gpu", "bfloat16", 16, 512, 512, "xla"),
-        ("gpu", "bfloat16", 16, 512, 100, "xla"),
-        ("cpu", "bfloat16", 16, 512, 128, "xla"),
+        ("gpu", "bfloat16", 1, 1, 128, True, "native"),
+        ("gpu", "float16", 16, 1, 64, True, "native"),
+        ("gpu", "bfloat16", 1, 1, 128, False, "xla"),
+        ("gpu", "bfloat16", 16, 1, 128, False, "cudnn"),
+        ("gpu", "float16", 1, 512, 64, True, "cudnn"),
+        ("gpu", "bfloat16", 1, 16, 128, True, "xla"),
+        ("gpu", "float32", 16, 1, 128, True, "xla"),
+        ("gpu", "float32", 16, 512, 128, True, "xla"),
+        ("gpu", "bfloat16", 16, 512, 512, True, "xla"),
+        ("gpu", "bfloat16", 16, 512, 100, True, "xla"),
+        ("cpu", "bfloat16", 16, 1, 128, True, "xla"),
+        ("cpu", "bfloat16", 16, 512, 128, False, "xla"),
     ],
 )
 def test_the_implementation_is_chosen_by_batch_and_length(
-    platform, dtype, batch, queries, size, expected
+    platform, dtype, batch, queries, size, native, expected
 ):
     sizes = {"batch": batch, "queries": queries, "length": 1024, "head_size": size}
-    assert attention.choose(platform, jnp.dtype(dtype), **sizes) == expected
+    assert attention.choose(platform, jnp.dtype(dtype), **sizes, native=native) == expected
 
 
 def test_a_query_sees_what_is_before_it_and_in_its_window():
@@ -142,8 +146,9 @@ def test_a_query_sees_what_is_before_it_and_in_its_window():
 
 def test_a_row_that_sees_nothing_is_finite():
     x = jnp.ones((1, 2, 4, 16))
-    seen = jnp.zeros((1, 2, 2), bool)
-    out = attention.attend(x, x, x, seen, scale=1.0, implementation="xla")
+    nothing = jnp.full((1, 2), -1)
+    how: Any = {"window": None, "scale": 1.0, "implementation": "xla"}
+    out = attention.attend(x, x, x, nothing, nothing, **how)
     assert jnp.isfinite(out).all()
 
 
@@ -153,8 +158,8 @@ def test_attention_is_that_of_jax():
         jax.random.normal(key, (2, 6, n, 16)) for key, n in zip(keys, (4, 2, 2), strict=True)
     )
     positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
-    seen = attention.mask(positions, positions, None)
-    found = attention.attend(q, k, v, seen, scale=0.25, implementation="xla")
+    how: Any = {"window": None, "scale": 0.25, "implementation": "xla"}
+    found = attention.attend(q, k, v, positions, positions, **how)
     expected = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=0.25)
     assert jnp.allclose(found, expected.reshape(found.shape), atol=1e-5)
 

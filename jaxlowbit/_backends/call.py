@@ -22,6 +22,7 @@ FUSED_TARGET = "jaxlowbit_quantized_matmul_fused"
 MATMULS_TARGET = "jaxlowbit_quantized_matmuls"
 MLP_TARGET = "jaxlowbit_quantized_mlp"
 BLOCK_TARGET = "jaxlowbit_quantized_block"
+ATTEND_TARGET = "jaxlowbit_attend"
 TIMES_TARGET = "jaxlowbit_times"
 
 # In the order of ElementType and of ZeroKind (`cuda/types.h`).

@@ -7,20 +7,31 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-Implementation = Literal["xla", "cudnn"]
+from .._backends import cuda_attend
+
+Implementation = Literal["xla", "cudnn", "native"]
 
 # Scores where a query may not look: finite, so that a row without any key has no NaN.
 _HIDDEN = -1e30
 
 
 def choose(
-    platform: str, dtype: jnp.dtype, *, batch: int, queries: int, length: int, head_size: int
+    platform: str,
+    dtype: jnp.dtype,
+    *,
+    batch: int,
+    queries: int,
+    length: int,
+    head_size: int,
+    native: bool = False,
 ) -> Implementation:
     """The implementation that is fastest for so many sequences, queries of each and cache slots.
 
-    At one sequence and one query XLA's few small kernels take half the time of cuDNN's call. Where
-    there are several sequences, or the scores of a prompt are large, cuDNN keeps the scores on the
-    chip. It needs 16-bit activations and heads of a multiple of 8 up to 256.
+    One query of each sequence is that of our own kernel if `native` says that it can compute such
+    attention here (see `native`). Otherwise, at one sequence and one query XLA's few
+    small kernels take half the time of cuDNN's call. Where there are several sequences, or the
+    scores of a prompt are large, cuDNN keeps the scores on the chip. It needs 16-bit activations
+    and heads of a multiple of 8 up to 256.
     """
     possible = (
         platform == "gpu"
@@ -31,8 +42,17 @@ def choose(
     if not possible:
         return "xla"
     if queries == 1:
-        return "cudnn" if batch >= 4 else "xla"
+        return "native" if native else "cudnn" if batch >= 4 else "xla"
     return "cudnn" if batch * queries * length >= 1 << 16 else "xla"
+
+
+def native(dtype: jnp.dtype, heads: int, kv_heads: int, head_size: int) -> bool:
+    """Whether our own kernel attends with one query of each sequence on the GPUs of this machine.
+
+    It takes any number of sequences and slots.
+    """
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_size": head_size}
+    return cuda_attend.unsupported(dtype, **sizes) is None
 
 
 def mask(queries: Array, keys: Array, window: int | None) -> Array:
@@ -53,24 +73,44 @@ def attend(
     query: Array,
     key: Array,
     value: Array,
-    seen: Array,
+    positions: Array,
+    held: Array,
     *,
+    window: int | None,
     scale: float,
     implementation: Implementation,
+    reach: int | None = None,
 ) -> Array:
-    """The values that each query sees, weighted by the softmax of its scaled scores.
+    """The values that each query sees (`mask`), weighted by the softmax of its scaled scores.
 
-    Scores, softmax and accumulators are float32.
+    Scores, softmax and accumulators are float32. A query that sees nothing gets zeros from
+    `"native"`, and from the others finite values that mean nothing.
 
     **Arguments:**
 
-    - `query`: (batch, queries, heads, head_size).
-    - `key`, `value`: (batch, slots, kv_heads, head_size); consecutive heads share one of these.
-    - `seen`: bool (batch, queries, slots).
+    - `query`: (batch, queries, heads, head_size); `"native"` takes one query.
+    - `key`, `value`: a cache, (batch, slots, kv_heads, head_size) in the dtype of `query`;
+      consecutive heads share one of these. `"native"` reads it in place, and skips what no query
+      sees.
+    - `positions`: those of the queries, int32 (batch, queries).
+    - `held`: those of what the slots hold, int32 (batch, slots); -1 for nothing.
+    - `window`: how many positions back a query sees, its own among them; None for all.
+    - `reach`: how many slots are read, from the first on; None for all.
 
     **Returns:** (batch, queries, heads * head_size) in the dtype of `query`.
     """
     batch, queries, heads, size = query.shape
+    reach = key.shape[1] if reach is None else reach
+    if implementation == "native":
+        out = cuda_attend.attend(
+            *(query.reshape(batch, heads, size), key, value, positions.reshape(batch), held),
+            reach=reach,
+            window=window,
+            scale=scale,
+        )
+        return out.reshape(batch, queries, heads * size)
+    key, value = key[:, :reach], value[:, :reach]
+    seen = mask(positions, held[:, :reach], window)
     if implementation == "cudnn":
         out = jax.nn.dot_product_attention(
             query, key, value, mask=seen[:, None], scale=scale, implementation="cudnn"

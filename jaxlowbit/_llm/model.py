@@ -112,8 +112,15 @@ class Decoder(nnx.Module):
         config, real = self.config, jnp.maximum(positions, 0)
         rotations = rope.rotation(config, real), rope.rotation(config, real, local=True)
         reach = cache.slots if reach is None else reach
-        seen = attention.mask(positions, cache.positions[:, :reach], None)
-        seen_locally = attention.mask(positions, cache.positions[:, :reach], config.window)
+        implementation = attention.choose(
+            jax.default_backend(),
+            self.dtype,
+            batch=tokens.shape[0],
+            queries=tokens.shape[1],
+            length=reach,
+            head_size=config.head_size,
+            native=attention.native(self.dtype, config.heads, config.kv_heads, config.head_size),
+        )
         x = self.embed(tokens)
         products = self.blocks[0].project(x)
         for i, block in enumerate(self.blocks):
@@ -122,18 +129,14 @@ class Decoder(nnx.Module):
             cache = cache.write(i, k, v)
             attended = attention.attend(
                 q,
-                cache.keys[i][:, :reach],
-                cache.values[i][:, :reach],
-                seen_locally if block.local else seen,
+                cache.keys[i],
+                cache.values[i],
+                positions,
+                cache.positions,
+                window=config.window if block.local else None,
                 scale=config.attention_scale or config.head_size**-0.5,
-                implementation=attention.choose(
-                    jax.default_backend(),
-                    self.dtype,
-                    batch=q.shape[0],
-                    queries=q.shape[1],
-                    length=reach,
-                    head_size=config.head_size,
-                ),
+                implementation=implementation,
+                reach=reach,
             )
             x, products = block.finish(attended, x, following)
         return rms_norm(x, self.final_norm.get_value(), config.norm_epsilon), cache
