@@ -2,10 +2,11 @@
 //
 // Runs the kernels without JAX: checks every instance, sweeps shapes, times.
 //
-//   driver check [STRIDE]   every instance on small awkward shapes, also under PDL, and with buffers that overlap
+//   driver check [STRIDE [BITS]]
+//                           every instance on small awkward shapes, also under PDL, and with buffers that overlap
 //                           or begin at odd elements; large batches; or one in STRIDE of these
 //                           (for compute-sanitizer's slower tools; a prime from 7 on, since kinds of
-//                           problems come every 2nd to 8th)
+//                           problems come every 2nd to 8th); of one width alone
 //   driver placed           times products whose buffers overlap or begin at odd elements
 //   driver attend           attention to a cache: checks it, then times it
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
@@ -152,8 +153,8 @@ struct Tally {
   void Add(bool ok) { ++(ok ? right : wrong); }
 };
 
-template <size_t kWidths, typename F>
-void ForEachType(const int (&widths)[kWidths], F visit) {
+template <typename F>
+void ForEachType(const std::vector<int>& widths, F visit) {
   for (ElementType lhs : {ElementType::kBf16, ElementType::kF16}) {
     for (ElementType scale : {lhs, ElementType::kF32}) {
       for (int bits : widths) {
@@ -179,8 +180,7 @@ void ForEachType(const int (&widths)[kWidths], F visit) {
 }
 
 // `widths`: those of the weights.
-template <size_t kWidths>
-Tally CheckInstances(const int (&widths)[kWidths], uint64_t stride) {
+Tally CheckInstances(const std::vector<int>& widths, uint64_t stride) {
   Tally tally;
   uint64_t seed = 1, turn = 0;
   int placed = 0;
@@ -232,8 +232,8 @@ Tally CheckInstances(const int (&widths)[kWidths], uint64_t stride) {
 }
 
 // Begins to compile all instances that the binary lacks, on every core.
-void StartCompilingAll() {
-  for (int bits : {1, 2, 3, 4, 8}) {
+void StartCompilingAll(const std::vector<int>& widths) {
+  for (int bits : widths) {
     for (const InstanceKey& key : InstancesOf(bits)) {
       StartCompiling(key, DeviceInfo(0).architecture);
     }
@@ -267,7 +267,7 @@ Tally CheckBatches(uint64_t stride) {
 Tally Sweep() {
   Tally tally;
   uint64_t seed = 1;
-  ForEachType(kKernelBits, [&](QuantizedMatmul problem) {
+  ForEachType({std::begin(kKernelBits), std::end(kKernelBits)}, [&](QuantizedMatmul problem) {
     for (auto [n, k] : kLayers) {
       for (int64_t m : {1, 16, 32, 64, 200}) {
         problem.m = m, problem.n = n, problem.k = k;
@@ -294,14 +294,15 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
 }
 
 [[noreturn]] void Usage(const char* wrong) {
-  std::fprintf(stderr,
-               "driver: %s. Use: driver check | sweep | placed | attend | time | choices "
-               "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
-               "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
-               "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] "
-               "[--split S,...] [--slices L,...] [--peers 1|2] "
-               "[--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] [--seconds S]\n",
-               wrong);
+  std::fprintf(
+      stderr,
+      "driver: %s. Use: driver check [STRIDE [BITS]] | sweep | placed | attend | time | choices "
+      "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
+      "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
+      "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] "
+      "[--split S,...] [--slices L,...] [--peers 1|2] "
+      "[--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] [--seconds S]\n",
+      wrong);
   std::exit(2);
 }
 
@@ -519,9 +520,11 @@ int Main(int argc, char** argv) {
   Tally tally;
   if (command == "check") {
     const uint64_t stride = argc > 2 ? Numbers(argv[2])[0] : 1;
-    StartCompilingAll();
-    for (const Tally& part : {CheckInstances(kKernelBits, stride),
-                              CheckInstances(kCompiledBits, stride), CheckBatches(stride)}) {
+    std::vector<int> widths(std::begin(kKernelBits), std::end(kKernelBits));
+    widths.insert(widths.end(), std::begin(kCompiledBits), std::end(kCompiledBits));
+    if (argc > 3) widths = {static_cast<int>(Numbers(argv[3])[0])};
+    StartCompilingAll(widths);
+    for (const Tally& part : {CheckInstances(widths, stride), CheckBatches(stride)}) {
       tally.right += part.right, tally.wrong += part.wrong;
     }
   } else {
