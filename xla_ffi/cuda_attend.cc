@@ -64,10 +64,10 @@ ffi::Error CheckSizes(const Attend& a) {
                   " elements but it must be a multiple of 8 up to " +
                   std::to_string(kMaxAttendHeadSize) + ".");
   }
-  if (a.slots > kMaxAttendSlots || a.batch * a.heads > kMaxAttendRows) {
-    return Refuse("there are " + std::to_string(a.slots) + " slots and " +
-                  std::to_string(a.batch * a.heads) + " heads of all sequences but at most " +
-                  std::to_string(kMaxAttendSlots) + " and " + std::to_string(kMaxAttendRows) +
+  if (a.slots > kMaxAttendSlots || a.batch > kMaxAttendBatch) {
+    return Refuse("there are " + std::to_string(a.batch) + " sequences with " +
+                  std::to_string(a.slots) + " slots but at most " +
+                  std::to_string(kMaxAttendBatch) + " with " + std::to_string(kMaxAttendSlots) +
                   " are possible.");
   }
   if (a.reach < 0 || a.reach > a.slots) {

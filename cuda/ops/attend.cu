@@ -63,13 +63,14 @@ struct Params {
   void* out;
   float*
       sums;  // [batch * heads, splits, head_size], or null: there is one split, and results go to out
-  float2* stats;  // [batch * heads, splits]: the maximum and the sum of weights
-  int kv_heads, shared, size;
+  float2* stats;               // [batch * heads, splits]: the maximum and the sum of weights
+  int kv_heads, shared, size;  // heads of keys, heads of the query that share one, their elements
   int slots, reach, splits;
-  uint32_t farthest;  // how many positions before its own a query sees
-  float scale;        // times log2(e)
-  bool aligned;       // keys and values begin at multiples of 16 bytes
-  bool pairs;         // queries begin at a multiple of 4 bytes
+  int rounds, odd_units;  // each warp has so many units, and the first of them one more
+  uint32_t farthest;      // how many positions before its own a query sees
+  float scale;            // times log2(e)
+  bool aligned;           // keys and values begin at multiples of 16 bytes
+  bool pairs;             // queries begin at a multiple of 4 bytes
 };
 
 template <typename T>
@@ -115,27 +116,19 @@ class Units {
  public:
   __device__ Units(const Params& p, int element, int worker, int workers)
       : positions_(p.positions + static_cast<int64_t>(element) * p.slots),
+        position_(p.position[element]),
         reach_(p.reach),
         farthest_(p.farthest),
         lane_(threadIdx.x % 32),
         worker_(worker),
-        workers_(workers) {
-    const int units = (p.reach + kUnit - 1) / kUnit;
-    count_ = worker < units ? (units - worker + workers - 1) / workers : 0;
-  }
+        workers_(workers),
+        count_(p.rounds + (worker < p.odd_units ? 1 : 0)) {}
 
   __device__ int count() const { return count_; }
   __device__ int SlotOf(int number) const { return (worker_ + number * workers_) * kUnit; }
 
-  // Takes unit 0, of which copies are under way, and returns which of its slots the query sees, a bit each.
-  __device__ uint32_t First(int position) {
-    position_ = position;
-    Look();
-    left_ &= ~1u;
-    return __shfl_sync(~0u, seen_, 0);
-  }
-
-  // Whether there is another unit; then its number, and which of its slots the query sees.
+  // Whether there is another unit; then its number, and which of its slots the query sees, a bit each. The first is
+  // unit 0 whatever it sees.
   __device__ bool Next(int* number, uint32_t* seen) {
     while (left_ == 0) {
       if (next_ >= count_) return false;
@@ -153,6 +146,7 @@ class Units {
   __device__ void Look() {
     constexpr int kLoads = 8;  // at a time, of two units each
     seen_ = 0;
+#pragma unroll 1
     for (int first = 0; first < kLookahead && next_ + first < count_; first += 2 * kLoads) {
       int held[kLoads];
 #pragma unroll
@@ -168,14 +162,14 @@ class Units {
         if (lane_ / 2 == first / 2 + i) seen_ = lane_ % 2 == 0 ? two & 0xffff : two >> 16;
       }
     }
+    left_ = __ballot_sync(~0u, seen_ != 0) | (next_ == 0 ? 1 : 0);
     next_ += kLookahead;
-    left_ = __ballot_sync(~0u, seen_ != 0);
   }
 
   const int32_t* positions_;
-  int reach_;
+  int position_, reach_;
   uint32_t farthest_;
-  int lane_, worker_, workers_, count_, position_ = -1;
+  int lane_, worker_, workers_, count_;
   int next_ = 0;  // the first unit that was not compared
   uint32_t seen_ = 0, left_ = 0;
 };
@@ -190,9 +184,7 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
   LaunchDependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4;  // row and pair of columns of a fragment
-  const int kv_head = blockIdx.x % p.kv_heads;
-  const int split = blockIdx.x / p.kv_heads % p.splits;
-  const int element = blockIdx.x / p.kv_heads / p.splits;
+  const int kv_head = blockIdx.x, split = blockIdx.y, element = blockIdx.z;
 
   // Copies of a unit's keys and values: a lane copies the same columns of several rows.
   const int64_t slot_size = static_cast<int64_t>(p.kv_heads) * p.size;
@@ -231,8 +223,6 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
 
   Units units(p, element, warp * p.splits + split, p.splits * S::kWarps);
   if (units.count() > 0) copy(0, units.SlotOf(0));  // before it is known whether it is seen
-  CommitCopies();
-  const int position = p.position[element];
   const int64_t first_head =
       static_cast<int64_t>(element) * p.kv_heads * p.shared + kv_head * p.shared;
   const auto load_query = [&](int step, uint32_t (&fragment)[4]) {
@@ -259,32 +249,30 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
     __syncthreads();
   }
 
-  // Lane i keeps which slots the query sees of the unit in stage i.
-  uint32_t seen_of_stage = units.First(position);
-  int produced = 1;
+  uint32_t seen_of_stage = 0;  // of the unit in the stage with the number of this lane
+  int produced = 0;
   const auto produce = [&](int stage) {
     int number;
     uint32_t seen;
     if (units.Next(&number, &seen)) {
-      copy(stage, units.SlotOf(number));
+      if (number > 0) copy(stage, units.SlotOf(number));
       if (lane == stage) seen_of_stage = seen;
       ++produced;
     }
     CommitCopies();
   };
-#pragma unroll
-  for (int stage = 1; stage < S::kStages - 1; ++stage) produce(stage);
 
   float top[kHalves], total[kHalves], sums[2 * kSteps][4] = {};
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) top[half] = kLowest, total[half] = 0;
   const int matrix = lane / 8;  // whose row this lane addresses for ldmatrix
   const int key_row = matrix / 2 * 8 + lane % 8, value_row = matrix % 2 * 8 + lane % 8;
-  int stage = 0, free_stage = S::kStages - 1;
+  int stage = 0, filled = 0;
 #pragma unroll 1
-  for (int i = 0; i < produced; ++i) {
-    produce(free_stage);
-    free_stage = stage;
+  for (int i = 1 - S::kStages; i < produced; ++i) {  // fills the ring first
+    produce(filled);
+    filled = filled + 1 == S::kStages ? 0 : filled + 1;
+    if (i < 0) continue;
     WaitCopies<S::kStages - 1>();
     __syncwarp();  // the copies of all lanes are there
     const uint32_t seen = __shfl_sync(~0u, seen_of_stage, stage);
@@ -586,8 +574,12 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   params.aligned = IsAligned(attend.key) && IsAligned(attend.value);
   params.pairs = reinterpret_cast<uintptr_t>(attend.query) % 4 == 0;
   const Variant variant = Find(attend);
-  const LaunchConfig launch(attend.batch * splits * attend.kv_heads, 32 * variant.warps,
-                            variant.shared_bytes, stream);
+  const int64_t units = CeilDiv(attend.reach, kUnit), workers = splits * variant.warps;
+  params.rounds = static_cast<int>(units / workers);
+  params.odd_units = static_cast<int>(units % workers);
+  const dim3 grid(static_cast<unsigned>(attend.kv_heads), static_cast<unsigned>(splits),
+                  static_cast<unsigned>(attend.batch));
+  const LaunchConfig launch(grid, 32 * variant.warps, variant.shared_bytes, stream);
   const cudaError_t error = cudaLaunchKernelEx(&launch.config, variant.kernel, params);
   if (error != cudaSuccess || splits == 1) return error;
   const auto combine = attend.type == ElementType::kBf16 ? Combine<__nv_bfloat16> : Combine<__half>;

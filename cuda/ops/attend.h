@@ -15,7 +15,7 @@ namespace jaxlowbit {
 inline constexpr int64_t kMaxAttendHeadSize = 256;  // a multiple of 8
 inline constexpr int64_t kMaxAttendShared = 16;     // heads that share keys and values
 inline constexpr int64_t kMaxAttendSlots = int64_t{1} << 30;
-inline constexpr int64_t kMaxAttendRows = int64_t{1} << 24;  // heads of all sequences
+inline constexpr int64_t kMaxAttendBatch = 65535;
 
 // out[b, h] = the sum over the slots s that query b sees of softmax_s(scale * query[b, h] . key[b, s, h / shared]) *
 // value[b, s, h / shared], in float32, or zeros if it sees none. It sees those of the first `reach` slots whose
