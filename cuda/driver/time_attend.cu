@@ -107,7 +107,7 @@ __global__ void ReferenceKernel(Attend a, double* scores, double* exact, double*
   }
   total = reduce(total, true);
   const bool half = a.type == ElementType::kF16;
-  const double u = half ? 0x1p-12 : 0x1p-9;       // the rounding of weights, and of the result
+  const double u = half ? 0x1p-11 : 0x1p-8;       // the rounding of weights, and of the result
   const double tiny = half ? 0x1p-24 : 0x1p-126;  // of weights too small to keep their digits
   for (int64_t i = threadIdx.x; i < d; i += kThreads) {
     double sum = 0, magnitude = 0, values = 0;
