@@ -505,22 +505,21 @@ cudaError_t Combine(const Attend& attend, const Params& params, const Device& de
 }  // namespace
 
 // Counts what a CTA's warps take one after the other, in units: those of the slots, one to start, and one for the
-// second kernel; a fraction of one, below, for the splits that it adds.
+// second kernel; a fraction of one, below, for the splits that it adds. A CTA on each multiprocessor reads as fast as
+// several: with more of them all take longer.
 int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_bytes) {
   if (attend.batch == 0) return 1;
   const Variant variant = Find(attend);
   const int64_t pairs = attend.batch * attend.kv_heads;
   const int64_t units = std::max<int64_t>(CeilDiv(attend.reach, kUnit), 1);
-  const int64_t ctas_per_sm = std::clamp<int64_t>(
-      device.shared_bytes_per_sm / (variant.shared_bytes + kReservedSharedBytes), 1, 3);
-  const int64_t resident = device.num_sms * ctas_per_sm;
   const int64_t most = std::min<int64_t>(
       {kMaxSplits, CeilDiv(units, variant.warps), workspace_bytes / PartialBytes(attend)});
   int64_t best = 1, least = 0;
   for (int64_t splits = 1; splits <= std::max<int64_t>(most, 1); ++splits) {
     const int64_t turns = CeilDiv(units, variant.warps * splits) + 1;
-    const int64_t cost = CeilDiv(pairs * splits, resident) * turns * kMaxSplits +
-                         (splits > 1 ? kMaxSplits + splits : 0);
+    const int64_t ctas = std::max<int64_t>(pairs * splits, device.num_sms);
+    const int64_t cost =
+        ctas * turns * kMaxSplits / device.num_sms + (splits > 1 ? kMaxSplits + splits : 0);
     if (splits == 1 || cost < least) best = splits, least = cost;
   }
   return static_cast<int>(best);
