@@ -169,8 +169,9 @@ def test_caches_of_a_stack():
 
         return lax.scan(body, None, stacks)[1]
 
-    for got, *x in zip(attend(stacks), *stacks, strict=True):
-        assert_right(got, *x, positions, held, **options)
+    for i, got in enumerate(attend(stacks)):
+        q, k, v = (x[i] for x in stacks)
+        assert_right(got, q, k, v, positions, held, **options)
 
 
 def test_a_decoder_chooses_it():
