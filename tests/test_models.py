@@ -216,6 +216,11 @@ def test_tied_layers_compute_what_the_twin_does(make):
 # --- memory --------------------------------------------------------------------------------------
 
 
+@functools.cache  # asked at every call of a program
+def in_core(filename: str) -> bool:
+    return Path(filename).parent.name == "_core"
+
+
 class LiveBytes:
     """Bytes of all arrays, sampled wherever a function of `_core` is called or returns."""
 
@@ -233,7 +238,7 @@ class LiveBytes:
     def _sample(self, frame: Any, event: str, arg: Any) -> None:
         del arg
         code = frame.f_code
-        if event not in ("call", "return") or Path(code.co_filename).parent.name != "_core":
+        if event not in ("call", "return") or not in_core(code.co_filename):
             return
         self.samples.append(sum(array.nbytes for array in jax.live_arrays()))
         quantizes = event == "call" and code is jaxlowbit.quantize.__code__
