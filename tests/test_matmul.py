@@ -207,7 +207,7 @@ def largest(bits: int, shards: int, zero: Any, k: int, group_size: int) -> Quant
 @pytest.mark.parametrize("zero", ["none", "integer", "float"])
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("bits", [2, 4])
-# Of an atom, and of a stage of two atoms whose second does not exist.
+# Padding ends an atom, or is the missing second atom of a stage.
 @pytest.mark.parametrize(("k", "group_size"), [(66, -1), (130, -1), (130, 48)])
 def test_padding_is_invisible_beside_the_largest_weights(
     k, group_size, bits, shards, zero, dtype, m

@@ -385,7 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fit = Fit([Kernel(number, fitted) for number in range(len(ffi.KERNELS))], before)
     after = []
     for kernel, old, new in zip(kernels, before, fit.run(options.kernels), strict=True):
-        # As they are written.
+        # Constants count as they are written, with four digits.
         after.append(np.array([float(f"{value:.4g}") for value in new]))
         if not options.dry_run and not np.array_equal(old, new):
             text = kernel.path.read_text()

@@ -11,6 +11,7 @@
 
 #include "cuda/device/layout.cuh"
 #include "cuda/driver/device_problem.h"
+#include "cuda/driver/random.cuh"
 #include "cuda/extents.h"
 #include "cuda/kernels/loaded.h"
 #include "cuda/kernels/sm80/plan.h"
@@ -23,18 +24,6 @@ constexpr int kThreads = 256;
 
 // CTAs for kernels in which threads stride over `count` elements.
 int64_t Ctas(int64_t count) { return std::clamp<int64_t>(CeilDiv(count, kThreads), 1, 4096); }
-
-__host__ __device__ inline uint32_t Hash(uint64_t x) {  // splitmix64's finaliser
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return static_cast<uint32_t>((x ^ (x >> 31)) >> 16);
-}
-
-__device__ float Normal(uint64_t x) {
-  const float u = (Hash(2 * x) + 1.0f) * 0x1p-32f, v = Hash(2 * x + 1) * 0x1p-32f;
-  return sqrtf(-2.0f * logf(fminf(u, 1.0f))) * cospif(2.0f * v);
-}
 
 __device__ float Load(const void* data, ElementType type, int64_t i) {
   switch (type) {

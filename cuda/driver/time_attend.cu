@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "cuda/driver/device_problem.h"
+#include "cuda/driver/random.cuh"
+#include "cuda/driver/replay.h"
 #include "cuda/driver/time_attend.h"
 #include "cuda/launch.h"
 #include "cuda/ops/attend.h"
@@ -23,18 +25,6 @@ constexpr int kThreads = 256;
 constexpr int64_t kWorkspaceBytes = int64_t{16} << 20;
 constexpr int64_t kL2Bytes = int64_t{60} << 20;  // H200, the largest in use
 constexpr int kReplays = 50, kWarmUps = 30;
-
-__host__ __device__ inline uint32_t Hash(uint64_t x) {  // splitmix64's finaliser
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return static_cast<uint32_t>((x ^ (x >> 31)) >> 16);
-}
-
-__device__ float Normal(uint64_t x) {
-  const float u = (Hash(2 * x) + 1.0f) * 0x1p-32f, v = Hash(2 * x + 1) * 0x1p-32f;
-  return sqrtf(-2.0f * logf(fminf(u, 1.0f))) * cospif(2.0f * v);
-}
 
 template <typename T>
 __global__ void FillKernel(T* data, int64_t count, uint64_t seed) {
@@ -281,39 +271,12 @@ bool IsRight(const Shape& s, const Variation& v, int64_t workspace_bytes, uint64
 
 // Microseconds of a call: the median of replays of a graph with all calls.
 float Time(const std::vector<Attend>& calls, void* workspace, int64_t workspace_bytes) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  cudaEvent_t begin, end;
-  Check(cudaStreamCreate(&stream), "cudaStreamCreate");
-  Check(cudaEventCreate(&begin), "cudaEventCreate");
-  Check(cudaEventCreate(&end), "cudaEventCreate");
-  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  for (const Attend& call : calls) {
-    Check(LaunchAttend(call, workspace, workspace_bytes, DeviceInfo(0), stream), "LaunchAttend");
-  }
-  Check(cudaStreamEndCapture(stream, &graph), "capture");
-  Check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
-  for (int replay = 0; replay < kWarmUps; ++replay) {
-    Check(cudaGraphLaunch(executable, stream), "cudaGraphLaunch");
-  }
-  std::vector<float> times;
-  for (int replay = 0; replay < kReplays; ++replay) {
-    float milliseconds = 0;
-    Check(cudaEventRecord(begin, stream), "cudaEventRecord");
-    Check(cudaGraphLaunch(executable, stream), "cudaGraphLaunch");
-    Check(cudaEventRecord(end, stream), "cudaEventRecord");
-    Check(cudaEventSynchronize(end), "replay");
-    Check(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
-    times.push_back(milliseconds);
-  }
-  Check(cudaGraphExecDestroy(executable), "cudaGraphExecDestroy");
-  Check(cudaGraphDestroy(graph), "cudaGraphDestroy");
-  Check(cudaEventDestroy(begin), "cudaEventDestroy");
-  Check(cudaEventDestroy(end), "cudaEventDestroy");
-  Check(cudaStreamDestroy(stream), "cudaStreamDestroy");
-  std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
-  return 1e3f * times[kReplays / 2] / static_cast<float>(calls.size());
+  const auto enqueue = [&](cudaStream_t stream) {
+    for (const Attend& call : calls) {
+      Check(LaunchAttend(call, workspace, workspace_bytes, DeviceInfo(0), stream), "LaunchAttend");
+    }
+  };
+  return TimeReplays(enqueue, kWarmUps, kReplays) / static_cast<float>(calls.size());
 }
 
 void TimeShape(const Shape& s, int64_t used) {
@@ -328,7 +291,7 @@ void TimeShape(const Shape& s, int64_t used) {
   while (calls.size() < 16) calls.push_back(calls[calls.size() - copies]);
   const DeviceBuffer workspace(kWorkspaceBytes);
   const double read = static_cast<double>(bytes) * static_cast<double>(used) / s.reach;
-  // As many splits as are chosen, and half of them.
+  // The chosen number of splits is timed beside half of it.
   const int chosen = AttendSplits(calls[0], DeviceInfo(0), kWorkspaceBytes);
   for (int most : {chosen, chosen / 2}) {
     if (most == 0) continue;

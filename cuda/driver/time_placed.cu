@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -9,6 +8,7 @@
 
 #include "cuda/driver/device_problem.h"
 #include "cuda/driver/placed_problem.h"
+#include "cuda/driver/replay.h"
 #include "cuda/launch.h"
 
 namespace jaxlowbit::driver {
@@ -22,42 +22,15 @@ constexpr int kWarmUps = 100;  // until clocks are those of a busy device
 // Microseconds of one call: the median of replays of a graph with kRounds of all calls.
 double Time(const QuantizedMatmul& problem,
             const std::vector<std::unique_ptr<PlacedProblem>>& calls, int64_t workspace_bytes) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  cudaEvent_t begin, end;
-  Check(cudaStreamCreate(&stream), "cudaStreamCreate");
-  Check(cudaEventCreate(&begin), "cudaEventCreate");
-  Check(cudaEventCreate(&end), "cudaEventCreate");
-  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  for (int round = 0; round < kRounds; ++round) {
-    for (const auto& call : calls) {
-      Check(LaunchProducts({{problem, call->buffers()}}, workspace_bytes, 0, stream),
-            "LaunchProducts");
+  const auto enqueue = [&](cudaStream_t stream) {
+    for (int round = 0; round < kRounds; ++round) {
+      for (const auto& call : calls) {
+        Check(LaunchProducts({{problem, call->buffers()}}, workspace_bytes, 0, stream),
+              "LaunchProducts");
+      }
     }
-  }
-  Check(cudaStreamEndCapture(stream, &graph), "capture");
-  Check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
-  for (int replay = 0; replay < kWarmUps; ++replay) {
-    Check(cudaGraphLaunch(executable, stream), "cudaGraphLaunch");
-  }
-  std::vector<float> times;
-  for (int replay = 0; replay < kReplays; ++replay) {
-    float milliseconds = 0;
-    Check(cudaEventRecord(begin, stream), "cudaEventRecord");
-    Check(cudaGraphLaunch(executable, stream), "cudaGraphLaunch");
-    Check(cudaEventRecord(end, stream), "cudaEventRecord");
-    Check(cudaEventSynchronize(end), "replay");
-    Check(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
-    times.push_back(milliseconds);
-  }
-  Check(cudaGraphExecDestroy(executable), "cudaGraphExecDestroy");
-  Check(cudaGraphDestroy(graph), "cudaGraphDestroy");
-  Check(cudaEventDestroy(begin), "cudaEventDestroy");
-  Check(cudaEventDestroy(end), "cudaEventDestroy");
-  Check(cudaStreamDestroy(stream), "cudaStreamDestroy");
-  std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
-  return 1e3 * times[kReplays / 2] / static_cast<double>(kRounds * calls.size());
+  };
+  return TimeReplays(enqueue, kWarmUps, kReplays) / static_cast<double>(kRounds * calls.size());
 }
 
 }  // namespace
