@@ -22,7 +22,6 @@
 #include "cuda/kernels/sm90/launch.h"
 #include "cuda/kernels/sm90_stream/launch.h"
 #include "cuda/kernels/sm90_stream/select.h"
-#include "cuda/ops/attend.h"
 #include "cuda/ops/copy.h"
 #include "cuda/ops/gather_lhs.h"
 #include "cuda/ops/reduce_splits.h"
@@ -108,7 +107,6 @@ cudaError_t Prepare(int ordinal, DeviceState& state) {
   if (error == cudaSuccess) error = PrepareReduceSplits();
   if (error == cudaSuccess) error = PrepareRmsNorm();
   if (error == cudaSuccess) error = PrepareCopy();
-  if (error == cudaSuccess) error = PrepareAttend();
   if (error == cudaSuccess) error = PrepareGatherLhs(device);
   if (error == cudaSuccess && device.compute_capability == 90) error = sm90::Prepare(device);
   const cudaError_t restored = cudaSetDevice(current);

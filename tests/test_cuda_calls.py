@@ -120,7 +120,9 @@ def test_blocks_in_one_call_each(width, m, dtype):
         gate_up, down = mlp_weights(width, 1536, width, FORMATS[seed])
         out = quantize(normal(features, width, seed=10 + seed), INT4)
         qkv = [quantize(normal(width, n, seed=n + seed), INT4) for n in (features, 200)]
-        layers.append((out, 1 + normal(width, 1, seed=seed)[:, 0], gate_up, down, qkv))
+        # Scales are float32, or rounded to the dtype of the rows.
+        norm = (1 + normal(width, 1, seed=seed)[:, 0]).astype(dtype if seed == 1 else jnp.float32)
+        layers.append((out, norm, gate_up, down, qkv))
 
     def steps(backend, x):
         attended = x[:, :features]
@@ -139,7 +141,7 @@ def test_blocks_in_one_call_each(width, m, dtype):
         def normalize(x, scales):
             wide = x.astype(jnp.float32)
             factor = jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)
-            return (wide * factor * scales.astype(dtype).astype(jnp.float32)[None]).astype(dtype)
+            return (wide * factor * scales.astype(jnp.float32)[None]).astype(dtype)
 
         attended = x[:, :features]
         for out, norm, gate_up, down, qkv in layers:

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handler of what lies between two attentions of a transformer: five kernels or more, all but the first under
-// PDL (cuda/kernels/launch_config.h).
+// The CUDA handlers of what lies between two attentions of a transformer, alone or after the first of them in a decode
+// step: five kernels or more, all but the first under PDL (cuda/kernels/launch_config.h).
 //
+//   attended  = the attention (attend_operands.h), or an operand
 //   sum       = residual + attended @ out
 //   hidden    = activation(gate) * up of rms_norm(sum) * norm
 //   result    = sum + hidden @ down
@@ -15,7 +16,9 @@
 #include <vector>
 
 #include "cuda/limits.h"
+#include "cuda/ops/attend.h"
 #include "cuda/ops/rms_norm.h"
+#include "xla_ffi/attend_operands.h"
 #include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
 
@@ -25,41 +28,53 @@ namespace {
 // Operands of a weight: packed, scale, zero, index. Weights: out, gate_up, down, then the following.
 constexpr size_t kPerWeight = 4, kWeights = 3;
 
+// Operands and results of a call from one of them on.
+struct Tail {
+  ffi::RemainingArgs args;
+  size_t first_arg;
+  ffi::RemainingRets rets;
+  size_t first_ret;
+
+  size_t weights() const { return args.size() - first_arg; }
+  size_t following() const { return rets.size() - first_ret; }
+  ffi::AnyBuffer weight(size_t i) const { return args.get<ffi::AnyBuffer>(first_arg + i).value(); }
+  ffi::AnyBuffer product(size_t i) const {
+    return *rets.get<ffi::AnyBuffer>(first_ret + i).value();
+  }
+};
+
 struct BlockBuffers {
   ffi::AnyBuffer attended, residual, norm, following_norm;
   ffi::AnyBuffer result, projected, sum, normed, hidden;
 };
 
 // The products, in order: out, up, down, then the following.
-ffi::Error DecodeProducts(const BlockBuffers& buffers, ffi::RemainingArgs weights,
-                          ffi::RemainingRets following, ffi::Span<const int64_t> bits,
-                          ffi::Span<const int64_t> group_size, std::vector<Operands>* products) {
-  const size_t count = kWeights + following.size();
-  if (weights.size() != kPerWeight * count || bits.size() != count || group_size.size() != count) {
-    return Refuse("a block with " + std::to_string(following.size()) + " following products has " +
+ffi::Error DecodeProducts(const BlockBuffers& buffers, const Tail& tail,
+                          ffi::Span<const int64_t> bits, ffi::Span<const int64_t> group_size,
+                          std::vector<Operands>* products) {
+  const size_t count = kWeights + tail.following();
+  if (tail.weights() != kPerWeight * count || bits.size() != count || group_size.size() != count) {
+    return Refuse("a block with " + std::to_string(tail.following()) + " following products has " +
                   std::to_string(count) + " weights of 4 operands, but " +
-                  std::to_string(weights.size()) + " operands, " + std::to_string(bits.size()) +
+                  std::to_string(tail.weights()) + " operands, " + std::to_string(bits.size()) +
                   " bits and " + std::to_string(group_size.size()) + " group sizes came.");
   }
   products->resize(count);
   for (size_t i = 0; i < count; ++i) {
-    const auto operand = [&](size_t j) {
-      return weights.get<ffi::AnyBuffer>(kPerWeight * i + j).value();
-    };
+    const auto operand = [&](size_t j) { return tail.weight(kPerWeight * i + j); };
     ProductAttributes attributes = {bits[i], group_size[i]};
     attributes.gated = i == 1;
     const bool reads_normed = i == 1 || i >= kWeights;
     const ffi::AnyBuffer lhs = reads_normed ? buffers.normed
                                : i == 0     ? buffers.attended
                                             : buffers.hidden;
-    const ffi::AnyBuffer written = i == 1 ? buffers.hidden
-                                   : i < kWeights
-                                       ? buffers.projected
-                                       : *following.get<ffi::AnyBuffer>(i - kWeights).value();
+    const ffi::AnyBuffer written = i == 1         ? buffers.hidden
+                                   : i < kWeights ? buffers.projected
+                                                  : tail.product(i - kWeights);
     const ffi::Error error = DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)},
                                             written, attributes, &(*products)[i]);
     if (error.failure()) return error;
-    (*products)[i].problem.pdl = i > 0;
+    (*products)[i].problem.pdl = true;
   }
   return ffi::Error::Success();
 }
@@ -76,7 +91,9 @@ ffi::Error CheckRows(const BlockBuffers& buffers, bool follows, const QuantizedM
   };
   const auto is_scales = [&](const std::string& name, ffi::AnyBuffer scales) {
     const ffi::Error error = CheckShape(name, scales, {p.n}, "[n]");
-    return error.failure() ? error : has_type(name, scales);
+    if (error.failure() || FloatType(scales.element_type()) == ElementType::kF32) return error;
+    return CheckType(name, scales, FloatType(scales.element_type()) == p.lhs,
+                     "f32 or the type of attended");
   };
   if (p.n % 8 != 0 || p.n > kMaxRmsNormColumns) {
     return Refuse("rows are normalized that have " + std::to_string(p.n) +
@@ -92,10 +109,6 @@ ffi::Error CheckRows(const BlockBuffers& buffers, bool follows, const QuantizedM
     if (error.failure()) return error;
   }
   return ffi::Error::Success();
-}
-
-Extent ExtentOf(ffi::AnyBuffer buffer) {
-  return {buffer.untyped_data(), static_cast<int64_t>(buffer.size_bytes())};
 }
 
 // Redirects to the workspace what a block writes over something that is read later: the result and the following
@@ -144,28 +157,59 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
   ffi::Error error = RedirectResults(buffers, &products, &placement, &result);
 
   const bool follows = products.size() > kWeights;
-  const void* following_scales = follows ? buffers.following_norm.untyped_data() : nullptr;
   const auto multiply = [&](size_t begin, size_t end) {
     return Enqueue({products.begin() + begin, products.begin() + end},
                    {placement.workspace(), placement.bytes()}, place);
   };
-  const auto normalize = [&](const void* x, void* total, const void* scales) {
-    return ToError(LaunchRmsNorm({p.lhs, p.m, p.n, x, buffers.projected.untyped_data(), scales,
-                                  total, buffers.normed.untyped_data(), epsilon},
-                                 DeviceInfo(place.device), place.stream),
+  const auto normalize = [&](const void* x, void* total, const ffi::AnyBuffer* scales) {
+    RmsNorm norm = {p.lhs,   p.lhs, p.m,
+                    p.n,     x,     buffers.projected.untyped_data(),
+                    nullptr, total, buffers.normed.untyped_data(),
+                    epsilon};
+    if (scales != nullptr) {
+      norm.scale = scales->untyped_data();
+      norm.scale_type = *FloatType(scales->element_type());
+    }
+    return ToError(LaunchRmsNorm(norm, DeviceInfo(place.device), place.stream),
                    "launching the normalization");
   };
   void* sum = buffers.sum.untyped_data();
   if (error.success()) error = multiply(0, 1);
   if (error.success()) {
-    error = normalize(buffers.residual.untyped_data(), sum, buffers.norm.untyped_data());
+    error = normalize(buffers.residual.untyped_data(), sum, &buffers.norm);
   }
   if (error.success()) error = multiply(1, 2);
   if (error.success()) error = multiply(2, 3);
-  if (error.success()) error = normalize(sum, result, following_scales);
+  if (error.success()) error = normalize(sum, result, follows ? &buffers.following_norm : nullptr);
   if (error.success() && follows) error = multiply(kWeights, products.size());
   const ffi::Error finished = ToError(placement.Finish(), "copying results of a block");
   return error.failure() ? error : finished;
+}
+
+// What the calls have in common. `attend` enqueues the attention, or loads it, after all checks, if there is one.
+template <typename Attention>
+ffi::Error RunBlock(const BlockBuffers& buffers, const Tail& tail, Attributes* attributes,
+                    ffi::Buffer<ffi::U8> workspace, const Place& place, bool attends,
+                    const Attention& attend) {
+  const auto bits = attributes->Get<ffi::Span<const int64_t>>("bits");
+  const auto group_size = attributes->Get<ffi::Span<const int64_t>>("group_size");
+  const auto name = attributes->Get<std::string_view>("activation");
+  const auto epsilon = attributes->Get<float>("epsilon");
+  std::vector<Operands> products;
+  Activation activation;
+  ffi::Error error = attributes->Check();
+  if (error.success()) error = DecodeActivation(name, &activation);
+  if (error.success()) error = DecodeProducts(buffers, tail, bits, group_size, &products);
+  if (error.success()) error = CheckRows(buffers, tail.following() > 0, products[0].problem);
+  if (error.failure() || products[0].problem.m == 0) return error;
+  products[0].problem.pdl = attends;
+  products[1].problem.epilogue.activation = activation;
+  for (Operands& product : products) {
+    error = CheckSupported(product.problem, place.device);  // before anything is launched
+    if (error.failure()) return error;
+  }
+  error = attend();
+  return error.failure() ? error : EnqueueBlock(buffers, products, workspace, epsilon, place);
 }
 
 template <Stage kStage>
@@ -177,29 +221,60 @@ ffi::Error Block(cudaStream_t stream, ffi::AnyBuffer attended, ffi::AnyBuffer re
                  ffi::RemainingRets following, ffi::Dictionary dictionary) {
   return Guard("quantized_block", [&] {
     Attributes attributes(dictionary);
-    const auto bits = attributes.Get<ffi::Span<const int64_t>>("bits");
-    const auto group_size = attributes.Get<ffi::Span<const int64_t>>("group_size");
-    const auto name = attributes.Get<std::string_view>("activation");
-    const auto epsilon = attributes.Get<float>("epsilon");
     const BlockBuffers buffers = {attended,   residual, norm,    following_norm, *result,
                                   *projected, *sum,     *normed, *hidden};
-    std::vector<Operands> products;
-    Activation activation;
     Place place(kStage);
-    ffi::Error error = attributes.Check();
-    if (error.success()) error = DecodeActivation(name, &activation);
+    const ffi::Error error = place.Find(stream);
+    if (error.failure()) return error;
+    const auto none = [] { return ffi::Error::Success(); };
+    const Tail tail = {weights, 0, following, 0};
+    return RunBlock(buffers, tail, &attributes, *workspace, place, false, none);
+  });
+}
+
+// Operands after those of the attention: residual, norm, following_norm and the weights. Results after its own: result,
+// projected, sum, normed, hidden, and the following products.
+template <Stage kStage>
+ffi::Error DecodeBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       ffi::Dictionary dictionary) {
+  return Guard("decode_block", [&] {
+    constexpr size_t kOperands = kAttendOperands + 3, kResults = kAttendResults + 5;
+    if (args.size() < kOperands || rets.size() < kResults) {
+      return Refuse("the call has " + std::to_string(args.size()) + " operands and " +
+                    std::to_string(rets.size()) + " results but must have at least " +
+                    std::to_string(kOperands) + " and " + std::to_string(kResults) + ".");
+    }
+    const auto arg = [&](size_t i) {
+      return args.get<ffi::AnyBuffer>(kAttendOperands + i).value();
+    };
+    const auto ret = [&](size_t i) {
+      return *rets.get<ffi::AnyBuffer>(kAttendResults + i).value();
+    };
+    const AttendBuffers attention(args, rets);
+    const auto workspace = rets.get<ffi::Buffer<ffi::U8>>(kAttendResults - 1);
+    if (workspace.has_error()) return workspace.error();
+    Attributes attributes(dictionary);
+    Attend attend;
+    Place place(kStage);
+    ffi::Error error = DecodeAttend(attention, &attributes, &attend);
+    if (attributes.Check().failure()) return attributes.Check();
     if (error.success()) error = place.Find(stream);
-    if (error.success()) {
-      error = DecodeProducts(buffers, weights, following, bits, group_size, &products);
-    }
-    if (error.success()) error = CheckRows(buffers, following.size() > 0, products[0].problem);
-    if (error.failure() || products[0].problem.m == 0) return error;
-    products[1].problem.epilogue.activation = activation;
-    for (Operands& product : products) {
-      error = CheckSupported(product.problem, place.device);  // before anything is launched
-      if (error.failure()) return error;
-    }
-    return EnqueueBlock(buffers, products, *workspace, epsilon, place);
+    if (error.success() && kStage == Stage::kExecute) error = CheckApart(attention);
+    if (error.failure()) return error;
+    const auto launch = [&] {
+      const Device& device = DeviceInfo(place.device);
+      const Workspace room(**workspace);
+      const std::string what = DescribeAttend(attend, place.device);
+      if (kStage == Stage::kInitialize) {
+        return ToError(LoadAttend(attend, device), "loading " + what);
+      }
+      return ToError(LaunchAttend(attend, room.data, room.bytes, device, stream),
+                     "launching " + what);
+    };
+    const BlockBuffers buffers = {attention.out, arg(0), arg(1), arg(2), ret(0),
+                                  ret(1),        ret(2), ret(3), ret(4)};
+    const Tail tail = {args, kOperands, rets, kResults};
+    return RunBlock(buffers, tail, &attributes, **workspace, place, true, launch);
   });
 }
 
@@ -222,6 +297,15 @@ auto BindBlock() {
       .Attrs();
 }
 
+template <ffi::ExecutionStage kStage>
+auto BindDecodeBlock() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
 }  // namespace
 }  // namespace jaxlowbit
 
@@ -232,4 +316,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaBlockInitialize,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaBlockExecute,
                               jaxlowbit::Block<jaxlowbit::Stage::kExecute>,
                               jaxlowbit::BindBlock<xla::ffi::ExecutionStage::kExecute>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaDecodeBlockInitialize,
+                              jaxlowbit::DecodeBlock<jaxlowbit::Stage::kInitialize>,
+                              jaxlowbit::BindDecodeBlock<xla::ffi::ExecutionStage::kInitialize>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaDecodeBlockExecute,
+                              jaxlowbit::DecodeBlock<jaxlowbit::Stage::kExecute>,
+                              jaxlowbit::BindDecodeBlock<xla::ffi::ExecutionStage::kExecute>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

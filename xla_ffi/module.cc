@@ -66,6 +66,8 @@ nb::dict Targets() {
       {"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpInitialize, JaxlowbitCudaMlpExecute},
       {"jaxlowbit_quantized_block", JaxlowbitCudaBlockInitialize, JaxlowbitCudaBlockExecute},
       {"jaxlowbit_attend", JaxlowbitCudaAttendInitialize, JaxlowbitCudaAttendExecute},
+      {"jaxlowbit_decode_block", JaxlowbitCudaDecodeBlockInitialize,
+       JaxlowbitCudaDecodeBlockExecute},
       {"jaxlowbit_times", JaxlowbitCudaTimesInitialize, JaxlowbitCudaTimesExecute}};
   for (const auto& call : calls) {
     nb::dict cuda;

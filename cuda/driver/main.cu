@@ -8,7 +8,7 @@
 //                           (for compute-sanitizer's slower tools; a prime from 7 on, since kinds of
 //                           problems come every 2nd to 8th); of one width alone
 //   driver placed           times products whose buffers overlap or begin at odd elements
-//   driver attend           attention to a cache: checks it, then times it
+//   driver attend [STRIDE]  attention to a cache: checks it, then times it; or checks one case in STRIDE
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
 //   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph, once
 //                           a sample of the result is right:
@@ -294,15 +294,15 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
 }
 
 [[noreturn]] void Usage(const char* wrong) {
-  std::fprintf(
-      stderr,
-      "driver: %s. Use: driver check [STRIDE [BITS]] | sweep | placed | attend | time | choices "
-      "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
-      "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
-      "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] "
-      "[--split S,...] [--slices L,...] [--peers 1|2] "
-      "[--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] [--seconds S]\n",
-      wrong);
+  std::fprintf(stderr,
+               "driver: %s. Use: driver check [STRIDE [BITS]] | sweep | placed | attend [STRIDE] | "
+               "time | choices "
+               "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
+               "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
+               "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] "
+               "[--split S,...] [--slices L,...] [--peers 1|2] "
+               "[--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] [--seconds S]\n",
+               wrong);
   std::exit(2);
 }
 
@@ -503,9 +503,9 @@ int Main(int argc, char** argv) {
     return 0;
   }
   if (command == "attend") {
-    const auto [right, wrong] = CheckAttend();
+    const auto [right, wrong] = CheckAttend(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
     std::printf("%d passed, %d failed\n", right, wrong);
-    TimeAttend();
+    if (argc == 2) TimeAttend();
     return wrong == 0 ? 0 : 1;
   }
   if (command == "time") {

@@ -3,13 +3,14 @@
 // Attention to a cache, checked and timed.
 #pragma once
 
+#include <cstdint>
 #include <utility>
 
 namespace jaxlowbit::driver {
 
 // Checks shapes, types, windows, holes, caches that are longer than what is read, and odd places, with NaN in every
-// slot that is not seen. Returns how many cases were right and wrong, and prints the wrong ones.
-std::pair<int, int> CheckAttend();
+// slot that is not seen, of one in `stride` cases. Returns how many were right and wrong, and prints the wrong ones.
+std::pair<int, int> CheckAttend(uint64_t stride);
 
 // Prints the microseconds of calls from a CUDA graph, over copies of the cache that L2 cannot hold.
 void TimeAttend();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// attend: attention of one query per sequence to a cache of keys and values (attend.h).
+// attend: rotates a query, a key and a value of each sequence, appends to a cache, and attends (attend.h).
 //
 // Bound. Memory: keys and values are read once, for all the query heads that share them, which are rows of products on
 // tensor cores. A CTA works for one key head on one part of the slots. Each of its warps takes units of 16 slots by
@@ -8,11 +8,16 @@
 // barrier. Units are dealt out in turn, so that a cache of which only the first slots are in use keeps all CTAs busy,
 // and units without a slot that the query sees are not read. The warps of a CTA meet at the end in shared memory, and
 // the CTAs of a key head in CombineKernel, by way of the workspace: both add in a fixed order.
+//
+// Every CTA rotates its queries and the new key, and keeps them and the new value in shared memory. The warp whose unit
+// has the slot that is written puts key and value into the cache, and into the copy of the unit that it multiplies, so
+// that no CTA reads from memory what another writes.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 
 #include "cuda/device/approximate.cuh"
@@ -48,9 +53,10 @@ struct Shape {
   static constexpr int kRowBytes = 2 * kSize;
   static constexpr int kUnitBytes = kUnit * kRowBytes;  // of keys, and of values
   static constexpr int kRingBytes = kStages * 2 * kUnitBytes;
-  // Fragments of queries lie in shared memory where there are no registers for them.
-  static constexpr int kQueryBytes = kSize == 256 ? kRows * kRowBytes : 0;
-  static constexpr int kSharedBytes = kWarps * kRingBytes + kQueryBytes;
+  static constexpr int kNewRows = kRows + 2;  // queries, the new key and the new value
+  static constexpr int kSharedBytes = kWarps * kRingBytes + kNewRows * kRowBytes;
+  // Fragments of queries stay in shared memory where there are no registers for them.
+  static constexpr bool kHoldsQuery = kSize < 256;
   static constexpr int kChunks = kSize / kVector;     // of a row
   static constexpr int kCopiedRows = 32 / kChunks;    // by one instruction of a warp
   static constexpr int kMergedRow = kSize + kVector;  // floats; the padding avoids bank conflicts
@@ -59,7 +65,9 @@ struct Shape {
 
 struct Params {
   const void *query, *key, *value;
-  const int32_t *position, *positions;
+  const float *cos, *sin, *query_norm, *key_norm;
+  void *keys, *values;
+  const int32_t *slot, *position, *positions;
   void* out;
   float*
       sums;  // [batch * heads, splits, head_size], or null: there is one split, and results go to out
@@ -69,8 +77,9 @@ struct Params {
   int rounds, odd_units;  // each warp has so many units, and the first of them one more
   uint32_t farthest;      // how many positions before its own a query sees
   float scale;            // times log2(e)
-  bool aligned;           // keys and values begin at multiples of 16 bytes
-  bool pairs;             // queries begin at a multiple of 4 bytes
+  float epsilon;
+  bool neighbours;  // pairs of the rotation
+  bool aligned;     // keys and values of the cache begin at multiples of 16 bytes
 };
 
 template <typename T>
@@ -86,21 +95,116 @@ __device__ inline uint32_t Pack<__half>(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Two neighbours; `pair`: whether they may be loaded as one word.
-__device__ inline uint32_t LoadPair(const uint16_t* from, bool pair) {
-  if (pair) return *reinterpret_cast<const uint32_t*>(from);
-  return from[0] | static_cast<uint32_t>(from[1]) << 16;
-}
-
 // Copies 16 bytes from any element, or zeros if `valid` is false. Done when the instructions are.
 __device__ inline void CopyElements(uint32_t shared, const uint16_t* from, bool valid) {
-  uint4 value = make_uint4(0, 0, 0, 0);
-  if (valid) {
-    value = make_uint4(LoadPair(from, false), LoadPair(from + 2, false), LoadPair(from + 4, false),
-                       LoadPair(from + 6, false));
+  uint32_t words[4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (valid) words[i] = from[2 * i] | static_cast<uint32_t>(from[2 * i + 1]) << 16;
   }
-  StoreShared16(shared, value);
+  StoreShared16(shared, make_uint4(words[0], words[1], words[2], words[3]));
 }
+
+// Where a lane's pairs of a head lie: those of number lane, lane + 32, ...
+template <int kSize>
+struct Pairs {
+  static constexpr int kCount = kSize / 64;
+  int half;  // of the head
+  bool neighbours;
+
+  __device__ int Number(int i) const { return 32 * i + static_cast<int>(threadIdx.x) % 32; }
+  __device__ bool Has(int i) const { return Number(i) < half; }
+  __device__ int First(int i) const { return neighbours ? 2 * Number(i) : Number(i); }
+  __device__ int Second(int i) const { return neighbours ? 2 * Number(i) + 1 : Number(i) + half; }
+};
+
+template <int kSize>
+struct Angles {
+  float cos[Pairs<kSize>::kCount], sin[Pairs<kSize>::kCount];
+
+  __device__ Angles(const Pairs<kSize>& pairs, const float* all_cos, const float* all_sin) {
+#pragma unroll
+    for (int i = 0; i < pairs.kCount; ++i) {
+      const int number = pairs.Has(i) ? pairs.Number(i) : 0;
+      cos[i] = all_cos[number];
+      sin[i] = all_sin[number];
+    }
+  }
+};
+
+// A row of a head, spread over a warp. Everything is loaded first, without a branch between loads, so that a warp waits
+// for memory once.
+template <typename T, int kSize>
+class HeadRow {
+ public:
+  // norm: null for none
+  __device__ HeadRow(const Pairs<kSize>& pairs, const T* row, const float* norm)
+      : pairs_(pairs), normalizes_(norm != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      loaded_a_[i] = row[pairs.Has(i) ? pairs.First(i) : 0];
+      loaded_b_[i] = row[pairs.Has(i) ? pairs.Second(i) : 0];
+    }
+    if (!normalizes_) return;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      norm_a_[i] = norm[pairs.Has(i) ? pairs.First(i) : 0];
+      norm_b_[i] = norm[pairs.Has(i) ? pairs.Second(i) : 0];
+    }
+  }
+
+  // After this the elements can be used.
+  __device__ void Widen() {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      a_[i] = pairs_.Has(i) ? static_cast<float>(loaded_a_[i]) : 0;
+      b_[i] = pairs_.Has(i) ? static_cast<float>(loaded_b_[i]) : 0;
+    }
+  }
+
+  __device__ void Normalize(float epsilon) {
+    if (!normalizes_) return;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < pairs_.kCount; ++i) sum += a_[i] * a_[i] + b_[i] * b_[i];
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    const float factor = rsqrtf(sum / static_cast<float>(2 * pairs_.half) + epsilon);
+#pragma unroll
+    for (int i = 0; i < pairs_.kCount; ++i) {
+      a_[i] = static_cast<float>(T(a_[i] * factor * norm_a_[i]));
+      b_[i] = static_cast<float>(T(b_[i] * factor * norm_b_[i]));
+    }
+  }
+
+  __device__ void Rotate(const Angles<kSize>& angles) {
+#pragma unroll
+    for (int i = 0; i < pairs_.kCount; ++i) {
+      const float a = a_[i];
+      a_[i] = a * angles.cos[i] - b_[i] * angles.sin[i];
+      b_[i] = b_[i] * angles.cos[i] + a * angles.sin[i];
+    }
+  }
+
+  // Calls store(column, value) for every element of this lane.
+  template <typename Store>
+  __device__ void ForEach(const Store& store) const {
+#pragma unroll
+    for (int i = 0; i < pairs_.kCount; ++i) {
+      if (!pairs_.Has(i)) continue;
+      store(pairs_.First(i), T(a_[i]));
+      store(pairs_.Second(i), T(b_[i]));
+    }
+  }
+
+ private:
+  static constexpr int kPairs = Pairs<kSize>::kCount;
+
+  Pairs<kSize> pairs_;
+  bool normalizes_;
+  T loaded_a_[kPairs], loaded_b_[kPairs];
+  float a_[kPairs], b_[kPairs], norm_a_[kPairs], norm_b_[kPairs];
+};
 
 __device__ inline float MaxOfQuad(float value) {
   value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
@@ -141,8 +245,7 @@ class Units {
     return true;
   }
 
- private:
-  // Compares the positions of the next units: lane i keeps the bits of the i-th.
+  // Compares the positions of the next units: lane i keeps the bits of the i-th. The first time before Next.
   __device__ void Look() {
     constexpr int kLoads = 8;  // at a time, of two units each
     seen_ = 0;
@@ -166,6 +269,7 @@ class Units {
     next_ += kLookahead;
   }
 
+ private:
   const int32_t* positions_;
   int position_, reach_;
   uint32_t farthest_;
@@ -192,8 +296,8 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
   const bool has_chunk = chunk * kVector < p.size;
   const int64_t start =
       static_cast<int64_t>(element) * p.slots * slot_size + static_cast<int64_t>(kv_head) * p.size;
-  const auto* keys = static_cast<const uint16_t*>(p.key) + start;
-  const auto* values = static_cast<const uint16_t*>(p.value) + start;
+  auto* keys = static_cast<uint16_t*>(p.keys) + start;
+  auto* values = static_cast<uint16_t*>(p.values) + start;
   const uint32_t stages = SharedAddress(ring) + warp * S::kRingBytes;
   // Rows of 16-byte chunks, which are permuted so that 8 rows of a column lie in different banks.
   const auto place = [](int row, int at) { return row * S::kRowBytes + (at ^ row % 8) * 16; };
@@ -221,35 +325,97 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
     copy_rows(values, to + S::kUnitBytes, slot);
   };
 
-  Units units(p, element, warp * p.splits + split, p.splits * S::kWarps);
+  const int slot = *p.slot;
+  const int worker = warp * p.splits + split, workers = p.splits * S::kWarps;
+  Units units(p, element, worker, workers);
   if (units.count() > 0) copy(0, units.SlotOf(0));  // before it is known whether it is seen
+
+  // Queries, the new key and the new value.
   const int64_t first_head =
       static_cast<int64_t>(element) * p.kv_heads * p.shared + kv_head * p.shared;
-  const auto load_query = [&](int step, uint32_t (&fragment)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = g + i % 2 * 8, column = 16 * step + i / 2 * 8 + 2 * t;
-      const bool real = i % 2 < kHalves && row < p.shared && column < p.size;
-      const auto* from = static_cast<const uint16_t*>(p.query) + (first_head + row) * p.size;
-      fragment[i] = real ? LoadPair(from + column, p.pairs) : 0;
-    }
+  const int64_t new_head = static_cast<int64_t>(element) * p.kv_heads + kv_head;
+  constexpr int kKeyRow = kRows, kValueRow = kRows + 1;
+  uint8_t* const new_rows = ring + S::kWarps * S::kRingBytes;
+  const int rows = p.shared + 2;  // the last two are those of key and value
+  const auto row_of = [&](int i) { return i < p.shared ? i : kKeyRow + i - p.shared; };
+  const Pairs<kSize> pairs = {p.size / 2, p.neighbours};
+  const auto load = [&](int i) {
+    const int row = row_of(min(i, rows - 1));
+    const auto* query = static_cast<const T*>(p.query) + (first_head + row) * p.size;
+    const auto* key = static_cast<const T*>(p.key) + new_head * p.size;
+    const auto* value = static_cast<const T*>(p.value) + new_head * p.size;
+    return HeadRow<T, kSize>(pairs,
+                             row < kRows      ? query
+                             : row == kKeyRow ? key
+                                              : value,
+                             row < kRows      ? p.query_norm
+                             : row == kKeyRow ? p.key_norm
+                                              : nullptr);
   };
-  uint32_t query[S::kQueryBytes == 0 ? kSteps : 1][4];
-  const uint32_t shared_query = SharedAddress(ring) + S::kWarps * S::kRingBytes + lane * 16;
-  if constexpr (S::kQueryBytes == 0) {
+  const int64_t angle = static_cast<int64_t>(element) * pairs.half;
+  const Angles<kSize> angles(pairs, p.cos + angle, p.sin + angle);
+  const auto put = [&](int i, HeadRow<T, kSize>& held) {
+    if (i >= rows) return;
+    const int row = row_of(i);
+    held.Widen();
+    held.Normalize(p.epsilon);
+    if (row != kValueRow) held.Rotate(angles);
+    held.ForEach([&](int column, T value) {
+      const int byte = place(row, column / kVector) + column % kVector * 2;
+      *reinterpret_cast<T*>(new_rows + byte) = value;
+    });
+  };
+  HeadRow<T, kSize> one = load(warp), two = load(warp + S::kWarps);
+  if (units.count() > 0) units.Look();  // waits for positions, while the rows come
+  put(warp, one);
+  put(warp + S::kWarps, two);
+  for (int i = warp + 2 * S::kWarps; i < rows; i += S::kWarps) {
+    HeadRow<T, kSize> row = load(i);
+    put(i, row);
+  }
+  const uint32_t new_at = SharedAddress(new_rows);
+  for (int i = static_cast<int>(threadIdx.x); i < S::kNewRows * S::kChunks; i += S::kThreads) {
+    const int row = i / S::kChunks, at = i % S::kChunks;
+    const bool held = (row < p.shared || row >= kRows) && at * kVector < p.size;
+    if (!held) StoreShared16(new_at + place(row, at), make_uint4(0, 0, 0, 0));
+  }
+  __syncthreads();
+
+  // The unit of this warp that has the slot which is written, or none.
+  const bool writes = 0 <= slot && slot < p.slots && slot / kUnit % workers == worker;
+  const int written = writes ? slot / kUnit / workers : -1;
+  if (writes) {
+#pragma unroll
+    for (int i = lane; i < 2 * S::kChunks; i += 32) {
+      const int at = i % S::kChunks;
+      if (at * kVector >= p.size) continue;
+      const uint4 v = LoadShared16(new_at + place(i < S::kChunks ? kKeyRow : kValueRow, at));
+      uint16_t* to = (i < S::kChunks ? keys : values) + slot * slot_size + at * kVector;
+      if (p.aligned) {
+        *reinterpret_cast<uint4*>(to) = v;
+      } else {
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int j = 0; j < kVector; ++j)
+          to[j] = static_cast<uint16_t>(words[j / 2] >> 16 * (j % 2));
+      }
+    }
+  }
+
+  // The rows of a lane's matrix for ldmatrix: those of A, and of values, and those of keys.
+  const int matrix = lane / 8;
+  const int value_row = matrix % 2 * 8 + lane % 8, key_row = matrix / 2 * 8 + lane % 8;
+  const auto load_query = [&](int step, uint32_t (&fragment)[4]) {
+    LoadMatrices(fragment, new_at + place(value_row, 2 * step + matrix / 2));
+  };
+  uint32_t query[S::kHoldsQuery ? kSteps : 1][4];
+  if constexpr (S::kHoldsQuery) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) load_query(step, query[step]);
-  } else {
-#pragma unroll
-    for (int step = warp; step < kSteps; step += S::kWarps) {
-      load_query(step, query[0]);
-      StoreShared16(shared_query + step * 512,
-                    make_uint4(query[0][0], query[0][1], query[0][2], query[0][3]));
-    }
-    __syncthreads();
   }
 
   uint32_t seen_of_stage = 0;  // of the unit in the stage with the number of this lane
+  int written_stage = -1;      // which has the unit with the slot that is written
   int produced = 0;
   const auto produce = [&](int stage) {
     int number;
@@ -257,6 +423,7 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
     if (units.Next(&number, &seen)) {
       if (number > 0) copy(stage, units.SlotOf(number));
       if (lane == stage) seen_of_stage = seen;
+      if (number == written) written_stage = stage;
       ++produced;
     }
     CommitCopies();
@@ -265,8 +432,6 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
   float top[kHalves], total[kHalves], sums[2 * kSteps][4] = {};
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) top[half] = kLowest, total[half] = 0;
-  const int matrix = lane / 8;  // whose row this lane addresses for ldmatrix
-  const int key_row = matrix / 2 * 8 + lane % 8, value_row = matrix % 2 * 8 + lane % 8;
   int stage = 0, filled = 0;
 #pragma unroll 1
   for (int i = 1 - S::kStages; i < produced; ++i) {  // fills the ring first
@@ -277,7 +442,18 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
     __syncwarp();  // the copies of all lanes are there
     const uint32_t seen = __shfl_sync(~0u, seen_of_stage, stage);
     const uint32_t at = stages + stage * 2 * S::kUnitBytes;
+    const bool has_written = stage == written_stage;
     stage = stage + 1 == S::kStages ? 0 : stage + 1;
+    if (has_written) {
+      written_stage = -1;
+#pragma unroll
+      for (int i = lane; i < 2 * S::kChunks; i += 32) {
+        const int column = i % S::kChunks;
+        const uint4 v = LoadShared16(new_at + place(i < S::kChunks ? kKeyRow : kValueRow, column));
+        StoreShared16(at + i / S::kChunks * S::kUnitBytes + place(slot % kUnit, column), v);
+      }
+      __syncwarp();
+    }
     if (seen == 0) continue;
     if (seen != 0xffff) {  // the weights of other slots are zeros, which times NaN were NaN
 #pragma unroll
@@ -294,15 +470,10 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
     for (int step = 0; step < kSteps; ++step) {
       uint32_t b[4];
       LoadMatrices(b, at + place(key_row, 2 * step + matrix % 2));
-      if constexpr (S::kQueryBytes == 0) {
-        Mma<T>(scores[0], query[step], b[0], b[1]);
-        Mma<T>(scores[1], query[step], b[2], b[3]);
-      } else {
-        const uint4 v = LoadShared16(shared_query + step * 512);
-        const uint32_t fragment[4] = {v.x, v.y, v.z, v.w};
-        Mma<T>(scores[0], fragment, b[0], b[1]);
-        Mma<T>(scores[1], fragment, b[2], b[3]);
-      }
+      if constexpr (!S::kHoldsQuery) load_query(step, query[0]);
+      const uint32_t (&a)[4] = query[S::kHoldsQuery ? step : 0];
+      Mma<T>(scores[0], a, b[0], b[1]);
+      Mma<T>(scores[1], a, b[2], b[3]);
     }
     uint32_t weights[4] = {};
 #pragma unroll
@@ -379,8 +550,7 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
       for (int w = 0; w < S::kWarps; ++w) {
         value += factors[w] * merged[(w * kRows + row) * S::kMergedRow + column];
       }
-      // Over the query that this CTA has read, if anywhere: its fragments are loaded before the barriers above, and no
-      // other CTA reads those heads when there is one split.
+      // Over the query, if anywhere: this CTA has read it, and no other reads those heads when there is one split.
       if (p.sums == nullptr) {
         static_cast<T*>(p.out)[head * p.size + column] = T(value * whole);
       } else {
@@ -463,16 +633,25 @@ static_assert(kCombineThreads == kCombineColumns);
 
 using KernelFunction = void (*)(Params);
 
+// The devices on which a kernel is loaded, a bit each.
+template <typename T, int kSize, bool kWide>
+std::atomic<uint64_t> loaded_on{0};
+
 // A kernel and how it is launched.
 struct Variant {
   KernelFunction kernel;
   int warps, shared_bytes;
+  std::atomic<uint64_t>* loaded;
 };
 
+template <typename T, int kSize, bool kWide>
+Variant Of() {
+  using S = Shape<kSize>;
+  return {AttendKernel<T, kSize, kWide>, S::kWarps, S::kSharedBytes, &loaded_on<T, kSize, kWide>};
+}
 template <typename T, int kSize>
 Variant Of(bool wide) {
-  return {wide ? AttendKernel<T, kSize, true> : AttendKernel<T, kSize, false>, Shape<kSize>::kWarps,
-          Shape<kSize>::kSharedBytes};
+  return wide ? Of<T, kSize, true>() : Of<T, kSize, false>();
 }
 template <typename T>
 Variant Of(int64_t head_size, bool wide) {
@@ -525,24 +704,24 @@ int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_b
   return static_cast<int>(best);
 }
 
-cudaError_t PrepareAttend() {
-  for (ElementType type : {ElementType::kBf16, ElementType::kF16}) {
-    for (int64_t head_size : {64, 128, 256}) {
-      for (bool wide : {false, true}) {
-        const Variant variant = Find(type, head_size, wide);
-        const auto* kernel = reinterpret_cast<const void*>(variant.kernel);
-        cudaError_t error = PreferSharedMemory(kernel);
-        if (error == cudaSuccess) error = AllowSharedMemory(kernel, variant.shared_bytes);
-        if (error != cudaSuccess) return error;
-      }
-    }
-  }
-  for (const void* kernel : {reinterpret_cast<const void*>(CombineKernel<__nv_bfloat16>),
-                             reinterpret_cast<const void*>(CombineKernel<__half>)}) {
-    const cudaError_t error = PreferSharedMemory(kernel);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+cudaError_t LoadAttend(const Attend& attend, const Device& device) {
+  const Variant variant = Find(attend);
+  const uint64_t bit = uint64_t{1} << device.ordinal % 64;
+  if (variant.loaded->load(std::memory_order_acquire) & bit) return cudaSuccess;
+  const auto* kernel = reinterpret_cast<const void*>(variant.kernel);
+  const auto* combine = attend.type == ElementType::kBf16
+                            ? reinterpret_cast<const void*>(CombineKernel<__nv_bfloat16>)
+                            : reinterpret_cast<const void*>(CombineKernel<__half>);
+  int current = 0;
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess) error = cudaSetDevice(device.ordinal);
+  if (error == cudaSuccess) error = PreferSharedMemory(kernel);
+  if (error == cudaSuccess) error = AllowSharedMemory(kernel, variant.shared_bytes);
+  if (error == cudaSuccess) error = PreferSharedMemory(combine);
+  const cudaError_t restored = cudaSetDevice(current);
+  if (error == cudaSuccess) error = restored;
+  if (error == cudaSuccess) variant.loaded->fetch_or(bit, std::memory_order_release);
+  return error;
 }
 
 // The first kernel launches without PDL: kernels before the call may have written what it reads.
@@ -554,6 +733,10 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   const int64_t rows = attend.batch * attend.heads;
   Params params = {};
   params.query = attend.query, params.key = attend.key, params.value = attend.value;
+  params.cos = attend.cos, params.sin = attend.sin;
+  params.query_norm = attend.query_norm, params.key_norm = attend.key_norm;
+  params.epsilon = attend.epsilon, params.neighbours = attend.neighbours;
+  params.keys = attend.keys, params.values = attend.values, params.slot = attend.slot;
   params.position = attend.position, params.positions = attend.positions;
   params.out = attend.out;
   if (splits > 1) {
@@ -570,8 +753,7 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   params.farthest = static_cast<uint32_t>(
       attend.window == 0 ? kFarthest : std::min(attend.window - 1, kFarthest));
   params.scale = attend.scale * kLog2E;
-  params.aligned = IsAligned(attend.key) && IsAligned(attend.value);
-  params.pairs = reinterpret_cast<uintptr_t>(attend.query) % 4 == 0;
+  params.aligned = IsAligned(attend.keys) && IsAligned(attend.values);
   const Variant variant = Find(attend);
   const int64_t units = CeilDiv(attend.reach, kUnit), workers = splits * variant.warps;
   params.rounds = static_cast<int>(units / workers);

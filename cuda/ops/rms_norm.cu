@@ -51,6 +51,17 @@ __device__ void Store(const Vector<T>& value, T* pointer, int64_t vector) {
   }
 }
 
+// A vector of scales, float32 if `wide`, else of type T.
+template <bool kAligned, typename T>
+__device__ Vector<float> LoadScales(const void* scale, bool wide, int64_t vector) {
+  if (wide) return Load<kAligned>(static_cast<const float*>(scale), vector);
+  const Vector<T> narrow = Load<kAligned>(static_cast<const T*>(scale), vector);
+  Vector<float> value;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) value.at[i] = static_cast<float>(narrow.at[i]);
+  return value;
+}
+
 // The sum of `value` over all threads of the CTA.
 __device__ float SumOfBlock(float value) {
   __shared__ float sums[kMaxThreads / 32];
@@ -65,15 +76,15 @@ __device__ float SumOfBlock(float value) {
 // kVectors: vectors of a thread. kAligned: all operands and results begin at multiples of 16 bytes.
 template <typename T, int kVectors, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads)
-    RmsNormKernel(const T* x, const T* addend, const T* scale, T* sum, T* out, int vectors,
-                  float epsilon) {
+    RmsNormKernel(const T* x, const T* addend, const void* scale, bool wide, T* sum, T* out,
+                  int vectors, float epsilon) {
   LaunchDependents();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * vectors;
-  Vector<T> scales[kVectors];
+  Vector<float> scales[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * blockDim.x + threadIdx.x;
-    if (scale != nullptr && at < vectors) scales[i] = Load<kAligned>(scale, at);
+    if (scale != nullptr && at < vectors) scales[i] = LoadScales<kAligned, T>(scale, wide, at);
   }
   WaitForPreviousKernels();
   Vector<T> sums[kVectors];
@@ -100,15 +111,14 @@ __global__ void __launch_bounds__(kMaxThreads)
     Vector<T> result;
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
-      result.at[j] =
-          T(static_cast<float>(sums[i].at[j]) * factor * static_cast<float>(scales[i].at[j]));
+      result.at[j] = T(static_cast<float>(sums[i].at[j]) * factor * scales[i].at[j]);
     }
     Store<kAligned>(result, out, row + at);
   }
 }
 
 template <typename T>
-using KernelFunction = void (*)(const T*, const T*, const T*, T*, T*, int, float);
+using KernelFunction = void (*)(const T*, const T*, const void*, bool, T*, T*, int, float);
 
 template <typename T>
 KernelFunction<T> Find(bool two_vectors, bool aligned) {
@@ -127,9 +137,9 @@ cudaError_t Launch(const RmsNorm& norm, bool pdl, cudaStream_t stream) {
                        IsAligned(norm.sum) && IsAligned(norm.out);
   const auto kernel = Find<T>(vectors > kMaxThreads, aligned);
   return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const T*>(norm.x),
-                            static_cast<const T*>(norm.addend), static_cast<const T*>(norm.scale),
-                            static_cast<T*>(norm.sum), static_cast<T*>(norm.out), vectors,
-                            norm.epsilon);
+                            static_cast<const T*>(norm.addend), norm.scale,
+                            norm.scale_type == ElementType::kF32, static_cast<T*>(norm.sum),
+                            static_cast<T*>(norm.out), vectors, norm.epsilon);
 }
 
 }  // namespace

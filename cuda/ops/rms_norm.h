@@ -13,9 +13,10 @@
 namespace jaxlowbit {
 
 // For each row, sum = x + addend, rounded, and with scales out = sum / sqrt(mean(sum^2) + epsilon) * scale. All
-// buffers have `type`; columns is a multiple of 8 up to kMaxRmsNormColumns (limits.h).
+// buffers but the scales have `type`; columns is a multiple of 8 up to kMaxRmsNormColumns (limits.h).
 struct RmsNorm {
   ElementType type;
+  ElementType scale_type;  // `type` or float32
   int64_t rows, columns;
   const void *x, *addend, *scale;  // scale: null for none
   void *sum, *out;

@@ -1,7 +1,8 @@
-"""Attention with one query per sequence, as a custom call of CUDA (`cuda/ops/attend.h`)."""
+"""A decode step's attention as a custom call of CUDA (`cuda/ops/attend.h`)."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,54 +37,104 @@ def unsupported(dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int) 
     return next(filter(None, map(selection.unfit, capabilities)), None)
 
 
-def attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    position: Array,
-    positions: Array,
-    *,
-    reach: int,
-    window: int | None,
-    scale: float,
-) -> Array:
-    """Attention of one query per sequence, as one custom call of CUDA that reads a cache in place.
+class Operands(NamedTuple):
+    """What a decode step's attention reads, and the cache that it writes.
+
+    - `query`: bfloat16 or float16 (batch, heads, head_size).
+    - `key`, `value`: (batch, kv_heads, head_size) of that dtype; `heads / kv_heads` consecutive
+      heads, up to 16, share one of these.
+    - `rotation`: cosines and sines, float32 (batch, head_size / 2).
+    - `norms`: by which the heads of queries and of keys are normalized before, float32
+      (head_size,) each; or None.
+    - `keys`, `values`: the cache, (batch, slots, kv_heads, head_size) of that dtype, which is
+      written in place where XLA can give it away, as it can a donated one.
+    - `slot`: that of the new keys and values, int32 (); one that the cache has not is not written.
+    - `position`: those of the queries, int32 (batch,).
+    - `positions`: those of what the slots hold, `slot` among them, int32 (batch, slots); -1 for
+      nothing.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    rotation: tuple[Array, Array]
+    norms: tuple[Array, Array] | None
+    keys: Array
+    values: Array
+    slot: Array
+    position: Array
+    positions: Array
+
+
+class Options(NamedTuple):
+    """How a decode step attends.
+
+    - `pairs`: of the rotation, `"neighbours"` or `"halves"` as in `rope.rotate`.
+    - `epsilon`: of the norms.
+    - `reach`: how many slots are read, from the first on.
+    - `window`: how many positions back a query sees, its own among them; None for all.
+    - `scale`: of the scores.
+    """
+
+    pairs: str
+    epsilon: float
+    reach: int
+    window: int | None
+    scale: float
+
+
+def attend(operands: Operands, options: Options) -> tuple[Array, Array, Array]:
+    """Rotates queries and keys, appends keys and values to a cache, and attends, in one call.
 
     A query sees the slots whose positions are not negative, not beyond its own, and less than
     `window` before it. One that sees none gets zeros. What other slots hold does not matter.
 
-    **Arguments:**
-
-    - `query`: bfloat16 or float16 (batch, heads, head_size).
-    - `key`, `value`: (batch, slots, kv_heads, head_size) of that dtype; `heads / kv_heads`
-      consecutive heads, up to 16, share one of these.
-    - `position`: those of the queries, int32 (batch,).
-    - `positions`: those of what the slots hold, int32 (batch, slots); -1 for nothing.
-    - `reach`: how many slots are read, from the first on.
-
-    **Returns:** (batch, heads, head_size) in the dtype of `query`.
+    **Returns:** (batch, heads, head_size) in the dtype of the query, and the cache.
 
     **Raises:** an error of XLA when it runs, for shapes and dtypes that do not fit. There is no
     rule for `vmap`, and no derivative.
     """
-    batch, heads, size = query.shape
-    result = jax.ShapeDtypeStruct(query.shape, query.dtype)
-    bytes = _workspace_bytes(batch, heads, key.shape[2], size, reach)
-    workspace = jax.ShapeDtypeStruct((bytes,), jnp.uint8)
-    (query,) = call.apart(query)
-    out, _ = jax.ffi.ffi_call(call.ATTEND_TARGET, [result, workspace])(
-        *(query, key, value, position, positions),
-        **call.attributes(
-            reach=np.int64(reach), window=np.int64(window or 0), scale=np.float32(scale)
-        ),
-    )
-    return call.apart(out)[0]
+    results = call_results(operands, operands.query.shape)
+    workspace = jax.ShapeDtypeStruct((workspace_bytes(operands, options),), jnp.uint8)
+    out, keys, values, _ = jax.ffi.ffi_call(
+        call.ATTEND_TARGET, [*results, workspace], input_output_aliases=ALIASES
+    )(*call_operands(operands), **call.attributes(**call_attributes(options)))
+    return call.apart(out)[0], keys, values
 
 
-def _workspace_bytes(batch: Any, heads: int, kv_heads: int, size: int, reach: int) -> int:
+# --- for calls that attend first ------------------------------------------------------------------
+
+ALIASES = {7: 1, 8: 2}  # the cache
+
+
+def call_operands(operands: Operands) -> list[Array]:
+    """The first operands of such a call."""
+    new = call.apart(operands.query, operands.key, operands.value)
+    norms = operands.norms or (jnp.zeros(0, jnp.float32),) * 2
+    return [*new, *operands.rotation, *norms, *operands[5:]]
+
+
+def call_results(operands: Operands, shape: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    """The first results: what was attended to, in this shape, and the cache."""
+    out = jax.ShapeDtypeStruct(tuple(shape), operands.query.dtype)
+    return [out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[5:7])]
+
+
+def call_attributes(options: Options) -> dict[str, Any]:
+    return {
+        "reach": np.int64(options.reach),
+        "window": np.int64(options.window or 0),
+        "scale": np.float32(options.scale),
+        "norm_epsilon": np.float32(options.epsilon),
+        "neighbours": np.bool_(options.pairs == "neighbours"),
+    }
+
+
+def workspace_bytes(operands: Operands, options: Options) -> int:
     """Bytes for what the splits leave: sums of every head, a maximum and a sum of weights."""
+    batch, heads, size = operands.query.shape
     if not isinstance(batch, int):  # symbolic
         return ffi.MAX_WORKSPACE_BYTES
-    fill = math.ceil(_MOST_CTAS / max(batch * kv_heads, 1))
-    splits = min(_MOST_SPLITS, math.ceil(reach / _LEAST_SLOTS), max(_FEW_SPLITS, fill))
+    fill = math.ceil(_MOST_CTAS / max(batch * operands.keys.shape[2], 1))
+    splits = min(_MOST_SPLITS, math.ceil(options.reach / _LEAST_SLOTS), max(_FEW_SPLITS, fill))
     return min(ffi.MAX_WORKSPACE_BYTES, 4 * batch * heads * splits * (size + 2))

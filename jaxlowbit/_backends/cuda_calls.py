@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from .._core.array import QuantizedArray
-from . import call
+from . import call, cuda_attend
 from .extension import ffi
 
 
@@ -136,7 +136,7 @@ def block(
 
     `weights` are those of out, gate_up and down, then the following ones.
     """
-    out, gate_up, down, *following = weights
+    out, gate_up, _, *following = weights
     rows, m, dtype = attended.shape[:-1], math.prod(attended.shape[:-1]), attended.dtype
     operands = [
         *call.apart(attended.reshape(1, m, attended.shape[-1]), residual.reshape(1, m, out.n)),
@@ -147,16 +147,73 @@ def block(
     stream = jax.ShapeDtypeStruct((1, m, out.n), dtype)
     hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), dtype)
     products = [jax.ShapeDtypeStruct((1, m, weight.n), dtype) for weight in following]
-    sums = max(
-        call.workspace_bytes(2, m, gate_up.n),
-        *(call.workspace_bytes(1, m, weight.n) for weight in (out, down, *following)),
-    )
-    workspace = call.workspace(sums, [stream, *products], operands)
-    formats = [call.format_attributes(weight.format) for weight in weights]
+    workspace = call.workspace(_sums_bytes(m, weights), [stream, *products], operands)
     result, *others = jax.ffi.ffi_call(
         call.BLOCK_TARGET, [*[stream] * 4, hidden, workspace, *products]
+    )(*operands, **_block_attributes(attended, weights, activation, epsilon))
+    results = call.apart(result, *others[len(others) - len(following) :])
+    return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
+
+
+def decode_block(
+    attention: cuda_attend.Operands,
+    residual: Array,
+    norm: Array,
+    following_norm: Array | None,
+    weights: Sequence[QuantizedArray],
+    *,
+    attending: cuda_attend.Options,
+    activation: str,
+    epsilon: float,
+) -> tuple[Array, ...]:
+    """The attention of a decode step and `block` of its result, as one custom call of CUDA.
+
+    The new keys and values of the cache, the new residual (batch, d), then what follows.
+    """
+    out, gate_up, _, *following = weights
+    batch, dtype = residual.shape[0], residual.dtype
+    operands = [
+        *cuda_attend.call_operands(attention),
+        *call.apart(residual[None]),
+        norm,
+        jnp.zeros(0, dtype) if following_norm is None else following_norm,
+        *(operand for weight in weights for operand in call.call_operands(weight, dtype)),
+    ]
+    stream = jax.ShapeDtypeStruct((1, batch, out.n), dtype)
+    hidden = jax.ShapeDtypeStruct((1, batch, gate_up.n), dtype)
+    products = [jax.ShapeDtypeStruct((1, batch, weight.n), dtype) for weight in following]
+    sums = max(cuda_attend.workspace_bytes(attention, attending), _sums_bytes(batch, weights))
+    workspace = call.workspace(sums, [stream, *products], operands[-4 * len(weights) - 3 :])
+    attended = cuda_attend.call_results(attention, (1, batch, out.k))
+    _, keys, values, _, result, *others = jax.ffi.ffi_call(
+        call.DECODE_BLOCK_TARGET,
+        [*attended, workspace, *[stream] * 4, hidden, *products],
+        input_output_aliases=cuda_attend.ALIASES,
     )(
         *operands,
+        **cuda_attend.call_attributes(attending),
+        **_block_attributes(residual, weights, activation, epsilon),
+    )
+    results = call.apart(result, *others[len(others) - len(following) :])
+    return keys, values, *(x[0] for x in results)
+
+
+def _sums_bytes(m: Any, weights: Sequence[QuantizedArray]) -> int:
+    """Bytes for partial sums of the products of a block."""
+    out, gate_up, *others = weights
+    return max(
+        call.workspace_bytes(2, m, gate_up.n),
+        *(call.workspace_bytes(1, m, weight.n) for weight in (out, *others)),
+    )
+
+
+def _block_attributes(
+    lhs: Array, weights: Sequence[QuantizedArray], activation: str, epsilon: float
+) -> dict[str, Any]:
+    """Of a block with lhs (..., rows, k)."""
+    m, dtype = math.prod(lhs.shape[:-1]), lhs.dtype
+    formats = [call.format_attributes(weight.format) for weight in weights]
+    return {
         **call.attributes(
             bits=np.array([format["bits"] for format in formats]),
             group_size=np.array([format["group_size"] for format in formats]),
@@ -164,11 +221,9 @@ def block(
             epsilon=np.float32(epsilon),
         ),
         **call.launches(
-            *(_launch(attended, m, weight, dtype, gated=weight is gate_up) for weight in weights)
+            *(_launch(lhs, m, weight, dtype, gated=i == 1) for i, weight in enumerate(weights))
         ),
-    )
-    results = call.apart(result, *others[len(others) - len(following) :])
-    return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
+    }
 
 
 def _launch(

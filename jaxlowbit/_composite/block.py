@@ -50,7 +50,8 @@ def quantized_block(
     - `attended`: the result of the attention, float32, bfloat16 or float16 (..., a).
     - `residual`: (..., d), with the dtype and the leading axes of `attended`.
     - `out`: the output projection (a, d).
-    - `norm`: float scales (d,) of the normalization before the MLP.
+    - `norm`: scales (d,) of the normalization before the MLP, float32 or in the dtype of
+      `attended`; others are rounded to that.
     - `gate_up`, `down`, `activation`: as for `quantized_mlp`: (2, d, f) and (f, d).
     - `following`: scales (d,) and weights (d, n_i) of the next block's first normalization and
       products, such as those of queries, keys and values; None where nothing follows.
@@ -96,7 +97,8 @@ def quantized_block(
         rows = jax.ShapeDtypeStruct((weight.k,), attended.dtype)
         options.check("quantized_block", rows, weight)
     norms = (norm,) if following is None else (norm, following_norm)
-    norms = tuple(jnp.asarray(scales).astype(attended.dtype) for scales in norms)
+    norms = tuple(map(jnp.asarray, norms))
+    norms = tuple(x if x.dtype == jnp.float32 else x.astype(attended.dtype) for x in norms)
     for name, scales in zip(("norm", "following[0]"), norms, strict=False):
         if scales.shape != (d,):
             raise ValueError(

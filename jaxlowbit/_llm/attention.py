@@ -10,6 +10,7 @@ from jax import Array
 from .._backends import cuda_attend
 
 Implementation = Literal["xla", "cudnn", "native"]
+"""What attends; `"native"` is `cuda_attend`, which rotates and appends, too."""
 
 # Scores where a query may not look: finite, so that a row without any key has no NaN.
 _HIDDEN = -1e30
@@ -78,20 +79,19 @@ def attend(
     *,
     window: int | None,
     scale: float,
-    implementation: Implementation,
+    implementation: Literal["xla", "cudnn"],
     reach: int | None = None,
 ) -> Array:
     """The values that each query sees (`mask`), weighted by the softmax of its scaled scores.
 
-    Scores, softmax and accumulators are float32. A query that sees nothing gets zeros from
-    `"native"`, and from the others finite values that mean nothing.
+    Scores, softmax and accumulators are float32. A query that sees nothing gets finite values that
+    mean nothing.
 
     **Arguments:**
 
-    - `query`: (batch, queries, heads, head_size); `"native"` takes one query.
+    - `query`: (batch, queries, heads, head_size).
     - `key`, `value`: a cache, (batch, slots, kv_heads, head_size) in the dtype of `query`;
-      consecutive heads share one of these. `"native"` reads it in place, and skips what no query
-      sees.
+      consecutive heads share one of these.
     - `positions`: those of the queries, int32 (batch, queries).
     - `held`: those of what the slots hold, int32 (batch, slots); -1 for nothing.
     - `window`: how many positions back a query sees, its own among them; None for all.
@@ -101,14 +101,6 @@ def attend(
     """
     batch, queries, heads, size = query.shape
     reach = key.shape[1] if reach is None else reach
-    if implementation == "native":
-        out = cuda_attend.attend(
-            *(query.reshape(batch, heads, size), key, value, positions.reshape(batch), held),
-            reach=reach,
-            window=window,
-            scale=scale,
-        )
-        return out.reshape(batch, queries, heads * size)
     key, value = key[:, :reach], value[:, :reach]
     seen = mask(positions, held[:, :reach], window)
     if implementation == "cudnn":

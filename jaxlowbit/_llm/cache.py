@@ -41,12 +41,16 @@ class Cache(NamedTuple):
         """The cache with keys and values (batch, tokens, kv_heads, head_size) of a layer in the
         slots that `advance` gave last."""
         start = (0, self.used - key.shape[1], 0, 0)
+        keys = lax.dynamic_update_slice(self.keys[layer], key, start)
+        return self.replace(layer, keys, lax.dynamic_update_slice(self.values[layer], value, start))
 
-        def written(stored: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
-            updated = lax.dynamic_update_slice(stored[layer], new, start)
-            return (*stored[:layer], updated, *stored[layer + 1 :])
+    def replace(self, layer: int, keys: Array, values: Array) -> "Cache":
+        """The cache with other keys and values (batch, slots, kv_heads, head_size) of a layer."""
 
-        return self._replace(keys=written(self.keys, key), values=written(self.values, value))
+        def replaced(stored: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
+            return (*stored[:layer], new, *stored[layer + 1 :])
+
+        return self._replace(keys=replaced(self.keys, keys), values=replaced(self.values, values))
 
 
 def make_cache(config: Config, batch: int, slots: int, dtype: Any) -> Cache:

@@ -65,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--context", type=int, default=512, metavar="N")
     added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
 
-    summary = "Measures tokens per second; MODEL may be a name, for random weights: "
+    summary = "Measures tokens per second; MODEL may be a name, for random weights in the format, "
+    summary += "or in floats with --format float: "
     added = command(_bench, "bench", summary + ", ".join(SHAPES))
     added.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B")
     added.add_argument("--prompt-tokens", type=int, default=512, metavar="N")
@@ -76,8 +77,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _loaded(options: argparse.Namespace) -> LanguageModel:
+    named = options.run is _bench and options.model in SHAPES and not Path(options.model).exists()
+    if named and options.format == "float":
+        return init(SHAPES[options.model], None, dtype=options.dtype)
     format = None if options.format is None else parse_format(options.format)
-    if options.run is _bench and options.model in SHAPES and not Path(options.model).exists():
+    if named:
         return init(SHAPES[options.model], format or INT4, dtype=options.dtype)
     return load(options.model, format=format, dtype=options.dtype)
 

@@ -66,14 +66,14 @@ def load(
 
 
 def init(
-    config: Config, format: Format = INT4, *, seed: int = 0, dtype: Any = None
+    config: Config, format: Format | None = INT4, *, seed: int = 0, dtype: Any = None
 ) -> LanguageModel:
     """Makes a model of random packed weights, of any size: floats are never made.
 
     **Arguments:**
 
     - `config`: sizes and kinds.
-    - `format`: that of every matrix.
+    - `format`: that of every matrix; None for floats in `dtype`, to compare with.
     - `seed`: of the words.
     - `dtype`: that of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
       the CPU.

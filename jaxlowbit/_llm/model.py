@@ -9,7 +9,8 @@ decoder of L blocks goes through
     logits = norm(x) times the head
 
 where `finish` is all from the output projection of a block to the queries, keys and values of the
-next: one call, `quantized_block`, where the configuration allows it.
+next: one call, `quantized_block`, where the configuration allows it. With one query of each
+sequence, as in a decode step, `attend` belongs to that call on NVIDIA GPUs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from .._backends import cuda_attend
+from .._composite import decode_block
 from .._composite.block import quantized_block
 from .._composite.glu import quantized_glu
 from .._composite.matmuls import quantized_matmuls
@@ -125,20 +128,17 @@ class Decoder(nnx.Module):
         products = self.blocks[0].project(x)
         for i, block in enumerate(self.blocks):
             following = self.blocks[i + 1] if i + 1 < config.layers else None
-            q, k, v = block.heads(products, rotations[block.local])
-            cache = cache.write(i, k, v)
-            attended = attention.attend(
-                q,
-                cache.keys[i],
-                cache.values[i],
+            x, products, cache = block.step(
+                products,
+                x,
+                following,
+                rotations[block.local],
                 positions,
-                cache.positions,
-                window=config.window if block.local else None,
-                scale=config.attention_scale or config.head_size**-0.5,
+                cache,
+                i,
                 implementation=implementation,
                 reach=reach,
             )
-            x, products = block.finish(attended, x, following)
         return rms_norm(x, self.final_norm.get_value(), config.norm_epsilon), cache
 
     def embed(self, tokens: Array) -> Array:
@@ -203,18 +203,116 @@ class Block(nnx.Module):
         normalized = self.normalize(x, self.attention_norm)
         return products(normalized, self.matrices)
 
-    def heads(self, products: Sequence[Array], rotation: Any) -> tuple[Array, ...]:
-        """Queries, keys and values (batch, length, heads, head_size), with their positions."""
+    def step(
+        self,
+        products: Sequence[Array],
+        x: Array,
+        following: "Block | None",
+        rotation: tuple[Array, Array],
+        positions: Array,
+        cache: Cache,
+        layer: int,
+        *,
+        implementation: attention.Implementation,
+        reach: int,
+    ) -> tuple[Array, tuple[Array, ...], Cache]:
+        """This block: attention, and all up to the next.
+
+        **Arguments:**
+
+        - `products`: queries, keys and values, of `project`.
+        - `x`: the residual stream (batch, length, width).
+        - `following`: the next block.
+        - `rotation`: cosines and sines of the positions (`rope.rotation`).
+        - `positions`: of the queries, int32 (batch, length).
+        - `cache`, `layer`: where keys and values of this block are appended.
+        - `implementation`, `reach`: as of `attention.attend`; `"native"` takes one query.
+
+        **Returns:** the residual stream, `following.project` of it, and the cache.
+        """
+        q, k, v = self.heads(products)
+        window = self.config.window if self.local else None
+        scale = self.config.attention_scale or self.config.head_size**-0.5
+        if implementation == "native":
+            operands = cuda_attend.Operands(
+                *(head[:, 0] for head in (q, k, v)),
+                (rotation[0][:, 0, 0], rotation[1][:, 0, 0]),
+                self.head_norms,
+                cache.keys[layer],
+                cache.values[layer],
+                cache.used - 1,
+                positions[:, 0],
+                cache.positions,
+            )
+            options = cuda_attend.Options(
+                self.config.rope_pairs, self.config.norm_epsilon, reach, window, scale
+            )
+            return self._decode(operands, options, x, following, cache, layer)
+        q, k = self.normalize(q, self.q_norm), self.normalize(k, self.k_norm)
+        q, k = (rope.rotate(head, rotation, self.config.rope_pairs) for head in (q, k))
+        cache = cache.write(layer, k, v)
+        attended = attention.attend(
+            q,
+            cache.keys[layer],
+            cache.values[layer],
+            positions,
+            cache.positions,
+            window=window,
+            scale=scale,
+            implementation=implementation,
+            reach=reach,
+        )
+        return *self.finish(attended, x, following), cache
+
+    def _decode(
+        self,
+        operands: cuda_attend.Operands,
+        options: cuda_attend.Options,
+        x: Array,
+        following: "Block | None",
+        cache: Cache,
+        layer: int,
+    ) -> tuple[Array, tuple[Array, ...], Cache]:
+        """`step` by our own kernel for attention."""
+        onward = self._onward(following)
+        if self.fused and (following is None or onward is not None):
+            matrices = self.o, self.gate_up[0], self.down
+            o, gate_up, down = (weight.get_value() for weight in matrices)
+            weights = o, gate_up, down, *(() if onward is None else onward[1])
+            if decode_block.unsupported(x, weights) is None:
+                keys, values, y, products = decode_block.decode_block(
+                    operands,
+                    x[:, 0],
+                    o,
+                    self.mlp_norm.get_value(),
+                    gate_up,
+                    down,
+                    attending=options,
+                    following=onward,
+                    activation=self.config.activation,
+                    epsilon=self.config.norm_epsilon,
+                )
+                products = tuple(product[:, None] for product in products)
+                return y[:, None], products, cache.replace(layer, keys, values)
+        attended, keys, values = cuda_attend.attend(operands, options)
+        attended = attended.reshape(*x.shape[:-1], -1)
+        return *self.finish(attended, x, following), cache.replace(layer, keys, values)
+
+    @property
+    def head_norms(self) -> tuple[Array, Array] | None:
+        """The norms of queries and keys."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.get_value(), self.k_norm.get_value()
+
+    def heads(self, products: Sequence[Array]) -> tuple[Array, ...]:
+        """Queries, keys and values (batch, length, heads, head_size), with their biases."""
         if self.biases:
             biases = [
                 bias.get_value()[None, None].astype(products[0].dtype) for bias in self.biases
             ]
             products = [x + bias for x, bias in zip(products, biases, strict=True)]
-        size, pairs = self.config.head_size, self.config.rope_pairs
-        q, k, v = (x.reshape(*x.shape[:-1], -1, size) for x in products)
-        if self.q_norm is not None:
-            q, k = self.normalize(q, self.q_norm), self.normalize(k, self.k_norm)
-        return rope.rotate(q, rotation, pairs), rope.rotate(k, rotation, pairs), v
+        return tuple(x.reshape(*x.shape[:-1], -1, self.config.head_size) for x in products)
 
     def finish(
         self, attended: Array, x: Array, following: "Block | None"
@@ -229,11 +327,7 @@ class Block(nnx.Module):
     def _finish_in_one_call(
         self, attended: Array, x: Array, following: "Block | None"
     ) -> tuple[Array, tuple[Array, ...]]:
-        onward = None
-        if following is not None:
-            weights = [w for w in following.matrices if isinstance(w, QuantizedArray)]
-            if len(weights) == len(following.matrices):
-                onward = following.attention_norm.get_value(), weights
+        onward = self._onward(following)
         out = quantized_block(
             attended,
             x,
@@ -248,6 +342,15 @@ class Block(nnx.Module):
         if onward is not None:
             return out
         return out, () if following is None else following.project(out)
+
+    def _onward(self, following: "Block | None") -> tuple[Array, Sequence[QuantizedArray]] | None:
+        """What `quantized_block` multiplies by for the next block, if that is quantized."""
+        if following is None:
+            return None
+        weights = [w for w in following.matrices if isinstance(w, QuantizedArray)]
+        if len(weights) < len(following.matrices):
+            return None
+        return following.attention_norm.get_value(), weights
 
     def mlp(self, x: Array) -> Array:
         """The gated MLP of a normalized x."""

@@ -1,4 +1,4 @@
-"""Random weights that are packed from the start: models of any size, to measure and to test."""
+"""Random weights, packed from the start or floats: models of any size, to measure and to test."""
 
 import math
 from typing import Any
@@ -15,17 +15,22 @@ from .model import Weight
 
 
 def random_weights(
-    config: Config, format: Format, *, seed: int = 0, dtype: Any = jnp.bfloat16
+    config: Config, format: Format | None, *, seed: int = 0, dtype: Any = jnp.bfloat16
 ) -> dict[str, Weight]:
     """Weights for `Decoder`: matrices of random packed words, norms of ones, biases of zeros.
 
-    Scales are such that a product keeps the magnitude of its input. No matrix of floats is made.
+    Scales are such that a product keeps the magnitude of its input. No matrix of floats is made,
+    unless `format` is None: then all are.
     """
     weights: dict[str, Weight] = {}
     key = jax.random.key(seed)
     for i, (name, shape) in enumerate(config.shapes().items()):
         if len(shape) == 2:
-            weights[name] = _matrix(jax.random.fold_in(key, i), *shape, format, dtype)
+            own = jax.random.fold_in(key, i)
+            if format is None:
+                weights[name] = jax.random.normal(own, shape, dtype) * shape[0] ** -0.5
+            else:
+                weights[name] = _matrix(own, *shape, format, dtype)
         else:
             value = 0.0 if name.endswith("_bias") else 1.0 - config.norm_offset
             weights[name] = jnp.full(shape, value, dtype)

@@ -56,7 +56,7 @@ class Call:
             self.options.backend in (None, "cuda")
             and lhs.dtype != jnp.float32  # products split it into parts, one at a time
             and math.prod(lhs.shape[:-1]) != 0
-            and all(_is_supported(lhs, weight) for weight in weights)
+            and all(is_supported(lhs, weight) for weight in weights)
         )
 
     @property
@@ -73,7 +73,8 @@ class Call:
         return self.treedef.children()[0].num_leaves
 
 
-def _is_supported(lhs: Any, weight: QuantizedArray) -> bool:
+def is_supported(lhs: Any, weight: QuantizedArray) -> bool:
+    """Whether calls of CUDA multiply lhs, a shape and a dtype, by a weight."""
     reason = custom_calls.unsupported("cuda", lhs.dtype, weight.format, sizes=weight.padded_shape)
     return weight.permutation is None and weight.shards == (1, 1) and reason is None
 

@@ -1,0 +1,61 @@
+"""The attention of a decode step and the block after it, in one call."""
+
+from collections.abc import Sequence
+
+from jax import Array
+
+from .._backends import cuda_attend, cuda_calls
+from .._core.array import QuantizedArray
+from .._matmul.call import is_supported
+
+
+def unsupported(residual: Array, weights: Sequence[QuantizedArray]) -> str | None:
+    """Why `decode_block` cannot compute a block with these weights here, or None.
+
+    What `cuda_attend.unsupported` says is another matter.
+    """
+    if not cuda_calls.normalizes(residual.shape[-1]):
+        return "its kernels do not normalize rows of this length"
+    if not all(is_supported(residual, weight) for weight in weights):
+        return "its kernels do not take these weights"
+    return None
+
+
+def decode_block(
+    attention: cuda_attend.Operands,
+    residual: Array,
+    out: QuantizedArray,
+    norm: Array,
+    gate_up: QuantizedArray,
+    down: QuantizedArray,
+    *,
+    attending: cuda_attend.Options,
+    following: tuple[Array, Sequence[QuantizedArray]] | None,
+    activation: str,
+    epsilon: float,
+) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+    """`quantized_block` of what `cuda_attend.attend` returns, as one custom call of CUDA.
+
+    The output projection so loads its weights while the attention runs. It runs on one GPU, and has
+    no derivative and no rule for `vmap`.
+
+    **Arguments:**
+
+    - `attention`, `attending`: as of `cuda_attend.attend`.
+    - `residual`: (batch, d) in the dtype of the query.
+    - the others: as of `quantized_block`.
+
+    **Returns:** the keys and values of the cache, the new residual, and the following products.
+    """
+    following_norm, following_weights = (None, ()) if following is None else following
+    keys, values, y, *products = cuda_calls.decode_block(
+        attention,
+        residual,
+        norm,
+        following_norm,
+        (out, gate_up, down, *following_weights),
+        attending=attending,
+        activation=activation,
+        epsilon=epsilon,
+    )
+    return keys, values, y, tuple(products)
