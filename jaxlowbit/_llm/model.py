@@ -136,6 +136,17 @@ class Decoder(nnx.Module):
         mesh = None if self.division is None else self.division.mesh
         return make_cache(self.config, batch, slots, self.dtype, mesh)
 
+    def replicate(self, arrays: Any) -> Any:
+        """Arrays on each of the devices of this decoder."""
+        if self.division is None:
+            return arrays
+        return jax.device_put(arrays, jax.NamedSharding(self.division.mesh, jax.P()))
+
+    @property
+    def parts(self) -> int:
+        """How many devices it is divided over."""
+        return 1 if self.division is None else self.division.parts
+
     def forward(
         self, tokens: Array, positions: Array, cache: Cache, *, reach: int | None = None
     ) -> tuple[Array, Cache]:
@@ -173,7 +184,7 @@ class Decoder(nnx.Module):
         config, real = self.config, jnp.maximum(positions, 0)
         rotations = rope.rotation(config, real), rope.rotation(config, real, local=True)
         reach = cache.slots if reach is None else reach
-        parts = 1 if self.division is None else self.division.parts
+        parts = self.parts
         implementation = attention.choose(
             jax.default_backend(),
             self.dtype,

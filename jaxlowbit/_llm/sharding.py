@@ -88,12 +88,10 @@ class Division:
     def parts(self) -> int:
         return self.mesh.size
 
-    @property
-    def replicated(self) -> jax.NamedSharding:
-        return jax.NamedSharding(self.mesh, jax.P())
-
     def place(self, name: str, weight: Any) -> Any:
-        """A weight, by its name, on the devices."""
+        """A weight, by its name, on the devices; a vocabulary that needs padding as it is."""
+        if self._padding(name, weight):
+            return weight
         if isinstance(weight, QuantizedArray):
             specs: Any = _specs(weight, self._entries(name), self.mesh)
         else:
@@ -124,16 +122,19 @@ class Division:
     def padded(self, name: str, weight: Any) -> Any:
         """An embedding or a head with columns for whole atoms on every device; others as they
         are."""
-        columns = weight.shape[-1]
-        found = -(-columns // (ATOM * self.parts)) * ATOM * self.parts
-        if _kind(name) not in _VOCABULARY or found == columns:
+        missing = self._padding(name, weight)
+        if not missing:
             return weight
         if not isinstance(weight, QuantizedArray):
-            return jnp.pad(weight, [(0, 0), (0, found - columns)])
+            return jnp.pad(weight, [(0, 0), (0, missing)])
+        found = weight.n + missing
         pad = [(0, found // ATOM - weight.packed.shape[0]), (0, 0), (0, 0)]
         leaves = {leaf: getattr(weight, leaf) for leaf in ("packed", "scale", "zero")}
         blocks = {leaf: x if x is None else jnp.pad(x, pad) for leaf, x in leaves.items()}
         return dataclasses.replace(weight, **blocks, n=found, whole=None)
+
+    def _padding(self, name: str, weight: Any) -> int:
+        return -weight.shape[-1] % (ATOM * self.parts) if _kind(name) in _VOCABULARY else 0
 
     def _entries(self, name: str) -> tuple[Any, ...]:
         kind = _kind(name)
@@ -180,7 +181,14 @@ class Division:
             out_specs=out_specs,
             check_vma=False,
         )
-        return functools.partial(mapped, state)
+        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            raise ValueError(
+                "Decoder: a decoder on a mesh is called within jax.set_mesh of one with Explicit "
+                "axes, but its mesh has Auto axes; call it outside, or make that mesh with "
+                "axis_types=(jax.sharding.AxisType.Auto,)."
+            )
+        # Outside jax.jit, jax.shard_map alone would compile every operation by itself.
+        return functools.partial(jax.jit(mapped, inline=True), state)
 
     # Inside `on_each`:
 
