@@ -51,8 +51,9 @@ class Cache(NamedTuple):
 
 def cache_specs(config: Config, axis: str) -> Cache:
     """How a cache is divided over a mesh axis: along its heads."""
-    heads = (jax.P(None, None, axis, None),) * config.layers
-    return Cache(heads, heads, jax.P(), jax.P())
+    heads: Any = (jax.P(None, None, axis, None),) * config.layers
+    whole: Any = jax.P()
+    return Cache(heads, heads, whole, whole)
 
 
 def make_cache(

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 
 from .._composite.block import quantized_block
 from .._composite.glu import quantized_glu
@@ -218,16 +218,12 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Array) -> Array:
         """The embeddings (batch, length, width) of tokens, scaled."""
-        table, there = self.embedding.get_value(), None
-        if self.division is not None:
-            tokens, there = self.division.own_columns(tokens, table.shape[-1])
-        if isinstance(table, QuantizedArray):
-            x = take_columns(table, tokens, jnp.float32)
+        table = self.embedding.get_value()
+        if self.division is None:
+            x = take(table, tokens)
         else:
-            x = jnp.take(table.astype(jnp.float32), tokens, axis=1)
-            x = jnp.moveaxis(x, 0, -1)
-        if there is not None:
-            x = lax.psum(jnp.where(there[..., None], x, 0), self.division.axis)
+            own, there = self.division.own_columns(tokens, table.shape[-1])
+            x = self.division.add(jnp.where(there[..., None], take(table, own), 0))
         return (x * self.config.embedding_scale).astype(self.dtype)
 
     def logits(self, x: Array) -> Array:
@@ -372,6 +368,13 @@ def multiply(x: Array, weight: Weight, dtype: Any = None) -> Array:
         return quantized_matmul(x, weight, preferred_element_type=dtype)
     product = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
     return product.astype(dtype or x.dtype)
+
+
+def take(table: Weight, tokens: Array) -> Array:
+    """The columns of a table (k, n) at tokens (...), float32 (..., k)."""
+    if isinstance(table, QuantizedArray):
+        return take_columns(table, tokens, jnp.float32)
+    return jnp.moveaxis(jnp.take(table.astype(jnp.float32), tokens, axis=1), 0, -1)
 
 
 def products(x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:

@@ -198,6 +198,10 @@ class Division:
         there = (own >= 0) & (own < columns)
         return jnp.where(there, own, 0), there
 
+    def add(self, values: Array) -> Array:
+        """The sum of the values of all devices."""
+        return lax.psum(values, self.axis)
+
     def join_columns(self, values: Array, columns: int) -> Array:
         """Values (..., columns) of this device and the others, without those of padding."""
         whole = lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)
@@ -208,7 +212,7 @@ def add_parts(division: Division | None, product: Callable[[Any], Array], dtype:
     """`product(dtype)`, whose partial sums on several devices are float32 and added first."""
     if division is None:
         return product(dtype)
-    return lax.psum(product(jnp.float32), division.axis).astype(dtype)
+    return division.add(product(jnp.float32)).astype(dtype)
 
 
 def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int) -> str | None:
