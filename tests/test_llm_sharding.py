@@ -282,13 +282,17 @@ def test_other_meshes_are_refused():
         shard(model(), none)
 
 
-def test_explicit_axes():
-    """A mesh may have them; within `jax.set_mesh` of it there is no Auto mesh."""
+def test_meshes_of_the_context():
+    """A mesh may have Explicit axes; within `jax.set_mesh` its axes are Auto, as the decoder's."""
     mesh = make_mesh(2, AxisType.Explicit)
     sharded = shard(model(), mesh)
-    assert tokens(sharded) == tokens(model())
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"jax\.set_mesh of one with Explicit"):
-        generate(sharded, PROMPTS[0], max_new_tokens=2)
+    want = generate(model(), PROMPTS[0], max_new_tokens=4).tokens
+    assert generate(sharded, PROMPTS[0], max_new_tokens=4).tokens == want
+    with jax.set_mesh(make_mesh(2)):
+        assert generate(sharded, PROMPTS[0], max_new_tokens=4).tokens == want
+    for other, sentence in ((mesh, "of Explicit axes"), (make_mesh(4), "{'model': 4} of Auto")):
+        with jax.set_mesh(other), pytest.raises(ValueError, match=sentence):
+            generate(sharded, PROMPTS[0], max_new_tokens=4)
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -181,10 +181,14 @@ class Division:
             out_specs=out_specs,
             check_vma=False,
         )
-        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        context, own = jax.sharding.get_abstract_mesh(), self.mesh.abstract_mesh
+        if not context.empty and any(
+            getattr(context, name) != getattr(own, name) for name in ("shape", "axis_types")
+        ):
             raise ValueError(
-                "Decoder: a decoder on a mesh is called within jax.set_mesh of one with Explicit "
-                "axes, but its mesh has Auto axes; call it outside, or make that mesh with "
+                f"Decoder: its mesh is {dict(own.shape)} with Auto axes, but jax.set_mesh was "
+                f"called with {dict(context.shape)} of {context.axis_types[0].name} axes; call "
+                "the decoder outside of it, or make both alike, with "
                 "axis_types=(jax.sharding.AxisType.Auto,)."
             )
         # Outside jax.jit, jax.shard_map alone would compile every operation by itself.
