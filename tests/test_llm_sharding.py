@@ -115,9 +115,12 @@ def test_floats_and_mixed_formats():
     assert np.abs(found - want).max() < 1e-5 * np.abs(want).max()
 
 
-def test_a_decoder_runs_outside_jit():
-    found = model("llama", 2).decoder(np.array([[3, 1]]))
-    assert jnp.allclose(found, model().decoder(np.array([[3, 1]])), atol=1e-5)
+def test_a_decoder_runs_outside_jit_and_looks_up_as_one_device():
+    """Tokens count from the end if they are negative, and are NaN beyond the vocabulary."""
+    tokens = np.array([[3, 159, -1], [3, 1, 160]])
+    want = np.asarray(model().decoder(tokens))
+    assert np.isfinite(want[0]).all() and np.isnan(want[1, 2]).all()
+    np.testing.assert_allclose(model("llama", 2).decoder(tokens), want, atol=1e-5)
 
 
 # --- places ---------------------------------------------------------------------------------------

@@ -222,7 +222,7 @@ class Decoder(nnx.Module):
         if self.division is None:
             x = take(table, tokens)
         else:
-            own, there = self.division.own_columns(tokens, table.shape[-1])
+            own, there = self.division.own_columns(tokens, self.config.vocabulary, table.shape[-1])
             x = self.division.add(jnp.where(there[..., None], take(table, own), 0))
         return (x * self.config.embedding_scale).astype(self.dtype)
 

@@ -196,11 +196,17 @@ class Division:
 
     # Inside `on_each`:
 
-    def own_columns(self, tokens: Array, columns: int) -> tuple[Array, Array]:
-        """The columns that tokens have on this device, of so many, and which tokens have one."""
-        own = tokens - lax.axis_index(self.axis) * columns
+    def own_columns(self, tokens: Array, vocabulary: int, columns: int) -> tuple[Array, Array]:
+        """The columns that tokens have on this device, of so many, and which tokens have one.
+
+        Tokens that the vocabulary has not have one everywhere, which does not exist: a lookup gives
+        NaN, as it does on one device. Negative ones count from the end.
+        """
+        tokens = jnp.where(tokens < 0, tokens + vocabulary, tokens)
+        known = (tokens >= 0) & (tokens < vocabulary)
+        own = jnp.where(known, tokens - lax.axis_index(self.axis) * columns, columns)
         there = (own >= 0) & (own < columns)
-        return jnp.where(there, own, 0), there
+        return jnp.where(there | ~known, own, 0), there | ~known
 
     def add(self, values: Array) -> Array:
         """The sum of the values of all devices."""
