@@ -37,7 +37,8 @@ SHAPES = {
 
 
 class Speed(NamedTuple):
-    """Speeds in tokens per second, of all sequences of a batch together, and bytes."""
+    """Speeds in tokens per second, of all sequences of a batch together, and bytes on all
+    devices."""
 
     batch: int
     prompt_tokens: int
@@ -47,6 +48,7 @@ class Speed(NamedTuple):
     milliseconds_per_step: float
     weight_bytes: int
     cache_bytes: int
+    devices: int
 
 
 def bench(
@@ -97,4 +99,5 @@ def bench(
         1e3 * decode / new_tokens,
         sum(leaf.nbytes for leaf in leaves),
         nbytes(config, batch, prompt_tokens + new_tokens, decoder.dtype),
+        decoder.parts,
     )

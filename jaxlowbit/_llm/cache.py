@@ -53,15 +53,28 @@ class Cache(NamedTuple):
         return self._replace(keys=replaced(self.keys, keys), values=replaced(self.values, values))
 
 
-def make_cache(config: Config, batch: int, slots: int, dtype: Any) -> Cache:
-    """An empty cache."""
+def cache_specs(config: Config, axis: str) -> Cache:
+    """How a cache is divided over a mesh axis: along its heads."""
+    heads: Any = (jax.P(None, None, axis, None),) * config.layers
+    whole: Any = jax.P()
+    return Cache(heads, heads, whole, whole)
+
+
+def make_cache(
+    config: Config, batch: int, slots: int, dtype: Any, mesh: jax.sharding.Mesh | None = None
+) -> Cache:
+    """An empty cache, on the devices of a mesh with one axis if there is one."""
     shape = (batch, slots, config.kv_heads, config.head_size)
 
-    def layers() -> tuple[Array, ...]:
-        return tuple(jnp.zeros(shape, dtype) for _ in range(config.layers))
+    specs = cache_specs(config, "" if mesh is None else mesh.axis_names[0])
+    device = (lambda spec: None) if mesh is None else (lambda spec: jax.NamedSharding(mesh, spec))
 
-    positions = jnp.full((batch, slots), -1, jnp.int32)
-    return Cache(layers(), layers(), positions, jnp.zeros((), jnp.int32))
+    def layers(specs: tuple[Any, ...]) -> tuple[Array, ...]:
+        return tuple(jnp.zeros(shape, dtype, device=device(spec)) for spec in specs)
+
+    positions = jnp.full((batch, slots), -1, jnp.int32, device=device(specs.positions))
+    used = jnp.zeros((), jnp.int32, device=device(specs.used))
+    return Cache(layers(specs.keys), layers(specs.values), positions, used)
 
 
 def nbytes(config: Config, batch: int, slots: int, dtype: Any) -> int:

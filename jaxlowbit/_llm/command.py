@@ -40,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("model", metavar="MODEL", help="a GGUF file, or a folder of safetensors")
         added.add_argument("--format", help="such as int4-g128, to quantize float weights by")
         added.add_argument("--dtype", help="of the activations: float32, bfloat16 or float16")
+        devices = "how many devices to divide the model over"
+        added.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
         added.set_defaults(run=run)
         return added
 
@@ -79,11 +81,24 @@ def _parser() -> argparse.ArgumentParser:
 def _loaded(options: argparse.Namespace) -> LanguageModel:
     named = options.run is _bench and options.model in SHAPES and not Path(options.model).exists()
     if named and options.format == "float":
-        return init(SHAPES[options.model], None, dtype=options.dtype)
+        return init(SHAPES[options.model], None, dtype=options.dtype, mesh=_mesh(options.devices))
     format = None if options.format is None else parse_format(options.format)
+    mesh = _mesh(options.devices)
     if named:
-        return init(SHAPES[options.model], format or INT4, dtype=options.dtype)
-    return load(options.model, format=format, dtype=options.dtype)
+        return init(SHAPES[options.model], format or INT4, dtype=options.dtype, mesh=mesh)
+    return load(options.model, format=format, dtype=options.dtype, mesh=mesh)
+
+
+def _mesh(devices: int) -> jax.sharding.Mesh | None:
+    """The first devices, or None for one."""
+    found = jax.devices()
+    if not 1 <= devices <= len(found):
+        raise ValueError(
+            f"--devices {devices}, but JAX sees {len(found)} here; name 1 to {len(found)}."
+        )
+    if devices == 1:
+        return None
+    return jax.make_mesh((devices,), ("model",), devices=found[:devices])
 
 
 def _chat(options: argparse.Namespace, model: LanguageModel) -> None:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array, lax
 
 from . import memory
-from .cache import Cache, bucket, make_cache, nbytes
+from .cache import Cache, bucket, nbytes
 from .language_model import LanguageModel
 from .sampling import Sampling, sample
 from .text import Text
@@ -266,7 +266,8 @@ def run(
     sizes = chunks(longest)
     slots = bucket(sum(sizes) + left, config.context)
     dtype, batch = model.decoder.dtype, len(prompts)
-    needed = nbytes(config, batch, slots, dtype) + 3 * 4 * batch * config.vocabulary
+    kept = nbytes(config, batch, slots, dtype) // model.decoder.parts
+    needed = kept + 3 * 4 * batch * config.vocabulary
     memory.check(needed, f"a batch of {batch} with {slots} slots")
 
     # Prompts end together: padding is in front, where it has no positions.
@@ -276,14 +277,16 @@ def run(
         tokens[i, -len(prompt) :] = prompt
         positions[i, -len(prompt) :] = np.arange(len(prompt))
     graph, weights = nnx.split(model.decoder)
-    cache, logits = make_cache(config, batch, slots, dtype), jnp.zeros(0)
+    cache, logits = model.decoder.make_cache(batch, slots), jnp.zeros(0)
     for at, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
         chunk = slice(at, at + size)
         reach = min(slots, 1 << int(at + size - 1).bit_length())
         inputs = tokens[:, chunk], positions[:, chunk]
         logits, cache = prefill(graph, weights, cache, *inputs, reach)
     lengths = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
-    state = State(cache, logits, lengths, jnp.zeros(batch, bool))
+    # Where a call of `decode` leaves them, so that the second is the program of the first.
+    lengths, done = model.decoder.replicate((lengths, jnp.zeros(batch, bool)))
+    state = State(cache, logits, lengths, done)
     eos = jnp.asarray(() if endless else config.eos, jnp.int32)
     key, size = jax.random.key(seed), 1
     # Drawing nothing compiles the loop, so that whoever measures time starts after that.

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from .._core.format import INT4, Format
 from .config import Config
@@ -36,6 +37,7 @@ def load(
     rules: Any = None,
     dtype: Any = None,
     scale_dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
     """Loads a language model from a GGUF file or a folder of safetensors.
@@ -50,23 +52,31 @@ def load(
     - `dtype`: that of activations, of the cache and of matrices that stay floats; None for bfloat16
       on a GPU and float32 on the CPU.
     - `scale_dtype`: that of scales and float zeros; None keeps those of the file exact.
+    - `mesh`: the devices to divide it over, as by `shard`; each weight is put there as soon as it
+      is read. None for one device.
     - `progress`: whether to show a progress bar.
 
     **Returns:** a `LanguageModel`.
 
     **Raises:** before a weight is read, `FileNotFoundError` if there is no such path, `ValueError`
     for a damaged file, an unknown architecture, type or tokenizer and tensors that are missing or
-    of another shape, each with its name, and for rules that decide about no matrix.
+    of another shape, each with its name, for rules that decide about no matrix, and what `shard`
+    raises.
     """
     dtype = default_dtype() if dtype is None else dtype
-    options = {"dtype": dtype, "scale_dtype": scale_dtype, "progress": progress}
+    options = {"dtype": dtype, "scale_dtype": scale_dtype, "mesh": mesh, "progress": progress}
     checkpoint = read(path, format=format, rules=rules, **options)
-    decoder = Decoder(checkpoint.config, checkpoint.weights, dtype=dtype)
+    decoder = Decoder(checkpoint.config, checkpoint.weights, dtype=dtype, mesh=mesh)
     return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)
 
 
 def init(
-    config: Config, format: Format | None = INT4, *, seed: int = 0, dtype: Any = None
+    config: Config,
+    format: Format | None = INT4,
+    *,
+    seed: int = 0,
+    dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> LanguageModel:
     """Makes a model of random packed weights, of any size: floats are never made.
 
@@ -77,10 +87,12 @@ def init(
     - `seed`: of the words.
     - `dtype`: that of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
       the CPU.
+    - `mesh`: the devices to divide it over, as by `shard`; None for one device. It is the same
+      model on any.
 
     **Returns:** a `LanguageModel` without a tokenizer.
 
-    **Raises:** `ValueError` for a configuration that is none.
+    **Raises:** `ValueError` for a configuration that is none, and what `shard` raises.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
@@ -88,8 +100,37 @@ def init(
     ```
     """
     dtype = default_dtype() if dtype is None else dtype
-    weights = random_weights(config, format, seed=seed, dtype=dtype)
-    return LanguageModel(Decoder(config, weights, dtype=dtype))
+    weights = random_weights(config, format, seed=seed, dtype=dtype, mesh=mesh)
+    return LanguageModel(Decoder(config, weights, dtype=dtype, mesh=mesh))
+
+
+def shard(model: LanguageModel, mesh: jax.sharding.Mesh) -> LanguageModel:
+    """Divides a model over the devices of a mesh: tensor parallelism.
+
+    Every device holds some heads with their cache, some of the hidden features and some of the
+    vocabulary, and multiplies by its part of the packed words. In each block two all-reduces add
+    what the devices have.
+
+    **Arguments:**
+
+    - `model`: from `load` or `init`, which is left as it is.
+    - `mesh`: with one axis.
+
+    **Returns:** the model on those devices, for `generate` and all else that takes one.
+
+    **Raises:** before anything is moved, `TypeError` for what is no mesh, `ValueError` for a mesh
+    of several axes, and where the number of its devices does not divide the heads, those of keys
+    and values, or the rows of a matrix into whole atoms and groups.
+
+    ```python
+    model = init(Config("llama", 1, 64, 4, 2, 64, 256, 256, 128), INT8)
+    sharded = shard(model, jax.make_mesh((1,), ("model",)))
+    generate(sharded, [3, 1, 4], max_new_tokens=4).tokens
+    ```
+    """
+    decoder = nnx.clone(model.decoder)
+    decoder.divide(mesh)
+    return dataclasses.replace(model, decoder=decoder)
 
 
 def default_dtype() -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -18,6 +19,7 @@ from .._core.format import Format
 from .._flax.report import aligned, backend_of, format_words, size_words
 from . import blocks, gguf, huggingface
 from .config import Config
+from .sharding import Division
 from .tokenizer import Tokenizer
 
 Rules = Mapping[str, Format | None] | Sequence[tuple[str, Format | None]]
@@ -108,6 +110,11 @@ class _Source(NamedTuple):
     blocks: np.ndarray | None
     forget: Callable[[], None]
 
+    @property
+    def format(self) -> Format | None:
+        """The format of its blocks."""
+        return None if self.blocks is None else blocks.TYPES[self.kind].format
+
 
 def read(
     path: str | os.PathLike[str],
@@ -116,6 +123,7 @@ def read(
     rules: Rules | None = None,
     dtype: Any = jnp.bfloat16,
     scale_dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> Checkpoint:
     """Reads a model: a GGUF file, or a Hugging Face folder of float safetensors.
@@ -139,15 +147,17 @@ def read(
     - `scale_dtype`: the dtype of scales and float zeros. None keeps those of quantized weights
       exact, in float16, and in float32 for ggml's K types; and gives `dtype` to those that are made
       here. Another one rounds the stored scales to it.
+    - `mesh`: where each weight is put, divided as a `Decoder` on it needs it; None for one device.
     - `progress`: whether a bar is shown on standard error.
 
     **Returns:** a `Checkpoint`.
 
     **Raises:** before any weight is read, `FileNotFoundError` if there is no such path, and
     `ValueError` for a damaged file, an unknown architecture, type or tokenizer, tensors that are
-    missing or of another shape, and for rules that decide about no matrix; `TypeError` for a rule
-    or format that is none. Afterwards `ValueError` for weights that are not finite, and what
-    `jaxlowbit.quantize` raises. Each names the tensor or key, and the way out.
+    missing or of another shape, for rules that decide about no matrix, and for sizes that the
+    devices of the mesh do not divide; `TypeError` for a rule or format that is none. Afterwards
+    `ValueError` for weights that are not finite, and what `jaxlowbit.quantize` raises. Each names
+    the tensor or key, and the way out.
 
     ```python
     checkpoint = read("SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -174,6 +184,10 @@ def read(
     config = config.replace(eos=ends, bos=bos)
     shapes = config.shapes()
     formats = _formats(format, rules, [name for name, shape in shapes.items() if len(shape) == 2])
+    division = None
+    if mesh is not None:
+        found = {name: formats.get(name) or source.format for name, source in sources.items()}
+        division = Division.of(config, mesh, found)
     weights: dict[str, QuantizedArray | Array] = {}
     reports = []
     total = sum(source.nbytes for source in sources.values())
@@ -186,7 +200,7 @@ def read(
                 raise ValueError(f"{source.where} ({source.kind}): {error}") from None
             source.forget()
             bar.update(source.nbytes)
-            weights[name] = weight
+            weights[name] = weight if division is None else division.place(name, weight)
             reports.append(_report(name, source, weight, dtype))
     return Checkpoint(config, weights, tokenizer, LoadReport(tuple(reports)))
 

@@ -11,8 +11,12 @@ decoder of L blocks goes through
 where `finish` is all from the output projection of a block to the queries, keys and values of the
 next: one call, `quantized_block`, where the configuration allows it. With one query of each
 sequence, as in a decode step, `attend` belongs to that call on NVIDIA GPUs.
+
+On a mesh every device runs this with its part of the weights (`sharding.py`). All that differs is
+in `add_parts`, around the products whose partial sums the devices add, and at both ends.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,11 +33,12 @@ from .._composite.matmuls import quantized_matmuls
 from .._composite.mlp import quantized_mlp
 from .._core.array import QuantizedArray
 from .._core.columns import take_columns
-from .._flax.nnx_variables import QuantizedVariable
+from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from . import attention, rope
-from .cache import Cache, make_cache
+from .cache import Cache, cache_specs, make_cache
 from .config import Config
+from .sharding import Division, MatrixVariable, add_parts
 
 Weight = QuantizedArray | Array
 Rotations = tuple[tuple[Array, Array], tuple[Array, Array]]
@@ -51,12 +56,13 @@ class Decoder(nnx.Module):
       `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and where the configuration has them
       `layers.N.{q,k,v}_bias`, `layers.N.{q,k}_norm` and `layers.N.post_{attention,mlp}_norm`.
     - `dtype`: that of activations and of the cache: float32, bfloat16 or float16.
+    - `mesh`: the devices to divide it over, a mesh with one axis; None for one device.
 
     Quantized weights are variables that hold a `QuantizedArray` each, gate and up of a block as
     one stack; `nnx.state(decoder, QuantizedVariable)` finds them.
 
-    **Raises:** `ValueError` with the names of missing and unknown weights, and for a weight of
-    another shape.
+    **Raises:** `ValueError` with the names of missing and unknown weights, for a weight of another
+    shape, and for sizes that the devices of the mesh do not divide.
 
     ```python
     decoder = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8).decoder
@@ -64,14 +70,48 @@ class Decoder(nnx.Module):
     ```
     """
 
-    def __init__(self, config: Config, weights: Mapping[str, Weight], *, dtype: Any = jnp.bfloat16):
+    def __init__(
+        self,
+        config: Config,
+        weights: Mapping[str, Weight],
+        *,
+        dtype: Any = jnp.bfloat16,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
         check(config, weights)
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.division = None
         self.embedding = _variable(weights["embedding"])
         self.blocks = nnx.List([Block(config, weights, i) for i in range(config.layers)])
         self.final_norm = _norm(config, weights, "final_norm")
         self.head = None if config.tied_head else _variable(weights["head"])
+        if mesh is not None:
+            self.divide(mesh)
+
+    def divide(self, mesh: jax.sharding.Mesh) -> None:
+        """Puts the decoder on the devices of a mesh with one axis, each of which gets its part.
+
+        **Raises:** `ValueError` for sizes that the number of devices does not divide, before
+        anything is moved.
+        """
+        self.division = Division.of(self.config, mesh, self._formats)
+        self.division.place_variables(self)
+        for block in self.blocks:
+            block.division = self.division
+
+    @property
+    def _formats(self) -> dict[str, Format | None]:
+        """The formats of the matrices that are divided along k, by name."""
+        matrices = {
+            f"layers.{i}.{name}": getattr(block, name).get_value()
+            for i, block in enumerate(self.blocks)
+            for name in ("o", "down")
+        }
+        return {
+            name: weight.format if isinstance(weight, QuantizedArray) else None
+            for name, weight in matrices.items()
+        }
 
     def __call__(self, tokens: Any) -> Array:
         """Returns the logits, float32 (batch, length, vocabulary), of tokens (batch, length).
@@ -91,8 +131,24 @@ class Decoder(nnx.Module):
             )
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         batch, length = tokens.shape
-        cache = make_cache(self.config, batch, length, self.dtype)
+        cache = self.make_cache(batch, length)
         return self.logits(self.forward(tokens, positions, cache)[0])
+
+    def make_cache(self, batch: int, slots: int) -> Cache:
+        """An empty cache for this decoder, on its devices."""
+        mesh = None if self.division is None else self.division.mesh
+        return make_cache(self.config, batch, slots, self.dtype, mesh)
+
+    def replicate(self, arrays: Any) -> Any:
+        """Arrays on each of the devices of this decoder."""
+        if self.division is None:
+            return arrays
+        return jax.device_put(arrays, jax.NamedSharding(self.division.mesh, jax.P()))
+
+    @property
+    def parts(self) -> int:
+        """How many devices it is divided over."""
+        return 1 if self.division is None else self.division.parts
 
     def forward(
         self, tokens: Array, positions: Array, cache: Cache, *, reach: int | None = None
@@ -111,10 +167,27 @@ class Decoder(nnx.Module):
 
         **Returns:** normalized features (batch, length, width), and the cache.
         """
+        local = functools.partial(Decoder._forward, reach=reach)
+        if self.division is not None:
+            placed = cache_specs(self.config, self.division.axis)
+            local = self.division.on_each(
+                local,
+                self,
+                in_specs=(jax.P(), jax.P(), placed),
+                out_specs=(jax.P(), placed),
+            )
+            return local(tokens, positions, cache)
+        return local(self, tokens, positions, cache)
+
+    def _forward(
+        self, tokens: Array, positions: Array, cache: Cache, *, reach: int | None
+    ) -> tuple[Array, Cache]:
+        """`forward` on one device, or on one of several."""
         cache = cache.advance(positions)
         config, real = self.config, jnp.maximum(positions, 0)
         rotations = rope.rotation(config, real), rope.rotation(config, real, local=True)
         reach = cache.slots if reach is None else reach
+        parts = self.parts
         implementation = attention.choose(
             jax.default_backend(),
             self.dtype,
@@ -122,7 +195,9 @@ class Decoder(nnx.Module):
             queries=tokens.shape[1],
             length=reach,
             head_size=config.head_size,
-            native=attention.native(self.dtype, config.heads, config.kv_heads, config.head_size),
+            native=attention.native(
+                self.dtype, config.heads // parts, config.kv_heads // parts, config.head_size
+            ),
         )
         x = self.embed(tokens)
         products = self.blocks[0].project(x)
@@ -144,17 +219,26 @@ class Decoder(nnx.Module):
     def embed(self, tokens: Array) -> Array:
         """The embeddings (batch, length, width) of tokens, scaled."""
         table = self.embedding.get_value()
-        if isinstance(table, QuantizedArray):
-            x = take_columns(table, tokens, jnp.float32)
+        if self.division is None:
+            x = take(table, tokens)
         else:
-            x = jnp.take(table.astype(jnp.float32), tokens, axis=1)
-            x = jnp.moveaxis(x, 0, -1)
+            own, there = self.division.own_columns(tokens, self.config.vocabulary, table.shape[-1])
+            x = self.division.add(jnp.where(there[..., None], take(table, own), 0))
         return (x * self.config.embedding_scale).astype(self.dtype)
 
     def logits(self, x: Array) -> Array:
         """The logits, float32 (..., vocabulary), of what `forward` returns (..., width)."""
+        if self.division is None:
+            return self._logits(x)
+        return self.division.on_each(Decoder._logits, self, in_specs=(jax.P(),), out_specs=jax.P())(
+            x
+        )
+
+    def _logits(self, x: Array) -> Array:
         head = self.embedding if self.head is None else self.head
         logits = multiply(x, head.get_value(), jnp.float32)
+        if self.division is not None:
+            logits = self.division.join_columns(logits, self.config.vocabulary)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -170,6 +254,7 @@ class Block(nnx.Module):
             return _norm(config, weights, f"layers.{index}.{name}")
 
         self.config = config
+        self.division: Division | None = None
         self.local = config.is_local(index)
         self.attention_norm = norm("attention_norm")
         self.qkv = nnx.List([weight(name) for name in "qkv"])
@@ -191,7 +276,8 @@ class Block(nnx.Module):
         """Whether `quantized_block` computes this block."""
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
-        return quantized and len(self.gate_up) == 1 and self.post_mlp_norm is None
+        alone = self.division is None  # the devices of a mesh add their parts within the block
+        return alone and quantized and len(self.gate_up) == 1 and self.post_mlp_norm is None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -320,8 +406,10 @@ class Block(nnx.Module):
         """The residual stream after this block, and `following.project` of it."""
         if self.fused:
             return self._finish_in_one_call(attended, x, following)
-        x = x + self.normalize(multiply(attended, self.o.get_value()), self.post_attention_norm)
-        x = x + self.normalize(self.mlp(self.normalize(x, self.mlp_norm)), self.post_mlp_norm)
+        out = functools.partial(multiply, attended, self.o.get_value())
+        x = x + self.normalize(add_parts(self.division, out, x.dtype), self.post_attention_norm)
+        mlp = functools.partial(self.mlp, self.normalize(x, self.mlp_norm))
+        x = x + self.normalize(add_parts(self.division, mlp, x.dtype), self.post_mlp_norm)
         return x, () if following is None else following.project(x)
 
     def _finish_in_one_call(
@@ -352,17 +440,18 @@ class Block(nnx.Module):
             return None
         return following.attention_norm.get_value(), weights
 
-    def mlp(self, x: Array) -> Array:
-        """The gated MLP of a normalized x."""
+    def mlp(self, x: Array, dtype: Any) -> Array:
+        """The gated MLP of a normalized x, accumulated in float32 and rounded to `dtype`."""
         activation, down = self.config.activation, self.down.get_value()
         if len(self.gate_up) == 1:
             gate_up = self.gate_up[0].get_value()
             if isinstance(down, QuantizedArray):
-                return quantized_mlp(x, gate_up, down, activation=activation)
-            return multiply(quantized_glu(x, gate_up, activation=activation), down)
+                options = {"activation": activation, "preferred_element_type": dtype}
+                return quantized_mlp(x, gate_up, down, **options)
+            return multiply(quantized_glu(x, gate_up, activation=activation), down, dtype)
         gate, up = (multiply(x, w.get_value(), jnp.float32) for w in self.gate_up)
         activate = jax.nn.silu if activation == "silu" else jax.nn.gelu  # its tanh form
-        return multiply((activate(gate) * up).astype(x.dtype), down)
+        return multiply((activate(gate) * up).astype(x.dtype), down, dtype)
 
     def normalize(self, x: Array, norm: nnx.Param | None) -> Array:
         return x if norm is None else rms_norm(x, norm.get_value(), self.config.norm_epsilon)
@@ -382,6 +471,13 @@ def multiply(x: Array, weight: Weight, dtype: Any = None) -> Array:
         return quantized_matmul(x, weight, preferred_element_type=dtype)
     product = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
     return product.astype(dtype or x.dtype)
+
+
+def take(table: Weight, tokens: Array) -> Array:
+    """The columns of a table (k, n) at tokens (...), float32 (..., k)."""
+    if isinstance(table, QuantizedArray):
+        return take_columns(table, tokens, jnp.float32)
+    return jnp.moveaxis(jnp.take(table.astype(jnp.float32), tokens, axis=1), 0, -1)
 
 
 def products(x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
@@ -411,7 +507,7 @@ def check(config: Config, weights: Mapping[str, Weight]) -> None:
 
 def _variable(weight: Weight) -> nnx.Variable:
     if isinstance(weight, QuantizedArray):
-        return QuantizedVariable(weight)
+        return MatrixVariable(weight)
     return nnx.Param(jnp.asarray(weight))
 
 

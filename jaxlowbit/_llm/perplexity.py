@@ -11,7 +11,6 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
-from .cache import make_cache
 from .generate import encoded
 from .language_model import LanguageModel
 
@@ -84,7 +83,7 @@ def _surprise(graph: Any, weights: Any, tokens: Array, count: Array) -> Array:
     context = len(tokens) - 1
     steps = jnp.arange(context, dtype=jnp.int32)
     positions = jnp.where(steps < count, steps, -1)
-    cache = make_cache(decoder.config, 1, context, decoder.dtype)
+    cache = decoder.make_cache(1, context)
     x, _ = decoder.forward(tokens[None, :-1], positions[None], cache)
 
     def of_row(row: tuple[Array, Array]) -> Array:

@@ -12,28 +12,39 @@ from .._core.array import QuantizedArray
 from .._core.format import Format
 from .config import Config
 from .model import Weight
+from .sharding import Division
 
 
 def random_weights(
-    config: Config, format: Format | None, *, seed: int = 0, dtype: Any = jnp.bfloat16
+    config: Config,
+    format: Format | None,
+    *,
+    seed: int = 0,
+    dtype: Any = jnp.bfloat16,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Weight]:
     """Weights for `Decoder`: matrices of random packed words, norms of ones, biases of zeros.
 
     Scales are such that a product keeps the magnitude of its input. No matrix of floats is made,
-    unless `format` is None: then all are.
+    unless `format` is None: then all are. With a mesh, each weight is put on its devices before the
+    next is made.
     """
+    division = None
+    if mesh is not None:
+        division = Division.of(config, mesh, dict.fromkeys(config.shapes(), format))
     weights: dict[str, Weight] = {}
     key = jax.random.key(seed)
     for i, (name, shape) in enumerate(config.shapes().items()):
         if len(shape) == 2:
             own = jax.random.fold_in(key, i)
             if format is None:
-                weights[name] = jax.random.normal(own, shape, dtype) * shape[0] ** -0.5
+                weight = jax.random.normal(own, shape, dtype) * shape[0] ** -0.5
             else:
-                weights[name] = _matrix(own, *shape, format, dtype)
+                weight = _matrix(own, *shape, format, dtype)
         else:
             value = 0.0 if name.endswith("_bias") else 1.0 - config.norm_offset
-            weights[name] = jnp.full(shape, value, dtype)
+            weight = jnp.full(shape, value, dtype)
+        weights[name] = weight if division is None else division.place(name, weight)
     return weights
 
 

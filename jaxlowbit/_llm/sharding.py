@@ -1,0 +1,268 @@
+"""Tensor parallelism: a decoder over the devices of a mesh, each of which holds a part.
+
+A device has whole heads, an equal share of the hidden features of every MLP, and an equal share of
+the vocabulary. The weights of queries, keys, values, gate and up are divided along n; those of the
+output and down projections along k, so that their products are partial sums of the residual
+stream, which an all-reduce adds: two in each block. Embedding and head are divided along the
+vocabulary, the cache along its heads, and everything else is on every device.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import AxisType
+
+from .._core import padding
+from .._core.array import QuantizedArray
+from .._core.format import Format
+from .._core.layout import ATOM
+from .._core.sharding import partition_spec
+from .._flax.nnx_variables import QuantizedVariable
+from .config import Config
+
+# The last component of the name of a weight, or of a variable of the decoder.
+_VOCABULARY = ("embedding", "head")
+_ALONG_N = ("q", "k", "v", "qkv", "gate", "up", "gate_up", *_VOCABULARY)
+_ALONG_K = ("o", "down")
+_BIASES = ("q_bias", "k_bias", "v_bias", "biases")
+
+
+class MatrixVariable(QuantizedVariable):
+    """A whole `QuantizedArray`.
+
+    Its metadata `out_sharding` are the entries of the matrix (..., k, n), of which
+    `nnx.get_partition_spec` and `nnx.get_named_sharding` make those of the packed arrays.
+    """
+
+    def replace(self, *value: Any, **updates: Any) -> Any:
+        array = self.get_value()
+        if value and isinstance(value[0], jax.P) and isinstance(array, QuantizedArray):
+            value = (_specs(array, value[0], self.get_metadata("mesh", None)),)
+        return super().replace(*value, **updates)
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The mesh with one axis over which a decoder is divided."""
+
+    mesh: jax.sharding.Mesh
+
+    @classmethod
+    def of(cls, config: Config, mesh: Any, formats: Mapping[str, Format | None]) -> "Division":
+        """The division of a decoder with matrices of these formats, None for floats.
+
+        **Raises:** `TypeError` for what is no mesh, and `ValueError` for a mesh of several axes and
+        for sizes that its number of devices does not divide.
+        """
+        if not isinstance(mesh, jax.sharding.Mesh):
+            raise TypeError(
+                f"shard: mesh is {type(mesh).__name__}, but it is a jax.sharding.Mesh, such as "
+                'jax.make_mesh((2,), ("model",)).'
+            )
+        if len(mesh.axis_names) != 1:
+            raise ValueError(
+                f"shard: the mesh has the axes {mesh.axis_names}, but a model is divided over one; "
+                'make one such as jax.make_mesh((2,), ("model",)).'
+            )
+        reason = _undivided(config, formats, mesh.size)
+        if reason is not None:
+            others = (n for n in range(1, config.kv_heads + 1) if n <= len(jax.devices()))
+            possible = [str(n) for n in others if _undivided(config, formats, n) is None]
+            raise ValueError(
+                f"shard: {reason}; use a mesh of another number of devices: {', '.join(possible)}."
+            )
+        # Arrays have no sharding in their types, so that the loop around the decoder is as ever.
+        return cls(jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,)))
+
+    @property
+    def axis(self) -> str:
+        return self.mesh.axis_names[0]
+
+    @property
+    def parts(self) -> int:
+        return self.mesh.size
+
+    def place(self, name: str, weight: Any) -> Any:
+        """A weight, by its name, on the devices; a vocabulary that needs padding as it is."""
+        if self._padding(name, weight):
+            return weight
+        if isinstance(weight, QuantizedArray):
+            specs: Any = _specs(weight, self._entries(name), self.mesh)
+        else:
+            specs = jax.P(*self._entries(name))
+        shardings = jax.tree.map(functools.partial(jax.NamedSharding, self.mesh), specs)
+        return jax.device_put(weight, shardings)
+
+    def check(self, name: str, weight: Any) -> None:
+        """Refuses a quantized weight whose parts are no matrices of their own.
+
+        **Raises:** `ValueError` with the name and the reason.
+        """
+        if not isinstance(weight, QuantizedArray):
+            return
+
+        def part(leaf: Any, spec: jax.P) -> jax.ShapeDtypeStruct:
+            shape = jax.NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        try:
+            specs = _specs(weight, self._entries(name), self.mesh)
+            jax.tree.map(part, weight, specs).check_part()
+        except ValueError as error:
+            raise ValueError(
+                f"shard: {name} cannot be divided over {self.parts} devices: {error}"
+            ) from None
+
+    def padded(self, name: str, weight: Any) -> Any:
+        """An embedding or a head with columns for whole atoms on every device; others as they
+        are."""
+        missing = self._padding(name, weight)
+        if not missing:
+            return weight
+        if not isinstance(weight, QuantizedArray):
+            return jnp.pad(weight, [(0, 0), (0, missing)])
+        found = weight.n + missing
+        pad = [(0, found // ATOM - weight.packed.shape[0]), (0, 0), (0, 0)]
+        leaves = {leaf: getattr(weight, leaf) for leaf in ("packed", "scale", "zero")}
+        blocks = {leaf: x if x is None else jnp.pad(x, pad) for leaf, x in leaves.items()}
+        return dataclasses.replace(weight, **blocks, n=found, whole=None)
+
+    def _padding(self, name: str, weight: Any) -> int:
+        return -weight.shape[-1] % (ATOM * self.parts) if _kind(name) in _VOCABULARY else 0
+
+    def _entries(self, name: str) -> tuple[Any, ...]:
+        kind = _kind(name)
+        if kind in _ALONG_K:
+            return (self.axis, None)
+        if kind in _ALONG_N:
+            return (None, self.axis)
+        return (self.axis,) if kind in _BIASES else ()
+
+    def place_variables(self, module: nnx.Module) -> None:
+        """Puts the variables of a decoder on the devices, with their sharding as metadata.
+
+        **Raises:** what `check` raises, before one is moved.
+        """
+        variables = [
+            (".".join(map(str, path)), variable)
+            for path, variable in nnx.iter_graph(module)
+            if isinstance(variable, nnx.Variable)
+        ]
+        weights = {name: self.padded(name, variable.get_value()) for name, variable in variables}
+        for name, weight in weights.items():
+            self.check(name, weight)
+        for name, variable in variables:
+            weight = weights.pop(name)
+            variable.set_value(self.place(name, weight))
+            if entries := self._entries(name):
+                entries = (*[None] * (weight.ndim - len(entries)), *entries)
+                variable.set_metadata(out_sharding=entries, mesh=self.mesh)
+
+    def on_each(
+        self, function: Callable[..., Any], module: nnx.Module, *, in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """`function` of the module and arguments, where every device sees its part alone."""
+        graph, state = nnx.split(module)
+
+        def local(state: Any, *arguments: Any) -> Any:
+            return function(nnx.merge(graph, state), *arguments)
+
+        # Kernels of others do not say over which axes their results vary, hence no check_vma.
+        mapped = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(nnx.get_partition_spec(state), *in_specs),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        context, own = jax.sharding.get_abstract_mesh(), self.mesh.abstract_mesh
+        if not context.empty and any(
+            getattr(context, name) != getattr(own, name) for name in ("shape", "axis_types")
+        ):
+            raise ValueError(
+                f"Decoder: its mesh is {dict(own.shape)} with Auto axes, but jax.set_mesh was "
+                f"called with {dict(context.shape)} of {context.axis_types[0].name} axes; call "
+                "the decoder outside of it, or make both alike, with "
+                "axis_types=(jax.sharding.AxisType.Auto,)."
+            )
+        # Outside jax.jit, jax.shard_map alone would compile every operation by itself.
+        return functools.partial(jax.jit(mapped, inline=True), state)
+
+    # Inside `on_each`:
+
+    def own_columns(self, tokens: Array, vocabulary: int, columns: int) -> tuple[Array, Array]:
+        """The columns that tokens have on this device, of so many, and which tokens have one.
+
+        Tokens that the vocabulary has not have one everywhere, which does not exist: a lookup gives
+        NaN, as it does on one device. Negative ones count from the end.
+        """
+        tokens = jnp.where(tokens < 0, tokens + vocabulary, tokens)
+        known = (tokens >= 0) & (tokens < vocabulary)
+        own = jnp.where(known, tokens - lax.axis_index(self.axis) * columns, columns)
+        there = (own >= 0) & (own < columns)
+        return jnp.where(there | ~known, own, 0), there | ~known
+
+    def add(self, values: Array) -> Array:
+        """The sum of the values of all devices."""
+        return lax.psum(values, self.axis)
+
+    def join_columns(self, values: Array, columns: int) -> Array:
+        """Values (..., columns) of this device and the others, without those of padding."""
+        whole = lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)
+        return whole[..., :columns]
+
+
+def add_parts(division: Division | None, product: Callable[[Any], Array], dtype: Any) -> Array:
+    """`product(dtype)`, whose partial sums on several devices are float32 and added first."""
+    if division is None:
+        return product(dtype)
+    return division.add(product(jnp.float32)).astype(dtype)
+
+
+def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int) -> str | None:
+    """Why a decoder is not divided into so many parts, or None."""
+    for name in ("heads", "kv_heads", "hidden"):
+        if (size := getattr(config, name)) % parts:
+            return f"{name}={size} is no multiple of {parts} devices, each of which has its own"
+    if parts == 1:
+        return None
+    attended = config.heads * config.head_size
+    features = {
+        "heads": attended,
+        "kv_heads": config.kv_heads * config.head_size,
+        "hidden": config.hidden,
+    }
+    for name, size in features.items():
+        if size // parts % ATOM:
+            return (
+                f"the {size} features of {name} are {size // parts} on each of {parts} devices, "
+                f"but words are cut in multiples of {ATOM}"
+            )
+    for name, format in formats.items():
+        size = {"o": attended, "down": config.hidden}.get(_kind(name))
+        if size is None or format is None:
+            continue
+        unit = padding.shard_unit(format.group_size)
+        if size // parts % unit:
+            return (
+                f"the {size} rows of {name} are {size // parts} on each of {parts} devices, but "
+                f"in groups of {format.group_size} they are cut in multiples of {unit}"
+            )
+    return None
+
+
+def _specs(array: QuantizedArray, entries: Any, mesh: Any) -> QuantizedArray:
+    """The specs of the leaves of a matrix that is divided as `entries`."""
+    *_, k, n = (None, None, *entries)
+    return partition_spec(array, mesh, k=k, n=n)
+
+
+def _kind(name: str) -> str:
+    """What decides how a weight is divided: the last word of its name that is no number."""
+    return next(word for word in reversed(name.split(".")) if not word.isdigit())

@@ -1,0 +1,85 @@
+"""A language model on two GPUs: `test_llm_sharding.py` has every architecture, on the CPU."""
+
+import collections
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxlowbit import INT4
+from jaxlowbit._llm import generate as loop
+from jaxlowbit._llm.sampling import Sampling
+from jaxlowbit.llm import Config, Decoder, LanguageModel, generate, init, shard
+
+pytestmark = pytest.mark.gpu
+CONFIG = Config(
+    "llama", layers=3, width=512, heads=8, kv_heads=2, head_size=128, hidden=1536, vocabulary=4224,
+    context=1024,
+)  # fmt: skip
+PROMPTS = [
+    np.random.default_rng(i).integers(0, 4224, size).tolist() for i, size in enumerate((40, 9))
+]
+NEAR = 0.03  # of the largest logit: what rounding to bfloat16 changes
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip(f"needs 2 GPUs, JAX sees {len(devices)}")
+    return jax.make_mesh((2,), ("model",), devices=devices[:2])
+
+
+def logits(decoder: Decoder, tokens: Any) -> np.ndarray:
+    graph, state = nnx.split(decoder)
+    call = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+    return np.asarray(call(state, np.asarray(tokens, np.int32)))
+
+
+def test_float32_gives_the_tokens_of_one_device(mesh):
+    one = init(CONFIG, INT4, dtype=jnp.float32)
+    found = generate(shard(one, mesh), PROMPTS, max_new_tokens=24)
+    want = generate(one, PROMPTS, max_new_tokens=24)
+    assert [x.tokens for x in found] == [x.tokens for x in want]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_bfloat16_gives_the_tokens_of_one_device_but_for_rounding(batch, mesh):
+    """Each token is one of those that are most likely after the ones before it."""
+    one = init(CONFIG, INT4, dtype=jnp.bfloat16)
+    two = shard(one, mesh)
+    for prompt, result in zip(
+        PROMPTS[:batch], generate(two, PROMPTS[:batch], max_new_tokens=40), strict=True
+    ):
+        assert len(result.tokens) == 40
+        tokens = [[*prompt, *result.tokens]]
+        rows, others = logits(one.decoder, tokens)[0], logits(two.decoder, tokens)[0]
+        slack = NEAR * np.abs(rows).max()
+        assert np.abs(rows - others).max() < slack
+        rows = rows[len(prompt) - 1 : -1]
+        drawn = rows[np.arange(len(rows)), result.tokens]
+        assert (rows.max(axis=-1) - drawn).max() < 2 * slack
+
+
+def test_two_runs_give_the_same_bits(mesh):
+    two = shard(init(CONFIG, INT4, dtype=jnp.bfloat16), mesh)
+    rows = [logits(two.decoder, [PROMPTS[0]]) for _ in range(2)]
+    assert rows[0].tobytes() == rows[1].tobytes()
+
+
+def test_a_step_sends_sums_and_logits_only(mesh):
+    decoder = shard(LanguageModel(init(CONFIG, INT4).decoder), mesh).decoder
+    graph, state = nnx.split(decoder)
+    numbers = (jnp.zeros((1, 4224)), jnp.zeros(1, jnp.int32), jnp.zeros(1, bool))
+    start = loop.State(decoder.make_cache(1, 256), *decoder.replicate(numbers))
+    eos, key = jnp.zeros(0, jnp.int32), jax.random.key(0)
+    program = loop.decode.trace(graph, state, start, np.int32(3), eos, key, Sampling())
+    text = program.lower().compile().as_text() or ""
+    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
+    sent = collections.Counter(re.findall(rf"= .*? ({kinds})(?:-start)?\(", text))
+    assert sent == {"all-reduce": 2 * CONFIG.layers + 1, "all-gather": 1}
+    assert not re.findall(rf"= .*u32\[.*? ({kinds})(?:-start)?\(", text), "words were sent"
