@@ -81,7 +81,7 @@ class Decoder(nnx.Module):
         check(config, weights)
         self.config = config
         self.dtype = jnp.dtype(dtype)
-        self.division = None
+        self.division: Division | None = None
         self.embedding = _variable(weights["embedding"])
         self.blocks = nnx.List([Block(config, weights, i) for i in range(config.layers)])
         self.final_norm = _norm(config, weights, "final_norm")
@@ -95,10 +95,10 @@ class Decoder(nnx.Module):
         **Raises:** `ValueError` for sizes that the number of devices does not divide, before
         anything is moved.
         """
-        self.division = Division.of(self.config, mesh, self._formats)
-        self.division.place_variables(self)
-        for block in self.blocks:
-            block.division = self.division
+        division = Division.of(self.config, mesh, self._formats)
+        division.place_variables(self)
+        for module in (self, *self.blocks):
+            module.division = division
 
     @property
     def _formats(self) -> dict[str, Format | None]:
@@ -230,9 +230,9 @@ class Decoder(nnx.Module):
         """The logits, float32 (..., vocabulary), of what `forward` returns (..., width)."""
         if self.division is None:
             return self._logits(x)
-        return self.division.on_each(Decoder._logits, self, in_specs=(jax.P(),), out_specs=jax.P())(
-            x
-        )
+        whole = jax.P()
+        local = self.division.on_each(Decoder._logits, self, in_specs=(whole,), out_specs=whole)
+        return local(x)
 
     def _logits(self, x: Array) -> Array:
         head = self.embedding if self.head is None else self.head
