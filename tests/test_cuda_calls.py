@@ -32,6 +32,7 @@ from jaxlowbit import (
     quantized_matmuls,
     quantized_mlp,
 )
+from jaxlowbit._composite.normalized import normalized_matmuls, normalized_mlp
 
 pytestmark = pytest.mark.gpu
 
@@ -162,6 +163,44 @@ def test_blocks_in_one_call_each(width, m, dtype):
     for got, want in zip(first, jax.jit(apart)(lhs), strict=True):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
         assert np.linalg.norm(got - want) <= eps * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("addend", ["float32", "that of the rows"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("m", ROWS)
+def test_products_of_normalized_rows_in_one_call_each(m, dtype, addend):
+    """Against the sum and the normalization by XLA, and the same products."""
+    width = 1024
+    gate_up, down = mlp_weights(width, 1536, 512, INT4)
+    weights = [quantize(normal(width, n, seed=n), INT4) for n in (256, 200)]
+    norm = 1 + normal(width, 1)[:, 0]
+    rows = normal(m, width, seed=1).astype(dtype)
+    parts = normal(m, width, seed=2).astype(jnp.float32 if addend == "float32" else dtype)
+
+    def calls(rows, parts):
+        options: dict[str, Any] = {"activation": "silu", "epsilon": 1e-5, "dtype": jnp.float32}
+        y, out = normalized_mlp(rows, parts, norm, gate_up, down, **options)
+        z, products = normalized_matmuls(rows, parts, norm.astype(dtype), weights, epsilon=1e-5)
+        return y, out, z, *products
+
+    def apart(rows, parts):
+        def normalize(scales):
+            wide = y.astype(jnp.float32)
+            factor = jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)
+            return (wide * factor * scales.astype(jnp.float32)[None]).astype(dtype)
+
+        y = rows + parts.astype(dtype)
+        out = mlp(normalize(norm), gate_up, down, preferred_element_type=jnp.float32)
+        products = quantized_matmuls(normalize(norm.astype(dtype)), weights, backend="cuda")
+        return y, out, y, *products
+
+    assert custom_calls(calls, rows, parts) == ["normalized", "normalized"]
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    found, wanted = jax.jit(calls)(rows, parts), jax.jit(apart)(rows, parts)
+    for i, (got, want) in enumerate(zip(found, wanted, strict=True)):
+        assert got.dtype == want.dtype
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        assert np.linalg.norm(got - want) <= (0 if i in (0, 2) else eps) * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize(("dtype", "large"), [(jnp.bfloat16, 1e25), (jnp.float16, 4e3)])

@@ -162,9 +162,16 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
                    {placement.workspace(), placement.bytes()}, place);
   };
   const auto normalize = [&](const void* x, void* total, const ffi::AnyBuffer* scales) {
-    RmsNorm norm = {p.lhs,   p.lhs, p.m,
-                    p.n,     x,     buffers.projected.untyped_data(),
-                    nullptr, total, buffers.normed.untyped_data(),
+    RmsNorm norm = {p.lhs,
+                    p.lhs,
+                    p.lhs,
+                    p.m,
+                    p.n,
+                    x,
+                    buffers.projected.untyped_data(),
+                    nullptr,
+                    total,
+                    buffers.normed.untyped_data(),
                     epsilon};
     if (scales != nullptr) {
       norm.scale = scales->untyped_data();

@@ -16,6 +16,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMlpInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaBlockInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaAttendInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaDecodeBlockInitialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaNormalizedInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaFusedExecute);
@@ -24,6 +25,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMlpExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaBlockExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaAttendExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaDecodeBlockExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaNormalizedExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesExecute);
 
 #if defined(JAXLOWBIT_COUNT_EXECUTES)

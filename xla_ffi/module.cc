@@ -68,6 +68,7 @@ nb::dict Targets() {
       {"jaxlowbit_attend", JaxlowbitCudaAttendInitialize, JaxlowbitCudaAttendExecute},
       {"jaxlowbit_decode_block", JaxlowbitCudaDecodeBlockInitialize,
        JaxlowbitCudaDecodeBlockExecute},
+      {"jaxlowbit_normalized", JaxlowbitCudaNormalizedInitialize, JaxlowbitCudaNormalizedExecute},
       {"jaxlowbit_times", JaxlowbitCudaTimesInitialize, JaxlowbitCudaTimesExecute}};
   for (const auto& call : calls) {
     nb::dict cuda;

@@ -51,11 +51,11 @@ __device__ void Store(const Vector<T>& value, T* pointer, int64_t vector) {
   }
 }
 
-// A vector of scales, float32 if `wide`, else of type T.
+// A vector of float32 if `wide`, else of type T.
 template <bool kAligned, typename T>
-__device__ Vector<float> LoadScales(const void* scale, bool wide, int64_t vector) {
-  if (wide) return Load<kAligned>(static_cast<const float*>(scale), vector);
-  const Vector<T> narrow = Load<kAligned>(static_cast<const T*>(scale), vector);
+__device__ Vector<float> LoadFloats(const void* from, bool wide, int64_t vector) {
+  if (wide) return Load<kAligned>(static_cast<const float*>(from), vector);
+  const Vector<T> narrow = Load<kAligned>(static_cast<const T*>(from), vector);
   Vector<float> value;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) value.at[i] = static_cast<float>(narrow.at[i]);
@@ -76,15 +76,16 @@ __device__ float SumOfBlock(float value) {
 // kVectors: vectors of a thread. kAligned: all operands and results begin at multiples of 16 bytes.
 template <typename T, int kVectors, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads)
-    RmsNormKernel(const T* x, const T* addend, const void* scale, bool wide, T* sum, T* out,
-                  int vectors, float epsilon) {
+    RmsNormKernel(const T* x, const void* addend, bool wide_addend, const void* scale,
+                  bool wide_scale, T* sum, T* out, int vectors, float epsilon) {
   LaunchDependents();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * vectors;
   Vector<float> scales[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * blockDim.x + threadIdx.x;
-    if (scale != nullptr && at < vectors) scales[i] = LoadScales<kAligned, T>(scale, wide, at);
+    if (scale != nullptr && at < vectors)
+      scales[i] = LoadFloats<kAligned, T>(scale, wide_scale, at);
   }
   WaitForPreviousKernels();
   Vector<T> sums[kVectors];
@@ -93,10 +94,11 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * blockDim.x + threadIdx.x;
     if (at >= vectors) break;
-    const Vector<T> a = Load<kAligned>(x, row + at), b = Load<kAligned>(addend, row + at);
+    const Vector<T> a = Load<kAligned>(x, row + at);
+    const Vector<float> b = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
-      sums[i].at[j] = T(static_cast<float>(a.at[j]) + static_cast<float>(b.at[j]));
+      sums[i].at[j] = T(static_cast<float>(a.at[j]) + static_cast<float>(T(b.at[j])));
       squares += static_cast<float>(sums[i].at[j]) * static_cast<float>(sums[i].at[j]);
     }
     Store<kAligned>(sums[i], sum, row + at);
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 }
 
 template <typename T>
-using KernelFunction = void (*)(const T*, const T*, const void*, bool, T*, T*, int, float);
+using KernelFunction = void (*)(const T*, const void*, bool, const void*, bool, T*, T*, int, float);
 
 template <typename T>
 KernelFunction<T> Find(bool two_vectors, bool aligned) {
@@ -136,8 +138,8 @@ cudaError_t Launch(const RmsNorm& norm, bool pdl, cudaStream_t stream) {
   const bool aligned = IsAligned(norm.x) && IsAligned(norm.addend) && IsAligned(norm.scale) &&
                        IsAligned(norm.sum) && IsAligned(norm.out);
   const auto kernel = Find<T>(vectors > kMaxThreads, aligned);
-  return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const T*>(norm.x),
-                            static_cast<const T*>(norm.addend), norm.scale,
+  return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const T*>(norm.x), norm.addend,
+                            norm.addend_type == ElementType::kF32, norm.scale,
                             norm.scale_type == ElementType::kF32, static_cast<T*>(norm.sum),
                             static_cast<T*>(norm.out), vectors, norm.epsilon);
 }

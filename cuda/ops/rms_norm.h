@@ -12,11 +12,11 @@
 
 namespace jaxlowbit {
 
-// For each row, sum = x + addend, rounded, and with scales out = sum / sqrt(mean(sum^2) + epsilon) * scale. All
-// buffers but the scales have `type`; columns is a multiple of 8 up to kMaxRmsNormColumns (limits.h).
+// For each row, sum = x + addend, both rounded, and with scales out = sum / sqrt(mean(sum^2) + epsilon) * scale. All
+// buffers but scales and addend have `type`; columns is a multiple of 8 up to kMaxRmsNormColumns (limits.h).
 struct RmsNorm {
   ElementType type;
-  ElementType scale_type;  // `type` or float32
+  ElementType scale_type, addend_type;  // `type` or float32
   int64_t rows, columns;
   const void *x, *addend, *scale;  // scale: null for none
   void *sum, *out;

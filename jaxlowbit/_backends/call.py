@@ -24,6 +24,7 @@ MLP_TARGET = "jaxlowbit_quantized_mlp"
 BLOCK_TARGET = "jaxlowbit_quantized_block"
 ATTEND_TARGET = "jaxlowbit_attend"
 DECODE_BLOCK_TARGET = "jaxlowbit_decode_block"
+NORMALIZED_TARGET = "jaxlowbit_normalized"
 TIMES_TARGET = "jaxlowbit_times"
 
 # In the order of ElementType and of ZeroKind (`cuda/types.h`).

@@ -198,6 +198,62 @@ def decode_block(
     return keys, values, *(x[0] for x in results)
 
 
+def normalized(
+    residual: Array,
+    addend: Array,
+    norm: Array,
+    weights: Sequence[QuantizedArray],
+    *,
+    activation: str | None,
+    epsilon: float,
+    out_dtype: jnp.dtype,
+) -> tuple[Array, ...]:
+    """`residual + addend`, and products of its normalized rows, as one custom call of CUDA.
+
+    With an activation the weights are gate and up as one stack and down, of an MLP.
+    """
+    rows, m, dtype = residual.shape[:-1], math.prod(residual.shape[:-1]), residual.dtype
+    mlp = activation is not None
+    k = residual.shape[-1]
+    operands = [
+        *call.apart(residual.reshape(1, m, k), addend.reshape(1, m, k)),
+        norm,
+        *(operand for weight in weights for operand in call.call_operands(weight, dtype)),
+    ]
+    stream = jax.ShapeDtypeStruct((1, m, k), dtype)
+    dtypes = [dtype, out_dtype] if mlp else [out_dtype] * len(weights)
+    products = [
+        jax.ShapeDtypeStruct((1, m, weight.n), of)
+        for weight, of in zip(weights, dtypes, strict=True)
+    ]
+    sums = max(
+        call.workspace_bytes(2 if mlp and i == 0 else 1, m, weight.n)
+        for i, weight in enumerate(weights)
+    )
+    workspace = call.workspace(sums, products, operands)
+    formats = [call.format_attributes(weight.format) for weight in weights]
+    total, _, _, *outs = jax.ffi.ffi_call(
+        call.NORMALIZED_TARGET, [stream, stream, workspace, *products]
+    )(
+        *operands,
+        **call.attributes(
+            bits=np.array([format["bits"] for format in formats]),
+            group_size=np.array([format["group_size"] for format in formats]),
+            activation=activation or "none",
+            mlp=np.bool_(mlp),
+            epsilon=np.float32(epsilon),
+        ),
+        **call.launches(
+            *(
+                _launch(residual, m, weight, of, gated=mlp and i == 0)
+                for i, (weight, of) in enumerate(zip(weights, dtypes, strict=True))
+            )
+        ),
+    )
+    results = call.apart(total, *(outs[1:] if mlp else outs))
+    return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
+
+
 def _sums_bytes(m: Any, weights: Sequence[QuantizedArray]) -> int:
     """Bytes for partial sums of the products of a block."""
     out, gate_up, *others = weights

@@ -31,6 +31,7 @@ from .._composite.block import quantized_block
 from .._composite.glu import quantized_glu
 from .._composite.matmuls import quantized_matmuls
 from .._composite.mlp import quantized_mlp
+from .._composite.normalized import normalized_matmuls, normalized_mlp
 from .._core.array import QuantizedArray
 from .._core.columns import take_columns
 from .._core.format import Format
@@ -274,10 +275,15 @@ class Block(nnx.Module):
     @property
     def fused(self) -> bool:
         """Whether `quantized_block` computes this block."""
+        # The devices of a mesh add their parts within the block.
+        return self.fusible and self.division is None
+
+    @property
+    def fusible(self) -> bool:
+        """Whether calls compute this block with its normalizations."""
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
-        alone = self.division is None  # the devices of a mesh add their parts within the block
-        return alone and quantized and len(self.gate_up) == 1 and self.post_mlp_norm is None
+        return quantized and len(self.gate_up) == 1 and self.post_mlp_norm is None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -406,6 +412,8 @@ class Block(nnx.Module):
         """The residual stream after this block, and `following.project` of it."""
         if self.fused:
             return self._finish_in_one_call(attended, x, following)
+        if self.division is not None and self.fusible:
+            return self._finish_in_parts(attended, x, following, self.division)
         out = functools.partial(multiply, attended, self.o.get_value())
         x = x + self.normalize(add_parts(self.division, out, x.dtype), self.post_attention_norm)
         mlp = functools.partial(self.mlp, self.normalize(x, self.mlp_norm))
@@ -430,6 +438,27 @@ class Block(nnx.Module):
         if onward is not None:
             return out
         return out, () if following is None else following.project(out)
+
+    def _finish_in_parts(
+        self, attended: Array, x: Array, following: "Block | None", division: Division
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """A call after each of the two all-reduces."""
+        epsilon = self.config.norm_epsilon
+        x, parts = normalized_mlp(
+            x,
+            division.add(multiply(attended, self.o.get_value(), jnp.float32)),
+            self.mlp_norm.get_value(),
+            self.gate_up[0].get_value(),
+            self.down.get_value(),
+            activation=self.config.activation,
+            epsilon=epsilon,
+            dtype=jnp.float32,
+        )
+        added = division.add(parts)
+        if (onward := self._onward(following)) is not None:
+            return normalized_matmuls(x, added, *onward, epsilon=epsilon)
+        x = x + added.astype(x.dtype)
+        return x, () if following is None else following.project(x)
 
     def _onward(self, following: "Block | None") -> tuple[Array, Sequence[QuantizedArray]] | None:
         """What `quantized_block` multiplies by for the next block, if that is quantized."""

@@ -1,0 +1,101 @@
+"""Products of normalized rows: what tensor-parallel blocks have between two all-reduces."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._backends import cuda_calls
+from .._core.array import QuantizedArray
+from .._matmul import epilogue
+from .._matmul.call import Call, Rows, Weights, run
+from .._matmul.options import Options
+from .._matmul.product import multiply
+
+
+def normalized_matmuls(
+    residual: Array,
+    addend: Array,
+    norm: Array,
+    weights: Sequence[QuantizedArray],
+    *,
+    epsilon: float,
+) -> tuple[Array, tuple[Array, ...]]:
+    """`y = residual + addend`, rounded, and the products of `rms_norm(y) * norm` with each weight.
+
+    **Arguments:**
+
+    - `residual`: float32, bfloat16 or float16 (..., d).
+    - `addend`: (..., d), of that dtype or float32; it is rounded before it is added.
+    - `norm`: scales (d,), of that dtype or float32.
+    - `weights`: (d, n_i) each.
+    - `epsilon`: a constant added to the mean square.
+
+    **Returns:** y, and (..., n_i) of each weight, in the dtype of `residual`.
+    """
+    fields = {"activation": None, "epsilon": float(epsilon)}
+    y, *products = run(
+        _Normalized, (residual, addend), tuple(weights), Options(), (norm,), **fields
+    )
+    return y, tuple(products)
+
+
+def normalized_mlp(
+    residual: Array,
+    addend: Array,
+    norm: Array,
+    gate_up: QuantizedArray,
+    down: QuantizedArray,
+    *,
+    activation: str,
+    epsilon: float,
+    dtype: Any,
+) -> tuple[Array, Array]:
+    """`y = residual + addend`, rounded, and `quantized_mlp` of `rms_norm(y) * norm`.
+
+    **Arguments:** as of `normalized_matmuls` and `quantized_mlp`; `dtype` is that of the product.
+
+    **Returns:** y (..., d), and (..., n).
+    """
+    fields = {"activation": activation, "epsilon": float(epsilon)}
+    y, out = run(
+        _Normalized, (residual, addend), (gate_up, down), Options(dtype), (norm,), **fields
+    )
+    return y, out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Normalized(Call):
+    activation: str | None  # of an MLP; None: the weights multiply the same rows
+    epsilon: float
+
+    def composition(self, *operands: Array) -> tuple[Array, ...]:
+        (residual, addend), weights, (norm,) = self.named(operands)
+        y = residual + addend.astype(residual.dtype)
+        wide = y.astype(jnp.float32)
+        factor = lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
+        scales = lax.expand_dims(norm.astype(jnp.float32), range(y.ndim - 1))
+        rows = (wide * factor * scales).astype(y.dtype)
+        if self.activation is None:
+            return (y, *(multiply(rows, weight, self.options) for weight in weights))
+        gate_up, down = weights
+        inner = self.options.replace(preferred_element_type=None)
+        hidden = epilogue.gated_product(rows, gate_up, None, self.activation, inner)
+        return y, multiply(hidden, down, self.options)
+
+    def supports(self, rows: Rows, weights: Weights) -> bool:
+        return super().supports(rows, weights) and cuda_calls.normalizes(rows[0].shape[-1])
+
+    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+        (residual, addend), weights, (norm,) = self.named(operands)
+        return cuda_calls.normalized(
+            residual,
+            addend,
+            norm,
+            weights,
+            activation=self.activation,
+            epsilon=self.epsilon,
+            out_dtype=self.options.out_dtype(residual),
+        )
