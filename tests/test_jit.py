@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -52,8 +53,8 @@ print(json.dumps([ffi.toolchain(), results]))
 """
 
 
-def start(cache, instances, *, architecture="90a", **env):
-    given = json.dumps([PATHS, instances, architecture])
+def start(cache, instances, *, architecture="90a", paths=PATHS, **env):
+    given = json.dumps([paths, instances, architecture])
     env = os.environ | {"JAXLOWBIT_CACHE_DIR": str(cache)} | env
     command = [sys.executable, "-P", "-c", PROGRAM, given]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
@@ -83,6 +84,14 @@ def files(cache: Path) -> list[Path]:
     return sorted(cache.rglob("*"))
 
 
+@pytest.fixture(scope="module")
+def filled(nvrtc, tmp_path_factory):
+    """A cache with one instance, not to be written to, and the instance."""
+    cache = tmp_path_factory.mktemp("filled")
+    _, (right,) = compiled(cache)
+    return cache, right
+
+
 def test_every_kernel_compiles_and_is_found_again(nvrtc, tmp_path):
     instances = list(INSTANCES.items())
     _, first = compiled(tmp_path, instances)
@@ -96,15 +105,17 @@ def test_every_kernel_compiles_and_is_found_again(nvrtc, tmp_path):
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files(tmp_path))
 
 
-def test_an_architecture_is_part_of_the_key(nvrtc, tmp_path):
-    _, (hopper,) = compiled(tmp_path)
+def test_an_architecture_is_part_of_the_key(filled, tmp_path):
+    cache, hopper = filled
+    shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
     _, (ampere,) = compiled(tmp_path, architecture="80")
     assert not ampere["cached"] and ampere["cubin"] != hopper["cubin"]
 
 
 @pytest.mark.parametrize("damage", ["cut short", "a bit flipped", "empty", "of another key"])
-def test_a_damaged_file_is_not_taken(nvrtc, tmp_path, damage):
-    _, (right,) = compiled(tmp_path)
+def test_a_damaged_file_is_not_taken(filled, tmp_path, damage):
+    cache, right = filled
+    shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
     (path,) = files(tmp_path)
     whole = path.read_bytes()
     flipped = bytearray(whole)
@@ -146,6 +157,59 @@ def test_an_instance_that_does_not_compile_says_why(nvrtc, tmp_path):
     _, (result,) = compiled(tmp_path, [("sm80", wrong)])
     assert result["error"].startswith("NVRTC ") and "error" in result["error"].partition("\n")[2]
     assert files(tmp_path) == []
+
+
+# Stands for NVRTC of any version: it compiles nothing.
+FAKE = """
+int nvrtcVersion(int *major, int *minor) { *major = MAJOR; *minor = MINOR; return 0; }
+const char *nvrtcGetErrorString(int status) { (void)status; return "fake"; }
+int nvrtcCreateProgram(void) { return 1; }
+int nvrtcDestroyProgram(void) { return 0; }
+int nvrtcAddNameExpression(void) { return 1; }
+int nvrtcCompileProgram(void) { return 1; }
+int nvrtcGetProgramLogSize(void) { return 1; }
+int nvrtcGetProgramLog(void) { return 1; }
+int nvrtcGetCUBINSize(void) { return 1; }
+int nvrtcGetCUBIN(void) { return 1; }
+"""
+
+
+def fake_nvrtc(folder: Path, version: str) -> dict:
+    """Options of `start` for processes that find this version and no other."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("cc was not found")
+    folder.mkdir()
+    library = folder / "libnvrtc.so.13"
+    major, minor = version.split(".")
+    defined = [f"-DMAJOR={major}", f"-DMINOR={minor}", "-Wl,-soname,libnvrtc.so.13"]
+    command = [compiler, "-shared", "-fPIC", *defined, "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=FAKE, text=True, check=True)
+    (folder / "libnvrtc.so").symlink_to(library)
+    return {"paths": [str(library)], "LD_LIBRARY_PATH": str(folder)}
+
+
+@pytest.mark.parametrize("version", ["12.8", "12.9", "13.0", "13.2"])
+def test_versions_that_are_too_old_are_refused(tmp_path, version):
+    fake = fake_nvrtc(tmp_path / "lib", version)
+    toolchain, (result,) = compiled(tmp_path / "cache", **fake)
+    said = f"NVRTC is of version {version} but must be of 13.3 or newer; pip install 'jaxlowbit"
+    assert toolchain["error"].startswith(said) and result["error"] == toolchain["error"]
+    assert toolchain["compiler"] == "" and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("version", ["13.3", "13.10", "14.0"])
+def test_newer_versions_are_taken(tmp_path, version):
+    fake = fake_nvrtc(tmp_path / "lib", version)
+    toolchain, (result,) = compiled(tmp_path / "cache", **fake)
+    assert toolchain["error"] == "" and toolchain["compiler"].startswith(f"nvrtc {version} of ")
+    assert result["error"].startswith(f"NVRTC {version}: fake")
+
+
+def test_a_newer_version_is_found_behind_one_that_is_too_old(tmp_path):
+    old, new = (fake_nvrtc(tmp_path / version, version)["paths"] for version in ("12.8", "13.3"))
+    toolchain, _ = compiled(tmp_path / "cache", [], paths=[*old, *new])
+    assert toolchain["error"] == "" and [toolchain["path"]] == new
 
 
 def test_an_unknown_kernel_is_refused():
