@@ -141,7 +141,7 @@ def answer(model: llm.LanguageModel, question: str, max_new_tokens: int) -> None
 
 
 def summary(path: Path, model: llm.LanguageModel) -> str:
-    count = sum(rows * columns for rows, columns in matrices(model))
+    count = sum(tensor.shape[0] * tensor.shape[1] for tensor in matrices(model))
     device = jax.devices()[0]
     return (
         f"{path.name}: {count / 1e6:.1f} million weights, file {path.stat().st_size / 1e6:.1f} MB, "
@@ -150,8 +150,9 @@ def summary(path: Path, model: llm.LanguageModel) -> str:
     )
 
 
-def matrices(model: llm.LanguageModel) -> list[tuple[int, ...]]:
-    return [tensor.shape for tensor in model.report.tensors if len(tensor.shape) == 2]
+def matrices(model: llm.LanguageModel) -> list[Any]:
+    """The reports of the matrices, embedding among them."""
+    return [tensor for tensor in model.report.tensors if len(tensor.shape) == 2]
 
 
 def device_bytes(model: llm.LanguageModel) -> int:
@@ -160,7 +161,7 @@ def device_bytes(model: llm.LanguageModel) -> int:
 
 def bits_of(model: llm.LanguageModel) -> float:
     """Bits per weight of the matrices, scales and zeros among them."""
-    found = [tensor for tensor in model.report.tensors if len(tensor.shape) == 2]
+    found = matrices(model)
     count = sum(tensor.shape[0] * tensor.shape[1] for tensor in found)
     return 8 * sum(tensor.nbytes for tensor in found) / count
 
@@ -183,10 +184,15 @@ def plot(rows: list[Row], title: str, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for row in rows:
         axes.scatter(row.bits, row.perplexity, s=40, zorder=2)
-        axes.annotate(row.name, (row.bits, row.perplexity), (6, 6), textcoords="offset points")
+        at = (row.bits, row.perplexity)
+        axes.annotate(row.name, at, (0, 8), textcoords="offset points", ha="center")
     axes.set(xlabel="bits per weight, with scales", ylabel="perplexity (lower is better)")
+    axes.set_yscale("log")
+    axes.set_ylim(min(row.perplexity for row in rows) / 1.5)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_title(title, fontsize="medium")
-    axes.margins(x=0.25, y=0.2)
+    axes.margins(x=0.3, y=0.2)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
