@@ -1,6 +1,7 @@
 """A real chat model, SmolLM2-135M-Instruct: its greedy text, and the memory that loading takes."""
 
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,12 @@ from jaxlowbit.llm import load
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 
+# All that the documentation claims; otherwise a part of it.
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 TEXT = (Path(__file__).parents[1] / "examples/data/northanger_abbey.txt").read_text()
 QUESTIONS = [
-    "What is the capital of France?",
     "What is photosynthesis?",
+    "What is the capital of France?",
     "Give me three tips for a good night's sleep.",
     "Write a short story about a lighthouse keeper and her cat.",
     "Explain what a prime number is, with five examples: 2, 3, 5, 7 and 11.",
@@ -83,13 +86,23 @@ def margins(model, prompt, count):
     return chosen - rows.max(-1)
 
 
+@functools.cache
+def model():
+    return load(smollm2(), dtype=jnp.float32, progress=False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(2))
-def test_greedy_tokens_are_those_of_a_plain_program(number):
-    """A chat and a text: each token is the likeliest after those before it."""
-    model = load(smollm2(), dtype=jnp.float32, progress=False)
-    chat = model.tokenizer.chat([{"role": "user", "content": QUESTIONS[1]}])
-    found = margins(model, (chat, model.tokenizer.encode(TEXT[:300]))[number], 48)
+@pytest.mark.parametrize("i", range(5 if THOROUGH else 1))
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_greedy_tokens_are_those_of_a_plain_program(kind, i):
+    """Each token is the likeliest after those before it."""
+    tokenizer = model().tokenizer
+    if kind == "chat":
+        prompt = tokenizer.chat([{"role": "user", "content": QUESTIONS[i]}])
+    else:
+        prompt = tokenizer.encode(TEXT[5000 * i : 5000 * i + 300])
+    found = margins(model(), prompt, 200 if THOROUGH else 48)
+    print(f"the least margin is {found.min():.5f}")
     assert found.min() > 0
 
 
@@ -119,6 +132,7 @@ print(memory("VmHWM") - before, model.report.nbytes, largest)
 def test_loading_takes_the_memory_of_the_weights_and_of_one_tensor(format):
     """At most the packed weights, the largest tensor in float32, and 200 MB."""
     command = [sys.executable, "-c", LOADING, str(smollm2()), *format]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # where weights are memory of the process
+    printed = subprocess.check_output(command, env=environment, text=True)
     peak, packed, largest = map(int, printed.split())
     assert packed < peak < packed + largest + 200e6
