@@ -85,13 +85,14 @@ def start(options: argparse.Namespace) -> None:
 
     model = load(path, None)
     print(summary(path, model), flush=True)
+    say("the first answer waits for two programs to compile")
     for question in options.question or QUESTIONS:
         print(f"\n> {question}", flush=True)
         answer(model, question, options.max_new_tokens)
 
     rows, found = [], None
     for number, (name, format) in enumerate(FORMATS.items(), 1):
-        say(f"[{number}/{len(FORMATS)}] {name}: loading, reading the text, generating")
+        say(f"[{number}/{len(FORMATS)}] {name}: perplexity of the text, then tokens per second")
         changed = model if format is None else load(path, format)
         tokens = changed.tokenizer.encode(text)[: options.tokens + 1]
         found = llm.perplexity(changed, tokens, context=options.context, progress=watched())
