@@ -90,21 +90,19 @@ def start(options: argparse.Namespace) -> None:
         print(f"\n> {question}", flush=True)
         answer(model, question, options.max_new_tokens)
 
-    rows, found = [], None
+    tokens = model.tokenizer.encode(text)[: options.tokens + 1]  # the first is not predicted
+    context = options.context
+    how = f"{len(tokens) - 1:,} tokens of {options.text.name}, context {context}, stride {context}"
+    print(f"\nperplexity of {how}\n", flush=True)
+    rows = []
     for number, (name, format) in enumerate(FORMATS.items(), 1):
-        say(f"[{number}/{len(FORMATS)}] {name}: perplexity of the text, then tokens per second")
+        say(f"[{number}/{len(FORMATS)}] {name}: perplexity, then tokens per second")
         changed = model if format is None else load(path, format)
-        tokens = changed.tokenizer.encode(text)[: options.tokens + 1]
-        found = llm.perplexity(changed, tokens, context=options.context, progress=watched())
+        found = llm.perplexity(changed, tokens, context=context, progress=watched())
         speed = llm.bench(changed, prompt_tokens=16, new_tokens=SPEED_TOKENS, repeats=1)
         nbytes = device_bytes(changed)
         rows.append(Row(name, bits_of(changed), nbytes, found.perplexity, speed.decode))
-    assert found is not None
-    how = (
-        f"{found.tokens:,} tokens of {options.text.name}, context {found.context}, "
-        f"stride {found.context}"
-    )
-    print(f"\nperplexity of {how}\n\n{table(rows)}")
+    print(table(rows))
     plot(rows, f"{path.stem}\n{how}", options.plot)
     if options.json is not None:
         figures = {"perplexity": how, "formats": [row._asdict() for row in rows]}
