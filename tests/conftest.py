@@ -35,6 +35,7 @@ NOT_OF_JAX = (
     "formats",
     "install",  # run by `.ci/run wheel` on every JAX
     "jit",
+    "language_model_example",
     "layout",
     "linen_sizes",
     "llm_blocks",

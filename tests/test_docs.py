@@ -1,9 +1,11 @@
 """Every Python block of the pages and of the public docstrings runs, and the README's links lead
 somewhere. `make docs` looks after the links of docs/."""
 
+import atexit
 import functools
 import inspect
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,7 @@ SIZES: dict[str, Any] = {
     "hidden": 128,
 }
 MODELS = {
+    "model_file": lambda: model_file(),
     "config": lambda: jl_llm.Config("llama", **SIZES, vocabulary=256, context=128),
     "rngs": lambda: nnx.Rngs(0),
     "mesh": lambda: jax.make_mesh((8,), ("model",), (AxisType.Auto,), devices=jax.devices("cpu")),
@@ -71,6 +74,18 @@ MODELS = {
     "module": lambda: MODULE,
     "variables": lambda: MODULE.init(jax.random.key(0), arrays()["x"]),
 }
+
+
+@functools.cache
+def model_file():
+    """A small GGUF file, which is read by packages that are not always there."""
+    for package in ("gguf", "jinja2", "tokenizers"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    from model_files import write_tiny
+
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return write_tiny(Path(folder.name))
 
 
 def given(block):

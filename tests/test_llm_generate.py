@@ -3,6 +3,7 @@
 import codecs
 import collections
 import functools
+import math
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -143,23 +144,29 @@ def test_text_and_chats_go_through_the_tokenizer():
 # --- programs -------------------------------------------------------------------------------------
 
 
-def test_prompts_of_a_bucket_and_tokens_compile_nothing():
+def test_prompts_of_a_bucket_and_tokens_compile_nothing(caplog):
     fresh = LanguageModel(Decoder(LLAMA.replace(context=250), weights("llama"), dtype=jnp.float32))
+    programs: list[Any] = [loop.prefill, loop.decode]
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
 
-    def compiled():
-        programs: list[Any] = [loop.prefill, loop.decode]
-        return [program._cache_size() for program in programs]
+        def compiled():
+            """How many programs were compiled since the last time, those of single operations
+            among them, and how many there are of the two that we define."""
+            found = sum("Finished XLA compilation" in text for text in caplog.messages)
+            caplog.clear()
+            return found, [program._cache_size() for program in programs]
 
-    generate(fresh, PROMPT, max_new_tokens=3)
-    before = compiled()
-    generate(fresh, PROMPT[:18], max_new_tokens=70, seed=5)
-    generate(fresh, LONG[:30], max_new_tokens=1)
-    list(stream(fresh, PROMPT, max_new_tokens=50))
-    assert compiled() == before
-    generate(fresh, PROMPT, max_new_tokens=3, temperature=0.5, top_p=0.5)
-    before = compiled()
-    generate(fresh, PROMPT, max_new_tokens=3, temperature=0.7, top_p=0.6, seed=8)
-    assert compiled() == before
+        generate(fresh, PROMPT, max_new_tokens=3)
+        first, before = compiled()
+        assert first >= 2
+        generate(fresh, PROMPT[:18], max_new_tokens=70, seed=5)
+        generate(fresh, LONG[:30], max_new_tokens=1)
+        list(stream(fresh, PROMPT, max_new_tokens=50))
+        assert compiled() == (0, before)
+        generate(fresh, PROMPT, max_new_tokens=3, temperature=0.5, top_p=0.5)
+        _, before = compiled()
+        generate(fresh, PROMPT, max_new_tokens=3, temperature=0.7, top_p=0.6, seed=8)
+        assert compiled() == (0, before)
 
 
 def traced(decoder):
@@ -172,13 +179,40 @@ def traced(decoder):
     return loop.decode.trace(graph, state, start, np.int32(3), eos, key, Sampling()), start
 
 
-def test_a_step_copies_no_cache():
+@functools.cache
+def compiled_step():
+    """The optimized program of a call, and its state."""
     program, start = traced(model().decoder)
-    text = program.lower().compile().as_text() or ""
+    return program.lower().compile().as_text() or "", start
+
+
+def test_a_step_copies_neither_cache_nor_weights():
+    text, start = compiled_step()
     aliased = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     assert aliased and aliased[1].count("may-alias") == len(jax.tree.leaves(start))
     assert "f32[2,256,2,16]" in text
     assert not re.findall(r"= f32\[2,256,2,16\]\S* copy\(", text)
+    # No copy has the size of packed words or more, in any of the types that may hold them.
+    state = nnx.state(model().decoder)
+    least = min(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.ndim > 1)
+    packed = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.uint32 and leaf.ndim > 1]
+    assert packed and all(f"u32[{','.join(map(str, leaf.shape))}]" in text for leaf in packed)
+    for bits, sizes in re.findall(r"= [su](8|16|32)\[([\d,]*)\]\S* (?:copy|transpose)\(", text):
+        nbytes = int(bits) // 8 * math.prod(map(int, filter(None, sizes.split(","))))
+        assert nbytes < least
+
+
+def test_a_step_makes_few_calls():
+    """A block is one call; without such a call for the CPU, six: q, k, v, o, gate and up, down."""
+    targets = collections.Counter(
+        re.findall(r'custom_call_target="jaxlowbit_(\w+)"', compiled_step()[0])
+    )
+    layers, head = LLAMA.layers, 1
+    if "quantized_block" in targets:
+        assert targets["quantized_block"] == layers
+        assert targets["quantized_matmul"] <= 3 + head
+    else:
+        assert targets == {"quantized_matmul": 6 * layers + head}
 
 
 def test_a_block_is_one_call_on_a_gpu(cuda):

