@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._backends import cuda_attend
+from .._backends import cpu_attend, cuda_attend
 
-Implementation = Literal["xla", "cudnn", "native"]
+Implementation = Literal["xla", "cudnn", "native", "cpu"]
 
 # Scores where a query may not look: finite, so that a row without any key has no NaN.
 _HIDDEN = -1e30
@@ -24,6 +24,7 @@ def choose(
     length: int,
     head_size: int,
     native: bool = False,
+    cached: bool = False,
 ) -> Implementation:
     """The implementation that is fastest for so many sequences, queries of each and cache slots.
 
@@ -32,7 +33,12 @@ def choose(
     small kernels take half the time of cuDNN's call. Where there are several sequences, or the
     scores of a prompt are large, cuDNN keeps the scores on the chip. It needs 16-bit activations
     and heads of a multiple of 8 up to 256.
+
+    On the CPU our own kernel reads a cache in place. It has no derivative, so without a cache that
+    outlives the call (`cached`) XLA attends.
     """
+    if platform == "cpu" and cached and cpu_attend.unsupported(dtype, head_size=head_size) is None:
+        return "cpu"
     possible = (
         platform == "gpu"
         and dtype in (jnp.bfloat16, jnp.float16)
@@ -84,7 +90,7 @@ def attend(
     """The values that each query sees (`mask`), weighted by the softmax of its scaled scores.
 
     Scores, softmax and accumulators are float32. A query that sees nothing gets zeros from
-    `"native"`, and from the others finite values that mean nothing.
+    `"native"` and `"cpu"`, and from the others finite values that mean nothing.
 
     **Arguments:**
 
@@ -107,6 +113,11 @@ def attend(
             reach=reach,
             window=window,
             scale=scale,
+        )
+        return out.reshape(batch, queries, heads * size)
+    if implementation == "cpu":
+        out = cpu_attend.attend(
+            *(query, key, value, positions, held), reach=reach, window=window, scale=scale
         )
         return out.reshape(batch, queries, heads * size)
     key, value = key[:, :reach], value[:, :reach]

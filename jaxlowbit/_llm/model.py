@@ -111,6 +111,7 @@ class Decoder(nnx.Module):
         cache = cache.advance(positions)
         config, real = self.config, jnp.maximum(positions, 0)
         rotations = rope.rotation(config, real), rope.rotation(config, real, local=True)
+        cached = reach is not None or tokens.shape[1] == 1
         reach = cache.slots if reach is None else reach
         implementation = attention.choose(
             jax.default_backend(),
@@ -120,6 +121,7 @@ class Decoder(nnx.Module):
             length=reach,
             head_size=config.head_size,
             native=attention.native(self.dtype, config.heads, config.kv_heads, config.head_size),
+            cached=cached,
         )
         x = self.embed(tokens)
         products = self.blocks[0].project(x)
