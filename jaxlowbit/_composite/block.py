@@ -42,9 +42,9 @@ def quantized_block(
     with `rms_norm(x) = x / sqrt(mean(x**2) + epsilon)` over the last axis, in float32. Every
     product, sum and normalized row is rounded to the dtype of `attended`. On one NVIDIA GPU, and
     inside `jax.shard_map`, all of it is one custom call, in which a kernel reads its weights before
-    the one before it has ended; elsewhere, in the cases that `quantized_matmuls` names, for rows
-    that are longer than 16384 or no multiple of 8, and where it is differentiated, it is what it
-    stands for.
+    the one before it has ended; on a CPU all of it is one custom call too, for every dtype.
+    Elsewhere, in the cases that `quantized_matmuls` names, for rows that are longer than 16384 or
+    no multiple of 8, and where it is differentiated, it is what it stands for.
 
     **Arguments:**
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from .._backends import cpu_attend, cuda_attend
 
@@ -116,8 +116,13 @@ def attend(
         )
         return out.reshape(batch, queries, heads * size)
     if implementation == "cpu":
-        out = cpu_attend.attend(
-            *(query, key, value, positions, held), reach=reach, window=window, scale=scale
+        # A program that is traced here may be lowered for another platform.
+        options = {"reach": reach, "window": window, "scale": scale}
+        plain = functools.partial(attend, **options, implementation="xla")
+        out = lax.platform_dependent(
+            *(query, key, value, positions, held),
+            cpu=functools.partial(cpu_attend.attend, **options),
+            default=lambda *arrays: plain(*arrays).reshape(query.shape),
         )
         return out.reshape(batch, queries, heads * size)
     key, value = key[:, :reach], value[:, :reach]
@@ -134,9 +139,9 @@ def attend(
     rows = rows.reshape(batch, kv_heads, shared * queries, size)
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = einsum("bkrh,bskh->bkrs", rows, key) * scale
-    scores = scores.reshape(batch, kv_heads, shared, queries, -1)
+    scores = scores.reshape(batch, kv_heads, shared, queries, reach)
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _HIDDEN), axis=-1)
-    weights = weights.astype(value.dtype).reshape(batch, kv_heads, shared * queries, -1)
+    weights = weights.astype(value.dtype).reshape(batch, kv_heads, shared * queries, reach)
     out = einsum("bkrs,bskh->bkrh", weights, value).astype(query.dtype)
     out = out.reshape(batch, kv_heads, shared, queries, size).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, queries, heads * size)
