@@ -1,15 +1,17 @@
 """Attention by our own kernel, as programs show it without a GPU; `test_attend_gpu.py` runs it."""
 
+import collections
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from decoders import LLAMA
+from decoders import CONFIGS
 from flax import nnx
 
 from jaxlowbit import INT8
 from jaxlowbit._backends import cuda_attend, extension
+from jaxlowbit._backends.cuda_attend import Operands, Options
 from jaxlowbit._llm import attention
 from jaxlowbit._llm.cache import make_cache
 from jaxlowbit.llm import init
@@ -21,39 +23,41 @@ def like(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def lowered(batch=BATCH, heads=32, kv_heads=8, size=128, reach: int | None = REACH, window=None):
-    cache = like(batch, SLOTS, kv_heads, size)
-
-    def attend(q, k, v, positions, held):
-        return attention.attend(
-            *(q, k, v, positions, held),
-            window=window,
-            scale=0.5,
-            implementation="native",
-            reach=reach,
-        )
-
-    positions = like(batch, 1, dtype="int32"), like(batch, SLOTS, dtype="int32")
-    program = jax.jit(attend).trace(like(batch, 1, heads, size), cache, cache, *positions)
-    assert program.out_info.shape == (batch, 1, heads * size)
+def lowered(batch=BATCH, heads=32, kv_heads=8, size=128, reach: int = REACH, window=None):
+    new, cache = like(batch, kv_heads, size), like(batch, SLOTS, kv_heads, size)
+    angles, norm = like(batch, size // 2, dtype="float32"), like(size, dtype="float32")
+    numbers = (like(*shape, dtype="int32") for shape in ((), (batch,), (batch, SLOTS)))
+    operands = Operands(
+        like(batch, heads, size), new, new, (angles,) * 2, (norm,) * 2, cache, cache, *numbers
+    )
+    options = Options("halves", 1e-6, reach, window, 0.5)
+    attend = jax.jit(lambda operands: cuda_attend.attend(operands, options), donate_argnums=0)
+    program = attend.trace(operands)
+    assert [x.shape for x in program.out_info] == [(batch, heads, size), cache.shape, cache.shape]
     return program.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_one_custom_call_reads_the_whole_cache(cuda):
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_one_custom_call_writes_the_whole_cache(cuda):
     text = lowered()
     assert re.findall(r"custom_call @(\w+)", text) == ["jaxlowbit_attend"]
     assert f"reach = {REACH} : i64" in text and "window = 0 : i64" in text
-    assert "scale = 5.000000e-01 : f32" in text
+    assert "scale = 5.000000e-01 : f32" in text and "neighbours = false" in text
     assert f"version = {extension.ffi.CALL_VERSION} : i64" in text
     assert "slice" not in text and f"tensor<{BATCH}x{REACH}x" not in text
-    assert text.count("optimization_barrier") == 2  # of the query and of the result
+    # The caches are given away; the query, the new token and the result have their own buffers.
+    aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", text)
+    assert aliases == [("1", "7"), ("2", "8")]
+    assert text.count("optimization_barrier") == 4
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_a_window_and_all_slots_are_attributes(cuda):
-    text = lowered(reach=None, window=100)
+    text = lowered(reach=SLOTS, window=100)
     assert f"reach = {SLOTS} : i64" in text and "window = 100 : i64" in text
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize(("batch", "splits"), [(1, 8), (8, 8), (16, 4), (64, 4)])
 def test_the_workspace_has_room_for_the_splits(cuda, batch, splits):
     """For as many as fill a GPU, where there are slots for them."""
@@ -84,18 +88,31 @@ def test_a_build_without_kernels_has_a_reason(monkeypatch):
     assert not attention.native(jnp.dtype("bfloat16"), **sizes)
 
 
-def test_a_decoder_attends_in_place(cuda, monkeypatch):
+def decode_step(config, monkeypatch):
+    """The text of a decode step for CUDA."""
     monkeypatch.setattr(attention, "choose", lambda *args, **sizes: "native")
-    graph, state = nnx.split(init(LLAMA, INT8, dtype=jnp.bfloat16).decoder)
-    cache = jax.eval_shape(lambda: make_cache(LLAMA, BATCH, SLOTS, jnp.bfloat16))
+    graph, state = nnx.split(init(config, INT8, dtype=jnp.bfloat16).decoder)
+    cache = jax.eval_shape(lambda: make_cache(config, BATCH, SLOTS, jnp.bfloat16))
 
     def forward(state, tokens, cache):
         return nnx.merge(graph, state).forward(tokens, tokens, cache, reach=REACH)
 
     program = jax.jit(forward).trace(state, like(BATCH, 1, dtype="int32"), cache)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @jaxlowbit_attend") == LLAMA.layers
     assert f"tensor<{BATCH}x{REACH}x" not in text
+    return collections.Counter(re.findall(r"custom_call @jaxlowbit_(\w+)", text))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_block_of_a_decode_step_is_one_call(name, cuda, monkeypatch):
+    """The queries, keys and values of the first block are one more."""
+    calls = decode_step(CONFIGS[name], monkeypatch)
+    assert calls == {"decode_block": CONFIGS[name].layers, "quantized_matmuls": 1}
+
+
+def test_blocks_that_are_not_fused_attend_in_place(cuda, monkeypatch):
+    calls = decode_step(CONFIGS["gemma3"], monkeypatch)
+    assert calls["attend"] == CONFIGS["gemma3"].layers and calls["decode_block"] == 0
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -67,10 +67,6 @@ struct AttendBuffers {
   }
 };
 
-inline Extent ExtentOf(ffi::AnyBuffer buffer) {
-  return {buffer.untyped_data(), static_cast<int64_t>(buffer.size_bytes())};
-}
-
 inline ffi::Error CheckAttendOperands(const AttendBuffers& b, const Attend& a, ElementType type) {
   const auto has_type = [&](std::string_view name, ffi::AnyBuffer buffer) {
     return CheckType(name, buffer, FloatType(buffer.element_type()) == type, "the type of query");

@@ -2,12 +2,7 @@
 //
 // The CUDA handlers of what lies between two attentions of a transformer, alone or after the first of them in a decode
 // step: five kernels or more, all but the first under PDL (cuda/kernels/launch_config.h).
-//
-//   attended  = the attention (attend_operands.h), or an operand
-//   sum       = residual + attended @ out
-//   hidden    = activation(gate) * up of rms_norm(sum) * norm
-//   result    = sum + hidden @ down
-//   following = rms_norm(result) * following_norm @ each of the following weights
+// Operands and results are those of block_operands.h and, where there is an attention, attend_operands.h.
 #include <cuda_runtime_api.h>
 
 #include <string>
@@ -15,101 +10,15 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/limits.h"
 #include "cuda/ops/attend.h"
 #include "cuda/ops/rms_norm.h"
 #include "xla_ffi/attend_operands.h"
+#include "xla_ffi/block_operands.h"
 #include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
 
 namespace jaxlowbit {
 namespace {
-
-// Operands of a weight: packed, scale, zero, index. Weights: out, gate_up, down, then the following.
-constexpr size_t kPerWeight = 4, kWeights = 3;
-
-// Operands and results of a call from one of them on.
-struct Tail {
-  ffi::RemainingArgs args;
-  size_t first_arg;
-  ffi::RemainingRets rets;
-  size_t first_ret;
-
-  size_t weights() const { return args.size() - first_arg; }
-  size_t following() const { return rets.size() - first_ret; }
-  ffi::AnyBuffer weight(size_t i) const { return args.get<ffi::AnyBuffer>(first_arg + i).value(); }
-  ffi::AnyBuffer product(size_t i) const {
-    return *rets.get<ffi::AnyBuffer>(first_ret + i).value();
-  }
-};
-
-struct BlockBuffers {
-  ffi::AnyBuffer attended, residual, norm, following_norm;
-  ffi::AnyBuffer result, projected, sum, normed, hidden;
-};
-
-// The products, in order: out, up, down, then the following.
-ffi::Error DecodeProducts(const BlockBuffers& buffers, const Tail& tail,
-                          ffi::Span<const int64_t> bits, ffi::Span<const int64_t> group_size,
-                          std::vector<Operands>* products) {
-  const size_t count = kWeights + tail.following();
-  if (tail.weights() != kPerWeight * count || bits.size() != count || group_size.size() != count) {
-    return Refuse("a block with " + std::to_string(tail.following()) + " following products has " +
-                  std::to_string(count) + " weights of 4 operands, but " +
-                  std::to_string(tail.weights()) + " operands, " + std::to_string(bits.size()) +
-                  " bits and " + std::to_string(group_size.size()) + " group sizes came.");
-  }
-  products->resize(count);
-  for (size_t i = 0; i < count; ++i) {
-    const auto operand = [&](size_t j) { return tail.weight(kPerWeight * i + j); };
-    ProductAttributes attributes = {bits[i], group_size[i]};
-    attributes.gated = i == 1;
-    const bool reads_normed = i == 1 || i >= kWeights;
-    const ffi::AnyBuffer lhs = reads_normed ? buffers.normed
-                               : i == 0     ? buffers.attended
-                                            : buffers.hidden;
-    const ffi::AnyBuffer written = i == 1         ? buffers.hidden
-                                   : i < kWeights ? buffers.projected
-                                                  : tail.product(i - kWeights);
-    const ffi::Error error = DecodeOperands(lhs, {operand(0), operand(1), operand(2), operand(3)},
-                                            written, attributes, &(*products)[i]);
-    if (error.failure()) return error;
-    (*products)[i].problem.pdl = true;
-  }
-  return ffi::Error::Success();
-}
-
-// `p`: the first product.
-ffi::Error CheckRows(const BlockBuffers& buffers, bool follows, const QuantizedMatmul& p) {
-  const auto has_type = [&](const std::string& name, ffi::AnyBuffer buffer) {
-    return CheckType(name, buffer, FloatType(buffer.element_type()) == p.lhs,
-                     "the type of attended");
-  };
-  const auto is_rows = [&](const std::string& name, ffi::AnyBuffer rows) {
-    const ffi::Error error = CheckShape(name, rows, {1, p.m, p.n}, "[1, m, n]");
-    return error.failure() ? error : has_type(name, rows);
-  };
-  const auto is_scales = [&](const std::string& name, ffi::AnyBuffer scales) {
-    const ffi::Error error = CheckShape(name, scales, {p.n}, "[n]");
-    if (error.failure() || FloatType(scales.element_type()) == ElementType::kF32) return error;
-    return CheckType(name, scales, FloatType(scales.element_type()) == p.lhs,
-                     "f32 or the type of attended");
-  };
-  if (p.n % 8 != 0 || p.n > kMaxRmsNormColumns) {
-    return Refuse("rows are normalized that have " + std::to_string(p.n) +
-                  " elements, but it must be a multiple of 8 up to " +
-                  std::to_string(kMaxRmsNormColumns) + ".");
-  }
-  for (const ffi::Error& error :
-       {is_rows("residual", buffers.residual), is_rows("projected", buffers.projected),
-        is_rows("sum", buffers.sum), is_rows("normed", buffers.normed),
-        is_rows("result", buffers.result), is_scales("norm", buffers.norm),
-        has_type("hidden", buffers.hidden),
-        follows ? is_scales("following_norm", buffers.following_norm) : ffi::Error::Success()}) {
-    if (error.failure()) return error;
-  }
-  return ffi::Error::Success();
-}
 
 // Redirects to the workspace what a block writes over something that is read later: the result and the following
 // products are written while kernels still read operands of those products. Everything else has been read by then.
@@ -209,7 +118,7 @@ ffi::Error RunBlock(const BlockBuffers& buffers, const Tail& tail, Attributes* a
   if (error.success()) error = DecodeProducts(buffers, tail, bits, group_size, &products);
   if (error.success()) error = CheckRows(buffers, tail.following() > 0, products[0].problem);
   if (error.failure() || products[0].problem.m == 0) return error;
-  products[0].problem.pdl = attends;
+  for (size_t i = 0; i < products.size(); ++i) products[i].problem.pdl = attends || i > 0;
   products[1].problem.epilogue.activation = activation;
   for (Operands& product : products) {
     error = CheckSupported(product.problem, place.device);  // before anything is launched

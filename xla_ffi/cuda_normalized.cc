@@ -53,16 +53,13 @@ ffi::Error CheckRows(const Rows& rows, const QuantizedMatmul& p) {
 
 // The sum may lie exactly over residual, and over nothing else that is read.
 ffi::Error CheckApart(const Rows& rows, const std::vector<Operands>& products) {
-  const auto extent = [](ffi::AnyBuffer buffer) {
-    return Extent{buffer.untyped_data(), static_cast<int64_t>(buffer.size_bytes())};
-  };
-  const Extent sum = extent(rows.sum), residual = extent(rows.residual);
+  const Extent sum = ExtentOf(rows.sum), residual = ExtentOf(rows.residual);
   bool overlaps = sum.data != residual.data && Overlap(sum, residual);
-  overlaps |= Overlap(sum, extent(rows.addend)) || Overlap(sum, extent(rows.norm));
+  overlaps |= Overlap(sum, ExtentOf(rows.addend)) || Overlap(sum, ExtentOf(rows.norm));
   for (const auto& [problem, own] : products) {
     const Extent out = OutExtent(problem, own);
     for (ffi::AnyBuffer read : {rows.residual, rows.addend, rows.norm}) {
-      overlaps |= Overlap(out, extent(read));
+      overlaps |= Overlap(out, ExtentOf(read));
     }
   }
   if (!overlaps) return ffi::Error::Success();

@@ -6,6 +6,8 @@
 #include "xla_ffi/ffi.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuBlockExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuAttendExecute);
 
 #if defined(JAXLOWBIT_WITH_CUDA)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaInstantiate);

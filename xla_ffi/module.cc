@@ -49,11 +49,17 @@ nb::capsule Encapsulate(XLA_FFI_Handler* handler) {
 
 // Platform to target to stage to handler.
 nb::dict Targets() {
-  nb::dict cpu;
-  cpu["execute"] = Encapsulate(JaxlowbitCpuExecute);
   nb::dict targets;
   targets["cpu"] = nb::dict();
-  targets["cpu"]["jaxlowbit_quantized_matmul"] = cpu;
+  const std::pair<const char*, XLA_FFI_Handler*> cpu_calls[] = {
+      {"jaxlowbit_quantized_matmul", JaxlowbitCpuExecute},
+      {"jaxlowbit_quantized_block", JaxlowbitCpuBlockExecute},
+      {"jaxlowbit_attend_queries", JaxlowbitCpuAttendExecute}};
+  for (const auto& [name, execute] : cpu_calls) {
+    nb::dict cpu;
+    cpu["execute"] = Encapsulate(execute);
+    targets["cpu"][name] = cpu;
+  }
 #if defined(JAXLOWBIT_WITH_CUDA)
   targets["CUDA"] = nb::dict();
   const struct {

@@ -21,10 +21,15 @@
 #include <string>
 #include <string_view>
 
+#include "cuda/extents.h"
 #include "cuda/problem.h"
 #include "xla_ffi/attributes.h"
 
 namespace jaxlowbit {
+
+inline Extent ExtentOf(ffi::AnyBuffer buffer) {
+  return {buffer.untyped_data(), static_cast<int64_t>(buffer.size_bytes())};
+}
 
 // A weight, or a stack and the positions in it.
 struct WeightBuffers {

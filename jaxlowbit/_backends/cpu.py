@@ -1,12 +1,14 @@
-"""Products as a custom call of the CPU (`xla_ffi/cpu/`)."""
+"""Products, and a transformer's block, as custom calls of the CPU (`xla_ffi/cpu/`)."""
 
 import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from .._core.array import QuantizedArray
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from . import call
@@ -34,3 +36,43 @@ def matmul(problem: Problem, *operands: Array) -> Array:
         lhs, *weights, **call.product_attributes(problem, scale_sums=False)
     )
     return out.reshape(*ops.lead, *ops.rows, problem.columns)
+
+
+def block(
+    attended: Array,
+    residual: Array,
+    norm: Array,
+    following_norm: Array | None,
+    weights: Sequence[QuantizedArray],
+    *,
+    activation: str,
+    epsilon: float,
+) -> tuple[Array, ...]:
+    """`cuda_calls.block` as one custom call of the CPU, whose threads go through the products
+    together."""
+    out, gate_up, _, *following = weights
+    rows, m, dtype = attended.shape[:-1], math.prod(attended.shape[:-1]), attended.dtype
+    stream = jax.ShapeDtypeStruct((1, m, out.n), dtype)
+    hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), dtype)
+    products = [jax.ShapeDtypeStruct((1, m, weight.n), dtype) for weight in following]
+    operands = []
+    for x in weights:
+        operands += call.weight_operands(x.packed, x.scale, x.zero, x.index, x.format)
+    formats = [call.format_attributes(weight.format) for weight in weights]
+    workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
+    result, *others = jax.ffi.ffi_call(
+        call.BLOCK_TARGET, [*[stream] * 4, hidden, workspace, *products]
+    )(
+        *call.apart(attended.reshape(1, m, attended.shape[-1]), residual.reshape(1, m, out.n)),
+        norm,
+        jnp.zeros(0, dtype) if following_norm is None else following_norm,
+        *operands,
+        **call.attributes(
+            bits=np.array([format["bits"] for format in formats]),
+            group_size=np.array([format["group_size"] for format in formats]),
+            activation=activation,
+            epsilon=np.float32(epsilon),
+        ),
+    )
+    results = call.apart(result, *others[len(others) - len(following) :])
+    return tuple(x.reshape(*rows, x.shape[-1]) for x in results)

@@ -1,17 +1,18 @@
 """`quantized_block`: a transformer's block from its attention to that of the next block."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._backends import cuda_calls
+from .._backends import cpu, cuda_calls
 from .._core.array import QuantizedArray
 from .._matmul import epilogue
-from .._matmul.call import Call, Rows, Weights, run
+from .._matmul.call import Call, Rows, Weights, is_supported, run
 from .._matmul.epilogue import Activation
 from .._matmul.options import Backend, Options, check_all_quantized
 from .._matmul.product import multiply
@@ -41,9 +42,9 @@ def quantized_block(
     with `rms_norm(x) = x / sqrt(mean(x**2) + epsilon)` over the last axis, in float32. Every
     product, sum and normalized row is rounded to the dtype of `attended`. On one NVIDIA GPU, and
     inside `jax.shard_map`, all of it is one custom call, in which a kernel reads its weights before
-    the one before it has ended; elsewhere, in the cases that `quantized_matmuls` names, for rows
-    that are longer than 16384 or no multiple of 8, and where it is differentiated, it is what it
-    stands for.
+    the one before it has ended; on a CPU all of it is one custom call too, for every dtype.
+    Elsewhere, in the cases that `quantized_matmuls` names, for rows that are longer than 16384 or
+    no multiple of 8, and where it is differentiated, it is what it stands for.
 
     **Arguments:**
 
@@ -136,8 +137,23 @@ class _Block(Call):
         _, residual = rows
         return super().supports(rows, weights) and cuda_calls.normalizes(residual.shape[-1])
 
+    def cpu_supports(self, rows: Rows, weights: Weights) -> bool:
+        attended, residual = rows
+        return (
+            self.options.backend in (None, "cpu")
+            and math.prod(attended.shape[:-1]) != 0
+            and all(is_supported("cpu", attended, weight) for weight in weights)
+            and cuda_calls.normalizes(residual.shape[-1])
+        )
+
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+        return self._one_call(cuda_calls.block, operands)
+
+    def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
+        return self._one_call(cpu.block, operands)
+
+    def _one_call(self, block: Callable, operands: Sequence[Array]) -> tuple[Array, ...]:
         (attended, residual), weights, norms = self.named(operands)
         norm, following_norm = norms if len(norms) == 2 else (norms[0], None)
         options = {"activation": self.activation, "epsilon": self.epsilon}
-        return cuda_calls.block(attended, residual, norm, following_norm, weights, **options)
+        return block(attended, residual, norm, following_norm, weights, **options)

@@ -16,7 +16,7 @@ def unsupported(residual: Array, weights: Sequence[QuantizedArray]) -> str | Non
     """
     if not cuda_calls.normalizes(residual.shape[-1]):
         return "its kernels do not normalize rows of this length"
-    if not all(is_supported(residual, weight) for weight in weights):
+    if not all(is_supported("cuda", residual, weight) for weight in weights):
         return "its kernels do not take these weights"
     return None
 

@@ -5,11 +5,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from .._backends import cuda_attend
+from .._backends import cpu_attend, cuda_attend
 
-Implementation = Literal["xla", "cudnn", "native"]
+Implementation = Literal["xla", "cudnn", "native", "cpu"]
 """What attends; `"native"` is `cuda_attend`, which rotates and appends, too."""
 
 # Scores where a query may not look: finite, so that a row without any key has no NaN.
@@ -25,6 +25,7 @@ def choose(
     length: int,
     head_size: int,
     native: bool = False,
+    cached: bool = False,
 ) -> Implementation:
     """The implementation that is fastest for so many sequences, queries of each and cache slots.
 
@@ -33,7 +34,12 @@ def choose(
     small kernels take half the time of cuDNN's call. Where there are several sequences, or the
     scores of a prompt are large, cuDNN keeps the scores on the chip. It needs 16-bit activations
     and heads of a multiple of 8 up to 256.
+
+    On the CPU our own kernel reads a cache in place. It has no derivative, so without a cache that
+    outlives the call (`cached`) XLA attends.
     """
+    if platform == "cpu" and cached and cpu_attend.unsupported(dtype, head_size=head_size) is None:
+        return "cpu"
     possible = (
         platform == "gpu"
         and dtype in (jnp.bfloat16, jnp.float16)
@@ -79,13 +85,13 @@ def attend(
     *,
     window: int | None,
     scale: float,
-    implementation: Literal["xla", "cudnn"],
+    implementation: Literal["xla", "cudnn", "cpu"],
     reach: int | None = None,
 ) -> Array:
     """The values that each query sees (`mask`), weighted by the softmax of its scaled scores.
 
-    Scores, softmax and accumulators are float32. A query that sees nothing gets finite values that
-    mean nothing.
+    Scores, softmax and accumulators are float32. A query that sees nothing gets zeros from `"cpu"`,
+    and from the others finite values that mean nothing.
 
     **Arguments:**
 
@@ -101,6 +107,16 @@ def attend(
     """
     batch, queries, heads, size = query.shape
     reach = key.shape[1] if reach is None else reach
+    if implementation == "cpu":
+        # A program that is traced here may be lowered for another platform.
+        options = {"reach": reach, "window": window, "scale": scale}
+        plain = functools.partial(attend, **options, implementation="xla")
+        out = lax.platform_dependent(
+            *(query, key, value, positions, held),
+            cpu=functools.partial(cpu_attend.attend, **options),
+            default=lambda *arrays: plain(*arrays).reshape(query.shape),
+        )
+        return out.reshape(batch, queries, heads * size)
     key, value = key[:, :reach], value[:, :reach]
     seen = mask(positions, held[:, :reach], window)
     if implementation == "cudnn":
@@ -115,9 +131,9 @@ def attend(
     rows = rows.reshape(batch, kv_heads, shared * queries, size)
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = einsum("bkrh,bskh->bkrs", rows, key) * scale
-    scores = scores.reshape(batch, kv_heads, shared, queries, -1)
+    scores = scores.reshape(batch, kv_heads, shared, queries, reach)
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _HIDDEN), axis=-1)
-    weights = weights.astype(value.dtype).reshape(batch, kv_heads, shared * queries, -1)
+    weights = weights.astype(value.dtype).reshape(batch, kv_heads, shared * queries, reach)
     out = einsum("bkrs,bskh->bkrh", weights, value).astype(query.dtype)
     out = out.reshape(batch, kv_heads, shared, queries, size).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, queries, heads * size)

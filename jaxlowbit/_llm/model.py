@@ -187,6 +187,7 @@ class Decoder(nnx.Module):
         cache = cache.advance(positions)
         config, real = self.config, jnp.maximum(positions, 0)
         rotations = rope.rotation(config, real), rope.rotation(config, real, local=True)
+        cached = reach is not None or tokens.shape[1] == 1
         reach = cache.slots if reach is None else reach
         parts = self.parts
         implementation = attention.choose(
@@ -199,6 +200,7 @@ class Decoder(nnx.Module):
             native=attention.native(
                 self.dtype, config.heads // parts, config.kv_heads // parts, config.head_size
             ),
+            cached=cached,
         )
         x = self.embed(tokens)
         products = self.blocks[0].project(x)

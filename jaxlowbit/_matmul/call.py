@@ -49,14 +49,22 @@ class Call:
         """The results, by one custom call of CUDA."""
         raise NotImplementedError
 
+    def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
+        """The results, by one custom call of the CPU."""
+        raise NotImplementedError
+
+    def cpu_supports(self, rows: Rows, weights: Weights) -> bool:
+        """Whether there is a custom call of the CPU that computes this, as `supports`."""
+        return False
+
     def supports(self, rows: Rows, weights: Weights) -> bool:
-        """Whether the custom call computes this; operands are shapes and dtypes."""
+        """Whether the custom call of CUDA computes this; operands are shapes and dtypes."""
         lhs = rows[0]
         return (
             self.options.backend in (None, "cuda")
             and lhs.dtype != jnp.float32  # products split it into parts, one at a time
             and math.prod(lhs.shape[:-1]) != 0
-            and all(is_supported(lhs, weight) for weight in weights)
+            and all(is_supported("cuda", lhs, weight) for weight in weights)
         )
 
     @property
@@ -73,9 +81,9 @@ class Call:
         return self.treedef.children()[0].num_leaves
 
 
-def is_supported(lhs: Any, weight: QuantizedArray) -> bool:
-    """Whether calls of CUDA multiply lhs, a shape and a dtype, by a weight."""
-    reason = custom_calls.unsupported("cuda", lhs.dtype, weight.format, sizes=weight.padded_shape)
+def is_supported(platform: str, lhs: Any, weight: QuantizedArray) -> bool:
+    """Whether kernels of a platform read this weight as it is."""
+    reason = custom_calls.unsupported(platform, lhs.dtype, weight.format, sizes=weight.padded_shape)
     return weight.permutation is None and weight.shards == (1, 1) and reason is None
 
 
@@ -158,5 +166,13 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
     return mlir.lower_fun(call.composition, multiple_results=True)(ctx, *operands)
 
 
+def _lower_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
+    rows, weights, _ = call.named(ctx.avals_in)
+    one_call = partition.divided(ctx) is None and call.cpu_supports(rows, weights)
+    function = call.cpu_call if one_call else call.composition
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
 mlir.register_lowering(_call_p, _lower)
+mlir.register_lowering(_call_p, _lower_cpu, platform="cpu")
 mlir.register_lowering(_call_p, _lower_cuda, platform="cuda")

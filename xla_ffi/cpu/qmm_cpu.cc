@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "xla_ffi/cpu/qmm_cpu.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -50,18 +55,25 @@ std::vector<const CpuClone*> RunnableCpuClones() {
   return clones;
 }
 
-CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone)
+CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone,
+                     CacheLine* permuted)
     : call_{problem, buffers},
       clone_(clone),
       stream_(problem.m <= kStreamTokens),
       n_blocks_(problem.n_blocks()),
-      m_blocks_(stream_ ? std::min<int64_t>(problem.m, 1) : CeilDiv(problem.m, kBlockTokens)) {
-  if (stream_ && num_tasks() > 0) {
-    permuted_.resize(problem.batch * problem.m * problem.k_blocks() * kAtom /
-                     (sizeof(CacheLine) / sizeof(float)));
-    clone_.permute(call_, permuted_.front().values);
-    call_.permuted = permuted_.front().values;
-  }
+      m_blocks_(stream_ ? std::min<int64_t>(problem.m, 1) : CeilDiv(problem.m, kBlockTokens)),
+      permuted_(PermutedLines(problem) == 0 ? nullptr : permuted->values) {
+  call_.permuted = permuted_;
+}
+
+int64_t CpuMatmul::PermutedLines(const QuantizedMatmul& problem) {
+  if (problem.m > kStreamTokens) return 0;
+  constexpr int64_t kLine = sizeof(CacheLine) / sizeof(float);
+  return problem.batch * problem.m * problem.k_blocks() * kAtom / kLine;
+}
+
+void CpuMatmul::Permute() const {
+  if (permuted_ != nullptr) clone_.permute(call_, permuted_);
 }
 
 size_t CpuMatmul::scratch_lines() const { return stream_ ? 0 : kScratchBytes / sizeof(CacheLine); }

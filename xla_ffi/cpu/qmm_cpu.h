@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "cuda/problem.h"
+#include "xla_ffi/cpu/attend_cpu.h"
+#include "xla_ffi/cpu/rows_cpu.h"
 
 namespace jaxlowbit {
 
@@ -33,6 +35,8 @@ struct CpuClone {
   // Many rows [m_begin, m_end): weights are dequantized to `scratch` and used from there.
   void (*block)(const CpuCall& call, int64_t batch, int64_t n_block, int64_t m_begin, int64_t m_end,
                 float* scratch);
+  AttendClone attend;
+  RowsClone rows;
 };
 
 // The clones this binary holds that this machine can run, best first.
@@ -40,9 +44,15 @@ std::vector<const CpuClone*> RunnableCpuClones();
 
 class CpuMatmul {
  public:
-  CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone);
-  CpuMatmul(const CpuMatmul&) = delete;  // call_ points into permuted_
-  CpuMatmul& operator=(const CpuMatmul&) = delete;
+  // `permuted` has PermutedLines, which products with the same lhs may share.
+  CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone,
+            CacheLine* permuted);
+
+  // None for many rows.
+  static int64_t PermutedLines(const QuantizedMatmul& problem);
+
+  // Fills `permuted` from lhs, before anything runs.
+  void Permute() const;
 
   int64_t num_tasks() const { return call_.problem.batch * n_blocks_ * m_blocks_; }
   size_t scratch_lines() const;  // for each thread that calls Run
@@ -54,7 +64,7 @@ class CpuMatmul {
   const CpuClone& clone_;
   bool stream_;
   int64_t n_blocks_, m_blocks_;
-  std::vector<CacheLine> permuted_;
+  float* permuted_;
 };
 
 }  // namespace jaxlowbit

@@ -1,0 +1,29 @@
+"""Times llama.cpp (the package `llama-cpp-python`), as `benchmarks/llama_cpp.py` asks line by line.
+
+    python benchmarks/peers/llama_cpp_worker.py MODEL.gguf THREADS SEED CLOCK
+
+Each line of the standard input, `PROMPT NEW`, is a number of prompt tokens and one of new tokens;
+the answer is a line with the seconds that each of the two took, by a clock of the module `time`.
+"""
+
+import sys
+import time
+
+import numpy as np
+from llama_cpp import Llama
+
+path, threads, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+clock = getattr(time, sys.argv[4])
+model = Llama(
+    path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, n_batch=512, verbose=False
+)
+for line in sys.stdin:
+    prompt, new = map(int, line.split())
+    tokens = np.random.default_rng(seed).integers(0, model.n_vocab(), prompt + new).tolist()
+    model.reset()
+    start = clock()
+    model.eval(tokens[:prompt])
+    middle = clock()
+    for token in tokens[prompt:]:
+        model.eval([token])
+    print(middle - start, clock() - middle, flush=True)

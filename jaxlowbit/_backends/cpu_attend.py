@@ -1,0 +1,62 @@
+"""Attention to a cache as a custom call of the CPU (`xla_ffi/cpu_attend.cc`)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .._core.dtypes import FLOATS
+from . import call, extension
+
+_MOST_SIZE = 256  # as in `xla_ffi/cpu/attend_cpu.h`
+
+
+def unsupported(dtype: jnp.dtype, *, head_size: int) -> str | None:
+    """Why the kernel cannot compute such attention with this build, or None."""
+    if reason := extension.unavailable("cpu"):
+        return reason
+    if dtype not in FLOATS:
+        return f"its kernel takes activations of {call.one_of(FLOATS)}"
+    return None if head_size <= _MOST_SIZE else f"its heads have up to {_MOST_SIZE} elements"
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    positions: Array,
+    held: Array,
+    *,
+    reach: int,
+    window: int | None,
+    scale: float,
+) -> Array:
+    """Attention of queries to a cache, as one custom call of the CPU that reads it in place.
+
+    A query sees the slots whose positions are not negative, not beyond its own, and less than
+    `window` before it. One that sees none gets zeros. What the slots hold that no query sees does
+    not matter.
+
+    **Arguments:**
+
+    - `query`: float32, bfloat16 or float16 (batch, queries, heads, head_size).
+    - `key`, `value`: (batch, slots, kv_heads, head_size) of that dtype; `heads / kv_heads`
+      consecutive heads share one of these.
+    - `positions`: those of the queries, int32 (batch, queries).
+    - `held`: those of what the slots hold, int32 (batch, slots); -1 for nothing.
+    - `reach`: how many slots are read, from the first on.
+
+    **Returns:** an array as `query`.
+
+    **Raises:** an error of XLA when it runs, for shapes and dtypes that do not fit. There is no
+    rule for `vmap`, and no derivative.
+    """
+    result = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    (query,) = call.apart(query)
+    out = jax.ffi.ffi_call(call.ATTEND_QUERIES_TARGET, result)(
+        *(query, key, value, positions, held),
+        **call.attributes(
+            reach=np.int64(reach), window=np.int64(window or 0), scale=np.float32(scale)
+        ),
+    )
+    return call.apart(out)[0]

@@ -1,0 +1,94 @@
+"""`quantized_block` as one custom call of the CPU, against the composition it stands for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import calls
+
+from jaxlowbit import Format, quantize, quantized_block
+
+D, F = 72, 200  # neither fills the last strip of 64 channels
+KINDS = [
+    (Format(4, 32, "float"), "float32"),
+    (Format(8, 32), "float32"),
+    (Format(4, 128, "integer"), "bfloat16"),
+    (Format(3, 16), "float16"),
+]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def normal(*shape, seed=0):
+    values = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(values / (np.sqrt(shape[-2]) if len(shape) > 1 else 1), jnp.float32)
+
+
+def weights(format):
+    shapes = {"out": (40, D), "pair": (2, D, F), "down": (F, D), "q": (D, 64), "k": (D, 24)}
+    return {
+        name: quantize(normal(*shape, seed=i), format, scale_dtype="float16")
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def block(rows, dtype, format, *, one_call, activation="silu", follows=True):
+    w, norm = weights(format), 1 + normal(D, seed=9) / 8
+    attended = normal(rows, 40, seed=7).astype(dtype) * rows**0.5
+    residual = normal(rows, D, seed=8).astype(dtype) * rows**0.5
+
+    def run(attended, residual):
+        following = (norm, (w["q"], w["k"])) if follows else None
+        return quantized_block(
+            *(attended, residual, w["out"], norm, w["pair"], w["down"]),
+            following=following,
+            activation=activation,
+        )
+
+    if not one_call:  # a derivative of it is that of the composition, and so is its value
+        zeros = jnp.zeros_like(attended), jnp.zeros_like(residual)
+        return jax.jit(lambda *x: jax.jvp(run, x, zeros)[0])(attended, residual)
+    expected = ["quantized_block"] if rows else []
+    assert calls(run, attended, residual, platform="cpu") == expected
+    return jax.jit(run)(attended, residual)
+
+
+def assert_near(found, expected, dtype):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype == dtype and x.shape == y.shape
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        assert np.abs(x - y).max(initial=0) <= 16 * float(jnp.finfo(dtype).eps) * np.abs(y).max(
+            initial=0
+        )
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 50])
+@pytest.mark.parametrize(("format", "dtype"), KINDS[:1] + KINDS[2:3], ids=str)
+def test_one_call_is_its_composition(rows, format, dtype):
+    found = block(rows, dtype, format, one_call=True)
+    assert_near(found, block(rows, dtype, format, one_call=False), dtype)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu"])
+def test_every_activation(activation):
+    format, dtype = KINDS[1]
+    found = block(3, dtype, format, one_call=True, activation=activation, follows=False)
+    expected = block(3, dtype, format, one_call=False, activation=activation, follows=False)
+    assert_near(found, expected, dtype)
+
+
+def test_float16_and_odd_widths():
+    format, dtype = KINDS[3]
+    found = block(2, dtype, format, one_call=True)
+    assert_near(found, block(2, dtype, format, one_call=False), dtype)
+
+
+def test_bits_do_not_depend_on_threads():
+    format, dtype = KINDS[0]
+    one, *others = (block(40, dtype, format, one_call=True) for _ in range(10))
+    for other in others:
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, one, other))
