@@ -176,3 +176,13 @@ def test_bytes_of_a_cache_are_known_before_it_is_made():
     cache = make_cache(LLAMA, 2, 64, jnp.bfloat16)
     found = sum(x.nbytes for x in jax.tree.leaves(cache))
     assert nbytes(LLAMA, 2, 64, jnp.bfloat16) == found == 2 * 2 * 2 * 64 * 32 * 2 + 2 * 64 * 4 + 4
+
+
+def test_a_decoder_may_take_its_weights_out_of_their_dict():
+    weights = random(LLAMA)
+    kept = Decoder(LLAMA, weights)
+    names = set(weights)
+    taken = Decoder(LLAMA, weights, consume=True)
+    assert names == set(LLAMA.shapes()) and not weights
+    for one, other in zip(*(jax.tree.leaves(nnx.state(x)) for x in (kept, taken)), strict=True):
+        assert jnp.array_equal(one, other)

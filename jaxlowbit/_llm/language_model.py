@@ -66,7 +66,7 @@ def load(
     dtype = default_dtype() if dtype is None else dtype
     options = {"dtype": dtype, "scale_dtype": scale_dtype, "mesh": mesh, "progress": progress}
     checkpoint = read(path, format=format, rules=rules, **options)
-    decoder = Decoder(checkpoint.config, checkpoint.weights, dtype=dtype, mesh=mesh)
+    decoder = Decoder(checkpoint.config, checkpoint.weights, dtype=dtype, mesh=mesh, consume=True)
     return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)
 
 
@@ -101,7 +101,7 @@ def init(
     """
     dtype = default_dtype() if dtype is None else dtype
     weights = random_weights(config, format, seed=seed, dtype=dtype, mesh=mesh)
-    return LanguageModel(Decoder(config, weights, dtype=dtype, mesh=mesh))
+    return LanguageModel(Decoder(config, weights, dtype=dtype, mesh=mesh, consume=True))
 
 
 def shard(model: LanguageModel, mesh: jax.sharding.Mesh) -> LanguageModel:

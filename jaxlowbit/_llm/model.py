@@ -17,7 +17,7 @@ in `add_parts`, around the products whose partial sums the devices add, and at b
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +58,8 @@ class Decoder(nnx.Module):
       `layers.N.{q,k,v}_bias`, `layers.N.{q,k}_norm` and `layers.N.post_{attention,mlp}_norm`.
     - `dtype`: that of activations and of the cache: float32, bfloat16 or float16.
     - `mesh`: the devices to divide it over, a mesh with one axis; None for one device.
+    - `consume`: whether to take the weights out of the dict, so that those of a block, of which
+      gate and up are stacked, exist twice at most.
 
     Quantized weights are variables that hold a `QuantizedArray` each, gate and up of a block as
     one stack; `nnx.state(decoder, QuantizedVariable)` finds them.
@@ -78,15 +80,17 @@ class Decoder(nnx.Module):
         *,
         dtype: Any = jnp.bfloat16,
         mesh: jax.sharding.Mesh | None = None,
+        consume: bool = False,
     ):
         check(config, weights)
+        weight_of = weights.pop if consume and isinstance(weights, dict) else weights.__getitem__
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.division: Division | None = None
-        self.embedding = _variable(weights["embedding"])
-        self.blocks = nnx.List([Block(config, weights, i) for i in range(config.layers)])
-        self.final_norm = _norm(config, weights, "final_norm")
-        self.head = None if config.tied_head else _variable(weights["head"])
+        self.embedding = _variable(weight_of("embedding"))
+        self.blocks = nnx.List([Block(config, weight_of, i) for i in range(config.layers)])
+        self.final_norm = _norm(config, weight_of("final_norm"))
+        self.head = None if config.tied_head else _variable(weight_of("head"))
         if mesh is not None:
             self.divide(mesh)
 
@@ -249,12 +253,12 @@ class Decoder(nnx.Module):
 class Block(nnx.Module):
     """Attention and a gated MLP, each of which adds to the residual stream."""
 
-    def __init__(self, config: Config, weights: Mapping[str, Weight], index: int):
+    def __init__(self, config: Config, weight_of: Callable[[str], Weight], index: int):
         def weight(name: str) -> nnx.Variable:
-            return _variable(weights[f"layers.{index}.{name}"])
+            return _variable(weight_of(f"layers.{index}.{name}"))
 
         def norm(name: str) -> nnx.Param:
-            return _norm(config, weights, f"layers.{index}.{name}")
+            return _norm(config, weight_of(f"layers.{index}.{name}"))
 
         self.config = config
         self.division: Division | None = None
@@ -269,7 +273,7 @@ class Block(nnx.Module):
         post = config.norm_placement == "pre_and_post"
         self.post_attention_norm = norm("post_attention_norm") if post else None
         self.mlp_norm = norm("mlp_norm")
-        gate, up = (weights[f"layers.{index}.{name}"] for name in ("gate", "up"))
+        gate, up = (weight_of(f"layers.{index}.{name}") for name in ("gate", "up"))
         self.gate_up = nnx.List(_paired(gate, up))
         self.down = weight("down")
         self.post_mlp_norm = norm("post_mlp_norm") if post else None
@@ -542,9 +546,8 @@ def _variable(weight: Weight) -> nnx.Variable:
     return nnx.Param(jnp.asarray(weight))
 
 
-def _norm(config: Config, weights: Mapping[str, Weight], name: str) -> nnx.Param:
-    scale = jnp.asarray(weights[name])
-    return nnx.Param(scale.astype(jnp.float32) + config.norm_offset)
+def _norm(config: Config, scale: Any) -> nnx.Param:
+    return nnx.Param(jnp.asarray(scale).astype(jnp.float32) + config.norm_offset)
 
 
 def _paired(gate: Weight, up: Weight) -> list[nnx.Variable]:
