@@ -173,7 +173,7 @@ def test_products_of_normalized_rows_in_one_call_each(m, dtype, addend):
     width = 1024
     gate_up, down = mlp_weights(width, 1536, 512, INT4)
     weights = [quantize(normal(width, n, seed=n), INT4) for n in (256, 200)]
-    norm = 1 + normal(width, 1)[:, 0]
+    norm = (1 + normal(width, 1)[:, 0]).astype(jnp.float32)
     rows = normal(m, width, seed=1).astype(dtype)
     parts = normal(m, width, seed=2).astype(jnp.float32 if addend == "float32" else dtype)
 
