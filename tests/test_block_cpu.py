@@ -1,5 +1,7 @@
 """`quantized_block` as one custom call of the CPU, against the composition it stands for."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +38,7 @@ def weights(format):
     }
 
 
-def block(rows, dtype, format, *, one_call, activation="silu", follows=True):
+def block(rows, dtype, format, *, one_call, activation: Any = "silu", follows=True):
     w, norm = weights(format), 1 + normal(D, seed=9) / 8
     attended = normal(rows, 40, seed=7).astype(dtype) * rows**0.5
     residual = normal(rows, D, seed=8).astype(dtype) * rows**0.5

@@ -8,13 +8,13 @@ the answer is a line with the seconds that each of the two took, by a clock of t
 
 import sys
 import time
+from importlib import import_module
 
 import numpy as np
-from llama_cpp import Llama
 
 path, threads, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 clock = getattr(time, sys.argv[4])
-model = Llama(
+model = import_module("llama_cpp").Llama(
     path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, n_batch=512, verbose=False
 )
 for line in sys.stdin:
