@@ -11,4 +11,5 @@ from ._flax.linen_variables import COLLECTION as COLLECTION
 from ._flax.linen_variables import check_layout_version as check_layout_version
 from ._flax.linen_variables import variables_of as variables_of
 from ._flax.report import LayerReport as LayerReport
+from ._flax.report import ParameterReport as ParameterReport
 from ._flax.report import QuantizationReport as QuantizationReport

@@ -14,4 +14,5 @@ from ._flax.nnx_variables import Scale as Scale
 from ._flax.nnx_variables import Zero as Zero
 from ._flax.nnx_variables import check_layout_version as check_layout_version
 from ._flax.report import LayerReport as LayerReport
+from ._flax.report import ParameterReport as ParameterReport
 from ._flax.report import QuantizationReport as QuantizationReport

@@ -13,15 +13,15 @@ from jax.core import Tracer
 from . import checks, explicit, layout, padding, permutations, scales
 from .array import QuantizedArray
 from .dtypes import FLOATS
-from .format import Format
+from .format import Format, as_format
 from .sharding import partition_spec
 
 
 def quantize(
     weight: Any,
-    format: Format,
+    format: Format | str,
     *,
-    method: Literal["absmax", "mse"] = "absmax",
+    method: Literal["absmax", "mse"] | None = None,
     scale_dtype: Any = None,
     shards: tuple[int, int] = (1, 1),
     permutation: Any = None,
@@ -38,8 +38,10 @@ def quantize(
     **Arguments:**
 
     - `weight`: float32, bfloat16 or float16 (..., k, n), k the input features.
-    - `format`: what to round to.
-    - `method`: how scales are chosen.
+    - `format`: what to round to: a `Format`, or its name, such as `"int4"`, which is `INT4`,
+      `"int8"`, `"int3-g64"`, `"int4-channel"` or `"uint4"`.
+    - `method`: how scales are chosen; None for `"mse"` below 4 bits, where extremes waste most of
+      the few values, and `"absmax"` from 4 bits on.
     - `scale_dtype`: float32, bfloat16 or float16; None for the dtype of `weight`.
     - `shards`: the number of equal parts (of k, of n) into which devices will cut the matrix. Each
       part is padded on its own to whole atoms (64) and groups, and groups start anew in each. Parts
@@ -52,17 +54,20 @@ def quantize(
     **Returns:** a `QuantizedArray` of the same shape, and on a mesh with Explicit axes of the same
     sharding.
 
-    **Raises:** `ValueError` for a wrong rank or dtype, an unknown method, shards that do not divide
-    the matrix, a sharding on Explicit axes that `partition_spec` refuses, and, outside `jax.jit`,
-    for NaN or infinite weights, for scales beyond the range of `scale_dtype` (too large anywhere,
-    or too small in most groups of a matrix of float32 or bfloat16) and for a permutation that is
-    none.
+    **Raises:** `TypeError` for what is no format; `ValueError` for a wrong rank or dtype, an
+    unknown method, shards that do not divide the matrix, a sharding on Explicit axes that
+    `partition_spec` refuses, and, outside `jax.jit`, for NaN or infinite weights, for scales beyond
+    the range of `scale_dtype` (too large anywhere, or too small in most groups of a matrix of
+    float32 or bfloat16) and for a permutation that is none.
 
     ```python
     q = quantize(jnp.ones((256, 512)), INT4)
     y = jnp.ones((8, 256)) @ q
     ```
     """
+    format = as_format("quantize", format)
+    if method is None:
+        method = "mse" if format.bits < 4 else "absmax"
     weight = jnp.asarray(weight)
     scale_dtype = jnp.dtype(weight.dtype if scale_dtype is None else scale_dtype)
     _check(weight, format, method, scale_dtype)

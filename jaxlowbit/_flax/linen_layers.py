@@ -43,17 +43,26 @@ class Layer:
         return axes.contracted, axes.features
 
 
-def find_layers(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> dict[Path, Layer]:
+def find_layers(
+    module: nn.Module, variables: Any, args: Any, kwargs: Any
+) -> tuple[dict[Path, Layer], dict[Path, str]]:
     """The layers that `module.apply` calls, in the order of their calls, without computing.
+
+    The second result has the class of every module that runs, by its path.
 
     The weight in each call is marked in the traced program, where it is followed back to the
     parameter that it is. The path of that is the layer's, also where it is called by a trace that
     `nn.jit` made of another one.
     """
     calls: dict[str, Layer] = {}
+    classes: dict[Path, str] = {}
+    alone = kind_of(module) is None
 
     def mark(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         layer, kind = context.module, kind_of(context.module)
+        classes.setdefault(layer.path, type(layer).__name__)
+        if not layer.path and alone:  # applied by `.apply` to variables that the model computes
+            return next_fun(*args, **kwargs)
         if kind and context.method_name in kind.methods.keys() - {"setup"}:
             name = f"{_MARK}{layer.path}"
             weight = value_of(layer.get_variable("params", kind.weight))
@@ -83,7 +92,7 @@ def find_layers(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> di
     for layer in calls.values():
         if not layer.shape:
             found.setdefault(layer.path, layer)
-    return found
+    return found, classes
 
 
 def _holds(boxed: Any, key: Path, layer: Layer) -> bool:
