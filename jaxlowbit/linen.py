@@ -1,6 +1,7 @@
 """Flax Linen: a layer whose kernel is quantized, and models run with quantized kernels."""
 
 from ._core.heads import HEADS as HEADS
+from ._flax import serialization as _serialization
 from ._flax.linen_dense import QuantizedDense as QuantizedDense
 from ._flax.linen_einsum import QuantizedEinsum as QuantizedEinsum
 from ._flax.linen_embed import QuantizedEmbed as QuantizedEmbed
@@ -13,3 +14,5 @@ from ._flax.linen_variables import variables_of as variables_of
 from ._flax.report import LayerReport as LayerReport
 from ._flax.report import ParameterReport as ParameterReport
 from ._flax.report import QuantizationReport as QuantizationReport
+
+_serialization.register()

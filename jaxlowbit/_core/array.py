@@ -1,6 +1,7 @@
 """`QuantizedArray`: the pytree that stands for a matrix."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import indexing, integers, layout, padding, permutations, qarray, scales
+from . import arraylike, indexing, integers, layout, padding, permutations, qarray, scales
 from .dequantize import dequantize, per_row, take
 from .dtypes import FLOATS
 from .format import Format
@@ -26,6 +27,9 @@ class QuantizedArray:
     Made by `quantize` or `QuantizedArray.from_integers`; `dequantize()` is its meaning. A pytree:
     the arrays below are leaves, the other fields are static. Leading axes (layers, experts)
     are the leading axes of every leaf, so `jax.vmap` and `jax.lax.scan` map over them.
+
+    `x @ q` multiplies. `np.asarray(q)`, `jnp.asarray(q)` and `q == other` are about the floats of
+    `dequantize()`; other operators and functions of `jax.numpy` are refused.
 
     Invariants, with n_blocks = ceil(n / 64), k_blocks = ceil(k / 64):
 
@@ -97,10 +101,11 @@ class QuantizedArray:
             self.check_permutation()
 
     def check_version(self) -> None:
-        """Refuses words packed by another layout version. Does nothing while tracing.
+        """Refuses words packed by another layout version, which tracing hides, and cast words.
 
-        **Raises:** `ValueError` with the version found.
+        **Raises:** `ValueError` with the version, or the dtype, found.
         """
+        arraylike.check_dtypes(self.packed, self.version)
         if isinstance(self.version, Tracer) or not hasattr(self.version, "__array__"):
             return
         found = _local(self.version)
@@ -247,7 +252,45 @@ class QuantizedArray:
     def __rmatmul__(self, lhs: Any) -> Array:
         return self._multiply(jnp.asarray(lhs), self)
 
-    __array_ufunc__ = None  # numpy_array @ q comes to __rmatmul__
+    def __matmul__(self, rhs: Any) -> Array:
+        raise arraylike.refused(self, "q @ x", "is the right operand of a product")
+
+    def __eq__(self, other: Any) -> Any:
+        """Compares the floats of `dequantize()`, element by element, as arrays do."""
+        return arraylike.compared(self, other, operator.eq)
+
+    def __ne__(self, other: Any) -> Any:
+        return arraylike.compared(self, other, operator.ne)
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return arraylike.words(self)
+
+    def __str__(self) -> str:  # what JAX quotes when it refuses one
+        return f"{self!r}: x @ q multiplies by it, q.dequantize() gives its floats"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The floats of `dequantize()` on the host, for `np.asarray` and `jnp.asarray`."""
+        return arraylike.on_host(self, dtype, copy)
+
+    def __jax_array__(self) -> "QuantizedArray":
+        # JAX asks for an array before each operator: this is none, so that `x @ q` comes here.
+        return self
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if ufunc is np.matmul and method == "__call__" and inputs[1] is self and not kwargs:
+            return self.__rmatmul__(inputs[0])
+        raise arraylike.refused(self, f"np.{ufunc.__name__}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = arraylike.no_operator("+ or -")
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = arraylike.no_operator("* or /")
+    __neg__ = __pow__ = __abs__ = arraylike.no_operator("- or ** or abs")
+    __lt__ = __le__ = __gt__ = __ge__ = arraylike.no_operator("< or >")
+    __float__ = __int__ = arraylike.no_operator("a conversion to a number")
+
+    def __getattr__(self, name: str) -> Any:
+        raise arraylike.missing(self, name)
 
     @classmethod
     def from_packed_groups(
