@@ -254,5 +254,5 @@ def test_the_layer_with_unusable_weights_is_named():
     model = Transformer()
     kernel = model.blocks[1].qkv.kernel
     kernel.set_value(kernel[...].at[3, 4].set(jnp.nan))
-    with pytest.raises(ValueError, match=r"in blocks\.1\.qkv: quantize: .* \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"in blocks\.1\.qkv: .* \(3, 4\)"):
         quantize_model(model, FORMAT)

@@ -11,10 +11,10 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import arraylike, indexing, integers, layout, padding, permutations, qarray, scales
+from . import arraylike, checks, indexing, integers, layout, padding, permutations, qarray, scales
 from .dequantize import dequantize, per_row, take
 from .dtypes import FLOATS
-from .format import Format
+from .format import Format, as_format
 
 LEAVES = ("packed", "scale", "zero", "index", "permutation", "version")
 
@@ -69,6 +69,10 @@ class QuantizedArray:
     _multiply: ClassVar[Callable[[Any, "QuantizedArray"], Array]]
 
     def __post_init__(self) -> None:
+        for name in ("packed", "scale", "version"):
+            checks.shaped("QuantizedArray", name, getattr(self, name))
+        if not isinstance(self.format, Format):
+            as_format("QuantizedArray", None)
         self.check_version()  # first: words of another version may have other shapes
         stack = self.packed.shape[:-3]
         groups = (*stack, *layout.groups_shape(*self.padded_shape, self.format.group_size))
@@ -181,8 +185,12 @@ class QuantizedArray:
     def dequantize(self, dtype: Any = None) -> Array:
         """Returns the matrix (..., k, n) as floats, computed in float32 and rounded once.
 
-        **Arguments:** `dtype`: the dtype of the result; None for the dtype of the scales.
+        **Arguments:** `dtype`: the dtype of the result, of floats; None for that of the scales.
+
+        **Raises:** `TypeError` for what is no dtype, `ValueError` for integers.
         """
+        if dtype is not None:
+            dtype = checks.float_dtype("QuantizedArray.dequantize", "dtype", dtype)
         self.check_version()
         self.check_part()
         packed, scale, zero = take(self.packed, self.scale, self.zero, self.index)
@@ -209,7 +217,14 @@ class QuantizedArray:
                 f"{self.shape[:-2]} of shape {self.shape}; name those only, or use dequantize()."
             )
         self.check_version()
-        return jax.tree.map(lambda leaf: leaf[key], self)
+        try:
+            return jax.tree.map(lambda leaf: leaf[key], self)
+        except (TypeError, IndexError, ValueError, OverflowError):
+            raise TypeError(
+                f"QuantizedArray: index {checks.brief(key)} does not fit the leading axes "
+                f"{self.shape[:-2]} of shape {self.shape}; use integers, slices or arrays of "
+                "integers, as for an array."
+            ) from None
 
     def __iter__(self) -> Iterator["QuantizedArray"]:
         if self.ndim == 2:
@@ -230,7 +245,8 @@ class QuantizedArray:
         **Raises:** `ValueError` if this is not a stack with one leading axis, or an empty one, or
         `index` is not of integers.
         """
-        index = indexing.exact(index)
+        what = "an integer, or an array of them"
+        index = checks.integers("QuantizedArray.select", "index", index, what)
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise ValueError(
                 f"QuantizedArray.select: index has dtype {index.dtype}, but a position in the "
@@ -341,7 +357,7 @@ class QuantizedArray:
         scale: Any,
         zero: Any = None,
         *,
-        format: Format,
+        format: Format | str,
         shards: tuple[int, int] = (1, 1),
         permutation: Any = None,
     ) -> "QuantizedArray":
@@ -354,7 +370,7 @@ class QuantizedArray:
         - `scale`: finite floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`.
         - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
           floats to add (`"float"`, with unsigned values); the shape of `scale`.
-        - `format`: the format; its width must hold every value.
+        - `format`: the format, or its name; its width must hold every value.
         - `shards`: as for `quantize`; then scale and zero have the groups of each part of k one
           after the other.
         - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
@@ -369,13 +385,12 @@ class QuantizedArray:
         QuantizedArray.from_integers(q, jnp.ones((1, 2)), format=Format(bits=4))
         ```
         """
+        format = as_format("from_integers", format)
+        shards = checks.shard_counts("from_integers", shards)
         groups = integers.checked(
             values, scale, zero, format=format, shards=shards, permutation=permutation
         )
-        k_shards, n_shards = shards
-        return cls.from_packed_groups(
-            **groups._asdict(), format=format, shards=(k_shards, n_shards)
-        )
+        return cls.from_packed_groups(**groups._asdict(), format=format, shards=shards)
 
     @classmethod
     def from_qarray(cls, array: Any) -> "QuantizedArray":

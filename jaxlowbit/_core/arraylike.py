@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -76,7 +77,7 @@ def check_dtypes(packed: Any, version: Any) -> None:
     """Refuses words that were cast together with floats, which changes what they mean."""
     for name, array in (("packed", packed), ("version", version)):
         dtype = getattr(array, "dtype", np.dtype("uint32"))
-        if dtype != np.dtype("uint32"):
+        if jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
                 f"QuantizedArray: {name} is {dtype}, but packed words are uint32; a tree with it "
                 "was cast, as by jax.tree.map(lambda x: x.astype(...)), which loses them. Cast "

@@ -4,6 +4,8 @@ import dataclasses
 import re
 from typing import Any, Literal
 
+from .checks import brief, choice
+
 Zero = Literal["none", "integer", "float"]
 _ZEROS = ("none", "integer", "float")
 
@@ -48,8 +50,7 @@ class Format:
                 f"Format: group_size={size!r}, but a group is a positive multiple of 16 input "
                 "features, or -1 for one scale per output channel."
             )
-        if self.zero not in _ZEROS:
-            raise ValueError(f"Format: zero={self.zero!r}, but it is one of {', '.join(_ZEROS)}.")
+        choice("Format", "zero", self.zero, _ZEROS)
 
     def replace(self, **changes: Any) -> "Format":
         """Returns this format with some fields changed, checked like a new one."""
@@ -77,9 +78,6 @@ _NAMES = (
 )
 
 
-_PLAIN = (int, float, complex, str, bytes, tuple, list, dict, set, type, type(None))
-
-
 def parse_format(text: str) -> Format:
     """Reads names such as `int4`, `int8`, `uint4` (the presets), `int3-g64-float`, `int4-channel`.
 
@@ -100,12 +98,6 @@ def format_name(format: Format) -> str:
     channel = "" if format.bits == 8 else "-channel"
     group = channel if format.group_size == -1 else f"-g{format.group_size}"
     return f"int{format.bits}{group}{'' if format.zero == 'none' else f'-{format.zero}'}"
-
-
-def brief(value: object) -> str:
-    """A value in a few words, for errors: itself if it is short, else its class."""
-    words = repr(value) if isinstance(value, _PLAIN) else ""
-    return words if 0 < len(words) < 60 else f"of class {type(value).__name__}"
 
 
 def as_format(caller: str, value: Any) -> Format:

@@ -68,14 +68,17 @@ def quantize(
     format = as_format("quantize", format)
     if method is None:
         method = "mse" if format.bits < 4 else "absmax"
-    weight = jnp.asarray(weight)
-    scale_dtype = jnp.dtype(weight.dtype if scale_dtype is None else scale_dtype)
+    weight = checks.array("quantize", "weight", weight, "floats (..., k, n)")
+    scale_dtype = checks.dtype(
+        "quantize", "scale_dtype", weight.dtype if scale_dtype is None else scale_dtype
+    )
     _check(weight, format, method, scale_dtype)
+    shards = checks.shard_counts("quantize", shards)
     checks.shards("quantize", weight.shape, shards)
     if permutation is not None:
         permutation = permutations.checked("quantize", permutation, weight.shape, shards[0])
     run = functools.partial(
-        _quantize, format=format, method=method, scale_dtype=scale_dtype, shards=tuple(shards)
+        _quantize, format=format, method=method, scale_dtype=scale_dtype, shards=shards
     )
     mesh = explicit.mesh_of(weight)
     if mesh is not None:
@@ -138,8 +141,13 @@ def _specs(
 def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:
     """Returns `array.dequantize(dtype)`: the floats (..., k, n) that a quantized array stands for.
 
-    **Arguments:** `dtype`: the dtype of the result; None for the dtype of the scales.
+    **Arguments:** `dtype`: the dtype of the result, of floats; None for that of the scales.
+
+    **Raises:** `TypeError` for what is no quantized array or dtype, `ValueError` for integers.
     """
+    checks.quantized("dequantize", "array", array, QuantizedArray)
+    if dtype is not None:
+        dtype = checks.float_dtype("dequantize", "dtype", dtype)
     return array.dequantize(dtype)
 
 
@@ -155,10 +163,7 @@ def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None
                 f"quantize: {name} is {dtype}, but it is float32, bfloat16 or float16; cast it, or "
                 "use QuantizedArray.from_integers for integers."
             )
-    if method not in ("absmax", "mse"):
-        raise ValueError(
-            f"quantize: method={method!r} is unknown; the methods are 'absmax' and 'mse'."
-        )
+    checks.choice("quantize", "method", method, ("absmax", "mse"))
     if format.bits == 1 and format.zero == "none":
         raise ValueError(
             "quantize: a 1-bit code without a zero holds only -scale and 0; use zero='float', "

@@ -11,13 +11,14 @@ import jax
 from flax import core, nnx, traverse_util
 from flax import linen as nn
 
-from .._core.format import Format, brief
+from .._core.checks import brief
+from .._core.format import Format
 from . import defaults
 from .defaults import Candidate, is_table
 from .linen_kinds import NAMES, kind_of
 from .linen_layers import Layer, Path, find_layers
 from .linen_variables import COLLECTION, quantized, value_of
-from .refusals import not_a_model, refuse, refuse_nothing
+from .refusals import inner, not_a_model, refuse, refuse_nothing
 from .report import LayerReport, QuantizationReport, Rest, nbytes_of
 from .rules import Keep, Rules, ShardRules, choose, choose_shards
 from .weights import Packing, Shards, Sizes, abstract, check_values
@@ -170,7 +171,7 @@ def quantize_model(
         try:
             kernel, arrays = quantized(boxed, chosen[path], axes)
         except ValueError as error:
-            raise ValueError(f"quantize_model: in {name}: {error}") from None
+            raise ValueError(f"quantize_model: in {name}: {inner(error)}") from None
         stored |= {(*path, leaf): array for leaf, array in arrays.items()}
         dtype = layer.module.dtype or kernel.dtype
         reports.append(LayerReport.quantized(name, weight, kernel, dtype, axes.matrix))
@@ -278,14 +279,14 @@ def _refusal(path: Path, layer: Layer, packing: Packing, params: Mapping[Path, A
     try:
         kind.check(module)
     except ValueError as error:
-        return f"in {name}: {error} Or keep the layer, {keep}"
+        return f"in {name}: {inner(error)} Or keep the layer, {keep}"
     boxed = params[*path, kind.weight]
     axes = kind.axes(module, value_of(boxed).shape)
     try:
         quantized(jax.tree.map(abstract, boxed), packing, axes)
         check_values(value_of(boxed), packing.format, axes.matrix, packing.shards)
     except ValueError as error:
-        return f"in {name}: {error}"
+        return f"in {name}: {inner(error)}"
     return None
 
 

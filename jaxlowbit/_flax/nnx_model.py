@@ -18,7 +18,7 @@ from . import defaults
 from .defaults import Candidate, is_table
 from .nnx_kinds import NAMES, Kind, kind_of
 from .nnx_variables import QuantizedModule, QuantizedVariable
-from .refusals import not_a_model, refuse, refuse_nothing
+from .refusals import inner, not_a_model, refuse, refuse_nothing
 from .report import LayerReport, QuantizationReport, Rest, nbytes_of
 from .rules import Decision, Keep, Rules, ShardRules, choose, choose_shards
 from .weights import Shards, abstract, check_values
@@ -141,7 +141,7 @@ class _Place:
         try:
             self.kind.check(self.layer)
         except (TypeError, ValueError) as error:
-            return f"in {name}: {error} Or keep the layer, with a rule of its path and None."
+            return f"in {name}: {inner(error)} Or keep the layer, with a rule of its path and None."
         if not all(isinstance(holder, nnx.Pytree | list | dict) for holder, _ in self.holders):
             return (
                 f"{name} is the model itself or an element of a tuple, where nothing can be "
@@ -167,7 +167,7 @@ class _Place:
             layer = self.kind.quantize(like, format, shards)
             check_values(self.weight.get_value(), format, layer.matrix, shards)
         except ValueError as error:
-            return f"in {name}: {error}"
+            return f"in {name}: {inner(error)}"
         return None
 
 
@@ -178,7 +178,7 @@ def _replace(place: _Place, decision: Decision, shards: Shards) -> LayerReport:
     try:
         layer = place.kind.quantize(place.layer, decision.format, shards)
     except ValueError as error:
-        raise ValueError(f"quantize_model: in {path}: {error}") from None
+        raise ValueError(f"quantize_model: in {path}: {inner(error)}") from None
     for holder, key in place.holders:
         if isinstance(holder, nnx.List | list | dict):
             holder[key] = layer

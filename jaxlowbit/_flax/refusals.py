@@ -1,11 +1,17 @@
 """Refusing layers, all of them in one error before the first one changes, and what is no model."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .._core.format import brief
+from .._core.checks import brief
 
 _LISTED = 8
+
+
+def inner(error: Exception) -> str:
+    """What an error says, without the name of the function that found it."""
+    return re.sub(r"^[\w.]+: ", "", str(error))
 
 
 def refuse(refusals: Iterable[tuple[str, str | None]]) -> None:
@@ -36,7 +42,7 @@ def refuse_nothing(kept: Sequence[tuple[str, tuple[int, ...], str | None]]) -> N
     more = f"\n- and {len(kept) - _LISTED} more" if len(kept) > _LISTED else ""
     raise ValueError(
         "quantize_model: no layer would be quantized, and the model is as it was; name layers by "
-        f"rules, such as {{'': jaxlowbit.INT4}} for all. The layers are{listed}{more}"
+        f"rules, such as {{'': jaxlowbit.INT4}} for all. The layers are{listed}{more}."
     )
 
 

@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
-from .._core.format import Format, as_format, brief
+from .._core.checks import brief
+from .._core.format import Format, as_format
 
 Rules = Format | str | Mapping[str, Format | str | None] | Sequence[tuple[str, Format | str | None]]
 ShardRules = tuple[int, int] | Mapping[str, tuple[int, int]]
