@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from .._core.array import QuantizedArray
 from .._core.format import Format
 from . import defaults
 from .defaults import Candidate, is_table
+from .einsum_layers import EinsumLayer, checked
 from .nnx_kinds import NAMES, Kind, kind_of
 from .nnx_variables import QuantizedModule, QuantizedVariable
 from .refusals import inner, not_a_model, refuse, refuse_nothing
@@ -25,7 +26,12 @@ from .weights import Shards, abstract, check_values
 
 
 def quantize_model(
-    model: nnx.Module, rules: Rules, *, keep: Keep = (), shards: ShardRules = (1, 1)
+    model: nnx.Module,
+    rules: Rules,
+    *,
+    layers: Sequence[EinsumLayer] = (),
+    keep: Keep = (),
+    shards: ShardRules = (1, 1),
 ) -> QuantizationReport:
     """Replaces the linear layers of a model, in place, by layers with quantized kernels.
 
@@ -44,6 +50,8 @@ def quantize_model(
       that would grow; or regular expressions with a `Format`, or None to keep the layer, as a
       mapping or pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
       `blocks.0.mlp.up`; the first that matches decides, and a layer that none matches is kept.
+    - `layers`: other classes of layers, each an `EinsumLayer`, that are quantized too. Those of
+      google-tunix are known.
     - `keep`: a regular expression, or several, of layers that stay in floats beside those.
     - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
       `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
@@ -64,7 +72,7 @@ def quantize_model(
     ```
     """
     _check_model(model)
-    places = _layers(model)
+    places = _layers(model, checked(layers))
     if not places:
         raise ValueError(
             f"quantize_model: there is none of {NAMES} in the model, so there is nothing to "
@@ -99,7 +107,7 @@ def quantize_model(
     while places:  # drops each place, and with it the float layer, before the next
         reports.append(_replace(places.pop(0), decisions.pop(0), parts.pop(0)))
     report = rest.report(reports, kept)
-    report.warn(f"Only {NAMES} are; build the model of these layers.")
+    report.warn(f"Only {NAMES} are, and what layers= describes: an EinsumLayer says it of a class.")
     return report
 
 
@@ -221,11 +229,11 @@ def _rest(model: nnx.Module, places: list[_Place]) -> Rest:
     return found
 
 
-def _layers(model: nnx.Module) -> list[_Place]:
+def _layers(model: nnx.Module, others: Sequence[EinsumLayer]) -> list[_Place]:
     """Every layer that can be quantized, once, in the order of the model's attributes."""
     places: dict[int, _Place] = {}
     for path, holder, key, node in _walk((), None, None, model, set()):
-        if kind := kind_of(node):
+        if kind := kind_of(node, others):
             place = places.setdefault(id(node), _Place(node, kind, [], []))
             place.paths.append(_dotted(path))
             place.holders.append((holder, key))
