@@ -233,7 +233,8 @@ def test_a_tied_head_that_is_applied_to_the_table_is_no_layer():
 
 
 def test_a_choice_that_quantizes_nothing_is_refused(api):
-    for options in ({"rules": {"": None}}, {"rules": INT4, "keep": "."}):
+    wrong: Any = ({"rules": {"": None}}, {"rules": INT4, "keep": "."})
+    for options in wrong:
         with pytest.raises(ValueError, match=r"no layer would be quantized.*\n- .*kept by a rule"):
             quantize(api, **options)
 

@@ -95,7 +95,7 @@ def test_layers_are_quantized_as_their_equations_say():
 
 
 def test_rules_and_abstract_models():
-    model = nnx.eval_shape(Attention)
+    model: Any = nnx.eval_shape(Attention)
     rules = {"^q$": INT8, "kv|out|last": None}
     report = quantize_model(model, rules, layers=[EINSUM, PROJECTION])
     formats = {layer.path: layer.format for layer in report.layers}

@@ -38,7 +38,7 @@ class Call:
     positional: tuple[str, ...] = ()
 
     def run(self, changed: Mapping[str, Any]) -> Any:
-        given = {name: make() for name, make in self.arguments.items()} | changed
+        given = {name: make() for name, make in self.arguments.items()} | dict(changed)
         first = [given.pop(name) for name in self.positional]
         return self.function(*first, **given)
 

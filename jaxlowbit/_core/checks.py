@@ -153,7 +153,9 @@ def finite(caller: str, name: str, values: Array, reason: str) -> None:
 def shard_counts(caller: str, shards: Any) -> tuple[int, int]:
     """The numbers of parts of k and n."""
     try:
-        k, n = map(operator.index, shards) if isinstance(shards, tuple | list) else ()
+        if not isinstance(shards, tuple | list):
+            raise TypeError
+        k, n = map(operator.index, shards)
     except (TypeError, ValueError):
         raise TypeError(
             f"{caller}: shards is {brief(shards)}, but it is two numbers, the parts of k and of n "

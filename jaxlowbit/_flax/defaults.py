@@ -17,14 +17,14 @@ class Candidate(NamedTuple):
 
     - `paths`: all of its dotted paths.
     - `matrix`: (k, n), or None if it is no product.
-    - `count`: the number of such matrices in its weight.
+    - `matrices`: the number of such matrices in its weight.
     - `nbytes`, `itemsize`: bytes of the weight, and of one of its elements.
     - `table`: whether it is an embedding.
     """
 
     paths: Sequence[str]
     matrix: tuple[int, int] | None
-    count: int
+    matrices: int
     nbytes: int
     itemsize: int
     table: bool
@@ -73,7 +73,7 @@ def _heads(candidates: Sequence[Candidate], tables: Iterable[tuple[int, ...]]) -
         i: re.sub(r"\d+", "#", layer.paths[0])
         for i, layer in enumerate(candidates)
         if not layer.table
-        and layer.count == 1
+        and layer.matrices == 1
         and layer.matrix
         and layer.matrix[1] in sizes
         and layer.matrix[1] > layer.matrix[0]
@@ -95,7 +95,7 @@ def _grows(layer: Candidate, format: Format, shards: Shards) -> bool:
     zero = {"none": 0, "integer": 1, "float": layer.itemsize}[format.zero]
     words = 4 * math.prod(layout.packed_shape(k, n, format.bits))
     groups = math.prod(layout.groups_shape(k, n, format.group_size))
-    return layer.count * (words + groups * (layer.itemsize + zero) + 4) >= layer.nbytes
+    return layer.matrices * (words + groups * (layer.itemsize + zero) + 4) >= layer.nbytes
 
 
 def is_table(path: str, shape: Any) -> bool:

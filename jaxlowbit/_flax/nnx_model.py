@@ -224,7 +224,7 @@ def _rest(model: nnx.Module, places: list[_Place]) -> Rest:
         packed = isinstance(node, QuantizedVariable) or isinstance(value, QuantizedArray)
         vector = id(holder) in layers or isinstance(holder, QuantizedModule)
         for leaf in jax.tree.leaves(value):
-            if jnp.issubdtype(getattr(leaf, "dtype", None), jnp.number):
+            if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.number):
                 found.add(_dotted(path), leaf, type(holder).__name__, vector=vector, packed=packed)
     return found
 
