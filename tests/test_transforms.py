@@ -25,7 +25,7 @@ KINDS = {
     PERMUTED: ("float32", Format(4, 32, "float")),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
-quantize = jax.jit(jaxlowbit.quantize, static_argnums=1)
+quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="method")
 
 
 def arrays(kind: str, *lead: int) -> tuple[jax.Array, QuantizedArray]:

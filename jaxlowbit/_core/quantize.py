@@ -114,7 +114,10 @@ def _quantize(
     if method == "absmax":
         scale, zero = scales.extremes(grouped, format, scale_dtype)
     else:
-        scale, zero = scales.least_squares(grouped, k, format, scale_dtype)
+        rows = np.arange(groups * size)
+        # Of each part of k, the rows after the matrix's own are padding.
+        counted = (rows < k) & (rows % (k // shards[0]) < shape[-2] // shards[0])
+        scale, zero = scales.least_squares(grouped, counted, format, scale_dtype)
     qvalue = scales.qvalue(grouped, scale, zero, format)
     qvalue = qvalue.reshape(*lead, groups * size, n)[..., :k, :]
     return QuantizedArray.from_packed_groups(
