@@ -26,8 +26,8 @@ def least_squares(
 ) -> tuple[Array, Array | None]:
     """Scales and zeros of the full range or a part of it, whichever has the least squared error.
 
-    `counted` says of each row whether it counts: others only fill a group. One part is tried at a time, so
-    memory does not grow with their number.
+    `counted` says of each row whether it counts: others only fill a group. One part is tried at a
+    time, so memory does not grow with their number.
     """
     groups, size = grouped.shape[-3:-1]
     counts = counted.reshape(groups, size, 1)
