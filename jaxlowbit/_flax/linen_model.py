@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from .._core.checks import brief
 from .._core.format import Format
 from . import defaults
 from .defaults import Candidate, is_table
+from .einsum_layers import EinsumLayer, checked
 from .linen_kinds import NAMES, kind_of
 from .linen_layers import Layer, Path, find_layers
 from .linen_variables import COLLECTION, quantized, value_of
@@ -39,6 +40,8 @@ class QuantizedModel:
     formats: tuple[tuple[Path, Format], ...]
     shards: tuple[tuple[Path, Shards], ...]
     sizes: tuple[tuple[Path, Sizes], ...] = ()
+    equations: tuple[tuple[Path, tuple[str, tuple[int, ...]]], ...] = ()
+    layers: tuple[EinsumLayer, ...] = ()
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with the same arguments, on the quantized variables.
@@ -46,18 +49,24 @@ class QuantizedModel:
         **Raises:** `ValueError` if the kernel of a quantized layer is not among the variables, or
         has other sizes than the layer and its inputs.
         """
-        shards, sizes = dict(self.shards), dict(self.sizes)
+        shards, sizes, equations = dict(self.shards), dict(self.sizes), dict(self.equations)
         packings = {
-            path: Packing(format, shards[path], sizes.get(path)) for path, format in self.formats
+            path: Packing(format, shards[path], sizes.get(path), equations.get(path))
+            for path, format in self.formats
         }
 
         def multiply(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            layer, kind = context.module, kind_of(context.module)
-            compute = kind and kind.methods.get(context.method_name)
-            if not compute:
+            layer, method = context.module, context.method_name
+            kind = kind_of(layer, method, self.layers, args)
+            compute = kind and kind.methods.get(method)
+            if not kind or not compute:
                 return next_fun(*args, **kwargs)
             # The path alone does not do: `nn.jit` runs one trace for layers of several paths.
-            packing = layer.get_variable(COLLECTION, _PACKING) or packings.get(layer.path)
+            if kind.equation is None:
+                packing = layer.get_variable(COLLECTION, _PACKING) or packings.get(layer.path)
+            else:
+                held = layer.get_variable(COLLECTION, kind.weight) or {}
+                packing = held.get(_PACKING) or packings.get(kind.key((*layer.path, kind.weight)))
             if not packing:
                 return next_fun(*args, **kwargs)
             return compute(layer, packing, *args, **kwargs)
@@ -75,6 +84,7 @@ def quantize_model(
     variables: Mapping[str, Any],
     rules: Rules,
     *args: Any,
+    layers: Sequence[EinsumLayer] = (),
     keep: Keep = (),
     shards: ShardRules = (1, 1),
     donate: bool = False,
@@ -99,6 +109,8 @@ def quantize_model(
       mapping or pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
       `block_0.mlp.up`; the first that matches decides, and a layer that none matches is kept.
     - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
+    - `layers`: other classes of layers, each an `EinsumLayer`, that are quantized too. Those of
+      gemma, and of GPT-2 in transformers, are known. They go by the paths of their parameters.
     - `keep`: a regular expression, or several, of layers that stay in floats beside those.
     - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
       `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
@@ -121,45 +133,46 @@ def quantize_model(
     ```
     """
     _check_model(module, variables)
-    layers, classes = find_layers(module, variables, args, kwargs)
-    if not layers:
+    others = checked(layers)
+    found, classes = find_layers(module, variables, args, kwargs, others)
+    if not found:
         raise ValueError(
             f"quantize_model: module.apply calls none of {NAMES} with these arguments, so there is "
             "nothing to quantize; pass arguments, such as method=, with which such layers run."
         )
     params = traverse_util.flatten_dict(core.unfreeze(variables["params"]))
-    rest = _rest(params, variables, layers, classes)
-    paths = [[".".join(path)] for path in layers]
+    rest = _rest(params, variables, found, classes)
+    paths = [[".".join(path)] for path in found]
     parts = choose_shards(shards, paths)
-    candidates = [_candidate(path, layer, params) for path, layer in layers.items()]
-    tables = [found.shape for found in rest.uncovered if is_table(found.path, found.shape)]
+    candidates = [_candidate(path, layer, params) for path, layer in found.items()]
+    tables = [x.shape for x in rest.uncovered if is_table(x.path, x.shape)]
     decisions, by_rule = choose(
         rules,
         keep,
         paths,
-        [found.path for found in rest.uncovered],
+        [parameter.path for parameter in rest.uncovered],
         functools.partial(defaults.kept, candidates, tables, parts),
     )
     refuse_nothing(
         [
             (path[0], layer.shape, None if decision.format else decision.reason)
-            for path, layer, decision in zip(paths, layers.values(), decisions, strict=True)
+            for path, layer, decision in zip(paths, found.values(), decisions, strict=True)
         ]
     )
-    decided = dict(zip(layers, decisions, strict=True))
+    decided = dict(zip(found, decisions, strict=True))
     chosen = {
         path: Packing(decision.format, part)
         for (path, decision), part in zip(decided.items(), parts, strict=True)
         if decision.format
     }
     refuse(
-        (".".join(path), _refusal(path, layers[path], packing, params))
+        (".".join(path), _refusal(path, found[path], packing, params))
         for path, packing in chosen.items()
     )
     stored: Any = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
     reports = []
-    for path, layer in layers.items():
-        name, key = ".".join(path), (*path, layer.kind.weight)
+    for path, layer in found.items():
+        name, key = ".".join(path), layer.kind.key(path)
         if path not in chosen:
             if key in params:
                 _, reason, by_default = decided[path]
@@ -173,7 +186,7 @@ def quantize_model(
         except ValueError as error:
             raise ValueError(f"quantize_model: in {name}: {inner(error)}") from None
         stored |= {(*path, leaf): array for leaf, array in arrays.items()}
-        dtype = layer.module.dtype or kernel.dtype
+        dtype = getattr(layer.module, "dtype", None) or kernel.dtype
         reports.append(LayerReport.quantized(name, weight, kernel, dtype, axes.matrix))
         if donate and isinstance(weight, jax.Array):
             weight.delete()
@@ -186,10 +199,16 @@ def quantize_model(
         module,
         tuple((path, packing.format) for path, packing in chosen.items()),
         tuple((path, packing.shards) for path, packing in chosen.items()),
-        tuple((path, layers[path].sizes) for path in chosen),
+        tuple((path, found[path].sizes) for path in chosen),
+        tuple(
+            (path, (equation, found[path].shape))
+            for path in chosen
+            if (equation := found[path].kind.equation) is not None
+        ),
+        tuple(others),
     )
     report = rest.report(reports, by_rule)
-    report.warn(f"Only {NAMES} are; build the model of these layers.")
+    report.warn(f"Only {NAMES} are, and what layers= describes: an EinsumLayer says it of a class.")
     return model, collections, report
 
 
@@ -218,7 +237,7 @@ def _check_model(module: Any, variables: Any) -> None:
 
 
 def _candidate(path: Path, layer: Layer, params: Mapping[Path, Any]) -> Candidate:
-    boxed = params.get((*path, layer.kind.weight))
+    boxed = params.get(layer.kind.key(path))
     name, named, matrix = [".".join(path)], layer.kind.named, None
     if boxed is None:
         return Candidate(name, None, 1, 0, 1, named)
@@ -229,6 +248,10 @@ def _candidate(path: Path, layer: Layer, params: Mapping[Path, Any]) -> Candidat
     return Candidate(name, matrix, count, nbytes_of(weight), weight.dtype.itemsize, named)
 
 
+def _keys(layers: Mapping[Path, Layer]) -> list[tuple[Path, Path]]:
+    return [(path, layer.kind.key(path)) for path, layer in layers.items()]
+
+
 def _rest(
     params: Mapping[Path, Any],
     variables: Mapping[str, Any],
@@ -237,14 +260,14 @@ def _rest(
 ) -> Rest:
     """The parameters but the weights of the layers that run."""
     rest = Rest()
+    weights = {layer.kind.key(path) for path, layer in layers.items()}
+    biases = {(*key[:-1], layers[path].kind.bias) for path, key in _keys(layers)}
     for key, boxed in params.items():
-        *lead, name = key
-        path = tuple(lead)
-        if path in layers and name == layers[path].kind.weight:
+        if key in weights:
             continue
-        module = classes.get(path, "a module that this call does not reach")
+        module = classes.get(key[:-1], "a module that this call does not reach")
         for leaf in jax.tree.leaves(value_of(boxed)):
-            rest.add(".".join(key), leaf, module, vector=path in layers, packed=False)
+            rest.add(".".join(key), leaf, module, vector=key in biases, packed=False)
     for leaf in jax.tree.leaves(variables.get(COLLECTION, {})):
         rest.add("", leaf, "", vector=False, packed=True)
     return rest
@@ -276,12 +299,12 @@ def _refusal(path: Path, layer: Layer, packing: Packing, params: Mapping[Path, A
     name = ".".join(path)
     if reason is not None:
         return f"the layer {name!r} {reason}. Keep it, {keep}"
+    boxed = params[kind.key(path)]
     try:
         kind.check(module)
+        axes = kind.axes(module, value_of(boxed).shape)
     except ValueError as error:
         return f"in {name}: {inner(error)} Or keep the layer, {keep}"
-    boxed = params[*path, kind.weight]
-    axes = kind.axes(module, value_of(boxed).shape)
     try:
         quantized(jax.tree.map(abstract, boxed), packing, axes)
         check_values(value_of(boxed), packing.format, axes.matrix, packing.shards)

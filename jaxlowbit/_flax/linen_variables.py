@@ -124,20 +124,23 @@ def initialise(module: Any, packing: Packing, weight: Callable[[], Any], axes: K
             module.put_variable(COLLECTION, name, variable)
 
 
-def kernel_of(module: Any, packing: Packing, axes: KernelAxes) -> QuantizedArray:
+def kernel_of(
+    module: Any, packing: Packing, axes: KernelAxes, weight: str | None = None
+) -> QuantizedArray:
     """The kernel that `module` has in the collection, a matrix with the axes that are asked for.
+
+    The arrays of an `EinsumLayer` are under the name of its `weight`.
 
     **Raises:** `ValueError` without a kernel there, for one of another size, and for a stack.
     """
     name = ".".join(module.path) or "the layer"
-    if not module.has_variable(COLLECTION, "packed"):
+    held = _held(module, weight)
+    if "packed" not in held:
         raise ValueError(
             f"{name} has no kernel in the collection {COLLECTION!r}. Pass the variables that "
             f"hold it; inside nn.scan or nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
         )
-    arrays = {
-        array: value_of(module.get_variable(COLLECTION, array)) for array in (*ARRAYS, PADDING)
-    }
+    arrays = {array: value_of(held.get(array)) for array in (*ARRAYS, PADDING)}
     if not jax.sharding.get_abstract_mesh().manual_axes:  # where arrays and inputs are parts
         reason = _other_sizes(packing, axes, arrays["packed"], arrays[PADDING])
         if reason is not None:
@@ -150,6 +153,14 @@ def kernel_of(module: Any, packing: Packing, axes: KernelAxes) -> QuantizedArray
             f"nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
         )
     return kernel
+
+
+def _held(module: Any, weight: str | None) -> Mapping[str, Any]:
+    """What the collection holds of a weight of `module`."""
+    if weight is not None:
+        return module.get_variable(COLLECTION, weight) or {}
+    names = [name for name in (*ARRAYS, PADDING) if module.has_variable(COLLECTION, name)]
+    return {name: module.get_variable(COLLECTION, name) for name in names}
 
 
 def _other_sizes(packing: Packing, axes: KernelAxes, packed: Any, padding: Any) -> str | None:
