@@ -171,12 +171,13 @@ def test_another_equation_is_refused():
 def test_wrong_descriptions_are_refused():
     module = Model()
     floats = module.init(KEY, X)
+    number: Any = lambda *_: 3  # noqa: E731
     for layer, message in (
         (EinsumLayer(FlaxConv1D, "kernel", "...k,...k->k"), "is not of the form"),
         (EinsumLayer(FlaxConv1D, "weight", "...k,nk->...n"), "has no weight of its own path"),
         (EinsumLayer(FlaxConv1D, "kernel", lambda layer: "..."), "equation of .* raises TypeError"),
         (
-            EinsumLayer(FlaxConv1D, "kernel", lambda *_: 3),
+            EinsumLayer(FlaxConv1D, "kernel", number),
             "equation of .* is 3, but it is a",
         ),
     ):
