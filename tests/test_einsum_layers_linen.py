@@ -142,6 +142,22 @@ def test_layers_of_other_packages_are_known(kind, name, monkeypatch):
     assert [layer.path for layer in report.layers] == [f"block.{name}" for name in known]
 
 
+def test_calls_of_known_layers_that_are_written_otherwise_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(Einsum, "__module__", "gemma.gm.nn._layers")
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4 * WIDTH, name="up")(x)
+            return Einsum((4 * WIDTH, 4), name="last")(eqn="btd,df->btf", x=x)
+
+    module = Model()
+    floats = module.init(KEY, X)
+    model, variables, report = quantize_model(module, floats, INT8, X)
+    assert [found.path for found in report.uncovered] == ["last.w"]
+    assert near(model.apply(variables, X), module.apply(floats, X), 0.02)
+
+
 def test_another_equation_is_refused():
     """Its sizes are the same, but it contracts another axis."""
 

@@ -1,5 +1,6 @@
 """The Linen layers that have quantized counterparts."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -106,9 +107,13 @@ def kind_of(
 ) -> Kind | None:
     """The kind of a layer of Flax, or, where it is called with `args`, of a class of others."""
     if method == "__call__":
-        for other in (*others, *_KNOWN):
+        for other in others:
             if other.matches(layer):
                 return _kind_of_other(layer, other, args)
+        for other in _KNOWN:
+            if other.matches(layer):
+                with contextlib.suppress(ValueError):  # a call that is written otherwise
+                    return _kind_of_other(layer, other, args)
     return next((kind for kind in _KINDS if isinstance(layer, kind.layer)), None)
 
 
@@ -142,7 +147,7 @@ def _kind_of_other(layer: Any, other: EinsumLayer, args: Any) -> Kind:
     return Kind(
         type(layer),
         {"__call__": compute},
-        (),
+        ("precision",) if hasattr(layer, "precision") else (),
         axes,
         weight=name,
         equation=equation,
