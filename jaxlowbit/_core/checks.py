@@ -114,13 +114,15 @@ def choice(
     )
 
 
-def integer(caller: str, name: str, value: Any, rule: str, least: int = 1) -> int:
-    """A value as an integer from `least` on, which `rule` describes."""
+def integer(
+    caller: str, name: str, value: Any, rule: str, least: int = 1, most: int | None = None
+) -> int:
+    """A value as an integer from `least` to `most`, which `rule` describes."""
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         found = None
-    if found is None or found < least:
+    if found is None or found < least or (most is not None and found > most):
         raise (TypeError if found is None else ValueError)(
             f"{caller}: {name} is {brief(value)}, but it is {rule}."
         )
