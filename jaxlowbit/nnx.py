@@ -1,6 +1,8 @@
 """Flax NNX: layers whose weights are quantized, and the surgery that puts them into a model."""
 
 from ._core.heads import HEADS as HEADS
+from ._flax import serialization as _serialization
+from ._flax.einsum_layers import EinsumLayer as EinsumLayer
 from ._flax.nnx_einsum import QuantizedEinsum as QuantizedEinsum
 from ._flax.nnx_embed import QuantizedEmbed as QuantizedEmbed
 from ._flax.nnx_general import QuantizedLinearGeneral as QuantizedLinearGeneral
@@ -14,4 +16,7 @@ from ._flax.nnx_variables import Scale as Scale
 from ._flax.nnx_variables import Zero as Zero
 from ._flax.nnx_variables import check_layout_version as check_layout_version
 from ._flax.report import LayerReport as LayerReport
+from ._flax.report import ParameterReport as ParameterReport
 from ._flax.report import QuantizationReport as QuantizationReport
+
+_serialization.register()

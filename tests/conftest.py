@@ -28,8 +28,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 NOT_OF_JAX = (
     "benchmark_method",
     "benchmarks",
+    "coverage",
     "dispatch",
     "docs",
+    "einsum_layers",
+    "einsum_layers_linen",
     "examples",
     "explain",
     "formats",
@@ -58,6 +61,7 @@ NOT_OF_JAX = (
     "tune",
     "wgmma_hazards",
     "wheels",
+    "wrong_calls",
 )
 
 

@@ -149,7 +149,7 @@ def test_what_breaks_the_contract_is_refused(changes, message):
     arrays = [jnp.zeros(shape, dtype) for shape, dtype in {**specs, **changes}.values()]
     result = jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"attend: {message}.*\."):
-        out = jax.ffi.ffi_call(call.ATTEND_TARGET, result)(
+        out = jax.ffi.ffi_call(call.ATTEND_QUERIES_TARGET, result)(
             *arrays, **call.attributes(**sizes, scale=np.float32(1))
         )
         jax.block_until_ready(out)

@@ -332,8 +332,8 @@ any_block: Any = functools.partial(quantized_block, LHS)
     ("f", "message"),
     [
         (lambda: any_matmuls(LHS, []), "rhss is empty"),
-        (lambda: any_matmuls(LHS, QKV[0]), "rhss is QuantizedArray, but it is a sequence"),
-        (lambda: any_matmuls(LHS, [LHS]), "rhss must be QuantizedArrays, but there is Array"),
+        (lambda: any_matmuls(LHS, QKV[0]), "rhss is of class QuantizedArray, but it is a sequence"),
+        (lambda: any_matmuls(LHS, [LHS]), r"rhss\[0\] is float32\[5, 128\], but it must be"),
         (lambda: any_matmuls(LHS, [GATE_UP]), r"rhss\[0\] has shape \(2, 128, 192\), but"),
         (lambda: any_matmuls(LHS, [QKV[0], GATE_UP[0]]), r"rhss\[1\] has .* and rhss\[0\]"),
         (lambda: any_matmuls(LHS[:, 1:], QKV), "must be k=128"),
@@ -344,7 +344,7 @@ any_block: Any = functools.partial(quantized_block, LHS)
             lambda: any_mlp(LHS, GATE_UP, QKV[0]),
             r"down has .* with f=192, .* \(2, 128, 192\)",
         ),
-        (lambda: any_mlp(LHS, GATE_UP, LHS), "gate_up and down must be QuantizedArrays"),
+        (lambda: any_mlp(LHS, GATE_UP, LHS), r"down is float32\[5, 128\], but it"),
         (lambda: any_mlp(LHS, GATE_UP, DOWN, preferred_element_type="int8"), "is int8, but"),
         (lambda: any_mlp(LHS, GATE_UP, DOWN, backend="gpu"), "backend='gpu' is unknown"),
         (lambda: any_block(LHS.astype("bfloat16"), OUT, NORM, GATE_UP, BACK), "have one dtype, an"),
@@ -352,7 +352,7 @@ any_block: Any = functools.partial(quantized_block, LHS)
         (lambda: any_block(LHS, OUT, NORM, GATE_UP, BACK), r"out has .* so it is \(128, 128\)"),
         (lambda: block(ATTENDED, LHS, (NORM[1:], QKV)), r"following\[0\] has shape \(127,\)"),
         (lambda: block(ATTENDED, LHS, (NORM, [BACK])), r"following\[1\]\[0\] has shape \(192,"),
-        (lambda: block(ATTENDED, LHS, (NORM, [LHS])), "following must be QuantizedArrays"),
+        (lambda: block(ATTENDED, LHS, (NORM, [LHS])), r"following\[1\]\[0\] is float32\[5, 128\]"),
         (lambda: mlp(LHS.astype(int)), "activations are float32, bfloat16 or float16"),
     ],
 )

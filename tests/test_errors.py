@@ -58,7 +58,7 @@ def test_format_group_size(group_size):
 
 
 def test_format_zero():
-    with refuses("zero='symmetric', but it is one of none, integer, float"):
+    with refuses("zero='symmetric' is unknown; it is one of 'none', 'integer', 'float'"):
         Format(4, zero="symmetric")  # pyright: ignore[reportArgumentType]
 
 
@@ -83,7 +83,7 @@ def test_quantize_scale_dtype(weight):
 
 
 def test_quantize_method(weight):
-    with refuses("method='gptq' is unknown; the methods are 'absmax' and 'mse'"):
+    with refuses("method='gptq' is unknown; it is one of 'absmax', 'mse'"):
         quantize(weight, FOUR, method="gptq")  # pyright: ignore[reportArgumentType]
 
 
@@ -303,9 +303,12 @@ def test_select_from_an_empty_stack():
 # --- quantized_matmul -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rhs", [np.ones((K, N), np.float32), None, "w"], ids=str)
-def test_rhs_is_quantized(rhs):
-    message = f"rhs is {type(rhs).__name__}, but it must be a QuantizedArray; make one with"
+@pytest.mark.parametrize(
+    ("rhs", "words"),
+    [(np.ones((K, N), np.float32), r"float32\[32, 16\]"), (None, "None"), ("w", "'w'")],
+)
+def test_rhs_is_quantized(rhs, words):
+    message = f"rhs is {words}, but it must be a QuantizedArray; make one with"
     with refuses(message, TypeError):
         quantized_matmul(LHS, rhs)
 
@@ -341,7 +344,7 @@ def test_preferred_element_type(matrix, dtype):
             "float16",
             "precision is F32_F32_F32, but it is None or .*",
         ),
-        ("highest", "float16", "precision is highest, but it is None or .*; leave it out"),
+        ("highest", "float16", "precision is 'highest', but it is None or .*; leave it out"),
         (
             DotAlgorithmPreset.F16_F16_F16,
             "bfloat16",

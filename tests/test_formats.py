@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from jaxlowbit import INT4, INT8, UINT4, UINT8, Format
+from jaxlowbit import INT4, INT8, UINT4, UINT8, Format, quantize
+from jaxlowbit._core.format import format_name, parse_format
 
 
 def test_equal_formats_are_one_value():
@@ -39,3 +42,40 @@ def test_offset_is_the_code_of_zero(bits):
 @pytest.mark.parametrize("group_size", [-1, 16, 48, 4096])
 def test_group_sizes(group_size):
     assert Format(4, group_size).group_size == group_size
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("int4", INT4),
+        ("INT8", INT8),
+        ("uint4", UINT4),
+        ("uint8", UINT8),
+        ("int3", Format(3, 128)),
+        ("int4-channel", Format(4)),
+        ("int4-g64", Format(4, 64)),
+        ("int4-g128-integer", UINT4),
+        ("int2-g32-float", Format(2, 32, "float")),
+    ],
+)
+def test_formats_have_names(name, format):
+    assert parse_format(name) == format
+    assert parse_format(format_name(format)) == format
+    weight = jnp.ones((128, 64))
+    assert quantize(weight, name).format == format
+
+
+@pytest.mark.parametrize("name", ["", "4", "int", "int4g128", "uint4-integer", "fp8", "nf4"])
+def test_other_words_are_no_names(name):
+    with pytest.raises(ValueError, match=f"^quantize: '{name}' names no format; write"):
+        quantize(jnp.ones((128, 64)), name)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_few_bits_are_clipped_by_default(bits):
+    weight = jax.random.normal(jax.random.key(0), (256, 64))
+    format = Format(bits, 64)
+    method = "mse" if bits < 4 else "absmax"
+    chosen, default = quantize(weight, format, method=method), quantize(weight, format)
+    assert jnp.array_equal(default.packed, chosen.packed)
+    assert jnp.array_equal(default.scale, chosen.scale)

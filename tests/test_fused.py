@@ -283,7 +283,7 @@ any_glu: Any = quantized_glu
         (lambda: any_matmul(LHS, RHS, residual=RESIDUAL > 0), "residual is bool, but"),
         (lambda: any_matmul(LHS[:, 1:], RHS, bias=BIAS), "must be k=128"),
         (lambda: any_matmul(LHS, RHS, bias=BIAS, out_sharding=P()), "are on no mesh with Expl"),
-        (lambda: any_glu(LHS, LHS), "gate_up is .*Array.*, but it must be a QuantizedArray"),
+        (lambda: any_glu(LHS, LHS), "gate_up is float32.*, but it must be a QuantizedArray"),
         (lambda: any_glu(LHS, RHS), r"gate_up has shape \(128, 192\), but it is two matrices"),
         (lambda: any_glu(LHS, PAIR, bias=BIAS), r"bias has shape \(192,\), but .* \(2, 192\)"),
         (lambda: any_glu(LHS, PAIR, activation=None), "activation=None .* 'relu'"),

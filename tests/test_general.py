@@ -308,4 +308,4 @@ def test_layers_that_cannot_be_replaced_are_refused():
     module = nn.Sequential([nn.DenseGeneral(8, precision="highest")])
     x = random(2, 96)
     with pytest.raises(ValueError, match=r"'layers_0' has precision='highest', which a quant"):
-        jl_linen.quantize_model(module, module.init(KEY, x), INT4, x)
+        jl_linen.quantize_model(module, module.init(KEY, x), {"": INT4}, x)

@@ -223,14 +223,18 @@ COMPUTED = {
 @pytest.mark.parametrize("name", COMPUTED)
 def test_computed_weights_are_refused_unless_kept(name):
     jax.clear_caches()
-    module: Any = Model(COMPUTED[name])
+
+    def run(model, x):
+        return nn.Dense(WIDTH, use_bias=False, name="plain")(x), COMPUTED[name](model, x)
+
+    module: Any = Model(run)
     floats = module.init(KEY, X)
-    before = module.apply(floats, X)
+    _, before = module.apply(floats, X)
     with pytest.raises(ValueError, match=r"'r.*' multiplies by what is computed.*Keep"):
-        quantize_model(module, floats, FORMAT, X)
-    model, variables, report = quantize_model(module, floats, {"r": None}, X)
-    assert all(layer.format is None for layer in report.layers)
-    np.testing.assert_array_equal(model.apply(variables, X), before)
+        quantize_model(module, floats, {"": FORMAT}, X)
+    model, variables, report = quantize_model(module, floats, {"plain": FORMAT, "r": None}, X)
+    assert [layer.path for layer in report.layers if layer.format] == ["plain"]
+    np.testing.assert_array_equal(model.apply(variables, X)[1], before)
 
 
 def test_a_weight_that_is_computed_in_one_of_two_calls_is_refused():

@@ -68,7 +68,7 @@ MODELS: Any = {
 def test_models_refuse_inputs_of_another_width(name):
     module, right, wrong, message = MODELS[name]
     floats = module.init(KEY, random(*right))
-    model, variables, _ = quantize_model(module, floats, FORMAT, random(*right))
+    model, variables, _ = quantize_model(module, floats, {"": FORMAT}, random(*right))
     for apply in (model.apply, jax.jit(model.apply)):
         assert apply(variables, random(*right)).shape == module.apply(floats, random(*right)).shape
         with pytest.raises(ValueError, match=message):

@@ -185,7 +185,8 @@ def test_report():
         )
     kept = layers["blocks.1.qkv"]
     assert kept.format is None and kept.nbytes_after == kept.nbytes_before
-    assert report.nbytes_after == sum(layer.nbytes_after for layer in report.layers)
+    state = nnx.state(model)
+    assert report.nbytes_after == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     lines = str(report).splitlines()
     columns = ["layer", "shape", "format", "before", "after", "error", "backend"]
     assert lines[0].split() == columns
@@ -194,7 +195,9 @@ def test_report():
         r"0\.\d{4} +",
         next(line for line in lines if "0.mlp.up" in line),
     )
-    assert lines[-1].startswith("2 of 10 layers quantized")
+    (totals,) = (line for line in lines if "layers quantized" in line)
+    assert totals == "2 of 10 layers quantized; all parameters: 0.31 MB became 0.27 MB"
+    assert repr(report) == str(report)
 
 
 # --- refusals ------------------------------------------------------------------------------------
@@ -216,7 +219,10 @@ def test_wrong_rules_are_refused():
     )
     untouched(model, {"": FORMAT, "mlp": None}, ValueError, "'mlp' decides about no layer, since")
     untouched(model, {"(": FORMAT}, ValueError, r"the rule '\(' is no regular expression")
-    untouched(model, {"mlp": "int4"}, TypeError, r"\('mlp', 'int4'\) is no rule; a rule is a")
+    untouched(model, {"mlp": 4}, TypeError, r"\('mlp', 4\) is no rule; a rule is a")
+    untouched(model, {"mlp": "in4"}, ValueError, r"no rule; .* \('in4' names no format; write")
+    two = r"2 rules are wrong:\n- the rule 'a_' matches no layer; .*\n- the rule 'b_' matches no"
+    untouched(model, {"mlp": FORMAT, "a_": None, "b_": INT8}, ValueError, two)
     for rules in (FORMAT, {"mlp": FORMAT}):
         untouched(nnx.Dropout(0.5), rules, ValueError, r"none of nnx\.Linear, .* in the model")
 
@@ -248,5 +254,5 @@ def test_the_layer_with_unusable_weights_is_named():
     model = Transformer()
     kernel = model.blocks[1].qkv.kernel
     kernel.set_value(kernel[...].at[3, 4].set(jnp.nan))
-    with pytest.raises(ValueError, match=r"in blocks\.1\.qkv: quantize: .* \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"in blocks\.1\.qkv: .* \(3, 4\)"):
         quantize_model(model, FORMAT)

@@ -65,7 +65,7 @@ def test_nnx_models_stay_as_they_are(name):
     change, rules, shards, reason = UNUSABLE[name]
     model = nnx_model(change)
     before = [layer.kernel for layer in model.layers]
-    with pytest.raises(ValueError, match=rf"^quantize_model: in layers\.1: quantize: .*{reason}"):
+    with pytest.raises(ValueError, match=rf"^quantize_model: in layers\.1: .*{reason}"):
         jl_nnx.quantize_model(model, rules, shards=shards)
     assert all(type(layer) is nnx.Linear for layer in model.layers)
     assert all(layer.kernel is kernel for layer, kernel in zip(model.layers, before, strict=True))
@@ -77,7 +77,7 @@ def test_linen_variables_stay_as_they_are(name):
     module, variables = linen_model(change)
     before = jax.tree.map(np.asarray, variables)
     options: Any = {"shards": shards, "donate": True}
-    message = rf"^quantize_model: in layers_1: quantize: .*{reason}"
+    message = rf"^quantize_model: in layers_1: .*{reason}"
     with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=message):
         jl_linen.quantize_model(module, variables, rules, X, **options)
     jax.tree.map(np.testing.assert_array_equal, variables, before)
@@ -87,7 +87,7 @@ def test_all_reasons_are_given_at_once():
     message = (
         r"2 layers cannot be quantized, and none was: .*\n"
         r"- .*layers.0'?:? .*has precision='highest'.*\n"
-        r"- in layers.1: quantize: weight has 1 values that are NaN"
+        r"- in layers.1: weight has 1 values that are NaN"
     )
     model: Any = nnx_model(infinite)
     model.layers[0].precision = "highest"
@@ -101,7 +101,10 @@ def test_all_reasons_are_given_at_once():
 
 def test_long_lists_are_cut():
     layers = [nnx.Linear(WIDTH, WIDTH, precision="high", rngs=nnx.Rngs(0)) for _ in range(11)]
-    with pytest.raises(ValueError, match=r"11 layers cannot .*(\n- in layers.*){8}\n- and 3 more$"):
+    with pytest.raises(
+        ValueError,
+        match=r"11 layers cannot .*(\n- in layers.*){8}\n- and 3 more: layers\.8, lay.*10$",
+    ):
         jl_nnx.quantize_model(nnx.Sequential(*layers), INT4)
 
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._backends import cpu, cuda_calls
+from .._core import checks
 from .._core.array import QuantizedArray
 from .._matmul import epilogue
 from .._matmul.call import Call, Rows, Weights, is_supported, run
 from .._matmul.epilogue import Activation
-from .._matmul.options import Backend, Options, check_all_quantized
+from .._matmul.options import Backend, Options, check_all_quantized, check_quantized
 from .._matmul.product import multiply
 
 
@@ -71,11 +72,20 @@ def quantized_block(
     quantized_block(attended, x, out, jnp.ones(256), gate_up, down)
     ```
     """
+    caller = "quantized_block"
+    if following is not None and not _is_pair(following):
+        raise TypeError(
+            f"{caller}: following is {checks.brief(following)}, but it is a pair of scales and of "
+            "a sequence of weights, or None."
+        )
     following_norm, following_weights = (None, ()) if following is None else following
     weights = (out, gate_up, down, *following_weights)
-    check_all_quantized("quantized_block", "out, gate_up, down and following", weights)
-    epilogue.check_activation("quantized_block", activation)
-    attended, residual = jnp.asarray(attended), jnp.asarray(residual)
+    check_quantized(caller, out=out, gate_up=gate_up, down=down)
+    check_all_quantized(caller, "following[1]", following_weights)
+    epilogue.check_activation(caller, activation)
+    epsilon = checks.positive(caller, "epsilon", epsilon)
+    attended = checks.array(caller, "attended", attended, "floats (..., a)")
+    residual = checks.array(caller, "residual", residual, "floats (..., d)")
     scalar = attended.ndim == 0 or residual.ndim == 0
     if residual.dtype != attended.dtype or scalar or residual.shape[:-1] != attended.shape[:-1]:
         raise ValueError(
@@ -93,22 +103,32 @@ def quantized_block(
                 f"{attended.shape[-1]} and residual {d} features and gate_up {f} columns, so it is "
                 f"{shape}; pass the projection of this block."
             )
-    options = Options(backend=backend)
+    options = Options.checked(caller, backend=backend)
     for weight in weights:
         rows = jax.ShapeDtypeStruct((weight.k,), attended.dtype)
         options.check("quantized_block", rows, weight)
-    norms = (norm,) if following is None else (norm, following_norm)
-    norms = tuple(map(jnp.asarray, norms))
-    norms = tuple(x if x.dtype == jnp.float32 else x.astype(attended.dtype) for x in norms)
-    for name, scales in zip(("norm", "following[0]"), norms, strict=False):
+    given = {"norm": norm} | ({} if following is None else {"following[0]": following_norm})
+    arrays = {name: checks.array(caller, name, x, "floats (d,)") for name, x in given.items()}
+    norms = tuple(
+        x if x.dtype == jnp.float32 else x.astype(attended.dtype) for x in arrays.values()
+    )
+    for name, scales in arrays.items():
         if scales.shape != (d,):
             raise ValueError(
                 f"quantized_block: {name} has shape {scales.shape}, but there is a scale for each "
                 f"of the {d} features of residual; pass ({d},)."
             )
-    fields = {"activation": activation, "epsilon": float(epsilon)}
+    fields = {"activation": activation, "epsilon": epsilon}
     y, *products = run(_Block, (attended, residual), weights, options, norms, **fields)
     return y if following is None else (y, tuple(products))
+
+
+def _is_pair(following: Any) -> bool:
+    match following:
+        case (_, [*_]):
+            return True
+        case _:
+            return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array, lax
 
 from .._backends import cuda_calls
+from .._core import checks
 from .._core.array import QuantizedArray
 from .._core.explicit import Sharding
 from .._matmul import epilogue
@@ -54,16 +54,17 @@ def quantized_glu(
     quantized_glu(jnp.ones((8, 256), jnp.bfloat16), gate_up, activation="gelu_tanh")
     ```
     """
-    check_quantized("quantized_glu", "gate_up", gate_up)
+    check_quantized("quantized_glu", gate_up=gate_up)
     epilogue.check_activation("quantized_glu", activation)
     if gate_up.ndim != 3 or gate_up.shape[0] != 2:
         raise ValueError(
             f"quantized_glu: gate_up has shape {gate_up.shape}, but it is two matrices (2, k, n), "
             "gate and up; stack them before they are quantized."
         )
-    lhs = jnp.asarray(lhs)
-    options = Options(preferred_element_type, precision, out_sharding, backend)
-    options.check_rows("quantized_glu", lhs, gate_up)
+    caller = "quantized_glu"
+    lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
+    options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
+    options.check_rows(caller, lhs, gate_up)
     bias = epilogue.checked_addend("quantized_glu", "bias", bias, (2, gate_up.n), "(2, n)")
     return run(_Glu, (lhs,), (gate_up,), options, (bias,), activation=activation)[0]
 

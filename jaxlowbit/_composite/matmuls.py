@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array, lax
 
 from .._backends import cuda_calls
+from .._core import checks
 from .._core.array import QuantizedArray
 from .._core.explicit import Sharding
 from .._matmul.call import Call, run
@@ -48,9 +48,9 @@ def quantized_matmuls(
     quantized_matmuls(jnp.ones((8, 256), jnp.bfloat16), (q, k, v))
     ```
     """
-    if not isinstance(rhss, Sequence):
+    if not isinstance(rhss, Sequence) or isinstance(rhss, str):
         raise TypeError(
-            f"quantized_matmuls: rhss is {type(rhss).__name__}, but it is a sequence of matrices; "
+            f"quantized_matmuls: rhss is {checks.brief(rhss)}, but it is a sequence of matrices; "
             "pass a tuple of them."
         )
     check_all_quantized("quantized_matmuls", "rhss", rhss)
@@ -67,10 +67,11 @@ def quantized_matmuls(
                 f"quantized_matmuls: rhss[{i}] has {rhs.format} and rhss[0] {rhss[0].format}, but "
                 "one call reads one format; use quantized_matmul for each."
             )
-    options = Options(preferred_element_type, precision, out_sharding, backend)
-    lhs = jnp.asarray(lhs)
+    caller = "quantized_matmuls"
+    options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
+    lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
     for rhs in rhss:
-        options.check_rows("quantized_matmuls", lhs, rhs)
+        options.check_rows(caller, lhs, rhs)
     return run(_Matmuls, (lhs,), tuple(rhss), options)
 
 

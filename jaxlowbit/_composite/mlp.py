@@ -4,16 +4,16 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 
 from .._backends import cuda_calls
+from .._core import checks
 from .._core.array import QuantizedArray
 from .._core.explicit import Sharding
 from .._matmul import epilogue
 from .._matmul.call import Call, run
 from .._matmul.epilogue import Activation
-from .._matmul.options import Backend, Options, check_all_quantized
+from .._matmul.options import Backend, Options, check_quantized
 from .._matmul.product import multiply
 
 
@@ -57,7 +57,7 @@ def quantized_mlp(
     quantized_mlp(jnp.ones((8, 256), jnp.bfloat16), gate_up, down)
     ```
     """
-    check_all_quantized("quantized_mlp", "gate_up and down", (gate_up, down))
+    check_quantized("quantized_mlp", gate_up=gate_up, down=down)
     epilogue.check_activation("quantized_mlp", activation)
     if gate_up.ndim != 3 or gate_up.shape[0] != 2:
         raise ValueError(
@@ -69,10 +69,11 @@ def quantized_mlp(
             f"quantized_mlp: down has shape {down.shape}, but it is one matrix (f, n) with "
             f"f={gate_up.n}, as gate_up has shape {gate_up.shape}; pass the down projection."
         )
-    options = Options(preferred_element_type, precision, out_sharding, backend)
-    lhs = jnp.asarray(lhs)
-    options.check_rows("quantized_mlp", lhs, gate_up)
-    options.check("quantized_mlp", jax.ShapeDtypeStruct((down.k,), lhs.dtype), down)
+    caller = "quantized_mlp"
+    options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
+    lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
+    options.check_rows(caller, lhs, gate_up)
+    options.check(caller, jax.ShapeDtypeStruct((down.k,), lhs.dtype), down)
     return run(_Mlp, (lhs,), (gate_up, down), options, activation=activation)[0]
 
 

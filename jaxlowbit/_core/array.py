@@ -1,6 +1,7 @@
 """`QuantizedArray`: the pytree that stands for a matrix."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -10,10 +11,10 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import indexing, integers, layout, padding, permutations, qarray, scales
+from . import arraylike, checks, indexing, integers, layout, padding, permutations, qarray, scales
 from .dequantize import dequantize, per_row, take
 from .dtypes import FLOATS
-from .format import Format
+from .format import Format, as_format
 
 LEAVES = ("packed", "scale", "zero", "index", "permutation", "version")
 
@@ -26,6 +27,9 @@ class QuantizedArray:
     Made by `quantize` or `QuantizedArray.from_integers`; `dequantize()` is its meaning. A pytree:
     the arrays below are leaves, the other fields are static. Leading axes (layers, experts)
     are the leading axes of every leaf, so `jax.vmap` and `jax.lax.scan` map over them.
+
+    `x @ q` multiplies. `np.asarray(q)`, `jnp.asarray(q)` and `q == other` are about the floats of
+    `dequantize()`; other operators and functions of `jax.numpy` are refused.
 
     Invariants, with n_blocks = ceil(n / 64), k_blocks = ceil(k / 64):
 
@@ -65,6 +69,10 @@ class QuantizedArray:
     _multiply: ClassVar[Callable[[Any, "QuantizedArray"], Array]]
 
     def __post_init__(self) -> None:
+        for name in ("packed", "scale", "version"):
+            checks.shaped("QuantizedArray", name, getattr(self, name))
+        if not isinstance(self.format, Format):
+            as_format("QuantizedArray", None)
         self.check_version()  # first: words of another version may have other shapes
         stack = self.packed.shape[:-3]
         groups = (*stack, *layout.groups_shape(*self.padded_shape, self.format.group_size))
@@ -97,10 +105,11 @@ class QuantizedArray:
             self.check_permutation()
 
     def check_version(self) -> None:
-        """Refuses words packed by another layout version. Does nothing while tracing.
+        """Refuses words packed by another layout version, which tracing hides, and cast words.
 
-        **Raises:** `ValueError` with the version found.
+        **Raises:** `ValueError` with the version, or the dtype, found.
         """
+        arraylike.check_dtypes(self.packed, self.version)
         if isinstance(self.version, Tracer) or not hasattr(self.version, "__array__"):
             return
         found = _local(self.version)
@@ -176,8 +185,12 @@ class QuantizedArray:
     def dequantize(self, dtype: Any = None) -> Array:
         """Returns the matrix (..., k, n) as floats, computed in float32 and rounded once.
 
-        **Arguments:** `dtype`: the dtype of the result; None for the dtype of the scales.
+        **Arguments:** `dtype`: the dtype of the result, of floats; None for that of the scales.
+
+        **Raises:** `TypeError` for what is no dtype, `ValueError` for integers.
         """
+        if dtype is not None:
+            dtype = checks.float_dtype("QuantizedArray.dequantize", "dtype", dtype)
         self.check_version()
         self.check_part()
         packed, scale, zero = take(self.packed, self.scale, self.zero, self.index)
@@ -204,7 +217,14 @@ class QuantizedArray:
                 f"{self.shape[:-2]} of shape {self.shape}; name those only, or use dequantize()."
             )
         self.check_version()
-        return jax.tree.map(lambda leaf: leaf[key], self)
+        try:
+            return jax.tree.map(lambda leaf: leaf[key], self)
+        except (TypeError, IndexError, ValueError, OverflowError):
+            raise TypeError(
+                f"QuantizedArray: index {checks.brief(key)} does not fit the leading axes "
+                f"{self.shape[:-2]} of shape {self.shape}; use integers, slices or arrays of "
+                "integers, as for an array."
+            ) from None
 
     def __iter__(self) -> Iterator["QuantizedArray"]:
         if self.ndim == 2:
@@ -225,7 +245,8 @@ class QuantizedArray:
         **Raises:** `ValueError` if this is not a stack with one leading axis, or an empty one, or
         `index` is not of integers.
         """
-        index = indexing.exact(index)
+        what = "an integer, or an array of them"
+        index = checks.integers("QuantizedArray.select", "index", index, what)
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise ValueError(
                 f"QuantizedArray.select: index has dtype {index.dtype}, but a position in the "
@@ -247,7 +268,45 @@ class QuantizedArray:
     def __rmatmul__(self, lhs: Any) -> Array:
         return self._multiply(jnp.asarray(lhs), self)
 
-    __array_ufunc__ = None  # numpy_array @ q comes to __rmatmul__
+    def __matmul__(self, rhs: Any) -> Array:
+        raise arraylike.refused(self, "q @ x", "is the right operand of a product")
+
+    def __eq__(self, other: Any) -> Any:
+        """Compares the floats of `dequantize()`, element by element, as arrays do."""
+        return arraylike.compared(self, other, operator.eq)
+
+    def __ne__(self, other: Any) -> Any:
+        return arraylike.compared(self, other, operator.ne)
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return arraylike.words(self)
+
+    def __str__(self) -> str:  # what JAX quotes when it refuses one
+        return f"{self!r}: x @ q multiplies by it, q.dequantize() gives its floats"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The floats of `dequantize()` on the host, for `np.asarray` and `jnp.asarray`."""
+        return arraylike.on_host(self, dtype, copy)
+
+    def __jax_array__(self) -> "QuantizedArray":
+        # JAX asks for an array before each operator: this is none, so that `x @ q` comes here.
+        return self
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if ufunc is np.matmul and method == "__call__" and inputs[1] is self and not kwargs:
+            return self.__rmatmul__(inputs[0])
+        raise arraylike.refused(self, f"np.{ufunc.__name__}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = arraylike.no_operator("+ or -")
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = arraylike.no_operator("* or /")
+    __neg__ = __pow__ = __abs__ = arraylike.no_operator("- or ** or abs")
+    __lt__ = __le__ = __gt__ = __ge__ = arraylike.no_operator("< or >")
+    __float__ = __int__ = arraylike.no_operator("a conversion to a number")
+
+    def __getattr__(self, name: str) -> Any:
+        raise arraylike.missing(self, name)
 
     @classmethod
     def from_packed_groups(
@@ -298,7 +357,7 @@ class QuantizedArray:
         scale: Any,
         zero: Any = None,
         *,
-        format: Format,
+        format: Format | str,
         shards: tuple[int, int] = (1, 1),
         permutation: Any = None,
     ) -> "QuantizedArray":
@@ -311,7 +370,7 @@ class QuantizedArray:
         - `scale`: finite floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`.
         - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
           floats to add (`"float"`, with unsigned values); the shape of `scale`.
-        - `format`: the format; its width must hold every value.
+        - `format`: the format, or its name; its width must hold every value.
         - `shards`: as for `quantize`; then scale and zero have the groups of each part of k one
           after the other.
         - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
@@ -326,13 +385,12 @@ class QuantizedArray:
         QuantizedArray.from_integers(q, jnp.ones((1, 2)), format=Format(bits=4))
         ```
         """
+        format = as_format("from_integers", format)
+        shards = checks.shard_counts("from_integers", shards)
         groups = integers.checked(
             values, scale, zero, format=format, shards=shards, permutation=permutation
         )
-        k_shards, n_shards = shards
-        return cls.from_packed_groups(
-            **groups._asdict(), format=format, shards=(k_shards, n_shards)
-        )
+        return cls.from_packed_groups(**groups._asdict(), format=format, shards=shards)
 
     @classmethod
     def from_qarray(cls, array: Any) -> "QuantizedArray":

@@ -1,9 +1,143 @@
-"""Checks of values and shards that callers pass, which name the caller and the operand."""
+"""Checks of what callers pass: errors name the caller, the argument, its value and the rule."""
 
+import contextlib
+import enum
+import math
+import numbers
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+
+from . import indexing
+
+_PLAIN = (int, float, complex, str, bytes, tuple, list, dict, set, type, np.generic, type(None))
+_NO_ARRAYS = (str, bytes, Mapping, set, frozenset, type, type(None))
+
+
+def brief(value: object) -> str:
+    """A value in a few words, for errors: itself if it is short, else its class."""
+    if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, enum.Enum):
+        return value.name
+    words = repr(value) if isinstance(value, _PLAIN) else ""
+    return words if 0 < len(words) < 60 else f"of class {type(value).__name__}"
+
+
+def array(caller: str, name: str, value: Any, what: str = "an array of numbers") -> Array:
+    """A value as an array of JAX.
+
+    **Raises:** `TypeError` for what is none, a quantized array too.
+    """
+    if hasattr(value, "dequantize"):
+        raise TypeError(
+            f"{caller}: {name} is a {type(value).__name__}, but it is {what}; products take "
+            "packed weights on the right, x @ q, and q.dequantize() gives floats."
+        )
+    return _converted(caller, name, value, what, jnp.asarray)
+
+
+def integers(caller: str, name: str, value: Any, what: str) -> Any:
+    """A value as an array of integers, or of others, as `indexing.exact` makes one.
+
+    **Raises:** `TypeError` for what is no array.
+    """
+    return _converted(caller, name, value, what, indexing.exact)
+
+
+def _converted(caller: str, name: str, value: Any, what: str, convert: Callable[[Any], Any]) -> Any:
+    converted = None
+    if not isinstance(value, _NO_ARRAYS):
+        with contextlib.suppress(TypeError, ValueError, OverflowError, AttributeError):
+            converted = convert(value)
+    if converted is None or converted.dtype == np.dtype(object):
+        raise TypeError(f"{caller}: {name} is {brief(value)}, but it is {what}; pass one.")
+    return converted
+
+
+def shaped(caller: str, name: str, value: Any) -> None:
+    """Refuses what has no shape and dtype; arrays and `jax.ShapeDtypeStruct`s have."""
+    known = hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
+    if hasattr(value, "dequantize") or not known:
+        raise TypeError(
+            f"{caller}: {name} is {brief(value)}, but it is an array, or a jax.ShapeDtypeStruct "
+            "with the shape and dtype of one; pass one."
+        )
+
+
+def quantized(caller: str, name: str, value: Any, kind: type) -> None:
+    """Refuses a weight that is not of the `kind` of quantized arrays."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{caller}: {name} is {brief(value)}, but it must be a QuantizedArray; "
+            "make one with jaxlowbit.quantize."
+        )
+
+
+def dtype(caller: str, name: str, value: Any) -> Any:
+    """A value as a dtype."""
+    try:
+        return jnp.dtype(value)
+    except (TypeError, ValueError, AttributeError):
+        raise TypeError(
+            f"{caller}: {name} is {brief(value)}, which names no dtype; pass one such as "
+            "jnp.bfloat16."
+        ) from None
+
+
+def float_dtype(caller: str, name: str, value: Any) -> Any:
+    """A value as a dtype of floats."""
+    found = dtype(caller, name, value)
+    if not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(
+            f"{caller}: {name} is {found}, but weights stand for floats; pass a dtype such as "
+            "jnp.bfloat16, and cast the result if integers are meant."
+        )
+    return found
+
+
+def choice(
+    caller: str, name: str, value: Any, allowed: Sequence[str], *, optional: bool = False
+) -> None:
+    """Refuses a word that is not among those allowed."""
+    if (value is None and optional) or (isinstance(value, str) and value in allowed):
+        return
+    raise (ValueError if isinstance(value, str) else TypeError)(
+        f"{caller}: {name}={brief(value)} is unknown; it is one of "
+        f"{', '.join(map(repr, allowed))}{', or None' if optional else ''}."
+    )
+
+
+def integer(
+    caller: str, name: str, value: Any, rule: str, least: int = 1, most: int | None = None
+) -> int:
+    """A value as an integer from `least` to `most`, which `rule` describes."""
+    try:
+        found = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or found < least or (most is not None and found > most):
+        raise (TypeError if found is None else ValueError)(
+            f"{caller}: {name} is {brief(value)}, but it is {rule}."
+        )
+    return found
+
+
+def positive(caller: str, name: str, value: Any) -> float:
+    """A finite number from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{caller}: {name} is {brief(value)}, but it is a number, such as 1e-5.")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(
+            f"{caller}: {name} is {value!r}, but it is a finite number from 0 on, such as 1e-5."
+        )
+    return float(value)
 
 
 def finite(caller: str, name: str, values: Array, reason: str) -> None:
@@ -16,6 +150,20 @@ def finite(caller: str, name: str, values: Array, reason: str) -> None:
         f"{caller}: {name} has {len(bad)} values that are NaN or infinite, the first at {first} "
         f"({values[first]}); {reason}."
     )
+
+
+def shard_counts(caller: str, shards: Any) -> tuple[int, int]:
+    """The numbers of parts of k and n."""
+    try:
+        if not isinstance(shards, tuple | list):
+            raise TypeError
+        k, n = map(operator.index, shards)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{caller}: shards is {brief(shards)}, but it is two numbers, the parts of k and of n "
+            "into which devices cut a matrix, such as (1, 8)."
+        ) from None
+    return k, n
 
 
 def shards(caller: str, shape: tuple[int, ...], shards: tuple[int, int]) -> None:

@@ -4,6 +4,8 @@ import dataclasses
 import re
 from typing import Any, Literal
 
+from .checks import brief, choice
+
 Zero = Literal["none", "integer", "float"]
 _ZEROS = ("none", "integer", "float")
 
@@ -48,8 +50,7 @@ class Format:
                 f"Format: group_size={size!r}, but a group is a positive multiple of 16 input "
                 "features, or -1 for one scale per output channel."
             )
-        if self.zero not in _ZEROS:
-            raise ValueError(f"Format: zero={self.zero!r}, but it is one of {', '.join(_ZEROS)}.")
+        choice("Format", "zero", self.zero, _ZEROS)
 
     def replace(self, **changes: Any) -> "Format":
         """Returns this format with some fields changed, checked like a new one."""
@@ -70,25 +71,48 @@ UINT4 = Format(bits=4, group_size=128, zero="integer")
 INT8 = Format(bits=8)
 UINT8 = Format(bits=8, zero="integer")
 
-_NAME = re.compile(r"int(\d+)(?:-g(\d+))?(?:-(integer|float))?")
+_NAME = re.compile(r"(u?)int(\d+)(?:-(?:g(\d+)|(channel)))?(?:-(integer|float))?")
+_NAMES = (
+    "'int4' (groups of 128), 'int8' (one scale per channel), 'uint4' (with an integer zero), "
+    "'int4-g64', 'int4-channel' or 'int3-g32-float'"
+)
 
 
 def parse_format(text: str) -> Format:
-    """Reads names such as `int4-g128`, `int4-g128-integer` (the zero) and `int8` (per channel).
+    """Reads names such as `int4`, `int8`, `uint4` (the presets), `int3-g64-float`, `int4-channel`.
+
+    Without a group size, 8 bits have one scale per channel, and fewer have groups of 128.
 
     **Raises:** `ValueError` for other words, and for what `Format` refuses.
     """
-    if (found := _NAME.fullmatch(text)) is None:
-        raise ValueError(
-            f"{text!r} names no format; write int4-g128 for groups of 128, int8 for one scale per "
-            "channel, and -integer or -float after it for a zero."
-        )
-    bits, group, zero = found.groups()
-    format = Format(int(bits), int(group or -1))
-    return format.replace(zero=zero) if zero else format
+    if (found := _NAME.fullmatch(text.lower())) is None or (found[1] and found[5]):
+        raise ValueError(f"{text!r} names no format; write a name such as {_NAMES}.")
+    unsigned, bits, group, channel, zero = found.groups()
+    by_width = -1 if channel or int(bits) >= 8 else 128
+    zero = "integer" if unsigned else zero or "none"
+    return Format(int(bits), int(group) if group else by_width).replace(zero=zero)
 
 
 def format_name(format: Format) -> str:
     """The name that `parse_format` reads."""
-    group = "" if format.group_size == -1 else f"-g{format.group_size}"
+    channel = "" if format.bits == 8 else "-channel"
+    group = channel if format.group_size == -1 else f"-g{format.group_size}"
     return f"int{format.bits}{group}{'' if format.zero == 'none' else f'-{format.zero}'}"
+
+
+def as_format(caller: str, value: Any) -> Format:
+    """A format, perhaps given by its name.
+
+    **Raises:** `TypeError` for what is neither, `ValueError` for an unknown name.
+    """
+    if isinstance(value, Format):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{caller}: format is {brief(value)}, but it is a Format, such as jaxlowbit.INT4 or "
+            f"Format(bits=4, group_size=128), or a name such as {_NAMES}."
+        )
+    try:
+        return parse_format(value)
+    except ValueError as error:
+        raise ValueError(f"{caller}: {error}") from None

@@ -34,8 +34,10 @@ def checked(
 
     **Raises:** what `QuantizedArray.from_integers` says.
     """
-    values, scale = indexing.exact(values), jnp.asarray(scale)
-    zero = None if zero is None else indexing.exact(zero)
+    values = checks.integers("from_integers", "values", values, "integers (..., k, n)")
+    scale = checks.array("from_integers", "scale", scale, "floats (..., groups, n)")
+    if zero is not None:
+        zero = checks.integers("from_integers", "zero", zero, "an array of the shape of scale")
     if not jnp.issubdtype(values.dtype, jnp.integer) or values.ndim < 2:
         raise ValueError(
             f"from_integers: values has shape {values.shape} and dtype {values.dtype}, but it "

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import indexing
+from . import checks, indexing
 
 
 def permute(values: Array, permutation: Array, shards: int, axis: int = -1) -> Array:
@@ -85,7 +85,16 @@ def group_permutation(group_index: Any, group_size: int) -> Array | None:
     QuantizedArray.from_integers(values, scale, format=INT4, permutation=permutation)
     ```
     """
-    found = np.asarray(group_index)
+    caller = "group_permutation"
+    if isinstance(group_index, Tracer):
+        raise TypeError(
+            f"{caller}: group_index is traced, but the order depends on its values; call it "
+            "outside of jax.jit."
+        )
+    found = np.asarray(checks.array(caller, "group_index", group_index, "integers (..., k)"))
+    if not (isinstance(group_size, int) and group_size == -1):
+        rule = "the rows of a group, from 1 on, or -1 for one group"
+        group_size = checks.integer(caller, "group_size", group_size, rule)
     if not np.issubdtype(found.dtype, np.integer) or found.ndim == 0:
         raise ValueError(
             f"group_permutation: group_index is {found.dtype}{found.shape}, but it has the number "
@@ -110,7 +119,7 @@ def group_permutation(group_index: Any, group_size: int) -> Array | None:
 
 def checked(caller: str, permutation: Any, shape: tuple[int, ...], shards: int) -> Array:
     """A permutation from outside for a matrix (..., k, n) of `shape`, as int32 (..., k)."""
-    permutation = jnp.asarray(permutation)
+    permutation = checks.array(caller, "permutation", permutation, "integers (..., k)")
     if not jnp.issubdtype(permutation.dtype, jnp.integer) or permutation.ndim == 0:
         raise ValueError(
             f"{caller}: permutation is {permutation.dtype}{permutation.shape}, but it has a "

@@ -13,15 +13,15 @@ from jax.core import Tracer
 from . import checks, explicit, layout, padding, permutations, scales
 from .array import QuantizedArray
 from .dtypes import FLOATS
-from .format import Format
+from .format import Format, as_format
 from .sharding import partition_spec
 
 
 def quantize(
     weight: Any,
-    format: Format,
+    format: Format | str,
     *,
-    method: Literal["absmax", "mse"] = "absmax",
+    method: Literal["absmax", "mse"] | None = None,
     scale_dtype: Any = None,
     shards: tuple[int, int] = (1, 1),
     permutation: Any = None,
@@ -38,8 +38,10 @@ def quantize(
     **Arguments:**
 
     - `weight`: float32, bfloat16 or float16 (..., k, n), k the input features.
-    - `format`: what to round to.
-    - `method`: how scales are chosen.
+    - `format`: what to round to: a `Format`, or its name, such as `"int4"`, which is `INT4`,
+      `"int8"`, `"int3-g64"`, `"int4-channel"` or `"uint4"`.
+    - `method`: how scales are chosen; None for `"mse"` below 4 bits, where extremes waste most of
+      the few values, and `"absmax"` from 4 bits on.
     - `scale_dtype`: float32, bfloat16 or float16; None for the dtype of `weight`.
     - `shards`: the number of equal parts (of k, of n) into which devices will cut the matrix. Each
       part is padded on its own to whole atoms (64) and groups, and groups start anew in each. Parts
@@ -52,25 +54,31 @@ def quantize(
     **Returns:** a `QuantizedArray` of the same shape, and on a mesh with Explicit axes of the same
     sharding.
 
-    **Raises:** `ValueError` for a wrong rank or dtype, an unknown method, shards that do not divide
-    the matrix, a sharding on Explicit axes that `partition_spec` refuses, and, outside `jax.jit`,
-    for NaN or infinite weights, for scales beyond the range of `scale_dtype` (too large anywhere,
-    or too small in most groups of a matrix of float32 or bfloat16) and for a permutation that is
-    none.
+    **Raises:** `TypeError` for what is no format; `ValueError` for a wrong rank or dtype, an
+    unknown method, shards that do not divide the matrix, a sharding on Explicit axes that
+    `partition_spec` refuses, and, outside `jax.jit`, for NaN or infinite weights, for scales beyond
+    the range of `scale_dtype` (too large anywhere, or too small in most groups of a matrix of
+    float32 or bfloat16) and for a permutation that is none.
 
     ```python
     q = quantize(jnp.ones((256, 512)), INT4)
     y = jnp.ones((8, 256)) @ q
     ```
     """
-    weight = jnp.asarray(weight)
-    scale_dtype = jnp.dtype(weight.dtype if scale_dtype is None else scale_dtype)
+    format = as_format("quantize", format)
+    if method is None:
+        method = "mse" if format.bits < 4 else "absmax"
+    weight = checks.array("quantize", "weight", weight, "floats (..., k, n)")
+    scale_dtype = checks.dtype(
+        "quantize", "scale_dtype", weight.dtype if scale_dtype is None else scale_dtype
+    )
     _check(weight, format, method, scale_dtype)
+    shards = checks.shard_counts("quantize", shards)
     checks.shards("quantize", weight.shape, shards)
     if permutation is not None:
         permutation = permutations.checked("quantize", permutation, weight.shape, shards[0])
     run = functools.partial(
-        _quantize, format=format, method=method, scale_dtype=scale_dtype, shards=tuple(shards)
+        _quantize, format=format, method=method, scale_dtype=scale_dtype, shards=shards
     )
     mesh = explicit.mesh_of(weight)
     if mesh is not None:
@@ -106,7 +114,10 @@ def _quantize(
     if method == "absmax":
         scale, zero = scales.extremes(grouped, format, scale_dtype)
     else:
-        scale, zero = scales.least_squares(grouped, k, format, scale_dtype)
+        rows = np.arange(groups * size)
+        # Of each part of k, the rows after the matrix's own are padding.
+        counted = (rows < k) & (rows % (k // shards[0]) < shape[-2] // shards[0])
+        scale, zero = scales.least_squares(grouped, counted, format, scale_dtype)
     qvalue = scales.qvalue(grouped, scale, zero, format)
     qvalue = qvalue.reshape(*lead, groups * size, n)[..., :k, :]
     return QuantizedArray.from_packed_groups(
@@ -133,8 +144,13 @@ def _specs(
 def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:
     """Returns `array.dequantize(dtype)`: the floats (..., k, n) that a quantized array stands for.
 
-    **Arguments:** `dtype`: the dtype of the result; None for the dtype of the scales.
+    **Arguments:** `dtype`: the dtype of the result, of floats; None for that of the scales.
+
+    **Raises:** `TypeError` for what is no quantized array or dtype, `ValueError` for integers.
     """
+    checks.quantized("dequantize", "array", array, QuantizedArray)
+    if dtype is not None:
+        dtype = checks.float_dtype("dequantize", "dtype", dtype)
     return array.dequantize(dtype)
 
 
@@ -150,10 +166,7 @@ def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None
                 f"quantize: {name} is {dtype}, but it is float32, bfloat16 or float16; cast it, or "
                 "use QuantizedArray.from_integers for integers."
             )
-    if method not in ("absmax", "mse"):
-        raise ValueError(
-            f"quantize: method={method!r} is unknown; the methods are 'absmax' and 'mse'."
-        )
+    checks.choice("quantize", "method", method, ("absmax", "mse"))
     if format.bits == 1 and format.zero == "none":
         raise ValueError(
             "quantize: a 1-bit code without a zero holds only -scale and 0; use zero='float', "

@@ -21,14 +21,16 @@ def extremes(grouped: Array, format: Format, dtype: Any) -> tuple[Array, Array |
     return _reach(*_range(grouped, format), format, dtype)
 
 
-def least_squares(grouped: Array, k: int, format: Format, dtype: Any) -> tuple[Array, Array | None]:
+def least_squares(
+    grouped: Array, counted: np.ndarray, format: Format, dtype: Any
+) -> tuple[Array, Array | None]:
     """Scales and zeros of the full range or a part of it, whichever has the least squared error.
 
-    Rows from `k` on only fill the last group and do not count. One part is tried at a time, so
-    memory does not grow with their number.
+    `counted` says of each row whether it counts: others only fill a group. One part is tried at a
+    time, so memory does not grow with their number.
     """
     groups, size = grouped.shape[-3:-1]
-    counts = (np.arange(groups * size) < k).reshape(groups, size, 1)
+    counts = counted.reshape(groups, size, 1)
     low, high = _range(grouped, format)
     # A range shrinks towards zero, which it holds, or to its middle where it may lie anywhere.
     center = low + (high - low) / 2 if format.zero == "float" else jnp.zeros_like(low)

@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from . import checks
 from .array import QuantizedArray
 
 
@@ -32,21 +34,36 @@ def scan(
     scan(lambda h, layer: (jax.nn.relu(h @ layer), None), x, stacked_layers)
     ```
     """
+    if not callable(f):
+        raise TypeError(
+            f"scan: f is {checks.brief(f)}, but it is a function of the carry and a slice."
+        )
+    for name, tree in (("init", init), ("xs", xs)):
+        for leaf in jax.tree.leaves(tree):
+            if not isinstance(leaf, jax.Array):
+                checks.array("scan", f"a leaf of {name}", leaf)
     leaves, treedef = jax.tree.flatten(xs, is_leaf=lambda x: isinstance(x, QuantizedArray))
     stacks = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, QuantizedArray)}
     arrays = [leaf for i, leaf in enumerate(leaves) if i not in stacks]
     shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
-    lengths = {shape[0] for shape in shapes if shape} | (set() if length is None else {length})
-    if length is not None and (isinstance(length, float) or length < 0):
+    if length is not None and (not isinstance(length, int | np.integer) or length < 0):
         raise ValueError(
-            f"scan: length={length!r}, but it is the number of steps, an integer from 0 on; leave "
-            "it out where xs has arrays."
+            f"scan: length={checks.brief(length)}, but it is the number of steps, an integer from "
+            "0 on; leave it out where xs has arrays."
         )
+    lengths = {shape[0] for shape in shapes if shape} | (set() if length is None else {length})
     if len(lengths) != 1 or () in shapes:
         raise ValueError(
             f"scan: xs of shapes {shapes} and length={length} do not name one number of steps; "
             "give every array the same leading axis, or a length where there is none."
         )
+
+    for stack in stacks.values():
+        if stack.ndim != 3 or stack.index is not None:
+            raise ValueError(
+                f"scan: a QuantizedArray of xs with shape {stack.shape} is not a stack (L, k, n), "
+                "or it is a view of one; index or reshape it first."
+            )
 
     (steps,) = lengths
     if steps == 0:  # an empty stack has nothing to select

@@ -1,12 +1,14 @@
 """`partition_spec`: where the words of a matrix lie when its axes are sharded."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from . import layout, padding
+from . import checks, layout, padding
 from .array import QuantizedArray
+from .checks import brief
 
 
 def partition_spec(
@@ -28,20 +30,52 @@ def partition_spec(
     **Returns:** a tree like `array`, for `in_specs` of `jax.shard_map` and, made into
     `NamedSharding`s, for `jax.device_put` and `jax.jit`.
 
-    **Raises:** `ValueError` for parts of k or n that are no whole parts of the words, and for a
-    view made by `select`.
+    **Raises:** `TypeError` for what is no quantized array or mesh; `ValueError` for parts of k or n
+    that are no whole parts of the words, for axes that the mesh has not or that occur twice, and
+    for a view made by `select`.
 
     ```python
     specs = partition_spec(q, mesh, n="model")
     q = jax.device_put(q, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
     ```
     """
+    checks.quantized("partition_spec", "array", array, QuantizedArray)
+    _check_axes(array, mesh, {"k": k, "n": n}, lead)
     if array.index is not None:
         raise ValueError(
             "partition_spec: this is a view made by select, whose index has axes of its own; "
             "shard the stack."
         )
     return leaf_specs(array, k=k, n=n, lead=lead, own=own_parts(array, mesh, k, n))
+
+
+def _check_axes(array: QuantizedArray, mesh: Any, own: dict[str, Any], lead: Any) -> None:
+    """Refuses entries that name no axis of the mesh, or one of them twice."""
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(
+            f"partition_spec: mesh is {brief(mesh)}, but it is a jax.sharding.Mesh, as of "
+            "jax.make_mesh((8,), ('model',)), or an AbstractMesh."
+        )
+    if isinstance(lead, str) or not isinstance(lead, Sequence) or len(lead) > array.ndim - 2:
+        raise TypeError(
+            f"partition_spec: lead is {brief(lead)}, but it is a tuple of an entry for each of the "
+            f"{array.ndim - 2} leading axes of shape {array.shape}, or fewer."
+        )
+    used: list[str] = []
+    for name, entry in (*own.items(), *((f"lead[{i}]", entry) for i, entry in enumerate(lead))):
+        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        for axis in axes:
+            if not isinstance(axis, str) or axis not in mesh.axis_names:
+                raise ValueError(
+                    f"partition_spec: {name}={brief(entry)} names no axis of the mesh, whose axes "
+                    f"are {mesh.axis_names}; pass one of them, a tuple of them, or None."
+                )
+        used += axes
+    if twice := sorted({axis for axis in used if used.count(axis) > 1}):
+        raise ValueError(
+            f"partition_spec: the mesh axis {twice[0]!r} occurs twice in k={own['k']!r}, "
+            f"n={own['n']!r} and lead={lead!r}; an axis divides one axis of the matrix."
+        )
 
 
 class Own(NamedTuple):

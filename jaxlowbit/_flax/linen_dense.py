@@ -11,7 +11,7 @@ from jax import Array
 from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from .kernel_axes import KernelAxes
-from .linen_variables import initialise, kernel_of
+from .linen_variables import initialise, kernel_of, packing_of
 from .weights import Packing, Shards
 
 
@@ -25,8 +25,8 @@ class QuantizedDense(nn.Module):
 
     **Arguments:** those of `nn.Dense`, without `precision` and `dot_general`, and
 
-    - `format`: the format of the kernel, which is initialised in `param_dtype`, then quantized. Its
-      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `format`: a `Format`, or its name. The kernel is initialised in `param_dtype`, then quantized;
+      its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
 
@@ -41,7 +41,7 @@ class QuantizedDense(nn.Module):
     """
 
     features: int
-    format: Format
+    format: Format | str
     shards: Shards = (1, 1)
     use_bias: bool = True
     dtype: Any = None
@@ -54,7 +54,7 @@ class QuantizedDense(nn.Module):
     def __call__(self, inputs: Any) -> Array:
         """Returns `inputs @ kernel.dequantize() + bias`, for any leading axes of `inputs`."""
         shape = (jnp.shape(inputs)[-1], self.features)
-        packing = Packing(self.format, self.shards)
+        packing = packing_of(self)
 
         def weight() -> Any:
             return self.kernel_init(self.make_rng("params"), shape, self.param_dtype)

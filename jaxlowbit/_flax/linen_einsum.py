@@ -11,7 +11,7 @@ from jax import Array
 from .._core.format import Format
 from .equation import Equation
 from .kernel_axes import KernelAxes
-from .linen_variables import initialise, kernel_of
+from .linen_variables import initialise, kernel_of, packing_of
 from .weights import Packing, Shards
 
 
@@ -26,8 +26,8 @@ class QuantizedEinsum(nn.Module):
     **Arguments:** those of `nn.Einsum`, without `precision`; `einsum_str` is that of every call;
     and
 
-    - `format`: the format of the kernel, which is initialised in `param_dtype`, then quantized. Its
-      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `format`: a `Format`, or its name. The kernel is initialised in `param_dtype`, then quantized;
+      its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
 
@@ -43,7 +43,7 @@ class QuantizedEinsum(nn.Module):
 
     shape: tuple[int, ...]
     einsum_str: str
-    format: Format
+    format: Format | str
     shards: Shards = (1, 1)
     use_bias: bool = True
     dtype: Any = None
@@ -58,7 +58,7 @@ class QuantizedEinsum(nn.Module):
         """Returns the result of the equation, plus the bias."""
         equation = Equation.parse(self.einsum_str, self.shape)
 
-        packing = Packing(self.format, self.shards)
+        packing = packing_of(self)
 
         def weight() -> Any:
             return self.kernel_init(self.make_rng("params"), self.shape, self.param_dtype)

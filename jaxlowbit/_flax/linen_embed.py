@@ -13,7 +13,7 @@ from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from .embedding import lookup, stand_in
 from .kernel_axes import KernelAxes
-from .linen_variables import initialise, kernel_of
+from .linen_variables import initialise, kernel_of, packing_of
 from .weights import Packing, Shards
 
 
@@ -27,8 +27,8 @@ class QuantizedEmbed(nn.Module):
 
     **Arguments:** those of `nn.Embed`, and
 
-    - `format`: the format of the table, which is initialised in `param_dtype`, then quantized. Its
-      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `format`: a `Format`, or its name. The table is initialised in `param_dtype`, then quantized;
+      its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the matrix, as for
       `jaxlowbit.quantize`.
 
@@ -45,7 +45,7 @@ class QuantizedEmbed(nn.Module):
 
     num_embeddings: int
     features: int
-    format: Format
+    format: Format | str
     shards: Shards = (1, 1)
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -62,7 +62,7 @@ class QuantizedEmbed(nn.Module):
 
     @property
     def _packing(self) -> Packing:
-        return Packing(self.format, self.shards)
+        return packing_of(self)
 
     def __call__(self, inputs: Any) -> Array:
         """Returns the embeddings (..., features) of tokens (...), integers.

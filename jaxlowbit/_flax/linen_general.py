@@ -11,7 +11,7 @@ from jax import Array
 
 from .._core.format import Format
 from .kernel_axes import KernelAxes, as_tuple, check_batch, positions
-from .linen_variables import initialise, kernel_of
+from .linen_variables import initialise, kernel_of, packing_of
 from .weights import Packing, Shards
 
 
@@ -25,8 +25,8 @@ class QuantizedDenseGeneral(nn.Module):
     **Arguments:** those of `nn.DenseGeneral`, without `precision`, `dot_general` and
     `dot_general_cls`, and
 
-    - `format`: the format of the kernel, which is initialised in `param_dtype`, then quantized. Its
-      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `format`: a `Format`, or its name. The kernel is initialised in `param_dtype`, then quantized;
+      its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
 
@@ -41,7 +41,7 @@ class QuantizedDenseGeneral(nn.Module):
     """
 
     features: int | Sequence[int]
-    format: Format
+    format: Format | str
     shards: Shards = (1, 1)
     axis: int | Sequence[int] = -1
     batch_dims: Sequence[int] = ()
@@ -56,7 +56,7 @@ class QuantizedDenseGeneral(nn.Module):
     def __call__(self, inputs: Any) -> Array:
         """Returns the product over `axis`, of shape (*batch, *rows, *features), plus the bias."""
         axes = _axes(self, inputs)
-        packing = Packing(self.format, self.shards)
+        packing = packing_of(self)
 
         def weight() -> Any:
             return self.kernel_init(self.make_rng("params"), axes.flat_shape, self.param_dtype)

@@ -1,16 +1,22 @@
 """The Linen layers that have quantized counterparts."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
 from jax import Array
 
+from .einsum_layers import EinsumLayer
+from .equation import Equation
 from .kernel_axes import KernelAxes
 from .linen_dense import dense, dense_axes
 from .linen_einsum import check_einsum, einsum, einsum_axes
 from .linen_embed import attend, embed, table_axes
 from .linen_general import dense_general, general_axes
+from .linen_variables import kernel_of
 from .weights import Packing
 
 
@@ -23,6 +29,9 @@ class Kind(NamedTuple):
     - `check`: refuses a layer for other reasons, with a `ValueError`.
     - `weight`: the name of that among its parameters.
     - `named`: only a rule that matches its path quantizes it, no lone format.
+    - `equation`: of an `EinsumLayer`, that of a call. Such a layer goes by the path of its
+      parameter, since a module may have several.
+    - `bias`: the name of its bias among its parameters.
     """
 
     layer: type[nn.Module]
@@ -32,6 +41,12 @@ class Kind(NamedTuple):
     check: Callable[[Any], None] = lambda layer: None
     weight: str = "kernel"
     named: bool = False
+    equation: str | None = None
+    bias: str | None = "bias"
+
+    def key(self, path: tuple[str, ...]) -> tuple[str, ...]:
+        """The path of the parameter of a layer, given what the layer goes by."""
+        return path if self.equation is not None else (*path, self.weight)
 
 
 def _with_bias(compute: Callable[..., Array]) -> Callable[..., Array]:
@@ -70,5 +85,71 @@ _KINDS = (
 NAMES = ", ".join(f"nn.{kind.layer.__name__}" for kind in _KINDS)
 
 
-def kind_of(layer: Any) -> Kind | None:
+# Layers of other packages, known by the names of their classes.
+_KNOWN = (
+    EinsumLayer(
+        r"transformers\.models\.gpt2\.modeling_flax_gpt2\.FlaxConv1D",
+        "kernel",
+        "...k,nk->...n",
+        bias="bias",
+    ),
+    EinsumLayer(
+        r"gemma\.gm\.nn\.(\w+\.)*_layers\.Einsum",
+        lambda layer: layer.weight_name,
+        lambda layer, equation, x: equation,
+        inputs=1,
+    ),
+)
+
+
+def kind_of(
+    layer: Any, method: str | None = None, others: Sequence[EinsumLayer] = (), args: Any = ()
+) -> Kind | None:
+    """The kind of a layer of Flax, or, where it is called with `args`, of a class of others."""
+    if method == "__call__":
+        for other in others:
+            if other.matches(layer):
+                return _kind_of_other(layer, other, args)
+        for other in _KNOWN:
+            if other.matches(layer):
+                with contextlib.suppress(ValueError):  # a call that is written otherwise
+                    return _kind_of_other(layer, other, args)
     return next((kind for kind in _KINDS if isinstance(layer, kind.layer)), None)
+
+
+def _kind_of_other(layer: Any, other: EinsumLayer, args: Any) -> Kind:
+    name, equation = other.weight_of(layer), other.equation_of(layer, *args)
+
+    def axes(layer: Any, shape: tuple[int, ...]) -> KernelAxes:
+        letters = len(equation.partition(",")[2].partition("->")[0].strip())
+        return Equation.parse(equation, shape[len(shape) - letters :]).axes
+
+    def compute(layer: Any, packing: Packing, *args: Any) -> Array:
+        text, shape = packing.equation or (equation, ())
+        parsed = Equation.parse(equation, shape)
+        if parsed.axes != Equation.parse(text, shape).axes:
+            raise ValueError(
+                f"{'.'.join(layer.path)} was quantized for the equation {text!r}, but is called "
+                f"with {equation!r}, which takes other axes of its {name}; keep it in floats."
+            )
+        if len(args) <= other.inputs:
+            raise ValueError(
+                f"EinsumLayer: {type(layer).__name__} is called with {len(args)} arguments by "
+                f"position, but inputs={other.inputs}; name the position of the inputs."
+            )
+        kernel = kernel_of(layer, packing, parsed.axes, name)
+        bias = layer.get_variable("params", other.bias) if other.bias else None
+        operands = (jnp.asarray(args[other.inputs]), kernel.scale, nn.unbox(bias))
+        dtype = getattr(layer, "dtype", None)
+        inputs, _, bias = promote_dtype(*operands, dtype=dtype)
+        return parsed.multiply(inputs, kernel, None, bias)
+
+    return Kind(
+        type(layer),
+        {"__call__": compute},
+        ("precision",) if hasattr(layer, "precision") else (),
+        axes,
+        weight=name,
+        equation=equation,
+        bias=other.bias,
+    )

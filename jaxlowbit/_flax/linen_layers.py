@@ -1,7 +1,7 @@
 """Layers of a Linen model, found with the parameters whose values they multiply by."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, jaxprs_in_params
 
+from .einsum_layers import EinsumLayer
 from .linen_kinds import Kind, kind_of
 from .linen_variables import value_of
 from .weights import Sizes
@@ -37,25 +38,40 @@ class Layer:
     shape: tuple[int, ...]
     plain: bool = True
 
+    def named_by(self, key: Path | None = None) -> Path:
+        """What the layer goes by in rules and variables, given the path of its parameter."""
+        key = (*self.path, self.kind.weight) if key is None else key
+        return key[:-1] if self.kind.equation is None else key
+
     @property
     def sizes(self) -> Sizes:
         axes = self.kind.axes(self.module, self.shape)
         return axes.contracted, axes.features
 
 
-def find_layers(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> dict[Path, Layer]:
+def find_layers(
+    module: nn.Module, variables: Any, args: Any, kwargs: Any, described: Sequence[EinsumLayer] = ()
+) -> tuple[dict[Path, Layer], dict[Path, str]]:
     """The layers that `module.apply` calls, in the order of their calls, without computing.
+
+    The second result has the class of every module that runs, by its path.
 
     The weight in each call is marked in the traced program, where it is followed back to the
     parameter that it is. The path of that is the layer's, also where it is called by a trace that
     `nn.jit` made of another one.
     """
     calls: dict[str, Layer] = {}
+    classes: dict[Path, str] = {}
+    alone = kind_of(module) is None
 
     def mark(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        layer, kind = context.module, kind_of(context.module)
-        if kind and context.method_name in kind.methods.keys() - {"setup"}:
-            name = f"{_MARK}{layer.path}"
+        layer, method = context.module, context.method_name
+        kind = kind_of(layer, method, described, args)
+        classes.setdefault(layer.path, type(layer).__name__)
+        if not layer.path and alone:  # applied by `.apply` to variables that the model computes
+            return next_fun(*args, **kwargs)
+        if kind and method in kind.methods.keys() - {"setup"}:
+            name = f"{_MARK}{(*layer.path, kind.weight)}"
             weight = value_of(layer.get_variable("params", kind.weight))
             shape = () if weight is None else weight.shape
             calls.setdefault(name, Layer(kind, layer.clone(parent=None), layer.path, shape))
@@ -78,12 +94,12 @@ def find_layers(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> di
     for name, key in _marks(program, sources):
         layer = calls[name]
         plain = key is not None and _holds(params[key], key, layer)
-        path = key[:-1] if key and plain else layer.path
+        path = layer.named_by(key) if key and plain else layer.named_by()
         found.setdefault(path, dataclasses.replace(layer)).plain &= plain
     for layer in calls.values():
         if not layer.shape:
-            found.setdefault(layer.path, layer)
-    return found
+            found.setdefault(layer.named_by(), layer)
+    return found, classes
 
 
 def _holds(boxed: Any, key: Path, layer: Layer) -> bool:

@@ -1,20 +1,27 @@
 """`quantize_model` for Linen: the variables change, and the module's products with them."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import core, traverse_util
+from flax import core, nnx, traverse_util
 from flax import linen as nn
 
+from .._core.checks import brief
 from .._core.format import Format
+from . import defaults
+from .defaults import Candidate, is_table
+from .einsum_layers import EinsumLayer, checked
 from .linen_kinds import NAMES, kind_of
 from .linen_layers import Layer, Path, find_layers
 from .linen_variables import COLLECTION, quantized, value_of
-from .refusals import refuse
-from .report import LayerReport, QuantizationReport
-from .rules import Rules, ShardRules, choose, choose_shards
+from .refusals import inner, not_a_model, refuse, refuse_nothing
+from .report import LayerReport, QuantizationReport, Rest, nbytes_of
+from .rules import Keep, Rules, ShardRules, choose, choose_shards
 from .weights import Packing, Shards, Sizes, abstract, check_values
 
 _PACKING = "packing"  # beside the arrays while a model is applied, never stored
@@ -33,6 +40,8 @@ class QuantizedModel:
     formats: tuple[tuple[Path, Format], ...]
     shards: tuple[tuple[Path, Shards], ...]
     sizes: tuple[tuple[Path, Sizes], ...] = ()
+    equations: tuple[tuple[Path, tuple[str, tuple[int, ...]]], ...] = ()
+    layers: tuple[EinsumLayer, ...] = ()
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with the same arguments, on the quantized variables.
@@ -40,18 +49,24 @@ class QuantizedModel:
         **Raises:** `ValueError` if the kernel of a quantized layer is not among the variables, or
         has other sizes than the layer and its inputs.
         """
-        shards, sizes = dict(self.shards), dict(self.sizes)
+        shards, sizes, equations = dict(self.shards), dict(self.sizes), dict(self.equations)
         packings = {
-            path: Packing(format, shards[path], sizes.get(path)) for path, format in self.formats
+            path: Packing(format, shards[path], sizes.get(path), equations.get(path))
+            for path, format in self.formats
         }
 
         def multiply(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            layer, kind = context.module, kind_of(context.module)
-            compute = kind and kind.methods.get(context.method_name)
-            if not compute:
+            layer, method = context.module, context.method_name
+            kind = kind_of(layer, method, self.layers, args)
+            compute = kind and kind.methods.get(method)
+            if not kind or not compute:
                 return next_fun(*args, **kwargs)
             # The path alone does not do: `nn.jit` runs one trace for layers of several paths.
-            packing = layer.get_variable(COLLECTION, _PACKING) or packings.get(layer.path)
+            if kind.equation is None:
+                packing = layer.get_variable(COLLECTION, _PACKING) or packings.get(layer.path)
+            else:
+                held = layer.get_variable(COLLECTION, kind.weight) or {}
+                packing = held.get(_PACKING) or packings.get(kind.key((*layer.path, kind.weight)))
             if not packing:
                 return next_fun(*args, **kwargs)
             return compute(layer, packing, *args, **kwargs)
@@ -69,6 +84,8 @@ def quantize_model(
     variables: Mapping[str, Any],
     rules: Rules,
     *args: Any,
+    layers: Sequence[EinsumLayer] = (),
+    keep: Keep = (),
     shards: ShardRules = (1, 1),
     donate: bool = False,
     **kwargs: Any,
@@ -86,50 +103,80 @@ def quantize_model(
     **Arguments:**
 
     - `module`, `variables`: the model, and what its `init` returned or a checkpoint holds.
-    - `rules`: a `Format` for every such layer but embeddings and heads (names that match `HEADS`);
-      or regular expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each
-      is searched (`re.search`) in the dotted path of the layer, such as `block_0.mlp.up`; the first
-      that matches decides, and a layer that none matches is kept.
+    - `rules`: a `Format`, or its name, such as `"int4"`, for every such layer but embeddings,
+      heads (names that match `HEADS`, and layers as wide as the vocabulary), routers and layers
+      that would grow; or regular expressions with a `Format`, or None to keep the layer, as a
+      mapping or pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
+      `block_0.mlp.up`; the first that matches decides, and a layer that none matches is kept.
     - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
+    - `layers`: other classes of layers, each an `EinsumLayer`, that are quantized too. Those of
+      gemma, and of GPT-2 in transformers, are known. They go by the paths of their parameters.
+    - `keep`: a regular expression, or several, of layers that stay in floats beside those.
     - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
       `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
     - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
       the given variables one layer exists twice at most. They are of no use after that.
 
     **Returns:** the model to `apply`, its variables, and a `QuantizationReport`, a table when
-    printed: sizes, errors, and what multiplies.
+    printed: sizes, errors, what multiplies, and the parameters that are not covered.
 
-    **Raises:** before anything is quantized or deleted, `TypeError` for rules that are none;
-    `ValueError` if the call reaches no such layer, for a rule that decides about none, and for all
-    chosen layers that cannot be replaced: because of their options, their weights, as
-    `jaxlowbit.quantize` does, or since the model computes their weights in each call, as in
-    `nn.WeightNorm`, `nn.SpectralNorm` and `nn.map_variables`.
+    **Raises:** before anything is quantized or deleted, `TypeError` for what is no module and for
+    rules that are none; `ValueError` if the call reaches no such layer, for rules that decide about
+    none or keep them all, and for all chosen layers that cannot be replaced: because of their
+    options, their weights, as `jaxlowbit.quantize` does, or since the model computes their weights
+    in each call, as in `nn.WeightNorm`, `nn.SpectralNorm` and `nn.map_variables`. **Warns**
+    (`UserWarning`) where more than a tenth of the bytes is in parameters that no such layer holds.
 
     ```python
     model, variables, report = quantize_model(module, variables, INT4, x)
     y = jax.jit(model.apply)(variables, x)
     ```
     """
-    layers = find_layers(module, variables, args, kwargs)
-    if not layers:
+    _check_model(module, variables)
+    others = checked(layers)
+    found, classes = find_layers(module, variables, args, kwargs, others)
+    if not found:
         raise ValueError(
             f"quantize_model: module.apply calls none of {NAMES} with these arguments, so there is "
             "nothing to quantize; pass arguments, such as method=, with which such layers run."
         )
     params = traverse_util.flatten_dict(core.unfreeze(variables["params"]))
-    named = [layer.kind.named for layer in layers.values()]
-    paths = [[".".join(path)] for path in layers]
-    formats = dict(zip(layers, choose(rules, paths, named), strict=True))
-    parts = dict(zip(layers, choose_shards(shards, paths), strict=True))
-    chosen = {path: Packing(format, parts[path]) for path, format in formats.items() if format}
-    refuse(_refusal(path, layers[path], packing, params) for path, packing in chosen.items())
+    rest = _rest(params, variables, found, classes)
+    paths = [[".".join(path)] for path in found]
+    parts = choose_shards(shards, paths)
+    candidates = [_candidate(path, layer, params) for path, layer in found.items()]
+    tables = [x.shape for x in rest.uncovered if is_table(x.path, x.shape)]
+    decisions, by_rule = choose(
+        rules,
+        keep,
+        paths,
+        [parameter.path for parameter in rest.uncovered],
+        functools.partial(defaults.kept, candidates, tables, parts),
+    )
+    refuse_nothing(
+        [
+            (path[0], layer.shape, None if decision.format else decision.reason)
+            for path, layer, decision in zip(paths, found.values(), decisions, strict=True)
+        ]
+    )
+    decided = dict(zip(found, decisions, strict=True))
+    chosen = {
+        path: Packing(decision.format, part)
+        for (path, decision), part in zip(decided.items(), parts, strict=True)
+        if decision.format
+    }
+    refuse(
+        (".".join(path), _refusal(path, found[path], packing, params))
+        for path, packing in chosen.items()
+    )
     stored: Any = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
     reports = []
-    for path, layer in layers.items():
-        name, key = ".".join(path), (*path, layer.kind.weight)
+    for path, layer in found.items():
+        name, key = ".".join(path), layer.kind.key(path)
         if path not in chosen:
             if key in params:
-                reports.append(LayerReport.kept(name, value_of(params[key])))
+                _, reason, by_default = decided[path]
+                reports.append(LayerReport.kept(name, value_of(params[key]), reason, by_default))
             continue
         boxed = params.pop(key)
         weight = value_of(boxed)
@@ -137,9 +184,9 @@ def quantize_model(
         try:
             kernel, arrays = quantized(boxed, chosen[path], axes)
         except ValueError as error:
-            raise ValueError(f"quantize_model: in {name}: {error}") from None
+            raise ValueError(f"quantize_model: in {name}: {inner(error)}") from None
         stored |= {(*path, leaf): array for leaf, array in arrays.items()}
-        dtype = layer.module.dtype or kernel.dtype
+        dtype = getattr(layer.module, "dtype", None) or kernel.dtype
         reports.append(LayerReport.quantized(name, weight, kernel, dtype, axes.matrix))
         if donate and isinstance(weight, jax.Array):
             weight.delete()
@@ -152,9 +199,78 @@ def quantize_model(
         module,
         tuple((path, packing.format) for path, packing in chosen.items()),
         tuple((path, packing.shards) for path, packing in chosen.items()),
-        tuple((path, layers[path].sizes) for path in chosen),
+        tuple((path, found[path].sizes) for path in chosen),
+        tuple(
+            (path, (equation, found[path].shape))
+            for path in chosen
+            if (equation := found[path].kind.equation) is not None
+        ),
+        tuple(others),
     )
-    return model, collections, QuantizationReport(tuple(reports))
+    report = rest.report(reports, by_rule)
+    report.warn(f"Only {NAMES} are, and what layers= describes: an EinsumLayer says it of a class.")
+    return model, collections, report
+
+
+def _check_model(module: Any, variables: Any) -> None:
+    """Refuses what is no Linen module, and variables without parameters."""
+    call = "jaxlowbit.linen.quantize_model(module, variables, rules, inputs)"
+    inner, params = (getattr(module, name, None) for name in ("module", "params"))
+    if not isinstance(module, nn.Module):
+        wanted = f"pass the nn.Module and what its init returned: {call}."
+        if isinstance(inner, nn.Module) and params is not None:
+            wanted = "pass what it wraps: model.module and {'params': model.params}."
+        if isinstance(module, nnx.Module):
+            wanted = "use jaxlowbit.nnx.quantize_model(model, rules)."
+        raise not_a_model(module, wanted)
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"quantize_model: variables is {brief(variables)}, but it is what init returned, a "
+            f"mapping with 'params': {call}."
+        )
+    if "params" not in variables:
+        raise ValueError(
+            f"quantize_model: variables has {sorted(map(str, variables))[:8]}, but no 'params'; "
+            "pass all variables that init returned, or {'params': params} if these are the "
+            "parameters."
+        )
+
+
+def _candidate(path: Path, layer: Layer, params: Mapping[Path, Any]) -> Candidate:
+    boxed = params.get(layer.kind.key(path))
+    name, named, matrix = [".".join(path)], layer.kind.named, None
+    if boxed is None:
+        return Candidate(name, None, 1, 0, 1, named)
+    weight = value_of(boxed)
+    with contextlib.suppress(ValueError):  # an equation that is no product is refused later
+        matrix = layer.kind.axes(layer.module, weight.shape).matrix_shape
+    count = math.prod(weight.shape) // math.prod(matrix) if matrix else 1
+    return Candidate(name, matrix, count, nbytes_of(weight), weight.dtype.itemsize, named)
+
+
+def _keys(layers: Mapping[Path, Layer]) -> list[tuple[Path, Path]]:
+    return [(path, layer.kind.key(path)) for path, layer in layers.items()]
+
+
+def _rest(
+    params: Mapping[Path, Any],
+    variables: Mapping[str, Any],
+    layers: Mapping[Path, Layer],
+    classes: Mapping[Path, str],
+) -> Rest:
+    """The parameters but the weights of the layers that run."""
+    rest = Rest()
+    weights = {layer.kind.key(path) for path, layer in layers.items()}
+    biases = {(*key[:-1], layers[path].kind.bias) for path, key in _keys(layers)}
+    for key, boxed in params.items():
+        if key in weights:
+            continue
+        module = classes.get(key[:-1], "a module that this call does not reach")
+        for leaf in jax.tree.leaves(value_of(boxed)):
+            rest.add(".".join(key), leaf, module, vector=key in biases, packed=False)
+    for leaf in jax.tree.leaves(variables.get(COLLECTION, {})):
+        rest.add("", leaf, "", vector=False, packed=True)
+    return rest
 
 
 def _refusal(path: Path, layer: Layer, packing: Packing, params: Mapping[Path, Any]) -> str | None:
@@ -183,17 +299,17 @@ def _refusal(path: Path, layer: Layer, packing: Packing, params: Mapping[Path, A
     name = ".".join(path)
     if reason is not None:
         return f"the layer {name!r} {reason}. Keep it, {keep}"
+    boxed = params[kind.key(path)]
     try:
         kind.check(module)
+        axes = kind.axes(module, value_of(boxed).shape)
     except ValueError as error:
-        return f"in {name}: {error} Or keep the layer, {keep}"
-    boxed = params[*path, kind.weight]
-    axes = kind.axes(module, value_of(boxed).shape)
+        return f"in {name}: {inner(error)} Or keep the layer, {keep}"
     try:
         quantized(jax.tree.map(abstract, boxed), packing, axes)
         check_values(value_of(boxed), packing.format, axes.matrix, packing.shards)
     except ValueError as error:
-        return f"in {name}: {error}"
+        return f"in {name}: {inner(error)}"
     return None
 
 

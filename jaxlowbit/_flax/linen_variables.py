@@ -10,9 +10,11 @@ from flax import linen as nn
 from flax.core import meta
 from flax.linen.spmd import logical_to_mesh_axes
 
-from .._core import layout
+from .._core import checks, layout
 from .._core.array import LEAVES, QuantizedArray
+from .._core.format import as_format
 from .kernel_axes import KernelAxes, as_tuple
+from .refusals import inner
 from .sharding import Entries, MatrixSharding, mesh_of, padded
 from .weights import ARRAYS, Packing, kernel_from, quantize_weight
 
@@ -60,6 +62,7 @@ def variables_of(array: QuantizedArray) -> dict[str, Any]:
     y = layer.apply({COLLECTION: variables_of(quantize(w, INT4))}, x)
     ```
     """
+    checks.quantized("variables_of", "array", array, QuantizedArray)
     if array.index is not None:
         raise ValueError(
             "variables_of: the array is a view made by select, but a layer holds its words; index "
@@ -101,27 +104,43 @@ def _sharding(box: meta.Partitioned, value: Any, axes: KernelAxes) -> MatrixShar
     return MatrixSharding(names, found, box.mesh or mesh_of(value))
 
 
+def packing_of(module: Any) -> Packing:
+    """How a quantized layer packs its weight.
+
+    **Raises:** `TypeError` and `ValueError` for a format or shards that are none.
+    """
+    name = type(module).__name__
+    return Packing(as_format(name, module.format), checks.shard_counts(name, module.shards))
+
+
 def initialise(module: Any, packing: Packing, weight: Callable[[], Any], axes: KernelAxes) -> None:
     """Puts the quantized weight into the collection, when `module` is being initialised."""
     if module.is_initializing() and not module.has_variable(COLLECTION, "packed"):
-        for name, variable in quantized(weight(), packing, axes)[1].items():
+        try:
+            variables = quantized(weight(), packing, axes)[1]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{type(module).__name__}: {inner(error)}") from None
+        for name, variable in variables.items():
             module.put_variable(COLLECTION, name, variable)
 
 
-def kernel_of(module: Any, packing: Packing, axes: KernelAxes) -> QuantizedArray:
+def kernel_of(
+    module: Any, packing: Packing, axes: KernelAxes, weight: str | None = None
+) -> QuantizedArray:
     """The kernel that `module` has in the collection, a matrix with the axes that are asked for.
+
+    The arrays of an `EinsumLayer` are under the name of its `weight`.
 
     **Raises:** `ValueError` without a kernel there, for one of another size, and for a stack.
     """
     name = ".".join(module.path) or "the layer"
-    if not module.has_variable(COLLECTION, "packed"):
+    held = _held(module, weight)
+    if "packed" not in held:
         raise ValueError(
             f"{name} has no kernel in the collection {COLLECTION!r}. Pass the variables that "
             f"hold it; inside nn.scan or nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
         )
-    arrays = {
-        array: value_of(module.get_variable(COLLECTION, array)) for array in (*ARRAYS, PADDING)
-    }
+    arrays = {array: value_of(held.get(array)) for array in (*ARRAYS, PADDING)}
     if not jax.sharding.get_abstract_mesh().manual_axes:  # where arrays and inputs are parts
         reason = _other_sizes(packing, axes, arrays["packed"], arrays[PADDING])
         if reason is not None:
@@ -134,6 +153,14 @@ def kernel_of(module: Any, packing: Packing, axes: KernelAxes) -> QuantizedArray
             f"nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
         )
     return kernel
+
+
+def _held(module: Any, weight: str | None) -> Mapping[str, Any]:
+    """What the collection holds of a weight of `module`."""
+    if weight is not None:
+        return module.get_variable(COLLECTION, weight) or {}
+    names = [name for name in (*ARRAYS, PADDING) if module.has_variable(COLLECTION, name)]
+    return {name: module.get_variable(COLLECTION, name) for name in names}
 
 
 def _other_sizes(packing: Packing, axes: KernelAxes, packed: Any, padding: Any) -> str | None:
@@ -176,6 +203,11 @@ def check_layout_version(variables: Mapping[str, Any]) -> None:
     check_layout_version(variables)
     ```
     """
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"check_layout_version: variables is {checks.brief(variables)}, but it is a mapping "
+            f"with the collection {COLLECTION!r}; pass all the variables of a quantized model."
+        )
     if COLLECTION not in variables:
         raise ValueError(
             f"check_layout_version: there is no collection {COLLECTION!r} in {sorted(variables)}; "

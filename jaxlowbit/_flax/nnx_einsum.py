@@ -28,8 +28,8 @@ class QuantizedEinsum(QuantizedModule):
 
     **Arguments:** those of `nnx.Einsum`, without `precision` and `einsum_op`, and
 
-    - `format`: the format of the kernel, which is initialised in `param_dtype`, then quantized. Its
-      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `format`: a `Format`, or its name. The kernel is initialised in `param_dtype`, then quantized;
+      its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
 
@@ -47,7 +47,7 @@ class QuantizedEinsum(QuantizedModule):
         kernel_shape: tuple[int, ...],
         bias_shape: tuple[int, ...] | None = None,
         *,
-        format: Format,
+        format: Format | str,
         shards: Shards = (1, 1),
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -72,7 +72,7 @@ class QuantizedEinsum(QuantizedModule):
 
     @classmethod
     def from_einsum(
-        cls, einsum: nnx.Einsum, format: Format, shards: Shards = (1, 1)
+        cls, einsum: nnx.Einsum, format: Format | str, shards: Shards = (1, 1)
     ) -> "QuantizedEinsum":
         """The layer that quantizes the kernel of `einsum` and shares its bias variable.
 

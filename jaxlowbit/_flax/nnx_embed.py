@@ -12,7 +12,7 @@ from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from .embedding import lookup, stand_in
 from .kernel_axes import place
-from .nnx_variables import QuantizedModule, check_replaceable
+from .nnx_variables import QuantizedModule, check_replaceable, check_sizes
 from .sharding import Entries
 from .weights import Shards
 
@@ -29,8 +29,8 @@ class QuantizedEmbed(QuantizedModule):
 
     **Arguments:** those of `nnx.Embed`, and
 
-    - `format`: the format of the table, which is initialised in `param_dtype`, then quantized. Its
-      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `format`: a `Format`, or its name. The table is initialised in `param_dtype`, then quantized;
+      its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the matrix, as for
       `jaxlowbit.quantize`.
 
@@ -47,7 +47,7 @@ class QuantizedEmbed(QuantizedModule):
         num_embeddings: int,
         features: int,
         *,
-        format: Format,
+        format: Format | str,
         shards: Shards = (1, 1),
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -55,6 +55,7 @@ class QuantizedEmbed(QuantizedModule):
         promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
         rngs: nnx.Rngs,
     ):
+        check_sizes(type(self), num_embeddings=num_embeddings, features=features)
         shape = (num_embeddings, features)
         self._store(embedding_init(rngs.params(), shape, param_dtype), format, shards)
         self.num_embeddings = num_embeddings
@@ -65,7 +66,7 @@ class QuantizedEmbed(QuantizedModule):
 
     @classmethod
     def from_embed(
-        cls, embed: nnx.Embed, format: Format, shards: Shards = (1, 1)
+        cls, embed: nnx.Embed, format: Format | str, shards: Shards = (1, 1)
     ) -> "QuantizedEmbed":
         """The layer that quantizes the table of `embed`.
 

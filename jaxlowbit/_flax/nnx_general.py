@@ -29,8 +29,8 @@ class QuantizedLinearGeneral(QuantizedModule):
     **Arguments:** those of `nnx.LinearGeneral`, without `precision`, `dot_general` and
     `dot_general_cls`, and
 
-    - `format`: the format of the kernel, which is initialised in `param_dtype`, then quantized. Its
-      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `format`: a `Format`, or its name. The kernel is initialised in `param_dtype`, then quantized;
+      its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
 
@@ -47,7 +47,7 @@ class QuantizedLinearGeneral(QuantizedModule):
         in_features: int | Sequence[int],
         out_features: int | Sequence[int],
         *,
-        format: Format,
+        format: Format | str,
         shards: Shards = (1, 1),
         axis: int | Sequence[int] = -1,
         batch_axis: Mapping[int, int] = FrozenDict({}),
@@ -90,7 +90,7 @@ class QuantizedLinearGeneral(QuantizedModule):
 
     @classmethod
     def from_linear_general(
-        cls, linear: nnx.LinearGeneral, format: Format, shards: Shards = (1, 1)
+        cls, linear: nnx.LinearGeneral, format: Format | str, shards: Shards = (1, 1)
     ) -> "QuantizedLinearGeneral":
         """The layer that quantizes the kernel of `linear` and shares its bias variable.
 

@@ -12,7 +12,7 @@ from jax import Array
 
 from .._core.format import Format
 from .._matmul.api import quantized_matmul
-from .nnx_variables import QuantizedModule, check_replaceable
+from .nnx_variables import QuantizedModule, check_replaceable, check_sizes
 from .weights import Shards
 
 default_kernel_init = initializers.lecun_normal()
@@ -28,8 +28,8 @@ class QuantizedLinear(QuantizedModule):
 
     **Arguments:** those of `nnx.Linear`, and
 
-    - `format`: the format of the kernel, which is initialised in `param_dtype`, then quantized. Its
-      scales have `param_dtype`: float32, bfloat16 or float16.
+    - `format`: a `Format`, or its name. The kernel is initialised in `param_dtype`, then quantized;
+      its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
     - `preferred_element_type`: dtype of the product: None for that of the promoted inputs, or
@@ -51,7 +51,7 @@ class QuantizedLinear(QuantizedModule):
         in_features: int,
         out_features: int,
         *,
-        format: Format,
+        format: Format | str,
         shards: Shards = (1, 1),
         use_bias: bool = True,
         dtype: Any = None,
@@ -64,6 +64,7 @@ class QuantizedLinear(QuantizedModule):
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
+        check_sizes(type(self), in_features=in_features, out_features=out_features)
         weight = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
         if not isinstance(weight, nnx.Variable):
             weight = nnx.Param(weight, **kernel_metadata)
@@ -82,7 +83,7 @@ class QuantizedLinear(QuantizedModule):
 
     @classmethod
     def from_linear(
-        cls, linear: nnx.Linear, format: Format, shards: Shards = (1, 1)
+        cls, linear: nnx.Linear, format: Format | str, shards: Shards = (1, 1)
     ) -> "QuantizedLinear":
         """The layer that quantizes the kernel of `linear` and shares its bias variable.
 

@@ -1,22 +1,37 @@
 """`quantize_model` for NNX: layers are replaced where they stand, one after the other."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 
+from .._core.array import QuantizedArray
 from .._core.format import Format
+from . import defaults
+from .defaults import Candidate, is_table
+from .einsum_layers import EinsumLayer, checked
 from .nnx_kinds import NAMES, Kind, kind_of
-from .refusals import refuse
-from .report import LayerReport, QuantizationReport
-from .rules import Rules, ShardRules, choose, choose_shards
+from .nnx_variables import QuantizedModule, QuantizedVariable
+from .refusals import inner, not_a_model, refuse, refuse_nothing
+from .report import LayerReport, QuantizationReport, Rest, nbytes_of
+from .rules import Decision, Keep, Rules, ShardRules, choose, choose_shards
 from .weights import Shards, abstract, check_values
 
 
 def quantize_model(
-    model: nnx.Module, rules: Rules, *, shards: ShardRules = (1, 1)
+    model: nnx.Module,
+    rules: Rules,
+    *,
+    layers: Sequence[EinsumLayer] = (),
+    keep: Keep = (),
+    shards: ShardRules = (1, 1),
 ) -> QuantizationReport:
     """Replaces the linear layers of a model, in place, by layers with quantized kernels.
 
@@ -30,44 +45,70 @@ def quantize_model(
     - `model`: any tree of modules, lists and dicts. Layers of class `nnx.Linear`,
       `nnx.LinearGeneral` (with it attention), `nnx.Einsum` and, where a rule names it, `nnx.Embed`
       change; norms and convolutions stay.
-    - `rules`: a `Format` for every such layer but embeddings and heads (names that match `HEADS`);
-      or regular expressions with a `Format`, or None to keep the layer, as a mapping or pairs. Each
-      is searched (`re.search`) in the dotted path of the layer, such as `blocks.0.mlp.up`; the
-      first that matches decides, and a layer that none matches is kept.
+    - `rules`: a `Format`, or its name, such as `"int4"`, for every such layer but embeddings,
+      heads (names that match `HEADS`, and layers as wide as the vocabulary), routers and layers
+      that would grow; or regular expressions with a `Format`, or None to keep the layer, as a
+      mapping or pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
+      `blocks.0.mlp.up`; the first that matches decides, and a layer that none matches is kept.
+    - `layers`: other classes of layers, each an `EinsumLayer`, that are quantized too. Those of
+      google-tunix are known.
+    - `keep`: a regular expression, or several, of layers that stay in floats beside those.
     - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
       `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
 
-    **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, and what multiplies.
+    **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, what multiplies, and
+    the parameters that are not covered.
 
-    **Raises:** with the model untouched, `TypeError` for rules that are none; `ValueError` for a
-    model without such layers, for a rule that decides about no layer, and for all chosen layers
-    that cannot be replaced: because of their options, their weights, as `jaxlowbit.quantize` does,
-    or since `nnx.WeightNorm` or `nnx.SpectralNorm` rewrites their weights in each call.
+    **Raises:** with the model untouched, `TypeError` for what is no model and for rules that are
+    none; `ValueError` for a model without such layers, for rules that decide about no layer or
+    keep them all, and for all chosen layers that cannot be replaced: because of their options,
+    their weights, as `jaxlowbit.quantize` does, or since `nnx.WeightNorm` or `nnx.SpectralNorm`
+    rewrites their weights in each call. **Warns** (`UserWarning`) where more than a tenth of the
+    bytes is in parameters that no such layer holds.
 
     ```python
     model = nnx.Sequential(nnx.Linear(256, 512, rngs=rngs), nnx.Linear(512, 256, rngs=rngs))
-    print(quantize_model(model, {r"layers\\.0": INT4, r"layers\\.1": INT8}))
+    print(quantize_model(model, {r"layers\\.0": "int4", r"layers\\.1": "int8"}))
     ```
     """
-    places = _layers(model)
+    _check_model(model)
+    places = _layers(model, checked(layers))
     if not places:
         raise ValueError(
             f"quantize_model: there is none of {NAMES} in the model, so there is nothing to "
             "quantize; pass a float model that has such layers, none of them quantized yet."
         )
-    formats = choose(rules, [place.paths for place in places], [p.kind.named for p in places])
-    parts = choose_shards(shards, [place.paths for place in places])
+    rest = _rest(model, places)
+    paths = [place.paths for place in places]
+    parts = choose_shards(shards, paths)
+    candidates = [place.candidate for place in places]
+    tables = [found.shape for found in rest.uncovered if is_table(found.path, found.shape)]
+    decisions, kept = choose(
+        rules,
+        keep,
+        paths,
+        [found.path for found in rest.uncovered],
+        functools.partial(defaults.kept, candidates, tables, parts),
+    )
+    refuse_nothing(
+        [
+            (place.paths[0], place.shape, None if decision.format else decision.reason)
+            for place, decision in zip(places, decisions, strict=True)
+        ]
+    )
     owners, rewritten = _owners(model), _rewritten(model)
-    chosen = zip(places, formats, parts, strict=True)
+    chosen = zip(places, decisions, parts, strict=True)
     refuse(
-        place.refusal(format, shards, owners, rewritten)
-        for place, format, shards in chosen
-        if format is not None
+        (place.paths[0], place.refusal(decision.format, shards, owners, rewritten))
+        for place, decision, shards in chosen
+        if decision.format is not None
     )
     reports = []
     while places:  # drops each place, and with it the float layer, before the next
-        reports.append(_replace(places.pop(0), formats.pop(0), parts.pop(0)))
-    return QuantizationReport(tuple(reports))
+        reports.append(_replace(places.pop(0), decisions.pop(0), parts.pop(0)))
+    report = rest.report(reports, kept)
+    report.warn(f"Only {NAMES} are, and what layers= describes: an EinsumLayer says it of a class.")
+    return report
 
 
 @dataclasses.dataclass
@@ -83,6 +124,19 @@ class _Place:
     def weight(self) -> nnx.Variable:
         return getattr(self.layer, self.kind.weight)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.weight.get_value().shape)
+
+    @property
+    def candidate(self) -> Candidate:
+        weight, matrix = self.weight.get_value(), None
+        with contextlib.suppress(ValueError):  # an equation that is no product is refused later
+            matrix = self.kind.matrix(self.layer)
+        count = math.prod(weight.shape) // math.prod(matrix) if matrix else 1
+        itemsize = weight.dtype.itemsize
+        return Candidate(self.paths, matrix, count, nbytes_of(weight), itemsize, self.kind.named)
+
     def refusal(
         self,
         format: Format,
@@ -95,7 +149,7 @@ class _Place:
         try:
             self.kind.check(self.layer)
         except (TypeError, ValueError) as error:
-            return f"in {name}: {error} Or keep the layer, with a rule of its path and None."
+            return f"in {name}: {inner(error)} Or keep the layer, with a rule of its path and None."
         if not all(isinstance(holder, nnx.Pytree | list | dict) for holder, _ in self.holders):
             return (
                 f"{name} is the model itself or an element of a tuple, where nothing can be "
@@ -121,18 +175,18 @@ class _Place:
             layer = self.kind.quantize(like, format, shards)
             check_values(self.weight.get_value(), format, layer.matrix, shards)
         except ValueError as error:
-            return f"in {name}: {error}"
+            return f"in {name}: {inner(error)}"
         return None
 
 
-def _replace(place: _Place, format: Format | None, shards: Shards) -> LayerReport:
+def _replace(place: _Place, decision: Decision, shards: Shards) -> LayerReport:
     path, weight = place.paths[0], place.weight.get_value()
-    if format is None:
-        return LayerReport.kept(path, weight)
+    if decision.format is None:
+        return LayerReport.kept(path, weight, decision.reason, decision.by_default)
     try:
-        layer = place.kind.quantize(place.layer, format, shards)
+        layer = place.kind.quantize(place.layer, decision.format, shards)
     except ValueError as error:
-        raise ValueError(f"quantize_model: in {path}: {error}") from None
+        raise ValueError(f"quantize_model: in {path}: {inner(error)}") from None
     for holder, key in place.holders:
         if isinstance(holder, nnx.List | list | dict):
             holder[key] = layer
@@ -143,11 +197,43 @@ def _replace(place: _Place, format: Format | None, shards: Shards) -> LayerRepor
     return LayerReport.quantized(path, weight, kernel, dtype, layer.matrix)
 
 
-def _layers(model: nnx.Module) -> list[_Place]:
+def _check_model(model: Any) -> None:
+    """Refuses what holds no NNX module."""
+    if isinstance(model, nnx.Pytree | list | tuple | dict) and any(
+        isinstance(node, nnx.Module) for *_, node in _walk((), None, None, model, set())
+    ):
+        return
+    wanted = (
+        "pass the nnx.Module itself, with its weights in it, such as nnx.merge(graphdef, state)."
+    )
+    if isinstance(model, nn.Module):
+        wanted = "use jaxlowbit.linen.quantize_model(module, variables, rules, inputs)."
+    raise not_a_model(model, wanted)
+
+
+def _rest(model: nnx.Module, places: list[_Place]) -> Rest:
+    """The parameters of a model but the weights of its layers."""
+    weights = {id(place.weight) for place in places}
+    layers = {id(place.layer) for place in places}
+    found, seen = Rest(), set(weights)
+    for path, holder, _, node in _walk((), None, None, model, set()):
+        if id(node) in seen or not isinstance(node, nnx.Param | QuantizedVariable | jax.Array):
+            continue
+        seen.add(id(node))
+        value = node.get_value() if isinstance(node, nnx.Variable) else node
+        packed = isinstance(node, QuantizedVariable) or isinstance(value, QuantizedArray)
+        vector = id(holder) in layers or isinstance(holder, QuantizedModule)
+        for leaf in jax.tree.leaves(value):
+            if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.number):
+                found.add(_dotted(path), leaf, type(holder).__name__, vector=vector, packed=packed)
+    return found
+
+
+def _layers(model: nnx.Module, others: Sequence[EinsumLayer]) -> list[_Place]:
     """Every layer that can be quantized, once, in the order of the model's attributes."""
     places: dict[int, _Place] = {}
     for path, holder, key, node in _walk((), None, None, model, set()):
-        if kind := kind_of(node):
+        if kind := kind_of(node, others):
             place = places.setdefault(id(node), _Place(node, kind, [], []))
             place.paths.append(_dotted(path))
             place.holders.append((holder, key))

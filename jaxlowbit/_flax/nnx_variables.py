@@ -5,8 +5,10 @@ from typing import Any
 from flax import nnx
 from flax.nnx.spmd import get_var_pspec
 
+from .._core import checks
 from .._core.array import QuantizedArray
-from .._core.format import Format
+from .._core.format import Format, as_format
+from .refusals import inner
 from .sharding import Entries, MatrixSharding, mesh_of, padded
 from .weights import ARRAYS, Shards, kernel_from, quantize_weight
 
@@ -78,10 +80,15 @@ class QuantizedModule(nnx.Module):
         arrays = {name: var.get_value() for name, var in variables.items() if var is not None}
         return kernel_from(arrays, self.format, self.matrix_shape, self.shards)
 
-    def _store(self, weight: Any, format: Format, shards: Shards = (1, 1)) -> None:
+    def _store(self, weight: Any, format: Format | str, shards: Shards = (1, 1)) -> None:
         """Quantizes the weight of a float layer, an array or a variable, into variables."""
+        name = type(self).__name__
+        format, shards = as_format(name, format), checks.shard_counts(name, shards)
         variable = weight if isinstance(weight, nnx.Variable) else nnx.Param(weight)
-        kernel = quantize_weight(variable.get_value(), format, self.matrix, shards)
+        try:
+            kernel = quantize_weight(variable.get_value(), format, self.matrix, shards)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {inner(error)}") from None
         sharding = _sharding(variable, self.matrix_entries)
         names = None
         if sharding is not None:
@@ -133,6 +140,11 @@ def check_layout_version(model: nnx.Module) -> None:
 
     **Raises:** `ValueError` with the path of the layer and the version found.
     """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"check_layout_version: model is {checks.brief(model)}, but it is an nnx.Module with "
+            "quantized layers; pass the model itself."
+        )
     for path, module in nnx.iter_modules(model):
         if isinstance(module, QuantizedModule):
             try:
@@ -140,6 +152,13 @@ def check_layout_version(model: nnx.Module) -> None:
             except ValueError as error:
                 name = ".".join(map(str, path)) or "the model"
                 raise ValueError(f"check_layout_version: in {name}: {error}") from None
+
+
+def check_sizes(kind: type, **sizes: Any) -> None:
+    """Refuses numbers of features that are none."""
+    for name, size in sizes.items():
+        rule = "a number of features, an integer from 1 to 2**31 - 1"
+        checks.integer(kind.__name__, name, size, rule, most=2**31 - 1)
 
 
 def check_replaceable(layer: Any, kind: type, name: str, defaults: dict[str, Any]) -> None:

@@ -1,6 +1,8 @@
-"""Reports of what the quantization of a model did, layer by layer."""
+"""Reports of what the quantization of a model did, layer by layer, and what it left out."""
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +16,8 @@ from .._core.array import QuantizedArray
 from .._core.format import Format
 from .._matmul.support import supported_backends
 
+_LISTED = 12
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
@@ -25,7 +29,9 @@ class LayerReport:
     - `nbytes_before`, `nbytes_after`: memory of the kernel, scales included.
     - `error`: Frobenius norm of what changed, relative to that of the kernel; None for a kept
       layer and for an abstract one.
-    - `backend`: what multiplies on this machine, with the reason if it is no kernel.
+    - `backend`: what multiplies on this machine, with the reason if it is no kernel; of a kept
+      layer, why it was kept.
+    - `by_default`: whether the floats were kept by default, and not as rules say.
     """
 
     path: str
@@ -35,11 +41,13 @@ class LayerReport:
     nbytes_after: int
     error: float | None
     backend: str
+    by_default: bool = False
 
     @classmethod
-    def kept(cls, path: str, weight: Any) -> "LayerReport":
-        nbytes = weight.size * weight.dtype.itemsize
-        return cls(path, tuple(weight.shape), None, nbytes, nbytes, None, "kept in floats")
+    def kept(cls, path: str, weight: Any, reason: str, by_default: bool) -> "LayerReport":
+        nbytes = nbytes_of(weight)
+        shape = tuple(weight.shape)
+        return cls(path, shape, None, nbytes, nbytes, None, reason, by_default)
 
     @classmethod
     def quantized(
@@ -56,7 +64,7 @@ class LayerReport:
             path,
             tuple(weight.shape),
             kernel.format,
-            weight.size * weight.dtype.itemsize,
+            nbytes_of(weight),
             kernel.nbytes,
             _error(matrix(weight), kernel) if concrete else None,
             backend_of(dtype, kernel),
@@ -64,28 +72,131 @@ class LayerReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class ParameterReport:
+    """A parameter of two axes or more that `quantize_model` does not cover.
+
+    - `path`: the dotted path of the parameter.
+    - `shape`, `nbytes`: its shape and bytes.
+    - `module`: the class of the module that holds it, with the reason if there is one.
+    - `by_rule`: whether a rule with None, or `keep`, matches the path, so that it stays on purpose.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    nbytes: int
+    module: str
+    by_rule: bool = False
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class QuantizationReport:
-    """What `quantize_model` did: `layers`, and a table when printed."""
+    """What `quantize_model` did: every parameter of the model counts once. A table when printed.
+
+    - `layers`: the layers that could be quantized.
+    - `uncovered`: the parameters that no such layer holds, the largest first.
+    - `vectors`: bytes of biases, norms and other parameters with one axis, which stay as they are.
+    - `packed`: bytes of arrays that were quantized before.
+    """
 
     layers: tuple[LayerReport, ...]
+    uncovered: tuple[ParameterReport, ...] = ()
+    vectors: int = 0
+    packed: int = 0
 
     @property
     def nbytes_before(self) -> int:
-        return sum(layer.nbytes_before for layer in self.layers)
+        """Bytes of all parameters before."""
+        return self._others + sum(layer.nbytes_before for layer in self.layers)
 
     @property
     def nbytes_after(self) -> int:
-        return sum(layer.nbytes_after for layer in self.layers)
+        """Bytes of all parameters after."""
+        return self._others + sum(layer.nbytes_after for layer in self.layers)
+
+    @property
+    def _others(self) -> int:
+        return self.vectors + self.packed + sum(found.nbytes for found in self.uncovered)
 
     def __str__(self) -> str:
         head = ("layer", "shape", "format", "before", "after", "error", "backend")
         rows: list[tuple[str, ...]] = [head, *map(_row, self.layers)]
-        chosen = sum(layer.format is not None for layer in self.layers)
-        total = f"{chosen} of {len(self.layers)} layers quantized"
-        rows.append(
-            (total, "", "", size_words(self.nbytes_before), size_words(self.nbytes_after), "", "")
+        chosen = [layer for layer in self.layers if layer.format is not None]
+        kept = [layer for layer in self.layers if layer.format is None]
+        left = [found for found in self.uncovered if not found.by_rule]
+        rules = [found for found in self.uncovered if found.by_rule]
+        sizes = {
+            "quantized": sum(layer.nbytes_before for layer in chosen),
+            "quantized before": self.packed,
+            "kept by rules": sum(layer.nbytes_after for layer in kept if not layer.by_default)
+            + sum(found.nbytes for found in rules),
+            "kept by default": sum(layer.nbytes_after for layer in kept if layer.by_default),
+            "vectors, such as biases": self.vectors,
+            "not covered": sum(found.nbytes for found in left),
+        }
+        words = f"{len(chosen)} of {len(self.layers)} layers quantized"
+        sums = (size_words(self.nbytes_before), size_words(self.nbytes_after))
+        totals = [
+            (name, size_words(nbytes), f"{nbytes / max(self.nbytes_before, 1):.1%}")
+            for name, nbytes in sizes.items()
+            if nbytes or name == "not covered"
+        ]
+        listed = [
+            (f"  {found.path}", size_words(found.nbytes), shape_words(found.shape), found.module)
+            for found in left[:_LISTED]
+        ]
+        if more := left[_LISTED:]:
+            nbytes = sum(found.nbytes for found in more)
+            listed.append((f"  and {len(more)} more", size_words(nbytes), "", ""))
+        lines = [*aligned(rows), "", f"{words}; all parameters: {sums[0]} became {sums[1]}"]
+        return "\n".join([*lines, *aligned(totals), *aligned(listed)])
+
+    __repr__ = __str__
+
+    def warn(self, covered: str) -> None:
+        """Warns where much of a model is not covered; `covered` says what would be."""
+        left = [found for found in self.uncovered if not found.by_rule]
+        nbytes = sum(found.nbytes for found in left)
+        if nbytes <= 0.1 * self.nbytes_before:
+            return
+        largest = left[0]
+        warnings.warn(
+            f"quantize_model: {nbytes / self.nbytes_before:.0%} of the bytes of the model "
+            f"({size_words(nbytes)}) are not covered, the largest {largest.path} of shape "
+            f"{largest.shape} in {largest.module}. {covered} A rule of their paths and None, or "
+            "keep=, says that they stay in floats on purpose. print(report) lists them.",
+            stacklevel=3,
         )
-        return "\n".join(aligned(rows))
+
+
+def nbytes_of(weight: Any) -> int:
+    """The bytes of an array, perhaps abstract."""
+    return math.prod(weight.shape) * weight.dtype.itemsize
+
+
+class Rest:
+    """The parameters of a model but the weights of layers that could be quantized."""
+
+    def __init__(self) -> None:
+        self.uncovered: list[ParameterReport] = []
+        self.vectors = 0
+        self.packed = 0
+
+    def add(self, path: str, array: Any, module: str, *, vector: bool, packed: bool) -> None:
+        """Counts a parameter; a `vector` is one that no product contracts, such as a bias."""
+        if packed:
+            self.packed += nbytes_of(array)
+        elif vector or len(array.shape) < 2:
+            self.vectors += nbytes_of(array)
+        else:
+            shape = tuple(array.shape)
+            self.uncovered.append(ParameterReport(path, shape, nbytes_of(array), module))
+
+    def report(self, layers: Iterable[LayerReport], by_rule: Iterable[bool]) -> QuantizationReport:
+        """The report on these layers; `by_rule` says of each uncovered parameter who kept it."""
+        found = zip(self.uncovered, by_rule, strict=True)
+        marked = [dataclasses.replace(parameter, by_rule=kept) for parameter, kept in found]
+        ordered = sorted(marked, key=lambda parameter: -parameter.nbytes)
+        return QuantizationReport(tuple(layers), tuple(ordered), self.vectors, self.packed)
 
 
 def _error(weight: Array, kernel: QuantizedArray) -> float:
@@ -114,7 +225,7 @@ def backend_of(dtype: Any, kernel: QuantizedArray) -> str:
 def _row(layer: LayerReport) -> tuple[str, ...]:
     return (
         layer.path,
-        " x ".join(map(str, layer.shape)),
+        shape_words(layer.shape),
         format_words(layer.format),
         size_words(layer.nbytes_before),
         size_words(layer.nbytes_after),
@@ -131,11 +242,16 @@ def format_words(format: Format | None) -> str:
     return f"{format.bits} bits, {groups}{zero}"
 
 
+def shape_words(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
 def size_words(nbytes: int) -> str:
     return f"{nbytes / 1e6:.2f} MB"
 
 
 def aligned(rows: Iterable[tuple[str, ...]]) -> Iterable[str]:
+    rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -2,32 +2,65 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
-from .._core.format import Format
-from .._core.heads import HEADS
+from .._core.checks import brief
+from .._core.format import Format, as_format
 
-Rules = Format | Mapping[str, Format | None] | Sequence[tuple[str, Format | None]]
+Rules = Format | str | Mapping[str, Format | str | None] | Sequence[tuple[str, Format | str | None]]
 ShardRules = tuple[int, int] | Mapping[str, tuple[int, int]]
+Keep = str | Sequence[str]
+_CALLER = "quantize_model"
+
+
+class Decision(NamedTuple):
+    """The format of a layer, or None and why its floats are kept."""
+
+    format: Format | None
+    reason: str = ""
+    by_default: bool = False
+
+
+BY_RULE = Decision(None, "kept by a rule")
+UNMATCHED = Decision(None, "kept: no rule matches")
 
 
 def choose(
-    rules: Rules, layers: Sequence[Sequence[str]], named: Sequence[bool]
-) -> list[Format | None]:
-    """The format of each layer, given by all of its paths, or None to keep its floats.
+    rules: Rules,
+    keep: Keep,
+    layers: Sequence[Sequence[str]],
+    others: Sequence[str],
+    defaults: Callable[[Format], Sequence[str | None]],
+) -> tuple[list[Decision], list[bool]]:
+    """What becomes of each layer, given by all of its paths, and which others a rule keeps.
 
-    `named` layers are those that only a rule, and no lone format, chooses.
+    `others` are the paths of parameters that cannot be quantized, and `defaults` says of a lone
+    format which layers it keeps, and why.
 
     **Raises:** `TypeError` for what is no rule; `ValueError` for a pattern that is no regular
-    expression and for a rule that decides about no layer.
+    expression and for rules that decide about no layer, all of them in one error.
     """
-    if isinstance(rules, Format):
-        kept = re.compile(HEADS)
-        return [
-            None if only or any(map(kept.search, paths)) else rules
-            for paths, only in zip(layers, named, strict=True)
-        ]
-    return _decide(rules, layers, _is_format, "a Format, or with None to keep the layer")
+    kept = [(pattern, None) for pattern in ((keep,) if isinstance(keep, str) else _list(keep))]
+    lone = isinstance(rules, Format | str)
+    if not lone and not isinstance(rules, Mapping | Sequence):
+        raise TypeError(
+            f"{_CALLER}: rules is {brief(rules)}, but it is a Format, such as jaxlowbit.INT4, a "
+            "name of one, such as 'int4', or a mapping from regular expressions to them."
+        )
+    pairs = [] if lone else [*(rules.items() if isinstance(rules, Mapping) else rules)]
+    values = "a Format, the name of one, or with None to keep the layer"
+    winners, kept_others = _decide([*kept, *pairs], layers, others, _format, values)
+    if not lone:
+        return [_decision(winner) for winner in winners], kept_others
+    format = as_format(_CALLER, rules)
+    return [
+        BY_RULE
+        if winner is not None
+        else Decision(format)
+        if reason is None
+        else Decision(None, f"kept by default: {reason}", True)
+        for winner, reason in zip(winners, defaults(format), strict=True)
+    ], kept_others
 
 
 def choose_shards(shards: ShardRules, layers: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
@@ -37,12 +70,39 @@ def choose_shards(shards: ShardRules, layers: Sequence[Sequence[str]]) -> list[t
     """
     if _is_shards(shards):
         return [shards] * len(layers)
-    found = _decide(shards, layers, _is_shards, "shards of k and n, such as (1, 8)")
-    return [pair or (1, 1) for pair in found]
+    values = "shards of k and n, such as (1, 8)"
+    if not isinstance(shards, Mapping):
+        raise TypeError(
+            f"{_CALLER}: shards is {brief(shards)}, but it is two numbers, {values}, or a mapping "
+            "from regular expressions to such pairs."
+        )
+    winners, _ = _decide([*shards.items()], layers, (), _shards, values)
+    return [(1, 1) if winner is None else winner[1] for winner in winners]
 
 
-def _is_format(value: object) -> bool:
-    return value is None or isinstance(value, Format)
+def _decision(winner: tuple[str, Any] | None) -> Decision:
+    if winner is None:
+        return UNMATCHED
+    return BY_RULE if winner[1] is None else Decision(winner[1])
+
+
+def _list(keep: Any) -> list[Any]:
+    if not isinstance(keep, Sequence):
+        raise TypeError(
+            f"{_CALLER}: keep is {brief(keep)}, but it is a regular expression on the dotted "
+            "path of a layer, or several in a list."
+        )
+    return [*keep]
+
+
+def _format(value: object) -> Any:
+    return None if value is None else as_format(_CALLER, value)
+
+
+def _shards(value: object) -> tuple[int, int]:
+    if not _is_shards(value):
+        raise TypeError("no shards")
+    return value
 
 
 def _is_shards(value: object) -> TypeGuard[tuple[int, int]]:
@@ -54,49 +114,87 @@ def _is_shards(value: object) -> TypeGuard[tuple[int, int]]:
 
 
 def _decide(
-    rules: Any, layers: Sequence[Sequence[str]], allowed: Callable[[object], bool], values: str
-) -> list[Any]:
-    """The value of the first rule that matches each layer, or None."""
-    pairs = rules.items() if isinstance(rules, Mapping) else rules
-    compiled = [_compile(rule, allowed, values) for rule in pairs]
-    winners = [
-        next((i for i, (rule, _) in enumerate(compiled) if any(map(rule.search, paths))), None)
-        for paths in layers
-    ]
-    for i, (rule, _) in enumerate(compiled):
-        if i not in winners:
-            raise ValueError(_idle(rule, layers))
-    return [None if i is None else compiled[i][1] for i in winners]
+    rules: Sequence[Any],
+    layers: Sequence[Sequence[str]],
+    others: Sequence[str],
+    read: Callable[[object], Any],
+    values: str,
+) -> tuple[list[tuple[str, Any] | None], list[bool]]:
+    """The first rule that matches each layer, and which others one with None matches."""
+    found = [_compile(rule, read, values) for rule in rules]
+    wrong = [error for error in found if isinstance(error, Exception)]
+    if wrong:
+        kind = type(wrong[0])
+        raise kind(f"{_CALLER}: {_listed(list(map(str, wrong)))}")
+    compiled = [rule for rule in found if not isinstance(rule, Exception)]
+
+    def first(paths: Sequence[str]) -> int | None:
+        return next(
+            (i for i, (rule, _) in enumerate(compiled) if any(map(rule.search, paths))), None
+        )
+
+    winners = [first(paths) for paths in layers]
+    by_others = [first([path]) for path in others]
+    kept = [i is not None and compiled[i][1] is None for i in by_others]
+    used = {*winners, *(i for i, keeps in zip(by_others, kept, strict=True) if keeps)}
+    idle = [_idle(rule, layers, others) for i, (rule, _) in enumerate(compiled) if i not in used]
+    if idle:
+        raise ValueError(f"{_CALLER}: {_listed(idle)}")
+    return [None if i is None else (compiled[i][0].pattern, compiled[i][1]) for i in winners], kept
+
+
+def _listed(reasons: Sequence[str]) -> str:
+    if len(reasons) == 1:
+        return reasons[0]
+    return f"{len(reasons)} rules are wrong:" + "".join(f"\n- {reason}" for reason in reasons)
 
 
 def _compile(
-    rule: object, allowed: Callable[[object], bool], values: str
-) -> tuple[re.Pattern[str], Any]:
-    match rule:
-        case (str(pattern), value) if allowed(value):
-            pass
-        case _:
-            raise TypeError(
-                f"quantize_model: {rule!r} is no rule; a rule is a regular expression on the "
-                f"dotted path of a layer with {values}."
-            )
+    rule: object, read: Callable[[object], Any], values: str
+) -> tuple[re.Pattern[str], Any] | Exception:
+    try:
+        match rule:
+            case (str(pattern), value):
+                value = read(value)
+            case _:
+                raise TypeError("no rule")
+    except (TypeError, ValueError) as error:
+        known = f" ({error.args[0].removeprefix(f'{_CALLER}: ')})" * isinstance(error, ValueError)
+        return type(error)(
+            f"{_rule_words(rule)} is no rule; a rule is a regular expression on the "
+            f"dotted path of a layer with {values}{known}."
+        )
     try:
         return re.compile(pattern), value
     except re.error as error:
-        raise ValueError(
-            f"quantize_model: the rule {pattern!r} is no regular expression: {error}; correct it."
-        ) from None
+        return ValueError(f"the rule {pattern!r} is no regular expression: {error}; correct it.")
 
 
-def _idle(rule: re.Pattern[str], layers: Sequence[Sequence[str]]) -> str:
+def _rule_words(rule: object) -> str:
+    match rule:
+        case (str(pattern), value):
+            return f"({pattern!r}, {brief(value)})"
+        case _:
+            return brief(rule)
+
+
+def _idle(rule: re.Pattern[str], layers: Sequence[Sequence[str]], others: Sequence[str]) -> str:
     paths = [path for layer in layers for path in layer]
     if any(map(rule.search, paths)):
         return (
-            f"quantize_model: the rule {rule.pattern!r} decides about no layer, since earlier "
+            f"the rule {rule.pattern!r} decides about no layer, since earlier "
             "rules match all that it does; put it before them, or remove it."
         )
-    listed = ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
+    if found := [path for path in others if rule.search(path)]:
+        return (
+            f"the rule {rule.pattern!r} matches no layer that can be quantized, only parameters "
+            f"that no such layer holds: {_some(found)}; remove it. The layers are {_some(paths)}."
+        )
     return (
-        f"quantize_model: the rule {rule.pattern!r} matches no layer; correct or remove it. "
-        f"The layers are {listed}."
+        f"the rule {rule.pattern!r} matches no layer; correct or remove it. "
+        f"The layers are {_some(paths)}."
     )
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")

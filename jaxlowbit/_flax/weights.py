@@ -27,12 +27,14 @@ ARRAYS = tuple(name for name in LEAVES if name != "index")
 class Packing:
     """How a weight is packed, and which; a pytree without leaves, so part of what `jit` goes by.
 
-    `sizes`: the sizes of the weight, where they are known.
+    - `sizes`: the sizes of the weight, where they are known.
+    - `equation`: of an `EinsumLayer`, its equation, and the shape of the weight in it.
     """
 
     format: Format
     shards: Shards = (1, 1)
     sizes: Sizes | None = None
+    equation: tuple[str, tuple[int, ...]] | None = None
 
 
 def quantize_weight(

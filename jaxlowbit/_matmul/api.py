@@ -6,9 +6,9 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array, lax
 
+from .._core import checks
 from .._core.array import QuantizedArray
 from .._core.explicit import Sharding
 from . import fused
@@ -75,10 +75,11 @@ def quantized_matmul(
     quantized_matmul(jnp.ones((8, 256)), rhs, bias=jnp.zeros(512), activation="silu")
     ```
     """
-    check_quantized("quantized_matmul", "rhs", rhs)
-    lhs = jnp.asarray(lhs)
-    options = Options(preferred_element_type, precision, out_sharding, backend)
-    options.check("quantized_matmul", lhs, rhs)
+    caller = "quantized_matmul"
+    check_quantized(caller, rhs=rhs)
+    lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
+    options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
+    options.check(caller, lhs, rhs)
     if bias is None and activation is None and residual is None:
         return multiply(lhs, rhs, options)
     bias, residual = fused.checked(lhs, rhs, bias, activation, residual)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
+from .._core import checks
 from .._core.array import QuantizedArray
 from .._core.dtypes import FLOATS
 from .options import Options
@@ -30,11 +31,7 @@ _ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
 
 
 def check_activation(caller: str, activation: Any, *, optional: bool = False) -> None:
-    if activation not in _ACTIVATIONS or (activation is None and not optional):
-        raise ValueError(
-            f"{caller}: activation={activation!r} is unknown; it is one of "
-            f"{', '.join(map(repr, get_args(Activation)))}{', or None' if optional else ''}."
-        )
+    checks.choice(caller, "activation", activation, get_args(Activation), optional=optional)
 
 
 def checked_addend(
@@ -43,7 +40,7 @@ def checked_addend(
     """A bias or residual, which must have the shape that `rule` names, as an array."""
     if array is None:
         return None
-    array = jnp.asarray(array)
+    array = checks.array(caller, name, array, f"floats of the shape of {rule}")
     if array.dtype not in FLOATS:
         raise ValueError(
             f"{caller}: {name} is {array.dtype}, but it is float32, bfloat16 or float16; cast it."

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core import checks
 from .._core.array import QuantizedArray
 from .._core.dtypes import FLOATS
 from .._core.explicit import Sharding
@@ -29,6 +30,33 @@ class Options:
         if self.preferred_element_type is not None:
             dtype = jnp.dtype(self.preferred_element_type)
             object.__setattr__(self, "preferred_element_type", dtype)
+
+    @classmethod
+    def checked(
+        cls,
+        caller: str,
+        preferred_element_type: Any = None,
+        precision: Any = None,
+        out_sharding: Any = None,
+        backend: Any = None,
+    ) -> "Options":
+        """What a caller passed; refuses what is none of it, whatever the operands are."""
+        if preferred_element_type is not None:
+            name = "preferred_element_type"
+            preferred_element_type = checks.dtype(caller, name, preferred_element_type)
+        preset = isinstance(precision, lax.DotAlgorithmPreset | None)
+        if not preset or precision not in (None, lax.DotAlgorithmPreset.F16_F16_F16):
+            raise ValueError(
+                f"{caller}: precision is {checks.brief(precision)}, but it is None or "
+                "jax.lax.DotAlgorithmPreset.F16_F16_F16; leave it out to accumulate in float32."
+            )
+        if not isinstance(out_sharding, jax.NamedSharding | jax.P | None):
+            raise TypeError(
+                f"{caller}: out_sharding is {checks.brief(out_sharding)}, but it is a jax.P, a "
+                "jax.NamedSharding or None."
+            )
+        checks.choice(caller, "backend", backend, get_args(Backend), optional=True)
+        return cls(preferred_element_type, precision, out_sharding, backend)
 
     def replace(self, **changes: Any) -> "Options":
         return dataclasses.replace(self, **changes)
@@ -81,11 +109,6 @@ class Options:
         if backend is None:
             return
         reasons = supported_backends(lhs, rhs)
-        if backend not in reasons:
-            raise ValueError(
-                f"{caller}: backend={backend!r} is unknown; it is one of "
-                f"{', '.join(map(repr, reasons))}, or None."
-            )
         if reasons[backend] is not None:
             raise ValueError(
                 f"{caller}: backend {backend!r} cannot compute this product: "
@@ -96,11 +119,6 @@ class Options:
         precision = self.precision
         if precision is None:
             return
-        if precision != lax.DotAlgorithmPreset.F16_F16_F16:
-            raise ValueError(
-                f"{caller}: precision is {precision}, but it is None or "
-                "jax.lax.DotAlgorithmPreset.F16_F16_F16; leave it out to accumulate in float32."
-            )
         if lhs.dtype != jnp.float16:
             raise ValueError(
                 f"{caller}: precision is {precision}, but lhs is {lhs.dtype} and float16 sums "
@@ -108,20 +126,13 @@ class Options:
             )
 
 
-def check_quantized(caller: str, name: str, array: Any) -> None:
-    """Refuses a weight that is not quantized."""
-    if not isinstance(array, QuantizedArray):
-        raise TypeError(
-            f"{caller}: {name} is {type(array).__name__}, but it must be a QuantizedArray; "
-            "make one with jaxlowbit.quantize."
-        )
+def check_quantized(caller: str, **arrays: Any) -> None:
+    """Refuses weights, given by their names, of which one is not quantized."""
+    for name, array in arrays.items():
+        checks.quantized(caller, name, array, QuantizedArray)
 
 
 def check_all_quantized(caller: str, name: str, arrays: Sequence[Any]) -> None:
-    """Refuses weights of which one is not quantized."""
-    for array in arrays:
-        if not isinstance(array, QuantizedArray):
-            raise TypeError(
-                f"{caller}: {name} must be QuantizedArrays, but there is {type(array).__name__}; "
-                "make them with jaxlowbit.quantize."
-            )
+    """Refuses a sequence of weights of which one is not quantized."""
+    for i, array in enumerate(arrays):
+        checks.quantized(caller, f"{name}[{i}]", array, QuantizedArray)

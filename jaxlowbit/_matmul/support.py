@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._backends import custom_calls, pallas, selection
+from .._core import checks
 from .._core.array import QuantizedArray
 
 
@@ -17,10 +18,14 @@ def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
     platform that a program is compiled for decides which custom call it gets. `"cuda"` has a reason
     too where JAX sees a GPU that the kernels were not compiled for.
 
+    **Raises:** `TypeError` if `lhs` has no dtype, or `rhs` is not quantized.
+
     ```python
     supported_backends(jax.ShapeDtypeStruct((1, 256), jnp.bfloat16), rhs)["cuda"]
     ```
     """
+    checks.quantized("supported_backends", "rhs", rhs, QuantizedArray)
+    checks.shaped("supported_backends", "lhs", lhs)
     dtype = jnp.dtype(lhs.dtype)
     reasons = {
         name: custom_calls.unsupported(name, dtype, rhs.format, sizes=rhs.padded_shape)

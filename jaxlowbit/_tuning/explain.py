@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from .._backends import custom_calls, extension, selection
+from .._core import checks
 from .._core.array import QuantizedArray
 from .._matmul.api import quantized_matmul
+from .._matmul.options import Options
 from . import devices
 from .devices import Device
 
@@ -37,6 +39,9 @@ def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
     print(explain(jax.ShapeDtypeStruct((1, 256), jnp.bfloat16), rhs, device="H200"))
     ```
     """
+    checks.shaped("explain", "lhs", lhs)
+    checks.quantized("explain", "rhs", rhs, QuantizedArray)
+    Options().check("explain", jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), rhs)
     out = jax.eval_shape(quantized_matmul, lhs, rhs)
     rows = out.shape[:-1] if len(lhs.shape) > 1 else (*out.shape[:-1], 1)
     where = _describe(device)
@@ -103,13 +108,13 @@ def _choice(
 def _describe(device: Any) -> Device:
     if device is None:
         return devices.first()
-    if device == "cpu":
+    if isinstance(device, str) and device == "cpu":
         return Device("cpu", "cpu")
-    if not isinstance(device, str):
+    if hasattr(device, "platform") and hasattr(device, "device_kind"):
         return devices.describe(device)
-    if device not in devices.GPUS:
+    if not isinstance(device, str) or device not in devices.GPUS:
         raise ValueError(
-            f"explain: device={device!r} is unknown; it is a jax.Device or one of cpu, "
+            f"explain: device={checks.brief(device)} is unknown; it is a jax.Device or one of cpu, "
             f"{', '.join(devices.GPUS)}."
         )
     return devices.GPUS[device]

@@ -14,7 +14,7 @@ from .._core import layout
 from .._core.array import QuantizedArray
 from .._core.dtypes import FLOATS
 from .._core.format import Format
-from .._core.heads import HEADS
+from .._core.heads import HEADS, is_router
 
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe)$", re.IGNORECASE)
 # Names of dtypes in headers of safetensors.
@@ -112,9 +112,9 @@ def _of_headers(headers: Mapping[str, _Header], formats: Sequence[Format]) -> It
         layer, _, kind = name.rpartition(".")
         if kind not in ("weight", "kernel") or len(shape) != 2 or dtype not in map(str, FLOATS):
             continue
-        if re.search(HEADS, layer) or _EMBEDDING.search(layer):
-            continue  # kept in floats, as by quantize_model
         n, k = shape if kind == "weight" else reversed(shape)
+        if re.search(HEADS, layer) or _EMBEDDING.search(layer) or is_router(layer, k, n):
+            continue  # kept in floats, as by quantize_model
         yield from (Weight(n, k, format, dtype) for format in formats)
 
 

@@ -1,0 +1,86 @@
+"""What a quantized array answers where an array is expected: floats, or the way to them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .format import format_name
+
+_WAY = "write x @ q for products with the packed words, or q.dequantize() for floats"
+_ATTRIBUTES = frozenset(name for name in dir(jax.Array) if not name.startswith("_"))
+
+
+def words(array: Any) -> str:
+    """The array in a line: shape, format, dtype of the scales, and size."""
+    try:
+        size = f"{array.nbytes / 1e6:.2f} MB"
+        return f"QuantizedArray({array.shape}, {format_name(array.format)}, {array.dtype}, {size})"
+    except (AttributeError, TypeError):  # JAX puts other things in the place of the leaves
+        leaves = ", ".join(f"{name}={getattr(array, name)!r}" for name in ("packed", "scale"))
+        return f"QuantizedArray({leaves}, {format_name(array.format)})"
+
+
+def on_host(array: Any, dtype: Any, copy: bool | None) -> np.ndarray:
+    """The floats of an array whose leaves are values."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(array)):
+        raise TypeError(
+            f"QuantizedArray: a function of jax.numpy is to take {array!r} inside a "
+            f"transformation, but it takes arrays of floats; {_WAY}."
+        )
+    if copy is False:
+        raise ValueError(
+            "QuantizedArray: copy=False asks for floats without a copy, but the words are packed; "
+            "leave copy out."
+        )
+    return np.asarray(array.dequantize(dtype))
+
+
+def refused(array: Any, what: str, rule: str = "takes part in no other operation") -> TypeError:
+    """The error for an operation that is no product from the left."""
+    return TypeError(f"QuantizedArray: {what} is not defined, as {array!r} {rule}; {_WAY}.")
+
+
+def no_operator(names: str) -> Callable[..., Any]:
+    """A method that refuses operators."""
+
+    def refuse(array: Any, *others: Any) -> Any:
+        raise refused(array, f"{names} of a packed array")
+
+    return refuse
+
+
+def compared(array: Any, other: Any, compare: Callable[[Any, Any], Any]) -> Any:
+    """Whether the floats of an array are equal, or not, to those of another, packed or not."""
+    if isinstance(other, type(array)):
+        return compare(array.dequantize(), other.dequantize())
+    if isinstance(other, jax.Array | np.ndarray | np.generic | float | int):
+        return compare(array.dequantize(), other)
+    return NotImplemented
+
+
+def missing(array: Any, name: str) -> AttributeError:
+    """The error for an attribute that only an array of floats has."""
+    if name in _ATTRIBUTES and not hasattr(type(array), name):
+        return AttributeError(
+            f"QuantizedArray: there is no .{name} of {array!r}, whose words kernels read in one "
+            f"order; {_WAY}, such as q.dequantize().{name}; for a transposed weight, quantize its "
+            "transpose."
+        )
+    return AttributeError(f"'QuantizedArray' object has no attribute {name!r}")
+
+
+def check_dtypes(packed: Any, version: Any) -> None:
+    """Refuses words that were cast together with floats, which changes what they mean."""
+    for name, array in (("packed", packed), ("version", version)):
+        dtype = getattr(array, "dtype", np.dtype("uint32"))
+        if jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"QuantizedArray: {name} is {dtype}, but packed words are uint32; a tree with it "
+                "was cast, as by jax.tree.map(lambda x: x.astype(...)), which loses them. Cast "
+                "the floats of a tree alone, and before it is quantized; scale_dtype= of quantize "
+                "is the dtype of the scales."
+            )

@@ -1,0 +1,107 @@
+"""Wrong calls of the public functions end in a sentence that names the function."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import wrong_calls
+
+import jaxlowbit
+
+QUICK, ALL = 300, 5000
+jl: Any = jaxlowbit  # whose types the calls below do not meet
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def complaints(seeds: range) -> list[str]:
+    found = map(wrong_calls.complaint, seeds)
+    return [reason for reason in found if reason is not None]
+
+
+@pytest.mark.parametrize("name", wrong_calls.CALLS)
+def test_what_is_changed_is_right_at_first(name):
+    """Or the changes would not be what is refused; `from_qarray` needs qwix to be right."""
+    if name in ("from_qarray", "linen.check_layout_version"):
+        return
+    wrong_calls.CALLS[name].run({})
+
+
+def test_some_wrong_calls():
+    assert complaints(range(QUICK)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(QUICK, ALL, 500))
+def test_many_wrong_calls(first):
+    assert complaints(range(first, min(first + 500, ALL))) == []
+
+
+def test_errors_of_others_are_no_sentences():
+    def judge(function: Any) -> str | None:
+        call = wrong_calls.Call(lambda seed: function(), {"seed": lambda: 0}, ("quantize",))
+        wrong_calls.CALLS["judged"] = call
+        try:
+            seed = next(i for i in range(10_000) if wrong_calls.sample(i)[0] == "judged")
+            return wrong_calls.complaint(seed)
+        finally:
+            del wrong_calls.CALLS["judged"]
+
+    weight = jnp.ones((64, 64))
+    assert judge(lambda: jl.quantize(weight, 4)) is None
+    for function in (
+        lambda: jnp.ones(3) @ jnp.ones(4),  # an error of JAX
+        lambda: jl.Format(9),  # of another function
+        lambda: jl.scan(lambda *_: 1 / 0, 0, None, 1),  # of another kind
+    ):
+        assert re.search("judged", judge(function) or "")
+
+
+PLAUSIBLE: Any = {
+    "quantize: format is 4, but it is a Format, such as": lambda a: jl.quantize(a["w"], 4),
+    "quantize: shards is 2, but it is two numbers": lambda a: jl.quantize(a["w"], "int4", shards=2),
+    r"quantize: shards is \(2,\), but it is two": lambda a: jl.quantize(
+        a["w"], "int4", shards=(2,)
+    ),
+    "quantize: scale_dtype is 'half4', which names no dtype": lambda a: jl.quantize(
+        a["w"], "int4", scale_dtype="half4"
+    ),
+    r"partition_spec: n='typo' names no axis of the mesh, whose axes are \('model',\)": lambda a: (
+        jl.partition_spec(a["q"], a["mesh"], n="typo")
+    ),
+    "partition_spec: the mesh axis 'model' occurs twice": lambda a: jl.partition_spec(
+        a["q"], a["mesh"], n="model", k="model"
+    ),
+    r"dequantize: array is float32\[64, 128\], but it must be": lambda a: jl.dequantize(a["w"]),
+    "dequantize: dtype is int8, but weights stand for floats": lambda a: jl.dequantize(
+        a["q"], "int8"
+    ),
+    r"supported_backends: rhs is float32\[64, 128\]": lambda a: jl.supported_backends(
+        a["x"], a["w"]
+    ),
+    r"quantized_matmul: activation=\[\] is unknown": lambda a: jl.quantized_matmul(
+        a["x"], a["q"], activation=[]
+    ),
+    "quantized_matmul: backend={} is unknown": lambda a: jl.quantized_matmul(
+        a["x"], a["q"], backend={}
+    ),
+    "quantized_matmul: lhs is a QuantizedArray, but it is activations": lambda a: (
+        jl.quantized_matmul(a["q"], a["q"])
+    ),
+    r"explain: lhs has shape \(64, 128\) and rhs \(64, 128\)": lambda a: jl.explain(a["w"], a["q"]),
+    "quantized_block: epsilon is nan, but it is a finite number": lambda a: wrong_calls.CALLS[
+        "block"
+    ].run({"epsilon": float("nan")}),
+}
+
+
+@pytest.mark.parametrize("message", PLAUSIBLE)
+def test_plausible_mistakes(message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        PLAUSIBLE[message](wrong_calls.arrays())
