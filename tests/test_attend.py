@@ -2,6 +2,7 @@
 
 import collections
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxlowbit.llm import init
 BATCH, SLOTS, REACH = 2, 320, 256
 
 
-def like(*shape, dtype="bfloat16"):
+def like(*shape, dtype="bfloat16") -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
@@ -27,9 +28,8 @@ def lowered(batch=BATCH, heads=32, kv_heads=8, size=128, reach: int = REACH, win
     new, cache = like(batch, kv_heads, size), like(batch, SLOTS, kv_heads, size)
     angles, norm = like(batch, size // 2, dtype="float32"), like(size, dtype="float32")
     numbers = (like(*shape, dtype="int32") for shape in ((), (batch,), (batch, SLOTS)))
-    operands = Operands(
-        like(batch, heads, size), new, new, (angles,) * 2, (norm,) * 2, cache, cache, *numbers
-    )
+    query = like(batch, heads, size)
+    operands = Operands(query, new, new, (angles, angles), (norm, norm), cache, cache, *numbers)
     options = Options("halves", 1e-6, reach, window, 0.5)
     attend = jax.jit(lambda operands: cuda_attend.attend(operands, options), donate_argnums=0)
     program = attend.trace(operands)

@@ -37,8 +37,8 @@ def appended(operands, pairs="halves"):
         x if norm is None else rms_norm(x, norm, EPSILON)
         for x, norm in zip((q, k), norms, strict=True)
     )
-    angles = [x[:, None, None] for x in operands.rotation]
-    q, k = (rope.rotate(x, angles, pairs) for x in normalized)
+    cos, sin = (x[:, None, None] for x in operands.rotation)
+    q, k = (rope.rotate(x, (cos, sin), pairs) for x in normalized)
     at = (0, operands.slot, 0, 0)
     caches = ((operands.keys, k), (operands.values, v))
     return q, *(lax.dynamic_update_slice(cache, new, at) for cache, new in caches)
@@ -92,20 +92,20 @@ def assert_right(got, operands, **options):
 def problem(batch, heads, kv_heads, size, slots, dtype, seed=0, slot=None):
     """Random operands; the cache holds the positions of its slots, and the last is written."""
     rng = np.random.default_rng(seed)
-    heads_of = (heads, kv_heads, kv_heads)
-    new = [
-        normal(batch, count, size, dtype=dtype, seed=5 * seed + i)
-        for i, count in enumerate(heads_of)
-    ]
-    caches = (normal(batch, slots, kv_heads, size, dtype=dtype, seed=5 * seed + i) for i in (3, 4))
+    cache = (batch, slots, kv_heads, size)
+    shapes = (batch, heads, size), *[(batch, kv_heads, size)] * 2, cache, cache
+    query, key, value, keys, values = (
+        normal(*shape, dtype=dtype, seed=5 * seed + i) for i, shape in enumerate(shapes)
+    )
     # Multiples of 1/4, so that rotating makes no error.
     cos, sin = (
         jnp.asarray(rng.integers(-4, 5, (batch, size // 2)) / 4, jnp.float32) for _ in range(2)
     )
     held = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, slots))
-    slot = slots - 1 if slot is None else slot
+    slot = jnp.int32(slots - 1 if slot is None else slot)
     position = jnp.full(batch, slots - 1, jnp.int32)
-    return Operands(*new, (cos, sin), None, *caches, jnp.int32(slot), position, held)
+    rotation = cos, sin
+    return Operands(query, key, value, rotation, None, keys, values, slot, position, held)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -333,14 +333,16 @@ class Block(nnx.Module):
         scale = self.config.attention_scale or self.config.head_size**-0.5
         if implementation == "native":
             operands = cuda_attend.Operands(
-                *(head[:, 0] for head in (q, k, v)),
-                (rotation[0][:, 0, 0], rotation[1][:, 0, 0]),
-                self.head_norms,
-                cache.keys[layer],
-                cache.values[layer],
-                cache.used - 1,
-                positions[:, 0],
-                cache.positions,
+                query=q[:, 0],
+                key=k[:, 0],
+                value=v[:, 0],
+                rotation=(rotation[0][:, 0, 0], rotation[1][:, 0, 0]),
+                norms=self.head_norms,
+                keys=cache.keys[layer],
+                values=cache.values[layer],
+                slot=cache.used - 1,
+                position=positions[:, 0],
+                positions=cache.positions,
             )
             options = cuda_attend.Options(
                 self.config.rope_pairs, self.config.norm_epsilon, reach, window, scale
