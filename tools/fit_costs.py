@@ -47,7 +47,7 @@ _USUAL_ERROR = 0.05  # errors of the times count squared up to here
 _MOST_CHANGE = 5.0  # a factor, of one fit
 _STEPS = 0.1, 0.002, 0.5  # by which constants are changed: first, least and most
 _MOST_ROUNDS = 60
-_LEAST_GAIN = 0.03  # of an entry of a table
+_LEAST_GAIN = 0.02  # of an entry of a table
 _LEAST_TILE = 32  # rows of the smallest tile of many rows
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?(?![\w.])")
 
