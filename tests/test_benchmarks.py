@@ -169,7 +169,7 @@ def test_driver_that_times_something_else(tmp_path, capsys):
     [
         ("--shapes llama9", "'llama9' names no shape; give N x K as 14336x4096"),
         ("--shapes llama3-70b/tp3", "names no shape"),
-        ("--format q4", "'q4' names no format; write int4-g128"),
+        ("--format q4", "'q4' names no format; write a name such as"),
         ("--format int9", "bits=9, but a code has 1 to 8 bits"),
         ("--format int1", "holds only -scale and 0"),
         ("--m 0", "'0' is no positive number"),
