@@ -50,7 +50,8 @@ def test_the_structure_of_arguments_and_results_is_kept(kind):
     exported = export.export(jax.jit(lambda q: {"same": q}))(array)
     loaded = stored_and_loaded(exported)
     assert loaded.in_tree == jax.tree.structure(((array,), {}))
-    same = loaded.call(array)["same"]
+    result: Any = loaded.call(array)
+    same: QuantizedArray = result["same"]
     assert jax.tree.structure(same) == jax.tree.structure(array)
     assert (same.k, same.n, same.shards, same.shape) == (K, N, array.shards, array.shape)
     np.testing.assert_array_equal(same.dequantize(), array.dequantize())
@@ -58,7 +59,7 @@ def test_the_structure_of_arguments_and_results_is_kept(kind):
 
 def test_programs_quantize():
     exported = export.export(jax.jit(lambda w: jaxlowbit.quantize(w, Format(4, 32))))(floats(K, N))
-    array = stored_and_loaded(exported).call(floats(K, N))
+    array: Any = stored_and_loaded(exported).call(floats(K, N))
     assert array.format == Format(4, 32) and array.shape == (K, N)
     array.check_version()
 

@@ -55,7 +55,7 @@ class QuantizedModel:
 
         Layers that these arguments do not reach are not initialised, as in the module.
         """
-        variables = self.module.init(rngs, *args, **kwargs)
+        variables: Any = self.module.init(rngs, *args, **kwargs)
         params = traverse_util.flatten_dict(core.unfreeze(variables["params"]))
         stored: Any = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
         keys = rngs if isinstance(rngs, Mapping) else {"params": rngs}
