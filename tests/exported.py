@@ -1,7 +1,8 @@
 """A program of this release with its arguments and results, for later releases to run.
 
-`python tests/exported.py` writes `tests/data/exported-VERSION.npz`, once for each release, on a
-machine whose build has CUDA kernels. `test_export.py` runs all of them.
+`python tests/exported.py` writes `tests/data/exported-VERSION.npz`, once for each release, with a
+build that has CUDA kernels and the oldest JAX that it supports: newer ones read what that writes,
+for six months at least. `test_export.py` runs all of them.
 """
 
 from pathlib import Path

@@ -207,7 +207,9 @@ def test_programs_of_releases_run(path):
     args, _ = jax.tree.unflatten(exported.in_tree, leaves("argument"))
     want = jax.tree.unflatten(exported.out_tree, leaves("result"))
     got = jax.jit(exported.call)(*args)
-    np.testing.assert_allclose(got.pop("block"), want.pop("block"), rtol=4e-3, atol=4e-3)
+    block = want.pop("block")  # has a square root, so that an intermediate may round otherwise
+    atol = 1e-3 * np.abs(block).max()
+    np.testing.assert_allclose(got.pop("block"), block, rtol=0, atol=atol)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
