@@ -5,10 +5,12 @@ and initialises no backend.
 """
 
 from ._backends import extension as _extension
+from ._backends.call import EXPORT_CHECKS as EXPORT_CHECKS
 from ._composite.block import quantized_block as quantized_block
 from ._composite.glu import quantized_glu as quantized_glu
 from ._composite.matmuls import quantized_matmuls as quantized_matmuls
 from ._composite.mlp import quantized_mlp as quantized_mlp
+from ._core import exporting as _exporting
 from ._core.array import QuantizedArray as QuantizedArray
 from ._core.format import INT4 as INT4
 from ._core.format import INT8 as INT8
@@ -26,6 +28,7 @@ from ._tuning import table as _table
 from ._tuning.explain import explain as explain
 from ._version import __version__ as __version__
 
+_exporting.register()
 _extension.register()
 _table.load()
 

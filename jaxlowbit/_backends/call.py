@@ -28,6 +28,26 @@ DECODE_BLOCK_TARGET = "jaxlowbit_decode_block"
 NORMALIZED_TARGET = "jaxlowbit_normalized"
 TIMES_TARGET = "jaxlowbit_times"
 
+EXPORT_CHECKS = tuple(
+    jax.export.DisabledSafetyCheck.custom_call(target)
+    for target in (
+        *(MATMUL_TARGET, FUSED_TARGET, MATMULS_TARGET, MLP_TARGET, BLOCK_TARGET, ATTEND_TARGET),
+        *(ATTEND_QUERIES_TARGET, DECODE_BLOCK_TARGET, NORMALIZED_TARGET),
+    )
+)
+"""The `disabled_checks` with which `jax.export.export` accepts the custom calls.
+
+JAX asks for them by name, since it vouches for its own calls alone. These carry their version, and
+refuse a program of another one where it runs.
+
+```python
+jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(x, q)
+```
+"""
+
+# JAX quotes the attributes of a call that it does not export, and older ones say nothing else.
+_EXPORT = "disabled_checks=jaxlowbit.EXPORT_CHECKS"
+
 # In the order of ElementType and of ZeroKind (`cuda/types.h`).
 _DTYPES = ("float32", "bfloat16", "float16")
 _ZEROS = ("none", "integer", "float")
@@ -124,9 +144,11 @@ def launches(*products: Launch) -> dict[str, np.ndarray]:
 
 
 def attributes(**attributes: Any) -> dict[str, Any]:
-    """The attributes of a call, with the versions that another version of the library refuses."""
+    """The attributes of a call, with the versions that another version of the library refuses, and
+    what exports it."""
     versions = {"version": ffi.CALL_VERSION, "layout_version": layout.VERSION}
-    return {name: np.int64(version) for name, version in versions.items()} | attributes
+    numbers = {name: np.int64(version) for name, version in versions.items()}
+    return numbers | {"export": _EXPORT} | attributes
 
 
 def workspace(

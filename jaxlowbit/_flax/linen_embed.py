@@ -13,6 +13,7 @@ from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from .embedding import lookup, stand_in
 from .kernel_axes import KernelAxes
+from .linen_errors import QueryWidthError
 from .linen_variables import initialise, kernel_of, packing_of
 from .weights import Packing, Shards
 
@@ -93,6 +94,12 @@ def embed(module: Any, packing: Packing, inputs: Any) -> Array:
 def attend(module: Any, packing: Packing, query: Any) -> Array:
     """What `nn.Embed.attend` computes, with the table that `module` has in the collection."""
     table = _table(module, packing)
+    shape = jnp.shape(query)
+    if shape[-1:] != (table.k,):
+        raise QueryWidthError(
+            f"{'.'.join(module.path) or 'the layer'} attends to queries (..., {table.k}), "
+            f"but these have shape {shape}; pass queries of {table.k} features."
+        )
     query, _ = module.promote_dtype(query, stand_in(table), dtype=module.dtype)
     return quantized_matmul(query, table)
 

@@ -1,7 +1,6 @@
 """`quantize_model` for Linen: the variables change, and the module's products with them."""
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -12,71 +11,17 @@ from flax import core, nnx, traverse_util
 from flax import linen as nn
 
 from .._core.checks import brief
-from .._core.format import Format
 from . import defaults
 from .defaults import Candidate, is_table
 from .einsum_layers import EinsumLayer, checked
-from .linen_kinds import NAMES, kind_of
+from .linen_kinds import NAMES
 from .linen_layers import Layer, Path, find_layers
+from .linen_quantized import QuantizedModel, quantized_of
 from .linen_variables import COLLECTION, quantized, value_of
 from .refusals import inner, not_a_model, refuse, refuse_nothing
 from .report import LayerReport, QuantizationReport, Rest, nbytes_of
 from .rules import Keep, Rules, ShardRules, choose, choose_shards
-from .weights import Packing, Shards, Sizes, abstract, check_values
-
-_PACKING = "packing"  # beside the arrays while a model is applied, never stored
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedModel:
-    """A Linen module some of whose layers have quantized kernels; see `quantize_model`.
-
-    Immutable and hashable, with `apply` alone: nothing else of a module depends on its kernels.
-    `sizes` are those of the contracted axes and of the features of each kernel, which inputs are
-    held to.
-    """
-
-    module: nn.Module
-    formats: tuple[tuple[Path, Format], ...]
-    shards: tuple[tuple[Path, Shards], ...]
-    sizes: tuple[tuple[Path, Sizes], ...] = ()
-    equations: tuple[tuple[Path, tuple[str, tuple[int, ...]]], ...] = ()
-    layers: tuple[EinsumLayer, ...] = ()
-
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """`module.apply`, with the same arguments, on the quantized variables.
-
-        **Raises:** `ValueError` if the kernel of a quantized layer is not among the variables, or
-        has other sizes than the layer and its inputs.
-        """
-        shards, sizes, equations = dict(self.shards), dict(self.sizes), dict(self.equations)
-        packings = {
-            path: Packing(format, shards[path], sizes.get(path), equations.get(path))
-            for path, format in self.formats
-        }
-
-        def multiply(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            layer, method = context.module, context.method_name
-            kind = kind_of(layer, method, self.layers, args)
-            compute = kind and kind.methods.get(method)
-            if not kind or not compute:
-                return next_fun(*args, **kwargs)
-            # The path alone does not do: `nn.jit` runs one trace for layers of several paths.
-            if kind.equation is None:
-                packing = layer.get_variable(COLLECTION, _PACKING) or packings.get(layer.path)
-            else:
-                held = layer.get_variable(COLLECTION, kind.weight) or {}
-                packing = held.get(_PACKING) or packings.get(kind.key((*layer.path, kind.weight)))
-            if not packing:
-                return next_fun(*args, **kwargs)
-            return compute(layer, packing, *args, **kwargs)
-
-        with nn.intercept_methods(multiply):
-            out = self.module.apply(_with_packings(variables, packings), *args, **kwargs)
-        if kwargs.get("mutable", False) is False:
-            return out
-        result, changed = out
-        return result, _without_packings(changed)
+from .weights import Packing, abstract, check_values
 
 
 def quantize_model(
@@ -180,14 +125,14 @@ def quantize_model(
             continue
         boxed = params.pop(key)
         weight = value_of(boxed)
-        axes = layer.kind.axes(layer.module, weight.shape)
         try:
-            kernel, arrays = quantized(boxed, chosen[path], axes)
+            kernel, arrays = quantized_of(boxed, path, layer, chosen[path])
         except ValueError as error:
             raise ValueError(f"quantize_model: in {name}: {inner(error)}") from None
-        stored |= {(*path, leaf): array for leaf, array in arrays.items()}
+        stored |= arrays
         dtype = getattr(layer.module, "dtype", None) or kernel.dtype
-        reports.append(LayerReport.quantized(name, weight, kernel, dtype, axes.matrix))
+        matrix = layer.kind.axes(layer.module, weight.shape).matrix
+        reports.append(LayerReport.quantized(name, weight, kernel, dtype, matrix))
         if donate and isinstance(weight, jax.Array):
             weight.delete()
     collections = {
@@ -311,19 +256,3 @@ def _refusal(path: Path, layer: Layer, packing: Packing, params: Mapping[Path, A
     except ValueError as error:
         return f"in {name}: {inner(error)}"
     return None
-
-
-def _with_packings(variables: Any, packings: Mapping[Path, Packing]) -> dict[str, Any]:
-    """The variables with the packing of each kernel beside its arrays."""
-    arrays = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
-    beside = {(*path, _PACKING): packing for path, packing in packings.items()}
-    return {**variables, COLLECTION: traverse_util.unflatten_dict({**arrays, **beside})}
-
-
-def _without_packings(variables: Any) -> Any:
-    """The changed variables without their packings."""
-    if COLLECTION not in variables:
-        return variables
-    arrays = traverse_util.flatten_dict(core.unfreeze(variables[COLLECTION]))
-    kept = {path: array for path, array in arrays.items() if path[-1] != _PACKING}
-    return {**variables, COLLECTION: traverse_util.unflatten_dict(kept)}

@@ -14,6 +14,7 @@ from .._core import checks, layout
 from .._core.array import LEAVES, QuantizedArray
 from .._core.format import as_format
 from .kernel_axes import KernelAxes, as_tuple
+from .linen_errors import KernelNotFoundError, KernelShapeError
 from .refusals import inner
 from .sharding import Entries, MatrixSharding, mesh_of, padded
 from .weights import ARRAYS, Packing, kernel_from, quantize_weight
@@ -131,12 +132,13 @@ def kernel_of(
 
     The arrays of an `EinsumLayer` are under the name of its `weight`.
 
-    **Raises:** `ValueError` without a kernel there, for one of another size, and for a stack.
+    **Raises:** `KernelNotFoundError` without a kernel there, `KernelShapeError` for one of another
+    size, and for a stack.
     """
     name = ".".join(module.path) or "the layer"
     held = _held(module, weight)
     if "packed" not in held:
-        raise ValueError(
+        raise KernelNotFoundError(
             f"{name} has no kernel in the collection {COLLECTION!r}. Pass the variables that "
             f"hold it; inside nn.scan or nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
         )
@@ -145,10 +147,10 @@ def kernel_of(
         reason = _other_sizes(packing, axes, arrays["packed"], arrays[PADDING])
         if reason is not None:
             _of_version(arrays["version"]).check_version()  # words of another have other shapes
-            raise ValueError(f"{name} {reason}")
+            raise KernelShapeError(f"{name} {reason}")
     kernel = kernel_from(arrays, packing.format, axes.matrix_shape, packing.shards)
     if kernel.ndim > axes.matrix_ndim:
-        raise ValueError(
+        raise KernelShapeError(
             f"{name} has a kernel of shape {kernel.shape}, a stack of layers; inside nn.scan or "
             f"nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
         )

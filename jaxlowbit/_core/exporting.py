@@ -1,0 +1,55 @@
+"""`jax.export` of programs with quantized arguments or results: how their structure is stored."""
+
+import functools
+import json
+from typing import Any
+
+from jax import export
+
+from . import layout
+from .array import QuantizedArray
+from .format import Format
+
+NAME = "jaxlowbit.QuantizedArray"
+FORM = 1
+"""The version of what is stored: JSON with the names of `_stored`, and no array."""
+
+_AGAIN = "export the program again with this library, or load it with the one that exported it."
+
+
+@functools.cache  # JAX refuses a second registration
+def register() -> None:
+    """Tells `jax.export` how to store the static part of a quantized array."""
+    export.register_pytree_node_serialization(
+        QuantizedArray,
+        serialized_name=NAME,
+        serialize_auxdata=_stored,
+        deserialize_auxdata=_restored,
+    )
+
+
+def _stored(static: tuple[Any, ...]) -> bytes:
+    format, k, n, shards = static
+    fields = {
+        "form": FORM,
+        "layout": layout.VERSION,  # a program without custom calls reads words itself
+        "bits": format.bits,
+        "group_size": format.group_size,
+        "zero": format.zero,
+        "k": k,
+        "n": n,
+        "shards": shards,
+    }
+    return json.dumps(fields).encode()
+
+
+def _restored(stored: bytes) -> tuple[Any, ...]:
+    fields = json.loads(stored)
+    for name, own in (("form", FORM), ("layout", layout.VERSION)):
+        if fields.get(name) != own:
+            raise ValueError(
+                f"QuantizedArray: this program stores it with {name} version {fields.get(name)}, "
+                f"but this library reads version {own}; {_AGAIN}"
+            )
+    format = Format(fields["bits"], fields["group_size"], fields["zero"])
+    return format, fields["k"], fields["n"], tuple(fields["shards"])
