@@ -45,9 +45,6 @@ jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(x,
 ```
 """
 
-# JAX quotes the attributes of a call that it does not export, and older ones say nothing else.
-_EXPORT = "disabled_checks=jaxlowbit.EXPORT_CHECKS"
-
 # In the order of ElementType and of ZeroKind (`cuda/types.h`).
 _DTYPES = ("float32", "bfloat16", "float16")
 _ZEROS = ("none", "integer", "float")
@@ -144,11 +141,9 @@ def launches(*products: Launch) -> dict[str, np.ndarray]:
 
 
 def attributes(**attributes: Any) -> dict[str, Any]:
-    """The attributes of a call, with the versions that another version of the library refuses, and
-    what exports it."""
+    """The attributes of a call, with the versions that another version of the library refuses."""
     versions = {"version": ffi.CALL_VERSION, "layout_version": layout.VERSION}
-    numbers = {name: np.int64(version) for name, version in versions.items()}
-    return numbers | {"export": _EXPORT} | attributes
+    return {name: np.int64(version) for name, version in versions.items()} | attributes
 
 
 def workspace(
