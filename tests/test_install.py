@@ -14,6 +14,7 @@ import pytest
 
 import jaxlowbit
 from jaxlowbit._backends import extension
+from jaxlowbit._requirements import require
 
 PACKAGE = Path(jaxlowbit.__file__).parent
 
@@ -152,3 +153,47 @@ def test_a_source_tree_says_that_it_is_one(tmp_path):
         r"source tree\. Install the package \(pip install \.\) and import it from another folder\.",
         result.stderr,
     )
+
+
+AN_OLDER_PACKAGE = """
+    import importlib.metadata
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: "{found}" if name == "{package}" else version(name)
+    import {module}
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "found", "oldest"),
+    [
+        ("jaxlowbit", "jax", "0.9.2", "0.10"),
+        ("jaxlowbit.nnx", "flax", "0.11.2", "0.12"),
+        ("jaxlowbit.linen", "flax", "0.11.2", "0.12"),
+        ("jaxlowbit.llm", "flax", "0.11.2", "0.12"),
+    ],
+)
+def test_packages_that_are_too_old_are_refused(module, package, found, oldest):
+    result = run(AN_OLDER_PACKAGE.format(module=module, package=package, found=found))
+    assert result.returncode != 0
+    assert result.stderr.splitlines()[-1] == (
+        f"ImportError: jaxlowbit: {package} is {found}, but {oldest} or newer is needed; "
+        f'pip install --upgrade "{package}>={oldest}".'
+    )
+
+
+@pytest.mark.parametrize("found", ["0.10.0", "0.10.0rc1", "0.12.0.1", "0.13.0.dev3+g1", "1.0"])
+def test_newer_versions_are_taken(found, monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: found)
+    require("jax")
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    require("jax")  # importable, and who has built it wrote no metadata
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = r"flax is not installed, but 0\.12 or newer is needed; pip install"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        require("flax")

@@ -7,6 +7,8 @@ from pathlib import Path
 import requirements
 import wheel_size
 
+from jaxlowbit._requirements import OLDEST
+
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
 
 
@@ -35,3 +37,11 @@ def test_wheels_have_the_kernels_of_the_makefile():
     assert settings == {"cmake.define.JAXLOWBIT_CUDA": "ON"}
     makefile = (Path(__file__).parents[1] / "Makefile").read_text()
     assert "-Ccmake.define.JAXLOWBIT_CUDA=$(CUDA)" in makefile
+
+
+def test_the_versions_that_imports_ask_for_are_those_of_the_project():
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"].values()
+    listed = {*project["dependencies"], *(r for extra in extras for r in extra)}
+    asked = {f"{package}>={oldest}" for package, oldest in OLDEST.items()}
+    assert {r for r in listed if r.startswith(("flax", "jax"))} == asked

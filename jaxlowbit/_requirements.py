@@ -1,0 +1,38 @@
+"""Refuses packages that are missing or too old, by a sentence, before anything of them is used.
+
+Importing this module does so for JAX; those that need Flax ask for it.
+"""
+
+import importlib.util
+import re
+from importlib import metadata
+
+OLDEST = {"flax": "0.12", "jax": "0.10"}  # as in pyproject.toml
+
+
+def require(package: str) -> None:
+    """Checks the version that the package's metadata tell, without importing it.
+
+    A package without metadata, such as a source tree on the path, is taken as it is.
+
+    **Raises:** `ImportError`.
+    """
+    oldest = OLDEST[package]
+    rule = f'{oldest} or newer is needed; pip install --upgrade "{package}>={oldest}"'
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        if importlib.util.find_spec(package) is None:
+            message = f"jaxlowbit: {package} is not installed, but {rule}."
+            raise ModuleNotFoundError(message, name=package) from None
+        return
+    if _release(found) < _release(oldest):
+        raise ImportError(f"jaxlowbit: {package} is {found}, but {rule}.", name=package)
+
+
+def _release(version: str) -> list[int]:
+    """Major and minor number; pre-releases count as the release."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+require("jax")
