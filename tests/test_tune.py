@@ -232,13 +232,13 @@ def test_what_the_user_measured_comes_before_the_tables_of_the_package(home, mon
 
 
 def test_the_tables_of_the_package_are_whole(monkeypatch):
-    """Kernels can run every choice, which is faster than the default by more than 3 percent."""
+    """Kernels can run every choice, which is faster than the default by more than 2 percent."""
     for path in sorted(SHIPPED.glob("*.json")):
         found = tables.read(path)
         assert tables._set(found) == [] and found.driver is None
         selection.set_tuned(found.device, [])
         for each in found.entries:
-            assert each.us < 0.97 * each.default_us and each.choice != each.default
+            assert each.us < 0.98 * each.default_us and each.choice != each.default
             assert 1 <= each.least_m <= each.product.m
 
 
