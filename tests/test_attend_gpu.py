@@ -14,9 +14,9 @@ from jax import lax
 from jaxlowbit import INT8
 from jaxlowbit._backends import cuda_attend
 from jaxlowbit._backends.cuda_attend import Operands, Options
+from jaxlowbit._composite.rms_norm import rms_norm
 from jaxlowbit._llm import attention, rope
 from jaxlowbit._llm.cache import make_cache
-from jaxlowbit._llm.model import rms_norm
 from jaxlowbit.llm import init
 
 pytestmark = pytest.mark.gpu

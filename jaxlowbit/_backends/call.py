@@ -140,6 +140,12 @@ def launches(*products: Launch) -> dict[str, np.ndarray]:
     return {"products": np.array(numbers, np.int64)}
 
 
+def formats_attributes(weights: Sequence[QuantizedArray]) -> dict[str, np.ndarray]:
+    """The attributes of a call that say the formats of several weights."""
+    formats = [format_attributes(weight.format) for weight in weights]
+    return {name: np.array([format[name] for format in formats]) for name in ("bits", "group_size")}
+
+
 def attributes(**attributes: Any) -> dict[str, Any]:
     """The attributes of a call, with the versions that another version of the library refuses."""
     versions = {"version": ffi.CALL_VERSION, "layout_version": layout.VERSION}

@@ -58,7 +58,6 @@ def block(
     operands = []
     for x in weights:
         operands += call.weight_operands(x.packed, x.scale, x.zero, x.index, x.format)
-    formats = [call.format_attributes(weight.format) for weight in weights]
     workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
     result, *others = jax.ffi.ffi_call(
         call.BLOCK_TARGET, [*[stream] * 4, hidden, workspace, *products]
@@ -68,8 +67,7 @@ def block(
         jnp.zeros(0, dtype) if following_norm is None else following_norm,
         *operands,
         **call.attributes(
-            bits=np.array([format["bits"] for format in formats]),
-            group_size=np.array([format["group_size"] for format in formats]),
+            **call.formats_attributes(weights),
             activation=activation,
             epsilon=np.float32(epsilon),
         ),

@@ -231,14 +231,12 @@ def normalized(
         for i, weight in enumerate(weights)
     )
     workspace = call.workspace(sums, products, operands)
-    formats = [call.format_attributes(weight.format) for weight in weights]
     total, _, _, *outs = jax.ffi.ffi_call(
         call.NORMALIZED_TARGET, [stream, stream, workspace, *products]
     )(
         *operands,
         **call.attributes(
-            bits=np.array([format["bits"] for format in formats]),
-            group_size=np.array([format["group_size"] for format in formats]),
+            **call.formats_attributes(weights),
             activation=activation or "none",
             mlp=np.bool_(mlp),
             epsilon=np.float32(epsilon),
@@ -268,11 +266,9 @@ def _block_attributes(
 ) -> dict[str, Any]:
     """Of a block with lhs (..., rows, k)."""
     m, dtype = math.prod(lhs.shape[:-1]), lhs.dtype
-    formats = [call.format_attributes(weight.format) for weight in weights]
     return {
         **call.attributes(
-            bits=np.array([format["bits"] for format in formats]),
-            group_size=np.array([format["group_size"] for format in formats]),
+            **call.formats_attributes(weights),
             activation=activation,
             epsilon=np.float32(epsilon),
         ),

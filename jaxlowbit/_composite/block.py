@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from .._backends import cpu, cuda_calls
 from .._core import checks
@@ -17,6 +17,7 @@ from .._matmul.call import Call, Rows, Weights, is_supported, run
 from .._matmul.epilogue import Activation
 from .._matmul.options import Backend, Options, check_all_quantized, check_quantized
 from .._matmul.product import multiply
+from .rms_norm import rms_norm
 
 
 def quantized_block(
@@ -139,19 +140,13 @@ class _Block(Call):
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (attended, residual), (out, gate_up, down, *following), norms = self.named(operands)
         x = residual + multiply(attended, out, self.options)
-        normed = self._normalize(x, norms[0])
+        normed = rms_norm(x, norms[0], self.epsilon)
         hidden = epilogue.gated_product(normed, gate_up, None, self.activation, self.options)
         x += multiply(hidden, down, self.options)
         if not following:
             return (x,)
-        normed = self._normalize(x, norms[1])
+        normed = rms_norm(x, norms[1], self.epsilon)
         return (x, *(multiply(normed, weight, self.options) for weight in following))
-
-    def _normalize(self, x: Array, scales: Array) -> Array:
-        wide = x.astype(jnp.float32)
-        factor = lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
-        scales = lax.expand_dims(scales.astype(jnp.float32), range(x.ndim - 1))
-        return (wide * factor * scales).astype(x.dtype)
 
     def supports(self, rows: Rows, weights: Weights) -> bool:
         _, residual = rows

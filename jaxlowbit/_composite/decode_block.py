@@ -9,16 +9,11 @@ from .._core.array import QuantizedArray
 from .._matmul.call import is_supported
 
 
-def unsupported(residual: Array, weights: Sequence[QuantizedArray]) -> str | None:
-    """Why `decode_block` cannot compute a block with these weights here, or None.
-
-    What `cuda_attend.unsupported` says is another matter.
-    """
-    if not cuda_calls.normalizes(residual.shape[-1]):
-        return "its kernels do not normalize rows of this length"
-    if not all(is_supported("cuda", residual, weight) for weight in weights):
-        return "its kernels do not take these weights"
-    return None
+def supports(residual: Array, weights: Sequence[QuantizedArray]) -> bool:
+    """Whether `decode_block` computes a block with these weights, where `cuda_attend` attends."""
+    return cuda_calls.normalizes(residual.shape[-1]) and all(
+        is_supported("cuda", residual, weight) for weight in weights
+    )
 
 
 def decode_block(

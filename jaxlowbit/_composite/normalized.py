@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from .._backends import cuda_calls
 from .._core.array import QuantizedArray
@@ -13,6 +12,7 @@ from .._matmul import epilogue
 from .._matmul.call import Call, Rows, Weights, run
 from .._matmul.options import Options
 from .._matmul.product import multiply
+from .rms_norm import rms_norm
 
 
 def normalized_matmuls(
@@ -74,10 +74,7 @@ class _Normalized(Call):
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (residual, addend), weights, (norm,) = self.named(operands)
         y = residual + addend.astype(residual.dtype)
-        wide = y.astype(jnp.float32)
-        factor = lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
-        scales = lax.expand_dims(norm.astype(jnp.float32), range(y.ndim - 1))
-        rows = (wide * factor * scales).astype(y.dtype)
+        rows = rms_norm(y, norm, self.epsilon)
         if self.activation is None:
             return (y, *(multiply(rows, weight, self.options) for weight in weights))
         gate_up, down = weights

@@ -32,6 +32,7 @@ from .._composite.glu import quantized_glu
 from .._composite.matmuls import quantized_matmuls
 from .._composite.mlp import quantized_mlp
 from .._composite.normalized import normalized_matmuls, normalized_mlp
+from .._composite.rms_norm import rms_norm
 from .._core.array import QuantizedArray
 from .._core.columns import take_columns
 from .._core.format import Format
@@ -379,7 +380,7 @@ class Block(nnx.Module):
             matrices = self.o, self.gate_up[0], self.down
             o, gate_up, down = (weight.get_value() for weight in matrices)
             weights = o, gate_up, down, *(() if onward is None else onward[1])
-            if decode_block.unsupported(x, weights) is None:
+            if decode_block.supports(x, weights):
                 keys, values, y, products = decode_block.decode_block(
                     operands,
                     x[:, 0],
@@ -492,14 +493,6 @@ class Block(nnx.Module):
 
     def normalize(self, x: Array, norm: nnx.Param | None) -> Array:
         return x if norm is None else rms_norm(x, norm.get_value(), self.config.norm_epsilon)
-
-
-def rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
-    """`x / sqrt(mean(x**2) + epsilon) * scale` along the last axis, in float32."""
-    wide = x.astype(jnp.float32)
-    factor = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
-    scale = scale.astype(jnp.float32).reshape(*[1] * (x.ndim - 1), -1)
-    return (wide * factor * scale).astype(x.dtype)
 
 
 def multiply(x: Array, weight: Weight, dtype: Any = None) -> Array:
