@@ -21,7 +21,8 @@ CONFIG = Config(
     context=1024,
 )  # fmt: skip
 PROMPTS = [
-    np.random.default_rng(i).integers(0, 4224, size).tolist() for i, size in enumerate((40, 9))
+    np.random.default_rng(i).integers(0, 4224, size).tolist()
+    for i, size in enumerate((40, 9, *range(5, 35)))
 ]
 NEAR = 0.03  # of the largest logit: what rounding to bfloat16 changes
 
@@ -42,19 +43,19 @@ def logits(decoder: Decoder, tokens: Any) -> np.ndarray:
 
 def test_float32_gives_the_tokens_of_one_device(mesh):
     one = init(CONFIG, INT4, dtype=jnp.float32)
-    found = generate(shard(one, mesh), PROMPTS, max_new_tokens=24)
-    want = generate(one, PROMPTS, max_new_tokens=24)
+    found = generate(shard(one, mesh), PROMPTS[:2], max_new_tokens=24)
+    want = generate(one, PROMPTS[:2], max_new_tokens=24)
     assert [x.tokens for x in found] == [x.tokens for x in want]
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [1, 2, 32])
 def test_bfloat16_gives_the_tokens_of_one_device_but_for_rounding(batch, mesh):
     """Each token is one of those that are most likely after the ones before it."""
     one = init(CONFIG, INT4, dtype=jnp.bfloat16)
     two = shard(one, mesh)
-    for prompt, result in zip(
-        PROMPTS[:batch], generate(two, PROMPTS[:batch], max_new_tokens=40), strict=True
-    ):
+    results = generate(two, PROMPTS[:batch], max_new_tokens=40)
+    for i in {0, batch // 2, batch - 1}:
+        prompt, result = PROMPTS[i], results[i]
         assert len(result.tokens) == 40
         tokens = [[*prompt, *result.tokens]]
         rows, others = logits(one.decoder, tokens)[0], logits(two.decoder, tokens)[0]
@@ -71,15 +72,31 @@ def test_two_runs_give_the_same_bits(mesh):
     assert rows[0].tobytes() == rows[1].tobytes()
 
 
-def test_a_step_sends_sums_and_logits_only(mesh):
+def test_batches_in_turn_do_not_disturb_each_other(mesh):
+    """Kernels count how often devices have exchanged each row of a batch."""
+    two = shard(init(CONFIG, INT4, dtype=jnp.bfloat16), mesh)
+    found = [
+        [x.tokens for x in generate(two, PROMPTS[:batch], max_new_tokens=20)]
+        for batch in (2, 1, 17, 1, 2)
+    ]
+    assert found[0] == found[4]
+    assert found[1] == found[3]
+
+
+@pytest.mark.parametrize("batch, in_calls", [(1, True), (32, True), (33, False)])
+def test_a_step_sends_sums_and_logits_only(batch, in_calls, mesh):
     decoder = shard(LanguageModel(init(CONFIG, INT4).decoder), mesh).decoder
     graph, state = nnx.split(decoder)
-    numbers = (jnp.zeros((1, 4224)), jnp.zeros(1, jnp.int32), jnp.zeros(1, bool))
-    start = loop.State(decoder.make_cache(1, 256), *decoder.replicate(numbers))
+    numbers = (jnp.zeros((batch, 4224)), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
+    start = loop.State(decoder.make_cache(batch, 256), *decoder.replicate(numbers))
     eos, key = jnp.zeros(0, jnp.int32), jax.random.key(0)
     program = loop.decode.trace(graph, state, start, np.int32(3), eos, key, Sampling())
     text = program.lower().compile().as_text() or ""
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     sent = collections.Counter(re.findall(rf"= .*? ({kinds})(?:-start)?\(", text))
-    assert sent == {"all-reduce": 2 * CONFIG.layers + 1, "all-gather": 1}
+    # Of blocks, the kernels of a call send the sums of few rows.
+    blocks = 0 if in_calls else 2 * CONFIG.layers
+    assert sent == {"all-reduce": blocks + 1, "all-gather": 1}
+    calls = text.count('custom_call_target="jaxlowbit_decode_block"')
+    assert calls == (CONFIG.layers if in_calls else 0)
     assert not re.findall(rf"= .*u32\[.*? ({kinds})(?:-start)?\(", text), "words were sent"

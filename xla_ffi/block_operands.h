@@ -70,15 +70,24 @@ inline ffi::Error DecodeProducts(const BlockBuffers& buffers, const Tail& tail,
   return ffi::Error::Success();
 }
 
-// `p`: the first product.
-inline ffi::Error CheckRows(const BlockBuffers& buffers, bool follows, const QuantizedMatmul& p) {
+// `p`: the first product. `parts`: of several devices, what is projected are float32 parts of a sum.
+inline ffi::Error CheckRows(const BlockBuffers& buffers, bool follows, const QuantizedMatmul& p,
+                            bool parts = false) {
   const auto has_type = [&](const std::string& name, ffi::AnyBuffer buffer) {
     return CheckType(name, buffer, FloatType(buffer.element_type()) == p.lhs,
                      "the type of attended");
   };
+  const auto has_shape = [&](const std::string& name, ffi::AnyBuffer rows) {
+    return CheckShape(name, rows, {1, p.m, p.n}, "[1, m, n]");
+  };
   const auto is_rows = [&](const std::string& name, ffi::AnyBuffer rows) {
-    const ffi::Error error = CheckShape(name, rows, {1, p.m, p.n}, "[1, m, n]");
+    const ffi::Error error = has_shape(name, rows);
     return error.failure() ? error : has_type(name, rows);
+  };
+  const auto is_projected = [&](const std::string& name, ffi::AnyBuffer rows) {
+    const ffi::Error error = has_shape(name, rows);
+    if (error.failure() || !parts) return error.failure() ? error : has_type(name, rows);
+    return CheckType(name, rows, rows.element_type() == ffi::DataType::F32, "f32");
   };
   const auto is_scales = [&](const std::string& name, ffi::AnyBuffer scales) {
     const ffi::Error error = CheckShape(name, scales, {p.n}, "[n]");
@@ -92,7 +101,7 @@ inline ffi::Error CheckRows(const BlockBuffers& buffers, bool follows, const Qua
                   std::to_string(kMaxRmsNormColumns) + ".");
   }
   for (const ffi::Error& error :
-       {is_rows("residual", buffers.residual), is_rows("projected", buffers.projected),
+       {is_rows("residual", buffers.residual), is_projected("projected", buffers.projected),
         is_rows("sum", buffers.sum), is_rows("normed", buffers.normed),
         is_rows("result", buffers.result), is_scales("norm", buffers.norm),
         has_type("hidden", buffers.hidden),

@@ -3,6 +3,9 @@
 // The CUDA handlers of what lies between two attentions of a transformer, alone or after the first of them in a decode
 // step: five kernels or more, all but the first under PDL (cuda/kernels/launch_config.h).
 // Operands and results are those of block_operands.h and, where there is an attention, attend_operands.h.
+//
+// In a decode step several devices may share a block: each has some of the heads and of the hidden features, so that
+// `projected` are parts of a sum, float32, which the normalizations add over the devices (cuda/ops/exchange.h).
 #include <cuda_runtime_api.h>
 
 #include <string>
@@ -11,6 +14,7 @@
 #include <vector>
 
 #include "cuda/ops/attend.h"
+#include "cuda/ops/exchange.h"
 #include "cuda/ops/rms_norm.h"
 #include "xla_ffi/attend_operands.h"
 #include "xla_ffi/block_operands.h"
@@ -57,7 +61,8 @@ ffi::Error LoadBlock(const std::vector<Operands>& products, ffi::Buffer<ffi::U8>
 }
 
 ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> products,
-                        ffi::Buffer<ffi::U8> workspace, float epsilon, const Place& place) {
+                        ffi::Buffer<ffi::U8> workspace, float epsilon, const Exchange& exchange,
+                        const Place& place) {
   const QuantizedMatmul& p = products[0].problem;
   if (place.stage == Stage::kInitialize) return LoadBlock(products, workspace, place);
   const auto bytes = static_cast<int64_t>(workspace.element_count());
@@ -73,7 +78,7 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
   const auto normalize = [&](const void* x, void* total, const ffi::AnyBuffer* scales) {
     RmsNorm norm = {p.lhs,
                     p.lhs,
-                    p.lhs,
+                    p.out,
                     p.m,
                     p.n,
                     x,
@@ -81,7 +86,8 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
                     nullptr,
                     total,
                     buffers.normed.untyped_data(),
-                    epsilon};
+                    epsilon,
+                    exchange};
     if (scales != nullptr) {
       norm.scale = scales->untyped_data();
       norm.scale_type = *FloatType(scales->element_type());
@@ -102,21 +108,37 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
   return error.failure() ? error : finished;
 }
 
-// What the calls have in common. `attend` enqueues the attention, or loads it, after all checks, if there is one.
+// The memory in which the devices of a group add rows of the first product `p`; none for one device alone.
+ffi::Error FindExchange(ffi::Span<const int64_t> group, const QuantizedMatmul& p,
+                        const Place& place, Exchange* exchange) {
+  if (group.size() < 2) return ffi::Error::Success();
+  if (p.m > kMaxExchangeRows) {
+    return Refuse("a block on several devices has " + std::to_string(p.m) + " rows but at most " +
+                  std::to_string(kMaxExchangeRows) + " are possible.");
+  }
+  const std::vector<int> devices(group.begin(), group.end());
+  return ToError(FindExchange(devices, place.device, p.n, exchange),
+                 "finding memory that " + std::to_string(devices.size()) + " devices share, as " +
+                     Describe(p, place.device) + ",");
+}
+
+// What the calls have in common. `group`: CUDA's numbers of the devices that share the block. `attend` enqueues the attention, or loads it, after all checks, if there is one.
 template <typename Attention>
 ffi::Error RunBlock(const BlockBuffers& buffers, const Tail& tail, Attributes* attributes,
                     ffi::Buffer<ffi::U8> workspace, const Place& place, bool attends,
-                    const Attention& attend) {
+                    ffi::Span<const int64_t> group, const Attention& attend) {
   const auto bits = attributes->Get<ffi::Span<const int64_t>>("bits");
   const auto group_size = attributes->Get<ffi::Span<const int64_t>>("group_size");
   const auto name = attributes->Get<std::string_view>("activation");
   const auto epsilon = attributes->Get<float>("epsilon");
   std::vector<Operands> products;
   Activation activation;
+  Exchange exchange;
   ffi::Error error = attributes->Check();
   if (error.success()) error = DecodeActivation(name, &activation);
   if (error.success()) error = DecodeProducts(buffers, tail, bits, group_size, &products);
-  if (error.success()) error = CheckRows(buffers, tail.following() > 0, products[0].problem);
+  if (error.success())
+    error = CheckRows(buffers, tail.following() > 0, products[0].problem, group.size() > 1);
   if (error.failure() || products[0].problem.m == 0) return error;
   for (size_t i = 0; i < products.size(); ++i) products[i].problem.pdl = attends || i > 0;
   products[1].problem.epilogue.activation = activation;
@@ -124,8 +146,10 @@ ffi::Error RunBlock(const BlockBuffers& buffers, const Tail& tail, Attributes* a
     error = CheckSupported(product.problem, place.device);  // before anything is launched
     if (error.failure()) return error;
   }
-  error = attend();
-  return error.failure() ? error : EnqueueBlock(buffers, products, workspace, epsilon, place);
+  error = FindExchange(group, products[0].problem, place, &exchange);
+  if (error.success()) error = attend();
+  if (error.failure()) return error;
+  return EnqueueBlock(buffers, products, workspace, epsilon, exchange, place);
 }
 
 template <Stage kStage>
@@ -144,11 +168,12 @@ ffi::Error Block(cudaStream_t stream, ffi::AnyBuffer attended, ffi::AnyBuffer re
     if (error.failure()) return error;
     const auto none = [] { return ffi::Error::Success(); };
     const Tail tail = {weights, 0, following, 0};
-    return RunBlock(buffers, tail, &attributes, *workspace, place, false, none);
+    return RunBlock(buffers, tail, &attributes, *workspace, place, false, {}, none);
   });
 }
 
-// Operands after those of the attention: residual, norm, following_norm and the weights. Results after its own: result,
+// Operands after those of the attention: residual, norm, following_norm and the weights. Attribute `devices`, s64[]:
+// CUDA's numbers of those that share the block; absent for a device alone. Results after its own: result,
 // projected, sum, normed, hidden, and the following products.
 template <Stage kStage>
 ffi::Error DecodeBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -173,6 +198,8 @@ ffi::Error DecodeBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
     Attend attend;
     Place place(kStage);
     ffi::Error error = DecodeAttend(attention, &attributes, &attend);
+    const auto devices = dictionary.get<ffi::Span<const int64_t>>("devices");
+    const auto group = devices.has_value() ? *devices : ffi::Span<const int64_t>();
     if (attributes.Check().failure()) return attributes.Check();
     if (error.success()) error = place.Find(stream);
     if (error.success() && kStage == Stage::kExecute) error = CheckApart(attention);
@@ -190,7 +217,7 @@ ffi::Error DecodeBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
     const BlockBuffers buffers = {attention.out, arg(0), arg(1), arg(2), ret(0),
                                   ret(1),        ret(2), ret(3), ret(4)};
     const Tail tail = {args, kOperands, rets, kResults};
-    return RunBlock(buffers, tail, &attributes, **workspace, place, true, launch);
+    return RunBlock(buffers, tail, &attributes, **workspace, place, true, group, launch);
   });
 }
 

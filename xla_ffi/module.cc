@@ -27,6 +27,9 @@
 #include "xla_ffi/cpu/qmm_cpu.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/jit.h"
+#if defined(JAXLOWBIT_WITH_CUDA)
+#include "cuda/ops/exchange.h"
+#endif
 
 #if !defined(JAXLOWBIT_MODULE_NAME)
 #define JAXLOWBIT_MODULE_NAME _ffi
@@ -293,6 +296,7 @@ void Define(nb::module_& module, const char* name, Function function) {
 NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
 #if defined(JAXLOWBIT_WITH_CUDA)
   jaxlowbit::BindJit(module);
+  module.def("can_exchange", &jaxlowbit::CanExchange, nb::arg("devices"));
 #endif
   module.def("targets", &jaxlowbit::Targets);
   module.def("build_info", &jaxlowbit::BuildInfo);
@@ -324,6 +328,7 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;
   module.def("most_sums_bytes", &jaxlowbit::MostSumsBytes, nb::arg("rows"), nb::arg("columns"));
   module.attr("MAX_RMS_NORM_COLUMNS") = jaxlowbit::kMaxRmsNormColumns;
+  module.attr("MAX_EXCHANGE_ROWS") = jaxlowbit::kMaxExchangeRows;
   module.attr("PLACE_ALIGNMENT") = jaxlowbit::kPlaceAlignment;
   module.attr("MAX_WORKSPACE_BYTES") = jaxlowbit::kMaxWorkspaceBytes;
 #if defined(JAXLOWBIT_WITH_CUDA) && defined(JAXLOWBIT_COUNT_EXECUTES)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // rms_norm: sum = x + addend, out = sum / sqrt(mean(sum^2) + epsilon) * scale for each row, between the products of a
-// transformer's block.
+// transformer's block. The addend may be a part, of which every device of a group has one (exchange.cuh).
 //
 // Bound. The latency of one row: from the end of the previous kernel to the start of the next product, whose weights
 // are loaded meanwhile. So a row is one CTA, kept in registers, and scales are loaded before the wait.
@@ -15,6 +15,7 @@
 #include "cuda/extents.h"
 #include "cuda/kernels/launch_config.h"
 #include "cuda/limits.h"
+#include "cuda/ops/exchange.cuh"
 #include "cuda/ops/rms_norm.h"
 
 namespace jaxlowbit {
@@ -73,11 +74,35 @@ __device__ float SumOfBlock(float value) {
   return value;
 }
 
-// kVectors: vectors of a thread. kAligned: all operands and results begin at multiples of 16 bytes.
-template <typename T, int kVectors, bool kAligned>
+// Adds the addends of all devices.
+template <int kVectors>
+__device__ void AddParts(const Exchange& exchange, int vectors,
+                         Vector<float> (&addends)[kVectors]) {
+  uint32_t* rounds = exchange.rounds + blockIdx.x;
+  const uint32_t round = *rounds + 1;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    if (at < vectors)
+      SendColumns(exchange, blockIdx.x, round, int64_t{at} * kElements, addends[i].at);
+  }
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    if (at < vectors)
+      AddColumns(exchange, blockIdx.x, round, int64_t{at} * kElements, addends[i].at);
+  }
+  __syncthreads();  // all have read the round
+  if (threadIdx.x == 0) *rounds = round;
+}
+
+// kVectors: vectors of a thread. kAligned: all operands and results begin at multiples of 16 bytes. kParts: the addend
+// is a part.
+template <typename T, int kVectors, bool kAligned, bool kParts>
 __global__ void __launch_bounds__(kMaxThreads)
     RmsNormKernel(const T* x, const void* addend, bool wide_addend, const void* scale,
-                  bool wide_scale, T* sum, T* out, int vectors, float epsilon) {
+                  bool wide_scale, T* sum, T* out, int vectors, float epsilon,
+                  const Exchange exchange) {
   LaunchDependents();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * vectors;
   Vector<float> scales[kVectors];
@@ -88,6 +113,13 @@ __global__ void __launch_bounds__(kMaxThreads)
       scales[i] = LoadFloats<kAligned, T>(scale, wide_scale, at);
   }
   WaitForPreviousKernels();
+  Vector<float> addends[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    if (at < vectors) addends[i] = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
+  }
+  if constexpr (kParts) AddParts(exchange, vectors, addends);
   Vector<T> sums[kVectors];
   float squares = 0;
 #pragma unroll
@@ -95,10 +127,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     const int at = i * blockDim.x + threadIdx.x;
     if (at >= vectors) break;
     const Vector<T> a = Load<kAligned>(x, row + at);
-    const Vector<float> b = LoadFloats<kAligned, T>(addend, wide_addend, row + at);
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
-      sums[i].at[j] = T(static_cast<float>(a.at[j]) + static_cast<float>(T(b.at[j])));
+      sums[i].at[j] = T(static_cast<float>(a.at[j]) + static_cast<float>(T(addends[i].at[j])));
       squares += static_cast<float>(sums[i].at[j]) * static_cast<float>(sums[i].at[j]);
     }
     Store<kAligned>(sums[i], sum, row + at);
@@ -120,14 +151,22 @@ __global__ void __launch_bounds__(kMaxThreads)
 }
 
 template <typename T>
-using KernelFunction = void (*)(const T*, const void*, bool, const void*, bool, T*, T*, int, float);
+using KernelFunction = void (*)(const T*, const void*, bool, const void*, bool, T*, T*, int, float,
+                                Exchange);
 
-template <typename T>
+template <typename T, bool kParts>
 KernelFunction<T> Find(bool two_vectors, bool aligned) {
   if (aligned) {
-    return two_vectors ? RmsNormKernel<T, kMaxVectors, true> : RmsNormKernel<T, 1, true>;
+    return two_vectors ? RmsNormKernel<T, kMaxVectors, true, kParts>
+                       : RmsNormKernel<T, 1, true, kParts>;
   }
-  return two_vectors ? RmsNormKernel<T, kMaxVectors, false> : RmsNormKernel<T, 1, false>;
+  return two_vectors ? RmsNormKernel<T, kMaxVectors, false, kParts>
+                     : RmsNormKernel<T, 1, false, kParts>;
+}
+
+template <typename T>
+KernelFunction<T> Find(bool two_vectors, bool aligned, bool parts) {
+  return parts ? Find<T, true>(two_vectors, aligned) : Find<T, false>(two_vectors, aligned);
 }
 
 template <typename T>
@@ -137,11 +176,11 @@ cudaError_t Launch(const RmsNorm& norm, bool pdl, cudaStream_t stream) {
   const LaunchConfig launch(norm.rows, threads, 0, stream, pdl);
   const bool aligned = IsAligned(norm.x) && IsAligned(norm.addend) && IsAligned(norm.scale) &&
                        IsAligned(norm.sum) && IsAligned(norm.out);
-  const auto kernel = Find<T>(vectors > kMaxThreads, aligned);
+  const auto kernel = Find<T>(vectors > kMaxThreads, aligned, norm.exchange.parts > 1);
   return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const T*>(norm.x), norm.addend,
                             norm.addend_type == ElementType::kF32, norm.scale,
                             norm.scale_type == ElementType::kF32, static_cast<T*>(norm.sum),
-                            static_cast<T*>(norm.out), vectors, norm.epsilon);
+                            static_cast<T*>(norm.out), vectors, norm.epsilon, norm.exchange);
 }
 
 }  // namespace
@@ -149,11 +188,13 @@ cudaError_t Launch(const RmsNorm& norm, bool pdl, cudaStream_t stream) {
 cudaError_t PrepareRmsNorm() {
   for (bool two_vectors : {false, true}) {
     for (bool aligned : {false, true}) {
-      for (const void* kernel :
-           {reinterpret_cast<const void*>(Find<__nv_bfloat16>(two_vectors, aligned)),
-            reinterpret_cast<const void*>(Find<__half>(two_vectors, aligned))}) {
-        const cudaError_t error = PreferSharedMemory(kernel);
-        if (error != cudaSuccess) return error;
+      for (bool parts : {false, true}) {
+        for (const void* kernel :
+             {reinterpret_cast<const void*>(Find<__nv_bfloat16>(two_vectors, aligned, parts)),
+              reinterpret_cast<const void*>(Find<__half>(two_vectors, aligned, parts))}) {
+          const cudaError_t error = PreferSharedMemory(kernel);
+          if (error != cudaSuccess) return error;
+        }
       }
     }
   }

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cuda/gpu.h"
+#include "cuda/ops/exchange.h"
 #include "cuda/types.h"
 
 namespace jaxlowbit {
@@ -21,6 +22,8 @@ struct RmsNorm {
   const void *x, *addend, *scale;  // scale: null for none
   void *sum, *out;
   float epsilon;
+  // Of several devices: the addend is a part, float32, of which each has one for these rows, up to kMaxExchangeRows.
+  Exchange exchange = {};
 };
 
 cudaError_t PrepareRmsNorm();

@@ -14,7 +14,7 @@ from jax import Array
 
 from .._core.array import QuantizedArray
 from . import call, cuda_attend
-from .extension import ffi
+from .extension import ffi, unavailable
 
 
 def matmuls(
@@ -165,10 +165,12 @@ def decode_block(
     attending: cuda_attend.Options,
     activation: str,
     epsilon: float,
+    devices: Sequence[int] = (),
 ) -> tuple[Array, ...]:
     """The attention of a decode step and `block` of its result, as one custom call of CUDA.
 
-    The new keys and values of the cache, the new residual (batch, d), then what follows.
+    The new keys and values of the cache, the new residual (batch, d), then what follows. Of several
+    `devices`, which `exchanging` found, each has a part of the weights.
     """
     out, gate_up, _, *following = weights
     batch, dtype = residual.shape[0], residual.dtype
@@ -185,14 +187,17 @@ def decode_block(
     sums = max(cuda_attend.workspace_bytes(attention, attending), _sums_bytes(batch, weights))
     workspace = call.workspace(sums, [stream, *products], operands[-4 * len(weights) - 3 :])
     attended = cuda_attend.call_results(attention, (1, batch, out.k))
+    parts = jax.ShapeDtypeStruct(stream.shape, jnp.float32) if devices else stream
+    group = {"devices": np.array(devices, np.int64)} if devices else {}
     _, keys, values, _, result, *others = jax.ffi.ffi_call(
         call.DECODE_BLOCK_TARGET,
-        [*attended, workspace, *[stream] * 4, hidden, *products],
+        [*attended, workspace, stream, parts, stream, stream, hidden, *products],
         input_output_aliases=cuda_attend.ALIASES,
     )(
         *operands,
         **cuda_attend.call_attributes(attending),
-        **_block_attributes(residual, weights, activation, epsilon),
+        **_block_attributes(residual, weights, activation, epsilon, parts.dtype),
+        **group,
     )
     results = call.apart(result, *others[len(others) - len(following) :])
     return keys, values, *(x[0] for x in results)
@@ -262,10 +267,15 @@ def _sums_bytes(m: Any, weights: Sequence[QuantizedArray]) -> int:
 
 
 def _block_attributes(
-    lhs: Array, weights: Sequence[QuantizedArray], activation: str, epsilon: float
+    lhs: Array,
+    weights: Sequence[QuantizedArray],
+    activation: str,
+    epsilon: float,
+    projected: Any = None,
 ) -> dict[str, Any]:
-    """Of a block with lhs (..., rows, k)."""
+    """Of a block with lhs (..., rows, k), whose output and down projections are `projected`."""
     m, dtype = math.prod(lhs.shape[:-1]), lhs.dtype
+    outs = [projected or dtype, dtype, projected or dtype, *[dtype] * (len(weights) - 3)]
     return {
         **call.attributes(
             **call.formats_attributes(weights),
@@ -273,7 +283,10 @@ def _block_attributes(
             epsilon=np.float32(epsilon),
         ),
         **call.launches(
-            *(_launch(lhs, m, weight, dtype, gated=i == 1) for i, weight in enumerate(weights))
+            *(
+                _launch(lhs, m, weight, out, gated=i == 1)
+                for i, (weight, out) in enumerate(zip(weights, outs, strict=True))
+            )
         ),
     }
 
@@ -299,3 +312,18 @@ def _launch(
 def normalizes(columns: int) -> bool:
     """Whether the kernels normalize rows of this length."""
     return columns % 8 == 0 and columns <= ffi.MAX_RMS_NORM_COLUMNS
+
+
+def exchanging(devices: Sequence[Any], rows: int) -> tuple[int, ...]:
+    """CUDA's numbers of devices that add parts of so many rows within a call, or ().
+
+    They are GPUs of this process that can write to each other's memory (`cuda/ops/exchange.h`).
+    """
+    near = all(
+        device.platform == "gpu" and device.process_index == jax.process_index()
+        for device in devices
+    )
+    if not near or rows > ffi.MAX_EXCHANGE_ROWS or unavailable("cuda") is not None:
+        return ()
+    numbers = tuple(device.local_hardware_id for device in devices)
+    return numbers if ffi.can_exchange(numbers) else ()

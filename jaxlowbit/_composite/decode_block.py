@@ -28,16 +28,23 @@ def decode_block(
     following: tuple[Array, Sequence[QuantizedArray]] | None,
     activation: str,
     epsilon: float,
+    devices: Sequence[int] = (),
 ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
     """`quantized_block` of what `cuda_attend.attend` returns, as one custom call of CUDA.
 
-    The output projection so loads its weights while the attention runs. It runs on one GPU, and has
-    no derivative and no rule for `vmap`.
+    The output projection so loads its weights while the attention runs. It has no derivative and no
+    rule for `vmap`, and computes with the arrays of one GPU.
+
+    In `jax.shard_map` several GPUs may share a block (`cuda_calls.exchanging`). Each has some of
+    the heads and hidden features, and the weights that go with them; residual and norms are the
+    same on all of them. Two kernels of the call add what the output and down projections give, in
+    float32, over the GPUs, and the results are the same on all.
 
     **Arguments:**
 
     - `attention`, `attending`: as of `cuda_attend.attend`.
     - `residual`: (batch, d) in the dtype of the query.
+    - `devices`: CUDA's numbers of the GPUs that share the block.
     - the others: as of `quantized_block`.
 
     **Returns:** the keys and values of the cache, the new residual, and the following products.
@@ -52,5 +59,6 @@ def decode_block(
         attending=attending,
         activation=activation,
         epsilon=epsilon,
+        devices=devices,
     )
     return keys, values, y, tuple(products)

@@ -376,7 +376,9 @@ class Block(nnx.Module):
     ) -> tuple[Array, tuple[Array, ...], Cache]:
         """`step` by our own kernel for attention."""
         onward = self._onward(following)
-        if self.fused and (following is None or onward is not None):
+        devices = () if self.division is None else self.division.exchanging(x.shape[0])
+        one_call = self.fused or (self.fusible and devices != ())
+        if one_call and (following is None or onward is not None):
             matrices = self.o, self.gate_up[0], self.down
             o, gate_up, down = (weight.get_value() for weight in matrices)
             weights = o, gate_up, down, *(() if onward is None else onward[1])
@@ -392,6 +394,7 @@ class Block(nnx.Module):
                     following=onward,
                     activation=self.config.activation,
                     epsilon=self.config.norm_epsilon,
+                    devices=devices,
                 )
                 products = tuple(product[:, None] for product in products)
                 return y[:, None], products, cache.replace(layer, keys, values)

@@ -3,8 +3,9 @@
 A device has whole heads, an equal share of the hidden features of every MLP, and an equal share of
 the vocabulary. The weights of queries, keys, values, gate and up are divided along n; those of the
 output and down projections along k, so that their products are partial sums of the residual
-stream, which an all-reduce adds: two in each block. Embedding and head are divided along the
-vocabulary, the cache along its heads, and everything else is on every device.
+stream. An all-reduce adds these, two in each block; of a decode step, kernels within its calls,
+where they can (`Division.exchanging`). Embedding and head are divided along the vocabulary, the
+cache along its heads, and everything else is on every device.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import AxisType
 
+from .._backends import cuda_calls
 from .._core import padding
 from .._core.array import QuantizedArray
 from .._core.format import Format
@@ -207,6 +209,11 @@ class Division:
         own = jnp.where(known, tokens - lax.axis_index(self.axis) * columns, columns)
         there = (own >= 0) & (own < columns)
         return jnp.where(there | ~known, own, 0), there | ~known
+
+    def exchanging(self, rows: int) -> tuple[int, ...]:
+        """CUDA's numbers of the devices, if a decode step of so many rows adds parts within its
+        calls; else none."""
+        return cuda_calls.exchanging(self.mesh.devices.ravel().tolist(), rows)
 
     def add(self, values: Array) -> Array:
         """The sum of the values of all devices."""
