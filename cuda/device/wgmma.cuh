@@ -76,24 +76,35 @@ struct WarpgroupMma;
 #define JAXLOWBIT_D16(d, i) JAXLOWBIT_D8(d, i), JAXLOWBIT_D8(d, i + 8)
 #define JAXLOWBIT_D32(d, i) JAXLOWBIT_D16(d, i), JAXLOWBIT_D16(d, i + 16)
 #define JAXLOWBIT_D64(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D32(d, i + 32)
+#define JAXLOWBIT_D24(d, i) JAXLOWBIT_D16(d, i), JAXLOWBIT_D8(d, i + 16)
+#define JAXLOWBIT_D40(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D8(d, i + 32)
+#define JAXLOWBIT_D48(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D16(d, i + 32)
+#define JAXLOWBIT_D56(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D16(d, i + 32), JAXLOWBIT_D8(d, i + 48)
+#define JAXLOWBIT_D80(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D16(d, i + 64)
+#define JAXLOWBIT_D96(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D32(d, i + 64)
+#define JAXLOWBIT_D112(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D32(d, i + 64), JAXLOWBIT_D16(d, i + 96)
 #define JAXLOWBIT_D128(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D64(d, i + 64)
 #define JAXLOWBIT_TEXT16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define JAXLOWBIT_TEXT32 \
-  JAXLOWBIT_TEXT16       \
-  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define JAXLOWBIT_TEXT64                                                                         \
-  JAXLOWBIT_TEXT32                                                                               \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define JAXLOWBIT_TEXT96                                                                         \
-  JAXLOWBIT_TEXT64                                                                               \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
-  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define JAXLOWBIT_TEXT24 JAXLOWBIT_TEXT16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define JAXLOWBIT_TEXT32 JAXLOWBIT_TEXT24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define JAXLOWBIT_TEXT40 JAXLOWBIT_TEXT32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define JAXLOWBIT_TEXT48 JAXLOWBIT_TEXT40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define JAXLOWBIT_TEXT56 JAXLOWBIT_TEXT48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define JAXLOWBIT_TEXT64 JAXLOWBIT_TEXT56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAXLOWBIT_TEXT80 \
+  JAXLOWBIT_TEXT64       \
+      ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define JAXLOWBIT_TEXT96 \
+  JAXLOWBIT_TEXT80       \
+      ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define JAXLOWBIT_TEXT112                                                                        \
+  JAXLOWBIT_TEXT96                                                                               \
+      ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
+      "%111"
 #define JAXLOWBIT_TEXT128                                                                      \
-  JAXLOWBIT_TEXT96                                                                             \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "   \
-  "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
-  "%126, %127"
+  JAXLOWBIT_TEXT112                                                                            \
+      ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
+      "%126, %127"
 
 #define JAXLOWBIT_WARPGROUP_MMA(Type, kind, n, count, a0, a1, a2, a3, b, c)                       \
   template <>                                                                                     \
@@ -110,10 +121,17 @@ struct WarpgroupMma;
                      "n"(kEightRows | kSwizzle128));                                              \
     }                                                                                             \
   };
-#define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                           \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20, 21)  \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36, 37)  \
-  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68, 69) \
+#define JAXLOWBIT_WARPGROUP_MMAS(Type, kind)                                  \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 32, 16, 16, 17, 18, 19, 20, 21)         \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 48, 24, 24, 25, 26, 27, 28, 29)         \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 64, 32, 32, 33, 34, 35, 36, 37)         \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 80, 40, 40, 41, 42, 43, 44, 45)         \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 96, 48, 48, 49, 50, 51, 52, 53)         \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 112, 56, 56, 57, 58, 59, 60, 61)        \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68, 69)        \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 160, 80, 80, 81, 82, 83, 84, 85)        \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 192, 96, 96, 97, 98, 99, 100, 101)      \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 224, 112, 112, 113, 114, 115, 116, 117) \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 256, 128, 128, 129, 130, 131, 132, 133)
 
 JAXLOWBIT_WARPGROUP_MMAS(__nv_bfloat16, "bf16")
@@ -122,13 +140,26 @@ JAXLOWBIT_WARPGROUP_MMAS(__half, "f16")
 #undef JAXLOWBIT_WARPGROUP_MMAS
 #undef JAXLOWBIT_WARPGROUP_MMA
 #undef JAXLOWBIT_TEXT128
+#undef JAXLOWBIT_TEXT112
 #undef JAXLOWBIT_TEXT96
+#undef JAXLOWBIT_TEXT80
 #undef JAXLOWBIT_TEXT64
+#undef JAXLOWBIT_TEXT56
+#undef JAXLOWBIT_TEXT48
+#undef JAXLOWBIT_TEXT40
 #undef JAXLOWBIT_TEXT32
+#undef JAXLOWBIT_TEXT24
 #undef JAXLOWBIT_TEXT16
 #undef JAXLOWBIT_D128
+#undef JAXLOWBIT_D112
+#undef JAXLOWBIT_D96
+#undef JAXLOWBIT_D80
 #undef JAXLOWBIT_D64
+#undef JAXLOWBIT_D56
+#undef JAXLOWBIT_D48
+#undef JAXLOWBIT_D40
 #undef JAXLOWBIT_D32
+#undef JAXLOWBIT_D24
 #undef JAXLOWBIT_D16
 #undef JAXLOWBIT_D8
 

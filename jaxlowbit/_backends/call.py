@@ -112,6 +112,12 @@ class Launch:
     half_sums: bool = False
     gated: bool = False
 
+    @property
+    def may_lack_tile(self) -> bool:
+        """Whether its tile may be one that the build lacks (`cuda/kernels/sm90/instances.h`)."""
+        plain = self.format.bits == 4 and self.format.zero == "none" and self.lhs == jnp.bfloat16
+        return not plain and isinstance(self.m, int) and self.m > 16
+
     def numbers(self) -> list[Any]:
         """The numbers that `xla_ffi/cuda_instantiate.cc` reads."""
         group_size = int(format_attributes(self.format)["group_size"])
@@ -126,13 +132,15 @@ class Launch:
 def launches(*products: Launch) -> dict[str, np.ndarray]:
     """The attribute by which kernels are compiled as soon as a program is; none if none must be.
 
-    Some GPUs have kernels of the build for float32 scales and float zeros, Hopper has not.
+    Some GPUs have kernels of the build for float32 scales and float zeros, Hopper has not, and not
+    for all tiles of many rows.
     """
     numbers = [number for product in products for number in product.numbers()]
     compiled = [
         product.format.bits in ffi.COMPILED_BITS
         or product.format.zero == "float"
         or product.scale == jnp.float32
+        or product.may_lack_tile
         for product in products
     ]
     if not any(compiled) or not all(isinstance(number, int) for number in numbers):

@@ -6,6 +6,12 @@
 
 namespace jaxlowbit::sm90 {
 
+bool BuildHolds(const InstanceKey& key) {
+  const bool most_run =
+      key.bits == 4 && key.lhs == ElementType::kBf16 && key.zero == ZeroKind::kNone;
+  return IsBuilt(key) && (key.variant < kBuiltTiles || most_run);
+}
+
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile) {
   return {Family::kSm90, problem.lhs, problem.scale, problem.zero, problem.bits, tile};
 }

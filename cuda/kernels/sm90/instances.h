@@ -14,6 +14,10 @@ namespace jaxlowbit::sm90 {
 struct Params;
 using KernelFunction = void (*)(Params);
 
+// Whether the build holds an instance: those of kBuiltTiles for all formats of its widths, those of other tiles for
+// weights of 4 bits without zero points and bfloat16.
+bool BuildHolds(const InstanceKey& key);
+
 // The instance for `problem` and a tile shape.
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile);
 

@@ -3,6 +3,7 @@
 // The table of ahead-of-time instances for one type of lhs and one width. Each instances_*.cu compiles one.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "cuda/kernels/instances.h"
@@ -17,12 +18,14 @@ KernelFunction FindTile(int tile, std::integer_sequence<int, kNumbers...>) {
   return kernels[tile];
 }
 
-// `zeros`: whether there are zero points.
+// For an instance of the build (BuildHolds in instances.h). `zeros`: whether there are zero points.
 template <typename T, int kBits>
 KernelFunction FindKernel(bool zeros, int tile) {
-  constexpr auto kNumbers = std::make_integer_sequence<int, kNumTiles>{};
-  return zeros ? FindTile<T, ZeroKind::kInteger, kBits>(tile, kNumbers)
-               : FindTile<T, ZeroKind::kNone, kBits>(tile, kNumbers);
+  constexpr bool kMostRun = kBits == 4 && std::is_same_v<T, __nv_bfloat16>;
+  constexpr auto kBuilt = std::make_integer_sequence<int, kBuiltTiles>{};
+  constexpr auto kPlain = std::make_integer_sequence<int, kMostRun ? kNumTiles : kBuiltTiles>{};
+  return zeros ? FindTile<T, ZeroKind::kInteger, kBits>(tile, kBuilt)
+               : FindTile<T, ZeroKind::kNone, kBits>(tile, kPlain);
 }
 
 }  // namespace jaxlowbit::sm90

@@ -106,17 +106,20 @@ cudaError_t Prepare(Device& device) {
   for (const auto kernel : {ReduceTailKernel<__nv_bfloat16>, ReduceTailKernel<__half>}) {
     if (error == cudaSuccess) error = jaxlowbit::Load(reinterpret_cast<const void*>(kernel));
   }
-  for (int number = 0; number < kNumTiles && error == cudaSuccess; ++number) {
-    const TileShape& tile = kTiles[number];
-    // The instances of a tile have the same shape, so any of them answers for all.
+  for (int ctas_per_sm : {1, 2}) {
+    // A kernel with so many CTAs on a multiprocessor answers for all of them.
+    const auto found =
+        std::find_if(std::begin(kTiles), std::end(kTiles),
+                     [&](const TileShape& tile) { return tile.ctas_per_sm == ctas_per_sm; });
+    const int number = static_cast<int>(found - std::begin(kTiles));
     const void* function = nullptr;
-    error = KernelOn(device, KeyOf(QuantizedMatmul{}, number), &function);
+    if (error == cudaSuccess) error = KernelOn(device, KeyOf(QuantizedMatmul{}, number), &function);
     for (int cluster_ctas : {1, 2, 4}) {
       if (error != cudaSuccess) break;
-      const LaunchConfig launch(cluster_ctas, tile.threads(), Sm90SharedBytes(tile.ctas_per_sm),
+      const LaunchConfig launch(cluster_ctas, found->threads(), Sm90SharedBytes(ctas_per_sm),
                                 nullptr, false, cluster_ctas);
-      error = cudaOccupancyMaxActiveClusters(&device.clusters[tile.ctas_per_sm][cluster_ctas],
-                                             function, &launch.config);
+      error = cudaOccupancyMaxActiveClusters(&device.clusters[ctas_per_sm][cluster_ctas], function,
+                                             &launch.config);
     }
   }
   return error;

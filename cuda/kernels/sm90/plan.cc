@@ -26,7 +26,7 @@ Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
   plan.slot_bytes = plan.bytes.lhs + plan.bytes.packed;
   plan.scales_bytes = plan.bytes.scales + plan.bytes.zeros;
   plan.ring = static_cast<int>(CeilDiv(kBarriersBytes, kTmaAlignment)) * kTmaAlignment +
-              kStoreBuffers * tile.warpgroups * StoreRows(tile) * static_cast<int>(kAtom) * 2;
+              tile.warpgroups * ResultBytes(tile);
   const int fit =
       (Sm90SharedBytes(tile.ctas_per_sm) - plan.ring) / (plan.slot_bytes + plan.scales_bytes);
   plan.num_stages = std::min(fit, kMaxStages);

@@ -16,6 +16,8 @@ struct QuantizedMatmul;
 
 namespace jaxlowbit::sm90 {
 
+inline constexpr int kStoreStep = 16;  // rows that a warpgroup stores are a multiple of this
+
 // What a CTA computes at a time. A strip is 64 output channels, the M of one wgmma.
 struct TileShape {
   int m;            // rows of lhs
@@ -25,14 +27,20 @@ struct TileShape {
   int stage_atoms;  // of k, of a stage
 
   constexpr int cta_strips() const { return strips * warpgroups; }
-  // Strips of the gate and of up alternate.
-  constexpr bool takes_gated() const { return cta_strips() % 2 == 0; }
+  // Strips of the gate and of up alternate. Two warpgroups of a strip each finish half of the rows.
+  constexpr bool takes_gated() const {
+    return cta_strips() % 2 == 0 && (strips == 2 || m % (2 * kStoreStep) == 0);
+  }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
 
-inline constexpr TileShape kTiles[] = {{256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 1, 2, 2},
-                                       {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},  {128, 1, 3, 1, 2},
-                                       {128, 1, 1, 1, 2}};
+inline constexpr TileShape kTiles[] = {
+    {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 1, 2, 2},  {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},
+    {128, 1, 3, 1, 2}, {128, 1, 1, 1, 2}, {48, 2, 1, 2, 2},  {80, 1, 2, 1, 2},  {96, 1, 2, 1, 2},
+    {96, 1, 1, 2, 2},  {112, 1, 2, 1, 2}, {160, 1, 2, 1, 1}, {192, 1, 2, 1, 1}, {224, 1, 2, 1, 1}};
+// The build holds every instance of the first tiles. Of the others, which fill the gaps between these, it holds those
+// for what most programs run, and the rest is compiled where it runs (instances.h).
+inline constexpr int kBuiltTiles = 7;
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 inline constexpr int kMaxWarpgroups = 3;
 inline constexpr int kMinTileM = 32;
@@ -46,16 +54,28 @@ inline constexpr int kStoreBuffers = 4;
 // The store buffers that hold results; with an epilogue, accumulators wait in the others.
 inline constexpr int kResultBuffers = 2;
 
+// The largest multiple of kStoreStep up to `most` that divides `rows`.
+constexpr int LargestStoreRows(int rows, int most) {
+  while (most > kStoreStep && (rows % most != 0 || most % kStoreStep != 0)) --most;
+  return most;
+}
+
 // Rows that a warpgroup stores at a time; three warpgroups leave more shared memory to the stages.
 constexpr int StoreRows(const TileShape& tile) {
-  const int most = tile.warpgroups > 2 ? 32 : 64;
-  return tile.m < most ? tile.m : most;
+  return LargestStoreRows(tile.m, tile.warpgroups > 2 ? 32 : 64);
 }
 
 // Rows that a warpgroup stores at a time if two warpgroups finish a gated tile, each half of its rows.
 constexpr int GatedStoreRows(const TileShape& tile) {
-  const int half = tile.m / 2;
-  return half < StoreRows(tile) ? half : StoreRows(tile);
+  return LargestStoreRows(tile.m / 2, StoreRows(tile));
+}
+
+// Bytes in which a warpgroup puts results: store buffers, and half of the accumulators of a tile whose rows two
+// warpgroups share.
+constexpr int ResultBytes(const TileShape& tile) {
+  const int buffers = kStoreBuffers * StoreRows(tile) * static_cast<int>(kAtom) * 2;
+  const int half = tile.m / 2 * static_cast<int>(kAtom) * 4;
+  return tile.takes_gated() && tile.strips == 1 && half > buffers ? half : buffers;
 }
 
 // A stage in shared memory: lhs and packed weights in one slot; scales and zeros in another.

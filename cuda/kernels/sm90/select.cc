@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "cuda/kernels/sm90/costs.h"
+#include "cuda/kernels/sm90/instances.h"
 #include "cuda/kernels/sm90/plan.h"
 
 namespace jaxlowbit::sm90 {
@@ -14,6 +15,13 @@ namespace {
 
 StreamK ScheduleOf(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   return StreamKOf(problem, kTiles[choice.tile], choice.peers, choice.split_k, device.num_sms);
+}
+
+// Whether the instance is there, or can be. Of formats whose instances are all compiled, SupportsOnHopper has asked.
+bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile) {
+  const InstanceKey key = KeyOf(problem, tile);
+  return BuildHolds(key) || !IsBuilt(key) || device.compiles == nullptr ||
+         device.compiles();
 }
 
 }  // namespace
@@ -49,12 +57,16 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
   if (choice.split_k < 1 || choice.split_k > std::min(kMaxSplits, plan.stages)) {
     return {"split_k is beyond its stages"};
   }
-  if (choice.split_k == 1) return {};
-  if (choice.peers > 1) return {"mates share whole tiles"};  // `mates` in Python
-  const StreamK schedule = ScheduleOf(problem, device, choice);
-  if (schedule.tail_tiles == 0) return {"no tiles are left to be divided"};
-  if (schedule.workspace_bytes(tile) > workspace_bytes) {
-    return {"its partial sums do not fit the workspace"};
+  if (choice.split_k > 1) {
+    if (choice.peers > 1) return {"mates share whole tiles"};  // `mates` in Python
+    const StreamK schedule = ScheduleOf(problem, device, choice);
+    if (schedule.tail_tiles == 0) return {"no tiles are left to be divided"};
+    if (schedule.workspace_bytes(tile) > workspace_bytes) {
+      return {"its partial sums do not fit the workspace"};
+    }
+  }
+  if (!HasInstance(problem, device, choice.tile)) {
+    return {"its tile is compiled where it runs, and there is no compiler"};
   }
   return {};
 }
@@ -81,9 +93,10 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t w
   Choice best;
   double least = 0;
   for (const Choice& choice : Choices(problem)) {
-    if (!SupportsChoice(choice, problem, device, workspace_bytes)) continue;
     const double cost = Cost(problem, device, choice);
     if (best.kernel == Kernel::kQmmSm90 && cost >= least) continue;
+    // Asked last, since it may load the compiler.
+    if (!SupportsChoice(choice, problem, device, workspace_bytes)) continue;
     least = cost;
     best = choice;
   }

@@ -86,6 +86,7 @@ class TileStorer {
   static constexpr int kBlocks = I::kM / 8;
   static constexpr bool kTakesGated = I::kTile.takes_gated();
   static constexpr int kBufferBytes = I::kStoreRows * 128;
+  static constexpr int kResultBytes = ResultBytes(I::kTile);  // of a warpgroup
   // In a gated product, two warpgroups have the gate and up.
   static constexpr bool kApart = I::kStrips == 1;
   // Half a store tile: its rows, blocks of 8 of them, and the halves of a tile. Its accumulators fill a buffer.
@@ -93,8 +94,7 @@ class TileStorer {
   static constexpr int kHalves = I::kM / kHalfRows;
   static constexpr int kStoreTiles = kHalves / 2;  // of a strip
   static constexpr int kGatedRows = GatedStoreRows(I::kTile);
-  static constexpr int kTogether = 2;  // blocks whose epilogues overlap
-  static_assert(kHalfBlocks % kTogether == 0);
+  static constexpr int kTogether = kHalfBlocks % 2 == 0 ? 2 : 1;  // blocks whose epilogues overlap
   // Named barriers of both warpgroups: accumulators of up are in the buffers; both exchange accumulators.
   static constexpr int kHandedOver = 3, kExchange = 3;
 
@@ -286,7 +286,7 @@ class TileStorer {
   // --- stores ---
 
   __device__ uint32_t Buffer(int warpgroup, int buffer) const {
-    return memory_.results() + (warpgroup * kStoreBuffers + buffer) * kBufferBytes;
+    return memory_.results() + warpgroup * kResultBytes + buffer * kBufferBytes;
   }
 
   // The address of this lane's row of two 8 x 8 matrices: rows from `row` on, the first and the last 8 of the warp's
