@@ -48,7 +48,7 @@ _MOST_CHANGE = 5.0  # a factor, of one fit
 _STEPS = 0.1, 0.002, 0.5  # by which constants are changed: first, least and most
 _MOST_ROUNDS = 60
 _LEAST_GAIN = 0.02  # of an entry of a table
-_LEAST_TILE = 32  # rows of the smallest tile of many rows
+_LEAST_TILE = 16  # rows between tiles of many rows
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?(?![\w.])")
 
 # The numbers of cuda/select/choice.h, the first of them the kernel's.
