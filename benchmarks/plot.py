@@ -9,6 +9,7 @@ from typing import Any
 import contenders
 from report import Group, groups
 from results import InputError
+from violations import Cell
 
 
 def plot(results: dict[str, Any], folder: Path) -> list[Path]:
@@ -16,6 +17,42 @@ def plot(results: dict[str, Any], folder: Path) -> list[Path]:
 
     **Raises:** `InputError` without matplotlib.
     """
+    pyplot = _pyplot()
+    written = []
+    for group in groups(results):
+        for kind, draw in (("speed-up", _speed_up), ("time", _time)):
+            path = folder / f"{kind}-{group.format}-{group.dtype}.svg"
+            _panels(pyplot, group, draw, path)
+            written.append(path)
+    return written
+
+
+def heat_map(cells: list[Cell], path: Path) -> None:
+    """Draws how many times as fast as dense each shape (a row) is with each number of tokens.
+
+    **Raises:** `InputError` without matplotlib.
+    """
+    pyplot = _pyplot()
+    elements = {cell.shape: cell.elements for cell in cells}
+    names = sorted(elements, key=elements.__getitem__)
+    tokens = sorted({cell.m for cell in cells})
+    found = {(cell.shape, cell.m): math.log2(cell.speed_up) for cell in cells}
+    ratios = [[found.get((name, m), math.nan) for m in tokens] for name in names]
+    size = (max(8.0, 0.16 * len(tokens)), max(3.0, 0.22 * len(names)))
+    figure, axis = pyplot.subplots(figsize=size, layout="constrained")
+    image = axis.imshow(ratios, aspect="auto", cmap="RdYlGn", vmin=-2, vmax=2)
+    axis.set_yticks(range(len(names)), names, fontsize=9)
+    step = max(1, len(tokens) // 24)
+    shown = range(0, len(tokens), step)
+    axis.set_xticks(shown, [str(tokens[i]) for i in shown], rotation=60, fontsize=9)
+    axis.set(xlabel="rows of activations", title="times as fast as dense bfloat16 (cuBLAS)")
+    bar = figure.colorbar(image, ticks=[-2, -1, 0, 1, 2])
+    bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"])
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
     try:
         pyplot = import_module("matplotlib.pyplot")
     except ImportError:
@@ -24,13 +61,7 @@ def plot(results: dict[str, Any], folder: Path) -> list[Path]:
         ) from None
     pyplot.switch_backend("svg")
     pyplot.rcParams["svg.hashsalt"] = "jaxlowbit"  # the same results give the same file
-    written = []
-    for group in groups(results):
-        for kind, draw in (("speed-up", _speed_up), ("time", _time)):
-            path = folder / f"{kind}-{group.format}-{group.dtype}.svg"
-            _panels(pyplot, group, draw, path)
-            written.append(path)
-    return written
+    return pyplot
 
 
 def _panels(pyplot: Any, group: Group, draw: Callable[[Any, Group, str], None], path: Path) -> None:

@@ -5,9 +5,11 @@ for the layers that end in a sum, of its columns for the others), `llama3-70b` a
 model on one device, `llama3-70b/tp4` all of them on four, and `28672x8192` any n x k. Sets have
 names too: `standard` is what is measured unless others are named, `decode` eight more layers of
 models of 7B to 405B parameters, and `unseen` forty of many models and their parts, small and odd
-ones among them: a selection made with the others can be held to them.
+ones among them: a selection made with the others can be held to them. `random-40` are forty that
+nothing was chosen for, the same in every run.
 """
 
+import random
 import re
 from typing import NamedTuple
 
@@ -132,6 +134,17 @@ UNSEEN = (
 SETS = {"standard": STANDARD, "decode": DECODE, "unseen": UNSEEN}
 
 
+def random_shapes(count: int) -> list[Shape]:
+    """Shapes with n and k multiples of 64 from 1,024 to 28,672, in proportion as likely as real
+    ones: their logarithms are even."""
+    draw = random.Random(0)
+    found = []
+    for _ in range(count):
+        n, k = (round(1024 * 28 ** draw.random() / 64) * 64 for _ in range(2))
+        found.append(Shape(f"{n}x{k}", n, k))
+    return found
+
+
 def find(name: str) -> list[Shape]:
     """The shapes that a name stands for.
 
@@ -139,6 +152,8 @@ def find(name: str) -> list[Shape]:
     """
     if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
         return [Shape(name, int(size[1]), int(size[2]))]
+    if drawn := re.fullmatch(r"random-([1-9]\d{0,3})", name):
+        return random_shapes(int(drawn[1]))
     if name in SETS:
         return [shape for size in SETS[name] for shape in find(size)]
     if name in SHAPES:
@@ -152,7 +167,8 @@ def find(name: str) -> list[Shape]:
     if not found:
         models = sorted({shape.split("/")[0] for shape in SHAPES})
         raise ValueError(
-            f"{name!r} names no shape; give N x K as 14336x4096, a set ({', '.join(SETS)}), a "
+            f"{name!r} names no shape; give N x K as 14336x4096, a set ({', '.join(SETS)}, or "
+            "random-40 for forty random ones), a "
             f"model ({', '.join(models)}), or one of its layers, such as llama3-70b/down or "
             "llama3-70b/down/tp4."
         )

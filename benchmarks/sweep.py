@@ -2,16 +2,20 @@
 
     make driver
     python benchmarks/sweep.py --driver build/driver/driver --shapes unseen --out sweep.json
+    python benchmarks/sweep.py --driver build/driver/driver --shapes standard unseen random-40 \\
+        --m 8-512/8 random-30 --out sweep.json --plot sweep.svg
     python benchmarks/sweep.py --read sweep.json
 
 The driver times what the selection chooses, and PyTorch the dense product, cuBLAS, both in CUDA
 graphs over cold weights (`timing.py`). A line per shape says how many times as fast as dense each
-number of tokens is; then come the cells that `violations.py` objects to. The exit status is 1 if
-there are any. `benchmark.py --read` reads the results too.
+number of tokens is; then come the cells that `violations.py` objects to, and the worst twenty. The
+exit status is 1 if there are any objections. `benchmark.py --read` reads the results too.
 """
 
 import argparse
 import os
+import random
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +27,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import dense
 import driver
 import measure
+import plot
 import results
 import shapes
 import violations
@@ -32,6 +37,8 @@ from violations import Cell
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 # Both take turns with so many: clocks drift alike for both, and few processes start.
 SHAPES_AT_A_TIME = 20
+MOST_TOKENS = 4096  # of random ones
+WORST = 20
 CALLS = 16
 COLD_BYTES = 500_000_000
 
@@ -43,15 +50,37 @@ def main(arguments: list[str] | None = None) -> None:
     source.add_argument("--driver", type=Path, help="the program of make driver")
     source.add_argument("--read", type=Path, help="judge these results and measure nothing")
     add("--shapes", nargs="+", default=["unseen"], help="as for benchmark.py; by default unseen")
-    add("--m", type=results.positive, nargs="+", default=TOKENS, help="tokens")
+    add(
+        "--m",
+        type=_tokens,
+        nargs="+",
+        default=[TOKENS],
+        help="tokens: numbers, ranges such as 8-512/8, and random-30 for thirty random ones",
+    )
     add("--format", default="int4-g128", help="as for benchmark.py, 4 or 8 bits")
     add("--out", type=Path, help="write what is measured here")
+    add("--plot", type=Path, help="draw a heat map here, an SVG file")
     options = parser.parse_args(arguments)
     try:
+        results.require_folder(options.plot and options.plot.parent)
         cells = _read(options.read) if options.read else _measure(options)
+        if options.plot:
+            plot.heat_map(cells, options.plot)
         sys.exit(_judge(cells))
     except (results.InputError, ValueError) as error:
         parser.error(str(error))
+
+
+def _tokens(text: str) -> list[int]:
+    """The numbers of tokens that an argument stands for."""
+    if drawn := re.fullmatch(r"random-([1-9]\d{0,3})", text):
+        return random.Random(0).sample(range(1, MOST_TOKENS + 1), int(drawn[1]))
+    if bounds := re.fullmatch(r"([1-9]\d*)-([1-9]\d*)/([1-9]\d*)", text):
+        first, last, step = map(int, bounds.groups())
+        if last < first:
+            raise argparse.ArgumentTypeError(f"{text} is empty; a range begins with its least.")
+        return list(range(first, last + 1, step))
+    return [results.positive(text)]
 
 
 def _read(path: Path) -> list[Cell]:
@@ -69,7 +98,7 @@ def _measure(options: argparse.Namespace) -> list[Cell]:
     distinct = {shape[1:]: shape for name in options.shapes for shape in shapes.find(name)}
     plan = measure.Plan(
         shapes=list(distinct.values()),
-        tokens=sorted(set(options.m)),
+        tokens=sorted({m for several in options.m for m in several}),
         formats=[weights.parse_format(options.format)],
         dtype="bfloat16",
         backends=[],
@@ -107,17 +136,21 @@ def _print_lines(cells: list[Cell], tokens: Sequence[int]) -> None:
 
 def _judge(cells: list[Cell]) -> int:
     slower = [cell for cell in cells if cell.slower]
-    falls = list(violations.falls(cells))
+    falls, jumps = list(violations.falls(cells)), list(violations.jumps(cells))
     objections = {
         f"slower than dense by more than {violations.SLOWER_BY:.0%}, or, with fewer than "
         f"{violations.SMALL / 1e6:g} million weights, {violations.SMALL_SLOWER_BY:.0%} (!)": slower,
         f"slower than with more tokens by more than {violations.FALLS_BY:.0%}": falls,
+        f"faster than with up to {violations.STEP} more tokens by more than "
+        f"{violations.JUMPS_BY:.0%}": jumps,
     }
     for objection, found in objections.items():
         print(f"\n{len(found)} of {len(cells)} cells are {objection}", *found, sep="\n  ")
+    worst = sorted(cells, key=lambda cell: cell.speed_up)[:WORST]
+    print(f"\nthe worst {len(worst)}", *worst, sep="\n  ")
     mean = violations.mean_speed_up(cells)
     print(f"\ngeometric mean: {mean:.2f} times as fast as dense")
-    return int(bool(slower or falls))
+    return int(bool(slower or falls or jumps))
 
 
 if __name__ == "__main__":

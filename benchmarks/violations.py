@@ -1,4 +1,4 @@
-"""What is wrong with measured times: cells slower than dense, or than more tokens are."""
+"""What is wrong with measured times: cells slower than dense or than more tokens are, and jumps."""
 
 import math
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ import contenders
 from results import InputError
 
 # A weight of fewer elements than these takes a few microseconds, of which launches are a part.
-SMALL = 8_000_000
-SLOWER_BY, SMALL_SLOWER_BY, FALLS_BY = 0.02, 0.10, 0.03
+SMALL = 20_000_000
+SLOWER_BY, SMALL_SLOWER_BY, FALLS_BY = 0.04, 0.10, 0.03
+STEP, JUMPS_BY = 8, 0.15  # tokens, and by how much more time they may take
 
 
 class Cell(NamedTuple):
@@ -39,8 +40,8 @@ class Cell(NamedTuple):
         )
 
 
-class Fall(NamedTuple):
-    """A time that is longer than one of more tokens."""
+class Pair(NamedTuple):
+    """Times of a shape with few and with more tokens."""
 
     few: Cell
     many: Cell
@@ -76,13 +77,24 @@ def cells(rows: list[dict[str, Any]]) -> list[Cell]:
     return found
 
 
-def falls(cells: list[Cell]) -> Iterator[Fall]:
+def falls(cells: list[Cell]) -> Iterator[Pair]:
     """Each time with the least of more tokens, where that is shorter by more than is allowed."""
     for few in cells:
         more = [cell for cell in cells if cell.shape == few.shape and cell.m > few.m]
         many = min(more, key=lambda cell: cell.us, default=few)
         if many.us < (1 - FALLS_BY) * few.us:
-            yield Fall(few, many)
+            yield Pair(few, many)
+
+
+def jumps(cells: list[Cell]) -> Iterator[Pair]:
+    """Each time with that of up to STEP more tokens, where that is longer by more than is
+    allowed."""
+    times = {(cell.shape, cell.m): cell for cell in cells}
+    for few in cells:
+        more = [times.get((few.shape, few.m + step)) for step in range(1, STEP + 1)]
+        many = next(filter(None, reversed(more)), few)
+        if many.us > (1 + JUMPS_BY) * few.us:
+            yield Pair(few, many)
 
 
 def mean_speed_up(cells: list[Cell]) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 import peers
 import pytest
 import results
+import shapes
 import sweep
 import timing
 import violations
@@ -288,22 +289,26 @@ def test_sweep(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "graph_microseconds_per_call", clock)
     monkeypatch.setattr(sweep, "SHAPES_AT_A_TIME", 2)
     out = tmp_path / "sweep.json"
-    sizes = ["4096x4096", "1024x4096", "mistral-7b/output", "4096x1024"]
+    sizes = ["8192x4096", "1024x4096", "mixtral-8x7b/down/tp2", "4096x1024"]
+    sizes.append("4096x7168")
     arguments = ["--driver", driver, "--shapes", *sizes, "--m", 1, 2, 4, "--out", out]
     assert run(sweep, *arguments) == 1
     printed = capsys.readouterr().out
     # 7.5 is no loss against 7.4, and 8 is none for a small weight. A size is measured once.
-    assert f"{'mistral-7b/output':24s}  1.48   0.93!  0.99 \n" in printed
+    assert f"{'8192x4096':24s}  1.48   0.93!  0.99 \n" in printed
     assert f"{'1024x4096':24s}  1.48   0.93   0.99 \n" in printed
-    assert "4096x4096" not in printed
-    assert "1 of 9 cells are slower than dense by more than 2%" in printed
+    assert f"{'4096x7168':24s}" in printed
+    assert "mixtral" not in printed
+    assert "2 of 12 cells are slower than dense by more than 4%" in printed
     assert "m=2          8.00 us, dense      7.40: 1.08 times as long" in printed
-    assert "3 of 9 cells are slower than with more tokens by more than 3%" in printed
+    assert "4 of 12 cells are faster than with up to 8 more tokens by more than 15%" in printed
+    assert "4 of 12 cells are slower than with more tokens by more than 3%" in printed
     assert "geometric mean: 1.11 times as fast as dense" in printed
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 18 and all(row.keys() == forged().keys() for row in rows)
-    assert run(sweep, "--read", out) == 1
+    assert len(rows) == 24 and all(row.keys() == forged().keys() for row in rows)
+    assert run(sweep, "--read", out, "--plot", tmp_path / "map.svg") == 1
     assert capsys.readouterr().out == printed
+    assert "times as fast as dense" in (tmp_path / "map.svg").read_text()
 
 
 def beside(us, dense_us, **changes):
@@ -314,7 +319,7 @@ def beside(us, dense_us, **changes):
 
 @pytest.mark.parametrize(
     ("n", "us", "slower"),
-    [(4096, 10.1, False), (4096, 10.3, True), (1024, 10.9, False), (1024, 11.1, True)],
+    [(8192, 10.3, False), (8192, 10.5, True), (1024, 10.9, False), (1024, 11.1, True)],
 )
 def test_slower_than_dense(n, us, slower):
     [cell] = violations.cells(beside(us, 10.0, n=n, k=4096))
@@ -341,13 +346,38 @@ def test_time_must_not_fall_with_more_tokens():
     assert found == [("a", 1, 4), ("b", 2, 8), ("b", 4, 8)]
 
 
+def test_time_must_not_jump_within_eight_tokens():
+    times = {120: 10.0, 128: 11.0, 136: 13.0, 160: 30.0}
+    rows = [row for m, us in times.items() for row in beside(us, 1.0, m=m)]
+    found = [(jump.few.m, jump.many.m) for jump in violations.jumps(violations.cells(rows))]
+    assert found == [(128, 136)]
+
+
+def test_random_shapes_are_the_same_in_every_run():
+    drawn = shapes.find("random-40")
+    assert drawn == shapes.find("random-40") and drawn[:7] == shapes.find("random-7")
+    assert len({shape.name for shape in drawn}) == 40
+    for shape in drawn:
+        assert all(1024 <= size <= 28672 and size % 64 == 0 for size in shape[1:])
+
+
+def test_tokens_of_a_sweep():
+    assert sweep._tokens("12") == [12]
+    assert sweep._tokens("8-32/8") == [8, 16, 24, 32]
+    drawn = sweep._tokens("random-30")
+    assert drawn == sweep._tokens("random-30") and len(set(drawn)) == 30
+    assert all(1 <= m <= 4096 for m in drawn)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--driver driver --m 16-8/8", "16-8/8 is empty; a range begins with its least"),
+        ("--driver driver --m 1-", "1-"),
         ("", "one of the arguments --driver --read is required"),
         ("--driver driver", "dense products are PyTorch's, and import torch fails"),
         ("--driver driver --shapes 64x64", "more than 512; name a larger shape"),
-        ("--driver driver --shapes unsean", "a set (standard, decode, unseen), a model"),
+        ("--driver driver --shapes unsean", "a set (standard, decode, unseen, or random-40"),
         ("--driver driver --out {}/missing/sweep.json", "missing does not exist; make it first"),
         ("--read {}/ours.json", "have no product of jaxlowbit with a dense one beside it"),
         ("--read {}/both.json", "the rows have several formats, dtypes or methods"),
