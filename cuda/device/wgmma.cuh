@@ -80,6 +80,7 @@ struct WarpgroupMma;
 #define JAXLOWBIT_D40(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D8(d, i + 32)
 #define JAXLOWBIT_D48(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D16(d, i + 32)
 #define JAXLOWBIT_D56(d, i) JAXLOWBIT_D32(d, i), JAXLOWBIT_D16(d, i + 32), JAXLOWBIT_D8(d, i + 48)
+#define JAXLOWBIT_D72(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D8(d, i + 64)
 #define JAXLOWBIT_D80(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D16(d, i + 64)
 #define JAXLOWBIT_D96(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D32(d, i + 64)
 #define JAXLOWBIT_D112(d, i) JAXLOWBIT_D64(d, i), JAXLOWBIT_D32(d, i + 64), JAXLOWBIT_D16(d, i + 96)
@@ -91,20 +92,19 @@ struct WarpgroupMma;
 #define JAXLOWBIT_TEXT48 JAXLOWBIT_TEXT40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define JAXLOWBIT_TEXT56 JAXLOWBIT_TEXT48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define JAXLOWBIT_TEXT64 JAXLOWBIT_TEXT56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define JAXLOWBIT_TEXT80 \
-  JAXLOWBIT_TEXT64       \
-      ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define JAXLOWBIT_TEXT72 JAXLOWBIT_TEXT64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define JAXLOWBIT_TEXT80 JAXLOWBIT_TEXT72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define JAXLOWBIT_TEXT96 \
   JAXLOWBIT_TEXT80       \
-      ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define JAXLOWBIT_TEXT112                                                                        \
-  JAXLOWBIT_TEXT96                                                                               \
-      ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
-      "%111"
-#define JAXLOWBIT_TEXT128                                                                      \
-  JAXLOWBIT_TEXT112                                                                            \
-      ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
-      "%126, %127"
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define JAXLOWBIT_TEXT112                                                                    \
+  JAXLOWBIT_TEXT96                                                                           \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
+  "%111"
+#define JAXLOWBIT_TEXT128                                                                  \
+  JAXLOWBIT_TEXT112                                                                        \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
+  "%126, %127"
 
 #define JAXLOWBIT_WARPGROUP_MMA(Type, kind, n, count, a0, a1, a2, a3, b, c)                       \
   template <>                                                                                     \
@@ -129,6 +129,7 @@ struct WarpgroupMma;
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 96, 48, 48, 49, 50, 51, 52, 53)         \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 112, 56, 56, 57, 58, 59, 60, 61)        \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 128, 64, 64, 65, 66, 67, 68, 69)        \
+  JAXLOWBIT_WARPGROUP_MMA(Type, kind, 144, 72, 72, 73, 74, 75, 76, 77)        \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 160, 80, 80, 81, 82, 83, 84, 85)        \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 192, 96, 96, 97, 98, 99, 100, 101)      \
   JAXLOWBIT_WARPGROUP_MMA(Type, kind, 224, 112, 112, 113, 114, 115, 116, 117) \
@@ -143,6 +144,7 @@ JAXLOWBIT_WARPGROUP_MMAS(__half, "f16")
 #undef JAXLOWBIT_TEXT112
 #undef JAXLOWBIT_TEXT96
 #undef JAXLOWBIT_TEXT80
+#undef JAXLOWBIT_TEXT72
 #undef JAXLOWBIT_TEXT64
 #undef JAXLOWBIT_TEXT56
 #undef JAXLOWBIT_TEXT48
@@ -154,6 +156,7 @@ JAXLOWBIT_WARPGROUP_MMAS(__half, "f16")
 #undef JAXLOWBIT_D112
 #undef JAXLOWBIT_D96
 #undef JAXLOWBIT_D80
+#undef JAXLOWBIT_D72
 #undef JAXLOWBIT_D64
 #undef JAXLOWBIT_D56
 #undef JAXLOWBIT_D48

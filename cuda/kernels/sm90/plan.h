@@ -27,9 +27,12 @@ struct TileShape {
   int stage_atoms;  // of k, of a stage
 
   constexpr int cta_strips() const { return strips * warpgroups; }
+  // Large tiles with two atoms in a stage leave little shared memory to results.
+  constexpr bool has_large_stages() const { return stage_atoms == 2 && m > 160; }
   // Strips of the gate and of up alternate. Two warpgroups of a strip each finish half of the rows.
   constexpr bool takes_gated() const {
-    return cta_strips() % 2 == 0 && (strips == 2 || m % (2 * kStoreStep) == 0);
+    const bool halves = m % (2 * kStoreStep) == 0 && (m <= 192 || !has_large_stages());
+    return cta_strips() % 2 == 0 && (strips == 2 || halves);
   }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
@@ -37,7 +40,8 @@ struct TileShape {
 inline constexpr TileShape kTiles[] = {
     {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 1, 2, 2},  {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},
     {128, 1, 3, 1, 2}, {128, 1, 1, 1, 2}, {48, 2, 1, 2, 2},  {80, 1, 2, 1, 2},  {96, 1, 2, 1, 2},
-    {96, 1, 1, 2, 2},  {112, 1, 2, 1, 2}, {160, 1, 2, 1, 1}, {192, 1, 2, 1, 1}, {224, 1, 2, 1, 1}};
+    {96, 1, 1, 2, 2},  {112, 1, 2, 1, 2}, {144, 1, 2, 1, 2}, {160, 1, 2, 1, 2}, {192, 1, 2, 1, 2},
+    {224, 1, 2, 1, 2}, {80, 2, 2, 1, 2}};
 // The build holds every instance of the first tiles. Of the others, which fill the gaps between these, it holds those
 // for what most programs run, and the rest is compiled where it runs (instances.h).
 inline constexpr int kBuiltTiles = 7;
@@ -60,9 +64,9 @@ constexpr int LargestStoreRows(int rows, int most) {
   return most;
 }
 
-// Rows that a warpgroup stores at a time; three warpgroups leave more shared memory to the stages.
+// Rows that a warpgroup stores at a time; fewer leave more shared memory to the stages.
 constexpr int StoreRows(const TileShape& tile) {
-  return LargestStoreRows(tile.m, tile.warpgroups > 2 ? 32 : 64);
+  return LargestStoreRows(tile.m, tile.warpgroups > 2 || tile.has_large_stages() ? 32 : 64);
 }
 
 // Rows that a warpgroup stores at a time if two warpgroups finish a gated tile, each half of its rows.

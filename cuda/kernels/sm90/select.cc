@@ -20,8 +20,7 @@ StreamK ScheduleOf(const QuantizedMatmul& problem, const Device& device, const C
 // Whether the instance is there, or can be. Of formats whose instances are all compiled, SupportsOnHopper has asked.
 bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile) {
   const InstanceKey key = KeyOf(problem, tile);
-  return BuildHolds(key) || !IsBuilt(key) || device.compiles == nullptr ||
-         device.compiles();
+  return BuildHolds(key) || !IsBuilt(key) || device.compiles == nullptr || device.compiles();
 }
 
 }  // namespace
