@@ -1,6 +1,7 @@
 """How JAX, hypothesis and the markers are set up for every test."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -22,6 +23,13 @@ hypothesis.settings.register_profile("default", deadline=None, derandomize=True,
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+
+# Files that hold XLA's own arithmetic to bounds, so that LLVM optimizes their programs on the CPU.
+# It does not optimize those of other files, which takes a third of the time; XLA's passes, and so
+# the text of a compiled program, are the same. JAX_DISABLE_MOST_OPTIMIZATIONS=1 spares these too.
+OPTIMIZED = ("matmul", "properties", "quantize", "scales", "transforms")
+DISABLE = "jax_disable_most_optimizations"
+DISABLED = jax.config.read(DISABLE)
 
 # What `--oldest-jax` leaves out: files, and tests of other files. They check formats, models, tools
 # and texts, or numbers, and what stays goes the same ways through JAX. Files not named are run.
@@ -72,6 +80,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only what another version of JAX may change: the first case of each test, and with "
         "the marker `ways` the first for each value of the arguments that it names",
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Says whether LLVM optimizes the programs of this file and of processes that it starts."""
+    optimized = request.path.stem.removeprefix("test_") in OPTIMIZED
+    disable = DISABLED or (not optimized and jax.default_backend() == "cpu")
+    if jax.config.read(DISABLE) and not disable:
+        jax.clear_caches()  # they hold programs of other files
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DISABLE.upper(), str(int(disable)))
+        jax.config.update(DISABLE, disable)
+        yield
 
 
 @pytest.fixture
