@@ -46,7 +46,6 @@ NOT_OF_JAX = (
     "examples",
     "explain",
     "formats",
-    "handlers::test_no_exception_leaves_a_handler",
     "install",  # run by `.ci/run wheel` on every JAX
     "jit",
     "language_model_example",
