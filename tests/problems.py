@@ -200,7 +200,10 @@ PROBLEMS = (
     P("6 bits, integer zero", 5, 100, 70, 6, **INTEGER),
     P("7 bits", 5, 100, 70, 7, 16),
     P("7 bits, float zero", 5, 100, 70, 7, 96, **FLOAT),
-    *(P(f"{bits} bits, one row, group 64", 1, 200, 70, bits, 64, **FLOAT) for bits in range(1, 9)),
+    *(
+        P(f"{bits} bits, one row, group 64", 1, 200, 70, bits, 64, **FLOAT, **COMPILED)
+        for bits in range(1, 9)
+    ),
     *(
         P(f"{bits} bits, 2 rows, group 16", 2, 100, 70, bits, 16, **F32, **COMPILED)
         for bits in range(1, 9)

@@ -21,6 +21,7 @@ from helpers import (
 from problems import PROBLEMS, Problem, operands
 
 from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
+from jaxlowbit import dequantize as dequantize_array
 
 
 def computing(problem: Problem) -> list[str]:
@@ -103,6 +104,9 @@ def test_backends_agree(problem):
         assert_within(one, other.astype(np.float64), bound)
 
 
+jit_dequantize = jax.jit(dequantize_array, static_argnums=1)
+
+
 @cases_of(
     "k = 7: below a step, unaligned rows",
     "k = 201: odd rows, one row",
@@ -127,7 +131,7 @@ def test_identity_gives_the_dequantized_weight(problem, backend):
     # Without a float zero the weight is one float32 product, then rounded once.
     weight = dequantize(rhs).value.astype(np.float32).astype(dtype)
     np.testing.assert_array_equal(got, weight)
-    np.testing.assert_array_equal(rhs.dequantize(dtype), weight)
+    np.testing.assert_array_equal(jit_dequantize(rhs, dtype), weight)
 
 
 @cases_of(
@@ -196,6 +200,11 @@ ROWS = (1, 40)  # the two ways of the CPU kernel: few rows and many
 BOTH_WAYS = pytest.mark.parametrize("m", ROWS)
 
 
+def backends_of_rows(m: int, dtype: str, format: Format) -> list[str]:
+    """For many rows all backends; the definition and Pallas compute few rows in the same way."""
+    return backends(dtype, format)[: None if m == max(ROWS) else 1]
+
+
 def packed(weight, format, **options) -> QuantizedArray:
     """Quantized in a program, in which no range is refused."""
     return jax.jit(functools.partial(quantize, format=format, **options))(weight)
@@ -241,7 +250,7 @@ def test_padding_is_invisible_beside_the_largest_weights(
     lhs[:, [0, 40, 65]] = [2.0**-10, -(2.0**-12), 2.0**-14]
     oracle = Oracle.of(lhs, dequantize(rhs))
     assert np.isfinite(oracle.exact).all() and (np.abs(oracle.exact) > 1e30).any()
-    for backend in backends(dtype, rhs.format):
+    for backend in backends_of_rows(m, dtype, rhs.format):
         assert_within(compute(lhs, rhs, backend), oracle.exact, oracle.bound(lhs.dtype))
 
 
@@ -294,7 +303,7 @@ def test_weights_are_infinite_where_the_dtype_of_lhs_ends(zero, dtype, m):
             for weights in (scale.astype(lhs.dtype), scale)
         )
     assert np.isinf(rounded[0, ::2]).all() and np.isfinite(rounded[0, 1::2]).all()
-    for backend in backends(dtype, rhs.format):
+    for backend in backends_of_rows(m, dtype, rhs.format):
         got = compute(lhs, rhs, backend)
         finite = backend == "cuda" and np.isfinite(got).all()
         np.testing.assert_array_equal(
