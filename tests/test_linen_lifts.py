@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import traverse_util
+from helpers import dequantized
 
-from jaxlowbit import Format, QuantizedArray, dequantize
+from jaxlowbit import Format, QuantizedArray
 from jaxlowbit.linen import QuantizedDense, quantize_model
 
 WIDTH = 56  # a block is padded
@@ -81,9 +82,6 @@ def leaves(tree: Any) -> dict[tuple[str, ...], Any]:
     return traverse_util.flatten_dict(tree)
 
 
-jit_dequantize = jax.jit(dequantize)
-
-
 def twin(model: Any, variables: Any, floats: Any) -> Any:
     """The float variables with the weights that the quantized ones stand for."""
     params, stored = leaves(floats["params"]), leaves(variables["quantized"])
@@ -91,7 +89,7 @@ def twin(model: Any, variables: Any, floats: Any) -> Any:
         k, n = params[*path, "kernel"].shape[-2:]
         arrays: Any = {x: stored.get((*path, x)) for x in ("packed", "scale", "zero", "version")}
         array = QuantizedArray(**arrays, index=None, format=format, k=k, n=n)
-        params[*path, "kernel"] = jit_dequantize(array)
+        params[*path, "kernel"] = dequantized(array)
     return {**floats, "params": traverse_util.unflatten_dict(params)}
 
 

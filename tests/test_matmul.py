@@ -15,13 +15,13 @@ from helpers import (
     assert_within,
     backends,
     dequantize,
+    dequantized,
     interpreted_matmul,
     matmul,
 )
 from problems import PROBLEMS, Problem, operands
 
 from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
-from jaxlowbit import dequantize as dequantize_array
 
 
 def computing(problem: Problem) -> list[str]:
@@ -104,9 +104,6 @@ def test_backends_agree(problem):
         assert_within(one, other.astype(np.float64), bound)
 
 
-jit_dequantize = jax.jit(dequantize_array, static_argnums=1)
-
-
 @cases_of(
     "k = 7: below a step, unaligned rows",
     "k = 201: odd rows, one row",
@@ -131,7 +128,7 @@ def test_identity_gives_the_dequantized_weight(problem, backend):
     # Without a float zero the weight is one float32 product, then rounded once.
     weight = dequantize(rhs).value.astype(np.float32).astype(dtype)
     np.testing.assert_array_equal(got, weight)
-    np.testing.assert_array_equal(jit_dequantize(rhs, dtype), weight)
+    np.testing.assert_array_equal(dequantized(rhs, dtype), weight)
 
 
 @cases_of(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers import TARGET, dequantize, global_order
+from helpers import TARGET, dequantize, dequantized, global_order
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, group_permutation
@@ -35,7 +35,6 @@ def quantize(*lead: int, shards: int = 1, format: Format = FORMAT) -> QuantizedA
 
 
 jit_quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="shards")
-jit_dequantize = jax.jit(jaxlowbit.dequantize)
 
 
 def product(lhs, rhs):
@@ -75,7 +74,7 @@ def test_quantize_stores_and_groups_rows_in_that_order(format, shards, lead):
     want = jit_quantize(stored, format, shards=(shards, 1))
     for name in ("packed", "scale", "zero"):
         jax.tree.map(np.testing.assert_array_equal, getattr(array, name), getattr(want, name))
-    value, unpermuted = (np.asarray(jit_dequantize(x)) for x in (array, want))
+    value, unpermuted = (np.asarray(dequantized(x)) for x in (array, want))
     np.testing.assert_array_equal(value, dequantize(array).value.astype(np.float32))
     np.testing.assert_array_equal(np.take_along_axis(value, order, axis=-2), unpermuted)
     assert array.nbytes == want.nbytes + 4 * K * np.prod(lead, dtype=int)
