@@ -8,7 +8,7 @@
 #   CUDA=AUTO|ON|OFF       build the CUDA kernels; a wheel to hand on has them
 #   V=1                    a line for each file while it compiles
 #   DRIVER=ON              build the driver along with the wheel
-#   ARGS="-k ffi"          further arguments of pytest
+#   ARGS="-k ffi"          further arguments of pytest, or of the demo
 #   CMAKE_ARGS="-D..."     further arguments of CMake
 
 PYTHON ?= python3
@@ -46,11 +46,11 @@ say = @echo '== $(1): $(strip $(2))'
 
 demo: $(call needs,demo) $(call needs,chat-model) install
 	$(call say,running,examples/language_model.py)
-	@$(PY) examples/language_model.py --plot build/quality.png
+	@$(PY) examples/language_model.py --plot build/quality.png $(ARGS)
 
 demo-embed: $(call needs,demo) $(call needs,sentence-model) install
 	$(call say,running,examples/embed_sentences.py)
-	@$(PY) examples/embed_sentences.py
+	@$(PY) examples/embed_sentences.py $(ARGS)
 
 test: $(call needs,test) $(call needs,chat-model) $(call needs,sentence-model) install
 	$(call say,running,the tests)

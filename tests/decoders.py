@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import dequantized
 
 from jaxlowbit import Format, QuantizedArray
 from jaxlowbit._llm.random_weights import random_weights
@@ -58,7 +59,7 @@ def random(config: Config, format: Format = INT4_G32) -> dict[str, Any]:
 def floats(weights: dict[str, Any]) -> dict[str, np.ndarray]:
     """What weights stand for, in float64."""
     return {
-        name: np.asarray(x.dequantize() if isinstance(x, QuantizedArray) else x, np.float64)
+        name: np.asarray(dequantized(x) if isinstance(x, QuantizedArray) else x, np.float64)
         for name, x in weights.items()
     }
 

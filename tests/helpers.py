@@ -22,6 +22,8 @@ TARGET = "jaxlowbit_quantized_matmul"
 _STATIC = ("preferred_element_type", "precision", "backend")
 matmul = jax.jit(jaxlowbit.quantized_matmul, static_argnames=_STATIC)
 quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="shards")
+# `array.dequantize(dtype)` in one program: run operation by operation, it would compile ten.
+dequantized = jax.jit(jaxlowbit.dequantize, static_argnums=1)
 # Interpreted kernels take longer to optimize than to run.
 UNOPTIMIZED: dict[str, Any] = {"xla_backend_optimization_level": 0}
 interpreted_matmul = jax.jit(

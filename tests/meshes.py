@@ -1,6 +1,7 @@
 """Meshes, the programs that tests run on them, and what these send between devices."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -27,8 +28,11 @@ def assert_close(got, want):
 
 
 def collectives(f, *args) -> list[str]:
-    """Communication of the compiled program, such as "all-reduce f32"."""
-    text = jax.jit(lambda *args: f(*args)).lower(*args).compile().as_text()
+    """Communication of the compiled program, such as "all-reduce f32".
+
+    JAX remembers it for a call of `f`, if that is a jitted function, or of `jax.jit(f)`.
+    """
+    text = (f if hasattr(f, "lower") else jax.jit(f)).lower(*args).compile().as_text()
     assert text is not None
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     started = rf"= \(?(\w+)\[.* ({kinds})(?:-start)?\("  # asynchronous ones end elsewhere
@@ -39,10 +43,12 @@ def product(lhs, rhs):
     return lhs @ rhs
 
 
+@jax.jit
 def reference(lhs, rhs):
     return lhs @ rhs.dequantize(lhs.dtype)
 
 
+@functools.cache
 def gradients(multiply):
     """Derivatives of a loss by lhs and by the scales."""
 

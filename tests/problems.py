@@ -33,6 +33,7 @@ class Problem:
     codes: str = "random"  # or "least", "most", "zero": one code everywhere
     permuted: bool = False  # the rows are stored in a random order
     shards: int = 1  # of k, each padded on its own
+    compiled: bool = False  # for the tiles and branches of compiled kernels; Pallas has none such
 
     @property
     def format(self) -> Format:
@@ -102,69 +103,70 @@ FLOAT: dict[str, Any] = {"zero": "float"}
 F16: dict[str, Any] = {"dtype": "float16"}
 F32: dict[str, Any] = {"dtype": "float32"}
 PERMUTED: dict[str, Any] = {"permuted": True}
+COMPILED: dict[str, Any] = {"compiled": True}
 
 PROBLEMS = (
     # Rows: around the 8 rows of an mma tile, and around every multiple that a kernel may tile by.
     P("one row: decoding", 1, 256, 192),
     P("no rows", 0, 64, 64),
-    P("7 rows: one below an mma tile", 7, 128, 64),
-    P("8 rows: one mma tile", 8, 128, 64),
-    P("9 rows: one past an mma tile", 9, 128, 64),
+    P("7 rows: one below an mma tile", 7, 128, 64, **COMPILED),
+    P("8 rows: one mma tile", 8, 128, 64, **COMPILED),
+    P("9 rows: one past an mma tile", 9, 128, 64, **COMPILED),
     P("16 rows: two mma tiles", 16, 128, 128),
     P("17 rows: one past two mma tiles", 17, 128, 128, **INTEGER),
-    P("33 rows: one past 32", 33, 128, 64),
-    P("64 rows: a wgmma tile", 64, 192, 64, **INTEGER),
-    P("65 rows: one past 64", 65, 100, 70, group_size=64),
-    P("129 rows: one past 128", 129, 128, 192),
+    P("33 rows: one past 32", 33, 128, 64, **COMPILED),
+    P("64 rows: a wgmma tile", 64, 192, 64, **INTEGER, **COMPILED),
+    P("65 rows: one past 64", 65, 100, 70, group_size=64, **COMPILED),
+    P("129 rows: one past 128", 129, 128, 192, **COMPILED),
     P("1000 rows: many tiles, the last one ragged", 1000, 128, 128),
     # Shapes: atoms are 64 x 64, rows of lhs are 16-byte aligned only if k is a multiple of 8.
     P("1 x 1 x 1: the smallest product", 1, 1, 1),
     P("k = 1: one product per element", 5, 1, 70),
     P("n = 1: one column", 5, 70, 1),
     P("k = 7: below a step, unaligned rows", 9, 7, 65),
-    P("k = 20: below a group of 128", 3, 20, 64, group_size=128),
-    P("k = 33: odd rows are unaligned", 17, 33, 64),
+    P("k = 20: below a group of 128", 3, 20, 64, group_size=128, **COMPILED),
+    P("k = 33: odd rows are unaligned", 17, 33, 64, **COMPILED),
     P("k = 63: one below an atom", 8, 63, 64, **INTEGER),
     P("k = 65: one past an atom", 8, 65, 64, **INTEGER),
-    P("k = 100: rows aligned to 8 bytes only", 33, 100, 128),
-    P("k = 201: odd rows, one row", 1, 201, 128),
+    P("k = 100: rows aligned to 8 bytes only", 33, 100, 128, **COMPILED),
+    P("k = 201: odd rows, one row", 1, 201, 128, **COMPILED),
     P("k = 201: odd rows, many rows", 130, 201, 64, group_size=16),
     P("k = 4160: long sums, one row", 1, 4160, 64),
-    P("k = 4160: long sums, 16 rows", 16, 4160, 64, group_size=128),
-    P("k = 3001: long odd sums", 5, 3001, 70, **INTEGER),
+    P("k = 4160: long sums, 16 rows", 16, 4160, 64, group_size=128, **COMPILED),
+    P("k = 3001: long odd sums", 5, 3001, 70, **INTEGER, **COMPILED),
     P("n = 63: one below an atom", 8, 64, 63),
     P("n = 65: one past an atom", 8, 64, 65, **INTEGER),
-    P("n = 67: an odd row of results", 33, 64, 67),
-    P("n = 129: one past two atoms", 64, 128, 129),
+    P("n = 67: an odd row of results", 33, 64, 67, **COMPILED),
+    P("n = 129: one past two atoms", 64, 128, 129, **COMPILED),
     P("n = 4097: many blocks, the last has one column", 1, 64, 4097),
-    P("n = 2050: many blocks, 16 rows", 16, 128, 2050),
+    P("n = 2050: many blocks, 16 rows", 16, 128, 2050, **COMPILED),
     # Groups: of every alignment with the 16 of a step and the 64 of an atom.
     P("group 16: one step", 9, 200, 70, group_size=16),
-    P("group 32: half an atom", 9, 200, 70, group_size=32),
+    P("group 32: half an atom", 9, 200, 70, group_size=32, **COMPILED),
     P("group 48: straddles atoms", 9, 200, 70, group_size=48),
     P("group 64: one atom", 9, 200, 70, group_size=64),
-    P("group 96: straddles atoms", 9, 200, 70, group_size=96),
+    P("group 96: straddles atoms", 9, 200, 70, group_size=96, **COMPILED),
     P("group 128: two atoms", 9, 200, 70, group_size=128),
     P("group 256: longer than k", 9, 200, 70, group_size=256),
     P("group -1: one per channel", 9, 200, 70, group_size=-1),
-    P("group 16, one row", 1, 200, 70, group_size=16, **INTEGER),
-    P("group 48, one row", 1, 200, 70, group_size=48, **INTEGER),
-    P("group 128, 40 rows", 40, 328, 70, group_size=128, **INTEGER),
-    P("group -1, one row", 1, 200, 70, group_size=-1, **INTEGER),
+    P("group 16, one row", 1, 200, 70, group_size=16, **INTEGER, **COMPILED),
+    P("group 48, one row", 1, 200, 70, group_size=48, **INTEGER, **COMPILED),
+    P("group 128, 40 rows", 40, 328, 70, group_size=128, **INTEGER, **COMPILED),
+    P("group -1, one row", 1, 200, 70, group_size=-1, **INTEGER, **COMPILED),
     P("8 bits, group 16", 9, 200, 70, 8, 16),
     P("8 bits, group 48", 40, 200, 70, 8, 48),
     P("8 bits, group 128", 16, 256, 70, 8, 128),
     P("8 bits, group -1", 1, 200, 70, 8, -1),
-    P("8 bits, group -1, many rows", 100, 200, 70, 8, -1),
+    P("8 bits, group -1, many rows", 100, 200, 70, 8, -1, **COMPILED),
     # Zeros.
     P("integer zero, group 16", 9, 200, 70, 4, 16, **INTEGER),
     P("integer zero, group -1", 33, 200, 70, 4, -1, **INTEGER),
     P("8 bits, integer zero, group 48", 9, 200, 70, 8, 48, **INTEGER),
     P("8 bits, integer zero, group -1", 40, 200, 70, 8, -1, **INTEGER),
-    P("8 bits, integer zero, one row", 1, 200, 70, 8, 64, **INTEGER),
+    P("8 bits, integer zero, one row", 1, 200, 70, 8, 64, **INTEGER, **COMPILED),
     P("float zero", 9, 200, 70, 4, 64, **FLOAT),
     P("float zero, group 48, many rows", 40, 200, 70, 4, 48, **FLOAT),
-    P("float zero, one row per channel", 1, 200, 70, 4, -1, **FLOAT),
+    P("float zero, one row per channel", 1, 200, 70, 4, -1, **FLOAT, **COMPILED),
     P("8 bits, float zero", 9, 200, 70, 8, 64, **FLOAT),
     # Dtypes.
     P("float16", 9, 200, 70, **F16),
@@ -198,9 +200,18 @@ PROBLEMS = (
     P("6 bits, integer zero", 5, 100, 70, 6, **INTEGER),
     P("7 bits", 5, 100, 70, 7, 16),
     P("7 bits, float zero", 5, 100, 70, 7, 96, **FLOAT),
-    *(P(f"{bits} bits, one row, group 64", 1, 200, 70, bits, 64, **FLOAT) for bits in range(1, 9)),
-    *(P(f"{bits} bits, 2 rows, group 16", 2, 100, 70, bits, 16, **F32) for bits in range(1, 9)),
-    *(P(f"{bits} bits, 40 rows, group 64", 40, 200, 70, bits, 64) for bits in range(1, 9)),
+    *(
+        P(f"{bits} bits, one row, group 64", 1, 200, 70, bits, 64, **FLOAT, **COMPILED)
+        for bits in range(1, 9)
+    ),
+    *(
+        P(f"{bits} bits, 2 rows, group 16", 2, 100, 70, bits, 16, **F32, **COMPILED)
+        for bits in range(1, 9)
+    ),
+    *(
+        P(f"{bits} bits, 40 rows, group 64", 40, 200, 70, bits, 64, **COMPILED)
+        for bits in range(1, 9)
+    ),
     *(
         P(f"{bits} bits, 17 rows, group 48", 17, 99, 70, bits, 48, **INTEGER)
         for bits in range(1, 9)

@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
+from helpers import dequantized
 
 from jaxlowbit import INT4, Format
 from jaxlowbit import linen as jl_linen
@@ -78,7 +79,7 @@ def test_nnx_layer_is_its_fake_quantized_twin(equation):
     before = source(x)
     assert layer.bias is source.bias
     assert layer.kernel.shape == EQUATIONS[equation][3]
-    rounded = float_kernel(equation, layer.kernel.dequantize())
+    rounded = float_kernel(equation, dequantized(layer.kernel))
     assert jnp.abs(rounded - source.kernel[...]).max() < 0.04  # half a step of the widest group
     source.kernel.set_value(rounded)
     got = nnx.jit(lambda layer, x: layer(x))(layer, x)
@@ -100,7 +101,7 @@ def test_linen_layer_is_its_fake_quantized_twin(equation):
     same.kernel.set_value(params["kernel"])
     same = jl_nnx.QuantizedEinsum.from_einsum(same, FORMAT)
     np.testing.assert_array_equal(variables["quantized"]["packed"], same.kernel.packed)
-    params["kernel"] = float_kernel(equation, same.kernel.dequantize())
+    params["kernel"] = float_kernel(equation, dequantized(same.kernel))
     got = jax.jit(layer.apply)(variables, x)
     np.testing.assert_allclose(got, floats.apply({"params": params}, x), atol=1e-5)
 
@@ -119,7 +120,7 @@ def test_dtypes_are_those_of_the_float_layer(dtype, preferred):
 def test_gradient_of_the_inputs():
     equation = "abik,kjbi->kbaj"
     layer, source = quantized(equation), nnx_einsum(equation)
-    source.kernel.set_value(float_kernel(equation, layer.kernel.dequantize()))
+    source.kernel.set_value(float_kernel(equation, dequantized(layer.kernel)))
     x = random(*EQUATIONS[equation][0])
     got = jax.jit(jax.grad(lambda x: jnp.sum(layer(x) ** 2)))(x)
     twin = jax.grad(lambda x: jnp.sum(source(x) ** 2))(x)

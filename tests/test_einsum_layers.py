@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import dequantized
 
 from jaxlowbit import INT4, INT8
 from jaxlowbit.nnx import EinsumLayer, QuantizedEinsum, quantize_model
@@ -74,7 +75,7 @@ def rounded(model: Any, quantized: Any) -> Any:
         weight = layer.w if hasattr(layer, "w") else layer.weight
         axes = new._equation.axes
         sizes = (*axes.batch, *axes.contracted, *axes.features)
-        weight.set_value(new.kernel.dequantize().reshape(sizes).transpose(np.argsort(axes.order)))
+        weight.set_value(dequantized(new.kernel).reshape(sizes).transpose(np.argsort(axes.order)))
     return model
 
 

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers import Oracle, assert_within, dequantize
+from helpers import Oracle, assert_within, dequantize, dequantized
 
 from jaxlowbit import INT4, Format, quantize
 from jaxlowbit import linen as jl_linen
@@ -42,7 +42,7 @@ def quantized(format=FORMAT, **options):
 def twin(layer, **options):
     """The float layer with the weights that the packed ones stand for."""
     source = nnx_embed(**options)
-    source.embedding.set_value(layer.kernel.dequantize().T)
+    source.embedding.set_value(dequantized(layer.kernel).T)
     return source
 
 
@@ -69,7 +69,7 @@ def test_columns_are_those_of_the_dequantized_matrix(format, dtype):
     array = quantize(random(FEATURES, VOCABULARY), format)
     found = take_columns(array, TOKENS, jnp.dtype(dtype))
     assert found.shape == (*TOKENS.shape, FEATURES)
-    np.testing.assert_array_equal(found, array.dequantize(jnp.dtype(dtype)).T[TOKENS])
+    np.testing.assert_array_equal(found, np.asarray(dequantized(array, dtype)).T[TOKENS])
 
 
 @pytest.mark.parametrize("shards", [(1, 3), (2, 1), (4, 5)], ids=str)
@@ -78,7 +78,7 @@ def test_columns_of_a_matrix_in_shards(shards):
     assert array.padded_shape != (FEATURES, VOCABULARY)
     columns = jnp.arange(VOCABULARY)
     found = take_columns(array, columns, jnp.dtype("float32"))
-    np.testing.assert_array_equal(found, array.dequantize().T)
+    np.testing.assert_array_equal(found, dequantized(array).T)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "uint32", "int16"])
@@ -88,7 +88,7 @@ def test_numbers_out_of_range_are_those_of_take(dtype):
     tokens = jnp.array(tokens, jnp.dtype(dtype))
     array = quantize(random(FEATURES, VOCABULARY), FORMAT)
     found = take_columns(array, tokens, jnp.dtype("float32"))
-    table = np.asarray(array.dequantize()).T
+    table = np.asarray(dequantized(array)).T
     for token, row in zip(np.asarray(tokens, np.int64), found, strict=True):
         known = -VOCABULARY <= token < VOCABULARY
         np.testing.assert_array_equal(row, table[token] if known else np.full(FEATURES, np.nan))

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers import Oracle, assert_within, dequantize
+from helpers import Oracle, assert_within, dequantize, dequantized
 
 from jaxlowbit import INT4, Format, quantize
 from jaxlowbit import linen as jl_linen
@@ -94,7 +94,7 @@ def test_nnx_layer_is_the_product_with_the_dequantized_kernel(name):
     got = nnx.jit(lambda layer, x: layer(x))(layer, x)
     assert_within(got, *expected(name, x, layer.kernel, layer.bias[...]))
     # The float layer with the weights that the packed ones stand for agrees on axes and order.
-    rounded = layer.kernel.dequantize().reshape(source.kernel.shape)
+    rounded = dequantized(layer.kernel).reshape(source.kernel.shape)
     assert jnp.abs(rounded - source.kernel[...]).max() < jnp.abs(source.kernel[...]).max() / 7
     source.kernel.set_value(rounded)
     np.testing.assert_allclose(got, source(x), atol=1e-4)
@@ -139,7 +139,7 @@ def test_dtypes_are_those_of_the_float_layer(dtype, preferred):
 def test_gradient_of_the_inputs():
     name = "two batch axes"
     layer, source, x = quantized(name), nnx_layer(name), random(*LAYERS[name][0])
-    source.kernel.set_value(layer.kernel.dequantize().reshape(source.kernel.shape))
+    source.kernel.set_value(dequantized(layer.kernel).reshape(source.kernel.shape))
     got = jax.jit(jax.grad(lambda x: jnp.sum(layer(x) ** 2)))(x)
     twin = jax.grad(lambda x: jnp.sum(source(x) ** 2))(x)
     np.testing.assert_allclose(got, twin, rtol=1e-4, atol=1e-3)
@@ -229,7 +229,7 @@ def test_nnx_attention_is_its_fake_quantized_twin():
     assert (shapes["attention.query"], shapes["attention.out"]) == ((64, 4, 32), (4, 32, 64))
     for name in names:
         kernel = getattr(twin, name).kernel
-        kernel.set_value(getattr(model.attention, name).kernel.dequantize().reshape(kernel.shape))
+        kernel.set_value(dequantized(getattr(model.attention, name).kernel).reshape(kernel.shape))
     got = nnx.jit(lambda model, x: model(x))(model.attention, x)
     np.testing.assert_allclose(got, twin(x), atol=1e-5)
     assert jnp.abs(got - before).max() > 1e-3  # rounding is visible

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import traverse_util
+from helpers import dequantized
 
 from jaxlowbit import INT4, INT8, Format, QuantizedArray, quantize
 from jaxlowbit.linen import QuantizedDense, quantize_model
@@ -91,7 +92,7 @@ def kernels(model, variables):
 def rounded(model, variables, floats):
     """The float variables with the weights that the quantized ones stand for."""
     params = flat(floats["params"])
-    params |= {(*p, "kernel"): q.dequantize() for p, q in kernels(model, variables).items()}
+    params |= {(*p, "kernel"): dequantized(q) for p, q in kernels(model, variables).items()}
     return {"params": traverse_util.unflatten_dict(params)}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from decoders import CONFIGS, LLAMA, floats, random, reference
 from flax import nnx
+from helpers import dequantized
 
 from jaxlowbit import Format, QuantizedArray
 from jaxlowbit._llm import attention
@@ -44,7 +45,7 @@ def test_formats_may_be_mixed_and_weights_floats(name):
         weights |= {key: others[key] for key in weights if key.endswith(changed)}
         kept = f"layers.{i}.", "embedding"
         weights |= {
-            key: others[key].dequantize()
+            key: dequantized(others[key])
             for key in weights
             if key.startswith(kept) and key.endswith(changed[1:])
         }

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from decoders import CONFIGS, INT4_G32, random
 from flax import nnx
+from helpers import dequantized
 from jax.sharding import AxisType
 from model_files import metadata, tensors, write_gguf
 
@@ -108,7 +109,7 @@ def test_floats_and_mixed_formats():
     others = random(config(), Format(6, group_size=16, zero="float"))
     mixed |= {name: others[name] for name in ("layers.0.v", "layers.0.gate", "layers.1.down")}
     for name in ("embedding", "layers.0.down", "layers.1.o", "layers.1.up", "head"):
-        mixed[name] = mixed[name].dequantize()
+        mixed[name] = dequantized(mixed[name])
     one = Decoder(config(), mixed, dtype=jnp.float32)
     want = logits(one)
     found = logits(shard(LanguageModel(one), make_mesh(2)).decoder)

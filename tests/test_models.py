@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 import transformers
 from flax import nnx, traverse_util
+from helpers import dequantized
 from jax.core import Tracer
 from transformers import DEPTH, LINEAR, TOKENS, VOCABULARY, WIDTH
 
@@ -47,9 +48,9 @@ class NnxModel:
         layers: dict[Any, Any] = dict(nnx.iter_modules(twin.model))
         for path, layer in nnx.iter_modules(self.model):
             if isinstance(layer, jaxlowbit.nnx.QuantizedLinear):
-                layers[path].kernel.set_value(layer.kernel.dequantize())
+                layers[path].kernel.set_value(dequantized(layer.kernel))
             if isinstance(layer, jaxlowbit.nnx.QuantizedEmbed):
-                layers[path].embedding.set_value(layer.kernel.dequantize().T)
+                layers[path].embedding.set_value(dequantized(layer.kernel).T)
         return twin
 
     def forget(self) -> None:
@@ -100,7 +101,7 @@ class LinenModel:
             table = (*path, "embedding") in params
             key = (*path, "embedding" if table else "kernel")
             k, n = params[key].shape[:: -1 if table else 1]
-            matrix = QuantizedArray(**arrays, index=None, format=format, k=k, n=n).dequantize()
+            matrix = dequantized(QuantizedArray(**arrays, index=None, format=format, k=k, n=n))
             params[key] = matrix.T if table else matrix
         twin.arrays = {"params": traverse_util.unflatten_dict(params)}
         return twin

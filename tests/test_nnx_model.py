@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import dequantized
 
 from jaxlowbit import INT8, Format
 from jaxlowbit.nnx import HEADS, Packed, QuantizedLinear, quantize_model
@@ -59,7 +60,7 @@ def rounded(model, quantized):
     layers: dict[Any, Any] = dict(nnx.iter_modules(model))
     for path, layer in nnx.iter_modules(quantized):
         if isinstance(layer, QuantizedLinear):
-            layers[path].kernel.set_value(layer.kernel.dequantize())
+            layers[path].kernel.set_value(dequantized(layer.kernel))
     return model
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers import TARGET, dequantize, global_order
+from helpers import TARGET, dequantize, dequantized, global_order
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, group_permutation
@@ -41,6 +41,7 @@ def product(lhs, rhs):
     return lhs @ rhs
 
 
+@jax.jit
 def reference(lhs, rhs):
     return lhs @ rhs.dequantize(lhs.dtype)
 
@@ -58,19 +59,24 @@ def assert_close(got, want):
 # --- making them ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lead", [(), (2, 3)], ids=str)
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("format", [FORMAT, Format(8), Format(3, 32)], ids=str)
+FORMATS = (FORMAT, Format(8), Format(3, 32))
+
+
+@pytest.mark.parametrize(
+    ("format", "shards", "lead"),  # every pair of them
+    [(x, y, ((), (2, 3))[(i + y) % 2]) for i, x in enumerate(FORMATS) for y in (1, 2)],
+    ids=str,
+)
 def test_quantize_stores_and_groups_rows_in_that_order(format, shards, lead):
     weight, array = normal(*lead, K, N), quantize(*lead, shards=shards, format=format)
     order = global_order(np.asarray(array.permutation), shards)[..., None]
     stored = np.take_along_axis(weight / np.float32(np.sqrt(K)), order, axis=-2)
-    want = jaxlowbit.quantize(stored, format, shards=(shards, 1))
+    want = jit_quantize(stored, format, shards=(shards, 1))
     for name in ("packed", "scale", "zero"):
         jax.tree.map(np.testing.assert_array_equal, getattr(array, name), getattr(want, name))
-    value = np.asarray(array.dequantize())
+    value, unpermuted = (np.asarray(dequantized(x)) for x in (array, want))
     np.testing.assert_array_equal(value, dequantize(array).value.astype(np.float32))
-    np.testing.assert_array_equal(np.take_along_axis(value, order, axis=-2), want.dequantize())
+    np.testing.assert_array_equal(np.take_along_axis(value, order, axis=-2), unpermuted)
     assert array.nbytes == want.nbytes + 4 * K * np.prod(lead, dtype=int)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from helpers import Oracle, assert_within, dequantize
+from helpers import Oracle, assert_within, dequantize, dequantized
 
 from jaxlowbit import Format, QuantizedArray, linen, quantize
 from jaxlowbit import nnx as jl_nnx
@@ -58,7 +58,7 @@ def embed() -> jl_nnx.QuantizedEmbed:
 def test_columns_have_their_rows_in_place(shards):
     array = permuted(shards=shards)
     found = jax.jit(lambda q, at: take_columns(q, at, jnp.dtype("float32")))(array, TOKENS)
-    np.testing.assert_array_equal(found, array.dequantize().T[TOKENS])
+    np.testing.assert_array_equal(found, dequantized(array).T[TOKENS])
 
 
 @pytest.mark.parametrize("shards", [(1, 1), (2, 1)], ids=str)
@@ -75,7 +75,7 @@ def test_products(shards):
 
 def test_lookups():
     array = permuted()
-    expected = array.dequantize().T[TOKENS]
+    expected = dequantized(array).T[TOKENS]
     np.testing.assert_array_equal(put(embed(), array)(TOKENS), expected)
     table: Any = linen.QuantizedEmbed(N, K, FORMAT)
     np.testing.assert_array_equal(table.apply(collection(array), TOKENS), expected)
@@ -85,7 +85,7 @@ def test_stacks():
     array, x = permuted(3), random(3, 5, K)
     layer = nnx.vmap(lambda key: linear(), in_axes=0)(jnp.arange(3))
     got = nnx.vmap(lambda layer, x: layer(x))(put(layer, array), x)
-    np.testing.assert_allclose(got, x @ array.dequantize(), atol=1e-4)
+    np.testing.assert_allclose(got, x @ dequantized(array), atol=1e-4)
 
 
 def test_nnx_state_through_orbax(tmp_path):

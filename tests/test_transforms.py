@@ -46,6 +46,8 @@ def product(lhs, rhs):
     return lhs @ rhs
 
 
+# Jitted, as only the product need be transformed operation for operation.
+@jax.jit
 def reference(lhs, rhs):
     return lhs @ rhs.dequantize(lhs.dtype)
 
