@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import FlaxError
 from right_calls import (
     CALLS,
     MODULE,
@@ -103,12 +104,15 @@ def sample(seed: int) -> tuple[str, dict[str, Any]]:
 def complaint(seed: int) -> str | None:
     """What is wrong with the error of a call, or None: it works, or is refused by a sentence.
 
-    The error is ours if it is a TypeError or ValueError, was raised by a line of this package, ends
-    as a sentence, and begins with a name of the public function (or class) that was called and a
-    colon or a dot; an array whose words were cast may say so itself.
+    The error is ours if it is a TypeError or ValueError, or of a path that does not exist, was
+    raised by a line of this package, ends as a sentence, and begins with a name of the public
+    function (or class) that was called and a colon or a dot. An array whose words were cast may say
+    so itself, and a program that is compiled for another platform than its backend. A model of
+    Linen raises the errors of Flax that the float model raises.
     """
     name, changed = sample(seed)
-    if callable(changed.get("f")):  # a function of the caller's, with errors of its own
+    functions = ("f", "kernel_init", "bias_init", "embedding_init", "promote_dtype")
+    if any(callable(changed.get(argument)) for argument in functions):  # with errors of its own
         return None
     if isinstance(changed.get("length"), int) and changed["length"] > 100:  # a very long scan
         return None
@@ -126,11 +130,13 @@ def complaint(seed: int) -> str | None:
         names = "|".join(map(re.escape, (*CALLS[name].names, *broken)))
         text = str(error)
         ours = (
-            isinstance(error, TypeError | ValueError)
+            isinstance(error, TypeError | ValueError | FileNotFoundError)
             and raised.startswith(PACKAGE)
-            and re.match(rf"({names})[:.]", text)
+            and re.match(rf"({names})[:.]|jaxlowbit: backend='", text)
             and re.search(r"[.!)]$", text.splitlines()[-1] or ".")
         )
+        if name == "QuantizedModel" and isinstance(error, FlaxError):
+            return None
         if ours or re.match(rf".*({names})\(\) (missing|got an unexpected)", text):
             return None
         words = {argument: str(value)[:60] for argument, value in changed.items()}

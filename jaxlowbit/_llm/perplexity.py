@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
-from .generate import encoded
-from .language_model import LanguageModel
+from .._core import checks
+from .generate import encoded, is_single
+from .language_model import LanguageModel, check_model
 
 _ROWS = 64  # whose logits exist at the same time
 
@@ -54,9 +55,13 @@ def perplexity(
     perplexity(model, [3, 1, 4, 1, 5, 9, 2, 6], context=4).perplexity
     ```
     """
-    if not 1 <= context <= model.config.context:
-        raise ValueError(
-            f"perplexity: context={context}, but a window has 1 to {model.config.context} tokens."
+    check_model("perplexity", model)
+    rule = f"the tokens of a window, an integer from 1 to {model.config.context}"
+    checks.integer("perplexity", "context", context, rule, most=model.config.context)
+    checks.boolean("perplexity", "progress", progress)
+    if not is_single("perplexity", text):
+        raise TypeError(
+            "perplexity: text is a batch, but it is one text, or its tokens; join them."
         )
     tokens = np.asarray(encoded(model, text, "perplexity: the text"), np.int32)
     if len(tokens) < 2:

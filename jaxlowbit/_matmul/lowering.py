@@ -56,13 +56,11 @@ def _product(
     backend = problem.backend
     if platform not in _PLATFORMS.get(backend, (platform,)):
         raise ValueError(
-            f"quantized_matmul: backend={backend!r}, but this program is compiled for "
+            f"jaxlowbit: backend={backend!r}, but this program is compiled for "
             f"{platform or 'another platform'}; use backend=None or 'xla'."
         )
     if backend == "cuda" and unfit:
-        raise ValueError(
-            f"quantized_matmul: backend='cuda', but {unfit}; use backend=None or 'xla'."
-        )
+        raise ValueError(f"jaxlowbit: backend='cuda', but {unfit}; use backend=None or 'xla'.")
     if math.prod(operands.lhs.shape[:-1]) == 0:
         return _empty
     if backend == "pallas" and not problem.transposed:
