@@ -35,6 +35,7 @@ NOT_OF_JAX = (
     "einsum_layers_linen",
     "examples",
     "explain",
+    "figures",
     "formats",
     "install",  # run by `.ci/run wheel` on every JAX
     "jit",
@@ -57,6 +58,7 @@ NOT_OF_JAX = (
     "qwix",
     "refusals",
     "scales",
+    "signatures",
     "structure",
     "tune",
     "wgmma_hazards",
