@@ -53,6 +53,7 @@ def _draw(axis: Any, group: Group, kind: str, backends: list[str]) -> None:
         axis.set(ylabel="times as fast as dense", ylim=(0, None))
     else:
         axis.set(ylabel="microseconds", yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
     rows = sorted({m for _, m in group.cells})
     axis.set(xlabel="rows of activations", xscale="log")
     axis.set_xticks(rows, [str(m) if i % 2 == 0 else "" for i, m in enumerate(rows)])
