@@ -1,7 +1,11 @@
 """Every figure stands once, in `benchmarks/results/figures.json`, and the pages agree with it."""
 
+import json
+import re
+
 import figures
 import pytest
+import report
 
 FIGURES = figures.read()
 PAGES = figures.pages()
@@ -39,3 +43,14 @@ def test_a_page_is_filled():
     assert figures.unnamed("<!--=a-->2<!--/--> us and 3.5 tokens/s", own) == ["3.5 tokens/s"]
     with pytest.raises(ValueError, match="there is no figure 'd'"):
         figures.filled("<!--=d-->1<!--/-->", own)
+
+
+def test_the_table_of_the_page_is_that_of_its_results():
+    """If not: python benchmarks/benchmark.py --read benchmarks/results/h200.json --shapes ..."""
+    page = (figures.ROOT / "docs/benchmarks.md").read_text()
+    table = page.partition(report.BEGIN)[2].partition(report.END)[0]
+    rows = re.findall(r"^\| (\d+x\d+) \| (\d+) \| .*$", table, re.MULTILINE)
+    results = json.loads((figures.RESULTS / "h200.json").read_text())
+    shapes = {shape for shape, _ in rows}
+    kept = [row for row in results["rows"] if row["shape"] in shapes]
+    assert table.strip() == report.markdown({**results, "rows": kept}).strip()
