@@ -76,9 +76,9 @@ def generate(
 
     **Returns:** a `Generation`, for a batch a list of them.
 
-    **Raises:** `ValueError` for an empty prompt, one that leaves no room in the context, tokens
-    that the vocabulary has not, options out of range, and for a batch whose cache does not fit in
-    memory, with the bytes that it needs.
+    **Raises:** `TypeError` for arguments of other types; `ValueError` for an empty prompt, one that
+    leaves no room in the context, tokens that the vocabulary has not, options out of range, and for
+    a batch whose cache does not fit in memory, with the bytes that it needs.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)

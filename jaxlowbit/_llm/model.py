@@ -66,8 +66,9 @@ class Decoder(nnx.Module):
     Quantized weights are variables that hold a `QuantizedArray` each, gate and up of a block as
     one stack; `nnx.state(decoder, QuantizedVariable)` finds them.
 
-    **Raises:** `ValueError` with the names of missing and unknown weights, for a weight of another
-    shape, and for sizes that the devices of the mesh do not divide.
+    **Raises:** `TypeError` for arguments of other types; `ValueError` with the names of missing and
+    unknown weights, for a weight of another shape, another dtype, and for sizes that the devices of
+    the mesh do not divide.
 
     ```python
     decoder = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8).decoder

@@ -47,8 +47,8 @@ def perplexity(
 
     **Returns:** a `Perplexity`.
 
-    **Raises:** `ValueError` for a text of less than two tokens, tokens that the vocabulary has not,
-    and a context that the model has not.
+    **Raises:** `TypeError` for arguments of other types, `ValueError` for a text of less than two
+    tokens, tokens that the vocabulary has not, and a context that the model has not.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
