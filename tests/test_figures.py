@@ -17,6 +17,8 @@ def test_pages_have_the_figures(page):
     """If not: python tools/figures.py"""
     text = page.read_text()
     assert figures.filled(text, FIGURES) == text
+    # Markdown ends a paragraph there.
+    assert not re.findall(r"^\s*<!--=.*", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", USERS, ids=lambda page: str(page.relative_to(figures.ROOT)))
