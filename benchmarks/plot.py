@@ -1,7 +1,7 @@
-"""Plots of results: speed-up over dense, and time against what reading the weight takes."""
+"""Plots of results: speed-up over dense, and time."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,27 @@ from report import Group, groups
 from results import InputError
 from violations import Cell
 
+# So that letters are 12 pixels high where a page is as narrow as a telephone, 371 pixels.
+WIDTH, HEIGHT, FONT = 5.2, 4.6, 12.5  # inches, inches, points
+_STYLES = ("-", "--", ":", "-.")
+
 
 def plot(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes two SVG files per format and dtype, a panel per shape.
+    """Writes two SVG files per format and dtype: a colour per shape, a style per backend.
 
     **Raises:** `InputError` without matplotlib.
     """
     pyplot = _pyplot()
     written = []
     for group in groups(results):
-        for kind, draw in (("speed-up", _speed_up), ("time", _time)):
+        others = [name for name in group.backends if name not in contenders.DENSE]
+        for kind, backends in (("speed-up", others), ("time", group.backends)):
+            figure, axis = pyplot.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+            _draw(axis, group, kind, backends)
+            _legend(pyplot, figure, group, backends)
             path = folder / f"{kind}-{group.format}-{group.dtype}.svg"
-            _panels(pyplot, group, draw, path)
+            figure.savefig(path, metadata={"Date": None})
+            pyplot.close(figure)
             written.append(path)
     return written
 
@@ -61,55 +70,52 @@ def _pyplot() -> Any:
         ) from None
     pyplot.switch_backend("svg")
     pyplot.rcParams["svg.hashsalt"] = "jaxlowbit"  # the same results give the same file
+    pyplot.rcParams["svg.fonttype"] = "none"  # text that can be read and searched
+    pyplot.rcParams["font.size"] = FONT
     return pyplot
 
 
-def _panels(pyplot: Any, group: Group, draw: Callable[[Any, Group, str], None], path: Path) -> None:
-    columns = min(3, len(group.shapes))
-    rows = math.ceil(len(group.shapes) / columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False, layout="constrained"
-    )
-    labels: dict[str, Any] = {}
-    for axis, shape in zip(axes.flat, group.shapes, strict=False):
-        draw(axis, group, shape)
-        axis.set(title=shape, xlabel="tokens", xscale="log")
-        tokens = [m for name, m in group.cells if name == shape]
-        crowded = len(tokens) > 8
-        axis.set_xticks(tokens, map(str, tokens), fontsize="small", rotation=60 if crowded else 0)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-        labels |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    for axis in axes.flat[len(group.shapes) :]:
-        axis.remove()
-    figure.suptitle(f"{group.format}, {group.dtype}")
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+def _draw(axis: Any, group: Group, kind: str, backends: list[str]) -> None:
+    for style, name in zip(_cycle(), backends, strict=False):
+        for color, shape in enumerate(group.shapes):
+            if points := _points(group, kind, name, shape):
+                axis.plot(list(points), list(points.values()), f"o{style}", **_look(color))
+    if kind == "speed-up":
+        axis.axhline(1, color="gray")
+        axis.set(ylabel="times as fast as dense", ylim=(0, None))
+    else:
+        axis.set(ylabel="microseconds", yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
+    rows = sorted({m for _, m in group.cells})
+    axis.set(xlabel="rows of activations", xscale="log")
+    axis.set_xticks(rows, [str(m) if i % 2 == 0 else "" for i, m in enumerate(rows)])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
 
 
-def _speed_up(axis: Any, group: Group, shape: str) -> None:
-    for name in group.backends:
-        if name in contenders.DENSE:
-            continue
+def _points(group: Group, kind: str, name: str, shape: str) -> dict[int, float]:
+    """What is measured of a backend, by numbers of rows."""
+    if kind == "speed-up":
         found = {m: group.speed_up(s, m, name) for s, m in group.cells if s == shape}
-        points = {m: ratio for m, ratio in found.items() if ratio is not None}
-        if points:
-            axis.plot(list(points), list(points.values()), "o-", label=name, markersize=3)
-    axis.axhline(1, color="gray", label="dense, the faster")
-    if shape in group.ideals:
-        axis.axhline(group.ideals[shape], color="gray", linestyle="--", label="fewer bytes")
-    axis.set(ylabel="times as fast as dense", ylim=(0, None))
+        return {m: ratio for m, ratio in found.items() if ratio is not None}
+    return {m: cell[name] for (s, m), cell in group.cells.items() if s == shape and name in cell}
 
 
-def _time(axis: Any, group: Group, shape: str) -> None:
-    for name in group.backends:
-        points = {
-            m: cell[name] for (s, m), cell in group.cells.items() if s == shape and name in cell
-        }
-        if points:
-            dashes = "o--" if name in contenders.DENSE else "o-"
-            axis.plot(list(points), list(points.values()), dashes, label=name, markersize=3)
-    if shape in group.reads:
-        axis.axhline(group.reads[shape], color="gray", linestyle=":", label="read")
-    axis.set(ylabel="microseconds", yscale="log")
+def _legend(pyplot: Any, figure: Any, group: Group, backends: list[str]) -> None:
+    """Shapes, weights of n x k, and backends if there are several."""
+    lines = [pyplot.Line2D([], [], marker="o", **_look(i)) for i in range(len(group.shapes))]
+    labels = [shape.replace("x", " x ") for shape in group.shapes]
+    if len(backends) > 1:
+        styles = zip(_cycle(), backends, strict=False)
+        lines += [pyplot.Line2D([], [], color="gray", linestyle=style) for style, _ in styles]
+        labels += backends
+    figure.legend(lines, labels, loc="outside lower center", ncols=2, frameon=False)
+
+
+def _look(color: int) -> dict[str, Any]:
+    return {"color": f"C{color}", "markersize": 4}
+
+
+def _cycle() -> Iterator[str]:
+    while True:
+        yield from _STYLES

@@ -9,15 +9,17 @@ from typing import Any
 import jax
 
 from ._backends import call, extension
+from ._version import __version__
 
 
 def report() -> Iterator[tuple[str, str]]:
     """Topic and finding, one pair per line of the report."""
     build = extension.build_info()
-    yield "jaxlowbit", f"{metadata.version('jaxlowbit')}, Python {platform.python_version()}"
+    yield "jaxlowbit", f"{__version__}, Python {platform.python_version()}"
     yield "jax", f"{jax.__version__}, jaxlib {metadata.version('jaxlib')}"
     built, runtime = build["ffi_api"], extension.runtime_ffi_version()
-    yield "custom-call API", f"built for {_dotted(built)}, this jaxlib speaks {_dotted(runtime)}"
+    rule = f"built for {_dotted(built)}, which a jaxlib that speaks as much or more of it runs"
+    yield "custom-call API", f"{rule}; this one speaks {_dotted(runtime)}"
     yield "CPU kernels", _listed(build["cpu_isa"])
     if build["cuda"]:
         yield "CUDA kernels", f"{build['cuda_architectures']}, by {build['cuda_compiler']}"

@@ -45,6 +45,7 @@ NOT_OF_JAX = (
     "embed::test_columns_of_the_layout",
     "examples",
     "explain",
+    "figures",
     "formats",
     "install",  # run by `.ci/run wheel` on every JAX
     "jit",
@@ -86,6 +87,7 @@ NOT_OF_JAX = (
     "refusals",
     "scales",
     "shards::test_parts_of_integers_are_packed_like_matrices",
+    "signatures",
     "structure",
     "tune",
     "wgmma_hazards",

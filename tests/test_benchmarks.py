@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 import types
 
@@ -226,6 +227,10 @@ def test_table_and_plots(tmp_path, capsys):
     ]
     first = [p.read_text() for p in written]
     assert all(text.rstrip().endswith("</svg>") for text in first)
+    for text in first:  # legible on a telephone, whose pages have 371 pixels
+        width = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])
+        sizes = re.findall(r"font-size: ([\d.]+)px", text)
+        assert sizes and min(map(float, sizes)) * 371 / width >= 12
     run(benchmark, "--read", path, "--plot", tmp_path)
     assert [p.read_text() for p in written] == first
 

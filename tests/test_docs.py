@@ -146,3 +146,12 @@ def test_links_lead_somewhere(page):
         headings = re.findall("^#+ (.*)", target.read_text(), re.M) if anchor else [""]
         slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
         assert anchor in slugs, f"{path}#{anchor}"
+
+
+def test_every_question_has_an_anchor():
+    """So that an answer can be linked to: a heading of each would be a page of headings."""
+    text = (ROOT / "docs/faq.md").read_text()
+    questions = re.findall(r"^.*?\*\*[^*]*\?\*\*", text, re.MULTILINE)
+    anchors = [re.match(r'<a id="([a-z0-9-]+)"></a>\*\*', question) for question in questions]
+    names = [anchor[1] for anchor in anchors if anchor]
+    assert len(names) == len(questions) == len(set(names)) > 30

@@ -289,7 +289,7 @@ def _rounded(floats, layer, name):
 def test_wrong_inputs_and_layers_are_refused():
     with pytest.raises(ValueError, match="the inputs are float32, but tokens are integers; cast"):
         quantized()(jnp.ones(3))
-    with pytest.raises(ValueError, match="last axis of lhs must be k=96"):
+    with pytest.raises(ValueError, match=r"query has shape \(5, 97\), .* \(..., 96\); pass"):
         quantized().attend(random(5, FEATURES + 1))
     with pytest.raises(TypeError, match=r"the layer is Linear, but an nnx.Embed is needed"):
         linear: Any = nnx.Linear(4, 4, rngs=nnx.Rngs(0))

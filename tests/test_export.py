@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -150,10 +151,24 @@ def test_models_of_nnx():
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_the_error_of_jax_names_the_call():
-    program = jax.jit(lambda x, q: jaxlowbit.quantized_matmul(x, q, backend="cpu"))
-    with pytest.raises(ValueError, match="jaxlowbit_quantized_matmul"):
-        export.export(program, platforms=["cpu"])(floats(5, K), ARRAYS["4 bits"]())
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["quantized_matmul", "quantized_matmuls"])
+def test_the_error_of_jax_names_the_call_and_the_way_out(name, platform, cuda):
+    function = {
+        "quantized_matmul": lambda x, q: x @ q,
+        "quantized_matmuls": lambda x, q: jaxlowbit.quantized_matmuls(x, (q, q)),
+    }[name]
+    x = floats(5, K).astype(jnp.bfloat16)
+    message = rf"jaxlowbit_{name}(.|\n)*{re.escape(exporting.REMEDY)}"
+    if name == "quantized_matmuls" and platform == "cpu":
+        message = message.replace("matmuls", "matmul")  # one call each
+    with pytest.raises(ValueError, match=message):
+        export.export(jax.jit(function), platforms=[platform])(x, ARRAYS["4 bits"]())
+    checks = exporting.REMEDY.rpartition("=")[2].rstrip(")")
+    assert checks == "jaxlowbit.EXPORT_CHECKS"
+    export.export(jax.jit(function), platforms=[platform], disabled_checks=EXPORT_CHECKS)(
+        x, ARRAYS["4 bits"]()
+    )
 
 
 def test_every_call_of_a_program_may_be_exported():

@@ -101,6 +101,28 @@ def test_arrays_have_the_names_of_the_kernel(format, shards, groups):
         assert specs(again) == expected
 
 
+@pytest.mark.parametrize("kind", ["general", "einsum", "embed"])
+def test_metadata_of_a_layer_says_what_its_initialiser_may(kind):
+    layer: Any
+    layer, arguments, names = {
+        "general": (QuantizedLinearGeneral, ((2, 64), (4, 32)), ("embed", None, "mlp", None)),
+        "einsum": (QuantizedEinsum, ("bk,khd->bhd", (128, 4, 32), (4, 32)), ("embed", "mlp", None)),
+        "embed": (QuantizedEmbed, (128, 64), ("mlp", "embed")),
+    }[kind]
+    options: Any = {"format": FOUR} | ({"axis": (-2, -1)} if kind == "general" else {})
+    weight = "embedding" if kind == "embed" else "kernel"
+    said = {f"{weight}_metadata": {"out_sharding": names}}
+    initialised = {f"{weight}_init": nnx.with_partitioning(LECUN, names)}
+    if kind != "embed":
+        said["bias_metadata"] = {"out_sharding": ("mlp", None)}
+        zeros = nnx.with_partitioning(nnx.initializers.zeros_init(), ("mlp", None))
+        initialised["bias_init"] = zeros
+    with unplaced():
+        expected = specs(layer(*arguments, **options, **said, rngs=nnx.Rngs(0)))
+        assert expected["packed"] == P("mlp", "embed", None)
+        assert specs(layer(*arguments, **options, **initialised, rngs=nnx.Rngs(0))) == expected
+
+
 def test_rules_of_the_variable_and_of_the_context():
     with unplaced():
         ruled, plain = Mlp(256, 512, RULES), Mlp(256, 512)

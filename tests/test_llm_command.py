@@ -66,7 +66,7 @@ def test_bench(capsys):
     ("arguments", "sentence"),
     [
         (["generate", "m", "--prompt", ""], "the prompt is empty"),
-        (["generate", "m", "--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
+        (["generate", "m", "--prompt", "x", "--temperature", "-1"], "temperature is -1.0"),
         (["generate", "m", "--prompt", "x", "--format", "int99"], "bits=99"),
         (["perplexity", "m", "--text", "/nowhere"], "No such file"),
         (["chat"], "required: MODEL"),

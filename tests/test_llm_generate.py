@@ -370,7 +370,7 @@ def test_texts_that_have_no_perplexity_are_refused():
         ([], 4, "perplexity: the text is empty"),
         ([3], 4, "one token"),
         ([3, 999], 4, "perplexity: the text has token 999"),
-        ([3, 4], 0, "context=0"),
+        ([3, 4], 0, "context is 0"),
         ([3, 4], 257, "1 to 256"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -1,5 +1,6 @@
 """What the wheels are built with, and how large one may be."""
 
+import re
 import tomllib
 import zipfile
 from pathlib import Path
@@ -45,3 +46,15 @@ def test_the_versions_that_imports_ask_for_are_those_of_the_project():
     listed = {*project["dependencies"], *(r for extra in extras for r in extra)}
     asked = {f"{package}>={oldest}" for package, oldest in OLDEST.items()}
     assert {r for r in listed if r.startswith(("flax", "jax"))} == asked
+
+
+def test_nothing_is_compiled_where_scikit_build_core_clears():
+    """It removes `build/<tag>/CMakeFiles` when pip has made another environment for the build, so
+    objects lie in folders of their own, and compile lines name no path of that environment."""
+    root = Path(__file__).parents[1]
+    commands = r"^\s*(add_library|add_executable|nanobind_add_module)\("
+    assert not re.search(commands, (root / "CMakeLists.txt").read_text(), re.MULTILINE)
+    own = (root / "xla_ffi/CMakeLists.txt").read_text()
+    assert re.search(commands, own, re.MULTILINE)
+    for package in ("jaxlib", "nanobind"):
+        assert f"${{CMAKE_CURRENT_BINARY_DIR}}/{package}/" in own

@@ -6,11 +6,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import right_calls
 import wrong_calls
 
 import jaxlowbit
+from jaxlowbit import linen as jl_linen
+from jaxlowbit import llm, tune
+from jaxlowbit import nnx as jl_nnx
 
-QUICK, ALL = 300, 3000
+QUICK, ALL = 300, 5000
+CALLS = wrong_calls.CALLS
+ELSEWHERE = {"from_qarray": "qwix", "linen.check_layout_version": "a model", "tune": "a GPU"}
+"""Calls that need something else to be right."""
+RESULTS = ("Generation", "Perplexity", "Speed", "LayerReport", "ParameterReport")
+RESULTS += ("QuantizationReport", "QuantizedVariable", "Packed", "Scale", "Zero", "Permutation")
+RESULTS += ("LayoutVersion",)
+"""Classes that this package makes, not its users."""
 jl: Any = jaxlowbit  # whose types the calls below do not meet
 
 
@@ -27,10 +38,18 @@ def complaints(seeds: range) -> list[str]:
 
 @pytest.mark.parametrize("name", wrong_calls.CALLS)
 def test_what_is_changed_is_right_at_first(name):
-    """Or the changes would not be what is refused; `from_qarray` needs qwix to be right."""
-    if name in ("from_qarray", "linen.check_layout_version"):
-        return
-    wrong_calls.CALLS[name].run({})
+    """Or the changes would not be what is refused."""
+    if name not in ELSEWHERE:
+        wrong_calls.CALLS[name].run({})
+
+
+def test_every_public_function_and_class_is_called_wrongly():
+    called = {getattr(call.function, "__func__", call.function) for call in CALLS.values()}
+    named = {name for call in CALLS.values() for name in call.names}
+    for module in (jaxlowbit, jl_nnx, jl_linen, llm, tune):
+        for name, value in vars(module).items():
+            public = callable(value) and not name.startswith("_") and name not in RESULTS
+            assert not public or value in called or name in named, f"{module.__name__}.{name}"
 
 
 def test_some_wrong_calls():
@@ -45,7 +64,7 @@ def test_many_wrong_calls(first):
 
 def test_errors_of_others_are_no_sentences():
     def judge(function: Any) -> str | None:
-        call = wrong_calls.Call(lambda seed: function(), {"seed": lambda: 0}, ("quantize",))
+        call = right_calls.Call(lambda seed: function(), {"seed": lambda: 0}, ("quantize",))
         wrong_calls.CALLS["judged"] = call
         try:
             seed = next(i for i in range(10_000) if wrong_calls.sample(i)[0] == "judged")
@@ -105,3 +124,52 @@ PLAUSIBLE: Any = {
 def test_plausible_mistakes(message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         PLAUSIBLE[message](wrong_calls.arrays())
+
+
+def narrow(x: Any) -> dict[str, Any]:
+    """Calls with inputs of another width than their weights, none a multiple of 64."""
+    k, n = 60, 100
+    w = jnp.ones((k, n))
+    q, down, square = (jl.quantize(weight, "int4-g32") for weight in (w, w.T, w[:, :k]))
+    pair = jl.quantize(jnp.stack([w, w]), "int4-g32")
+    rngs, format = right_calls.nnx.Rngs(0), "int4-g32"
+    dense, embed = jl_linen.QuantizedDense(n, format), jl_linen.QuantizedEmbed(n, k, format)
+    einsum = jl_linen.QuantizedEinsum((k, n), "bk,kn->bn", format)
+    key, given = jax.random.key(0), jnp.ones((2, k))
+    return {
+        "quantized_matmul": lambda: x @ q,
+        "quantized_glu": lambda: jl.quantized_glu(x, pair, activation="silu"),
+        "quantized_matmuls": lambda: jl.quantized_matmuls(x, [q, q]),
+        "quantized_mlp": lambda: jl.quantized_mlp(x, pair, down, activation="silu"),
+        "quantized_mlp of others": lambda: jl.quantized_mlp(given, pair, q, activation="silu"),
+        "quantized_block": lambda: jl.quantized_block(
+            x, given, square, jnp.ones(k), pair, down, activation="silu"
+        ),
+        "explain": lambda: jl.explain(x, q),
+        "bias": lambda: jl.quantized_matmul(given, q, bias=jnp.ones(n + 1)),
+        "residual": lambda: jl.quantized_matmul(given, q, residual=x),
+        "QuantizedLinear": lambda: jl_nnx.QuantizedLinear(k, n, format=format, rngs=rngs)(x),
+        "attend": lambda: jl_nnx.QuantizedEmbed(n, k, format=format, rngs=rngs).attend(x),
+        "QuantizedLinearGeneral": lambda: jl_nnx.QuantizedLinearGeneral(
+            (2, 30), n, axis=(-2, -1), format=format, rngs=rngs
+        )(x),
+        "QuantizedEinsum": lambda: jl_nnx.QuantizedEinsum(
+            "bk,kn->bn", (k, n), format=format, rngs=rngs
+        )(x),
+        "QuantizedDense": lambda: dense.apply(dense.init(key, given), x),
+        "linen.attend": lambda: embed.apply(embed.init(key, jnp.array([1])), x, method="attend"),
+        "linen.QuantizedEinsum": lambda: einsum.apply(einsum.init(key, given), x),
+        "from_integers": lambda: jl.QuantizedArray.from_integers(
+            jnp.ones((k, n), jnp.int8), jnp.ones((3, n)), format=format
+        ),
+        "getitem": lambda: pair[5, 0],
+        "view": lambda: q[0],
+    }
+
+
+@pytest.mark.parametrize("name", narrow(None))
+def test_errors_have_the_shapes_of_the_caller(name):
+    """Not those of packed words, whose sizes are multiples of 64."""
+    with pytest.raises((TypeError, ValueError, IndexError)) as raised:
+        narrow(jnp.ones((2, 61)))[name]()
+    assert not re.search(r"\b(64|128)\b", str(raised.value)), raised.value

@@ -4,241 +4,41 @@ python tests/wrong_calls.py --calls 5000
 """
 
 import argparse
-import dataclasses
-import functools
 import random
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from flax import nnx
+from flax.errors import FlaxError
+from right_calls import (
+    CALLS,
+    MODULE,
+    K,
+    Model,
+    N,
+    arrays,
+    config,
+    constant,
+    floats,
+    given,
+    language_model,
+    variables,
+)
 
 import jaxlowbit as jl
-from jaxlowbit import linen as jl_linen
-from jaxlowbit import nnx as jl_nnx
 
 PACKAGE = str(Path(jl.__file__).parent)
-K, N = 64, 128
 
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A public function, and arguments with which it works; `names` may begin its errors."""
-
-    function: Callable[..., Any]
-    arguments: Mapping[str, Callable[[], Any]]
-    names: tuple[str, ...]
-    positional: tuple[str, ...] = ()
-
-    def run(self, changed: Mapping[str, Any]) -> Any:
-        given = {name: make() for name, make in self.arguments.items()} | dict(changed)
-        first = [given.pop(name) for name in self.positional]
-        return self.function(*first, **given)
-
-
-@functools.cache
-def arrays() -> dict[str, Any]:
-    w = jax.random.normal(jax.random.key(0), (K, N))
-    return {
-        "x": jnp.ones((3, K)),
-        "w": w,
-        "q": jl.quantize(w, jl.INT4),
-        "down": jl.quantize(w.T, jl.INT4),
-        "square": jl.quantize(w[:, :K], jl.INT8),
-        "pair": jl.quantize(jnp.stack([w, w]), jl.INT4),
-        "integers": jnp.ones((K, N), jnp.int8),
-        "scale": jnp.ones((1, N)),
-        "mesh": jax.make_mesh((1,), ("model",), devices=jax.devices("cpu")[:1]),
-    }
-
-
-def given(name: str) -> Callable[[], Any]:
-    return lambda: arrays()[name]
-
-
-def constant(value: Any) -> Callable[[], Any]:
-    return lambda: value
-
-
-class Model(nnx.Module):
-    def __init__(self) -> None:
-        self.up = nnx.Linear(K, N, rngs=nnx.Rngs(0))
-        self.down = nnx.Linear(N, K, rngs=nnx.Rngs(0))
-
-
-MODULE = nn.Sequential([nn.Dense(N), nn.Dense(K)])
-
-
-@functools.cache
-def variables() -> Any:
-    return MODULE.init(jax.random.key(0), jnp.ones((3, K)))
-
-
-def initialised(layer: Any, inputs: Any) -> Callable[..., Any]:
-    """A Linen layer, made and initialised."""
-    return lambda **fields: layer(**fields).init(jax.random.key(0), inputs())
-
-
-def call(function: Any, *names: str, positional: Any = (), **arguments: Any) -> Call:
-    return Call(function, arguments, names or (function.__name__,), tuple(positional))
-
-
-INT4, NONE = constant(jl.INT4), constant(None)
-PRODUCT = {
-    "preferred_element_type": NONE,
-    "precision": NONE,
-    "out_sharding": NONE,
-    "backend": NONE,
-}
-LAYER = {"format": INT4, "shards": constant((1, 1)), "rngs": lambda: nnx.Rngs(0)}
-TOKENS = constant(jnp.array([3, 1]))
-CALLS = {
-    "quantize": call(
-        jl.quantize,
-        weight=given("w"),
-        format=INT4,
-        method=NONE,
-        scale_dtype=NONE,
-        shards=constant((1, 1)),
-        permutation=NONE,
-    ),
-    "dequantize": call(jl.dequantize, array=given("q"), dtype=NONE),
-    "matmul": call(
-        jl.quantized_matmul,
-        lhs=given("x"),
-        rhs=given("q"),
-        bias=NONE,
-        activation=NONE,
-        residual=NONE,
-        **PRODUCT,
-    ),
-    "glu": call(
-        jl.quantized_glu,
-        lhs=given("x"),
-        gate_up=given("pair"),
-        bias=NONE,
-        activation=constant("relu"),
-        **PRODUCT,
-    ),
-    "matmuls": call(
-        jl.quantized_matmuls, lhs=given("x"), rhss=lambda: [arrays()["q"]] * 2, **PRODUCT
-    ),
-    "mlp": call(
-        jl.quantized_mlp,
-        lhs=given("x"),
-        gate_up=given("pair"),
-        down=given("down"),
-        activation=constant("silu"),
-        **PRODUCT,
-    ),
-    "block": call(
-        jl.quantized_block,
-        attended=given("x"),
-        residual=given("x"),
-        out=given("square"),
-        norm=lambda: jnp.ones(K),
-        gate_up=given("pair"),
-        down=given("down"),
-        following=lambda: (jnp.ones(K), [arrays()["q"]]),
-        activation=constant("silu"),
-        epsilon=constant(1e-5),
-        backend=NONE,
-    ),
-    "partition_spec": call(
-        jl.partition_spec,
-        array=given("pair"),
-        mesh=given("mesh"),
-        k=NONE,
-        n=constant("model"),
-        lead=constant(()),
-    ),
-    "supported_backends": call(jl.supported_backends, lhs=given("x"), rhs=given("q")),
-    "explain": call(jl.explain, lhs=given("x"), rhs=given("q"), device=constant("cpu")),
-    "scan": call(
-        jl.scan,
-        f=constant(lambda carry, _: (carry, None)),
-        init=given("x"),
-        xs=given("pair"),
-        length=NONE,
-    ),
-    "group_permutation": call(
-        jl.group_permutation, group_index=lambda: jnp.arange(K) % 4, group_size=constant(16)
-    ),
-    "Format": call(jl.Format, bits=constant(4), group_size=constant(128), zero=constant("integer")),
-    "from_integers": call(
-        jl.QuantizedArray.from_integers,
-        "from_integers",
-        values=given("integers"),
-        scale=given("scale"),
-        zero=NONE,
-        format=INT4,
-        shards=constant((1, 1)),
-        permutation=NONE,
-    ),
-    "from_qarray": call(jl.QuantizedArray.from_qarray, array=given("integers")),
-    "select": call(
-        lambda index: arrays()["pair"].select(index), "QuantizedArray", index=constant(1)
-    ),
-    "getitem": call(lambda key: arrays()["pair"][key], "QuantizedArray", key=constant(1)),
-    "array.dequantize": call(
-        lambda dtype: arrays()["q"].dequantize(dtype), "QuantizedArray", dtype=NONE
-    ),
-    "nnx.quantize_model": call(
-        jl_nnx.quantize_model, model=Model, rules=INT4, keep=constant(()), shards=constant((1, 1))
-    ),
-    "nnx.check_layout_version": call(jl_nnx.check_layout_version, model=Model),
-    "QuantizedLinear": call(
-        jl_nnx.QuantizedLinear, in_features=constant(K), out_features=constant(N), **LAYER
-    ),
-    "QuantizedEmbed": call(
-        jl_nnx.QuantizedEmbed, num_embeddings=constant(N), features=constant(K), **LAYER
-    ),
-    "from_linear": call(
-        jl_nnx.QuantizedLinear.from_linear,
-        "QuantizedLinear",
-        linear=lambda: Model().up,
-        format=INT4,
-        shards=constant((1, 1)),
-    ),
-    "linen.quantize_model": call(
-        jl_linen.quantize_model,
-        positional=("module", "variables", "rules", "x"),
-        module=constant(MODULE),
-        variables=variables,
-        rules=INT4,
-        x=given("x"),
-        keep=constant(()),
-        shards=constant((1, 1)),
-    ),
-    "linen.check_layout_version": call(jl_linen.check_layout_version, variables=variables),
-    "variables_of": call(jl_linen.variables_of, array=given("q")),
-    "QuantizedDense": call(
-        initialised(jl_linen.QuantizedDense, given("x")),
-        "QuantizedDense",
-        features=constant(N),
-        format=INT4,
-        shards=constant((1, 1)),
-    ),
-    "linen.QuantizedEmbed": call(
-        initialised(jl_linen.QuantizedEmbed, TOKENS),
-        "QuantizedEmbed",
-        num_embeddings=constant(N),
-        features=constant(K),
-        format=INT4,
-        shards=constant((1, 1)),
-    ),
-}
 # Arguments whose wrong values JAX, Flax or the caller's own function meets first.
-OTHERS = {("QuantizedLinear", "rngs"), ("QuantizedEmbed", "rngs"), ("linen.quantize_model", "x")}
-OTHERS |= {("QuantizedDense", "features"), ("linen.QuantizedEmbed", "features")}
-OTHERS |= {("linen.QuantizedEmbed", "num_embeddings")}
+OTHERS = {("linen.quantize_model", "x"), ("QuantizedModel", "x")}
+OTHERS |= {(name, "rngs") for name in CALLS}
 
 WRONG: list[Callable[[], Any]] = [
     *map(constant, (None, 0, 1, 2, 4, -1, -2, 2**40, 0.5, 4.0, True, 1j, float("nan"))),
@@ -274,6 +74,21 @@ WRONG: list[Callable[[], Any]] = [
     constant(MODULE),
     variables,
     lambda: variables()["params"],
+    # What language models do not take.
+    *map(constant, ([3, "a"], [[3, 1], []], [[3], "a"], [-1], [64], [3] * 40, [2.5], [[[3]]])),
+    *map(constant, ([{"role": "user"}], [{"content": 4}], [None], "/nowhere/model.gguf", "/tmp")),
+    *map(constant, ("bd,df->bf", "bd,fd->", "x", "4096x", "0x16", [(0, 4)], [(4096,)], ["typo"])),
+    *map(constant, (Path("/dev/null"), Path(__file__), jax.random.key(0), range(3))),
+    config,
+    floats,
+    language_model,
+    lambda: language_model().decoder,
+    lambda: {**floats(), "embedding": jnp.ones((2, 2))},
+    lambda: {**floats(), "final_norm": None},
+    lambda: {name: 1.0 for name in floats()},
+    lambda: jnp.array([[3, 64]]),
+    lambda: jnp.ones((1, 3, 2), jnp.int32),
+    lambda: jax.make_mesh((1, 1), ("a", "b"), devices=jax.devices("cpu")[:1]),
 ]
 
 
@@ -289,12 +104,15 @@ def sample(seed: int) -> tuple[str, dict[str, Any]]:
 def complaint(seed: int) -> str | None:
     """What is wrong with the error of a call, or None: it works, or is refused by a sentence.
 
-    The error is ours if it is a TypeError or ValueError, was raised by a line of this package, ends
-    as a sentence, and begins with a name of the public function (or class) that was called and a
-    colon or a dot; an array whose words were cast may say so itself.
+    The error is ours if it is a TypeError or ValueError, or of a path that does not exist, was
+    raised by a line of this package, ends as a sentence, and begins with a name of the public
+    function (or class) that was called and a colon or a dot. An array whose words were cast may say
+    so itself, and a program that is compiled for another platform than its backend. A model of
+    Linen raises the errors of Flax that the float model raises.
     """
     name, changed = sample(seed)
-    if callable(changed.get("f")):  # a function of the caller's, with errors of its own
+    functions = ("f", "kernel_init", "bias_init", "embedding_init", "promote_dtype")
+    if any(callable(changed.get(argument)) for argument in functions):  # with errors of its own
         return None
     if isinstance(changed.get("length"), int) and changed["length"] > 100:  # a very long scan
         return None
@@ -312,11 +130,13 @@ def complaint(seed: int) -> str | None:
         names = "|".join(map(re.escape, (*CALLS[name].names, *broken)))
         text = str(error)
         ours = (
-            isinstance(error, TypeError | ValueError)
+            isinstance(error, TypeError | ValueError | FileNotFoundError)
             and raised.startswith(PACKAGE)
-            and re.match(rf"({names})[:.]", text)
+            and re.match(rf"({names})[:.]|jaxlowbit: backend='", text)
             and re.search(r"[.!)]$", text.splitlines()[-1] or ".")
         )
+        if name == "QuantizedModel" and isinstance(error, FlaxError):
+            return None
         if ours or re.match(rf".*({names})\(\) (missing|got an unexpected)", text):
             return None
         words = {argument: str(value)[:60] for argument, value in changed.items()}

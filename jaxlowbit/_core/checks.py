@@ -5,7 +5,8 @@ import enum
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax import Array
 from jax.core import Tracer
 
 from . import indexing
+from .dtypes import FLOATS
 
 _PLAIN = (int, float, complex, str, bytes, tuple, list, dict, set, type, np.generic, type(None))
 _NO_ARRAYS = (str, bytes, Mapping, set, frozenset, type, type(None))
@@ -83,6 +85,8 @@ def quantized(caller: str, name: str, value: Any, kind: type) -> None:
 def dtype(caller: str, name: str, value: Any) -> Any:
     """A value as a dtype."""
     try:
+        if isinstance(value, jax.Array | np.ndarray) or hasattr(value, "dequantize"):
+            raise TypeError
         return jnp.dtype(value)
     except (TypeError, ValueError, AttributeError):
         raise TypeError(
@@ -98,6 +102,17 @@ def float_dtype(caller: str, name: str, value: Any) -> Any:
         raise ValueError(
             f"{caller}: {name} is {found}, but weights stand for floats; pass a dtype such as "
             "jnp.bfloat16, and cast the result if integers are meant."
+        )
+    return found
+
+
+def compute_dtype(caller: str, name: str, value: Any) -> Any:
+    """A value as a dtype that products are computed in."""
+    found = dtype(caller, name, value)
+    if found not in FLOATS:
+        raise ValueError(
+            f"{caller}: {name} is {found}, but it is float32, bfloat16 or float16; pass one of "
+            "these."
         )
     return found
 
@@ -129,6 +144,12 @@ def integer(
     return found
 
 
+def boolean(caller: str, name: str, value: Any) -> None:
+    """Refuses what is neither true nor false."""
+    if not isinstance(value, int | np.bool_):
+        raise TypeError(f"{caller}: {name} is {brief(value)}, but it is True or False.")
+
+
 def positive(caller: str, name: str, value: Any) -> float:
     """A finite number from 0 on."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -150,6 +171,23 @@ def finite(caller: str, name: str, values: Array, reason: str) -> None:
         f"{caller}: {name} has {len(bad)} values that are NaN or infinite, the first at {first} "
         f"({values[first]}); {reason}."
     )
+
+
+@contextlib.contextmanager
+def within(caller: str, **names: str) -> Iterator[None]:
+    """A context whose errors name `caller`, and the arguments of a function inside by its `names`.
+
+    Errors of other classes than `TypeError` and `ValueError`, such as those of JAX, pass.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if type(error) not in (TypeError, ValueError):
+            raise
+        text = re.sub(r"^[\w.]+: ", "", str(error))
+        for inner, name in names.items():
+            text = re.sub(rf"\b{inner}\b", name, text)
+        raise type(error)(f"{caller}: {text}").with_traceback(error.__traceback__) from None
 
 
 def shard_counts(caller: str, shards: Any) -> tuple[int, int]:

@@ -1,9 +1,11 @@
-"""`jax.export` of programs with quantized arguments or results: how their structure is stored."""
+"""`jax.export`: how quantized arguments are stored, and what its refusal of custom calls says."""
 
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import export
 
 from . import layout
@@ -14,6 +16,7 @@ NAME = "jaxlowbit.QuantizedArray"
 FORM = 1
 """The version of what is stored: JSON with the names of `_stored`, and no array."""
 
+REMEDY = "Export by jax.export.export(..., disabled_checks=jaxlowbit.EXPORT_CHECKS)"
 _AGAIN = "export the program again with this library, or load it with the one that exported it."
 
 
@@ -26,6 +29,15 @@ def register() -> None:
         serialize_auxdata=_stored,
         deserialize_auxdata=_restored,
     )
+
+
+def with_remedy(context: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a lowering traces; for `jax.export`, in a scope whose name is the remedy.
+
+    JAX refuses to store custom calls that are not named, and quotes the scopes that they are in.
+    """
+    parameters = context.module_context.lowering_parameters
+    return jax.named_scope(REMEDY)(function) if parameters.for_export else function
 
 
 def _stored(static: tuple[Any, ...]) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any
 from jax import Array
 
 from .._core.array import QuantizedArray
+from .._core.checks import brief
 from .kernel_axes import KernelAxes
 
 _Labels = tuple[Any, ...]  # letters, and numbers for the axes of an ellipsis
@@ -31,8 +32,13 @@ class Equation:
     def parse(cls, text: str, kernel_shape: Sequence[int]) -> "Equation":
         """Reads "inputs,kernel->out".
 
-        **Raises:** `ValueError` for another form, and for an equation that is no such product.
+        **Raises:** `TypeError` for no string, `ValueError` for another form, and for an equation
+        that is no such product.
         """
+        if not isinstance(text, str):
+            raise TypeError(
+                f"The equation is {brief(text)}, but it is a string, 'inputs,kernel->out'."
+            )
         match = _EQUATION.fullmatch(text.replace(" ", ""))
         if match is None:
             raise ValueError(

@@ -8,8 +8,10 @@ from flax import linen as nn
 from flax.linen import dtypes
 from jax import Array
 
+from .._core import checks
 from .._core.format import Format
 from .._matmul.api import quantized_matmul
+from . import arguments
 from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of, packing_of
 from .weights import Packing, Shards
@@ -53,8 +55,11 @@ class QuantizedDense(nn.Module):
     @nn.compact
     def __call__(self, inputs: Any) -> Array:
         """Returns `inputs @ kernel.dequantize() + bias`, for any leading axes of `inputs`."""
-        shape = (jnp.shape(inputs)[-1], self.features)
-        packing = packing_of(self)
+        packing = packing_of(self, "use_bias", "kernel_init", "bias_init")
+        features = arguments.size(type(self).__name__, "features", self.features)
+        inputs = arguments.activations(type(self).__name__, "inputs", inputs)
+        arguments.check_axes(type(self).__name__, "inputs", inputs)
+        shape = (inputs.shape[-1], features)
 
         def weight() -> Any:
             return self.kernel_init(self.make_rng("params"), shape, self.param_dtype)
@@ -62,7 +67,7 @@ class QuantizedDense(nn.Module):
         initialise(self, packing, weight, dense_axes(self, shape))
         bias = None
         if self.use_bias:
-            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+            bias = self.param("bias", self.bias_init, (features,), self.param_dtype)
         return dense(self, packing, bias, inputs)
 
 
@@ -79,4 +84,5 @@ def dense(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Arr
     kernel = kernel_of(module, packing, dense_axes(module, shape))
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
-    return quantized_matmul(inputs, kernel, bias=bias)
+    with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
+        return quantized_matmul(inputs, kernel, bias=bias)

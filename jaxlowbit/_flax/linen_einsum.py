@@ -8,7 +8,9 @@ from flax import linen as nn
 from flax.linen import dtypes
 from jax import Array
 
+from .._core import checks
 from .._core.format import Format
+from . import arguments
 from .equation import Equation
 from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of, packing_of
@@ -56,12 +58,15 @@ class QuantizedEinsum(nn.Module):
     @nn.compact
     def __call__(self, inputs: Any) -> Array:
         """Returns the result of the equation, plus the bias."""
-        equation = Equation.parse(self.einsum_str, self.shape)
-
-        packing = packing_of(self)
+        caller = type(self).__name__
+        packing = packing_of(self, "use_bias", "kernel_init", "bias_init", "preferred_element_type")
+        shape = arguments.sizes(caller, "shape", self.shape)
+        with checks.within(caller):
+            equation = Equation.parse(self.einsum_str, shape)
+        inputs = arguments.activations(caller, "inputs", inputs)
 
         def weight() -> Any:
-            return self.kernel_init(self.make_rng("params"), self.shape, self.param_dtype)
+            return self.kernel_init(self.make_rng("params"), shape, self.param_dtype)
 
         initialise(self, packing, weight, equation.axes)
         bias = None
@@ -76,7 +81,8 @@ def einsum(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Ar
     kernel = kernel_of(module, packing, equation.axes)
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
-    return equation.multiply(inputs, kernel, module.preferred_element_type, bias)
+    with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
+        return equation.multiply(inputs, kernel, module.preferred_element_type, bias)
 
 
 def einsum_axes(layer: nn.Einsum, shape: tuple[int, ...]) -> KernelAxes:

@@ -8,10 +8,12 @@ from flax import linen as nn
 from flax.linen import dtypes
 from jax import Array
 
+from .._core import checks
 from .._core.array import QuantizedArray
 from .._core.format import Format
 from .._matmul.api import quantized_matmul
-from .embedding import lookup, stand_in
+from . import arguments
+from .embedding import lookup, stand_in, tokens_of
 from .kernel_axes import KernelAxes
 from .linen_errors import QueryWidthError
 from .linen_variables import initialise, kernel_of, packing_of
@@ -54,12 +56,15 @@ class QuantizedEmbed(nn.Module):
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype
 
     def setup(self) -> None:
-        shape = (self.num_embeddings, self.features)
+        caller = type(self).__name__
+        packing = packing_of(self, "embedding_init")
+        tokens = arguments.size(caller, "num_embeddings", self.num_embeddings)
+        shape = (tokens, arguments.size(caller, "features", self.features))
 
         def table() -> Any:
             return self.embedding_init(self.make_rng("params"), shape, self.param_dtype)
 
-        initialise(self, self._packing, table, table_axes(self, shape))
+        initialise(self, packing, table, table_axes(self, shape))
 
     @property
     def _packing(self) -> Packing:
@@ -88,20 +93,22 @@ def embed(module: Any, packing: Packing, inputs: Any) -> Array:
     """What `nn.Embed` computes, with the table that `module` has in the collection."""
     table = _table(module, packing)
     (like,) = module.promote_dtype(stand_in(table), dtype=module.dtype, inexact=False)
-    return lookup(table, inputs, like.dtype)
+    return lookup(table, tokens_of(inputs), like.dtype)
 
 
 def attend(module: Any, packing: Packing, query: Any) -> Array:
     """What `nn.Embed.attend` computes, with the table that `module` has in the collection."""
-    table = _table(module, packing)
-    shape = jnp.shape(query)
+    caller, table = type(module).__name__, _table(module, packing)
+    query = arguments.activations(caller, "query", query)
+    shape = query.shape
     if shape[-1:] != (table.k,):
         raise QueryWidthError(
-            f"{'.'.join(module.path) or 'the layer'} attends to queries (..., {table.k}), "
-            f"but these have shape {shape}; pass queries of {table.k} features."
+            f"{caller}: {'.'.join(module.path) or 'the layer'} attends to queries "
+            f"(..., {table.k}), but these have shape {shape}; pass queries of {table.k} features."
         )
     query, _ = module.promote_dtype(query, stand_in(table), dtype=module.dtype)
-    return quantized_matmul(query, table)
+    with checks.within(caller, lhs="query", rhs="the table"):
+        return quantized_matmul(query, table)
 
 
 def _table(module: Any, packing: Packing) -> QuantizedArray:

@@ -9,7 +9,9 @@ from flax import linen as nn
 from flax.linen import dtypes
 from jax import Array
 
+from .._core import checks
 from .._core.format import Format
+from . import arguments
 from .kernel_axes import KernelAxes, as_tuple, check_batch, positions
 from .linen_variables import initialise, kernel_of, packing_of
 from .weights import Packing, Shards
@@ -55,8 +57,9 @@ class QuantizedDenseGeneral(nn.Module):
     @nn.compact
     def __call__(self, inputs: Any) -> Array:
         """Returns the product over `axis`, of shape (*batch, *rows, *features), plus the bias."""
+        packing = packing_of(self, "use_bias", "kernel_init", "bias_init")
+        inputs = arguments.activations(type(self).__name__, "inputs", inputs)
         axes = _axes(self, inputs)
-        packing = packing_of(self)
 
         def weight() -> Any:
             return self.kernel_init(self.make_rng("params"), axes.flat_shape, self.param_dtype)
@@ -80,8 +83,9 @@ def dense_general(module: Any, packing: Packing, bias: Array | None, inputs: Any
     kernel = kernel_of(module, packing, axes)
     # The scale stands in for the kernel, whose dtype it has.
     inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
-    contracted = positions(as_tuple(module.axis), inputs.ndim)
-    return axes.multiply(inputs, kernel, range(len(axes.batch)), contracted, bias=bias)
+    with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
+        contracted = positions(as_tuple(module.axis), inputs.ndim)
+        return axes.multiply(inputs, kernel, range(len(axes.batch)), contracted, bias=bias)
 
 
 def general_axes(layer: nn.DenseGeneral, shape: tuple[int, ...]) -> KernelAxes:
@@ -92,12 +96,14 @@ def general_axes(layer: nn.DenseGeneral, shape: tuple[int, ...]) -> KernelAxes:
 
 
 def _axes(module: Any, inputs: Any) -> KernelAxes:
-    shape = jnp.shape(inputs)
-    batch = as_tuple(module.batch_dims)
-    check_batch(batch)
-    contracted = positions(as_tuple(module.axis), len(shape))
+    shape, caller = jnp.shape(inputs), type(module).__name__
+    batch = arguments.axes(caller, "batch_dims", module.batch_dims)
+    features = arguments.sizes(caller, "features", module.features)
+    with checks.within(caller):
+        check_batch(batch)
+        contracted = positions(arguments.axes(caller, "axis", module.axis), len(shape))
     return KernelAxes(
         tuple(shape[axis] for axis in range(len(batch))),
         tuple(shape[axis] for axis in contracted),
-        as_tuple(module.features),
+        features,
     )

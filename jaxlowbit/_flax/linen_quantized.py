@@ -10,6 +10,7 @@ from flax import core, traverse_util
 from flax import linen as nn
 
 from .._core.array import QuantizedArray
+from .._core.checks import brief
 from .._core.format import Format
 from .einsum_layers import EinsumLayer
 from .linen_kinds import kind_of
@@ -120,6 +121,11 @@ class QuantizedModel:
 
     def _with_packings(self, variables: Any) -> dict[str, Any]:
         """The variables with the packing of each kernel beside its arrays."""
+        if not isinstance(variables, Mapping):
+            raise TypeError(
+                f"QuantizedModel: variables is {brief(variables)}, but it is the mapping of "
+                "collections that quantize_model returned; pass that."
+            )
         arrays = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
         beside = {(*path, _PACKING): packing for path, packing in self._packings.items()}
         return {**variables, COLLECTION: traverse_util.unflatten_dict({**arrays, **beside})}

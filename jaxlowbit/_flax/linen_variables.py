@@ -13,6 +13,7 @@ from flax.linen.spmd import logical_to_mesh_axes
 from .._core import checks, layout
 from .._core.array import LEAVES, QuantizedArray
 from .._core.format import as_format
+from .arguments import check_options
 from .kernel_axes import KernelAxes, as_tuple
 from .linen_errors import KernelNotFoundError, KernelShapeError
 from .refusals import inner
@@ -105,12 +106,14 @@ def _sharding(box: meta.Partitioned, value: Any, axes: KernelAxes) -> MatrixShar
     return MatrixSharding(names, found, box.mesh or mesh_of(value))
 
 
-def packing_of(module: Any) -> Packing:
+def packing_of(module: Any, *options: str) -> Packing:
     """How a quantized layer packs its weight.
 
-    **Raises:** `TypeError` and `ValueError` for a format or shards that are none.
+    **Raises:** `TypeError` and `ValueError` for a format, shards, dtypes, and other options of
+    these names that are none.
     """
     name = type(module).__name__
+    check_options(module, "dtype", "param_dtype", "promote_dtype", *options)
     return Packing(as_format(name, module.format), checks.shard_counts(name, module.shards))
 
 
@@ -135,7 +138,7 @@ def kernel_of(
     **Raises:** `KernelNotFoundError` without a kernel there, `KernelShapeError` for one of another
     size, and for a stack.
     """
-    name = ".".join(module.path) or "the layer"
+    name = f"{type(module).__name__}: {'.'.join(module.path) or 'the layer'}"
     held = _held(module, weight)
     if "packed" not in held:
         raise KernelNotFoundError(

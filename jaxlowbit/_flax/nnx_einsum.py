@@ -1,6 +1,7 @@
 """`QuantizedEinsum`: `nnx.Einsum` with a quantized kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import Array
 
+from .._core import checks
 from .._core.format import Format
+from . import arguments
 from .equation import Equation
 from .kernel_axes import place
 from .nnx_linear import default_bias_init, default_kernel_init
@@ -56,14 +59,34 @@ class QuantizedEinsum(QuantizedModule):
         promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
         preferred_element_type: Any = None,
         rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
+        caller = type(self).__name__
+        arguments.check_options(
+            self,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            promote_dtype=promote_dtype,
+            preferred_element_type=preferred_element_type,
+        )
+        self.kernel_shape = arguments.sizes(caller, "kernel_shape", kernel_shape)
+        if bias_shape is not None:
+            bias_shape = arguments.sizes(caller, "bias_shape", bias_shape)
+        with checks.within(caller):
+            # Refuses an equation before anything is computed.
+            shape = Equation.parse(einsum_str, self.kernel_shape).kernel_shape
         self.einsum_str = einsum_str.replace(" ", "")
-        self.kernel_shape = tuple(kernel_shape)
-        shape = self._equation.kernel_shape  # refuses an equation before anything is computed
-        self._store(kernel_init(rngs.params(), shape, param_dtype), format, shards)
+        weight = kernel_init(rngs.params(), shape, param_dtype)
+        if not isinstance(weight, nnx.Variable):
+            weight = nnx.Param(weight, **kernel_metadata)
+        self._store(weight, format, shards)
         self.bias: nnx.Param | None = nnx.data(None)
         if bias_shape is not None:
-            self.bias = nnx.Param(bias_init(rngs.params(), bias_shape, param_dtype))
+            bias = bias_init(rngs.params(), bias_shape, param_dtype)
+            self.bias = nnx.Param(bias, **bias_metadata)
         self.bias_shape = bias_shape
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -127,10 +150,13 @@ class QuantizedEinsum(QuantizedModule):
         part of each axis of the kernel, which is packed by that. `out_sharding` is that of the
         result, on a mesh with Explicit axes.
         """
+        caller = type(self).__name__
+        inputs = arguments.activations(caller, "inputs", inputs)
         equation = self._equation
         axes = equation.axes
         if einsum_str is not None:
-            equation = Equation.parse(einsum_str, self.kernel_shape)
+            with checks.within(caller):
+                equation = Equation.parse(einsum_str, self.kernel_shape)
         if equation.axes != axes:
             raise ValueError(
                 f"QuantizedEinsum: the kernel is packed for the equation {self.einsum_str!r}, and "
@@ -145,7 +171,8 @@ class QuantizedEinsum(QuantizedModule):
             kernel, bias = operands
             return equation.multiply(inputs, kernel, self.preferred_element_type, bias)
 
-        return place(product, inputs, (kernel, bias), out_sharding)
+        with checks.within(caller, lhs="inputs", rhs="the kernel"):
+            return place(product, inputs, (kernel, bias), out_sharding)
 
 
 def check_einsum(layer: Any) -> None:

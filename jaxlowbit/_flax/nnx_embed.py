@@ -1,6 +1,7 @@
 """`QuantizedEmbed`: `nnx.Embed` with a quantized table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,11 +9,13 @@ from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 from jax import Array
 
+from .._core import checks
 from .._core.format import Format
 from .._matmul.api import quantized_matmul
-from .embedding import lookup, stand_in
+from . import arguments
+from .embedding import lookup, stand_in, tokens_of
 from .kernel_axes import place
-from .nnx_variables import QuantizedModule, check_replaceable, check_sizes
+from .nnx_variables import QuantizedModule, check_replaceable
 from .sharding import Entries
 from .weights import Shards
 
@@ -54,10 +57,23 @@ class QuantizedEmbed(QuantizedModule):
         embedding_init: Callable[..., Any] = default_embed_init,
         promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
         rngs: nnx.Rngs,
+        embedding_metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
-        check_sizes(type(self), num_embeddings=num_embeddings, features=features)
+        caller = type(self).__name__
+        num_embeddings = arguments.size(caller, "num_embeddings", num_embeddings)
+        features = arguments.size(caller, "features", features)
+        arguments.check_options(
+            self,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            embedding_init=embedding_init,
+            promote_dtype=promote_dtype,
+        )
         shape = (num_embeddings, features)
-        self._store(embedding_init(rngs.params(), shape, param_dtype), format, shards)
+        table = embedding_init(rngs.params(), shape, param_dtype)
+        if not isinstance(table, nnx.Variable):
+            table = nnx.Param(table, **embedding_metadata)
+        self._store(table, format, shards)
         self.num_embeddings = num_embeddings
         self.features = features
         self.dtype = dtype or self.scale.get_value().dtype
@@ -116,16 +132,22 @@ class QuantizedEmbed(QuantizedModule):
         def look(inputs: Any, table: Any) -> Array:
             return lookup(table, inputs, like.dtype)
 
-        return place(look, inputs, table, out_sharding)
+        tokens = tokens_of(inputs)
+        with checks.within(type(self).__name__, lhs="inputs", rhs="the table"):
+            return place(look, tokens, table, out_sharding)
 
     def attend(self, query: Any, out_sharding: Any = None) -> Array:
         """Returns the products (..., num_embeddings) of queries (..., features) with the table.
 
         `out_sharding` is that of the result, on a mesh with Explicit axes.
         """
+        caller = type(self).__name__
         table = self._single_kernel()
+        query = arguments.activations(caller, "query", query)
+        arguments.check_width(caller, "query", query, table.shape[-2])
         query, _ = self.promote_dtype((query, stand_in(table)), dtype=self.dtype)
-        return quantized_matmul(query, table, out_sharding=out_sharding)
+        with checks.within(caller, lhs="query", rhs="the table"):
+            return quantized_matmul(query, table, out_sharding=out_sharding)
 
 
 def check_embed(layer: Any) -> None:

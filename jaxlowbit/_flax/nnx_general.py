@@ -1,7 +1,9 @@
 """`QuantizedLinearGeneral`: `nnx.LinearGeneral` with a quantized kernel."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,8 +12,10 @@ from flax.core import FrozenDict
 from flax.nnx.nn import dtypes
 from jax import Array
 
+from .._core import checks
 from .._core.format import Format
-from .kernel_axes import KernelAxes, as_tuple, check_batch, place, positions
+from . import arguments
+from .kernel_axes import KernelAxes, check_batch, place, positions
 from .nnx_linear import default_bias_init, default_kernel_init
 from .nnx_variables import QuantizedModule, check_replaceable
 from .sharding import Entries
@@ -59,29 +63,52 @@ class QuantizedLinearGeneral(QuantizedModule):
         promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
         preferred_element_type: Any = None,
         rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
-        self.in_features = as_tuple(in_features)
-        self.out_features = as_tuple(out_features)
-        self.axis = as_tuple(axis)
+        caller = type(self).__name__
+        arguments.check_options(
+            self,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            promote_dtype=promote_dtype,
+            preferred_element_type=preferred_element_type,
+        )
+        self.in_features = arguments.sizes(caller, "in_features", in_features)
+        self.out_features = arguments.sizes(caller, "out_features", out_features)
+        self.axis = arguments.axes(caller, "axis", axis)
+        if not isinstance(batch_axis, Mapping):
+            raise TypeError(
+                f"{caller}: batch_axis is {checks.brief(batch_axis)}, but it is a mapping from "
+                "the first axes to their sizes, such as {0: 8}."
+            )
+        arguments.axes(caller, "batch_axis", tuple(batch_axis))
+        if batch_axis:
+            arguments.sizes(caller, "batch_axis", tuple(batch_axis.values()))
         self.batch_axis: Mapping[int, int] = FrozenDict(batch_axis)
         if len(self.in_features) != len(self.axis):
             raise ValueError(
                 f"QuantizedLinearGeneral: in_features is {self.in_features} and axis {self.axis}, "
                 "but each axis has one size; give as many of them."
             )
-        check_batch(tuple(self.batch_axis))
+        with checks.within(caller):
+            check_batch(tuple(self.batch_axis))
         axes = self._axes
         weight = kernel_init(rngs.params(), axes.flat_shape, param_dtype)
         if not isinstance(weight, nnx.Variable):
-            # Metadata names the axes of the kernel, which is flat here and cannot be moved by it.
-            weight = nnx.Param(weight, eager_sharding=False)
+            shape = (*axes.batch, *axes.contracted, *axes.features)
+            # The arrays in its place are moved, not the kernel.
+            options = {"eager_sharding": False, **kernel_metadata}
+            weight = nnx.Param(_reshaped(weight, shape), **options)
         self._store(weight, format, shards)
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
             shape = (*axes.batch, *axes.features)
-            self.bias = nnx.Param(
-                bias_init(rngs.params(), (math.prod(shape),), param_dtype).reshape(shape)
-            )
+            bias = bias_init(rngs.params(), (math.prod(shape),), param_dtype)
+            self.bias = nnx.Param(_reshaped(bias, shape), **bias_metadata)
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -145,19 +172,28 @@ class QuantizedLinearGeneral(QuantizedModule):
 
         `out_sharding` is that of the result, on a mesh with Explicit axes.
         """
-        axes = self._axes
+        axes, caller = self._axes, type(self).__name__
+        inputs = arguments.activations(caller, "inputs", inputs)
         kernel = self._single_kernel(ndim=2 + len(axes.batch))
         bias = None if self.bias is None else self.bias.get_value()
         # The scale stands in for the kernel, whose dtype it has.
         inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
-        contracted = positions(self.axis, inputs.ndim)
 
         def product(inputs: Array, operands: Any) -> Array:
             kernel, bias = operands
+            contracted = positions(self.axis, inputs.ndim)
             batch, dtype = range(len(axes.batch)), self.preferred_element_type
             return axes.multiply(inputs, kernel, batch, contracted, dtype, bias)
 
-        return place(product, inputs, (kernel, bias), out_sharding)
+        with checks.within(caller, lhs="inputs", rhs="the kernel"):
+            return place(product, inputs, (kernel, bias), out_sharding)
+
+
+def _reshaped(initial: Any, shape: tuple[int, ...]) -> Any:
+    """What an initialiser made, perhaps with metadata, in the shape that the metadata names."""
+    if isinstance(initial, nnx.VariableMetadata):
+        return dataclasses.replace(initial, raw_value=initial.raw_value.reshape(shape))
+    return initial.reshape(shape)
 
 
 def check_linear_general(layer: Any) -> None:

@@ -10,9 +10,11 @@ from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 from jax import Array
 
+from .._core import checks
 from .._core.format import Format
 from .._matmul.api import quantized_matmul
-from .nnx_variables import QuantizedModule, check_replaceable, check_sizes
+from . import arguments
+from .nnx_variables import QuantizedModule, check_replaceable
 from .weights import Shards
 
 default_kernel_init = initializers.lecun_normal()
@@ -64,7 +66,19 @@ class QuantizedLinear(QuantizedModule):
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
-        check_sizes(type(self), in_features=in_features, out_features=out_features)
+        caller = type(self).__name__
+        in_features = arguments.size(caller, "in_features", in_features)
+        out_features = arguments.size(caller, "out_features", out_features)
+        arguments.check_options(
+            self,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            promote_dtype=promote_dtype,
+            preferred_element_type=preferred_element_type,
+        )
         weight = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
         if not isinstance(weight, nnx.Variable):
             weight = nnx.Param(weight, **kernel_metadata)
@@ -124,17 +138,21 @@ class QuantizedLinear(QuantizedModule):
 
         `out_sharding` is that of the result, on a mesh with Explicit axes.
         """
+        caller = type(self).__name__
         kernel = self._single_kernel()
+        inputs = arguments.activations(caller, "inputs", inputs)
+        arguments.check_width(caller, "inputs", inputs, kernel.shape[-2])
         bias = None if self.bias is None else self.bias.get_value()
         # The scale stands in for the kernel, whose dtype it has.
         inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
-        return quantized_matmul(
-            inputs,
-            kernel,
-            bias=bias,
-            preferred_element_type=self.preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        with checks.within(caller, lhs="inputs", rhs="the kernel"):
+            return quantized_matmul(
+                inputs,
+                kernel,
+                bias=bias,
+                preferred_element_type=self.preferred_element_type,
+                out_sharding=out_sharding,
+            )
 
 
 def check_linear(layer: Any) -> None:

@@ -154,13 +154,6 @@ def check_layout_version(model: nnx.Module) -> None:
                 raise ValueError(f"check_layout_version: in {name}: {error}") from None
 
 
-def check_sizes(kind: type, **sizes: Any) -> None:
-    """Refuses numbers of features that are none."""
-    for name, size in sizes.items():
-        rule = "a number of features, an integer from 1 to 2**31 - 1"
-        checks.integer(kind.__name__, name, size, rule, most=2**31 - 1)
-
-
 def check_replaceable(layer: Any, kind: type, name: str, defaults: dict[str, Any]) -> None:
     """Refuses a layer that is no `kind` or has an option that a quantized product has not.
 

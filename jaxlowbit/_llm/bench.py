@@ -7,10 +7,11 @@ import jax
 import numpy as np
 from flax import nnx
 
+from .._core import checks
 from .cache import nbytes
 from .config import Config, RopeScaling
 from .generate import run
-from .language_model import LanguageModel
+from .language_model import LanguageModel, check_model
 from .sampling import Sampling
 
 # Models by their sizes, for random weights.
@@ -66,14 +67,24 @@ def bench(
 
     **Returns:** a `Speed`.
 
-    **Raises:** what `generate` raises.
+    **Raises:** `TypeError` and `ValueError` for numbers that are none, or beyond the context of the
+    model, and what `generate` raises.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
     bench(model, prompt_tokens=16, new_tokens=4, repeats=1).decode
     ```
     """
+    check_model("bench", model)
     config = model.config
+    for name, value, least, most in (
+        ("batch", batch, 1, 1 << 20),
+        ("prompt_tokens", prompt_tokens, 1, config.context - 1),
+        ("new_tokens", new_tokens, 1, config.context - 1),
+        ("repeats", repeats, 1, 1000),
+    ):
+        rule = f"an integer from {least} to {most}"
+        checks.integer("bench", name, value, rule, least=least, most=most)
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, config.vocabulary, (batch, prompt_tokens)).tolist()
     # Without an end of turn, all sequences go on.
@@ -81,7 +92,7 @@ def bench(
     prefill = decode = float("inf")
     for repeat in range(repeats + 1):
         start = time.perf_counter()
-        groups = run(model, prompts, new_tokens, Sampling(), 0, endless=True)
+        groups = run(model, prompts, new_tokens, Sampling(), 0, endless=True, caller="bench")
         next(groups)
         middle = time.perf_counter()
         for _ in groups:

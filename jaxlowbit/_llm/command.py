@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         options.run(options, _loaded(options))
     except (ImportError, OSError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(re.sub(r"^\w+: ", "", str(error)))  # without the name of a function
     except KeyboardInterrupt:
         print()
 

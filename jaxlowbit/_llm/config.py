@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .._core.checks import brief
+
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 
 RopePairs = Literal["neighbours", "halves"]
@@ -80,6 +82,10 @@ class RopeScaling:
                 f"RopeScaling: low={self.low!r}, high={self.high!r}, beta_slow={self.beta_slow!r} "
                 f"and beta_fast={self.beta_fast!r}, but low is below high and beta_slow below "
                 "beta_fast; exchange them."
+            )
+        if not isinstance(self.factors, tuple):
+            raise ValueError(
+                f"RopeScaling: factors={self.factors!r}, but it is a tuple of numbers; correct it."
             )
         if (self.kind == "factors") != bool(self.factors):
             raise ValueError(
@@ -216,7 +222,7 @@ class Config:
             _one_of("Config", name, getattr(self, name), (False, True))
         if self.window is not None:
             _size("Config", "window", self.window, _MOST["context"])
-        if self.window_pattern != 0 or isinstance(self.window_pattern, bool):
+        if type(self.window_pattern) is not int or self.window_pattern != 0:
             _size("Config", "window_pattern", self.window_pattern, _MOST["layers"])
         scaling = self.rope_scaling
         if scaling is not None and not isinstance(scaling, RopeScaling):
@@ -302,6 +308,18 @@ class Config:
         return shapes
 
 
+def check_config(caller: str, config: object) -> None:
+    """Refuses what is no configuration.
+
+    **Raises:** `TypeError`.
+    """
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"{caller}: config is {brief(config)}, but it is a Config, such as that of a model, "
+            "model.config."
+        )
+
+
 def _size(owner: str, name: str, value: object, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(
@@ -322,7 +340,7 @@ def _positive(owner: str, name: str, value: object) -> None:
 
 def _one_of(owner: str, name: str, value: object, choices: tuple[Any, ...]) -> None:
     if not any(
-        value is choice or (value == choice and isinstance(value, str)) for choice in choices
+        value is choice or (isinstance(value, str) and value == choice) for choice in choices
     ):
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"{owner}: {name}={value!r}, but it is one of {listed}; correct it.")

@@ -16,9 +16,10 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
+from .._core import checks
 from . import memory
 from .cache import Cache, bucket, nbytes
-from .language_model import LanguageModel
+from .language_model import LanguageModel, check_model
 from .sampling import Sampling, sample
 from .text import Text
 
@@ -75,19 +76,20 @@ def generate(
 
     **Returns:** a `Generation`, for a batch a list of them.
 
-    **Raises:** `ValueError` for an empty prompt, one that leaves no room in the context, tokens
-    that the vocabulary has not, options out of range, and for a batch whose cache does not fit in
-    memory, with the bytes that it needs.
+    **Raises:** `TypeError` for arguments of other types; `ValueError` for an empty prompt, one that
+    leaves no room in the context, tokens that the vocabulary has not, options out of range, and for
+    a batch whose cache does not fit in memory, with the bytes that it needs.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
     generate(model, [[3, 1, 4], [1, 5, 9, 2]], max_new_tokens=4, temperature=0.7, seed=1)
     ```
     """
-    single = _is_single(prompt)
-    prompts = _batch(model, [prompt] if single else prompt)
-    sampling = Sampling.of(temperature, top_k, top_p)
-    generation = _generation(model, prompts, max_new_tokens, sampling, seed, stop)
+    check_model("generate", model)
+    single = is_single("generate", prompt)
+    prompts = _batch("generate", model, [prompt] if single else prompt)
+    options = max_new_tokens, temperature, top_k, top_p, seed, stop
+    generation = _generation(model, prompts, _Request.of("generate", model, *options))
     while True:
         try:
             next(generation)
@@ -122,11 +124,13 @@ def stream(
         print(tokens)
     ```
     """
-    if not _is_single(prompt):
+    check_model("stream", model)
+    if not is_single("stream", prompt):
         raise ValueError("stream: the prompt is a batch, but text comes of one; use generate.")
-    prompts = _batch(model, [prompt])
-    sampling = Sampling.of(temperature, top_k, top_p)
-    generation = _generation(model, prompts, max_new_tokens, sampling, seed, stop, growing=True)
+    prompts = _batch("stream", model, [prompt])
+    options = max_new_tokens, temperature, top_k, top_p, seed, stop
+    request = _Request.of("stream", model, *options)
+    generation = _generation(model, prompts, request, growing=True)
     return _streamed(generation)
 
 
@@ -143,20 +147,64 @@ def _streamed(generation: Generator[list[Text], None, list[Generation]]) -> Iter
             yield new
 
 
+class _Request(NamedTuple):
+    """What a caller asks for beside prompts."""
+
+    caller: str
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    stops: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        caller: str,
+        model: LanguageModel,
+        max_new_tokens: Any,
+        temperature: Any,
+        top_k: Any,
+        top_p: Any,
+        seed: Any,
+        stop: Any,
+    ) -> "_Request":
+        """**Raises:** `TypeError` and `ValueError` for options that are none."""
+        rule = "the number of tokens to generate at most, an integer from 1 on"
+        max_new_tokens = checks.integer(caller, "max_new_tokens", max_new_tokens, rule)
+        sampling = Sampling.of(temperature, top_k, top_p, caller)
+        rule = "an integer of 64 bits"
+        seed = checks.integer(caller, "seed", seed, rule, least=-(2**63), most=2**63 - 1)
+        return cls(caller, max_new_tokens, sampling, seed, _stops(caller, model, stop))
+
+
+def _stops(caller: str, model: LanguageModel, stop: Any) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(x, str) for x in stops):
+        raise TypeError(
+            f"{caller}: stop is {checks.brief(stop)}, but it is a text, or a list of texts, that "
+            "end a generation."
+        )
+    if stops and model.tokenizer is None:
+        raise ValueError(
+            f"{caller}: stop is text, but the model has no tokenizer; look for its tokens in the "
+            "result."
+        )
+    if "" in stops:
+        raise ValueError(f"{caller}: a stop string is empty; it would stop everything.")
+    return tuple(stops)
+
+
 def _generation(
     model: LanguageModel,
     prompts: list[list[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    stop: str | Sequence[str],
+    request: _Request,
     *,
     growing: bool = False,
 ) -> Generator[list[Text], None, list[Generation]]:
     """Yields the texts, which grow, after every group of tokens; returns what they became."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    texts = [Text(model.tokenizer, model.config.eos, stops) for _ in prompts]
-    groups = run(model, prompts, max_new_tokens, sampling, seed, growing=growing)
+    texts = [Text(model.tokenizer, model.config.eos, request.stops) for _ in prompts]
+    options = request.max_new_tokens, request.sampling, request.seed
+    groups = run(model, prompts, *options, growing=growing, caller=request.caller)
     next(groups)  # the prompts are read
     start = time.perf_counter()
     for tokens in groups:
@@ -177,22 +225,33 @@ def _generation(
 # --- prompts --------------------------------------------------------------------------------------
 
 
-def _is_single(prompt: Any) -> bool:
-    """Whether this is one prompt: a text, tokens, or a chat."""
-    if isinstance(prompt, str) or len(prompt) == 0:
+def is_single(caller: str, prompt: Any) -> bool:
+    """Whether this is one prompt: a text, tokens, or a chat; otherwise it is several.
+
+    **Raises:** `TypeError` for what is neither.
+    """
+    if isinstance(prompt, str):
         return True
-    return isinstance(prompt[0], int | np.integer | dict)
+    if isinstance(prompt, np.ndarray | Array):
+        return prompt.ndim < 2
+    if isinstance(prompt, list | tuple | range):
+        several = str | list | tuple | range | np.ndarray | Array
+        return len(prompt) == 0 or not isinstance(prompt[0], several)
+    raise TypeError(
+        f"{caller}: prompt is {checks.brief(prompt)}, but it is a text, a list of messages "
+        '{"role": "user", "content": text}, a list of tokens, or a list of these.'
+    )
 
 
-def _batch(model: LanguageModel, prompts: Any) -> list[list[int]]:
+def _batch(caller: str, model: LanguageModel, prompts: Any) -> list[list[int]]:
     """The tokens of every prompt."""
     found = []
     for i, prompt in enumerate(prompts):
         name = f"prompt {i}" if len(prompts) > 1 else "the prompt"
-        tokens = encoded(model, prompt, f"generate: {name}")
+        tokens = encoded(model, prompt, f"{caller}: {name}")
         if len(tokens) >= model.config.context:
             raise ValueError(
-                f"generate: {name} has {len(tokens)} tokens, but the context holds "
+                f"{caller}: {name} has {len(tokens)} tokens, but the context holds "
                 f"{model.config.context} with what is generated; shorten it."
             )
         found.append(tokens)
@@ -201,6 +260,10 @@ def _batch(model: LanguageModel, prompts: Any) -> list[list[int]]:
 
 def encoded(model: LanguageModel, prompt: Any, name: str) -> list[int]:
     """The tokens of a text, a chat or tokens, checked; errors begin with `name`."""
+    if isinstance(prompt, np.ndarray | Array):
+        prompt = np.asarray(prompt).tolist() if prompt.ndim == 1 else None
+    if not isinstance(prompt, str | list | tuple | range):
+        raise TypeError(f"{name} is no text, no list of messages and no list of tokens; pass one.")
     if len(prompt) == 0:
         raise ValueError(f"{name} is empty; there must be a token to go on from.")
     if isinstance(prompt, str) or isinstance(prompt[0], dict):
@@ -209,16 +272,23 @@ def encoded(model: LanguageModel, prompt: Any, name: str) -> list[int]:
         if isinstance(prompt, str):
             tokens = model.tokenizer.encode(prompt)
         else:
-            tokens = model.tokenizer.chat(list(prompt), add_generation_prompt=True)
+            with checks.within(name.partition(":")[0]):
+                tokens = model.tokenizer.chat(list(prompt), add_generation_prompt=True)
     else:
         tokens = prompt
-    tokens, vocabulary = [int(token) for token in tokens], model.config.vocabulary
+    found, vocabulary = [], model.config.vocabulary
     for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TypeError(
+                f"{name} has {checks.brief(token)} for a token, but tokens are integers from 0 to "
+                f"{vocabulary - 1}."
+            )
         if not 0 <= token < vocabulary:
             raise ValueError(
                 f"{name} has token {token}, but tokens are from 0 to {vocabulary - 1}."
             )
-    return tokens
+        found.append(int(token))
+    return found
 
 
 def chunks(length: int) -> list[int]:
@@ -253,14 +323,13 @@ def run(
     *,
     growing: bool = False,
     endless: bool = False,
+    caller: str = "generate",
 ) -> Iterator[np.ndarray]:
     """Yields groups of tokens (batch, n), first an empty one when the prompts are read.
 
     A sequence that has ended has -1 for tokens; an `endless` one has no end. The loop ends when all
     have.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"generate: max_new_tokens={max_new_tokens}, but it is at least 1.")
     config, longest = model.config, max(map(len, prompts))
     left = min(max_new_tokens, config.context - longest)
     sizes = chunks(longest)
@@ -268,7 +337,7 @@ def run(
     dtype, batch = model.decoder.dtype, len(prompts)
     kept = nbytes(config, batch, slots, dtype) // model.decoder.parts
     needed = kept + 3 * 4 * batch * config.vocabulary
-    memory.check(needed, f"a batch of {batch} with {slots} slots")
+    memory.check(caller, needed, f"a batch of {batch} with {slots} slots")
 
     # Prompts end together: padding is in front, where it has no positions.
     tokens = np.zeros((batch, sum(sizes)), np.int32)

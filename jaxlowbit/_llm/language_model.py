@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._core.format import INT4, Format
-from .config import Config
+from .._core import checks
+from .._core.format import INT4, Format, as_format
+from .config import Config, check_config
 from .load import read
 from .model import Decoder
 from .random_weights import random_weights
@@ -25,15 +26,33 @@ class LanguageModel:
     tokenizer: Any = None
     report: Any = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.decoder, Decoder):
+            raise TypeError(
+                f"LanguageModel: decoder is {checks.brief(self.decoder)}, but it is a Decoder."
+            )
+
     @property
     def config(self) -> Config:
         return self.decoder.config
 
 
+def check_model(caller: str, model: Any) -> None:
+    """Refuses what is no language model.
+
+    **Raises:** `TypeError`.
+    """
+    if not isinstance(model, LanguageModel):
+        raise TypeError(
+            f"{caller}: model is {checks.brief(model)}, but it is a LanguageModel; make one with "
+            "jaxlowbit.llm.load, init, or LanguageModel(decoder)."
+        )
+
+
 def load(
     path: Any,
     *,
-    format: Format | None = None,
+    format: Format | str | None = None,
     rules: Any = None,
     dtype: Any = None,
     scale_dtype: Any = None,
@@ -45,8 +64,8 @@ def load(
     **Arguments:**
 
     - `path`: the file or the folder.
-    - `format`: what every matrix is rounded to; None leaves quantized weights of the file as they
-      are, without rounding, and floats as floats.
+    - `format`: what every matrix is rounded to, a `Format` or its name; None leaves quantized
+      weights of the file as they are, without rounding, and floats as floats.
     - `rules`: formats for some matrices, by regular expressions that are searched (`re.search`) in
       their names (`Config.shapes`); the first that matches decides, None leaves a matrix as it is.
     - `dtype`: that of activations, of the cache and of matrices that stay floats; None for bfloat16
@@ -58,21 +77,26 @@ def load(
 
     **Returns:** a `LanguageModel`.
 
-    **Raises:** before a weight is read, `FileNotFoundError` if there is no such path, `ValueError`
-    for a damaged file, an unknown architecture, type or tokenizer and tensors that are missing or
-    of another shape, each with its name, for rules that decide about no matrix, and what `shard`
-    raises.
+    **Raises:** before a weight is read, `TypeError` for arguments that are none of these,
+    `FileNotFoundError` if there is no such path, `ValueError` for a damaged file, an unknown
+    architecture, type or tokenizer and tensors that are missing or of another shape, each with its
+    name, for rules that decide about no matrix, and what `shard` raises.
     """
     dtype = default_dtype() if dtype is None else dtype
     options = {"dtype": dtype, "scale_dtype": scale_dtype, "mesh": mesh, "progress": progress}
-    checkpoint = read(path, format=format, rules=rules, **options)
+    try:
+        checkpoint = read(path, format=format, rules=rules, **options)
+    except ValueError as error:
+        if type(error) is not ValueError or str(error).startswith("load: "):
+            raise
+        raise ValueError(f"load: {error}") from None
     decoder = Decoder(checkpoint.config, checkpoint.weights, dtype=dtype, mesh=mesh, consume=True)
     return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)
 
 
 def init(
     config: Config,
-    format: Format | None = INT4,
+    format: Format | str | None = INT4,
     *,
     seed: int = 0,
     dtype: Any = None,
@@ -83,7 +107,8 @@ def init(
     **Arguments:**
 
     - `config`: sizes and kinds.
-    - `format`: that of every matrix; None for floats in `dtype`, to compare with.
+    - `format`: that of every matrix, a `Format` or its name; None for floats in `dtype`, to
+      compare with.
     - `seed`: of the words.
     - `dtype`: that of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
       the CPU.
@@ -92,14 +117,19 @@ def init(
 
     **Returns:** a `LanguageModel` without a tokenizer.
 
-    **Raises:** `ValueError` for a configuration that is none, and what `shard` raises.
+    **Raises:** `TypeError` and `ValueError` for arguments that are none of these, and what `shard`
+    raises.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
     generate(model, [3, 1, 4], max_new_tokens=4).tokens
     ```
     """
-    dtype = default_dtype() if dtype is None else dtype
+    check_config("init", config)
+    format = None if format is None else as_format("init", format)
+    rule = "an integer of 64 bits"
+    seed = checks.integer("init", "seed", seed, rule, least=-(2**63), most=2**63 - 1)
+    dtype = default_dtype() if dtype is None else checks.compute_dtype("init", "dtype", dtype)
     weights = random_weights(config, format, seed=seed, dtype=dtype, mesh=mesh)
     return LanguageModel(Decoder(config, weights, dtype=dtype, mesh=mesh, consume=True))
 
@@ -128,6 +158,7 @@ def shard(model: LanguageModel, mesh: jax.sharding.Mesh) -> LanguageModel:
     generate(sharded, [3, 1, 4], max_new_tokens=4).tokens
     ```
     """
+    check_model("shard", model)
     decoder = nnx.clone(model.decoder)
     decoder.divide(mesh)
     return dataclasses.replace(model, decoder=decoder)

@@ -14,15 +14,15 @@ from jax import Array
 from tqdm import tqdm
 
 from .._core.array import QuantizedArray
-from .._core.dtypes import FLOATS
-from .._core.format import Format
+from .._core.checks import boolean, brief, compute_dtype
+from .._core.format import Format, as_format
 from .._flax.report import aligned, backend_of, format_words, size_words
 from . import blocks, gguf, huggingface
 from .config import Config
 from .sharding import Division
 from .tokenizer import Tokenizer
 
-Rules = Mapping[str, Format | None] | Sequence[tuple[str, Format | None]]
+Rules = Mapping[str, Format | str | None] | Sequence[tuple[str, Format | str | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class _Source(NamedTuple):
 def read(
     path: str | os.PathLike[str],
     *,
-    format: Format | None = None,
+    format: Format | str | None = None,
     rules: Rules | None = None,
     dtype: Any = jnp.bfloat16,
     scale_dtype: Any = None,
@@ -165,13 +165,20 @@ def read(
     read("Llama-3.1-8B-Instruct", format=INT4, rules={"embedding|head": INT8})
     ```
     """
-    path, dtype = Path(path), jnp.dtype(dtype)
-    for name, given in (("dtype", dtype), ("scale_dtype", jnp.dtype(scale_dtype or dtype))):
-        if given not in FLOATS:
-            raise ValueError(f"read: {name} is {given}, but it is float32, bfloat16 or float16.")
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"load: path is {brief(path)}, but it is the path of a .gguf file, or of the folder of "
+            "a Hugging Face model."
+        )
+    path = Path(path)
+    dtype = compute_dtype("load", "dtype", dtype)
+    if scale_dtype is not None:
+        scale_dtype = compute_dtype("load", "scale_dtype", scale_dtype)
+    format = None if format is None else as_format("load", format)
+    boolean("load", "progress", progress)
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist; name a .gguf file or the folder of a Hugging Face model."
+            f"load: {path} does not exist; name a .gguf file or the folder of a Hugging Face model."
         )
     config, sources, tokenizer = _folder(path) if path.is_dir() else _file(path)
     if tokenizer.vocabulary > config.vocabulary:
@@ -187,7 +194,7 @@ def read(
     division = None
     if mesh is not None:
         found = {name: formats.get(name) or source.format for name, source in sources.items()}
-        division = Division.of(config, mesh, found)
+        division = Division.of("load", config, mesh, found)
     weights: dict[str, QuantizedArray | Array] = {}
     reports = []
     total = sum(source.nbytes for source in sources.values())
@@ -291,25 +298,28 @@ def _formats(
     format: Format | None, rules: Rules | None, matrices: Sequence[str]
 ) -> dict[str, Format | None]:
     """The format that each matrix is rounded to, None to leave it as it is."""
-    pairs = list((rules or {}).items() if isinstance(rules, Mapping) else rules or ())
+    if not isinstance(rules, Mapping | list | tuple | None):
+        raise TypeError(
+            f"load: rules is {brief(rules)}, but it is a mapping from regular expressions on the "
+            "names of weights to formats, or None."
+        )
     compiled = []
-    for rule in pairs:
+    for rule in list((rules or {}).items() if isinstance(rules, Mapping) else rules or ()):
         match rule:
-            case (str(pattern), None | Format()):
+            case (str(pattern), None | str() | Format()):
                 pass
             case _:
                 raise TypeError(
-                    f"read: {rule!r} is no rule; a rule is a regular expression on the name of a "
-                    "weight with a Format, or with None to leave it as it is."
+                    f"load: {brief(rule)} is no rule; a rule is a regular expression on the name "
+                    "of a weight with a Format or its name, or with None to leave it as it is."
                 )
         try:
-            compiled.append((re.compile(pattern), rule[1]))
+            found_format = None if rule[1] is None else as_format("load", rule[1])
+            compiled.append((re.compile(pattern), found_format))
         except re.error as error:
             raise ValueError(
-                f"read: the rule {pattern!r} is no regular expression: {error}; correct it."
+                f"load: the rule {pattern!r} is no regular expression: {error}; correct it."
             ) from None
-    if format is not None and not isinstance(format, Format):
-        raise TypeError(f"read: format is {format!r}, but it is a Format, such as INT4, or None.")
     found: dict[str, Format | None] = {}
     used = set()
     for name in matrices:
@@ -319,7 +329,7 @@ def _formats(
     for i, (rule, _) in enumerate(compiled):
         if i not in used:
             raise ValueError(
-                f"read: the rule {rule.pattern!r} decides about no matrix; correct it, put it "
+                f"load: the rule {rule.pattern!r} decides about no matrix; correct it, put it "
                 "before those that match the same names, or remove it. Names are embedding, head "
                 "and layers.N.q, k, v, o, gate, up and down."
             )

@@ -3,12 +3,12 @@
 import jax
 
 
-def check(needed: int, what: str) -> None:
+def check(caller: str, needed: int, what: str) -> None:
     """Refuses what needs more bytes than the device has left. Does nothing where it tells none."""
     left = available()
     if left is not None and needed > left:
         raise ValueError(
-            f"generate: {what} needs {needed:,} bytes for its cache and logits, but {left:,} are "
+            f"{caller}: {what} needs {needed:,} bytes for its cache and logits, but {left:,} are "
             "left; use fewer prompts at a time, or generate fewer tokens."
         )
 

@@ -33,13 +33,14 @@ from .._composite.matmuls import quantized_matmuls
 from .._composite.mlp import quantized_mlp
 from .._composite.normalized import normalized_matmuls, normalized_mlp
 from .._composite.rms_norm import rms_norm
+from .._core import checks
 from .._core.array import QuantizedArray
 from .._core.columns import take_columns
 from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from . import attention, rope
 from .cache import Cache, cache_specs, make_cache
-from .config import Config
+from .config import Config, check_config
 from .sharding import Division, MatrixVariable, add_parts
 
 Weight = QuantizedArray | Array
@@ -65,8 +66,9 @@ class Decoder(nnx.Module):
     Quantized weights are variables that hold a `QuantizedArray` each, gate and up of a block as
     one stack; `nnx.state(decoder, QuantizedVariable)` finds them.
 
-    **Raises:** `ValueError` with the names of missing and unknown weights, for a weight of another
-    shape, and for sizes that the devices of the mesh do not divide.
+    **Raises:** `TypeError` for arguments of other types; `ValueError` with the names of missing and
+    unknown weights, for a weight of another shape, another dtype, and for sizes that the devices of
+    the mesh do not divide.
 
     ```python
     decoder = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8).decoder
@@ -84,24 +86,26 @@ class Decoder(nnx.Module):
         consume: bool = False,
     ):
         check(config, weights)
+        checks.boolean("Decoder", "consume", consume)
+        dtype = checks.compute_dtype("Decoder", "dtype", dtype)
         weight_of = weights.pop if consume and isinstance(weights, dict) else weights.__getitem__
         self.config = config
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = dtype
         self.division: Division | None = None
         self.embedding = _variable(weight_of("embedding"))
         self.blocks = nnx.List([Block(config, weight_of, i) for i in range(config.layers)])
         self.final_norm = _norm(config, weight_of("final_norm"))
         self.head = None if config.tied_head else _variable(weight_of("head"))
         if mesh is not None:
-            self.divide(mesh)
+            self.divide(mesh, caller="Decoder")
 
-    def divide(self, mesh: jax.sharding.Mesh) -> None:
+    def divide(self, mesh: jax.sharding.Mesh, caller: str = "shard") -> None:
         """Puts the decoder on the devices of a mesh with one axis, each of which gets its part.
 
         **Raises:** `ValueError` for sizes that the number of devices does not divide, before
         anything is moved.
         """
-        division = Division.of(self.config, mesh, self._formats)
+        division = Division.of(caller, self.config, mesh, self._formats)
         division.place_variables(self)
         for module in (self, *self.blocks):
             module.division = division
@@ -129,7 +133,8 @@ class Decoder(nnx.Module):
         jax.jit(lambda tokens: decoder(tokens))(jnp.array([[3, 1, 4]]))
         ```
         """
-        tokens = jnp.asarray(tokens)
+        rule = "tokens, integers (batch, length)"
+        tokens = checks.array("Decoder", "tokens", tokens, rule)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(
                 f"Decoder: tokens are {tokens.dtype}{list(tokens.shape)}, but they are integers "
@@ -524,6 +529,12 @@ def products(x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
 
 def check(config: Config, weights: Mapping[str, Weight]) -> None:
     """Refuses weights that do not fit a configuration."""
+    check_config("Decoder", config)
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            f"Decoder: weights is {checks.brief(weights)}, but it is a mapping from the names of "
+            "Config.shapes() to matrices, quantized or float, and vectors."
+        )
     expected = config.shapes()
     missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     for names, what in ((missing, "are missing"), (unknown, f"are not of {config.architecture}")):
@@ -531,6 +542,8 @@ def check(config: Config, weights: Mapping[str, Weight]) -> None:
             shown = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
             raise ValueError(f"Decoder: {len(names)} weights {what}: {shown}.")
     for name, shape in expected.items():
+        if not isinstance(weights[name], QuantizedArray):
+            checks.shaped("Decoder", name, weights[name])
         if tuple(weights[name].shape) != shape:
             raise ValueError(
                 f"Decoder: {name} has shape {tuple(weights[name].shape)}, but the configuration "

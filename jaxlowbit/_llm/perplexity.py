@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
-from .generate import encoded
-from .language_model import LanguageModel
+from .._core import checks
+from .generate import encoded, is_single
+from .language_model import LanguageModel, check_model
 
 _ROWS = 64  # whose logits exist at the same time
 
@@ -46,17 +47,21 @@ def perplexity(
 
     **Returns:** a `Perplexity`.
 
-    **Raises:** `ValueError` for a text of less than two tokens, tokens that the vocabulary has not,
-    and a context that the model has not.
+    **Raises:** `TypeError` for arguments of other types, `ValueError` for a text of less than two
+    tokens, tokens that the vocabulary has not, and a context that the model has not.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
     perplexity(model, [3, 1, 4, 1, 5, 9, 2, 6], context=4).perplexity
     ```
     """
-    if not 1 <= context <= model.config.context:
-        raise ValueError(
-            f"perplexity: context={context}, but a window has 1 to {model.config.context} tokens."
+    check_model("perplexity", model)
+    rule = f"the tokens of a window, an integer from 1 to {model.config.context}"
+    checks.integer("perplexity", "context", context, rule, most=model.config.context)
+    checks.boolean("perplexity", "progress", progress)
+    if not is_single("perplexity", text):
+        raise TypeError(
+            "perplexity: text is a batch, but it is one text, or its tokens; join them."
         )
     tokens = np.asarray(encoded(model, text, "perplexity: the text"), np.int32)
     if len(tokens) < 2:

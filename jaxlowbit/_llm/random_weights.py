@@ -31,7 +31,7 @@ def random_weights(
     """
     division = None
     if mesh is not None:
-        division = Division.of(config, mesh, dict.fromkeys(config.shapes(), format))
+        division = Division.of("init", config, mesh, dict.fromkeys(config.shapes(), format))
     weights: dict[str, Weight] = {}
     key = jax.random.key(seed)
     for i, (name, shape) in enumerate(config.shapes().items()):

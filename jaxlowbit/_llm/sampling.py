@@ -1,11 +1,14 @@
 """Choice of the next token."""
 
+import numbers
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+from .._core import checks
 
 
 class Sampling(NamedTuple):
@@ -17,17 +20,27 @@ class Sampling(NamedTuple):
     top_p: Array | None = None
 
     @classmethod
-    def of(cls, temperature: float, top_k: int | None, top_p: float | None) -> "Sampling":
-        """**Raises:** `ValueError` for values out of range."""
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(
-                f"generate: temperature={temperature!r}, but it is finite and at least 0, which "
-                "takes the most likely token."
+    def of(
+        cls,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        caller: str = "generate",
+    ) -> "Sampling":
+        """**Raises:** `TypeError` for what is no number, `ValueError` for values out of range."""
+        if not _is_number(temperature, 0):
+            raise _error(temperature)(
+                f"{caller}: temperature is {checks.brief(temperature)}, but it is a finite number "
+                "from 0 on, and 0 takes the most likely token."
             )
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"generate: top_k={top_k!r}, but it is at least 1, or None.")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"generate: top_p={top_p!r}, but it is above 0 and up to 1, or None.")
+        if top_k is not None:
+            rule = "an integer from 1 to 2**31 - 1, or None"
+            top_k = checks.integer(caller, "top_k", top_k, rule, most=2**31 - 1)
+        if top_p is not None and not (_is_number(top_p, 0) and 0 < top_p <= 1):
+            raise _error(top_p)(
+                f"{caller}: top_p is {checks.brief(top_p)}, but it is a number above 0 and up to "
+                "1, or None."
+            )
         if temperature == 0:
             return cls()
         return cls(
@@ -35,6 +48,18 @@ class Sampling(NamedTuple):
             None if top_k is None else jnp.int32(top_k),
             None if top_p is None or top_p == 1 else jnp.float32(top_p),
         )
+
+
+def _is_number(value: Any, least: float) -> bool:
+    return _is_real(value) and least <= value < float("inf")
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _error(value: Any) -> type[Exception]:
+    return ValueError if _is_real(value) else TypeError
 
 
 def sample(logits: Array, keys: Array, sampling: Sampling) -> Array:

@@ -56,7 +56,9 @@ class Division:
     mesh: jax.sharding.Mesh
 
     @classmethod
-    def of(cls, config: Config, mesh: Any, formats: Mapping[str, Format | None]) -> "Division":
+    def of(
+        cls, caller: str, config: Config, mesh: Any, formats: Mapping[str, Format | None]
+    ) -> "Division":
         """The division of a decoder with matrices of these formats, None for floats.
 
         **Raises:** `TypeError` for what is no mesh, and `ValueError` for a mesh of several axes and
@@ -64,20 +66,21 @@ class Division:
         """
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
-                f"shard: mesh is {type(mesh).__name__}, but it is a jax.sharding.Mesh, such as "
+                f"{caller}: mesh is {type(mesh).__name__}, but it is a jax.sharding.Mesh, such as "
                 'jax.make_mesh((2,), ("model",)).'
             )
         if len(mesh.axis_names) != 1:
             raise ValueError(
-                f"shard: the mesh has the axes {mesh.axis_names}, but a model is divided over one; "
-                'make one such as jax.make_mesh((2,), ("model",)).'
+                f"{caller}: the mesh has the axes {mesh.axis_names}, but a model is divided over "
+                'one; make one such as jax.make_mesh((2,), ("model",)).'
             )
         reason = _undivided(config, formats, mesh.size)
         if reason is not None:
             others = (n for n in range(1, config.kv_heads + 1) if n <= len(jax.devices()))
             possible = [str(n) for n in others if _undivided(config, formats, n) is None]
             raise ValueError(
-                f"shard: {reason}; use a mesh of another number of devices: {', '.join(possible)}."
+                f"{caller}: {reason}; use a mesh of another number of devices: "
+                f"{', '.join(possible)}."
             )
         # Arrays have no sharding in their types, so that the loop around the decoder is as ever.
         return cls(jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,)))

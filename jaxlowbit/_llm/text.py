@@ -12,10 +12,6 @@ class Text:
     """
 
     def __init__(self, tokenizer: Any, eos: Sequence[int], stops: Sequence[str]):
-        if stops and tokenizer is None:
-            raise ValueError("generate: stop is text, but the model has no tokenizer.")
-        if "" in stops:
-            raise ValueError("generate: a stop string is empty; it would stop everything.")
         self.tokens: list[int] = []
         self.text: str | None = None if tokenizer is None else ""
         self.finish: str | None = None

@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from .._backends import custom_calls
-from .._core import explicit
+from .._core import explicit, exporting
 from .._core.array import QuantizedArray
 from . import partition
 from .options import Options
@@ -159,17 +159,20 @@ def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> An
     alone = partition.divided(ctx) is None and not unfit_gpus(ctx.module_context)
     one_call = alone and call.supports(rows, weights)
     function = call.custom_call if one_call else call.composition
+    function = exporting.with_remedy(ctx, function)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
-    return mlir.lower_fun(call.composition, multiple_results=True)(ctx, *operands)
+    function = exporting.with_remedy(ctx, call.composition)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
 def _lower_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
     rows, weights, _ = call.named(ctx.avals_in)
     one_call = partition.divided(ctx) is None and call.cpu_supports(rows, weights)
     function = call.cpu_call if one_call else call.composition
+    function = exporting.with_remedy(ctx, function)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 

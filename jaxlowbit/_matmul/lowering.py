@@ -11,6 +11,7 @@ from jax.interpreters import mlir
 from .._backends import cuda, custom_calls, definition, pallas
 from .._backends.problem import Operands, Problem
 from .._backends.stored_rows import Product, of_stored_rows
+from .._core import exporting
 from .._core.layout import ATOM
 from . import partition
 from .primitive import quantized_matmul_p
@@ -36,7 +37,8 @@ def _lower(
         product, divided = definition.matmul, None
     else:
         product = partition.matmul
-    lower = mlir.lower_fun(functools.partial(product, problem), multiple_results=False)
+    traced = exporting.with_remedy(ctx, functools.partial(product, problem))
+    lower = mlir.lower_fun(traced, multiple_results=False)
     return lower(divided or ctx, *operands)
 
 
@@ -56,13 +58,11 @@ def _product(
     backend = problem.backend
     if platform not in _PLATFORMS.get(backend, (platform,)):
         raise ValueError(
-            f"quantized_matmul: backend={backend!r}, but this program is compiled for "
+            f"jaxlowbit: backend={backend!r}, but this program is compiled for "
             f"{platform or 'another platform'}; use backend=None or 'xla'."
         )
     if backend == "cuda" and unfit:
-        raise ValueError(
-            f"quantized_matmul: backend='cuda', but {unfit}; use backend=None or 'xla'."
-        )
+        raise ValueError(f"jaxlowbit: backend='cuda', but {unfit}; use backend=None or 'xla'.")
     if math.prod(operands.lhs.shape[:-1]) == 0:
         return _empty
     if backend == "pallas" and not problem.transposed:

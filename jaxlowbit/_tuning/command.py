@@ -1,13 +1,15 @@
 """`tune` for programs, and for the command line."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from .._backends import extension, selection
 from .._backends.selection import DeviceFacts, Product
-from .._core.format import INT4, Format, parse_format
+from .._core.checks import boolean, brief
+from .._core.format import INT4, Format, as_format, parse_format
 from .._core.layout import blocks
 from .._version import __version__
 from . import devices, report
@@ -26,7 +28,7 @@ def tune(
     weights: Any,
     *,
     tokens: Sequence[int] = TOKENS,
-    format: Format | Sequence[Format] = INT4,
+    format: Format | str | Sequence[Format | str] = INT4,
     dtype: Literal["bfloat16", "float16"] = "bfloat16",
     out: Any = None,
     progress: bool = False,
@@ -43,7 +45,7 @@ def tune(
       or any pytree that holds quantized arrays, such as a Flax model.
     - `tokens`: numbers of rows of lhs to measure. A number between two of them takes the choice of
       the larger.
-    - `format`: one or several formats for weights that are not quantized yet.
+    - `format`: one or several formats, or their names, for weights that are not quantized yet.
     - `dtype`: the dtype of lhs, `"bfloat16"` or `"float16"`.
     - `out`: the file to write; None for the one that is read at the start, which is
       `$JAXLOWBIT_TUNED` or, by the name of the GPU, in `~/.cache/jaxlowbit`.
@@ -60,13 +62,17 @@ def tune(
         tune(["4096x4096", (14336, 4096)], tokens=[1, 16], out="/tmp/tuned.json")
     ```
     """
-    formats = (format,) if isinstance(format, Format) else tuple(format)
+    listed = format if isinstance(format, list | tuple) else [format]
+    formats = [as_format("tune", each) for each in listed]
     tokens = _distinct(tokens)
-    if dtype not in tables.LHS:
+    if not isinstance(dtype, str) or dtype not in tables.LHS:
         raise ValueError(
-            f"tune: dtype={dtype!r}, but there are choices for bfloat16 and float16 alone; float32 "
-            "is multiplied in bfloat16 parts, by one kernel."
+            f"tune: dtype is {brief(dtype)}, but there are choices for bfloat16 and float16 "
+            "alone; float32 is multiplied in bfloat16 parts, by one kernel."
         )
+    boolean("tune", "progress", progress)
+    if not isinstance(out, str | os.PathLike | None):
+        raise TypeError(f"tune: out is {brief(out)}, but it is the path of a file to write.")
     found = find(weights, formats, dtype)
     device = _gpu()
     path = Path(out) if out is not None else tables.path_for(device.name)
@@ -127,10 +133,15 @@ def _print(path: Path) -> None:
     print(f"\n{path}: {use}.")
 
 
-def _distinct(tokens: Sequence[int]) -> list[int]:
+def _distinct(tokens: Any) -> list[int]:
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
+        raise TypeError(
+            f"tune: tokens is {brief(tokens)}, but it is a list of numbers of rows, such as "
+            "[1, 16, 256]."
+        )
     for m in tokens:
         if type(m) is not int or not 0 < m <= 1 << 20:
-            raise ValueError(f"tune: {m!r} is no number of tokens; name some from 1 to 2^20.")
+            raise ValueError(f"tune: {brief(m)} is no number of tokens; name some from 1 to 2^20.")
     if not tokens:
         raise ValueError("tune: there are no numbers of tokens; name some, such as 1 16 256.")
     return sorted(set(tokens))
