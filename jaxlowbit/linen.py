@@ -3,6 +3,7 @@
 from ._core.heads import HEADS as HEADS
 from ._flax import serialization as _serialization
 from ._flax.einsum_layers import EinsumLayer as EinsumLayer
+from ._flax.einsum_parameters import EinsumParameter as EinsumParameter
 from ._flax.linen_dense import QuantizedDense as QuantizedDense
 from ._flax.linen_einsum import QuantizedEinsum as QuantizedEinsum
 from ._flax.linen_embed import QuantizedEmbed as QuantizedEmbed

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Literal
 
-from .weight_view import Unsupported, WeightView, precise
+from .weight_view import WeightUseError, WeightView, precise
 
 Views = Mapping[str, WeightView]
 
@@ -32,7 +32,11 @@ def run(function: Callable[[dict[str, Any]], Any], weights: Views) -> Any:
     def traced(*floats: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(function(dict(zip(weights, floats, strict=True))))
         arrays = [isinstance(leaf, jax.Array) for leaf in leaves]
-        static[:] = [tree, arrays, [x for x, array in zip(leaves, arrays, strict=True) if not array]]
+        static[:] = [
+            tree,
+            arrays,
+            [x for x, array in zip(leaves, arrays, strict=True) if not array],
+        ]
         return [leaf for leaf, array in zip(leaves, arrays, strict=True) if array]
 
     program = jax.make_jaxpr(traced)(*(view.like() for view in weights.values()))
@@ -91,10 +95,10 @@ def _with_weights(equation: Any, operands: list[Any]) -> list[Any]:
     first = next(x for x in operands if isinstance(x, _Weight))
     try:
         if sum(isinstance(x, _Weight) for x in operands) > 1 or name not in _OPERATIONS:
-            raise Unsupported(f"applies {name} to it")
+            raise WeightUseError(f"applies {name} to it")
         views = [x.view if isinstance(x, _Weight) else x for x in operands]
         result = _OPERATIONS[name](params, *views)
-    except Unsupported as error:
+    except WeightUseError as error:
         raise first.refused(error) from None
     return [_Weight(first.name, result) if isinstance(result, WeightView) else result]
 
@@ -121,7 +125,7 @@ def _broadcast(params: Any, view: WeightView) -> WeightView:
         dims[at] = dim
     found = view.with_dims(dims)
     if found.shape != tuple(shape):
-        raise Unsupported(f"broadcasts it from {view.shape} to {tuple(shape)}")
+        raise WeightUseError(f"broadcasts it from {view.shape} to {tuple(shape)}")
     return found
 
 
@@ -133,13 +137,13 @@ def _squeeze(params: Any, view: WeightView) -> WeightView:
 def _slice(params: Any, view: WeightView) -> WeightView:
     starts, ends, strides = (params[x] for x in ("start_indices", "limit_indices", "strides"))
     if strides is not None and any(stride != 1 for stride in strides):
-        raise Unsupported("takes a part of it in strides")
+        raise WeightUseError("takes a part of it in strides")
     return _part(view, starts, [end - start for start, end in zip(starts, ends, strict=True)])
 
 
 def _dynamic_slice(params: Any, view: Any, *starts: Any) -> WeightView:
     if not isinstance(view, WeightView):
-        raise Unsupported("takes it as an index")
+        raise WeightUseError("takes it as an index")
     return _part(view, starts, params["slice_sizes"])
 
 
@@ -149,7 +153,7 @@ def _part(view: WeightView, starts: Sequence[Any], sizes: Sequence[int]) -> Weig
     if not cut:
         return view
     if len(cut) > 1 or sizes[cut[0]] != 1:
-        raise Unsupported(f"takes a part {tuple(sizes)} of its shape {view.shape}")
+        raise WeightUseError(f"takes a part {tuple(sizes)} of its shape {view.shape}")
     (at,) = cut
     return view.select(at, jnp.clip(starts[at], 0, view.shape[at] - 1))
 
@@ -157,12 +161,12 @@ def _part(view: WeightView, starts: Sequence[Any], sizes: Sequence[int]) -> Weig
 def _gather(params: Any, view: Any, indices: Any) -> Any:
     numbers, sizes, mode = params["dimension_numbers"], params["slice_sizes"], params["mode"]
     if not isinstance(view, WeightView):
-        raise Unsupported("takes it as an index")
+        raise WeightUseError("takes it as an index")
     dim = numbers.start_index_map[0] if len(numbers.start_index_map) == 1 else None
     others = [size for at, size in enumerate(view.shape) if at != dim]
     whole = dim is not None and [*sizes[:dim], *sizes[dim + 1 :]] == others and sizes[dim] == 1
     if not whole or numbers.collapsed_slice_dims != (dim,) or numbers.operand_batching_dims:
-        raise Unsupported(f"gathers parts {tuple(sizes)} of its shape {view.shape}")
+        raise WeightUseError(f"gathers parts {tuple(sizes)} of its shape {view.shape}")
     index, size = indices[..., 0], view.shape[dim]
     lead = index.ndim
     # Axes of the indices that do not come first.
@@ -173,10 +177,10 @@ def _gather(params: Any, view: Any, indices: Any) -> Any:
     filled = mode == lax.GatherScatterMode.FILL_OR_DROP
     if view.dims[dim] and view.dims[dim][0] in view.batch:
         if filled:
-            raise Unsupported("fills what an index beyond its batch axis selects")
+            raise WeightUseError("fills what an index beyond its batch axis selects")
         return view.select(dim, inside).without(lead + dim).transpose(back)
     if filled and params["fill_value"] is not None and not math.isnan(params["fill_value"]):
-        raise Unsupported(f"fills what a lookup does not find with {params['fill_value']}")
+        raise WeightUseError(f"fills what a lookup does not find with {params['fill_value']}")
     # A lookup counts negative tokens from the end, which the program has done before.
     beyond = jnp.where((index >= 0) & (index < size), index, size)
     return view.lookup(dim, beyond if filled else inside).transpose(back)
@@ -184,7 +188,7 @@ def _gather(params: Any, view: Any, indices: Any) -> Any:
 
 def _dot_general(params: Any, lhs: Any, rhs: Any) -> Array:
     if precise(params["precision"]):
-        raise Unsupported(f"multiplies by it with precision={params['precision']}")
+        raise WeightUseError(f"multiplies by it with precision={params['precision']}")
     contracted, batch = params["dimension_numbers"]
     dtype = params["preferred_element_type"]
     if isinstance(rhs, WeightView):
@@ -267,7 +271,7 @@ def _scan(params: Any, operands: list[Any]) -> list[Any]:
 def _step(weight: _Weight, number: Array) -> _Weight:
     try:
         return _Weight(weight.name, weight.view.select(0, number).without(0))
-    except Unsupported as error:
+    except WeightUseError as error:
         raise weight.refused(error) from None
 
 

@@ -15,7 +15,7 @@ from .._matmul.api import quantized_matmul
 from .equation import Equation
 
 
-class Unsupported(ValueError):
+class WeightUseError(ValueError):
     """Code does with a weight what its packed form cannot do; the message continues "it "."""
 
 
@@ -76,7 +76,7 @@ class WeightView:
 
     def astype(self, dtype: Any) -> "WeightView":
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise Unsupported(f"casts it to {jnp.dtype(dtype)}")
+            raise WeightUseError(f"casts it to {jnp.dtype(dtype)}")
         return dataclasses.replace(self, dtype=jnp.dtype(dtype))
 
     def with_dims(self, dims: Sequence[tuple[Axis, ...]]) -> "WeightView":
@@ -98,7 +98,7 @@ class WeightView:
             while at < len(axes) and _size(axes[start:at]) < size:
                 at += 1
             if _size(axes[start:at]) != size:
-                raise Unsupported(f"reshapes it from {self.shape} to {tuple(shape)}")
+                raise WeightUseError(f"reshapes it from {self.shape} to {tuple(shape)}")
             dims.append(tuple(axes[start:at]))
         # Axes of size 1 that follow belong to some axis.
         if dims and at < len(axes):
@@ -113,7 +113,7 @@ class WeightView:
         """
         axes = self.dims[dim]
         if len(axes) != 1 or axes[0] not in self.batch:
-            raise Unsupported(f"takes a part of its axis {dim}, which is no batch axis")
+            raise WeightUseError(f"takes a part of its axis {dim}, which is no batch axis")
         index = jnp.asarray(index)
         at = self.batch.index(axes[0])
         if len(self.batch) == 1 and self.kernel.index is None:
@@ -121,7 +121,7 @@ class WeightView:
         elif index.ndim == 0:
             kernel = self.kernel[(slice(None),) * at + (index,)]
         else:
-            raise Unsupported("takes several matrices of one with more than one batch axis")
+            raise WeightUseError("takes several matrices of one with more than one batch axis")
         unused = 1 + max(axis.number for axis in self.batch)
         new = tuple(Axis("batch", unused + i, size) for i, size in enumerate(index.shape))
         dims = [*self.dims]
@@ -133,9 +133,11 @@ class WeightView:
     def lookup(self, dim: int, tokens: Array) -> Array:
         """The rows (..., other axes) that `tokens` (...) select along the axis of the features."""
         if self.batch or self.dims[dim] != self.features or self.kernel.ndim != 2:
-            raise Unsupported(f"looks up parts of its axis {dim}, which is not that of the features")
+            raise WeightUseError(
+                f"looks up parts of its axis {dim}, which is not that of the features"
+            )
         if self.kernel.index is not None:
-            raise Unsupported("looks up features of one matrix of a stack")
+            raise WeightUseError("looks up features of one matrix of a stack")
         others = [axis for at, axes in enumerate(self.dims) if at != dim for axis in axes]
         rows = take_columns(self.kernel, tokens, self.dtype)
         rows = rows.reshape(*tokens.shape, *(axis.size for axis in self.contracted))
@@ -159,23 +161,28 @@ class WeightView:
         """
         summed = [axis for dim in contracted[1] for axis in self.dims[dim]]
         if sorted(summed) != sorted(self.contracted):
-            raise Unsupported(
+            raise WeightUseError(
                 f"sums over its axes {tuple(contracted[1])} in the shape {self.shape}, which are "
                 "not those that the equation contracts"
             )
         shared = [axis for dim in batch[1] for axis in self.dims[dim]]
         if not all(axis in self.batch for axis in shared):
-            raise Unsupported(
+            raise WeightUseError(
                 f"takes its axes {tuple(batch[1])} in the shape {self.shape} as batch axes, which "
                 "the equation does not"
             )
         # The axes of the inputs as those of the weight that they meet, and rows.
-        meets = {at: self.dims[dim] for at, dim in zip((*contracted[0], *batch[0]), (*contracted[1], *batch[1]), strict=True)}
+        meets = {
+            at: self.dims[dim]
+            for at, dim in zip(
+                (*contracted[0], *batch[0]), (*contracted[1], *batch[1]), strict=True
+            )
+        }
         rows = [at for at in range(inputs.ndim) if at not in meets]
         sizes = [inputs.shape[at] for at in rows]
         labels: list[Any] = []
         for at in range(inputs.ndim):
-            labels += meets[at] if at in meets else [at]
+            labels += meets.get(at, [at])
         lhs = inputs.reshape([x.size if isinstance(x, Axis) else inputs.shape[x] for x in labels])
         order = [*(axis for axis in self.batch if axis in shared), *rows, *self.contracted]
         lhs = lhs.transpose([labels.index(x) for x in order])
