@@ -9,6 +9,7 @@ from ._flax.linen_einsum import QuantizedEinsum as QuantizedEinsum
 from ._flax.linen_embed import QuantizedEmbed as QuantizedEmbed
 from ._flax.linen_general import QuantizedDenseGeneral as QuantizedDenseGeneral
 from ._flax.linen_model import quantize_model as quantize_model
+from ._flax.linen_pretrained import quantize_pretrained as quantize_pretrained
 from ._flax.linen_quantized import QuantizedModel as QuantizedModel
 from ._flax.linen_variables import COLLECTION as COLLECTION
 from ._flax.linen_variables import check_layout_version as check_layout_version

@@ -88,8 +88,8 @@ class EinsumParameter:
 
 def split(layers: Any) -> tuple[list[EinsumLayer], list[EinsumParameter]]:
     """The layers and the parameters that a caller of `quantize_model` describes."""
-    layers = list(layers) if isinstance(layers, Iterable) else [layers]
-    if not all(isinstance(x, EinsumLayer | EinsumParameter) for x in layers):
+    known = EinsumLayer | EinsumParameter
+    if not isinstance(layers, Iterable) or not all(isinstance(x, known) for x in layers):
         raise TypeError(
             f"quantize_model: layers is {brief(layers)}, but it is a list of EinsumLayer, which "
             "say what multiplies by the parameters of other classes, and EinsumParameter, which "

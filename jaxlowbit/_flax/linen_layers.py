@@ -94,12 +94,17 @@ def find_layers(
     params = traverse_util.flatten_dict(core.unfreeze(variables.get("params", {})))
     others = {name: held for name, held in variables.items() if name != "params"}
 
-    def apply(weights: list[Any], others: Any, args: Any) -> Any:
+    leaves, tree = jax.tree.flatten(args)
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
+
+    def apply(weights: list[Any], others: Any, arrays: dict[int, Any]) -> Any:
         held = traverse_util.unflatten_dict(dict(zip(params, weights, strict=True)))
+        given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        args = jax.tree.unflatten(tree, given)  # numbers and names stay what they are
         return module.apply({**others, "params": held}, *args, **kwargs)
 
     with _tracing(object()), nn.intercept_methods(mark):
-        program = jax.make_jaxpr(apply)(list(params.values()), others, args).jaxpr
+        program = jax.make_jaxpr(apply)(list(params.values()), others, arrays).jaxpr
     keys = [key for key, boxed in params.items() for _ in jax.tree.leaves(boxed)]
     sources = dict(zip(program.invars, keys, strict=False))  # `others` and `args` follow
     found: dict[Path, Layer] = {}

@@ -174,7 +174,10 @@ def _check_model(module: Any, variables: Any) -> None:
     if not isinstance(module, nn.Module):
         wanted = f"pass the nn.Module and what its init returned: {call}."
         if isinstance(inner, nn.Module) and params is not None:
-            wanted = "pass what it wraps: model.module and {'params': model.params}."
+            wanted = (
+                "pass what it wraps: model.module and {'params': model.params}; or use "
+                "jaxlowbit.linen.quantize_pretrained(model, rules, inputs)."
+            )
         if isinstance(module, nnx.Module):
             wanted = "use jaxlowbit.nnx.quantize_model(model, rules)."
         raise not_a_model(module, wanted)
