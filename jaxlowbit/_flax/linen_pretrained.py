@@ -36,7 +36,7 @@ def quantize_pretrained(
     - `model`: the model, with its parameters.
     - `rules`, `layers`, `keep`, `shards`: as for `quantize_model`. Paths are those of the module
       inside, such as `model.layers.0.mlp.up_proj`.
-    - `args`, `kwargs`: what the model is called with; a call that computes nothing finds the layers.
+    - `args`, `kwargs`: what the model is called with; such a call, without computing, finds layers.
 
     **Returns:** a `QuantizationReport`, a table when printed.
 
