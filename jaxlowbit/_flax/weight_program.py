@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Literal
 
-from .weight_view import WeightUseError, WeightView, precise
+from .weight_view import WeightUseError, WeightView, has_algorithm
 
 Views = Mapping[str, WeightView]
 
@@ -187,7 +187,7 @@ def _gather(params: Any, view: Any, indices: Any) -> Any:
 
 
 def _dot_general(params: Any, lhs: Any, rhs: Any) -> Array:
-    if precise(params["precision"]):
+    if has_algorithm(params["precision"]):
         raise WeightUseError(f"multiplies by it with precision={params['precision']}")
     contracted, batch = params["dimension_numbers"]
     dtype = params["preferred_element_type"]

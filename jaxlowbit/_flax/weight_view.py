@@ -202,10 +202,10 @@ class WeightView:
         return out.reshape(*lead, *(sizes + merged if inputs_first else merged + sizes))
 
 
-def precise(precision: Any) -> bool:
-    """Whether a `precision` asks for another than that of a quantized product."""
+def has_algorithm(precision: Any) -> bool:
+    """Whether a `precision` names an algorithm; any other is met, since products add in float32."""
     found = precision if isinstance(precision, tuple) else (precision,)
-    return any(x not in (None, lax.Precision.DEFAULT) for x in found)
+    return not all(isinstance(x, lax.Precision | None) for x in found)
 
 
 def _size(axes: Sequence[Axis]) -> int:
