@@ -91,7 +91,7 @@ def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
         }
         if not packed:  # the copy below, or an outer module has put floats there
             return method(self, *args, **kwargs)
-        graph, state = nnx.split(self)
+        graph, state = _split(self)
         before, tree = jax.tree.flatten(state)
 
         def compute(floats: dict[str, Any]) -> Any:
@@ -101,7 +101,7 @@ def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
             result = method(copy, *args, **kwargs)
             for path, module in packed.items():
                 _put(copy, path, module)
-            graph_after, state_after = nnx.split(copy)
+            graph_after, state_after = _split(copy)
             after, tree_after = jax.tree.flatten(state_after)
             if graph_after != graph or tree_after != tree:
                 raise ValueError(
@@ -120,6 +120,12 @@ def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return call
+
+
+def _split(module: nnx.Module) -> tuple[Any, Any]:
+    """The graph and the arrays, of which a module is merged whose variables are new."""
+    graph, state = nnx.split(module)
+    return graph, nnx.as_pure(state)
 
 
 def _name(module: Any, path: tuple[Any, ...]) -> str:
