@@ -61,6 +61,10 @@ USES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         EXPERTS,
         lambda w: jnp.einsum("ebd,edf->ebf", jnp.stack([X[0]] * 4), w),
     ),
+    "experts whose results are added": (
+        EXPERTS,
+        lambda w: jnp.einsum("ebd,edf->bf", jnp.stack([X[0]] * 4).astype(HALF), w.astype(HALF)),
+    ),
     "experts of tokens": (EXPERTS, lambda w: jnp.einsum("td,tdf->tf", X[0], w[IDS[0] % 4])),
     "heads": (HEADS, lambda w: jnp.einsum("btd,ndh->nhbt", X, w)),
     "heads as one matrix": (HEADS, lambda w: X @ jnp.swapaxes(w, 0, 1).reshape(64, -1)),

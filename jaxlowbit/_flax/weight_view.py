@@ -160,7 +160,8 @@ class WeightView:
         `contracted` and `batch` are axes of the inputs and the visible axes that they meet.
         """
         summed = [axis for dim in contracted[1] for axis in self.dims[dim]]
-        if sorted(summed) != sorted(self.contracted):
+        added = [axis for axis in summed if axis in self.batch]  # of experts, say
+        if sorted(set(summed) - set(added)) != sorted(self.contracted):
             raise WeightUseError(
                 f"sums over its axes {tuple(contracted[1])} in the shape {self.shape}, which are "
                 "not those that the equation contracts"
@@ -172,34 +173,38 @@ class WeightView:
                 "the equation does not"
             )
         # The axes of the inputs as those of the weight that they meet, and rows.
-        meets = {
-            at: self.dims[dim]
-            for at, dim in zip(
-                (*contracted[0], *batch[0]), (*contracted[1], *batch[1]), strict=True
-            )
-        }
-        rows = [at for at in range(inputs.ndim) if at not in meets]
-        sizes = [inputs.shape[at] for at in rows]
+        places = zip((*contracted[0], *batch[0]), (*contracted[1], *batch[1]), strict=True)
+        meets = {at: self.dims[dim] for at, dim in places}
         labels: list[Any] = []
         for at in range(inputs.ndim):
             labels += meets.get(at, [at])
-        lhs = inputs.reshape([x.size if isinstance(x, Axis) else inputs.shape[x] for x in labels])
-        order = [*(axis for axis in self.batch if axis in shared), *rows, *self.contracted]
-        lhs = lhs.transpose([labels.index(x) for x in order])
-        stack = [axis.size if axis in shared else 1 for axis in self.batch]
-        lhs = lhs.reshape(*stack, *([math.prod(sizes)] if stack else sizes), self.kernel.k)
-        if preferred_element_type not in (None, jnp.float32):
-            preferred_element_type = None
-        out = quantized_matmul(lhs, self.kernel, preferred_element_type=preferred_element_type)
+        rows = [label for label in labels if not isinstance(label, Axis)]
+        lhs = inputs.reshape([_extent(label, inputs) for label in labels])
+        given = [axis for axis in self.batch if axis in labels]
+        order = [labels.index(label) for label in (*given, *rows, *self.contracted)]
+        sizes = [inputs.shape[at] for at in rows]
+        stack = [axis.size if axis in given else 1 for axis in self.batch]
+        lead = (*stack, math.prod(sizes)) if stack else sizes
+        dtype = jnp.float32 if added or preferred_element_type == jnp.float32 else None
+        out = quantized_matmul(
+            lhs.transpose(order).reshape(*lead, self.kernel.k),
+            self.kernel,
+            preferred_element_type=dtype,
+        )
         found = [*self.batch, *rows, *self.features]
-        out = out.reshape([x.size if isinstance(x, Axis) else inputs.shape[x] for x in found])
+        out = out.reshape([_extent(label, inputs) for label in found])
+        if added:
+            out = out.sum([found.index(axis) for axis in added])
+            out = out.astype(preferred_element_type or inputs.dtype)
+            found = [label for label in found if label not in added]
         free = [dim for at, dim in enumerate(self.dims) if at not in (*contracted[1], *batch[1])]
         own = [axis for dim in free for axis in dim]
         wanted = [*shared, *rows, *own] if inputs_first else [*shared, *own, *rows]
-        out = out.transpose([found.index(x) for x in wanted])
-        lead = [_size(self.dims[dim]) for dim in batch[1]]
         merged = [_size(dim) for dim in free]
-        return out.reshape(*lead, *(sizes + merged if inputs_first else merged + sizes))
+        return out.transpose([found.index(label) for label in wanted]).reshape(
+            *(_size(self.dims[dim]) for dim in batch[1]),
+            *(sizes + merged if inputs_first else merged + sizes),
+        )
 
 
 def has_algorithm(precision: Any) -> bool:
@@ -210,3 +215,8 @@ def has_algorithm(precision: Any) -> bool:
 
 def _size(axes: Sequence[Axis]) -> int:
     return math.prod(axis.size for axis in axes)
+
+
+def _extent(label: Any, inputs: Array) -> int:
+    """The size of an axis of the weight, or of an axis of the inputs by its number."""
+    return label.size if isinstance(label, Axis) else inputs.shape[label]
