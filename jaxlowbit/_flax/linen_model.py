@@ -197,6 +197,8 @@ def _check_model(module: Any, variables: Any) -> None:
 def _candidate(path: Path, layer: Layer, params: Mapping[Path, Any]) -> Candidate:
     boxed = params.get(layer.kind.key(path))
     name, named, matrix = [".".join(path)], layer.kind.named, None
+    if layer.kind.equation is not None:  # a parameter is named by the module that holds it too
+        name.append(".".join(path[:-1]))
     if boxed is None:
         return Candidate(name, None, 1, 0, 1, named)
     weight = value_of(boxed)

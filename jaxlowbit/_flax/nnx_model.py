@@ -76,8 +76,10 @@ def quantize_model(
     """
     _check_model(model)
     others, parameters = split(layers)
-    places = _parameters(model, parameters)
-    places += _layers(model, others, {id(place.weight) for place in places})
+    raw = _parameters(model, parameters)
+    places = raw + _layers(model, others, {id(place.weight) for place in raw})
+    order = {id(node): at for at, (*_, node) in enumerate(_walk((), None, None, model, set()))}
+    places.sort(key=lambda place: order[id(place.weight)])
     if not places:
         raise ValueError(
             f"quantize_model: there is none of {NAMES} in the model, so there is nothing to "
@@ -152,7 +154,9 @@ class _Place:
             matrix = self.kind.matrix(self.layer)
         count = math.prod(weight.shape) // math.prod(matrix) if matrix else 1
         itemsize = weight.dtype.itemsize
-        return Candidate(self.paths, matrix, count, nbytes_of(weight), itemsize, self.kind.named)
+        # A raw parameter is named by the module that holds it too.
+        paths = self.paths + [path.rpartition(".")[0] for path in self.paths if self.raw]
+        return Candidate(paths, matrix, count, nbytes_of(weight), itemsize, self.kind.named)
 
     def refusal(
         self,
