@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import traverse_util
+from pretrained import IDS, VOCABULARY, WIDTH, Pretrained, Tied
 
 from jaxlowbit import INT8, QuantizedArray
 from jaxlowbit.linen import (
@@ -18,8 +19,7 @@ from jaxlowbit.linen import (
     quantize_pretrained,
 )
 
-WIDTH, HIDDEN, VOCABULARY = 64, 96, 128
-IDS = jnp.array([[1, 5, 2], [7, 0, 127]])
+HIDDEN = 96
 X = jax.random.normal(jax.random.key(1), (2, 3, WIDTH))
 EVERYTHING = {"": INT8}
 
@@ -180,21 +180,6 @@ def test_stacks_of_parameters():
     np.testing.assert_allclose(jax.jit(model.apply)(stored, X), wanted, atol=1e-4)
 
 
-class Tied(nn.Module):
-    """A head by `.apply`, as in transformers' GPT-2, OPT and BERT."""
-
-    def setup(self) -> None:
-        self.embed, self.up = nn.Embed(VOCABULARY, WIDTH), nn.Dense(WIDTH)
-        self.head = nn.Dense(VOCABULARY, use_bias=False)
-
-    def __call__(self, ids: Any, plain: bool = False) -> Any:
-        x = self.up(self.embed(ids))
-        if plain:
-            return self.embed.attend(x)
-        table = self.embed.variables["params"]["embedding"]
-        return self.head.apply({"params": {"kernel": table.T}}, x)
-
-
 def test_a_table_that_other_code_reads_is_quantized():
     variables = Tied().init(jax.random.key(0), IDS)
     model, stored, report = quantize_model(Tied(), variables, EVERYTHING, IDS, False)
@@ -239,32 +224,6 @@ def test_code_that_does_something_else_is_refused_when_it_runs():
 
 
 # --- models that hold a module and its parameters -------------------------------------------------
-
-
-class Pretrained:
-    """As `FlaxPreTrainedModel` is."""
-
-    def __init__(self) -> None:
-        self._module = Tied()
-        self._params = self._module.init(jax.random.key(0), IDS)["params"]
-        self._required_params = set(traverse_util.flatten_dict(self._params))
-
-    @property
-    def module(self) -> Any:
-        return self._module
-
-    @property
-    def params(self) -> Any:
-        return self._params
-
-    @params.setter
-    def params(self, params: Any) -> None:
-        assert self._required_params <= set(traverse_util.flatten_dict(params))
-        self._params = params
-
-    def __call__(self, ids: Any, params: Any = None, train: bool = False) -> Any:
-        variables = {"params": params or self.params}
-        return self.module.apply(variables, ids, False, rngs={}, mutable=False)
 
 
 def test_a_pretrained_model_is_quantized_in_place():

@@ -27,7 +27,7 @@ def quantize_pretrained(
 ) -> QuantizationReport:
     """Quantizes a `FlaxPreTrainedModel` of transformers, in place.
 
-    After that the model is called as before, and `generate` works. `model.params` has the quantized
+    After that the model is called as before, and `generate` works. Its `params` has the quantized
     arrays beside the float parameters, under the key `"quantized"`, so that functions that take
     `params=` take them under `jax.jit` too.
 
@@ -44,8 +44,8 @@ def quantize_pretrained(
     where `quantize_model` does. The model is then as it was.
 
     ```python
-    report = quantize_pretrained(model, INT8, input_ids)
-    model.generate(input_ids, max_new_tokens=16)
+    report = quantize_pretrained(pretrained, INT8, input_ids)
+    logits = pretrained(input_ids)
     ```
     """
     module = getattr(model, "module", None)
