@@ -214,7 +214,7 @@ def _replace(place: _Place, decision: Decision, shards: Shards) -> LayerReport:
         else:
             setattr(holder, key, layer)
         if isinstance(layer, QuantizedParameter):
-            for module in (holder, *place.readers):
+            for module in (place.layer, *place.readers):
                 adopt(module)
     kernel = layer.kernel
     dtype = layer.dtype or kernel.dtype

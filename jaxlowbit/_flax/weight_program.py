@@ -162,11 +162,14 @@ def _gather(params: Any, view: Any, indices: Any) -> Any:
     numbers, sizes, mode = params["dimension_numbers"], params["slice_sizes"], params["mode"]
     if not isinstance(view, WeightView):
         raise WeightUseError("takes it as an index")
-    dim = numbers.start_index_map[0] if len(numbers.start_index_map) == 1 else None
+    refused = WeightUseError(f"gathers parts {tuple(sizes)} of its shape {view.shape}")
+    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+        raise refused
+    (dim,) = numbers.start_index_map
     others = [size for at, size in enumerate(view.shape) if at != dim]
-    whole = dim is not None and [*sizes[:dim], *sizes[dim + 1 :]] == others and sizes[dim] == 1
-    if not whole or numbers.collapsed_slice_dims != (dim,) or numbers.operand_batching_dims:
-        raise WeightUseError(f"gathers parts {tuple(sizes)} of its shape {view.shape}")
+    whole = [*sizes[:dim], *sizes[dim + 1 :]] == others and sizes[dim] == 1
+    if not whole or numbers.collapsed_slice_dims != (dim,):
+        raise refused
     index, size = indices[..., 0], view.shape[dim]
     lead = index.ndim
     # Axes of the indices that do not come first.
