@@ -1,5 +1,6 @@
 """`EinsumParameter` in NNX: raw parameters, quantized where they stand."""
 
+import re
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 from jaxlowbit import INT4, INT8
 from jaxlowbit.nnx import EinsumParameter, quantize_model
@@ -171,6 +173,35 @@ def test_stacks_of_modules():
         getattr(floats.layers, name).set_value(kernel.dequantize())
     x = jax.random.normal(jax.random.key(1), (2, 3, WIDTH))
     np.testing.assert_allclose(model(x), floats(x), atol=1e-3)
+
+
+def test_parameters_are_divided_over_a_mesh():
+    class Divided(nnx.Module):
+        def __init__(self) -> None:
+            rngs, sharding = nnx.Rngs(0), (None, "model")
+            weight = jax.random.normal(rngs.params(), (WIDTH, 2 * WIDTH))
+            self.up = nnx.Param(weight, out_sharding=sharding)
+            self.down = nnx.Param(weight.T, out_sharding=sharding[::-1])
+
+        def __call__(self, x: Any) -> Any:
+            return jnp.tanh(x @ self.up.get_value()) @ self.down.get_value()
+
+    mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    both = EinsumParameter("up|down", "...k,kn->...n")
+    with jax.set_mesh(mesh):
+        model, floats = Divided(), Divided()
+        shards = {"up": (1, 2), "down": (2, 1)}
+        quantize_model(model, {"": INT8}, layers=[both], shards=shards)
+        assert model.up.packed.get_value().sharding.spec[0] == "model"
+        assert model.down.packed.get_value().sharding.spec[1] == "model"
+        graph, state = nnx.split(model)
+        run = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+        x = jax.random.normal(jax.random.key(1), (3, WIDTH))
+        text = run.lower(state, x).compile().as_text() or ""
+        assert not re.search(r"u32\[.*all-gather", text)
+        for name in ("up", "down"):
+            getattr(floats, name).set_value(getattr(model, name).kernel.dequantize())
+        np.testing.assert_allclose(run(state, x), floats(x), atol=1e-3)
 
 
 class Tied(nnx.Module):

@@ -93,6 +93,9 @@ class QuantizedModel:
 
         **Returns:** what stands for the bound module: it is called, has its methods and submodules,
         `variables`, and `unbind`.
+
+        **Raises:** `ValueError` for a model with packed parameters that its code reads, which
+        `apply` alone runs.
         """
         if self.parameters:
             path = ".".join(self.parameters[0][1][0])
