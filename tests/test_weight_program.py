@@ -78,6 +78,7 @@ USES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "cond": (MATRIX, lambda w: jax.lax.cond(X[0, 0, 0] > 9, lambda: X, lambda: X @ w)),
     "jit": (MATRIX, lambda w: X @ jax.jit(lambda w: w[None])(w)[0]),
     "vmap": (MATRIX, lambda w: jax.vmap(lambda x: x @ w)(X)),
+    "barrier": (MATRIX, lambda w: X @ jax.lax.optimization_barrier((w, X))[0]),
     "no arrays in the result": (MATRIX, lambda w: (X @ w, "name", 3, None)),
 }
 
@@ -106,10 +107,10 @@ def test_products_are_of_packed_words_and_can_be_differentiated():
         return jnp.sin(function(x)).sum()
 
     def product(x: Any) -> Any:
-        return computed(lambda w: jnp.einsum("btd,edf->btef", x, w), view)
+        return computed(lambda w: jax.nn.relu(jnp.einsum("btd,edf->btef", x, w)), view)
 
     def wanted(x: Any) -> Any:
-        return jnp.einsum("btd,edf->btef", x, floats)
+        return jax.nn.relu(jnp.einsum("btd,edf->btef", x, floats))
 
     found = jax.grad(loss)(X, product)
     np.testing.assert_allclose(found, jax.grad(loss)(X, wanted), atol=1e-3)

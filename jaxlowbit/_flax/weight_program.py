@@ -27,25 +27,19 @@ def run(function: Callable[[dict[str, Any]], Any], weights: Views) -> Any:
     **Raises:** `ValueError` where the code does something else with a weight than to multiply
     inputs by it, as its equation says, or to look up its features.
     """
-    static: list[Any] = []
+    leaves: list[Any] = []
+    trees: list[Any] = []
 
     def traced(*floats: Any) -> list[Any]:
-        leaves, tree = jax.tree.flatten(function(dict(zip(weights, floats, strict=True))))
-        arrays = [isinstance(leaf, jax.Array) for leaf in leaves]
-        static[:] = [
-            tree,
-            arrays,
-            [x for x, array in zip(leaves, arrays, strict=True) if not array],
-        ]
-        return [leaf for leaf, array in zip(leaves, arrays, strict=True) if array]
+        leaves[:], tree = jax.tree.flatten(function(dict(zip(weights, floats, strict=True))))
+        trees.append(tree)
+        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
     program = jax.make_jaxpr(traced)(*(view.like() for view in weights.values()))
-    names = dict(enumerate(weights))
-    held = [_Weight(names[i], view) for i, view in enumerate(weights.values())]
-    results = _arrays(_run(program, held), "returns it")
-    tree, arrays, others = static
-    computed, kept = iter(results), iter(others)
-    return jax.tree.unflatten(tree, [next(computed if array else kept) for array in arrays])
+    held = [_Weight(name, view) for name, view in weights.items()]
+    results = iter(_arrays(_run(program, held), "returns it"))
+    leaves = [next(results) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+    return jax.tree.unflatten(trees[-1], leaves)
 
 
 class _Weight:
@@ -74,7 +68,9 @@ def _run_open(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
-    for equation in jaxpr.eqns:
+    last = {id(atom): at for at, equation in enumerate(jaxpr.eqns) for atom in equation.invars}
+    last |= {id(atom): len(jaxpr.eqns) for atom in jaxpr.outvars}
+    for at, equation in enumerate(jaxpr.eqns):
         found = [read(atom) for atom in equation.invars]
         if any(isinstance(x, _Weight) for x in found):
             results = _with_weights(equation, found)
@@ -84,6 +80,9 @@ def _run_open(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
                 results = primitive.bind(*found, **primitive.get_bind_params(equation.params))
             results = results if primitive.multiple_results else [results]
         values.update(zip(equation.outvars, results, strict=True))
+        for atom in (*equation.invars, *equation.outvars):  # what is not read any more goes
+            if not isinstance(atom, Literal) and last.get(id(atom), at) <= at:
+                values.pop(atom, None)
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -210,7 +209,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
     "name": _same,
-    "optimization_barrier": _same,
     "reshape": lambda params, view: view.reshape(params["new_sizes"]),
     "sharding_constraint": _same,  # the packed words lie where they were put
     "slice": _slice,
@@ -283,6 +281,7 @@ _PROGRAMS: dict[str, Callable[[Any, list[Any]], list[Any]]] = {
     "closed_call": lambda params, operands: _run(params["call_jaxpr"], operands),
     "cond": _cond,
     "jit": _jit,
+    "optimization_barrier": lambda params, operands: operands,
     "pjit": _jit,
     "remat2": _checkpoint,
     "scan": _scan,
