@@ -47,6 +47,10 @@ class Embedder(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.table = nnx.Param(jax.random.normal(rngs.params(), (VOCABULARY, WIDTH)))
 
+    @staticmethod
+    def pad() -> int:
+        return 0
+
     @property
     def size(self) -> int:
         return self.table.shape[0]
@@ -54,6 +58,7 @@ class Embedder(nnx.Module):
     def encode(self, ids: Any) -> Any:
         return self.table[(ids,)]
 
+    @nnx.jit
     def decode(self, x: Any) -> Any:
         assert x.shape[-1] == self.table.get_value().shape[1]
         return jnp.dot(x, self.table.get_value().T)
@@ -99,7 +104,7 @@ def test_a_model_runs_on_packed_parameters():
     np.testing.assert_allclose(nnx.jit(lambda model: model(IDS))(model), wanted, atol=1e-3)
     # What the code changes is changed, and what it reads besides is there.
     assert model.blocks[1].calls[...] == 2
-    assert model.embedder.size == VOCABULARY
+    assert model.embedder.size == VOCABULARY and model.embedder.pad() == 0
     assert isinstance(model.embedder, Embedder) and isinstance(model.blocks[0], Experts)
     assert "quantized_matmul" in str(jax.make_jaxpr(model.embedder.decode)(jnp.ones((1, WIDTH))))
 
@@ -110,6 +115,13 @@ def test_a_lone_format_keeps_embeddings():
     kept = {layer.path: layer.backend for layer in report.layers if layer.format is None}
     assert kept["embedder.table"] == "kept by default: an embedding"
     assert isinstance(model.embedder.table, nnx.Param)
+
+
+def test_a_lone_format_keeps_heads_and_routers_by_their_modules():
+    model = nnx.Dict(up=Careless(), lm_head=Careless())
+    report = quantize_model(model, "int8", layers=[EinsumParameter(r"\.w$", "a,ab->b")])
+    kept = {layer.path: layer.backend for layer in report.layers if layer.format is None}
+    assert kept == {"lm_head.w": "kept by default: a head, by its name"}
 
 
 def test_a_rule_keeps_some_of_a_module():

@@ -1,7 +1,6 @@
 """Raw parameters of NNX modules: packed in place, and multiplied by where the code reads them."""
 
 import functools
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -75,10 +74,17 @@ def _reading(kind: type) -> type:
         for base in reversed(kind.__mro__)
         if base not in nnx.Module.__mro__
         for name, method in vars(base).items()
-        if inspect.isfunction(method) and (name == "__call__" or not re.fullmatch("__.*__", name))
+        if _is_method(method) and (name == "__call__" or not re.fullmatch("__.*__", name))
     }
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), {**methods, **names, "_reads_packed": True})
+
+
+def _is_method(value: Any) -> bool:
+    """Whether an attribute of a class is called with the instance: functions, `nnx.jit` of them."""
+    if isinstance(value, type | staticmethod | classmethod):
+        return False
+    return callable(value) and hasattr(type(value), "__get__")
 
 
 def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
