@@ -71,6 +71,11 @@ USES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "heads contracted": (OUT, lambda w: jnp.einsum("btnh,nhd->btd", X.reshape(2, 3, 4, 16), w)),
     "heads contracted as one axis": (OUT, lambda w: X @ w.reshape(64, 64)),
     "bfloat16": (OUT, lambda w: X.astype(HALF) @ w.reshape(64, 64).astype(HALF)),
+    "a result in bfloat16": (
+        MATRIX,
+        lambda w: jax.lax.dot_general(X, w, (((2,), (0,)), ((), ())), preferred_element_type=HALF),
+    ),
+    "a vector": (MATRIX, lambda w: X[0, 0] @ w),
     "more features": (UNNAMED, lambda w: jnp.einsum("btd,edf->bfet", X, w)),
     "scan": (LAYERS, lambda w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), X, w)),
     "scan around it": (MATRIX, lambda w: jax.lax.scan(lambda x, _: (x @ w, None), X, length=2)[0]),

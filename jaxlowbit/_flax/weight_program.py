@@ -191,6 +191,8 @@ def _gather(params: Any, view: Any, indices: Any) -> Any:
 def _dot_general(params: Any, lhs: Any, rhs: Any) -> Array:
     if has_algorithm(params["precision"]):
         raise WeightUseError(f"multiplies by it with precision={params['precision']}")
+    if params["out_sharding"] is not None:
+        raise WeightUseError(f"multiplies by it with out_sharding={params['out_sharding']}")
     contracted, batch = params["dimension_numbers"]
     dtype = params["preferred_element_type"]
     if isinstance(rhs, WeightView):

@@ -195,8 +195,8 @@ class WeightView:
         out = out.reshape([_extent(label, inputs) for label in found])
         if added:
             out = out.sum([found.index(axis) for axis in added])
-            out = out.astype(preferred_element_type or inputs.dtype)
             found = [label for label in found if label not in added]
+        out = out.astype(preferred_element_type or inputs.dtype)
         free = [dim for at, dim in enumerate(self.dims) if at not in (*contracted[1], *batch[1])]
         own = [axis for dim in free for axis in dim]
         wanted = [*shared, *rows, *own] if inputs_first else [*shared, *own, *rows]
