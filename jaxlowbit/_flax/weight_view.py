@@ -50,8 +50,17 @@ class WeightView:
 
     @classmethod
     def of(cls, kernel: QuantizedArray, equation: Equation) -> "WeightView":
-        """The view of a whole weight, or of a stack of such along first axes."""
+        """The view of a whole weight, or of a stack of such along first axes.
+
+        **Raises:** `ValueError` for a part of one, as inside `jax.shard_map`.
+        """
         axes = equation.axes
+        if (kernel.k, kernel.n) != axes.matrix_shape:
+            raise ValueError(
+                f"A device holds a part {kernel.shape} of a raw parameter whose matrix is "
+                f"{axes.matrix_shape}, as inside jax.shard_map, where the code sees all of it; let "
+                "jax.jit divide the product, on a mesh with Auto axes, or keep it in floats."
+            )
         lead = kernel.shape[: kernel.ndim - 2 - len(axes.batch)]
 
         def named(part: str, sizes: Sequence[int]) -> tuple[Axis, ...]:
