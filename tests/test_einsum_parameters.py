@@ -67,7 +67,7 @@ class Embedder(nnx.Module):
 class Model(nnx.Module):
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
-        self.embedder = Embedder(rngs)
+        self.embedder: Any = Embedder(rngs)
         self.blocks = nnx.List([Experts(rngs) for _ in range(2)])
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
 
