@@ -3,11 +3,13 @@
 from ._core.heads import HEADS as HEADS
 from ._flax import serialization as _serialization
 from ._flax.einsum_layers import EinsumLayer as EinsumLayer
+from ._flax.einsum_parameters import EinsumParameter as EinsumParameter
 from ._flax.linen_dense import QuantizedDense as QuantizedDense
 from ._flax.linen_einsum import QuantizedEinsum as QuantizedEinsum
 from ._flax.linen_embed import QuantizedEmbed as QuantizedEmbed
 from ._flax.linen_general import QuantizedDenseGeneral as QuantizedDenseGeneral
 from ._flax.linen_model import quantize_model as quantize_model
+from ._flax.linen_pretrained import quantize_pretrained as quantize_pretrained
 from ._flax.linen_quantized import QuantizedModel as QuantizedModel
 from ._flax.linen_variables import COLLECTION as COLLECTION
 from ._flax.linen_variables import check_layout_version as check_layout_version

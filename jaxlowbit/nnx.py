@@ -3,6 +3,7 @@
 from ._core.heads import HEADS as HEADS
 from ._flax import serialization as _serialization
 from ._flax.einsum_layers import EinsumLayer as EinsumLayer
+from ._flax.einsum_parameters import EinsumParameter as EinsumParameter
 from ._flax.nnx_einsum import QuantizedEinsum as QuantizedEinsum
 from ._flax.nnx_embed import QuantizedEmbed as QuantizedEmbed
 from ._flax.nnx_general import QuantizedLinearGeneral as QuantizedLinearGeneral

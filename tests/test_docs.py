@@ -15,6 +15,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
+from pretrained import IDS, Pretrained
 
 import jaxlowbit as jl
 from jaxlowbit import linen as jl_linen
@@ -72,6 +73,8 @@ MODELS = {
     "model": lambda: Model(nnx.Rngs(0)),
     "attention": lambda: nnx.MultiHeadAttention(2, 64, decode=False, rngs=nnx.Rngs(0)),
     "module": lambda: MODULE,
+    "pretrained": Pretrained,
+    "input_ids": lambda: IDS,
     "variables": lambda: MODULE.init(jax.random.key(0), arrays()["x"]),
 }
 

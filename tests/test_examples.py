@@ -256,3 +256,17 @@ def test_other_models_are_refused(example, files):
     del tensors[name]
     with pytest.raises(example.InputError, match=f"no tensor {name}; it is not"):
         example.load(tensors, jnp.float32)
+
+
+def test_the_job_of_other_packages_runs_every_script_in_the_versions_that_the_page_names():
+    root = EXAMPLES.parent
+    job, page = ((root / name).read_text() for name in (".ci/ecosystem", "docs/ecosystem.md"))
+    required, scripts = re.findall(r"^declare -A \w+=\(\n(.*?)^\)", job, re.DOTALL | re.MULTILINE)
+    named = re.findall(r'=\s*"([\w ]+)"', scripts)
+    shared = {"common", "tunix_models", "transformers_models"}
+    found = {path.stem for path in (EXAMPLES / "ecosystem").glob("*.py")}
+    assert {name for line in named for name in line.split()} == found - shared
+    for package, version in re.findall(r'\]="([\w-]+)==([\d.]+)', required):
+        assert re.search(rf"^\| {package} {re.escape(version)} \|", page, re.MULTILINE | re.I), (
+            package
+        )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from .._core.checks import brief
@@ -58,45 +58,39 @@ class EinsumLayer:
                 ) from None
 
     def matches(self, layer: Any) -> bool:
-        kind = type(layer)
-        if isinstance(self.module, type):
-            return kind is self.module
-        return re.fullmatch(self.module, f"{kind.__module__}.{kind.__qualname__}") is not None
+        return matches(self.module, type(layer))
 
     def weight_of(self, layer: Any) -> str:
-        return self._told("weight", layer)
+        return told("EinsumLayer", "weight", self.weight, layer)
 
     def equation_of(self, layer: Any, *args: Any) -> str:
-        return self._told("equation", layer, *args)
-
-    def _told(self, name: str, layer: Any, *args: Any) -> str:
-        """A string, or what a function of the caller's makes of the layer."""
-        value = getattr(self, name)
-        if isinstance(value, str):
-            return value
-        try:
-            found = value(layer, *args)
-        except Exception as error:
-            raise ValueError(
-                f"EinsumLayer: {name} of {type(layer).__name__} raises {type(error).__name__}: "
-                f"{error}; correct the function."
-            ) from error
-        if not isinstance(found, str):
-            raise ValueError(
-                f"EinsumLayer: {name} of {type(layer).__name__} is {brief(found)}, but it is a "
-                "string; correct the function."
-            )
-        return found
+        return told("EinsumLayer", "equation", self.equation, layer, *args)
 
     def parsed(self, layer: Any, shape: tuple[int, ...], *args: Any) -> Equation:
         return Equation.parse(self.equation_of(layer, *args), shape)
 
 
-def checked(layers: Any) -> list[EinsumLayer]:
-    """The layers that a caller of `quantize_model` describes."""
-    if not isinstance(layers, Iterable) or not all(isinstance(x, EinsumLayer) for x in layers):
-        raise TypeError(
-            f"quantize_model: layers is {brief(layers)}, but it is a list of EinsumLayer, which "
-            "say what multiplies by the parameters of other classes."
+def matches(module: type | str, kind: type) -> bool:
+    """Whether a class is `module`, or has a qualified name that it describes."""
+    if isinstance(module, type):
+        return kind is module
+    return re.fullmatch(module, f"{kind.__module__}.{kind.__qualname__}") is not None
+
+
+def told(caller: str, name: str, value: Any, layer: Any, *args: Any) -> str:
+    """A string, or what a function of the caller's makes of the layer."""
+    if isinstance(value, str):
+        return value
+    try:
+        found = value(layer, *args)
+    except Exception as error:
+        raise ValueError(
+            f"{caller}: {name} of {type(layer).__name__} raises {type(error).__name__}: "
+            f"{error}; correct the function."
+        ) from error
+    if not isinstance(found, str):
+        raise ValueError(
+            f"{caller}: {name} of {type(layer).__name__} is {brief(found)}, but it is a "
+            "string; correct the function."
         )
-    return list(layers)
+    return found

@@ -10,6 +10,7 @@ from flax.linen.dtypes import promote_dtype
 from jax import Array
 
 from .einsum_layers import EinsumLayer
+from .einsum_parameters import EinsumParameter
 from .equation import Equation
 from .kernel_axes import KernelAxes
 from .linen_dense import dense, dense_axes
@@ -85,7 +86,7 @@ _KINDS = (
 NAMES = ", ".join(f"nn.{kind.layer.__name__}" for kind in _KINDS)
 
 
-# Layers of other packages, known by the names of their classes.
+# Layers and parameters of other packages, known by the names of their classes.
 _KNOWN = (
     EinsumLayer(
         r"transformers\.models\.gpt2\.modeling_flax_gpt2\.FlaxConv1D",
@@ -98,6 +99,20 @@ _KNOWN = (
         lambda layer: layer.weight_name,
         lambda layer, equation, x: equation,
         inputs=1,
+    ),
+)
+KNOWN_PARAMETERS = (
+    EinsumParameter(
+        r"(^|\.)input_embedding$",
+        "...d,vd->...v",
+        module=r"gemma\.gm\.nn\.(\w+\.)*_modules\.Embedder",
+        embedding=True,
+    ),
+    EinsumParameter(
+        r"(^|\.)embedding$",
+        "...d,vd->...v",
+        module=r"transformers\.models\.opt\.modeling_flax_opt\.FlaxOPTLearnedPositionalEmbedding",
+        embedding=True,
     ),
 )
 
@@ -153,3 +168,15 @@ def _kind_of_other(layer: Any, other: EinsumLayer, args: Any) -> Kind:
         equation=equation,
         bias=other.bias,
     )
+
+
+def parameter_kind(module: Any, name: str, other: EinsumParameter) -> Kind:
+    """The kind of a raw parameter of a module, which goes by its own path."""
+
+    def axes(layer: Any, shape: tuple[int, ...]) -> KernelAxes:
+        return other.parsed(layer, shape).axes
+
+    def check(layer: Any) -> None:
+        del layer
+
+    return Kind(type(module), {}, (), axes, check, name, other.embedding, equation="", bias=None)

@@ -1,5 +1,6 @@
 """Layers of a Linen model, found with the parameters whose values they multiply by."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, jaxprs_in_params
 
 from .einsum_layers import EinsumLayer
-from .linen_kinds import Kind, kind_of
+from .einsum_parameters import EinsumParameter, check_used
+from .equation import Equation
+from .linen_kinds import KNOWN_PARAMETERS, Kind, kind_of, parameter_kind
 from .linen_variables import value_of
 from .weights import Sizes
 
@@ -30,6 +33,8 @@ class Layer:
     - `shape`: the shape of the weight in the call, without the axes that lifts map over; empty if
       the layer has no weight there.
     - `plain`: whether that is a parameter as it stands, perhaps one of a stack along first axes.
+    - `raw`: the equation of a parameter that the code multiplies by wherever it reads it: one that
+      an `EinsumParameter` describes, or the table of an `nn.Embed` that other code reads too.
     """
 
     kind: Kind
@@ -37,6 +42,7 @@ class Layer:
     path: Path
     shape: tuple[int, ...]
     plain: bool = True
+    raw: Equation | None = None
 
     def named_by(self, key: Path | None = None) -> Path:
         """What the layer goes by in rules and variables, given the path of its parameter."""
@@ -50,24 +56,30 @@ class Layer:
 
 
 def find_layers(
-    module: nn.Module, variables: Any, args: Any, kwargs: Any, described: Sequence[EinsumLayer] = ()
+    module: nn.Module,
+    variables: Any,
+    args: Any,
+    kwargs: Any,
+    described: Sequence[EinsumLayer] = (),
+    parameters: Sequence[EinsumParameter] = (),
 ) -> tuple[dict[Path, Layer], dict[Path, str]]:
     """The layers that `module.apply` calls, in the order of their calls, without computing.
 
-    The second result has the class of every module that runs, by its path.
+    Raw parameters that are described come last. The second result has the class of every module
+    that runs, by its path.
 
     The weight in each call is marked in the traced program, where it is followed back to the
     parameter that it is. The path of that is the layer's, also where it is called by a trace that
     `nn.jit` made of another one.
     """
     calls: dict[str, Layer] = {}
-    classes: dict[Path, str] = {}
+    modules: dict[Path, nn.Module] = {}
     alone = kind_of(module) is None
 
     def mark(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         layer, method = context.module, context.method_name
         kind = kind_of(layer, method, described, args)
-        classes.setdefault(layer.path, type(layer).__name__)
+        modules.setdefault(layer.path, layer)
         if not layer.path and alone:  # applied by `.apply` to variables that the model computes
             return next_fun(*args, **kwargs)
         if kind and method in kind.methods.keys() - {"setup"}:
@@ -82,30 +94,98 @@ def find_layers(
     params = traverse_util.flatten_dict(core.unfreeze(variables.get("params", {})))
     others = {name: held for name, held in variables.items() if name != "params"}
 
-    def apply(weights: list[Any], others: Any, args: Any) -> Any:
+    leaves, tree = jax.tree.flatten(args)
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
+
+    def apply(weights: list[Any], others: Any, arrays: dict[int, Any]) -> Any:
         held = traverse_util.unflatten_dict(dict(zip(params, weights, strict=True)))
+        given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        args = jax.tree.unflatten(tree, given)  # numbers and names stay what they are
         return module.apply({**others, "params": held}, *args, **kwargs)
 
     with _tracing(object()), nn.intercept_methods(mark):
-        program = jax.make_jaxpr(apply)(list(params.values()), others, args).jaxpr
+        program = jax.make_jaxpr(apply)(list(params.values()), others, arrays).jaxpr
     keys = [key for key, boxed in params.items() for _ in jax.tree.leaves(boxed)]
     sources = dict(zip(program.invars, keys, strict=False))  # `others` and `args` follow
     found: dict[Path, Layer] = {}
+    marks = collections.Counter()
     for name, key in _marks(program, sources):
         layer = calls[name]
+        marks[key] += 1
         plain = key is not None and _holds(params[key], key, layer)
         path = layer.named_by(key) if key and plain else layer.named_by()
         found.setdefault(path, dataclasses.replace(layer)).plain &= plain
     for layer in calls.values():
         if not layer.shape:
             found.setdefault(layer.named_by(), layer)
-    return found, classes
+    uses = _uses(program, sources)
+    for path, layer in found.items():
+        if (
+            layer.plain
+            and layer.kind.named
+            and uses[layer.kind.key(path)] > marks[layer.kind.key(path)]
+        ):
+            layer.raw = Equation.parse(TABLE, layer.shape)
+    raw = _raw_parameters(params, modules, parameters)
+    taken = set(raw)
+    found = {path: layer for path, layer in found.items() if layer.kind.key(path) not in taken}
+    return found | raw, {path: type(layer).__name__ for path, layer in modules.items()}
+
+
+TABLE = "...d,vd->...v"
+"""The equation of a table of embeddings."""
+
+
+def _raw_parameters(
+    params: Mapping[Path, Any],
+    modules: Mapping[Path, nn.Module],
+    described: Sequence[EinsumParameter],
+) -> dict[Path, Layer]:
+    """The parameters that are described, by their paths, in modules that run."""
+    found: dict[Path, Layer] = {}
+    used: list[EinsumParameter] = []
+    for key, boxed in params.items():
+        module = modules.get(key[:-1])
+        if module is None:
+            continue
+        for other in (*described, *KNOWN_PARAMETERS):
+            if other.matches(".".join(key), type(module)):
+                found[key] = _raw_layer(key, value_of(boxed).shape, module, other)
+                used.append(other)
+                break
+    check_used(described, used, [".".join(key) for key in params if key[:-1] in modules])
+    return found
+
+
+def _raw_layer(key: Path, shape: tuple[int, ...], module: Any, other: EinsumParameter) -> Layer:
+    module = module.clone(parent=None)
+    kind = parameter_kind(module, key[-1], other)
+    try:
+        equation = other.parsed(module, shape)
+    except ValueError:  # which `kind.check` raises again, once rules have chosen
+        return Layer(kind, module, key[:-1], shape)
+    letters = len(equation.kernel_shape)
+    return Layer(kind, module, key[:-1], shape[len(shape) - letters :], raw=equation)
 
 
 def _holds(boxed: Any, key: Path, layer: Layer) -> bool:
     """Whether a parameter is the weight of a layer or a stack of such, along its first axes."""
     shape = value_of(boxed).shape
     return key[-1] == layer.kind.weight and shape[len(shape) - len(layer.shape) :] == layer.shape
+
+
+def _uses(program: Any, sources: Mapping[Any, Path]) -> collections.Counter[Path]:
+    """How many operations of a program take each parameter, but for marks."""
+    uses: collections.Counter[Path] = collections.Counter()
+    for equation in program.eqns:
+        operands = [None if isinstance(x, Literal) else sources.get(x) for x in equation.invars]
+        programs = list(jaxprs_in_params(equation.params))
+        for inner in programs:
+            given = zip(reversed(inner.invars), reversed(operands), strict=False)
+            uses += _uses(inner, {x: key for x, key in given if key is not None})
+        if not programs and equation.primitive.name != "name":
+            uses.update(key for key in operands if key is not None)
+    return uses
 
 
 def _marks(program: Any, sources: Mapping[Any, Path]) -> Iterator[tuple[str, Path | None]]:

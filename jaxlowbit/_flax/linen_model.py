@@ -13,7 +13,8 @@ from flax import linen as nn
 from .._core.checks import brief
 from . import defaults
 from .defaults import Candidate, is_table
-from .einsum_layers import EinsumLayer, checked
+from .einsum_layers import EinsumLayer
+from .einsum_parameters import EinsumParameter, split
 from .linen_kinds import NAMES
 from .linen_layers import Layer, Path, find_layers
 from .linen_quantized import QuantizedModel, quantized_of
@@ -29,7 +30,7 @@ def quantize_model(
     variables: Mapping[str, Any],
     rules: Rules,
     *args: Any,
-    layers: Sequence[EinsumLayer] = (),
+    layers: Sequence[EinsumLayer | EinsumParameter] = (),
     keep: Keep = (),
     shards: ShardRules = (1, 1),
     donate: bool = False,
@@ -54,8 +55,9 @@ def quantize_model(
       mapping or pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
       `block_0.mlp.up`; the first that matches decides, and a layer that none matches is kept.
     - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
-    - `layers`: other classes of layers, each an `EinsumLayer`, that are quantized too. Those of
-      gemma, and of GPT-2 in transformers, are known. They go by the paths of their parameters.
+    - `layers`: what is quantized too: other classes of layers, each an `EinsumLayer`, and raw
+      parameters, each an `EinsumParameter`. Those of gemma, and of GPT-2 in transformers, are
+      known. All go by the paths of their parameters.
     - `keep`: a regular expression, or several, of layers that stay in floats beside those.
     - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
       `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
@@ -78,8 +80,8 @@ def quantize_model(
     ```
     """
     _check_model(module, variables)
-    others = checked(layers)
-    found, classes = find_layers(module, variables, args, kwargs, others)
+    others, described = split(layers)
+    found, classes = find_layers(module, variables, args, kwargs, others, described)
     if not found:
         raise ValueError(
             f"quantize_model: module.apply calls none of {NAMES} with these arguments, so there is "
@@ -148,12 +150,20 @@ def quantize_model(
         tuple(
             (path, (equation, found[path].shape))
             for path in chosen
-            if (equation := found[path].kind.equation) is not None
+            if found[path].raw is None and (equation := found[path].kind.equation) is not None
         ),
         tuple(others),
+        tuple(
+            (path, (found[path].kind.key(path), raw))
+            for path in chosen
+            if (raw := found[path].raw) is not None
+        ),
     )
     report = rest.report(reports, by_rule)
-    report.warn(f"Only {NAMES} are, and what layers= describes: an EinsumLayer says it of a class.")
+    report.warn(
+        f"Only {NAMES} are, and what layers= describes: an EinsumLayer "
+        "says it of a class, an EinsumParameter of a path."
+    )
     return model, collections, report
 
 
@@ -164,7 +174,10 @@ def _check_model(module: Any, variables: Any) -> None:
     if not isinstance(module, nn.Module):
         wanted = f"pass the nn.Module and what its init returned: {call}."
         if isinstance(inner, nn.Module) and params is not None:
-            wanted = "pass what it wraps: model.module and {'params': model.params}."
+            wanted = (
+                "pass what it wraps: model.module and {'params': model.params}; or use "
+                "jaxlowbit.linen.quantize_pretrained(model, rules, inputs)."
+            )
         if isinstance(module, nnx.Module):
             wanted = "use jaxlowbit.nnx.quantize_model(model, rules)."
         raise not_a_model(module, wanted)
@@ -184,6 +197,8 @@ def _check_model(module: Any, variables: Any) -> None:
 def _candidate(path: Path, layer: Layer, params: Mapping[Path, Any]) -> Candidate:
     boxed = params.get(layer.kind.key(path))
     name, named, matrix = [".".join(path)], layer.kind.named, None
+    if layer.kind.equation is not None:  # a parameter is named by the module that holds it too
+        name.append(".".join(path[:-1]))
     if boxed is None:
         return Candidate(name, None, 1, 0, 1, named)
     weight = value_of(boxed)
@@ -206,7 +221,7 @@ def _rest(
     """The parameters but the weights of the layers that run."""
     rest = Rest()
     weights = {layer.kind.key(path) for path, layer in layers.items()}
-    biases = {(*key[:-1], layers[path].kind.bias) for path, key in _keys(layers)}
+    biases = {(*key[:-1], bias) for path, key in _keys(layers) if (bias := layers[path].kind.bias)}
     for key, boxed in params.items():
         if key in weights:
             continue

@@ -13,9 +13,12 @@ from .._core.array import QuantizedArray
 from .._core.checks import brief
 from .._core.format import Format
 from .einsum_layers import EinsumLayer
+from .equation import Equation
 from .linen_kinds import kind_of
 from .linen_layers import Layer, Path, find_layers
-from .linen_variables import COLLECTION, quantized, value_of
+from .linen_variables import COLLECTION, held_kernel, quantized, value_of
+from .weight_program import run
+from .weight_view import WeightView
 from .weights import Packing, Shards, Sizes
 
 _PACKING = "packing"  # beside the arrays while a model is applied, never stored
@@ -27,7 +30,8 @@ class QuantizedModel:
 
     Immutable and hashable. `apply`, `init` and `bind` are those of the module, with quantized
     variables; nothing else of a module depends on its kernels. `sizes` are those of the contracted
-    axes and of the features of each kernel, which inputs are held to.
+    axes and of the features of each kernel, which inputs are held to. `parameters` are those that
+    the code multiplies by wherever it reads them: their paths in `params`, and equations.
     """
 
     module: nn.Module
@@ -36,6 +40,7 @@ class QuantizedModel:
     sizes: tuple[tuple[Path, Sizes], ...] = ()
     equations: tuple[tuple[Path, tuple[str, tuple[int, ...]]], ...] = ()
     layers: tuple[EinsumLayer, ...] = ()
+    parameters: tuple[tuple[Path, tuple[Path, Equation]], ...] = ()
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with the same arguments, on the quantized variables.
@@ -44,8 +49,13 @@ class QuantizedModel:
         has other sizes than the layer and its inputs; these are errors of `flax.errors` too, those
         that the float layer raises.
         """
-        with self._multiplying():
-            out = self.module.apply(self._with_packings(variables), *args, **kwargs)
+        held = self._with_packings(variables)
+
+        def apply(floats: Mapping[Path, Any]) -> Any:
+            with self._multiplying():
+                return self.module.apply(_with_params(held, floats), *args, **kwargs)
+
+        out = self._with_floats(apply, variables, kwargs) if self.parameters else apply({})
         if kwargs.get("mutable", False) is False:
             return out
         result, changed = out
@@ -62,8 +72,13 @@ class QuantizedModel:
         keys = rngs if isinstance(rngs, Mapping) else {"params": rngs}
         applied = {"mutable": True, "rngs": keys, **kwargs}
         found, _ = find_layers(self.module, variables, args, applied, self.layers)
+        raw = dict(self.parameters)
         for path, packing in self._packings.items():
-            if path in found:
+            if path in raw:
+                key, equation = raw[path]
+                if key in params:
+                    stored |= _stored(path, quantized(params.pop(key), packing, equation.axes)[1])
+            elif path in found:
                 boxed = params.pop(found[path].kind.key(path))
                 stored |= quantized_of(boxed, path, found[path], packing)[1]
         return {
@@ -79,7 +94,17 @@ class QuantizedModel:
 
         **Returns:** what stands for the bound module: it is called, has its methods and submodules,
         `variables`, and `unbind`.
+
+        **Raises:** `ValueError` for a model with packed parameters that its code reads, which
+        `apply` alone runs.
         """
+        if self.parameters:
+            path = ".".join(self.parameters[0][1][0])
+            raise ValueError(
+                f"QuantizedModel.bind: {path} is packed, and code that reads it is run by apply "
+                "alone; use apply, with method= for a method, or keep it in floats, with a rule "
+                "of its path and None."
+            )
         held = self._with_packings(variables)
         return BoundModel(self, self.module.bind(held, *args, rngs=rngs, mutable=mutable))
 
@@ -95,10 +120,34 @@ class QuantizedModel:
             for path, format in self.formats
         }
 
+    def _with_floats(self, apply: Any, variables: Any, kwargs: Any) -> Any:
+        """What `apply` makes of float parameters, with packed ones in their place."""
+        views, paths = {}, {}
+        packings = self._packings
+        arrays: Any = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
+        for path, (key, equation) in self.parameters:
+            held = {name[-1]: x for name, x in arrays.items() if name[:-1] == path}
+            name = ".".join(key)
+            paths[name] = key
+            views[name] = WeightView.of(
+                held_kernel(name, held, packings[path], equation.axes), equation
+            )
+
+        def compute(floats: Mapping[str, Any]) -> Any:
+            out = apply({paths[name]: value for name, value in floats.items()})
+            if kwargs.get("mutable", False) is False or "params" not in out[1]:
+                return out
+            params = traverse_util.flatten_dict(core.unfreeze(out[1]["params"]))
+            kept = {key: x for key, x in params.items() if key not in paths.values()}
+            return out[0], {**out[1], "params": traverse_util.unflatten_dict(kept)}
+
+        return run(compute, views)
+
     @contextlib.contextmanager
     def _multiplying(self) -> Iterator[None]:
         """A context in which quantized layers of the module multiply by their packed words."""
-        packings = self._packings
+        raw = dict(self.parameters)
+        packings = {path: x for path, x in self._packings.items() if path not in raw}
 
         def multiply(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             layer, method = context.module, context.method_name
@@ -127,7 +176,9 @@ class QuantizedModel:
                 "collections that quantize_model returned; pass that."
             )
         arrays = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
-        beside = {(*path, _PACKING): packing for path, packing in self._packings.items()}
+        raw = dict(self.parameters)
+        packings = {path: x for path, x in self._packings.items() if path not in raw}
+        beside = {(*path, _PACKING): packing for path, packing in packings.items()}
         return {**variables, COLLECTION: traverse_util.unflatten_dict({**arrays, **beside})}
 
     def _part(self, module: nn.Module, path: Path) -> "QuantizedModel":
@@ -191,7 +242,19 @@ def quantized_of(
     """The quantized weight of a layer, perhaps boxed, and its variables by their paths."""
     axes = layer.kind.axes(layer.module, value_of(boxed).shape)
     kernel, arrays = quantized(boxed, packing, axes)
-    return kernel, {(*path, name): array for name, array in arrays.items()}
+    return kernel, _stored(path, arrays)
+
+
+def _stored(path: Path, arrays: Mapping[str, Any]) -> dict[Path, Any]:
+    return {(*path, name): array for name, array in arrays.items()}
+
+
+def _with_params(variables: Mapping[str, Any], floats: Mapping[Path, Any]) -> Mapping[str, Any]:
+    """The variables with more parameters."""
+    if not floats:
+        return variables
+    params: Any = traverse_util.flatten_dict(core.unfreeze(variables.get("params", {})))
+    return {**variables, "params": traverse_util.unflatten_dict({**params, **floats})}
 
 
 def _without_packings(variables: Any) -> Any:

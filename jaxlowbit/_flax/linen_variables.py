@@ -139,7 +139,22 @@ def kernel_of(
     size, and for a stack.
     """
     name = f"{type(module).__name__}: {'.'.join(module.path) or 'the layer'}"
-    held = _held(module, weight)
+    kernel = held_kernel(name, _held(module, weight), packing, axes)
+    if kernel.ndim > axes.matrix_ndim:
+        raise KernelShapeError(
+            f"{name} has a kernel of shape {kernel.shape}, a stack of layers; inside nn.scan or "
+            f"nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
+        )
+    return kernel
+
+
+def held_kernel(
+    name: str, held: Mapping[str, Any], packing: Packing, axes: KernelAxes
+) -> QuantizedArray:
+    """The kernel, perhaps a stack, in the variables `held`; `name` is that of errors.
+
+    **Raises:** as `kernel_of` does.
+    """
     if "packed" not in held:
         raise KernelNotFoundError(
             f"{name} has no kernel in the collection {COLLECTION!r}. Pass the variables that "
@@ -151,13 +166,7 @@ def kernel_of(
         if reason is not None:
             _of_version(arrays["version"]).check_version()  # words of another have other shapes
             raise KernelShapeError(f"{name} {reason}")
-    kernel = kernel_from(arrays, packing.format, axes.matrix_shape, packing.shards)
-    if kernel.ndim > axes.matrix_ndim:
-        raise KernelShapeError(
-            f"{name} has a kernel of shape {kernel.shape}, a stack of layers; inside nn.scan or "
-            f"nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
-        )
-    return kernel
+    return kernel_from(arrays, packing.format, axes.matrix_shape, packing.shards)
 
 
 def _held(module: Any, weight: str | None) -> Mapping[str, Any]:

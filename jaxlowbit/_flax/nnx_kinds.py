@@ -1,6 +1,7 @@
 """The NNX layers that have quantized counterparts."""
 
 import math
+import string
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,12 +10,14 @@ from flax import nnx
 from .._core.checks import brief
 from .._core.format import Format
 from .einsum_layers import EinsumLayer
+from .einsum_parameters import EinsumParameter
 from .equation import Equation
 from .kernel_axes import as_tuple
 from .nnx_einsum import QuantizedEinsum, check_einsum
 from .nnx_embed import QuantizedEmbed, check_embed
 from .nnx_general import QuantizedLinearGeneral, check_linear_general
 from .nnx_linear import QuantizedLinear, check_linear
+from .nnx_parameters import QuantizedParameter
 from .nnx_variables import QuantizedModule
 from .weights import Shards
 
@@ -72,8 +75,43 @@ _KINDS = (
 NAMES = ", ".join(f"nnx.{kind.layer.__name__}" for kind in _KINDS)
 
 
-# Layers of other packages, known by the names of their classes.
+def _general_equation(layer: Any) -> str:
+    """That of MaxText's `DenseGeneral`, whose kernel has the contracted axes first."""
+    letters = string.ascii_letters[: len(layer.in_features_shape + layer.out_features_shape)]
+    count = len(layer.in_features_shape)
+    return f"...{letters[:count]},{letters}->...{letters[count:]}"
+
+
+# Layers and parameters of other packages, known by the names of their classes.
 _KNOWN = (EinsumLayer(r"tunix\.models\.\w+\.model\.Einsum", "w", lambda layer: layer.einsum_str),)
+KNOWN_PARAMETERS = (
+    EinsumParameter(
+        r"(^|\.)input_embedding$",
+        "...d,vd->...v",
+        module=r"tunix\.models\.\w+\.model\.Embedder",
+        embedding=True,
+    ),
+    EinsumParameter(
+        r"(^|\.)(gate|up|down)_proj$",
+        "e...k,ekn->e...n",
+        module=r"tunix\.models\.\w+\.model\.MoELayer",
+    ),
+    EinsumParameter(
+        r"(^|\.)kernel$", _general_equation, module=r"maxtext\.layers\.linears\.DenseGeneral"
+    ),
+    EinsumParameter(
+        r"(^|\.)embedding$",
+        "...d,vd->...v",
+        module=r"maxtext\.layers\.embeddings\.Embed",
+        embedding=True,
+    ),
+    EinsumParameter(
+        r"(^|\.)embedder\.embedding$",
+        "...d,vd->...v",
+        embedding=True,
+        reader=r"mamba2_jax\.modeling\.Mamba2ForCausalLM",
+    ),
+)
 
 
 def kind_of(node: Any, others: Sequence[EinsumLayer] = ()) -> Kind | None:
@@ -124,3 +162,21 @@ def _kind_of_other(node: Any, other: EinsumLayer) -> Kind:
         return equation(layer).axes.matrix_shape
 
     return Kind(type(node), check, quantize, matrix, weight)
+
+
+def parameter_kind(module: Any, name: str, other: EinsumParameter) -> Kind:
+    """The kind of a raw parameter of a module."""
+
+    def equation(holder: Any) -> Equation:
+        return other.parsed(holder, tuple(getattr(holder, name).get_value().shape))
+
+    def check(holder: Any) -> None:
+        equation(holder)
+
+    def quantize(holder: Any, format: Format, shards: Shards) -> QuantizedModule:
+        return QuantizedParameter(getattr(holder, name), equation(holder), format, shards)
+
+    def matrix(holder: Any) -> tuple[int, int]:
+        return equation(holder).axes.matrix_shape
+
+    return Kind(type(module), check, quantize, matrix, name, other.embedding)

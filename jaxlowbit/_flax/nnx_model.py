@@ -16,8 +16,10 @@ from .._core.array import QuantizedArray
 from .._core.format import Format
 from . import defaults
 from .defaults import Candidate, is_table
-from .einsum_layers import EinsumLayer, checked
-from .nnx_kinds import NAMES, Kind, kind_of
+from .einsum_layers import EinsumLayer, matches
+from .einsum_parameters import EinsumParameter, check_used, split
+from .nnx_kinds import KNOWN_PARAMETERS, NAMES, Kind, kind_of, parameter_kind
+from .nnx_parameters import QuantizedParameter, adopt
 from .nnx_variables import QuantizedModule, QuantizedVariable
 from .refusals import inner, not_a_model, refuse, refuse_nothing
 from .report import LayerReport, QuantizationReport, Rest, nbytes_of
@@ -29,7 +31,7 @@ def quantize_model(
     model: nnx.Module,
     rules: Rules,
     *,
-    layers: Sequence[EinsumLayer] = (),
+    layers: Sequence[EinsumLayer | EinsumParameter] = (),
     keep: Keep = (),
     shards: ShardRules = (1, 1),
 ) -> QuantizationReport:
@@ -50,8 +52,9 @@ def quantize_model(
       that would grow; or regular expressions with a `Format`, or None to keep the layer, as a
       mapping or pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
       `blocks.0.mlp.up`; the first that matches decides, and a layer that none matches is kept.
-    - `layers`: other classes of layers, each an `EinsumLayer`, that are quantized too. Those of
-      google-tunix are known.
+    - `layers`: what is quantized too: other classes of layers, each an `EinsumLayer`, and raw
+      parameters, each an `EinsumParameter`, which go by their own paths. Those of google-tunix,
+      MaxText and mamba2-jax are known.
     - `keep`: a regular expression, or several, of layers that stay in floats beside those.
     - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
       `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
@@ -72,7 +75,11 @@ def quantize_model(
     ```
     """
     _check_model(model)
-    places = _layers(model, checked(layers))
+    others, parameters = split(layers)
+    raw = _parameters(model, parameters)
+    places = raw + _layers(model, others, {id(place.weight) for place in raw})
+    order = {id(node): at for at, (*_, node) in enumerate(_walk((), None, None, model, set()))}
+    places.sort(key=lambda place: order[id(place.weight)])
     if not places:
         raise ValueError(
             f"quantize_model: there is none of {NAMES} in the model, so there is nothing to "
@@ -107,18 +114,30 @@ def quantize_model(
     while places:  # drops each place, and with it the float layer, before the next
         reports.append(_replace(places.pop(0), decisions.pop(0), parts.pop(0)))
     report = rest.report(reports, kept)
-    report.warn(f"Only {NAMES} are, and what layers= describes: an EinsumLayer says it of a class.")
+    report.warn(
+        f"Only {NAMES} are, and what layers= describes: an EinsumLayer "
+        "says it of a class, an EinsumParameter of a path."
+    )
     return report
 
 
 @dataclasses.dataclass
 class _Place:
-    """A layer, and every container and key under which a model holds it."""
+    """A layer, and every container and key under which a model holds it.
+
+    A raw parameter is one whose `layer` is the module that holds it; `readers` are the modules
+    around that whose code reads it too.
+    """
 
     layer: Any
     kind: Kind
     paths: list[str]
     holders: list[tuple[Any, Any]]
+    readers: Sequence[Any] = ()
+
+    @property
+    def raw(self) -> bool:
+        return any(holder is self.layer for holder, _ in self.holders)
 
     @property
     def weight(self) -> nnx.Variable:
@@ -135,7 +154,9 @@ class _Place:
             matrix = self.kind.matrix(self.layer)
         count = math.prod(weight.shape) // math.prod(matrix) if matrix else 1
         itemsize = weight.dtype.itemsize
-        return Candidate(self.paths, matrix, count, nbytes_of(weight), itemsize, self.kind.named)
+        # A raw parameter is named by the module that holds it too.
+        paths = self.paths + [path.rpartition(".")[0] for path in self.paths if self.raw]
+        return Candidate(paths, matrix, count, nbytes_of(weight), itemsize, self.kind.named)
 
     def refusal(
         self,
@@ -192,6 +213,9 @@ def _replace(place: _Place, decision: Decision, shards: Shards) -> LayerReport:
             holder[key] = layer
         else:
             setattr(holder, key, layer)
+        if isinstance(layer, QuantizedParameter):
+            for module in (place.layer, *place.readers):
+                adopt(module)
     kernel = layer.kernel
     dtype = layer.dtype or kernel.dtype
     return LayerReport.quantized(path, weight, kernel, dtype, layer.matrix)
@@ -214,7 +238,7 @@ def _check_model(model: Any) -> None:
 def _rest(model: nnx.Module, places: list[_Place]) -> Rest:
     """The parameters of a model but the weights of its layers."""
     weights = {id(place.weight) for place in places}
-    layers = {id(place.layer) for place in places}
+    layers = {id(place.layer) for place in places if not place.raw}
     found, seen = Rest(), set(weights)
     for path, holder, _, node in _walk((), None, None, model, set()):
         if id(node) in seen or not isinstance(node, nnx.Param | QuantizedVariable | jax.Array):
@@ -229,11 +253,45 @@ def _rest(model: nnx.Module, places: list[_Place]) -> Rest:
     return found
 
 
-def _layers(model: nnx.Module, others: Sequence[EinsumLayer]) -> list[_Place]:
-    """Every layer that can be quantized, once, in the order of the model's attributes."""
+def _parameters(model: nnx.Module, described: Sequence[EinsumParameter]) -> list[_Place]:
+    """Every raw parameter that can be quantized, by the modules that hold it."""
+    places: list[_Place] = []
+    used: list[EinsumParameter] = []
+    paths: list[str] = []
+    modules = list(nnx.iter_modules(model)) if isinstance(model, nnx.Pytree) else []
+    for path, holder, key, node in _walk((), None, None, model, set()):
+        if not isinstance(node, nnx.Param) or not isinstance(holder, nnx.Module):
+            continue
+        name = _dotted(path)
+        paths.append(name)
+        for other in (*described, *KNOWN_PARAMETERS):
+            if other.matches(name, type(holder)):
+                readers = [
+                    module
+                    for above, module in modules
+                    if other.reader and above == path[: len(above)]
+                    if matches(other.reader, type(module))
+                ]
+                if other.reader and not readers:
+                    continue
+                kind = parameter_kind(holder, key, other)
+                places.append(_Place(holder, kind, [name], [(holder, key)], readers))
+                used.append(other)
+                break
+    check_used(described, used, paths)
+    return places
+
+
+def _layers(model: nnx.Module, others: Sequence[EinsumLayer], taken: set[int]) -> list[_Place]:
+    """Every layer that can be quantized, once, in the order of the model's attributes.
+
+    Those whose weights, by their ids, are `taken` as raw parameters are none.
+    """
     places: dict[int, _Place] = {}
     for path, holder, key, node in _walk((), None, None, model, set()):
         if kind := kind_of(node, others):
+            if id(getattr(node, kind.weight)) in taken:
+                continue
             place = places.setdefault(id(node), _Place(node, kind, [], []))
             place.paths.append(_dotted(path))
             place.holders.append((holder, key))

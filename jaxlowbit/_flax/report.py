@@ -114,6 +114,14 @@ class QuantizationReport:
         return self._others + sum(layer.nbytes_after for layer in self.layers)
 
     @property
+    def coverage(self) -> float:
+        """The share of the bytes of weights, all parameters but vectors, that are quantized."""
+        weights = sum(layer.nbytes_before for layer in self.layers)
+        weights += sum(found.nbytes for found in self.uncovered)
+        chosen = (layer.nbytes_before for layer in self.layers if layer.format is not None)
+        return sum(chosen) / max(weights, 1)
+
+    @property
     def _others(self) -> int:
         return self.vectors + self.packed + sum(found.nbytes for found in self.uncovered)
 

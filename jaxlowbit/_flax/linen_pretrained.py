@@ -1,0 +1,115 @@
+"""`quantize_pretrained`: Flax models of transformers, which hold a module and its parameters."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax import core, traverse_util
+from flax import linen as nn
+
+from .._core.checks import brief
+from .einsum_layers import EinsumLayer
+from .einsum_parameters import EinsumParameter
+from .linen_model import quantize_model
+from .linen_quantized import QuantizedModel
+from .linen_variables import COLLECTION
+from .report import QuantizationReport
+from .rules import Keep, Rules, ShardRules
+
+
+def quantize_pretrained(
+    model: Any,
+    rules: Rules,
+    *args: Any,
+    layers: Sequence[EinsumLayer | EinsumParameter] = (),
+    keep: Keep = (),
+    shards: ShardRules = (1, 1),
+    **kwargs: Any,
+) -> QuantizationReport:
+    """Quantizes a `FlaxPreTrainedModel` of transformers, in place.
+
+    After that the model is called as before, and `generate` works. Its `params` has the quantized
+    arrays beside the float parameters, under the key `"quantized"`, so that functions that take
+    `params=` take them under `jax.jit` too.
+
+    **Arguments:**
+
+    - `model`: the model, with its parameters.
+    - `rules`, `layers`, `keep`, `shards`: as for `quantize_model`. Paths are those of the module
+      inside, such as `model.layers.0.mlp.up_proj`.
+    - `args`, `kwargs`: what the model is called with; such a call, without computing, finds layers.
+
+    **Returns:** a `QuantizationReport`, a table when printed.
+
+    **Raises:** `TypeError` for what is no such model; `ValueError` for one that is quantized, and
+    where `quantize_model` does. The model is then as it was.
+
+    ```python
+    report = quantize_pretrained(pretrained, INT8, input_ids)
+    logits = pretrained(input_ids)
+    ```
+    """
+    module = getattr(model, "module", None)
+    if isinstance(module, _Module):
+        raise ValueError(
+            "quantize_pretrained: the model is quantized already; pass the float model, as "
+            "from_pretrained returns it."
+        )
+    if not isinstance(module, nn.Module) or not isinstance(getattr(model, "params", None), Mapping):
+        raise TypeError(
+            f"quantize_pretrained: the model is {brief(model)}, but it is a FlaxPreTrainedModel of "
+            "transformers, with an nn.Module and its params; for a module itself, use "
+            "quantize_model(module, variables, rules, inputs)."
+        )
+    variables, args, kwargs = _applied(model, module, args, kwargs)
+    quantized, variables, report = quantize_model(
+        module, variables, rules, *args, layers=layers, keep=keep, shards=shards, **kwargs
+    )
+    params = {**variables["params"], COLLECTION: variables[COLLECTION]}
+    model._module = _Module(quantized)
+    model._required_params = set(traverse_util.flatten_dict(params))
+    model.params = params
+    return report
+
+
+class _ReachedError(Exception):
+    """Ends a call of a model where it applies its module."""
+
+
+class _Recorder:
+    """In the place of a module: what it is applied to."""
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        self.variables, self.args, self.kwargs = variables, args, kwargs
+        raise _ReachedError
+
+
+def _applied(model: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The variables and arguments that a call of the model applies its module to."""
+    recorder = _Recorder()
+    model._module = recorder
+    try:
+        model(*args, **kwargs)
+    except _ReachedError:
+        return recorder.variables, recorder.args, recorder.kwargs
+    finally:
+        model._module = module
+    raise ValueError(
+        "quantize_pretrained: a call of the model with these arguments does not apply its module; "
+        "pass inputs that it computes with."
+    )
+
+
+class _Module:
+    """A module whose variables have the quantized arrays among the parameters."""
+
+    def __init__(self, model: QuantizedModel) -> None:
+        self.model = model
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        params: Any = core.unfreeze(variables["params"])
+        floats = {name: value for name, value in params.items() if name != COLLECTION}
+        held = {**variables, "params": floats, COLLECTION: params.get(COLLECTION, {})}
+        return self.model.apply(held, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model.module, name)

@@ -1,0 +1,147 @@
+"""Raw parameters of NNX modules: packed in place, and multiplied by where the code reads them."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._core.format import Format
+from .equation import Equation
+from .nnx_variables import QuantizedModule
+from .sharding import Entries
+from .weight_program import run
+from .weight_view import WeightView
+from .weights import Shards
+
+
+class QuantizedParameter(QuantizedModule):
+    """What stands for a raw parameter once it is packed; `quantize_model` puts it there.
+
+    It has the `shape` and the `dtype` of the float parameter; `kernel` is the `QuantizedArray`, and
+    its arrays are the variables of `QuantizedLinear`. Code inside the methods of the module that
+    holds it sees a float parameter, whose products are quantized.
+    """
+
+    def __init__(
+        self, weight: nnx.Variable, equation: Equation, format: Format, shards: Shards
+    ) -> None:
+        self.equation = equation
+        self._store(weight, format, shards)
+        self.dtype = self.scale.get_value().dtype
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.equation.axes.matrix_shape
+
+    def matrix(self, weight: Any) -> Any:
+        return self.equation.axes.matrix(weight)
+
+    def matrix_entries(self, entries: Entries) -> Entries:
+        return self.equation.axes.matrix_entries(entries)
+
+    @property
+    def view(self) -> WeightView:
+        return WeightView.of(self.kernel, self.equation)
+
+    @property
+    def value(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of the float parameter, for code that asks it for them."""
+        return self.view.like()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def adopt(module: nnx.Module) -> None:
+    """Lets the methods of a module see floats in the place of packed parameters in it."""
+    if not hasattr(module, "_reads_packed"):
+        object.__setattr__(module, "__class__", _reading(type(module)))
+
+
+@functools.cache
+def _reading(kind: type) -> type:
+    """A subclass of the same name, whose methods multiply by packed parameters."""
+    methods: dict[str, Any] = {
+        name: _reads(method)
+        for base in reversed(kind.__mro__)
+        if base not in nnx.Module.__mro__
+        for name, method in vars(base).items()
+        if _is_method(method) and (name == "__call__" or not re.fullmatch("__.*__", name))
+    }
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**methods, **names, "_reads_packed": True})
+
+
+def _is_method(value: Any) -> bool:
+    """Whether an attribute of a class is called with the instance: functions, `nnx.jit` of them."""
+    if isinstance(value, type | staticmethod | classmethod):
+        return False
+    return callable(value) and hasattr(type(value), "__get__")
+
+
+def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        packed = {
+            path: module
+            for path, module in nnx.iter_modules(self)
+            if isinstance(module, QuantizedParameter)
+        }
+        if not packed:  # the copy below, or an outer module has put floats there
+            return method(self, *args, **kwargs)
+        graph, state = _split(self)
+        before, tree = jax.tree.flatten(state)
+
+        def compute(floats: dict[str, Any]) -> Any:
+            copy = nnx.merge(graph, state)
+            for path in packed:
+                _put(copy, path, nnx.Param(floats[_name(self, path)]))
+            result = method(copy, *args, **kwargs)
+            for path, module in packed.items():
+                _put(copy, path, module)
+            graph_after, state_after = _split(copy)
+            after, tree_after = jax.tree.flatten(state_after)
+            if graph_after != graph or tree_after != tree:
+                raise ValueError(
+                    f"{type(self).__name__}.{method.__name__} adds or removes what its module "
+                    "holds, but a module with packed parameters only changes the values of its "
+                    "variables; create them beforehand, or keep the parameters in floats."
+                )
+            changed = zip(range(len(before)), before, after, strict=True)
+            return result, {str(i): new for i, old, new in changed if new is not old}
+
+        views = {_name(self, path): module.view for path, module in packed.items()}
+        result, changed = run(compute, views)
+        if changed:
+            leaves = [changed.get(str(i), leaf) for i, leaf in enumerate(before)]
+            nnx.update(self, jax.tree.unflatten(tree, leaves))
+        return result
+
+    return call
+
+
+def _split(module: nnx.Module) -> tuple[Any, Any]:
+    """The graph and the arrays, of which a module is merged whose variables are new."""
+    graph, state = nnx.split(module)
+    return graph, nnx.as_pure(state)
+
+
+def _name(module: Any, path: tuple[Any, ...]) -> str:
+    return ".".join((type(module).__name__, *map(str, path)))
+
+
+def _put(module: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Sets the attribute of a module, or of one below it."""
+    *above, name = path
+    for key in above:
+        indexed = isinstance(module, nnx.List | list | tuple | dict)
+        module = module[key] if indexed else getattr(module, key)
+    setattr(module, name, value)

@@ -1,0 +1,231 @@
+"""A packed weight in the place of a float one: what code does with it until it multiplies."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._core.array import QuantizedArray
+from .._core.columns import take_columns
+from .._matmul.api import quantized_matmul
+from .equation import Equation
+
+
+class WeightUseError(ValueError):
+    """Code does with a weight what its packed form cannot do; the message continues "it "."""
+
+
+class Axis(NamedTuple):
+    """An axis of the float weight.
+
+    - `part`: "batch", "contracted" or "features".
+    - `number`: its position among the axes of the same part.
+    """
+
+    part: str
+    number: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightView:
+    """A weight as code sees it after casts, transpositions, reshapes and indices.
+
+    - `kernel`: the matrix (*batch, k, n), whose batch axes are those of `batch`.
+    - `dims`: the axes of the float weight that each visible axis is made of, the last one fastest;
+      none for an axis of size 1.
+    - `batch`: the batch axes that no index has selected from yet.
+    """
+
+    kernel: QuantizedArray
+    dims: tuple[tuple[Axis, ...], ...]
+    batch: tuple[Axis, ...]
+    contracted: tuple[Axis, ...]
+    features: tuple[Axis, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, kernel: QuantizedArray, equation: Equation) -> "WeightView":
+        """The view of a whole weight, or of a stack of such along first axes.
+
+        **Raises:** `ValueError` for a part of one, as inside `jax.shard_map`.
+        """
+        axes = equation.axes
+        if (kernel.k, kernel.n) != axes.matrix_shape:
+            raise ValueError(
+                f"A device holds a part {kernel.shape} of a raw parameter whose matrix is "
+                f"{axes.matrix_shape}, as inside jax.shard_map, where the code sees all of it; let "
+                "jax.jit divide the product, on a mesh with Auto axes, or keep it in floats."
+            )
+        lead = kernel.shape[: kernel.ndim - 2 - len(axes.batch)]
+
+        def named(part: str, sizes: Sequence[int]) -> tuple[Axis, ...]:
+            return tuple(Axis(part, number, size) for number, size in enumerate(sizes))
+
+        batch = named("batch", (*lead, *axes.batch))
+        contracted = named("contracted", axes.contracted)
+        features = named("features", axes.features)
+        own = (*batch[len(lead) :], *contracted, *features)
+        order = range(len(own)) if axes.order is None else axes.order
+        places = sorted(zip(order, own, strict=True))  # `order` says where each axis stands
+        dims = tuple((axis,) for axis in (*batch[: len(lead)], *(axis for _, axis in places)))
+        return cls(kernel, dims, batch, contracted, features, kernel.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(_size(dim) for dim in self.dims)
+
+    def like(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of the float weight."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    def astype(self, dtype: Any) -> "WeightView":
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise WeightUseError(f"casts it to {jnp.dtype(dtype)}")
+        return dataclasses.replace(self, dtype=jnp.dtype(dtype))
+
+    def with_dims(self, dims: Sequence[tuple[Axis, ...]]) -> "WeightView":
+        return dataclasses.replace(self, dims=tuple(dims))
+
+    def transpose(self, permutation: Sequence[int]) -> "WeightView":
+        return self.with_dims([self.dims[axis] for axis in permutation])
+
+    def without(self, dim: int) -> "WeightView":
+        """The view without a visible axis of size 1, from which `select` has taken."""
+        return self.with_dims([*self.dims[:dim], *self.dims[dim + 1 :]])
+
+    def reshape(self, shape: Sequence[int]) -> "WeightView":
+        """Merges visible axes, and divides those that were merged."""
+        axes = [axis for dim in self.dims for axis in dim]
+        dims, at = [], 0
+        for size in shape:
+            start = at
+            while at < len(axes) and _size(axes[start:at]) < size:
+                at += 1
+            if _size(axes[start:at]) != size:
+                raise WeightUseError(f"reshapes it from {self.shape} to {tuple(shape)}")
+            dims.append(tuple(axes[start:at]))
+        # Axes of size 1 that follow belong to some axis.
+        if dims and at < len(axes):
+            dims[-1] += tuple(axes[at:])
+        return self.with_dims(dims)
+
+    def select(self, dim: int, index: Any) -> "WeightView":
+        """Indexes a visible axis by integers: a number, whose axis has size 1 then, or an array.
+
+        Axes of an array come first. Kernels read the index on the device where there is one batch
+        axis; with several, the chosen words are copied.
+        """
+        axes = self.dims[dim]
+        if len(axes) != 1 or axes[0] not in self.batch:
+            raise WeightUseError(f"takes a part of its axis {dim}, which is no batch axis")
+        index = jnp.asarray(index)
+        at = self.batch.index(axes[0])
+        if len(self.batch) == 1 and self.kernel.index is None:
+            kernel = self.kernel.select(index)
+        elif index.ndim == 0:
+            kernel = self.kernel[(slice(None),) * at + (index,)]
+        else:
+            raise WeightUseError("takes several matrices of one with more than one batch axis")
+        unused = 1 + max(axis.number for axis in self.batch)
+        new = tuple(Axis("batch", unused + i, size) for i, size in enumerate(index.shape))
+        dims = [*self.dims]
+        dims[dim] = ()
+        batch = (*new, *(axis for axis in self.batch if axis != axes[0]))
+        lead = [(axis,) for axis in new]
+        return dataclasses.replace(self, kernel=kernel, dims=(*lead, *dims), batch=batch)
+
+    def lookup(self, dim: int, tokens: Array) -> Array:
+        """The rows (..., other axes) that `tokens` (...) select along the axis of the features."""
+        if self.batch or self.dims[dim] != self.features or self.kernel.ndim != 2:
+            raise WeightUseError(
+                f"looks up parts of its axis {dim}, which is not that of the features"
+            )
+        if self.kernel.index is not None:
+            raise WeightUseError("looks up features of one matrix of a stack")
+        others = [axis for at, axes in enumerate(self.dims) if at != dim for axis in axes]
+        rows = take_columns(self.kernel, tokens, self.dtype)
+        rows = rows.reshape(*tokens.shape, *(axis.size for axis in self.contracted))
+        lead = range(tokens.ndim)
+        rows = rows.transpose(*lead, *(tokens.ndim + self.contracted.index(x) for x in others))
+        sizes = [size for at, size in enumerate(self.shape) if at != dim]
+        return rows.reshape(*tokens.shape, *sizes)
+
+    def multiply(
+        self,
+        inputs: Array,
+        contracted: tuple[Sequence[int], Sequence[int]],
+        batch: tuple[Sequence[int], Sequence[int]],
+        *,
+        inputs_first: bool = True,
+        preferred_element_type: Any = None,
+    ) -> Array:
+        """`jax.lax.dot_general` of inputs and the weight, in this order or the other.
+
+        `contracted` and `batch` are axes of the inputs and the visible axes that they meet.
+        """
+        summed = [axis for dim in contracted[1] for axis in self.dims[dim]]
+        added = [axis for axis in summed if axis in self.batch]  # of experts, say
+        if sorted(set(summed) - set(added)) != sorted(self.contracted):
+            raise WeightUseError(
+                f"sums over its axes {tuple(contracted[1])} in the shape {self.shape}, which are "
+                "not those that the equation contracts"
+            )
+        shared = [axis for dim in batch[1] for axis in self.dims[dim]]
+        if not all(axis in self.batch for axis in shared):
+            raise WeightUseError(
+                f"takes its axes {tuple(batch[1])} in the shape {self.shape} as batch axes, which "
+                "the equation does not"
+            )
+        # The axes of the inputs as those of the weight that they meet, and rows.
+        places = zip((*contracted[0], *batch[0]), (*contracted[1], *batch[1]), strict=True)
+        meets = {at: self.dims[dim] for at, dim in places}
+        labels: list[Any] = []
+        for at in range(inputs.ndim):
+            labels += meets.get(at, [at])
+        rows = [label for label in labels if not isinstance(label, Axis)]
+        lhs = inputs.reshape([_extent(label, inputs) for label in labels])
+        given = [axis for axis in self.batch if axis in labels]
+        order = [labels.index(label) for label in (*given, *rows, *self.contracted)]
+        sizes = [inputs.shape[at] for at in rows]
+        stack = [axis.size if axis in given else 1 for axis in self.batch]
+        lead = (*stack, math.prod(sizes)) if stack else sizes
+        dtype = jnp.float32 if added or preferred_element_type == jnp.float32 else None
+        out = quantized_matmul(
+            lhs.transpose(order).reshape(*lead, self.kernel.k),
+            self.kernel,
+            preferred_element_type=dtype,
+        )
+        found = [*self.batch, *rows, *self.features]
+        out = out.reshape([_extent(label, inputs) for label in found])
+        if added:
+            out = out.sum([found.index(axis) for axis in added])
+            found = [label for label in found if label not in added]
+        out = out.astype(preferred_element_type or inputs.dtype)
+        free = [dim for at, dim in enumerate(self.dims) if at not in (*contracted[1], *batch[1])]
+        own = [axis for dim in free for axis in dim]
+        wanted = [*shared, *rows, *own] if inputs_first else [*shared, *own, *rows]
+        merged = [_size(dim) for dim in free]
+        return out.transpose([found.index(label) for label in wanted]).reshape(
+            *(_size(self.dims[dim]) for dim in batch[1]),
+            *(sizes + merged if inputs_first else merged + sizes),
+        )
+
+
+def has_algorithm(precision: Any) -> bool:
+    """Whether a `precision` names an algorithm; any other is met, since products add in float32."""
+    found = precision if isinstance(precision, tuple) else (precision,)
+    return not all(isinstance(x, lax.Precision | None) for x in found)
+
+
+def _size(axes: Sequence[Axis]) -> int:
+    return math.prod(axis.size for axis in axes)
+
+
+def _extent(label: Any, inputs: Array) -> int:
+    """The size of an axis of the weight, or of an axis of the inputs by its number."""
+    return label.size if isinstance(label, Axis) else inputs.shape[label]
