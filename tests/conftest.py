@@ -27,7 +27,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 # Files that hold XLA's own arithmetic to bounds, so that LLVM optimizes their programs on the CPU.
 # It does not optimize those of other files, which takes a third of the time; XLA's passes, and so
 # the text of a compiled program, are the same. JAX_DISABLE_MOST_OPTIMIZATIONS=1 spares these too.
-OPTIMIZED = ("matmul", "properties", "quantize", "scales", "transforms")
+OPTIMIZED = ("linen_models", "matmul", "properties", "quantize", "scales", "transforms")
 DISABLE = "jax_disable_most_optimizations"
 DISABLED = jax.config.read(DISABLE)
 
@@ -110,8 +110,8 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
     """Says whether LLVM optimizes the programs of this file and of processes that it starts."""
     optimized = request.path.stem.removeprefix("test_") in OPTIMIZED
     disable = DISABLED or (not optimized and jax.default_backend() == "cpu")
-    if jax.config.read(DISABLE) and not disable:
-        jax.clear_caches()  # they hold programs of other files
+    if bool(jax.config.read(DISABLE)) != disable:
+        jax.clear_caches()  # they hold programs that were compiled otherwise
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DISABLE.upper(), str(int(disable)))
         jax.config.update(DISABLE, disable)

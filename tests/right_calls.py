@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from pretrained import IDS, Pretrained
 
 import jaxlowbit as jl
 from jaxlowbit import linen as jl_linen
@@ -392,6 +393,23 @@ CALLS = {
         x=given("x"),
         keep=constant(()),
         shards=constant((1, 1)),
+    ),
+    "quantize_pretrained": call(
+        lambda rules, **options: jl_linen.quantize_pretrained(Pretrained(), rules, IDS, **options),
+        "quantize_pretrained",
+        "quantize_model",
+        positional=("rules",),
+        rules=constant({"": jl.INT8}),
+        keep=constant(()),
+        shards=constant((1, 1)),
+    ),
+    "EinsumParameter": call(
+        jl_linen.EinsumParameter,
+        path=constant("w$"),
+        equation=constant("bd,df->bf"),
+        module=NONE,
+        embedding=constant(False),
+        reader=NONE,
     ),
     "linen.check_layout_version": call(jl_linen.check_layout_version, variables=variables),
     "variables_of": call(jl_linen.variables_of, array=given("q")),

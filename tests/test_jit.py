@@ -268,7 +268,11 @@ def test_every_instance_has_one_name():
         for family, expression, ahead_of_time, *types, zero in ffi.instances(bits):
             assert family in FAMILIES
             usual = family.startswith("sm80") or not ("float" in types or zero.endswith("kFloat"))
-            assert ahead_of_time == (bits in ffi.KERNEL_BITS and usual), expression
+            # Of the tiles of qmm_sm90 after the seventh the build holds what most programs run.
+            between = family == "sm90" and int(expression.rstrip(">").rpartition(",")[2]) >= 7
+            plain = bits == 4 and types[0] == "__nv_bfloat16" and zero.endswith("kNone")
+            held = bits in ffi.KERNEL_BITS and usual and (plain or not between)
+            assert ahead_of_time == held, expression
 
 
 def test_names_are_those_of_the_kernels_in_the_build(nvrtc, tmp_path):
@@ -376,7 +380,7 @@ def compiler(monkeypatch, toolchain):
     return asked
 
 
-@pytest.mark.parametrize(("device", "capability", "count"), [("H200", 90, 17), ("A100", 80, 4)])
+@pytest.mark.parametrize(("device", "capability", "count"), [("H200", 90, 27), ("A100", 80, 4)])
 def test_all_kernels_of_a_format_are_compiled(compiler, capsys, device, capability, count):
     compiling.main(["--format", "int2-g128-integer", "--device", device])
     ((asked, wanted),) = compiler

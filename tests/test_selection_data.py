@@ -135,7 +135,7 @@ def test_a_table_has_what_is_clearly_faster(root, monkeypatch):
     found = tables.read(fit_costs.write_table(fit_costs.load([root / "a.jsonl.gz"])))
     assert [(each.product.m, each.least_m, each.us) for each in found.entries] == [
         (16, 1, 8.0),
-        (64, 33, 8.9),
+        (64, 49, 8.9),
     ]
     assert all(each.default_us == 10 for each in found.entries)
     assert tables._set(found) == []

@@ -106,7 +106,7 @@ def test_there_are_no_candidates_without_a_kernel():
         (OTHER._replace(slices=4096), "slices is beyond those of a cluster"),
         (Choice("qmm_sm80", 12, 1, 0, 0, 1), "block_m is none of its tiles"),
         (Choice("qmm_sm80", 16, 17, 0, 0, 1), "split_k is beyond its stages"),
-        (Choice("qmm_sm90", 64, 1, 0, 9, 1), "tile is none of its tiles"),
+        (Choice("qmm_sm90", 64, 1, 0, 99, 1), "tile is none of its tiles"),
         (Choice("qmm_sm90", 64, 1, 0, 2, 4), "its clusters have 1 or 2 CTAs"),
         (Choice("qmm_sm90", 64, 2, 0, 2, 2), "mates share whole tiles"),
     ],

@@ -2,12 +2,19 @@
 #include "xla_ffi/cpu/qmm_cpu.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "xla_ffi/cpu/convert.h"
@@ -21,6 +28,9 @@
 #define JAXLOWBIT_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define JAXLOWBIT_LANES 16
 #define JAXLOWBIT_REGISTERS 32
+#if defined(__linux__)
+#define JAXLOWBIT_AMX
+#endif
 #include "xla_ffi/cpu/qmm_clone.inc"
 
 #define JAXLOWBIT_CLONE avx2
@@ -40,6 +50,23 @@
 #include "xla_ffi/cpu/qmm_clone.inc"
 
 namespace jaxlowbit {
+namespace {
+
+#if defined(__x86_64__) && defined(__linux__)
+// Whether there are tiles of bfloat16, and the system lets this process use them: it has to be asked, once.
+// https://docs.kernel.org/arch/x86/xstate.html
+bool HasTiles() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool found = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5;
+  if (!found || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) == 0 || (a & kAvx512Bf16) == 0) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+}  // namespace
 
 std::vector<const CpuClone*> RunnableCpuClones() {
   std::vector<const CpuClone*> clones;
@@ -47,11 +74,22 @@ std::vector<const CpuClone*> RunnableCpuClones() {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+#if defined(__linux__)
+    static const bool has_tiles = HasTiles();
+    if (has_tiles) clones.push_back(&avx512::kAmxClone);
+#endif
     clones.push_back(&avx512::kClone);
   }
   if (has_avx2) clones.push_back(&avx2::kClone);
 #endif
   clones.push_back(&baseline::kClone);
+  if (const char* isa = std::getenv("JAXLOWBIT_CPU_ISA"); isa != nullptr) {
+    const auto is_named = [&](const CpuClone* clone) {
+      return std::string_view(isa) == clone->isa;
+    };
+    const auto named = std::find_if(clones.begin(), clones.end(), is_named);
+    if (named != clones.end()) clones.erase(clones.begin(), named);
+  }
   return clones;
 }
 
@@ -60,8 +98,10 @@ CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, con
     : call_{problem, buffers},
       clone_(clone),
       stream_(problem.m <= kStreamTokens),
+      tiles_(!stream_ && clone.tiles && problem.lhs == ElementType::kBf16),
       n_blocks_(problem.n_blocks()),
-      m_blocks_(stream_ ? std::min<int64_t>(problem.m, 1) : CeilDiv(problem.m, kBlockTokens)),
+      m_blocks_(stream_ ? std::min<int64_t>(problem.m, 1)
+                        : CeilDiv(problem.m, tiles_ ? kAmxBlockTokens : kBlockTokens)),
       permuted_(PermutedLines(problem) == 0 ? nullptr : permuted->values) {
   call_.permuted = permuted_;
 }
@@ -76,7 +116,9 @@ void CpuMatmul::Permute() const {
   if (permuted_ != nullptr) clone_.permute(call_, permuted_);
 }
 
-size_t CpuMatmul::scratch_lines() const { return stream_ ? 0 : kScratchBytes / sizeof(CacheLine); }
+size_t CpuMatmul::scratch_lines() const {
+  return stream_ ? 0 : (tiles_ ? kAmxScratchBytes : kScratchBytes) / sizeof(CacheLine);
+}
 
 void CpuMatmul::Run(int64_t task, CacheLine* scratch) const {
   const int64_t n_block = task / m_blocks_ % n_blocks_;

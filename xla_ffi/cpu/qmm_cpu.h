@@ -35,11 +35,13 @@ struct CpuClone {
   // Many rows [m_begin, m_end): weights are dequantized to `scratch` and used from there.
   void (*block)(const CpuCall& call, int64_t batch, int64_t n_block, int64_t m_begin, int64_t m_end,
                 float* scratch);
+  bool tiles;  // whether `block` multiplies rows of bfloat16 by AMX
   AttendClone attend;
   RowsClone rows;
 };
 
-// The clones this binary holds that this machine can run, best first.
+// The clones this binary holds that this machine can run, best first. JAXLOWBIT_CPU_ISA names the one that is to be the
+// first; others can then not run.
 std::vector<const CpuClone*> RunnableCpuClones();
 
 class CpuMatmul {
@@ -62,7 +64,7 @@ class CpuMatmul {
  private:
   CpuCall call_;
   const CpuClone& clone_;
-  bool stream_;
+  bool stream_, tiles_;
   int64_t n_blocks_, m_blocks_;
   float* permuted_;
 };

@@ -26,4 +26,13 @@ inline constexpr int64_t kLhsFloats = kTileTokens * kBlockK;
 inline constexpr int64_t kSumFloats = kBlockTokens * kAtom;
 inline constexpr int64_t kScratchBytes = 4 * (kPanelFloats + kLhsFloats + kSumFloats);
 
+// By AMX a task has more tokens, since dequantizing weights takes longer than multiplying by them, and they come by so
+// many. Scratch: dequantized weights, the same as pairs of bfloat16, rows of lhs at an edge, the block's sums.
+inline constexpr int64_t kAmxBlockTokens = 512;
+inline constexpr int64_t kAmxTokens = 32;
+inline constexpr int64_t kPairFloats = kPanelFloats / 2;
+inline constexpr int64_t kEdgeFloats = kAmxTokens * kBlockK / 2;
+inline constexpr int64_t kAmxScratchBytes =
+    4 * (kPanelFloats + kPairFloats + kEdgeFloats + kAmxBlockTokens * kAtom);
+
 }  // namespace jaxlowbit

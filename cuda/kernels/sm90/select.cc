@@ -47,6 +47,8 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
   if (choice.tile < 0 || choice.tile >= kNumTiles) return {"tile is none of its tiles"};
   const TileShape& tile = kTiles[choice.tile];
   if (choice.block_m != tile.m) return {"block_m is not its tile's"};
+  // Nobody waits for a compiler to multiply by few rows.
+  if (choice.tile >= kBuiltTiles && problem.m <= kMinTileM) return {"its tile is for more rows"};
   if (std::find(std::begin(kPeers), std::end(kPeers), choice.peers) == std::end(kPeers)) {
     return {"its clusters have 1 or 2 CTAs"};
   }
