@@ -1,4 +1,4 @@
-"""The CPU kernels of every instruction set of this machine but the best, which the other tests run."""
+"""The CPU kernels of each instruction set of this machine but the best, which other tests run."""
 
 import os
 import subprocess
