@@ -38,10 +38,12 @@ NOT_OF_JAX = (
     "benchmarks",
     "block_cpu::test_float16_and_odd_widths",
     "coverage",
+    "cpu_isa",
     "dispatch",
     "docs",
     "einsum_layers",
     "einsum_layers_linen",
+    "einsum_parameters",  # the same ways in Linen: einsum_parameters_linen
     "embed::test_columns_of_the_layout",
     "examples",
     "explain",
