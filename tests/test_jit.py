@@ -268,7 +268,7 @@ def test_every_instance_has_one_name():
         for family, expression, ahead_of_time, *types, zero in ffi.instances(bits):
             assert family in FAMILIES
             usual = family.startswith("sm80") or not ("float" in types or zero.endswith("kFloat"))
-            # Of the tiles of qmm_sm90 after the seventh the build holds what most programs run.
+            # The build holds tiles of qmm_sm90 after the seventh for what most programs run.
             between = family == "sm90" and int(expression.rstrip(">").rpartition(",")[2]) >= 7
             plain = bits == 4 and types[0] == "__nv_bfloat16" and zero.endswith("kNone")
             held = bits in ffi.KERNEL_BITS and usual and (plain or not between)

@@ -122,7 +122,8 @@ ffi::Error FindExchange(ffi::Span<const int64_t> group, const QuantizedMatmul& p
                      Describe(p, place.device) + ",");
 }
 
-// What the calls have in common. `group`: CUDA's numbers of the devices that share the block. `attend` enqueues the attention, or loads it, after all checks, if there is one.
+// What the calls have in common. `group`: CUDA's numbers of the devices that share the block. `attend` enqueues the
+// attention, or loads it, after all checks, if there is one.
 template <typename Attention>
 ffi::Error RunBlock(const BlockBuffers& buffers, const Tail& tail, Attributes* attributes,
                     ffi::Buffer<ffi::U8> workspace, const Place& place, bool attends,

@@ -111,8 +111,7 @@ class TileMultiplier {
   static constexpr int kLhsBytes = I::kM * static_cast<int>(kAtom) * 2;  // of an atom
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
   // Units of an atom of a strip. Warpgroups of large tiles take turns more often.
-  static constexpr int kUnits =
-      I::kStrips == 1 && I::kTile.warpgroups > (I::kM < 128 ? 2 : 1) ? 2 : 1;
+  static constexpr int kUnits = I::kM < 128 || I::kTile.warpgroups == 1 ? 1 : 2;
   static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
   // Atoms of a round: whole stages, and an even number of units, so that each unit has registers of its own.
   static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;

@@ -42,8 +42,8 @@ inline constexpr TileShape kTiles[] = {
     {128, 1, 3, 1, 2}, {128, 1, 1, 1, 2}, {48, 2, 1, 2, 2},  {80, 1, 2, 1, 2},  {96, 1, 2, 1, 2},
     {96, 1, 1, 2, 2},  {112, 1, 2, 1, 2}, {144, 1, 2, 1, 2}, {160, 1, 2, 1, 2}, {192, 1, 2, 1, 2},
     {224, 1, 2, 1, 2}, {80, 2, 2, 1, 2}};
-// The build holds every instance of the first tiles. Of the others, which fill the gaps between these, it holds those
-// for what most programs run, and the rest is compiled where it runs (instances.h).
+// The build holds every instance of the first tiles. It holds the others, which fill the gaps between these, for what
+// most programs run; the rest is compiled where it runs (instances.h).
 inline constexpr int kBuiltTiles = 7;
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 inline constexpr int kMaxWarpgroups = 3;
