@@ -13,8 +13,10 @@ from ._composite.matmuls import quantized_matmuls as quantized_matmuls
 from ._composite.mlp import quantized_mlp as quantized_mlp
 from ._core import exporting as _exporting
 from ._core.array import QuantizedArray as QuantizedArray
+from ._core.format import FP8 as FP8
 from ._core.format import INT4 as INT4
 from ._core.format import INT8 as INT8
+from ._core.format import NF4 as NF4
 from ._core.format import UINT4 as UINT4
 from ._core.format import UINT8 as UINT8
 from ._core.format import Format as Format

@@ -138,7 +138,10 @@ def dequantize(array: QuantizedArray) -> Weight:
         return np.repeat(values, size, axis=-2)[..., stored, : array.n]
 
     scale = rows(array.scale)
-    if array.zero is None:
+    if format.codebook is not None:
+        value = np.array(format.values, np.float64)[codes] * scale
+        terms = np.abs(value)
+    elif array.zero is None:
         value = (codes - 2.0 ** (format.bits - 1)) * scale
         terms = np.abs(value)
     elif format.zero == "integer":

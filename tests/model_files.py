@@ -26,6 +26,9 @@ TYPES = {
     "Q6_K": (208,),
     "TQ1_0": (52,),
     "TQ2_0": (64,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),  # its scale is one byte, the first
 }
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 2, 256, 4, 2, 64, 256
@@ -45,6 +48,8 @@ def random_blocks(name: str, rows: int, k: int, seed: int = 0) -> np.ndarray:
     for start in TYPES[name]:
         halves = rng.normal(0, 2e-3, len(data)).astype(np.float16)
         data[:, start : start + 2] = halves[:, None].view(np.uint8)
+    if name == "MXFP4":
+        data[:, 0] = rng.integers(112, 122, len(data))
     return data.reshape(rows, -1)
 
 

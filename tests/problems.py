@@ -22,6 +22,7 @@ class Problem:
     bits: int = 4
     group_size: int = 32
     zero: Literal["none", "integer", "float"] = "none"
+    codebook: str | tuple[float, ...] | None = None
     dtype: str = "bfloat16"
     scale_dtype: str | None = None  # None: that of lhs
     out_dtype: str | None = None
@@ -37,7 +38,7 @@ class Problem:
 
     @property
     def format(self) -> Format:
-        return Format(self.bits, self.group_size, self.zero)
+        return Format(self.bits, self.group_size, self.zero, self.codebook)
 
     @property
     def result_dtype(self) -> jnp.dtype:
@@ -74,6 +75,8 @@ def operands(problem: Problem) -> Operands:
     size = (*p.stack, 64 * k_blocks, 64 * n_blocks)
     codes = {"least": 0, "most": levels - 1, "zero": middle}.get(p.codes)
     codes = rng.integers(0, levels, size) if codes is None else np.full(size, codes)
+    if p.codebook is not None:  # instead of what stands for no number, 0
+        codes = np.where(np.isfinite(np.array(format.values))[codes], codes, 0)
     permutation = None
     if p.permuted:
         rows = np.arange(p.k, dtype=np.int32) % (p.k // p.shards)
@@ -148,6 +151,16 @@ PROBLEMS = (
     P("group 96: straddles atoms", 9, 200, 70, group_size=96, **COMPILED),
     P("group 128: two atoms", 9, 200, 70, group_size=128),
     P("group 256: longer than k", 9, 200, 70, group_size=256),
+    # Codebooks: named ones, and numbers in any order, of one side, and repeated.
+    P("nf4", 9, 200, 70, group_size=64, codebook="nf4"),
+    P("fp4, float16", 33, 130, 65, codebook="fp4", **F16),
+    P("e2m1, float32 scales", 1, 256, 64, codebook="e2m1", scale_dtype="float32"),
+    P("e4m3, per channel", 17, 200, 130, bits=8, group_size=-1, codebook="e4m3"),
+    P("e5m2, float32", 5, 100, 70, bits=8, codebook="e5m2", scale=2.0**-16, **F32),
+    P("a codebook of 2 bits", 9, 100, 70, bits=2, codebook=(1.5, -0.25, 1.5, 0.0)),
+    P("a codebook of 5 bits", 9, 70, 70, bits=5, codebook=tuple(1.25**i for i in range(32))),
+    P("nf4, permuted rows, a stack", 3, 128, 70, codebook="nf4", stack=(2,), **PERMUTED),
+    P("nf4, an index", 3, 128, 70, codebook="nf4", stack=(3,), index=1),
     P("group -1: one per channel", 9, 200, 70, group_size=-1),
     P("group 16, one row", 1, 200, 70, group_size=16, **INTEGER, **COMPILED),
     P("group 48, one row", 1, 200, 70, group_size=48, **INTEGER, **COMPILED),

@@ -61,7 +61,7 @@ def test_public_names():
         print(*sorted(name for name in vars(jaxlowbit) if not name.startswith("_")))
     """
     names = (
-        "EXPORT_CHECKS Format INT4 INT8 QuantizedArray UINT4 UINT8 dequantize explain "
+        "EXPORT_CHECKS FP8 Format INT4 INT8 NF4 QuantizedArray UINT4 UINT8 dequantize explain "
         "group_permutation partition_spec quantize quantized_block quantized_glu "
         "quantized_matmul quantized_matmuls quantized_mlp scan supported_backends"
     )

@@ -255,7 +255,8 @@ def test_a_table_of_here_is_used(tmp_path, home):
         (lambda found: found.pop("entries"), r"no table of choices \(KeyError: 'entries'\)"),
         (lambda found: found["entries"][0]["product"].update(m="16"), "TypeError: m is '16'"),
         (lambda found: found["entries"][0]["choice"].update(tile=1 << 40), "tile is 1099511627776"),
-        (lambda found: found["entries"][0]["product"].update(format="nf4"), "names no format"),
+        (lambda found: found["entries"][0]["product"].update(format="nf5"), "names no format"),
+        (lambda found: found["entries"][0]["product"].update(format="nf4"), "has a codebook"),
         (lambda found: found["entries"][0]["product"].update(lhs="int8"), "lhs int8 and scale"),
         (lambda found: found["entries"][0].update(us=0), "us is 0.0 and default_us 6.0"),
         (lambda found: found["device"].update(num_sms=0), "num_sms is 0"),
@@ -415,7 +416,7 @@ def test_refusals_of_the_command(capsys):
     for arguments, said in (
         ([], "name a checkpoint, or --shapes, or --show alone"),
         (["--shapes", "64", "--tokens", "1"], "error: '64' is no shape"),
-        (["--shapes", "64x64", "--format", "nf4"], "'nf4' names no format"),
+        (["--shapes", "64x64", "--format", "nf5"], "'nf5' names no format"),
     ):
         with pytest.raises(SystemExit, match="2"):
             command.main(arguments)

@@ -200,6 +200,9 @@ def workspace_bytes(batch: int, m: int, columns: int) -> int:
     return ffi.most_sums_bytes(batch * m, columns)
 
 
+NO_CODEBOOK = "its kernels read integers, the format has a codebook"
+
+
 def unsupported_lhs(dtype: Any) -> str:
     """The reason not to take lhs of another dtype than those that kernels read."""
     return f"its kernels take lhs of {one_of(FLOATS)}, this one is {dtype}"

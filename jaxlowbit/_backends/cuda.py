@@ -24,6 +24,8 @@ def unsupported(
     """Why the kernels cannot compute this problem, or None."""
     if max(sizes, default=0) > _MOST_SIZE:
         return f"its kernels take k and n up to 2^30, this matrix has {max(sizes)}"
+    if format.codebook is not None:
+        return call.NO_CODEBOOK
     if format.bits not in _BITS:
         return f"its kernels read {call.one_of(_BITS)} bits, the format has {format.bits}"
     if lhs not in FLOATS:

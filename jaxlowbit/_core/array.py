@@ -366,11 +366,13 @@ class QuantizedArray:
         **Arguments:**
 
         - `values`: integers (..., k, n). Signed ones are two's complement, `weight = value * scale`
-          without a zero; unsigned ones need a zero.
+          without a zero; unsigned ones need a zero, or a codebook whose numbers they count. With
+          the codebook of an 8-bit float, floats of its dtype.
         - `scale`: finite floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`.
         - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
           floats to add (`"float"`, with unsigned values); the shape of `scale`.
-        - `format`: the format, or its name; its width must hold every value.
+        - `format`: the format, or its name; its width must hold every value, and a codebook have
+          a number for it, not NaN or infinity.
         - `shards`: as for `quantize`; then scale and zero have the groups of each part of k one
           after the other.
         - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`

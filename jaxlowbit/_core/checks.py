@@ -163,9 +163,13 @@ def positive(caller: str, name: str, value: Any) -> float:
 
 def finite(caller: str, name: str, values: Array, reason: str) -> None:
     """Refuses NaN and infinities. Does nothing while tracing."""
-    if isinstance(values, Tracer) or (finite := jnp.isfinite(values)).all():
+    if isinstance(values, Tracer):
         return
-    bad = np.argwhere(~np.asarray(finite))
+    with jax.ensure_compile_time_eval():  # they may be constants of a function that is traced
+        finite = np.asarray(jnp.isfinite(values))
+    if finite.all():
+        return
+    bad = np.argwhere(~finite)
     first = tuple(map(int, bad[0]))
     raise ValueError(
         f"{caller}: {name} has {len(bad)} values that are NaN or infinite, the first at {first} "

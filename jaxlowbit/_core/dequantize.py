@@ -1,9 +1,10 @@
 """Floats that packed weights stand for, in plain jnp: the table in `Format`, in float32."""
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from . import indexing, layout
+from .codebooks import CODEBOOKS
 from .format import Format
 
 
@@ -28,14 +29,25 @@ def dequantize_columns(
 
 def _weights(qvalue: Array, scale: Array, zero: Array | None, format: Format) -> Array:
     """The weights of quantized values (..., k, n) with scales and zeros (..., groups, n)."""
-    qvalue, rows = qvalue.astype(jnp.float32), qvalue.shape[-2]
+    rows = qvalue.shape[-2]
     scale = per_row(scale.astype(jnp.float32), rows, format)
+    if format.codebook is not None:
+        return numbers_of(qvalue, format) * scale
+    qvalue = qvalue.astype(jnp.float32)
     if zero is None:
         return (qvalue - format.offset) * scale
     zero = per_row(zero.astype(jnp.float32), rows, format)
     if format.zero == "integer":
         return (qvalue - zero) * scale
     return qvalue * scale + zero
+
+
+def numbers_of(qvalue: Array, format: Format) -> Array:
+    """The numbers of a codebook that quantized values, uint8, stand for, in float32."""
+    if isinstance(format.codebook, str) and (dtype := CODEBOOKS[format.codebook].dtype) is not None:
+        return lax.bitcast_convert_type(qvalue, dtype).astype(jnp.float32)
+    table = jnp.array(format.values, jnp.float32)
+    return table.at[qvalue].get(mode="promise_in_bounds")
 
 
 def per_row(values: Array, rows: int, format: Format) -> Array:

@@ -15,6 +15,8 @@ from .format import Format
 NAME = "jaxlowbit.QuantizedArray"
 FORM = 1
 """The version of what is stored: JSON with the names of `_stored`, and no array."""
+CODEBOOK_FORM = 2
+"""The version with a codebook, which a library that knows none refuses."""
 
 REMEDY = "Export by jax.export.export(..., disabled_checks=jaxlowbit.EXPORT_CHECKS)"
 _AGAIN = "export the program again with this library, or load it with the one that exported it."
@@ -43,11 +45,12 @@ def with_remedy(context: Any, function: Callable[..., Any]) -> Callable[..., Any
 def _stored(static: tuple[Any, ...]) -> bytes:
     format, k, n, shards = static
     fields = {
-        "form": FORM,
+        "form": FORM if format.codebook is None else CODEBOOK_FORM,
         "layout": layout.VERSION,  # a program without custom calls reads words itself
         "bits": format.bits,
         "group_size": format.group_size,
         "zero": format.zero,
+        "codebook": format.codebook,
         "k": k,
         "n": n,
         "shards": shards,
@@ -57,11 +60,13 @@ def _stored(static: tuple[Any, ...]) -> bytes:
 
 def _restored(stored: bytes) -> tuple[Any, ...]:
     fields = json.loads(stored)
-    for name, own in (("form", FORM), ("layout", layout.VERSION)):
-        if fields.get(name) != own:
+    for name, own in (("form", (FORM, CODEBOOK_FORM)), ("layout", (layout.VERSION,))):
+        if fields.get(name) not in own:
             raise ValueError(
                 f"QuantizedArray: this program stores it with {name} version {fields.get(name)}, "
-                f"but this library reads version {own}; {_AGAIN}"
+                f"but this library reads version {max(own)}; {_AGAIN}"
             )
-    format = Format(fields["bits"], fields["group_size"], fields["zero"])
+    codebook = fields.get("codebook")
+    codebook = tuple(codebook) if isinstance(codebook, list) else codebook
+    format = Format(fields["bits"], fields["group_size"], fields["zero"], codebook)
     return format, fields["k"], fields["n"], tuple(fields["shards"])

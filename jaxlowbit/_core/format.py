@@ -1,10 +1,16 @@
 """Formats: what the numbers of a quantized weight mean."""
 
 import dataclasses
+import math
+import numbers
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from .checks import brief, choice
+from .codebooks import CODEBOOKS
 
 Zero = Literal["none", "integer", "float"]
 _ZEROS = ("none", "integer", "float")
@@ -12,7 +18,7 @@ _ZEROS = ("none", "integer", "float")
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A linear integer format: integers of `bits` bits, with a scale and perhaps a zero per group.
+    """Values of `bits` bits, with a scale and perhaps a zero per group: integers, or a codebook.
 
     With a quantized value `q` in `[0, 2**bits)`, scale `s` and the zero of its group, a weight is
 
@@ -22,24 +28,32 @@ class Format:
     | `"integer"` | `(q - z) * s` | a quantized value, as in GPTQ and AWQ |
     | `"float"` | `q * s + b` | a float in the units of the weight, as in HQQ |
 
+    With a codebook a weight is `codebook[q] * s`.
+
     **Arguments:**
 
     - `bits`: width of a quantized value, 1 to 8.
     - `group_size`: consecutive input features (along k) that share a scale: a multiple of 16, or
       -1 for one scale per output channel.
     - `zero`: see the table.
+    - `codebook`: None for integers; a name (`"nf4"` and `"fp4"` of bitsandbytes, `"e2m1"` of MXFP4
+      and NVFP4, the 8-bit floats `"e4m3"` and `"e5m2"`); or the `2**bits` numbers that quantized
+      values stand for, finite, in any order, kept in float32. It has no zero.
 
-    **Raises:** `ValueError` for a width, group size or zero outside these rules.
+    **Raises:** `ValueError` for a width, group size, zero or codebook outside these rules,
+    `TypeError` for a codebook that is neither a name nor numbers.
 
     ```python
     Format(bits=4, group_size=128)
     INT4.replace(group_size=64)
+    Format(bits=2, group_size=64, codebook=(-1.5, -0.4, 0.4, 1.5))
     ```
     """
 
     bits: int
     group_size: int = -1
     zero: Zero = "none"
+    codebook: str | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if not _is_int(self.bits) or not 1 <= self.bits <= 8:
@@ -51,6 +65,14 @@ class Format:
                 "features, or -1 for one scale per output channel."
             )
         choice("Format", "zero", self.zero, _ZEROS)
+        if self.codebook is None:
+            return
+        if self.zero != "none":
+            raise ValueError(
+                f"Format: zero={self.zero!r} beside a codebook, whose numbers may lie anywhere; "
+                "leave zero out."
+            )
+        object.__setattr__(self, "codebook", _codebook(self.codebook, self.bits))
 
     def replace(self, **changes: Any) -> "Format":
         """Returns this format with some fields changed, checked like a new one."""
@@ -61,6 +83,49 @@ class Format:
         """The quantized value that stands for zero in a format without a zero of its own."""
         return 1 << (self.bits - 1)
 
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The numbers of the codebook, in the order of the quantized values; none without one."""
+        if isinstance(self.codebook, str):
+            return CODEBOOKS[self.codebook].values
+        return tuple(self.codebook or ())
+
+
+def _codebook(codebook: Any, bits: int) -> str | tuple[float, ...]:
+    """A codebook of `bits` bits, checked; numbers as those of float32."""
+    if isinstance(codebook, str):
+        choice("Format", "codebook", codebook, tuple(CODEBOOKS))
+        if (own := CODEBOOKS[codebook].bits) != bits:
+            raise ValueError(
+                f"Format: bits={bits} with codebook={codebook!r}, whose values have {own} bits; "
+                f"use bits={own}."
+            )
+        return codebook
+    listed = np.ravel(codebook).tolist() if hasattr(codebook, "dtype") else codebook
+    if not isinstance(listed, Sequence) or not all(isinstance(x, numbers.Real) for x in listed):
+        raise TypeError(
+            f"Format: codebook is {brief(codebook)}, but it is a name "
+            f"({', '.join(map(repr, CODEBOOKS))}) or a sequence of {2**bits} numbers."
+        )
+    if len(listed) != 2**bits:
+        raise ValueError(
+            f"Format: the codebook has {len(listed)} numbers, but {bits} bits stand for {2**bits}; "
+            "pass one for each quantized value."
+        )
+    with np.errstate(over="ignore"):
+        found = tuple(np.array(listed, np.float64).astype(np.float32).tolist())
+    wrong = [i for i, x in enumerate(found) if not math.isfinite(x)]
+    if wrong:
+        raise ValueError(
+            f"Format: number {wrong[0]} of the codebook is {listed[wrong[0]]!r}, but the numbers "
+            "of a codebook are finite in float32; replace it."
+        )
+    if not any(found):
+        raise ValueError(
+            "Format: all numbers of the codebook are 0, which no scale makes a weight."
+        )
+    return found
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -70,21 +135,30 @@ INT4 = Format(bits=4, group_size=128)
 UINT4 = Format(bits=4, group_size=128, zero="integer")
 INT8 = Format(bits=8)
 UINT8 = Format(bits=8, zero="integer")
+NF4 = Format(bits=4, group_size=64, codebook="nf4")
+FP8 = Format(bits=8, codebook="e4m3")
 
 _NAME = re.compile(r"(u?)int(\d+)(?:-(?:g(\d+)|(channel)))?(?:-(integer|float))?")
+_CODEBOOK = re.compile(rf"({'|'.join(CODEBOOKS)})(?:-(?:g(\d+)|(channel)))?")
 _NAMES = (
     "'int4' (groups of 128), 'int8' (one scale per channel), 'uint4' (with an integer zero), "
-    "'int4-g64', 'int4-channel' or 'int3-g32-float'"
+    "'int4-g64', 'int4-channel', 'int3-g32-float', 'nf4' (groups of 64) or 'e4m3-channel'"
 )
 
 
 def parse_format(text: str) -> Format:
-    """Reads names such as `int4`, `int8`, `uint4` (the presets), `int3-g64-float`, `int4-channel`.
+    """Reads names such as `int4`, `int8`, `uint4` (the presets), `int3-g64-float`, `nf4-g32`.
 
-    Without a group size, 8 bits have one scale per channel, and fewer have groups of 128.
+    Without a group size, 8 bits have one scale per channel and fewer have groups of 128; `nf4` and
+    `fp4` have groups of 64, and `e2m1` of 32.
 
     **Raises:** `ValueError` for other words, and for what `Format` refuses.
     """
+    if (found := _CODEBOOK.fullmatch(text.lower())) is not None:
+        name, group, channel = found.groups()
+        own = CODEBOOKS[name]
+        size = -1 if channel else int(group) if group else own.group_size
+        return Format(own.bits, size, codebook=name)
     if (found := _NAME.fullmatch(text.lower())) is None or (found[1] and found[5]):
         raise ValueError(f"{text!r} names no format; write a name such as {_NAMES}.")
     unsigned, bits, group, channel, zero = found.groups()
@@ -94,7 +168,14 @@ def parse_format(text: str) -> Format:
 
 
 def format_name(format: Format) -> str:
-    """The name that `parse_format` reads."""
+    """The name that `parse_format` reads, unless the codebook is one of the caller's."""
+    if format.codebook is not None:
+        named = isinstance(format.codebook, str)
+        name = format.codebook if named else f"codebook{format.bits}"
+        own = CODEBOOKS[format.codebook].group_size if isinstance(format.codebook, str) else None
+        if format.group_size == own:
+            return str(name)
+        return f"{name}-channel" if format.group_size == -1 else f"{name}-g{format.group_size}"
     channel = "" if format.bits == 8 else "-channel"
     group = channel if format.group_size == -1 else f"-g{format.group_size}"
     return f"int{format.bits}{group}{'' if format.zero == 'none' else f'-{format.zero}'}"

@@ -2,11 +2,14 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.core import Tracer
 
 from . import checks, indexing, layout, padding, permutations
+from .codebooks import CODEBOOKS
 from .format import Format
 
 
@@ -38,13 +41,15 @@ def checked(
     scale = checks.array("from_integers", "scale", scale, "floats (..., groups, n)")
     if zero is not None:
         zero = checks.integers("from_integers", "zero", zero, "an array of the shape of scale")
+    if format.codebook is not None:
+        values = _counts(values, format)
     if not jnp.issubdtype(values.dtype, jnp.integer) or values.ndim < 2:
         raise ValueError(
             f"from_integers: values has shape {values.shape} and dtype {values.dtype}, but it "
             "is an integer matrix (..., k, n); use quantize for floats."
         )
     signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
-    if not signed and format.zero == "none":
+    if not signed and format.zero == "none" and format.codebook is None:
         raise ValueError(
             f"from_integers: values are unsigned ({values.dtype}) and the format has no zero; "
             'pass signed values, or a zero with format.zero="integer".'
@@ -85,6 +90,27 @@ def checked(
     return Groups(spread(qvalue, unit), scale, zero, k, n, permutation)
 
 
+def _counts(values: Any, format: Format) -> Any:
+    """The values of a codebook, as unsigned integers that stand for finite numbers."""
+    if isinstance(format.codebook, str) and values.dtype == CODEBOOKS[format.codebook].dtype:
+        values = lax.bitcast_convert_type(jnp.asarray(values), jnp.uint8)
+    if jnp.issubdtype(values.dtype, jnp.signedinteger):
+        raise ValueError(
+            f"from_integers: values are signed ({values.dtype}), but those of a codebook count "
+            "its numbers from 0 on; pass unsigned integers."
+        )
+    if values.size and not isinstance(values, Tracer) and jnp.issubdtype(values.dtype, jnp.integer):
+        table = np.isfinite(np.array(format.values))
+        counts = np.minimum(np.asarray(values), len(table) - 1).astype(np.int64)
+        if not (finite := table[counts]).all():
+            first = tuple(map(int, np.argwhere(~finite)[0]))
+            raise ValueError(
+                f"from_integers: values has {int((~finite).sum())} that stand for NaN or infinity, "
+                f"the first at {first}; repair the weight first."
+            )
+    return values
+
+
 def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format) -> Array:
     """The zero to store: integers in the convention of `values`, or floats beside unsigned ones."""
     unsigned = jnp.issubdtype(values.dtype, jnp.unsignedinteger)
@@ -116,7 +142,8 @@ def _qvalue(name: str, values: Any, format: Format) -> Array:
     if values.dtype.itemsize < 4:
         values = values.astype(jnp.int32)
     if values.size and not isinstance(values, Tracer):
-        least, most = int(values.min()), int(values.max())
+        with jax.ensure_compile_time_eval():  # they may be constants of a function that is traced
+            least, most = int(values.min()), int(values.max())
         if least < low or most > high:
             raise ValueError(
                 f"from_integers: {name} reaches from {least} to {most}, but {format.bits} bits "

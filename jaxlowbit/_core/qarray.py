@@ -63,6 +63,11 @@ def to_qarray(array: Any) -> Any:
         ) from None
     array.check_version()
     format, size = array.format, array.format.group_size
+    if format.codebook is not None:
+        raise ValueError(
+            "to_qarray: the format has a codebook, but a QArray is made of integers here; "
+            "quantize to integers, or hand on the floats of dequantize()."
+        )
     if format.zero == "float":
         raise ValueError(
             "to_qarray: the format has a float zero, but a QArray holds integer zero points; "

@@ -39,7 +39,7 @@ def quantize(
 
     - `weight`: float32, bfloat16 or float16 (..., k, n), k the input features.
     - `format`: what to round to: a `Format`, or its name, such as `"int4"`, which is `INT4`,
-      `"int8"`, `"int3-g64"`, `"int4-channel"` or `"uint4"`.
+      `"int8"`, `"int3-g64"`, `"int4-channel"`, `"uint4"`, `"nf4"` or `"e4m3"`.
     - `method`: how scales are chosen; None for `"mse"` below 4 bits, where extremes waste most of
       the few values, and `"absmax"` from 4 bits on.
     - `scale_dtype`: float32, bfloat16 or float16; None for the dtype of `weight`.
@@ -167,7 +167,7 @@ def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None
                 "use QuantizedArray.from_integers for integers."
             )
     checks.choice("quantize", "method", method, ("absmax", "mse"))
-    if format.bits == 1 and format.zero == "none":
+    if format.bits == 1 and format.zero == "none" and format.codebook is None:
         raise ValueError(
             "quantize: a 1-bit code without a zero holds only -scale and 0; use zero='float', "
             "which holds two free values per group."

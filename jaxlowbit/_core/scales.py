@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .codebooks import CODEBOOKS, nearest
+from .dequantize import numbers_of
 from .format import Format
 
+# Of a codebook with more bounds than these, the nearest number is searched for.
+_MOST_COMPARED = 15
 # The ranges that `least_squares` tries besides the full one, as parts of it: 0.97 to 0.15.
 _PARTS = (0.97 ** np.arange(1, 64)).astype(np.float32)
 
@@ -55,6 +59,8 @@ def least_squares(
 
 def qvalue(grouped: Array, scale: Array, zero: Array | None, format: Format) -> Array:
     """The quantized values, uint8, that are nearest with these scales and zeros."""
+    if format.codebook is not None:
+        return _nearest(_ratio(grouped, scale[..., None, :]), format)
     _, rounded = _steps(grouped, scale, zero, format)
     return (rounded - _least_step(zero, format)).astype(jnp.uint8)
 
@@ -68,7 +74,8 @@ def least(dtype: Any) -> float:
 def zero_qvalue(scale: Array, zero: Array | None, format: Format) -> Array:
     """The quantized values nearest to 0, uint8 (..., groups, n); without a zero, one for all."""
     if zero is None:
-        return jnp.full((1,) * scale.ndim, format.offset, jnp.uint8)
+        least = format.offset if format.codebook is None else _least_number(format)
+        return jnp.full((1,) * scale.ndim, least, jnp.uint8)
     if format.zero == "integer":
         return zero
     steps = jnp.nan_to_num(_ratio(-zero.astype(jnp.float32), scale))
@@ -80,7 +87,35 @@ def _steps(grouped: Array, scale: Array, zero: Array | None, format: Format) -> 
     if zero is not None and format.zero == "float":
         grouped = grouped - _rows(zero)
     exact, lowest = _ratio(grouped, scale[..., None, :]), _least_step(zero, format)
+    if format.codebook is not None:
+        return exact, numbers_of(_nearest(exact, format), format)
     return exact, jnp.clip(jnp.round(exact), lowest, lowest + (2**format.bits - 1))
+
+
+def _nearest(exact: Array, format: Format) -> Array:
+    """The quantized values whose numbers are nearest, of a codebook. Of two that are as near, the
+    smaller number's; of 8-bit floats, that of the even mantissa."""
+    if isinstance(format.codebook, str) and (dtype := CODEBOOKS[format.codebook].dtype) is not None:
+        return lax.bitcast_convert_type(_rounded(exact, dtype).astype(dtype), jnp.uint8)
+    bounds, codes = nearest(format.values)
+    method = "compare_all" if len(bounds) <= _MOST_COMPARED else "scan_unrolled"
+    found = jnp.searchsorted(jnp.asarray(bounds), exact, method=method)
+    return jnp.asarray(codes).at[found].get(mode="promise_in_bounds")
+
+
+def _rounded(values: Array, dtype: Any) -> Array:
+    """Floats of `dtype` that are nearest, in float32: a conversion may round twice."""
+    info = jnp.finfo(dtype)
+    values = jnp.clip(values, -float(info.max), float(info.max))
+    exponent = (lax.bitcast_convert_type(values, jnp.int32) >> 23 & 255) - 127
+    last = jnp.maximum(exponent, int(info.minexp)) - info.nmant  # of the last bit of the mantissa
+    unit = lax.bitcast_convert_type(last + 127 << 23, jnp.float32)
+    return jnp.round(values / unit) * unit
+
+
+def _least_number(format: Format) -> int:
+    """The quantized value whose number is nearest to 0."""
+    return int(np.nanargmin(np.abs(np.array(format.values, np.float32))))
 
 
 def _ratio(values: Array, scale: Array) -> Array:
@@ -106,6 +141,13 @@ def _range(grouped: Array, format: Format) -> tuple[Array, Array]:
 
 def _reach(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
     """The scale and zero with which quantized values cover `low` to `high`."""
+    if format.codebook is not None:
+        numbers = np.array(format.values, np.float32)
+        numbers = numbers[np.isfinite(numbers)]
+        # A side that the codebook lacks is clipped whatever the scale.
+        below = -low / -numbers.min() if numbers.min() < 0 else jnp.zeros_like(low)
+        above = high / numbers.max() if numbers.max() > 0 else jnp.zeros_like(high)
+        return _scale(jnp.maximum(below, above), 1, dtype), None
     levels = 2**format.bits - 1
     if format.zero == "none":
         return _scale(jnp.maximum(-low, high), levels // 2, dtype), None

@@ -2,7 +2,7 @@
 
 The layouts of blocks are those of ggml (`ggml-common.h`, `ggml-quants.c` of llama.cpp). All scales
 of a block multiply exactly: a half-precision `d` has 11 significant bits, the integer scales of the
-K types at most 7, and float32 holds 24.
+K types at most 7, and float32 holds 24. Those of MXFP4 are powers of two.
 """
 
 import functools
@@ -80,7 +80,10 @@ def floats(name: str, rows: np.ndarray) -> np.ndarray:
     count, k = qvalue.shape
     grouped = qvalue.reshape(count, scale.shape[1], -1).astype(np.float32)
     scale = scale.astype(np.float32)[..., None]
-    if zero is None:
+    if TYPES[name].format.codebook is not None:
+        weights = np.array(TYPES[name].format.values, np.float32)[qvalue]
+        weights = weights.reshape(grouped.shape) * scale
+    elif zero is None:
         weights = (grouped - np.float32(TYPES[name].format.offset)) * scale
     elif zero.dtype == np.uint8:
         weights = (grouped - zero[..., None]) * scale
@@ -95,8 +98,9 @@ def pack(name: str, rows: np.ndarray, scale_dtype: Any = None) -> QuantizedArray
     **Arguments:**
 
     - `name`, `rows`: as for `unpack`; `rows` may be memory-mapped, and is read once.
-    - `scale_dtype`: None for the type's own, which rounds nothing: float16, and float32 for the K
-      types, whose scales are products. Another dtype rounds scales and float zeros to it.
+    - `scale_dtype`: None for the type's own, which rounds nothing: float16; float32 for the K types
+      and IQ4_XS, whose scales are products; bfloat16 for MXFP4. Another dtype rounds scales and
+      float zeros to it.
 
     **Raises:** what `unpack` raises; `ValueError` for scales beyond the range of `scale_dtype`.
 
@@ -312,6 +316,26 @@ def _tq2_0(blocks: np.ndarray) -> Unpacked:
     return _ternary(_digits(blocks[:, :64], 2, 32), _half(blocks, 64))
 
 
+def _iq4_xs(blocks: np.ndarray) -> Unpacked:
+    """Scales of 6 bits: two high ones of all groups in two bytes, then four low ones."""
+    scales = _digits(blocks[:, 4:8], 4, 1) | _digits(blocks[:, 2:4], 2, 1) << 4
+    scale = _half(blocks, 0).astype(np.float32) * (scales.astype(np.float32) - 32)
+    return Unpacked(_digits(blocks[:, 8:], 4, 16), scale, None)
+
+
+def _mxfp4(blocks: np.ndarray) -> Unpacked:
+    """A scale is a power of two, whose exponent plus 127 is stored; 255 is NaN."""
+    exponent = blocks[:, :1].astype(np.int32) - 127
+    scale = np.where(exponent == 128, np.nan, np.ldexp(np.float32(1), np.minimum(exponent, 127)))
+    return Unpacked(_digits(blocks[:, 1:], 4, 16), scale.astype(jnp.bfloat16), None)
+
+
+# fmt: off
+_IQ4 = (
+    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0,
+    1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
+)
+# fmt: on
 TYPES = {
     "Q4_0": BlockType(32, 18, Format(4, 32), "float16", _q4_0),
     "Q4_1": BlockType(32, 20, Format(4, 32, "float"), "float16", _q4_1),
@@ -325,5 +349,8 @@ TYPES = {
     "Q6_K": BlockType(256, 210, Format(6, 16), "float32", _q6_k),
     "TQ1_0": BlockType(256, 54, Format(2, 256, "integer"), "float16", _tq1_0),
     "TQ2_0": BlockType(256, 66, Format(2, 256, "integer"), "float16", _tq2_0),
+    "IQ4_NL": BlockType(32, 18, Format(4, 32, codebook=_IQ4), "float16", _q4_0),
+    "IQ4_XS": BlockType(256, 136, Format(4, 32, codebook=_IQ4), "float32", _iq4_xs),
+    "MXFP4": BlockType(32, 17, Format(4, 32, codebook="e2m1"), "bfloat16", _mxfp4),
 }
 """The types whose blocks a format holds exactly, by the names that ggml gives them."""

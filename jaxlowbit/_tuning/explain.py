@@ -48,9 +48,11 @@ def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
     size = rhs.format.group_size
     groups = "per channel" if size == -1 else f"groups of {size}"
     order = "" if rhs.permutation is None else ", rows permuted: lhs is gathered first"
+    format = rhs.format
+    meaning = f"zero {format.zero}" if format.codebook is None else f"codebook {format.codebook}"
     findings = [
         ("product", f"{lhs.dtype} {lhs.shape} @ {rhs.shape} -> {out.dtype} {out.shape}"),
-        ("weights", f"{rhs.format.bits} bits, {groups}, zero {rhs.format.zero}{order}"),
+        ("weights", f"{format.bits} bits, {groups}, {meaning}{order}"),
         ("device", where.name),
         *_choice(jnp.dtype(lhs.dtype), rhs, rows, where),
     ]

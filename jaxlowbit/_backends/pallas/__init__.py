@@ -11,6 +11,7 @@ from jax import Array
 
 from ..._core.dequantize import take
 from ..._core.format import Format
+from .. import call
 from ..problem import Problem
 from ..stored_rows import of_stored_rows
 from . import tpu, triton
@@ -21,6 +22,8 @@ _BITS = (1, 2, 4, 8)
 
 def unsupported(format: Format) -> str | None:
     """Why the kernels cannot compute products of this format, or None."""
+    if format.codebook is not None:
+        return call.NO_CODEBOOK
     if format.bits not in _BITS:
         return f"its kernels read 1, 2, 4 or 8 bits, the format has {format.bits}"
     return None

@@ -1,0 +1,69 @@
+"""Codebooks: the numbers that quantized values stand for where they are no integers.
+
+- `nf4`: quantiles of a normal distribution (Dettmers et al., QLoRA, 2023), those of bitsandbytes.
+- `fp4`: the 4-bit float of bitsandbytes, whose least number is 1/192 of the largest.
+- `e2m1`: the 4-bit float of the OCP Microscaling Formats specification 1.0 (MXFP4, NVFP4).
+- `e4m3`, `e5m2`: the 8-bit floats of the OCP 8-bit Floating Point specification 1.0; e4m3 has no
+  infinities. NaN and infinities are read as they are, and `quantize` does not make them.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class Codebook(NamedTuple):
+    """The number of each quantized value, and the group size of a format that names none.
+
+    `dtype`: the dtype whose bits the quantized values are, if JAX has it and they fill a byte.
+    """
+
+    values: tuple[float, ...]
+    group_size: int
+    dtype: jnp.dtype | None = None
+
+    @property
+    def bits(self) -> int:
+        return int(math.log2(len(self.values)))
+
+
+def _of_bytes(name: str) -> Codebook:
+    dtype = jnp.dtype(name)
+    values = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    return Codebook(tuple(values.tolist()), -1, dtype)
+
+
+def _with_signs(*magnitudes: float) -> tuple[float, ...]:
+    return (*magnitudes, *(-x for x in magnitudes))
+
+
+# fmt: off
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
+_FP4 = _with_signs(*(float(np.float32(x / 12)) for x in (0.0, 0.0625, 8, 12, 4, 6, 2, 3)))
+_E2M1 = _with_signs(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+CODEBOOKS: Mapping[str, Codebook] = {
+    "nf4": Codebook(_NF4, 64),
+    "fp4": Codebook(_FP4, 64),
+    "e2m1": Codebook(_E2M1, 32),
+    "e4m3": _of_bytes("float8_e4m3fn"),
+    "e5m2": _of_bytes("float8_e5m2"),
+}
+
+
+def nearest(values: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The bounds between neighbouring finite numbers, and the quantized value of each number."""
+    table = np.array(values, np.float32)
+    finite = np.flatnonzero(np.isfinite(table))
+    numbers, first = np.unique(table[finite], return_index=True)
+    # Half of each, since the sum of two numbers may be beyond float32.
+    return numbers[:-1] / 2 + numbers[1:] / 2, finite[first].astype(np.uint8)

@@ -1,0 +1,236 @@
+"""Codebooks: their numbers, what quantization makes of them, and what is refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import dequantized
+from scipy import stats
+
+from jaxlowbit import EXPORT_CHECKS, FP8, NF4, Format, QuantizedArray, quantize, quantized_matmul
+from jaxlowbit._core.format import format_name, parse_format
+
+NAMES = {"nf4": 4, "fp4": 4, "e2m1": 4, "e4m3": 8, "e5m2": 8}
+ODD = (0.5, -2.0, 0.5, 3.0)  # in no order, one twice, none of them 0
+
+
+FORMATS = [
+    *(Format(bits, 32, codebook=name) for name, bits in NAMES.items()),
+    Format(2, 16, codebook=ODD),
+]
+
+
+def numbers(format):
+    return np.array(format.values, np.float32)
+
+
+def test_nf4_are_quantiles():
+    """Of a normal distribution, halves of equal weight with 0 between (QLoRA, section 3)."""
+    ends = 0.9677083
+    above = stats.norm.ppf(np.linspace(ends, 0.5, 9)[:-1])
+    below = -stats.norm.ppf(np.linspace(ends, 0.5, 8)[:-1])
+    expected = np.sort(np.concatenate([above, [0.0], below]))
+    np.testing.assert_allclose(NF4.values, expected / expected.max(), atol=2e-7)
+
+
+def test_fp4_are_a_sign_a_float_and_one_small_number():
+    magnitudes = [0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4]
+    expected = [*magnitudes, *(-x for x in magnitudes)]
+    np.testing.assert_allclose(Format(4, codebook="fp4").values, expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["e2m1", "e4m3", "e5m2"])
+def test_small_floats_are_those_of_ml_dtypes(name):
+    dtype = {"e2m1": "float4_e2m1fn", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[name]
+    bits = NAMES[name]
+    expected = np.arange(2**bits, dtype=np.uint8).view(getattr(ml_dtypes, dtype))
+    found = numbers(Format(bits, codebook=name))
+    np.testing.assert_array_equal(found, expected.astype(np.float32))
+    finite = np.isfinite(found)
+    np.testing.assert_array_equal(np.signbit(found[finite]), np.arange(2**bits)[finite] >> bits - 1)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=format_name)
+def test_every_value_stands_for_its_number(format):
+    table = numbers(format)
+    codes = np.flatnonzero(np.isfinite(table)).astype(np.uint8)
+    values = np.tile(codes[:, None], (1, 3))
+    groups = -(-len(codes) // format.group_size)
+    scale = np.float32([2.0, 1.0, 0.375]) * np.ones((groups, 1), np.float32)
+    array = QuantizedArray.from_integers(values, scale, format=format)
+    expected = table[codes][:, None] * scale[:1]
+    np.testing.assert_array_equal(dequantized(array, jnp.float32), expected)
+    identity = jnp.eye(len(codes), dtype=jnp.float32)
+    np.testing.assert_array_equal(identity @ array, expected)
+
+
+@pytest.mark.parametrize("method", ["absmax", "mse"])
+@pytest.mark.parametrize("format", FORMATS, ids=format_name)
+def test_quantize_takes_the_nearest_number(format, method):
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(96, 70)).astype(np.float32)
+    array = quantize(weight, format, method=method)
+    scale = np.repeat(np.asarray(unpacked(array)), format.group_size, axis=0)
+    table = numbers(format)
+    table = table[np.isfinite(table)]
+    exact = weight.astype(np.float64) / scale
+    best = np.abs(exact[..., None] - table).min(axis=-1)
+    found = np.asarray(dequantized(array, jnp.float32)) / scale.astype(np.float64)
+    assert (np.abs(found - exact) <= best + 2.0**-20 * (1 + np.abs(exact))).all()
+    if method == "absmax":  # the largest of each side is reached
+        assert (exact <= table.max() * (1 + 1e-6)).all()
+        assert (exact >= table.min() * (1 + 1e-6)).all()
+
+
+def unpacked(array):
+    """The scales (groups, n) of an array whose atoms are whole along k."""
+    n = np.arange(64)
+    scale = np.asarray(array.scale)[..., n // 16 * 16 + n % 8 * 2 + n // 8 % 2]
+    groups = -(-array.k // array.format.group_size)
+    return np.moveaxis(scale, 0, 1).reshape(scale.shape[1], -1)[:groups, : array.n]
+
+
+@pytest.mark.parametrize("method", ["absmax", "mse"])
+def test_mse_loses_to_nothing(method):
+    weight = np.random.default_rng(1).standard_t(3, size=(256, 64)).astype(np.float32)
+    errors = [
+        float(jnp.sum((dequantized(quantize(weight, NF4, method=m), jnp.float32) - weight) ** 2))
+        for m in ("absmax", method)
+    ]
+    assert errors[1] <= errors[0]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=format_name)
+def test_groups_without_extent(format):
+    """Groups of zeros, of one value, and of -0; a scale beyond what the numbers reach."""
+    weight = np.zeros((64, 4), np.float32)
+    weight[:, 1], weight[:, 2], weight[:, 3] = -0.0, 0.75, 1e-30
+    found = np.asarray(dequantized(quantize(weight, format), jnp.float32))
+    assert np.isfinite(found).all()
+    least = np.abs(numbers(format)[np.isfinite(numbers(format))]).min()
+    assert np.abs(found[:, :2]).max() == least  # with a scale of 1
+    reached = max(numbers(format)[np.isfinite(numbers(format))])
+    np.testing.assert_allclose(found[:, 2], 0.75, rtol=1e-6 if reached else 1)
+
+
+def test_padding_is_the_number_nearest_to_zero():
+    array = quantize(np.ones((40, 8), np.float32), Format(2, 16, codebook=ODD))
+    words = np.asarray(array.packed)
+    again = QuantizedArray(**{**vars(array), "packed": jnp.asarray(words), "k": 64, "whole": None})
+    padding = np.asarray(dequantized(again, jnp.float32))[40:]
+    assert (np.abs(padding) <= 0.5).all()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_floats_of_8_bits_are_taken_as_they_are(name):
+    dtype = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[name]
+    weight = jax.random.normal(jax.random.key(0), (70, 33)).astype(dtype)
+    scale = jnp.full((1, 33), 0.5)
+    array = QuantizedArray.from_integers(weight, scale, format=f"{name}-channel")
+    expected = weight.astype(jnp.float32) * 0.5
+    np.testing.assert_array_equal(dequantized(array, jnp.float32), expected)
+    traced = jax.jit(lambda w: QuantizedArray.from_integers(w, scale, format=name))(weight)
+    np.testing.assert_array_equal(traced.packed, array.packed)
+
+
+def test_derivatives_are_those_of_the_floats():
+    rng = np.random.default_rng(2)
+    lhs = rng.normal(size=(3, 64)).astype(np.float32)
+    array = quantize(rng.normal(size=(64, 64)).astype(np.float32), NF4)
+
+    def product(lhs, scale):
+        return jnp.sum(jnp.sin(lhs @ array._with(scale=scale)))
+
+    def floats(lhs, scale):
+        return jnp.sum(jnp.sin(jnp.dot(lhs, array._with(scale=scale).dequantize())))
+
+    found = jax.grad(product, (0, 1))(jnp.asarray(lhs), array.scale)
+    expected = jax.grad(floats, (0, 1))(jnp.asarray(lhs), array.scale)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("format", [NF4, Format(2, 16, codebook=ODD)], ids=format_name)
+def test_exported_programs_keep_the_codebook(format):
+    array = quantize(np.random.default_rng(3).normal(size=(64, 64)).astype(np.float32), format)
+    lhs = jnp.ones((2, 64))
+    exported = jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(
+        lhs, array
+    )
+    stored = exported.serialize()
+    again = jax.export.deserialize(stored)
+    np.testing.assert_array_equal(again.call(lhs, array), lhs @ array)
+    assert again.in_tree == exported.in_tree
+    assert b'"form": 2' in stored  # which a library without codebooks refuses
+
+
+NAMED = [
+    ("nf4", NF4),
+    ("nf4-g128", Format(4, 128, codebook="nf4")),
+    ("FP4-channel", Format(4, -1, codebook="fp4")),
+    ("e2m1", Format(4, 32, codebook="e2m1")),
+    ("e4m3", FP8),
+    ("e5m2-g64", Format(8, 64, codebook="e5m2")),
+]
+
+
+@pytest.mark.parametrize(("name", "format"), NAMED)
+def test_names(name, format):
+    assert parse_format(name) == format
+    assert parse_format(format_name(format)) == format
+
+
+def test_numbers_may_be_an_array_or_a_list():
+    numbers: Any = np.array(ODD)
+    array = Format(2, codebook=numbers)
+    assert array == Format(2, codebook=list(ODD)) == Format(2, codebook=ODD)
+    assert hash(array) == hash(Format(2, codebook=ODD))
+    assert format_name(array) == "codebook2-channel"
+
+
+WRONG = [
+    ({"bits": 4, "codebook": "nf3"}, ValueError, "codebook='nf3' is unknown; it is one of 'nf4'"),
+    ({"bits": 8, "codebook": "nf4"}, ValueError, "whose values have 4 bits; use bits=4"),
+    ({"bits": 4, "codebook": "nf4", "zero": "float"}, ValueError, "leave zero out"),
+    ({"bits": 2, "codebook": (1.0, 2.0)}, ValueError, "has 2 numbers, but 2 bits stand for 4"),
+    ({"bits": 1, "codebook": (1.0, np.nan)}, ValueError, "number 1 of the codebook is nan"),
+    ({"bits": 1, "codebook": (1e39, 1.0)}, ValueError, "number 0 of the codebook is 1e\\+39"),
+    ({"bits": 1, "codebook": (0.0, -0.0)}, ValueError, "all numbers of the codebook are 0"),
+    ({"bits": 1, "codebook": 3.0}, TypeError, "codebook is 3.0, but it is a name"),
+    ({"bits": 1, "codebook": ("a", "b")}, TypeError, "or a sequence of 2 numbers"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "sentence"), WRONG)
+def test_wrong_codebooks(fields, error, sentence):
+    with pytest.raises(error, match=sentence):
+        Format(**fields)
+
+
+def test_values_that_are_no_numbers_are_refused():
+    scale = jnp.ones((1, 1))
+    nan = np.full((16, 1), 0x7F, np.uint8)
+    with pytest.raises(
+        ValueError, match=r"16 that stand for NaN or infinity, the first at \(0, 0\)"
+    ):
+        QuantizedArray.from_integers(nan, scale, format=FP8)
+    with pytest.raises(ValueError, match="stand for NaN or infinity"):
+        QuantizedArray.from_integers(
+            jnp.full((1, 1), jnp.inf, jnp.float8_e5m2), scale, format="e5m2"
+        )
+    with pytest.raises(ValueError, match="those of a codebook count its numbers from 0 on"):
+        QuantizedArray.from_integers(np.ones((16, 1), np.int8), scale, format="nf4-channel")
+    with pytest.raises(ValueError, match="4 bits hold 0 to 15"):
+        QuantizedArray.from_integers(np.full((16, 1), 16, np.uint8), scale, format="nf4-channel")
+
+
+def test_kernels_of_integers_refuse_codebooks():
+    array = quantize(np.ones((64, 64), np.float32), NF4)
+    with pytest.raises(ValueError, match="its kernels read integers, the format has a codebook"):
+        quantized_matmul(jnp.ones((1, 64)), array, backend="cpu")
+    pytest.importorskip("qwix", reason="qwix is not installed")
+    with pytest.raises(ValueError, match="to_qarray: the format has a codebook"):
+        array.to_qarray()
