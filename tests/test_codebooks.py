@@ -32,7 +32,7 @@ def test_nf4_are_quantiles():
     ends = 0.9677083
     above = stats.norm.ppf(np.linspace(ends, 0.5, 9)[:-1])
     below = -stats.norm.ppf(np.linspace(ends, 0.5, 8)[:-1])
-    expected = np.sort(np.concatenate([above, [0.0], below]))
+    expected = np.sort(np.concatenate([above, np.zeros(1), below]))
     np.testing.assert_allclose(NF4.values, expected / expected.max(), atol=2e-7)
 
 
@@ -59,7 +59,7 @@ def test_every_value_stands_for_its_number(format):
     codes = np.flatnonzero(np.isfinite(table)).astype(np.uint8)
     values = np.tile(codes[:, None], (1, 3))
     groups = -(-len(codes) // format.group_size)
-    scale = np.float32([2.0, 1.0, 0.375]) * np.ones((groups, 1), np.float32)
+    scale = np.array([2.0, 1.0, 0.375], np.float32) * np.ones((groups, 1), np.float32)
     array = QuantizedArray.from_integers(values, scale, format=format)
     expected = table[codes][:, None] * scale[:1]
     np.testing.assert_array_equal(dequantized(array, jnp.float32), expected)
