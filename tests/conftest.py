@@ -1,5 +1,7 @@
 """How JAX, hypothesis and the markers are set up for every test."""
 
+import functools
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +122,17 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def memos(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Drops what the tests of this file kept for each other: models and operands, in memory."""
+    yield
+    for value in vars(request.module).values():
+        if isinstance(value, functools._lru_cache_wrapper):
+            defined = Path(value.__wrapped__.__code__.co_filename)
+            if defined.parent == Path(__file__).parent:
+                value.cache_clear()
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs can be lowered for CUDA, also by a build without its kernels."""
@@ -146,6 +159,12 @@ def of_jax(items: list[pytest.Item]) -> list[pytest.Item]:
         if file in found or not (Path(__file__).parent / f"test_{file}.py").exists():
             raise pytest.UsageError(f"{name} of conftest.NOT_OF_JAX does not exist")
     return list(kept.values())
+
+
+def pytest_collection_finish() -> None:
+    # What is imported by now stays, so that the collector need not go through it again and again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
