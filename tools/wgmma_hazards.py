@@ -25,9 +25,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 NO_REGISTERS = range(0)
 # More than a wait can leave under way. A loop that never waits would have ever more of them.
 MOST_GROUPS = 16
+WGMMA = 0xDF0  # the lowest 12 bits of its instruction
 SHOWN = 20  # hazards
 
 LINE = re.compile(
@@ -255,14 +258,22 @@ def _block(first: int, width: int) -> range:
 
 
 def kernels(module: Path) -> Iterator[tuple[str, str]]:
-    """Names and machine code of a module's kernels for sm_90a."""
+    """Names and machine code of a module's kernels for sm_90a, but for cubins without a wgmma."""
     with tempfile.TemporaryDirectory() as folder:
         _run("cuobjdump", "-arch", "sm_90a", "-xelf", "all", str(module.resolve()), cwd=folder)
         for cubin in sorted(Path(folder).iterdir()):
+            if not _may_multiply(cubin.read_bytes()):
+                continue
             sass = _run("nvdisasm", "-c", str(cubin), cwd=folder)
             for section in re.split(r"^//-+ \.text\.", sass, flags=re.MULTILINE)[1:]:
                 name, _, sass = section.partition(" ")
                 yield name, sass
+
+
+def _may_multiply(cubin: bytes) -> bool:
+    """Whether a cubin may hold a wgmma: to disassemble one takes seconds."""
+    halves = np.frombuffer(cubin, "<u8", len(cubin) // 16 * 2)
+    return bool((halves[::2] & 0xFFF == WGMMA).any())
 
 
 def find_tool(name: str) -> str | None:
