@@ -12,6 +12,8 @@ from ._composite.glu import quantized_glu as quantized_glu
 from ._composite.matmuls import quantized_matmuls as quantized_matmuls
 from ._composite.mlp import quantized_mlp as quantized_mlp
 from ._core import exporting as _exporting
+from ._core.activations import QuantizedActivations as QuantizedActivations
+from ._core.activations import quantize_activations as quantize_activations
 from ._core.array import QuantizedArray as QuantizedArray
 from ._core.format import FP8 as FP8
 from ._core.format import INT4 as INT4
@@ -36,5 +38,5 @@ _extension.register()
 _table.load()
 
 # Pickles name the public classes by this package, wherever they are defined.
-for _public in (Format, QuantizedArray):
+for _public in (Format, QuantizedActivations, QuantizedArray):
     _public.__module__ = __name__

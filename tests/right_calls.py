@@ -209,6 +209,15 @@ CALLS = {
         permutation=NONE,
     ),
     "dequantize": call(jl.dequantize, array=given("q"), dtype=NONE),
+    "quantize_activations": call(
+        jl.quantize_activations, activations=given("x"), dtype=constant(jnp.int8)
+    ),
+    "QuantizedActivations": call(
+        jl.QuantizedActivations,
+        values=lambda: jnp.ones((2, K), jnp.int8),
+        scale=lambda: jnp.ones((2, 1)),
+        dtype=constant(jnp.float32),
+    ),
     "matmul": call(
         jl.quantized_matmul,
         lhs=given("x"),
@@ -216,6 +225,7 @@ CALLS = {
         bias=NONE,
         activation=NONE,
         residual=NONE,
+        activation_dtype=NONE,
         **PRODUCT,
     ),
     "glu": call(

@@ -66,7 +66,8 @@ def quantized_glu(
     options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
     options.check_rows(caller, lhs, gate_up)
     bias = epilogue.checked_addend("quantized_glu", "bias", bias, (2, gate_up.n), "(2, n)")
-    return run(_Glu, (lhs,), (gate_up,), options, (bias,), activation=activation)[0]
+    with checks.within(caller):
+        return run(_Glu, (lhs,), (gate_up,), options, (bias,), activation=activation)[0]
 
 
 @dataclasses.dataclass(frozen=True)

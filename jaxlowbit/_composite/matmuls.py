@@ -72,7 +72,8 @@ def quantized_matmuls(
     lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
     for rhs in rhss:
         options.check_rows(caller, lhs, rhs)
-    return run(_Matmuls, (lhs,), tuple(rhss), options)
+    with checks.within(caller):
+        return run(_Matmuls, (lhs,), tuple(rhss), options)
 
 
 class _Matmuls(Call):

@@ -74,7 +74,8 @@ def quantized_mlp(
     lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
     options.check_rows(caller, lhs, gate_up)
     options.check(caller, jax.ShapeDtypeStruct((down.k,), lhs.dtype), down)
-    return run(_Mlp, (lhs,), (gate_up, down), options, activation=activation)[0]
+    with checks.within(caller):
+        return run(_Mlp, (lhs,), (gate_up, down), options, activation=activation)[0]
 
 
 @dataclasses.dataclass(frozen=True)

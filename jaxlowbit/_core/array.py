@@ -12,6 +12,7 @@ from jax import Array
 from jax.core import Tracer
 
 from . import arraylike, checks, indexing, integers, layout, padding, permutations, qarray, scales
+from .activations import QuantizedActivations
 from .dequantize import dequantize, per_row, take
 from .dtypes import FLOATS
 from .format import Format, as_format
@@ -266,7 +267,8 @@ class QuantizedArray:
         return self._with(index=indexing.saturated(index))
 
     def __rmatmul__(self, lhs: Any) -> Array:
-        return self._multiply(jnp.asarray(lhs), self)
+        quantized = isinstance(lhs, QuantizedActivations)
+        return self._multiply(lhs if quantized else jnp.asarray(lhs), self)
 
     def __matmul__(self, rhs: Any) -> Array:
         raise arraylike.refused(self, "q @ x", "is the right operand of a product")

@@ -96,14 +96,14 @@ def _nearest(exact: Array, format: Format) -> Array:
     """The quantized values whose numbers are nearest, of a codebook. Of two that are as near, the
     smaller number's; of 8-bit floats, that of the even mantissa."""
     if isinstance(format.codebook, str) and (dtype := CODEBOOKS[format.codebook].dtype) is not None:
-        return lax.bitcast_convert_type(_rounded(exact, dtype).astype(dtype), jnp.uint8)
+        return lax.bitcast_convert_type(rounded(exact, dtype).astype(dtype), jnp.uint8)
     bounds, codes = nearest(format.values)
     method = "compare_all" if len(bounds) <= _MOST_COMPARED else "scan_unrolled"
     found = jnp.searchsorted(jnp.asarray(bounds), exact, method=method)
     return jnp.asarray(codes).at[found].get(mode="promise_in_bounds")
 
 
-def _rounded(values: Array, dtype: Any) -> Array:
+def rounded(values: Array, dtype: Any) -> Array:
     """Floats of `dtype` that are nearest, in float32: a conversion may round twice."""
     info = jnp.finfo(dtype)
     values = jnp.clip(values, -float(info.max), float(info.max))

@@ -9,9 +9,10 @@ from typing import Any
 from jax import Array, lax
 
 from .._core import checks
+from .._core.activations import QuantizedActivations
 from .._core.array import QuantizedArray
 from .._core.explicit import Sharding
-from . import fused
+from . import fused, quantized_lhs
 from .call import run
 from .epilogue import Activation
 from .options import Backend, Options, check_quantized
@@ -25,6 +26,7 @@ def quantized_matmul(
     bias: Any = None,
     activation: Activation | None = None,
     residual: Any = None,
+    activation_dtype: Any = None,
     preferred_element_type: Any = None,
     precision: lax.DotAlgorithmPreset | None = None,
     out_sharding: Sharding | None = None,
@@ -41,15 +43,21 @@ def quantized_matmul(
     one rounding is float32. On one NVIDIA GPU, and inside `jax.shard_map`, the kernel computes it;
     elsewhere, in the cases that `quantized_matmuls` names, and where it is differentiated, XLA.
 
+    With quantized activations, `lhs.dequantize() @ rhs.dequantize()`: their values are multiplied
+    in bfloat16, which holds them exactly, and the scales of tokens multiply float32 results, before
+    an epilogue.
+
     **Arguments:**
 
-    - `lhs`: float32, bfloat16 or float16 (..., k). Leading axes broadcast against those of `rhs`
-      as in `jnp.matmul`.
+    - `lhs`: float32, bfloat16 or float16 (..., k), or `QuantizedActivations`. Leading axes
+      broadcast against those of `rhs` as in `jnp.matmul`.
     - `rhs`: (..., k, n).
     - `bias`: float32, bfloat16 or float16, (n,), or (..., n) with the leading axes of `rhs`.
     - `activation`: `"silu"`, `"gelu"` (by erf), `"gelu_tanh"` (its approximation) or `"relu"`, as
       in `jax.nn`.
     - `residual`: float32, bfloat16 or float16, of the shape of the result.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which `lhs` is quantized by
+      `quantize_activations`. Derivatives take that rounding for the identity.
     - `preferred_element_type`: dtype of the result: that of `lhs` (the default) or float32.
     - `precision`: None for float32 accumulation. `jax.lax.DotAlgorithmPreset.F16_F16_F16`, for
       float16 `lhs`, allows kernels to accumulate up to 128 products in float16, and those partial
@@ -73,12 +81,16 @@ def quantized_matmul(
     rhs = quantize(jnp.ones((256, 512)), INT4)
     quantized_matmul(jnp.ones((8, 256), jnp.bfloat16), rhs)
     quantized_matmul(jnp.ones((8, 256)), rhs, bias=jnp.zeros(512), activation="silu")
+    quantized_matmul(jnp.ones((8, 256)), rhs, activation_dtype=jnp.int8)
     ```
     """
     caller = "quantized_matmul"
     check_quantized(caller, rhs=rhs)
-    lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
     options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
+    if isinstance(lhs, QuantizedActivations) or activation_dtype is not None:
+        addends = (bias, activation, residual)
+        return quantized_lhs.product(lhs, rhs, addends, activation_dtype, options)
+    lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
     options.check(caller, lhs, rhs)
     if bias is None and activation is None and residual is None:
         return multiply(lhs, rhs, options)

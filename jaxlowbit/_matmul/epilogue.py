@@ -62,11 +62,17 @@ def product(
     options: Options,
 ) -> Array:
     """`activation(lhs @ rhs + bias) + residual`, with a bias (*stack, n)."""
-    out_dtype = options.out_dtype(lhs)
-    accumulators = _accumulators(options.replace(preferred_element_type=None), lhs, rhs)
+    sums = accumulators(options.replace(preferred_element_type=None), lhs, rhs)
     if bias is not None and lhs.ndim > 1:
         bias = bias[..., None, :]
-    out = _ACTIVATIONS[activation](_plus(accumulators, bias))
+    return finished(sums, bias, activation, residual, options.out_dtype(lhs))
+
+
+def finished(
+    sums: Array, bias: Array | None, activation: str | None, residual: Array | None, out_dtype: Any
+) -> Array:
+    """`activation(sums + bias) + residual`, rounded once; a bias has an axis of rows."""
+    out = _ACTIVATIONS[activation](_plus(sums, bias))
     return _plus(out, residual).astype(out_dtype)
 
 
@@ -87,13 +93,13 @@ def gated_product(
         out_sharding = jax.P(*rows, None, None, n)
     # The two weights are a batch, for which the axes of lhs are rows.
     options = options.replace(preferred_element_type=None, out_sharding=out_sharding)
-    both = _accumulators(options, lhs[..., None, None, :], gate_up)
+    both = accumulators(options, lhs[..., None, None, :], gate_up)
     gate, up = (_plus(both[..., i, 0, :], None if bias is None else bias[i]) for i in range(2))
     return (_ACTIVATIONS[activation](gate) * up).astype(out_dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _accumulators(options: Options, lhs: Array, rhs: QuantizedArray) -> Array:
+def accumulators(options: Options, lhs: Array, rhs: QuantizedArray) -> Array:
     """`lhs @ rhs` in float32, not rounded.
 
     Its tangents are rounded to the dtype of lhs, and so are its cotangents: no kernel multiplies
@@ -102,13 +108,13 @@ def _accumulators(options: Options, lhs: Array, rhs: QuantizedArray) -> Array:
     return multiply(lhs, rhs, options.replace(preferred_element_type=jnp.float32))
 
 
-@functools.partial(_accumulators.defjvp, symbolic_zeros=True)
+@functools.partial(accumulators.defjvp, symbolic_zeros=True)
 def _accumulators_jvp(
     options: Options, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Array, Array]:
     lhs, rhs = primals
     rounded = functools.partial(multiply, options=options)
-    out = _accumulators(options, lhs, rhs)
+    out = accumulators(options, lhs, rhs)
     lhs_dot, *dots = jax.tree.leaves(tangents)
     dot = jnp.zeros_like(out) if _is_zero(lhs_dot) else rounded(lhs_dot, rhs).astype(jnp.float32)
     leaves, treedef = jax.tree.flatten(rhs)

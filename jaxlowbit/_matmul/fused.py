@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -13,7 +14,11 @@ from .call import Call, Rows, Weights
 
 
 def checked(
-    lhs: Array, rhs: QuantizedArray, bias: Any, activation: Any, residual: Any
+    lhs: Array | jax.ShapeDtypeStruct,
+    rhs: QuantizedArray,
+    bias: Any,
+    activation: Any,
+    residual: Any,
 ) -> tuple[Array | None, Array | None]:
     """The bias and the residual of `quantized_matmul` as arrays.
 
@@ -22,7 +27,7 @@ def checked(
     epilogue.check_activation("quantized_matmul", activation, optional=True)
     stack, n = rhs.shape[:-2], rhs.n
     batch = jnp.broadcast_shapes(lhs.shape[:-2], stack)
-    result = (*batch, *lhs.shape[-2:-1], n)
+    result: Any = (*batch, *lhs.shape[-2:-1], n)
     return (
         epilogue.checked_addend("quantized_matmul", "bias", bias, (*stack, n), "(*stack, n)"),
         epilogue.checked_addend("quantized_matmul", "residual", residual, result, "the result"),

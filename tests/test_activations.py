@@ -1,0 +1,220 @@
+"""Quantized activations: their rounding, their products, and what is refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import Oracle, dequantize, dequantized
+
+from jaxlowbit import (
+    INT4,
+    NF4,
+    Format,
+    QuantizedActivations,
+    QuantizedArray,
+    quantize,
+    quantize_activations,
+    quantized_matmul,
+)
+
+DTYPES = (jnp.int8, jnp.float8_e4m3fn)
+FLOATS = ("float32", "bfloat16", "float16")
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=("int8", "float8"))
+
+
+def activations(shape: tuple[int, ...] = (5, 100), dtype: str = "float32", seed: int = 0) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype)
+
+
+def weight(k: int = 100, n: int = 70, format: Any = INT4, dtype: str = "float32") -> Any:
+    return quantize(activations((k, n), dtype, seed=1), format)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", FLOATS)
+def test_every_value_is_the_nearest(dtype, kind):
+    x = activations((7, 300), kind) * 3
+    found = quantize_activations(x, dtype)
+    assert (found.shape, found.dtype, found.values.dtype) == (x.shape, kind, dtype)
+    exact = np.asarray(x).astype(np.float64)
+    scale = np.asarray(found.scale).astype(np.float64)
+    most = 127 if dtype == jnp.int8 else 448
+    np.testing.assert_allclose(scale, np.abs(exact).max(-1, keepdims=True) / most, rtol=2e-7)
+    values = np.arange(-127.0, 128) if dtype == jnp.int8 else _all_floats()
+    best = np.abs(exact[..., None] / scale[..., None] - values).min(-1)
+    missed = np.abs(np.asarray(found.values).astype(np.float64) - exact / scale)
+    assert (missed <= best + 1e-4).all()
+    floats = np.asarray(found.values).astype(np.float32) * np.asarray(found.scale)
+    np.testing.assert_array_equal(found.dequantize(jnp.float32), floats)
+
+
+def _all_floats() -> np.ndarray:
+    values = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
+    return values[np.isfinite(values)]
+
+
+@dtypes
+def test_tokens_of_zeros_and_of_no_numbers(dtype):
+    x = jnp.zeros((5, 64)).at[1, 3].set(jnp.nan).at[2, 0].set(-jnp.inf).at[3].set(1e-40)
+    x = x.at[4].set(3e38)
+    found = quantize_activations(x, dtype)
+    assert (np.asarray(found.scale)[[0, 3]] > 0).all() and found.scale[0, 0] == 1
+    products = np.asarray(found @ weight(64))
+    np.testing.assert_array_equal(products[0], 0)
+    assert np.isnan(products[1:3]).all()
+    assert np.isfinite(products[3]).all()
+    np.testing.assert_allclose(found.dequantize()[4], x[4], rtol=1e-6)
+
+
+@dtypes
+@pytest.mark.parametrize("format", [INT4, NF4, Format(8, 32, "float")], ids=str)
+@pytest.mark.parametrize("kind", FLOATS)
+def test_products_are_within_the_bound(dtype, format, kind):
+    """Of values in bfloat16, which are exact, times scales that round twice in float32."""
+    x, rhs = activations((5, 100), kind), weight(format=format, dtype=kind)
+    lhs = quantize_activations(x, dtype)
+    values = lhs.values.astype(jnp.bfloat16)
+    oracle = Oracle.of(values, dequantize(rhs))
+    scale = np.asarray(lhs.scale).astype(np.float64)
+    exact = oracle.exact * scale
+    bound = oracle.bound(jnp.float32) * scale
+    bound += float(jnp.finfo(kind).eps) * (np.abs(exact) + bound) + float(jnp.finfo(kind).tiny)
+    for found in (lhs @ rhs, quantized_matmul(x, rhs, activation_dtype=dtype)):
+        assert found.dtype == kind
+        assert (np.abs(np.asarray(found).astype(np.float64) - exact) <= bound).all()
+    wide = quantized_matmul(lhs, rhs, preferred_element_type=jnp.float32)
+    assert wide.dtype == jnp.float32
+
+
+@dtypes
+def test_identity_gives_the_weights(dtype):
+    """Where a token has a single value, and weights are exact in bfloat16."""
+    values = np.random.default_rng(0).integers(-128, 128, (64, 64), np.int8)
+    rhs = QuantizedArray.from_integers(values, jnp.full((1, 64), 0.25), format=Format(8))
+    exact = dequantized(rhs, jnp.float32)
+    lhs = QuantizedActivations(jnp.eye(64).astype(dtype), jnp.full((64, 1), 0.5), jnp.float32)
+    np.testing.assert_array_equal(lhs @ rhs, 0.5 * exact)
+
+
+@dtypes
+def test_an_epilogue_follows_the_scales(dtype):
+    x, rhs = activations(), weight()
+    bias, residual = activations((70,), seed=3), activations((5, 70), seed=4)
+    options: dict[str, Any] = {"bias": bias, "activation": "silu", "residual": residual}
+    plain = quantized_matmul(x, rhs, activation_dtype=dtype)
+    expected = jax.nn.silu(plain + bias[None]) + residual
+    found = quantized_matmul(x, rhs, activation_dtype=dtype, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    given = quantized_matmul(quantize_activations(x, dtype), rhs, **options)
+    np.testing.assert_array_equal(given, found)
+
+
+@dtypes
+def test_derivatives_pass_the_rounding(dtype):
+    """Those of the product with dequantized activations, in activations and in scales."""
+    x, rhs = activations((3, 64)), weight(64, 64)
+
+    def found(x, scale):
+        product = quantized_matmul(x, rhs._with(scale=scale), activation_dtype=dtype)
+        return jnp.sum(jnp.sin(product))
+
+    rounded = quantize_activations(x, dtype).dequantize()
+    inner = quantized_matmul(x, rhs, activation_dtype=dtype)
+    along = jnp.cos(inner)  # what sin hands back
+
+    def expected(x, scale):
+        return jnp.sum((x @ rhs._with(scale=scale)) * along)
+
+    own = jax.grad(found, (0, 1))(x, rhs.scale)
+    others = jax.grad(expected, (0, 1))(rounded, rhs.scale)
+    for a, b in zip(own, others, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * float(jnp.abs(b).max()))
+    tangent = activations((3, 64), seed=5)
+    moved = jax.jvp(lambda x: quantized_matmul(x, rhs, activation_dtype=dtype), (x,), (tangent,))[1]
+    np.testing.assert_allclose(moved, tangent @ rhs, rtol=1e-5, atol=1e-5)
+
+
+@dtypes
+def test_transformations(dtype):
+    x, rhs = activations((4, 3, 64)), weight(64)
+    whole = quantized_matmul(x, rhs, activation_dtype=dtype)
+    product = jax.jit(lambda x, rhs: quantized_matmul(x, rhs, activation_dtype=dtype))
+    np.testing.assert_allclose(product(x, rhs), whole, rtol=1e-6, atol=1e-6)
+    mapped = jax.vmap(product, (0, None))(x, rhs)
+    np.testing.assert_allclose(mapped, whole, rtol=1e-6, atol=1e-6)
+    stack = quantize(activations((2, 64, 70), seed=2), INT4)
+    both = jax.vmap(product, (None, 0))(x[0], stack)
+    each = [quantized_matmul(x[0], stack[i], activation_dtype=dtype) for i in range(2)]
+    np.testing.assert_allclose(both, jnp.stack(each), rtol=1e-6, atol=1e-6)
+    lhs = quantize_activations(x, dtype)
+    given = jax.jit(lambda lhs, rhs: lhs @ rhs)(lhs, rhs)
+    np.testing.assert_allclose(given, whole, rtol=1e-6, atol=1e-6)
+    vector = quantized_matmul(x[0, 0], rhs, activation_dtype=dtype)
+    np.testing.assert_allclose(vector, whole[0, 0], rtol=1e-5, atol=1e-5)
+    assert quantized_matmul(x[:, :0], rhs, activation_dtype=dtype).shape == (4, 0, 70)
+    assert repr(lhs) == f"QuantizedActivations((4, 3, 64), {jnp.dtype(dtype)}, float32)"
+
+
+ONES, SCALE = jnp.ones((2, 64), jnp.int8), jnp.ones((2, 1))
+WRONG = [
+    (lambda: quantize_activations(jnp.ones((2, 64)), jnp.int4), "dtype is int4, but activations"),
+    (lambda: quantize_activations(jnp.ones((2, 64), jnp.int32)), "activations are int32"),
+    (lambda: quantize_activations(jnp.ones((2, 0))), r"float32\[2, 0\], but they are"),
+    (lambda: quantize_activations(jnp.float32(1)), "k from 1; cast or reshape them"),
+    (lambda: QuantizedActivations(jnp.ones((2, 64)), SCALE), "use quantize_activations for floats"),
+    (lambda: QuantizedActivations(ONES, SCALE[:1]), r"have float32\[2, 1\], one for each token"),
+    (lambda: QuantizedActivations(ONES, SCALE.astype(jnp.bfloat16)), "reshape or cast it"),
+    (lambda: QuantizedActivations(ONES, SCALE, jnp.int8), "dtype is int8, but it is float32"),
+    (
+        lambda: quantized_matmul(ONES, weight(64), activation_dtype=jnp.int8),
+        "lhs is int8, but activations are",
+    ),
+    (
+        lambda: quantized_matmul(jnp.ones((2, 64)), weight(64), activation_dtype="int4"),
+        "activation_dtype is int4, but activations are quantized to int8 or float8_e4m3fn",
+    ),
+    (
+        lambda: quantized_matmul(
+            QuantizedActivations(ONES, SCALE), weight(64), activation_dtype=jnp.int8
+        ),
+        "lhs is quantized already; leave activation_dtype out",
+    ),
+    (lambda: QuantizedActivations(ONES, SCALE) @ weight(100), r"last axis of lhs must be k=100"),
+    (
+        lambda: quantized_matmul(
+            QuantizedActivations(ONES, SCALE), weight(64), preferred_element_type=jnp.float16
+        ),
+        "preferred_element_type is float16, but the result has the dtype of lhs",
+    ),
+    (
+        lambda: quantized_matmul(
+            QuantizedActivations(ONES, SCALE, jnp.float16),
+            weight(64),
+            precision=jax.lax.DotAlgorithmPreset.F16_F16_F16,
+        ),
+        "multiplied in bfloat16 with float32 sums; leave precision out",
+    ),
+    (
+        lambda: quantized_matmul(
+            QuantizedActivations(ONES, SCALE), weight(64, format=NF4), backend="cpu"
+        ),
+        "backend 'cpu' cannot compute this product: its kernels read integers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), WRONG)
+def test_wrong_activations(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+def test_what_is_no_array_is_refused():
+    with pytest.raises(TypeError, match="activations is 'x', but it is floats"):
+        quantize_activations("x")
+    with pytest.raises(TypeError, match="names no dtype"):
+        quantize_activations(jnp.ones((2, 64)), 8)
+    with pytest.raises(TypeError, match="QuantizedActivations: values is 3"):
+        QuantizedActivations(3, SCALE)
