@@ -16,8 +16,7 @@
 namespace jaxlowbit {
 namespace {
 
-constexpr int64_t kRowsPerTask = 16;
-static_assert(kRowsPerTask >= kStreamTokens, "rows that are permuted are one task");
+constexpr int64_t kRowsPerTask = kPermutedRows;
 constexpr int64_t kLine = sizeof(CacheLine) / sizeof(float);
 
 // The products of one block and the memory that its phases share.
@@ -30,7 +29,7 @@ class CpuBlock {
     const QuantizedMatmul& up = products[1].problem;
     int64_t permuted = 0;
     for (const auto& [problem, _] : products) {
-      permuted = std::max(permuted, CpuMatmul::PermutedLines(problem));
+      permuted = std::max(permuted, CpuMatmul::PermutedLines(problem, clone_));
       multiplications_ += problem.m * problem.n * problem.k * problem.weights_per_element();
     }
     permuted_.resize(permuted);
@@ -77,15 +76,18 @@ class CpuBlock {
         matmuls_[i].Run(task, scratch.data() + thread * lines);
       });
     };
-    // Few rows are one task, which also permutes them for the products that follow.
+    // A task also permutes its rows for the products that follow.
     const auto between = [&](auto function, const auto& rows, size_t next) {
       team_.AddPhase(CeilDiv(m_, kRowsPerTask),
                      [this, function, &rows, next](int64_t task, int64_t) {
                        function(rows, task * kRowsPerTask, std::min(m_, (task + 1) * kRowsPerTask));
-                       if (next < matmuls_.size()) matmuls_[next].Permute();
+                       if (next < matmuls_.size() && task < matmuls_[next].num_permute_tasks()) {
+                         matmuls_[next].Permute(task);
+                       }
                      });
     };
-    matmuls_[0].Permute();
+    team_.AddPhase(matmuls_[0].num_permute_tasks(),
+                   [this](int64_t task, int64_t) { matmuls_[0].Permute(task); });
     multiply(0, 1);
     between(clone_.rows.add, added_, 1);
     multiply(1, 3);

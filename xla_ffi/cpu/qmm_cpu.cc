@@ -66,6 +66,10 @@ bool HasTiles() {
 }
 #endif
 
+bool UsesTiles(const QuantizedMatmul& problem, const CpuClone& clone) {
+  return clone.tiles != nullptr && problem.lhs == ElementType::kBf16;
+}
+
 }  // namespace
 
 std::vector<const CpuClone*> RunnableCpuClones() {
@@ -97,23 +101,32 @@ CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, con
                      CacheLine* permuted)
     : call_{problem, buffers},
       clone_(clone),
-      stream_(problem.m <= kStreamTokens),
-      tiles_(!stream_ && clone.tiles && problem.lhs == ElementType::kBf16),
+      tiles_(UsesTiles(problem, clone)),
+      stream_(!tiles_ && problem.m <= kStreamTokens),
       n_blocks_(problem.n_blocks()),
       m_blocks_(stream_ ? std::min<int64_t>(problem.m, 1)
                         : CeilDiv(problem.m, tiles_ ? kAmxBlockTokens : kBlockTokens)),
-      permuted_(PermutedLines(problem) == 0 ? nullptr : permuted->values) {
+      permuted_(PermutedLines(problem, clone) == 0 ? nullptr : permuted->values) {
   call_.permuted = permuted_;
 }
 
-int64_t CpuMatmul::PermutedLines(const QuantizedMatmul& problem) {
-  if (problem.m > kStreamTokens) return 0;
+int64_t CpuMatmul::PermutedLines(const QuantizedMatmul& problem, const CpuClone& clone) {
   constexpr int64_t kLine = sizeof(CacheLine) / sizeof(float);
-  return problem.batch * problem.m * problem.k_blocks() * kAtom / kLine;
+  const int64_t rows = problem.batch * problem.k_blocks() * kAtom / kLine;  // of one token
+  if (UsesTiles(problem, clone)) {
+    return rows / 2 * CeilDiv(problem.m, kAmxTokens) * TileWidth(problem.m);
+  }
+  return problem.m <= kStreamTokens ? rows * problem.m : 0;
 }
 
-void CpuMatmul::Permute() const {
-  if (permuted_ != nullptr) clone_.permute(call_, permuted_);
+int64_t CpuMatmul::num_permute_tasks() const {
+  return permuted_ == nullptr ? 0 : CeilDiv(call_.problem.m, kPermutedRows);
+}
+
+void CpuMatmul::Permute(int64_t task) const {
+  const auto permute = tiles_ ? clone_.permute_to_tiles : clone_.permute;
+  permute(call_, task * kPermutedRows, std::min(call_.problem.m, (task + 1) * kPermutedRows),
+          permuted_);
 }
 
 size_t CpuMatmul::scratch_lines() const {
@@ -123,14 +136,13 @@ size_t CpuMatmul::scratch_lines() const {
 void CpuMatmul::Run(int64_t task, CacheLine* scratch) const {
   const int64_t n_block = task / m_blocks_ % n_blocks_;
   const int64_t batch = task / m_blocks_ / n_blocks_;
-  if (stream_) {
-    clone_.stream(call_, batch, n_block);
-  } else {
-    const int64_t m = call_.problem.m;
-    const int64_t m_block = task % m_blocks_;  // blocks of equal size, up to one token
-    clone_.block(call_, batch, n_block, m * m_block / m_blocks_, m * (m_block + 1) / m_blocks_,
-                 scratch->values);
-  }
+  if (stream_) return clone_.stream(call_, batch, n_block);
+  // Blocks of equal size, up to one token, or one tile of them.
+  const int64_t m = call_.problem.m, m_block = task % m_blocks_;
+  const int64_t unit = tiles_ ? kAmxTokens : 1, units = CeilDiv(m, unit);
+  const auto run = tiles_ ? clone_.tiles : clone_.block;
+  run(call_, batch, n_block, units * m_block / m_blocks_ * unit,
+      std::min(m, units * (m_block + 1) / m_blocks_ * unit), scratch->values);
 }
 
 }  // namespace jaxlowbit

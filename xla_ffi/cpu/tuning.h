@@ -13,6 +13,10 @@ namespace jaxlowbit {
 inline constexpr int64_t kStreamTokens = 16;
 inline constexpr int64_t kStreamSums = 512;
 
+// Rows that a thread permutes at a time; few rows are one task.
+inline constexpr int64_t kPermutedRows = 16;
+static_assert(kPermutedRows >= kStreamTokens);
+
 // Beyond: a task's tokens (its dequantized weights are used so often), its slice of k, and the
 // tokens of one register tile.
 inline constexpr int64_t kBlockTokens = 240;
@@ -27,12 +31,15 @@ inline constexpr int64_t kSumFloats = kBlockTokens * kAtom;
 inline constexpr int64_t kScratchBytes = 4 * (kPanelFloats + kLhsFloats + kSumFloats);
 
 // By AMX a task has more tokens, since dequantizing weights takes longer than multiplying by them, and they come by so
-// many. Scratch: dequantized weights, the same as pairs of bfloat16, rows of lhs at an edge, the block's sums.
+// many. Scratch: the weights of a slice of k, which for few tokens stay in the L1 cache, and the task's sums.
 inline constexpr int64_t kAmxBlockTokens = 512;
-inline constexpr int64_t kAmxTokens = 32;
-inline constexpr int64_t kPairFloats = kPanelFloats / 2;
-inline constexpr int64_t kEdgeFloats = kAmxTokens * kBlockK / 2;
-inline constexpr int64_t kAmxScratchBytes =
-    4 * (kPanelFloats + kPairFloats + kEdgeFloats + kAmxBlockTokens * kAtom);
+inline constexpr int64_t kAmxTokens = 16;
+inline constexpr int64_t kAmxAtoms = 8;
+inline constexpr int64_t kFewAmxAtoms = 4;
+inline constexpr int64_t kTileWeightWords = kAmxAtoms * kAtom * kAtom / 2;
+inline constexpr int64_t kAmxScratchBytes = 4 * (kTileWeightWords + kAmxBlockTokens * kAtom);
+
+// Tokens of a tile of AMX.
+constexpr int64_t TileWidth(int64_t m) { return m < kAmxTokens ? m : kAmxTokens; }
 
 }  // namespace jaxlowbit
