@@ -70,6 +70,11 @@ bool UsesTiles(const QuantizedMatmul& problem, const CpuClone& clone) {
   return clone.tiles != nullptr && problem.lhs == ElementType::kBf16;
 }
 
+int64_t TaskStrips(const QuantizedMatmul& problem) {
+  if (problem.m * problem.k * SizeOf(problem.lhs) <= kAmxLhsBytes) return 1;
+  return std::clamp<int64_t>(problem.n_blocks() / kAmxTasks, 1, kAmxStrips);
+}
+
 }  // namespace
 
 std::vector<const CpuClone*> RunnableCpuClones() {
@@ -103,7 +108,8 @@ CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, con
       clone_(clone),
       tiles_(UsesTiles(problem, clone)),
       stream_(!tiles_ && problem.m <= kStreamTokens),
-      n_blocks_(problem.n_blocks()),
+      strips_(tiles_ ? TaskStrips(problem) : 1),
+      n_tasks_(CeilDiv(problem.n_blocks(), strips_)),
       m_blocks_(stream_ ? std::min<int64_t>(problem.m, 1)
                         : CeilDiv(problem.m, tiles_ ? kAmxBlockTokens : kBlockTokens)),
       permuted_(PermutedLines(problem, clone) == 0 ? nullptr : permuted->values) {
@@ -130,19 +136,28 @@ void CpuMatmul::Permute(int64_t task) const {
 }
 
 size_t CpuMatmul::scratch_lines() const {
-  return stream_ ? 0 : (tiles_ ? kAmxScratchBytes : kScratchBytes) / sizeof(CacheLine);
+  if (stream_) return 0;
+  if (!tiles_) return kScratchBytes / sizeof(CacheLine);
+  const int64_t tokens = CeilDiv(std::min(call_.problem.m, kAmxBlockTokens), 2 * kAmxTokens) * 2 * kAmxTokens;
+  return 4 * (kTileWeightWords + strips_ * tokens * kAtom) / sizeof(CacheLine);
 }
 
 void CpuMatmul::Run(int64_t task, CacheLine* scratch) const {
-  const int64_t n_block = task / m_blocks_ % n_blocks_;
-  const int64_t batch = task / m_blocks_ / n_blocks_;
-  if (stream_) return clone_.stream(call_, batch, n_block);
+  const int64_t n_task = task / m_blocks_ % n_tasks_;
+  const int64_t batch = task / m_blocks_ / n_tasks_;
+  if (stream_) return clone_.stream(call_, batch, n_task);
   // Blocks of equal size, up to one token, or one tile of them.
   const int64_t m = call_.problem.m, m_block = task % m_blocks_;
   const int64_t unit = tiles_ ? kAmxTokens : 1, units = CeilDiv(m, unit);
-  const auto run = tiles_ ? clone_.tiles : clone_.block;
-  run(call_, batch, n_block, units * m_block / m_blocks_ * unit,
-      std::min(m, units * (m_block + 1) / m_blocks_ * unit), scratch->values);
+  const int64_t begin = units * m_block / m_blocks_ * unit;
+  const int64_t end = std::min(m, units * (m_block + 1) / m_blocks_ * unit);
+  if (tiles_) {
+    const int64_t n_blocks = call_.problem.n_blocks();
+    clone_.tiles(call_, batch, n_blocks * n_task / n_tasks_, n_blocks * (n_task + 1) / n_tasks_,
+                 begin, end, scratch->values);
+  } else {
+    clone_.block(call_, batch, n_task, begin, end, scratch->values);
+  }
 }
 
 }  // namespace jaxlowbit

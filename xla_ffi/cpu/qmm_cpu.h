@@ -38,8 +38,8 @@ struct CpuClone {
   // Any rows of bfloat16, by AMX; null where there is none. `permute_to_tiles` and `tiles` take rows from a multiple of
   // kAmxTokens on.
   void (*permute_to_tiles)(const CpuCall& call, int64_t begin, int64_t end, float* permuted);
-  void (*tiles)(const CpuCall& call, int64_t batch, int64_t n_block, int64_t m_begin, int64_t m_end,
-                float* scratch);
+  void (*tiles)(const CpuCall& call, int64_t batch, int64_t n_begin, int64_t n_end, int64_t m_begin,
+                int64_t m_end, float* scratch);
   AttendClone attend;
   RowsClone rows;
 };
@@ -61,7 +61,7 @@ class CpuMatmul {
   int64_t num_permute_tasks() const;
   void Permute(int64_t task) const;
 
-  int64_t num_tasks() const { return call_.problem.batch * n_blocks_ * m_blocks_; }
+  int64_t num_tasks() const { return call_.problem.batch * n_tasks_ * m_blocks_; }
   size_t scratch_lines() const;  // for each thread that calls Run
 
   void Run(int64_t task, CacheLine* scratch) const;
@@ -70,7 +70,7 @@ class CpuMatmul {
   CpuCall call_;
   const CpuClone& clone_;
   bool tiles_, stream_;
-  int64_t n_blocks_, m_blocks_;
+  int64_t strips_, n_tasks_, m_blocks_;  // strips: of a task
   float* permuted_;
 };
 
