@@ -3,6 +3,7 @@
 // The CPU handler of what lies between two attentions of a transformer (block_operands.h): threads go through its
 // products together, and wait for each other between them.
 #include <algorithm>
+#include <memory>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -32,7 +33,7 @@ class CpuBlock {
       permuted = std::max(permuted, CpuMatmul::PermutedLines(problem, clone_));
       multiplications_ += problem.m * problem.n * problem.k * problem.weights_per_element();
     }
-    permuted_.resize(permuted);
+    permuted_ = AllocateLines(permuted);
     accumulators_.resize(CeilDiv(2 * m_ * up.n, kLine));
     added_ = {p.lhs,
               *FloatType(buffers.norm.element_type()),
@@ -57,7 +58,7 @@ class CpuBlock {
       if (i == 1) {
         AddPair(products[i]);
       } else {
-        matmuls_.emplace_back(products[i].problem, products[i].buffers, clone_, permuted_.data());
+        matmuls_.emplace_back(products[i].problem, products[i].buffers, clone_, permuted_.get());
       }
     }
   }
@@ -66,14 +67,14 @@ class CpuBlock {
     const int64_t threads = UsefulThreads(pool, multiplications_);
     size_t lines = 0;
     for (const CpuMatmul& matmul : matmuls_) lines = std::max(lines, matmul.scratch_lines());
-    std::vector<CacheLine> scratch(threads * lines);
+    const auto scratch = AllocateLines(threads * lines);
     const auto multiply = [&](size_t begin, size_t end) {
       int64_t tasks = 0;
       for (size_t i = begin; i < end; ++i) tasks += matmuls_[i].num_tasks();
       team_.AddPhase(tasks, [this, &scratch, lines, begin](int64_t task, int64_t thread) {
         size_t i = begin;
         while (task >= matmuls_[i].num_tasks()) task -= matmuls_[i++].num_tasks();
-        matmuls_[i].Run(task, scratch.data() + thread * lines);
+        matmuls_[i].Run(task, scratch.get() + thread * lines);
       });
     };
     // A task also permutes its rows for the products that follow.
@@ -112,13 +113,14 @@ class CpuBlock {
         SkipWeights(problem, i, &buffers);
         problem.num_weights = 1;
       }
-      matmuls_.emplace_back(problem, buffers, clone_, permuted_.data());
+      matmuls_.emplace_back(problem, buffers, clone_, permuted_.get());
     }
   }
 
   const CpuClone& clone_;
   int64_t m_, multiplications_ = 0;
-  std::vector<CacheLine> permuted_, accumulators_;
+  std::unique_ptr<CacheLine[]> permuted_;
+  std::vector<CacheLine> accumulators_;
   float* gate_;
   AddedRows added_, finished_;
   GatedRows gated_;

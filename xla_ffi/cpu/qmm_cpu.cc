@@ -66,8 +66,17 @@ bool HasTiles() {
 }
 #endif
 
+// From where on AMX is faster than registers, by the way in which weights become bfloat16 (clone/amx.inc).
+int64_t FewestTileTokens(const QuantizedMatmul& problem) {
+  const int64_t group_size = problem.group_size;
+  const bool looked_up = problem.bits <= 4 && (group_size < 0 || group_size >= kAtom / 2);
+  if (!looked_up) return 4;
+  return group_size < 0 || group_size % kAtom == 0 ? 2 : 1;
+}
+
 bool UsesTiles(const QuantizedMatmul& problem, const CpuClone& clone) {
-  return clone.tiles != nullptr && problem.lhs == ElementType::kBf16;
+  return clone.tiles != nullptr && problem.lhs == ElementType::kBf16 &&
+         problem.m >= FewestTileTokens(problem);
 }
 
 int64_t TaskStrips(const QuantizedMatmul& problem) {
@@ -138,7 +147,8 @@ void CpuMatmul::Permute(int64_t task) const {
 size_t CpuMatmul::scratch_lines() const {
   if (stream_) return 0;
   if (!tiles_) return kScratchBytes / sizeof(CacheLine);
-  const int64_t tokens = CeilDiv(std::min(call_.problem.m, kAmxBlockTokens), 2 * kAmxTokens) * 2 * kAmxTokens;
+  constexpr int64_t kPair = 2 * kAmxTokens;
+  const int64_t tokens = CeilDiv(std::min(call_.problem.m, kAmxBlockTokens), kPair) * kPair;
   return 4 * (kTileWeightWords + strips_ * tokens * kAtom) / sizeof(CacheLine);
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "cuda/problem.h"
@@ -18,6 +19,11 @@ namespace jaxlowbit {
 struct alignas(64) CacheLine {
   float values[16];
 };
+
+// Memory that is written before it is read. Zeros of a std::vector would cost as much as a product of few rows.
+inline std::unique_ptr<CacheLine[]> AllocateLines(int64_t count) {
+  return std::unique_ptr<CacheLine[]>(new CacheLine[count]);
+}
 
 // A problem with its buffers, as the clones see it.
 struct CpuCall {

@@ -30,15 +30,18 @@ inline constexpr int64_t kLhsFloats = kTileTokens * kBlockK;
 inline constexpr int64_t kSumFloats = kBlockTokens * kAtom;
 inline constexpr int64_t kScratchBytes = 4 * (kPanelFloats + kLhsFloats + kSumFloats);
 
-// By AMX a task has several strips where lhs is larger than a cache, so that it is read from memory less often.
-// Scratch: the weights of a slice of k, which stay in the L1 cache, and the task's sums.
+// By AMX a task has kAmxStrips where that leaves kAmxTasks of one block of tokens and lhs is larger than kAmxLhsBytes,
+// so that it is read from beyond the L2 cache less often. Scratch: the weights of a slice of k, which stay in the L1
+// cache, and the task's sums.
 inline constexpr int64_t kAmxBlockTokens = 256;
 inline constexpr int64_t kAmxStrips = 4;
-inline constexpr int64_t kAmxTasks = 16;             // of one block of tokens, before they get a second strip
-inline constexpr int64_t kAmxLhsBytes = 512 * 1024;  // what a task with one strip may read
+inline constexpr int64_t kAmxTasks = 16;
+inline constexpr int64_t kAmxLhsBytes = 512 * 1024;
 inline constexpr int64_t kAmxTokens = 16;
 inline constexpr int64_t kAmxAtoms = 2;
 inline constexpr int64_t kTileWeightWords = kAmxAtoms * kAtom * kAtom / 2;
+
+static_assert(kPermutedRows % kAmxTokens == 0);
 
 // Tokens of a tile of AMX.
 constexpr int64_t TileWidth(int64_t m) { return m < kAmxTokens ? m : kAmxTokens; }
