@@ -3,6 +3,7 @@
 // The CPU handler of what lies between two attentions of a transformer (block_operands.h): threads go through its
 // products together, and wait for each other between them.
 #include <algorithm>
+#include <memory>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -16,8 +17,7 @@
 namespace jaxlowbit {
 namespace {
 
-constexpr int64_t kRowsPerTask = 16;
-static_assert(kRowsPerTask >= kStreamTokens, "rows that are permuted are one task");
+constexpr int64_t kRowsPerTask = kPermutedRows;
 constexpr int64_t kLine = sizeof(CacheLine) / sizeof(float);
 
 // The products of one block and the memory that its phases share.
@@ -30,10 +30,10 @@ class CpuBlock {
     const QuantizedMatmul& up = products[1].problem;
     int64_t permuted = 0;
     for (const auto& [problem, _] : products) {
-      permuted = std::max(permuted, CpuMatmul::PermutedLines(problem));
+      permuted = std::max(permuted, CpuMatmul::PermutedLines(problem, clone_));
       multiplications_ += problem.m * problem.n * problem.k * problem.weights_per_element();
     }
-    permuted_.resize(permuted);
+    permuted_ = AllocateLines(permuted);
     accumulators_.resize(CeilDiv(2 * m_ * up.n, kLine));
     added_ = {p.lhs,
               *FloatType(buffers.norm.element_type()),
@@ -58,7 +58,7 @@ class CpuBlock {
       if (i == 1) {
         AddPair(products[i]);
       } else {
-        matmuls_.emplace_back(products[i].problem, products[i].buffers, clone_, permuted_.data());
+        matmuls_.emplace_back(products[i].problem, products[i].buffers, clone_, permuted_.get());
       }
     }
   }
@@ -67,25 +67,28 @@ class CpuBlock {
     const int64_t threads = UsefulThreads(pool, multiplications_);
     size_t lines = 0;
     for (const CpuMatmul& matmul : matmuls_) lines = std::max(lines, matmul.scratch_lines());
-    std::vector<CacheLine> scratch(threads * lines);
+    const auto scratch = AllocateLines(threads * lines);
     const auto multiply = [&](size_t begin, size_t end) {
       int64_t tasks = 0;
       for (size_t i = begin; i < end; ++i) tasks += matmuls_[i].num_tasks();
       team_.AddPhase(tasks, [this, &scratch, lines, begin](int64_t task, int64_t thread) {
         size_t i = begin;
         while (task >= matmuls_[i].num_tasks()) task -= matmuls_[i++].num_tasks();
-        matmuls_[i].Run(task, scratch.data() + thread * lines);
+        matmuls_[i].Run(task, scratch.get() + thread * lines);
       });
     };
-    // Few rows are one task, which also permutes them for the products that follow.
+    // A task also permutes its rows for the products that follow.
     const auto between = [&](auto function, const auto& rows, size_t next) {
       team_.AddPhase(CeilDiv(m_, kRowsPerTask),
                      [this, function, &rows, next](int64_t task, int64_t) {
                        function(rows, task * kRowsPerTask, std::min(m_, (task + 1) * kRowsPerTask));
-                       if (next < matmuls_.size()) matmuls_[next].Permute();
+                       if (next < matmuls_.size() && task < matmuls_[next].num_permute_tasks()) {
+                         matmuls_[next].Permute(task);
+                       }
                      });
     };
-    matmuls_[0].Permute();
+    team_.AddPhase(matmuls_[0].num_permute_tasks(),
+                   [this](int64_t task, int64_t) { matmuls_[0].Permute(task); });
     multiply(0, 1);
     between(clone_.rows.add, added_, 1);
     multiply(1, 3);
@@ -110,13 +113,14 @@ class CpuBlock {
         SkipWeights(problem, i, &buffers);
         problem.num_weights = 1;
       }
-      matmuls_.emplace_back(problem, buffers, clone_, permuted_.data());
+      matmuls_.emplace_back(problem, buffers, clone_, permuted_.get());
     }
   }
 
   const CpuClone& clone_;
   int64_t m_, multiplications_ = 0;
-  std::vector<CacheLine> permuted_, accumulators_;
+  std::unique_ptr<CacheLine[]> permuted_;
+  std::vector<CacheLine> accumulators_;
   float* gate_;
   AddedRows added_, finished_;
   GatedRows gated_;

@@ -26,15 +26,15 @@ void Run(ffi::ThreadPool pool, const QuantizedMatmul& p, Buffers buffers) {
   const Extent out = OutExtent(p, buffers);
   std::vector<char> own(OverlapsOperands(p, buffers) ? out.bytes : 0);
   if (!own.empty()) buffers.out = own.data();
-  std::vector<CacheLine> permuted(CpuMatmul::PermutedLines(p));
-  const CpuMatmul matmul(p, buffers, clone, permuted.data());
+  const auto permuted = AllocateLines(CpuMatmul::PermutedLines(p, clone));
+  const CpuMatmul matmul(p, buffers, clone, permuted.get());
   const int64_t threads = UsefulThreads(pool, p.batch * p.m * p.n * p.k);
   const int64_t lines = matmul.scratch_lines();
-  std::vector<CacheLine> scratch(threads * lines);
-  matmul.Permute();
+  const auto scratch = AllocateLines(threads * lines);
   Team team;
+  team.AddPhase(matmul.num_permute_tasks(), [&](int64_t task, int64_t) { matmul.Permute(task); });
   team.AddPhase(matmul.num_tasks(), [&](int64_t task, int64_t thread) {
-    matmul.Run(task, scratch.data() + thread * lines);
+    matmul.Run(task, scratch.get() + thread * lines);
   });
   team.Run(pool, threads);
   if (!own.empty()) std::memcpy(const_cast<void*>(out.data), own.data(), own.size());

@@ -66,6 +66,24 @@ bool HasTiles() {
 }
 #endif
 
+// From where on AMX is faster than registers, by the way in which weights become bfloat16 (clone/amx.inc).
+int64_t FewestTileTokens(const QuantizedMatmul& problem) {
+  const int64_t group_size = problem.group_size;
+  const bool looked_up = problem.bits <= 4 && (group_size < 0 || group_size >= kAtom / 2);
+  if (!looked_up) return 4;
+  return group_size < 0 || group_size % kAtom == 0 ? 2 : 1;
+}
+
+bool UsesTiles(const QuantizedMatmul& problem, const CpuClone& clone) {
+  return clone.tiles != nullptr && problem.lhs == ElementType::kBf16 &&
+         problem.m >= FewestTileTokens(problem);
+}
+
+int64_t TaskStrips(const QuantizedMatmul& problem) {
+  if (problem.m * problem.k * SizeOf(problem.lhs) <= kAmxLhsBytes) return 1;
+  return std::clamp<int64_t>(problem.n_blocks() / kAmxTasks, 1, kAmxStrips);
+}
+
 }  // namespace
 
 std::vector<const CpuClone*> RunnableCpuClones() {
@@ -97,39 +115,58 @@ CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, con
                      CacheLine* permuted)
     : call_{problem, buffers},
       clone_(clone),
-      stream_(problem.m <= kStreamTokens),
-      tiles_(!stream_ && clone.tiles && problem.lhs == ElementType::kBf16),
-      n_blocks_(problem.n_blocks()),
+      tiles_(UsesTiles(problem, clone)),
+      stream_(!tiles_ && problem.m <= kStreamTokens),
+      strips_(tiles_ ? TaskStrips(problem) : 1),
+      n_tasks_(CeilDiv(problem.n_blocks(), strips_)),
       m_blocks_(stream_ ? std::min<int64_t>(problem.m, 1)
                         : CeilDiv(problem.m, tiles_ ? kAmxBlockTokens : kBlockTokens)),
-      permuted_(PermutedLines(problem) == 0 ? nullptr : permuted->values) {
+      permuted_(PermutedLines(problem, clone) == 0 ? nullptr : permuted->values) {
   call_.permuted = permuted_;
 }
 
-int64_t CpuMatmul::PermutedLines(const QuantizedMatmul& problem) {
-  if (problem.m > kStreamTokens) return 0;
+int64_t CpuMatmul::PermutedLines(const QuantizedMatmul& problem, const CpuClone& clone) {
   constexpr int64_t kLine = sizeof(CacheLine) / sizeof(float);
-  return problem.batch * problem.m * problem.k_blocks() * kAtom / kLine;
+  const int64_t rows = problem.batch * problem.k_blocks() * kAtom / kLine;  // of one token
+  if (UsesTiles(problem, clone)) {
+    return rows / 2 * CeilDiv(problem.m, kAmxTokens) * TileWidth(problem.m);
+  }
+  return problem.m <= kStreamTokens ? rows * problem.m : 0;
 }
 
-void CpuMatmul::Permute() const {
-  if (permuted_ != nullptr) clone_.permute(call_, permuted_);
+int64_t CpuMatmul::num_permute_tasks() const {
+  return permuted_ == nullptr ? 0 : CeilDiv(call_.problem.m, kPermutedRows);
+}
+
+void CpuMatmul::Permute(int64_t task) const {
+  const auto permute = tiles_ ? clone_.permute_to_tiles : clone_.permute;
+  permute(call_, task * kPermutedRows, std::min(call_.problem.m, (task + 1) * kPermutedRows),
+          permuted_);
 }
 
 size_t CpuMatmul::scratch_lines() const {
-  return stream_ ? 0 : (tiles_ ? kAmxScratchBytes : kScratchBytes) / sizeof(CacheLine);
+  if (stream_) return 0;
+  if (!tiles_) return kScratchBytes / sizeof(CacheLine);
+  constexpr int64_t kPair = 2 * kAmxTokens;
+  const int64_t tokens = CeilDiv(std::min(call_.problem.m, kAmxBlockTokens), kPair) * kPair;
+  return 4 * (kTileWeightWords + strips_ * tokens * kAtom) / sizeof(CacheLine);
 }
 
 void CpuMatmul::Run(int64_t task, CacheLine* scratch) const {
-  const int64_t n_block = task / m_blocks_ % n_blocks_;
-  const int64_t batch = task / m_blocks_ / n_blocks_;
-  if (stream_) {
-    clone_.stream(call_, batch, n_block);
+  const int64_t n_task = task / m_blocks_ % n_tasks_;
+  const int64_t batch = task / m_blocks_ / n_tasks_;
+  if (stream_) return clone_.stream(call_, batch, n_task);
+  // Blocks of equal size, up to one token, or one tile of them.
+  const int64_t m = call_.problem.m, m_block = task % m_blocks_;
+  const int64_t unit = tiles_ ? kAmxTokens : 1, units = CeilDiv(m, unit);
+  const int64_t begin = units * m_block / m_blocks_ * unit;
+  const int64_t end = std::min(m, units * (m_block + 1) / m_blocks_ * unit);
+  if (tiles_) {
+    const int64_t n_blocks = call_.problem.n_blocks();
+    clone_.tiles(call_, batch, n_blocks * n_task / n_tasks_, n_blocks * (n_task + 1) / n_tasks_,
+                 begin, end, scratch->values);
   } else {
-    const int64_t m = call_.problem.m;
-    const int64_t m_block = task % m_blocks_;  // blocks of equal size, up to one token
-    clone_.block(call_, batch, n_block, m * m_block / m_blocks_, m * (m_block + 1) / m_blocks_,
-                 scratch->values);
+    clone_.block(call_, batch, n_task, begin, end, scratch->values);
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "cuda/problem.h"
@@ -19,23 +20,32 @@ struct alignas(64) CacheLine {
   float values[16];
 };
 
+// Memory that is written before it is read. Zeros of a std::vector would cost as much as a product of few rows.
+inline std::unique_ptr<CacheLine[]> AllocateLines(int64_t count) {
+  return std::unique_ptr<CacheLine[]>(new CacheLine[count]);
+}
+
 // A problem with its buffers, as the clones see it.
 struct CpuCall {
   QuantizedMatmul problem;
   Buffers buffers;
-  const float* permuted = nullptr;  // [batch, k_blocks, m, 64]: lhs in the clone's order of k
+  const float* permuted = nullptr;  // lhs in the order that the clone reads
 };
 
 // The kernel compiled for one instruction set.
 struct CpuClone {
   const char* isa;
-  // Few rows: each weight is dequantized in registers and used at once.
-  void (*permute)(const CpuCall& call, float* permuted);
+  // Few rows: each weight is dequantized in registers and used at once. `permute` prepares rows [begin, end) of lhs.
+  void (*permute)(const CpuCall& call, int64_t begin, int64_t end, float* permuted);
   void (*stream)(const CpuCall& call, int64_t batch, int64_t n_block);
   // Many rows [m_begin, m_end): weights are dequantized to `scratch` and used from there.
   void (*block)(const CpuCall& call, int64_t batch, int64_t n_block, int64_t m_begin, int64_t m_end,
                 float* scratch);
-  bool tiles;  // whether `block` multiplies rows of bfloat16 by AMX
+  // Any rows of bfloat16, by AMX; null where there is none. `permute_to_tiles` and `tiles` take rows from a multiple of
+  // kAmxTokens on.
+  void (*permute_to_tiles)(const CpuCall& call, int64_t begin, int64_t end, float* permuted);
+  void (*tiles)(const CpuCall& call, int64_t batch, int64_t n_begin, int64_t n_end, int64_t m_begin,
+                int64_t m_end, float* scratch);
   AttendClone attend;
   RowsClone rows;
 };
@@ -50,13 +60,14 @@ class CpuMatmul {
   CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone,
             CacheLine* permuted);
 
-  // None for many rows.
-  static int64_t PermutedLines(const QuantizedMatmul& problem);
+  // None for many rows, but by AMX.
+  static int64_t PermutedLines(const QuantizedMatmul& problem, const CpuClone& clone);
 
-  // Fills `permuted` from lhs, before anything runs.
-  void Permute() const;
+  // Fills `permuted` from rows of lhs, those of a task of kPermutedRows, before anything runs.
+  int64_t num_permute_tasks() const;
+  void Permute(int64_t task) const;
 
-  int64_t num_tasks() const { return call_.problem.batch * n_blocks_ * m_blocks_; }
+  int64_t num_tasks() const { return call_.problem.batch * n_tasks_ * m_blocks_; }
   size_t scratch_lines() const;  // for each thread that calls Run
 
   void Run(int64_t task, CacheLine* scratch) const;
@@ -64,8 +75,8 @@ class CpuMatmul {
  private:
   CpuCall call_;
   const CpuClone& clone_;
-  bool stream_, tiles_;
-  int64_t n_blocks_, m_blocks_;
+  bool tiles_, stream_;
+  int64_t strips_, n_tasks_, m_blocks_;  // strips: of a task
   float* permuted_;
 };
 

@@ -13,6 +13,10 @@ namespace jaxlowbit {
 inline constexpr int64_t kStreamTokens = 16;
 inline constexpr int64_t kStreamSums = 512;
 
+// Rows that a thread permutes at a time; few rows are one task.
+inline constexpr int64_t kPermutedRows = 16;
+static_assert(kPermutedRows >= kStreamTokens);
+
 // Beyond: a task's tokens (its dequantized weights are used so often), its slice of k, and the
 // tokens of one register tile.
 inline constexpr int64_t kBlockTokens = 240;
@@ -26,13 +30,20 @@ inline constexpr int64_t kLhsFloats = kTileTokens * kBlockK;
 inline constexpr int64_t kSumFloats = kBlockTokens * kAtom;
 inline constexpr int64_t kScratchBytes = 4 * (kPanelFloats + kLhsFloats + kSumFloats);
 
-// By AMX a task has more tokens, since dequantizing weights takes longer than multiplying by them, and they come by so
-// many. Scratch: dequantized weights, the same as pairs of bfloat16, rows of lhs at an edge, the block's sums.
-inline constexpr int64_t kAmxBlockTokens = 512;
-inline constexpr int64_t kAmxTokens = 32;
-inline constexpr int64_t kPairFloats = kPanelFloats / 2;
-inline constexpr int64_t kEdgeFloats = kAmxTokens * kBlockK / 2;
-inline constexpr int64_t kAmxScratchBytes =
-    4 * (kPanelFloats + kPairFloats + kEdgeFloats + kAmxBlockTokens * kAtom);
+// By AMX a task has kAmxStrips where that leaves kAmxTasks of one block of tokens and lhs is larger than kAmxLhsBytes,
+// so that it is read from beyond the L2 cache less often. Scratch: the weights of a slice of k, which stay in the L1
+// cache, and the task's sums.
+inline constexpr int64_t kAmxBlockTokens = 256;
+inline constexpr int64_t kAmxStrips = 4;
+inline constexpr int64_t kAmxTasks = 16;
+inline constexpr int64_t kAmxLhsBytes = 512 * 1024;
+inline constexpr int64_t kAmxTokens = 16;
+inline constexpr int64_t kAmxAtoms = 2;
+inline constexpr int64_t kTileWeightWords = kAmxAtoms * kAtom * kAtom / 2;
+
+static_assert(kPermutedRows % kAmxTokens == 0);
+
+// Tokens of a tile of AMX.
+constexpr int64_t TileWidth(int64_t m) { return m < kAmxTokens ? m : kAmxTokens; }
 
 }  // namespace jaxlowbit

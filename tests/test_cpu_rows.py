@@ -1,0 +1,53 @@
+"""Numbers of rows at which the CPU kernels change their way, against float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import PLATFORM, Oracle, assert_within, dequantize, matmul
+
+from jaxlowbit import Format, quantize
+
+pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="the kernels of the CPU")
+
+ROWS = (1, 2, 3, 4, 15, 16, 17, 32, 33, 48, 70)  # by tiles: one, two, an odd number, an even one
+ZEROS = ("none", "integer", "float")
+
+
+# A group of 16 rows, two of them in a block of 64, a boundary in some blocks, one to each, one.
+@pytest.mark.parametrize("group_size", [16, 32, 48, 96, 64, -1])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_way_is_within_its_error_bound(bits, group_size):
+    rng = np.random.default_rng(bits)
+    weight = jnp.asarray(rng.standard_normal((201, 70), dtype=np.float32))
+    rhs = quantize(weight, Format(bits, group_size, zero=ZEROS[bits % 3]))
+    lhs = jnp.asarray(rng.standard_normal((max(ROWS), 201)), jnp.bfloat16)
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    bound = oracle.bound(lhs.dtype)
+    for m in ROWS:
+        got = np.asarray(matmul(lhs[:m], rhs, backend="cpu"))
+        assert_within(got, oracle.exact[:m], bound[:m])
+
+
+@pytest.mark.parametrize("group_size", [48, 128])
+def test_tasks_of_several_strips_in_blocks_of_rows(group_size):
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.standard_normal((1000, 2250), dtype=np.float32))
+    rhs = quantize(weight, Format(4, group_size))
+    lhs = jnp.asarray(rng.standard_normal((300, 1000)), jnp.bfloat16)
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    got = np.asarray(matmul(lhs, rhs, backend="cpu"))
+    assert_within(got, oracle.exact, oracle.bound(lhs.dtype))
+
+
+@pytest.mark.parametrize("m", ROWS)
+def test_what_is_not_finite_stays_in_its_row(m):
+    """Among the rows of a tile, and those that fill it up."""
+    rng = np.random.default_rng(0)
+    rhs = quantize(jnp.asarray(rng.standard_normal((100, 70), dtype=np.float32)), Format(4, 48))
+    lhs = rng.standard_normal((m, 100)).astype(jnp.bfloat16)
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    lhs[m // 2, 99] = np.nan
+    got = np.asarray(matmul(jnp.asarray(lhs), rhs, backend="cpu"))
+    others = np.arange(m) != m // 2
+    assert np.isnan(got[m // 2].astype(np.float32)).all()
+    assert_within(got[others], oracle.exact[others], oracle.bound(lhs.dtype)[others])
