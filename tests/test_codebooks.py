@@ -93,14 +93,13 @@ def unpacked(array):
     return np.moveaxis(scale, 0, 1).reshape(scale.shape[1], -1)[:groups, : array.n]
 
 
-@pytest.mark.parametrize("method", ["absmax", "mse"])
-def test_mse_loses_to_nothing(method):
+def test_mse_loses_to_nothing():
     weight = np.random.default_rng(1).standard_t(3, size=(256, 64)).astype(np.float32)
     errors = [
         float(jnp.sum((dequantized(quantize(weight, NF4, method=m), jnp.float32) - weight) ** 2))
-        for m in ("absmax", method)
+        for m in ("absmax", "mse")
     ]
-    assert errors[1] <= errors[0]
+    assert errors[1] < errors[0]
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=format_name)
@@ -118,8 +117,7 @@ def test_groups_without_extent(format):
 
 def test_padding_is_the_number_nearest_to_zero():
     array = quantize(np.ones((40, 8), np.float32), Format(2, 16, codebook=ODD))
-    words = np.asarray(array.packed)
-    again = QuantizedArray(**{**vars(array), "packed": jnp.asarray(words), "k": 64, "whole": None})
+    again = QuantizedArray(**{**vars(array), "k": 64, "whole": None})
     padding = np.asarray(dequantized(again, jnp.float32))[40:]
     assert (np.abs(padding) <= 0.5).all()
 

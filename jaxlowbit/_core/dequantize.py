@@ -4,7 +4,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from . import indexing, layout
-from .codebooks import CODEBOOKS
 from .format import Format
 
 
@@ -44,8 +43,8 @@ def _weights(qvalue: Array, scale: Array, zero: Array | None, format: Format) ->
 
 def numbers_of(qvalue: Array, format: Format) -> Array:
     """The numbers of a codebook that quantized values, uint8, stand for, in float32."""
-    if isinstance(format.codebook, str) and (dtype := CODEBOOKS[format.codebook].dtype) is not None:
-        return lax.bitcast_convert_type(qvalue, dtype).astype(jnp.float32)
+    if format.float_dtype is not None:
+        return lax.bitcast_convert_type(qvalue, format.float_dtype).astype(jnp.float32)
     table = jnp.array(format.values, jnp.float32)
     return table.at[qvalue].get(mode="promise_in_bounds")
 

@@ -84,6 +84,11 @@ class Format:
         return 1 << (self.bits - 1)
 
     @property
+    def float_dtype(self) -> Any:
+        """The dtype of 8-bit floats whose bits the quantized values are; None for others."""
+        return CODEBOOKS[self.codebook].dtype if isinstance(self.codebook, str) else None
+
+    @property
     def values(self) -> tuple[float, ...]:
         """The numbers of the codebook, in the order of the quantized values; none without one."""
         if isinstance(self.codebook, str):

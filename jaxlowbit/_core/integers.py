@@ -9,7 +9,6 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from . import checks, indexing, layout, padding, permutations
-from .codebooks import CODEBOOKS
 from .format import Format
 
 
@@ -92,7 +91,7 @@ def checked(
 
 def _counts(values: Any, format: Format) -> Any:
     """The values of a codebook, as unsigned integers that stand for finite numbers."""
-    if isinstance(format.codebook, str) and values.dtype == CODEBOOKS[format.codebook].dtype:
+    if format.float_dtype is not None and values.dtype == format.float_dtype:
         values = lax.bitcast_convert_type(jnp.asarray(values), jnp.uint8)
     if jnp.issubdtype(values.dtype, jnp.signedinteger):
         raise ValueError(

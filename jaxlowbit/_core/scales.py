@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .codebooks import CODEBOOKS, nearest
+from .codebooks import nearest
 from .dequantize import numbers_of
 from .format import Format
 
-# Of a codebook with more bounds than these, the nearest number is searched for.
+# Bounds between numbers of a codebook that are compared with one by one; more of them are searched.
 _MOST_COMPARED = 15
 # The ranges that `least_squares` tries besides the full one, as parts of it: 0.97 to 0.15.
 _PARTS = (0.97 ** np.arange(1, 64)).astype(np.float32)
@@ -95,7 +95,7 @@ def _steps(grouped: Array, scale: Array, zero: Array | None, format: Format) -> 
 def _nearest(exact: Array, format: Format) -> Array:
     """The quantized values whose numbers are nearest, of a codebook. Of two that are as near, the
     smaller number's; of 8-bit floats, that of the even mantissa."""
-    if isinstance(format.codebook, str) and (dtype := CODEBOOKS[format.codebook].dtype) is not None:
+    if (dtype := format.float_dtype) is not None:
         return lax.bitcast_convert_type(rounded(exact, dtype).astype(dtype), jnp.uint8)
     bounds, codes = nearest(format.values)
     method = "compare_all" if len(bounds) <= _MOST_COMPARED else "scan_unrolled"

@@ -88,8 +88,8 @@ def quantized_matmul(
     check_quantized(caller, rhs=rhs)
     options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
     if isinstance(lhs, QuantizedActivations) or activation_dtype is not None:
-        addends = (bias, activation, residual)
-        return quantized_lhs.product(lhs, rhs, addends, activation_dtype, options)
+        addends = {"bias": bias, "activation": activation, "residual": residual}
+        return quantized_lhs.product(lhs, rhs, activation_dtype, options, **addends)
     lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
     options.check(caller, lhs, rhs)
     if bias is None and activation is None and residual is None:

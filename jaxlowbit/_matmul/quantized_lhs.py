@@ -21,12 +21,14 @@ EXACT = jnp.dtype("bfloat16")
 def product(
     lhs: Any,
     rhs: QuantizedArray,
-    addends: tuple[Any, Any, Any],
     activation_dtype: Any,
     options: Options,
+    *,
+    bias: Any,
+    activation: Any,
+    residual: Any,
 ) -> Array:
-    """`quantized_matmul` of activations that are quantized, or are to be; its `bias`, `activation`
-    and `residual` are not checked yet.
+    """`quantized_matmul` of activations that are quantized, or are to be; checks all but `options`.
 
     **Raises:** what `quantized_matmul` raises.
     """
@@ -47,7 +49,7 @@ def product(
     floats, values = (jax.ShapeDtypeStruct(lhs.shape, dtype) for dtype in (lhs.dtype, EXACT))
     options.replace(backend=None).check(caller, floats, rhs)
     options.replace(preferred_element_type=None).check(caller, values, rhs)
-    bias, residual = fused.checked(floats, rhs, addends[0], addends[1], addends[2])
+    bias, residual = fused.checked(floats, rhs, bias, activation, residual)
     out_dtype, options = options.out_dtype(lhs), options.replace(preferred_element_type=None)
     if given:
         sums = accumulators(options, lhs, rhs)
@@ -55,7 +57,7 @@ def product(
         sums = straight_through(options, activation_dtype, lhs, rhs)
     if bias is not None and lhs.ndim > 1:
         bias = bias[..., None, :]
-    return epilogue.finished(sums, bias, addends[1], residual, out_dtype)
+    return epilogue.finished(sums, bias, activation, residual, out_dtype)
 
 
 def accumulators(options: Options, lhs: QuantizedActivations, rhs: QuantizedArray) -> Array:
