@@ -45,9 +45,17 @@ __device__ inline void ArriveAsWarp(uint32_t barrier, int lane) {
   if (lane < kWarpArrivals) Arrive(barrier);
 }
 
-// Arrives at a barrier of another CTA of the cluster (MapToRank), for a thread that has only read.
-__device__ inline void ArriveRemoteAfterReads(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+// Arrives at a barrier of another CTA of the cluster (MapToRank), for a thread that has only read; `arrives` is a
+// predicate, so that no branch parts the warp.
+__device__ inline void ArriveRemoteAfterReads(uint32_t barrier, bool arrives) {
+  asm volatile(
+      "{\n"
+      ".reg .pred own;\n"
+      "setp.ne.s32 own, %1, 0;\n"
+      "@own mbarrier.arrive.shared::cluster.b64 _, [%0];\n"
+      "}\n" ::"r"(barrier),
+      "r"(static_cast<int>(arrives))
+      : "memory");
 }
 
 // Release: arrives at such a barrier and makes this thread's writes visible to the waiting threads. A fence of the
@@ -113,6 +121,20 @@ __device__ inline bool AllOf(int number, int threads, bool value) {
 // Arrives at a barrier of Synchronize without waiting.
 __device__ inline void ArriveForOthers(int number, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
+}
+
+// Whether this lane acts for its warp, all of whose lanes call this. Behind a branch on it the compiler knows that one
+// thread runs; behind other branches every load of TMA is compiled to a loop over lanes, of some 60 cycles.
+__device__ inline bool IsElected() {
+  int elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred own;\n"
+      "elect.sync _|own, 0xffffffff;\n"
+      "selp.s32 %0, 1, 0, own;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
 }
 
 // A position in a ring of slots and the parity of its barriers.

@@ -49,14 +49,24 @@ __device__ inline void TmaLoad(uint32_t shared, const CUtensorMap* map, int x, i
       : "memory");
 }
 
-// Starts multicasting a tile to the same place in several CTAs of the cluster. The barrier at this place of each of
-// them counts the bytes. Bit r of `ranks` stands for rank r.
-__device__ inline void TmaLoadMulticast(uint32_t shared, const CUtensorMap* map, int x, int y,
-                                        int z, uint32_t barrier, int ranks) {
+// Loads likewise from a tensor map of four axes.
+__device__ inline void TmaLoad(uint32_t shared, const CUtensorMap* map, int x, int y, int z, int w,
+                               uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(shared),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(ranks))
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];\n" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
+}
+
+// Starts multicasting a tile of four axes to the same place in several CTAs of the cluster. The barrier at this place
+// of each of them counts the bytes. Bit r of `ranks` stands for rank r.
+__device__ inline void TmaLoadMulticast(uint32_t shared, const CUtensorMap* map, int x, int y,
+                                        int z, int w, uint32_t barrier, int ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;\n" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(static_cast<uint16_t>(ranks))
       : "memory");
 }
 

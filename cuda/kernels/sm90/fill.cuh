@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Global to shared memory: the producer warp. Each of its lanes loads the same thing of every stage.
+// Global to shared memory: the producer, one thread, which starts one load each of packed weights, activations, scales
+// and zeros for a stage. What it takes for a stage must stay below what consumers take, at few rows 500 cycles.
 #pragma once
 
 #include "cuda/device/bulk.cuh"
@@ -13,88 +14,92 @@ template <class I>
 class StageFiller {
  public:
   __device__ StageFiller(const Params& p, int rank, Memory memory)
-      : p_(p), rank_(rank), memory_(memory), policy_(EvictFirst()), lane_(threadIdx.x % 32) {}
+      : p_(p), memory_(memory), policy_(EvictFirst()), part_(rank * p.lhs_rows) {}
 
   // Loads every stage of a task.
-  __device__ void Fill(const Task& task, RingCursor& cursor) {
-    StartTile(task.tile);
+  __device__ void Fill(const Task& task, RingCursor& cursor) const {
+    const bool gated = p_.epilogue.gated;
+    const int first = static_cast<int>(StripOf(p_, task.tile, 0));
+    const int up = gated ? static_cast<int>(StripOf(p_, task.tile, 1)) : 0;
+    const bool last = p_.peer_shift == 0 && task.tile.m0 + I::kM > p_.m;
+    const int rows = last ? p_.last_rows : I::kM;
+    const int stage_bytes = p_.plan.bytes.packed + I::kStageAtoms * rows * kLhsRowBytes;
+#pragma unroll 1
     for (int atom = task.atom_begin; atom < task.atom_end; atom += I::kStageAtoms) {
+      const Stage stage = {atom, FirstGroup(p_, atom), memory_.stage(p_.plan, cursor.slot),
+                           memory_.scales(p_.plan, cursor.slot), memory_.full(cursor.slot)};
+      // Scales of a single group multiply accumulators, and are read in a task's first stage.
+      const bool with_groups =
+          p_.groups > 1 || I::kZero == ZeroKind::kFloat || atom == task.atom_begin;
       Wait(memory_.empty(cursor.slot), cursor.parity ^ 1);
-      FillStage(task.tile, atom, cursor.slot);
+      ArriveExpecting(stage.full, stage_bytes + (with_groups ? p_.group_bytes : 0));
+      if (gated) {
+#pragma unroll
+        for (int s = 0; s < I::kCtaStrips; ++s) LoadPacked(stage, s, (s % 2 ? up : first) + s / 2);
+      } else {
+        LoadPacked(stage, 0, first);
+      }
+      LoadLhs(stage, task.tile, last);
+      if (with_groups && gated) {
+#pragma unroll
+        for (int s = 0; s < I::kCtaStrips; ++s) LoadGroups(stage, s, (s % 2 ? up : first) + s / 2);
+      } else if (with_groups) {
+        LoadGroups(stage, 0, first);
+      }
       cursor.Advance(p_.plan.num_stages);
     }
   }
 
  private:
-  static constexpr int kCtaStrips = I::kCtaStrips;
-  static constexpr int kRowBytes = static_cast<int>(kAtom) * 2;  // of lhs and an atom
-  static constexpr int kLhsBytes = I::kM * kRowBytes;
+  struct Stage {
+    int atom, group;                // the first
+    uint32_t memory, scales, full;  // addresses
+  };
+
   static constexpr int kAtomRows = kAtomBytes<I::kBits> / 128;  // of packed weights
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<I::kBits>;
-  static_assert(3 * kCtaStrips <= 32);
 
-  // Finds what this lane loads: packed weights, scales or zeros of a strip.
-  __device__ void StartTile(const Tile& tile) {
-    const Plan& plan = p_.plan;
-    const int kind = lane_ / kCtaStrips, strip = lane_ % kCtaStrips;
-    strips_ = max(0, min(kCtaStrips, p_.strips - tile.strip));
-    bytes_ = 0;  // of a group
-    loads_packed_ = kind == 0 && strip < strips_;
-    if (strip >= strips_) return;
-    const int64_t row = StripOf(p_, tile, strip);
-    if (loads_packed_) {
-      row_ = static_cast<int>(row);
-      target_ = plan.bytes.lhs + strip * kStripBytes;
-    } else if (kind <= 2) {
-      const bool zero = kind == 2;
-      bytes_ = static_cast<int>(kAtom) *
-               (zero ? p_.zero_bytes : static_cast<int>(sizeof(typename I::S)));
-      source_ = static_cast<const uint8_t*>(zero ? p_.zero : p_.scale) + row * p_.groups * bytes_;
-      target_ = (zero ? plan.bytes.scales : 0) + strip * plan.stage_groups * bytes_;
+  // Loads a strip, or all strips of a product that is not gated, whose number among those of all weights is `row`.
+  __device__ void LoadPacked(const Stage& stage, int strip, int row) const {
+    TmaLoad(stage.memory + p_.plan.bytes.lhs + strip * kStripBytes, &p_.packed, 0,
+            stage.atom * kAtomRows, row, stage.full, policy_);
+  }
+  __device__ void LoadGroups(const Stage& stage, int strip, int row) const {
+    const StageBytes& bytes = p_.plan.bytes;
+    TmaLoad(stage.scales + strip * (bytes.scales / I::kCtaStrips), &p_.scales, 0, stage.group, row,
+            stage.full, policy_);
+    if constexpr (I::kZero != ZeroKind::kNone) {
+      TmaLoad(stage.scales + bytes.scales + strip * (bytes.zeros / I::kCtaStrips), &p_.zeros, 0,
+              stage.group, row, stage.full, policy_);
     }
   }
 
-  __device__ void FillStage(const Tile& tile, int atom, int slot) const {
-    const int atoms = min(I::kStageAtoms, p_.k_blocks - atom);
-    const int group = FirstGroup(p_, atom);
-    const int groups = FirstGroup(p_, atom + atoms - 1) + p_.groups_per_atom - group;
-    const uint32_t barrier = memory_.full(slot), stage = memory_.stage(p_.plan, slot);
-    if (lane_ == 0) {
-      const int group_bytes =
-          static_cast<int>(kAtom) * (static_cast<int>(sizeof(typename I::S)) + p_.zero_bytes);
-      const int lhs_bytes = (p_.lhs_rows << p_.peer_shift) * kRowBytes;
-      ArriveExpecting(barrier, atoms * lhs_bytes + strips_ * (kStripBytes + groups * group_bytes));
+  // `last`: of a tile with fewer rows than others.
+  __device__ void LoadLhs(const Stage& stage, const Tile& tile, bool last) const {
+    if (p_.lhs_in_atoms && !last) {
+      TmaLoad(stage.memory, &p_.lhs, 0, tile.m0, stage.atom, tile.batch, stage.full);
+      return;
     }
-    __syncwarp();
-    if (loads_packed_) {
-      TmaLoad(stage + target_, &p_.packed, 0, atom * kAtomRows, row_, barrier, policy_);
-    } else if (bytes_ > 0) {
-      BulkLoad(memory_.scales(p_.plan, slot) + target_, source_ + int64_t{group} * bytes_,
-               bytes_ * groups, barrier, policy_);
-    }
-    if (lane_ >= 32 - I::kStageAtoms) {
-      const int own = lane_ - (32 - I::kStageAtoms);
-      const int k = (atom + own) * static_cast<int>(kAtom), m0 = rank_ * p_.lhs_rows;
-      const uint32_t target = stage + own * kLhsBytes + m0 * kRowBytes;
-      if (own < atoms && p_.peer_shift == 0) {
-        TmaLoad(target, &p_.lhs, k, tile.m0, tile.batch, barrier);
-      } else if (own < atoms) {
+#pragma unroll
+    for (int i = 0; i < I::kStageAtoms; ++i) {
+      const int atom = stage.atom + i, block = p_.lhs_in_atoms ? atom : 0;
+      const int column = p_.lhs_in_atoms ? 0 : atom * static_cast<int>(kAtom);
+      const uint32_t target = stage.memory + i * I::kLhsBytes + part_ * kLhsRowBytes;
+      if (p_.peer_shift == 0) {
+        const CUtensorMap* map = last ? &p_.last_lhs : &p_.lhs;
+        TmaLoad(target, map, column, tile.m0, block, tile.batch, stage.full);
+      } else {
         const int peers = (1 << (1 << p_.peer_shift)) - 1;
-        TmaLoadMulticast(target, &p_.lhs, k, tile.m0 + m0, tile.batch, barrier, peers);
+        TmaLoadMulticast(target, &p_.lhs, column, tile.m0 + part_, 0, tile.batch, stage.full,
+                         peers);
       }
     }
   }
 
   const Params& p_;
-  const int rank_;
   const Memory memory_;
   const uint64_t policy_;
-  const int lane_;
-  int strips_;  // strips of the tile that exist
-  bool loads_packed_;
-  int row_;  // among the strips of all weights
-  const uint8_t* source_;
-  int target_, bytes_;
+  const int part_;  // the first of a tile's rows that this CTA loads
 };
 
 }  // namespace jaxlowbit::sm90

@@ -9,7 +9,7 @@
 // computes tiles of some strips x rows (kTiles in plan.h), one after the other:
 //
 //                  rows ──►                       1 to 3 consumer warpgroups, each with strips of its own
-//             ┌──────────┐                        and all rows; one more warp is the producer.
+//             ┌──────────┐                        and all rows; one thread of one more is the producer.
 //   channels  │ strip 0  │ warpgroup 0            Stream-K: the tiles that are left when every CTA has had
 //      │      ├──────────┤                        the same number are split along k, so that all CTAs
 //      ▼      │ strip 1  │ warpgroup 1            have a part of them.
@@ -65,15 +65,15 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   __syncthreads();  // barriers exist
   ArriveAtCluster();
   LaunchDependents();
-  const int rank = ClusterRank();
+  const int rank = p.peer_shift > 0 ? ClusterRank() : 0;
   const int cluster = blockIdx.x >> p.peer_shift, clusters = gridDim.x >> p.peer_shift;
   RingCursor cursor = {0, 0};
   if (warp >= I::kWarps) {
     if constexpr (I::kMovesRegisters) ReleaseRegisters<I::kCopyRegisters>();
     WaitForArrivals();  // barriers of all CTAs exist
-    if (warp == I::kWarps) {
+    if (warp == I::kWarps && IsElected()) {
       WaitForPreviousKernels();
-      StageFiller<I> filler(p, rank, memory);
+      const StageFiller<I> filler(p, rank, memory);
       for (int number = cluster; number < p.num_tasks; number += clusters) {
         filler.Fill(TaskOf<I>(p, number, rank), cursor);
       }

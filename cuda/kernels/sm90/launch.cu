@@ -52,8 +52,12 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.num_weights = problem.num_weights;
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);
+  p.plan = PlanOf(problem, tile);
   p.lhs_rows = tile.m / choice.peers;
-  if (choice.peers == 1) p.lhs_rows = std::min(p.lhs_rows, p.m);
+  p.lhs_in_atoms = choice.peers == 1 && problem.k % kAtom == 0;
+  // Swizzled tiles are multiples of 8 rows.
+  p.last_rows = static_cast<int>(CeilDiv(p.m % tile.m, 8)) * 8;
+  p.group_bytes = p.plan.bytes.scales + p.plan.bytes.zeros;
   p.n_blocks = static_cast<int>(problem.n_blocks());
   p.strips = static_cast<int>(problem.strips());
   p.k_blocks = static_cast<int>(problem.k_blocks());
@@ -70,21 +74,35 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.splits = schedule.splits;
   p.num_tasks = static_cast<int>(schedule.tasks());
   p.partial_sums = static_cast<float*>(buffers.workspace);
-  p.plan = PlanOf(problem, tile);
   return p;
 }
 
 cudaError_t DescribeOperands(const QuantizedMatmul& problem, const Buffers& buffers,
                              const TileShape& tile, Params& p) {
-  cudaError_t error = DescribeMatrices(buffers.lhs, problem.lhs, problem.batch, problem.m,
-                                       problem.k, p.lhs_rows, &p.lhs);
+  const int64_t k_blocks = p.lhs_in_atoms ? problem.k_blocks() : 1;
+  const Matrices lhs = {problem.batch, k_blocks, problem.m, problem.k};
+  cudaError_t error = DescribeBlocks(buffers.lhs, problem.lhs, lhs, p.lhs_rows,
+                                     p.lhs_in_atoms ? tile.stage_atoms : 1, &p.lhs);
+  if (error == cudaSuccess && p.last_rows > 0) {
+    error = DescribeBlocks(buffers.lhs, problem.lhs, lhs, p.last_rows, 1, &p.last_lhs);
+  }
   if (error != cudaSuccess) return error;
-  constexpr int64_t kRowBytes = 128;  // 64 elements of 16 bits
+  constexpr int64_t kRowBytes = 128;
   const int64_t atom_rows = problem.words_per_atom() * 4 / kRowBytes;
-  error = DescribeMatrices(buffers.packed, problem.lhs, problem.num_weights * problem.n_blocks(),
-                           problem.k_blocks() * atom_rows, kAtom,
-                           static_cast<int>(tile.stage_atoms * atom_rows), &p.packed,
-                           problem.bits % 4 == 0);  // device/packed.cuh
+  const int64_t strips = problem.num_weights * problem.n_blocks();
+  const int together = p.epilogue.gated ? 1 : tile.cta_strips();
+  error = DescribeRows(buffers.packed, {strips, problem.k_blocks() * atom_rows, kRowBytes},
+                       static_cast<int>(tile.stage_atoms * atom_rows), together,
+                       problem.bits % 4 == 0, &p.packed);  // swizzled: device/packed.cuh
+  const auto describe_groups = [&](const void* groups, int64_t bytes, CUtensorMap* map) {
+    return DescribeRows(groups, {strips, problem.groups(), kAtom * bytes}, p.plan.stage_groups,
+                        together, false, map);
+  };
+  if (error == cudaSuccess)
+    error = describe_groups(buffers.scale, problem.scale_bytes(), &p.scales);
+  if (error == cudaSuccess && buffers.zero != nullptr) {
+    error = describe_groups(buffers.zero, problem.zero_bytes(), &p.zeros);
+  }
   if (error != cudaSuccess || !p.aligned) return error;
   const bool halves = p.form == Form::kSigmoid && p.epilogue.gated && tile.strips == 1;
   const int rows = halves ? GatedStoreRows(tile) : StoreRows(tile);

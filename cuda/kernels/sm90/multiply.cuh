@@ -5,8 +5,8 @@
 //   registers 0   dequantize ─► wgmma           dequantize ─► wgmma        ...
 //   registers 1                 dequantize ─► wgmma           dequantize ─►
 //
-// A unit is one strip and one atom of k, or half an atom where warpgroups take turns at a large tile: 16 or 8 registers
-// of weights, four or two wgmma. There are two sets of registers, so while the wgmma of one unit run, the next unit is
+// A unit is one strip and one atom of k, or half an atom if a warpgroup has a single strip: 16 or 8 registers of
+// weights, four or two wgmma. There are two sets of registers, so while the wgmma of one unit run, the next unit is
 // dequantized.
 //
 // There are three loops. With a single group, scales multiply accumulators: the loop dequantizes to integers and loads
@@ -48,7 +48,8 @@ class TileMultiplier {
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
     strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
     if constexpr (kWarpArrivals == 1) {
-      free_ = Keep(lane < 1 << p.peer_shift ? MapToRank(memory.empty(0), lane) : 0);
+      const int rank = p.peer_shift == 0 ? ClusterRank() : lane;
+      free_ = Keep(lane < 1 << p.peer_shift ? MapToRank(memory.empty(0), rank) : 0);
     } else {
       free_ = p.peer_shift > 0 ? MapToRank(memory.empty(0), ClusterRank() ^ 1) : 0;
     }
@@ -107,14 +108,16 @@ class TileMultiplier {
   static constexpr bool kBothHalves = I::kM <= 128 && I::kZero != ZeroKind::kNone;
 
   static constexpr bool kInPlanes = Integer<kBits>::kSecondWords > 0;
-  static constexpr float kUnit = 1 << kWeightShift<T>;                   // of accumulators
-  static constexpr int kLhsBytes = I::kM * static_cast<int>(kAtom) * 2;  // of an atom
+  static constexpr float kUnit = 1 << kWeightShift<T>;  // of accumulators
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
-  // Units of an atom of a strip. Warpgroups of large tiles take turns more often.
-  static constexpr int kUnits = I::kM < 128 || I::kTile.warpgroups == 1 ? 1 : 2;
+  // Units of an atom of a strip.
+  static constexpr int kUnits = I::kStrips == 1 ? 2 : 1;
   static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
   // Atoms of a round: whole stages, and an even number of units, so that each unit has registers of its own.
   static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
+
+  // Whether a unit's words are loaded before the wait for its registers, where enough of them are left for that.
+  static constexpr bool kLoadsFirst = I::kStrips == 1 && I::kTile.warpgroups <= 2 && I::kM < 256;
 
   struct State {
     int atom;      // the next
@@ -124,14 +127,13 @@ class TileMultiplier {
     int group_atoms, group_rows;  // of a group; of all groups of an atom
   };
 
-  // Releases a stage that this warp has read, so that the producers of all peers may overwrite it.
+  // Releases a stage that this warp has read, so that the producers of all peers may overwrite it. All lanes come from
+  // a wait for the warp's products.
   __device__ void Free(int slot) const {
-    if constexpr (kWarpArrivals == 1) {
-      __syncwarp();
-    } else {
-      Arrive(memory_.empty(slot));
+    if constexpr (kWarpArrivals != 1) {
+      if (slot >= 0) Arrive(memory_.empty(slot));
     }
-    if (free_ != 0) ArriveRemoteAfterReads(free_ + slot * kBarrierBytes);
+    ArriveRemoteAfterReads(free_ + slot * kBarrierBytes, slot >= 0 && free_ != 0);
   }
 
   // Whether every stage lies in one group, and StageRows take all scales of the warpgroup's part of a task.
@@ -146,16 +148,23 @@ class TileMultiplier {
     constexpr int kChunks = static_cast<int>(kAtom * sizeof(S)) / kCopyBytes;  // of a group
     const int group = FirstGroup(p_, task.atom_begin);
     const int groups = FirstGroup(p_, task.atom_end - 1) + 1 - group;
-    uint32_t any = 0;
+    const int strips = p_.strips - task.tile.strip - warpgroup * I::kStrips;  // that exist
+    const int chunks = strips > 0 ? groups * kChunks : 0;
+    const uint4* scales[I::kStrips];
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
-      const int strip = warpgroup * I::kStrips + s;
-      if (task.tile.strip + strip >= p_.strips) break;
+      const int strip = warpgroup * I::kStrips + max(0, min(s, strips - 1));
       const int64_t first = StripOf(p_, task.tile, strip) * p_.groups + group;
-      const uint4* scales = static_cast<const uint4*>(p_.scale) + first * kChunks;
-#pragma unroll 4
-      for (int i = thread; i < groups * kChunks; i += 128) {
-        const uint4 chunk = __ldg(scales + i);
+      scales[s] = static_cast<const uint4*>(p_.scale) + first * kChunks;
+    }
+    uint32_t any = 0;
+#pragma unroll(4 / I::kStrips)
+    for (int i = thread; i < chunks; i += 128) {
+      uint4 own[I::kStrips];
+#pragma unroll
+      for (int s = 0; s < I::kStrips; ++s) own[s] = __ldg(scales[s] + i);
+#pragma unroll
+      for (const uint4& chunk : own) {
         for (uint32_t both : {chunk.x, chunk.y, chunk.z, chunk.w}) {
           any = StageRows::Join(any, both);
         }
@@ -186,13 +195,16 @@ class TileMultiplier {
     if (kTogether > 1 && state.atom < end) MultiplyAtoms<1>(state, pairs, acc);
     WaitProducts<0>();
     KeepAll(acc);
-    if (state.previous >= 0) Free(state.previous);
+    Free(state.previous);
     cursor = state.cursor;
   }
 
   template <int kAtoms, class R>
   __device__ void MultiplyAtoms(State& state, R (&pairs)[I::kStrips], Accumulators<I>& acc) const {
     constexpr bool kGroups = std::is_same_v<R, GroupRows>;
+    // The wait for all but one group ends the wgmma of the stage before, once a unit has been committed. Where the next
+    // unit's words are loaded first, it comes before the next unit, and there may be none.
+    constexpr bool kLate = kLoadsFirst && kAtoms * kUnits > 1;
     uint32_t weights[2][kUnitSteps][4];
     uint32_t stage, lhs, scales;
     int rows;  // of scales, counted from those of the stage's first atom
@@ -222,8 +234,11 @@ class TileMultiplier {
         }
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
+          const int in_stage_unit = (in_stage * I::kStrips + s) * kUnits + unit;
           uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];
           const int first = unit * kUnitSteps;
+          if (kLate) WaitProducts<1>();
+          if (kLate && in_stage_unit == 1) Free(state.previous);
 #pragma unroll
           for (int step = 0; step < kUnitSteps; ++step) {
             constexpr int kMiddle = kStepsPerAtom / 2;
@@ -239,11 +254,11 @@ class TileMultiplier {
           for (int step = 0; step < kUnitSteps; ++step) {
             WarpgroupMma<T, I::kM>::Run(
                 acc[s], own[step],
-                lhs + in_stage * (kLhsBytes >> 4) + (first + step) * kStepDescription);
+                lhs + in_stage * (I::kLhsBytes >> 4) + (first + step) * kStepDescription);
           }
           CommitProducts();
-          WaitProducts<1>();
-          if (in_stage == 0 && s == 0 && unit == 0 && state.previous >= 0) Free(state.previous);
+          if (!kLate) WaitProducts<1>();
+          if (!kLate && in_stage_unit == 0) Free(state.previous);
         }
       }
       if (kGroups && --state.left == 0) {

@@ -17,6 +17,8 @@
 
 namespace jaxlowbit::sm90 {
 
+inline constexpr int kLhsRowBytes = static_cast<int>(kAtom) * 2;  // of an atom
+
 // An instance: type of lhs, type of the scales, kind of zeros, width, number of its tile shape.
 template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kWidth, int kNumber>
 struct Instance {
@@ -31,6 +33,7 @@ struct Instance {
   static constexpr int kStageAtoms = kTile.stage_atoms;
   static constexpr int kWarps = 4 * kTile.warpgroups;  // consumers
   static constexpr int kThreads = kTile.threads();
+  static constexpr int kLhsBytes = kM * kLhsRowBytes;  // of an atom
   // Registers of a thread: at launch, of a consumer, of a producer.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;
@@ -51,8 +54,13 @@ enum class Form {
 };
 
 struct Params {
-  CUtensorMap lhs;       // [batch, m, k] in tiles of `lhs_rows` and 64 of k
-  CUtensorMap packed;    // [weights x strips, atoms, 128 bytes] in tiles of a stage of a strip
+  // [batch, atoms or 1, m, k of an atom or all k] in tiles of `lhs_rows` and an atom or a stage
+  CUtensorMap lhs;
+  CUtensorMap last_lhs;  // likewise, in tiles of `last_rows` and an atom
+  // [weights x strips, atoms, 128 bytes] in tiles of a stage and of the strips that are loaded together
+  CUtensorMap packed;
+  CUtensorMap scales;    // [weights x strips, groups, 64] likewise
+  CUtensorMap zeros;     // [weights x strips, groups, 64] likewise, if there are any
   CUtensorMap out;       // [batch, m, n] in tiles of kStoreRows and 64 of n, if `aligned`
   CUtensorMap residual;  // the epilogue's residual in such tiles, if `residual_by_tma`
   const void* scale;
@@ -66,9 +74,14 @@ struct Params {
   Form form;
   int64_t num_weights;
   int m, n;
-  // A peer's part of a tile's rows; without peers no more than m, as rows out of bounds take TMA longer than others.
-  // Shared memory holds anything in rows beyond m, and their accumulators are not stored.
-  int lhs_rows;
+  int lhs_rows;  // of a tile, or a peer's part of them
+  // One load brings all atoms of a stage: k is a multiple of 64, and there are no peers.
+  bool lhs_in_atoms;
+  // Rows of the last tile of a batch element, in multiples of 8, which has loads of its own without peers: rows out of
+  // bounds take TMA longer than others. Shared memory holds anything in the rows beyond; their accumulators are not
+  // stored.
+  int last_rows;
+  int group_bytes;  // that are loaded for a stage: scales and zeros
   int n_blocks, k_blocks, groups;
   // Strips of the weights of a batch element; in a gated product, those of the gate and of up alternate. Tiles are
   // counted in these strips.

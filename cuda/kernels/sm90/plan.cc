@@ -17,6 +17,10 @@ Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
                                        : stage_k % size == 0 ? stage_k / size
                                        : size % stage_k == 0 ? 1
                                                              : stage_k / size + 2);
+  // The gate and up are loaded one by one: zero points of a strip fill multiples of kTmaTarget.
+  if (problem.epilogue.gated && problem.zero_bytes() == 1 && plan.stage_groups % 2 != 0) {
+    ++plan.stage_groups;
+  }
   const int per_group = tile.cta_strips() * plan.stage_groups * static_cast<int>(kAtom);
   plan.bytes = {
       tile.stage_atoms * tile.m * static_cast<int>(kAtom) * 2,
@@ -24,7 +28,8 @@ Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
       per_group * static_cast<int>(problem.scale_bytes()),
       per_group * static_cast<int>(problem.zero_bytes())};
   plan.slot_bytes = plan.bytes.lhs + plan.bytes.packed;
-  plan.scales_bytes = plan.bytes.scales + plan.bytes.zeros;
+  plan.scales_bytes =
+      static_cast<int>(CeilDiv(plan.bytes.scales + plan.bytes.zeros, kTmaTarget)) * kTmaTarget;
   plan.ring = static_cast<int>(CeilDiv(kBarriersBytes, kTmaAlignment)) * kTmaAlignment +
               tile.warpgroups * ResultBytes(tile);
   const int fit =

@@ -53,6 +53,7 @@ inline constexpr int kPeers[] = {1, 2};  // CTAs of a cluster, which share lhs b
 inline constexpr int kMaxSplits = 8;     // of k, in the stream-K tail
 inline constexpr int kMaxStages = 8;
 inline constexpr int kTmaAlignment = 1024;  // of a swizzled tensor-map tile in shared memory
+inline constexpr int kTmaTarget = 128;      // of others
 inline constexpr int kBarriersBytes = 256;
 inline constexpr int kStoreBuffers = 4;
 // The store buffers that hold results; with an epilogue, accumulators wait in the others.
@@ -92,7 +93,7 @@ struct Plan {
   int stage_groups;  // the most that a stage touches
   StageBytes bytes;
   int slot_bytes;    // lhs and packed weights: aligned as they are, so the ring wastes nothing
-  int scales_bytes;  // scales and zeros
+  int scales_bytes;  // scales and zeros, in multiples of kTmaTarget
   int ring, scales;  // offsets of the first stage's slots
   int num_stages;    // of the ring; the plan cannot run with fewer than 2
 
