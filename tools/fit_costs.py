@@ -38,7 +38,7 @@ _UNMODELLED = {"transposed", "half_sums", "permuted", "bias", "residual", "activ
 # What is minimized is the mean regret, with a soft minimum: choices whose costs differ by this
 # fraction share. Large regrets count more than their size.
 _SOFT = 0.02
-_LARGE = 2.0
+_LARGE = 8.0
 # Beside the regret of the choice among all kernels: the regret of each kernel's own choice, which
 # other GPUs and other numbers of rows see; errors of the times, those of good choices above all;
 # and the squares of the logarithms of changes.
@@ -47,7 +47,9 @@ _USUAL_ERROR = 0.05  # errors of the times count squared up to here
 _MOST_CHANGE = 5.0  # a factor, of one fit
 _STEPS = 0.1, 0.002, 0.5  # by which constants are changed: first, least and most
 _MOST_ROUNDS = 60
-_LEAST_GAIN = 0.02  # of an entry of a table
+_LEAST_GAIN = 0.03  # of an entry of a table
+# What takes longer runs under the power limit, where times depend on what ran before.
+_MOST_MICROSECONDS = 500  # of an entry
 _LEAST_TILE = 16  # rows between tiles of many rows
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?(?![\w.])")
 
@@ -323,7 +325,8 @@ def write_table(problems: Sequence[Problem]) -> Path:
             limit = other.times[other_default]
             times = {c: us for c, us in times.items() if other.times.get(c, math.inf) <= limit}
         best = min(times, key=times.__getitem__, default=default)
-        if times.get(best, math.inf) < (1 - _LEAST_GAIN) * problem.times[default]:
+        most = min(_MOST_MICROSECONDS, (1 - _LEAST_GAIN) * problem.times[default])
+        if times.get(best, math.inf) < most:
             entries.append(_entry(problem, best, default, [p for p, _ in plain.values()]))
     first = problems[0].fields
     device = DeviceFacts(*(first[name] for name in ("device_name", *DeviceFacts._fields[1:])))
