@@ -178,7 +178,7 @@ PRODUCT = {
     "out_sharding": NONE,
     "backend": NONE,
 }
-PACKED = {"format": INT4, "shards": constant((1, 1))}
+PACKED = {"format": INT4, "shards": constant((1, 1)), "activation_dtype": NONE}
 DTYPES = {"dtype": NONE, "param_dtype": constant(jnp.float32)}
 ZEROS = constant(nn.initializers.zeros_init())
 NORMAL = constant(nn.initializers.normal())
@@ -300,7 +300,12 @@ CALLS = {
         lambda dtype: arrays()["q"].dequantize(dtype), "QuantizedArray", dtype=NONE
     ),
     "nnx.quantize_model": call(
-        jl_nnx.quantize_model, model=Model, rules=INT4, keep=constant(()), shards=constant((1, 1))
+        jl_nnx.quantize_model,
+        model=Model,
+        rules=INT4,
+        keep=constant(()),
+        shards=constant((1, 1)),
+        activation_dtype=NONE,
     ),
     "nnx.check_layout_version": call(jl_nnx.check_layout_version, model=Model),
     "QuantizedLinear": call(
@@ -391,8 +396,7 @@ CALLS = {
         jl_nnx.QuantizedLinear.from_linear,
         "QuantizedLinear",
         linear=lambda: Model().up,
-        format=INT4,
-        shards=constant((1, 1)),
+        **PACKED,
     ),
     "linen.quantize_model": call(
         jl_linen.quantize_model,
@@ -403,6 +407,7 @@ CALLS = {
         x=given("x"),
         keep=constant(()),
         shards=constant((1, 1)),
+        activation_dtype=NONE,
     ),
     "quantize_pretrained": call(
         lambda rules, **options: jl_linen.quantize_pretrained(Pretrained(), rules, IDS, **options),
@@ -412,6 +417,7 @@ CALLS = {
         rules=constant({"": jl.INT8}),
         keep=constant(()),
         shards=constant((1, 1)),
+        activation_dtype=NONE,
     ),
     "EinsumParameter": call(
         jl_linen.EinsumParameter,

@@ -34,6 +34,8 @@ class QuantizedEmbed(nn.Module):
       its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the matrix, as for
       `jaxlowbit.quantize`.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which `attend` quantizes
+      its queries, as that of `jaxlowbit.quantized_matmul`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
     its table, or with one of other sizes.
@@ -54,6 +56,7 @@ class QuantizedEmbed(nn.Module):
     param_dtype: Any = jnp.float32
     embedding_init: Callable[..., Any] = nn.linear.default_embed_init
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype
+    activation_dtype: Any = None
 
     def setup(self) -> None:
         caller = type(self).__name__
@@ -108,7 +111,7 @@ def attend(module: Any, packing: Packing, query: Any) -> Array:
         )
     query, _ = module.promote_dtype(query, stand_in(table), dtype=module.dtype)
     with checks.within(caller, lhs="query", rhs="the table"):
-        return quantized_matmul(query, table)
+        return quantized_matmul(query, table, activation_dtype=packing.activation_dtype)
 
 
 def _table(module: Any, packing: Packing) -> QuantizedArray:

@@ -157,7 +157,7 @@ def _kind_of_other(layer: Any, other: EinsumLayer, args: Any) -> Kind:
         operands = (jnp.asarray(args[other.inputs]), kernel.scale, nn.unbox(bias))
         dtype = getattr(layer, "dtype", None)
         inputs, _, bias = promote_dtype(*operands, dtype=dtype)
-        return parsed.multiply(inputs, kernel, None, bias)
+        return parsed.multiply(inputs, kernel, None, bias, packing.activation_dtype)
 
     return Kind(
         type(layer),

@@ -26,11 +26,17 @@ class QuantizedParameter(QuantizedModule):
     """
 
     def __init__(
-        self, weight: nnx.Variable, equation: Equation, format: Format, shards: Shards
+        self,
+        weight: nnx.Variable,
+        equation: Equation,
+        format: Format,
+        shards: Shards,
+        activation_dtype: Any = None,
     ) -> None:
         self.equation = equation
         self._store(weight, format, shards)
         self.dtype = self.scale.get_value().dtype
+        self.activation_dtype = activation_dtype
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -44,7 +50,7 @@ class QuantizedParameter(QuantizedModule):
 
     @property
     def view(self) -> WeightView:
-        return WeightView.of(self.kernel, self.equation)
+        return WeightView.of(self.kernel, self.equation, self.activation_dtype)
 
     @property
     def value(self) -> jax.ShapeDtypeStruct:

@@ -54,6 +54,7 @@ class QuantizedModule(nnx.Module):
     format: Format
     shards: Shards
     dtype: Any
+    activation_dtype: Any = None  # of layers that were stored before they had one
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

@@ -25,16 +25,18 @@ ARRAYS = tuple(name for name in LEAVES if name != "index")
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How a weight is packed, and which; a pytree without leaves, so part of what `jit` goes by.
+    """How a weight is packed and multiplied by; a pytree without leaves, so part of `jit`'s key.
 
     - `sizes`: the sizes of the weight, where they are known.
     - `equation`: of an `EinsumLayer`, its equation, and the shape of the weight in it.
+    - `activation_dtype`: the dtype to which products quantize inputs, or None.
     """
 
     format: Format
     shards: Shards = (1, 1)
     sizes: Sizes | None = None
     equation: tuple[str, tuple[int, ...]] | None = None
+    activation_dtype: Any = None
 
 
 def quantize_weight(
