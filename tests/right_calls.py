@@ -280,7 +280,13 @@ CALLS = {
     "group_permutation": call(
         jl.group_permutation, group_index=lambda: jnp.arange(K) % 4, group_size=constant(16)
     ),
-    "Format": call(jl.Format, bits=constant(4), group_size=constant(128), zero=constant("integer")),
+    "Format": call(
+        jl.Format,
+        bits=constant(4),
+        group_size=constant(128),
+        zero=constant("integer"),
+        scale=NONE,
+    ),
     "from_integers": call(
         jl.QuantizedArray.from_integers,
         "from_integers",
@@ -290,6 +296,7 @@ CALLS = {
         format=INT4,
         shards=constant((1, 1)),
         permutation=NONE,
+        tensor_scale=NONE,
     ),
     "from_qarray": call(jl.QuantizedArray.from_qarray, array=given("integers")),
     "select": call(

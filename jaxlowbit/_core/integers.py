@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from . import checks, indexing, layout, padding, permutations
+from .dequantize import codes_of, floats_of
 from .format import Format
 
 
@@ -21,6 +22,7 @@ class Groups(NamedTuple):
     k: int
     n: int
     permutation: Array | None
+    tensor_scale: Array | None
 
 
 def checked(
@@ -31,6 +33,7 @@ def checked(
     format: Format,
     shards: tuple[int, int],
     permutation: Any,
+    tensor_scale: Any,
 ) -> Groups:
     """The arguments of `QuantizedArray.from_integers`, checked, padded and in stored order.
 
@@ -38,6 +41,8 @@ def checked(
     """
     values = checks.integers("from_integers", "values", values, "integers (..., k, n)")
     scale = checks.array("from_integers", "scale", scale, "floats (..., groups, n)")
+    if format.scale is not None:
+        scale = _narrow(scale, format)
     if zero is not None:
         zero = checks.integers("from_integers", "zero", zero, "an array of the shape of scale")
     if format.codebook is not None:
@@ -69,7 +74,9 @@ def checked(
                 f"{values.shape} in groups of {size} need {(*lead, groups, n)}, with shards="
                 f"{shards!r}."
             )
-    checks.finite("from_integers", "scale", scale, "no weight comes of them. Repair them")
+    floats, _ = floats_of(scale, format)
+    checks.finite("from_integers", "scale", floats, "no weight comes of them. Repair them")
+    tensor_scale = _tensor_scale(tensor_scale, tuple(lead), format)
     if zero is not None:
         zero = _integer_or_float_zero(zero, values, scale, format)
     qvalue = _qvalue("values", values, format)
@@ -86,7 +93,37 @@ def checked(
         None if array is None else spread(array, 0 if size == -1 else unit // size)
         for array in (scale, zero)
     )
-    return Groups(spread(qvalue, unit), scale, zero, k, n, permutation)
+    return Groups(spread(qvalue, unit), scale, zero, k, n, permutation, tensor_scale)
+
+
+def _narrow(scale: Array, format: Format) -> Array:
+    """8-bit scales as their bits, which can be padded."""
+    if scale.dtype not in (format.scale_dtype, jnp.uint8):
+        raise ValueError(
+            f"from_integers: scale is {scale.dtype}, but the format has {format.scale} scales, "
+            f"{format.scale_dtype} or their bits, uint8; cast it, or leave scale out of the format."
+        )
+    return codes_of(scale)
+
+
+def _tensor_scale(given: Any, lead: tuple[int, ...], format: Format) -> Array | None:
+    """The tensor scale of each matrix, float32."""
+    if (given is not None) != format.has_tensor_scale:
+        raise ValueError(
+            f"from_integers: format.scale is {format.scale!r}, but tensor_scale is "
+            f"{'missing' if given is None else 'given'}; make the two agree."
+        )
+    if given is None:
+        return None
+    found = checks.array("from_integers", "tensor_scale", given, "floats (...)")
+    if found.shape not in ((), lead) or not jnp.issubdtype(found.dtype, jnp.floating):
+        raise ValueError(
+            f"from_integers: tensor_scale is {checks.brief(found)}, but it is one float, or floats "
+            f"of shape {lead}, one for each matrix."
+        )
+    found = found.astype(jnp.float32)
+    checks.finite("from_integers", "tensor_scale", found, "no weight comes of them. Repair them")
+    return jnp.broadcast_to(found, lead)
 
 
 def _counts(values: Any, format: Format) -> Any:

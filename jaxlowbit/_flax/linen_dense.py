@@ -14,7 +14,7 @@ from .._matmul.api import quantized_matmul
 from . import arguments
 from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of, packing_of
-from .weights import Packing, Shards
+from .weights import Packing, Shards, stand_in
 
 
 class QuantizedDense(nn.Module):
@@ -85,8 +85,8 @@ def dense(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Arr
     inputs = jnp.asarray(inputs)
     shape = (inputs.shape[-1], module.features)
     kernel = kernel_of(module, packing, dense_axes(module, shape))
-    # The scale stands in for the kernel, whose dtype it has.
-    inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
+    like = stand_in(kernel, module.param_dtype)
+    inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
     with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
         dtype = packing.activation_dtype
         return quantized_matmul(inputs, kernel, bias=bias, activation_dtype=dtype)

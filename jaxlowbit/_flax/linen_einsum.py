@@ -14,7 +14,7 @@ from . import arguments
 from .equation import Equation
 from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of, packing_of
-from .weights import Packing, Shards
+from .weights import Packing, Shards, stand_in
 
 
 class QuantizedEinsum(nn.Module):
@@ -82,8 +82,8 @@ def einsum(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Ar
     """What `nn.Einsum` computes, with the kernel that `module` has in the collection."""
     equation = Equation.parse(module.einsum_str, module.shape)
     kernel = kernel_of(module, packing, equation.axes)
-    # The scale stands in for the kernel, whose dtype it has.
-    inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
+    like = stand_in(kernel, module.param_dtype)
+    inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
     with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
         dtype = module.preferred_element_type
         return equation.multiply(inputs, kernel, dtype, bias, packing.activation_dtype)

@@ -13,11 +13,11 @@ from .._core.array import QuantizedArray
 from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from . import arguments
-from .embedding import lookup, stand_in, tokens_of
+from .embedding import lookup, tokens_of
 from .kernel_axes import KernelAxes
 from .linen_errors import QueryWidthError
 from .linen_variables import initialise, kernel_of, packing_of
-from .weights import Packing, Shards
+from .weights import Packing, Shards, stand_in
 
 
 class QuantizedEmbed(nn.Module):
@@ -95,7 +95,9 @@ def table_axes(layer: Any, shape: tuple[int, ...]) -> KernelAxes:
 def embed(module: Any, packing: Packing, inputs: Any) -> Array:
     """What `nn.Embed` computes, with the table that `module` has in the collection."""
     table = _table(module, packing)
-    (like,) = module.promote_dtype(stand_in(table), dtype=module.dtype, inexact=False)
+    (like,) = module.promote_dtype(
+        stand_in(table, module.param_dtype), dtype=module.dtype, inexact=False
+    )
     return lookup(table, tokens_of(inputs), like.dtype)
 
 
@@ -109,7 +111,8 @@ def attend(module: Any, packing: Packing, query: Any) -> Array:
             f"{caller}: {'.'.join(module.path) or 'the layer'} attends to queries "
             f"(..., {table.k}), but these have shape {shape}; pass queries of {table.k} features."
         )
-    query, _ = module.promote_dtype(query, stand_in(table), dtype=module.dtype)
+    like = stand_in(table, module.param_dtype)
+    query, _ = module.promote_dtype(query, like, dtype=module.dtype)
     with checks.within(caller, lhs="query", rhs="the table"):
         return quantized_matmul(query, table, activation_dtype=packing.activation_dtype)
 

@@ -14,7 +14,7 @@ from .._core.format import Format
 from . import arguments
 from .kernel_axes import KernelAxes, as_tuple, check_batch, positions
 from .linen_variables import initialise, kernel_of, packing_of
-from .weights import Packing, Shards
+from .weights import Packing, Shards, stand_in
 
 
 class QuantizedDenseGeneral(nn.Module):
@@ -84,8 +84,8 @@ def dense_general(module: Any, packing: Packing, bias: Array | None, inputs: Any
     inputs = jnp.asarray(inputs)
     axes = _axes(module, inputs)
     kernel = kernel_of(module, packing, axes)
-    # The scale stands in for the kernel, whose dtype it has.
-    inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
+    like = stand_in(kernel, module.param_dtype)
+    inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
     with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
         contracted = positions(as_tuple(module.axis), inputs.ndim)
         return axes.multiply(

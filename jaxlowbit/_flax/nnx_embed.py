@@ -13,11 +13,11 @@ from .._core import checks
 from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from . import arguments
-from .embedding import lookup, stand_in, tokens_of
+from .embedding import lookup, tokens_of
 from .kernel_axes import place
 from .nnx_variables import QuantizedModule, check_replaceable
 from .sharding import Entries
-from .weights import Shards
+from .weights import Shards, stand_in
 
 default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
@@ -80,7 +80,7 @@ class QuantizedEmbed(QuantizedModule):
         self._store(table, format, shards)
         self.num_embeddings = num_embeddings
         self.features = features
-        self.dtype = dtype or self.scale.get_value().dtype
+        self.dtype = dtype or stand_in(self.kernel, param_dtype).dtype
         self.param_dtype = param_dtype
         self.promote_dtype = promote_dtype
 
@@ -136,7 +136,9 @@ class QuantizedEmbed(QuantizedModule):
         NaN, as in `nnx.Embed`. `out_sharding` is that of the result, on a mesh with Explicit axes.
         """
         table = self._single_kernel()
-        (like,) = self.promote_dtype((stand_in(table),), dtype=self.dtype, inexact=False)
+        (like,) = self.promote_dtype(
+            (stand_in(table, self.param_dtype),), dtype=self.dtype, inexact=False
+        )
 
         def look(inputs: Any, table: Any) -> Array:
             return lookup(table, inputs, like.dtype)
@@ -154,7 +156,8 @@ class QuantizedEmbed(QuantizedModule):
         table = self._single_kernel()
         query = arguments.activations(caller, "query", query)
         arguments.check_width(caller, "query", query, table.shape[-2])
-        query, _ = self.promote_dtype((query, stand_in(table)), dtype=self.dtype)
+        like = stand_in(table, self.param_dtype)
+        query, _ = self.promote_dtype((query, like), dtype=self.dtype)
         with checks.within(caller, lhs="query", rhs="the table"):
             return quantized_matmul(
                 query, table, activation_dtype=self.activation_dtype, out_sharding=out_sharding

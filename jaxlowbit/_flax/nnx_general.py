@@ -19,7 +19,7 @@ from .kernel_axes import KernelAxes, check_batch, place, positions
 from .nnx_linear import default_bias_init, default_kernel_init
 from .nnx_variables import QuantizedModule, check_replaceable
 from .sharding import Entries
-from .weights import Shards
+from .weights import Shards, stand_in
 
 
 class QuantizedLinearGeneral(QuantizedModule):
@@ -185,8 +185,8 @@ class QuantizedLinearGeneral(QuantizedModule):
         inputs = arguments.activations(caller, "inputs", inputs)
         kernel = self._single_kernel(ndim=2 + len(axes.batch))
         bias = None if self.bias is None else self.bias.get_value()
-        # The scale stands in for the kernel, whose dtype it has.
-        inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
+        like = stand_in(kernel, self.param_dtype)
+        inputs, _, bias = self.promote_dtype((inputs, like, bias), dtype=self.dtype)
 
         def product(inputs: Array, operands: Any) -> Array:
             kernel, bias = operands

@@ -15,7 +15,7 @@ from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from . import arguments
 from .nnx_variables import QuantizedModule, check_replaceable
-from .weights import Shards
+from .weights import Shards, stand_in
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
@@ -152,8 +152,8 @@ class QuantizedLinear(QuantizedModule):
         inputs = arguments.activations(caller, "inputs", inputs)
         arguments.check_width(caller, "inputs", inputs, kernel.shape[-2])
         bias = None if self.bias is None else self.bias.get_value()
-        # The scale stands in for the kernel, whose dtype it has.
-        inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
+        like = stand_in(kernel, self.param_dtype)
+        inputs, _, bias = self.promote_dtype((inputs, like, bias), dtype=self.dtype)
         with checks.within(caller, lhs="inputs", rhs="the kernel"):
             return quantized_matmul(
                 inputs,

@@ -252,6 +252,7 @@ def format_words(format: Format | None, activation_dtype: Any = None) -> str:
         return "-"
     groups = "per channel" if format.group_size == -1 else f"groups of {format.group_size}"
     zero = "" if format.zero == "none" else f", {format.zero} zero"
+    zero = zero if format.scale is None else f", {format.scale} scales"
     inputs = "" if activation_dtype is None else f", {activation_dtype} activations"
     return f"{format.bits} bits, {groups}{zero}{inputs}"
 

@@ -53,6 +53,15 @@ def quantize_weight(
     return jax.eval_shape(run, weight) if isinstance(weight, jax.ShapeDtypeStruct) else run(weight)
 
 
+def stand_in(kernel: QuantizedArray, dtype: Any = None) -> Array:
+    """A scalar of the dtype of a kernel, to be promoted in its place.
+
+    Scales of 8 bits have not the dtype of a float kernel: that is `dtype`, where it is known.
+    """
+    known = kernel.format.scale is not None and dtype is not None
+    return jnp.zeros((), dtype if known else kernel.dtype)
+
+
 def abstract(array: Any) -> jax.ShapeDtypeStruct:
     """The shape, dtype and sharding of an array."""
     sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
@@ -71,7 +80,7 @@ def check_values(
     which says what is wrong with them.
     """
     concrete = isinstance(weight, Array | np.ndarray) and not isinstance(weight, Tracer)
-    if concrete and not has_scales(weight):
+    if concrete and (format.has_tensor_scale or not has_scales(weight)):
         quantize_weight(weight, format, matrix, shards)
 
 
