@@ -298,6 +298,15 @@ CALLS = {
         permutation=NONE,
         tensor_scale=NONE,
     ),
+    "from_blocks": call(
+        jl.QuantizedArray.from_blocks,
+        "from_blocks",
+        values=lambda: jnp.ones((K, N), jnp.float8_e4m3fn),
+        scale=lambda: jnp.ones((1, 1)),
+        block_size=constant((128, 128)),
+        shards=constant((1, 1)),
+        permutation=NONE,
+    ),
     "from_qarray": call(jl.QuantizedArray.from_qarray, array=given("integers")),
     "select": call(
         lambda index: arrays()["pair"].select(index), "QuantizedArray", index=constant(1)

@@ -201,6 +201,26 @@ def test_what_is_there_is_packed(format):
     assert given.dtype == given.dequantize().dtype == jnp.bfloat16
 
 
+FLOATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+
+
+@pytest.mark.parametrize(("name", "scales"), [("e4m3", np.float32), ("e5m2", E8M0)])
+def test_scales_of_blocks(name, scales):
+    """Also where the last blocks are cut, and of a stack."""
+    values = jnp.asarray(random(2, 300, 200)).astype(FLOATS[name])
+    scale = jnp.exp2(jnp.asarray(random(2, 3, 2)).round()).astype(scales)
+    array = jax.jit(QuantizedArray.from_blocks)(values, scale)
+    assert format_name(array.format) == f"{name}-g128" + "-e8m0" * (scales == E8M0)
+    spread = np.asarray(scale).astype(np.float32).repeat(128, 1).repeat(128, 2)[:, :300, :200]
+    expected = np.asarray(values).astype(np.float32) * spread
+    np.testing.assert_array_equal(dequantized(array, jnp.float32), expected)
+    pack = functools.partial(QuantizedArray.from_blocks, block_size=(32, 8))
+    small = jax.jit(pack)(values[0, :64, :8], scale[0, :2, :1])
+    spread = np.asarray(scale)[0, :2, :1].astype(np.float32).repeat(32, 0)
+    expected = np.asarray(values)[0, :64, :8].astype(np.float32) * spread
+    np.testing.assert_array_equal(dequantized(small, jnp.float32), expected)
+
+
 def test_leaves():
     """A tensor scale is one more leaf; trees without one are those of versions that knew none."""
     assert len(quantize(random(64, 8), INT4).tree_flatten()[0]) == 6
@@ -356,6 +376,8 @@ def test_kernels_are_refused(format):
 
 
 CODES, BITS = np.zeros((64, 8), np.uint8), np.full((2, 8), 127, np.uint8)
+EIGHT, ONE = jnp.ones((64, 8), E4M3), jnp.ones((1, 1))
+blocks = QuantizedArray.from_blocks
 UNIT: dict[str, Any] = {"tensor_scale": 1.0}
 WRONG: list[tuple[Any, str]] = [
     (lambda: INT4.replace(scale="e5m2"), r"scale='e5m2' is unknown; it is one of 'e8m0', 'e4m3'"),
@@ -398,6 +420,13 @@ WRONG: list[tuple[Any, str]] = [
         lambda: QuantizedArray(**{**vars(quantize(CODES * 1.0, NVFP4)), "tensor_scale": None}),
         "format.scale is 'e4m3', but the tensor scale is missing; make the two agree",
     ),
+    (lambda: blocks(EIGHT.astype(jnp.float32), ONE), "values is float32.*view the bits of a"),
+    (lambda: blocks(EIGHT, jnp.ones((1, 2))), r"blocks of 128 x 128 have \(1, 1\); transpose both"),
+    (lambda: blocks(EIGHT, ONE.astype(jnp.int32)), "scale is int32, but it is of floats"),
+    (lambda: blocks(EIGHT, ONE.astype(E4M3)), "scale is float8_e4m3fn, but it is of floats"),
+    (lambda: blocks(EIGHT, ONE * jnp.nan), "from_blocks: scale has 1 values that are NaN"),
+    (lambda: blocks(EIGHT, jnp.ones((4, 1)), block_size=(18, 8)), "group_size=18, but a group"),
+    (lambda: blocks(EIGHT, ONE, block_size=(0, 8)), r"block_size\[0\] is 0, but it is the rows"),
 ]
 
 

@@ -421,6 +421,44 @@ class QuantizedArray:
         return cls.from_packed_groups(**groups._asdict(), format=format, shards=shards)
 
     @classmethod
+    def from_blocks(
+        cls,
+        values: Any,
+        scale: Any,
+        *,
+        block_size: tuple[int, int] = (128, 128),
+        shards: tuple[int, int] = (1, 1),
+        permutation: Any = None,
+    ) -> "QuantizedArray":
+        """Packs 8-bit floats whose scales are those of blocks of rows and columns.
+
+        Checkpoints of DeepSeek-V3 and of transformers' `FineGrainedFP8Config` have them; their
+        weights are (n, k), so values and scales are transposed. Each column of a block gets its
+        scale, in groups of the block's rows: the weights are the same, and scales take 4 bytes per
+        128 weights.
+
+        **Arguments:**
+
+        - `values`: float8_e4m3fn or float8_e5m2 (..., k, n).
+        - `scale`: finite floats, or float8_e8m0fnu, (..., ceil(k / rows), ceil(n / columns)), what
+          checkpoints call `weight_scale_inv`: a weight is its value times this.
+        - `block_size`: rows and columns of a block, rows a multiple of 16.
+        - `shards`, `permutation`: as for `from_integers`.
+
+        **Raises:** `TypeError` for what are no arrays or sizes, `ValueError` for other dtypes and
+        shapes, and where `from_integers` does.
+
+        ```python
+        weight, scale = jnp.ones((256, 384), jnp.float8_e4m3fn), jnp.ones((2, 3))  # (n, k)
+        QuantizedArray.from_blocks(weight.T, scale.T)
+        ```
+        """
+        with checks.within("from_blocks"):
+            values, scale, format = integers.of_blocks(values, scale, block_size)
+            options: Any = {"format": format, "shards": shards, "permutation": permutation}
+            return cls.from_integers(values, scale, **options)
+
+    @classmethod
     def from_qarray(cls, array: Any) -> "QuantizedArray":
         """Packs a `qwix.QArray` (..., k, n) of integers, whose meaning it keeps.
 

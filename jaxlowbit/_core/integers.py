@@ -9,8 +9,9 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from . import checks, indexing, layout, padding, permutations
+from .codebooks import CODEBOOKS
 from .dequantize import codes_of, floats_of
-from .format import Format
+from .format import SCALES, Format
 
 
 class Groups(NamedTuple):
@@ -94,6 +95,49 @@ def checked(
         for array in (scale, zero)
     )
     return Groups(spread(qvalue, unit), scale, zero, k, n, permutation, tensor_scale)
+
+
+def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Format]:
+    """8-bit floats, a scale for each column of each block, and their format.
+
+    **Raises:** what `QuantizedArray.from_blocks` says.
+    """
+    values = checks.array("from_blocks", "values", values, "8-bit floats (..., k, n)")
+    scale = checks.array("from_blocks", "scale", scale, "floats (..., k blocks, n blocks)")
+    names = {book.dtype: name for name, book in CODEBOOKS.items() if book.dtype is not None}
+    if values.dtype not in names or values.ndim < 2:
+        raise ValueError(
+            f"from_blocks: values is {checks.brief(values)}, but it is float8_e4m3fn or "
+            "float8_e5m2 (..., k, n); view the bits of a checkpoint as that."
+        )
+    if not isinstance(block_size, tuple | list) or len(block_size) != 2:
+        raise TypeError(
+            f"from_blocks: block_size is {checks.brief(block_size)}, but it is two numbers, the "
+            "rows and columns of a block, such as (128, 128)."
+        )
+    rule = "the rows and columns of a block, each from 1"
+    rows, columns = (
+        checks.integer("from_blocks", f"block_size[{i}]", size, rule)
+        for i, size in enumerate(block_size)
+    )
+    *lead, k, n = values.shape
+    expected = (*lead, -(-k // rows), -(-n // columns))
+    if scale.shape != expected:
+        raise ValueError(
+            f"from_blocks: scale has shape {scale.shape}, but values of shape {values.shape} in "
+            f"blocks of {rows} x {columns} have {expected}; transpose both where a checkpoint has "
+            "(n, k)."
+        )
+    narrow = next((name for name, dtype in SCALES.items() if scale.dtype == dtype), None)
+    if narrow == "e4m3" or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ValueError(
+            f"from_blocks: scale is {scale.dtype}, but it is of floats, or float8_e8m0fnu; cast it."
+        )
+    format = Format(8, rows, codebook=names[values.dtype]).replace(scale=narrow)
+    codes = codes_of(scale)
+    floats, _ = floats_of(codes, format)
+    checks.finite("from_blocks", "scale", floats, "no weight comes of them. Repair them")
+    return values, jnp.repeat(codes, columns, axis=-1)[..., :n], format
 
 
 def _narrow(scale: Array, format: Format) -> Array:
