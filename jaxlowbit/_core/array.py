@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.core import Tracer
 
 from . import arraylike, checks, indexing, integers, layout, padding, permutations, qarray, scales
 from .activations import QuantizedActivations
-from .dequantize import codes_of, dequantize, in_units, per_row, take
+from .dequantize import codes_of, dequantize, in_units, of_codes, per_row, take
 from .dtypes import FLOATS
 from .format import Format, as_format
 
@@ -354,7 +354,7 @@ class QuantizedArray:
             qvalue = jnp.where(padded[:, None], fill, _pad(qvalue, rows, "constant"))
         array = cls(
             packed=layout.pack(qvalue, format.bits),
-            scale=_as_scale(layout.pack_groups(scale), format),
+            scale=of_codes(layout.pack_groups(scale), format),
             zero=None if zero is None else layout.pack_groups(zero),
             index=None,
             version=jnp.full(tuple(lead), layout.VERSION, jnp.uint32),
@@ -529,13 +529,6 @@ def _local(array: Any) -> np.ndarray:
     if isinstance(array, Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return np.array([x for shard in array.addressable_shards for x in np.ravel(shard.data)])
     return np.asarray(array)
-
-
-def _as_scale(scale: Array, format: Format) -> Array:
-    """Scales of a format, of whose 8-bit ones these are the bits."""
-    if format.scale is None:
-        return scale
-    return lax.bitcast_convert_type(scale, format.scale_dtype)
 
 
 def _pad(values: Array, rows: int, mode: str) -> Array:

@@ -53,6 +53,12 @@ def codes_of(scale: Array) -> Array:
     return lax.bitcast_convert_type(scale, jnp.uint8) if narrow else scale
 
 
+def of_codes(codes: Array, format: Format) -> Array:
+    """The inverse of `codes_of`."""
+    dtype = format.scale_dtype
+    return codes if dtype is None else lax.bitcast_convert_type(codes, dtype)
+
+
 def floats_of(scale: Array, format: Format) -> tuple[Array, Array | None]:
     """Scales in float32, which may be the `codes_of` 8-bit ones, and factors of the values or None.
 
@@ -94,7 +100,8 @@ def in_units(weight: Array, tensor_scale: Array | None, index: Array | None = No
         return weight
     if index is not None:
         tensor_scale = tensor_scale[indexing.positions(index, tensor_scale.shape[0])]
-    return weight * tensor_scale[..., None, None]
+    ones = (1,) * (weight.ndim - 2 - tensor_scale.ndim)  # ranks are promoted here, not by JAX
+    return weight * tensor_scale.reshape(*ones, *tensor_scale.shape, 1, 1)
 
 
 def take(
