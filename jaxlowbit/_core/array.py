@@ -205,7 +205,7 @@ class QuantizedArray:
             dtype = checks.float_dtype("QuantizedArray.dequantize", "dtype", dtype)
         self.check_version()
         self.check_part()
-        packed, scale, zero = take(self.packed, self.scale, self.zero, self.index)
+        packed, scale, zero = take(self.packed, codes_of(self.scale), self.zero, self.index)
         k, n = self.padded_shape
         weight = dequantize(packed, scale, zero, format=self.format, k=k, n=n)
         weight = in_units(weight, self.tensor_scale, self.index)
