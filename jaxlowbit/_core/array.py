@@ -121,7 +121,7 @@ class QuantizedArray:
 
         **Raises:** `ValueError` with the version, or the dtype, found.
         """
-        arraylike.check_dtypes(self.packed, self.version)
+        arraylike.check_dtypes(self)
         if isinstance(self.version, Tracer) or not hasattr(self.version, "__array__"):
             return
         found = _local(self.version)
