@@ -356,6 +356,14 @@ def test_layers():
     assert out.dtype == jnp.bfloat16
 
 
+def test_models_are_refused_before_they_change():
+    model = Model(nnx.Rngs(0))
+    model.up.kernel[...] = jnp.full((64, 128), 1e-6).at[0, 0].set(1e6)
+    with pytest.raises(ValueError, match=r"in up: the largest weight, 1e\+06, is so far from"):
+        jl_nnx.quantize_model(model, {"": NVFP4})
+    assert isinstance(model.embed, nnx.Embed)
+
+
 def test_stacked_layers():
     @nnx.vmap
     def make(key: Any) -> Any:

@@ -80,7 +80,12 @@ def check_values(
     which says what is wrong with them.
     """
     concrete = isinstance(weight, Array | np.ndarray) and not isinstance(weight, Tracer)
-    if concrete and (format.has_tensor_scale or not has_scales(weight)):
+    if not concrete:
+        return
+    surely = has_scales(weight)
+    if format.has_tensor_scale:
+        surely &= has_even_groups(matrix(weight))
+    if not surely:
         quantize_weight(weight, format, matrix, shards)
 
 
@@ -95,6 +100,18 @@ def has_scales(weight: Array) -> Array:
     # Common weights in float16 lie below that, and are whole steps of its least scale themselves.
     large = weight.dtype == jnp.float16 or jnp.all((size == 0) | (size >= least))
     return (span <= float(limits.max)) & large
+
+
+@jax.jit
+def has_even_groups(weight: Array) -> Array:
+    """Whether most groups of each matrix (..., k, n) surely have a scale beside a tensor scale.
+
+    They do if most values are, since a group has one of them at least as often.
+    """
+    size = jnp.abs(weight).astype(jnp.float32)
+    largest = size.max((-2, -1), keepdims=True)
+    most = jnp.mean(size >= largest * 2.0**-16, (-2, -1)) > 0.5
+    return jnp.all(most) & jnp.all((largest == 0) | (largest >= 2.0**-112))
 
 
 def kernel_from(
