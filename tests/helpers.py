@@ -37,9 +37,10 @@ def backends(dtype: str, format: Format) -> list[str]:
     rhs = jax.eval_shape(
         lambda: QuantizedArray.from_packed_groups(
             jnp.zeros((1, 1), jnp.uint8),
-            jnp.zeros((1, 1)),
+            jnp.zeros((1, 1), format.scale_dtype),
             None if format.zero == "none" else jnp.zeros((1, 1), _zero_dtype(format)),
             format=format,
+            tensor_scale=jnp.zeros(()) if format.scale == "e4m3" else None,
         )
     )
     reasons = jaxlowbit.supported_backends(jax.ShapeDtypeStruct((1, 1), jnp.dtype(dtype)), rhs)
@@ -150,6 +151,9 @@ def dequantize(array: QuantizedArray) -> Weight:
     else:
         zero = rows(array.zero)
         value, terms = codes * scale + zero, np.abs(codes * scale) + np.abs(zero)
+    if array.tensor_scale is not None:
+        unit = np.asarray(array.tensor_scale).astype(np.float64)[..., None, None]
+        value, terms = value * unit, terms * unit
     if array.permutation is not None:
         order = global_order(np.asarray(array.permutation), shards)[..., None]
         inverse = np.argsort(order, axis=-2)

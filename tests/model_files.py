@@ -29,6 +29,7 @@ TYPES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
     "MXFP4": (),  # its scale is one byte, the first
+    "NVFP4": (),  # and here the first four
 }
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 2, 256, 4, 2, 64, 256
@@ -50,6 +51,8 @@ def random_blocks(name: str, rows: int, k: int, seed: int = 0) -> np.ndarray:
         data[:, start : start + 2] = halves[:, None].view(np.uint8)
     if name == "MXFP4":
         data[:, 0] = rng.integers(112, 122, len(data))
+    if name == "NVFP4":
+        data[:, :4] = rng.integers(0, 128, (len(data), 4))
     return data.reshape(rows, -1)
 
 

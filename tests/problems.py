@@ -23,6 +23,7 @@ class Problem:
     group_size: int = 32
     zero: Literal["none", "integer", "float"] = "none"
     codebook: str | tuple[float, ...] | None = None
+    narrow: Literal["e8m0", "e4m3"] | None = None  # scales of 8 bits
     dtype: str = "bfloat16"
     scale_dtype: str | None = None  # None: that of lhs
     out_dtype: str | None = None
@@ -38,7 +39,7 @@ class Problem:
 
     @property
     def format(self) -> Format:
-        return Format(self.bits, self.group_size, self.zero, self.codebook)
+        return Format(self.bits, self.group_size, self.zero, self.codebook, self.narrow)
 
     @property
     def result_dtype(self) -> jnp.dtype:
@@ -64,6 +65,13 @@ def operands(problem: Problem) -> Operands:
     shape = (*p.stack, n_blocks, groups, 64)
     scale_dtype = jnp.dtype(p.scale_dtype or p.dtype)
     scale = (p.scale * rng.uniform(0.5, 1.5, shape)).astype(scale_dtype)
+    tensor_scale = None
+    if p.narrow == "e8m0":  # 2^-127, whose float32 is subnormal, too
+        bits = np.where(rng.random(shape) < 0.1, 0, rng.integers(117, 127, shape))
+        scale = bits.astype(np.uint8).view(format.scale_dtype)
+    elif p.narrow == "e4m3":
+        scale = rng.integers(0, 127, shape, np.uint8).view(format.scale_dtype)
+        tensor_scale = jnp.asarray(p.scale / 448 * rng.uniform(0.5, 1.5, p.stack), jnp.float32)
     zero, levels = None, 2**p.bits
     middle = levels // 2
     if p.zero == "integer":
@@ -93,6 +101,7 @@ def operands(problem: Problem) -> Operands:
         n=p.n,
         shards=(p.shards, 1),
         permutation=permutation,
+        tensor_scale=tensor_scale,
     )
     if p.index is not None:
         rhs = rhs.select(np.asarray(p.index, np.int32))
@@ -161,6 +170,23 @@ PROBLEMS = (
     P("a codebook of 5 bits", 9, 70, 70, bits=5, codebook=tuple(1.25**i for i in range(32))),
     P("nf4, permuted rows, a stack", 3, 128, 70, codebook="nf4", stack=(2,), **PERMUTED),
     P("nf4, an index", 3, 128, 70, codebook="nf4", stack=(3,), index=1),
+    # Scales of 8 bits, and tensor scales.
+    P("mxfp4", 9, 200, 70, codebook="e2m1", narrow="e8m0"),
+    P(
+        "mxfp4, permuted rows, a stack",
+        3,
+        128,
+        70,
+        codebook="e2m1",
+        narrow="e8m0",
+        stack=(2,),
+        **PERMUTED,
+    ),
+    P("mxfp8, float32", 5, 100, 70, bits=8, codebook="e4m3", narrow="e8m0", **F32),
+    P("nvfp4, float16", 9, 200, 70, group_size=16, codebook="e2m1", narrow="e4m3", **F16),
+    P("nvfp4, a stack", 3, 64, 70, group_size=16, codebook="e2m1", narrow="e4m3", stack=(2, 2)),
+    P("nvfp4, an index", 3, 64, 70, codebook="e2m1", narrow="e4m3", stack=(3,), index=(1, -1, 7)),
+    P("int8 by powers of two", 3, 100, 70, bits=8, narrow="e8m0", rows=(2,)),
     P("group -1: one per channel", 9, 200, 70, group_size=-1),
     P("group 16, one row", 1, 200, 70, group_size=16, **INTEGER, **COMPILED),
     P("group 48, one row", 1, 200, 70, group_size=48, **INTEGER, **COMPILED),

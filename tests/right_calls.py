@@ -178,7 +178,7 @@ PRODUCT = {
     "out_sharding": NONE,
     "backend": NONE,
 }
-PACKED = {"format": INT4, "shards": constant((1, 1))}
+PACKED = {"format": INT4, "shards": constant((1, 1)), "activation_dtype": NONE}
 DTYPES = {"dtype": NONE, "param_dtype": constant(jnp.float32)}
 ZEROS = constant(nn.initializers.zeros_init())
 NORMAL = constant(nn.initializers.normal())
@@ -280,7 +280,13 @@ CALLS = {
     "group_permutation": call(
         jl.group_permutation, group_index=lambda: jnp.arange(K) % 4, group_size=constant(16)
     ),
-    "Format": call(jl.Format, bits=constant(4), group_size=constant(128), zero=constant("integer")),
+    "Format": call(
+        jl.Format,
+        bits=constant(4),
+        group_size=constant(128),
+        zero=constant("integer"),
+        scale=NONE,
+    ),
     "from_integers": call(
         jl.QuantizedArray.from_integers,
         "from_integers",
@@ -288,6 +294,16 @@ CALLS = {
         scale=given("scale"),
         zero=NONE,
         format=INT4,
+        shards=constant((1, 1)),
+        permutation=NONE,
+        tensor_scale=NONE,
+    ),
+    "from_blocks": call(
+        jl.QuantizedArray.from_blocks,
+        "from_blocks",
+        values=lambda: jnp.ones((K, N), jnp.float8_e4m3fn),
+        scale=lambda: jnp.ones((1, 1)),
+        block_size=constant((128, 128)),
         shards=constant((1, 1)),
         permutation=NONE,
     ),
@@ -300,7 +316,12 @@ CALLS = {
         lambda dtype: arrays()["q"].dequantize(dtype), "QuantizedArray", dtype=NONE
     ),
     "nnx.quantize_model": call(
-        jl_nnx.quantize_model, model=Model, rules=INT4, keep=constant(()), shards=constant((1, 1))
+        jl_nnx.quantize_model,
+        model=Model,
+        rules=INT4,
+        keep=constant(()),
+        shards=constant((1, 1)),
+        activation_dtype=NONE,
     ),
     "nnx.check_layout_version": call(jl_nnx.check_layout_version, model=Model),
     "QuantizedLinear": call(
@@ -391,8 +412,7 @@ CALLS = {
         jl_nnx.QuantizedLinear.from_linear,
         "QuantizedLinear",
         linear=lambda: Model().up,
-        format=INT4,
-        shards=constant((1, 1)),
+        **PACKED,
     ),
     "linen.quantize_model": call(
         jl_linen.quantize_model,
@@ -403,6 +423,7 @@ CALLS = {
         x=given("x"),
         keep=constant(()),
         shards=constant((1, 1)),
+        activation_dtype=NONE,
     ),
     "quantize_pretrained": call(
         lambda rules, **options: jl_linen.quantize_pretrained(Pretrained(), rules, IDS, **options),
@@ -412,6 +433,7 @@ CALLS = {
         rules=constant({"": jl.INT8}),
         keep=constant(()),
         shards=constant((1, 1)),
+        activation_dtype=NONE,
     ),
     "EinsumParameter": call(
         jl_linen.EinsumParameter,

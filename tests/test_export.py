@@ -189,8 +189,8 @@ def test_weights_of_another_format_are_refused():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("form", 3, "stores it with form version 3, but this library reads version 2; export"),
-        ("form", None, "stores it with form version None, but this library reads version 2"),
+        ("form", 4, "stores it with form version 4, but this library reads version 3; export"),
+        ("form", None, "stores it with form version None, but this library reads version 3"),
         ("layout", 2, "stores it with layout version 2, but this library reads version 1"),
     ],
 )

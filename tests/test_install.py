@@ -61,7 +61,8 @@ def test_public_names():
         print(*sorted(name for name in vars(jaxlowbit) if not name.startswith("_")))
     """
     names = (
-        "EXPORT_CHECKS FP8 Format INT4 INT8 NF4 QuantizedActivations QuantizedArray UINT4 UINT8 "
+        "EXPORT_CHECKS FP8 Format INT4 INT8 MXFP4 MXFP8 NF4 NVFP4 QuantizedActivations "
+        "QuantizedArray UINT4 UINT8 "
         "dequantize explain group_permutation partition_spec quantize quantize_activations "
         "quantized_block quantized_glu "
         "quantized_matmul quantized_matmuls quantized_mlp scan supported_backends"

@@ -1,12 +1,13 @@
 """Blocks of GGUF: unpacked and packed to exactly the weights that ggml dequantizes them to."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_files import TYPES, random_blocks
 
 import jaxlowbit
-from jaxlowbit import INT4, QuantizedArray, quantize
+from jaxlowbit import INT4, NVFP4, QuantizedArray, quantize
 from jaxlowbit._llm import blocks
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
@@ -47,7 +48,7 @@ def test_packed_weights_are_those_of_ggml(name, blocks_of_row):
     rows = random_blocks(name, 70, blocks_of_row * blocks.TYPES[name].size)
     array = blocks.pack(name, rows)
     kind = blocks.TYPES[name]
-    assert array.format == kind.format and array.dtype == kind.scale_dtype
+    assert array.format == kind.format and array.scale.dtype == kind.scale_dtype
     found = np.asarray(array.dequantize(jnp.float32)).T
     same_bits(without_signs(found), without_signs(expected(name, rows)))
 
@@ -61,7 +62,8 @@ def test_packing_is_that_of_from_integers(name):
         zero = zero.T
     elif format.codebook is None:
         qvalue = (qvalue.astype(np.int16) - format.offset).astype(np.int8)
-    array = QuantizedArray.from_integers(qvalue.T, scale.T, zero, format=format)
+    unit = 1.0 if name == "NVFP4" else None
+    array = QuantizedArray.from_integers(qvalue.T, scale.T, zero, format=format, tensor_scale=unit)
     packed = blocks.pack(name, rows)
     np.testing.assert_array_equal(packed.packed, array.packed)
     np.testing.assert_array_equal(packed.scale, array.scale)
@@ -86,6 +88,24 @@ def test_strips_join_to_the_whole(count, monkeypatch):
     np.testing.assert_array_equal(quantized.scale, alone.scale)
     floats = blocks.transposed_rows(lambda i, j: weight[i:j], weight.shape, jnp.float16)
     np.testing.assert_array_equal(floats, weight.T.astype(np.float16))
+
+
+def test_a_tensor_scale_multiplies_all_weights(monkeypatch):
+    rows = random_blocks("NVFP4", 130, 128)
+    unit = np.float32(0.3)
+    monkeypatch.setattr(blocks, "_STRIP", 64 * 128)
+    array = blocks.pack("NVFP4", rows, None, 0.3)
+    weight = blocks.floats("NVFP4", rows, 0.3)
+    same_bits(np.asarray(array.dequantize(jnp.float32)).T, weight)
+    same_bits(without_signs(weight), without_signs(expected("NVFP4", rows) * unit))
+    wide = blocks.pack("NVFP4", rows, jnp.float32, 0.3)
+    assert wide.format == NVFP4.replace(scale=None) and wide.scale.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(wide.dequantize()).T, weight, rtol=1e-6)
+    # Floats of all strips have one tensor scale.
+    found = blocks.quantize_rows(lambda i, j: weight[i:j], weight.shape, NVFP4, jnp.bfloat16)
+    alone = quantize(weight.T, NVFP4)
+    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_array_equal(own, other)
 
 
 def test_scales_round_where_a_dtype_is_named():
@@ -114,7 +134,7 @@ def test_scales_beyond_a_dtype_are_refused():
 def test_scales_that_are_not_finite_are_refused(name, wrong):
     rows = random_blocks(name, 3, 512)
     nbytes = blocks.TYPES[name].nbytes
-    if name == "MXFP4":
+    if name in ("MXFP4", "NVFP4"):
         rows[2, nbytes] = 255  # of the second block
     else:
         start = nbytes + TYPES[name][0]

@@ -64,6 +64,25 @@ def test_every_type_loads_exactly(kind, tmp_path):
     assert packed == (kind in TYPES)
 
 
+def test_scales_of_tensors(tmp_path):
+    """A file of NVIDIA's recipe has one beside a matrix, and one of its inputs."""
+    stored = tensors("llama", ["NVFP4"])
+    factors = {"scale": np.full(1, 0.25, np.float32), "input_scale": np.ones(1, np.float32)}
+    beside = {f"blk.0.attn_q.{name}": ("F32", value) for name, value in factors.items()}
+    path = write_gguf(tmp_path / "model.gguf", metadata("llama"), stored | beside)
+    weights: Any = load(path).weights
+    assert float(weights["layers.0.q"].tensor_scale) == 0.25
+    assert float(weights["layers.0.k"].tensor_scale) == 1
+    expected = gguf.quants.dequantize(
+        stored["blk.0.attn_q.weight"][1], gguf.GGMLQuantizationType.NVFP4
+    )
+    zero = np.float32(0)
+    same_bits(floats(weights["layers.0.q"]) + zero, expected * np.float32(0.25) + zero)
+    coarse: Any = load(path, format=INT4, dtype=jnp.float32).weights["layers.0.q"]
+    again = quantize(floats(weights["layers.0.q"]).T, INT4)
+    np.testing.assert_array_equal(coarse.packed, again.packed)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("head", [False, True])
 def test_every_architecture_loads(architecture, head, tmp_path):
@@ -220,8 +239,20 @@ def test_tensors_are_refused(tmp_path):
             "'blk.1.ffn_up.weight' is IQ3_XXS, whose values no format here holds. Quantize the mod",
         ),
         (
-            stored | {name: ("NVFP4", np.zeros((256, 4 * 36), np.uint8))},
-            "'blk.1.ffn_up.weight' is NVFP4, whose values no format here holds",
+            stored | {name: ("IQ1_S", np.zeros((256, 50), np.uint8))},
+            "'blk.1.ffn_up.weight' is IQ1_S, whose values no format here holds",
+        ),
+        (
+            stored | {name.replace("weight", "scale"): ("F32", np.ones(1, np.float32))},
+            "'blk.1.ffn_up.scale' is no part of llama",
+        ),
+        (
+            stored
+            | {
+                name: ("NVFP4", np.zeros((256, 4 * 36), np.uint8)),
+                name.replace("weight", "scale"): ("F32", np.ones(2, np.float32)),
+            },
+            r"'blk.1.ffn_up.scale' is F32 of shape \(2,\), but the scale of a tensor is one finite",
         ),
         (
             stored | {"output_norm.weight": ("Q8_0", np.zeros((1, 8 * 34), np.uint8))},

@@ -17,7 +17,7 @@ from helpers import dequantized
 from jax.sharding import AxisType
 from model_files import metadata, tensors, write_gguf
 
-from jaxlowbit import Format
+from jaxlowbit import MXFP4, NVFP4, Format
 from jaxlowbit._llm import command
 from jaxlowbit._llm import generate as loop
 from jaxlowbit._llm.sampling import Sampling
@@ -107,6 +107,8 @@ def test_a_stream_and_a_perplexity_are_those_of_one_device():
 def test_floats_and_mixed_formats():
     mixed = dict(weights("llama"))
     others = random(config(), Format(6, group_size=16, zero="float"))
+    for name, format in {"layers.0.q": NVFP4, "layers.1.gate": MXFP4}.items():
+        mixed[name] = random(config(), format)[name]
     mixed |= {name: others[name] for name in ("layers.0.v", "layers.0.gate", "layers.1.down")}
     for name in ("embedding", "layers.0.down", "layers.1.o", "layers.1.up", "head"):
         mixed[name] = dequantized(mixed[name])

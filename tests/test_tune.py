@@ -257,6 +257,7 @@ def test_a_table_of_here_is_used(tmp_path, home):
         (lambda found: found["entries"][0]["choice"].update(tile=1 << 40), "tile is 1099511627776"),
         (lambda found: found["entries"][0]["product"].update(format="nf5"), "names no format"),
         (lambda found: found["entries"][0]["product"].update(format="nf4"), "has a codebook"),
+        (lambda found: found["entries"][0]["product"].update(format="mxfp4"), "has 8-bit scales"),
         (lambda found: found["entries"][0]["product"].update(lhs="int8"), "lhs int8 and scale"),
         (lambda found: found["entries"][0].update(us=0), "us is 0.0 and default_us 6.0"),
         (lambda found: found["device"].update(num_sms=0), "num_sms is 0"),

@@ -20,7 +20,7 @@ ELSEWHERE = {"from_qarray": "qwix", "linen.check_layout_version": "a model", "tu
 """Calls that need something else to be right."""
 RESULTS = ("Generation", "Perplexity", "Speed", "LayerReport", "ParameterReport")
 RESULTS += ("QuantizationReport", "QuantizedVariable", "Packed", "Scale", "Zero", "Permutation")
-RESULTS += ("LayoutVersion",)
+RESULTS += ("LayoutVersion", "TensorScale")
 """Classes that this package makes, not its users."""
 jl: Any = jaxlowbit  # whose types the calls below do not meet
 

@@ -200,6 +200,7 @@ def workspace_bytes(batch: int, m: int, columns: int) -> int:
     return ffi.most_sums_bytes(batch * m, columns)
 
 
+NO_NARROW_SCALES = "its kernels read scales of 16 or 32 bits, the format has 8-bit ones"
 NO_CODEBOOK = "its kernels read integers, the format has a codebook"
 
 

@@ -20,6 +20,8 @@ def unsupported(
 ) -> str | None:
     """Why the kernel cannot compute this problem, or None."""
     del sizes  # it takes all of them
+    if format.scale is not None:
+        return call.NO_NARROW_SCALES
     if format.codebook is not None:
         return call.NO_CODEBOOK
     if lhs not in FLOATS:

@@ -24,6 +24,8 @@ def unsupported(
     """Why the kernels cannot compute this problem, or None."""
     if max(sizes, default=0) > _MOST_SIZE:
         return f"its kernels take k and n up to 2^30, this matrix has {max(sizes)}"
+    if format.scale is not None:
+        return call.NO_NARROW_SCALES
     if format.codebook is not None:
         return call.NO_CODEBOOK
     if format.bits not in _BITS:

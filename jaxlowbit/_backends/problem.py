@@ -11,7 +11,8 @@ class Operands(NamedTuple):
     """Values, tangents, batch axes or shardings of the operands, by name; None for absent ones.
 
     - `lhs`: (*lead, *rows, k).
-    - `packed`, `scale`, `zero`: the arrays of the weights, with stacked axes in front. Without an
+    - `packed`, `scale`, `zero`: the arrays of the weights, with stacked axes in front; of 8-bit
+      scales the bits, uint8, and no tensor scale, which multiplies results. Without an
       index these are the lead; with one there is one stacked axis, and the lead is the shape of the
       index.
     - `index`: positions in the stack.

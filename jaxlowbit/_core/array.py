@@ -13,11 +13,12 @@ from jax.core import Tracer
 
 from . import arraylike, checks, indexing, integers, layout, padding, permutations, qarray, scales
 from .activations import QuantizedActivations
-from .dequantize import dequantize, per_row, take
+from .dequantize import codes_of, dequantize, in_units, of_codes, per_row, take
 from .dtypes import FLOATS
 from .format import Format, as_format
 
-LEAVES = ("packed", "scale", "zero", "index", "permutation", "version")
+LEAVES = ("packed", "scale", "zero", "index", "permutation", "version", "tensor_scale")
+"""The last one is a leaf in formats that have it alone: trees of others are stored without."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -35,8 +36,8 @@ class QuantizedArray:
     Invariants, with n_blocks = ceil(n / 64), k_blocks = ceil(k / 64):
 
     - `packed`: uint32 (..., n_blocks, k_blocks, 128 * bits), `docs/layout.md`.
-    - `scale`: float32, bfloat16 or float16 (..., n_blocks, groups, 64), groups covering the padded
-      k; finite in the padding.
+    - `scale`: float32, bfloat16 or float16, or the dtype of 8-bit scales, (..., n_blocks, groups,
+      64), groups covering the padded k; finite in the padding.
     - `zero`: None, uint8 (`zero="integer"`) or the dtype of scale (`zero="float"`), same shape.
     - `index`: None, or int32: this array is then a view of a stack (see `select`).
     - `permutation`: None, or int32 (..., k): stored row r is row `permutation[r]` of the matrix, so
@@ -44,6 +45,7 @@ class QuantizedArray:
       count from the start of their shard.
     - `version`: uint32 (...), the layout's version, so that stored words are never read by a
       library that orders bits otherwise.
+    - `tensor_scale`: None, or float32 (...), the factor of each matrix (`scale="e4m3"`).
     - `shards`: the equal parts of k and n that are padded on their own (see `quantize`); k and n
       above are then those with the padding.
 
@@ -65,6 +67,7 @@ class QuantizedArray:
     shards: tuple[int, int] = (1, 1)
     whole: tuple[int, int, tuple[int, int]] | None = None
     permutation: Array | None = None
+    tensor_scale: Array | None = None
 
     # `_matmul/api.py` sets this to `quantized_matmul`: a matrix knows no product.
     _multiply: ClassVar[Callable[[Any, "QuantizedArray"], Array]]
@@ -80,12 +83,20 @@ class QuantizedArray:
         zero_dtype = {"none": None, "integer": jnp.dtype("uint8"), "float": self.scale.dtype}
         words = (*stack, *layout.packed_shape(*self.padded_shape, self.format.bits))
         _check("packed", self.packed, words, jnp.dtype("uint32"))
-        if self.scale.dtype not in FLOATS:
+        narrow = self.format.scale_dtype
+        if narrow is None and self.scale.dtype not in FLOATS:
             raise ValueError(
                 f"QuantizedArray: scale has dtype {self.scale.dtype}, but it is float32, bfloat16 "
                 "or float16; cast it."
             )
-        _check("scale", self.scale, groups, self.scale.dtype)
+        _check("scale", self.scale, groups, narrow or self.scale.dtype)
+        if (self.tensor_scale is not None) != self.format.has_tensor_scale:
+            raise ValueError(
+                f"QuantizedArray: format.scale is {self.format.scale!r}, but the tensor scale is "
+                f"{'missing' if self.tensor_scale is None else 'given'}; make the two agree."
+            )
+        if self.tensor_scale is not None:
+            _check("tensor_scale", self.tensor_scale, stack, jnp.dtype("float32"))
         if (self.zero is None) != (self.format.zero == "none"):
             raise ValueError(
                 f"QuantizedArray: format.zero is {self.format.zero!r}, but the zero array is "
@@ -110,7 +121,7 @@ class QuantizedArray:
 
         **Raises:** `ValueError` with the version, or the dtype, found.
         """
-        arraylike.check_dtypes(self.packed, self.version)
+        arraylike.check_dtypes(self)
         if isinstance(self.version, Tracer) or not hasattr(self.version, "__array__"):
             return
         found = _local(self.version)
@@ -175,8 +186,8 @@ class QuantizedArray:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of `dequantize()`: that of the scales."""
-        return self.scale.dtype
+        """The dtype of `dequantize()`: that of the scales; bfloat16 where these have 8 bits."""
+        return self.scale.dtype if self.format.scale is None else jnp.dtype("bfloat16")
 
     @property
     def nbytes(self) -> int:
@@ -194,9 +205,10 @@ class QuantizedArray:
             dtype = checks.float_dtype("QuantizedArray.dequantize", "dtype", dtype)
         self.check_version()
         self.check_part()
-        packed, scale, zero = take(self.packed, self.scale, self.zero, self.index)
+        packed, scale, zero = take(self.packed, codes_of(self.scale), self.zero, self.index)
         k, n = self.padded_shape
         weight = dequantize(packed, scale, zero, format=self.format, k=k, n=n)
+        weight = in_units(weight, self.tensor_scale, self.index)
         weight = padding.join(weight, -2, self.shards[0], self.k)
         weight = padding.join(weight, -1, self.shards[1], self.n)
         if self.permutation is not None:
@@ -322,6 +334,7 @@ class QuantizedArray:
         n: int | None = None,
         shards: tuple[int, int] = (1, 1),
         permutation: Array | None = None,
+        tensor_scale: Array | None = None,
     ) -> "QuantizedArray":
         """Packs quantized values (..., k, n) with scale and zero (..., groups, n); checks nothing.
 
@@ -332,7 +345,7 @@ class QuantizedArray:
         *lead, rows, columns = qvalue.shape
         k, n = rows if k is None else k, columns if n is None else n
         groups = layout.num_groups(rows, format.group_size)
-        scale = _pad(scale, groups, "edge")
+        scale = _pad(codes_of(scale), groups, "edge")
         zero = None if zero is None else _pad(zero, groups, "edge")
         rows = layout.blocks(rows) * layout.ATOM
         if rows > k:
@@ -341,7 +354,7 @@ class QuantizedArray:
             qvalue = jnp.where(padded[:, None], fill, _pad(qvalue, rows, "constant"))
         array = cls(
             packed=layout.pack(qvalue, format.bits),
-            scale=layout.pack_groups(scale),
+            scale=of_codes(layout.pack_groups(scale), format),
             zero=None if zero is None else layout.pack_groups(zero),
             index=None,
             version=jnp.full(tuple(lead), layout.VERSION, jnp.uint32),
@@ -349,6 +362,7 @@ class QuantizedArray:
             k=k,
             n=n,
             shards=shards,
+            tensor_scale=tensor_scale,
         )
         return array._with(permutation=permutation)
 
@@ -362,6 +376,7 @@ class QuantizedArray:
         format: Format | str,
         shards: tuple[int, int] = (1, 1),
         permutation: Any = None,
+        tensor_scale: Any = None,
     ) -> "QuantizedArray":
         """Packs integers that are quantized already (`jnp.int4`, `uint4`, `int8`, ...).
 
@@ -370,7 +385,8 @@ class QuantizedArray:
         - `values`: integers (..., k, n). Signed ones are two's complement, `weight = value * scale`
           without a zero; unsigned ones need a zero, or a codebook whose numbers they count. With
           the codebook of an 8-bit float, floats of its dtype.
-        - `scale`: finite floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`.
+        - `scale`: finite floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`;
+          8-bit ones of the format's dtype, or their bits, uint8.
         - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
           floats to add (`"float"`, with unsigned values); the shape of `scale`.
         - `format`: the format, or its name; its width must hold every value, and a codebook have
@@ -379,6 +395,8 @@ class QuantizedArray:
           after the other.
         - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
           are stored. Groups follow each other in that order: see `group_permutation`.
+        - `tensor_scale`: None, or, with `format.scale="e4m3"`, finite floats (...), the factor of
+          each matrix; a number for all of them.
 
         **Raises:** `ValueError` for wrong shapes or dtypes and, outside `jax.jit`, for a value
         outside the width, which is clipped inside, for scales and float zeros that are not finite,
@@ -392,9 +410,53 @@ class QuantizedArray:
         format = as_format("from_integers", format)
         shards = checks.shard_counts("from_integers", shards)
         groups = integers.checked(
-            values, scale, zero, format=format, shards=shards, permutation=permutation
+            values,
+            scale,
+            zero,
+            format=format,
+            shards=shards,
+            permutation=permutation,
+            tensor_scale=tensor_scale,
         )
         return cls.from_packed_groups(**groups._asdict(), format=format, shards=shards)
+
+    @classmethod
+    def from_blocks(
+        cls,
+        values: Any,
+        scale: Any,
+        *,
+        block_size: tuple[int, int] = (128, 128),
+        shards: tuple[int, int] = (1, 1),
+        permutation: Any = None,
+    ) -> "QuantizedArray":
+        """Packs 8-bit floats whose scales are those of blocks of rows and columns.
+
+        Checkpoints of DeepSeek-V3 and of transformers' `FineGrainedFP8Config` have them; their
+        weights are (n, k), so values and scales are transposed. Each column of a block gets its
+        scale, in groups of the block's rows: the weights are the same, and scales take 4 bytes per
+        128 weights.
+
+        **Arguments:**
+
+        - `values`: float8_e4m3fn or float8_e5m2 (..., k, n).
+        - `scale`: finite floats, or float8_e8m0fnu, (..., ceil(k / rows), ceil(n / columns)), what
+          checkpoints call `weight_scale_inv`: a weight is its value times this.
+        - `block_size`: rows and columns of a block, rows a multiple of 16.
+        - `shards`, `permutation`: as for `from_integers`.
+
+        **Raises:** `TypeError` for what are no arrays or sizes, `ValueError` for other dtypes and
+        shapes, and where `from_integers` does.
+
+        ```python
+        weight, scale = jnp.ones((256, 384), jnp.float8_e4m3fn), jnp.ones((2, 3))  # (n, k)
+        QuantizedArray.from_blocks(weight.T, scale.T)
+        ```
+        """
+        with checks.within("from_blocks"):
+            values, scale, format = integers.of_blocks(values, scale, block_size)
+            options: Any = {"format": format, "shards": shards, "permutation": permutation}
+            return cls.from_integers(values, scale, **options)
 
     @classmethod
     def from_qarray(cls, array: Any) -> "QuantizedArray":
@@ -426,17 +488,22 @@ class QuantizedArray:
         return self.format, *(self.whole or (self.k, self.n, self.shards))
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in LEAVES]
+        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in self._leaves]
         return children, self._static
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        return tuple(getattr(self, name) for name in LEAVES), self._static
+        return tuple(getattr(self, name) for name in self._leaves), self._static
+
+    @property
+    def _leaves(self) -> tuple[str, ...]:
+        return LEAVES if self.format.has_tensor_scale else LEAVES[:-1]
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "QuantizedArray":
         # Transformations unflatten with placeholders for leaves, so nothing is checked here.
         format, k, n, shards = static
-        fields = dict(zip(LEAVES, leaves, strict=True), format=format, whole=(k, n, shards))
+        named = dict(zip(LEAVES, leaves, strict=False))
+        fields = {**named, "format": format, "whole": (k, n, shards)}
         shape = getattr(leaves[0], "shape", None)
         if isinstance(shape, tuple) and len(shape) >= 3:
             unit = padding.shard_unit(format.group_size)

@@ -73,10 +73,18 @@ def missing(array: Any, name: str) -> AttributeError:
     return AttributeError(f"'QuantizedArray' object has no attribute {name!r}")
 
 
-def check_dtypes(packed: Any, version: Any) -> None:
-    """Refuses words that were cast together with floats, which changes what they mean."""
-    for name, array in (("packed", packed), ("version", version)):
-        dtype = getattr(array, "dtype", np.dtype("uint32"))
+def check_dtypes(array: Any) -> None:
+    """Refuses words and 8-bit scales that were cast with floats, which changes what they mean."""
+    narrow = getattr(array.format, "scale_dtype", None)
+    found = getattr(array.scale, "dtype", narrow)
+    if narrow is not None and found != narrow:
+        raise ValueError(
+            f"QuantizedArray: scale is {found}, but the format has {array.format.scale} scales, "
+            f"{narrow}; a tree with it was cast, as by jax.tree.map(lambda x: x.astype(...)). Cast "
+            "the floats of a tree before it is quantized."
+        )
+    for name, leaf in (("packed", array.packed), ("version", array.version)):
+        dtype = getattr(leaf, "dtype", np.dtype("uint32"))
         if jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
                 f"QuantizedArray: {name} is {dtype}, but packed words are uint32; a tree with it "

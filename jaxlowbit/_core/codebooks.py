@@ -60,10 +60,21 @@ CODEBOOKS: Mapping[str, Codebook] = {
 }
 
 
-def nearest(values: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The bounds between neighbouring finite numbers, and the quantized value of each number."""
+EVEN = ("e2m1",)
+"""Codebooks of floats below 8 bits, to which what is halfway between two is rounded to even."""
+
+
+def nearest(values: tuple[float, ...], even: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """The bounds between neighbouring finite numbers, and the quantized value of each number.
+
+    What lies on a bound belongs to the number below it, or, if `even`, to the one of the even
+    quantized value, whose mantissa is even.
+    """
     table = np.array(values, np.float32)
     finite = np.flatnonzero(np.isfinite(table))
     numbers, first = np.unique(table[finite], return_index=True)
     # Half of each, since the sum of two numbers may be beyond float32.
-    return numbers[:-1] / 2 + numbers[1:] / 2, finite[first].astype(np.uint8)
+    bounds, codes = numbers[:-1] / 2 + numbers[1:] / 2, finite[first].astype(np.uint8)
+    if even:
+        bounds = np.where(codes[1:] % 2 == 0, np.nextafter(bounds, np.float32(-np.inf)), bounds)
+    return bounds, codes

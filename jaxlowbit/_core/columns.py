@@ -7,7 +7,7 @@ from jax import Array
 
 from . import indexing, layout, padding, permutations
 from .array import QuantizedArray
-from .dequantize import dequantize_columns
+from .dequantize import codes_of, dequantize_columns, in_units
 
 
 def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
@@ -30,8 +30,14 @@ def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
     numbers = jnp.where(exists, numbers, 0)
     numbers = padding.spread_position(numbers, array.n, array.shards[1], layout.ATOM)
     weight = dequantize_columns(
-        array.packed, array.scale, array.zero, numbers, format=array.format, k=array.padded_shape[0]
+        array.packed,
+        codes_of(array.scale),
+        array.zero,
+        numbers,
+        format=array.format,
+        k=array.padded_shape[0],
     )
+    weight = in_units(weight, array.tensor_scale, array.index)
     weight = padding.join(weight, -2, array.shards[0], array.k)
     if array.permutation is not None:
         weight = permutations.restore(weight, array.permutation, array.shards[0], axis=-2)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from . import indexing, layout
-from .format import Format
+from .format import SCALES, Format
 
 
 def dequantize(
@@ -29,16 +29,53 @@ def dequantize_columns(
 def _weights(qvalue: Array, scale: Array, zero: Array | None, format: Format) -> Array:
     """The weights of quantized values (..., k, n) with scales and zeros (..., groups, n)."""
     rows = qvalue.shape[-2]
-    scale = per_row(scale.astype(jnp.float32), rows, format)
+    scale, unit = floats_of(scale, format)
+    scale = per_row(scale, rows, format)
+    unit = None if unit is None else per_row(unit, rows, format)
     if format.codebook is not None:
-        return numbers_of(qvalue, format) * scale
+        return _times(numbers_of(qvalue, format), unit) * scale
     qvalue = qvalue.astype(jnp.float32)
     if zero is None:
-        return (qvalue - format.offset) * scale
+        return _times(qvalue - format.offset, unit) * scale
     zero = per_row(zero.astype(jnp.float32), rows, format)
     if format.zero == "integer":
         return (qvalue - zero) * scale
     return qvalue * scale + zero
+
+
+def codes_of(scale: Array) -> Array:
+    """The bits of 8-bit scales, uint8; of others themselves.
+
+    Computing with the dtypes is not the same everywhere: float8_e8m0fnu has no 0, neither for
+    padding nor for a tangent.
+    """
+    narrow = scale.dtype in SCALES.values()
+    return lax.bitcast_convert_type(scale, jnp.uint8) if narrow else scale
+
+
+def of_codes(codes: Array, format: Format) -> Array:
+    """The inverse of `codes_of`."""
+    dtype = format.scale_dtype
+    return codes if dtype is None else lax.bitcast_convert_type(codes, dtype)
+
+
+def floats_of(scale: Array, format: Format) -> tuple[Array, Array | None]:
+    """Scales in float32, which may be the `codes_of` 8-bit ones, and factors of the values or None.
+
+    Of powers of two the least, 2^-127, is subnormal, which float32 units flush to 0: it is 2^-126,
+    and the values beside it are halved. The code 255 is NaN.
+    """
+    if format.scale == "e8m0":
+        code = codes_of(scale).astype(jnp.int32)
+        power = lax.bitcast_convert_type(jnp.maximum(code, 1) << 23, jnp.float32)
+        return jnp.where(code == 255, jnp.nan, power), jnp.where(code == 0, 0.5, 1.0)
+    if format.scale == "e4m3" and scale.dtype == jnp.uint8:
+        scale = lax.bitcast_convert_type(scale, SCALES["e4m3"])
+    return scale.astype(jnp.float32), None
+
+
+def _times(values: Array, unit: Array | None) -> Array:
+    return values if unit is None else values * unit
 
 
 def numbers_of(qvalue: Array, format: Format) -> Array:
@@ -55,6 +92,16 @@ def per_row(values: Array, rows: int, format: Format) -> Array:
     if values.shape[-2] == 1:
         return values
     return jnp.repeat(values, format.group_size, axis=-2)[..., :rows, :]
+
+
+def in_units(weight: Array, tensor_scale: Array | None, index: Array | None = None) -> Array:
+    """Weights, or products with them, (..., rows, n), times the tensor scale of their matrix."""
+    if tensor_scale is None:
+        return weight
+    if index is not None:
+        tensor_scale = tensor_scale[indexing.positions(index, tensor_scale.shape[0])]
+    ones = (1,) * (weight.ndim - 2 - tensor_scale.ndim)  # ranks are promoted here, not by JAX
+    return weight * tensor_scale.reshape(*ones, *tensor_scale.shape, 1, 1)
 
 
 def take(

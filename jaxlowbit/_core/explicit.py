@@ -85,3 +85,13 @@ def entries(array: Any) -> list[Any]:
     """The entry of an array's sharding for each of its axes."""
     spec = jax.typeof(array).sharding.spec
     return [*spec, *[None] * (array.ndim - len(spec))]
+
+
+def beside(values: Array, result: Array) -> Array:
+    """Values (..., 1), of the rows of a result (..., n), sharded as these where types say it."""
+    if mesh_of((values, result)) is None:
+        return values
+    rows = entries(result)[:-1][result.ndim - values.ndim :]
+    sizes = values.shape[:-1]
+    spec = (None if size == 1 else row for row, size in zip(rows, sizes, strict=True))
+    return jax.sharding.reshard(values, jax.P(*spec, None))

@@ -17,6 +17,10 @@ FORM = 1
 """The version of what is stored: JSON with the names of `_stored`, and no array."""
 CODEBOOK_FORM = 2
 """The version with a codebook, which a library that knows none refuses."""
+SCALE_FORM = 3
+"""The version with 8-bit scales, likewise."""
+
+_FORMS = (FORM, CODEBOOK_FORM, SCALE_FORM)
 
 REMEDY = "Export by jax.export.export(..., disabled_checks=jaxlowbit.EXPORT_CHECKS)"
 _AGAIN = "export the program again with this library, or load it with the one that exported it."
@@ -44,13 +48,15 @@ def with_remedy(context: Any, function: Callable[..., Any]) -> Callable[..., Any
 
 def _stored(static: tuple[Any, ...]) -> bytes:
     format, k, n, shards = static
+    form = FORM if format.codebook is None else CODEBOOK_FORM
     fields = {
-        "form": FORM if format.codebook is None else CODEBOOK_FORM,
+        "form": form if format.scale is None else SCALE_FORM,
         "layout": layout.VERSION,  # a program without custom calls reads words itself
         "bits": format.bits,
         "group_size": format.group_size,
         "zero": format.zero,
         "codebook": format.codebook,
+        "scale": format.scale,
         "k": k,
         "n": n,
         "shards": shards,
@@ -60,7 +66,7 @@ def _stored(static: tuple[Any, ...]) -> bytes:
 
 def _restored(stored: bytes) -> tuple[Any, ...]:
     fields = json.loads(stored)
-    for name, own in (("form", (FORM, CODEBOOK_FORM)), ("layout", (layout.VERSION,))):
+    for name, own in (("form", _FORMS), ("layout", (layout.VERSION,))):
         if fields.get(name) not in own:
             raise ValueError(
                 f"QuantizedArray: this program stores it with {name} version {fields.get(name)}, "
@@ -68,5 +74,6 @@ def _restored(stored: bytes) -> tuple[Any, ...]:
             )
     codebook = fields.get("codebook")
     codebook = tuple(codebook) if isinstance(codebook, list) else codebook
-    format = Format(fields["bits"], fields["group_size"], fields["zero"], codebook)
+    meaning = (fields["zero"], codebook, fields.get("scale"))
+    format = Format(fields["bits"], fields["group_size"], *meaning)
     return format, fields["k"], fields["n"], tuple(fields["shards"])

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from .checks import brief, choice
@@ -14,6 +15,8 @@ from .codebooks import CODEBOOKS
 
 Zero = Literal["none", "integer", "float"]
 _ZEROS = ("none", "integer", "float")
+SCALES = {"e8m0": jnp.dtype("float8_e8m0fnu"), "e4m3": jnp.dtype("float8_e4m3fn")}
+"""The dtypes of 8-bit scales, by their names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,9 @@ class Format:
     | `"integer"` | `(q - z) * s` | a quantized value, as in GPTQ and AWQ |
     | `"float"` | `q * s + b` | a float in the units of the weight, as in HQQ |
 
-    With a codebook a weight is `codebook[q] * s`.
+    With a codebook a weight is `codebook[q] * s`. Scales of 8 bits are those of the OCP
+    Microscaling Formats specification 1.0 (`"e8m0"`) and of NVIDIA's NVFP4 (`"e4m3"`); with the
+    latter each matrix has a tensor scale t, and a weight is `codebook[q] * s * t`.
 
     **Arguments:**
 
@@ -39,14 +44,18 @@ class Format:
     - `codebook`: None for integers; a name (`"nf4"` and `"fp4"` of bitsandbytes, `"e2m1"` of MXFP4
       and NVFP4, the 8-bit floats `"e4m3"` and `"e5m2"`); or the `2**bits` numbers that quantized
       values stand for, finite, in any order, kept in float32. It has no zero.
+    - `scale`: None for scales of float32, bfloat16 or float16; `"e8m0"` for powers of two in 8
+      bits, 2^-127 to 2^127; `"e4m3"` for 8-bit floats up to 448 beside a tensor scale, float32. It
+      has no zero.
 
-    **Raises:** `ValueError` for a width, group size, zero or codebook outside these rules,
-    `TypeError` for a codebook that is neither a name nor numbers.
+    **Raises:** `ValueError` for a width, group size, zero, codebook or scale outside these rules,
+    `TypeError` for a codebook that is neither a name nor numbers, and a scale that is no name.
 
     ```python
     Format(bits=4, group_size=128)
     INT4.replace(group_size=64)
     Format(bits=2, group_size=64, codebook=(-1.5, -0.4, 0.4, 1.5))
+    Format(bits=4, group_size=32, codebook="e2m1", scale="e8m0")  # MXFP4
     ```
     """
 
@@ -54,6 +63,7 @@ class Format:
     group_size: int = -1
     zero: Zero = "none"
     codebook: str | Sequence[float] | None = None
+    scale: Literal["e8m0", "e4m3"] | None = None
 
     def __post_init__(self) -> None:
         if not _is_int(self.bits) or not 1 <= self.bits <= 8:
@@ -65,6 +75,12 @@ class Format:
                 "features, or -1 for one scale per output channel."
             )
         choice("Format", "zero", self.zero, _ZEROS)
+        choice("Format", "scale", self.scale, tuple(SCALES), optional=True)
+        if self.scale is not None and self.zero != "none":
+            raise ValueError(
+                f"Format: zero={self.zero!r} beside scale={self.scale!r}, but values with 8-bit "
+                "scales have no zero; leave one of them out."
+            )
         if self.codebook is None:
             return
         if self.zero != "none":
@@ -87,6 +103,16 @@ class Format:
     def float_dtype(self) -> Any:
         """The dtype of 8-bit floats whose bits the quantized values are; None for others."""
         return CODEBOOKS[self.codebook].dtype if isinstance(self.codebook, str) else None
+
+    @property
+    def scale_dtype(self) -> Any:
+        """The dtype of 8-bit scales; None where scales are wider floats."""
+        return None if self.scale is None else SCALES[self.scale]
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether a matrix has a scale of its own beside those of its groups."""
+        return self.scale == "e4m3"
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -142,12 +168,18 @@ INT8 = Format(bits=8)
 UINT8 = Format(bits=8, zero="integer")
 NF4 = Format(bits=4, group_size=64, codebook="nf4")
 FP8 = Format(bits=8, codebook="e4m3")
+MXFP4 = Format(bits=4, group_size=32, codebook="e2m1", scale="e8m0")
+MXFP8 = Format(bits=8, group_size=32, codebook="e4m3", scale="e8m0")
+NVFP4 = Format(bits=4, group_size=16, codebook="e2m1", scale="e4m3")
 
-_NAME = re.compile(r"(u?)int(\d+)(?:-(?:g(\d+)|(channel)))?(?:-(integer|float))?")
-_CODEBOOK = re.compile(rf"({'|'.join(CODEBOOKS)})(?:-(?:g(\d+)|(channel)))?")
+_OWN = {"mxfp4": MXFP4, "mxfp8": MXFP8, "nvfp4": NVFP4}
+_SCALE = rf"(?:-({'|'.join(SCALES)}))?"
+_NAME = re.compile(rf"(u?)int(\d+)(?:-(?:g(\d+)|(channel)))?(?:-(integer|float))?{_SCALE}")
+_CODEBOOK = re.compile(rf"({'|'.join(CODEBOOKS)})(?:-(?:g(\d+)|(channel)))?{_SCALE}")
 _NAMES = (
     "'int4' (groups of 128), 'int8' (one scale per channel), 'uint4' (with an integer zero), "
-    "'int4-g64', 'int4-channel', 'int3-g32-float', 'nf4' (groups of 64) or 'e4m3-channel'"
+    "'int4-g64', 'int4-channel', 'int3-g32-float', 'nf4' (groups of 64), 'e4m3-channel', 'mxfp4', "
+    "'mxfp8', 'nvfp4' or 'e5m2-g32-e8m0'"
 )
 
 
@@ -155,25 +187,31 @@ def parse_format(text: str) -> Format:
     """Reads names such as `int4`, `int8`, `uint4` (the presets), `int3-g64-float`, `nf4-g32`.
 
     Without a group size, 8 bits have one scale per channel and fewer have groups of 128; `nf4` and
-    `fp4` have groups of 64, and `e2m1` of 32.
+    `fp4` have groups of 64, and `e2m1` of 32. `mxfp4`, `mxfp8` and `nvfp4` name the microscaling
+    formats, and `-e8m0` or `-e4m3` at the end the scales of others, such as `e5m2-g32-e8m0`.
 
     **Raises:** `ValueError` for other words, and for what `Format` refuses.
     """
+    if text.lower() in _OWN:
+        return _OWN[text.lower()]
     if (found := _CODEBOOK.fullmatch(text.lower())) is not None:
-        name, group, channel = found.groups()
+        name, group, channel, scale = found.groups()
         own = CODEBOOKS[name]
         size = -1 if channel else int(group) if group else own.group_size
-        return Format(own.bits, size, codebook=name)
+        return Format(own.bits, size, codebook=name).replace(scale=scale)
     if (found := _NAME.fullmatch(text.lower())) is None or (found[1] and found[5]):
         raise ValueError(f"{text!r} names no format; write a name such as {_NAMES}.")
-    unsigned, bits, group, channel, zero = found.groups()
+    unsigned, bits, group, channel, zero, scale = found.groups()
     by_width = -1 if channel or int(bits) >= 8 else 128
     zero = "integer" if unsigned else zero or "none"
-    return Format(int(bits), int(group) if group else by_width).replace(zero=zero)
+    return Format(int(bits), int(group) if group else by_width).replace(zero=zero, scale=scale)
 
 
 def format_name(format: Format) -> str:
     """The name that `parse_format` reads, unless the codebook is one of the caller's."""
+    if format.scale is not None:
+        own = next((name for name, known in _OWN.items() if known == format), None)
+        return own or f"{format_name(format.replace(scale=None))}-{format.scale}"
     if format.codebook is not None:
         named = isinstance(format.codebook, str)
         name = format.codebook if named else f"codebook{format.bits}"

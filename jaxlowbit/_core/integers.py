@@ -9,7 +9,9 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from . import checks, indexing, layout, padding, permutations
-from .format import Format
+from .codebooks import CODEBOOKS
+from .dequantize import codes_of, floats_of
+from .format import SCALES, Format
 
 
 class Groups(NamedTuple):
@@ -21,6 +23,7 @@ class Groups(NamedTuple):
     k: int
     n: int
     permutation: Array | None
+    tensor_scale: Array | None
 
 
 def checked(
@@ -31,6 +34,7 @@ def checked(
     format: Format,
     shards: tuple[int, int],
     permutation: Any,
+    tensor_scale: Any,
 ) -> Groups:
     """The arguments of `QuantizedArray.from_integers`, checked, padded and in stored order.
 
@@ -38,6 +42,8 @@ def checked(
     """
     values = checks.integers("from_integers", "values", values, "integers (..., k, n)")
     scale = checks.array("from_integers", "scale", scale, "floats (..., groups, n)")
+    if format.scale is not None:
+        scale = _narrow(scale, format)
     if zero is not None:
         zero = checks.integers("from_integers", "zero", zero, "an array of the shape of scale")
     if format.codebook is not None:
@@ -69,7 +75,9 @@ def checked(
                 f"{values.shape} in groups of {size} need {(*lead, groups, n)}, with shards="
                 f"{shards!r}."
             )
-    checks.finite("from_integers", "scale", scale, "no weight comes of them. Repair them")
+    floats, _ = floats_of(scale, format)
+    checks.finite("from_integers", "scale", floats, "no weight comes of them. Repair them")
+    tensor_scale = _tensor_scale(tensor_scale, tuple(lead), format)
     if zero is not None:
         zero = _integer_or_float_zero(zero, values, scale, format)
     qvalue = _qvalue("values", values, format)
@@ -86,7 +94,80 @@ def checked(
         None if array is None else spread(array, 0 if size == -1 else unit // size)
         for array in (scale, zero)
     )
-    return Groups(spread(qvalue, unit), scale, zero, k, n, permutation)
+    return Groups(spread(qvalue, unit), scale, zero, k, n, permutation, tensor_scale)
+
+
+def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Format]:
+    """8-bit floats, a scale for each column of each block, and their format.
+
+    **Raises:** what `QuantizedArray.from_blocks` says.
+    """
+    values = checks.array("from_blocks", "values", values, "8-bit floats (..., k, n)")
+    scale = checks.array("from_blocks", "scale", scale, "floats (..., k blocks, n blocks)")
+    names = {book.dtype: name for name, book in CODEBOOKS.items() if book.dtype is not None}
+    if values.dtype not in names or values.ndim < 2:
+        raise ValueError(
+            f"from_blocks: values is {checks.brief(values)}, but it is float8_e4m3fn or "
+            "float8_e5m2 (..., k, n); view the bits of a checkpoint as that."
+        )
+    if not isinstance(block_size, tuple | list) or len(block_size) != 2:
+        raise TypeError(
+            f"from_blocks: block_size is {checks.brief(block_size)}, but it is two numbers, the "
+            "rows and columns of a block, such as (128, 128)."
+        )
+    rule = "the rows and columns of a block, each from 1"
+    rows, columns = (
+        checks.integer("from_blocks", f"block_size[{i}]", size, rule)
+        for i, size in enumerate(block_size)
+    )
+    *lead, k, n = values.shape
+    expected = (*lead, -(-k // rows), -(-n // columns))
+    if scale.shape != expected:
+        raise ValueError(
+            f"from_blocks: scale has shape {scale.shape}, but values of shape {values.shape} in "
+            f"blocks of {rows} x {columns} have {expected}; transpose both where a checkpoint has "
+            "(n, k)."
+        )
+    narrow = next((name for name, dtype in SCALES.items() if scale.dtype == dtype), None)
+    if narrow == "e4m3" or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ValueError(
+            f"from_blocks: scale is {scale.dtype}, but it is of floats, or float8_e8m0fnu; cast it."
+        )
+    format = Format(8, rows, codebook=names[values.dtype]).replace(scale=narrow)
+    codes = codes_of(scale)
+    floats, _ = floats_of(codes, format)
+    checks.finite("from_blocks", "scale", floats, "no weight comes of them. Repair them")
+    return values, jnp.repeat(codes, columns, axis=-1)[..., :n], format
+
+
+def _narrow(scale: Array, format: Format) -> Array:
+    """8-bit scales as their bits, which can be padded."""
+    if scale.dtype not in (format.scale_dtype, jnp.uint8):
+        raise ValueError(
+            f"from_integers: scale is {scale.dtype}, but the format has {format.scale} scales, "
+            f"{format.scale_dtype} or their bits, uint8; cast it, or leave scale out of the format."
+        )
+    return codes_of(scale)
+
+
+def _tensor_scale(given: Any, lead: tuple[int, ...], format: Format) -> Array | None:
+    """The tensor scale of each matrix, float32."""
+    if (given is not None) != format.has_tensor_scale:
+        raise ValueError(
+            f"from_integers: format.scale is {format.scale!r}, but tensor_scale is "
+            f"{'missing' if given is None else 'given'}; make the two agree."
+        )
+    if given is None:
+        return None
+    found = checks.array("from_integers", "tensor_scale", given, "floats (...)")
+    if found.shape not in ((), lead) or not jnp.issubdtype(found.dtype, jnp.floating):
+        raise ValueError(
+            f"from_integers: tensor_scale is {checks.brief(found)}, but it is one float, or floats "
+            f"of shape {lead}, one for each matrix."
+        )
+    found = found.astype(jnp.float32)
+    checks.finite("from_integers", "tensor_scale", found, "no weight comes of them. Repair them")
+    return jnp.broadcast_to(found, lead)
 
 
 def _counts(values: Any, format: Format) -> Any:

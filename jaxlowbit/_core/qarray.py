@@ -68,6 +68,11 @@ def to_qarray(array: Any) -> Any:
             "to_qarray: the format has a codebook, but a QArray is made of integers here; "
             "quantize to integers, or hand on the floats of dequantize()."
         )
+    if format.scale is not None:
+        raise ValueError(
+            f"to_qarray: the format has {format.scale} scales, but a QArray is made with wider "
+            "ones here; hand on the floats of dequantize()."
+        )
     if format.zero == "float":
         raise ValueError(
             "to_qarray: the format has a float zero, but a QArray holds integer zero points; "

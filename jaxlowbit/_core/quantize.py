@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from . import checks, explicit, layout, padding, permutations, scales
 from .array import QuantizedArray
+from .dequantize import floats_of
 from .dtypes import FLOATS
 from .format import Format, as_format
 from .sharding import partition_spec
@@ -42,7 +43,8 @@ def quantize(
       `"int8"`, `"int3-g64"`, `"int4-channel"`, `"uint4"`, `"nf4"` or `"e4m3"`.
     - `method`: how scales are chosen; None for `"mse"` below 4 bits, where extremes waste most of
       the few values, and `"absmax"` from 4 bits on.
-    - `scale_dtype`: float32, bfloat16 or float16; None for the dtype of `weight`.
+    - `scale_dtype`: float32, bfloat16 or float16; None for the dtype of `weight`, and for 8-bit
+      scales, whose dtype the format names.
     - `shards`: the number of equal parts (of k, of n) into which devices will cut the matrix. Each
       part is padded on its own to whole atoms (64) and groups, and groups start anew in each. Parts
       of n that are a multiple of 64, and of k that are one of 64 and of the group size, need no
@@ -69,9 +71,7 @@ def quantize(
     if method is None:
         method = "mse" if format.bits < 4 else "absmax"
     weight = checks.array("quantize", "weight", weight, "floats (..., k, n)")
-    scale_dtype = checks.dtype(
-        "quantize", "scale_dtype", weight.dtype if scale_dtype is None else scale_dtype
-    )
+    scale_dtype = _scale_dtype(scale_dtype, format, weight)
     _check(weight, format, method, scale_dtype)
     shards = checks.shard_counts("quantize", shards)
     checks.shards("quantize", weight.shape, shards)
@@ -84,8 +84,20 @@ def quantize(
     if mesh is not None:
         run = explicit.automatic(run, mesh, _specs(run, weight, permutation, mesh))
     array = run(weight, permutation)
-    _check_scale(array.scale, weight, scale_dtype)
+    _check_scale(array, weight, scale_dtype)
     return array
+
+
+def _scale_dtype(given: Any, format: Format, weight: Array) -> Any:
+    """The dtype in which scales are rounded."""
+    if given is not None and format.scale is not None:
+        raise ValueError(
+            f"quantize: scale_dtype is {checks.brief(given)}, but the format has {format.scale} "
+            "scales; leave scale_dtype out, or scale out of the format."
+        )
+    if format.scale is not None:
+        return format.scale_dtype
+    return checks.dtype("quantize", "scale_dtype", weight.dtype if given is None else given)
 
 
 # One program: run operation by operation, it would hold several float32 copies of the weight.
@@ -111,6 +123,10 @@ def _quantize(
     pad = [(0, 0)] * len(lead) + [(0, groups * size - k), (0, 0)]
     grouped = jnp.pad(weight.astype(jnp.float32), pad, mode="edge")
     grouped = grouped.reshape(*lead, groups, size, n)
+    tensor_scale = None
+    if format.has_tensor_scale:
+        tensor_scale = scales.of_tensor(grouped, format)
+        grouped = scales.ratio(grouped, tensor_scale[..., None, None, None])
     if method == "absmax":
         scale, zero = scales.extremes(grouped, format, scale_dtype)
     else:
@@ -122,13 +138,14 @@ def _quantize(
     qvalue = qvalue.reshape(*lead, groups * size, n)[..., :k, :]
     return QuantizedArray.from_packed_groups(
         qvalue,
-        scale,
+        scales.stored(scale, format),
         zero,
         format=format,
         k=shape[-2],
         n=shape[-1],
         shards=shards,
         permutation=permutation,
+        tensor_scale=tensor_scale,
     )
 
 
@@ -160,7 +177,8 @@ def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None
             f"quantize: weight has shape {weight.shape}, but a matrix (..., k, n) with k and n "
             "from 1 is needed; reshape it."
         )
-    for name, dtype in (("weight", weight.dtype), ("scale_dtype", scale_dtype)):
+    wide = {} if format.scale is not None else {"scale_dtype": scale_dtype}
+    for name, dtype in ({"weight": weight.dtype} | wide).items():
         if dtype not in FLOATS:
             raise ValueError(
                 f"quantize: {name} is {dtype}, but it is float32, bfloat16 or float16; cast it, or "
@@ -175,19 +193,31 @@ def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None
     checks.finite("quantize", "weight", weight, "no scale covers them. Clean the weight first")
 
 
-def _check_scale(scale: Array, weight: Array, scale_dtype: Any) -> None:
-    if isinstance(scale, Tracer):
+def _check_scale(array: QuantizedArray, weight: Array, scale_dtype: Any) -> None:
+    if isinstance(array.scale, Tracer):
         return
+    scale, unit = floats_of(array.scale, array.format)
+    scale = scale if unit is None else scale * unit
     if not jnp.isfinite(scale).all():
         raise ValueError(
             f"quantize: weights up to {_largest(weight):g} span a range beyond that of "
             f"{scale_dtype} scales; use scale_dtype=jnp.float32, or smaller weights."
         )
-    if weight.dtype == jnp.float16:  # whose values are multiples of the least scale
-        return
+    if weight.dtype == jnp.float16 and array.format.scale is None:
+        return  # its values are multiples of the least scale
     least = scales.least(scale_dtype)
     least_ones, others = (jnp.sum(x, axis=(-3, -2, -1)) for x in (scale == least, scale > least))
     lost = np.asarray(least_ones > others)
+    if lost.any() and array.tensor_scale is not None:
+        raise ValueError(
+            f"quantize: the largest weight, {_largest(weight[lost]):g}, is so far from the others "
+            f"that most of its groups need scales below {least:g}, the least of {scale_dtype}, "
+            "beside its tensor scale; use a format of more range, such as 'mxfp4', or clip it."
+        )
+    if array.tensor_scale is not None:
+        scale_dtype = jnp.dtype("float32")
+        least = scales.least(scale_dtype)
+        lost = np.asarray(array.tensor_scale == least)
     if lost.any():
         wider = "use scale_dtype=jnp.float32, or " if scale_dtype == jnp.float16 else ""
         raise ValueError(

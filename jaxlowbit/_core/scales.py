@@ -1,8 +1,10 @@
 """Scales and zeros that fit a format to groups of values, and the quantized values they give.
 
-Values are float32 (..., groups, size, n); scales and zeros are (..., groups, n).
+Values are float32 (..., groups, size, n); scales and zeros are (..., groups, n). Scales of 8 bits
+are numbers of their dtype in float32 here, until `stored` makes them such.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -10,14 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .codebooks import nearest
+from .codebooks import EVEN, nearest
 from .dequantize import numbers_of
-from .format import Format
+from .format import SCALES, Format
 
 # Bounds between numbers of a codebook that are compared with one by one; more of them are searched.
 _MOST_COMPARED = 15
 # The ranges that `least_squares` tries besides the full one, as parts of it: 0.97 to 0.15.
 _PARTS = (0.97 ** np.arange(1, 64)).astype(np.float32)
+# Those of scales that are powers of two, the next ones.
+_POWERS = np.array([2, 0.5], np.float32)
+_E8M0, _E4M3 = SCALES["e8m0"], SCALES["e4m3"]
 
 
 def extremes(grouped: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
@@ -43,7 +48,7 @@ def least_squares(
     def error(scale: Array, zero: Array | None) -> Array:
         exact, rounded = _steps(grouped, scale, zero, format)
         # Units of the widest scale keep squares from overflowing and from vanishing.
-        units = _rows(_ratio(scale.astype(jnp.float32), full[0]))
+        units = _rows(ratio(scale.astype(jnp.float32), full[0]))
         missed = jnp.where(counts, (rounded - exact) * units, 0)
         return jnp.sum(missed * missed, axis=-2)
 
@@ -53,22 +58,41 @@ def least_squares(
         better = found[0] < best[0]
         return jax.tree.map(lambda new, old: jnp.where(better, new, old), found, best), None
 
-    (_, scale, zero), _ = lax.scan(try_part, (error(*full), *full), jnp.asarray(_PARTS))
+    parts = _POWERS if dtype == _E8M0 else _PARTS
+    (_, scale, zero), _ = lax.scan(try_part, (error(*full), *full), jnp.asarray(parts))
     return scale, zero
 
 
 def qvalue(grouped: Array, scale: Array, zero: Array | None, format: Format) -> Array:
     """The quantized values, uint8, that are nearest with these scales and zeros."""
     if format.codebook is not None:
-        return _nearest(_ratio(grouped, scale[..., None, :]), format)
+        return _nearest(ratio(grouped, scale[..., None, :]), format)
     _, rounded = _steps(grouped, scale, zero, format)
     return (rounded - _least_step(zero, format)).astype(jnp.uint8)
 
 
+def of_tensor(grouped: Array, format: Format) -> Array:
+    """The tensor scale (...) of matrices: the largest group gets the largest scale."""
+    reach = jnp.max(jnp.abs(grouped), axis=(-3, -2, -1))
+    most = float(np.abs(_numbers(format)).max()) * float(jnp.finfo(_E4M3).max)
+    return jnp.where(reach > 0, jnp.maximum(reach / most, least(jnp.float32)), 1.0)
+
+
+def stored(scale: Array, format: Format) -> Array:
+    """Scales in their dtype; those that are powers of two by their exponents."""
+    if format.scale == "e8m0":
+        code = (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
+        return lax.bitcast_convert_type(code, _E8M0)
+    return scale if format.scale is None else scale.astype(format.scale_dtype)
+
+
 def least(dtype: Any) -> float:
-    """The least scale; subnormal in float16 alone, as float32 units flush those of the others."""
+    """The least scale; subnormal where float32 units do not flush it."""
+    if dtype == _E8M0:
+        return 2.0**-126
     info = jnp.finfo(dtype)
-    return float(info.smallest_subnormal if dtype == jnp.float16 else info.smallest_normal)
+    wide = dtype in (jnp.float16, _E4M3)
+    return float(info.smallest_subnormal if wide else info.smallest_normal)
 
 
 def zero_qvalue(scale: Array, zero: Array | None, format: Format) -> Array:
@@ -78,7 +102,7 @@ def zero_qvalue(scale: Array, zero: Array | None, format: Format) -> Array:
         return jnp.full((1,) * scale.ndim, least, jnp.uint8)
     if format.zero == "integer":
         return zero
-    steps = jnp.nan_to_num(_ratio(-zero.astype(jnp.float32), scale))
+    steps = jnp.nan_to_num(ratio(-zero.astype(jnp.float32), scale))
     return jnp.clip(jnp.round(steps), 0, 2**format.bits - 1).astype(jnp.uint8)
 
 
@@ -86,7 +110,7 @@ def _steps(grouped: Array, scale: Array, zero: Array | None, format: Format) -> 
     """Values in units of their scale: as they are, and rounded to a quantized value."""
     if zero is not None and format.zero == "float":
         grouped = grouped - _rows(zero)
-    exact, lowest = _ratio(grouped, scale[..., None, :]), _least_step(zero, format)
+    exact, lowest = ratio(grouped, scale[..., None, :]), _least_step(zero, format)
     if format.codebook is not None:
         return exact, numbers_of(_nearest(exact, format), format)
     return exact, jnp.clip(jnp.round(exact), lowest, lowest + (2**format.bits - 1))
@@ -97,7 +121,7 @@ def _nearest(exact: Array, format: Format) -> Array:
     smaller number's; of 8-bit floats, that of the even mantissa."""
     if (dtype := format.float_dtype) is not None:
         return lax.bitcast_convert_type(rounded(exact, dtype).astype(dtype), jnp.uint8)
-    bounds, codes = nearest(format.values)
+    bounds, codes = nearest(format.values, format.codebook in EVEN)
     method = "compare_all" if len(bounds) <= _MOST_COMPARED else "scan_unrolled"
     found = jnp.searchsorted(jnp.asarray(bounds), exact, method=method)
     return jnp.asarray(codes).at[found].get(mode="promise_in_bounds")
@@ -118,7 +142,7 @@ def _least_number(format: Format) -> int:
     return int(np.nanargmin(np.abs(np.array(format.values, np.float32))))
 
 
-def _ratio(values: Array, scale: Array) -> Array:
+def ratio(values: Array, scale: Array) -> Array:
     """Values divided by scales. XLA takes reciprocals, which beyond 2^126 would be flushed to 0."""
     scale = scale.astype(jnp.float32)
     smaller = jnp.where(scale > 1, 2.0**-8, 1.0)
@@ -141,9 +165,10 @@ def _range(grouped: Array, format: Format) -> tuple[Array, Array]:
 
 def _reach(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
     """The scale and zero with which quantized values cover `low` to `high`."""
+    if dtype == _E8M0:
+        return _power_of_two(low, high, format), None
     if format.codebook is not None:
-        numbers = np.array(format.values, np.float32)
-        numbers = numbers[np.isfinite(numbers)]
+        numbers = _numbers(format)
         # A side that the codebook lacks is clipped whatever the scale.
         below = -low / -numbers.min() if numbers.min() < 0 else jnp.zeros_like(low)
         above = high / numbers.max() if numbers.max() > 0 else jnp.zeros_like(high)
@@ -153,10 +178,32 @@ def _reach(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, 
         return _scale(jnp.maximum(-low, high), levels // 2, dtype), None
     if format.zero == "integer":
         scale = _scale(high - low, levels, dtype)
-        zero = jnp.clip(jnp.round(_ratio(-low, scale)), 0, levels)
+        zero = jnp.clip(jnp.round(ratio(-low, scale)), 0, levels)
         return scale, zero.astype(jnp.uint8)
     zero = _round(low, dtype, down=True)
     return _scale(high - zero.astype(jnp.float32), levels, dtype), zero
+
+
+def _numbers(format: Format) -> np.ndarray:
+    """The finite numbers that quantized values stand for, in units of a scale, without a zero."""
+    if format.codebook is None:
+        return np.arange(-format.offset, format.offset, dtype=np.float32)
+    numbers = np.array(format.values, np.float32)
+    return numbers[np.isfinite(numbers)]
+
+
+def _power_of_two(low: Array, high: Array, format: Format) -> Array:
+    """The scale that brings the largest value to the largest power of two among the numbers.
+
+    Values between the largest number and the next power of two are clipped to that number.
+    """
+    numbers = _numbers(format)
+    below = -low if numbers.min() < 0 else jnp.zeros_like(low)
+    reach = jnp.maximum(below, high if numbers.max() > 0 else below)
+    power = 2.0 ** math.floor(math.log2(numbers.max() if numbers.max() > 0 else -numbers.min()))
+    scale = jnp.clip(reach / power, least(_E8M0), 2.0**127)
+    bits = lax.bitcast_convert_type(scale, jnp.int32) >> 23 << 23
+    return jnp.where(reach > 0, lax.bitcast_convert_type(bits, jnp.float32), 1.0)
 
 
 def _rows(values: Array) -> Array:
@@ -164,8 +211,10 @@ def _rows(values: Array) -> Array:
 
 
 def _scale(extent: Array, steps: int, dtype: Any) -> Array:
-    """The smallest scale of `dtype` with which `steps` steps cover `extent`; 1 for no extent."""
-    scale = _round(jnp.maximum(extent / steps, least(dtype)), dtype, down=False)
+    """The smallest scale of `dtype` with which `steps` steps cover `extent`; 1 for no extent. Of 8
+    bits the nearest, as a step to the next one is an eighth."""
+    scale = jnp.maximum(extent / steps, least(dtype))
+    scale = rounded(scale, dtype) if dtype == _E4M3 else _round(scale, dtype, down=False)
     return jnp.where(extent > 0, scale, jnp.ones_like(scale))
 
 

@@ -94,7 +94,10 @@ def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) ->
     groups = jax.P(*lead, n, k if own.groups else None, None)
     zero = None if array.zero is None else groups
     order = None if array.permutation is None else jax.P(*lead, k if own.order else None)
-    leaves = (jax.P(*lead, n, k, None), groups, zero, None, order, jax.P(*lead))
+    matrix = jax.P(*lead)
+    leaves = (jax.P(*lead, n, k, None), groups, zero, None, order, matrix)
+    if array.format.has_tensor_scale:
+        leaves = (*leaves, matrix)
     return QuantizedArray.tree_unflatten(array.tree_flatten()[1], leaves)
 
 

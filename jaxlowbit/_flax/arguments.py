@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._core import checks
+from .._core.activations import value_dtype
 
 _SIZE = "a number of features, an integer from 1 to 2**31 - 1"
 _FUNCTIONS = ("kernel_init", "bias_init", "embedding_init", "promote_dtype")
@@ -30,6 +31,14 @@ def check_options(layer: Any, *names: str, **options: Any) -> None:
             checks.boolean(caller, name, value)
         elif value is not None or name == "param_dtype":
             checks.compute_dtype(caller, name, value)
+
+
+def activation_dtype(caller: str, value: Any) -> Any:
+    """A dtype of quantized activations, or None.
+
+    **Raises:** `TypeError` for what names no dtype, `ValueError` for another one.
+    """
+    return None if value is None else value_dtype(caller, "activation_dtype", value)
 
 
 def sizes(caller: str, name: str, value: Any) -> tuple[int, ...]:

@@ -95,7 +95,9 @@ def _grows(layer: Candidate, format: Format, shards: Shards) -> bool:
     zero = {"none": 0, "integer": 1, "float": layer.itemsize}[format.zero]
     words = 4 * math.prod(layout.packed_shape(k, n, format.bits))
     groups = math.prod(layout.groups_shape(k, n, format.group_size))
-    return layer.matrices * (words + groups * (layer.itemsize + zero) + 4) >= layer.nbytes
+    scale = layer.itemsize if format.scale is None else 1
+    others = 8 if format.has_tensor_scale else 4  # the layout's version is one of them
+    return layer.matrices * (words + groups * (scale + zero) + others) >= layer.nbytes
 
 
 def is_table(path: str, shape: Any) -> bool:

@@ -28,8 +28,3 @@ def lookup(table: QuantizedArray, tokens: Array, dtype: Any) -> Array:
     if table.n == 1:  # as in Flax, the only embedding is that of any token
         tokens = jnp.zeros_like(tokens)
     return take_columns(table, tokens, dtype)
-
-
-def stand_in(table: QuantizedArray) -> Array:
-    """A scalar of the dtype of a table, to be promoted in its place."""
-    return jnp.zeros((), table.dtype)

@@ -102,6 +102,7 @@ class Equation:
         kernel: QuantizedArray,
         preferred_element_type: Any = None,
         bias: Array | None = None,
+        activation_dtype: Any = None,
     ) -> Array:
         """The result of the equation. A bias, of `bias_shape`, is added before it is rounded."""
         extra = inputs.ndim - sum(x != "..." for x in self.inputs)
@@ -117,7 +118,8 @@ class Equation:
             names = [x for x in self.out if x in self.kernel]
             order = [names.index(x) for x in (*self._batch, *self._features)]
             bias = bias.reshape(self.bias_shape).transpose(order)
-        out = self.axes.multiply(inputs, kernel, batch, contracted, preferred_element_type, bias)
+        options = (preferred_element_type, bias, activation_dtype)
+        out = self.axes.multiply(inputs, kernel, batch, contracted, *options)
         rows = tuple(x for x in labels if x not in self.kernel)
         found = (*self._batch, *rows, *self._features)
         return out.transpose([found.index(x) for x in _expand(self.out, extra)])

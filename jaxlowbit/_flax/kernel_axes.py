@@ -69,6 +69,7 @@ class KernelAxes:
         contracted: Sequence[int],
         preferred_element_type: Any = None,
         bias: Array | None = None,
+        activation_dtype: Any = None,
     ) -> Array:
         """The product (*batch, *rows, *features), like that of `jax.lax.dot_general`.
 
@@ -86,7 +87,11 @@ class KernelAxes:
         if bias is not None:
             bias = bias.reshape(*self.batch, -1)
         out = quantized_matmul(
-            lhs, kernel, bias=bias, preferred_element_type=preferred_element_type
+            lhs,
+            kernel,
+            bias=bias,
+            activation_dtype=activation_dtype,
+            preferred_element_type=preferred_element_type,
         )
         return out.reshape(*self.batch, *sizes, *self.features)
 

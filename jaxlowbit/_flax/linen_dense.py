@@ -14,7 +14,7 @@ from .._matmul.api import quantized_matmul
 from . import arguments
 from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of, packing_of
-from .weights import Packing, Shards
+from .weights import Packing, Shards, stand_in
 
 
 class QuantizedDense(nn.Module):
@@ -31,6 +31,8 @@ class QuantizedDense(nn.Module):
       its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which each call quantizes
+      its inputs, as that of `jaxlowbit.quantized_matmul`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
     its kernel, or with one of other sizes.
@@ -51,6 +53,7 @@ class QuantizedDense(nn.Module):
     kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
     bias_init: Callable[..., Any] = nn.initializers.zeros_init()
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype
+    activation_dtype: Any = None
 
     @nn.compact
     def __call__(self, inputs: Any) -> Array:
@@ -82,7 +85,8 @@ def dense(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Arr
     inputs = jnp.asarray(inputs)
     shape = (inputs.shape[-1], module.features)
     kernel = kernel_of(module, packing, dense_axes(module, shape))
-    # The scale stands in for the kernel, whose dtype it has.
-    inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
+    like = stand_in(kernel, module.param_dtype)
+    inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
     with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
-        return quantized_matmul(inputs, kernel, bias=bias)
+        dtype = packing.activation_dtype
+        return quantized_matmul(inputs, kernel, bias=bias, activation_dtype=dtype)

@@ -14,7 +14,7 @@ from . import arguments
 from .equation import Equation
 from .kernel_axes import KernelAxes
 from .linen_variables import initialise, kernel_of, packing_of
-from .weights import Packing, Shards
+from .weights import Packing, Shards, stand_in
 
 
 class QuantizedEinsum(nn.Module):
@@ -32,6 +32,8 @@ class QuantizedEinsum(nn.Module):
       its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which each call quantizes
+      its inputs, as that of `jaxlowbit.quantized_matmul`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, for other equations, and if applied to
     variables without its kernel, or with one of other sizes.
@@ -54,6 +56,7 @@ class QuantizedEinsum(nn.Module):
     bias_init: Callable[..., Any] = nn.initializers.zeros_init()
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype
     preferred_element_type: Any = None
+    activation_dtype: Any = None
 
     @nn.compact
     def __call__(self, inputs: Any) -> Array:
@@ -79,10 +82,11 @@ def einsum(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Ar
     """What `nn.Einsum` computes, with the kernel that `module` has in the collection."""
     equation = Equation.parse(module.einsum_str, module.shape)
     kernel = kernel_of(module, packing, equation.axes)
-    # The scale stands in for the kernel, whose dtype it has.
-    inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
+    like = stand_in(kernel, module.param_dtype)
+    inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
     with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
-        return equation.multiply(inputs, kernel, module.preferred_element_type, bias)
+        dtype = module.preferred_element_type
+        return equation.multiply(inputs, kernel, dtype, bias, packing.activation_dtype)
 
 
 def einsum_axes(layer: nn.Einsum, shape: tuple[int, ...]) -> KernelAxes:

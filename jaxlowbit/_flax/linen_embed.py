@@ -13,11 +13,11 @@ from .._core.array import QuantizedArray
 from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from . import arguments
-from .embedding import lookup, stand_in, tokens_of
+from .embedding import lookup, tokens_of
 from .kernel_axes import KernelAxes
 from .linen_errors import QueryWidthError
 from .linen_variables import initialise, kernel_of, packing_of
-from .weights import Packing, Shards
+from .weights import Packing, Shards, stand_in
 
 
 class QuantizedEmbed(nn.Module):
@@ -34,6 +34,8 @@ class QuantizedEmbed(nn.Module):
       its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the matrix, as for
       `jaxlowbit.quantize`.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which `attend` quantizes
+      its queries, as that of `jaxlowbit.quantized_matmul`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
     its table, or with one of other sizes.
@@ -54,6 +56,7 @@ class QuantizedEmbed(nn.Module):
     param_dtype: Any = jnp.float32
     embedding_init: Callable[..., Any] = nn.linear.default_embed_init
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype
+    activation_dtype: Any = None
 
     def setup(self) -> None:
         caller = type(self).__name__
@@ -92,7 +95,9 @@ def table_axes(layer: Any, shape: tuple[int, ...]) -> KernelAxes:
 def embed(module: Any, packing: Packing, inputs: Any) -> Array:
     """What `nn.Embed` computes, with the table that `module` has in the collection."""
     table = _table(module, packing)
-    (like,) = module.promote_dtype(stand_in(table), dtype=module.dtype, inexact=False)
+    (like,) = module.promote_dtype(
+        stand_in(table, module.param_dtype), dtype=module.dtype, inexact=False
+    )
     return lookup(table, tokens_of(inputs), like.dtype)
 
 
@@ -106,9 +111,10 @@ def attend(module: Any, packing: Packing, query: Any) -> Array:
             f"{caller}: {'.'.join(module.path) or 'the layer'} attends to queries "
             f"(..., {table.k}), but these have shape {shape}; pass queries of {table.k} features."
         )
-    query, _ = module.promote_dtype(query, stand_in(table), dtype=module.dtype)
+    like = stand_in(table, module.param_dtype)
+    query, _ = module.promote_dtype(query, like, dtype=module.dtype)
     with checks.within(caller, lhs="query", rhs="the table"):
-        return quantized_matmul(query, table)
+        return quantized_matmul(query, table, activation_dtype=packing.activation_dtype)
 
 
 def _table(module: Any, packing: Packing) -> QuantizedArray:

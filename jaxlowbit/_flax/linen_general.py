@@ -14,7 +14,7 @@ from .._core.format import Format
 from . import arguments
 from .kernel_axes import KernelAxes, as_tuple, check_batch, positions
 from .linen_variables import initialise, kernel_of, packing_of
-from .weights import Packing, Shards
+from .weights import Packing, Shards, stand_in
 
 
 class QuantizedDenseGeneral(nn.Module):
@@ -31,6 +31,8 @@ class QuantizedDenseGeneral(nn.Module):
       its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which each call quantizes
+      its inputs, as that of `jaxlowbit.quantized_matmul`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, for axes that the inputs have not,
     and if applied to variables without its kernel, or with one of other sizes.
@@ -53,6 +55,7 @@ class QuantizedDenseGeneral(nn.Module):
     kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
     bias_init: Callable[..., Any] = nn.initializers.zeros_init()
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype
+    activation_dtype: Any = None
 
     @nn.compact
     def __call__(self, inputs: Any) -> Array:
@@ -81,11 +84,18 @@ def dense_general(module: Any, packing: Packing, bias: Array | None, inputs: Any
     inputs = jnp.asarray(inputs)
     axes = _axes(module, inputs)
     kernel = kernel_of(module, packing, axes)
-    # The scale stands in for the kernel, whose dtype it has.
-    inputs, _, bias = module.promote_dtype(inputs, kernel.scale, bias, dtype=module.dtype)
+    like = stand_in(kernel, module.param_dtype)
+    inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
     with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
         contracted = positions(as_tuple(module.axis), inputs.ndim)
-        return axes.multiply(inputs, kernel, range(len(axes.batch)), contracted, bias=bias)
+        return axes.multiply(
+            inputs,
+            kernel,
+            range(len(axes.batch)),
+            contracted,
+            bias=bias,
+            activation_dtype=packing.activation_dtype,
+        )
 
 
 def general_axes(layer: nn.DenseGeneral, shape: tuple[int, ...]) -> KernelAxes:

@@ -18,7 +18,7 @@ from .linen_einsum import check_einsum, einsum, einsum_axes
 from .linen_embed import attend, embed, table_axes
 from .linen_general import dense_general, general_axes
 from .linen_variables import kernel_of
-from .weights import Packing
+from .weights import Packing, stand_in
 
 
 class Kind(NamedTuple):
@@ -154,10 +154,11 @@ def _kind_of_other(layer: Any, other: EinsumLayer, args: Any) -> Kind:
             )
         kernel = kernel_of(layer, packing, parsed.axes, name)
         bias = layer.get_variable("params", other.bias) if other.bias else None
-        operands = (jnp.asarray(args[other.inputs]), kernel.scale, nn.unbox(bias))
+        like = stand_in(kernel, getattr(layer, "param_dtype", None))
+        operands = (jnp.asarray(args[other.inputs]), like, nn.unbox(bias))
         dtype = getattr(layer, "dtype", None)
         inputs, _, bias = promote_dtype(*operands, dtype=dtype)
-        return parsed.multiply(inputs, kernel, None, bias)
+        return parsed.multiply(inputs, kernel, None, bias, packing.activation_dtype)
 
     return Kind(
         type(layer),

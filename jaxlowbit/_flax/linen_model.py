@@ -21,7 +21,15 @@ from .linen_quantized import QuantizedModel, quantized_of
 from .linen_variables import COLLECTION, quantized, value_of
 from .refusals import inner, not_a_model, refuse, refuse_nothing
 from .report import LayerReport, QuantizationReport, Rest, nbytes_of
-from .rules import Keep, Rules, ShardRules, choose, choose_shards
+from .rules import (
+    ActivationRules,
+    Keep,
+    Rules,
+    ShardRules,
+    choose,
+    choose_activations,
+    choose_shards,
+)
 from .weights import Packing, abstract, check_values
 
 
@@ -33,6 +41,7 @@ def quantize_model(
     layers: Sequence[EinsumLayer | EinsumParameter] = (),
     keep: Keep = (),
     shards: ShardRules = (1, 1),
+    activation_dtype: ActivationRules = None,
     donate: bool = False,
     **kwargs: Any,
 ) -> tuple[QuantizedModel, dict[str, Any], QuantizationReport]:
@@ -61,6 +70,9 @@ def quantize_model(
     - `keep`: a regular expression, or several, of layers that stay in floats beside those.
     - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
       `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which all quantized layers
+      but embeddings quantize their inputs in each call, as `jaxlowbit.quantized_matmul` does; or a
+      mapping of such regular expressions, on the paths of quantized layers, to one of these.
     - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
       the given variables one layer exists twice at most. They are of no use after that.
 
@@ -106,10 +118,12 @@ def quantize_model(
             for path, layer, decision in zip(paths, found.values(), decisions, strict=True)
         ]
     )
+    named = [layer.kind.named for layer in found.values()]
+    dtypes = choose_activations(activation_dtype, paths, decisions, named)
     decided = dict(zip(found, decisions, strict=True))
     chosen = {
-        path: Packing(decision.format, part)
-        for (path, decision), part in zip(decided.items(), parts, strict=True)
+        path: Packing(decision.format, part, activation_dtype=dtype)
+        for (path, decision), part, dtype in zip(decided.items(), parts, dtypes, strict=True)
         if decision.format
     }
     refuse(
@@ -134,7 +148,8 @@ def quantize_model(
         stored |= arrays
         dtype = getattr(layer.module, "dtype", None) or kernel.dtype
         matrix = layer.kind.axes(layer.module, weight.shape).matrix
-        reports.append(LayerReport.quantized(name, weight, kernel, dtype, matrix))
+        options = dtype, matrix, chosen[path].activation_dtype
+        reports.append(LayerReport.quantized(name, weight, kernel, *options))
         if donate and isinstance(weight, jax.Array):
             weight.delete()
     collections = {
@@ -157,6 +172,11 @@ def quantize_model(
             (path, (found[path].kind.key(path), raw))
             for path in chosen
             if (raw := found[path].raw) is not None
+        ),
+        tuple(
+            (path, packing.activation_dtype)
+            for path, packing in chosen.items()
+            if packing.activation_dtype is not None
         ),
     )
     report = rest.report(reports, by_rule)

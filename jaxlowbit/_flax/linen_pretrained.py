@@ -13,7 +13,7 @@ from .linen_model import quantize_model
 from .linen_quantized import QuantizedModel
 from .linen_variables import COLLECTION
 from .report import QuantizationReport
-from .rules import Keep, Rules, ShardRules
+from .rules import ActivationRules, Keep, Rules, ShardRules
 
 
 def quantize_pretrained(
@@ -23,6 +23,7 @@ def quantize_pretrained(
     layers: Sequence[EinsumLayer | EinsumParameter] = (),
     keep: Keep = (),
     shards: ShardRules = (1, 1),
+    activation_dtype: ActivationRules = None,
     **kwargs: Any,
 ) -> QuantizationReport:
     """Quantizes a `FlaxPreTrainedModel` of transformers, in place.
@@ -34,8 +35,8 @@ def quantize_pretrained(
     **Arguments:**
 
     - `model`: the model, with its parameters.
-    - `rules`, `layers`, `keep`, `shards`: as for `quantize_model`. Paths are those of the module
-      inside, such as `model.layers.0.mlp.up_proj`.
+    - `rules`, `layers`, `keep`, `shards`, `activation_dtype`: as for `quantize_model`. Paths are
+      those of the module inside, such as `model.layers.0.mlp.up_proj`.
     - `args`, `kwargs`: what the model is called with; such a call, without computing, finds layers.
 
     **Returns:** a `QuantizationReport`, a table when printed.
@@ -61,8 +62,9 @@ def quantize_pretrained(
             "quantize_model(module, variables, rules, inputs)."
         )
     variables, args, kwargs = _applied(model, module, args, kwargs)
+    options: Any = {"layers": layers, "keep": keep, "shards": shards}
     quantized, variables, report = quantize_model(
-        module, variables, rules, *args, layers=layers, keep=keep, shards=shards, **kwargs
+        module, variables, rules, *args, activation_dtype=activation_dtype, **options, **kwargs
     )
     params = {**variables["params"], COLLECTION: variables[COLLECTION]}
     model._module = _Module(quantized)

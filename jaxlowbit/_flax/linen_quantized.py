@@ -41,6 +41,7 @@ class QuantizedModel:
     equations: tuple[tuple[Path, tuple[str, tuple[int, ...]]], ...] = ()
     layers: tuple[EinsumLayer, ...] = ()
     parameters: tuple[tuple[Path, tuple[Path, Equation]], ...] = ()
+    activation_dtypes: tuple[tuple[Path, Any], ...] = ()
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with the same arguments, on the quantized variables.
@@ -115,8 +116,11 @@ class QuantizedModel:
     @property
     def _packings(self) -> dict[Path, Packing]:
         shards, sizes, equations = dict(self.shards), dict(self.sizes), dict(self.equations)
+        dtypes = dict(self.activation_dtypes)
         return {
-            path: Packing(format, shards[path], sizes.get(path), equations.get(path))
+            path: Packing(
+                format, shards[path], sizes.get(path), equations.get(path), dtypes.get(path)
+            )
             for path, format in self.formats
         }
 
@@ -129,9 +133,8 @@ class QuantizedModel:
             held = {name[-1]: x for name, x in arrays.items() if name[:-1] == path}
             name = ".".join(key)
             paths[name] = key
-            views[name] = WeightView.of(
-                held_kernel(name, held, packings[path], equation.axes), equation
-            )
+            kernel = held_kernel(name, held, packings[path], equation.axes)
+            views[name] = WeightView.of(kernel, equation, packings[path].activation_dtype)
 
         def compute(floats: Mapping[str, Any]) -> Any:
             out = apply({paths[name]: value for name, value in floats.items()})
@@ -188,7 +191,7 @@ class QuantizedModel:
             size = len(path)
             return tuple((key[size:], x) for key, x in entries if key[:size] == path)
 
-        names = ("formats", "shards", "sizes", "equations")
+        names = ("formats", "shards", "sizes", "equations", "activation_dtypes")
         parts = {name: below(getattr(self, name)) for name in names}
         return dataclasses.replace(self, module=module, **parts)
 

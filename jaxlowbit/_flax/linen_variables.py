@@ -13,7 +13,7 @@ from flax.linen.spmd import logical_to_mesh_axes
 from .._core import checks, layout
 from .._core.array import LEAVES, QuantizedArray
 from .._core.format import as_format
-from .arguments import check_options
+from . import arguments
 from .kernel_axes import KernelAxes, as_tuple
 from .linen_errors import KernelNotFoundError, KernelShapeError
 from .refusals import inner
@@ -113,8 +113,12 @@ def packing_of(module: Any, *options: str) -> Packing:
     these names that are none.
     """
     name = type(module).__name__
-    check_options(module, "dtype", "param_dtype", "promote_dtype", *options)
-    return Packing(as_format(name, module.format), checks.shard_counts(name, module.shards))
+    arguments.check_options(module, "dtype", "param_dtype", "promote_dtype", *options)
+    return Packing(
+        as_format(name, module.format),
+        checks.shard_counts(name, module.shards),
+        activation_dtype=arguments.activation_dtype(name, module.activation_dtype),
+    )
 
 
 def initialise(module: Any, packing: Packing, weight: Callable[[], Any], axes: KernelAxes) -> None:

@@ -17,7 +17,7 @@ from .kernel_axes import place
 from .nnx_linear import default_bias_init, default_kernel_init
 from .nnx_variables import QuantizedModule, check_replaceable
 from .sharding import Entries
-from .weights import Shards
+from .weights import Shards, stand_in
 
 
 class QuantizedEinsum(QuantizedModule):
@@ -35,6 +35,8 @@ class QuantizedEinsum(QuantizedModule):
       its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which each call quantizes
+      its inputs, as that of `jaxlowbit.quantized_matmul`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and for other equations.
 
@@ -52,6 +54,7 @@ class QuantizedEinsum(QuantizedModule):
         *,
         format: Format | str,
         shards: Shards = (1, 1),
+        activation_dtype: Any = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Callable[..., Any] = default_kernel_init,
@@ -63,6 +66,7 @@ class QuantizedEinsum(QuantizedModule):
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
         caller = type(self).__name__
+        self.activation_dtype = arguments.activation_dtype(caller, activation_dtype)
         arguments.check_options(
             self,
             dtype=dtype,
@@ -95,7 +99,11 @@ class QuantizedEinsum(QuantizedModule):
 
     @classmethod
     def from_einsum(
-        cls, einsum: nnx.Einsum, format: Format | str, shards: Shards = (1, 1)
+        cls,
+        einsum: nnx.Einsum,
+        format: Format | str,
+        shards: Shards = (1, 1),
+        activation_dtype: Any = None,
     ) -> "QuantizedEinsum":
         """The layer that quantizes the kernel of `einsum` and shares its bias variable.
 
@@ -116,6 +124,7 @@ class QuantizedEinsum(QuantizedModule):
             tuple(einsum.kernel_shape),
             format=format,
             shards=shards,
+            activation_dtype=activation_dtype,
             dtype=einsum.dtype,
             param_dtype=einsum.param_dtype,
             kernel_init=lambda *_: einsum.kernel,
@@ -164,12 +173,13 @@ class QuantizedEinsum(QuantizedModule):
             )
         kernel = self._single_kernel(ndim=2 + len(axes.batch))
         bias = None if self.bias is None else self.bias.get_value()
-        # The scale stands in for the kernel, whose dtype it has.
-        inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
+        like = stand_in(kernel, self.param_dtype)
+        inputs, _, bias = self.promote_dtype((inputs, like, bias), dtype=self.dtype)
 
         def product(inputs: Array, operands: Any) -> Array:
             kernel, bias = operands
-            return equation.multiply(inputs, kernel, self.preferred_element_type, bias)
+            dtype = self.preferred_element_type
+            return equation.multiply(inputs, kernel, dtype, bias, self.activation_dtype)
 
         with checks.within(caller, lhs="inputs", rhs="the kernel"):
             return place(product, inputs, (kernel, bias), out_sharding)

@@ -13,11 +13,11 @@ from .._core import checks
 from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from . import arguments
-from .embedding import lookup, stand_in, tokens_of
+from .embedding import lookup, tokens_of
 from .kernel_axes import place
 from .nnx_variables import QuantizedModule, check_replaceable
 from .sharding import Entries
-from .weights import Shards
+from .weights import Shards, stand_in
 
 default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
@@ -36,6 +36,8 @@ class QuantizedEmbed(QuantizedModule):
       its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the matrix, as for
       `jaxlowbit.quantize`.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which `attend` quantizes
+      its queries, as that of `jaxlowbit.quantized_matmul`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does.
 
@@ -52,6 +54,7 @@ class QuantizedEmbed(QuantizedModule):
         *,
         format: Format | str,
         shards: Shards = (1, 1),
+        activation_dtype: Any = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         embedding_init: Callable[..., Any] = default_embed_init,
@@ -60,6 +63,7 @@ class QuantizedEmbed(QuantizedModule):
         embedding_metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
         caller = type(self).__name__
+        self.activation_dtype = arguments.activation_dtype(caller, activation_dtype)
         num_embeddings = arguments.size(caller, "num_embeddings", num_embeddings)
         features = arguments.size(caller, "features", features)
         arguments.check_options(
@@ -76,13 +80,17 @@ class QuantizedEmbed(QuantizedModule):
         self._store(table, format, shards)
         self.num_embeddings = num_embeddings
         self.features = features
-        self.dtype = dtype or self.scale.get_value().dtype
+        self.dtype = dtype or stand_in(self.kernel, param_dtype).dtype
         self.param_dtype = param_dtype
         self.promote_dtype = promote_dtype
 
     @classmethod
     def from_embed(
-        cls, embed: nnx.Embed, format: Format | str, shards: Shards = (1, 1)
+        cls,
+        embed: nnx.Embed,
+        format: Format | str,
+        shards: Shards = (1, 1),
+        activation_dtype: Any = None,
     ) -> "QuantizedEmbed":
         """The layer that quantizes the table of `embed`.
 
@@ -102,6 +110,7 @@ class QuantizedEmbed(QuantizedModule):
             embed.features,
             format=format,
             shards=shards,
+            activation_dtype=activation_dtype,
             dtype=embed.dtype,
             param_dtype=embed.param_dtype,
             embedding_init=lambda *_: embed.embedding,
@@ -127,7 +136,9 @@ class QuantizedEmbed(QuantizedModule):
         NaN, as in `nnx.Embed`. `out_sharding` is that of the result, on a mesh with Explicit axes.
         """
         table = self._single_kernel()
-        (like,) = self.promote_dtype((stand_in(table),), dtype=self.dtype, inexact=False)
+        (like,) = self.promote_dtype(
+            (stand_in(table, self.param_dtype),), dtype=self.dtype, inexact=False
+        )
 
         def look(inputs: Any, table: Any) -> Array:
             return lookup(table, inputs, like.dtype)
@@ -145,9 +156,12 @@ class QuantizedEmbed(QuantizedModule):
         table = self._single_kernel()
         query = arguments.activations(caller, "query", query)
         arguments.check_width(caller, "query", query, table.shape[-2])
-        query, _ = self.promote_dtype((query, stand_in(table)), dtype=self.dtype)
+        like = stand_in(table, self.param_dtype)
+        query, _ = self.promote_dtype((query, like), dtype=self.dtype)
         with checks.within(caller, lhs="query", rhs="the table"):
-            return quantized_matmul(query, table, out_sharding=out_sharding)
+            return quantized_matmul(
+                query, table, activation_dtype=self.activation_dtype, out_sharding=out_sharding
+            )
 
 
 def check_embed(layer: Any) -> None:

@@ -19,7 +19,7 @@ from .kernel_axes import KernelAxes, check_batch, place, positions
 from .nnx_linear import default_bias_init, default_kernel_init
 from .nnx_variables import QuantizedModule, check_replaceable
 from .sharding import Entries
-from .weights import Shards
+from .weights import Shards, stand_in
 
 
 class QuantizedLinearGeneral(QuantizedModule):
@@ -37,6 +37,8 @@ class QuantizedLinearGeneral(QuantizedModule):
       its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which each call quantizes
+      its inputs, as that of `jaxlowbit.quantized_matmul`.
 
     **Raises:** `ValueError` where `jaxlowbit.quantize` does, and for axes that do not fit.
 
@@ -53,6 +55,7 @@ class QuantizedLinearGeneral(QuantizedModule):
         *,
         format: Format | str,
         shards: Shards = (1, 1),
+        activation_dtype: Any = None,
         axis: int | Sequence[int] = -1,
         batch_axis: Mapping[int, int] = FrozenDict({}),
         use_bias: bool = True,
@@ -67,6 +70,7 @@ class QuantizedLinearGeneral(QuantizedModule):
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
         caller = type(self).__name__
+        self.activation_dtype = arguments.activation_dtype(caller, activation_dtype)
         arguments.check_options(
             self,
             use_bias=use_bias,
@@ -117,7 +121,11 @@ class QuantizedLinearGeneral(QuantizedModule):
 
     @classmethod
     def from_linear_general(
-        cls, linear: nnx.LinearGeneral, format: Format | str, shards: Shards = (1, 1)
+        cls,
+        linear: nnx.LinearGeneral,
+        format: Format | str,
+        shards: Shards = (1, 1),
+        activation_dtype: Any = None,
     ) -> "QuantizedLinearGeneral":
         """The layer that quantizes the kernel of `linear` and shares its bias variable.
 
@@ -138,6 +146,7 @@ class QuantizedLinearGeneral(QuantizedModule):
             linear.out_features,
             format=format,
             shards=shards,
+            activation_dtype=activation_dtype,
             axis=linear.axis,
             batch_axis=linear.batch_axis,
             use_bias=False,
@@ -176,14 +185,21 @@ class QuantizedLinearGeneral(QuantizedModule):
         inputs = arguments.activations(caller, "inputs", inputs)
         kernel = self._single_kernel(ndim=2 + len(axes.batch))
         bias = None if self.bias is None else self.bias.get_value()
-        # The scale stands in for the kernel, whose dtype it has.
-        inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
+        like = stand_in(kernel, self.param_dtype)
+        inputs, _, bias = self.promote_dtype((inputs, like, bias), dtype=self.dtype)
 
         def product(inputs: Array, operands: Any) -> Array:
             kernel, bias = operands
             contracted = positions(self.axis, inputs.ndim)
-            batch, dtype = range(len(axes.batch)), self.preferred_element_type
-            return axes.multiply(inputs, kernel, batch, contracted, dtype, bias)
+            return axes.multiply(
+                inputs,
+                kernel,
+                range(len(axes.batch)),
+                contracted,
+                self.preferred_element_type,
+                bias,
+                self.activation_dtype,
+            )
 
         with checks.within(caller, lhs="inputs", rhs="the kernel"):
             return place(product, inputs, (kernel, bias), out_sharding)

@@ -25,13 +25,14 @@ from .weights import Shards
 class Kind(NamedTuple):
     """A class of layers: what refuses one, what replaces one, and the name of its weight.
 
+    - `quantize`: takes the format, the shards and the dtype of quantized activations.
     - `matrix`: k and n of its weight; raises a `ValueError` where that is no product.
     - `named`: only a rule that matches its path quantizes it, no lone format.
     """
 
     layer: type
     check: Callable[[Any], None]
-    quantize: Callable[[Any, Format, Shards], QuantizedModule]
+    quantize: Callable[[Any, Format, Shards, Any], QuantizedModule]
     matrix: Callable[[Any], tuple[int, int]]
     weight: str = "kernel"
     named: bool = False
@@ -136,7 +137,9 @@ def _kind_of_other(node: Any, other: EinsumLayer) -> Kind:
     def equation(layer: Any) -> Equation:
         return other.parsed(layer, getattr(layer, weight).get_value().shape)
 
-    def quantize(layer: Any, format: Format, shards: Shards) -> QuantizedModule:
+    def quantize(
+        layer: Any, format: Format, shards: Shards, activation_dtype: Any
+    ) -> QuantizedModule:
         variable = getattr(layer, weight)
         value = variable.get_value()
         new = QuantizedEinsum(
@@ -144,6 +147,7 @@ def _kind_of_other(node: Any, other: EinsumLayer) -> Kind:
             value.shape,
             format=format,
             shards=shards,
+            activation_dtype=activation_dtype,
             dtype=getattr(layer, "dtype", None),
             param_dtype=value.dtype,
             kernel_init=lambda *_: variable,
@@ -173,8 +177,11 @@ def parameter_kind(module: Any, name: str, other: EinsumParameter) -> Kind:
     def check(holder: Any) -> None:
         equation(holder)
 
-    def quantize(holder: Any, format: Format, shards: Shards) -> QuantizedModule:
-        return QuantizedParameter(getattr(holder, name), equation(holder), format, shards)
+    def quantize(
+        holder: Any, format: Format, shards: Shards, activation_dtype: Any
+    ) -> QuantizedModule:
+        weight = getattr(holder, name)
+        return QuantizedParameter(weight, equation(holder), format, shards, activation_dtype)
 
     def matrix(holder: Any) -> tuple[int, int]:
         return equation(holder).axes.matrix_shape

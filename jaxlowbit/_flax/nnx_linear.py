@@ -15,7 +15,7 @@ from .._core.format import Format
 from .._matmul.api import quantized_matmul
 from . import arguments
 from .nnx_variables import QuantizedModule, check_replaceable
-from .weights import Shards
+from .weights import Shards, stand_in
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
@@ -34,6 +34,8 @@ class QuantizedLinear(QuantizedModule):
       its scales have `param_dtype`: float32, bfloat16 or float16.
     - `shards`: the number of equal parts of k and n into which devices will cut the kernel, as for
       `jaxlowbit.quantize`.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which each call quantizes
+      its inputs, as that of `jaxlowbit.quantized_matmul`.
     - `preferred_element_type`: dtype of the product: None for that of the promoted inputs, or
       float32.
 
@@ -55,6 +57,7 @@ class QuantizedLinear(QuantizedModule):
         *,
         format: Format | str,
         shards: Shards = (1, 1),
+        activation_dtype: Any = None,
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -67,6 +70,7 @@ class QuantizedLinear(QuantizedModule):
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
         caller = type(self).__name__
+        self.activation_dtype = arguments.activation_dtype(caller, activation_dtype)
         in_features = arguments.size(caller, "in_features", in_features)
         out_features = arguments.size(caller, "out_features", out_features)
         arguments.check_options(
@@ -97,7 +101,11 @@ class QuantizedLinear(QuantizedModule):
 
     @classmethod
     def from_linear(
-        cls, linear: nnx.Linear, format: Format | str, shards: Shards = (1, 1)
+        cls,
+        linear: nnx.Linear,
+        format: Format | str,
+        shards: Shards = (1, 1),
+        activation_dtype: Any = None,
     ) -> "QuantizedLinear":
         """The layer that quantizes the kernel of `linear` and shares its bias variable.
 
@@ -117,6 +125,7 @@ class QuantizedLinear(QuantizedModule):
             linear.out_features,
             format=format,
             shards=shards,
+            activation_dtype=activation_dtype,
             use_bias=False,
             dtype=linear.dtype,
             param_dtype=linear.param_dtype,
@@ -143,13 +152,14 @@ class QuantizedLinear(QuantizedModule):
         inputs = arguments.activations(caller, "inputs", inputs)
         arguments.check_width(caller, "inputs", inputs, kernel.shape[-2])
         bias = None if self.bias is None else self.bias.get_value()
-        # The scale stands in for the kernel, whose dtype it has.
-        inputs, _, bias = self.promote_dtype((inputs, kernel.scale, bias), dtype=self.dtype)
+        like = stand_in(kernel, self.param_dtype)
+        inputs, _, bias = self.promote_dtype((inputs, like, bias), dtype=self.dtype)
         with checks.within(caller, lhs="inputs", rhs="the kernel"):
             return quantized_matmul(
                 inputs,
                 kernel,
                 bias=bias,
+                activation_dtype=self.activation_dtype,
                 preferred_element_type=self.preferred_element_type,
                 out_sharding=out_sharding,
             )

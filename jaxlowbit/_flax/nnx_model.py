@@ -23,7 +23,16 @@ from .nnx_parameters import QuantizedParameter, adopt
 from .nnx_variables import QuantizedModule, QuantizedVariable
 from .refusals import inner, not_a_model, refuse, refuse_nothing
 from .report import LayerReport, QuantizationReport, Rest, nbytes_of
-from .rules import Decision, Keep, Rules, ShardRules, choose, choose_shards
+from .rules import (
+    ActivationRules,
+    Decision,
+    Keep,
+    Rules,
+    ShardRules,
+    choose,
+    choose_activations,
+    choose_shards,
+)
 from .weights import Shards, abstract, check_values
 
 
@@ -34,6 +43,7 @@ def quantize_model(
     layers: Sequence[EinsumLayer | EinsumParameter] = (),
     keep: Keep = (),
     shards: ShardRules = (1, 1),
+    activation_dtype: ActivationRules = None,
 ) -> QuantizationReport:
     """Replaces the linear layers of a model, in place, by layers with quantized kernels.
 
@@ -58,6 +68,9 @@ def quantize_model(
     - `keep`: a regular expression, or several, of layers that stay in floats beside those.
     - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
       `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which all quantized layers
+      but embeddings quantize their inputs in each call, as `jaxlowbit.quantized_matmul` does; or a
+      mapping of such regular expressions, on the paths of quantized layers, to one of these.
 
     **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, what multiplies, and
     the parameters that are not covered.
@@ -103,6 +116,8 @@ def quantize_model(
             for place, decision in zip(places, decisions, strict=True)
         ]
     )
+    named = [place.kind.named for place in places]
+    dtypes = choose_activations(activation_dtype, paths, decisions, named)
     owners, rewritten = _owners(model), _rewritten(model)
     chosen = zip(places, decisions, parts, strict=True)
     refuse(
@@ -112,7 +127,8 @@ def quantize_model(
     )
     reports = []
     while places:  # drops each place, and with it the float layer, before the next
-        reports.append(_replace(places.pop(0), decisions.pop(0), parts.pop(0)))
+        options = parts.pop(0), dtypes.pop(0)
+        reports.append(_replace(places.pop(0), decisions.pop(0), *options))
     report = rest.report(reports, kept)
     report.warn(
         f"Only {NAMES} are, and what layers= describes: an EinsumLayer "
@@ -193,19 +209,21 @@ class _Place:
         graph, state = nnx.split(self.layer)
         try:
             like = nnx.merge(graph, jax.tree.map(abstract, state))
-            layer = self.kind.quantize(like, format, shards)
+            layer = self.kind.quantize(like, format, shards, None)
             check_values(self.weight.get_value(), format, layer.matrix, shards)
         except ValueError as error:
             return f"in {name}: {inner(error)}"
         return None
 
 
-def _replace(place: _Place, decision: Decision, shards: Shards) -> LayerReport:
+def _replace(
+    place: _Place, decision: Decision, shards: Shards, activation_dtype: Any
+) -> LayerReport:
     path, weight = place.paths[0], place.weight.get_value()
     if decision.format is None:
         return LayerReport.kept(path, weight, decision.reason, decision.by_default)
     try:
-        layer = place.kind.quantize(place.layer, decision.format, shards)
+        layer = place.kind.quantize(place.layer, decision.format, shards, activation_dtype)
     except ValueError as error:
         raise ValueError(f"quantize_model: in {path}: {inner(error)}") from None
     for holder, key in place.holders:
@@ -218,7 +236,7 @@ def _replace(place: _Place, decision: Decision, shards: Shards) -> LayerReport:
                 adopt(module)
     kernel = layer.kernel
     dtype = layer.dtype or kernel.dtype
-    return LayerReport.quantized(path, weight, kernel, dtype, layer.matrix)
+    return LayerReport.quantized(path, weight, kernel, dtype, layer.matrix, activation_dtype)
 
 
 def _check_model(model: Any) -> None:

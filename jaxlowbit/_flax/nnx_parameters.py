@@ -14,7 +14,7 @@ from .nnx_variables import QuantizedModule
 from .sharding import Entries
 from .weight_program import run
 from .weight_view import WeightView
-from .weights import Shards
+from .weights import Shards, stand_in
 
 
 class QuantizedParameter(QuantizedModule):
@@ -26,11 +26,17 @@ class QuantizedParameter(QuantizedModule):
     """
 
     def __init__(
-        self, weight: nnx.Variable, equation: Equation, format: Format, shards: Shards
+        self,
+        weight: nnx.Variable,
+        equation: Equation,
+        format: Format,
+        shards: Shards,
+        activation_dtype: Any = None,
     ) -> None:
         self.equation = equation
         self._store(weight, format, shards)
-        self.dtype = self.scale.get_value().dtype
+        self.dtype = stand_in(self.kernel, weight.get_value().dtype).dtype
+        self.activation_dtype = activation_dtype
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -44,7 +50,8 @@ class QuantizedParameter(QuantizedModule):
 
     @property
     def view(self) -> WeightView:
-        return WeightView.of(self.kernel, self.equation)
+        view = WeightView.of(self.kernel, self.equation, self.activation_dtype)
+        return view.astype(stand_in(self.kernel, self.dtype).dtype)
 
     @property
     def value(self) -> jax.ShapeDtypeStruct:

@@ -40,7 +40,12 @@ class LayoutVersion(QuantizedVariable):
     """`QuantizedArray.version`."""
 
 
-_VARIABLES = dict(zip(ARRAYS, (Packed, Scale, Zero, Permutation, LayoutVersion), strict=True))
+class TensorScale(QuantizedVariable):
+    """`QuantizedArray.tensor_scale`."""
+
+
+_KINDS = (Packed, Scale, Zero, Permutation, LayoutVersion, TensorScale)
+_VARIABLES = dict(zip(ARRAYS, _KINDS, strict=True))
 
 
 class QuantizedModule(nnx.Module):
@@ -51,9 +56,11 @@ class QuantizedModule(nnx.Module):
     zero: Zero | None
     permutation: Permutation | None
     version: LayoutVersion
+    tensor_scale: TensorScale | None = None  # an attribute of layers that have one
     format: Format
     shards: Shards
     dtype: Any
+    activation_dtype: Any = None  # of layers that were stored before they had one
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -95,9 +102,12 @@ class QuantizedModule(nnx.Module):
             kernel, names = sharding.divide(kernel)
         for name, kind in _VARIABLES.items():
             array = getattr(kernel, name)
+            if array is None and name == "tensor_scale":
+                continue
             stored: Any = nnx.data(None) if array is None else kind(array)
-            # The version stays whole: NNX cannot take the axis of a stack from a scalar and return.
-            if names is not None and array is not None and name != "version":
+            # Scalars stay whole: NNX cannot take the axis of a stack from one and return.
+            scalar = name in ("version", "tensor_scale")
+            if names is not None and array is not None and not scalar:
                 # The constructor would move the array if it were given this metadata.
                 stored.set_metadata(out_sharding=tuple(getattr(names, name)), **_context(variable))
             setattr(self, name, stored)

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from .._core import explicit
 from .._core.array import QuantizedArray
 from .._core.format import Format
+from .._matmul.quantized_lhs import EXACT
 from .._matmul.support import supported_backends
 
 _LISTED = 12
@@ -32,6 +33,7 @@ class LayerReport:
     - `backend`: what multiplies on this machine, with the reason if it is no kernel; of a kept
       layer, why it was kept.
     - `by_default`: whether the floats were kept by default, and not as rules say.
+    - `activation_dtype`: the dtype to which the layer quantizes its inputs, or None.
     """
 
     path: str
@@ -42,6 +44,7 @@ class LayerReport:
     error: float | None
     backend: str
     by_default: bool = False
+    activation_dtype: Any = None
 
     @classmethod
     def kept(cls, path: str, weight: Any, reason: str, by_default: bool) -> "LayerReport":
@@ -57,6 +60,7 @@ class LayerReport:
         kernel: QuantizedArray,
         dtype: Any,
         matrix: Callable[[Any], Any] = lambda weight: weight,
+        activation_dtype: Any = None,
     ) -> "LayerReport":
         """The report of a kernel that replaces `matrix(weight)` and takes inputs of `dtype`."""
         concrete = isinstance(weight, Array) and not isinstance(weight, Tracer)
@@ -67,7 +71,8 @@ class LayerReport:
             nbytes_of(weight),
             kernel.nbytes,
             _error(matrix(weight), kernel) if concrete else None,
-            backend_of(dtype, kernel),
+            backend_of(dtype if activation_dtype is None else EXACT, kernel),
+            activation_dtype=activation_dtype,
         )
 
 
@@ -234,7 +239,7 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
     return (
         layer.path,
         shape_words(layer.shape),
-        format_words(layer.format),
+        format_words(layer.format, layer.activation_dtype),
         size_words(layer.nbytes_before),
         size_words(layer.nbytes_after),
         "" if layer.error is None else f"{layer.error:.4f}",
@@ -242,12 +247,14 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
     )
 
 
-def format_words(format: Format | None) -> str:
+def format_words(format: Format | None, activation_dtype: Any = None) -> str:
     if format is None:
         return "-"
     groups = "per channel" if format.group_size == -1 else f"groups of {format.group_size}"
     zero = "" if format.zero == "none" else f", {format.zero} zero"
-    return f"{format.bits} bits, {groups}{zero}"
+    zero = zero if format.scale is None else f", {format.scale} scales"
+    inputs = "" if activation_dtype is None else f", {activation_dtype} activations"
+    return f"{format.bits} bits, {groups}{zero}{inputs}"
 
 
 def shape_words(shape: tuple[int, ...]) -> str:

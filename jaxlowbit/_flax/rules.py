@@ -4,11 +4,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
+from .._core.activations import value_dtype
 from .._core.checks import brief
 from .._core.format import Format, as_format
 
 Rules = Format | str | Mapping[str, Format | str | None] | Sequence[tuple[str, Format | str | None]]
 ShardRules = tuple[int, int] | Mapping[str, tuple[int, int]]
+ActivationRules = Any
+"""A dtype of quantized activations, None, or a mapping of regular expressions to these."""
 Keep = str | Sequence[str]
 _CALLER = "quantize_model"
 
@@ -80,6 +83,32 @@ def choose_shards(shards: ShardRules, layers: Sequence[Sequence[str]]) -> list[t
     return [(1, 1) if winner is None else winner[1] for winner in winners]
 
 
+def choose_activations(
+    rules: ActivationRules,
+    layers: Sequence[Sequence[str]],
+    decisions: Sequence[Decision],
+    tables: Sequence[bool],
+) -> list[Any]:
+    """The dtypes to which layers, given by all of their paths, quantize activations, or None.
+
+    A layer that is kept in floats has none, and `tables`, the embeddings, have one by a rule alone.
+
+    **Raises:** as `choose` does.
+    """
+    at = [i for i, decision in enumerate(decisions) if decision.format is not None]
+    if isinstance(rules, Mapping):
+        values = "jnp.int8, jnp.float8_e4m3fn or None"
+        winners, _ = _decide(
+            [*rules.items()], [layers[i] for i in at], (), _activation_dtype, values
+        )
+        chosen = [None if winner is None else winner[1] for winner in winners]
+    else:
+        lone = _activation_dtype(rules)
+        chosen = [None if tables[i] else lone for i in at]
+    found = dict(zip(at, chosen, strict=True))
+    return [found.get(i) for i in range(len(layers))]
+
+
 def _decision(winner: tuple[str, Any] | None) -> Decision:
     if winner is None:
         return UNMATCHED
@@ -97,6 +126,10 @@ def _list(keep: Any) -> list[Any]:
 
 def _format(value: object) -> Any:
     return None if value is None else as_format(_CALLER, value)
+
+
+def _activation_dtype(value: object) -> Any:
+    return None if value is None else value_dtype(_CALLER, "activation_dtype", value)
 
 
 def _shards(value: object) -> tuple[int, int]:

@@ -39,6 +39,7 @@ class WeightView:
     - `dims`: the axes of the float weight that each visible axis is made of, the last one fastest;
       none for an axis of size 1.
     - `batch`: the batch axes that no index has selected from yet.
+    - `activation_dtype`: the dtype to which products quantize inputs, or None.
     """
 
     kernel: QuantizedArray
@@ -47,9 +48,12 @@ class WeightView:
     contracted: tuple[Axis, ...]
     features: tuple[Axis, ...]
     dtype: Any
+    activation_dtype: Any = None
 
     @classmethod
-    def of(cls, kernel: QuantizedArray, equation: Equation) -> "WeightView":
+    def of(
+        cls, kernel: QuantizedArray, equation: Equation, activation_dtype: Any = None
+    ) -> "WeightView":
         """The view of a whole weight, or of a stack of such along first axes.
 
         **Raises:** `ValueError` for a part of one, as inside `jax.shard_map`.
@@ -73,7 +77,7 @@ class WeightView:
         order = range(len(own)) if axes.order is None else axes.order
         places = sorted(zip(order, own, strict=True))  # `order` says where each axis stands
         dims = tuple((axis,) for axis in (*batch[: len(lead)], *(axis for _, axis in places)))
-        return cls(kernel, dims, batch, contracted, features, kernel.dtype)
+        return cls(kernel, dims, batch, contracted, features, kernel.dtype, activation_dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -198,6 +202,7 @@ class WeightView:
         out = quantized_matmul(
             lhs.transpose(order).reshape(*lead, self.kernel.k),
             self.kernel,
+            activation_dtype=self.activation_dtype,
             preferred_element_type=dtype,
         )
         found = [*self.batch, *rows, *self.features]

@@ -25,16 +25,18 @@ ARRAYS = tuple(name for name in LEAVES if name != "index")
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How a weight is packed, and which; a pytree without leaves, so part of what `jit` goes by.
+    """How a weight is packed and multiplied by; a pytree without leaves, so part of `jit`'s key.
 
     - `sizes`: the sizes of the weight, where they are known.
     - `equation`: of an `EinsumLayer`, its equation, and the shape of the weight in it.
+    - `activation_dtype`: the dtype to which products quantize inputs, or None.
     """
 
     format: Format
     shards: Shards = (1, 1)
     sizes: Sizes | None = None
     equation: tuple[str, tuple[int, ...]] | None = None
+    activation_dtype: Any = None
 
 
 def quantize_weight(
@@ -49,6 +51,15 @@ def quantize_weight(
         return quantize(matrix(weight), format, shards=shards)
 
     return jax.eval_shape(run, weight) if isinstance(weight, jax.ShapeDtypeStruct) else run(weight)
+
+
+def stand_in(kernel: QuantizedArray, dtype: Any = None) -> Array:
+    """A scalar of the dtype of a kernel, to be promoted in its place.
+
+    Scales of 8 bits have not the dtype of a float kernel: that is `dtype`, where it is known.
+    """
+    known = kernel.format.scale is not None and dtype is not None
+    return jnp.zeros((), dtype if known else kernel.dtype)
 
 
 def abstract(array: Any) -> jax.ShapeDtypeStruct:
@@ -69,7 +80,12 @@ def check_values(
     which says what is wrong with them.
     """
     concrete = isinstance(weight, Array | np.ndarray) and not isinstance(weight, Tracer)
-    if concrete and not has_scales(weight):
+    if not concrete:
+        return
+    surely = has_scales(weight)
+    if format.has_tensor_scale:
+        surely &= has_even_groups(matrix(weight))
+    if not surely:
         quantize_weight(weight, format, matrix, shards)
 
 
@@ -84,6 +100,18 @@ def has_scales(weight: Array) -> Array:
     # Common weights in float16 lie below that, and are whole steps of its least scale themselves.
     large = weight.dtype == jnp.float16 or jnp.all((size == 0) | (size >= least))
     return (span <= float(limits.max)) & large
+
+
+@jax.jit
+def has_even_groups(weight: Array) -> Array:
+    """Whether most groups of each matrix (..., k, n) surely have a scale beside a tensor scale.
+
+    They do if most values are, since a group has one of them at least as often.
+    """
+    size = jnp.abs(weight).astype(jnp.float32)
+    largest = size.max((-2, -1), keepdims=True)
+    most = jnp.mean(size >= largest * 2.0**-16, (-2, -1)) > 0.5
+    return jnp.all(most) & jnp.all((largest == 0) | (largest >= 2.0**-112))
 
 
 def kernel_from(

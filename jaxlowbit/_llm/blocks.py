@@ -2,7 +2,8 @@
 
 The layouts of blocks are those of ggml (`ggml-common.h`, `ggml-quants.c` of llama.cpp). All scales
 of a block multiply exactly: a half-precision `d` has 11 significant bits, the integer scales of the
-K types at most 7, and float32 holds 24. Those of MXFP4 are powers of two.
+K types at most 7, and float32 holds 24. Those of MXFP4 are powers of two, those of NVFP4 floats of
+8 bits.
 """
 
 import functools
@@ -16,7 +17,7 @@ from jax import Array
 
 from .._core import layout
 from .._core.array import QuantizedArray
-from .._core.format import Format
+from .._core.format import NVFP4, Format
 from .._core.quantize import quantize
 
 # Elements that are unpacked at a time: temporary arrays take some 16 bytes for each.
@@ -71,8 +72,9 @@ def unpack(name: str, rows: np.ndarray) -> Unpacked:
     return Unpacked(qvalue, scale, zero)
 
 
-def floats(name: str, rows: np.ndarray) -> np.ndarray:
-    """The float32 weights (rows, k) of rows of blocks: what ggml dequantizes them to.
+def floats(name: str, rows: np.ndarray, tensor_scale: float = 1.0) -> np.ndarray:
+    """The float32 weights (rows, k) of rows of blocks: what ggml dequantizes them to, times the
+    tensor scale.
 
     **Raises:** what `unpack` raises.
     """
@@ -89,18 +91,23 @@ def floats(name: str, rows: np.ndarray) -> np.ndarray:
         weights = (grouped - zero[..., None]) * scale
     else:
         weights = grouped * scale + zero.astype(np.float32)[..., None]
+    if tensor_scale != 1:
+        weights = weights * np.float32(tensor_scale)
     return weights.reshape(count, k)
 
 
-def pack(name: str, rows: np.ndarray, scale_dtype: Any = None) -> QuantizedArray:
+def pack(
+    name: str, rows: np.ndarray, scale_dtype: Any = None, tensor_scale: float = 1.0
+) -> QuantizedArray:
     """The packed matrix (k, rows) of rows of blocks, unpacked strip by strip.
 
     **Arguments:**
 
     - `name`, `rows`: as for `unpack`; `rows` may be memory-mapped, and is read once.
     - `scale_dtype`: None for the type's own, which rounds nothing: float16; float32 for the K types
-      and IQ4_XS, whose scales are products; bfloat16 for MXFP4. Another dtype rounds scales and
-      float zeros to it.
+      and IQ4_XS, whose scales are products; bfloat16 for MXFP4, and 8-bit floats for NVFP4. Another
+      dtype rounds scales and float zeros to it.
+    - `tensor_scale`: the factor of all weights, of NVFP4 alone.
 
     **Raises:** what `unpack` raises; `ValueError` for scales beyond the range of `scale_dtype`.
 
@@ -110,14 +117,17 @@ def pack(name: str, rows: np.ndarray, scale_dtype: Any = None) -> QuantizedArray
     """
     kind = TYPES[name]
     k = rows.shape[1] // kind.nbytes * kind.size
+    unit = np.float32(tensor_scale)
+    format = kind.format if scale_dtype is None else kind.format.replace(scale=None)
 
     def strip(start: int, stop: int) -> QuantizedArray:
         qvalue, scale, zero = unpack(name, rows[start:stop])
         if scale_dtype is not None:
+            scale = scale if unit == 1 else scale.astype(np.float32) * unit
             scale = _rounded("scale", scale, scale_dtype)
             if zero is not None and zero.dtype != np.uint8:
                 zero = _rounded("zero", zero, scale_dtype)
-        return _pack(qvalue, scale, zero, kind.format)
+        return _pack(qvalue, scale, zero, unit if format.has_tensor_scale else None, format)
 
     parts = []
     for bounds in strips(rows.shape[0], k):
@@ -135,13 +145,17 @@ def quantize_rows(
 
     - `read`: returns the rows from one number up to another, floats (count, k).
     - `shape`: (rows, k).
-    - `format`, `scale_dtype`: as for `jaxlowbit.quantize`.
+    - `format`, `scale_dtype`: as for `jaxlowbit.quantize`; scales of 8 bits have their own dtype.
 
     **Raises:** what `jaxlowbit.quantize` raises.
     """
+    bounds = list(strips(*shape))
+    if format.scale is not None:
+        scale_dtype = None
+    if format.has_tensor_scale:  # it is that of the whole matrix
+        bounds = [(0, shape[0])]
     parts = [
-        quantize(np.asarray(read(*bounds)).T, format, scale_dtype=scale_dtype)
-        for bounds in strips(*shape)
+        quantize(np.asarray(read(*ends)).T, format, scale_dtype=scale_dtype) for ends in bounds
     ]
     return _join(parts, shape[0])
 
@@ -167,9 +181,13 @@ def strips(rows: int, k: int) -> Iterator[tuple[int, int]]:
 
 
 @functools.partial(jax.jit, static_argnames="format")
-def _pack(qvalue: Array, scale: Array, zero: Array | None, format: Format) -> QuantizedArray:
+def _pack(
+    qvalue: Array, scale: Array, zero: Array | None, tensor_scale: Array | None, format: Format
+) -> QuantizedArray:
     zero = None if zero is None else zero.T
-    return QuantizedArray.from_packed_groups(qvalue.T, scale.T, zero, format=format)
+    return QuantizedArray.from_packed_groups(
+        qvalue.T, scale.T, zero, format=format, tensor_scale=tensor_scale
+    )
 
 
 def _join(parts: list[QuantizedArray], n: int) -> QuantizedArray:
@@ -189,6 +207,7 @@ def _join(parts: list[QuantizedArray], n: int) -> QuantizedArray:
         format=first.format,
         k=first.k,
         n=n,
+        tensor_scale=first.tensor_scale,
     )
 
 
@@ -330,6 +349,13 @@ def _mxfp4(blocks: np.ndarray) -> Unpacked:
     return Unpacked(_digits(blocks[:, 1:], 4, 16), scale.astype(jnp.bfloat16), None)
 
 
+def _nvfp4(blocks: np.ndarray) -> Unpacked:
+    """Four groups of 16, whose scales are 8-bit floats without a sign; ggml reads 127 as 0."""
+    code = blocks[:, :4]
+    code = np.where(code == 255, code, np.where(code == 127, 0, code & 127)).astype(np.uint8)
+    return Unpacked(_digits(blocks[:, 4:], 4, 8), code.view(jnp.float8_e4m3fn), None)
+
+
 # fmt: off
 _IQ4 = (
     -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0,
@@ -352,5 +378,6 @@ TYPES = {
     "IQ4_NL": BlockType(32, 18, Format(4, 32, codebook=_IQ4), "float16", _q4_0),
     "IQ4_XS": BlockType(256, 136, Format(4, 32, codebook=_IQ4), "float32", _iq4_xs),
     "MXFP4": BlockType(32, 17, Format(4, 32, codebook="e2m1"), "bfloat16", _mxfp4),
+    "NVFP4": BlockType(64, 36, NVFP4, "float8_e4m3fn", _nvfp4),
 }
 """The types whose blocks a format holds exactly, by the names that ggml gives them."""

@@ -472,7 +472,7 @@ def weights_of(file: File, config: Config) -> dict[str, Tensor]:
             found[_OUTSIDE[name]] = tensor
         elif prefix == "blk" and number.isdecimal() and part in layer:
             found[f"layers.{int(number)}.{layer[part]}"] = tensor
-        elif name not in _IGNORED:
+        elif name not in _IGNORED and not _is_factor(file, name):
             raise ValueError(
                 f"{file.path}: tensor {name!r} is no part of {config.architecture} as the decoder "
                 "here knows it, and leaving it out would change the model; use another model."
@@ -491,6 +491,31 @@ def weights_of(file: File, config: Config) -> dict[str, Tensor]:
     for name, shape in expected.items():
         _check(file, found[name], shape)
     return {name: found[name] for name in expected}
+
+
+def tensor_scale(file: File, tensor: Tensor) -> float:
+    """The factor of all weights of a matrix, which a tensor beside it may hold; else 1.
+
+    **Raises:** `ValueError` for one that is no single finite float.
+    """
+    factor = file.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale")
+    if factor is None:
+        return 1.0
+    values = file.rows(factor) if factor.kind == "F32" else np.zeros(0)
+    if values.size != 1 or not np.isfinite(values).all():
+        raise ValueError(
+            f"{file.path}: tensor {factor.name!r} is {factor.kind} of shape {factor.shape}, but "
+            f"the scale of a tensor is one finite F32; {_AGAIN}."
+        )
+    return float(values.item())
+
+
+def _is_factor(file: File, name: str) -> bool:
+    """Whether a tensor is a factor of an NVFP4 matrix beside it, or one of its inputs, which are
+    not quantized here."""
+    stem, _, last = name.rpartition(".")
+    matrix = file.tensors.get(f"{stem}.weight")
+    return last in ("scale", "input_scale") and matrix is not None and matrix.kind == "NVFP4"
 
 
 def _check(file: File, tensor: Tensor, shape: tuple[int, ...]) -> None:

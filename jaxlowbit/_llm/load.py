@@ -100,7 +100,8 @@ class Checkpoint(NamedTuple):
 class _Source(NamedTuple):
     """A tensor of a file: what `read` takes of each, whichever the file.
 
-    `rows(start, stop)` are floats of some rows; `blocks` is None, or the stored rows of blocks.
+    `rows(start, stop)` are floats of some rows; `blocks` is None, or the stored rows of blocks, all
+    of whose weights are multiplied by `tensor_scale`.
     """
 
     where: str
@@ -109,6 +110,7 @@ class _Source(NamedTuple):
     rows: Callable[[int, int], np.ndarray]
     blocks: np.ndarray | None
     forget: Callable[[], None]
+    tensor_scale: float = 1.0
 
     @property
     def format(self) -> Format | None:
@@ -146,7 +148,7 @@ def read(
       activations that the report expects.
     - `scale_dtype`: the dtype of scales and float zeros. None keeps those of quantized weights
       exact, in float16, and in float32 for ggml's K types; and gives `dtype` to those that are made
-      here. Another one rounds the stored scales to it.
+      here. Another one rounds the stored scales to it. Formats with 8-bit scales keep theirs.
     - `mesh`: where each weight is put, divided as a `Decoder` on it needs it; None for one device.
     - `progress`: whether a bar is shown on standard error.
 
@@ -219,20 +221,22 @@ def _file(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
     for name, tensor in gguf.weights_of(file, config).items():
         stored = file.rows(tensor)
         where, quantized = f"{path}: tensor {tensor.name!r}", tensor.kind in blocks.TYPES
+        unit = gguf.tensor_scale(file, tensor) if tensor.kind == "NVFP4" else 1.0
         sources[name] = _Source(
             where,
             tensor.kind,
             tensor.nbytes,
-            _floats_of(tensor.kind, stored),
+            _floats_of(tensor.kind, stored, unit),
             stored if quantized else None,
             lambda tensor=tensor: file.forget(tensor),
+            unit,
         )
     return config, sources, Tokenizer.from_gguf(file)
 
 
-def _floats_of(kind: str, stored: np.ndarray) -> Callable[[int, int], np.ndarray]:
+def _floats_of(kind: str, stored: np.ndarray, unit: float) -> Callable[[int, int], np.ndarray]:
     if kind in blocks.TYPES:
-        return lambda start, stop: blocks.floats(kind, stored[start:stop])
+        return lambda start, stop: blocks.floats(kind, stored[start:stop], unit)
     if kind == "BF16":
         stored = stored.view(jnp.bfloat16)
     return lambda start, stop: stored[start:stop]
@@ -259,7 +263,7 @@ def _weight(
         _check_finite(values)
         return jnp.asarray(values)
     if format is None and source.blocks is not None:
-        return blocks.pack(source.kind, source.blocks, scale_dtype)
+        return blocks.pack(source.kind, source.blocks, scale_dtype, source.tensor_scale)
     k, n = shape
     if format is not None:
         return blocks.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype)

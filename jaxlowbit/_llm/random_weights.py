@@ -5,14 +5,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from .._core import layout
 from .._core.array import QuantizedArray
+from .._core.dequantize import of_codes
 from .._core.format import Format
 from .config import Config
 from .model import Weight
 from .sharding import Division
+
+_ONE = 7 << 3  # the bits of 1 as an e4m3 scale
 
 
 def random_weights(
@@ -50,16 +54,28 @@ def random_weights(
 
 def _matrix(key: Array, k: int, n: int, format: Format, dtype: Any) -> QuantizedArray:
     groups = layout.groups_shape(k, n, format.group_size)
+    packed = jax.random.bits(key, layout.packed_shape(k, n, format.bits), jnp.uint32)
     scale = math.sqrt(12 / k) / 2**format.bits
+    if format.codebook is not None:
+        numbers = np.array(format.values)
+        if format.float_dtype is not None:  # those of small exponents, which are finite
+            packed, numbers = packed & np.uint32(0xBFBFBFBF), numbers[np.arange(256) & 0x40 == 0]
+        scale = 1 / math.sqrt(k * np.mean(numbers**2))
+    scales, tensor_scale = jnp.full(groups, scale, dtype), None
+    if format.scale == "e8m0":
+        scales = jnp.full(groups, round(math.log2(scale)) + 127, jnp.uint8)
+    elif format.scale == "e4m3":
+        scales, tensor_scale = jnp.full(groups, _ONE, jnp.uint8), jnp.float32(scale)
     middle = {"none": None, "integer": format.offset, "float": -format.offset * scale}[format.zero]
     zero_dtype = jnp.uint8 if format.zero == "integer" else dtype
     return QuantizedArray(
-        packed=jax.random.bits(key, layout.packed_shape(k, n, format.bits), jnp.uint32),
-        scale=jnp.full(groups, scale, dtype),
+        packed=packed,
+        scale=of_codes(scales, format),
         zero=None if middle is None else jnp.full(groups, middle, zero_dtype),
         index=None,
         version=jnp.full((), layout.VERSION, jnp.uint32),
         format=format,
         k=k,
         n=n,
+        tensor_scale=tensor_scale,
     )

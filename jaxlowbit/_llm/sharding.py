@@ -22,6 +22,7 @@ from jax.sharding import AxisType
 from .._backends import cuda_calls
 from .._core import padding
 from .._core.array import QuantizedArray
+from .._core.dequantize import codes_of, of_codes
 from .._core.format import Format
 from .._core.layout import ATOM
 from .._core.sharding import partition_spec
@@ -134,9 +135,11 @@ class Division:
             return jnp.pad(weight, [(0, 0), (0, missing)])
         found = weight.n + missing
         pad = [(0, found // ATOM - weight.packed.shape[0]), (0, 0), (0, 0)]
-        leaves = {leaf: getattr(weight, leaf) for leaf in ("packed", "scale", "zero")}
-        blocks = {leaf: x if x is None else jnp.pad(x, pad) for leaf, x in leaves.items()}
-        return dataclasses.replace(weight, **blocks, n=found, whole=None)
+        zero = None if weight.zero is None else jnp.pad(weight.zero, pad)
+        scale = of_codes(jnp.pad(codes_of(weight.scale), pad), weight.format)
+        return dataclasses.replace(
+            weight, packed=jnp.pad(weight.packed, pad), scale=scale, zero=zero, n=found, whole=None
+        )
 
     def _padding(self, name: str, weight: Any) -> int:
         return -weight.shape[-1] % (ATOM * self.parts) if _kind(name) in _VOCABULARY else 0

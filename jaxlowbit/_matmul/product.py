@@ -11,6 +11,7 @@ from jax import Array
 from .._backends.problem import Operands, Problem
 from .._core import explicit, padding, permutations
 from .._core.array import QuantizedArray
+from .._core.dequantize import codes_of, in_units
 from .options import Options
 from .primitive import equally_varying, quantized_matmul_p
 
@@ -35,21 +36,22 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
     permutation = rhs.permutation
     if permutation is not None:
         permutation = permutations.spread(permutation, k_shards, rhs.padded_shape[0])
-    operands = Operands(
-        *equally_varying(lhs, rhs.packed, rhs.scale, rhs.zero, rhs.index, permutation)
-    )
+    scale = codes_of(rhs.scale)
+    operands = Operands(*equally_varying(lhs, rhs.packed, scale, rhs.zero, rhs.index, permutation))
+    out_dtype = options.out_dtype(lhs)
     problem = Problem(
         format=rhs.format,
         columns=rhs.padded_shape[1],
         transposed=False,
         indexed=rhs.index is not None,
         orders=0 if permutation is None else k_shards,
-        out_dtype=options.out_dtype(lhs),
+        out_dtype=out_dtype if rhs.tensor_scale is None else jnp.dtype("float32"),
         half_sums=options.half_sums,
         backend=options.backend,
     )
     out = quantized_matmul_p.bind(*operands.present(), problem=problem)
     out = jnp.moveaxis(out, stacked, [extra + i for i in stacked])
+    out = in_units(out, rhs.tensor_scale, rhs.index).astype(out_dtype)
     out = padding.join(out, -1, n_shards, rhs.n)
     return out[..., 0, :] if vector else out
 

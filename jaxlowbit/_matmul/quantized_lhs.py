@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._core import checks
+from .._core import checks, explicit
 from .._core.activations import QuantizedActivations, quantize_activations, value_dtype
 from .._core.array import QuantizedArray
 from . import epilogue, fused
@@ -63,7 +63,8 @@ def product(
 def accumulators(options: Options, lhs: QuantizedActivations, rhs: QuantizedArray) -> Array:
     """`lhs @ rhs` in float32, not rounded: values are multiplied, then scaled."""
     options = options.replace(preferred_element_type=jnp.float32)
-    return multiply(lhs.values.astype(EXACT), rhs, options) * lhs.scale
+    sums = multiply(lhs.values.astype(EXACT), rhs, options)
+    return sums * explicit.beside(lhs.scale, sums)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

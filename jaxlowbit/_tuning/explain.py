@@ -50,9 +50,10 @@ def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
     order = "" if rhs.permutation is None else ", rows permuted: lhs is gathered first"
     format = rhs.format
     meaning = f"zero {format.zero}" if format.codebook is None else f"codebook {format.codebook}"
+    scales = "" if format.scale is None else f", {format.scale} scales"
     findings = [
         ("product", f"{lhs.dtype} {lhs.shape} @ {rhs.shape} -> {out.dtype} {out.shape}"),
-        ("weights", f"{format.bits} bits, {groups}, {meaning}{order}"),
+        ("weights", f"{format.bits} bits, {groups}, {meaning}{scales}{order}"),
         ("device", where.name),
         *_choice(jnp.dtype(lhs.dtype), rhs, rows, where),
     ]

@@ -211,6 +211,8 @@ def _from_json(found: dict[str, Any]) -> Entry:
     )
     if not min(entry.us, entry.default_us) > 0:
         raise ValueError(f"us is {entry.us} and default_us {entry.default_us}")
+    if entry.product.format.scale is not None:
+        raise ValueError(f"format {product['format']} has 8-bit scales, which no kernel reads")
     if entry.product.format.codebook is not None:
         raise ValueError(f"format {product['format']} has a codebook, which no kernel reads")
     lhs, scale = entry.product.lhs, entry.product.scale

@@ -128,7 +128,7 @@ def _quantized(headers: Mapping[str, _Header]) -> Iterator[Weight]:
             continue
         prefix, suffix = found[1], found[2] or ""
         scale, zero = (headers.get(f"{prefix}{leaf}{suffix}") for leaf in ("scale", "zero"))
-        if scale is None or len(scale.shape) < 3:
+        if scale is None or len(scale.shape) < 3 or scale.dtype not in map(str, FLOATS):
             continue
         n_blocks, k_blocks, words = shape[-3:]
         k = k_blocks * layout.ATOM

@@ -22,6 +22,8 @@ _BITS = (1, 2, 4, 8)
 
 def unsupported(format: Format) -> str | None:
     """Why the kernels cannot compute products of this format, or None."""
+    if format.scale is not None:
+        return call.NO_NARROW_SCALES
     if format.codebook is not None:
         return call.NO_CODEBOOK
     if format.bits not in _BITS:
