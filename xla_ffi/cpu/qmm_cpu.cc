@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <string_view>
 #include <utility>
 
@@ -111,9 +112,22 @@ std::vector<const CpuClone*> RunnableCpuClones() {
   return clones;
 }
 
+CpuCodebook::CpuCodebook(const float* from, int bits) {
+  for (size_t i = 0; i < std::size(numbers); ++i) {
+    const float number = numbers[i] = from[i % (1 << bits)];
+    if (std::isfinite(number)) {
+      largest = std::max(largest, std::abs(number));
+    } else {
+      finite = false;
+    }
+  }
+}
+
 CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone,
                      CacheLine* permuted)
-    : call_{problem, buffers},
+    : codebook_(buffers.codebook == nullptr ? nullptr
+                                            : new CpuCodebook(buffers.codebook, problem.bits)),
+      call_{problem, buffers, nullptr, codebook_.get()},
       clone_(clone),
       tiles_(UsesTiles(problem, clone)),
       stream_(!tiles_ && problem.m <= kStreamTokens),

@@ -25,11 +25,21 @@ inline std::unique_ptr<CacheLine[]> AllocateLines(int64_t count) {
   return std::unique_ptr<CacheLine[]>(new CacheLine[count]);
 }
 
+// The numbers of a codebook, as the clones read them.
+struct CpuCodebook {
+  CpuCodebook(const float* numbers, int bits);
+
+  alignas(64) float numbers[256];  // the first ones again and again
+  float largest = 0;               // magnitude of those that are finite
+  bool finite = true;              // all of them
+};
+
 // A problem with its buffers, as the clones see it.
 struct CpuCall {
   QuantizedMatmul problem;
   Buffers buffers;
-  const float* permuted = nullptr;  // lhs in the order that the clone reads
+  const float* permuted = nullptr;        // lhs in the order that the clone reads
+  const CpuCodebook* codebook = nullptr;  // null: integers
 };
 
 // The kernel compiled for one instruction set.
@@ -73,6 +83,7 @@ class CpuMatmul {
   void Run(int64_t task, CacheLine* scratch) const;
 
  private:
+  std::unique_ptr<const CpuCodebook> codebook_;
   CpuCall call_;
   const CpuClone& clone_;
   bool tiles_, stream_;
