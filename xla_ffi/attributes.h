@@ -14,7 +14,8 @@
 namespace jaxlowbit {
 
 inline constexpr int64_t kCallVersion = 1;
-inline constexpr int64_t kCodebookCallVersion = 2;  // with codebooks, which a library that knows none refuses
+inline constexpr int64_t kCodebookCallVersion =
+    2;  // with codebooks, which a library that knows none refuses
 inline constexpr int64_t kLayoutVersion = 1;  // docs/layout.md
 
 // Numbers of each product in the attribute `products` (cuda_instantiate.cc).

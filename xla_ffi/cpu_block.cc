@@ -175,7 +175,8 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer attended, ffi::AnyBuffer
     ffi::Error error = attributes.Check();
     if (error.success()) error = DecodeActivation(name, &activation);
     if (error.success()) {
-      error = DecodeProducts(buffers, {weights, 0, following, 0}, bits, group_size, codebooks, &products);
+      error = DecodeProducts(buffers, {weights, 0, following, 0}, bits, group_size, codebooks,
+                             &products);
     }
     if (error.success()) error = CheckRows(buffers, following.size() > 0, products[0].problem);
     if (error.success()) error = CheckApart(buffers, products);

@@ -165,8 +165,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   constexpr std::string_view kGroupRule = "[weights, n_blocks, groups, 64]";
   const bool takes_out = out_type && (out_type == lhs_type || out_type == ElementType::kF32);
   for (const ffi::Error& error :
-       {CheckFormat(attributes),
-        CheckType("lhs", lhs, lhs_type.has_value(), "f32, bf16 or f16"),
+       {CheckFormat(attributes), CheckType("lhs", lhs, lhs_type.has_value(), "f32, bf16 or f16"),
         CheckType("packed", packed, packed.element_type() == Type::U32, "u32"),
         CheckType("scale", scale, scale_type.has_value(), "f32, bf16 or f16"),
         CheckType("index", index, index.element_type() == Type::S32, "s32"),

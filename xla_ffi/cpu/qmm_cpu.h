@@ -29,9 +29,11 @@ inline std::unique_ptr<CacheLine[]> AllocateLines(int64_t count) {
 struct CpuCodebook {
   CpuCodebook(const float* numbers, int bits);
 
-  alignas(64) float numbers[256];  // the first ones again and again
-  float largest = 0;               // magnitude of those that are finite
-  bool finite = true;              // all of them
+  alignas(64) float numbers[256];     // the first ones again and again
+  alignas(64) uint8_t bytes[4][256];  // of these, the lowest of each number first
+  float largest = 0;                  // magnitude of those that are finite
+  bool finite = true;                 // all of them
+  bool is_bf16 = true;                // all of them: the lower bytes are 0
 };
 
 // A problem with its buffers, as the clones see it.
