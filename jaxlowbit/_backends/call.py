@@ -157,7 +157,9 @@ def launches(*products: Launch) -> dict[str, np.ndarray]:
 def formats_attributes(weights: Sequence[QuantizedArray]) -> dict[str, np.ndarray]:
     """The attributes of a call that say the formats of several weights."""
     formats = [format_attributes(weight.format) for weight in weights]
-    found = {name: np.array([format[name] for format in formats]) for name in ("bits", "group_size")}
+    found = {
+        name: np.array([format[name] for format in formats]) for name in ("bits", "group_size")
+    }
     numbers = [weight.format.values for weight in weights]
     if any(numbers):
         found["codebook"] = np.concatenate([np.array(x, np.float32) for x in numbers])
