@@ -3,7 +3,6 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <immintrin.h>
 #endif
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -13,51 +12,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <iterator>
 #include <string_view>
-#include <utility>
 
 #include "xla_ffi/cpu/convert.h"
-#include "xla_ffi/cpu/planes.h"
 #include "xla_ffi/cpu/tuning.h"
-
-// The kernel once per instruction set: registers hold kLanes floats, and there are kRegisters.
-#if defined(__x86_64__)
-
-#if defined(__linux__)
-#define JAXLOWBIT_CLONE amx
-#define JAXLOWBIT_TARGET                                                          \
-  __attribute__((                                                                 \
-      target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma," \
-             "amx-tile,amx-bf16")))
-#define JAXLOWBIT_LANES 16
-#define JAXLOWBIT_REGISTERS 32
-#define JAXLOWBIT_AMX
-#include "xla_ffi/cpu/qmm_clone.inc"
-#endif
-
-#define JAXLOWBIT_CLONE avx512
-#define JAXLOWBIT_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#define JAXLOWBIT_LANES 16
-#define JAXLOWBIT_REGISTERS 32
-#include "xla_ffi/cpu/qmm_clone.inc"
-
-#define JAXLOWBIT_CLONE avx2
-#define JAXLOWBIT_TARGET __attribute__((target("avx2,fma")))
-#define JAXLOWBIT_LANES 8
-#define JAXLOWBIT_REGISTERS 16
-#include "xla_ffi/cpu/qmm_clone.inc"
-
-#define JAXLOWBIT_REGISTERS 16
-#else
-#define JAXLOWBIT_REGISTERS 32
-#endif
-
-#define JAXLOWBIT_CLONE baseline
-#define JAXLOWBIT_TARGET
-#define JAXLOWBIT_LANES 4
-#include "xla_ffi/cpu/qmm_clone.inc"
 
 namespace jaxlowbit {
 namespace {

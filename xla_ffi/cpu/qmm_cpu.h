@@ -62,6 +62,19 @@ struct CpuClone {
   RowsClone rows;
 };
 
+namespace amx {  // AMX, and the extensions of AVX-512 that came with it or before
+extern const CpuClone kClone;
+}
+namespace avx512 {
+extern const CpuClone kClone;
+}
+namespace avx2 {
+extern const CpuClone kClone;
+}
+namespace baseline {
+extern const CpuClone kClone;
+}
+
 // The clones this binary holds that this machine can run, best first. JAXLOWBIT_CPU_ISA names the one that is to be the
 // first; others can then not run.
 std::vector<const CpuClone*> RunnableCpuClones();
