@@ -32,7 +32,9 @@ ATTRIBUTES = {"version": 1, "layout_version": 1, "bits": 4, "group_size": 32}
 
 
 def call(without=(), **changes):
-    attributes = {name: np.int64(changes.pop(name, ATTRIBUTES[name])) for name in ATTRIBUTES}
+    attributes: dict[str, Any] = {
+        name: np.int64(changes.pop(name, ATTRIBUTES[name])) for name in ATTRIBUTES
+    }
     for name in without:
         del attributes[name]
     flags = ("transposed", "scale_sums", "half_sums")

@@ -157,7 +157,7 @@ def launches(*products: Launch) -> dict[str, np.ndarray]:
 def formats_attributes(weights: Sequence[QuantizedArray]) -> dict[str, np.ndarray]:
     """The attributes of a call that say the formats of several weights."""
     formats = [format_attributes(weight.format) for weight in weights]
-    found = {
+    found: dict[str, np.ndarray] = {
         name: np.array([format[name] for format in formats]) for name in ("bits", "group_size")
     }
     numbers = [weight.format.values for weight in weights]
