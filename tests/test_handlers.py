@@ -97,10 +97,13 @@ def test_what_fits_is_computed(changes):
         ({"group_size": -1}, r"scale has shape \[1, 1, 4, 64\] but must be .* = \[1, 1, 1, 64\]"),
         ({"zero": ((1, 1, 4, 64), "float16")}, "zero is f16 but must be u8 or the type of scale"),
         (
-            {"codebook": 15},
+            {"codebook": 15, "version": 2},
             "codebook has 15 numbers but must have 16, one for each value of 4 bits",
         ),
-        ({"codebook": 16, "zero": ((1, 1, 4, 64), "uint8")}, "zero is given beside a codebook"),
+        (
+            {"codebook": 16, "version": 2, "zero": ((1, 1, 4, 64), "uint8")},
+            "zero is given beside a codebook",
+        ),
         ({"zero": ((1, 1, 3, 64), "uint8")}, r"zero has shape .* but must be \[0\] or \[weights"),
         (
             {"index": ((2,), "int32")},
@@ -138,6 +141,7 @@ def test_what_breaks_the_contract_is_refused(changes, message):
         (["layout_version"], {}, "has words packed with layout version 0 .* reads version 1"),
         ([], {"layout_version": 2}, "has words packed with layout version 2 .* reads version 1"),
         (["bits"], {}, "the call has no attribute bits"),
+        ([], {"version": 2}, "the call has no attribute codebook"),
     ],
 )
 def test_programs_of_other_versions_are_refused(without, changes, message):

@@ -34,12 +34,14 @@ class Attributes {
     return T();
   }
 
-  // As Get, but of an attribute that calls with codebooks alone have: empty if it is missing.
+  // As Get, of what calls with codebooks alone have; empty for others. Calls of their version are accepted where this
+  // has been asked.
   template <typename T>
   ffi::Span<const T> OfCodebooks(std::string_view name) {
     call_version_ = kCodebookCallVersion;
-    const auto found = dictionary_.get<ffi::Span<const T>>(name);
-    return found.has_value() ? *found : ffi::Span<const T>();
+    const auto version = dictionary_.get<int64_t>("version");
+    if (!version.has_value() || *version != kCodebookCallVersion) return {};
+    return Get<ffi::Span<const T>>(name);
   }
 
   // Says what is wrong with the versions, or which attribute is missing.
