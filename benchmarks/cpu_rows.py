@@ -1,23 +1,26 @@
-"""Times products of 1 to 256 rows on the CPU beside XLA's dots of the same shape, and a read.
+"""Times products of few and many rows on the CPU beside XLA's dots of the same shape, and a read.
 
-    python benchmarks/cpu_rows.py --rows 1 16 64 256 --group-size 128 48
+    python benchmarks/cpu_rows.py --rows 1 16 64 256 --formats int4 int4-g48 nf4 codebook6-g128
 
-All are timed in one process, one after the other, so that each finds its operands in the caches.
-The read is that of as many bytes as a product has weights and scales, by two threads that take the
-largest number of a half each: what memory, and waking a thread, allow one row.
+All are timed in one process: formats in turns, each once in a round, then XLA's dots.
+`codebookB-gN` has 2^B normal numbers and groups of N. The read is that of as many bytes as the
+first format has weights and scales, by two threads that take the largest number of a half each:
+what memory, and waking a thread, allow one row.
 """
 
 import argparse
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowbit import Format, quantize, quantized_matmul
+from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
+from jaxlowbit._core.format import parse_format
 
 SEED = 0
 WARM_UP = 3
@@ -28,52 +31,55 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Few and many rows on the CPU.")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256])
     parser.add_argument("--size", type=int, default=4096, help="of k and of n")
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--group-size", type=int, nargs="+", default=[128])
+    parser.add_argument("--formats", nargs="+", default=["int4"])
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--calls", type=int, default=20)
     arguments = parser.parse_args()
     rng = np.random.default_rng(SEED)
     weight = rng.standard_normal((arguments.size, arguments.size), dtype=np.float32)
-    arrays = {
-        size: quantize(jnp.asarray(weight), Format(arguments.bits, size))
-        for size in arguments.group_size
+    arrays = {name: quantized(weight, name) for name in arguments.formats}
+    sizes = {
+        name: sum(leaf.nbytes for leaf in jax.tree.leaves(x)) / 1e6 for name, x in arrays.items()
     }
-    dense = {dtype: jnp.asarray(weight, dtype) for dtype in DTYPES}
     product, dot = jax.jit(quantized_matmul), jax.jit(jnp.dot)
-    columns = [f"{dtype}, groups of {size}" for dtype in DTYPES for size in arrays]
-    columns += [f"XLA, {dtype}" for dtype in DTYPES]
-    print("| rows | " + " | ".join(columns) + " |")
-    print("|---" * (len(columns) + 1) + "|")
-    for rows in arguments.rows:
-        lhs = {
-            dtype: jnp.asarray(rng.standard_normal((rows, arguments.size)), dtype)
-            for dtype in DTYPES
-        }
-        calls = [
-            lambda x=lhs[dtype], array=array: product(x, array).block_until_ready()
-            for dtype in DTYPES
-            for array in arrays.values()
-        ]
-        calls += [
-            lambda x=lhs[dtype], w=dense[dtype]: dot(x, w).block_until_ready() for dtype in DTYPES
-        ]
-        times = [milliseconds(call, arguments.calls) for call in calls]
-        print(f"| {rows} | " + " | ".join(times) + " |", flush=True)
-    for size, array in arrays.items():
-        count = sum(leaf.nbytes for leaf in jax.tree.leaves(array))
-        read = milliseconds(two_thread_read(count), arguments.calls)
-        print(f"A read of {count / 1e6:.1f} MB, groups of {size}: {read}")
+    for dtype in arguments.dtypes:
+        times: dict[str, list[str]] = {name: [] for name in (*arrays, "XLA")}
+        dense = jnp.asarray(weight, dtype)
+        for rows in arguments.rows:
+            lhs = jnp.asarray(rng.standard_normal((rows, arguments.size)), dtype)
+            calls = [lambda x=lhs, q=q: product(x, q).block_until_ready() for q in arrays.values()]
+            found = milliseconds(calls, arguments.calls)
+            dots = [lambda x=lhs, w=dense: dot(x, w).block_until_ready()]
+            found += milliseconds(dots, arguments.calls)
+            for own, one in zip(times.values(), found, strict=True):
+                own.append(one)
+        print(f"| {dtype} | MB | " + " | ".join(map(str, arguments.rows)) + " |")
+        print("|---" * (len(arguments.rows) + 2) + "|")
+        for name, row in times.items():
+            size = sizes.get(name, dense.nbytes / 1e6)
+            print(f"| {name} | {size:.1f} | " + " | ".join(row) + " |", flush=True)
+    (read,) = milliseconds([two_thread_read(int(1e6 * next(iter(sizes.values()))))], 20)
+    print(f"A read of the bytes of {arguments.formats[0]}: {read}")
 
 
-def milliseconds(call: Callable[[], object], count: int) -> str:
-    """The median time, and the least."""
-    times = []
-    for i in range(WARM_UP + count):
-        begin = time.perf_counter()
-        call()
-        if i >= WARM_UP:
-            times.append(1e3 * (time.perf_counter() - begin))
-    return f"{statistics.median(times):.2f} ({min(times):.2f})"
+def quantized(weight: np.ndarray, name: str) -> QuantizedArray:
+    if (found := re.fullmatch(r"codebook(\d)(?:-g(\d+)|-channel)", name)) is None:
+        return quantize(jnp.asarray(weight), parse_format(name))
+    bits, group_size = int(found[1]), int(found[2] or -1)
+    numbers = np.random.default_rng(SEED).standard_normal(2**bits)
+    return quantize(jnp.asarray(weight), Format(bits, group_size, codebook=tuple(numbers)))
+
+
+def milliseconds(calls: Sequence[Callable[[], object]], count: int) -> list[str]:
+    """The median time of each, and the least."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(WARM_UP + count):
+        for call, own in zip(calls, times, strict=True):
+            begin = time.perf_counter()
+            call()
+            own.append(1e3 * (time.perf_counter() - begin))
+    warm = (own[WARM_UP:] for own in times)
+    return [f"{statistics.median(own):.2f} ({min(own):.2f})" for own in warm]
 
 
 def two_thread_read(count: int) -> Callable[[], object]:

@@ -85,6 +85,7 @@ struct Buffers {
   const void* bias = nullptr;            // [batch * weights_per_element, n]
   const void* residual = nullptr;        // as out
   const int32_t* permutation = nullptr;  // [permuted_parts, k / permuted_parts]
+  const float* codebook = nullptr;       // [2^bits] in memory of the host, CPU only; null: integers
   void* gathered = nullptr;              // as lhs; uninitialised
   void* out = nullptr;                   // [batch, m, out_columns]
   void* workspace = nullptr;             // CUDA only; uninitialised

@@ -117,6 +117,9 @@ F32: dict[str, Any] = {"dtype": "float32"}
 PERMUTED: dict[str, Any] = {"permuted": True}
 COMPILED: dict[str, Any] = {"compiled": True}
 
+# Bytes of which no two are the same, and all of them matter.
+_NUMBERS = tuple(np.random.default_rng(0).standard_normal(256).tolist())
+
 PROBLEMS = (
     # Rows: around the 8 rows of an mma tile, and around every multiple that a kernel may tile by.
     P("one row: decoding", 1, 256, 192),
@@ -168,6 +171,9 @@ PROBLEMS = (
     P("e5m2, float32", 5, 100, 70, bits=8, codebook="e5m2", scale=2.0**-16, **F32),
     P("a codebook of 2 bits", 9, 100, 70, bits=2, codebook=(1.5, -0.25, 1.5, 0.0)),
     P("a codebook of 5 bits", 9, 70, 70, bits=5, codebook=tuple(1.25**i for i in range(32))),
+    P("a codebook of 6 bits, float32", 3, 15, 70, 6, 16, codebook=_NUMBERS[:64], **F32),
+    P("a codebook of 7 bits", 17, 130, 70, 7, codebook=_NUMBERS[:128]),
+    P("a codebook of 8 bits, one row", 1, 100, 70, 8, -1, codebook=_NUMBERS, **F16),
     P("nf4, permuted rows, a stack", 3, 128, 70, codebook="nf4", stack=(2,), **PERMUTED),
     P("nf4, an index", 3, 128, 70, codebook="nf4", stack=(3,), index=1),
     # Scales of 8 bits, and tensor scales.

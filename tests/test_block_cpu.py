@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import calls
 
-from jaxlowbit import Format, quantize, quantized_block
+from jaxlowbit import INT4, NF4, Format, quantize, quantized_block
 
 D, F = 72, 200  # neither fills the last strip of 64 channels
 KINDS = [
@@ -16,6 +16,7 @@ KINDS = [
     (Format(8, 32), "float32"),
     (Format(4, 128, "integer"), "bfloat16"),
     (Format(3, 16), "float16"),
+    (NF4, "bfloat16"),
 ]
 
 
@@ -31,9 +32,14 @@ def normal(*shape, seed=0):
 
 
 def weights(format):
+    """All of one format, but that down has integers beside a codebook."""
     shapes = {"out": (40, D), "pair": (2, D, F), "down": (F, D), "q": (D, 64), "k": (D, 24)}
     return {
-        name: quantize(normal(*shape, seed=i), format, scale_dtype="float16")
+        name: quantize(
+            normal(*shape, seed=i),
+            INT4 if name == "down" and format.codebook else format,
+            scale_dtype="float16",
+        )
         for i, (name, shape) in enumerate(shapes.items())
     }
 
@@ -85,6 +91,12 @@ def test_every_activation(activation):
 
 def test_float16_and_odd_widths():
     format, dtype = KINDS[3]
+    found = block(2, dtype, format, one_call=True)
+    assert_near(found, block(2, dtype, format, one_call=False), dtype)
+
+
+def test_codebooks_beside_integers():
+    format, dtype = KINDS[4]
     found = block(2, dtype, format, one_call=True)
     assert_near(found, block(2, dtype, format, one_call=False), dtype)
 

@@ -7,10 +7,20 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import dequantized
+from helpers import PLATFORM, dequantized
 from scipy import stats
 
-from jaxlowbit import EXPORT_CHECKS, FP8, NF4, Format, QuantizedArray, quantize, quantized_matmul
+from jaxlowbit import (
+    EXPORT_CHECKS,
+    FP8,
+    NF4,
+    Format,
+    QuantizedArray,
+    quantize,
+    quantized_matmul,
+    supported_backends,
+)
+from jaxlowbit._backends import call, cuda
 from jaxlowbit._core.format import format_name, parse_format
 
 NAMES = {"nf4": 4, "fp4": 4, "e2m1": 4, "e4m3": 8, "e5m2": 8}
@@ -162,7 +172,9 @@ def test_exported_programs_keep_the_codebook(format):
     again = jax.export.deserialize(stored)
     np.testing.assert_array_equal(again.call(lhs, array), lhs @ array)
     assert again.in_tree == exported.in_tree
-    assert b'"form": 2' in stored  # which a library without codebooks refuses
+    # Which a library without codebooks refuses: that of the argument, and that of the call.
+    assert b'"form": 2' in stored
+    assert ("version = 2" in exported.mlir_module()) == (PLATFORM == "cpu")
 
 
 NAMED = [
@@ -227,8 +239,11 @@ def test_values_that_are_no_numbers_are_refused():
 
 def test_kernels_of_integers_refuse_codebooks():
     array = quantize(np.ones((64, 64), np.float32), NF4)
+    reasons = supported_backends(jnp.ones((1, 64)), array)
+    assert reasons["cpu"] is None and reasons["pallas"] == call.NO_CODEBOOK
+    assert cuda.unsupported(jnp.dtype("bfloat16"), NF4) == call.NO_CODEBOOK
     with pytest.raises(ValueError, match="its kernels read integers, the format has a codebook"):
-        quantized_matmul(jnp.ones((1, 64)), array, backend="cpu")
+        quantized_matmul(jnp.ones((1, 64)), array, backend="pallas")
     pytest.importorskip("qwix", reason="qwix is not installed")
     with pytest.raises(ValueError, match="to_qarray: the format has a codebook"):
         array.to_qarray()

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from helpers import PLATFORM, Oracle, assert_within, dequantize, matmul
 
-from jaxlowbit import Format, quantize
+from jaxlowbit import Format, QuantizedArray, quantize
+from jaxlowbit._core.format import parse_format
 
 pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="the kernels of the CPU")
 
@@ -24,6 +25,28 @@ def test_every_way_is_within_its_error_bound(bits, group_size):
     oracle = Oracle.of(lhs, dequantize(rhs))
     bound = oracle.bound(lhs.dtype)
     for m in ROWS:
+        got = np.asarray(matmul(lhs[:m], rhs, backend="cpu"))
+        assert_within(got, oracle.exact[:m], bound[:m])
+
+
+# One register of numbers, two, and more, some that bfloat16 holds and some that it does not.
+@pytest.mark.parametrize("group_size", [48, -1])
+@pytest.mark.parametrize("codebook", [2, 4, 5, 6, 7, 8, "e2m1", "e4m3"])
+def test_every_way_of_a_codebook_is_within_its_error_bound(codebook, group_size):
+    rng = np.random.default_rng(0)
+    if isinstance(codebook, int):
+        numbers = tuple(rng.standard_normal(2**codebook).tolist())
+        format = Format(codebook, group_size, codebook=numbers)
+    else:
+        format = parse_format(codebook).replace(group_size=group_size)
+    codes = np.flatnonzero(np.isfinite(format.values)).astype(np.uint8)
+    scale = rng.uniform(0.5, 1, (-(-201 // group_size) if group_size > 0 else 1, 70))
+    values = codes[rng.integers(0, len(codes), (201, 70))]
+    rhs = QuantizedArray.from_integers(values, scale.astype(np.float16), format=format)
+    lhs = jnp.asarray(rng.standard_normal((40, 201)), jnp.bfloat16)
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    bound = oracle.bound(lhs.dtype)
+    for m in (1, 5, 17, 40):
         got = np.asarray(matmul(lhs[:m], rhs, backend="cpu"))
         assert_within(got, oracle.exact[:m], bound[:m])
 

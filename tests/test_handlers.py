@@ -32,11 +32,15 @@ ATTRIBUTES = {"version": 1, "layout_version": 1, "bits": 4, "group_size": 32}
 
 
 def call(without=(), **changes):
-    attributes = {name: np.int64(changes.pop(name, ATTRIBUTES[name])) for name in ATTRIBUTES}
+    attributes: dict[str, Any] = {
+        name: np.int64(changes.pop(name, ATTRIBUTES[name])) for name in ATTRIBUTES
+    }
     for name in without:
         del attributes[name]
     flags = ("transposed", "scale_sums", "half_sums")
     attributes |= {name: changes.pop(name, False) for name in flags}
+    if (numbers := changes.pop("codebook", 0)) > 0:
+        attributes["codebook"] = np.ones(numbers, np.float32)
     specs = {**OPERANDS, **changes}
     *operands, out = (jax.ShapeDtypeStruct(shape, jnp.dtype(t)) for shape, t in specs.values())
     with jax.default_device(jax.devices("cpu")[0]):
@@ -58,8 +62,12 @@ def call(without=(), **changes):
         {"lhs": ((1, 0, 70), "bfloat16"), "out": ((1, 0, 40), "bfloat16")},
         {"group_size": -1, "scale": ((1, 1, 1, 64), "bfloat16")},
         {"bits": 3, "packed": ((1, 1, 2, 384), "uint32")},
+        {"codebook": 16, "version": 2},
     ],
-    ids=["no zero", "integer zero", "float zero", "index", "no rows", "one group", "3 bits"],
+    ids=[
+        *("no zero", "integer zero", "float zero", "index", "no rows", "one group", "3 bits"),
+        "a codebook",
+    ],
 )
 def test_what_fits_is_computed(changes):
     out = call(**changes)
@@ -88,6 +96,14 @@ def test_what_fits_is_computed(changes):
         ({"scale": ((1, 1, 3, 64), "float32")}, r"scale has shape .* groups, 64\] = \[1, 1, 4, 64"),
         ({"group_size": -1}, r"scale has shape \[1, 1, 4, 64\] but must be .* = \[1, 1, 1, 64\]"),
         ({"zero": ((1, 1, 4, 64), "float16")}, "zero is f16 but must be u8 or the type of scale"),
+        (
+            {"codebook": 15, "version": 2},
+            "codebook has 15 numbers but must have 16, one for each value of 4 bits",
+        ),
+        (
+            {"codebook": 16, "version": 2, "zero": ((1, 1, 4, 64), "uint8")},
+            "zero is given beside a codebook",
+        ),
         ({"zero": ((1, 1, 3, 64), "uint8")}, r"zero has shape .* but must be \[0\] or \[weights"),
         (
             {"index": ((2,), "int32")},
@@ -119,12 +135,13 @@ def test_what_breaks_the_contract_is_refused(changes, message):
         (
             ["version", "layout_version"],
             {},
-            "has the calls of version 0 .* reads version 1; export",
+            "has the calls of version 0 .* reads version 2; export",
         ),
-        ([], {"version": 2}, "has the calls of version 2 .* reads version 1; export"),
+        ([], {"version": 3}, "has the calls of version 3 .* reads version 2; export"),
         (["layout_version"], {}, "has words packed with layout version 0 .* reads version 1"),
         ([], {"layout_version": 2}, "has words packed with layout version 2 .* reads version 1"),
         (["bits"], {}, "the call has no attribute bits"),
+        ([], {"version": 2}, "the call has no attribute codebook"),
     ],
 )
 def test_programs_of_other_versions_are_refused(without, changes, message):

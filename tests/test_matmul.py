@@ -19,6 +19,7 @@ from helpers import (
     interpreted_matmul,
     matmul,
 )
+from helpers import pack as pack_words
 from problems import PROBLEMS, Problem, operands
 
 from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
@@ -116,6 +117,14 @@ def test_backends_agree(problem):
     "float32, 8 bits, many rows",
     "float32 scales of float16",
     "3 bits, integer zero",
+    "fp4, float16",
+    "e4m3, per channel",
+    "e5m2, float32",
+    "a codebook of 2 bits",
+    "a codebook of 5 bits",
+    "a codebook of 6 bits, float32",
+    "a codebook of 7 bits",
+    "a codebook of 8 bits, one row",
     "permuted, odd k",
     "permuted, 8 bits per channel",
     "permuted, k in 4 padded shards",
@@ -157,6 +166,28 @@ def test_nan_and_infinity_stay_in_their_rows(problem, backend):
         want = lhs.astype(np.float64) @ dequantize(rhs).value
     for row in rows:
         np.testing.assert_array_equal(got[row].astype(np.float64), want[row])
+
+
+# Of the codes that stand for no finite number; the padding has all of them.
+@pytest.mark.skipif(PLATFORM != "cpu", reason="the kernels of GPUs read integers")
+@pytest.mark.parametrize("m", [1, 40])
+@pytest.mark.parametrize("k", [128, 100])
+@pytest.mark.parametrize(("name", "dtype"), [("e4m3", "float32"), ("e5m2", "bfloat16")])
+def test_codes_of_nan_and_infinity_on_the_cpu(name, dtype, k, m):
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 0x7B, (128, 128))
+    codes[k:] = 0xFF
+    codes[rng.permutation(k)[:4], [0, 5, 70, 71]] = 0x7C, 0xFC, 0x7F, 0xFF
+    padded = pack_words(codes, 8)
+    rhs = packed(np.zeros((k, 128), np.float32), Format(8, 32, codebook=name))
+    scale = np.where(np.arange(64) % 2, 0.5, -0.25) * np.ones(rhs.scale.shape)
+    rhs = rhs._with(packed=jnp.asarray(padded), scale=jnp.asarray(scale, jnp.float32))
+    lhs = (1 + rng.integers(0, 4, (m, k))).astype(jnp.dtype(dtype))
+    want, got = (compute(lhs, rhs, backend).astype(np.float64) for backend in ("xla", "cpu"))
+    assert 0 < np.sum(~np.isfinite(want)) <= 4 * m
+    special = ~np.isfinite(want)
+    np.testing.assert_array_equal(got[special], want[special])
+    np.testing.assert_allclose(got[~special], want[~special], rtol=2**-7, atol=0.5)
 
 
 @cases_of(
@@ -273,7 +304,7 @@ BEYOND = {  # dtype of lhs: a weight that rounds to infinity in it, and one that
 
 @BOTH_WAYS
 @pytest.mark.parametrize("dtype", BEYOND)
-@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+@pytest.mark.parametrize("zero", ["none", "integer", "float", "codebook"])
 def test_weights_are_infinite_where_the_dtype_of_lhs_ends(zero, dtype, m):
     """As `lhs @ rhs.dequantize(lhs.dtype)`; finite where CUDA kernels do not round weights."""
     beyond, within = BEYOND[dtype]
@@ -286,10 +317,13 @@ def test_weights_are_infinite_where_the_dtype_of_lhs_ends(zero, dtype, m):
         "none": None,
         "integer": np.full((1, 70), 8, np.uint8),
         "float": np.zeros((1, 70), np.float32),
+        "codebook": None,
     }
+    one = Format(4, codebook=(*[0.0] * 9, 1.0, *[0.0] * 6))
+    format = one if zero == "codebook" else Format(4, zero=zero)
     if zero == "float":
         values -= 8
-    rhs = QuantizedArray.from_integers(values, scale, zeros[zero], format=Format(4, zero=zero))
+    rhs = QuantizedArray.from_integers(values, scale, zeros[zero], format=format)
     lhs = np.zeros((m, 64), jnp.dtype(dtype))
     lhs[:, 5] = 2.0**-8
     if m > 1:

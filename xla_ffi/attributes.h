@@ -14,6 +14,8 @@
 namespace jaxlowbit {
 
 inline constexpr int64_t kCallVersion = 1;
+inline constexpr int64_t kCodebookCallVersion =
+    2;  // with codebooks, which a library that knows none refuses
 inline constexpr int64_t kLayoutVersion = 1;  // docs/layout.md
 
 // Numbers of each product in the attribute `products` (cuda_instantiate.cc).
@@ -32,13 +34,24 @@ class Attributes {
     return T();
   }
 
+  // As Get, of what calls with codebooks alone have; empty for others. Calls of their version are accepted where this
+  // has been asked.
+  template <typename T>
+  ffi::Span<const T> OfCodebooks(std::string_view name) {
+    call_version_ = kCodebookCallVersion;
+    const auto version = dictionary_.get<int64_t>("version");
+    if (!version.has_value() || *version != kCodebookCallVersion) return {};
+    return Get<ffi::Span<const T>>(name);
+  }
+
   // Says what is wrong with the versions, or which attribute is missing.
   ffi::Error Check() {
-    for (auto [name, own, what] :
-         {std::tuple{"version", kCallVersion, "the calls of version "},
-          std::tuple{"layout_version", kLayoutVersion, "words packed with layout version "}}) {
+    for (auto [name, first, own, what] :
+         {std::tuple{"version", kCallVersion, call_version_, "the calls of version "},
+          std::tuple{"layout_version", kLayoutVersion, kLayoutVersion,
+                     "words packed with layout version "}}) {
       const auto found = dictionary_.get<int64_t>(name);
-      if (found.has_value() && *found == own) continue;
+      if (found.has_value() && first <= *found && *found <= own) continue;
       return Refuse(std::string("this program has ") + what +
                     (found.has_value() ? std::to_string(*found) : "0") +
                     " of jaxlowbit, but this library reads version " + std::to_string(own) +
@@ -53,6 +66,7 @@ class Attributes {
  private:
   ffi::Dictionary dictionary_;
   std::string missing_;
+  int64_t call_version_ = kCallVersion;  // the latest that is read
 };
 
 }  // namespace jaxlowbit

@@ -164,6 +164,8 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer attended, ffi::AnyBuffer
     Attributes attributes(dictionary);
     const auto bits = attributes.Get<ffi::Span<const int64_t>>("bits");
     const auto group_size = attributes.Get<ffi::Span<const int64_t>>("group_size");
+    const Codebooks codebooks = {attributes.OfCodebooks<float>("codebook"),
+                                 attributes.OfCodebooks<int64_t>("codebook_sizes")};
     const auto name = attributes.Get<std::string_view>("activation");
     const auto epsilon = attributes.Get<float>("epsilon");
     const BlockBuffers buffers = {attended,   residual, norm,    following_norm, *result,
@@ -173,7 +175,8 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer attended, ffi::AnyBuffer
     ffi::Error error = attributes.Check();
     if (error.success()) error = DecodeActivation(name, &activation);
     if (error.success()) {
-      error = DecodeProducts(buffers, {weights, 0, following, 0}, bits, group_size, &products);
+      error = DecodeProducts(buffers, {weights, 0, following, 0}, bits, group_size, codebooks,
+                             &products);
     }
     if (error.success()) error = CheckRows(buffers, following.size() > 0, products[0].problem);
     if (error.success()) error = CheckApart(buffers, products);

@@ -137,7 +137,7 @@ ffi::Error RunBlock(const BlockBuffers& buffers, const Tail& tail, Attributes* a
   Exchange exchange;
   ffi::Error error = attributes->Check();
   if (error.success()) error = DecodeActivation(name, &activation);
-  if (error.success()) error = DecodeProducts(buffers, tail, bits, group_size, &products);
+  if (error.success()) error = DecodeProducts(buffers, tail, bits, group_size, {}, &products);
   if (error.success())
     error = CheckRows(buffers, tail.following() > 0, products[0].problem, group.size() > 1);
   if (error.failure() || products[0].problem.m == 0) return error;

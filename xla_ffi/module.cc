@@ -324,6 +324,7 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   module.attr("KERNEL_BITS") = nb::tuple(kernel_bits);
   module.attr("COMPILED_BITS") = nb::tuple(compiled_bits);
   module.attr("CALL_VERSION") = jaxlowbit::kCallVersion;
+  module.attr("CODEBOOK_CALL_VERSION") = jaxlowbit::kCodebookCallVersion;
   module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;
   module.def("most_sums_bytes", &jaxlowbit::MostSumsBytes, nb::arg("rows"), nb::arg("columns"));

@@ -20,6 +20,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "cuda/extents.h"
 #include "cuda/problem.h"
@@ -41,12 +42,20 @@ struct ProductAttributes {
   int64_t bits, group_size;
   bool transposed = false, scale_sums = false, half_sums = false;
   bool gated = false;
+  ffi::Span<const float> codebook = {};  // empty: integers
 
   // Reads the attributes of the target jaxlowbit_quantized_matmul.
   static ProductAttributes Of(Attributes* attributes) {
     return {attributes->Get<int64_t>("bits"), attributes->Get<int64_t>("group_size"),
             attributes->Get<bool>("transposed"), attributes->Get<bool>("scale_sums"),
             attributes->Get<bool>("half_sums")};
+  }
+
+  // The same where kernels read codebooks.
+  static ProductAttributes WithCodebook(Attributes* attributes) {
+    ProductAttributes product = Of(attributes);
+    product.codebook = attributes->OfCodebooks<float>("codebook");
+    return product;
   }
 };
 
@@ -125,13 +134,20 @@ inline ffi::Error CheckType(std::string_view name, const ffi::AnyBuffer& buffer,
                 std::string(rule) + ".");
 }
 
-inline ffi::Error CheckFormat(int64_t bits, int64_t group_size) {
+inline ffi::Error CheckFormat(const ProductAttributes& attributes) {
+  const auto [bits, group_size] = std::pair(attributes.bits, attributes.group_size);
   if (bits < 1 || bits > 8) {
     return Refuse("bits is " + std::to_string(bits) + " but must be from 1 to 8.");
   }
   if (group_size != -1 && (group_size < 16 || group_size % 16 != 0)) {
     return Refuse("group_size is " + std::to_string(group_size) +
                   " but must be a positive multiple of 16, or -1 for one group.");
+  }
+  const size_t numbers = attributes.codebook.size();
+  if (numbers != 0 && numbers != size_t{1} << bits) {
+    return Refuse("codebook has " + std::to_string(numbers) + " numbers but must have " +
+                  std::to_string(1 << bits) + ", one for each value of " + std::to_string(bits) +
+                  " bits.");
   }
   return ffi::Error::Success();
 }
@@ -149,8 +165,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   constexpr std::string_view kGroupRule = "[weights, n_blocks, groups, 64]";
   const bool takes_out = out_type && (out_type == lhs_type || out_type == ElementType::kF32);
   for (const ffi::Error& error :
-       {CheckFormat(attributes.bits, attributes.group_size),
-        CheckType("lhs", lhs, lhs_type.has_value(), "f32, bf16 or f16"),
+       {CheckFormat(attributes), CheckType("lhs", lhs, lhs_type.has_value(), "f32, bf16 or f16"),
         CheckType("packed", packed, packed.element_type() == Type::U32, "u32"),
         CheckType("scale", scale, scale_type.has_value(), "f32, bf16 or f16"),
         CheckType("index", index, index.element_type() == Type::S32, "s32"),
@@ -202,6 +217,9 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
         CheckShape("zero", zero, {p.num_weights, p.n_blocks(), p.groups(), kAtom},
                    "[0] or [weights, n_blocks, groups, 64]");
     if (shape_error.failure()) return shape_error;
+    if (attributes.codebook.size() > 0) {
+      return Refuse("zero is given beside a codebook, which has none; it must be empty.");
+    }
   }
 
   const bool has_index = !HasShape(index, {0});
@@ -228,6 +246,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   b.zero = p.zero == ZeroKind::kNone ? nullptr : zero.untyped_data();
   b.index = has_index ? static_cast<const int32_t*>(index.untyped_data()) : nullptr;
   b.out = out.untyped_data();
+  if (attributes.codebook.size() > 0) b.codebook = attributes.codebook.begin();
   return ffi::Error::Success();
 }
 

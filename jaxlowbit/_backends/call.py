@@ -84,10 +84,16 @@ def format_attributes(format: Format, prefix: str = "") -> dict[str, np.int64]:
     return {prefix + name: np.int64(size) for name, size in sizes.items()}
 
 
+def codebook_attributes(format: Format) -> dict[str, np.ndarray]:
+    """The numbers of a codebook, which calls for integers do not have."""
+    return {"codebook": np.array(format.values, np.float32)} if format.values else {}
+
+
 def product_attributes(problem: Problem, *, scale_sums: bool) -> dict[str, Any]:
     """The attributes of the custom call for one product."""
     return attributes(
         **format_attributes(problem.format),
+        **codebook_attributes(problem.format),
         transposed=problem.transposed,
         scale_sums=scale_sums,
         half_sums=problem.half_sums,
@@ -151,12 +157,20 @@ def launches(*products: Launch) -> dict[str, np.ndarray]:
 def formats_attributes(weights: Sequence[QuantizedArray]) -> dict[str, np.ndarray]:
     """The attributes of a call that say the formats of several weights."""
     formats = [format_attributes(weight.format) for weight in weights]
-    return {name: np.array([format[name] for format in formats]) for name in ("bits", "group_size")}
+    found: dict[str, np.ndarray] = {
+        name: np.array([format[name] for format in formats]) for name in ("bits", "group_size")
+    }
+    numbers = [weight.format.values for weight in weights]
+    if any(numbers):
+        found["codebook"] = np.concatenate([np.array(x, np.float32) for x in numbers])
+        found["codebook_sizes"] = np.array([len(x) for x in numbers], np.int64)
+    return found
 
 
 def attributes(**attributes: Any) -> dict[str, Any]:
     """The attributes of a call, with the versions that another version of the library refuses."""
-    versions = {"version": ffi.CALL_VERSION, "layout_version": layout.VERSION}
+    version = ffi.CODEBOOK_CALL_VERSION if "codebook" in attributes else ffi.CALL_VERSION
+    versions = {"version": version, "layout_version": layout.VERSION}
     return {name: np.int64(version) for name, version in versions.items()} | attributes
 
 

@@ -22,8 +22,6 @@ def unsupported(
     del sizes  # it takes all of them
     if format.scale is not None:
         return call.NO_NARROW_SCALES
-    if format.codebook is not None:
-        return call.NO_CODEBOOK
     if lhs not in FLOATS:
         return call.unsupported_lhs(lhs)
     return "it has no kernel for the transposed product" if transposed else None
@@ -37,7 +35,9 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     weights = call.weight_operands(ops.packed, ops.scale, ops.zero, ops.index, problem.format)
     result = jax.ShapeDtypeStruct((batch, m, problem.columns), problem.out_dtype)
     (out,) = jax.ffi.ffi_call(call.MATMUL_TARGET, [result])(
-        lhs, *weights, **call.product_attributes(problem, scale_sums=False)
+        lhs,
+        *weights,
+        **call.product_attributes(problem, scale_sums=False),
     )
     return out.reshape(*ops.lead, *ops.rows, problem.columns)
 

@@ -3,7 +3,6 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <immintrin.h>
 #endif
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -13,53 +12,24 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
+#include <iterator>
 #include <string_view>
-#include <utility>
 
 #include "xla_ffi/cpu/convert.h"
-#include "xla_ffi/cpu/planes.h"
 #include "xla_ffi/cpu/tuning.h"
-
-// The kernel once per instruction set: registers hold kLanes floats, and there are kRegisters.
-#if defined(__x86_64__)
-
-#define JAXLOWBIT_CLONE avx512
-#define JAXLOWBIT_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#define JAXLOWBIT_LANES 16
-#define JAXLOWBIT_REGISTERS 32
-#if defined(__linux__)
-#define JAXLOWBIT_AMX
-#endif
-#include "xla_ffi/cpu/qmm_clone.inc"
-
-#define JAXLOWBIT_CLONE avx2
-#define JAXLOWBIT_TARGET __attribute__((target("avx2,fma")))
-#define JAXLOWBIT_LANES 8
-#define JAXLOWBIT_REGISTERS 16
-#include "xla_ffi/cpu/qmm_clone.inc"
-
-#define JAXLOWBIT_REGISTERS 16
-#else
-#define JAXLOWBIT_REGISTERS 32
-#endif
-
-#define JAXLOWBIT_CLONE baseline
-#define JAXLOWBIT_TARGET
-#define JAXLOWBIT_LANES 4
-#include "xla_ffi/cpu/qmm_clone.inc"
 
 namespace jaxlowbit {
 namespace {
 
 #if defined(__x86_64__) && defined(__linux__)
-// Whether there are tiles of bfloat16, and the system lets this process use them: it has to be asked, once.
-// https://docs.kernel.org/arch/x86/xstate.html
+// Whether there are tiles of bfloat16, and what came with them, and the system lets this process use them: it has to be
+// asked, once. https://docs.kernel.org/arch/x86/xstate.html
 bool HasTiles() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   const bool found = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0;
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5;
-  if (!found || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  constexpr unsigned kAvx512Vbmi = 1u << 1;
+  if (!found || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0 || (c & kAvx512Vbmi) == 0) return false;
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d) == 0 || (a & kAvx512Bf16) == 0) return false;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -94,7 +64,7 @@ std::vector<const CpuClone*> RunnableCpuClones() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
 #if defined(__linux__)
     static const bool has_tiles = HasTiles();
-    if (has_tiles) clones.push_back(&avx512::kAmxClone);
+    if (has_tiles) clones.push_back(&amx::kClone);
 #endif
     clones.push_back(&avx512::kClone);
   }
@@ -111,9 +81,24 @@ std::vector<const CpuClone*> RunnableCpuClones() {
   return clones;
 }
 
+CpuCodebook::CpuCodebook(const float* from, int bits) {
+  for (size_t i = 0; i < std::size(numbers); ++i) {
+    const float number = numbers[i] = from[i % (1 << bits)];
+    for (int byte = 0; byte < 4; ++byte) bytes[byte][i] = FloatToBits(number) >> 8 * byte;
+    is_bf16 = is_bf16 && FloatToBits(number) << 16 == 0;
+    if (std::isfinite(number)) {
+      largest = std::max(largest, std::abs(number));
+    } else {
+      finite = false;
+    }
+  }
+}
+
 CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone,
                      CacheLine* permuted)
-    : call_{problem, buffers},
+    : codebook_(buffers.codebook == nullptr ? nullptr
+                                            : new CpuCodebook(buffers.codebook, problem.bits)),
+      call_{problem, buffers, nullptr, codebook_.get()},
       clone_(clone),
       tiles_(UsesTiles(problem, clone)),
       stream_(!tiles_ && problem.m <= kStreamTokens),

@@ -25,11 +25,23 @@ inline std::unique_ptr<CacheLine[]> AllocateLines(int64_t count) {
   return std::unique_ptr<CacheLine[]>(new CacheLine[count]);
 }
 
+// The numbers of a codebook, as the clones read them.
+struct CpuCodebook {
+  CpuCodebook(const float* numbers, int bits);
+
+  alignas(64) float numbers[256];     // the first ones again and again
+  alignas(64) uint8_t bytes[4][256];  // of these, the lowest of each number first
+  float largest = 0;                  // magnitude of those that are finite
+  bool finite = true;                 // all of them
+  bool is_bf16 = true;                // all of them: the lower bytes are 0
+};
+
 // A problem with its buffers, as the clones see it.
 struct CpuCall {
   QuantizedMatmul problem;
   Buffers buffers;
-  const float* permuted = nullptr;  // lhs in the order that the clone reads
+  const float* permuted = nullptr;        // lhs in the order that the clone reads
+  const CpuCodebook* codebook = nullptr;  // null: integers
 };
 
 // The kernel compiled for one instruction set.
@@ -49,6 +61,19 @@ struct CpuClone {
   AttendClone attend;
   RowsClone rows;
 };
+
+namespace amx {  // AMX, and the extensions of AVX-512 that came with it or before
+extern const CpuClone kClone;
+}
+namespace avx512 {
+extern const CpuClone kClone;
+}
+namespace avx2 {
+extern const CpuClone kClone;
+}
+namespace baseline {
+extern const CpuClone kClone;
+}
 
 // The clones this binary holds that this machine can run, best first. JAXLOWBIT_CPU_ISA names the one that is to be the
 // first; others can then not run.
@@ -73,6 +98,7 @@ class CpuMatmul {
   void Run(int64_t task, CacheLine* scratch) const;
 
  private:
+  std::unique_ptr<const CpuCodebook> codebook_;
   CpuCall call_;
   const CpuClone& clone_;
   bool tiles_, stream_;
