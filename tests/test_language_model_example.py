@@ -28,11 +28,10 @@ def tiny(tmp_path_factory):
 
 
 def test_the_demo(example, tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(example, "FORMATS", dict(list(example.FORMATS.items())[:2]))
     monkeypatch.setattr(example, "SPEED_TOKENS", 4)
     figures, plot = tmp_path / "figures.json", tmp_path / "quality.png"
     arguments = ["--model", tiny, "--question", "hello", "--max-new-tokens", 3, "--tokens", 40]
-    arguments += ["--context", 16, "--plot", plot, "--json", figures]
+    arguments += ["--context", 16, "--formats", "int8", "--plot", plot, "--json", figures]
     example.main(list(map(str, arguments)))
     printed, progress = capsys.readouterr()
     assert f"file {tiny.stat().st_size / 1e6:.1f} MB" in printed
@@ -46,7 +45,7 @@ def test_the_demo(example, tiny, tmp_path, capsys, monkeypatch):
     assert 4.5 < stored["bits"] < 8.5  # Q4_1 and Q8_0, scales among them
     assert 8 + 16 / 256 < eight["bits"] < 8.25  # a scale for 256 rows, and padded channels
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "[2/2] 8 bits, per channel" in progress
+    assert "[2/2] int8" in progress
 
 
 def test_the_text_is_prose(example):
@@ -60,6 +59,7 @@ def test_the_text_is_prose(example):
         ("--model {}/missing.gguf", "missing.gguf does not exist; name a .gguf file"),
         ("--text {}/missing.txt", "No such file"),
         ("--tokens 0", "--tokens is 0, but one or more are predicted"),
+        ("--formats int4 int9", "bits=9, but a code has 1 to 8 bits"),
         ("--plot {}/missing/plot.png", "missing does not exist; make it first"),
         ("--json {}/missing/figures.json", "missing does not exist; make it first"),
     ],

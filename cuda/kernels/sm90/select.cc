@@ -9,6 +9,7 @@
 #include "cuda/kernels/sm90/costs.h"
 #include "cuda/kernels/sm90/instances.h"
 #include "cuda/kernels/sm90/plan.h"
+#include "cuda/limits.h"
 
 namespace jaxlowbit::sm90 {
 namespace {
@@ -62,7 +63,10 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
     if (choice.peers > 1) return {"mates share whole tiles"};  // `mates` in Python
     const StreamK schedule = ScheduleOf(problem, device, choice);
     if (schedule.tail_tiles == 0) return {"no tiles are left to be divided"};
-    if (schedule.workspace_bytes(tile) > workspace_bytes) {
+    // A tile has more rows than its caller has allocated for, if there are few.
+    const int64_t rows = problem.batch * problem.weights_per_element() * problem.m;
+    if (schedule.workspace_bytes(tile) >
+        std::min(workspace_bytes, MostSumsBytes(rows, problem.n))) {
       return {"its partial sums do not fit the workspace"};
     }
   }
