@@ -168,7 +168,7 @@ def test_nan_and_infinity_stay_in_their_rows(problem, backend):
         np.testing.assert_array_equal(got[row].astype(np.float64), want[row])
 
 
-# Of the codes that stand for no finite number; the padding has all of them.
+# A float codebook has codes of no finite number, and the padding holds all of them.
 @pytest.mark.skipif(PLATFORM != "cpu", reason="the kernels of GPUs read integers")
 @pytest.mark.parametrize("m", [1, 40])
 @pytest.mark.parametrize("k", [128, 100])

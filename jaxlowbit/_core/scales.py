@@ -20,7 +20,7 @@ from .format import SCALES, Format
 _MOST_COMPARED = 15
 # The ranges that `least_squares` tries besides the full one, as parts of it: 0.97 to 0.15.
 _PARTS = (0.97 ** np.arange(1, 64)).astype(np.float32)
-# Those of scales that are powers of two, the next ones.
+# Scales that are powers of two have these parts: the next power up and down.
 _POWERS = np.array([2, 0.5], np.float32)
 _E8M0, _E4M3 = SCALES["e8m0"], SCALES["e4m3"]
 
