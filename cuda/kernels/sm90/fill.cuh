@@ -14,15 +14,15 @@ template <class I>
 class StageFiller {
  public:
   __device__ StageFiller(const Params& p, int rank, Memory memory)
-      : p_(p), memory_(memory), policy_(EvictFirst()), part_(rank * p.lhs_rows) {}
+      : p_(p), memory_(memory), policy_(EvictFirst()), rank_(rank) {}
 
   // Loads every stage of a task.
   __device__ void Fill(const Task& task, RingCursor& cursor) const {
     const bool gated = p_.epilogue.gated;
     const int first = static_cast<int>(StripOf(p_, task.tile, 0));
     const int up = gated ? static_cast<int>(StripOf(p_, task.tile, 1)) : 0;
-    const bool last = p_.peer_shift == 0 && task.tile.m0 + I::kM > p_.m;
-    const int rows = last ? p_.last_rows : I::kM;
+    const bool last = task.tile.m0 + I::kM > p_.m;
+    const int rows = (last ? p_.last_rows : p_.lhs_rows) << p_.peer_shift;
     const int stage_bytes = p_.plan.bytes.packed + I::kStageAtoms * rows * kLhsRowBytes;
 #pragma unroll 1
     for (int atom = task.atom_begin; atom < task.atom_end; atom += I::kStageAtoms) {
@@ -84,14 +84,14 @@ class StageFiller {
     for (int i = 0; i < I::kStageAtoms; ++i) {
       const int atom = stage.atom + i, block = p_.lhs_in_atoms ? atom : 0;
       const int column = p_.lhs_in_atoms ? 0 : atom * static_cast<int>(kAtom);
-      const uint32_t target = stage.memory + i * I::kLhsBytes + part_ * kLhsRowBytes;
+      const int part = rank_ * (last ? p_.last_rows : p_.lhs_rows);
+      const uint32_t target = stage.memory + i * I::kLhsBytes + part * kLhsRowBytes;
+      const CUtensorMap* map = last ? &p_.last_lhs : &p_.lhs;
       if (p_.peer_shift == 0) {
-        const CUtensorMap* map = last ? &p_.last_lhs : &p_.lhs;
         TmaLoad(target, map, column, tile.m0, block, tile.batch, stage.full);
       } else {
         const int peers = (1 << (1 << p_.peer_shift)) - 1;
-        TmaLoadMulticast(target, &p_.lhs, column, tile.m0 + part_, 0, tile.batch, stage.full,
-                         peers);
+        TmaLoadMulticast(target, map, column, tile.m0 + part, 0, tile.batch, stage.full, peers);
       }
     }
   }
@@ -99,7 +99,7 @@ class StageFiller {
   const Params& p_;
   const Memory memory_;
   const uint64_t policy_;
-  const int part_;  // the first of a tile's rows that this CTA loads
+  const int rank_;  // among the peers, which load a part of the rows each
 };
 
 }  // namespace jaxlowbit::sm90

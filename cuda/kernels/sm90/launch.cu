@@ -36,8 +36,6 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   const TileShape& tile = kTiles[choice.tile];
   Params p;
   p.scale = buffers.scale;
-  p.zero = buffers.zero;
-  p.zero_bytes = static_cast<int>(problem.zero_bytes());
   p.index = buffers.index;
   p.out_data = buffers.out;
   p.out_float = problem.out == ElementType::kF32;
@@ -56,7 +54,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.lhs_rows = tile.m / choice.peers;
   p.lhs_in_atoms = choice.peers == 1 && problem.k % kAtom == 0;
   // Swizzled tiles are multiples of 8 rows.
-  p.last_rows = static_cast<int>(CeilDiv(p.m % tile.m, 8)) * 8;
+  p.last_rows = static_cast<int>(CeilDiv(p.m % tile.m, 8 * choice.peers)) * 8;
   p.group_bytes = p.plan.bytes.scales + p.plan.bytes.zeros;
   p.n_blocks = static_cast<int>(problem.n_blocks());
   p.strips = static_cast<int>(problem.strips());

@@ -64,8 +64,6 @@ struct Params {
   CUtensorMap out;       // [batch, m, n] in tiles of kStoreRows and 64 of n, if `aligned`
   CUtensorMap residual;  // the epilogue's residual in such tiles, if `residual_by_tma`
   const void* scale;
-  const void* zero;      // null: zero point 2^(bits - 1)
-  int zero_bytes;        // 1: zero points; else float zeros, of the type of the scales
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out_data;
   bool out_float;        // float32 out; else the type of lhs
@@ -75,12 +73,12 @@ struct Params {
   int64_t num_weights;
   int m, n;
   int lhs_rows;  // of a tile, or a peer's part of them
+  // Likewise, of the last tile of a batch element, in multiples of 8; 0: it is like the others. Its loads are its own:
+  // rows out of bounds take TMA longer than others. Shared memory holds anything in the rows beyond; their accumulators
+  // are not stored.
+  int last_rows;
   // One load brings all atoms of a stage: k is a multiple of 64, and there are no peers.
   bool lhs_in_atoms;
-  // Rows of the last tile of a batch element, in multiples of 8, which has loads of its own without peers: rows out of
-  // bounds take TMA longer than others. Shared memory holds anything in the rows beyond; their accumulators are not
-  // stored.
-  int last_rows;
   int group_bytes;  // that are loaded for a stage: scales and zeros
   int n_blocks, k_blocks, groups;
   // Strips of the weights of a batch element; in a gated product, those of the gate and of up alternate. Tiles are
