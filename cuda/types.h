@@ -20,7 +20,7 @@ inline constexpr int64_t kAtom = 64;
 // Bits of a quantized value that the CUDA kernels read: those whose instances the binary holds, and those whose
 // instances are compiled where they run.
 inline constexpr int kKernelBits[] = {4, 8};
-inline constexpr int kCompiledBits[] = {1, 2, 3};
+inline constexpr int kCompiledBits[] = {1, 2, 3, 5, 6, 7};
 
 enum class ElementType { kF32, kBf16, kF16 };
 enum class ZeroKind { kNone, kInteger, kFloat };

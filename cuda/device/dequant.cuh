@@ -142,9 +142,13 @@ __device__ inline void Unpack(const uint32_t (&packed)[kBits], int step,
 }
 
 // How many times larger, as a power of two, SeparateValues leaves the values of row g + 8: it does not move them, unless
-// they would not fit beside a constant.
+// they have bytes of their own, where they would not fit beside a constant.
 template <int kBits>
-inline constexpr int kSecondUp = kBits == 8 ? 0 : Integer<kBits>::kUp;
+inline constexpr int kSecondUp = Integer<kBits>::kUp == 8 ? 0 : Integer<kBits>::kUp;
+
+// How far down it moves them.
+template <int kBits>
+inline constexpr int kSecondDown = Integer<kBits>::kUp - kSecondUp<kBits>;
 
 // Separates the quantized values of a step where they stand: rows g and g + 8 alternate.
 template <int kBits>
@@ -156,8 +160,9 @@ __device__ inline void SeparateValues(const uint32_t (&packed)[kBits], int step,
     const uint32_t word = F::Word(packed, step, v) >> F::Shift(step, v);
     values[2 * v] = word & kValueMask<kBits>;
     // 8 bits: bytes 1 and 3.
-    values[2 * v + 1] =
-        kBits == 8 ? __byte_perm(word, 0, 0x5351) : word & kValueMask<kBits> << kSecondUp<kBits>;
+    values[2 * v + 1] = kBits == 8
+                            ? __byte_perm(word, 0, 0x5351)
+                            : word >> kSecondDown<kBits> & kValueMask<kBits> << kSecondUp<kBits>;
   }
 }
 
@@ -172,9 +177,8 @@ __device__ inline void LiftValues(const uint32_t (&packed)[kBits], int step,
   using F = Integer<kBits>;
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
-    const int up = kLifted<kBits> - F::Shift(step, v);
-    const uint32_t word = F::Word(packed, step, v);
-    const uint32_t lifted = up >= 0 ? word << up : word >> -up;
+    const uint32_t lifted =
+        ShiftUp(F::Word(packed, step, v), kLifted<kBits> - F::Shift(step, v));
     values[2 * v] = lifted & kValueMask<kBits> << kLifted<kBits>;
     values[2 * v + 1] = lifted & kValueMask<kBits> << (kLifted<kBits> + kSecondUp<kBits>);
   }
@@ -250,7 +254,8 @@ __device__ inline void UnpackIntegers(const uint32_t (&packed)[kBits], int step,
     const uint32_t word = F::Word(packed, step, j / 2) >> moved;
     // Bytes 1 and 3 of 8 bits, each below the upper byte of kWith.
     const uint32_t value = kBits == 8 && j % 2 == 1 ? __byte_perm(word, kWith, 0x5351)
-                                                    : AndOr(word, kValueMask<kBits> << up, kWith);
+                                                    : AndOr(word >> j % 2 * kSecondDown<kBits>,
+                                                            kValueMask<kBits> << up, kWith);
     out[j] = centre[j % 2].Subtract(value, up);
   }
 }

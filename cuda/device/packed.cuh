@@ -9,32 +9,61 @@
 
 namespace jaxlowbit {
 
-// Whether a lane's words are whole chunks of 16 bytes. Chunks are read in an order without bank conflicts; fewer words
-// have none, and lie as they are in memory.
+// Whether all of a lane's words are whole chunks of 16 bytes, in one plane. Two chunks are read in an order without bank
+// conflicts. Other words have none, since a lane has at most one chunk of a plane, and lie as they are in memory.
 template <int kBits>
 inline constexpr bool kWholeChunks = kBits % 4 == 0;
 
-// Loads the words of each plane.
+// From a lane's first word of the first plane to those of the others, in bytes.
 template <int kBits>
-__device__ inline void LoadPlanes(uint32_t first, uint32_t second, uint32_t (&packed)[kBits]) {
-  constexpr int kFirst = Integer<kBits>::kFirstWords, kSecond = Integer<kBits>::kSecondWords;
-  static_assert(kFirst <= 2 && kSecond <= 1);
-  if constexpr (kFirst == 2) {
-    const uint2 words = LoadShared8(first);
-    packed[0] = words.x, packed[1] = words.y;
-  } else {
-    packed[0] = LoadShared4(first);
+struct OtherPlanes {
+  int second, third;
+
+  // Of the lane that is number `lane` of the atom's 128.
+  static __device__ OtherPlanes Of(int lane) {
+    OtherPlanes others = {};
+    if constexpr (Integer<kBits>::kSecondWords > 0) {
+      others.second = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+    }
+    if constexpr (Integer<kBits>::kThirdWords > 0) {
+      others.third = Keep(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+    }
+    return others;
   }
-  if constexpr (kSecond == 1) packed[kFirst] = LoadShared4(second);
+};
+
+// Loads a lane's words of one plane.
+template <int kWords>
+__device__ inline void LoadPlane(uint32_t shared, uint32_t* words) {
+  static_assert(kWords == 0 || kWords == 1 || kWords == 2 || kWords == 4);
+  if constexpr (kWords == 4) {
+    const uint4 four = LoadShared16(shared);
+    words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+  } else if constexpr (kWords == 2) {
+    const uint2 two = LoadShared8(shared);
+    words[0] = two.x, words[1] = two.y;
+  } else if constexpr (kWords == 1) {
+    words[0] = LoadShared4(shared);
+  }
 }
 
-// Loads the words that lie as they are in memory, 16 channels after 16 channels. `first`, `second`: this lane's first
-// word of each plane.
+// Loads the words of all planes. `first`, `second`, `third`: this lane's first word of each.
 template <int kBits>
-__device__ inline void LoadPacked(uint32_t first, uint32_t second, int lane,
+__device__ inline void LoadPlanes(uint32_t first, uint32_t second, uint32_t third,
+                                  uint32_t (&packed)[kBits]) {
+  using F = Integer<kBits>;
+  LoadPlane<F::kFirstWords>(first, packed);
+  LoadPlane<F::kSecondWords>(second, packed + F::kFirstWords);
+  LoadPlane<F::kThirdWords>(third, packed + F::kFirstWords + F::kSecondWords);
+}
+
+// Loads the words that lie as they are in memory, 16 channels after 16 channels. `first`: this lane's first word of the
+// first plane.
+template <int kBits>
+__device__ inline void LoadPacked(uint32_t first, const OtherPlanes<kBits>& others, int lane,
                                   uint32_t (&packed)[kBits]) {
   if constexpr (!kWholeChunks<kBits>) {
-    LoadPlanes<kBits>(first, second, packed);
+    LoadPlanes<kBits>(first, first + others.second, first + others.third, packed);
   } else if constexpr (kBits == 4) {
     const uint4 words = LoadShared16(first);
     packed[0] = words.x, packed[1] = words.y, packed[2] = words.z, packed[3] = words.w;
@@ -53,12 +82,13 @@ __device__ inline void LoadPacked(uint32_t first, uint32_t second, int lane,
 }
 
 // Loads words that TMA stored as rows of 128 bytes: chunks of 16 bytes, of which chunk c lies at c ^ (row % 8), or, if
-// they are no whole chunks, as they are. `first`, `second`: as above; a lane's second chunk is the neighbour of its
+// they are no whole chunks, as they are. `first`, `others`: as above; a lane's second chunk is the neighbour of its
 // first.
 template <int kBits>
-__device__ inline void LoadTmaPacked(uint32_t first, uint32_t second, uint32_t (&packed)[kBits]) {
+__device__ inline void LoadTmaPacked(uint32_t first, const OtherPlanes<kBits>& others,
+                                     uint32_t (&packed)[kBits]) {
   if constexpr (!kWholeChunks<kBits>) {
-    LoadPlanes<kBits>(first, second, packed);
+    LoadPlanes<kBits>(first, first + others.second, first + others.third, packed);
   } else {
 #pragma unroll
     for (int chunk = 0; chunk < kBits / 4; ++chunk) {

@@ -119,6 +119,12 @@ __device__ int Code(const QuantizedMatmul& p, const uint32_t* words, int64_t k, 
       return plane(2, 0, "Sevhs") + plane(1, 2, "evhSs");
     case 4:
       return plane(4, 0, "Ssevh");
+    case 5:
+      return plane(4, 0, "Ssehv") + plane(1, 4, "ehSsv");
+    case 6:
+      return plane(4, 0, "Ssehv") + plane(2, 4, "Sehsv");
+    case 7:
+      return plane(4, 0, "Ssehv") + plane(2, 4, "Sehsv") + plane(1, 6, "ehSsv");
     default:
       return plane(8, 0, "Ssveh");
   }

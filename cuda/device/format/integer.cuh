@@ -10,8 +10,8 @@
 //   Word(packed, step, v) >> Shift(step, v):   e = 1: ... h=1 | h=0    e = 0: ... h=1 | h=0
 //                                                       ◄ kUp ►                 ◄ kUp ►
 //
-// A trait has kFirstWords and kSecondWords, the words of a lane and an atom in each bit plane (the planes of an atom
-// follow each other), kUp, Word and Shift. Bits around the values may hold anything.
+// A trait has kFirstWords, kSecondWords and kThirdWords, the words of a lane and an atom in each bit plane (the planes of
+// an atom follow each other), kUp, Word and Shift. Bits around the values may hold anything.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +21,21 @@ namespace jaxlowbit {
 template <int kBits>
 struct Integer;
 
+// Shifts by a number of bits that may be negative.
+__device__ constexpr uint32_t ShiftUp(uint32_t word, int up) {
+  return up >= 0 ? word << up : word >> -up;
+}
+
+// Takes the bits of `low` that the mask names, and the others of `high`: one instruction.
+__device__ constexpr uint32_t MergeBits(uint32_t mask, uint32_t low, uint32_t high) {
+  return (low & mask) | (high & ~mask);
+}
+
 //   1 bit, word 0            e = 1: 31      ...     16 | e = 0: 15      ...      0
 //                            s, v, h: as a number from 15 down to 0, in each half
 template <>
 struct Integer<1> {
-  static constexpr int kFirstWords = 1, kSecondWords = 0;
+  static constexpr int kFirstWords = 1, kSecondWords = 0, kThirdWords = 0;
   static constexpr int kUp = 1;
   static __device__ uint32_t Word(const uint32_t (&packed)[1], int, int) { return packed[0]; }
   static __device__ constexpr int Shift(int step, int v) { return step * 4 + v * 2; }
@@ -35,7 +45,7 @@ struct Integer<1> {
 //                            s % 2, v, h: as a number from 7 down to 0, in each half
 template <>
 struct Integer<2> {
-  static constexpr int kFirstWords = 2, kSecondWords = 0;
+  static constexpr int kFirstWords = 2, kSecondWords = 0, kThirdWords = 0;
   static constexpr int kUp = 2;
   static __device__ uint32_t Word(const uint32_t (&packed)[2], int step, int) {
     return packed[step / 2];
@@ -49,13 +59,11 @@ struct Integer<2> {
 //   1 bit, word 2            v, h, s: as a number from 15 down to 0, in each half
 template <>
 struct Integer<3> {
-  static constexpr int kFirstWords = 2, kSecondWords = 1;
+  static constexpr int kFirstWords = 2, kSecondWords = 1, kThirdWords = 0;
   static constexpr int kUp = 4;
   static __device__ uint32_t Word(const uint32_t (&packed)[3], int step, int) {
-    constexpr uint32_t kLow = 0x33333333;  // the highest bit of each four may be anything
-    const uint32_t low = packed[step / 2] >> step % 2 * 2;
-    const uint32_t high = step < 2 ? packed[2] << (2 - step) : packed[2] >> (step - 2);
-    return (low & kLow) | (high & ~kLow);
+    // The highest bit of each four may be anything.
+    return MergeBits(0x33333333, packed[step / 2] >> step % 2 * 2, ShiftUp(packed[2], 2 - step));
   }
   static __device__ constexpr int Shift(int, int v) { return 8 * v; }
 };
@@ -64,7 +72,7 @@ struct Integer<3> {
 //                            v,h:   1,1  1,0  0,1  0,0 |        1,1  1,0  0,1  0,0
 template <>
 struct Integer<4> {
-  static constexpr int kFirstWords = 4, kSecondWords = 0;
+  static constexpr int kFirstWords = 4, kSecondWords = 0, kThirdWords = 0;
   static constexpr int kUp = 4;
   static __device__ uint32_t Word(const uint32_t (&packed)[4], int step, int) {
     return packed[step];
@@ -72,11 +80,57 @@ struct Integer<4> {
   static __device__ constexpr int Shift(int, int v) { return 8 * v; }
 };
 
+// The lowest 6 bits of the bytes of 6 and 7 bits, from a word of each of their first two planes.
+__device__ constexpr uint32_t MergeSixBits(uint32_t first, uint32_t second, int step, int v) {
+  return MergeBits(0x0f0f0f0f, first >> 4 * v, ShiftUp(second, 4 - step % 2 * 4 - v * 2));
+}
+
+//   5 bits, in planes, which merge into the order of 8 bits:
+//   4 bits, word s           e = 1: 31      ...     16 | e = 0: 15      ...      0
+//                            h, v: as a number from 3 down to 0, in each half
+//   1 bit, word 4            h, s, v: as a number from 15 down to 0, in each half
+template <>
+struct Integer<5> {
+  static constexpr int kFirstWords = 4, kSecondWords = 1, kThirdWords = 0;
+  static constexpr int kUp = 8;
+  static __device__ uint32_t Word(const uint32_t (&packed)[5], int step, int v) {
+    return MergeBits(0x0f0f0f0f, packed[step] >> 4 * v, ShiftUp(packed[4], 4 - step * 2 - v));
+  }
+  static __device__ constexpr int Shift(int, int) { return 0; }
+};
+
+//   6 bits, likewise:
+//   4 bits, word s           as in 5 bits
+//   2 bits, word 4 + s / 2   h, s % 2, v: as a number from 7 down to 0, in each half
+template <>
+struct Integer<6> {
+  static constexpr int kFirstWords = 4, kSecondWords = 2, kThirdWords = 0;
+  static constexpr int kUp = 8;
+  static __device__ uint32_t Word(const uint32_t (&packed)[6], int step, int v) {
+    return MergeSixBits(packed[step], packed[4 + step / 2], step, v);
+  }
+  static __device__ constexpr int Shift(int, int) { return 0; }
+};
+
+//   7 bits, likewise:
+//   4 bits, 2 bits           as in 6 bits
+//   1 bit, word 6            h, s, v: as a number from 15 down to 0, in each half
+template <>
+struct Integer<7> {
+  static constexpr int kFirstWords = 4, kSecondWords = 2, kThirdWords = 1;
+  static constexpr int kUp = 8;
+  static __device__ uint32_t Word(const uint32_t (&packed)[7], int step, int v) {
+    const uint32_t low = MergeSixBits(packed[step], packed[4 + step / 2], step, v);
+    return MergeBits(0x3f3f3f3f, low, ShiftUp(packed[6], 6 - step * 2 - v));
+  }
+  static __device__ constexpr int Shift(int, int) { return 0; }
+};
+
 //   8 bits, word 2 s + v     e = 1: 31      ...     16 | e = 0: 15      ...      0
 //                            h:        1         0     |            1        0
 template <>
 struct Integer<8> {
-  static constexpr int kFirstWords = 8, kSecondWords = 0;
+  static constexpr int kFirstWords = 8, kSecondWords = 0, kThirdWords = 0;
   static constexpr int kUp = 8;
   static __device__ uint32_t Word(const uint32_t (&packed)[8], int step, int v) {
     return packed[2 * step + v];
@@ -96,6 +150,11 @@ __device__ constexpr int FirstPlane(int lane) {
 template <int kBits>
 __device__ constexpr int SecondPlane(int lane) {
   return 512 * Integer<kBits>::kFirstWords + lane * 4 * Integer<kBits>::kSecondWords;
+}
+template <int kBits>
+__device__ constexpr int ThirdPlane(int lane) {
+  return 512 * (Integer<kBits>::kFirstWords + Integer<kBits>::kSecondWords) +
+         lane * 4 * Integer<kBits>::kThirdWords;
 }
 
 }  // namespace jaxlowbit

@@ -38,6 +38,7 @@ class PackedLoader {
     } else {
       at_[0] = Keep(FirstPlane<I::kBits>(threadIdx.x));
       if constexpr (kLoads > 1) at_[1] = Keep(SecondPlane<I::kBits>(threadIdx.x));
+      if constexpr (kLoads > 2) at_[2] = Keep(ThirdPlane<I::kBits>(threadIdx.x));
     }
   }
 
@@ -50,15 +51,18 @@ class PackedLoader {
         packed[4 * i + 2] = words.z, packed[4 * i + 3] = words.w;
       }
     } else {
-      LoadPlanes<I::kBits>(atom + at_[0], atom + at_[kLoads - 1], packed);
+      LoadPlanes<I::kBits>(atom + at_[0], atom + at_[kLoads > 1 ? 1 : 0], atom + at_[kLoads - 1],
+                           packed);
     }
   }
 
  private:
   // Chunks of 16 bytes, or planes.
-  static constexpr int kLoads = kWholeChunks<I::kBits>                ? I::kBits / 4
-                                : Integer<I::kBits>::kSecondWords > 0 ? 2
-                                                                      : 1;
+  using Format = Integer<I::kBits>;
+  static constexpr int kLoads =
+      kWholeChunks<I::kBits>
+          ? I::kBits / 4
+          : 1 + (Format::kSecondWords > 0 ? 1 : 0) + (Format::kThirdWords > 0 ? 1 : 0);
 
   int at_[kLoads];  // in bytes
 };

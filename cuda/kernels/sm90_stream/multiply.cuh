@@ -62,10 +62,7 @@ class StageMultiplier {
           p_.plan.bytes.lhs + (begin - tile) * (I::kSliceBytes << p_.plan.stage_shift) +
           FirstPlane<kBits>((slice - begin) * 32) + atom_ * atom_bytes + FirstPlane<kBits>(lane_));
       if constexpr (!I::kWholeStrips) packed_step_[i] = Keep(atom_bytes);
-      if constexpr (I::kInPlanes) {
-        const int lane = (slice - begin) * 32 + lane_;
-        second_[i] = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
-      }
+      others_[i] = OtherPlanes<kBits>::Of((slice - begin) * 32 + lane_);
       const int group =
           (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstGroup(p_, atom_);
       const int row = group * kRows + slice % kSlicesPerStrip * kSliceRows + lane_ / 4 * 2;
@@ -161,8 +158,7 @@ class StageMultiplier {
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
           const uint32_t first = stage + packed_[slice + i] + (at + a) * PackedStep(slice + i);
-          LoadPacked<kBits>(first, I::kInPlanes ? first + second_[slice + i] : 0, lane_,
-                            packed[a][i]);
+          LoadPacked<kBits>(first, others_[slice + i], lane_, packed[a][i]);
         }
       }
       uint32_t fragments[kAtoms][4];
@@ -267,8 +263,7 @@ class StageMultiplier {
   // slice, and the step from there to the second atom's; the scales of each slice.
   int lhs_;
   int packed_[kSlicesPerWarp], packed_step_[I::kWholeStrips ? 1 : kSlicesPerWarp];
-  int second_[I::kInPlanes ? kSlicesPerWarp
-                           : 1];  // from the words of the first plane to those of the second
+  OtherPlanes<kBits> others_[kSlicesPerWarp];
   int scales_[kSlicesPerWarp];
 };
 

@@ -38,7 +38,6 @@ struct Instance {
   static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kM < 32;
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
-  static constexpr bool kInPlanes = Integer<kBits>::kSecondWords > 0;
   static constexpr bool kWholeStrips = HasWholeStrips(kBits);
 };
 

@@ -24,7 +24,7 @@ int StageStrips(const Plan& plan) {
 int StageAtoms(const QuantizedMatmul& problem, const Plan& plan, int block_m) {
   constexpr int kSmallBytes = 8 * 1024, kManyStages = 8;
   const auto atoms_of = [&](int warp_atoms) {
-    const int most = std::min(128 / block_m, problem.bits < 4 ? 16 : 32 / problem.bits);
+    const int most = std::min(128 / block_m, problem.bits < 4 ? 16 : problem.bits == 4 ? 8 : 4);
     return std::max(plan.warps_k, std::min(warp_atoms * plan.warps_k, most));
   };
   const int atoms = atoms_of(MaxWarpAtoms(problem.bits, block_m));
