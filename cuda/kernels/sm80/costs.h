@@ -7,7 +7,8 @@ namespace jaxlowbit::sm80 {
 
 struct Costs {
   struct Tile {
-    double stage[2];  // microseconds of a stage of a CTA alone on a multiprocessor; 4 bits, 8 bits
+    // Microseconds of a stage of a CTA alone on a multiprocessor; 4 bits, 8 bits. 5 to 7 bits have those of 8.
+    double stage[2];
     double shared;    // the fraction of it that CTAs of one multiprocessor cannot overlap
     double reduce;    // microseconds of the kernel that adds the partial sums
     double once;      // microseconds of the kernel's beginning and end

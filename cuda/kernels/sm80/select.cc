@@ -120,7 +120,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
       static_cast<double>(CeilDiv(NumStagesOf(problem), split_k)) + costs.start + sums;
   const double overlap = tile.shared + (1 - tile.shared) / static_cast<double>(beside);
   const double computed =
-      static_cast<double>(ctas) * stages * overlap * tile.stage[problem.bits == 8];
+      static_cast<double>(ctas) * stages * overlap * tile.stage[problem.bits > 4];
   const double bytes = static_cast<double>(problem.strips() * problem.k_blocks() * problem.batch) *
                        kAtom * kAtom * problem.bits / 8;
   const double read = bytes / (costs.read_bytes * RelativeMemoryRate(device));

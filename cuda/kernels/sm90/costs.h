@@ -17,7 +17,7 @@ struct Costs {
     double split;     // the kernel that reduces the stream-K tail
     double megabyte;  // of partial sums
     double peers;     // multicast to cluster peers, over separate loads
-    double wide;      // factor of an atom of 8 bits, over one of 4
+    double wide;      // factor of an atom of 8 bits, over one of 4; 5 to 7 bits have it too
     double heat;      // added fraction for every doubling of the time, as clocks fall
   };
   Tile tiles[kNumTiles];

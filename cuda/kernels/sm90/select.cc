@@ -118,7 +118,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   // fused, or at least loaded once per stage.
   const bool once = tile.m <= 128 && problem.scale == problem.lhs && problem.group_size > 0 &&
                     problem.group_size % (2 * kAtom) == 0;
-  const double kind = problem.bits == 8                    ? fit.wide
+  const double kind = problem.bits > 4                     ? fit.wide
                       : !once                              ? 1
                       : problem.zero == ZeroKind::kInteger ? costs.loaded_once
                                                            : costs.fused;

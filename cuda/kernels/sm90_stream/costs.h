@@ -12,7 +12,8 @@ struct Costs {
     double two, three;     // factor of a ring of so many stages, over a deeper one
     double start;          // microseconds of the kernel's beginning and end
   };
-  Rows rows[5];  // up to 8 rows of lhs in 4 bits, up to 16, up to 32; up to 8 in 8 bits, up to 16
+  // Up to 8 rows of lhs in 4 bits, up to 16, up to 32; up to 8 in 8 bits, up to 16. 5 to 7 bits have those of 8.
+  Rows rows[5];
   double
       narrow[3];  // rates of 1, 2 and 3 bits, over those of 4: fewer bits take as many instructions
   double copy;    // microseconds of half a slice of a stage, or of its lhs

@@ -105,11 +105,11 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const int tiles = static_cast<int>(CeilDiv(slices, plan.tile_slices));
   const double pairs = static_cast<double>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
   const double busy = pairs * plan.warps_k / kWarps;
-  const int first = problem.bits == 8 ? 3 : 0;
+  const int first = problem.bits > 4 ? 3 : 0;
   const Costs::Rows& fit = costs.rows[first + (problem.m <= 8 ? 0 : problem.m <= 16 ? 1 : 2)];
   const double narrow = problem.bits < 4 ? costs.narrow[problem.bits - 1] : 1;
-  // Loads of 8-bit weights are larger if a warp has two atoms of a stage.
-  const double copy = costs.copy * (problem.bits == 8 ? plan.warp_atoms : 1);
+  // Loads of wide weights are larger if a warp has two atoms of a stage.
+  const double copy = costs.copy * (problem.bits > 4 ? plan.warp_atoms : 1);
   const double copies =
       tiles * (plan.stages / static_cast<double>(cluster_ctas)) * (plan.tile_slices / 2.0 + 1);
   const auto lhs_tiles =
