@@ -177,8 +177,7 @@ __device__ inline void LiftValues(const uint32_t (&packed)[kBits], int step,
   using F = Integer<kBits>;
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
-    const uint32_t lifted =
-        ShiftUp(F::Word(packed, step, v), kLifted<kBits> - F::Shift(step, v));
+    const uint32_t lifted = ShiftUp(F::Word(packed, step, v), kLifted<kBits> - F::Shift(step, v));
     values[2 * v] = lifted & kValueMask<kBits> << kLifted<kBits>;
     values[2 * v + 1] = lifted & kValueMask<kBits> << (kLifted<kBits> + kSecondUp<kBits>);
   }

@@ -142,6 +142,10 @@ struct Integer<8> {
 template <int kBits>
 inline constexpr uint32_t kValueMask = ((1u << kBits) - 1) * 0x00010001u;
 
+template <int kBits>
+inline constexpr int kNumPlanes =
+    1 + (Integer<kBits>::kSecondWords > 0 ? 1 : 0) + (Integer<kBits>::kThirdWords > 0 ? 1 : 0);
+
 // Offsets, in an atom, of the first word of each plane of the lane that is number `lane` of the atom's 128.
 template <int kBits>
 __device__ constexpr int FirstPlane(int lane) {

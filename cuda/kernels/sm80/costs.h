@@ -9,9 +9,9 @@ struct Costs {
   struct Tile {
     // Microseconds of a stage of a CTA alone on a multiprocessor; 4 bits, 8 bits. 5 to 7 bits have those of 8.
     double stage[2];
-    double shared;    // the fraction of it that CTAs of one multiprocessor cannot overlap
-    double reduce;    // microseconds of the kernel that adds the partial sums
-    double once;      // microseconds of the kernel's beginning and end
+    double shared;  // the fraction of it that CTAs of one multiprocessor cannot overlap
+    double reduce;  // microseconds of the kernel that adds the partial sums
+    double once;    // microseconds of the kernel's beginning and end
   };
   Tile tiles[4];  // of kBlockMs
   double start;   // filling the ring, in stages

@@ -58,11 +58,7 @@ class PackedLoader {
 
  private:
   // Chunks of 16 bytes, or planes.
-  using Format = Integer<I::kBits>;
-  static constexpr int kLoads =
-      kWholeChunks<I::kBits>
-          ? I::kBits / 4
-          : 1 + (Format::kSecondWords > 0 ? 1 : 0) + (Format::kThirdWords > 0 ? 1 : 0);
+  static constexpr int kLoads = kWholeChunks<I::kBits> ? I::kBits / 4 : kNumPlanes<I::kBits>;
 
   int at_[kLoads];  // in bytes
 };
