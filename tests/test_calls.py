@@ -20,6 +20,7 @@ from meshes import REDUCE, assert_close, collectives, make_mesh, put
 import jaxlowbit
 from jaxlowbit import (
     INT4,
+    MXFP8,
     UINT4,
     Format,
     partition_spec,
@@ -253,14 +254,14 @@ def test_one_call_for_each_layer_of_a_scan(cuda):
         (mlp, LHS, 2),
         (jax.grad(lambda x: mlp(x).sum()), half(), 3),
         (lambda x: quantized_mlp(x, GATE_UP, DOWN, backend="xla"), half(), 0),
-        (lambda x: quantized_matmuls(x, [quantize(normal(K, N), Format(5))]), half(), 0),
+        (lambda x: quantized_matmuls(x, [quantize(normal(K, N), MXFP8)]), half(), 0),
         (
             lambda x: quantized_mlp(x, quantize(normal(2, K, F), INT4, shards=(1, 2)), DOWN),
             half(),
             2,
         ),
     ],
-    ids=["float32", "gradient", "backend", "5 bits", "shards"],
+    ids=["float32", "gradient", "backend", "8-bit scales", "shards"],
 )
 @pytest.mark.ways("f")
 def test_a_call_for_each_product_otherwise(cuda, f, x, count):

@@ -22,7 +22,7 @@ SHAPES = list(
 ) + [(m, shape.n, shape.k) for m in (1, 32, 512) for shape in shapes.SHAPES.values()]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_choice_keeps_its_limits(device, bits):
     for (m, n, k), batch in itertools.product(SHAPES, [1, 8]):
@@ -94,8 +94,8 @@ def test_few_tiles_split_the_sum(m, n, k, split):
         ({"m": 16, "n": 4096, "k": 4096}, "qmm_sm90_stream"),
         ({"m": 32, "n": 28672}, "qmm_sm90"),
         ({"m": 33}, "qmm_sm90"),
-        ({"m": 16, "bits": 8}, "qmm_sm90_stream"),
-        ({"m": 17, "bits": 8}, "qmm_sm90"),
+        *(({"m": 16, "bits": bits}, "qmm_sm90_stream") for bits in (5, 6, 7, 8)),
+        *(({"m": 17, "bits": bits}, "qmm_sm90") for bits in (5, 6, 7, 8)),
         ({"k": 8192 + 64}, "qmm_sm90_stream"),
         ({"k": 8192 + 32}, "qmm_sm80"),
         ({"group_size": 16}, "qmm_sm90_stream"),
@@ -213,7 +213,7 @@ def test_costs_follow_the_rates_of_the_device(m, kernel, device):
     ("problem", "reason"),
     [
         ({"compute_capability": 75}, "need compute capability 8.0, this device has 7.5"),
-        ({"bits": 5}, "do not read weights of 5 bits"),
+        ({"bits": 9}, "do not read weights of 9 bits"),
         ({"n": 2**30 + 1}, "n=1073741825 is beyond 2^30"),
         ({"k": 2**30 + 1}, "k=1073741825 or n=64 is beyond 2^30"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from helpers import PLATFORM
 
 import jaxlowbit
-from jaxlowbit import INT4, Format, explain
+from jaxlowbit import INT4, MXFP8, explain
 from jaxlowbit._backends import call, extension
 
 K, N = 4096, 256
@@ -104,7 +104,7 @@ def test_the_cpu():
 @pytest.mark.parametrize(
     ("device", "format", "dtype", "said"),
     [
-        ("H200", Format(5), "bfloat16", "or 8 bits, the format has 5"),
+        ("H200", MXFP8, "bfloat16", "its kernels read scales of 16 or 32 bits"),
         (
             "H200",
             INT4.replace(zero="float"),

@@ -428,7 +428,7 @@ def test_nothing_is_compiled_that_the_build_has(compiler, capsys):
         ([], "name a checkpoint, --shapes with --format, or --format alone"),
         (["--format", "int2", "--dtype", "int8"], "--dtype int8: name one of"),
         (["--format", "two"], "'two' names no format"),
-        (["--format", "int5"], "--format int5-g128: its kernels read"),
+        (["--format", "mxfp8"], "--format mxfp8: its kernels read"),
     ],
 )
 def test_arguments_that_mean_nothing(toolchain, capsys, arguments, said):

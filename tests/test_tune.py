@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import jaxlowbit
-from jaxlowbit import INT4, INT8, UINT4, Format, explain, quantize
+from jaxlowbit import INT4, INT8, MXFP8, UINT4, Format, explain, quantize
 from jaxlowbit._backends import selection
 from jaxlowbit._backends import times as timing
 from jaxlowbit._backends.selection import Choice, Product
@@ -95,7 +95,7 @@ def test_candidates_run_and_begin_with_the_default(m, changes):
 
 
 def test_there_are_no_candidates_without_a_kernel():
-    assert selection.candidates(PRODUCT._replace(format=Format(5)), H200) == []
+    assert selection.candidates(PRODUCT._replace(k=2**31), H200) == []
 
 
 @pytest.mark.parametrize(
@@ -400,9 +400,9 @@ def test_weights_of_a_checkpoint(tmp_path):
         ([(64, 64)], {"tokens": [0]}, r"0 is no number of tokens; name some from 1"),
         ([(64, 64)], {"tokens": []}, "there are no numbers of tokens"),
         ([(64, 64)], {"dtype": "float32"}, "there are choices for bfloat16 and float16 alone"),
-        ([(64, 64)], {"format": Format(5)}, "its kernels read .* or 8 bits, the format has 5"),
+        ([(64, 64)], {"format": MXFP8}, "its kernels read scales of 16 or 32 bits"),
         (
-            {"w": quantize(jnp.ones((64, 64)), Format(5))},
+            {"w": quantize(jnp.ones((64, 64)), MXFP8)},
             {},
             "for these weights: its kernels read",
         ),

@@ -10,10 +10,8 @@ from jax import Array, lax
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from . import call
-from .extension import ffi
 from .problem import Operands, Problem
 
-_BITS = sorted(ffi.KERNEL_BITS + ffi.COMPILED_BITS)
 _MOST_SIZE = 2**30  # k and n
 _FLOAT32_PARTS = 3  # bfloat16 has 8 significant bits, float32 24
 
@@ -28,8 +26,6 @@ def unsupported(
         return call.NO_NARROW_SCALES
     if format.codebook is not None:
         return call.NO_CODEBOOK
-    if format.bits not in _BITS:
-        return f"its kernels read {call.one_of(_BITS)} bits, the format has {format.bits}"
     if lhs not in FLOATS:
         return call.unsupported_lhs(lhs)
     if lhs == jnp.float32 and (transposed or format.zero == "float"):

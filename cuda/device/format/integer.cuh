@@ -26,9 +26,12 @@ __device__ constexpr uint32_t ShiftUp(uint32_t word, int up) {
   return up >= 0 ? word << up : word >> -up;
 }
 
-// Takes the bits of `low` that the mask names, and the others of `high`: one instruction.
-__device__ constexpr uint32_t MergeBits(uint32_t mask, uint32_t low, uint32_t high) {
-  return (low & mask) | (high & ~mask);
+// Takes the bits of `low` that the mask names, and the others of `high`. One instruction: from an expression the compiler
+// makes four if the result is used twice, as it narrows the masks to the bits of each use.
+__device__ inline uint32_t MergeBits(uint32_t mask, uint32_t low, uint32_t high) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE2;\n" : "=r"(d) : "r"(low), "r"(mask), "r"(high));
+  return d;
 }
 
 //   1 bit, word 0            e = 1: 31      ...     16 | e = 0: 15      ...      0
@@ -62,8 +65,10 @@ struct Integer<3> {
   static constexpr int kFirstWords = 2, kSecondWords = 1, kThirdWords = 0;
   static constexpr int kUp = 4;
   static __device__ uint32_t Word(const uint32_t (&packed)[3], int step, int) {
-    // The highest bit of each four may be anything.
-    return MergeBits(0x33333333, packed[step / 2] >> step % 2 * 2, ShiftUp(packed[2], 2 - step));
+    constexpr uint32_t kLow = 0x33333333;  // the highest bit of each four may be anything
+    const uint32_t low = packed[step / 2] >> step % 2 * 2;
+    const uint32_t high = ShiftUp(packed[2], 2 - step);
+    return (low & kLow) | (high & ~kLow);
   }
   static __device__ constexpr int Shift(int, int v) { return 8 * v; }
 };
@@ -81,7 +86,7 @@ struct Integer<4> {
 };
 
 // The lowest 6 bits of the bytes of 6 and 7 bits, from a word of each of their first two planes.
-__device__ constexpr uint32_t MergeSixBits(uint32_t first, uint32_t second, int step, int v) {
+__device__ inline uint32_t MergeSixBits(uint32_t first, uint32_t second, int step, int v) {
   return MergeBits(0x0f0f0f0f, first >> 4 * v, ShiftUp(second, 4 - step % 2 * 4 - v * 2));
 }
 
