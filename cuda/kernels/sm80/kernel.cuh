@@ -2,7 +2,7 @@
 //
 // qmm_sm80: out[b, i, n] = sum_k lhs[b, i, k] * w[k, n] of weight index[b], with
 // w = round((q[k, n] - z[k / group_size, n]) * scale[k / group_size, n]), or with float zeros
-// round(q * scale + zero), in 4 or 8 bits, bf16 or f16 lhs, float32 accumulation (with half_sums, float16
+// round(q * scale + zero), in 1 to 8 bits, bf16 or f16 lhs, float32 accumulation (with half_sums, float16
 // accumulation within a stage); compute capability 8.0 and up, every m.
 //
 // Bound. A 4-bit weight is half a byte and costs 2 m FLOP. At 200 FLOP per byte of memory traffic (H200, bf16) the

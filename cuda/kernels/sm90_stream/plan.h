@@ -43,7 +43,7 @@ inline constexpr int kMostGatheredBytes = 24 * 1024;
 // The most atoms of a stage that one warp multiplies, with tiles of `block_m` rows.
 constexpr int MaxWarpAtoms(int bits, int block_m) { return bits < 4 && block_m == 8 ? 4 : 2; }
 
-// The most rows of lhs: with 8-bit weights, 32 rows would take more registers than there are.
+// The most rows of lhs: with wide weights, 32 rows would take more registers than there are.
 constexpr int MaxRows(int bits) { return bits <= 4 ? 32 : 16; }
 
 // Whether a tile has whole strips: where words are in several bit planes, and where a stage is small.
