@@ -16,20 +16,28 @@ inline constexpr bool kWholeChunks = kBits % 4 == 0;
 
 // From a lane's first word of the first plane to those of the others, in bytes.
 template <int kBits>
-struct OtherPlanes {
-  int second, third;
-
+class OtherPlanes {
+ public:
   // Of the lane that is number `lane` of the atom's 128.
   static __device__ OtherPlanes Of(int lane) {
-    OtherPlanes others = {};
-    if constexpr (Integer<kBits>::kSecondWords > 0) {
-      others.second = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+    OtherPlanes others;
+    if constexpr (kOthers > 0) {
+      others.at_[0] = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
     }
-    if constexpr (Integer<kBits>::kThirdWords > 0) {
-      others.third = Keep(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+    if constexpr (kOthers > 1) {
+      others.at_[1] = Keep(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
     }
     return others;
   }
+
+  // 0 without such a plane.
+  __device__ int second() const { return kOthers > 0 ? at_[0] : 0; }
+  __device__ int third() const { return kOthers > 1 ? at_[kOthers - 1] : 0; }
+
+ private:
+  static constexpr int kOthers = kNumPlanes<kBits> - 1;
+
+  int at_[kOthers > 0 ? kOthers : 1];
 };
 
 // Loads a lane's words of one plane.
@@ -63,7 +71,7 @@ template <int kBits>
 __device__ inline void LoadPacked(uint32_t first, const OtherPlanes<kBits>& others, int lane,
                                   uint32_t (&packed)[kBits]) {
   if constexpr (!kWholeChunks<kBits>) {
-    LoadPlanes<kBits>(first, first + others.second, first + others.third, packed);
+    LoadPlanes<kBits>(first, first + others.second(), first + others.third(), packed);
   } else if constexpr (kBits == 4) {
     const uint4 words = LoadShared16(first);
     packed[0] = words.x, packed[1] = words.y, packed[2] = words.z, packed[3] = words.w;
@@ -88,7 +96,7 @@ template <int kBits>
 __device__ inline void LoadTmaPacked(uint32_t first, const OtherPlanes<kBits>& others,
                                      uint32_t (&packed)[kBits]) {
   if constexpr (!kWholeChunks<kBits>) {
-    LoadPlanes<kBits>(first, first + others.second, first + others.third, packed);
+    LoadPlanes<kBits>(first, first + others.second(), first + others.third(), packed);
   } else {
 #pragma unroll
     for (int chunk = 0; chunk < kBits / 4; ++chunk) {

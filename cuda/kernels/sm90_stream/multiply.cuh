@@ -62,7 +62,7 @@ class StageMultiplier {
           p_.plan.bytes.lhs + (begin - tile) * (I::kSliceBytes << p_.plan.stage_shift) +
           FirstPlane<kBits>((slice - begin) * 32) + atom_ * atom_bytes + FirstPlane<kBits>(lane_));
       if constexpr (!I::kWholeStrips) packed_step_[i] = Keep(atom_bytes);
-      others_[i] = OtherPlanes<kBits>::Of((slice - begin) * 32 + lane_);
+      if constexpr (kInPlanes) others_[i] = OtherPlanes<kBits>::Of((slice - begin) * 32 + lane_);
       const int group =
           (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstGroup(p_, atom_);
       const int row = group * kRows + slice % kSlicesPerStrip * kSliceRows + lane_ / 4 * 2;
@@ -104,6 +104,7 @@ class StageMultiplier {
 
  private:
   static constexpr bool kMayBeFew = I::kTiles == 1;
+  static constexpr bool kInPlanes = kNumPlanes<kBits> > 1;
   // Whether a lane keeps its place in lhs, or computes it for every atom: what takes less time is measured
   // (docs/measurements/qmm_sm90_stream.md).
   static constexpr bool kKeepsPlace =
@@ -158,7 +159,7 @@ class StageMultiplier {
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
           const uint32_t first = stage + packed_[slice + i] + (at + a) * PackedStep(slice + i);
-          LoadPacked<kBits>(first, others_[slice + i], lane_, packed[a][i]);
+          LoadPacked<kBits>(first, others_[kInPlanes ? slice + i : 0], lane_, packed[a][i]);
         }
       }
       uint32_t fragments[kAtoms][4];
@@ -263,7 +264,7 @@ class StageMultiplier {
   // slice, and the step from there to the second atom's; the scales of each slice.
   int lhs_;
   int packed_[kSlicesPerWarp], packed_step_[I::kWholeStrips ? 1 : kSlicesPerWarp];
-  OtherPlanes<kBits> others_[kSlicesPerWarp];
+  OtherPlanes<kBits> others_[kInPlanes ? kSlicesPerWarp : 1];
   int scales_[kSlicesPerWarp];
 };
 
