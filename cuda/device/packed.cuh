@@ -14,32 +14,6 @@ namespace jaxlowbit {
 template <int kBits>
 inline constexpr bool kWholeChunks = kBits % 4 == 0;
 
-// From a lane's first word of the first plane to those of the others, in bytes.
-template <int kBits>
-class OtherPlanes {
- public:
-  // Of the lane that is number `lane` of the atom's 128.
-  static __device__ OtherPlanes Of(int lane) {
-    OtherPlanes others;
-    if constexpr (kOthers > 0) {
-      others.at_[0] = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
-    }
-    if constexpr (kOthers > 1) {
-      others.at_[1] = Keep(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
-    }
-    return others;
-  }
-
-  // 0 without such a plane.
-  __device__ int second() const { return kOthers > 0 ? at_[0] : 0; }
-  __device__ int third() const { return kOthers > 1 ? at_[kOthers - 1] : 0; }
-
- private:
-  static constexpr int kOthers = kNumPlanes<kBits> - 1;
-
-  int at_[kOthers > 0 ? kOthers : 1];
-};
-
 // Loads a lane's words of one plane.
 template <int kWords>
 __device__ inline void LoadPlane(uint32_t shared, uint32_t* words) {
@@ -65,13 +39,13 @@ __device__ inline void LoadPlanes(uint32_t first, uint32_t second, uint32_t thir
   LoadPlane<F::kThirdWords>(third, packed + F::kFirstWords + F::kSecondWords);
 }
 
-// Loads the words that lie as they are in memory, 16 channels after 16 channels. `first`: this lane's first word of the
-// first plane.
+// Loads the words that lie as they are in memory, 16 channels after 16 channels. `first`, `second`, `third`: this lane's
+// first word of each plane.
 template <int kBits>
-__device__ inline void LoadPacked(uint32_t first, const OtherPlanes<kBits>& others, int lane,
+__device__ inline void LoadPacked(uint32_t first, uint32_t second, uint32_t third, int lane,
                                   uint32_t (&packed)[kBits]) {
   if constexpr (!kWholeChunks<kBits>) {
-    LoadPlanes<kBits>(first, first + others.second(), first + others.third(), packed);
+    LoadPlanes<kBits>(first, second, third, packed);
   } else if constexpr (kBits == 4) {
     const uint4 words = LoadShared16(first);
     packed[0] = words.x, packed[1] = words.y, packed[2] = words.z, packed[3] = words.w;
@@ -90,13 +64,13 @@ __device__ inline void LoadPacked(uint32_t first, const OtherPlanes<kBits>& othe
 }
 
 // Loads words that TMA stored as rows of 128 bytes: chunks of 16 bytes, of which chunk c lies at c ^ (row % 8), or, if
-// they are no whole chunks, as they are. `first`, `others`: as above; a lane's second chunk is the neighbour of its
+// they are no whole chunks, as they are. `first`, `second`, `third`: as above; a lane's second chunk is the neighbour of its
 // first.
 template <int kBits>
-__device__ inline void LoadTmaPacked(uint32_t first, const OtherPlanes<kBits>& others,
+__device__ inline void LoadTmaPacked(uint32_t first, uint32_t second, uint32_t third,
                                      uint32_t (&packed)[kBits]) {
   if constexpr (!kWholeChunks<kBits>) {
-    LoadPlanes<kBits>(first, first + others.second(), first + others.third(), packed);
+    LoadPlanes<kBits>(first, second, third, packed);
   } else {
 #pragma unroll
     for (int chunk = 0; chunk < kBits / 4; ++chunk) {

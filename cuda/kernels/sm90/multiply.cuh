@@ -42,7 +42,12 @@ class TileMultiplier {
     const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
     packed_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstTmaWord<kBits>(warp * 32 + lane));
-    others_ = OtherPlanes<kBits>::Of(warp * 32 + lane);
+    if constexpr (kPlanes > 1) {
+      second_ = Keep(SecondPlane<kBits>(warp * 32 + lane) - FirstPlane<kBits>(warp * 32 + lane));
+    }
+    if constexpr (kPlanes > 2) {
+      third_ = Keep(ThirdPlane<kBits>(warp * 32 + lane) - FirstPlane<kBits>(warp * 32 + lane));
+    }
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
     strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
     if constexpr (kWarpArrivals == 1) {
@@ -105,6 +110,7 @@ class TileMultiplier {
   static constexpr bool kHasStageRows = I::kM < 256 && std::is_same_v<S, T>;
   static constexpr bool kBothHalves = I::kM <= 128 && I::kZero != ZeroKind::kNone;
 
+  static constexpr int kPlanes = kNumPlanes<kBits>;
   static constexpr float kUnit = 1 << kWeightShift<T>;  // of accumulators
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
   // Units of an atom of a strip.
@@ -220,7 +226,8 @@ class TileMultiplier {
       for (int s = 0; s < I::kStrips; ++s) {
         uint32_t packed[kBits];
         const uint32_t words = stage + packed_ + s * kStripBytes + in_stage * kAtomBytes<kBits>;
-        LoadTmaPacked<kBits>(words, others_, packed);
+        LoadTmaPacked<kBits>(words, kPlanes > 1 ? words + second_ : 0,
+                             kPlanes > 2 ? words + third_ : 0, packed);
         const int row = row_ + s * strip_rows_ + rows;
         if (kGroups || (std::is_same_v<R, StageRows> && in_stage == 0)) {
           LoadRows(scales, row, pairs[s]);
@@ -284,8 +291,8 @@ class TileMultiplier {
   const Memory memory_;
   // Where this lane reads in a stage, for the warpgroup's first strip: packed weights, in bytes, and scales, in rows.
   int packed_, row_, strip_rows_;
-  OtherPlanes<kBits> others_;
-  uint32_t free_;  // the peer's barrier that this lane tells of free stages, or 0
+  int second_, third_;  // from the words of the first plane to those of the others
+  uint32_t free_;       // the peer's barrier that this lane tells of free stages, or 0
 };
 
 }  // namespace jaxlowbit::sm90

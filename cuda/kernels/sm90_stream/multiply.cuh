@@ -62,7 +62,13 @@ class StageMultiplier {
           p_.plan.bytes.lhs + (begin - tile) * (I::kSliceBytes << p_.plan.stage_shift) +
           FirstPlane<kBits>((slice - begin) * 32) + atom_ * atom_bytes + FirstPlane<kBits>(lane_));
       if constexpr (!I::kWholeStrips) packed_step_[i] = Keep(atom_bytes);
-      if constexpr (kInPlanes) others_[i] = OtherPlanes<kBits>::Of((slice - begin) * 32 + lane_);
+      const int lane = (slice - begin) * 32 + lane_;
+      if constexpr (kPlanes > 1) {
+        others_[0][i] = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+      }
+      if constexpr (kPlanes > 2) {
+        others_[1][i] = Keep(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+      }
       const int group =
           (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstGroup(p_, atom_);
       const int row = group * kRows + slice % kSlicesPerStrip * kSliceRows + lane_ / 4 * 2;
@@ -104,7 +110,7 @@ class StageMultiplier {
 
  private:
   static constexpr bool kMayBeFew = I::kTiles == 1;
-  static constexpr bool kInPlanes = kNumPlanes<kBits> > 1;
+  static constexpr int kPlanes = kNumPlanes<kBits>, kOthers = kPlanes > 2 ? 2 : 1;
   // Whether a lane keeps its place in lhs, or computes it for every atom: what takes less time is measured
   // (docs/measurements/qmm_sm90_stream.md).
   static constexpr bool kKeepsPlace =
@@ -159,7 +165,9 @@ class StageMultiplier {
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
           const uint32_t first = stage + packed_[slice + i] + (at + a) * PackedStep(slice + i);
-          LoadPacked<kBits>(first, others_[kInPlanes ? slice + i : 0], lane_, packed[a][i]);
+          LoadPacked<kBits>(first, kPlanes > 1 ? first + others_[0][slice + i] : 0,
+                            kPlanes > 2 ? first + others_[kOthers - 1][slice + i] : 0, lane_,
+                            packed[a][i]);
         }
       }
       uint32_t fragments[kAtoms][4];
@@ -264,7 +272,8 @@ class StageMultiplier {
   // slice, and the step from there to the second atom's; the scales of each slice.
   int lhs_;
   int packed_[kSlicesPerWarp], packed_step_[I::kWholeStrips ? 1 : kSlicesPerWarp];
-  OtherPlanes<kBits> others_[kInPlanes ? kSlicesPerWarp : 1];
+  // From the words of the first plane to those of the others.
+  int others_[kOthers][kPlanes > 1 ? kSlicesPerWarp : 1];
   int scales_[kSlicesPerWarp];
 };
 
