@@ -9,8 +9,8 @@
 
 namespace jaxlowbit {
 
-// Whether all of a lane's words are whole chunks of 16 bytes, in one plane. Two chunks are read in an order without bank
-// conflicts. Other words have none, since a lane has at most one chunk of a plane, and lie as they are in memory.
+// Whether all of a lane's words are whole chunks of 16 bytes, in one plane. Two chunks are read in an order without
+// bank conflicts. Other words have none, since a lane has at most one chunk of a plane, and lie as they are in memory.
 template <int kBits>
 inline constexpr bool kWholeChunks = kBits % 4 == 0;
 
@@ -64,8 +64,8 @@ __device__ inline void LoadPacked(uint32_t first, uint32_t second, uint32_t thir
 }
 
 // Loads words that TMA stored as rows of 128 bytes: chunks of 16 bytes, of which chunk c lies at c ^ (row % 8), or, if
-// they are no whole chunks, as they are. `first`, `second`, `third`: as above; a lane's second chunk is the neighbour of its
-// first.
+// they are no whole chunks, as they are. `first`, `second`, `third`: as above; a lane's second chunk is the neighbour
+// of its first.
 template <int kBits>
 __device__ inline void LoadTmaPacked(uint32_t first, uint32_t second, uint32_t third,
                                      uint32_t (&packed)[kBits]) {

@@ -26,8 +26,8 @@ __device__ constexpr uint32_t ShiftUp(uint32_t word, int up) {
   return up >= 0 ? word << up : word >> -up;
 }
 
-// Takes the bits of `low` that the mask names, and the others of `high`. One instruction: from an expression the compiler
-// makes four if the result is used twice, as it narrows the masks to the bits of each use.
+// Takes the bits of `low` that the mask names, and the others of `high`. One instruction: from an expression the
+// compiler makes four if the result is used twice, as it narrows the masks to the bits of each use.
 __device__ inline uint32_t MergeBits(uint32_t mask, uint32_t low, uint32_t high) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xE2;\n" : "=r"(d) : "r"(low), "r"(mask), "r"(high));
