@@ -28,6 +28,7 @@ struct QuantizedMatmul {
   int64_t num_weights = 1;  // weights that `packed` holds
   int64_t m = 0, n = 0, k = 0;
   int bits = 4;
+  Codebook codebook = Codebook::kNone;
   int64_t group_size = -1;  // along k; -1: one group
   ElementType lhs = ElementType::kBf16;
   ElementType scale = ElementType::kBf16;
@@ -85,7 +86,7 @@ struct Buffers {
   const void* bias = nullptr;            // [batch * weights_per_element, n]
   const void* residual = nullptr;        // as out
   const int32_t* permutation = nullptr;  // [permuted_parts, k / permuted_parts]
-  const float* codebook = nullptr;       // [2^bits] in memory of the host, CPU only; null: integers
+  const float* codebook = nullptr;       // [2^bits] in memory of the host; null: integers
   void* gathered = nullptr;              // as lhs; uninitialised
   void* out = nullptr;                   // [batch, m, out_columns]
   void* workspace = nullptr;             // CUDA only; uninitialised

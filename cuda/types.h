@@ -22,15 +22,30 @@ inline constexpr int64_t kAtom = 64;
 inline constexpr int kKernelBits[] = {4, 8};
 inline constexpr int kCompiledBits[] = {1, 2, 3, 5, 6, 7};
 
-enum class ElementType { kF32, kBf16, kF16 };
+// The last two are 8-bit scales: powers of two, and floats.
+enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3 };
+// What quantized values stand for: integers, a table of numbers, or the floats whose bits they are.
+enum class Codebook { kNone, kTable, kE2m1, kE4m3, kE5m2 };
 enum class ZeroKind { kNone, kInteger, kFloat };
 enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
 
-// The activations as Python and the driver name them, in the order of the enum.
+// Types and activations as Python and the driver name them, in the order of the enums.
+inline constexpr const char* kElementTypeNames[] = {"float32", "bfloat16", "float16",
+                                                    "float8_e8m0fnu", "float8_e4m3fn"};
 inline constexpr const char* kActivationNames[] = {"none", "silu", "gelu", "gelu_tanh", "relu"};
 
+// The codebooks likewise.
+inline constexpr const char* kCodebookNames[] = {"none", "table", "e2m1", "e4m3", "e5m2"};
+inline constexpr int kNumCodebooks = 5;
+
+// The widest values that the CUDA kernels look up in a table: a warp has a number in each lane.
+inline constexpr int kMostTableBits = 5;
+
+JAXLOWBIT_HOST_DEVICE constexpr bool Is8Bit(ElementType type) {
+  return type == ElementType::kE8m0 || type == ElementType::kE4m3;
+}
 JAXLOWBIT_HOST_DEVICE constexpr int64_t SizeOf(ElementType type) {
-  return type == ElementType::kF32 ? 4 : 2;
+  return type == ElementType::kF32 ? 4 : Is8Bit(type) ? 1 : 2;
 }
 JAXLOWBIT_HOST_DEVICE constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

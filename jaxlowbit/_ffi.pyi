@@ -7,6 +7,8 @@ COMPILED_BITS: tuple[int, ...]
 PRODUCT_NUMBERS: int
 CALL_VERSION: int
 CODEBOOK_CALL_VERSION: int
+NARROW_SCALE_CALL_VERSION: int
+MOST_TABLE_BITS: int
 LAYOUT_VERSION: int
 PLACE_ALIGNMENT: int
 MAX_SPLIT_K: int
@@ -20,7 +22,7 @@ def build_info() -> dict[str, Any]: ...
 # With CUDA kernels only.
 def toolchain() -> dict[str, str]: ...
 def set_nvrtc_paths(paths: Sequence[str]) -> None: ...
-def instances(bits: int) -> list[tuple[str, str, bool, str, str, str]]: ...
+def instances(bits: int) -> list[tuple[str, str, bool, str, str, str, str]]: ...
 def architecture(compute_capability: int) -> str: ...
 def loaded() -> dict[str, int]: ...
 def can_exchange(devices: Sequence[int]) -> bool: ...
@@ -29,6 +31,7 @@ def compile(
 ) -> list[dict[str, Any]]: ...
 
 # With any build.
+def codebook(numbers: Sequence[float]) -> str: ...
 def most_sums_bytes(rows: int, columns: int) -> int: ...
 def select(
     *,
@@ -36,10 +39,12 @@ def select(
     n: int,
     k: int,
     bits: int = ...,
+    codebook: str = ...,
     group_size: int = ...,
     batch: int = ...,
     lhs: str = ...,
     float32_scale: bool = ...,
+    narrow_scale: str = ...,
     zero: str = ...,
     scale_sums: bool = ...,
     half_sums: bool = ...,
@@ -63,10 +68,12 @@ def candidates(
     n: int,
     k: int,
     bits: int = ...,
+    codebook: str = ...,
     group_size: int = ...,
     batch: int = ...,
     lhs: str = ...,
     float32_scale: bool = ...,
+    narrow_scale: str = ...,
     zero: str = ...,
     scale_sums: bool = ...,
     half_sums: bool = ...,
@@ -90,10 +97,12 @@ def question(
     n: int,
     k: int,
     bits: int = ...,
+    codebook: str = ...,
     group_size: int = ...,
     batch: int = ...,
     lhs: str = ...,
     float32_scale: bool = ...,
+    narrow_scale: str = ...,
     zero: str = ...,
     scale_sums: bool = ...,
     gated: bool = ...,

@@ -145,7 +145,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxlowbit._backends import extension
 
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
-    monkeypatch.setattr(extension, "uncompiled", lambda bits: None)
+    monkeypatch.setattr(extension, "uncompiled", lambda format: None)
 
 
 def of_jax(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -24,6 +24,8 @@ from helpers import (
 import jaxlowbit
 from jaxlowbit import (
     INT4,
+    MXFP4,
+    NF4,
     UINT4,
     Format,
     quantized_block,
@@ -38,7 +40,7 @@ pytestmark = pytest.mark.gpu
 
 # --- several products in one call -----------------------------------------------------------------
 
-FORMATS = [INT4, UINT4, Format(4, 64, "float"), Format(8, 32, "integer")]
+FORMATS = [INT4, UINT4, Format(4, 64, "float"), Format(8, 32, "integer"), NF4, MXFP4]
 # So many features that few rows run the kernel of Hopper whatever the weight.
 WIDE = 1024
 mlp = functools.partial(quantized_mlp, backend="cuda")

@@ -214,6 +214,11 @@ def test_costs_follow_the_rates_of_the_device(m, kernel, device):
     [
         ({"compute_capability": 75}, "need compute capability 8.0, this device has 7.5"),
         ({"bits": 9}, "do not read weights of 9 bits"),
+        ({"bits": 8, "codebook": "table"}, "values of up to 5 bits, these have 8"),
+        ({"codebook": "e4m3"}, "no e4m3 of 4 bits"),
+        ({"codebook": "e2m1", "zero": "integer"}, "codebooks nor scales of 8 bits have zeros"),
+        ({"narrow_scale": "e8m0", "zero": "float"}, "codebooks nor scales of 8 bits have zeros"),
+        ({"codebook": "e2m1", "scale_sums": True, "float32_scale": True}, "sums only of integers"),
         ({"n": 2**30 + 1}, "n=1073741825 is beyond 2^30"),
         ({"k": 2**30 + 1}, "k=1073741825 or n=64 is beyond 2^30"),
     ],

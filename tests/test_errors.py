@@ -386,13 +386,13 @@ def test_unknown_backend(matrix):
 def available(monkeypatch):
     """As if this build had the custom calls of every platform."""
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
-    monkeypatch.setattr(extension, "uncompiled", lambda bits: None)
+    monkeypatch.setattr(extension, "uncompiled", lambda format: None)
 
 
 @pytest.mark.parametrize(
     ("backend", "format", "dtype", "reason"),
     [
-        ("cuda", MXFP8, "bfloat16", "its kernels read scales of 16 or 32 bits"),
+        ("cuda", MXFP8, "float32", "with float32 lhs its kernels take integers"),
         ("cuda", FOUR.replace(zero="float"), "float32", "with float32 lhs its kernels"),
     ],
 )

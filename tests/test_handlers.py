@@ -44,7 +44,7 @@ def call(without=(), **changes):
     specs = {**OPERANDS, **changes}
     *operands, out = (jax.ShapeDtypeStruct(shape, jnp.dtype(t)) for shape, t in specs.values())
     with jax.default_device(jax.devices("cpu")[0]):
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in operands]
+        zeros = [np.zeros(x.shape, x.dtype) for x in operands]
         return jax.block_until_ready(jax.ffi.ffi_call(TARGET, out)(*zeros, **attributes))
 
 
@@ -63,10 +63,12 @@ def call(without=(), **changes):
         {"group_size": -1, "scale": ((1, 1, 1, 64), "bfloat16")},
         {"bits": 3, "packed": ((1, 1, 2, 384), "uint32")},
         {"codebook": 16, "version": 2},
+        {"scale": ((1, 1, 4, 64), "float8_e4m3fn"), "version": 3},
+        {"scale": ((1, 1, 4, 64), "float8_e8m0fnu"), "codebook": 16, "version": 3},
     ],
     ids=[
         *("no zero", "integer zero", "float zero", "index", "no rows", "one group", "3 bits"),
-        "a codebook",
+        *("a codebook", "8-bit scales", "8-bit scales, a codebook"),
     ],
 )
 def test_what_fits_is_computed(changes):
@@ -83,7 +85,7 @@ def test_what_fits_is_computed(changes):
         ({"group_size": 0}, "group_size is 0 but must be"),
         ({"lhs": ((1, 2, 70), "int8")}, "lhs is .* but must be f32, bf16 or f16"),
         ({"packed": ((1, 1, 2, 512), "int32")}, "packed is s32 but must be u32"),
-        ({"scale": ((1, 1, 4, 64), "int32")}, "scale is s32 but must be f32, bf16 or f16"),
+        ({"scale": ((1, 1, 4, 64), "int32")}, "scale is s32 but must be f32, bf16, f16, f8e8m0fnu"),
         ({"index": ((1,), "uint32")}, "index is u32 but must be s32"),
         ({"out": ((1, 2, 40), "float16")}, "out is f16 but must be f32 or the type of lhs, f32"),
         ({"lhs": ((2, 70), "float32")}, r"lhs has shape \[2, 70\] but must be \[batch, m, k\]"),
@@ -103,6 +105,14 @@ def test_what_fits_is_computed(changes):
         (
             {"codebook": 16, "version": 2, "zero": ((1, 1, 4, 64), "uint8")},
             "zero is given beside a codebook",
+        ),
+        (
+            {
+                "scale": ((1, 1, 4, 64), "float8_e4m3fn"),
+                "version": 3,
+                "zero": ((1, 1, 4, 64), "uint8"),
+            },
+            "zero is given beside 8-bit scales",
         ),
         ({"zero": ((1, 1, 3, 64), "uint8")}, r"zero has shape .* but must be \[0\] or \[weights"),
         (
@@ -135,9 +145,9 @@ def test_what_breaks_the_contract_is_refused(changes, message):
         (
             ["version", "layout_version"],
             {},
-            "has the calls of version 0 .* reads version 2; export",
+            "has the calls of version 0 .* reads version 3; export",
         ),
-        ([], {"version": 3}, "has the calls of version 3 .* reads version 2; export"),
+        ([], {"version": 4}, "has the calls of version 4 .* reads version 3; export"),
         (["layout_version"], {}, "has words packed with layout version 0 .* reads version 1"),
         ([], {"layout_version": 2}, "has words packed with layout version 2 .* reads version 1"),
         (["bits"], {}, "the call has no attribute bits"),

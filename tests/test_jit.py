@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import wgmma_hazards
 
+from jaxlowbit import NF4, Format
 from jaxlowbit._backends import extension, instances
 from jaxlowbit._backends.extension import build_info, ffi
 from jaxlowbit._tuning import compiling
@@ -267,13 +268,15 @@ def test_every_instance_has_one_name():
     names = [name for _, name in instances_of(*WIDTHS)]
     assert len(names) == len(set(names)) > 500
     for bits in WIDTHS:
-        for family, expression, ahead_of_time, *types, zero in ffi.instances(bits):
+        for family, expression, ahead_of_time, *types, zero, codebook in ffi.instances(bits):
             assert family in FAMILIES
             usual = family.startswith("sm80") or not ("float" in types or zero.endswith("kFloat"))
             # The build holds tiles of qmm_sm90 after the seventh for what most programs run.
-            between = family == "sm90" and int(expression.rstrip(">").rpartition(",")[2]) >= 7
+            tile = re.search(r"ZeroKind::\w+, \d, (\d+)", expression) if family == "sm90" else None
+            between = tile is not None and int(tile[1]) >= 7
             plain = bits == 4 and types[0] == "__nv_bfloat16" and zero.endswith("kNone")
-            held = bits in ffi.KERNEL_BITS and usual and (plain or not between)
+            integers = codebook == "none" and not any("jaxlowbit" in scale for scale in types)
+            held = integers and bits in ffi.KERNEL_BITS and usual and (plain or not between)
             assert ahead_of_time == held, expression
 
 
@@ -349,12 +352,12 @@ def toolchain(monkeypatch, tmp_path):
 
 def test_widths_without_a_compiler_say_why(toolchain):
     toolchain["error"] = "there is none"
-    for bits in ffi.COMPILED_BITS:
-        reason = extension.uncompiled(bits)
-        assert (
-            reason == f"its kernels for {bits} bits are compiled where they run, and there is none"
-        )
-    assert all(extension.uncompiled(bits) is None for bits in ffi.KERNEL_BITS)
+    whats = {Format(bits): f"{bits} bits" for bits in ffi.COMPILED_BITS}
+    whats |= {NF4: "codebooks", Format(8, 32, scale="e8m0"): "8-bit scales"}
+    for format, what in whats.items():
+        reason = extension.uncompiled(format)
+        assert reason == f"its kernels for {what} are compiled where they run, and there is none"
+    assert all(extension.uncompiled(Format(bits)) is None for bits in ffi.KERNEL_BITS)
 
 
 def test_the_report_names_compiler_and_cache(toolchain, tmp_path):
@@ -428,7 +431,10 @@ def test_nothing_is_compiled_that_the_build_has(compiler, capsys):
         ([], "name a checkpoint, --shapes with --format, or --format alone"),
         (["--format", "int2", "--dtype", "int8"], "--dtype int8: name one of"),
         (["--format", "two"], "'two' names no format"),
-        (["--format", "mxfp8"], "--format mxfp8: its kernels read"),
+        (
+            ["--format", "mxfp8", "--dtype", "float32"],
+            "--format mxfp8: with float32 lhs its kernels",
+        ),
     ],
 )
 def test_arguments_that_mean_nothing(toolchain, capsys, arguments, said):

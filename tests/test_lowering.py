@@ -26,7 +26,7 @@ FOUR = Format(4, 32)
 def cuda(monkeypatch):
     """Programs can be lowered for CUDA, also by a build without its kernels."""
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
-    monkeypatch.setattr(extension, "uncompiled", lambda bits: None)
+    monkeypatch.setattr(extension, "uncompiled", lambda format: None)
 
 
 def stack(format=FOUR, *lead):

@@ -13,10 +13,11 @@
 
 namespace jaxlowbit {
 
+// A call has the lowest version that says all it needs, so that earlier releases run what they can. All are read.
 inline constexpr int64_t kCallVersion = 1;
-inline constexpr int64_t kCodebookCallVersion =
-    2;  // with codebooks, which a library that knows none refuses
-inline constexpr int64_t kLayoutVersion = 1;  // docs/layout.md
+inline constexpr int64_t kCodebookCallVersion = 2;     // has a codebook
+inline constexpr int64_t kNarrowScaleCallVersion = 3;  // has 8-bit scales, and perhaps a codebook
+inline constexpr int64_t kLayoutVersion = 1;           // docs/layout.md
 
 // Numbers of each product in the attribute `products` (cuda_instantiate.cc).
 inline constexpr size_t kProductNumbers = 15;
@@ -34,27 +35,26 @@ class Attributes {
     return T();
   }
 
-  // As Get, of what calls with codebooks alone have; empty for others. Calls of their version are accepted where this
-  // has been asked.
+  // As Get, of what calls with codebooks alone have; empty for others.
   template <typename T>
   ffi::Span<const T> OfCodebooks(std::string_view name) {
-    call_version_ = kCodebookCallVersion;
     const auto version = dictionary_.get<int64_t>("version");
-    if (!version.has_value() || *version != kCodebookCallVersion) return {};
+    const bool has_codebook = version.has_value() && *version == kCodebookCallVersion;
+    if (!has_codebook && !dictionary_.contains("codebook")) return {};
     return Get<ffi::Span<const T>>(name);
   }
 
   // Says what is wrong with the versions, or which attribute is missing.
   ffi::Error Check() {
-    for (auto [name, first, own, what] :
-         {std::tuple{"version", kCallVersion, call_version_, "the calls of version "},
+    for (auto [name, first, last, what] :
+         {std::tuple{"version", kCallVersion, kNarrowScaleCallVersion, "the calls of version "},
           std::tuple{"layout_version", kLayoutVersion, kLayoutVersion,
                      "words packed with layout version "}}) {
       const auto found = dictionary_.get<int64_t>(name);
-      if (found.has_value() && first <= *found && *found <= own) continue;
+      if (found.has_value() && first <= *found && *found <= last) continue;
       return Refuse(std::string("this program has ") + what +
                     (found.has_value() ? std::to_string(*found) : "0") +
-                    " of jaxlowbit, but this library reads version " + std::to_string(own) +
+                    " of jaxlowbit, but this library reads version " + std::to_string(last) +
                     "; export the program again with this library, or run it with the one that "
                     "exported it.");
     }
@@ -66,7 +66,6 @@ class Attributes {
  private:
   ffi::Dictionary dictionary_;
   std::string missing_;
-  int64_t call_version_ = kCallVersion;  // the latest that is read
 };
 
 }  // namespace jaxlowbit

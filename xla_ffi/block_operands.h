@@ -40,13 +40,6 @@ struct BlockBuffers {
   ffi::AnyBuffer result, projected, sum, normed, hidden;
 };
 
-// The numbers of several weights, one codebook after the other, and how many each weight has: 0 for integers. None of
-// either if no weight has a codebook.
-struct Codebooks {
-  ffi::Span<const float> numbers;
-  ffi::Span<const int64_t> sizes;
-};
-
 // The products, in order: out, up, down, then the following.
 inline ffi::Error DecodeProducts(const BlockBuffers& buffers, const Tail& tail,
                                  ffi::Span<const int64_t> bits, ffi::Span<const int64_t> group_size,
@@ -58,26 +51,14 @@ inline ffi::Error DecodeProducts(const BlockBuffers& buffers, const Tail& tail,
                   std::to_string(tail.weights()) + " operands, " + std::to_string(bits.size()) +
                   " bits and " + std::to_string(group_size.size()) + " group sizes came.");
   }
-  const auto& [numbers, sizes] = codebooks;
-  if (sizes.size() != 0 && sizes.size() != count) {
-    return Refuse("codebook_sizes has " + std::to_string(sizes.size()) +
-                  " sizes but must have one for each of " + std::to_string(count) + " weights.");
-  }
-  size_t numbers_before = 0;
+  const ffi::Error codebooks_error = codebooks.Check(count);
+  if (codebooks_error.failure()) return codebooks_error;
   products->resize(count);
   for (size_t i = 0; i < count; ++i) {
     const auto operand = [&](size_t j) { return tail.weight(kPerWeight * i + j); };
     ProductAttributes attributes = {bits[i], group_size[i]};
     attributes.gated = i == 1;
-    if (sizes.size() != 0) {
-      const size_t own = sizes[i];
-      if (own > numbers.size() - numbers_before) {
-        return Refuse("codebook has " + std::to_string(numbers.size()) +
-                      " numbers but must have as many as codebook_sizes adds up to.");
-      }
-      attributes.codebook = {numbers.begin() + numbers_before, own};
-      numbers_before += own;
-    }
+    attributes.codebook = codebooks.Own(i);
     const bool reads_normed = i == 1 || i >= kWeights;
     const ffi::AnyBuffer lhs = reads_normed ? buffers.normed
                                : i == 0     ? buffers.attended

@@ -164,8 +164,7 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer attended, ffi::AnyBuffer
     Attributes attributes(dictionary);
     const auto bits = attributes.Get<ffi::Span<const int64_t>>("bits");
     const auto group_size = attributes.Get<ffi::Span<const int64_t>>("group_size");
-    const Codebooks codebooks = {attributes.OfCodebooks<float>("codebook"),
-                                 attributes.OfCodebooks<int64_t>("codebook_sizes")};
+    const auto codebooks = Codebooks::Of(&attributes);
     const auto name = attributes.Get<std::string_view>("activation");
     const auto epsilon = attributes.Get<float>("epsilon");
     const BlockBuffers buffers = {attended,   residual, norm,    following_norm, *result,

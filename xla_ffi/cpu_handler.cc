@@ -45,7 +45,7 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer pack
                    ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary dictionary) {
   return Guard("quantized_matmul", [&] {
     Attributes attributes(dictionary);
-    const auto product = ProductAttributes::WithCodebook(&attributes);
+    const auto product = ProductAttributes::Of(&attributes);
     Operands operands;
     ffi::Error error = attributes.Check();
     if (error.success()) {

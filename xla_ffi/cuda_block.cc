@@ -130,6 +130,7 @@ ffi::Error RunBlock(const BlockBuffers& buffers, const Tail& tail, Attributes* a
                     ffi::Span<const int64_t> group, const Attention& attend) {
   const auto bits = attributes->Get<ffi::Span<const int64_t>>("bits");
   const auto group_size = attributes->Get<ffi::Span<const int64_t>>("group_size");
+  const auto codebooks = Codebooks::Of(attributes);
   const auto name = attributes->Get<std::string_view>("activation");
   const auto epsilon = attributes->Get<float>("epsilon");
   std::vector<Operands> products;
@@ -137,7 +138,9 @@ ffi::Error RunBlock(const BlockBuffers& buffers, const Tail& tail, Attributes* a
   Exchange exchange;
   ffi::Error error = attributes->Check();
   if (error.success()) error = DecodeActivation(name, &activation);
-  if (error.success()) error = DecodeProducts(buffers, tail, bits, group_size, {}, &products);
+  if (error.success()) {
+    error = DecodeProducts(buffers, tail, bits, group_size, codebooks, &products);
+  }
   if (error.success())
     error = CheckRows(buffers, tail.following() > 0, products[0].problem, group.size() > 1);
   if (error.failure() || products[0].problem.m == 0) return error;

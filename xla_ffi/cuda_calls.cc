@@ -24,8 +24,7 @@ ffi::Error Matmuls(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::RemainingArgs w
                    ffi::Dictionary dictionary) {
   return Guard("quantized_matmuls", [&] {
     Attributes attributes(dictionary);
-    ProductAttributes product = {attributes.Get<int64_t>("bits"),
-                                 attributes.Get<int64_t>("group_size")};
+    auto product = ProductAttributes::OfFormat(&attributes);
     product.half_sums = attributes.Get<bool>("half_sums");
     Place place(kStage);
     ffi::Error error = attributes.Check();
@@ -59,6 +58,7 @@ ffi::Error Mlp(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed, f
                                attributes.Get<int64_t>("group_size")};
     ProductAttributes of_down = {attributes.Get<int64_t>("down_bits"),
                                  attributes.Get<int64_t>("down_group_size")};
+    const auto codebooks = Codebooks::Of(&attributes);
     of_up.half_sums = of_down.half_sums = attributes.Get<bool>("half_sums");
     of_up.gated = true;
     const auto activation = attributes.Get<std::string_view>("activation");
@@ -66,8 +66,11 @@ ffi::Error Mlp(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed, f
     Place place(kStage);
     ffi::Error error = attributes.Check();
     if (error.success()) error = DecodeActivation(activation, &up.problem.epilogue.activation);
+    if (error.success()) error = codebooks.Check(2);
     if (error.success()) error = place.Find(stream);
     if (error.success()) {
+      of_up.codebook = codebooks.Own(0);
+      of_down.codebook = codebooks.Own(1);
       error = DecodeOperands(lhs, {packed, scale, zero, index}, *hidden, of_up, &up);
     }
     if (error.success()) {

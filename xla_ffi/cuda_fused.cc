@@ -36,8 +36,7 @@ ffi::Error Fused(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
                  ffi::AnyBuffer bias, ffi::AnyBuffer residual, ffi::Result<ffi::AnyBuffer> out,
                  ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Dictionary dictionary) {
   Attributes attributes(dictionary);
-  ProductAttributes product = {attributes.Get<int64_t>("bits"),
-                               attributes.Get<int64_t>("group_size")};
+  auto product = ProductAttributes::OfFormat(&attributes);
   product.half_sums = attributes.Get<bool>("half_sums");
   product.gated = attributes.Get<bool>("gated");
   const auto activation = attributes.Get<std::string_view>("activation");

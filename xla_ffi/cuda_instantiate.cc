@@ -6,6 +6,8 @@
 //
 //   products  s64[kProductNumbers * products]; absent if the binary holds all kernels of the call, if sizes are not
 //             known, or in programs of earlier versions
+//
+// and, if there are any, by its codebooks, as operands.h has them.
 #include <vector>
 
 #include "cuda/launch.h"
@@ -41,8 +43,18 @@ bool IsPlausible(const int64_t* numbers) {
   };
   constexpr int64_t kMost = int64_t{1} << 31;
   return within(0, 1, kMost) && within(1, 1, kMost) && within(2, 1, kMost) && within(3, 1, kMost) &&
-         within(4, 1, 8) && within(6, 0, 2) && within(7, 0, 2) && within(8, 0, 2) &&
+         within(4, 1, 8) && within(6, 0, 2) && within(7, 0, 4) && within(8, 0, 2) &&
          within(9, 0, 2);
+}
+
+// The numbers of product i: those of its weight, or of all weights.
+ffi::Span<const float> NumbersOf(ffi::Dictionary dictionary, size_t i, size_t products) {
+  const auto numbers = dictionary.get<ffi::Span<const float>>("codebook");
+  const auto sizes = dictionary.get<ffi::Span<const int64_t>>("codebook_sizes");
+  if (!numbers.has_value()) return {};
+  if (!sizes.has_value()) return *numbers;
+  const Codebooks codebooks = {*numbers, *sizes};
+  return codebooks.Check(products).failure() ? ffi::Span<const float>() : codebooks.Own(i);
 }
 
 // Whatever is wrong with the call, Initialize says.
@@ -55,6 +67,10 @@ ffi::Error Instantiate(ffi::Dictionary dictionary) {
       const int64_t* own = numbers->begin() + i;
       if (!IsPlausible(own)) return ffi::Error::Success();
       problems.push_back(ProductOf(own));
+      const auto codebook =
+          NumbersOf(dictionary, problems.size() - 1, numbers->size() / kProductNumbers);
+      QuantizedMatmul& p = problems.back();
+      if (codebook.size() == size_t{1} << p.bits) p.codebook = CodebookOf(codebook.begin(), p.bits);
     }
     StartCompiling(problems);
     return ffi::Error::Success();

@@ -38,12 +38,13 @@ jit::Instance InstanceOf(const std::string& family, const std::string& expressio
 }
 
 // All instances for a width: family, C++ expression, whether the binary holds it; and what they compute, types and kind
-// of zeros by their C++ names.
+// of zeros by their C++ names, and the codebook by the name that Python has for it.
 nb::list ListInstances(int bits) {
   nb::list instances;
   for (const InstanceKey& key : InstancesOf(bits)) {
     instances.append(nb::make_tuple(NameOf(key.family), NameOf(key), IsAheadOfTime(key),
-                                    CudaName(key.lhs), CudaName(key.scale), CudaName(key.zero)));
+                                    CudaName(key.lhs), CudaName(key.scale), CudaName(key.zero),
+                                    kCodebookNames[static_cast<int>(key.codebook)]));
   }
   return instances;
 }

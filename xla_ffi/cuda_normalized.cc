@@ -80,6 +80,7 @@ ffi::Error Normalized(cudaStream_t stream, ffi::AnyBuffer residual, ffi::AnyBuff
     Attributes attributes(dictionary);
     const auto bits = attributes.Get<ffi::Span<const int64_t>>("bits");
     const auto group_size = attributes.Get<ffi::Span<const int64_t>>("group_size");
+    const auto codebooks = Codebooks::Of(&attributes);
     const auto name = attributes.Get<std::string_view>("activation");
     const bool mlp = attributes.Get<bool>("mlp");
     const auto epsilon = attributes.Get<float>("epsilon");
@@ -95,6 +96,7 @@ ffi::Error Normalized(cudaStream_t stream, ffi::AnyBuffer residual, ffi::AnyBuff
                      " bits and " + std::to_string(group_size.size()) +
                      " group sizes came, but each weight has 4, 1, 1 and 1.");
     }
+    if (error.success()) error = codebooks.Check(count);
     std::vector<Operands> products(error.success() ? count : 0);
     for (size_t i = 0; error.success() && i < count; ++i) {
       const auto operand = [&](size_t j) {
@@ -103,6 +105,7 @@ ffi::Error Normalized(cudaStream_t stream, ffi::AnyBuffer residual, ffi::AnyBuff
       const auto out = [&](size_t j) { return *outs.get<ffi::AnyBuffer>(j).value(); };
       ProductAttributes product = {bits[i], group_size[i]};
       product.gated = mlp && i == 0;
+      product.codebook = codebooks.Own(i);
       error = DecodeOperands(mlp && i == 1 ? out(0) : rows.normed,
                              {operand(0), operand(1), operand(2), operand(3)}, out(i), product,
                              &products[i]);

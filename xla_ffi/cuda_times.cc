@@ -50,8 +50,7 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
                         ffi::Dictionary dictionary) {
   return Guard("jaxlowbit.tune", [&] {
     Attributes attributes(dictionary);
-    const ProductAttributes product = {attributes.Get<int64_t>("bits"),
-                                       attributes.Get<int64_t>("group_size")};
+    const auto product = ProductAttributes::OfFormat(&attributes);
     const auto calls = attributes.Get<int64_t>("calls");
     const auto choices = attributes.Get<ffi::Span<const int64_t>>("choices");
     Operands operands;

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/codebook.h"
 #include "cuda/extents.h"
 #include "cuda/gpu.h"
 #include "cuda/kernels/instance_key.h"
@@ -119,6 +120,14 @@ struct Question {
 nb::tuple Fields(const Choice& choice) {
   return nb::make_tuple(NameOf(choice.kernel), choice.block_m, choice.split_k, choice.slices,
                         choice.tile, choice.peers);
+}
+
+// The kind of a codebook, as kernels tell them apart; none without numbers.
+std::string NameCodebook(const std::vector<float>& numbers) {
+  int bits = 0;
+  while (size_t{1} << bits < numbers.size()) ++bits;
+  return kCodebookNames[static_cast<int>(
+      CodebookOf(numbers.empty() ? nullptr : numbers.data(), bits))];
 }
 
 // The choice that the CUDA handler would make.
@@ -240,6 +249,12 @@ nb::list SetTunedEntries(const std::string& device_name, const std::vector<Entry
   return reasons;
 }
 
+Codebook FindCodebook(const std::string& name) {
+  const auto found = std::find(std::begin(kCodebookNames), std::end(kCodebookNames), name);
+  if (found == std::end(kCodebookNames)) throw std::invalid_argument("no codebook " + name);
+  return static_cast<Codebook>(found - std::begin(kCodebookNames));
+}
+
 // Sets the clusters that a device was asked for: a row for 1 and one for 2 CTAs per multiprocessor, of clusters of 1,
 // 2 and 4 CTAs. No rows leave those of AssumeClusters.
 void SetClusters(const std::vector<std::vector<int>>& clusters, Device* device) {
@@ -257,13 +272,17 @@ template <typename Function>
 void Define(nb::module_& module, const char* name, Function function) {
   module.def(
       name,
-      [function](int64_t m, int64_t n, int64_t k, int bits, int64_t group_size, int64_t batch,
-                 const std::string& lhs, bool float32_scale, const std::string& zero,
-                 bool scale_sums, bool half_sums, bool transposed, bool gated, bool early_start,
-                 bool aligned, int compute_capability, int num_sms, int shared_bytes_per_sm,
-                 int clock_mhz, int memory_gb_per_s, const std::vector<std::vector<int>>& clusters,
-                 bool compiles, const std::string& device_name, int64_t workspace_bytes) {
+      [function](int64_t m, int64_t n, int64_t k, int bits, const std::string& codebook,
+                 int64_t group_size, int64_t batch, const std::string& lhs, bool float32_scale,
+                 const std::string& narrow_scale, const std::string& zero, bool scale_sums,
+                 bool half_sums, bool transposed, bool gated, bool early_start, bool aligned,
+                 int compute_capability, int num_sms, int shared_bytes_per_sm, int clock_mhz,
+                 int memory_gb_per_s, const std::vector<std::vector<int>>& clusters, bool compiles,
+                 const std::string& device_name, int64_t workspace_bytes) {
         QuantizedMatmul problem = ProblemOf({m, n, k, bits, group_size, lhs, float32_scale, zero});
+        problem.codebook = FindCodebook(codebook);
+        if (narrow_scale == "e8m0") problem.scale = ElementType::kE8m0;
+        if (narrow_scale == "e4m3") problem.scale = ElementType::kE4m3;
         problem.epilogue.gated = gated;
         problem.batch = batch;
         problem.num_weights = batch * problem.weights_per_element();
@@ -280,14 +299,15 @@ void Define(nb::module_& module, const char* name, Function function) {
         return function(Question{problem, device, device_name, workspace_bytes});
       },
       nb::kw_only(), nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("bits") = 4,
-      nb::arg("group_size") = 128, nb::arg("batch") = 1, nb::arg("lhs") = "bfloat16",
-      nb::arg("float32_scale") = false, nb::arg("zero") = "none", nb::arg("scale_sums") = false,
-      nb::arg("half_sums") = false, nb::arg("transposed") = false, nb::arg("gated") = false,
-      nb::arg("early_start") = false, nb::arg("aligned") = true, nb::arg("compute_capability") = 90,
-      nb::arg("num_sms") = 132, nb::arg("shared_bytes_per_sm") = kSm90SharedBytesPerSm,
-      nb::arg("clock_mhz") = 0, nb::arg("memory_gb_per_s") = 0,
-      nb::arg("clusters") = std::vector<std::vector<int>>(), nb::arg("compiles") = true,
-      nb::arg("device_name") = "", nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
+      nb::arg("codebook") = "none", nb::arg("group_size") = 128, nb::arg("batch") = 1,
+      nb::arg("lhs") = "bfloat16", nb::arg("float32_scale") = false, nb::arg("narrow_scale") = "",
+      nb::arg("zero") = "none", nb::arg("scale_sums") = false, nb::arg("half_sums") = false,
+      nb::arg("transposed") = false, nb::arg("gated") = false, nb::arg("early_start") = false,
+      nb::arg("aligned") = true, nb::arg("compute_capability") = 90, nb::arg("num_sms") = 132,
+      nb::arg("shared_bytes_per_sm") = kSm90SharedBytesPerSm, nb::arg("clock_mhz") = 0,
+      nb::arg("memory_gb_per_s") = 0, nb::arg("clusters") = std::vector<std::vector<int>>(),
+      nb::arg("compiles") = true, nb::arg("device_name") = "",
+      nb::arg("workspace_bytes") = kMaxWorkspaceBytes);
 }
 
 }  // namespace
@@ -325,6 +345,9 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   module.attr("COMPILED_BITS") = nb::tuple(compiled_bits);
   module.attr("CALL_VERSION") = jaxlowbit::kCallVersion;
   module.attr("CODEBOOK_CALL_VERSION") = jaxlowbit::kCodebookCallVersion;
+  module.attr("NARROW_SCALE_CALL_VERSION") = jaxlowbit::kNarrowScaleCallVersion;
+  module.attr("MOST_TABLE_BITS") = jaxlowbit::kMostTableBits;
+  module.def("codebook", &jaxlowbit::NameCodebook, nb::arg("numbers"));
   module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;
   module.def("most_sums_bytes", &jaxlowbit::MostSumsBytes, nb::arg("rows"), nb::arg("columns"));

@@ -4,7 +4,7 @@
 //
 //   0 lhs     T[b, m, k], transposed [b, m, n]  T: f32, bf16 or f16
 //   1 packed  u32[L, n_blocks, k_blocks, words]
-//   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16 or f16
+//   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16, f16, f8e8m0fnu or f8e4m3fn
 //   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none
 //   4 index   s32[b]: batch element i multiplies weight index[i] (WeightNumber in cuda/types.h); s32[0]: weight
 //             i, or the only one; gated, s32[2 b]: pairs of weights, the gate first
@@ -17,11 +17,13 @@
 #include <algorithm>
 #include <initializer_list>
 #include <iterator>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 
+#include "cuda/codebook.h"
 #include "cuda/extents.h"
 #include "cuda/problem.h"
 #include "xla_ffi/attributes.h"
@@ -44,18 +46,57 @@ struct ProductAttributes {
   bool gated = false;
   ffi::Span<const float> codebook = {};  // empty: integers
 
-  // Reads the attributes of the target jaxlowbit_quantized_matmul.
-  static ProductAttributes Of(Attributes* attributes) {
-    return {attributes->Get<int64_t>("bits"), attributes->Get<int64_t>("group_size"),
-            attributes->Get<bool>("transposed"), attributes->Get<bool>("scale_sums"),
-            attributes->Get<bool>("half_sums")};
-  }
-
-  // The same where kernels read codebooks.
-  static ProductAttributes WithCodebook(Attributes* attributes) {
-    ProductAttributes product = Of(attributes);
+  // Reads the format of the one weight of a call, or of all its weights.
+  static ProductAttributes OfFormat(Attributes* attributes) {
+    ProductAttributes product = {attributes->Get<int64_t>("bits"),
+                                 attributes->Get<int64_t>("group_size")};
     product.codebook = attributes->OfCodebooks<float>("codebook");
     return product;
+  }
+
+  // Reads the attributes of the target jaxlowbit_quantized_matmul.
+  static ProductAttributes Of(Attributes* attributes) {
+    ProductAttributes product = OfFormat(attributes);
+    product.transposed = attributes->Get<bool>("transposed");
+    product.scale_sums = attributes->Get<bool>("scale_sums");
+    product.half_sums = attributes->Get<bool>("half_sums");
+    return product;
+  }
+};
+
+// The codebooks of a call whose weights may have different ones: the numbers of all, one after the other, and how many
+// each weight has, 0 for integers. Neither is there if no weight has a codebook.
+struct Codebooks {
+  ffi::Span<const float> numbers;
+  ffi::Span<const int64_t> sizes;
+
+  static Codebooks Of(Attributes* attributes) {
+    return {attributes->OfCodebooks<float>("codebook"),
+            attributes->OfCodebooks<int64_t>("codebook_sizes")};
+  }
+
+  ffi::Error Check(size_t weights) const {
+    if (sizes.size() != 0 && sizes.size() != weights) {
+      return Refuse("codebook_sizes has " + std::to_string(sizes.size()) +
+                    " sizes but must have one for each of " + std::to_string(weights) +
+                    " weights.");
+    }
+    size_t left = numbers.size();
+    for (int64_t size : sizes) {
+      if (size < 0 || static_cast<size_t>(size) > left) {
+        return Refuse("codebook has " + std::to_string(numbers.size()) +
+                      " numbers but must have as many as codebook_sizes adds up to.");
+      }
+      left -= size;
+    }
+    return ffi::Error::Success();
+  }
+
+  // The numbers of weight i, after Check; none for integers.
+  ffi::Span<const float> Own(size_t i) const {
+    if (sizes.size() == 0) return {};
+    const size_t before = std::accumulate(sizes.begin(), sizes.begin() + i, size_t{0});
+    return {numbers.begin() + before, static_cast<size_t>(sizes[i])};
   }
 };
 
@@ -69,6 +110,17 @@ inline std::optional<ElementType> FloatType(ffi::DataType type) {
       return ElementType::kF16;
     default:
       return std::nullopt;
+  }
+}
+
+inline std::optional<ElementType> ScaleType(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F8E8M0FNU:
+      return ElementType::kE8m0;
+    case ffi::DataType::F8E4M3FN:
+      return ElementType::kE4m3;
+    default:
+      return FloatType(type);
   }
 }
 
@@ -89,6 +141,10 @@ inline std::string TypeName(ffi::DataType type) {
       return "bf16";
     case ffi::DataType::F16:
       return "f16";
+    case ffi::DataType::F8E8M0FNU:
+      return "f8e8m0fnu";
+    case ffi::DataType::F8E4M3FN:
+      return "f8e4m3fn";
     case ffi::DataType::U8:
       return "u8";
     case ffi::DataType::U32:
@@ -159,7 +215,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   using Type = ffi::DataType;
   const auto& [packed, scale, zero, index] = weight;
   const auto lhs_type = FloatType(lhs.element_type());
-  const auto scale_type = FloatType(scale.element_type());
+  const auto scale_type = ScaleType(scale.element_type());
   const auto out_type = FloatType(out.element_type());
   constexpr std::string_view kWeightRule = "[weights, n_blocks, k_blocks, words]";
   constexpr std::string_view kGroupRule = "[weights, n_blocks, groups, 64]";
@@ -167,7 +223,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   for (const ffi::Error& error :
        {CheckFormat(attributes), CheckType("lhs", lhs, lhs_type.has_value(), "f32, bf16 or f16"),
         CheckType("packed", packed, packed.element_type() == Type::U32, "u32"),
-        CheckType("scale", scale, scale_type.has_value(), "f32, bf16 or f16"),
+        CheckType("scale", scale, scale_type.has_value(), "f32, bf16, f16, f8e8m0fnu or f8e4m3fn"),
         CheckType("index", index, index.element_type() == Type::S32, "s32"),
         takes_out ? ffi::Error::Success()
                   : CheckType("out", out, false,
@@ -220,6 +276,9 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
     if (attributes.codebook.size() > 0) {
       return Refuse("zero is given beside a codebook, which has none; it must be empty.");
     }
+    if (Is8Bit(p.scale)) {
+      return Refuse("zero is given beside 8-bit scales, which have none; it must be empty.");
+    }
   }
 
   const bool has_index = !HasShape(index, {0});
@@ -247,6 +306,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   b.index = has_index ? static_cast<const int32_t*>(index.untyped_data()) : nullptr;
   b.out = out.untyped_data();
   if (attributes.codebook.size() > 0) b.codebook = attributes.codebook.begin();
+  p.codebook = CodebookOf(b.codebook, p.bits);
   return ffi::Error::Success();
 }
 

@@ -7,8 +7,6 @@
 // instruction and one fma give q - z exactly in two halves. 8 bits do not fit beside bf16's 7 bits of mantissa: there q
 // itself is read as a (subnormal) bf16, q * 2^-133, which is linear in q up to 255, and scaled up in two exact steps.
 // The first form is FasterTransformer's idea, the second TurboMind's.
-//
-// Multiplications are written as fma with -0, which sm_80 has for bf16 too and which keeps the sign of a zero product.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,9 +14,8 @@
 
 #include <cstdint>
 
-#include "cuda/device/copy.cuh"
 #include "cuda/device/format/integer.cuh"
-#include "cuda/device/layout.cuh"
+#include "cuda/device/pair.cuh"
 
 namespace jaxlowbit {
 
@@ -27,77 +24,6 @@ __device__ inline uint32_t AndOr(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
-}
-
-// Two 16-bit floats in one register, with the float type's own arithmetic.
-template <typename T>
-struct Pair;
-
-template <>
-struct Pair<__nv_bfloat16> {
-  static constexpr uint32_t kOne = 0x3f803f80;
-  static constexpr int kMantissaBits = 7, kBias = 127;
-  static constexpr uint32_t kMagic = 0x43004300;  // 128 in both halves: | q adds q < 128
-  static __device__ uint32_t Fma(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-  }
-  static __device__ float Low(uint32_t pair) { return __uint_as_float(pair << 16); }
-  static __device__ float High(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
-  static __device__ uint32_t Round(float low, float high) {
-    uint32_t d;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(d) : "f"(high), "f"(low));
-    return d;
-  }
-};
-
-template <>
-struct Pair<__half> {
-  static constexpr uint32_t kOne = 0x3c003c00;
-  static constexpr int kMantissaBits = 10, kBias = 15;
-  static constexpr uint32_t kMagic = 0x64006400;  // 1024 in both halves: | q adds q < 1024
-  static __device__ uint32_t Fma(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t d;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-  }
-  static __device__ float Low(uint32_t pair) {
-    return __half2float(__ushort_as_half(static_cast<uint16_t>(pair)));
-  }
-  static __device__ float High(uint32_t pair) { return Low(pair >> 16); }
-  static __device__ uint32_t Round(float low, float high) {
-    uint32_t d;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(d) : "f"(high), "f"(low));
-    return d;
-  }
-};
-
-inline constexpr uint32_t kNegativeZeros = 0x80008000;
-
-// 2^exponent as a T, in the low half.
-template <typename T>
-__host__ __device__ constexpr uint32_t PowerOfTwo(int exponent) {
-  return static_cast<uint32_t>(exponent + Pair<T>::kBias) << Pair<T>::kMantissaBits;
-}
-// 2^exponent in both halves.
-template <typename T>
-__host__ __device__ constexpr uint32_t PowersOfTwo(int exponent) {
-  return PowerOfTwo<T>(exponent) * 0x00010001u;
-}
-
-// 2^exponent as the bits of a float32.
-__host__ __device__ constexpr uint32_t PowerOfTwoFloat(int exponent) {
-  return static_cast<uint32_t>(exponent + 127) << 23;
-}
-
-// Subnormal Ts are integers times 2^kSubnormalUnit, so quantized values are subnormals as they stand.
-template <typename T>
-inline constexpr int kSubnormalUnit = 1 - Pair<T>::kBias - Pair<T>::kMantissaBits;
-
-template <typename T>
-__device__ inline uint32_t Multiply(uint32_t a, uint32_t b) {
-  return Pair<T>::Fma(a, b, kNegativeZeros);
 }
 
 // Whether quantized values are read as subnormals, or beside the mantissa bits of a constant.
@@ -258,50 +184,5 @@ __device__ inline void UnpackIntegers(const uint32_t (&packed)[kBits], int step,
     out[j] = centre[j % 2].Subtract(value, up);
   }
 }
-
-// The scale, or the float zero, of one row. If it has the activations' type, it works in that type; in float32 the
-// result is rounded to the activations' type. Either way it is rounded once. Without a float zero, -0 is added, which
-// changes nothing, not even the sign of a zero.
-template <typename T, typename S>
-struct RowScale;
-
-template <typename T>
-struct RowScale<T, T> {
-  uint32_t value;  // in both halves
-  static __device__ RowScale NegativeZero() { return {kNegativeZeros}; }
-  // Loads rows g and g + 8, neighbours in shared memory (layout.cuh).
-  static __device__ void LoadPair(uint32_t shared, RowScale (&rows)[2]) {
-    const uint32_t both = LoadShared4(shared);
-    rows[0].value = __byte_perm(both, both, 0x1010);
-    rows[1].value = __byte_perm(both, both, 0x3232);
-  }
-  // Multiplies by 2^-kDown.
-  template <int kDown>
-  __device__ void Shrink() {
-    constexpr float kFactor = 1.0f / (1 << kDown);
-    value = Multiply<T>(value, Pair<T>::Round(kFactor, kFactor));
-  }
-  __device__ uint32_t MultiplyAdd(uint32_t integers, RowScale offset) const {
-    return Pair<T>::Fma(integers, value, offset.value);
-  }
-};
-
-template <typename T>
-struct RowScale<T, float> {
-  float value;
-  static __device__ RowScale NegativeZero() { return {-0.0f}; }
-  static __device__ void LoadPair(uint32_t shared, RowScale (&rows)[2]) {
-    rows[0].value = __uint_as_float(LoadShared4(shared));
-    rows[1].value = __uint_as_float(LoadShared4(shared + 4));
-  }
-  template <int kDown>
-  __device__ void Shrink() {
-    value *= 1.0f / (1 << kDown);
-  }
-  __device__ uint32_t MultiplyAdd(uint32_t integers, RowScale offset) const {
-    return Pair<T>::Round(fmaf(Pair<T>::Low(integers), value, offset.value),
-                          fmaf(Pair<T>::High(integers), value, offset.value));
-  }
-};
 
 }  // namespace jaxlowbit

@@ -6,20 +6,9 @@
 #include <type_traits>
 
 #include "cuda/device/dequant.cuh"
+#include "cuda/device/format/scale.cuh"
 
 namespace jaxlowbit {
-
-// Loads the floats of rows g and g + 8, neighbours in shared memory.
-template <typename S>
-__device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
-  if constexpr (sizeof(S) == 4) {
-    rows[0] = __uint_as_float(LoadShared4(shared));
-    rows[1] = __uint_as_float(LoadShared4(shared + 4));
-  } else {
-    const uint32_t both = LoadShared4(shared);
-    rows[0] = Pair<S>::Low(both), rows[1] = Pair<S>::High(both);
-  }
-}
 
 // T: type of lhs, and so of the weights; S: type of the scales.
 template <typename T, typename S, int kBits>

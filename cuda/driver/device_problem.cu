@@ -2,8 +2,11 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp4.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -33,6 +36,10 @@ __device__ float Load(const void* data, ElementType type, int64_t i) {
       return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
     case ElementType::kF16:
       return __half2float(static_cast<const __half*>(data)[i]);
+    case ElementType::kE8m0:
+      return static_cast<float>(static_cast<const __nv_fp8_e8m0*>(data)[i]);
+    case ElementType::kE4m3:
+      return static_cast<float>(static_cast<const __nv_fp8_e4m3*>(data)[i]);
   }
   return 0.0f;
 }
@@ -48,13 +55,38 @@ __device__ void Store(void* data, ElementType type, int64_t i, float value) {
     case ElementType::kF16:
       static_cast<__half*>(data)[i] = __float2half_rn(value);
       return;
+    case ElementType::kE8m0:
+      static_cast<__nv_fp8_e8m0*>(data)[i] = __nv_fp8_e8m0(value);
+      return;
+    case ElementType::kE4m3:
+      static_cast<__nv_fp8_e4m3*>(data)[i] = __nv_fp8_e4m3(value);
+      return;
   }
 }
 
 enum class Fill { kNormal, kScale, kZero, kIndex, kWords };
 
+// A random scale: small ones, but of powers of two in 8 bits some are so large that kernels multiply by them apart.
+__device__ float Scale(uint64_t x, ElementType type) {
+  const float fraction = Hash(x) * 0x1p-32f;
+  switch (type) {
+    case ElementType::kE8m0:
+      return Hash(x) % 64 == 0 ? 2.0f : ldexpf(0x1p-8f, static_cast<int>(3 * fraction));
+    case ElementType::kE4m3:
+      return (1 + fraction) * ldexpf(0x1p-7f, static_cast<int>(Hash(x) % 4));
+    default:
+      return (1 + fraction) * 0x1p-8f;
+  }
+}
+
+// A random byte of an 8-bit float: neither NaN nor infinite, and of those with 5 bits of exponent below 2.
+__device__ uint32_t FloatByte(uint32_t byte, Codebook codebook) {
+  if (codebook == Codebook::kE5m2) return byte & 0xbf;
+  return (byte & 0x7f) == 0x7f ? byte - 1 : byte;
+}
+
 __global__ void FillKernel(void* data, Fill fill, ElementType type, int64_t count, uint64_t seed,
-                           int modulus) {
+                           int modulus, Codebook codebook) {
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * kThreads) {
     const uint64_t x = i + (seed << 40);
@@ -63,7 +95,7 @@ __global__ void FillKernel(void* data, Fill fill, ElementType type, int64_t coun
         Store(data, type, i, Normal(x));
         break;
       case Fill::kScale:
-        Store(data, type, i, (1.0f + Hash(x) * 0x1p-32f) * 0x1p-8f);
+        Store(data, type, i, Scale(x, type));
         break;
       case Fill::kZero:
         static_cast<uint8_t*>(data)[i] = Hash(x) % modulus;
@@ -71,17 +103,26 @@ __global__ void FillKernel(void* data, Fill fill, ElementType type, int64_t coun
       case Fill::kIndex:  // out of range on purpose now and then: it is clamped
         static_cast<int32_t*>(data)[i] = static_cast<int32_t>(Hash(x) % (modulus + 2)) - 1;
         break;
-      case Fill::kWords:
-        static_cast<uint32_t*>(data)[i] = Hash(x);
+      case Fill::kWords: {
+        uint32_t word = Hash(x);
+        if (codebook == Codebook::kE4m3 || codebook == Codebook::kE5m2) {
+          const uint32_t bytes = word;
+          word = 0;
+          for (int at = 0; at < 32; at += 8) {
+            word |= FloatByte(bytes >> at & 255, codebook) << at;
+          }
+        }
+        static_cast<uint32_t*>(data)[i] = word;
         break;
+      }
     }
   }
 }
 
 void Random(const DeviceBuffer& buffer, Fill fill, ElementType type, int64_t count, uint64_t seed,
-            int modulus = 0) {
+            int modulus = 0, Codebook codebook = Codebook::kNone) {
   if (count == 0) return;
-  FillKernel<<<Ctas(count), kThreads>>>(buffer.data(), fill, type, count, seed, modulus);
+  FillKernel<<<Ctas(count), kThreads>>>(buffer.data(), fill, type, count, seed, modulus, codebook);
   Check(cudaGetLastError(), "FillKernel");
 }
 
@@ -135,9 +176,9 @@ struct Bounded {
 };
 
 // Computes element (row, column) of the product with weight number `position` of the batch: the exact sum, in double.
-// `half_steps`: steps of 16 products that float16 may accumulate; 0 for none.
-__device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, int half_steps, int64_t row,
-                       int64_t column, int64_t position) {
+// `numbers`: those of the codebook. `half_steps`: steps of 16 products that float16 may accumulate; 0 for none.
+__device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* numbers,
+                       int half_steps, int64_t row, int64_t column, int64_t position) {
   const int64_t lhs_columns = p.transposed ? p.n : p.k;
   const int64_t weight =
       WeightNumber(b.index == nullptr ? position : b.index[position], p.num_weights);
@@ -153,7 +194,9 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, int half_step
     int zero = p.zero == ZeroKind::kNone ? 1 << (p.bits - 1) : 0;
     if (p.zero == ZeroKind::kInteger) zero = static_cast<const uint8_t*>(b.zero)[group];
     const double offset = p.zero == ZeroKind::kFloat ? Load(b.zero, p.scale, group) : 0.0f;
-    const double w = (Code(p, words, k, n) - zero) * double{Load(b.scale, p.scale, group)} + offset;
+    const int code = Code(p, words, k, n);
+    const double value = p.codebook == Codebook::kNone ? code - zero : double{numbers[code]};
+    const double w = value * double{Load(b.scale, p.scale, group)} + offset;
     int64_t at = j;  // in a row of lhs
     if (p.permuted_parts > 0) {
       const int64_t part = p.k / p.permuted_parts;
@@ -195,21 +238,21 @@ __device__ double Exact(Activation activation, double x) {
 }
 
 // Each thread checks the first of `step` outputs: error over bound, the largest in *worst (as bits).
-__global__ void CompareKernel(QuantizedMatmul p, Buffers b, int64_t step, int half_steps,
-                              unsigned long long* worst) {
+__global__ void CompareKernel(QuantizedMatmul p, Buffers b, const float* numbers, int64_t step,
+                              int half_steps, unsigned long long* worst) {
   const int64_t out_columns = p.transposed ? p.k : p.n;
   const int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * step;
   if (i >= p.batch * p.m * out_columns) return;
   const int64_t column = i % out_columns, row = i / out_columns, batch = row / p.m;
   const Epilogue& e = p.epilogue;
-  Bounded result = Sum(p, b, half_steps, row, column, e.gated ? 2 * batch : batch);
+  Bounded result = Sum(p, b, numbers, half_steps, row, column, e.gated ? 2 * batch : batch);
   if (e.activation != Activation::kNone) {
     // No activation has a slope beyond 1.13; float32 formulas are right to 2^-20 of the argument.
     result.bound = 1.13 * result.bound + 0x1p-20 * fabs(result.value);
     result.value = Exact(e.activation, result.value);
   }
   if (e.gated) {
-    const Bounded up = Sum(p, b, half_steps, row, column, 2 * batch + 1);
+    const Bounded up = Sum(p, b, numbers, half_steps, row, column, 2 * batch + 1);
     result.bound = fabs(result.value) * up.bound + fabs(up.value) * result.bound +
                    up.bound * result.bound + 0x1p-24 * fabs(result.value * up.value);
     result.value *= up.value;
@@ -244,6 +287,25 @@ int64_t Biases(const QuantizedMatmul& p) { return p.batch * p.weights_per_elemen
 
 int64_t Groups(const QuantizedMatmul& p) { return p.num_weights * GroupValues(p); }
 
+// The numbers of a codebook; of a table, quantiles of a normal distribution, as nf4 has them.
+std::vector<float> NumbersOf(const QuantizedMatmul& p) {
+  std::vector<float> numbers(p.codebook == Codebook::kNone ? 0 : 1 << p.bits);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const auto code = static_cast<unsigned char>(i);
+    const double place = (static_cast<double>(i) + 0.5) / static_cast<double>(numbers.size());
+    if (p.codebook == Codebook::kTable) {
+      numbers[i] = static_cast<float>(std::tan(2.5 * (place - 0.5)) / 3.0);
+    } else if (p.codebook == Codebook::kE2m1) {
+      numbers[i] = __half2float(
+          __half(__nv_cvt_fp4_to_halfraw(static_cast<__nv_fp4_storage_t>(code), __NV_E2M1)));
+    } else {
+      const auto kind = p.codebook == Codebook::kE4m3 ? __NV_E4M3 : __NV_E5M2;
+      numbers[i] = __half2float(__half(__nv_cvt_fp8_to_halfraw(code, kind)));
+    }
+  }
+  return numbers;
+}
+
 int64_t AllPackedBytes(const QuantizedMatmul& p) { return p.num_weights * PackedBytes(p); }
 
 }  // namespace
@@ -272,6 +334,8 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
                              uint64_t seed)
     : problem_(problem),
       optional_(optional),
+      codebook_(NumbersOf(problem)),
+      numbers_(static_cast<int64_t>(codebook_.size() * sizeof(float))),
       lhs_(problem.batch * problem.m * problem.lhs_columns() * SizeOf(problem.lhs)),
       packed_(copies * AllPackedBytes(problem)),
       scale_(copies * Groups(problem) * problem.scale_bytes()),
@@ -288,7 +352,9 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
       zero_stride_(zero_.bytes() / copies) {
   const ElementType none = ElementType::kF32;
   Random(lhs_, Fill::kNormal, problem.lhs, problem.batch * problem.m * problem.lhs_columns(), seed);
-  Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1);
+  Check(cudaMemcpy(numbers_.data(), codebook_.data(), numbers_.bytes(), cudaMemcpyHostToDevice),
+        "cudaMemcpy");
+  Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1, 0, problem.codebook);
   Random(scale_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 2);
   if (problem.zero == ZeroKind::kFloat) {
     Random(zero_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 3);
@@ -313,6 +379,7 @@ Buffers DeviceProblem::buffers(int copy) const {
   buffers.packed = reinterpret_cast<const uint32_t*>(at(packed_, packed_stride_));
   buffers.scale = at(scale_, scale_stride_);
   buffers.zero = problem_.zero == ZeroKind::kNone ? nullptr : at(zero_, zero_stride_);
+  buffers.codebook = codebook_.empty() ? nullptr : codebook_.data();
   buffers.index = optional_.index ? static_cast<const int32_t*>(index_.data()) : nullptr;
   buffers.bias = optional_.bias ? bias_.data() : nullptr;
   buffers.residual = optional_.residual ? residual_.data() : nullptr;
@@ -340,7 +407,8 @@ double DeviceProblem::ErrorOverBound(int copy, int64_t most) const {
   Check(cudaMemset(worst.data(), 0, 8), "cudaMemset");
   const int half_steps = problem_.half_sums ? sm80::BlockK(problem_.bits) / sm80::kMinGroupSize : 0;
   CompareKernel<<<CeilDiv(CeilDiv(outputs, step), kThreads), kThreads>>>(
-      problem_, buffers(copy), step, half_steps, static_cast<unsigned long long*>(worst.data()));
+      problem_, buffers(copy), static_cast<const float*>(numbers_.data()), step, half_steps,
+      static_cast<unsigned long long*>(worst.data()));
   Check(cudaGetLastError(), "CompareKernel");
   double ratio = 0;
   Check(cudaMemcpy(&ratio, worst.data(), 8, cudaMemcpyDeviceToHost), "cudaMemcpy");
@@ -361,7 +429,8 @@ uint64_t DeviceProblem::Digest() const {
 
 std::string Describe(const QuantizedMatmul& p, const Optional& optional) {
   const auto name = [](ElementType type) {
-    return type == ElementType::kF32 ? "f32" : type == ElementType::kBf16 ? "bf16" : "f16";
+    constexpr const char* kNames[] = {"f32", "bf16", "f16", "e8m0", "e4m3"};
+    return kNames[static_cast<int>(type)];
   };
   char text[160];
   std::snprintf(text, sizeof(text), "m=%-5lld n=%-6lld k=%-6lld w%d g%-4lld %s scale %s%s out %s",
@@ -377,6 +446,9 @@ std::string Describe(const QuantizedMatmul& p, const Optional& optional) {
           : p.scale_sums ? " scale sums"
           : p.half_sums  ? " half sums"
                          : "") +
+         (p.codebook == Codebook::kNone
+              ? ""
+              : std::string(" ") + kCodebookNames[static_cast<int>(p.codebook)]) +
          (p.batch > 1 ? " batch " + std::to_string(p.batch) : "") +
          (p.epilogue.gated ? " gated" : "") +
          (p.epilogue.activation == Activation::kNone

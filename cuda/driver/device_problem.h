@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cuda/problem.h"
 
@@ -62,6 +63,8 @@ class DeviceProblem {
  private:
   QuantizedMatmul problem_;
   Optional optional_;
+  std::vector<float> codebook_;  // its numbers; none for integers
+  DeviceBuffer numbers_;         // those of the codebook, on the GPU
   DeviceBuffer lhs_, packed_, scale_, zero_, index_, permutation_, gathered_, bias_, residual_,
       out_, workspace_;
   int64_t packed_stride_, scale_stride_, zero_stride_;  // bytes of one set

@@ -2,11 +2,12 @@
 //
 // Runs the kernels without JAX: checks every instance, sweeps shapes, times.
 //
-//   driver check [STRIDE [BITS]]
+//   driver check [STRIDE [BITS [CODEBOOK]]]
 //                           every instance on small awkward shapes, also under PDL, and with buffers that overlap
 //                           or begin at odd elements; large batches; or one in STRIDE of these
 //                           (for compute-sanitizer's slower tools; a prime from 7 on, since kinds of
-//                           problems come every 2nd to 8th); of one width alone
+//                           problems come every 2nd to 8th); of one width alone; of one kind of codebook
+//                           alone: none, table, e2m1, e4m3 or e5m2
 //   driver placed           times products whose buffers overlap or begin at odd elements
 //   driver attend [STRIDE]  attention to a cache: checks it, then times it; or checks one case in STRIDE
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
@@ -14,6 +15,7 @@
 //                           a sample of the result is right:
 //                           --n N,N,... --k K,K,... (in pairs; default: five real shapes)
 //                           --m M,M,... --bits B --group G --zero --float-zero --transposed
+//                           --codebook table|e2m1|e4m3|e5m2 --scale float32|e8m0|e4m3
 //                           --scale-sums --f16 --half-sums
 //                           --pdl (all but the first launch use programmatic dependent launch);
 //                           --permuted (rows of the weight in a permuted order);
@@ -153,38 +155,55 @@ struct Tally {
   void Add(bool ok) { ++(ok ? right : wrong); }
 };
 
+// What is checked: the widths of the weights, and kinds of codebooks.
+struct Formats {
+  std::vector<int> widths;
+  std::vector<Codebook> codebooks;
+};
+
 template <typename F>
-void ForEachType(const std::vector<int>& widths, F visit) {
-  for (ElementType lhs : {ElementType::kBf16, ElementType::kF16}) {
-    for (ElementType scale : {lhs, ElementType::kF32}) {
-      for (int bits : widths) {
-        for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
-          for (bool transposed : {false, true}) {
-            QuantizedMatmul problem;
-            problem.lhs = problem.out = lhs;
-            problem.scale = scale;
-            problem.bits = bits;
-            problem.zero = zero;
-            problem.transposed = transposed;
-            visit(problem);
-            problem.scale_sums = true;
-            if (Supports(problem, DeviceInfo(0))) visit(problem);
-            problem.scale_sums = false;
-            problem.half_sums = true;
-            if (lhs == ElementType::kF16 && !transposed) visit(problem);
-          }
-        }
+void ForEachType(const Formats& formats, F visit) {
+  for (int bits : formats.widths) {
+    ForEachFormat(Family::kSm80, bits, [&](const InstanceKey& format) {
+      const auto& of_interest = formats.codebooks;
+      if (std::find(of_interest.begin(), of_interest.end(), format.codebook) == of_interest.end()) {
+        return;
       }
-    }
+      for (bool transposed : {false, true}) {
+        QuantizedMatmul problem;
+        problem.lhs = problem.out = format.lhs;
+        problem.scale = format.scale;
+        problem.bits = bits;
+        problem.codebook = format.codebook;
+        problem.zero = format.zero;
+        problem.transposed = transposed;
+        visit(problem);
+        problem.scale_sums = true;
+        if (Supports(problem, DeviceInfo(0))) visit(problem);
+        problem.scale_sums = false;
+        problem.half_sums = true;
+        if (format.lhs == ElementType::kF16 && !transposed) visit(problem);
+      }
+    });
   }
 }
 
-// `widths`: those of the weights.
-Tally CheckInstances(const std::vector<int>& widths, uint64_t stride) {
-  Tally tally;
+// A problem that is checked by some choices.
+struct Case {
+  QuantizedMatmul problem;
+  Optional optional;
+  uint64_t seed;
+  int placed;  // how its buffers lie when they are placed
+  bool with_pdl;
+  std::vector<Choice> choices;
+};
+
+// One in `stride` of the problems that reach every instance.
+std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
+  std::vector<Case> cases;
   uint64_t seed = 1, turn = 0;
   int placed = 0;
-  ForEachType(widths, [&](QuantizedMatmul problem) {
+  ForEachType(formats, [&](QuantizedMatmul problem) {
     for (int64_t m : {1, 7, 9, 16, 17, 33, 64, 129, 300}) {
       // Odd and edge sizes: unaligned rows, one element, a k that ends inside a group and a stage.
       const std::pair<int64_t, int64_t> shapes[] = {{1, 1},     {129, 100}, {64, 72},
@@ -204,12 +223,8 @@ Tally CheckInstances(const std::vector<int>& widths, uint64_t stride) {
                                                                     : seed % 7 % 2;
         problem.epilogue = {};
         if (++seed % stride != 0) continue;
-        const DeviceProblem data(problem, optional, 1, seed);
-        for (const Choice& choice : Choices(problem, seed)) {
-          tally.Add(IsRight(problem, data, choice, kAll));
-          if (!problem.transposed) tally.Add(IsRightWithPdl(problem, data, choice));
-        }
-        tally.Add(IsRightPlaced(problem, data, placed++));
+        cases.push_back(
+            {problem, optional, seed, placed++, !problem.transposed, Choices(problem, seed)});
         if (problem.transposed) continue;
         // An epilogue: its parts come in all combinations.
         problem.epilogue.activation = static_cast<Activation>(turn % std::size(kActivationNames));
@@ -220,24 +235,40 @@ Tally CheckInstances(const std::vector<int>& widths, uint64_t stride) {
         problem.epilogue.bias = turn % 4 < 2 ? problem.lhs : ElementType::kF32;
         problem.epilogue.residual = turn % 11 < 6 ? problem.lhs : ElementType::kF32;
         ++turn;
-        const DeviceProblem with_epilogue(problem, optional, 1, seed);
-        for (const Choice& choice : Choices(problem, turn)) {
-          tally.Add(IsRight(problem, with_epilogue, choice, kAll));
-        }
-        tally.Add(IsRightPlaced(problem, with_epilogue, placed++));
+        cases.push_back({problem, optional, seed, placed++, false, Choices(problem, turn)});
       }
     }
   });
-  return tally;
+  return cases;
 }
 
-// Begins to compile all instances that the binary lacks, on every core.
-void StartCompilingAll(const std::vector<int>& widths) {
-  for (int bits : widths) {
-    for (const InstanceKey& key : InstancesOf(bits)) {
-      StartCompiling(key, DeviceInfo(0).architecture);
+// Begins to compile what the cases launch and the binary lacks, on every core.
+void StartCompilingAll(const std::vector<Case>& cases) {
+  const Device& device = DeviceInfo(0);
+  for (const Case& one : cases) {
+    StartCompiling({one.problem});
+    for (const Choice& choice : one.choices) {
+      StartCompiling(KeyOf(one.problem, choice, device), device.architecture);
+      QuantizedMatmul problem = one.problem;
+      problem.pdl = true;
+      if (one.with_pdl) StartCompiling(KeyOf(problem, choice, device), device.architecture);
     }
   }
+}
+
+Tally CheckInstances(const Formats& formats, uint64_t stride) {
+  const std::vector<Case> cases = CasesOf(formats, stride);
+  StartCompilingAll(cases);
+  Tally tally;
+  for (const Case& one : cases) {
+    const DeviceProblem data(one.problem, one.optional, 1, one.seed);
+    for (const Choice& choice : one.choices) {
+      tally.Add(IsRight(one.problem, data, choice, kAll));
+      if (one.with_pdl) tally.Add(IsRightWithPdl(one.problem, data, choice));
+    }
+    tally.Add(IsRightPlaced(one.problem, data, one.placed));
+  }
+  return tally;
 }
 
 // Checks batches of more elements than a grid has rows, with every way to assign weights.
@@ -267,7 +298,9 @@ Tally CheckBatches(uint64_t stride) {
 Tally Sweep() {
   Tally tally;
   uint64_t seed = 1;
-  ForEachType({std::begin(kKernelBits), std::end(kKernelBits)}, [&](QuantizedMatmul problem) {
+  const Formats built = {{std::begin(kKernelBits), std::end(kKernelBits)}, {Codebook::kNone}};
+  ForEachType(built, [&](QuantizedMatmul problem) {
+    if (Is8Bit(problem.scale)) return;
     for (auto [n, k] : kLayers) {
       for (int64_t m : {1, 16, 32, 64, 200}) {
         problem.m = m, problem.n = n, problem.k = k;
@@ -295,9 +328,11 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
 
 [[noreturn]] void Usage(const char* wrong) {
   std::fprintf(stderr,
-               "driver: %s. Use: driver check [STRIDE [BITS]] | sweep | placed | attend [STRIDE] | "
+               "driver: %s. Use: driver check [STRIDE [BITS [CODEBOOK]]] | sweep | placed | attend "
+               "[STRIDE] | "
                "time | choices "
                "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
+               "[--codebook C] [--scale S] "
                "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
                "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] "
                "[--split S,...] [--slices L,...] [--peers 1|2] "
@@ -419,6 +454,19 @@ Activation FindActivation(const std::string& name) {
   return static_cast<Activation>(found - std::begin(kActivationNames));
 }
 
+Codebook FindCodebook(const std::string& name) {
+  const auto found = std::find(std::begin(kCodebookNames), std::end(kCodebookNames), name);
+  if (found == std::end(kCodebookNames)) Usage("unknown codebook");
+  return static_cast<Codebook>(found - std::begin(kCodebookNames));
+}
+
+ElementType FindScale(const std::string& name) {
+  if (name == "float32") return ElementType::kF32;
+  if (name == "e8m0") return ElementType::kE8m0;
+  if (name == "e4m3") return ElementType::kE4m3;
+  Usage("unknown type of scales");
+}
+
 Kernel FindKernel(const std::string& name) {
   const auto found = std::find(std::begin(kKernelNames), std::end(kKernelNames), name);
   if (found == std::end(kKernelNames)) Usage("unknown kernel");
@@ -460,6 +508,10 @@ TimeOptions Parse(int argc, char** argv) {
       Usage(("unknown or incomplete option " + flag).c_str());
     } else if (flag == "--kernel") {
       options.kernel = FindKernel(argv[++i]);
+    } else if (flag == "--codebook") {
+      options.problem.codebook = FindCodebook(argv[++i]);
+    } else if (flag == "--scale") {
+      options.problem.scale = FindScale(argv[++i]);
     } else if (flag == "--seconds") {
       options.seconds = std::atof(argv[++i]);
     } else if (flag == "--activation") {
@@ -520,11 +572,14 @@ int Main(int argc, char** argv) {
   Tally tally;
   if (command == "check") {
     const uint64_t stride = argc > 2 ? Numbers(argv[2])[0] : 1;
-    std::vector<int> widths(std::begin(kKernelBits), std::end(kKernelBits));
+    Formats formats;
+    auto& [widths, codebooks] = formats;
+    widths.assign(std::begin(kKernelBits), std::end(kKernelBits));
     widths.insert(widths.end(), std::begin(kCompiledBits), std::end(kCompiledBits));
     if (argc > 3) widths = {static_cast<int>(Numbers(argv[3])[0])};
-    StartCompilingAll(widths);
-    for (const Tally& part : {CheckInstances(widths, stride), CheckBatches(stride)}) {
+    for (const char* name : kCodebookNames) codebooks.push_back(FindCodebook(name));
+    if (argc > 4) codebooks = {FindCodebook(argv[4])};
+    for (const Tally& part : {CheckInstances(formats, stride), CheckBatches(stride)}) {
       tally.right += part.right, tally.wrong += part.wrong;
     }
   } else {

@@ -80,11 +80,7 @@ int64_t CopiesOf(const QuantizedMatmul& problem) {
   return std::min(CeilDiv(kColdBytes, WeightBytes(problem) + activations) + 1, kMostCalls);
 }
 
-const char* NameOf(ElementType type) {
-  return type == ElementType::kF32    ? "float32"
-         : type == ElementType::kBf16 ? "bfloat16"
-                                      : "float16";
-}
+const char* NameOf(ElementType type) { return kElementTypeNames[static_cast<int>(type)]; }
 
 const char* NameOf(ZeroKind zero) {
   return zero == ZeroKind::kNone ? "none" : zero == ZeroKind::kInteger ? "integer" : "float";

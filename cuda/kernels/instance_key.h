@@ -28,14 +28,16 @@ struct InstanceKey {
   ElementType lhs = ElementType::kBf16, scale = ElementType::kBf16;
   ZeroKind zero = ZeroKind::kNone;
   int bits = 4;
+  Codebook codebook = Codebook::kNone;
   int variant = 0;  // the family's own number of what else the instance is compiled for
 
   // A number for each key.
   constexpr uint32_t number() const {
     uint32_t number = static_cast<uint32_t>(variant);
     number = number << 4 | static_cast<uint32_t>(bits);
-    for (int field : {static_cast<int>(zero), static_cast<int>(scale), static_cast<int>(lhs),
-                      static_cast<int>(family)}) {
+    number = number << 3 | static_cast<uint32_t>(codebook);
+    number = number << 3 | static_cast<uint32_t>(scale);
+    for (int field : {static_cast<int>(zero), static_cast<int>(lhs), static_cast<int>(family)}) {
       number = number << 2 | static_cast<uint32_t>(field);
     }
     return number;
@@ -43,17 +45,18 @@ struct InstanceKey {
   constexpr bool operator==(const InstanceKey& other) const { return number() == other.number(); }
 };
 
-// Whether the build holds the instances of a family for a format. Of Hopper's kernels it holds what most programs run:
-// scales of the type of lhs, and no float zeros.
-constexpr bool IsBuilt(Family family, ElementType scale, ZeroKind zero, int bits) {
+// Whether the build holds the instances of a family for a format: integers of some widths, with scales of 16 or 32 bits.
+// Of Hopper's kernels it holds what most programs run: scales of the type of lhs, and no float zeros. `Format`: an
+// InstanceKey, or a QuantizedMatmul.
+template <typename Format>
+constexpr bool IsBuilt(Family family, const Format& format) {
   bool has_width = false;
-  for (int width : kKernelBits) has_width |= width == bits;
+  for (int width : kKernelBits) has_width |= width == format.bits;
   const bool hopper = family == Family::kSm90 || family == Family::kSm90Stream;
-  return has_width && (!hopper || (scale != ElementType::kF32 && zero != ZeroKind::kFloat));
+  return has_width && format.codebook == Codebook::kNone && !Is8Bit(format.scale) &&
+         (!hopper || (format.scale != ElementType::kF32 && format.zero != ZeroKind::kFloat));
 }
-constexpr bool IsBuilt(const InstanceKey& key) {
-  return IsBuilt(key.family, key.scale, key.zero, key.bits);
-}
+constexpr bool IsBuilt(const InstanceKey& key) { return IsBuilt(key.family, key); }
 
 // The instance that computes `problem` by `choice`.
 InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device);
@@ -64,23 +67,52 @@ std::string NameOf(const InstanceKey& key);
 // All instances for a width.
 std::vector<InstanceKey> InstancesOf(int bits);
 
-// Calls visit(key) with a key of each combination of types that kernels take, with and without zeros.
+// Whether values of so many bits may stand for the numbers of a kind of codebook.
+constexpr bool HasCodebook(int bits, Codebook codebook) {
+  switch (codebook) {
+    case Codebook::kNone:
+      return true;
+    case Codebook::kTable:
+      return bits <= kMostTableBits;
+    case Codebook::kE2m1:
+      return bits == 4;
+    case Codebook::kE4m3:
+    case Codebook::kE5m2:
+      return bits == 8;
+  }
+  return false;
+}
+
+// Calls visit(key) with a key of each combination of types and codebooks that kernels take: integers with and without
+// zeros, which neither codebooks nor scales of 8 bits have.
 template <typename Visit>
 void ForEachFormat(Family family, int bits, Visit visit) {
-  for (ElementType lhs : {ElementType::kF16, ElementType::kBf16}) {
-    for (ElementType scale : {ElementType::kF32, lhs}) {
-      for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
-        visit(InstanceKey{family, lhs, scale, zero, bits, 0});
+  for (int number = 0; number < kNumCodebooks; ++number) {
+    const auto codebook = static_cast<Codebook>(number);
+    if (!HasCodebook(bits, codebook)) continue;
+    for (ElementType lhs : {ElementType::kF16, ElementType::kBf16}) {
+      for (ElementType scale : {ElementType::kF32, lhs, ElementType::kE8m0, ElementType::kE4m3}) {
+        for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
+          const bool plain = codebook == Codebook::kNone && !Is8Bit(scale);
+          if (!plain && zero != ZeroKind::kNone) continue;
+          visit(InstanceKey{family, lhs, scale, zero, bits, codebook, 0});
+        }
       }
     }
   }
 }
 
-// How C++ names a type of elements and a kind of zeros.
+// How C++ names a type of elements, a kind of zeros, and a codebook, which is the last argument of an instance and is
+// left out of those for integers.
 inline std::string CudaName(ElementType type) {
-  return type == ElementType::kF32    ? "float"
-         : type == ElementType::kBf16 ? "__nv_bfloat16"
-                                      : "__half";
+  constexpr const char* kNames[] = {"float", "__nv_bfloat16", "__half", "jaxlowbit::E8m0",
+                                    "jaxlowbit::E4m3"};
+  return kNames[static_cast<int>(type)];
+}
+inline std::string LastArgument(Codebook codebook) {
+  constexpr const char* kNames[] = {"kNone", "kTable", "kE2m1", "kE4m3", "kE5m2"};
+  if (codebook == Codebook::kNone) return "";
+  return std::string(", jaxlowbit::Codebook::") + kNames[static_cast<int>(codebook)];
 }
 inline std::string CudaName(ZeroKind zero) {
   return std::string("jaxlowbit::ZeroKind::") + (zero == ZeroKind::kNone      ? "kNone"

@@ -3,9 +3,12 @@
 // Kernel parameters that every launch fills in the same way.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "cuda/device/divide.cuh"
+#include "cuda/device/format/codebook.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/problem.h"
 
@@ -22,6 +25,16 @@ inline EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const Buffers& 
           e.activation,
           e.gated,
           any};
+}
+
+// The numbers of a table, again and again until every lane of a warp has one; of other codebooks anything.
+inline TableParams TableOf(const QuantizedMatmul& problem, const Buffers& buffers) {
+  TableParams table = {};
+  if (problem.codebook != Codebook::kTable) return table;
+  for (size_t i = 0; i < std::size(table.numbers); ++i) {
+    table.numbers[i] = buffers.codebook[i % (size_t{1} << problem.bits)];
+  }
+  return table;
 }
 
 inline Divider DivideBy(int64_t divisor) {

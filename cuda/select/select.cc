@@ -87,8 +87,8 @@ Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const De
   }
   // Where there is no compiler either, qmm_sm80 runs, which the build holds for all formats of these widths.
   const Family family = kernel == Kernel::kQmmSm90 ? Family::kSm90 : Family::kSm90Stream;
-  const bool other_runs = IsBuilt(Family::kSm80, problem.scale, problem.zero, problem.bits);
-  const bool built = IsBuilt(family, problem.scale, problem.zero, problem.bits);
+  const bool other_runs = IsBuilt(Family::kSm80, problem);
+  const bool built = IsBuilt(family, problem);
   if (other_runs && !built && device.compiles != nullptr && !device.compiles()) {
     return {"its instances for this format are compiled where they run, and there is no compiler"};
   }
@@ -106,19 +106,34 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   if (!Contains(kKernelBits, problem.bits) && !Contains(kCompiledBits, problem.bits)) {
     return {"the kernels do not read weights of " + number(problem.bits) + " bits"};
   }
-  if (problem.lhs == ElementType::kF32) return {"the kernels take bfloat16 or float16 lhs"};
+  if (problem.lhs != ElementType::kBf16 && problem.lhs != ElementType::kF16) {
+    return {"the kernels take bfloat16 or float16 lhs"};
+  }
   const auto lhs_or_float32 = [&](ElementType type) {
     return type == ElementType::kF32 || type == problem.lhs;
   };
-  if (!lhs_or_float32(problem.scale)) {
-    return {"the kernels take scales of the dtype of lhs or float32"};
+  if (!lhs_or_float32(problem.scale) && !Is8Bit(problem.scale)) {
+    return {"the kernels take scales of the dtype of lhs, float32 or 8 bits"};
+  }
+  if (!HasCodebook(problem.bits, problem.codebook)) {
+    if (problem.codebook == Codebook::kTable) {
+      return {"the kernels look numbers up by values of up to " + number(kMostTableBits) +
+              " bits, these have " + number(problem.bits)};
+    }
+    return {std::string("there is no ") + kCodebookNames[static_cast<int>(problem.codebook)] +
+            " of " + number(problem.bits) + " bits"};
+  }
+  if (problem.zero != ZeroKind::kNone &&
+      (problem.codebook != Codebook::kNone || Is8Bit(problem.scale))) {
+    return {"neither codebooks nor scales of 8 bits have zeros"};
   }
   if (problem.scale_sums &&
       (problem.lhs != ElementType::kBf16 || problem.scale != ElementType::kF32 ||
-       problem.zero == ZeroKind::kFloat || problem.transposed)) {
+       problem.zero == ZeroKind::kFloat || problem.codebook != Codebook::kNone ||
+       problem.transposed)) {
     return {
-        "scales multiply sums only with bfloat16 lhs, float32 scales and no float zero, not "
-        "transposed"};
+        "scales multiply sums only of integers, with bfloat16 lhs, float32 scales and no float "
+        "zero, not transposed"};
   }
   const Epilogue& e = problem.epilogue;
   if (problem.transposed && (e.gated || e.activation != Activation::kNone)) {

@@ -16,8 +16,8 @@ namespace {
 
 // What the time of a product depends on besides m. Sizes count in atoms, in which they are padded.
 auto KindOf(const QuantizedMatmul& problem) {
-  return std::make_tuple(problem.bits, problem.group_size, problem.zero, problem.lhs, problem.scale,
-                         problem.n_blocks(), problem.k_blocks());
+  return std::make_tuple(problem.bits, problem.codebook, problem.group_size, problem.zero,
+                         problem.lhs, problem.scale, problem.n_blocks(), problem.k_blocks());
 }
 
 bool IsBefore(const TunedEntry& left, const TunedEntry& right) {

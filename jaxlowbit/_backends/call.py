@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from .._core import layout
 from .._core.array import QuantizedArray
+from .._core.dequantize import of_codes
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from .extension import ffi
@@ -46,29 +47,40 @@ jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(x,
 """
 
 # In the order of ElementType and of ZeroKind (`cuda/types.h`).
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn")
 _ZEROS = ("none", "integer", "float")
 
 
 def call_operands(weight: QuantizedArray, dtype: jnp.dtype) -> tuple[Array, ...]:
-    scale, zero = weight.scale, weight.zero
-    if scale.dtype != dtype:
-        scale, zero = widened(scale, zero, weight.format)
+    scale, zero = as_read(weight.scale, weight.zero, weight.format, dtype)
     return weight_operands(weight.packed, scale, zero, weight.index, weight.format)
 
 
-def widened(scale: Array, zero: Array | None, format: Format) -> tuple[Array, Array | None]:
-    """Scales and float zeros in float32, exactly."""
+def as_read(
+    scale: Array, zero: Array | None, format: Format, lhs: jnp.dtype
+) -> tuple[Array, Array | None]:
+    """Scales and float zeros in the dtype in which kernels read them, exactly."""
+    dtype = read_dtype(scale.dtype, format, lhs)
+    if format.scale is not None or scale.dtype == dtype:
+        return scale, zero
     if zero is not None and format.zero == "float":
-        zero = zero.astype(jnp.float32)
-    return scale.astype(jnp.float32), zero
+        zero = zero.astype(dtype)
+    return scale.astype(dtype), zero
+
+
+def read_dtype(scale: jnp.dtype, format: Format, lhs: jnp.dtype) -> jnp.dtype:
+    """The dtype in which kernels read scales: 8 bits, that of lhs, or else float32."""
+    if format.scale_dtype is not None:
+        return format.scale_dtype
+    return lhs if scale == lhs else jnp.dtype(jnp.float32)
 
 
 def weight_operands(
     packed: Array, scale: Array, zero: Array | None, index: Array | None, format: Format
 ) -> tuple[Array, ...]:
-    """The operands of a custom call that follow lhs."""
+    """The operands of a custom call that follow lhs; 8-bit scales may be their bits."""
     num_weights = math.prod(packed.shape[:-3])
+    scale = of_codes(scale, format)
     zero_dtype = jnp.uint8 if format.zero != "float" else scale.dtype
     return (
         packed.reshape(num_weights, *packed.shape[-3:]),
@@ -85,13 +97,21 @@ def format_attributes(format: Format, prefix: str = "") -> dict[str, np.int64]:
 
 
 def codebook_attributes(format: Format) -> dict[str, np.ndarray]:
-    """The numbers of a codebook, which calls for integers do not have."""
+    """The numbers of the codebook of all weights, which calls for integers do not have."""
     return {"codebook": np.array(format.values, np.float32)} if format.values else {}
+
+
+def codebooks_attributes(formats: Sequence[Format]) -> dict[str, np.ndarray]:
+    """The numbers of the codebooks of several weights; none if all are integers."""
+    numbers = [np.array(format.values, np.float32) for format in formats]
+    sizes = np.array([len(own) for own in numbers], np.int64)
+    return {"codebook": np.concatenate(numbers), "codebook_sizes": sizes} if sizes.any() else {}
 
 
 def product_attributes(problem: Problem, *, scale_sums: bool) -> dict[str, Any]:
     """The attributes of the custom call for one product."""
     return attributes(
+        problem.format,
         **format_attributes(problem.format),
         **codebook_attributes(problem.format),
         transposed=problem.transposed,
@@ -139,13 +159,14 @@ def launches(*products: Launch) -> dict[str, np.ndarray]:
     """The attribute by which kernels are compiled as soon as a program is; none if none must be.
 
     Some GPUs have kernels of the build for float32 scales and float zeros, Hopper has not, and not
-    for all tiles of many rows.
+    for all tiles of many rows. No build has those for codebooks and 8-bit scales.
     """
     numbers = [number for product in products for number in product.numbers()]
     compiled = [
         product.format.bits in ffi.COMPILED_BITS
+        or product.format.codebook is not None
         or product.format.zero == "float"
-        or product.scale == jnp.float32
+        or product.scale != product.lhs
         or product.may_lack_tile
         for product in products
     ]
@@ -160,18 +181,25 @@ def formats_attributes(weights: Sequence[QuantizedArray]) -> dict[str, np.ndarra
     found: dict[str, np.ndarray] = {
         name: np.array([format[name] for format in formats]) for name in ("bits", "group_size")
     }
-    numbers = [weight.format.values for weight in weights]
-    if any(numbers):
-        found["codebook"] = np.concatenate([np.array(x, np.float32) for x in numbers])
-        found["codebook_sizes"] = np.array([len(x) for x in numbers], np.int64)
-    return found
+    return found | codebooks_attributes([weight.format for weight in weights])
 
 
-def attributes(**attributes: Any) -> dict[str, Any]:
-    """The attributes of a call, with the versions that another version of the library refuses."""
-    version = ffi.CODEBOOK_CALL_VERSION if "codebook" in attributes else ffi.CALL_VERSION
-    versions = {"version": version, "layout_version": layout.VERSION}
+def attributes(*formats: Format, **attributes: Any) -> dict[str, Any]:
+    """The attributes of a call, with the versions that another version of the library refuses.
+
+    `formats`: those of its weights.
+    """
+    versions = {"version": _call_version(formats), "layout_version": layout.VERSION}
     return {name: np.int64(version) for name, version in versions.items()} | attributes
+
+
+def _call_version(formats: Sequence[Format]) -> int:
+    """The lowest version that says what a call needs, so that earlier releases run others."""
+    if any(format.scale is not None for format in formats):
+        return ffi.NARROW_SCALE_CALL_VERSION
+    if any(format.codebook is not None for format in formats):
+        return ffi.CODEBOOK_CALL_VERSION
+    return ffi.CALL_VERSION
 
 
 def workspace(

@@ -71,6 +71,7 @@ def block(
         jnp.zeros(0, dtype) if following_norm is None else following_norm,
         *operands,
         **call.attributes(
+            *(weight.format for weight in weights),
             **call.formats_attributes(weights),
             activation=activation,
             epsilon=np.float32(epsilon),

@@ -10,6 +10,7 @@ from jax import Array, lax
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from . import call
+from .extension import ffi
 from .problem import Operands, Problem
 
 _MOST_SIZE = 2**30  # k and n
@@ -22,14 +23,20 @@ def unsupported(
     """Why the kernels cannot compute this problem, or None."""
     if max(sizes, default=0) > _MOST_SIZE:
         return f"its kernels take k and n up to 2^30, this matrix has {max(sizes)}"
-    if format.scale is not None:
-        return call.NO_NARROW_SCALES
-    if format.codebook is not None:
-        return call.NO_CODEBOOK
+    looked_up = format.codebook is not None and format.float_dtype is None
+    if looked_up and format.bits > ffi.MOST_TABLE_BITS:
+        return (
+            f"its kernels look up numbers of codebooks of up to {ffi.MOST_TABLE_BITS} bits, the "
+            f"format has {format.bits}"
+        )
     if lhs not in FLOATS:
         return call.unsupported_lhs(lhs)
-    if lhs == jnp.float32 and (transposed or format.zero == "float"):
+    if lhs != jnp.float32:
+        return None
+    if transposed or format.zero == "float":
         return "with float32 lhs its kernels take no float zero and no transposed product"
+    if format.codebook is not None or format.scale is not None:
+        return "with float32 lhs its kernels take integers with scales of 16 or 32 bits"
     return None
 
 
@@ -56,8 +63,7 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     if parts > 1:
         lhs, factor = _in_range(lhs)
         lhs = _in_parts(lhs, len(ops.lead))
-    if scale.dtype != lhs.dtype or parts > 1:
-        scale, zero = call.widened(scale, zero, problem.format)
+    scale, zero = call.as_read(scale, zero, problem.format, ops.lhs.dtype)
     (lhs,) = call.apart(lhs.reshape(batch, parts * m, lhs.shape[-1]))
     buffers = [lhs, *call.weight_operands(packed, scale, zero, index, problem.format)]
     unpermuted = permutation is None
@@ -71,7 +77,8 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     launch = call.Launch(
         problem.format,
         *(batch, parts * m, *((k, n) if problem.transposed else (n, k))),
-        *(lhs.dtype, scale.dtype, problem.out_dtype),
+        *(lhs.dtype, call.read_dtype(scale.dtype, problem.format, ops.lhs.dtype)),
+        problem.out_dtype,
         permuted_parts=0 if unpermuted else problem.orders,
         transposed=problem.transposed,
         scale_sums=parts > 1,

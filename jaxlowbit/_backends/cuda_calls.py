@@ -31,7 +31,12 @@ def matmuls(
     launches = [_launch(lhs, m, weight, out_dtype, half_sums=half_sums) for weight in weights]
     _, *outs = jax.ffi.ffi_call(call.MATMULS_TARGET, [workspace, *results])(
         *operands,
-        **call.attributes(**call.format_attributes(weights[0].format), half_sums=half_sums),
+        **call.attributes(
+            weights[0].format,
+            **call.format_attributes(weights[0].format),
+            **call.codebook_attributes(weights[0].format),
+            half_sums=half_sums,
+        ),
         **call.launches(*launches),
     )
     return tuple(out.reshape(*rows, out.shape[-1]) for out in call.apart(*outs))
@@ -74,7 +79,9 @@ def fused(
     out, _ = jax.ffi.ffi_call(call.FUSED_TARGET, [result, workspace])(
         *operands,
         **call.attributes(
+            rhs.format,
             **call.format_attributes(rhs.format),
+            **call.codebook_attributes(rhs.format),
             activation=activation or "none",
             gated=gated,
             half_sums=half_sums,
@@ -109,8 +116,10 @@ def mlp(
     out, *_ = jax.ffi.ffi_call(call.MLP_TARGET, [result, hidden, workspace])(
         *operands,
         **call.attributes(
+            *(gate_up.format, down.format),
             **call.format_attributes(gate_up.format),
             **call.format_attributes(down.format, "down_"),
+            **call.codebooks_attributes([gate_up.format, down.format]),
             activation=activation,
             half_sums=half_sums,
         ),
@@ -241,6 +250,7 @@ def normalized(
     )(
         *operands,
         **call.attributes(
+            *(weight.format for weight in weights),
             **call.formats_attributes(weights),
             activation=activation or "none",
             mlp=np.bool_(mlp),
@@ -278,6 +288,7 @@ def _block_attributes(
     outs = [projected or dtype, dtype, projected or dtype, *[dtype] * (len(weights) - 3)]
     return {
         **call.attributes(
+            *(weight.format for weight in weights),
             **call.formats_attributes(weights),
             activation=activation,
             epsilon=np.float32(epsilon),
@@ -301,7 +312,7 @@ def _launch(
     gated: bool = False,
     half_sums: bool = False,
 ) -> call.Launch:
-    scale = lhs.dtype if weight.scale.dtype == lhs.dtype else jnp.dtype(jnp.float32)
+    scale = call.read_dtype(weight.scale.dtype, weight.format, lhs.dtype)
     return call.Launch(
         *(weight.format, batch, m, weight.n, weight.k, lhs.dtype, scale, out),
         gated=gated,

@@ -26,7 +26,7 @@ def unsupported(
     reason = extension.unavailable(platform) or uncovered(
         platform, lhs, format, sizes=sizes, transposed=transposed
     )
-    return reason or (extension.uncompiled(format.bits) if platform == "cuda" else None)
+    return reason or (extension.uncompiled(format) if platform == "cuda" else None)
 
 
 def uncovered(

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import jax
 
+from .._core.format import Format
+
 try:
     from .. import _ffi as ffi
 except ImportError as error:
@@ -48,16 +50,22 @@ def unavailable(platform: str) -> str | None:
 
 
 @functools.cache
-def uncompiled(bits: int) -> str | None:
-    """Why CUDA kernels for weights of `bits` cannot be compiled on this machine, or None.
+def uncompiled(format: Format) -> str | None:
+    """Why CUDA kernels for a format cannot be compiled on this machine, or None.
 
-    None too for widths whose kernels this build holds.
+    None too for formats whose kernels this build holds.
     """
-    compiled = bits in ffi.COMPILED_BITS and build_info()["cuda"]
-    error = ffi.toolchain()["error"] if compiled else None
-    return (
-        f"its kernels for {bits} bits are compiled where they run, and {error}" if error else None
+    what = (
+        "codebooks"
+        if format.codebook is not None
+        else "8-bit scales"
+        if format.scale is not None
+        else f"{format.bits} bits"
+        if format.bits in ffi.COMPILED_BITS
+        else None
     )
+    error = ffi.toolchain()["error"] if what and build_info()["cuda"] else None
+    return f"its kernels for {what} are compiled where they run, and {error}" if error else None
 
 
 def _find_nvrtc() -> None:

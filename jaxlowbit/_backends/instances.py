@@ -14,6 +14,7 @@ from .selection import DeviceFacts
 
 _HOPPER = 90
 _CUDA_NAMES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
+_NARROW_SCALES = {"e8m0": "jaxlowbit::E8m0", "e4m3": "jaxlowbit::E4m3"}
 _ZEROS = {"none": "kNone", "integer": "kInteger", "float": "kFloat"}
 
 
@@ -38,11 +39,16 @@ def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int)
     sums = parts_of(lhs) > 1  # of float32 activations, which only one kernel multiplies
     types = (
         _CUDA_NAMES["bfloat16" if sums else str(lhs)],
-        _CUDA_NAMES["float32" if sums else str(scale)],
+        _NARROW_SCALES[format.scale]
+        if format.scale is not None
+        else _CUDA_NAMES["float32" if sums else str(scale)],
     )
+    numbers = ffi.codebook(format.values)
     found = []
-    for family, expression, ahead_of_time, *own, zero in ffi.instances(format.bits):
-        takes = family.startswith("sm80") or zero.endswith(_ZEROS[format.zero])
+    for family, expression, ahead_of_time, *own, zero, codebook in ffi.instances(format.bits):
+        takes = codebook == numbers and (
+            family.startswith("sm80") or zero.endswith(_ZEROS[format.zero])
+        )
         runs = family.startswith("sm80") or capability == _HOPPER
         fits = tuple(own) == types and sums == ("kGroups" in expression)
         if takes and runs and fits and not ahead_of_time:

@@ -28,7 +28,7 @@ class DeviceFacts(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One product (m, k) @ (k, n), as choices are measured for it."""
+    """One product (m, k) @ (k, n) with integers, as choices are measured for it."""
 
     m: int
     n: int
@@ -77,10 +77,12 @@ def choose(
         n=n,
         k=k,
         bits=format.bits,
+        codebook=ffi.codebook(format.values),
         group_size=format.group_size,
         batch=batch,
         lhs="float16" if lhs == jnp.float16 else "bfloat16",
         float32_scale=scale != lhs or parts > 1,  # `cuda.matmul` widens scales
+        narrow_scale=format.scale or "",
         zero=format.zero,
         scale_sums=parts > 1,
         **variant,

@@ -35,6 +35,7 @@ def times(
         lhs[None],
         *call.weight_operands(packed, scale, zero, jnp.zeros(1, jnp.int32), product.format),
         **call.attributes(
+            product.format,
             **call.format_attributes(product.format),
             calls=np.int64(calls),
             choices=np.array(numbers, np.int64).reshape(-1),

@@ -84,7 +84,8 @@ class Call:
 def is_supported(platform: str, lhs: Any, weight: QuantizedArray) -> bool:
     """Whether kernels of a platform read this weight as it is."""
     reason = custom_calls.unsupported(platform, lhs.dtype, weight.format, sizes=weight.padded_shape)
-    return weight.permutation is None and weight.shards == (1, 1) and reason is None
+    plain = weight.permutation is None and weight.tensor_scale is None
+    return plain and weight.shards == (1, 1) and reason is None
 
 
 _call_p = Primitive("quantized_call")

@@ -16,7 +16,7 @@ from . import devices, report
 from . import table as tables
 from .measure import measure
 from .table import Entry, Table
-from .weights import find
+from .weights import find, untuned
 
 TOKENS = tuple(2**i for i in range(13))
 _SUMMARY = (
@@ -73,7 +73,7 @@ def tune(
     boolean("tune", "progress", progress)
     if not isinstance(out, str | os.PathLike | None):
         raise TypeError(f"tune: out is {brief(out)}, but it is the path of a file to write.")
-    found = find(weights, formats, dtype)
+    found = find(weights, formats, dtype, excluded=untuned)
     device = _gpu()
     path = Path(out) if out is not None else tables.path_for(device.name)
     table = Table(device, tables.driver_version(), __version__, ())

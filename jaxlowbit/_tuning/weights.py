@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,16 +35,37 @@ class _Header(NamedTuple):
     dtype: str
 
 
-def find(source: Any, formats: Sequence[Format], dtype: str) -> list[Weight]:
+Reason = Callable[[Format, str], str | None]
+"""Why a format, with lhs of a dtype, is left out, or None."""
+
+
+def unread(format: Format, dtype: str) -> str | None:
+    """Why the kernels for lhs of `dtype` do not read a format, or None."""
+    return custom_calls.uncovered("cuda", jnp.dtype(dtype), format)
+
+
+def untuned(format: Format, dtype: str) -> str | None:
+    """Why there are no tables of choices for a format, or None."""
+    if format.codebook is not None or format.scale is not None:
+        return (
+            "tables are for integers with scales of 16 or 32 bits; for other formats the cost "
+            "model chooses"
+        )
+    return unread(format, dtype)
+
+
+def find(
+    source: Any, formats: Sequence[Format], dtype: str, *, excluded: Reason = unread
+) -> list[Weight]:
     """The distinct weights of what `tune` takes, those without a format in each of `formats`.
 
-    Those that the kernels for lhs of `dtype` do not read are left out.
+    Those are left out that `excluded` has a reason against.
 
-    **Raises:** `ValueError` if none remain, for formats that are not read, and for shapes that are
+    **Raises:** `ValueError` if none remain, for formats that are left out, and for shapes that are
     none.
     """
     for format in formats:
-        if reason := _unread(format, dtype):
+        if reason := excluded(format, dtype):
             raise ValueError(f"tune: there is nothing to choose for {format}: {reason}.")
     if isinstance(source, str | os.PathLike):
         path = Path(source)
@@ -60,14 +81,10 @@ def find(source: Any, formats: Sequence[Format], dtype: str) -> list[Weight]:
     distinct = list(dict.fromkeys(found))
     if not distinct:
         raise ValueError(f"tune: {where}.")
-    reasons = [_unread(weight.format, dtype) for weight in distinct]
+    reasons = [excluded(weight.format, dtype) for weight in distinct]
     if all(reasons):
         raise ValueError(f"tune: there is nothing to choose for these weights: {reasons[0]}.")
     return [weight for weight, reason in zip(distinct, reasons, strict=True) if not reason]
-
-
-def _unread(format: Format, dtype: str) -> str | None:
-    return custom_calls.uncovered("cuda", jnp.dtype(dtype), format)
 
 
 def _are_shapes(source: Any) -> bool:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// bf16 and f16 to and from float32, in integer arithmetic without branches so that loops of them
-// vectorize on every machine, and without float32 subnormals: XLA's threads flush those to zero.
+// bf16 and f16 to and from float32, and 8-bit scales to it, in integer arithmetic without branches so that loops of
+// them vectorize on every machine, and without float32 subnormals: XLA's threads flush those to zero.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,12 @@ struct Bf16 {
 };
 struct F16 {
   uint16_t bits;
+};
+struct E8m0 {
+  uint8_t bits;
+};
+struct E4m3 {
+  uint8_t bits;
 };
 
 inline float BitsToFloat(uint32_t bits) {
@@ -29,9 +35,11 @@ inline uint32_t FloatToBits(float value) {
 }
 
 inline constexpr uint32_t kF32Infinity = 0x7f800000;
+inline constexpr uint32_t kF32Nan = 0x7fc00000;
 inline constexpr uint32_t kF16Infinity = 0x7c00;
 inline constexpr uint32_t kRebias = (127 - 15) << 23;  // between the exponents of f16 and float32
 inline constexpr uint32_t kF16Smallest = (127 - 14) << 23;  // the smallest normal f16, as float32
+inline constexpr uint32_t kE4m3Smallest = (127 - 6) << 23;  // the smallest normal e4m3
 
 inline float ToFloat(float value) { return value; }
 inline float ToFloat(uint8_t value) { return static_cast<float>(value); }
@@ -45,6 +53,24 @@ inline float ToFloat(F16 value) {
   const uint32_t subnormal =
       FloatToBits(BitsToFloat(kF16Smallest + wide) - BitsToFloat(kF16Smallest));
   return BitsToFloat(sign | (magnitude < 0x400 ? subnormal : normal));
+}
+
+// 2^(code - 127), of which the first is subnormal in float32 too; the last code is NaN.
+inline float ToFloat(E8m0 value) {
+  const uint32_t power = uint32_t{value.bits} << 23;
+  const uint32_t number = value.bits == 0 ? 1u << 22 : power;
+  return BitsToFloat(value.bits == 0xff ? kF32Nan : number);
+}
+
+inline float ToFloat(E4m3 value) {
+  const uint32_t magnitude = value.bits & 0x7fu;
+  const uint32_t sign = (value.bits & 0x80u) << 24;
+  const uint32_t wide = magnitude << 20;
+  const uint32_t normal = wide + ((127 - 7) << 23);
+  const uint32_t subnormal =
+      FloatToBits(BitsToFloat(kE4m3Smallest + wide) - BitsToFloat(kE4m3Smallest));
+  const uint32_t finite = magnitude < 8 ? subnormal : normal;
+  return BitsToFloat(sign | (magnitude == 0x7f ? kF32Nan : finite));
 }
 
 // Rounds to nearest, ties to even; a NaN stays one.

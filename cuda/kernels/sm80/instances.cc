@@ -17,8 +17,13 @@ constexpr int kNone = 0, kGroups = 1, kHalfStages = 2;
 InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m) {
   const bool half_stages = problem.half_sums && problem.lhs == ElementType::kF16;
   const int partial_sums = problem.scale_sums ? kGroups : half_stages ? kHalfStages : kNone;
-  return {Family::kSm80,   problem.lhs,  problem.scale,
-          ZeroKind::kNone, problem.bits, Variant{block_m, partial_sums}.number()};
+  return {Family::kSm80,
+          problem.lhs,
+          problem.scale,
+          ZeroKind::kNone,
+          problem.bits,
+          problem.codebook,
+          Variant{block_m, partial_sums}.number()};
 }
 
 std::string NameOf(const InstanceKey& key) {
@@ -26,7 +31,8 @@ std::string NameOf(const InstanceKey& key) {
   return "jaxlowbit::sm80::QmmSm80Kernel<jaxlowbit::sm80::Instance<" + CudaName(key.lhs) + ", " +
          CudaName(key.scale) + ", " + std::to_string(variant.block_m) + ", " +
          std::to_string(key.bits) +
-         ", jaxlowbit::sm80::PartialSums::" + kPartialSums[variant.partial_sums] + ">>";
+         ", jaxlowbit::sm80::PartialSums::" + kPartialSums[variant.partial_sums] +
+         LastArgument(key.codebook) + ">>";
 }
 
 std::vector<InstanceKey> InstancesOf(int bits) {
@@ -41,7 +47,9 @@ std::vector<InstanceKey> InstancesOf(int bits) {
       add(key, block_m, kNone);
       if (key.lhs == ElementType::kF16) add(key, block_m, kHalfStages);
     }
-    if (key.lhs != ElementType::kBf16 || key.scale != ElementType::kF32) return;
+    const bool sums = key.lhs == ElementType::kBf16 && key.scale == ElementType::kF32 &&
+                      key.codebook == Codebook::kNone;
+    if (!sums) return;
     for (int block_m : kScaleSumsBlockMs) add(key, block_m, kGroups);
   });
   return keys;

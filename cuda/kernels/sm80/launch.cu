@@ -48,6 +48,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
                          static_cast<int>(problem.scale_bytes()), p.zero_bytes, problem.transposed);
   p.slot_bytes = p.bytes.total();
   p.epilogue = EpilogueOf(problem, buffers);
+  p.table = TableOf(problem, buffers);
   return p;
 }
 

@@ -30,7 +30,9 @@ class StageMultiplier {
         cursor_(GroupCursor::At(p, tile.stage_begin * I::kBlockK)),
         loaded_(-1) {
 #pragma unroll
-    for (int atom = 0; atom < kAtomsN; ++atom) rows_[atom].Start(p.zero_bytes > 1);
+    for (int atom = 0; atom < kAtomsN; ++atom) {
+      StartRows(p.zero_bytes > 1, Table<I::kCodebook>(p.table), rows_[atom]);
+    }
     // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the instruction's tile of rows i / 16.
     const int lane = threadIdx.x % 32;
     const int row = I::kTiles == 1 ? lane % 8 : lane / 16 * 8 + lane % 8;

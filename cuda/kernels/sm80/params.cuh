@@ -4,6 +4,7 @@
 // that a CTA owns, and the position of a stage among the groups.
 #pragma once
 
+#include "cuda/device/codebook_rows.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/layout.cuh"
 #include "cuda/kernels/epilogue.cuh"
@@ -24,15 +25,16 @@ enum class PartialSums {
   kHalfStages,  // float16 (QuantizedMatmul::half_sums)
 };
 
-// An instance: type of lhs, type of the scales, rows of a tile, width, and kind of partial sums.
+// An instance: type of lhs, type of the scales, rows of a tile, width, kind of partial sums, and codebook.
 template <typename LhsType, typename ScaleType, int kM, int kWidth,
-          PartialSums kPartialSums = PartialSums::kNone>
+          PartialSums kPartialSums = PartialSums::kNone, Codebook kNumbers = Codebook::kNone>
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
   static constexpr int kBlockM = kM;
   static constexpr int kBits = kWidth;
   static constexpr PartialSums kPartials = kPartialSums;
+  static constexpr Codebook kCodebook = kNumbers;
   static constexpr int kAccumulatorBytes = kPartials == PartialSums::kGroups       ? 8
                                            : kPartials == PartialSums::kHalfStages ? 6
                                                                                    : 4;
@@ -72,6 +74,7 @@ struct Params {
   StageBytes bytes;
   int slot_bytes;  // bytes.total()
   EpilogueParams epilogue;
+  TableParams table;
 };
 
 // The part of the product that a CTA owns.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "cuda/kernels/codebook_costs.h"
 #include "cuda/kernels/sm80/costs.h"
 #include "cuda/kernels/sm80/plan.h"
 #include "cuda/limits.h"
@@ -119,8 +120,10 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const double stages =
       static_cast<double>(CeilDiv(NumStagesOf(problem), split_k)) + costs.start + sums;
   const double overlap = tile.shared + (1 - tile.shared) / static_cast<double>(beside);
+  const double numbers = CodebookAtom(problem.codebook) * BlockK(problem.bits) / kAtom *
+                         (kBlockN / kAtom);  // of a stage
   const double computed =
-      static_cast<double>(ctas) * stages * overlap * tile.stage[problem.bits > 4];
+      static_cast<double>(ctas) * stages * (overlap * tile.stage[problem.bits > 4] + numbers);
   const double bytes = static_cast<double>(problem.strips() * problem.k_blocks() * problem.batch) *
                        kAtom * kAtom * problem.bits / 8;
   const double read = bytes / (costs.read_bytes * RelativeMemoryRate(device));

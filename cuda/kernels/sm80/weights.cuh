@@ -9,8 +9,18 @@
 
 namespace jaxlowbit::sm80 {
 
+template <typename T, typename S, int kBits, Codebook kCodebook>
+struct RowsOf {
+  using type = typename CodebookRows<T, S, kBits, kCodebook, 0>::type;
+};
+
+template <typename T, typename S, int kBits>
+struct RowsOf<T, S, kBits, Codebook::kNone> {
+  using type = RowPair<T, S, kBits>;
+};
+
 template <class I>
-using Rows = RowPair<typename I::T, typename I::S, I::kBits>;
+using Rows = typename RowsOf<typename I::T, typename I::S, I::kBits, I::kCodebook>::type;
 
 // `position`: position of the group's 64 scales behind `scales`, and of its zeros behind the scales.
 template <class I>
@@ -18,10 +28,12 @@ __device__ void LoadRows(const Params& p, uint32_t scales, int position, Rows<I>
   const int row = position * static_cast<int>(kAtom) + threadIdx.x / 4 * 2;  // GroupPosition(g)
   const uint32_t zeros = scales + p.bytes.scales;
   rows.LoadScales(scales + row * sizeof(typename I::S));
-  if (p.zero_bytes > 1) {
-    rows.LoadFloatZeros(zeros + row * sizeof(typename I::S));
-  } else if (p.zero_bytes == 1) {
-    rows.LoadIntegerZeros(zeros + row);
+  if constexpr (I::kCodebook == Codebook::kNone) {
+    if (p.zero_bytes > 1) {
+      rows.LoadFloatZeros(zeros + row * sizeof(typename I::S));
+    } else if (p.zero_bytes == 1) {
+      rows.LoadIntegerZeros(zeros + row);
+    }
   }
 }
 

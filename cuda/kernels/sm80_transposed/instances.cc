@@ -8,14 +8,18 @@ namespace jaxlowbit::sm80_transposed {
 
 // Whether there are zeros, and of which kind, is known to the kernel when it runs.
 InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m) {
-  return {Family::kSm80Transposed, problem.lhs,  problem.scale,
-          ZeroKind::kNone,         problem.bits, block_m};
+  return {Family::kSm80Transposed, problem.lhs, problem.scale, ZeroKind::kNone, problem.bits,
+          problem.codebook,        block_m};
 }
 
 std::string NameOf(const InstanceKey& key) {
   return "jaxlowbit::sm80::QmmSm80TransposedKernel<jaxlowbit::sm80::Instance<" + CudaName(key.lhs) +
          ", " + CudaName(key.scale) + ", " + std::to_string(key.variant) + ", " +
-         std::to_string(key.bits) + ">>";
+         std::to_string(key.bits) +
+         (key.codebook == Codebook::kNone
+              ? ""
+              : ", jaxlowbit::sm80::PartialSums::kNone" + LastArgument(key.codebook)) +
+         ">>";
 }
 
 std::vector<InstanceKey> InstancesOf(int bits) {

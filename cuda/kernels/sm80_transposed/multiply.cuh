@@ -18,7 +18,7 @@ class TransposedMultiplier {
   using T = typename I::T;
 
   __device__ TransposedMultiplier(const Params& p, const Tile& tile) : p_(p) {
-    rows_.Start(p.zero_bytes > 1);
+    StartRows(p.zero_bytes > 1, Table<I::kCodebook>(p.table), rows_);
     const int64_t k = tile.block * kAtom;
     group_left_ = static_cast<int>(p.group_size - k % p.group_size);
     // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of the warp's 16 columns of an atom, of the instruction's

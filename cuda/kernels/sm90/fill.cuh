@@ -28,9 +28,8 @@ class StageFiller {
     for (int atom = task.atom_begin; atom < task.atom_end; atom += I::kStageAtoms) {
       const Stage stage = {atom, FirstGroup(p_, atom), memory_.stage(p_.plan, cursor.slot),
                            memory_.scales(p_.plan, cursor.slot), memory_.full(cursor.slot)};
-      // Scales of a single group multiply accumulators, and are read in a task's first stage.
-      const bool with_groups =
-          p_.groups > 1 || I::kZero == ZeroKind::kFloat || atom == task.atom_begin;
+      // Scales of a single group that multiply accumulators are read in a task's first stage.
+      const bool with_groups = p_.groups > 1 || !I::kScalesChannels || atom == task.atom_begin;
       Wait(memory_.empty(cursor.slot), cursor.parity ^ 1);
       ArriveExpecting(stage.full, stage_bytes + (with_groups ? p_.group_bytes : 0));
       if (gated) {

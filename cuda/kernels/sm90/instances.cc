@@ -13,13 +13,14 @@ bool BuildHolds(const InstanceKey& key) {
 }
 
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile) {
-  return {Family::kSm90, problem.lhs, problem.scale, problem.zero, problem.bits, tile};
+  return {Family::kSm90, problem.lhs,      problem.scale, problem.zero,
+          problem.bits,  problem.codebook, tile};
 }
 
 std::string NameOf(const InstanceKey& key) {
   return "jaxlowbit::sm90::QmmSm90Kernel<jaxlowbit::sm90::Instance<" + CudaName(key.lhs) + ", " +
          CudaName(key.scale) + ", " + CudaName(key.zero) + ", " + std::to_string(key.bits) + ", " +
-         std::to_string(key.variant) + ">>";
+         std::to_string(key.variant) + LastArgument(key.codebook) + ">>";
 }
 
 std::vector<InstanceKey> InstancesOf(int bits) {

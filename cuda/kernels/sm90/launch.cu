@@ -41,6 +41,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.out_float = problem.out == ElementType::kF32;
   p.aligned = !p.out_float && SupportsTma(problem.n) && IsAligned(buffers.out);
   p.epilogue = EpilogueOf(problem, buffers);
+  p.table = TableOf(problem, buffers);
   const bool loads_residual = buffers.residual != nullptr &&
                               problem.epilogue.residual == problem.lhs && !problem.epilogue.gated &&
                               IsAligned(buffers.residual);

@@ -31,14 +31,35 @@ using Accumulators = float[I::kStrips][I::kM / 2];
 template <class I>
 using Factors = float[I::kStrips][2];
 
+// The rows of a strip of a group, of any scales and of those that FusedRows take, and of a channel.
+template <typename T, typename S, int kBits, Codebook kCodebook>
+struct RowsOf {
+  static constexpr int kDown = kCodebookShift<T>;
+  static constexpr bool kCanFuse =
+      Fusing<T, S, kCodebook, kDown>::kTakesSome && !Fusing<T, S, kCodebook, kDown>::kTakesAll;
+  using Group = typename CodebookRows<T, S, kBits, kCodebook, kDown>::type;
+  using Fused = FusedNumberRowPair<T, S, kBits, kCodebook, kDown>;
+  using Channel = NumberChannelRowPair<T, S, kBits, kCodebook, kDown>;
+};
+
+template <typename T, typename S, int kBits>
+struct RowsOf<T, S, kBits, Codebook::kNone> {
+  static constexpr bool kCanFuse = std::is_same_v<S, T> && jaxlowbit::kCanFuse<T, kBits>;
+  using Group = ScaledRowPair<T, S, kBits>;
+  using Fused = FusedRowPair<T, kBits>;
+  using Channel = ChannelRowPair<T, S, kBits>;
+};
+
+// The table is a base: without one it takes no room.
 template <class I>
-class TileMultiplier {
+class TileMultiplier : Table<I::kCodebook> {
  public:
   using T = typename I::T;
   using S = typename I::S;
   static constexpr int kBits = I::kBits;
 
-  __device__ TileMultiplier(const Params& p, Memory memory) : p_(p), memory_(memory) {
+  __device__ TileMultiplier(const Params& p, Memory memory)
+      : Table<I::kCodebook>(p.table), p_(p), memory_(memory) {
     const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
     packed_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstTmaWord<kBits>(warp * 32 + lane));
@@ -66,8 +87,7 @@ class TileMultiplier {
 #pragma unroll
       for (int i = 0; i < I::kM / 2; ++i) acc[s][i] = 0;
     }
-    // Float zeros are not integers.
-    if constexpr (I::kZero != ZeroKind::kFloat) {
+    if constexpr (I::kScalesChannels) {
       if (p_.groups == 1) {
         ChannelRows pairs[I::kStrips];
         Wait(memory_.full(cursor.slot), cursor.parity);
@@ -100,18 +120,22 @@ class TileMultiplier {
 
  private:
   // The rows of a strip: with a group's scales, which every atom or every stage loads, or with a channel's.
-  using GroupRows = ScaledRowPair<T, S, kBits>;
+  using GroupRows = typename RowsOf<T, S, kBits, I::kCodebook>::Group;
   struct LoadedOnce : GroupRows {};
-  static constexpr bool kFused = I::kZero != ZeroKind::kInteger && kCanFuse<T, kBits>;
-  using StageRows = std::conditional_t<kFused, FusedRowPair<T, kBits>, LoadedOnce>;
-  using ChannelRows = ChannelRowPair<T, S, kBits>;
+  static constexpr bool kFused =
+      I::kZero != ZeroKind::kInteger && RowsOf<T, S, kBits, I::kCodebook>::kCanFuse;
+  using StageRows =
+      std::conditional_t<kFused, typename RowsOf<T, S, kBits, I::kCodebook>::Fused, LoadedOnce>;
+  using ChannelRows = typename RowsOf<T, S, kBits, I::kCodebook>::Channel;
 
   // Large tiles hide what these would save.
-  static constexpr bool kHasStageRows = I::kM < 256 && std::is_same_v<S, T>;
+  static constexpr bool kHasStageRows =
+      I::kM < 256 && (std::is_same_v<S, T> || I::kCodebook != Codebook::kNone);
   static constexpr bool kBothHalves = I::kM <= 128 && I::kZero != ZeroKind::kNone;
 
   static constexpr int kPlanes = kNumPlanes<kBits>;
-  static constexpr float kUnit = 1 << kWeightShift<T>;  // of accumulators
+  static constexpr float kUnit =  // of accumulators
+      1 << (I::kCodebook != Codebook::kNone ? kCodebookShift<T> : kWeightShift<T>);
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
   // Units of an atom of a strip.
   static constexpr int kUnits = I::kStrips == 1 ? 2 : 1;
@@ -180,7 +204,9 @@ class TileMultiplier {
   __device__ void MultiplyGroups(const Task& task, Accumulators<I>& acc, RingCursor& cursor) const {
     R pairs[I::kStrips];
 #pragma unroll
-    for (int s = 0; s < I::kStrips; ++s) pairs[s].Start(I::kZero == ZeroKind::kFloat);
+    for (int s = 0; s < I::kStrips; ++s) {
+      StartRows<R, I::kCodebook>(I::kZero == ZeroKind::kFloat, *this, pairs[s]);
+    }
     MultiplyAll(task, pairs, acc, cursor);
   }
 
@@ -246,7 +272,14 @@ class TileMultiplier {
 #pragma unroll
           for (int step = 0; step < kUnitSteps; ++step) {
             constexpr int kMiddle = kStepsPerAtom / 2;
-            if (kGroups && !kBothHalves && first + step == kMiddle && p_.groups_per_atom > 1) {
+            if constexpr (I::kHasSixteens) {
+              const int groups = (first + step) * p_.groups_per_atom;  // times kStepsPerAtom
+              if (kGroups && first + step > 0 && groups % kStepsPerAtom == 0) {
+                const int group = groups / kStepsPerAtom;
+                LoadRows(scales, row + group * static_cast<int>(kAtom), pairs[s]);
+              }
+            } else if (kGroups && !kBothHalves && first + step == kMiddle &&
+                       p_.groups_per_atom > 1) {
               LoadRows(scales, row + static_cast<int>(kAtom), pairs[s]);
             }
             const bool later = kGroups && kBothHalves && first + step >= kMiddle;

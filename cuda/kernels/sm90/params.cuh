@@ -8,6 +8,7 @@
 
 #include "cuda/device/barrier.cuh"
 #include "cuda/device/cluster.cuh"
+#include "cuda/device/codebook_rows.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/layout.cuh"
@@ -19,13 +20,20 @@ namespace jaxlowbit::sm90 {
 
 inline constexpr int kLhsRowBytes = static_cast<int>(kAtom) * 2;  // of an atom
 
-// An instance: type of lhs, type of the scales, kind of zeros, width, number of its tile shape.
-template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kWidth, int kNumber>
+// An instance: type of lhs, type of the scales, kind of zeros, width, number of its tile shape, codebook.
+template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kWidth, int kNumber,
+          Codebook kNumbers = Codebook::kNone>
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
   static constexpr ZeroKind kZero = kZeros;
   static constexpr int kBits = kWidth;
+  static constexpr Codebook kCodebook = kNumbers;
+  // Whether scales of a single group multiply accumulators: weights without them are Ts.
+  static constexpr bool kScalesChannels =
+      kZero != ZeroKind::kFloat && kCodebook != Codebook::kTable;
+  // Whether groups may be of 16: formats that come with such groups.
+  static constexpr bool kHasSixteens = HasSixteens(kCodebook, sizeof(S));
   static constexpr TileShape kTile = kTiles[kNumber];
   static constexpr int kM = kTile.m;
   static constexpr int kStrips = kTile.strips;  // of a warpgroup
@@ -97,6 +105,7 @@ struct Params {
   float* partial_sums;  // of the tail, for reduce.cuh
   Plan plan;
   EpilogueParams epilogue;
+  TableParams table;
 };
 
 // A position in the product.

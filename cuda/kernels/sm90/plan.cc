@@ -17,10 +17,9 @@ Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
                                        : stage_k % size == 0 ? stage_k / size
                                        : size % stage_k == 0 ? 1
                                                              : stage_k / size + 2);
-  // The gate and up are loaded one by one: zero points of a strip fill multiples of kTmaTarget.
-  if (problem.epilogue.gated && problem.zero_bytes() == 1 && plan.stage_groups % 2 != 0) {
-    ++plan.stage_groups;
-  }
+  // The gate and up are loaded one by one: zero points, or scales, of a strip fill multiples of kTmaTarget.
+  const bool bytes = problem.zero_bytes() == 1 || problem.scale_bytes() == 1;
+  if (problem.epilogue.gated && bytes && plan.stage_groups % 2 != 0) ++plan.stage_groups;
   const int per_group = tile.cta_strips() * plan.stage_groups * static_cast<int>(kAtom);
   plan.bytes = {
       tile.stage_atoms * tile.m * static_cast<int>(kAtom) * 2,

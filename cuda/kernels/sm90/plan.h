@@ -83,6 +83,11 @@ constexpr int ResultBytes(const TileShape& tile) {
   return tile.takes_gated() && tile.strips == 1 && half > buffers ? half : buffers;
 }
 
+// Whether the kernel takes groups of 16: of codebooks, and of scales of 8 bits.
+constexpr bool HasSixteens(Codebook codebook, int64_t scale_bytes) {
+  return codebook != Codebook::kNone || scale_bytes == 1;
+}
+
 // A stage in shared memory: lhs and packed weights in one slot; scales and zeros in another.
 struct StageBytes {
   int lhs, packed, scales, zeros;

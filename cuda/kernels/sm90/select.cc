@@ -6,6 +6,7 @@
 #include <cmath>
 #include <iterator>
 
+#include "cuda/kernels/codebook_costs.h"
 #include "cuda/kernels/sm90/costs.h"
 #include "cuda/kernels/sm90/instances.h"
 #include "cuda/kernels/sm90/plan.h"
@@ -28,7 +29,10 @@ bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile)
 
 Support SupportsProblem(const QuantizedMatmul& problem, const Device&) {
   if (problem.k % 8 != 0) return {"k must be a multiple of 8"};
-  if (problem.group_size > 0 && problem.group_size != 32 && problem.group_size % kAtom != 0) {
+  const bool sixteens =
+      problem.group_size == 16 && HasSixteens(problem.codebook, problem.scale_bytes());
+  if (problem.group_size > 0 && problem.group_size != 32 && problem.group_size % kAtom != 0 &&
+      !sixteens) {
     return {"groups must be of 32, or of multiples of 64"};
   }
   constexpr int64_t kMost = int64_t{1} << 31;  // positions and tiles are 32-bit numbers
@@ -125,7 +129,8 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const auto rounds = [&](int64_t tasks, int splits) {
     if (tasks == 0) return 0.0;
     const bool alone = tile.ctas_per_sm == 1 || tasks * choice.peers <= device.num_sms;
-    const double atom = (alone ? fit.alone : fit.beside) * kind;
+    const double numbers = CodebookAtom(problem.codebook) * tile.cta_strips() * (alone ? 1 : 2);
+    const double atom = (alone ? fit.alone : fit.beside) * kind + numbers;
     const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, splits) * tile.stage_atoms);
     return static_cast<double>(CeilDiv(tasks, schedule.resident)) *
            (static_cast<double>(atoms) * atom + fit.round);

@@ -12,8 +12,8 @@ InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const De
   const Variant variant = {choice.block_m,
                            shares_registers ? kMaxCtasPerSm : CtasPerSm(problem, device, choice),
                            Gathers(problem, device, choice)};
-  return {Family::kSm90Stream, problem.lhs,  problem.scale,
-          problem.zero,        problem.bits, variant.number()};
+  return {Family::kSm90Stream, problem.lhs,      problem.scale,   problem.zero,
+          problem.bits,        problem.codebook, variant.number()};
 }
 
 std::string NameOf(const InstanceKey& key) {
@@ -21,7 +21,8 @@ std::string NameOf(const InstanceKey& key) {
   return "jaxlowbit::sm90_stream::QmmSm90StreamKernel<jaxlowbit::sm90_stream::Instance<" +
          CudaName(key.lhs) + ", " + CudaName(key.scale) + ", " + CudaName(key.zero) + ", " +
          std::to_string(variant.block_m) + ", " + std::to_string(key.bits) + ", " +
-         std::to_string(variant.ctas_per_sm) + ", " + (variant.gathers ? "true" : "false") + ">>";
+         std::to_string(variant.ctas_per_sm) + ", " + (variant.gathers ? "true" : "false") +
+         LastArgument(key.codebook) + ">>";
 }
 
 std::vector<InstanceKey> InstancesOf(int bits) {

@@ -16,20 +16,36 @@ namespace jaxlowbit::sm90_stream {
 template <class I>
 using Accumulators = float[kSlicesPerWarp][I::kTiles][4];
 
+// Rows that take any scales, and the fastest ones.
+template <typename T, typename S, class I, Codebook kCodebook>
+struct RowsOf {
+  static constexpr int kDown = kCodebookShift<T>, kBits = I::kBits;
+  using Any = std::conditional_t<I::kScaleSums, NumberSumsRowPair<T, S, kBits, kCodebook, kDown>,
+                                 typename CodebookRows<T, S, kBits, kCodebook, kDown>::type>;
+  using Fastest = std::conditional_t<!I::kScaleSums && Fusing<T, S, kCodebook, kDown>::kTakesSome &&
+                                         !Fusing<T, S, kCodebook, kDown>::kTakesAll,
+                                     FusedNumberRowPair<T, S, kBits, kCodebook, kDown>, Any>;
+};
+
+template <typename T, typename S, class I>
+struct RowsOf<T, S, I, Codebook::kNone> {
+  using Any = std::conditional_t<I::kScaleSums, IntegerRowPair<T, S, I::kBits>,
+                                 ScaledRowPair<T, S, I::kBits>>;
+  using Fastest = std::conditional_t<!I::kScaleSums && I::kZero != ZeroKind::kInteger &&
+                                         kCanFuse<T, I::kBits> && std::is_same_v<S, T>,
+                                     FusedRowPair<T, I::kBits>, Any>;
+};
+
 template <class I>
-using Rows =
-    std::conditional_t<I::kScaleSums, IntegerRowPair<typename I::T, typename I::S, I::kBits>,
-                       ScaledRowPair<typename I::T, typename I::S, I::kBits>>;
+using Rows = typename RowsOf<typename I::T, typename I::S, I, I::kCodebook>::Any;
 
 // Rows that dequantize to the same weights in fewer instructions, in groups of 32 and more whose scales allow it.
 template <class I>
-using FastestRows = std::conditional_t<!I::kScaleSums && I::kZero != ZeroKind::kInteger &&
-                                           kCanFuse<typename I::T, I::kBits> &&
-                                           std::is_same_v<typename I::S, typename I::T>,
-                                       FusedRowPair<typename I::T, I::kBits>, Rows<I>>;
+using FastestRows = typename RowsOf<typename I::T, typename I::S, I, I::kCodebook>::Fastest;
 
+// The table is a base: without one it takes no room.
 template <class I>
-class StageMultiplier {
+class StageMultiplier : Table<I::kCodebook> {
  public:
   using T = typename I::T;
   using S = typename I::S;
@@ -37,7 +53,7 @@ class StageMultiplier {
 
   // `part`: the part of a stage's atoms that this warp takes.
   __device__ StageMultiplier(const Params& p, int part, int lane)
-      : p_(p), atom_(Keep(part * p.plan.warp_atoms)), lane_(lane) {
+      : Table<I::kCodebook>(p.table), p_(p), atom_(Keep(part * p.plan.warp_atoms)), lane_(lane) {
     // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the instruction's tile of rows i / 16, or,
     // with a single tile, of the step i / 16.
     int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
@@ -135,7 +151,7 @@ class StageMultiplier {
 #pragma unroll
         for (int i = 0; i < kSlicesPerWarp; ++i) {
           take &= FastestRows<I>::Takes(
-              LoadShared4(ScaleAddress(stage, i, RowsAt(at) + group * kRows)));
+              LoadScalePair<S>(ScaleAddress(stage, i, RowsAt(at) + group * kRows)));
         }
       }
       return __all_sync(~0u, take);
@@ -160,7 +176,7 @@ class StageMultiplier {
       float part[kChains][kTogetherSlices][I::kTiles][4] = {};
 #pragma unroll
       for (int i = 0; i < kTogetherSlices; ++i) {
-        rows[i].Start(I::kZero == ZeroKind::kFloat);
+        StartRows<R, I::kCodebook>(I::kZero == ZeroKind::kFloat, *this, rows[i]);
         LoadRows(stage, slice + i, RowsAt(at), rows[i]);
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {

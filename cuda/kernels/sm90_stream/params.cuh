@@ -8,6 +8,7 @@
 
 #include "cuda/device/barrier.cuh"
 #include "cuda/device/cluster.cuh"
+#include "cuda/device/codebook_rows.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/format/integer.cuh"
@@ -23,19 +24,22 @@ inline constexpr int kThreads = kConsumerThreads + 32;
 inline constexpr int kRowBytes = kAtom * 2;  // of lhs and an atom
 
 // An instance: type of lhs, type of the scales, kind of zeros, most rows, width, CTAs that share the registers of a
-// multiprocessor, whether each gathers lhs.
+// multiprocessor, whether each gathers lhs, codebook.
 template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kM, int kWidth, int kCtas,
-          bool kGather = false>
+          bool kGather = false, Codebook kNumbers = Codebook::kNone>
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
   static constexpr ZeroKind kZero = kZeros;
   static constexpr int kBits = kWidth;
+  static constexpr Codebook kCodebook = kNumbers;
   static constexpr int kCtasPerSm = kCtas;
   static constexpr bool kGathers = kGather;
   // Scales multiply weights if zeros are floats, because sums of q * s and of zeros would cancel, and if there are
-  // many rows, because partial sums of a group would take too many registers.
-  static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kM < 32;
+  // many rows, because partial sums of a group would take too many registers. So they do if that takes no more
+  // instructions, and for numbers that are not of type T.
+  static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kM < 32 &&
+                                     kCodebook != Codebook::kTable && kCodebook != Codebook::kE2m1;
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
   static constexpr bool kWholeStrips = HasWholeStrips(kBits);
@@ -78,6 +82,7 @@ struct Params {
   // From the groups of a warp's first two atoms to those of the next two, in rows, beyond atom steps. It stands last:
   // ahead of the others it moved them to other lines of the constant cache, and 4096 x 4096 took 3 % longer.
   int pair_step;
+  TableParams table;
 };
 
 // Orders the consumers among themselves.

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "cuda/extents.h"
+#include "cuda/kernels/codebook_costs.h"
 #include "cuda/kernels/sm90_stream/costs.h"
 
 namespace jaxlowbit::sm90_stream {
@@ -108,6 +109,9 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const int first = problem.bits > 4 ? 3 : 0;
   const Costs::Rows& fit = costs.rows[first + (problem.m <= 8 ? 0 : problem.m <= 16 ? 1 : 2)];
   const double narrow = problem.bits < 4 ? costs.narrow[problem.bits - 1] : 1;
+  // Of a kilobyte. Alone, a CTA's warps are too few to hide what the instructions wait for.
+  const double numbers = CodebookAtom(problem.codebook) * 2 / problem.bits;
+  const double waits = fit.beside / fit.alone;
   // Loads of wide weights are larger if a warp has two atoms of a stage.
   const double copy = costs.copy * (problem.bits > 4 ? plan.warp_atoms : 1);
   const double copies =
@@ -121,7 +125,8 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
     const double filled = beside == 1 ? busy : std::sqrt(busy);  // warps of another CTA fill in
     const double rate = (beside == 1 ? fit.alone : fit.beside) * narrow * filled;
     const double shallow = plan.num_stages == 2 ? fit.two : plan.num_stages == 3 ? fit.three : 1;
-    const double multiplied = beside * (load / rate * shallow + copy * copies + missing);
+    const double found = load * numbers * (beside == 1 ? waits : 1);
+    const double multiplied = beside * (load / rate * shallow + found + copy * copies + missing);
     const double read = static_cast<double>(in_wave * cluster_ctas) * load / read_rate;
     return std::max(multiplied, read) + costs.tile * tiles + costs.wave;
   };
@@ -160,11 +165,17 @@ bool MayJoin(const Operands& a, const Operands& b) {
            IsAligned(b.zero);
   };
   const auto form = [](const QuantizedMatmul& p) {
-    return std::tie(p.batch, p.m, p.k, p.bits, p.group_size, p.lhs, p.scale, p.out, p.zero,
-                    p.scale_sums, p.half_sums);
+    return std::tie(p.batch, p.m, p.k, p.bits, p.codebook, p.group_size, p.lhs, p.scale, p.out,
+                    p.zero, p.scale_sums, p.half_sums);
+  };
+  // A launch has one table.
+  const auto same_table = [&] {
+    return a.problem.codebook != Codebook::kTable || a.buffers.codebook == b.buffers.codebook ||
+           std::equal(a.buffers.codebook, a.buffers.codebook + (size_t{1} << a.problem.bits),
+                      b.buffers.codebook);
   };
   return is_plain(a) && is_plain(b) && a.buffers.lhs == b.buffers.lhs &&
-         form(a.problem) == form(b.problem);
+         form(a.problem) == form(b.problem) && same_table();
 }
 
 QuantizedMatmul Join(const Operands* products, size_t count) {

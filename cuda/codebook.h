@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kind of a codebook, by its numbers: calls and buffers hold numbers alone.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "cuda/types.h"
+
+namespace jaxlowbit {
+
+// The number of a code of a codebook of floats: a sign, bits of an exponent, bits of a mantissa.
+inline float NumberOf(Codebook codebook, int code) {
+  const bool e4m3 = codebook == Codebook::kE4m3, e5m2 = codebook == Codebook::kE5m2;
+  const int exponent_bits = e5m2 ? 5 : e4m3 ? 4 : 2, mantissa_bits = e5m2 ? 2 : e4m3 ? 3 : 1;
+  const int bias = (1 << (exponent_bits - 1)) - 1, units = 1 << mantissa_bits;
+  const int mantissa = code % units, exponent = code / units % (1 << exponent_bits);
+  const bool last = exponent == (1 << exponent_bits) - 1;
+  float magnitude = std::ldexp(static_cast<float>(exponent == 0 ? mantissa : units + mantissa),
+                               (exponent == 0 ? 1 : exponent) - bias - mantissa_bits);
+  if (last && e5m2 && mantissa == 0) magnitude = std::numeric_limits<float>::infinity();
+  if (last && ((e5m2 && mantissa != 0) || (e4m3 && mantissa == units - 1))) {
+    magnitude = std::numeric_limits<float>::quiet_NaN();
+  }
+  return code >> (exponent_bits + mantissa_bits) != 0 ? -magnitude : magnitude;
+}
+
+// The kind of a codebook of 2^bits numbers, or of integers if there are none.
+inline Codebook CodebookOf(const float* numbers, int bits) {
+  if (numbers == nullptr) return Codebook::kNone;
+  const auto is = [&](Codebook codebook) {
+    for (int code = 0; code < 1 << bits; ++code) {
+      const float own = NumberOf(codebook, code), other = numbers[code];
+      const bool same = std::isnan(own) ? std::isnan(other)
+                                        : own == other && std::signbit(own) == std::signbit(other);
+      if (!same) return false;
+    }
+    return true;
+  };
+  if (bits == 4 && is(Codebook::kE2m1)) return Codebook::kE2m1;
+  if (bits == 8 && is(Codebook::kE4m3)) return Codebook::kE4m3;
+  if (bits == 8 && is(Codebook::kE5m2)) return Codebook::kE5m2;
+  return Codebook::kTable;
+}
+
+}  // namespace jaxlowbit

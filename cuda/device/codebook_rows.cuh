@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a lane needs to dequantize its two rows of an atom, g and g + 8, in one group, where quantized values stand for
+// the numbers of a codebook: the twins of rows.cuh. Weights come out times 2^-kDown, or accumulators do.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/device/format/codebook.cuh"
+#include "cuda/device/format/scale.cuh"
+
+namespace jaxlowbit {
+
+// The power of two by which Hopper's kernels make weights, or the sums of unscaled ones, smaller. In bf16 it keeps the
+// sum of an atom's products from overflowing at the top of bf16's range, and leaves room for the largest e4m3 scale
+// beside the power of two that e2m1 needs.
+template <typename T>
+inline constexpr int kCodebookShift = 0;
+template <>
+inline constexpr int kCodebookShift<__nv_bfloat16> = 7;
+
+// Multiplies each of the registers of a step by that of its row.
+template <typename T>
+__device__ inline void MultiplyRows(const uint32_t (&factor)[2], uint32_t (&weights)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) weights[j] = Multiply<T>(weights[j], factor[j % 2]);
+}
+
+// Rows of a table, whose numbers are floats of 32 bits: the product with a scale is rounded once.
+template <typename T, typename S, int kBits, int kDown>
+class TableRowPair {
+ public:
+  __device__ void Start(bool) {}
+  __device__ void Use(const Table<Codebook::kTable>& table) { own_ = table.own; }
+
+  // Addresses, here and below, are those of row g in shared memory.
+  __device__ void LoadScales(uint32_t scale) {
+    LoadFloats<S>(scale, scale_);
+#pragma unroll
+    for (float& own : scale_) own *= 1.0f / (1 << kDown);
+  }
+
+  // The weights of one step, in the order of operand A.
+  template <bool kWithScale = true>
+  __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
+                             uint32_t (&weights)[4]) const {
+    using F = Integer<kBits>;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int shift = F::Shift(step, j / 2) + j % 2 * F::kUp;
+      const uint32_t word = F::Word(packed, step, j / 2);
+      const float low = Find(word >> shift), high = Find(word >> (shift + 16));
+      weights[j] = Pair<T>::Round(low * scale_[j % 2], high * scale_[j % 2]);
+    }
+  }
+
+ private:
+  // `code`: a quantized value. Bits above those of a lane's number may be anything.
+  __device__ float Find(uint32_t code) const {
+    return __shfl_sync(~0u, own_, static_cast<int>(code));
+  }
+
+  float own_;  // the number in this lane
+  float scale_[2];
+};
+
+// Rows of floats, whose numbers a power of two brings to their size before any scale multiplies them.
+template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
+class NumberRowPair {
+ public:
+  __device__ void Start(bool) {}
+  __device__ void LoadScales(uint32_t scale) { RowScale<T, S>::LoadPair(scale, scale_); }
+
+  template <bool kWithScale = true>
+  __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
+                             uint32_t (&weights)[4]) const {
+    Numbers<T, kCodebook>::Read(packed, step, weights);
+    if constexpr (kUp != 0) MultiplyRows<T>({PowersOfTwo<T>(kUp), PowersOfTwo<T>(kUp)}, weights);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      weights[j] = scale_[j % 2].MultiplyAdd(weights[j], RowScale<T, S>::NegativeZero());
+    }
+  }
+
+ private:
+  static constexpr int kUp = Numbers<T, kCodebook>::kRaised - kDown;
+
+  RowScale<T, S> scale_[2];
+};
+
+// The largest scales that are Ts, and stay so beside the power of two that numbers need: any e4m3, whose largest is
+// below 2^9; all that numbers need no power of two for; otherwise those below 2 in bf16.
+template <typename T, typename S, Codebook kCodebook, int kDown>
+struct Fusing {
+  static constexpr int kUp = Numbers<T, kCodebook>::kRaised - kDown;
+  static constexpr bool kTakesAll =
+      kIsExact<T, S> && (kUp <= 0 || (std::is_same_v<S, E4m3> && kUp + 8 <= Pair<T>::kBias));
+  static constexpr bool kTakesSome =
+      kTakesAll || (kIsExact<T, S> && sizeof(S) <= 2 && kUp < Pair<T>::kBias);
+};
+
+template <typename T, typename S, int kDown>
+struct Fusing<T, S, Codebook::kTable, kDown> {
+  static constexpr bool kTakesAll = false, kTakesSome = false;
+};
+
+// Rows whose weights are those of NumberRowPair, by one multiplication, for scales that Takes() allows.
+template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
+class FusedNumberRowPair {
+ public:
+  // Joins scales, as they are in memory, into what Takes() needs to know of them all.
+  static __device__ uint32_t Join(uint32_t a, uint32_t b) { return a | b; }
+  // Whether all scales are below 2: of powers of two in 8 bits, the upper bit says so.
+  static __device__ bool Takes(uint32_t scales) {
+    return (scales & (sizeof(S) == 1 ? 0x80808080 : PowersOfTwo<T>(1))) == 0;
+  }
+
+  __device__ void Start(bool) {}
+  __device__ void LoadScales(uint32_t scale) {
+    uint32_t both;
+    if constexpr (std::is_same_v<S, E8m0> && kUp > 0) {
+      both = (__byte_perm(LoadScalePair<S>(scale), 0, 0x4140) + kUp * 0x00010001u)
+             << Pair<T>::kMantissaBits;
+    } else {
+      both = LoadExactPair<T, S>(scale);
+      if constexpr (kUp != 0) both = Multiply<T>(both, PowersOfTwo<T>(kUp));
+    }
+    factor_[0] = __byte_perm(both, both, 0x1010);
+    factor_[1] = __byte_perm(both, both, 0x3232);
+  }
+
+  template <bool kWithScale = true>
+  __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
+                             uint32_t (&weights)[4]) const {
+    Numbers<T, kCodebook>::Read(packed, step, weights);
+    MultiplyRows<T>(factor_, weights);
+  }
+
+ private:
+  static constexpr int kUp = Fusing<T, S, kCodebook, kDown>::kUp;
+
+  uint32_t factor_[2];
+};
+
+// Rows whose scales multiply accumulators, for numbers that are Ts: the partial sum of a group is scaled in float32.
+template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
+class NumberSumsRowPair {
+ public:
+  __device__ void Start(bool) {}
+  __device__ void LoadScales(uint32_t scale) { LoadFloats<S>(scale, scale_); }
+
+  __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
+                             uint32_t (&weights)[4]) const {
+    constexpr int kUp = Numbers<T, kCodebook>::kRaised - kDown;
+    Numbers<T, kCodebook>::Read(packed, step, weights);
+    if constexpr (kUp != 0) MultiplyRows<T>({PowersOfTwo<T>(kUp), PowersOfTwo<T>(kUp)}, weights);
+  }
+
+  // Adds the scaled partial sums of one group, in the order of operand D.
+  __device__ void AddScaled(const float (&part)[4], float (&sums)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = fmaf(part[i], scale_[i / 2], sums[i]);
+  }
+
+ private:
+  float scale_[2];
+};
+
+// Rows of a single group, whose scales multiply accumulators: weights are numbers times the power of two in their
+// scale, as far as that loses nothing, which keeps accumulators in the range of scaled weights. Accumulators are to be
+// multiplied by 2^kDown, then by the rest of the scale, Factor().
+template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
+class NumberChannelRowPair {
+ public:
+  __device__ void LoadScales(uint32_t scale) {
+    float scales[2];
+    LoadFloats<S>(scale, scales);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int exponent = Exponent(scales[h]);
+      factor_[h] = scales[h] * __uint_as_float(PowerOfTwoFloat(-exponent));
+      unit_[h] = PowersOfTwo<T>(Numbers<T, kCodebook>::kRaised - kDown + exponent);
+    }
+  }
+
+  // The factor of the accumulators of row g + 8 * h.
+  __device__ float Factor(int h) const { return factor_[h]; }
+
+  __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
+                             uint32_t (&weights)[4]) const {
+    Numbers<T, kCodebook>::Read(packed, step, weights);
+    MultiplyRows<T>(unit_, weights);
+  }
+
+ private:
+  // In f16 none: accumulators in float32 have range to spare. In bf16 e5m2's numbers lose no bits from -100 on.
+  static __device__ int Exponent(float scale) {
+    const int exponent = static_cast<int>(__float_as_uint(scale) >> 23 & 255) - 127;
+    return std::is_same_v<T, __half> ? 0 : max(-100, min(0, exponent));
+  }
+
+  float factor_[2];
+  uint32_t unit_[2];
+};
+
+// The rows of a group that take any scale.
+template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
+struct CodebookRows {
+  using type =
+      std::conditional_t<kCodebook == Codebook::kTable, TableRowPair<T, S, kBits, kDown>,
+                         std::conditional_t<Fusing<T, S, kCodebook, kDown>::kTakesAll,
+                                            FusedNumberRowPair<T, S, kBits, kCodebook, kDown>,
+                                            NumberRowPair<T, S, kBits, kCodebook, kDown>>>;
+};
+
+// Starts the rows of a group, which use `table` if they are those of a table.
+template <class Rows, Codebook kCodebook>
+__device__ inline void StartRows(bool float_zeros, const Table<kCodebook>& table, Rows& rows) {
+  rows.Start(float_zeros);
+  if constexpr (kCodebook == Codebook::kTable) rows.Use(table);
+}
+
+}  // namespace jaxlowbit

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Codebooks, as a lane reads them. A table has a number in each lane of a warp. The numbers of floats of 4 and 8 bits
+// come from the bits of the quantized values, without a table. The bits of a lane lie as those of integers do
+// (format/integer.cuh).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/device/format/integer.cuh"
+#include "cuda/device/format/scale.cuh"
+#include "cuda/device/pair.cuh"
+#include "cuda/types.h"
+
+namespace jaxlowbit {
+
+// The numbers of a table of 2^bits: lane i of a warp keeps number i, which the host repeats to fill all lanes.
+struct TableParams {
+  float numbers[1 << kMostTableBits];
+};
+
+// What a lane keeps of a table; nothing of other codebooks.
+template <Codebook kCodebook>
+struct Table {
+  __device__ explicit Table(const TableParams&) {}
+};
+
+template <>
+struct Table<Codebook::kTable> {
+  float own;
+  __device__ explicit Table(const TableParams& p) : own(p.numbers[threadIdx.x % 32]) {}
+};
+
+// The numbers of a step as pairs of T: of rows g and g + 8 in turn, times 2^-kRaised, exactly.
+template <typename T, Codebook kCodebook>
+struct Numbers;
+
+// A sign, two bits of exponent and one of mantissa are moved to where T has them.
+template <typename T>
+struct Numbers<T, Codebook::kE2m1> {
+  static constexpr int kRaised = Pair<T>::kBias - 1;
+
+  static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t (&numbers)[4]) {
+    constexpr int kPlace = Pair<T>::kMantissaBits - 1;  // of the mantissa
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t word = Integer<4>::Word(packed, step, j / 2) >> Integer<4>::Shift(step, j / 2);
+      const int at = j % 2 * Integer<4>::kUp;
+      const int sign_up = 12 - at, up = kPlace - at;
+      if constexpr (kPlace + 4 <= 12) {
+        // A product copies the bits to both places.
+        const uint32_t bits = word & kValueMask<4> << at;
+        constexpr uint32_t kKept = 0x80008000 | 7 * 0x00010001u << kPlace;
+        numbers[j] = bits * ((1u << sign_up) + (1u << up)) & kKept;
+      } else {
+        numbers[j] =
+            (word & 0x00080008 << at) * (1u << sign_up) + (word & 0x00070007 << at) * (1u << up);
+      }
+    }
+  }
+};
+
+// 8-bit floats become f16, which has all of them, NaN and infinities included.
+template <typename T, Codebook kCodebook>
+struct ByteNumbers {
+  static constexpr int kRaised = 0;
+
+  static __device__ void Read(const uint32_t (&packed)[8], int step, uint32_t (&numbers)[4]) {
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+      const uint32_t word = Integer<8>::Word(packed, step, v);
+      if constexpr (kCodebook == Codebook::kE5m2) {
+        numbers[2 * v] = __byte_perm(word, 0, 0x2404);
+        numbers[2 * v + 1] = word & 0xff00ff00;
+      } else {
+        const uint32_t by_row = __byte_perm(word, 0, 0x3120);
+        numbers[2 * v] = HalvesOfE4m3(by_row & 0xffff);
+        numbers[2 * v + 1] = HalvesOfE4m3(by_row >> 16);
+      }
+    }
+    if constexpr (!std::is_same_v<T, __half>) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        numbers[j] = Pair<T>::Round(Pair<__half>::Low(numbers[j]), Pair<__half>::High(numbers[j]));
+      }
+    }
+  }
+};
+
+template <typename T>
+struct Numbers<T, Codebook::kE4m3> : ByteNumbers<T, Codebook::kE4m3> {};
+template <typename T>
+struct Numbers<T, Codebook::kE5m2> : ByteNumbers<T, Codebook::kE5m2> {};
+
+}  // namespace jaxlowbit

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Scales, as rows g and g + 8 have them: floats of 32 or 16 bits, or the 8-bit scales of the microscaling formats.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/device/copy.cuh"
+#include "cuda/device/pair.cuh"
+
+namespace jaxlowbit {
+
+// A power of two, 2^(code - 127); 255 is NaN.
+struct E8m0 {
+  uint8_t code;
+};
+
+// An 8-bit float with 4 bits of exponent and 3 of mantissa, without infinities; its largest code is NaN.
+struct E4m3 {
+  uint8_t code;
+};
+
+// Two E4m3s, in the low 16 bits, as a pair of f16, exactly.
+__device__ inline uint32_t HalvesOfE4m3(uint32_t codes) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
+  return halves;
+#else
+  const uint32_t spread = __byte_perm(codes, 0, 0x4140);  // bytes 0 and 2
+  const uint32_t magnitudes = spread & 0x007f007f;
+  // Exponents of e4m3 are 8 less than those of f16. Of the magnitudes NaN alone overflows into the bit above.
+  const uint32_t scaled =
+      Multiply<__half>(magnitudes << 7 | (spread & 0x00800080) << 8, PowersOfTwo<__half>(8));
+  return scaled | ((magnitudes + 0x00010001) >> 7 & 0x00010001) * 0x7e00;
+#endif
+}
+
+// Whether each scale of type S is a T, exactly.
+template <typename T, typename S>
+inline constexpr bool kIsExact = std::is_same_v<S, T> || std::is_same_v<S, E4m3> ||
+                                 (std::is_same_v<S, E8m0> && std::is_same_v<T, __nv_bfloat16>);
+
+// Loads the scales of rows g and g + 8, neighbours in shared memory (layout.cuh), as they are.
+template <typename S>
+__device__ inline uint32_t LoadScalePair(uint32_t shared) {
+  static_assert(sizeof(S) <= 2);
+  return sizeof(S) == 2 ? LoadShared4(shared) : LoadShared2(shared);
+}
+
+__device__ inline float FloatOfE8m0(uint32_t code) {
+  // 0 is a subnormal of float32, and 255 would be its infinity.
+  return __uint_as_float(code == 0 ? 0x00400000 : code == 255 ? 0x7fc00000 : code << 23);
+}
+
+// Loads floats of rows g and g + 8.
+template <typename S>
+__device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
+  if constexpr (sizeof(S) == 4) {
+    rows[0] = __uint_as_float(LoadShared4(shared));
+    rows[1] = __uint_as_float(LoadShared4(shared + 4));
+  } else {
+    const uint32_t both = LoadScalePair<S>(shared);
+    if constexpr (std::is_same_v<S, E8m0>) {
+      rows[0] = FloatOfE8m0(both & 255), rows[1] = FloatOfE8m0(both >> 8);
+    } else if constexpr (std::is_same_v<S, E4m3>) {
+      const uint32_t halves = HalvesOfE4m3(both);
+      rows[0] = Pair<__half>::Low(halves), rows[1] = Pair<__half>::High(halves);
+    } else {
+      rows[0] = Pair<S>::Low(both), rows[1] = Pair<S>::High(both);
+    }
+  }
+}
+
+// Loads scales that are Ts, exactly, as a pair.
+template <typename T, typename S>
+__device__ inline uint32_t LoadExactPair(uint32_t shared) {
+  static_assert(kIsExact<T, S>);
+  if constexpr (std::is_same_v<S, T>) return LoadScalePair<S>(shared);
+  if constexpr (std::is_same_v<S, E4m3> && std::is_same_v<T, __half>) {
+    return HalvesOfE4m3(LoadScalePair<S>(shared));
+  }
+  float rows[2];
+  LoadFloats<S>(shared, rows);
+  return Pair<T>::Round(rows[0], rows[1]);
+}
+
+// The scale, or the float zero, of one row. If it is a T, exactly, it works in that type; otherwise in float32, and the
+// result is rounded to T. Either way it is rounded once. Without a float zero, -0 is added, which changes nothing, not
+// even the sign of a zero.
+template <typename T, typename S, bool kExact = kIsExact<T, S>>
+struct RowScale {
+  uint32_t value;  // in both halves
+  static __device__ RowScale NegativeZero() { return {kNegativeZeros}; }
+  // Loads rows g and g + 8.
+  static __device__ void LoadPair(uint32_t shared, RowScale (&rows)[2]) {
+    const uint32_t both = LoadExactPair<T, S>(shared);
+    rows[0].value = __byte_perm(both, both, 0x1010);
+    rows[1].value = __byte_perm(both, both, 0x3232);
+  }
+  // Multiplies by 2^-kDown.
+  template <int kDown>
+  __device__ void Shrink() {
+    constexpr float kFactor = 1.0f / (1 << kDown);
+    value = Multiply<T>(value, Pair<T>::Round(kFactor, kFactor));
+  }
+  __device__ uint32_t MultiplyAdd(uint32_t integers, RowScale offset) const {
+    return Pair<T>::Fma(integers, value, offset.value);
+  }
+};
+
+template <typename T, typename S>
+struct RowScale<T, S, false> {
+  float value;
+  static __device__ RowScale NegativeZero() { return {-0.0f}; }
+  static __device__ void LoadPair(uint32_t shared, RowScale (&rows)[2]) {
+    float values[2];
+    LoadFloats<S>(shared, values);
+    rows[0].value = values[0], rows[1].value = values[1];
+  }
+  template <int kDown>
+  __device__ void Shrink() {
+    value *= 1.0f / (1 << kDown);
+  }
+  __device__ uint32_t MultiplyAdd(uint32_t integers, RowScale offset) const {
+    return Pair<T>::Round(fmaf(Pair<T>::Low(integers), value, offset.value),
+                          fmaf(Pair<T>::High(integers), value, offset.value));
+  }
+};
+
+}  // namespace jaxlowbit
