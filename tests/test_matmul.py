@@ -1,4 +1,4 @@
-"""The product itself: every problem on every backend, against float64."""
+"""The product itself: every problem on every compiled backend, against float64."""
 
 import functools
 import itertools
