@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PLATFORM, Oracle, assert_within, dequantize, matmul
+from problems import Problem, operands
 
 from jaxlowbit import Format, QuantizedArray, quantize
 from jaxlowbit._core.format import parse_format
@@ -18,11 +19,9 @@ ZEROS = ("none", "integer", "float")
 @pytest.mark.parametrize("group_size", [16, 32, 48, 96, 64, -1])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_way_is_within_its_error_bound(bits, group_size):
-    rng = np.random.default_rng(bits)
-    weight = jnp.asarray(rng.standard_normal((201, 70), dtype=np.float32))
-    rhs = quantize(weight, Format(bits, group_size, zero=ZEROS[bits % 3]))
-    lhs = jnp.asarray(rng.standard_normal((max(ROWS), 201)), jnp.bfloat16)
-    oracle = Oracle.of(lhs, dequantize(rhs))
+    name, zero = f"{bits} bits, group {group_size}", ZEROS[bits % 3]
+    problem = Problem(name, max(ROWS), 201, 70, bits, group_size, zero, scale_dtype="float32")
+    lhs, rhs, oracle = operands(problem)
     bound = oracle.bound(lhs.dtype)
     for m in ROWS:
         got = np.asarray(matmul(lhs[:m], rhs, backend="cpu"))

@@ -1,5 +1,6 @@
 """A `QuantizedModel` in the place of its Linen module: what that does, and what it raises."""
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxlowbit.linen import COLLECTION, quantize_model
 
 KEY = jax.random.key(0)
 WIDTH = 40
-X = jax.random.normal(KEY, (3, WIDTH))
+X = np.random.default_rng(0).normal(size=(3, WIDTH)).astype(np.float32)
 FORMAT = Format(8, 16)  # near the floats
 
 
@@ -42,9 +43,19 @@ class Model(nn.Module):
 
 
 MODULE = Model()
-FLOATS: Any = MODULE.init(KEY, X)
 MUTABLE = ["batch_stats"]
-MODEL, VARIABLES, _ = quantize_model(MODULE, FLOATS, FORMAT, X, mutable=MUTABLE)
+
+
+@functools.cache
+def float_variables() -> Any:
+    return MODULE.init(KEY, X)
+
+
+@functools.cache
+def quantized() -> tuple[Any, Any]:
+    """The model of `MODULE`, and its variables."""
+    model, variables, _ = quantize_model(MODULE, float_variables(), FORMAT, X, mutable=MUTABLE)
+    return model, variables
 
 
 def close(got: Any, want: Any) -> None:
@@ -56,23 +67,25 @@ def close(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("rngs", [KEY, {"params": KEY, "dropout": KEY}], ids=["key", "keys"])
 def test_init_quantizes_what_the_module_initialises(rngs):
-    variables = MODEL.init(rngs, X)
-    assert jax.tree.structure(variables) == jax.tree.structure(VARIABLES)
-    jax.tree.map(np.testing.assert_array_equal, variables, VARIABLES)
+    model, want = quantized()
+    variables = model.init(rngs, X)
+    assert jax.tree.structure(variables) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, variables, want)
 
 
 def test_init_under_jit_and_abstract():
-    variables = jax.jit(MODEL.init)(KEY, X)
-    want, _ = MODEL.apply(VARIABLES, X, mutable=MUTABLE)
-    close(MODEL.apply(variables, X, mutable=MUTABLE)[0], want)
-    abstract = jax.eval_shape(MODEL.init, KEY, X)
-    assert jax.tree.map(jnp.shape, abstract) == jax.tree.map(jnp.shape, VARIABLES)
+    model, quantized_variables = quantized()
+    variables = jax.jit(model.init)(KEY, X)
+    want, _ = model.apply(quantized_variables, X, mutable=MUTABLE)
+    close(model.apply(variables, X, mutable=MUTABLE)[0], want)
+    abstract = jax.eval_shape(model.init, KEY, X)
+    assert jax.tree.map(jnp.shape, abstract) == jax.tree.map(jnp.shape, quantized_variables)
 
 
 def test_init_of_a_method_leaves_the_rest_out():
-    floats = MODULE.init(KEY, X, method="decode")
-    variables = MODEL.init(KEY, X, method="decode")
-    assert set(floats["params"]) == set(variables["params"]) | {"blocks_0", "blocks_1"}
+    variables = quantized()[0].init(KEY, X, method="decode")
+    want = MODULE.init(KEY, X, method="decode")
+    assert set(want["params"]) == set(variables["params"]) | {"blocks_0", "blocks_1"}
     assert set(variables[COLLECTION]) == {"blocks_0", "blocks_1"}
 
 
@@ -98,28 +111,28 @@ def test_init_of_stacks(box):
 
 
 def test_bound_models_are_called_and_have_methods_and_submodules():
-    bound, floats = (
-        model.bind(variables, mutable=MUTABLE)
-        for model, variables in ((MODEL, VARIABLES), (MODULE, FLOATS))
-    )
-    want, _ = MODEL.apply(VARIABLES, X, mutable=MUTABLE)
+    model, variables = quantized()
+    bound = model.bind(variables, mutable=MUTABLE)
+    module = MODULE.bind(float_variables(), mutable=MUTABLE)
+    want, _ = model.apply(variables, X, mutable=MUTABLE)
     np.testing.assert_array_equal(bound(X), want)
-    close(bound.encoder(X), floats.encoder(X))
-    close(bound.decode(X), floats.decode(X))
-    close(bound.blocks[1](X), floats.blocks[1](X))
-    assert bound.blocks[1].features == floats.blocks[1].features == WIDTH
-    assert jax.tree.structure(bound.variables) == jax.tree.structure(VARIABLES)
+    close(bound.encoder(X), module.encoder(X))
+    close(bound.decode(X), module.decode(X))
+    close(bound.blocks[1](X), module.blocks[1](X))
+    assert bound.blocks[1].features == module.blocks[1].features == WIDTH
+    assert jax.tree.structure(bound.variables) == jax.tree.structure(variables)
     assert "up" in bound.encoder.variables["params"]
-    for model in (bound, floats):
+    for called in (bound, module):
         with pytest.raises(AttributeError):
-            _ = model.missing
+            _ = called.missing
 
 
 def test_submodules_are_unbound():
-    bound = MODEL.bind(VARIABLES, mutable=MUTABLE)
-    model, variables = bound.unbind()
-    assert model == MODEL
-    jax.tree.map(np.testing.assert_array_equal, variables, VARIABLES)
+    model, given = quantized()
+    bound = model.bind(given, mutable=MUTABLE)
+    unbound, variables = bound.unbind()
+    assert unbound == model
+    jax.tree.map(np.testing.assert_array_equal, variables, given)
     encoder, variables = bound.encoder.unbind()
     assert set(variables[COLLECTION]) == {"up"}
     np.testing.assert_array_equal(encoder.apply(variables, X), bound.encoder(X))
@@ -272,6 +285,6 @@ def test_other_arguments_raise_what_they_do_in_the_module():
         lambda model, held: model.init("no key", X),
         lambda model, held: model.apply(held, X),  # batch_stats are not mutable
     ):
-        want = raised(lambda call=call: call(MODULE, FLOATS))
-        found = raised(lambda call=call: call(MODEL, VARIABLES))
+        want = raised(lambda call=call: call(MODULE, float_variables()))
+        found = raised(lambda call=call: call(*quantized()))
         assert type(found) is type(want)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import TARGET
 from jax import export
@@ -29,18 +28,22 @@ def cuda(monkeypatch):
     monkeypatch.setattr(extension, "uncompiled", lambda format: None)
 
 
+def like(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+@functools.cache
+def quantized(weight, format):
+    """The shapes and dtypes of a quantized weight, which are all that lowering reads of it."""
+    return jax.eval_shape(lambda weight: jaxlowbit.quantize(weight, format), weight)
+
+
 def stack(format=FOUR, *lead):
-    weight = np.random.default_rng(0).normal(size=(*lead, K, N)).astype(np.float32)
-    return jax.jit(jaxlowbit.quantize, static_argnums=1)(weight, format)
+    return quantized(like(*lead, K, N, dtype="float32"), format)
 
 
 def square_stack(*lead):
-    weight = np.random.default_rng(0).normal(size=(*lead, K, K)).astype(np.float32)
-    return jax.jit(jaxlowbit.quantize, static_argnums=1)(weight, FOUR)
-
-
-def like(*shape, dtype="bfloat16"):
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return quantized(like(*lead, K, K, dtype="float32"), FOUR)
 
 
 def lowered(f, *args, platform: str) -> str:
@@ -129,18 +132,17 @@ def test_the_workspace_has_room_for_the_results(cuda):
 @pytest.mark.ways("call")
 def test_activations_and_results_have_their_own_buffers(cuda, call):
     """XLA looks for what it may fuse into a call no further than a barrier; weights have none."""
-    square, pair = square_stack(), square_stack(2)
     function, activations, results = {
-        "matmul": (lambda x: quantized_matmul(x, square, residual=x), 2, 1),
-        "glu": (lambda x: jaxlowbit.quantized_glu(x, pair), 1, 1),
-        "matmuls": (lambda x: jaxlowbit.quantized_matmuls(x, (square, square)), 1, 2),
-        "mlp": (lambda x: jaxlowbit.quantized_mlp(x, pair, square), 1, 1),
+        "matmul": (lambda x, q, _: quantized_matmul(x, q, residual=x), 2, 1),
+        "glu": (lambda x, _, pair: jaxlowbit.quantized_glu(x, pair), 1, 1),
+        "matmuls": (lambda x, q, _: jaxlowbit.quantized_matmuls(x, (q, q)), 1, 2),
+        "mlp": (lambda x, q, pair: jaxlowbit.quantized_mlp(x, pair, q), 1, 1),
         "block": (
-            lambda x: jaxlowbit.quantized_block(x, x, square, jnp.ones(K), pair, square),
+            lambda x, q, pair: jaxlowbit.quantized_block(x, x, q, jnp.ones(K), pair, q),
             *(2, 1),
         ),
     }[call]
-    text = lowered(function, like(5, K), platform="cuda")
+    text = lowered(function, like(5, K), square_stack(), square_stack(2), platform="cuda")
     (line,) = [line for line in text.splitlines() if "custom_call @jaxlowbit" in line]
     assert text.count("optimization_barrier") == activations + results
     operands = re.findall(r"%\w+", line.partition("@")[2])
@@ -393,8 +395,7 @@ def layers(scan):
 
 @pytest.fixture
 def square():
-    weight = np.random.default_rng(0).normal(size=(LAYERS, K, K)).astype(np.float32)
-    return jax.jit(jaxlowbit.quantize, static_argnums=1)(weight, FOUR)
+    return square_stack(LAYERS)
 
 
 def test_scan_copies_no_words(square):
@@ -422,12 +423,11 @@ def test_scan_slices_no_words_for_cuda(cuda, square):
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
 @pytest.mark.ways("platform")
 def test_export_with_symbolic_rows(cuda, platform, shape):
-    rhs = stack()
     exported = export.export(
-        jax.jit(lambda x: x @ rhs),
+        jax.jit(product),
         platforms=[platform],
         disabled_checks=[export.DisabledSafetyCheck.custom_call(TARGET)],
-    )(jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.bfloat16))
+    )(jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.bfloat16), stack())
     assert exported.platforms == (platform,)
     assert calls(exported.mlir_module()) == 1
     assert calls(export.deserialize(exported.serialize()).mlir_module()) == 1
@@ -445,9 +445,8 @@ def test_export_for_several_platforms(cuda):
 
 
 def test_custom_calls_of_export_must_be_allowed(cuda):
-    rhs = stack()
     with pytest.raises(ValueError, match=TARGET):
-        export.export(jax.jit(lambda x: x @ rhs), platforms=["cuda"])(like(5, K))
+        export.export(jax.jit(product), platforms=["cuda"])(like(5, K), stack())
 
 
 # --- kernels that are compiled where they run -----------------------------------------------------
@@ -468,14 +467,12 @@ def expected(m, n, k, *, lhs=1, scale=1, out=1, order=0, flags=(0, 0, 0, 0), bat
     return [batch, m, n, k, 2, 32, lhs, scale, out, 1, order, *flags]
 
 
-def pair(k=K, n=N):
-    weight = np.random.default_rng(0).normal(size=(2, k, n)).astype(np.float32)
-    return jaxlowbit.quantize(weight.astype(jnp.bfloat16), TWO)
+def pair():
+    return quantized(like(2, K, N), TWO)
 
 
-def two(k=K, n=N, **options):
-    weight = np.random.default_rng(0).normal(size=(k, n)).astype(np.float32)
-    return jaxlowbit.quantize(weight.astype(jnp.bfloat16), TWO, **options)
+def two(k=K, n=N):
+    return quantized(like(k, n), TWO)
 
 
 @pytest.mark.parametrize(
@@ -526,14 +523,12 @@ def test_calls_describe_what_must_be_compiled(cuda, f, operands, said):
 
 
 def test_calls_whose_kernels_are_there_describe_nothing(cuda):
-    weight = np.random.default_rng(0).normal(size=(K, N)).astype(jnp.bfloat16)
     for format, said in (
         (Format(4, 32), False),
         (Format(4, 32, "integer"), False),
         (Format(4, 32, "float"), True),
     ):
-        array = jaxlowbit.quantize(weight, format)
-        text = lowered(product, like(5, K), array, platform="cuda")
+        text = lowered(product, like(5, K), quantized(like(K, N), format), platform="cuda")
         assert calls(text) == 1 and ("products" in text) == said
     # On Hopper kernels for float32 scales are compiled where they run.
     assert "products" in lowered(product, like(5, K), stack(), platform="cuda")
@@ -541,7 +536,7 @@ def test_calls_whose_kernels_are_there_describe_nothing(cuda):
 
 def test_calls_of_unknown_size_describe_nothing(cuda):
     exported = export.export(
-        jax.jit(lambda x, q: x @ q),
+        jax.jit(product),
         platforms=["cuda"],
         disabled_checks=[export.DisabledSafetyCheck.custom_call(TARGET)],
     )(jax.ShapeDtypeStruct(export.symbolic_shape("b, 128"), jnp.bfloat16), two())

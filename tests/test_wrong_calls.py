@@ -1,6 +1,8 @@
 """Wrong calls of the public functions end in a sentence that names the function."""
 
+import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -126,50 +128,70 @@ def test_plausible_mistakes(message):
         PLAUSIBLE[message](wrong_calls.arrays())
 
 
-def narrow(x: Any) -> dict[str, Any]:
-    """Calls with inputs of another width than their weights, none a multiple of 64."""
-    k, n = 60, 100
-    w = jnp.ones((k, n))
-    q, down, square = (jl.quantize(weight, "int4-g32") for weight in (w, w.T, w[:, :k]))
-    pair = jl.quantize(jnp.stack([w, w]), "int4-g32")
-    rngs, format = right_calls.nnx.Rngs(0), "int4-g32"
-    dense, embed = jl_linen.QuantizedDense(n, format), jl_linen.QuantizedEmbed(n, k, format)
-    einsum = jl_linen.QuantizedEinsum((k, n), "bk,kn->bn", format)
-    key, given = jax.random.key(0), jnp.ones((2, k))
-    return {
-        "quantized_matmul": lambda: x @ q,
-        "quantized_glu": lambda: jl.quantized_glu(x, pair, activation="silu"),
-        "quantized_matmuls": lambda: jl.quantized_matmuls(x, [q, q]),
-        "quantized_mlp": lambda: jl.quantized_mlp(x, pair, down, activation="silu"),
-        "quantized_mlp of others": lambda: jl.quantized_mlp(given, pair, q, activation="silu"),
-        "quantized_block": lambda: jl.quantized_block(
-            x, given, square, jnp.ones(k), pair, down, activation="silu"
-        ),
-        "explain": lambda: jl.explain(x, q),
-        "bias": lambda: jl.quantized_matmul(given, q, bias=jnp.ones(n + 1)),
-        "residual": lambda: jl.quantized_matmul(given, q, residual=x),
-        "QuantizedLinear": lambda: jl_nnx.QuantizedLinear(k, n, format=format, rngs=rngs)(x),
-        "attend": lambda: jl_nnx.QuantizedEmbed(n, k, format=format, rngs=rngs).attend(x),
-        "QuantizedLinearGeneral": lambda: jl_nnx.QuantizedLinearGeneral(
-            (2, 30), n, axis=(-2, -1), format=format, rngs=rngs
-        )(x),
-        "QuantizedEinsum": lambda: jl_nnx.QuantizedEinsum(
-            "bk,kn->bn", (k, n), format=format, rngs=rngs
-        )(x),
-        "QuantizedDense": lambda: dense.apply(dense.init(key, given), x),
-        "linen.attend": lambda: embed.apply(embed.init(key, jnp.array([1])), x, method="attend"),
-        "linen.QuantizedEinsum": lambda: einsum.apply(einsum.init(key, given), x),
-        "from_integers": lambda: jl.QuantizedArray.from_integers(
-            jnp.ones((k, n), jnp.int8), jnp.ones((3, n)), format=format
-        ),
-        "getitem": lambda: pair[5, 0],
-        "view": lambda: q[0],
-    }
+NARROW_K, NARROW_N, NARROW = 60, 100, "int4-g32"
 
 
-@pytest.mark.parametrize("name", narrow(None))
+@functools.cache
+def narrow(name: str) -> Any:
+    """Weights, none of whose sizes is a multiple of 64."""
+    w = jnp.ones((NARROW_K, NARROW_N))
+    weights = {"q": w, "down": w.T, "square": w[:, :NARROW_K], "pair": jnp.stack([w, w])}
+    return jl.quantize(weights[name], NARROW)
+
+
+def initialised(layer: Any, given: Any, x: Any, **options: Any) -> Any:
+    return layer.apply(layer.init(jax.random.key(0), given), x, **options)
+
+
+# Calls with inputs of another width than their weights.
+MISMATCHED: dict[str, Callable[[Any, Any], Any]] = {
+    "quantized_matmul": lambda x, given: x @ narrow("q"),
+    "quantized_glu": lambda x, given: jl.quantized_glu(x, narrow("pair"), activation="silu"),
+    "quantized_matmuls": lambda x, given: jl.quantized_matmuls(x, [narrow("q"), narrow("q")]),
+    "quantized_mlp": lambda x, given: jl.quantized_mlp(
+        x, narrow("pair"), narrow("down"), activation="silu"
+    ),
+    "quantized_mlp of others": lambda x, given: jl.quantized_mlp(
+        given, narrow("pair"), narrow("q"), activation="silu"
+    ),
+    "quantized_block": lambda x, given: jl.quantized_block(
+        x, given, narrow("square"), jnp.ones(NARROW_K), narrow("pair"), narrow("down")
+    ),
+    "explain": lambda x, given: jl.explain(x, narrow("q")),
+    "bias": lambda x, given: jl.quantized_matmul(given, narrow("q"), bias=jnp.ones(NARROW_N + 1)),
+    "residual": lambda x, given: jl.quantized_matmul(given, narrow("q"), residual=x),
+    "QuantizedLinear": lambda x, given: jl_nnx.QuantizedLinear(
+        NARROW_K, NARROW_N, format=NARROW, rngs=right_calls.nnx.Rngs(0)
+    )(x),
+    "attend": lambda x, given: jl_nnx.QuantizedEmbed(
+        NARROW_N, NARROW_K, format=NARROW, rngs=right_calls.nnx.Rngs(0)
+    ).attend(x),
+    "QuantizedLinearGeneral": lambda x, given: jl_nnx.QuantizedLinearGeneral(
+        (2, 30), NARROW_N, axis=(-2, -1), format=NARROW, rngs=right_calls.nnx.Rngs(0)
+    )(x),
+    "QuantizedEinsum": lambda x, given: jl_nnx.QuantizedEinsum(
+        "bk,kn->bn", (NARROW_K, NARROW_N), format=NARROW, rngs=right_calls.nnx.Rngs(0)
+    )(x),
+    "QuantizedDense": lambda x, given: initialised(
+        jl_linen.QuantizedDense(NARROW_N, NARROW), given, x
+    ),
+    "linen.attend": lambda x, given: initialised(
+        jl_linen.QuantizedEmbed(NARROW_N, NARROW_K, NARROW), jnp.array([1]), x, method="attend"
+    ),
+    "linen.QuantizedEinsum": lambda x, given: initialised(
+        jl_linen.QuantizedEinsum((NARROW_K, NARROW_N), "bk,kn->bn", NARROW), given, x
+    ),
+    "from_integers": lambda x, given: jl.QuantizedArray.from_integers(
+        jnp.ones((NARROW_K, NARROW_N), jnp.int8), jnp.ones((3, NARROW_N)), format=NARROW
+    ),
+    "getitem": lambda x, given: narrow("pair")[5, 0],
+    "view": lambda x, given: narrow("q")[0],
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHED)
 def test_errors_have_the_shapes_of_the_caller(name):
     """Not those of packed words, whose sizes are multiples of 64."""
     with pytest.raises((TypeError, ValueError, IndexError)) as raised:
-        narrow(jnp.ones((2, 61)))[name]()
+        MISMATCHED[name](jnp.ones((2, 61)), jnp.ones((2, NARROW_K)))
     assert not re.search(r"\b(64|128)\b", str(raised.value)), raised.value

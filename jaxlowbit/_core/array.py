@@ -1,6 +1,7 @@
 """`QuantizedArray`: the pytree that stands for a matrix."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -344,18 +345,11 @@ class QuantizedArray:
         """
         *lead, rows, columns = qvalue.shape
         k, n = rows if k is None else k, columns if n is None else n
-        groups = layout.num_groups(rows, format.group_size)
-        scale = _pad(codes_of(scale), groups, "edge")
-        zero = None if zero is None else _pad(zero, groups, "edge")
-        rows = layout.blocks(rows) * layout.ATOM
-        if rows > k:
-            fill = per_row(scales.zero_qvalue(scale, zero, format), rows, format)
-            padded = np.arange(rows) % (rows // shards[0]) >= k // shards[0]
-            qvalue = jnp.where(padded[:, None], fill, _pad(qvalue, rows, "constant"))
+        packed, scale, zero = _packed(qvalue, scale, zero, format=format, k=k, shards=shards[0])
         array = cls(
-            packed=layout.pack(qvalue, format.bits),
-            scale=of_codes(layout.pack_groups(scale), format),
-            zero=None if zero is None else layout.pack_groups(zero),
+            packed=packed,
+            scale=scale,
+            zero=zero,
             index=None,
             version=jnp.full(tuple(lead), layout.VERSION, jnp.uint32),
             format=format,
@@ -529,6 +523,28 @@ def _local(array: Any) -> np.ndarray:
     if isinstance(array, Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return np.array([x for shard in array.addressable_shards for x in np.ravel(shard.data)])
     return np.asarray(array)
+
+
+# One program outside of `jax.jit`, and part of the program inside.
+@functools.partial(jax.jit, static_argnames=("format", "k", "shards"), inline=True)
+def _packed(
+    qvalue: Array, scale: Array, zero: Array | None, *, format: Format, k: int, shards: int
+) -> tuple[Array, Array, Array | None]:
+    """Words, scales and zeros in the order in which a `QuantizedArray` holds them."""
+    rows = qvalue.shape[-2]
+    groups = layout.num_groups(rows, format.group_size)
+    scale = _pad(codes_of(scale), groups, "edge")
+    zero = None if zero is None else _pad(zero, groups, "edge")
+    rows = layout.blocks(rows) * layout.ATOM
+    if rows > k:
+        fill = per_row(scales.zero_qvalue(scale, zero, format), rows, format)
+        padded = np.arange(rows) % (rows // shards) >= k // shards
+        qvalue = jnp.where(padded[:, None], fill, _pad(qvalue, rows, "constant"))
+    return (
+        layout.pack(qvalue, format.bits),
+        of_codes(layout.pack_groups(scale), format),
+        None if zero is None else layout.pack_groups(zero),
+    )
 
 
 def _pad(values: Array, rows: int, mode: str) -> Array:

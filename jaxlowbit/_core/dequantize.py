@@ -1,5 +1,8 @@
 """Floats that packed weights stand for, in plain jnp: the table in `Format`, in float32."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -11,36 +14,61 @@ def dequantize(
     packed: Array, scale: Array, zero: Array | None, *, format: Format, k: int, n: int
 ) -> Array:
     """Returns the float32 weights (..., k, n): the table in `Format`, in float32 arithmetic."""
-    qvalue = layout.unpack(packed, format.bits)
-    zero = None if zero is None else layout.unpack_groups(zero)
-    return _weights(qvalue, layout.unpack_groups(scale), zero, format)[..., :k, :n]
+    return _sum(*_terms(packed, scale, zero, format=format, k=k, n=n))
 
 
 def dequantize_columns(
     packed: Array, scale: Array, zero: Array | None, columns: Array, *, format: Format, k: int
 ) -> Array:
     """`dequantize(...)[:, columns]` of one matrix, reading little else than these columns."""
+    return _sum(*_terms_of_columns(packed, scale, zero, columns, format=format, k=k))
+
+
+# Each of these two is one program outside of `jax.jit`, and part of the program inside. Their terms
+# are added outside, since in one program XLA may round a product and a sum once.
+@functools.partial(jax.jit, static_argnames=("format", "k", "n"), inline=True)
+def _terms(
+    packed: Array, scale: Array, zero: Array | None, *, format: Format, k: int, n: int
+) -> tuple[Array, Array | None]:
+    qvalue = layout.unpack(packed, format.bits)
+    zero = None if zero is None else layout.unpack_groups(zero)
+    terms = _product_and_zero(qvalue, layout.unpack_groups(scale), zero, format)
+    return jax.tree.map(lambda term: term[..., :k, :n], terms)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "k"), inline=True)
+def _terms_of_columns(
+    packed: Array, scale: Array, zero: Array | None, columns: Array, *, format: Format, k: int
+) -> tuple[Array, Array | None]:
     qvalue = layout.unpack_columns(packed, format.bits, columns)
     scale = layout.unpack_group_columns(scale, columns)
     zero = None if zero is None else layout.unpack_group_columns(zero, columns)
-    return _weights(qvalue, scale, zero, format)[:k]
+    terms = _product_and_zero(qvalue, scale, zero, format)
+    return jax.tree.map(lambda term: term[:k], terms)
 
 
-def _weights(qvalue: Array, scale: Array, zero: Array | None, format: Format) -> Array:
-    """The weights of quantized values (..., k, n) with scales and zeros (..., groups, n)."""
+def _product_and_zero(
+    qvalue: Array, scale: Array, zero: Array | None, format: Format
+) -> tuple[Array, Array | None]:
+    """The terms of the weights of quantized values (..., k, n): products with scales and, or None,
+    float zeros. Scales and zeros are (..., groups, n)."""
     rows = qvalue.shape[-2]
     scale, unit = floats_of(scale, format)
     scale = per_row(scale, rows, format)
     unit = None if unit is None else per_row(unit, rows, format)
     if format.codebook is not None:
-        return _times(numbers_of(qvalue, format), unit) * scale
+        return _times(numbers_of(qvalue, format), unit) * scale, None
     qvalue = qvalue.astype(jnp.float32)
     if zero is None:
-        return _times(qvalue - format.offset, unit) * scale
+        return _times(qvalue - format.offset, unit) * scale, None
     zero = per_row(zero.astype(jnp.float32), rows, format)
     if format.zero == "integer":
-        return (qvalue - zero) * scale
-    return qvalue * scale + zero
+        return (qvalue - zero) * scale, None
+    return qvalue * scale, zero
+
+
+def _sum(product: Array, zero: Array | None) -> Array:
+    return product if zero is None else product + zero
 
 
 def codes_of(scale: Array) -> Array:

@@ -1,5 +1,6 @@
 """Checks of integers that are quantized already, for `QuantizedArray.from_integers`."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -229,4 +230,11 @@ def _qvalue(name: str, values: Any, format: Format) -> Array:
                 f"from_integers: {name} reaches from {least} to {most}, but {format.bits} bits "
                 f"hold {low} to {high}; use a wider format."
             )
-    return (jnp.clip(indexing.saturated(values), low, high) - low).astype(jnp.uint8)
+    return _counted(indexing.saturated(values), low, high)
+
+
+# One program outside of `jax.jit`, and part of the program inside.
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _counted(values: Array, low: int, high: int) -> Array:
+    """Integers clipped to a range, as they count from its lower end."""
+    return (jnp.clip(values, low, high) - low).astype(jnp.uint8)
