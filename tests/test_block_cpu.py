@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import calls
 
-from jaxlowbit import INT4, NF4, Format, quantize, quantized_block
+from jaxlowbit import INT4, MXFP4, NF4, NVFP4, Format, quantize, quantized_block
 
 D, F = 72, 200  # neither fills the last strip of 64 channels
 KINDS = [
@@ -17,6 +17,8 @@ KINDS = [
     (Format(4, 128, "integer"), "bfloat16"),
     (Format(3, 16), "float16"),
     (NF4, "bfloat16"),
+    (MXFP4, "bfloat16"),
+    (NVFP4, "bfloat16"),
 ]
 
 
@@ -32,13 +34,13 @@ def normal(*shape, seed=0):
 
 
 def weights(format):
-    """All of one format, but that down has integers beside a codebook."""
+    """All of one format, but that down has integers beside a codebook with scales of 16 bits."""
     shapes = {"out": (40, D), "pair": (2, D, F), "down": (F, D), "q": (D, 64), "k": (D, 24)}
     return {
         name: quantize(
             normal(*shape, seed=i),
-            INT4 if name == "down" and format.codebook else format,
-            scale_dtype="float16",
+            INT4 if name == "down" and format == NF4 else format,
+            scale_dtype=None if format.scale else "float16",
         )
         for i, (name, shape) in enumerate(shapes.items())
     }
@@ -61,6 +63,8 @@ def block(rows, dtype, format, *, one_call, activation: Any = "silu", follows=Tr
         zeros = jnp.zeros_like(attended), jnp.zeros_like(residual)
         return jax.jit(lambda *x: jax.jvp(run, x, zeros)[0])(attended, residual)
     expected = ["quantized_block"] if rows else []
+    if format.has_tensor_scale:  # which multiplies results
+        expected = ["quantized_matmul"] * 5
     assert calls(run, attended, residual, platform="cpu") == expected
     return jax.jit(run)(attended, residual)
 
@@ -95,8 +99,8 @@ def test_float16_and_odd_widths():
     assert_near(found, block(2, dtype, format, one_call=False), dtype)
 
 
-def test_codebooks_beside_integers():
-    format, dtype = KINDS[4]
+@pytest.mark.parametrize(("format", "dtype"), KINDS[4:], ids=["nf4", "mxfp4", "nvfp4"])
+def test_codebooks_beside_integers_and_scales_of_8_bits(format, dtype):
     found = block(2, dtype, format, one_call=True)
     assert_near(found, block(2, dtype, format, one_call=False), dtype)
 

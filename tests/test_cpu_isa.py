@@ -9,14 +9,14 @@ import pytest
 
 from jaxlowbit._backends import extension
 
-MATMUL = Path(__file__).with_name("test_matmul.py")
-SOME = "(identity or nan_and_infinity or overflow) and cpu"
+FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("matmul", "microscaling")]
+SOME = "(identity or nan_and_infinity or overflow or codes_of) and cpu"
 PROGRAM = f"""
 import sys
 import pytest
 from jaxlowbit._backends import extension
 assert extension.build_info()["cpu_isa"][0] == sys.argv[1]
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", {SOME!r}, {str(MATMUL)!r}]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", {SOME!r}, *{FILES!r}]))
 """
 
 
@@ -25,7 +25,7 @@ def test_products_of_an_instruction_set(isa):
     environment = os.environ | {"JAXLOWBIT_CPU_ISA": isa}
     run = [sys.executable, "-c", PROGRAM, isa]
     found = subprocess.run(
-        run, env=environment, cwd=MATMUL.parents[1], capture_output=True, text=True
+        run, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True
     )
     assert found.returncode == 0, found.stdout + found.stderr
     assert " passed" in found.stdout

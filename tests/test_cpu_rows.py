@@ -50,6 +50,21 @@ def test_every_way_of_a_codebook_is_within_its_error_bound(codebook, group_size)
         assert_within(got, oracle.exact[:m], bound[:m])
 
 
+# Powers of two and 8-bit floats, beside lookups of one register, of bytes, and beside integers.
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "int3-g48-e4m3", "int8-channel-e8m0"])
+def test_every_way_of_8_bit_scales_is_within_its_error_bound(name):
+    rng = np.random.default_rng(0)
+    rhs = quantize(
+        jnp.asarray(rng.standard_normal((201, 70), dtype=np.float32)), parse_format(name)
+    )
+    lhs = jnp.asarray(rng.standard_normal((40, 201)), jnp.bfloat16)
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    bound = oracle.bound(lhs.dtype)
+    for m in (1, 5, 17, 40):
+        got = np.asarray(matmul(lhs[:m], rhs, backend="cpu"))
+        assert_within(got, oracle.exact[:m], bound[:m])
+
+
 @pytest.mark.parametrize("group_size", [48, 128])
 def test_tasks_of_several_strips_in_blocks_of_rows(group_size):
     rng = np.random.default_rng(0)

@@ -174,6 +174,7 @@ def test_backends_agree(problem):
     "a codebook of 6 bits, float32",
     "a codebook of 7 bits",
     "a codebook of 8 bits, one row",
+    "nvfp4, float16",
     "permuted, odd k",
     "permuted, 8 bits per channel",
     "permuted, k in 4 padded shards",

@@ -400,11 +400,11 @@ def test_weights_of_a_checkpoint(tmp_path):
         ([(64, 64)], {"tokens": [0]}, r"0 is no number of tokens; name some from 1"),
         ([(64, 64)], {"tokens": []}, "there are no numbers of tokens"),
         ([(64, 64)], {"dtype": "float32"}, "there are choices for bfloat16 and float16 alone"),
-        ([(64, 64)], {"format": MXFP8}, "its kernels read scales of 16 or 32 bits"),
+        ([(64, 64)], {"format": MXFP8}, "tables are for integers with scales of 16 or 32"),
         (
             {"w": quantize(jnp.ones((64, 64)), MXFP8)},
             {},
-            "for these weights: its kernels read",
+            "for these weights: tables are for integers",
         ),
     ],
 )

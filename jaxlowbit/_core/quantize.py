@@ -195,8 +195,10 @@ def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None
 def _check_scale(array: QuantizedArray, weight: Array, scale_dtype: Any) -> None:
     if isinstance(array.scale, Tracer):
         return
-    scale = np.asarray(array.scale).astype(np.float32)  # JAX would compile this for each shape
-    if not np.isfinite(scale).all():
+    # JAX would compile this for each shape, but finds scales that other processes hold.
+    xp: Any = np if array.scale.is_fully_addressable else jnp
+    scale = xp.asarray(array.scale).astype(np.float32)
+    if not xp.isfinite(scale).all():
         raise ValueError(
             f"quantize: weights up to {_largest(weight):g} span a range beyond that of "
             f"{scale_dtype} scales; use scale_dtype=jnp.float32, or smaller weights."
@@ -204,7 +206,7 @@ def _check_scale(array: QuantizedArray, weight: Array, scale_dtype: Any) -> None
     if weight.dtype == jnp.float16 and array.format.scale is None:
         return  # its values are multiples of the least scale
     least = scales.least(scale_dtype)
-    least_ones, others = (np.sum(x, axis=(-3, -2, -1)) for x in (scale == least, scale > least))
+    least_ones, others = (xp.sum(x, axis=(-3, -2, -1)) for x in (scale == least, scale > least))
     lost = np.asarray(least_ones > others)
     if lost.any() and array.tensor_scale is not None:
         raise ValueError(

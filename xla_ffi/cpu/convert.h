@@ -4,6 +4,7 @@
 // them vectorize on every machine, and without float32 subnormals: XLA's threads flush those to zero.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -55,22 +56,20 @@ inline float ToFloat(F16 value) {
   return BitsToFloat(sign | (magnitude < 0x400 ? subnormal : normal));
 }
 
-// 2^(code - 127), of which the first is subnormal in float32 too; the last code is NaN.
+// 2^(code - 127), but 2^-126 for 2^-127, which is subnormal (Coefficients in clone/dequantize.inc); the last code is NaN.
 inline float ToFloat(E8m0 value) {
-  const uint32_t power = uint32_t{value.bits} << 23;
-  const uint32_t number = value.bits == 0 ? 1u << 22 : power;
-  return BitsToFloat(value.bits == 0xff ? kF32Nan : number);
+  const uint32_t code = value.bits, is_nan = (code + 1) >> 8;
+  return BitsToFloat(std::max(code, 1u) << 23 | is_nan << 22);
 }
 
 inline float ToFloat(E4m3 value) {
   const uint32_t magnitude = value.bits & 0x7fu;
   const uint32_t sign = (value.bits & 0x80u) << 24;
-  const uint32_t wide = magnitude << 20;
-  const uint32_t normal = wide + ((127 - 7) << 23);
-  const uint32_t subnormal =
-      FloatToBits(BitsToFloat(kE4m3Smallest + wide) - BitsToFloat(kE4m3Smallest));
-  const uint32_t finite = magnitude < 8 ? subnormal : normal;
-  return BitsToFloat(sign | (magnitude == 0x7f ? kF32Nan : finite));
+  const uint32_t is_nan = (magnitude + 1) >> 7, is_subnormal = (magnitude - 8) >> 31;  // 0 or 1
+  // A subnormal number is the difference between the smallest normal one with its mantissa and that itself.
+  const uint32_t bits = (magnitude << 20) + ((127u - 7 + is_subnormal) << 23);
+  const float finite = BitsToFloat(bits) - BitsToFloat(kE4m3Smallest & (0 - is_subnormal));
+  return BitsToFloat(FloatToBits(finite) | sign | (kF32Nan & (0 - is_nan)));
 }
 
 // Rounds to nearest, ties to even; a NaN stays one.
