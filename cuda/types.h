@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "cuda/device/format/kinds.h"
+
 #if defined(__CUDACC__)
 #define JAXLOWBIT_HOST_DEVICE __host__ __device__
 #else
@@ -24,8 +26,6 @@ inline constexpr int kCompiledBits[] = {1, 2, 3, 5, 6, 7};
 
 // The last two are 8-bit scales: powers of two, and floats.
 enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3 };
-// What quantized values stand for: integers, a table of numbers, or the floats whose bits they are.
-enum class Codebook { kNone, kTable, kE2m1, kE4m3, kE5m2 };
 enum class ZeroKind { kNone, kInteger, kFloat };
 enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
 
@@ -37,9 +37,6 @@ inline constexpr const char* kActivationNames[] = {"none", "silu", "gelu", "gelu
 // The codebooks likewise.
 inline constexpr const char* kCodebookNames[] = {"none", "table", "e2m1", "e4m3", "e5m2"};
 inline constexpr int kNumCodebooks = 5;
-
-// The widest values that the CUDA kernels look up in a table: a warp has a number in each lane.
-inline constexpr int kMostTableBits = 5;
 
 JAXLOWBIT_HOST_DEVICE constexpr bool Is8Bit(ElementType type) {
   return type == ElementType::kE8m0 || type == ElementType::kE4m3;

@@ -1,6 +1,7 @@
 """Codebooks and 8-bit scales on a GPU: every code, and scales at both ends."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def scales_of(format: Format, low: float, high: float) -> np.ndarray:
     return 2.0 ** np.random.default_rng(1).uniform(low, high, size=(groups, N))
 
 
-def by(backend: str, lhs: jax.Array, rhs: QuantizedArray) -> np.ndarray:
+def by(backend: Any, lhs: jax.Array, rhs: QuantizedArray) -> np.ndarray:
     out = jax.jit(functools.partial(quantized_matmul, backend=backend))(lhs, rhs)
     return np.asarray(out).astype(np.float64)
 

@@ -12,9 +12,9 @@
 #include <type_traits>
 
 #include "cuda/device/format/integer.cuh"
+#include "cuda/device/format/kinds.h"
 #include "cuda/device/format/scale.cuh"
 #include "cuda/device/pair.cuh"
-#include "cuda/types.h"
 
 namespace jaxlowbit {
 
