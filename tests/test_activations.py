@@ -201,9 +201,9 @@ WRONG = [
     ),
     (
         lambda: quantized_matmul(
-            QuantizedActivations(ONES, SCALE), weight(64, format=MXFP4), backend="cpu"
+            QuantizedActivations(ONES, SCALE), weight(64, format=MXFP4), backend="pallas"
         ),
-        "backend 'cpu' cannot compute this product: its kernels read scales of 16 or 32 bits",
+        "backend 'pallas' cannot compute this product: its kernels read scales of 16 or 32 bits",
     ),
 ]
 

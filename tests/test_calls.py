@@ -20,7 +20,7 @@ from meshes import REDUCE, assert_close, collectives, make_mesh, put
 import jaxlowbit
 from jaxlowbit import (
     INT4,
-    MXFP8,
+    NVFP4,
     UINT4,
     Format,
     partition_spec,
@@ -34,6 +34,7 @@ P = jax.P
 K, F, N = 128, 192, 70
 MATMULS, MLP, MATMUL = "quantized_matmuls", "quantized_mlp", "quantized_matmul"
 BLOCK = "quantized_block"
+UNREAD = Format(6, codebook=tuple(range(64)))  # by kernels of GPUs
 
 
 @pytest.fixture(autouse=True)
@@ -254,14 +255,15 @@ def test_one_call_for_each_layer_of_a_scan(cuda):
         (mlp, LHS, 2),
         (jax.grad(lambda x: mlp(x).sum()), half(), 3),
         (lambda x: quantized_mlp(x, GATE_UP, DOWN, backend="xla"), half(), 0),
-        (lambda x: quantized_matmuls(x, [quantize(normal(K, N), MXFP8)]), half(), 0),
+        (lambda x: quantized_matmuls(x, [quantize(normal(K, N), UNREAD)]), half(), 0),
+        (lambda x: quantized_matmuls(x, [quantize(normal(K, N), NVFP4)]), half(), 1),
         (
             lambda x: quantized_mlp(x, quantize(normal(2, K, F), INT4, shards=(1, 2)), DOWN),
             half(),
             2,
         ),
     ],
-    ids=["float32", "gradient", "backend", "8-bit scales", "shards"],
+    ids=["float32", "gradient", "backend", "no kernel", "tensor scale", "shards"],
 )
 @pytest.mark.ways("f")
 def test_a_call_for_each_product_otherwise(cuda, f, x, count):
