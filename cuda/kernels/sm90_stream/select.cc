@@ -109,7 +109,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const int first = problem.bits > 4 ? 3 : 0;
   const Costs::Rows& fit = costs.rows[first + (problem.m <= 8 ? 0 : problem.m <= 16 ? 1 : 2)];
   const double narrow = problem.bits < 4 ? costs.narrow[problem.bits - 1] : 1;
-  // Of a kilobyte. Alone, a CTA's warps are too few to hide what the instructions wait for.
+  // A kilobyte takes so much longer. The warps of a CTA alone are too few to hide what those instructions wait for.
   const double numbers = CodebookAtom(problem.codebook) * 2 / problem.bits;
   const double waits = fit.beside / fit.alone;
   // Loads of wide weights are larger if a warp has two atoms of a stage.
