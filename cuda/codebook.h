@@ -3,6 +3,7 @@
 // The kind of a codebook, by its numbers: calls and buffers hold numbers alone.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -26,21 +27,29 @@ inline float NumberOf(Codebook codebook, int code) {
   return code >> (exponent_bits + mantissa_bits) != 0 ? -magnitude : magnitude;
 }
 
+// Whether a codebook of 2^kBits numbers is that of these floats, whose numbers are computed once: every call asks.
+template <Codebook kCodebook, int kBits>
+bool IsCodebook(const float* numbers) {
+  static const auto own_numbers = [] {
+    std::array<float, 1 << kBits> own;
+    for (int code = 0; code < 1 << kBits; ++code) own[code] = NumberOf(kCodebook, code);
+    return own;
+  }();
+  for (const float own : own_numbers) {
+    const float other = *numbers++;
+    const bool same = std::isnan(own) ? std::isnan(other)
+                                      : own == other && std::signbit(own) == std::signbit(other);
+    if (!same) return false;
+  }
+  return true;
+}
+
 // The kind of a codebook of 2^bits numbers, or of integers if there are none.
 inline Codebook CodebookOf(const float* numbers, int bits) {
   if (numbers == nullptr) return Codebook::kNone;
-  const auto is = [&](Codebook codebook) {
-    for (int code = 0; code < 1 << bits; ++code) {
-      const float own = NumberOf(codebook, code), other = numbers[code];
-      const bool same = std::isnan(own) ? std::isnan(other)
-                                        : own == other && std::signbit(own) == std::signbit(other);
-      if (!same) return false;
-    }
-    return true;
-  };
-  if (bits == 4 && is(Codebook::kE2m1)) return Codebook::kE2m1;
-  if (bits == 8 && is(Codebook::kE4m3)) return Codebook::kE4m3;
-  if (bits == 8 && is(Codebook::kE5m2)) return Codebook::kE5m2;
+  if (bits == 4 && IsCodebook<Codebook::kE2m1, 4>(numbers)) return Codebook::kE2m1;
+  if (bits == 8 && IsCodebook<Codebook::kE4m3, 8>(numbers)) return Codebook::kE4m3;
+  if (bits == 8 && IsCodebook<Codebook::kE5m2, 8>(numbers)) return Codebook::kE5m2;
   return Codebook::kTable;
 }
 

@@ -35,7 +35,7 @@ class Attributes {
     return T();
   }
 
-  // As Get, of what calls with codebooks alone have; empty for others.
+  // Returns, as Get does, what calls with codebooks alone have; empty for others.
   template <typename T>
   ffi::Span<const T> OfCodebooks(std::string_view name) {
     const auto version = dictionary_.get<int64_t>("version");

@@ -125,8 +125,7 @@ class FusedNumberRowPair {
       both = LoadExactPair<T, S>(scale);
       if constexpr (kUp != 0) both = Multiply<T>(both, PowersOfTwo<T>(kUp));
     }
-    factor_[0] = __byte_perm(both, both, 0x1010);
-    factor_[1] = __byte_perm(both, both, 0x3232);
+    Duplicate(both, factor_);
   }
 
   template <bool kWithScale = true>
@@ -158,8 +157,7 @@ class NumberSumsRowPair {
 
   // Adds the scaled partial sums of one group, in the order of operand D.
   __device__ void AddScaled(const float (&part)[4], float (&sums)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = fmaf(part[i], scale_[i / 2], sums[i]);
+    AddScaledSums(part, scale_, sums);
   }
 
  private:
@@ -193,7 +191,8 @@ class NumberChannelRowPair {
   }
 
  private:
-  // In f16 none: accumulators in float32 have range to spare. In bf16 e5m2's numbers lose no bits from -100 on.
+  // The exponent of that power of two: none in f16, where accumulators have range to spare; in bf16 e5m2's numbers lose
+  // no bits from -100 on.
   static __device__ int Exponent(float scale) {
     const int exponent = static_cast<int>(__float_as_uint(scale) >> 23 & 255) - 127;
     return std::is_same_v<T, __half> ? 0 : max(-100, min(0, exponent));

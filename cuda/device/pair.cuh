@@ -78,6 +78,12 @@ __host__ __device__ constexpr uint32_t PowerOfTwoFloat(int exponent) {
 template <typename T>
 inline constexpr int kSubnormalUnit = 1 - Pair<T>::kBias - Pair<T>::kMantissaBits;
 
+// Puts each of a pair of values, of rows g and g + 8, into both halves of a register.
+__device__ inline void Duplicate(uint32_t both, uint32_t (&rows)[2]) {
+  rows[0] = __byte_perm(both, both, 0x1010);
+  rows[1] = __byte_perm(both, both, 0x3232);
+}
+
 template <typename T>
 __device__ inline uint32_t Multiply(uint32_t a, uint32_t b) {
   return Pair<T>::Fma(a, b, kNegativeZeros);

@@ -160,12 +160,6 @@ class FusedRowPair {
   static constexpr bool kHalf = std::is_same_v<T, __half>;
   static constexpr int kDown = kWeightShift<T>;
 
-  // Puts each of a pair of values, of rows g and g + 8, into both halves of a register.
-  static __device__ void Duplicate(uint32_t both, uint32_t (&rows)[2]) {
-    rows[0] = __byte_perm(both, both, 0x1010);
-    rows[1] = __byte_perm(both, both, 0x3232);
-  }
-
   bool float_zeros_;
   uint32_t scale_[2], offset_[2];
 };
@@ -240,8 +234,7 @@ class IntegerRowPair {
 
   // Adds the scaled partial sums of one group, in the order of operand D.
   __device__ void AddScaled(const float (&part)[4], float (&sums)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = fmaf(part[i], scale_[i / 2], sums[i]);
+    AddScaledSums(part, scale_, sums);
   }
 
  private:

@@ -46,7 +46,7 @@ struct InstanceKey {
 };
 
 // Whether the build holds the instances of a family for a format: integers of some widths, with scales of 16 or 32 bits.
-// Of Hopper's kernels it holds what most programs run: scales of the type of lhs, and no float zeros. `Format`: an
+// It holds Hopper's kernels for what most programs run: scales of the type of lhs, and no float zeros. `Format`: an
 // InstanceKey, or a QuantizedMatmul.
 template <typename Format>
 constexpr bool IsBuilt(Family family, const Format& format) {

@@ -76,6 +76,13 @@ __device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
   }
 }
 
+// Adds partial sums, in the order of operand D, times the scales of rows g and g + 8.
+__device__ inline void AddScaledSums(const float (&part)[4], const float (&scale)[2],
+                                     float (&sums)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] = fmaf(part[i], scale[i / 2], sums[i]);
+}
+
 // Loads scales that are Ts, exactly, as a pair.
 template <typename T, typename S>
 __device__ inline uint32_t LoadExactPair(uint32_t shared) {

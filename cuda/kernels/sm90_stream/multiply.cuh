@@ -288,7 +288,7 @@ class StageMultiplier : Table<I::kCodebook> {
   // slice, and the step from there to the second atom's; the scales of each slice.
   int lhs_;
   int packed_[kSlicesPerWarp], packed_step_[I::kWholeStrips ? 1 : kSlicesPerWarp];
-  // From the words of the first plane to those of the others.
+  // Distances from the words of the first plane to those of the others.
   int others_[kOthers][kPlanes > 1 ? kSlicesPerWarp : 1];
   int scales_[kSlicesPerWarp];
 };
