@@ -46,6 +46,9 @@ inline int64_t GroupValues(const QuantizedMatmul& p) { return p.n_blocks() * p.g
 inline Extent LhsExtent(const QuantizedMatmul& p, const Buffers& b) {
   return {b.lhs, p.batch * p.m * p.lhs_columns() * SizeOf(p.lhs)};
 }
+inline Extent LhsScaleExtent(const QuantizedMatmul& p, const Buffers& b) {
+  return {b.lhs_scale, b.lhs_scale == nullptr ? 0 : p.batch * p.m * 4};
+}
 inline Extent PackedExtent(const QuantizedMatmul& p, const Buffers& b) {
   return {b.packed, p.num_weights * PackedBytes(p)};
 }
@@ -64,7 +67,7 @@ inline Extent OutExtent(const QuantizedMatmul& p, const Buffers& b) {
 
 // Everything that a product reads, except a residual that lies exactly where out does: each of its elements is read by
 // the thread that overwrites it.
-inline std::array<Extent, 8> OperandExtents(const QuantizedMatmul& p, const Buffers& b) {
+inline std::array<Extent, 9> OperandExtents(const QuantizedMatmul& p, const Buffers& b) {
   const Epilogue& e = p.epilogue;
   const int64_t weights = p.batch * p.weights_per_element();
   const bool in_place = b.residual == b.out && e.residual == p.out;
@@ -78,7 +81,8 @@ inline std::array<Extent, 8> OperandExtents(const QuantizedMatmul& p, const Buff
           PermutationExtent(p, b),
           or_none(b.index, weights * 4),
           or_none(b.bias, weights * p.n * SizeOf(e.bias)),
-          or_none(in_place ? nullptr : b.residual, p.batch * p.m * p.n * SizeOf(e.residual))};
+          or_none(in_place ? nullptr : b.residual, p.batch * p.m * p.n * SizeOf(e.residual)),
+          LhsScaleExtent(p, b)};
 }
 
 // Advances the buffers to weight number `first`.
@@ -91,6 +95,7 @@ inline void SkipWeights(const QuantizedMatmul& p, int64_t first, Buffers* b) {
 // Advances the buffers to row number `first`, counted over the whole batch.
 inline void SkipRows(const QuantizedMatmul& p, int64_t first, Buffers* b) {
   b->lhs = Offset(b->lhs, first * p.lhs_columns() * SizeOf(p.lhs));
+  b->lhs_scale = Offset(b->lhs_scale, first * 4);
   b->gathered = Offset(b->gathered, first * p.lhs_columns() * SizeOf(p.lhs));
   b->out = Offset(b->out, first * p.out_columns() * SizeOf(p.out));
   b->residual = Offset(b->residual, first * p.out_columns() * SizeOf(p.epilogue.residual));

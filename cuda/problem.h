@@ -17,7 +17,7 @@ struct Epilogue {
   // Weights come in pairs: batch element b multiplies the weights 2 b (gate) and 2 b + 1 (up), or the two that
   // index lists there.
   bool gated = false;
-  // Types of Buffers::bias and Buffers::residual if present: the type of lhs, or float32.
+  // Types of Buffers::bias and Buffers::residual if present: QuantizedMatmul::floats(), or float32.
   ElementType bias = ElementType::kF32, residual = ElementType::kF32;
 };
 
@@ -50,6 +50,8 @@ struct QuantizedMatmul {
   // Whether lhs and its permutation, and weights with their scales and zeros, begin at multiples of 16 bytes.
   bool lhs_aligned = true, weights_aligned = true;
 
+  // The type of scales, results, biases and residuals that are not float32: that of lhs, or, of an lhs of 8 bits, bf16.
+  JAXLOWBIT_HOST_DEVICE constexpr ElementType floats() const { return Is8Bit(lhs) ? ElementType::kBf16 : lhs; }
   constexpr int64_t lhs_columns() const { return transposed ? n : k; }
   constexpr int64_t out_columns() const { return transposed ? k : n; }
   constexpr int64_t n_blocks() const { return CeilDiv(n, kAtom); }
@@ -77,8 +79,12 @@ constexpr int64_t GroupSize(int64_t size, int64_t k) {
 // element b, or weight 0 if there is only one. With permuted parts, stored row r of a part is its row
 // `permutation[r]`, clamped to the part; a kernel that does not gather lhs itself reads `gathered`, lhs in the order of
 // the stored rows.
+//
+// An lhs of 8 bits has a scale for each row, a token, which multiplies results before the epilogue. Its columns are
+// interleaved as the instruction takes them beside packed weights: of each 16, column 8 v + r is stored at 2 r + v.
 struct Buffers {
   const void* lhs = nullptr;             // [batch, m, lhs_columns]
+  const float* lhs_scale = nullptr;      // [batch, m], of an lhs of 8 bits
   const uint32_t* packed = nullptr;      // [num_weights, n_blocks, k_blocks, words_per_atom]
   const void* scale = nullptr;           // [num_weights, n_blocks, groups, 64]
   const void* zero = nullptr;            // [num_weights, n_blocks, groups, 64]

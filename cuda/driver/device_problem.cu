@@ -40,6 +40,8 @@ __device__ float Load(const void* data, ElementType type, int64_t i) {
       return static_cast<float>(static_cast<const __nv_fp8_e8m0*>(data)[i]);
     case ElementType::kE4m3:
       return static_cast<float>(static_cast<const __nv_fp8_e4m3*>(data)[i]);
+    case ElementType::kInt8:
+      return static_cast<const int8_t*>(data)[i];
   }
   return 0.0f;
 }
@@ -60,6 +62,10 @@ __device__ void Store(void* data, ElementType type, int64_t i, float value) {
       return;
     case ElementType::kE4m3:
       static_cast<__nv_fp8_e4m3*>(data)[i] = __nv_fp8_e4m3(value);
+      return;
+    case ElementType::kInt8:  // a normal value becomes some 30 of 127
+      static_cast<int8_t*>(data)[i] =
+          static_cast<int8_t>(fminf(fmaxf(rintf(value * 30), -127), 127));
       return;
   }
 }
@@ -202,6 +208,7 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* 
       const int64_t part = p.k / p.permuted_parts;
       at = j / part * part + min(max(int64_t{b.permutation[j]}, int64_t{0}), part - 1);
     }
+    if (Is8Bit(p.lhs)) at = j / 16 * 16 + j % 8 * 2 + j / 8 % 2;  // interleaved (problem.h)
     const double x = Load(b.lhs, p.lhs, row * lhs_columns + at);
     const double term = w * x;
     lhs_sum += fabs(x);
@@ -210,12 +217,18 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* 
     // Every step, from that of the product on, rounds its accumulator once or twice.
     if (half_steps > 0) half_magnitude += 2 * (half_steps - j / 16 % half_steps) * fabs(term);
   }
-  const double u_lhs = p.lhs == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
-  const double u = p.scale_sums ? 0x1p-24 : u_lhs;  // the rounding of weights
+  const double u_lhs = p.floats() == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
+  // The rounding of weights; or that of sums of float8 products, of which tensor cores keep 13 bits below the largest.
+  const double u = p.scale_sums || p.lhs == ElementType::kInt8 ? 0x1p-24 : u_lhs;
   // Half the spacing of subnormals, for weights too small to keep their digits.
-  const double tiny = p.lhs == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
+  const double tiny = p.floats() == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
   const double half = 0x1p-11 * half_magnitude + (half_steps > 0 ? lhs_columns * 0x1p-28 : 0);
-  const double bound = (u + lhs_columns * 0x1p-24) * magnitude + tiny * lhs_sum + half;
+  double bound = (u + lhs_columns * 0x1p-24) * magnitude + tiny * lhs_sum + half;
+  if (b.lhs_scale != nullptr) {
+    const double token = b.lhs_scale[row];
+    sum *= token;
+    bound = bound * token + 0x1p-23 * fabs(sum);
+  }
   if (b.bias == nullptr) return {sum, bound};
   const double bias = Load(b.bias, p.epilogue.bias, position * p.n + column);
   return {sum + bias, bound + 0x1p-24 * (fabs(sum) + fabs(bias))};
@@ -262,9 +275,9 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, const float* numbers
     result.value += residual;
     result.bound += 0x1p-24 * (fabs(result.value) + fabs(residual));
   }
-  const double u_lhs = p.lhs == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
+  const double u_lhs = p.floats() == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
   const double u_out = p.out == ElementType::kF32 ? 0x1p-24 : u_lhs;
-  const double tiny = p.lhs == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
+  const double tiny = p.floats() == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
   const double bound = result.bound + u_out * (fabs(result.value) + result.bound) + tiny;
   double ratio = fabs(double{Load(b.out, p.out, i)} - result.value) / bound;
   if (!(ratio < 1e300)) ratio = 1e300;
@@ -337,6 +350,7 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
       codebook_(NumbersOf(problem)),
       numbers_(static_cast<int64_t>(codebook_.size() * sizeof(float))),
       lhs_(problem.batch * problem.m * problem.lhs_columns() * SizeOf(problem.lhs)),
+      lhs_scale_(Is8Bit(problem.lhs) ? problem.batch * problem.m * 4 : 0),
       packed_(copies * AllPackedBytes(problem)),
       scale_(copies * Groups(problem) * problem.scale_bytes()),
       zero_(copies * Groups(problem) * problem.zero_bytes()),
@@ -352,6 +366,7 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
       zero_stride_(zero_.bytes() / copies) {
   const ElementType none = ElementType::kF32;
   Random(lhs_, Fill::kNormal, problem.lhs, problem.batch * problem.m * problem.lhs_columns(), seed);
+  Random(lhs_scale_, Fill::kScale, none, lhs_scale_.bytes() / 4, seed + 8);
   Check(cudaMemcpy(numbers_.data(), codebook_.data(), numbers_.bytes(), cudaMemcpyHostToDevice),
         "cudaMemcpy");
   Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1, 0, problem.codebook);
@@ -376,6 +391,7 @@ Buffers DeviceProblem::buffers(int copy) const {
   };
   Buffers buffers;
   buffers.lhs = lhs_.data();
+  if (Is8Bit(problem_.lhs)) buffers.lhs_scale = static_cast<const float*>(lhs_scale_.data());
   buffers.packed = reinterpret_cast<const uint32_t*>(at(packed_, packed_stride_));
   buffers.scale = at(scale_, scale_stride_);
   buffers.zero = problem_.zero == ZeroKind::kNone ? nullptr : at(zero_, zero_stride_);
@@ -429,7 +445,7 @@ uint64_t DeviceProblem::Digest() const {
 
 std::string Describe(const QuantizedMatmul& p, const Optional& optional) {
   const auto name = [](ElementType type) {
-    constexpr const char* kNames[] = {"f32", "bf16", "f16", "e8m0", "e4m3"};
+    constexpr const char* kNames[] = {"f32", "bf16", "f16", "e8m0", "e4m3", "int8"};
     return kNames[static_cast<int>(type)];
   };
   char text[160];

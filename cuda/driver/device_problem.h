@@ -65,7 +65,7 @@ class DeviceProblem {
   Optional optional_;
   std::vector<float> codebook_;  // its numbers; none for integers
   DeviceBuffer numbers_;         // those of the codebook, on the GPU
-  DeviceBuffer lhs_, packed_, scale_, zero_, index_, permutation_, gathered_, bias_, residual_,
+  DeviceBuffer lhs_, lhs_scale_, packed_, scale_, zero_, index_, permutation_, gathered_, bias_, residual_,
       out_, workspace_;
   int64_t packed_stride_, scale_stride_, zero_stride_;  // bytes of one set
 };

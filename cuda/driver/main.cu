@@ -16,6 +16,7 @@
 //                           --n N,N,... --k K,K,... (in pairs; default: five real shapes)
 //                           --m M,M,... --bits B --group G --zero --float-zero --transposed
 //                           --codebook table|e2m1|e4m3|e5m2 --scale float32|e8m0|e4m3
+//                           --lhs int8|e4m3 (quantized activations)
 //                           --scale-sums --f16 --half-sums
 //                           --pdl (all but the first launch use programmatic dependent launch);
 //                           --permuted (rows of the weight in a permuted order);
@@ -185,6 +186,18 @@ void ForEachType(const Formats& formats, F visit) {
         if (format.lhs == ElementType::kF16 && !transposed) visit(problem);
       }
     });
+    ForEachByteFormat(bits, [&](const InstanceKey& format) {
+      const auto& of_interest = formats.codebooks;
+      if (std::find(of_interest.begin(), of_interest.end(), format.codebook) == of_interest.end()) {
+        return;
+      }
+      QuantizedMatmul problem;
+      problem.lhs = format.lhs;
+      problem.scale = format.scale;
+      problem.bits = bits;
+      problem.codebook = format.codebook;
+      visit(problem);
+    });
   }
 }
 
@@ -212,13 +225,18 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
         const int64_t sizes[] = {16, 32, 48, 64, 96, 128, 256, -1};
         problem.group_size = sizes[seed % 8];
         problem.m = m, problem.n = n, problem.k = k;
-        problem.out = seed % 3 == 0 ? ElementType::kF32 : problem.lhs;
+        if (Is8Bit(problem.lhs)) {  // takes fewer of these
+          const int64_t taken[] = {64, 128, 256, -1};
+          problem.group_size = taken[seed % 4];
+          problem.k = CeilDiv(k, 16) * 16;
+        }
+        problem.out = seed % 3 == 0 ? ElementType::kF32 : problem.floats();
         problem.batch = seed % 5 == 0 ? 3 : 1;
         problem.num_weights = problem.batch;
         Optional optional;
         optional.index = seed % 10 == 0;
         if (optional.index) problem.num_weights = 2;
-        problem.permuted_parts = problem.transposed || seed % 7 > 2 ? 0
+        problem.permuted_parts = problem.transposed || Is8Bit(problem.lhs) || seed % 7 > 2 ? 0
                                  : k % 2 == 0                       ? seed % 7
                                                                     : seed % 7 % 2;
         problem.epilogue = {};
@@ -232,8 +250,8 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
         if (!optional.index) problem.num_weights = problem.batch * problem.weights_per_element();
         optional.bias = turn % 3 != 0;
         optional.residual = turn % 7 < 4;
-        problem.epilogue.bias = turn % 4 < 2 ? problem.lhs : ElementType::kF32;
-        problem.epilogue.residual = turn % 11 < 6 ? problem.lhs : ElementType::kF32;
+        problem.epilogue.bias = turn % 4 < 2 ? problem.floats() : ElementType::kF32;
+        problem.epilogue.residual = turn % 11 < 6 ? problem.floats() : ElementType::kF32;
         ++turn;
         cases.push_back({problem, optional, seed, placed++, false, Choices(problem, turn)});
       }
@@ -266,7 +284,8 @@ Tally CheckInstances(const Formats& formats, uint64_t stride) {
       tally.Add(IsRight(one.problem, data, choice, kAll));
       if (one.with_pdl) tally.Add(IsRightWithPdl(one.problem, data, choice));
     }
-    tally.Add(IsRightPlaced(one.problem, data, one.placed));
+    // No kernel takes 8 bits from odd places.
+    if (!Is8Bit(one.problem.lhs)) tally.Add(IsRightPlaced(one.problem, data, one.placed));
   }
   return tally;
 }
@@ -332,7 +351,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
                "[STRIDE] | "
                "time | choices "
                "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
-               "[--codebook C] [--scale S] "
+               "[--codebook C] [--scale S] [--lhs int8|e4m3] "
                "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
                "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] "
                "[--split S,...] [--slices L,...] [--peers 1|2] "
@@ -395,7 +414,7 @@ std::vector<QuantizedMatmul> ProblemsOf(
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
       problem.num_weights = problem.weights_per_element();
-      problem.epilogue.bias = problem.epilogue.residual = problem.lhs;
+      problem.epilogue.bias = problem.epilogue.residual = problem.floats();
       if (const Support support = Supports(problem, DeviceInfo(0)); !support) {
         std::fprintf(stderr, "driver: %s: %s\n", Describe(problem, options.optional).c_str(),
                      support.reason.c_str());
@@ -467,6 +486,12 @@ ElementType FindScale(const std::string& name) {
   Usage("unknown type of scales");
 }
 
+ElementType FindLhs(const std::string& name) {
+  if (name == "int8") return ElementType::kInt8;
+  if (name == "e4m3") return ElementType::kE4m3;
+  Usage("unknown type of lhs");
+}
+
 Kernel FindKernel(const std::string& name) {
   const auto found = std::find(std::begin(kKernelNames), std::end(kKernelNames), name);
   if (found == std::end(kKernelNames)) Usage("unknown kernel");
@@ -512,6 +537,8 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.codebook = FindCodebook(argv[++i]);
     } else if (flag == "--scale") {
       options.problem.scale = FindScale(argv[++i]);
+    } else if (flag == "--lhs") {
+      options.problem.lhs = FindLhs(argv[++i]);
     } else if (flag == "--seconds") {
       options.seconds = std::atof(argv[++i]);
     } else if (flag == "--activation") {

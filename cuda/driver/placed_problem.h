@@ -11,7 +11,18 @@
 namespace jaxlowbit::driver {
 
 // Operands by number, in the order of OperandExtents, and the result.
-enum PlacedBuffer { kLhs, kPacked, kScale, kZero, kPermutation, kIndex, kBias, kResidual, kOut };
+enum PlacedBuffer {
+  kLhs,
+  kPacked,
+  kScale,
+  kZero,
+  kPermutation,
+  kIndex,
+  kBias,
+  kResidual,
+  kLhsScale,
+  kOut
+};
 
 // Bit i of `odd`: buffer number i begins at an odd element; all others begin at multiples of 16 bytes. Out overlaps
 // operand `under`, or none if that is kOut: half of out lies before the operand's first byte (`shift` 0), or out

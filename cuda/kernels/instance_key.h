@@ -37,7 +37,8 @@ struct InstanceKey {
     number = number << 4 | static_cast<uint32_t>(bits);
     number = number << 3 | static_cast<uint32_t>(codebook);
     number = number << 3 | static_cast<uint32_t>(scale);
-    for (int field : {static_cast<int>(zero), static_cast<int>(lhs), static_cast<int>(family)}) {
+    number = number << 3 | static_cast<uint32_t>(lhs);
+    for (int field : {static_cast<int>(zero), static_cast<int>(family)}) {
       number = number << 2 | static_cast<uint32_t>(field);
     }
     return number;
@@ -54,6 +55,7 @@ constexpr bool IsBuilt(Family family, const Format& format) {
   for (int width : kKernelBits) has_width |= width == format.bits;
   const bool hopper = family == Family::kSm90 || family == Family::kSm90Stream;
   return has_width && format.codebook == Codebook::kNone && !Is8Bit(format.scale) &&
+         !Is8Bit(format.lhs) &&
          (!hopper || (format.scale != ElementType::kF32 && format.zero != ZeroKind::kFloat));
 }
 constexpr bool IsBuilt(const InstanceKey& key) { return IsBuilt(key.family, key); }
@@ -102,11 +104,32 @@ void ForEachFormat(Family family, int bits, Visit visit) {
   }
 }
 
+// Whether an lhs of 8 bits multiplies weights as they stand (device/format/bytes.cuh).
+constexpr bool TakesBytes(ElementType lhs, int bits, Codebook codebook) {
+  if (lhs == ElementType::kInt8) return codebook == Codebook::kNone && (bits == 4 || bits == 8);
+  return bits == 4 ? codebook == Codebook::kNone || codebook == Codebook::kE2m1
+                   : codebook == Codebook::kE4m3;
+}
+
+// Calls visit(key) with a key of each combination of types and codebooks that an lhs of 8 bits multiplies.
+template <typename Visit>
+void ForEachByteFormat(int bits, Visit visit) {
+  for (ElementType lhs : {ElementType::kInt8, ElementType::kE4m3}) {
+    for (int number = 0; number < kNumCodebooks; ++number) {
+      const auto codebook = static_cast<Codebook>(number);
+      if (!HasCodebook(bits, codebook) || !TakesBytes(lhs, bits, codebook)) continue;
+      for (ElementType scale : {ElementType::kF32, ElementType::kBf16}) {
+        visit(InstanceKey{Family::kSm90, lhs, scale, ZeroKind::kNone, bits, codebook, 0});
+      }
+    }
+  }
+}
+
 // How C++ names a type of elements, a kind of zeros, and a codebook, which is the last argument of an instance and is
 // left out of those for integers.
 inline std::string CudaName(ElementType type) {
   constexpr const char* kNames[] = {"float", "__nv_bfloat16", "__half", "jaxlowbit::E8m0",
-                                    "jaxlowbit::E4m3"};
+                                    "jaxlowbit::E4m3", "int8_t"};
   return kNames[static_cast<int>(type)];
 }
 inline std::string LastArgument(Codebook codebook) {

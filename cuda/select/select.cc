@@ -106,12 +106,19 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   if (!Contains(kKernelBits, problem.bits) && !Contains(kCompiledBits, problem.bits)) {
     return {"the kernels do not read weights of " + number(problem.bits) + " bits"};
   }
-  if (problem.lhs != ElementType::kBf16 && problem.lhs != ElementType::kF16) {
-    return {"the kernels take bfloat16 or float16 lhs"};
+  if (problem.lhs == ElementType::kF32 || problem.lhs == ElementType::kE8m0) {
+    return {"the kernels take bfloat16, float16, int8 or float8_e4m3fn lhs"};
   }
   const auto lhs_or_float32 = [&](ElementType type) {
-    return type == ElementType::kF32 || type == problem.lhs;
+    return type == ElementType::kF32 || type == problem.floats();
   };
+  if (Is8Bit(problem.lhs) &&
+      (!TakesBytes(problem.lhs, problem.bits, problem.codebook) || Is8Bit(problem.scale) ||
+       problem.zero != ZeroKind::kNone || problem.transposed || problem.permuted_parts > 0)) {
+    return {
+        "an lhs of 8 bits multiplies integers of 4 bits, or int8 those of 8 and float8 e2m1 and "
+        "e4m3, with scales of 16 or 32 bits, without zeros, transposition and permutation"};
+  }
   if (!lhs_or_float32(problem.scale) && !Is8Bit(problem.scale)) {
     return {"the kernels take scales of the dtype of lhs, float32 or 8 bits"};
   }
@@ -152,6 +159,9 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
 
 Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
   Support support = Supports(problem, device);
+  if (support && Is8Bit(problem.lhs) && kernel != Kernel::kQmmSm90) {
+    return {"it multiplies an lhs of 16 bits"};
+  }
   if (support && kernel != Kernel::kQmmSm80) support = SupportsOnHopper(kernel, problem, device);
   return support ? DecisionOf(kernel).supports_problem(problem, device) : support;
 }

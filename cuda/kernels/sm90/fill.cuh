@@ -23,7 +23,7 @@ class StageFiller {
     const int up = gated ? static_cast<int>(StripOf(p_, task.tile, 1)) : 0;
     const bool last = task.tile.m0 + I::kM > p_.m;
     const int rows = (last ? p_.last_rows : p_.lhs_rows) << p_.peer_shift;
-    const int stage_bytes = p_.plan.bytes.packed + I::kStageAtoms * rows * kLhsRowBytes;
+    const int stage_bytes = p_.plan.bytes.packed + I::kLhsBlocks * rows * kLhsRowBytes;
 #pragma unroll 1
     for (int atom = task.atom_begin; atom < task.atom_end; atom += I::kStageAtoms) {
       const Stage stage = {atom, FirstGroup(p_, atom), memory_.stage(p_.plan, cursor.slot),
@@ -73,16 +73,17 @@ class StageFiller {
     }
   }
 
-  // `last`: of a tile with fewer rows than others.
+  // `last`: of a tile with fewer rows than others. Columns of the map are 16 bits.
   __device__ void LoadLhs(const Stage& stage, const Tile& tile, bool last) const {
     if (p_.lhs_in_atoms && !last) {
       TmaLoad(stage.memory, &p_.lhs, 0, tile.m0, stage.atom, tile.batch, stage.full);
       return;
     }
 #pragma unroll
-    for (int i = 0; i < I::kStageAtoms; ++i) {
+    for (int i = 0; i < I::kLhsBlocks; ++i) {
       const int atom = stage.atom + i, block = p_.lhs_in_atoms ? atom : 0;
-      const int column = p_.lhs_in_atoms ? 0 : atom * static_cast<int>(kAtom);
+      const int column =
+          p_.lhs_in_atoms ? 0 : atom * static_cast<int>(kAtom * sizeof(typename I::T)) / 2;
       const int part = rank_ * (last ? p_.last_rows : p_.lhs_rows);
       const uint32_t target = stage.memory + i * I::kLhsBytes + part * kLhsRowBytes;
       const CUtensorMap* map = last ? &p_.last_lhs : &p_.lhs;

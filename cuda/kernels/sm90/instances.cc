@@ -28,6 +28,11 @@ std::vector<InstanceKey> InstancesOf(int bits) {
   ForEachFormat(Family::kSm90, bits, [&](InstanceKey key) {
     for (key.variant = 0; key.variant < kNumTiles; ++key.variant) keys.push_back(key);
   });
+  ForEachByteFormat(bits, [&](InstanceKey key) {
+    for (key.variant = 0; key.variant < kNumTiles; ++key.variant) {
+      if (kTiles[key.variant].takes_bytes()) keys.push_back(key);
+    }
+  });
   return keys;
 }
 

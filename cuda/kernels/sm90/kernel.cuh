@@ -31,6 +31,7 @@
 
 #include "cuda/kernels/sm90/fill.cuh"
 #include "cuda/kernels/sm90/multiply.cuh"
+#include "cuda/kernels/sm90/multiply_bytes.cuh"
 #include "cuda/kernels/sm90/params.cuh"
 #include "cuda/kernels/sm90/reduce.cuh"
 #include "cuda/kernels/sm90/store.cuh"
@@ -81,7 +82,8 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     __syncwarp();
   } else {
     if constexpr (I::kMovesRegisters) AcquireRegisters<I::kMultiplyRegisters>();
-    const TileMultiplier<I> multiplier(p, memory);
+    using Multiplier = std::conditional_t<I::kBytes, ByteMultiplier<I>, TileMultiplier<I>>;
+    const Multiplier multiplier(p, memory);
     TileStorer<I> storer(p, memory);
     WaitForArrivals();
     WaitForPreviousKernels();

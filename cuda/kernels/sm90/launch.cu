@@ -42,8 +42,9 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.aligned = !p.out_float && SupportsTma(problem.n) && IsAligned(buffers.out);
   p.epilogue = EpilogueOf(problem, buffers);
   p.table = TableOf(problem, buffers);
+  p.lhs_scale = buffers.lhs_scale;
   const bool loads_residual = buffers.residual != nullptr &&
-                              problem.epilogue.residual == problem.lhs && !problem.epilogue.gated &&
+                              problem.epilogue.residual == problem.floats() && !problem.epilogue.gated &&
                               IsAligned(buffers.residual);
   p.form = p.aligned && (loads_residual || buffers.residual == nullptr) ? FormOf(problem.epilogue)
                                                                         : Form::kOther;
@@ -53,7 +54,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.n = static_cast<int>(problem.n);
   p.plan = PlanOf(problem, tile);
   p.lhs_rows = tile.m / choice.peers;
-  p.lhs_in_atoms = choice.peers == 1 && problem.k % kAtom == 0;
+  p.lhs_in_atoms = choice.peers == 1 && problem.k % kAtom == 0 && !Is8Bit(problem.lhs);
   // Swizzled tiles are multiples of 8 rows.
   p.last_rows = static_cast<int>(CeilDiv(p.m % tile.m, 8 * choice.peers)) * 8;
   p.group_bytes = p.plan.bytes.scales + p.plan.bytes.zeros;
@@ -79,11 +80,12 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
 cudaError_t DescribeOperands(const QuantizedMatmul& problem, const Buffers& buffers,
                              const TileShape& tile, Params& p) {
   const int64_t k_blocks = p.lhs_in_atoms ? problem.k_blocks() : 1;
-  const Matrices lhs = {problem.batch, k_blocks, problem.m, problem.k};
-  cudaError_t error = DescribeBlocks(buffers.lhs, problem.lhs, lhs, p.lhs_rows,
+  // Two columns of 8 bits are one of 16.
+  const Matrices lhs = {problem.batch, k_blocks, problem.m, problem.k * SizeOf(problem.lhs) / 2};
+  cudaError_t error = DescribeBlocks(buffers.lhs, problem.floats(), lhs, p.lhs_rows,
                                      p.lhs_in_atoms ? tile.stage_atoms : 1, &p.lhs);
   if (error == cudaSuccess && p.last_rows > 0) {
-    error = DescribeBlocks(buffers.lhs, problem.lhs, lhs, p.last_rows, 1, &p.last_lhs);
+    error = DescribeBlocks(buffers.lhs, problem.floats(), lhs, p.last_rows, 1, &p.last_lhs);
   }
   if (error != cudaSuccess) return error;
   constexpr int64_t kRowBytes = 128;
@@ -161,8 +163,8 @@ cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, const
                   static_cast<unsigned>(tile.cta_strips() / problem.weights_per_element()),
                   static_cast<unsigned>(schedule.tail_tiles));
   const LaunchConfig reduce(grid, kReduceThreads, 0, stream, true);
-  const auto kernel = problem.lhs == ElementType::kBf16 ? ReduceTailKernel<__nv_bfloat16>
-                                                        : ReduceTailKernel<__half>;
+  const auto kernel = problem.floats() == ElementType::kBf16 ? ReduceTailKernel<__nv_bfloat16>
+                                                             : ReduceTailKernel<__half>;
   return cudaLaunchKernelEx(&reduce.config, kernel, p, tile.cta_strips(), tile.m);
 }
 

@@ -20,6 +20,7 @@
 #include "cuda/device/packed.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/device/wgmma.cuh"
+#include "cuda/kernels/sm90/free.cuh"
 #include "cuda/kernels/sm90/params.cuh"
 
 namespace jaxlowbit::sm90 {
@@ -59,7 +60,7 @@ class TileMultiplier : Table<I::kCodebook> {
   static constexpr int kBits = I::kBits;
 
   __device__ TileMultiplier(const Params& p, Memory memory)
-      : Table<I::kCodebook>(p.table), p_(p), memory_(memory) {
+      : Table<I::kCodebook>(p.table), p_(p), memory_(memory), releaser_(p, memory) {
     const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
     packed_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstTmaWord<kBits>(warp * 32 + lane));
@@ -71,12 +72,6 @@ class TileMultiplier : Table<I::kCodebook> {
     }
     row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
     strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
-    if constexpr (kWarpArrivals == 1) {
-      const int rank = p.peer_shift == 0 ? ClusterRank() : lane;
-      free_ = Keep(lane < 1 << p.peer_shift ? MapToRank(memory.empty(0), rank) : 0);
-    } else {
-      free_ = p.peer_shift > 0 ? MapToRank(memory.empty(0), ClusterRank() ^ 1) : 0;
-    }
   }
 
   // Multiplies all atoms of a task. The previous kernels have ended.
@@ -154,15 +149,6 @@ class TileMultiplier : Table<I::kCodebook> {
     int group_atoms, group_rows;  // of a group; of all groups of an atom
   };
 
-  // Releases a stage that this warp has read, so that the producers of all peers may overwrite it. All lanes come from
-  // a wait for the warp's products.
-  __device__ void Free(int slot) const {
-    if constexpr (kWarpArrivals != 1) {
-      if (slot >= 0) Arrive(memory_.empty(slot));
-    }
-    ArriveRemoteAfterReads(free_ + slot * kBarrierBytes, slot >= 0 && free_ != 0);
-  }
-
   // Whether every stage lies in one group, and StageRows take all scales of the warpgroup's part of a task.
   __device__ bool TakesStageRows(const Task& task) const {
     if (p_.groups_per_atom > 1 || p_.atoms_per_group.divisor % I::kStageAtoms != 0) return false;
@@ -224,7 +210,7 @@ class TileMultiplier : Table<I::kCodebook> {
     if (kTogether > 1 && state.atom < end) MultiplyAtoms<1>(state, pairs, acc);
     WaitProducts<0>();
     KeepAll(acc);
-    Free(state.previous);
+    releaser_.Free(state.previous);
     cursor = state.cursor;
   }
 
@@ -268,7 +254,7 @@ class TileMultiplier : Table<I::kCodebook> {
           uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];
           const int first = unit * kUnitSteps;
           if (kLate) WaitProducts<1>();
-          if (kLate && in_stage_unit == 1) Free(state.previous);
+          if (kLate && in_stage_unit == 1) releaser_.Free(state.previous);
 #pragma unroll
           for (int step = 0; step < kUnitSteps; ++step) {
             constexpr int kMiddle = kStepsPerAtom / 2;
@@ -295,7 +281,7 @@ class TileMultiplier : Table<I::kCodebook> {
           }
           CommitProducts();
           if (!kLate) WaitProducts<1>();
-          if (!kLate && in_stage_unit == 0) Free(state.previous);
+          if (!kLate && in_stage_unit == 0) releaser_.Free(state.previous);
         }
       }
       if (kGroups && --state.left == 0) {
@@ -322,10 +308,10 @@ class TileMultiplier : Table<I::kCodebook> {
 
   const Params& p_;
   const Memory memory_;
+  const StageReleaser releaser_;
   // Where this lane reads in a stage, for the warpgroup's first strip: packed weights, in bytes, and scales, in rows.
   int packed_, row_, strip_rows_;
   int second_, third_;  // from the words of the first plane to those of the others
-  uint32_t free_;       // the peer's barrier that this lane tells of free stages, or 0
 };
 
 }  // namespace jaxlowbit::sm90

@@ -6,6 +6,8 @@
 
 #include <cuda.h>
 
+#include <type_traits>
+
 #include "cuda/device/barrier.cuh"
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/codebook_rows.cuh"
@@ -18,7 +20,7 @@
 
 namespace jaxlowbit::sm90 {
 
-inline constexpr int kLhsRowBytes = static_cast<int>(kAtom) * 2;  // of an atom
+inline constexpr int kLhsRowBytes = 128;  // of a block: an atom of k in 16 bits, or two in 8 bits
 
 // An instance: type of lhs, type of the scales, kind of zeros, width, number of its tile shape, codebook.
 template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kWidth, int kNumber,
@@ -26,6 +28,8 @@ template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kWidth, int
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
+  static constexpr bool kBytes = sizeof(T) == 1;
+  using Out = std::conditional_t<kBytes, __nv_bfloat16, T>;  // results, if they are not float32
   static constexpr ZeroKind kZero = kZeros;
   static constexpr int kBits = kWidth;
   static constexpr Codebook kCodebook = kNumbers;
@@ -41,7 +45,9 @@ struct Instance {
   static constexpr int kStageAtoms = kTile.stage_atoms;
   static constexpr int kWarps = 4 * kTile.warpgroups;  // consumers
   static constexpr int kThreads = kTile.threads();
-  static constexpr int kLhsBytes = kM * kLhsRowBytes;  // of an atom
+  static constexpr int kLhsBytes = kM * kLhsRowBytes;  // of a block
+  static constexpr int kLhsBlocks = kStageAtoms * static_cast<int>(sizeof(T)) / 2;  // of a stage
+  static_assert(!kBytes || kTile.takes_bytes());
   // Registers of a thread: at launch, of a consumer, of a producer.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;
@@ -74,8 +80,8 @@ struct Params {
   const void* scale;
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out_data;
-  bool out_float;        // float32 out; else the type of lhs
-  bool aligned;          // rows of out begin at multiples of 16 bytes, and out has the type of lhs
+  bool out_float;        // float32 out; else Instance::Out
+  bool aligned;          // rows of out begin at multiples of 16 bytes, and out is not float32
   bool residual_by_tma;  // rows of the residual do too, and form is not kOther
   Form form;
   int64_t num_weights;
@@ -106,6 +112,7 @@ struct Params {
   Plan plan;
   EpilogueParams epilogue;
   TableParams table;
+  const float* lhs_scale;  // [batch, m], of an lhs of 8 bits
 };
 
 // A position in the product.

@@ -22,7 +22,7 @@ Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
   if (problem.epilogue.gated && bytes && plan.stage_groups % 2 != 0) ++plan.stage_groups;
   const int per_group = tile.cta_strips() * plan.stage_groups * static_cast<int>(kAtom);
   plan.bytes = {
-      tile.stage_atoms * tile.m * static_cast<int>(kAtom) * 2,
+      tile.stage_atoms * tile.m * static_cast<int>(kAtom * SizeOf(problem.lhs)),
       tile.stage_atoms * tile.cta_strips() * static_cast<int>(kAtom * kAtom) * problem.bits / 8,
       per_group * static_cast<int>(problem.scale_bytes()),
       per_group * static_cast<int>(problem.zero_bytes())};

@@ -34,6 +34,11 @@ struct TileShape {
     const bool halves = m % (2 * kStoreStep) == 0 && (m <= 192 || !has_large_stages());
     return cta_strips() % 2 == 0 && (strips == 2 || halves);
   }
+  // Whether registers hold, beside the sums of results, those of a group, which an lhs of 8 bits needs. A block of such
+  // an lhs, 128 bytes of a row, is two atoms of k: a stage.
+  constexpr bool takes_bytes() const {
+    return stage_atoms == 2 && warpgroups <= 2 && m * strips <= 160;
+  }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
 

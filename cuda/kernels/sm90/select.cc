@@ -29,6 +29,15 @@ bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile)
 
 Support SupportsProblem(const QuantizedMatmul& problem, const Device&) {
   if (problem.k % 8 != 0) return {"k must be a multiple of 8"};
+  if (Is8Bit(problem.lhs)) {
+    if (problem.k % 16 != 0) return {"k of an lhs of 8 bits must be a multiple of 16"};
+    if (problem.group_size > 64 && problem.group_size % (2 * kAtom) != 0) {
+      return {"groups beside an lhs of 8 bits must be of 64, or of multiples of 128"};
+    }
+    if (problem.group_size > 0 && problem.group_size < 64) {
+      return {"groups beside an lhs of 8 bits must be of 64, or of multiples of 128"};
+    }
+  }
   const bool sixteens =
       problem.group_size == 16 && HasSixteens(problem.codebook, problem.scale_bytes());
   if (problem.group_size > 0 && problem.group_size != 32 && problem.group_size % kAtom != 0 &&
@@ -52,6 +61,7 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
   if (choice.tile < 0 || choice.tile >= kNumTiles) return {"tile is none of its tiles"};
   const TileShape& tile = kTiles[choice.tile];
   if (choice.block_m != tile.m) return {"block_m is not its tile's"};
+  if (Is8Bit(problem.lhs) && !tile.takes_bytes()) return {"its tile has no room for group sums"};
   // Nobody waits for a compiler to multiply by few rows.
   if (choice.tile >= kBuiltTiles && problem.m <= kMinTileM) return {"its tile is for more rows"};
   if (std::find(std::begin(kPeers), std::end(kPeers), choice.peers) == std::end(kPeers)) {

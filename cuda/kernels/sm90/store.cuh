@@ -43,7 +43,7 @@ __device__ inline void LoadTransposed(uint32_t shared, uint32_t (&matrices)[4]) 
 template <class I>
 class TileStorer {
  public:
-  using T = typename I::T;
+  using T = typename I::Out;
 
   __device__ TileStorer(const Params& p, Memory memory) : p_(p), memory_(memory) {}
 
