@@ -1,4 +1,4 @@
-"""`python -m jaxlowbit.info`: what was built, and what runs on this machine."""
+"""`python -m jaxlowbit.info`: what was built, what runs on this machine, and the formats."""
 
 import platform
 from collections.abc import Iterator
@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ._backends import call, extension
+from ._backends import call, custom_calls, extension
+from ._core.format import Format
+from ._core.format_table import NAMED, bits_per_weight
 from ._version import __version__
 
 
@@ -52,6 +55,21 @@ def _name(device: Any) -> str:
     return f"{device.device_kind} ({f'sm_{capability}' if capability else device.platform})"
 
 
+def formats() -> Iterator[tuple[str, str, str, str]]:
+    """The table of formats with names: what each takes, and what multiplies by it here."""
+    device = jax.devices()[0]
+    yield "format", "bits/weight", "groups", f"on the {_name(device)}, activations in bfloat16"
+    for name, format in NAMED.items():
+        group = "channel" if format.group_size == -1 else str(format.group_size)
+        yield name, f"{bits_per_weight(format):.4g}", group, _kernel(device, format)
+
+
+def _kernel(device: Any, format: Format) -> str:
+    custom_call = "cuda" if device.platform == "gpu" else device.platform
+    reason = custom_calls.unsupported(custom_call, jnp.dtype("bfloat16"), format)
+    return custom_call if reason is None else f"definition; {reason}"
+
+
 def _backends(device: Any) -> str:
     custom_call = {"cpu": "cpu", "gpu": "cuda"}.get(device.platform)
     if custom_call is None:
@@ -71,3 +89,6 @@ def _listed(value: object) -> str:
 if __name__ == "__main__":
     for topic, finding in report():
         print(f"{topic:16} {finding}")
+    print()
+    for name, bits, group, kernel in formats():
+        print(f"{name:16} {bits:12} {group:8} {kernel}")

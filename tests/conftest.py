@@ -50,6 +50,7 @@ NOT_OF_JAX = (
     "examples",
     "explain",
     "figures",
+    "format_tables",
     "formats",
     "install",  # run by `.ci/run wheel` on every JAX
     "jit",

@@ -28,6 +28,17 @@ def test_every_way_is_within_its_error_bound(bits, group_size):
         assert_within(got, oracle.exact[:m], bound[:m])
 
 
+def assert_every_way_is_within_its_bound(rhs: QuantizedArray) -> None:
+    rows = (1, 5, 17, 40)
+    rng = np.random.default_rng(1)
+    lhs = jnp.asarray(rng.standard_normal((max(rows), rhs.k)), jnp.bfloat16)
+    oracle = Oracle.of(lhs, dequantize(rhs))
+    bound = oracle.bound(lhs.dtype)
+    for m in rows:
+        got = np.asarray(matmul(lhs[:m], rhs, backend="cpu"))
+        assert_within(got, oracle.exact[:m], bound[:m])
+
+
 # One register of numbers, two, and more, some that bfloat16 holds and some that it does not.
 @pytest.mark.parametrize("group_size", [48, -1])
 @pytest.mark.parametrize("codebook", [2, 4, 5, 6, 7, 8, "e2m1", "e4m3"])
@@ -41,28 +52,16 @@ def test_every_way_of_a_codebook_is_within_its_error_bound(codebook, group_size)
     codes = np.flatnonzero(np.isfinite(format.values)).astype(np.uint8)
     scale = rng.uniform(0.5, 1, (-(-201 // group_size) if group_size > 0 else 1, 70))
     values = codes[rng.integers(0, len(codes), (201, 70))]
-    rhs = QuantizedArray.from_integers(values, scale.astype(np.float16), format=format)
-    lhs = jnp.asarray(rng.standard_normal((40, 201)), jnp.bfloat16)
-    oracle = Oracle.of(lhs, dequantize(rhs))
-    bound = oracle.bound(lhs.dtype)
-    for m in (1, 5, 17, 40):
-        got = np.asarray(matmul(lhs[:m], rhs, backend="cpu"))
-        assert_within(got, oracle.exact[:m], bound[:m])
+    assert_every_way_is_within_its_bound(
+        QuantizedArray.from_integers(values, scale.astype(np.float16), format=format)
+    )
 
 
 # Powers of two and 8-bit floats, beside lookups of one register, of bytes, and beside integers.
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "int3-g48-e4m3", "int8-channel-e8m0"])
 def test_every_way_of_8_bit_scales_is_within_its_error_bound(name):
-    rng = np.random.default_rng(0)
-    rhs = quantize(
-        jnp.asarray(rng.standard_normal((201, 70), dtype=np.float32)), parse_format(name)
-    )
-    lhs = jnp.asarray(rng.standard_normal((40, 201)), jnp.bfloat16)
-    oracle = Oracle.of(lhs, dequantize(rhs))
-    bound = oracle.bound(lhs.dtype)
-    for m in (1, 5, 17, 40):
-        got = np.asarray(matmul(lhs[:m], rhs, backend="cpu"))
-        assert_within(got, oracle.exact[:m], bound[:m])
+    weight = np.random.default_rng(0).standard_normal((201, 70), dtype=np.float32)
+    assert_every_way_is_within_its_bound(quantize(jnp.asarray(weight), parse_format(name)))
 
 
 @pytest.mark.parametrize("group_size", [48, 128])

@@ -122,14 +122,26 @@ def quantize_activations(activations: Any, dtype: Any = jnp.int8) -> QuantizedAc
             f"{caller}: activations are {checks.brief(array)}, but they are float32, bfloat16 or "
             "float16 (..., k), k from 1; cast or reshape them."
         )
-    floats = array.astype(jnp.float32)
-    reach = jnp.max(jnp.abs(floats), axis=-1, keepdims=True)
+    return rounded_tokens(array, reach(array), dtype)
+
+
+def reach(activations: Array) -> Array:
+    """The largest magnitude of each token, float32 (..., 1)."""
+    return jnp.max(jnp.abs(activations.astype(jnp.float32)), axis=-1, keepdims=True)
+
+
+def rounded_tokens(activations: Array, reach: Array, dtype: Any) -> QuantizedActivations:
+    """`quantize_activations` of tokens whose largest magnitude is `reach`.
+
+    It is that of the whole tokens where the activations are a part of each.
+    """
+    floats = activations.astype(jnp.float32)
     most = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     scale = jnp.where(reach > 0, jnp.maximum(reach / most, least(jnp.float32)), 1.0)
     scale = jnp.where(jnp.isfinite(reach), scale, jnp.nan)
     steps = jnp.where(jnp.isfinite(scale), jnp.clip(floats / scale, -most, most), 0)
     values = jnp.round(steps) if dtype == jnp.int8 else rounded(steps, dtype)
-    return QuantizedActivations(values.astype(dtype), scale, array.dtype)
+    return QuantizedActivations(values.astype(dtype), scale, activations.dtype)
 
 
 def value_dtype(caller: str, name: str, dtype: Any) -> Any:

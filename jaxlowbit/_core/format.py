@@ -172,7 +172,9 @@ MXFP4 = Format(bits=4, group_size=32, codebook="e2m1", scale="e8m0")
 MXFP8 = Format(bits=8, group_size=32, codebook="e4m3", scale="e8m0")
 NVFP4 = Format(bits=4, group_size=16, codebook="e2m1", scale="e4m3")
 
-_OWN = {"mxfp4": MXFP4, "mxfp8": MXFP8, "nvfp4": NVFP4}
+MICROSCALING = {"mxfp4": MXFP4, "mxfp8": MXFP8, "nvfp4": NVFP4}
+"""Formats whose names say nothing of their codebook, group size and scales."""
+
 _SCALE = rf"(?:-({'|'.join(SCALES)}))?"
 _NAME = re.compile(rf"(u?)int(\d+)(?:-(?:g(\d+)|(channel)))?(?:-(integer|float))?{_SCALE}")
 _CODEBOOK = re.compile(rf"({'|'.join(CODEBOOKS)})(?:-(?:g(\d+)|(channel)))?{_SCALE}")
@@ -192,8 +194,8 @@ def parse_format(text: str) -> Format:
 
     **Raises:** `ValueError` for other words, and for what `Format` refuses.
     """
-    if text.lower() in _OWN:
-        return _OWN[text.lower()]
+    if text.lower() in MICROSCALING:
+        return MICROSCALING[text.lower()]
     if (found := _CODEBOOK.fullmatch(text.lower())) is not None:
         name, group, channel, scale = found.groups()
         own = CODEBOOKS[name]
@@ -210,7 +212,7 @@ def parse_format(text: str) -> Format:
 def format_name(format: Format) -> str:
     """The name that `parse_format` reads, unless the codebook is one of the caller's."""
     if format.scale is not None:
-        own = next((name for name, known in _OWN.items() if known == format), None)
+        own = next((name for name, known in MICROSCALING.items() if known == format), None)
         return own or f"{format_name(format.replace(scale=None))}-{format.scale}"
     if format.codebook is not None:
         named = isinstance(format.codebook, str)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from .._core import activations
 from .._core.format import INT4, parse_format
 from .bench import SHAPES, bench
 from .generate import Generation, stream
@@ -41,6 +42,9 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("model", metavar="MODEL", help="a GGUF file, or a folder of safetensors")
         added.add_argument("--format", help="such as int4-g128, to quantize float weights by")
         added.add_argument("--dtype", help="of the activations: float32, bfloat16 or float16")
+        inputs = "to which blocks round the inputs of products with quantized weights"
+        dtypes = [str(dtype) for dtype in activations.VALUES]
+        added.add_argument("--activation-dtype", choices=dtypes, help=inputs)
         devices = "how many devices to divide the model over"
         added.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
         added.set_defaults(run=run)
@@ -81,13 +85,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _loaded(options: argparse.Namespace) -> LanguageModel:
     named = options.run is _bench and options.model in SHAPES and not Path(options.model).exists()
-    if named and options.format == "float":
-        return init(SHAPES[options.model], None, dtype=options.dtype, mesh=_mesh(options.devices))
-    format = None if options.format is None else parse_format(options.format)
-    mesh = _mesh(options.devices)
+    floats = named and options.format == "float"
+    format = None if options.format is None or floats else parse_format(options.format)
+    how: dict[str, Any] = {"dtype": options.dtype, "activation_dtype": options.activation_dtype}
+    how["mesh"] = _mesh(options.devices)
     if named:
-        return init(SHAPES[options.model], format or INT4, dtype=options.dtype, mesh=mesh)
-    return load(options.model, format=format, dtype=options.dtype, mesh=mesh)
+        return init(SHAPES[options.model], None if floats else format or INT4, **how)
+    return load(options.model, format=format, **how)
 
 
 def _mesh(devices: int) -> jax.sharding.Mesh | None:

@@ -9,6 +9,7 @@ from flax import nnx
 
 from .._core import checks
 from .._core.format import INT4, Format, as_format
+from .._flax import arguments
 from .config import Config, check_config
 from .load import read
 from .model import Decoder
@@ -55,6 +56,7 @@ def load(
     format: Format | str | None = None,
     rules: Any = None,
     dtype: Any = None,
+    activation_dtype: Any = None,
     scale_dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
@@ -70,6 +72,9 @@ def load(
       their names (`Config.shapes`); the first that matches decides, None leaves a matrix as it is.
     - `dtype`: that of activations, of the cache and of matrices that stay floats; None for bfloat16
       on a GPU and float32 on the CPU.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which the inputs of every
+      product of the blocks with a quantized matrix are rounded, with a scale for each token.
+      Embedding and head take floats.
     - `scale_dtype`: that of scales and float zeros; None keeps those of the file exact.
     - `mesh`: the devices to divide it over, as by `shard`; each weight is put there as soon as it
       is read. None for one device.
@@ -83,14 +88,16 @@ def load(
     name, for rules that decide about no matrix, and what `shard` raises.
     """
     dtype = default_dtype() if dtype is None else dtype
-    options = {"dtype": dtype, "scale_dtype": scale_dtype, "mesh": mesh, "progress": progress}
+    activation_dtype = arguments.activation_dtype("load", activation_dtype)
+    decoding = {"dtype": dtype, "activation_dtype": activation_dtype, "mesh": mesh}
+    options = {"scale_dtype": scale_dtype, "progress": progress}
     try:
-        checkpoint = read(path, format=format, rules=rules, **options)
+        checkpoint = read(path, format=format, rules=rules, **decoding, **options)
     except ValueError as error:
         if type(error) is not ValueError or str(error).startswith("load: "):
             raise
         raise ValueError(f"load: {error}") from None
-    decoder = Decoder(checkpoint.config, checkpoint.weights, dtype=dtype, mesh=mesh, consume=True)
+    decoder = Decoder(checkpoint.config, checkpoint.weights, **decoding, consume=True)
     return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)
 
 
@@ -100,6 +107,7 @@ def init(
     *,
     seed: int = 0,
     dtype: Any = None,
+    activation_dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> LanguageModel:
     """Makes a model of random packed weights, of any size: floats are never made.
@@ -112,6 +120,7 @@ def init(
     - `seed`: of the words.
     - `dtype`: that of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
       the CPU.
+    - `activation_dtype`: as for `load`.
     - `mesh`: the devices to divide it over, as by `shard`; None for one device. It is the same
       model on any.
 
@@ -130,8 +139,10 @@ def init(
     rule = "an integer of 64 bits"
     seed = checks.integer("init", "seed", seed, rule, least=-(2**63), most=2**63 - 1)
     dtype = default_dtype() if dtype is None else checks.compute_dtype("init", "dtype", dtype)
+    activation_dtype = arguments.activation_dtype("init", activation_dtype)
     weights = random_weights(config, format, seed=seed, dtype=dtype, mesh=mesh)
-    return LanguageModel(Decoder(config, weights, dtype=dtype, mesh=mesh, consume=True))
+    decoding = {"dtype": dtype, "activation_dtype": activation_dtype, "mesh": mesh}
+    return LanguageModel(Decoder(config, weights, **decoding, consume=True))
 
 
 def shard(model: LanguageModel, mesh: jax.sharding.Mesh) -> LanguageModel:

@@ -17,6 +17,7 @@ from .._core.array import QuantizedArray
 from .._core.checks import boolean, brief, compute_dtype
 from .._core.format import Format, as_format
 from .._flax.report import aligned, backend_of, format_words, size_words
+from .._matmul.quantized_lhs import EXACT
 from . import blocks, gguf, huggingface
 from .config import Config
 from .sharding import Division
@@ -33,6 +34,7 @@ class TensorReport:
     - `stored`: the type in the file.
     - `shape`: (in, out) of a matrix.
     - `format`: None where floats were kept.
+    - `activation_dtype`: the dtype to which its inputs are rounded, or None.
     - `nbytes_stored`, `nbytes`: bytes in the file, and in memory with scales.
     - `backend`: what multiplies by it on this machine, with the reason if it is no kernel.
     """
@@ -44,6 +46,7 @@ class TensorReport:
     nbytes_stored: int
     nbytes: int
     backend: str
+    activation_dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +69,8 @@ class LoadReport:
         for tensor in self.tensors:
             kind = re.sub(r"^layers\.\d+\.", "layers.*.", tensor.name)
             shape = " x ".join(map(str, tensor.shape))
-            words = "floats" if tensor.format is None else format_words(tensor.format)
+            words = format_words(tensor.format, tensor.activation_dtype)
+            words = "floats" if tensor.format is None else words
             key = (kind, shape, tensor.stored, words, tensor.backend)
             kinds.setdefault(key, []).append(tensor)
         for (kind, shape, stored, words, backend), found in kinds.items():
@@ -124,6 +128,7 @@ def read(
     format: Format | str | None = None,
     rules: Rules | None = None,
     dtype: Any = jnp.bfloat16,
+    activation_dtype: Any = None,
     scale_dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
@@ -146,6 +151,8 @@ def read(
       leaves a matrix as the file has it.
     - `dtype`: float32, bfloat16 or float16, that of matrices that stay floats, and of the
       activations that the report expects.
+    - `activation_dtype`: the dtype to which the decoder rounds the inputs of quantized matrices of
+      blocks, or None; for the report.
     - `scale_dtype`: the dtype of scales and float zeros. None keeps those of quantized weights
       exact, in float16, and in float32 for ggml's K types; and gives `dtype` to those that are made
       here. Another one rounds the stored scales to it. Formats with 8-bit scales keep theirs.
@@ -210,7 +217,7 @@ def read(
             source.forget()
             bar.update(source.nbytes)
             weights[name] = weight if division is None else division.place(name, weight)
-            reports.append(_report(name, source, weight, dtype))
+            reports.append(_report(name, source, weight, dtype, activation_dtype))
     return Checkpoint(config, weights, tokenizer, LoadReport(tuple(reports)))
 
 
@@ -285,8 +292,16 @@ def _check_finite(values: np.ndarray) -> None:
         )
 
 
-def _report(name: str, source: _Source, weight: QuantizedArray | Array, dtype: Any) -> TensorReport:
+def _report(
+    name: str,
+    source: _Source,
+    weight: QuantizedArray | Array,
+    dtype: Any,
+    activation_dtype: Any,
+) -> TensorReport:
     quantized = isinstance(weight, QuantizedArray)
+    if not quantized or not name.startswith("layers."):
+        activation_dtype = None
     return TensorReport(
         name,
         source.kind,
@@ -294,7 +309,8 @@ def _report(name: str, source: _Source, weight: QuantizedArray | Array, dtype: A
         weight.format if quantized else None,
         source.nbytes,
         weight.nbytes,
-        backend_of(dtype, weight) if quantized else "floats",
+        backend_of(dtype if activation_dtype is None else EXACT, weight) if quantized else "floats",
+        activation_dtype,
     )
 
 

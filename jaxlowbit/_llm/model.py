@@ -12,6 +12,9 @@ where `finish` is all from the output projection of a block to the queries, keys
 next: one call, `quantized_block`, where the configuration allows it. With one query of each
 sequence, as in a decode step, `attend` belongs to that call on NVIDIA GPUs.
 
+With `activation_dtype` the products of the blocks take quantized activations, one by one: then no
+call computes several.
+
 On a mesh every device runs this with its part of the weights (`sharding.py`). All that differs is
 in `add_parts`, around the products whose partial sums the devices add, and at both ends.
 """
@@ -33,10 +36,11 @@ from .._composite.matmuls import quantized_matmuls
 from .._composite.mlp import quantized_mlp
 from .._composite.normalized import normalized_matmuls, normalized_mlp
 from .._composite.rms_norm import rms_norm
-from .._core import checks
+from .._core import activations, checks
 from .._core.array import QuantizedArray
 from .._core.columns import take_columns
 from .._core.format import Format
+from .._flax import arguments
 from .._matmul.api import quantized_matmul
 from . import attention, rope
 from .cache import Cache, cache_specs, make_cache
@@ -59,6 +63,9 @@ class Decoder(nnx.Module):
       `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and where the configuration has them
       `layers.N.{q,k,v}_bias`, `layers.N.{q,k}_norm` and `layers.N.post_{attention,mlp}_norm`.
     - `dtype`: that of activations and of the cache: float32, bfloat16 or float16.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which the inputs of every
+      product of the blocks with a quantized matrix are rounded, with a scale for each token
+      (`quantize_activations`). Embedding and head take floats.
     - `mesh`: the devices to divide it over, a mesh with one axis; None for one device.
     - `consume`: whether to take the weights out of the dict, so that those of a block, of which
       gate and up are stacked, exist twice at most.
@@ -82,18 +89,22 @@ class Decoder(nnx.Module):
         weights: Mapping[str, Weight],
         *,
         dtype: Any = jnp.bfloat16,
+        activation_dtype: Any = None,
         mesh: jax.sharding.Mesh | None = None,
         consume: bool = False,
     ):
         check(config, weights)
         checks.boolean("Decoder", "consume", consume)
         dtype = checks.compute_dtype("Decoder", "dtype", dtype)
+        activation_dtype = arguments.activation_dtype("Decoder", activation_dtype)
         weight_of = weights.pop if consume and isinstance(weights, dict) else weights.__getitem__
         self.config = config
         self.dtype = dtype
+        self.activation_dtype = activation_dtype
         self.division: Division | None = None
         self.embedding = _variable(weight_of("embedding"))
-        self.blocks = nnx.List([Block(config, weight_of, i) for i in range(config.layers)])
+        blocks = [Block(config, weight_of, i, activation_dtype) for i in range(config.layers)]
+        self.blocks = nnx.List(blocks)
         self.final_norm = _norm(config, weight_of("final_norm"))
         self.head = None if config.tied_head else _variable(weight_of("head"))
         if mesh is not None:
@@ -259,7 +270,13 @@ class Decoder(nnx.Module):
 class Block(nnx.Module):
     """Attention and a gated MLP, each of which adds to the residual stream."""
 
-    def __init__(self, config: Config, weight_of: Callable[[str], Weight], index: int):
+    def __init__(
+        self,
+        config: Config,
+        weight_of: Callable[[str], Weight],
+        index: int,
+        activation_dtype: Any = None,
+    ):
         def weight(name: str) -> nnx.Variable:
             return _variable(weight_of(f"layers.{index}.{name}"))
 
@@ -267,6 +284,7 @@ class Block(nnx.Module):
             return _norm(config, weight_of(f"layers.{index}.{name}"))
 
         self.config = config
+        self.activation_dtype = activation_dtype
         self.division: Division | None = None
         self.local = config.is_local(index)
         self.attention_norm = norm("attention_norm")
@@ -293,6 +311,8 @@ class Block(nnx.Module):
     @property
     def fusible(self) -> bool:
         """Whether calls compute this block with its normalizations."""
+        if self.activation_dtype is not None:
+            return False
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
         return quantized and len(self.gate_up) == 1 and self.post_mlp_norm is None
@@ -305,7 +325,9 @@ class Block(nnx.Module):
     def project(self, x: Array) -> tuple[Array, ...]:
         """Products of the normalized x with the weights of queries, keys and values."""
         normalized = self.normalize(x, self.attention_norm)
-        return products(normalized, self.matrices)
+        if self.activation_dtype is None:
+            return products(normalized, self.matrices)
+        return tuple(self.multiply(normalized, weight) for weight in self.matrices)
 
     def step(
         self,
@@ -431,7 +453,7 @@ class Block(nnx.Module):
             return self._finish_in_one_call(attended, x, following)
         if self.division is not None and self.fusible:
             return self._finish_in_parts(attended, x, following, self.division)
-        out = functools.partial(multiply, attended, self.o.get_value())
+        out = functools.partial(self.multiply, attended, self.o.get_value(), divided=True)
         x = x + self.normalize(add_parts(self.division, out, x.dtype), self.post_attention_norm)
         mlp = functools.partial(self.mlp, self.normalize(x, self.mlp_norm))
         x = x + self.normalize(add_parts(self.division, mlp, x.dtype), self.post_mlp_norm)
@@ -489,21 +511,40 @@ class Block(nnx.Module):
     def mlp(self, x: Array, dtype: Any) -> Array:
         """The gated MLP of a normalized x, accumulated in float32 and rounded to `dtype`."""
         activation, down = self.config.activation, self.down.get_value()
-        if len(self.gate_up) == 1:
+        if len(self.gate_up) == 1 and self.activation_dtype is None:
             gate_up = self.gate_up[0].get_value()
             if isinstance(down, QuantizedArray):
                 options = {"activation": activation, "preferred_element_type": dtype}
                 return quantized_mlp(x, gate_up, down, **options)
             return multiply(quantized_glu(x, gate_up, activation=activation), down, dtype)
-        gate, up = (multiply(x, w.get_value(), jnp.float32) for w in self.gate_up)
+        if len(self.gate_up) == 1:
+            # The two weights are a batch, for which the axes of x are rows.
+            both = self.multiply(x[..., None, None, :], self.gate_up[0].get_value(), jnp.float32)
+            gate, up = both[..., 0, 0, :], both[..., 1, 0, :]
+        else:
+            gate, up = (self.multiply(x, w.get_value(), jnp.float32) for w in self.gate_up)
         activate = jax.nn.silu if activation == "silu" else jax.nn.gelu  # its tanh form
-        return multiply((activate(gate) * up).astype(x.dtype), down, dtype)
+        return self.multiply((activate(gate) * up).astype(x.dtype), down, dtype, divided=True)
+
+    def multiply(
+        self, x: Array, weight: Weight, dtype: Any = None, *, divided: bool = False
+    ) -> Array:
+        """`multiply`, where the weight is quantized of x in `activation_dtype`.
+
+        `divided`: whether each device of a mesh has a part of every token; they share its scale.
+        """
+        if self.activation_dtype is None or not isinstance(weight, QuantizedArray):
+            return multiply(x, weight, dtype)
+        reach = activations.reach(x)
+        if divided and self.division is not None:
+            reach = self.division.largest(reach)
+        return multiply(activations.rounded_tokens(x, reach, self.activation_dtype), weight, dtype)
 
     def normalize(self, x: Array, norm: nnx.Param | None) -> Array:
         return x if norm is None else rms_norm(x, norm.get_value(), self.config.norm_epsilon)
 
 
-def multiply(x: Array, weight: Weight, dtype: Any = None) -> Array:
+def multiply(x: Any, weight: Weight, dtype: Any = None) -> Array:
     """`x @ weight`, accumulated in float32 and rounded to `dtype`, or to that of x."""
     if isinstance(weight, QuantizedArray):
         return quantized_matmul(x, weight, preferred_element_type=dtype)

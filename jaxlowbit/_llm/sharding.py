@@ -225,6 +225,10 @@ class Division:
         """The sum of the values of all devices."""
         return lax.psum(values, self.axis)
 
+    def largest(self, values: Array) -> Array:
+        """The largest values of all devices, infinity where one of them is not finite."""
+        return lax.pmax(jnp.where(jnp.isfinite(values), values, jnp.inf), self.axis)
+
     def join_columns(self, values: Array, columns: int) -> Array:
         """Values (..., columns) of this device and the others, without those of padding."""
         whole = lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)

@@ -1,0 +1,53 @@
+"""The table of formats with names: what the pages and `python -m jaxlowbit.info` say of each."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from .codebooks import CODEBOOKS
+from .format import MICROSCALING, Format, parse_format
+
+NAMED: Mapping[str, Format] = {
+    name: parse_format(name)
+    for name in (
+        "int1-float",  # an integer of one bit has no value above zero
+        *(f"int{bits}" for bits in range(2, 9)),
+        "uint4",
+        "uint8",
+        *CODEBOOKS,
+        *MICROSCALING,
+    )
+}
+"""Formats by their names, of which others differ in the group size, the zero or the scale."""
+
+
+def formula(format: Format) -> str:
+    """The weight of a quantized value q, as the table in `Format` has it."""
+    if format.codebook is not None:
+        name = format.codebook if isinstance(format.codebook, str) else "codebook"
+        return f"{name}[q] s{' t' * format.has_tensor_scale}"
+    centred = f"(q - {format.offset}) s{' t' * format.has_tensor_scale}"
+    return {"none": centred, "integer": "(q - z) s", "float": "q s + b"}[format.zero]
+
+
+def number_range(format: Format) -> tuple[float, float]:
+    """The least and the largest number that quantized values stand for, before zero and scale."""
+    if format.codebook is not None:
+        numbers = np.array(format.values)
+        finite = numbers[np.isfinite(numbers)]
+        return float(finite.min()), float(finite.max())
+    least = -format.offset if format.zero == "none" else 0
+    return least, least + 2**format.bits - 1
+
+
+def bits_per_weight(format: Format, k: int = 4096) -> float:
+    """The bits of a weight with its share of the scale and the zero of its group.
+
+    Scales and float zeros have 16 bits unless the format has 8-bit scales, integer zeros 8. The
+    tensor scale, of which a matrix has one, is not counted.
+
+    **Arguments:** `k`: the rows of the matrix, all of which are one group without a group size.
+    """
+    shared = 16 if format.scale is None else 8
+    shared += {"none": 0, "integer": 8, "float": 16}[format.zero]
+    return format.bits + shared / (k if format.group_size == -1 else format.group_size)
