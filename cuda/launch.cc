@@ -332,9 +332,9 @@ uint64_t NumberOf(const std::vector<QuantizedMatmul>& problems, int64_t workspac
       mix(size);
     }
     int64_t fields = 0;
-    for (int field :
-         {p.bits, static_cast<int>(p.codebook), static_cast<int>(p.lhs), static_cast<int>(p.scale), static_cast<int>(p.out),
-          static_cast<int>(p.zero), static_cast<int>(p.epilogue.activation)}) {
+    for (int field : {p.bits, static_cast<int>(p.codebook), static_cast<int>(p.lhs),
+                      static_cast<int>(p.scale), static_cast<int>(p.out), static_cast<int>(p.zero),
+                      static_cast<int>(p.epilogue.activation)}) {
       fields = fields << 4 | field;
     }
     for (bool flag : {p.transposed, p.scale_sums, p.half_sums, p.epilogue.gated, p.pdl}) {

@@ -51,7 +51,9 @@ struct QuantizedMatmul {
   bool lhs_aligned = true, weights_aligned = true;
 
   // The type of scales, results, biases and residuals that are not float32: that of lhs, or, of an lhs of 8 bits, bf16.
-  JAXLOWBIT_HOST_DEVICE constexpr ElementType floats() const { return Is8Bit(lhs) ? ElementType::kBf16 : lhs; }
+  JAXLOWBIT_HOST_DEVICE constexpr ElementType floats() const {
+    return Is8Bit(lhs) ? ElementType::kBf16 : lhs;
+  }
   constexpr int64_t lhs_columns() const { return transposed ? n : k; }
   constexpr int64_t out_columns() const { return transposed ? k : n; }
   constexpr int64_t n_blocks() const { return CeilDiv(n, kAtom); }

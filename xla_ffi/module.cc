@@ -72,6 +72,8 @@ nb::dict Targets() {
   } calls[] = {
       {"jaxlowbit_quantized_matmul", JaxlowbitCudaInitialize, JaxlowbitCudaExecute},
       {"jaxlowbit_quantized_matmul_fused", JaxlowbitCudaFusedInitialize, JaxlowbitCudaFusedExecute},
+      {"jaxlowbit_quantized_activations", JaxlowbitCudaActivationsInitialize,
+       JaxlowbitCudaActivationsExecute},
       {"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsInitialize, JaxlowbitCudaMatmulsExecute},
       {"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpInitialize, JaxlowbitCudaMlpExecute},
       {"jaxlowbit_quantized_block", JaxlowbitCudaBlockInitialize, JaxlowbitCudaBlockExecute},

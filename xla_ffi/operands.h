@@ -44,6 +44,7 @@ struct ProductAttributes {
   int64_t bits, group_size;
   bool transposed = false, scale_sums = false, half_sums = false;
   bool gated = false;
+  bool quantized_lhs = false;            // lhs has 8 bits
   ffi::Span<const float> codebook = {};  // empty: integers
 
   // Reads the format of the one weight of a call, or of all its weights.
@@ -124,6 +125,17 @@ inline std::optional<ElementType> ScaleType(ffi::DataType type) {
   }
 }
 
+inline std::optional<ElementType> QuantizedType(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::S8:
+      return ElementType::kInt8;
+    case ffi::DataType::F8E4M3FN:
+      return ElementType::kE4m3;
+    default:
+      return std::nullopt;
+  }
+}
+
 inline ffi::Error DecodeActivation(std::string_view name, Activation* activation) {
   const auto found = std::find(std::begin(kActivationNames), std::end(kActivationNames), name);
   if (found == std::end(kActivationNames)) {
@@ -145,6 +157,8 @@ inline std::string TypeName(ffi::DataType type) {
       return "f8e8m0fnu";
     case ffi::DataType::F8E4M3FN:
       return "f8e4m3fn";
+    case ffi::DataType::S8:
+      return "s8";
     case ffi::DataType::U8:
       return "u8";
     case ffi::DataType::U32:
@@ -214,20 +228,26 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
                                  Operands* operands) {
   using Type = ffi::DataType;
   const auto& [packed, scale, zero, index] = weight;
-  const auto lhs_type = FloatType(lhs.element_type());
+  const auto lhs_type =
+      attributes.quantized_lhs ? QuantizedType(lhs.element_type()) : FloatType(lhs.element_type());
   const auto scale_type = ScaleType(scale.element_type());
   const auto out_type = FloatType(out.element_type());
   constexpr std::string_view kWeightRule = "[weights, n_blocks, k_blocks, words]";
   constexpr std::string_view kGroupRule = "[weights, n_blocks, groups, 64]";
-  const bool takes_out = out_type && (out_type == lhs_type || out_type == ElementType::kF32);
+  const auto floats = attributes.quantized_lhs ? ElementType::kBf16 : lhs_type;
+  const bool takes_out = out_type && (out_type == floats || out_type == ElementType::kF32);
   for (const ffi::Error& error :
-       {CheckFormat(attributes), CheckType("lhs", lhs, lhs_type.has_value(), "f32, bf16 or f16"),
+       {CheckFormat(attributes),
+        CheckType("lhs", lhs, lhs_type.has_value(),
+                  attributes.quantized_lhs ? "s8 or f8e4m3fn" : "f32, bf16 or f16"),
         CheckType("packed", packed, packed.element_type() == Type::U32, "u32"),
         CheckType("scale", scale, scale_type.has_value(), "f32, bf16, f16, f8e8m0fnu or f8e4m3fn"),
         CheckType("index", index, index.element_type() == Type::S32, "s32"),
         takes_out ? ffi::Error::Success()
                   : CheckType("out", out, false,
-                              "f32 or the type of lhs, " + TypeName(lhs.element_type())),
+                              attributes.quantized_lhs
+                                  ? "f32 or bf16"
+                                  : "f32 or the type of lhs, " + TypeName(lhs.element_type())),
         CheckRank("lhs", lhs, 3, "[batch, m, k]"), CheckRank("out", out, 3, "[batch, m, n]"),
         CheckRank("packed", packed, 4, kWeightRule)}) {
     if (error.failure()) return error;

@@ -82,20 +82,21 @@ template <typename T, int kN>
 struct WarpgroupMma;
 
 // Operands of the assembly: registers of d, and their places in its text.
-#define JAXLOWBIT_D8(c, d, i)                                                           \
-  c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), \
-      c(d[i + 7])
+#define JAXLOWBIT_D8(c, d, i) \
+  c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define JAXLOWBIT_D16(c, d, i) JAXLOWBIT_D8(c, d, i), JAXLOWBIT_D8(c, d, i + 8)
 #define JAXLOWBIT_D32(c, d, i) JAXLOWBIT_D16(c, d, i), JAXLOWBIT_D16(c, d, i + 16)
 #define JAXLOWBIT_D64(c, d, i) JAXLOWBIT_D32(c, d, i), JAXLOWBIT_D32(c, d, i + 32)
 #define JAXLOWBIT_D24(c, d, i) JAXLOWBIT_D16(c, d, i), JAXLOWBIT_D8(c, d, i + 16)
 #define JAXLOWBIT_D40(c, d, i) JAXLOWBIT_D32(c, d, i), JAXLOWBIT_D8(c, d, i + 32)
 #define JAXLOWBIT_D48(c, d, i) JAXLOWBIT_D32(c, d, i), JAXLOWBIT_D16(c, d, i + 32)
-#define JAXLOWBIT_D56(c, d, i) JAXLOWBIT_D32(c, d, i), JAXLOWBIT_D16(c, d, i + 32), JAXLOWBIT_D8(c, d, i + 48)
+#define JAXLOWBIT_D56(c, d, i) \
+  JAXLOWBIT_D32(c, d, i), JAXLOWBIT_D16(c, d, i + 32), JAXLOWBIT_D8(c, d, i + 48)
 #define JAXLOWBIT_D72(c, d, i) JAXLOWBIT_D64(c, d, i), JAXLOWBIT_D8(c, d, i + 64)
 #define JAXLOWBIT_D80(c, d, i) JAXLOWBIT_D64(c, d, i), JAXLOWBIT_D16(c, d, i + 64)
 #define JAXLOWBIT_D96(c, d, i) JAXLOWBIT_D64(c, d, i), JAXLOWBIT_D32(c, d, i + 64)
-#define JAXLOWBIT_D112(c, d, i) JAXLOWBIT_D64(c, d, i), JAXLOWBIT_D32(c, d, i + 64), JAXLOWBIT_D16(c, d, i + 96)
+#define JAXLOWBIT_D112(c, d, i) \
+  JAXLOWBIT_D64(c, d, i), JAXLOWBIT_D32(c, d, i + 64), JAXLOWBIT_D16(c, d, i + 96)
 #define JAXLOWBIT_D128(c, d, i) JAXLOWBIT_D64(c, d, i), JAXLOWBIT_D64(c, d, i + 64)
 #define JAXLOWBIT_TEXT16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAXLOWBIT_TEXT24 JAXLOWBIT_TEXT16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -128,7 +129,7 @@ struct WarpgroupMma;
                    " {" JAXLOWBIT_TEXT##count "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3           \
                                               "}, "                                               \
                                               "description, 1, 1, 1, 0;\n}\n"                     \
-                   : JAXLOWBIT_D##count("+f", d, 0)                                                     \
+                   : JAXLOWBIT_D##count("+f", d, 0)                                               \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(description),                \
                      "n"(kEightRows | kSwizzle128));                                              \
     }                                                                                             \
@@ -160,26 +161,26 @@ struct WarpgroupMmaBytes;
   struct WarpgroupMmaBytes<Type, n> {                                                              \
     static __device__ void Run(Sum (&d)[count], const uint32_t (&a)[4], uint32_t description,      \
                                int adds) {                                                         \
-      asm volatile("{\n.reg .b64 description;\n.reg .pred adds;\nmov.b64 description, {%" #b         \
+      asm volatile("{\n.reg .b64 description;\n.reg .pred adds;\nmov.b64 description, {%" #b       \
                    ", %" #c "};\nsetp.ne.s32 adds, %" #e                                           \
                    ", 0;\n"                                                                        \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k32." kinds                             \
-                   " {" JAXLOWBIT_TEXT##count "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3            \
-                                              "}, description, adds" negates ";\n}\n"              \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k32." kinds " {" JAXLOWBIT_TEXT##count  \
+                   "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, description, adds" negates        \
+                   ";\n}\n"                                                                        \
                    : JAXLOWBIT_D##count(constraint, d, 0)                                          \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(description),                 \
                      "n"(kEightRows | kSwizzle128), "r"(adds));                                    \
     }                                                                                              \
   };
-#define JAXLOWBIT_WARPGROUP_MMAS_BYTES(...)                                          \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 32, 16, 16, 17, 18, 19, 20, 21, 22)     \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 48, 24, 24, 25, 26, 27, 28, 29, 30)     \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 64, 32, 32, 33, 34, 35, 36, 37, 38)     \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 80, 40, 40, 41, 42, 43, 44, 45, 46)     \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 96, 48, 48, 49, 50, 51, 52, 53, 54)     \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 112, 56, 56, 57, 58, 59, 60, 61, 62)    \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 128, 64, 64, 65, 66, 67, 68, 69, 70)    \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 144, 72, 72, 73, 74, 75, 76, 77, 78)    \
+#define JAXLOWBIT_WARPGROUP_MMAS_BYTES(...)                                       \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 32, 16, 16, 17, 18, 19, 20, 21, 22)  \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 48, 24, 24, 25, 26, 27, 28, 29, 30)  \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 64, 32, 32, 33, 34, 35, 36, 37, 38)  \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 80, 40, 40, 41, 42, 43, 44, 45, 46)  \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 96, 48, 48, 49, 50, 51, 52, 53, 54)  \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 112, 56, 56, 57, 58, 59, 60, 61, 62) \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 128, 64, 64, 65, 66, 67, 68, 69, 70) \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 144, 72, 72, 73, 74, 75, 76, 77, 78) \
   JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 160, 80, 80, 81, 82, 83, 84, 85, 86)
 
 JAXLOWBIT_WARPGROUP_MMAS_BYTES(int8_t, int, "+r", "s32.s8.s8", "")

@@ -237,8 +237,8 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
         optional.index = seed % 10 == 0;
         if (optional.index) problem.num_weights = 2;
         problem.permuted_parts = problem.transposed || Is8Bit(problem.lhs) || seed % 7 > 2 ? 0
-                                 : k % 2 == 0                       ? seed % 7
-                                                                    : seed % 7 % 2;
+                                 : k % 2 == 0 ? seed % 7
+                                              : seed % 7 % 2;
         problem.epilogue = {};
         if (++seed % stride != 0) continue;
         cases.push_back(

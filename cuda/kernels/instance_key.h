@@ -107,8 +107,7 @@ void ForEachFormat(Family family, int bits, Visit visit) {
 // Whether an lhs of 8 bits multiplies weights as they stand (device/format/bytes.cuh).
 constexpr bool TakesBytes(ElementType lhs, int bits, Codebook codebook) {
   if (lhs == ElementType::kInt8) return codebook == Codebook::kNone && (bits == 4 || bits == 8);
-  return bits == 4 ? codebook == Codebook::kNone || codebook == Codebook::kE2m1
-                   : codebook == Codebook::kE4m3;
+  return codebook == Codebook::kE4m3;
 }
 
 // Calls visit(key) with a key of each combination of types and codebooks that an lhs of 8 bits multiplies.
@@ -128,8 +127,8 @@ void ForEachByteFormat(int bits, Visit visit) {
 // How C++ names a type of elements, a kind of zeros, and a codebook, which is the last argument of an instance and is
 // left out of those for integers.
 inline std::string CudaName(ElementType type) {
-  constexpr const char* kNames[] = {"float", "__nv_bfloat16", "__half", "jaxlowbit::E8m0",
-                                    "jaxlowbit::E4m3", "int8_t"};
+  constexpr const char* kNames[] = {"float",           "__nv_bfloat16",   "__half",
+                                    "jaxlowbit::E8m0", "jaxlowbit::E4m3", "int8_t"};
   return kNames[static_cast<int>(type)];
 }
 inline std::string LastArgument(Codebook codebook) {

@@ -116,8 +116,8 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
       (!TakesBytes(problem.lhs, problem.bits, problem.codebook) || Is8Bit(problem.scale) ||
        problem.zero != ZeroKind::kNone || problem.transposed || problem.permuted_parts > 0)) {
     return {
-        "an lhs of 8 bits multiplies integers of 4 bits, or int8 those of 8 and float8 e2m1 and "
-        "e4m3, with scales of 16 or 32 bits, without zeros, transposition and permutation"};
+        "int8 lhs multiplies integers of 4 and 8 bits, and float8_e4m3fn e4m3, with scales of 16 "
+        "or 32 bits, without zeros, transposition and permutation"};
   }
   if (!lhs_or_float32(problem.scale) && !Is8Bit(problem.scale)) {
     return {"the kernels take scales of the dtype of lhs, float32 or 8 bits"};

@@ -20,6 +20,7 @@ from .problem import Problem
 
 MATMUL_TARGET = "jaxlowbit_quantized_matmul"
 FUSED_TARGET = "jaxlowbit_quantized_matmul_fused"
+ACTIVATIONS_TARGET = "jaxlowbit_quantized_activations"
 MATMULS_TARGET = "jaxlowbit_quantized_matmuls"
 MLP_TARGET = "jaxlowbit_quantized_mlp"
 BLOCK_TARGET = "jaxlowbit_quantized_block"
@@ -47,7 +48,7 @@ jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(x,
 """
 
 # In the order of ElementType and of ZeroKind (`cuda/types.h`).
-_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn")
+_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8")
 _ZEROS = ("none", "integer", "float")
 
 

@@ -40,6 +40,25 @@ def unsupported(
     return None
 
 
+def unsupported_activations(values: jnp.dtype, format: Format) -> str | None:
+    """Why the kernels multiply no 8-bit activations of this dtype by such weights, or None."""
+    if values == jnp.int8:
+        taken = format.codebook is None and format.bits in ffi.KERNEL_BITS
+    else:
+        taken = format.float_dtype == jnp.float8_e4m3fn
+    if not taken:
+        return "its kernels multiply int8 by integers of 4 and 8 bits, and float8_e4m3fn by e4m3"
+    if format.zero != "none" or format.scale is not None:
+        return "its kernels for 8-bit activations take no zeros and no 8-bit scales"
+    size = format.group_size
+    if size != -1 and size != 64 and size % 128 != 0:
+        return (
+            "its kernels for 8-bit activations take groups of 64, multiples of 128 or whole "
+            f"columns, the format has groups of {size}"
+        )
+    return None
+
+
 def gathers(problem: Problem, operands: Operands) -> bool:
     """Whether the custom call itself gathers lhs: by the permutation of a single matrix."""
     matrix = operands.permutation is not None and operands.permutation.ndim == 1

@@ -16,6 +16,8 @@ from .._core.array import QuantizedArray
 from . import call, cuda_attend
 from .extension import ffi, unavailable
 
+_INTERLEAVED = 16  # columns of 8-bit activations that are interleaved
+
 
 def matmuls(
     lhs: Array, weights: Sequence[QuantizedArray], *, out_dtype: jnp.dtype, half_sums: bool
@@ -91,6 +93,42 @@ def fused(
         ),
     )
     return call.apart(out)[0]
+
+
+def quantized(values: Array, scale: Array, rhs: QuantizedArray, *, out_dtype: jnp.dtype) -> Array:
+    """`(values @ rhs) * scale`, (..., n), of 8-bit values (..., k), as one custom call of CUDA.
+
+    `scale`: float32 (..., 1), one for each token. `out_dtype`: float32 or bfloat16.
+    """
+    rows, m = values.shape[:-1], math.prod(values.shape[:-1])
+    k = -(-rhs.k // _INTERLEAVED) * _INTERLEAVED  # as far as packed rows reach
+    values = jnp.pad(values.reshape(1, m, rhs.k), ((0, 0), (0, 0), (0, k - rhs.k)))
+    operands = [
+        *call.apart(_interleaved(values), scale.reshape(1, m)),
+        *call.call_operands(rhs, jnp.dtype(jnp.bfloat16)),
+    ]
+    result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
+    workspace = call.workspace(call.workspace_bytes(1, m, rhs.n), [result], operands)
+    out, _ = jax.ffi.ffi_call(call.ACTIVATIONS_TARGET, [result, workspace])(
+        *operands,
+        **call.attributes(
+            rhs.format,
+            **call.format_attributes(rhs.format),
+            **call.codebook_attributes(rhs.format),
+        ),
+        **call.launches(
+            call.Launch(
+                *(rhs.format, 1, m, rhs.n, k, values.dtype, operands[3].dtype, out_dtype),
+            )
+        ),
+    )
+    return call.apart(out)[0].reshape(*rows, rhs.n)
+
+
+def _interleaved(values: Array) -> Array:
+    """Columns in the order in which tensor cores take them beside packed weights (`problem.h`)."""
+    halves = values.reshape(*values.shape[:-1], -1, 2, _INTERLEAVED // 2)
+    return jnp.swapaxes(halves, -1, -2).reshape(values.shape)
 
 
 def mlp(

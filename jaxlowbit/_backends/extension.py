@@ -64,7 +64,16 @@ def uncompiled(format: Format) -> str | None:
         if format.bits in ffi.COMPILED_BITS
         else None
     )
-    error = ffi.toolchain()["error"] if what and build_info()["cuda"] else None
+    return _no_compiler(what) if what else None
+
+
+def uncompiled_activations() -> str | None:
+    """Why CUDA kernels for 8-bit activations cannot be compiled on this machine, or None."""
+    return _no_compiler("8-bit activations")
+
+
+def _no_compiler(what: str) -> str | None:
+    error = ffi.toolchain()["error"] if build_info()["cuda"] else None
     return f"its kernels for {what} are compiled where they run, and {error}" if error else None
 
 

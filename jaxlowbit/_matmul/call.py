@@ -67,6 +67,10 @@ class Call:
             and all(is_supported("cuda", lhs, weight) for weight in weights)
         )
 
+    def fits(self, context: Any) -> bool:
+        """Whether it runs on the GPUs that a program is lowered for."""
+        return not unfit_gpus(context)
+
     @property
     def folds(self) -> bool:
         """Whether a batch of rows is more rows."""
@@ -157,7 +161,7 @@ batching.primitive_batchers[_call_p] = _batch
 
 def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
     rows, weights, _ = call.named(ctx.avals_in)
-    alone = partition.divided(ctx) is None and not unfit_gpus(ctx.module_context)
+    alone = partition.divided(ctx) is None and call.fits(ctx.module_context)
     one_call = alone and call.supports(rows, weights)
     function = call.custom_call if one_call else call.composition
     function = exporting.with_remedy(ctx, function)

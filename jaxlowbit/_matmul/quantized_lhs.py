@@ -1,21 +1,33 @@
-"""Products of quantized activations, as compositions of a product and the scales of tokens."""
+"""Products of quantized activations.
 
+They are compositions of a product and the scales of tokens. For many rows on Hopper they are one
+custom call, which multiplies 8 bits.
+"""
+
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._backends import cuda, cuda_calls, extension
 from .._core import checks, explicit
 from .._core.activations import QuantizedActivations, quantize_activations, value_dtype
 from .._core.array import QuantizedArray
 from . import epilogue, fused
+from .call import Call, Rows, Weights, is_supported, run
 from .options import Options
 from .product import multiply
+from .support import only_gpus_of
 
 EXACT = jnp.dtype("bfloat16")
-"""A dtype that holds every value of 8 bits, in which kernels multiply them."""
+"""A dtype that holds every value of 8 bits, in which most kernels multiply them."""
+
+LEAST_ROWS = 192
+"""Fewer rows are as fast in bfloat16: weights bound them, not tensor cores."""
 
 
 def product(
@@ -50,31 +62,78 @@ def product(
     options.replace(backend=None).check(caller, floats, rhs)
     options.replace(preferred_element_type=None).check(caller, values, rhs)
     bias, residual = fused.checked(floats, rhs, bias, activation, residual)
-    out_dtype, options = options.out_dtype(lhs), options.replace(preferred_element_type=None)
+    out_dtype = options.out_dtype(lhs)
+    plain = bias is None and activation is None and residual is None
+    # What follows takes sums that are not rounded.
+    options = options.replace(preferred_element_type=out_dtype if plain else jnp.float32)
     if given:
-        sums = accumulators(options, lhs, rhs)
+        sums = scaled(options, lhs, rhs)
     else:
         sums = straight_through(options, activation_dtype, lhs, rhs)
+    if plain:
+        return sums
     if bias is not None and lhs.ndim > 1:
         bias = bias[..., None, :]
     return epilogue.finished(sums, bias, activation, residual, out_dtype)
 
 
-def accumulators(options: Options, lhs: QuantizedActivations, rhs: QuantizedArray) -> Array:
-    """`lhs @ rhs` in float32, not rounded: values are multiplied, then scaled."""
-    options = options.replace(preferred_element_type=jnp.float32)
-    sums = multiply(lhs.values.astype(EXACT), rhs, options)
-    return sums * explicit.beside(lhs.scale, sums)
+MOST_K = 2**17
+"""More products of 8 bits may overflow int32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Call):
+    """`(values @ rhs) * scale`, in the dtype that the options prefer."""
+
+    def composition(self, *operands: Array) -> tuple[Array, ...]:
+        (values, scale), (rhs,), _ = self.named(operands)
+        options = self.options.replace(preferred_element_type=jnp.float32)
+        sums = multiply(values.astype(EXACT), rhs, options)
+        return ((sums * explicit.beside(scale, sums)).astype(self.out_dtype),)
+
+    @property
+    def out_dtype(self) -> Any:
+        return self.options.preferred_element_type
+
+    def fits(self, context: Any) -> bool:
+        return only_gpus_of(90, context)
+
+    def supports(self, rows: Rows, weights: Weights) -> bool:
+        values, (rhs,) = rows[0], weights
+        lead = values.shape[:-1]
+        return (
+            self.options.backend in (None, "cuda")
+            and all(isinstance(size, int) for size in lead)
+            and math.prod(lead) >= LEAST_ROWS
+            and rhs.ndim == 2
+            and rhs.index is None
+            and rhs.k <= MOST_K
+            and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), rhs)
+            and cuda.unsupported_activations(values.dtype, rhs.format) is None
+            and extension.uncompiled_activations() is None
+        )
+
+    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+        (values, scale), (rhs,), _ = self.named(operands)
+        float16 = self.out_dtype == jnp.float16
+        out_dtype = jnp.dtype(jnp.float32 if float16 else self.out_dtype)
+        out = cuda_calls.quantized(values, scale, rhs, out_dtype=out_dtype)
+        return (out.astype(self.out_dtype),)
+
+
+def scaled(options: Options, lhs: QuantizedActivations, rhs: QuantizedArray) -> Array:
+    """`lhs @ rhs`, rounded once to the dtype that the options prefer."""
+    return run(Scaled, (lhs.values, lhs.scale), (rhs,), options)[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def straight_through(options: Options, dtype: Any, lhs: Array, rhs: QuantizedArray) -> Array:
-    """`accumulators` of activations that are quantized on the way.
+    """`scaled` of activations that are quantized on the way.
 
     The derivative takes their rounding for the identity (the straight-through estimator of Bengio
     et al., 2013): it is that of the product with the dequantized activations.
     """
-    return accumulators(options, quantize_activations(lhs, dtype), rhs)
+    return scaled(options, quantize_activations(lhs, dtype), rhs)
 
 
 @straight_through.defjvp
@@ -82,7 +141,11 @@ def _straight_through_jvp(
     options: Options, dtype: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Array, Array]:
     lhs, rhs = primals
-    product = functools.partial(epilogue.accumulators, options)
+    plain = options.replace(preferred_element_type=None)
+
+    def product(lhs: Array, rhs: QuantizedArray) -> Array:
+        return epilogue.accumulators(plain, lhs, rhs).astype(options.preferred_element_type)
+
     dequantized = quantize_activations(lhs, dtype).dequantize()
     return straight_through(options, dtype, lhs, rhs), jax.jvp(
         product, (dequantized, rhs), tangents

@@ -47,6 +47,15 @@ def _unfit(gpus: Sequence[Any]) -> str | None:
     return next(filter(None, map(selection.unfit, capabilities)), None)
 
 
+def only_gpus_of(compute_capability: int, context: Any) -> bool:
+    """Whether a program is lowered for GPUs that are known, and of this compute capability."""
+    if context.lowering_parameters.for_export or context.backend is None:
+        return False
+    gpus = [gpu for gpu in context.backend.local_devices() if gpu.platform == "gpu"]
+    capabilities = {selection.compute_capability(gpu) for gpu in gpus}
+    return capabilities == {compute_capability} and _unfit(gpus) is None
+
+
 def unfit_gpus(context: Any) -> str | None:
     """Why the CUDA kernels do not run on the GPUs that a program is lowered for, or None.
 

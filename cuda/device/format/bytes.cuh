@@ -17,7 +17,7 @@ namespace jaxlowbit {
 template <typename T, int kBits, Codebook kCodebook>
 struct ByteWeights;
 
-// q - 8 is put into the upper half of a byte: quantized values without their highest bit's inverse are two's complement.
+// 16 (q - 8): in the upper half of a byte, q with its highest bit inverted is two's complement.
 template <>
 struct ByteWeights<int8_t, 4, Codebook::kNone> {
   static constexpr float kUnit = 1.0f / 16;
@@ -50,7 +50,7 @@ struct ByteWeights<int8_t, 8, Codebook::kNone> {
   static __device__ void Read(const uint32_t (&packed)[8], int step, uint32_t (&weights)[4]) {
     SeparateRows(packed, step, weights);
 #pragma unroll
-    for (uint32_t& weight : weights) weight ^= 0x80808080;
+    for (uint32_t& weight : weights) weight ^= 0x80808080;  // q - 128
   }
 };
 
@@ -60,48 +60,6 @@ struct ByteWeights<E4m3, 8, Codebook::kE4m3> {
 
   static __device__ void Read(const uint32_t (&packed)[8], int step, uint32_t (&weights)[4]) {
     SeparateRows(packed, step, weights);
-  }
-};
-
-// A sign, two bits of exponent and one of mantissa are moved to where e4m3 has them.
-template <>
-struct ByteWeights<E4m3, 4, Codebook::kE2m1> {
-  static constexpr float kUnit = 64;
-
-  static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t (&weights)[4]) {
-    constexpr uint32_t kSigns = 0x80808080, kKept = 0x9c9c9c9c;
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      const uint32_t word = packed[2 * step + s];
-      weights[2 * s] = MergeBits(kSigns, word << 4, word << 2) & kKept;
-      weights[2 * s + 1] = MergeBits(kSigns, word, word >> 2) & kKept;
-    }
-  }
-};
-
-// q - 8 as e4m3, which has all integers up to 16, is looked up: of four quantized values in turn the numbers if their
-// highest bit is 0 and if it is 1, of which that bit chooses.
-template <>
-struct ByteWeights<E4m3, 4, Codebook::kNone> {
-  static constexpr float kUnit = 1;
-
-  static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t (&weights)[4]) {
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      const uint32_t word = packed[2 * step + s];
-      const uint32_t low = word & 0x77777777, chosen = (word & 0x88888888) >> 1 | 0x32103210;
-      const uint32_t even = Find(low, chosen), odd = Find(low >> 16, chosen >> 16);
-      weights[2 * s] = __byte_perm(even, odd, 0x6420);
-      weights[2 * s + 1] = __byte_perm(even, odd, 0x7531);
-    }
-  }
-
- private:
-  // Bits above 16 are not used.
-  static __device__ uint32_t Find(uint32_t low, uint32_t chosen) {
-    const uint32_t negative = __byte_perm(0xcaccced0, 0xb8c0c4c8, low);
-    const uint32_t positive = __byte_perm(0x44403800, 0x4e4c4a48, low);
-    return __byte_perm(negative, positive, chosen);
   }
 };
 

@@ -44,8 +44,8 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.table = TableOf(problem, buffers);
   p.lhs_scale = buffers.lhs_scale;
   const bool loads_residual = buffers.residual != nullptr &&
-                              problem.epilogue.residual == problem.floats() && !problem.epilogue.gated &&
-                              IsAligned(buffers.residual);
+                              problem.epilogue.residual == problem.floats() &&
+                              !problem.epilogue.gated && IsAligned(buffers.residual);
   p.form = p.aligned && (loads_residual || buffers.residual == nullptr) ? FormOf(problem.epilogue)
                                                                         : Form::kOther;
   p.residual_by_tma = loads_residual && p.form != Form::kOther;

@@ -62,8 +62,8 @@ class ByteMultiplier {
   using Weights = ByteWeights<T, kBits, I::kCodebook>;
   using Sum = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
 
-  static constexpr int kSteps = 2;          // wgmma of an atom
-  static constexpr int kMostAtoms = 8;      // whose float8 products are added without a stop
+  static constexpr int kSteps = 2;      // wgmma of an atom
+  static constexpr int kMostAtoms = 8;  // whose float8 products are added without a stop
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
 
   // A group has all of k, an atom, or whole stages.
@@ -95,7 +95,8 @@ class ByteMultiplier {
       while (state.atom + I::kStageAtoms <= group_end) {
         MultiplyStage<kGroups, I::kStageAtoms>(state, adds, weights, scales, sums, acc);
       }
-      if (state.atom < group_end) MultiplyStage<kGroups, 1>(state, adds, weights, scales, sums, acc);
+      if (state.atom < group_end)
+        MultiplyStage<kGroups, 1>(state, adds, weights, scales, sums, acc);
       if constexpr (kGroups != Groups::kAtoms) {
         if (kGroups == Groups::kStages) LoadScales(state.previous, 0, scales);
         WaitProducts<0>();
@@ -115,8 +116,8 @@ class ByteMultiplier {
 
   template <Groups kGroups, int kAtoms>
   __device__ void MultiplyStage(State& state, int& adds, uint32_t (&weights)[2][kSteps][4],
-                                float (&scales)[I::kStrips][2],
-                                Sum (&sums)[I::kStrips][I::kM / 2], Accumulators<I>& acc) const {
+                                float (&scales)[I::kStrips][2], Sum (&sums)[I::kStrips][I::kM / 2],
+                                Accumulators<I>& acc) const {
     constexpr int kUnits = kAtoms * I::kStrips;
     constexpr bool kAddsAtoms = kGroups == Groups::kAtoms;
     const uint32_t stage = memory_.stage(p_.plan, state.cursor.slot);
@@ -134,9 +135,8 @@ class ByteMultiplier {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int first = kAddsAtoms || a == 0 ? (kAddsAtoms ? 0 : adds) : 1;
-        WarpgroupMmaBytes<T, I::kM>::Run(sums[s], own[step],
-                                         lhs + (a * kSteps + step) * kStepDescription,
-                                         step > 0 ? 1 : first);
+        WarpgroupMmaBytes<T, I::kM>::Run(
+            sums[s], own[step], lhs + (a * kSteps + step) * kStepDescription, step > 0 ? 1 : first);
       }
       CommitProducts();
       WaitProducts<1>();

@@ -45,7 +45,7 @@ struct Instance {
   static constexpr int kStageAtoms = kTile.stage_atoms;
   static constexpr int kWarps = 4 * kTile.warpgroups;  // consumers
   static constexpr int kThreads = kTile.threads();
-  static constexpr int kLhsBytes = kM * kLhsRowBytes;  // of a block
+  static constexpr int kLhsBytes = kM * kLhsRowBytes;                               // of a block
   static constexpr int kLhsBlocks = kStageAtoms * static_cast<int>(sizeof(T)) / 2;  // of a stage
   static_assert(!kBytes || kTile.takes_bytes());
   // Registers of a thread: at launch, of a consumer, of a producer.
