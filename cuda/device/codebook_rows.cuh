@@ -117,7 +117,8 @@ class FusedNumberRowPair {
       static_assert(kUp + 7 <= Pair<T>::kBias);
       return (scales & 0x80808080 & ((scales & 0x78787878) + 0x78787878)) == 0;
     } else {
-      return (scales & PowersOfTwo<T>(1)) == 0;
+      // The upper bit of the exponent says so in each of these types.
+      return (scales & (std::is_same_v<S, E4m3> ? 0x40404040 : PowersOfTwo<T>(1))) == 0;
     }
   }
   // What numbers are multiplied by, as a pair, from a pair of scales as they are in memory.

@@ -102,8 +102,11 @@ class StageMultiplier : Table<I::kCodebook> {
   __device__ void Multiply(uint32_t stage, uint32_t activations, int left,
                            Accumulators<I>& acc) const {
     const int own = min(p_.plan.warp_atoms, left - atom_);
-    if constexpr (kOwnGroups > 0) {
-      if (own == 2 && p_.groups_per_atom == kOwnGroups && MultiplyByOwnFactors(stage, activations, acc)) return;
+    if constexpr (kMicroGroups > 0) {
+      if (own == 2 && p_.groups_per_atom == kMicroGroups &&
+          MultiplyMicroscaled(stage, activations, acc)) {
+        return;
+      }
     }
     if (kTogetherAtoms == 2 && own == 2 && p_.atom_step == 0 && TakeFastest<1>(stage, 0)) {
       MultiplyAtoms<FastestRows<I>, 2, 1>(stage, activations, 0, acc);
@@ -142,37 +145,40 @@ class StageMultiplier : Table<I::kCodebook> {
   static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits <= 4 ? 2 : 1;
   static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
 
-  // Groups of an atom in a microscaling format, whose two atoms are multiplied together.
-  static constexpr int kOwnGroups = I::kCodebook != Codebook::kE2m1 || kTogetherAtoms != 2 ? 0
-                                    : std::is_same_v<S, E8m0> && std::is_same_v<T, __nv_bfloat16> ? 2
-                                    : std::is_same_v<S, E4m3>                               ? 4
-                                                                                            : 0;
-  static constexpr int kLanesOfRow = 4;  // that share rows g and g + 8
+  // Groups of an atom in MXFP4 and in NVFP4, in which a warp multiplies two atoms at a time; 0 in other formats.
+  static constexpr bool kMicroscaled =
+      I::kCodebook == Codebook::kE2m1 && kTogetherAtoms == 2 && kIsExact<T, S> && sizeof(S) == 1;
+  static constexpr int kMicroGroups = !kMicroscaled ? 0 : std::is_same_v<S, E8m0> ? 2 : 4;
+  static constexpr int kLanesOfRow = 4;
 
-  // Multiplies both atoms of a warp in a microscaling format. The four lanes of a row find the factors of four groups and pass them on.
-  // Returns whether scales allow it.
-  __device__ bool MultiplyByOwnFactors(uint32_t stage, uint32_t activations, Accumulators<I>& acc) const {
+  struct NoFactors {};
+  // Pairs of factors of rows g and g + 8 in two atoms: of the lanes that share these rows each has every fourth group's.
+  struct MicroFactors {
+    uint32_t of[kSlicesPerWarp][kMicroGroups == 4 ? 2 : 1];
+  };
+
+  // Multiplies two atoms in groups of 32 or 16. The lanes of a row load and convert the scales of different groups, and
+  // pass them on. Does nothing and returns false where a scale is too large.
+  __device__ bool MultiplyMicroscaled(uint32_t stage, uint32_t activations,
+                                      Accumulators<I>& acc) const {
     using R = FusedNumberRowPair<T, S, kBits, I::kCodebook, kCodebookShift<T>>;
-    OwnFactors factors;
+    constexpr bool kTakesAll = Fusing<T, S, I::kCodebook, kCodebookShift<T>>::kTakesAll;
+    MicroFactors factors;
     bool take = true;
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
 #pragma unroll
-      for (int j = 0; j < 2 * kOwnGroups / kLanesOfRow; ++j) {
+      for (int j = 0; j < 2 * kMicroGroups / kLanesOfRow; ++j) {
         const int group = j * kLanesOfRow + lane_ % kLanesOfRow;
         const uint32_t scales = LoadScalePair<S>(ScaleAddress(stage, i, group * kRows));
-        take &= Fusing<T, S, I::kCodebook, kCodebookShift<T>>::kTakesAll || R::Takes(scales);
+        if constexpr (!kTakesAll) take &= R::Takes(scales);
         factors.of[i][j] = R::FactorsOf(scales);
       }
     }
-    if (!Fusing<T, S, I::kCodebook, kCodebookShift<T>>::kTakesAll && !__all_sync(~0u, take)) return false;
-    MultiplyAtoms<R, 2, kOwnGroups>(stage, activations, 0, acc, factors);
+    if (!kTakesAll && !__all_sync(~0u, take)) return false;
+    MultiplyAtoms<R, 2, kMicroGroups>(stage, activations, 0, acc, factors);
     return true;
   }
-  struct NoFactors {};
-  struct OwnFactors {
-    uint32_t of[kSlicesPerWarp][kOwnGroups == 4 ? 2 : 1];
-  };
 
   // Whether FastestRows take the scales of both slices in the kGroups groups of the warp's atom `at`.
   template <int kGroups>
@@ -194,19 +200,20 @@ class StageMultiplier : Table<I::kCodebook> {
   }
 
   // Multiplies kAtoms of the warp's atoms, from number `at` on, in kGroups groups. kGroups = 0: one atom, in as many
-  // groups as it has.
+  // groups as it has. With factors, kGroups are those of each atom.
   template <class R, int kAtoms, int kGroups, class Factors = NoFactors>
-  __device__ void MultiplyAtoms(uint32_t stage, uint32_t activations, int at,
-                                Accumulators<I>& acc, const Factors& factors = {}) const {
+  __device__ void MultiplyAtoms(uint32_t stage, uint32_t activations, int at, Accumulators<I>& acc,
+                                const Factors& factors = {}) const {
     constexpr bool kHasFactors = !std::is_same_v<Factors, NoFactors>;
     static_assert(kAtoms == 1 || kGroups == 1 || kHasFactors);
-    constexpr bool kOwnSums = kHasFactors && I::kTiles == 1;
     constexpr int kRowAtoms = kHasFactors ? kAtoms : 1;
     const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
     const uint32_t first = kKeepsPlace ? activations + lhs_ + at * LhsBytes() : 0;
     // With one tile of rows every atom has accumulators of its own: more mma that do not wait for each other. Narrow
     // widths take less time with fewer scaled sums.
     constexpr int kChains = I::kTiles == 1 && kBits >= 4 ? kAtoms : 1;
+    // Scaled weights of the second atom have a chain of their own too.
+    constexpr bool kSecondChain = kHasFactors && kChains == 2;
 #pragma unroll
     for (int slice = 0; slice < kSlicesPerWarp; slice += kTogetherSlices) {
       R rows[kRowAtoms][kTogetherSlices];
@@ -237,7 +244,7 @@ class StageMultiplier : Table<I::kCodebook> {
 #pragma unroll
               for (int i = 0; i < kTogetherSlices; ++i) {
                 rows[a][i].Use(__shfl_sync(~0u, factors.of[slice + i][group / kLanesOfRow],
-                                        group % kLanesOfRow, kLanesOfRow));
+                                           group % kLanesOfRow, kLanesOfRow));
               }
             }
           } else if (kGroups != 1 && step > 0 && step * groups % kStepsPerAtom == 0) {
@@ -266,23 +273,26 @@ class StageMultiplier : Table<I::kCodebook> {
               const int half = kTogether == 2 ? j : step % 2;
 #pragma unroll
               for (int i = 0; i < kTogetherSlices; ++i) {
-                float (&sum)[4] =
-                    I::kScaleSums || (kOwnSums && a > 0) ? part[a % kChains][i][tile + j] : acc[slice + i][tile + j];
+                float (&sum)[4] = I::kScaleSums || (kSecondChain && a == 1)
+                                      ? part[a % kChains][i][tile + j]
+                                      : acc[slice + i][tile + j];
                 Mma<T>(sum, weights[i], fragments[a][2 * half], fragments[a][2 * half + 1]);
               }
             }
           }
         }
       }
-#pragma unroll
-      for (int chain = 0; chain < kChains; ++chain) {
+      if constexpr (kSecondChain) {
 #pragma unroll
         for (int i = 0; i < kTogetherSlices; ++i) {
-          if constexpr (kOwnSums) {
-            if (chain == 0) continue;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) acc[slice + i][0][j] += part[chain][i][0][j];
-          } else {
+          for (int j = 0; j < 4; ++j) acc[slice + i][0][j] += part[1][i][0][j];
+        }
+      } else {
+#pragma unroll
+        for (int chain = 0; chain < kChains; ++chain) {
+#pragma unroll
+          for (int i = 0; i < kTogetherSlices; ++i) {
             AddPart(rows[0][i], part[chain][i], acc[slice + i]);
           }
         }
