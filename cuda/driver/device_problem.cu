@@ -66,12 +66,12 @@ __device__ void Store(void* data, ElementType type, int64_t i, float value) {
 
 enum class Fill { kNormal, kScale, kZero, kIndex, kWords };
 
-// Random scale number `i`: a small one. Of the first ones in 8 bits some are `large`, so that kernels multiply by them
-// apart; more of them would decide what is timed.
+// Random scale number `i`: a small one. Of the first ones in 8 bits some are `large`, unless that is 0, so that kernels
+// multiply by them apart; more of them would decide what is timed.
 __device__ float Scale(int64_t i, uint64_t x, ElementType type, float large) {
   constexpr int64_t kFirst = 1024;
   const float fraction = Hash(x) * 0x1p-32f;
-  const bool is_large = i < kFirst && Hash(x) % 64 == 0;
+  const bool is_large = large > 0 && i < kFirst && Hash(x) % 64 == 0;
   switch (type) {
     case ElementType::kE8m0:
       return is_large ? large : ldexpf(0x1p-8f, static_cast<int>(3 * fraction));
