@@ -110,7 +110,7 @@ class FusedNumberRowPair {
  public:
   // Joins scales, as they are in memory, into what Takes() needs to know of them all.
   static __device__ uint32_t Join(uint32_t a, uint32_t b) { return a | b; }
-  // Whether all scales are below 2; powers of two in 8 bits, below 2^8 and more.
+  // Whether all scales are below 2; powers of two in 8 bits, below 2^9.
   static __device__ bool Takes(uint32_t scales) {
     if constexpr (std::is_same_v<S, E8m0>) {
       // A code of 128 + 8 and more has the upper bit and one of the four below it.
