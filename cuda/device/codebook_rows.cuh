@@ -89,7 +89,7 @@ class NumberRowPair {
 };
 
 // The largest scales that are Ts, and stay so beside the power of two that numbers need: any e4m3, whose largest is
-// below 2^9; all that numbers need no power of two for; otherwise those below 2 in bf16.
+// below 2^9; all that numbers need no power of two for; otherwise those that Takes() allows in bf16.
 template <typename T, typename S, Codebook kCodebook, int kDown>
 struct Fusing {
   static constexpr int kUp = Numbers<T, kCodebook>::kRaised - kDown;
@@ -110,23 +110,30 @@ class FusedNumberRowPair {
  public:
   // Joins scales, as they are in memory, into what Takes() needs to know of them all.
   static __device__ uint32_t Join(uint32_t a, uint32_t b) { return a | b; }
-  // Whether all scales are below 2: of powers of two in 8 bits, the upper bit says so.
+  // Whether all scales are below 2; powers of two in 8 bits, below 2^9.
   static __device__ bool Takes(uint32_t scales) {
-    return (scales & (sizeof(S) == 1 ? 0x80808080 : PowersOfTwo<T>(1))) == 0;
+    if constexpr (std::is_same_v<S, E8m0>) {
+      // A code of 128 + 8 and more has the upper bit and one of the four below it.
+      static_assert(kUp + 7 <= Pair<T>::kBias);
+      return (scales & 0x80808080 & ((scales & 0x78787878) + 0x78787878)) == 0;
+    } else {
+      // The upper bit of the exponent says so in each of these types.
+      return (scales & (std::is_same_v<S, E4m3> ? 0x40404040 : PowersOfTwo<T>(1))) == 0;
+    }
+  }
+  // What numbers are multiplied by, as a pair, from a pair of scales as they are in memory.
+  static __device__ uint32_t FactorsOf(uint32_t scales) {
+    if constexpr (std::is_same_v<S, E8m0> && kUp > 0) {
+      return (__byte_perm(scales, 0, 0x4140) + kUp * 0x00010001u) << Pair<T>::kMantissaBits;
+    } else {
+      const uint32_t both = ExactPair<T, S>(scales);
+      return kUp == 0 ? both : Multiply<T>(both, PowersOfTwo<T>(kUp));
+    }
   }
 
   __device__ void Start(bool) {}
-  __device__ void LoadScales(uint32_t scale) {
-    uint32_t both;
-    if constexpr (std::is_same_v<S, E8m0> && kUp > 0) {
-      both = (__byte_perm(LoadScalePair<S>(scale), 0, 0x4140) + kUp * 0x00010001u)
-             << Pair<T>::kMantissaBits;
-    } else {
-      both = LoadExactPair<T, S>(scale);
-      if constexpr (kUp != 0) both = Multiply<T>(both, PowersOfTwo<T>(kUp));
-    }
-    Duplicate(both, factor_);
-  }
+  __device__ void Use(uint32_t factors) { Duplicate(factors, factor_); }
+  __device__ void LoadScales(uint32_t scale) { Use(FactorsOf(LoadScalePair<S>(scale))); }
 
   template <bool kWithScale = true>
   __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,

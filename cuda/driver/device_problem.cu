@@ -72,14 +72,17 @@ __device__ void Store(void* data, ElementType type, int64_t i, float value) {
 
 enum class Fill { kNormal, kScale, kZero, kIndex, kWords };
 
-// A random scale: small ones, but of powers of two in 8 bits some are so large that kernels multiply by them apart.
-__device__ float Scale(uint64_t x, ElementType type) {
+// Random scale number `i`: a small one. Of the first ones in 8 bits some are `large`, unless that is 0, so that kernels
+// multiply by them apart; more of them would decide what is timed.
+__device__ float Scale(int64_t i, uint64_t x, ElementType type, float large) {
+  constexpr int64_t kFirst = 1024;
   const float fraction = Hash(x) * 0x1p-32f;
+  const bool is_large = large > 0 && i < kFirst && Hash(x) % 64 == 0;
   switch (type) {
     case ElementType::kE8m0:
-      return Hash(x) % 64 == 0 ? 2.0f : ldexpf(0x1p-8f, static_cast<int>(3 * fraction));
+      return is_large ? large : ldexpf(0x1p-8f, static_cast<int>(3 * fraction));
     case ElementType::kE4m3:
-      return (1 + fraction) * ldexpf(0x1p-7f, static_cast<int>(Hash(x) % 4));
+      return is_large ? large : (1 + fraction) * ldexpf(0x1p-7f, static_cast<int>(Hash(x) % 4));
     default:
       return (1 + fraction) * 0x1p-8f;
   }
@@ -101,7 +104,7 @@ __global__ void FillKernel(void* data, Fill fill, ElementType type, int64_t coun
         Store(data, type, i, Normal(x));
         break;
       case Fill::kScale:
-        Store(data, type, i, Scale(x, type));
+        Store(data, type, i, Scale(i, x, type, static_cast<float>(modulus)));
         break;
       case Fill::kZero:
         static_cast<uint8_t*>(data)[i] = Hash(x) % modulus;
@@ -370,7 +373,10 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
   Check(cudaMemcpy(numbers_.data(), codebook_.data(), numbers_.bytes(), cudaMemcpyHostToDevice),
         "cudaMemcpy");
   Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1, 0, problem.codebook);
-  Random(scale_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 2);
+  // Wider numbers, times large scales, leave the range of float16.
+  const bool half = problem.lhs == ElementType::kF16;
+  const int large_scale = !half ? 512 : problem.codebook == Codebook::kE2m1 ? 4 : 0;
+  Random(scale_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 2, large_scale);
   if (problem.zero == ZeroKind::kFloat) {
     Random(zero_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 3);
   } else {

@@ -57,6 +57,20 @@ __device__ inline float FloatOfE8m0(uint32_t code) {
   return __uint_as_float(code == 0 ? 0x00400000 : code == 255 ? 0x7fc00000 : code << 23);
 }
 
+// A pair of scales, as they are in memory, as floats.
+template <typename S>
+__device__ inline void FloatsOf(uint32_t both, float (&rows)[2]) {
+  static_assert(sizeof(S) <= 2);
+  if constexpr (std::is_same_v<S, E8m0>) {
+    rows[0] = FloatOfE8m0(both & 255), rows[1] = FloatOfE8m0(both >> 8);
+  } else if constexpr (std::is_same_v<S, E4m3>) {
+    const uint32_t halves = HalvesOfE4m3(both);
+    rows[0] = Pair<__half>::Low(halves), rows[1] = Pair<__half>::High(halves);
+  } else {
+    rows[0] = Pair<S>::Low(both), rows[1] = Pair<S>::High(both);
+  }
+}
+
 // Loads floats of rows g and g + 8.
 template <typename S>
 __device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
@@ -64,15 +78,7 @@ __device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
     rows[0] = __uint_as_float(LoadShared4(shared));
     rows[1] = __uint_as_float(LoadShared4(shared + 4));
   } else {
-    const uint32_t both = LoadScalePair<S>(shared);
-    if constexpr (std::is_same_v<S, E8m0>) {
-      rows[0] = FloatOfE8m0(both & 255), rows[1] = FloatOfE8m0(both >> 8);
-    } else if constexpr (std::is_same_v<S, E4m3>) {
-      const uint32_t halves = HalvesOfE4m3(both);
-      rows[0] = Pair<__half>::Low(halves), rows[1] = Pair<__half>::High(halves);
-    } else {
-      rows[0] = Pair<S>::Low(both), rows[1] = Pair<S>::High(both);
-    }
+    FloatsOf<S>(LoadScalePair<S>(shared), rows);
   }
 }
 
@@ -83,16 +89,14 @@ __device__ inline void AddScaledSums(const float (&part)[4], const float (&scale
   for (int i = 0; i < 4; ++i) sums[i] = fmaf(part[i], scale[i / 2], sums[i]);
 }
 
-// Loads scales that are Ts, exactly, as a pair.
+// A pair of scales that are Ts, exactly, from what is in memory.
 template <typename T, typename S>
-__device__ inline uint32_t LoadExactPair(uint32_t shared) {
+__device__ inline uint32_t ExactPair(uint32_t both) {
   static_assert(kIsExact<T, S>);
-  if constexpr (std::is_same_v<S, T>) return LoadScalePair<S>(shared);
-  if constexpr (std::is_same_v<S, E4m3> && std::is_same_v<T, __half>) {
-    return HalvesOfE4m3(LoadScalePair<S>(shared));
-  }
+  if constexpr (std::is_same_v<S, T>) return both;
+  if constexpr (std::is_same_v<S, E4m3> && std::is_same_v<T, __half>) return HalvesOfE4m3(both);
   float rows[2];
-  LoadFloats<S>(shared, rows);
+  FloatsOf<S>(both, rows);
   return Pair<T>::Round(rows[0], rows[1]);
 }
 
@@ -105,7 +109,7 @@ struct RowScale {
   static __device__ RowScale NegativeZero() { return {kNegativeZeros}; }
   // Loads rows g and g + 8.
   static __device__ void LoadPair(uint32_t shared, RowScale (&rows)[2]) {
-    const uint32_t both = LoadExactPair<T, S>(shared);
+    const uint32_t both = ExactPair<T, S>(LoadScalePair<S>(shared));
     rows[0].value = __byte_perm(both, both, 0x1010);
     rows[1].value = __byte_perm(both, both, 0x3232);
   }

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "cuda/kernels/codebook_costs.h"
+#include "cuda/kernels/number_costs.h"
 #include "cuda/kernels/sm80/costs.h"
 #include "cuda/kernels/sm80/plan.h"
 #include "cuda/limits.h"
@@ -120,8 +120,8 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const double stages =
       static_cast<double>(CeilDiv(NumStagesOf(problem), split_k)) + costs.start + sums;
   const double overlap = tile.shared + (1 - tile.shared) / static_cast<double>(beside);
-  const double numbers = CodebookAtom(problem.codebook) * BlockK(problem.bits) / kAtom *
-                         (kBlockN / kAtom);  // of a stage
+  const double numbers =
+      NumbersAtom(problem) * BlockK(problem.bits) / kAtom * (kBlockN / kAtom);  // of a stage
   const double computed =
       static_cast<double>(ctas) * stages * (overlap * tile.stage[problem.bits > 4] + numbers);
   const double bytes = static_cast<double>(problem.strips() * problem.k_blocks() * problem.batch) *

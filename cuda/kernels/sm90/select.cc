@@ -6,7 +6,7 @@
 #include <cmath>
 #include <iterator>
 
-#include "cuda/kernels/codebook_costs.h"
+#include "cuda/kernels/number_costs.h"
 #include "cuda/kernels/sm90/costs.h"
 #include "cuda/kernels/sm90/instances.h"
 #include "cuda/kernels/sm90/plan.h"
@@ -139,7 +139,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const auto rounds = [&](int64_t tasks, int splits) {
     if (tasks == 0) return 0.0;
     const bool alone = tile.ctas_per_sm == 1 || tasks * choice.peers <= device.num_sms;
-    const double numbers = CodebookAtom(problem.codebook) * tile.cta_strips() * (alone ? 1 : 2);
+    const double numbers = NumbersAtom(problem) * tile.cta_strips() * (alone ? 1 : 2);
     const double atom = (alone ? fit.alone : fit.beside) * kind + numbers;
     const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, splits) * tile.stage_atoms);
     return static_cast<double>(CeilDiv(tasks, schedule.resident)) *

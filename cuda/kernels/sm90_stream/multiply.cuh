@@ -102,6 +102,12 @@ class StageMultiplier : Table<I::kCodebook> {
   __device__ void Multiply(uint32_t stage, uint32_t activations, int left,
                            Accumulators<I>& acc) const {
     const int own = min(p_.plan.warp_atoms, left - atom_);
+    if constexpr (kMicroGroups > 0) {
+      if (own == 2 && p_.groups_per_atom == kMicroGroups &&
+          MultiplyMicroscaled(stage, activations, acc)) {
+        return;
+      }
+    }
     if (kTogetherAtoms == 2 && own == 2 && p_.atom_step == 0 && TakeFastest<1>(stage, 0)) {
       MultiplyAtoms<FastestRows<I>, 2, 1>(stage, activations, 0, acc);
       return;
@@ -139,6 +145,41 @@ class StageMultiplier : Table<I::kCodebook> {
   static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits <= 4 ? 2 : 1;
   static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
 
+  // Groups of an atom in MXFP4 and in NVFP4, in which a warp multiplies two atoms at a time; 0 in other formats.
+  static constexpr bool kMicroscaled =
+      I::kCodebook == Codebook::kE2m1 && kTogetherAtoms == 2 && kIsExact<T, S> && sizeof(S) == 1;
+  static constexpr int kMicroGroups = !kMicroscaled ? 0 : std::is_same_v<S, E8m0> ? 2 : 4;
+  static constexpr int kLanesOfRow = 4;
+
+  struct NoFactors {};
+  // Pairs of factors of rows g and g + 8 in two atoms: of the lanes that share these rows each has every fourth group's.
+  struct MicroFactors {
+    uint32_t of[kSlicesPerWarp][kMicroGroups == 4 ? 2 : 1];
+  };
+
+  // Multiplies two atoms in groups of 32 or 16. The lanes of a row load and convert the scales of different groups, and
+  // pass them on. Does nothing and returns false where a scale is too large.
+  __device__ bool MultiplyMicroscaled(uint32_t stage, uint32_t activations,
+                                      Accumulators<I>& acc) const {
+    using R = FusedNumberRowPair<T, S, kBits, I::kCodebook, kCodebookShift<T>>;
+    constexpr bool kTakesAll = Fusing<T, S, I::kCodebook, kCodebookShift<T>>::kTakesAll;
+    MicroFactors factors;
+    bool take = true;
+#pragma unroll
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2 * kMicroGroups / kLanesOfRow; ++j) {
+        const int group = j * kLanesOfRow + lane_ % kLanesOfRow;
+        const uint32_t scales = LoadScalePair<S>(ScaleAddress(stage, i, group * kRows));
+        if constexpr (!kTakesAll) take &= R::Takes(scales);
+        factors.of[i][j] = R::FactorsOf(scales);
+      }
+    }
+    if (!kTakesAll && !__all_sync(~0u, take)) return false;
+    MultiplyAtoms<R, 2, kMicroGroups>(stage, activations, 0, acc, factors);
+    return true;
+  }
+
   // Whether FastestRows take the scales of both slices in the kGroups groups of the warp's atom `at`.
   template <int kGroups>
   __device__ bool TakeFastest(uint32_t stage, int at) const {
@@ -159,25 +200,31 @@ class StageMultiplier : Table<I::kCodebook> {
   }
 
   // Multiplies kAtoms of the warp's atoms, from number `at` on, in kGroups groups. kGroups = 0: one atom, in as many
-  // groups as it has.
-  template <class R, int kAtoms, int kGroups>
-  __device__ void MultiplyAtoms(uint32_t stage, uint32_t activations, int at,
-                                Accumulators<I>& acc) const {
-    static_assert(kAtoms == 1 || kGroups == 1);
+  // groups as it has. With factors, kGroups are those of each atom.
+  template <class R, int kAtoms, int kGroups, class Factors = NoFactors>
+  __device__ void MultiplyAtoms(uint32_t stage, uint32_t activations, int at, Accumulators<I>& acc,
+                                const Factors& factors = {}) const {
+    constexpr bool kHasFactors = !std::is_same_v<Factors, NoFactors>;
+    static_assert(kAtoms == 1 || kGroups == 1 || kHasFactors);
+    constexpr int kRowAtoms = kHasFactors ? kAtoms : 1;
     const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
     const uint32_t first = kKeepsPlace ? activations + lhs_ + at * LhsBytes() : 0;
     // With one tile of rows every atom has accumulators of its own: more mma that do not wait for each other. Narrow
     // widths take less time with fewer scaled sums.
     constexpr int kChains = I::kTiles == 1 && kBits >= 4 ? kAtoms : 1;
+    // Scaled weights of the second atom have a chain of their own too.
+    constexpr bool kSecondChain = kHasFactors && kChains == 2;
 #pragma unroll
     for (int slice = 0; slice < kSlicesPerWarp; slice += kTogetherSlices) {
-      R rows[kTogetherSlices];
+      R rows[kRowAtoms][kTogetherSlices];
       uint32_t packed[kAtoms][kTogetherSlices][kBits];
       float part[kChains][kTogetherSlices][I::kTiles][4] = {};
 #pragma unroll
       for (int i = 0; i < kTogetherSlices; ++i) {
-        StartRows<R, I::kCodebook>(I::kZero == ZeroKind::kFloat, *this, rows[i]);
-        LoadRows(stage, slice + i, RowsAt(at), rows[i]);
+        if constexpr (!kHasFactors) {
+          StartRows<R, I::kCodebook>(I::kZero == ZeroKind::kFloat, *this, rows[0][i]);
+          LoadRows(stage, slice + i, RowsAt(at), rows[0][i]);
+        }
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
           const uint32_t first = stage + packed_[slice + i] + (at + a) * PackedStep(slice + i);
@@ -191,18 +238,27 @@ class StageMultiplier : Table<I::kCodebook> {
       for (int step = 0; step < kStepsPerAtom; ++step) {
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
-          if (kGroups != 1 && step > 0 && step * groups % kStepsPerAtom == 0) {
+          if constexpr (kHasFactors) {
+            if (step * groups % kStepsPerAtom == 0) {
+              const int group = a * kGroups + step * kGroups / kStepsPerAtom;
+#pragma unroll
+              for (int i = 0; i < kTogetherSlices; ++i) {
+                rows[a][i].Use(__shfl_sync(~0u, factors.of[slice + i][group / kLanesOfRow],
+                                           group % kLanesOfRow, kLanesOfRow));
+              }
+            }
+          } else if (kGroups != 1 && step > 0 && step * groups % kStepsPerAtom == 0) {
             const int group = step * groups / kStepsPerAtom;  // of the atom
 #pragma unroll
             for (int i = 0; i < kTogetherSlices; ++i) {
-              AddPart(rows[i], part[0][i], acc[slice + i]);
-              LoadRows(stage, slice + i, RowsAt(at) + group * kRows, rows[i]);
+              AddPart(rows[0][i], part[0][i], acc[slice + i]);
+              LoadRows(stage, slice + i, RowsAt(at) + group * kRows, rows[0][i]);
             }
           }
           uint32_t weights[kTogetherSlices][4];
 #pragma unroll
           for (int i = 0; i < kTogetherSlices; ++i) {
-            rows[i].Dequantize(packed[a][i], step, weights[i]);
+            rows[a % kRowAtoms][i].Dequantize(packed[a][i], step, weights[i]);
           }
           // A step is two columns, and the permutation is an exclusive or of column numbers.
           const uint32_t lhs = kKeepsPlace ? first + a * LhsBytes() : activations + PlaceOf(at + a);
@@ -217,19 +273,28 @@ class StageMultiplier : Table<I::kCodebook> {
               const int half = kTogether == 2 ? j : step % 2;
 #pragma unroll
               for (int i = 0; i < kTogetherSlices; ++i) {
-                float (&sum)[4] =
-                    I::kScaleSums ? part[a % kChains][i][tile + j] : acc[slice + i][tile + j];
+                float (&sum)[4] = I::kScaleSums || (kSecondChain && a == 1)
+                                      ? part[a % kChains][i][tile + j]
+                                      : acc[slice + i][tile + j];
                 Mma<T>(sum, weights[i], fragments[a][2 * half], fragments[a][2 * half + 1]);
               }
             }
           }
         }
       }
-#pragma unroll
-      for (int chain = 0; chain < kChains; ++chain) {
+      if constexpr (kSecondChain) {
 #pragma unroll
         for (int i = 0; i < kTogetherSlices; ++i) {
-          AddPart(rows[i], part[chain][i], acc[slice + i]);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) acc[slice + i][0][j] += part[1][i][0][j];
+        }
+      } else {
+#pragma unroll
+        for (int chain = 0; chain < kChains; ++chain) {
+#pragma unroll
+          for (int i = 0; i < kTogetherSlices; ++i) {
+            AddPart(rows[0][i], part[chain][i], acc[slice + i]);
+          }
         }
       }
     }

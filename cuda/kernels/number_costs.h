@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What finding the numbers of codebooks, and merging bit planes, add to the costs of the kernels, which are fitted with
+// integers of 4 and of 8 bits.
+#pragma once
+
+#include "cuda/problem.h"
+
+namespace jaxlowbit {
+
+// Microseconds of a multiprocessor that an atom of a strip takes more than one of integers of as many bits, in the order
+// of Codebook: that of the instructions that find the numbers, at any number of rows
+// (docs/measurements/codebooks.md).
+inline constexpr double kCodebookAtoms[] = {0, 0.08, 0.06, 0.04, 0.028};
+
+// Those that one of 5 to 7 bits takes more than its bytes do at the rate of 8 bits
+// (docs/measurements/widths_5_to_7.md).
+inline constexpr double kPlanesAtom = 0.027;
+
+constexpr double NumbersAtom(const QuantizedMatmul& problem) {
+  const bool merges = problem.bits > 4 && problem.bits < 8;
+  return kCodebookAtoms[static_cast<int>(problem.codebook)] + (merges ? kPlanesAtom : 0);
+}
+
+}  // namespace jaxlowbit
