@@ -42,14 +42,14 @@ def test_time_of_a_call_is_its_own(monkeypatch, wide):
     monkeypatch.setattr(timing, "BLOCKS", 3)
 
     def sleep(x):
-        time.sleep(0.01)
+        time.sleep(0.04)
         return np.ones((1, wide), np.float32)
 
     def call(x, weight):
         return jax.pure_callback(sleep, jax.ShapeDtypeStruct((1, wide), jnp.float32), x)
 
     found = timing.microseconds_per_call(call, jnp.ones((1, 16)), [None], 1)
-    assert 8000 < found.median < 16000
+    assert 36000 < found.median < 56000
 
 
 def test_a_host_that_falls_behind_gets_longer_programs(monkeypatch):
