@@ -44,8 +44,8 @@ def quantized_matmul(
     elsewhere, in the cases that `quantized_matmuls` names, and where it is differentiated, XLA.
 
     With quantized activations, `lhs.dequantize() @ rhs.dequantize()`: their values are multiplied
-    in bfloat16, which holds them exactly, and the scales of tokens multiply float32 results, before
-    an epilogue.
+    in bfloat16, which holds them exactly, or for many rows on Hopper in 8 bits, and the scales of
+    tokens multiply float32 results, before an epilogue.
 
     **Arguments:**
 
