@@ -30,7 +30,7 @@ import numpy as np
 NO_REGISTERS = range(0)
 # More than a wait can leave under way. A loop that never waits would have ever more of them.
 MOST_GROUPS = 16
-WGMMA = 0xDF0  # the lowest 12 bits of its instruction
+WGMMA = 0xDF0, 0xDF1, 0xDF3  # the lowest 12 bits of its instruction: of 16 bits, int8, float8
 SHOWN = 20  # hazards
 
 LINE = re.compile(
@@ -273,7 +273,7 @@ def kernels(module: Path) -> Iterator[tuple[str, str]]:
 def _may_multiply(cubin: bytes) -> bool:
     """Whether a cubin may hold a wgmma: to disassemble one takes seconds."""
     halves = np.frombuffer(cubin, "<u8", len(cubin) // 16 * 2)
-    return bool((halves[::2] & 0xFFF == WGMMA).any())
+    return bool(np.isin(halves[::2] & 0xFFF, WGMMA).any())
 
 
 def find_tool(name: str) -> str | None:
