@@ -34,7 +34,7 @@ EXPORT_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(target)
     for target in (
         *(MATMUL_TARGET, FUSED_TARGET, MATMULS_TARGET, MLP_TARGET, BLOCK_TARGET, ATTEND_TARGET),
-        *(ATTEND_QUERIES_TARGET, DECODE_BLOCK_TARGET, NORMALIZED_TARGET),
+        *(ATTEND_QUERIES_TARGET, DECODE_BLOCK_TARGET, NORMALIZED_TARGET, ACTIVATIONS_TARGET),
     )
 )
 """The `disabled_checks` with which `jax.export.export` accepts the custom calls.
