@@ -44,13 +44,11 @@ ffi::Error Activations(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer l
     if (const Support support = Supports(Kernel::kQmmSm90, p, DeviceInfo(place.device)); !support) {
       return Refuse(support.reason + "; use another backend.");
     }
-    for (const void* data :
-         {static_cast<const void*>(operands.buffers.packed), operands.buffers.scale}) {
-      if (kStage == Stage::kExecute && !IsAligned(data)) {
-        return Refuse(
-            "weights beside quantized activations must begin at multiples of 16 bytes; put "
-            "jax.lax.optimization_barrier around them.");
-      }
+    const bool aligned = IsAligned(operands.buffers.packed) && IsAligned(operands.buffers.scale);
+    if (kStage == Stage::kExecute && !aligned) {
+      return Refuse(
+          "weights beside quantized activations must begin at multiples of 16 bytes; put "
+          "jax.lax.optimization_barrier around them.");
     }
     return Enqueue({operands}, Workspace(*workspace), place);
   });

@@ -63,7 +63,7 @@ __device__ void Store(void* data, ElementType type, int64_t i, float value) {
     case ElementType::kE4m3:
       static_cast<__nv_fp8_e4m3*>(data)[i] = __nv_fp8_e4m3(value);
       return;
-    case ElementType::kInt8:  // a normal value becomes some 30 of 127
+    case ElementType::kInt8:  // a value of 1 becomes 30 of 127
       static_cast<int8_t*>(data)[i] =
           static_cast<int8_t>(fminf(fmaxf(rintf(value * 30), -127), 127));
       return;

@@ -165,11 +165,12 @@ struct Formats {
 template <typename F>
 void ForEachType(const Formats& formats, F visit) {
   for (int bits : formats.widths) {
+    const auto is_checked = [&](const InstanceKey& format) {
+      const auto& checked = formats.codebooks;
+      return std::find(checked.begin(), checked.end(), format.codebook) != checked.end();
+    };
     ForEachFormat(Family::kSm80, bits, [&](const InstanceKey& format) {
-      const auto& of_interest = formats.codebooks;
-      if (std::find(of_interest.begin(), of_interest.end(), format.codebook) == of_interest.end()) {
-        return;
-      }
+      if (!is_checked(format)) return;
       for (bool transposed : {false, true}) {
         QuantizedMatmul problem;
         problem.lhs = problem.out = format.lhs;
@@ -187,10 +188,7 @@ void ForEachType(const Formats& formats, F visit) {
       }
     });
     ForEachByteFormat(bits, [&](const InstanceKey& format) {
-      const auto& of_interest = formats.codebooks;
-      if (std::find(of_interest.begin(), of_interest.end(), format.codebook) == of_interest.end()) {
-        return;
-      }
+      if (!is_checked(format)) return;
       QuantizedMatmul problem;
       problem.lhs = format.lhs;
       problem.scale = format.scale;
@@ -225,7 +223,7 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
         const int64_t sizes[] = {16, 32, 48, 64, 96, 128, 256, -1};
         problem.group_size = sizes[seed % 8];
         problem.m = m, problem.n = n, problem.k = k;
-        if (Is8Bit(problem.lhs)) {  // takes fewer of these
+        if (Is8Bit(problem.lhs)) {  // an lhs of 8 bits takes fewer sizes
           const int64_t taken[] = {64, 128, 256, -1};
           problem.group_size = taken[seed % 4];
           problem.k = CeilDiv(k, 16) * 16;

@@ -13,7 +13,7 @@ namespace jaxlowbit {
 // (docs/measurements/codebooks.md).
 inline constexpr double kCodebookAtoms[] = {0, 0.08, 0.06, 0.04, 0.028};
 
-// Those that one of 5 to 7 bits takes more than its bytes do at the rate of 8 bits
+// Microseconds, likewise, that merging the planes of 5 to 7 bits adds to what as many bytes of 8 bits take
 // (docs/measurements/widths_5_to_7.md).
 inline constexpr double kPlanesAtom = 0.027;
 

@@ -29,6 +29,9 @@ EXACT = jnp.dtype("bfloat16")
 LEAST_ROWS = 192
 """Fewer rows are as fast in bfloat16: weights bound them, not tensor cores."""
 
+MOST_K = 2**17
+"""More products of 8 bits may overflow int32."""
+
 
 def product(
     lhs: Any,
@@ -75,10 +78,6 @@ def product(
     if bias is not None and lhs.ndim > 1:
         bias = bias[..., None, :]
     return epilogue.finished(sums, bias, activation, residual, out_dtype)
-
-
-MOST_K = 2**17
-"""More products of 8 bits may overflow int32."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,9 +49,7 @@ def _unfit(gpus: Sequence[Any]) -> str | None:
 
 def only_gpus_of(compute_capability: int, context: Any) -> bool:
     """Whether a program is lowered for GPUs that are known, and of this compute capability."""
-    if context.lowering_parameters.for_export or context.backend is None:
-        return False
-    gpus = [gpu for gpu in context.backend.local_devices() if gpu.platform == "gpu"]
+    gpus = _gpus_of(context)
     capabilities = {selection.compute_capability(gpu) for gpu in gpus}
     return capabilities == {compute_capability} and _unfit(gpus) is None
 
@@ -62,6 +60,11 @@ def unfit_gpus(context: Any) -> str | None:
     The answer is None too where the GPUs are not known: in an exported program the custom call
     refuses, where it runs.
     """
+    return _unfit(_gpus_of(context))
+
+
+def _gpus_of(context: Any) -> list[Any]:
+    """The GPUs that a program is lowered for; none where they are not known."""
     if context.lowering_parameters.for_export or context.backend is None:
-        return None
-    return _unfit([gpu for gpu in context.backend.local_devices() if gpu.platform == "gpu"])
+        return []
+    return [gpu for gpu in context.backend.local_devices() if gpu.platform == "gpu"]

@@ -17,7 +17,7 @@ namespace jaxlowbit {
 template <typename T, int kBits, Codebook kCodebook>
 struct ByteWeights;
 
-// 16 (q - 8): in the upper half of a byte, q with its highest bit inverted is two's complement.
+// Weights become 16 (q - 8): in the upper half of a byte, q with its highest bit inverted is two's complement.
 template <>
 struct ByteWeights<int8_t, 4, Codebook::kNone> {
   static constexpr float kUnit = 1.0f / 16;

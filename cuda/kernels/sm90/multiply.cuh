@@ -20,17 +20,9 @@
 #include "cuda/device/packed.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/device/wgmma.cuh"
-#include "cuda/kernels/sm90/free.cuh"
-#include "cuda/kernels/sm90/params.cuh"
+#include "cuda/kernels/sm90/consumer.cuh"
 
 namespace jaxlowbit::sm90 {
-
-template <class I>
-using Accumulators = float[I::kStrips][I::kM / 2];
-
-// Factors of the accumulators of each strip: this lane's channels g and g + 8.
-template <class I>
-using Factors = float[I::kStrips][2];
 
 // The rows of a strip of a group, of any scales and of those that FusedRows take, and of a channel.
 template <typename T, typename S, int kBits, Codebook kCodebook>
@@ -53,25 +45,19 @@ struct RowsOf<T, S, kBits, Codebook::kNone> {
 
 // The table is a base: without one it takes no room.
 template <class I>
-class TileMultiplier : Table<I::kCodebook> {
+class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
  public:
   using T = typename I::T;
   using S = typename I::S;
   static constexpr int kBits = I::kBits;
 
   __device__ TileMultiplier(const Params& p, Memory memory)
-      : Table<I::kCodebook>(p.table), p_(p), memory_(memory), releaser_(p, memory) {
-    const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
-    const int lane = threadIdx.x % 32;
-    packed_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstTmaWord<kBits>(warp * 32 + lane));
+      : Table<I::kCodebook>(p.table), StageConsumer<I>(p, memory) {
     if constexpr (kPlanes > 1) {
-      second_ = Keep(SecondPlane<kBits>(warp * 32 + lane) - FirstPlane<kBits>(warp * 32 + lane));
+      const int lane = threadIdx.x % 128;  // of those of an atom
+      second_ = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+      if constexpr (kPlanes > 2) third_ = Keep(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
     }
-    if constexpr (kPlanes > 2) {
-      third_ = Keep(ThirdPlane<kBits>(warp * 32 + lane) - FirstPlane<kBits>(warp * 32 + lane));
-    }
-    row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
-    strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
   }
 
   // Multiplies all atoms of a task. The previous kernels have ended.
@@ -114,6 +100,14 @@ class TileMultiplier : Table<I::kCodebook> {
   }
 
  private:
+  using StageConsumer<I>::kStripBytes;
+  using StageConsumer<I>::Free;
+  using StageConsumer<I>::p_;
+  using StageConsumer<I>::memory_;
+  using StageConsumer<I>::packed_;
+  using StageConsumer<I>::row_;
+  using StageConsumer<I>::strip_rows_;
+
   // The rows of a strip: with a group's scales, which every atom or every stage loads, or with a channel's.
   using GroupRows = typename RowsOf<T, S, kBits, I::kCodebook>::Group;
   struct LoadedOnce : GroupRows {};
@@ -131,7 +125,6 @@ class TileMultiplier : Table<I::kCodebook> {
   static constexpr int kPlanes = kNumPlanes<kBits>;
   static constexpr float kUnit =  // of accumulators
       1 << (I::kCodebook != Codebook::kNone ? kCodebookShift<T> : kWeightShift<T>);
-  static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
   // Units of an atom of a strip.
   static constexpr int kUnits = I::kStrips == 1 ? 2 : 1;
   static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
@@ -210,7 +203,7 @@ class TileMultiplier : Table<I::kCodebook> {
     if (kTogether > 1 && state.atom < end) MultiplyAtoms<1>(state, pairs, acc);
     WaitProducts<0>();
     KeepAll(acc);
-    releaser_.Free(state.previous);
+    Free(state.previous);
     cursor = state.cursor;
   }
 
@@ -254,7 +247,7 @@ class TileMultiplier : Table<I::kCodebook> {
           uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];
           const int first = unit * kUnitSteps;
           if (kLate) WaitProducts<1>();
-          if (kLate && in_stage_unit == 1) releaser_.Free(state.previous);
+          if (kLate && in_stage_unit == 1) Free(state.previous);
 #pragma unroll
           for (int step = 0; step < kUnitSteps; ++step) {
             constexpr int kMiddle = kStepsPerAtom / 2;
@@ -281,7 +274,7 @@ class TileMultiplier : Table<I::kCodebook> {
           }
           CommitProducts();
           if (!kLate) WaitProducts<1>();
-          if (!kLate && in_stage_unit == 0) releaser_.Free(state.previous);
+          if (!kLate && in_stage_unit == 0) Free(state.previous);
         }
       }
       if (kGroups && --state.left == 0) {
@@ -306,11 +299,6 @@ class TileMultiplier : Table<I::kCodebook> {
     }
   }
 
-  const Params& p_;
-  const Memory memory_;
-  const StageReleaser releaser_;
-  // Where this lane reads in a stage, for the warpgroup's first strip: packed weights, in bytes, and scales, in rows.
-  int packed_, row_, strip_rows_;
   int second_, third_;  // from the words of the first plane to those of the others
 };
 

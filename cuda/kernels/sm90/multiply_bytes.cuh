@@ -16,27 +16,18 @@
 #include "cuda/device/format/bytes.cuh"
 #include "cuda/device/packed.cuh"
 #include "cuda/device/wgmma.cuh"
-#include "cuda/kernels/sm90/free.cuh"
-#include "cuda/kernels/sm90/multiply.cuh"
-#include "cuda/kernels/sm90/params.cuh"
+#include "cuda/kernels/sm90/consumer.cuh"
 
 namespace jaxlowbit::sm90 {
 
 template <class I>
-class ByteMultiplier {
+class ByteMultiplier : StageConsumer<I> {
  public:
   using T = typename I::T;
   using S = typename I::S;
   static constexpr int kBits = I::kBits;
 
-  __device__ ByteMultiplier(const Params& p, Memory memory)
-      : p_(p), memory_(memory), releaser_(p, memory) {
-    const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
-    const int lane = threadIdx.x % 32;
-    packed_ = Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstTmaWord<kBits>(warp * 32 + lane));
-    row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
-    strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
-  }
+  __device__ ByteMultiplier(const Params& p, Memory memory) : StageConsumer<I>(p, memory) {}
 
   // Multiplies all atoms of a task. The previous kernels have ended.
   __device__ void Multiply(const Task& task, Accumulators<I>& acc, Factors<I>& factors,
@@ -59,12 +50,19 @@ class ByteMultiplier {
   }
 
  private:
+  using StageConsumer<I>::kStripBytes;
+  using StageConsumer<I>::Free;
+  using StageConsumer<I>::p_;
+  using StageConsumer<I>::memory_;
+  using StageConsumer<I>::packed_;
+  using StageConsumer<I>::row_;
+  using StageConsumer<I>::strip_rows_;
+
   using Weights = ByteWeights<T, kBits, I::kCodebook>;
   using Sum = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
 
   static constexpr int kSteps = 2;      // wgmma of an atom
   static constexpr int kMostAtoms = 8;  // whose float8 products are added without a stop
-  static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<kBits>;
 
   // A group has all of k, an atom, or whole stages.
   enum class Groups { kChannel, kAtoms, kStages };
@@ -103,7 +101,7 @@ class ByteMultiplier {
         Add(sums, scales, acc);
       }
     }
-    releaser_.Free(state.previous);
+    Free(state.previous);
     cursor = state.cursor;
   }
 
@@ -134,13 +132,13 @@ class ByteMultiplier {
       FenceOperands();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const int first = kAddsAtoms || a == 0 ? (kAddsAtoms ? 0 : adds) : 1;
+        const int first = kAddsAtoms ? 0 : a == 0 ? adds : 1;
         WarpgroupMmaBytes<T, I::kM>::Run(
             sums[s], own[step], lhs + (a * kSteps + step) * kStepDescription, step > 0 ? 1 : first);
       }
       CommitProducts();
       WaitProducts<1>();
-      if (unit == 0) releaser_.Free(state.previous);
+      if (unit == 0) Free(state.previous);
       if (unit + 1 < kUnits) {
         Read(stage, (unit + 1) / I::kStrips, (unit + 1) % I::kStrips, others);
       } else if (state.atom + kAtoms < state.end) {
@@ -210,12 +208,6 @@ class ByteMultiplier {
       }
     }
   }
-
-  const Params& p_;
-  const Memory memory_;
-  const StageReleaser releaser_;
-  // Where this lane reads in a stage, for the warpgroup's first strip: packed weights, in bytes, and scales, in rows.
-  int packed_, row_, strip_rows_;
 };
 
 }  // namespace jaxlowbit::sm90

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What consumers of qmm_sm90 have in common: accumulators, where a lane reads in a stage, and how stages go back to the
+// producers that fill them.
+#pragma once
+
+#include "cuda/device/packed.cuh"
+#include "cuda/kernels/sm90/params.cuh"
+
+namespace jaxlowbit::sm90 {
+
+template <class I>
+using Accumulators = float[I::kStrips][I::kM / 2];
+
+// Factors of the accumulators of each strip: this lane's channels g and g + 8.
+template <class I>
+using Factors = float[I::kStrips][2];
+
+template <class I>
+class StageConsumer {
+ protected:
+  static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<I::kBits>;
+
+  __device__ StageConsumer(const Params& p, Memory memory) : p_(p), memory_(memory) {
+    const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
+    packed_ =
+        Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstTmaWord<I::kBits>(warp * 32 + lane));
+    row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
+    strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
+    if constexpr (kWarpArrivals == 1) {
+      const int rank = p.peer_shift == 0 ? ClusterRank() : lane;
+      free_ = Keep(lane < 1 << p.peer_shift ? MapToRank(memory.empty(0), rank) : 0);
+    } else {
+      free_ = p.peer_shift > 0 ? MapToRank(memory.empty(0), ClusterRank() ^ 1) : 0;
+    }
+  }
+
+  // Releases a stage that this warp has read, so that the producers of all peers may overwrite it; none if `slot` is
+  // negative. All lanes come from a wait for the warp's products.
+  __device__ void Free(int slot) const {
+    if constexpr (kWarpArrivals != 1) {
+      if (slot >= 0) Arrive(memory_.empty(slot));
+    }
+    ArriveRemoteAfterReads(free_ + slot * kBarrierBytes, slot >= 0 && free_ != 0);
+  }
+
+  const Params& p_;
+  const Memory memory_;
+  // Where this lane reads in a stage, for the warpgroup's first strip: packed weights, in bytes, and scales, in rows.
+  int packed_, row_, strip_rows_;
+
+ private:
+  uint32_t free_;  // the peer's barrier that this lane tells of free stages, or 0
+};
+
+}  // namespace jaxlowbit::sm90
