@@ -58,6 +58,10 @@ inline Extent ScaleExtent(const QuantizedMatmul& p, const Buffers& b) {
 inline Extent ZeroExtent(const QuantizedMatmul& p, const Buffers& b) {
   return {b.zero, p.num_weights * GroupValues(p) * p.zero_bytes()};
 }
+inline int64_t ChannelScaleBytes(const QuantizedMatmul& p) { return p.n_blocks() * kAtom * 4; }
+inline Extent ChannelScaleExtent(const QuantizedMatmul& p, const Buffers& b) {
+  return {b.channel_scale, b.channel_scale == nullptr ? 0 : p.num_weights * ChannelScaleBytes(p)};
+}
 inline Extent PermutationExtent(const QuantizedMatmul& p, const Buffers& b) {
   return {b.permutation, b.permutation == nullptr ? 0 : p.k * 4};
 }
@@ -67,7 +71,7 @@ inline Extent OutExtent(const QuantizedMatmul& p, const Buffers& b) {
 
 // Everything that a product reads, except a residual that lies exactly where out does: each of its elements is read by
 // the thread that overwrites it.
-inline std::array<Extent, 9> OperandExtents(const QuantizedMatmul& p, const Buffers& b) {
+inline std::array<Extent, 10> OperandExtents(const QuantizedMatmul& p, const Buffers& b) {
   const Epilogue& e = p.epilogue;
   const int64_t weights = p.batch * p.weights_per_element();
   const bool in_place = b.residual == b.out && e.residual == p.out;
@@ -82,7 +86,8 @@ inline std::array<Extent, 9> OperandExtents(const QuantizedMatmul& p, const Buff
           or_none(b.index, weights * 4),
           or_none(b.bias, weights * p.n * SizeOf(e.bias)),
           or_none(in_place ? nullptr : b.residual, p.batch * p.m * p.n * SizeOf(e.residual)),
-          LhsScaleExtent(p, b)};
+          LhsScaleExtent(p, b),
+          ChannelScaleExtent(p, b)};
 }
 
 // Advances the buffers to weight number `first`.
@@ -90,6 +95,7 @@ inline void SkipWeights(const QuantizedMatmul& p, int64_t first, Buffers* b) {
   b->packed = Offset(b->packed, first * PackedBytes(p));
   b->scale = Offset(b->scale, first * GroupValues(p) * p.scale_bytes());
   b->zero = Offset(b->zero, first * GroupValues(p) * p.zero_bytes());
+  b->channel_scale = Offset(b->channel_scale, first * ChannelScaleBytes(p));
 }
 
 // Advances the buffers to row number `first`, counted over the whole batch.

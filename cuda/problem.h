@@ -84,12 +84,14 @@ constexpr int64_t GroupSize(int64_t size, int64_t k) {
 //
 // An lhs of 8 bits has a scale for each row, a token, which multiplies results before the epilogue. Its columns are
 // interleaved as the instruction takes them beside packed weights: of each 16, column 8 v + r is stored at 2 r + v.
+// Beside it, scales that are integers make weights of 8 bits, and results are multiplied by a float for each channel.
 struct Buffers {
   const void* lhs = nullptr;             // [batch, m, lhs_columns]
   const float* lhs_scale = nullptr;      // [batch, m], of an lhs of 8 bits
   const uint32_t* packed = nullptr;      // [num_weights, n_blocks, k_blocks, words_per_atom]
   const void* scale = nullptr;           // [num_weights, n_blocks, groups, 64]
   const void* zero = nullptr;            // [num_weights, n_blocks, groups, 64]
+  const float* channel_scale = nullptr;  // [num_weights, n_blocks, 64] in order, of an int8 lhs
   const int32_t* index = nullptr;        // [batch * weights_per_element] (WeightNumber)
   const void* bias = nullptr;            // [batch * weights_per_element, n]
   const void* residual = nullptr;        // as out

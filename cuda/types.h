@@ -24,7 +24,8 @@ inline constexpr int64_t kAtom = 64;
 inline constexpr int kKernelBits[] = {4, 8};
 inline constexpr int kCompiledBits[] = {1, 2, 3, 5, 6, 7};
 
-// Elements of 8 bits are scales (kE8m0, which are powers of two, or kE4m3) or quantized activations (kE4m3 or kInt8).
+// Elements of 8 bits are scales (kE8m0, which are powers of two, kE4m3 or kInt8) or quantized activations (kE4m3 or
+// kInt8).
 enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3, kInt8 };
 enum class ZeroKind { kNone, kInteger, kFloat };
 enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };

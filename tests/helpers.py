@@ -40,12 +40,17 @@ def backends(dtype: str, format: Format) -> list[str]:
             jnp.zeros((1, 1), format.scale_dtype),
             None if format.zero == "none" else jnp.zeros((1, 1), _zero_dtype(format)),
             format=format,
-            tensor_scale=jnp.zeros(()) if format.scale == "e4m3" else None,
+            tensor_scale=_tensor_scale(format),
         )
     )
     reasons = jaxlowbit.supported_backends(jax.ShapeDtypeStruct((1, 1), jnp.dtype(dtype)), rhs)
     compiled = (PLATFORM, "pallas", "xla") if PLATFORM == "cpu" else (PLATFORM, "xla")
     return [name for name in compiled if reasons[name] is None]
+
+
+def _tensor_scale(format: Format) -> Any:
+    channels = (1,) if format.scales_channels else ()
+    return jnp.zeros(channels) if format.has_tensor_scale else None
 
 
 def _zero_dtype(format: Format) -> Any:
@@ -152,7 +157,8 @@ def dequantize(array: QuantizedArray) -> Weight:
         zero = rows(array.zero)
         value, terms = codes * scale + zero, np.abs(codes * scale) + np.abs(zero)
     if array.tensor_scale is not None:
-        unit = np.asarray(array.tensor_scale).astype(np.float64)[..., None, None]
+        unit = np.asarray(array.tensor_scale).astype(np.float64)
+        unit = unit[..., None, :] if format.scales_channels else unit[..., None, None]
         value, terms = value * unit, terms * unit
     if array.permutation is not None:
         order = global_order(np.asarray(array.permutation), shards)[..., None]

@@ -72,6 +72,10 @@ def operands(problem: Problem) -> Operands:
     elif p.narrow == "e4m3":
         scale = rng.integers(0, 127, shape, np.uint8).view(format.scale_dtype)
         tensor_scale = jnp.asarray(p.scale / 448 * rng.uniform(0.5, 1.5, p.stack), jnp.float32)
+    elif p.narrow == "int8":
+        scale = rng.integers(0, format.most_scale + 1, shape, np.int8)
+        unit = p.scale / format.most_scale * rng.uniform(0.5, 1.5, (*p.stack, p.n))
+        tensor_scale = jnp.asarray(unit, jnp.float32)
     zero, levels = None, 2**p.bits
     middle = levels // 2
     if p.zero == "integer":

@@ -24,7 +24,10 @@ from jaxlowbit import (
 pytestmark = pytest.mark.gpu
 TARGET = "jaxlowbit_quantized_activations"
 WEIGHTS = {
-    "int8": (INT4, Format(4, 64), Format(4, 256), Format(4), INT8, Format(8, 128)),
+    "int8": (
+        *(INT4, Format(4, 64), Format(4, 256), Format(4), INT8, Format(8, 128)),
+        *(Format(4, size, scale="int8") for size in (64, 128, 384, -1)),
+    ),
     "float8_e4m3fn": (FP8, Format(8, 64, codebook="e4m3"), Format(8, 128, codebook="e4m3")),
 }
 KINDS = [(dtype, format) for dtype, formats in WEIGHTS.items() for format in formats]

@@ -40,6 +40,9 @@ FORMATS = (
     Format(2, 64, codebook=NUMBERS[:4], scale="e8m0"),
     Format(3, -1, codebook=NUMBERS[:8]),
     Format(5, 16, codebook=NUMBERS),
+    Format(4, 128, scale="int8"),
+    Format(3, 32, scale="int8"),
+    Format(2, 64, scale="int8"),
 )
 ids = [f"{i}: {format}" for i, format in enumerate(FORMATS)]
 K, N = 256, 192
@@ -54,6 +57,8 @@ def array_of(format: Format, scales: np.ndarray, dtype: str) -> QuantizedArray:
     if format.codebook is None:
         codes = (codes.astype(np.int16) - format.offset).astype(np.int8)
     tensor = jnp.float32(0.5) if format.has_tensor_scale else None
+    if format.scale == "int8":
+        scales = np.ceil(scales * format.most_scale)
     scale = jnp.asarray(scales).astype(format.scale_dtype or dtype)
     return QuantizedArray.from_integers(codes, scale, tensor_scale=tensor, format=format)
 

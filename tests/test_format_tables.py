@@ -32,7 +32,7 @@ def test_pages_and_tables():
     page = "a\n<!-- format-table: 8-bit scales -->\nold\n<!-- /format-table -->\nb\n"
     filled = format_tables.filled(page)
     assert filled.startswith("a\n<!--") and filled.endswith("<!-- /format-table -->\nb\n")
-    assert re.findall(r"^\| `(\w+)`", filled, re.M) == ["mxfp4", "mxfp8", "nvfp4"]
+    assert re.findall(r"^\| `([\w-]+)`", filled, re.M) == ["int4-int8", "mxfp4", "mxfp8", "nvfp4"]
     assert "old" not in filled and format_tables.filled(filled) == filled
     with pytest.raises(ValueError, match="no table of 'zeros'; name 8-bit scales, or nothing"):
         format_tables.filled("<!-- format-table: zeros -->\n<!-- /format-table -->")
@@ -51,6 +51,8 @@ def test_a_row_is_what_quantize_makes(name):
     array = jl.quantize(MATRIX, name, scale_dtype=scale_dtype)
     assert array.format == format and parse_format(format_name(format)) == format
     leaves = [x for x in (array.packed, array.scale, array.zero) if x is not None]
+    if format.scales_channels:
+        leaves.append(array.tensor_scale)
     bits = 8 * sum(leaf.nbytes for leaf in leaves) / MATRIX.size
     assert bits == bits_per_weight(format, k=MATRIX.shape[0])
 

@@ -5,7 +5,11 @@
 //   0 lhs        T[b, m, k], interleaved (Buffers in cuda/problem.h)   T: s8 or f8e4m3fn
 //   1 lhs_scale  f32[b, m]: those of the rows of lhs
 //
-// which the others follow, and results are of bf16 or f32. No kernel stands in where buffers begin at odd places, so
+// which the others follow, then
+//
+//   6 channel_scale  f32[L, n_blocks, 64], in order, beside s8 scales; otherwise f32[0]
+//
+// and results are of bf16 or f32. No kernel stands in where buffers begin at odd places, so
 // weights there are refused.
 #include <cuda_runtime_api.h>
 
@@ -15,11 +19,16 @@
 namespace jaxlowbit {
 namespace {
 
+ffi::Error CheckFloats(std::string_view name, const ffi::AnyBuffer& buffer) {
+  return CheckType(name, buffer, buffer.element_type() == ffi::DataType::F32, "f32");
+}
+
 template <Stage kStage>
 ffi::Error Activations(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_scale,
                        ffi::AnyBuffer packed, ffi::AnyBuffer scale, ffi::AnyBuffer zero,
-                       ffi::AnyBuffer index, ffi::Result<ffi::AnyBuffer> out,
-                       ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Dictionary dictionary) {
+                       ffi::AnyBuffer index, ffi::AnyBuffer channel_scale,
+                       ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
+                       ffi::Dictionary dictionary) {
   return Guard("quantized_matmul", [&] {
     Attributes attributes(dictionary);
     auto product = ProductAttributes::OfFormat(&attributes);
@@ -33,14 +42,22 @@ ffi::Error Activations(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer l
       error = DecodeOperands(lhs, {packed, scale, zero, index}, *out, product, &operands);
     }
     if (error.success()) {
-      error =
-          CheckType("lhs_scale", lhs_scale, lhs_scale.element_type() == ffi::DataType::F32, "f32");
+      error = CheckFloats("lhs_scale", lhs_scale);
     }
     if (error.success()) {
       error = CheckShape("lhs_scale", lhs_scale, {p.batch, p.m}, "[batch, m]");
     }
+    if (error.success()) error = CheckFloats("channel_scale", channel_scale);
+    const bool scales_channels = p.scale == ElementType::kInt8;
+    if (error.success() && scales_channels) {
+      error = CheckShape("channel_scale", channel_scale, {p.num_weights, p.n_blocks(), kAtom},
+                         "[weights, n_blocks, 64]");
+    }
     if (error.failure()) return error;
     operands.buffers.lhs_scale = static_cast<const float*>(lhs_scale.untyped_data());
+    if (scales_channels) {
+      operands.buffers.channel_scale = static_cast<const float*>(channel_scale.untyped_data());
+    }
     if (const Support support = Supports(Kernel::kQmmSm90, p, DeviceInfo(place.device)); !support) {
       return Refuse(support.reason + "; use another backend.");
     }
@@ -64,6 +81,7 @@ auto BindActivations() {
       .template Arg<ffi::AnyBuffer>()        // scale
       .template Arg<ffi::AnyBuffer>()        // zero
       .template Arg<ffi::AnyBuffer>()        // index
+      .template Arg<ffi::AnyBuffer>()        // channel_scale
       .template Ret<ffi::AnyBuffer>()        // out
       .template Ret<ffi::Buffer<ffi::U8>>()  // workspace
       .Attrs();

@@ -285,6 +285,7 @@ void Define(nb::module_& module, const char* name, Function function) {
         problem.codebook = FindCodebook(codebook);
         if (narrow_scale == "e8m0") problem.scale = ElementType::kE8m0;
         if (narrow_scale == "e4m3") problem.scale = ElementType::kE4m3;
+        if (narrow_scale == "int8") problem.scale = ElementType::kInt8;
         problem.epilogue.gated = gated;
         problem.batch = batch;
         problem.num_weights = batch * problem.weights_per_element();

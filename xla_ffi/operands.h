@@ -4,7 +4,7 @@
 //
 //   0 lhs     T[b, m, k], transposed [b, m, n]  T: f32, bf16 or f16
 //   1 packed  u32[L, n_blocks, k_blocks, words]
-//   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16, f16, f8e8m0fnu or f8e4m3fn
+//   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16, f16, f8e8m0fnu, f8e4m3fn or s8
 //   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none
 //   4 index   s32[b]: batch element i multiplies weight index[i] (WeightNumber in cuda/types.h); s32[0]: weight
 //             i, or the only one; gated, s32[2 b]: pairs of weights, the gate first
@@ -120,6 +120,8 @@ inline std::optional<ElementType> ScaleType(ffi::DataType type) {
       return ElementType::kE8m0;
     case ffi::DataType::F8E4M3FN:
       return ElementType::kE4m3;
+    case ffi::DataType::S8:
+      return ElementType::kInt8;
     default:
       return FloatType(type);
   }
@@ -241,7 +243,8 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
         CheckType("lhs", lhs, lhs_type.has_value(),
                   attributes.quantized_lhs ? "s8 or f8e4m3fn" : "f32, bf16 or f16"),
         CheckType("packed", packed, packed.element_type() == Type::U32, "u32"),
-        CheckType("scale", scale, scale_type.has_value(), "f32, bf16, f16, f8e8m0fnu or f8e4m3fn"),
+        CheckType("scale", scale, scale_type.has_value(),
+                  "f32, bf16, f16, f8e8m0fnu, f8e4m3fn or s8"),
         CheckType("index", index, index.element_type() == Type::S32, "s32"),
         takes_out ? ffi::Error::Success()
                   : CheckType("out", out, false,

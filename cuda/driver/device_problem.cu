@@ -24,6 +24,7 @@ namespace jaxlowbit::driver {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr float kInt8Unit = 30;  // what a value of 1 is in int8
 
 // CTAs for kernels in which threads stride over `count` elements.
 int64_t Ctas(int64_t count) { return std::clamp<int64_t>(CeilDiv(count, kThreads), 1, 4096); }
@@ -63,9 +64,9 @@ __device__ void Store(void* data, ElementType type, int64_t i, float value) {
     case ElementType::kE4m3:
       static_cast<__nv_fp8_e4m3*>(data)[i] = __nv_fp8_e4m3(value);
       return;
-    case ElementType::kInt8:  // a value of 1 becomes 30 of 127
+    case ElementType::kInt8:
       static_cast<int8_t*>(data)[i] =
-          static_cast<int8_t>(fminf(fmaxf(rintf(value * 30), -127), 127));
+          static_cast<int8_t>(fminf(fmaxf(rintf(value * kInt8Unit), -127), 127));
       return;
   }
 }
@@ -83,6 +84,8 @@ __device__ float Scale(int64_t i, uint64_t x, ElementType type, float large) {
       return is_large ? large : ldexpf(0x1p-8f, static_cast<int>(3 * fraction));
     case ElementType::kE4m3:
       return is_large ? large : (1 + fraction) * ldexpf(0x1p-7f, static_cast<int>(Hash(x) % 4));
+    case ElementType::kInt8:  // 1 to 16 as Store rounds
+      return static_cast<float>(1 + Hash(x) % 16) / kInt8Unit;
     default:
       return (1 + fraction) * 0x1p-8f;
   }
@@ -228,9 +231,10 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* 
   const double half = 0x1p-11 * half_magnitude + (half_steps > 0 ? lhs_columns * 0x1p-28 : 0);
   double bound = (u + lhs_columns * 0x1p-24) * magnitude + tiny * lhs_sum + half;
   if (b.lhs_scale != nullptr) {
-    const double token = b.lhs_scale[row];
-    sum *= token;
-    bound = bound * token + 0x1p-23 * fabs(sum);
+    double scale = b.lhs_scale[row];
+    if (b.channel_scale != nullptr) scale *= b.channel_scale[weight * n_blocks * 64 + column];
+    sum *= scale;
+    bound = bound * scale + 0x1p-22 * fabs(sum);
   }
   if (b.bias == nullptr) return {sum, bound};
   const double bias = Load(b.bias, p.epilogue.bias, position * p.n + column);
@@ -322,6 +326,10 @@ std::vector<float> NumbersOf(const QuantizedMatmul& p) {
   return numbers;
 }
 
+bool HasChannelScale(const QuantizedMatmul& p) {
+  return Is8Bit(p.lhs) && p.scale == ElementType::kInt8;
+}
+
 int64_t AllPackedBytes(const QuantizedMatmul& p) { return p.num_weights * PackedBytes(p); }
 
 }  // namespace
@@ -356,6 +364,8 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
       lhs_scale_(Is8Bit(problem.lhs) ? problem.batch * problem.m * 4 : 0),
       packed_(copies * AllPackedBytes(problem)),
       scale_(copies * Groups(problem) * problem.scale_bytes()),
+      channel_scale_(HasChannelScale(problem) ? problem.num_weights * ChannelScaleBytes(problem)
+                                              : 0),
       zero_(copies * Groups(problem) * problem.zero_bytes()),
       index_(optional.index ? problem.batch * problem.weights_per_element() * 4 : 0),
       permutation_(problem.permuted_parts > 0 ? problem.k * 4 : 0),
@@ -370,6 +380,7 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
   const ElementType none = ElementType::kF32;
   Random(lhs_, Fill::kNormal, problem.lhs, problem.batch * problem.m * problem.lhs_columns(), seed);
   Random(lhs_scale_, Fill::kScale, none, lhs_scale_.bytes() / 4, seed + 8);
+  Random(channel_scale_, Fill::kScale, none, channel_scale_.bytes() / 4, seed + 9);
   Check(cudaMemcpy(numbers_.data(), codebook_.data(), numbers_.bytes(), cudaMemcpyHostToDevice),
         "cudaMemcpy");
   Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1, 0, problem.codebook);
@@ -400,6 +411,9 @@ Buffers DeviceProblem::buffers(int copy) const {
   if (Is8Bit(problem_.lhs)) buffers.lhs_scale = static_cast<const float*>(lhs_scale_.data());
   buffers.packed = reinterpret_cast<const uint32_t*>(at(packed_, packed_stride_));
   buffers.scale = at(scale_, scale_stride_);
+  if (HasChannelScale(problem_)) {
+    buffers.channel_scale = static_cast<const float*>(channel_scale_.data());
+  }
   buffers.zero = problem_.zero == ZeroKind::kNone ? nullptr : at(zero_, zero_stride_);
   buffers.codebook = codebook_.empty() ? nullptr : codebook_.data();
   buffers.index = optional_.index ? static_cast<const int32_t*>(index_.data()) : nullptr;

@@ -65,8 +65,8 @@ class DeviceProblem {
   Optional optional_;
   std::vector<float> codebook_;  // its numbers; none for integers
   DeviceBuffer numbers_;         // those of the codebook, on the GPU
-  DeviceBuffer lhs_, lhs_scale_, packed_, scale_, zero_, index_, permutation_, gathered_, bias_,
-      residual_, out_, workspace_;
+  DeviceBuffer lhs_, lhs_scale_, packed_, scale_, channel_scale_, zero_, index_, permutation_,
+      gathered_, bias_, residual_, out_, workspace_;
   int64_t packed_stride_, scale_stride_, zero_stride_;  // bytes of one set
 };
 

@@ -2,12 +2,13 @@
 //
 // Runs the kernels without JAX: checks every instance, sweeps shapes, times.
 //
-//   driver check [STRIDE [BITS [CODEBOOK]]]
+//   driver check [STRIDE [BITS [CODEBOOK [LHS]]]]
 //                           every instance on small awkward shapes, also under PDL, and with buffers that overlap
 //                           or begin at odd elements; large batches; or one in STRIDE of these
 //                           (for compute-sanitizer's slower tools; a prime from 7 on, since kinds of
 //                           problems come every 2nd to 8th); of one width alone; of one kind of codebook
-//                           alone: none, table, e2m1, e4m3 or e5m2
+//                           alone: none, table, e2m1, e4m3 or e5m2; of one type of quantized
+//                           activations alone: int8 or e4m3
 //   driver placed           times products whose buffers overlap or begin at odd elements
 //   driver attend [STRIDE]  attention to a cache: checks it, then times it; or checks one case in STRIDE
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
@@ -15,7 +16,7 @@
 //                           a sample of the result is right:
 //                           --n N,N,... --k K,K,... (in pairs; default: five real shapes)
 //                           --m M,M,... --bits B --group G --zero --float-zero --transposed
-//                           --codebook table|e2m1|e4m3|e5m2 --scale float32|e8m0|e4m3
+//                           --codebook table|e2m1|e4m3|e5m2 --scale float32|e8m0|e4m3|int8
 //                           --lhs int8|e4m3 (quantized activations)
 //                           --scale-sums --f16 --half-sums
 //                           --pdl (all but the first launch use programmatic dependent launch);
@@ -160,6 +161,7 @@ struct Tally {
 struct Formats {
   std::vector<int> widths;
   std::vector<Codebook> codebooks;
+  std::optional<ElementType> lhs;  // none: every type
 };
 
 template <typename F>
@@ -167,7 +169,8 @@ void ForEachType(const Formats& formats, F visit) {
   for (int bits : formats.widths) {
     const auto is_checked = [&](const InstanceKey& format) {
       const auto& checked = formats.codebooks;
-      return std::find(checked.begin(), checked.end(), format.codebook) != checked.end();
+      return std::find(checked.begin(), checked.end(), format.codebook) != checked.end() &&
+             format.lhs == formats.lhs.value_or(format.lhs);
     };
     ForEachFormat(Family::kSm80, bits, [&](const InstanceKey& format) {
       if (!is_checked(format)) return;
@@ -315,7 +318,8 @@ Tally CheckBatches(uint64_t stride) {
 Tally Sweep() {
   Tally tally;
   uint64_t seed = 1;
-  const Formats built = {{std::begin(kKernelBits), std::end(kKernelBits)}, {Codebook::kNone}};
+  const Formats built = {
+      {std::begin(kKernelBits), std::end(kKernelBits)}, {Codebook::kNone}, std::nullopt};
   ForEachType(built, [&](QuantizedMatmul problem) {
     if (Is8Bit(problem.scale)) return;
     for (auto [n, k] : kLayers) {
@@ -344,17 +348,18 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
 }
 
 [[noreturn]] void Usage(const char* wrong) {
-  std::fprintf(stderr,
-               "driver: %s. Use: driver check [STRIDE [BITS [CODEBOOK]]] | sweep | placed | attend "
-               "[STRIDE] | "
-               "time | choices "
-               "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
-               "[--codebook C] [--scale S] [--lhs int8|e4m3] "
-               "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
-               "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] "
-               "[--split S,...] [--slices L,...] [--peers 1|2] "
-               "[--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] [--seconds S]\n",
-               wrong);
+  std::fprintf(
+      stderr,
+      "driver: %s. Use: driver check [STRIDE [BITS [CODEBOOK [LHS]]]] | sweep | placed | attend "
+      "[STRIDE] | "
+      "time | choices "
+      "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
+      "[--codebook C] [--scale S] [--lhs int8|e4m3] "
+      "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
+      "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] "
+      "[--split S,...] [--slices L,...] [--peers 1|2] "
+      "[--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] [--seconds S]\n",
+      wrong);
   std::exit(2);
 }
 
@@ -481,6 +486,7 @@ ElementType FindScale(const std::string& name) {
   if (name == "float32") return ElementType::kF32;
   if (name == "e8m0") return ElementType::kE8m0;
   if (name == "e4m3") return ElementType::kE4m3;
+  if (name == "int8") return ElementType::kInt8;
   Usage("unknown type of scales");
 }
 
@@ -598,12 +604,13 @@ int Main(int argc, char** argv) {
   if (command == "check") {
     const uint64_t stride = argc > 2 ? Numbers(argv[2])[0] : 1;
     Formats formats;
-    auto& [widths, codebooks] = formats;
+    auto& [widths, codebooks, lhs] = formats;
     widths.assign(std::begin(kKernelBits), std::end(kKernelBits));
     widths.insert(widths.end(), std::begin(kCompiledBits), std::end(kCompiledBits));
     if (argc > 3) widths = {static_cast<int>(Numbers(argv[3])[0])};
     for (const char* name : kCodebookNames) codebooks.push_back(FindCodebook(name));
     if (argc > 4) codebooks = {FindCodebook(argv[4])};
+    if (argc > 5) lhs = FindLhs(argv[5]);
     for (const Tally& part : {CheckInstances(formats, stride), CheckBatches(stride)}) {
       tally.right += part.right, tally.wrong += part.wrong;
     }

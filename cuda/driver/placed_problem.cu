@@ -32,15 +32,12 @@ PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original,
   const auto slot = [](auto& pointer) {
     return const_cast<const void**>(reinterpret_cast<void const* const*>(&pointer));
   };
-  const Operand operands[] = {{slot(b.lhs), SizeOf(p.lhs)},
-                              {slot(b.packed), 4},
-                              {slot(b.scale), p.scale_bytes()},
-                              {slot(b.zero), p.zero_bytes()},
-                              {slot(b.permutation), 4},
-                              {slot(b.index), 4},
-                              {slot(b.bias), SizeOf(e.bias)},
-                              {slot(b.residual), SizeOf(e.residual)},
-                              {slot(b.lhs_scale), 4}};
+  const Operand operands[] = {
+      {slot(b.lhs), SizeOf(p.lhs)},     {slot(b.packed), 4},
+      {slot(b.scale), p.scale_bytes()}, {slot(b.zero), p.zero_bytes()},
+      {slot(b.permutation), 4},         {slot(b.index), 4},
+      {slot(b.bias), SizeOf(e.bias)},   {slot(b.residual), SizeOf(e.residual)},
+      {slot(b.lhs_scale), 4},           {slot(b.channel_scale), 4}};
   const auto extents = OperandExtents(p, original);
   const auto is_odd = [&](size_t i) { return (places.odd >> i & 1) != 0; };
   const int64_t out_element = SizeOf(p.out);

@@ -21,6 +21,7 @@ enum PlacedBuffer {
   kBias,
   kResidual,
   kLhsScale,
+  kChannelScale,
   kOut
 };
 

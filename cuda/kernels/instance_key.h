@@ -85,6 +85,11 @@ constexpr bool HasCodebook(int bits, Codebook codebook) {
   return false;
 }
 
+// Whether scales of a type go with values: integers multiply integers of 2 to 4 bits.
+constexpr bool HasScale(int bits, Codebook codebook, ElementType scale) {
+  return scale != ElementType::kInt8 || (codebook == Codebook::kNone && 2 <= bits && bits <= 4);
+}
+
 // Calls visit(key) with a key of each combination of types and codebooks that kernels take: integers with and without
 // zeros, which neither codebooks nor scales of 8 bits have.
 template <typename Visit>
@@ -93,7 +98,9 @@ void ForEachFormat(Family family, int bits, Visit visit) {
     const auto codebook = static_cast<Codebook>(number);
     if (!HasCodebook(bits, codebook)) continue;
     for (ElementType lhs : {ElementType::kF16, ElementType::kBf16}) {
-      for (ElementType scale : {ElementType::kF32, lhs, ElementType::kE8m0, ElementType::kE4m3}) {
+      for (ElementType scale :
+           {ElementType::kF32, lhs, ElementType::kE8m0, ElementType::kE4m3, ElementType::kInt8}) {
+        if (!HasScale(bits, codebook, scale)) continue;
         for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
           const bool plain = codebook == Codebook::kNone && !Is8Bit(scale);
           if (!plain && zero != ZeroKind::kNone) continue;
@@ -104,8 +111,13 @@ void ForEachFormat(Family family, int bits, Visit visit) {
   }
 }
 
-// Whether an lhs of 8 bits multiplies weights as they stand (device/format/bytes.cuh).
-constexpr bool TakesBytes(ElementType lhs, int bits, Codebook codebook) {
+// Whether an lhs of 8 bits multiplies weights in 8 bits (device/format/bytes.cuh): as they stand, or times scales that
+// are integers.
+constexpr bool TakesBytes(ElementType lhs, int bits, Codebook codebook, ElementType scale) {
+  if (scale == ElementType::kInt8) {
+    return lhs == ElementType::kInt8 && codebook == Codebook::kNone && bits == 4;
+  }
+  if (Is8Bit(scale)) return false;
   if (lhs == ElementType::kInt8) return codebook == Codebook::kNone && (bits == 4 || bits == 8);
   return codebook == Codebook::kE4m3;
 }
@@ -116,8 +128,9 @@ void ForEachByteFormat(int bits, Visit visit) {
   for (ElementType lhs : {ElementType::kInt8, ElementType::kE4m3}) {
     for (int number = 0; number < kNumCodebooks; ++number) {
       const auto codebook = static_cast<Codebook>(number);
-      if (!HasCodebook(bits, codebook) || !TakesBytes(lhs, bits, codebook)) continue;
-      for (ElementType scale : {ElementType::kF32, ElementType::kBf16}) {
+      if (!HasCodebook(bits, codebook)) continue;
+      for (ElementType scale : {ElementType::kF32, ElementType::kBf16, ElementType::kInt8}) {
+        if (!TakesBytes(lhs, bits, codebook, scale)) continue;
         visit(InstanceKey{Family::kSm90, lhs, scale, ZeroKind::kNone, bits, codebook, 0});
       }
     }

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._core import layout
 from .._core.array import QuantizedArray
 from . import call, cuda_attend
 from .extension import ffi, unavailable
@@ -106,6 +107,7 @@ def quantized(values: Array, scale: Array, rhs: QuantizedArray, *, out_dtype: jn
     operands = [
         *call.apart(_interleaved(values), scale.reshape(1, m)),
         *call.call_operands(rhs, jnp.dtype(jnp.bfloat16)),
+        _channel_scale(rhs),
     ]
     result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
     workspace = call.workspace(call.workspace_bytes(1, m, rhs.n), [result], operands)
@@ -123,6 +125,16 @@ def quantized(values: Array, scale: Array, rhs: QuantizedArray, *, out_dtype: jn
         ),
     )
     return call.apart(out)[0].reshape(*rows, rhs.n)
+
+
+def _channel_scale(rhs: QuantizedArray) -> Array:
+    """The scales of the channels of each strip, float32 (1, n_blocks, 64), in order; or none."""
+    if not rhs.format.scales_channels:
+        return jnp.zeros(0, jnp.float32)
+    assert rhs.tensor_scale is not None
+    n_blocks = rhs.packed.shape[-3]
+    padded = jnp.pad(rhs.tensor_scale, (0, n_blocks * layout.ATOM - rhs.n))
+    return padded.reshape(1, n_blocks, layout.ATOM)
 
 
 def _interleaved(values: Array) -> Array:

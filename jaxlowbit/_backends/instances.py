@@ -14,7 +14,7 @@ from .selection import DeviceFacts
 
 _HOPPER = 90
 _CUDA_NAMES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
-_NARROW_SCALES = {"e8m0": "jaxlowbit::E8m0", "e4m3": "jaxlowbit::E4m3"}
+_NARROW_SCALES = {"e8m0": "jaxlowbit::E8m0", "e4m3": "jaxlowbit::E4m3", "int8": "int8_t"}
 _ZEROS = {"none": "kNone", "integer": "kInteger", "float": "kFloat"}
 
 

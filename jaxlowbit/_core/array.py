@@ -46,7 +46,8 @@ class QuantizedArray:
       count from the start of their shard.
     - `version`: uint32 (...), the layout's version, so that stored words are never read by a
       library that orders bits otherwise.
-    - `tensor_scale`: None, or float32 (...), the factor of each matrix (`scale="e4m3"`).
+    - `tensor_scale`: None, or float32 (...), the factor of each matrix (`scale="e4m3"`), or (...,
+      n), of each channel (`scale="int8"`).
     - `shards`: the equal parts of k and n that are padded on their own (see `quantize`); k and n
       above are then those with the padding.
 
@@ -97,7 +98,8 @@ class QuantizedArray:
                 f"{'missing' if self.tensor_scale is None else 'given'}; make the two agree."
             )
         if self.tensor_scale is not None:
-            _check("tensor_scale", self.tensor_scale, stack, jnp.dtype("float32"))
+            channels = (self.n,) if self.format.scales_channels else ()
+            _check("tensor_scale", self.tensor_scale, (*stack, *channels), jnp.dtype("float32"))
         if (self.zero is None) != (self.format.zero == "none"):
             raise ValueError(
                 f"QuantizedArray: format.zero is {self.format.zero!r}, but the zero array is "
@@ -191,6 +193,19 @@ class QuantizedArray:
         return self.scale.dtype if self.format.scale is None else jnp.dtype("bfloat16")
 
     @property
+    def unit(self) -> Array | None:
+        """None, or the tensor scale as it multiplies padded matrices: (..., 1, 1), or (..., 1, n)
+        where it is that of channels."""
+        unit = self.tensor_scale
+        if unit is None:
+            return None
+        if self.index is not None:
+            unit = unit[indexing.positions(self.index, unit.shape[0])]
+        if not self.format.scales_channels:
+            return unit[..., None, None]
+        return padding.spread(unit, -1, self.shards[1], layout.ATOM)[..., None, :]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory the leaves hold; of a view, those of the whole stack."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
@@ -209,7 +224,7 @@ class QuantizedArray:
         packed, scale, zero = take(self.packed, codes_of(self.scale), self.zero, self.index)
         k, n = self.padded_shape
         weight = dequantize(packed, scale, zero, format=self.format, k=k, n=n)
-        weight = in_units(weight, self.tensor_scale, self.index)
+        weight = in_units(weight, self.unit)
         weight = padding.join(weight, -2, self.shards[0], self.k)
         weight = padding.join(weight, -1, self.shards[1], self.n)
         if self.permutation is not None:
@@ -380,7 +395,8 @@ class QuantizedArray:
           without a zero; unsigned ones need a zero, or a codebook whose numbers they count. With
           the codebook of an 8-bit float, floats of its dtype.
         - `scale`: finite floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`;
-          8-bit ones of the format's dtype, or their bits, uint8.
+          8-bit ones of the format's dtype, or their bits, uint8; with `format.scale="int8"`
+          integers from 0 to `format.most_scale`, clipped to them inside `jax.jit`.
         - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
           floats to add (`"float"`, with unsigned values); the shape of `scale`.
         - `format`: the format, or its name; its width must hold every value, and a codebook have
@@ -390,7 +406,7 @@ class QuantizedArray:
         - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
           are stored. Groups follow each other in that order: see `group_permutation`.
         - `tensor_scale`: None, or, with `format.scale="e4m3"`, finite floats (...), the factor of
-          each matrix; a number for all of them.
+          each matrix; with `"int8"` (..., n), of each channel; a number for all of them.
 
         **Raises:** `ValueError` for wrong shapes or dtypes and, outside `jax.jit`, for a value
         outside the width, which is clipped inside, for scales and float zeros that are not finite,

@@ -37,7 +37,9 @@ def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
         format=array.format,
         k=array.padded_shape[0],
     )
-    weight = in_units(weight, array.tensor_scale, array.index)
+    unit = array.unit
+    by_channel = unit is not None and array.format.scales_channels
+    weight = in_units(weight, unit[..., numbers] if by_channel else unit)
     weight = padding.join(weight, -2, array.shards[0], array.k)
     if array.permutation is not None:
         weight = permutations.restore(weight, array.permutation, array.shards[0], axis=-2)

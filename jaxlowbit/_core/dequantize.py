@@ -91,7 +91,7 @@ def floats_of(scale: Array, format: Format) -> tuple[Array, Array | None]:
     """Scales in float32, which may be the `codes_of` 8-bit ones, and factors of the values or None.
 
     Of powers of two the least, 2^-127, is subnormal, which float32 units flush to 0: it is 2^-126,
-    and the values beside it are halved. The code 255 is NaN.
+    and the values beside it are halved. The code 255 is NaN. Integers are their codes.
     """
     if format.scale == "e8m0":
         code = codes_of(scale).astype(jnp.int32)
@@ -122,14 +122,12 @@ def per_row(values: Array, rows: int, format: Format) -> Array:
     return jnp.repeat(values, format.group_size, axis=-2)[..., :rows, :]
 
 
-def in_units(weight: Array, tensor_scale: Array | None, index: Array | None = None) -> Array:
-    """Weights, or products with them, (..., rows, n), times the tensor scale of their matrix."""
-    if tensor_scale is None:
+def in_units(weight: Array, unit: Array | None) -> Array:
+    """Weights, or products with them, (..., rows, n), times `QuantizedArray.unit`."""
+    if unit is None:
         return weight
-    if index is not None:
-        tensor_scale = tensor_scale[indexing.positions(index, tensor_scale.shape[0])]
-    ones = (1,) * (weight.ndim - 2 - tensor_scale.ndim)  # ranks are promoted here, not by JAX
-    return weight * tensor_scale.reshape(*ones, *tensor_scale.shape, 1, 1)
+    ones = (1,) * (weight.ndim - unit.ndim)  # ranks are promoted here, not by JAX
+    return weight * unit.reshape(*ones, *unit.shape)
 
 
 def take(

@@ -15,8 +15,13 @@ from .codebooks import CODEBOOKS
 
 Zero = Literal["none", "integer", "float"]
 _ZEROS = ("none", "integer", "float")
-SCALES = {"e8m0": jnp.dtype("float8_e8m0fnu"), "e4m3": jnp.dtype("float8_e4m3fn")}
+SCALES = {
+    "e8m0": jnp.dtype("float8_e8m0fnu"),
+    "e4m3": jnp.dtype("float8_e4m3fn"),
+    "int8": jnp.dtype("int8"),
+}
 """The dtypes of 8-bit scales, by their names."""
+_INTEGER_SCALED_BITS = (2, 3, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +38,9 @@ class Format:
 
     With a codebook a weight is `codebook[q] * s`. Scales of 8 bits are those of the OCP
     Microscaling Formats specification 1.0 (`"e8m0"`) and of NVIDIA's NVFP4 (`"e4m3"`); with the
-    latter each matrix has a tensor scale t, and a weight is `codebook[q] * s * t`.
+    latter each matrix has a tensor scale t, and a weight is `codebook[q] * s * t`. Scales that are
+    integers (`"int8"`) are those of QServe's progressive quantization (Lin et al., 2024): each
+    channel has a scale t, and `(q - 2**(bits - 1)) * s`, an integer of 8 bits, times t is a weight.
 
     **Arguments:**
 
@@ -45,8 +52,9 @@ class Format:
       and NVFP4, the 8-bit floats `"e4m3"` and `"e5m2"`); or the `2**bits` numbers that quantized
       values stand for, finite, in any order, kept in float32. It has no zero.
     - `scale`: None for scales of float32, bfloat16 or float16; `"e8m0"` for powers of two in 8
-      bits, 2^-127 to 2^127; `"e4m3"` for 8-bit floats up to 448 beside a tensor scale, float32. It
-      has no zero.
+      bits, 2^-127 to 2^127; `"e4m3"` for 8-bit floats up to 448 beside a tensor scale, float32;
+      `"int8"`, of integers of 2 to 4 bits, for integers from 0 to `most_scale` beside a float32
+      scale of each channel. It has no zero.
 
     **Raises:** `ValueError` for a width, group size, zero, codebook or scale outside these rules,
     `TypeError` for a codebook that is neither a name nor numbers, and a scale that is no name.
@@ -63,7 +71,7 @@ class Format:
     group_size: int = -1
     zero: Zero = "none"
     codebook: str | Sequence[float] | None = None
-    scale: Literal["e8m0", "e4m3"] | None = None
+    scale: Literal["e8m0", "e4m3", "int8"] | None = None
 
     def __post_init__(self) -> None:
         if not _is_int(self.bits) or not 1 <= self.bits <= 8:
@@ -80,6 +88,13 @@ class Format:
             raise ValueError(
                 f"Format: zero={self.zero!r} beside scale={self.scale!r}, but values with 8-bit "
                 "scales have no zero; leave one of them out."
+            )
+        integers = self.codebook is None and self.bits in _INTEGER_SCALED_BITS
+        if self.scale == "int8" and not integers:
+            what = f"bits={self.bits}" if self.codebook is None else "a codebook"
+            raise ValueError(
+                f"Format: scale='int8' beside {what}, but integers as scales multiply integers of "
+                "2, 3 or 4 bits to integers of 8; leave scale out, or use other bits."
             )
         if self.codebook is None:
             return
@@ -111,8 +126,19 @@ class Format:
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether a matrix has a scale of its own beside those of its groups."""
-        return self.scale == "e4m3"
+        """Whether a matrix has a second scale beside those of its groups: of the whole or, if
+        `scales_channels`, of each channel."""
+        return self.scale in ("e4m3", "int8")
+
+    @property
+    def scales_channels(self) -> bool:
+        """Whether that second scale is one for each output channel."""
+        return self.scale == "int8"
+
+    @property
+    def most_scale(self) -> int:
+        """The largest scale that is an integer: times any value it is an integer of 8 bits."""
+        return 128 // self.offset
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -180,8 +206,8 @@ _NAME = re.compile(rf"(u?)int(\d+)(?:-(?:g(\d+)|(channel)))?(?:-(integer|float))
 _CODEBOOK = re.compile(rf"({'|'.join(CODEBOOKS)})(?:-(?:g(\d+)|(channel)))?{_SCALE}")
 _NAMES = (
     "'int4' (groups of 128), 'int8' (one scale per channel), 'uint4' (with an integer zero), "
-    "'int4-g64', 'int4-channel', 'int3-g32-float', 'nf4' (groups of 64), 'e4m3-channel', 'mxfp4', "
-    "'mxfp8', 'nvfp4' or 'e5m2-g32-e8m0'"
+    "'int4-g64', 'int4-channel', 'int3-g32-float', 'int4-int8' (scales that are integers), 'nf4' "
+    "(groups of 64), 'e4m3-channel', 'mxfp4', 'mxfp8', 'nvfp4' or 'e5m2-g32-e8m0'"
 )
 
 

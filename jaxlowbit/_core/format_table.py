@@ -14,6 +14,7 @@ NAMED: Mapping[str, Format] = {
         *(f"int{bits}" for bits in range(2, 9)),
         "uint4",
         "uint8",
+        "int4-int8",
         *CODEBOOKS,
         *MICROSCALING,
     )
@@ -43,11 +44,12 @@ def number_range(format: Format) -> tuple[float, float]:
 def bits_per_weight(format: Format, k: int = 4096) -> float:
     """The bits of a weight with its share of the scale and the zero of its group.
 
-    Scales and float zeros have 16 bits unless the format has 8-bit scales, integer zeros 8. The
-    tensor scale, of which a matrix has one, is not counted.
+    Scales and float zeros have 16 bits unless the format has 8-bit scales, integer zeros 8. A
+    tensor scale is counted where each channel has one, in 32 bits.
 
     **Arguments:** `k`: the rows of the matrix, all of which are one group without a group size.
     """
     shared = 16 if format.scale is None else 8
     shared += {"none": 0, "integer": 8, "float": 16}[format.zero]
-    return format.bits + shared / (k if format.group_size == -1 else format.group_size)
+    shares = shared / (k if format.group_size == -1 else format.group_size)
+    return format.bits + shares + (32 / k if format.scales_channels else 0)

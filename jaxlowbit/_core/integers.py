@@ -78,7 +78,7 @@ def checked(
             )
     floats, _ = floats_of(scale, format)
     checks.finite("from_integers", "scale", floats, "no weight comes of them. Repair them")
-    tensor_scale = _tensor_scale(tensor_scale, tuple(lead), format)
+    tensor_scale = _tensor_scale(tensor_scale, tuple(lead), n, format)
     if zero is not None:
         zero = _integer_or_float_zero(zero, values, scale, format)
     qvalue = _qvalue("values", values, format)
@@ -130,7 +130,7 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
             "(n, k)."
         )
     narrow = next((name for name, dtype in SCALES.items() if scale.dtype == dtype), None)
-    if narrow == "e4m3" or not jnp.issubdtype(scale.dtype, jnp.floating):
+    if narrow in ("e4m3", "int8") or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ValueError(
             f"from_blocks: scale is {scale.dtype}, but it is of floats, or float8_e8m0fnu; cast it."
         )
@@ -148,11 +148,21 @@ def _narrow(scale: Array, format: Format) -> Array:
             f"from_integers: scale is {scale.dtype}, but the format has {format.scale} scales, "
             f"{format.scale_dtype} or their bits, uint8; cast it, or leave scale out of the format."
         )
-    return codes_of(scale)
+    if format.scale != "int8":
+        return codes_of(scale)
+    if scale.size and not isinstance(scale, Tracer):
+        with jax.ensure_compile_time_eval():  # they may be constants of a function that is traced
+            least, most = int(scale.min()), int(scale.max())
+        if least < 0 or most > format.most_scale:
+            raise ValueError(
+                f"from_integers: scale reaches from {least} to {most}, but scales of integers of "
+                f"{format.bits} bits are from 0 to {format.most_scale}; use a larger tensor_scale."
+            )
+    return jnp.clip(scale, 0, format.most_scale).astype(jnp.uint8)
 
 
-def _tensor_scale(given: Any, lead: tuple[int, ...], format: Format) -> Array | None:
-    """The tensor scale of each matrix, float32."""
+def _tensor_scale(given: Any, lead: tuple[int, ...], n: int, format: Format) -> Array | None:
+    """The tensor scale of each matrix, or of each of its n channels, float32."""
     if (given is not None) != format.has_tensor_scale:
         raise ValueError(
             f"from_integers: format.scale is {format.scale!r}, but tensor_scale is "
@@ -161,14 +171,15 @@ def _tensor_scale(given: Any, lead: tuple[int, ...], format: Format) -> Array | 
     if given is None:
         return None
     found = checks.array("from_integers", "tensor_scale", given, "floats (...)")
-    if found.shape not in ((), lead) or not jnp.issubdtype(found.dtype, jnp.floating):
+    shape = (*lead, n) if format.scales_channels else lead
+    if found.shape not in ((), shape) or not jnp.issubdtype(found.dtype, jnp.floating):
         raise ValueError(
             f"from_integers: tensor_scale is {checks.brief(found)}, but it is one float, or floats "
-            f"of shape {lead}, one for each matrix."
+            f"of shape {shape}, one for each {'channel' if format.scales_channels else 'matrix'}."
         )
     found = found.astype(jnp.float32)
     checks.finite("from_integers", "tensor_scale", found, "no weight comes of them. Repair them")
-    return jnp.broadcast_to(found, lead)
+    return jnp.broadcast_to(found, shape)
 
 
 def _counts(values: Any, format: Format) -> Any:

@@ -125,7 +125,8 @@ def _quantize(
     tensor_scale = None
     if format.has_tensor_scale:
         tensor_scale = scales.of_tensor(grouped, format)
-        grouped = scales.ratio(grouped, tensor_scale[..., None, None, None])
+        units = tensor_scale if format.scales_channels else tensor_scale[..., None]
+        grouped = scales.ratio(grouped, units[..., None, None, :])
     if method == "absmax":
         scale, zero = scales.extremes(grouped, format, scale_dtype)
     else:
@@ -135,6 +136,8 @@ def _quantize(
         scale, zero = scales.least_squares(grouped, counted, format, scale_dtype)
     qvalue = scales.qvalue(grouped, scale, zero, format)
     qvalue = qvalue.reshape(*lead, groups * size, n)[..., :k, :]
+    if format.scales_channels:
+        tensor_scale = padding.join(tensor_scale, -1, shards[1], shape[-1])
     return QuantizedArray.from_packed_groups(
         qvalue,
         scales.stored(scale, format),
@@ -218,6 +221,8 @@ def _check_scale(array: QuantizedArray, weight: Array, scale_dtype: Any) -> None
         scale_dtype = jnp.dtype("float32")
         least = scales.least(scale_dtype)
         lost = np.asarray(array.tensor_scale == least)
+        if array.format.scales_channels:
+            lost = lost.mean(-1) > 0.5
     if lost.any():
         wider = "use scale_dtype=jnp.float32, or " if scale_dtype == jnp.float16 else ""
         raise ValueError(

@@ -22,7 +22,7 @@ _MOST_COMPARED = 15
 _PARTS = (0.97 ** np.arange(1, 64)).astype(np.float32)
 # Scales that are powers of two have these parts: the next power up and down.
 _POWERS = np.array([2, 0.5], np.float32)
-_E8M0, _E4M3 = SCALES["e8m0"], SCALES["e4m3"]
+_E8M0, _E4M3, _INT8 = SCALES["e8m0"], SCALES["e4m3"], SCALES["int8"]
 
 
 def extremes(grouped: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
@@ -72,9 +72,12 @@ def qvalue(grouped: Array, scale: Array, zero: Array | None, format: Format) -> 
 
 
 def of_tensor(grouped: Array, format: Format) -> Array:
-    """The tensor scale (...) of matrices: the largest group gets the largest scale."""
-    reach = jnp.max(jnp.abs(grouped), axis=(-3, -2, -1))
-    most = float(np.abs(_numbers(format)).max()) * float(jnp.finfo(_E4M3).max)
+    """The tensor scale (...), of channels (..., n): the largest group gets the largest scale."""
+    reach = jnp.max(jnp.abs(grouped), axis=(-3, -2) if format.scales_channels else (-3, -2, -1))
+    if format.scales_channels:
+        most = float((format.offset - 1) * format.most_scale)
+    else:
+        most = float(np.abs(_numbers(format)).max()) * float(jnp.finfo(_E4M3).max)
     return jnp.where(reach > 0, jnp.maximum(reach / most, least(jnp.float32)), 1.0)
 
 
@@ -90,6 +93,8 @@ def least(dtype: Any) -> float:
     """The least scale; subnormal where float32 units do not flush it."""
     if dtype == _E8M0:
         return 2.0**-126
+    if dtype == _INT8:
+        return 1.0
     info = jnp.finfo(dtype)
     wide = dtype in (jnp.float16, _E4M3)
     return float(info.smallest_subnormal if wide else info.smallest_normal)
@@ -174,6 +179,9 @@ def _reach(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, 
         above = high / numbers.max() if numbers.max() > 0 else jnp.zeros_like(high)
         return _scale(jnp.maximum(below, above), 1, dtype), None
     levels = 2**format.bits - 1
+    if dtype == _INT8:
+        steps = jnp.ceil(jnp.maximum(-low, high) / (levels // 2))
+        return jnp.clip(steps, 1, format.most_scale), None
     if format.zero == "none":
         return _scale(jnp.maximum(-low, high), levels // 2, dtype), None
     if format.zero == "integer":

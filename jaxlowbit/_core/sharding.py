@@ -97,7 +97,7 @@ def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) ->
     matrix = jax.P(*lead)
     leaves = (jax.P(*lead, n, k, None), groups, zero, None, order, matrix)
     if array.format.has_tensor_scale:
-        leaves = (*leaves, matrix)
+        leaves = (*leaves, jax.P(*lead, n) if array.format.scales_channels else matrix)
     return QuantizedArray.tree_unflatten(array.tree_flatten()[1], leaves)
 
 

@@ -96,7 +96,7 @@ def _grows(layer: Candidate, format: Format, shards: Shards) -> bool:
     words = 4 * math.prod(layout.packed_shape(k, n, format.bits))
     groups = math.prod(layout.groups_shape(k, n, format.group_size))
     scale = layer.itemsize if format.scale is None else 1
-    others = 8 if format.has_tensor_scale else 4  # the layout's version is one of them
+    others = 4 + 4 * format.has_tensor_scale * (n if format.scales_channels else 1)  # the version
     return layer.matrices * (words + groups * (scale + zero) + others) >= layer.nbytes
 
 

@@ -83,7 +83,9 @@ def check_values(
     if not concrete:
         return
     surely = has_scales(weight)
-    if format.has_tensor_scale:
+    if format.scales_channels:
+        surely = False  # each channel would be looked at
+    elif format.has_tensor_scale:
         surely &= has_even_groups(matrix(weight))
     if not surely:
         quantize_weight(weight, format, matrix, shards)

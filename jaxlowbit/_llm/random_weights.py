@@ -66,6 +66,9 @@ def _matrix(key: Array, k: int, n: int, format: Format, dtype: Any) -> Quantized
         scales = jnp.full(groups, round(math.log2(scale)) + 127, jnp.uint8)
     elif format.scale == "e4m3":
         scales, tensor_scale = jnp.full(groups, _ONE, jnp.uint8), jnp.float32(scale)
+    elif format.scale == "int8":
+        most = format.most_scale
+        scales, tensor_scale = jnp.full(groups, most, jnp.uint8), jnp.full(n, scale / most)
     middle = {"none": None, "integer": format.offset, "float": -format.offset * scale}[format.zero]
     zero_dtype = jnp.uint8 if format.zero == "integer" else dtype
     return QuantizedArray(

@@ -51,7 +51,7 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
     )
     out = quantized_matmul_p.bind(*operands.present(), problem=problem)
     out = jnp.moveaxis(out, stacked, [extra + i for i in stacked])
-    out = in_units(out, rhs.tensor_scale, rhs.index).astype(out_dtype)
+    out = in_units(out, rhs.unit).astype(out_dtype)
     out = padding.join(out, -1, n_shards, rhs.n)
     return out[..., 0, :] if vector else out
 

@@ -107,7 +107,7 @@ class Scaled(Call):
             and rhs.ndim == 2
             and rhs.index is None
             and rhs.k <= MOST_K
-            and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), rhs)
+            and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), _without_unit(rhs))
             and cuda.unsupported_activations(values.dtype, rhs.format) is None
             and extension.uncompiled_activations() is None
         )
@@ -118,6 +118,11 @@ class Scaled(Call):
         out_dtype = jnp.dtype(jnp.float32 if float16 else self.out_dtype)
         out = cuda_calls.quantized(values, scale, rhs, out_dtype=out_dtype)
         return (out.astype(self.out_dtype),)
+
+
+def _without_unit(rhs: QuantizedArray) -> QuantizedArray:
+    """A weight whose channels the call scales, without their scales."""
+    return rhs._with(tensor_scale=None) if rhs.format.scales_channels else rhs
 
 
 def scaled(options: Options, lhs: QuantizedActivations, rhs: QuantizedArray) -> Array:

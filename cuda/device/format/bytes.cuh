@@ -13,13 +13,13 @@
 
 namespace jaxlowbit {
 
-// Weights as Ts, without their scales and times 1 / kUnit, exactly.
-template <typename T, int kBits, Codebook kCodebook>
+// Weights as Ts, times 1 / kUnit, exactly: without their scales, of type S, unless these are integers.
+template <typename T, int kBits, Codebook kCodebook, typename S>
 struct ByteWeights;
 
 // Weights become 16 (q - 8): in the upper half of a byte, q with its highest bit inverted is two's complement.
-template <>
-struct ByteWeights<int8_t, 4, Codebook::kNone> {
+template <typename S>
+struct ByteWeights<int8_t, 4, Codebook::kNone, S> {
   static constexpr float kUnit = 1.0f / 16;
 
   static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t (&weights)[4]) {
@@ -29,6 +29,27 @@ struct ByteWeights<int8_t, 4, Codebook::kNone> {
       const uint32_t word = packed[2 * step + s];
       weights[2 * s] = (word << 4 ^ kSigns) & kUpper;
       weights[2 * s + 1] = (word ^ kSigns) & kUpper;
+    }
+  }
+};
+
+// Weights become (q - 8) s, of which a step has one scale: scales up to 16 leave q s + 128 - 8 s in a byte, and four of
+// them are a product and a sum of words. `scales`: of rows g and g + 8, as they are in memory.
+template <>
+struct ByteWeights<int8_t, 4, Codebook::kNone, int8_t> {
+  static constexpr float kUnit = 1;
+
+  static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t scales,
+                              uint32_t (&weights)[4]) {
+    constexpr uint32_t kSigns = 0x80808080, kLower = 0x0f0f0f0f;
+    const uint32_t first = scales & 255, second = scales >> 8;
+    const uint32_t first_offset = kSigns - first * 0x08080808;
+    const uint32_t second_offset = kSigns - second * 0x08080808;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const uint32_t word = packed[2 * step + s];
+      weights[2 * s] = ((word & kLower) * first + first_offset) ^ kSigns;
+      weights[2 * s + 1] = ((word >> 4 & kLower) * second + second_offset) ^ kSigns;
     }
   }
 };
@@ -43,8 +64,8 @@ __device__ inline void SeparateRows(const uint32_t (&packed)[8], int step, uint3
   }
 }
 
-template <>
-struct ByteWeights<int8_t, 8, Codebook::kNone> {
+template <typename S>
+struct ByteWeights<int8_t, 8, Codebook::kNone, S> {
   static constexpr float kUnit = 1;
 
   static __device__ void Read(const uint32_t (&packed)[8], int step, uint32_t (&weights)[4]) {
@@ -54,8 +75,8 @@ struct ByteWeights<int8_t, 8, Codebook::kNone> {
   }
 };
 
-template <>
-struct ByteWeights<E4m3, 8, Codebook::kE4m3> {
+template <typename S>
+struct ByteWeights<E4m3, 8, Codebook::kE4m3, S> {
   static constexpr float kUnit = 1;
 
   static __device__ void Read(const uint32_t (&packed)[8], int step, uint32_t (&weights)[4]) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Scales, as rows g and g + 8 have them: floats of 32 or 16 bits, or the 8-bit scales of the microscaling formats.
+// Scales, as rows g and g + 8 have them: floats of 32 or 16 bits, the 8-bit scales of the microscaling formats, or
+// integers from 0 to 127.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -42,8 +43,9 @@ __device__ inline uint32_t HalvesOfE4m3(uint32_t codes) {
 
 // Whether each scale of type S is a T, exactly.
 template <typename T, typename S>
-inline constexpr bool kIsExact = std::is_same_v<S, T> || std::is_same_v<S, E4m3> ||
-                                 (std::is_same_v<S, E8m0> && std::is_same_v<T, __nv_bfloat16>);
+inline constexpr bool kIsExact =
+    std::is_same_v<S, T> || std::is_same_v<S, E4m3> || std::is_same_v<S, int8_t> ||
+    (std::is_same_v<S, E8m0> && std::is_same_v<T, __nv_bfloat16>);
 
 // Loads the scales of rows g and g + 8, neighbours in shared memory (layout.cuh), as they are.
 template <typename S>
@@ -66,6 +68,8 @@ __device__ inline void FloatsOf(uint32_t both, float (&rows)[2]) {
   } else if constexpr (std::is_same_v<S, E4m3>) {
     const uint32_t halves = HalvesOfE4m3(both);
     rows[0] = Pair<__half>::Low(halves), rows[1] = Pair<__half>::High(halves);
+  } else if constexpr (std::is_same_v<S, int8_t>) {
+    rows[0] = static_cast<float>(both & 255), rows[1] = static_cast<float>(both >> 8);
   } else {
     rows[0] = Pair<S>::Low(both), rows[1] = Pair<S>::High(both);
   }

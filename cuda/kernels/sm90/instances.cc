@@ -30,7 +30,7 @@ std::vector<InstanceKey> InstancesOf(int bits) {
   });
   ForEachByteFormat(bits, [&](InstanceKey key) {
     for (key.variant = 0; key.variant < kNumTiles; ++key.variant) {
-      if (kTiles[key.variant].takes_bytes()) keys.push_back(key);
+      if (kTiles[key.variant].takes_bytes(key.lhs == ElementType::kInt8)) keys.push_back(key);
     }
   });
   return keys;

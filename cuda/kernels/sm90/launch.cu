@@ -43,6 +43,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.epilogue = EpilogueOf(problem, buffers);
   p.table = TableOf(problem, buffers);
   p.lhs_scale = buffers.lhs_scale;
+  p.channel_scale = buffers.channel_scale;
   const bool loads_residual = buffers.residual != nullptr &&
                               problem.epilogue.residual == problem.floats() &&
                               !problem.epilogue.gated && IsAligned(buffers.residual);

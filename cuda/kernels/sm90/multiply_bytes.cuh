@@ -5,10 +5,13 @@
 //   registers 0   read ─► wgmma                   read ─► wgmma        ...
 //   registers 1             read ─► wgmma  ─► add           read ─►
 //
-// Weights are not scaled: they are read to 8 bits as they stand, and the sums of a group, exact in int32 for int8, are
-// scaled in float32 and added to those of results. A unit is one strip and one atom of k, two wgmma. The next unit is
-// read while those of one run; where a group ends, the warpgroup waits for them and adds, while the other warpgroup's
-// run. Tensor cores add products of float8 with few bits, so float8 is added every kMostAtoms too.
+// Weights are not scaled, unless by integers, which leaves one sum: they are read to 8 bits as they stand, and the sums
+// of a group, exact in int32 for int8, are scaled in float32 and added to those of results. A unit is one strip and one
+// atom of k, two wgmma. The next unit is read while those of one run; where a group ends, the warpgroup waits for them
+// and adds, while the other warpgroup's run. Tensor cores add products of float8 with few bits, so float8 is added every
+// kMostAtoms too.
+//
+// Stages are multiplied whole: beyond k they hold zeros.
 #pragma once
 
 #include <type_traits>
@@ -33,20 +36,16 @@ class ByteMultiplier : StageConsumer<I> {
   __device__ void Multiply(const Task& task, Accumulators<I>& acc, Factors<I>& factors,
                            RingCursor& cursor) const {
 #pragma unroll
-    for (int s = 0; s < I::kStrips; ++s) {
-#pragma unroll
-      for (int i = 0; i < I::kM / 2; ++i) acc[s][i] = 0;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) factors[s][h] = 1;
-    }
-    if (p_.groups == 1) {
+    for (int s = 0; s < I::kStrips; ++s) factors[s][0] = factors[s][1] = 1;
+    if (!kHasGroupSums || I::kScalesBytes || p_.groups == 1) {
       MultiplyAll<Groups::kChannel>(task, acc, cursor);
-    } else if (p_.atoms_per_group.divisor == 1) {
-      MultiplyAll<Groups::kAtoms>(task, acc, cursor);
-    } else {
-      MultiplyAll<Groups::kStages>(task, acc, cursor);
+    } else if constexpr (kHasGroupSums && !I::kScalesBytes) {
+      if (p_.atoms_per_group.divisor == 1) {
+        MultiplyAll<Groups::kAtoms>(task, acc, cursor);
+      } else {
+        MultiplyAll<Groups::kStages>(task, acc, cursor);
+      }
     }
-    ScaleTokens(task.tile, acc);
   }
 
  private:
@@ -58,111 +57,196 @@ class ByteMultiplier : StageConsumer<I> {
   using StageConsumer<I>::row_;
   using StageConsumer<I>::strip_rows_;
 
-  using Weights = ByteWeights<T, kBits, I::kCodebook>;
-  using Sum = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
+  using Weights = ByteWeights<T, kBits, I::kCodebook, S>;
+  using Sum = std::conditional_t<I::kIsInt8, int, float>;
+  static constexpr bool kHasGroupSums = I::kTile.takes_bytes(false);
 
-  static constexpr int kSteps = 2;      // wgmma of an atom
+  static constexpr int kSteps = 2;  // wgmma of an atom
+  static constexpr int kUnits = I::kStageAtoms * I::kStrips;
   static constexpr int kMostAtoms = 8;  // whose float8 products are added without a stop
 
   // A group has all of k, an atom, or whole stages.
   enum class Groups { kChannel, kAtoms, kStages };
 
+  // Integers of a single group are results.
+  template <Groups kGroups>
+  static constexpr bool kIsResult = kGroups == Groups::kChannel && I::kIsInt8;
+
+  using Sums = Sum[I::kStrips][I::kM / 2];
+
   struct State {
     int atom, end;  // the stage's first; the task's last and one
     int previous;   // the slot before, whose last wgmma may be in flight; or -1
     RingCursor cursor;
+    uint32_t weights[2][kSteps][4];  // of a unit, and of the next
+    float scales[I::kStrips][2];     // of the group whose sums are added
   };
 
   template <Groups kGroups>
   __device__ void MultiplyAll(const Task& task, Accumulators<I>& acc, RingCursor& cursor) const {
-    Sum sums[I::kStrips][I::kM / 2];
-    uint32_t weights[2][kSteps][4];
-    float scales[I::kStrips][2];
-    State state = {task.atom_begin, task.atom_end, -1, cursor};
-    Wait(memory_.full(cursor.slot), cursor.parity);
-    if (kGroups == Groups::kChannel) LoadScales(cursor.slot, 0, scales);
-    Read(memory_.stage(p_.plan, cursor.slot), 0, 0, weights[0]);
-    const int most = GroupAtoms<kGroups>();
-    int left = kGroups == Groups::kStages ? most - p_.atoms_per_group.Remainder(state.atom) : most;
-#pragma unroll 1
-    while (state.atom < state.end) {
-      const int group_end = min(state.end, state.atom + left);
-      left = most;
-      int adds = 0;
-#pragma unroll 1
-      while (state.atom + I::kStageAtoms <= group_end) {
-        MultiplyStage<kGroups, I::kStageAtoms>(state, adds, weights, scales, sums, acc);
+    Sums sums;
+    State state;
+    Factors<I> channels;
+    if constexpr (I::kScalesBytes) LoadChannels(task.tile, channels);
+    state.atom = task.atom_begin, state.end = task.atom_end;
+    state.previous = -1;
+    state.cursor = cursor;
+    if constexpr (!kIsResult<kGroups>) {
+#pragma unroll
+      for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+        for (int i = 0; i < I::kM / 2; ++i) acc[s][i] = 0;
       }
-      if (state.atom < group_end)
-        MultiplyStage<kGroups, 1>(state, adds, weights, scales, sums, acc);
-      if constexpr (kGroups != Groups::kAtoms) {
-        if (kGroups == Groups::kStages) LoadScales(state.previous, 0, scales);
-        WaitProducts<0>();
-        Add(sums, scales, acc);
+    }
+    Wait(memory_.full(cursor.slot), cursor.parity);
+    if (kGroups == Groups::kChannel && !I::kScalesBytes) LoadScales(cursor.slot, 0, state.scales);
+    Read(cursor.slot, 0, 0, state.weights[0]);
+    if constexpr (kGroups == Groups::kAtoms) {
+#pragma unroll 1
+      while (state.atom < state.end) MultiplyAtoms(state, sums, acc);
+    } else {
+      const bool whole = kGroups == Groups::kChannel;
+      const int most = !whole ? p_.atoms_per_group.divisor : I::kIsInt8 ? p_.k_blocks : kMostAtoms;
+      int left = whole ? most : most - p_.atoms_per_group.Remainder(state.atom);
+#pragma unroll 1
+      while (state.atom < state.end) {
+        MultiplyGroup<kGroups>(state, left, sums, acc);
+        left = most;
       }
     }
     Free(state.previous);
     cursor = state.cursor;
+    ScaleResults(task.tile, channels, acc);
   }
 
-  // Atoms after which sums are added to those of results: a group, or what else is to be added at once.
+  // Multiplies the stages of a group, or what is left of it, `atoms` of k, and adds its sums.
   template <Groups kGroups>
-  __device__ int GroupAtoms() const {
-    if (kGroups == Groups::kStages) return p_.atoms_per_group.divisor;
-    return kGroups == Groups::kAtoms || std::is_same_v<T, int8_t> ? p_.k_blocks : kMostAtoms;
+  __device__ void MultiplyGroup(State& state, int atoms, Sums& sums, Accumulators<I>& acc) const {
+    const int group_end = min(state.end, state.atom + atoms);
+    MultiplyStage<true>(state, sums);
+#pragma unroll 1
+    while (state.atom < group_end) MultiplyStage<false>(state, sums);
+    if constexpr (kGroups == Groups::kStages) LoadScales(state.previous, 0, state.scales);
+    WaitProducts<0>();
+    if constexpr (kIsResult<kGroups>) {
+#pragma unroll
+      for (int s = 0; s < I::kStrips; ++s) {
+        KeepAll(sums[s]);
+#pragma unroll
+        for (int i = 0; i < I::kM / 2; ++i) {
+          const float scale = I::kScalesBytes ? 1.0f : state.scales[s][i / 2 % 2];
+          acc[s][i] = static_cast<float>(sums[s][i]) * scale;
+        }
+      }
+    } else {
+      Add(sums, state.scales, acc);
+    }
   }
 
-  template <Groups kGroups, int kAtoms>
-  __device__ void MultiplyStage(State& state, int& adds, uint32_t (&weights)[2][kSteps][4],
-                                float (&scales)[I::kStrips][2], Sum (&sums)[I::kStrips][I::kM / 2],
-                                Accumulators<I>& acc) const {
-    constexpr int kUnits = kAtoms * I::kStrips;
-    constexpr bool kAddsAtoms = kGroups == Groups::kAtoms;
-    const uint32_t stage = memory_.stage(p_.plan, state.cursor.slot);
-    // The shuffle makes the value uniform for the compiler too: wgmma takes descriptors from uniform registers.
-    const uint32_t lhs = __shfl_sync(~0u, DescribeOperand(stage), 0);
-    const int slot = state.cursor.slot;
-    state.cursor.Advance(p_.plan.num_stages);
+  // Multiplies a stage. `kBegins`: it is the first of a group, whose first products are not added to anything.
+  template <bool kBegins>
+  __device__ void MultiplyStage(State& state, Sums& sums) const {
+    const Stage stage = Begin(state);
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      const int a = unit / I::kStrips, s = unit % I::kStrips;
-      uint32_t (&own)[kSteps][4] = weights[unit % 2];
-      uint32_t (&others)[kSteps][4] = weights[(unit + 1) % 2];
-      KeepAll(own);
-      FenceOperands();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int first = kAddsAtoms ? 0 : a == 0 ? adds : 1;
-        WarpgroupMmaBytes<T, I::kM>::Run(
-            sums[s], own[step], lhs + (a * kSteps + step) * kStepDescription, step > 0 ? 1 : first);
-      }
-      CommitProducts();
-      WaitProducts<1>();
+      Start(stage, state, unit, sums[unit % I::kStrips], kBegins && unit < I::kStrips);
       if (unit == 0) Free(state.previous);
-      if (unit + 1 < kUnits) {
-        Read(stage, (unit + 1) / I::kStrips, (unit + 1) % I::kStrips, others);
-      } else if (state.atom + kAtoms < state.end) {
-        Wait(memory_.full(state.cursor.slot), state.cursor.parity);
-        Read(memory_.stage(p_.plan, state.cursor.slot), 0, 0, others);
-      }
-      if (kAddsAtoms && s == I::kStrips - 1) {
-        LoadScales(slot, a, scales);
+      ReadNext(stage, state, unit);
+    }
+    End(stage, state);
+  }
+
+  // Multiplies a stage in which each atom is a group.
+  __device__ void MultiplyAtoms(State& state, Sums& sums, Accumulators<I>& acc) const {
+    const Stage stage = Begin(state);
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      Start(stage, state, unit, sums[unit % I::kStrips], true);
+      if (unit == 0) Free(state.previous);
+      ReadNext(stage, state, unit);
+      if (unit % I::kStrips == I::kStrips - 1) {
+        LoadScales(stage.slot, unit / I::kStrips, state.scales);
         WaitProducts<0>();
-        Add(sums, scales, acc);
+        Add(sums, state.scales, acc);
       }
     }
-    adds = 1;
-    state.atom += kAtoms;
-    state.previous = slot;
+    End(stage, state);
+  }
+
+  struct Stage {
+    uint32_t lhs;  // as operand B
+    int slot;
+  };
+
+  // Takes the stage that has been waited for.
+  __device__ Stage Begin(State& state) const {
+    const uint32_t memory = memory_.stage(p_.plan, state.cursor.slot);
+    // The shuffle makes the value uniform for the compiler too: wgmma takes descriptors from uniform registers.
+    const Stage stage = {__shfl_sync(~0u, DescribeOperand(memory), 0), state.cursor.slot};
+    state.cursor.Advance(p_.plan.num_stages);
+    return stage;
+  }
+
+  __device__ static void End(const Stage& stage, State& state) {
+    state.atom += I::kStageAtoms;
+    state.previous = stage.slot;
+  }
+
+  // Starts the products of a unit, whose weights have been read, and waits for those before. `begins`: they are not
+  // added to what `sums` holds.
+  __device__ static void Start(const Stage& stage, State& state, int unit, Sum (&sums)[I::kM / 2],
+                               bool begins) {
+    uint32_t (&weights)[kSteps][4] = state.weights[unit % 2];
+    KeepAll(weights);
+    FenceOperands();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      WarpgroupMmaBytes<T, I::kM>::Run(
+          sums, weights[step], stage.lhs + (unit / I::kStrips * kSteps + step) * kStepDescription,
+          step > 0 || !begins ? 1 : 0);
+    }
+    CommitProducts();
+    WaitProducts<1>();
+  }
+
+  // Reads the weights of the unit after `unit`, of the next stage after the last.
+  __device__ void ReadNext(const Stage& stage, State& state, int unit) const {
+    uint32_t (&weights)[kSteps][4] = state.weights[(unit + 1) % 2];
+    if (unit + 1 < kUnits) {
+      Read(stage.slot, (unit + 1) / I::kStrips, (unit + 1) % I::kStrips, weights);
+    } else if (state.atom + I::kStageAtoms < state.end) {
+      Wait(memory_.full(state.cursor.slot), state.cursor.parity);
+      Read(state.cursor.slot, 0, 0, weights);
+    }
   }
 
   // Reads the weights of an atom of a strip.
-  __device__ void Read(uint32_t stage, int atom, int strip, uint32_t (&weights)[kSteps][4]) const {
+  __device__ void Read(int slot, int atom, int strip, uint32_t (&weights)[kSteps][4]) const {
     uint32_t packed[kBits];
-    LoadTmaPacked<kBits>(stage + packed_ + strip * kStripBytes + atom * kAtomBytes<kBits>, 0, 0,
-                         packed);
+    const uint32_t first = memory_.stage(p_.plan, slot) + packed_ + strip * kStripBytes;
+    LoadTmaPacked<kBits>(first + atom * kAtomBytes<kBits>, 0, 0, packed);
+    if constexpr (I::kScalesBytes) {
+      const int group = p_.atoms_per_group.divisor == 1 ? atom : 0;
+      const int row = row_ + strip * strip_rows_ + group * static_cast<int>(kAtom);
+      const uint32_t scales = LoadScalePair<S>(memory_.scales(p_.plan, slot) + row);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) Weights::Read(packed, step, weights[step]);
+      for (int step = 0; step < kSteps; ++step) Weights::Read(packed, step, scales, weights[step]);
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) Weights::Read(packed, step, weights[step]);
+    }
+  }
+
+  // Loads the scales of this lane's channels. Strips beyond the last are not stored.
+  __device__ void LoadChannels(const Tile& tile, Factors<I>& channels) const {
+    const int warpgroup = static_cast<int>(threadIdx.x) / 128, lane = threadIdx.x % 32;
+    const int64_t last = p_.num_weights * p_.n_blocks - 1;
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+      const int64_t strip = min(StripOf(p_, tile, warpgroup * I::kStrips + s), last);
+      const float* scales = p_.channel_scale + strip * kAtom + threadIdx.x / 32 % 4 * 16;
+      channels[s][0] = __ldg(scales + lane / 4), channels[s][1] = __ldg(scales + lane / 4 + 8);
+    }
   }
 
   // Loads the scales of a group of a stage.
@@ -176,8 +260,8 @@ class ByteMultiplier : StageConsumer<I> {
   }
 
   // Adds the sums of a group, whose products have ended.
-  __device__ static void Add(Sum (&sums)[I::kStrips][I::kM / 2],
-                             const float (&scales)[I::kStrips][2], Accumulators<I>& acc) {
+  __device__ static void Add(Sums& sums, const float (&scales)[I::kStrips][2],
+                             Accumulators<I>& acc) {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
       KeepAll(sums[s]);
@@ -188,8 +272,9 @@ class ByteMultiplier : StageConsumer<I> {
     }
   }
 
-  // Multiplies by the scales of tokens. Those of rows beyond the last are not stored, whatever they are.
-  __device__ void ScaleTokens(const Tile& tile, Accumulators<I>& acc) const {
+  // Multiplies by the scales of tokens and channels. Tokens beyond the last are not stored, whatever they are.
+  __device__ void ScaleResults(const Tile& tile, const Factors<I>& channels,
+                               Accumulators<I>& acc) const {
     const float* scales = p_.lhs_scale + int64_t{tile.batch} * p_.m;
     const int first = tile.m0 + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
@@ -202,7 +287,7 @@ class ByteMultiplier : StageConsumer<I> {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             float& sum = acc[s][block * 4 + h * 2 + e];
-            sum = sum * Weights::kUnit * scale;
+            sum = sum * (I::kScalesBytes ? channels[s][h] : Weights::kUnit) * scale;
           }
         }
       }

@@ -35,7 +35,7 @@ struct Instance {
   static constexpr Codebook kCodebook = kNumbers;
   // Whether scales of a single group multiply accumulators: weights without them are Ts.
   static constexpr bool kScalesChannels =
-      kZero != ZeroKind::kFloat && kCodebook != Codebook::kTable;
+      kZero != ZeroKind::kFloat && kCodebook != Codebook::kTable && !(kBytes && sizeof(S) == 1);
   // Whether groups may be of 16: formats that come with such groups.
   static constexpr bool kHasSixteens = HasSixteens(kCodebook, sizeof(S));
   static constexpr TileShape kTile = kTiles[kNumber];
@@ -47,7 +47,10 @@ struct Instance {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kLhsBytes = kM * kLhsRowBytes;                               // of a block
   static constexpr int kLhsBlocks = kStageAtoms * static_cast<int>(sizeof(T)) / 2;  // of a stage
-  static_assert(!kBytes || kTile.takes_bytes());
+  static constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
+  // Whether scales of groups are integers, which multiply weights in 8 bits, so that k has one sum.
+  static constexpr bool kScalesBytes = kBytes && sizeof(S) == 1;
+  static_assert(!kBytes || kTile.takes_bytes(kIsInt8));
   // Registers of a thread: at launch, of a consumer, of a producer.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;
@@ -112,7 +115,8 @@ struct Params {
   Plan plan;
   EpilogueParams epilogue;
   TableParams table;
-  const float* lhs_scale;  // [batch, m], of an lhs of 8 bits
+  const float* lhs_scale;      // [batch, m], of an lhs of 8 bits
+  const float* channel_scale;  // [weights x strips, 64], beside scales that are integers
 };
 
 // A position in the product.

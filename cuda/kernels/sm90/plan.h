@@ -34,10 +34,10 @@ struct TileShape {
     const bool halves = m % (2 * kStoreStep) == 0 && (m <= 192 || !has_large_stages());
     return cta_strips() % 2 == 0 && (strips == 2 || halves);
   }
-  // Whether registers hold, beside the sums of results, those of a group, which an lhs of 8 bits needs. A block of such
-  // an lhs, 128 bytes of a row, is two atoms of k: a stage.
-  constexpr bool takes_bytes() const {
-    return stage_atoms == 2 && warpgroups <= 2 && m * strips <= 160;
+  // Whether it takes an lhs of 8 bits, of which a block, 128 bytes of a row, is two atoms of k: a stage. Registers hold the
+  // sums of groups beside those of results, unless `one_sum` says that int8 is summed over all of k.
+  constexpr bool takes_bytes(bool one_sum) const {
+    return stage_atoms == 2 && warpgroups <= 2 && (one_sum || m * strips <= 160);
   }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };

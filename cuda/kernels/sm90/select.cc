@@ -19,6 +19,28 @@ StreamK ScheduleOf(const QuantizedMatmul& problem, const Device& device, const C
   return StreamKOf(problem, kTiles[choice.tile], choice.peers, choice.split_k, device.num_sms);
 }
 
+// Whether an int8 lhs leaves one sum over all of k: a scale for a channel, or scales that are integers.
+bool HasOneSum(const QuantizedMatmul& problem) {
+  return problem.lhs == ElementType::kInt8 &&
+         (problem.groups() == 1 || problem.scale == ElementType::kInt8);
+}
+
+// Microseconds of an atom beside an lhs of 8 bits, on an H200, by what else a stage does and by its rows of `strips`
+// strips: lines through the times of docs/measurements/activations_8_bit.md.
+double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
+  struct Line {
+    double base, row;  // of a stage; a row of two strips
+  };
+  const bool wide = problem.bits > 4, sixty_fours = problem.group_size == kAtom;
+  const Line line =
+      problem.lhs != ElementType::kInt8 ? Line{problem.groups() == 1 ? 0.357 : 0.5, 0.0024}
+      : HasOneSum(problem) ? (problem.scale == ElementType::kInt8 ? Line{0.33, 0.00158}
+                              : wide                              ? Line{0.245, 0.0021}
+                                                                  : Line{0.23, 0.00178})
+                           : Line{(sixty_fours ? 0.54 : 0.376) + (wide ? 0.05 : 0), 0.0021};
+  return (line.base + line.row * rows * strips / 2) / 2;
+}
+
 // Whether the instance is there, or can be. Of formats whose instances are all compiled, SupportsOnHopper has asked.
 bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile) {
   const InstanceKey key = KeyOf(problem, tile);
@@ -61,7 +83,9 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
   if (choice.tile < 0 || choice.tile >= kNumTiles) return {"tile is none of its tiles"};
   const TileShape& tile = kTiles[choice.tile];
   if (choice.block_m != tile.m) return {"block_m is not its tile's"};
-  if (Is8Bit(problem.lhs) && !tile.takes_bytes()) return {"its tile has no room for group sums"};
+  if (Is8Bit(problem.lhs) && !tile.takes_bytes(HasOneSum(problem))) {
+    return {"its tile has no room for group sums"};
+  }
   // Nobody waits for a compiler to multiply by few rows.
   if (choice.tile >= kBuiltTiles && problem.m <= kMinTileM) return {"its tile is for more rows"};
   if (std::find(std::begin(kPeers), std::end(kPeers), choice.peers) == std::end(kPeers)) {
@@ -136,11 +160,14 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
                       : !once                              ? 1
                       : problem.zero == ZeroKind::kInteger ? costs.loaded_once
                                                            : costs.fused;
+  const bool bytes = Is8Bit(problem.lhs);
   const auto rounds = [&](int64_t tasks, int splits) {
     if (tasks == 0) return 0.0;
     const bool alone = tile.ctas_per_sm == 1 || tasks * choice.peers <= device.num_sms;
-    const double numbers = NumbersAtom(problem) * tile.cta_strips() * (alone ? 1 : 2);
-    const double atom = (alone ? fit.alone : fit.beside) * kind + numbers;
+    const double strips = tile.cta_strips() * (alone ? 1 : 2);
+    const double atom =
+        bytes ? ByteAtom(problem, tile.m, strips)
+              : (alone ? fit.alone : fit.beside) * kind + NumbersAtom(problem) * strips;
     const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, splits) * tile.stage_atoms);
     return static_cast<double>(CeilDiv(tasks, schedule.resident)) *
            (static_cast<double>(atoms) * atom + fit.round);
@@ -154,6 +181,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const double cost = fit.once + std::max(computed, read) +
                       (schedule.splits > 1 ? fit.split + partial_sums : 0) +
                       (choice.peers > 1 ? fit.peers : 0);
+  if (bytes) return cost;  // measured hot
   return cost * (1 + fit.heat * std::log2(std::max(1.0, cost / costs.cool)));
 }
 
