@@ -264,14 +264,14 @@ def _expect(entries: Fields, key: str, default: Any, *values: Any) -> None:
 
 def _block(entries: Fields, key: str) -> tuple[int, int]:
     """The rows and columns of a block."""
-    found = entries.values.get(key)
-    sizes = isinstance(found, list) and len(found) == 2 and all(type(x) is int for x in found)
-    if not sizes or min(found) < 1 or found[1] % 16:
-        raise ValueError(
-            f"{entries.path}: {key!r} is {found!r}, but blocks are read of a number of rows and a "
-            f"multiple of 16 columns, such as [128, 128]; {_OTHER}."
-        )
-    return found[0], found[1]
+    match entries.values.get(key):
+        case [int(rows), int(columns)] if rows >= 1 and columns >= 1 and columns % 16 == 0:
+            return rows, columns
+        case found:
+            raise ValueError(
+                f"{entries.path}: {key!r} is {found!r}, but blocks are read of a number of rows "
+                f"and a multiple of 16 columns, such as [128, 128]; {_OTHER}."
+            )
 
 
 def _names(entries: Fields, key: str) -> list[str]:

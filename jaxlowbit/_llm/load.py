@@ -258,7 +258,7 @@ def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
     sources = {}
     for name, found in huggingface.weights_of(path, config).items():
         matrix = found if isinstance(found, float8.Matrix) else None
-        tensor = found if matrix is None else matrix.weight
+        tensor = found.weight if isinstance(found, float8.Matrix) else found
         sources[name] = _Source(
             f"{tensor.file}: tensor {tensor.name!r}",
             tensor.kind,
