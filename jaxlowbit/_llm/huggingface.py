@@ -289,17 +289,17 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
         )
     for name, shape in expected.items():
         tensor = found[name]
-        narrow = scheme is not None and len(shape) == 2 and tensor.kind == float8.KIND
-        if tensor.shape != shape[::-1] or not (narrow or tensor.kind in FLOATS):
+        kinds = FLOATS if scheme is None or len(shape) == 1 else (*FLOATS, float8.KIND)
+        if tensor.shape != shape[::-1] or tensor.kind not in kinds:
             raise ValueError(
                 f"{tensor.file}: tensor {tensor.name!r} is {tensor.kind} of shape {tensor.shape}, "
-                f"but config.json asks for floats ({', '.join(FLOATS)}) of {shape[::-1]}; {AGAIN}."
+                f"but config.json asks for floats ({', '.join(kinds)}) of {shape[::-1]}; {AGAIN}."
             )
     if scheme is None:
         return {name: found[name] for name in expected}
     scheme.check_scales(scales, {tensor.name: tensor for tensor in tensors})
     for sentence in scheme.left_out:
-        warnings.warn(f"load: {sentence}", stacklevel=2)
+        warnings.warn(f"load: {sentence}", stacklevel=5)  # the caller of llm.load
     return {
         name: scheme.matrix(found[name], scales) if found[name].kind == float8.KIND else found[name]
         for name in expected
