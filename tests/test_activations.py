@@ -21,6 +21,8 @@ from jaxlowbit import (
     quantized_matmul,
     smoothing_factor,
 )
+from jaxlowbit._matmul import quantized_lhs
+from jaxlowbit._matmul.options import Options
 
 DTYPES = (jnp.int8, jnp.float8_e4m3fn)
 FLOATS = ("float32", "bfloat16", "float16")
@@ -69,6 +71,9 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
     assert np.isnan(products[1:3]).all()
     assert np.isfinite(products[3]).all()
     np.testing.assert_allclose(found.dequantize()[4], x[4], rtol=1e-6)
+    minus = quantize_activations(jnp.full((5, 64), -0.0), dtype)
+    assert (np.asarray(minus.scale) == 1).all()
+    np.testing.assert_array_equal(minus.values.astype(jnp.float32), 0)
 
 
 @dtypes
@@ -160,6 +165,34 @@ def test_transformations(dtype):
     np.testing.assert_allclose(vector, whole[0, 0], rtol=0, atol=rounding)
     assert quantized_matmul(x[:, :0], rhs, activation_dtype=dtype).shape == (4, 0, 70)
     assert repr(lhs) == f"QuantizedActivations((4, 3, 64), {jnp.dtype(dtype)}, float32)"
+
+
+# --- the bound of int32 ---------------------------------------------------------------------------
+
+
+def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
+    """Longer rows are multiplied in bfloat16, on Hopper too."""
+    most = quantized_lhs.MOST_K
+    assert 127 * 128 * most < 2**31 <= 127 * 128 * 2 * most
+    monkeypatch.setattr(quantized_lhs, "is_supported", lambda *_: True)
+    monkeypatch.setattr(quantized_lhs.extension, "uncompiled_activations", lambda: None)
+    call = quantized_lhs.Scaled(None, Options())
+    found = []
+    for k in (most, most + 64):
+        values = jax.ShapeDtypeStruct((256, k), jnp.int8)
+        rhs: Any = jax.eval_shape(lambda k=k: quantize(jnp.ones((k, 64)), Format(8)))
+        found.append(call.supports((values,), (rhs,)))
+    assert found == [True, False]
+
+
+def test_the_longest_sums_are_right():
+    """Products that are all as large as they can be: 2^17 of them reach the end of int32."""
+    k = quantized_lhs.MOST_K + 64
+    rhs = QuantizedArray.from_integers(
+        np.full((k, 64), -128, np.int8), jnp.ones((1, 64)), format=Format(8)
+    )
+    lhs = QuantizedActivations(jnp.full((1, k), 127, jnp.int8), jnp.ones((1, 1)), jnp.float32)
+    np.testing.assert_allclose(lhs @ rhs, -127 * 128 * k, rtol=1e-5)
 
 
 # --- factors of channels --------------------------------------------------------------------------
