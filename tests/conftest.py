@@ -61,6 +61,7 @@ NOT_OF_JAX = (
     "llm_blocks",
     "llm_config",
     "llm_files",
+    "llm_float8",
     "llm_folders",
     "llm_generate::test_a_batch_of_unequal_prompts_gives_what_each_gives_alone",
     "llm_generate::test_a_token_of_eos_ends_a_sequence",

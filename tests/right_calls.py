@@ -210,7 +210,13 @@ CALLS = {
     ),
     "dequantize": call(jl.dequantize, array=given("q"), dtype=NONE),
     "quantize_activations": call(
-        jl.quantize_activations, activations=given("x"), dtype=constant(jnp.int8)
+        jl.quantize_activations, activations=given("x"), dtype=constant(jnp.int8), factor=NONE
+    ),
+    "smoothing_factor": call(
+        jl.smoothing_factor,
+        absmax=lambda: jnp.ones(K),
+        weight=given("w"),
+        alpha=constant(0.5),
     ),
     "QuantizedActivations": call(
         jl.QuantizedActivations,

@@ -1,5 +1,6 @@
 """Quantized activations: their rounding, their products, and what is refused."""
 
+import functools
 from typing import Any
 
 import jax
@@ -18,7 +19,10 @@ from jaxlowbit import (
     quantize,
     quantize_activations,
     quantized_matmul,
+    smoothing_factor,
 )
+from jaxlowbit._matmul import quantized_lhs
+from jaxlowbit._matmul.options import Options
 
 DTYPES = (jnp.int8, jnp.float8_e4m3fn)
 FLOATS = ("float32", "bfloat16", "float16")
@@ -67,6 +71,9 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
     assert np.isnan(products[1:3]).all()
     assert np.isfinite(products[3]).all()
     np.testing.assert_allclose(found.dequantize()[4], x[4], rtol=1e-6)
+    minus = quantize_activations(jnp.full((5, 64), -0.0), dtype)
+    assert (np.asarray(minus.scale) == 1).all()
+    np.testing.assert_array_equal(minus.values.astype(jnp.float32), 0)
 
 
 @dtypes
@@ -160,6 +167,130 @@ def test_transformations(dtype):
     assert repr(lhs) == f"QuantizedActivations((4, 3, 64), {jnp.dtype(dtype)}, float32)"
 
 
+# --- the bound of int32 ---------------------------------------------------------------------------
+
+
+def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
+    """Longer rows are multiplied in bfloat16, on Hopper too."""
+    most = quantized_lhs.MOST_K
+    assert 127 * 128 * most < 2**31 <= 127 * 128 * 2 * most
+    monkeypatch.setattr(quantized_lhs, "is_supported", lambda *_: True)
+    monkeypatch.setattr(quantized_lhs.extension, "uncompiled_activations", lambda: None)
+    call = quantized_lhs.Scaled(None, Options())
+    found = []
+    for k in (most, most + 64):
+        values = jax.ShapeDtypeStruct((256, k), jnp.int8)
+        rhs: Any = jax.eval_shape(lambda k=k: quantize(jnp.ones((k, 64)), Format(8)))
+        found.append(call.supports((values,), (rhs,)))
+    assert found == [True, False]
+
+
+def test_the_longest_sums_are_right():
+    """Products that are all as large as they can be: 2^17 of them reach the end of int32."""
+    k = quantized_lhs.MOST_K + 64
+    rhs = QuantizedArray.from_integers(
+        np.full((k, 64), -128, np.int8), jnp.ones((1, 64)), format=Format(8)
+    )
+    lhs = QuantizedActivations(jnp.full((1, k), 127, jnp.int8), jnp.ones((1, 1)), jnp.float32)
+    np.testing.assert_allclose(lhs @ rhs, -127 * 128 * k, rtol=1e-5)
+
+
+# --- factors of channels --------------------------------------------------------------------------
+
+
+def outliers(shape: tuple[int, ...] = (16, 128), seed: int = 0) -> Any:
+    """Activations of which four channels are 50 times the others."""
+    return activations(shape, seed=seed).at[:, 3:128:32].multiply(50)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", FLOATS)
+def test_a_factor_divides_in_float32_before_the_rounding(dtype, kind):
+    x, factor = activations((5, 100), kind), jnp.exp(activations((100,), seed=1))
+    found = quantize_activations(x, dtype, factor=factor)
+    wide = quantize_activations(x.astype(jnp.float32) / factor[None], dtype)
+    assert (found.dtype, found.values.dtype) == (kind, dtype)
+    np.testing.assert_array_equal(found.values, wide.values)
+    np.testing.assert_array_equal(found.scale, wide.scale)
+    rhs, bias = weight(dtype=kind), activations((70,), kind, seed=3)
+    options: dict[str, Any] = {"bias": bias, "activation": "relu"}
+    whole = quantized_matmul(x, rhs, activation_dtype=dtype, activation_factor=factor, **options)
+    np.testing.assert_array_equal(whole, quantized_matmul(found, rhs, **options))
+    vector = quantize_activations(x[2], dtype, factor=factor)
+    np.testing.assert_array_equal(vector.values, found.values[2])
+
+
+def test_the_factor_is_that_of_smoothquant():
+    w = activations((6, 4), seed=1).at[2].set(0)
+    absmax = jnp.array([1.0, 100.0, 3.0, 0.0, 1e-40, 3e38])
+    rows = np.abs(np.asarray(w)).max(1)
+    usual = np.array([0, 1, 5])
+    for alpha in (0, 0.25, 0.5, 1):
+        found = np.asarray(smoothing_factor(absmax, w, alpha=alpha))
+        expected = np.asarray(absmax)[usual] ** alpha / rows[usual] ** (1 - alpha)
+        np.testing.assert_allclose(found[usual], expected, rtol=1e-5)
+        np.testing.assert_array_equal(found[2:5], 1)  # nothing to move, or nowhere to move it
+    both = smoothing_factor(absmax[:2], jnp.concatenate([w, 2 * w], axis=1)[:2])
+    np.testing.assert_allclose(both, smoothing_factor(absmax[:2], 2 * w[:2]))
+    compiled = jax.jit(functools.partial(smoothing_factor, alpha=1))(absmax, w)
+    np.testing.assert_allclose(compiled, found, rtol=1e-6)
+    tiny = smoothing_factor(jnp.full(2, 2.0**-126), jnp.full((2, 1), 3e38))
+    assert (np.asarray(tiny) > 0).all() and np.isfinite(1 / np.asarray(tiny)).all()
+
+
+def test_outliers_move_into_the_weight():
+    x, w = outliers(), activations((128, 96), seed=1)
+    factor = smoothing_factor(jnp.max(jnp.abs(x), axis=0), w)
+    exact = np.asarray(x).astype(np.float64) @ np.asarray(w).astype(np.float64)
+
+    def error(w: Any, factor: Any) -> float:
+        q = quantize(w, Format(8))
+        found = quantized_matmul(x, q, activation_dtype=jnp.int8, activation_factor=factor)
+        return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+    assert error(w * factor[:, None], factor) < 0.6 * error(w, None)
+
+
+@dtypes
+def test_derivatives_pass_the_rounding_and_the_factor(dtype):
+    x, rhs = activations((3, 64)), weight(64, 64)
+    factor = jnp.exp(activations((64,), seed=2))
+
+    def found(x, factor, scale):
+        array = rhs._with(scale=scale)
+        product = quantized_matmul(x, array, activation_dtype=dtype, activation_factor=factor)
+        return jnp.sum(product * jnp.arange(64.0)[None])
+
+    def expected(x, factor, scale):
+        weights = jax.lax.stop_gradient(rhs._with(scale=scale))
+        return jnp.sum(((x / factor[None]) @ weights) * jnp.arange(64.0)[None])
+
+    own = jax.jit(jax.grad(found, (0, 1, 2)))(x, factor, rhs.scale)
+    others = jax.jit(jax.grad(expected, (0, 1)))(x, factor, rhs.scale)
+    for a, b in zip(own[:2], others, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
+    rounded = quantize_activations(x, dtype, factor=factor).dequantize()
+    scales = jax.grad(lambda x: jnp.sum((rounded @ rhs._with(scale=x)) * jnp.arange(64.0)[None]))
+    want = scales(rhs.scale)
+    np.testing.assert_allclose(own[2], want, rtol=1e-4, atol=1e-5 * float(jnp.abs(want).max()))
+
+
+def test_a_factor_on_a_mesh_that_divides_k():
+    devices = jax.devices("cpu")[:2]
+    mesh = jax.make_mesh((2,), ("k",), (jax.sharding.AxisType.Explicit,), devices=devices)
+    x, rhs, factor = outliers(), weight(128, 64, INT4.replace(group_size=64)), jnp.arange(1.0, 129)
+    options: dict[str, Any] = {"activation_dtype": jnp.int8}
+    want = quantized_matmul(x, rhs, activation_factor=factor, **options)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, jax.P(None, "k"))
+        for parts in (jax.P(), jax.P("k")):
+            given = jax.device_put(factor, parts)
+            found = quantized_matmul(
+                placed, rhs, activation_factor=given, out_sharding=jax.P(), **options
+            )
+            np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
+
+
 ONES, SCALE = jnp.ones((2, 64), jnp.int8), jnp.ones((2, 1))
 WRONG = [
     (lambda: quantize_activations(jnp.ones((2, 64)), jnp.int4), "dtype is int4, but activations"),
@@ -183,6 +314,36 @@ WRONG = [
             QuantizedActivations(ONES, SCALE), weight(64), activation_dtype=jnp.int8
         ),
         "lhs is quantized already; leave activation_dtype out",
+    ),
+    (
+        lambda: quantized_matmul(
+            QuantizedActivations(ONES, SCALE), weight(64), activation_factor=jnp.ones(64)
+        ),
+        r"activation_factor is float32\[64\], but lhs is quantized already; leave",
+    ),
+    (
+        lambda: quantized_matmul(SCALE, weight(1), activation_factor=jnp.ones(1)),
+        r"activation_factor is float32\[1\], but without activation_dtype nothing is rounded",
+    ),
+    (
+        lambda: quantized_matmul(
+            SCALE, weight(1), activation_dtype=jnp.int8, activation_factor=jnp.ones((1, 1))
+        ),
+        r"activation_factor is float32\[1, 1\], but it is floats \(1,\), one for each",
+    ),
+    (
+        lambda: quantize_activations(SCALE, factor=jnp.zeros(1)),
+        r"factor has 1 values that are not finite and positive, the first at 0 \(0.0\)",
+    ),
+    (lambda: quantize_activations(SCALE, factor=jnp.full(1, jnp.inf)), "not finite and positive"),
+    (lambda: quantize_activations(SCALE, factor=jnp.ones(1, jnp.int32)), "but it is floats"),
+    (lambda: smoothing_factor(SCALE[0], ONES), r"weight is int8\[2, 64\], but it is float32"),
+    (lambda: smoothing_factor(SCALE[0], SCALE), r"absmax is float32\[1\], but it is floats \(2,\)"),
+    (lambda: smoothing_factor(-SCALE[:, 0], SCALE), "absmax has 2 values that are not finite and"),
+    (lambda: smoothing_factor(SCALE[:, 0], SCALE * jnp.nan), "weight has 2 values that are NaN"),
+    (
+        lambda: smoothing_factor(SCALE[:, 0], SCALE, alpha=1.5),
+        "alpha is 1.5, but it is from 0 to 1",
     ),
     (lambda: QuantizedActivations(ONES, SCALE) @ weight(100), r"last axis of lhs must be k=100"),
     (

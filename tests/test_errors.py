@@ -11,7 +11,7 @@ from helpers import PLATFORM
 from jax.lax import DotAlgorithmPreset
 
 import jaxlowbit
-from jaxlowbit import MXFP8, Format, QuantizedArray, quantize, quantized_matmul
+from jaxlowbit import FP8, MXFP8, Format, QuantizedArray, quantize, quantized_matmul
 from jaxlowbit._backends import extension
 
 K, N = 32, 16
@@ -107,6 +107,23 @@ def test_quantize_refuses_scales_out_of_range(weight, zero):
 
 
 @pytest.mark.parametrize(
+    ("format", "dtype"),
+    [
+        (Format(2, 64), "bfloat16"),  # rounded up beyond its largest number
+        (Format(4, 64, "integer"), "float32"),  # the range is twice the largest weight
+        (Format(4, 64, "float"), "bfloat16"),
+        (FP8, "float16"),
+    ],
+    ids=str,
+)
+def test_quantize_refuses_scales_beyond_every_dtype(format, dtype):
+    large = jnp.full((64, 4), 3.4e38).at[::2].multiply(-1)
+    with refuses(rf"weights up to 3\.4e\+38 span a range beyond that of {dtype} scales; use"):
+        quantize(large, format, method="absmax", scale_dtype=jnp.dtype(dtype))
+    quantize(large, FP8)  # the scale of 448 is far from the end
+
+
+@pytest.mark.parametrize(
     ("size", "dtype", "message"),
     [
         (
@@ -115,6 +132,7 @@ def test_quantize_refuses_scales_out_of_range(weight, zero):
             "of float16, in most groups .*; use scale_dtype=jnp.float32, or scale",
         ),
         (1e-37, "float32", "of float32, in most groups of a matrix; scale the weights up"),
+        (1e-37, "bfloat16", "of bfloat16, in most groups of a matrix; scale the weights up"),
     ],
 )
 def test_quantize_refuses_weights_too_small_for_any_scale(weight, size, dtype, message):

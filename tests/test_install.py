@@ -65,7 +65,7 @@ def test_public_names():
         "QuantizedArray UINT4 UINT8 "
         "dequantize explain group_permutation partition_spec quantize quantize_activations "
         "quantized_block quantized_glu "
-        "quantized_matmul quantized_matmuls quantized_mlp scan supported_backends"
+        "quantized_matmul quantized_matmuls quantized_mlp scan smoothing_factor supported_backends"
     )
     assert output(code).split() == names.split()
 

@@ -4,8 +4,11 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from model_files import write_tiny
+
+from jaxlowbit._core.format_table import NAMED
 
 for package in ("gguf", "jinja2", "matplotlib", "tokenizers"):
     pytest.importorskip(package, reason=f"{package} is not installed")
@@ -29,9 +32,12 @@ def tiny(tmp_path_factory):
 
 def test_the_demo(example, tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(example, "SPEED_TOKENS", 4)
+    load, loaded = example.load, []
+    monkeypatch.setattr(example, "load", lambda *x: loaded.append(load(*x)) or loaded[-1])
     figures, plot = tmp_path / "figures.json", tmp_path / "quality.png"
     arguments = ["--model", tiny, "--question", "hello", "--max-new-tokens", 3, "--tokens", 40]
-    arguments += ["--context", 16, "--formats", "int8", "--plot", plot, "--json", figures]
+    arguments += ["--context", 16, "--formats", "int8@int8"]
+    arguments += ["--plot", plot, "--json", figures]
     example.main(list(map(str, arguments)))
     printed, progress = capsys.readouterr()
     assert f"file {tiny.stat().st_size / 1e6:.1f} MB" in printed
@@ -44,8 +50,18 @@ def test_the_demo(example, tiny, tmp_path, capsys, monkeypatch):
     assert eight["perplexity"] == pytest.approx(stored["perplexity"], rel=0.05)
     assert 4.5 < stored["bits"] < 8.5  # Q4_1 and Q8_0, scales among them
     assert 8 + 16 / 256 < eight["bits"] < 8.25  # a scale for 256 rows, and padded channels
+    assert eight["name"] == "int8@int8"
+    assert [model.decoder.activation_dtype for model in loaded] == [None, jnp.int8]
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "[2/2] int8" in progress
+    assert "[2/2] int8@int8" in progress
+
+
+def test_all_are_the_formats_of_the_table_and_8_bit_activations(example):
+    found = example.named(["all"])
+    assert {name for name in NAMED if name not in found} == set()
+    assert found["int4@int8"] == ("int4", "int8")
+    assert found["e4m3@float8_e4m3fn"] == ("e4m3", "float8_e4m3fn")
+    assert len(found) == len(NAMED) + 10
 
 
 def test_the_text_is_prose(example):
@@ -60,6 +76,8 @@ def test_the_text_is_prose(example):
         ("--text {}/missing.txt", "No such file"),
         ("--tokens 0", "--tokens is 0, but one or more are predicted"),
         ("--formats int4 int9", "bits=9, but a code has 1 to 8 bits"),
+        ("--formats int4@int4", "has 'int4' behind the @, but activations are rounded to int8 or"),
+        ("--formats int4@", "has '' behind the @"),
         ("--plot {}/missing/plot.png", "missing does not exist; make it first"),
         ("--json {}/missing/figures.json", "missing does not exist; make it first"),
     ],

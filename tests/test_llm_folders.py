@@ -126,7 +126,7 @@ def test_images_and_defaults_of_gemma3(tmp_path):
         ({"intermediate_size": 128}, r"config.json asks for floats .* of \(128, 256\)"),
         ({"hidden_act": "relu"}, "the activation is 'relu'"),
         ({"attention_bias": True}, "qwen2 alone has biases"),
-        ({"quantization_config": {"bits": 4}}, "float weights are read"),
+        ({"quantization_config": {"bits": 4}}, "'quant_method' is None, but of quantized folders"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "scaling is 'longrope'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor', a number"),
         ({"eos_token_id": "end"}, "'eos_token_id' is"),

@@ -484,6 +484,11 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: blocks(EIGHT, ONE.astype(jnp.int32)), "scale is int32, but it is of floats"),
     (lambda: blocks(EIGHT, ONE.astype(E4M3)), "scale is float8_e4m3fn, but it is of floats"),
     (lambda: blocks(EIGHT, ONE * jnp.nan), "from_blocks: scale has 1 values that are NaN"),
+    (lambda: blocks(EIGHT, np.full((1, 1), 255, np.uint8).view(E8M0)), "scale has 1 values that a"),
+    (
+        lambda: blocks(EIGHT.at[2, 1].set(jnp.nan), ONE),
+        r"1 that stand for NaN .* first at \(2, 1\)",
+    ),
     (lambda: blocks(EIGHT, jnp.ones((4, 1)), block_size=(18, 8)), "group_size=18, but a group"),
     (lambda: blocks(EIGHT, ONE, block_size=(0, 8)), r"block_size\[0\] is 0, but it is the rows"),
 ]

@@ -113,6 +113,19 @@ def test_zeros_stay_zero(format, dtype):
 
 
 @every_case
+def test_groups_of_one_value(format, dtype):
+    """Of equal values, of their negatives, of zeros and of -0."""
+    weight = np.full((100, 70), 0.75, jnp.dtype(dtype))
+    weight[:, 1], weight[:, 2], weight[:, 3] = -0.75, 0.0, -0.0
+    array = quantize(jnp.asarray(weight), format, method="absmax")
+    assert_round_trip(weight, array)
+    value = dequantize(array).value
+    assert not value[:, 2:4].any() and (scales(array)[:, 2:4] == 1).all()
+    if format.zero == "float":
+        np.testing.assert_array_equal(value, weight.astype(np.float64))
+
+
+@every_case
 def test_extremes_map_to_the_end_codes(format, dtype):
     symmetric = format.zero == "none"
     low, high = (-5.0, 5.0) if symmetric else (-4.0, 5.0)
@@ -121,6 +134,21 @@ def test_extremes_map_to_the_end_codes(format, dtype):
     weight[0], weight[1] = low, high
     found = codes(quantize(weight, format, method="absmax"))
     assert (found[0] == int(symmetric)).all() and (found[1] == 2**format.bits - 1).all()
+
+
+@pytest.mark.parametrize("format", [f for f, _ in CASES if f.zero == "integer"], ids=str)
+def test_integer_zeros_at_both_ends(format):
+    """Weights of one sign bring the zero to an end, where no code is left on the other side."""
+    dtype = dict(CASES)[format]
+    dtype = "float32" if dtype == "bfloat16" else dtype  # as above
+    weight = np.abs(np.array(normal((100, 70), dtype))) + np.asarray(0.5, jnp.dtype(dtype))
+    weight[:, ::2] *= -1
+    array = quantize(jnp.asarray(weight), format, method="absmax")
+    zero = unpack_groups(np.asarray(array.zero))[:, :70]
+    assert (zero[:, ::2] == 2**format.bits - 1).all() and (zero[:, 1::2] == 0).all()
+    assert_round_trip(weight, array)
+    lhs = jnp.eye(100, dtype=jnp.dtype(dtype))
+    np.testing.assert_array_equal(lhs @ array, array.dequantize())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -40,7 +40,7 @@ ONLY = {
     "qwix": r"_core\.qarray",
     "gguf": r"_llm\.gguf",
     "jinja2": r"_llm\.tokenizer",
-    "safetensors": r"_llm\.huggingface|_tuning\.weights",
+    "safetensors": r"_llm\.folder|_tuning\.weights",
     "tokenizers": r"_llm\.tokenizer",
     "tqdm": r"_llm\.(load|perplexity)|_tuning\.report",
     "jax.experimental.pallas": r"_backends\.pallas\.(tpu|triton)",

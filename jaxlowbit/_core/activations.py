@@ -9,6 +9,7 @@ from jax import Array
 from . import checks
 from .dtypes import FLOATS
 from .scales import least, rounded
+from .smoothing import checked_factor, divided
 
 VALUES = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
 """Dtypes of quantized activations."""
@@ -92,7 +93,9 @@ class QuantizedActivations:
         return self
 
 
-def quantize_activations(activations: Any, dtype: Any = jnp.int8) -> QuantizedActivations:
+def quantize_activations(
+    activations: Any, dtype: Any = jnp.int8, *, factor: Any = None
+) -> QuantizedActivations:
     """Rounds activations to 8 bits, with a scale for each token that reaches its largest value.
 
     int8 values are from -127 to 127. A token of zeros has the scale 1. A token with a NaN or an
@@ -103,11 +106,13 @@ def quantize_activations(activations: Any, dtype: Any = jnp.int8) -> QuantizedAc
 
     - `activations`: float32, bfloat16 or float16 (..., k), k from 1.
     - `dtype`: `jnp.int8` or `jnp.float8_e4m3fn`.
+    - `factor`: None, or positive floats (k,) by which the channels are divided first, in float32,
+      as `smoothing_factor` gives them. The weight is then that of the divided activations.
 
     **Returns:** `QuantizedActivations` of the same shape and dtype.
 
-    **Raises:** `TypeError` for what is no array or dtype, `ValueError` for other dtypes and for a
-    token without values.
+    **Raises:** `TypeError` for what is no array or dtype, `ValueError` for other dtypes, for a
+    token without values, and for a factor of another shape or, outside `jax.jit`, other values.
 
     ```python
     x = quantize_activations(jnp.ones((8, 256), jnp.bfloat16), jnp.float8_e4m3fn)
@@ -122,7 +127,11 @@ def quantize_activations(activations: Any, dtype: Any = jnp.int8) -> QuantizedAc
             f"{caller}: activations are {checks.brief(array)}, but they are float32, bfloat16 or "
             "float16 (..., k), k from 1; cast or reshape them."
         )
-    return rounded_tokens(array, reach(array), dtype)
+    if factor is None:
+        return rounded_tokens(array, reach(array), dtype)
+    floats = divided(array, checked_factor(caller, "factor", factor, array.shape[-1]))
+    found = rounded_tokens(floats, reach(floats), dtype)
+    return QuantizedActivations(found.values, found.scale, array.dtype)
 
 
 def reach(activations: Array) -> Array:

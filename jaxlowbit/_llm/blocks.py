@@ -78,22 +78,30 @@ def floats(name: str, rows: np.ndarray, tensor_scale: float = 1.0) -> np.ndarray
 
     **Raises:** what `unpack` raises.
     """
-    qvalue, scale, zero = unpack(name, rows)
-    count, k = qvalue.shape
-    grouped = qvalue.reshape(count, scale.shape[1], -1).astype(np.float32)
-    scale = scale.astype(np.float32)[..., None]
-    if TYPES[name].format.codebook is not None:
-        weights = np.array(TYPES[name].format.values, np.float32)[qvalue]
-        weights = weights.reshape(grouped.shape) * scale
-    elif zero is None:
-        weights = (grouped - np.float32(TYPES[name].format.offset)) * scale
-    elif zero.dtype == np.uint8:
-        weights = (grouped - zero[..., None]) * scale
-    else:
-        weights = grouped * scale + zero.astype(np.float32)[..., None]
-    if tensor_scale != 1:
-        weights = weights * np.float32(tensor_scale)
-    return weights.reshape(count, k)
+    weights = dequantized(unpack(name, rows), TYPES[name].format)
+    return weights if tensor_scale == 1 else weights * np.float32(tensor_scale)
+
+
+def dequantized(unpacked: Unpacked, format: Format) -> np.ndarray:
+    """The float32 weights (rows, k) of rows in a format, without its tensor scale."""
+    qvalue, scale, zero = unpacked
+    scale = _per_weight(scale, qvalue, format).astype(np.float32)
+    if format.codebook is not None:
+        return np.array(format.values, np.float32)[qvalue] * scale
+    numbers = qvalue.astype(np.float32)
+    if zero is None:
+        return (numbers - np.float32(format.offset)) * scale
+    zero = _per_weight(zero, qvalue, format)
+    if format.zero == "integer":
+        return (numbers - zero) * scale
+    return numbers * scale + zero.astype(np.float32)
+
+
+def _per_weight(values: np.ndarray, qvalue: np.ndarray, format: Format) -> np.ndarray:
+    """Values (rows, groups) for each weight (rows, k), or one that is that of all in a row."""
+    if format.group_size == -1:
+        return values
+    return np.repeat(values, format.group_size, axis=1)[:, : qvalue.shape[1]]
 
 
 def pack(
@@ -116,12 +124,36 @@ def pack(
     ```
     """
     kind = TYPES[name]
-    k = rows.shape[1] // kind.nbytes * kind.size
+    shape = (rows.shape[0], rows.shape[1] // kind.nbytes * kind.size)
+
+    def read(start: int, stop: int) -> Unpacked:
+        return unpack(name, rows[start:stop])
+
+    return pack_rows(read, shape, kind.format, scale_dtype, tensor_scale)
+
+
+def pack_rows(
+    read: Callable[[int, int], Unpacked],
+    shape: tuple[int, ...],
+    format: Format,
+    scale_dtype: Any = None,
+    tensor_scale: float = 1.0,
+) -> QuantizedArray:
+    """The packed matrix (k, rows) of rows that are quantized, read strip by strip.
+
+    **Arguments:**
+
+    - `read`: returns the rows from one number up to another in `format`, without padding of scales.
+    - `shape`: (rows, k).
+    - `scale_dtype`, `tensor_scale`: as for `pack`.
+
+    **Raises:** what `read` raises; `ValueError` for scales beyond the range of `scale_dtype`.
+    """
     unit = np.float32(tensor_scale)
-    format = kind.format if scale_dtype is None else kind.format.replace(scale=None)
+    format = format if scale_dtype is None else format.replace(scale=None)
 
     def strip(start: int, stop: int) -> QuantizedArray:
-        qvalue, scale, zero = unpack(name, rows[start:stop])
+        qvalue, scale, zero = read(start, stop)
         if scale_dtype is not None:
             scale = scale if unit == 1 else scale.astype(np.float32) * unit
             scale = _rounded("scale", scale, scale_dtype)
@@ -129,11 +161,12 @@ def pack(
                 zero = _rounded("zero", zero, scale_dtype)
         return _pack(qvalue, scale, zero, unit if format.has_tensor_scale else None, format)
 
+    n, k = shape
     parts = []
-    for bounds in strips(rows.shape[0], k):
+    for bounds in strips(n, k):
         parts.append(strip(*bounds))
         jax.block_until_ready(parts[-2:-1])  # one strip is packed while the next is unpacked
-    return _join(parts, rows.shape[0])
+    return _join(parts, n)
 
 
 def quantize_rows(

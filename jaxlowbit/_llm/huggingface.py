@@ -1,71 +1,21 @@
-"""Hugging Face directories: config.json and float weights in safetensors, single or sharded.
+"""Hugging Face directories: config.json, and weights as floats or 8-bit floats in safetensors.
 
 Names and meanings are those of the models' code in `transformers`: the scales of gemma3's norms are
 offsets from 1, and every architecture rotates halves of heads.
 """
 
-import json
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-
+from . import float8
 from .config import Config, RopeScaling
-
-FLOATS = ("F32", "F16", "BF16")
-_AGAIN = "fetch the folder again"
-
-
-class Tensor(NamedTuple):
-    """A tensor: its type and shape, outermost axis first, and the file that holds it."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    file: Path
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * (4 if self.kind == "F32" else 2)
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """The floats of rows from one number up to another, (rows, k); a vector is one row."""
-        with safe_open(self.file, framework="numpy") as file:
-            stored = file.get_slice(self.name)
-            return stored[start:stop] if len(self.shape) > 1 else stored[:][None]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    **Raises:** `ValueError` for a missing file and for anything else than an object.
-    """
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path} is missing, but the folder of a Hugging Face model has it; {_AGAIN}."
-        ) from None
-    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
-        raise ValueError(f"{path} is no JSON ({error}); {_AGAIN}.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {type(found).__name__}, but an object belongs there.")
-    return found
-
+from .folder import AGAIN, FLOATS, Fields, Tensor, read_json, tensors_of
 
 # --- the configuration ----------------------------------------------------------------------------
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "an integer": (int,),
-    "a number": (int, float),
-    "a string": (str,),
-    "true or false": (bool,),
-    "an object": (dict,),
-    "a list": (list,),
-}
 # What `transformers` takes where the file of a gemma3 model says nothing.
 _GEMMA3 = {
     "vocab_size": 262_208,
@@ -89,35 +39,6 @@ _ARCHITECTURES["gemma3_text"] = "gemma3"
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-class _Fields:
-    """Entries of config.json with the kind of each value checked; null stands for none."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any]):
-        self.path, self.values = path, values
-
-    def get(self, key: str, kind: str, default: Any = None) -> Any:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        truth = isinstance(value, bool) and kind != "true or false"
-        if truth or not isinstance(value, _KINDS[kind]):
-            raise ValueError(f"{self.path}: {key!r} is {value!r}, but it is {kind}; {_AGAIN}.")
-        return value
-
-    def need(self, key: str, kind: str) -> Any:
-        value = self.get(key, kind)
-        if value is None:
-            raise ValueError(f"{self.path} lacks {key!r}, {kind}; {_AGAIN}.")
-        return value
-
-    def refuse(self, key: str, reason: str) -> None:
-        """Refuses a feature that an entry turns on."""
-        if self.values.get(key):
-            raise ValueError(
-                f"{self.path}: {key!r} is {self.values[key]!r}, but {reason}; use another model."
-            )
-
-
 def config_of(folder: Path) -> Config:
     """The configuration of the decoder in a folder, from its config.json.
 
@@ -126,20 +47,20 @@ def config_of(folder: Path) -> Config:
     """
     path = folder / "config.json"
     values = read_json(path)
-    kind = _Fields(path, values).need("model_type", "a string")
+    kind = Fields(path, values).need("model_type", "a string")
     if kind not in _ARCHITECTURES:
         raise ValueError(
             f"{path}: 'model_type' is {kind!r}, but the decoder here knows "
             f"{', '.join(_ARCHITECTURES)}; use a model of one of those."
         )
     architecture = _ARCHITECTURES[kind]
+    float8.scheme_of(path, values)  # which refuses what is quantized otherwise
     tokens = values
     if "text_config" in values:
-        values = _Fields(path, values).need("text_config", "an object")
+        values = Fields(path, values).need("text_config", "an object")
     if architecture == "gemma3":
         values = _GEMMA3 | {key: value for key, value in values.items() if value is not None}
-    known = _Fields(path, values)
-    known.refuse("quantization_config", "float weights are read, which are then quantized here")
+    known = Fields(path, values)
     known.refuse("mlp_bias", "the MLP of the decoder here has no biases")
     known.refuse("attn_logit_softcapping", "the attention of the decoder here has no cap")
     known.refuse("num_experts", "the decoder here has no experts")
@@ -174,7 +95,7 @@ def config_of(folder: Path) -> Config:
         "tied_head": known.get("tie_word_embeddings", "true or false", False),
         "activation": _ACTIVATIONS[activation],
         "logit_softcap": known.get("final_logit_softcapping", "a number"),
-        "bos": _Fields(path, tokens).get("bos_token_id", "an integer"),
+        "bos": Fields(path, tokens).get("bos_token_id", "an integer"),
         "eos": _eos(path, folder, tokens),
     }
     try:
@@ -204,31 +125,31 @@ def _eos(path: Path, folder: Path, values: Mapping[str, Any]) -> tuple[int, ...]
         tokens = [] if tokens is None else tokens if isinstance(tokens, list) else [tokens]
         if not all(type(token) is int for token in tokens):
             raise ValueError(
-                f"{source}: 'eos_token_id' is {tokens!r}, but it is one integer or some; {_AGAIN}."
+                f"{source}: 'eos_token_id' is {tokens!r}, but it is one integer or some; {AGAIN}."
             )
         found += tokens
     return tuple(dict.fromkeys(found))
 
 
-def _rotation(known: _Fields, architecture: str) -> dict[str, Any]:
+def _rotation(known: Fields, architecture: str) -> dict[str, Any]:
     """Bases and scaling; newer files have them in `rope_parameters`, for each kind of layer."""
     parameters = known.get("rope_parameters", "an object") or {}
     local = parameters.get("sliding_attention") or {}
     if "full_attention" in parameters:
         parameters = parameters["full_attention"] or {}
     scaling = parameters or known.get("rope_scaling", "an object") or {}
-    entries = _Fields(known.path, dict(known.values) | parameters)
+    entries = Fields(known.path, dict(known.values) | parameters)
     found: dict[str, Any] = {
         "rope_base": entries.get("rope_theta", "a number", 10000.0),
-        "rope_scaling": _scaling(_Fields(known.path, scaling), known),
+        "rope_scaling": _scaling(Fields(known.path, scaling), known),
     }
     if architecture == "gemma3":
         base = known.get("rope_local_base_freq", "a number")
-        found["local_rope_base"] = _Fields(known.path, local).get("rope_theta", "a number", base)
+        found["local_rope_base"] = Fields(known.path, local).get("rope_theta", "a number", base)
     return found
 
 
-def _scaling(scaling: _Fields, known: _Fields) -> RopeScaling | None:
+def _scaling(scaling: Fields, known: Fields) -> RopeScaling | None:
     kind = scaling.get("rope_type", "a string") or scaling.get("type", "a string", "default")
     if kind == "default":
         return None
@@ -260,7 +181,7 @@ def _scaling(scaling: _Fields, known: _Fields) -> RopeScaling | None:
     )
 
 
-def _window(known: _Fields, architecture: str, layers: int) -> dict[str, Any]:
+def _window(known: Fields, architecture: str, layers: int) -> dict[str, Any]:
     window = known.get("sliding_window", "an integer")
     if architecture in ("qwen2", "qwen3"):
         known.refuse("use_sliding_window", "the decoder here gives its layers no window")
@@ -320,17 +241,28 @@ _TEXT = re.compile(
 _IGNORED = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.|\.rotary_emb\.inv_freq$")
 
 
-def weights_of(folder: Path, config: Config) -> dict[str, Tensor]:
+def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix]:
     """The tensor of each weight that a configuration needs, checked; reads headers only.
 
+    Warns of scales that are left out.
+
     **Raises:** `ValueError` for files that are missing or damaged, and for tensors that are
-    missing, unknown, of another shape, or no floats.
+    missing, unknown, of another shape, or neither floats nor 8-bit floats with their scales.
     """
+    path = folder / "config.json"
+    scheme = float8.scheme_of(path, read_json(path))
     post = config.norm_placement == "pre_and_post"
     layer = _LAYER | (_POST_NORMS if post else _MLP_NORM)
     expected = config.shapes()
     found: dict[str, Tensor] = {}
-    for tensor in _tensors(folder):
+    scales: dict[str, Tensor] = {}
+    tensors = tensors_of(folder)
+    for tensor in tensors:
+        if scheme is not None and scheme.has_scale(tensor.name):
+            scales[tensor.name] = tensor
+            continue
+        if scheme is not None and scheme.leaves_out(tensor.name):
+            continue
         name = _TEXT.sub("", tensor.name)
         parts = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
         if name in _OUTSIDE:
@@ -353,44 +285,22 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor]:
     if missing := [name for name in expected if name not in found]:
         raise ValueError(
             f"{folder}: {len(missing)} weights of {len(expected)} are missing, the first is "
-            f"{missing[0]!r}; {_AGAIN}."
+            f"{missing[0]!r}; {AGAIN}."
         )
     for name, shape in expected.items():
         tensor = found[name]
-        if tensor.shape != shape[::-1] or tensor.kind not in FLOATS:
+        kinds = FLOATS if scheme is None or len(shape) == 1 else (*FLOATS, float8.KIND)
+        if tensor.shape != shape[::-1] or tensor.kind not in kinds:
             raise ValueError(
                 f"{tensor.file}: tensor {tensor.name!r} is {tensor.kind} of shape {tensor.shape}, "
-                f"but config.json asks for floats ({', '.join(FLOATS)}) of {shape[::-1]}; {_AGAIN}."
+                f"but config.json asks for floats ({', '.join(kinds)}) of {shape[::-1]}; {AGAIN}."
             )
-    return {name: found[name] for name in expected}
-
-
-def _tensors(folder: Path) -> list[Tensor]:
-    """All tensors of the file or shards of a folder."""
-    index = folder / "model.safetensors.index.json"
-    files = {"model.safetensors": None}
-    if index.exists():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
-            raise ValueError(f"{index} has no 'weight_map' of tensors to files; {_AGAIN}.")
-        if outside := [x for x in places.values() if Path(x).name != x]:
-            raise ValueError(
-                f"{index} names the file {outside[0]!r}, but shards lie beside it; {_AGAIN}."
-            )
-        files = dict.fromkeys(places.values())
-    found: list[Tensor] = []
-    for name in files:
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; {_AGAIN}, or name a .gguf file.")
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for key in sorted(file.keys()):
-                    tensor = file.get_slice(key)
-                    shape = tuple(tensor.get_shape())
-                    found.append(Tensor(key, tensor.get_dtype(), shape, path))
-        except SafetensorError as error:
-            raise ValueError(
-                f"{path} is no safetensors file, or it is cut off ({error}); {_AGAIN}."
-            ) from None
-    return found
+    if scheme is None:
+        return {name: found[name] for name in expected}
+    scheme.check_scales(scales, {tensor.name: tensor for tensor in tensors})
+    for sentence in scheme.left_out:
+        warnings.warn(f"load: {sentence}", stacklevel=5)  # the caller of llm.load
+    return {
+        name: scheme.matrix(found[name], scales) if found[name].kind == float8.KIND else found[name]
+        for name in expected
+    }

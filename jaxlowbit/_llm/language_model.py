@@ -61,7 +61,7 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
-    """Loads a language model from a GGUF file or a folder of safetensors.
+    """Loads a language model from a GGUF file, or a folder of floats or 8-bit floats.
 
     **Arguments:**
 

@@ -18,7 +18,7 @@ from .._core.checks import boolean, brief, compute_dtype
 from .._core.format import Format, as_format
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
-from . import blocks, gguf, huggingface
+from . import blocks, float8, gguf, huggingface
 from .config import Config
 from .sharding import Division
 from .tokenizer import Tokenizer
@@ -104,22 +104,17 @@ class Checkpoint(NamedTuple):
 class _Source(NamedTuple):
     """A tensor of a file: what `read` takes of each, whichever the file.
 
-    `rows(start, stop)` are floats of some rows; `blocks` is None, or the stored rows of blocks, all
-    of whose weights are multiplied by `tensor_scale`.
+    `rows(start, stop)` are floats of some rows. `format` is that of a matrix that is quantized
+    already, which `pack(scale_dtype)` packs as it is; both are None for floats.
     """
 
     where: str
     kind: str
     nbytes: int
     rows: Callable[[int, int], np.ndarray]
-    blocks: np.ndarray | None
+    format: Format | None
+    pack: Callable[[Any], QuantizedArray] | None
     forget: Callable[[], None]
-    tensor_scale: float = 1.0
-
-    @property
-    def format(self) -> Format | None:
-        """The format of its blocks."""
-        return None if self.blocks is None else blocks.TYPES[self.kind].format
 
 
 def read(
@@ -133,12 +128,12 @@ def read(
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> Checkpoint:
-    """Reads a model: a GGUF file, or a Hugging Face folder of float safetensors.
+    """Reads a model: a GGUF file, or a Hugging Face folder of floats or 8-bit floats.
 
-    The quantized weights of a GGUF file are packed as they are: `dequantize(jnp.float32)` gives,
-    bit for bit, what ggml dequantizes them to. The header is checked as a whole before any weight
-    is read. Files are memory-mapped, and weights are unpacked in strips of one tensor at a time,
-    so that the most memory is that of the packed weights and of one tensor more.
+    Weights that are quantized are packed as they are: `dequantize(jnp.float32)` gives, bit for bit,
+    what ggml dequantizes them to, or the product of an 8-bit float and its scale. The header is
+    checked as a whole before any weight is read. Weights are read and unpacked in strips of one
+    tensor at a time, so that the most memory is that of the packed weights and of one tensor more.
 
     **Arguments:**
 
@@ -154,8 +149,9 @@ def read(
     - `activation_dtype`: the dtype to which the decoder rounds the inputs of quantized matrices of
       blocks, or None; for the report.
     - `scale_dtype`: the dtype of scales and float zeros. None keeps those of quantized weights
-      exact, in float16, and in float32 for ggml's K types; and gives `dtype` to those that are made
-      here. Another one rounds the stored scales to it. Formats with 8-bit scales keep theirs.
+      exact, in float16, in float32 for ggml's K types, and in the dtype of a folder; and gives
+      `dtype` to those that are made here. Another one rounds the stored scales to it. Formats with
+      8-bit scales keep theirs.
     - `mesh`: where each weight is put, divided as a `Decoder` on it needs it; None for one device.
     - `progress`: whether a bar is shown on standard error.
 
@@ -226,19 +222,23 @@ def _file(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
     config = gguf.config_of(file)
     sources = {}
     for name, tensor in gguf.weights_of(file, config).items():
-        stored = file.rows(tensor)
-        where, quantized = f"{path}: tensor {tensor.name!r}", tensor.kind in blocks.TYPES
-        unit = gguf.tensor_scale(file, tensor) if tensor.kind == "NVFP4" else 1.0
-        sources[name] = _Source(
-            where,
-            tensor.kind,
-            tensor.nbytes,
-            _floats_of(tensor.kind, stored, unit),
-            stored if quantized else None,
-            lambda tensor=tensor: file.forget(tensor),
-            unit,
-        )
+        sources[name] = _of_gguf(file, tensor)
     return config, sources, Tokenizer.from_gguf(file)
+
+
+def _of_gguf(file: gguf.File, tensor: gguf.Tensor) -> _Source:
+    kind, stored = tensor.kind, file.rows(tensor)
+    unit = gguf.tensor_scale(file, tensor) if kind == "NVFP4" else 1.0
+    quantized = kind in blocks.TYPES
+    return _Source(
+        f"{file.path}: tensor {tensor.name!r}",
+        kind,
+        tensor.nbytes,
+        _floats_of(kind, stored, unit),
+        blocks.TYPES[kind].format if quantized else None,
+        (lambda scale_dtype: blocks.pack(kind, stored, scale_dtype, unit)) if quantized else None,
+        lambda: file.forget(tensor),
+    )
 
 
 def _floats_of(kind: str, stored: np.ndarray, unit: float) -> Callable[[int, int], np.ndarray]:
@@ -256,9 +256,18 @@ def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
         )
     config = huggingface.config_of(path)
     sources = {}
-    for name, tensor in huggingface.weights_of(path, config).items():
-        where = f"{tensor.file}: tensor {tensor.name!r}"
-        sources[name] = _Source(where, tensor.kind, tensor.nbytes, tensor.rows, None, lambda: None)
+    for name, found in huggingface.weights_of(path, config).items():
+        matrix = found if isinstance(found, float8.Matrix) else None
+        tensor = found.weight if isinstance(found, float8.Matrix) else found
+        sources[name] = _Source(
+            f"{tensor.file}: tensor {tensor.name!r}",
+            tensor.kind,
+            found.nbytes,
+            found.rows,
+            None if matrix is None else matrix.format,
+            None if matrix is None else matrix.pack,
+            lambda: None,
+        )
     return config, sources, Tokenizer.from_folder(path)
 
 
@@ -269,8 +278,8 @@ def _weight(
         values = np.asarray(source.rows(0, 1)).astype(np.float32)[0]
         _check_finite(values)
         return jnp.asarray(values)
-    if format is None and source.blocks is not None:
-        return blocks.pack(source.kind, source.blocks, scale_dtype, source.tensor_scale)
+    if format is None and source.pack is not None:
+        return source.pack(scale_dtype)
     k, n = shape
     if format is not None:
         return blocks.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype)

@@ -16,8 +16,8 @@ import jinja2.sandbox
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
+from .folder import read_json
 from .gguf import File, Metadata
-from .huggingface import read_json
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"

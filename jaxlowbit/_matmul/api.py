@@ -27,6 +27,7 @@ def quantized_matmul(
     activation: Activation | None = None,
     residual: Any = None,
     activation_dtype: Any = None,
+    activation_factor: Any = None,
     preferred_element_type: Any = None,
     precision: lax.DotAlgorithmPreset | None = None,
     out_sharding: Sharding | None = None,
@@ -58,6 +59,9 @@ def quantized_matmul(
     - `residual`: float32, bfloat16 or float16, of the shape of the result.
     - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which `lhs` is quantized by
       `quantize_activations`. Derivatives take that rounding for the identity.
+    - `activation_factor`: None, or beside `activation_dtype` positive floats (k,) by which the
+      channels of `lhs` are divided before they are rounded (`smoothing_factor`), where the rows of
+      the weight were multiplied by them. The product is linear in `lhs / activation_factor`.
     - `preferred_element_type`: dtype of the result: that of `lhs` (the default) or float32.
     - `precision`: None for float32 accumulation. `jax.lax.DotAlgorithmPreset.F16_F16_F16`, for
       float16 `lhs`, allows kernels to accumulate up to 128 products in float16, and those partial
@@ -88,8 +92,10 @@ def quantized_matmul(
     check_quantized(caller, rhs=rhs)
     options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
     if isinstance(lhs, QuantizedActivations) or activation_dtype is not None:
+        rounding = quantized_lhs.Rounding(activation_dtype, activation_factor)
         addends = {"bias": bias, "activation": activation, "residual": residual}
-        return quantized_lhs.product(lhs, rhs, activation_dtype, options, **addends)
+        return quantized_lhs.product(lhs, rhs, rounding, options, **addends)
+    quantized_lhs.check_unused(activation_factor)
     lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
     options.check(caller, lhs, rhs)
     if bias is None and activation is None and residual is None:

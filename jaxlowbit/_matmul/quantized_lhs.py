@@ -7,14 +7,14 @@ custom call, which multiplies 8 bits.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from .._backends import cuda, cuda_calls, extension
-from .._core import checks, explicit
+from .._core import checks, explicit, smoothing
 from .._core.activations import QuantizedActivations, quantize_activations, value_dtype
 from .._core.array import QuantizedArray
 from . import epilogue, fused
@@ -33,10 +33,17 @@ MOST_K = 2**17
 """More products of 8 bits may overflow int32."""
 
 
+class Rounding(NamedTuple):
+    """How activations are quantized on the way: arguments of `quantized_matmul`."""
+
+    dtype: Any
+    factor: Any
+
+
 def product(
     lhs: Any,
     rhs: QuantizedArray,
-    activation_dtype: Any,
+    rounding: Rounding,
     options: Options,
     *,
     bias: Any,
@@ -48,14 +55,17 @@ def product(
     **Raises:** what `quantized_matmul` raises.
     """
     caller, given = "quantized_matmul", isinstance(lhs, QuantizedActivations)
+    dtype, factor = rounding
     if not given:
         lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
-        activation_dtype = value_dtype(caller, "activation_dtype", activation_dtype)
-    elif activation_dtype is not None:
-        raise ValueError(
-            f"{caller}: activation_dtype is {checks.brief(activation_dtype)}, but lhs is quantized "
-            "already; leave activation_dtype out."
-        )
+        dtype = value_dtype(caller, "activation_dtype", dtype)
+    else:
+        for name, value in zip(("activation_dtype", "activation_factor"), rounding, strict=True):
+            if value is not None:
+                raise ValueError(
+                    f"{caller}: {name} is {checks.brief(value)}, but lhs is quantized already; "
+                    f"leave {name} out."
+                )
     if options.precision is not None:
         raise ValueError(
             f"{caller}: precision is {options.precision}, but quantized activations are multiplied "
@@ -65,6 +75,8 @@ def product(
     options.replace(backend=None).check(caller, floats, rhs)
     options.replace(preferred_element_type=None).check(caller, values, rhs)
     bias, residual = fused.checked(floats, rhs, bias, activation, residual)
+    if factor is not None:
+        factor = smoothing.checked_factor(caller, "activation_factor", factor, rhs.k)
     out_dtype = options.out_dtype(lhs)
     plain = bias is None and activation is None and residual is None
     # What follows takes sums that are not rounded.
@@ -72,7 +84,7 @@ def product(
     if given:
         sums = scaled(options, lhs, rhs)
     else:
-        sums = straight_through(options, activation_dtype, lhs, rhs)
+        sums = straight_through(options, dtype, lhs, rhs, factor)
     if plain:
         return sums
     if bias is not None and lhs.ndim > 1:
@@ -131,26 +143,41 @@ def scaled(options: Options, lhs: QuantizedActivations, rhs: QuantizedArray) -> 
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def straight_through(options: Options, dtype: Any, lhs: Array, rhs: QuantizedArray) -> Array:
-    """`scaled` of activations that are quantized on the way.
+def straight_through(
+    options: Options, dtype: Any, lhs: Array, rhs: QuantizedArray, factor: Array | None
+) -> Array:
+    """`scaled` of activations that are quantized on the way, divided by a factor or not.
 
     The derivative takes their rounding for the identity (the straight-through estimator of Bengio
     et al., 2013): it is that of the product with the dequantized activations.
     """
-    return scaled(options, quantize_activations(lhs, dtype), rhs)
+    return scaled(options, quantize_activations(lhs, dtype, factor=factor), rhs)
 
 
 @straight_through.defjvp
 def _straight_through_jvp(
     options: Options, dtype: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Array, Array]:
-    lhs, rhs = primals
+    lhs, rhs, factor = primals
     plain = options.replace(preferred_element_type=None)
 
     def product(lhs: Array, rhs: QuantizedArray) -> Array:
         return epilogue.accumulators(plain, lhs, rhs).astype(options.preferred_element_type)
 
-    dequantized = quantize_activations(lhs, dtype).dequantize()
-    return straight_through(options, dtype, lhs, rhs), jax.jvp(
-        product, (dequantized, rhs), tangents
-    )[1]
+    def divided(lhs: Array, factor: Array | None) -> Array:
+        return lhs if factor is None else smoothing.divided(lhs, factor).astype(lhs.dtype)
+
+    lhs_tangent, rhs_tangent, factor_tangent = tangents
+    _, lhs_tangent = jax.jvp(divided, (lhs, factor), (lhs_tangent, factor_tangent))
+    dequantized = quantize_activations(lhs, dtype, factor=factor).dequantize()
+    out = straight_through(options, dtype, lhs, rhs, factor)
+    return out, jax.jvp(product, (dequantized, rhs), (lhs_tangent, rhs_tangent))[1]
+
+
+def check_unused(factor: Any) -> None:
+    """Refuses an `activation_factor` of activations that are not quantized."""
+    if factor is not None:
+        raise ValueError(
+            f"quantized_matmul: activation_factor is {checks.brief(factor)}, but without "
+            "activation_dtype nothing is rounded; divide lhs by it, or pass activation_dtype."
+        )
