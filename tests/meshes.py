@@ -18,6 +18,8 @@ def make_mesh(kind: AxisType) -> jax.sharding.Mesh:
 
 
 def put(tree, mesh, specs):
+    """From the host, as arrays of a device would be cut by programs, one for each shape."""
+    tree = jax.tree.map(np.asarray, tree)
     return jax.device_put(tree, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
 
 

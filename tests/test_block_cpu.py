@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import calls
+from helpers import calls, quantize
 
-from jaxlowbit import INT4, MXFP4, NF4, NVFP4, Format, quantize, quantized_block
+from jaxlowbit import INT4, MXFP4, NF4, NVFP4, Format, quantized_block
 
 D, F = 72, 200  # neither fills the last strip of 64 channels
 KINDS = [

@@ -255,10 +255,12 @@ def test_one_call_for_each_layer_of_a_scan(cuda):
         (mlp, LHS, 2),
         (jax.grad(lambda x: mlp(x).sum()), half(), 3),
         (lambda x: quantized_mlp(x, GATE_UP, DOWN, backend="xla"), half(), 0),
-        (lambda x: quantized_matmuls(x, [quantize(normal(K, N), UNREAD)]), half(), 0),
-        (lambda x: quantized_matmuls(x, [quantize(normal(K, N), NVFP4)]), half(), 1),
+        (lambda x: quantized_matmuls(x, [jaxlowbit.quantize(normal(K, N), UNREAD)]), half(), 0),
+        (lambda x: quantized_matmuls(x, [jaxlowbit.quantize(normal(K, N), NVFP4)]), half(), 1),
         (
-            lambda x: quantized_mlp(x, quantize(normal(2, K, F), INT4, shards=(1, 2)), DOWN),
+            lambda x: quantized_mlp(
+                x, jaxlowbit.quantize(normal(2, K, F), INT4, shards=(1, 2)), DOWN
+            ),
             half(),
             2,
         ),

@@ -1,6 +1,7 @@
 """Every Python block of the pages and of the public docstrings runs, and the README's links lead
 somewhere. `make docs` looks after the links of docs/."""
 
+import ast
 import atexit
 import functools
 import inspect
@@ -96,7 +97,9 @@ def given(block):
     imports = {"jax": jax, "jnp": jnp, "jl": jl, "nnx": nnx}
     if "qwix" in block:
         imports["qwix"] = pytest.importorskip("qwix", reason="qwix is not installed")
-    return imports | arrays() | {name: make() for name, make in MODELS.items() if name in block}
+    nodes = ast.walk(ast.parse(block))
+    named = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return imports | arrays() | {name: make() for name, make in MODELS.items() if name in named}
 
 
 @pytest.fixture(autouse=True)

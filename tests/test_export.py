@@ -14,7 +14,7 @@ import pytest
 from exported import FOLDER
 from flax import linen as nn
 from flax import nnx
-from helpers import TARGET
+from helpers import TARGET, quantize
 from jax import export
 
 import jaxlowbit
@@ -24,7 +24,6 @@ from jaxlowbit._backends import call, extension
 from jaxlowbit._core import exporting
 
 K, N = 72, 80
-quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="shards")
 
 
 def floats(*shape: int) -> jax.Array:

@@ -1,5 +1,6 @@
 """The installed package: what importing it costs and does, and when it refuses."""
 
+import json
 import os
 import re
 import shutil
@@ -7,8 +8,10 @@ import statistics
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,24 +22,74 @@ from jaxlowbit._requirements import require
 PACKAGE = Path(jaxlowbit.__file__).parent
 
 
-def run(code: str, *options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a new interpreter that sees the installed package."""
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, [path or PACKAGE.parent]))
-    command = [sys.executable, *options, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+class Result(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def output(code: str, *options: str) -> str:
-    result = run(code, *options)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+# Imports JAX and then runs each line, a program, in a process of its own that has it.
+RUNNER = """
+import json, os, sys, tempfile, traceback, warnings
+import jax, jax.numpy
+
+warnings.filterwarnings("ignore", "os.fork")  # no thread of JAX runs before it is used
+warnings.filterwarnings("ignore", "This process")
+
+def run(code):
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    try:
+        exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+for line in sys.stdin:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        if not (child := os.fork()):
+            warnings.resetwarnings()
+            status = run(json.loads(line))
+            sys.stdout.flush()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found = [status, *(os.pread(f.fileno(), 1 << 20, 0).decode() for f in (out, err))]
+    print(json.dumps(found), flush=True)
+"""
 
 
-def test_import_is_quick():
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[str], Result]]:
+    """Runs a program where JAX has been imported, and where it sees the installed package."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(PACKAGE.parent)}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", RUNNER]
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as runner:
+
+        def one(code: str) -> Result:
+            print(json.dumps(textwrap.dedent(code)), file=runner.stdin, flush=True)
+            return Result(*json.loads(runner.stdout.readline()))
+
+        yield one
+
+
+@pytest.fixture(scope="module")
+def output(run: Callable[[str], Result]) -> Callable[[str], str]:
+    """What a program prints, which must not fail."""
+
+    def one(code: str) -> str:
+        result = run(code)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return one
+
+
+def test_import_is_quick(output):
     """It adds less than 0.3 s to `import jax`."""
     code = """
-        import time, jax, jax.numpy
+        import time
         start = time.perf_counter()
         import jaxlowbit
         print(time.perf_counter() - start)
@@ -45,17 +98,18 @@ def test_import_is_quick():
     assert statistics.median(seconds) < 0.3, seconds
 
 
-def test_import_initialises_no_backend_and_imports_no_flax():
+def test_import_initialises_no_backend_and_imports_no_flax(output):
     code = """
-        import sys
+        import sys, warnings
+        warnings.simplefilter("error")
         import jaxlowbit
         from jax._src import xla_bridge
         print(xla_bridge.backends_are_initialized(), "flax" in sys.modules)
     """
-    assert output(code, "-W", "error").split() == ["False", "False"]
+    assert output(code).split() == ["False", "False"]
 
 
-def test_public_names():
+def test_public_names(output):
     code = """
         import jaxlowbit
         print(*sorted(name for name in vars(jaxlowbit) if not name.startswith("_")))
@@ -124,7 +178,7 @@ OTHER_RUNTIME = """
 
 
 @pytest.mark.parametrize(("major", "minor"), [(0, 2), (1, 0), (1, 3)])
-def test_another_runtime_is_left_alone(major, minor):
+def test_another_runtime_is_left_alone(major, minor, output):
     """Registering would break all of XLA there, so it is not tried: products still work."""
     found = output(OTHER_RUNTIME.format(major=major, minor=minor))
     assert re.search(
@@ -139,16 +193,16 @@ def test_another_runtime_is_left_alone(major, minor):
 
 
 @pytest.mark.parametrize("minor", [3, 9])
-def test_newer_runtimes_are_served(minor):
+def test_newer_runtimes_are_served(minor, output):
     found = output(OTHER_RUNTIME.format(major=0, minor=minor).split("rhs =")[0])
     assert "warnings:\n" in found
     assert re.search(r"registered: (3|13)\n", found)
 
 
-def test_a_source_tree_says_that_it_is_one(tmp_path):
+def test_a_source_tree_says_that_it_is_one(tmp_path, run):
     skip = shutil.ignore_patterns("_ffi*", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "jaxlowbit", ignore=skip)
-    result = run("import jaxlowbit", path=tmp_path)
+    result = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import jaxlowbit")
     assert result.returncode != 0
     assert re.search(
         r"ImportError: jaxlowbit: the compiled module jaxlowbit\._ffi is missing, so this is a "
@@ -174,7 +228,7 @@ AN_OLDER_PACKAGE = """
         ("jaxlowbit.llm", "flax", "0.11.2", "0.12"),
     ],
 )
-def test_packages_that_are_too_old_are_refused(module, package, found, oldest):
+def test_packages_that_are_too_old_are_refused(module, package, found, oldest, run):
     result = run(AN_OLDER_PACKAGE.format(module=module, package=package, found=found))
     assert result.returncode != 0
     assert result.stderr.splitlines()[-1] == (

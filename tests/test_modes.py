@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import quantize
 
+import jaxlowbit
 from jaxlowbit import Format, quantized_matmul, quantized_mlp
 
 K, N = 128, 192
@@ -65,7 +66,7 @@ FORMS = {
 
 def down(stack):
     """A matrix (N, K)."""
-    weight = quantize(normal(N, K, seed=2), FORMAT)
+    weight = jaxlowbit.quantize(normal(N, K, seed=2), FORMAT)
     return weight if isinstance(stack, type(weight)) else weight.dequantize()
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quantize
 from jax.sharding import AxisType
 from meshes import (
     GATHER,
@@ -24,7 +25,6 @@ from jaxlowbit import Format, QuantizedArray, partition_spec, quantized_matmul
 
 P = jax.P
 FOUR, THREE = Format(4, 64, "integer"), Format(3, 48, "float")
-quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="shards")
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +38,11 @@ def mesh():
     return make_mesh(AxisType.Auto)
 
 
-def arrays(
-    k, n, format=FOUR, lead=(), shards=1, dtype="float32"
-) -> tuple[jax.Array, QuantizedArray]:
-    """lhs (*lead, 8, k) and rhs (*lead, k, n), permuted within each shard of k."""
+def arrays(k, n, format=FOUR, lead=(), shards=1) -> tuple[np.ndarray, QuantizedArray]:
+    """lhs (*lead, 8, k), on the host, and rhs (*lead, k, n), permuted within each shard of k."""
     rng = np.random.default_rng(0)
-    lhs = jnp.asarray(rng.normal(size=(*lead, 8, k)), jnp.float32)
-    weight = jnp.asarray(rng.normal(size=(*lead, k, n)) / np.sqrt(k), jnp.float32)
+    lhs = rng.normal(size=(*lead, 8, k)).astype(np.float32)
+    weight = (rng.normal(size=(*lead, k, n)) / np.sqrt(k)).astype(np.float32)
     order = np.argsort(rng.normal(size=(*lead, shards, k // shards))).reshape(*lead, k)
     return lhs, quantize(weight, format, shards=(shards, 1), permutation=order)
 

@@ -15,6 +15,7 @@ import programs
 import pytest
 import run_programs
 from hypothesis import strategies as st
+from pairwise import pairwise
 from programs import KINDS, Call, Loop, Program, View, check, sample
 
 import jaxlowbit
@@ -114,10 +115,15 @@ def check_once(program: Program) -> None:
     check(program)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("program", [IN_PLACE, IN_A_LOOP], ids=["in place", "in a loop"])
-@pytest.mark.parametrize("wrong", [rows_moved, residual_moved, other_scale, element_missing])
-def test_what_is_wrong_is_reported(monkeypatch, wrong, program, dtype):
+DTYPES = ("bfloat16", "float16", "float32")
+WRONG = (rows_moved, residual_moved, other_scale, element_missing)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where", "dtype"), pairwise(WRONG, ("in place", "in a loop"), DTYPES)
+)
+def test_what_is_wrong_is_reported(monkeypatch, wrong, where, dtype):
+    program = {"in place": IN_PLACE, "in a loop": IN_A_LOOP}[where]
     program = dataclasses.replace(program, dtype=dtype)
     check_once(program)
     matmul = jaxlowbit.quantized_matmul
@@ -133,7 +139,7 @@ def test_what_is_wrong_is_reported(monkeypatch, wrong, program, dtype):
         check(program)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wrong", [rows_shifted, tile_missing, element_missing])
 def test_what_is_wrong_between_gates_is_reported(monkeypatch, wrong, dtype):
     program = dataclasses.replace(GATES, dtype=dtype)

@@ -360,7 +360,8 @@ def test_a_group_beyond_k_is_the_channel(zero, size):
     long, short = (dataclasses.replace(x, format=channel.format) for x in (array, channel))
     jax.tree.map(np.testing.assert_array_equal, long, short)
     np.testing.assert_array_equal(array.dequantize(), channel.dequantize())
-    for backend in backends("float32", array.format):
+    computing = backends("float32", array.format)
+    for backend in computing if size == 2**64 else computing[:1]:
         got, want = (matmul(lhs, x, backend=backend) for x in (array, channel))
         np.testing.assert_array_equal(got, want)
     integers = np.ones((100, 70), np.int8), np.ones((1, 70), np.float32)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quantize
 from jax.sharding import AxisType
 from meshes import (
     GATHER,
@@ -26,7 +27,6 @@ from jaxlowbit._backends import extension
 
 P = jax.P
 EIGHT, FOUR, THREE = Format(8), Format(4, 64, "integer"), Format(3, 48, "float")
-quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="shards")
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +41,10 @@ def mesh():
 
 
 def arrays(k, n, format, lead=(), shards=(1, 1), dtype="float32"):
-    """lhs (*lead, 8, k) and rhs (*lead, k, n)."""
+    """lhs (*lead, 8, k), on the host, and rhs (*lead, k, n)."""
     rng = np.random.default_rng(0)
-    lhs = jnp.asarray(rng.normal(size=(*lead, 8, k)), dtype)
-    weight = jnp.asarray(rng.normal(size=(*lead, k, n)) / np.sqrt(k), dtype)
+    lhs = rng.normal(size=(*lead, 8, k)).astype(jnp.dtype(dtype))
+    weight = (rng.normal(size=(*lead, k, n)) / np.sqrt(k)).astype(jnp.dtype(dtype))
     return lhs, quantize(weight, format, shards=shards)
 
 
@@ -374,7 +374,7 @@ def test_float16_sums_are_allowed_on_every_device(mesh, allowed):
 
 
 def test_specs_are_a_tree_like_the_array(mesh):
-    rhs = jax.eval_shape(lambda: quantize(jnp.ones((2, 256, 256)), FOUR))
+    rhs = jax.eval_shape(lambda: jaxlowbit.quantize(jnp.ones((2, 256, 256)), FOUR))
     specs = partition_spec(rhs, mesh, k="a", n="b", lead=(None,))
     assert isinstance(specs, QuantizedArray)
     assert jax.tree.structure(specs) == jax.tree.structure(rhs)

@@ -1,0 +1,28 @@
+"""Some of all combinations, in which every two values still meet."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def covering(items: Iterable[T], aspects: Callable[[T], Mapping[Any, Any]]) -> list[T]:
+    """Some of the items, in which every pair of values of aspects occurs that occurs in any."""
+    missing = {item: set(itertools.combinations(aspects(item).items(), 2)) for item in items}
+    chosen = []
+    while missing:
+        best = max(missing, key=lambda item: len(missing[item]))
+        found = missing[best]
+        chosen.append(best)
+        missing = {item: rest for item in missing if (rest := missing[item] - found)}
+    return chosen
+
+
+def pairwise(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows, one value of each factor, in which every two values of two factors occur together."""
+    choices = [list(factor) for factor in factors]
+    rows = covering(
+        itertools.product(*map(range, map(len, choices))), lambda row: dict(enumerate(row))
+    )
+    return [tuple(choices[i][j] for i, j in enumerate(row)) for row in rows]
