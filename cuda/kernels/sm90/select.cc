@@ -25,11 +25,14 @@ bool HasOneSum(const QuantizedMatmul& problem) {
          (problem.groups() == 1 || problem.scale == ElementType::kInt8);
 }
 
-// Microseconds of an atom beside an lhs of 8 bits, on an H200, by what else a stage does and by its rows of `strips`
-// strips: lines through the times of docs/measurements/activations_8_bit.md.
+// What a split of k costs beside an lhs of 8 bits, in microseconds, over what it costs others.
+constexpr double kByteSplit = 5;
+
+// Microseconds of an atom beside an lhs of 8 bits, on an H200 that is hot, the beginnings and ends of tiles included:
+// lines through the times of docs/measurements/activations_8_bit.md.
 double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
   struct Line {
-    double base, row;  // of a stage; a row of two strips
+    double base, row;  // of a stage of up to two strips; of each of its rows
   };
   const bool wide = problem.bits > 4, sixty_fours = problem.group_size == kAtom;
   const Line line =
@@ -38,7 +41,7 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
                               : wide                              ? Line{0.245, 0.0021}
                                                                   : Line{0.23, 0.00178})
                            : Line{(sixty_fours ? 0.54 : 0.376) + (wide ? 0.05 : 0), 0.0021};
-  return (line.base + line.row * rows * strips / 2) / 2;
+  return (line.base * std::max(strips, 2.0) + line.row * rows * strips) / 4;
 }
 
 // Whether the instance is there, or can be. Of formats whose instances are all compiled, SupportsOnHopper has asked.
@@ -170,7 +173,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
               : (alone ? fit.alone : fit.beside) * kind + NumbersAtom(problem) * strips;
     const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, splits) * tile.stage_atoms);
     return static_cast<double>(CeilDiv(tasks, schedule.resident)) *
-           (static_cast<double>(atoms) * atom + fit.round);
+           (static_cast<double>(atoms) * atom + (bytes ? 0 : fit.round));
   };
   const double partial_sums =
       1e-6 * static_cast<double>(schedule.workspace_bytes(tile)) * fit.megabyte;
@@ -181,7 +184,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const double cost = fit.once + std::max(computed, read) +
                       (schedule.splits > 1 ? fit.split + partial_sums : 0) +
                       (choice.peers > 1 ? fit.peers : 0);
-  if (bytes) return cost;  // measured hot
+  if (bytes) return cost + (schedule.splits > 1 ? kByteSplit : 0);
   return cost * (1 + fit.heat * std::log2(std::max(1.0, cost / costs.cool)));
 }
 

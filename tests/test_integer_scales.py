@@ -1,0 +1,196 @@
+"""Scales that are integers, beside a float for each channel: their numbers, and where they go."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from helpers import PLATFORM, dequantize, dequantized
+from jax.sharding import AxisType
+from meshes import assert_close, make_mesh, product, put
+
+from jaxlowbit import (
+    INT4,
+    Format,
+    QuantizedArray,
+    partition_spec,
+    quantize,
+    quantized_matmul,
+    scan,
+    supported_backends,
+)
+from jaxlowbit import linen as jl_linen
+from jaxlowbit import nnx as jl_nnx
+from jaxlowbit._backends import cuda
+from jaxlowbit._core import layout
+from jaxlowbit._core.format import format_name, parse_format
+
+FORMAT = Format(4, 64, scale="int8")
+FORMATS = [FORMAT, Format(3, 32, scale="int8"), Format(2, 128, scale="int8")]
+BACKENDS = ["cpu", "xla"] if PLATFORM == "cpu" else ["xla"]
+formats = pytest.mark.parametrize("format", FORMATS, ids=format_name)
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@formats
+def test_weights_are_integers_of_8_bits(format):
+    """A channel's largest group has the largest scale, and the format's name says it all."""
+    assert parse_format(format_name(format)) == format
+    array = quantize(random(256, 40), format, method="absmax")
+    assert array.scale.dtype == jnp.int8 and array.tensor_scale.shape == (40,)
+    scale = np.asarray(layout.unpack_groups(array.scale))[:, :40]
+    assert scale.min() >= 1 and scale.max() == format.most_scale
+    integers = np.asarray(dequantized(array, jnp.float32)) / np.asarray(array.tensor_scale)
+    np.testing.assert_allclose(integers, np.round(integers), atol=1e-4)
+    assert np.abs(integers).max() < 128.5
+
+
+def test_a_coarser_scale_costs_little():
+    weight = random(512, 64)
+    errors = [
+        float(jnp.linalg.norm(dequantized(quantize(weight, own), jnp.float32) - weight))
+        for own in (INT4.replace(group_size=64), FORMAT)
+    ]
+    assert errors[0] < errors[1] < 1.1 * errors[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_scale(backend, dtype):
+    """0 and the largest among them, by the rows of an identity and by a few random ones."""
+    rng = np.random.default_rng(0)
+    values = rng.integers(-8, 8, (128, 70), np.int8)
+    scale = np.arange(140, dtype=np.int8).reshape(2, 70) % 17
+    unit = rng.uniform(0.5, 1, 70).astype(np.float32)
+    array = QuantizedArray.from_integers(values, scale, tensor_scale=unit, format=FORMAT)
+    expected = values * scale.repeat(64, 0).astype(np.float32) * unit
+    np.testing.assert_array_equal(dequantized(array, jnp.float32), expected)
+    multiply = jax.jit(functools.partial(quantized_matmul, backend=backend))
+    found = multiply(jnp.eye(128, dtype=dtype), array)
+    np.testing.assert_array_equal(found, expected.astype(dtype))
+    rows = jnp.asarray(rng.normal(size=(19, 128))).astype(dtype)
+    want = np.asarray(rows).astype(np.float64) @ dequantize(array).value
+    np.testing.assert_allclose(
+        np.asarray(multiply(rows, array)).astype(np.float64), want, rtol=0.01, atol=0.5
+    )
+
+
+def test_transformations():
+    stack = quantize(random(2, 64, 64), FORMAT)
+    x = jnp.asarray(random(2, 3, 64, seed=1))
+    whole = x @ stack
+    assert_close(whole, x @ dequantized(stack, jnp.float32))
+    assert_close(jax.vmap(product)(x, stack), whole)
+    assert_close(jax.vmap(lambda i: x[0] @ stack.select(i))(jnp.arange(2)), x[0] @ stack)
+    both = x[0] @ stack[0] @ stack[1]
+    assert_close(scan(lambda h, layer: (h @ layer, None), x[0], stack)[0], both)
+    found = jax.grad(lambda x: jnp.sum(jnp.sin(x @ stack)))(x)
+    floats = dequantized(stack, jnp.float32)
+    assert_close(found, jax.grad(lambda x: jnp.sum(jnp.sin(x @ floats)))(x))
+    rounded = quantized_matmul(x, stack, activation_dtype=jnp.int8)
+    np.testing.assert_allclose(rounded, whole, atol=0.05 * float(jnp.abs(whole).max()))
+
+    def loss(unit: Any) -> Any:
+        return jnp.sum(x @ stack._with(tensor_scale=unit))
+
+    slope = jax.grad(loss)(stack.tensor_scale)
+    assert slope.shape == (2, 64)
+    assert_close(jnp.sum(slope * stack.tensor_scale), loss(stack.tensor_scale))
+
+
+def test_parts_of_n_that_are_padded():
+    """The scales of channels skip the padding of each part, in products and in lookups."""
+    whole = quantize(random(64, 160), FORMAT)
+    array = quantize(random(64, 160), FORMAT, shards=(1, 2))
+    assert array.padded_shape == (64, 256) and array.tensor_scale.shape == (160,)
+    np.testing.assert_array_equal(array.dequantize(), whole.dequantize())
+    x = jnp.asarray(random(3, 64, seed=1))
+    assert_close(x @ array, x @ whole)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_meshes(kind):
+    """Scales of channels are divided with the columns."""
+    mesh, x = make_mesh(kind), jnp.asarray(random(4, 256, seed=1))
+    for name, shards in (("n", (1, 1)), ("k", (4, 1))):
+        array = quantize(random(256, 512), FORMAT, shards=shards)
+        specs = partition_spec(array, mesh, **{name: "b"})
+        assert specs.tensor_scale == (jax.P("b") if name == "n" else jax.P(None))
+        placed = put(array, mesh, specs)
+        out = jax.P() if kind is AxisType.Explicit and name == "k" else None
+        multiply = functools.partial(quantized_matmul, out_sharding=out)
+        with jax.set_mesh(mesh):
+            assert_close(jax.jit(multiply)(x, placed), x @ array)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(128, 64, rngs=rngs)
+        self.up = nnx.Linear(64, 128, rngs=rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        return self.up(self.embed(tokens))
+
+
+def test_layers():
+    tokens = jnp.array([3, 1, 4])
+    model = Model(nnx.Rngs(0))
+    jl_nnx.quantize_model(model, {"": FORMAT}, activation_dtype={"up": jnp.int8, "": None})
+    layers: Any = (model.embed, model.up)
+    table, kernel = (layer.kernel for layer in layers)
+    rows = jnp.asarray(dequantize(table).value.T[np.asarray(tokens)], jnp.float32)
+    assert_close(model.embed(tokens), rows)
+    expected = quantized_matmul(rows, kernel, activation_dtype=jnp.int8)
+    assert_close(model(tokens), expected)  # the bias is 0
+    graph, state = nnx.split(model)
+    assert_close(nnx.merge(graph, state)(tokens), model(tokens))
+
+    @nnx.vmap
+    def make(key: Any) -> Any:
+        return jl_nnx.QuantizedLinear(64, 64, format=FORMAT, rngs=nnx.Rngs(key))
+
+    stacked = make(jax.random.split(jax.random.key(0), 3))
+    assert stacked.kernel.tensor_scale.shape == (3, 64)
+    module = nn.Sequential([nn.Dense(128)])
+    variables: Any = module.init(jax.random.key(0), rows)
+    quantized, held, _ = jl_linen.quantize_model(module, variables, {"": FORMAT}, rows)
+    floats = dequantized(quantize(variables["params"]["layers_0"]["kernel"], FORMAT), jnp.float32)
+    assert_close(quantized.apply(held, rows), rows @ floats)
+
+
+def test_which_kernels_read_them():
+    array = quantize(random(64, 70), FORMAT)
+    reasons = supported_backends(jnp.ones((2, 64)), array)
+    assert reasons["cpu"] is None and "8-bit ones" in str(reasons["pallas"])
+    taken = functools.partial(cuda.unsupported_activations, jnp.dtype("int8"))
+    assert taken(FORMAT) is None
+    assert "but those of int4 that are integers" in str(taken(Format(8, 64, scale="e8m0")))
+    assert "integers of 4 and 8 bits" in str(taken(Format(3, 64, scale="int8")))
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="scale='int8' beside bits=8, but integers as scales mult"):
+        Format(8, 64, scale="int8")
+    with pytest.raises(ValueError, match="scale='int8' beside a codebook"):
+        Format(4, 64, codebook="nf4", scale="int8")
+    values, scale = jnp.zeros((64, 8), jnp.int4), jnp.full((1, 8), 17, jnp.int8)
+    pack = functools.partial(QuantizedArray.from_integers, values, format=FORMAT)
+    with pytest.raises(ValueError, match="scale reaches from 17 to 17, but .* from 0 to 16; use a"):
+        pack(scale, tensor_scale=1.0)
+    with pytest.raises(ValueError, match=r"floats of shape \(8,\), one for each channel"):
+        pack(scale - 1, tensor_scale=jnp.ones(7))
+    with pytest.raises(ValueError, match="scale is float32, but the format has int8 scales"):
+        pack(jnp.ones((1, 8)), tensor_scale=1.0)
+    clipped = jax.jit(lambda scale: pack(scale, tensor_scale=1.0))(scale)
+    assert np.asarray(clipped.scale).max() == 16
+    weight = np.full((256, 8), 1e-3, np.float32)
+    weight[0] = 1e3
+    with pytest.raises(ValueError, match="the largest weight, 1000, is so far from the others"):
+        quantize(weight, FORMAT)
