@@ -182,7 +182,7 @@ def test_what_is_refused():
         Format(4, 64, codebook="nf4", scale="int8")
     values, scale = jnp.zeros((64, 8), jnp.int4), jnp.full((1, 8), 17, jnp.int8)
     pack = functools.partial(QuantizedArray.from_integers, values, format=FORMAT)
-    with pytest.raises(ValueError, match="scale reaches from 17 to 17, but .* from 0 to 16; use a"):
+    with pytest.raises(ValueError, match=r"scale reaches from 17 to 17, but .* from 0 to 16; use"):
         pack(scale, tensor_scale=1.0)
     with pytest.raises(ValueError, match=r"floats of shape \(8,\), one for each channel"):
         pack(scale - 1, tensor_scale=jnp.ones(7))

@@ -51,8 +51,8 @@ def unsupported_activations(values: jnp.dtype, format: Format) -> str | None:
     by_integers = format.scale == "int8" and format.bits == 4 and values == jnp.int8
     if format.zero != "none" or not (format.scale is None or by_integers):
         return (
-            "its kernels for 8-bit activations take no zeros, and no 8-bit scales but those of int4 "
-            "that are integers, beside int8"
+            "its kernels for 8-bit activations take no zeros, and no 8-bit scales but those of "
+            "int4 that are integers, beside int8"
         )
     size = format.group_size
     if size != -1 and size != 64 and size % 128 != 0:

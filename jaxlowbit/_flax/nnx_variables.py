@@ -106,9 +106,7 @@ class QuantizedModule(nnx.Module):
                 continue
             stored: Any = nnx.data(None) if array is None else kind(array)
             # Scalars stay whole: NNX cannot take the axis of a stack from one and return.
-            scalar = name == "version" or (
-                name == "tensor_scale" and not format.scales_channels
-            )
+            scalar = name == "version" or (name == "tensor_scale" and not format.scales_channels)
             if names is not None and array is not None and not scalar:
                 # The constructor would move the array if it were given this metadata.
                 stored.set_metadata(out_sharding=tuple(getattr(names, name)), **_context(variable))
