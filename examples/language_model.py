@@ -237,7 +237,7 @@ def plot(rows: list[Row], title: str, path: Path) -> None:
     from matplotlib import lines, pyplot
 
     weights = list(dict.fromkeys(row.name.partition("@")[0] for row in rows))
-    colors = dict(zip(weights, itertools.cycle(pyplot.get_cmap("tab20").colors), strict=False))
+    colors = dict(zip(weights, itertools.cycle(matplotlib.color_sequences["tab20"]), strict=False))
     best = min(row.perplexity for row in rows)
     size = (12, max(4.5, 0.22 * len(weights) + 1))
     figure, (quality, speed) = pyplot.subplots(1, 2, figsize=size, layout="constrained")

@@ -193,20 +193,16 @@ def quantize(
     else:
         codes = np.round(steps) + levels // 2
     codes = np.clip(codes, 0, levels - 1).reshape(*lead, -1, values.shape[-1])
+    leaves: dict[str, Any] = {
+        "packed": pack(codes[..., :padded, :].astype(np.uint32), format.bits),
+        "scale": pack_groups(narrow),
+        "zero": None if zero is None else pack_groups(zero),
+        "version": np.ones(lead, np.uint32),
+        "permutation": stored,
+        "tensor_scale": tensor_scale,
+    }
     return jax.device_put(
-        QuantizedArray(
-            packed=pack(codes[..., :padded, :].astype(np.uint32), format.bits),
-            scale=pack_groups(narrow),
-            zero=None if zero is None else pack_groups(zero),
-            index=None,
-            version=np.ones(lead, np.uint32),
-            format=format,
-            k=k,
-            n=n,
-            shards=shards,
-            permutation=stored,
-            tensor_scale=tensor_scale,
-        )
+        QuantizedArray(**leaves, index=None, format=format, k=k, n=n, shards=shards)
     )
 
 

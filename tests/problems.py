@@ -23,7 +23,7 @@ class Problem:
     group_size: int = 32
     zero: Literal["none", "integer", "float"] = "none"
     codebook: str | tuple[float, ...] | None = None
-    narrow: Literal["e8m0", "e4m3"] | None = None  # scales of 8 bits
+    narrow: Literal["e8m0", "e4m3", "int8"] | None = None  # scales of 8 bits
     dtype: str = "bfloat16"
     scale_dtype: str | None = None  # None: that of lhs
     out_dtype: str | None = None
@@ -197,6 +197,10 @@ PROBLEMS = (
     P("nvfp4, a stack", 3, 64, 70, group_size=16, codebook="e2m1", narrow="e4m3", stack=(2, 2)),
     P("nvfp4, an index", 3, 64, 70, codebook="e2m1", narrow="e4m3", stack=(3,), index=(1, -1, 7)),
     P("int8 by powers of two", 3, 100, 70, bits=8, narrow="e8m0", rows=(2,)),
+    P("int4 by integers", 9, 200, 70, narrow="int8"),
+    P("int3 by integers, float16", 5, 100, 70, bits=3, group_size=32, narrow="int8", **F16),
+    P("int2 by integers, a stack", 3, 64, 70, bits=2, narrow="int8", stack=(2, 2)),
+    P("int4 by integers, an index", 3, 64, 70, narrow="int8", stack=(3,), index=(1, -1, 7)),
     P("group -1: one per channel", 9, 200, 70, group_size=-1),
     P("group 16, one row", 1, 200, 70, group_size=16, **INTEGER, **COMPILED),
     P("group 48, one row", 1, 200, 70, group_size=48, **INTEGER, **COMPILED),

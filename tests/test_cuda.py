@@ -147,7 +147,7 @@ def test_scales_small_and_large(dtype, large, small, format):
     powers[:, 64:192] = np.minimum(powers[:, 64:192], max(small))
     factor = jnp.asarray(2.0**powers, rhs.scale.dtype)
     zero = rhs.zero
-    if format.zero == "float":
+    if zero is not None and format.zero == "float":
         zero = zero * factor
     rhs = dataclasses.replace(rhs, scale=rhs.scale * factor, zero=zero)
     for m in (1, 16, 32, 64, 130, 300):

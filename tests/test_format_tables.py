@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from typing import Any
 
 import format_tables
 import jax.numpy as jnp
@@ -50,9 +51,10 @@ def test_a_row_is_what_quantize_makes(name):
     scale_dtype = None if format.scale is not None else "bfloat16"
     array = jl.quantize(MATRIX, name, scale_dtype=scale_dtype)
     assert array.format == format and parse_format(format_name(format)) == format
-    leaves = [x for x in (array.packed, array.scale, array.zero) if x is not None]
+    leaves: list[Any] = [x for x in (array.packed, array.scale, array.zero) if x is not None]
+    unit = None if array.tensor_scale is None else np.asarray(array.tensor_scale)
     if format.scales_channels:
-        leaves.append(array.tensor_scale)
+        leaves.append(unit)
     bits = 8 * sum(leaf.nbytes for leaf in leaves) / MATRIX.size
     assert bits == bits_per_weight(format, k=MATRIX.shape[0])
 
@@ -61,7 +63,7 @@ def test_a_row_is_what_quantize_makes(name):
         return np.repeat(groups, MATRIX.shape[0] // groups.shape[0], axis=0)
 
     q = np.asarray(layout.unpack(array.packed, format.bits)).astype(np.int32)
-    names = {"q": q, "s": per_row(array.scale), "t": array.tensor_scale}
+    names = {"q": q, "s": per_row(array.scale), "t": unit}
     names |= {x: per_row(array.zero) for x in "zb" if array.zero is not None}
     names |= {x: np.array(book.values, np.float32) for x, book in CODEBOOKS.items()}
     weights = eval(re.sub(r" (?=[st]\b)", " * ", formula(format)), names)

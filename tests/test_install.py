@@ -69,6 +69,7 @@ def run() -> Iterator[Callable[[str], Result]]:
 
         def one(code: str) -> Result:
             print(json.dumps(textwrap.dedent(code)), file=runner.stdin, flush=True)
+            assert runner.stdout is not None
             return Result(*json.loads(runner.stdout.readline()))
 
         yield one

@@ -275,7 +275,8 @@ def test_every_instance_has_one_name():
             tile = re.search(r"ZeroKind::\w+, \d, (\d+)", expression) if family == "sm90" else None
             between = tile is not None and int(tile[1]) >= 7
             plain = bits == 4 and types[0] == "__nv_bfloat16" and zero.endswith("kNone")
-            integers = codebook == "none" and not any("jaxlowbit" in scale for scale in types)
+            narrow = types[1] == "int8_t" or "jaxlowbit" in types[1]
+            integers = codebook == "none" and not narrow
             floats = types[0] in ("__nv_bfloat16", "__half")
             held = floats and integers and bits in ffi.KERNEL_BITS
             held = held and usual and (plain or not between)

@@ -1,5 +1,7 @@
 """Products under other settings of JAX than its defaults: 64-bit types, no rank promotion."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,7 @@ FORMS = {
 }
 
 
-def down(stack):
+def down(stack: Any) -> Any:
     """A matrix (N, K)."""
     weight = jaxlowbit.quantize(normal(N, K, seed=2), FORMAT)
     return weight if isinstance(stack, type(weight)) else weight.dequantize()

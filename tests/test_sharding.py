@@ -105,6 +105,7 @@ def test_gradients_on_an_auto_mesh(layout, mesh):
 def test_partial_sums_are_float32_and_rounded_once(mesh):
     lhs, rhs = arrays(256, 128, FOUR, dtype="bfloat16")
     q = put(rhs, mesh, partition_spec(rhs, mesh, k="a"))
+    assert rhs.zero is not None
     halves = [
         quantized_matmul(
             lhs[:, 128 * i : 128 * (i + 1)],

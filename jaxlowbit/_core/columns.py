@@ -38,8 +38,9 @@ def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
         k=array.padded_shape[0],
     )
     unit = array.unit
-    by_channel = unit is not None and array.format.scales_channels
-    weight = in_units(weight, unit[..., numbers] if by_channel else unit)
+    if unit is not None and array.format.scales_channels:
+        unit = unit[..., numbers]
+    weight = in_units(weight, unit)
     weight = padding.join(weight, -2, array.shards[0], array.k)
     if array.permutation is not None:
         weight = permutations.restore(weight, array.permutation, array.shards[0], axis=-2)

@@ -136,7 +136,7 @@ def _quantize(
         scale, zero = scales.least_squares(grouped, counted, format, scale_dtype)
     qvalue = scales.qvalue(grouped, scale, zero, format)
     qvalue = qvalue.reshape(*lead, groups * size, n)[..., :k, :]
-    if format.scales_channels:
+    if tensor_scale is not None and format.scales_channels:
         tensor_scale = padding.join(tensor_scale, -1, shards[1], shape[-1])
     return QuantizedArray.from_packed_groups(
         qvalue,
