@@ -55,7 +55,8 @@ ACTIVATIONS = ("int8", "float8_e4m3fn")
 # whose products of quantized activations a GPU multiplies in 8 bits.
 EVERY = (
     *("int1-float", "int2", "int3", "int4", "int5", "int6", "int7", "int8", "uint4", "uint8"),
-    *("nf4", "fp4", "e2m1", "e4m3", "e5m2", "mxfp4", "mxfp8", "nvfp4", "int4-channel"),
+    *("int4-int8", "nf4", "fp4", "e2m1", "e4m3", "e5m2", "mxfp4", "mxfp8", "nvfp4"),
+    "int4-channel",
     *(f"{name}@{x}" for name in ("int4", "int4-channel", "int8", "e4m3") for x in ACTIVATIONS),
 )
 SPEED_TOKENS = 64  # generated to measure the speed

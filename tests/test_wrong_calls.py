@@ -86,6 +86,9 @@ def test_errors_of_others_are_no_sentences():
 
 PLAUSIBLE: Any = {
     "quantize: format is 4, but it is a Format, such as": lambda a: jl.quantize(a["w"], 4),
+    r"quantized_matmul: lhs is key<fry>\[\], but it is": lambda a: jl.quantized_matmul(
+        jax.random.key(0), a["q"]
+    ),
     "quantize: shards is 2, but it is two numbers": lambda a: jl.quantize(a["w"], "int4", shards=2),
     r"quantize: shards is \(2,\), but it is two": lambda a: jl.quantize(
         a["w"], "int4", shards=(2,)

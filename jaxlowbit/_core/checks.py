@@ -58,7 +58,9 @@ def _converted(caller: str, name: str, value: Any, what: str, convert: Callable[
     if not isinstance(value, _NO_ARRAYS):
         with contextlib.suppress(TypeError, ValueError, OverflowError, AttributeError):
             converted = convert(value)
-    if converted is None or converted.dtype == np.dtype(object):
+    dtype = None if converted is None else converted.dtype
+    # Random keys are arrays of JAX, too.
+    if dtype in (None, np.dtype(object)) or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(f"{caller}: {name} is {brief(value)}, but it is {what}; pass one.")
     return converted
 
