@@ -60,7 +60,7 @@ def _converted(caller: str, name: str, value: Any, what: str, convert: Callable[
             converted = convert(value)
     dtype = None if converted is None else converted.dtype
     # Random keys are arrays of JAX, too.
-    if dtype in (None, np.dtype(object)) or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if dtype in (None, np.dtype(object)) or jnp.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(f"{caller}: {name} is {brief(value)}, but it is {what}; pass one.")
     return converted
 
