@@ -58,9 +58,11 @@ def _converted(caller: str, name: str, value: Any, what: str, convert: Callable[
     if not isinstance(value, _NO_ARRAYS):
         with contextlib.suppress(TypeError, ValueError, OverflowError, AttributeError):
             converted = convert(value)
-    dtype = None if converted is None else converted.dtype
-    # Random keys are arrays of JAX, too.
-    if dtype in (None, np.dtype(object)) or jnp.issubdtype(dtype, jax.dtypes.extended):
+    if (
+        converted is None
+        or converted.dtype == np.dtype(object)
+        or jnp.issubdtype(converted.dtype, jax.dtypes.extended)  # random keys
+    ):
         raise TypeError(f"{caller}: {name} is {brief(value)}, but it is {what}; pass one.")
     return converted
 
