@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from flax import nnx
 from helpers import PLATFORM, dequantize, dequantized
 from jax.sharding import AxisType
@@ -23,7 +22,6 @@ from jaxlowbit import (
     scan,
     supported_backends,
 )
-from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
 from jaxlowbit._backends import cuda
 from jaxlowbit._core import layout
@@ -134,39 +132,19 @@ def test_meshes(kind):
             assert_close(jax.jit(multiply)(x, placed), x @ array)
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(128, 64, rngs=rngs)
-        self.up = nnx.Linear(64, 128, rngs=rngs)
-
-    def __call__(self, tokens: Any) -> Any:
-        return self.up(self.embed(tokens))
-
-
 def test_layers():
-    tokens = jnp.array([3, 1, 4])
-    model = Model(nnx.Rngs(0))
-    jl_nnx.quantize_model(model, {"": FORMAT}, activation_dtype={"up": jnp.int8, "": None})
-    layers: Any = (model.embed, model.up)
-    table, kernel = (layer.kernel for layer in layers)
-    rows = jnp.asarray(dequantize(table).value.T[np.asarray(tokens)], jnp.float32)
-    assert_close(model.embed(tokens), rows)
-    expected = quantized_matmul(rows, kernel, activation_dtype=jnp.int8)
-    assert_close(model(tokens), expected)  # the bias is 0
-    graph, state = nnx.split(model)
-    assert_close(nnx.merge(graph, state)(tokens), model(tokens))
+    """Each of a stack has scales of its own; activations may be quantized."""
 
     @nnx.vmap
     def make(key: Any) -> Any:
-        return jl_nnx.QuantizedLinear(64, 64, format=FORMAT, rngs=nnx.Rngs(key))
+        rngs = nnx.Rngs(key)
+        return jl_nnx.QuantizedLinear(64, 64, format=FORMAT, activation_dtype=jnp.int8, rngs=rngs)
 
-    stacked = make(jax.random.split(jax.random.key(0), 3))
-    assert stacked.kernel.tensor_scale.shape == (3, 64)
-    module = nn.Sequential([nn.Dense(128)])
-    variables: Any = module.init(jax.random.key(0), rows)
-    quantized, held, _ = jl_linen.quantize_model(module, variables, {"": FORMAT}, rows)
-    floats = dequantized(quantize(variables["params"]["layers_0"]["kernel"], FORMAT), jnp.float32)
-    assert_close(quantized.apply(held, rows), rows @ floats)
+    layers = make(jax.random.split(jax.random.key(0), 3))
+    assert layers.kernel.tensor_scale.shape == (3, 64)
+    x = jnp.asarray(random(3, 2, 64))
+    found = nnx.vmap(lambda layer, x: layer(x))(layers, x)
+    assert_close(found, quantized_matmul(x, layers.kernel, activation_dtype=jnp.int8))
 
 
 def test_which_kernels_read_them():

@@ -350,12 +350,13 @@ class Model(nnx.Module):
         return self.up(self.embed(tokens))
 
 
-def test_layers():
+@pytest.mark.parametrize("format", [NVFP4, Format(4, 64, scale="int8")], ids=format_name)
+def test_layers(format):
     """Layers keep the dtype of their parameters, which 8-bit scales have not."""
     tokens = jnp.array([3, 1, 4])
     model = Model(nnx.Rngs(0))
-    report = jl_nnx.quantize_model(model, {"": NVFP4})
-    assert f"{NVFP4.scale} scales" in str(report) and model(tokens).dtype == jnp.float32
+    report = jl_nnx.quantize_model(model, {"": format})
+    assert f"{format.scale} scales" in str(report) and model(tokens).dtype == jnp.float32
     layers: Any = (model.embed, model.up)
     table, kernel = (layer.kernel for layer in layers)
     rows = jnp.asarray(dequantize(table).value.T[np.asarray(tokens)], jnp.float32)
@@ -364,18 +365,18 @@ def test_layers():
     graph, state = nnx.split(model)
     assert_close(nnx.merge(graph, state)(tokens), model(tokens))
     abstract = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
-    jl_nnx.quantize_model(abstract, {"": NVFP4})
+    jl_nnx.quantize_model(abstract, {"": format})
     assert jax.tree.structure(nnx.state(abstract)) == jax.tree.structure(state)
 
     module = nn.Sequential([nn.Embed(128, 64), nn.Dense(128)])
     variables: Any = module.init(jax.random.key(0), tokens)
-    quantized, held, _ = jl_linen.quantize_model(module, variables, {"": NVFP4}, tokens)
+    quantized, held, _ = jl_linen.quantize_model(module, variables, {"": format}, tokens)
     assert quantized.apply(held, tokens).dtype == jnp.float32
     params = variables["params"]
-    floats = dequantized(quantize(params["layers_1"]["kernel"], NVFP4), jnp.float32)
-    table = dequantized(quantize(params["layers_0"]["embedding"].T, NVFP4), jnp.float32)
+    floats = dequantized(quantize(params["layers_1"]["kernel"], format), jnp.float32)
+    table = dequantized(quantize(params["layers_0"]["embedding"].T, format), jnp.float32)
     assert_close(quantized.apply(held, tokens), table.T[tokens] @ floats)
-    dense = jl_linen.QuantizedDense(128, NVFP4, param_dtype=jnp.bfloat16, use_bias=False)
+    dense = jl_linen.QuantizedDense(128, format, param_dtype=jnp.bfloat16, use_bias=False)
     x = jnp.ones((3, 64), jnp.bfloat16)
     out: Any = dense.apply(dense.init(jax.random.key(0), x), x)
     assert out.dtype == jnp.bfloat16

@@ -38,7 +38,8 @@ class QuantizedArray:
 
     - `packed`: uint32 (..., n_blocks, k_blocks, 128 * bits), `docs/layout.md`.
     - `scale`: float32, bfloat16 or float16, or the dtype of 8-bit scales, (..., n_blocks, groups,
-      64), groups covering the padded k; finite in the padding.
+      64), groups covering the padded k; finite in the padding. Integers, int8, are from 0 to
+      `format.most_scale`.
     - `zero`: None, uint8 (`zero="integer"`) or the dtype of scale (`zero="float"`), same shape.
     - `index`: None, or int32: this array is then a view of a stack (see `select`).
     - `permutation`: None, or int32 (..., k): stored row r is row `permutation[r]` of the matrix, so
