@@ -26,6 +26,7 @@ struct Device {
   // Whether instances that the build does not hold can be compiled; null if they can. It is asked only where that
   // matters, since the first answer loads the compiler.
   bool (*compiles)() = nullptr;
+  bool can_compile() const { return compiles == nullptr || compiles(); }
   // For launches: CUDA's number of the device, and its own compute capability if it is treated as one of less.
   int ordinal = 0;
   int architecture = 0;

@@ -150,7 +150,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxlowbit._backends import extension
 
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
-    monkeypatch.setattr(extension, "uncompiled", lambda format: None)
+    monkeypatch.setattr(extension, "uncompiled", lambda *product, **how: None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

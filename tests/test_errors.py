@@ -404,7 +404,7 @@ def test_unknown_backend(matrix):
 def available(monkeypatch):
     """As if this build had the custom calls of every platform."""
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
-    monkeypatch.setattr(extension, "uncompiled", lambda format: None)
+    monkeypatch.setattr(extension, "uncompiled", lambda *product, **how: None)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 import wgmma_hazards
 
@@ -270,7 +271,10 @@ def test_every_instance_has_one_name():
     for bits in WIDTHS:
         for family, expression, ahead_of_time, *types, zero, codebook in ffi.instances(bits):
             assert family in FAMILIES
-            usual = family.startswith("sm80") or not ("float" in types or zero.endswith("kFloat"))
+            hopper = not ("float" in types or zero.endswith("kFloat"))
+            usual = {"sm80": "PartialSums::kNone" in expression, "sm80_transposed": False}.get(
+                family, hopper
+            )
             # The build holds tiles of qmm_sm90 after the seventh for what most programs run.
             tile = re.search(r"ZeroKind::\w+, \d, (\d+)", expression) if family == "sm90" else None
             between = tile is not None and int(tile[1]) >= 7
@@ -355,12 +359,18 @@ def toolchain(monkeypatch, tmp_path):
 
 def test_widths_without_a_compiler_say_why(toolchain):
     toolchain["error"] = "there is none"
+    bfloat16 = jnp.dtype("bfloat16")
     whats = {Format(bits): f"{bits} bits" for bits in ffi.COMPILED_BITS}
     whats |= {NF4: "codebooks", Format(8, 32, scale="e8m0"): "8-bit scales"}
     for format, what in whats.items():
-        reason = extension.uncompiled(format)
+        reason = extension.uncompiled(format, bfloat16)
         assert reason == f"its kernels for {what} are compiled where they run, and there is none"
-    assert all(extension.uncompiled(Format(bits)) is None for bits in ffi.KERNEL_BITS)
+    for format in map(Format, ffi.KERNEL_BITS):
+        assert extension.uncompiled(format, bfloat16) is None
+        transposed = extension.uncompiled(format, bfloat16, transposed=True)
+        assert transposed is not None and "kernels for transposed products" in transposed
+        float32 = extension.uncompiled(format, jnp.dtype("float32"))
+        assert float32 is not None and "kernels for float32 lhs" in float32
 
 
 def test_the_report_names_compiler_and_cache(toolchain, tmp_path):

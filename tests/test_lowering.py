@@ -25,7 +25,7 @@ FOUR = Format(4, 32)
 def cuda(monkeypatch):
     """Programs can be lowered for CUDA, also by a build without its kernels."""
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
-    monkeypatch.setattr(extension, "uncompiled", lambda format: None)
+    monkeypatch.setattr(extension, "uncompiled", lambda *product, **how: None)
 
 
 def like(*shape, dtype="bfloat16"):

@@ -13,7 +13,7 @@ InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const De
   switch (choice.kernel) {
     case Kernel::kQmmSm80:
       return problem.transposed ? sm80_transposed::KeyOf(problem, choice.block_m)
-                                : sm80::KeyOf(problem, choice.block_m);
+                                : sm80::KeyOf(problem, choice.block_m, device);
     case Kernel::kQmmSm90Stream:
       return sm90_stream::KeyOf(problem, choice, device);
     case Kernel::kQmmSm90:

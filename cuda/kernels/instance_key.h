@@ -46,16 +46,16 @@ struct InstanceKey {
   constexpr bool operator==(const InstanceKey& other) const { return number() == other.number(); }
 };
 
-// Whether the build holds the instances of a family for a format: integers of some widths, with scales of 16 or 32 bits.
-// It holds Hopper's kernels for what most programs run: scales of the type of lhs, and no float zeros. `Format`: an
-// InstanceKey, or a QuantizedMatmul.
+// Whether the build holds instances of a family for a format: integers of some widths, with scales of 16 or 32 bits. It
+// holds Hopper's kernels for what most programs run, scales of the type of lhs and no float zeros, and no transposed
+// products, which only derivatives need. `Format`: an InstanceKey, or a QuantizedMatmul.
 template <typename Format>
 constexpr bool IsBuilt(Family family, const Format& format) {
   bool has_width = false;
   for (int width : kKernelBits) has_width |= width == format.bits;
   const bool hopper = family == Family::kSm90 || family == Family::kSm90Stream;
-  return has_width && format.codebook == Codebook::kNone && !Is8Bit(format.scale) &&
-         !Is8Bit(format.lhs) &&
+  return has_width && family != Family::kSm80Transposed && format.codebook == Codebook::kNone &&
+         !Is8Bit(format.scale) && !Is8Bit(format.lhs) &&
          (!hopper || (format.scale != ElementType::kF32 && format.zero != ZeroKind::kFloat));
 }
 constexpr bool IsBuilt(const InstanceKey& key) { return IsBuilt(key.family, key); }

@@ -12,7 +12,6 @@
 #include "cuda/jit/kernels.h"
 #include "cuda/kernels/sm80/instances.h"
 #include "cuda/kernels/sm80/launch.h"
-#include "cuda/kernels/sm80_transposed/instances.h"
 #include "cuda/kernels/sm90/instances.h"
 #include "cuda/kernels/sm90/launch.h"
 #include "cuda/kernels/sm90_stream/instances.h"
@@ -48,7 +47,7 @@ const void* Find(const InstanceKey& key) {
     case Family::kSm80:
       return reinterpret_cast<const void*>(sm80::Find(key));
     case Family::kSm80Transposed:
-      return reinterpret_cast<const void*>(sm80_transposed::Find(key));
+      break;
     case Family::kSm90Stream:
       return reinterpret_cast<const void*>(sm90_stream::Find(key));
     case Family::kSm90:

@@ -89,7 +89,7 @@ Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const De
   const Family family = kernel == Kernel::kQmmSm90 ? Family::kSm90 : Family::kSm90Stream;
   const bool other_runs = IsBuilt(Family::kSm80, problem);
   const bool built = IsBuilt(family, problem);
-  if (other_runs && !built && device.compiles != nullptr && !device.compiles()) {
+  if (other_runs && !built && !device.can_compile()) {
     return {"its instances for this format are compiled where they run, and there is no compiler"};
   }
   return {};

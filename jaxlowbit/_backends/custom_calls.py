@@ -26,7 +26,9 @@ def unsupported(
     reason = extension.unavailable(platform) or uncovered(
         platform, lhs, format, sizes=sizes, transposed=transposed
     )
-    return reason or (extension.uncompiled(format) if platform == "cuda" else None)
+    if reason is None and platform == "cuda":
+        reason = extension.uncompiled(format, lhs, transposed=transposed)
+    return reason
 
 
 def uncovered(

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from .._core.format import Format
 
@@ -50,10 +51,10 @@ def unavailable(platform: str) -> str | None:
 
 
 @functools.cache
-def uncompiled(format: Format) -> str | None:
-    """Why CUDA kernels for a format cannot be compiled on this machine, or None.
+def uncompiled(format: Format, lhs: jnp.dtype, *, transposed: bool = False) -> str | None:
+    """Why CUDA kernels for a product cannot be compiled on this machine, or None.
 
-    None too for formats whose kernels this build holds.
+    None too for products whose kernels this build holds.
     """
     what = (
         "codebooks"
@@ -62,6 +63,10 @@ def uncompiled(format: Format) -> str | None:
         if format.scale is not None
         else f"{format.bits} bits"
         if format.bits in ffi.COMPILED_BITS
+        else "float32 lhs"
+        if lhs == jnp.float32
+        else "transposed products"
+        if transposed
         else None
     )
     return _no_compiler(what) if what else None

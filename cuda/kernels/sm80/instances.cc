@@ -7,16 +7,17 @@
 namespace jaxlowbit::sm80 {
 namespace {
 
-// In the order of PartialSums, which instances.cu checks.
 constexpr const char* kPartialSums[] = {"kNone", "kGroups", "kHalfStages"};
-constexpr int kNone = 0, kGroups = 1, kHalfStages = 2;
 
 }  // namespace
 
 // Whether there are zeros, and of which kind, is known to the kernel when it runs.
-InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m) {
-  const bool half_stages = problem.half_sums && problem.lhs == ElementType::kF16;
-  const int partial_sums = problem.scale_sums ? kGroups : half_stages ? kHalfStages : kNone;
+InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m, const Device& device) {
+  const bool half_stages =
+      problem.half_sums && problem.lhs == ElementType::kF16 && device.can_compile();
+  const int partial_sums = problem.scale_sums ? kGroupSums
+                           : half_stages      ? kHalfStageSums
+                                              : kPlainSums;
   return {Family::kSm80,
           problem.lhs,
           problem.scale,
@@ -44,13 +45,13 @@ std::vector<InstanceKey> InstancesOf(int bits) {
   ForEachFormat(Family::kSm80, bits, [&](const InstanceKey& key) {
     if (key.zero != ZeroKind::kNone) return;
     for (int block_m : kBlockMs) {
-      add(key, block_m, kNone);
-      if (key.lhs == ElementType::kF16) add(key, block_m, kHalfStages);
+      add(key, block_m, kPlainSums);
+      if (key.lhs == ElementType::kF16) add(key, block_m, kHalfStageSums);
     }
     const bool sums = key.lhs == ElementType::kBf16 && key.scale == ElementType::kF32 &&
                       key.codebook == Codebook::kNone;
     if (!sums) return;
-    for (int block_m : kScaleSumsBlockMs) add(key, block_m, kGroups);
+    for (int block_m : kScaleSumsBlockMs) add(key, block_m, kGroupSums);
   });
   return keys;
 }

@@ -13,7 +13,10 @@ namespace jaxlowbit::sm80 {
 struct Params;
 using KernelFunction = void (*)(Params);
 
-// What an instance is compiled for besides types and width. `partial_sums`: a PartialSums (params.cuh) as a number.
+// PartialSums (params.cuh) as numbers, which instances.cu checks. The build holds instances of the first.
+inline constexpr int kPlainSums = 0, kGroupSums = 1, kHalfStageSums = 2;
+
+// What an instance is compiled for besides types and width. `partial_sums`: one of the numbers above.
 struct Variant {
   int block_m;
   int partial_sums;
@@ -22,8 +25,9 @@ struct Variant {
   constexpr int number() const { return 4 * block_m + partial_sums; }
 };
 
-// The instance for `problem` and tiles of `block_m` rows.
-InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m);
+// The instance for `problem` and tiles of `block_m` rows. It sums in float32, though float16 is allowed, where that
+// would have to be compiled and there is no compiler.
+InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m, const Device& device);
 
 std::string NameOf(const InstanceKey& key);
 

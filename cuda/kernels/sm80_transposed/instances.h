@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The instances of qmm_sm80_transposed. Geometry, parameters, selection and launch are qmm_sm80's.
+// The instances of qmm_sm80_transposed, all compiled where they run. Geometry, parameters, selection and launch are
+// qmm_sm80's.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include "cuda/kernels/sm80/instances.h"
+#include "cuda/kernels/instance_key.h"
 
 namespace jaxlowbit::sm80_transposed {
 
@@ -17,8 +18,5 @@ std::string NameOf(const InstanceKey& key);
 
 // All instances for a width.
 std::vector<InstanceKey> InstancesOf(int bits);
-
-// The ahead-of-time instance, or null.
-sm80::KernelFunction Find(const InstanceKey& key);
 
 }  // namespace jaxlowbit::sm80_transposed

@@ -47,7 +47,7 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
 // Whether the instance is there, or can be. Of formats whose instances are all compiled, SupportsOnHopper has asked.
 bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile) {
   const InstanceKey key = KeyOf(problem, tile);
-  return BuildHolds(key) || !IsBuilt(key) || device.compiles == nullptr || device.compiles();
+  return BuildHolds(key) || !IsBuilt(key) || device.can_compile();
 }
 
 }  // namespace
