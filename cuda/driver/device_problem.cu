@@ -441,7 +441,8 @@ double DeviceProblem::ErrorOverBound(int copy, int64_t most) const {
   while (std::gcd(step, problem_.out_columns()) != 1) ++step;
   DeviceBuffer worst(8);
   Check(cudaMemset(worst.data(), 0, 8), "cudaMemset");
-  const int half_steps = problem_.half_sums ? sm80::BlockK(problem_.bits) / sm80::kMinGroupSize : 0;
+  const int half_steps =
+      problem_.may_sum_halves() ? sm80::BlockK(problem_.bits) / sm80::kMinGroupSize : 0;
   CompareKernel<<<CeilDiv(CeilDiv(outputs, step), kThreads), kThreads>>>(
       problem_, buffers(copy), static_cast<const float*>(numbers_.data()), step, half_steps,
       static_cast<unsigned long long*>(worst.data()));

@@ -44,8 +44,7 @@ TunedTable::TunedTable(std::vector<TunedEntry> entries) : entries_(std::move(ent
 }
 
 std::optional<Choice> TunedTable::Find(const QuantizedMatmul& problem) const {
-  const bool half_sums = problem.half_sums && problem.lhs == ElementType::kF16;
-  if (problem.batch != 1 || problem.transposed || problem.scale_sums || half_sums ||
+  if (problem.batch != 1 || problem.transposed || problem.scale_sums || problem.may_sum_halves() ||
       problem.epilogue.gated) {
     return std::nullopt;
   }

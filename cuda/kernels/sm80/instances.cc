@@ -13,8 +13,7 @@ constexpr const char* kPartialSums[] = {"kNone", "kGroups", "kHalfStages"};
 
 // Whether there are zeros, and of which kind, is known to the kernel when it runs.
 InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m, const Device& device) {
-  const bool half_stages =
-      problem.half_sums && problem.lhs == ElementType::kF16 && device.can_compile();
+  const bool half_stages = problem.may_sum_halves() && device.can_compile();
   const int partial_sums = problem.scale_sums ? kGroupSums
                            : half_stages      ? kHalfStageSums
                                               : kPlainSums;
@@ -46,7 +45,7 @@ std::vector<InstanceKey> InstancesOf(int bits) {
     if (key.zero != ZeroKind::kNone) return;
     for (int block_m : kBlockMs) {
       add(key, block_m, kPlainSums);
-      if (key.lhs == ElementType::kF16) add(key, block_m, kHalfStageSums);
+      if (key.lhs == ElementType::kF16 && !Is8Bit(key.scale)) add(key, block_m, kHalfStageSums);
     }
     const bool sums = key.lhs == ElementType::kBf16 && key.scale == ElementType::kF32 &&
                       key.codebook == Codebook::kNone;

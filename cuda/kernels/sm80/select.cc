@@ -35,7 +35,7 @@ bool FitsWorkspace(const QuantizedMatmul& problem, int split_k, int64_t workspac
 // Registers of one accumulator, in bytes (CtasByRegisters).
 int AccumulatorBytes(const QuantizedMatmul& problem) {
   if (problem.transposed || problem.scale_sums) return 8;
-  return problem.half_sums && problem.lhs == ElementType::kF16 ? 6 : 4;
+  return problem.may_sum_halves() ? 6 : 4;
 }
 
 // CTAs of a tile that one multiprocessor holds at a time.
