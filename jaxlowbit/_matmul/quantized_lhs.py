@@ -29,6 +29,9 @@ EXACT = jnp.dtype("bfloat16")
 LEAST_ROWS = 192
 """Fewer rows are as fast in bfloat16: weights bound them, not tensor cores."""
 
+LEAST_ROWS_OF_ONE_SUM = 32
+"""Where int8 sums all of k as integers, which takes fewer instructions than weights in bfloat16."""
+
 MOST_K = 2**17
 """More products of 8 bits may overflow int32."""
 
@@ -115,7 +118,7 @@ class Scaled(Call):
         return (
             self.options.backend in (None, "cuda")
             and all(isinstance(size, int) for size in lead)
-            and math.prod(lead) >= LEAST_ROWS
+            and math.prod(lead) >= _least_rows(values.dtype, rhs)
             and rhs.ndim == 2
             and rhs.index is None
             and rhs.k <= MOST_K
@@ -130,6 +133,13 @@ class Scaled(Call):
         out_dtype = jnp.dtype(jnp.float32 if float16 else self.out_dtype)
         out = cuda_calls.quantized(values, scale, rhs, out_dtype=out_dtype)
         return (out.astype(self.out_dtype),)
+
+
+def _least_rows(values: jnp.dtype, rhs: QuantizedArray) -> int:
+    """The rows from which the kernels of 8 bits are faster on an H200."""
+    size = rhs.format.group_size
+    one_sum = size == -1 or size >= rhs.k or rhs.format.scales_channels
+    return LEAST_ROWS_OF_ONE_SUM if values == jnp.int8 and one_sum else LEAST_ROWS
 
 
 def _without_unit(rhs: QuantizedArray) -> QuantizedArray:

@@ -26,7 +26,11 @@ bool HasOneSum(const QuantizedMatmul& problem) {
 }
 
 // What a split of k costs beside an lhs of 8 bits, in microseconds, over what it costs others.
-constexpr double kByteSplit = 5;
+constexpr double kByteSplit = 2;
+
+// What an atom takes in a CTA that has a multiprocessor to itself where two would share it: its loads and products wait
+// for each other.
+constexpr double kByteAlone = 1.2;
 
 // Microseconds of an atom beside an lhs of 8 bits, on an H200 that is hot, the beginnings and ends of tiles included:
 // lines through the times of docs/measurements/activations_8_bit.md.
@@ -169,7 +173,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
     const bool alone = tile.ctas_per_sm == 1 || tasks * choice.peers <= device.num_sms;
     const double strips = tile.cta_strips() * (alone ? 1 : 2);
     const double atom =
-        bytes ? ByteAtom(problem, tile.m, strips)
+        bytes ? ByteAtom(problem, tile.m, strips) * (alone && tile.ctas_per_sm > 1 ? kByteAlone : 1)
               : (alone ? fit.alone : fit.beside) * kind + NumbersAtom(problem) * strips;
     const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, splits) * tile.stage_atoms);
     return static_cast<double>(CeilDiv(tasks, schedule.resident)) *
