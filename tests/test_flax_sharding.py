@@ -11,6 +11,7 @@ from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from jax.sharding import AxisType
 from meshes import REDUCE, assert_close, collectives, make_mesh
+from pairwise import pairwise
 
 from jaxlowbit import INT4, Format, quantize
 from jaxlowbit.nnx import (
@@ -197,8 +198,11 @@ def test_kernels_of_several_axes_are_divided_by_the_first():
 # --- models on a mesh ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hidden", [512, 200], ids=["whole atoms", "padded parts"])
-@pytest.mark.parametrize("inside", [True, False], ids=["set_mesh", "no context"])
+@pytest.mark.parametrize(
+    ("hidden", "inside", "mesh"),  # whole atoms and padded parts, in `set_mesh` and without it
+    pairwise((512, 200), (True, False), KINDS),
+    indirect=["mesh"],
+)
 @pytest.mark.slow
 def test_models_on_a_mesh(hidden, inside, mesh):
     shards: Any = {"up": (1, 4), "down": (4, 1)} if hidden == 200 else (1, 1)

@@ -116,8 +116,11 @@ def test_scanned_layers_gain_the_axis_of_the_stack():
     assert model.apply(variables, X, None)[0].shape == X.shape
 
 
-@pytest.mark.parametrize("hidden", [512, 200], ids=["whole atoms", "padded parts"])
-@pytest.mark.parametrize("inside", [True, False], ids=["set_mesh", "no context"])
+@pytest.mark.parametrize(
+    ("hidden", "inside"),
+    [(200, True), (512, False)],
+    ids=["padded parts in set_mesh", "whole atoms without it"],
+)
 @pytest.mark.ways("inside")
 def test_models_on_an_auto_mesh(hidden, inside):
     shards: Any = {"up": (1, 4), "down": (4, 1)} if hidden == 200 else (1, 1)
