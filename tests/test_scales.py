@@ -12,7 +12,7 @@ from jaxlowbit import INT4, Format
 quantize = jax.jit(jaxlowbit.quantize, static_argnames=("format", "method", "scale_dtype"))
 FORMATS = [
     Format(bits, 32, zero)
-    for bits in (1, 2, 3, 4, 8)
+    for bits in (1, 2, 4, 8)
     for zero in ("none", "integer", "float")
     if (bits, zero) != (1, "none")
 ]
