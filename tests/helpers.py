@@ -385,6 +385,15 @@ def _underflow(dtype: Any) -> float:
     return float(info.smallest_subnormal if dtype == jnp.float16 else info.smallest_normal)
 
 
+def initial(key: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """An initializer of layers in NumPy, where JAX would compile programs for each shape."""
+    if isinstance(key, jax.core.Tracer):
+        return jax.nn.initializers.normal(0.1)(key, shape, dtype)
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    size = math.sqrt(math.prod(shape[:-1]) or 1)
+    return jnp.asarray(rng.standard_normal(shape, np.float32) / size, dtype)
+
+
 def calls(f: Any, *args: Any, platform: str = "cuda") -> list[str]:
     """The custom calls of a program, which JAX would remember if `f` were not new."""
     program = jax.jit(lambda *args: f(*args)).trace(*args)
