@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.core import Tracer
 from scipy import special
 
 import jaxlowbit
@@ -387,7 +388,7 @@ def _underflow(dtype: Any) -> float:
 
 def initial(key: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
     """An initializer of layers in NumPy, where JAX would compile programs for each shape."""
-    if isinstance(key, jax.core.Tracer):
+    if isinstance(key, Tracer):
         return jax.nn.initializers.normal(0.1)(key, shape, dtype)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     size = math.sqrt(math.prod(shape[:-1]) or 1)
