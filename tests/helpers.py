@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.core import Tracer
 from scipy import special
 
 import jaxlowbit
@@ -383,6 +384,15 @@ def _underflow(dtype: Any) -> float:
     """The error of one rounding near zero; float32 units may flush subnormal numbers."""
     info = ml_dtypes.finfo(dtype)
     return float(info.smallest_subnormal if dtype == jnp.float16 else info.smallest_normal)
+
+
+def initial(key: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """An initializer of layers in NumPy, where JAX would compile programs for each shape."""
+    if isinstance(key, Tracer):
+        return jax.nn.initializers.normal(0.1)(key, shape, dtype)
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    size = math.sqrt(math.prod(shape[:-1]) or 1)
+    return jnp.asarray(rng.standard_normal(shape, np.float32) / size, dtype)
 
 
 def calls(f: Any, *args: Any, platform: str = "cuda") -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import dequantized
 
 from jaxlowbit import QuantizedArray
 
@@ -334,7 +335,7 @@ def load(path: Any, **options: Any) -> Any:
 
 def floats(weight: Any) -> np.ndarray:
     """A weight as float32, in the order (out, in) of files."""
-    dense = weight.dequantize(jnp.float32) if isinstance(weight, QuantizedArray) else weight
+    dense = dequantized(weight, jnp.float32) if isinstance(weight, QuantizedArray) else weight
     return np.asarray(dense).astype(np.float32).T
 
 

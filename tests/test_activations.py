@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import Oracle, dequantize, dequantized
+from pairwise import pairwise
 
 from jaxlowbit import (
     INT4,
@@ -76,9 +77,9 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
     np.testing.assert_array_equal(minus.values.astype(jnp.float32), 0)
 
 
-@dtypes
-@pytest.mark.parametrize("format", [INT4, NF4, Format(8, 32, "float")], ids=str)
-@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize(
+    ("format", "kind", "dtype"), pairwise([INT4, NF4, Format(8, 32, "float")], FLOATS, DTYPES)
+)
 def test_products_are_within_the_bound(dtype, format, kind):
     """Of values in bfloat16, which are exact, times scales that round twice in float32."""
     x, rhs = activations((5, 100), kind), weight(format=format, dtype=kind)

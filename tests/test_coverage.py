@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from flax import nnx
+from helpers import initial
 
 from jaxlowbit import INT4, INT8, UINT4, Format
 from jaxlowbit import linen as jl_linen
@@ -21,7 +22,7 @@ class Einsum(nnx.Module):
     """A layer that others wrote: a raw parameter."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.w = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, 4, 16)))
+        self.w = nnx.Param(initial(rngs.params(), (WIDTH, 4, 16)))
 
     def __call__(self, x: Any) -> Any:
         return jnp.einsum("btd,dnh->btnh", x, self.w[...]).reshape(x.shape)
@@ -29,9 +30,9 @@ class Einsum(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
-        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
-        self.gate = nnx.Linear(WIDTH, 4, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, kernel_init=initial, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, kernel_init=initial, rngs=rngs)
+        self.gate = nnx.Linear(WIDTH, 4, kernel_init=initial, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
         return x + self.down(nnx.relu(self.up(x))) * nnx.softmax(self.gate(x)).max()
@@ -42,10 +43,10 @@ class NnxModel(nnx.Module):
 
     def __init__(self, vocabulary: int = VOCABULARY):
         rngs = nnx.Rngs(0)
-        self.tokens = nnx.Embed(vocabulary, WIDTH, rngs=rngs)
+        self.tokens = nnx.Embed(vocabulary, WIDTH, embedding_init=initial, rngs=rngs)
         self.blocks = nnx.List([Block(rngs) for _ in range(2)])
         self.attention = Einsum(rngs)
-        self.final = nnx.Linear(WIDTH, vocabulary, use_bias=False, rngs=rngs)
+        self.final = nnx.Linear(WIDTH, vocabulary, use_bias=False, kernel_init=initial, rngs=rngs)
 
     def __call__(self, tokens: Any) -> Any:
         x = self.tokens(tokens)
@@ -59,14 +60,14 @@ class LinenModel(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        x = nn.Embed(self.vocabulary, WIDTH, name="tokens")(tokens)
+        x = nn.Embed(self.vocabulary, WIDTH, embedding_init=initial, name="tokens")(tokens)
         for i in range(2):
-            gate = nn.softmax(nn.Dense(4, name=f"block_{i}_gate")(x)).max()
-            h = nn.relu(nn.Dense(HIDDEN, name=f"block_{i}_up")(x))
-            x = x + nn.Dense(WIDTH, name=f"block_{i}_down")(h) * gate
-        w = self.param("w", nn.initializers.normal(), (WIDTH, 4, 16))
+            gate = nn.softmax(nn.Dense(4, kernel_init=initial, name=f"block_{i}_gate")(x)).max()
+            h = nn.relu(nn.Dense(HIDDEN, kernel_init=initial, name=f"block_{i}_up")(x))
+            x = x + nn.Dense(WIDTH, kernel_init=initial, name=f"block_{i}_down")(h) * gate
+        w = self.param("w", initial, (WIDTH, 4, 16))
         x = jnp.einsum("btd,dnh->btnh", x, w).reshape(x.shape)
-        return nn.Dense(self.vocabulary, use_bias=False, name="final")(x)
+        return nn.Dense(self.vocabulary, use_bias=False, kernel_init=initial, name="final")(x)
 
 
 def quantize(api: str, rules: Any, vocabulary: int = VOCABULARY, **options: Any) -> Any:

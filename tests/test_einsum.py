@@ -18,7 +18,11 @@ from jaxlowbit._flax.equation import Equation
 
 FORMAT = Format(bits=4, group_size=32, zero="integer")
 KEY = jax.random.key(0)
-BIAS = nnx.initializers.normal(1.0)
+
+
+def bias_init(key, shape, dtype):
+    return random(*shape, dtype=dtype, seed=3)
+
 
 # The shapes of the inputs, the kernel and its bias, and that of the matrix.
 EQUATIONS: dict[str, tuple[Any, ...]] = {
@@ -42,12 +46,12 @@ def random(*shape, dtype="float32", seed=0):
 
 
 def normal(key, shape, dtype):
-    return jax.random.normal(key, shape, dtype) / 10
+    return random(*shape, dtype=dtype, seed=2) / 10
 
 
 def nnx_einsum(equation, **options) -> nnx.Einsum:
     _, kernel, bias, _ = EQUATIONS[equation]
-    options = {"bias_init": BIAS, "kernel_init": normal, **options}
+    options = {"bias_init": bias_init, "kernel_init": normal, **options}
     return nnx.Einsum(equation, kernel, bias, rngs=nnx.Rngs(1), **options)
 
 
@@ -91,7 +95,7 @@ def test_nnx_layer_is_its_fake_quantized_twin(equation):
 def test_linen_layer_is_its_fake_quantized_twin(equation):
     shape, kernel, bias, _ = EQUATIONS[equation]
     x = random(*shape)
-    options: Any = {"bias_init": BIAS, "kernel_init": normal}
+    options: Any = {"bias_init": bias_init, "kernel_init": normal}
     floats: Any = nn.Einsum(kernel, equation, **options)
     layer: Any = jl_linen.QuantizedEinsum(kernel, equation, FORMAT, **options)
     params, variables = floats.init(KEY, x)["params"], layer.init(KEY, x)
@@ -136,7 +140,7 @@ def test_initialised_abstract_and_restored(tmp_path):
         bias,
         format=FORMAT,
         kernel_init=normal,
-        bias_init=BIAS,
+        bias_init=bias_init,
         rngs=nnx.Rngs(1),
     )
     source = quantized(equation)
@@ -192,7 +196,9 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, x, _=None):
-        layer = nn.Einsum((96, 96), self.equation, kernel_init=normal, bias_init=BIAS, name="up")
+        layer = nn.Einsum(
+            (96, 96), self.equation, kernel_init=normal, bias_init=bias_init, name="up"
+        )
         return (layer(x) if self.equation else layer(x, "bd,fd->bf")), None
 
 

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers import Oracle, assert_within, dequantize, dequantized
+from helpers import Oracle, assert_within, dequantize, dequantized, initial
 
 from jaxlowbit import INT4, Format, quantize
 from jaxlowbit import linen as jl_linen
@@ -32,7 +32,7 @@ def random(*shape, dtype="float32", seed=0):
 
 
 def nnx_embed(vocabulary=VOCABULARY, **options):
-    return nnx.Embed(vocabulary, FEATURES, rngs=nnx.Rngs(1), **options)
+    return nnx.Embed(vocabulary, FEATURES, embedding_init=initial, rngs=nnx.Rngs(1), **options)
 
 
 def quantized(format=FORMAT, **options):
@@ -62,9 +62,17 @@ def test_columns_of_the_layout(bits):
 
 
 @pytest.mark.parametrize(
-    "format", [FORMAT, Format(8), Format(4, 32, "float"), Format(3, 48), Format(7, 64)], ids=str
+    ("format", "dtype"),
+    [
+        (FORMAT, "bfloat16"),
+        (FORMAT, "float16"),
+        (Format(8), "float32"),
+        (Format(4, 32, "float"), "bfloat16"),
+        (Format(3, 48), "float16"),
+        (Format(7, 64), "float32"),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_columns_are_those_of_the_dequantized_matrix(format, dtype):
     array = quantize(random(FEATURES, VOCABULARY), format)
     found = take_columns(array, TOKENS, jnp.dtype(dtype))
@@ -160,7 +168,8 @@ def test_out_of_range_as_in_flax():
 
 def test_initialised_abstract_and_restored(tmp_path):
     layer = jl_nnx.QuantizedEmbed(VOCABULARY, FEATURES, format=FORMAT, rngs=nnx.Rngs(1))
-    source = quantized()
+    floats = nnx.Embed(VOCABULARY, FEATURES, rngs=nnx.Rngs(1))
+    source = jl_nnx.QuantizedEmbed.from_embed(floats, FORMAT)
     assert nnx.graphdef(layer) == nnx.graphdef(source)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(layer), nnx.state(source))
     restored = jl_nnx.QuantizedEmbed.from_embed(nnx.eval_shape(nnx_embed), FORMAT)

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers import Oracle, assert_within, dequantize, dequantized
+from helpers import Oracle, assert_within, dequantize, dequantized, initial
 
 from jaxlowbit import INT4, Format, quantize
 from jaxlowbit import linen as jl_linen
@@ -32,7 +32,6 @@ LAYERS: dict[str, tuple[Any, ...]] = {
     "batch without rows": ((3, 96), -1, 1, 80),
     "no inputs": ((0, 96), -1, 0, 80),
 }
-BIAS = nnx.initializers.normal(1.0)
 
 
 def random(*shape, dtype="float32", seed=0):
@@ -54,7 +53,7 @@ def nnx_layer(name, **options) -> nnx.LinearGeneral:
         axis=axis,
         batch_axis={i: shape[i] for i in range(batch)},
         rngs=nnx.Rngs(1),
-        **{"bias_init": BIAS, **options},
+        **{"bias_init": initial, "kernel_init": initial, **options},
     )
 
 
@@ -103,8 +102,8 @@ def test_nnx_layer_is_the_product_with_the_dequantized_kernel(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_linen_layer_is_the_product_with_the_dequantized_kernel(name):
     x = random(*LAYERS[name][0])
-    floats: Any = nn.DenseGeneral(**linen_options(name), bias_init=BIAS)
-    layer: Any = QuantizedDenseGeneral(format=FORMAT, **linen_options(name), bias_init=BIAS)
+    floats: Any = nn.DenseGeneral(**linen_options(name), bias_init=initial)
+    layer: Any = QuantizedDenseGeneral(format=FORMAT, **linen_options(name), bias_init=initial)
     params, variables = floats.init(KEY, x)["params"], layer.init(KEY, x)
     source = nnx_layer(name)
     assert params["kernel"].shape == source.kernel.shape
@@ -157,10 +156,10 @@ def test_initialised_as_the_float_layer_is(name):
         format=FORMAT,
         axis=axis,
         batch_axis={i: shape[i] for i in range(batch)},
-        bias_init=BIAS,
+        bias_init=initial,
         rngs=nnx.Rngs(1),
     )
-    source = quantized(name)
+    source = quantized(name, kernel_init=nnx.initializers.lecun_normal())
     assert nnx.graphdef(layer) == nnx.graphdef(source)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(layer), nnx.state(source))
 

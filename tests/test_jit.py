@@ -293,7 +293,7 @@ def test_names_are_those_of_the_kernels_in_the_build(nvrtc, tmp_path):
     some = [
         instance
         for family in FAMILIES
-        for instance in sample(instances_of(*WIDTHS, family=family, built=True), 2)
+        for instance in sample(instances_of(*WIDTHS, family=family, built=True), 1)
     ]
     _, results = compiled(tmp_path, some)
     for instance, result in zip(some, results, strict=True):
@@ -308,8 +308,11 @@ def test_instances_that_the_build_lacks_compile(nvrtc, tmp_path, family):
     if family == "sm90" and wgmma_hazards.find_tool("nvdisasm") is None:
         pytest.skip("nvdisasm was not found")
     architecture = "90a" if "sm90" in family else "86"
-    # CI compiles 100 instances of sm90, which take the longest (tools/compile_sample.py).
-    widths = WIDTHS[::3] if family == "sm90" else WIDTHS
+    # CI compiles 100 instances of sm90, which take the longest (tools/compile_sample.py). Of the
+    # other families, two of three compile each width.
+    place = FAMILIES.index(family)
+    widths = [bits for i, bits in enumerate(WIDTHS) if (i + place) % 3]
+    widths = WIDTHS[:1] if family == "sm90" else widths
     some = [
         instance
         for bits in widths

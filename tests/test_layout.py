@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray
@@ -121,9 +122,9 @@ def test_unpack_is_the_inverse_of_pack(bits, shape, data):
     assert not whole[k:].any() and not whole[:, n:].any()
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("zero", ["none", "integer", "float"])
-@pytest.mark.parametrize("group_size", [-1, 48, 192])
+@pytest.mark.parametrize(
+    ("group_size", "zero", "shards"), pairwise([-1, 48, 192], ["none", "integer", "float"], [1, 3])
+)
 def test_padding_of_k_stands_for_the_value_nearest_to_0(group_size, zero, shards):
     """Kernels multiply it by zeros, which infinity would survive."""
     rng, format = np.random.default_rng(0), Format(4, group_size, zero)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.linen.spmd import logical_to_mesh_sharding
+from helpers import initial
 from jax.sharding import AxisType
 from meshes import REDUCE, assert_close, collectives, make_mesh
 
@@ -21,7 +22,6 @@ from jaxlowbit.linen import (
 
 P = jax.P
 FOUR = Format(4, 64, "integer")
-LECUN = nn.initializers.lecun_normal()
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(8, 256)).astype(np.float32)
 RULES = (("embed", None), ("mlp", "b"))
@@ -33,11 +33,11 @@ def on_cpu():
         yield
 
 
-def logical(*names, init=LECUN):
+def logical(*names, init=initial):
     return nn.with_logical_partitioning(init, names)
 
 
-def partitioned(*names, init=LECUN):
+def partitioned(*names, init=initial):
     return nn.with_partitioning(init, names)
 
 
@@ -51,7 +51,7 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
         embed, mlp = self.names
-        bias = self.partitioned(mlp, init=nn.initializers.normal())
+        bias = self.partitioned(mlp, init=initial)
         init = self.partitioned(embed, mlp)
         x = nn.Dense(self.hidden, kernel_init=init, bias_init=bias, name="up")(x)
         x = nn.gelu(x)
@@ -116,8 +116,11 @@ def test_scanned_layers_gain_the_axis_of_the_stack():
     assert model.apply(variables, X, None)[0].shape == X.shape
 
 
-@pytest.mark.parametrize("hidden", [512, 200], ids=["whole atoms", "padded parts"])
-@pytest.mark.parametrize("inside", [True, False], ids=["set_mesh", "no context"])
+@pytest.mark.parametrize(
+    ("hidden", "inside"),
+    [(200, True), (512, False)],
+    ids=["padded parts in set_mesh", "whole atoms without it"],
+)
 @pytest.mark.ways("inside")
 def test_models_on_an_auto_mesh(hidden, inside):
     shards: Any = {"up": (1, 4), "down": (4, 1)} if hidden == 200 else (1, 1)

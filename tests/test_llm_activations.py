@@ -68,8 +68,9 @@ def test_a_block_is_the_composition_of_its_products(floats, dtype):
         np.testing.assert_allclose(one, product(normed, f"layers.1.{name}"), rtol=1e-5, atol=1e-5)
 
 
-@dtypes
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", "int8"), ("qwen2", "float8_e4m3fn"), ("gemma3", "int8")]
+)
 def test_models_are_near_those_of_floats(name, dtype):
     config, weights = CONFIGS[name], random(CONFIGS[name])
     exact, found = (logits(decoder(config, weights, x)) for x in (None, dtype))
@@ -77,8 +78,7 @@ def test_models_are_near_those_of_floats(name, dtype):
     assert 1e-4 < error < (0.05 if dtype == "int8" else 0.15)
 
 
-@dtypes
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "int8"), ("gemma3", "float8_e4m3fn")])
 def test_on_a_mesh_a_token_has_one_scale(name, dtype):
     """Where heads and hidden features are divided too: the same values are rounded."""
     config = CONFIGS[name].replace(**SIZES)

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from model_files import (
     load,
     metadata,
     same_bits,
-    smollm2,
     tensors,
     write_gguf,
     write_tiny,
@@ -355,18 +353,3 @@ def test_importing_jaxlowbit_imports_none_of_this():
         "'flax', 'jaxlowbit._llm']; assert not [n for n in names if n in sys.modules]"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])
-
-
-# --- a real model ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_weights_of_smollm2():
-    checkpoint = load(smollm2())
-    jax.block_until_ready(checkpoint.weights)
-    reader = gguf.GGUFReader(smollm2())
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    places = files.weights_of(files.File(smollm2()), checkpoint.config)
-    for name, weight in checkpoint.weights.items():
-        tensor = stored[places[name].name]
-        same_bits(floats(weight), gguf.quants.dequantize(tensor.data, tensor.tensor_type))

@@ -20,10 +20,14 @@ from jaxlowbit.nnx import QuantizedVariable
 TOKENS = np.random.default_rng(1).integers(0, LLAMA.vocabulary, (1, 48))
 
 
+def logits(decoder):
+    graph, state = nnx.split(decoder)
+    return jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, TOKENS)
+
+
 def compare(config, weights):
     decoder = Decoder(config, weights, dtype=jnp.float32)
-    graph, state = nnx.split(decoder)
-    found = np.asarray(jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, TOKENS))[0]
+    found = np.asarray(logits(decoder))[0]
     expected = reference(config, floats(weights), TOKENS[0])
     assert found.shape == expected.shape == (TOKENS.size, config.vocabulary)
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
@@ -54,7 +58,7 @@ def test_formats_may_be_mixed_and_weights_floats(name):
 
 def test_bfloat16_is_near():
     weights = random(LLAMA)
-    found = Decoder(LLAMA, weights)(TOKENS)
+    found = logits(Decoder(LLAMA, weights))
     expected = reference(LLAMA, floats(weights), TOKENS[0])
     assert found.dtype == jnp.float32
     assert np.abs(np.asarray(found)[0] - expected).max() < 0.03 * np.abs(expected).max()

@@ -1,4 +1,4 @@
-"""A real chat model, SmolLM2-135M-Instruct: its greedy text, and the memory that loading takes."""
+"""A real chat model, SmolLM2-135M-Instruct: weights, greedy text, and the memory of loading."""
 
 import functools
 import os
@@ -9,9 +9,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_files import smollm2
+from model_files import floats, same_bits, smollm2
 
+from jaxlowbit._llm import gguf as files
 from jaxlowbit._llm.generate import run
+from jaxlowbit._llm.load import read
 from jaxlowbit._llm.sampling import Sampling
 from jaxlowbit.llm import load
 
@@ -89,6 +91,14 @@ def margins(model, prompt, count):
 @functools.cache
 def model():
     return load(smollm2(), dtype=jnp.float32, progress=False)
+
+
+@pytest.mark.slow
+def test_weights_are_those_of_the_file():
+    checkpoint = read(smollm2(), dtype=jnp.float32, progress=False)
+    places = files.weights_of(files.File(smollm2()), checkpoint.config)
+    for name, weight in checkpoint.weights.items():
+        same_bits(floats(weight), tensors()[places[name].name])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import (
     PLATFORM,
+    UNOPTIMIZED,
     Oracle,
     Weight,
     assert_within,
@@ -286,8 +287,9 @@ def backends_of_rows(m: int, dtype: str, format: Format) -> list[str]:
 
 
 def packed(weight, format, **options) -> QuantizedArray:
-    """Quantized in a program, in which no range is refused."""
-    return jax.jit(functools.partial(quantize, format=format, **options))(weight)
+    """Quantized in a program, in which no range is refused, and which runs once."""
+    program = functools.partial(quantize, format=format, **options)
+    return jax.jit(program, compiler_options=UNOPTIMIZED)(weight)
 
 
 @functools.cache
@@ -296,7 +298,8 @@ def largest(bits: int, shards: int, zero: Any, k: int, group_size: int) -> Quant
     low = 0 if zero == "integer" else -1
     weight = np.where(np.random.default_rng(0).random((k, 70)) < 0.5, 1.0, low).astype(np.float32)
     weight *= np.float32(3.2e38 if zero != "float" else 1.6e38)
-    return packed(weight, Format(bits, group_size, zero=zero), shards=(shards, 1))
+    format = Format(bits, group_size, zero=zero)
+    return packed(weight, format, shards=(shards, 1), method="absmax")
 
 
 # Padding ends an atom, or is the missing second atom of a stage. Each of these with every kind of

@@ -8,7 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from helpers import Oracle, assert_within, dequantize
+from helpers import Oracle, assert_within, dequantize, initial
 
 from jaxlowbit import INT4, Format, quantize, quantized_matmul
 from jaxlowbit.nnx import (
@@ -33,7 +33,7 @@ def random(*shape, dtype="float32", seed=0):
 
 def linear(**options):
     """A linear layer whose bias, if any, is not zero."""
-    options = {"bias_init": nnx.initializers.normal(1.0), **options}
+    options = {"bias_init": initial, "kernel_init": initial, **options}
     return nnx.Linear(K, N, rngs=nnx.Rngs(1), **options)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import dequantized
+from helpers import dequantized, initial
 
 from jaxlowbit import INT8, Format
 from jaxlowbit.nnx import HEADS, Packed, QuantizedLinear, quantize_model
@@ -20,10 +20,11 @@ FORMAT = Format(bits=4, group_size=32, zero="integer")
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
-        self.out_proj = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, kernel_init=initial, rngs=rngs)
+        self.out_proj = nnx.Linear(WIDTH, WIDTH, kernel_init=initial, rngs=rngs)
         self.mlp = nnx.Dict(
-            up=nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs), down=nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+            up=nnx.Linear(WIDTH, 2 * WIDTH, kernel_init=initial, rngs=rngs),
+            down=nnx.Linear(2 * WIDTH, WIDTH, kernel_init=initial, rngs=rngs),
         )
 
     def __call__(self, x):
@@ -40,10 +41,10 @@ class Transformer(nnx.Module):
 
     def __init__(self, depth=2, repeat=1, rngs=None):
         rngs = rngs or nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, embedding_init=initial, rngs=rngs)
         blocks = [Block(rngs) for _ in range(depth)]
         self.blocks = nnx.List(blocks * repeat)
-        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCABULARY, kernel_init=initial, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -122,7 +123,7 @@ def test_lora_on_a_quantized_base_trains_its_adapter_only():
     expected = base(x) + x @ lora.lora_a[...] @ lora.lora_b[...]
     np.testing.assert_allclose(lora(x), expected, atol=1e-4)
     adapter = nnx.DiffState(0, nnx.LoRAParam)
-    grads = nnx.grad(lambda model: jnp.sum(model(TOKENS) ** 2), argnums=adapter)(model)
+    grads = nnx.jit(nnx.grad(lambda model: jnp.sum(model(TOKENS) ** 2), argnums=adapter))(model)
     found = {path[-1]: value[...] for path, value in nnx.to_flat_state(grads)}
     assert set(found) == {"lora_a", "lora_b"}
     assert all(jnp.abs(value).max() > 0 for value in found.values())

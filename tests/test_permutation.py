@@ -1,6 +1,7 @@
 """Weights whose rows are stored in another order: how they are made, and what products become."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -34,7 +35,12 @@ def quantize(*lead: int, shards: int = 1, format: Format = FORMAT) -> QuantizedA
     return jit_quantize(weight, format, shards=(shards, 1), permutation=permutation)
 
 
-jit_quantize = jax.jit(jaxlowbit.quantize, static_argnums=1, static_argnames="shards")
+# As no test here asks how well scales are chosen, they are those that compile fastest.
+jit_quantize = jax.jit(
+    functools.partial(jaxlowbit.quantize, method="absmax"),
+    static_argnums=1,
+    static_argnames="shards",
+)
 
 
 def product(lhs, rhs):
@@ -59,12 +65,9 @@ def assert_close(got, want):
 # --- making them ----------------------------------------------------------------------------------
 
 
-FORMATS = (FORMAT, Format(8), Format(3, 32))
-
-
 @pytest.mark.parametrize(
-    ("format", "shards", "lead"),  # every pair of them
-    [(x, y, ((), (2, 3))[(i + y) % 2]) for i, x in enumerate(FORMATS) for y in (1, 2)],
+    ("format", "shards", "lead"),  # formats, and every pair of the others
+    [(FORMAT, 1, (2, 3)), (FORMAT, 2, ()), (Format(8), 1, ()), (Format(3, 32), 2, (2, 3))],
     ids=str,
 )
 def test_quantize_stores_and_groups_rows_in_that_order(format, shards, lead):
@@ -313,7 +316,7 @@ def test_vmap_over_orders_of_the_same_words(lhs_axis, lead):
 
         return jax.vmap(f, (lhs_axis, 0))
 
-    assert_close(mapped(product)(x, at), mapped(reference)(x, at))
+    assert_close(jax.jit(mapped(product))(x, at), jax.jit(mapped(reference))(x, at))
     forward = jax.vmap(lambda x, order: x @ dataclasses.replace(words, permutation=order))
     if not lead:
         assert operations_on_words(compiled(forward, lhs, at)) == set()

@@ -65,8 +65,12 @@ def _tuples(values):
     return tuple(map(_tuples, values)) if isinstance(values, list) else values
 
 
+# HYPOTHESIS_PROFILE=thorough runs 5,000. Each example is a program of its own, to be compiled.
+COUNT = 120 if hypothesis.settings().derandomize else 5000
+
+
 @hypothesis.given(problems())
-@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.settings(max_examples=COUNT, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 def test_products_are_within_their_error_bound(problem):
     lhs, rhs, oracle = operands.__wrapped__(problem)
     # The first is the custom call where there is one, else the definition.

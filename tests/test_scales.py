@@ -12,7 +12,7 @@ from jaxlowbit import INT4, Format
 quantize = jax.jit(jaxlowbit.quantize, static_argnames=("format", "method", "scale_dtype"))
 FORMATS = [
     Format(bits, 32, zero)
-    for bits in (1, 2, 3, 4, 8)
+    for bits in (1, 2, 4, 8)
     for zero in ("none", "integer", "float")
     if (bits, zero) != (1, "none")
 ]
@@ -36,10 +36,10 @@ def squared_error(weight, array) -> np.ndarray:
 WAYS = [(16, "float32"), (48, "bfloat16"), (64, "float16"), (-1, "float32")]
 
 
-# Each format in one of these ways, so that each kind of zero goes all of them.
+# Widths, zeros and these ways take turns. The search of every format is looked at below.
 @pytest.mark.parametrize(
     ("format", "group_size", "dtype"),
-    [(format, *WAYS[i % 4]) for i, format in enumerate(FORMATS)],
+    [(format, *WAYS[i % 4]) for i, format in enumerate(FORMATS[::2])],
     ids=str,
 )
 def test_no_group_is_worse_than_absmax(format, group_size, dtype):

@@ -16,7 +16,7 @@ from jaxlowbit import linen as jl_linen
 from jaxlowbit import llm, tune
 from jaxlowbit import nnx as jl_nnx
 
-QUICK, ALL = 300, 5000
+QUICK, ALL = 300, 2300
 CALLS = wrong_calls.CALLS
 ELSEWHERE = {"from_qarray": "qwix", "linen.check_layout_version": "a model", "tune": "a GPU"}
 """Calls that need something else to be right."""

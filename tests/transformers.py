@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from helpers import initial
 
 DEPTH, WIDTH, HIDDEN, HEADS, VOCABULARY = 4, 64, 160, 4, 97
 PROJECTIONS = ("attention.query", "attention.key", "attention.value", "attention.out")
@@ -27,10 +28,10 @@ def attend(query: Any, key: Any, value: Any) -> Any:
 
 class NnxAttention(nnx.Module):
     def __init__(self, **options: Any):
-        self.query = nnx.Linear(WIDTH, WIDTH, **options)
-        self.key = nnx.Linear(WIDTH, WIDTH, **options)
-        self.value = nnx.Linear(WIDTH, WIDTH, **options)
-        self.out = nnx.Linear(WIDTH, WIDTH, **options)
+        self.query = nnx.Linear(WIDTH, WIDTH, kernel_init=initial, **options)
+        self.key = nnx.Linear(WIDTH, WIDTH, kernel_init=initial, **options)
+        self.value = nnx.Linear(WIDTH, WIDTH, kernel_init=initial, **options)
+        self.out = nnx.Linear(WIDTH, WIDTH, kernel_init=initial, **options)
 
     def __call__(self, x: Any) -> Any:
         return self.out(attend(self.query(x), self.key(x), self.value(x)))
@@ -38,9 +39,9 @@ class NnxAttention(nnx.Module):
 
 class NnxMlp(nnx.Module):
     def __init__(self, **options: Any):
-        self.gate = nnx.Linear(WIDTH, HIDDEN, use_bias=False, **options)
-        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, **options)
-        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, **options)
+        self.gate = nnx.Linear(WIDTH, HIDDEN, use_bias=False, kernel_init=initial, **options)
+        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, kernel_init=initial, **options)
+        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, kernel_init=initial, **options)
 
     def __call__(self, x: Any) -> Any:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -65,7 +66,7 @@ class NnxTransformer(nnx.Module):
         self, depth=DEPTH, distinct=DEPTH, dtype=None, attention: Any = NnxAttention, seed=0
     ):
         options: Any = {"dtype": dtype, "rngs": nnx.Rngs(seed)}
-        self.embed = nnx.Embed(VOCABULARY, WIDTH, **options)
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, embedding_init=initial, **options)
         blocks = [NnxBlock(attention, **options) for _ in range(distinct)]
         self.blocks = nnx.List([blocks[i % distinct] for i in range(depth)])
         self.norm = nnx.RMSNorm(WIDTH, **options)
