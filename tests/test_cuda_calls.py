@@ -282,20 +282,19 @@ def test_one_call_waits_for_weights_of_its_program():
     lhs = normal(4, 1024)
     pair = jnp.stack([normal(1024, 4096, seed=1), normal(1024, 4096, seed=2)])
     last = normal(4096, 1024, seed=3)
-    gate_up, down = quantize(pair, INT4), quantize(last, INT4)
 
     @jax.jit
     def program(x, pair, last):
         rhss = [jaxlowbit.quantize(last.T * 2**i, INT4) for i in range(3)]
         layer = jaxlowbit.quantize(pair * 1, INT4), jaxlowbit.quantize(last * 1, INT4)
-        return mlp(x, *layer), quantized_matmuls(x, rhss)
+        return mlp(x, *layer), quantized_matmuls(x, rhss), layer, rhss
 
-    oracle = Oracle.of(lhs, dequantize(quantize(last.T, INT4)))
     for _ in range(5):
-        out, products = program(lhs, pair, last)
-        assert_is_mlp(out, lhs, gate_up, down)
-        for i, got in enumerate(products):
-            assert_within(got / 2**i, oracle.exact, oracle.bound(lhs.dtype))
+        out, products, layer, rhss = program(lhs, pair, last)
+        assert_is_mlp(out, lhs, *layer)
+        for got, rhs in zip(products, rhss, strict=True):
+            oracle = Oracle.of(lhs, dequantize(rhs))
+            assert_within(got, oracle.exact, oracle.bound(lhs.dtype))
 
 
 def test_one_call_reads_the_layers_of_a_stack():
