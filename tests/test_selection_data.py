@@ -14,6 +14,7 @@ from jaxlowbit._backends.extension import ffi
 from jaxlowbit._tuning import table as tables
 
 PATHS = sorted(fit_costs.DATA.glob("*.jsonl.gz"))
+EIGHT_BIT_PATHS = sorted((fit_costs.DATA.parent / "fit_8_bit").glob("*.jsonl.gz"))
 DEVICE: dict[str, Any] = {
     "device_name": "NVIDIA H200",
     "compute_capability": 90,
@@ -44,6 +45,16 @@ def test_the_selection_is_near_the_best_that_was_measured():
 def test_no_data_are_neglected(path):
     found = fit_costs.selected_regret(fit_costs.load([path]))
     assert found.mean < 0.01, str(found)
+
+
+@pytest.mark.parametrize(
+    "path", EIGHT_BIT_PATHS, ids=lambda path: path.name.partition(".")[0].removeprefix("h200-")
+)
+def test_the_selection_beside_8_bit_activations_is_near_the_best(path):
+    problems = fit_costs.load([path])
+    found = fit_costs.selected_regret(problems)
+    assert found.problems > 0.97 * len(problems) > 40
+    assert found.mean < 0.015 and found.worst < 0.17, str(found)
 
 
 # --- the fit --------------------------------------------------------------------------------------

@@ -174,8 +174,12 @@ QuantizedMatmul ProblemOf(const ProblemFields& fields) {
   problem.m = m, problem.n = n, problem.k = k;
   problem.bits = bits;
   problem.group_size = GroupSize(group_size, k);
-  problem.lhs = problem.out = lhs == "float16" ? ElementType::kF16 : ElementType::kBf16;
-  problem.scale = float32_scale ? ElementType::kF32 : problem.lhs;
+  problem.lhs = lhs == "float16"         ? ElementType::kF16
+                : lhs == "int8"          ? ElementType::kInt8
+                : lhs == "float8_e4m3fn" ? ElementType::kE4m3
+                                         : ElementType::kBf16;
+  problem.out = problem.floats();
+  problem.scale = float32_scale ? ElementType::kF32 : problem.floats();
   if (zero == "integer") problem.zero = ZeroKind::kInteger;
   if (zero == "float") problem.zero = ZeroKind::kFloat;
   return problem;

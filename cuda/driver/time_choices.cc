@@ -116,6 +116,15 @@ std::string ProblemJson(const QuantizedMatmul& p, const Optional& optional) {
                      ", \"lhs\": " + Json(NameOf(p.lhs)) +
                      ", \"float32_scale\": " + Json(p.scale == ElementType::kF32) +
                      ", \"zero\": " + Json(NameOf(p.zero)) + ", \"early_start\": " + Json(p.pdl);
+  if (Is8Bit(p.scale)) {
+    const char* name = p.scale == ElementType::kE8m0   ? "e8m0"
+                       : p.scale == ElementType::kE4m3 ? "e4m3"
+                                                       : "int8";
+    json += ", \"narrow_scale\": " + Json(name);
+  }
+  if (p.codebook != Codebook::kNone) {
+    json += ", \"codebook\": " + Json(kCodebookNames[static_cast<int>(p.codebook)]);
+  }
   const std::pair<const char*, bool> marks[] = {
       {"gated", p.epilogue.gated},
       {"scale_sums", p.scale_sums},
