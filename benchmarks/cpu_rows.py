@@ -5,7 +5,7 @@
 All are timed in one process: formats in turns, each once in a round, then XLA's dots.
 `codebookB-gN` has 2^B normal numbers and groups of N. The read is that of as many bytes as the
 first format has weights and scales, by two threads that take the largest number of a half each:
-what memory, and waking a thread, allow one row.
+what memory, and waking a thread, allow one row. `--int8` multiplies rows quantized before.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
+from jaxlowbit import Format, QuantizedArray, quantize, quantize_activations, quantized_matmul
 from jaxlowbit._core.format import parse_format
 
 SEED = 0
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["int4"])
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--int8", action="store_true", help="rows are quantized activations")
     arguments = parser.parse_args()
     rng = np.random.default_rng(SEED)
     weight = rng.standard_normal((arguments.size, arguments.size), dtype=np.float32)
@@ -47,7 +48,10 @@ def main() -> None:
         dense = jnp.asarray(weight, dtype)
         for rows in arguments.rows:
             lhs = jnp.asarray(rng.standard_normal((rows, arguments.size)), dtype)
-            calls = [lambda x=lhs, q=q: product(x, q).block_until_ready() for q in arrays.values()]
+            given = quantize_activations(lhs) if arguments.int8 else lhs
+            calls = [
+                lambda x=given, q=q: product(x, q).block_until_ready() for q in arrays.values()
+            ]
             found = milliseconds(calls, arguments.calls)
             dots = [lambda x=lhs, w=dense: dot(x, w).block_until_ready()]
             found += milliseconds(dots, arguments.calls)
