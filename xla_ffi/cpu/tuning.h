@@ -19,7 +19,7 @@ static_assert(kPermutedRows >= kStreamTokens);
 
 // Activations of 8 bits: up to kInt8Rows are multiplied one by one, more in tasks of kInt8Tokens by a panel of
 // kInt8Atoms, whose sums of products are below 2^24: float32 holds them.
-inline constexpr int64_t kInt8Rows = 3;
+inline constexpr int64_t kInt8Rows = 2;
 inline constexpr int64_t kInt8Tokens = 240;
 inline constexpr int64_t kInt8Atoms = 4;
 inline constexpr int64_t kInt8Words = 20;  // of a row in an atom: values, and their sums by step
