@@ -17,7 +17,7 @@ inline constexpr int64_t kStreamSums = 512;
 inline constexpr int64_t kPermutedRows = 16;
 static_assert(kPermutedRows >= kStreamTokens);
 
-// Activations of 8 bits: up to kInt8Rows are multiplied one by one, more in tasks of kInt8Tokens by a panel of
+// Activations of 8 bits: at most kInt8Rows are multiplied one by one, more in tasks of kInt8Tokens by a panel of
 // kInt8Atoms, whose sums of products are below 2^24: float32 holds them.
 inline constexpr int64_t kInt8Rows = 2;
 inline constexpr int64_t kInt8Tokens = 240;
