@@ -5,7 +5,8 @@
 All are timed in one process: formats in turns, each once in a round, then XLA's dots.
 `codebookB-gN` has 2^B normal numbers and groups of N. The read is that of as many bytes as the
 first format has weights and scales, by two threads that take the largest number of a half each:
-what memory, and waking a thread, allow one row.
+what memory, and waking a thread, allow one row. `--int8` multiplies rows quantized before,
+and their values in bfloat16, which is what happens without a kernel for int8.
 """
 
 import argparse
@@ -19,7 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
+from jaxlowbit import (
+    Format,
+    QuantizedActivations,
+    QuantizedArray,
+    quantize,
+    quantize_activations,
+    quantized_matmul,
+)
 from jaxlowbit._core.format import parse_format
 
 SEED = 0
@@ -34,6 +42,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["int4"])
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--int8", action="store_true", help="rows are quantized activations")
     arguments = parser.parse_args()
     rng = np.random.default_rng(SEED)
     weight = rng.standard_normal((arguments.size, arguments.size), dtype=np.float32)
@@ -43,11 +52,19 @@ def main() -> None:
     }
     product, dot = jax.jit(quantized_matmul), jax.jit(jnp.dot)
     for dtype in arguments.dtypes:
-        times: dict[str, list[str]] = {name: [] for name in (*arrays, "XLA")}
+        kinds = [""] + [", values in bfloat16"] * arguments.int8
+        times: dict[str, list[str]] = {
+            name: [] for name in (*(name + kind for kind in kinds for name in arrays), "XLA")
+        }
         dense = jnp.asarray(weight, dtype)
         for rows in arguments.rows:
             lhs = jnp.asarray(rng.standard_normal((rows, arguments.size)), dtype)
-            calls = [lambda x=lhs, q=q: product(x, q).block_until_ready() for q in arrays.values()]
+            given = quantize_activations(lhs) if arguments.int8 else lhs
+            calls = [
+                lambda x=given, q=q, f=f: f(x, q).block_until_ready()
+                for f in (product, in_bfloat16)[: len(kinds)]
+                for q in arrays.values()
+            ]
             found = milliseconds(calls, arguments.calls)
             dots = [lambda x=lhs, w=dense: dot(x, w).block_until_ready()]
             found += milliseconds(dots, arguments.calls)
@@ -56,10 +73,18 @@ def main() -> None:
         print(f"| {dtype} | MB | " + " | ".join(map(str, arguments.rows)) + " |")
         print("|---" * (len(arguments.rows) + 2) + "|")
         for name, row in times.items():
-            size = sizes.get(name, dense.nbytes / 1e6)
+            size = sizes.get(name.split(",")[0], dense.nbytes / 1e6)
             print(f"| {name} | {size:.1f} | " + " | ".join(row) + " |", flush=True)
     (read,) = milliseconds([two_thread_read(int(1e6 * next(iter(sizes.values()))))], 20)
     print(f"A read of the bytes of {arguments.formats[0]}: {read}")
+
+
+@jax.jit
+def in_bfloat16(lhs: QuantizedActivations, rhs: QuantizedArray) -> jax.Array:
+    sums = quantized_matmul(
+        lhs.values.astype(jnp.bfloat16), rhs, preferred_element_type=jnp.float32
+    )
+    return (sums * lhs.scale).astype(lhs.dtype)
 
 
 def quantized(weight: np.ndarray, name: str) -> QuantizedArray:

@@ -9,7 +9,8 @@ import pytest
 
 from jaxlowbit._backends import extension
 
-FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("matmul", "microscaling")]
+NAMES = ("matmul", "microscaling", "codebooks", "cpu_activations")
+FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in NAMES]
 SOME = "(identity or nan_and_infinity or overflow or codes_of) and cpu"
 PROGRAM = f"""
 import sys

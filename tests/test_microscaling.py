@@ -193,6 +193,22 @@ def test_codes_of_powers_of_two(format, dtype, backend):
         assert np.isnan(found[:, 7]).all()
 
 
+@pytest.mark.parametrize("first", [1, 247 - 32])
+@pytest.mark.parametrize("format", [MXFP8, E5M2], ids=format_name)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_codes_of_8_bit_floats_beside_small_and_large_scales(format, backend, first):
+    """No weight is subnormal or infinite, so none is lost on its way."""
+    columns = np.arange(first, first + 24, dtype=np.uint8)
+    codes = np.arange(60, 124, dtype=np.uint8)[:, None].repeat(24, 1)
+    array = array_of(codes, columns[None].repeat(2, 0), format)
+    exponent = 100 if first == 1 else -100
+    expected = np.array(format.values)[codes] * 2.0 ** (columns - 127.0 + exponent)
+    for rows in (1, 2, 8, 32, 64):
+        lhs = (np.eye(64)[-rows:] * 2.0**exponent).astype(np.float32)
+        found = matmul(jnp.asarray(lhs), array, backend=backend)
+        np.testing.assert_array_equal(found, expected[-rows:].astype(np.float32))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_codes_of_8_bit_floats(dtype, backend):

@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The CPU handler of one product.
-#include <algorithm>
-#include <cstring>
-#include <vector>
-
-#include "cuda/extents.h"
 #include "xla_ffi/cpu/qmm_cpu.h"
+#include "xla_ffi/cpu_overlap.h"
 #include "xla_ffi/cpu_team.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/operands.h"
@@ -14,18 +10,8 @@
 namespace jaxlowbit {
 namespace {
 
-bool OverlapsOperands(const QuantizedMatmul& problem, const Buffers& buffers) {
-  const auto read = OperandExtents(problem, buffers);
-  const Extent written = OutExtent(problem, buffers);
-  return std::any_of(read.begin(), read.end(),
-                     [&](const Extent& operand) { return Overlap(written, operand); });
-}
-
-void Run(ffi::ThreadPool pool, const QuantizedMatmul& p, Buffers buffers) {
+void Run(ffi::ThreadPool pool, const QuantizedMatmul& p, const Buffers& buffers) {
   static const CpuClone& clone = *RunnableCpuClones().front();
-  const Extent out = OutExtent(p, buffers);
-  std::vector<char> own(OverlapsOperands(p, buffers) ? out.bytes : 0);
-  if (!own.empty()) buffers.out = own.data();
   const auto permuted = AllocateLines(CpuMatmul::PermutedLines(p, clone));
   const CpuMatmul matmul(p, buffers, clone, permuted.get());
   const int64_t threads = UsefulThreads(pool, p.batch * p.m * p.n * p.k);
@@ -37,7 +23,6 @@ void Run(ffi::ThreadPool pool, const QuantizedMatmul& p, Buffers buffers) {
     matmul.Run(task, scratch.get() + thread * lines);
   });
   team.Run(pool, threads);
-  if (!own.empty()) std::memcpy(const_cast<void*>(out.data), own.data(), own.size());
 }
 
 ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
@@ -56,7 +41,9 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer pack
     if (p.transposed) {
       return Refuse("the CPU kernel has no transposed product; it runs as plain XLA.");
     }
-    if (p.batch > 0 && p.m > 0) Run(pool, p, operands.buffers);
+    if (p.batch > 0 && p.m > 0) {
+      RunApart(p, operands.buffers, [&](const Buffers& buffers) { Run(pool, p, buffers); });
+    }
     return error;
   });
 }

@@ -6,6 +6,7 @@
 #include "xla_ffi/ffi.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuActivationsExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuBlockExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuAttendExecute);
 

@@ -57,6 +57,7 @@ nb::dict Targets() {
   targets["cpu"] = nb::dict();
   const std::pair<const char*, XLA_FFI_Handler*> cpu_calls[] = {
       {"jaxlowbit_quantized_matmul", JaxlowbitCpuExecute},
+      {"jaxlowbit_quantized_activations", JaxlowbitCpuActivationsExecute},
       {"jaxlowbit_quantized_block", JaxlowbitCpuBlockExecute},
       {"jaxlowbit_attend_queries", JaxlowbitCpuAttendExecute}};
   for (const auto& [name, execute] : cpu_calls) {

@@ -11,7 +11,7 @@ from jax import Array
 from .._core.array import QuantizedArray
 from .._core.dtypes import FLOATS
 from .._core.format import Format
-from . import call
+from . import call, extension
 from .problem import Problem
 
 
@@ -38,6 +38,37 @@ def matmul(problem: Problem, *operands: Array) -> Array:
         **call.product_attributes(problem, scale_sums=False),
     )
     return out.reshape(*ops.lead, *ops.rows, problem.columns)
+
+
+ONE_CALL = 1
+"""The most rows of int8 for which AMX, which multiplies their values in bfloat16, is not faster."""
+
+
+def unsupported_activations(values: jnp.dtype, rows: int, format: Format) -> str | None:
+    """Why no kernel of this CPU multiplies quantized activations faster than bfloat16, or None."""
+    isa = extension.build_info()["cpu_isa"][0]
+    if isa not in ("amx", "vnni"):
+        return "this CPU has no AVX-512 VNNI"
+    if values != jnp.int8:
+        return f"its kernels take quantized activations of int8, these are {values}"
+    if format.codebook is not None or format.scale is not None:
+        return "beside int8 its kernels read integers with scales of 16 or 32 bits"
+    if isa == "amx" and rows > ONE_CALL:
+        return "AMX multiplies more rows faster in bfloat16"
+    return None
+
+
+def quantized(values: Array, scale: Array, rhs: QuantizedArray, *, out_dtype: jnp.dtype) -> Array:
+    """`cuda_calls.quantized` of int8 as one custom call of the CPU."""
+    rows, m = values.shape[:-1], math.prod(values.shape[:-1])
+    result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
+    (out,) = jax.ffi.ffi_call(call.ACTIVATIONS_TARGET, [result])(
+        values.reshape(1, m, rhs.k),
+        scale.reshape(1, m),
+        *call.call_operands(rhs, jnp.dtype(jnp.bfloat16)),
+        **call.attributes(rhs.format, **call.format_attributes(rhs.format)),
+    )
+    return out.reshape(*rows, rhs.n)
 
 
 def block(

@@ -57,6 +57,10 @@ class Call:
         """Whether there is a custom call of the CPU that computes this, as `supports`."""
         return False
 
+    def cpu_fits(self, context: Any) -> bool:
+        """Whether that call runs on all CPUs that a program is lowered for."""
+        return True
+
     def supports(self, rows: Rows, weights: Weights) -> bool:
         """Whether the custom call of CUDA computes this; operands are shapes and dtypes."""
         lhs = rows[0]
@@ -175,7 +179,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
 
 def _lower_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
     rows, weights, _ = call.named(ctx.avals_in)
-    one_call = partition.divided(ctx) is None and call.cpu_supports(rows, weights)
+    alone = partition.divided(ctx) is None and call.cpu_fits(ctx.module_context)
+    one_call = alone and call.cpu_supports(rows, weights)
     function = call.cpu_call if one_call else call.composition
     function = exporting.with_remedy(ctx, function)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)

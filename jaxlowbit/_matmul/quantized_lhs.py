@@ -1,19 +1,20 @@
 """Products of quantized activations.
 
-They are compositions of a product and the scales of tokens. For many rows on Hopper they are one
-custom call, which multiplies 8 bits.
+They are compositions of a product and the scales of tokens. For many rows on Hopper, and on CPUs
+with VNNI, they are one custom call, which multiplies 8 bits.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._backends import cuda, cuda_calls, extension
+from .._backends import cpu, cuda, cuda_calls, extension
 from .._core import checks, explicit, smoothing
 from .._core.activations import QuantizedActivations, quantize_activations, value_dtype
 from .._core.array import QuantizedArray
@@ -128,10 +129,30 @@ class Scaled(Call):
         )
 
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+        return self._one_call(cuda_calls.quantized, operands)
+
+    def cpu_fits(self, context: Any) -> bool:
+        return not context.lowering_parameters.for_export  # another CPU may lack the instruction
+
+    def cpu_supports(self, rows: Rows, weights: Weights) -> bool:
+        values, (rhs,) = rows[0], weights
+        count = math.prod(values.shape[:-1])
+        return (
+            self.options.backend in (None, "cpu")
+            and count != 0
+            and rhs.ndim == 2
+            and is_supported("cpu", jax.ShapeDtypeStruct(values.shape, EXACT), rhs)
+            and cpu.unsupported_activations(values.dtype, count, rhs.format) is None
+        )
+
+    def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
+        return self._one_call(cpu.quantized, operands)
+
+    def _one_call(self, call: Callable, operands: Sequence[Array]) -> tuple[Array, ...]:
         (values, scale), (rhs,), _ = self.named(operands)
         float16 = self.out_dtype == jnp.float16
         out_dtype = jnp.dtype(jnp.float32 if float16 else self.out_dtype)
-        out = cuda_calls.quantized(values, scale, rhs, out_dtype=out_dtype)
+        out = call(values, scale, rhs, out_dtype=out_dtype)
         return (out.astype(self.out_dtype),)
 
 

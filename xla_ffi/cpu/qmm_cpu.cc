@@ -66,6 +66,9 @@ std::vector<const CpuClone*> RunnableCpuClones() {
     static const bool has_tiles = HasTiles();
     if (has_tiles) clones.push_back(&amx::kClone);
 #endif
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi")) {
+      clones.push_back(&vnni::kClone);
+    }
     clones.push_back(&avx512::kClone);
   }
   if (has_avx2) clones.push_back(&avx2::kClone);
@@ -92,6 +95,19 @@ CpuCodebook::CpuCodebook(const float* from, int bits) {
       finite = false;
     }
   }
+}
+
+const CpuCodebook& CpuCodebook::OfIntegers(int bits) {
+  static const auto codebooks = [] {
+    std::vector<CpuCodebook> all;
+    for (int width = 1; width <= kMostIntegerBits; ++width) {
+      float numbers[1 << kMostIntegerBits];
+      for (int code = 0; code < 1 << width; ++code) numbers[code] = code - (1 << (width - 1));
+      all.emplace_back(numbers, width);
+    }
+    return all;
+  }();
+  return codebooks[bits - 1];
 }
 
 CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone,

@@ -29,6 +29,10 @@ inline std::unique_ptr<CacheLine[]> AllocateLines(int64_t count) {
 struct CpuCodebook {
   CpuCodebook(const float* numbers, int bits);
 
+  // Of integers of so many bits, up to kMostIntegerBits, that have no zero of their own.
+  static constexpr int kMostIntegerBits = 5;
+  static const CpuCodebook& OfIntegers(int bits);
+
   alignas(64) float numbers[256];     // the first ones again and again
   alignas(64) uint8_t bytes[4][256];  // of these, the lowest of each number first
   float largest = 0;                  // magnitude of those that are finite
@@ -58,11 +62,18 @@ struct CpuClone {
   void (*permute_to_tiles)(const CpuCall& call, int64_t begin, int64_t end, float* permuted);
   void (*tiles)(const CpuCall& call, int64_t batch, int64_t n_begin, int64_t n_end, int64_t m_begin,
                 int64_t m_end, float* scratch);
+  // Up to kInt8Tokens rows of int8 by integers, with VNNI; null where there is none.
+  void (*permute_int8)(const CpuCall& call, int64_t begin, int64_t end, uint32_t* permuted);
+  void (*int8)(const CpuCall& call, int64_t batch, int64_t n_block, int64_t m_begin, int64_t m_end,
+               const uint32_t* permuted);
   AttendClone attend;
   RowsClone rows;
 };
 
 namespace amx {  // AMX, and the extensions of AVX-512 that came with it or before
+extern const CpuClone kClone;
+}
+namespace vnni {  // AVX-512 with VNNI and VBMI
 extern const CpuClone kClone;
 }
 namespace avx512 {

@@ -17,6 +17,14 @@ inline constexpr int64_t kStreamSums = 512;
 inline constexpr int64_t kPermutedRows = 16;
 static_assert(kPermutedRows >= kStreamTokens);
 
+// Activations of 8 bits: at most kInt8Rows are multiplied one by one, more in tasks of kInt8Tokens by a panel of
+// kInt8Atoms, whose sums of products are below 2^24: float32 holds them.
+inline constexpr int64_t kInt8Rows = 2;
+inline constexpr int64_t kInt8Tokens = 240;
+inline constexpr int64_t kInt8Atoms = 4;
+inline constexpr int64_t kInt8Words = 20;  // of a row in an atom: values, and their sums by step
+static_assert(kInt8Atoms * kAtom * 255 * 128 < 1 << 24);
+
 // Beyond: a task's tokens (its dequantized weights are used so often), its slice of k, and the
 // tokens of one register tile.
 inline constexpr int64_t kBlockTokens = 240;
