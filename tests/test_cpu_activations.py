@@ -17,6 +17,7 @@ from jaxlowbit import (
     quantize,
 )
 from jaxlowbit._backends import extension
+from jaxlowbit._core.format import Zero
 
 pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="the kernels of the CPU")
 
@@ -34,7 +35,7 @@ def rows(m: int, k: int = K, seed: int = 0) -> QuantizedActivations:
     return QuantizedActivations(jnp.asarray(values), jnp.asarray(scale), jnp.float32)
 
 
-def weight(bits: int, group_size: int, zero: str, k: int = K) -> QuantizedArray:
+def weight(bits: int, group_size: int, zero: Zero, k: int = K) -> QuantizedArray:
     rng = np.random.default_rng(bits)
     groups = 1 if group_size < 0 else -(-k // group_size)
     scale = rng.uniform(-1, 1, (groups, N)).astype(np.float16)

@@ -56,7 +56,8 @@ inline float ToFloat(F16 value) {
   return BitsToFloat(sign | (magnitude < 0x400 ? subnormal : normal));
 }
 
-// 2^(code - 127), but 2^-126 for 2^-127, which is subnormal (Coefficients in clone/dequantize.inc); the last code is NaN.
+// 2^(code - 127), but 2^-126 for 2^-127, which is subnormal (Coefficients in clone/dequantize.inc); the last code is
+// NaN.
 inline float ToFloat(E8m0 value) {
   const uint32_t code = value.bits, is_nan = (code + 1) >> 8;
   return BitsToFloat(std::max(code, 1u) << 23 | is_nan << 22);
