@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
-from helpers import initial
 from jax.sharding import AxisType
 from meshes import REDUCE, assert_close, collectives, make_mesh
 from pairwise import pairwise
@@ -25,6 +24,7 @@ from jaxlowbit.nnx import (
 
 P = jax.P
 FOUR = Format(4, 64, "integer")
+LECUN = nnx.initializers.lecun_normal()
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
@@ -53,7 +53,7 @@ class Mlp(nnx.Module):
         rngs, options = nnx.Rngs(0), {"sharding_rules": rules} if rules else {}
 
         def linear(k: int, n: int, *names: str) -> nnx.Linear:
-            init = nnx.with_partitioning(initial, names, **options)
+            init = nnx.with_partitioning(LECUN, names, **options)
             return nnx.Linear(k, n, use_bias=False, kernel_init=init, rngs=rngs)
 
         self.up = linear(width, hidden, "embed", "mlp")
@@ -83,7 +83,7 @@ X = np.random.default_rng(0).normal(size=(8, 256)).astype(np.float32)
 def test_arrays_have_the_names_of_the_kernel(format, shards, groups):
     with unplaced():
         linear = nnx.Linear(
-            512, 256, kernel_init=nnx.with_partitioning(initial, ("embed", "mlp")), rngs=nnx.Rngs(0)
+            512, 256, kernel_init=nnx.with_partitioning(LECUN, ("embed", "mlp")), rngs=nnx.Rngs(0)
         )
         layer = QuantizedLinear.from_linear(linear, format, shards)
         expected = {"packed": P("mlp", "embed", None), "scale": P("mlp", groups, None)}
@@ -113,7 +113,7 @@ def test_metadata_of_a_layer_says_what_its_initialiser_may(kind):
     options: Any = {"format": FOUR} | ({"axis": (-2, -1)} if kind == "general" else {})
     weight = "embedding" if kind == "embed" else "kernel"
     said = {f"{weight}_metadata": {"out_sharding": names}}
-    initialised = {f"{weight}_init": nnx.with_partitioning(initial, names)}
+    initialised = {f"{weight}_init": nnx.with_partitioning(LECUN, names)}
     if kind != "embed":
         said["bias_metadata"] = {"out_sharding": ("mlp", None)}
         zeros = nnx.with_partitioning(nnx.initializers.zeros_init(), ("mlp", None))
@@ -142,7 +142,7 @@ def test_stacked_layers_gain_and_lose_the_axis_of_the_stack():
 
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
         def create(key):
-            init = nnx.with_partitioning(initial, ("embed", "mlp"))
+            init = nnx.with_partitioning(LECUN, ("embed", "mlp"))
             return nnx.Linear(256, 256, use_bias=False, kernel_init=init, rngs=nnx.Rngs(key))
 
         stack: Any = create(jax.random.split(jax.random.key(0), 3))
@@ -177,7 +177,7 @@ def test_kernels_of_several_axes_are_divided_by_the_first():
             kernel_metadata={"out_sharding": ("heads", None, "embed")},
             rngs=nnx.Rngs(0),
         )
-    init = nnx.with_partitioning(initial, ("embed", "heads", None))
+    init = nnx.with_partitioning(LECUN, ("embed", "heads", None))
     layer = QuantizedLinearGeneral(256, (4, 64), format=FOUR, kernel_init=init, rngs=nnx.Rngs(0))
     assert specs(layer)["packed"] == P("heads", "embed", None)
     layer = QuantizedLinearGeneral.from_linear_general(query, FOUR)
@@ -185,9 +185,9 @@ def test_kernels_of_several_axes_are_divided_by_the_first():
     layer = QuantizedLinearGeneral.from_linear_general(out, FOUR)
     assert specs(layer)["packed"] == P("embed", "heads", None)
     with unplaced():
-        init = nnx.with_partitioning(initial, ("heads", "embed", None))
+        init = nnx.with_partitioning(LECUN, ("heads", "embed", None))
         einsum = nnx.Einsum("td,ndh->tnh", (4, 256, 64), kernel_init=init, rngs=nnx.Rngs(0))
-        init = nnx.with_partitioning(initial, ("tokens", "embed"))
+        init = nnx.with_partitioning(LECUN, ("tokens", "embed"))
         embed = nnx.Embed(256, 128, embedding_init=init, rngs=nnx.Rngs(0))
     layer = QuantizedEinsum.from_einsum(einsum, FOUR)
     assert specs(layer)["packed"] == P("heads", "embed", None)
