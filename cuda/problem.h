@@ -54,8 +54,8 @@ struct QuantizedMatmul {
   JAXLOWBIT_HOST_DEVICE constexpr ElementType floats() const {
     return Is8Bit(lhs) ? ElementType::kBf16 : lhs;
   }
-  // Whether sums may be in float16. Weights by scales of 8 bits may be too large for that before the second scale, outside
-  // of the product, multiplies the sums.
+  // Whether sums may be in float16. Weights times scales of 8 bits may be too large for that before the second scale,
+  // outside of the product, multiplies the sums.
   constexpr bool may_sum_halves() const {
     return half_sums && lhs == ElementType::kF16 && !Is8Bit(scale);
   }

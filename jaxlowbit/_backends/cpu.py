@@ -40,7 +40,7 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     return out.reshape(*ops.lead, *ops.rows, problem.columns)
 
 
-ONE_CALL = 1
+MOST_ROWS_BESIDE_AMX = 1
 """The most rows of int8 for which AMX, which multiplies their values in bfloat16, is not faster."""
 
 
@@ -53,7 +53,7 @@ def unsupported_activations(values: jnp.dtype, rows: int, format: Format) -> str
         return f"its kernels take quantized activations of int8, these are {values}"
     if format.codebook is not None or format.scale is not None:
         return "beside int8 its kernels read integers with scales of 16 or 32 bits"
-    if isa == "amx" and rows > ONE_CALL:
+    if isa == "amx" and rows > MOST_ROWS_BESIDE_AMX:
         return "AMX multiplies more rows faster in bfloat16"
     return None
 
