@@ -43,7 +43,9 @@ class Cublas:
             size, copies, calls = _copies(plan, Shape(name, n, k))
             rotating = list(self._weights[: copies * n * k].reshape(copies, n, k))
             x = self._lhs[: m * k].reshape(m, k)
-            time = timing.graph_microseconds_per_call(self._product.call, x, rotating, calls)
+            time = timing.graph_microseconds_per_call(
+                self._product.call, x, rotating, calls, plan.effort
+            )
             row = {"shape": name, "n": n, "k": k, "format": "dense", "dtype": plan.dtype}
             row |= {"backend": "cublas", "m": m}
             yield row | measure.timed(time, "cuda graph", size, copies, calls, None)

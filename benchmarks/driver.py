@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import timing
 import weights
 from measure import Plan
 from results import InputError
@@ -69,6 +70,7 @@ def _options(plan: Plan, format: Format) -> list[str]:
         str(format.group_size),
         *zero,
         *(["--f16"] if plan.dtype == "float16" else []),
+        *(["--quick"] if plan.effort == timing.QUICK else []),
     ]
 
 

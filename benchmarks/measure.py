@@ -31,6 +31,7 @@ class Plan(NamedTuple):
     backends: Sequence[str]
     calls: int  # of the shorter program, at least
     cold_bytes: int  # what the distinct copies of a weight add up to, at least
+    effort: timing.Effort = timing.THOROUGH  # of CUDA graphs
 
 
 class Skipped(NamedTuple):
@@ -147,8 +148,12 @@ def _products(
             if not error <= 1:
                 yield Wrong(row["backend"], shape.name, m, row["format"], error)
                 continue
-            clock = timing.graph_microseconds_per_call if torch else timing.microseconds_per_call
-            time = clock(contender.call, operand, made, calls)
+            if torch:
+                time = timing.graph_microseconds_per_call(
+                    contender.call, operand, made, calls, plan.effort
+                )
+            else:
+                time = timing.microseconds_per_call(contender.call, operand, made, calls)
             method = "cuda graph" if torch else "jit"
             yield row | {"m": m} | timed(time, method, size, count, calls, error)
     except Exception as error:

@@ -3,7 +3,7 @@
     make driver
     python benchmarks/sweep.py --driver build/driver/driver --shapes unseen --out sweep.json
     python benchmarks/sweep.py --driver build/driver/driver --shapes standard unseen random-40 \\
-        --m 8-512/8 random-30 --out sweep.json --plot sweep.svg
+        --m 8-512/8 random-30 --quick --out sweep.json --plot sweep.svg
     python benchmarks/sweep.py --read sweep.json
 
 The driver times what the selection chooses, and PyTorch the dense product, cuBLAS, both in CUDA
@@ -30,6 +30,7 @@ import measure
 import plot
 import results
 import shapes
+import timing
 import violations
 import weights
 from violations import Cell
@@ -58,6 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="tokens: numbers, ranges such as 8-512/8, and random-30 for thirty random ones",
     )
     add("--format", default="int4-g128", help="as for benchmark.py, 4 or 8 bits")
+    add("--quick", action="store_true", help="a third of the replays, for thousands of cells")
     add("--out", type=Path, help="write what is measured here")
     add("--plot", type=Path, help="draw a heat map here, an SVG file")
     options = parser.parse_args(arguments)
@@ -104,6 +106,7 @@ def _measure(options: argparse.Namespace) -> list[Cell]:
         backends=[],
         calls=CALLS,
         cold_bytes=COLD_BYTES,
+        effort=timing.QUICK if options.quick else timing.THOROUGH,
     )
     cublas = dense.Cublas(plan)
     found: dict[str, Any] = {"environment": results.environment()}

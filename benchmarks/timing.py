@@ -15,8 +15,16 @@ BLOCK_SECONDS = 0.02
 PROGRAMS = (2, 20)  # least and most in a block
 HOST_SHARE = 0.8  # of a program's time, that enqueueing it may take
 MOST_CALLS = 512  # of the shorter program, where it needs more of them for that
-REPLAYS = 20
-WARM_UP_SECONDS = 0.03  # until clocks are those of a busy device
+
+
+class Effort(NamedTuple):
+    """How long a graph is timed; the driver has the same two."""
+
+    warm_up_seconds: float  # until clocks are those of a busy device
+    replays: int
+
+
+THOROUGH, QUICK = Effort(0.03, 20), Effort(0.006, 7)
 
 
 class Microseconds(NamedTuple):
@@ -114,7 +122,11 @@ def _link(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def graph_microseconds_per_call(
-    call: Callable[[Any, Any], Any], x: Any, weights: list, calls: int
+    call: Callable[[Any, Any], Any],
+    x: Any,
+    weights: list,
+    calls: int,
+    effort: Effort = THOROUGH,
 ) -> Microseconds:
     """The time of a CUDA graph of `calls` calls of PyTorch, replayed, for each of them.
 
@@ -140,6 +152,6 @@ def graph_microseconds_per_call(
         return 1e-3 * begin.elapsed_time(end)
 
     warm = 0.0
-    while warm < WARM_UP_SECONDS:
+    while warm < effort.warm_up_seconds:
         warm += seconds()
-    return summary([seconds() / calls for _ in range(REPLAYS)])
+    return summary([seconds() / calls for _ in range(effort.replays)])

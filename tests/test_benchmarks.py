@@ -280,7 +280,8 @@ def test_sweep(tmp_path, monkeypatch, capsys):
     )
     driver.chmod(0o755)
 
-    def clock(call, x, weights, calls):
+    def clock(call, x, weights, calls, effort):
+        assert effort == timing.THOROUGH
         assert x.shape[1] == weights[0].shape[1] and calls >= 16 and calls % len(weights) == 0
         assert sum(weight.nbytes for weight in weights) > 3 * 60e6  # of an H200's L2
         return timing.Microseconds(7.4, (7.3, 7.5))

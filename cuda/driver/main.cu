@@ -20,6 +20,7 @@
 //                           --lhs int8|e4m3 (quantized activations)
 //                           --scale-sums --f16 --half-sums
 //                           --pdl (all but the first launch use programmatic dependent launch);
+//                           --quick (a fifth of the warm-up and a third of the replays);
 //                           --permuted (rows of the weight in a permuted order);
 //                           --bias --residual --activation silu|gelu|gelu_tanh|relu --gated (n of each
 //                           of two weights);
@@ -341,11 +342,11 @@ Tally Sweep() {
 
 // Median microseconds per call by each choice, in a captured chain that rotates over `copies` weights.
 std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& data, int copies,
-                        const std::vector<Choice>& choices) {
+                        const std::vector<Choice>& choices, const TimingEffort& effort) {
   std::vector<Buffers> calls;
   for (int i = 0; i < std::max(16, copies); ++i) calls.push_back(data.buffers(i % copies));
   std::vector<float> microseconds;
-  Check(TimeChoices(problem, calls, choices, 0, &microseconds), "TimeChoices");
+  Check(TimeChoices(problem, calls, choices, 0, &microseconds, effort), "TimeChoices");
   return microseconds;
 }
 
@@ -358,7 +359,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
       "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
       "[--codebook C] [--scale S] [--lhs int8|e4m3] "
       "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
-      "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--tile T,...] "
+      "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--quick] [--tile T,...] "
       "[--split S,...] [--slices L,...] [--peers 1|2] "
       "[--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] [--seconds S]\n",
       wrong);
@@ -372,6 +373,7 @@ struct TimeOptions {
   bool names_problem = false;  // an option says something of the problem
   Optional optional;
   double seconds = std::numeric_limits<double>::infinity();
+  TimingEffort effort;
   std::optional<Kernel> kernel;
   // 0 (for tiles -1): as the selection chooses.
   std::vector<int64_t> tiles = {-1}, splits = {0}, slices = {0};
@@ -441,7 +443,7 @@ void TimeAll(const TimeOptions& options) {
     for (const Choice& choice : choices) {
       if (!IsRight(problem, data, choice, kSample)) std::exit(1);
     }
-    const std::vector<float> microseconds = Time(problem, data, copies, choices);
+    const std::vector<float> microseconds = Time(problem, data, copies, choices, options.effort);
     for (size_t i = 0; i < choices.size(); ++i) {
       const Choice& choice = choices[i];
       const double us = microseconds[i];
@@ -535,6 +537,8 @@ TimeOptions Parse(int argc, char** argv) {
       options.optional.residual = true;
     } else if (flag == "--gated") {
       options.problem.epilogue.gated = true;
+    } else if (flag == "--quick") {
+      options.effort = {.warm_up_milliseconds = 6, .least_replays = 7, .replays = 7};
     } else if (i + 1 == argc) {
       Usage(("unknown or incomplete option " + flag).c_str());
     } else if (flag == "--kernel") {

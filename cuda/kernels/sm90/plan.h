@@ -35,9 +35,11 @@ struct TileShape {
     return cta_strips() % 2 == 0 && (strips == 2 || halves);
   }
   // Whether it takes an lhs of 8 bits, of which a block, 128 bytes of a row, is two atoms of k: a stage. Registers hold the
-  // sums of groups beside those of results, unless `one_sum` says that int8 is summed over all of k.
+  // sums of groups beside those of results, unless `one_sum` says that int8 is summed over all of k. A warpgroup alone
+  // gains nothing beyond 128 rows.
   constexpr bool takes_bytes(bool one_sum) const {
-    return stage_atoms == 2 && warpgroups <= 2 && (one_sum || m * strips <= 160);
+    return stage_atoms == 2 && warpgroups <= 2 && (one_sum || m * strips <= 160) &&
+           (warpgroups > 1 || m * strips <= 128);
   }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
@@ -46,7 +48,7 @@ inline constexpr TileShape kTiles[] = {
     {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 1, 2, 2},  {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},
     {128, 1, 3, 1, 2}, {128, 1, 1, 1, 2}, {48, 2, 1, 2, 2},  {80, 1, 2, 1, 2},  {96, 1, 2, 1, 2},
     {96, 1, 1, 2, 2},  {112, 1, 2, 1, 2}, {144, 1, 2, 1, 2}, {160, 1, 2, 1, 2}, {192, 1, 2, 1, 2},
-    {224, 1, 2, 1, 2}, {80, 2, 2, 1, 2}};
+    {224, 1, 2, 1, 2}, {80, 2, 2, 1, 2},  {160, 1, 1, 1, 2}};
 // The build holds every instance of the first tiles. It holds the others, which fill the gaps between these, for what
 // most programs run; the rest is compiled where it runs (instances.h).
 inline constexpr int kBuiltTiles = 7;
