@@ -25,6 +25,7 @@ class Peer(NamedTuple):
     unsupported: Callable[[Format, str], str | None]
     framework: Literal["jax", "torch"] = "torch"
     dense: bool = False
+    only_integers: bool = True  # whose scales are floats of 16 or 32 bits
     reference: Callable[[Any], Any] | None = None
 
 
@@ -46,6 +47,16 @@ def _import_error(module: str) -> str | None:
     except Exception as error:  # a package made for another torch may raise anything
         return f"import {module} fails: {error}"
     return None
+
+
+def unsupported(peer: Peer, format: Format, dtype: str) -> str | None:
+    """Why a package cannot multiply by this format here, or None."""
+    if reason := missing(peer):
+        return reason
+    others = format.codebook is not None or format.scale is not None
+    if others and peer.only_integers and not peer.dense:
+        return "the adapter has integers with scales of 16 or 32 bits"
+    return peer.unsupported(format, dtype)
 
 
 def version(peer: Peer) -> str | None:
