@@ -76,6 +76,7 @@ def _table() -> dict[str, Peer]:
         "gemlite": gemlite.PEER,
         "bitsandbytes": bitsandbytes.PEER,
         "humming": humming.PEER,
+        "humming-tuned": humming.TUNED,
         "marlin": vllm.MARLIN,
         "machete": vllm.MACHETE,
         "qwix": qwix.PEER,
