@@ -56,6 +56,7 @@ def test_formats_of_other_packages(monkeypatch):
     assert taken("bitsandbytes") == ["int4-g128", "nf4"]
     assert taken("gemlite") == ["int4-g128", "e4m3", "mxfp4", "nvfp4"]
     assert taken("humming") == ["int4-g128", "int5-g128", "e4m3", "mxfp4", "nvfp4", "e2m1-g64"]
+    assert taken("fbgemm") == ["e4m3"]
     assert taken("marlin") == taken("tinygemm") == taken("qwix") == ["int4-g128"]
     assert len(taken("cublas")) == 7
 

@@ -68,7 +68,7 @@ def version(peer: Peer) -> str | None:
 
 
 def _table() -> dict[str, Peer]:
-    from . import bitsandbytes, gemlite, humming, qwix, tokamax, torch, vllm
+    from . import bitsandbytes, fbgemm, gemlite, humming, qwix, tokamax, torch, vllm
 
     return {
         "cublas": torch.CUBLAS,
@@ -77,6 +77,7 @@ def _table() -> dict[str, Peer]:
         "bitsandbytes": bitsandbytes.PEER,
         "humming": humming.PEER,
         "humming-tuned": humming.TUNED,
+        "fbgemm": fbgemm.PEER,
         "marlin": vllm.MARLIN,
         "machete": vllm.MACHETE,
         "qwix": qwix.PEER,
