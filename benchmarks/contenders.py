@@ -40,9 +40,11 @@ class Contender(NamedTuple):
 def quantized(codes: Codes, format: Format) -> jl.QuantizedArray:
     """The codes in this package's layout."""
     values = codes.qvalue
-    if format.zero == "none":
+    if format.zero == "none" and format.codebook is None:
         values = values.astype(jnp.int16) - format.offset
-    return jl.QuantizedArray.from_integers(values, codes.scale, codes.zero, format=format)
+    return jl.QuantizedArray.from_integers(
+        values, codes.scale, codes.zero, format=format, tensor_scale=codes.tensor_scale
+    )
 
 
 def _ours(backend: Any = None) -> Contender:
@@ -61,7 +63,7 @@ def _ours(backend: Any = None) -> Contender:
 
 @functools.partial(jax.jit, static_argnames="format")
 def _dense(codes: Codes, format: Format) -> jax.Array:
-    return weights.dequantize(codes, format).astype(codes.scale.dtype)
+    return weights.dequantize(codes, format).astype(weights.float_dtype(codes))
 
 
 def _dense_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -76,6 +78,7 @@ def _int4(codes: Codes, format: Format) -> tuple[jax.Array, jax.Array]:
 
 def _only_int4_groups(format: Format, dtype: str) -> str | None:
     fits = format.bits == 4 and format.zero == "none" and format.group_size > 0
+    fits &= format.codebook is None and format.scale is None
     return None if fits else "it is written for 4 bits in groups without a zero"
 
 
@@ -119,7 +122,7 @@ def _peer(peer: peers.Peer) -> Contender:
     return Contender(
         make=peer.make,
         call=peer.call,
-        unsupported=lambda format, dtype: peers.missing(peer) or peer.unsupported(format, dtype),
+        unsupported=functools.partial(peers.unsupported, peer),
         framework=peer.framework,
         dense=peer.dense,
         shares=peer.framework == "jax",

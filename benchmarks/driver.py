@@ -60,6 +60,8 @@ def measure(path: Path, plan: Plan) -> Iterator[dict[str, Any]]:
 def _options(plan: Plan, format: Format) -> list[str]:
     if plan.dtype == "float32":
         raise InputError("the driver times bfloat16 and float16; leave out --driver for float32.")
+    codebook = [] if format.codebook is None else ["--codebook", str(format.codebook)]
+    scale = [] if format.scale is None else ["--scale", format.scale]
     zero = {"none": [], "integer": ["--zero"], "float": ["--float-zero"]}[format.zero]
     return [
         "--m",
@@ -69,6 +71,8 @@ def _options(plan: Plan, format: Format) -> list[str]:
         "--group",
         str(format.group_size),
         *zero,
+        *codebook,
+        *scale,
         *(["--f16"] if plan.dtype == "float16" else []),
         *(["--quick"] if plan.effort == timing.QUICK else []),
     ]

@@ -55,6 +55,8 @@ class Wrong(NamedTuple):
 def measure(plan: Plan) -> Iterator[dict[str, Any] | Skipped | Wrong]:
     """One finding after the other, as they are made."""
     table = contenders.table()
+    if plan.dtype != "bfloat16" and any(format.scale for format in plan.formats):
+        raise InputError("formats with scales of 8 bits are timed beside bfloat16; see --dtype.")
     for name in plan.backends:
         dense = name in table and table[name].dense
         for format in plan.formats[:1] if dense else plan.formats:

@@ -6,19 +6,26 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlowbit import Format
 from jaxlowbit._core import format as formats
 
+_E8M0_BIAS = 127
+_E4M3_UNIT = 128  # scales of e4m3 are about this, so that none is beyond 448 or below 2^-6
 _ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 
 class Codes(NamedTuple):
-    """A weight as the format's table defines it: codes (k, n), scale and zero (groups, n)."""
+    """A weight as the format's table defines it: codes (k, n), scale and zero (groups, n).
+
+    Scales of 8 bits are their bits, uint8, which every framework takes.
+    """
 
     qvalue: jax.Array
     scale: jax.Array
     zero: jax.Array | None
+    tensor_scale: jax.Array | None = None  # ()
 
 
 def parse_format(text: str) -> Format:
@@ -29,6 +36,8 @@ def parse_format(text: str) -> Format:
     format = formats.parse_format(text)
     if format.bits == 1 and format.zero == "none":
         raise ValueError(f"{text!r} holds only -scale and 0; add -float or -integer.")
+    if format.scale == "int8":
+        raise ValueError(f"{text!r} has integers as scales, for which there are no random weights.")
     return format
 
 
@@ -41,16 +50,20 @@ def num_bytes(n: int, k: int, format: Format | None, dtype: str) -> int:
     if format is None:
         return n * k * itemsize
     groups = 1 if format.group_size == -1 else -(-k // format.group_size)
-    of_group = itemsize + {"none": 0, "integer": 1, "float": itemsize}[format.zero]
-    return n * (k * format.bits // 8 + groups * of_group)
+    of_group = 1 if format.scale else itemsize
+    of_group += {"none": 0, "integer": 1, "float": itemsize}[format.zero]
+    of_tensor = 4 if format.has_tensor_scale else 0
+    return n * (k * format.bits // 8 + groups * of_group) + of_tensor
 
 
 @functools.partial(jax.jit, static_argnames=("n", "k", "format", "dtype"))
 def random_codes(key: jax.Array, n: int, k: int, format: Format, dtype: str) -> Codes:
-    """Codes whose weights have mean 0 and variance 1/k.
+    """Codes whose weights have mean 0 and variance 1/k, with e8m0 scales about that.
 
     A chain of products so ends neither in zeros nor in infinities.
     """
+    if format.codebook is not None or format.scale is not None:
+        return _random_numbers(key, n, k, format, dtype)
     groups = 1 if format.group_size == -1 else -(-k // format.group_size)
     keys = jax.random.split(key, 3)
     levels = 2**format.bits
@@ -71,6 +84,40 @@ def random_codes(key: jax.Array, n: int, k: int, format: Format, dtype: str) -> 
     return Codes(qvalue, scale, zero)
 
 
+def _random_numbers(key: jax.Array, n: int, k: int, format: Format, dtype: str) -> Codes:
+    """Codes of a format with a codebook or with scales of 8 bits."""
+    groups = 1 if format.group_size == -1 else -(-k // format.group_size)
+    keys = jax.random.split(key)
+    values = _numbers(format)
+    usable = np.isfinite(values)
+    usable[0] &= format.codebook is not None  # as above
+    codes = np.flatnonzero(usable).astype(np.uint8)
+    qvalue = jnp.asarray(codes)[jax.random.randint(keys[0], (k, n), 0, len(codes))]
+    unit = 1 / math.sqrt(k * np.square(values[codes], dtype=np.float64).mean())
+    if format.scale == "e8m0":
+        exponent = round(math.log2(unit)) + jax.random.randint(keys[1], (groups, n), -1, 2)
+        return Codes(qvalue, (exponent + _E8M0_BIAS).astype(jnp.uint8), None)
+    factor = jax.random.uniform(keys[1], (groups, n), jnp.float32, 0.5, 1.5)
+    unit /= math.sqrt(1 + 1 / 12)
+    if format.scale is None:
+        return Codes(qvalue, (factor * unit).astype(dtype), None)
+    scale = (factor * _E4M3_UNIT).astype(format.scale_dtype)
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint8)
+    return Codes(qvalue, bits, None, jnp.float32(unit / _E4M3_UNIT))
+
+
+def _numbers(format: Format) -> np.ndarray:
+    """The number of each code, before its scale, of a format without a zero."""
+    integers = np.arange(2**format.bits) - format.offset
+    return np.array(format.values or integers, np.float32)
+
+
+def float_dtype(codes: Codes) -> jnp.dtype:
+    """The dtype of activations beside a weight, of which 8-bit scales say nothing."""
+    eight_bits = codes.scale.dtype == jnp.uint8
+    return jnp.dtype(jnp.bfloat16) if eight_bits else codes.scale.dtype
+
+
 @functools.partial(jax.jit, static_argnames="format")
 def dequantize(codes: Codes, format: Format) -> jax.Array:
     """The weight (k, n) in float32, as the format defines it."""
@@ -80,9 +127,15 @@ def dequantize(codes: Codes, format: Format) -> jax.Array:
         size = k if format.group_size == -1 else format.group_size
         return jnp.repeat(values.astype(jnp.float32), size, axis=0)[:k]
 
-    qvalue, scale = codes.qvalue.astype(jnp.float32), rows(codes.scale)
+    scale = codes.scale
+    if format.scale is not None:
+        scale = jax.lax.bitcast_convert_type(scale, format.scale_dtype).astype(jnp.float32)
+    if codes.tensor_scale is not None:
+        scale *= codes.tensor_scale
+    scale = rows(scale)
     if codes.zero is None:
-        return (qvalue - format.offset) * scale
+        return jnp.asarray(_numbers(format))[codes.qvalue] * scale
+    qvalue = codes.qvalue.astype(jnp.float32)
     if format.zero == "integer":
         return (qvalue - rows(codes.zero)) * scale
     return qvalue * scale + rows(codes.zero)

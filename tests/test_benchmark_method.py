@@ -6,6 +6,9 @@ import contenders
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peers
+import peers.humming
+import peers.torch
 import pytest
 import shapes
 import timing
@@ -20,6 +23,55 @@ def test_contenders_are_right(name):
     if name == "pallas" and jax.default_backend() == "gpu":
         pytest.skip("the Pallas kernel is for TPUs, and interpreted on the CPU")
     check(contenders.table()[name], weights.parse_format("int4-g128"))
+
+
+@pytest.mark.parametrize("format", ["nf4", "e4m3", "mxfp4", "nvfp4"])
+def test_numbers_are_right(format):
+    for name in ("definition", "xla"):
+        check(contenders.table()[name], weights.parse_format(format))
+
+
+@pytest.mark.parametrize(
+    "format", ["int5-g128", "int4-g64-integer", "nf4", "e4m3", "mxfp4", "nvfp4"]
+)
+def test_weights_of_pytorch_are_the_same(format):
+    torch = pytest.importorskip("torch", reason="PyTorch is no dependency")
+    format = weights.parse_format(format)
+    codes = weights.random_codes(jax.random.key(0), 192, 256, format, "bfloat16")
+    expected = weights.dequantize(codes, format)
+    found = peers.torch.dequantize(jax.tree.map(torch.from_dlpack, codes), format)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
+
+
+def test_formats_of_other_packages(monkeypatch):
+    monkeypatch.setattr(peers, "missing", lambda peer: None)
+
+    def taken(name):
+        peer = peers.PEERS[name]
+        asked = ["int4-g128", "int5-g128", "nf4", "e4m3", "mxfp4", "nvfp4", "e2m1-g64"]
+        formats = map(weights.parse_format, asked)
+        taken = [peers.unsupported(peer, format, "bfloat16") is None for format in formats]
+        return [name for name, is_taken in zip(asked, taken, strict=True) if is_taken]
+
+    assert taken("bitsandbytes") == ["int4-g128", "nf4"]
+    assert taken("gemlite") == ["int4-g128", "e4m3", "mxfp4", "nvfp4"]
+    assert taken("humming") == ["int4-g128", "int5-g128", "e4m3", "mxfp4", "nvfp4", "e2m1-g64"]
+    assert taken("fbgemm") == ["e4m3"]
+    assert taken("marlin") == taken("tinygemm") == taken("qwix") == ["int4-g128"]
+    assert len(taken("cublas")) == 7
+
+
+def test_names_of_humming():
+    named = peers.humming.weight_config(weights.parse_format("nvfp4"))
+    assert named.pop("has_zero_point") is False
+    assert named == {
+        "dtype": "float4e2m1",
+        "group_size": 16,
+        "scale_dtype": "float8e4m3",
+        "scale_2_type": "tensor",
+    }
+    named = peers.humming.weight_config(weights.parse_format("e4m3"))
+    assert (named["dtype"], named["group_size"]) == ("float8e4m3", 0)
 
 
 @pytest.mark.parametrize("format", ["int4-g128", "int8"])
@@ -80,7 +132,19 @@ def test_summary():
     assert found.quartiles == pytest.approx((2, 4))
 
 
-@pytest.mark.parametrize("text", ["int4-g128-integer", "int3-g48-float", "int8"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int4-g128-integer",
+        "int3-g48-float",
+        "int8",
+        "nf4",
+        "e4m3",
+        "nvfp4",
+        "mxfp4",
+        "int3-g48-e8m0",
+    ],
+)
 def test_codes_mean_what_the_package_means(text):
     format = weights.parse_format(text)
     assert weights.name(format) == text
@@ -92,13 +156,16 @@ def test_codes_mean_what_the_package_means(text):
     assert weights.num_bytes(192, 256, format, "bfloat16") == packed.nbytes - version
     # Chains of products keep their size.
     assert abs(floats.mean()) < 0.1 * floats.std()
-    assert (floats**2).mean() == pytest.approx(1 / 256, rel=0.15)
+    powers = format.scale == "e8m0"  # which lie beside the scale that they should be
+    assert (floats**2).mean() == pytest.approx(1 / 256, rel=3 if powers else 0.15)
 
 
 def test_parse_format():
     assert weights.parse_format("int5-g16-float") == Format(5, 16, "float")
     assert weights.parse_format("int4-g128-integer") == jaxlowbit.UINT4
     assert weights.parse_format("int8") == jaxlowbit.INT8
+    with pytest.raises(ValueError, match="integers as scales"):
+        weights.parse_format("int4-int8")
 
 
 def test_error_over_bound_sees_one_element():

@@ -150,6 +150,15 @@ def test_rows_of_the_driver(tmp_path):
     assert all(row.keys() == forged().keys() for row in rows)
 
 
+def test_driver_is_told_of_the_numbers(tmp_path, capsys):
+    driver = tmp_path / "driver"
+    driver.write_text('#!/bin/sh\necho "$@"\nexit 1\n')
+    driver.chmod(0o755)
+    arguments = ["--shapes", "256x128", "--m", 1, "--format", "mxfp4", "--driver", driver]
+    assert run(benchmark, *arguments) == 2
+    assert "--bits 4 --group 32 --codebook e2m1 --scale e8m0" in capsys.readouterr().err
+
+
 def test_driver_that_finds_a_wrong_product(tmp_path, capsys):
     driver = tmp_path / "driver"
     driver.write_text("#!/bin/sh\necho 'WRONG  m=1: error over bound 3'\nexit 1\n")
@@ -183,6 +192,7 @@ def test_driver_that_times_something_else(tmp_path, capsys):
         ("--read {}/empty.json", "empty.json holds no results"),
         ("--driver {}/missing --shapes 64x64", "missing cannot be run: No such file"),
         ("--driver {}/missing --dtype float32", "times bfloat16 and float16"),
+        ("--format mxfp4 --dtype float16", "scales of 8 bits are timed beside bfloat16"),
         ("--read {}/one.json --compare {}/other.json", "have no cell in common"),
         ("--read {}/one.json --markdown {}/one.json", "is no page with the lines <!-- results"),
         ("--read {}/one.json --shapes standard", "one.json has no results of standard"),

@@ -25,6 +25,7 @@ class Peer(NamedTuple):
     unsupported: Callable[[Format, str], str | None]
     framework: Literal["jax", "torch"] = "torch"
     dense: bool = False
+    only_integers: bool = True  # whose scales are floats of 16 or 32 bits
     reference: Callable[[Any], Any] | None = None
 
 
@@ -48,6 +49,16 @@ def _import_error(module: str) -> str | None:
     return None
 
 
+def unsupported(peer: Peer, format: Format, dtype: str) -> str | None:
+    """Why a package cannot multiply by this format here, or None."""
+    if reason := missing(peer):
+        return reason
+    others = format.codebook is not None or format.scale is not None
+    if others and peer.only_integers and not peer.dense:
+        return "the adapter has integers with scales of 16 or 32 bits"
+    return peer.unsupported(format, dtype)
+
+
 def version(peer: Peer) -> str | None:
     """The version installed, or None."""
     try:
@@ -57,7 +68,7 @@ def version(peer: Peer) -> str | None:
 
 
 def _table() -> dict[str, Peer]:
-    from . import bitsandbytes, gemlite, humming, qwix, tokamax, torch, vllm
+    from . import bitsandbytes, fbgemm, gemlite, humming, qwix, tokamax, torch, vllm
 
     return {
         "cublas": torch.CUBLAS,
@@ -65,6 +76,8 @@ def _table() -> dict[str, Peer]:
         "gemlite": gemlite.PEER,
         "bitsandbytes": bitsandbytes.PEER,
         "humming": humming.PEER,
+        "humming-tuned": humming.TUNED,
+        "fbgemm": fbgemm.PEER,
         "marlin": vllm.MARLIN,
         "machete": vllm.MACHETE,
         "qwix": qwix.PEER,

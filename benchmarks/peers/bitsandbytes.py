@@ -1,4 +1,4 @@
-"""bitsandbytes: 4-bit NormalFloat, quantized from the floats that the codes stand for."""
+"""bitsandbytes: nf4 and fp4, quantized from the floats that the codes stand for."""
 
 from importlib import import_module
 from typing import Any
@@ -12,7 +12,8 @@ from .torch import linear
 def _make(codes: Any, format: Format) -> Any:
     functional = import_module("bitsandbytes.functional")
     weight = linear(codes, format)
-    return functional.quantize_4bit(weight, blocksize=format.group_size, quant_type="nf4")
+    kind = format.codebook or "nf4"
+    return functional.quantize_4bit(weight, blocksize=format.group_size, quant_type=kind)
 
 
 def _call(x: Any, weight: Any) -> Any:
@@ -25,11 +26,20 @@ def _reference(weight: Any) -> Any:
 
 
 def _unsupported(format: Format, dtype: str) -> str | None:
+    if format.codebook not in (None, "nf4", "fp4") or format.scale is not None:
+        return "it has nf4 and fp4, with float32 scales"
     if format.bits != 4 or format.group_size not in (32, 64, 128, 256) or format.zero != "none":
         return "it has 4 bits in blocks of 32, 64, 128 or 256, without zeros"
     return None
 
 
 PEER = Peer(
-    "bitsandbytes", "bitsandbytes", "0.50.2", _make, _call, _unsupported, reference=_reference
+    "bitsandbytes",
+    "bitsandbytes",
+    "0.50.2",
+    _make,
+    _call,
+    _unsupported,
+    only_integers=False,
+    reference=_reference,
 )

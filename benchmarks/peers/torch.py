@@ -17,16 +17,35 @@ def repeat_groups(values: Any, k: int, format: Format) -> Any:
 def dequantize(codes: Any, format: Format) -> Any:
     """The weight (k, n) in float32."""
     k = codes.qvalue.shape[0]
-    qvalue, scale = codes.qvalue.float(), repeat_groups(codes.scale, k, format)
+    scale = scales(codes, format).float()
+    if codes.tensor_scale is not None:
+        scale *= codes.tensor_scale
+    scale = repeat_groups(scale, k, format)
+    if format.codebook is not None:
+        return scale.new_tensor(format.values)[codes.qvalue.int()] * scale
+    qvalue = codes.qvalue.float()
     if codes.zero is None:
         return (qvalue - format.offset) * scale
     zero = repeat_groups(codes.zero, k, format)
     return (qvalue - zero) * scale if format.zero == "integer" else qvalue * scale + zero
 
 
+def scales(codes: Any, format: Format) -> Any:
+    """Scales (groups, n) in their dtype."""
+    if format.scale is None:
+        return codes.scale
+    return codes.scale.view(getattr(import_module("torch"), format.scale_dtype.name))
+
+
+def float_dtype(codes: Any) -> Any:
+    """See `weights.float_dtype`."""
+    torch = import_module("torch")
+    return torch.bfloat16 if codes.scale.dtype == torch.uint8 else codes.scale.dtype
+
+
 def linear(codes: Any, format: Format) -> Any:
-    """The weight as `torch.nn.Linear` keeps it, (n, k) in the dtype of the scales."""
-    return dequantize(codes, format).to(codes.scale.dtype).t().contiguous()
+    """The weight as `torch.nn.Linear` keeps it, (n, k) in the dtype of the activations."""
+    return dequantize(codes, format).to(float_dtype(codes)).t().contiguous()
 
 
 def _linear_call(x: Any, weight: Any) -> Any:
