@@ -14,6 +14,7 @@ from results import InputError
 
 from jaxlowbit import Format
 
+_CODEBOOKS = ("e2m1", "e4m3", "e5m2")  # that kernels compute; others are tables
 _LINE = re.compile(r"m=(\d+)\s+n=(\d+)\s+k=(\d+) .* ([\d.]+) us ")
 
 
@@ -60,7 +61,8 @@ def measure(path: Path, plan: Plan) -> Iterator[dict[str, Any]]:
 def _options(plan: Plan, format: Format) -> list[str]:
     if plan.dtype == "float32":
         raise InputError("the driver times bfloat16 and float16; leave out --driver for float32.")
-    codebook = [] if format.codebook is None else ["--codebook", str(format.codebook)]
+    named = format.codebook if format.codebook in _CODEBOOKS else "table"
+    codebook = [] if format.codebook is None else ["--codebook", str(named)]
     scale = [] if format.scale is None else ["--scale", format.scale]
     zero = {"none": [], "integer": ["--zero"], "float": ["--float-zero"]}[format.zero]
     return [

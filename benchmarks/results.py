@@ -2,11 +2,13 @@
 
 import argparse
 import datetime
+import gzip
 import json
 import os
 import platform
 import subprocess
 import sys
+import zlib
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -80,17 +82,19 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Writes all or nothing."""
+    """Writes all or nothing; compressed, if the name ends in .gz."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(results, indent=1) + "\n")
+    text = (json.dumps(results, indent=1) + "\n").encode()
+    partial.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     os.replace(partial, path)
 
 
 def read(path: Path) -> dict[str, Any]:
     """**Raises:** `InputError` for a file that is missing or holds something else."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = path.read_bytes()
+        found = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path} cannot be read as results: {error}") from None
     rows = found.get("rows") if isinstance(found, dict) else None
     if not rows or "environment" not in found or not all("shape" in row for row in rows):

@@ -41,7 +41,7 @@ SHAPES_AT_A_TIME = 20
 MOST_TOKENS = 4096  # of random ones
 WORST = 20
 CALLS = 16
-COLD_BYTES = 500_000_000
+COLD_BYTES = 500_000_000  # half of it for a quick sweep, which is four times the L2 of an H200
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="tokens: numbers, ranges such as 8-512/8, and random-30 for thirty random ones",
     )
     add("--format", default="int4-g128", help="as for benchmark.py, 4 or 8 bits")
-    add("--quick", action="store_true", help="a third of the replays, for thousands of cells")
+    add("--quick", action="store_true", help="half of the weights and a third of the replays")
     add("--out", type=Path, help="write what is measured here")
     add("--plot", type=Path, help="draw a heat map here, an SVG file")
     options = parser.parse_args(arguments)
@@ -105,7 +105,7 @@ def _measure(options: argparse.Namespace) -> list[Cell]:
         dtype="bfloat16",
         backends=[],
         calls=CALLS,
-        cold_bytes=COLD_BYTES,
+        cold_bytes=COLD_BYTES // 2 if options.quick else COLD_BYTES,
         effort=timing.QUICK if options.quick else timing.THOROUGH,
     )
     cublas = dense.Cublas(plan)

@@ -20,7 +20,7 @@
 //                           --lhs int8|e4m3 (quantized activations)
 //                           --scale-sums --f16 --half-sums
 //                           --pdl (all but the first launch use programmatic dependent launch);
-//                           --quick (a fifth of the warm-up and a third of the replays);
+//                           --quick (half of the weights, and a third of the replays);
 //                           --permuted (rows of the weight in a permuted order);
 //                           --bias --residual --activation silu|gelu|gelu_tanh|relu --gated (n of each
 //                           of two weights);
@@ -374,6 +374,7 @@ struct TimeOptions {
   Optional optional;
   double seconds = std::numeric_limits<double>::infinity();
   TimingEffort effort;
+  int l2_sizes = 8;  // that the weights of a problem add up to
   std::optional<Kernel> kernel;
   // 0 (for tiles -1): as the selection chooses.
   std::vector<int64_t> tiles = {-1}, splits = {0}, slices = {0};
@@ -436,7 +437,7 @@ std::vector<QuantizedMatmul> ProblemsOf(
 void TimeAll(const TimeOptions& options) {
   for (const QuantizedMatmul& problem : ProblemsOf(options, kLayers, kRows)) {
     const int64_t bytes = WeightBytes(problem);
-    const int copies = static_cast<int>(CeilDiv(8 * kL2Bytes, bytes));  // L2 cannot hold them
+    const int copies = static_cast<int>(CeilDiv(options.l2_sizes * kL2Bytes, bytes));
     const DeviceProblem data(problem, options.optional, copies, 1);
     const std::vector<Choice> choices = Choices(problem, options);
     if (choices.empty()) continue;
@@ -539,6 +540,7 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.epilogue.gated = true;
     } else if (flag == "--quick") {
       options.effort = {.warm_up_milliseconds = 6, .least_replays = 7, .replays = 7};
+      options.l2_sizes = 4;
     } else if (i + 1 == argc) {
       Usage(("unknown or incomplete option " + flag).c_str());
     } else if (flag == "--kernel") {
