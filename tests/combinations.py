@@ -155,12 +155,12 @@ def _touching(name: str) -> list[tuple[str, ...]]:
     return [names for names in _COVERED if own & {*names}]
 
 
-def _parts(
-    values: Values, covered: Iterable[tuple[str, ...]] = _COVERED
+def covered(
+    values: Values, sets: Iterable[tuple[str, ...]] = _COVERED
 ) -> Iterator[tuple[Any, ...]]:
     """What these values of some dimensions cover."""
     aspects = _aspects(values)
-    for names in covered:
+    for names in sets:
         if all(name in aspects for name in names):
             yield tuple((name, aspects[name]) for name in names)
 
@@ -172,7 +172,7 @@ def required() -> dict[tuple[Any, ...], Values]:
         plain = ["weights" if name == "family" else name for name in names]
         for row in itertools.product(*(DIMENSIONS[name] for name in plain)):
             if accepted(values := dict(zip(plain, row, strict=True))):
-                (part,) = _parts(values, [names])
+                (part,) = covered(values, [names])
                 found.setdefault(part, values)
     return found
 
@@ -185,7 +185,7 @@ def _chosen() -> Iterator[Combination]:
     taken = {(name, value): 0 for name, options in DIMENSIONS.items() for value in options}
 
     def gain(values: Values, name: str) -> tuple[int, int]:
-        found = sum(part in missing for part in _parts(values, touching[name]))
+        found = sum(part in missing for part in covered(values, touching[name]))
         return found, -taken[name, values[name]]
 
     while missing:
@@ -199,7 +199,7 @@ def _chosen() -> Iterator[Combination]:
             if name == "weights" and "family" in goal:
                 more = [x for x in more if family(x["weights"]) == goal["family"]]
             values = max(filter(accepted, more), key=functools.partial(gain, name=name))
-        for found in _parts(values):
+        for found in covered(values):
             missing.pop(found, None)
         for item in values.items():
             taken[item] += 1
@@ -316,16 +316,12 @@ def _weights(combination: Combination, backend: str) -> int:
     """How many weights the rows of an identity give otherwise than `dequantize`.
 
     As many rows at a time as the combination has, so that the same kernels multiply them. Zeros
-    have no sign here, and what is subnormal in float32 is 0. Weights that are rounded a second
-    time, by a tensor scale, may be off by a unit in the last place.
+    have no sign here, and what is subnormal in float32 is 0.
     """
     c, rhs = combination, operands(combination).rhs
     k = c.shape[0]
     want = _plain(_dequantized(c))
-    slack = np.zeros_like(want)
-    if rounds_twice(c):
-        info = ml_dtypes.finfo(c.dtype)
-        slack = float(info.eps) * np.abs(want) + float(info.smallest_subnormal)
+    slack = _slack(c, want)
     starts = [*range(0, k - c.rows + 1, c.rows), k - c.rows]
     wrong = 0
     for start in starts[:: -(-len(starts) // _MOST_CALLS)]:
@@ -340,6 +336,18 @@ def _weights(combination: Combination, backend: str) -> int:
         missed = np.abs(_plain(got) - want[..., rows, :])
         wrong += int(np.sum(~(missed <= slack[..., rows, :])))
     return wrong
+
+
+def _slack(combination: Combination, want: np.ndarray) -> np.ndarray:
+    """By how much a weight may be off: a unit in the last place, where it is rounded once more, as
+    the tensor scale may multiply what was rounded, or once less, as with a float zero the product
+    by a float32 scale need not be."""
+    c, info = combination, ml_dtypes.finfo(combination.dtype)
+    fused = c.zero == "float" and c.scales == "float32"
+    if not fused and not rounds_twice(c):
+        return np.zeros_like(want)
+    slack = float(info.eps) * np.abs(want) + float(info.smallest_subnormal)
+    return slack + fused * 2.0**-23 * dequantize(operands(c).rhs).terms
 
 
 def rounds_twice(combination: Combination) -> bool:
@@ -366,14 +374,20 @@ def _plain(values: Any) -> np.ndarray:
     return np.where(np.abs(values) < _LEAST, 0, values)
 
 
+def has_sums(combination: Combination) -> bool:
+    """Whether both operands are integers, but for their scales."""
+    integers = combination.weights in INTEGERS and combination.zero != "float"
+    return integers and combination.lhs == "int8"
+
+
 def _sums(combination: Combination, backend: str) -> int | None:
     """How many sums of int8 values times integers are wrong, all of whose scales are 1.
 
     They are below 2^24, up to which float32 has every integer.
     """
-    c = combination
-    if c.lhs != "int8" or c.weights not in INTEGERS or c.zero == "float":
+    if not has_sums(combination):
         return None
+    c = combination
     lhs, rhs, *_ = operands(c)
     ones = {"scale": np.ones(rhs.scale.shape, np.float32).astype(rhs.scale.dtype)}
     if rhs.tensor_scale is not None:

@@ -16,12 +16,13 @@ import argparse
 import datetime
 import gzip
 import importlib
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,15 +131,13 @@ def markdown(combinations: Any, results: Results) -> str:
     backends = list(dict.fromkeys(line["backend"] for _, line in lines))
     about = results.environment
 
-    def table(head: Sequence[str], kind: Callable[[Any], tuple[str, ...]]) -> str:
-        kinds = dict.fromkeys(map(kind, combinations.COMBINATIONS))
-        rows = [(*head, *backends), ("---",) * (len(head) + len(backends))]
-        for own in kinds:
-            cells = [
-                _cell([line for x, line in lines if kind(x) == own and line["backend"] == backend])
-                for backend in backends
-            ]
-            rows.append((*own, *cells))
+    def table(*names: str) -> str:
+        rows = [(*names, *backends), ("---",) * (len(names) + len(backends))]
+        for values in itertools.product(*(combinations.DIMENSIONS[name] for name in names)):
+            own = [line for x, line in lines if tuple(getattr(x, name) for name in names) == values]
+            cells = [_cell([x for x in own if x["backend"] == backend]) for backend in backends]
+            if own:
+                rows.append((*map(str, values), *cells))
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
     return "\n\n".join(
@@ -146,8 +145,10 @@ def markdown(combinations: Any, results: Results) -> str:
             f"## {about['device']}",
             f"jaxlowbit {about['jaxlowbit']}, jax {about['jax']}, {about['date']}.",
             _summary(backends, [line for _, line in lines]),
-            table(("weights", "scales"), lambda x: (x.weights, x.scales)),
-            table(("activations", "epilogue"), lambda x: (x.lhs, x.epilogue)),
+            table("weights", "scales"),
+            table("lhs"),
+            table("epilogue"),
+            table("rows"),
         ]
     )
 
@@ -160,8 +161,12 @@ def _summary(backends: Iterable[str], lines: Sequence[Line]) -> str:
         errors = [line["error"] for line in own if "failed" not in line]
         sums = sum(line.get("sums") == 0 for line in own)
         wrong = sum(not right(line) for line in own)
-        rows.append((backend, str(len(own)), str(wrong), f"{max(errors):.2f}", str(sums)))
+        rows.append((backend, str(len(own)), str(wrong), _worst(errors), str(sums)))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _worst(errors: Sequence[float]) -> str:
+    return f"{max(errors):.2g}" if errors else "none"
 
 
 def _cell(lines: Sequence[Line]) -> str:
@@ -170,8 +175,7 @@ def _cell(lines: Sequence[Line]) -> str:
         return ""
     errors = [line["error"] for line in lines if "failed" not in line]
     wrong = sum(not right(line) for line in lines)
-    worst = f"{max(errors):.2f}" if errors else "none"
-    return f"{worst} of {len(lines)}" + (f", {wrong} wrong" if wrong else "")
+    return f"{_worst(errors)} of {len(lines)}" + (f", {wrong} wrong" if wrong else "")
 
 
 # --- the command ----------------------------------------------------------------------------------
