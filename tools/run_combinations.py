@@ -128,7 +128,7 @@ def filled(text: str, combinations: Any, results: Iterable[Results]) -> str:
 def markdown(combinations: Any, results: Results) -> str:
     by_name = {x.name: x for x in combinations.COMBINATIONS}
     lines = [(by_name[line["name"]], line) for line in results.lines]
-    backends = list(dict.fromkeys(line["backend"] for _, line in lines))
+    backends = sorted({line["backend"] for _, line in lines})
     about = results.environment
 
     def table(*names: str) -> str:
@@ -244,7 +244,7 @@ def _report(out: Path) -> int:
     wrong = [line for line in lines if not right(line)]
     for line in wrong:
         print(json.dumps(line))
-    print(_summary(dict.fromkeys(line["backend"] for line in lines), lines))
+    print(_summary(sorted({line["backend"] for line in lines}), lines))
     return 1 if wrong else 0
 
 
