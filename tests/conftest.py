@@ -56,6 +56,7 @@ NOT_OF_JAX = (
     "calls::test_mlp_rounds_to_the_dtype_of_lhs",
     "calls::test_permuted_rows_and_shards",
     "codebooks",
+    "combinations",
     "coverage",
     "cpu_isa",
     "cpu_rows",

@@ -33,8 +33,8 @@ interpreted_matmul = jax.jit(
 
 
 @functools.cache
-def backends(dtype: str, format: Format) -> list[str]:
-    """The backends that compute this kind of product on the machine the tests run on."""
+def reasons(dtype: str, format: Format) -> dict[str, str | None]:
+    """What `supported_backends` says of this kind of product."""
     rhs = jax.eval_shape(
         lambda: QuantizedArray.from_packed_groups(
             jnp.zeros((1, 1), jnp.uint8),
@@ -44,9 +44,13 @@ def backends(dtype: str, format: Format) -> list[str]:
             tensor_scale=_tensor_scale(format),
         )
     )
-    reasons = jaxlowbit.supported_backends(jax.ShapeDtypeStruct((1, 1), jnp.dtype(dtype)), rhs)
+    return jaxlowbit.supported_backends(jax.ShapeDtypeStruct((1, 1), jnp.dtype(dtype)), rhs)
+
+
+def backends(dtype: str, format: Format) -> list[str]:
+    """The backends that compute this kind of product on the machine the tests run on."""
     compiled = (PLATFORM, "pallas", "xla") if PLATFORM == "cpu" else (PLATFORM, "xla")
-    return [name for name in compiled if reasons[name] is None]
+    return [name for name in compiled if reasons(dtype, format)[name] is None]
 
 
 def _tensor_scale(format: Format) -> Any:
@@ -319,6 +323,14 @@ class Oracle(NamedTuple):
         out = np.abs(self.exact) + self.weights + self.sums
         rounding = _roundoff(dtype) * out + _underflow(dtype)
         return self.weights * (1 if results == 1 else 2) + results * (self.sums + rounding)
+
+    def scaled(self, scale: Any) -> "Oracle":
+        """Products times float32 factors, as the scales of tokens are: sums and products are
+        rounded to float32 once more each."""
+        scale = np.asarray(scale).astype(np.float64)
+        exact, weights, sums = (scale * x for x in self)
+        sums += 2 * _FLOAT32 * (np.abs(exact) + weights + sums)
+        return Oracle(exact, weights, sums + _underflow(jnp.dtype("float32")))
 
 
 ACTIVATIONS: dict[str | None, Any] = {

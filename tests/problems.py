@@ -54,9 +54,22 @@ class Operands(NamedTuple):
 
 @functools.cache
 def operands(problem: Problem) -> Operands:
-    """Random operands, and what their product is. The padding holds random values too."""
+    """Random operands, and what their product is."""
+    p, rng = problem, generator(problem)
+    rhs = weights(p, rng)
+    if p.index is not None:
+        rhs = rhs.select(np.asarray(p.index, np.int32))
+    lhs = (p.lhs_scale * rng.normal(size=(*p.rows, p.m, p.k))).astype(jnp.dtype(p.dtype))
+    return Operands(lhs, rhs, Oracle.of(lhs, dequantize(rhs)))
+
+
+def generator(problem: Problem) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(problem.name.encode()))
+
+
+def weights(problem: Problem, rng: np.random.Generator) -> QuantizedArray:
+    """The random weights of a problem, without its index. The padding holds random values too."""
     p, format = problem, problem.format
-    rng = np.random.default_rng(zlib.crc32(p.name.encode()))
     n_blocks, k_blocks = -(-p.n // 64), -(-p.k // 64)
     if p.shards > 1:
         unit = math.lcm(64, max(p.group_size, 1))
@@ -94,7 +107,7 @@ def operands(problem: Problem) -> Operands:
         rows = np.arange(p.k, dtype=np.int32) % (p.k // p.shards)
         rows = np.broadcast_to(rows.reshape(p.shards, -1), (*p.stack, p.shards, p.k // p.shards))
         permutation = jnp.asarray(rng.permuted(rows, axis=-1).reshape(*p.stack, p.k))
-    rhs = QuantizedArray(
+    return QuantizedArray(
         packed=jnp.asarray(pack(codes, p.bits)),
         scale=jnp.asarray(scale),
         zero=None if zero is None else jnp.asarray(zero),
@@ -107,10 +120,6 @@ def operands(problem: Problem) -> Operands:
         permutation=permutation,
         tensor_scale=tensor_scale,
     )
-    if p.index is not None:
-        rhs = rhs.select(np.asarray(p.index, np.int32))
-    lhs = (p.lhs_scale * rng.normal(size=(*p.rows, p.m, p.k))).astype(jnp.dtype(p.dtype))
-    return Operands(lhs, rhs, Oracle.of(lhs, dequantize(rhs)))
 
 
 P = Problem

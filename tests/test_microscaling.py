@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx, serialization
-from helpers import PLATFORM, dequantize, dequantized, matmul
+from helpers import PLATFORM, Oracle, assert_within, dequantize, dequantized, matmul
 from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, product, put
 
@@ -207,6 +207,26 @@ def test_codes_of_8_bit_floats_beside_small_and_large_scales(format, backend, fi
         lhs = (np.eye(64)[-rows:] * 2.0**exponent).astype(np.float32)
         found = matmul(jnp.asarray(lhs), array, backend=backend)
         np.testing.assert_array_equal(found, expected[-rows:].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("codebook", "outgrown"), [("e4m3", True), ("e5m2", True), ("e2m1", False), (None, False)]
+)
+def test_products_with_scales_that_float16_does_not_hold(codebook, outgrown):
+    """Weights near 1 are up to 448 times the largest number, in units of their tensor scale."""
+    format = Format(4 if codebook == "e2m1" else 8, 32, codebook=codebook, scale="e4m3")
+    array = quantize(random(256, 70), format)
+    lhs = jnp.asarray(random(9, 256, seed=1)).astype(jnp.float16)
+    oracle = Oracle.of(lhs, dequantize(array))
+    for backend in BACKENDS:
+        found = matmul(lhs, array, backend=backend)
+        assert_within(found, oracle.exact, oracle.bound(jnp.float16))
+        cotangent = jax.grad(lambda x, b=backend: matmul(x, array, backend=b).sum())(lhs)
+        assert cotangent.dtype == jnp.float16 and bool(jnp.isfinite(cotangent).all())
+    assert format.outgrows_float16 == outgrown
+    reason = uncovered("cuda", jnp.dtype("float16"), format)
+    assert (reason is not None) == outgrown
+    assert uncovered("cuda", jnp.dtype("bfloat16"), format) is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -31,6 +31,11 @@ def unsupported(
         )
     if lhs not in FLOATS:
         return call.unsupported_lhs(lhs)
+    if lhs == jnp.float16 and format.outgrows_float16:
+        return (
+            "float16 does not hold numbers of this format times e4m3 scales, and with float32 lhs "
+            "its kernels take no 8-bit scales"
+        )
     if lhs != jnp.float32:
         return None
     if transposed or format.zero == "float":

@@ -141,6 +141,14 @@ class Format:
         return 128 // self.offset
 
     @property
+    def outgrows_float16(self) -> bool:
+        """Whether float16 does not hold the weights in units of the tensor scale of a matrix."""
+        if self.scale != "e4m3":
+            return False
+        most = max((abs(x) for x in self.values if math.isfinite(x)), default=self.offset)
+        return most * float(jnp.finfo(self.scale_dtype).max) > float(jnp.finfo(jnp.float16).max)
+
+    @property
     def values(self) -> tuple[float, ...]:
         """The numbers of the codebook, in the order of the quantized values; none without one."""
         if isinstance(self.codebook, str):

@@ -21,6 +21,9 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
     if options.out_sharding is not None or explicit.mesh_of((lhs, rhs)) is not None:
         product = functools.partial(multiply, options=options.replace(out_sharding=None))
         return explicit.multiply(product, lhs, rhs, options.out_sharding)
+    out_dtype, half_sums = options.out_dtype(lhs), options.half_sums
+    if lhs.dtype == jnp.float16 and rhs.format.outgrows_float16:
+        lhs, half_sums = lhs.astype(jnp.float32), False
     k_shards, n_shards = rhs.shards
     lhs = padding.spread(lhs, -1, k_shards, padding.shard_unit(rhs.format.group_size))
     lead = rhs.shape[:-2]
@@ -38,7 +41,6 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
         permutation = permutations.spread(permutation, k_shards, rhs.padded_shape[0])
     scale = codes_of(rhs.scale)
     operands = Operands(*equally_varying(lhs, rhs.packed, scale, rhs.zero, rhs.index, permutation))
-    out_dtype = options.out_dtype(lhs)
     problem = Problem(
         format=rhs.format,
         columns=rhs.padded_shape[1],
@@ -46,7 +48,7 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
         indexed=rhs.index is not None,
         orders=0 if permutation is None else k_shards,
         out_dtype=out_dtype if rhs.tensor_scale is None else jnp.dtype("float32"),
-        half_sums=options.half_sums,
+        half_sums=half_sums,
         backend=options.backend,
     )
     out = quantized_matmul_p.bind(*operands.present(), problem=problem)

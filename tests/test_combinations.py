@@ -1,0 +1,183 @@
+"""Combinations of weights, scales, zeros, activations and epilogues, within the bound everywhere.
+
+A few run on every machine, all of them on a GPU. `tools/run_combinations.py` runs all on either,
+and writes the table of `docs/measurements/combinations.md`.
+"""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import combinations
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import run_combinations
+from combinations import (
+    BITS,
+    COMBINATIONS,
+    DIMENSIONS,
+    QUANTIZED,
+    SIZE,
+    WIDE_SCALES,
+    Combination,
+    accepted,
+    check,
+    claimed,
+)
+from helpers import PLATFORM
+
+from jaxlowbit import Format, QuantizedActivations, quantized_glu
+
+PARTS = 48  # of all combinations, for processes to share
+SAMPLE = COMBINATIONS[7::37]  # every value of a dimension other than weights is in one
+
+
+def wrong(chosen: Iterable[Combination], *, but: str | None = None) -> list[str]:
+    """What is wrong on the backends that claim these, `but` one."""
+    lines = [
+        run_combinations.line_of(combinations, combination, backend)
+        for combination in chosen
+        for backend in claimed(combination)
+        if backend != but
+    ]
+    return [str(line) for line in lines if not run_combinations.right(line)]
+
+
+@pytest.mark.parametrize("combination", SAMPLE, ids=lambda x: x.name)
+def test_a_few(combination):
+    """Without Pallas, which takes long where it is interpreted."""
+    found = wrong([combination], but="pallas")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+def test_all(part):
+    found = wrong(COMBINATIONS[part::PARTS])
+    assert not found, "\n".join(found)
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def values_of(combination: Combination) -> dict[str, Any]:
+    return {name: getattr(combination, name) for name in DIMENSIONS}
+
+
+def test_every_pair_and_the_triples_are_there():
+    missing = combinations.required()
+    for combination in COMBINATIONS:
+        values = values_of(combination)
+        assert accepted(values)
+        for part in combinations.covered(values):
+            missing.pop(part, None)
+    assert not missing
+    assert len({x.name for x in COMBINATIONS}) == len(COMBINATIONS) >= 300
+
+
+def test_a_few_have_every_value():
+    weights, *others = DIMENSIONS
+    for name in others:
+        assert {values_of(x)[name] for x in SAMPLE} == {*DIMENSIONS[name]}, name
+    assert len({x.weights for x in SAMPLE}) > 8, weights
+
+
+def test_what_is_left_out_is_refused():
+    """Formats, and gated pairs beside quantized activations; all others are taken."""
+    names = ("weights", "scales", "zero")
+    for row in itertools.product(*(DIMENSIONS[name] for name in names)):
+        values: dict[str, Any] = dict(zip(names, row, strict=True))
+        numbers = tuple(map(float, range(2 ** BITS[values["weights"]])))
+        codebook: Any = values["weights"]
+        if codebook.startswith("int"):
+            codebook = None
+        elif codebook.startswith("table"):
+            codebook = numbers
+        scale = None if values["scales"] in WIDE_SCALES else values["scales"]
+        try:
+            Format(BITS[values["weights"]], 32, values["zero"], codebook, scale)
+        except ValueError:
+            assert not accepted(values), values
+        else:
+            assert accepted(values), values
+    gated = next(x for x in COMBINATIONS if x.gated)
+    pair: Any = combinations.operands(gated).rhs
+    lhs: Any = QuantizedActivations(jnp.ones((1, pair.k), jnp.int8), jnp.ones((1, 1)))
+    with pytest.raises(TypeError, match="quantized_glu: lhs is a QuantizedActivations"):
+        quantized_glu(lhs, pair)
+    assert not any(accepted({"epilogue": "gated", "lhs": lhs}) for lhs in QUANTIZED)
+
+
+# --- the tests find what is wrong -----------------------------------------------------------------
+
+
+def test_a_wrong_element_is_found(monkeypatch):
+    """One of the product, one weight of an identity, one sum of integers."""
+    combination = next(x for x in COMBINATIONS if combinations.has_sums(x) and x.zero == "integer")
+    jitted = combinations._jitted
+    assert run_combinations.right(run_combinations.line_of(combinations, combination, PLATFORM))
+
+    def doctored(product: Any, backend: str) -> Any:
+        def multiply(*operands: Any, **options: Any) -> Any:
+            return jitted(product, backend)(*operands, **options).at[-1, -1].add(SIZE)
+
+        return multiply
+
+    monkeypatch.setattr(combinations, "_jitted", doctored)
+    found = check(combination, PLATFORM)
+    assert found.error > 1 and found.weights >= 1 and found.sums == 1
+    line = run_combinations.line_of(combinations, combination, PLATFORM)
+    assert not run_combinations.right(line)
+
+
+def test_an_error_is_a_line(monkeypatch):
+    def refuse(*_: Any) -> Any:
+        raise ValueError("no")
+
+    monkeypatch.setattr(combinations, "check", refuse)
+    line = run_combinations.line_of(combinations, SAMPLE[0], "xla")
+    assert line["failed"] == "ValueError: no" and not run_combinations.right(line)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_table():
+    """If not: python tools/run_combinations.py --table"""
+    text = run_combinations.PAGE.read_text()
+    assert run_combinations.filled(text, combinations, run_combinations.kept()) == text
+
+
+def test_results_are_of_these_combinations():
+    """If not, combinations have changed: python tools/run_combinations.py --out ..."""
+    found = run_combinations.kept()
+    assert found
+    for results in found:
+        names = {line["name"] for line in results.lines if line["backend"] == "xla"}
+        assert names == {x.name for x in COMBINATIONS}, results.environment["device"]
+
+
+def test_a_table():
+    names = [x.name for x in COMBINATIONS if (x.weights, x.scales) == ("nf4", "float32")]
+    errors = np.linspace(0.25, 0.5, len(names)).tolist()
+    lines: list[Any] = [
+        {"name": name, "backend": "xla", "error": error, "weights": 0, "sums": None}
+        for name, error in zip(names, errors, strict=True)
+    ]
+    lines += [
+        {**lines[0], "backend": "cuda", "weights": 3},
+        {"name": names[0], "backend": "pallas", "failed": "ValueError: no"},
+    ]
+    about = {"device": "a device", "jax": "1", "jaxlowbit": "2", "date": "2026-01-01"}
+    results = [run_combinations.Results(about, lines)]
+    page = "a\n<!-- combinations -->\nold\n<!-- /combinations -->\nb\n"
+    filled = run_combinations.filled(page, combinations, results)
+    assert filled.startswith("a\n<!--") and filled.endswith("<!-- /combinations -->\nb\n")
+    row = f"| nf4 | float32 | 0.25 of 1, 1 wrong | none of 1, 1 wrong | 0.5 of {len(names)} |"
+    assert row in filled and "old" not in filled
+    assert "| cuda | 1 | 1 | 0.25 | 0 |\n| pallas | 1 | 1 | none | 0 |\n" in filled
+    assert f"| xla | {len(names)} | 0 | 0.5 | 0 |" in filled
+    assert run_combinations.filled(filled, combinations, results) == filled
