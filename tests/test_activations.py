@@ -81,6 +81,12 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
     np.testing.assert_array_equal(minus.values.astype(jnp.float32), 0)
 
 
+def test_long_tokens_of_no_numbers():
+    x = activations((3, 4096)).at[1, 2048].set(jnp.nan)
+    found = np.isnan(np.asarray(quantize_activations(x).scale))
+    np.testing.assert_array_equal(found, [[False], [True], [False]])
+
+
 @pytest.mark.parametrize(
     ("format", "kind", "dtype"), pairwise([INT4, NF4, Format(8, 32, "float")], FLOATS, DTYPES)
 )
