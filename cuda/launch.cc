@@ -24,6 +24,7 @@
 #include "cuda/kernels/sm90_stream/select.h"
 #include "cuda/ops/copy.h"
 #include "cuda/ops/gather_lhs.h"
+#include "cuda/ops/quantize_rows.h"
 #include "cuda/ops/reduce_splits.h"
 #include "cuda/ops/rms_norm.h"
 #include "cuda/placement.h"
@@ -108,7 +109,10 @@ cudaError_t Prepare(int ordinal, DeviceState& state) {
   if (error == cudaSuccess) error = PrepareRmsNorm();
   if (error == cudaSuccess) error = PrepareCopy();
   if (error == cudaSuccess) error = PrepareGatherLhs(device);
-  if (error == cudaSuccess && device.compute_capability == 90) error = sm90::Prepare(device);
+  if (device.compute_capability == 90) {
+    if (error == cudaSuccess) error = PrepareQuantizeRows();
+    if (error == cudaSuccess) error = sm90::Prepare(device);
+  }
   const cudaError_t restored = cudaSetDevice(current);
   return error == cudaSuccess ? restored : error;
 }

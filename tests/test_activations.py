@@ -1,16 +1,19 @@
 """Quantized activations: their rounding, their products, and what is refused."""
 
 import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Oracle, dequantize, dequantized
+from helpers import Oracle, calls, dequantize, dequantized
 from pairwise import pairwise
 
 from jaxlowbit import (
+    EXPORT_CHECKS,
+    FP8,
     INT4,
     MXFP4,
     NF4,
@@ -22,6 +25,7 @@ from jaxlowbit import (
     quantized_matmul,
     smoothing_factor,
 )
+from jaxlowbit._backends import extension
 from jaxlowbit._matmul import quantized_lhs
 from jaxlowbit._matmul.options import Options
 
@@ -75,6 +79,12 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
     minus = quantize_activations(jnp.full((5, 64), -0.0), dtype)
     assert (np.asarray(minus.scale) == 1).all()
     np.testing.assert_array_equal(minus.values.astype(jnp.float32), 0)
+
+
+def test_long_tokens_of_no_numbers():
+    x = activations((3, 4096)).at[1, 2048].set(jnp.nan)
+    found = np.isnan(np.asarray(quantize_activations(x).scale))
+    np.testing.assert_array_equal(found, [[False], [True], [False]])
 
 
 @pytest.mark.parametrize(
@@ -166,6 +176,108 @@ def test_transformations(dtype):
     np.testing.assert_allclose(vector, whole[0, 0], rtol=0, atol=rounding)
     assert quantized_matmul(x[:, :0], rhs, activation_dtype=dtype).shape == (4, 0, 70)
     assert repr(lhs) == f"QuantizedActivations((4, 3, 64), {jnp.dtype(dtype)}, float32)"
+
+
+# --- one call that rounds -------------------------------------------------------------------------
+
+ROUNDED, PRODUCT = ["rounded_activations"], ["quantized_matmul"]
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Programs can be lowered for CUDA, also by a build without its kernels."""
+    monkeypatch.setattr(extension, "unavailable", lambda platform: None)
+    monkeypatch.setattr(extension, "uncompiled", lambda *product, **how: None)
+    monkeypatch.setattr(extension, "uncompiled_activations", lambda: None)
+
+
+@pytest.fixture
+def hopper(cuda, monkeypatch):
+    """They are lowered as if for GPUs of Hopper."""
+    monkeypatch.setattr(quantized_lhs, "only_gpus_of", lambda *_: True)
+
+
+def like(*shape: int, dtype: str = "bfloat16") -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def weight_like(k: int, n: int, format: Any) -> Any:
+    return jax.eval_shape(lambda w: quantize(w, format), like(k, n))
+
+
+def lowered(f: Any, *args: Any) -> str:
+    program = jax.jit(lambda *args: f(*args)).trace(*args)
+    return program.lower(lowering_platforms=("cuda",)).as_text()
+
+
+CASES = [("bfloat16", jnp.int8, INT4, "i8"), ("float16", jnp.int8, Format(4), "i8")]
+CASES += [("float32", jnp.float8_e4m3fn, FP8, "f8E4M3FN")]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "format", "name"), CASES)
+def test_operands_and_results_of_the_call(hopper, kind, dtype, format, name):
+    m, k, n = 200, 1000, 70
+    x, rhs = like(2, m // 2, k, dtype=kind), weight_like(k, n, format)
+    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    text = lowered(product, x, rhs)
+    (found,) = re.findall(r"custom_call @jaxlowbit_rounded_activations.* : (.*)", text)
+    operands, results = found.split(" -> ")
+    letters = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+    out = "f32" if kind == "float16" else letters[kind]
+    assert operands.startswith(f"(tensor<1x{m}x{k}x{letters[kind]}>, tensor<0xf32>, tensor<1x2x16x")
+    assert results.startswith(
+        f"(tensor<1x{m}x{n}x{out}>, tensor<1x{m}x1008x{name}>, tensor<1x{m}xf32>, tensor<"
+    )
+    divided = functools.partial(product, activation_factor=jnp.ones(k))
+    assert f"(tensor<1x{m}x{k}x{letters[kind]}>, tensor<{k}xf32>" in lowered(divided, x, rhs)
+
+
+def test_where_activations_are_rounded_by_the_call(hopper):
+    def found(x: Any, rhs: Any, dtype: Any = jnp.int8, **options: Any) -> list[str]:
+        product = functools.partial(quantized_matmul, activation_dtype=dtype, **options)
+        return calls(product, x, rhs)
+
+    rhs, channels = weight_like(256, 64, INT4), weight_like(256, 64, Format(4))
+    wide = like(192, 256, dtype="float32")
+    assert found(wide, rhs) == found(wide, rhs, backend="cuda") == ROUNDED
+    assert found(like(191, 256), rhs) == found(like(31, 256), channels) == PRODUCT
+    assert found(like(32, 256), channels) == found(like(4, 2, 4, 256), channels) == ROUNDED
+    assert found(like(192, 256), weight_like(256, 64, NF4)) == PRODUCT
+    assert found(like(192, 256), rhs, jnp.float8_e4m3fn) == PRODUCT
+    assert found(like(192, 256), rhs, backend="xla") == []
+    epilogue = {"bias": jnp.ones(64, jnp.bfloat16), "activation": "silu"}
+    assert found(like(192, 256), rhs, **epilogue) == ROUNDED
+    product = functools.partial(quantized_matmul, activation_dtype=jnp.int8)
+    assert calls(jax.vmap(product, (0, None)), like(8, 24, 256), rhs) == ROUNDED
+    stack = jax.eval_shape(lambda w: quantize(w, INT4), like(2, 256, 64))
+    assert calls(jax.vmap(product, (None, 0)), like(192, 256), stack) == PRODUCT
+
+
+def test_programs_that_do_not_know_their_gpu_round_apart(cuda):
+    product = jax.jit(functools.partial(quantized_matmul, activation_dtype=jnp.int8))
+    exported = jax.export.export(product, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)
+    text = exported(like(256, 256), weight_like(256, 64, INT4)).mlir_module()
+    assert "jaxlowbit_quantized_matmul" in text and "rounded_activations" not in text
+
+
+def test_a_mesh_that_divides_k_rounds_whole_tokens(hopper):
+    """XLA finds the scales, over all devices; in `jax.shard_map` each device has its own tokens."""
+    mesh = jax.make_mesh(
+        (2,), ("k",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2]
+    )
+    x, rhs = outliers((64, 128)), weight(128, 64, INT4.replace(group_size=64))
+    placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "k")))
+    words = jax.NamedSharding(mesh, jax.P(None, "k"))
+    divided = rhs._with(packed=jax.device_put(rhs.packed, words))
+    product = functools.partial(quantized_matmul, activation_dtype=jnp.int8)
+    found = jax.jit(product)(placed, divided)
+    np.testing.assert_allclose(found, product(x, rhs), rtol=1e-5, atol=1e-4)
+    assert "rounded_activations" not in lowered(product, placed, divided)
+    inner = jax.shard_map(
+        product, mesh=mesh, in_specs=(jax.P("k"), jax.P()), out_specs=jax.P("k"), check_vma=False
+    )
+    rows, whole = like(512, 128), weight_like(128, 64, INT4.replace(group_size=64))
+    assert "rounded_activations" in lowered(inner, rows, whole)
 
 
 # --- the bound of int32 ---------------------------------------------------------------------------

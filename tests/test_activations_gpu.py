@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import Oracle, dequantize, dequantized
+from jax import lax
 
 from jaxlowbit import (
     FP8,
@@ -20,9 +22,9 @@ from jaxlowbit import (
     quantize_activations,
     quantized_matmul,
 )
+from jaxlowbit._backends import call, cuda_calls
 
 pytestmark = pytest.mark.gpu
-TARGET = "jaxlowbit_quantized_activations"
 WEIGHTS = {
     "int8": (
         *(INT4, Format(4, 64), Format(4, 256), Format(4), INT8, Format(8, 128)),
@@ -38,8 +40,8 @@ def normal(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype)
 
 
-def is_one_call(function: Any, *operands: Any) -> bool:
-    return TARGET in jax.jit(function).lower(*operands).as_text()
+def is_one_call(function: Any, *operands: Any, target: str = call.ACTIVATIONS_TARGET) -> bool:
+    return target in jax.jit(function).lower(*operands).as_text()
 
 
 @kinds
@@ -93,7 +95,7 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
     x = x.at[3].set(0).at[5, 7].set(jnp.nan).at[9, 1].set(jnp.inf)
     rhs = quantize(normal((512, 128), "bfloat16", 1), WEIGHTS[dtype][0])
     product = functools.partial(quantized_matmul, activation_dtype=dtype)
-    assert is_one_call(product, x, rhs)
+    assert is_one_call(product, x, rhs, target=call.ROUNDED_TARGET)
     found = np.asarray(jax.jit(product)(x, rhs)).astype(np.float64)
     np.testing.assert_array_equal(found[3], 0)
     assert np.isnan(found[[5, 9]]).all()
@@ -124,3 +126,161 @@ def test_derivatives_are_those_of_the_composition():
         jax.jit(jax.grad(loss), static_argnums=1)(x, backend) for backend in ("cuda", "xla")
     )
     np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2 * float(jnp.abs(found).max()))
+
+
+# --- the call that rounds -------------------------------------------------------------------------
+
+FLOATS = ("bfloat16", "float16", "float32")
+
+
+def rounding(x: Any, dtype: str, factor: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """What `quantize_activations` means: values, in float32, and scales of tokens (m, 1)."""
+    floats, most = np.asarray(x).astype(np.float32), np.float32(127 if dtype == "int8" else 448)
+    with np.errstate(all="ignore"):
+        floats = floats if factor is None else floats / np.asarray(factor)
+        reach = np.abs(floats).max(-1, keepdims=True)
+        scale = np.where(reach > 0, np.maximum(reach / most, np.float32(2.0**-126)), np.float32(1))
+        scale = np.where(np.isfinite(reach), scale, np.float32(np.nan))
+        steps = np.where(np.isfinite(reach), np.clip(floats / scale, -most, most), np.float32(0))
+    values = np.rint(steps) if dtype == "int8" else steps.astype(ml_dtypes.float8_e4m3fn)
+    return values.astype(np.float32), scale
+
+
+def tokens(m: int, k: int, dtype: str) -> jax.Array:
+    """Activations of every magnitude; the first tokens are what rounding has cases for."""
+    rng = np.random.default_rng(m + k)
+    x = rng.normal(size=(m, k)) * 10.0 ** rng.uniform(-4, 4, (m, 1))
+    x[5] = 2.0**-130 * rng.integers(-9, 10, k)
+    x[6] = float(jnp.finfo(dtype).max) * rng.uniform(-1, 1, k)
+    x[6, -1] = float(jnp.finfo(dtype).max)
+    x[7] = (rng.integers(-127, 128, k) + 0.5) / 128  # ties
+    x[7, 0] = 127 / 128
+    x[8] = 2.0**-100 * rng.normal(size=k)
+    x = x.astype(jnp.dtype(dtype))
+    x[1], x[2, -1], x[3, 0], x[4, k // 2] = 0, np.nan, np.inf, -np.inf
+    return jnp.asarray(x)
+
+
+def in_order(values: Any, k: int) -> np.ndarray:
+    """The values of a call, whose columns are interleaved; zeros follow the last."""
+    halves = np.asarray(values).astype(np.float32).reshape(values.shape[0], -1, 8, 2)
+    columns = np.swapaxes(halves, -1, -2).reshape(values.shape)
+    np.testing.assert_array_equal(columns[:, k:], 0)
+    return columns[:, :k]
+
+
+def assert_rounded(x: Any, rhs: Any, dtype: str, factor: Any = None) -> None:
+    program = functools.partial(cuda_calls.rounded, dtype=dtype, out_dtype=jnp.dtype("float32"))
+    _, values, scale = jax.jit(program)(x, factor, rhs)
+    expected = rounding(x, dtype, factor)
+    np.testing.assert_array_equal(in_order(values, x.shape[-1]), expected[0])
+    np.testing.assert_array_equal(np.asarray(scale)[:, None], expected[1])
+
+
+# Rows of no whole vector; of one unit, and of one and two units of a thread; longer ones; many.
+SHAPES = [(9, 3), (33, 1001), (34, 16), (40, 1000), (65, 8192), (40, 17000), (36, 40008)]
+SHAPES += [(9000, 72)]
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize(("m", "k"), SHAPES)
+def test_every_value_is_that_of_numpy(m, k, kind, dtype):
+    rhs = quantize(normal((k, 64), "bfloat16", 1), WEIGHTS[dtype][0])
+    assert_rounded(tokens(m, k, kind), rhs, dtype)
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("k", [1000, 1001, 17000])
+def test_every_value_is_that_of_numpy_with_a_factor(k, kind, dtype):
+    factor = jnp.exp(normal((k,), "float32", 2))
+    rhs = quantize(normal((k, 64), "bfloat16", 1), WEIGHTS[dtype][0])
+    assert_rounded(tokens(40, k, kind), rhs, dtype, factor)
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 31])
+def test_few_rows_are_rounded_too(m):
+    rhs = quantize(normal((4096, 192), "bfloat16", 1), Format(4))
+    assert_rounded(tokens(40, 4096, "bfloat16")[9 : 9 + m], rhs, "int8")
+
+
+@kinds
+@pytest.mark.parametrize("kind", FLOATS)
+def test_the_product_is_that_of_rounded_activations(dtype, format, kind):
+    """To the bit: the same kernel multiplies the same values."""
+    m, k, n = 301, 1000, 200
+    x, rhs = tokens(m, k, kind), quantize(normal((k, n), "bfloat16", 1), format)
+    values, scale = rounding(x, dtype)
+    given = QuantizedActivations(jnp.asarray(values).astype(dtype), jnp.asarray(scale), x.dtype)
+    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    assert is_one_call(product, x, rhs, target=call.ROUNDED_TARGET)
+    expected = jax.jit(quantized_matmul)(given, rhs)
+    np.testing.assert_array_equal(jax.jit(product)(x, rhs), expected)
+    batch = jax.jit(jax.vmap(product, (0, None)))(x.reshape(7, 43, k), rhs)
+    np.testing.assert_array_equal(batch.reshape(m, n), expected)
+    wide = jax.jit(functools.partial(quantized_matmul, preferred_element_type=jnp.float32))
+    bias = normal((n,), kind, 3)
+    found = jax.jit(functools.partial(product, bias=bias, activation="relu"))(x, rhs)
+    want = jax.nn.relu(wide(given, rhs) + bias.astype(jnp.float32)[None]).astype(kind)
+    found, want = (np.asarray(x).astype(np.float64) for x in (found, want))
+    np.testing.assert_allclose(found, want, rtol=float(jnp.finfo(kind).eps))
+
+
+@pytest.mark.parametrize("own_buffers", [True, False])
+@pytest.mark.parametrize("dtype", WEIGHTS)
+def test_operands_at_odd_places_and_results_over_them(monkeypatch, dtype, own_buffers):
+    """Without barriers XLA fuses slices and updates into the call."""
+    if not own_buffers:
+        monkeypatch.setattr(call, "apart", lambda *arrays: arrays)
+    d, m = 512, 256
+    rhs = quantize(normal((d, d), "bfloat16", 1), WEIGHTS[dtype][0])
+    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    x, flat = normal((3 * m, d), "bfloat16", 0), normal((m * d + 3,), "bfloat16", 2)
+    apart = jax.jit(lambda x, rhs: product(x, rhs))
+
+    @jax.jit
+    def moved(flat: Any, rhs: Any) -> Any:
+        return product(lax.slice(flat, (3,), (3 + m * d,)).reshape(m, d), rhs)
+
+    expected = apart(flat[3:].reshape(m, d), rhs)
+    np.testing.assert_array_equal(moved(flat, rhs), expected)
+
+    @jax.jit
+    def updated(x: Any, rhs: Any) -> Any:
+        rows = lax.slice_in_dim(x, 100, 100 + m)
+        return lax.dynamic_update_slice(x, product(rows, rhs), (100, 0))
+
+    expected = x.at[100 : 100 + m].set(apart(x[100 : 100 + m], rhs))
+    np.testing.assert_array_equal(updated(x, rhs), expected)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def loop(x: Any, rhs: Any) -> Any:
+        def turn(i: Any, x: Any) -> Any:
+            rows = lax.dynamic_slice_in_dim(x, i * m, m)
+            return lax.dynamic_update_slice(x, product(rows, rhs), (i * m, 0))
+
+        return lax.fori_loop(0, 3, turn, x)
+
+    expected = jnp.concatenate([apart(x[i * m :][:m], rhs) for i in range(3)])
+    np.testing.assert_array_equal(loop(x, rhs), expected)
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+def test_a_chain_in_a_captured_graph(dtype):
+    """Eight calls, whose weights are computed in the same program; replays with other values."""
+    d, m = 1024, 256
+    weights = [quantize(normal((d, d), "bfloat16", i), WEIGHTS[dtype][0]) for i in range(8)]
+    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+
+    def chain(x: Any, weights: Any) -> Any:
+        for rhs in weights:
+            x = product(x, rhs._with(scale=rhs.scale * 2)) * jnp.bfloat16(0.5**6)
+        return x
+
+    program, one = jax.jit(chain), jax.jit(lambda x, rhs: chain(x, [rhs]))
+    for seed in range(3):
+        x = expected = normal((m, d), "bfloat16", seed + 20)
+        for rhs in weights:
+            expected = one(expected, rhs)
+        np.testing.assert_array_equal(program(x, weights), expected)

@@ -1,5 +1,6 @@
 """Rows of int8 on the CPU, which VNNI multiplies by integers, against float64."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxlowbit import (
     QuantizedActivations,
     QuantizedArray,
     quantize,
+    quantized_matmul,
 )
 from jaxlowbit._backends import extension
 from jaxlowbit._core.format import Zero
@@ -116,6 +118,10 @@ def test_where_there_is_one_call():
     rhs = weight(4, 64, "none")
     assert found(rows(1), rhs) == (one if ISA in ("vnni", "amx") else others)
     assert found(rows(64), rhs) == (one if ISA == "vnni" else others)
+    floats = jnp.ones((1, K))
+    product_of_floats = functools.partial(quantized_matmul, activation_dtype=jnp.int8)
+    rounding = calls(product_of_floats, floats, rhs, platform="cpu")
+    assert rounding == found(rows(1), rhs)
     float8 = QuantizedActivations(jnp.ones((1, K), jnp.float8_e4m3fn), jnp.ones((1, 1)))
     assert found(float8, rhs) == others
     assert found(rows(1), quantize(jnp.ones((K, N)), "nf4")) == others

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA handler of a product of quantized activations. Its operands are those of operands.h, but for
+// The CUDA handlers of a product of quantized activations. The operands of the target jaxlowbit_quantized_activations
+// are those of operands.h, but for
 //
 //   0 lhs        T[b, m, k], interleaved (Buffers in cuda/problem.h)   T: s8 or f8e4m3fn
 //   1 lhs_scale  f32[b, m]: those of the rows of lhs
@@ -11,16 +12,69 @@
 //
 // and results are of bf16 or f32. No kernel stands in where buffers begin at odd places, so
 // weights there are refused.
+//
+// The target jaxlowbit_rounded_activations rounds activations before it multiplies them (cuda/ops/quantize_rows.h).
+// In place of the first two operands it has
+//
+//   0 floats  F[b, m, columns], where k is columns or the next multiple of 16   F: f32, bf16 or f16
+//   1 factor  f32[columns], by which columns are divided first; or f32[0]
+//
+// and lhs and lhs_scale are results, between out and the workspace. Floats are read before out is written, so that
+// they may overlap.
 #include <cuda_runtime_api.h>
 
+#include "cuda/ops/quantize_rows.h"
 #include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
 
 namespace jaxlowbit {
 namespace {
 
+// What both targets have.
+struct Product {
+  ffi::AnyBuffer lhs, lhs_scale;
+  WeightBuffers weight;
+  ffi::AnyBuffer channel_scale, out;
+};
+
 ffi::Error CheckFloats(std::string_view name, const ffi::AnyBuffer& buffer) {
   return CheckType(name, buffer, buffer.element_type() == ffi::DataType::F32, "f32");
+}
+
+// Decodes the attributes and what they describe, finds the place, and says why no kernel computes the product there.
+ffi::Error Decode(const Product& product, ffi::Dictionary dictionary, cudaStream_t stream,
+                  Place* place, Operands* operands) {
+  Attributes attributes(dictionary);
+  auto decoded = ProductAttributes::OfFormat(&attributes);
+  decoded.quantized_lhs = true;
+  const auto& [lhs, lhs_scale, weight, channel_scale, out] = product;
+  const QuantizedMatmul& p = operands->problem;
+  ffi::Error error = attributes.Check();
+  if (error.success()) error = place->Find(stream);
+  if (error.success()) error = DecodeOperands(lhs, weight, out, decoded, operands);
+  if (error.success()) error = CheckFloats("lhs_scale", lhs_scale);
+  if (error.success()) {
+    error = CheckShape("lhs_scale", lhs_scale, {p.batch, p.m}, "[batch, m]");
+  }
+  if (error.success()) error = CheckFloats("channel_scale", channel_scale);
+  const bool scales_channels = p.scale == ElementType::kInt8;
+  if (error.success() && scales_channels) {
+    error = CheckShape("channel_scale", channel_scale, {p.num_weights, p.n_blocks(), kAtom},
+                       "[weights, n_blocks, 64]");
+  }
+  if (error.failure()) return error;
+  Buffers& b = operands->buffers;
+  b.lhs_scale = static_cast<const float*>(lhs_scale.untyped_data());
+  if (scales_channels) b.channel_scale = static_cast<const float*>(channel_scale.untyped_data());
+  if (const Support support = Supports(Kernel::kQmmSm90, p, DeviceInfo(place->device)); !support) {
+    return Refuse(support.reason + "; use another backend.");
+  }
+  if (place->stage == Stage::kExecute && !(IsAligned(b.packed) && IsAligned(b.scale))) {
+    return Refuse(
+        "weights beside quantized activations must begin at multiples of 16 bytes; put "
+        "jax.lax.optimization_barrier around them.");
+  }
+  return error;
 }
 
 template <Stage kStage>
@@ -30,43 +84,64 @@ ffi::Error Activations(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer l
                        ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U8>> workspace,
                        ffi::Dictionary dictionary) {
   return Guard("quantized_matmul", [&] {
-    Attributes attributes(dictionary);
-    auto product = ProductAttributes::OfFormat(&attributes);
-    product.quantized_lhs = true;
+    const Product product = {lhs, lhs_scale, {packed, scale, zero, index}, channel_scale, *out};
     Operands operands;
-    const QuantizedMatmul& p = operands.problem;
     Place place(kStage);
-    ffi::Error error = attributes.Check();
-    if (error.success()) error = place.Find(stream);
-    if (error.success()) {
-      error = DecodeOperands(lhs, {packed, scale, zero, index}, *out, product, &operands);
-    }
-    if (error.success()) {
-      error = CheckFloats("lhs_scale", lhs_scale);
-    }
-    if (error.success()) {
-      error = CheckShape("lhs_scale", lhs_scale, {p.batch, p.m}, "[batch, m]");
-    }
-    if (error.success()) error = CheckFloats("channel_scale", channel_scale);
-    const bool scales_channels = p.scale == ElementType::kInt8;
-    if (error.success() && scales_channels) {
-      error = CheckShape("channel_scale", channel_scale, {p.num_weights, p.n_blocks(), kAtom},
-                         "[weights, n_blocks, 64]");
+    const ffi::Error error = Decode(product, dictionary, stream, &place, &operands);
+    return error.failure() ? error : Enqueue({operands}, Workspace(*workspace), place);
+  });
+}
+
+// Fills `rows`, or says which operand breaks which rule.
+ffi::Error DecodeRows(ffi::AnyBuffer floats, ffi::AnyBuffer factor, const Product& product,
+                      const QuantizedMatmul& p, QuantizeRows* rows) {
+  const auto type = FloatType(floats.element_type());
+  ffi::Error error = CheckType("lhs", floats, type.has_value(), "f32, bf16 or f16");
+  if (error.success()) error = CheckRank("lhs", floats, 3, "[batch, m, columns]");
+  if (error.success()) error = CheckFloats("factor", factor);
+  if (error.failure()) return error;
+  const int64_t columns = floats.dimensions()[2];
+  error = CheckShape("lhs", floats, {p.batch, p.m, columns}, "[batch, m, columns]");
+  const int64_t padded = CeilDiv(columns, kInterleavedColumns) * kInterleavedColumns;
+  if (error.success()) {
+    error = CheckShape("rounded lhs", product.lhs, {p.batch, p.m, padded},
+                       "[batch, m, the next multiple of 16 columns]");
+  }
+  const bool divides = !HasShape(factor, {0});
+  if (error.success() && divides) {
+    error = CheckShape("factor", factor, {columns}, "[0] or [columns]");
+  }
+  if (error.failure()) return error;
+  rows->from = *type;
+  rows->to = p.lhs;
+  rows->rows = p.batch * p.m;
+  rows->columns = columns;
+  rows->floats = floats.untyped_data();
+  rows->factor = divides ? static_cast<const float*>(factor.untyped_data()) : nullptr;
+  rows->values = product.lhs.untyped_data();
+  rows->scale = static_cast<float*>(product.lhs_scale.untyped_data());
+  return error;
+}
+
+template <Stage kStage>
+ffi::Error Rounded(cudaStream_t stream, ffi::AnyBuffer floats, ffi::AnyBuffer factor,
+                   ffi::AnyBuffer packed, ffi::AnyBuffer scale, ffi::AnyBuffer zero,
+                   ffi::AnyBuffer index, ffi::AnyBuffer channel_scale,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lhs,
+                   ffi::Result<ffi::AnyBuffer> lhs_scale,
+                   ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Dictionary dictionary) {
+  return Guard("quantized_matmul", [&] {
+    const Product product = {*lhs, *lhs_scale, {packed, scale, zero, index}, channel_scale, *out};
+    Operands operands;
+    QuantizeRows rows;
+    Place place(kStage);
+    ffi::Error error = Decode(product, dictionary, stream, &place, &operands);
+    if (error.success()) error = DecodeRows(floats, factor, product, operands.problem, &rows);
+    if (error.success() && kStage == Stage::kExecute) {
+      error = ToError(LaunchQuantizeRows(rows, stream), "launching the rounding of activations");
     }
     if (error.failure()) return error;
-    operands.buffers.lhs_scale = static_cast<const float*>(lhs_scale.untyped_data());
-    if (scales_channels) {
-      operands.buffers.channel_scale = static_cast<const float*>(channel_scale.untyped_data());
-    }
-    if (const Support support = Supports(Kernel::kQmmSm90, p, DeviceInfo(place.device)); !support) {
-      return Refuse(support.reason + "; use another backend.");
-    }
-    const bool aligned = IsAligned(operands.buffers.packed) && IsAligned(operands.buffers.scale);
-    if (kStage == Stage::kExecute && !aligned) {
-      return Refuse(
-          "weights beside quantized activations must begin at multiples of 16 bytes; put "
-          "jax.lax.optimization_barrier around them.");
-    }
+    operands.problem.pdl = true;
     return Enqueue({operands}, Workspace(*workspace), place);
   });
 }
@@ -87,6 +162,24 @@ auto BindActivations() {
       .Attrs();
 }
 
+template <ffi::ExecutionStage kStage>
+auto BindRounded() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<ffi::AnyBuffer>()        // floats
+      .template Arg<ffi::AnyBuffer>()        // factor
+      .template Arg<ffi::AnyBuffer>()        // packed
+      .template Arg<ffi::AnyBuffer>()        // scale
+      .template Arg<ffi::AnyBuffer>()        // zero
+      .template Arg<ffi::AnyBuffer>()        // index
+      .template Arg<ffi::AnyBuffer>()        // channel_scale
+      .template Ret<ffi::AnyBuffer>()        // out
+      .template Ret<ffi::AnyBuffer>()        // lhs
+      .template Ret<ffi::AnyBuffer>()        // lhs_scale
+      .template Ret<ffi::Buffer<ffi::U8>>()  // workspace
+      .Attrs();
+}
+
 }  // namespace
 }  // namespace jaxlowbit
 
@@ -97,4 +190,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaActivationsInitialize,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaActivationsExecute,
                               jaxlowbit::Activations<jaxlowbit::Stage::kExecute>,
                               jaxlowbit::BindActivations<xla::ffi::ExecutionStage::kExecute>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaRoundedInitialize,
+                              jaxlowbit::Rounded<jaxlowbit::Stage::kInitialize>,
+                              jaxlowbit::BindRounded<xla::ffi::ExecutionStage::kInitialize>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaRoundedExecute,
+                              jaxlowbit::Rounded<jaxlowbit::Stage::kExecute>,
+                              jaxlowbit::BindRounded<xla::ffi::ExecutionStage::kExecute>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

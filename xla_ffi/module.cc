@@ -75,6 +75,8 @@ nb::dict Targets() {
       {"jaxlowbit_quantized_matmul_fused", JaxlowbitCudaFusedInitialize, JaxlowbitCudaFusedExecute},
       {"jaxlowbit_quantized_activations", JaxlowbitCudaActivationsInitialize,
        JaxlowbitCudaActivationsExecute},
+      {"jaxlowbit_rounded_activations", JaxlowbitCudaRoundedInitialize,
+       JaxlowbitCudaRoundedExecute},
       {"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsInitialize, JaxlowbitCudaMatmulsExecute},
       {"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpInitialize, JaxlowbitCudaMlpExecute},
       {"jaxlowbit_quantized_block", JaxlowbitCudaBlockInitialize, JaxlowbitCudaBlockExecute},

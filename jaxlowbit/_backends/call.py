@@ -21,6 +21,7 @@ from .problem import Problem
 MATMUL_TARGET = "jaxlowbit_quantized_matmul"
 FUSED_TARGET = "jaxlowbit_quantized_matmul_fused"
 ACTIVATIONS_TARGET = "jaxlowbit_quantized_activations"
+ROUNDED_TARGET = "jaxlowbit_rounded_activations"
 MATMULS_TARGET = "jaxlowbit_quantized_matmuls"
 MLP_TARGET = "jaxlowbit_quantized_mlp"
 BLOCK_TARGET = "jaxlowbit_quantized_block"
@@ -35,6 +36,7 @@ EXPORT_CHECKS = tuple(
     for target in (
         *(MATMUL_TARGET, FUSED_TARGET, MATMULS_TARGET, MLP_TARGET, BLOCK_TARGET, ATTEND_TARGET),
         *(ATTEND_QUERIES_TARGET, DECODE_BLOCK_TARGET, NORMALIZED_TARGET, ACTIVATIONS_TARGET),
+        ROUNDED_TARGET,
     )
 )
 """The `disabled_checks` with which `jax.export.export` accepts the custom calls.

@@ -102,29 +102,67 @@ def quantized(values: Array, scale: Array, rhs: QuantizedArray, *, out_dtype: jn
     `scale`: float32 (..., 1), one for each token. `out_dtype`: float32 or bfloat16.
     """
     rows, m = values.shape[:-1], math.prod(values.shape[:-1])
-    k = -(-rhs.k // _INTERLEAVED) * _INTERLEAVED  # as far as packed rows reach
-    values = jnp.pad(values.reshape(1, m, rhs.k), ((0, 0), (0, 0), (0, k - rhs.k)))
+    padding = ((0, 0), (0, 0), (0, _padded(rhs.k) - rhs.k))
+    values = jnp.pad(values.reshape(1, m, rhs.k), padding)
     operands = [
         *call.apart(_interleaved(values), scale.reshape(1, m)),
-        *call.call_operands(rhs, jnp.dtype(jnp.bfloat16)),
-        _channel_scale(rhs),
+        *_weight_operands(rhs),
     ]
     result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
     workspace = call.workspace(call.workspace_bytes(1, m, rhs.n), [result], operands)
     out, _ = jax.ffi.ffi_call(call.ACTIVATIONS_TARGET, [result, workspace])(
-        *operands,
+        *operands, **_byte_attributes(rhs, m, values.dtype, out_dtype)
+    )
+    return call.apart(out)[0].reshape(*rows, rhs.n)
+
+
+def rounded(
+    lhs: Array, factor: Array | None, rhs: QuantizedArray, *, dtype: Any, out_dtype: jnp.dtype
+) -> tuple[Array, Array, Array]:
+    """`quantized` of floats (..., k), which the call divides by a factor, if any, and rounds.
+
+    The product, and of what: values of `dtype` (m, padded k), interleaved, and scales (m).
+    """
+    rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
+    factor = jnp.zeros(0, jnp.float32) if factor is None else factor
+    operands = [*call.apart(lhs.reshape(1, m, rhs.k), factor), *_weight_operands(rhs)]
+    result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
+    values = jax.ShapeDtypeStruct((1, m, _padded(rhs.k)), dtype)
+    scale = jax.ShapeDtypeStruct((1, m), jnp.float32)
+    workspace = call.workspace(
+        call.workspace_bytes(1, m, rhs.n), [result, values, scale], operands[2:]
+    )
+    out, values, scale, _ = jax.ffi.ffi_call(
+        call.ROUNDED_TARGET, [result, values, scale, workspace]
+    )(*operands, **_byte_attributes(rhs, m, dtype, out_dtype))
+    return call.apart(out)[0].reshape(*rows, rhs.n), values[0], scale[0]
+
+
+def _padded(k: int) -> int:
+    """As far as packed rows reach for 8-bit activations."""
+    return -(-k // _INTERLEAVED) * _INTERLEAVED
+
+
+def _weight_operands(rhs: QuantizedArray) -> tuple[Array, ...]:
+    """Those of a weight that multiplies 8-bit activations."""
+    return *call.call_operands(rhs, jnp.dtype(jnp.bfloat16)), _channel_scale(rhs)
+
+
+def _byte_attributes(
+    rhs: QuantizedArray, m: Any, values: Any, out_dtype: jnp.dtype
+) -> dict[str, Any]:
+    """Of a call that multiplies m rows of 8-bit values."""
+    scale = call.read_dtype(rhs.scale.dtype, rhs.format, jnp.dtype(jnp.bfloat16))
+    return {
         **call.attributes(
             rhs.format,
             **call.format_attributes(rhs.format),
             **call.codebook_attributes(rhs.format),
         ),
         **call.launches(
-            call.Launch(
-                *(rhs.format, 1, m, rhs.n, k, values.dtype, operands[3].dtype, out_dtype),
-            )
+            call.Launch(*(rhs.format, 1, m, rhs.n, _padded(rhs.k), values, scale, out_dtype))
         ),
-    )
-    return call.apart(out)[0].reshape(*rows, rhs.n)
+    }
 
 
 def _channel_scale(rhs: QuantizedArray) -> Array:

@@ -136,7 +136,11 @@ def quantize_activations(
 
 def reach(activations: Array) -> Array:
     """The largest magnitude of each token, float32 (..., 1)."""
-    return jnp.max(jnp.abs(activations.astype(jnp.float32)), axis=-1, keepdims=True)
+    magnitudes = jnp.abs(activations.astype(jnp.float32))
+    largest = jnp.max(magnitudes, axis=-1, keepdims=True)
+    # On CPUs, XLA's maxima of many values may leave out NaN.
+    no_number = jnp.any(jnp.isnan(magnitudes), axis=-1, keepdims=True)
+    return jnp.where(no_number, jnp.nan, largest)
 
 
 def rounded_tokens(activations: Array, reach: Array, dtype: Any) -> QuantizedActivations:

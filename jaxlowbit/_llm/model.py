@@ -535,9 +535,10 @@ class Block(nnx.Module):
         """
         if self.activation_dtype is None or not isinstance(weight, QuantizedArray):
             return multiply(x, weight, dtype)
-        reach = activations.reach(x)
-        if divided and self.division is not None:
-            reach = self.division.largest(reach)
+        if not divided or self.division is None:
+            options = {"activation_dtype": self.activation_dtype, "preferred_element_type": dtype}
+            return quantized_matmul(x, weight, **options)
+        reach = self.division.largest(activations.reach(x))
         return multiply(activations.rounded_tokens(x, reach, self.activation_dtype), weight, dtype)
 
     def normalize(self, x: Array, norm: nnx.Param | None) -> Array:

@@ -1,7 +1,8 @@
 """Products of quantized activations.
 
 They are compositions of a product and the scales of tokens. For many rows on Hopper, and on CPUs
-with VNNI, they are one custom call, which multiplies 8 bits.
+with VNNI, they are one custom call, which multiplies 8 bits. On Hopper that call also rounds
+activations which are quantized on the way.
 """
 
 import dataclasses
@@ -110,6 +111,11 @@ class Scaled(Call):
     def out_dtype(self) -> Any:
         return self.options.preferred_element_type
 
+    @property
+    def call_dtype(self) -> Any:
+        """What custom calls return, which take bfloat16 for the dtype of activations."""
+        return jnp.dtype(jnp.float32 if self.out_dtype == jnp.float16 else self.out_dtype)
+
     def fits(self, context: Any) -> bool:
         return only_gpus_of(90, context)
 
@@ -150,10 +156,40 @@ class Scaled(Call):
 
     def _one_call(self, call: Callable, operands: Sequence[Array]) -> tuple[Array, ...]:
         (values, scale), (rhs,), _ = self.named(operands)
-        float16 = self.out_dtype == jnp.float16
-        out_dtype = jnp.dtype(jnp.float32 if float16 else self.out_dtype)
-        out = call(values, scale, rhs, out_dtype=out_dtype)
+        out = call(values, scale, rhs, out_dtype=self.call_dtype)
         return (out.astype(self.out_dtype),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded(Call):
+    """`Scaled` of activations that are quantized to `dtype` on the way; others: a factor or None.
+
+    Where XLA divides the program, or the CPU runs it, it is the composition, whose tokens have one
+    scale over all devices.
+    """
+
+    dtype: Any
+
+    @property
+    def given(self) -> Scaled:
+        """The call of activations that are quantized already."""
+        return Scaled(self.treedef, self.options)
+
+    def composition(self, *operands: Array) -> tuple[Array, ...]:
+        (lhs,), (rhs,), (factor,) = self.named(operands)
+        return (scaled(self.options, quantize_activations(lhs, self.dtype, factor=factor), rhs),)
+
+    def fits(self, context: Any) -> bool:
+        return self.given.fits(context)
+
+    def supports(self, rows: Rows, weights: Weights) -> bool:
+        return self.given.supports((jax.ShapeDtypeStruct(rows[0].shape, self.dtype),), weights)
+
+    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+        (lhs,), (rhs,), (factor,) = self.named(operands)
+        out_dtype = self.given.call_dtype
+        out, *_ = cuda_calls.rounded(lhs, factor, rhs, dtype=self.dtype, out_dtype=out_dtype)
+        return (out.astype(self.options.preferred_element_type),)
 
 
 def _least_rows(values: jnp.dtype, rhs: QuantizedArray) -> int:
@@ -182,7 +218,7 @@ def straight_through(
     The derivative takes their rounding for the identity (the straight-through estimator of Bengio
     et al., 2013): it is that of the product with the dequantized activations.
     """
-    return scaled(options, quantize_activations(lhs, dtype, factor=factor), rhs)
+    return run(Rounded, (lhs,), (rhs,), options, (factor,), dtype=dtype)[0]
 
 
 @straight_through.defjvp
