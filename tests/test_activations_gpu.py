@@ -89,6 +89,16 @@ def test_integers_are_multiplied_exactly():
     np.testing.assert_array_equal(jax.jit(quantized_matmul)(lhs, rhs), exact)
 
 
+@pytest.mark.parametrize("format", [Format(4), Format(4, 128, scale="int8")], ids=str)
+def test_one_of_a_stack(format):
+    stack = quantize(normal((3, 512, 200), "bfloat16", 1), format)
+    lhs = quantize_activations(normal((64, 512), "bfloat16", 0), "int8")
+    for i in range(3):
+        assert is_one_call(quantized_matmul, lhs, stack.select(i))
+        found, expected = (jax.jit(quantized_matmul)(lhs, x) for x in (stack.select(i), stack[i]))
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", WEIGHTS)
 def test_tokens_of_zeros_and_of_no_numbers(dtype):
     x = normal((256, 512), "bfloat16", 0)

@@ -1,5 +1,6 @@
 """`activation_dtype=` of `jaxlowbit.llm`: blocks multiply quantized activations, one by one."""
 
+import types
 from typing import Any
 
 import jax
@@ -11,9 +12,9 @@ from flax import nnx
 from helpers import dequantized
 from jax.sharding import AxisType
 
-from jaxlowbit import INT4, QuantizedArray, quantize_activations
+from jaxlowbit import INT4, QuantizedArray, quantize, quantize_activations
 from jaxlowbit._composite.rms_norm import rms_norm
-from jaxlowbit._llm import command
+from jaxlowbit._llm import command, model
 from jaxlowbit._llm.sharding import Division
 from jaxlowbit.llm import Decoder, LanguageModel, generate, init, load, shard
 
@@ -102,10 +103,37 @@ def test_what_is_not_finite_on_one_device_is_so_on_all():
 
 
 def test_a_model_generates():
-    model = init(LLAMA, INT4.replace(group_size=32), activation_dtype=jnp.int8)
-    assert model.decoder.activation_dtype == jnp.int8
-    assert not any(block.fusible for block in model.decoder.blocks)
-    assert len(generate(model, [3, 1, 4], max_new_tokens=4).tokens) == 4
+    found = init(LLAMA, INT4.replace(group_size=32), activation_dtype=jnp.int8)
+    assert found.decoder.activation_dtype == jnp.int8
+    assert found.decoder.activation_rows == 1
+    x = jnp.zeros((1, 1, LLAMA.width))
+    assert not any(block.fusible(x) for block in found.decoder.blocks)
+    assert len(generate(found, [3, 1, 4], max_new_tokens=4).tokens) == 4
+
+
+@pytest.mark.parametrize("rows", [24, 25])
+def test_few_tokens_are_floats(rows):
+    """As they are without a dtype, from one token less than `activation_rows` on."""
+    weights = random(LLAMA)
+    floats, found = (
+        logits(decoder(LLAMA, weights, dtype, activation_rows=rows)) for dtype in (None, "int8")
+    )
+    assert TOKENS.size == 24
+    assert np.array_equal(found, floats) == (rows == 25)
+
+
+def test_a_gpu_rounds_what_it_multiplies_in_8_bits(monkeypatch):
+    """By the format of the weights."""
+    gpu = types.SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(model.jax, "devices", lambda *_: [gpu])
+    for group_size, rows in ((-1, 32), (32, 192)):
+        weights = random(LLAMA)
+        for name, weight in weights.items():
+            if isinstance(weight, QuantizedArray):
+                floats = dequantized(weight)
+                weights[name] = quantize(floats, INT4.replace(group_size=group_size))
+        assert decoder(LLAMA, weights, "int8").activation_rows == rows
+    assert decoder(LLAMA, weights, None).activation_rows == 1
 
 
 # --- files and refusals ---------------------------------------------------------------------------
@@ -116,11 +144,11 @@ def test_the_report_names_the_dtype(tmp_path):
         pytest.importorskip(package, reason=f"{package} is not installed")
     from model_files import write_tiny
 
-    model = load(write_tiny(tmp_path), activation_dtype="int8", progress=False)
-    chosen = {tensor.name: tensor.activation_dtype for tensor in model.report.tensors}
+    loaded = load(write_tiny(tmp_path), activation_dtype="int8", progress=False)
+    chosen = {tensor.name: tensor.activation_dtype for tensor in loaded.report.tensors}
     assert chosen["layers.0.q"] == chosen["layers.1.down"] == jnp.int8
     assert chosen["embedding"] is chosen["layers.0.attention_norm"] is None
-    assert "int8 activations" in str(model.report)
+    assert "int8 activations" in str(loaded.report)
 
 
 WRONG = {
@@ -140,14 +168,28 @@ def test_other_dtypes_are_refused(value):
         load("nowhere.gguf", activation_dtype=value)
 
 
+@pytest.mark.parametrize(("rows", "error"), [(0, ValueError), ("3", TypeError), (True, TypeError)])
+def test_other_rows_are_refused(rows, error):
+    sentence = f"activation_rows is {rows!r}, but it is a number of tokens from 1 on, or None"
+    for caller, call in (
+        ("Decoder", lambda: decoder(LLAMA, random(LLAMA), "int8", activation_rows=rows)),
+        ("init", lambda: init(LLAMA, activation_rows=rows)),
+        ("load", lambda: load("nowhere.gguf", activation_rows=rows)),
+    ):
+        with pytest.raises(error, match=f"^{caller}: {sentence}"):
+            call()
+
+
 @pytest.mark.parametrize("name", ["init", "load"])
 def test_the_command_passes_the_dtype_on(name, monkeypatch):
     given = []
     monkeypatch.setattr(command, name, lambda *_, **options: given.append(options))
     monkeypatch.setattr(command, "_bench", lambda *_: None)
-    model = "llama3-8b" if name == "init" else "model.gguf"
-    command.main(["bench", model, "--activation-dtype", "float8_e4m3fn"])
+    path = "llama3-8b" if name == "init" else "model.gguf"
+    flags = ["--activation-dtype", "float8_e4m3fn", "--activation-rows", "3"]
+    command.main(["bench", path, *flags])
     assert [options["activation_dtype"] for options in given] == ["float8_e4m3fn"]
+    assert [options["activation_rows"] for options in given] == [3]
 
 
 def test_the_command_refuses_other_dtypes(capsys):

@@ -166,13 +166,15 @@ def _byte_attributes(
 
 
 def _channel_scale(rhs: QuantizedArray) -> Array:
-    """The scales of the channels of each strip, float32 (1, n_blocks, 64), in order; or none."""
+    """The scales of the channels of each strip, float32 (weights, n_blocks, 64), in order; or
+    none."""
     if not rhs.format.scales_channels:
         return jnp.zeros(0, jnp.float32)
     assert rhs.tensor_scale is not None
     n_blocks = rhs.packed.shape[-3]
-    padded = jnp.pad(rhs.tensor_scale, (0, n_blocks * layout.ATOM - rhs.n))
-    return padded.reshape(1, n_blocks, layout.ATOM)
+    scales = rhs.tensor_scale.reshape(-1, rhs.n)
+    padded = jnp.pad(scales, ((0, 0), (0, n_blocks * layout.ATOM - rhs.n)))
+    return padded.reshape(-1, n_blocks, layout.ATOM)
 
 
 def _interleaved(values: Array) -> Array:

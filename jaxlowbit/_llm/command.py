@@ -45,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
         inputs = "to which blocks round the inputs of products with quantized weights"
         dtypes = [str(dtype) for dtype in activations.VALUES]
         added.add_argument("--activation-dtype", choices=dtypes, help=inputs)
+        fewer = "tokens at a time from which they do; fewer are floats"
+        added.add_argument("--activation-rows", type=int, metavar="N", help=fewer)
         devices = "how many devices to divide the model over"
         added.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
         added.set_defaults(run=run)
@@ -88,7 +90,7 @@ def _loaded(options: argparse.Namespace) -> LanguageModel:
     floats = named and options.format == "float"
     format = None if options.format is None or floats else parse_format(options.format)
     how: dict[str, Any] = {"dtype": options.dtype, "activation_dtype": options.activation_dtype}
-    how["mesh"] = _mesh(options.devices)
+    how |= {"activation_rows": options.activation_rows, "mesh": _mesh(options.devices)}
     if named:
         return init(SHAPES[options.model], None if floats else format or INT4, **how)
     return load(options.model, format=format, **how)

@@ -12,7 +12,7 @@ from .._core.format import INT4, Format, as_format
 from .._flax import arguments
 from .config import Config, check_config
 from .load import read
-from .model import Decoder
+from .model import Decoder, check_rows
 from .random_weights import random_weights
 
 
@@ -57,6 +57,7 @@ def load(
     rules: Any = None,
     dtype: Any = None,
     activation_dtype: Any = None,
+    activation_rows: int | None = None,
     scale_dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
@@ -75,6 +76,9 @@ def load(
     - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which the inputs of every
       product of the blocks with a quantized matrix are rounded, with a scale for each token.
       Embedding and head take floats.
+    - `activation_rows`: how many tokens, of all sequences, have to go through the blocks at a time
+      for that; fewer are floats. None for 1 on a CPU, and on a GPU for 32 or 192, by the formats of
+      the weights, from which products gain by it.
     - `scale_dtype`: that of scales and float zeros; None keeps those of the file exact.
     - `mesh`: the devices to divide it over, as by `shard`; each weight is put there as soon as it
       is read. None for one device.
@@ -89,6 +93,7 @@ def load(
     """
     dtype = default_dtype() if dtype is None else dtype
     activation_dtype = arguments.activation_dtype("load", activation_dtype)
+    check_rows("load", activation_rows)
     decoding = {"dtype": dtype, "activation_dtype": activation_dtype, "mesh": mesh}
     options = {"scale_dtype": scale_dtype, "progress": progress}
     try:
@@ -97,6 +102,7 @@ def load(
         if type(error) is not ValueError or str(error).startswith("load: "):
             raise
         raise ValueError(f"load: {error}") from None
+    decoding["activation_rows"] = activation_rows
     decoder = Decoder(checkpoint.config, checkpoint.weights, **decoding, consume=True)
     return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)
 
@@ -108,6 +114,7 @@ def init(
     seed: int = 0,
     dtype: Any = None,
     activation_dtype: Any = None,
+    activation_rows: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> LanguageModel:
     """Makes a model of random packed weights, of any size: floats are never made.
@@ -120,7 +127,7 @@ def init(
     - `seed`: of the words.
     - `dtype`: that of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
       the CPU.
-    - `activation_dtype`: as for `load`.
+    - `activation_dtype`, `activation_rows`: as for `load`.
     - `mesh`: the devices to divide it over, as by `shard`; None for one device. It is the same
       model on any.
 
@@ -140,8 +147,10 @@ def init(
     seed = checks.integer("init", "seed", seed, rule, least=-(2**63), most=2**63 - 1)
     dtype = default_dtype() if dtype is None else checks.compute_dtype("init", "dtype", dtype)
     activation_dtype = arguments.activation_dtype("init", activation_dtype)
+    check_rows("init", activation_rows)
     weights = random_weights(config, format, seed=seed, dtype=dtype, mesh=mesh)
     decoding = {"dtype": dtype, "activation_dtype": activation_dtype, "mesh": mesh}
+    decoding["activation_rows"] = activation_rows
     return LanguageModel(Decoder(config, weights, **decoding, consume=True))
 
 

@@ -12,14 +12,15 @@ where `finish` is all from the output projection of a block to the queries, keys
 next: one call, `quantized_block`, where the configuration allows it. With one query of each
 sequence, as in a decode step, `attend` belongs to that call on NVIDIA GPUs.
 
-With `activation_dtype` the products of the blocks take quantized activations, one by one: then no
-call computes several.
+With `activation_dtype` the products of the blocks take quantized activations, one by one, where
+there are `activation_rows` tokens or more: then no call computes several.
 
 On a mesh every device runs this with its part of the weights (`sharding.py`). All that differs is
 in `add_parts`, around the products whose partial sums the devices add, and at both ends.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ from .._core.columns import take_columns
 from .._core.format import Format
 from .._flax import arguments
 from .._matmul.api import quantized_matmul
+from .._matmul.quantized_lhs import least_rows
 from . import attention, rope
 from .cache import Cache, cache_specs, make_cache
 from .config import Config, check_config
@@ -66,6 +68,9 @@ class Decoder(nnx.Module):
     - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which the inputs of every
       product of the blocks with a quantized matrix are rounded, with a scale for each token
       (`quantize_activations`). Embedding and head take floats.
+    - `activation_rows`: how many tokens, of all sequences, have to go through the blocks at a time
+      for that; fewer are floats. None for what a GPU multiplies faster in 8 bits, by the formats
+      of the weights 32 or 192, and for 1 on a CPU.
     - `mesh`: the devices to divide it over, a mesh with one axis; None for one device.
     - `consume`: whether to take the weights out of the dict, so that those of a block, of which
       gate and up are stacked, exist twice at most.
@@ -90,6 +95,7 @@ class Decoder(nnx.Module):
         *,
         dtype: Any = jnp.bfloat16,
         activation_dtype: Any = None,
+        activation_rows: int | None = None,
         mesh: jax.sharding.Mesh | None = None,
         consume: bool = False,
     ):
@@ -97,6 +103,7 @@ class Decoder(nnx.Module):
         checks.boolean("Decoder", "consume", consume)
         dtype = checks.compute_dtype("Decoder", "dtype", dtype)
         activation_dtype = arguments.activation_dtype("Decoder", activation_dtype)
+        check_rows("Decoder", activation_rows)
         weight_of = weights.pop if consume and isinstance(weights, dict) else weights.__getitem__
         self.config = config
         self.dtype = dtype
@@ -105,10 +112,22 @@ class Decoder(nnx.Module):
         self.embedding = _variable(weight_of("embedding"))
         blocks = [Block(config, weight_of, i, activation_dtype) for i in range(config.layers)]
         self.blocks = nnx.List(blocks)
+        self.activation_rows = activation_rows or self._rows_in_8_bits(mesh)
+        for block in self.blocks:
+            block.activation_rows = self.activation_rows
         self.final_norm = _norm(config, weight_of("final_norm"))
         self.head = None if config.tied_head else _variable(weight_of("head"))
         if mesh is not None:
             self.divide(mesh, caller="Decoder")
+
+    def _rows_in_8_bits(self, mesh: jax.sharding.Mesh | None) -> int:
+        """The rows from which all products of the blocks gain by quantized activations."""
+        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+        if self.activation_dtype is None or device.platform != "gpu":
+            return 1
+        matrices = [w.get_value() for block in self.blocks for w in block.weights]
+        quantized = [w for w in matrices if isinstance(w, QuantizedArray)]
+        return max((least_rows(self.activation_dtype, w) for w in quantized), default=1)
 
     def divide(self, mesh: jax.sharding.Mesh, caller: str = "shard") -> None:
         """Puts the decoder on the devices of a mesh with one axis, each of which gets its part.
@@ -285,6 +304,7 @@ class Block(nnx.Module):
 
         self.config = config
         self.activation_dtype = activation_dtype
+        self.activation_rows = 1
         self.division: Division | None = None
         self.local = config.is_local(index)
         self.attention_norm = norm("attention_norm")
@@ -303,15 +323,23 @@ class Block(nnx.Module):
         self.post_mlp_norm = norm("post_mlp_norm") if post else None
 
     @property
-    def fused(self) -> bool:
+    def weights(self) -> list[nnx.Variable]:
+        """All matrices."""
+        return [*self.qkv, self.o, *self.gate_up, self.down]
+
+    def rounds(self, x: Array) -> bool:
+        """Whether activations of as many tokens as x has are quantized."""
+        rows = math.prod(x.shape[:-1])
+        return self.activation_dtype is not None and rows >= self.activation_rows
+
+    def fused(self, x: Array) -> bool:
         """Whether `quantized_block` computes this block."""
         # The devices of a mesh add their parts within the block.
-        return self.fusible and self.division is None
+        return self.fusible(x) and self.division is None
 
-    @property
-    def fusible(self) -> bool:
+    def fusible(self, x: Array) -> bool:
         """Whether calls compute this block with its normalizations."""
-        if self.activation_dtype is not None:
+        if self.rounds(x):
             return False
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
@@ -325,7 +353,7 @@ class Block(nnx.Module):
     def project(self, x: Array) -> tuple[Array, ...]:
         """Products of the normalized x with the weights of queries, keys and values."""
         normalized = self.normalize(x, self.attention_norm)
-        if self.activation_dtype is None:
+        if not self.rounds(x):
             return products(normalized, self.matrices)
         return tuple(self.multiply(normalized, weight) for weight in self.matrices)
 
@@ -404,7 +432,7 @@ class Block(nnx.Module):
         """`step` by our own kernel for attention."""
         onward = self._onward(following)
         devices = () if self.division is None else self.division.exchanging(x.shape[0])
-        one_call = self.fused or (self.fusible and devices != ())
+        one_call = self.fused(x) or (self.fusible(x) and devices != ())
         if one_call and (following is None or onward is not None):
             matrices = self.o, self.gate_up[0], self.down
             o, gate_up, down = (weight.get_value() for weight in matrices)
@@ -449,9 +477,9 @@ class Block(nnx.Module):
         self, attended: Array, x: Array, following: "Block | None"
     ) -> tuple[Array, tuple[Array, ...]]:
         """The residual stream after this block, and `following.project` of it."""
-        if self.fused:
+        if self.fused(x):
             return self._finish_in_one_call(attended, x, following)
-        if self.division is not None and self.fusible:
+        if self.division is not None and self.fusible(x):
             return self._finish_in_parts(attended, x, following, self.division)
         out = functools.partial(self.multiply, attended, self.o.get_value(), divided=True)
         x = x + self.normalize(add_parts(self.division, out, x.dtype), self.post_attention_norm)
@@ -511,29 +539,27 @@ class Block(nnx.Module):
     def mlp(self, x: Array, dtype: Any) -> Array:
         """The gated MLP of a normalized x, accumulated in float32 and rounded to `dtype`."""
         activation, down = self.config.activation, self.down.get_value()
-        if len(self.gate_up) == 1 and self.activation_dtype is None:
+        if len(self.gate_up) == 1 and not self.rounds(x):
             gate_up = self.gate_up[0].get_value()
             if isinstance(down, QuantizedArray):
                 options = {"activation": activation, "preferred_element_type": dtype}
                 return quantized_mlp(x, gate_up, down, **options)
             return multiply(quantized_glu(x, gate_up, activation=activation), down, dtype)
-        if len(self.gate_up) == 1:
-            # The two weights are a batch, for which the axes of x are rows.
-            both = self.multiply(x[..., None, None, :], self.gate_up[0].get_value(), jnp.float32)
-            gate, up = both[..., 0, 0, :], both[..., 1, 0, :]
-        else:
-            gate, up = (self.multiply(x, w.get_value(), jnp.float32) for w in self.gate_up)
+        pair = [weight.get_value() for weight in self.gate_up]
+        if isinstance(pair[0], QuantizedArray) and len(pair) == 1:
+            pair = [pair[0].select(i) for i in range(2)]
+        gate, up = (self.multiply(x, weight, jnp.float32) for weight in pair)
         activate = jax.nn.silu if activation == "silu" else jax.nn.gelu  # its tanh form
         return self.multiply((activate(gate) * up).astype(x.dtype), down, dtype, divided=True)
 
     def multiply(
         self, x: Array, weight: Weight, dtype: Any = None, *, divided: bool = False
     ) -> Array:
-        """`multiply`, where the weight is quantized of x in `activation_dtype`.
+        """`multiply`, where the weight is quantized of x in `activation_dtype` if x has the rows.
 
         `divided`: whether each device of a mesh has a part of every token; they share its scale.
         """
-        if self.activation_dtype is None or not isinstance(weight, QuantizedArray):
+        if not self.rounds(x) or not isinstance(weight, QuantizedArray):
             return multiply(x, weight, dtype)
         if not divided or self.division is None:
             options = {"activation_dtype": self.activation_dtype, "preferred_element_type": dtype}
@@ -591,6 +617,13 @@ def check(config: Config, weights: Mapping[str, Weight]) -> None:
                 f"Decoder: {name} has shape {tuple(weights[name].shape)}, but the configuration "
                 f"asks for {shape}."
             )
+
+
+def check_rows(caller: str, rows: Any) -> None:
+    """Refuses what is neither None nor a number of tokens."""
+    if rows is not None:
+        rule = "a number of tokens from 1 on, or None; fewer are not rounded"
+        checks.integer(caller, "activation_rows", rows, rule)
 
 
 def _variable(weight: Weight) -> nnx.Variable:

@@ -125,9 +125,8 @@ class Scaled(Call):
         return (
             self.options.backend in (None, "cuda")
             and all(isinstance(size, int) for size in lead)
-            and math.prod(lead) >= _least_rows(values.dtype, rhs)
+            and math.prod(lead) >= least_rows(values.dtype, rhs)
             and rhs.ndim == 2
-            and rhs.index is None
             and rhs.k <= MOST_K
             and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), _without_unit(rhs))
             and cuda.unsupported_activations(values.dtype, rhs.format) is None
@@ -192,8 +191,9 @@ class Rounded(Call):
         return (out.astype(self.options.preferred_element_type),)
 
 
-def _least_rows(values: jnp.dtype, rhs: QuantizedArray) -> int:
-    """The rows from which the kernels of 8 bits are faster on an H200."""
+def least_rows(values: Any, rhs: QuantizedArray) -> int:
+    """The rows of 8-bit values from which Hopper multiplies them in 8 bits; fewer are as fast in
+    bfloat16."""
     size = rhs.format.group_size
     one_sum = size == -1 or size >= rhs.k or rhs.format.scales_channels
     return LEAST_ROWS_OF_ONE_SUM if values == jnp.int8 and one_sum else LEAST_ROWS
