@@ -64,14 +64,12 @@ __device__ uint32_t Largest(uint32_t largest, const float (&x)[kColumns]) {
 
 // The largest value of all threads of the CTA.
 __device__ uint32_t LargestOfBlock(uint32_t value) {
-#if __CUDA_ARCH__ >= 800
   __shared__ uint32_t largest[kMaxThreads / 32];
   value = __reduce_max_sync(~0u, value);
   if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = value;
   __syncthreads();  // those of all warps are there
   value =
       __reduce_max_sync(~0u, threadIdx.x % 32 < blockDim.x / 32 ? largest[threadIdx.x % 32] : 0);
-#endif
   return value;
 }
 
