@@ -139,9 +139,16 @@ __device__ void StoreUnit(const float (&x)[kColumns], const Divisor& divisor, ui
 template <bool kFloat8>
 constexpr float kMost = kFloat8 ? 448 : 127;
 
-// kUnits: units of a thread, in registers. One unit leaves room for all threads that a multiprocessor has.
+// CTAs that a multiprocessor has threads for: two on Hopper, the only architecture that runs them.
+#if __CUDA_ARCH__ == 900
+constexpr int kCtasPerSm = 2;
+#else
+constexpr int kCtasPerSm = 1;
+#endif
+
+// kUnits: units of a thread, in registers, which for one unit are few enough for all threads of a multiprocessor.
 template <typename T, bool kFloat8, int kUnits>
-__global__ void __launch_bounds__(kMaxThreads, kUnits == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kMaxThreads, kUnits == 1 ? kCtasPerSm : 1)
     QuantizeRowsKernel(const T* floats, const float*, uint8_t* values, float* scale, int columns,
                        int units) {
   LaunchDependents();
