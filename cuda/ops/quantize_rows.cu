@@ -64,14 +64,12 @@ __device__ uint32_t Largest(uint32_t largest, const float (&x)[kColumns]) {
 
 // The largest value of all threads of the CTA.
 __device__ uint32_t LargestOfBlock(uint32_t value) {
-#if __CUDA_ARCH__ >= 800
   __shared__ uint32_t largest[kMaxThreads / 32];
   value = __reduce_max_sync(~0u, value);
   if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = value;
   __syncthreads();  // those of all warps are there
   value =
       __reduce_max_sync(~0u, threadIdx.x % 32 < blockDim.x / 32 ? largest[threadIdx.x % 32] : 0);
-#endif
   return value;
 }
 
@@ -141,9 +139,16 @@ __device__ void StoreUnit(const float (&x)[kColumns], const Divisor& divisor, ui
 template <bool kFloat8>
 constexpr float kMost = kFloat8 ? 448 : 127;
 
-// kUnits: units of a thread, in registers. One unit leaves room for all threads that a multiprocessor has.
+// CTAs that a multiprocessor has threads for: two on Hopper, the only architecture that runs them.
+#if __CUDA_ARCH__ == 900
+constexpr int kCtasPerSm = 2;
+#else
+constexpr int kCtasPerSm = 1;
+#endif
+
+// kUnits: units of a thread, in registers, which for one unit are few enough for all threads of a multiprocessor.
 template <typename T, bool kFloat8, int kUnits>
-__global__ void __launch_bounds__(kMaxThreads, kUnits == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kMaxThreads, kUnits == 1 ? kCtasPerSm : 1)
     QuantizeRowsKernel(const T* floats, const float*, uint8_t* values, float* scale, int columns,
                        int units) {
   LaunchDependents();
