@@ -49,7 +49,6 @@ TRIPLES = (("family", "scales", "lhs"), ("family", "zero", "lhs"), ("family", "s
 
 # The magnitudes of results: epilogues bend there, and a pair of them is no infinity in float16.
 SIZE = 4.0
-SHRUNK_STEP = 2.0**7 * 2.0**-133  # of numbers that are subnormal in bfloat16 when 2^-7 as large
 _MOST_CALLS = 40  # for one identity: fewer rows at a time are not all of them
 _LEAST = float(ml_dtypes.finfo("float32").smallest_normal)
 
@@ -322,7 +321,7 @@ def _weights(combination: Combination, backend: str) -> int:
     c, rhs = combination, operands(combination).rhs
     k = c.shape[0]
     want = _plain(_dequantized(c))
-    slack = _slack(c, want, backend)
+    slack = _slack(c, want)
     starts = [*range(0, k - c.rows + 1, c.rows), k - c.rows]
     wrong = 0
     for start in starts[:: -(-len(starts) // _MOST_CALLS)]:
@@ -339,19 +338,16 @@ def _weights(combination: Combination, backend: str) -> int:
     return wrong
 
 
-def _slack(combination: Combination, want: np.ndarray, backend: str) -> np.ndarray:
+def _slack(combination: Combination, want: np.ndarray) -> np.ndarray:
     """By how much a weight may be off: a unit in the last place, where it is rounded once more, as
     the tensor scale may multiply what was rounded, or once less, as with a float zero the product
-    by a float32 scale need not be. On GPUs numbers of codebooks in bfloat16 may be multiplied by
-    2^-7 for as long as they are summed: what is subnormal then is rounded."""
+    by a float32 scale need not be."""
     c, info = combination, ml_dtypes.finfo(combination.dtype)
     fused = c.zero == "float" and c.scales == "float32"
-    shrunk = backend == "cuda" and c.dtype == "bfloat16" and c.codebook is not None
-    least = np.full_like(want, shrunk * SHRUNK_STEP / 2)
     if not fused and not rounds_twice(c):
-        return least
+        return np.zeros_like(want)
     slack = float(info.eps) * np.abs(want) + float(info.smallest_subnormal)
-    return least + slack + fused * 2.0**-23 * dequantize(operands(c).rhs).terms
+    return slack + fused * 2.0**-23 * dequantize(operands(c).rhs).terms
 
 
 def rounds_twice(combination: Combination) -> bool:
