@@ -229,7 +229,8 @@ def test_the_product_is_that_of_rounded_activations(dtype, format, kind):
     batch = jax.jit(jax.vmap(product, (0, None)))(x.reshape(7, 43, k), rhs)
     for found in (jax.jit(product)(x, rhs), batch.reshape(m, n)):
         # In float32, since NaN of bfloat16 are unequal to NumPy.
-        np.testing.assert_array_equal(*(np.asarray(y).astype(np.float32) for y in (found, expected)))
+        floats, want = (np.asarray(y).astype(np.float32) for y in (found, expected))
+        np.testing.assert_array_equal(floats, want)
     wide = jax.jit(functools.partial(quantized_matmul, preferred_element_type=jnp.float32))
     bias = normal((n,), kind, 3)
     found = jax.jit(functools.partial(product, bias=bias, activation="relu"))(x, rhs)
