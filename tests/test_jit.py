@@ -401,7 +401,7 @@ def compiler(monkeypatch, toolchain):
     return asked
 
 
-@pytest.mark.parametrize(("device", "capability", "count"), [("H200", 90, 27), ("A100", 80, 4)])
+@pytest.mark.parametrize(("device", "capability", "count"), [("H200", 90, 28), ("A100", 80, 4)])
 def test_all_kernels_of_a_format_are_compiled(compiler, capsys, device, capability, count):
     compiling.main(["--format", "int2-g128-integer", "--device", device])
     ((asked, wanted),) = compiler
