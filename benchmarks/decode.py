@@ -35,13 +35,14 @@ MODEL = shapes.MODELS["llama3-8b"]
 # projection of a layer to q, k and v of the next are one call. With "int8" and "float8" every
 # product rounds its activations, and is a call of its own.
 _SEPARATE = (("q",), ("k",), ("v",), ("o",), ("gate",), ("up",), ("down",))
+_CONCATENATED = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 VARIANTS = {
     "separate": _SEPARATE,
-    "concatenated": (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)),
+    "concatenated": _CONCATENATED,
     "one-call": _SEPARATE,
     "block": (("q", "k", "v"), ("o",), ("gate",), ("up",), ("down",)),
-    "int8": (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)),
-    "float8": (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)),
+    "int8": _CONCATENATED,
+    "float8": _CONCATENATED,
 }
 ROUNDED = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 BLOCKS = 11

@@ -315,8 +315,8 @@ def _jitted(product: Any, backend: str) -> Any:
 def _weights(combination: Combination, backend: str) -> int:
     """How many weights the rows of an identity give otherwise than `dequantize`.
 
-    As many rows at a time as the combination has, so that the same kernels multiply them. Zeros
-    have no sign here, and what is subnormal in float32 is 0.
+    They are multiplied in parts with the rows of the combination, by the same kernels. Zeros have
+    no sign here, and what is subnormal in float32 is 0.
     """
     c, rhs = combination, operands(combination).rhs
     k = c.shape[0]

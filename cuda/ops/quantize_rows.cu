@@ -233,7 +233,7 @@ cudaError_t Launch(const QuantizeRows& problem, cudaStream_t stream) {
   const bool once = problem.factor == nullptr;
   const auto kernel = problem.to == ElementType::kE4m3 ? Find<T, true>(units, aligned, once)
                                                        : Find<T, false>(units, aligned, once);
-  // As many for each unit of a thread.
+  // Threads have equal numbers of units, but for the last warps.
   const int threads =
       static_cast<int>(CeilDiv(CeilDiv(units, CeilDiv(units, kMaxThreads)), 32)) * 32;
   constexpr int64_t kMostCtas = std::numeric_limits<int32_t>::max();
