@@ -128,7 +128,7 @@ class ClusterReducer {
 
  private:
   static constexpr float kUnit =  // of accumulators
-      1 << (I::kCodebook != Codebook::kNone ? kCodebookShift<typename I::T>
+      1 << (I::kCodebook != Codebook::kNone ? kCodebookShift<typename I::T, typename I::S>
             : I::kScaleSums                 ? kShift<typename I::T>
                                             : kWeightShift<typename I::T>);
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 rows, in the order of lanes
