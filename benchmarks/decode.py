@@ -32,19 +32,19 @@ import jaxlowbit as jl
 MODEL = shapes.MODELS["llama3-8b"]
 # Which projections of a layer share a weight, and so a call; with "one-call", several weights share
 # one: those of q, k and v, and those of gate, up and down. With "block", all from the output
-# projection of a layer to q, k and v of the next are one call. With "int8" and "float8" every
-# product rounds its activations, and is a call of its own.
+# projection of a layer to q, k and v of the next are one call, which with "int8" and "float8"
+# rounds the rows that it multiplies.
 _SEPARATE = (("q",), ("k",), ("v",), ("o",), ("gate",), ("up",), ("down",))
-_CONCATENATED = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+_BLOCK = (("q", "k", "v"), ("o",), ("gate",), ("up",), ("down",))
 VARIANTS = {
     "separate": _SEPARATE,
-    "concatenated": _CONCATENATED,
+    "concatenated": (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)),
     "one-call": _SEPARATE,
-    "block": (("q", "k", "v"), ("o",), ("gate",), ("up",), ("down",)),
-    "int8": _CONCATENATED,
-    "float8": _CONCATENATED,
+    "block": _BLOCK,
+    "int8": _BLOCK,
+    "float8": _BLOCK,
 }
-ROUNDED = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
+BLOCKS_OF = {"block": None, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}  # activation_dtype
 BLOCKS = 11
 PROGRAMS = 10  # in a block
 LIMIT = 0.05  # of the norm of what a step adds, for bfloat16 residuals over 32 layers
@@ -67,32 +67,30 @@ class Sizes(NamedTuple):
 
 def step(x: jax.Array, layers: list[dict[str, Any]], sizes: Sizes, variant: str) -> jax.Array:
     """x (m, width) after all layers."""
-    if variant == "block" and isinstance(layers[0]["o"], jl.QuantizedArray):
-        return _step_of_blocks(x, layers, sizes)
+    if variant in BLOCKS_OF and isinstance(layers[0]["o"], jl.QuantizedArray):
+        return _step_of_blocks(x, layers, sizes, BLOCKS_OF[variant])
     for layer in layers:
         attended = _attend(
             sizes, *_queries_keys_values(layer, sizes, variant, _normalize(x, layer["norm-qkv"]))
         )
-        x = x + _product(attended, layer["o"], variant)
+        x = x + attended @ layer["o"]
         x = x + _mlp(layer, variant, _normalize(x, layer["norm-mlp"]))
     return x
 
 
-def _product(x: jax.Array, weight: Any, variant: str) -> jax.Array:
-    if variant not in ROUNDED or not isinstance(weight, jl.QuantizedArray):
-        return x @ weight
-    return jl.quantized_matmul(x, weight, activation_dtype=ROUNDED[variant])
-
-
-def _step_of_blocks(x: jax.Array, layers: list[dict[str, Any]], sizes: Sizes) -> jax.Array:
-    products = _normalize(x, layers[0]["norm-qkv"]) @ layers[0]["q-k-v"]
+def _step_of_blocks(
+    x: jax.Array, layers: list[dict[str, Any]], sizes: Sizes, activation_dtype: Any
+) -> jax.Array:
+    options = {"activation_dtype": activation_dtype}
+    first = _normalize(x, layers[0]["norm-qkv"])
+    products = jl.quantized_matmul(first, layers[0]["q-k-v"], **options)
     for i, layer in enumerate(layers):
         attended = _attend(sizes, *_split(products, sizes))
         weights = layer["o"], layer["norm-mlp"], layer["gate-up"], layer["down"]
         if i + 1 == len(layers):
-            return jl.quantized_block(attended, x, *weights)
+            return jl.quantized_block(attended, x, *weights, **options)
         following = layers[i + 1]["norm-qkv"], [layers[i + 1]["q-k-v"]]
-        x, (products,) = jl.quantized_block(attended, x, *weights, following=following)
+        x, (products,) = jl.quantized_block(attended, x, *weights, following=following, **options)
     return x
 
 
@@ -111,7 +109,7 @@ def _queries_keys_values(
     layer: dict[str, Any], sizes: Sizes, variant: str, x: jax.Array
 ) -> Sequence[jax.Array]:
     if "q-k-v" in layer:
-        return _split(_product(x, layer["q-k-v"], variant), sizes)
+        return _split(x @ layer["q-k-v"], sizes)
     several = [layer[name] for name in ("q", "k", "v")]
     if variant == "one-call" and isinstance(several[0], jl.QuantizedArray):
         return jl.quantized_matmuls(x, several)
@@ -119,16 +117,16 @@ def _queries_keys_values(
 
 
 def _mlp(layer: dict[str, Any], variant: str, x: jax.Array) -> jax.Array:
-    if variant in ("one-call", "block"):
+    if variant not in ("separate", "concatenated"):
         gate_up = layer["gate-up"]
         if isinstance(gate_up, jl.QuantizedArray):
             return jl.quantized_mlp(x, gate_up, layer["down"])
         gate, up = x @ gate_up[0], x @ gate_up[1]
     elif "gate-up" in layer:
-        gate, up = jnp.split(_product(x, layer["gate-up"], variant), 2, axis=-1)
+        gate, up = jnp.split(x @ layer["gate-up"], 2, axis=-1)
     else:
         gate, up = x @ layer["gate"], x @ layer["up"]
-    return _product(jax.nn.silu(gate) * up, layer["down"], variant)
+    return (jax.nn.silu(gate) * up) @ layer["down"]
 
 
 def _normalize(x: jax.Array, scales: jax.Array) -> jax.Array:
@@ -149,7 +147,7 @@ def make_layers(options: argparse.Namespace, sizes: Sizes, variant: str) -> list
             key = jax.random.fold_in(jax.random.key(i), j)
             codes = weights.random_codes(key, n, k, format, options.dtype)
             layer["-".join(together)] = contenders.quantized(codes, format)
-        if variant in ("one-call", "block"):
+        if variant not in ("separate", "concatenated"):
             pair = layer.pop("gate"), layer.pop("up")
             layer["gate-up"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pair)
         for name in ("norm-qkv", "norm-mlp"):

@@ -341,7 +341,8 @@ uint64_t NumberOf(const std::vector<QuantizedMatmul>& problems, int64_t workspac
                       static_cast<int>(p.epilogue.activation)}) {
       fields = fields << 4 | field;
     }
-    for (bool flag : {p.transposed, p.scale_sums, p.half_sums, p.epilogue.gated, p.pdl}) {
+    for (bool flag :
+         {p.transposed, p.scale_sums, p.scales_rows, p.half_sums, p.epilogue.gated, p.pdl}) {
       fields = fields << 1 | flag;
     }
     mix(fields);

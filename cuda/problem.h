@@ -38,6 +38,9 @@ struct QuantizedMatmul {
   // Scales multiply accumulators instead of weights: exact integers are multiplied, and the partial sum of each
   // group is scaled in float32. Serves float32 activations, which arrive as bf16 summands.
   bool scale_sums = false;
+  // Results are multiplied by Buffers::lhs_scale, and have no epilogue: lhs are quantized values of 16 bits. (Those of an
+  // lhs of 8 bits always are, before the epilogue.)
+  bool scales_rows = false;
   // A kernel may accumulate products of float16 in float16, over as much of k as its page says. No kernel has to,
   // and other types of lhs are not affected.
   bool half_sums = false;
@@ -92,7 +95,7 @@ constexpr int64_t GroupSize(int64_t size, int64_t k) {
 // Beside it, scales that are integers make weights of 8 bits, and results are multiplied by a float for each channel.
 struct Buffers {
   const void* lhs = nullptr;             // [batch, m, lhs_columns]
-  const float* lhs_scale = nullptr;      // [batch, m], of an lhs of 8 bits
+  const float* lhs_scale = nullptr;      // [batch, m], of quantized values
   const uint32_t* packed = nullptr;      // [num_weights, n_blocks, k_blocks, words_per_atom]
   const void* scale = nullptr;           // [num_weights, n_blocks, groups, 64]
   const void* zero = nullptr;            // [num_weights, n_blocks, groups, 64]

@@ -15,8 +15,11 @@ from jaxlowbit import (
     EXPORT_CHECKS,
     FP8,
     INT4,
+    INT8,
     MXFP4,
+    MXFP8,
     NF4,
+    NVFP4,
     Format,
     QuantizedActivations,
     QuantizedArray,
@@ -240,9 +243,16 @@ def test_where_activations_are_rounded_by_the_call(hopper):
     rhs, channels = weight_like(256, 64, INT4), weight_like(256, 64, Format(4))
     wide = like(192, 256, dtype="float32")
     assert found(wide, rhs) == found(wide, rhs, backend="cuda") == ROUNDED
-    assert found(like(191, 256), rhs) == found(like(31, 256), channels) == PRODUCT
+    odd = weight_like(200, 64, Format(4))
+    assert found(like(191, 256), rhs) == found(like(31, 200), odd) == PRODUCT
     assert found(like(32, 256), channels) == found(like(4, 2, 4, 256), channels) == ROUNDED
     assert found(like(192, 256), weight_like(256, 64, NF4)) == PRODUCT
+    # Few rows are multiplied in bfloat16, by weights of any format.
+    few = [(1, INT4), (32, INT4), (16, INT8), (8, NF4), (16, MXFP8), (1, Format(3, 64, "float"))]
+    assert all(found(like(m, 256), weight_like(256, 64, format)) == ROUNDED for m, format in few)
+    lacking = [(33, INT4), (17, INT8), (1, Format(4, 48)), (1, NVFP4), (0, INT4)]
+    for m, format in lacking:
+        assert found(like(m, 256), weight_like(256, 64, format)) == PRODUCT * (m > 0), (m, format)
     assert found(like(192, 256), rhs, jnp.float8_e4m3fn) == PRODUCT
     assert found(like(192, 256), rhs, backend="xla") == []
     epilogue = {"bias": jnp.ones(64, jnp.bfloat16), "activation": "silu"}

@@ -15,11 +15,15 @@ from jaxlowbit import (
     FP8,
     INT4,
     INT8,
+    MXFP4,
+    NF4,
+    UINT4,
     Format,
     QuantizedActivations,
     QuantizedArray,
     quantize,
     quantize_activations,
+    quantized_block,
     quantized_matmul,
 )
 from jaxlowbit._backends import call, cuda_calls
@@ -112,6 +116,36 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
     assert np.isfinite(np.delete(found, [5, 9], 0)).all()
 
 
+@pytest.mark.parametrize(("dtype", "format"), [kind for kind in KINDS if kind[1].group_size != 384])
+@pytest.mark.parametrize(("m", "width", "hidden"), [(201, 208, 304), (512, 1024, 2048)])
+def test_a_block_rounds_its_rows(dtype, format, m, width, hidden):
+    """A token of no numbers spoils no other."""
+    attended, x = (normal((m, width), "bfloat16", seed) for seed in (0, 1))
+    attended = attended.at[7, 3].set(jnp.nan)
+    norm = 1 + normal((width,), "float32", 2) / 8
+
+    def weight(*shape, seed):
+        return quantize(normal(shape, "float32", seed) / np.sqrt(shape[-2]), format)
+
+    weights = weight(width, width, seed=3), norm, weight(2, width, hidden, seed=4)
+    following = norm, [weight(width, n, seed=n) for n in (208, 72)]
+    block = functools.partial(
+        quantized_block, activation_dtype=dtype, following=following, activation="gelu_tanh"
+    )
+    operands = attended, x, *weights, weight(hidden, width, seed=5)
+    assert is_one_call(block, *operands, target=call.ROUNDED_BLOCK_TARGET)
+    found = jax.tree.leaves(jax.jit(block)(*operands))
+    expected = jax.tree.leaves(jax.jit(functools.partial(block, backend="xla"))(*operands))
+    for got, want in zip(found, expected, strict=True):
+        got, want = (np.asarray(rows).astype(np.float64) for rows in (got, want))
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        assert np.isnan(got[7]).all() and np.isfinite(np.delete(got, 7, 0)).all()
+        # Values that lie between two of 8 bits may be rounded to either.
+        off = np.nan_to_num(got - want)
+        assert np.linalg.norm(off) <= 0.01 * np.linalg.norm(np.nan_to_num(want))
+        assert np.abs(off).max() <= 0.1 * np.nanstd(want)
+
+
 def test_what_its_kernels_lack_is_a_composition():
     for m, format, dtype in [
         (64, INT4, jnp.int8),
@@ -179,11 +213,18 @@ def in_order(values: Any, k: int) -> np.ndarray:
     return columns[:, :k]
 
 
-def assert_rounded(x: Any, rhs: Any, dtype: str, factor: Any = None) -> None:
-    program = functools.partial(cuda_calls.rounded, dtype=dtype, out_dtype=jnp.dtype("float32"))
-    _, values, scale = jax.jit(program)(x, factor, rhs)
+def assert_rounded(
+    x: Any, rhs: Any, dtype: str, factor: Any = None, stored: str | None = None
+) -> None:
+    types = {
+        "dtype": jnp.dtype(dtype),
+        "stored": stored or dtype,
+        "out_dtype": jnp.dtype("float32"),
+    }
+    _, values, scale = jax.jit(functools.partial(cuda_calls.rounded, **types))(x, factor, rhs)
     expected = rounding(x, dtype, factor)
-    np.testing.assert_array_equal(in_order(values, x.shape[-1]), expected[0])
+    found = in_order(values, x.shape[-1]) if stored is None else values.astype(jnp.float32)
+    np.testing.assert_array_equal(found, expected[0])
     np.testing.assert_array_equal(np.asarray(scale)[:, None], expected[1])
 
 
@@ -209,10 +250,38 @@ def test_every_value_is_that_of_numpy_with_a_factor(k, kind, dtype):
     assert_rounded(tokens(40, k, kind), rhs, dtype, factor)
 
 
-@pytest.mark.parametrize("m", [1, 2, 5, 31])
-def test_few_rows_are_rounded_too(m):
-    rhs = quantize(normal((4096, 192), "bfloat16", 1), Format(4))
-    assert_rounded(tokens(40, 4096, "bfloat16")[9 : 9 + m], rhs, "int8")
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize(("m", "k"), [(1, 4096), (2, 64), (5, 17984), (16, 40000), (31, 1024)])
+def test_values_of_few_rows_are_bfloat16(m, k, kind, dtype):
+    rhs = quantize(normal((k, 192), "bfloat16", 1), Format(4, 64))
+    x = tokens(40, k, kind)[9 - m % 9 : 9 - m % 9 + m]
+    assert_rounded(x, rhs, dtype, stored="bfloat16")
+    assert_rounded(x, rhs, dtype, jnp.exp(normal((k,), "float32", 2)), stored="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize(
+    "format", [INT4, Format(4), INT8, FP8, NF4, MXFP4, Format(3, 64, "float"), UINT4], ids=str
+)
+def test_products_of_few_rows(format, kind, dtype):
+    k, n = 1024, 200
+    rhs = quantize(normal((k, n), "bfloat16", 1), format)
+    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+    for m in (1, 9, 16, 32)[: 4 if format.bits <= 4 else 3]:
+        x = tokens(40, k, kind)[:m]
+        assert is_one_call(product, x, rhs, target=call.ROUNDED_TARGET)
+        given = quantize_activations(x, dtype)
+        assert not is_one_call(quantized_matmul, given, rhs)
+        found, want = (jax.jit(f)(y, rhs) for f, y in ((product, x), (quantized_matmul, given)))
+        found, want = (np.asarray(y).astype(np.float64) for y in (found, want))
+        reach = np.nan_to_num(np.nanmax(np.abs(want), -1, keepdims=True))
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(want))
+        off = np.abs(np.nan_to_num(found) - np.nan_to_num(want))
+        assert (
+            off <= float(jnp.finfo(kind).eps) * np.abs(np.nan_to_num(want)) + 1e-5 * reach
+        ).all()
 
 
 @kinds

@@ -58,8 +58,8 @@ ATTENDED, NORM = normal(5, F, seed=3), 1 + normal(K, 1, seed=4)[:, 0]
 OUT, BACK = quantize(normal(F, K, seed=5), UINT4), quantize(normal(F, K, seed=6), Format(8))
 
 
-def block(attended, x, following=(2 * NORM, QKV)):
-    return quantized_block(attended, x, OUT, NORM, GATE_UP, BACK, following=following)
+def block(attended, x, following=(2 * NORM, QKV), **options):
+    return quantized_block(attended, x, OUT, NORM, GATE_UP, BACK, following=following, **options)
 
 
 def mlp(x):
@@ -98,6 +98,26 @@ def test_several_products_are_each_of_them(shape):
     for got, rhs in zip(wide, QKV, strict=True):
         want = quantized_matmul(lhs, rhs, preferred_element_type=jnp.float32, backend="xla")
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_block_of_rounded_rows_is_its_products(dtype):
+    """Values and derivatives of both residual streams."""
+    product = functools.partial(quantized_matmul, activation_dtype=dtype)
+
+    def composed(attended, x):
+        x = x + product(attended, OUT)
+        normed = normalize(x, NORM)
+        gate, up = (product(normed, GATE_UP.select(i)) for i in range(2))
+        x = x + product(jax.nn.silu(gate) * up, BACK)
+        normed = normalize(x, 2 * NORM)
+        return x, tuple(product(normed, weight) for weight in QKV)
+
+    rounded = functools.partial(block, activation_dtype=dtype)
+    got, pullback = jax.vjp(rounded, ATTENDED, LHS)
+    want, expected = jax.vjp(composed, ATTENDED, LHS)
+    jax.tree.map(assert_close, (got, pullback(want)), (want, expected(want)))
+    assert not np.array_equal(got[0], block(ATTENDED, LHS)[0])
 
 
 @pytest.mark.parametrize("name", [*filter(None, JAX_ACTIVATIONS)])
@@ -358,6 +378,10 @@ any_block: Any = functools.partial(quantized_block, LHS)
         (lambda: block(ATTENDED, LHS, (NORM[1:], QKV)), r"following\[0\] has shape \(127,\)"),
         (lambda: block(ATTENDED, LHS, (NORM, [BACK])), r"following\[1\]\[0\] has shape \(192,"),
         (lambda: block(ATTENDED, LHS, (NORM, [LHS])), r"following\[1\]\[0\] is float32\[5, 128\]"),
+        (
+            lambda: block(ATTENDED, LHS, activation_dtype="int4"),
+            "activation_dtype is int4, but act",
+        ),
         (lambda: mlp(LHS.astype(int)), "activations are float32, bfloat16 or float16"),
     ],
 )

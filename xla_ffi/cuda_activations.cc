@@ -4,14 +4,13 @@
 // are those of operands.h, but for
 //
 //   0 lhs        T[b, m, k], interleaved (Buffers in cuda/problem.h)   T: s8 or f8e4m3fn
-//   1 lhs_scale  f32[b, m]: those of the rows of lhs
+//   1 lhs_scale  as cuda_bytes.h has it
 //
 // which the others follow, then
 //
-//   6 channel_scale  f32[L, n_blocks, 64], in order, beside s8 scales; otherwise f32[0]
+//   6 channel_scale  likewise
 //
-// and results are of bf16 or f32. No kernel stands in where buffers begin at odd places, so
-// weights there are refused.
+// and results are of bf16 or f32.
 //
 // The target jaxlowbit_rounded_activations rounds activations before it multiplies them (cuda/ops/quantize_rows.h).
 // In place of the first two operands it has
@@ -19,12 +18,12 @@
 //   0 floats  F[b, m, columns], where k is columns or the next multiple of 16   F: f32, bf16 or f16
 //   1 factor  f32[columns], by which columns are divided first; or f32[0]
 //
-// and lhs and lhs_scale are results, between out and the workspace. Floats are read before out is written, so that
-// they may overlap.
+// and lhs and lhs_scale are results, between out and the workspace: values of 8 bits, or, for few rows, the same values
+// in bf16, in order, for qmm_sm90_stream. Attribute `float8`, bool: whether they are those of f8e4m3fn. Floats are read
+// before out is written, so that they may overlap.
 #include <cuda_runtime_api.h>
 
-#include "cuda/ops/quantize_rows.h"
-#include "xla_ffi/cuda_enqueue.h"
+#include "xla_ffi/cuda_bytes.h"
 #include "xla_ffi/handlers.h"
 
 namespace jaxlowbit {
@@ -37,44 +36,22 @@ struct Product {
   ffi::AnyBuffer channel_scale, out;
 };
 
-ffi::Error CheckFloats(std::string_view name, const ffi::AnyBuffer& buffer) {
-  return CheckType(name, buffer, buffer.element_type() == ffi::DataType::F32, "f32");
-}
-
 // Decodes the attributes and what they describe, finds the place, and says why no kernel computes the product there.
-ffi::Error Decode(const Product& product, ffi::Dictionary dictionary, cudaStream_t stream,
-                  Place* place, Operands* operands) {
-  Attributes attributes(dictionary);
+ffi::Error Decode(const Product& product, Attributes attributes, cudaStream_t stream, Place* place,
+                  Operands* operands) {
   auto decoded = ProductAttributes::OfFormat(&attributes);
-  decoded.quantized_lhs = true;
-  const auto& [lhs, lhs_scale, weight, channel_scale, out] = product;
-  const QuantizedMatmul& p = operands->problem;
+  QuantizedMatmul& p = operands->problem;
+  decoded.quantized_lhs = !p.scales_rows;
   ffi::Error error = attributes.Check();
   if (error.success()) error = place->Find(stream);
-  if (error.success()) error = DecodeOperands(lhs, weight, out, decoded, operands);
-  if (error.success()) error = CheckFloats("lhs_scale", lhs_scale);
   if (error.success()) {
-    error = CheckShape("lhs_scale", lhs_scale, {p.batch, p.m}, "[batch, m]");
+    error = DecodeOperands(product.lhs, product.weight, product.out, decoded, operands);
   }
-  if (error.success()) error = CheckFloats("channel_scale", channel_scale);
-  const bool scales_channels = p.scale == ElementType::kInt8;
-  if (error.success() && scales_channels) {
-    error = CheckShape("channel_scale", channel_scale, {p.num_weights, p.n_blocks(), kAtom},
-                       "[weights, n_blocks, 64]");
+  if (error.success() && p.scales_rows) {
+    error = CheckType("rounded lhs", product.lhs, p.lhs == ElementType::kBf16, "8 bits or bf16");
   }
   if (error.failure()) return error;
-  Buffers& b = operands->buffers;
-  b.lhs_scale = static_cast<const float*>(lhs_scale.untyped_data());
-  if (scales_channels) b.channel_scale = static_cast<const float*>(channel_scale.untyped_data());
-  if (const Support support = Supports(Kernel::kQmmSm90, p, DeviceInfo(place->device)); !support) {
-    return Refuse(support.reason + "; use another backend.");
-  }
-  if (place->stage == Stage::kExecute && !(IsAligned(b.packed) && IsAligned(b.scale))) {
-    return Refuse(
-        "weights beside quantized activations must begin at multiples of 16 bytes; put "
-        "jax.lax.optimization_barrier around them.");
-  }
-  return error;
+  return AddScales(product.lhs_scale, product.channel_scale, *place, operands);
 }
 
 template <Stage kStage>
@@ -87,14 +64,14 @@ ffi::Error Activations(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer l
     const Product product = {lhs, lhs_scale, {packed, scale, zero, index}, channel_scale, *out};
     Operands operands;
     Place place(kStage);
-    const ffi::Error error = Decode(product, dictionary, stream, &place, &operands);
+    const ffi::Error error = Decode(product, Attributes(dictionary), stream, &place, &operands);
     return error.failure() ? error : Enqueue({operands}, Workspace(*workspace), place);
   });
 }
 
-// Fills `rows`, or says which operand breaks which rule.
+// Fills `rows`, or says which operand breaks which rule. `wide`: the kind of values that are stored in bf16.
 ffi::Error DecodeRows(ffi::AnyBuffer floats, ffi::AnyBuffer factor, const Product& product,
-                      const QuantizedMatmul& p, QuantizeRows* rows) {
+                      const QuantizedMatmul& p, ElementType wide, QuantizeRows* rows) {
   const auto type = FloatType(floats.element_type());
   ffi::Error error = CheckType("lhs", floats, type.has_value(), "f32, bf16 or f16");
   if (error.success()) error = CheckRank("lhs", floats, 3, "[batch, m, columns]");
@@ -113,7 +90,8 @@ ffi::Error DecodeRows(ffi::AnyBuffer floats, ffi::AnyBuffer factor, const Produc
   }
   if (error.failure()) return error;
   rows->from = *type;
-  rows->to = p.lhs;
+  rows->to = p.scales_rows ? wide : p.lhs;
+  rows->wide = p.scales_rows;
   rows->rows = p.batch * p.m;
   rows->columns = columns;
   rows->floats = floats.untyped_data();
@@ -135,8 +113,12 @@ ffi::Error Rounded(cudaStream_t stream, ffi::AnyBuffer floats, ffi::AnyBuffer fa
     Operands operands;
     QuantizeRows rows;
     Place place(kStage);
-    ffi::Error error = Decode(product, dictionary, stream, &place, &operands);
-    if (error.success()) error = DecodeRows(floats, factor, product, operands.problem, &rows);
+    Attributes attributes(dictionary);
+    const ElementType wide =
+        attributes.Get<bool>("float8") ? ElementType::kE4m3 : ElementType::kInt8;
+    operands.problem.scales_rows = !QuantizedType((*lhs).element_type()).has_value();
+    ffi::Error error = Decode(product, attributes, stream, &place, &operands);
+    if (error.success()) error = DecodeRows(floats, factor, product, operands.problem, wide, &rows);
     if (error.success() && kStage == Stage::kExecute) {
       error = ToError(LaunchQuantizeRows(rows, stream), "launching the rounding of activations");
     }

@@ -2,7 +2,9 @@
 //
 // The CUDA handlers of what lies between two attentions of a transformer, alone or after the first of them in a decode
 // step: five kernels or more, all but the first under PDL (cuda/kernels/launch_config.h).
-// Operands and results are those of block_operands.h and, where there is an attention, attend_operands.h.
+// Operands and results are those of block_operands.h and, where there is an attention, attend_operands.h. A block may
+// round the rows that it multiplies to 8 bits (cuda/ops/quantize_rows.h): normalized ones as they are written, attended
+// and hidden ones by two more kernels.
 //
 // In a decode step several devices may share a block: each has some of the heads and of the hidden features, so that
 // `projected` are parts of a sum, float32, which the normalizations add over the devices (cuda/ops/exchange.h).
@@ -18,6 +20,7 @@
 #include "cuda/ops/rms_norm.h"
 #include "xla_ffi/attend_operands.h"
 #include "xla_ffi/block_operands.h"
+#include "xla_ffi/cuda_bytes.h"
 #include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
 
@@ -60,9 +63,10 @@ ffi::Error LoadBlock(const std::vector<Operands>& products, ffi::Buffer<ffi::U8>
   return ffi::Error::Success();
 }
 
+// `lhs_scale`: where the rows that are multiplied are rounded, their scales, of one product after the other; or null.
 ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> products,
                         ffi::Buffer<ffi::U8> workspace, float epsilon, const Exchange& exchange,
-                        const Place& place) {
+                        float* lhs_scale, const Place& place) {
   const QuantizedMatmul& p = products[0].problem;
   if (place.stage == Stage::kInitialize) return LoadBlock(products, workspace, place);
   const auto bytes = static_cast<int64_t>(workspace.element_count());
@@ -76,8 +80,8 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
                    {placement.workspace(), placement.bytes()}, place);
   };
   const auto normalize = [&](const void* x, void* total, const ffi::AnyBuffer* scales) {
-    RmsNorm norm = {p.lhs,
-                    p.lhs,
+    RmsNorm norm = {p.floats(),
+                    p.floats(),
                     p.out,
                     p.m,
                     p.n,
@@ -87,7 +91,9 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
                     total,
                     buffers.normed.untyped_data(),
                     epsilon,
-                    exchange};
+                    exchange,
+                    p.lhs,
+                    lhs_scale};
     if (scales != nullptr) {
       norm.scale = scales->untyped_data();
       norm.scale_type = *FloatType(scales->element_type());
@@ -95,12 +101,23 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
     return ToError(LaunchRmsNorm(norm, DeviceInfo(place.device), place.stream),
                    "launching the normalization");
   };
+  // Rounds rows that product i multiplies.
+  const auto round = [&](size_t i, const ffi::AnyBuffer& rows, const ffi::AnyBuffer& values) {
+    if (lhs_scale == nullptr) return ffi::Error::Success();
+    const QuantizedMatmul& own = products[i].problem;
+    const QuantizeRows problem = {
+        own.floats(),          own.lhs,   own.m, own.k, rows.untyped_data(), nullptr,
+        values.untyped_data(), lhs_scale, i > 0};
+    return ToError(LaunchQuantizeRows(problem, place.stream), "launching the rounding of rows");
+  };
   void* sum = buffers.sum.untyped_data();
+  if (error.success()) error = round(0, buffers.attended, buffers.lhs_of_out);
   if (error.success()) error = multiply(0, 1);
   if (error.success()) {
     error = normalize(buffers.residual.untyped_data(), sum, &buffers.norm);
   }
   if (error.success()) error = multiply(1, 2);
+  if (error.success()) error = round(2, buffers.hidden, buffers.lhs_of_down);
   if (error.success()) error = multiply(2, 3);
   if (error.success()) error = normalize(sum, result, follows ? &buffers.following_norm : nullptr);
   if (error.success() && follows) error = multiply(kWeights, products.size());
@@ -122,12 +139,13 @@ ffi::Error FindExchange(ffi::Span<const int64_t> group, const QuantizedMatmul& p
                      Describe(p, place.device) + ",");
 }
 
-// What the calls have in common. `group`: CUDA's numbers of the devices that share the block. `attend` enqueues the
-// attention, or loads it, after all checks, if there is one.
+// What the calls have in common. `group`: CUDA's numbers of the devices that share the block. `lhs_scale`: that of rows
+// that are rounded, if any. `attend` enqueues the attention, or loads it, after all checks, if there is one.
 template <typename Attention>
 ffi::Error RunBlock(const BlockBuffers& buffers, const Tail& tail, Attributes* attributes,
                     ffi::Buffer<ffi::U8> workspace, const Place& place, bool attends,
-                    ffi::Span<const int64_t> group, const Attention& attend) {
+                    ffi::Span<const int64_t> group, const ffi::AnyBuffer* lhs_scale,
+                    const Attention& attend) {
   const auto bits = attributes->Get<ffi::Span<const int64_t>>("bits");
   const auto group_size = attributes->Get<ffi::Span<const int64_t>>("group_size");
   const auto codebooks = Codebooks::Of(attributes);
@@ -144,16 +162,28 @@ ffi::Error RunBlock(const BlockBuffers& buffers, const Tail& tail, Attributes* a
   if (error.success())
     error = CheckRows(buffers, tail.following() > 0, products[0].problem, group.size() > 1);
   if (error.failure() || products[0].problem.m == 0) return error;
-  for (size_t i = 0; i < products.size(); ++i) products[i].problem.pdl = attends || i > 0;
+  for (size_t i = 0; i < products.size(); ++i) {
+    products[i].problem.pdl = attends || i > 0 || lhs_scale != nullptr;
+  }
   products[1].problem.epilogue.activation = activation;
-  for (Operands& product : products) {
-    error = CheckSupported(product.problem, place.device);  // before anything is launched
+  for (size_t i = 0; i < products.size(); ++i) {  // before anything is launched
+    error = lhs_scale == nullptr
+                ? CheckSupported(products[i].problem, place.device)
+                : AddScales(*lhs_scale, tail.weight(i, kPerWeight), place, &products[i]);
     if (error.failure()) return error;
   }
   error = FindExchange(group, products[0].problem, place, &exchange);
   if (error.success()) error = attend();
   if (error.failure()) return error;
-  return EnqueueBlock(buffers, products, workspace, epsilon, exchange, place);
+  float* scales = lhs_scale == nullptr ? nullptr : static_cast<float*>(lhs_scale->untyped_data());
+  return EnqueueBlock(buffers, products, workspace, epsilon, exchange, scales, place);
+}
+
+ffi::Error RefuseCount(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                       size_t operands, size_t results) {
+  return Refuse("the call has " + std::to_string(args.size()) + " operands and " +
+                std::to_string(rets.size()) + " results but must have at least " +
+                std::to_string(operands) + " and " + std::to_string(results) + ".");
 }
 
 template <Stage kStage>
@@ -172,7 +202,7 @@ ffi::Error Block(cudaStream_t stream, ffi::AnyBuffer attended, ffi::AnyBuffer re
     if (error.failure()) return error;
     const auto none = [] { return ffi::Error::Success(); };
     const Tail tail = {weights, 0, following, 0};
-    return RunBlock(buffers, tail, &attributes, *workspace, place, false, {}, none);
+    return RunBlock(buffers, tail, &attributes, *workspace, place, false, {}, nullptr, none);
   });
 }
 
@@ -185,9 +215,7 @@ ffi::Error DecodeBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   return Guard("decode_block", [&] {
     constexpr size_t kOperands = kAttendOperands + 3, kResults = kAttendResults + 5;
     if (args.size() < kOperands || rets.size() < kResults) {
-      return Refuse("the call has " + std::to_string(args.size()) + " operands and " +
-                    std::to_string(rets.size()) + " results but must have at least " +
-                    std::to_string(kOperands) + " and " + std::to_string(kResults) + ".");
+      return RefuseCount(args, rets, kOperands, kResults);
     }
     const auto arg = [&](size_t i) {
       return args.get<ffi::AnyBuffer>(kAttendOperands + i).value();
@@ -221,7 +249,35 @@ ffi::Error DecodeBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
     const BlockBuffers buffers = {attention.out, arg(0), arg(1), arg(2), ret(0),
                                   ret(1),        ret(2), ret(3), ret(4)};
     const Tail tail = {args, kOperands, rets, kResults};
-    return RunBlock(buffers, tail, &attributes, **workspace, place, true, group, launch);
+    return RunBlock(buffers, tail, &attributes, **workspace, place, true, group, nullptr, launch);
+  });
+}
+
+// A block that rounds its rows to 8 bits. Operands: attended, residual, norm, following_norm and the weights. Results:
+// result, projected, sum, hidden; values of attended, of the normalized rows and of hidden, s8 or f8e4m3fn [1, m, k],
+// interleaved; lhs_scale, f32[1, m]; the workspace, and the following products.
+template <Stage kStage>
+ffi::Error RoundedBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        ffi::Dictionary dictionary) {
+  return Guard("quantized_block", [&] {
+    constexpr size_t kOperands = 4, kResults = 9;
+    if (args.size() < kOperands || rets.size() < kResults) {
+      return RefuseCount(args, rets, kOperands, kResults);
+    }
+    const auto arg = [&](size_t i) { return args.get<ffi::AnyBuffer>(i).value(); };
+    const auto ret = [&](size_t i) { return *rets.get<ffi::AnyBuffer>(i).value(); };
+    const auto workspace = rets.get<ffi::Buffer<ffi::U8>>(kResults - 1);
+    if (workspace.has_error()) return workspace.error();
+    const BlockBuffers buffers = {arg(0), arg(1), arg(2), arg(3), ret(0), ret(1),
+                                  ret(2), ret(5), ret(3), ret(4), ret(6)};
+    const ffi::AnyBuffer lhs_scale = ret(7);
+    Attributes attributes(dictionary);
+    Place place(kStage);
+    const ffi::Error error = place.Find(stream);
+    if (error.failure()) return error;
+    const auto none = [] { return ffi::Error::Success(); };
+    const Tail tail = {args, kOperands, rets, kResults, kPerByteWeight};
+    return RunBlock(buffers, tail, &attributes, **workspace, place, false, {}, &lhs_scale, none);
   });
 }
 
@@ -245,7 +301,7 @@ auto BindBlock() {
 }
 
 template <ffi::ExecutionStage kStage>
-auto BindDecodeBlock() {
+auto BindRemaining() {
   return ffi::Ffi::Bind<kStage>()
       .template Ctx<ffi::PlatformStream<cudaStream_t>>()
       .RemainingArgs()
@@ -267,9 +323,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaBlockExecute,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaDecodeBlockInitialize,
                               jaxlowbit::DecodeBlock<jaxlowbit::Stage::kInitialize>,
-                              jaxlowbit::BindDecodeBlock<xla::ffi::ExecutionStage::kInitialize>());
+                              jaxlowbit::BindRemaining<xla::ffi::ExecutionStage::kInitialize>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaDecodeBlockExecute,
                               jaxlowbit::DecodeBlock<jaxlowbit::Stage::kExecute>,
-                              jaxlowbit::BindDecodeBlock<xla::ffi::ExecutionStage::kExecute>(),
+                              jaxlowbit::BindRemaining<xla::ffi::ExecutionStage::kExecute>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaRoundedBlockInitialize,
+                              jaxlowbit::RoundedBlock<jaxlowbit::Stage::kInitialize>,
+                              jaxlowbit::BindRemaining<xla::ffi::ExecutionStage::kInitialize>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaRoundedBlockExecute,
+                              jaxlowbit::RoundedBlock<jaxlowbit::Stage::kExecute>,
+                              jaxlowbit::BindRemaining<xla::ffi::ExecutionStage::kExecute>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -80,6 +80,8 @@ nb::dict Targets() {
       {"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsInitialize, JaxlowbitCudaMatmulsExecute},
       {"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpInitialize, JaxlowbitCudaMlpExecute},
       {"jaxlowbit_quantized_block", JaxlowbitCudaBlockInitialize, JaxlowbitCudaBlockExecute},
+      {"jaxlowbit_rounded_block", JaxlowbitCudaRoundedBlockInitialize,
+       JaxlowbitCudaRoundedBlockExecute},
       {"jaxlowbit_attend", JaxlowbitCudaAttendInitialize, JaxlowbitCudaAttendExecute},
       {"jaxlowbit_decode_block", JaxlowbitCudaDecodeBlockInitialize,
        JaxlowbitCudaDecodeBlockExecute},

@@ -12,10 +12,13 @@
 namespace jaxlowbit {
 
 // The power of two by which Hopper's kernels make weights, or the sums of unscaled ones, smaller. In bf16 it keeps the
-// sum of an atom's products from overflowing at the top of bf16's range, and leaves room for the largest e4m3 scale
-// beside the power of two that e2m1 needs. Beside e8m0 it would cost the weights of the least scale their last bits.
-template <typename T, typename S>
-inline constexpr int kCodebookShift = std::is_same_v<T, __nv_bfloat16> && !std::is_same_v<S, E8m0> ? 7 : 0;
+// sum of an atom's products from overflowing at the top of bf16's range, and leaves room for large scales beside the
+// power of two that e2m1 needs: any e4m3, and e8m0 below 2^5. With more of it weights of the least e8m0 would lose bits.
+template <typename T, typename S, Codebook kCodebook>
+inline constexpr int kCodebookShift = !std::is_same_v<T, __nv_bfloat16> ? 0
+                                      : !std::is_same_v<S, E8m0>        ? 7
+                                      : kCodebook == Codebook::kE2m1    ? 5
+                                                                        : 0;
 
 // Multiplies each of the registers of a step by that of its row.
 template <typename T>
@@ -108,12 +111,16 @@ class FusedNumberRowPair {
  public:
   // Joins scales, as they are in memory, into what Takes() needs to know of them all.
   static __device__ uint32_t Join(uint32_t a, uint32_t b) { return a | b; }
-  // Whether all scales are below 2, which the upper bit of the exponent says in each of these types.
+  // Whether all scales are below 2; powers of two in 8 bits, below 2^5.
   static __device__ bool Takes(uint32_t scales) {
-    constexpr uint32_t kUpper = std::is_same_v<S, E8m0>   ? 0x80808080
-                                : std::is_same_v<S, E4m3> ? 0x40404040
-                                                          : PowersOfTwo<T>(1);
-    return (scales & kUpper) == 0;
+    if constexpr (std::is_same_v<S, E8m0>) {
+      // A code of 128 + 4 and more has the upper bit and one of the five below it.
+      static_assert(kUp + 5 <= Pair<T>::kBias);
+      return (scales & 0x80808080 & ((scales & 0x7c7c7c7c) + 0x7c7c7c7c)) == 0;
+    } else {
+      // The upper bit of the exponent says so in each of these types.
+      return (scales & (std::is_same_v<S, E4m3> ? 0x40404040 : PowersOfTwo<T>(1))) == 0;
+    }
   }
   // What numbers are multiplied by, as a pair, from a pair of scales as they are in memory.
   static __device__ uint32_t FactorsOf(uint32_t scales) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Rounds rows of floats, tokens, to 8 bits for the product that follows.
+// Rounds rows of floats, tokens, to values of 8 bits for the product that follows.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,8 +20,12 @@ struct QuantizeRows {
   int64_t rows, columns;
   const void* floats;   // [rows, columns]
   const float* factor;  // [columns], by which columns are divided first; null for none
-  void* values;         // [rows, padded columns], interleaved
+  void* values;         // [rows, padded columns], interleaved; wide, bfloat16 in order
   float* scale;         // [rows]
+  // The previous kernel in the stream belongs to the same call. (Another one may have written weights, for which the
+  // product that follows does not wait.)
+  bool pdl = false;
+  bool wide = false;
 };
 
 cudaError_t PrepareQuantizeRows();

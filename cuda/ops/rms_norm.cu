@@ -17,11 +17,11 @@
 #include "cuda/limits.h"
 #include "cuda/ops/exchange.cuh"
 #include "cuda/ops/rms_norm.h"
+#include "cuda/ops/rounded_row.cuh"
 
 namespace jaxlowbit {
 namespace {
 
-constexpr int kMaxThreads = 1024;
 constexpr int kElements = 8;  // of a vector of 16 bytes
 constexpr int kMaxVectors = static_cast<int>(kMaxRmsNormColumns) / (kMaxThreads * kElements);
 static_assert(kMaxVectors == 2);
@@ -96,12 +96,49 @@ __device__ void AddParts(const Exchange& exchange, int vectors,
   if (threadIdx.x == 0) *rounds = round;
 }
 
+// Stores the rounded values of vector `at` of a row, which the lanes of two neighbouring vectors interleave: of 16
+// columns, column 8 v + r is stored at 2 r + v.
+template <bool kFloat8, bool kAligned, typename T>
+__device__ void StoreRounded(const Vector<T>& result, const Divisor& divisor, uint8_t* row, int at,
+                             int vectors) {
+  uint32_t words[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32_t pairs[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int column = 4 * i + 2 * j;
+      pairs[j] = Round<kFloat8>(divisor.Quotient(static_cast<float>(result.at[column])),
+                                divisor.Quotient(static_cast<float>(result.at[column + 1])));
+    }
+    words[i] = isnan(divisor.scale) ? 0 : __byte_perm(pairs[0], pairs[1], 0x5410);
+  }
+  // The even lane stores columns 0 to 3 of both vectors, the odd one columns 4 to 7.
+  const int odd = at % 2;
+  const uint32_t other = __shfl_xor_sync(~0u, words[1 - odd], 1);
+  if (at >= vectors) return;
+  const uint32_t first = odd ? other : words[0], second = odd ? words[1] : other;
+  const uint2 both = {__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362)};
+  uint8_t* to = row + int64_t{at} * kElements;
+  if constexpr (kAligned) {
+    *reinterpret_cast<uint2*>(to) = both;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      to[i] = static_cast<uint8_t>((i < 4 ? both.x : both.y) >> 8 * (i % 4));
+    }
+  }
+}
+
+// What a normalized row is stored as: rows of T, or rounded to 8 bits.
+enum class Form { kFloats, kInt8, kE4m3 };
+
 // kVectors: vectors of a thread. kAligned: all operands and results begin at multiples of 16 bytes. kParts: the addend
 // is a part.
-template <typename T, int kVectors, bool kAligned, bool kParts>
+template <typename T, Form kForm, int kVectors, bool kAligned, bool kParts>
 __global__ void __launch_bounds__(kMaxThreads)
     RmsNormKernel(const T* x, const void* addend, bool wide_addend, const void* scale,
-                  bool wide_scale, T* sum, T* out, int vectors, float epsilon,
+                  bool wide_scale, T* sum, void* out, float* out_scale, int vectors, float epsilon,
                   const Exchange exchange) {
   LaunchDependents();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * vectors;
@@ -137,36 +174,72 @@ __global__ void __launch_bounds__(kMaxThreads)
   if (scale == nullptr) return;
   const float mean = SumOfBlock(squares) / static_cast<float>(vectors * kElements);
   const float factor = rsqrtf(mean + epsilon);
+  Vector<T> results[kVectors] = {};
+  uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * blockDim.x + threadIdx.x;
     if (at >= vectors) break;
-    Vector<T> result;
 #pragma unroll
     for (int j = 0; j < kElements; ++j) {
-      result.at[j] = T(static_cast<float>(sums[i].at[j]) * factor * scales[i].at[j]);
+      results[i].at[j] = T(static_cast<float>(sums[i].at[j]) * factor * scales[i].at[j]);
+      largest = max(largest, MagnitudeBits(static_cast<float>(results[i].at[j])));
     }
-    Store<kAligned>(result, out, row + at);
+    if constexpr (kForm == Form::kFloats)
+      Store<kAligned>(results[i], static_cast<T*>(out), row + at);
+  }
+  if constexpr (kForm != Form::kFloats) {
+    constexpr bool kFloat8 = kForm == Form::kE4m3;
+    const Divisor divisor(LargestOfBlock(largest), kMostValue<kFloat8>);
+    if (threadIdx.x == 0) out_scale[blockIdx.x] = divisor.scale;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      StoreRounded<kFloat8, kAligned>(results[i], divisor,
+                                      static_cast<uint8_t*>(out) + row * kElements,
+                                      i * blockDim.x + threadIdx.x, vectors);
+    }
   }
 }
 
 template <typename T>
-using KernelFunction = void (*)(const T*, const void*, bool, const void*, bool, T*, T*, int, float,
-                                Exchange);
+using KernelFunction = void (*)(const T*, const void*, bool, const void*, bool, T*, void*, float*,
+                                int, float, Exchange);
 
-template <typename T, bool kParts>
-KernelFunction<T> Find(bool two_vectors, bool aligned) {
-  if (aligned) {
-    return two_vectors ? RmsNormKernel<T, kMaxVectors, true, kParts>
-                       : RmsNormKernel<T, 1, true, kParts>;
+// Which kernel a normalization is.
+struct Variant {
+  Form form;
+  bool two_vectors, aligned, parts;
+};
+
+template <typename T, Form kForm, bool kParts>
+KernelFunction<T> Find(const Variant& variant) {
+  if (variant.aligned) {
+    return variant.two_vectors ? RmsNormKernel<T, kForm, kMaxVectors, true, kParts>
+                               : RmsNormKernel<T, kForm, 1, true, kParts>;
   }
-  return two_vectors ? RmsNormKernel<T, kMaxVectors, false, kParts>
-                     : RmsNormKernel<T, 1, false, kParts>;
+  return variant.two_vectors ? RmsNormKernel<T, kForm, kMaxVectors, false, kParts>
+                             : RmsNormKernel<T, kForm, 1, false, kParts>;
 }
 
+// Rows of 8 bits are those of one device.
 template <typename T>
-KernelFunction<T> Find(bool two_vectors, bool aligned, bool parts) {
-  return parts ? Find<T, true>(two_vectors, aligned) : Find<T, false>(two_vectors, aligned);
+KernelFunction<T> Find(const Variant& variant) {
+  switch (variant.form) {
+    case Form::kInt8:
+      return Find<T, Form::kInt8, false>(variant);
+    case Form::kE4m3:
+      return Find<T, Form::kE4m3, false>(variant);
+    case Form::kFloats:
+      break;
+  }
+  return variant.parts ? Find<T, Form::kFloats, true>(variant)
+                       : Find<T, Form::kFloats, false>(variant);
+}
+
+Form FormOf(ElementType out) {
+  return out == ElementType::kInt8   ? Form::kInt8
+         : out == ElementType::kE4m3 ? Form::kE4m3
+                                     : Form::kFloats;
 }
 
 template <typename T>
@@ -176,24 +249,32 @@ cudaError_t Launch(const RmsNorm& norm, bool pdl, cudaStream_t stream) {
   const LaunchConfig launch(norm.rows, threads, 0, stream, pdl);
   const bool aligned = IsAligned(norm.x) && IsAligned(norm.addend) && IsAligned(norm.scale) &&
                        IsAligned(norm.sum) && IsAligned(norm.out);
-  const auto kernel = Find<T>(vectors > kMaxThreads, aligned, norm.exchange.parts > 1);
+  const auto kernel =
+      Find<T>({FormOf(norm.out_type), vectors > kMaxThreads, aligned, norm.exchange.parts > 1});
   return cudaLaunchKernelEx(&launch.config, kernel, static_cast<const T*>(norm.x), norm.addend,
                             norm.addend_type == ElementType::kF32, norm.scale,
                             norm.scale_type == ElementType::kF32, static_cast<T*>(norm.sum),
-                            static_cast<T*>(norm.out), vectors, norm.epsilon, norm.exchange);
+                            norm.out, norm.out_scale, vectors, norm.epsilon, norm.exchange);
+}
+
+template <typename T>
+cudaError_t Prepare(const Variant& variant) {
+  return PreferSharedMemory(reinterpret_cast<const void*>(Find<T>(variant)));
 }
 
 }  // namespace
 
 cudaError_t PrepareRmsNorm() {
-  for (bool two_vectors : {false, true}) {
-    for (bool aligned : {false, true}) {
-      for (bool parts : {false, true}) {
-        for (const void* kernel :
-             {reinterpret_cast<const void*>(Find<__nv_bfloat16>(two_vectors, aligned, parts)),
-              reinterpret_cast<const void*>(Find<__half>(two_vectors, aligned, parts))}) {
-          const cudaError_t error = PreferSharedMemory(kernel);
-          if (error != cudaSuccess) return error;
+  for (Form form : {Form::kFloats, Form::kInt8, Form::kE4m3}) {
+    for (bool two_vectors : {false, true}) {
+      for (bool aligned : {false, true}) {
+        for (bool parts : {false, true}) {
+          if (parts && form != Form::kFloats) continue;
+          const Variant variant = {form, two_vectors, aligned, parts};
+          for (const auto prepare : {Prepare<__nv_bfloat16>, Prepare<__half>}) {
+            const cudaError_t error = prepare(variant);
+            if (error != cudaSuccess) return error;
+          }
         }
       }
     }

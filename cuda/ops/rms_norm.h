@@ -14,7 +14,8 @@
 namespace jaxlowbit {
 
 // For each row, sum = x + addend, both rounded, and with scales out = sum / sqrt(mean(sum^2) + epsilon) * scale. All
-// buffers but scales and addend have `type`; columns is a multiple of 8 up to kMaxRmsNormColumns (limits.h).
+// buffers but scales and addend have `type`; columns is a multiple of 8 up to kMaxRmsNormColumns (limits.h). If out has
+// 8 bits, rows of `type` are rounded once more, as quantize_rows.h has it; columns is a multiple of 16.
 struct RmsNorm {
   ElementType type;
   ElementType scale_type, addend_type;  // `type` or float32
@@ -24,6 +25,8 @@ struct RmsNorm {
   float epsilon;
   // Of several devices: the addend is a part, float32, of which each has one for these rows, up to kMaxExchangeRows.
   Exchange exchange = {};
+  ElementType out_type = type;  // `type`, kInt8 or kE4m3
+  float* out_scale = nullptr;   // [rows], of an out of 8 bits
 };
 
 cudaError_t PrepareRmsNorm();

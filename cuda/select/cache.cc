@@ -16,14 +16,14 @@ namespace {
 constexpr size_t kMostEntries = 4096;
 
 // All that Select depends on, as numbers.
-using Key = std::array<int64_t, 37>;
+using Key = std::array<int64_t, 38>;
 
 // The bindings name every field: a new one does not compile until it is part of the key.
 Key KeyOf(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
           const TunedTable* tuned) {
   const auto& [batch, num_weights, m, n, k, bits, codebook, group_size, lhs, scale, out, zero,
-               transposed, scale_sums, half_sums, permuted_parts, epilogue, pdl, lhs_aligned,
-               weights_aligned] = problem;
+               transposed, scale_sums, scales_rows, half_sums, permuted_parts, epilogue, pdl,
+               lhs_aligned, weights_aligned] = problem;
   const auto& [activation, gated, bias, residual] = epilogue;
   const auto& [compute_capability, num_sms, shared_bytes_per_sm, clock_mhz, memory_gb_per_s,
                clusters, compiles, ordinal, architecture] = device;  // the last two: for launches
@@ -42,6 +42,7 @@ Key KeyOf(const QuantizedMatmul& problem, const Device& device, int64_t workspac
           number(zero),
           transposed,
           scale_sums,
+          scales_rows,
           half_sums,
           permuted_parts,
           pdl,

@@ -150,6 +150,9 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   if (problem.transposed && (e.gated || e.activation != Activation::kNone)) {
     return {"the transposed product has no epilogue"};
   }
+  if (problem.scales_rows && (e.gated || e.activation != Activation::kNone)) {
+    return {"results whose rows are scaled have no epilogue"};
+  }
   if (!lhs_or_float32(e.bias) || !lhs_or_float32(e.residual)) {
     return {"the kernels add a bias and a residual of the dtype of lhs or float32"};
   }
@@ -165,6 +168,9 @@ Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& de
   Support support = Supports(problem, device);
   if (support && Is8Bit(problem.lhs) && kernel != Kernel::kQmmSm90) {
     return {"it multiplies an lhs of 16 bits"};
+  }
+  if (support && problem.scales_rows && kernel != Kernel::kQmmSm90Stream) {
+    return {"it does not scale rows"};
   }
   if (support && kernel != Kernel::kQmmSm80) support = SupportsOnHopper(kernel, problem, device);
   return support ? DecisionOf(kernel).supports_problem(problem, device) : support;

@@ -25,6 +25,7 @@ ROUNDED_TARGET = "jaxlowbit_rounded_activations"
 MATMULS_TARGET = "jaxlowbit_quantized_matmuls"
 MLP_TARGET = "jaxlowbit_quantized_mlp"
 BLOCK_TARGET = "jaxlowbit_quantized_block"
+ROUNDED_BLOCK_TARGET = "jaxlowbit_rounded_block"
 ATTEND_TARGET = "jaxlowbit_attend"  # of CUDA
 ATTEND_QUERIES_TARGET = "jaxlowbit_attend_queries"  # of the CPU
 DECODE_BLOCK_TARGET = "jaxlowbit_decode_block"
@@ -36,7 +37,7 @@ EXPORT_CHECKS = tuple(
     for target in (
         *(MATMUL_TARGET, FUSED_TARGET, MATMULS_TARGET, MLP_TARGET, BLOCK_TARGET, ATTEND_TARGET),
         *(ATTEND_QUERIES_TARGET, DECODE_BLOCK_TARGET, NORMALIZED_TARGET, ACTIVATIONS_TARGET),
-        ROUNDED_TARGET,
+        *(ROUNDED_TARGET, ROUNDED_BLOCK_TARGET),
     )
 )
 """The `disabled_checks` with which `jax.export.export` accepts the custom calls.

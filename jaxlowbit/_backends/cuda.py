@@ -14,6 +14,9 @@ from .extension import ffi
 from .problem import Operands, Problem
 
 _MOST_SIZE = 2**30  # k and n
+FEW_ROWS_K, FEW_ROWS_GROUP = 64, 32
+"""What k is a multiple of, and the least group, where qmm_sm90_stream scales few rows."""
+
 _FLOAT32_PARTS = 3  # bfloat16 has 8 significant bits, float32 24
 
 
@@ -66,6 +69,11 @@ def unsupported_activations(values: jnp.dtype, format: Format) -> str | None:
             f"columns, the format has groups of {size}"
         )
     return None
+
+
+def most_few_rows(format: Format) -> int:
+    """The most rows of qmm_sm90_stream (`cuda/kernels/sm90_stream/plan.h`)."""
+    return 32 if format.bits <= 4 else 16
 
 
 def gathers(problem: Problem, operands: Operands) -> bool:

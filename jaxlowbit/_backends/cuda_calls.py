@@ -17,7 +17,8 @@ from .._core.array import QuantizedArray
 from . import call, cuda_attend
 from .extension import ffi, unavailable
 
-_INTERLEAVED = 16  # columns of 8-bit activations that are interleaved
+INTERLEAVED = 16
+"""Columns of 8-bit activations that are interleaved."""
 
 
 def matmuls(
@@ -117,30 +118,41 @@ def quantized(values: Array, scale: Array, rhs: QuantizedArray, *, out_dtype: jn
 
 
 def rounded(
-    lhs: Array, factor: Array | None, rhs: QuantizedArray, *, dtype: Any, out_dtype: jnp.dtype
+    lhs: Array,
+    factor: Array | None,
+    rhs: QuantizedArray,
+    *,
+    dtype: Any,
+    stored: Any,
+    out_dtype: jnp.dtype,
 ) -> tuple[Array, Array, Array]:
     """`quantized` of floats (..., k), which the call divides by a factor, if any, and rounds.
 
-    The product, and of what: values of `dtype` (m, padded k), interleaved, and scales (m).
+    The product, and of what: values of `dtype` (m, padded k), and scales (m). Values are `stored`
+    as what they are, interleaved, or for few rows as bfloat16.
     """
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
     factor = jnp.zeros(0, jnp.float32) if factor is None else factor
     operands = [*call.apart(lhs.reshape(1, m, rhs.k), factor), *_weight_operands(rhs)]
     result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
-    values = jax.ShapeDtypeStruct((1, m, _padded(rhs.k)), dtype)
+    values = jax.ShapeDtypeStruct((1, m, _padded(rhs.k)), stored)
     scale = jax.ShapeDtypeStruct((1, m), jnp.float32)
     workspace = call.workspace(
         call.workspace_bytes(1, m, rhs.n), [result, values, scale], operands[2:]
     )
     out, values, scale, _ = jax.ffi.ffi_call(
         call.ROUNDED_TARGET, [result, values, scale, workspace]
-    )(*operands, **_byte_attributes(rhs, m, dtype, out_dtype))
+    )(
+        *operands,
+        **_byte_attributes(rhs, m, stored, out_dtype),
+        float8=np.bool_(dtype == jnp.float8_e4m3fn),
+    )
     return call.apart(out)[0].reshape(*rows, rhs.n), values[0], scale[0]
 
 
 def _padded(k: int) -> int:
     """As far as packed rows reach for 8-bit activations."""
-    return -(-k // _INTERLEAVED) * _INTERLEAVED
+    return -(-k // INTERLEAVED) * INTERLEAVED
 
 
 def _weight_operands(rhs: QuantizedArray) -> tuple[Array, ...]:
@@ -151,7 +163,7 @@ def _weight_operands(rhs: QuantizedArray) -> tuple[Array, ...]:
 def _byte_attributes(
     rhs: QuantizedArray, m: Any, values: Any, out_dtype: jnp.dtype
 ) -> dict[str, Any]:
-    """Of a call that multiplies m rows of 8-bit values."""
+    """Of a call that multiplies m rows of quantized values."""
     scale = call.read_dtype(rhs.scale.dtype, rhs.format, jnp.dtype(jnp.bfloat16))
     return {
         **call.attributes(
@@ -179,7 +191,7 @@ def _channel_scale(rhs: QuantizedArray) -> Array:
 
 def _interleaved(values: Array) -> Array:
     """Columns in the order in which tensor cores take them beside packed weights (`problem.h`)."""
-    halves = values.reshape(*values.shape[:-1], -1, 2, _INTERLEAVED // 2)
+    halves = values.reshape(*values.shape[:-1], -1, 2, INTERLEAVED // 2)
     return jnp.swapaxes(halves, -1, -2).reshape(values.shape)
 
 
@@ -250,6 +262,40 @@ def block(
     result, *others = jax.ffi.ffi_call(
         call.BLOCK_TARGET, [*[stream] * 4, hidden, workspace, *products]
     )(*operands, **_block_attributes(attended, weights, activation, epsilon))
+    results = call.apart(result, *others[len(others) - len(following) :])
+    return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
+
+
+def rounded_block(
+    attended: Array,
+    residual: Array,
+    norm: Array,
+    following_norm: Array | None,
+    weights: Sequence[QuantizedArray],
+    *,
+    dtype: Any,
+    activation: str,
+    epsilon: float,
+) -> tuple[Array, ...]:
+    """`block` of bfloat16 rows, each of which is rounded to 8 bits before it is multiplied."""
+    out, gate_up, down, *following = weights
+    rows, m, floats = attended.shape[:-1], math.prod(attended.shape[:-1]), attended.dtype
+    operands = [
+        *call.apart(attended.reshape(1, m, out.k), residual.reshape(1, m, out.n)),
+        norm,
+        jnp.zeros(0, floats) if following_norm is None else following_norm,
+        *(operand for weight in weights for operand in _weight_operands(weight)),
+    ]
+    stream = jax.ShapeDtypeStruct((1, m, out.n), floats)
+    hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), floats)
+    values = [jax.ShapeDtypeStruct((1, m, weight.k), dtype) for weight in (out, gate_up, down)]
+    scale = jax.ShapeDtypeStruct((1, m), jnp.float32)
+    products = [jax.ShapeDtypeStruct((1, m, weight.n), floats) for weight in following]
+    workspace = call.workspace(_sums_bytes(m, weights), [stream, *products], operands)
+    result, *others = jax.ffi.ffi_call(
+        call.ROUNDED_BLOCK_TARGET,
+        [*[stream] * 3, hidden, *values, scale, workspace, *products],
+    )(*operands, **_block_attributes(attended, weights, activation, epsilon, values=dtype))
     results = call.apart(result, *others[len(others) - len(following) :])
     return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
 
@@ -372,8 +418,12 @@ def _block_attributes(
     activation: str,
     epsilon: float,
     projected: Any = None,
+    values: Any = None,
 ) -> dict[str, Any]:
-    """Of a block with lhs (..., rows, k), whose output and down projections are `projected`."""
+    """Of a block with lhs (..., rows, k), whose output and down projections are `projected`.
+
+    `values`: the dtype to which rows are rounded, if they are.
+    """
     m, dtype = math.prod(lhs.shape[:-1]), lhs.dtype
     outs = [projected or dtype, dtype, projected or dtype, *[dtype] * (len(weights) - 3)]
     return {
@@ -385,7 +435,7 @@ def _block_attributes(
         ),
         **call.launches(
             *(
-                _launch(lhs, m, weight, out, gated=i == 1)
+                _launch(lhs, m, weight, out, gated=i == 1, values=values)
                 for i, (weight, out) in enumerate(zip(weights, outs, strict=True))
             )
         ),
@@ -401,10 +451,12 @@ def _launch(
     batch: Any = 1,
     gated: bool = False,
     half_sums: bool = False,
+    values: Any = None,
 ) -> call.Launch:
+    """`values`: the dtype to which lhs is rounded, if it is."""
     scale = call.read_dtype(weight.scale.dtype, weight.format, lhs.dtype)
     return call.Launch(
-        *(weight.format, batch, m, weight.n, weight.k, lhs.dtype, scale, out),
+        *(weight.format, batch, m, weight.n, weight.k, values or lhs.dtype, scale, out),
         gated=gated,
         half_sums=half_sums,
     )

@@ -1,6 +1,7 @@
 """`quantized_block`: a transformer's block from its attention to that of the next block."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +12,14 @@ from jax import Array
 
 from .._backends import cpu, cuda_calls
 from .._core import checks
+from .._core.activations import value_dtype
 from .._core.array import QuantizedArray
-from .._matmul import epilogue
+from .._matmul import epilogue, quantized_lhs
 from .._matmul.call import Call, Rows, Weights, is_supported, run
 from .._matmul.epilogue import Activation
 from .._matmul.options import Backend, Options, check_all_quantized, check_quantized
 from .._matmul.product import multiply
+from .._matmul.support import only_gpus_of
 from .rms_norm import rms_norm
 
 
@@ -31,6 +34,7 @@ def quantized_block(
     following: tuple[Any, Sequence[QuantizedArray]] | None = None,
     activation: Activation = "silu",
     epsilon: float = 1e-5,
+    activation_dtype: Any = None,
     backend: Backend | None = None,
 ) -> Any:
     """Computes a transformer's block from its attention to the attention of the next block.
@@ -44,9 +48,11 @@ def quantized_block(
     with `rms_norm(x) = x / sqrt(mean(x**2) + epsilon)` over the last axis, in float32. Every
     product, sum and normalized row is rounded to the dtype of `attended`. On one NVIDIA GPU, and
     inside `jax.shard_map`, all of it is one custom call, in which a kernel reads its weights before
-    the one before it has ended; on a CPU all of it is one custom call too, for every dtype.
-    Elsewhere, in the cases that `quantized_matmuls` names, for rows that are longer than 16384 or
-    no multiple of 8, and where it is differentiated, it is what it stands for.
+    the one before it has ended; with an `activation_dtype` it is on Hopper, for bfloat16, where all
+    products run in 8 bits (`docs/activations.md`). On a CPU all of it is one custom call too, for
+    every dtype, if no rows are rounded. Elsewhere, in the cases that `quantized_matmuls` names, for
+    rows that are longer than 16384 or no multiple of 8, and where it is differentiated, it is what
+    it stands for.
 
     **Arguments:**
 
@@ -59,6 +65,9 @@ def quantized_block(
     - `following`: scales (d,) and weights (d, n_i) of the next block's first normalization and
       products, such as those of queries, keys and values; None where nothing follows.
     - `epsilon`: a constant added to the mean square.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which each row is rounded
+      before it is multiplied, with a scale of its own (`quantize_activations`). Derivatives are
+      those of the straight-through rule.
     - `backend`: the backend of every product.
 
     **Returns:** y (..., d); with `following` a tuple of it and of a tuple of (..., n_i).
@@ -105,8 +114,11 @@ def quantized_block(
                 f"{shape}; pass the projection of this block."
             )
     options = Options.checked(caller, backend=backend)
+    if activation_dtype is not None:
+        activation_dtype = value_dtype(caller, "activation_dtype", activation_dtype)
     for weight in weights:
-        rows = jax.ShapeDtypeStruct((weight.k,), attended.dtype)
+        dtype = attended.dtype if activation_dtype is None else quantized_lhs.EXACT
+        rows = jax.ShapeDtypeStruct((weight.k,), dtype)
         options.check("quantized_block", rows, weight)
     given = {"norm": norm} | ({} if following is None else {"following[0]": following_norm})
     arrays = {name: checks.array(caller, name, x, "floats (d,)") for name, x in given.items()}
@@ -119,7 +131,7 @@ def quantized_block(
                 f"quantized_block: {name} has shape {scales.shape}, but there is a scale for each "
                 f"of the {d} features of residual; pass ({d},)."
             )
-    fields = {"activation": activation, "epsilon": epsilon}
+    fields = {"activation": activation, "epsilon": epsilon, "dtype": activation_dtype}
     y, *products = run(_Block, (attended, residual), weights, options, norms, **fields)
     return y if following is None else (y, tuple(products))
 
@@ -136,33 +148,67 @@ def _is_pair(following: Any) -> bool:
 class _Block(Call):
     activation: str
     epsilon: float
+    dtype: Any  # to which rows are rounded before they are multiplied; None for none
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (attended, residual), (out, gate_up, down, *following), norms = self.named(operands)
-        x = residual + multiply(attended, out, self.options)
-        normed = rms_norm(x, norms[0], self.epsilon)
-        hidden = epilogue.gated_product(normed, gate_up, None, self.activation, self.options)
-        x += multiply(hidden, down, self.options)
+        x = residual + self._multiply(attended, out)
+        hidden = self._hidden(rms_norm(x, norms[0], self.epsilon), gate_up)
+        x += self._multiply(hidden, down)
         if not following:
             return (x,)
         normed = rms_norm(x, norms[1], self.epsilon)
-        return (x, *(multiply(normed, weight, self.options) for weight in following))
+        return (x, *(self._multiply(normed, weight) for weight in following))
+
+    def _multiply(self, x: Array, weight: QuantizedArray, out_dtype: Any = None) -> Array:
+        if self.dtype is None:
+            return multiply(x, weight, self.options)
+        options = self.options.replace(preferred_element_type=out_dtype or x.dtype)
+        return quantized_lhs.straight_through(options, self.dtype, x, weight, None)
+
+    def _hidden(self, x: Array, gate_up: QuantizedArray) -> Array:
+        if self.dtype is None:
+            return epilogue.gated_product(x, gate_up, None, self.activation, self.options)
+        gate, up = (self._multiply(x, gate_up.select(i), jnp.float32) for i in range(2))
+        return (epilogue.finished(gate, None, self.activation, None, jnp.float32) * up).astype(
+            x.dtype
+        )
 
     def supports(self, rows: Rows, weights: Weights) -> bool:
-        _, residual = rows
-        return super().supports(rows, weights) and cuda_calls.normalizes(residual.shape[-1])
+        attended, residual = rows
+        columns = residual.shape[-1]
+        if self.dtype is None:
+            return super().supports(rows, weights) and cuda_calls.normalizes(columns)
+        lead, backend = attended.shape[:-1], self.options.backend
+        return (
+            attended.dtype == jnp.bfloat16
+            and cuda_calls.normalizes(columns)
+            and all(weight.k % cuda_calls.INTERLEAVED == 0 for weight in weights)
+            and all(
+                quantized_lhs.in_8_bits((*lead, weight.k), self.dtype, weight, backend)
+                for weight in weights
+            )
+        )
+
+    def fits(self, context: Any) -> bool:
+        return super().fits(context) if self.dtype is None else only_gpus_of(90, context)
 
     def cpu_supports(self, rows: Rows, weights: Weights) -> bool:
         attended, residual = rows
         return (
-            self.options.backend in (None, "cpu")
+            self.dtype is None
+            and self.options.backend in (None, "cpu")
             and math.prod(attended.shape[:-1]) != 0
             and all(is_supported("cpu", attended, weight) for weight in weights)
             and cuda_calls.normalizes(residual.shape[-1])
         )
 
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
-        return self._one_call(cuda_calls.block, operands)
+        if self.dtype is None:
+            return self._one_call(cuda_calls.block, operands)
+        return self._one_call(
+            functools.partial(cuda_calls.rounded_block, dtype=self.dtype), operands
+        )
 
     def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
         return self._one_call(cpu.block, operands)

@@ -12,8 +12,8 @@ where `finish` is all from the output projection of a block to the queries, keys
 next: one call, `quantized_block`, where the configuration allows it. With one query of each
 sequence, as in a decode step, `attend` belongs to that call on NVIDIA GPUs.
 
-With `activation_dtype` the products of the blocks take quantized activations, one by one, where
-there are `activation_rows` tokens or more: then no call computes several.
+With `activation_dtype` the products of the blocks take quantized activations where there are
+`activation_rows` tokens or more: the call of a block rounds them, and `attend` is a call apart.
 
 On a mesh every device runs this with its part of the weights (`sharding.py`). All that differs is
 in `add_parts`, around the products whose partial sums the devices add, and at both ends.
@@ -339,8 +339,6 @@ class Block(nnx.Module):
 
     def fusible(self, x: Array) -> bool:
         """Whether calls compute this block with its normalizations."""
-        if self.rounds(x):
-            return False
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
         return quantized and len(self.gate_up) == 1 and self.post_mlp_norm is None
@@ -433,6 +431,7 @@ class Block(nnx.Module):
         onward = self._onward(following)
         devices = () if self.division is None else self.division.exchanging(x.shape[0])
         one_call = self.fused(x) or (self.fusible(x) and devices != ())
+        one_call &= not self.rounds(x)
         if one_call and (following is None or onward is not None):
             matrices = self.o, self.gate_up[0], self.down
             o, gate_up, down = (weight.get_value() for weight in matrices)
@@ -479,7 +478,7 @@ class Block(nnx.Module):
         """The residual stream after this block, and `following.project` of it."""
         if self.fused(x):
             return self._finish_in_one_call(attended, x, following)
-        if self.division is not None and self.fusible(x):
+        if self.division is not None and self.fusible(x) and not self.rounds(x):
             return self._finish_in_parts(attended, x, following, self.division)
         out = functools.partial(self.multiply, attended, self.o.get_value(), divided=True)
         x = x + self.normalize(add_parts(self.division, out, x.dtype), self.post_attention_norm)
@@ -501,6 +500,7 @@ class Block(nnx.Module):
             following=onward,
             activation=self.config.activation,
             epsilon=self.config.norm_epsilon,
+            activation_dtype=self.activation_dtype if self.rounds(x) else None,
         )
         if onward is not None:
             return out

@@ -2,7 +2,8 @@
 
 They are compositions of a product and the scales of tokens. For many rows on Hopper, and on CPUs
 with VNNI, they are one custom call, which multiplies 8 bits. On Hopper that call also rounds
-activations which are quantized on the way.
+activations which are quantized on the way, few rows of them to values that it multiplies as
+bfloat16.
 """
 
 import dataclasses
@@ -121,17 +122,7 @@ class Scaled(Call):
 
     def supports(self, rows: Rows, weights: Weights) -> bool:
         values, (rhs,) = rows[0], weights
-        lead = values.shape[:-1]
-        return (
-            self.options.backend in (None, "cuda")
-            and all(isinstance(size, int) for size in lead)
-            and math.prod(lead) >= least_rows(values.dtype, rhs)
-            and rhs.ndim == 2
-            and rhs.k <= MOST_K
-            and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), _without_unit(rhs))
-            and cuda.unsupported_activations(values.dtype, rhs.format) is None
-            and extension.uncompiled_activations() is None
-        )
+        return rhs.ndim == 2 and in_8_bits(values.shape, values.dtype, rhs, self.options.backend)
 
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
         return self._one_call(cuda_calls.quantized, operands)
@@ -182,12 +173,17 @@ class Rounded(Call):
         return self.given.fits(context)
 
     def supports(self, rows: Rows, weights: Weights) -> bool:
-        return self.given.supports((jax.ShapeDtypeStruct(rows[0].shape, self.dtype),), weights)
+        (lhs,), (rhs,) = rows, weights
+        return self._in_8_bits(lhs, rhs) or few_rows(lhs.shape, rhs, self.options.backend)
+
+    def _in_8_bits(self, lhs: Any, rhs: QuantizedArray) -> bool:
+        return self.given.supports((jax.ShapeDtypeStruct(lhs.shape, self.dtype),), (rhs,))
 
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (rhs,), (factor,) = self.named(operands)
-        out_dtype = self.given.call_dtype
-        out, *_ = cuda_calls.rounded(lhs, factor, rhs, dtype=self.dtype, out_dtype=out_dtype)
+        stored = self.dtype if self._in_8_bits(lhs, rhs) else EXACT
+        options = {"dtype": self.dtype, "stored": stored, "out_dtype": self.given.call_dtype}
+        out, *_ = cuda_calls.rounded(lhs, factor, rhs, **options)
         return (out.astype(self.options.preferred_element_type),)
 
 
@@ -197,6 +193,35 @@ def least_rows(values: Any, rhs: QuantizedArray) -> int:
     size = rhs.format.group_size
     one_sum = size == -1 or size >= rhs.k or rhs.format.scales_channels
     return LEAST_ROWS_OF_ONE_SUM if values == jnp.int8 and one_sum else LEAST_ROWS
+
+
+def in_8_bits(shape: tuple[Any, ...], dtype: Any, rhs: QuantizedArray, backend: str | None) -> bool:
+    """Whether kernels of Hopper multiply values (..., k) of 8 bits by a matrix, or by each of a
+    stack, and that is faster than in bfloat16."""
+    lead = shape[:-1]
+    return (
+        backend in (None, "cuda")
+        and all(isinstance(size, int) for size in lead)
+        and math.prod(lead) >= least_rows(dtype, rhs)
+        and rhs.k <= MOST_K
+        and is_supported("cuda", jax.ShapeDtypeStruct(shape, EXACT), _without_unit(rhs))
+        and cuda.unsupported_activations(dtype, rhs.format) is None
+        and extension.uncompiled_activations() is None
+    )
+
+
+def few_rows(shape: tuple[Any, ...], rhs: QuantizedArray, backend: str | None) -> bool:
+    """Whether the kernel of Hopper for few rows multiplies rounded rows (..., k) in bfloat16."""
+    count, size = math.prod(shape[:-1]), rhs.format.group_size
+    return (
+        backend in (None, "cuda")
+        and isinstance(count, int)
+        and 0 < count <= cuda.most_few_rows(rhs.format)
+        and rhs.ndim == 2
+        and rhs.k % cuda.FEW_ROWS_K == 0
+        and (size == -1 or (size >= cuda.FEW_ROWS_GROUP and size.bit_count() == 1))
+        and is_supported("cuda", jax.ShapeDtypeStruct(shape, EXACT), rhs)
+    )
 
 
 def _without_unit(rhs: QuantizedArray) -> QuantizedArray:

@@ -16,35 +16,33 @@ class StageFiller {
   __device__ StageFiller(const Params& p, int rank, Memory memory)
       : p_(p), memory_(memory), policy_(EvictFirst()), rank_(rank) {}
 
-  // Loads every stage of a task.
-  __device__ void Fill(const Task& task, RingCursor& cursor) const {
-    const bool gated = p_.epilogue.gated;
-    const int first = static_cast<int>(StripOf(p_, task.tile, 0));
-    const int up = gated ? static_cast<int>(StripOf(p_, task.tile, 1)) : 0;
-    const bool last = task.tile.m0 + I::kM > p_.m;
-    const int rows = (last ? p_.last_rows : p_.lhs_rows) << p_.peer_shift;
-    const int stage_bytes = p_.plan.bytes.packed + I::kLhsBlocks * rows * kLhsRowBytes;
+  // Starts loading weights into all stages of the ring that the first task fills, whose number it returns: what the
+  // previous kernels do not write.
+  __device__ int LoadAhead(const Task& task) const {
+    const Strips strips = StripsOf(task.tile);
+    RingCursor cursor = {0, 0};
+    int ahead = 0;
 #pragma unroll 1
-    for (int atom = task.atom_begin; atom < task.atom_end; atom += I::kStageAtoms) {
-      const Stage stage = {atom, FirstGroup(p_, atom), memory_.stage(p_.plan, cursor.slot),
-                           memory_.scales(p_.plan, cursor.slot), memory_.full(cursor.slot)};
-      // Scales of a single group that multiply accumulators are read in a task's first stage.
-      const bool with_groups = p_.groups > 1 || !I::kScalesChannels || atom == task.atom_begin;
-      Wait(memory_.empty(cursor.slot), cursor.parity ^ 1);
-      ArriveExpecting(stage.full, stage_bytes + (with_groups ? p_.group_bytes : 0));
-      if (gated) {
-#pragma unroll
-        for (int s = 0; s < I::kCtaStrips; ++s) LoadPacked(stage, s, (s % 2 ? up : first) + s / 2);
-      } else {
-        LoadPacked(stage, 0, first);
+    for (int atom = task.atom_begin; atom < task.atom_end && ahead < p_.plan.num_stages;
+         atom += I::kStageAtoms, ++ahead) {
+      LoadWeights(task, strips, StageOf(atom, cursor));
+      cursor.Advance(p_.plan.num_stages);
+    }
+    return ahead;
+  }
+
+  // Loads every stage of a task; `ahead`: the stages that have their weights already.
+  __device__ void Fill(const Task& task, int ahead, RingCursor& cursor) const {
+    const Strips strips = StripsOf(task.tile);
+    const bool last = IsLast(task.tile);
+#pragma unroll 1
+    for (int atom = task.atom_begin; atom < task.atom_end; atom += I::kStageAtoms, --ahead) {
+      const Stage stage = StageOf(atom, cursor);
+      if (ahead <= 0) {
+        Wait(memory_.empty(cursor.slot), cursor.parity ^ 1);
+        LoadWeights(task, strips, stage);
       }
       LoadLhs(stage, task.tile, last);
-      if (with_groups && gated) {
-#pragma unroll
-        for (int s = 0; s < I::kCtaStrips; ++s) LoadGroups(stage, s, (s % 2 ? up : first) + s / 2);
-      } else if (with_groups) {
-        LoadGroups(stage, 0, first);
-      }
       cursor.Advance(p_.plan.num_stages);
     }
   }
@@ -55,8 +53,50 @@ class StageFiller {
     uint32_t memory, scales, full;  // addresses
   };
 
+  // The first strips of a tile, among those of all weights; in a gated product, of the gate and of up.
+  struct Strips {
+    int first, up;
+    // Strip s of the CTA, in a gated product.
+    __device__ int Of(int s) const { return (s % 2 ? up : first) + s / 2; }
+  };
+
   static constexpr int kAtomRows = kAtomBytes<I::kBits> / 128;  // of packed weights
   static constexpr int kStripBytes = I::kStageAtoms * kAtomBytes<I::kBits>;
+
+  __device__ Strips StripsOf(const Tile& tile) const {
+    return {static_cast<int>(StripOf(p_, tile, 0)),
+            p_.epilogue.gated ? static_cast<int>(StripOf(p_, tile, 1)) : 0};
+  }
+
+  __device__ Stage StageOf(int atom, const RingCursor& cursor) const {
+    return {atom, FirstGroup(p_, atom), memory_.stage(p_.plan, cursor.slot),
+            memory_.scales(p_.plan, cursor.slot), memory_.full(cursor.slot)};
+  }
+
+  // Whether a tile has fewer rows than others.
+  __device__ bool IsLast(const Tile& tile) const { return tile.m0 + I::kM > p_.m; }
+
+  // Loads packed weights, scales and zeros of a free stage, which then waits for as many bytes, and for those of lhs.
+  __device__ void LoadWeights(const Task& task, const Strips& strips, const Stage& stage) const {
+    const bool gated = p_.epilogue.gated;
+    const int rows = (IsLast(task.tile) ? p_.last_rows : p_.lhs_rows) << p_.peer_shift;
+    // Scales of a single group that multiply accumulators are read in a task's first stage.
+    const bool with_groups = p_.groups > 1 || !I::kScalesChannels || stage.atom == task.atom_begin;
+    ArriveExpecting(stage.full, p_.plan.bytes.packed + I::kLhsBlocks * rows * kLhsRowBytes +
+                                    (with_groups ? p_.group_bytes : 0));
+    if (gated) {
+#pragma unroll
+      for (int s = 0; s < I::kCtaStrips; ++s) LoadPacked(stage, s, strips.Of(s));
+    } else {
+      LoadPacked(stage, 0, strips.first);
+    }
+    if (with_groups && gated) {
+#pragma unroll
+      for (int s = 0; s < I::kCtaStrips; ++s) LoadGroups(stage, s, strips.Of(s));
+    } else if (with_groups) {
+      LoadGroups(stage, 0, strips.first);
+    }
+  }
 
   // Loads a strip, or all strips of a product that is not gated, whose number among those of all weights is `row`.
   __device__ void LoadPacked(const Stage& stage, int strip, int row) const {
@@ -73,7 +113,7 @@ class StageFiller {
     }
   }
 
-  // `last`: of a tile with fewer rows than others. Columns of the map are 16 bits.
+  // `last`: IsLast(tile). Columns of the map are 16 bits.
   __device__ void LoadLhs(const Stage& stage, const Tile& tile, bool last) const {
     if (p_.lhs_in_atoms && !last) {
       TmaLoad(stage.memory, &p_.lhs, 0, tile.m0, stage.atom, tile.batch, stage.full);

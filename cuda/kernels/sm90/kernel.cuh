@@ -73,10 +73,12 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     if constexpr (I::kMovesRegisters) ReleaseRegisters<I::kCopyRegisters>();
     WaitForArrivals();  // barriers of all CTAs exist
     if (warp == I::kWarps && IsElected()) {
-      WaitForPreviousKernels();
       const StageFiller<I> filler(p, rank, memory);
+      int ahead = cluster < p.num_tasks ? filler.LoadAhead(TaskOf<I>(p, cluster, rank)) : 0;
+      WaitForPreviousKernels();
       for (int number = cluster; number < p.num_tasks; number += clusters) {
-        filler.Fill(TaskOf<I>(p, number, rank), cursor);
+        filler.Fill(TaskOf<I>(p, number, rank), ahead, cursor);
+        ahead = 0;
       }
     }
     __syncwarp();

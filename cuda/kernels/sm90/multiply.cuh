@@ -27,7 +27,7 @@ namespace jaxlowbit::sm90 {
 // The rows of a strip of a group, of any scales and of those that FusedRows take, and of a channel.
 template <typename T, typename S, int kBits, Codebook kCodebook>
 struct RowsOf {
-  static constexpr int kDown = kCodebookShift<T, S>;
+  static constexpr int kDown = kCodebookShift<T, S, kCodebook>;
   static constexpr bool kCanFuse =
       Fusing<T, S, kCodebook, kDown>::kTakesSome && !Fusing<T, S, kCodebook, kDown>::kTakesAll;
   using Group = typename CodebookRows<T, S, kBits, kCodebook, kDown>::type;
@@ -124,7 +124,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
 
   static constexpr int kPlanes = kNumPlanes<kBits>;
   static constexpr float kUnit =  // of accumulators
-      1 << (I::kCodebook != Codebook::kNone ? kCodebookShift<T, S> : kWeightShift<T>);
+      1 << (I::kCodebook != Codebook::kNone ? kCodebookShift<T, S, I::kCodebook> : kWeightShift<T>);
   // Units of an atom of a strip.
   static constexpr int kUnits = I::kStrips == 1 ? 2 : 1;
   static constexpr int kUnitSteps = kStepsPerAtom / kUnits;

@@ -56,6 +56,11 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.pair_step = size == 2 * kAtom ? static_cast<int>(kAtom) : 0;
   p.out_float = problem.out == ElementType::kF32;
   p.epilogue = EpilogueOf(problem, buffers);
+  p.scales_rows = problem.scales_rows;
+  if (problem.scales_rows) {
+    p.epilogue.residual = buffers.lhs_scale;
+    p.epilogue.residual_float = p.epilogue.any = true;
+  }
   p.table = TableOf(problem, buffers);
   p.plan = PlanOf(problem, choice.split_k, choice.slices, ctas_per_sm);
   const StageBytes& bytes = p.plan.bytes;

@@ -19,7 +19,7 @@ using Accumulators = float[kSlicesPerWarp][I::kTiles][4];
 // Rows that take any scales, and the fastest ones.
 template <typename T, typename S, class I, Codebook kCodebook>
 struct RowsOf {
-  static constexpr int kDown = kCodebookShift<T, S>, kBits = I::kBits;
+  static constexpr int kDown = kCodebookShift<T, S, kCodebook>, kBits = I::kBits;
   using Any = std::conditional_t<I::kScaleSums, NumberSumsRowPair<T, S, kBits, kCodebook, kDown>,
                                  typename CodebookRows<T, S, kBits, kCodebook, kDown>::type>;
   using Fastest = std::conditional_t<!I::kScaleSums && Fusing<T, S, kCodebook, kDown>::kTakesSome &&
@@ -161,8 +161,9 @@ class StageMultiplier : Table<I::kCodebook> {
   // pass them on. Does nothing and returns false where a scale is too large.
   __device__ bool MultiplyMicroscaled(uint32_t stage, uint32_t activations,
                                       Accumulators<I>& acc) const {
-    using R = FusedNumberRowPair<T, S, kBits, I::kCodebook, kCodebookShift<T, S>>;
-    constexpr bool kTakesAll = Fusing<T, S, I::kCodebook, kCodebookShift<T, S>>::kTakesAll;
+    using R = FusedNumberRowPair<T, S, kBits, I::kCodebook, kCodebookShift<T, S, I::kCodebook>>;
+    constexpr bool kTakesAll =
+        Fusing<T, S, I::kCodebook, kCodebookShift<T, S, I::kCodebook>>::kTakesAll;
     MicroFactors factors;
     bool take = true;
 #pragma unroll

@@ -83,6 +83,8 @@ struct Params {
   // ahead of the others it moved them to other lines of the constant cache, and 4096 x 4096 took 3 % longer.
   int pair_step;
   TableParams table;
+  bool
+      scales_rows;  // the residual is a float32 factor of each row [batch * m], and there is no other epilogue
 };
 
 // Orders the consumers among themselves.

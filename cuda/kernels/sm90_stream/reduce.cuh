@@ -118,7 +118,12 @@ class ClusterReducer {
           up[j] += ValueOf<typename I::T>(addends.up_bias[j / 2], e.bias_float);
           residual[j] = ValueOf<typename I::T>(addends.residual[j], e.residual_float);
         }
-        Finish(e, up, residual, sum);
+        if (p_.scales_rows) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) sum[j] *= residual[j];
+        } else {
+          Finish(e, up, residual, sum);
+        }
       }
       const int m = Row(tile), n = Channel(tile_slice, slice);
 #pragma unroll
@@ -128,9 +133,10 @@ class ClusterReducer {
 
  private:
   static constexpr float kUnit =  // of accumulators
-      1 << (I::kCodebook != Codebook::kNone ? kCodebookShift<typename I::T, typename I::S>
-            : I::kScaleSums                 ? kShift<typename I::T>
-                                            : kWeightShift<typename I::T>);
+      1 << (I::kCodebook != Codebook::kNone
+                ? kCodebookShift<typename I::T, typename I::S, I::kCodebook>
+            : I::kScaleSums ? kShift<typename I::T>
+                            : kWeightShift<typename I::T>);
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 rows, in the order of lanes
 
   // Adds what all senders sent for this lane.
@@ -168,7 +174,9 @@ class ClusterReducer {
       for (int j = 0; j < 4; ++j) {
         const int row = m + j % 2, channel = n + j / 2 * 8;
         if (row >= p_.m || channel >= part.n) continue;
-        addends.residual[j] = LoadBits(e.residual, e.residual_float, Offset(part, row, channel));
+        const int64_t at =
+            p_.scales_rows ? int64_t{share_.batch} * p_.m + row : Offset(part, row, channel);
+        addends.residual[j] = LoadBits(e.residual, e.residual_float, at);
       }
     }
     return addends;
