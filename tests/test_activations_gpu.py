@@ -118,8 +118,9 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
 
 @pytest.mark.parametrize(("dtype", "format"), [kind for kind in KINDS if kind[1].group_size != 384])
 @pytest.mark.parametrize(("m", "width", "hidden"), [(201, 208, 304), (512, 1024, 2048)])
-def test_a_block_rounds_its_rows(dtype, format, m, width, hidden):
-    """A token of no numbers spoils no other."""
+@pytest.mark.parametrize("silent", [True, False], ids=["no MLP", "all"])
+def test_a_block_rounds_its_rows(dtype, format, m, width, hidden, silent):
+    """A token of no numbers spoils no other. Without an MLP few values are rounded otherwise."""
     attended, x = (normal((m, width), "bfloat16", seed) for seed in (0, 1))
     attended = attended.at[7, 3].set(jnp.nan)
     norm = 1 + normal((width,), "float32", 2) / 8
@@ -127,23 +128,26 @@ def test_a_block_rounds_its_rows(dtype, format, m, width, hidden):
     def weight(*shape, seed):
         return quantize(normal(shape, "float32", seed) / np.sqrt(shape[-2]), format)
 
+    down = quantize(jnp.zeros((hidden, width)), format)
     weights = weight(width, width, seed=3), norm, weight(2, width, hidden, seed=4)
+    weights += (down if silent else weight(hidden, width, seed=5),)
     following = norm, [weight(width, n, seed=n) for n in (208, 72)]
     block = functools.partial(
         quantized_block, activation_dtype=dtype, following=following, activation="gelu_tanh"
     )
-    operands = attended, x, *weights, weight(hidden, width, seed=5)
-    assert is_one_call(block, *operands, target=call.ROUNDED_BLOCK_TARGET)
-    found = jax.tree.leaves(jax.jit(block)(*operands))
-    expected = jax.tree.leaves(jax.jit(functools.partial(block, backend="xla"))(*operands))
+    assert is_one_call(block, attended, x, *weights, target=call.ROUNDED_BLOCK_TARGET)
+    found, expected = (
+        jax.tree.leaves(jax.jit(functools.partial(block, backend=backend))(attended, x, *weights))
+        for backend in (None, "xla")
+    )
     for got, want in zip(found, expected, strict=True):
         got, want = (np.asarray(rows).astype(np.float64) for rows in (got, want))
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-        assert np.isnan(got[7]).all() and np.isfinite(np.delete(got, 7, 0)).all()
-        # Values that lie between two of 8 bits may be rounded to either.
-        off = np.nan_to_num(got - want)
-        assert np.linalg.norm(off) <= 0.01 * np.linalg.norm(np.nan_to_num(want))
-        assert np.abs(off).max() <= 0.1 * np.nanstd(want)
+        assert np.isnan(got[7]).all() and np.isnan(want[7]).all()
+        got, want = (np.delete(rows, 7, 0) for rows in (got, want))
+        # Rows that differ in a last bit of bfloat16 may be rounded to the next value of 8 bits.
+        most = 0.003 if silent else 0.025
+        assert np.linalg.norm(got - want) <= most * np.linalg.norm(want)
+        assert np.abs(got - want).max() <= 0.1 * want.std()
 
 
 def test_what_its_kernels_lack_is_a_composition():
@@ -276,12 +280,10 @@ def test_products_of_few_rows(format, kind, dtype):
         assert not is_one_call(quantized_matmul, given, rhs)
         found, want = (jax.jit(f)(y, rhs) for f, y in ((product, x), (quantized_matmul, given)))
         found, want = (np.asarray(y).astype(np.float64) for y in (found, want))
-        reach = np.nan_to_num(np.nanmax(np.abs(want), -1, keepdims=True))
         np.testing.assert_array_equal(np.isnan(found), np.isnan(want))
-        off = np.abs(np.nan_to_num(found) - np.nan_to_num(want))
-        assert (
-            off <= float(jnp.finfo(kind).eps) * np.abs(np.nan_to_num(want)) + 1e-5 * reach
-        ).all()
+        found, want = np.nan_to_num(found), np.nan_to_num(want)
+        most = float(jnp.finfo(kind).eps) * np.abs(want)
+        assert (np.abs(found - want) <= most + 1e-5 * np.abs(want).max(-1, keepdims=True)).all()
 
 
 @kinds
