@@ -122,8 +122,8 @@ constexpr int kCtasPerSm = 1;
 template <typename T, class R, int kUnits>
 __global__ void __launch_bounds__(kMaxThreads, kUnits == 1 ? kCtasPerSm : 1)
     QuantizeRowsKernel(const T* floats, const float*, uint8_t* values, float* scale, int columns,
-                       int units) {
-  LaunchDependents();
+                       int units, bool early) {
+  if (early) LaunchDependents();
   WaitForPreviousKernels();
   const int64_t row = blockIdx.x;
   floats += row * columns;
@@ -138,6 +138,7 @@ __global__ void __launch_bounds__(kMaxThreads, kUnits == 1 ? kCtasPerSm : 1)
     largest = Largest(largest, x[i]);
   }
   const Divisor divisor(LargestOfBlock(largest), R::kMost);
+  if (!early) LaunchDependents();
   if (threadIdx.x == 0) scale[row] = divisor.scale;
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
@@ -166,8 +167,8 @@ __device__ void LoadUnit(const T* row, const float* factor, int unit, int column
 template <typename T, class R, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads)
     QuantizeLongRowsKernel(const T* floats, const float* factor, uint8_t* values, float* scale,
-                           int columns, int units) {
-  LaunchDependents();
+                           int columns, int units, bool early) {
+  if (early) LaunchDependents();
   WaitForPreviousKernels();
   const int64_t row = blockIdx.x;
   floats += row * columns;
@@ -179,6 +180,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     largest = Largest(largest, x);
   }
   const Divisor divisor(LargestOfBlock(largest), R::kMost);
+  if (!early) LaunchDependents();
   if (threadIdx.x == 0) scale[row] = divisor.scale;
   for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
     LoadUnit<kAligned>(floats, factor, unit, columns, x);
@@ -224,7 +226,8 @@ cudaError_t Launch(const QuantizeRows& problem, cudaStream_t stream) {
         &launch.config, kernel, static_cast<const T*>(problem.floats) + row * problem.columns,
         problem.factor,
         static_cast<uint8_t*>(problem.values) + row * units * kColumns * (problem.wide ? 2 : 1),
-        problem.scale + row, static_cast<int>(problem.columns), static_cast<int>(units));
+        problem.scale + row, static_cast<int>(problem.columns), static_cast<int>(units),
+        problem.pdl);
   }
   return error;
 }

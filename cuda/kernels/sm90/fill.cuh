@@ -16,14 +16,14 @@ class StageFiller {
   __device__ StageFiller(const Params& p, int rank, Memory memory)
       : p_(p), memory_(memory), policy_(EvictFirst()), rank_(rank) {}
 
-  // Starts loading weights into all stages of the ring that the first task fills, whose number it returns: what the
-  // previous kernels do not write.
+  // Starts loading weights, which no kernel of the call writes, into the first stages of the first task, and returns their
+  // number. Loads arrive in order, so that it costs time where no kernel has to be waited for.
   __device__ int LoadAhead(const Task& task) const {
     const Strips strips = StripsOf(task.tile);
     RingCursor cursor = {0, 0};
     int ahead = 0;
 #pragma unroll 1
-    for (int atom = task.atom_begin; atom < task.atom_end && ahead < p_.plan.num_stages;
+    for (int atom = task.atom_begin; atom < task.atom_end && ahead < p_.ahead_stages;
          atom += I::kStageAtoms, ++ahead) {
       LoadWeights(task, strips, StageOf(atom, cursor));
       cursor.Advance(p_.plan.num_stages);

@@ -54,6 +54,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.m = static_cast<int>(problem.m);
   p.n = static_cast<int>(problem.n);
   p.plan = PlanOf(problem, tile);
+  p.ahead_stages = problem.pdl ? p.plan.num_stages : 0;
   p.lhs_rows = tile.m / choice.peers;
   p.lhs_in_atoms = choice.peers == 1 && problem.k % kAtom == 0 && !Is8Bit(problem.lhs);
   // Swizzled tiles are multiples of 8 rows.
