@@ -237,12 +237,45 @@ class IntegerRowPair {
     AddScaledSums(part, scale_, sums);
   }
 
- private:
+ protected:
   static constexpr int kDown = kShift<T>;
   using Centre = IntegerCentre<T, kDown, kSecondUp<kBits>>;
 
   float scale_[2];
   Centre centre_[2];
+};
+
+// IntegerRowPair of scales of two levels. Float zeros multiply sums of lhs over their group, so that no weight needs a
+// scale. Integers stay centred: a zero brings the centre times the scale, and sums of both sides stay small.
+template <typename T, int kBits>
+class SuperRowPair : public IntegerRowPair<T, Super, kBits> {
+  using Base = IntegerRowPair<T, Super, kBits>;
+
+ public:
+  // Operand A that sums lhs, in units of the integers.
+  static constexpr uint32_t kOnes = PowersOfTwo<T>(-Base::kDown);
+
+  // Loads the floats of a super-block, before its groups. Addresses are those of row g in shared memory.
+  __device__ void LoadScaleFloats(uint32_t floats) { LoadSuperFloats(floats, scale_floats_); }
+  __device__ void LoadZeroFloats(uint32_t floats) { LoadSuperFloats(floats, zero_floats_); }
+
+  __device__ void LoadScales(uint32_t scale) {
+    LoadSuperScales(scale, scale_floats_, this->scale_);
+  }
+  // Scales are loaded first.
+  __device__ void LoadFloatZeros(uint32_t zero) {
+    LoadSuperScales(zero, zero_floats_, zero_);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) zero_[h] = fmaf(this->scale_[h], 1 << (kBits - 1), zero_[h]);
+  }
+
+  // Adds the zeros times the sums of lhs over the group, in the order of operand D.
+  __device__ void AddZeros(const float (&lhs_sums)[4], float (&sums)[4]) const {
+    AddScaledSums(lhs_sums, zero_, sums);
+  }
+
+ private:
+  float scale_floats_[2], zero_floats_[2], zero_[2];
 };
 
 }  // namespace jaxlowbit

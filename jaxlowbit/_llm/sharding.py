@@ -265,7 +265,7 @@ def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int)
         size = {"o": attended, "down": config.hidden}.get(_kind(name))
         if size is None or format is None:
             continue
-        unit = padding.shard_unit(format.group_size)
+        unit = padding.shard_unit(format.scale_span)
         if size // parts % unit:
             return (
                 f"the {size} rows of {name} are {size // parts} on each of {parts} devices, but "

@@ -46,7 +46,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.zero_bytes = static_cast<int>(problem.zero_bytes());
   p.m = static_cast<int>(problem.m);
   p.k_blocks = static_cast<int>(problem.k_blocks());
-  p.groups = static_cast<int>(problem.groups());
+  p.groups = static_cast<int>(problem.scale_rows());
   const int64_t size = problem.group_size;
   p.atoms_per_group = AtomsPerGroup(problem);
   p.groups_per_atom = GroupsPerAtom(problem);
@@ -57,7 +57,10 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.out_float = problem.out == ElementType::kF32;
   p.epilogue = EpilogueOf(problem, buffers);
   p.table = TableOf(problem, buffers);
+  p.super_groups = static_cast<int>(size > 0 ? kSuperBlock / size : 0);
   p.plan = PlanOf(problem, choice.split_k, choice.slices, ctas_per_sm);
+  const int in_stage = static_cast<int>(size > 0 ? CeilDiv(p.plan.stage_atoms * kAtom, size) : 0);
+  p.stage_super_groups = std::min(p.super_groups, in_stage);
   const StageBytes& bytes = p.plan.bytes;
   const int scales_at = bytes.lhs + bytes.packed;
   p.zeros_at = scales_at + bytes.scales - scales_at / static_cast<int>(problem.scale_bytes());

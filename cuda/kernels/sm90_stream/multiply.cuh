@@ -36,6 +36,12 @@ struct RowsOf<T, S, I, Codebook::kNone> {
                                      FusedRowPair<T, I::kBits>, Any>;
 };
 
+template <typename T, class I>
+struct RowsOf<T, Super, I, Codebook::kNone> {
+  using Any = SuperRowPair<T, I::kBits>;
+  using Fastest = Any;
+};
+
 template <class I>
 using Rows = typename RowsOf<typename I::T, typename I::S, I, I::kCodebook>::Any;
 
@@ -86,7 +92,7 @@ class StageMultiplier : Table<I::kCodebook> {
         others_[1][i] = Keep(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
       }
       const int group =
-          (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstGroup(p_, atom_);
+          (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstScaleRow<I>(p_, atom_);
       const int row = group * kRows + slice % kSlicesPerStrip * kSliceRows + lane_ / 4 * 2;
       scales_[i] =
           Keep(p_.plan.bytes.lhs + p_.plan.bytes.packed + row * static_cast<int>(sizeof(S)));
@@ -124,6 +130,8 @@ class StageMultiplier : Table<I::kCodebook> {
         MultiplyAtoms<FastestRows<I>, 1, 1>(stage, activations, at, acc);
       } else if (p_.groups_per_atom == 2 && TakeFastest<2>(stage, at)) {
         MultiplyAtoms<FastestRows<I>, 1, 2>(stage, activations, at, acc);
+      } else if constexpr (I::kSuperBlocks) {
+        MultiplyAtoms<Rows<I>, 1, 4>(stage, activations, at, acc);
       } else {
         MultiplyAtoms<Rows<I>, 1, 0>(stage, activations, at, acc);
       }
@@ -219,10 +227,12 @@ class StageMultiplier : Table<I::kCodebook> {
       R rows[kRowAtoms][kTogetherSlices];
       uint32_t packed[kAtoms][kTogetherSlices][kBits];
       float part[kChains][kTogetherSlices][I::kTiles][4] = {};
+      [[maybe_unused]] float lhs_sums[I::kTiles][4] = {};  // over a group, where zeros multiply them
 #pragma unroll
       for (int i = 0; i < kTogetherSlices; ++i) {
         if constexpr (!kHasFactors) {
           StartRows<R, I::kCodebook>(I::kZero == ZeroKind::kFloat, *this, rows[0][i]);
+          if constexpr (I::kSuperBlocks) LoadSuperFloats(stage, slice + i, rows[0][i]);
           LoadRows(stage, slice + i, RowsAt(at), rows[0][i]);
         }
 #pragma unroll
@@ -251,9 +261,10 @@ class StageMultiplier : Table<I::kCodebook> {
             const int group = step * groups / kStepsPerAtom;  // of the atom
 #pragma unroll
             for (int i = 0; i < kTogetherSlices; ++i) {
-              AddPart(rows[0][i], part[0][i], acc[slice + i]);
+              AddPart(rows[0][i], part[0][i], lhs_sums, acc[slice + i]);
               LoadRows(stage, slice + i, RowsAt(at) + group * kRows, rows[0][i]);
             }
+            Clear(lhs_sums);
           }
           uint32_t weights[kTogetherSlices][4];
 #pragma unroll
@@ -278,6 +289,12 @@ class StageMultiplier : Table<I::kCodebook> {
                                       : acc[slice + i][tile + j];
                 Mma<T>(sum, weights[i], fragments[a][2 * half], fragments[a][2 * half + 1]);
               }
+              if constexpr (I::kSumsLhs) {
+                static_assert(kTogetherSlices == kSlicesPerWarp);
+                const uint32_t ones[4] = {R::kOnes, R::kOnes, R::kOnes, R::kOnes};
+                Mma<T>(lhs_sums[tile + j], ones, fragments[a][2 * half],
+                       fragments[a][2 * half + 1]);
+              }
             }
           }
         }
@@ -293,8 +310,9 @@ class StageMultiplier : Table<I::kCodebook> {
         for (int chain = 0; chain < kChains; ++chain) {
 #pragma unroll
           for (int i = 0; i < kTogetherSlices; ++i) {
-            AddPart(rows[0][i], part[chain][i], acc[slice + i]);
+            AddPart(rows[0][i], part[chain][i], lhs_sums, acc[slice + i]);
           }
+          Clear(lhs_sums);  // the last group's zeros are added once
         }
       }
     }
@@ -310,18 +328,38 @@ class StageMultiplier : Table<I::kCodebook> {
     return I::kWholeStrips ? kSlicesPerStrip * I::kSliceBytes : packed_step_[slice];
   }
 
-  // Adds the partial sums of a group, and clears them.
+  // Adds the partial sums of a group, and clears them; and zeros times the sums of lhs over it.
   template <class R>
   __device__ static void AddPart(const R& rows, float (&part)[I::kTiles][4],
+                                 const float (&lhs_sums)[I::kTiles][4],
                                  float (&acc)[I::kTiles][4]) {
     if constexpr (I::kScaleSums) {
 #pragma unroll
       for (int tile = 0; tile < I::kTiles; ++tile) {
         rows.AddScaled(part[tile], acc[tile]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) part[tile][j] = 0;
+        if constexpr (I::kSumsLhs) rows.AddZeros(lhs_sums[tile], acc[tile]);
       }
+      Clear(part);
     }
+  }
+
+  __device__ static void Clear(float (&sums)[I::kTiles][4]) {
+#pragma unroll
+    for (int tile = 0; tile < I::kTiles; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[tile][j] = 0;
+    }
+  }
+
+  // Loads the floats of the super-block in which a slice's scales lie, which is one for all of a warp's atoms.
+  template <class R>
+  __device__ void LoadSuperFloats(uint32_t stage, int slice, R& rows) const {
+    const int super = Keep(atom_) >> kSuperShift;  // computed again: registers are short
+    const int row = super * (p_.stage_super_groups + static_cast<int>(kFloatRows)) +
+                    p_.stage_super_groups - FirstScaleRow<I>(p_, atom_);
+    const uint32_t floats = ScaleAddress(stage, slice, row * kRows);
+    rows.LoadScaleFloats(floats);
+    if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadZeroFloats(floats + p_.plan.bytes.scales);
   }
 
   // The place in a stage's activations where this lane reads those of the warp's atom `at`.

@@ -12,6 +12,7 @@ from jax import Array
 from ..._core.dequantize import take
 from ..._core.format import Format
 from .. import call
+from ..float_scales import of_float_scales
 from ..problem import Problem
 from ..stored_rows import of_stored_rows
 from . import tpu, triton
@@ -21,7 +22,9 @@ _BITS = (1, 2, 4, 8)
 
 
 def unsupported(format: Format) -> str | None:
-    """Why the kernels cannot compute products of this format, or None."""
+    """Why the kernels cannot compute products of this format, or None. Scales of two levels are
+    expanded in front of them."""
+    format = format.expanded
     if format.scale is not None:
         return call.NO_NARROW_SCALES
     if format.codebook is not None:
@@ -31,6 +34,7 @@ def unsupported(format: Format) -> str | None:
     return None
 
 
+@of_float_scales
 @of_stored_rows
 def matmul(problem: Problem, *operands: Array, platform: str | None) -> Array:
     """`definition.matmul` as one kernel; weights that an index selects are copied."""
