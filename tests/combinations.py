@@ -35,7 +35,7 @@ QUANTIZED = ("int8", "float8_e4m3fn")
 
 DIMENSIONS: Mapping[str, tuple[Any, ...]] = {
     "weights": tuple(BITS),
-    "scales": (*WIDE_SCALES, "e8m0", "e4m3", "int8", "super"),
+    "scales": (*WIDE_SCALES, "e8m0", "e4m3", "int8"),
     "lhs": ("bfloat16", "float16", "float32", *QUANTIZED),
     "zero": ("none", "integer", "float"),
     "group": (-1, 16, 32, 48, 64, 96, 128),
@@ -125,13 +125,9 @@ def accepted(values: Values) -> bool:
     """Whether these values of some dimensions go together, and with some of every other one."""
     weights, scales, lhs = (values.get(name) for name in ("weights", "scales", "lhs"))
     integers = weights is None or weights in INTEGERS
-    zero = values.get("zero", "none")
-    two_levels = scales == "super" and zero == "float"
-    if zero != "none" and not (
-        integers and (scales is None or scales in WIDE_SCALES or two_levels)
+    if values.get("zero", "none") != "none" and not (
+        integers and (scales is None or scales in WIDE_SCALES)
     ):
-        return False
-    if scales == "super" and values.get("group", 16) not in (16, 32, 64, 128):
         return False
     if scales == "int8" and weights not in (None, "int2", "int3", "int4"):
         return False

@@ -1,5 +1,7 @@
 """Blocks of GGUF: unpacked and packed to exactly the weights that ggml dequantizes them to."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +65,7 @@ def test_packing_is_that_of_from_integers(name):
     elif format.codebook is None:
         qvalue = (qvalue.astype(np.int16) - format.offset).astype(np.int8)
     unit = 1.0 if name == "NVFP4" else None
-    pair = tuple(x.T for x in floats if x is not None)
+    pair: Any = tuple(x.T for x in floats if x is not None)
     array = QuantizedArray.from_integers(
         qvalue.T,
         scale.T,
@@ -130,7 +132,8 @@ def test_scales_round_where_a_dtype_is_named():
     same_bits(np.asarray(array.dequantize(jnp.float32)).T, weight.reshape(64, -1))
 
 
-SIZES = {"Q2_K": 3.125, "Q3_K": 3.5625, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_XS": 4.3125}
+SIZES = {"Q2_K": 3.125, "Q3_K": 3.5625, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.5625}
+SIZES |= {"IQ4_XS": 4.3125}
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import Combination, operands
 from flax import nnx
-from helpers import TARGET, dequantize, dequantized
+from helpers import PLATFORM, TARGET, dequantize, dequantized
 from jax import export
 from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, product, put
@@ -19,7 +20,10 @@ from jaxlowbit import (
     QuantizedArray,
     partition_spec,
     quantize,
+    quantized_glu,
     quantized_matmul,
+    quantized_matmuls,
+    quantized_mlp,
     scan,
 )
 from jaxlowbit import nnx as jl_nnx
@@ -67,9 +71,10 @@ def test_no_weight_is_off_by_more_than_half_a_scale(format, k):
     """But for the rounding of float32. Scales are coarser than floats by little."""
     weight = random(k, 40)
     array = quantize(weight, format, method="absmax")
-    assert array.scale.dtype == jnp.uint8 and array.scale.shape[-2] == super_blocks.scale_shape(
-        k, 40, format
-    )[1]
+    assert (
+        array.scale.dtype == jnp.uint8
+        and array.scale.shape[-2] == super_blocks.scale_shape(k, 40, format)[1]
+    )
     missed = np.abs(np.asarray(dequantized(array, jnp.float32)) - weight)
     if format.codebook is None:
         scale, zero, _ = super_blocks.expanded(array.scale, array.zero, format, k)
@@ -185,6 +190,65 @@ def test_which_products_read_bytes_on_hopper(format, m, k, lhs, reads):
     assert selection.reads_super_blocks(jnp.dtype(lhs), m, k, 4096, format) == reads
 
 
+COMBINATIONS = [
+    Combination(weights, "super", lhs, zero, group, epilogue, rows, shape, result)
+    for weights, lhs, zero, group, epilogue, rows, shape, result in (
+        ("int4", "bfloat16", "float", 32, "gated", 1, (512, 320), "lhs"),
+        ("int4", "bfloat16", "float", 32, "all", 1, (256, 192), "float32"),
+        ("int4", "float16", "none", 16, "gated", 5, (512, 320), "float32"),
+        ("int6", "bfloat16", "none", 16, "gelu", 5, (256, 192), "lhs"),
+        ("int2", "bfloat16", "float", 16, "residual", 1, (512, 320), "lhs"),
+        ("int5", "float16", "float", 64, "gated", 1, (256, 192), "lhs"),
+        ("int3", "bfloat16", "none", 128, "silu", 40, (512, 320), "lhs"),
+        ("int8", "bfloat16", "float", 128, "bias", 5, (328, 200), "lhs"),
+        ("int4", "float32", "none", 64, "relu", 5, (259, 193), "lhs"),
+        ("int4", "int8", "none", 32, "bias", 5, (512, 320), "lhs"),
+        ("e4m3", "float8_e4m3fn", "none", 128, "none", 200, (256, 192), "float32"),
+        ("table of 16", "bfloat16", "none", 32, "gelu_tanh", 1, (512, 320), "lhs"),
+    )
+]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: c.name)
+@pytest.mark.parametrize("backend", [PLATFORM, "xla"])
+def test_combinations(combination, backend):
+    """With epilogues, quantized activations and other options, element by element."""
+    c = combination
+    lhs, rhs, epilogue, exact, bound = operands(c)
+    dtype = jnp.dtype("float32") if c.result == "float32" else None
+    multiply = jax.jit(
+        functools.partial(
+            quantized_glu if c.gated else quantized_matmul,
+            backend=backend,
+            preferred_element_type=dtype,
+        ),
+        static_argnames="activation",
+    )
+    missed = np.abs(np.asarray(multiply(lhs, rhs, **epilogue)).astype(np.float64) - exact)
+    assert (missed <= bound).all()
+
+
+@pytest.mark.parametrize("m", [1, 6, 30])
+def test_calls_of_several_products(m):
+    gate_up, down, other = (
+        quantize(random(*shape, seed=i), Q4_K)
+        for i, shape in enumerate([(2, 256, 512), (512, 256), (256, 128)])
+    )
+    x = jnp.asarray(random(m, 256)).astype(jnp.bfloat16)
+    floats = [dequantized(w, jnp.float32) for w in (gate_up, down, other)]
+    wide = np.asarray(x, np.float32)
+    found = jax.jit(quantized_matmuls)(x, (other, other))
+    for product_of in found:
+        np.testing.assert_allclose(
+            np.asarray(product_of, np.float32), wide @ floats[2], rtol=0.02, atol=0.5
+        )
+    hidden = np.asarray(jax.nn.silu(wide @ floats[0][0]) * (wide @ floats[0][1]))
+    want = hidden @ np.asarray(floats[1])
+    mlp = jax.jit(functools.partial(quantized_mlp, activation="silu"))
+    got = np.asarray(mlp(x, gate_up, down), np.float32)
+    np.testing.assert_allclose(got, want, rtol=0.05, atol=0.02 * np.abs(want).max())
+
+
 def test_from_integers_is_what_it_says():
     rng = np.random.default_rng(0)
     values = rng.integers(0, 16, (320, 70), np.uint8)
@@ -226,9 +290,12 @@ def test_what_is_refused():
         QuantizedArray.from_integers(
             values.astype(jnp.int4), scale, scale, format=Q4_K, super_scale=(floats, floats)
         )
-    with pytest.raises(ValueError, match="format.scale is None, but super_scale is given"):
+    with pytest.raises(ValueError, match="is None, but super_scale is given"):
         QuantizedArray.from_integers(
-            values, floats.repeat(8, 0), floats.repeat(8, 0), format=Q4_K.expanded,
+            values,
+            floats.repeat(8, 0),
+            floats.repeat(8, 0),
+            format=Q4_K.expanded,
             super_scale=floats,
         )
     with pytest.raises(ValueError, match="beyond that of float16 scales; leave scale='super' out"):

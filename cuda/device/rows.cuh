@@ -274,6 +274,18 @@ class SuperRowPair : public IntegerRowPair<T, Super, kBits> {
     AddScaledSums(lhs_sums, zero_, sums);
   }
 
+  // Both for one of a lane's two columns alone, whose group the scales are of.
+  template <bool kZeros>
+  __device__ void AddColumn(int column, const float (&part)[4], const float (&lhs_sums)[4],
+                            float (&sums)[4]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float& sum = sums[2 * h + column];
+      sum = fmaf(part[2 * h + column], this->scale_[h], sum);
+      if constexpr (kZeros) sum = fmaf(lhs_sums[2 * h + column], zero_[h], sum);
+    }
+  }
+
  private:
   float scale_floats_[2], zero_floats_[2], zero_[2];
 };

@@ -161,15 +161,15 @@ class QuantizedArray:
 
         **Raises:** `ValueError` with the shapes found.
         """
-        size = self.format.group_size
+        size, unit = self.format.group_size, padding.shard_unit(self.format.scale_span)
         words = layout.packed_shape(*self.padded_shape, self.format.bits)
         groups = super_blocks.scale_shape(*self.padded_shape, self.format)
         if (self.packed.shape[-3:], self.scale.shape[-3:]) != (words, groups):
             raise ValueError(
                 f"QuantizedArray: packed {self.packed.shape} and scale {self.scale.shape} are no "
                 f"whole part of a ({self.k}, {self.n}) matrix in groups of {size}; shard k in "
-                f"multiples of {padding.shard_unit(self.format.scale_span)} and n of {layout.ATOM}, or quantize "
-                "with shards=(shards of k, shards of n)."
+                f"multiples of {unit} and n of {layout.ATOM}, or quantize with shards=(shards of "
+                "k, shards of n)."
             )
         if self.permutation is None or self.whole is None:
             return

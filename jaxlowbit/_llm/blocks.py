@@ -80,7 +80,7 @@ def unpack(name: str, rows: np.ndarray) -> Unpacked:
     count = rows.shape[0]
     with np.errstate(all="ignore"):  # what is not finite is refused below
         found = kind.read(rows.reshape(-1, kind.nbytes))
-    arrays = (None if array is None else array.reshape(count, -1) for array in found)
+    arrays: Any = (None if array is None else array.reshape(count, -1) for array in found)
     unpacked = Unpacked(*arrays)
     for name, values in unpacked._asdict().items():
         if values is not None and values.dtype not in (np.uint8, np.int8):

@@ -108,6 +108,21 @@ class StageMultiplier : Table<I::kCodebook> {
   __device__ void Multiply(uint32_t stage, uint32_t activations, int left,
                            Accumulators<I>& acc) const {
     const int own = min(p_.plan.warp_atoms, left - atom_);
+    if constexpr (I::kHasOneRow) {
+      if (p_.m == 1) {
+#pragma unroll 1
+        for (int at = 0; at < own;) {
+          const bool together = kTogetherAtoms == 2 && at + 2 <= own;
+          if (together) {
+            MultiplyOneRow<kTogetherAtoms>(stage, activations, at, acc);
+          } else {
+            MultiplyOneRow<1>(stage, activations, at, acc);
+          }
+          at += together ? 2 : 1;
+        }
+        return;
+      }
+    }
     if constexpr (kMicroGroups > 0) {
       if (own == 2 && p_.groups_per_atom == kMicroGroups &&
           MultiplyMicroscaled(stage, activations, acc)) {
@@ -134,6 +149,19 @@ class StageMultiplier : Table<I::kCodebook> {
         MultiplyAtoms<Rows<I>, 1, 4>(stage, activations, at, acc);
       } else {
         MultiplyAtoms<Rows<I>, 1, 0>(stage, activations, at, acc);
+      }
+    }
+  }
+
+  // Adds the columns in which MultiplyOneRow leaves the sums of the row.
+  __device__ static void SumColumns(Accumulators<I>& acc) {
+#pragma unroll
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = acc[i][0][2 * h] + acc[i][0][2 * h + 1];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        acc[i][0][2 * h] = sum + __shfl_xor_sync(~0u, sum, 2);
       }
     }
   }
@@ -188,6 +216,69 @@ class StageMultiplier : Table<I::kCodebook> {
     return true;
   }
 
+  // Multiplies kAtoms of the warp's atoms by a single row of lhs, in scales of two levels. The instruction has 8 rows,
+  // its columns: each is the row in one group, and zeros elsewhere. So the sums of up to 8 groups are in 8 columns, and
+  // a lane scales those of its own two once.
+  template <int kAtoms>
+  __device__ void MultiplyOneRow(uint32_t stage, uint32_t activations, int at,
+                                 Accumulators<I>& acc) const {
+    using R = Rows<I>;
+    const int shift = p_.group_shift, first_step = lane_ / 4 << shift;
+    const int groups = max(kAtoms * kStepsPerAtom >> shift, 1);
+    const uint32_t first = activations + lhs_ + at * LhsBytes();
+    R rows[kSlicesPerWarp];
+    uint32_t packed[kAtoms][kSlicesPerWarp][kBits];
+    float part[kAtoms][kSlicesPerWarp][4] = {}, lhs_sums[4] = {};
+#pragma unroll
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+      rows[i].Start(false);
+#pragma unroll
+      for (int a = 0; a < kAtoms; ++a) {
+        const uint32_t place = stage + packed_[i] + (at + a) * PackedStep(i);
+        LoadPacked<kBits>(place, kPlanes > 1 ? place + others_[0][i] : 0,
+                          kPlanes > 2 ? place + others_[kOthers - 1][i] : 0, lane_, packed[a][i]);
+      }
+    }
+    uint32_t fragments[kAtoms][4];
+#pragma unroll
+    for (int step = 0; step < kStepsPerAtom; ++step) {
+#pragma unroll
+      for (int a = 0; a < kAtoms; ++a) {
+        if (step % 2 == 0) {
+          LoadMatrices(fragments[a], (first + a * LhsBytes()) ^ (step * 2 * kCopyBytes));
+        }
+        const bool own = (a * kStepsPerAtom + step - first_step) >> shift == 0;
+        const uint32_t low = own ? fragments[a][step % 2 * 2] : 0;
+        const uint32_t high = own ? fragments[a][step % 2 * 2 + 1] : 0;
+#pragma unroll
+        for (int i = 0; i < kSlicesPerWarp; ++i) {
+          uint32_t weights[4];
+          rows[i].Dequantize(packed[a][i], step, weights);
+          Mma<T>(part[a][i], weights, low, high);
+        }
+        if constexpr (I::kSumsLhs) {
+          const uint32_t ones[4] = {R::kOnes, R::kOnes, R::kOnes, R::kOnes};
+          Mma<T>(lhs_sums, ones, low, high);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+      if constexpr (kAtoms == 2) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) part[0][i][j] += part[1][i][j];
+      }
+      LoadSuperFloats(stage, i, rows[i]);
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        // Columns behind the last group are zeros, whatever their scale.
+        const int group = min(lane_ % 4 * 2 + column, groups - 1);
+        LoadRows(stage, i, RowsAt(at) + group * kRows, rows[i]);
+        rows[i].template AddColumn<I::kSumsLhs>(column, part[0][i], lhs_sums, acc[i][0]);
+      }
+    }
+  }
+
   // Whether FastestRows take the scales of both slices in the kGroups groups of the warp's atom `at`.
   template <int kGroups>
   __device__ bool TakeFastest(uint32_t stage, int at) const {
@@ -227,7 +318,8 @@ class StageMultiplier : Table<I::kCodebook> {
       R rows[kRowAtoms][kTogetherSlices];
       uint32_t packed[kAtoms][kTogetherSlices][kBits];
       float part[kChains][kTogetherSlices][I::kTiles][4] = {};
-      [[maybe_unused]] float lhs_sums[I::kTiles][4] = {};  // over a group, where zeros multiply them
+      [[maybe_unused]] float lhs_sums[I::kTiles][4] =
+          {};  // over a group, where zeros multiply them
 #pragma unroll
       for (int i = 0; i < kTogetherSlices; ++i) {
         if constexpr (!kHasFactors) {

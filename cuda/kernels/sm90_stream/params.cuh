@@ -38,6 +38,8 @@ struct Instance {
   // Whether scales have two levels, and whether zeros multiply sums of lhs beside them.
   static constexpr bool kSuperBlocks = std::is_same_v<ScaleType, Super>;
   static constexpr bool kSumsLhs = kSuperBlocks && kZeros == ZeroKind::kFloat;
+  // Whether a single row of lhs has a way of its own (StageMultiplier::MultiplyOneRow).
+  static constexpr bool kHasOneRow = kSuperBlocks && kM == 8;
   // Scales multiply weights if zeros are floats, because sums of q * s and of zeros would cancel where integers are not
   // centred, and if there are many rows, because partial sums of a group would take too many registers. So they do if that takes no more
   // instructions, and for numbers that are not of type T.
@@ -72,7 +74,7 @@ struct Params {
   int zero_bytes;  // 1: zero points; else float zeros, of the type of the scales
   int m;
   int k_blocks;
-  int groups;  // rows of scales of a strip
+  int groups;               // rows of scales of a strip
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
   int atom_step;  // from the groups of a warp's first atom to those of its second, in rows
@@ -89,6 +91,7 @@ struct Params {
   TableParams table;
   // Groups of a super-block, and as many of them as one stage holds.
   int super_groups, stage_super_groups;
+  int group_shift;  // 2^group_shift steps of k have one group
 };
 
 // Orders the consumers among themselves.

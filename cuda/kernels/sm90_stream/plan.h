@@ -15,6 +15,7 @@ struct QuantizedMatmul;
 namespace jaxlowbit::sm90_stream {
 
 inline constexpr int kSliceRows = 16;      // output channels of one instruction: a slice
+inline constexpr int kStepRows = 16;       // input features of one instruction: a step
 inline constexpr int kSlicesPerStrip = 4;  // of the 64 channels of an atom
 inline constexpr int kWarps = 8;           // consumers; one more warp is the producer
 inline constexpr int kSlicesPerWarp = 2;

@@ -12,7 +12,6 @@ from jax import Array
 from ..._core.dequantize import take
 from ..._core.format import Format
 from .. import call
-from ..float_scales import of_float_scales
 from ..problem import Problem
 from ..stored_rows import of_stored_rows
 from . import tpu, triton
@@ -34,7 +33,6 @@ def unsupported(format: Format) -> str | None:
     return None
 
 
-@of_float_scales
 @of_stored_rows
 def matmul(problem: Problem, *operands: Array, platform: str | None) -> Array:
     """`definition.matmul` as one kernel; weights that an index selects are copied."""
