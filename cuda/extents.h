@@ -41,7 +41,9 @@ inline bool Overlap(const Extent& a, const Extent& b) {
 inline int64_t PackedBytes(const QuantizedMatmul& p) {
   return p.n_blocks() * p.k_blocks() * p.words_per_atom() * 4;
 }
-inline int64_t GroupValues(const QuantizedMatmul& p) { return p.n_blocks() * p.groups() * kAtom; }
+inline int64_t GroupValues(const QuantizedMatmul& p) {
+  return p.n_blocks() * p.scale_rows() * kAtom;
+}
 
 inline Extent LhsExtent(const QuantizedMatmul& p, const Buffers& b) {
   return {b.lhs, p.batch * p.m * p.lhs_columns() * SizeOf(p.lhs)};

@@ -287,6 +287,10 @@ cudaError_t ForEachLaunch(std::vector<Operands> products, int64_t workspace_byte
       Placement operands(results.workspace(), results.bytes(), action.stream, Action::kCopies);
       operands.Align(&launch);
       if (operands.copied()) p.pdl = false;  // the previous kernel writes an operand
+      // The one kernel for scales of two levels reads aligned operands alone, which here found no room.
+      if (p.scale == ElementType::kSuper && !Supports(p, state.device)) {
+        return cudaErrorMisalignedAddress;
+      }
       const int64_t rows = p.batch * p.m * p.weights_per_element();
       const int64_t sums_bytes = std::min(operands.bytes(), MostSumsBytes(rows, p.out_columns()));
       choice = SelectCached(p, state.device, sums_bytes, state.tuned.get());

@@ -72,6 +72,11 @@ struct QuantizedMatmul {
   constexpr int64_t groups() const {
     return group_size < 0 ? 1 : CeilDiv(k_blocks() * kAtom, group_size);
   }
+  // Rows of 64 scales of a strip: one for each group; in scales of two levels, whole super-blocks.
+  constexpr int64_t scale_rows() const {
+    if (scale != ElementType::kSuper) return groups();
+    return CeilDiv(k_blocks() * kAtom, kSuperBlock) * (kSuperBlock / group_size + kFloatRows);
+  }
   // Bytes of one scale and of one zero; 0 without zeros.
   constexpr int64_t scale_bytes() const { return SizeOf(scale); }
   constexpr int64_t zero_bytes() const {
@@ -80,8 +85,15 @@ struct QuantizedMatmul {
   constexpr int64_t words_per_atom() const { return kAtom * kAtom * bits / 32; }
 };
 
-// A group size that 32 bits hold and that means the same for `k` rows: -1 if one group has them all.
-constexpr int64_t GroupSize(int64_t size, int64_t k) {
+// Whether super-blocks are whole groups of this size, and several of them.
+constexpr bool DividesSuperBlock(int64_t group_size) {
+  return group_size > 0 && group_size < kSuperBlock && kSuperBlock % group_size == 0;
+}
+
+// A group size that 32 bits hold and that means the same for `k` rows: -1 if one group has them all, except in
+// super-blocks, which are whole ones for any k.
+constexpr int64_t GroupSize(int64_t size, int64_t k, ElementType scale) {
+  if (scale == ElementType::kSuper) return size;
   return size >= CeilDiv(k, kAtom) * kAtom ? -1 : size;
 }
 
@@ -97,8 +109,8 @@ struct Buffers {
   const void* lhs = nullptr;             // [batch, m, lhs_columns]
   const float* lhs_scale = nullptr;      // [batch, m], of quantized values
   const uint32_t* packed = nullptr;      // [num_weights, n_blocks, k_blocks, words_per_atom]
-  const void* scale = nullptr;           // [num_weights, n_blocks, groups, 64]
-  const void* zero = nullptr;            // [num_weights, n_blocks, groups, 64]
+  const void* scale = nullptr;           // [num_weights, n_blocks, scale_rows, 64]
+  const void* zero = nullptr;            // [num_weights, n_blocks, scale_rows, 64]
   const float* channel_scale = nullptr;  // [num_weights, n_blocks, 64] in order, of an int8 lhs
   const int32_t* index = nullptr;        // [batch * weights_per_element] (WeightNumber)
   const void* bias = nullptr;            // [batch * weights_per_element, n]

@@ -19,20 +19,24 @@ namespace jaxlowbit {
 // Rows and columns of the packed layout's atom (docs/layout.md).
 inline constexpr int64_t kAtom = 64;
 
+// Scales of two levels: rows of the weight that share the floats of their groups' scales, and the rows of 64 bytes that
+// these floats take behind the integers of the groups (docs/layout.md).
+inline constexpr int64_t kSuperBlock = 256, kFloatRows = 2;
+
 // Bits of a quantized value that the CUDA kernels read: those whose instances the binary holds, and those whose
 // instances are compiled where they run.
 inline constexpr int kKernelBits[] = {4, 8};
 inline constexpr int kCompiledBits[] = {1, 2, 3, 5, 6, 7};
 
-// Elements of 8 bits are scales (kE8m0, which are powers of two, kE4m3 or kInt8) or quantized activations (kE4m3 or
-// kInt8).
-enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3, kInt8 };
+// Elements of 8 bits are scales (kE8m0, which are powers of two, kE4m3, kInt8, or kSuper, the bytes of scales of two
+// levels) or quantized activations (kE4m3 or kInt8).
+enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3, kInt8, kSuper };
 enum class ZeroKind { kNone, kInteger, kFloat };
 enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
 
 // Types and activations as Python and the driver name them, in the order of the enums.
-inline constexpr const char* kElementTypeNames[] = {"float32",        "bfloat16",      "float16",
-                                                    "float8_e8m0fnu", "float8_e4m3fn", "int8"};
+inline constexpr const char* kElementTypeNames[] = {
+    "float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8"};
 inline constexpr const char* kActivationNames[] = {"none", "silu", "gelu", "gelu_tanh", "relu"};
 
 // The codebooks likewise.
@@ -40,7 +44,8 @@ inline constexpr const char* kCodebookNames[] = {"none", "table", "e2m1", "e4m3"
 inline constexpr int kNumCodebooks = 5;
 
 JAXLOWBIT_HOST_DEVICE constexpr bool Is8Bit(ElementType type) {
-  return type == ElementType::kE8m0 || type == ElementType::kE4m3 || type == ElementType::kInt8;
+  return type == ElementType::kE8m0 || type == ElementType::kE4m3 || type == ElementType::kInt8 ||
+         type == ElementType::kSuper;
 }
 JAXLOWBIT_HOST_DEVICE constexpr int64_t SizeOf(ElementType type) {
   return type == ElementType::kF32 ? 4 : Is8Bit(type) ? 1 : 2;

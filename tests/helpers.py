@@ -38,8 +38,10 @@ def reasons(dtype: str, format: Format) -> dict[str, str | None]:
     rhs = jax.eval_shape(
         lambda: QuantizedArray.from_packed_groups(
             jnp.zeros((1, 1), jnp.uint8),
-            jnp.zeros((1, 1), format.scale_dtype),
-            None if format.zero == "none" else jnp.zeros((1, 1), _zero_dtype(format)),
+            jnp.zeros((_scale_rows(format), 1), format.scale_dtype),
+            None
+            if format.zero == "none"
+            else jnp.zeros((_scale_rows(format), 1), _zero_dtype(format)),
             format=format,
             tensor_scale=_tensor_scale(format),
         )
@@ -58,8 +60,13 @@ def _tensor_scale(format: Format) -> Any:
     return jnp.zeros(channels) if format.has_tensor_scale else None
 
 
+def _scale_rows(format: Format) -> int:
+    return 256 // format.group_size + 2 if format.scale == "super" else 1
+
+
 def _zero_dtype(format: Format) -> Any:
-    return jnp.uint8 if format.zero == "integer" else jnp.float32
+    bytes_of = format.zero == "integer" or format.scale == "super"
+    return jnp.uint8 if bytes_of else jnp.float32
 
 
 # --- the layout -----------------------------------------------------------------------------------
@@ -154,11 +161,13 @@ def quantize(
         stored = np.broadcast_to(np.asarray(permutation, np.int32), (*lead, k))
         order = global_order(stored, shards[0])
         values = np.take_along_axis(values, order[..., None], axis=-2)
-    whole = 64 if shards[0] == 1 or format.group_size == -1 else math.lcm(64, format.group_size)
+    whole = 64 if shards[0] == 1 or format.scale_span == -1 else math.lcm(64, format.scale_span)
     values = _parts_padded(_parts_padded(values, -2, shards[0], whole), -1, shards[1], 64)
     padded = values.shape[-2]
     size = padded if format.group_size == -1 else min(format.group_size, padded)
-    values = _parts_padded(values, -2, 1, size)
+    if format.scale == "super":
+        size = format.group_size
+    values = _parts_padded(values, -2, 1, 256 if format.scale == "super" else size)
     values = values.reshape(*lead, -1, size, values.shape[-1])
 
     low, high, zero = values.min(-2), values.max(-2), None
@@ -182,6 +191,9 @@ def quantize(
         unit = tensor_scale[..., None, None]
         narrow = np.maximum(scale / unit, 2.0**-9).astype(format.scale_dtype)
         scale = narrow.astype(np.float32) * unit
+    elif format.scale == "super":
+        narrow = two_levels(scale, format.group_size)
+        scale = of_two_levels(narrow, format.group_size).astype(np.float32)
     else:
         narrow = scale.astype(dtype)
         scale = narrow.astype(np.float32)
@@ -193,8 +205,11 @@ def quantize(
         zero = np.clip(np.round(-low / scale), 0, levels - 1).astype(np.uint8)
         codes = np.round(steps) + zero[..., None, :]
     elif format.zero == "float":
-        zero = low.astype(dtype)
-        codes = np.round((values - zero.astype(np.float32)[..., None, :]) / scale[..., None, :])
+        zero, wide = low.astype(dtype), low.astype(dtype).astype(np.float32)
+        if format.scale == "super":
+            zero = two_levels(low, format.group_size)
+            wide = of_two_levels(zero, format.group_size).astype(np.float32)
+        codes = np.round((values - wide[..., None, :]) / scale[..., None, :])
     else:
         codes = np.round(steps) + levels // 2
     codes = np.clip(codes, 0, levels - 1).reshape(*lead, -1, values.shape[-1])
@@ -209,6 +224,27 @@ def quantize(
     return jax.device_put(
         QuantizedArray(**leaves, index=None, format=format, k=k, n=n, shards=shards)
     )
+
+
+def two_levels(values: np.ndarray, group_size: int) -> np.ndarray:
+    """Bytes (..., rows, n) of integers, and of a float16 of each 256 rows, near `values` (...,
+    groups, n)."""
+    *lead, _, n = values.shape
+    blocks = values.reshape(*lead, -1, 256 // group_size, n)
+    floats = np.maximum(np.abs(blocks).max(-2) / 127, 2.0**-24).astype(np.float16)
+    integers = np.clip(np.round(blocks / floats.astype(np.float32)[..., None, :]), -128, 127)
+    halves = np.moveaxis(floats[..., None].view(np.uint8), -1, -2)
+    both = np.concatenate([integers.astype(np.int8).view(np.uint8), halves], axis=-2)
+    return both.reshape(*lead, -1, n)
+
+
+def of_two_levels(values: np.ndarray, group_size: int) -> np.ndarray:
+    """The scales (..., groups, n) in float64 that such bytes stand for."""
+    *lead, _, n = values.shape
+    blocks = values.reshape(*lead, -1, 256 // group_size + 2, n)
+    integers = blocks[..., :-2, :].view(np.int8).astype(np.float64)
+    floats = np.ascontiguousarray(np.moveaxis(blocks[..., -2:, :], -2, -1)).view(np.float16)
+    return (integers * floats[..., 0][..., None, :].astype(np.float64)).reshape(*lead, -1, n)
 
 
 def _parts_padded(values: np.ndarray, axis: int, parts: int, unit: int) -> np.ndarray:
@@ -238,7 +274,11 @@ def dequantize(array: QuantizedArray) -> Weight:
     codes = unpack(np.asarray(array.packed), format.bits)[..., stored, : array.n]
 
     def rows(values: Any) -> np.ndarray:
-        values = unpack_groups(np.asarray(values).astype(np.float64))
+        if format.scale == "super":
+            found = unpack_groups(np.asarray(values))
+            values = of_two_levels(found, format.group_size)
+        else:
+            values = unpack_groups(np.asarray(values).astype(np.float64))
         size = padded if format.group_size == -1 else format.group_size
         return np.repeat(values, size, axis=-2)[..., stored, : array.n]
 

@@ -23,7 +23,7 @@ class Problem:
     group_size: int = 32
     zero: Literal["none", "integer", "float"] = "none"
     codebook: str | tuple[float, ...] | None = None
-    narrow: Literal["e8m0", "e4m3", "int8"] | None = None  # scales of 8 bits
+    narrow: Literal["e8m0", "e4m3", "int8", "super"] | None = None  # scales of 8 bits
     dtype: str = "bfloat16"
     scale_dtype: str | None = None  # None: that of lhs
     out_dtype: str | None = None
@@ -72,7 +72,7 @@ def weights(problem: Problem, rng: np.random.Generator) -> QuantizedArray:
     p, format = problem, problem.format
     n_blocks, k_blocks = -(-p.n // 64), -(-p.k // 64)
     if p.shards > 1:
-        unit = math.lcm(64, max(p.group_size, 1))
+        unit = math.lcm(64, max(format.scale_span, 1))
         k_blocks = p.shards * -(-p.k // (p.shards * unit)) * unit // 64
     groups = 1 if p.group_size == -1 else -(-64 * k_blocks // p.group_size)
     shape = (*p.stack, n_blocks, groups, 64)
@@ -89,12 +89,17 @@ def weights(problem: Problem, rng: np.random.Generator) -> QuantizedArray:
         scale = rng.integers(0, format.most_scale + 1, shape, np.int8)
         unit = p.scale / format.most_scale * rng.uniform(0.5, 1.5, (*p.stack, p.n))
         tensor_scale = jnp.asarray(unit, jnp.float32)
+    elif p.narrow == "super":
+        shape = (*p.stack, n_blocks, -(-64 * k_blocks // 256), 64)
+        scale = two_levels(rng, shape, p.group_size, p.scale)
     zero, levels = None, 2**p.bits
     middle = levels // 2
     if p.zero == "integer":
         zero = rng.integers(0, levels, shape, np.uint8)
         if p.codes == "zero":
             zero[:] = middle
+    elif p.narrow == "super" and p.zero == "float":
+        zero = two_levels(rng, shape, p.group_size, p.scale * middle)
     elif p.zero == "float":
         zero = (p.scale * middle * rng.normal(size=shape)).astype(scale_dtype)
     size = (*p.stack, 64 * k_blocks, 64 * n_blocks)
@@ -120,6 +125,18 @@ def weights(problem: Problem, rng: np.random.Generator) -> QuantizedArray:
         permutation=permutation,
         tensor_scale=tensor_scale,
     )
+
+
+def two_levels(
+    rng: np.random.Generator, shape: tuple[int, ...], group_size: int, largest: float
+) -> np.ndarray:
+    """Bytes of random integers of 8 bits, and floats up to `largest` over 128, of super-blocks
+    (..., n_blocks, super-blocks, 64)."""
+    integers = rng.integers(-128, 128, (*shape[:-1], 256 // group_size, 64)).astype(np.int8)
+    floats = (largest / 128 * rng.uniform(0.5, 1, shape)).astype(np.float16)
+    halves = np.moveaxis(floats[..., None].view(np.uint8), -1, -2)
+    both = np.concatenate([integers.view(np.uint8), halves], axis=-2)
+    return both.reshape(*shape[:-2], -1, 64)
 
 
 P = Problem
@@ -210,6 +227,28 @@ PROBLEMS = (
     P("int3 by integers, float16", 5, 100, 70, bits=3, group_size=32, narrow="int8", **F16),
     P("int2 by integers, a stack", 3, 64, 70, bits=2, narrow="int8", stack=(2, 2)),
     P("int4 by integers, an index", 3, 64, 70, narrow="int8", stack=(3,), index=(1, -1, 7)),
+    # Scales of two levels, of super-blocks of 256: whole ones and cut ones, less than one in all.
+    P("Q4_K, one row", 1, 1024, 192, narrow="super", **FLOAT),
+    P("Q4_K, k = 200", 9, 200, 70, narrow="super", **FLOAT),
+    P("Q4_K, k = 320", 3, 320, 130, narrow="super", **FLOAT),
+    P("Q4_K, k = 64, 16 rows", 16, 64, 64, narrow="super", **FLOAT),
+    P("Q4_K, 17 rows", 17, 512, 64, narrow="super", **FLOAT),
+    P("Q2_K, float16", 5, 704, 70, bits=2, group_size=16, narrow="super", **F16, **FLOAT),
+    P("Q3_K, float16", 9, 512, 70, bits=3, group_size=16, narrow="super", **F16),
+    P("Q5_K, 16 rows", 16, 512, 130, bits=5, narrow="super", **FLOAT),
+    P("Q6_K, one row", 1, 832, 200, bits=6, group_size=16, narrow="super"),
+    P("Q6_K, many rows", 130, 300, 70, bits=6, group_size=16, narrow="super"),
+    P("Q6_K, float32", 5, 300, 70, bits=6, group_size=16, narrow="super", **F32),
+    P("Q4_K, float32", 5, 300, 70, narrow="super", **F32, **FLOAT),
+    P("IQ4_XS", 3, 512, 70, codebook="nf4", narrow="super"),
+    P("two levels, 8 bits, groups of 64", 7, 576, 70, bits=8, group_size=64, narrow="super"),
+    P("two levels, 1 bit, groups of 128", 8, 640, 70, 1, 128, narrow="super", **FLOAT),
+    P("two levels, 7 bits, groups of 128", 16, 768, 70, 7, 128, narrow="super", **FLOAT),
+    P("two levels, a stack", 3, 320, 70, narrow="super", stack=(2, 2), **FLOAT),
+    P("two levels, an index", 3, 512, 70, narrow="super", stack=(3,), index=(1, -1, 7), **FLOAT),
+    P("two levels, permuted rows", 3, 512, 70, narrow="super", **PERMUTED, **FLOAT),
+    P("two levels, a permuted stack", 3, 64, 70, narrow="super", stack=(2,), **PERMUTED),
+    P("two levels, k in 2 padded shards", 3, 640, 70, narrow="super", shards=2, **FLOAT),
     P("group -1: one per channel", 9, 200, 70, group_size=-1),
     P("group 16, one row", 1, 200, 70, group_size=16, **INTEGER, **COMPILED),
     P("group 48, one row", 1, 200, 70, group_size=48, **INTEGER, **COMPILED),

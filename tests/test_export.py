@@ -188,8 +188,8 @@ def test_weights_of_another_format_are_refused():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("form", 4, "stores it with form version 4, but this library reads version 3; export"),
-        ("form", None, "stores it with form version None, but this library reads version 3"),
+        ("form", 5, "stores it with form version 5, but this library reads version 4; export"),
+        ("form", None, "stores it with form version None, but this library reads version 4"),
         ("layout", 2, "stores it with layout version 2, but this library reads version 1"),
     ],
 )

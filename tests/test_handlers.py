@@ -114,6 +114,18 @@ def test_what_fits_is_computed(changes):
             },
             "zero is given beside 8-bit scales",
         ),
+        (
+            {"scale": ((1, 1, 10, 64), "uint8"), "version": 4},
+            "scale is u8 but the CPU kernels read no scales of two levels; expand them to f32",
+        ),
+        (
+            {"scale": ((1, 1, 4, 64), "uint8"), "version": 4},
+            r"scale has shape .* but must be .* scale_rows, 64\] = \[1, 1, 10, 64\]",
+        ),
+        (
+            {"scale": ((1, 1, 10, 64), "uint8"), "version": 4, "group_size": 48},
+            "group_size is 48 but beside scales of u8 it must be 16, 32, 64 or 128",
+        ),
         ({"zero": ((1, 1, 3, 64), "uint8")}, r"zero has shape .* but must be \[0\] or \[weights"),
         (
             {"index": ((2,), "int32")},
@@ -145,9 +157,9 @@ def test_what_breaks_the_contract_is_refused(changes, message):
         (
             ["version", "layout_version"],
             {},
-            "has the calls of version 0 .* reads version 3; export",
+            "has the calls of version 0 .* reads version 4; export",
         ),
-        ([], {"version": 4}, "has the calls of version 4 .* reads version 3; export"),
+        ([], {"version": 5}, "has the calls of version 5 .* reads version 4; export"),
         (["layout_version"], {}, "has words packed with layout version 0 .* reads version 1"),
         ([], {"layout_version": 2}, "has words packed with layout version 2 .* reads version 1"),
         (["bits"], {}, "the call has no attribute bits"),

@@ -1,5 +1,7 @@
 """Blocks of GGUF: unpacked and packed to exactly the weights that ggml dequantizes them to."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,17 +58,27 @@ def test_packed_weights_are_those_of_ggml(name, blocks_of_row):
 @pytest.mark.parametrize("name", TYPES)
 def test_packing_is_that_of_from_integers(name):
     rows = random_blocks(name, 64, 256)
-    qvalue, scale, zero = blocks.unpack(name, rows)
+    qvalue, scale, zero, *floats = blocks.unpack(name, rows)
     format = blocks.TYPES[name].format
     if zero is not None:
         zero = zero.T
     elif format.codebook is None:
         qvalue = (qvalue.astype(np.int16) - format.offset).astype(np.int8)
     unit = 1.0 if name == "NVFP4" else None
-    array = QuantizedArray.from_integers(qvalue.T, scale.T, zero, format=format, tensor_scale=unit)
+    pair: Any = tuple(x.T for x in floats if x is not None)
+    array = QuantizedArray.from_integers(
+        qvalue.T,
+        scale.T,
+        zero,
+        format=format,
+        tensor_scale=unit,
+        super_scale=(pair if len(pair) > 1 else pair[0]) if pair else None,
+    )
     packed = blocks.pack(name, rows)
     np.testing.assert_array_equal(packed.packed, array.packed)
     np.testing.assert_array_equal(packed.scale, array.scale)
+    if zero is not None:
+        np.testing.assert_array_equal(packed.zero, array.zero)
     assert packed.shape == array.shape
 
 
@@ -111,13 +123,28 @@ def test_a_tensor_scale_multiplies_all_weights(monkeypatch):
 def test_scales_round_where_a_dtype_is_named():
     rows = random_blocks("Q4_K", 64, 256)
     array = blocks.pack("Q4_K", rows, jnp.bfloat16)
-    exact = blocks.unpack("Q4_K", rows)
+    exact = blocks.unpack("Q4_K", rows).expanded()
     assert array.zero is not None and exact.zero is not None
     assert array.scale.dtype == array.zero.dtype == jnp.bfloat16
     rounded = exact.scale.astype(jnp.bfloat16).astype(np.float32)
     weight = exact.qvalue.reshape(64, -1, 32) * rounded[..., None]
     weight += exact.zero.astype(jnp.bfloat16).astype(np.float32)[..., None]
     same_bits(np.asarray(array.dequantize(jnp.float32)).T, weight.reshape(64, -1))
+
+
+SIZES = {"Q2_K": 3.125, "Q3_K": 3.5625, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.5625}
+SIZES |= {"IQ4_XS": 4.3125}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_bits_of_a_weight_in_two_levels(name):
+    """What docs/llm_files.md says of memory; with scales of float32 the weights are the same."""
+    rows = random_blocks(name, 64, 512)
+    array, wide = blocks.pack(name, rows), blocks.pack(name, rows, jnp.float32)
+    assert (array.nbytes - 4) * 8 / (64 * 512) == SIZES[name]
+    assert wide.format == array.format.expanded and wide.scale.dtype == jnp.float32
+    weight = np.asarray(array.dequantize(jnp.float32))
+    same_bits(weight, np.asarray(wide.dequantize(jnp.float32)))
 
 
 def test_scales_beyond_a_dtype_are_refused():

@@ -273,6 +273,19 @@ def gpus(monkeypatch):
     return lowered_for
 
 
+@pytest.mark.parametrize(("m", "reads"), [(1, True), (16, True), (17, False)])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_hopper_reads_scales_of_two_levels(cuda, gpus, m, reads, activation):
+    """Where its kernel for few rows does, alone and with an epilogue; elsewhere XLA expands them."""
+    gpus("9.0")
+    array = quantized(like(256, 64, dtype="float32"), Format(4, 32, zero="float", scale="super"))
+    multiply = functools.partial(quantized_matmul, activation=activation)
+    text = lowered(multiply, like(m, 256), array, platform="cuda")
+    (call,) = (line for line in text.splitlines() if "custom_call @jaxlowbit" in line)
+    assert ("tensor<1x1x10x64xui8>" in call, "version = 4" in call) == (reads, reads)
+    assert ("tensor<1x1x8x64xf32>" in call) != reads
+
+
 @pytest.mark.parametrize(
     ("capabilities", "count"), [(["9.0"], 1), (["8.0"], 1), (["7.5"], 0), (["9.0", "7.5"], 0)]
 )

@@ -17,6 +17,7 @@ namespace jaxlowbit {
 inline constexpr int64_t kCallVersion = 1;
 inline constexpr int64_t kCodebookCallVersion = 2;     // has a codebook
 inline constexpr int64_t kNarrowScaleCallVersion = 3;  // has 8-bit scales, and perhaps a codebook
+inline constexpr int64_t kSuperScaleCallVersion = 4;   // has scales of two levels, and perhaps both
 inline constexpr int64_t kLayoutVersion = 1;           // docs/layout.md
 
 // Numbers of each product in the attribute `products` (cuda_instantiate.cc).
@@ -47,7 +48,7 @@ class Attributes {
   // Says what is wrong with the versions, or which attribute is missing.
   ffi::Error Check() {
     for (auto [name, first, last, what] :
-         {std::tuple{"version", kCallVersion, kNarrowScaleCallVersion, "the calls of version "},
+         {std::tuple{"version", kCallVersion, kSuperScaleCallVersion, "the calls of version "},
           std::tuple{"layout_version", kLayoutVersion, kLayoutVersion,
                      "words packed with layout version "}}) {
       const auto found = dictionary_.get<int64_t>(name);

@@ -177,6 +177,11 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer attended, ffi::AnyBuffer
       error = DecodeProducts(buffers, {weights, 0, following, 0}, bits, group_size, codebooks,
                              &products);
     }
+    for (const Operands& product : products) {
+      if (error.success() && product.problem.scale == ElementType::kSuper) {
+        error = Refuse(std::string(kNoSuperBlocks));
+      }
+    }
     if (error.success()) error = CheckRows(buffers, following.size() > 0, products[0].problem);
     if (error.success()) error = CheckApart(buffers, products);
     if (error.success() && products[0].problem.m > 0) {

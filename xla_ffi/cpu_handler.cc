@@ -41,6 +41,7 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer pack
     if (p.transposed) {
       return Refuse("the CPU kernel has no transposed product; it runs as plain XLA.");
     }
+    if (p.scale == ElementType::kSuper) return Refuse(std::string(kNoSuperBlocks));
     if (p.batch > 0 && p.m > 0) {
       RunApart(p, operands.buffers, [&](const Buffers& buffers) { Run(pool, p, buffers); });
     }

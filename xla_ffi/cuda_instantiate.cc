@@ -23,9 +23,9 @@ QuantizedMatmul ProductOf(const int64_t* numbers) {
   QuantizedMatmul p;
   p.batch = numbers[0], p.m = numbers[1], p.n = numbers[2], p.k = numbers[3];
   p.bits = static_cast<int>(numbers[4]);
-  p.group_size = GroupSize(numbers[5], p.k);
   p.lhs = static_cast<ElementType>(numbers[6]);
   p.scale = static_cast<ElementType>(numbers[7]);
+  p.group_size = GroupSize(numbers[5], p.k, p.scale);
   p.out = static_cast<ElementType>(numbers[8]);
   p.zero = static_cast<ZeroKind>(numbers[9]);
   p.permuted_parts = numbers[10];
@@ -43,7 +43,7 @@ bool IsPlausible(const int64_t* numbers) {
   };
   constexpr int64_t kMost = int64_t{1} << 31;
   return within(0, 1, kMost) && within(1, 1, kMost) && within(2, 1, kMost) && within(3, 1, kMost) &&
-         within(4, 1, 8) && within(6, 0, 5) && within(7, 0, 5) && within(8, 0, 2) &&
+         within(4, 1, 8) && within(6, 0, 5) && within(7, 0, 6) && within(8, 0, 2) &&
          within(9, 0, 2);
 }
 

@@ -178,13 +178,13 @@ QuantizedMatmul ProblemOf(const ProblemFields& fields) {
   QuantizedMatmul problem;
   problem.m = m, problem.n = n, problem.k = k;
   problem.bits = bits;
-  problem.group_size = GroupSize(group_size, k);
   problem.lhs = lhs == "float16"         ? ElementType::kF16
                 : lhs == "int8"          ? ElementType::kInt8
                 : lhs == "float8_e4m3fn" ? ElementType::kE4m3
                                          : ElementType::kBf16;
   problem.out = problem.floats();
   problem.scale = float32_scale ? ElementType::kF32 : problem.floats();
+  problem.group_size = GroupSize(group_size, k, problem.scale);
   if (zero == "integer") problem.zero = ZeroKind::kInteger;
   if (zero == "float") problem.zero = ZeroKind::kFloat;
   return problem;
@@ -295,6 +295,10 @@ void Define(nb::module_& module, const char* name, Function function) {
         if (narrow_scale == "e8m0") problem.scale = ElementType::kE8m0;
         if (narrow_scale == "e4m3") problem.scale = ElementType::kE4m3;
         if (narrow_scale == "int8") problem.scale = ElementType::kInt8;
+        if (narrow_scale == "super") {
+          problem.scale = ElementType::kSuper;
+          problem.group_size = group_size;
+        }
         problem.epilogue.gated = gated;
         problem.batch = batch;
         problem.num_weights = batch * problem.weights_per_element();
@@ -358,6 +362,7 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   module.attr("CALL_VERSION") = jaxlowbit::kCallVersion;
   module.attr("CODEBOOK_CALL_VERSION") = jaxlowbit::kCodebookCallVersion;
   module.attr("NARROW_SCALE_CALL_VERSION") = jaxlowbit::kNarrowScaleCallVersion;
+  module.attr("SUPER_SCALE_CALL_VERSION") = jaxlowbit::kSuperScaleCallVersion;
   module.attr("MOST_TABLE_BITS") = jaxlowbit::kMostTableBits;
   module.def("codebook", &jaxlowbit::NameCodebook, nb::arg("numbers"));
   module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;

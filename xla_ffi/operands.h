@@ -4,8 +4,9 @@
 //
 //   0 lhs     T[b, m, k], transposed [b, m, n]  T: f32, bf16 or f16
 //   1 packed  u32[L, n_blocks, k_blocks, words]
-//   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16, f16, f8e8m0fnu, f8e4m3fn or s8
-//   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none
+//   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16, f16, f8e8m0fnu, f8e4m3fn or s8; or, of two levels,
+//             u8[L, n_blocks, scale_rows, 64] (docs/layout.md)
+//   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none; beside scales of two levels as these
 //   4 index   s32[b]: batch element i multiplies weight index[i] (WeightNumber in cuda/types.h); s32[0]: weight
 //             i, or the only one; gated, s32[2 b]: pairs of weights, the gate first
 //   result 0  out O[b, m, n], transposed [b, m, k]  O: T or f32
@@ -122,6 +123,8 @@ inline std::optional<ElementType> ScaleType(ffi::DataType type) {
       return ElementType::kE4m3;
     case ffi::DataType::S8:
       return ElementType::kInt8;
+    case ffi::DataType::U8:
+      return ElementType::kSuper;
     default:
       return FloatType(type);
   }
@@ -224,6 +227,10 @@ inline ffi::Error CheckFormat(const ProductAttributes& attributes) {
   return ffi::Error::Success();
 }
 
+// What the CPU's handlers say of scales of two levels.
+inline constexpr std::string_view kNoSuperBlocks =
+    "scale is u8 but the CPU kernels read no scales of two levels; expand them to f32.";
+
 // Fills `operands`, or says which operand breaks which rule.
 inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight,
                                  ffi::AnyBuffer out, const ProductAttributes& attributes,
@@ -235,7 +242,9 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   const auto scale_type = ScaleType(scale.element_type());
   const auto out_type = FloatType(out.element_type());
   constexpr std::string_view kWeightRule = "[weights, n_blocks, k_blocks, words]";
-  constexpr std::string_view kGroupRule = "[weights, n_blocks, groups, 64]";
+  const bool super_blocks = scale_type == ElementType::kSuper;
+  const std::string_view group_rule =
+      super_blocks ? "[weights, n_blocks, scale_rows, 64]" : "[weights, n_blocks, groups, 64]";
   const auto floats = attributes.quantized_lhs ? ElementType::kBf16 : lhs_type;
   const bool takes_out = out_type && (out_type == floats || out_type == ElementType::kF32);
   for (const ffi::Error& error :
@@ -244,7 +253,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
                   attributes.quantized_lhs ? "s8 or f8e4m3fn" : "f32, bf16 or f16"),
         CheckType("packed", packed, packed.element_type() == Type::U32, "u32"),
         CheckType("scale", scale, scale_type.has_value(),
-                  "f32, bf16, f16, f8e8m0fnu, f8e4m3fn or s8"),
+                  "f32, bf16, f16, f8e8m0fnu, f8e4m3fn, s8 or u8"),
         CheckType("index", index, index.element_type() == Type::S32, "s32"),
         takes_out ? ffi::Error::Success()
                   : CheckType("out", out, false,
@@ -267,10 +276,14 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   (p.transposed ? p.k : p.n) = out.dimensions()[2];
   p.num_weights = packed.dimensions()[0];
   p.bits = static_cast<int>(attributes.bits);
-  p.group_size = GroupSize(attributes.group_size, p.k);
+  p.group_size = GroupSize(attributes.group_size, p.k, *scale_type);
   p.lhs = *lhs_type;
   p.scale = *scale_type;
   p.out = *out_type;
+  if (super_blocks && !DividesSuperBlock(p.group_size)) {
+    return Refuse("group_size is " + std::to_string(p.group_size) +
+                  " but beside scales of u8 it must be 16, 32, 64 or 128.");
+  }
   if (p.n < 1 || p.k < 1) {
     return Refuse("n is " + std::to_string(p.n) + " and k is " + std::to_string(p.k) +
                   " but both must be positive.");
@@ -280,26 +293,28 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
         CheckShape("out", out, {p.batch, p.m, p.out_columns()}, "[batch, m, columns]"),
         CheckShape("packed", packed,
                    {p.num_weights, p.n_blocks(), p.k_blocks(), p.words_per_atom()}, kWeightRule),
-        CheckShape("scale", scale, {p.num_weights, p.n_blocks(), p.groups(), kAtom}, kGroupRule)}) {
+        CheckShape("scale", scale, {p.num_weights, p.n_blocks(), p.scale_rows(), kAtom},
+                   group_rule)}) {
     if (error.failure()) return error;
   }
 
   if (HasShape(zero, {0})) {
     p.zero = ZeroKind::kNone;
   } else {
-    p.zero = zero.element_type() == Type::U8 ? ZeroKind::kInteger : ZeroKind::kFloat;
+    const bool integers = zero.element_type() == Type::U8 && !super_blocks;
+    p.zero = integers ? ZeroKind::kInteger : ZeroKind::kFloat;
     if (p.zero == ZeroKind::kFloat && zero.element_type() != scale.element_type()) {
       return CheckType("zero", zero, false,
                        "u8 or the type of scale, " + TypeName(scale.element_type()));
     }
     const ffi::Error shape_error =
-        CheckShape("zero", zero, {p.num_weights, p.n_blocks(), p.groups(), kAtom},
-                   "[0] or [weights, n_blocks, groups, 64]");
+        CheckShape("zero", zero, {p.num_weights, p.n_blocks(), p.scale_rows(), kAtom},
+                   "[0] or " + std::string(group_rule));
     if (shape_error.failure()) return shape_error;
     if (attributes.codebook.size() > 0) {
       return Refuse("zero is given beside a codebook, which has none; it must be empty.");
     }
-    if (Is8Bit(p.scale)) {
+    if (Is8Bit(p.scale) && !super_blocks) {
       return Refuse("zero is given beside 8-bit scales, which have none; it must be empty.");
     }
   }

@@ -237,12 +237,59 @@ class IntegerRowPair {
     AddScaledSums(part, scale_, sums);
   }
 
- private:
+ protected:
   static constexpr int kDown = kShift<T>;
   using Centre = IntegerCentre<T, kDown, kSecondUp<kBits>>;
 
   float scale_[2];
   Centre centre_[2];
+};
+
+// IntegerRowPair of scales of two levels. Float zeros multiply sums of lhs over their group, so that no weight needs a
+// scale. Integers stay centred: a zero brings the centre times the scale, and sums of both sides stay small.
+template <typename T, int kBits>
+class SuperRowPair : public IntegerRowPair<T, Super, kBits> {
+  using Base = IntegerRowPair<T, Super, kBits>;
+
+ public:
+  // Operand A that sums lhs, in units of the integers.
+  static constexpr uint32_t kOnes = PowersOfTwo<T>(-Base::kDown);
+
+  // Sets the floats of a super-block, pairs of f16, before the scales of its groups.
+  __device__ void SetScaleFloats(uint32_t halves) { FloatsOf<__half>(halves, scale_floats_); }
+  __device__ void SetZeroFloats(uint32_t halves) { FloatsOf<__half>(halves, zero_floats_); }
+
+  // Addresses are those of row g in shared memory. Scales are loaded, or set, first.
+  __device__ void LoadScales(uint32_t scale) { SetScales(LoadShared2(scale)); }
+  __device__ void LoadFloatZeros(uint32_t zero) { SetZeros(LoadShared2(zero)); }
+  __device__ void SetScales(uint32_t integers) {
+    SuperScalesOf(integers, scale_floats_, this->scale_);
+  }
+  __device__ void SetZeros(uint32_t integers) {
+    SuperScalesOf(integers, zero_floats_, zero_);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) zero_[h] = fmaf(this->scale_[h], 1 << (kBits - 1), zero_[h]);
+  }
+
+  // Adds the zeros times the sums of lhs over the group, in the order of operand D.
+  __device__ void AddZeros(const float (&lhs_sums)[4], float (&sums)[4]) const {
+    AddScaledSums(lhs_sums, zero_, sums);
+  }
+
+  // Both for one of a lane's two columns alone, whose group the scales are of.
+  template <bool kZeros>
+  __device__ void AddColumn(int column, const float (&part)[4], const float (&lhs_sums)[4],
+                            float (&sums)[4]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float& sum = sums[2 * h + column];
+      sum = fmaf(part[2 * h + column], this->scale_[h], sum);
+      if constexpr (kZeros) sum = fmaf(lhs_sums[2 * h + column], zero_[h], sum);
+    }
+  }
+
+ private:
+  float scale_floats_[2], zero_floats_[2], zero_[2];
 };
 
 }  // namespace jaxlowbit

@@ -85,25 +85,34 @@ constexpr bool HasCodebook(int bits, Codebook codebook) {
   return false;
 }
 
-// Whether scales of a type go with values: integers multiply integers of 2 to 4 bits.
+// Whether scales of a type go with values: integers multiply integers of 2 to 4 bits, and scales of two levels integers.
 constexpr bool HasScale(int bits, Codebook codebook, ElementType scale) {
+  if (scale == ElementType::kSuper) return codebook == Codebook::kNone;
   return scale != ElementType::kInt8 || (codebook == Codebook::kNone && 2 <= bits && bits <= 4);
 }
 
-// Calls visit(key) with a key of each combination of types and codebooks that kernels take: integers with and without
-// zeros, which neither codebooks nor scales of 8 bits have.
+// Whether zeros of a kind go with values and scales: those of integers, of any kind; beside scales of two levels floats
+// alone. Neither codebooks nor other scales of 8 bits have any.
+constexpr bool HasZero(Codebook codebook, ElementType scale, ZeroKind zero) {
+  if (zero == ZeroKind::kNone) return true;
+  if (scale == ElementType::kSuper) return zero == ZeroKind::kFloat;
+  return codebook == Codebook::kNone && !Is8Bit(scale);
+}
+
+// Calls visit(key) with a key of each combination of types and codebooks that a family takes. One alone reads scales of
+// two levels.
 template <typename Visit>
 void ForEachFormat(Family family, int bits, Visit visit) {
   for (int number = 0; number < kNumCodebooks; ++number) {
     const auto codebook = static_cast<Codebook>(number);
     if (!HasCodebook(bits, codebook)) continue;
     for (ElementType lhs : {ElementType::kF16, ElementType::kBf16}) {
-      for (ElementType scale :
-           {ElementType::kF32, lhs, ElementType::kE8m0, ElementType::kE4m3, ElementType::kInt8}) {
+      for (ElementType scale : {ElementType::kF32, lhs, ElementType::kE8m0, ElementType::kE4m3,
+                                ElementType::kInt8, ElementType::kSuper}) {
         if (!HasScale(bits, codebook, scale)) continue;
+        if (scale == ElementType::kSuper && family != Family::kSm90Stream) continue;
         for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger, ZeroKind::kFloat}) {
-          const bool plain = codebook == Codebook::kNone && !Is8Bit(scale);
-          if (!plain && zero != ZeroKind::kNone) continue;
+          if (!HasZero(codebook, scale, zero)) continue;
           visit(InstanceKey{family, lhs, scale, zero, bits, codebook, 0});
         }
       }
@@ -141,7 +150,8 @@ void ForEachByteFormat(int bits, Visit visit) {
 // left out of those for integers.
 inline std::string CudaName(ElementType type) {
   constexpr const char* kNames[] = {"float",           "__nv_bfloat16",   "__half",
-                                    "jaxlowbit::E8m0", "jaxlowbit::E4m3", "int8_t"};
+                                    "jaxlowbit::E8m0", "jaxlowbit::E4m3", "int8_t",
+                                    "jaxlowbit::Super"};
   return kNames[static_cast<int>(type)];
 }
 inline std::string LastArgument(Codebook codebook) {

@@ -134,9 +134,10 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
     return {std::string("there is no ") + kCodebookNames[static_cast<int>(problem.codebook)] +
             " of " + number(problem.bits) + " bits"};
   }
-  if (problem.zero != ZeroKind::kNone &&
-      (problem.codebook != Codebook::kNone || Is8Bit(problem.scale))) {
-    return {"neither codebooks nor scales of 8 bits have zeros"};
+  if (!HasZero(problem.codebook, problem.scale, problem.zero)) {
+    return {
+        "neither codebooks nor scales of 8 bits have zeros, and those of two levels float ones "
+        "alone"};
   }
   if (problem.scale_sums &&
       (problem.lhs != ElementType::kBf16 || problem.scale != ElementType::kF32 ||
@@ -161,7 +162,13 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   if (problem.k > kLargest || problem.n > kLargest) {
     return {"k=" + number(problem.k) + " or n=" + number(problem.n) + " is beyond 2^30"};
   }
-  return {};
+  if (problem.scale != ElementType::kSuper) return {};
+  // One kernel alone reads them: what it does not compute, nothing does.
+  if (!DividesSuperBlock(problem.group_size)) {
+    return {"scales of two levels are read in groups of 16, 32, 64 or 128"};
+  }
+  const Support support = SupportsOnHopper(Kernel::kQmmSm90Stream, problem, device);
+  return support ? sm90_stream::SupportsProblem(problem, device) : support;
 }
 
 Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
@@ -171,6 +178,9 @@ Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& de
   }
   if (support && problem.scales_rows && kernel != Kernel::kQmmSm90Stream) {
     return {"it does not scale rows"};
+  }
+  if (support && problem.scale == ElementType::kSuper && kernel != Kernel::kQmmSm90Stream) {
+    return {"it reads no scales of two levels"};
   }
   if (support && kernel != Kernel::kQmmSm80) support = SupportsOnHopper(kernel, problem, device);
   return support ? DecisionOf(kernel).supports_problem(problem, device) : support;

@@ -51,7 +51,7 @@ jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(x,
 """
 
 # In the order of ElementType and of ZeroKind (`cuda/types.h`).
-_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8")
+_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8")
 _ZEROS = ("none", "integer", "float")
 
 
@@ -199,6 +199,8 @@ def attributes(*formats: Format, **attributes: Any) -> dict[str, Any]:
 
 def _call_version(formats: Sequence[Format]) -> int:
     """The lowest version that says what a call needs, so that earlier releases run others."""
+    if any(format.scale == "super" for format in formats):
+        return ffi.SUPER_SCALE_CALL_VERSION
     if any(format.scale is not None for format in formats):
         return ffi.NARROW_SCALE_CALL_VERSION
     if any(format.codebook is not None for format in formats):

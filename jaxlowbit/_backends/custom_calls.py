@@ -21,8 +21,9 @@ def unsupported(
 ) -> str | None:
     """Why the custom call of `platform` cannot compute this problem with this build, or None.
 
-    `sizes`: k and n, where they are known.
+    Scales of two levels may be expanded in front of it. `sizes`: k and n, where they are known.
     """
+    format = format.expanded
     reason = extension.unavailable(platform) or uncovered(
         platform, lhs, format, sizes=sizes, transposed=transposed
     )
@@ -42,4 +43,4 @@ def uncovered(
     """Why the kernels for `platform`, in a build that has them, lack this problem, or None."""
     if platform not in _UNSUPPORTED:
         return "there is no custom call for this platform"
-    return _UNSUPPORTED[platform](lhs, format, sizes=sizes, transposed=transposed)
+    return _UNSUPPORTED[platform](lhs, format.expanded, sizes=sizes, transposed=transposed)

@@ -14,7 +14,12 @@ from .selection import DeviceFacts
 
 _HOPPER = 90
 _CUDA_NAMES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
-_NARROW_SCALES = {"e8m0": "jaxlowbit::E8m0", "e4m3": "jaxlowbit::E4m3", "int8": "int8_t"}
+_NARROW_SCALES = {
+    "e8m0": "jaxlowbit::E8m0",
+    "e4m3": "jaxlowbit::E4m3",
+    "int8": "int8_t",
+    "super": "jaxlowbit::Super",
+}
 _ZEROS = {"none": "kNone", "integer": "kInteger", "float": "kFloat"}
 
 
@@ -35,7 +40,14 @@ class Compiled(NamedTuple):
 
 
 def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int) -> list[Instance]:
-    """All instances that products of a format may need and that are compiled where they run."""
+    """All instances that products of a format may need and that are compiled where they run.
+
+    Scales of two levels are read by those for few rows, and are floats in all others.
+    """
+    if format.scale == "super":
+        floats = of_format(format.expanded, lhs, jnp.dtype("float32"), capability)
+    else:
+        floats = []
     sums = parts_of(lhs) > 1  # of float32 activations, which only one kernel multiplies
     types = (
         _CUDA_NAMES["bfloat16" if sums else str(lhs)],
@@ -53,7 +65,7 @@ def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int)
         fits = tuple(own) == types and sums == ("kGroups" in expression)
         if takes and runs and fits and not ahead_of_time:
             found.append(Instance(family, expression))
-    return found
+    return found + floats
 
 
 def of_product(

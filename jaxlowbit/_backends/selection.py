@@ -69,8 +69,13 @@ def choose(
 ) -> dict:
     """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or "".
 
-    `variant`: how the product is computed, by the names of `_ffi.select`.
+    `variant`: how the product is computed, by the names of `_ffi.select`. Scales of two levels that
+    no kernel reads in such a product are those that XLA expands.
     """
+    if format.scale == "super" and not (
+        device.compute_capability == 90 and reads_super_blocks(lhs, batch * m, k, n, format)
+    ):
+        format, scale = format.expanded, jnp.dtype("float32")
     parts = parts_of(lhs)
     return ffi.select(
         m=parts * m,
@@ -130,6 +135,33 @@ def set_tuned(
         num_sms=device.num_sms,
         shared_bytes_per_sm=device.shared_bytes_per_sm,
     )
+
+
+def reads_super_blocks(
+    lhs: jnp.dtype, m: Any, k: int, n: int, format: Format, *, transposed: bool = False
+) -> bool:
+    """Whether the kernels of Hopper read scales of two levels in a product of m rows, also as one
+    of a gated pair, instead of scales that XLA expands in front of it."""
+    if not isinstance(m, int) or m == 0 or lhs == jnp.float32 or format.codebook is not None:
+        return False
+    if extension.uncompiled(format, lhs, transposed=transposed) is not None:
+        return False
+    choices = (
+        ffi.select(
+            m=m,
+            n=n,
+            k=k,
+            bits=format.bits,
+            group_size=format.group_size,
+            lhs=str(lhs),
+            narrow_scale="super",
+            zero=format.zero,
+            transposed=transposed,
+            gated=gated,
+        )
+        for gated in (False, True)
+    )
+    return not any(choice["unsupported"] for choice in choices)
 
 
 def _named(device: DeviceFacts) -> dict[str, Any]:

@@ -6,13 +6,17 @@ from jax import Array
 
 from .._backends import cuda_attend, cuda_calls
 from .._core.array import QuantizedArray
-from .._matmul.call import is_supported
+from .._matmul.call import fits_hopper_alone, is_supported
+from .._matmul.support import only_local_gpus_of
 
 
 def supports(residual: Array, weights: Sequence[QuantizedArray]) -> bool:
     """Whether `decode_block` computes a block with these weights, where `cuda_attend` attends."""
-    return cuda_calls.normalizes(residual.shape[-1]) and all(
-        is_supported("cuda", residual, weight) for weight in weights
+    runs = not fits_hopper_alone(weights) or only_local_gpus_of(90)
+    return (
+        runs
+        and cuda_calls.normalizes(residual.shape[-1])
+        and all(is_supported("cuda", residual, weight) for weight in weights)
     )
 
 

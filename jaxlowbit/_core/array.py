@@ -12,7 +12,18 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import arraylike, checks, indexing, integers, layout, padding, permutations, qarray, scales
+from . import (
+    arraylike,
+    checks,
+    indexing,
+    integers,
+    layout,
+    padding,
+    permutations,
+    qarray,
+    scales,
+    super_blocks,
+)
 from .activations import QuantizedActivations
 from .dequantize import codes_of, dequantize, in_units, of_codes, per_row, take
 from .dtypes import FLOATS
@@ -39,7 +50,8 @@ class QuantizedArray:
     - `packed`: uint32 (..., n_blocks, k_blocks, 128 * bits), `docs/layout.md`.
     - `scale`: float32, bfloat16 or float16, or the dtype of 8-bit scales, (..., n_blocks, groups,
       64), groups covering the padded k; finite in the padding. Integers, int8, are from 0 to
-      `format.most_scale`.
+      `format.most_scale`. Of two levels, bytes of the groups and floats of each super-block
+      (`docs/layout.md`) in place of groups.
     - `zero`: None, uint8 (`zero="integer"`) or the dtype of scale (`zero="float"`), same shape.
     - `index`: None, or int32: this array is then a view of a stack (see `select`).
     - `permutation`: None, or int32 (..., k): stored row r is row `permutation[r]` of the matrix, so
@@ -82,7 +94,7 @@ class QuantizedArray:
             as_format("QuantizedArray", None)
         self.check_version()  # first: words of another version may have other shapes
         stack = self.packed.shape[:-3]
-        groups = (*stack, *layout.groups_shape(*self.padded_shape, self.format.group_size))
+        groups = (*stack, *super_blocks.scale_shape(*self.padded_shape, self.format))
         zero_dtype = {"none": None, "integer": jnp.dtype("uint8"), "float": self.scale.dtype}
         words = (*stack, *layout.packed_shape(*self.padded_shape, self.format.bits))
         _check("packed", self.packed, words, jnp.dtype("uint32"))
@@ -149,15 +161,15 @@ class QuantizedArray:
 
         **Raises:** `ValueError` with the shapes found.
         """
-        size = self.format.group_size
+        size, unit = self.format.group_size, padding.shard_unit(self.format.scale_span)
         words = layout.packed_shape(*self.padded_shape, self.format.bits)
-        groups = layout.groups_shape(*self.padded_shape, size)
+        groups = super_blocks.scale_shape(*self.padded_shape, self.format)
         if (self.packed.shape[-3:], self.scale.shape[-3:]) != (words, groups):
             raise ValueError(
                 f"QuantizedArray: packed {self.packed.shape} and scale {self.scale.shape} are no "
                 f"whole part of a ({self.k}, {self.n}) matrix in groups of {size}; shard k in "
-                f"multiples of {padding.shard_unit(size)} and n of {layout.ATOM}, or quantize "
-                "with shards=(shards of k, shards of n)."
+                f"multiples of {unit} and n of {layout.ATOM}, or quantize with shards=(shards of "
+                "k, shards of n)."
             )
         if self.permutation is None or self.whole is None:
             return
@@ -172,7 +184,7 @@ class QuantizedArray:
     @property
     def padded_shape(self) -> tuple[int, int]:
         """k and n with the padding of each shard; without that of a single one."""
-        unit = padding.shard_unit(self.format.group_size)
+        unit = padding.shard_unit(self.format.scale_span)
         return (
             padding.spread_size(self.k, self.shards[0], unit),
             padding.spread_size(self.n, self.shards[1], layout.ATOM),
@@ -387,6 +399,7 @@ class QuantizedArray:
         shards: tuple[int, int] = (1, 1),
         permutation: Any = None,
         tensor_scale: Any = None,
+        super_scale: Any = None,
     ) -> "QuantizedArray":
         """Packs integers that are quantized already (`jnp.int4`, `uint4`, `int8`, ...).
 
@@ -397,9 +410,11 @@ class QuantizedArray:
           the codebook of an 8-bit float, floats of its dtype.
         - `scale`: finite floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`;
           8-bit ones of the format's dtype, or their bits, uint8; with `format.scale="int8"`
-          integers from 0 to `format.most_scale`, clipped to them inside `jax.jit`.
+          integers from 0 to `format.most_scale`, with `"super"` from -128 to 127, clipped to them
+          inside `jax.jit`.
         - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
-          floats to add (`"float"`, with unsigned values); the shape of `scale`.
+          floats to add (`"float"`, with unsigned values), with `format.scale="super"` integers from
+          -128 to 127; the shape of `scale`.
         - `format`: the format, or its name; its width must hold every value, and a codebook have
           a number for it, not NaN or infinity.
         - `shards`: as for `quantize`; then scale and zero have the groups of each part of k one
@@ -408,6 +423,10 @@ class QuantizedArray:
           are stored. Groups follow each other in that order: see `group_permutation`.
         - `tensor_scale`: None, or, with `format.scale="e4m3"`, finite floats (...), the factor of
           each matrix; with `"int8"` (..., n), of each channel; a number for all of them.
+        - `super_scale`: None, or, with `format.scale="super"`, finite floats (..., ceil(k / 256),
+          n), kept in float16, which multiply the integers of `scale`; with float zeros a pair, the
+          second of which multiplies those of `zero`. With shards, those of each part of k one after
+          the other.
 
         **Raises:** `ValueError` for wrong shapes or dtypes and, outside `jax.jit`, for a value
         outside the width, which is clipped inside, for scales and float zeros that are not finite,
@@ -428,6 +447,7 @@ class QuantizedArray:
             shards=shards,
             permutation=permutation,
             tensor_scale=tensor_scale,
+            super_scale=super_scale,
         )
         return cls.from_packed_groups(**groups._asdict(), format=format, shards=shards)
 
@@ -517,7 +537,7 @@ class QuantizedArray:
         fields = {**named, "format": format, "whole": (k, n, shards)}
         shape = getattr(leaves[0], "shape", None)
         if isinstance(shape, tuple) and len(shape) >= 3:
-            unit = padding.shard_unit(format.group_size)
+            unit = padding.shard_unit(format.scale_span)
             k, k_shards = padding.part(k, shards[0], unit, shape[-2])
             n, n_shards = padding.part(n, shards[1], layout.ATOM, shape[-3])
             shards = (k_shards, n_shards)
@@ -549,12 +569,13 @@ def _packed(
 ) -> tuple[Array, Array, Array | None]:
     """Words, scales and zeros in the order in which a `QuantizedArray` holds them."""
     rows = qvalue.shape[-2]
-    groups = layout.num_groups(rows, format.group_size)
+    _, groups, _ = super_blocks.scale_shape(rows, 1, format)
     scale = _pad(codes_of(scale), groups, "edge")
     zero = None if zero is None else _pad(zero, groups, "edge")
     rows = layout.blocks(rows) * layout.ATOM
     if rows > k:
-        fill = per_row(scales.zero_qvalue(scale, zero, format), rows, format)
+        fill = scales.zero_qvalue(*super_blocks.expanded(scale, zero, format, rows))
+        fill = per_row(fill, rows, format)
         padded = np.arange(rows) % (rows // shards) >= k // shards
         qvalue = jnp.where(padded[:, None], fill, _pad(qvalue, rows, "constant"))
     return (

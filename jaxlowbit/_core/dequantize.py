@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from . import indexing, layout
+from . import indexing, layout, super_blocks
 from .format import SCALES, Format
 
 
@@ -31,6 +31,7 @@ def _terms(
     packed: Array, scale: Array, zero: Array | None, *, format: Format, k: int, n: int
 ) -> tuple[Array, Array | None]:
     qvalue = layout.unpack(packed, format.bits)
+    scale, zero, format = super_blocks.expanded(scale, zero, format, qvalue.shape[-2])
     zero = None if zero is None else layout.unpack_groups(zero)
     terms = _product_and_zero(qvalue, layout.unpack_groups(scale), zero, format)
     return jax.tree.map(lambda term: term[..., :k, :n], terms)
@@ -43,6 +44,7 @@ def _terms_of_columns(
     qvalue = layout.unpack_columns(packed, format.bits, columns)
     scale = layout.unpack_group_columns(scale, columns)
     zero = None if zero is None else layout.unpack_group_columns(zero, columns)
+    scale, zero, format = super_blocks.expanded(scale, zero, format, qvalue.shape[-2])
     terms = _product_and_zero(qvalue, scale, zero, format)
     return jax.tree.map(lambda term: term[:k], terms)
 

@@ -20,7 +20,10 @@ CODEBOOK_FORM = 2
 SCALE_FORM = 3
 """The version with 8-bit scales, likewise."""
 
-_FORMS = (FORM, CODEBOOK_FORM, SCALE_FORM)
+SUPER_FORM = 4
+"""The version with scales of two levels, likewise."""
+
+_FORMS = (FORM, CODEBOOK_FORM, SCALE_FORM, SUPER_FORM)
 
 REMEDY = "Export by jax.export.export(..., disabled_checks=jaxlowbit.EXPORT_CHECKS)"
 _AGAIN = "export the program again with this library, or load it with the one that exported it."
@@ -49,8 +52,10 @@ def with_remedy(context: Any, function: Callable[..., Any]) -> Callable[..., Any
 def _stored(static: tuple[Any, ...]) -> bytes:
     format, k, n, shards = static
     form = FORM if format.codebook is None else CODEBOOK_FORM
+    if format.scale is not None:
+        form = SUPER_FORM if format.scale == "super" else SCALE_FORM
     fields = {
-        "form": form if format.scale is None else SCALE_FORM,
+        "form": form,
         "layout": layout.VERSION,  # a program without custom calls reads words itself
         "bits": format.bits,
         "group_size": format.group_size,

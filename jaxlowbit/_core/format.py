@@ -19,8 +19,11 @@ SCALES = {
     "e8m0": jnp.dtype("float8_e8m0fnu"),
     "e4m3": jnp.dtype("float8_e4m3fn"),
     "int8": jnp.dtype("int8"),
+    "super": jnp.dtype("uint8"),
 }
 """The dtypes of 8-bit scales, by their names."""
+SUPER_BLOCK = 256
+"""Input features of a super-block, as in the K types of ggml."""
 _INTEGER_SCALED_BITS = (2, 3, 4)
 
 
@@ -41,6 +44,8 @@ class Format:
     latter each matrix has a tensor scale t, and a weight is `codebook[q] * s * t`. Scales that are
     integers (`"int8"`) are those of QServe's progressive quantization (Lin et al., 2024): each
     channel has a scale t, and `(q - 2**(bits - 1)) * s`, an integer of 8 bits, times t is a weight.
+    Scales of two levels (`"super"`) are those of the K types of ggml (llama.cpp): s, and likewise
+    b, is an integer of 8 bits times a float16 of its super-block of 256 input features.
 
     **Arguments:**
 
@@ -54,7 +59,8 @@ class Format:
     - `scale`: None for scales of float32, bfloat16 or float16; `"e8m0"` for powers of two in 8
       bits, 2^-127 to 2^127; `"e4m3"` for 8-bit floats up to 448 beside a tensor scale, float32;
       `"int8"`, of integers of 2 to 4 bits, for integers from 0 to `most_scale` beside a float32
-      scale of each channel. It has no zero.
+      scale of each channel. These three have no zero. `"super"` for scales of two levels, in
+      groups of 16, 32, 64 or 128, with float zeros or none.
 
     **Raises:** `ValueError` for a width, group size, zero, codebook or scale outside these rules,
     `TypeError` for a codebook that is neither a name nor numbers, and a scale that is no name.
@@ -64,6 +70,7 @@ class Format:
     INT4.replace(group_size=64)
     Format(bits=2, group_size=64, codebook=(-1.5, -0.4, 0.4, 1.5))
     Format(bits=4, group_size=32, codebook="e2m1", scale="e8m0")  # MXFP4
+    Format(bits=4, group_size=32, zero="float", scale="super")  # Q4_K
     ```
     """
 
@@ -71,7 +78,7 @@ class Format:
     group_size: int = -1
     zero: Zero = "none"
     codebook: str | Sequence[float] | None = None
-    scale: Literal["e8m0", "e4m3", "int8"] | None = None
+    scale: Literal["e8m0", "e4m3", "int8", "super"] | None = None
 
     def __post_init__(self) -> None:
         if not _is_int(self.bits) or not 1 <= self.bits <= 8:
@@ -84,7 +91,9 @@ class Format:
             )
         choice("Format", "zero", self.zero, _ZEROS)
         choice("Format", "scale", self.scale, tuple(SCALES), optional=True)
-        if self.scale is not None and self.zero != "none":
+        if self.scale == "super":
+            self._check_super_blocks()
+        elif self.scale is not None and self.zero != "none":
             raise ValueError(
                 f"Format: zero={self.zero!r} beside scale={self.scale!r}, but values with 8-bit "
                 "scales have no zero; leave one of them out."
@@ -105,6 +114,20 @@ class Format:
             )
         object.__setattr__(self, "codebook", _codebook(self.codebook, self.bits))
 
+    def _check_super_blocks(self) -> None:
+        size = self.group_size
+        if size < 0 or size >= SUPER_BLOCK or SUPER_BLOCK % size:
+            raise ValueError(
+                f"Format: group_size={size} beside scale='super', but a super-block of "
+                f"{SUPER_BLOCK} input features has whole groups; use 16, 32, 64 or 128, or leave "
+                "scale out."
+            )
+        if self.zero == "integer":
+            raise ValueError(
+                "Format: zero='integer' beside scale='super', whose zeros are floats as its scales "
+                "are; use zero='float' or leave one of them out."
+            )
+
     def replace(self, **changes: Any) -> "Format":
         """Returns this format with some fields changed, checked like a new one."""
         return dataclasses.replace(self, **changes)
@@ -123,6 +146,18 @@ class Format:
     def scale_dtype(self) -> Any:
         """The dtype of 8-bit scales; None where scales are wider floats."""
         return None if self.scale is None else SCALES[self.scale]
+
+    @property
+    def scale_span(self) -> int:
+        """Consecutive input features whose scales belong together: those of a group or a
+        super-block; -1 for all."""
+        return SUPER_BLOCK if self.scale == "super" else self.group_size
+
+    @property
+    def expanded(self) -> "Format":
+        """The format with a float for each group in place of scales of two levels; others as they
+        are."""
+        return self.replace(scale=None) if self.scale == "super" else self
 
     @property
     def has_tensor_scale(self) -> bool:
@@ -214,8 +249,9 @@ _NAME = re.compile(rf"(u?)int(\d+)(?:-(?:g(\d+)|(channel)))?(?:-(integer|float))
 _CODEBOOK = re.compile(rf"({'|'.join(CODEBOOKS)})(?:-(?:g(\d+)|(channel)))?{_SCALE}")
 _NAMES = (
     "'int4' (groups of 128), 'int8' (one scale per channel), 'uint4' (with an integer zero), "
-    "'int4-g64', 'int4-channel', 'int3-g32-float', 'int4-int8' (scales that are integers), 'nf4' "
-    "(groups of 64), 'e4m3-channel', 'mxfp4', 'mxfp8', 'nvfp4' or 'e5m2-g32-e8m0'"
+    "'int4-g64', 'int4-channel', 'int3-g32-float', 'int4-int8' (scales that are integers), "
+    "'int4-g32-float-super' (scales of two levels), 'nf4' (groups of 64), 'e4m3-channel', 'mxfp4', "
+    "'mxfp8', 'nvfp4' or 'e5m2-g32-e8m0'"
 )
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from . import checks, indexing, layout, padding, permutations
+from . import checks, indexing, layout, padding, permutations, super_blocks
 from .codebooks import CODEBOOKS
 from .dequantize import codes_of, floats_of
-from .format import SCALES, Format
+from .format import SCALES, SUPER_BLOCK, Format
 
 
 class Groups(NamedTuple):
@@ -36,6 +36,7 @@ def checked(
     shards: tuple[int, int],
     permutation: Any,
     tensor_scale: Any,
+    super_scale: Any,
 ) -> Groups:
     """The arguments of `QuantizedArray.from_integers`, checked, padded and in stored order.
 
@@ -44,7 +45,7 @@ def checked(
     values = checks.integers("from_integers", "values", values, "integers (..., k, n)")
     scale = checks.array("from_integers", "scale", scale, "floats (..., groups, n)")
     if format.scale is not None:
-        scale = _narrow(scale, format)
+        scale = _narrow("scale", scale, format)
     if zero is not None:
         zero = checks.integers("from_integers", "zero", zero, "an array of the shape of scale")
     if format.codebook is not None:
@@ -76,16 +77,19 @@ def checked(
                 f"{values.shape} in groups of {size} need {(*lead, groups, n)}, with shards="
                 f"{shards!r}."
             )
-    floats, _ = floats_of(scale, format)
-    checks.finite("from_integers", "scale", floats, "no weight comes of them. Repair them")
+    if format.scale != "super":
+        floats, _ = floats_of(scale, format)
+        checks.finite("from_integers", "scale", floats, "no weight comes of them. Repair them")
     tensor_scale = _tensor_scale(tensor_scale, tuple(lead), n, format)
+    rows = -(-k // (parts * SUPER_BLOCK)) * parts
+    super_floats = _super_scale(super_scale, (*lead, rows, n), format)
     if zero is not None:
         zero = _integer_or_float_zero(zero, values, scale, format)
     qvalue = _qvalue("values", values, format)
     if permutation is not None:
         permutation = permutations.checked("from_integers", permutation, qvalue.shape, parts)
         qvalue = permutations.permute(qvalue, permutation, shards=parts, axis=-2)
-    unit = padding.shard_unit(size)
+    unit = padding.shard_unit(format.scale_span)
 
     def spread(array: Array, unit: int) -> Array:
         array = padding.spread(array, -2, parts, unit, mode="edge") if unit else array
@@ -95,6 +99,10 @@ def checked(
         None if array is None else spread(array, 0 if size == -1 else unit // size)
         for array in (scale, zero)
     )
+    if format.scale == "super":
+        own = [spread(array, unit // SUPER_BLOCK) for array in super_floats]
+        scale = super_blocks.packed(scale, own[0], format)
+        zero = None if zero is None else super_blocks.packed(zero, own[1], format)
     return Groups(spread(qvalue, unit), scale, zero, k, n, permutation, tensor_scale)
 
 
@@ -130,7 +138,7 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
             "(n, k)."
         )
     narrow = next((name for name, dtype in SCALES.items() if scale.dtype == dtype), None)
-    if narrow in ("e4m3", "int8") or not jnp.issubdtype(scale.dtype, jnp.floating):
+    if narrow in ("e4m3", "int8", "super") or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ValueError(
             f"from_blocks: scale is {scale.dtype}, but it is of floats, or float8_e8m0fnu; cast it."
         )
@@ -141,8 +149,16 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
     return values, jnp.repeat(codes, columns, axis=-1)[..., :n], format
 
 
-def _narrow(scale: Array, format: Format) -> Array:
-    """8-bit scales as their bits, which can be padded."""
+def _narrow(name: str, scale: Array, format: Format) -> Array:
+    """8-bit scales as their bits, which can be padded; integers of two levels as int8."""
+    if format.scale == "super":
+        if not jnp.issubdtype(scale.dtype, jnp.integer):
+            raise ValueError(
+                f"from_integers: {name} is {scale.dtype}, but of two levels it is integers of 8 "
+                "bits, which the floats of super_scale multiply; pass both."
+            )
+        _check_range(name, scale, -super_blocks.MOST - 1, super_blocks.MOST)
+        return jnp.clip(scale, -super_blocks.MOST - 1, super_blocks.MOST).astype(jnp.int8)
     if scale.dtype not in (format.scale_dtype, jnp.uint8):
         raise ValueError(
             f"from_integers: scale is {scale.dtype}, but the format has {format.scale} scales, "
@@ -159,6 +175,50 @@ def _narrow(scale: Array, format: Format) -> Array:
                 f"{format.bits} bits are from 0 to {format.most_scale}; use a larger tensor_scale."
             )
     return jnp.clip(scale, 0, format.most_scale).astype(jnp.uint8)
+
+
+def _check_range(name: str, integers: Array, low: int, high: int) -> None:
+    """Refuses integers of two levels that 8 bits do not hold. Does nothing while tracing."""
+    if not integers.size or isinstance(integers, Tracer):
+        return
+    with jax.ensure_compile_time_eval():
+        least, most = int(integers.min()), int(integers.max())
+    if least < low or most > high:
+        raise ValueError(
+            f"from_integers: {name} reaches from {least} to {most}, but of two levels it is "
+            f"integers from {low} to {high}; use a larger super_scale."
+        )
+
+
+def _super_scale(given: Any, shape: tuple[int, ...], format: Format) -> list[Array]:
+    """The floats of super-blocks, float16, that multiply integer scales and zeros."""
+    if (given is not None) != (format.scale == "super"):
+        raise ValueError(
+            f"from_integers: format.scale is {format.scale!r}, but super_scale is "
+            f"{'missing' if given is None else 'given'}; make the two agree."
+        )
+    if given is None:
+        return []
+    pair = format.zero != "none"
+    if pair and not (isinstance(given, tuple | list) and len(given) == 2):
+        raise TypeError(
+            f"from_integers: super_scale is {checks.brief(given)}, but beside zeros it is a pair, "
+            "the floats that multiply scale and those that multiply zero; pass both."
+        )
+    found = []
+    for i, floats in enumerate(given if pair else [given]):
+        name = f"super_scale[{i}]" if pair else "super_scale"
+        floats = checks.array("from_integers", name, floats, "floats (..., super-blocks, n)")
+        if floats.shape != shape or not jnp.issubdtype(floats.dtype, jnp.floating):
+            raise ValueError(
+                f"from_integers: {name} is {checks.brief(floats)}, but it is floats of shape "
+                f"{shape}, one for each super-block of {SUPER_BLOCK} rows and each channel."
+            )
+        floats = floats.astype(jnp.float16)
+        reason = "no weight comes of them in float16. Repair them, or use wider scales"
+        checks.finite("from_integers", name, floats, reason)
+        found.append(floats)
+    return found
 
 
 def _tensor_scale(given: Any, lead: tuple[int, ...], n: int, format: Format) -> Array | None:
@@ -206,6 +266,13 @@ def _counts(values: Any, format: Format) -> Any:
 def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format) -> Array:
     """The zero to store: integers in the convention of `values`, or floats beside unsigned ones."""
     unsigned = jnp.issubdtype(values.dtype, jnp.unsignedinteger)
+    if format.scale == "super":
+        if not unsigned:
+            raise ValueError(
+                f"from_integers: with format.zero='float', values are unsigned codes, but they are "
+                f"{values.dtype}; convert them."
+            )
+        return _narrow("zero", jnp.asarray(zero), format)
     if format.zero == "float":
         if not unsigned or not jnp.issubdtype(zero.dtype, jnp.floating):
             raise ValueError(

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from . import checks, explicit, layout, padding, permutations, scales
+from . import checks, explicit, layout, padding, permutations, scales, super_blocks
 from .array import QuantizedArray
 from .dtypes import FLOATS
 from .format import Format, as_format
@@ -94,6 +94,8 @@ def _scale_dtype(given: Any, format: Format, weight: Array) -> Any:
             f"quantize: scale_dtype is {checks.brief(given)}, but the format has {format.scale} "
             "scales; leave scale_dtype out, or scale out of the format."
         )
+    if format.scale == "super":
+        return jnp.dtype("float32")  # of what is rounded to two levels afterwards
     if format.scale is not None:
         return format.scale_dtype
     return checks.dtype("quantize", "scale_dtype", weight.dtype if given is None else given)
@@ -112,7 +114,7 @@ def _quantize(
     shape = weight.shape
     if permutation is not None:
         weight = permutations.permute(weight, permutation, shards[0], axis=-2)
-    unit = padding.shard_unit(format.group_size)
+    unit = padding.shard_unit(format.scale_span)
     weight = padding.spread(weight, -2, shards[0], unit, mode="edge")
     weight = padding.spread(weight, -1, shards[1], layout.ATOM, mode="edge")
     *lead, k, n = weight.shape
@@ -134,14 +136,17 @@ def _quantize(
         # Of each part of k, the rows after the matrix's own are padding.
         counted = (rows < k) & (rows % (k // shards[0]) < shape[-2] // shards[0])
         scale, zero = scales.least_squares(grouped, counted, format, scale_dtype)
+    stored, stored_zero = scales.stored(scale, format), zero
+    if format.scale == "super":
+        stored, stored_zero, scale, zero = scales.two_levels(scale, zero, format)
     qvalue = scales.qvalue(grouped, scale, zero, format)
     qvalue = qvalue.reshape(*lead, groups * size, n)[..., :k, :]
     if tensor_scale is not None and format.scales_channels:
         tensor_scale = padding.join(tensor_scale, -1, shards[1], shape[-1])
     return QuantizedArray.from_packed_groups(
         qvalue,
-        scales.stored(scale, format),
-        zero,
+        stored,
+        stored_zero,
         format=format,
         k=shape[-2],
         n=shape[-1],
@@ -198,13 +203,21 @@ def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None
 def _check_scale(array: QuantizedArray, weight: Array, scale_dtype: Any) -> None:
     if isinstance(array.scale, Tracer):
         return
+    found = array.scale
+    if array.format.scale == "super":
+        scale_dtype = jnp.dtype("float16")
+        _, found = super_blocks.unpacked(array.scale, array.format)
     # JAX would compile this for each shape, but finds scales that other processes hold.
-    xp: Any = np if array.scale.is_fully_addressable else jnp
-    scale = xp.asarray(array.scale).astype(np.float32)
-    if not xp.isfinite(scale).all():
+    xp: Any = np if found.is_fully_addressable else jnp
+    scale = xp.asarray(found).astype(np.float32)
+    finite = xp.isfinite(scale).all()
+    if array.format.scale == "super" and array.zero is not None:
+        _, floats = super_blocks.unpacked(array.zero, array.format)
+        finite &= xp.isfinite(xp.asarray(floats).astype(np.float32)).all()
+    if not finite:
         raise ValueError(
             f"quantize: weights up to {_largest(weight):g} span a range beyond that of "
-            f"{scale_dtype} scales; use scale_dtype=jnp.float32, or smaller weights."
+            f"{scale_dtype} scales; {_wider(array.format, 'smaller weights')}."
         )
     if weight.dtype == jnp.float16 and array.format.scale is None:
         return  # its values are multiples of the least scale
@@ -224,11 +237,20 @@ def _check_scale(array: QuantizedArray, weight: Array, scale_dtype: Any) -> None
         if array.format.scales_channels:
             lost = lost.mean(-1) > 0.5
     if lost.any():
-        wider = "use scale_dtype=jnp.float32, or " if scale_dtype == jnp.float16 else ""
+        way = "scale the weights up"
+        if scale_dtype == jnp.float16:
+            way = _wider(array.format, way)
         raise ValueError(
             f"quantize: weights up to {_largest(weight[lost]):g} need scales below {least:g}, the "
-            f"least of {scale_dtype}, in most groups of a matrix; {wider}scale the weights up."
+            f"least of {scale_dtype}, in most groups of a matrix; {way}."
         )
+
+
+def _wider(format: Format, otherwise: str) -> str:
+    """The ways out of float16 scales, or of other scales of too small a range."""
+    if format.scale == "super":
+        return f"leave scale='super' out of the format, or {otherwise.removeprefix('use ')}"
+    return f"use scale_dtype=jnp.float32, or {otherwise}"
 
 
 def _largest(weight: Array) -> float:

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from . import super_blocks
 from .codebooks import EVEN, nearest
 from .dequantize import numbers_of
-from .format import SCALES, Format
+from .format import SCALES, SUPER_BLOCK, Format
 
 # Bounds between numbers of a codebook that are compared with one by one; more of them are searched.
 _MOST_COMPARED = 15
@@ -87,6 +88,40 @@ def stored(scale: Array, format: Format) -> Array:
         code = (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
         return lax.bitcast_convert_type(code, _E8M0)
     return scale if format.scale is None else scale.astype(format.scale_dtype)
+
+
+def two_levels(
+    scale: Array, zero: Array | None, format: Format
+) -> tuple[Array, Array | None, Array, Array | None]:
+    """Bytes of scales and float zeros of two levels that cover what float32 ones do.
+
+    Zeros are rounded down and scales up, so that the range of a group still holds it.
+
+    **Returns:** the scales and zeros in their bytes (`super_blocks`), then as float32.
+    """
+    zero_bytes = None
+    if zero is not None:
+        wanted = zero
+        zero_bytes, zero = _two_levels(zero, jnp.floor, -super_blocks.MOST - 1, format)
+        scale = scale + (wanted - zero) / (2**format.bits - 1)
+    scale_bytes, scale = _two_levels(scale, jnp.ceil, 1, format)
+    return scale_bytes, zero_bytes, scale, zero
+
+
+def _two_levels(values: Array, rounded: Any, least: int, format: Format) -> tuple[Array, Array]:
+    """The bytes of values (..., groups, n), integers from `least` on, and what they stand for."""
+    *lead, groups, n = values.shape
+    per_block = SUPER_BLOCK // format.group_size
+    blocks = super_blocks.num_blocks(groups * format.group_size)
+    pad = [(0, 0)] * len(lead) + [(0, blocks * per_block - groups), (0, 0)]
+    whole = jnp.pad(values, pad, mode="edge").reshape(*lead, blocks, per_block, n)
+    reach = jnp.max(jnp.abs(whole), axis=-2)
+    floats = _scale(reach, super_blocks.MOST, jnp.dtype("float16"))
+    steps = rounded(ratio(whole, _rows(floats)))
+    integers = jnp.clip(steps, least, super_blocks.MOST)
+    found = (integers * _rows(floats)).reshape(*lead, -1, n)[..., :groups, :]
+    integers = integers.astype(jnp.int8).reshape(*lead, -1, n)
+    return super_blocks.packed(integers, floats, format), found
 
 
 def least(dtype: Any) -> float:

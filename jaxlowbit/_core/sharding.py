@@ -103,7 +103,7 @@ def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) ->
 
 def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
     """The leaves that each part of k on a mesh owns; refuses parts that are no whole atoms."""
-    size = array.format.group_size
+    size = array.format.scale_span
     n_blocks, k_blocks, _ = array.packed.shape[-3:]
     unit = padding.shard_unit(size)
     part = _part_blocks("k", array.k, array.shards[0], unit, k_blocks, k, mesh)
@@ -114,7 +114,7 @@ def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
 
 def own_parts_anywhere(array: QuantizedArray) -> Own:
     """The leaves that parts of k own, whatever whole number of atoms or shards they hold."""
-    size, sharded = array.format.group_size, array.shards[0] > 1
+    size, sharded = array.format.scale_span, array.shards[0] > 1
     return Own(size != -1 and (sharded or layout.ATOM % size == 0), sharded)
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .._core import layout, padding
+from .._core import layout, padding, super_blocks
 from .._core.format import Format
 from .._core.heads import HEADS, is_router
 from .weights import Shards
@@ -87,17 +87,17 @@ def _grows(layer: Candidate, format: Format, shards: Shards) -> bool:
     """Whether the arrays that `quantize` would make of a weight are no smaller than it is."""
     if layer.matrix is None:
         return False
-    unit = padding.shard_unit(format.group_size)
+    unit = padding.shard_unit(format.scale_span)
     sizes = tuple(zip(layer.matrix, shards, (unit, layout.ATOM), strict=True))
     if any(count < 1 or size % count for size, count, _ in sizes):
         return False  # such shards are refused
     k, n = (padding.spread_size(*size) for size in sizes)
-    zero = {"none": 0, "integer": 1, "float": layer.itemsize}[format.zero]
+    floats = layer.itemsize if format.scale is None else 1
+    zero = {"none": 0, "integer": 1, "float": floats}[format.zero]
     words = 4 * math.prod(layout.packed_shape(k, n, format.bits))
-    groups = math.prod(layout.groups_shape(k, n, format.group_size))
-    scale = layer.itemsize if format.scale is None else 1
+    groups = math.prod(super_blocks.scale_shape(k, n, format))
     others = 4 + 4 * format.has_tensor_scale * (n if format.scales_channels else 1)  # the version
-    return layer.matrices * (words + groups * (scale + zero) + others) >= layer.nbytes
+    return layer.matrices * (words + groups * (floats + zero) + others) >= layer.nbytes
 
 
 def is_table(path: str, shape: Any) -> bool:

@@ -83,8 +83,8 @@ def check_values(
     if not concrete:
         return
     surely = has_scales(weight)
-    if format.scales_channels:
-        surely = False  # each channel would be looked at
+    if format.scales_channels or format.scale == "super":
+        surely = False  # each channel, or super-block, would be looked at
     elif format.has_tensor_scale:
         surely &= has_even_groups(matrix(weight))
     if not surely:

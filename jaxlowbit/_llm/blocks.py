@@ -1,9 +1,9 @@
 """GGUF's blocks of quantized weights as ours: the same integers, scales and zeros, none rounded.
 
-The layouts of blocks are those of ggml (`ggml-common.h`, `ggml-quants.c` of llama.cpp). All scales
-of a block multiply exactly: a half-precision `d` has 11 significant bits, the integer scales of the
-K types at most 7, and float32 holds 24. Those of MXFP4 are powers of two, those of NVFP4 floats of
-8 bits.
+The layouts of blocks are those of ggml (`ggml-common.h`, `ggml-quants.c` of llama.cpp). The K types
+and IQ4_XS have scales of two levels, integers times a half-precision number of their block of 256,
+and so has the format. They multiply exactly: that number has 11 significant bits, the integers at
+most 8, and float32 holds 24. Scales of MXFP4 are powers of two, those of NVFP4 floats of 8 bits.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._core import layout
+from .._core import layout, super_blocks
 from .._core.array import QuantizedArray
 from .._core.format import NVFP4, Format
 from .._core.quantize import quantize
@@ -27,12 +27,29 @@ _STRIP = 2**22
 class Unpacked(NamedTuple):
     """Some rows (out) of a matrix (out, in): the operands of the table in `Format`, transposed.
 
-    `qvalue` is uint8 (rows, k); `scale` and `zero` are (rows, groups), `zero` None without one.
+    `qvalue` is uint8 (rows, k); `scale` and `zero` are (rows, groups), `zero` None without one. Of
+    two levels these are int8, and `scale_floats` and `zero_floats`, (rows, super-blocks), float16.
     """
 
     qvalue: np.ndarray
     scale: np.ndarray
     zero: np.ndarray | None
+    scale_floats: np.ndarray | None = None
+    zero_floats: np.ndarray | None = None
+
+    def expanded(self) -> "Unpacked":
+        """The same rows with scales and zeros of one level, float32, exactly."""
+        if self.scale_floats is None:
+            return self
+        scale = _products(self.scale, self.scale_floats)
+        zero = None if self.zero is None else _products(self.zero, self.zero_floats)
+        return Unpacked(self.qvalue, scale, zero)
+
+
+def _products(integers: np.ndarray, floats: Any) -> np.ndarray:
+    """Integers (rows, groups) times the floats (rows, super-blocks) of theirs."""
+    floats = np.repeat(floats, integers.shape[1] // floats.shape[1], axis=1)
+    return integers.astype(np.float32) * floats.astype(np.float32)
 
 
 class BlockType(NamedTuple):
@@ -63,13 +80,13 @@ def unpack(name: str, rows: np.ndarray) -> Unpacked:
     count = rows.shape[0]
     with np.errstate(all="ignore"):  # what is not finite is refused below
         found = kind.read(rows.reshape(-1, kind.nbytes))
-    qvalue = found.qvalue.reshape(count, -1)
-    scale = found.scale.reshape(count, -1)
-    zero = None if found.zero is None else found.zero.reshape(count, -1)
-    for what, values in (("scale", scale), ("zero", zero)):
-        if values is not None and values.dtype != np.uint8:
-            _check_finite(what, values, qvalue.shape[1] // kind.size)
-    return Unpacked(qvalue, scale, zero)
+    arrays: Any = (None if array is None else array.reshape(count, -1) for array in found)
+    unpacked = Unpacked(*arrays)
+    for name, values in unpacked._asdict().items():
+        if values is not None and values.dtype not in (np.uint8, np.int8):
+            what = name.removesuffix("_floats")
+            _check_finite(what, values, unpacked.qvalue.shape[1] // kind.size)
+    return unpacked
 
 
 def floats(name: str, rows: np.ndarray, tensor_scale: float = 1.0) -> np.ndarray:
@@ -84,7 +101,7 @@ def floats(name: str, rows: np.ndarray, tensor_scale: float = 1.0) -> np.ndarray
 
 def dequantized(unpacked: Unpacked, format: Format) -> np.ndarray:
     """The float32 weights (rows, k) of rows in a format, without its tensor scale."""
-    qvalue, scale, zero = unpacked
+    qvalue, scale, zero, *_ = unpacked.expanded()
     scale = _per_weight(scale, qvalue, format).astype(np.float32)
     if format.codebook is not None:
         return np.array(format.values, np.float32)[qvalue] * scale
@@ -112,9 +129,9 @@ def pack(
     **Arguments:**
 
     - `name`, `rows`: as for `unpack`; `rows` may be memory-mapped, and is read once.
-    - `scale_dtype`: None for the type's own, which rounds nothing: float16; float32 for the K types
-      and IQ4_XS, whose scales are products; bfloat16 for MXFP4, and 8-bit floats for NVFP4. Another
-      dtype rounds scales and float zeros to it.
+    - `scale_dtype`: None for the type's own, which rounds nothing: float16; two levels for the K
+      types and IQ4_XS; bfloat16 for MXFP4, and 8-bit floats for NVFP4. With a dtype, each group has
+      a scale of it, and perhaps a float zero, rounded but for float32.
     - `tensor_scale`: the factor of all weights, of NVFP4 alone.
 
     **Raises:** what `unpack` raises; `ValueError` for scales beyond the range of `scale_dtype`.
@@ -153,13 +170,15 @@ def pack_rows(
     format = format if scale_dtype is None else format.replace(scale=None)
 
     def strip(start: int, stop: int) -> QuantizedArray:
-        qvalue, scale, zero = read(start, stop)
+        unpacked = read(start, stop)
+        qvalue, scale, zero, *floats = unpacked if scale_dtype is None else unpacked.expanded()
         if scale_dtype is not None:
             scale = scale if unit == 1 else scale.astype(np.float32) * unit
             scale = _rounded("scale", scale, scale_dtype)
             if zero is not None and zero.dtype != np.uint8:
                 zero = _rounded("zero", zero, scale_dtype)
-        return _pack(qvalue, scale, zero, unit if format.has_tensor_scale else None, format)
+        unit_or_none = unit if format.has_tensor_scale else None
+        return _pack(qvalue, scale, zero, *floats, unit_or_none, format)
 
     n, k = shape
     parts = []
@@ -215,11 +234,21 @@ def strips(rows: int, k: int) -> Iterator[tuple[int, int]]:
 
 @functools.partial(jax.jit, static_argnames="format")
 def _pack(
-    qvalue: Array, scale: Array, zero: Array | None, tensor_scale: Array | None, format: Format
+    qvalue: Array,
+    scale: Array,
+    zero: Array | None,
+    scale_floats: Array | None,
+    zero_floats: Array | None,
+    tensor_scale: Array | None,
+    format: Format,
 ) -> QuantizedArray:
-    zero = None if zero is None else zero.T
+    scale, zero = scale.T, None if zero is None else zero.T
+    if scale_floats is not None:
+        scale = super_blocks.packed(scale, scale_floats.T, format)
+    if zero is not None and zero_floats is not None:
+        zero = super_blocks.packed(zero, zero_floats.T, format)
     return QuantizedArray.from_packed_groups(
-        qvalue.T, scale.T, zero, format=format, tensor_scale=tensor_scale
+        qvalue.T, scale, zero, format=format, tensor_scale=tensor_scale
     )
 
 
@@ -309,43 +338,54 @@ def _q8_0(blocks: np.ndarray) -> Unpacked:
     return Unpacked(blocks[:, 2:] ^ np.uint8(0x80), _half(blocks, 0), None)
 
 
+def _two_levels(
+    qvalue: np.ndarray,
+    scale: np.ndarray,
+    d: np.ndarray,
+    mins: np.ndarray | None = None,
+    least: np.ndarray | None = None,
+) -> Unpacked:
+    """Integers times d, and minus others times a second number."""
+    zero, zero_floats = (None, None) if least is None else (np.asarray(mins, np.int8), -least)
+    return Unpacked(qvalue, scale.astype(np.int8), zero, d, zero_floats)
+
+
 def _q2_k(blocks: np.ndarray) -> Unpacked:
-    d, least = (_half(blocks, start).astype(np.float32) for start in (80, 82))
+    d, least = (_half(blocks, start) for start in (80, 82))
     scales = blocks[:, :16]
-    return Unpacked(_digits(blocks[:, 16:80], 2, 32), d * (scales & 15), -(least * (scales >> 4)))
+    return _two_levels(_digits(blocks[:, 16:80], 2, 32), scales & 15, d, scales >> 4, least)
 
 
 def _q3_k(blocks: np.ndarray) -> Unpacked:
     qvalue = _digits(blocks[:, 32:96], 2, 32) | _digits(blocks[:, :32], 1, 32) << 2
     scales = _digits(blocks[:, 96:104], 4, 8) | _digits(blocks[:, 104:108], 2, 4) << 4
-    d = _half(blocks, 108).astype(np.float32)
-    return Unpacked(qvalue, d * (scales.astype(np.float32) - 32), None)
+    return _two_levels(qvalue, scales.astype(np.int8) - 32, _half(blocks, 108))
 
 
-def _scales_and_mins(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scales of Q4_K and Q5_K, and what they subtract; 8 of 6 bits each in 12 bytes."""
-    d, least = (_half(blocks, start).astype(np.float32) for start in (0, 2))
+def _scales_and_mins(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The scales of Q4_K and Q5_K, and what they subtract, 8 of 6 bits each in 12 bytes; each
+    followed by the number that multiplies them."""
+    d, least = (_half(blocks, start) for start in (0, 2))
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, high & 15 | low >> 2 & 48], axis=1)
     mins = np.concatenate([middle & 63, high >> 4 | middle >> 2 & 48], axis=1)
-    return d * scales, least * mins
+    return scales, d, mins, least
 
 
 def _q4_k(blocks: np.ndarray) -> Unpacked:
-    scale, least = _scales_and_mins(blocks)
-    return Unpacked(_digits(blocks[:, 16:], 4, 32), scale, -least)
+    return _two_levels(_digits(blocks[:, 16:], 4, 32), *_scales_and_mins(blocks))
 
 
 def _q5_k(blocks: np.ndarray) -> Unpacked:
-    scale, least = _scales_and_mins(blocks)
     high = _digits(blocks[:, 16:48], 1, 32) << 4
-    return Unpacked(_digits(blocks[:, 48:], 4, 32) | high, scale, -least)
+    qvalue = _digits(blocks[:, 48:], 4, 32) | high
+    return _two_levels(qvalue, *_scales_and_mins(blocks))
 
 
 def _q6_k(blocks: np.ndarray) -> Unpacked:
     qvalue = _digits(blocks[:, :128], 4, 64) | _digits(blocks[:, 128:192], 2, 32) << 4
     scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    return Unpacked(qvalue, _half(blocks, 208).astype(np.float32) * scales, None)
+    return _two_levels(qvalue, scales, _half(blocks, 208))
 
 
 def _ternary(qvalue: np.ndarray, scale: np.ndarray) -> Unpacked:
@@ -371,8 +411,8 @@ def _tq2_0(blocks: np.ndarray) -> Unpacked:
 def _iq4_xs(blocks: np.ndarray) -> Unpacked:
     """Scales of 6 bits: two high ones of all groups in two bytes, then four low ones."""
     scales = _digits(blocks[:, 4:8], 4, 1) | _digits(blocks[:, 2:4], 2, 1) << 4
-    scale = _half(blocks, 0).astype(np.float32) * (scales.astype(np.float32) - 32)
-    return Unpacked(_digits(blocks[:, 8:], 4, 16), scale, None)
+    qvalue = _digits(blocks[:, 8:], 4, 16)
+    return _two_levels(qvalue, scales.astype(np.int8) - 32, _half(blocks, 0))
 
 
 def _mxfp4(blocks: np.ndarray) -> Unpacked:
@@ -401,15 +441,15 @@ TYPES = {
     "Q5_0": BlockType(32, 22, Format(5, 32), "float16", _q5_0),
     "Q5_1": BlockType(32, 24, Format(5, 32, "float"), "float16", _q5_1),
     "Q8_0": BlockType(32, 34, Format(8, 32), "float16", _q8_0),
-    "Q2_K": BlockType(256, 84, Format(2, 16, "float"), "float32", _q2_k),
-    "Q3_K": BlockType(256, 110, Format(3, 16), "float32", _q3_k),
-    "Q4_K": BlockType(256, 144, Format(4, 32, "float"), "float32", _q4_k),
-    "Q5_K": BlockType(256, 176, Format(5, 32, "float"), "float32", _q5_k),
-    "Q6_K": BlockType(256, 210, Format(6, 16), "float32", _q6_k),
+    "Q2_K": BlockType(256, 84, Format(2, 16, "float", scale="super"), "uint8", _q2_k),
+    "Q3_K": BlockType(256, 110, Format(3, 16, scale="super"), "uint8", _q3_k),
+    "Q4_K": BlockType(256, 144, Format(4, 32, "float", scale="super"), "uint8", _q4_k),
+    "Q5_K": BlockType(256, 176, Format(5, 32, "float", scale="super"), "uint8", _q5_k),
+    "Q6_K": BlockType(256, 210, Format(6, 16, scale="super"), "uint8", _q6_k),
     "TQ1_0": BlockType(256, 54, Format(2, 256, "integer"), "float16", _tq1_0),
     "TQ2_0": BlockType(256, 66, Format(2, 256, "integer"), "float16", _tq2_0),
     "IQ4_NL": BlockType(32, 18, Format(4, 32, codebook=_IQ4), "float16", _q4_0),
-    "IQ4_XS": BlockType(256, 136, Format(4, 32, codebook=_IQ4), "float32", _iq4_xs),
+    "IQ4_XS": BlockType(256, 136, Format(4, 32, codebook=_IQ4, scale="super"), "uint8", _iq4_xs),
     "MXFP4": BlockType(32, 17, Format(4, 32, codebook="e2m1"), "bfloat16", _mxfp4),
     "NVFP4": BlockType(64, 36, NVFP4, "float8_e4m3fn", _nvfp4),
 }

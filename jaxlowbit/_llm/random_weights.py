@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._core import layout
+from .._core import layout, super_blocks
+from .._core import scales as quantized_scales
 from .._core.array import QuantizedArray
 from .._core.dequantize import of_codes
 from .._core.format import Format
@@ -53,7 +54,7 @@ def random_weights(
 
 
 def _matrix(key: Array, k: int, n: int, format: Format, dtype: Any) -> QuantizedArray:
-    groups = layout.groups_shape(k, n, format.group_size)
+    groups = super_blocks.scale_shape(k, n, format)
     packed = jax.random.bits(key, layout.packed_shape(k, n, format.bits), jnp.uint32)
     scale = math.sqrt(12 / k) / 2**format.bits
     if format.codebook is not None:
@@ -71,10 +72,13 @@ def _matrix(key: Array, k: int, n: int, format: Format, dtype: Any) -> Quantized
         scales, tensor_scale = jnp.full(groups, most, jnp.uint8), jnp.full(n, scale / most)
     middle = {"none": None, "integer": format.offset, "float": -format.offset * scale}[format.zero]
     zero_dtype = jnp.uint8 if format.zero == "integer" else dtype
+    zeros = None if middle is None else jnp.full(groups, middle, zero_dtype)
+    if format.scale == "super":
+        scales, zeros = _two_levels(scale, middle, groups, format)
     return QuantizedArray(
         packed=packed,
         scale=of_codes(scales, format),
-        zero=None if middle is None else jnp.full(groups, middle, zero_dtype),
+        zero=zeros,
         index=None,
         version=jnp.full((), layout.VERSION, jnp.uint32),
         format=format,
@@ -82,3 +86,16 @@ def _matrix(key: Array, k: int, n: int, format: Format, dtype: Any) -> Quantized
         n=n,
         tensor_scale=tensor_scale,
     )
+
+
+def _two_levels(
+    scale: float, zero: float | None, shape: tuple[int, int, int], format: Format
+) -> tuple[Array, Array | None]:
+    """The bytes of scales, and of zeros or None, that are the same everywhere."""
+    zeros = None if zero is None else jnp.full((1, 1), zero)
+    found = quantized_scales.two_levels(jnp.full((1, 1), scale), zeros, format)
+
+    def everywhere(block: Array) -> Array:  # the rows of a super-block
+        return jnp.broadcast_to(jnp.tile(block, (shape[1] // block.shape[0], 1)), shape)
+
+    return everywhere(found[0]), None if found[1] is None else everywhere(found[1])

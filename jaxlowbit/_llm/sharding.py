@@ -20,10 +20,10 @@ from jax import Array, lax
 from jax.sharding import AxisType
 
 from .._backends import cuda_calls
-from .._core import padding
+from .._core import padding, super_blocks
 from .._core.array import QuantizedArray
 from .._core.dequantize import codes_of, of_codes
-from .._core.format import Format
+from .._core.format import SUPER_BLOCK, Format
 from .._core.layout import ATOM
 from .._core.sharding import partition_spec
 from .._flax.nnx_variables import QuantizedVariable
@@ -98,12 +98,24 @@ class Division:
         """A weight, by its name, on the devices; a vocabulary that needs padding as it is."""
         if self._padding(name, weight):
             return weight
+        weight = self.divisible(name, weight)
         if isinstance(weight, QuantizedArray):
             specs: Any = _specs(weight, self._entries(name), self.mesh)
         else:
             specs = jax.P(*self._entries(name))
         shardings = jax.tree.map(functools.partial(jax.NamedSharding, self.mesh), specs)
         return jax.device_put(weight, shardings)
+
+    def divisible(self, name: str, weight: Any) -> Any:
+        """A matrix whose rows are divided within super-blocks with a float32 scale for each group;
+        others as they are."""
+        quantized = isinstance(weight, QuantizedArray) and weight.format.scale == "super"
+        if not quantized or _kind(name) not in _ALONG_K or weight.k // self.parts % SUPER_BLOCK == 0:
+            return weight
+        scale, zero, format = super_blocks.expanded(
+            weight.scale, weight.zero, weight.format, weight.packed.shape[-2] * ATOM
+        )
+        return weight._with(scale=scale, zero=zero, format=format)
 
     def check(self, name: str, weight: Any) -> None:
         """Refuses a quantized weight whose parts are no matrices of their own.
@@ -162,7 +174,10 @@ class Division:
             for path, variable in nnx.iter_graph(module)
             if isinstance(variable, nnx.Variable)
         ]
-        weights = {name: self.padded(name, variable.get_value()) for name, variable in variables}
+        weights = {
+            name: self.divisible(name, self.padded(name, variable.get_value()))
+            for name, variable in variables
+        }
         for name, weight in weights.items():
             self.check(name, weight)
         for name, variable in variables:
@@ -265,7 +280,7 @@ def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int)
         size = {"o": attended, "down": config.hidden}.get(_kind(name))
         if size is None or format is None:
             continue
-        unit = padding.shard_unit(format.group_size)
+        unit = padding.shard_unit(format.group_size)  # super-blocks may be expanded
         if size // parts % unit:
             return (
                 f"the {size} rows of {name} are {size // parts} on each of {parts} devices, but "

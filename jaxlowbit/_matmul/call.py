@@ -17,13 +17,13 @@ from jax._src import dispatch  # lowering asks for the devices; there is no publ
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from .._backends import custom_calls
+from .._backends import custom_calls, selection
 from .._core import explicit, exporting
 from .._core.array import QuantizedArray
 from . import partition
 from .options import Options
 from .primitive import equally_varying
-from .support import unfit_gpus
+from .support import only_gpus_of, unfit_gpus
 
 Rows = Sequence[Any]
 Weights = Sequence[QuantizedArray]
@@ -93,7 +93,18 @@ def is_supported(platform: str, lhs: Any, weight: QuantizedArray) -> bool:
     """Whether kernels of a platform read this weight as it is."""
     reason = custom_calls.unsupported(platform, lhs.dtype, weight.format, sizes=weight.padded_shape)
     plain = weight.permutation is None and weight.tensor_scale is None
+    if weight.format.scale == "super":
+        rows = math.prod(lhs.shape[:-1])
+        size = (rows, weight.k, weight.n)
+        plain &= platform == "cuda" and selection.reads_super_blocks(
+            lhs.dtype, *size, weight.format
+        )
     return plain and weight.shards == (1, 1) and reason is None
+
+
+def fits_hopper_alone(weights: Weights) -> bool:
+    """Whether calls that read such weights run on Hopper only."""
+    return any(weight.format.scale == "super" for weight in weights)
 
 
 _call_p = Primitive("quantized_call")
@@ -166,6 +177,8 @@ batching.primitive_batchers[_call_p] = _batch
 def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
     rows, weights, _ = call.named(ctx.avals_in)
     alone = partition.divided(ctx) is None and call.fits(ctx.module_context)
+    if alone and fits_hopper_alone(weights):
+        alone = only_gpus_of(90, ctx.module_context)
     one_call = alone and call.supports(rows, weights)
     function = call.custom_call if one_call else call.composition
     function = exporting.with_remedy(ctx, function)

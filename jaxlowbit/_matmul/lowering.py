@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.interpreters import mlir
 
-from .._backends import cuda, custom_calls, definition, pallas
+from .._backends import cuda, custom_calls, definition, pallas, selection
+from .._backends.float_scales import of_float_scales
 from .._backends.problem import Operands, Problem
 from .._backends.stored_rows import Product, of_stored_rows
 from .._core import exporting
 from .._core.layout import ATOM
 from . import partition
 from .primitive import quantized_matmul_p
-from .support import unfit_gpus
+from .support import only_gpus_of, unfit_gpus
 
 # Backends that run on some platforms only.
 _PLATFORMS: dict[str | None, tuple[str | None, ...]] = {
@@ -31,7 +32,12 @@ def _lower(
     divided = partition.divided(ctx)
     if divided is None:
         unfit = unfit_gpus(ctx.module_context) if platform == "cuda" else None
-        product = _product(platform, unfit, problem, problem.named(ctx.avals_in))
+        operands_in = problem.named(ctx.avals_in)
+        product = _product(platform, unfit, problem, operands_in)
+        if problem.format.scale == "super" and product is not definition.matmul:
+            hopper = platform == "cuda" and only_gpus_of(90, ctx.module_context)
+            if not (hopper and _reads_super_blocks(problem, operands_in)):
+                product = of_float_scales(product)
     elif problem.transposed:
         # XLA divides the definition by itself; the rules here are those of the product.
         product, divided = definition.matmul, None
@@ -83,6 +89,17 @@ def _product(
     if not problem.orders or (platform == "cuda" and cuda.gathers(problem, operands)):
         return product
     return of_stored_rows(product)
+
+
+def _reads_super_blocks(problem: Problem, operands: Operands) -> bool:
+    """Whether a kernel of Hopper reads the two levels of the scales."""
+    n_blocks, k_blocks, _ = operands.packed.shape[-3:]
+    lhs, n = operands.lhs, n_blocks * ATOM
+    m = math.prod(operands.rows)
+    k = k_blocks * ATOM if problem.transposed else lhs.shape[-1]
+    return selection.reads_super_blocks(
+        lhs.dtype, m, k, n, problem.format, transposed=problem.transposed
+    )
 
 
 def _empty(problem: Problem, lhs: Array, *operands: Array) -> Array:

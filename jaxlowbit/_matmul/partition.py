@@ -21,6 +21,7 @@ from jax.sharding import AxisType
 
 from .._backends.problem import Operands, Problem
 from .._backends.stored_rows import reordered
+from .._core import super_blocks
 from .._core.format import Format
 from .._core.layout import ATOM
 from .primitive import quantized_matmul_p
@@ -115,7 +116,8 @@ def _partition(problem: Problem, mesh: Any, args: Any, result: Any) -> Any:
     own_order = problem.orders % size(k_axes) == 0
     whole_k = own_order and k % (ATOM * size(k_axes)) == 0
     shard_k = ops.packed.shape[-2] // size(k_axes) * ATOM
-    whole_groups = problem.format.group_size != -1 and shard_k % problem.format.group_size == 0
+    span = problem.format.scale_span
+    whole_groups = span != -1 and shard_k % span == 0
 
     groups = [*stack, n_axes, k_axes if whole_groups else (), ()]
     shardings = Operands(
@@ -139,7 +141,11 @@ def _partition(problem: Problem, mesh: Any, args: Any, result: Any) -> Any:
                 ops, orders = reordered(ops, problem.orders), 0
                 ops = ops._replace(lhs=_own_rows(ops.lhs, shard_k, k_axes, size(k_axes)))
             if not whole_groups and format.group_size != -1:
-                ops, format = _own_groups(ops, format, shard_k, k_axes)
+                rows = problem.named(args).packed.shape[-2] * ATOM  # of all shards
+                scale, zero, format = super_blocks.expanded(ops.scale, ops.zero, format, rows)
+                ops, format = _own_groups(
+                    ops._replace(scale=scale, zero=zero), format, shard_k, k_axes
+                )
             local = problem.replace(
                 columns=n, format=format, orders=orders, out_dtype=jnp.dtype("float32")
             )

@@ -25,7 +25,7 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
     if lhs.dtype == jnp.float16 and rhs.format.outgrows_float16:
         lhs, half_sums = lhs.astype(jnp.float32), False
     k_shards, n_shards = rhs.shards
-    lhs = padding.spread(lhs, -1, k_shards, padding.shard_unit(rhs.format.group_size))
+    lhs = padding.spread(lhs, -1, k_shards, padding.shard_unit(rhs.format.scale_span))
     lead = rhs.shape[:-2]
     vector = lhs.ndim == 1
     lhs = lhs[None] if vector else lhs

@@ -47,6 +47,11 @@ def _unfit(gpus: Sequence[Any]) -> str | None:
     return next(filter(None, map(selection.unfit, capabilities)), None)
 
 
+def only_local_gpus_of(compute_capability: int) -> bool:
+    """Whether all GPUs that JAX sees here have this compute capability, and there are some."""
+    return {selection.compute_capability(gpu) for gpu in _local_gpus()} == {compute_capability}
+
+
 def only_gpus_of(compute_capability: int, context: Any) -> bool:
     """Whether a program is lowered for GPUs that are known, and of this compute capability."""
     gpus = _gpus_of(context)

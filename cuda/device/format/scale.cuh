@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Scales, as rows g and g + 8 have them: floats of 32 or 16 bits, the 8-bit scales of the microscaling formats, or
-// integers from 0 to 127.
+// Scales, as rows g and g + 8 have them: floats of 32 or 16 bits, the 8-bit scales of the microscaling formats, integers
+// from 0 to 127, or, of two levels, integers from -128 to 127 times a float of their super-block.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,6 +23,11 @@ struct E8m0 {
 // An 8-bit float with 4 bits of exponent and 3 of mantissa, without infinities; its largest code is NaN.
 struct E4m3 {
   uint8_t code;
+};
+
+// A byte of scales of two levels: an integer of a group, or half of a float16 of a super-block (docs/layout.md).
+struct Super {
+  uint8_t byte;
 };
 
 // Two E4m3s, in the low 16 bits, as a pair of f16, exactly.
@@ -84,6 +89,22 @@ __device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
   } else {
     FloatsOf<S>(LoadScalePair<S>(shared), rows);
   }
+}
+
+// Loads the floats of a super-block of rows g and g + 8, a pair of f16: their low bytes are a row of 64 bytes, and their
+// high ones the next.
+__device__ inline uint32_t LoadSuperHalves(uint32_t shared) {
+  return __byte_perm(LoadShared2(shared), LoadShared2(shared + 64), 0x5140);
+}
+
+// The integers of a group, two bytes, of rows g and g + 8, times floats, exactly.
+__device__ inline void SuperScalesOf(uint32_t integers, const float (&floats)[2],
+                                     float (&rows)[2]) {
+  // Beside the exponent of 2^23, in which a unit is 1.
+  const uint32_t both = integers ^ 0x8080;
+  constexpr float kMiddle = 8388608 + 128;
+  rows[0] = (__uint_as_float(__byte_perm(both, 0x4b000000, 0x7440)) - kMiddle) * floats[0];
+  rows[1] = (__uint_as_float(__byte_perm(both, 0x4b000000, 0x7441)) - kMiddle) * floats[1];
 }
 
 // Adds partial sums, in the order of operand D, times the scales of rows g and g + 8.

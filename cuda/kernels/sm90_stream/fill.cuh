@@ -110,13 +110,19 @@ class StageFiller {
   __device__ void FillWeights(int stage, int slot) const {
     const int first = share_.atom_begin + (stage << p_.plan.stage_shift);
     const int atoms = min(p_.plan.stage_atoms, share_.atom_end - first);
-    const int group = FirstGroup(p_, first);
+    const int group = FirstScaleRow<I>(p_, first);
     const int groups = min(p_.plan.stage_groups, p_.groups - group);
     const uint32_t barrier = memory_.full(slot);
     if (lane_ == 0) {
       ArriveExpecting(barrier, atoms * packed_bytes_ + p_.plan.bytes.lhs + groups * group_bytes_);
     }
     __syncwarp();
+    if constexpr (I::kSuperBlocks) {
+      if (kind_ == Kind::kGroups && p_.plan.stage_atoms < kSuperAtoms) {
+        FillPartOfSuperBlock(first, slot);
+        return;
+      }
+    }
     const int bytes = kind_ == Kind::kGroups  ? bytes_ * groups
                       : kind_ == Kind::kStrip ? bytes_ * atoms
                       : atom_ < atoms         ? bytes_
@@ -127,6 +133,19 @@ class StageFiller {
                                  : (int64_t{stage} << p_.plan.stage_shift) * kAtomBytes<I::kBits>;
       BulkLoad(memory_.stage(p_.plan, slot) + target_, source_ + offset, bytes, barrier, policy_);
     }
+  }
+
+  // Of a stage that is a part of a super-block: the integers of its groups, and the floats, which follow those of all.
+  __device__ void FillPartOfSuperBlock(int first, int slot) const {
+    if (bytes_ == 0) return;
+    const uint32_t barrier = memory_.full(slot), target = memory_.stage(p_.plan, slot) + target_;
+    const int integers = p_.stage_super_groups * bytes_;
+    const int super = first >> kSuperShift;
+    const int floats = super * (p_.super_groups + static_cast<int>(kFloatRows)) + p_.super_groups;
+    BulkLoad(target, source_ + int64_t{FirstScaleRow<I>(p_, first)} * bytes_, integers, barrier,
+             policy_);
+    BulkLoad(target + integers, source_ + int64_t{floats} * bytes_,
+             static_cast<int>(kFloatRows) * bytes_, barrier, policy_);
   }
 
   // Activations of a whole stage are one load: columns beyond k are zeros.

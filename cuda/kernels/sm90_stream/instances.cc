@@ -30,7 +30,7 @@ std::vector<InstanceKey> InstancesOf(int bits) {
   ForEachFormat(Family::kSm90Stream, bits, [&](InstanceKey key) {
     for (const Variant& variant : kVariants) {
       key.variant = variant.number();
-      if (variant.block_m <= MaxRows(bits)) keys.push_back(key);
+      if (variant.block_m <= MaxRows(bits, key.scale)) keys.push_back(key);
     }
   });
   return keys;

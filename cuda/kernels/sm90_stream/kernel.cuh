@@ -97,6 +97,9 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
       ArriveAsWarp(memory.empty(cursor.slot), lane);  // every lane has read the stage
       cursor.Advance(num_stages);
     }
+    if constexpr (I::kHasOneRow) {
+      if (p.m == 1) StageMultiplier<I>::SumColumns(acc);
+    }
     reducer.WaitUntilFree(number);
     const Place sent = OwnPlace(p);
 #pragma unroll

@@ -39,14 +39,14 @@ int AssignClusters(const Operands* products, size_t count, int slices, Params& p
 // Everything but the products; `buffers` belong to one of them.
 Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
                 int ctas_per_sm) {
-  Params p;
+  Params p = {};
   p.ungathered = buffers.lhs;
   p.permutation = buffers.permutation;
   p.part_columns = static_cast<int>(problem.k / std::max<int64_t>(problem.permuted_parts, 1));
   p.zero_bytes = static_cast<int>(problem.zero_bytes());
   p.m = static_cast<int>(problem.m);
   p.k_blocks = static_cast<int>(problem.k_blocks());
-  p.groups = static_cast<int>(problem.groups());
+  p.groups = static_cast<int>(problem.scale_rows());
   const int64_t size = problem.group_size;
   p.atoms_per_group = AtomsPerGroup(problem);
   p.groups_per_atom = GroupsPerAtom(problem);
@@ -62,7 +62,11 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
     p.epilogue.residual_float = p.epilogue.any = true;
   }
   p.table = TableOf(problem, buffers);
+  p.super_groups = static_cast<int>(size > 0 ? kSuperBlock / size : 0);
+  for (int64_t steps = size / kStepRows; steps > 1; steps /= 2) ++p.group_shift;
   p.plan = PlanOf(problem, choice.split_k, choice.slices, ctas_per_sm);
+  const int in_stage = static_cast<int>(size > 0 ? CeilDiv(p.plan.stage_atoms * kAtom, size) : 0);
+  p.stage_super_groups = std::min(p.super_groups, in_stage);
   const StageBytes& bytes = p.plan.bytes;
   const int scales_at = bytes.lhs + bytes.packed;
   p.zeros_at = scales_at + bytes.scales - scales_at / static_cast<int>(problem.scale_bytes());

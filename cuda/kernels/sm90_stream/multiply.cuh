@@ -36,6 +36,12 @@ struct RowsOf<T, S, I, Codebook::kNone> {
                                      FusedRowPair<T, I::kBits>, Any>;
 };
 
+template <typename T, class I>
+struct RowsOf<T, Super, I, Codebook::kNone> {
+  using Any = SuperRowPair<T, I::kBits>;
+  using Fastest = Any;
+};
+
 template <class I>
 using Rows = typename RowsOf<typename I::T, typename I::S, I, I::kCodebook>::Any;
 
@@ -86,7 +92,7 @@ class StageMultiplier : Table<I::kCodebook> {
         others_[1][i] = Keep(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
       }
       const int group =
-          (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstGroup(p_, atom_);
+          (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstScaleRow<I>(p_, atom_);
       const int row = group * kRows + slice % kSlicesPerStrip * kSliceRows + lane_ / 4 * 2;
       scales_[i] =
           Keep(p_.plan.bytes.lhs + p_.plan.bytes.packed + row * static_cast<int>(sizeof(S)));
@@ -102,6 +108,21 @@ class StageMultiplier : Table<I::kCodebook> {
   __device__ void Multiply(uint32_t stage, uint32_t activations, int left,
                            Accumulators<I>& acc) const {
     const int own = min(p_.plan.warp_atoms, left - atom_);
+    if constexpr (I::kHasOneRow) {
+      if (p_.m == 1) {
+#pragma unroll 1
+        for (int at = 0; at < own;) {
+          const bool together = kTogetherAtoms == 2 && at + 2 <= own;
+          if (together) {
+            MultiplyOneRow<kTogetherAtoms>(stage, activations, at, acc);
+          } else {
+            MultiplyOneRow<1>(stage, activations, at, acc);
+          }
+          at += together ? 2 : 1;
+        }
+        return;
+      }
+    }
     if constexpr (kMicroGroups > 0) {
       if (own == 2 && p_.groups_per_atom == kMicroGroups &&
           MultiplyMicroscaled(stage, activations, acc)) {
@@ -124,8 +145,23 @@ class StageMultiplier : Table<I::kCodebook> {
         MultiplyAtoms<FastestRows<I>, 1, 1>(stage, activations, at, acc);
       } else if (p_.groups_per_atom == 2 && TakeFastest<2>(stage, at)) {
         MultiplyAtoms<FastestRows<I>, 1, 2>(stage, activations, at, acc);
+      } else if constexpr (I::kSuperBlocks) {
+        MultiplyAtoms<Rows<I>, 1, 4>(stage, activations, at, acc);
       } else {
         MultiplyAtoms<Rows<I>, 1, 0>(stage, activations, at, acc);
+      }
+    }
+  }
+
+  // Adds the columns in which MultiplyOneRow leaves the sums of the row.
+  __device__ static void SumColumns(Accumulators<I>& acc) {
+#pragma unroll
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = acc[i][0][2 * h] + acc[i][0][2 * h + 1];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        acc[i][0][2 * h] = sum + __shfl_xor_sync(~0u, sum, 2);
       }
     }
   }
@@ -143,6 +179,7 @@ class StageMultiplier : Table<I::kCodebook> {
   static constexpr int kMostAtoms = MaxWarpAtoms(kBits, I::kTiles * 8);
   // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices, if registers allow.
   static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits <= 4 ? 2 : 1;
+  static constexpr bool kRegistersToSpare = I::kTiles == 1 || I::kCtasPerSm == 1;
   static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
 
   // Groups of an atom in MXFP4 and in NVFP4, in which a warp multiplies two atoms at a time; 0 in other formats.
@@ -179,6 +216,92 @@ class StageMultiplier : Table<I::kCodebook> {
     if (!kTakesAll && !__all_sync(~0u, take)) return false;
     MultiplyAtoms<R, 2, kMicroGroups>(stage, activations, 0, acc, factors);
     return true;
+  }
+
+  // Multiplies kAtoms of the warp's atoms by a single row of lhs, in scales of two levels. The instruction has 8 rows,
+  // its columns: each is the row in one group, and zeros elsewhere. So the sums of up to 8 groups are in 8 columns, and
+  // a lane scales those of its own two once.
+  template <int kAtoms>
+  __device__ void MultiplyOneRow(uint32_t stage, uint32_t activations, int at,
+                                 Accumulators<I>& acc) const {
+    using R = Rows<I>;
+    const int shift = p_.group_shift, first_step = lane_ / 4 << shift;
+    const int groups = max(kAtoms * kStepsPerAtom >> shift, 1);
+    const uint32_t first = activations + lhs_ + at * LhsBytes();
+    R rows[kSlicesPerWarp];
+    // Loaded ahead of everything that waits for anything.
+    ColumnScales scales[kSlicesPerWarp], zeros[kSlicesPerWarp];
+    uint32_t packed[kAtoms][kSlicesPerWarp][kBits];
+    float part[kAtoms][kSlicesPerWarp][4] = {}, lhs_sums[4] = {};
+#pragma unroll
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+      rows[i].Start(false);
+      scales[i] = LoadColumns(stage, i, RowsAt(at), groups);
+      if constexpr (I::kSumsLhs) {
+        zeros[i] = LoadColumns(stage + p_.plan.bytes.scales, i, RowsAt(at), groups);
+      }
+#pragma unroll
+      for (int a = 0; a < kAtoms; ++a) {
+        const uint32_t place = stage + packed_[i] + (at + a) * PackedStep(i);
+        LoadPacked<kBits>(place, kPlanes > 1 ? place + others_[0][i] : 0,
+                          kPlanes > 2 ? place + others_[kOthers - 1][i] : 0, lane_, packed[a][i]);
+      }
+    }
+    uint32_t fragments[kAtoms][4];
+#pragma unroll
+    for (int step = 0; step < kStepsPerAtom; ++step) {
+#pragma unroll
+      for (int a = 0; a < kAtoms; ++a) {
+        if (step % 2 == 0) {
+          LoadMatrices(fragments[a], (first + a * LhsBytes()) ^ (step * 2 * kCopyBytes));
+        }
+        const bool own = (a * kStepsPerAtom + step - first_step) >> shift == 0;
+        const uint32_t low = own ? fragments[a][step % 2 * 2] : 0;
+        const uint32_t high = own ? fragments[a][step % 2 * 2 + 1] : 0;
+#pragma unroll
+        for (int i = 0; i < kSlicesPerWarp; ++i) {
+          uint32_t weights[4];
+          rows[i].Dequantize(packed[a][i], step, weights);
+          Mma<T>(part[a][i], weights, low, high);
+        }
+        if constexpr (I::kSumsLhs) {
+          const uint32_t ones[4] = {R::kOnes, R::kOnes, R::kOnes, R::kOnes};
+          Mma<T>(lhs_sums, ones, low, high);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSlicesPerWarp; ++i) {
+      if constexpr (kAtoms == 2) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) part[0][i][j] += part[1][i][j];
+      }
+      rows[i].SetScaleFloats(scales[i].halves);
+      if constexpr (I::kSumsLhs) rows[i].SetZeroFloats(zeros[i].halves);
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        rows[i].SetScales(scales[i].integers[column]);
+        if constexpr (I::kSumsLhs) rows[i].SetZeros(zeros[i].integers[column]);
+        rows[i].template AddColumn<I::kSumsLhs>(column, part[0][i], lhs_sums, acc[i][0]);
+      }
+    }
+  }
+
+  // Scales, or zeros, of two levels, of rows g and g + 8, as they are in memory: the floats of their super-block, and the
+  // integers of the groups of this lane's two columns.
+  struct ColumnScales {
+    uint32_t halves, integers[2];
+  };
+  __device__ ColumnScales LoadColumns(uint32_t stage, int slice, int on, int groups) const {
+    ColumnScales scales;
+    scales.halves = LoadSuperHalves(ScaleAddress(stage, slice, SuperFloatsAt()));
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      // Columns behind the last group are zeros, whatever their scale.
+      const int group = min(lane_ % 4 * 2 + column, groups - 1);
+      scales.integers[column] = LoadShared2(ScaleAddress(stage, slice, on + group * kRows));
+    }
+    return scales;
   }
 
   // Whether FastestRows take the scales of both slices in the kGroups groups of the warp's atom `at`.
@@ -220,11 +343,25 @@ class StageMultiplier : Table<I::kCodebook> {
       R rows[kRowAtoms][kTogetherSlices];
       uint32_t packed[kAtoms][kTogetherSlices][kBits];
       float part[kChains][kTogetherSlices][I::kTiles][4] = {};
+      // Over a group, where zeros multiply them.
+      [[maybe_unused]] float lhs_sums[I::kTiles][4] = {};
+      // Integers of two levels of all groups, loaded ahead of everything that waits for anything.
+      constexpr int kAhead = I::kSuperBlocks && kGroups > 1 && kRegistersToSpare ? kGroups : 0;
+      [[maybe_unused]] GroupIntegers ahead[kAhead > 0 ? kAhead : 1][kTogetherSlices];
 #pragma unroll
       for (int i = 0; i < kTogetherSlices; ++i) {
         if constexpr (!kHasFactors) {
           StartRows<R, I::kCodebook>(I::kZero == ZeroKind::kFloat, *this, rows[0][i]);
-          LoadRows(stage, slice + i, RowsAt(at), rows[0][i]);
+          if constexpr (I::kSuperBlocks) LoadSuperFloats(stage, slice + i, rows[0][i]);
+          if constexpr (kAhead > 0) {
+#pragma unroll
+            for (int group = 0; group < kAhead; ++group) {
+              ahead[group][i] = LoadIntegers(stage, slice + i, RowsAt(at) + group * kRows);
+            }
+            SetRows(ahead[0][i], rows[0][i]);
+          } else {
+            LoadRows(stage, slice + i, RowsAt(at), rows[0][i]);
+          }
         }
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
@@ -252,9 +389,14 @@ class StageMultiplier : Table<I::kCodebook> {
             const int group = step * groups / kStepsPerAtom;  // of the atom
 #pragma unroll
             for (int i = 0; i < kTogetherSlices; ++i) {
-              AddPart(rows[0][i], part[0][i], acc[slice + i]);
-              LoadRows(stage, slice + i, RowsAt(at) + group * kRows, rows[0][i]);
+              AddPart(rows[0][i], part[0][i], lhs_sums, acc[slice + i]);
+              if constexpr (kAhead > 0) {
+                SetRows(ahead[group][i], rows[0][i]);
+              } else {
+                LoadRows(stage, slice + i, RowsAt(at) + group * kRows, rows[0][i]);
+              }
             }
+            Clear(lhs_sums);
           }
           uint32_t weights[kTogetherSlices][4];
 #pragma unroll
@@ -279,6 +421,12 @@ class StageMultiplier : Table<I::kCodebook> {
                                       : acc[slice + i][tile + j];
                 Mma<T>(sum, weights[i], fragments[a][2 * half], fragments[a][2 * half + 1]);
               }
+              if constexpr (I::kSumsLhs) {
+                static_assert(kTogetherSlices == kSlicesPerWarp);
+                const uint32_t ones[4] = {R::kOnes, R::kOnes, R::kOnes, R::kOnes};
+                Mma<T>(lhs_sums[tile + j], ones, fragments[a][2 * half],
+                       fragments[a][2 * half + 1]);
+              }
             }
           }
         }
@@ -294,8 +442,9 @@ class StageMultiplier : Table<I::kCodebook> {
         for (int chain = 0; chain < kChains; ++chain) {
 #pragma unroll
           for (int i = 0; i < kTogetherSlices; ++i) {
-            AddPart(rows[0][i], part[chain][i], acc[slice + i]);
+            AddPart(rows[0][i], part[chain][i], lhs_sums, acc[slice + i]);
           }
+          Clear(lhs_sums);  // the last group's zeros are added once
         }
       }
     }
@@ -311,17 +460,44 @@ class StageMultiplier : Table<I::kCodebook> {
     return I::kWholeStrips ? kSlicesPerStrip * I::kSliceBytes : packed_step_[slice];
   }
 
-  // Adds the partial sums of a group, and clears them.
+  // Adds the partial sums of a group, and clears them; and zeros times the sums of lhs over it.
   template <class R>
   __device__ static void AddPart(const R& rows, float (&part)[I::kTiles][4],
+                                 const float (&lhs_sums)[I::kTiles][4],
                                  float (&acc)[I::kTiles][4]) {
     if constexpr (I::kScaleSums) {
 #pragma unroll
       for (int tile = 0; tile < I::kTiles; ++tile) {
         rows.AddScaled(part[tile], acc[tile]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) part[tile][j] = 0;
+        if constexpr (I::kSumsLhs) rows.AddZeros(lhs_sums[tile], acc[tile]);
       }
+      Clear(part);
+    }
+  }
+
+  __device__ static void Clear(float (&sums)[I::kTiles][4]) {
+#pragma unroll
+    for (int tile = 0; tile < I::kTiles; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[tile][j] = 0;
+    }
+  }
+
+  // Distance from the rows of the warp's first group to the floats of its super-block, which is one for all its atoms.
+  __device__ int SuperFloatsAt() const {
+    const int super = Keep(atom_) >> kSuperShift;  // computed again: registers are short
+    const int row = super * (p_.stage_super_groups + static_cast<int>(kFloatRows)) +
+                    p_.stage_super_groups - FirstScaleRow<I>(p_, atom_);
+    return row * kRows;
+  }
+
+  // Loads the floats of the super-block of a slice.
+  template <class R>
+  __device__ void LoadSuperFloats(uint32_t stage, int slice, R& rows) const {
+    const uint32_t floats = ScaleAddress(stage, slice, SuperFloatsAt());
+    rows.SetScaleFloats(LoadSuperHalves(floats));
+    if constexpr (I::kZero == ZeroKind::kFloat) {
+      rows.SetZeroFloats(LoadSuperHalves(floats + p_.plan.bytes.scales));
     }
   }
 
@@ -330,6 +506,20 @@ class StageMultiplier : Table<I::kCodebook> {
     const int row = (atom_ + at) * I::kTiles * 8 + lhs_;
     const int column = lane_ / 8 % (4 / kTogether);
     return row * kRowBytes + (column ^ row % 8) * kCopyBytes;
+  }
+
+  // The integers of the scales and zeros of a group, of two levels, of rows g and g + 8, as they are in memory.
+  struct GroupIntegers {
+    uint32_t scale, zero;
+  };
+  __device__ GroupIntegers LoadIntegers(uint32_t stage, int slice, int on) const {
+    const uint32_t scale = ScaleAddress(stage, slice, on);
+    return {LoadShared2(scale), I::kSumsLhs ? LoadShared2(scale + p_.plan.bytes.scales) : 0};
+  }
+  template <class R>
+  __device__ static void SetRows(const GroupIntegers& integers, R& rows) {
+    rows.SetScales(integers.scale);
+    if constexpr (I::kSumsLhs) rows.SetZeros(integers.zero);
   }
 
   // `on`: distance from the rows of the warp's first group.

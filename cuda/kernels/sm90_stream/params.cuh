@@ -35,10 +35,15 @@ struct Instance {
   static constexpr Codebook kCodebook = kNumbers;
   static constexpr int kCtasPerSm = kCtas;
   static constexpr bool kGathers = kGather;
-  // Scales multiply weights if zeros are floats, because sums of q * s and of zeros would cancel, and if there are
-  // many rows, because partial sums of a group would take too many registers. So they do if that takes no more
+  // Whether scales have two levels, and whether zeros multiply sums of lhs beside them.
+  static constexpr bool kSuperBlocks = std::is_same_v<ScaleType, Super>;
+  static constexpr bool kSumsLhs = kSuperBlocks && kZeros == ZeroKind::kFloat;
+  // Whether a single row of lhs has a way of its own (StageMultiplier::MultiplyOneRow).
+  static constexpr bool kHasOneRow = kSuperBlocks && kM == 8;
+  // Scales multiply weights if zeros are floats, because sums of q * s and of zeros would cancel where integers are not
+  // centred, and if there are many rows, because partial sums of a group would take too many registers. So they do if that takes no more
   // instructions, and for numbers that are not of type T.
-  static constexpr bool kScaleSums = kZeros != ZeroKind::kFloat && kM < 32 &&
+  static constexpr bool kScaleSums = (kZeros != ZeroKind::kFloat || kSumsLhs) && kM < 32 &&
                                      kCodebook != Codebook::kTable && kCodebook != Codebook::kE2m1;
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
@@ -68,7 +73,8 @@ struct Params {
   int part_columns;
   int zero_bytes;  // 1: zero points; else float zeros, of the type of the scales
   int m;
-  int k_blocks, groups;
+  int k_blocks;
+  int groups;               // rows of scales of a strip
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
   int atom_step;  // from the groups of a warp's first atom to those of its second, in rows
@@ -83,8 +89,11 @@ struct Params {
   // ahead of the others it moved them to other lines of the constant cache, and 4096 x 4096 took 3 % longer.
   int pair_step;
   TableParams table;
-  bool
-      scales_rows;  // the residual is a float32 factor of each row [batch * m], and there is no other epilogue
+  // The residual is a float32 factor of each row [batch * m], and there is no other epilogue.
+  bool scales_rows;
+  // Groups of a super-block, and as many of them as one stage holds.
+  int super_groups, stage_super_groups;
+  int group_shift;  // 2^group_shift steps of k have one group
 };
 
 // Orders the consumers among themselves.
@@ -136,6 +145,14 @@ __device__ inline int TileSlice(const Params& p, int number) {
 // The first group that an atom along k touches.
 __device__ inline int FirstGroup(const Params& p, int atom) {
   return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
+}
+
+// The row of the scales of that group: behind it, in scales of two levels, there are the floats of each super-block.
+template <class I>
+__device__ inline int FirstScaleRow(const Params& p, int atom) {
+  const int group = FirstGroup(p, atom);
+  if constexpr (!I::kSuperBlocks) return group;
+  return group + (atom >> kSuperShift) * static_cast<int>(kFloatRows);
 }
 
 // Shared memory: barriers, then partial sums that arrive from the cluster, then the ring of stages.

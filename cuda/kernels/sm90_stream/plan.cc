@@ -63,6 +63,9 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   plan.stages = static_cast<int>(CeilDiv(problem.k_blocks(), plan.stage_atoms));
   const int64_t stage_k = plan.stage_atoms * kAtom, size = problem.group_size;
   plan.stage_groups = static_cast<int>(size < 0 ? 1 : CeilDiv(stage_k, size));
+  if (problem.scale == ElementType::kSuper) {
+    plan.stage_groups += static_cast<int>(CeilDiv(stage_k, kSuperBlock) * kFloatRows);
+  }
   const int per_slice = kSliceRows * static_cast<int>(kAtom) * problem.bits / 8;
   const int per_group = plan.stage_strips * plan.stage_groups * static_cast<int>(kAtom);
   const int cluster = 1 << plan.cluster_shift;

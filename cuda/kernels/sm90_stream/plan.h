@@ -15,6 +15,7 @@ struct QuantizedMatmul;
 namespace jaxlowbit::sm90_stream {
 
 inline constexpr int kSliceRows = 16;      // output channels of one instruction: a slice
+inline constexpr int kStepRows = 16;       // input features of one instruction: a step
 inline constexpr int kSlicesPerStrip = 4;  // of the 64 channels of an atom
 inline constexpr int kWarps = 8;           // consumers; one more warp is the producer
 inline constexpr int kSlicesPerWarp = 2;
@@ -43,8 +44,16 @@ inline constexpr int kMostGatheredBytes = 24 * 1024;
 // The most atoms of a stage that one warp multiplies, with tiles of `block_m` rows.
 constexpr int MaxWarpAtoms(int bits, int block_m) { return bits < 4 && block_m == 8 ? 4 : 2; }
 
-// The most rows of lhs: with wide weights, 32 rows would take more registers than there are.
-constexpr int MaxRows(int bits) { return bits <= 4 ? 32 : 16; }
+// The most rows of lhs: with wide weights, and with scales of two levels, 32 rows would take more registers than there
+// are.
+constexpr int MaxRows(int bits, ElementType scale) {
+  return bits <= 4 && scale != ElementType::kSuper ? 32 : 16;
+}
+
+// Atoms along k of a super-block, whose scales have two levels.
+inline constexpr int kSuperAtoms = static_cast<int>(kSuperBlock / kAtom);
+inline constexpr int kSuperShift = 2;
+static_assert(1 << kSuperShift == kSuperAtoms);
 
 // Whether a tile has whole strips: where words are in several bit planes, and where a stage is small.
 constexpr bool HasWholeStrips(int bits) { return bits < 4 || (bits & (bits - 1)) != 0; }
@@ -70,7 +79,7 @@ struct Plan {
   int stage_shift, stage_atoms;    // 2^stage_shift atoms along k
   int warp_atoms;                  // neighbouring atoms of a stage that one warp multiplies
   int stages;                      // of all of k
-  int stage_groups, stage_strips;  // the most that a stage touches
+  int stage_groups, stage_strips;  // the most that a stage touches; of two levels, rows of scales
   StageBytes bytes;
   int slot_bytes;            // bytes.total(), aligned
   int owned_shift;           // a CTA reduces up to 2^owned_shift slices of a tile

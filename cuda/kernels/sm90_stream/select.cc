@@ -37,7 +37,7 @@ Support SupportsGroups(const Plan& plan, const QuantizedMatmul& problem) {
 }  // namespace
 
 Support SupportsProblem(const QuantizedMatmul& problem, const Device& device) {
-  const int most = MaxRows(problem.bits);
+  const int most = MaxRows(problem.bits, problem.scale);
   if (problem.m > most) return {"it takes up to " + std::to_string(most) + " rows of lhs"};
   if (problem.k % kAtom != 0) return {"k must be a multiple of 64"};
   const Choice choice = Configure(problem, device, 0);

@@ -21,7 +21,9 @@ _BITS = (1, 2, 4, 8)
 
 
 def unsupported(format: Format) -> str | None:
-    """Why the kernels cannot compute products of this format, or None."""
+    """Why the kernels cannot compute products of this format, or None. Scales of two levels are
+    expanded in front of them."""
+    format = format.expanded
     if format.scale is not None:
         return call.NO_NARROW_SCALES
     if format.codebook is not None:

@@ -1,0 +1,77 @@
+"""Scales of two levels: an integer for each group, times a float for each super-block of 256 rows.
+
+Scales, and likewise float zeros, are bytes (..., rows, n). Each super-block has a row of bytes for
+each of its groups, two's complement integers, and behind them two rows with its floats, float16:
+the low bytes, then the high ones. So a part of k that is whole super-blocks is whole rows, as of
+other scales. The functions here take the axis of rows to be the last but one, so that bytes may be
+in the order of `layout.pack_groups` too.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from . import layout
+from .format import SUPER_BLOCK, Format
+
+MOST = 127
+"""The largest integer; the least is -128."""
+_FLOAT_ROWS = 2
+
+
+def scale_shape(k: int, n: int, format: Format) -> tuple[int, int, int]:
+    """The shape of the scales of a (k, n) matrix: (n_blocks, groups, 64), of two levels rows of
+    bytes instead of groups."""
+    blocks, groups, channels = layout.groups_shape(k, n, format.group_size)
+    if format.scale == "super":
+        groups = num_blocks(layout.blocks(k) * layout.ATOM) * (_groups(format) + _FLOAT_ROWS)
+    return blocks, groups, channels
+
+
+def num_blocks(rows: int) -> int:
+    """Super-blocks that cover so many rows of a matrix."""
+    return -(-rows // SUPER_BLOCK)
+
+
+def packed(integers: Array, floats: Array, format: Format) -> Array:
+    """The bytes (..., rows, n) of integers, int8 (..., groups, n), and floats, float16 (...,
+    super-blocks, n). The last super-block may lack groups: it repeats its last one."""
+    *lead, groups, n = integers.shape
+    blocks = floats.shape[-2]
+    missing = blocks * _groups(format) - groups
+    pad = [(0, 0)] * len(lead) + [(0, missing), (0, 0)]
+    own = jnp.pad(lax.bitcast_convert_type(integers, jnp.uint8), pad, mode="edge")
+    own = own.reshape(*lead, blocks, _groups(format), n)
+    both = jnp.moveaxis(lax.bitcast_convert_type(floats, jnp.uint8), -1, -2)
+    return jnp.concatenate([own, both], axis=-2).reshape(*lead, -1, n)
+
+
+def unpacked(values: Array, format: Format) -> tuple[Array, Array]:
+    """The inverse of `packed`: the integers of whole super-blocks, and the floats."""
+    *lead, _, n = values.shape
+    groups = _groups(format)
+    blocks = values.reshape(*lead, -1, groups + _FLOAT_ROWS, n)
+    integers = lax.bitcast_convert_type(blocks[..., :groups, :], jnp.int8)
+    both = jnp.moveaxis(blocks[..., groups:, :], -2, -1)
+    return integers.reshape(*lead, -1, n), lax.bitcast_convert_type(both, jnp.float16)
+
+
+def expanded(
+    scale: Array, zero: Array | None, format: Format, rows: int
+) -> tuple[Array, Array | None, Format]:
+    """Scales and zeros of a matrix of so many rows as float32, one for each group, exactly, and the
+    format that has them. Others than those of two levels are returned as they are."""
+    if format.scale != "super":
+        return scale, zero, format
+    groups = layout.num_groups(rows, format.group_size)
+
+    def products(values: Array) -> Array:
+        integers, floats = unpacked(values, format)
+        floats = jnp.repeat(floats.astype(jnp.float32), _groups(format), axis=-2)
+        return (integers.astype(jnp.float32) * floats)[..., :groups, :]
+
+    return products(scale), None if zero is None else products(zero), format.expanded
+
+
+def _groups(format: Format) -> int:
+    """The groups of a super-block."""
+    return SUPER_BLOCK // format.group_size
