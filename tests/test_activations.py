@@ -131,6 +131,20 @@ def test_an_epilogue_follows_the_scales(dtype):
 
 
 @dtypes
+def test_rows_mapped_beside_a_stack(dtype):
+    """They are rows of every matrix of it, also where there are as many of both."""
+    stack = quantize(activations((3, 64, 70), seed=2), INT4)
+    x = activations((3, 5, 64))
+
+    def product(x: Any) -> Any:
+        return quantized_matmul(x, stack, activation_dtype=dtype)
+
+    each = jnp.stack([product(rows) for rows in x])
+    assert each.shape == (3, 3, 5, 70)
+    np.testing.assert_allclose(jax.vmap(product)(x), each, rtol=1e-5, atol=1e-5)
+
+
+@dtypes
 def test_derivatives_pass_the_rounding(dtype):
     """Those of the product with dequantized activations, in activations and in scales."""
     x, rhs = activations((3, 64)), weight(64, 64)

@@ -4,14 +4,14 @@
 // are those of operands.h, but for
 //
 //   0 lhs        T[b, m, k], interleaved (Buffers in cuda/problem.h)   T: s8 or f8e4m3fn
-//   1 lhs_scale  f32[b, m]: those of the rows of lhs
+//   1 lhs_scale  f32[b, m]: those of the rows of lhs; f32[0] where out is s32
 //
 // which the others follow, then
 //
-//   6 channel_scale  f32[L, n_blocks, 64], in order, beside s8 scales; otherwise f32[0]
+//   6 channel_scale  f32[L, n_blocks, 64], in order, beside s8 scales; otherwise, and where out is s32, f32[0]
 //
-// and results are of bf16 or f32. No kernel stands in where buffers begin at odd places, so
-// weights there are refused.
+// and results are of bf16 or f32, or, beside s8 lhs, sums of integers of s32, which no float scale multiplies. No kernel
+// stands in where buffers begin at odd places, so weights there are refused.
 //
 // The target jaxlowbit_rounded_activations rounds activations before it multiplies them (cuda/ops/quantize_rows.h).
 // In place of the first two operands it has
@@ -53,18 +53,18 @@ ffi::Error Decode(const Product& product, ffi::Dictionary dictionary, cudaStream
   if (error.success()) error = place->Find(stream);
   if (error.success()) error = DecodeOperands(lhs, weight, out, decoded, operands);
   if (error.success()) error = CheckFloats("lhs_scale", lhs_scale);
-  if (error.success()) {
+  if (error.success() && !p.sums_integers()) {
     error = CheckShape("lhs_scale", lhs_scale, {p.batch, p.m}, "[batch, m]");
   }
   if (error.success()) error = CheckFloats("channel_scale", channel_scale);
-  const bool scales_channels = p.scale == ElementType::kInt8;
+  const bool scales_channels = p.scale == ElementType::kInt8 && !p.sums_integers();
   if (error.success() && scales_channels) {
     error = CheckShape("channel_scale", channel_scale, {p.num_weights, p.n_blocks(), kAtom},
                        "[weights, n_blocks, 64]");
   }
   if (error.failure()) return error;
   Buffers& b = operands->buffers;
-  b.lhs_scale = static_cast<const float*>(lhs_scale.untyped_data());
+  if (!p.sums_integers()) b.lhs_scale = static_cast<const float*>(lhs_scale.untyped_data());
   if (scales_channels) b.channel_scale = static_cast<const float*>(channel_scale.untyped_data());
   if (const Support support = Supports(Kernel::kQmmSm90, p, DeviceInfo(place->device)); !support) {
     return Refuse(support.reason + "; use another backend.");

@@ -43,6 +43,8 @@ __device__ float Load(const void* data, ElementType type, int64_t i) {
       return static_cast<float>(static_cast<const __nv_fp8_e4m3*>(data)[i]);
     case ElementType::kInt8:
       return static_cast<const int8_t*>(data)[i];
+    case ElementType::kInt32:  // in the bound where floats do not hold it
+      return static_cast<float>(static_cast<const int32_t*>(data)[i]);
   }
   return 0.0f;
 }
@@ -67,6 +69,9 @@ __device__ void Store(void* data, ElementType type, int64_t i, float value) {
     case ElementType::kInt8:
       static_cast<int8_t*>(data)[i] =
           static_cast<int8_t>(fminf(fmaxf(rintf(value * kInt8Unit), -127), 127));
+      return;
+    case ElementType::kInt32:
+      static_cast<int32_t*>(data)[i] = static_cast<int32_t>(value);
       return;
   }
 }

@@ -140,8 +140,8 @@ void ForEachByteFormat(int bits, Visit visit) {
 // How C++ names a type of elements, a kind of zeros, and a codebook, which is the last argument of an instance and is
 // left out of those for integers.
 inline std::string CudaName(ElementType type) {
-  constexpr const char* kNames[] = {"float",           "__nv_bfloat16",   "__half",
-                                    "jaxlowbit::E8m0", "jaxlowbit::E4m3", "int8_t"};
+  constexpr const char* kNames[] = {
+      "float", "__nv_bfloat16", "__half", "jaxlowbit::E8m0", "jaxlowbit::E4m3", "int8_t", "int"};
   return kNames[static_cast<int>(type)];
 }
 inline std::string LastArgument(Codebook codebook) {

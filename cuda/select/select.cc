@@ -153,7 +153,13 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   if (!lhs_or_float32(e.bias) || !lhs_or_float32(e.residual)) {
     return {"the kernels add a bias and a residual of the dtype of lhs or float32"};
   }
-  if (!lhs_or_float32(problem.out)) return {"the kernels write the dtype of lhs or float32"};
+  if (problem.sums_integers()) {
+    if (problem.lhs != ElementType::kInt8 || e.gated || e.activation != Activation::kNone) {
+      return {"sums of integers are those of int8 lhs, without an epilogue"};
+    }
+  } else if (!lhs_or_float32(problem.out)) {
+    return {"the kernels write the dtype of lhs or float32"};
+  }
   constexpr int64_t kLargest = int64_t{1} << 30;  // 32-bit positions along k, and atoms along n
   if (problem.k > kLargest || problem.n > kLargest) {
     return {"k=" + number(problem.k) + " or n=" + number(problem.n) + " is beyond 2^30"};

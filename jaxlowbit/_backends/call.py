@@ -50,7 +50,7 @@ jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(x,
 """
 
 # In the order of ElementType and of ZeroKind (`cuda/types.h`).
-_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8")
+_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "int32")
 _ZEROS = ("none", "integer", "float")
 
 

@@ -96,18 +96,19 @@ def fused(
     return call.apart(out)[0]
 
 
-def quantized(values: Array, scale: Array, rhs: QuantizedArray, *, out_dtype: jnp.dtype) -> Array:
+def quantized(
+    values: Array, scale: Array | None, rhs: QuantizedArray, *, out_dtype: jnp.dtype
+) -> Array:
     """`(values @ rhs) * scale`, (..., n), of 8-bit values (..., k), as one custom call of CUDA.
 
-    `scale`: float32 (..., 1), one for each token. `out_dtype`: float32 or bfloat16.
+    `scale`: float32 (..., 1), one for each token; None for sums of integers, without float scales,
+    of int8 values. `out_dtype`: float32 or bfloat16; int32 without `scale`.
     """
     rows, m = values.shape[:-1], math.prod(values.shape[:-1])
     padding = ((0, 0), (0, 0), (0, _padded(rhs.k) - rhs.k))
     values = jnp.pad(values.reshape(1, m, rhs.k), padding)
-    operands = [
-        *call.apart(_interleaved(values), scale.reshape(1, m)),
-        *_weight_operands(rhs),
-    ]
+    scale = jnp.zeros(0, jnp.float32) if scale is None else scale.reshape(1, m)
+    operands = [*call.apart(_interleaved(values), scale), *_weight_operands(rhs)]
     result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
     workspace = call.workspace(call.workspace_bytes(1, m, rhs.n), [result], operands)
     out, _ = jax.ffi.ffi_call(call.ACTIVATIONS_TARGET, [result, workspace])(
@@ -168,9 +169,8 @@ def _byte_attributes(
 def _channel_scale(rhs: QuantizedArray) -> Array:
     """The scales of the channels of each strip, float32 (weights, n_blocks, 64), in order; or
     none."""
-    if not rhs.format.scales_channels:
+    if rhs.tensor_scale is None:
         return jnp.zeros(0, jnp.float32)
-    assert rhs.tensor_scale is not None
     n_blocks = rhs.packed.shape[-3]
     scales = rhs.tensor_scale.reshape(-1, rhs.n)
     padded = jnp.pad(scales, ((0, 0), (0, n_blocks * layout.ATOM - rhs.n)))

@@ -20,7 +20,7 @@ from .._core import checks, explicit, smoothing
 from .._core.activations import QuantizedActivations, quantize_activations, value_dtype
 from .._core.array import QuantizedArray
 from . import epilogue, fused
-from .call import Call, Rows, Weights, is_supported, run
+from .call import Product, Rows, Weights, is_supported, run
 from .options import Options
 from .product import multiply
 from .support import only_gpus_of
@@ -98,14 +98,16 @@ def product(
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled(Call):
+class Scaled(Product):
     """`(values @ rhs) * scale`, in the dtype that the options prefer."""
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (values, scale), (rhs,), _ = self.named(operands)
         options = self.options.replace(preferred_element_type=jnp.float32)
         sums = multiply(values.astype(EXACT), rhs, options)
-        return ((sums * explicit.beside(scale, sums)).astype(self.out_dtype),)
+        scale = explicit.beside(scale, sums)
+        scale = jnp.expand_dims(scale, range(sums.ndim - scale.ndim))  # of the axes of a stack
+        return ((sums * scale).astype(self.out_dtype),)
 
     @property
     def out_dtype(self) -> Any:
@@ -121,16 +123,10 @@ class Scaled(Call):
 
     def supports(self, rows: Rows, weights: Weights) -> bool:
         values, (rhs,) = rows[0], weights
-        lead = values.shape[:-1]
         return (
             self.options.backend in (None, "cuda")
-            and all(isinstance(size, int) for size in lead)
-            and math.prod(lead) >= least_rows(values.dtype, rhs)
-            and rhs.ndim == 2
-            and rhs.k <= MOST_K
-            and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), _without_unit(rhs))
-            and cuda.unsupported_activations(values.dtype, rhs.format) is None
-            and extension.uncompiled_activations() is None
+            and reads_bytes(values, rhs)
+            and math.prod(values.shape[:-1]) >= least_rows(values.dtype, rhs)
         )
 
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
@@ -160,7 +156,7 @@ class Scaled(Call):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounded(Call):
+class Rounded(Product):
     """`Scaled` of activations that are quantized to `dtype` on the way; others: a factor or None.
 
     Where XLA divides the program, or the CPU runs it, it is the composition, whose tokens have one
@@ -189,6 +185,21 @@ class Rounded(Call):
         out_dtype = self.given.call_dtype
         out, *_ = cuda_calls.rounded(lhs, factor, rhs, dtype=self.dtype, out_dtype=out_dtype)
         return (out.astype(self.options.preferred_element_type),)
+
+
+def reads_bytes(values: Any, rhs: QuantizedArray) -> bool:
+    """Whether the kernels of Hopper multiply 8-bit values, a number of rows that is known, by a
+    weight as it is; these are shapes and dtypes."""
+    rows = values.shape[:-1]
+    return (
+        all(isinstance(size, int) for size in rows)
+        and math.prod(rows) != 0
+        and rhs.ndim == 2
+        and rhs.k <= MOST_K
+        and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), _without_unit(rhs))
+        and cuda.unsupported_activations(values.dtype, rhs.format) is None
+        and extension.uncompiled_activations() is None
+    )
 
 
 def least_rows(values: Any, rhs: QuantizedArray) -> int:

@@ -13,14 +13,14 @@
 
 namespace jaxlowbit {
 
-// Weights as Ts, times 1 / kUnit, exactly: without their scales, of type S, unless these are integers.
+// Weights as Ts, times 2^kShift, exactly: without their scales, of type S, unless these are integers.
 template <typename T, int kBits, Codebook kCodebook, typename S>
 struct ByteWeights;
 
 // Weights become 16 (q - 8): in the upper half of a byte, q with its highest bit inverted is two's complement.
 template <typename S>
 struct ByteWeights<int8_t, 4, Codebook::kNone, S> {
-  static constexpr float kUnit = 1.0f / 16;
+  static constexpr int kShift = 4;
 
   static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t (&weights)[4]) {
     constexpr uint32_t kSigns = 0x80808080, kUpper = 0xf0f0f0f0;
@@ -37,7 +37,7 @@ struct ByteWeights<int8_t, 4, Codebook::kNone, S> {
 // them are a product and a sum of words. `scales`: of rows g and g + 8, as they are in memory.
 template <>
 struct ByteWeights<int8_t, 4, Codebook::kNone, int8_t> {
-  static constexpr float kUnit = 1;
+  static constexpr int kShift = 0;
 
   static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t scales,
                               uint32_t (&weights)[4]) {
@@ -66,7 +66,7 @@ __device__ inline void SeparateRows(const uint32_t (&packed)[8], int step, uint3
 
 template <typename S>
 struct ByteWeights<int8_t, 8, Codebook::kNone, S> {
-  static constexpr float kUnit = 1;
+  static constexpr int kShift = 0;
 
   static __device__ void Read(const uint32_t (&packed)[8], int step, uint32_t (&weights)[4]) {
     SeparateRows(packed, step, weights);
@@ -77,7 +77,7 @@ struct ByteWeights<int8_t, 8, Codebook::kNone, S> {
 
 template <typename S>
 struct ByteWeights<E4m3, 8, Codebook::kE4m3, S> {
-  static constexpr float kUnit = 1;
+  static constexpr int kShift = 0;
 
   static __device__ void Read(const uint32_t (&packed)[8], int step, uint32_t (&weights)[4]) {
     SeparateRows(packed, step, weights);

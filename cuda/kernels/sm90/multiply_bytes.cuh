@@ -12,6 +12,8 @@
 // kMostAtoms too.
 //
 // Stages are multiplied whole: beyond k they hold zeros.
+//
+// Sums of integers that are results themselves stay integers: accumulators hold their bits, as StoreIntegers expects.
 #pragma once
 
 #include <type_traits>
@@ -61,6 +63,7 @@ class ByteMultiplier : StageConsumer<I> {
   using Sum = std::conditional_t<I::kIsInt8, int, float>;
   static constexpr bool kHasGroupSums = I::kTile.takes_bytes(false);
 
+  static constexpr float kUnit = 1.0f / (1 << Weights::kShift);
   static constexpr int kSteps = 2;  // wgmma of an atom
   static constexpr int kUnits = I::kStageAtoms * I::kStrips;
   static constexpr int kMostAtoms = 8;  // whose float8 products are added without a stop
@@ -87,7 +90,9 @@ class ByteMultiplier : StageConsumer<I> {
     Sums sums;
     State state;
     Factors<I> channels;
-    if constexpr (I::kScalesBytes) LoadChannels(task.tile, channels);
+    if constexpr (I::kScalesBytes) {
+      if (!p_.out_integers) LoadChannels(task.tile, channels);
+    }
     state.atom = task.atom_begin, state.end = task.atom_end;
     state.previous = -1;
     state.cursor = cursor;
@@ -116,7 +121,7 @@ class ByteMultiplier : StageConsumer<I> {
     }
     Free(state.previous);
     cursor = state.cursor;
-    ScaleResults(task.tile, channels, acc);
+    if (!p_.out_integers) ScaleResults(task.tile, channels, acc);
   }
 
   // Multiplies the stages of a group, or what is left of it, `atoms` of k, and adds its sums.
@@ -135,7 +140,8 @@ class ByteMultiplier : StageConsumer<I> {
 #pragma unroll
         for (int i = 0; i < I::kM / 2; ++i) {
           const float scale = I::kScalesBytes ? 1.0f : state.scales[s][i / 2 % 2];
-          acc[s][i] = static_cast<float>(sums[s][i]) * scale;
+          acc[s][i] = p_.out_integers ? __int_as_float(sums[s][i] >> Weights::kShift)
+                                      : static_cast<float>(sums[s][i]) * scale;
         }
       }
     } else {
@@ -287,7 +293,7 @@ class ByteMultiplier : StageConsumer<I> {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             float& sum = acc[s][block * 4 + h * 2 + e];
-            sum = sum * (I::kScalesBytes ? channels[s][h] : Weights::kUnit) * scale;
+            sum = sum * (I::kScalesBytes ? channels[s][h] : kUnit) * scale;
           }
         }
       }

@@ -84,6 +84,7 @@ struct Params {
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out_data;
   bool out_float;        // float32 out; else Instance::Out
+  bool out_integers;     // int32 out: sums of integers, whose bits are in the accumulators
   bool aligned;          // rows of out begin at multiples of 16 bytes, and out is not float32
   bool residual_by_tma;  // rows of the residual do too, and form is not kOther
   Form form;
