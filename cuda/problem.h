@@ -32,7 +32,8 @@ struct QuantizedMatmul {
   int64_t group_size = -1;  // along k; -1: one group
   ElementType lhs = ElementType::kBf16;
   ElementType scale = ElementType::kBf16;
-  ElementType out = ElementType::kBf16;  // kInt32: sums of integers, of an int8 lhs, without float scales
+  // kInt32: sums of integers, of an int8 lhs, which no float scale multiplies.
+  ElementType out = ElementType::kBf16;
   ZeroKind zero = ZeroKind::kNone;
   bool transposed = false;
   // Scales multiply accumulators instead of weights: exact integers are multiplied, and the partial sum of each
@@ -54,7 +55,7 @@ struct QuantizedMatmul {
   JAXLOWBIT_HOST_DEVICE constexpr ElementType floats() const {
     return Is8Bit(lhs) ? ElementType::kBf16 : lhs;
   }
-  constexpr bool sums_integers() const { return out == ElementType::kInt32; }
+  JAXLOWBIT_HOST_DEVICE constexpr bool sums_integers() const { return out == ElementType::kInt32; }
   // Whether sums may be in float16. Weights times scales of 8 bits may be too large for that before the second scale,
   // outside of the product, multiplies the sums.
   constexpr bool may_sum_halves() const {

@@ -22,8 +22,12 @@ from jaxlowbit import (
     QuantizedArray,
     quantize,
     quantize_activations,
+    quantized_glu,
     quantized_matmul,
+    quantized_matmuls,
+    quantized_mlp,
     smoothing_factor,
+    supported_backends,
 )
 from jaxlowbit._backends import extension
 from jaxlowbit._matmul import quantized_lhs
@@ -500,6 +504,28 @@ WRONG = [
 def test_wrong_activations(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+def test_backends_of_quantized_activations():
+    """Those of bfloat16, which every backend multiplies."""
+    lhs, floats = quantize_activations(activations()), jnp.ones((5, 100), jnp.bfloat16)
+    for format in (INT4, FP8, Format(6, codebook=tuple(range(64)))):
+        rhs = weight(format=format)
+        assert supported_backends(lhs, rhs) == supported_backends(floats, rhs)
+    assert "lhs of float32" in str(supported_backends(lhs.values, rhs)["cpu"])
+
+
+def test_other_products_take_no_quantized_activations():
+    lhs, rhs = quantize_activations(activations()), weight()
+    pair = quantize(activations((2, 100, 70)), INT4)
+    sentence = "lhs is a QuantizedActivations, .*; quantized_matmul takes .* dequantize.. gives"
+    for call in (
+        lambda: quantized_glu(lhs, pair),
+        lambda: quantized_matmuls(lhs, [rhs, rhs]),
+        lambda: quantized_mlp(lhs, pair, weight(70, 100)),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            call()
 
 
 def test_what_is_no_array_is_refused():

@@ -15,6 +15,7 @@ from jaxlowbit._matmul.integers import most_k
 
 pytestmark = pytest.mark.gpu
 IN_8_BITS = [Format(4), Format(8), Format(4, 64, scale="int8"), Format(4, 128, scale="int8")]
+IN_8_BITS += [Format(4, zero="integer")]
 kernels = pytest.mark.parametrize("format", IN_8_BITS, ids=format_name)
 
 

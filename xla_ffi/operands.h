@@ -233,8 +233,8 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   const auto lhs_type =
       attributes.quantized_lhs ? QuantizedType(lhs.element_type()) : FloatType(lhs.element_type());
   const auto scale_type = ScaleType(scale.element_type());
-  const bool sums_integers = attributes.quantized_lhs && lhs_type == ElementType::kInt8 &&
-                             out.element_type() == Type::S32;
+  const bool sums_integers =
+      attributes.quantized_lhs && lhs_type == ElementType::kInt8 && out.element_type() == Type::S32;
   const auto out_type = sums_integers ? ElementType::kInt32 : FloatType(out.element_type());
   constexpr std::string_view kWeightRule = "[weights, n_blocks, k_blocks, words]";
   constexpr std::string_view kGroupRule = "[weights, n_blocks, groups, 64]";

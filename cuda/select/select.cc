@@ -113,12 +113,12 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
     return type == ElementType::kF32 || type == problem.floats();
   };
   if (Is8Bit(problem.lhs) &&
-      (!TakesBytes(problem.lhs, problem.bits, problem.codebook, problem.scale) ||
-       problem.zero != ZeroKind::kNone || problem.transposed || problem.permuted_parts > 0)) {
+      (!TakesBytes(problem.lhs, problem.bits, problem.codebook, problem.scale, problem.zero) ||
+       problem.transposed || problem.permuted_parts > 0)) {
     return {
         "int8 lhs multiplies integers of 4 and 8 bits, and float8_e4m3fn e4m3, with scales of 16 "
-        "or 32 bits, or int8 integers of 4 bits with int8 scales, without zeros, transposition "
-        "and permutation"};
+        "or 32 bits, or int8 integers of 4 bits with int8 scales or integer zeros, without "
+        "transposition and permutation"};
   }
   if (!lhs_or_float32(problem.scale) && !Is8Bit(problem.scale)) {
     return {"the kernels take scales of the dtype of lhs, float32 or 8 bits"};

@@ -54,6 +54,15 @@ _DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", 
 _ZEROS = ("none", "integer", "float")
 
 
+INTERLEAVED = 16
+"""Columns of 8-bit activations that are interleaved."""
+
+
+def padded_columns(k: int) -> int:
+    """The columns of 8-bit activations, which zeros follow, as a call reads them."""
+    return -(-k // INTERLEAVED) * INTERLEAVED
+
+
 def call_operands(weight: QuantizedArray, dtype: jnp.dtype) -> tuple[Array, ...]:
     scale, zero = as_read(weight.scale, weight.zero, weight.format, dtype)
     return weight_operands(weight.packed, scale, zero, weight.index, weight.format)

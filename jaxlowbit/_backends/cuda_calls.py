@@ -17,8 +17,6 @@ from .._core.array import QuantizedArray
 from . import call, cuda_attend
 from .extension import ffi, unavailable
 
-_INTERLEAVED = 16  # columns of 8-bit activations that are interleaved
-
 
 def matmuls(
     lhs: Array, weights: Sequence[QuantizedArray], *, out_dtype: jnp.dtype, half_sums: bool
@@ -105,7 +103,7 @@ def quantized(
     of int8 values. `out_dtype`: float32 or bfloat16; int32 without `scale`.
     """
     rows, m = values.shape[:-1], math.prod(values.shape[:-1])
-    padding = ((0, 0), (0, 0), (0, _padded(rhs.k) - rhs.k))
+    padding = ((0, 0), (0, 0), (0, call.padded_columns(rhs.k) - rhs.k))
     values = jnp.pad(values.reshape(1, m, rhs.k), padding)
     scale = jnp.zeros(0, jnp.float32) if scale is None else scale.reshape(1, m)
     operands = [*call.apart(_interleaved(values), scale), *_weight_operands(rhs)]
@@ -128,7 +126,7 @@ def rounded(
     factor = jnp.zeros(0, jnp.float32) if factor is None else factor
     operands = [*call.apart(lhs.reshape(1, m, rhs.k), factor), *_weight_operands(rhs)]
     result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
-    values = jax.ShapeDtypeStruct((1, m, _padded(rhs.k)), dtype)
+    values = jax.ShapeDtypeStruct((1, m, call.padded_columns(rhs.k)), dtype)
     scale = jax.ShapeDtypeStruct((1, m), jnp.float32)
     workspace = call.workspace(
         call.workspace_bytes(1, m, rhs.n), [result, values, scale], operands[2:]
@@ -137,11 +135,6 @@ def rounded(
         call.ROUNDED_TARGET, [result, values, scale, workspace]
     )(*operands, **_byte_attributes(rhs, m, dtype, out_dtype))
     return call.apart(out)[0].reshape(*rows, rhs.n), values[0], scale[0]
-
-
-def _padded(k: int) -> int:
-    """As far as packed rows reach for 8-bit activations."""
-    return -(-k // _INTERLEAVED) * _INTERLEAVED
 
 
 def _weight_operands(rhs: QuantizedArray) -> tuple[Array, ...]:
@@ -161,7 +154,9 @@ def _byte_attributes(
             **call.codebook_attributes(rhs.format),
         ),
         **call.launches(
-            call.Launch(*(rhs.format, 1, m, rhs.n, _padded(rhs.k), values, scale, out_dtype))
+            call.Launch(
+                *(rhs.format, 1, m, rhs.n, call.padded_columns(rhs.k), values, scale, out_dtype)
+            )
         ),
     }
 
@@ -179,7 +174,7 @@ def _channel_scale(rhs: QuantizedArray) -> Array:
 
 def _interleaved(values: Array) -> Array:
     """Columns in the order in which tensor cores take them beside packed weights (`problem.h`)."""
-    halves = values.reshape(*values.shape[:-1], -1, 2, _INTERLEAVED // 2)
+    halves = values.reshape(*values.shape[:-1], -1, 2, call.INTERLEAVED // 2)
     return jnp.swapaxes(halves, -1, -2).reshape(values.shape)
 
 

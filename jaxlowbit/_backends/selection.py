@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from .._core.activations import EXACT, VALUES
 from .._core.format import Format
 from .._core.layout import ATOM
 from . import call, extension
@@ -69,9 +70,13 @@ def choose(
 ) -> dict:
     """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or "".
 
-    `variant`: how the product is computed, by the names of `_ffi.select`.
+    `variant`: how the product is computed, by the names of `_ffi.select`. An lhs of 8 bits is one
+    of quantized activations, whose columns are padded.
     """
     parts = parts_of(lhs)
+    narrow = lhs in VALUES
+    floats = EXACT if narrow else lhs
+    k = call.padded_columns(k) if narrow else k
     return ffi.select(
         m=parts * m,
         n=n,
@@ -80,8 +85,8 @@ def choose(
         codebook=ffi.codebook(format.values),
         group_size=format.group_size,
         batch=batch,
-        lhs="float16" if lhs == jnp.float16 else "bfloat16",
-        float32_scale=scale != lhs or parts > 1,  # `cuda.matmul` widens scales
+        lhs=str(lhs) if narrow or lhs == jnp.float16 else "bfloat16",
+        float32_scale=scale != floats or parts > 1,  # `cuda.matmul` widens scales
         narrow_scale=format.scale or "",
         zero=format.zero,
         scale_sums=parts > 1,

@@ -13,13 +13,14 @@ from jax import Array, lax
 
 from .._backends import cuda_calls
 from .._core import checks
+from .._core.activations import EXACT
 from .._core.array import QuantizedArray
 from .._core.explicit import Sharding
 from .._core.format import Format, format_name
 from .call import Product, Rows, Weights, run
 from .options import Options, check_quantized
 from .product import multiply
-from .quantized_lhs import EXACT, reads_bytes
+from .quantized_lhs import reads_bytes
 from .support import only_gpus_of
 
 _LARGEST = 128  # magnitude of int8
@@ -32,7 +33,8 @@ def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | No
     an integer zero, or, with `scale="int8"`, `(q - 2**(bits - 1)) * s`. Their sums are what
     `quantized_matmul` of `QuantizedActivations` multiplies by the scales of tokens and channels,
     for programs that do that on their own. On Hopper one custom call computes them in 8 bits where
-    it computes that product so, of any number of rows; elsewhere `jax.lax.dot_general` does.
+    it computes that product so, of any number of rows; elsewhere XLA, in float32, whose sums of
+    512 products are exact and are added in int32.
 
     Integers have no derivatives, neither those of `lhs` nor those that scales of `rhs` stand by.
 

@@ -17,16 +17,14 @@ from jax import Array
 
 from .._backends import cpu, cuda, cuda_calls, extension
 from .._core import checks, explicit, smoothing
-from .._core.activations import QuantizedActivations, quantize_activations, value_dtype
+from .._core.activations import EXACT, QuantizedActivations, quantize_activations, value_dtype
 from .._core.array import QuantizedArray
+from .._core.format import Format
 from . import epilogue, fused
 from .call import Product, Rows, Weights, is_supported, run
 from .options import Options
 from .product import multiply
 from .support import only_gpus_of
-
-EXACT = jnp.dtype("bfloat16")
-"""A dtype that holds every value of 8 bits, in which most kernels multiply them."""
 
 LEAST_ROWS = 192
 """Fewer rows are as fast in bfloat16: weights bound them, not tensor cores."""
@@ -123,11 +121,8 @@ class Scaled(Product):
 
     def supports(self, rows: Rows, weights: Weights) -> bool:
         values, (rhs,) = rows[0], weights
-        return (
-            self.options.backend in (None, "cuda")
-            and reads_bytes(values, rhs)
-            and math.prod(values.shape[:-1]) >= least_rows(values.dtype, rhs)
-        )
+        one_call = self.options.backend in (None, "cuda") and reads_bytes(values, rhs)
+        return one_call and too_few_rows(values, rhs) is None
 
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
         return self._one_call(cuda_calls.quantized, operands)
@@ -188,25 +183,44 @@ class Rounded(Product):
 
 
 def reads_bytes(values: Any, rhs: QuantizedArray) -> bool:
-    """Whether the kernels of Hopper multiply 8-bit values, a number of rows that is known, by a
-    weight as it is; these are shapes and dtypes."""
-    rows = values.shape[:-1]
+    """Whether the kernels of Hopper in this build multiply 8-bit values by a weight in 8 bits; both
+    are shapes and dtypes."""
     return (
-        all(isinstance(size, int) for size in rows)
-        and math.prod(rows) != 0
-        and rhs.ndim == 2
-        and rhs.k <= MOST_K
+        math.prod(values.shape[:-1]) != 0
+        and uncovered_bytes(values, rhs) is None
         and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), _without_unit(rhs))
-        and cuda.unsupported_activations(values.dtype, rhs.format) is None
         and extension.uncompiled_activations() is None
     )
+
+
+def uncovered_bytes(values: Any, rhs: QuantizedArray) -> str | None:
+    """Why the kernels of Hopper multiply 8-bit values by a weight in bfloat16, or None."""
+    if not all(isinstance(size, int) for size in values.shape[:-1]):
+        return "the number of rows is not known"
+    if rhs.ndim != 2:
+        return "the call multiplies 8 bits by one matrix, not by a stack"
+    if rhs.k > MOST_K:
+        return f"sums over k={rhs.k} may leave int32, which holds {MOST_K} products of 8 bits"
+    if rhs.permutation is not None or rhs.shards != (1, 1):
+        return "the call multiplies 8 bits by rows that are neither permuted nor in shards"
+    return cuda.unsupported_activations(values.dtype, rhs.format)
+
+
+def too_few_rows(values: Any, rhs: QuantizedArray) -> str | None:
+    """Why so few rows of 8-bit values are multiplied in bfloat16 on Hopper, or None."""
+    rows, least = math.prod(values.shape[:-1]), least_rows(values.dtype, rhs)
+    return f"{rows} rows, fewer than {least}, are as fast in that" if rows < least else None
 
 
 def least_rows(values: Any, rhs: QuantizedArray) -> int:
     """The rows of 8-bit values from which Hopper multiplies them in 8 bits; fewer are as fast in
     bfloat16."""
-    size = rhs.format.group_size
-    one_sum = size == -1 or size >= rhs.k or rhs.format.scales_channels
+    return least_rows_of(values, rhs.format, rhs.k)
+
+
+def least_rows_of(values: Any, format: Format, k: int) -> int:
+    """`least_rows` of a weight of this format."""
+    one_sum = format.group_size == -1 or format.group_size >= k or format.scales_channels
     return LEAST_ROWS_OF_ONE_SUM if values == jnp.int8 and one_sum else LEAST_ROWS
 
 

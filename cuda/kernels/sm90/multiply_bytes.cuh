@@ -5,8 +5,8 @@
 //   registers 0   read ─► wgmma                   read ─► wgmma        ...
 //   registers 1             read ─► wgmma  ─► add           read ─►
 //
-// Weights are not scaled, unless by integers, which leaves one sum: they are read to 8 bits as they stand, and the sums
-// of a group, exact in int32 for int8, are scaled in float32 and added to those of results. A unit is one strip and one
+// Weights are not scaled, unless by integers, which leaves one sum: they are read to 8 bits, less their zeros, and the
+// sums of a group, exact in int32 for int8, are scaled in float32 and added to those of results. A unit is one strip and one
 // atom of k, two wgmma. The next unit is read while those of one run; where a group ends, the warpgroup waits for them
 // and adds, while the other warpgroup's run. Tensor cores add products of float8 with few bits, so float8 is added every
 // kMostAtoms too.
@@ -59,7 +59,7 @@ class ByteMultiplier : StageConsumer<I> {
   using StageConsumer<I>::row_;
   using StageConsumer<I>::strip_rows_;
 
-  using Weights = ByteWeights<T, kBits, I::kCodebook, S>;
+  using Weights = ByteWeights<T, kBits, I::kCodebook, S, I::kZero>;
   using Sum = std::conditional_t<I::kIsInt8, int, float>;
   static constexpr bool kHasGroupSums = I::kTile.takes_bytes(false);
 
@@ -231,12 +231,14 @@ class ByteMultiplier : StageConsumer<I> {
     uint32_t packed[kBits];
     const uint32_t first = memory_.stage(p_.plan, slot) + packed_ + strip * kStripBytes;
     LoadTmaPacked<kBits>(first + atom * kAtomBytes<kBits>, 0, 0, packed);
-    if constexpr (I::kScalesBytes) {
+    if constexpr (I::kScalesBytes || I::kZero == ZeroKind::kInteger) {
       const int group = p_.atoms_per_group.divisor == 1 ? atom : 0;
       const int row = row_ + strip * strip_rows_ + group * static_cast<int>(kAtom);
-      const uint32_t scales = LoadScalePair<S>(memory_.scales(p_.plan, slot) + row);
+      // Bytes of two rows: scales that are integers, or zeros, which lie behind scales.
+      const int first_byte = I::kScalesBytes ? 0 : p_.plan.bytes.scales;
+      const uint32_t rows = LoadShared2(memory_.scales(p_.plan, slot) + first_byte + row);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) Weights::Read(packed, step, scales, weights[step]);
+      for (int step = 0; step < kSteps; ++step) Weights::Read(packed, step, rows, weights[step]);
     } else {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) Weights::Read(packed, step, weights[step]);

@@ -39,12 +39,14 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
     double base, row;  // of a stage of up to two strips; of each of its rows
   };
   const bool wide = problem.bits > 4, sixty_fours = problem.group_size == kAtom;
-  const Line line =
-      problem.lhs != ElementType::kInt8 ? Line{problem.groups() == 1 ? 0.357 : 0.5, 0.0024}
-      : HasOneSum(problem) ? (problem.scale == ElementType::kInt8 ? Line{0.33, 0.00158}
-                              : wide                              ? Line{0.245, 0.0021}
-                                                                  : Line{0.23, 0.00178})
-                           : Line{(sixty_fours ? 0.54 : 0.376) + (wide ? 0.05 : 0), 0.0021};
+  const bool zeros = problem.zero != ZeroKind::kNone;
+  const Line line = problem.lhs != ElementType::kInt8
+                        ? Line{problem.groups() == 1 ? 0.357 : 0.5, 0.0024}
+                    : HasOneSum(problem)
+                        ? (problem.scale == ElementType::kInt8 ? Line{0.33, 0.00158}
+                           : wide                              ? Line{0.245, 0.0021}
+                                                               : Line{zeros ? 0.3 : 0.23, 0.00178})
+                        : Line{(sixty_fours ? 0.54 : 0.376) + (wide || zeros ? 0.05 : 0), 0.0021};
   return (line.base * std::max(strips, 2.0) + line.row * rows * strips) / 4;
 }
 
