@@ -304,12 +304,12 @@ def test_a_mesh_that_divides_k_rounds_whole_tokens(hopper):
 def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
     """Longer rows are multiplied in bfloat16, on Hopper too."""
     most = quantized_lhs.MOST_K
-    assert 127 * 128 * most < 2**31 <= 127 * 128 * 2 * most
+    assert 128 * 128 * most < 2**31 <= 128 * 128 * (most + 1)
     monkeypatch.setattr(quantized_lhs, "is_supported", lambda *_: True)
     monkeypatch.setattr(quantized_lhs.extension, "uncompiled_activations", lambda: None)
     call = quantized_lhs.Scaled(None, Options())
     found = []
-    for k in (most, most + 64):
+    for k in (most, most + 1):
         values = jax.ShapeDtypeStruct((256, k), jnp.int8)
         rhs: Any = jax.eval_shape(lambda k=k: quantize(jnp.ones((k, 64)), Format(8)))
         found.append(call.supports((values,), (rhs,)))
@@ -318,12 +318,12 @@ def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
 
 def test_the_longest_sums_are_right():
     """Products that are all as large as they can be: 2^17 of them reach the end of int32."""
-    k = quantized_lhs.MOST_K + 64
+    k = quantized_lhs.MOST_K + 1
     rhs = QuantizedArray.from_integers(
         np.full((k, 64), -128, np.int8), jnp.ones((1, 64)), format=Format(8)
     )
-    lhs = QuantizedActivations(jnp.full((1, k), 127, jnp.int8), jnp.ones((1, 1)), jnp.float32)
-    np.testing.assert_allclose(lhs @ rhs, -127 * 128 * k, rtol=1e-5)
+    lhs = QuantizedActivations(jnp.full((1, k), -128, jnp.int8), jnp.ones((1, 1)), jnp.float32)
+    np.testing.assert_allclose(lhs @ rhs, 128 * 128 * k, rtol=1e-5)
 
 
 # --- factors of channels --------------------------------------------------------------------------

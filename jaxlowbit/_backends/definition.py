@@ -66,6 +66,6 @@ def _integer_sums(multiply: Callable[..., Array], lhs: Array, weight: Array) -> 
     def add(sums: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
         return sums + multiply(*part).astype(jnp.int32), None
 
-    own = divided(lhs, lhs.ndim - 1), divided(weight, weight.ndim - 2)
-    sums = multiply(*(array[0] for array in own)).astype(jnp.int32)
-    return lax.scan(add, sums, tuple(array[1:] for array in own))[0]
+    lhs, weight = divided(lhs, lhs.ndim - 1), divided(weight, weight.ndim - 2)
+    sums = multiply(lhs[0], weight[0]).astype(jnp.int32)
+    return lax.scan(add, sums, (lhs[1:], weight[1:]))[0]

@@ -111,7 +111,7 @@ class IntegerSums(Product):
 
     def supports(self, rows: Rows, weights: Weights) -> bool:
         (lhs,), (rhs,) = rows, weights
-        return reads_bytes(lhs, rhs) and rhs.k <= most_k(Format(8))
+        return reads_bytes(lhs, rhs)
 
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (rhs,), _ = self.named(operands)

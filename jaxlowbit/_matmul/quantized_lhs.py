@@ -32,8 +32,8 @@ LEAST_ROWS = 192
 LEAST_ROWS_OF_ONE_SUM = 32
 """Where int8 sums all of k as integers, which takes fewer instructions than weights in bfloat16."""
 
-MOST_K = 2**17
-"""More products of 8 bits may overflow int32."""
+MOST_K = 2**17 - 1
+"""More products of 8 bits may overflow int32, where all of them are (-128)^2."""
 
 
 class Rounding(NamedTuple):

@@ -64,9 +64,8 @@ Support SupportsProblem(const QuantizedMatmul& problem, const Device&) {
     if (problem.k % 16 != 0) return {"k of an lhs of 8 bits must be a multiple of 16"};
     if (problem.k > 1 << 17)
       return {"sums of products of 8 bits may overflow where k is beyond 2^17"};
-    if (problem.sums_integers()) {
-      if (!HasOneSum(problem)) return {"groups with float scales have no sum of integers"};
-      if (problem.k == 1 << 17) return {"sums of integers may overflow where k is 2^17"};
+    if (problem.sums_integers() && !HasOneSum(problem)) {
+      return {"groups with float scales have no sum of integers"};
     }
     if (problem.group_size > 0 && problem.group_size != kAtom &&
         problem.group_size % (2 * kAtom) != 0) {
