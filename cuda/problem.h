@@ -32,6 +32,7 @@ struct QuantizedMatmul {
   int64_t group_size = -1;  // along k; -1: one group
   ElementType lhs = ElementType::kBf16;
   ElementType scale = ElementType::kBf16;
+  // kInt32: sums of integers, of an int8 lhs, which no float scale multiplies.
   ElementType out = ElementType::kBf16;
   ZeroKind zero = ZeroKind::kNone;
   bool transposed = false;
@@ -57,6 +58,7 @@ struct QuantizedMatmul {
   JAXLOWBIT_HOST_DEVICE constexpr ElementType floats() const {
     return Is8Bit(lhs) ? ElementType::kBf16 : lhs;
   }
+  JAXLOWBIT_HOST_DEVICE constexpr bool sums_integers() const { return out == ElementType::kInt32; }
   // Whether sums may be in float16. Weights times scales of 8 bits may be too large for that before the second scale,
   // outside of the product, multiplies the sums.
   constexpr bool may_sum_halves() const {
@@ -102,7 +104,8 @@ constexpr int64_t GroupSize(int64_t size, int64_t k, ElementType scale) {
 // `permutation[r]`, clamped to the part; a kernel that does not gather lhs itself reads `gathered`, lhs in the order of
 // the stored rows.
 //
-// An lhs of 8 bits has a scale for each row, a token, which multiplies results before the epilogue. Its columns are
+// An lhs of 8 bits has a scale for each row, a token, which multiplies results before the epilogue; sums of integers
+// take no scales but those that are integers. Its columns are
 // interleaved as the instruction takes them beside packed weights: of each 16, column 8 v + r is stored at 2 r + v.
 // Beside it, scales that are integers make weights of 8 bits, and results are multiplied by a float for each channel.
 struct Buffers {

@@ -29,14 +29,14 @@ inline constexpr int kKernelBits[] = {4, 8};
 inline constexpr int kCompiledBits[] = {1, 2, 3, 5, 6, 7};
 
 // Elements of 8 bits are scales (kE8m0, which are powers of two, kE4m3, kInt8, or kSuper, the bytes of scales of two
-// levels) or quantized activations (kE4m3 or kInt8).
-enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3, kInt8, kSuper };
+// levels) or quantized activations (kE4m3 or kInt8); kInt32 are sums of integers.
+enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3, kInt8, kSuper, kInt32 };
 enum class ZeroKind { kNone, kInteger, kFloat };
 enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
 
 // Types and activations as Python and the driver name them, in the order of the enums.
 inline constexpr const char* kElementTypeNames[] = {
-    "float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8"};
+    "float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8", "int32"};
 inline constexpr const char* kActivationNames[] = {"none", "silu", "gelu", "gelu_tanh", "relu"};
 
 // The codebooks likewise.
@@ -48,7 +48,7 @@ JAXLOWBIT_HOST_DEVICE constexpr bool Is8Bit(ElementType type) {
          type == ElementType::kSuper;
 }
 JAXLOWBIT_HOST_DEVICE constexpr int64_t SizeOf(ElementType type) {
-  return type == ElementType::kF32 ? 4 : Is8Bit(type) ? 1 : 2;
+  return type == ElementType::kF32 || type == ElementType::kInt32 ? 4 : Is8Bit(type) ? 1 : 2;
 }
 JAXLOWBIT_HOST_DEVICE constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

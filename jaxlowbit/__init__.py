@@ -32,6 +32,7 @@ from ._core.scan import scan as scan
 from ._core.sharding import partition_spec as partition_spec
 from ._core.smoothing import smoothing_factor as smoothing_factor
 from ._matmul.api import quantized_matmul as quantized_matmul
+from ._matmul.integers import integer_matmul as integer_matmul
 from ._matmul.support import supported_backends as supported_backends
 from ._tuning import table as _table
 from ._tuning.explain import explain as explain

@@ -234,6 +234,12 @@ CALLS = {
         activation_dtype=NONE,
         **PRODUCT,
     ),
+    "integer_matmul": call(
+        jl.integer_matmul,
+        lhs=lambda: jnp.ones((2, K), jnp.int8),
+        rhs=lambda: jl.quantize(arrays()["w"], "int8"),
+        out_sharding=NONE,
+    ),
     "glu": call(
         jl.quantized_glu,
         lhs=given("x"),

@@ -25,8 +25,12 @@ from jaxlowbit import (
     QuantizedArray,
     quantize,
     quantize_activations,
+    quantized_glu,
     quantized_matmul,
+    quantized_matmuls,
+    quantized_mlp,
     smoothing_factor,
+    supported_backends,
 )
 from jaxlowbit._backends import extension
 from jaxlowbit._matmul import quantized_lhs
@@ -131,6 +135,20 @@ def test_an_epilogue_follows_the_scales(dtype):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     given = quantized_matmul(quantize_activations(x, dtype), rhs, **options)
     np.testing.assert_array_equal(given, found)
+
+
+@dtypes
+def test_rows_mapped_beside_a_stack(dtype):
+    """They are rows of every matrix of it, also where there are as many of both."""
+    stack = quantize(activations((3, 64, 70), seed=2), INT4)
+    x = activations((3, 5, 64))
+
+    def product(x: Any) -> Any:
+        return quantized_matmul(x, stack, activation_dtype=dtype)
+
+    each = jnp.stack([product(rows) for rows in x])
+    assert each.shape == (3, 3, 5, 70)
+    np.testing.assert_allclose(jax.vmap(product)(x), each, rtol=1e-5, atol=1e-5)
 
 
 @dtypes
@@ -296,12 +314,12 @@ def test_a_mesh_that_divides_k_rounds_whole_tokens(hopper):
 def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
     """Longer rows are multiplied in bfloat16, on Hopper too."""
     most = quantized_lhs.MOST_K
-    assert 127 * 128 * most < 2**31 <= 127 * 128 * 2 * most
+    assert 128 * 128 * most < 2**31 <= 128 * 128 * (most + 1)
     monkeypatch.setattr(quantized_lhs, "is_supported", lambda *_: True)
     monkeypatch.setattr(quantized_lhs.extension, "uncompiled_activations", lambda: None)
     call = quantized_lhs.Scaled(None, Options())
     found = []
-    for k in (most, most + 64):
+    for k in (most, most + 1):
         values = jax.ShapeDtypeStruct((256, k), jnp.int8)
         rhs: Any = jax.eval_shape(lambda k=k: quantize(jnp.ones((k, 64)), Format(8)))
         found.append(call.supports((values,), (rhs,)))
@@ -310,12 +328,12 @@ def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
 
 def test_the_longest_sums_are_right():
     """Products that are all as large as they can be: 2^17 of them reach the end of int32."""
-    k = quantized_lhs.MOST_K + 64
+    k = quantized_lhs.MOST_K + 1
     rhs = QuantizedArray.from_integers(
         np.full((k, 64), -128, np.int8), jnp.ones((1, 64)), format=Format(8)
     )
-    lhs = QuantizedActivations(jnp.full((1, k), 127, jnp.int8), jnp.ones((1, 1)), jnp.float32)
-    np.testing.assert_allclose(lhs @ rhs, -127 * 128 * k, rtol=1e-5)
+    lhs = QuantizedActivations(jnp.full((1, k), -128, jnp.int8), jnp.ones((1, 1)), jnp.float32)
+    np.testing.assert_allclose(lhs @ rhs, 128 * 128 * k, rtol=1e-5)
 
 
 # --- factors of channels --------------------------------------------------------------------------
@@ -496,6 +514,28 @@ WRONG = [
 def test_wrong_activations(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+def test_backends_of_quantized_activations():
+    """Those of bfloat16, which every backend multiplies."""
+    lhs, floats = quantize_activations(activations()), jnp.ones((5, 100), jnp.bfloat16)
+    for format in (INT4, FP8, Format(6, codebook=tuple(range(64)))):
+        rhs = weight(format=format)
+        assert supported_backends(lhs, rhs) == supported_backends(floats, rhs)
+    assert "lhs of float32" in str(supported_backends(lhs.values, rhs)["cpu"])
+
+
+def test_other_products_take_no_quantized_activations():
+    lhs, rhs = quantize_activations(activations()), weight()
+    pair = quantize(activations((2, 100, 70)), INT4)
+    sentence = "lhs is a QuantizedActivations, .*; quantized_matmul takes .* dequantize.. gives"
+    for call in (
+        lambda: quantized_glu(lhs, pair),
+        lambda: quantized_matmuls(lhs, [rhs, rhs]),
+        lambda: quantized_mlp(lhs, pair, weight(70, 100)),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            call()
 
 
 def test_what_is_no_array_is_refused():

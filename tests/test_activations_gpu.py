@@ -33,6 +33,7 @@ WEIGHTS = {
     "int8": (
         *(INT4, Format(4, 64), Format(4, 256), Format(4), INT8, Format(8, 128)),
         *(Format(4, size, scale="int8") for size in (64, 128, 384, -1)),
+        *(Format(4, size, "integer") for size in (64, 128, 384, -1)),
     ),
     "float8_e4m3fn": (FP8, Format(8, 64, codebook="e4m3"), Format(8, 128, codebook="e4m3")),
 }
@@ -154,7 +155,8 @@ def test_what_its_kernels_lack_is_a_composition():
     for m, format, dtype in [
         (64, INT4, jnp.int8),
         (256, Format(4, 32), jnp.int8),
-        (256, Format(4, 128, "integer"), jnp.int8),
+        (256, Format(8, 128, "integer"), jnp.int8),
+        (256, Format(4, 128, "float"), jnp.int8),
         (256, FP8, jnp.int8),
         (256, INT4, jnp.float8_e4m3fn),
     ]:

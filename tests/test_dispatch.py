@@ -209,6 +209,17 @@ def test_costs_follow_the_rates_of_the_device(m, kernel, device):
     assert starved > 0.9 * read if m < 1024 else starved == pytest.approx(assumed)
 
 
+@pytest.mark.parametrize("group_size", [64, 128, -1])
+@pytest.mark.parametrize("zero", ["none", "integer"])
+def test_int8_lhs_has_a_tile_for_every_number_of_rows(zero, group_size):
+    for m, (n, k) in itertools.product(
+        (1, 33, 100, 256, 1000, 4096), ((64, 64), (200, 1008), (8192, 8192), (4096, 14336))
+    ):
+        choice = select(m=m, n=n, k=k, lhs="int8", zero=zero, group_size=group_size, **H200)
+        assert choice["unsupported"] == "" and choice["kernel"] == "qmm_sm90"
+        assert group_size == -1 or k <= group_size or choice["block_m"] <= 160
+
+
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
@@ -224,6 +235,11 @@ def test_costs_follow_the_rates_of_the_device(m, kernel, device):
         ({"narrow_scale": "super", "compute_capability": 86}, "needs compute capability 9.0"),
         ({"narrow_scale": "super", "zero": "integer"}, "those of two levels float ones alone"),
         ({"codebook": "e2m1", "scale_sums": True, "float32_scale": True}, "sums only of integers"),
+        (
+            {"lhs": "int8", "bits": 8, "zero": "integer"},
+            "of 4 bits with int8 scales or integer zeros",
+        ),
+        ({"lhs": "int8", "zero": "float"}, "of 4 bits with int8 scales or integer zeros"),
         ({"n": 2**30 + 1}, "n=1073741825 is beyond 2^30"),
         ({"k": 2**30 + 1}, "k=1073741825 or n=64 is beyond 2^30"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from helpers import PLATFORM
 
 import jaxlowbit
-from jaxlowbit import INT4, Format, explain
+from jaxlowbit import FP8, INT4, Format, QuantizedActivations, explain
 from jaxlowbit._backends import call, extension
 
 K, N = 4096, 256
@@ -125,7 +125,66 @@ def test_a_gpu_without_kernels():
     assert "the kernels need compute capability 8.0, this device has 7.5" in text
 
 
+def quantized(m, dtype="int8"):
+    return QuantizedActivations(like(m, K, dtype=dtype), like(m, 1, dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "format", "device", "said"),
+    [
+        (512, "int8", INT4, "H200", "in 8 bits"),
+        (512, "int8", Format(4, 128, "integer"), "H200", "in 8 bits"),
+        (512, "float8_e4m3fn", FP8, "H100", "in 8 bits"),
+        (32, "int8", Format(4), "H200", "in 8 bits"),
+        (31, "int8", Format(4), "H200", "bfloat16, exactly: 31 rows, fewer than 32, are as fast"),
+        (32, "int8", INT4, "H200", "bfloat16, exactly: 32 rows, fewer than 192, are as fast"),
+        (512, "int8", Format(4, 32), "H200", "take groups of 64, multiples of 128 or whole"),
+        (512, "int8", Format(8, 128, "integer"), "H200", "zeros but integers of 4 bits"),
+        (512, "int8", INT4, "A100", "those of compute capability 9.0"),
+    ],
+)
+def test_quantized_activations(m, dtype, format, device, said):
+    given = explain(quantized(m, dtype), weight(format), device=device)
+    assert f"bfloat16 in {dtype} ({m}, {K}) @" in given
+    (values,) = re.findall(r"^values   (.*)$", given, re.MULTILINE)
+    assert said in values
+    assert ("qmm_sm90, " in given) >= (values == "in 8 bits")
+    rounded = explain(like(m, K), weight(format), activation_dtype=dtype, device=device)
+    assert f"bfloat16, rounded to {dtype}, ({m}, {K}) @" in rounded
+    assert rounded.splitlines()[1:] == given.splitlines()[1:]
+    if values == "in 8 bits":
+        chosen = extension.ffi.select(
+            m=m,
+            n=N,
+            k=K,
+            lhs=dtype,
+            bits=format.bits,
+            codebook="e4m3" if format == FP8 else "none",
+            group_size=format.group_size,
+            zero=format.zero,
+            workspace_bytes=call.workspace_bytes(1, m, N),
+        )
+        assert f"block_m={chosen['block_m']}, split_k={chosen['split_k']}" in given
+
+
+def test_quantized_activations_on_the_cpu(monkeypatch):
+    for isa, m, said in [
+        ("vnni", 5, "in 8 bits"),
+        ("amx", 1, "in 8 bits"),
+        ("amx", 2, "AMX multiplies more rows faster"),
+        ("avx2", 1, "no AVX-512 VNNI"),
+    ]:
+        info = extension.build_info() | {"cpu_isa": [isa]}
+        monkeypatch.setattr(extension, "build_info", lambda info=info: info)
+        text = explain(quantized(m), weight(), device="cpu")
+        assert re.search(rf"^values .*{said}", text, re.MULTILINE)
+
+
 def test_refusals():
+    with pytest.raises(ValueError, match="explain: activation_dtype is int4"):
+        explain(like(1, K), weight(), activation_dtype="int4")
+    with pytest.raises(ValueError, match="lhs is quantized already; leave activation_dtype out"):
+        explain(quantized(5), weight(), activation_dtype="int8")
     with pytest.raises(ValueError, match=r"device='H300' is unknown; .* one of cpu, A100, .*\.$"):
         explain(like(1, K), weight(), device="H300")
     with pytest.raises(ValueError, match="the last axis of lhs must be k=4096"):

@@ -118,8 +118,8 @@ def test_public_names(output):
     names = (
         "EXPORT_CHECKS FP8 Format INT4 INT8 MXFP4 MXFP8 NF4 NVFP4 QuantizedActivations "
         "QuantizedArray UINT4 UINT8 "
-        "dequantize explain group_permutation partition_spec quantize quantize_activations "
-        "quantized_block quantized_glu "
+        "dequantize explain group_permutation integer_matmul partition_spec quantize "
+        "quantize_activations quantized_block quantized_glu "
         "quantized_matmul quantized_matmuls quantized_mlp scan smoothing_factor supported_backends"
     )
     assert output(code).split() == names.split()

@@ -436,6 +436,27 @@ def test_kernels_for_other_activations(compiler, dtype):
     assert ("kGroups" in text) == (dtype == "float32")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "format", "name"),
+    [
+        ("int8", "uint4", "int8_t, __nv_bfloat16, jaxlowbit::ZeroKind::kInteger, 4"),
+        ("int8", "int4-int8", "int8_t, int8_t, jaxlowbit::ZeroKind::kNone, 4"),
+        ("float8_e4m3fn", "e4m3", "jaxlowbit::E4m3, __nv_bfloat16, jaxlowbit::ZeroKind::kNone, 8"),
+    ],
+)
+def test_kernels_for_quantized_activations(compiler, dtype, format, name):
+    """Rows that are multiplied in bfloat16 take kernels for that."""
+    compiling.main(["--format", format, "--device", "H200", "--dtype", dtype])
+    shapes = ["--shapes", "4096x4096", "--format", format, "--device", "H200", "--dtype", dtype]
+    compiling.main([*shapes, "--tokens", "256"])
+    (_, every), (_, chosen) = compiler
+    assert 0 < len(chosen) < len(every) and set(chosen) < set(every)
+    assert all(name in instance.expression for instance in every)
+    compiler.clear()
+    compiling.main([*shapes, "--tokens", "8"])
+    assert all("int8_t, __nv" not in one.expression for _, wanted in compiler for one in wanted)
+
+
 def test_nothing_is_compiled_that_the_build_has(compiler, capsys):
     compiling.main(["--format", "int4-g128", "--device", "H200"])
     assert "the build has all of these kernels" in capsys.readouterr().out and not compiler
@@ -445,7 +466,12 @@ def test_nothing_is_compiled_that_the_build_has(compiler, capsys):
     ("arguments", "said"),
     [
         ([], "name a checkpoint, --shapes with --format, or --format alone"),
-        (["--format", "int2", "--dtype", "int8"], "--dtype int8: name one of"),
+        (["--format", "int2", "--dtype", "int4"], "--dtype int4: name one of"),
+        (["--format", "int2", "--dtype", "int8"], "--format int2-g128: its kernels multiply int8"),
+        (
+            ["--format", "int8", "--dtype", "int8", "--device", "A100"],
+            "--dtype int8: NVIDIA A100 multiplies quantized activations in bfloat16; name that",
+        ),
         (["--format", "two"], "'two' names no format"),
         (
             ["--format", "mxfp8", "--dtype", "float32"],

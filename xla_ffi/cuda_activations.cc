@@ -10,7 +10,7 @@
 //
 //   6 channel_scale  likewise
 //
-// and results are of bf16 or f32.
+// and results are of bf16 or f32, or, beside s8 lhs, sums of integers of s32, which no float scale multiplies.
 //
 // The target jaxlowbit_rounded_activations rounds activations before it multiplies them (cuda/ops/quantize_rows.h).
 // In place of the first two operands it has

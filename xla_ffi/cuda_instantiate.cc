@@ -43,7 +43,7 @@ bool IsPlausible(const int64_t* numbers) {
   };
   constexpr int64_t kMost = int64_t{1} << 31;
   return within(0, 1, kMost) && within(1, 1, kMost) && within(2, 1, kMost) && within(3, 1, kMost) &&
-         within(4, 1, 8) && within(6, 0, 5) && within(7, 0, 6) && within(8, 0, 2) &&
+         within(4, 1, 8) && within(6, 0, 5) && within(7, 0, 6) && within(8, 0, 7) &&
          within(9, 0, 2);
 }
 

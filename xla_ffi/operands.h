@@ -240,13 +240,16 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
   const auto lhs_type =
       attributes.quantized_lhs ? QuantizedType(lhs.element_type()) : FloatType(lhs.element_type());
   const auto scale_type = ScaleType(scale.element_type());
-  const auto out_type = FloatType(out.element_type());
+  const bool sums_integers =
+      attributes.quantized_lhs && lhs_type == ElementType::kInt8 && out.element_type() == Type::S32;
+  const auto out_type = sums_integers ? ElementType::kInt32 : FloatType(out.element_type());
   constexpr std::string_view kWeightRule = "[weights, n_blocks, k_blocks, words]";
   const bool super_blocks = scale_type == ElementType::kSuper;
   const std::string_view group_rule =
       super_blocks ? "[weights, n_blocks, scale_rows, 64]" : "[weights, n_blocks, groups, 64]";
   const auto floats = attributes.quantized_lhs ? ElementType::kBf16 : lhs_type;
-  const bool takes_out = out_type && (out_type == floats || out_type == ElementType::kF32);
+  const bool takes_out =
+      out_type && (sums_integers || out_type == floats || out_type == ElementType::kF32);
   for (const ffi::Error& error :
        {CheckFormat(attributes),
         CheckType("lhs", lhs, lhs_type.has_value(),
@@ -258,7 +261,7 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
         takes_out ? ffi::Error::Success()
                   : CheckType("out", out, false,
                               attributes.quantized_lhs
-                                  ? "f32 or bf16"
+                                  ? "f32 or bf16, or s32 beside s8 lhs"
                                   : "f32 or the type of lhs, " + TypeName(lhs.element_type())),
         CheckRank("lhs", lhs, 3, "[batch, m, k]"), CheckRank("out", out, 3, "[batch, m, n]"),
         CheckRank("packed", packed, 4, kWeightRule)}) {

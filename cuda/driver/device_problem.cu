@@ -43,6 +43,8 @@ __device__ float Load(const void* data, ElementType type, int64_t i) {
       return static_cast<float>(static_cast<const __nv_fp8_e4m3*>(data)[i]);
     case ElementType::kInt8:
       return static_cast<const int8_t*>(data)[i];
+    case ElementType::kInt32:  // in the bound where floats do not hold it
+      return static_cast<float>(static_cast<const int32_t*>(data)[i]);
   }
   return 0.0f;
 }
@@ -67,6 +69,9 @@ __device__ void Store(void* data, ElementType type, int64_t i, float value) {
     case ElementType::kInt8:
       static_cast<int8_t*>(data)[i] =
           static_cast<int8_t>(fminf(fmaxf(rintf(value * kInt8Unit), -127), 127));
+      return;
+    case ElementType::kInt32:
+      static_cast<int32_t*>(data)[i] = static_cast<int32_t>(value);
       return;
   }
 }
@@ -208,7 +213,8 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* 
     const double offset = p.zero == ZeroKind::kFloat ? Load(b.zero, p.scale, group) : 0.0f;
     const int code = Code(p, words, k, n);
     const double value = p.codebook == Codebook::kNone ? code - zero : double{numbers[code]};
-    const double w = value * double{Load(b.scale, p.scale, group)} + offset;
+    const bool scaled = !p.sums_integers() || p.scale == ElementType::kInt8;
+    const double w = value * (scaled ? double{Load(b.scale, p.scale, group)} : 1) + offset;
     int64_t at = j;  // in a row of lhs
     if (p.permuted_parts > 0) {
       const int64_t part = p.k / p.permuted_parts;
@@ -283,7 +289,7 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, const float* numbers
     result.bound += 0x1p-24 * (fabs(result.value) + fabs(residual));
   }
   const double u_lhs = p.floats() == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
-  const double u_out = p.out == ElementType::kF32 ? 0x1p-24 : u_lhs;
+  const double u_out = p.out == p.floats() ? u_lhs : 0x1p-24;
   const double tiny = p.floats() == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
   const double bound = result.bound + u_out * (fabs(result.value) + result.bound) + tiny;
   double ratio = fabs(double{Load(b.out, p.out, i)} - result.value) / bound;
@@ -327,7 +333,7 @@ std::vector<float> NumbersOf(const QuantizedMatmul& p) {
 }
 
 bool HasChannelScale(const QuantizedMatmul& p) {
-  return Is8Bit(p.lhs) && p.scale == ElementType::kInt8;
+  return Is8Bit(p.lhs) && p.scale == ElementType::kInt8 && !p.sums_integers();
 }
 
 int64_t AllPackedBytes(const QuantizedMatmul& p) { return p.num_weights * PackedBytes(p); }
@@ -408,7 +414,9 @@ Buffers DeviceProblem::buffers(int copy) const {
   };
   Buffers buffers;
   buffers.lhs = lhs_.data();
-  if (Is8Bit(problem_.lhs)) buffers.lhs_scale = static_cast<const float*>(lhs_scale_.data());
+  if (Is8Bit(problem_.lhs) && !problem_.sums_integers()) {
+    buffers.lhs_scale = static_cast<const float*>(lhs_scale_.data());
+  }
   buffers.packed = reinterpret_cast<const uint32_t*>(at(packed_, packed_stride_));
   buffers.scale = at(scale_, scale_stride_);
   if (HasChannelScale(problem_)) {
@@ -466,7 +474,7 @@ uint64_t DeviceProblem::Digest() const {
 
 std::string Describe(const QuantizedMatmul& p, const Optional& optional) {
   const auto name = [](ElementType type) {
-    constexpr const char* kNames[] = {"f32", "bf16", "f16", "e8m0", "e4m3", "int8"};
+    constexpr const char* kNames[] = {"f32", "bf16", "f16", "e8m0", "e4m3", "int8", "int32"};
     return kNames[static_cast<int>(type)];
   };
   char text[160];

@@ -17,7 +17,7 @@
 //                           --n N,N,... --k K,K,... (in pairs; default: five real shapes)
 //                           --m M,M,... --bits B --group G --zero --float-zero --transposed
 //                           --codebook table|e2m1|e4m3|e5m2 --scale float32|e8m0|e4m3|int8
-//                           --lhs int8|e4m3 (quantized activations)
+//                           --lhs int8|e4m3 (quantized activations) --integers (int32 sums of int8)
 //                           --scale-sums --f16 --half-sums
 //                           --pdl (all but the first launch use programmatic dependent launch);
 //                           --quick (half of the weights, and a third of the replays);
@@ -197,6 +197,7 @@ void ForEachType(const Formats& formats, F visit) {
       problem.lhs = format.lhs;
       problem.scale = format.scale;
       problem.bits = bits;
+      problem.zero = format.zero;
       problem.codebook = format.codebook;
       visit(problem);
     });
@@ -233,6 +234,10 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
           problem.k = CeilDiv(k, 16) * 16;
         }
         problem.out = seed % 3 == 0 ? ElementType::kF32 : problem.floats();
+        const bool one_sum = problem.group_size == -1 || problem.scale == ElementType::kInt8;
+        if (problem.lhs == ElementType::kInt8 && one_sum && seed % 3 == 1) {
+          problem.out = ElementType::kInt32;
+        }
         problem.batch = seed % 5 == 0 ? 3 : 1;
         problem.num_weights = problem.batch;
         Optional optional;
@@ -245,7 +250,7 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
         if (++seed % stride != 0) continue;
         cases.push_back(
             {problem, optional, seed, placed++, !problem.transposed, Choices(problem, seed)});
-        if (problem.transposed) continue;
+        if (problem.transposed || problem.sums_integers()) continue;
         // An epilogue: its parts come in all combinations.
         problem.epilogue.activation = static_cast<Activation>(turn % std::size(kActivationNames));
         // Two products of integers, multiplied, leave the range of float16.
@@ -357,7 +362,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
       "[STRIDE] | "
       "time | choices "
       "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
-      "[--codebook C] [--scale S] [--lhs int8|e4m3] "
+      "[--codebook C] [--scale S] [--lhs int8|e4m3] [--integers] "
       "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
       "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--quick] [--tile T,...] "
       "[--split S,...] [--slices L,...] [--peers 1|2] "
@@ -519,6 +524,8 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (flag == "--scale-sums") {
       options.problem.scale_sums = true;
       options.problem.scale = options.problem.out = ElementType::kF32;
+    } else if (flag == "--integers") {
+      options.problem.out = ElementType::kInt32;
     } else if (flag == "--transposed") {
       options.problem.transposed = true;
     } else if (flag == "--float-zero") {

@@ -120,15 +120,18 @@ void ForEachFormat(Family family, int bits, Visit visit) {
   }
 }
 
-// Whether an lhs of 8 bits multiplies weights in 8 bits (device/format/bytes.cuh): as they stand, or times scales that
-// are integers.
-constexpr bool TakesBytes(ElementType lhs, int bits, Codebook codebook, ElementType scale) {
-  if (scale == ElementType::kInt8) {
-    return lhs == ElementType::kInt8 && codebook == Codebook::kNone && bits == 4;
+// Whether an lhs of 8 bits multiplies weights in 8 bits (device/format/bytes.cuh): as they stand, less integer zeros, or
+// times scales that are integers. Less a zero, integers of 4 bits alone have 8.
+constexpr bool TakesBytes(ElementType lhs, int bits, Codebook codebook, ElementType scale,
+                          ZeroKind zero) {
+  if (lhs == ElementType::kE4m3) {
+    return codebook == Codebook::kE4m3 && !Is8Bit(scale) && zero == ZeroKind::kNone;
   }
-  if (Is8Bit(scale)) return false;
-  if (lhs == ElementType::kInt8) return codebook == Codebook::kNone && (bits == 4 || bits == 8);
-  return codebook == Codebook::kE4m3;
+  if (lhs != ElementType::kInt8 || codebook != Codebook::kNone) return false;
+  if (scale == ElementType::kInt8 || zero == ZeroKind::kInteger) {
+    return bits == 4 && (zero == ZeroKind::kNone || !Is8Bit(scale));
+  }
+  return (bits == 4 || bits == 8) && !Is8Bit(scale) && zero == ZeroKind::kNone;
 }
 
 // Calls visit(key) with a key of each combination of types and codebooks that an lhs of 8 bits multiplies.
@@ -139,8 +142,10 @@ void ForEachByteFormat(int bits, Visit visit) {
       const auto codebook = static_cast<Codebook>(number);
       if (!HasCodebook(bits, codebook)) continue;
       for (ElementType scale : {ElementType::kF32, ElementType::kBf16, ElementType::kInt8}) {
-        if (!TakesBytes(lhs, bits, codebook, scale)) continue;
-        visit(InstanceKey{Family::kSm90, lhs, scale, ZeroKind::kNone, bits, codebook, 0});
+        for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger}) {
+          if (!TakesBytes(lhs, bits, codebook, scale, zero)) continue;
+          visit(InstanceKey{Family::kSm90, lhs, scale, zero, bits, codebook, 0});
+        }
       }
     }
   }
@@ -149,9 +154,9 @@ void ForEachByteFormat(int bits, Visit visit) {
 // How C++ names a type of elements, a kind of zeros, and a codebook, which is the last argument of an instance and is
 // left out of those for integers.
 inline std::string CudaName(ElementType type) {
-  constexpr const char* kNames[] = {"float",           "__nv_bfloat16",   "__half",
-                                    "jaxlowbit::E8m0", "jaxlowbit::E4m3", "int8_t",
-                                    "jaxlowbit::Super"};
+  constexpr const char* kNames[] = {
+      "float",           "__nv_bfloat16", "__half",           "jaxlowbit::E8m0",
+      "jaxlowbit::E4m3", "int8_t",        "jaxlowbit::Super", "int"};
   return kNames[static_cast<int>(type)];
 }
 inline std::string LastArgument(Codebook codebook) {

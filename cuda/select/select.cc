@@ -113,12 +113,12 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
     return type == ElementType::kF32 || type == problem.floats();
   };
   if (Is8Bit(problem.lhs) &&
-      (!TakesBytes(problem.lhs, problem.bits, problem.codebook, problem.scale) ||
-       problem.zero != ZeroKind::kNone || problem.transposed || problem.permuted_parts > 0)) {
+      (!TakesBytes(problem.lhs, problem.bits, problem.codebook, problem.scale, problem.zero) ||
+       problem.transposed || problem.permuted_parts > 0)) {
     return {
         "int8 lhs multiplies integers of 4 and 8 bits, and float8_e4m3fn e4m3, with scales of 16 "
-        "or 32 bits, or int8 integers of 4 bits with int8 scales, without zeros, transposition "
-        "and permutation"};
+        "or 32 bits, or int8 integers of 4 bits with int8 scales or integer zeros, without "
+        "transposition and permutation"};
   }
   if (!lhs_or_float32(problem.scale) && !Is8Bit(problem.scale)) {
     return {"the kernels take scales of the dtype of lhs, float32 or 8 bits"};
@@ -157,7 +157,13 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   if (!lhs_or_float32(e.bias) || !lhs_or_float32(e.residual)) {
     return {"the kernels add a bias and a residual of the dtype of lhs or float32"};
   }
-  if (!lhs_or_float32(problem.out)) return {"the kernels write the dtype of lhs or float32"};
+  if (problem.sums_integers()) {
+    if (problem.lhs != ElementType::kInt8 || e.gated || e.activation != Activation::kNone) {
+      return {"sums of integers are those of int8 lhs, without an epilogue"};
+    }
+  } else if (!lhs_or_float32(problem.out)) {
+    return {"the kernels write the dtype of lhs or float32"};
+  }
   constexpr int64_t kLargest = int64_t{1} << 30;  // 32-bit positions along k, and atoms along n
   if (problem.k > kLargest || problem.n > kLargest) {
     return {"k=" + number(problem.k) + " or n=" + number(problem.n) + " is beyond 2^30"};

@@ -52,7 +52,17 @@ jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(x,
 
 # In the order of ElementType and of ZeroKind (`cuda/types.h`).
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8")
+_DTYPES += ("int32",)
 _ZEROS = ("none", "integer", "float")
+
+
+INTERLEAVED = 16
+"""Columns of 8-bit activations that are interleaved."""
+
+
+def padded_columns(k: int) -> int:
+    """The columns of 8-bit activations, which zeros follow, as a call reads them."""
+    return -(-k // INTERLEAVED) * INTERLEAVED
 
 
 def call_operands(weight: QuantizedArray, dtype: jnp.dtype) -> tuple[Array, ...]:

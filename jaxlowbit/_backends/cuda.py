@@ -56,11 +56,16 @@ def unsupported_activations(values: jnp.dtype, format: Format) -> str | None:
         taken = format.float_dtype == jnp.float8_e4m3fn
     if not taken:
         return "its kernels multiply int8 by integers of 4 and 8 bits, and float8_e4m3fn by e4m3"
-    by_integers = format.scale == "int8" and format.bits == 4 and values == jnp.int8
-    if format.zero != "none" or not (format.scale is None or by_integers):
+    four_by_int8 = format.bits == 4 and values == jnp.int8
+    if format.zero != "none" and not (four_by_int8 and format.zero == "integer"):
         return (
-            "its kernels for 8-bit activations take no zeros, and no 8-bit scales but those of "
-            "int4 that are integers, beside int8"
+            "its kernels for 8-bit activations take no zeros but integers of 4 bits, beside int8: "
+            f"the format has zero={format.zero!r}"
+        )
+    if format.scale is not None and not (four_by_int8 and format.scale == "int8"):
+        return (
+            "its kernels for 8-bit activations take no 8-bit scales but those of int4 that are "
+            "integers, beside int8"
         )
     size = format.group_size
     if size != -1 and size != 64 and size % 128 != 0:

@@ -17,9 +17,6 @@ from .._core.array import QuantizedArray
 from . import call, cuda_attend
 from .extension import ffi, unavailable
 
-INTERLEAVED = 16
-"""Columns of 8-bit activations that are interleaved."""
-
 
 def matmuls(
     lhs: Array, weights: Sequence[QuantizedArray], *, out_dtype: jnp.dtype, half_sums: bool
@@ -97,18 +94,19 @@ def fused(
     return call.apart(out)[0]
 
 
-def quantized(values: Array, scale: Array, rhs: QuantizedArray, *, out_dtype: jnp.dtype) -> Array:
+def quantized(
+    values: Array, scale: Array | None, rhs: QuantizedArray, *, out_dtype: jnp.dtype
+) -> Array:
     """`(values @ rhs) * scale`, (..., n), of 8-bit values (..., k), as one custom call of CUDA.
 
-    `scale`: float32 (..., 1), one for each token. `out_dtype`: float32 or bfloat16.
+    `scale`: float32 (..., 1), one for each token; None for sums of integers, without float scales,
+    of int8 values. `out_dtype`: float32 or bfloat16; int32 without `scale`.
     """
     rows, m = values.shape[:-1], math.prod(values.shape[:-1])
-    padding = ((0, 0), (0, 0), (0, _padded(rhs.k) - rhs.k))
+    padding = ((0, 0), (0, 0), (0, call.padded_columns(rhs.k) - rhs.k))
     values = jnp.pad(values.reshape(1, m, rhs.k), padding)
-    operands = [
-        *call.apart(_interleaved(values), scale.reshape(1, m)),
-        *_weight_operands(rhs),
-    ]
+    scale = jnp.zeros(0, jnp.float32) if scale is None else scale.reshape(1, m)
+    operands = [*call.apart(_interleaved(values), scale), *_weight_operands(rhs)]
     result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
     workspace = call.workspace(call.workspace_bytes(1, m, rhs.n), [result], operands)
     out, _ = jax.ffi.ffi_call(call.ACTIVATIONS_TARGET, [result, workspace])(
@@ -135,7 +133,7 @@ def rounded(
     factor = jnp.zeros(0, jnp.float32) if factor is None else factor
     operands = [*call.apart(lhs.reshape(1, m, rhs.k), factor), *_weight_operands(rhs)]
     result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
-    values = jax.ShapeDtypeStruct((1, m, _padded(rhs.k)), stored)
+    values = jax.ShapeDtypeStruct((1, m, call.padded_columns(rhs.k)), stored)
     scale = jax.ShapeDtypeStruct((1, m), jnp.float32)
     workspace = call.workspace(
         call.workspace_bytes(1, m, rhs.n), [result, values, scale], operands[2:]
@@ -148,11 +146,6 @@ def rounded(
         float8=np.bool_(dtype == jnp.float8_e4m3fn),
     )
     return call.apart(out)[0].reshape(*rows, rhs.n), values[0], scale[0]
-
-
-def _padded(k: int) -> int:
-    """As far as packed rows reach for 8-bit activations."""
-    return -(-k // INTERLEAVED) * INTERLEAVED
 
 
 def _weight_operands(rhs: QuantizedArray) -> tuple[Array, ...]:
@@ -172,7 +165,9 @@ def _byte_attributes(
             **call.codebook_attributes(rhs.format),
         ),
         **call.launches(
-            call.Launch(*(rhs.format, 1, m, rhs.n, _padded(rhs.k), values, scale, out_dtype))
+            call.Launch(
+                *(rhs.format, 1, m, rhs.n, call.padded_columns(rhs.k), values, scale, out_dtype)
+            )
         ),
     }
 
@@ -180,9 +175,8 @@ def _byte_attributes(
 def _channel_scale(rhs: QuantizedArray) -> Array:
     """The scales of the channels of each strip, float32 (weights, n_blocks, 64), in order; or
     none."""
-    if not rhs.format.scales_channels:
+    if rhs.tensor_scale is None:
         return jnp.zeros(0, jnp.float32)
-    assert rhs.tensor_scale is not None
     n_blocks = rhs.packed.shape[-3]
     scales = rhs.tensor_scale.reshape(-1, rhs.n)
     padded = jnp.pad(scales, ((0, 0), (0, n_blocks * layout.ATOM - rhs.n)))
@@ -191,7 +185,7 @@ def _channel_scale(rhs: QuantizedArray) -> Array:
 
 def _interleaved(values: Array) -> Array:
     """Columns in the order in which tensor cores take them beside packed weights (`problem.h`)."""
-    halves = values.reshape(*values.shape[:-1], -1, 2, INTERLEAVED // 2)
+    halves = values.reshape(*values.shape[:-1], -1, 2, call.INTERLEAVED // 2)
     return jnp.swapaxes(halves, -1, -2).reshape(values.shape)
 
 

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from .._core.activations import VALUES
 from .._core.format import Format
 from . import selection
 from .cuda import parts_of
 from .extension import ffi
 from .selection import DeviceFacts
 
-_HOPPER = 90
+HOPPER = 90
 _CUDA_NAMES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 _NARROW_SCALES = {
     "e8m0": "jaxlowbit::E8m0",
@@ -20,6 +21,7 @@ _NARROW_SCALES = {
     "int8": "int8_t",
     "super": "jaxlowbit::Super",
 }
+_CUDA_NAMES |= {"int8": "int8_t", "float8_e4m3fn": "jaxlowbit::E4m3"}
 _ZEROS = {"none": "kNone", "integer": "kInteger", "float": "kFloat"}
 
 
@@ -61,7 +63,7 @@ def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int)
         takes = codebook == numbers and (
             family.startswith("sm80") or zero.endswith(_ZEROS[format.zero])
         )
-        runs = family.startswith("sm80") or capability == _HOPPER
+        runs = family.startswith("sm80") or capability == HOPPER
         fits = tuple(own) == types and sums == ("kGroups" in expression)
         if takes and runs and fits and not ahead_of_time:
             found.append(Instance(family, expression))
@@ -84,12 +86,14 @@ def of_product(
     Alone or behind another product of its call, as one of a gated pair, with weights that are not
     aligned, and the transposed product if it is asked for.
     """
+    narrow = lhs in VALUES  # quantized activations, which one kind of call multiplies
     variants: list[dict[str, bool]] = [
         {"gated": gated, "early_start": early}
-        for gated, early in itertools.product((False, True), repeat=2)
+        for gated, early in itertools.product((False,) if narrow else (False, True), (False, True))
     ]
-    variants.append({"aligned": False})
-    if transposed:
+    if not narrow:
+        variants.append({"aligned": False})
+    if transposed and not narrow:
         variants.append({"transposed": True})
     choices = (
         selection.choose(1, m, k, n, lhs, scale, format, device=device, **variant)

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from .._core.format import Format
 
 
@@ -50,7 +52,7 @@ class Problem:
     - `transposed`: whether weights multiply from the other side: the cotangent of lhs.
     - `indexed`: whether there is an index.
     - `orders`: the equal parts of k with an order of rows of their own; 0 without a permutation.
-    - `out_dtype`: the dtype of the result.
+    - `out_dtype`: the dtype of the result; int32 for sums of integers, of an int8 lhs.
     - `half_sums`: whether kernels may accumulate in float16.
     - `backend`: the backend that is asked for, or None.
     """
@@ -66,6 +68,16 @@ class Problem:
 
     def replace(self, **changes: Any) -> "Problem":
         return dataclasses.replace(self, **changes)
+
+    @property
+    def sums_integers(self) -> bool:
+        """Whether int8 multiplies the integers of the weights, exactly and without float scales."""
+        return self.out_dtype == jnp.int32
+
+    @property
+    def sums_dtype(self) -> Any:
+        """The dtype in which products are added."""
+        return jnp.dtype("int32" if self.sums_integers else "float32")
 
     def named(self, operands: Sequence[Any]) -> Operands:
         """The operands of this problem by name, given those that are present."""

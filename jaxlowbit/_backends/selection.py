@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from .._core.activations import EXACT, VALUES
 from .._core.format import Format
 from .._core.layout import ATOM
 from . import call, extension
@@ -70,13 +71,17 @@ def choose(
     """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or "".
 
     `variant`: how the product is computed, by the names of `_ffi.select`. Scales of two levels that
-    no kernel reads in such a product are those that XLA expands.
+    no kernel reads in such a product are those that XLA expands. An lhs of 8 bits is one of
+    quantized activations, whose columns are padded.
     """
     if format.scale == "super" and not (
         device.compute_capability == 90 and reads_super_blocks(lhs, batch * m, k, n, format)
     ):
         format, scale = format.expanded, jnp.dtype("float32")
     parts = parts_of(lhs)
+    narrow = lhs in VALUES
+    floats = EXACT if narrow else lhs
+    k = call.padded_columns(k) if narrow else k
     return ffi.select(
         m=parts * m,
         n=n,
@@ -85,8 +90,8 @@ def choose(
         codebook=ffi.codebook(format.values),
         group_size=format.group_size,
         batch=batch,
-        lhs="float16" if lhs == jnp.float16 else "bfloat16",
-        float32_scale=scale != lhs or parts > 1,  # `cuda.matmul` widens scales
+        lhs=str(lhs) if narrow or lhs == jnp.float16 else "bfloat16",
+        float32_scale=scale != floats or parts > 1,  # `cuda.matmul` widens scales
         narrow_scale=format.scale or "",
         zero=format.zero,
         scale_sums=parts > 1,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._backends import cpu, cuda_calls
+from .._backends import call, cpu, cuda_calls
 from .._core import checks
 from .._core.activations import value_dtype
 from .._core.array import QuantizedArray
@@ -183,10 +183,15 @@ class _Block(Call):
         return (
             attended.dtype == jnp.bfloat16
             and cuda_calls.normalizes(columns)
-            and all(weight.k % cuda_calls.INTERLEAVED == 0 for weight in weights)
+            and all(weight.k % call.INTERLEAVED == 0 for weight in weights)
             and all(
-                quantized_lhs.in_8_bits((*lead, weight.k), self.dtype, weight, backend)
-                for weight in weights
+                quantized_lhs.in_8_bits(
+                    jax.ShapeDtypeStruct((*lead, weight.k), self.dtype),
+                    weight,
+                    backend,
+                    pair=i == 1,
+                )
+                for i, weight in enumerate(weights)
             )
         )
 

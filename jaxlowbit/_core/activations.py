@@ -14,6 +14,9 @@ from .smoothing import checked_factor, divided
 VALUES = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
 """Dtypes of quantized activations."""
 
+EXACT = jnp.dtype("bfloat16")
+"""A dtype that holds every value of 8 bits, in which most kernels multiply them."""
+
 
 @jax.tree_util.register_pytree_with_keys_class
 class QuantizedActivations:

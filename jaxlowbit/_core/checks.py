@@ -35,9 +35,14 @@ def brief(value: object) -> str:
 def array(caller: str, name: str, value: Any, what: str = "an array of numbers") -> Array:
     """A value as an array of JAX.
 
-    **Raises:** `TypeError` for what is none, a quantized array too.
+    **Raises:** `TypeError` for what is none, a quantized array and quantized activations too.
     """
     if hasattr(value, "dequantize"):
+        if hasattr(value, "values"):
+            raise TypeError(
+                f"{caller}: {name} is a {type(value).__name__}, but it is {what}; quantized_matmul "
+                "takes activations that are quantized, and their dequantize() gives floats."
+            )
         raise TypeError(
             f"{caller}: {name} is a {type(value).__name__}, but it is {what}; products take "
             "packed weights on the right, x @ q, and q.dequantize() gives floats."

@@ -176,6 +176,14 @@ class Format:
         return 128 // self.offset
 
     @property
+    def most_integer(self) -> int:
+        """The largest magnitude of the integers that weights are in units of their float scale:
+        quantized values less their zero, times scales that are integers."""
+        if self.scales_channels:
+            return self.offset * self.most_scale
+        return self.offset if self.zero == "none" else 2**self.bits - 1
+
+    @property
     def outgrows_float16(self) -> bool:
         """Whether float16 does not hold the weights in units of the tensor scale of a matrix."""
         if self.scale != "e4m3":

@@ -111,6 +111,11 @@ def _axes(module: Any, inputs: Any) -> KernelAxes:
     features = arguments.sizes(caller, "features", module.features)
     with checks.within(caller):
         check_batch(batch)
+        if len(batch) > len(shape):
+            raise ValueError(
+                f"batch_dims are {batch}, but inputs have {len(shape)} axes; name axes that are "
+                "there."
+            )
         contracted = positions(arguments.axes(caller, "axis", module.axis), len(shape))
     return KernelAxes(
         tuple(shape[axis] for axis in range(len(batch))),

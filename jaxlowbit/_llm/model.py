@@ -112,13 +112,13 @@ class Decoder(nnx.Module):
         self.embedding = _variable(weight_of("embedding"))
         blocks = [Block(config, weight_of, i, activation_dtype) for i in range(config.layers)]
         self.blocks = nnx.List(blocks)
-        self.activation_rows = activation_rows or self._rows_in_8_bits(mesh)
-        for block in self.blocks:
-            block.activation_rows = self.activation_rows
         self.final_norm = _norm(config, weight_of("final_norm"))
         self.head = None if config.tied_head else _variable(weight_of("head"))
         if mesh is not None:
             self.divide(mesh, caller="Decoder")
+        self.activation_rows = activation_rows or self._rows_in_8_bits(mesh)
+        for block in self.blocks:
+            block.activation_rows = self.activation_rows
 
     def _rows_in_8_bits(self, mesh: jax.sharding.Mesh | None) -> int:
         """The rows from which all products of the blocks gain by quantized activations."""

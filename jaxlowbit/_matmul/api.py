@@ -101,8 +101,7 @@ def quantized_matmul(
     if bias is None and activation is None and residual is None:
         return multiply(lhs, rhs, options)
     bias, residual = fused.checked(lhs, rhs, bias, activation, residual)
-    fields = {"activation": activation, "stacked": rhs.ndim > 2}
-    return run(fused.Fused, (lhs, residual), (rhs,), options, (bias,), **fields)[0]
+    return run(fused.Fused, (lhs, residual), (rhs,), options, (bias,), activation=activation)[0]
 
 
 QuantizedArray._multiply = staticmethod(quantized_matmul)  # what `lhs @ rhs` computes

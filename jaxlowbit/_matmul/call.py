@@ -75,9 +75,8 @@ class Call:
         """Whether it runs on the GPUs that a program is lowered for."""
         return not unfit_gpus(context)
 
-    @property
-    def folds(self) -> bool:
-        """Whether a batch of rows is more rows."""
+    def folds(self, weights: Weights) -> bool:
+        """Whether a batch of rows, in front of their other axes, is more rows."""
         return True
 
     def named(self, operands: Sequence[Any]) -> tuple[Rows, Weights, Others]:
@@ -87,6 +86,14 @@ class Call:
     def num_rows(self) -> int:
         """How many operands, the first ones, are rows."""
         return self.treedef.children()[0].num_leaves
+
+
+class Product(Call):
+    """A call of one product, whose rows broadcast against the leading axes of its weight."""
+
+    def folds(self, weights: Weights) -> bool:
+        # Leading axes of lhs are rows of one matrix, but those of a stack are the stack's.
+        return weights[0].ndim == 2
 
 
 def is_supported(platform: str, lhs: Any, weight: QuantizedArray) -> bool:
@@ -158,7 +165,8 @@ ad.primitive_jvps[_call_p] = _jvp
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: Call) -> Any:
     rows = call.num_rows
-    if call.folds and all(dim is None for dim in dims[rows:]):
+    shared = all(dim is None for dim in dims[rows:])
+    if shared and call.folds(call.named(operands)[1]):
         # The whole batch shares one set of weights: it is more rows.
         size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
         front = [

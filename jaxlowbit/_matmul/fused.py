@@ -10,7 +10,7 @@ from jax import Array
 from .._backends import cuda_calls
 from .._core.array import QuantizedArray
 from . import epilogue
-from .call import Call, Rows, Weights
+from .call import Product, Rows, Weights
 
 
 def checked(
@@ -35,16 +35,10 @@ def checked(
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused(Call):
-    """`activation(lhs @ rhs + bias) + residual`; a `stacked` rhs has leading axes."""
+class Fused(Product):
+    """`activation(lhs @ rhs + bias) + residual`."""
 
     activation: str | None
-    stacked: bool
-
-    @property
-    def folds(self) -> bool:
-        # Leading axes of lhs are rows of one matrix, but those of a stack are the stack's.
-        return not self.stacked
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (lhs, residual), (rhs,), (bias,) = self.named(operands)

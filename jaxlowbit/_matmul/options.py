@@ -74,9 +74,10 @@ class Options:
         """Refuses what no backend, or not the one that is asked for, computes."""
         rhs.check_version()
         if lhs.dtype not in FLOATS:
+            exact = ", or call integer_matmul" if lhs.dtype == jnp.int8 else ""
             raise ValueError(
                 f"{caller}: lhs is {lhs.dtype}, but activations are float32, bfloat16 or "
-                "float16; cast them."
+                f"float16; cast them{exact}."
             )
         if lhs.ndim == 0 or lhs.shape[-1] != rhs.k:
             raise ValueError(

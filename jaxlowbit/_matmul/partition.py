@@ -1,8 +1,8 @@
 """Partitioning of a product over the devices of a mesh whose axes XLA divides (Auto axes).
 
 Packed words stay where they are. Their channels (n_blocks) and their leading axes need no
-communication; where their input features (k_blocks) are sharded, every device computes a float32
-partial product, and one all-reduce sums them before the result is rounded.
+communication; where their input features (k_blocks) are sharded, every device computes a partial
+product, in float32 or of integers, and one all-reduce sums them before the result is rounded.
 """
 
 import dataclasses
@@ -147,7 +147,7 @@ def _partition(problem: Problem, mesh: Any, args: Any, result: Any) -> Any:
                     ops._replace(scale=scale, zero=zero), format, shard_k, k_axes
                 )
             local = problem.replace(
-                columns=n, format=format, orders=orders, out_dtype=jnp.dtype("float32")
+                columns=n, format=format, orders=orders, out_dtype=problem.sums_dtype
             )
             out = quantized_matmul_p.bind(*ops.present(), problem=local)
             out = lax.psum(out, k_axes).astype(problem.out_dtype)

@@ -18,16 +18,14 @@ from jax import Array
 
 from .._backends import cpu, cuda, cuda_calls, extension
 from .._core import checks, explicit, smoothing
-from .._core.activations import QuantizedActivations, quantize_activations, value_dtype
+from .._core.activations import EXACT, QuantizedActivations, quantize_activations, value_dtype
 from .._core.array import QuantizedArray
+from .._core.format import Format
 from . import epilogue, fused
-from .call import Call, Rows, Weights, is_supported, run
+from .call import Product, Rows, Weights, is_supported, run
 from .options import Options
 from .product import multiply
 from .support import only_gpus_of
-
-EXACT = jnp.dtype("bfloat16")
-"""A dtype that holds every value of 8 bits, in which most kernels multiply them."""
 
 LEAST_ROWS = 192
 """Fewer rows are as fast in bfloat16: weights bound them, not tensor cores."""
@@ -35,8 +33,8 @@ LEAST_ROWS = 192
 LEAST_ROWS_OF_ONE_SUM = 32
 """Where int8 sums all of k as integers, which takes fewer instructions than weights in bfloat16."""
 
-MOST_K = 2**17
-"""More products of 8 bits may overflow int32."""
+MOST_K = 2**17 - 1
+"""More products of 8 bits may overflow int32, where all of them are (-128)^2."""
 
 
 class Rounding(NamedTuple):
@@ -99,14 +97,16 @@ def product(
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled(Call):
+class Scaled(Product):
     """`(values @ rhs) * scale`, in the dtype that the options prefer."""
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (values, scale), (rhs,), _ = self.named(operands)
         options = self.options.replace(preferred_element_type=jnp.float32)
         sums = multiply(values.astype(EXACT), rhs, options)
-        return ((sums * explicit.beside(scale, sums)).astype(self.out_dtype),)
+        scale = explicit.beside(scale, sums)
+        scale = jnp.expand_dims(scale, range(sums.ndim - scale.ndim))  # of the axes of a stack
+        return ((sums * scale).astype(self.out_dtype),)
 
     @property
     def out_dtype(self) -> Any:
@@ -122,7 +122,7 @@ class Scaled(Call):
 
     def supports(self, rows: Rows, weights: Weights) -> bool:
         values, (rhs,) = rows[0], weights
-        return rhs.ndim == 2 and in_8_bits(values.shape, values.dtype, rhs, self.options.backend)
+        return in_8_bits(values, rhs, self.options.backend)
 
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
         return self._one_call(cuda_calls.quantized, operands)
@@ -151,7 +151,7 @@ class Scaled(Call):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounded(Call):
+class Rounded(Product):
     """`Scaled` of activations that are quantized to `dtype` on the way; others: a factor or None.
 
     Where XLA divides the program, or the CPU runs it, it is the composition, whose tokens have one
@@ -187,27 +187,53 @@ class Rounded(Call):
         return (out.astype(self.options.preferred_element_type),)
 
 
+def reads_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> bool:
+    """Whether the kernels of Hopper in this build multiply 8-bit values by a weight in 8 bits; both
+    are shapes and dtypes."""
+    return (
+        math.prod(values.shape[:-1]) != 0
+        and uncovered_bytes(values, rhs, pair=pair) is None
+        and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), _without_unit(rhs))
+        and extension.uncompiled_activations() is None
+    )
+
+
+def uncovered_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> str | None:
+    """Why the kernels of Hopper multiply 8-bit values by a weight in bfloat16, or None."""
+    if not all(isinstance(size, int) for size in values.shape[:-1]):
+        return "the number of rows is not known"
+    if rhs.ndim != 2 and not pair:
+        return "the call multiplies 8 bits by one matrix, not by a stack"
+    if rhs.k > MOST_K:
+        return f"sums over k={rhs.k} may leave int32, which holds {MOST_K} products of 8 bits"
+    if rhs.permutation is not None or rhs.shards != (1, 1):
+        return "the call multiplies 8 bits by rows that are neither permuted nor in shards"
+    return cuda.unsupported_activations(values.dtype, rhs.format)
+
+
+def too_few_rows(values: Any, rhs: QuantizedArray) -> str | None:
+    """Why so few rows of 8-bit values are multiplied in bfloat16 on Hopper, or None."""
+    rows, least = math.prod(values.shape[:-1]), least_rows(values.dtype, rhs)
+    return f"{rows} rows, fewer than {least}, are as fast in that" if rows < least else None
+
+
 def least_rows(values: Any, rhs: QuantizedArray) -> int:
     """The rows of 8-bit values from which Hopper multiplies them in 8 bits; fewer are as fast in
     bfloat16."""
-    size = rhs.format.group_size
-    one_sum = size == -1 or size >= rhs.k or rhs.format.scales_channels
+    return least_rows_of(values, rhs.format, rhs.k)
+
+
+def least_rows_of(values: Any, format: Format, k: int) -> int:
+    """`least_rows` of a weight of this format."""
+    one_sum = format.group_size == -1 or format.group_size >= k or format.scales_channels
     return LEAST_ROWS_OF_ONE_SUM if values == jnp.int8 and one_sum else LEAST_ROWS
 
 
-def in_8_bits(shape: tuple[Any, ...], dtype: Any, rhs: QuantizedArray, backend: str | None) -> bool:
-    """Whether kernels of Hopper multiply values (..., k) of 8 bits by a matrix, or by each of a
-    stack, and that is faster than in bfloat16."""
-    lead = shape[:-1]
-    return (
-        backend in (None, "cuda")
-        and all(isinstance(size, int) for size in lead)
-        and math.prod(lead) >= least_rows(dtype, rhs)
-        and rhs.k <= MOST_K
-        and is_supported("cuda", jax.ShapeDtypeStruct(shape, EXACT), _without_unit(rhs))
-        and cuda.unsupported_activations(dtype, rhs.format) is None
-        and extension.uncompiled_activations() is None
-    )
+def in_8_bits(values: Any, rhs: QuantizedArray, backend: str | None, *, pair: bool = False) -> bool:
+    """Whether kernels of Hopper multiply 8-bit values by a weight, faster than in bfloat16; both
+    are shapes and dtypes. `pair`: the weight is a gate and its up."""
+    reads = backend in (None, "cuda") and reads_bytes(values, rhs, pair=pair)
+    return reads and too_few_rows(values, rhs) is None
 
 
 def few_rows(shape: tuple[Any, ...], rhs: QuantizedArray, backend: str | None) -> bool:
@@ -218,6 +244,7 @@ def few_rows(shape: tuple[Any, ...], rhs: QuantizedArray, backend: str | None) -
         and isinstance(count, int)
         and 0 < count <= cuda.most_few_rows(rhs.format)
         and rhs.ndim == 2
+        and rhs.format.scale != "super"
         and rhs.k % cuda.FEW_ROWS_K == 0
         and (size == -1 or (size >= cuda.FEW_ROWS_GROUP and size.bit_count() == 1))
         and is_supported("cuda", jax.ShapeDtypeStruct(shape, EXACT), rhs)

@@ -8,15 +8,17 @@ import jax.numpy as jnp
 
 from .._backends import custom_calls, pallas, selection
 from .._core import checks
+from .._core.activations import EXACT, QuantizedActivations
 from .._core.array import QuantizedArray
 
 
 def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
     """Returns, for each backend, None if it can compute `lhs @ rhs`, else the reason why not.
 
-    Nothing is computed. `lhs` is anything with a dtype, such as a `jax.ShapeDtypeStruct`; the
-    platform that a program is compiled for decides which custom call it gets. `"cuda"` has a reason
-    too where JAX sees a GPU that the kernels were not compiled for.
+    Nothing is computed. `lhs` is anything with a dtype, such as a `jax.ShapeDtypeStruct`, or
+    `QuantizedActivations`, which every backend multiplies in bfloat16 where it has nothing better
+    (`explain` says where); the platform that a program is compiled for decides which custom call it
+    gets. `"cuda"` has a reason too where JAX sees a GPU that the kernels were not compiled for.
 
     **Raises:** `TypeError` if `lhs` has no dtype, or `rhs` is not quantized.
 
@@ -25,8 +27,11 @@ def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
     ```
     """
     checks.quantized("supported_backends", "rhs", rhs, QuantizedArray)
-    checks.shaped("supported_backends", "lhs", lhs)
-    dtype = jnp.dtype(lhs.dtype)
+    if isinstance(lhs, QuantizedActivations):
+        dtype = EXACT
+    else:
+        checks.shaped("supported_backends", "lhs", lhs)
+        dtype = jnp.dtype(lhs.dtype)
     reasons = {
         name: custom_calls.unsupported(name, dtype, rhs.format, sizes=rhs.padded_shape)
         for name in ("cuda", "cpu")

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
-from .._backends import custom_calls, extension, instances
+from .._backends import cuda, custom_calls, extension, instances
 from .._backends.extension import ffi
-from .._backends.instances import Instance
+from .._backends.instances import HOPPER, Instance
+from .._core.activations import EXACT, VALUES
 from .._core.dtypes import FLOATS
 from .._core.format import format_name, parse_format
 from .._core.layout import blocks
+from .._matmul import quantized_lhs
 from . import devices
 from .devices import Device
 from .weights import Weight, find
@@ -29,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("checkpoint", nargs="?", help="safetensors file, or a folder of them")
     parser.add_argument("--shapes", nargs="+", metavar="NxK", help="instead of a checkpoint")
     parser.add_argument("--format", nargs="+", default=[], help="such as int2-g128")
-    parser.add_argument("--dtype", default="bfloat16", help="of the activations")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of the activations; int8, float8_e4m3fn: quantized"
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=_ROWS, metavar="M", help="rows")
     parser.add_argument("--device", choices=devices.GPUS, help="the GPU; the first that JAX sees")
     parser.add_argument("--transposed", action="store_true", help="for gradients, too")
@@ -37,23 +41,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         device = _device(options.device)
         formats = [parse_format(text) for text in options.format]
-        if str(options.dtype) not in map(str, FLOATS):
-            raise ValueError(f"--dtype {options.dtype}: name one of {', '.join(map(str, FLOATS))}.")
+        taken = (*FLOATS, *VALUES)
+        if str(options.dtype) not in map(str, taken):
+            raise ValueError(f"--dtype {options.dtype}: name one of {', '.join(map(str, taken))}.")
         dtype = jnp.dtype(options.dtype)
+        floats = EXACT if dtype in VALUES else dtype
+        if dtype in VALUES and device.capability != HOPPER:
+            raise ValueError(
+                f"--dtype {dtype}: {device.name} multiplies quantized activations in {EXACT}; "
+                f"name that, or a GPU of compute capability 9.0."
+            )
         for format in formats:
-            if reason := custom_calls.uncovered("cuda", dtype, format):
+            reason = custom_calls.uncovered("cuda", floats, format)
+            if dtype in VALUES:
+                reason = reason or cuda.unsupported_activations(dtype, format)
+            if reason:
                 raise ValueError(f"--format {format_name(format)}: {reason}.")
         sources = [source for source in (options.checkpoint, options.shapes) if source]
         if len(sources) > 1 or not (sources or formats):
             raise ValueError("name a checkpoint, --shapes with --format, or --format alone.")
         if sources:
-            weights = find(sources[0], formats, options.dtype)
+            weights = find(sources[0], formats, str(floats))
             wanted = _of_weights(weights, dtype, options.tokens, device, options.transposed)
         else:
             found = [
                 instance
                 for format in formats
-                for instance in instances.of_format(format, dtype, dtype, device.capability)
+                for instance in instances.of_format(format, dtype, floats, device.capability)
             ]
             wanted = [
                 instance
@@ -89,9 +103,13 @@ def _of_weights(
         weight._replace(n=blocks(weight.n), k=blocks(weight.k)): weight for weight in weights
     }
     for n, k, format, scale in distinct.values():
+        narrow = dtype in VALUES and cuda.unsupported_activations(dtype, format) is None
+        least = quantized_lhs.least_rows_of(dtype, format, k) if narrow else 0
+        floats = EXACT if dtype in VALUES else dtype
         for m in tokens:
+            lhs = dtype if narrow and m >= least else floats
             yield from instances.of_product(
-                *(m, n, k, format, dtype, jnp.dtype(scale)),
+                *(m, n, k, format, lhs, jnp.dtype(scale)),
                 device=device.facts,
                 transposed=transposed,
             )

@@ -1,5 +1,6 @@
 """`explain`: what a product would run, without running it."""
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -7,16 +8,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._backends import custom_calls, extension, selection
+from .._backends import cpu, custom_calls, extension, selection
+from .._backends.instances import HOPPER
 from .._core import checks
+from .._core.activations import EXACT, QuantizedActivations
 from .._core.array import QuantizedArray
+from .._matmul import quantized_lhs
 from .._matmul.api import quantized_matmul
 from .._matmul.options import Options
 from . import devices
 from .devices import Device
 
 
-def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
+def explain(
+    lhs: Any, rhs: QuantizedArray, *, activation_dtype: Any = None, device: Any = None
+) -> str:
     """Says which backend, kernel, tile and split `lhs @ rhs` would run on a device, and why.
 
     Nothing runs. For CUDA it asks the function that the custom call itself asks, which knows what
@@ -24,7 +30,8 @@ def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
 
     **Arguments:**
 
-    - `lhs`, `rhs`: as for `quantized_matmul`; anything with a shape and a dtype will do for `lhs`.
+    - `lhs`, `rhs`, `activation_dtype`: as for `quantized_matmul`; anything with a shape and a dtype
+      will do for an `lhs` that is not quantized.
     - `device`: None for the first device that JAX sees, a `jax.Device`, `"cpu"`, or a GPU that need
       not be here, with a build that has kernels for it: `"A100"`, `"B200"`, `"H100"`, `"H200"`,
       `"L4"` or `"T4"`. A GPU that does not tell its multiprocessors is taken for an H200.
@@ -37,12 +44,19 @@ def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
     ```python
     rhs = quantize(jnp.ones((256, 512)), INT4)
     print(explain(jax.ShapeDtypeStruct((1, 256), jnp.bfloat16), rhs, device="H200"))
+    print(explain(quantize_activations(jnp.ones((512, 256))), rhs, device="H200"))
     ```
     """
-    checks.shaped("explain", "lhs", lhs)
+    given = isinstance(lhs, QuantizedActivations)
+    if not given:
+        checks.shaped("explain", "lhs", lhs)
     checks.quantized("explain", "rhs", rhs, QuantizedArray)
     Options().check("explain", jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), rhs)
-    out = jax.eval_shape(quantized_matmul, lhs, rhs)
+    with checks.within("explain"):
+        product = functools.partial(quantized_matmul, activation_dtype=activation_dtype)
+        out = jax.eval_shape(product, lhs, rhs)
+    narrow = lhs.values.dtype if given else activation_dtype
+    narrow = None if narrow is None else jnp.dtype(narrow)
     rows = out.shape[:-1] if len(lhs.shape) > 1 else (*out.shape[:-1], 1)
     where = _describe(device)
     size = rhs.format.group_size
@@ -51,18 +65,22 @@ def explain(lhs: Any, rhs: QuantizedArray, *, device: Any = None) -> str:
     format = rhs.format
     meaning = f"zero {format.zero}" if format.codebook is None else f"codebook {format.codebook}"
     scales = "" if format.scale is None else f", {format.scale} scales"
+    how = "" if narrow is None else f" in {narrow}" if given else f", rounded to {narrow},"
+    activations = f"{lhs.dtype}{how}"
     findings = [
-        ("product", f"{lhs.dtype} {lhs.shape} @ {rhs.shape} -> {out.dtype} {out.shape}"),
+        ("product", f"{activations} {lhs.shape} @ {rhs.shape} -> {out.dtype} {out.shape}"),
         ("weights", f"{format.bits} bits, {groups}, {meaning}{scales}{order}"),
         ("device", where.name),
-        *_choice(jnp.dtype(lhs.dtype), rhs, rows, where),
+        *_choice(jnp.dtype(lhs.dtype), narrow, rhs, rows, where),
     ]
     return "\n".join(f"{topic:8} {finding}" for topic, finding in findings)
 
 
 def _choice(
-    lhs: jnp.dtype, rhs: QuantizedArray, rows: tuple[int, ...], device: Device
+    lhs: jnp.dtype, narrow: Any, rhs: QuantizedArray, rows: tuple[int, ...], device: Device
 ) -> Iterator[tuple[str, str]]:
+    """`narrow`: the dtype of quantized activations, or None."""
+    lhs = lhs if narrow is None else EXACT
     if math.prod(rows) == 0:
         yield "backend", "none"
         yield "why", "the result is empty"
@@ -77,6 +95,12 @@ def _choice(
         yield "why", reason
         return
     yield "backend", f"{device.platform}: a custom call, which reads the packed weights"
+    if narrow is not None:
+        values = jax.ShapeDtypeStruct((*rows, rhs.k), narrow)
+        reason = _not_in_bytes(values, rhs, device)
+        if reason is None:
+            lhs = narrow
+        yield "values", "in 8 bits" if reason is None else f"as {lhs}, exactly: {reason}"
     if device.platform == "cpu":
         yield "kernel", f"qmm_cpu, compiled for {extension.build_info()['cpu_isa'][0]}"
         return
@@ -106,6 +130,18 @@ def _choice(
         yield "", f"the sum over k={rhs.k} in {split_k} parts occupies {sms} better than in one"
     else:
         yield "", f"the sum over k={rhs.k} in one part occupies {sms} as well as it can"
+
+
+def _not_in_bytes(values: Any, rhs: QuantizedArray, device: Device) -> str | None:
+    """Why quantized activations are not multiplied in 8 bits on a device, or None."""
+    if device.platform == "cpu":
+        if rhs.ndim != 2:
+            return "the call multiplies 8 bits by one matrix, not by a stack"
+        return cpu.unsupported_activations(values.dtype, math.prod(values.shape[:-1]), rhs.format)
+    if device.capability != HOPPER:
+        return "the kernels that multiply 8 bits are those of compute capability 9.0"
+    reason = quantized_lhs.uncovered_bytes(values, rhs) or quantized_lhs.too_few_rows(values, rhs)
+    return reason or (extension.uncompiled_activations() if device.here else None)
 
 
 def _describe(device: Any) -> Device:

@@ -10,17 +10,18 @@
 #include "cuda/device/format/integer.cuh"
 #include "cuda/device/format/kinds.h"
 #include "cuda/device/format/scale.cuh"
+#include "cuda/types.h"
 
 namespace jaxlowbit {
 
-// Weights as Ts, times 1 / kUnit, exactly: without their scales, of type S, unless these are integers.
-template <typename T, int kBits, Codebook kCodebook, typename S>
+// Weights as Ts, times 2^kShift, exactly: without their scales, of type S, unless these are integers.
+template <typename T, int kBits, Codebook kCodebook, typename S, ZeroKind kZero>
 struct ByteWeights;
 
 // Weights become 16 (q - 8): in the upper half of a byte, q with its highest bit inverted is two's complement.
 template <typename S>
-struct ByteWeights<int8_t, 4, Codebook::kNone, S> {
-  static constexpr float kUnit = 1.0f / 16;
+struct ByteWeights<int8_t, 4, Codebook::kNone, S, ZeroKind::kNone> {
+  static constexpr int kShift = 4;
 
   static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t (&weights)[4]) {
     constexpr uint32_t kSigns = 0x80808080, kUpper = 0xf0f0f0f0;
@@ -36,8 +37,8 @@ struct ByteWeights<int8_t, 4, Codebook::kNone, S> {
 // Weights become (q - 8) s, of which a step has one scale: scales up to 16 leave q s + 128 - 8 s in a byte, and four of
 // them are a product and a sum of words. `scales`: of rows g and g + 8, as they are in memory.
 template <>
-struct ByteWeights<int8_t, 4, Codebook::kNone, int8_t> {
-  static constexpr float kUnit = 1;
+struct ByteWeights<int8_t, 4, Codebook::kNone, int8_t, ZeroKind::kNone> {
+  static constexpr int kShift = 0;
 
   static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t scales,
                               uint32_t (&weights)[4]) {
@@ -54,6 +55,26 @@ struct ByteWeights<int8_t, 4, Codebook::kNone, int8_t> {
   }
 };
 
+// Weights become q - z, of which a step has one zero, as q + 128 - z with its highest bit inverted: no sum leaves its
+// byte. `zeros`: of rows g and g + 8, as they are in memory.
+template <typename S>
+struct ByteWeights<int8_t, 4, Codebook::kNone, S, ZeroKind::kInteger> {
+  static constexpr int kShift = 0;
+
+  static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t zeros,
+                              uint32_t (&weights)[4]) {
+    constexpr uint32_t kSigns = 0x80808080, kLower = 0x0f0f0f0f, kOnes = 0x01010101;
+    const uint32_t first_offset = kSigns - (zeros & 255) * kOnes;
+    const uint32_t second_offset = kSigns - (zeros >> 8) * kOnes;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const uint32_t word = packed[2 * step + s];
+      weights[2 * s] = ((word & kLower) + first_offset) ^ kSigns;
+      weights[2 * s + 1] = ((word >> 4 & kLower) + second_offset) ^ kSigns;
+    }
+  }
+};
+
 // The bytes of rows g and g + 8 alternate in the words of 8 bits.
 __device__ inline void SeparateRows(const uint32_t (&packed)[8], int step, uint32_t (&rows)[4]) {
 #pragma unroll
@@ -65,8 +86,8 @@ __device__ inline void SeparateRows(const uint32_t (&packed)[8], int step, uint3
 }
 
 template <typename S>
-struct ByteWeights<int8_t, 8, Codebook::kNone, S> {
-  static constexpr float kUnit = 1;
+struct ByteWeights<int8_t, 8, Codebook::kNone, S, ZeroKind::kNone> {
+  static constexpr int kShift = 0;
 
   static __device__ void Read(const uint32_t (&packed)[8], int step, uint32_t (&weights)[4]) {
     SeparateRows(packed, step, weights);
@@ -76,8 +97,8 @@ struct ByteWeights<int8_t, 8, Codebook::kNone, S> {
 };
 
 template <typename S>
-struct ByteWeights<E4m3, 8, Codebook::kE4m3, S> {
-  static constexpr float kUnit = 1;
+struct ByteWeights<E4m3, 8, Codebook::kE4m3, S, ZeroKind::kNone> {
+  static constexpr int kShift = 0;
 
   static __device__ void Read(const uint32_t (&packed)[8], int step, uint32_t (&weights)[4]) {
     SeparateRows(packed, step, weights);

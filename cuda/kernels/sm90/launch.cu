@@ -39,7 +39,8 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.index = buffers.index;
   p.out_data = buffers.out;
   p.out_float = problem.out == ElementType::kF32;
-  p.aligned = !p.out_float && SupportsTma(problem.n) && IsAligned(buffers.out);
+  p.out_integers = problem.sums_integers();
+  p.aligned = problem.out == problem.floats() && SupportsTma(problem.n) && IsAligned(buffers.out);
   p.epilogue = EpilogueOf(problem, buffers);
   p.table = TableOf(problem, buffers);
   p.lhs_scale = buffers.lhs_scale;

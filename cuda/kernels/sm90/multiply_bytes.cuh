@@ -5,13 +5,15 @@
 //   registers 0   read ─► wgmma                   read ─► wgmma        ...
 //   registers 1             read ─► wgmma  ─► add           read ─►
 //
-// Weights are not scaled, unless by integers, which leaves one sum: they are read to 8 bits as they stand, and the sums
-// of a group, exact in int32 for int8, are scaled in float32 and added to those of results. A unit is one strip and one
+// Weights are not scaled, unless by integers, which leaves one sum: they are read to 8 bits, less their zeros, and the
+// sums of a group, exact in int32 for int8, are scaled in float32 and added to those of results. A unit is one strip and one
 // atom of k, two wgmma. The next unit is read while those of one run; where a group ends, the warpgroup waits for them
 // and adds, while the other warpgroup's run. Tensor cores add products of float8 with few bits, so float8 is added every
 // kMostAtoms too.
 //
 // Stages are multiplied whole: beyond k they hold zeros.
+//
+// Sums of integers that are results themselves stay integers: accumulators hold their bits, as StoreIntegers expects.
 #pragma once
 
 #include <type_traits>
@@ -57,10 +59,11 @@ class ByteMultiplier : StageConsumer<I> {
   using StageConsumer<I>::row_;
   using StageConsumer<I>::strip_rows_;
 
-  using Weights = ByteWeights<T, kBits, I::kCodebook, S>;
+  using Weights = ByteWeights<T, kBits, I::kCodebook, S, I::kZero>;
   using Sum = std::conditional_t<I::kIsInt8, int, float>;
   static constexpr bool kHasGroupSums = I::kTile.takes_bytes(false);
 
+  static constexpr float kUnit = 1.0f / (1 << Weights::kShift);
   static constexpr int kSteps = 2;  // wgmma of an atom
   static constexpr int kUnits = I::kStageAtoms * I::kStrips;
   static constexpr int kMostAtoms = 8;  // whose float8 products are added without a stop
@@ -87,7 +90,9 @@ class ByteMultiplier : StageConsumer<I> {
     Sums sums;
     State state;
     Factors<I> channels;
-    if constexpr (I::kScalesBytes) LoadChannels(task.tile, channels);
+    if constexpr (I::kScalesBytes) {
+      if (!p_.out_integers) LoadChannels(task.tile, channels);
+    }
     state.atom = task.atom_begin, state.end = task.atom_end;
     state.previous = -1;
     state.cursor = cursor;
@@ -116,7 +121,7 @@ class ByteMultiplier : StageConsumer<I> {
     }
     Free(state.previous);
     cursor = state.cursor;
-    ScaleResults(task.tile, channels, acc);
+    if (!p_.out_integers) ScaleResults(task.tile, channels, acc);
   }
 
   // Multiplies the stages of a group, or what is left of it, `atoms` of k, and adds its sums.
@@ -135,7 +140,8 @@ class ByteMultiplier : StageConsumer<I> {
 #pragma unroll
         for (int i = 0; i < I::kM / 2; ++i) {
           const float scale = I::kScalesBytes ? 1.0f : state.scales[s][i / 2 % 2];
-          acc[s][i] = static_cast<float>(sums[s][i]) * scale;
+          acc[s][i] = p_.out_integers ? __int_as_float(sums[s][i] >> Weights::kShift)
+                                      : static_cast<float>(sums[s][i]) * scale;
         }
       }
     } else {
@@ -225,12 +231,14 @@ class ByteMultiplier : StageConsumer<I> {
     uint32_t packed[kBits];
     const uint32_t first = memory_.stage(p_.plan, slot) + packed_ + strip * kStripBytes;
     LoadTmaPacked<kBits>(first + atom * kAtomBytes<kBits>, 0, 0, packed);
-    if constexpr (I::kScalesBytes) {
+    if constexpr (I::kScalesBytes || I::kZero == ZeroKind::kInteger) {
       const int group = p_.atoms_per_group.divisor == 1 ? atom : 0;
       const int row = row_ + strip * strip_rows_ + group * static_cast<int>(kAtom);
-      const uint32_t scales = LoadScalePair<S>(memory_.scales(p_.plan, slot) + row);
+      // Bytes of two rows: scales that are integers, or zeros, which lie behind scales.
+      const int first_byte = I::kScalesBytes ? 0 : p_.plan.bytes.scales;
+      const uint32_t rows = LoadShared2(memory_.scales(p_.plan, slot) + first_byte + row);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) Weights::Read(packed, step, scales, weights[step]);
+      for (int step = 0; step < kSteps; ++step) Weights::Read(packed, step, rows, weights[step]);
     } else {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) Weights::Read(packed, step, weights[step]);
@@ -287,7 +295,7 @@ class ByteMultiplier : StageConsumer<I> {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             float& sum = acc[s][block * 4 + h * 2 + e];
-            sum = sum * (I::kScalesBytes ? channels[s][h] : Weights::kUnit) * scale;
+            sum = sum * (I::kScalesBytes ? channels[s][h] : kUnit) * scale;
           }
         }
       }

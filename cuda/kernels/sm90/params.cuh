@@ -33,9 +33,10 @@ struct Instance {
   static constexpr ZeroKind kZero = kZeros;
   static constexpr int kBits = kWidth;
   static constexpr Codebook kCodebook = kNumbers;
-  // Whether scales of a single group multiply accumulators: weights without them are Ts.
-  static constexpr bool kScalesChannels =
-      kZero != ZeroKind::kFloat && kCodebook != Codebook::kTable && !(kBytes && sizeof(S) == 1);
+  // Whether weights are read without the scales and zeros of a single group, which accumulators are multiplied by.
+  static constexpr bool kScalesChannels = kZero != ZeroKind::kFloat &&
+                                          kCodebook != Codebook::kTable &&
+                                          !(kBytes && (sizeof(S) == 1 || kZero != ZeroKind::kNone));
   // Whether groups may be of 16: formats that come with such groups.
   static constexpr bool kHasSixteens = HasSixteens(kCodebook, sizeof(S));
   static constexpr TileShape kTile = kTiles[kNumber];
@@ -84,6 +85,7 @@ struct Params {
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out_data;
   bool out_float;        // float32 out; else Instance::Out
+  bool out_integers;     // int32 out: sums of integers, whose bits are in the accumulators
   bool aligned;          // rows of out begin at multiples of 16 bytes, and out is not float32
   bool residual_by_tma;  // rows of the residual do too, and form is not kOther
   Form form;

@@ -5,12 +5,14 @@
 // repeat bit for bit, and stores them through the epilogue.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/device/pdl.cuh"
 #include "cuda/kernels/sm90/store.cuh"
 
 namespace jaxlowbit::sm90 {
 
-// Stores the partial sums of a warpgroup's strips, times their factors.
+// Stores the partial sums of a warpgroup's strips: the bits of integers, or floats times their factors.
 template <class I>
 __device__ void StorePartial(const Params& p, int partial, const Accumulators<I>& acc,
                              const Factors<I>& factors) {
@@ -23,9 +25,13 @@ __device__ void StorePartial(const Params& p, int partial, const Accumulators<I>
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const float* four = acc[s] + block * 4;
-      *reinterpret_cast<float4*>(own + (s * kBlocks + block) * kBlockSums) =
-          make_float4(four[0] * factors[s][0], four[1] * factors[s][0], four[2] * factors[s][1],
-                      four[3] * factors[s][1]);
+      auto* sums = reinterpret_cast<float4*>(own + (s * kBlocks + block) * kBlockSums);
+      if (I::kIsInt8 && p.out_integers) {
+        *sums = make_float4(four[0], four[1], four[2], four[3]);
+      } else {
+        *sums = make_float4(four[0] * factors[s][0], four[1] * factors[s][0],
+                            four[2] * factors[s][1], four[3] * factors[s][1]);
+      }
     }
   }
 }
@@ -33,15 +39,17 @@ __device__ void StorePartial(const Params& p, int partial, const Accumulators<I>
 inline constexpr int kReduceThreads = 128;
 
 // Adds the partial sums of all parts: a thread's four of a block.
-__device__ inline void AddPartials(const float* first, int64_t step, int splits, float (&sum)[4]) {
-  float4 values[kMaxSplits];
+template <typename Sum>
+__device__ inline void AddPartials(const Sum* first, int64_t step, int splits, Sum (&sum)[4]) {
+  using Four = std::conditional_t<std::is_same_v<Sum, int>, int4, float4>;
+  Four values[kMaxSplits];
 #pragma unroll
   for (int part = 0; part < kMaxSplits;
        ++part) {  // all loads first, so that one latency covers them
-    if (part < splits) values[part] = *reinterpret_cast<const float4*>(first + part * step);
+    if (part < splits) values[part] = *reinterpret_cast<const Four*>(first + part * step);
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum[i] = 0;
+  for (int i = 0; i < 4; ++i) sum[i] = Sum{0};
 #pragma unroll
   for (int part = 0; part < kMaxSplits; ++part) {
     if (part >= splits) break;
@@ -69,12 +77,21 @@ __global__ void __launch_bounds__(kReduceThreads)
   const float* first = p.partial_sums + FirstPartialSum(blockIdx.z * p.splits, strips, tile_m) +
                        ((e.gated ? 2 * s : s) * (tile_m / 8) + block) * kBlockSums +
                        threadIdx.x * 4;
-  float values[4];
-  AddPartials(first, step, p.splits, values);
   const int m = m0 + lane % 4 * 2, n = strip * static_cast<int>(kAtom) + warp * 16 + lane / 4;
   const int64_t offset = (int64_t{tile.batch} * p.m + m) * p.n + n;
   const auto exists = [&](int i) { return m + i % 2 < p.m && n + i / 2 * 8 < p.n; };
   const auto at = [&](int i) { return offset + i % 2 * p.n + i / 2 * 8; };
+  if (p.out_integers) {
+    int sums[4];
+    AddPartials(reinterpret_cast<const int*>(first), step, p.splits, sums);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (exists(i)) static_cast<int*>(p.out_data)[at(i)] = sums[i];
+    }
+    return;
+  }
+  float values[4];
+  AddPartials(first, step, p.splits, values);
   if (e.any) {
     float up[4] = {}, residual[4];
     if (e.gated) AddPartials(first + tile_m / 8 * kBlockSums, step, p.splits, up);

@@ -39,12 +39,14 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
     double base, row;  // of a stage of up to two strips; of each of its rows
   };
   const bool wide = problem.bits > 4, sixty_fours = problem.group_size == kAtom;
-  const Line line =
-      problem.lhs != ElementType::kInt8 ? Line{problem.groups() == 1 ? 0.357 : 0.5, 0.0024}
-      : HasOneSum(problem) ? (problem.scale == ElementType::kInt8 ? Line{0.33, 0.00158}
-                              : wide                              ? Line{0.245, 0.0021}
-                                                                  : Line{0.23, 0.00178})
-                           : Line{(sixty_fours ? 0.54 : 0.376) + (wide ? 0.05 : 0), 0.0021};
+  const bool zeros = problem.zero != ZeroKind::kNone;
+  const Line line = problem.lhs != ElementType::kInt8
+                        ? Line{problem.groups() == 1 ? 0.357 : 0.5, 0.0024}
+                    : HasOneSum(problem)
+                        ? (problem.scale == ElementType::kInt8 ? Line{0.33, 0.00158}
+                           : wide                              ? Line{0.245, 0.0021}
+                                                               : Line{zeros ? 0.3 : 0.23, 0.00178})
+                        : Line{(sixty_fours ? 0.54 : 0.376) + (wide || zeros ? 0.05 : 0), 0.0021};
   return (line.base * std::max(strips, 2.0) + line.row * rows * strips) / 4;
 }
 
@@ -62,6 +64,9 @@ Support SupportsProblem(const QuantizedMatmul& problem, const Device&) {
     if (problem.k % 16 != 0) return {"k of an lhs of 8 bits must be a multiple of 16"};
     if (problem.k > 1 << 17)
       return {"sums of products of 8 bits may overflow where k is beyond 2^17"};
+    if (problem.sums_integers() && !HasOneSum(problem)) {
+      return {"groups with float scales have no sum of integers"};
+    }
     if (problem.group_size > 0 && problem.group_size != kAtom &&
         problem.group_size % (2 * kAtom) != 0) {
       return {"groups beside an lhs of 8 bits must be of 64, or of multiples of 128"};

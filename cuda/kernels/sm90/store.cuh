@@ -57,6 +57,9 @@ class TileStorer {
   }
 
   __device__ void Store(const Tile& tile, const Accumulators<I>& acc, const Factors<I>& factors) {
+    if constexpr (I::kIsInt8) {
+      if (p_.out_integers) return StoreIntegers(tile, acc);
+    }
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
@@ -318,6 +321,23 @@ class TileStorer {
         static_cast<float*>(p_.out_data)[offset] = values[i];
       } else {
         static_cast<T*>(p_.out_data)[offset] = T(values[i]);
+      }
+    }
+  }
+
+  // Stores integers, whose bits the accumulators hold: a warp writes 32 bytes of each of four rows at a time.
+  __device__ void StoreIntegers(const Tile& tile, const Accumulators<I>& acc) const {
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+      const int n = Strip(tile, s) * static_cast<int>(kAtom) + Channel();
+      const int first = tile.m0 + Thread() % 4 * 2;
+      int* out = static_cast<int*>(p_.out_data) + (int64_t{tile.batch} * p_.m + first) * p_.n + n;
+#pragma unroll
+      for (int i = 0; i < I::kM / 2; ++i) {
+        const int m = i / 4 * 8 + i % 2, h = i / 2 % 2 * 8;
+        if (first + m < p_.m && n + h < p_.n) {
+          out[int64_t{m} * p_.n + h] = __float_as_int(acc[s][i]);
+        }
       }
     }
   }

@@ -1,0 +1,118 @@
+"""`integer_matmul`: exact sums of int8 activations times the integers of a weight.
+
+It is a product of `product.py` whose result is int32. On Hopper it is one custom call, which stores
+the sums of the kernel for quantized activations as they are.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._backends import cuda_calls
+from .._core import checks
+from .._core.activations import EXACT
+from .._core.array import QuantizedArray
+from .._core.explicit import Sharding
+from .._core.format import Format, format_name
+from .call import Product, Rows, Weights, run
+from .options import Options, check_quantized
+from .product import multiply
+from .quantized_lhs import reads_bytes
+from .support import only_gpus_of
+
+_LARGEST = 128  # magnitude of int8
+
+
+def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | None = None) -> Array:
+    """Computes the exact product of int8 and the integers of a weight, without scales.
+
+    Those integers are the weights in units of their float scale: `q - 2**(bits - 1)`, `q - z` with
+    an integer zero, or, with `scale="int8"`, `(q - 2**(bits - 1)) * s`. Their sums are what
+    `quantized_matmul` of `QuantizedActivations` multiplies by the scales of tokens and channels,
+    for programs that do that on their own. On Hopper one custom call computes them in 8 bits where
+    it computes that product so, of any number of rows; elsewhere XLA, in float32, whose sums of
+    512 products are exact and are added in int32.
+
+    Integers have no derivatives, neither those of `lhs` nor those that scales of `rhs` stand by.
+
+    **Arguments:**
+
+    - `lhs`: int8 (..., k). Leading axes broadcast against those of `rhs` as in `jnp.matmul`.
+    - `rhs`: (..., k, n), of integers with one float scale for each channel: `group_size=-1`, groups
+      that hold all of k, or `scale="int8"`. Sums fit int32 while `128 * most * k < 2**31`, `most`
+      being the largest magnitude of the integers: of 8 bits, up to k = 2^17 - 1.
+    - `out_sharding`: as for `quantized_matmul`.
+
+    **Returns:** int32 (..., n).
+
+    **Raises:** `TypeError` for what is no array or no quantized weight, `ValueError` for other
+    dtypes, shapes and shardings, for weights without such integers, and for a larger k.
+
+    ```python
+    rhs = quantize(jnp.ones((256, 512)), INT8)
+    integer_matmul(jnp.ones((8, 256), jnp.int8), rhs)  # 256 * 127
+    ```
+    """
+    caller = "integer_matmul"
+    check_quantized(caller, rhs=rhs)
+    lhs = checks.array(caller, "lhs", lhs, "int8 (..., k)")
+    if lhs.dtype != jnp.int8:
+        raise ValueError(
+            f"{caller}: lhs is {lhs.dtype}, but integers are multiplied in int8; cast it, or use "
+            "quantized_matmul for floats."
+        )
+    options = Options.checked(caller, out_sharding=out_sharding)
+    options.check(caller, jax.ShapeDtypeStruct(lhs.shape, EXACT), rhs)
+    _check_integers(caller, rhs)
+    # Float scales do not change the sums, whose derivatives in them are 0.
+    rhs = jax.tree.map(lax.stop_gradient, rhs._with(tensor_scale=None))
+    return run(IntegerSums, (lhs,), (rhs,), options.replace(preferred_element_type=jnp.int32))[0]
+
+
+def most_k(format: Format) -> int:
+    """The largest k whose sums of products of int8 and the integers of a weight fit int32."""
+    return (2**31 - 1) // (_LARGEST * format.most_integer)
+
+
+def _check_integers(caller: str, rhs: QuantizedArray) -> None:
+    """Refuses weights that have no integers in units of one scale, or too many of them."""
+    format, why = rhs.format, None
+    if format.codebook is not None:
+        why = "stands for the numbers of a codebook"
+    elif format.zero == "float":
+        why = "adds a float zero to its integers"
+    elif not format.scales_channels and rhs.scale.shape[-2] != 1:
+        why = f"has {rhs.scale.shape[-2]} groups of k with float scales of their own"
+    if why is not None:
+        raise ValueError(
+            f"{caller}: rhs, {format_name(format)}, {why}, so that no sum over k is an integer; "
+            "use one scale for each channel or scale='int8', or quantized_matmul."
+        )
+    if rhs.k > most_k(format):
+        raise ValueError(
+            f"{caller}: k is {rhs.k}, but sums of int8 times integers up to {format.most_integer} "
+            f"may leave int32 beyond k={most_k(format)}; add up parts of k in a wider dtype."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerSums(Product):
+    """`lhs @ integers` in int32, of a weight without its tensor scale."""
+
+    def composition(self, *operands: Array) -> tuple[Array, ...]:
+        (lhs,), (rhs,), _ = self.named(operands)
+        return (multiply(lhs, rhs, self.options),)
+
+    def fits(self, context: Any) -> bool:
+        return only_gpus_of(90, context)
+
+    def supports(self, rows: Rows, weights: Weights) -> bool:
+        (lhs,), (rhs,) = rows, weights
+        return reads_bytes(lhs, rhs)
+
+    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+        (lhs,), (rhs,), _ = self.named(operands)
+        return (cuda_calls.quantized(lhs, None, rhs, out_dtype=jnp.dtype("int32")),)
