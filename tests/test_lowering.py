@@ -276,7 +276,7 @@ def gpus(monkeypatch):
 @pytest.mark.parametrize(("m", "reads"), [(1, True), (16, True), (17, False)])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_hopper_reads_scales_of_two_levels(cuda, gpus, m, reads, activation):
-    """Where its kernel for few rows does, alone and with an epilogue; elsewhere XLA expands them."""
+    """Where its kernel for few rows does, also with an epilogue; elsewhere XLA expands them."""
     gpus("9.0")
     array = quantized(like(256, 64, dtype="float32"), Format(4, 32, zero="float", scale="super"))
     multiply = functools.partial(quantized_matmul, activation=activation)
