@@ -309,6 +309,7 @@ CALLS = {
         shards=constant((1, 1)),
         permutation=NONE,
         tensor_scale=NONE,
+        super_scale=NONE,
     ),
     "from_blocks": call(
         jl.QuantizedArray.from_blocks,

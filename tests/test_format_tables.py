@@ -13,6 +13,7 @@ import pytest
 from helpers import dequantized, unpack, unpack_groups
 
 import jaxlowbit as jl
+from jaxlowbit._core import super_blocks
 from jaxlowbit._core.codebooks import CODEBOOKS
 from jaxlowbit._core.format import format_name, parse_format
 from jaxlowbit._core.format_table import NAMED, bits_per_weight, formula, number_range
@@ -34,7 +35,8 @@ def test_pages_and_tables():
     page = "a\n<!-- format-table: 8-bit scales -->\nold\n<!-- /format-table -->\nb\n"
     filled = format_tables.filled(page)
     assert filled.startswith("a\n<!--") and filled.endswith("<!-- /format-table -->\nb\n")
-    assert re.findall(r"^\| `([\w-]+)`", filled, re.M) == ["int4-int8", "mxfp4", "mxfp8", "nvfp4"]
+    names = ["int4-int8", "int4-g32-float-super", "mxfp4", "mxfp8", "nvfp4"]
+    assert re.findall(r"^\| `([\w-]+)`", filled, re.M) == names
     assert "old" not in filled and format_tables.filled(filled) == filled
     with pytest.raises(ValueError, match="no table of 'zeros'; name 8-bit scales, or nothing"):
         format_tables.filled("<!-- format-table: zeros -->\n<!-- /format-table -->")
@@ -60,15 +62,26 @@ def test_a_row_is_what_quantize_makes(name):
     bits = 8 * sum(leaf.nbytes for leaf in leaves) / MATRIX.size
     assert bits == bits_per_weight(format, k=MATRIX.shape[0])
 
-    def per_row(groups):
-        groups = unpack_groups(np.asarray(groups)).astype(np.float32)
+    def spread(groups):
         return np.repeat(groups, MATRIX.shape[0] // groups.shape[0], axis=0)
 
+    def per_row(groups):
+        return spread(unpack_groups(np.asarray(groups)).astype(np.float32))
+
+    def levels(values):  # integers of groups, and floats of super-blocks
+        found = super_blocks.unpacked(jnp.asarray(unpack_groups(np.asarray(values))), format)
+        return [spread(np.asarray(level).astype(np.float32)) for level in found]
+
     q = unpack(np.asarray(array.packed), format.bits).astype(np.int32)
-    names = {"q": q, "s": per_row(array.scale), "t": unit}
-    names |= {x: per_row(array.zero) for x in "zb" if array.zero is not None}
+    names = {"q": q, "t": unit}
+    if format.scale == "super":
+        names |= zip("sd", levels(array.scale), strict=True)
+        names |= zip("be", levels(array.zero), strict=True)
+    else:
+        names["s"] = per_row(array.scale)
+        names |= {x: per_row(array.zero) for x in "zb" if array.zero is not None}
     names |= {x: np.array(book.values, np.float32) for x, book in CODEBOOKS.items()}
-    weights = eval(re.sub(r" (?=[st]\b)", " * ", formula(format)), names)
+    weights = eval(re.sub(r" (?=[stde]\b)", " * ", formula(format)), names)
     np.testing.assert_allclose(dequantized(array, jnp.float32), weights, rtol=1e-5, atol=1e-6)
     numbers = np.array(format.values or np.arange(2**format.bits) + number_range(format)[0])
     numbers = numbers[np.isfinite(numbers)]

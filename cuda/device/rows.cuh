@@ -255,18 +255,16 @@ class SuperRowPair : public IntegerRowPair<T, Super, kBits> {
   // Operand A that sums lhs, in units of the integers.
   static constexpr uint32_t kOnes = PowersOfTwo<T>(-Base::kDown);
 
-  // Sets the floats of a super-block, pairs of f16, before the scales of its groups.
-  __device__ void SetScaleFloats(uint32_t halves) { FloatsOf<__half>(halves, scale_floats_); }
-  __device__ void SetZeroFloats(uint32_t halves) { FloatsOf<__half>(halves, zero_floats_); }
+  // Loads the floats of a super-block, before its groups. Addresses are those of row g in shared memory.
+  __device__ void LoadScaleFloats(uint32_t floats) { LoadSuperFloats(floats, scale_floats_); }
+  __device__ void LoadZeroFloats(uint32_t floats) { LoadSuperFloats(floats, zero_floats_); }
 
-  // Addresses are those of row g in shared memory. Scales are loaded, or set, first.
-  __device__ void LoadScales(uint32_t scale) { SetScales(LoadShared2(scale)); }
-  __device__ void LoadFloatZeros(uint32_t zero) { SetZeros(LoadShared2(zero)); }
-  __device__ void SetScales(uint32_t integers) {
-    SuperScalesOf(integers, scale_floats_, this->scale_);
+  __device__ void LoadScales(uint32_t scale) {
+    LoadSuperScales(scale, scale_floats_, this->scale_);
   }
-  __device__ void SetZeros(uint32_t integers) {
-    SuperScalesOf(integers, zero_floats_, zero_);
+  // Scales are loaded first.
+  __device__ void LoadFloatZeros(uint32_t zero) {
+    LoadSuperScales(zero, zero_floats_, zero_);
 #pragma unroll
     for (int h = 0; h < 2; ++h) zero_[h] = fmaf(this->scale_[h], 1 << (kBits - 1), zero_[h]);
   }

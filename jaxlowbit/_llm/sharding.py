@@ -109,12 +109,10 @@ class Division:
     def divisible(self, name: str, weight: Any) -> Any:
         """A matrix whose rows are divided within super-blocks with a float32 scale for each group;
         others as they are."""
-        quantized = isinstance(weight, QuantizedArray) and weight.format.scale == "super"
-        if (
-            not quantized
-            or _kind(name) not in _ALONG_K
-            or weight.k // self.parts % SUPER_BLOCK == 0
-        ):
+        two_levels = isinstance(weight, QuantizedArray) and weight.format.scale == "super"
+        if not two_levels or _kind(name) not in _ALONG_K:
+            return weight
+        if weight.k // self.parts % SUPER_BLOCK == 0:
             return weight
         scale, zero, format = super_blocks.expanded(
             weight.scale, weight.zero, weight.format, weight.packed.shape[-2] * ATOM

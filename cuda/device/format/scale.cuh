@@ -91,17 +91,19 @@ __device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
   }
 }
 
-// Loads the floats of a super-block of rows g and g + 8, a pair of f16: their low bytes are a row of 64 bytes, and their
-// high ones the next.
-__device__ inline uint32_t LoadSuperHalves(uint32_t shared) {
-  return __byte_perm(LoadShared2(shared), LoadShared2(shared + 64), 0x5140);
+// Loads the floats of a super-block of rows g and g + 8, whose low bytes are a row of 64 bytes, and their high ones the
+// next.
+__device__ inline void LoadSuperFloats(uint32_t shared, float (&rows)[2]) {
+  const uint32_t low = LoadShared2(shared), high = LoadShared2(shared + 64);
+  const uint32_t halves = __byte_perm(low, high, 0x5140);
+  rows[0] = Pair<__half>::Low(halves), rows[1] = Pair<__half>::High(halves);
 }
 
-// The integers of a group, two bytes, of rows g and g + 8, times floats, exactly.
-__device__ inline void SuperScalesOf(uint32_t integers, const float (&floats)[2],
-                                     float (&rows)[2]) {
+// Loads the integers of a group of rows g and g + 8, and multiplies them by such floats, exactly.
+__device__ inline void LoadSuperScales(uint32_t shared, const float (&floats)[2],
+                                       float (&rows)[2]) {
   // Beside the exponent of 2^23, in which a unit is 1.
-  const uint32_t both = integers ^ 0x8080;
+  const uint32_t both = LoadShared2(shared) ^ 0x8080;
   constexpr float kMiddle = 8388608 + 128;
   rows[0] = (__uint_as_float(__byte_perm(both, 0x4b000000, 0x7440)) - kMiddle) * floats[0];
   rows[1] = (__uint_as_float(__byte_perm(both, 0x4b000000, 0x7441)) - kMiddle) * floats[1];

@@ -179,7 +179,6 @@ class StageMultiplier : Table<I::kCodebook> {
   static constexpr int kMostAtoms = MaxWarpAtoms(kBits, I::kTiles * 8);
   // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices, if registers allow.
   static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits <= 4 ? 2 : 1;
-  static constexpr bool kRegistersToSpare = I::kTiles == 1 || I::kCtasPerSm == 1;
   static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
 
   // Groups of an atom in MXFP4 and in NVFP4, in which a warp multiplies two atoms at a time; 0 in other formats.
@@ -229,17 +228,11 @@ class StageMultiplier : Table<I::kCodebook> {
     const int groups = max(kAtoms * kStepsPerAtom >> shift, 1);
     const uint32_t first = activations + lhs_ + at * LhsBytes();
     R rows[kSlicesPerWarp];
-    // Loaded ahead of everything that waits for anything.
-    ColumnScales scales[kSlicesPerWarp], zeros[kSlicesPerWarp];
     uint32_t packed[kAtoms][kSlicesPerWarp][kBits];
     float part[kAtoms][kSlicesPerWarp][4] = {}, lhs_sums[4] = {};
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
       rows[i].Start(false);
-      scales[i] = LoadColumns(stage, i, RowsAt(at), groups);
-      if constexpr (I::kSumsLhs) {
-        zeros[i] = LoadColumns(stage + p_.plan.bytes.scales, i, RowsAt(at), groups);
-      }
 #pragma unroll
       for (int a = 0; a < kAtoms; ++a) {
         const uint32_t place = stage + packed_[i] + (at + a) * PackedStep(i);
@@ -276,32 +269,15 @@ class StageMultiplier : Table<I::kCodebook> {
 #pragma unroll
         for (int j = 0; j < 4; ++j) part[0][i][j] += part[1][i][j];
       }
-      rows[i].SetScaleFloats(scales[i].halves);
-      if constexpr (I::kSumsLhs) rows[i].SetZeroFloats(zeros[i].halves);
+      LoadSuperFloats(stage, i, rows[i]);
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
-        rows[i].SetScales(scales[i].integers[column]);
-        if constexpr (I::kSumsLhs) rows[i].SetZeros(zeros[i].integers[column]);
+        // Columns behind the last group are zeros, whatever their scale.
+        const int group = min(lane_ % 4 * 2 + column, groups - 1);
+        LoadRows(stage, i, RowsAt(at) + group * kRows, rows[i]);
         rows[i].template AddColumn<I::kSumsLhs>(column, part[0][i], lhs_sums, acc[i][0]);
       }
     }
-  }
-
-  // Scales, or zeros, of two levels, of rows g and g + 8, as they are in memory: the floats of their super-block, and the
-  // integers of the groups of this lane's two columns.
-  struct ColumnScales {
-    uint32_t halves, integers[2];
-  };
-  __device__ ColumnScales LoadColumns(uint32_t stage, int slice, int on, int groups) const {
-    ColumnScales scales;
-    scales.halves = LoadSuperHalves(ScaleAddress(stage, slice, SuperFloatsAt()));
-#pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      // Columns behind the last group are zeros, whatever their scale.
-      const int group = min(lane_ % 4 * 2 + column, groups - 1);
-      scales.integers[column] = LoadShared2(ScaleAddress(stage, slice, on + group * kRows));
-    }
-    return scales;
   }
 
   // Whether FastestRows take the scales of both slices in the kGroups groups of the warp's atom `at`.
@@ -345,23 +321,12 @@ class StageMultiplier : Table<I::kCodebook> {
       float part[kChains][kTogetherSlices][I::kTiles][4] = {};
       // Over a group, where zeros multiply them.
       [[maybe_unused]] float lhs_sums[I::kTiles][4] = {};
-      // Integers of two levels of all groups, loaded ahead of everything that waits for anything.
-      constexpr int kAhead = I::kSuperBlocks && kGroups > 1 && kRegistersToSpare ? kGroups : 0;
-      [[maybe_unused]] GroupIntegers ahead[kAhead > 0 ? kAhead : 1][kTogetherSlices];
 #pragma unroll
       for (int i = 0; i < kTogetherSlices; ++i) {
         if constexpr (!kHasFactors) {
           StartRows<R, I::kCodebook>(I::kZero == ZeroKind::kFloat, *this, rows[0][i]);
           if constexpr (I::kSuperBlocks) LoadSuperFloats(stage, slice + i, rows[0][i]);
-          if constexpr (kAhead > 0) {
-#pragma unroll
-            for (int group = 0; group < kAhead; ++group) {
-              ahead[group][i] = LoadIntegers(stage, slice + i, RowsAt(at) + group * kRows);
-            }
-            SetRows(ahead[0][i], rows[0][i]);
-          } else {
-            LoadRows(stage, slice + i, RowsAt(at), rows[0][i]);
-          }
+          LoadRows(stage, slice + i, RowsAt(at), rows[0][i]);
         }
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) {
@@ -390,11 +355,7 @@ class StageMultiplier : Table<I::kCodebook> {
 #pragma unroll
             for (int i = 0; i < kTogetherSlices; ++i) {
               AddPart(rows[0][i], part[0][i], lhs_sums, acc[slice + i]);
-              if constexpr (kAhead > 0) {
-                SetRows(ahead[group][i], rows[0][i]);
-              } else {
-                LoadRows(stage, slice + i, RowsAt(at) + group * kRows, rows[0][i]);
-              }
+              LoadRows(stage, slice + i, RowsAt(at) + group * kRows, rows[0][i]);
             }
             Clear(lhs_sums);
           }
@@ -483,22 +444,15 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Distance from the rows of the warp's first group to the floats of its super-block, which is one for all its atoms.
-  __device__ int SuperFloatsAt() const {
+  // Loads the floats of the super-block in which a slice's scales lie, which is one for all of a warp's atoms.
+  template <class R>
+  __device__ void LoadSuperFloats(uint32_t stage, int slice, R& rows) const {
     const int super = Keep(atom_) >> kSuperShift;  // computed again: registers are short
     const int row = super * (p_.stage_super_groups + static_cast<int>(kFloatRows)) +
                     p_.stage_super_groups - FirstScaleRow<I>(p_, atom_);
-    return row * kRows;
-  }
-
-  // Loads the floats of the super-block of a slice.
-  template <class R>
-  __device__ void LoadSuperFloats(uint32_t stage, int slice, R& rows) const {
-    const uint32_t floats = ScaleAddress(stage, slice, SuperFloatsAt());
-    rows.SetScaleFloats(LoadSuperHalves(floats));
-    if constexpr (I::kZero == ZeroKind::kFloat) {
-      rows.SetZeroFloats(LoadSuperHalves(floats + p_.plan.bytes.scales));
-    }
+    const uint32_t floats = ScaleAddress(stage, slice, row * kRows);
+    rows.LoadScaleFloats(floats);
+    if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadZeroFloats(floats + p_.plan.bytes.scales);
   }
 
   // The place in a stage's activations where this lane reads those of the warp's atom `at`.
@@ -506,20 +460,6 @@ class StageMultiplier : Table<I::kCodebook> {
     const int row = (atom_ + at) * I::kTiles * 8 + lhs_;
     const int column = lane_ / 8 % (4 / kTogether);
     return row * kRowBytes + (column ^ row % 8) * kCopyBytes;
-  }
-
-  // The integers of the scales and zeros of a group, of two levels, of rows g and g + 8, as they are in memory.
-  struct GroupIntegers {
-    uint32_t scale, zero;
-  };
-  __device__ GroupIntegers LoadIntegers(uint32_t stage, int slice, int on) const {
-    const uint32_t scale = ScaleAddress(stage, slice, on);
-    return {LoadShared2(scale), I::kSumsLhs ? LoadShared2(scale + p_.plan.bytes.scales) : 0};
-  }
-  template <class R>
-  __device__ static void SetRows(const GroupIntegers& integers, R& rows) {
-    rows.SetScales(integers.scale);
-    if constexpr (I::kSumsLhs) rows.SetZeros(integers.zero);
   }
 
   // `on`: distance from the rows of the warp's first group.
