@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import calls
+from helpers import PLATFORM, calls
 from integer_weights import FORMATS, exact, values, weights
 from jax.sharding import AxisType
 from meshes import make_mesh, put
@@ -25,33 +25,63 @@ from jaxlowbit import (
     quantize,
     quantized_matmul,
 )
-from jaxlowbit._backends import call
+from jaxlowbit._backends import call, extension
 from jaxlowbit._core import layout
 from jaxlowbit._core.format import format_name
 from jaxlowbit._matmul import integers as module
 from jaxlowbit._matmul import quantized_lhs
+from jaxlowbit._matmul.options import Options
 
 formats = pytest.mark.parametrize("format", FORMATS, ids=format_name)
+VNNI = extension.build_info()["cpu_isa"][0] == "vnni" and PLATFORM == "cpu"
 
 
+def definition(x: Any, rhs: QuantizedArray) -> Any:
+    """What runs where no kernel does."""
+    options = Options(preferred_element_type=jnp.int32)
+    return module.multiply(x, rhs._with(tensor_scale=None), options)
+
+
+ways = pytest.mark.parametrize("multiply", [integer_matmul, definition])
+
+
+@ways
 @formats
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (5, 100, 70), (3, 257, 130)])
-def test_every_sum_is_exact(format, m, k, n):
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (5, 100, 70), (3, 257, 130), (2, 1000, 9)])
+def test_every_sum_is_exact(multiply, format, m, k, n):
     integers, rhs = weights(format, k, n)
     x = values(m, k)
-    found = integer_matmul(x, rhs)
+    found = multiply(x, rhs)
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, exact(x, integers))
-    np.testing.assert_array_equal(jax.jit(integer_matmul)(x[0], rhs), exact(x[:1], integers)[0])
+    np.testing.assert_array_equal(multiply(x[0], rhs), exact(x[:1], integers)[0])
 
 
+@ways
 @formats
 @pytest.mark.parametrize("extreme", [-1, 1])
 @pytest.mark.parametrize("of_values", [-1, 1])
-def test_extremes(format, extreme, of_values):
+def test_extremes(multiply, format, extreme, of_values):
     integers, rhs = weights(format, 300, 5, extreme=extreme)
     assert abs(integers).max() <= format.most_integer
     x = values(2, 300, extreme=of_values)
+    np.testing.assert_array_equal(multiply(x, rhs), exact(x, integers))
+
+
+@pytest.mark.skipif(not VNNI, reason="this CPU has no AVX-512 VNNI, or AMX")
+@pytest.mark.parametrize("m", [1, 3, 20])
+@pytest.mark.parametrize(
+    ("format", "k"), [(Format(4), 2**14), (Format(8), 2**10), (Format(4, zero="integer"), 8738)]
+)
+def test_the_longest_sums_that_vnni_adds(m, format, k):
+    """Float32 holds them, and one row more is left to the definition."""
+    integers, rhs = weights(format, k, 70, extreme=-1)
+    x = values(m, k, extreme=-1).at[0, 0].set(-127)
+    assert calls(integer_matmul, x, rhs, platform="cpu") == ["quantized_activations"]
+    np.testing.assert_array_equal(integer_matmul(x, rhs), exact(x, integers))
+    integers, rhs = weights(format, k + 1, 70)
+    x = values(m, k + 1)
+    assert calls(integer_matmul, x, rhs, platform="cpu") == []
     np.testing.assert_array_equal(integer_matmul(x, rhs), exact(x, integers))
 
 
@@ -173,7 +203,7 @@ def test_exported_programs():
 def test_what_the_call_of_hopper_takes(monkeypatch):
     monkeypatch.setattr(quantized_lhs, "is_supported", lambda *_: True)
     monkeypatch.setattr(quantized_lhs.extension, "uncompiled_activations", lambda: None)
-    sums = module.IntegerSums(None, module.Options())
+    sums = module.IntegerSums(None, Options())
 
     def takes(format: Format, m: Any = 1, k: int = 512, stack: tuple[int, ...] = ()) -> bool:
         rhs: Any = jax.eval_shape(lambda: quantize(jnp.ones((*stack, k, 64)), format))

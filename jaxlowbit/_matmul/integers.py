@@ -1,7 +1,8 @@
 """`integer_matmul`: exact sums of int8 activations times the integers of a weight.
 
 It is a product of `product.py` whose result is int32. On Hopper it is one custom call, which stores
-the sums of the kernel for quantized activations as they are.
+the sums of the kernel for quantized activations as they are; on a CPU with VNNI that of quantized
+activations with scales of 1, while float32 holds the sums.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._backends import cuda_calls
+from .._backends import cpu, cuda_calls
 from .._core import checks
 from .._core.activations import EXACT
 from .._core.array import QuantizedArray
@@ -20,10 +21,11 @@ from .._core.format import Format, format_name
 from .call import Product, Rows, Weights, run
 from .options import Options, check_quantized
 from .product import multiply
-from .quantized_lhs import reads_bytes
+from .quantized_lhs import cpu_reads_bytes, reads_bytes
 from .support import only_gpus_of
 
 _LARGEST = 128  # magnitude of int8
+_MOST_IN_FLOAT32 = 2**24  # integers up to it are floats, and sums of them exact
 
 
 def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | None = None) -> Array:
@@ -33,8 +35,8 @@ def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | No
     an integer zero, or, with `scale="int8"`, `(q - 2**(bits - 1)) * s`. Their sums are what
     `quantized_matmul` of `QuantizedActivations` multiplies by the scales of tokens and channels,
     for programs that do that on their own. On Hopper one custom call computes them in 8 bits where
-    it computes that product so, of any number of rows; elsewhere XLA, in float32, whose sums of
-    512 products are exact and are added in int32.
+    it computes that product so, of any number of rows, and on CPUs while float32 holds the sums;
+    elsewhere XLA, in float32, whose sums of 512 products are exact and are added in int32.
 
     Integers have no derivatives, neither those of `lhs` nor those that scales of `rhs` stand by.
 
@@ -116,3 +118,18 @@ class IntegerSums(Product):
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (rhs,), _ = self.named(operands)
         return (cuda_calls.quantized(lhs, None, rhs, out_dtype=jnp.dtype("int32")),)
+
+    def cpu_fits(self, context: Any) -> bool:
+        return not context.lowering_parameters.for_export  # another CPU may lack the instruction
+
+    def cpu_supports(self, rows: Rows, weights: Weights) -> bool:
+        (lhs,), (rhs,) = rows, weights
+        exact = _LARGEST * rhs.format.most_integer * rhs.k <= _MOST_IN_FLOAT32
+        return exact and cpu_reads_bytes(lhs, rhs)
+
+    def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
+        (lhs,), (rhs,), _ = self.named(operands)
+        scale = jnp.ones((*lhs.shape[:-1], 1), jnp.float32)
+        unscaled = rhs._with(scale=jnp.ones_like(rhs.scale))
+        out = cpu.quantized(lhs, scale, unscaled, out_dtype=jnp.dtype("float32"))
+        return (out.astype(jnp.int32),)

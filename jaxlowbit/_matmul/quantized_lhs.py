@@ -131,15 +131,7 @@ class Scaled(Product):
         return not context.lowering_parameters.for_export  # another CPU may lack the instruction
 
     def cpu_supports(self, rows: Rows, weights: Weights) -> bool:
-        values, (rhs,) = rows[0], weights
-        count = math.prod(values.shape[:-1])
-        return (
-            self.options.backend in (None, "cpu")
-            and count != 0
-            and rhs.ndim == 2
-            and is_supported("cpu", jax.ShapeDtypeStruct(values.shape, EXACT), rhs)
-            and cpu.unsupported_activations(values.dtype, count, rhs.format) is None
-        )
+        return self.options.backend in (None, "cpu") and cpu_reads_bytes(rows[0], weights[0])
 
     def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
         return self._one_call(cpu.quantized, operands)
@@ -195,6 +187,18 @@ def reads_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> bool
         and uncovered_bytes(values, rhs, pair=pair) is None
         and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), _without_unit(rhs))
         and extension.uncompiled_activations() is None
+    )
+
+
+def cpu_reads_bytes(values: Any, rhs: QuantizedArray) -> bool:
+    """Whether a kernel of this CPU multiplies quantized activations by a weight in 8 bits; both are
+    shapes and dtypes."""
+    rows = math.prod(values.shape[:-1])
+    return (
+        rows != 0
+        and rhs.ndim == 2
+        and is_supported("cpu", jax.ShapeDtypeStruct(values.shape, EXACT), rhs)
+        and cpu.unsupported_activations(values.dtype, rows, rhs.format) is None
     )
 
 

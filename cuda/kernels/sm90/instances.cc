@@ -30,7 +30,8 @@ std::vector<InstanceKey> InstancesOf(int bits) {
   });
   ForEachByteFormat(bits, [&](InstanceKey key) {
     for (key.variant = 0; key.variant < kNumTiles; ++key.variant) {
-      if (kTiles[key.variant].takes_bytes(key.lhs == ElementType::kInt8)) keys.push_back(key);
+      const bool one_sum = key.lhs == ElementType::kInt8, zeros = key.zero != ZeroKind::kNone;
+      if (kTiles[key.variant].takes_bytes(one_sum, zeros)) keys.push_back(key);
     }
   });
   return keys;

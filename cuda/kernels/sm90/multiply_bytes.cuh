@@ -61,7 +61,7 @@ class ByteMultiplier : StageConsumer<I> {
 
   using Weights = ByteWeights<T, kBits, I::kCodebook, S, I::kZero>;
   using Sum = std::conditional_t<I::kIsInt8, int, float>;
-  static constexpr bool kHasGroupSums = I::kTile.takes_bytes(false);
+  static constexpr bool kHasGroupSums = I::kTile.takes_bytes(false, I::kZero != ZeroKind::kNone);
 
   static constexpr float kUnit = 1.0f / (1 << Weights::kShift);
   static constexpr int kSteps = 2;  // wgmma of an atom

@@ -51,7 +51,7 @@ struct Instance {
   static constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
   // Whether scales of groups are integers, which multiply weights in 8 bits, so that k has one sum.
   static constexpr bool kScalesBytes = kBytes && sizeof(S) == 1;
-  static_assert(!kBytes || kTile.takes_bytes(kIsInt8));
+  static_assert(!kBytes || kTile.takes_bytes(kIsInt8, kZero != ZeroKind::kNone));
   // Registers of a thread: at launch, of a consumer, of a producer.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;

@@ -35,11 +35,14 @@ struct TileShape {
     return cta_strips() % 2 == 0 && (strips == 2 || halves);
   }
   // Whether it takes an lhs of 8 bits, of which a block, 128 bytes of a row, is two atoms of k: a stage. Registers hold the
-  // sums of groups beside those of results, unless `one_sum` says that int8 is summed over all of k. A warpgroup alone
-  // gains nothing beyond 128 rows.
-  constexpr bool takes_bytes(bool one_sum) const {
-    return stage_atoms == 2 && warpgroups <= 2 && (one_sum || m * strips <= 160) &&
-           (warpgroups > 1 || m * strips <= 128);
+  // sums of groups beside those of results, unless `one_sum` says that int8 is summed over all of k, and zeros, if weights
+  // have them. A warpgroup alone gains nothing beyond 128 rows.
+  constexpr bool takes_bytes(bool one_sum, bool zeros) const {
+    return stage_atoms == 2 && warpgroups <= 2 &&
+           m * strips <= (warpgroups == 1 ? 128
+                          : !one_sum      ? 160
+                          : zeros         ? 192
+                                          : 256);
   }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
