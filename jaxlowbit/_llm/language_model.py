@@ -79,7 +79,8 @@ def load(
     - `activation_rows`: how many tokens, of all sequences, have to go through the blocks at a time
       for that; fewer are floats. None for 1 on a CPU, and on a GPU for 32 or 192, by the formats of
       the weights, from which products gain by it.
-    - `scale_dtype`: that of scales and float zeros; None keeps those of the file exact.
+    - `scale_dtype`: that of scales and float zeros; None keeps those of the file exact, and
+      `"super"` also those of ggml's K types as small as they are there.
     - `mesh`: the devices to divide it over, as by `shard`; each weight is put there as soon as it
       is read. None for one device.
     - `progress`: whether to show a progress bar.

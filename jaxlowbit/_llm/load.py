@@ -23,6 +23,9 @@ from .config import Config
 from .sharding import Division
 from .tokenizer import Tokenizer
 
+TWO_LEVELS = "super"
+"""The `scale_dtype` that keeps scales of two levels, and their name in a `Format`."""
+
 Rules = Mapping[str, Format | str | None] | Sequence[tuple[str, Format | str | None]]
 
 
@@ -149,9 +152,10 @@ def read(
     - `activation_dtype`: the dtype to which the decoder rounds the inputs of quantized matrices of
       blocks, or None; for the report.
     - `scale_dtype`: the dtype of scales and float zeros. None keeps those of quantized weights
-      exact, in float16, in float32 for ggml's K types, and in the dtype of a folder; and gives
-      `dtype` to those that are made here. Another one rounds the stored scales to it. Formats with
-      8-bit scales keep theirs.
+      exact, in float16, in float32 for ggml's K types and IQ4_XS, and in the dtype of a folder; and
+      gives `dtype` to those that are made here. `"super"` keeps those of the K types and IQ4_XS in
+      two levels as the file has them, which takes less memory and, but for few rows on Hopper, more
+      time. Another one rounds the stored scales to it. Formats with 8-bit scales keep theirs.
     - `mesh`: where each weight is put, divided as a `Decoder` on it needs it; None for one device.
     - `progress`: whether a bar is shown on standard error.
 
@@ -177,7 +181,7 @@ def read(
         )
     path = Path(path)
     dtype = compute_dtype("load", "dtype", dtype)
-    if scale_dtype is not None:
+    if scale_dtype is not None and scale_dtype != TWO_LEVELS:
         scale_dtype = compute_dtype("load", "scale_dtype", scale_dtype)
     format = None if format is None else as_format("load", format)
     boolean("load", "progress", progress)
@@ -278,8 +282,12 @@ def _weight(
         values = np.asarray(source.rows(0, 1)).astype(np.float32)[0]
         _check_finite(values)
         return jnp.asarray(values)
+    two_levels = scale_dtype == TWO_LEVELS
+    scale_dtype = None if two_levels else scale_dtype
     if format is None and source.pack is not None:
-        return source.pack(scale_dtype)
+        in_file = source.format is not None and source.format.scale == TWO_LEVELS
+        wide = in_file and not two_levels and scale_dtype is None
+        return source.pack(jnp.dtype("float32") if wide else scale_dtype)
     k, n = shape
     if format is not None:
         return blocks.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype)
