@@ -92,6 +92,7 @@ ffi::Error DecodeRows(ffi::AnyBuffer floats, ffi::AnyBuffer factor, const Produc
   rows->from = *type;
   rows->to = p.scales_rows ? wide : p.lhs;
   rows->wide = p.scales_rows;
+  rows->early = p.bits > 4;
   rows->rows = p.batch * p.m;
   rows->columns = columns;
   rows->floats = floats.untyped_data();

@@ -105,9 +105,16 @@ ffi::Error EnqueueBlock(const BlockBuffers& buffers, std::vector<Operands> produ
   const auto round = [&](size_t i, const ffi::AnyBuffer& rows, const ffi::AnyBuffer& values) {
     if (lhs_scale == nullptr) return ffi::Error::Success();
     const QuantizedMatmul& own = products[i].problem;
-    const QuantizeRows problem = {
-        own.floats(),          own.lhs,   own.m, own.k, rows.untyped_data(), nullptr,
-        values.untyped_data(), lhs_scale, i > 0};
+    const QuantizeRows problem = {own.floats(),
+                                  own.lhs,
+                                  own.m,
+                                  own.k,
+                                  rows.untyped_data(),
+                                  nullptr,
+                                  values.untyped_data(),
+                                  lhs_scale,
+                                  i > 0,
+                                  i > 0 || own.bits > 4};
     return ToError(LaunchQuantizeRows(problem, place.stream), "launching the rounding of rows");
   };
   void* sum = buffers.sum.untyped_data();

@@ -227,7 +227,7 @@ cudaError_t Launch(const QuantizeRows& problem, cudaStream_t stream) {
         problem.factor,
         static_cast<uint8_t*>(problem.values) + row * units * kColumns * (problem.wide ? 2 : 1),
         problem.scale + row, static_cast<int>(problem.columns), static_cast<int>(units),
-        problem.pdl);
+        problem.early);
   }
   return error;
 }

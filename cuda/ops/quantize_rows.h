@@ -25,6 +25,9 @@ struct QuantizeRows {
   // The previous kernel in the stream belongs to the same call. (Another one may have written weights, for which the
   // product that follows does not wait.)
   bool pdl = false;
+  // The product starts with the rounding, not when rows have been read. The loads of its weights then delay those of
+  // rows, which costs more than it gains where the first stages hold most of the weights: in 4 bits.
+  bool early = false;
   bool wide = false;
 };
 
