@@ -49,8 +49,8 @@ struct CpuCall {
 };
 
 // Whether one row is multiplied by sums of activations that bits of weights look up, where a clone does that
-// (clone/bit_sums.inc). Zeros that are integers cancel weights, which then have to be computed. Of 3 bits, four belong to
-// rows of several groups where groups are small.
+// (clone/bit_sums.inc). Zeros that are integers may cancel weights exactly, which sums do not. Of 3 bits, four belong to
+// rows of several groups where groups are small, and numbers of a codebook are no sums of what planes mean.
 constexpr bool HasBitSums(const QuantizedMatmul& p) {
   if (p.m != 1 || p.zero == ZeroKind::kInteger) return false;
   if (p.bits == 3) {
@@ -63,7 +63,7 @@ constexpr int64_t BitSumLines(int bits) { return 16 * bits + 1; }  // of an atom
 // The kernel compiled for one instruction set.
 struct CpuClone {
   const char* isa;
-  bool has_bit_sums;
+  bool has_bit_sums;  // one row of what HasBitSums says
   // Few rows: each weight is dequantized in registers and used at once. `permute` prepares rows [begin, end) of lhs.
   void (*permute)(const CpuCall& call, int64_t begin, int64_t end, float* permuted);
   void (*stream)(const CpuCall& call, int64_t batch, int64_t n_block);
