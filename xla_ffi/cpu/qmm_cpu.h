@@ -49,8 +49,8 @@ struct CpuCall {
 };
 
 // Whether one row is multiplied by sums of activations that bits of weights look up, where a clone does that
-// (clone/bit_sums.inc). Zeros that are integers may cancel weights exactly, which sums do not. Of 3 bits, four belong to
-// rows of several groups where groups are small, and numbers of a codebook are no sums of what planes mean.
+// (clone/bit_sums.inc). Zeros that are integers may cancel weights exactly, which sums do not. Of 3 bits, four belong
+// to rows of several groups where groups are small, and numbers of a codebook are no sums of what planes mean.
 constexpr bool HasBitSums(const QuantizedMatmul& p) {
   if (p.m != 1 || p.zero == ZeroKind::kInteger) return false;
   if (p.bits == 3) {
