@@ -105,6 +105,26 @@ def test_codebooks_beside_integers_and_scales_of_8_bits(format, dtype):
     assert_near(found, block(2, dtype, format, one_call=False), dtype)
 
 
+# Products of one lhs that read it in different orders: by lookups of sums, and as weights.
+def test_following_products_of_several_widths():
+    norm, rows = 1 + normal(D, seed=9) / 8, normal(1, D, seed=8)
+    w = weights(Format(4, 32))
+    following = tuple(
+        quantize(normal(D, 64, seed=i), Format(b, 32, "float")) for i, b in enumerate((2, 4, 2, 1))
+    )
+
+    def run(attended, residual):
+        return quantized_block(
+            *(attended, residual, w["out"], norm, w["pair"], w["down"]), following=(norm, following)
+        )
+
+    operands = normal(1, 40, seed=7), rows
+    zeros = jax.tree.map(jnp.zeros_like, operands)
+    assert calls(run, *operands, platform="cpu") == ["quantized_block"]
+    expected = jax.jit(lambda *x: jax.jvp(run, x, zeros)[0])(*operands)
+    assert_near(jax.jit(run)(*operands), expected, jnp.float32)
+
+
 def test_bits_do_not_depend_on_threads():
     format, dtype = KINDS[0]
     one, *others = (block(40, dtype, format, one_call=True) for _ in range(10))

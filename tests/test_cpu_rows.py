@@ -1,11 +1,22 @@
 """Numbers of rows at which the CPU kernels change their way, against float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLATFORM, Oracle, assert_within, dequantize, matmul
-from problems import Problem, operands
+from helpers import (
+    PLATFORM,
+    Oracle,
+    assert_within,
+    dequantize,
+    matmul,
+    pack,
+    unpack,
+    unpack_groups,
+)
+from problems import Problem, operands, weights
 
 from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
 from jaxlowbit._core.format import parse_format
@@ -32,6 +43,48 @@ def test_every_way_is_within_its_error_bound(bits, group_size):
     bound = oracle.bound(lhs.dtype)
     for m, got in zip(ROWS, products([lhs[:m] for m in ROWS], rhs), strict=True):
         assert_within(got, oracle.exact[:m], bound[:m])
+
+
+def mostly_cancelled(rhs: QuantizedArray, rng: np.random.Generator) -> QuantizedArray:
+    """The same with zeros that make nine weights of ten 0, or what rounding leaves of it."""
+    bits, size = rhs.format.bits, rhs.format.group_size
+    scale, codes = np.asarray(rhs.scale), unpack(np.asarray(rhs.packed), rhs.format.bits)
+    cancelled = rng.integers(0, 2**bits, scale.shape)
+    of_rows = np.repeat(unpack_groups(cancelled), len(codes) if size < 0 else size, axis=-2)
+    codes = np.where(rng.random(codes.shape) < 0.9, of_rows[: len(codes)], codes)
+    zero = -(scale * cancelled.astype(scale.dtype))
+    return dataclasses.replace(rhs, packed=jnp.asarray(pack(codes, bits)), zero=jnp.asarray(zero))
+
+
+# Bits of one row look up sums of activations, to which scales and zeros are applied.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("zero", ["none", "float", "cancels", "codebook"])
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_sums_that_bits_look_up_are_within_their_bound(bits, zero, dtype):
+    rng = np.random.default_rng(bits)
+    format = Format(bits, zero="none" if zero in ("none", "codebook") else "float")
+    if zero == "codebook":
+        format = format.replace(codebook=tuple(rng.standard_normal(2**bits).tolist()))
+    for k, size in ((1, -1), (70, 32), (201, 48), (384, 128), (1000, -1), (256, 16), (300, 96)):
+        problem = Problem(*("", 1, k, 70, bits, size, format.zero, format.codebook), dtype=dtype)
+        rhs = weights(problem, rng)
+        if zero == "cancels":
+            rhs = mostly_cancelled(rhs, rng)
+        lhs = np.abs(rng.standard_normal((1, k))) * 2.0 ** rng.integers(-9, 9, k)
+        lhs = lhs.astype(jnp.dtype(dtype))
+        oracle = Oracle.of(lhs, dequantize(rhs))
+        got = quantized_matmul(jnp.asarray(lhs), rhs, backend="cpu")
+        assert_within(got, oracle.exact, oracle.bound(lhs.dtype))
+
+
+@pytest.mark.parametrize(("bits", "zero"), [(1, "float"), (2, "none"), (3, "none")])
+def test_sums_of_weights_that_are_zero(bits, zero):
+    codes = "least" if zero == "float" else "zero"
+    rhs = weights(Problem("", 1, 300, 70, bits, 128, zero, codes=codes), np.random.default_rng(0))
+    if zero == "float":
+        rhs = dataclasses.replace(rhs, zero=jnp.zeros_like(rhs.scale))
+    lhs = np.random.default_rng(1).standard_normal((1, 300), np.float32)
+    assert not np.asarray(quantized_matmul(jnp.asarray(lhs), rhs, backend="cpu")).any()
 
 
 def assert_every_way_is_within_its_bound(rhs: QuantizedArray) -> None:

@@ -28,12 +28,9 @@ class CpuBlock {
       : clone_(*RunnableCpuClones().front()), m_(products[0].problem.m) {
     const QuantizedMatmul& p = products[0].problem;
     const QuantizedMatmul& up = products[1].problem;
-    int64_t permuted = 0;
     for (const auto& [problem, _] : products) {
-      permuted = std::max(permuted, CpuMatmul::PermutedLines(problem, clone_));
       multiplications_ += problem.m * problem.n * problem.k * problem.weights_per_element();
     }
-    permuted_ = AllocateLines(permuted);
     accumulators_.resize(CeilDiv(2 * m_ * up.n, kLine));
     added_ = {p.lhs,
               *FloatType(buffers.norm.element_type()),
@@ -58,7 +55,7 @@ class CpuBlock {
       if (i == 1) {
         AddPair(products[i]);
       } else {
-        matmuls_.emplace_back(products[i].problem, products[i].buffers, clone_, permuted_.get());
+        Add(products[i].problem, products[i].buffers);
       }
     }
   }
@@ -78,23 +75,24 @@ class CpuBlock {
       });
     };
     // A task also permutes its rows for the products that follow.
-    const auto between = [&](auto function, const auto& rows, size_t next) {
+    const auto between = [&](auto function, const auto& rows, size_t begin, size_t end) {
       team_.AddPhase(CeilDiv(m_, kRowsPerTask),
-                     [this, function, &rows, next](int64_t task, int64_t) {
+                     [this, function, &rows, begin, end](int64_t task, int64_t) {
                        function(rows, task * kRowsPerTask, std::min(m_, (task + 1) * kRowsPerTask));
-                       if (next < matmuls_.size() && task < matmuls_[next].num_permute_tasks()) {
-                         matmuls_[next].Permute(task);
+                       for (size_t i = begin; i < end; ++i) {
+                         if (!shares_[i] && task < matmuls_[i].num_permute_tasks())
+                           matmuls_[i].Permute(task);
                        }
                      });
     };
     team_.AddPhase(matmuls_[0].num_permute_tasks(),
                    [this](int64_t task, int64_t) { matmuls_[0].Permute(task); });
     multiply(0, 1);
-    between(clone_.rows.add, added_, 1);
+    between(clone_.rows.add, added_, 1, 3);
     multiply(1, 3);
-    between(clone_.rows.gate, gated_, 3);
+    between(clone_.rows.gate, gated_, 3, 4);
     multiply(3, 4);
-    between(clone_.rows.add, finished_, 4);
+    between(clone_.rows.add, finished_, 4, matmuls_.size());
     multiply(4, matmuls_.size());
     team_.Run(pool, threads);
   }
@@ -113,18 +111,27 @@ class CpuBlock {
         SkipWeights(problem, i, &buffers);
         problem.num_weights = 1;
       }
-      matmuls_.emplace_back(problem, buffers, clone_, permuted_.get());
+      Add(problem, buffers);
     }
+  }
+
+  // The product before may have permuted the same rows, of what has as many columns. Later ones do so anew.
+  void Add(const QuantizedMatmul& problem, const Buffers& buffers) {
+    const bool shares = matmuls_.size() > 0 && matmuls_.back().SharesPermuted(problem, buffers);
+    shares_.push_back(shares);
+    if (!shares) permuted_.push_back(AllocateLines(CpuMatmul::PermutedLines(problem, clone_)));
+    matmuls_.emplace_back(problem, buffers, clone_, permuted_.back().get());
   }
 
   const CpuClone& clone_;
   int64_t m_, multiplications_ = 0;
-  std::unique_ptr<CacheLine[]> permuted_;
+  std::vector<std::unique_ptr<CacheLine[]>> permuted_;
   std::vector<CacheLine> accumulators_;
   float* gate_;
   AddedRows added_, finished_;
   GatedRows gated_;
   std::vector<CpuMatmul> matmuls_;  // out, gate, up, down, then the following
+  std::vector<bool> shares_;        // permuted rows with the product before
   Team team_;
 };
 

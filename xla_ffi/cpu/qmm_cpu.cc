@@ -126,11 +126,24 @@ CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, con
   call_.permuted = permuted_;
 }
 
+bool CpuMatmul::SharesPermuted(const QuantizedMatmul& problem, const Buffers& buffers) const {
+  const QuantizedMatmul& own = call_.problem;
+  const bool sums = clone_.has_bit_sums && HasBitSums(own);
+  return buffers.lhs == call_.buffers.lhs && problem.m == own.m && problem.k == own.k &&
+         problem.batch == own.batch && UsesTiles(problem, clone_) == tiles_ &&
+         (clone_.has_bit_sums && HasBitSums(problem)) == sums &&
+         (!sums || (problem.bits == own.bits && problem.zero == own.zero &&
+                    buffers.codebook == call_.buffers.codebook));
+}
+
 int64_t CpuMatmul::PermutedLines(const QuantizedMatmul& problem, const CpuClone& clone) {
   constexpr int64_t kLine = sizeof(CacheLine) / sizeof(float);
   const int64_t rows = problem.batch * problem.k_blocks() * kAtom / kLine;  // of one token
   if (UsesTiles(problem, clone)) {
     return rows / 2 * CeilDiv(problem.m, kAmxTokens) * TileWidth(problem.m);
+  }
+  if (clone.has_bit_sums && HasBitSums(problem)) {
+    return problem.batch * problem.k_blocks() * BitSumLines(problem.bits);
   }
   return problem.m <= kStreamTokens ? rows * problem.m : 0;
 }

@@ -48,9 +48,22 @@ struct CpuCall {
   const CpuCodebook* codebook = nullptr;  // null: integers
 };
 
+// Whether one row is multiplied by sums of activations that bits of weights look up, where a clone does that
+// (clone/bit_sums.inc). Zeros that are integers may cancel weights exactly, which sums do not. Of 3 bits, four belong
+// to rows of several groups where groups are small, and numbers of a codebook are no sums of what planes mean.
+constexpr bool HasBitSums(const QuantizedMatmul& p) {
+  if (p.m != 1 || p.zero == ZeroKind::kInteger) return false;
+  if (p.bits == 3) {
+    return p.codebook == Codebook::kNone && (p.group_size < 0 || p.group_size % kAtom == 0);
+  }
+  return p.bits < 3;
+}
+constexpr int64_t BitSumLines(int bits) { return 16 * bits + 1; }  // of an atom
+
 // The kernel compiled for one instruction set.
 struct CpuClone {
   const char* isa;
+  bool has_bit_sums;  // one row of what HasBitSums says
   // Few rows: each weight is dequantized in registers and used at once. `permute` prepares rows [begin, end) of lhs.
   void (*permute)(const CpuCall& call, int64_t begin, int64_t end, float* permuted);
   void (*stream)(const CpuCall& call, int64_t batch, int64_t n_block);
@@ -92,9 +105,12 @@ std::vector<const CpuClone*> RunnableCpuClones();
 
 class CpuMatmul {
  public:
-  // `permuted` has PermutedLines, which products with the same lhs may share.
+  // `permuted` has PermutedLines, which products may share (SharesPermuted).
   CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone,
             CacheLine* permuted);
+
+  // Whether a product of the same clone reads what this one has permuted.
+  bool SharesPermuted(const QuantizedMatmul& problem, const Buffers& buffers) const;
 
   // None for many rows, but by AMX.
   static int64_t PermutedLines(const QuantizedMatmul& problem, const CpuClone& clone);
