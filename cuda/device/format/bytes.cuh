@@ -10,17 +10,17 @@
 #include "cuda/device/format/integer.cuh"
 #include "cuda/device/format/kinds.h"
 #include "cuda/device/format/scale.cuh"
-#include "cuda/types.h"
 
 namespace jaxlowbit {
 
-// Weights as Ts, times 2^kShift, exactly: without their scales, of type S, unless these are integers.
-template <typename T, int kBits, Codebook kCodebook, typename S, ZeroKind kZero>
+// Weights as Ts, times 2^kShift, exactly: without their scales, of type S, unless these are integers. kZeros: less
+// integer zeros.
+template <typename T, int kBits, Codebook kCodebook, typename S, bool kZeros>
 struct ByteWeights;
 
 // Weights become 16 (q - 8): in the upper half of a byte, q with its highest bit inverted is two's complement.
 template <typename S>
-struct ByteWeights<int8_t, 4, Codebook::kNone, S, ZeroKind::kNone> {
+struct ByteWeights<int8_t, 4, Codebook::kNone, S, false> {
   static constexpr int kShift = 4;
 
   static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t (&weights)[4]) {
@@ -37,7 +37,7 @@ struct ByteWeights<int8_t, 4, Codebook::kNone, S, ZeroKind::kNone> {
 // Weights become (q - 8) s, of which a step has one scale: scales up to 16 leave q s + 128 - 8 s in a byte, and four of
 // them are a product and a sum of words. `scales`: of rows g and g + 8, as they are in memory.
 template <>
-struct ByteWeights<int8_t, 4, Codebook::kNone, int8_t, ZeroKind::kNone> {
+struct ByteWeights<int8_t, 4, Codebook::kNone, int8_t, false> {
   static constexpr int kShift = 0;
 
   static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t scales,
@@ -58,7 +58,7 @@ struct ByteWeights<int8_t, 4, Codebook::kNone, int8_t, ZeroKind::kNone> {
 // Weights become q - z, of which a step has one zero, as q + 128 - z with its highest bit inverted: no sum leaves its
 // byte. `zeros`: of rows g and g + 8, as they are in memory.
 template <typename S>
-struct ByteWeights<int8_t, 4, Codebook::kNone, S, ZeroKind::kInteger> {
+struct ByteWeights<int8_t, 4, Codebook::kNone, S, true> {
   static constexpr int kShift = 0;
 
   static __device__ void Read(const uint32_t (&packed)[4], int step, uint32_t zeros,
@@ -86,7 +86,7 @@ __device__ inline void SeparateRows(const uint32_t (&packed)[8], int step, uint3
 }
 
 template <typename S>
-struct ByteWeights<int8_t, 8, Codebook::kNone, S, ZeroKind::kNone> {
+struct ByteWeights<int8_t, 8, Codebook::kNone, S, false> {
   static constexpr int kShift = 0;
 
   static __device__ void Read(const uint32_t (&packed)[8], int step, uint32_t (&weights)[4]) {
@@ -97,7 +97,7 @@ struct ByteWeights<int8_t, 8, Codebook::kNone, S, ZeroKind::kNone> {
 };
 
 template <typename S>
-struct ByteWeights<E4m3, 8, Codebook::kE4m3, S, ZeroKind::kNone> {
+struct ByteWeights<E4m3, 8, Codebook::kE4m3, S, false> {
   static constexpr int kShift = 0;
 
   static __device__ void Read(const uint32_t (&packed)[8], int step, uint32_t (&weights)[4]) {

@@ -59,7 +59,7 @@ class ByteMultiplier : StageConsumer<I> {
   using StageConsumer<I>::row_;
   using StageConsumer<I>::strip_rows_;
 
-  using Weights = ByteWeights<T, kBits, I::kCodebook, S, I::kZero>;
+  using Weights = ByteWeights<T, kBits, I::kCodebook, S, I::kZero == ZeroKind::kInteger>;
   using Sum = std::conditional_t<I::kIsInt8, int, float>;
   static constexpr bool kHasGroupSums = I::kTile.takes_bytes(false, I::kZero != ZeroKind::kNone);
 
