@@ -56,6 +56,7 @@ ACTIVATIONS = ("int8", "float8_e4m3fn")
 EVERY = (
     *("int1-float", "int2", "int3", "int4", "int5", "int6", "int7", "int8", "uint4", "uint8"),
     *("int4-int8", "nf4", "fp4", "e2m1", "e4m3", "e5m2", "mxfp4", "mxfp8", "nvfp4"),
+    "int4-g32-float-super",
     "int4-channel",
     *(f"{name}@{x}" for name in ("int4", "int4-channel", "int8", "e4m3") for x in ACTIVATIONS),
 )
