@@ -45,6 +45,8 @@ __device__ float Load(const void* data, ElementType type, int64_t i) {
       return static_cast<const int8_t*>(data)[i];
     case ElementType::kInt32:  // in the bound where floats do not hold it
       return static_cast<float>(static_cast<const int32_t*>(data)[i]);
+    case ElementType::kSuper:  // of no problem here
+      break;
   }
   return 0.0f;
 }
@@ -72,6 +74,8 @@ __device__ void Store(void* data, ElementType type, int64_t i, float value) {
       return;
     case ElementType::kInt32:
       static_cast<int32_t*>(data)[i] = static_cast<int32_t>(value);
+      return;
+    case ElementType::kSuper:
       return;
   }
 }
