@@ -136,7 +136,7 @@ enum class Form { kFloats, kInt8, kE4m3 };
 // kVectors: vectors of a thread. kAligned: all operands and results begin at multiples of 16 bytes. kParts: the addend
 // is a part.
 template <typename T, Form kForm, int kVectors, bool kAligned, bool kParts>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, kForm == Form::kFloats ? 0 : 1)
     RmsNormKernel(const T* x, const void* addend, bool wide_addend, const void* scale,
                   bool wide_scale, T* sum, void* out, float* out_scale, int vectors, float epsilon,
                   const Exchange exchange) {
