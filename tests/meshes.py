@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from jaxlowbit import quantized_matmul
+
 REDUCE, GATHER = "all-reduce f32", "all-gather f32"
 
 
@@ -27,6 +29,15 @@ def assert_close(got, want):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
+
+
+def assert_divides(mesh, kind, axis, specs, x, array):
+    """The product with an array divided along `axis` ("n" or "k") is that on one device."""
+    placed = put(array, mesh, specs)
+    out = jax.P() if kind is AxisType.Explicit and axis == "k" else None
+    multiply = functools.partial(quantized_matmul, out_sharding=out)
+    with jax.set_mesh(mesh):
+        assert_close(jax.jit(multiply)(x, placed), x @ array)
 
 
 def collectives(f, *args) -> list[str]:

@@ -12,7 +12,7 @@ from flax import nnx
 from helpers import PLATFORM, TARGET, dequantize, dequantized
 from jax import export
 from jax.sharding import AxisType
-from meshes import assert_close, make_mesh, product, put
+from meshes import assert_close, assert_divides, make_mesh, product
 
 from jaxlowbit import (
     EXPORT_CHECKS,
@@ -138,11 +138,7 @@ def test_meshes(kind, k, axis, shards):
     specs = partition_spec(array, mesh, **{axis: "b"})
     entry = "b" if axis == "k" and k != 512 else None
     assert specs.scale == specs.zero == jax.P("b" if axis == "n" else None, entry, None)
-    placed = put(array, mesh, specs)
-    out = jax.P() if kind is AxisType.Explicit and axis == "k" else None
-    multiply = functools.partial(quantized_matmul, out_sharding=out)
-    with jax.set_mesh(mesh):
-        assert_close(jax.jit(multiply)(x, placed), x @ array)
+    assert_divides(mesh, kind, axis, specs, x, array)
 
 
 def test_layers():

@@ -236,60 +236,38 @@ def block(
     *,
     activation: str,
     epsilon: float,
+    values: Any = None,
 ) -> tuple[Array, ...]:
     """`quantized_block` as one custom call of CUDA: the new residual, then what follows.
 
-    `weights` are those of out, gate_up and down, then the following ones.
+    `weights` are those of out, gate_up and down, then the following ones. `values`: None, or the
+    dtype of 8 bits to which each row, bfloat16, is rounded before it is multiplied.
     """
-    out, gate_up, _, *following = weights
+    out, gate_up, down, *following = weights
     rows, m, dtype = attended.shape[:-1], math.prod(attended.shape[:-1]), attended.dtype
+
+    def operands_of(weight: QuantizedArray) -> tuple[Array, ...]:
+        return call.call_operands(weight, dtype) if values is None else _weight_operands(weight)
+
     operands = [
-        *call.apart(attended.reshape(1, m, attended.shape[-1]), residual.reshape(1, m, out.n)),
+        *call.apart(attended.reshape(1, m, out.k), residual.reshape(1, m, out.n)),
         norm,
         jnp.zeros(0, dtype) if following_norm is None else following_norm,
-        *(operand for weight in weights for operand in call.call_operands(weight, dtype)),
+        *(operand for weight in weights for operand in operands_of(weight)),
     ]
     stream = jax.ShapeDtypeStruct((1, m, out.n), dtype)
     hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), dtype)
     products = [jax.ShapeDtypeStruct((1, m, weight.n), dtype) for weight in following]
     workspace = call.workspace(_sums_bytes(m, weights), [stream, *products], operands)
-    result, *others = jax.ffi.ffi_call(
-        call.BLOCK_TARGET, [*[stream] * 4, hidden, workspace, *products]
-    )(*operands, **_block_attributes(attended, weights, activation, epsilon))
-    results = call.apart(result, *others[len(others) - len(following) :])
-    return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
-
-
-def rounded_block(
-    attended: Array,
-    residual: Array,
-    norm: Array,
-    following_norm: Array | None,
-    weights: Sequence[QuantizedArray],
-    *,
-    dtype: Any,
-    activation: str,
-    epsilon: float,
-) -> tuple[Array, ...]:
-    """`block` of bfloat16 rows, each of which is rounded to 8 bits before it is multiplied."""
-    out, gate_up, down, *following = weights
-    rows, m, floats = attended.shape[:-1], math.prod(attended.shape[:-1]), attended.dtype
-    operands = [
-        *call.apart(attended.reshape(1, m, out.k), residual.reshape(1, m, out.n)),
-        norm,
-        jnp.zeros(0, floats) if following_norm is None else following_norm,
-        *(operand for weight in weights for operand in _weight_operands(weight)),
-    ]
-    stream = jax.ShapeDtypeStruct((1, m, out.n), floats)
-    hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), floats)
-    values = [jax.ShapeDtypeStruct((1, m, weight.k), dtype) for weight in (out, gate_up, down)]
-    scale = jax.ShapeDtypeStruct((1, m), jnp.float32)
-    products = [jax.ShapeDtypeStruct((1, m, weight.n), floats) for weight in following]
-    workspace = call.workspace(_sums_bytes(m, weights), [stream, *products], operands)
-    result, *others = jax.ffi.ffi_call(
-        call.ROUNDED_BLOCK_TARGET,
-        [*[stream] * 3, hidden, *values, scale, workspace, *products],
-    )(*operands, **_block_attributes(attended, weights, activation, epsilon, values=dtype))
+    if values is None:
+        target, between = call.BLOCK_TARGET, [*[stream] * 3, hidden]
+    else:
+        rounded = [jax.ShapeDtypeStruct((1, m, w.k), values) for w in (out, gate_up, down)]
+        scale = jax.ShapeDtypeStruct((1, m), jnp.float32)
+        target, between = call.ROUNDED_BLOCK_TARGET, [*[stream] * 2, hidden, *rounded, scale]
+    result, *others = jax.ffi.ffi_call(target, [stream, *between, workspace, *products])(
+        *operands, **_block_attributes(attended, weights, activation, epsilon, values=values)
+    )
     results = call.apart(result, *others[len(others) - len(following) :])
     return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
 

@@ -170,9 +170,7 @@ class _Block(Call):
         if self.dtype is None:
             return epilogue.gated_product(x, gate_up, None, self.activation, self.options)
         gate, up = (self._multiply(x, gate_up.select(i), jnp.float32) for i in range(2))
-        return (epilogue.finished(gate, None, self.activation, None, jnp.float32) * up).astype(
-            x.dtype
-        )
+        return epilogue.gated(gate, up, self.activation, x.dtype)
 
     def supports(self, rows: Rows, weights: Weights) -> bool:
         attended, residual = rows
@@ -209,11 +207,7 @@ class _Block(Call):
         )
 
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
-        if self.dtype is None:
-            return self._one_call(cuda_calls.block, operands)
-        return self._one_call(
-            functools.partial(cuda_calls.rounded_block, dtype=self.dtype), operands
-        )
+        return self._one_call(functools.partial(cuda_calls.block, values=self.dtype), operands)
 
     def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
         return self._one_call(cpu.block, operands)

@@ -95,6 +95,11 @@ def gated_product(
     options = options.replace(preferred_element_type=None, out_sharding=out_sharding)
     both = accumulators(options, lhs[..., None, None, :], gate_up)
     gate, up = (_plus(both[..., i, 0, :], None if bias is None else bias[i]) for i in range(2))
+    return gated(gate, up, activation, out_dtype)
+
+
+def gated(gate: Array, up: Array, activation: str, out_dtype: Any) -> Array:
+    """`activation(gate) * up` of float32 products, rounded once."""
     return (_ACTIVATIONS[activation](gate) * up).astype(out_dtype)
 
 

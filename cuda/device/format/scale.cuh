@@ -102,7 +102,7 @@ __device__ inline void LoadSuperFloats(uint32_t shared, float (&rows)[2]) {
 // Loads the integers of a group of rows g and g + 8, and multiplies them by such floats, exactly.
 __device__ inline void LoadSuperScales(uint32_t shared, const float (&floats)[2],
                                        float (&rows)[2]) {
-  // Beside the exponent of 2^23, in which a unit is 1.
+  // A byte beside the exponent of 2^23, where the last bit is 1, makes a float of an integer.
   const uint32_t both = LoadShared2(shared) ^ 0x8080;
   constexpr float kMiddle = 8388608 + 128;
   rows[0] = (__uint_as_float(__byte_perm(both, 0x4b000000, 0x7440)) - kMiddle) * floats[0];

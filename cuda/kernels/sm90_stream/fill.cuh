@@ -135,7 +135,8 @@ class StageFiller {
     }
   }
 
-  // Of a stage that is a part of a super-block: the integers of its groups, and the floats, which follow those of all.
+  // Loads the integers of the groups of a stage that is a part of a super-block, and the floats, which follow the integers
+  // of all groups.
   __device__ void FillPartOfSuperBlock(int first, int slot) const {
     if (bytes_ == 0) return;
     const uint32_t barrier = memory_.full(slot), target = memory_.stage(p_.plan, slot) + target_;
