@@ -19,6 +19,7 @@ from jaxlowbit import Format
 from jaxlowbit._backends import pallas
 from jaxlowbit._backends.problem import Operands
 from jaxlowbit._backends.problem import Problem as Product
+from jaxlowbit._matmul import lowering
 
 K, N = 256, 192
 interpreted = pytest.mark.skipif(PLATFORM != "cpu", reason="Pallas interprets on the CPU only")
@@ -75,6 +76,16 @@ def test_one_kernel_for_gpus(bits, zero, group_size, dtype):
     text = lowered(product, lhs, abstract(Format(bits, group_size, zero)), "cuda")
     assert len(re.findall(r'custom_call @"?__gpu\$xla.gpu.triton"?\(', text)) == 1
     assert "stablehlo.dot_general" not in text  # outside of the kernel
+
+
+@deprecated
+def test_scales_of_two_levels_are_expanded(monkeypatch):
+    """Also where the kernels of CUDA read them."""
+    monkeypatch.setattr(lowering, "only_gpus_of", lambda *_: True)
+    lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
+    text = lowered(product, lhs, abstract(Format(4, 32, scale="super")), "cuda")
+    (call,) = re.findall(r'custom_call @"?__gpu\$xla.gpu.triton"?\(.*', text)
+    assert "xf32>" in call and "xui8>" not in call
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -200,7 +211,7 @@ def test_the_kernel_for_gpus_interpreted(problem, monkeypatch):
     assert_within(got, oracle.exact, oracle.bound(problem.result_dtype))
 
 
-ON_GPUS = [p for p in PROBLEMS if p.bits in (4, 8)]
+ON_GPUS = [p for p in PROBLEMS if p.bits in (4, 8) and pallas.unsupported(p.format) is None]
 
 
 @deprecated

@@ -35,7 +35,8 @@ def _lower(
         operands_in = problem.named(ctx.avals_in)
         product = _product(platform, unfit, problem, operands_in)
         if problem.format.scale == "super" and product is not definition.matmul:
-            hopper = platform == "cuda" and only_gpus_of(90, ctx.module_context)
+            kernels = platform == "cuda" and problem.backend != "pallas"
+            hopper = kernels and only_gpus_of(90, ctx.module_context)
             if not (hopper and _reads_super_blocks(problem, operands_in)):
                 product = of_float_scales(product)
     elif problem.transposed:
