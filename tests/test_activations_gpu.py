@@ -132,7 +132,7 @@ def test_a_block_rounds_its_rows(dtype, format, m, width, hidden, silent):
 
     out, gate_up = weight(width, width, seed=3), weight(2, width, hidden, seed=4)
     down, following = weight(hidden, width, seed=5), [weight(width, n, seed=n) for n in (208, 72)]
-    operands = attended, x, out, norm * (not silent), gate_up, down
+    operands = attended, x, out, norm * float(not silent), gate_up, down
     options = {"activation_dtype": dtype, "activation": "gelu_tanh", "following": (norm, following)}
     block = functools.partial(quantized_block, **options)
     assert is_one_call(block, *operands, target=call.ROUNDED_BLOCK_TARGET)
