@@ -308,7 +308,7 @@ def test_instances_that_the_build_lacks_compile(nvrtc, tmp_path, family):
     if family == "sm90" and wgmma_hazards.find_tool("nvdisasm") is None:
         pytest.skip("nvdisasm was not found")
     architecture = "90a" if "sm90" in family else "86"
-    # CI compiles 100 instances of sm90, which take the longest (tools/compile_sample.py). Of the
+    # CI compiles 50 instances of sm90, which take the longest (tools/compile_sample.py). Of the
     # other families, two of three compile each width.
     place = FAMILIES.index(family)
     widths = [bits for i, bits in enumerate(WIDTHS) if (i + place) % 3]
