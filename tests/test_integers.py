@@ -47,7 +47,7 @@ ways = pytest.mark.parametrize("multiply", [integer_matmul, definition])
 
 @ways
 @formats
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (5, 100, 70), (3, 257, 130), (2, 1000, 9)])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 257, 130)])
 def test_every_sum_is_exact(multiply, format, m, k, n):
     integers, rhs = weights(format, k, n)
     x = values(m, k)

@@ -66,9 +66,9 @@ def test_rows_of_bytes():
 
 
 @formats
-@pytest.mark.parametrize("k", [64, 320, 512])
-def test_no_weight_is_off_by_more_than_half_a_scale(format, k):
+def test_no_weight_is_off_by_more_than_half_a_scale(format):
     """But for the rounding of float32. Scales are coarser than floats by little."""
+    k = 320
     weight = random(k, 40)
     array = quantize(weight, format, method="absmax")
     assert (
