@@ -6,7 +6,9 @@ All are timed in one process: formats in turns, each once in a round, then XLA's
 `codebookB-gN` has 2^B normal numbers and groups of N. The read is that of as many bytes as the
 first format has weights and scales, by two threads that take the largest number of a half each:
 what memory, and waking a thread, allow one row. `--int8` multiplies rows quantized before,
-and their values in bfloat16, which is what happens without a kernel for int8.
+and their values in bfloat16, which is what happens without a kernel for int8. `--multiplied`
+doubles all results in the program of the product, which those of nvfp4 are multiplied in anyway:
+XLA runs a program of 1000 operations and more, in which calls count as none, on another thread.
 """
 
 import argparse
@@ -43,6 +45,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--int8", action="store_true", help="rows are quantized activations")
+    parser.add_argument("--multiplied", action="store_true", help="results are, by 2")
     arguments = parser.parse_args()
     rng = np.random.default_rng(SEED)
     weight = rng.standard_normal((arguments.size, arguments.size), dtype=np.float32)
@@ -50,7 +53,8 @@ def main() -> None:
     sizes = {
         name: sum(leaf.nbytes for leaf in jax.tree.leaves(x)) / 1e6 for name, x in arrays.items()
     }
-    product, dot = jax.jit(quantized_matmul), jax.jit(jnp.dot)
+    product = doubled if arguments.multiplied else jax.jit(quantized_matmul)
+    dot = jax.jit(jnp.dot)
     for dtype in arguments.dtypes:
         kinds = [""] + [", values in bfloat16"] * arguments.int8
         times: dict[str, list[str]] = {
@@ -77,6 +81,11 @@ def main() -> None:
             print(f"| {name} | {size:.1f} | " + " | ".join(row) + " |", flush=True)
     (read,) = milliseconds([two_thread_read(int(1e6 * next(iter(sizes.values()))))], 20)
     print(f"A read of the bytes of {arguments.formats[0]}: {read}")
+
+
+@jax.jit
+def doubled(lhs: jax.Array, rhs: QuantizedArray) -> jax.Array:
+    return 2 * quantized_matmul(lhs, rhs)
 
 
 @jax.jit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import calls, quantize
 
-from jaxlowbit import INT4, MXFP4, NF4, NVFP4, Format, quantized_block
+from jaxlowbit import INT4, MXFP4, MXFP8, NF4, NVFP4, Format, quantized_block
 
 D, F = 72, 200  # neither fills the last strip of 64 channels
 KINDS = [
@@ -105,13 +105,13 @@ def test_codebooks_beside_integers_and_scales_of_8_bits(format, dtype):
     assert_near(found, block(2, dtype, format, one_call=False), dtype)
 
 
-# Products of one lhs that read it in different orders: by lookups of sums, and as weights.
+# Products of one lhs in different orders: for lookups of sums, 8-bit floats, and other weights.
 def test_following_products_of_several_widths():
     norm, rows = 1 + normal(D, seed=9) / 8, normal(1, D, seed=8)
     w = weights(Format(4, 32))
-    following = tuple(
-        quantize(normal(D, 64, seed=i), Format(b, 32, "float")) for i, b in enumerate((2, 4, 2, 1))
-    )
+    formats = [Format(bits, 32, "float") for bits in (2, 4, 2, 1)]
+    formats[2:2] = [MXFP8, Format(8, 32), MXFP8]
+    following = tuple(quantize(normal(D, 64, seed=i), f) for i, f in enumerate(formats))
 
     def run(attended, residual):
         return quantized_block(

@@ -98,7 +98,7 @@ def assert_every_way_is_within_its_bound(rhs: QuantizedArray) -> None:
 
 # One register of numbers, two, and more, some that bfloat16 holds and some that it does not.
 @pytest.mark.parametrize("group_size", [48, -1])
-@pytest.mark.parametrize("codebook", [2, 4, 5, 6, 7, 8, "e2m1", "e4m3"])
+@pytest.mark.parametrize("codebook", [2, 4, 5, 6, 7, 8, "e2m1", "e4m3", "e5m2"])
 def test_every_way_of_a_codebook_is_within_its_error_bound(codebook, group_size):
     rng = np.random.default_rng(0)
     if isinstance(codebook, int):

@@ -128,10 +128,13 @@ CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, con
 
 bool CpuMatmul::SharesPermuted(const QuantizedMatmul& problem, const Buffers& buffers) const {
   const QuantizedMatmul& own = call_.problem;
-  const bool sums = clone_.has_bit_sums && HasBitSums(own);
+  const auto has = [&](bool (*row)(const QuantizedMatmul&), const QuantizedMatmul& of) {
+    return clone_.has_own_rows && row(of);
+  };
+  const bool sums = has(HasBitSums, own);
   return buffers.lhs == call_.buffers.lhs && problem.m == own.m && problem.k == own.k &&
          problem.batch == own.batch && UsesTiles(problem, clone_) == tiles_ &&
-         (clone_.has_bit_sums && HasBitSums(problem)) == sums &&
+         has(HasBitSums, problem) == sums && has(IsFloat8Row, problem) == has(IsFloat8Row, own) &&
          (!sums || (problem.bits == own.bits && problem.zero == own.zero &&
                     buffers.codebook == call_.buffers.codebook));
 }
@@ -142,7 +145,7 @@ int64_t CpuMatmul::PermutedLines(const QuantizedMatmul& problem, const CpuClone&
   if (UsesTiles(problem, clone)) {
     return rows / 2 * CeilDiv(problem.m, kAmxTokens) * TileWidth(problem.m);
   }
-  if (clone.has_bit_sums && HasBitSums(problem)) {
+  if (clone.has_own_rows && HasBitSums(problem)) {
     return problem.batch * problem.k_blocks() * BitSumLines(problem.bits);
   }
   return problem.m <= kStreamTokens ? rows * problem.m : 0;

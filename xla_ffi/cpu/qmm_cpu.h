@@ -60,10 +60,16 @@ constexpr bool HasBitSums(const QuantizedMatmul& p) {
 }
 constexpr int64_t BitSumLines(int bits) { return 16 * bits + 1; }  // of an atom
 
+constexpr bool IsFloat8(const QuantizedMatmul& p) {
+  return p.codebook == Codebook::kE4m3 || p.codebook == Codebook::kE5m2;
+}
+// Whether one row meets floats of 8 bits, for which a clone may want it in another order (clone/float8_row.inc).
+constexpr bool IsFloat8Row(const QuantizedMatmul& p) { return p.m == 1 && IsFloat8(p); }
+
 // The kernel compiled for one instruction set.
 struct CpuClone {
   const char* isa;
-  bool has_bit_sums;  // one row of what HasBitSums says
+  bool has_own_rows;  // one row of what HasBitSums and IsFloat8Row say is permuted otherwise
   // Few rows: each weight is dequantized in registers and used at once. `permute` prepares rows [begin, end) of lhs.
   void (*permute)(const CpuCall& call, int64_t begin, int64_t end, float* permuted);
   void (*stream)(const CpuCall& call, int64_t batch, int64_t n_block);
