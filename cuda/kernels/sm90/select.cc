@@ -50,6 +50,17 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
   return (line.base * std::max(strips, 2.0) + line.row * rows * strips) / 4;
 }
 
+// What finding numbers adds to an atom of a strip, in microseconds of a multiprocessor (kCodebookAtoms in number_costs.h).
+// In the groups of MXFP4 and NVFP4 it is less than elsewhere, as warps load scales once per stage; not in the largest tiles
+// (docs/measurements/codebooks.md).
+double NumbersAtom(const QuantizedMatmul& problem, const TileShape& tile) {
+  const bool is_micro =
+      problem.codebook == Codebook::kE2m1 && problem.lhs == ElementType::kBf16 &&
+      ((problem.scale == ElementType::kE8m0 && problem.group_size == 32) ||
+       (problem.scale == ElementType::kE4m3 && problem.group_size == 16));
+  return is_micro && tile.m < 256 ? 0.015 : jaxlowbit::NumbersAtom(problem);
+}
+
 // Whether the instance is there, or can be. Of formats whose instances are all compiled, SupportsOnHopper has asked.
 bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile) {
   const InstanceKey key = KeyOf(problem, tile);
@@ -180,7 +191,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
     const double strips = tile.cta_strips() * (alone ? 1 : 2);
     const double atom =
         bytes ? ByteAtom(problem, tile.m, strips) * (alone && tile.ctas_per_sm > 1 ? kByteAlone : 1)
-              : (alone ? fit.alone : fit.beside) * kind + NumbersAtom(problem) * strips;
+              : (alone ? fit.alone : fit.beside) * kind + NumbersAtom(problem, tile) * strips;
     const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, splits) * tile.stage_atoms);
     return static_cast<double>(CeilDiv(tasks, schedule.resident)) *
            (static_cast<double>(atoms) * atom + (bytes ? 0 : fit.round));
