@@ -397,8 +397,8 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
   // Wider numbers, times large scales, leave the range of float16.
   const bool half = problem.lhs == ElementType::kF16;
   // Where there are copies their time is taken, which large scales would decide.
-  const int large_scale = copies > 1 ? 0
-                          : !half    ? 512
+  const int large_scale = copies > 1                            ? 0
+                          : !half                               ? 512
                           : problem.codebook == Codebook::kE2m1 ? 4
                                                                 : 0;
   Random(scale_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 2, large_scale);

@@ -36,11 +36,10 @@ struct RowsOf {
   using Channel = NumberChannelRowPair<T, S, kBits, kCodebook, kDown>;
   static constexpr bool kTakesAll = Fusing<T, S, kCodebook, kDown>::kTakesAll;
   // Groups of an atom in the microscaling formats; 0 in others.
-  static constexpr int kMicroGroups =
-      !Fusing<T, S, kCodebook, kDown>::kTakesSome ? 0
-      : std::is_same_v<S, E8m0>                   ? 2
-      : std::is_same_v<S, E4m3>                   ? 4
-                                                  : 0;
+  static constexpr int kMicroGroups = !Fusing<T, S, kCodebook, kDown>::kTakesSome ? 0
+                                      : std::is_same_v<S, E8m0>                   ? 2
+                                      : std::is_same_v<S, E4m3>                   ? 4
+                                                                                  : 0;
 };
 
 template <typename T, typename S, int kBits>

@@ -50,16 +50,9 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
   return (line.base * std::max(strips, 2.0) + line.row * rows * strips) / 4;
 }
 
-// What finding numbers adds to an atom of a strip, in microseconds of a multiprocessor (kCodebookAtoms in number_costs.h).
-// In the groups of MXFP4 and NVFP4 it is less than elsewhere, as warps load scales once per stage; not in the largest tiles
-// (docs/measurements/codebooks.md).
-double NumbersAtom(const QuantizedMatmul& problem, const TileShape& tile) {
-  const bool is_micro =
-      problem.codebook == Codebook::kE2m1 && problem.lhs == ElementType::kBf16 &&
-      ((problem.scale == ElementType::kE8m0 && problem.group_size == 32) ||
-       (problem.scale == ElementType::kE4m3 && problem.group_size == 16));
-  return is_micro && tile.m < 256 ? 0.015 : jaxlowbit::NumbersAtom(problem);
-}
+// What an atom of a strip takes more in MXFP4 and NVFP4, whose scales tiles load once per stage, but for the largest
+// (kCodebookAtoms in number_costs.h).
+constexpr double kMicroscaledAtom = 0.015;
 
 // Whether the instance is there, or can be. Of formats whose instances are all compiled, SupportsOnHopper has asked.
 bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile) {
@@ -185,13 +178,15 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
                       : problem.zero == ZeroKind::kInteger ? costs.loaded_once
                                                            : costs.fused;
   const bool bytes = Is8Bit(problem.lhs);
+  const double numbers =
+      tile.m < 256 ? NumbersAtom(problem, kMicroscaledAtom) : NumbersAtom(problem);
   const auto rounds = [&](int64_t tasks, int splits) {
     if (tasks == 0) return 0.0;
     const bool alone = tile.ctas_per_sm == 1 || tasks * choice.peers <= device.num_sms;
     const double strips = tile.cta_strips() * (alone ? 1 : 2);
     const double atom =
         bytes ? ByteAtom(problem, tile.m, strips) * (alone && tile.ctas_per_sm > 1 ? kByteAlone : 1)
-              : (alone ? fit.alone : fit.beside) * kind + NumbersAtom(problem, tile) * strips;
+              : (alone ? fit.alone : fit.beside) * kind + numbers * strips;
     const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, splits) * tile.stage_atoms);
     return static_cast<double>(CeilDiv(tasks, schedule.resident)) *
            (static_cast<double>(atoms) * atom + (bytes ? 0 : fit.round));
