@@ -128,9 +128,9 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   using StageRows =
       std::conditional_t<kFused, typename RowsOf<T, S, kBits, I::kCodebook>::Fused, LoadedOnce>;
   using ChannelRows = typename RowsOf<T, S, kBits, I::kCodebook>::Channel;
-  // Those of all groups of a stage, whose number is known at compile time. The largest tiles have no registers for them.
+  // Those of all groups of a stage, whose number is known at compile time.
   static constexpr int kMicroGroups =
-      I::kM < 256 ? RowsOf<T, S, kBits, I::kCodebook>::kMicroGroups : 0;
+      I::kM <= kMostMicroscaledRows ? RowsOf<T, S, kBits, I::kCodebook>::kMicroGroups : 0;
   template <int kGroups, class Fused>
   struct MicroRowsOf {
     using type = GroupedRowPair<Fused, S, kGroups * I::kStageAtoms>;

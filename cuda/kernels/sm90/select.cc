@@ -50,8 +50,8 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
   return (line.base * std::max(strips, 2.0) + line.row * rows * strips) / 4;
 }
 
-// What an atom of a strip takes more in MXFP4 and NVFP4, whose scales tiles load once per stage, but for the largest
-// (kCodebookAtoms in number_costs.h).
+// What an atom of a strip takes more in MXFP4 and NVFP4, in tiles that load their scales once per stage (kCodebookAtoms in
+// number_costs.h).
 constexpr double kMicroscaledAtom = 0.015;
 
 // Whether the instance is there, or can be. Of formats whose instances are all compiled, SupportsOnHopper has asked.
@@ -178,8 +178,8 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
                       : problem.zero == ZeroKind::kInteger ? costs.loaded_once
                                                            : costs.fused;
   const bool bytes = Is8Bit(problem.lhs);
-  const double numbers =
-      tile.m < 256 ? NumbersAtom(problem, kMicroscaledAtom) : NumbersAtom(problem);
+  const bool loads_once = std::max<int64_t>(tile.m, problem.m) <= kMostMicroscaledRows;
+  const double numbers = loads_once ? NumbersAtom(problem, kMicroscaledAtom) : NumbersAtom(problem);
   const auto rounds = [&](int64_t tasks, int splits) {
     if (tasks == 0) return 0.0;
     const bool alone = tile.ctas_per_sm == 1 || tasks * choice.peers <= device.num_sms;
