@@ -51,7 +51,7 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
 }
 
 // What an atom of a strip takes more in MXFP4 and NVFP4, in tiles that load their scales once per stage (kCodebookAtoms in
-// number_costs.h).
+// number_costs.h). Up to 16 rows, where qmm_sm90_stream is faster, both kernels are compared by the same number.
 constexpr double kMicroscaledAtom = 0.015;
 
 // Whether the instance is there, or can be. Of formats whose instances are all compiled, SupportsOnHopper has asked.
@@ -178,7 +178,8 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
                       : problem.zero == ZeroKind::kInteger ? costs.loaded_once
                                                            : costs.fused;
   const bool bytes = Is8Bit(problem.lhs);
-  const bool loads_once = std::max<int64_t>(tile.m, problem.m) <= kMostMicroscaledRows;
+  const bool loads_once =
+      problem.m > 16 && std::max<int64_t>(tile.m, problem.m) <= kMostMicroscaledRows;
   const double numbers = loads_once ? NumbersAtom(problem, kMicroscaledAtom) : NumbersAtom(problem);
   const auto rounds = [&](int64_t tasks, int splits) {
     if (tasks == 0) return 0.0;

@@ -110,8 +110,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const Costs::Rows& fit = costs.rows[first + (problem.m <= 8 ? 0 : problem.m <= 16 ? 1 : 2)];
   const double narrow = problem.bits < 4 ? costs.narrow[problem.bits - 1] : 1;
   // A kilobyte takes so much longer. The warps of a CTA alone are too few to hide what those instructions wait for.
-  constexpr double kMicroscaledAtom = 0.04;  // of MXFP4 and NVFP4 (number_costs.h)
-  const double numbers = NumbersAtom(problem, kMicroscaledAtom) * 2 / problem.bits;
+  const double numbers = NumbersAtom(problem) * 2 / problem.bits;
   const double waits = fit.beside / fit.alone;
   // Loads of wide weights are larger if a warp has two atoms of a stage.
   const double copy = costs.copy * (problem.bits > 4 ? plan.warp_atoms : 1);
