@@ -121,6 +121,39 @@ def test_extreme_scales(format, dtype):
         assert (np.abs(found - want)[kept] <= (4 * unit * bound + 2.0**-22)[kept]).all()
 
 
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("format", [MXFP4, NVFP4, MXFP8], ids=str)
+def test_scales_of_a_stage(format, large):
+    """Every scale that one multiplication takes, and at the end of one channel larger ones.
+
+    Hopper's tiles of 32 rows and more load the scales of a stage once. Strips of 64 channels, and
+    splits of k, which have large scales multiply twice.
+    """
+    k, n = 1024, 320
+    rng = np.random.default_rng(2)
+    codes = rng.integers(0, 2**format.bits, (k, n), np.uint8)
+    codes[~np.isfinite(np.array(format.values)[codes])] = 0
+    most = {"e8m0": 132, "e4m3": 127}[format.scale]
+    scales = rng.integers(0, most, (k // format.group_size, n), np.uint8)
+    scales[:, 1], scales[:, 2] = 0, most - 1
+    if large:
+        scales[-3:, 130] = {"e8m0": 235, "e4m3": 126}[format.scale]
+    scales = scales.view(np.dtype(format.scale_dtype))
+    tensor = np.float32(0.5) if format.has_tensor_scale else None
+    array = QuantizedArray.from_integers(
+        codes, jnp.asarray(scales), tensor_scale=tensor, format=format
+    )
+    weights = np.array(format.values)[codes] * scales.astype(np.float64).repeat(
+        format.group_size, axis=0
+    )
+    want = (weights * (1 if tensor is None else tensor)).astype(jnp.bfloat16)
+    eye = jnp.eye(k, dtype=jnp.bfloat16)
+    for rows in (24, 48, 64, 96, 128, 200, 256):
+        some = np.append(rng.permutation(k)[: rows - 1], k - 1)
+        found = by("cuda", eye[some], array)
+        np.testing.assert_array_equal(found, want[some].astype(np.float64), err_msg=str(rows))
+
+
 @pytest.mark.parametrize("format", [MXFP8, FP8, Format(4, 32, codebook="e2m1", scale="e8m0")])
 def test_scales_beyond_those_of_float16(format):
     """In bfloat16 the largest and the least scales neither overflow nor vanish."""

@@ -8,6 +8,7 @@
 
 #include "cuda/device/format/codebook.cuh"
 #include "cuda/device/format/scale.cuh"
+#include "cuda/types.h"
 
 namespace jaxlowbit {
 
@@ -109,19 +110,24 @@ struct Fusing<T, S, Codebook::kTable, kDown> {
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class FusedNumberRowPair {
  public:
-  // Joins scales, as they are in memory, into what Takes() needs to know of them all.
-  static __device__ uint32_t Join(uint32_t a, uint32_t b) { return a | b; }
-  // Whether all scales are below 2; powers of two in 8 bits, below 2^5.
-  static __device__ bool Takes(uint32_t scales) {
+  // Joins scales, as they are in memory, to what TakesAll() needs to know of them, which is 0 at first.
+  static __device__ uint32_t Join(uint32_t joined, uint32_t scales) {
     if constexpr (std::is_same_v<S, E8m0>) {
       // A code of 128 + 4 and more has the upper bit and one of the five below it.
       static_assert(kUp + 5 <= Pair<T>::kBias);
-      return (scales & 0x80808080 & ((scales & 0x7c7c7c7c) + 0x7c7c7c7c)) == 0;
+      return joined | (scales & ((scales & 0x7c7c7c7c) + 0x7c7c7c7c));
     } else {
-      // The upper bit of the exponent says so in each of these types.
-      return (scales & (std::is_same_v<S, E4m3> ? 0x40404040 : PowersOfTwo<T>(1))) == 0;
+      return joined | scales;
     }
   }
+  // Whether all scales are below 2; powers of two in 8 bits, below 2^5.
+  static __device__ bool TakesAll(uint32_t joined) {
+    // The upper bit of the exponent says so in each of these types.
+    return (joined & (std::is_same_v<S, E8m0>   ? 0x80808080
+                      : std::is_same_v<S, E4m3> ? 0x40404040
+                                                : PowersOfTwo<T>(1))) == 0;
+  }
+  static __device__ bool Takes(uint32_t scales) { return TakesAll(Join(0, scales)); }
   // What numbers are multiplied by, as a pair, from a pair of scales as they are in memory.
   static __device__ uint32_t FactorsOf(uint32_t scales) {
     if constexpr (std::is_same_v<S, E8m0> && kUp > 0) {
@@ -133,7 +139,7 @@ class FusedNumberRowPair {
   }
 
   __device__ void Start(bool) {}
-  __device__ void Use(uint32_t factors) { Duplicate(factors, factor_); }
+  __device__ void Use(uint32_t factors) { RepeatHalves(factors, factor_); }
   __device__ void LoadScales(uint32_t scale) { Use(FactorsOf(LoadScalePair<S>(scale))); }
 
   template <bool kWithScale = true>
@@ -147,6 +153,31 @@ class FusedNumberRowPair {
   static constexpr int kUp = Fusing<T, S, kCodebook, kDown>::kUp;
 
   uint32_t factor_[2];
+};
+
+// FusedNumberRowPairs of kGroups groups that follow each other: of the four lanes that share these rows each loads and
+// converts the scales of every fourth group, and passes their factors on.
+template <class Fused, typename S, int kGroups>
+class GroupedRowPair : public Fused {
+ public:
+  // `scale`: the address of that of row g in the first group.
+  __device__ void LoadGroups(uint32_t scale) {
+    const int lane = threadIdx.x % kLanes % kGroups;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int row = (i * kLanes + lane) * static_cast<int>(kAtom);
+      factors_[i] = Fused::FactorsOf(LoadScalePair<S>(scale + row * sizeof(S)));
+    }
+  }
+  // Makes these the rows of a group.
+  __device__ void UseGroup(int group) {
+    Fused::Use(__shfl_sync(~0u, factors_[group / kLanes], group % kLanes, kLanes));
+  }
+
+ private:
+  static constexpr int kLanes = 4, kOwn = (kGroups + kLanes - 1) / kLanes;
+
+  uint32_t factors_[kOwn];
 };
 
 // Rows whose scales multiply accumulators, for numbers that are Ts: the partial sum of a group is scaled in float32.

@@ -111,7 +111,7 @@ inline constexpr bool kCanFuse = std::is_same_v<T, __nv_bfloat16> || kBits <= 4;
 template <typename T, int kBits>
 class FusedRowPair {
  public:
-  // Joins pairs of scales into what Takes() needs to know of them all.
+  // Joins pairs of scales into what TakesAll() needs to know of them.
   static __device__ uint32_t Join(uint32_t a, uint32_t b) {
     return kHalf ? __vmaxu2(a & 0x7fff7fff, b & 0x7fff7fff) : a | b;
   }
@@ -123,6 +123,7 @@ class FusedRowPair {
     }
     return (scales & PowersOfTwo<T>(1)) == 0;
   }
+  static __device__ bool TakesAll(uint32_t joined) { return Takes(joined); }
 
   __device__ void Start(bool float_zeros) { float_zeros_ = float_zeros; }
 

@@ -83,7 +83,7 @@ __device__ void Store(void* data, ElementType type, int64_t i, float value) {
 enum class Fill { kNormal, kScale, kZero, kIndex, kWords };
 
 // Random scale number `i`: a small one. Of the first ones in 8 bits some are `large`, unless that is 0, so that kernels
-// multiply by them apart; more of them would decide what is timed.
+// multiply by them apart.
 __device__ float Scale(int64_t i, uint64_t x, ElementType type, float large) {
   constexpr int64_t kFirst = 1024;
   const float fraction = Hash(x) * 0x1p-32f;
@@ -396,7 +396,11 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
   Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1, 0, problem.codebook);
   // Wider numbers, times large scales, leave the range of float16.
   const bool half = problem.lhs == ElementType::kF16;
-  const int large_scale = !half ? 512 : problem.codebook == Codebook::kE2m1 ? 4 : 0;
+  // Where there are copies their time is taken, which large scales would decide.
+  const int large_scale = copies > 1                            ? 0
+                          : !half                               ? 512
+                          : problem.codebook == Codebook::kE2m1 ? 4
+                                                                : 0;
   Random(scale_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 2, large_scale);
   if (problem.zero == ZeroKind::kFloat) {
     Random(zero_, Fill::kScale, problem.scale, copies * Groups(problem), seed + 3);

@@ -17,8 +17,16 @@ inline constexpr double kCodebookAtoms[] = {0, 0.08, 0.06, 0.04, 0.028};
 // (docs/measurements/widths_5_to_7.md).
 inline constexpr double kPlanesAtom = 0.027;
 
-constexpr double NumbersAtom(const QuantizedMatmul& problem) {
+// `microscaled`: what the kernel's atom takes in MXFP4 and NVFP4 with bfloat16, instead.
+constexpr double NumbersAtom(
+    const QuantizedMatmul& problem,
+    double microscaled = kCodebookAtoms[static_cast<int>(Codebook::kE2m1)]) {
   const bool merges = problem.bits > 4 && problem.bits < 8;
+  const bool is_microscaled = problem.codebook == Codebook::kE2m1 &&
+                              problem.lhs == ElementType::kBf16 &&
+                              ((problem.scale == ElementType::kE8m0 && problem.group_size == 32) ||
+                               (problem.scale == ElementType::kE4m3 && problem.group_size == 16));
+  if (is_microscaled) return microscaled;
   return kCodebookAtoms[static_cast<int>(problem.codebook)] + (merges ? kPlanesAtom : 0);
 }
 

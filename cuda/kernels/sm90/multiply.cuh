@@ -9,10 +9,11 @@
 // weights, four or two wgmma. There are two sets of registers, so while the wgmma of one unit run, the next unit is
 // dequantized.
 //
-// There are three loops. With a single group, scales multiply accumulators: the loop dequantizes to integers and loads
+// There are four loops. With a single group, scales multiply accumulators: the loop dequantizes to integers and loads
 // no scales. If every stage lies in one group, scales are loaded once per stage and, if they allow it, save an instruction
-// for each pair of weights; that is decided once per task, since a branch in the loop would cost more than it saves.
-// Otherwise every atom loads its scales.
+// for each pair of weights; that is decided once per task, since a branch in the loop would cost more than it saves. So
+// is whether groups are those of MXFP4, MXFP8 or NVFP4, whose scales the lanes of a row load once per stage. Otherwise
+// every atom loads its scales.
 #pragma once
 
 #include <type_traits>
@@ -33,6 +34,12 @@ struct RowsOf {
   using Group = typename CodebookRows<T, S, kBits, kCodebook, kDown>::type;
   using Fused = FusedNumberRowPair<T, S, kBits, kCodebook, kDown>;
   using Channel = NumberChannelRowPair<T, S, kBits, kCodebook, kDown>;
+  static constexpr bool kTakesAll = Fusing<T, S, kCodebook, kDown>::kTakesAll;
+  // Groups of an atom in the microscaling formats; 0 in others.
+  static constexpr int kMicroGroups = !Fusing<T, S, kCodebook, kDown>::kTakesSome ? 0
+                                      : std::is_same_v<S, E8m0>                   ? 2
+                                      : std::is_same_v<S, E4m3>                   ? 4
+                                                                                  : 0;
 };
 
 template <typename T, typename S, int kBits>
@@ -41,6 +48,8 @@ struct RowsOf<T, S, kBits, Codebook::kNone> {
   using Group = ScaledRowPair<T, S, kBits>;
   using Fused = FusedRowPair<T, kBits>;
   using Channel = ChannelRowPair<T, S, kBits>;
+  static constexpr bool kTakesAll = false;
+  static constexpr int kMicroGroups = 0;
 };
 
 // The table is a base: without one it takes no room.
@@ -96,6 +105,9 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     if constexpr (kHasStageRows) {
       if (TakesStageRows(task)) return MultiplyGroups<StageRows>(task, acc, cursor);
     }
+    if constexpr (kMicroGroups > 0) {
+      if (TakesMicroRows(task)) return MultiplyGroups<MicroRows>(task, acc, cursor);
+    }
     MultiplyGroups<GroupRows>(task, acc, cursor);
   }
 
@@ -116,6 +128,19 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   using StageRows =
       std::conditional_t<kFused, typename RowsOf<T, S, kBits, I::kCodebook>::Fused, LoadedOnce>;
   using ChannelRows = typename RowsOf<T, S, kBits, I::kCodebook>::Channel;
+  // Those of all groups of a stage, whose number is known at compile time.
+  static constexpr int kMicroGroups =
+      I::kM <= kMostMicroscaledRows ? RowsOf<T, S, kBits, I::kCodebook>::kMicroGroups : 0;
+  template <int kGroups, class Fused>
+  struct MicroRowsOf {
+    using type = GroupedRowPair<Fused, S, kGroups * I::kStageAtoms>;
+  };
+  template <class Fused>
+  struct MicroRowsOf<0, Fused> {
+    using type = void;
+  };
+  using MicroRows =
+      typename MicroRowsOf<kMicroGroups, typename RowsOf<T, S, kBits, I::kCodebook>::Fused>::type;
 
   // Large tiles hide what these would save.
   static constexpr bool kHasStageRows =
@@ -145,10 +170,18 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   // Whether every stage lies in one group, and StageRows take all scales of the warpgroup's part of a task.
   __device__ bool TakesStageRows(const Task& task) const {
     if (p_.groups_per_atom > 1 || p_.atoms_per_group.divisor % I::kStageAtoms != 0) return false;
-    if constexpr (kFused) return TakeScales(task);
+    if constexpr (kFused) return TakeScales<StageRows>(task);
     return true;
   }
 
+  // Whether an atom has kMicroGroups, and MicroRows take all scales of the warpgroup's part of a task.
+  __device__ bool TakesMicroRows(const Task& task) const {
+    if (p_.groups_per_atom != kMicroGroups) return false;
+    if constexpr (RowsOf<T, S, kBits, I::kCodebook>::kTakesAll) return true;
+    return TakeScales<MicroRows>(task);
+  }
+
+  template <class R>
   __device__ bool TakeScales(const Task& task) const {
     const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
     constexpr int kChunks = static_cast<int>(kAtom * sizeof(S)) / kCopyBytes;  // of a group
@@ -172,11 +205,11 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
 #pragma unroll
       for (const uint4& chunk : own) {
         for (uint32_t both : {chunk.x, chunk.y, chunk.z, chunk.w}) {
-          any = StageRows::Join(any, both);
+          any = R::Join(any, both);
         }
       }
     }
-    return AllOf(1 + warpgroup, 128, StageRows::Takes(any));
+    return AllOf(1 + warpgroup, 128, R::TakesAll(any));
   }
 
   template <class R>
@@ -210,6 +243,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   template <int kAtoms, class R>
   __device__ void MultiplyAtoms(State& state, R (&pairs)[I::kStrips], Accumulators<I>& acc) const {
     constexpr bool kGroups = std::is_same_v<R, GroupRows>;
+    constexpr bool kMicro = std::is_same_v<R, MicroRows>;
     // The wait for all but one group ends the wgmma of the stage before, once a unit has been committed. Where the next
     // unit's words are loaded first, it comes before the next unit, and there may be none.
     constexpr bool kLate = kLoadsFirst && kAtoms * kUnits > 1;
@@ -226,6 +260,12 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
         // The shuffle makes the value uniform for the compiler too: wgmma takes descriptors from uniform registers.
         lhs = __shfl_sync(~0u, DescribeOperand(stage), 0);
         rows = 0;
+        if constexpr (kMicro) {
+#pragma unroll
+          for (int s = 0; s < I::kStrips; ++s) {
+            pairs[s].LoadGroups(scales + (row_ + s * strip_rows_) * sizeof(S));
+          }
+        }
       }
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
@@ -260,6 +300,12 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
             } else if (kGroups && !kBothHalves && first + step == kMiddle &&
                        p_.groups_per_atom > 1) {
               LoadRows(scales, row + static_cast<int>(kAtom), pairs[s]);
+            }
+            if constexpr (kMicro) {
+              const int groups = (first + step) * kMicroGroups;  // times kStepsPerAtom
+              if (groups % kStepsPerAtom == 0) {
+                pairs[s].UseGroup(in_stage * kMicroGroups + groups / kStepsPerAtom);
+              }
             }
             const bool later = kGroups && kBothHalves && first + step >= kMiddle;
             (later ? second : pairs[s]).Dequantize(packed, first + step, own[step]);

@@ -58,6 +58,8 @@ inline constexpr int kBuiltTiles = 7;
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 inline constexpr int kMaxWarpgroups = 3;
 inline constexpr int kMinTileM = 32;
+// Rows of the largest tiles that have registers for loading the scales of microscaling formats once per stage.
+inline constexpr int kMostMicroscaledRows = 160;
 
 inline constexpr int kPeers[] = {1, 2};  // CTAs of a cluster, which share lhs by multicast
 inline constexpr int kMaxSplits = 8;     // of k, in the stream-K tail

@@ -50,6 +50,10 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
   return (line.base * std::max(strips, 2.0) + line.row * rows * strips) / 4;
 }
 
+// What an atom of a strip takes more in MXFP4 and NVFP4, in tiles that load their scales once per stage (kCodebookAtoms in
+// number_costs.h). Up to 16 rows, where qmm_sm90_stream is faster, both kernels are compared by the same number.
+constexpr double kMicroscaledAtom = 0.015;
+
 // Whether the instance is there, or can be. Of formats whose instances are all compiled, SupportsOnHopper has asked.
 bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile) {
   const InstanceKey key = KeyOf(problem, tile);
@@ -174,13 +178,16 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
                       : problem.zero == ZeroKind::kInteger ? costs.loaded_once
                                                            : costs.fused;
   const bool bytes = Is8Bit(problem.lhs);
+  const bool loads_once =
+      problem.m > 16 && std::max<int64_t>(tile.m, problem.m) <= kMostMicroscaledRows;
+  const double numbers = loads_once ? NumbersAtom(problem, kMicroscaledAtom) : NumbersAtom(problem);
   const auto rounds = [&](int64_t tasks, int splits) {
     if (tasks == 0) return 0.0;
     const bool alone = tile.ctas_per_sm == 1 || tasks * choice.peers <= device.num_sms;
     const double strips = tile.cta_strips() * (alone ? 1 : 2);
     const double atom =
         bytes ? ByteAtom(problem, tile.m, strips) * (alone && tile.ctas_per_sm > 1 ? kByteAlone : 1)
-              : (alone ? fit.alone : fit.beside) * kind + NumbersAtom(problem) * strips;
+              : (alone ? fit.alone : fit.beside) * kind + numbers * strips;
     const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, splits) * tile.stage_atoms);
     return static_cast<double>(CeilDiv(tasks, schedule.resident)) *
            (static_cast<double>(atoms) * atom + (bytes ? 0 : fit.round));
