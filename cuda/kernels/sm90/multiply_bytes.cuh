@@ -6,10 +6,10 @@
 //   registers 1             read ─► wgmma  ─► add           read ─►
 //
 // Weights are not scaled, unless by integers, which leaves one sum: they are read to 8 bits, less their zeros, and the
-// sums of a group, exact in int32 for int8, are scaled in float32 and added to those of results. A unit is one strip and one
-// atom of k, two wgmma. While those of one run, the next unit's words are loaded, and read once the registers of the unit
-// before are free. Where a group ends, the warpgroup waits for them and adds, while the other warpgroup's run. Tensor cores add products of float8 with few bits, so float8 is added every
-// kMostAtoms too.
+// sums of a group, exact in int32 for int8, are scaled in float32 and added to those of results. A unit is one strip and
+// one atom of k, two wgmma. While those of one run, the next unit's words are loaded, and read once the registers of the
+// unit before are free. Where a group ends, the warpgroup waits for them and adds, while the other warpgroup's run.
+// Tensor cores add products of float8 with few bits, so float8 is added every kMostAtoms too.
 //
 // Stages are multiplied whole: beyond k they hold zeros.
 //

@@ -53,12 +53,12 @@ inline constexpr TileShape kTiles[] = {
     {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 1, 2, 2},  {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},
     {128, 1, 3, 1, 2}, {128, 1, 1, 1, 2}, {48, 2, 1, 2, 2},  {80, 1, 2, 1, 2},  {96, 1, 2, 1, 2},
     {96, 1, 1, 2, 2},  {112, 1, 2, 1, 2}, {144, 1, 2, 1, 2}, {160, 1, 2, 1, 2}, {192, 1, 2, 1, 2},
-    {224, 1, 2, 1, 2}, {80, 2, 2, 1, 2},  {160, 1, 1, 1, 2},
-    {256, 1, 2, 1, 2}};
+    {224, 1, 2, 1, 2}, {80, 2, 2, 1, 2},  {160, 1, 1, 1, 2}, {256, 1, 2, 1, 2}};
 // The build holds every instance of the first tiles. It holds the others, which fill the gaps between these, for what
 // most programs run; the rest is compiled where it runs (instances.h).
 inline constexpr int kBuiltTiles = 7;
-inline constexpr int kFloatTiles = 18;  // those that take an lhs of 16 bits; the others are for 8 bits alone
+// Those that take an lhs of 16 bits; the others are for 8 bits alone.
+inline constexpr int kFloatTiles = 18;
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 inline constexpr int kMaxWarpgroups = 3;
 inline constexpr int kMinTileM = 32;
