@@ -220,6 +220,16 @@ def test_int8_lhs_has_a_tile_for_every_number_of_rows(zero, group_size):
         assert group_size == -1 or k <= group_size or choice["block_m"] <= 160
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_int8_lhs_has_tiles_of_256_rows_where_channels_have_one_sum(bits):
+    for gated in (False, True):
+        problem = {"m": 256, "n": 14336, "k": 4096, "bits": bits, "gated": gated, **H200}
+        assert select(lhs="int8", group_size=-1, **problem)["block_m"] == 256
+        assert select(lhs="int8", group_size=128, **problem)["block_m"] <= 160
+        found = extension.ffi.candidates(group_size=-1, **problem)
+        assert found and all(tile < 18 for *_, tile, _ in found)  # 16 bits do not take it
+
+
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [

@@ -172,18 +172,19 @@ struct WarpgroupMmaBytes;
                      "n"(kEightRows | kSwizzle128), "r"(adds));                                    \
     }                                                                                              \
   };
-#define JAXLOWBIT_WARPGROUP_MMAS_BYTES(...)                                          \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 32, 16, 16, 17, 18, 19, 20, 21, 22)     \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 48, 24, 24, 25, 26, 27, 28, 29, 30)     \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 64, 32, 32, 33, 34, 35, 36, 37, 38)     \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 80, 40, 40, 41, 42, 43, 44, 45, 46)     \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 96, 48, 48, 49, 50, 51, 52, 53, 54)     \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 112, 56, 56, 57, 58, 59, 60, 61, 62)    \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 128, 64, 64, 65, 66, 67, 68, 69, 70)    \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 144, 72, 72, 73, 74, 75, 76, 77, 78)    \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 160, 80, 80, 81, 82, 83, 84, 85, 86)    \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 192, 96, 96, 97, 98, 99, 100, 101, 102) \
-  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 224, 112, 112, 113, 114, 115, 116, 117, 118)
+#define JAXLOWBIT_WARPGROUP_MMAS_BYTES(...)                                               \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 32, 16, 16, 17, 18, 19, 20, 21, 22)          \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 48, 24, 24, 25, 26, 27, 28, 29, 30)          \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 64, 32, 32, 33, 34, 35, 36, 37, 38)          \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 80, 40, 40, 41, 42, 43, 44, 45, 46)          \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 96, 48, 48, 49, 50, 51, 52, 53, 54)          \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 112, 56, 56, 57, 58, 59, 60, 61, 62)         \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 128, 64, 64, 65, 66, 67, 68, 69, 70)         \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 144, 72, 72, 73, 74, 75, 76, 77, 78)         \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 160, 80, 80, 81, 82, 83, 84, 85, 86)         \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 192, 96, 96, 97, 98, 99, 100, 101, 102)      \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 224, 112, 112, 113, 114, 115, 116, 117, 118) \
+  JAXLOWBIT_WARPGROUP_MMA_BYTES(__VA_ARGS__, 256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 JAXLOWBIT_WARPGROUP_MMAS_BYTES(int8_t, int, "+r", "s32.s8.s8", "")
 JAXLOWBIT_WARPGROUP_MMAS_BYTES(E4m3, float, "+f", "f32.e4m3.e4m3", ", 1, 1")

@@ -9,7 +9,7 @@ namespace jaxlowbit::sm90 {
 bool BuildHolds(const InstanceKey& key) {
   const bool most_run =
       key.bits == 4 && key.lhs == ElementType::kBf16 && key.zero == ZeroKind::kNone;
-  return IsBuilt(key) && (key.variant < kBuiltTiles || most_run);
+  return IsBuilt(key) && key.variant < (most_run ? kFloatTiles : kBuiltTiles);
 }
 
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile) {
@@ -26,7 +26,7 @@ std::string NameOf(const InstanceKey& key) {
 std::vector<InstanceKey> InstancesOf(int bits) {
   std::vector<InstanceKey> keys;
   ForEachFormat(Family::kSm90, bits, [&](InstanceKey key) {
-    for (key.variant = 0; key.variant < kNumTiles; ++key.variant) keys.push_back(key);
+    for (key.variant = 0; key.variant < kFloatTiles; ++key.variant) keys.push_back(key);
   });
   ForEachByteFormat(bits, [&](InstanceKey key) {
     for (key.variant = 0; key.variant < kNumTiles; ++key.variant) {

@@ -23,7 +23,7 @@ template <typename T, int kBits>
 KernelFunction FindKernel(bool zeros, int tile) {
   constexpr bool kMostRun = kBits == 4 && std::is_same_v<T, __nv_bfloat16>;
   constexpr auto kBuilt = std::make_integer_sequence<int, kBuiltTiles>{};
-  constexpr auto kPlain = std::make_integer_sequence<int, kMostRun ? kNumTiles : kBuiltTiles>{};
+  constexpr auto kPlain = std::make_integer_sequence<int, kMostRun ? kFloatTiles : kBuiltTiles>{};
   return zeros ? FindTile<T, ZeroKind::kInteger, kBits>(tile, kBuilt)
                : FindTile<T, ZeroKind::kNone, kBits>(tile, kPlain);
 }

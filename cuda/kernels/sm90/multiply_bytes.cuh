@@ -6,10 +6,10 @@
 //   registers 1             read ─► wgmma  ─► add           read ─►
 //
 // Weights are not scaled, unless by integers, which leaves one sum: they are read to 8 bits, less their zeros, and the
-// sums of a group, exact in int32 for int8, are scaled in float32 and added to those of results. A unit is one strip and one
-// atom of k, two wgmma. The next unit is read while those of one run; where a group ends, the warpgroup waits for them
-// and adds, while the other warpgroup's run. Tensor cores add products of float8 with few bits, so float8 is added every
-// kMostAtoms too.
+// sums of a group, exact in int32 for int8, are scaled in float32 and added to those of results. A unit is one strip and
+// one atom of k, two wgmma. While those of one run, the next unit's words are loaded, and read once the registers of the
+// unit before are free. Where a group ends, the warpgroup waits for them and adds, while the other warpgroup's run.
+// Tensor cores add products of float8 with few bits, so float8 is added every kMostAtoms too.
 //
 // Stages are multiplied whole: beyond k they hold zeros.
 //
@@ -63,6 +63,11 @@ class ByteMultiplier : StageConsumer<I> {
   using Sum = std::conditional_t<I::kIsInt8, int, float>;
   static constexpr bool kHasGroupSums = I::kTile.takes_bytes(false, I::kZero != ZeroKind::kNone);
 
+  static constexpr bool kReadsRows = I::kScalesBytes || I::kZero == ZeroKind::kInteger;
+
+  // Whether registers hold a unit's words beside two units' weights: all but words of 8 bits in tiles of 256 rows.
+  static constexpr bool kLoadsAhead = kBits == 4 || I::kM * I::kStrips < 256;
+
   static constexpr float kUnit = 1.0f / (1 << Weights::kShift);
   static constexpr int kSteps = 2;  // wgmma of an atom
   static constexpr int kUnits = I::kStageAtoms * I::kStrips;
@@ -76,6 +81,12 @@ class ByteMultiplier : StageConsumer<I> {
   static constexpr bool kIsResult = kGroups == Groups::kChannel && I::kIsInt8;
 
   using Sums = Sum[I::kStrips][I::kM / 2];
+
+  // A unit as it is in memory.
+  struct Words {
+    uint32_t packed[kBits];
+    uint32_t rows;  // bytes of two rows: scales that are integers, or zeros
+  };
 
   struct State {
     int atom, end;  // the stage's first; the task's last and one
@@ -105,7 +116,9 @@ class ByteMultiplier : StageConsumer<I> {
     }
     Wait(memory_.full(cursor.slot), cursor.parity);
     if (kGroups == Groups::kChannel && !I::kScalesBytes) LoadScales(cursor.slot, 0, state.scales);
-    Read(cursor.slot, 0, 0, state.weights[0]);
+    Words words;
+    Load(cursor.slot, 0, 0, words);
+    Read(words, state.weights[0]);
     if constexpr (kGroups == Groups::kAtoms) {
 #pragma unroll 1
       while (state.atom < state.end) MultiplyAtoms(state, sums, acc);
@@ -156,8 +169,12 @@ class ByteMultiplier : StageConsumer<I> {
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       Start(stage, state, unit, sums[unit % I::kStrips], kBegins && unit < I::kStrips);
+      if constexpr (!kLoadsAhead) WaitProducts<1>();
+      Words words;
+      const bool has_next = LoadNext(stage, state, unit, words);
+      WaitProducts<1>();
       if (unit == 0) Free(state.previous);
-      ReadNext(stage, state, unit);
+      if (has_next) Read(words, state.weights[(unit + 1) % 2]);
     }
     End(stage, state);
   }
@@ -168,8 +185,12 @@ class ByteMultiplier : StageConsumer<I> {
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       Start(stage, state, unit, sums[unit % I::kStrips], true);
+      if constexpr (!kLoadsAhead) WaitProducts<1>();
+      Words words;
+      const bool has_next = LoadNext(stage, state, unit, words);
+      WaitProducts<1>();
       if (unit == 0) Free(state.previous);
-      ReadNext(stage, state, unit);
+      if (has_next) Read(words, state.weights[(unit + 1) % 2]);
       if (unit % I::kStrips == I::kStrips - 1) {
         LoadScales(stage.slot, unit / I::kStrips, state.scales);
         WaitProducts<0>();
@@ -198,8 +219,7 @@ class ByteMultiplier : StageConsumer<I> {
     state.previous = stage.slot;
   }
 
-  // Starts the products of a unit, whose weights have been read, and waits for those before. `begins`: they are not
-  // added to what `sums` holds.
+  // Starts the products of a unit, whose weights have been read. `begins`: they are not added to what `sums` holds.
   __device__ static void Start(const Stage& stage, State& state, int unit, Sum (&sums)[I::kM / 2],
                                bool begins) {
     uint32_t (&weights)[kSteps][4] = state.weights[unit % 2];
@@ -212,36 +232,44 @@ class ByteMultiplier : StageConsumer<I> {
           step > 0 || !begins ? 1 : 0);
     }
     CommitProducts();
-    WaitProducts<1>();
   }
 
-  // Reads the weights of the unit after `unit`, of the next stage after the last.
-  __device__ void ReadNext(const Stage& stage, State& state, int unit) const {
-    uint32_t (&weights)[kSteps][4] = state.weights[(unit + 1) % 2];
+  // Loads the unit after `unit`, of the next stage after the last, if there is one.
+  __device__ bool LoadNext(const Stage& stage, const State& state, int unit, Words& words) const {
     if (unit + 1 < kUnits) {
-      Read(stage.slot, (unit + 1) / I::kStrips, (unit + 1) % I::kStrips, weights);
-    } else if (state.atom + I::kStageAtoms < state.end) {
+      Load(stage.slot, (unit + 1) / I::kStrips, (unit + 1) % I::kStrips, words);
+      return true;
+    }
+    const bool has_next = state.atom + I::kStageAtoms < state.end;
+    if (has_next) {
       Wait(memory_.full(state.cursor.slot), state.cursor.parity);
-      Read(state.cursor.slot, 0, 0, weights);
+      Load(state.cursor.slot, 0, 0, words);
+    }
+    return has_next;
+  }
+
+  // Loads an atom of a strip.
+  __device__ void Load(int slot, int atom, int strip, Words& words) const {
+    const uint32_t first = memory_.stage(p_.plan, slot) + packed_ + strip * kStripBytes;
+    LoadTmaPacked<kBits>(first + atom * kAtomBytes<kBits>, 0, 0, words.packed);
+    if constexpr (kReadsRows) {
+      const int group = p_.atoms_per_group.divisor == 1 ? atom : 0;
+      const int row = row_ + strip * strip_rows_ + group * static_cast<int>(kAtom);
+      // Zeros lie behind scales.
+      const int first_byte = I::kScalesBytes ? 0 : p_.plan.bytes.scales;
+      words.rows = LoadShared2(memory_.scales(p_.plan, slot) + first_byte + row);
     }
   }
 
-  // Reads the weights of an atom of a strip.
-  __device__ void Read(int slot, int atom, int strip, uint32_t (&weights)[kSteps][4]) const {
-    uint32_t packed[kBits];
-    const uint32_t first = memory_.stage(p_.plan, slot) + packed_ + strip * kStripBytes;
-    LoadTmaPacked<kBits>(first + atom * kAtomBytes<kBits>, 0, 0, packed);
-    if constexpr (I::kScalesBytes || I::kZero == ZeroKind::kInteger) {
-      const int group = p_.atoms_per_group.divisor == 1 ? atom : 0;
-      const int row = row_ + strip * strip_rows_ + group * static_cast<int>(kAtom);
-      // Bytes of two rows: scales that are integers, or zeros, which lie behind scales.
-      const int first_byte = I::kScalesBytes ? 0 : p_.plan.bytes.scales;
-      const uint32_t rows = LoadShared2(memory_.scales(p_.plan, slot) + first_byte + row);
+  // Reads the weights of a unit that has been loaded.
+  __device__ static void Read(const Words& words, uint32_t (&weights)[kSteps][4]) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) Weights::Read(packed, step, rows, weights[step]);
-    } else {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) Weights::Read(packed, step, weights[step]);
+    for (int step = 0; step < kSteps; ++step) {
+      if constexpr (kReadsRows) {
+        Weights::Read(words.packed, step, words.rows, weights[step]);
+      } else {
+        Weights::Read(words.packed, step, weights[step]);
+      }
     }
   }
 
@@ -284,6 +312,7 @@ class ByteMultiplier : StageConsumer<I> {
   __device__ void ScaleResults(const Tile& tile, const Factors<I>& channels,
                                Accumulators<I>& acc) const {
     const float* scales = p_.lhs_scale + int64_t{tile.batch} * p_.m;
+    asm volatile("" : "+l"(scales));  // addresses are not computed from the batch element each
     const int first = tile.m0 + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int block = 0; block < I::kM / 8; ++block) {

@@ -29,9 +29,11 @@ struct TileShape {
   constexpr int cta_strips() const { return strips * warpgroups; }
   // Large tiles with two atoms in a stage leave little shared memory to results.
   constexpr bool has_large_stages() const { return stage_atoms == 2 && m > 160; }
-  // Strips of the gate and of up alternate. Two warpgroups of a strip each finish half of the rows.
+  // Strips of the gate and of up alternate. Two warpgroups of a strip each finish half of the rows, whose accumulators
+  // shared memory has to hold beside the stages.
   constexpr bool takes_gated() const {
-    const bool halves = m % (2 * kStoreStep) == 0 && (m <= 192 || !has_large_stages());
+    const bool fits = m <= 192 || m == 256 || !has_large_stages();
+    const bool halves = m % (2 * kStoreStep) == 0 && fits;
     return cta_strips() % 2 == 0 && (strips == 2 || halves);
   }
   // Whether it takes an lhs of 8 bits, of which a block, 128 bytes of a row, is two atoms of k: a stage. Registers hold the
@@ -51,10 +53,12 @@ inline constexpr TileShape kTiles[] = {
     {256, 1, 2, 1, 1}, {128, 1, 2, 1, 2}, {64, 1, 1, 2, 2},  {64, 2, 1, 2, 2},  {32, 2, 1, 2, 2},
     {128, 1, 3, 1, 2}, {128, 1, 1, 1, 2}, {48, 2, 1, 2, 2},  {80, 1, 2, 1, 2},  {96, 1, 2, 1, 2},
     {96, 1, 1, 2, 2},  {112, 1, 2, 1, 2}, {144, 1, 2, 1, 2}, {160, 1, 2, 1, 2}, {192, 1, 2, 1, 2},
-    {224, 1, 2, 1, 2}, {80, 2, 2, 1, 2},  {160, 1, 1, 1, 2}};
+    {224, 1, 2, 1, 2}, {80, 2, 2, 1, 2},  {160, 1, 1, 1, 2}, {256, 1, 2, 1, 2}};
 // The build holds every instance of the first tiles. It holds the others, which fill the gaps between these, for what
 // most programs run; the rest is compiled where it runs (instances.h).
 inline constexpr int kBuiltTiles = 7;
+// Those that take an lhs of 16 bits; the others are for 8 bits alone.
+inline constexpr int kFloatTiles = 18;
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 inline constexpr int kMaxWarpgroups = 3;
 inline constexpr int kMinTileM = 32;

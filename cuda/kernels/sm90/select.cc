@@ -99,6 +99,9 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
   if (choice.tile < 0 || choice.tile >= kNumTiles) return {"tile is none of its tiles"};
   const TileShape& tile = kTiles[choice.tile];
   if (choice.block_m != tile.m) return {"block_m is not its tile's"};
+  if (!Is8Bit(problem.lhs) && choice.tile >= kFloatTiles) {
+    return {"its tile is for an lhs of 8 bits"};
+  }
   if (Is8Bit(problem.lhs) &&
       !tile.takes_bytes(HasOneSum(problem), problem.zero != ZeroKind::kNone)) {
     return {"its tile has no room for group sums, or for zeros"};
