@@ -8,7 +8,6 @@
 
 #include "cuda/device/format/codebook.cuh"
 #include "cuda/device/format/scale.cuh"
-#include "cuda/types.h"
 
 namespace jaxlowbit {
 
@@ -165,7 +164,7 @@ class GroupedRowPair : public Fused {
     const int lane = threadIdx.x % kLanes % kGroups;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int row = (i * kLanes + lane) * static_cast<int>(kAtom);
+      const int row = (i * kLanes + lane) * kStrip;
       factors_[i] = Fused::FactorsOf(LoadScalePair<S>(scale + row * sizeof(S)));
     }
   }
@@ -175,6 +174,7 @@ class GroupedRowPair : public Fused {
   }
 
  private:
+  static constexpr int kStrip = 64;  // channels, whose scales of a group follow each other
   static constexpr int kLanes = 4, kOwn = (kGroups + kLanes - 1) / kLanes;
 
   uint32_t factors_[kOwn];
