@@ -128,7 +128,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   using StageRows =
       std::conditional_t<kFused, typename RowsOf<T, S, kBits, I::kCodebook>::Fused, LoadedOnce>;
   using ChannelRows = typename RowsOf<T, S, kBits, I::kCodebook>::Channel;
-  // Those of all groups of a stage, whose number is known at compile time.
+  // MicroRows have the scales of all groups of a stage, whose number is known at compile time.
   static constexpr int kMicroGroups =
       I::kM <= kMostMicroscaledRows ? RowsOf<T, S, kBits, I::kCodebook>::kMicroGroups : 0;
   template <int kGroups, class Fused>

@@ -168,13 +168,7 @@ class ByteMultiplier : StageConsumer<I> {
     const Stage stage = Begin(state);
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      Start(stage, state, unit, sums[unit % I::kStrips], kBegins && unit < I::kStrips);
-      if constexpr (!kLoadsAhead) WaitProducts<1>();
-      Words words;
-      const bool has_next = LoadNext(stage, state, unit, words);
-      WaitProducts<1>();
-      if (unit == 0) Free(state.previous);
-      if (has_next) Read(words, state.weights[(unit + 1) % 2]);
+      MultiplyUnit(stage, state, unit, kBegins && unit < I::kStrips, sums);
     }
     End(stage, state);
   }
@@ -184,13 +178,7 @@ class ByteMultiplier : StageConsumer<I> {
     const Stage stage = Begin(state);
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      Start(stage, state, unit, sums[unit % I::kStrips], true);
-      if constexpr (!kLoadsAhead) WaitProducts<1>();
-      Words words;
-      const bool has_next = LoadNext(stage, state, unit, words);
-      WaitProducts<1>();
-      if (unit == 0) Free(state.previous);
-      if (has_next) Read(words, state.weights[(unit + 1) % 2]);
+      MultiplyUnit(stage, state, unit, true, sums);
       if (unit % I::kStrips == I::kStrips - 1) {
         LoadScales(stage.slot, unit / I::kStrips, state.scales);
         WaitProducts<0>();
@@ -217,6 +205,18 @@ class ByteMultiplier : StageConsumer<I> {
   __device__ static void End(const Stage& stage, State& state) {
     state.atom += I::kStageAtoms;
     state.previous = stage.slot;
+  }
+
+  // Starts the products of a unit, and reads the next one while they run.
+  __device__ void MultiplyUnit(const Stage& stage, State& state, int unit, bool begins,
+                               Sums& sums) const {
+    Start(stage, state, unit, sums[unit % I::kStrips], begins);
+    if constexpr (!kLoadsAhead) WaitProducts<1>();
+    Words words;
+    const bool has_next = LoadNext(stage, state, unit, words);
+    WaitProducts<1>();
+    if (unit == 0) Free(state.previous);
+    if (has_next) Read(words, state.weights[(unit + 1) % 2]);
   }
 
   // Starts the products of a unit, whose weights have been read. `begins`: they are not added to what `sums` holds.

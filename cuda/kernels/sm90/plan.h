@@ -30,7 +30,7 @@ struct TileShape {
   // Large tiles with two atoms in a stage leave little shared memory to results.
   constexpr bool has_large_stages() const { return stage_atoms == 2 && m > 160; }
   // Strips of the gate and of up alternate. Two warpgroups of a strip each finish half of the rows, whose accumulators
-  // shared memory has to hold beside the stages.
+  // shared memory has to hold beside the stages: those of 224 rows leave no room, those of 256 are for 8 bits alone.
   constexpr bool takes_gated() const {
     const bool fits = m <= 192 || m == 256 || !has_large_stages();
     const bool halves = m % (2 * kStoreStep) == 0 && fits;
@@ -57,7 +57,7 @@ inline constexpr TileShape kTiles[] = {
 // The build holds every instance of the first tiles. It holds the others, which fill the gaps between these, for what
 // most programs run; the rest is compiled where it runs (instances.h).
 inline constexpr int kBuiltTiles = 7;
-// Those that take an lhs of 16 bits; the others are for 8 bits alone.
+// The first tiles take an lhs of 16 bits too; the others are for 8 bits alone.
 inline constexpr int kFloatTiles = 18;
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
 inline constexpr int kMaxWarpgroups = 3;
