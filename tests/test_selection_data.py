@@ -47,14 +47,23 @@ def test_no_data_are_neglected(path):
     assert found.mean < 0.01, str(found)
 
 
-@pytest.mark.parametrize(
-    "path", EIGHT_BIT_PATHS, ids=lambda path: path.name.partition(".")[0].removeprefix("h200-")
-)
+# The mean regret beside 8-bit activations. Problems whose choice has tiles of 256 rows are left out
+# where these were not measured, which leaves few of two formats.
+MEAN_REGRETS = {
+    "e4m3-channel": 0.015,
+    "int8-w4-channel": 0.015,
+    "int8-w4-int8": 0.018,
+    "int8-w8-channel": 0.018,
+}
+
+
+@pytest.mark.parametrize("path", EIGHT_BIT_PATHS, ids=lambda path: path.name.partition(".")[0])
 def test_the_selection_beside_8_bit_activations_is_near_the_best(path):
     problems = fit_costs.load([path])
     found = fit_costs.selected_regret(problems)
     assert found.problems > 0.96 * len(problems) > 20
-    assert found.mean < 0.02 and found.worst < 0.17, str(found)
+    name = path.name.partition(".")[0].removeprefix("h200-")
+    assert found.mean < MEAN_REGRETS[name] and found.worst < 0.17, str(found)
 
 
 # --- the fit --------------------------------------------------------------------------------------
