@@ -60,9 +60,8 @@ inline Extent ScaleExtent(const QuantizedMatmul& p, const Buffers& b) {
 inline Extent ZeroExtent(const QuantizedMatmul& p, const Buffers& b) {
   return {b.zero, p.num_weights * GroupValues(p) * p.zero_bytes()};
 }
-inline int64_t ChannelScaleBytes(const QuantizedMatmul& p) { return p.n_blocks() * kAtom * 4; }
-inline Extent ChannelScaleExtent(const QuantizedMatmul& p, const Buffers& b) {
-  return {b.channel_scale, b.channel_scale == nullptr ? 0 : p.num_weights * ChannelScaleBytes(p)};
+inline Extent UnitExtent(const QuantizedMatmul& p, const Buffers& b) {
+  return {b.unit, p.num_weights * p.epilogue.units * 4};
 }
 inline Extent PermutationExtent(const QuantizedMatmul& p, const Buffers& b) {
   return {b.permutation, b.permutation == nullptr ? 0 : p.k * 4};
@@ -89,7 +88,7 @@ inline std::array<Extent, 10> OperandExtents(const QuantizedMatmul& p, const Buf
           or_none(b.bias, weights * p.n * SizeOf(e.bias)),
           or_none(in_place ? nullptr : b.residual, p.batch * p.m * p.n * SizeOf(e.residual)),
           LhsScaleExtent(p, b),
-          ChannelScaleExtent(p, b)};
+          UnitExtent(p, b)};
 }
 
 // Advances the buffers to weight number `first`.
@@ -97,7 +96,7 @@ inline void SkipWeights(const QuantizedMatmul& p, int64_t first, Buffers* b) {
   b->packed = Offset(b->packed, first * PackedBytes(p));
   b->scale = Offset(b->scale, first * GroupValues(p) * p.scale_bytes());
   b->zero = Offset(b->zero, first * GroupValues(p) * p.zero_bytes());
-  b->channel_scale = Offset(b->channel_scale, first * ChannelScaleBytes(p));
+  b->unit = Offset(b->unit, first * p.epilogue.units * 4);
 }
 
 // Advances the buffers to row number `first`, counted over the whole batch.

@@ -205,7 +205,8 @@ size_t CountJoined(const Operands* products, size_t count, const DeviceState& st
 // Whether a kernel of its own gathers a permuted lhs in front of the product.
 bool GathersBefore(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   const bool gathers =
-      choice.kernel == Kernel::kQmmSm90Stream && sm90_stream::Gathers(problem, device, choice);
+      choice.kernel == Kernel::kQmmSm90Stream &&
+      sm90_stream::WayOfLhs(problem, device, choice) == sm90_stream::LhsWay::kGathers;
   return problem.permuted_parts > 0 && !gathers;
 }
 
@@ -339,7 +340,7 @@ uint64_t NumberOf(const std::vector<QuantizedMatmul>& problems, int64_t workspac
     for (int64_t size : {p.batch, p.num_weights, p.m, p.n, p.k, p.group_size, p.permuted_parts}) {
       mix(size);
     }
-    int64_t fields = 0;
+    int64_t fields = static_cast<int64_t>(p.rounding);
     for (int field : {p.bits, static_cast<int>(p.codebook), static_cast<int>(p.lhs),
                       static_cast<int>(p.scale), static_cast<int>(p.out), static_cast<int>(p.zero),
                       static_cast<int>(p.epilogue.activation)}) {

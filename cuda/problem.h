@@ -10,13 +10,16 @@
 
 namespace jaxlowbit {
 
-// Epilogue: bias, activation, gate and residual, applied in float32 before the result is rounded to the type of out:
-// activation(product + bias) + residual, or, gated, activation(gate + bias) * (up + bias) + residual.
+// Epilogue: units, bias, activation, gate and residual, applied in float32 before the result is rounded to the type of
+// out: activation(unit * product + bias) + residual, or, gated, activation(unit * gate + bias) * (unit * up + bias) +
+// residual.
 struct Epilogue {
   Activation activation = Activation::kNone;
   // Weights come in pairs: batch element b multiplies the weights 2 b (gate) and 2 b + 1 (up), or the two that
   // index lists there.
   bool gated = false;
+  // Floats that Buffers::unit has for each weight: none, one, or one for each channel and perhaps more behind them.
+  int64_t units = 0;
   // Types of Buffers::bias and Buffers::residual if present: QuantizedMatmul::floats(), or float32.
   ElementType bias = ElementType::kF32, residual = ElementType::kF32;
 };
@@ -53,6 +56,8 @@ struct QuantizedMatmul {
   bool pdl = false;
   // Whether lhs and its permutation, and weights with their scales and zeros, begin at multiples of 16 bytes.
   bool lhs_aligned = true, weights_aligned = true;
+  // With scales_rows: lhs are floats, bfloat16, and the kernel rounds them and finds the scales itself.
+  Rounding rounding = Rounding::kNone;
 
   // The type of scales, results, biases and residuals that are not float32: that of lhs, or, of an lhs of 8 bits, bf16.
   JAXLOWBIT_HOST_DEVICE constexpr ElementType floats() const {
@@ -99,7 +104,7 @@ constexpr int64_t GroupSize(int64_t size, int64_t k, ElementType scale) {
   return size >= CeilDiv(k, kAtom) * kAtom ? -1 : size;
 }
 
-// Buffers of one call. `zero`, `index`, `bias` and `residual` may be null. A null index means weight b for batch
+// Buffers of one call. `zero`, `unit`, `index`, `bias` and `residual` may be null. A null index is weight b for batch
 // element b, or weight 0 if there is only one. With permuted parts, stored row r of a part is its row
 // `permutation[r]`, clamped to the part; a kernel that does not gather lhs itself reads `gathered`, lhs in the order of
 // the stored rows.
@@ -107,14 +112,14 @@ constexpr int64_t GroupSize(int64_t size, int64_t k, ElementType scale) {
 // An lhs of 8 bits has a scale for each row, a token, which multiplies results before the epilogue; sums of integers
 // take no scales but those that are integers. Its columns are
 // interleaved as the instruction takes them beside packed weights: of each 16, column 8 v + r is stored at 2 r + v.
-// Beside it, scales that are integers make weights of 8 bits, and results are multiplied by a float for each channel.
+// Beside it, scales that are integers make weights of 8 bits.
 struct Buffers {
   const void* lhs = nullptr;             // [batch, m, lhs_columns]
   const float* lhs_scale = nullptr;      // [batch, m], of quantized values
   const uint32_t* packed = nullptr;      // [num_weights, n_blocks, k_blocks, words_per_atom]
   const void* scale = nullptr;           // [num_weights, n_blocks, scale_rows, 64]
   const void* zero = nullptr;            // [num_weights, n_blocks, scale_rows, 64]
-  const float* channel_scale = nullptr;  // [num_weights, n_blocks, 64] in order, of an int8 lhs
+  const float* unit = nullptr;           // [num_weights, epilogue.units]; null: 1
   const int32_t* index = nullptr;        // [batch * weights_per_element] (WeightNumber)
   const void* bias = nullptr;            // [batch * weights_per_element, n]
   const void* residual = nullptr;        // as out

@@ -31,6 +31,8 @@ inline constexpr int kCompiledBits[] = {1, 2, 3, 5, 6, 7};
 // Elements of 8 bits are scales (kE8m0, which are powers of two, kE4m3, kInt8, or kSuper, the bytes of scales of two
 // levels) or quantized activations (kE4m3 or kInt8); kInt32 are sums of integers.
 enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3, kInt8, kSuper, kInt32 };
+// Values of 8 bits that a product rounds its lhs to, if it does.
+enum class Rounding { kNone, kInt8, kE4m3 };
 enum class ZeroKind { kNone, kInteger, kFloat };
 enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
 

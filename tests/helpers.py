@@ -191,6 +191,11 @@ def quantize(
         unit = tensor_scale[..., None, None]
         narrow = np.maximum(scale / unit, 2.0**-9).astype(format.scale_dtype)
         scale = narrow.astype(np.float32) * unit
+    elif format.scale == "int8":
+        tensor_scale = (scale.max(-2) / format.most_scale).astype(np.float32)
+        unit = tensor_scale[..., None, :]
+        narrow = np.minimum(np.ceil(scale / unit), format.most_scale).astype(np.int8)
+        scale = narrow.astype(np.float32) * unit
     elif format.scale == "super":
         narrow = two_levels(scale, format.group_size)
         scale = of_two_levels(narrow, format.group_size).astype(np.float32)
@@ -219,7 +224,7 @@ def quantize(
         "zero": None if zero is None else pack_groups(zero),
         "version": np.ones(lead, np.uint32),
         "permutation": stored,
-        "tensor_scale": tensor_scale,
+        "tensor_scale": tensor_scale[..., :n] if format.scales_channels else tensor_scale,
     }
     return jax.device_put(
         QuantizedArray(**leaves, index=None, format=format, k=k, n=n, shards=shards)

@@ -1,5 +1,6 @@
 """`quantized_block` as one custom call of the CPU, against the composition it stands for."""
 
+import functools
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ KINDS = [
     (NF4, "bfloat16"),
     (MXFP4, "bfloat16"),
     (NVFP4, "bfloat16"),
+    (Format(4, 64, scale="int8"), "bfloat16"),
 ]
 
 
@@ -63,8 +65,6 @@ def block(rows, dtype, format, *, one_call, activation: Any = "silu", follows=Tr
         zeros = jnp.zeros_like(attended), jnp.zeros_like(residual)
         return jax.jit(lambda *x: jax.jvp(run, x, zeros)[0])(attended, residual)
     expected = ["quantized_block"] if rows else []
-    if format.has_tensor_scale:  # which multiplies results
-        expected = ["quantized_matmul"] * 5
     assert calls(run, attended, residual, platform="cpu") == expected
     return jax.jit(run)(attended, residual)
 
@@ -99,10 +99,35 @@ def test_float16_and_odd_widths():
     assert_near(found, block(2, dtype, format, one_call=False), dtype)
 
 
-@pytest.mark.parametrize(("format", "dtype"), KINDS[4:], ids=["nf4", "mxfp4", "nvfp4"])
-def test_codebooks_beside_integers_and_scales_of_8_bits(format, dtype):
-    found = block(2, dtype, format, one_call=True)
-    assert_near(found, block(2, dtype, format, one_call=False), dtype)
+@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize(("format", "dtype"), KINDS[4:], ids=["nf4", "mxfp4", "nvfp4", "int8"])
+def test_codebooks_beside_integers_and_scales_of_8_bits(format, dtype, rows):
+    found = block(rows, dtype, format, one_call=True)
+    assert_near(found, block(rows, dtype, format, one_call=False), dtype)
+
+
+@pytest.mark.parametrize("format", [NVFP4, Format(4, 64, scale="int8")], ids=str)
+def test_units_of_gate_and_up_from_a_stack(format):
+    """Every matrix has a unit of its own, which the index finds; some are extreme."""
+    stack = quantize(normal(6, D, F), format)
+    units = jnp.float32([3e-38, 1, 0.5, -40, 1e30, 7])
+    shape = (6,) + (1,) * (stack.tensor_scale.ndim - 1)
+    stack = stack._with(tensor_scale=stack.tensor_scale * units.reshape(shape))
+    w, norm = weights(NVFP4), 1 + normal(D, seed=9) / 8
+
+    def run(attended, residual, pair):
+        gate_up = stack.select(pair)
+        return quantized_block(attended, residual, w["out"], norm, gate_up, w["down"])
+
+    attended, residual = normal(3, 40, seed=7), normal(3, D, seed=8)
+    operands = attended.astype(jnp.bfloat16), residual.astype(jnp.bfloat16)
+    zeros = jax.tree.map(jnp.zeros_like, operands)
+    for pair in ([2, 3], [3, 2], [-1, 1], [0, 4]):
+        one = functools.partial(run, pair=jnp.array(pair))
+        assert calls(one, *operands, platform="cpu") == ["quantized_block"]
+        expected = jax.jit(lambda *x, one=one: jax.jvp(one, x, zeros)[0])(*operands)
+        assert np.isfinite(np.asarray(expected, np.float32)).all()
+        assert_near(jax.jit(one)(*operands), expected, jnp.bfloat16)
 
 
 # Products of one lhs in different orders: for lookups of sums, 8-bit floats, and other weights.

@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -25,15 +26,17 @@ from jaxlowbit import (
     Format,
     partition_spec,
     quantized_block,
+    quantized_glu,
     quantized_matmul,
     quantized_matmuls,
     quantized_mlp,
 )
+from jaxlowbit._backends import extension
 
 P = jax.P
 K, F, N = 128, 192, 70
 MATMULS, MLP, MATMUL = "quantized_matmuls", "quantized_mlp", "quantized_matmul"
-BLOCK = "quantized_block"
+BLOCK, FUSED = "quantized_block", "quantized_matmul_fused"
 UNREAD = Format(6, codebook=tuple(range(64)))  # by kernels of GPUs
 
 
@@ -252,6 +255,69 @@ def test_one_call_for_cuda(cuda):
     assert calls(block, ATTENDED, LHS) == [MATMUL] * 6
 
 
+UNITS = [NVFP4, Format(4, 64, scale="int8")]
+
+
+def of_units(format):
+    """Calls of weights with tensor scales, by the names of their targets, and their operands."""
+    shapes = {"q": (K, N), "pair": (2, K, F), "out": (F, K), "down": (F, K)}
+    w = {name: quantize(normal(*shape), format) for name, shape in shapes.items()}
+    x, attended = LHS.astype(jnp.bfloat16), ATTENDED.astype(jnp.bfloat16)
+    bias = normal(N, 1)[:, 0]
+    return {
+        MATMULS: (lambda x, w: quantized_matmuls(x, (w["q"], w["q"])), x, w),
+        MLP: (lambda x, w: quantized_mlp(x, w["pair"], w["down"]), x, w),
+        FUSED: (lambda x, w: quantized_matmul(x, w["q"], bias=bias), x, w),
+        FUSED + " gated": (lambda x, w: quantized_glu(x, w["pair"]), x, w),
+        BLOCK: (
+            lambda x, w: quantized_block(
+                *(x, LHS.astype(jnp.bfloat16), w["out"], NORM, w["pair"], w["down"]),
+                following=(NORM, (w["q"], w["q"])),
+            ),
+            attended,
+            w,
+        ),
+    }
+
+
+@pytest.mark.parametrize("format", UNITS, ids=str)
+@pytest.mark.parametrize("name", [MATMULS, MLP, FUSED, FUSED + " gated", BLOCK])
+def test_tensor_scales_are_operands_of_one_call(cuda, name, format):
+    """As they are stored, in a call of a version that libraries which do not read them refuse."""
+    f, *operands = of_units(format)[name]
+    assert calls(f, *operands) == [name.split()[0]]
+    text = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"version = {extension.ffi.UNIT_CALL_VERSION} : i64" in text
+    n = (F if name in (MLP, BLOCK) or "gated" in name else N,) if format.scales_channels else ()
+    leading = 1 if n == (N,) or name in (MATMULS, FUSED) else 2
+    shape = "x".join(map(str, (leading, *n)))
+    assert f"tensor<{shape}xf32>" in re.findall(r"custom_call @jaxlowbit.*", text)[0]
+
+
+@pytest.mark.parametrize("format", UNITS, ids=str)
+def test_one_call_is_right_where_its_derivatives_and_batches_are(format):
+    """Values, derivatives of a tensor scale, and a batch over weights, beside dequantized ones."""
+    gate_up, down = quantize(normal(2, K, F), format), quantize(normal(F, N), format)
+
+    def f(unit):
+        return quantized_mlp(LHS, gate_up._with(tensor_scale=unit), down)
+
+    unit = gate_up.tensor_scale * jnp.float32([2, 3]).reshape(
+        2, *[1] * (gate_up.tensor_scale.ndim - 1)
+    )
+    assert_close(f(unit), reference(LHS, gate_up._with(tensor_scale=unit), down))
+    slope = jax.grad(lambda unit: jnp.sum(jnp.sin(f(unit))))(unit)
+
+    def exact(unit):
+        return jnp.sum(jnp.sin(reference(LHS, gate_up._with(tensor_scale=unit), down)))
+
+    assert_close(slope, jax.grad(exact)(unit))
+    both = jax.tree.map(lambda x: jnp.stack([x, x]), gate_up)
+    both = both._with(tensor_scale=jnp.stack([unit, 2 * unit]))
+    got = jax.vmap(lambda pair: quantized_mlp(LHS, pair, down))(both)
+    assert_close(got[1], reference(LHS, both[1], down))
+
+
 def test_one_call_for_each_layer_of_a_scan(cuda):
     stack = quantize(normal(6, K, F), INT4)
 
@@ -276,7 +342,6 @@ def test_one_call_for_each_layer_of_a_scan(cuda):
         (jax.grad(lambda x: mlp(x).sum()), half(), 3),
         (lambda x: quantized_mlp(x, GATE_UP, DOWN, backend="xla"), half(), 0),
         (lambda x: quantized_matmuls(x, [jaxlowbit.quantize(normal(K, N), UNREAD)]), half(), 0),
-        (lambda x: quantized_matmuls(x, [jaxlowbit.quantize(normal(K, N), NVFP4)]), half(), 1),
         (
             lambda x: quantized_mlp(
                 x, jaxlowbit.quantize(normal(2, K, F), INT4, shards=(1, 2)), DOWN
@@ -285,7 +350,7 @@ def test_one_call_for_each_layer_of_a_scan(cuda):
             2,
         ),
     ],
-    ids=["float32", "gradient", "backend", "no kernel", "tensor scale", "shards"],
+    ids=["float32", "gradient", "backend", "no kernel", "shards"],
 )
 @pytest.mark.ways("f")
 def test_a_call_for_each_product_otherwise(cuda, f, x, count):

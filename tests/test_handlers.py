@@ -65,10 +65,13 @@ def call(without=(), **changes):
         {"codebook": 16, "version": 2},
         {"scale": ((1, 1, 4, 64), "float8_e4m3fn"), "version": 3},
         {"scale": ((1, 1, 4, 64), "float8_e8m0fnu"), "codebook": 16, "version": 3},
+        {"scale": ((1, 1, 4, 64), "float8_e4m3fn"), "version": 5, "zero": ((1,), "float32")},
+        {"scale": ((1, 1, 4, 64), "int8"), "version": 5, "zero": ((1, 40), "float32")},
     ],
     ids=[
         *("no zero", "integer zero", "float zero", "index", "no rows", "one group", "3 bits"),
         *("a codebook", "8-bit scales", "8-bit scales, a codebook"),
+        *("a unit", "units of channels"),
     ],
 )
 def test_what_fits_is_computed(changes):
@@ -112,7 +115,19 @@ def test_what_fits_is_computed(changes):
                 "version": 3,
                 "zero": ((1, 1, 4, 64), "uint8"),
             },
-            "zero is given beside 8-bit scales",
+            "zero beside 8-bit scales is u8 but must be f32",
+        ),
+        (
+            {"scale": ((1, 1, 4, 64), "int8"), "version": 5, "zero": ((2,), "float32")},
+            r"zero beside 8-bit scales has shape \[2\] but must be .* = \[1\]",
+        ),
+        (
+            {"scale": ((1, 1, 4, 64), "int8"), "version": 5, "zero": ((1, 64), "float32")},
+            r"zero beside 8-bit scales has shape .* or \[weights, n\] = \[1, 40\]",
+        ),
+        (
+            {"scale": ((1, 1, 4, 64), "float8_e8m0fnu"), "version": 5, "zero": ((1,), "float32")},
+            "zero is given beside 8-bit scales that have neither zeros nor, as powers of two",
         ),
         (
             {"scale": ((1, 1, 10, 64), "uint8"), "version": 4},
@@ -157,9 +172,9 @@ def test_what_breaks_the_contract_is_refused(changes, message):
         (
             ["version", "layout_version"],
             {},
-            "has the calls of version 0 .* reads version 4; export",
+            "has the calls of version 0 .* reads version 5; export",
         ),
-        ([], {"version": 5}, "has the calls of version 5 .* reads version 4; export"),
+        ([], {"version": 6}, "has the calls of version 6 .* reads version 5; export"),
         (["layout_version"], {}, "has words packed with layout version 0 .* reads version 1"),
         ([], {"layout_version": 2}, "has words packed with layout version 2 .* reads version 1"),
         (["bits"], {}, "the call has no attribute bits"),

@@ -29,14 +29,19 @@ else:
     PATHS = [str(PACKAGE.locate_file("nvidia/cu13/lib/libnvrtc.so.13"))]
 NONE = "jaxlowbit::ZeroKind::kNone"
 HALF = "__half, __half"
+STAGES = "jaxlowbit::sm90_stream::LhsWay::kStages"
 INSTANCES = {
     "sm80": f"jaxlowbit::sm80::QmmSm80Kernel<jaxlowbit::sm80::Instance<{HALF}, 16, 4>>",
     "sm80_transposed": "jaxlowbit::sm80::QmmSm80TransposedKernel"
     f"<jaxlowbit::sm80::Instance<{HALF}, 16, 4>>",
     "sm90_stream": "jaxlowbit::sm90_stream::QmmSm90StreamKernel"
-    f"<jaxlowbit::sm90_stream::Instance<{HALF}, {NONE}, 8, 4, 2, false>>",
+    f"<jaxlowbit::sm90_stream::Instance<{HALF}, {NONE}, 8, 4, 2, {STAGES}>>",
     "sm90": f"jaxlowbit::sm90::QmmSm90Kernel<jaxlowbit::sm90::Instance<{HALF}, {NONE}, 4, 2>>",
 }
+ROUNDS = (
+    "jaxlowbit::sm90_stream::QmmSm90StreamKernel<jaxlowbit::sm90_stream::Instance"
+    f"<__nv_bfloat16, float, {NONE}, 8, 4, 2, jaxlowbit::sm90_stream::LhsWay::kRounds>>"
+)
 SMALL = [("sm80", INSTANCES["sm80"])]
 
 pytestmark = pytest.mark.skipif(not build_info()["cuda"], reason="this build has no CUDA kernels")
@@ -97,7 +102,7 @@ def filled(nvrtc, tmp_path_factory):
 
 
 def test_every_kernel_compiles_and_is_found_again(nvrtc, tmp_path):
-    instances = list(INSTANCES.items())
+    instances = [*INSTANCES.items(), ("sm90_stream", ROUNDS)]
     _, first = compiled(tmp_path, instances)
     assert [each["error"] for each in first] == [""] * len(first)
     assert all(bytes.fromhex(each["cubin"])[:4] == b"\x7fELF" for each in first)
@@ -283,7 +288,7 @@ def test_every_instance_has_one_name():
             integers = codebook == "none" and not narrow
             floats = types[0] in ("__nv_bfloat16", "__half")
             held = floats and integers and bits in ffi.KERNEL_BITS
-            held = held and usual and (plain or not between)
+            held = held and usual and (plain or not between) and "kRounds" not in expression
             assert ahead_of_time == held, expression
 
 
@@ -451,7 +456,9 @@ def test_kernels_for_quantized_activations(compiler, dtype, format, name):
     compiling.main([*shapes, "--tokens", "256"])
     (_, every), (_, chosen) = compiler
     assert 0 < len(chosen) < len(every) and set(chosen) < set(every)
-    assert all(name in instance.expression for instance in every)
+    rounding = [one for one in every if "kRounds" in one.expression]
+    assert len(rounding) == 1 and "<__nv_bfloat16, " in rounding[0].expression
+    assert all(name in one.expression for one in every if one not in rounding)
     compiler.clear()
     compiling.main([*shapes, "--tokens", "8"])
     assert all("int8_t, __nv" not in one.expression for _, wanted in compiler for one in wanted)

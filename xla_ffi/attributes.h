@@ -18,7 +18,8 @@ inline constexpr int64_t kCallVersion = 1;
 inline constexpr int64_t kCodebookCallVersion = 2;     // has a codebook
 inline constexpr int64_t kNarrowScaleCallVersion = 3;  // has 8-bit scales, and perhaps a codebook
 inline constexpr int64_t kSuperScaleCallVersion = 4;   // has scales of two levels, and perhaps both
-inline constexpr int64_t kLayoutVersion = 1;           // docs/layout.md
+inline constexpr int64_t kUnitCallVersion = 5;  // has weights with units, and perhaps all of these
+inline constexpr int64_t kLayoutVersion = 1;    // docs/layout.md
 
 // Numbers of each product in the attribute `products` (cuda_instantiate.cc).
 inline constexpr size_t kProductNumbers = 15;
@@ -48,7 +49,7 @@ class Attributes {
   // Says what is wrong with the versions, or which attribute is missing.
   ffi::Error Check() {
     for (auto [name, first, last, what] :
-         {std::tuple{"version", kCallVersion, kSuperScaleCallVersion, "the calls of version "},
+         {std::tuple{"version", kCallVersion, kUnitCallVersion, "the calls of version "},
           std::tuple{"layout_version", kLayoutVersion, kLayoutVersion,
                      "words packed with layout version "}}) {
       const auto found = dictionary_.get<int64_t>(name);

@@ -145,7 +145,7 @@ ffi::Error CheckApart(const BlockBuffers& b, const std::vector<Operands>& produc
   for (size_t i = 0; i < products.size(); ++i) {
     const auto& [problem, buffers] = products[i];
     for (const Extent& operand : {PackedExtent(problem, buffers), ScaleExtent(problem, buffers),
-                                  ZeroExtent(problem, buffers)}) {
+                                  ZeroExtent(problem, buffers), UnitExtent(problem, buffers)}) {
       read.push_back(operand);
     }
     if (i >= kWeights) written.push_back(OutExtent(problem, buffers));

@@ -19,9 +19,11 @@
 //   1 factor  f32[columns], by which columns are divided first; or f32[0]
 //
 // and lhs and lhs_scale are results, between out and the workspace: values of 8 bits, or, for few rows, the same values
-// in bf16, in order, for qmm_sm90_stream. Attribute `float8`, bool: whether they are those of f8e4m3fn. Floats are read
-// before out is written, so that they may overlap.
+// in bf16, in order, for qmm_sm90_stream. Nobody writes them where that kernel rounds rows itself. Attribute `float8`,
+// bool: whether they are those of f8e4m3fn. Floats are read before out is written, so that they may overlap.
 #include <cuda_runtime_api.h>
+
+#include <optional>
 
 #include "xla_ffi/cuda_bytes.h"
 #include "xla_ffi/handlers.h"
@@ -102,6 +104,26 @@ ffi::Error DecodeRows(ffi::AnyBuffer floats, ffi::AnyBuffer factor, const Produc
   return error;
 }
 
+// The product that rounds its rows itself, where a kernel does. Execute may be given floats that begin anywhere or lie
+// where results do, which two kernels read before any result is written.
+std::optional<Operands> RoundingItself(const Operands& operands, const QuantizeRows& rows,
+                                       const Place& place) {
+  Operands own = operands;
+  auto& [p, b] = own;
+  const bool reads = p.scales_rows && rows.from == ElementType::kBf16 && rows.factor == nullptr &&
+                     rows.columns == p.k;
+  if (!reads) return std::nullopt;
+  p.rounding = rows.to == ElementType::kE4m3 ? Rounding::kE4m3 : Rounding::kInt8;
+  b.lhs = rows.floats;
+  b.lhs_scale = nullptr;
+  if (place.stage == Stage::kExecute &&
+      (!IsAligned(b.lhs) || Overlap(LhsExtent(p, b), OutExtent(p, b)))) {
+    return std::nullopt;
+  }
+  if (!SupportsCached(Kernel::kQmmSm90Stream, p, DeviceInfo(place.device))) return std::nullopt;
+  return own;
+}
+
 template <Stage kStage>
 ffi::Error Rounded(cudaStream_t stream, ffi::AnyBuffer floats, ffi::AnyBuffer factor,
                    ffi::AnyBuffer packed, ffi::AnyBuffer scale, ffi::AnyBuffer zero,
@@ -120,6 +142,10 @@ ffi::Error Rounded(cudaStream_t stream, ffi::AnyBuffer floats, ffi::AnyBuffer fa
     operands.problem.scales_rows = !QuantizedType((*lhs).element_type()).has_value();
     ffi::Error error = Decode(product, attributes, stream, &place, &operands);
     if (error.success()) error = DecodeRows(floats, factor, product, operands.problem, wide, &rows);
+    if (error.success()) {
+      const auto own = RoundingItself(operands, rows, place);
+      if (own.has_value()) return Enqueue({*own}, Workspace(*workspace), place);
+    }
     if (error.success() && kStage == Stage::kExecute) {
       error = ToError(LaunchQuantizeRows(rows, stream), "launching the rounding of activations");
     }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cuda/ops/quantize_rows.h"
+#include "cuda/select/cache.h"
 #include "xla_ffi/cuda_enqueue.h"
 
 namespace jaxlowbit {
@@ -20,7 +21,7 @@ inline ffi::Error CheckFloats(std::string_view name, const ffi::AnyBuffer& buffe
 // Adds scales to a product that has been decoded, or says why no kernel computes it at that place.
 inline ffi::Error AddScales(ffi::AnyBuffer lhs_scale, ffi::AnyBuffer channel_scale,
                             const Place& place, Operands* operands) {
-  const QuantizedMatmul& p = operands->problem;
+  QuantizedMatmul& p = operands->problem;
   ffi::Error error = CheckFloats("lhs_scale", lhs_scale);
   if (error.success() && !p.sums_integers()) {
     error = CheckShape("lhs_scale", lhs_scale, {p.batch, p.m}, "[batch, m]");
@@ -34,9 +35,12 @@ inline ffi::Error AddScales(ffi::AnyBuffer lhs_scale, ffi::AnyBuffer channel_sca
   if (error.failure()) return error;
   Buffers& b = operands->buffers;
   if (!p.sums_integers()) b.lhs_scale = static_cast<const float*>(lhs_scale.untyped_data());
-  if (scales_channels) b.channel_scale = static_cast<const float*>(channel_scale.untyped_data());
+  if (scales_channels) {
+    p.epilogue.units = p.n_blocks() * kAtom;
+    b.unit = static_cast<const float*>(channel_scale.untyped_data());
+  }
   const Kernel kernel = p.scales_rows ? Kernel::kQmmSm90Stream : Kernel::kQmmSm90;
-  if (const Support support = Supports(kernel, p, DeviceInfo(place.device)); !support) {
+  if (const Support support = SupportsCached(kernel, p, DeviceInfo(place.device)); !support) {
     return Refuse(support.reason + "; use another backend.");
   }
   const bool aligned = IsAligned(b.packed) && IsAligned(b.scale) && IsAligned(b.zero);

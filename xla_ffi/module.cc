@@ -363,6 +363,7 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   module.attr("CODEBOOK_CALL_VERSION") = jaxlowbit::kCodebookCallVersion;
   module.attr("NARROW_SCALE_CALL_VERSION") = jaxlowbit::kNarrowScaleCallVersion;
   module.attr("SUPER_SCALE_CALL_VERSION") = jaxlowbit::kSuperScaleCallVersion;
+  module.attr("UNIT_CALL_VERSION") = jaxlowbit::kUnitCallVersion;
   module.attr("MOST_TABLE_BITS") = jaxlowbit::kMostTableBits;
   module.def("codebook", &jaxlowbit::NameCodebook, nb::arg("numbers"));
   module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;

@@ -6,7 +6,9 @@
 //   1 packed  u32[L, n_blocks, k_blocks, words]
 //   2 scale   S[L, n_blocks, groups, 64]        S: f32, bf16, f16, f8e8m0fnu, f8e4m3fn or s8; or, of two levels,
 //             u8[L, n_blocks, scale_rows, 64] (docs/layout.md)
-//   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none; beside scales of two levels as these
+//   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none; beside scales of two levels as these;
+//             beside f8e4m3fn and s8 scales, whose weights have no zeros, f32[L] or f32[L, n]: the units of the weights
+//             or of their channels (Buffers::unit in cuda/problem.h), or u8[0]: 1
 //   4 index   s32[b]: batch element i multiplies weight index[i] (WeightNumber in cuda/types.h); s32[0]: weight
 //             i, or the only one; gated, s32[2 b]: pairs of weights, the gate first
 //   result 0  out O[b, m, n], transposed [b, m, k]  O: T or f32
@@ -231,6 +233,31 @@ inline ffi::Error CheckFormat(const ProductAttributes& attributes) {
 inline constexpr std::string_view kNoSuperBlocks =
     "scale is u8 but the CPU kernels read no scales of two levels; expand them to f32.";
 
+// Decodes units, which stand in the place of zeros beside 8-bit scales.
+inline ffi::Error DecodeUnits(ffi::AnyBuffer units, const ProductAttributes& attributes,
+                              Operands* operands) {
+  QuantizedMatmul& p = operands->problem;
+  if (p.scale == ElementType::kE8m0 || attributes.transposed || attributes.quantized_lhs) {
+    return Refuse("zero is given beside 8-bit scales that have neither zeros nor, " +
+                  std::string(attributes.transposed      ? "transposed"
+                              : attributes.quantized_lhs ? "beside quantized activations"
+                                                         : "as powers of two") +
+                  ", units; it must be empty.");
+  }
+  constexpr std::string_view kName = "zero beside 8-bit scales";
+  ffi::Error error = CheckType(kName, units, units.element_type() == ffi::DataType::F32, "f32");
+  const bool of_channels = units.dimensions().size() > 1;
+  if (error.success() && of_channels) {
+    error = CheckShape(kName, units, {p.num_weights, p.n}, "[0], [weights] or [weights, n]");
+  } else if (error.success()) {
+    error = CheckShape(kName, units, {p.num_weights}, "[0], [weights] or [weights, n]");
+  }
+  if (error.failure()) return error;
+  p.epilogue.units = of_channels ? p.n : 1;
+  operands->buffers.unit = static_cast<const float*>(units.untyped_data());
+  return error;
+}
+
 // Fills `operands`, or says which operand breaks which rule.
 inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight,
                                  ffi::AnyBuffer out, const ProductAttributes& attributes,
@@ -303,6 +330,9 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
 
   if (HasShape(zero, {0})) {
     p.zero = ZeroKind::kNone;
+  } else if (Is8Bit(p.scale) && !super_blocks) {
+    const ffi::Error error = DecodeUnits(zero, attributes, operands);
+    if (error.failure()) return error;
   } else {
     const bool integers = zero.element_type() == Type::U8 && !super_blocks;
     p.zero = integers ? ZeroKind::kInteger : ZeroKind::kFloat;
@@ -316,9 +346,6 @@ inline ffi::Error DecodeOperands(ffi::AnyBuffer lhs, const WeightBuffers& weight
     if (shape_error.failure()) return shape_error;
     if (attributes.codebook.size() > 0) {
       return Refuse("zero is given beside a codebook, which has none; it must be empty.");
-    }
-    if (Is8Bit(p.scale) && !super_blocks) {
-      return Refuse("zero is given beside 8-bit scales, which have none; it must be empty.");
     }
   }
 

@@ -45,4 +45,12 @@ __device__ inline void StoreRemote(uint32_t shared, const float (&values)[4], ui
       : "memory");
 }
 
+// Starts storing 4 bytes likewise.
+__device__ inline void StoreRemote(uint32_t shared, uint32_t value, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];\n" ::"r"(shared),
+      "r"(value), "r"(barrier)
+      : "memory");
+}
+
 }  // namespace jaxlowbit

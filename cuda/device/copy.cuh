@@ -45,6 +45,10 @@ __device__ inline void StoreShared16(uint32_t shared, const uint4& v) {
                : "memory");
 }
 
+__device__ inline void StoreShared4(uint32_t shared, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(shared), "r"(v) : "memory");
+}
+
 __device__ inline uint2 LoadShared8(uint32_t shared) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n"

@@ -241,10 +241,13 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* 
   const double half = 0x1p-11 * half_magnitude + (half_steps > 0 ? lhs_columns * 0x1p-28 : 0);
   double bound = (u + lhs_columns * 0x1p-24) * magnitude + tiny * lhs_sum + half;
   if (b.lhs_scale != nullptr) {
-    double scale = b.lhs_scale[row];
-    if (b.channel_scale != nullptr) scale *= b.channel_scale[weight * n_blocks * 64 + column];
-    sum *= scale;
-    bound = bound * scale + 0x1p-22 * fabs(sum);
+    sum *= b.lhs_scale[row];
+    bound = bound * b.lhs_scale[row] + 0x1p-22 * fabs(sum);
+  }
+  if (p.epilogue.units > 0) {
+    const double unit = b.unit[p.epilogue.units == 1 ? weight : weight * p.epilogue.units + column];
+    sum *= unit;
+    bound = bound * unit + 0x1p-23 * fabs(sum);
   }
   if (b.bias == nullptr) return {sum, bound};
   const double bias = Load(b.bias, p.epilogue.bias, position * p.n + column);
@@ -336,10 +339,6 @@ std::vector<float> NumbersOf(const QuantizedMatmul& p) {
   return numbers;
 }
 
-bool HasChannelScale(const QuantizedMatmul& p) {
-  return Is8Bit(p.lhs) && p.scale == ElementType::kInt8 && !p.sums_integers();
-}
-
 int64_t AllPackedBytes(const QuantizedMatmul& p) { return p.num_weights * PackedBytes(p); }
 
 }  // namespace
@@ -360,6 +359,13 @@ DeviceBuffer::DeviceBuffer(DeviceBuffer&& other) noexcept
 
 DeviceBuffer::~DeviceBuffer() { cudaFree(data_); }
 
+int64_t UnitsOf(const QuantizedMatmul& problem) {
+  if (problem.transposed || problem.sums_integers()) return 0;
+  if (problem.scale == ElementType::kE4m3) return Is8Bit(problem.lhs) ? 0 : 1;
+  if (problem.scale != ElementType::kInt8) return 0;
+  return Is8Bit(problem.lhs) ? problem.n_blocks() * kAtom : problem.n;
+}
+
 int64_t WeightBytes(const QuantizedMatmul& problem) {
   return AllPackedBytes(problem) + Groups(problem) * (problem.scale_bytes() + problem.zero_bytes());
 }
@@ -374,8 +380,7 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
       lhs_scale_(Is8Bit(problem.lhs) ? problem.batch * problem.m * 4 : 0),
       packed_(copies * AllPackedBytes(problem)),
       scale_(copies * Groups(problem) * problem.scale_bytes()),
-      channel_scale_(HasChannelScale(problem) ? problem.num_weights * ChannelScaleBytes(problem)
-                                              : 0),
+      unit_(problem.num_weights * problem.epilogue.units * 4),
       zero_(copies * Groups(problem) * problem.zero_bytes()),
       index_(optional.index ? problem.batch * problem.weights_per_element() * 4 : 0),
       permutation_(problem.permuted_parts > 0 ? problem.k * 4 : 0),
@@ -390,7 +395,7 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
   const ElementType none = ElementType::kF32;
   Random(lhs_, Fill::kNormal, problem.lhs, problem.batch * problem.m * problem.lhs_columns(), seed);
   Random(lhs_scale_, Fill::kScale, none, lhs_scale_.bytes() / 4, seed + 8);
-  Random(channel_scale_, Fill::kScale, none, channel_scale_.bytes() / 4, seed + 9);
+  Random(unit_, Fill::kScale, none, unit_.bytes() / 4, seed + 9);
   Check(cudaMemcpy(numbers_.data(), codebook_.data(), numbers_.bytes(), cudaMemcpyHostToDevice),
         "cudaMemcpy");
   Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1, 0, problem.codebook);
@@ -427,9 +432,7 @@ Buffers DeviceProblem::buffers(int copy) const {
   }
   buffers.packed = reinterpret_cast<const uint32_t*>(at(packed_, packed_stride_));
   buffers.scale = at(scale_, scale_stride_);
-  if (HasChannelScale(problem_)) {
-    buffers.channel_scale = static_cast<const float*>(channel_scale_.data());
-  }
+  buffers.unit = problem_.epilogue.units > 0 ? static_cast<const float*>(unit_.data()) : nullptr;
   buffers.zero = problem_.zero == ZeroKind::kNone ? nullptr : at(zero_, zero_stride_);
   buffers.codebook = codebook_.empty() ? nullptr : codebook_.data();
   buffers.index = optional_.index ? static_cast<const int32_t*>(index_.data()) : nullptr;
@@ -507,6 +510,7 @@ std::string Describe(const QuantizedMatmul& p, const Optional& optional) {
          (p.epilogue.activation == Activation::kNone
               ? ""
               : " activation " + std::to_string(static_cast<int>(p.epilogue.activation))) +
+         (p.epilogue.units > 0 ? " unit" : "") +
          (optional.bias ? std::string(" bias ") + name(p.epilogue.bias) : "") +
          (optional.residual ? std::string(" residual ") + name(p.epilogue.residual) : "");
 }

@@ -41,6 +41,10 @@ struct Optional {
   bool index = false, bias = false, residual = false;
 };
 
+// The units that weights have beside their scales: of e4m3 one for each weight, of integers one for each channel, in
+// padded rows beside an lhs of 8 bits.
+int64_t UnitsOf(const QuantizedMatmul& problem);
+
 // Random operands for `problem`, with `copies` sets of weights, so that a timing can keep them out of L2.
 class DeviceProblem {
  public:
@@ -65,8 +69,8 @@ class DeviceProblem {
   Optional optional_;
   std::vector<float> codebook_;  // its numbers; none for integers
   DeviceBuffer numbers_;         // those of the codebook, on the GPU
-  DeviceBuffer lhs_, lhs_scale_, packed_, scale_, channel_scale_, zero_, index_, permutation_,
-      gathered_, bias_, residual_, out_, workspace_;
+  DeviceBuffer lhs_, lhs_scale_, packed_, scale_, unit_, zero_, index_, permutation_, gathered_,
+      bias_, residual_, out_, workspace_;
   int64_t packed_stride_, scale_stride_, zero_stride_;  // bytes of one set
 };
 

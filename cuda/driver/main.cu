@@ -22,6 +22,7 @@
 //                           --pdl (all but the first launch use programmatic dependent launch);
 //                           --quick (half of the weights, and a third of the replays);
 //                           --permuted (rows of the weight in a permuted order);
+//                           --units (floats that e4m3 and int8 scales are in units of)
 //                           --bias --residual --activation silu|gelu|gelu_tanh|relu --gated (n of each
 //                           of two weights);
 //                           --kernel qmm_sm80|qmm_sm90_stream|qmm_sm90,
@@ -247,6 +248,7 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
                                  : k % 2 == 0 ? seed % 7
                                               : seed % 7 % 2;
         problem.epilogue = {};
+        if (Is8Bit(problem.lhs) || seed % 4 < 2) problem.epilogue.units = UnitsOf(problem);
         if (++seed % stride != 0) continue;
         cases.push_back(
             {problem, optional, seed, placed++, !problem.transposed, Choices(problem, seed)});
@@ -364,7 +366,8 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
       "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
       "[--codebook C] [--scale S] [--lhs int8|e4m3] [--integers] "
       "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
-      "[--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--quick] [--tile T,...] "
+      "[--units] [--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--quick] [--tile "
+      "T,...] "
       "[--split S,...] [--slices L,...] [--peers 1|2] "
       "[--kernel qmm_sm80|qmm_sm90_stream|qmm_sm90] [--seconds S]\n",
       wrong);
@@ -377,6 +380,7 @@ struct TimeOptions {
   QuantizedMatmul problem;
   bool names_problem = false;  // an option says something of the problem
   Optional optional;
+  bool has_units = false;  // where the format of weights has some
   double seconds = std::numeric_limits<double>::infinity();
   TimingEffort effort;
   int l2_sizes = 8;  // that the weights of a problem add up to
@@ -427,6 +431,7 @@ std::vector<QuantizedMatmul> ProblemsOf(
       QuantizedMatmul problem = options.problem;
       problem.m = m, problem.n = n, problem.k = k;
       problem.num_weights = problem.weights_per_element();
+      if (Is8Bit(problem.lhs) || options.has_units) problem.epilogue.units = UnitsOf(problem);
       problem.epilogue.bias = problem.epilogue.residual = problem.floats();
       if (const Support support = Supports(problem, DeviceInfo(0)); !support) {
         std::fprintf(stderr, "driver: %s: %s\n", Describe(problem, options.optional).c_str(),
@@ -541,6 +546,8 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.permuted_parts = 1;
     } else if (flag == "--bias") {
       options.optional.bias = true;
+    } else if (flag == "--units") {
+      options.has_units = true;
     } else if (flag == "--residual") {
       options.optional.residual = true;
     } else if (flag == "--gated") {

@@ -37,7 +37,7 @@ PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original,
       {slot(b.scale), p.scale_bytes()}, {slot(b.zero), p.zero_bytes()},
       {slot(b.permutation), 4},         {slot(b.index), 4},
       {slot(b.bias), SizeOf(e.bias)},   {slot(b.residual), SizeOf(e.residual)},
-      {slot(b.lhs_scale), 4},           {slot(b.channel_scale), 4}};
+      {slot(b.lhs_scale), 4},           {slot(b.unit), 4}};
   const auto extents = OperandExtents(p, original);
   const auto is_odd = [&](size_t i) { return (places.odd >> i & 1) != 0; };
   const int64_t out_element = SizeOf(p.out);

@@ -19,8 +19,25 @@ struct EpilogueParams {
   bool bias_float, residual_float;  // float32; else the type of lhs
   Activation activation;
   bool gated;
-  bool any;  // else results are the accumulators
+  bool any;  // else results are the accumulators, which no unit multiplies
 };
+
+// The units of weights as a kernel reads them. They stand apart from the epilogue, which lies in the middle of
+// parameters whose place in the constant cache counts.
+struct UnitParams {
+  const float* data;     // [num_weights, count]; null: 1
+  const int32_t* index;  // null: weight min(product, num_weights - 1)
+  int64_t num_weights;
+  int64_t count;  // 1: one for each weight; else one for each channel
+};
+
+// The unit of channel `n` of `columns`, of product `product` (of batch * weights_per_element).
+__device__ inline float LoadUnit(const UnitParams& u, int64_t product, int64_t columns, int64_t n) {
+  if (u.data == nullptr || n >= columns) return 1.0f;
+  const int64_t weight =
+      WeightNumber(u.index == nullptr ? product : u.index[product], u.num_weights);
+  return u.data[weight * u.count + (u.count > 1 ? n : 0)];
+}
 
 // An element of a bias or a residual as it is in memory. Loading bits lets several loads overlap; only a conversion to
 // a value waits for them.
@@ -109,7 +126,7 @@ __device__ void Activate(Activation activation, float (&x)[kCount]) {
   }
 }
 
-// From accumulators with their biases to results. `up` counts only in a gated epilogue.
+// From accumulators with their units and biases to results. `up` counts only in a gated epilogue.
 template <int kCount>
 __device__ void Finish(const EpilogueParams& e, const float (&up)[kCount],
                        const float (&residual)[kCount], float (&values)[kCount]) {

@@ -17,7 +17,7 @@ namespace jaxlowbit {
 inline EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const Buffers& buffers) {
   const Epilogue& e = problem.epilogue;
   const bool any = e.gated || e.activation != Activation::kNone || buffers.bias != nullptr ||
-                   buffers.residual != nullptr;
+                   buffers.residual != nullptr || e.units > 0;
   return {buffers.bias,
           buffers.residual,
           e.bias == ElementType::kF32,
@@ -25,6 +25,10 @@ inline EpilogueParams EpilogueOf(const QuantizedMatmul& problem, const Buffers& 
           e.activation,
           e.gated,
           any};
+}
+
+inline UnitParams UnitsOf(const QuantizedMatmul& problem, const Buffers& buffers) {
+  return {buffers.unit, buffers.index, problem.num_weights, problem.epilogue.units};
 }
 
 // The numbers of a table, again and again until every lane of a warp has one; of other codebooks anything.

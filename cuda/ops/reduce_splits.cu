@@ -37,22 +37,24 @@ __device__ float SumOf(const float* first, int64_t step, int split_k) {
 template <typename T, typename Out>
 __global__ void __launch_bounds__(kThreads)
     ReduceSplitsKernel(const float* workspace, Out* out, int64_t rows, int64_t m, int64_t n,
-                       int64_t n_padded, int split_k, EpilogueParams e) {
+                       int64_t n_padded, int split_k, EpilogueParams e, UnitParams units) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t row = i / n_padded, column = i % n_padded;
   if (row >= rows || column >= n) return;
+  // Of weights. A division later would be a call with all partial sums in registers.
+  const int64_t product = !e.any ? 0 : e.gated ? row / m * 2 : row / m;
   WaitForPreviousKernels();
   const int64_t row_size = e.gated ? 2 * n_padded : n_padded;
   const float* first = workspace + row * row_size + column;
   float value[1] = {SumOf(first, rows * row_size, split_k)};
   if (e.any) {
-    const int64_t product = e.gated ? row / m * 2 : row / m;
     const float residual[1] = {LoadResidual<T>(e, row * n + column)};
-    value[0] += LoadBias<T>(e, product, n, column);
+    value[0] =
+        fmaf(value[0], LoadUnit(units, product, n, column), LoadBias<T>(e, product, n, column));
     float up[1] = {};
     if (e.gated) {
-      up[0] = SumOf(first + n_padded, rows * row_size, split_k) +
-              LoadBias<T>(e, product + 1, n, column);
+      up[0] = fmaf(SumOf(first + n_padded, rows * row_size, split_k),
+                   LoadUnit(units, product + 1, n, column), LoadBias<T>(e, product + 1, n, column));
     }
     Finish(e, up, residual, value);
   }
@@ -66,10 +68,10 @@ cudaError_t Launch(const QuantizedMatmul& problem, const Buffers& buffers, int s
   const int64_t n_padded = CeilDiv(problem.out_columns(), kAtom) * kAtom;
   const LaunchConfig launch(CeilDiv(rows * n_padded, kThreads), kThreads, 0, stream,
                             device.compute_capability >= 90);
-  return cudaLaunchKernelEx(&launch.config, ReduceSplitsKernel<T, Out>,
-                            static_cast<const float*>(buffers.workspace),
-                            static_cast<Out*>(buffers.out), rows, problem.m, problem.out_columns(),
-                            n_padded, split_k, EpilogueOf(problem, buffers));
+  return cudaLaunchKernelEx(
+      &launch.config, ReduceSplitsKernel<T, Out>, static_cast<const float*>(buffers.workspace),
+      static_cast<Out*>(buffers.out), rows, problem.m, problem.out_columns(), n_padded, split_k,
+      EpilogueOf(problem, buffers), UnitsOf(problem, buffers));
 }
 
 }  // namespace

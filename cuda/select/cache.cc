@@ -16,15 +16,15 @@ namespace {
 constexpr size_t kMostEntries = 4096;
 
 // All that Select depends on, as numbers.
-using Key = std::array<int64_t, 38>;
+using Key = std::array<int64_t, 39>;
 
 // The bindings name every field: a new one does not compile until it is part of the key.
 Key KeyOf(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
           const TunedTable* tuned) {
   const auto& [batch, num_weights, m, n, k, bits, codebook, group_size, lhs, scale, out, zero,
                transposed, scale_sums, scales_rows, half_sums, permuted_parts, epilogue, pdl,
-               lhs_aligned, weights_aligned] = problem;
-  const auto& [activation, gated, bias, residual] = epilogue;
+               lhs_aligned, weights_aligned, rounding] = problem;
+  const auto& [activation, gated, units, bias, residual] = epilogue;  // no choice depends on units
   const auto& [compute_capability, num_sms, shared_bytes_per_sm, clock_mhz, memory_gb_per_s,
                clusters, compiles, ordinal, architecture] = device;  // the last two: for launches
   const auto number = [](auto value) { return static_cast<int64_t>(value); };
@@ -43,6 +43,7 @@ Key KeyOf(const QuantizedMatmul& problem, const Device& device, int64_t workspac
           transposed,
           scale_sums,
           scales_rows,
+          number(rounding),
           half_sums,
           permuted_parts,
           pdl,
@@ -79,27 +80,42 @@ struct Hash {
   }
 };
 
-struct Cache {
-  std::mutex mutex;
-  std::unordered_map<Key, Choice, Hash> choices;
+template <typename Answer>
+class Cache {
+ public:
+  // The answer that is known for a key, or else that of ask(), which it keeps.
+  template <typename Ask>
+  Answer Find(const Key& key, Ask ask) {
+    {
+      const std::lock_guard lock(mutex_);
+      const auto found = answers_.find(key);
+      if (found != answers_.end()) return found->second;
+    }
+    const Answer answer = ask();
+    const std::lock_guard lock(mutex_);
+    if (answers_.size() >= kMostEntries) answers_.clear();
+    answers_.emplace(key, answer);
+    return answer;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<Key, Answer, Hash> answers_;
 };
 
 }  // namespace
 
 Choice SelectCached(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
                     const TunedTable* tuned) {
-  static Cache cache;
-  const Key key = KeyOf(problem, device, workspace_bytes, tuned);
-  {
-    const std::lock_guard lock(cache.mutex);
-    const auto found = cache.choices.find(key);
-    if (found != cache.choices.end()) return found->second;
-  }
-  const Choice choice = Select(problem, device, workspace_bytes, tuned);
-  const std::lock_guard lock(cache.mutex);
-  if (cache.choices.size() >= kMostEntries) cache.choices.clear();
-  cache.choices.emplace(key, choice);
-  return choice;
+  static Cache<Choice> cache;
+  return cache.Find(KeyOf(problem, device, workspace_bytes, tuned),
+                    [&] { return Select(problem, device, workspace_bytes, tuned); });
+}
+
+Support SupportsCached(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
+  static Cache<Support> caches[kNumKernels];
+  return caches[static_cast<int>(kernel)].Find(KeyOf(problem, device, 0, nullptr),
+                                               [&] { return Supports(kernel, problem, device); });
 }
 
 }  // namespace jaxlowbit

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Choices that were made before. Programs multiply the same few shapes again and again, and a choice is a function of
+// Choices, and answers, that were found before. Programs multiply the same few shapes again and again, and a choice is a function of
 // the problem, the device and the table of measured choices alone.
 #pragma once
 
@@ -12,5 +12,8 @@ namespace jaxlowbit {
 // more than a few thousand different problems are in between. Another table is another question.
 Choice SelectCached(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
                     const TunedTable* tuned = nullptr);
+
+// What Supports(kernel, problem, device) returns, likewise: it costs as much as a choice.
+Support SupportsCached(Kernel kernel, const QuantizedMatmul& problem, const Device& device);
 
 }  // namespace jaxlowbit

@@ -154,6 +154,10 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   if (problem.scales_rows && (e.gated || e.activation != Activation::kNone)) {
     return {"results whose rows are scaled have no epilogue"};
   }
+  if (problem.rounding != Rounding::kNone &&
+      (!problem.scales_rows || problem.lhs != ElementType::kBf16 || problem.permuted_parts > 0)) {
+    return {"a product rounds rows of bfloat16, which are not permuted, and scales its results"};
+  }
   if (!lhs_or_float32(e.bias) || !lhs_or_float32(e.residual)) {
     return {"the kernels add a bias and a residual of the dtype of lhs or float32"};
   }

@@ -66,8 +66,23 @@ def padded_columns(k: int) -> int:
 
 
 def call_operands(weight: QuantizedArray, dtype: jnp.dtype) -> tuple[Array, ...]:
+    """The operands of a weight with its tensor scale, for `attributes_with_units`."""
     scale, zero = as_read(weight.scale, weight.zero, weight.format, dtype)
-    return weight_operands(weight.packed, scale, zero, weight.index, weight.format)
+    packed, scale, zero, index = weight_operands(
+        weight.packed, scale, zero, weight.index, weight.format
+    )
+    if weight.tensor_scale is not None:
+        zero = _units(weight.tensor_scale, weight.format)
+    return packed, scale, zero, index
+
+
+def _units(tensor_scale: Array, format: Format) -> Array:
+    """The tensor scales of a stack, float32 (weights,) or (weights, n).
+
+    They stand in the place of zeros, which no format with tensor scales has.
+    """
+    channels = tensor_scale.shape[-1:] if format.scales_channels else ()
+    return tensor_scale.reshape(-1, *channels)
 
 
 def as_read(
@@ -205,6 +220,14 @@ def attributes(*formats: Format, **attributes: Any) -> dict[str, Any]:
     """
     versions = {"version": _call_version(formats), "layout_version": layout.VERSION}
     return {name: np.int64(version) for name, version in versions.items()} | attributes
+
+
+def attributes_with_units(*formats: Format, **others: Any) -> dict[str, Any]:
+    """`attributes` of a call that has the tensor scales of its weights, if there are any."""
+    found = attributes(*formats, **others)
+    if any(format.has_tensor_scale for format in formats):
+        found["version"] = np.int64(ffi.UNIT_CALL_VERSION)
+    return found
 
 
 def _call_version(formats: Sequence[Format]) -> int:

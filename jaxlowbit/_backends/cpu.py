@@ -89,8 +89,8 @@ def block(
     hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), dtype)
     products = [jax.ShapeDtypeStruct((1, m, weight.n), dtype) for weight in following]
     operands = []
-    for x in weights:
-        operands += call.weight_operands(x.packed, x.scale, x.zero, x.index, x.format)
+    for weight in weights:
+        operands += call.call_operands(weight, weight.scale.dtype)
     workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
     result, *others = jax.ffi.ffi_call(
         call.BLOCK_TARGET, [*[stream] * 4, hidden, workspace, *products]
@@ -99,7 +99,7 @@ def block(
         norm,
         jnp.zeros(0, dtype) if following_norm is None else following_norm,
         *operands,
-        **call.attributes(
+        **call.attributes_with_units(
             *(weight.format for weight in weights),
             **call.formats_attributes(weights),
             activation=activation,

@@ -32,7 +32,7 @@ def matmuls(
     launches = [_launch(lhs, m, weight, out_dtype, half_sums=half_sums) for weight in weights]
     _, *outs = jax.ffi.ffi_call(call.MATMULS_TARGET, [workspace, *results])(
         *operands,
-        **call.attributes(
+        **call.attributes_with_units(
             weights[0].format,
             **call.format_attributes(weights[0].format),
             **call.codebook_attributes(weights[0].format),
@@ -79,7 +79,7 @@ def fused(
     workspace = call.workspace(call.workspace_bytes(weights, m, rhs.n), [result], operands)
     out, _ = jax.ffi.ffi_call(call.FUSED_TARGET, [result, workspace])(
         *operands,
-        **call.attributes(
+        **call.attributes_with_units(
             rhs.format,
             **call.format_attributes(rhs.format),
             **call.codebook_attributes(rhs.format),
@@ -127,7 +127,8 @@ def rounded(
     """`quantized` of floats (..., k), which the call divides by a factor, if any, and rounds.
 
     The product, and of what: values of `dtype` (m, padded k), and scales (m). Values are `stored`
-    as what they are, interleaved, or for few rows as bfloat16.
+    as what they are, interleaved, or for few rows as bfloat16. Where the product rounds rows
+    itself, one or two of bfloat16, values and scales are not written.
     """
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
     factor = jnp.zeros(0, jnp.float32) if factor is None else factor
@@ -150,7 +151,8 @@ def rounded(
 
 def _weight_operands(rhs: QuantizedArray) -> tuple[Array, ...]:
     """Those of a weight that multiplies 8-bit activations."""
-    return *call.call_operands(rhs, jnp.dtype(jnp.bfloat16)), _channel_scale(rhs)
+    plain = rhs._with(tensor_scale=None)
+    return *call.call_operands(plain, jnp.dtype(jnp.bfloat16)), _channel_scale(rhs)
 
 
 def _byte_attributes(
@@ -211,7 +213,7 @@ def mlp(
     workspace = call.workspace(sums, [result], operands)
     out, *_ = jax.ffi.ffi_call(call.MLP_TARGET, [result, hidden, workspace])(
         *operands,
-        **call.attributes(
+        **call.attributes_with_units(
             *(gate_up.format, down.format),
             **call.format_attributes(gate_up.format),
             **call.format_attributes(down.format, "down_"),
@@ -357,7 +359,7 @@ def normalized(
         call.NORMALIZED_TARGET, [stream, stream, workspace, *products]
     )(
         *operands,
-        **call.attributes(
+        **call.attributes_with_units(
             *(weight.format for weight in weights),
             **call.formats_attributes(weights),
             activation=activation or "none",
@@ -397,9 +399,10 @@ def _block_attributes(
     `values`: the dtype to which rows are rounded, if they are.
     """
     m, dtype = math.prod(lhs.shape[:-1]), lhs.dtype
+    attributes = call.attributes_with_units if values is None else call.attributes
     outs = [projected or dtype, dtype, projected or dtype, *[dtype] * (len(weights) - 3)]
     return {
-        **call.attributes(
+        **attributes(
             *(weight.format for weight in weights),
             **call.formats_attributes(weights),
             activation=activation,

@@ -99,14 +99,14 @@ class Product(Call):
 def is_supported(platform: str, lhs: Any, weight: QuantizedArray) -> bool:
     """Whether kernels of a platform read this weight as it is."""
     reason = custom_calls.unsupported(platform, lhs.dtype, weight.format, sizes=weight.padded_shape)
-    plain = weight.permutation is None and weight.tensor_scale is None
+    in_order = weight.permutation is None and weight.shards == (1, 1)
     if weight.format.scale == "super":
         rows = math.prod(lhs.shape[:-1])
         size = (rows, weight.k, weight.n)
-        plain &= platform == "cuda" and selection.reads_super_blocks(
+        in_order &= platform == "cuda" and selection.reads_super_blocks(
             lhs.dtype, *size, weight.format
         )
-    return plain and weight.shards == (1, 1) and reason is None
+    return in_order and reason is None
 
 
 def fits_hopper_alone(weights: Weights) -> bool:

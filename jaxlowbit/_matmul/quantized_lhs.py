@@ -185,7 +185,7 @@ def reads_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> bool
     return (
         math.prod(values.shape[:-1]) != 0
         and uncovered_bytes(values, rhs, pair=pair) is None
-        and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), _without_unit(rhs))
+        and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), rhs)
         and extension.uncompiled_activations() is None
     )
 
@@ -249,15 +249,11 @@ def few_rows(shape: tuple[Any, ...], rhs: QuantizedArray, backend: str | None) -
         and 0 < count <= cuda.most_few_rows(rhs.format)
         and rhs.ndim == 2
         and rhs.format.scale != "super"
+        and rhs.tensor_scale is None
         and rhs.k % cuda.FEW_ROWS_K == 0
         and (size == -1 or (size >= cuda.FEW_ROWS_GROUP and size.bit_count() == 1))
         and is_supported("cuda", jax.ShapeDtypeStruct(shape, EXACT), rhs)
     )
-
-
-def _without_unit(rhs: QuantizedArray) -> QuantizedArray:
-    """A weight whose channels the call scales, without their scales."""
-    return rhs._with(tensor_scale=None) if rhs.format.scales_channels else rhs
 
 
 def scaled(options: Options, lhs: QuantizedActivations, rhs: QuantizedArray) -> Array:

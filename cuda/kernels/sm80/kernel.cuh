@@ -55,11 +55,14 @@ __device__ void StoreResults(const Params& p, const Tile& tile, uint8_t* shared,
     const int64_t n = e.gated ? column : column + atom * kAtom;
     const float low = LoadBias<typename I::T>(e, product, p.out_columns, n);
     const float high = LoadBias<typename I::T>(e, product, p.out_columns, n + 8);
+    const float low_unit = LoadUnit(p.units, product, p.out_columns, n);
+    const float high_unit = LoadUnit(p.units, product, p.out_columns, n + 8);
 #pragma unroll
     for (int mma = 0; mma < I::kTiles; ++mma) {
       const float (&sum)[4] = acc[atom][mma];
       own[(atom * I::kTiles + mma) * kThreads] =
-          make_float4(sum[0] + low, sum[1] + low, sum[2] + high, sum[3] + high);
+          make_float4(fmaf(sum[0], low_unit, low), fmaf(sum[1], low_unit, low),
+                      fmaf(sum[2], high_unit, high), fmaf(sum[3], high_unit, high));
     }
   }
 #pragma unroll 1

@@ -49,6 +49,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.slot_bytes = p.bytes.total();
   p.epilogue = EpilogueOf(problem, buffers);
   p.table = TableOf(problem, buffers);
+  p.units = UnitsOf(problem, buffers);
   return p;
 }
 

@@ -75,6 +75,7 @@ struct Params {
   int slot_bytes;  // bytes.total()
   EpilogueParams epilogue;
   TableParams table;
+  UnitParams units;
 };
 
 // The part of the product that a CTA owns.

@@ -16,6 +16,22 @@ using Accumulators = float[I::kStrips][I::kM / 2];
 template <class I>
 using Factors = float[I::kStrips][2];
 
+// Loads the units of this lane's channels of a tile; 1 of those that are not there.
+template <class I>
+__device__ void LoadUnits(const Params& p, const Tile& tile, Factors<I>& units) {
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128, lane = threadIdx.x % 32;
+  const bool gated = p.epilogue.gated;
+#pragma unroll
+  for (int s = 0; s < I::kStrips; ++s) {
+    const int strip = tile.strip + warpgroup * I::kStrips + s;
+    const int64_t product = gated ? 2 * tile.batch + strip % 2 : tile.batch;
+    const int n = (gated ? strip / 2 : strip) * static_cast<int>(kAtom) +
+                  static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) units[s][h] = LoadUnit(p.units, product, p.n, n + 8 * h);
+  }
+}
+
 template <class I>
 class StageConsumer {
  protected:

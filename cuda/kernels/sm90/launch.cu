@@ -44,7 +44,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.epilogue = EpilogueOf(problem, buffers);
   p.table = TableOf(problem, buffers);
   p.lhs_scale = buffers.lhs_scale;
-  p.channel_scale = buffers.channel_scale;
+  p.units = UnitsOf(problem, buffers);
   const bool loads_residual = buffers.residual != nullptr &&
                               problem.epilogue.residual == problem.floats() &&
                               !problem.epilogue.gated && IsAligned(buffers.residual);

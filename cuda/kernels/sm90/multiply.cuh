@@ -77,6 +77,29 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
 #pragma unroll
       for (int i = 0; i < I::kM / 2; ++i) acc[s][i] = 0;
     }
+    MultiplyWeights(task, acc, factors, cursor);
+    if (p_.units.data == nullptr) return;
+    // Accumulators become sums before units multiply them: their factors times the largest units would overflow.
+#pragma unroll
+    for (int s = 0; s < I::kStrips; ++s) {
+#pragma unroll
+      for (int i = 0; i < I::kM / 2; ++i) acc[s][i] *= factors[s][i / 2 % 2];
+    }
+    LoadUnits<I>(p_, task.tile, factors);
+  }
+
+ private:
+  using StageConsumer<I>::kStripBytes;
+  using StageConsumer<I>::Free;
+  using StageConsumer<I>::p_;
+  using StageConsumer<I>::memory_;
+  using StageConsumer<I>::packed_;
+  using StageConsumer<I>::row_;
+  using StageConsumer<I>::strip_rows_;
+
+  // Leaves accumulators that factors make sums of weights without their units.
+  __device__ void MultiplyWeights(const Task& task, Accumulators<I>& acc, Factors<I>& factors,
+                                  RingCursor& cursor) const {
     if constexpr (I::kScalesChannels) {
       if (p_.groups == 1) {
         ChannelRows pairs[I::kStrips];
@@ -110,15 +133,6 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     }
     MultiplyGroups<GroupRows>(task, acc, cursor);
   }
-
- private:
-  using StageConsumer<I>::kStripBytes;
-  using StageConsumer<I>::Free;
-  using StageConsumer<I>::p_;
-  using StageConsumer<I>::memory_;
-  using StageConsumer<I>::packed_;
-  using StageConsumer<I>::row_;
-  using StageConsumer<I>::strip_rows_;
 
   // The rows of a strip: with a group's scales, which every atom or every stage loads, or with a channel's.
   using GroupRows = typename RowsOf<T, S, kBits, I::kCodebook>::Group;

@@ -102,7 +102,7 @@ class ByteMultiplier : StageConsumer<I> {
     State state;
     Factors<I> channels;
     if constexpr (I::kScalesBytes) {
-      if (!p_.out_integers) LoadChannels(task.tile, channels);
+      if (!p_.out_integers) LoadUnits<I>(p_, task.tile, channels);
     }
     state.atom = task.atom_begin, state.end = task.atom_end;
     state.previous = -1;
@@ -270,18 +270,6 @@ class ByteMultiplier : StageConsumer<I> {
       } else {
         Weights::Read(words.packed, step, weights[step]);
       }
-    }
-  }
-
-  // Loads the scales of this lane's channels. Strips beyond the last are not stored.
-  __device__ void LoadChannels(const Tile& tile, Factors<I>& channels) const {
-    const int warpgroup = static_cast<int>(threadIdx.x) / 128, lane = threadIdx.x % 32;
-    const int64_t last = p_.num_weights * p_.n_blocks - 1;
-#pragma unroll
-    for (int s = 0; s < I::kStrips; ++s) {
-      const int64_t strip = min(StripOf(p_, tile, warpgroup * I::kStrips + s), last);
-      const float* scales = p_.channel_scale + strip * kAtom + threadIdx.x / 32 % 4 * 16;
-      channels[s][0] = __ldg(scales + lane / 4), channels[s][1] = __ldg(scales + lane / 4 + 8);
     }
   }
 

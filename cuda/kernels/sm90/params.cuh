@@ -117,9 +117,9 @@ struct Params {
   Plan plan;
   EpilogueParams epilogue;
   TableParams table;
-  const float* lhs_scale;      // [batch, m], of an lhs of 8 bits
-  const float* channel_scale;  // [weights x strips, 64], beside scales that are integers
-  int ahead_stages;            // whose weights are loaded before the previous kernels have ended
+  const float* lhs_scale;  // [batch, m], of an lhs of 8 bits
+  UnitParams units;
+  int ahead_stages;  // whose weights are loaded before the previous kernels have ended
 };
 
 // A position in the product.

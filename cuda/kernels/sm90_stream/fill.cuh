@@ -151,7 +151,7 @@ class StageFiller {
 
   // Activations of a whole stage are one load: columns beyond k are zeros.
   __device__ void FillLhs(int stage, int slot) const {
-    if (!I::kGathers && lane_ == 0) {
+    if (I::kLhsWay == LhsWay::kStages && lane_ == 0) {
       TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0, share_.batch * p_.m,
               share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
     }

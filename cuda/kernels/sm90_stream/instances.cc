@@ -11,17 +11,19 @@ InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const De
   const bool shares_registers = choice.block_m == 8 || problem.pdl;
   const Variant variant = {choice.block_m,
                            shares_registers ? kMaxCtasPerSm : CtasPerSm(problem, device, choice),
-                           Gathers(problem, device, choice)};
+                           WayOfLhs(problem, device, choice)};
   return {Family::kSm90Stream, problem.lhs,      problem.scale,   problem.zero,
           problem.bits,        problem.codebook, variant.number()};
 }
 
 std::string NameOf(const InstanceKey& key) {
+  constexpr const char* kWays[] = {"kStages", "kGathers", "kRounds"};
   const Variant variant = Variant::Of(key);
   return "jaxlowbit::sm90_stream::QmmSm90StreamKernel<jaxlowbit::sm90_stream::Instance<" +
          CudaName(key.lhs) + ", " + CudaName(key.scale) + ", " + CudaName(key.zero) + ", " +
          std::to_string(variant.block_m) + ", " + std::to_string(key.bits) + ", " +
-         std::to_string(variant.ctas_per_sm) + ", " + (variant.gathers ? "true" : "false") +
+         std::to_string(variant.ctas_per_sm) +
+         ", jaxlowbit::sm90_stream::LhsWay::" + kWays[static_cast<int>(variant.way)] +
          LastArgument(key.codebook) + ">>";
 }
 
@@ -32,6 +34,8 @@ std::vector<InstanceKey> InstancesOf(int bits) {
       key.variant = variant.number();
       if (variant.block_m <= MaxRows(bits, key.scale)) keys.push_back(key);
     }
+    key.variant = kRounds.number();
+    if (key.lhs == ElementType::kBf16 && key.scale != ElementType::kSuper) keys.push_back(key);
   });
   return keys;
 }

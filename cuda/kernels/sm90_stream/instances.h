@@ -17,18 +17,24 @@ using KernelFunction = void (*)(Params);
 // What an instance is compiled for besides the types of a problem.
 struct Variant {
   int block_m, ctas_per_sm;
-  bool gathers;
+  LhsWay way;
 
   static constexpr Variant Of(const InstanceKey& key) {
-    return {key.variant / 8, key.variant / 2 % 4, key.variant % 2 == 1};
+    return {key.variant / 16, key.variant / 4 % 4, static_cast<LhsWay>(key.variant % 4)};
   }
-  constexpr int number() const { return 8 * block_m + 2 * ctas_per_sm + (gathers ? 1 : 0); }
+  constexpr int number() const { return 16 * block_m + 4 * ctas_per_sm + static_cast<int>(way); }
 };
 
 // Instances for 8 rows need no more registers if they have a multiprocessor to themselves. Only those gather lhs.
-inline constexpr Variant kVariants[] = {
-    {8, kMaxCtasPerSm, false},  {8, kMaxCtasPerSm, true}, {16, 1, false},
-    {16, kMaxCtasPerSm, false}, {32, 1, false},           {32, kMaxCtasPerSm, false}};
+inline constexpr Variant kVariants[] = {{8, kMaxCtasPerSm, LhsWay::kStages},
+                                        {8, kMaxCtasPerSm, LhsWay::kGathers},
+                                        {16, 1, LhsWay::kStages},
+                                        {16, kMaxCtasPerSm, LhsWay::kStages},
+                                        {32, 1, LhsWay::kStages},
+                                        {32, kMaxCtasPerSm, LhsWay::kStages}};
+
+// Rounds lhs, which is bfloat16. No build holds it.
+inline constexpr Variant kRounds = {8, kMaxCtasPerSm, LhsWay::kRounds};
 
 // The instance that computes `problem` by `choice`.
 InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device);

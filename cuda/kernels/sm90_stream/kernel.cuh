@@ -19,6 +19,7 @@
 //
 // Pipeline.   warp 8, the producer: wait for a free slot ─► TMA of packed weights, lhs, scales     (fill.cuh)
 //             warps 0-7, consumers: wait for a full slot ─► dequantize ─► mma ─► free it       (multiply.cuh)
+//             before the first tile, if lhs is permuted or to be rounded: all of the CTA's lhs (gather.cuh, round.cuh)
 //             end of a tile: send partial sums to their owners ─► add in order ─► epilogue ─► store
 //                                                                                                (reduce.cuh)
 //
@@ -35,11 +36,13 @@
 #include "cuda/kernels/sm90_stream/multiply.cuh"
 #include "cuda/kernels/sm90_stream/params.cuh"
 #include "cuda/kernels/sm90_stream/reduce.cuh"
+#include "cuda/kernels/sm90_stream/round.cuh"
 
 namespace jaxlowbit::sm90_stream {
 
 // Called by one warp. (Elsewhere the kernel is empty: it only runs on sm_90.)
-__device__ inline void InitBarriers(const Plan& plan, Memory memory) {
+template <class I>
+__device__ void InitBarriers(const Plan& plan, Memory memory) {
   const int lane = threadIdx.x % 32;
   if (lane < plan.num_stages) {
     InitBarrier(memory.full(lane), 1);
@@ -47,6 +50,7 @@ __device__ inline void InitBarriers(const Plan& plan, Memory memory) {
   } else if (lane == kMaxStages) {
     InitBarrier(memory.partials_full(), 1);
     InitBarrier(memory.partials_free(), 1 << plan.cluster_shift);
+    if constexpr (I::kLhsWay == LhsWay::kRounds) InitBarrier(memory.largest_full(), 1);
   }
   PublishBarriers();
 }
@@ -74,8 +78,8 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
   const int lane = Keep(threadIdx.x % 32);
   StageMultiplier<I> multiplier(p, OwnPlace(p).part, lane);
   uint32_t gathered_end = 0;
-  if constexpr (I::kGathers) {
-    GatherLhs(p, share, memory);
+  if constexpr (I::kLhsWay == LhsWay::kGathers) GatherLhs(p, share, memory);
+  if constexpr (I::kLhsWay != LhsWay::kStages) {
     const int atoms = share.atom_end - share.atom_begin;
     gathered_end = Keep(memory.base + plan.gathered + atoms * multiplier.LhsBytes());
   }
@@ -92,7 +96,7 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
       Wait(memory.full(cursor.slot), cursor.parity);
       const uint32_t stage = ring + cursor.slot * slot_bytes;
       const uint32_t activations =
-          I::kGathers ? gathered_end - left * multiplier.LhsBytes() : stage;
+          I::kLhsWay == LhsWay::kStages ? stage : gathered_end - left * multiplier.LhsBytes();
       if (active) multiplier.Multiply(stage, activations, left, acc);
       ArriveAsWarp(memory.empty(cursor.slot), lane);  // every lane has read the stage
       cursor.Advance(num_stages);
@@ -127,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
     LaunchDependents();
   };
   if constexpr (kForSanitizer) {  // all threads at one instruction
-    if (warp == 0) InitBarriers(p.plan, memory);
+    if (warp == 0) InitBarriers<I>(p.plan, memory);
     synchronize();
   }
   if (warp == kWarps) {
@@ -137,9 +141,19 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
     filler.FillAll();
     WaitForArrivals();
   } else {
-    if constexpr (!kForSanitizer) {
-      if (warp == 0) InitBarriers(p.plan, memory);
-      synchronize();
+    const auto start = [&] {
+      if constexpr (!kForSanitizer) {
+        if (warp == 0) InitBarriers<I>(p.plan, memory);
+        synchronize();
+      }
+    };
+    if constexpr (I::kLhsWay == LhsWay::kRounds) {
+      const Share share = OwnShare(p);
+      RowRounder rounder(p, share, memory);
+      start();
+      rounder.Round(share.rank);
+    } else {
+      start();
     }
     Consume<I>(p, OwnShare(p), memory);
   }

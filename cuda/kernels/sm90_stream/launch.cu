@@ -31,6 +31,8 @@ int AssignClusters(const Operands* products, size_t count, int slices, Params& p
                      static_cast<int>(problem.n),
                      static_cast<int>(problem.n_blocks()),
                      static_cast<int>(problem.strips())};
+    p.units[i] = UnitsOf(problem, buffers);
+    p.epilogue.any |= problem.epilogue.units > 0;
     clusters += static_cast<int>(CeilDiv(problem.strips() * kSlicesPerStrip, slices));
   }
   return clusters;
@@ -56,8 +58,9 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.pair_step = size == 2 * kAtom ? static_cast<int>(kAtom) : 0;
   p.out_float = problem.out == ElementType::kF32;
   p.epilogue = EpilogueOf(problem, buffers);
-  p.scales_rows = problem.scales_rows;
-  if (problem.scales_rows) {
+  p.to_float8 = problem.rounding == Rounding::kE4m3;
+  p.scales_rows = problem.scales_rows && problem.rounding == Rounding::kNone;
+  if (p.scales_rows) {
     p.epilogue.residual = buffers.lhs_scale;
     p.epilogue.residual_float = p.epilogue.any = true;
   }

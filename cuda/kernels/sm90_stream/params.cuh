@@ -24,9 +24,9 @@ inline constexpr int kThreads = kConsumerThreads + 32;
 inline constexpr int kRowBytes = kAtom * 2;  // of lhs and an atom
 
 // An instance: type of lhs, type of the scales, kind of zeros, most rows, width, CTAs that share the registers of a
-// multiprocessor, whether each gathers lhs, codebook.
+// multiprocessor, how lhs reaches shared memory, codebook.
 template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kM, int kWidth, int kCtas,
-          bool kGather = false, Codebook kNumbers = Codebook::kNone>
+          LhsWay kWay = LhsWay::kStages, Codebook kNumbers = Codebook::kNone>
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
@@ -34,7 +34,7 @@ struct Instance {
   static constexpr int kBits = kWidth;
   static constexpr Codebook kCodebook = kNumbers;
   static constexpr int kCtasPerSm = kCtas;
-  static constexpr bool kGathers = kGather;
+  static constexpr LhsWay kLhsWay = kWay;
   // Whether scales have two levels, and whether zeros multiply sums of lhs beside them.
   static constexpr bool kSuperBlocks = std::is_same_v<ScaleType, Super>;
   static constexpr bool kSumsLhs = kSuperBlocks && kZeros == ZeroKind::kFloat;
@@ -67,7 +67,7 @@ struct Params {
   Product products[kMaxProducts];
   // The first cluster of each product along the grid; past the grid for products that are not there.
   int first_cluster[kMaxProducts];
-  // For a kernel that gathers lhs: lhs as it is, its permutation, and the columns of a permuted part.
+  // For a kernel that gathers or rounds lhs: lhs as it is; its permutation, and the columns of a permuted part.
   const void* ungathered;
   const int32_t* permutation;
   int part_columns;
@@ -94,6 +94,8 @@ struct Params {
   // Groups of a super-block, and as many of them as one stage holds.
   int super_groups, stage_super_groups;
   int group_shift;  // 2^group_shift steps of k have one group
+  bool to_float8;   // for a kernel that rounds lhs: to values of e4m3, not of int8
+  UnitParams units[kMaxProducts];
 };
 
 // Orders the consumers among themselves.
@@ -165,6 +167,11 @@ struct Memory {
   // All partial sums of a tile have arrived (full), or every CTA of the cluster has read its own (free).
   __device__ uint32_t partials_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
   __device__ uint32_t partials_free() const { return partials_full() + kBarrierBytes; }
+  // For a kernel that rounds lhs: the largest magnitudes that the cluster's warps found have arrived; the scales of the
+  // rows; those magnitudes, one of each warp of each CTA.
+  __device__ uint32_t largest_full() const { return partials_free() + kBarrierBytes; }
+  __device__ uint32_t row_scale(int row) const { return largest_full() + kBarrierBytes + 4 * row; }
+  __device__ uint32_t largest(int number) const { return row_scale(kWarps + number); }
   __device__ uint32_t partials() const { return base + kBarriersBytes; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;

@@ -72,11 +72,15 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   const int64_t row_bytes = problem.m * 2;  // of one column of lhs
   const int64_t gathered_bytes = CeilDiv(plan.stages, cluster) * stage_k * row_bytes;
   const int64_t gather_bytes = gathered_bytes + problem.k * row_bytes;
-  plan.gathers = problem.permuted_parts > 0 && problem.lhs_aligned && block_m == 8 &&
-                 gather_bytes <= kMostGatheredBytes;
+  const bool gathers = problem.permuted_parts > 0 && problem.lhs_aligned && block_m == 8 &&
+                       gather_bytes <= kMostGatheredBytes;
+  plan.way = problem.rounding != Rounding::kNone ? LhsWay::kRounds
+             : gathers                           ? LhsWay::kGathers
+                                                 : LhsWay::kStages;
+  const bool in_stages = plan.way == LhsWay::kStages;
   // A tensor-map tile of one row has only that row: rows out of bounds take TMA longer than others.
-  plan.lhs_rows = plan.gathers || problem.m == 1 ? static_cast<int>(problem.m) : block_m;
-  plan.bytes = {plan.gathers ? 0 : plan.stage_atoms * plan.lhs_rows * static_cast<int>(kAtom) * 2,
+  plan.lhs_rows = !in_stages || problem.m == 1 ? static_cast<int>(problem.m) : block_m;
+  plan.bytes = {in_stages ? plan.stage_atoms * plan.lhs_rows * static_cast<int>(kAtom) * 2 : 0,
                 plan.stage_atoms * plan.tile_slices * per_slice,
                 per_group * static_cast<int>(problem.scale_bytes()),
                 per_group * static_cast<int>(problem.zero_bytes())};
@@ -86,14 +90,15 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   const int senders = cluster * plan.warps_k;
   const int sums = (senders << plan.owned_shift) * kSliceRows * block_m * 4;
   plan.gathered = kBarriersBytes + sums;
-  plan.whole_rows = plan.gathered + (plan.gathers ? static_cast<int>(gathered_bytes) : 0);
-  const int64_t before = plan.gathered + (plan.gathers ? gather_bytes : 0);
+  plan.whole_rows = plan.gathered + (in_stages ? 0 : static_cast<int>(gathered_bytes));
+  const int64_t before = gathers ? plan.gathered + gather_bytes : plan.whole_rows;
   plan.ring = static_cast<int>(CeilDiv(before, kTmaAlignment) * kTmaAlignment);
   const bool alone = ctas_per_sm == 1;
   const bool leaves_room = plan.ring + kAloneStages * plan.slot_bytes <= kAloneBytes;
   const int bytes = alone && leaves_room ? kAloneBytes : Sm90SharedBytes(ctas_per_sm);
   plan.num_stages = std::min({kMaxStages, (bytes - plan.ring) / plan.slot_bytes,
                               std::max(2, kMostPackedBytes / plan.bytes.packed)});
+  if (plan.way == LhsWay::kRounds && gathered_bytes > kMostGatheredBytes) plan.num_stages = 0;
   plan.shared_bytes = alone ? bytes : plan.ring + plan.num_stages * plan.slot_bytes;
   return plan;
 }

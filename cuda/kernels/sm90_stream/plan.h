@@ -28,6 +28,10 @@ inline constexpr int kMaxProducts = 4;      // products of one launch
 inline constexpr int kTmaAlignment = 1024;  // of a swizzled tensor-map tile in shared memory
 inline constexpr int kBarriersBytes = 512;  // room for all barriers, at the start
 
+// How activations reach shared memory: with the weights of each stage, or all of a CTA's part of k before its first
+// tile, by its consumers, which gather permuted activations (gather.cuh) or round those of 16 bits (round.cuh).
+enum class LhsWay { kStages, kGathers, kRounds };
+
 // The most packed weights in a CTA's ring: with more of them in flight, all take longer.
 inline constexpr int kMostPackedBytes = 64 * 1024;
 
@@ -37,9 +41,13 @@ inline constexpr int kMostPackedBytes = 64 * 1024;
 inline constexpr int kAloneBytes = 117 * 1024;
 inline constexpr int kAloneStages = 3;
 
-// The most shared memory for permuted activations that a CTA gathers, and for the rows it gathers them from. More
-// would leave too little for weights.
+// The most shared memory for activations that a CTA gathers, with the rows it gathers them from, or that it rounds.
+// More would leave too little for weights.
 inline constexpr int kMostGatheredBytes = 24 * 1024;
+
+// The most rows that the product rounds itself. A warp takes columns of one row, and scales have room for as many rows.
+inline constexpr int kMostRoundedRows = 2;
+static_assert(kMostRoundedRows <= kWarps);
 
 // The most atoms of a stage that one warp multiplies, with tiles of `block_m` rows.
 constexpr int MaxWarpAtoms(int bits, int block_m) { return bits < 4 && block_m == 8 ? 4 : 2; }
@@ -64,7 +72,7 @@ inline constexpr int kPairSlices = 2 * kSlicesPerStrip;
 // Rows of lhs of the smallest instance that holds `m`.
 constexpr int BlockM(int64_t m) { return m <= 8 ? 8 : m <= 16 ? 16 : 32; }
 
-// A stage in shared memory: lhs, unless it is gathered, packed weights, scales, zeros, in this order.
+// A stage in shared memory: lhs, if it comes with stages, packed weights, scales, zeros, in this order.
 struct StageBytes {
   int lhs, packed, scales, zeros;
   constexpr int total() const { return lhs + packed + scales + zeros; }
@@ -81,14 +89,15 @@ struct Plan {
   int stages;                      // of all of k
   int stage_groups, stage_strips;  // the most that a stage touches; of two levels, rows of scales
   StageBytes bytes;
-  int slot_bytes;            // bytes.total(), aligned
-  int owned_shift;           // a CTA reduces up to 2^owned_shift slices of a tile
-  bool gathers;              // each CTA gathers permuted activations for its part of k
-  int lhs_rows;              // rows of lhs in shared memory: block_m, or fewer
-  int gathered, whole_rows;  // with `gathers`: offsets of gathered activations, and of their rows
-  int ring;                  // offset of the stages
-  int num_stages;            // of the ring; the plan cannot run with fewer than 2
-  int shared_bytes;          // of a CTA
+  int slot_bytes;   // bytes.total(), aligned
+  int owned_shift;  // a CTA reduces up to 2^owned_shift slices of a tile
+  LhsWay way;       // of activations
+  int lhs_rows;     // rows of lhs in shared memory: block_m, or fewer
+  // Offsets of activations that do not come with stages, and, where they are gathered, of their rows.
+  int gathered, whole_rows;
+  int ring;          // offset of the stages
+  int num_stages;    // of the ring; the plan cannot run with fewer than 2
+  int shared_bytes;  // of a CTA
 };
 
 // Whether every stage of so many atoms begins with a group, or lies in one.

@@ -47,7 +47,8 @@ class ClusterReducer {
   // Waits, before the partial sums of tile `number` are sent, until all owners have read the previous ones.
   __device__ void WaitUntilFree(int number) const {
     if (number == 0) {
-      WaitForArrivals();  // the barriers of all CTAs exist
+      // The barriers of all CTAs exist. To round rows, it has been waited for that.
+      if constexpr (I::kLhsWay != LhsWay::kRounds) WaitForArrivals();
     } else if (!IsAlone()) {
       WaitForCluster(memory_.partials_free(), (number - 1) % 2);
     }
@@ -71,9 +72,10 @@ class ClusterReducer {
     }
   }
 
-  // What the epilogue adds to the accumulators that a thread collects at a time, as it is in memory.
+  // What the epilogue multiplies by and adds to the accumulators that a thread collects at a time, as it is in memory.
   struct Addends {
-    uint32_t bias[2], up_bias[2];  // of channels g and g + 8
+    float unit[2], up_unit[2];     // of channels g and g + 8
+    uint32_t bias[2], up_bias[2];  // likewise
     uint32_t residual[4];
   };
 
@@ -114,8 +116,10 @@ class ClusterReducer {
         float residual[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          sum[j] += ValueOf<typename I::T>(addends.bias[j / 2], e.bias_float);
-          up[j] += ValueOf<typename I::T>(addends.up_bias[j / 2], e.bias_float);
+          sum[j] = fmaf(sum[j], addends.unit[j / 2],
+                        ValueOf<typename I::T>(addends.bias[j / 2], e.bias_float));
+          up[j] = fmaf(up[j], addends.up_unit[j / 2],
+                       ValueOf<typename I::T>(addends.up_bias[j / 2], e.bias_float));
           residual[j] = ValueOf<typename I::T>(addends.residual[j], e.residual_float);
         }
         if (p_.scales_rows) {
@@ -126,6 +130,12 @@ class ClusterReducer {
         }
       }
       const int m = Row(tile), n = Channel(tile_slice, slice);
+      if constexpr (I::kLhsWay == LhsWay::kRounds) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          sum[j] *= __uint_as_float(LoadShared4(memory_.row_scale(m + j % 2)));
+        }
+      }
 #pragma unroll
       for (int j = 0; j < 4; ++j) Store(part, m + j % 2, n + j / 2 * 8, sum[j]);
     }
@@ -156,10 +166,16 @@ class ClusterReducer {
 
   __device__ Addends LoadAddends(int tile_slice, int fragment) const {
     const EpilogueParams& e = p_.epilogue;
-    const Product& part = p_.products[0];  // a launch with an epilogue has one product
+    const int own = OwnProduct(p_);
+    const Product& part = p_.products[own];  // of several, none has a bias or a residual
     const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
     const int product = e.gated ? 2 * share_.batch : share_.batch;
     Addends addends = {};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      addends.unit[h] = LoadUnit(p_.units[own], product, part.n, n + 8 * h);
+      addends.up_unit[h] = e.gated ? LoadUnit(p_.units[own], product + 1, part.n, n + 8 * h) : 1.0f;
+    }
     if (e.bias != nullptr) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

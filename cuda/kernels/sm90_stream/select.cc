@@ -40,6 +40,14 @@ Support SupportsProblem(const QuantizedMatmul& problem, const Device& device) {
   const int most = MaxRows(problem.bits, problem.scale);
   if (problem.m > most) return {"it takes up to " + std::to_string(most) + " rows of lhs"};
   if (problem.k % kAtom != 0) return {"k must be a multiple of 64"};
+  if (problem.rounding != Rounding::kNone) {
+    if (problem.m > kMostRoundedRows) {
+      return {"it rounds up to " + std::to_string(kMostRoundedRows) + " rows of lhs"};
+    }
+    if (!device.can_compile()) {
+      return {"instances that round are compiled where they run, and there is no compiler"};
+    }
+  }
   const Choice choice = Configure(problem, device, 0);
   if (choice.slices == 0) return {"its stages would not fit shared memory"};
   return SupportsGroups(PlanOfChoice(problem, device, choice), problem);
@@ -151,8 +159,8 @@ int CtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice
   return alone ? 1 : kMaxCtasPerSm;
 }
 
-bool Gathers(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
-  return PlanOfChoice(problem, device, choice).gathers;
+LhsWay WayOfLhs(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  return PlanOfChoice(problem, device, choice).way;
 }
 
 bool MayJoin(const Operands& a, const Operands& b) {

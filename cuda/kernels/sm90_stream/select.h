@@ -26,11 +26,11 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
 // CTAs of a multiprocessor that a choice divides shared memory among.
 int CtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
 
-// Whether a choice gathers permuted activations itself.
-bool Gathers(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
+// How a choice brings activations to shared memory.
+LhsWay WayOfLhs(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
 
-// Whether one launch may compute both products: they read the same lhs, have no epilogue, differ only in their weights
-// and n, and are aligned.
+// Whether one launch may compute both products: they read the same lhs, have no epilogue but units, differ in weights
+// and n alone, and are aligned.
 bool MayJoin(const Operands& a, const Operands& b);
 
 // Such products as one problem: the channels of all of them, each weight in strips of its own.

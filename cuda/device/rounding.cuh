@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The rounding of rows, or tokens, to values of 8 bits (cuda/ops/quantize_rows.cu has the formulas): the scale of a row,
+// what divides by it, and values as bfloat16.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/pair.cuh"
+
+namespace jaxlowbit {
+
+// The largest value of 8 bits.
+template <bool kFloat8>
+inline constexpr float kMostValue = kFloat8 ? 448 : 127;
+
+// Bits of magnitudes are in the order of magnitudes, those of NaN last.
+__device__ inline uint32_t MagnitudeBits(float value) {
+  return __float_as_uint(value) & 0x7fffffff;
+}
+
+// The scale of a row, and what divides by it.
+struct Divisor {
+  float scale;       // NaN if the row is not finite
+  float lift;        // a power of two that keeps remainders away from where float32 ends
+  float lifted;      // scale * lift
+  float reciprocal;  // of that, rounded to the nearest
+
+  __device__ Divisor(uint32_t largest, float most) {
+    constexpr float kLeast = 0x1p-126f, kSmall = 0x1p-60f;
+    scale = largest == 0 ? 1 : fmaxf(__fdiv_rn(__uint_as_float(largest), most), kLeast);
+    if (largest >= 0x7f800000) scale = __uint_as_float(0x7fc00000);  // infinity, NaN
+    lift = scale < kSmall ? 0x1p64f : 1;
+    lifted = scale * lift;
+    reciprocal = __frcp_rn(lifted);
+  }
+
+  // x / scale, rounded to the nearest: the first correction leaves an error below one unit in the last place, from
+  // which the second one gives what IEEE 754 asks for (Markstein, 1990). Quotients near 0, whose remainders underflow
+  // nevertheless, are 0 in 8 bits whatever their last bits. Of -0 it is 0.
+  __device__ float Quotient(float x) const {
+    x *= lift;
+    float quotient = x * reciprocal;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      quotient = fmaf(fmaf(-quotient, lifted, x), reciprocal, quotient);
+    }
+    return quotient;
+  }
+};
+
+// Two values as bfloat16, which holds all of 8 bits. Conversions to e4m3 saturate, and need sm_89.
+template <bool kFloat8>
+__device__ uint32_t RoundWide(float low, float high) {
+  if constexpr (kFloat8) {
+    uint32_t halves = 0;
+#if __CUDA_ARCH__ >= 890
+    asm("{\n"
+        ".reg .b16 codes;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 codes, %1, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, codes;\n"
+        "}\n"
+        : "=r"(halves)
+        : "f"(high), "f"(low));
+#endif
+    return Pair<__nv_bfloat16>::Round(Pair<__half>::Low(halves), Pair<__half>::High(halves));
+  } else {
+    constexpr float kInteger = 0x1.8p23f;  // the last bit of sums with it is 1
+    return Pair<__nv_bfloat16>::Round((low + kInteger) - kInteger, (high + kInteger) - kInteger);
+  }
+}
+
+}  // namespace jaxlowbit
