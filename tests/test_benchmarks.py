@@ -16,6 +16,7 @@ import numpy as np
 import peers
 import pytest
 import results
+import rounded
 import shapes
 import sweep
 import timing
@@ -464,6 +465,16 @@ def test_decode_refuses_a_wrong_step(quick, monkeypatch):
     dequantize = decode._dequantize
     monkeypatch.setattr(decode, "_dequantize", lambda weight: 0.8 * dequantize(weight))
     assert "a wrong result is not timed" in str(run(decode, *TINY))
+
+
+def test_rounded(monkeypatch, capsys):
+    monkeypatch.setattr(rounded, "SAMPLES", 1)
+    monkeypatch.setattr(rounded, "BUSY", 64)
+    rounded.main(["--m", "1", "3", "--width", "256", "--format", "int4-g128", "e4m3"])
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[:2] for line in lines] == [
+        [name, m] for name in ("int4-g128", "e4m3") for m in ("1", "3")
+    ]
 
 
 def test_decode_refuses_other_widths(capsys):

@@ -40,11 +40,9 @@ struct TileShape {
   // sums of groups beside those of results, unless `one_sum` says that int8 is summed over all of k, and zeros, if weights
   // have them. A warpgroup alone gains nothing beyond 128 rows.
   constexpr bool takes_bytes(bool one_sum, bool zeros) const {
+    const int one = zeros ? 192 : 256, two = zeros ? 160 : 192;
     return stage_atoms == 2 && warpgroups <= 2 &&
-           m * strips <= (warpgroups == 1 ? 128
-                          : !one_sum      ? 160
-                          : zeros         ? 192
-                                          : 256);
+           m * strips <= (warpgroups == 1 ? 128 : one_sum ? one : two);
   }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };

@@ -41,7 +41,7 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
   const bool wide = problem.bits > 4, sixty_fours = problem.group_size == kAtom;
   const bool zeros = problem.zero != ZeroKind::kNone;
   const Line line = problem.lhs != ElementType::kInt8
-                        ? Line{problem.groups() == 1 ? 0.357 : 0.5, 0.0024}
+                        ? (problem.groups() == 1 ? Line{0.29, 0.0023} : Line{0.5, 0.0024})
                     : HasOneSum(problem)
                         ? (problem.scale == ElementType::kInt8 ? Line{0.33, 0.00158}
                            : wide                              ? Line{0.245, 0.0021}
