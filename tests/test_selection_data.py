@@ -47,23 +47,28 @@ def test_no_data_are_neglected(path):
     assert found.mean < 0.01, str(found)
 
 
-# The mean regret beside 8-bit activations. Problems whose choice has tiles of 256 rows are left out
-# where these were not measured, which leaves few of two formats.
+# Mean regrets beside 8-bit activations. The data have no problems whose choice was not measured.
 MEAN_REGRETS = {
-    "e4m3-channel": 0.015,
-    "int8-w4-channel": 0.015,
-    "int8-w4-int8": 0.018,
-    "int8-w8-channel": 0.018,
+    "h100-e4m3-channel": 0.018,
+    "h100-int8-w4-channel": 0.015,
+    "h100-int8-w4-int8": 0.025,
+    "h100-int8-w8-channel": 0.018,
+    "h200-e4m3-channel": 0.015,
+    "h200-int8-w4-channel": 0.015,
+    "h200-int8-w4-int8": 0.018,
+    "h200-int8-w8-channel": 0.015,
 }
+WORST_REGRETS = {"h100": 0.2, "h200": 0.17}
 
 
 @pytest.mark.parametrize("path", EIGHT_BIT_PATHS, ids=lambda path: path.name.partition(".")[0])
 def test_the_selection_beside_8_bit_activations_is_near_the_best(path):
     problems = fit_costs.load([path])
     found = fit_costs.selected_regret(problems)
-    assert found.problems > 0.96 * len(problems) > 20
-    name = path.name.partition(".")[0].removeprefix("h200-")
-    assert found.mean < MEAN_REGRETS[name] and found.worst < 0.17, str(found)
+    assert found.problems == len(problems) > 15
+    name = path.name.partition(".")[0]
+    assert found.mean < MEAN_REGRETS[name], str(found)
+    assert found.worst < WORST_REGRETS[name.partition("-")[0]], str(found)
 
 
 # --- the fit --------------------------------------------------------------------------------------

@@ -25,8 +25,9 @@ bool HasOneSum(const QuantizedMatmul& problem) {
          (problem.groups() == 1 || problem.scale == ElementType::kInt8);
 }
 
-// What a split of k costs beside an lhs of 8 bits, in microseconds, over what it costs others.
-constexpr double kByteSplit = 2;
+// What a split of k costs beside an lhs of 8 bits, in microseconds, over what it costs others: once, and for each part
+// after the first.
+constexpr double kByteSplit = 2, kBytePart = 0.5;
 
 // What an atom takes in a CTA that has a multiprocessor to itself where two would share it: its loads and products wait
 // for each other.
@@ -41,7 +42,7 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
   const bool wide = problem.bits > 4, sixty_fours = problem.group_size == kAtom;
   const bool zeros = problem.zero != ZeroKind::kNone;
   const Line line = problem.lhs != ElementType::kInt8
-                        ? (problem.groups() == 1 ? Line{0.29, 0.0023} : Line{0.5, 0.0024})
+                        ? (problem.groups() == 1 ? Line{0.2, 0.0027} : Line{0.5, 0.0024})
                     : HasOneSum(problem)
                         ? (problem.scale == ElementType::kInt8 ? Line{0.33, 0.00158}
                            : wide                              ? Line{0.245, 0.0021}
@@ -204,7 +205,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const double cost = fit.once + std::max(computed, read) +
                       (schedule.splits > 1 ? fit.split + partial_sums : 0) +
                       (choice.peers > 1 ? fit.peers : 0);
-  if (bytes) return cost + (schedule.splits > 1 ? kByteSplit : 0);
+  if (bytes) return cost + (schedule.splits > 1 ? kByteSplit + kBytePart * (schedule.splits - 1) : 0);
   return cost * (1 + fit.heat * std::log2(std::max(1.0, cost / costs.cool)));
 }
 
