@@ -83,7 +83,8 @@ def queued_microseconds_per_call(call: Call, x: jax.Array, copies: list[Any]) ->
         return (time.perf_counter() - start) / PROGRAMS
 
     for calls in (CALLS, 2 * CALLS):  # compiles and captures
-        seconds(calls), seconds(calls)
+        seconds(calls)
+        seconds(calls)
     return statistics.median(
         1e6 * (seconds(2 * CALLS) - seconds(CALLS)) / CALLS for _ in range(SAMPLES)
     )

@@ -6,6 +6,7 @@ Nothing here calls the package's own packing or dequantization; `problems.py` ha
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -218,17 +219,26 @@ def quantize(
     else:
         codes = np.round(steps) + levels // 2
     codes = np.clip(codes, 0, levels - 1).reshape(*lead, -1, values.shape[-1])
+    if tensor_scale is not None and format.scales_channels:
+        tensor_scale = tensor_scale[..., :n]
     leaves: dict[str, Any] = {
         "packed": pack(codes[..., :padded, :].astype(np.uint32), format.bits),
         "scale": pack_groups(narrow),
         "zero": None if zero is None else pack_groups(zero),
         "version": np.ones(lead, np.uint32),
         "permutation": stored,
-        "tensor_scale": tensor_scale[..., :n] if format.scales_channels else tensor_scale,
+        "tensor_scale": tensor_scale,
     }
     return jax.device_put(
         QuantizedArray(**leaves, index=None, format=format, k=k, n=n, shards=shards)
     )
+
+
+def scaled_matrices(stack: QuantizedArray, factors: Sequence[float]) -> QuantizedArray:
+    """A stack whose matrices' tensor scales are multiplied by a factor each."""
+    assert stack.tensor_scale is not None
+    scales = jnp.float32(factors).reshape(-1, *[1] * (stack.tensor_scale.ndim - 1))
+    return stack._with(tensor_scale=stack.tensor_scale * scales)
 
 
 def two_levels(values: np.ndarray, group_size: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import calls, quantize
+from helpers import calls, quantize, scaled_matrices
 
 from jaxlowbit import INT4, MXFP4, MXFP8, NF4, NVFP4, Format, quantized_block
 
@@ -110,9 +110,7 @@ def test_codebooks_beside_integers_and_scales_of_8_bits(format, dtype, rows):
 def test_units_of_gate_and_up_from_a_stack(format):
     """Every matrix has a unit of its own, which the index finds; some are extreme."""
     stack = quantize(normal(6, D, F), format)
-    units = jnp.float32([3e-38, 1, 0.5, -40, 1e30, 7])
-    shape = (6,) + (1,) * (stack.tensor_scale.ndim - 1)
-    stack = stack._with(tensor_scale=stack.tensor_scale * units.reshape(shape))
+    stack = scaled_matrices(stack, [3e-38, 1, 0.5, -40, 1e30, 7])
     w, norm = weights(NVFP4), 1 + normal(D, seed=9) / 8
 
     def run(attended, residual, pair):

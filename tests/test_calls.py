@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import JAX_ACTIVATIONS, calls, quantize
+from helpers import JAX_ACTIVATIONS, calls, quantize, scaled_matrices
 from jax import export
 from jax.sharding import AxisType
 from meshes import REDUCE, assert_close, collectives, make_mesh, put
@@ -302,9 +302,7 @@ def test_one_call_is_right_where_its_derivatives_and_batches_are(format):
     def f(unit):
         return quantized_mlp(LHS, gate_up._with(tensor_scale=unit), down)
 
-    unit = gate_up.tensor_scale * jnp.float32([2, 3]).reshape(
-        2, *[1] * (gate_up.tensor_scale.ndim - 1)
-    )
+    unit: Any = scaled_matrices(gate_up, [2, 3]).tensor_scale
     assert_close(f(unit), reference(LHS, gate_up._with(tensor_scale=unit), down))
     slope = jax.grad(lambda unit: jnp.sum(jnp.sin(f(unit))))(unit)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_problems import normal
-from helpers import Oracle, assert_within, calls, dequantize, quantize
+from helpers import Oracle, assert_within, calls, dequantize, quantize, scaled_matrices
 
 from jaxlowbit import (
     NVFP4,
@@ -30,9 +30,7 @@ each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 
 def stack_of(format, k, n, factors, seed):
     """Weights (len(factors), k, n), whose tensor scales are multiplied by powers of two."""
-    stack = quantize(normal(len(factors), k, n, seed=seed), format)
-    scales = jnp.float32(factors).reshape(-1, *[1] * (stack.tensor_scale.ndim - 1))
-    return stack._with(tensor_scale=stack.tensor_scale * scales)
+    return scaled_matrices(quantize(normal(len(factors), k, n, seed=seed), format), factors)
 
 
 def one_call(f, target, *operands) -> Any:

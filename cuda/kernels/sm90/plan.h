@@ -42,7 +42,9 @@ struct TileShape {
   constexpr bool takes_bytes(bool one_sum, bool zeros) const {
     const int one = zeros ? 192 : 256, two = zeros ? 160 : 192;
     return stage_atoms == 2 && warpgroups <= 2 &&
-           m * strips <= (warpgroups == 1 ? 128 : one_sum ? one : two);
+           m * strips <= (warpgroups == 1 ? 128
+                          : one_sum       ? one
+                                          : two);
   }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };

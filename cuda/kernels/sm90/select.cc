@@ -205,7 +205,9 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const double cost = fit.once + std::max(computed, read) +
                       (schedule.splits > 1 ? fit.split + partial_sums : 0) +
                       (choice.peers > 1 ? fit.peers : 0);
-  if (bytes) return cost + (schedule.splits > 1 ? kByteSplit + kBytePart * (schedule.splits - 1) : 0);
+  if (bytes) {
+    return cost + (schedule.splits > 1 ? kByteSplit + kBytePart * (schedule.splits - 1) : 0);
+  }
   return cost * (1 + fit.heat * std::log2(std::max(1.0, cost / costs.cool)));
 }
 
