@@ -10,24 +10,16 @@ the device to compute it.
 
 import argparse
 import functools
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import weights
+from timing import queued_microseconds_per_call
 
 import jaxlowbit as jl
 
 COPIES = 8
 CALLS = 8  # of the shorter program
-PROGRAMS = 6  # that are enqueued together
-SAMPLES = 11
-BUSY = 8192  # rows and columns of the products of other work
-
-Call = Callable[[jax.Array, jl.QuantizedArray], jax.Array]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         for m in options.m:
             x = jax.random.normal(jax.random.key(m), (m, options.width), jnp.bfloat16)
             plain, rounded = (
-                queued_microseconds_per_call(call, x, copies)
+                queued_microseconds_per_call(call, x, copies, CALLS)
                 for call in (jl.quantized_matmul, rounds)
             )
             added = f"{100 * (rounded / plain - 1):+.0f} %"
@@ -58,45 +50,6 @@ def main(arguments: list[str] | None = None) -> None:
 def quantized(width: int, format: jl.Format, seed: int) -> jl.QuantizedArray:
     weight = jax.random.normal(jax.random.key(seed), (width, width), jnp.bfloat16) / width**0.5
     return jl.quantize(weight, format)
-
-
-def queued_microseconds_per_call(call: Call, x: jax.Array, copies: list[Any]) -> float:
-    """The slope between programs of CALLS and of 2 CALLS products, a median."""
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def chain(x: jax.Array, copies: list[Any], calls: int) -> jax.Array:
-        for i in range(calls):
-            x = call(x, copies[i % len(copies)])
-        return x
-
-    other = jnp.ones((BUSY, BUSY), jnp.bfloat16)
-
-    def seconds(calls: int) -> float:
-        """Of a program, from the end of the other work."""
-        before = busy(other)
-        y = x
-        for _ in range(PROGRAMS):
-            y = chain(x, copies, calls)
-        before.block_until_ready()
-        start = time.perf_counter()
-        y.block_until_ready()
-        return (time.perf_counter() - start) / PROGRAMS
-
-    for calls in (CALLS, 2 * CALLS):  # compiles and captures
-        seconds(calls)
-        seconds(calls)
-    return statistics.median(
-        1e6 * (seconds(2 * CALLS) - seconds(CALLS)) / CALLS for _ in range(SAMPLES)
-    )
-
-
-@jax.jit
-def busy(x: jax.Array) -> jax.Array:
-    """Some milliseconds of a GPU."""
-    y = x
-    for _ in range(8):
-        y = (y @ x) / BUSY
-    return y
 
 
 if __name__ == "__main__":

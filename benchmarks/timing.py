@@ -15,6 +15,8 @@ BLOCK_SECONDS = 0.02
 PROGRAMS = (2, 20)  # least and most in a block
 HOST_SHARE = 0.8  # of a program's time, that enqueueing it may take
 MOST_CALLS = 512  # of the shorter program, where it needs more of them for that
+QUEUED = 6  # programs that are enqueued together behind other work
+BUSY_WIDTH = 8192  # of the products of that work
 
 
 class Effort(NamedTuple):
@@ -106,6 +108,48 @@ def microseconds_per_call(
     return summary(
         [(seconds(2 * calls, programs) - seconds(calls, programs)) / calls for _ in range(BLOCKS)]
     )
+
+
+def queued_microseconds_per_call(
+    call: Callable[[jax.Array, Any], jax.Array], x: jax.Array, weights: list, calls: int
+) -> float:
+    """The slope, as above, where enqueueing a call takes longer than running it: a median.
+
+    `QUEUED` programs are enqueued behind other work, and timed from its end. Outputs have the shape
+    of inputs.
+    """
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def chain(x: jax.Array, weights: list, count: int) -> jax.Array:
+        for i in range(count):
+            x = call(x, weights[i % len(weights)])
+        return x
+
+    other = jnp.ones((BUSY_WIDTH, BUSY_WIDTH), jnp.bfloat16)
+
+    def seconds(count: int) -> float:
+        before, y = _busy(other), x
+        for _ in range(QUEUED):
+            y = chain(x, weights, count)
+        before.block_until_ready()
+        start = time.perf_counter()
+        y.block_until_ready()
+        return (time.perf_counter() - start) / QUEUED
+
+    for count in (calls, 2 * calls):  # compiles and captures
+        seconds(count)
+        seconds(count)
+    slopes = [(seconds(2 * calls) - seconds(calls)) / calls for _ in range(BLOCKS)]
+    return summary(slopes).median
+
+
+@jax.jit
+def _busy(x: jax.Array) -> jax.Array:
+    """Some milliseconds of a GPU."""
+    y = x
+    for _ in range(8):
+        y = (y @ x) / x.shape[-1]
+    return y
 
 
 def _runs_ahead(x: jax.Array) -> bool:

@@ -467,9 +467,8 @@ def test_decode_refuses_a_wrong_step(quick, monkeypatch):
     assert "a wrong result is not timed" in str(run(decode, *TINY))
 
 
-def test_rounded(monkeypatch, capsys):
-    monkeypatch.setattr(rounded, "SAMPLES", 1)
-    monkeypatch.setattr(rounded, "BUSY", 64)
+def test_rounded(quick, monkeypatch, capsys):
+    monkeypatch.setattr(timing, "BUSY_WIDTH", 64)
     rounded.main(["--m", "1", "3", "--width", "256", "--format", "int4-g128", "e4m3"])
     lines = capsys.readouterr().out.splitlines()[2:]
     assert [line.split()[:2] for line in lines] == [

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Choices, and answers, that were found before. Programs multiply the same few shapes again and again, and a choice is a function of
-// the problem, the device and the table of measured choices alone.
+// Choices, and answers, that were found before. Programs multiply the same few shapes again and again, and a choice is a
+// function of the problem, the device and the table of measured choices alone.
 #pragma once
 
 #include "cuda/select/select.h"

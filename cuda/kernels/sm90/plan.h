@@ -40,11 +40,9 @@ struct TileShape {
   // sums of groups beside those of results, unless `one_sum` says that int8 is summed over all of k, and zeros, if weights
   // have them. A warpgroup alone gains nothing beyond 128 rows.
   constexpr bool takes_bytes(bool one_sum, bool zeros) const {
-    const int one = zeros ? 192 : 256, two = zeros ? 160 : 192;
-    return stage_atoms == 2 && warpgroups <= 2 &&
-           m * strips <= (warpgroups == 1 ? 128
-                          : one_sum       ? one
-                                          : two);
+    const int beside_zeros = one_sum ? 192 : 160, without = one_sum ? 256 : 192;
+    const int most = warpgroups == 1 ? 128 : zeros ? beside_zeros : without;
+    return stage_atoms == 2 && warpgroups <= 2 && m * strips <= most;
   }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
 };
