@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    print(f"{'':14s}{'rows':>6s}{'not rounded us':>16s}{'rounded us':>12s}{'added':>8s}")
+    print(f"{'':14s}{'rows':>6s}{'not rounded us':>16s}{'rounded us':>12s}{'added us':>10s}")
     for name in options.format:
         format = weights.parse_format(name)
         copies = [quantized(options.width, format, seed) for seed in range(COPIES)]
@@ -43,8 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
                 queued_microseconds_per_call(call, x, copies, CALLS)
                 for call in (jl.quantized_matmul, rounds)
             )
-            added = f"{100 * (rounded / plain - 1):+.0f} %"
-            print(f"{name:14s}{m:6d}{plain:16.2f}{rounded:12.2f}{added:>8s}", flush=True)
+            added = rounded - plain
+            print(f"{name:14s}{m:6d}{plain:16.2f}{rounded:12.2f}{added:+10.2f}", flush=True)
 
 
 def quantized(width: int, format: jl.Format, seed: int) -> jl.QuantizedArray:
