@@ -11,9 +11,10 @@
 //
 // There are four loops. With a single group, scales multiply accumulators: the loop dequantizes to integers and loads
 // no scales. If every stage lies in one group, scales are loaded once per stage and, if they allow it, save an instruction
-// for each pair of weights; that is decided once per task, since a branch in the loop would cost more than it saves. So
-// is whether groups are those of MXFP4, MXFP8 or NVFP4, whose scales the lanes of a row load once per stage. Otherwise
-// every atom loads its scales.
+// for each pair of weights; that is decided once per task, since a branch in the loop would cost more than it saves. Where
+// groups may be as small as a step, that loop loads scales once per atom, without a branch in the middle of a unit. So is
+// whether groups are those of MXFP4, MXFP8 or NVFP4, whose scales the lanes of a row load once per stage. Otherwise every
+// atom loads its scales, or every step.
 #pragma once
 
 #include <type_traits>
@@ -125,8 +126,8 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) factors[s][h] = kUnit;
     }
-    if constexpr (kHasStageRows) {
-      if (TakesStageRows(task)) return MultiplyGroups<StageRows>(task, acc, cursor);
+    if constexpr (kHasLongRows) {
+      if (TakesLongRows(task)) return MultiplyGroups<LongRows>(task, acc, cursor);
     }
     if constexpr (kMicroGroups > 0) {
       if (TakesMicroRows(task)) return MultiplyGroups<MicroRows>(task, acc, cursor);
@@ -134,12 +135,12 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     MultiplyGroups<GroupRows>(task, acc, cursor);
   }
 
-  // The rows of a strip: with a group's scales, which every atom or every stage loads, or with a channel's.
+  // The rows of a strip: with the scales of any groups, of groups of kLongAtoms or more, or of a channel.
   using GroupRows = typename RowsOf<T, S, kBits, I::kCodebook>::Group;
   struct LoadedOnce : GroupRows {};
   static constexpr bool kFused =
       I::kZero != ZeroKind::kInteger && RowsOf<T, S, kBits, I::kCodebook>::kCanFuse;
-  using StageRows =
+  using LongRows =
       std::conditional_t<kFused, typename RowsOf<T, S, kBits, I::kCodebook>::Fused, LoadedOnce>;
   using ChannelRows = typename RowsOf<T, S, kBits, I::kCodebook>::Channel;
   // MicroRows have the scales of all groups of a stage, whose number is known at compile time.
@@ -156,9 +157,15 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   using MicroRows =
       typename MicroRowsOf<kMicroGroups, typename RowsOf<T, S, kBits, I::kCodebook>::Fused>::type;
 
-  // Large tiles hide what these would save.
-  static constexpr bool kHasStageRows =
-      I::kM < 256 && (std::is_same_v<S, T> || I::kCodebook != Codebook::kNone);
+  // Atoms that LongRows load scales for at a time, from the first of a stage on.
+  static constexpr int kLongAtoms = I::kHasSixteens ? 1 : I::kStageAtoms;
+  // The largest tiles hide what a load for each stage would save, and have no registers for a third loop.
+  static constexpr bool kHasLongRows = I::kM < 256 ? I::kHasSixteens || std::is_same_v<S, T>
+                                                   : I::kHasSixteens && !I::kScalesChannels;
+  // Whether GroupRows load scales for every step, and not behind a branch where a group may begin: a branch in the middle
+  // of a unit costs the most where lookups are waited for, and where most groups are of 16.
+  static constexpr bool kLoadsEachStep =
+      I::kHasSixteens && (I::kCodebook == Codebook::kTable || std::is_same_v<S, E4m3>);
   static constexpr bool kBothHalves = I::kM <= 128 && I::kZero != ZeroKind::kNone;
 
   static constexpr int kPlanes = kNumPlanes<kBits>;
@@ -181,10 +188,10 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     int group_atoms, group_rows;  // of a group; of all groups of an atom
   };
 
-  // Whether every stage lies in one group, and StageRows take all scales of the warpgroup's part of a task.
-  __device__ bool TakesStageRows(const Task& task) const {
-    if (p_.groups_per_atom > 1 || p_.atoms_per_group.divisor % I::kStageAtoms != 0) return false;
-    if constexpr (kFused) return TakeScales<StageRows>(task);
+  // Whether groups are of kLongAtoms or more, and LongRows take all scales of the warpgroup's part of a task.
+  __device__ bool TakesLongRows(const Task& task) const {
+    if (p_.groups_per_atom > 1 || p_.atoms_per_group.divisor % kLongAtoms != 0) return false;
+    if constexpr (kFused) return TakeScales<LongRows>(task);
     return true;
   }
 
@@ -257,6 +264,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   template <int kAtoms, class R>
   __device__ void MultiplyAtoms(State& state, R (&pairs)[I::kStrips], Accumulators<I>& acc) const {
     constexpr bool kGroups = std::is_same_v<R, GroupRows>;
+    constexpr bool kLong = std::is_same_v<R, LongRows>;
     constexpr bool kMicro = std::is_same_v<R, MicroRows>;
     // The wait for all but one group ends the wgmma of the stage before, once a unit has been committed. Where the next
     // unit's words are loaded first, it comes before the next unit, and there may be none.
@@ -288,7 +296,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
         LoadTmaPacked<kBits>(words, kPlanes > 1 ? words + second_ : 0,
                              kPlanes > 2 ? words + third_ : 0, packed);
         const int row = row_ + s * strip_rows_ + rows;
-        if (kGroups || (std::is_same_v<R, StageRows> && in_stage == 0)) {
+        if (kGroups || (kLong && in_stage % kLongAtoms == 0)) {
           LoadRows(scales, row, pairs[s]);
         }
         R second = pairs[s];  // of the atom's second half
@@ -307,7 +315,8 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
             constexpr int kMiddle = kStepsPerAtom / 2;
             if constexpr (I::kHasSixteens) {
               const int groups = (first + step) * p_.groups_per_atom;  // times kStepsPerAtom
-              if (kGroups && first + step > 0 && groups % kStepsPerAtom == 0) {
+              if (kGroups && first + step > 0 &&
+                  (kLoadsEachStep || groups % kStepsPerAtom == 0)) {
                 const int group = groups / kStepsPerAtom;
                 LoadRows(scales, row + group * static_cast<int>(kAtom), pairs[s]);
               }
@@ -337,7 +346,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
           if (!kLate && in_stage_unit == 0) Free(state.previous);
         }
       }
-      if (kGroups && --state.left == 0) {
+      if ((kGroups || (kLong && kLongAtoms < I::kStageAtoms)) && --state.left == 0) {
         state.left = state.group_atoms;
         rows += state.group_rows;
       }

@@ -173,10 +173,11 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const Costs::Tile& fit = costs.tiles[choice.tile];
   const StreamK schedule = ScheduleOf(problem, device, choice);
   const int64_t stages = CeilDiv(problem.k_blocks(), tile.stage_atoms);
-  // Tiles that do not hide dequantization take fewer instructions for it if every stage lies in one group: scales are
-  // fused, or at least loaded once per stage.
+  // Tiles that do not hide dequantization take fewer instructions for it if every stage lies in one group, or every atom
+  // where groups may be of 16: scales are fused, or at least loaded once.
+  const bool by_atom = HasSixteens(problem.codebook, problem.scale_bytes());
   const bool once = tile.m <= 128 && problem.scale == problem.lhs && problem.group_size > 0 &&
-                    problem.group_size % (2 * kAtom) == 0;
+                    problem.group_size % (by_atom ? kAtom : 2 * kAtom) == 0;
   const double kind = problem.bits > 4                     ? fit.wide
                       : !once                              ? 1
                       : problem.zero == ZeroKind::kInteger ? costs.loaded_once
