@@ -270,6 +270,18 @@ __device__ double Exact(Activation activation, double x) {
   return x;
 }
 
+// The least number that is rounded to infinity.
+__device__ double LeastOverflow(ElementType type) {
+  switch (type) {
+    case ElementType::kF16:
+      return 65520;
+    case ElementType::kBf16:
+      return 0x1.ffp127;
+    default:
+      return 0x1.ffffffp127;
+  }
+}
+
 // Each thread checks the first of `step` outputs: error over bound, the largest in *worst (as bits).
 __global__ void CompareKernel(QuantizedMatmul p, Buffers b, const float* numbers, int64_t step,
                               int half_steps, unsigned long long* worst) {
@@ -299,7 +311,12 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, const float* numbers
   const double u_out = p.out == p.floats() ? u_lhs : 0x1p-24;
   const double tiny = p.floats() == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
   const double bound = result.bound + u_out * (fabs(result.value) + result.bound) + tiny;
-  double ratio = fabs(double{Load(b.out, p.out, i)} - result.value) / bound;
+  const double out = Load(b.out, p.out, i);
+  if (isinf(out) && signbit(out) == signbit(result.value) &&
+      fabs(result.value) + result.bound >= LeastOverflow(p.out)) {
+    return;
+  }
+  double ratio = fabs(out - result.value) / bound;
   if (!(ratio < 1e300)) ratio = 1e300;
   atomicMax(worst, static_cast<unsigned long long>(__double_as_longlong(ratio)));
 }
