@@ -35,7 +35,7 @@ QUANTIZED = ("int8", "float8_e4m3fn")
 
 DIMENSIONS: Mapping[str, tuple[Any, ...]] = {
     "weights": tuple(BITS),
-    "scales": (*WIDE_SCALES, "e8m0", "e4m3", "int8"),
+    "scales": (*WIDE_SCALES, "e8m0", "e4m3", "int8", "super"),
     "lhs": ("bfloat16", "float16", "float32", *QUANTIZED),
     "zero": ("none", "integer", "float"),
     "group": (-1, 16, 32, 48, 64, 96, 128),
@@ -125,10 +125,14 @@ def accepted(values: Values) -> bool:
     """Whether these values of some dimensions go together, and with some of every other one."""
     weights, scales, lhs = (values.get(name) for name in ("weights", "scales", "lhs"))
     integers = weights is None or weights in INTEGERS
-    if values.get("zero", "none") != "none" and not (
-        integers and (scales is None or scales in WIDE_SCALES)
+    zero = values.get("zero", "none")
+    zeros = {"super": ("none", "float")}.get(scales, ("none",))  # of scales of 8 bits
+    if zero != "none" and not (
+        integers and (scales is None or scales in WIDE_SCALES or zero in zeros)
     ):
         return False
+    if scales == "super" and values.get("group", 16) not in (16, 32, 64, 128):
+        return False  # which divide a super-block
     if scales == "int8" and weights not in (None, "int2", "int3", "int4"):
         return False
     if values.get("epilogue") == "gated" and lhs in QUANTIZED:

@@ -14,6 +14,7 @@ from jaxlowbit._backends.extension import ffi
 from jaxlowbit._tuning import table as tables
 
 PATHS = sorted(fit_costs.DATA.glob("*.jsonl.gz"))
+CODEBOOK_PATHS = sorted((fit_costs.DATA.parent / "fit_codebooks").glob("*.jsonl.gz"))
 EIGHT_BIT_PATHS = sorted((fit_costs.DATA.parent / "fit_8_bit").glob("*.jsonl.gz"))
 DEVICE: dict[str, Any] = {
     "device_name": "NVIDIA H200",
@@ -45,6 +46,14 @@ def test_the_selection_is_near_the_best_that_was_measured():
 def test_no_data_are_neglected(path):
     found = fit_costs.selected_regret(fit_costs.load([path]))
     assert found.mean < 0.01, str(found)
+
+
+@pytest.mark.parametrize("path", CODEBOOK_PATHS, ids=lambda path: path.name.partition(".")[0])
+def test_the_selection_of_codebooks_is_near_the_best(path):
+    problems = fit_costs.load([path])
+    found = fit_costs.selected_regret(problems)
+    assert found.problems == len(problems) > 50
+    assert found.mean < 0.02 and found.worst < 0.15, str(found)
 
 
 # Mean regrets beside 8-bit activations. The data have no problems whose choice was not measured.

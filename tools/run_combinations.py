@@ -1,7 +1,7 @@
 """Computes the combinations of tests/combinations.py, and writes the table of their errors.
 
     python tools/run_combinations.py --out cpu.jsonl               # all, on the backends here
-    python tools/run_combinations.py --out h200.jsonl --workers 12
+    python tools/run_combinations.py --out gpu.jsonl --workers 12
     python tools/run_combinations.py --only "int8 by int4" --out x.jsonl
     python tools/run_combinations.py --table                       # the page, of the kept results
     python tools/run_combinations.py --table --check               # whether it has that table

@@ -11,7 +11,7 @@
 #include "cuda/kernels/loaded.h"
 #include "cuda/launch.h"
 #include "cuda/placement.h"
-#include "cuda/select/select.h"
+#include "cuda/select/cache.h"
 #include "xla_ffi/attributes.h"
 #include "xla_ffi/operands.h"
 
@@ -61,7 +61,7 @@ inline std::string Describe(const QuantizedMatmul& p, int device, size_t others 
 }
 
 inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
-  const Support support = Supports(p, DeviceInfo(device));
+  const Support support = SupportsCached(p, DeviceInfo(device));
   return support ? ffi::Error::Success() : Refuse(support.reason + "; use another backend.");
 }
 

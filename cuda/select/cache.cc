@@ -118,4 +118,9 @@ Support SupportsCached(Kernel kernel, const QuantizedMatmul& problem, const Devi
                                                [&] { return Supports(kernel, problem, device); });
 }
 
+Support SupportsCached(const QuantizedMatmul& problem, const Device& device) {
+  static Cache<Support> cache;
+  return cache.Find(KeyOf(problem, device, 0, nullptr), [&] { return Supports(problem, device); });
+}
+
 }  // namespace jaxlowbit

@@ -16,4 +16,7 @@ Choice SelectCached(const QuantizedMatmul& problem, const Device& device, int64_
 // What Supports(kernel, problem, device) returns, likewise: it costs as much as a choice.
 Support SupportsCached(Kernel kernel, const QuantizedMatmul& problem, const Device& device);
 
+// What Supports(problem, device) returns, likewise: for scales of two levels it costs as much.
+Support SupportsCached(const QuantizedMatmul& problem, const Device& device);
+
 }  // namespace jaxlowbit

@@ -315,8 +315,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
             constexpr int kMiddle = kStepsPerAtom / 2;
             if constexpr (I::kHasSixteens) {
               const int groups = (first + step) * p_.groups_per_atom;  // times kStepsPerAtom
-              if (kGroups && first + step > 0 &&
-                  (kLoadsEachStep || groups % kStepsPerAtom == 0)) {
+              if (kGroups && first + step > 0 && (kLoadsEachStep || groups % kStepsPerAtom == 0)) {
                 const int group = groups / kStepsPerAtom;
                 LoadRows(scales, row + group * static_cast<int>(kAtom), pairs[s]);
               }
