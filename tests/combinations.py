@@ -126,10 +126,8 @@ def accepted(values: Values) -> bool:
     weights, scales, lhs = (values.get(name) for name in ("weights", "scales", "lhs"))
     integers = weights is None or weights in INTEGERS
     zero = values.get("zero", "none")
-    zeros = {"super": ("none", "float")}.get(scales, ("none",))  # of scales of 8 bits
-    if zero != "none" and not (
-        integers and (scales is None or scales in WIDE_SCALES or zero in zeros)
-    ):
+    with_zeros = scales is None or scales in WIDE_SCALES or (scales == "super" and zero == "float")
+    if zero != "none" and not (integers and with_zeros):
         return False
     if scales == "super" and values.get("group", 16) not in (16, 32, 64, 128):
         return False  # which divide a super-block
