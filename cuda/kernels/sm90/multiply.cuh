@@ -11,10 +11,10 @@
 //
 // There are four loops. With a single group, scales multiply accumulators: the loop dequantizes to integers and loads
 // no scales. If every stage lies in one group, scales are loaded once per stage and, if they allow it, save an instruction
-// for each pair of weights; that is decided once per task, since a branch in the loop would cost more than it saves. Where
-// groups may be as small as a step, that loop loads scales once per atom, without a branch in the middle of a unit. So is
-// whether groups are those of MXFP4, MXFP8 or NVFP4, whose scales the lanes of a row load once per stage. Otherwise every
-// atom loads its scales, or every step.
+// for each pair of weights; that is decided once per task, since a branch in the loop would cost more than it saves. So
+// is whether groups are those of MXFP4, MXFP8 or NVFP4, whose scales the lanes of a row load once per stage. Where groups
+// may be as small as a step, the second loop takes those of an atom and more, which it loads scales for without a branch
+// in the middle of a unit. Otherwise every atom loads its scales, or every step.
 #pragma once
 
 #include <type_traits>
@@ -157,7 +157,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   using MicroRows =
       typename MicroRowsOf<kMicroGroups, typename RowsOf<T, S, kBits, I::kCodebook>::Fused>::type;
 
-  // Atoms that LongRows load scales for at a time, from the first of a stage on.
+  // Groups of LongRows are of as many atoms, or a multiple. Their scales are loaded where a stage or a group begins.
   static constexpr int kLongAtoms = I::kHasSixteens ? 1 : I::kStageAtoms;
   // The largest tiles hide what a load for each stage would save, and have no registers for a third loop.
   static constexpr bool kHasLongRows = I::kM < 256 ? I::kHasSixteens || std::is_same_v<S, T>
@@ -296,7 +296,8 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
         LoadTmaPacked<kBits>(words, kPlanes > 1 ? words + second_ : 0,
                              kPlanes > 2 ? words + third_ : 0, packed);
         const int row = row_ + s * strip_rows_ + rows;
-        if (kGroups || (kLong && in_stage % kLongAtoms == 0)) {
+        if (kGroups ||
+            (kLong && (in_stage == 0 || (kLongAtoms == 1 && state.left == state.group_atoms)))) {
           LoadRows(scales, row, pairs[s]);
         }
         R second = pairs[s];  // of the atom's second half
