@@ -137,11 +137,11 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
 
   // The rows of a strip: with the scales of any groups, of groups of kLongAtoms or more, or of a channel.
   using GroupRows = typename RowsOf<T, S, kBits, I::kCodebook>::Group;
-  struct LoadedOnce : GroupRows {};
+  struct UnfusedRows : GroupRows {};
   static constexpr bool kFused =
       I::kZero != ZeroKind::kInteger && RowsOf<T, S, kBits, I::kCodebook>::kCanFuse;
   using LongRows =
-      std::conditional_t<kFused, typename RowsOf<T, S, kBits, I::kCodebook>::Fused, LoadedOnce>;
+      std::conditional_t<kFused, typename RowsOf<T, S, kBits, I::kCodebook>::Fused, UnfusedRows>;
   using ChannelRows = typename RowsOf<T, S, kBits, I::kCodebook>::Channel;
   // MicroRows have the scales of all groups of a stage, whose number is known at compile time.
   static constexpr int kMicroGroups =
@@ -265,6 +265,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   __device__ void MultiplyAtoms(State& state, R (&pairs)[I::kStrips], Accumulators<I>& acc) const {
     constexpr bool kGroups = std::is_same_v<R, GroupRows>;
     constexpr bool kLong = std::is_same_v<R, LongRows>;
+    constexpr bool kWithinStages = kLong && kLongAtoms < I::kStageAtoms;  // where groups may begin
     constexpr bool kMicro = std::is_same_v<R, MicroRows>;
     // The wait for all but one group ends the wgmma of the stage before, once a unit has been committed. Where the next
     // unit's words are loaded first, it comes before the next unit, and there may be none.
@@ -296,8 +297,8 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
         LoadTmaPacked<kBits>(words, kPlanes > 1 ? words + second_ : 0,
                              kPlanes > 2 ? words + third_ : 0, packed);
         const int row = row_ + s * strip_rows_ + rows;
-        if (kGroups ||
-            (kLong && (in_stage == 0 || (kLongAtoms == 1 && state.left == state.group_atoms)))) {
+        const bool begins = kWithinStages && state.left == state.group_atoms;
+        if (kGroups || (kLong && in_stage == 0) || begins) {
           LoadRows(scales, row, pairs[s]);
         }
         R second = pairs[s];  // of the atom's second half
@@ -346,7 +347,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
           if (!kLate && in_stage_unit == 0) Free(state.previous);
         }
       }
-      if ((kGroups || (kLong && kLongAtoms < I::kStageAtoms)) && --state.left == 0) {
+      if ((kGroups || kWithinStages) && --state.left == 0) {
         state.left = state.group_atoms;
         rows += state.group_rows;
       }
