@@ -5,6 +5,9 @@ each of its groups, two's complement integers, and behind them two rows with its
 the low bytes, then the high ones. So a part of k that is whole super-blocks is whole rows, as of
 other scales. The functions here take the axis of rows to be the last but one, so that bytes may be
 in the order of `layout.pack_groups` too.
+
+Shifts split and join the bytes of a float16, never a bitcast to another width: when XLA folds such
+a bitcast of a transposed constant, it ignores the transposition and gives wrong numbers.
 """
 
 import jax.numpy as jnp
@@ -41,7 +44,8 @@ def packed(integers: Array, floats: Array, format: Format) -> Array:
     pad = [(0, 0)] * len(lead) + [(0, missing), (0, 0)]
     own = jnp.pad(lax.bitcast_convert_type(integers, jnp.uint8), pad, mode="edge")
     own = own.reshape(*lead, blocks, _groups(format), n)
-    both = jnp.moveaxis(lax.bitcast_convert_type(floats, jnp.uint8), -1, -2)
+    bits = lax.bitcast_convert_type(floats, jnp.uint16)
+    both = jnp.stack([bits & 0xFF, bits >> 8], axis=-2).astype(jnp.uint8)
     return jnp.concatenate([own, both], axis=-2).reshape(*lead, -1, n)
 
 
@@ -51,8 +55,9 @@ def unpacked(values: Array, format: Format) -> tuple[Array, Array]:
     groups = _groups(format)
     blocks = values.reshape(*lead, -1, groups + _FLOAT_ROWS, n)
     integers = lax.bitcast_convert_type(blocks[..., :groups, :], jnp.int8)
-    both = jnp.moveaxis(blocks[..., groups:, :], -2, -1)
-    return integers.reshape(*lead, -1, n), lax.bitcast_convert_type(both, jnp.float16)
+    low, high = (blocks[..., groups + i, :].astype(jnp.uint16) for i in range(_FLOAT_ROWS))
+    floats = lax.bitcast_convert_type(low | high << 8, jnp.float16)
+    return integers.reshape(*lead, -1, n), floats
 
 
 def expanded(
