@@ -119,6 +119,7 @@ def test_closed_over_weights_are_those_of_arguments(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["cuda", "pallas", None])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", FORMATS)
