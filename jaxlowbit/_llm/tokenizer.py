@@ -157,7 +157,11 @@ class Tokenizer:
         return self._template is not None
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The tokens of a conversation, by the template in the file.
 
@@ -168,18 +172,26 @@ class Tokenizer:
 
         - `messages`: mappings with `"role"` (`"system"`, `"user"`, `"assistant"`) and `"content"`.
         - `add_generation_prompt`: whether the beginning of the assistant's answer follows.
+        - `template_options`: variables for the template, by name, such as
+          `{"enable_thinking": False}`.
 
-        **Raises:** `ValueError` without a template, for messages of another form, and for what the
-        template refuses.
+        **Raises:** `TypeError` for options of another form; `ValueError` without a template, for
+        messages of another form, for an option that would replace another variable of the
+        template, and for errors in the template.
 
         ```python
         tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
         ```
         """
-        return self.encode(self.chat_text(messages, add_generation_prompt), bos=False)
+        text = self.chat_text(messages, add_generation_prompt, template_options=template_options)
+        return self.encode(text, bos=False)
 
     def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        template_options: Mapping[str, Any] | None = None,
     ) -> str:
         """The text whose tokens `chat` returns."""
         if self._template is None:
@@ -194,12 +206,23 @@ class Tokenizer:
                     f"Tokenizer.chat: message {i} is {message!r}, but a message is a mapping with "
                     "'role' and 'content'."
                 )
+        options = {} if template_options is None else template_options
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise TypeError(
+                f"Tokenizer.chat: template_options is {options!r}, but it is a mapping from names "
+                "of variables to their values, such as {'enable_thinking': False}, or None."
+            )
+        taken = {"messages", "add_generation_prompt", *self._named}
+        if names := [name for name in options if name in taken]:
+            raise ValueError(
+                f"Tokenizer.chat: template_options has {names[0]!r}, but the template gets it from "
+                "the other arguments or from the model file; remove it."
+            )
         try:
             return _compiled(self._template).render(
+                **{"tools": None, "documents": None, **options},
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
                 **self._named,
             )
         except jinja2.TemplateSyntaxError as error:
