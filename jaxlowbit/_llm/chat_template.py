@@ -50,6 +50,8 @@ class ChatTemplate(NamedTuple):
         """The text of a conversation. **Raises:** as `Tokenizer.chat`."""
         options = self._checked(options)
         template = self._select(options["tools"])
+        if not messages:
+            raise ValueError("Tokenizer.chat: there are no messages; pass at least one.")
         found = [_message(i, message) for i, message in enumerate(messages)]
         try:
             return _compiled(template).render(

@@ -63,7 +63,7 @@ _CASED = (
     "\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c8f\u2cf2\u2d00-\u2d2f\ua790-\ua7ff"
     "\uab30-\uab6f\U00010500-\U00010bff\U00010d00-\U0001189f\U00011900-\U0001e8ff]]"
 )
-_DEEPSEEK_CJK = f"[\u0800-{_HAN}\uac00-\ud7ff]+"
+_DEEPSEEK_CJK = f"[{_HAN}\u0800-\u4e00\uac00-\ud7ff]+"
 _KIMI_UPPER, _KIMI_LOWER = (f"[{x[1:-1]}&&[^\\p{{Han}}]]" for x in (_UPPER, _LOWER))
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"  # noqa: RUF001
 

@@ -64,6 +64,8 @@ def parts_of(folder: Path) -> Parts:
         engine = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise ValueError(f"{path} is no tokenizer ({error}); fetch the folder again.") from None
+    if engine.padding is not None:
+        options = {"pad_token": engine.padding["pad_token"], **options}
     engine.no_truncation()
     engine.no_padding()
     decoder = json.dumps(description.get("decoder"), ensure_ascii=False)
