@@ -294,9 +294,10 @@ def encoded(model: LanguageModel, prompt: Any, name: str) -> list[int]:
 
 def _named(model: LanguageModel, token: int) -> str:
     """A token with its text, if it has one."""
-    known = model.tokenizer is not None and token >= 0
-    text = model.tokenizer.decode([token], special=True) if known else ""
-    return f"token {token}" + (f" ({text!r})" if text else "")
+    text = ""
+    if model.tokenizer is not None and token >= 0:
+        text = model.tokenizer.decode([token], special=True)
+    return f"token {token} ({text!r})" if text else f"token {token}"
 
 
 def chunks(length: int) -> list[int]:

@@ -243,8 +243,9 @@ def _bpe(known: Metadata, tokens: list[str], splits: Mapping[str, tuple[str, ...
     engine.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     steps: list[Any] = [normalizers.NFC()] if name in COMPOSED else []
     prefix = known.get("ggml.add_space_prefix", "true or false", False)
-    if prefix:
-        steps.append(normalizers.Replace(tokenizers.Regex(r"\A(?=\S)"), " "))
+    if prefix:  # a space, unless the text begins with one
+        again = normalizers.Replace(tokenizers.Regex(r"\A (?= )"), "")
+        steps += [normalizers.Prepend(" "), again]
     engine.normalizer = normalizers.Sequence(steps)
     return _Engine(engine, name in BEGIN, prefix, {})
 
