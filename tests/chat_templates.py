@@ -65,7 +65,7 @@ QWEN3 = """\
     {%- endif %}
 {%- endif %}
 """
-# SmolLM 3: blocks that training masks by, with a variable of their own scope.
+# SmolLM 3: generation blocks, whose variables are local.
 SMOLLM3 = """\
 {# defaults #}
 {%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}

@@ -4,6 +4,7 @@ The expected values were given by transformers 5.24.
 """
 
 import json
+from typing import Any
 
 import pytest
 
@@ -184,7 +185,7 @@ def test_control_tokens_are_text_if_the_file_says_so(tmp_path):
 
 def test_templates_of_files_replace_those_of_the_configuration(tmp_path):
     listed = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
-    tools = {"template_options": {"tools": []}}
+    tools: Any = {"template_options": {"tools": []}}
     for config in (listed, {"default": "D", "tool_use": "T"}):
         tokenizer = read(tmp_path, None, {"chat_template": config})
         assert (tokenizer.chat_text(ASK), tokenizer.chat_text(ASK, **tools)) == ("D", "T")

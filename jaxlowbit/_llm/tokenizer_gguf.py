@@ -41,7 +41,7 @@ USED = frozenset(
         *("chat_template", "chat_templates"),
     ]
 )
-"""Keys behind "tokenizer." that are read, with those that begin with "chat_template."."""
+"""Keys after "tokenizer." that are read. So are all keys that begin with "chat_template."."""
 HARMLESS = frozenset(
     [
         # Infilling is a matter of prompts.
@@ -51,13 +51,13 @@ HARMLESS = frozenset(
         *("ggml.token_type_count", "ggml.add_sep_token", "ggml.remove_extra_whitespaces"),
         *("ggml.precompiled_charsmap", "ggml.normalizer.lowercase"),
         "ggml.normalizer.strip_accents",
-        # The same tokenizer in another form.
+        # Another form of this tokenizer.
         "huggingface.json",
     ]
 )
-"""Keys behind "tokenizer." that change nothing for the tokenizers that are read."""
+"""Keys after "tokenizer." that change nothing for the tokenizers that are read."""
 RAISING = frozenset(["rwkv.world"])
-"""Keys behind "tokenizer." of tokenizers that are not read."""
+"""Keys after "tokenizer." of tokenizers that are not read."""
 
 
 class _Engine(NamedTuple):
@@ -299,7 +299,7 @@ def _strings(known: Metadata, key: str) -> list[str]:
 
 
 def _token(known: Metadata, name: str, count: int, default: int | None) -> int | None:
-    """The token of a key. Only those that begin and end texts have to be in the vocabulary."""
+    """The token of a key. A token that begins or ends texts has to be in the vocabulary."""
     key = f"ggml.{name}_token_id"
     token = known.get(key, "an integer", default if default in range(count) else None)
     if token is None or 0 <= token < count:
