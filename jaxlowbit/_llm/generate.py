@@ -286,7 +286,7 @@ def encoded(model: LanguageModel, prompt: Any, name: str) -> list[int]:
         if not 0 <= token < vocabulary:
             raise ValueError(
                 f"{name} has {_named(model, int(token))}, but tokens are from 0 to "
-                f"{vocabulary - 1}, the rows of the model's table."
+                f"{vocabulary - 1}, the rows of the model's table; leave it out."
             )
         found.append(int(token))
     return found

@@ -88,7 +88,7 @@ def parts_of(file: File, splits: Mapping[str, tuple[str, ...]]) -> Parts:
     kinds = _kinds(known, tokens)
     byte_level = model == "gpt2"
     made = _bpe(known, tokens, splits) if byte_level else _sentencepiece(known, tokens, kinds)
-    control = [i for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)]
+    control = {i for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)}
     added = {i for i, kind in enumerate(kinds) if kind == _USER_DEFINED}.union(control)
     strip = any(name in str(file.metadata.get("general.name")).lower() for name in _PHI3)
     made.engine.add_tokens(
@@ -115,7 +115,7 @@ def parts_of(file: File, splits: Mapping[str, tuple[str, ...]]) -> Parts:
 
     def piece(i: int) -> bytes | None:
         if i in added:
-            return tokens[i].replace(SPACE, " ").encode()
+            return (tokens[i] if byte_level else tokens[i].replace(SPACE, " ")).encode()
         if kinds[i] not in (_NORMAL, _BYTE):
             return None
         byte = not byte_level or kinds[i] == _BYTE
