@@ -122,10 +122,9 @@ def test_a_prompt_with_a_token_beyond_the_table_raises(tmp_path):
     model = language_model.load(path, progress=False)
     assert (model.config.vocabulary, model.tokenizer.vocabulary) == (264, 266)
     assert model.config.eos == (263, 261) and 265 in model.tokenizer.eos
-    assert generate.encoded(model, "hello", "prompt") == [259]
-    for prompt in ("hello <image>", [259, 264]):
+    for prompt in ("hello <image>", [259, 264], ["hello", "<image>"]):
         with pytest.raises(ValueError, match=r"token 264 \('<image>'\), but tokens are from 0 to"):
-            generate.encoded(model, prompt, "prompt")
+            generate.generate(model, prompt)
 
 
 def test_folders_have_the_same_tokenizer(byte_level, tmp_path):
