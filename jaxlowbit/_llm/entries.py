@@ -27,7 +27,7 @@ _HARMLESS = {
         attn_implementation cache_config cache_implementation chunk_size_feed_forward
         compile_config continuous_batching_config disable_compile experts_implementation is_decoder
         low_memory max_cache_len prefill_chunk_size return_legacy_cache tie_encoder_decoder
-        torchscript use_cache use_mtp""",
+        torchscript use_cache use_mtp use_return_dict""",
     "outputs of transformers' methods": """
         output_attentions output_hidden_states output_logits output_scores return_dict
         return_dict_in_generate""",

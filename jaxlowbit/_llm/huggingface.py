@@ -6,7 +6,7 @@ offsets from 1, and every architecture rotates halves of heads.
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ _DEFAULTS = {
         "hidden_activation": "gelu_pytorch_tanh",
     },
 }
+_EOS = {"llama": [2], "mistral": [2], "gemma3": [1]}
 _ROPE_BASE = {"gemma3": 1_000_000.0}
 _ARCHITECTURES = {name: name for name in _DEFAULTS} | {"gemma3_text": "gemma3"}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -87,6 +88,7 @@ def config_of(folder: Path) -> Config:
         values = {key: value for key, value in values.items() if value is not None}
     known = Fields(path, _DEFAULTS[architecture] | values)
     known.read |= {"model_type", "quantization_config"}
+    objects = [known] if text is None else [outer, known]
     layers = known.need("num_hidden_layers", "an integer")
     width, heads = (
         known.need("hidden_size", "an integer"),
@@ -118,7 +120,7 @@ def config_of(folder: Path) -> Config:
         "activation": _ACTIVATIONS[activation],
         "logit_softcap": _softcap(known, architecture),
         "bos": _bos(outer, known),
-        "eos": _eos(folder, outer, known),
+        "eos": _eos(folder, architecture, objects),
     }
     try:
         fields |= _window(known, architecture, layers)
@@ -137,9 +139,7 @@ def config_of(folder: Path) -> Config:
         config = Config(**fields)
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{path} gives a wrong configuration: {error}") from None
-    sentences += left_out(known, architecture)
-    sentences += [] if text is None else left_out(outer, architecture)
-    for sentence in sentences:
+    for sentence in [*sentences, *(x for found in objects for x in left_out(found, architecture))]:
         warnings.warn(f"load: {sentence}", stacklevel=5)  # the caller of llm.load
     return config
 
@@ -170,9 +170,12 @@ def _bos(outer: Fields, known: Fields) -> int | None:
     return outer.get("bos_token_id", "an integer", inner)
 
 
-def _eos(folder: Path, outer: Fields, known: Fields) -> tuple[int, ...]:
-    """The tokens that end texts; generation_config.json may name more than config.json."""
-    sources = [outer, known]
+def _eos(folder: Path, architecture: str, objects: Sequence[Fields]) -> tuple[int, ...]:
+    """The tokens that end texts, of generation_config.json and the objects of config.json.
+
+    A file that does not name any ends texts as the class of transformers does.
+    """
+    sources = list(objects)
     path = folder / "generation_config.json"
     if path.exists():
         generation = Fields(path, read_json(path))
@@ -191,6 +194,8 @@ def _eos(folder: Path, outer: Fields, known: Fields) -> tuple[int, ...]:
                 f"integers; {AGAIN}."
             )
         found += tokens
+    if not any("eos_token_id" in source.values for source in sources):
+        found = _EOS.get(architecture, [])
     return tuple(dict.fromkeys(found))
 
 
