@@ -33,7 +33,7 @@ SIZES = {
 }
 # Values that differ from every default, tried in this order.
 PROBES = (True, False, 3, 0.5, "other", [3], ["other"], {"rope_theta": 7.0}, {"other": 1})
-# Entries that are read only beside others.
+# Entries that are read only with others.
 BESIDE = {
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 6},
     "use_sliding_window": {"sliding_window": 8, "max_window_layers": 0},
@@ -114,7 +114,7 @@ def test_every_entry_of_the_rotation_is_known(tmp_path):
 
 @pytest.mark.parametrize("kind", CLASSES[:-1])
 def test_entries_that_a_file_lacks_are_those_of_the_class(kind, tmp_path):
-    """Such a file raises, or its configuration is that of a file with the class's values."""
+    """Such a file raises, or reads like a file with the class's values."""
     own = with_entries(tmp_path, kind, {})
     for version in DATA.values():
         for name, value in version[kind].items():
@@ -184,7 +184,7 @@ def test_features_that_the_decoder_lacks_raise(kind, changes, tmp_path):
 
 
 def test_layers_with_a_window_follow_the_file(tmp_path):
-    """Of qwen2 and qwen3: those from `max_window_layers`, or those of `layer_types`."""
+    """qwen2 and qwen3 have `max_window_layers` and `layer_types`."""
     window = {"use_sliding_window": True, "sliding_window": 8}
 
     def local(**changes):

@@ -309,7 +309,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rotated weights": (
         {"config": compressed(group("channel"), transform_config={"config_groups": {"R1": {}}})},
-        "'transform_config' is of class dict, an entry of weights in 8-bit floats that is not",
+        "'transform_config' is .*, an entry of weights in 8-bit floats that is not",
     ),
     "sparse weights": (
         {"config": compressed(group("channel"), sparsity_config={"format": "sparse-24-bitmask"})},

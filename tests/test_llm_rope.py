@@ -1,4 +1,4 @@
-"""Rotations of config.json, wherever its versions write them, against those of transformers."""
+"""Rotations of config.json in the forms of transformers 4 and 5, against transformers."""
 
 import json
 
@@ -280,7 +280,7 @@ ROTATIONS = {
         1.2772589,
     ),
 }
-# The same of the global and of the local layers.
+# Entries, and `inv_freq` of the global and of the local layers.
 GEMMA3 = {
     "gemma3, defaults": (
         {},

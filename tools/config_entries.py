@@ -49,8 +49,8 @@ def entries(cls: Any, package: str = "") -> dict[str, Any]:
 
 
 def read_elsewhere(cls: Any, package: str) -> set[str]:
-    """Entries that are no arguments: those that the constructors take from `kwargs`, and the
-    attributes that the model's code reads."""
+    """Entries that are no arguments: the constructors take them from `kwargs`, or the model's code
+    reads them as attributes."""
     methods = ("__init__", "__post_init__", "convert_rope_params_to_dict")
     bases = [base for base in cls.__mro__ if "transformers" in base.__module__]
     own = [vars(base)[name] for base in bases for name in methods if name in vars(base)]

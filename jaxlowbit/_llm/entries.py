@@ -48,12 +48,12 @@ _HARMLESS = {
         target_lookbehind""",
 }
 _IGNORED = frozenset(name for names in _HARMLESS.values() for name in names.split())
-# The query, key and value projections of qwen2 have biases, whatever this entry is.
+# The query, key and value projections of qwen2 have biases at every value of this entry.
 _IGNORED_BY = {"qwen2": frozenset({"attention_bias"})}
 
 
 class _Feature(NamedTuple):
-    """Entries whose values, except those that turn the feature off, change the logits."""
+    """Entries that change the logits, unless their value is one of `off`."""
 
     names: str
     reason: str
@@ -105,7 +105,8 @@ _FEATURES = (
 )
 _FEATURE_OF = {name: feature for feature in _FEATURES for name in feature.names.split()}
 
-# Of generation_config.json, and of config.json in older files: the value that changes no text.
+# Entries of generation_config.json, and of older files' config.json, with the value that changes
+# no text.
 _DECODING = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,

@@ -11,6 +11,7 @@ A weight is its number times the scale of its block, of its output channel or of
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,7 +177,7 @@ class Matrix(NamedTuple):
         return blocks.pack_rows(self.unpack, self.weight.shape, self.format, scale_dtype)
 
 
-def scheme_of(path: Path, values: dict[str, Any]) -> Scheme | None:
+def scheme_of(path: Path, values: Mapping[str, Any]) -> Scheme | None:
     """What a config.json with these entries says of 8-bit floats; None for a folder of floats.
 
     **Raises:** `ValueError` for weights that are quantized otherwise.

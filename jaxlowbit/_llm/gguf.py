@@ -1,4 +1,4 @@
-"""What a GGUF file says of a decoder: its configuration, and the tensor of each weight."""
+"""The configuration of a decoder in a GGUF file, and the tensor of each weight."""
 
 import re
 import warnings

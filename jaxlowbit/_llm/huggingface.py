@@ -200,7 +200,7 @@ def _eos(folder: Path, architecture: str, objects: Sequence[Fields]) -> tuple[in
 
 
 def _window(known: Fields, architecture: str, layers: int) -> dict[str, Any]:
-    """The window and the pattern of its layers; nothing where no layer has one."""
+    """The window and the pattern of its layers; empty if no layer has one."""
     layers = min(max(layers, 0), MOST["layers"])  # more raise an error in `Config`
     size = None if architecture == "llama" else known.get("sliding_window", "an integer")
     if architecture in ("qwen2", "qwen3"):
@@ -365,7 +365,7 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
 
 
 def _check_tied(table: Tensor, head: Tensor) -> None:
-    """Checks that a head beside the table it is tied to is a copy of the table.
+    """Checks that a file's head is a copy of the table, if config.json ties the two.
 
     transformers 5 does not tie two that differ, and earlier versions ignore the head.
 
