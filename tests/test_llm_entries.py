@@ -313,6 +313,7 @@ def test_every_key_of_llama_cpp_is_in_a_table(architecture):
         ({"attn_logit_softcapping": 50.0}, "no such step"),
         ({"attention.layer_norm_epsilon": 1e-5}, "RMS norms"),
         ({"rope.dimension_sections": [16, 24, 24, 0]}, "by one position"),
+        ({"rope.global.freq_base": 1e6}, "keys that llama.cpp writes"),
         ({"classifier.output_labels": ["yes", "no"]}, "logits of tokens"),
         ({"attention.key_length_swa": 32}, "whole heads of one size"),
         ({"rope.scaling.type": "longrope"}, "'longrope', but the decoder"),

@@ -17,6 +17,7 @@ for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 
+from jaxlowbit import llm  # noqa: E402
 from jaxlowbit._llm import huggingface  # noqa: E402
 from jaxlowbit._llm.config import RopeScaling  # noqa: E402
 
@@ -309,6 +310,20 @@ def test_a_head_beside_the_table_it_is_tied_to(tmp_path):
         )
         with pytest.raises(ValueError, match=r"differs from 'model.embed_tokens.weight', but conf"):
             load(folder)
+
+
+def test_warnings_name_the_line_that_loads(tmp_path):
+    config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
+    folder = model_files.write_folder(tmp_path / "model", config | {"new": 1}, weights)
+    (folder / "generation_config.json").write_text('{"num_beams": 4}')
+    entries = model_files.metadata("llama") | {"llama.new": 1}
+    file = model_files.write_gguf(tmp_path / "m.gguf", entries, model_files.tensors("llama"))
+    for path, names in ((folder, ["'num_beams': 4", "'new': 1"]), (file, ["'llama.new': 1"])):
+        with pytest.warns(UserWarning) as warned:
+            llm.load(path, progress=False)
+        assert [warning.filename for warning in warned] == [__file__] * len(names)
+        for warning, name in zip(warned, names, strict=True):
+            assert str(warning.message).startswith("load: ") and name in str(warning.message)
 
 
 def test_texts_without_an_end_in_the_file_end_as_in_transformers(tmp_path):
