@@ -20,6 +20,7 @@ from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
 from . import blocks, float8, gguf, huggingface
 from .config import Config
+from .folder import check_folder
 from .sharding import Division
 from .tokenizer import Tokenizer
 
@@ -161,9 +162,12 @@ def read(
 
     **Returns:** a `Checkpoint`.
 
+    **Warns:** of entries of the files that are left out and are not known to change nothing.
+
     **Raises:** before any weight is read, `FileNotFoundError` if there is no such path, and
-    `ValueError` for a damaged file, an unknown architecture, type or tokenizer, tensors that are
-    missing or of another shape, for rules that decide about no matrix, and for sizes that the
+    `ValueError` for a damaged file, an unknown architecture, type or tokenizer, an entry that turns
+    on a feature that the decoder lacks, tensors that are missing, unknown or of another shape, for
+    rules that decide about no matrix, and for sizes that the
     devices of the mesh do not divide; `TypeError` for a rule or format that is none. Afterwards
     `ValueError` for weights that are not finite, and what `jaxlowbit.quantize` raises. Each names
     the tensor or key, and the way out.
@@ -245,16 +249,11 @@ def _of_gguf(file: gguf.File, tensor: gguf.Tensor) -> _Source:
 def _floats_of(kind: str, stored: np.ndarray, unit: float) -> Callable[[int, int], np.ndarray]:
     if kind in blocks.TYPES:
         return lambda start, stop: blocks.floats(kind, stored[start:stop], unit)
-    if kind == "BF16":
-        stored = stored.view(jnp.bfloat16)
     return lambda start, stop: stored[start:stop]
 
 
 def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
-    if not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
-        raise ValueError(
-            f"{path} holds GGUF files and no config.json; name a file, such as {files[0]}."
-        )
+    check_folder(path)
     config = huggingface.config_of(path)
     sources = {}
     for name, found in huggingface.weights_of(path, config).items():
