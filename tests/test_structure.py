@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # Rooms, lowest first: a module imports from its own room and from lower ones. Rooms of one rank
 # do not know each other.
 RANKS = (
-    ("_requirements", "_version"),
+    ("_command", "_requirements", "_version"),
     ("_core",),
     ("_backends",),
     ("_matmul",),

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from .._command import run_command
 from .._core import activations
 from .._core.format import INT4, parse_format
 from .bench import SHAPES, bench
@@ -23,14 +23,7 @@ _SUMMARY = "Runs a language model with low-bit weights: a GGUF file or a folder 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `python -m jaxlowbit.llm`."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        options.run(options, _loaded(options))
-    except (ImportError, OSError, ValueError) as error:
-        parser.error(re.sub(r"^\w+: ", "", str(error)))  # without the name of a function
-    except KeyboardInterrupt:
-        print()
+    run_command(_parser(), lambda options: options.run(options, _loaded(options)), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from .._backends import extension, selection
 from .._backends.selection import DeviceFacts, Product
+from .._command import run_command
 from .._core.checks import boolean, brief
 from .._core.format import INT4, Format, as_format, parse_format
 from .._core.layout import blocks
@@ -98,25 +99,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the activations")
     parser.add_argument("--out", type=Path, help="the file to write, or with --show to read")
     parser.add_argument("--show", action="store_true", help="print what is stored")
-    options = parser.parse_args(arguments)
+    run_command(parser, _run, arguments)
+
+
+def _run(options: argparse.Namespace) -> None:
     sources = [source for source in (options.checkpoint, options.shapes) if source is not None]
     if len(sources) != (0 if options.show else 1):
-        parser.error("name a checkpoint, or --shapes, or --show alone.")
-    try:
-        if options.show:
-            paths = [options.out] if options.out else [*tables.files(), *tables.shipped()]
-            if not paths:
-                raise ValueError("nothing is stored; name --shapes or a checkpoint to measure.")
-        else:
-            formats = [parse_format(text) for text in options.format]
-            tokens, dtype, out = options.tokens, options.dtype, options.out
-            paths = [
-                tune(*sources, tokens=tokens, format=formats, dtype=dtype, out=out, progress=True)
-            ]
-        for path in paths:
-            _print(path)
-    except (ImportError, OSError, ValueError) as error:
-        parser.error(str(error).removeprefix("tune: "))
+        raise ValueError("name a checkpoint, or --shapes, or --show alone.")
+    if options.show:
+        paths = [options.out] if options.out else [*tables.files(), *tables.shipped()]
+        if not paths:
+            raise ValueError("nothing is stored; name --shapes or a checkpoint to measure.")
+    else:
+        formats = [parse_format(text) for text in options.format]
+        tokens, dtype, out = options.tokens, options.dtype, options.out
+        paths = [tune(*sources, tokens=tokens, format=formats, dtype=dtype, out=out, progress=True)]
+    for path in paths:
+        _print(path)
 
 
 def _print(path: Path) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .._backends import cuda, custom_calls, extension, instances
 from .._backends.extension import ffi
 from .._backends.instances import HOPPER, Instance
+from .._command import run_command
 from .._core.activations import EXACT, VALUES
 from .._core.dtypes import FLOATS
 from .._core.format import format_name, parse_format
@@ -37,48 +38,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=_ROWS, metavar="M", help="rows")
     parser.add_argument("--device", choices=devices.GPUS, help="the GPU; the first that JAX sees")
     parser.add_argument("--transposed", action="store_true", help="for gradients, too")
-    options = parser.parse_args(arguments)
-    try:
-        device = _device(options.device)
-        formats = [parse_format(text) for text in options.format]
-        taken = (*FLOATS, *VALUES)
-        if str(options.dtype) not in map(str, taken):
-            raise ValueError(f"--dtype {options.dtype}: name one of {', '.join(map(str, taken))}.")
-        dtype = jnp.dtype(options.dtype)
-        floats = EXACT if dtype in VALUES else dtype
-        if dtype in VALUES and device.capability != HOPPER:
-            raise ValueError(
-                f"--dtype {dtype}: {device.name} multiplies quantized activations in {EXACT}; "
-                f"name that, or a GPU of compute capability 9.0."
-            )
-        for format in formats:
-            reason = custom_calls.uncovered("cuda", floats, format)
-            if dtype in VALUES:
-                reason = reason or cuda.unsupported_activations(dtype, format)
-            if reason:
-                raise ValueError(f"--format {format_name(format)}: {reason}.")
-        sources = [source for source in (options.checkpoint, options.shapes) if source]
-        if len(sources) > 1 or not (sources or formats):
-            raise ValueError("name a checkpoint, --shapes with --format, or --format alone.")
-        if sources:
-            weights = find(sources[0], formats, str(floats))
-            wanted = _of_weights(weights, dtype, options.tokens, device, options.transposed)
-        else:
-            found = [
-                instance
-                for format in formats
-                for instance in instances.of_format(format, dtype, floats, device.capability)
-            ]
-            wanted = [
-                instance
-                for instance in found
-                if options.transposed or instance.family != "sm80_transposed"
-            ]
-        failed = _compile(list(dict.fromkeys(wanted)), device)
-    except (ImportError, OSError, ValueError) as error:
-        parser.error(str(error).removeprefix("tune: "))
-    if failed:
-        parser.exit(1)
+    run_command(parser, _run, arguments)
+
+
+def _run(options: argparse.Namespace) -> int:
+    device = _device(options.device)
+    formats = [parse_format(text) for text in options.format]
+    taken = (*FLOATS, *VALUES)
+    if str(options.dtype) not in map(str, taken):
+        raise ValueError(f"--dtype {options.dtype}: name one of {', '.join(map(str, taken))}.")
+    dtype = jnp.dtype(options.dtype)
+    floats = EXACT if dtype in VALUES else dtype
+    if dtype in VALUES and device.capability != HOPPER:
+        raise ValueError(
+            f"--dtype {dtype}: {device.name} multiplies quantized activations in {EXACT}; "
+            f"name that, or a GPU of compute capability 9.0."
+        )
+    for format in formats:
+        reason = custom_calls.uncovered("cuda", floats, format)
+        if dtype in VALUES:
+            reason = reason or cuda.unsupported_activations(dtype, format)
+        if reason:
+            raise ValueError(f"--format {format_name(format)}: {reason}.")
+    sources = [source for source in (options.checkpoint, options.shapes) if source]
+    if len(sources) > 1 or not (sources or formats):
+        raise ValueError("name a checkpoint, --shapes with --format, or --format alone.")
+    if sources:
+        weights = find(sources[0], formats, str(floats))
+        wanted = _of_weights(weights, dtype, options.tokens, device, options.transposed)
+    else:
+        found = [
+            instance
+            for format in formats
+            for instance in instances.of_format(format, dtype, floats, device.capability)
+        ]
+        wanted = [
+            instance
+            for instance in found
+            if options.transposed or instance.family != "sm80_transposed"
+        ]
+    return int(_compile(list(dict.fromkeys(wanted)), device))
 
 
 def _device(name: str | None) -> Device:

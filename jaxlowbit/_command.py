@@ -1,0 +1,45 @@
+"""Runs the command lines of the package: their errors, closed pipes and Ctrl-C."""
+
+import argparse
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int | None],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Parses the arguments and calls `run` with them; ends the process if that fails.
+
+    `run` returns an exit status, where None is 0. After an `ImportError`, `OSError` or `ValueError`
+    the status is 2, and the error's text is one line on standard error. After Ctrl-C it is 130, and
+    if the reader of the output closes its pipe, as `head` does, 141: the numbers that shells give
+    to the signals. `run` must not catch `BrokenPipeError`, which is an `OSError`.
+    """
+    options = parser.parse_args(arguments)
+    message = None
+    try:
+        status = run(options)
+        sys.stdout.flush()  # a closed pipe may be noticed only here
+    except BrokenPipeError:
+        status = 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        status, message = 128 + signal.SIGINT, "\n"
+    except (ImportError, OSError, ValueError) as error:
+        without_function = re.sub(r"^\w+: ", "", str(error))
+        status, message = 2, f"{parser.prog}: error: {without_function}\n"
+    if status:
+        _drop_unwritten()
+        parser.exit(status, message)
+
+
+def _drop_unwritten() -> None:
+    """Discards output that cannot be written: Python would write it again as it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
