@@ -1,9 +1,11 @@
 """The command `python -m jaxlowbit.llm`."""
 
 import argparse
+import functools
+import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ from flax import nnx
 
 from .._command import run_command
 from .._core import activations
-from .._core.format import INT4, parse_format
+from .._core.format import INT4, Format, parse_format
+from . import console
 from .bench import SHAPES, bench
+from .chat import Conversation, Encode, chat, message
 from .generate import Generation, stream
-from .language_model import LanguageModel, init, load
+from .language_model import LanguageModel, init, load, open_file
+from .load import Header
 from .perplexity import perplexity
 
 _SUMMARY = "Runs a language model with low-bit weights: a GGUF file or a folder of safetensors."
@@ -23,7 +28,17 @@ _SUMMARY = "Runs a language model with low-bit weights: a GGUF file or a folder 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `python -m jaxlowbit.llm`."""
-    run_command(_parser(), lambda options: options.run(options, _loaded(options)), arguments)
+    run_command(_parser(), _run, arguments)
+
+
+def _run(options: argparse.Namespace) -> None:
+    for file in (sys.stdout, sys.stderr):
+        if isinstance(file, io.TextIOWrapper):
+            file.reconfigure(errors="replace")  # of characters that the terminal lacks
+    try:
+        options.run(options)
+    except jax.errors.JaxRuntimeError as error:  # such as memory that is exhausted
+        raise ValueError(str(error).partition("\n")[0]) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,11 +57,11 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--activation-rows", type=int, metavar="N", help=fewer)
         devices = "how many devices to divide the model over"
         added.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
-        added.set_defaults(run=run)
+        added.set_defaults(run=run, prog=added.prog)
         return added
 
     for name, run, summary in (
-        ("chat", _chat, "Talks with the model, until an empty line."),
+        ("chat", _chat, "Talks with the model, until the end of the input (Ctrl-D)."),
         ("generate", _generate, "Answers one prompt."),
     ):
         added = command(run, name, summary)
@@ -55,15 +70,23 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--temperature", type=float, default=temperature, metavar="T")
         added.add_argument("--top-k", type=int, metavar="K")
         added.add_argument("--top-p", type=float, metavar="P")
-        added.add_argument("--seed", type=int, default=0)
-        added.add_argument("--stop", action="append", default=[], metavar="TEXT")
+        seed = "of the draws; each turn adds 1" if name == "chat" else "of the draws"
+        added.add_argument("--seed", type=int, default=0, help=seed)
+        stop = "text that ends a reply; may be repeated"
+        added.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
         added.add_argument("--system", metavar="TEXT", help="the message that a chat begins with")
-    added.add_argument("--prompt", required=True, metavar="TEXT")
+        variable = "variable of the chat template, in JSON: enable_thinking=false; may be repeated"
+        added.add_argument(
+            "--template-option", action="append", default=[], metavar="NAME=VALUE", help=variable
+        )
+    prompt = "a text, or - for standard input"
+    added.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
     added.add_argument("--raw", action="store_true", help="without the chat template")
     added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
 
     added = command(_perplexity, "perplexity", "Measures how well the model predicts a text.")
-    added.add_argument("--text", required=True, type=Path, metavar="FILE")
+    text = "a text file in UTF-8, or - for standard input"
+    added.add_argument("--text", required=True, metavar="FILE", help=text)
     added.add_argument("--context", type=int, default=512, metavar="N")
     added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
 
@@ -78,15 +101,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _loaded(options: argparse.Namespace) -> LanguageModel:
-    named = options.run is _bench and options.model in SHAPES and not Path(options.model).exists()
-    floats = named and options.format == "float"
-    format = None if options.format is None or floats else parse_format(options.format)
-    how: dict[str, Any] = {"dtype": options.dtype, "activation_dtype": options.activation_dtype}
-    how |= {"activation_rows": options.activation_rows, "mesh": _mesh(options.devices)}
-    if named:
-        return init(SHAPES[options.model], None if floats else format or INT4, **how)
-    return load(options.model, format=format, **how)
+def _loaded(options: argparse.Namespace, path: Any) -> LanguageModel:
+    """The model of a file, or of its header."""
+    progress = sys.stderr.isatty()
+    return load(path, format=_format(options.format), progress=progress, **_decoding(options))
+
+
+def _format(name: str | None) -> Format | None:
+    return None if name is None else parse_format(name)
+
+
+def _decoding(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "dtype": options.dtype,
+        "activation_dtype": options.activation_dtype,
+        "activation_rows": options.activation_rows,
+        "mesh": _mesh(options.devices),
+    }
 
 
 def _mesh(devices: int) -> jax.sharding.Mesh | None:
@@ -101,79 +132,90 @@ def _mesh(devices: int) -> jax.sharding.Mesh | None:
     return jax.make_mesh((devices,), ("model",), devices=found[:devices])
 
 
-def _chat(options: argparse.Namespace, model: LanguageModel) -> None:
-    history = [{"role": "system", "content": options.system}] if options.system else []
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            line = ""
-        if not line.strip():
-            return
-        history.append({"role": "user", "content": line})
-        result = _shown(options, model, history)
-        history.append({"role": "assistant", "content": result.text or ""})
+def _chat(options: argparse.Namespace) -> None:
+    header = open_file(options.model)
+    encode = _template(options, header)
+    conversation = Conversation(
+        encode, header.config.context, options.system, options.max_new_tokens
+    )
+    conversation.ask("hello")  # raises if the template takes no system message
+    conversation.answer(None)
+    model = _loaded(options, header)
+    chat(model, conversation, _drawing(options), _summary(options, model))
 
 
-def _generate(options: argparse.Namespace, model: LanguageModel) -> None:
-    prompt: Any = options.prompt
+def _generate(options: argparse.Namespace) -> None:
+    text = options.prompt
+    if text == "-":
+        text = console.read_text("--prompt", text).removesuffix("\n")
+    console.check_unicode("--prompt", text)
+    header = open_file(options.model)
+    prompt: Any = text
     if not options.raw:
-        prompt = [{"role": "user", "content": prompt}]
-        if options.system:
-            prompt.insert(0, {"role": "system", "content": options.system})
-    result = _shown(options, model, prompt)
+        system = [message("system", options.system)] if options.system else []
+        prompt = _template(options, header)([*system, message("user", text)])
+    model = _loaded(options, header)
+    result = console.show(stream(model, prompt, **_drawing(options)), [])
+    console.say(_summary(options, model)(result))
     if options.json:
         fields = ("text", "tokens", "prompt_tokens", "tokens_per_second", "finish")
         print(json.dumps({name: getattr(result, name) for name in fields}))
 
 
-def _shown(options: argparse.Namespace, model: LanguageModel, prompt: Any) -> Generation:
-    """Prints the text as it comes, and its numbers on the standard error."""
-    pieces = stream(
-        model,
-        prompt,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop=options.stop,
+def _template(options: argparse.Namespace, header: Header) -> Encode:
+    """Turns messages to tokens by the chat template of a model.
+
+    **Raises:** `ValueError` without a template.
+    """
+    if not header.tokenizer.has_chat:
+        raise ValueError(
+            f"{options.model} has no chat template, because it continues texts; use the command "
+            "generate with --raw."
+        )
+    console.check_unicode("--system", options.system or "")
+    variables = dict(map(_variable, options.template_option))
+    return functools.partial(header.tokenizer.chat, template_options=variables)
+
+
+def _variable(option: str) -> tuple[str, Any]:
+    name, equals, value = option.partition("=")
+    try:
+        if name and equals:
+            return name, json.loads(value)
+    except json.JSONDecodeError:
+        pass
+    raise ValueError(
+        f"--template-option {option} is not NAME=VALUE with a value in JSON, such as "
+        "enable_thinking=false or date='\"26 July\"'."
     )
-    result = _printed(pieces)
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model.decoder)))
-    print(
-        f"[{result.prompt_tokens} + {len(result.tokens)} tokens, "
-        f"{result.tokens_per_second:.1f} tokens/s, weights {weights / 1e6:,.0f} MB{_peak()}]",
-        file=sys.stderr,
-    )
-    return result
 
 
-def _printed(pieces: Iterator[str]) -> Generation:
-    while True:
-        try:
-            print(next(pieces), end="", flush=True)
-        except StopIteration as end:
-            print(flush=True)
-            return end.value
+def _drawing(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `stream`."""
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+    return {name: getattr(options, name) for name in names}
 
 
-def _peak() -> str:
-    """The most memory that the device had in use, where it tells."""
-    statistics = jax.devices()[0].memory_stats() or {}
-    peak = statistics.get("peak_bytes_in_use")
-    return "" if peak is None else f", device at most {peak / 1e6:,.0f} MB"
+def _summary(options: argparse.Namespace, model: LanguageModel) -> Callable[[Generation], str]:
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model.decoder)))
+    return lambda result: console.statistics(result, options.max_new_tokens, nbytes)
 
 
-def _perplexity(options: argparse.Namespace, model: LanguageModel) -> None:
-    text = options.text.read_text(encoding="utf-8")
+def _perplexity(options: argparse.Namespace) -> None:
+    text = console.read_text("--text", options.text)
+    model = _loaded(options, options.model)
     found = perplexity(model, text, context=options.context, progress=sys.stderr.isatty())
     print(f"perplexity {found.perplexity:.4f} of {found.tokens} tokens, context {found.context}")
     if options.json:
         print(json.dumps(found._asdict()))
 
 
-def _bench(options: argparse.Namespace, model: LanguageModel) -> None:
+def _bench(options: argparse.Namespace) -> None:
+    if options.model in SHAPES and not Path(options.model).exists():
+        format = None if options.format == "float" else _format(options.format) or INT4
+        model = init(SHAPES[options.model], format, **_decoding(options))
+    else:
+        model = _loaded(options, options.model)
     rows = []
     print("batch  prompt  new  prefill tokens/s  decode tokens/s  ms/step  weights MB  cache MB")
     for batch in options.batch:
