@@ -116,7 +116,7 @@ def _lines() -> Iterator[str]:
             line = _asked() if terminal else _piped()
         except EOFError:
             if terminal:
-                print(flush=True)
+                print(file=sys.stderr, flush=True)
             return
         except ValueError as error:
             console.say(f"{error} It is ignored.")

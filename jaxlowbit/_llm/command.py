@@ -14,6 +14,7 @@ from flax import nnx
 
 from .._command import run_command
 from .._core import activations
+from .._core.dtypes import FLOATS
 from .._core.format import INT4, Format, parse_format
 from . import console
 from .bench import SHAPES, bench
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=summary, description=summary)
         added.add_argument("model", metavar="MODEL", help="a GGUF file, or a folder of safetensors")
         added.add_argument("--format", help="such as int4-g128, to quantize float weights by")
-        added.add_argument("--dtype", help="of the activations: float32, bfloat16 or float16")
+        added.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
         inputs = "to which blocks round the inputs of products with quantized weights"
         dtypes = [str(dtype) for dtype in activations.VALUES]
         added.add_argument("--activation-dtype", choices=dtypes, help=inputs)
@@ -122,7 +123,13 @@ def _decoding(options: argparse.Namespace) -> dict[str, Any]:
 
 def _mesh(devices: int) -> jax.sharding.Mesh | None:
     """The first devices, or None for one."""
-    found = jax.devices()
+    try:
+        found = jax.devices()
+    except (AssertionError, RuntimeError) as error:  # of JAX, by its version
+        raise ValueError(
+            f"JAX cannot start a backend ({error or 'it does not say why'}); check JAX_PLATFORMS "
+            "and the packages of jax."
+        ) from error
     if not 1 <= devices <= len(found):
         raise ValueError(
             f"--devices {devices}, but JAX sees {len(found)} here; name 1 to {len(found)}."
