@@ -7,19 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import console
-from .generate import stream
+from .session import Session
 
 with contextlib.suppress(ImportError):  # absent from some builds of Python
     import readline  # noqa: F401  gives `input` a history and keys that edit the line
-
-
-class Session:
-    def __init__(self, model):
-        self.model = model
-
-    def stream(self, prompt, **options):
-        return stream(self.model, prompt, **options)
-
 
 Encode = Callable[[list[dict[str, str]]], list[int]]
 
@@ -100,7 +91,6 @@ def chat(model: Any, conversation: Conversation, options: dict[str, Any], summar
         except KeyboardInterrupt:
             print(flush=True)
             console.say("interrupted")
-            session = Session(model)
         conversation.answer("".join(said) if said or result else None)
 
 

@@ -4,6 +4,7 @@ import argparse
 import functools
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,11 +20,20 @@ from .._core.format import INT4, Format, parse_format
 from . import console
 from .bench import SHAPES, bench
 from .chat import Conversation, Encode, chat, message
-from .generate import Generation, stream
+from .generate import Generation, Request, generate, stream
 from .language_model import LanguageModel, init, load, open_file
 from .load import Header
 from .perplexity import perplexity
 
+_BENCH_HEAD = "batch  prompt  new  prefill tokens/s  decode tokens/s  ms/step  weights MB  cache MB"
+_DRAWING = (
+    ("--top-k", int, "K", "draw from the K most likely tokens"),
+    ("--top-p", float, "P", "draw from the most likely tokens with a total probability of P"),
+    ("--min-p", float, "P", "draw from tokens with P times the probability of the most likely"),
+    ("--repetition-penalty", float, "X", "of tokens in the prompt or reply: divides their logits"),
+    ("--presence-penalty", float, "X", "of tokens in the reply: subtracted from their logits"),
+    ("--frequency-penalty", float, "X", "as presence, for each time that the token occurs"),
+)
 _SUMMARY = "Runs a language model with low-bit weights: a GGUF file or a folder of safetensors."
 
 
@@ -40,6 +50,16 @@ def _run(options: argparse.Namespace) -> None:
         options.run(options)
     except jax.errors.JaxRuntimeError as error:  # such as memory that is exhausted
         raise ValueError(str(error).partition("\n")[0]) from error
+    except ValueError as error:
+        raise ValueError(_with_options(str(error), options)) from error
+
+
+def _with_options(message: str, options: argparse.Namespace) -> str:
+    """A message about a Python argument, such as top_k, as one about the option of that name."""
+    found = re.match(r"(?:\w+: )?(\w+) is ", message)
+    if found is None or found[1] not in vars(options):
+        return message
+    return f"--{found[1].replace('_', '-')}{message[found.end(1) :]}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,11 +88,14 @@ def _parser() -> argparse.ArgumentParser:
         added = command(run, name, summary)
         added.add_argument("--max-new-tokens", type=int, default=512, metavar="N")
         temperature = 0.7 if name == "chat" else 0.0
-        added.add_argument("--temperature", type=float, default=temperature, metavar="T")
-        added.add_argument("--top-k", type=int, metavar="K")
-        added.add_argument("--top-p", type=float, metavar="P")
+        summary = f"0 takes the most likely token (default: {temperature})"
+        added.add_argument(
+            "--temperature", type=float, default=temperature, metavar="T", help=summary
+        )
+        for option, kind, metavar, summary in _DRAWING:
+            added.add_argument(option, type=kind, metavar=metavar, help=summary)
         seed = "of the draws; each turn adds 1" if name == "chat" else "of the draws"
-        added.add_argument("--seed", type=int, default=0, help=seed)
+        added.add_argument("--seed", type=int, default=0, metavar="N", help=seed)
         stop = "text that ends a reply; may be repeated"
         added.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
         added.add_argument("--system", metavar="TEXT", help="the message that a chat begins with")
@@ -82,6 +105,10 @@ def _parser() -> argparse.ArgumentParser:
         )
     prompt = "a text, or - for standard input"
     added.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
+    samples = "how many replies to draw; they are printed at the end"
+    added.add_argument("--n", type=int, default=1, metavar="N", help=samples)
+    logprobs = "print the log-probability of each token, and N likely ones with theirs"
+    added.add_argument("--logprobs", type=int, metavar="N", help=logprobs)
     added.add_argument("--raw", action="store_true", help="without the chat template")
     added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
 
@@ -141,14 +168,14 @@ def _mesh(devices: int) -> jax.sharding.Mesh | None:
 
 def _chat(options: argparse.Namespace) -> None:
     header = open_file(options.model)
-    encode = _template(options, header)
-    conversation = Conversation(
-        encode, header.config.context, options.system, options.max_new_tokens
-    )
+    drawing = _drawing(options)
+    Request.of("chat", header, **drawing)
+    encode, context = _template(options, header), header.config.context
+    conversation = Conversation(encode, context, options.system, options.max_new_tokens)
     conversation.ask("hello")  # raises if the template takes no system message
     conversation.answer(None)
     model = _loaded(options, header)
-    chat(model, conversation, _drawing(options), _summary(options, model))
+    chat(model, conversation, drawing, _summary(options, model))
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -157,16 +184,35 @@ def _generate(options: argparse.Namespace) -> None:
         text = console.read_text("--prompt", text).removesuffix("\n")
     console.check_unicode("--prompt", text)
     header = open_file(options.model)
+    drawing = _drawing(options) | {"logprobs": options.logprobs}
+    request = Request.of("generate", header, n=options.n, **drawing)
     prompt: Any = text
     if not options.raw:
         system = [message("system", options.system)] if options.system else []
         prompt = _template(options, header)([*system, message("user", text)])
+    (tokens,) = request.encoded([prompt])
     model = _loaded(options, header)
-    result = console.show(stream(model, prompt, **_drawing(options)), [])
-    console.say(_summary(options, model)(result))
+    summary = _summary(options, model)
+    if options.n == 1:
+        results = [console.show(stream(model, tokens, **drawing), [])]
+        console.say(summary(results[0]))
+    else:
+        results = generate(model, tokens, n=options.n, **drawing)
+        for i, result in enumerate(results, 1):
+            print(result.text, flush=True)
+            console.say(f"{i} of {options.n}: {summary(result)}")
+    if options.logprobs is not None:
+        for result in results:
+            print("\n".join(console.logprobs(model.tokenizer, result)))
     if options.json:
-        fields = ("text", "tokens", "prompt_tokens", "tokens_per_second", "finish")
-        print(json.dumps({name: getattr(result, name) for name in fields}))
+        found = [_as_json(result) for result in results]
+        print(json.dumps(found[0] if options.n == 1 else found))
+
+
+def _as_json(result: Generation) -> dict[str, Any]:
+    fields = ("text", "tokens", "prompt_tokens", "tokens_per_second", "finish")
+    found = {name: getattr(result, name) for name in fields}
+    return found if result.logprobs is None else found | {"logprobs": result.logprobs._asdict()}
 
 
 def _template(options: argparse.Namespace, header: Header) -> Encode:
@@ -198,8 +244,9 @@ def _variable(option: str) -> tuple[str, Any]:
 
 
 def _drawing(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of `stream`."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+    """The options of `stream` that both commands have."""
+    names = [option.removeprefix("--").replace("-", "_") for option, *_ in _DRAWING]
+    names += ["max_new_tokens", "temperature", "seed", "stop"]
     return {name: getattr(options, name) for name in names}
 
 
@@ -218,13 +265,17 @@ def _perplexity(options: argparse.Namespace) -> None:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    if options.model in SHAPES and not Path(options.model).exists():
+    if Path(options.model).exists():
+        model = _loaded(options, options.model)
+    elif options.model in SHAPES:
         format = None if options.format == "float" else _format(options.format) or INT4
         model = init(SHAPES[options.model], format, **_decoding(options))
     else:
-        model = _loaded(options, options.model)
+        raise ValueError(
+            f"{options.model} does not exist, and is none of the known models; name a .gguf file, "
+            f"the folder of a Hugging Face model, or {', '.join(SHAPES)}."
+        )
     rows = []
-    print("batch  prompt  new  prefill tokens/s  decode tokens/s  ms/step  weights MB  cache MB")
     for batch in options.batch:
         found = bench(
             model,
@@ -233,6 +284,8 @@ def _bench(options: argparse.Namespace) -> None:
             new_tokens=options.new_tokens,
             repeats=options.repeats,
         )
+        if not rows:
+            print(_BENCH_HEAD)
         print(
             f"{found.batch:5}  {found.prompt_tokens:6}  {found.new_tokens:3}  {found.prefill:16.1f}"
             f"  {found.decode:15.1f}  {found.milliseconds_per_step:7.2f}"

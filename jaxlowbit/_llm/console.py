@@ -67,11 +67,24 @@ def say(message: str) -> None:
 def statistics(result: Generation, max_new_tokens: int, nbytes: int) -> str:
     """The numbers of a reply, in a line."""
     limit = "--max-new-tokens" if len(result.tokens) >= max_new_tokens else "the context"
-    cut = f", cut by {limit}" if result.finish == "length" else ""
+    ends = {"length": f", cut by {limit}", "nan": ", cut by logits that are NaN"}
     return (
-        f"{result.prompt_tokens} + {len(result.tokens)} tokens{cut}, "
+        f"{result.prompt_tokens} + {len(result.tokens)} tokens{ends.get(result.finish, '')}, "
         f"{result.tokens_per_second:.1f} tokens/s, weights {nbytes / 1e6:,.0f} MB{_peak()}"
     )
+
+
+def logprobs(tokenizer: Any, result: Generation) -> Iterator[str]:
+    """A line for each token with its log-probability, and the most likely tokens with theirs."""
+    assert result.logprobs is not None
+    rows = zip(result.tokens, result.logprobs.chosen, result.logprobs.top, strict=True)
+    for token, chosen, top in rows:
+        pairs = [(token, chosen), *top.items()]
+        yield "  ".join(f"{value:8.3f} {_name(tokenizer, token)}" for token, value in pairs)
+
+
+def _name(tokenizer: Any, token: int) -> str:
+    return f"{tokenizer.decode([token], special=True)!r:12}"
 
 
 def _peak() -> str:
