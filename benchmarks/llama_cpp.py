@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from jaxlowbit import llm
-from jaxlowbit._llm.generate import run
+from jaxlowbit._llm.programs import run
 from jaxlowbit._llm.sampling import Sampling
 
 SEED = 0

@@ -15,8 +15,8 @@ import pytest
 from decoders import CONFIGS, LLAMA, floats, random, reference
 from flax import nnx
 
-from jaxlowbit._llm import generate as loop
 from jaxlowbit._llm import memory
+from jaxlowbit._llm import programs as loop
 from jaxlowbit._llm.cache import make_cache
 from jaxlowbit._llm.sampling import Sampling, sample
 from jaxlowbit._llm.text import Text
@@ -177,8 +177,8 @@ def traced(decoder):
     cache = make_cache(decoder.config, 2, 256, decoder.dtype)
     zeros = jnp.zeros(2, jnp.int32)
     start = loop.State(cache, jnp.zeros((2, LLAMA.vocabulary)), zeros, zeros == 1)
-    eos, key = jnp.zeros(0, jnp.int32), jax.random.key(0)
-    return loop.decode.trace(graph, state, start, np.int32(3), eos, key, Sampling()), start
+    ends, key = loop.Ends(jnp.zeros(0, jnp.int32), zeros + 256), jax.random.key(0)
+    return loop.decode.trace(graph, state, start, np.int32(3), ends, key, Sampling()), start
 
 
 @functools.cache
@@ -297,7 +297,7 @@ def test_tokens_are_drawn_from_the_most_likely(top_k, top_p):
     logits = np.random.default_rng(0).normal(size=16).astype(np.float32) * 2
     keys = jax.random.split(jax.random.key(0), 4000)
     rows = jnp.broadcast_to(jnp.asarray(logits), (4000, 16))
-    drawn = np.asarray(sample(rows, keys, Sampling.of(1.5, top_k, top_p)))
+    drawn = np.asarray(sample(rows, keys, Sampling.of("test", 1.5, top_k, top_p)))
     allowed = kept(logits / 1.5, top_k, top_p)
     assert set(drawn.tolist()) <= allowed
     p = np.where([i in allowed for i in range(16)], np.exp(logits / 1.5), 0)
@@ -345,7 +345,7 @@ def test_text_without_a_tokenizer_is_refused():
 
 def test_a_batch_that_does_not_fit_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 1_000_000)
-    with pytest.raises(ValueError, match=r"a batch of 50 with 512 slots needs \d+,\d+,\d+ bytes"):
+    with pytest.raises(ValueError, match=r"a batch of 50 with 256 slots needs \d+,\d+,\d+ bytes"):
         generate(model(), [SHORT] * 50)
     assert generate(model(), SHORT, max_new_tokens=1).tokens
 

@@ -19,7 +19,7 @@ from model_files import metadata, tensors, write_gguf
 
 from jaxlowbit import MXFP4, NVFP4, Format
 from jaxlowbit._llm import command
-from jaxlowbit._llm import generate as loop
+from jaxlowbit._llm import programs as loop
 from jaxlowbit._llm.sampling import Sampling
 from jaxlowbit.llm import (
     Config,
@@ -194,8 +194,8 @@ def traced(decoder: Decoder) -> tuple[Any, loop.State]:
     graph, state = nnx.split(decoder)
     numbers = (jnp.zeros((2, 160)), jnp.zeros(2, jnp.int32), jnp.zeros(2, bool))
     start = loop.State(decoder.make_cache(2, 256), *decoder.replicate(numbers))
-    eos, key = jnp.zeros(0, jnp.int32), jax.random.key(0)
-    return loop.decode.trace(graph, state, start, np.int32(3), eos, key, Sampling()), start
+    ends, key = loop.Ends(jnp.zeros(0, jnp.int32), numbers[1]), jax.random.key(0)
+    return loop.decode.trace(graph, state, start, np.int32(3), ends, key, Sampling()), start
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

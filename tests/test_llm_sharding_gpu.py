@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxlowbit import INT4
-from jaxlowbit._llm import generate as loop
+from jaxlowbit._llm import programs as loop
 from jaxlowbit._llm.sampling import Sampling
 from jaxlowbit.llm import Config, Decoder, LanguageModel, generate, init, shard
 
@@ -89,8 +89,8 @@ def test_a_step_sends_sums_and_logits_only(batch, in_calls, mesh):
     graph, state = nnx.split(decoder)
     numbers = (jnp.zeros((batch, 4224)), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
     start = loop.State(decoder.make_cache(batch, 256), *decoder.replicate(numbers))
-    eos, key = jnp.zeros(0, jnp.int32), jax.random.key(0)
-    program = loop.decode.trace(graph, state, start, np.int32(3), eos, key, Sampling())
+    ends, key = loop.Ends(jnp.zeros(0, jnp.int32), numbers[1]), jax.random.key(0)
+    program = loop.decode.trace(graph, state, start, np.int32(3), ends, key, Sampling())
     text = program.lower().compile().as_text() or ""
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     sent = collections.Counter(re.findall(rf"= .*? ({kinds})(?:-start)?\(", text))

@@ -12,8 +12,8 @@ import pytest
 from model_files import floats, same_bits, smollm2
 
 from jaxlowbit._llm import gguf as files
-from jaxlowbit._llm.generate import run
 from jaxlowbit._llm.load import read
+from jaxlowbit._llm.programs import run
 from jaxlowbit._llm.sampling import Sampling
 from jaxlowbit.llm import load
 
@@ -80,7 +80,7 @@ def plain_logits(tokens):
 def margins(model, prompt, count):
     """By how much each greedy token leads, or is behind, in the plain program's logits."""
     groups = run(model, [prompt], count, Sampling(), 0, endless=True)
-    tokens = np.concatenate(list(groups), axis=1)[0].tolist()
+    tokens = np.concatenate([drawn.tokens for drawn in groups], axis=1)[0].tolist()
     assert len(tokens) == count
     rows = plain_logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :]
     chosen = rows[np.arange(count), tokens]

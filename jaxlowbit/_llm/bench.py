@@ -10,8 +10,8 @@ from flax import nnx
 from .._core import checks
 from .cache import nbytes
 from .config import Config, RopeScaling
-from .generate import run
 from .language_model import LanguageModel, check_model
+from .programs import run
 from .sampling import Sampling
 
 # Models by their sizes, for random weights.

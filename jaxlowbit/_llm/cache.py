@@ -34,15 +34,16 @@ class Cache(NamedTuple):
 
     def advance(self, positions: Array) -> "Cache":
         """The cache with the next slots given to tokens at positions (batch, tokens)."""
-        placed = lax.dynamic_update_slice(self.positions, positions, (0, self.used))
+        placed = lax.dynamic_update_slice_in_dim(self.positions, positions, self.used, axis=1)
         return self._replace(positions=placed, used=self.used + positions.shape[1])
 
     def write(self, layer: int, key: Array, value: Array) -> "Cache":
         """The cache with keys and values (batch, tokens, kv_heads, head_size) of a layer in the
         slots that `advance` gave last."""
-        start = (0, self.used - key.shape[1], 0, 0)
-        keys = lax.dynamic_update_slice(self.keys[layer], key, start)
-        return self.replace(layer, keys, lax.dynamic_update_slice(self.values[layer], value, start))
+        start = self.used - key.shape[1]
+        keys = lax.dynamic_update_slice_in_dim(self.keys[layer], key, start, axis=1)
+        values = lax.dynamic_update_slice_in_dim(self.values[layer], value, start, axis=1)
+        return self.replace(layer, keys, values)
 
     def replace(self, layer: int, keys: Array, values: Array) -> "Cache":
         """The cache with other keys and values (batch, slots, kv_heads, head_size) of a layer."""
@@ -51,6 +52,25 @@ class Cache(NamedTuple):
             return (*stored[:layer], new, *stored[layer + 1 :])
 
         return self._replace(keys=replaced(self.keys, keys), values=replaced(self.values, values))
+
+    def cut(self, length: Array) -> "Cache":
+        """The cache with its first `length` slots in use only, int32 ()."""
+        slots = jnp.arange(self.slots, dtype=jnp.int32)
+        return self._replace(positions=jnp.where(slots < length, self.positions, -1), used=length)
+
+    def copied_to(self, larger: "Cache") -> "Cache":
+        """An empty cache with more slots, filled with this one."""
+
+        def filled(new: Array, old: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(new, old, 0, axis=1)
+
+        arrays = jax.tree.map(filled, larger[:3], self[:3])
+        return Cache(*arrays, used=self.used)
+
+    def repeated(self, times: int) -> "Cache":
+        """The cache with each sequence so many times, one after the other."""
+        arrays = jax.tree.map(lambda array: jnp.repeat(array, times, axis=0), self[:3])
+        return Cache(*arrays, used=self.used)
 
 
 def cache_specs(config: Config, axis: str) -> Cache:

@@ -16,6 +16,7 @@ from .config import Config, check_config
 from .load import Header, read, read_header
 from .model import Decoder, check_rows
 from .random_weights import random_weights
+from .sampling import SEED_RULE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +144,7 @@ def init(
     - `config`: sizes and kinds.
     - `format`: that of every matrix, a `Format` or its name; None for floats in `dtype`, to
       compare with.
-    - `seed`: of the words.
+    - `seed`: of the words, an integer of 64 bits.
     - `dtype`: that of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
       the CPU.
     - `activation_dtype`, `activation_rows`: as for `load`.
@@ -162,8 +163,7 @@ def init(
     """
     check_config("init", config)
     format = None if format is None else as_format("init", format)
-    rule = "an integer of 64 bits"
-    seed = checks.integer("init", "seed", seed, rule, least=-(2**63), most=2**63 - 1)
+    seed = checks.integer("init", "seed", seed, SEED_RULE, least=-(2**63), most=2**63 - 1)
     dtype = default_dtype() if dtype is None else checks.compute_dtype("init", "dtype", dtype)
     activation_dtype = arguments.activation_dtype("init", activation_dtype)
     check_rows("init", activation_rows)

@@ -12,8 +12,8 @@ from flax import nnx
 from jax import Array, lax
 
 from .._core import checks
-from .generate import encoded, is_single
 from .language_model import LanguageModel, check_model
+from .prompts import encoded, is_single
 
 _ROWS = 64  # whose logits exist at the same time
 

@@ -15,6 +15,7 @@ from .._core.dequantize import of_codes
 from .._core.format import Format
 from .config import Config
 from .model import Weight
+from .sampling import random_key
 from .sharding import Division
 
 _ONE = 7 << 3  # the bits of 1 as an e4m3 scale
@@ -38,7 +39,7 @@ def random_weights(
     if mesh is not None:
         division = Division.of("init", config, mesh, dict.fromkeys(config.shapes(), format))
     weights: dict[str, Weight] = {}
-    key = jax.random.key(seed)
+    key = random_key(seed)
     for i, (name, shape) in enumerate(config.shapes().items()):
         if len(shape) == 2:
             own = jax.random.fold_in(key, i)

@@ -1,14 +1,23 @@
-"""Choice of the next token."""
+"""Choice of the next token: penalties, temperature, and which tokens may be drawn."""
 
+import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from .._core import checks
+
+NOT_A_NUMBER = -3
+"""The token of a sequence whose logits contain NaN."""
+
+SEED_RULE = "an integer of 64 bits, from -2**63 to 2**63 - 1"
+
+_FLOAT32 = np.finfo(np.float32)
 
 
 class Sampling(NamedTuple):
@@ -18,71 +27,168 @@ class Sampling(NamedTuple):
     temperature: Array | None = None
     top_k: Array | None = None
     top_p: Array | None = None
+    min_p: Array | None = None  # its logarithm
+    repetition_penalty: Array | None = None
+    presence_penalty: Array | None = None
+    frequency_penalty: Array | None = None
 
     @classmethod
     def of(
         cls,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        caller: str = "generate",
+        caller: str,
+        temperature: Any = 0.0,
+        top_k: Any = None,
+        top_p: Any = None,
+        min_p: Any = None,
+        repetition_penalty: Any = None,
+        presence_penalty: Any = None,
+        frequency_penalty: Any = None,
     ) -> "Sampling":
-        """**Raises:** `TypeError` for what is no number, `ValueError` for values out of range."""
-        if not _is_number(temperature, 0):
-            raise _error(temperature)(
-                f"{caller}: temperature is {checks.brief(temperature)}, but it is a finite number "
-                "from 0 on, and 0 takes the most likely token."
-            )
+        """Checks the options as float32 represents them: a temperature that rounds to 0 is 0.
+
+        **Raises:** `TypeError` for what is no number, `ValueError` for values out of range.
+        """
+        rule = "a number from 0 to 3.4e38, and 0 takes the most likely token"
+        temperature = _float32(caller, "temperature", temperature, rule, least=0)
         if top_k is not None:
             rule = "an integer from 1 to 2**31 - 1, or None"
             top_k = checks.integer(caller, "top_k", top_k, rule, most=2**31 - 1)
-        if top_p is not None and not (_is_number(top_p, 0) and 0 < top_p <= 1):
-            raise _error(top_p)(
-                f"{caller}: top_p is {checks.brief(top_p)}, but it is a number above 0 and up to "
-                "1, or None."
-            )
-        if temperature == 0:
-            return cls()
+        if top_p is not None:
+            rule = "a number above 0 and up to 1, or None"
+            top_p = _float32(caller, "top_p", top_p, rule, above=0, most=1)
+        if min_p is not None:
+            rule = "a number from 0 to 1, or None"
+            _float32(caller, "min_p", min_p, rule, least=0, most=1)
+        penalties: dict[str, Any] = {}
+        for name, value, neutral, least in (
+            ("repetition_penalty", repetition_penalty, 1, float(_FLOAT32.tiny)),
+            ("presence_penalty", presence_penalty, 0, -math.inf),
+            ("frequency_penalty", frequency_penalty, 0, -math.inf),
+        ):
+            if value is not None:
+                rule = "a number" + (" from 1.2e-38 to 3.4e38" if neutral else "")
+                rule += f" in the range of float32, or None; {neutral} changes nothing"
+                value = _float32(caller, name, value, rule, least=least)
+                penalties[name] = None if value == neutral else jnp.float32(value)
+        if temperature < _FLOAT32.tiny:
+            return cls(**penalties)
         return cls(
             jnp.float32(temperature),
             None if top_k is None else jnp.int32(top_k),
-            None if top_p is None or top_p == 1 else jnp.float32(top_p),
+            # Above 0, since a sum of 0 would be enough without a single token.
+            None if top_p in (None, 1) else jnp.float32(max(top_p, _FLOAT32.tiny)),
+            jnp.float32(math.log(min_p)) if min_p else None,
+            **penalties,
         )
 
 
-def _is_number(value: Any, least: float) -> bool:
-    return _is_real(value) and least <= value < float("inf")
+def _float32(
+    caller: str,
+    name: str,
+    value: Any,
+    rule: str,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+) -> np.float32:
+    """A finite number as float32; the limits are those of the number itself."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{caller}: {name} is {checks.brief(value)}, but it is {rule}.")
+    within = least <= value <= most and (above == -math.inf or value > above)
+    if not within or not abs(value) <= float(_FLOAT32.max):
+        raise ValueError(f"{caller}: {name} is {checks.brief(value)}, but it is {rule}.")
+    return np.float32(float(value))
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def random_key(seed: int) -> Array:
+    """The key of a seed of 64 bits, with and without `jax_enable_x64`.
+
+    `jax.random.key` takes the low 32 bits if 64-bit types are off, so the high ones are folded in.
+    """
+    high, low = divmod(seed % 2**64, 2**32)
+    key = jax.random.key(np.uint32(low))
+    return jax.random.fold_in(key, np.uint32(high)) if high else key
 
 
-def _error(value: Any) -> type[Exception]:
-    return ValueError if _is_real(value) else TypeError
+class Counts(NamedTuple):
+    """Tokens of each sequence so far, for penalties.
+
+    - `drawn`: how many times each token was generated, int32 (batch, vocabulary).
+    - `prompt`: whether the prompt contains it, bool (batch, vocabulary), for the repetition
+      penalty; else None.
+    """
+
+    drawn: Array
+    prompt: Array | None
+
+    @classmethod
+    def of(
+        cls, sampling: Sampling, prompts: Sequence[Sequence[int]], vocabulary: int
+    ) -> "Counts | None":
+        """The counts that these penalties need before the first token; None without penalties."""
+        repetition = sampling.repetition_penalty is not None
+        others = sampling.presence_penalty, sampling.frequency_penalty
+        if not repetition and others == (None, None):
+            return None
+        shape = len(prompts), vocabulary
+        prompt = np.zeros(shape, bool)
+        for row, tokens in zip(prompt, prompts, strict=True):
+            row[list(tokens)] = True
+        return cls(jnp.zeros(shape, jnp.int32), jnp.asarray(prompt) if repetition else None)
+
+    def add(self, tokens: Array) -> "Counts":
+        """The counts with one more token (batch,) of each sequence; negative ones are none."""
+        rows = jnp.arange(len(tokens), dtype=jnp.int32)
+        more = (tokens >= 0).astype(jnp.int32)
+        return self._replace(drawn=self.drawn.at[rows, jnp.maximum(tokens, 0)].add(more))
 
 
-def sample(logits: Array, keys: Array, sampling: Sampling) -> Array:
-    """The next token of each sequence, int32 (batch,).
+def sample(logits: Array, keys: Array, sampling: Sampling, counts: Counts | None = None) -> Array:
+    """The next token of each sequence, int32 (batch,); `NOT_A_NUMBER` if its logits contain NaN.
 
-    The temperature divides the logits, then the `top_k` largest remain, then the most likely whose
-    probabilities sum up to `top_p`; of these one is drawn. Tokens of equal logits stay together.
+    The order: penalties change the logits; the temperature divides them; the `top_k` largest
+    remain; of these the most likely whose probabilities sum up to `top_p`; of these the ones with
+    at least `min_p` times the probability of the most likely; one is drawn. Tokens of equal logits
+    stay together.
 
     **Arguments:**
 
     - `logits`: float32 (batch, vocabulary).
     - `keys`: a random key for each sequence (batch,).
+    - `counts`: for penalties.
     """
-    if sampling.temperature is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
-    if (top_k := sampling.top_k) is not None:
-        logits = _largest(logits, lambda kept: kept.sum(-1) >= top_k)
-    if (top_p := sampling.top_p) is not None:
-        p = jax.nn.softmax(logits, axis=-1)
-        logits = _largest(logits, lambda kept: jnp.where(kept, p, 0).sum(-1) >= top_p)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+    if counts is not None:
+        logits = _penalized(logits, sampling, counts)
+    if sampling.temperature is not None:
+        # The difference is 0 or less, so no temperature makes it overflow to +inf.
+        logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
+        if (top_k := sampling.top_k) is not None:
+            logits = _largest(logits, lambda kept: kept.sum(-1, dtype=jnp.int32) >= top_k)
+        if (top_p := sampling.top_p) is not None:
+            p = jax.nn.softmax(logits, axis=-1)
+            logits = _largest(logits, lambda kept: jnp.where(kept, p, 0).sum(-1) >= top_p)
+        if (min_p := sampling.min_p) is not None:
+            logits = jnp.where(logits < min_p, -jnp.inf, logits)  # the largest is 0
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+        logits = logits + noise
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return jnp.where(jnp.isnan(chosen), jnp.int32(NOT_A_NUMBER), token)
+
+
+def _penalized(logits: Array, sampling: Sampling, counts: Counts) -> Array:
+    """Logits after the repetition penalty, then those of frequency and presence."""
+    drawn = counts.drawn > 0
+    if (penalty := sampling.repetition_penalty) is not None:
+        seen = drawn if counts.prompt is None else drawn | counts.prompt
+        lower = jnp.where(logits > 0, logits / penalty, logits * penalty)
+        logits = jnp.where(seen, lower, logits)
+    if (penalty := sampling.frequency_penalty) is not None:
+        logits = logits - penalty * counts.drawn.astype(jnp.float32)
+    if (penalty := sampling.presence_penalty) is not None:
+        logits = logits - penalty * drawn.astype(jnp.float32)
+    return jnp.clip(logits, _FLOAT32.min, _FLOAT32.max)
 
 
 def _largest(logits: Array, enough: Callable[[Array], Array]) -> Array:
@@ -97,5 +203,6 @@ def _largest(logits: Array, enough: Callable[[Array], Array]) -> Array:
         higher = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
         return jnp.where(enough(order >= higher[:, None]), higher, threshold)
 
-    threshold = lax.fori_loop(0, 32, refine, jnp.zeros(logits.shape[0], jnp.uint32))
+    start = jnp.zeros(logits.shape[0], jnp.uint32)
+    threshold = lax.fori_loop(jnp.int32(0), jnp.int32(32), refine, start)
     return jnp.where(order >= threshold[:, None], logits, -jnp.inf)

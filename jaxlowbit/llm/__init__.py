@@ -8,6 +8,7 @@ from .._llm.bench import bench as bench
 from .._llm.config import Config as Config
 from .._llm.config import RopeScaling as RopeScaling
 from .._llm.generate import Generation as Generation
+from .._llm.generate import Logprobs as Logprobs
 from .._llm.generate import generate as generate
 from .._llm.generate import stream as stream
 from .._llm.language_model import LanguageModel as LanguageModel
@@ -17,3 +18,4 @@ from .._llm.language_model import shard as shard
 from .._llm.model import Decoder as Decoder
 from .._llm.perplexity import Perplexity as Perplexity
 from .._llm.perplexity import perplexity as perplexity
+from .._llm.session import Session as Session

@@ -1,0 +1,322 @@
+"""Programs that read prompts and draw tokens, and the loop on the host that calls them.
+
+A prompt is written to the cache in chunks. Then one program draws several tokens in a loop on the
+device, and the host gets them together. Shapes come in buckets: the number of cache slots and the
+size of a chunk are powers of two, so that another prompt, and another token, compile nothing.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+
+from . import memory
+from .cache import Cache, bucket, nbytes
+from .language_model import LanguageModel
+from .sampling import NOT_A_NUMBER, Counts, Sampling, random_key, sample
+
+LARGEST_CHUNK = 512  # tokens of a prompt that one call takes
+SMALLEST_CHUNK = 16
+_TOKENS = 32  # that one call draws at most
+
+_EOS, _LENGTH = -1, -2
+FINISHES = {_EOS: "eos", _LENGTH: "length", NOT_A_NUMBER: "nan"}
+"""Why a sequence ended, by the first of its tokens that is negative."""
+
+
+class Drawn(NamedTuple):
+    """Tokens that were drawn, and log-probabilities for them or None.
+
+    - `tokens`: int32 (batch, n). The first after the end of a sequence is a key of `FINISHES`; the
+      ones after it are negative.
+    - `logprobs`: float32 (batch, n), of these tokens.
+    - `top_tokens`, `top_logprobs`: (batch, n, k), of the k most likely tokens.
+    """
+
+    tokens: Any
+    logprobs: Any = None
+    top_tokens: Any = None
+    top_logprobs: Any = None
+
+
+class Ends(NamedTuple):
+    """Ends of sequences: the tokens `eos` (n,), and the position (batch,) at which each ends."""
+
+    eos: Array
+    positions: Array
+
+
+class State(NamedTuple):
+    """What a call of `decode` takes, and returns changed.
+
+    `logits` (batch, vocabulary) are those of the next token, `positions` (batch,) its positions,
+    `done` (batch,) says which sequences have ended, and `counts` is for penalties.
+    """
+
+    cache: Cache
+    logits: Array
+    positions: Array
+    done: Array
+    counts: Counts | None = None
+
+
+class Kept:
+    """The cache of a run, and the tokens that it contains: token i in slot i, at position i.
+
+    Another run with it reads only tokens after those that its prompt shares. Of a batch, which
+    nothing may follow, `tokens` are those of the first sequence.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.cache: Cache | None = None
+
+    @property
+    def slots(self) -> int:
+        return 0 if self.cache is None else self.cache.slots
+
+    def shared(self, prompt: list[int]) -> int:
+        """How many tokens of a prompt need not be read again; its last token is always read."""
+        leaves = jax.tree.leaves(self.cache)
+        # A call that was interrupted may have donated the cache.
+        if not leaves or any(leaf.is_deleted() for leaf in leaves):
+            self.cache, self.tokens = None, []
+        pairs = zip(self.tokens, prompt[:-1], strict=False)
+        differ = (i for i, (old, new) in enumerate(pairs) if old != new)
+        return next(differ, min(len(self.tokens), len(prompt) - 1))
+
+
+def chunks(length: int) -> list[int]:
+    """The sizes in which a prompt of so many tokens is read: a padded remainder, then full ones."""
+    full, rest = divmod(length, LARGEST_CHUNK)
+    first = [max(SMALLEST_CHUNK, 1 << (rest - 1).bit_length())] if rest else []
+    return first + [LARGEST_CHUNK] * full
+
+
+# --- the loop on the host -------------------------------------------------------------------------
+
+
+def run(
+    model: LanguageModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    *,
+    n: int = 1,
+    logprobs: int | None = None,
+    kept: Kept | None = None,
+    growing: bool = False,
+    endless: bool = False,
+    caller: str = "generate",
+) -> Iterator[Drawn]:
+    """Yields groups of tokens, first an empty one after the prompts are read.
+
+    The batch contains `n` sequences of each prompt, one after the other. Each ends by `config.eos`,
+    unless `endless`, by `max_new_tokens`, and by the context; the loop ends with the last of them.
+    With `kept`, for one prompt, only the tokens after a prefix that it contains are read.
+    """
+    kept = Kept() if kept is None else kept
+    config, longest = model.config, max(map(len, prompts))
+    limits = [min(max_new_tokens, config.context - len(prompt)) for prompt in prompts]
+    left, batch = max(limits), len(prompts) * n
+    start = kept.shared(prompts[0])
+    first = chunks(longest - start)[0]
+    slots = max(bucket(max(start + first, longest + left), config.context), kept.slots)
+    if kept.slots < slots or batch > 1:
+        # If each prompt has several sequences, their caches are made from that of the prompt.
+        sequences = batch if n == 1 else batch + len(prompts)
+        cache_bytes = nbytes(config, sequences, slots, model.decoder.dtype) // model.decoder.parts
+        needed = cache_bytes + 3 * 4 * batch * config.vocabulary
+        memory.check(caller, needed, f"a batch of {batch} with {slots} slots")
+
+    logits = _read(model, prompts, kept, start, slots)
+    state = _state(model, prompts, kept, logits, sampling, n)
+    positions = np.repeat(np.add(limits, [len(prompt) for prompt in prompts]), n)
+    ends = Ends(
+        jnp.asarray(() if endless else config.eos, jnp.int32), jnp.asarray(positions, jnp.int32)
+    )
+    draw = functools.partial(decode, *nnx.split(model.decoder))
+    key, size = random_key(seed), 1
+    count = 0  # drawing nothing compiles the loop, so that whoever measures time starts after that
+    while True:
+        drawn, state = draw(state, np.int32(count), ends, key, sampling, logprobs)
+        if n == 1:
+            kept.cache = state.cache
+        drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
+        if n == 1:
+            kept.tokens = kept.tokens + [token for token in drawn.tokens[0].tolist() if token >= 0]
+        yield drawn
+        left -= count
+        if left == 0 or (count > 0 and (drawn.tokens[:, -1] < 0).all()):
+            return
+        count = min(left, size if growing else _TOKENS)
+        size = min(2 * size, _TOKENS)
+
+
+def _read(
+    model: LanguageModel, prompts: list[list[int]], kept: Kept, start: int, slots: int
+) -> Array:
+    """Reads prompts from token `start` on into `kept`; the logits after their last tokens."""
+    # Prompts end together: shorter ones have padding in front, at no position. The first chunk has
+    # padding at its end, which the next one overwrites.
+    longest = max(map(len, prompts))
+    tokens = np.zeros((len(prompts), longest), np.int32)
+    positions = np.full(tokens.shape, -1, np.int32)
+    for i, prompt in enumerate(prompts):
+        tokens[i, -len(prompt) :] = prompt
+        positions[i, -len(prompt) :] = np.arange(len(prompt))
+    old = kept.cache if start > 0 or kept.slots == slots else None
+    if kept.slots < slots:
+        kept.cache = None
+        empty = model.decoder.make_cache(len(prompts), slots)
+        kept.cache = empty if old is None else copied(old, empty)
+    if old is not None:
+        kept.cache = cut(kept.cache, np.int32(start))
+    kept.tokens = prompts[0][:start]
+    graph, weights = nnx.split(model.decoder)
+    logits, at, sizes = jnp.zeros(0), start, chunks(longest - start)
+    for i, size in enumerate(sizes):
+        count = size if i > 0 else longest - start - sum(sizes[1:])
+        padding = (0, 0), (0, size - count)
+        chunk = np.pad(tokens[:, at : at + count], padding)
+        placed = np.pad(positions[:, at : at + count], padding, constant_values=-1)
+        # After a prefix that was kept, one program for all lengths of it.
+        reach = slots if start > 0 else min(slots, 1 << int(at + size - 1).bit_length())
+        logits, kept.cache = prefill(
+            graph, weights, kept.cache, chunk, placed, np.int32(count), reach
+        )
+        at += count
+        kept.tokens = prompts[0][:at]
+    return logits
+
+
+def _state(
+    model: LanguageModel,
+    prompts: list[list[int]],
+    kept: Kept,
+    logits: Array,
+    sampling: Sampling,
+    n: int,
+) -> State:
+    """The state before the first token of `n` sequences of each prompt."""
+    rows = [prompt for prompt in prompts for _ in range(n)]
+    cache, logits = (kept.cache, logits) if n == 1 else repeated(kept.cache, logits, n)
+    # Where a call of `decode` leaves them, so that the second is the program of the first.
+    return State(
+        cache,
+        logits,
+        *model.decoder.replicate(
+            (
+                jnp.asarray([len(prompt) for prompt in rows], jnp.int32),
+                jnp.zeros(len(rows), bool),
+                Counts.of(sampling, rows, model.config.vocabulary),
+            )
+        ),
+    )
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
+def prefill(
+    graph: Any,
+    weights: Any,
+    cache: Cache,
+    tokens: Array,
+    positions: Array,
+    count: Array,
+    reach: int,
+) -> tuple[Array, Cache]:
+    """Appends a chunk of prompts, whose first `count` columns are tokens, to a cache.
+
+    **Returns:** logits (batch, vocabulary) after the last of these columns, and the cache.
+    """
+    decoder = nnx.merge(graph, weights)
+    x, cache = decoder.forward(tokens, positions, cache, reach=reach)
+    last = lax.dynamic_index_in_dim(x, count - 1, axis=1, keepdims=False)
+    return decoder.logits(last), cache._replace(used=cache.used - tokens.shape[1] + count)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=2)
+def decode(
+    graph: Any,
+    weights: Any,
+    state: State,
+    count: Array,
+    ends: Ends,
+    key: Array,
+    sampling: Sampling,
+    logprobs: int | None = None,
+) -> tuple[Drawn, State]:
+    """Draws `count` tokens of up to 32, with `logprobs` most likely ones for each."""
+    decoder = nnx.merge(graph, weights)
+    batch = state.positions.shape[0]
+    rows = jnp.arange(batch, dtype=jnp.int32)
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(rows)
+
+    def unfinished(loop: tuple[Array, Drawn, State]) -> Array:
+        i, _, state = loop
+        return (i < count) & ~state.done.all()
+
+    def step(loop: tuple[Array, Drawn, State]) -> tuple[Array, Drawn, State]:
+        i, drawn, (cache, logits, positions, done, counts) = loop
+        token = sample(logits, jax.vmap(jax.random.fold_in)(keys, positions), sampling, counts)
+        new = Drawn(token, *_logprobs(logits, token, logprobs))
+        token = jnp.where((token[:, None] == ends.eos[None]).any(axis=-1), _EOS, token)
+        token = jnp.where(positions >= ends.positions, _LENGTH, token)
+        token = jnp.where(done, _EOS, token)
+        drawn = jax.tree.map(
+            lambda all, one: lax.dynamic_update_slice_in_dim(all, one[:, None], i, axis=1),
+            drawn,
+            new._replace(tokens=token),
+        )
+        done |= token < 0
+        placed = jnp.where(done, -1, positions)
+        x, cache = decoder.forward(jnp.maximum(token, 0)[:, None], placed[:, None], cache)
+        counts = None if counts is None else counts.add(token)
+        state = State(cache, decoder.logits(x[:, 0]), positions + 1, done, counts)
+        return i + 1, drawn, state
+
+    tokens = jnp.full((batch, _TOKENS), _EOS, jnp.int32)
+    drawn = Drawn(tokens)
+    if logprobs is not None:
+        top = batch, _TOKENS, logprobs
+        numbers = jnp.zeros((batch, _TOKENS), jnp.float32), jnp.zeros(top, jnp.float32)
+        drawn = Drawn(tokens, numbers[0], jnp.zeros(top, jnp.int32), numbers[1])
+    _, drawn, state = lax.while_loop(unfinished, step, (jnp.int32(0), drawn, state))
+    return drawn, state
+
+
+def _logprobs(logits: Array, token: Array, count: int | None) -> tuple[Array, ...]:
+    """The last three fields of `Drawn` for one token (batch,), or nothing."""
+    if count is None:
+        return ()
+    every = jax.nn.log_softmax(logits, axis=-1)
+    own = jnp.take_along_axis(every, jnp.maximum(token, 0)[:, None], axis=-1)[:, 0]
+    top, tokens = lax.top_k(every, count)
+    return own, tokens.astype(jnp.int32), top
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def cut(cache: Cache, length: Array) -> Cache:
+    """The cache with its first `length` slots in use only."""
+    return cache.cut(length)
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def copied(cache: Cache, larger: Cache) -> Cache:
+    """The cache in the slots of a larger, empty one."""
+    return cache.copied_to(larger)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def repeated(cache: Cache, logits: Array, n: int) -> tuple[Cache, Array]:
+    """A cache and logits with each sequence `n` times."""
+    return cache.repeated(n), jnp.repeat(logits, n, axis=0)

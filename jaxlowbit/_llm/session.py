@@ -1,0 +1,99 @@
+"""`Session`: several generations that share the cache of their common beginning."""
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from .generate import Request, generate, generated, stream, streamed
+from .language_model import LanguageModel, check_model
+from .programs import Kept
+from .prompts import Prompt, is_single
+
+
+class Session:
+    """Generates as `generate` and `stream` do, and keeps the cache for the next call.
+
+    A call reads only the tokens after the longest prefix that its prompt shares with the prompt and
+    the generated tokens of the call before. A chat therefore reads only the new messages of each
+    turn. Results equal those of `generate`, except for the rounding of sums that are added in
+    another order.
+
+    The cache grows with the conversation, in powers of two up to the context. A call that raises,
+    and a stream that is closed or interrupted, leave the session usable. A session runs one
+    generation at a time: another call closes the stream before it.
+
+    **Arguments:**
+
+    - `model`: from `load` or `init`.
+
+    **Raises:** `TypeError` for what is no model.
+
+    ```python
+    model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
+    session = Session(model)
+    first = session.generate([3, 1, 4], max_new_tokens=4)
+    session.generate([3, 1, 4, *first.tokens, 5, 9], max_new_tokens=4)  # reads two or three tokens
+    ```
+    """
+
+    def __init__(self, model: LanguageModel):
+        check_model("Session", model)
+        self.model = model
+        self._kept = Kept()
+        self._running: Generator[Any, None, Any] | None = None
+
+    def generate(self, prompt: Prompt, **options: Any) -> Any:
+        """Generates after one prompt.
+
+        **Arguments:**
+
+        - `prompt`: as for `generate`, but no batch. A chat contains all its messages, old and new.
+        - `options`: the other arguments of `generate`.
+
+        **Returns:** what `generate` returns.
+
+        **Raises:** what `generate` raises, before the session changes, and `ValueError` for a
+        batch. A conversation that fills the context raises; drop its oldest messages then.
+        """
+        self._close()
+        if not is_single("Session.generate", prompt):
+            raise ValueError(
+                "Session.generate: the prompt is a batch, but a session is one conversation; use "
+                "generate."
+            )
+        options = _with_defaults("Session.generate", generate, options)
+        return generated(Request.of("Session.generate", self.model, **options), prompt, self._kept)
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Any]:
+        """Generates after one prompt, and yields the text as it comes.
+
+        **Arguments:**
+
+        - `prompt`: as for `stream`. A chat contains all its messages, old and new.
+        - `options`: the other arguments of `stream`.
+
+        **Returns:** what `stream` returns.
+
+        **Raises:** what `stream` raises, before the session changes. A conversation that fills the
+        context raises; drop its oldest messages then.
+        """
+        self._close()
+        options = _with_defaults("Session.stream", stream, options)
+        request = Request.of("Session.stream", self.model, **options)
+        self._running = streamed(request, prompt, self._kept)
+        return self._running
+
+    def _close(self) -> None:
+        """Ends the stream before, so that nothing else changes the cache."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+
+def _with_defaults(caller: str, function: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call with the defaults of `generate` or `stream`."""
+    defaults = function.__kwdefaults__
+    if unknown := sorted(options.keys() - defaults.keys()):
+        raise TypeError(
+            f"{caller}: {', '.join(unknown)} is no option; the options are {', '.join(defaults)}."
+        )
+    return defaults | options
