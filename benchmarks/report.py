@@ -100,11 +100,11 @@ def embed(path: Path, text: str) -> None:
     **Raises:** `InputError` for a page without them.
     """
     try:
-        page = path.read_text()
+        page = path.read_text(encoding="utf-8")
         before, rest = page.split(BEGIN)
         _, after = rest.split(END)
     except (OSError, UnicodeDecodeError, ValueError):
         raise InputError(
             f"{path} is no page with the lines {BEGIN} and {END}, between which tables go."
         ) from None
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")

@@ -126,7 +126,9 @@ def main() -> None:
     if args.json:
         environment = {"device": devices[0].device_kind, "jax": jax.__version__}
         partial = args.json.with_suffix(".partial")
-        partial.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+        partial.write_text(
+            json.dumps({"environment": environment, "rows": rows}, indent=1), encoding="utf-8"
+        )
         os.replace(partial, args.json)
 
 

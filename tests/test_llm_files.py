@@ -199,16 +199,12 @@ METADATA = [
     ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "norm_epsilon=-1.0, but it is above 0"),
     ({"split.count": 3}, "split into 3 files.*llama-gguf-split --merge"),
     ({"tokenizer.ggml.model": "bert"}, "'bert', but 'gpt2' and 'llama' are read"),
-    ({"tokenizer.ggml.pre": "unheard-of"}, "'unheard-of', but default, gpt-2"),
+    ({"tokenizer.ggml.pre": "unheard-of"}, "'unheard-of', but no pre-tokenizer"),
     ({"tokenizer.ggml.tokens": None}, "lacks 'tokenizer.ggml.tokens', a list"),
     ({"tokenizer.ggml.tokens": [1, 2]}, "it is a list of strings"),
     ({"tokenizer.ggml.token_type": [1]}, "has 1 entries, but an integer belongs to each"),
     ({"tokenizer.ggml.merges": ["h e", "z"]}, "has 'z ', but a merge is of two tokens"),
     ({"tokenizer.ggml.eos_token_id": 9999}, "eos has the token 9999, but tokens are"),
-    (
-        {"tokenizer.ggml.tokens": [*TOKENS, "more"], "tokenizer.ggml.token_type": None},
-        "has 265 tokens, but the embedding 264 rows",
-    ),
 ]
 
 
@@ -302,6 +298,7 @@ def open_file(path):
 
 
 @given(data=st.data())
+@pytest.mark.filterwarnings("ignore:load:UserWarning")  # a token of another type
 def test_flipped_bits_load_or_are_refused(data, tiny, tmp_path_factory):
     """A header with some bits flipped is read, or refused by a sentence: nothing hangs or fails."""
     original = bytearray(tiny.read_bytes())

@@ -86,19 +86,19 @@ def test_conversations(byte_level):
 
 
 def test_tokenizers_refuse(byte_level, sentencepiece, tmp_path):
-    with pytest.raises(ValueError, match="no template of conversations"):
+    with pytest.raises(ValueError, match="no chat template"):
         sentencepiece.chat([])
     with pytest.raises(ValueError, match="message 0 is 'hello', but a message is a mapping"):
         byte_level.chat(["hello"])
-    with pytest.raises(ValueError, match="there is no token 264; they are 0 to 263"):
-        byte_level.decode([264])
+    with pytest.raises(ValueError, match="there is no token -1; they are 0 and above"):
+        byte_level.decode([-1])
     with pytest.raises(ValueError, match="the text is no Unicode"):
         byte_level.encode("\ud800")
     for template, match in (
-        ("{% if %}", "line 1 of the file's template is no Jinja"),
-        ("{{ raise_exception('roles alternate') }}", "refuses these messages: roles alternate"),
-        ("{{ ''.__class__.__mro__ }}", "refuses these messages: .*unsafe"),
-        ("{% for i in range(10**9) %}{% endfor %}", "refuses these messages"),
+        ("{% if %}", "line 1 of the file's template is not valid Jinja"),
+        ("{{ raise_exception('roles alternate') }}", "raises for these messages: roles alternate"),
+        ("{{ ''.__class__.__mro__ }}", "raises for these messages: .*unsafe"),
+        ("{% for i in range(10**9) %}{% endfor %}", "raises for these messages"),
     ):
         entries = BPE | {"tokenizer.chat_template": template}
         path = write_gguf(tmp_path / "t.gguf", metadata("llama", entries), tensors("llama"))

@@ -39,9 +39,9 @@ ONLY = {
     r"_llm\.(bench|command|generate|language_model|model|perplexity|sharding)",
     "qwix": r"_core\.qarray",
     "gguf": r"_llm\.gguf",
-    "jinja2": r"_llm\.tokenizer",
+    "jinja2": r"_llm\.chat_template",
     "safetensors": r"_llm\.folder|_tuning\.weights",
-    "tokenizers": r"_llm\.tokenizer",
+    "tokenizers": r"_llm\.tokenizer_(folder|gguf|parts)",
     "tqdm": r"_llm\.(load|perplexity)|_tuning\.report",
     "jax.experimental.pallas": r"_backends\.pallas\.(tpu|triton)",
     "jaxlowbit._ffi": r"_backends\.extension",
@@ -119,6 +119,26 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_imports_go_down(name):
     for target in imports(name):
         assert room(target) == room(name) or rank(target) < rank(name), target
+
+
+def unencoded(path: Path) -> Iterator[int]:
+    """The lines of a file that read or write text in the encoding of the locale."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            method = isinstance(node.func, ast.Attribute)
+            name = node.func.attr if method else node.func.id
+            modes = [*node.args[0 if method else 1 :], *(x.value for x in node.keywords)]
+            binary = any(isinstance(x, ast.Constant) and "b" in str(x.value) for x in modes)
+            text = name in ("read_text", "write_text") or (name == "open" and not binary)
+            if text and "encoding" not in {keyword.arg for keyword in node.keywords}:
+                yield node.lineno
+
+
+def test_text_files_are_utf8_whatever_the_locale():
+    rooms = (ROOT / name for name in ("tools", "examples", "benchmarks"))
+    places = [*PACKAGE.rglob("*.py"), *(path for room in rooms for path in room.glob("*.py"))]
+    found = {str(path): [*unencoded(path)] for path in places}
+    assert not {path: lines for path, lines in found.items() if lines}
 
 
 def test_layers_of_both_flax_apis_share_no_module_of_one():

@@ -37,9 +37,9 @@ def headers() -> dict[str, str]:
     while waiting:
         name = waiting.pop()
         if name not in found:
-            found[name] = (ROOT / name).read_text()
+            found[name] = (ROOT / name).read_text(encoding="utf-8")
             waiting += re.findall(r'^#include "(cuda/.*)"', found[name], re.MULTILINE)
-    stand_ins = {path.name: path.read_text() for path in SHIM.iterdir()}
+    stand_ins = {path.name: path.read_text(encoding="utf-8") for path in SHIM.iterdir()}
     return {name: code_of(text) for name, text in sorted((found | stand_ins).items())}
 
 
@@ -58,7 +58,9 @@ def main(out: str) -> None:
     texts = headers()
     digest = hashlib.sha256("\0".join(f"{n}\0{t}" for n, t in texts.items()).encode()).hexdigest()
     sources = ",\n".join(f'{{"{name}", {literal(text)}}}' for name, text in texts.items())
-    Path(out).write_text(OUTPUT.format(sources=sources, count=len(texts), digest=digest))
+    Path(out).write_text(
+        OUTPUT.format(sources=sources, count=len(texts), digest=digest), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

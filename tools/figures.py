@@ -24,7 +24,7 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 
 def read(path: Path = RESULTS / "figures.json") -> dict[str, dict[str, Any]]:
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def value(figures: dict[str, dict[str, Any]], name: str) -> str:
@@ -39,7 +39,7 @@ def value(figures: dict[str, dict[str, Any]], name: str) -> str:
         above, below = (float(value(figures, of).replace(",", "")) for of in figure["ratio"])
         return f"{above / below:.1f}"
     if "results" in figure:
-        rows = json.loads((RESULTS / figure["results"]).read_text())["rows"]
+        rows = json.loads((RESULTS / figure["results"]).read_text(encoding="utf-8"))["rows"]
         wanted = {key: figure[key] for key in ("shape", "backend", "m")}
         found = [row["us"] for row in rows if wanted.items() <= row.items()]
         if len(found) != 1:
@@ -73,11 +73,11 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if it would")
     check, figures, stale = parser.parse_args().check, read(), []
     for page in pages():
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
         if (new := filled(text, figures)) != text:
             stale.append(str(page.relative_to(ROOT)))
             if not check:
-                page.write_text(new)
+                page.write_text(new, encoding="utf-8")
     print(f"{', '.join(stale) or 'no page'}: {'other figures' if check else 'written'}")
     sys.exit(1 if check and stale else 0)
 

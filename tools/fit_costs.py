@@ -83,7 +83,11 @@ def load(paths: Iterable[Path]) -> list[Problem]:
     """The problems of files, of those kinds that the models tell apart."""
     problems = []
     for path in paths:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8") as lines
+        ):
             for line in map(json.loads, lines):
                 fields = line["device"] | line["problem"]
                 if not _UNMODELLED & fields.keys():
@@ -219,7 +223,7 @@ def _soft_regret(logs: np.ndarray, regrets: np.ndarray) -> float:
 
 def read_constants(path: Path) -> np.ndarray:
     """The numbers of a costs.inc, in their order."""
-    code = re.sub(r"//.*", "", path.read_text())
+    code = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
     return np.array([float(number) for number in _NUMBER.findall(code)])
 
 
@@ -391,8 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Constants count as they are written, with four digits.
         after.append(np.array([float(f"{value:.4g}") for value in new]))
         if not options.dry_run and not np.array_equal(old, new):
-            text = kernel.path.read_text()
-            kernel.path.write_text(with_constants(text, new, sources))
+            text = kernel.path.read_text(encoding="utf-8")
+            kernel.path.write_text(with_constants(text, new, sources), encoding="utf-8")
     print("after:")
     report(problems, kernels, after)
 

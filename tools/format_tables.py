@@ -100,11 +100,11 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if it would")
     check, stale = parser.parse_args().check, []
     for page in pages():
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
         if (new := filled(text)) != text:
             stale.append(str(page.relative_to(ROOT)))
             if not check:
-                page.write_text(new)
+                page.write_text(new, encoding="utf-8")
     print(f"{', '.join(stale) or 'no page'}: {'other tables' if check else 'written'}")
     sys.exit(1 if check and stale else 0)
 

@@ -74,14 +74,18 @@ def right(line: Line) -> bool:
 
 def _append(path: Path, line: Line) -> None:
     """One write, so that lines of several processes do not mix."""
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def _lines(path: Path) -> list[Line]:
     if not path.exists():
         return []
-    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    text = (
+        gzip.decompress(path.read_bytes()).decode()
+        if path.suffix == ".gz"
+        else path.read_text(encoding="utf-8")
+    )
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -249,10 +253,10 @@ def _report(out: Path) -> int:
 
 
 def _write_page(check: bool) -> int:
-    text = PAGE.read_text()
+    text = PAGE.read_text(encoding="utf-8")
     new = filled(text, load(), kept())
     if not check:
-        PAGE.write_text(new)
+        PAGE.write_text(new, encoding="utf-8")
     changed = "another table" if check else "written"
     print(f"{PAGE.relative_to(ROOT)}: {changed if new != text else 'as it is'}")
     return int(check and new != text)

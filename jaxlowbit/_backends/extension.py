@@ -32,7 +32,9 @@ def build_info() -> dict:
 def runtime_ffi_version() -> tuple[int, int]:
     """The custom-call API version of the installed jaxlib, read from the headers it ships."""
     header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
-    found = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header.read_text())
+    found = re.findall(
+        r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header.read_text(encoding="utf-8")
+    )
     return int(found[0]), int(found[1])
 
 

@@ -146,13 +146,10 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             f"load: {path} does not exist; name a .gguf file or the folder of a Hugging Face model."
         )
     config, sources, tokenizer = _folder(path) if path.is_dir() else _file(path)
-    if tokenizer.vocabulary > config.vocabulary:
-        raise ValueError(
-            f"{path}: the tokenizer has {tokenizer.vocabulary} tokens, but the embedding "
-            f"{config.vocabulary} rows; the two belong to different models, fetch them again."
-        )
-    ends = tuple(dict.fromkeys([*config.eos, *tokenizer.eos]))
-    bos = config.bos if tokenizer.bos is None else tokenizer.bos
+    # A tokenizer may have tokens without a row, which only a prompt can bring up.
+    known = range(config.vocabulary)
+    ends = tuple(dict.fromkeys([*config.eos, *(end for end in tokenizer.eos if end in known)]))
+    bos = tokenizer.bos if tokenizer.bos in known else config.bos
     return Header(path, config.replace(eos=ends, bos=bos), tokenizer, sources)
 
 

@@ -18,7 +18,7 @@ def available() -> int | None:
     device = jax.devices()[0]
     if device.platform == "cpu":
         try:
-            with open("/proc/meminfo") as file:
+            with open("/proc/meminfo", encoding="utf-8") as file:
                 fields = dict(line.split(":") for line in file)
             return int(fields["MemAvailable"].split()[0]) * 1024
         except (OSError, KeyError, ValueError):

@@ -92,7 +92,15 @@ def encoded(
             )
         if not 0 <= token < vocabulary:
             raise ValueError(
-                f"{name} has token {token}, but tokens are from 0 to {vocabulary - 1}."
+                f"{name} has {_named(model, int(token))}, but tokens are from 0 to "
+                f"{vocabulary - 1}, the rows of the model's table."
             )
         found.append(int(token))
     return found
+
+
+def _named(model: LanguageModel, token: int) -> str:
+    """A token with its text, if it has one."""
+    known = model.tokenizer is not None and token >= 0
+    text = model.tokenizer.decode([token], special=True) if known else ""
+    return f"token {token}" + (f" ({text!r})" if text else "")

@@ -110,7 +110,9 @@ def path_for(device: str) -> Path:
 def driver_version() -> str | None:
     """The version of the NVIDIA driver; None where it does not tell."""
     try:
-        found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", (_DRIVER / "version").read_text())
+        found = re.search(
+            r"\b\d{3}\.\d+(\.\d+)?\b", (_DRIVER / "version").read_text(encoding="utf-8")
+        )
     except OSError:
         return None
     return found[0] if found else None
@@ -138,7 +140,7 @@ def _is_here(device: DeviceFacts) -> bool:
 def _models() -> list[str]:
     """Names of the GPUs here; none where the driver does not tell."""
     try:
-        texts = [path.read_text() for path in _DRIVER.glob("gpus/*/information")]
+        texts = [path.read_text(encoding="utf-8") for path in _DRIVER.glob("gpus/*/information")]
     except OSError:
         return []
     return sorted({found[1] for text in texts if (found := re.search(r"Model:\s*(\S.*\S)", text))})
@@ -169,7 +171,7 @@ def write(path: Path, table: Table) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(found, indent=1) + "\n")
+    partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
@@ -178,7 +180,7 @@ def read(path: Path) -> Table:
 
     **Raises:** `OSError`, and `ValueError` for a file that holds something else.
     """
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     try:
         found = json.loads(text)
         return Table(
