@@ -20,7 +20,7 @@ ffi::Error AttendCall(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaini
                     std::to_string(rets.size()) + " results but must have 12 and 4.");
     }
     const AttendBuffers buffers(args, rets);
-    const auto workspace = rets.get<ffi::Buffer<ffi::U8>>(kAttendResults - 1);
+    auto workspace = rets.get<ffi::Buffer<ffi::U8>>(kAttendResults - 1);
     if (workspace.has_error()) return workspace.error();
     Attributes attributes(dictionary);
     Attend attend;

@@ -231,7 +231,7 @@ ffi::Error DecodeBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
       return *rets.get<ffi::AnyBuffer>(kAttendResults + i).value();
     };
     const AttendBuffers attention(args, rets);
-    const auto workspace = rets.get<ffi::Buffer<ffi::U8>>(kAttendResults - 1);
+    auto workspace = rets.get<ffi::Buffer<ffi::U8>>(kAttendResults - 1);
     if (workspace.has_error()) return workspace.error();
     Attributes attributes(dictionary);
     Attend attend;
@@ -273,7 +273,7 @@ ffi::Error RoundedBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
     }
     const auto arg = [&](size_t i) { return args.get<ffi::AnyBuffer>(i).value(); };
     const auto ret = [&](size_t i) { return *rets.get<ffi::AnyBuffer>(i).value(); };
-    const auto workspace = rets.get<ffi::Buffer<ffi::U8>>(kResults - 1);
+    auto workspace = rets.get<ffi::Buffer<ffi::U8>>(kResults - 1);
     if (workspace.has_error()) return workspace.error();
     const BlockBuffers buffers = {arg(0), arg(1), arg(2), arg(3), ret(0), ret(1),
                                   ret(2), ret(5), ret(3), ret(4), ret(6)};
