@@ -14,14 +14,13 @@ from jaxlowbit import quantize
 from jaxlowbit.llm import Decoder, load
 
 
-@pytest.mark.parametrize(
-    ("format", "dtype"), [(None, "float32"), ("mxfp4", "bfloat16")]
-)
+@pytest.mark.parametrize(("format", "dtype"), [(None, "float32"), ("mxfp4", "bfloat16")])
 def test_orbax_round_trip(format, dtype, tmp_path):
     """As docs/llm_files.md does it: with the configuration, the formats and the tokenizer."""
     model_file = write_tiny(tmp_path)
-    options = {"rules": {"layers.0.o": None}} if format else {}
-    model = load(model_file, format=format, dtype=dtype, scale_dtype="float16", progress=False, **options)
+    rules = {"layers.0.o": None} if format else None
+    options = {"dtype": dtype, "scale_dtype": "float16", "progress": False}
+    model = load(model_file, format=format, rules=rules, **options)
     formats = {tensor.name: tensor.format for tensor in model.report.tensors}
     kept = pickle.dumps((model.config, formats, model.tokenizer))
     with ocp.StandardCheckpointer() as checkpointer:

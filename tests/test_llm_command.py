@@ -22,6 +22,9 @@ class ChatLetters(Letters):
 
     has_chat = True
 
+    def decode(self, tokens, *, special=False):
+        return super().decode(tokens)
+
     def chat(self, messages, add_generation_prompt=True, *, template_options=None):
         if messages[0]["role"] == "system" and messages[0]["content"] == "refused":
             raise ValueError("Tokenizer.chat: no system message")
@@ -257,7 +260,7 @@ def test_bench(capsys):
     ("arguments", "sentence"),
     [
         (["generate", "m", "--prompt", "", "--raw"], "the prompt is empty"),
-        (["generate", "m", "--prompt", "x", "--temperature", "-1"], "temperature is -1.0"),
+        (["generate", "m", "--prompt", "x", "--temperature", "-1"], "--temperature is -1.0"),
         (["generate", "m", "--prompt", "x", "--format", "int99"], "bits=99"),
         (["generate", "m", "--prompt", "caf\udce9"], "--prompt is not UTF-8"),
         (["generate", "m", "--prompt", "x", "--template-option", "a"], "--template-option a is"),

@@ -3,6 +3,7 @@
 import struct
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ METADATA = [
     ({"llama.attention.head_count_kv": 3}, "kv_heads=3, but heads of queries share"),
     ({"llama.attention.head_count_kv": [2, 1]}, r"\[2, 1\], but the layers of the decoder"),
     ({"llama.rope.dimension_count": 32}, "rotates whole heads of one size"),
-    ({"llama.expert_count": 8}, "has no experts; use a dense model"),
+    ({"llama.expert_count": 8}, "8, but the decoder here has no experts"),
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope'"),
     ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "norm_epsilon=-1.0, but it is above 0"),
     ({"split.count": 3}, "split into 3 files.*llama-gguf-split --merge"),
@@ -310,7 +311,9 @@ def test_flipped_bits_load_or_are_refused(data, tiny, tmp_path_factory):
     path = tmp_path_factory.mktemp("flipped") / "flipped.gguf"
     path.write_bytes(original)
     try:
-        open_file(path)
+        with warnings.catch_warnings():  # of keys that no table has
+            warnings.simplefilter("ignore")
+            open_file(path)
     except ValueError as error:
         assert str(path) in str(error) and len(str(error)) > 40
 

@@ -125,7 +125,7 @@ def test_images_and_defaults_of_gemma3(tmp_path):
         ({"num_hidden_layers": 1}, "is no part of llama with 1 layers"),
         ({"intermediate_size": 128}, r"config.json asks for floats .* of \(128, 256\)"),
         ({"hidden_act": "relu"}, "the activation is 'relu'"),
-        ({"attention_bias": True}, "qwen2 alone has biases"),
+        ({"attention_bias": True}, "only qwen2 has biases"),
         ({"quantization_config": {"bits": 4}}, "'quant_method' is None, but of quantized folders"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "scaling is 'longrope'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor', a number"),
@@ -165,6 +165,7 @@ def test_folders_are_refused(tmp_path):
         refused(f"{name} is missing")
         (folder / name).write_text(text)
     index = folder / "model.safetensors.index.json"
+    file.unlink()
     index.write_text('{"weight_map": {"lm_head.weight": "../model.safetensors"}}')
     refused("names the file '../model.safetensors', but shards lie beside it")
     index.unlink()

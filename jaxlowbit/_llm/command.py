@@ -169,7 +169,7 @@ def _mesh(devices: int) -> jax.sharding.Mesh | None:
 def _chat(options: argparse.Namespace) -> None:
     header = open_file(options.model)
     drawing = _drawing(options)
-    Request.of("chat", header, **drawing)
+    Request.of("chat", header, logprobs=None, template_options=None, **drawing)
     encode, context = _template(options, header), header.config.context
     conversation = Conversation(encode, context, options.system, options.max_new_tokens)
     conversation.ask("hello")  # raises if the template takes no system message
@@ -181,11 +181,11 @@ def _chat(options: argparse.Namespace) -> None:
 def _generate(options: argparse.Namespace) -> None:
     text = options.prompt
     if text == "-":
-        text = console.read_text("--prompt", text).removesuffix("\n")
+        text = console.text_of("--prompt", text).removesuffix("\n")
     console.check_unicode("--prompt", text)
     header = open_file(options.model)
     drawing = _drawing(options) | {"logprobs": options.logprobs}
-    request = Request.of("generate", header, n=options.n, **drawing)
+    request = Request.of("generate", header, n=options.n, template_options=None, **drawing)
     prompt: Any = text
     if not options.raw:
         system = [message("system", options.system)] if options.system else []
@@ -256,7 +256,7 @@ def _summary(options: argparse.Namespace, model: LanguageModel) -> Callable[[Gen
 
 
 def _perplexity(options: argparse.Namespace) -> None:
-    text = console.read_text("--text", options.text)
+    text = console.text_of("--text", options.text)
     model = _loaded(options, options.model)
     found = perplexity(model, text, context=options.context, progress=sys.stderr.isatty())
     print(f"perplexity {found.perplexity:.4f} of {found.tokens} tokens, context {found.context}")
@@ -264,17 +264,19 @@ def _perplexity(options: argparse.Namespace) -> None:
         print(json.dumps(found._asdict()))
 
 
+def _known(options: argparse.Namespace) -> LanguageModel | None:
+    """The known model of this name with random weights; None for a file."""
+    if options.model not in SHAPES or Path(options.model).exists():
+        return None
+    format = None if options.format == "float" else _format(options.format) or INT4
+    return init(SHAPES[options.model], format, **_decoding(options))
+
+
 def _bench(options: argparse.Namespace) -> None:
-    if Path(options.model).exists():
-        model = _loaded(options, options.model)
-    elif options.model in SHAPES:
-        format = None if options.format == "float" else _format(options.format) or INT4
-        model = init(SHAPES[options.model], format, **_decoding(options))
-    else:
-        raise ValueError(
-            f"{options.model} does not exist, and is none of the known models; name a .gguf file, "
-            f"the folder of a Hugging Face model, or {', '.join(SHAPES)}."
-        )
+    try:
+        model = _known(options) or _loaded(options, options.model)
+    except FileNotFoundError as error:
+        raise ValueError(f"{error} Known models are {', '.join(SHAPES)}.") from None
     rows = []
     for batch in options.batch:
         found = bench(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ Activation = Literal["silu", "gelu_tanh"]
 NormPlacement = Literal["pre", "pre_and_post"]
 
 # Sizes beyond these are of no model; a file that names them is damaged.
-_MOST = {
+MOST = {
     "layers": 10_000,
     "width": 2**20,
     "heads": 2**14,
@@ -39,13 +40,16 @@ class RopeScaling:
       `original_context / high`, and blends the others. `"yarn"` (Peng et al., 2023) blends between
       the frequencies that turn `beta_fast` and `beta_slow` times within `original_context`.
       `"factors"` divides each frequency by its own factor, as llama.cpp's `rope_freqs` tensor says.
-    - `factor`: what lowered frequencies are divided by, from 1.
+    - `factor`: the divisor of lowered frequencies, from 1; of all frequencies for factors, too.
     - `original_context`: positions that the model was trained on first; for llama3 and yarn.
     - `low`, `high`: for llama3.
     - `beta_fast`, `beta_slow`: for yarn.
-    - `attention_factor`: for yarn, what sines and cosines are multiplied by; None for
-      `0.1 ln(factor) + 1`.
+    - `attention_factor`: the factor of sines and cosines. None is 1, but for yarn
+      `0.1 ln(factor) + 1`, or with `mscale` and `mscale_all_dim` the ratio
+      `(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)`.
     - `factors`: for factors, one for each pair of elements.
+    - `mscale`, `mscale_all_dim`: for yarn, both or neither.
+    - `truncate`: for yarn, whether the first and the last blended pair are rounded to integers.
 
     **Raises:** `ValueError` with the field, its value and its range.
 
@@ -63,20 +67,30 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     factors: tuple[float, ...] = ()
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         _one_of("RopeScaling", "kind", self.kind, ("linear", "llama3", "yarn", "factors"))
         for name in ("factor", "low", "high", "beta_fast", "beta_slow"):
             _positive("RopeScaling", name, getattr(self, name))
-        if self.attention_factor is not None:
-            _positive("RopeScaling", "attention_factor", self.attention_factor)
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                _positive("RopeScaling", name, getattr(self, name))
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError(
+                f"RopeScaling: mscale={self.mscale!r} and mscale_all_dim={self.mscale_all_dim!r}, "
+                "but the factor of sines and cosines is a ratio of both; give both or neither."
+            )
+        _one_of("RopeScaling", "truncate", self.truncate, (False, True))
         if self.factor < 1:
             raise ValueError(
                 f"RopeScaling: factor={self.factor!r}, but frequencies are divided by 1 or more; "
                 "write the inverse."
             )
         if self.kind in ("llama3", "yarn"):
-            _size("RopeScaling", "original_context", self.original_context, _MOST["context"])
+            _size("RopeScaling", "original_context", self.original_context, MOST["context"])
         if self.low >= self.high or self.beta_slow >= self.beta_fast:
             raise ValueError(
                 f"RopeScaling: low={self.low!r}, high={self.high!r}, beta_slow={self.beta_slow!r} "
@@ -97,19 +111,22 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """What sines and cosines are multiplied by; 1 for every kind but yarn."""
-        if self.kind != "yarn":
-            return 1.0
+        """The factor of sines and cosines."""
         if self.attention_factor is not None:
             return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0
+        if self.kind != "yarn":
+            return 1.0
+        grown = 0.1 * math.log(self.factor)
+        if self.mscale is None or self.mscale_all_dim is None:
+            return grown + 1.0
+        return (self.mscale * grown + 1.0) / (self.mscale_all_dim * grown + 1.0)
 
     def lowered(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The scaled frequencies, float64 (pairs,), of those of a rotation with this base."""
         if self.kind == "linear":
             return frequencies / self.factor
         if self.kind == "factors":
-            return frequencies / np.asarray(self.factors)
+            return frequencies / (np.asarray(self.factors) * self.factor)
         if self.kind == "llama3":
             turns = self.original_context * frequencies / (2 * math.pi)
             kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
@@ -124,9 +141,11 @@ class RopeScaling:
             wave = self.original_context / (2 * math.pi * turns)
             return pairs * math.log(wave) / math.log(base)
 
-        low = max(math.floor(pair(self.beta_fast)), 0)
-        high = min(math.ceil(pair(self.beta_slow)), 2 * pairs - 1)
-        return np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0, 1)
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        return np.clip((np.arange(pairs) - low) / (high - low or 0.001), 0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +217,7 @@ class Config:
 
     def __post_init__(self) -> None:
         _one_of("Config", "architecture", self.architecture, ARCHITECTURES)
-        for name, most in _MOST.items():
+        for name, most in MOST.items():
             _size("Config", name, getattr(self, name), most)
         if self.heads % self.kv_heads:
             raise ValueError(
@@ -221,13 +240,18 @@ class Config:
         for name in ("qk_norm", "attention_bias", "tied_head"):
             _one_of("Config", name, getattr(self, name), (False, True))
         if self.window is not None:
-            _size("Config", "window", self.window, _MOST["context"])
+            _size("Config", "window", self.window, MOST["context"])
         if type(self.window_pattern) is not int or self.window_pattern != 0:
-            _size("Config", "window_pattern", self.window_pattern, _MOST["layers"])
+            _size("Config", "window_pattern", self.window_pattern, MOST["layers"])
         scaling = self.rope_scaling
         if scaling is not None and not isinstance(scaling, RopeScaling):
             raise ValueError(
                 f"Config: rope_scaling={scaling!r}, but it is None or a RopeScaling; make one."
+            )
+        if scaling is not None and scaling.kind == "yarn" and self.rope_base <= 1:
+            raise ValueError(
+                f"Config: rope_base={self.rope_base!r} with yarn, whose range of blended pairs is "
+                "that of a base above 1; correct one of the two."
             )
         if scaling is not None and scaling.factors and len(scaling.factors) != self.head_size // 2:
             raise ValueError(
@@ -256,8 +280,8 @@ class Config:
 
         **Arguments:** `local`: those of layers with a window, whose base may be another.
 
-        **Returns:** float32 (head_size / 2,), scaled as `rope_scaling` says. Yarn's
-        `rope_scaling.amplitude` is not among them.
+        **Returns:** float32 (head_size / 2,), scaled as `rope_scaling` says. The
+        factor of sines and cosines, `rope_scaling.amplitude`, is not among them.
 
         ```python
         config.rope_frequencies()[0]  # 1, unless scaled
@@ -306,6 +330,13 @@ class Config:
         if not self.tied_head:
             shapes["head"] = (width, self.vocabulary)
         return shapes
+
+
+def pattern_of(local: Sequence[bool]) -> int | None:
+    """The `window_pattern` of layers that are local or not; None where they follow none."""
+    found = 0 if all(local) else list(local).index(False) + 1
+    regular = [found == 0 or (i + 1) % found != 0 for i in range(len(local))]
+    return found if regular == list(local) else None
 
 
 def check_config(caller: str, config: object) -> None:

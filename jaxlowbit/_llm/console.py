@@ -10,7 +10,7 @@ import jax
 from .generate import Generation
 
 
-def read_text(option: str, source: str) -> str:
+def text_of(option: str, source: str) -> str:
     """The text of a file, or of standard input for "-", with line ends of "\\n".
 
     **Raises:** `ValueError` with the name of the file if it cannot be read or is not UTF-8.

@@ -10,68 +10,90 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from .._core.checks import brief
 from . import float8
-from .config import Config, RopeScaling
-from .folder import AGAIN, FLOATS, Fields, Tensor, read_json, tensors_of
+from .config import MOST, Config, pattern_of
+from .entries import check_features, left_out
+from .folder import AGAIN, FLOATS, MLX, Fields, Tensor, read_json, tensors_of
+from .rope_entries import rotation_of
 
 # --- the configuration ----------------------------------------------------------------------------
 
-# What `transformers` takes where the file of a gemma3 model says nothing.
-_GEMMA3 = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
+# The values of transformers' classes for entries that a file lacks, where 0, false or none is
+# another value. Entries that every file of an architecture has are not among them.
+_COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
+_DEFAULTS = {
+    "llama": _COMMON,
+    "mistral": _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": _COMMON | {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096},
+    "qwen3": _COMMON
+    | {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28, "sliding_window": 4096},
+    "gemma3": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
 }
-_ARCHITECTURES = {name: name for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3")}
-_ARCHITECTURES["gemma3_text"] = "gemma3"
+_ROPE_BASE = {"gemma3": 1_000_000.0}
+_ARCHITECTURES = {name: name for name in _DEFAULTS} | {"gemma3_text": "gemma3"}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def config_of(folder: Path) -> Config:
     """The configuration of the decoder in a folder, from its config.json.
 
-    **Raises:** `ValueError` for an architecture, or a feature of one, that the decoder has not, and
+    Warns of entries that are left out and may change the results.
+
+    **Raises:** `ValueError` for an architecture, or a feature of one, that the decoder lacks, and
     for entries that are missing or of the wrong kind or size.
     """
     path = folder / "config.json"
-    values = read_json(path)
-    kind = Fields(path, values).need("model_type", "a string")
+    outer = Fields(path, read_json(path))
+    kind = outer.need("model_type", "a string")
     if kind not in _ARCHITECTURES:
         raise ValueError(
             f"{path}: 'model_type' is {kind!r}, but the decoder here knows "
             f"{', '.join(_ARCHITECTURES)}; use a model of one of those."
         )
     architecture = _ARCHITECTURES[kind]
-    float8.scheme_of(path, values)  # which refuses what is quantized otherwise
-    tokens = values
-    if "text_config" in values:
-        values = Fields(path, values).need("text_config", "an object")
+    if outer.values.get("quantization"):
+        raise ValueError(f"{path}: 'quantization' is an entry of MLX's format; {MLX}.")
+    float8.scheme_of(path, outer.values)  # which raises for weights quantized otherwise
+    outer.read |= {"quantization_config"}
+    values, text = outer.values, None
+    check_features(path, values, architecture)
+    if architecture == "gemma3" and "text_config" in values:
+        values = text = outer.need("text_config", "an object")
+        if (inner := values.get("model_type", kind)) not in ("gemma3", "gemma3_text"):
+            raise ValueError(
+                f"{path}: 'model_type' of 'text_config' is {brief(inner)}, but that of a gemma3 is "
+                "gemma3_text; use another model."
+            )
+        check_features(path, values, architecture)
+    given = values
     if architecture == "gemma3":
-        values = _GEMMA3 | {key: value for key, value in values.items() if value is not None}
-    known = Fields(path, values)
-    known.refuse("mlp_bias", "the MLP of the decoder here has no biases")
-    known.refuse("attn_logit_softcapping", "the attention of the decoder here has no cap")
-    known.refuse("num_experts", "the decoder here has no experts")
+        values = {key: value for key, value in values.items() if value is not None}
+    known = Fields(path, _DEFAULTS[architecture] | values)
+    known.read |= {"model_type", "quantization_config"}
+    layers = known.need("num_hidden_layers", "an integer")
     width, heads = (
         known.need("hidden_size", "an integer"),
         known.need("num_attention_heads", "an integer"),
     )
-    if architecture != "qwen2":
-        known.refuse("attention_bias", "of the models here qwen2 alone has biases in attention")
-    activation = known.get("hidden_activation", "a string") or known.get(
-        "hidden_act", "a string", "silu"
+    activation = known.need(
+        "hidden_activation" if architecture == "gemma3" else "hidden_act", "a string"
     )
     if activation not in _ACTIVATIONS:
         raise ValueError(
@@ -80,7 +102,7 @@ def config_of(folder: Path) -> Config:
         )
     fields: dict[str, Any] = {
         "architecture": architecture,
-        "layers": known.need("num_hidden_layers", "an integer"),
+        "layers": layers,
         "width": width,
         "heads": heads,
         "kv_heads": known.get("num_key_value_heads", "an integer", heads),
@@ -88,19 +110,23 @@ def config_of(folder: Path) -> Config:
         "hidden": known.need("intermediate_size", "an integer"),
         "vocabulary": known.need("vocab_size", "an integer"),
         "context": known.need("max_position_embeddings", "an integer"),
-        "norm_epsilon": known.get("rms_norm_eps", "a number", 1e-6),
+        "norm_epsilon": known.need("rms_norm_eps", "a number"),
         "rope_pairs": "halves",
         "qk_norm": architecture in ("qwen3", "gemma3"),
         "attention_bias": architecture == "qwen2",
-        "tied_head": known.get("tie_word_embeddings", "true or false", False),
+        "tied_head": _tied(known, given, None if text is None else outer),
         "activation": _ACTIVATIONS[activation],
-        "logit_softcap": known.get("final_logit_softcapping", "a number"),
-        "bos": Fields(path, tokens).get("bos_token_id", "an integer"),
-        "eos": _eos(path, folder, tokens),
+        "logit_softcap": _softcap(known, architecture),
+        "bos": _bos(outer, known),
+        "eos": _eos(folder, outer, known),
     }
     try:
-        fields |= _rotation(known, architecture)
-        fields |= _window(known, architecture, fields["layers"])
+        fields |= _window(known, architecture, layers)
+        local = "window" in fields
+        rotation, sentences = rotation_of(
+            known, architecture, _ROPE_BASE.get(architecture, 10_000.0), local
+        )
+        fields |= rotation
         if architecture == "gemma3":
             fields |= {
                 "norm_placement": "pre_and_post",
@@ -108,102 +134,105 @@ def config_of(folder: Path) -> Config:
                 "embedding_scale": float(width) ** 0.5,
                 "attention_scale": known.need("query_pre_attn_scalar", "a number") ** -0.5,
             }
-        return Config(**fields)
+        config = Config(**fields)
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{path} gives a wrong configuration: {error}") from None
+    sentences += left_out(known, architecture)
+    sentences += [] if text is None else left_out(outer, architecture)
+    for sentence in sentences:
+        warnings.warn(f"load: {sentence}", stacklevel=5)  # the caller of llm.load
+    return config
 
 
-def _eos(path: Path, folder: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
+def _tied(known: Fields, given: Mapping[str, Any], outer: Fields | None) -> bool:
+    """Whether logits come from the table; of a model with images, both objects may say so."""
+    key, kind = "tie_word_embeddings", "true or false"
+    tied = known.get(key, kind, False)
+    whole = None if outer is None else outer.get(key, kind)
+    if whole is None or whole == tied:
+        return tied
+    if given.get(key) is not None:
+        raise ValueError(
+            f"{known.path}: {key!r} is {whole} for the model and {tied} in 'text_config', but the "
+            "two are one head; make them agree."
+        )
+    return whole
+
+
+def _softcap(known: Fields, architecture: str) -> float | None:
+    """The cap of logits, an entry of gemma3's class; other classes do not know it."""
+    name = "final_logit_softcapping"
+    return known.get(name, "a number") if architecture == "gemma3" else None
+
+
+def _bos(outer: Fields, known: Fields) -> int | None:
+    inner = known.get("bos_token_id", "an integer")
+    return outer.get("bos_token_id", "an integer", inner)
+
+
+def _eos(folder: Path, outer: Fields, known: Fields) -> tuple[int, ...]:
     """The tokens that end texts; generation_config.json may name more than config.json."""
+    sources = [outer, known]
+    path = folder / "generation_config.json"
+    if path.exists():
+        generation = Fields(path, read_json(path))
+        generation.read |= {"eos_token_id", "bos_token_id"}
+        sources.insert(0, generation)
+        for sentence in left_out(generation):
+            warnings.warn(f"load: {sentence}", stacklevel=6)  # the caller of llm.load
     found: list[int] = []
-    sources = [(path, values)]
-    if (folder / "generation_config.json").exists():
-        other = folder / "generation_config.json"
-        sources.insert(0, (other, read_json(other)))
-    for source, entries in sources:
-        tokens = entries.get("eos_token_id")
+    for source in sources:
+        source.read.add("eos_token_id")
+        tokens = source.values.get("eos_token_id")
         tokens = [] if tokens is None else tokens if isinstance(tokens, list) else [tokens]
         if not all(type(token) is int for token in tokens):
             raise ValueError(
-                f"{source}: 'eos_token_id' is {tokens!r}, but it is one integer or some; {AGAIN}."
+                f"{source.path}: 'eos_token_id' is {tokens!r}, but it is an integer or a list of "
+                f"integers; {AGAIN}."
             )
         found += tokens
     return tuple(dict.fromkeys(found))
 
 
-def _rotation(known: Fields, architecture: str) -> dict[str, Any]:
-    """Bases and scaling; newer files have them in `rope_parameters`, for each kind of layer."""
-    parameters = known.get("rope_parameters", "an object") or {}
-    local = parameters.get("sliding_attention") or {}
-    if "full_attention" in parameters:
-        parameters = parameters["full_attention"] or {}
-    scaling = parameters or known.get("rope_scaling", "an object") or {}
-    entries = Fields(known.path, dict(known.values) | parameters)
-    found: dict[str, Any] = {
-        "rope_base": entries.get("rope_theta", "a number", 10000.0),
-        "rope_scaling": _scaling(Fields(known.path, scaling), known),
-    }
-    if architecture == "gemma3":
-        base = known.get("rope_local_base_freq", "a number")
-        found["local_rope_base"] = Fields(known.path, local).get("rope_theta", "a number", base)
-    return found
-
-
-def _scaling(scaling: Fields, known: Fields) -> RopeScaling | None:
-    kind = scaling.get("rope_type", "a string") or scaling.get("type", "a string", "default")
-    if kind == "default":
-        return None
-    factor = scaling.need("factor", "a number") if kind in ("linear", "llama3", "yarn") else 1.0
-    if kind == "linear":
-        return RopeScaling("linear", factor)
-    original = "original_max_position_embeddings"
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            factor,
-            scaling.need(original, "an integer"),
-            low=scaling.need("low_freq_factor", "a number"),
-            high=scaling.need("high_freq_factor", "a number"),
-        )
-    if kind == "yarn":
-        context = known.need("max_position_embeddings", "an integer")
-        return RopeScaling(
-            "yarn",
-            factor,
-            scaling.get(original, "an integer", context),
-            beta_fast=scaling.get("beta_fast", "a number", 32.0),
-            beta_slow=scaling.get("beta_slow", "a number", 1.0),
-            attention_factor=scaling.get("attention_factor", "a number"),
-        )
-    raise ValueError(
-        f"the rotation's scaling is {kind!r}, but the decoder here has linear, llama3 and yarn; "
-        "use another model."
-    )
-
-
 def _window(known: Fields, architecture: str, layers: int) -> dict[str, Any]:
-    window = known.get("sliding_window", "an integer")
+    """The window and the pattern of its layers; nothing where no layer has one."""
+    layers = min(max(layers, 0), MOST["layers"])  # more raise an error in `Config`
+    size = None if architecture == "llama" else known.get("sliding_window", "an integer")
     if architecture in ("qwen2", "qwen3"):
-        known.refuse("use_sliding_window", "the decoder here gives its layers no window")
-        return {}
-    if window is None or architecture == "llama":
-        return {}
-    if architecture == "mistral":
-        return {"window": window}
-    pattern = known.get("sliding_window_pattern", "an integer", 6)
+        used = known.get("use_sliding_window", "true or false", False)
+        first = known.get("max_window_layers", "an integer", layers)
+        size = size if used else None
+        local = [size is not None and i >= first for i in range(layers)]
+    elif architecture == "gemma3":
+        every = known.get("sliding_window_pattern", "an integer", 6)
+        if "layer_types" not in known.values:
+            return {"window": size, "window_pattern": every}
+        local = [True] * layers
+    else:
+        local = [size is not None] * layers
     kinds = known.get("layer_types", "a list")
     if kinds is not None:
-        pattern = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
-        regular = [
-            "full_attention" if pattern and (i + 1) % pattern == 0 else "sliding_attention"
-            for i in range(layers)
-        ]
-        if kinds != regular:
+        named = [kind == "sliding_attention" for kind in kinds]
+        fixed = architecture in ("llama", "mistral")  # whose models do not read the entry
+        unknown = set(map(str, kinds)) - {"full_attention", "sliding_attention"}
+        if unknown or len(kinds) != layers or (fixed and named != local):
             raise ValueError(
-                "'layer_types' follows no pattern in which every n-th layer is global, but those "
-                "of the decoder here do; use another model."
+                f"'layer_types' is {brief(kinds)}, but the {layers} layers of {architecture} here "
+                "have full_attention or sliding_attention, and those of llama and mistral all "
+                "the same; use another model."
             )
-    return {"window": window, "window_pattern": pattern}
+        local = named
+    if not any(local):
+        return {}
+    if size is None:
+        raise ValueError("'layer_types' has layers with a window, but 'sliding_window' is missing.")
+    pattern = pattern_of(local)
+    if pattern is None:
+        raise ValueError(
+            "the layers with a window follow no pattern in which every n-th layer is global, but "
+            "those of the decoder here do; use another model."
+        )
+    return {"window": size, "window_pattern": pattern}
 
 
 # --- the weights ----------------------------------------------------------------------------------
@@ -237,8 +266,11 @@ _OUTSIDE = {
 _TEXT = re.compile(
     r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?"
 )
-# Of models that see: what turns images into embeddings. And a buffer that older files hold.
-_IGNORED = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.|\.rotary_emb\.inv_freq$")
+# A buffer that older files hold; the configuration gives its values.
+_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+# From images to embeddings, which the decoder does not read.
+_IMAGES = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.")
+_MLX = (".scales", ".biases")
 
 
 def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix]:
@@ -257,11 +289,13 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
     found: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
     tensors = tensors_of(folder)
+    unread: list[str] = []
     for tensor in tensors:
         if scheme is not None and scheme.has_scale(tensor.name):
             scales[tensor.name] = tensor
             continue
         if scheme is not None and scheme.leaves_out(tensor.name):
+            unread.append(tensor.name)
             continue
         name = _TEXT.sub("", tensor.name)
         parts = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
@@ -269,13 +303,23 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
             ours = _OUTSIDE[name]
         elif parts is not None and parts[2] in layer:
             ours = f"layers.{int(parts[1])}.{layer[parts[2]]}"
-        elif _IGNORED.search(tensor.name):
+        elif _IGNORED.search(tensor.name) or (
+            config.architecture == "gemma3" and _IMAGES.search(tensor.name)
+        ):
             continue
         else:
             ours = tensor.name
-        if ours == "head" and config.tied_head:  # some files hold the table twice
-            continue
-        if ours not in expected:
+        if ours in found:
+            raise ValueError(
+                f"{tensor.file}: tensors {found[ours].name!r} and {tensor.name!r} are one weight "
+                f"under two names, {ours!r}; {AGAIN}."
+            )
+        if ours not in expected and not (ours == "head" and config.tied_head):
+            if tensor.name.endswith(_MLX):
+                raise ValueError(
+                    f"{tensor.file}: tensor {tensor.name!r} is of weights quantized in MLX's "
+                    f"format; {MLX}."
+                )
             raise ValueError(
                 f"{tensor.file}: tensor {tensor.name!r} is no part of {config.architecture} with "
                 f"{config.layers} layers as the decoder here knows it, and leaving it out would "
@@ -295,12 +339,43 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
                 f"{tensor.file}: tensor {tensor.name!r} is {tensor.kind} of shape {tensor.shape}, "
                 f"but config.json asks for floats ({', '.join(kinds)}) of {shape[::-1]}; {AGAIN}."
             )
+    if "head" in found and config.tied_head:
+        _check_tied(found["embedding"], found["head"])
     if scheme is None:
         return {name: found[name] for name in expected}
     scheme.check_scales(scales, {tensor.name: tensor for tensor in tensors})
-    for sentence in scheme.left_out:
+    sentences = list(scheme.left_out)
+    if unread and not sentences:
+        sentences.append(
+            f"{folder} has {len(unread)} scales of activations or of a cache, such as "
+            f"{unread[0]!r}, which are left out: here activations and the cache are floats, or "
+            "get scales as they come."
+        )
+    for sentence in sentences:
         warnings.warn(f"load: {sentence}", stacklevel=5)  # the caller of llm.load
     return {
         name: scheme.matrix(found[name], scales) if found[name].kind == float8.KIND else found[name]
         for name in expected
     }
+
+
+def _check_tied(table: Tensor, head: Tensor) -> None:
+    """Checks that a head beside the table it is tied to is a copy of the table.
+
+    transformers 5 does not tie two that differ, and earlier versions ignore the head.
+
+    **Raises:** `ValueError`.
+    """
+    same = (table.kind, table.shape) == (head.kind, head.shape)
+    rows, strip = table.shape[0], max(1, 2**22 // max(table.shape[-1], 1))
+    for start in range(0, rows if same else 0, strip):
+        stop = min(start + strip, rows)
+        if not np.array_equal(table.bytes(start, stop), head.bytes(start, stop)):
+            same = False
+            break
+    if not same:
+        raise ValueError(
+            f"{head.file}: tensor {head.name!r} differs from {table.name!r}, but config.json ties "
+            "the two; set 'tie_word_embeddings' to false there if the head is the model's, or "
+            "remove the tensor."
+        )

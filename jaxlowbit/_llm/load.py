@@ -20,6 +20,7 @@ from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
 from . import blocks, float8, gguf, huggingface
 from .config import Config
+from .folder import check_folder
 from .sharding import Division
 from .tokenizer import Tokenizer
 
@@ -263,16 +264,11 @@ def _of_gguf(file: gguf.File, tensor: gguf.Tensor) -> _Source:
 def _floats_of(kind: str, stored: np.ndarray, unit: float) -> Callable[[int, int], np.ndarray]:
     if kind in blocks.TYPES:
         return lambda start, stop: blocks.floats(kind, stored[start:stop], unit)
-    if kind == "BF16":
-        stored = stored.view(jnp.bfloat16)
     return lambda start, stop: stored[start:stop]
 
 
 def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
-    if not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
-        raise ValueError(
-            f"{path} holds GGUF files and no config.json; name a file, such as {files[0]}."
-        )
+    check_folder(path)
     config = huggingface.config_of(path)
     sources = {}
     for name, found in huggingface.weights_of(path, config).items():

@@ -1,0 +1,148 @@
+"""The rotation of a config.json, wherever versions of transformers write its entries.
+
+Version 4 writes `rope_theta`, `rope_scaling` and, for gemma3, `rope_local_base_freq`. Version 5
+writes `rope_parameters`, flat or for each kind of layer, and reads both. As there, `rope_scaling`
+goes before `rope_parameters`, and entries of these objects before those of the file, except
+`original_max_position_embeddings`.
+"""
+
+from typing import Any, NamedTuple
+
+from .config import RopeScaling
+from .entries import listed
+from .folder import Fields
+
+_KINDS = ("full_attention", "sliding_attention")
+_ORIGINAL = "original_max_position_embeddings"
+_LOCAL_BASE = 10_000.0
+
+
+class _Rotation(NamedTuple):
+    base: float
+    scaling: RopeScaling | None
+
+
+def rotation_of(
+    known: Fields, architecture: str, base: float, local: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Fields of a `Config`, and sentences on entries that are left out.
+
+    **Arguments:** `base` is the architecture's own; `local` is whether any layer has a window.
+
+    **Raises:** `ValueError` for a rotation that the decoder lacks, with the entry and its value.
+    """
+    base = known.get("rope_theta", "a number", base)
+    parameters = known.get("rope_parameters", "an object") or {}
+    scaling = known.get("rope_scaling", "an object") or {}
+    if architecture == "gemma3":
+        if parameters and not _nested(parameters):
+            raise ValueError(
+                f"'rope_parameters' has no entry {' or '.join(_KINDS)}, but the two kinds of "
+                "layers of gemma3 turn differently; correct config.json."
+            )
+        full = (parameters.get(_KINDS[0]) or {}) | scaling
+        sliding = parameters.get(_KINDS[1]) or {}
+        local_base = known.get("rope_local_base_freq", "a number", _LOCAL_BASE)
+    else:
+        parameters = scaling or parameters
+        full = sliding = parameters
+        if _nested(parameters):
+            inner = Fields(known.path, parameters)
+            full = inner.get(_KINDS[0], "an object", {})
+            sliding = inner.need(_KINDS[1], "an object") if local else {}
+        local_base = base
+    if unknown := [kind for kind in parameters if _nested(parameters) and kind not in _KINDS]:
+        raise ValueError(
+            f"'rope_parameters' has the entry {unknown[0]!r} beside {' and '.join(_KINDS)}; "
+            "correct config.json."
+        )
+    found, sentences = _rotation(known, full, base)
+    fields = {"rope_base": found.base, "rope_scaling": found.scaling}
+    if local and (sliding is not full or architecture == "gemma3"):
+        other, more = _rotation(known, sliding, local_base)
+        sentences += more
+        if other != found and other.scaling is not None:
+            raise ValueError(
+                "the rotation of layers with a window is scaled otherwise than that of the "
+                "others, but the decoder here scales only global layers; use another model."
+            )
+        if other != found:
+            fields["local_rope_base"] = other.base
+    return fields, sentences
+
+
+def _nested(parameters: dict[str, Any]) -> bool:
+    return any(isinstance(value, dict) for value in parameters.values())
+
+
+def _rotation(
+    known: Fields, parameters: dict[str, Any], base: float
+) -> tuple[_Rotation, list[str]]:
+    entries = Fields(known.path, parameters)
+    part = known.get("partial_rotary_factor", "a number", 1)
+    part = entries.get("partial_rotary_factor", "a number", part)
+    sections = entries.get("mrope_section", "a list")
+    if part != 1 or sections:
+        name, value = ("mrope_section", sections) if sections else ("partial_rotary_factor", part)
+        raise ValueError(
+            f"{name!r} is {value!r}, but the decoder here rotates every pair of a head by its "
+            "position; use another model."
+        )
+    base = entries.get("rope_theta", "a number", base)
+    kind = entries.get("type", "a string", "default")
+    kind = entries.get("rope_type", "a string", kind)
+    scaling = _scaling(kind, entries, known)
+    unread = {
+        name: value
+        for name, value in parameters.items()
+        if name not in entries.read and value not in (None, False, 0)
+    }
+    if not unread:
+        return _Rotation(base, scaling), []
+    sentence = (
+        f"{known.path} has entries of the rotation that its type, {kind!r}, does not read: "
+        f"{listed(unread)}; they are left out, as in transformers."
+    )
+    return _Rotation(base, scaling), [sentence]
+
+
+def _scaling(kind: str, entries: Fields, known: Fields) -> RopeScaling | None:
+    if kind == "default":
+        return None
+    context = known.need("max_position_embeddings", "an integer")
+    if kind == "dynamic":  # changes nothing up to that context, the longest here
+        entries.need("factor", "a number")
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", entries.need("factor", "a number"))
+    original = entries.get(_ORIGINAL, "an integer", context)
+    original = known.get(_ORIGINAL, "an integer", original)
+    if kind == "llama3":
+        return RopeScaling(
+            "llama3",
+            entries.need("factor", "a number"),
+            original,
+            low=entries.need("low_freq_factor", "a number"),
+            high=entries.need("high_freq_factor", "a number"),
+        )
+    if kind == "yarn":
+        mscale = entries.get("mscale", "a number")
+        all_dim = entries.get("mscale_all_dim", "a number")
+        ratio = bool(mscale and all_dim)
+        if not ratio:  # transformers leaves out one without the other
+            entries.read.difference_update({"mscale", "mscale_all_dim"})
+        return RopeScaling(
+            "yarn",
+            entries.get("factor", "a number", context / original if original else 0),
+            original,
+            beta_fast=entries.get("beta_fast", "a number") or 32.0,
+            beta_slow=entries.get("beta_slow", "a number") or 1.0,
+            attention_factor=entries.get("attention_factor", "a number"),
+            mscale=mscale if ratio else None,
+            mscale_all_dim=all_dim if ratio else None,
+            truncate=entries.get("truncate", "true or false", True),
+        )
+    raise ValueError(
+        f"the rotation's scaling is {kind!r}, but the decoder here has default, linear, dynamic, "
+        "llama3 and yarn; use another model."
+    )

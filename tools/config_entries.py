@@ -1,0 +1,78 @@
+"""Writes entries of model files into tests/data/config_entries.json.
+
+    python -m venv /tmp/hf && /tmp/hf/bin/pip install transformers
+    /tmp/hf/bin/python tools/config_entries.py                      # of transformers' classes
+    python tools/config_entries.py --llama llama.cpp/src/llama-arch.cpp  # keys of GGUF files
+
+Each version of transformers has its own section, so that entries of older files stay in the data.
+"""
+
+import argparse
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).parents[1] / "tests" / "data" / "config_entries.json"
+CLASSES = {
+    "llama": "llama.LlamaConfig",
+    "mistral": "mistral.MistralConfig",
+    "qwen2": "qwen2.Qwen2Config",
+    "qwen3": "qwen3.Qwen3Config",
+    "gemma3_text": "gemma3.Gemma3TextConfig",
+    "gemma3": "gemma3.Gemma3Config",
+}
+
+
+def class_of(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"transformers{module}"), name)
+
+
+def entries(cls: Any) -> dict[str, Any]:
+    """The arguments and the saved entries of a class, with their defaults."""
+    found = {
+        name: None if parameter.default is inspect.Parameter.empty else parameter.default
+        for base in cls.__mro__
+        if "__init__" in vars(base)
+        for name, parameter in inspect.signature(base.__init__).parameters.items()
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and name != "self"
+    }
+    found |= cls().to_dict()
+    found |= dict.fromkeys(getattr(cls, "attribute_map", {}))
+    return {name: value if plain(value) else None for name, value in sorted(found.items())}
+
+
+def plain(value: Any) -> bool:
+    return isinstance(value, str | int | float | list | None)
+
+
+def of_transformers() -> dict[str, Any]:
+    found = {name: entries(class_of(f".models.{path}")) for name, path in CLASSES.items()}
+    found["generation_config.json"] = entries(class_of(".GenerationConfig"))
+    rope = importlib.import_module("transformers.modeling_rope_utils")
+    parameters = getattr(rope, "RopeParameters", None)
+    found["rotation"] = dict.fromkeys(sorted(parameters.__annotations__)) if parameters else {}
+    found["rotation"]["rope_type"] = list(dict.fromkeys(["default", *rope.ROPE_INIT_FUNCTIONS]))
+    return {f"transformers {importlib.import_module('transformers').__version__}": found}
+
+
+def of_llama(source: Path) -> dict[str, Any]:
+    keys = re.findall(r'"%s\.([\w.]+)"', source.read_text(encoding="utf-8"))
+    return {"llama.cpp": sorted(set(keys))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--llama", type=Path)
+    options = parser.parse_args()
+    data = json.loads(PATH.read_text(encoding="utf-8")) if PATH.exists() else {}
+    data |= of_transformers() if options.llama is None else of_llama(options.llama)
+    PATH.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
