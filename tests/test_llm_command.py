@@ -97,6 +97,50 @@ def test_variables_of_the_template(capsys):
     assert last_line(capsys)["prompt_tokens"] == len("x=False\nname=a=b\nuser:hi\n")
 
 
+DRAWING = {
+    "temperature": 0.9,
+    "top_k": 90,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "seed": 7,
+    "stop": ["x", "yy"],
+    "max_new_tokens": 3,
+}
+
+
+def test_every_option_of_drawing_is_that_of_generate(monkeypatch, capsys):
+    flags = []
+    for name, value in DRAWING.items():
+        for one in value if isinstance(value, list) else [value]:
+            flags += [f"--{name.replace('_', '-')}", str(one)]
+    defaults = command.generate.__kwdefaults__
+    assert defaults.keys() == DRAWING.keys() | {"n", "logprobs", "template_options"}
+    command.main(["generate", "m", "--raw", "--prompt", "hi", "--n", "2", "--json", *flags])
+    expected = generate(model(), "hi", n=2, **DRAWING)
+    assert [found["tokens"] for found in last_line(capsys)] == [x.tokens for x in expected]
+    given = []
+    monkeypatch.setattr(command, "chat", lambda *arguments: given.append(arguments[2]))
+    command.main(["chat", "m", *flags])
+    assert given == [DRAWING]
+
+
+def test_log_probabilities(capsys):
+    arguments = ["generate", "m", "--raw", "--prompt", "hi", "--logprobs", "2", "--json"]
+    command.main([*arguments, *GREEDY])
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    expected = generate(model(), "hi", max_new_tokens=4, logprobs=2).logprobs
+    assert found["logprobs"]["chosen"] == expected.chosen
+    assert [{int(k): v for k, v in x.items()} for x in found["logprobs"]["top"]] == expected.top
+    assert len(lines) == 1 + 4 + 1
+    assert [float(line.split()[0]) for line in lines[1:5]] == pytest.approx(
+        expected.chosen, abs=1e-3
+    )
+
+
 def test_a_reply_that_is_cut_says_by_which_limit(capsys):
     command.main(["generate", "m", "--raw", "--prompt", "hi", *GREEDY])
     assert "[2 + 4 tokens, cut by --max-new-tokens, " in capsys.readouterr().err

@@ -192,21 +192,21 @@ def _generate(options: argparse.Namespace) -> None:
         prompt = _template(options, header)([*system, message("user", text)])
     (tokens,) = request.encoded([prompt])
     model = _loaded(options, header)
-    summary = _summary(options, model)
     if options.n == 1:
         results = [console.show(stream(model, tokens, **drawing), [])]
-        console.say(summary(results[0]))
     else:
         results = generate(model, tokens, n=options.n, **drawing)
-        for i, result in enumerate(results, 1):
+    summary = _summary(options, model)
+    for i, result in enumerate(results, 1):
+        if options.n > 1:
             print(result.text, flush=True)
-            console.say(f"{i} of {options.n}: {summary(result)}")
-    if options.logprobs is not None:
-        for result in results:
-            print("\n".join(console.logprobs(model.tokenizer, result)))
+        number = f"{i} of {options.n}: " if options.n > 1 else ""
+        console.say(number + summary(result))
+        if options.logprobs is not None:
+            print("\n".join(console.logprobs(model.tokenizer, result)), flush=True)
     if options.json:
         found = [_as_json(result) for result in results]
-        print(json.dumps(found[0] if options.n == 1 else found))
+        print(json.dumps(found if options.n > 1 else found[0]))
 
 
 def _as_json(result: Generation) -> dict[str, Any]:
