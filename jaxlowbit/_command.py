@@ -32,13 +32,16 @@ def run_command(
     except KeyboardInterrupt:
         status, message = 128 + signal.SIGINT, "\n"
     except (ImportError, OSError, ValueError) as error:
-        line = " ".join(str(error).split())
-        without_function = re.sub(r"^[A-Za-z]\w*(\.\w+)?: ", "", line)
         name = getattr(options, "prog", parser.prog).removeprefix("python -m ")
-        status, message = 1, f"{name}: {without_function}\n"
+        status, message = 1, f"{name}: {sentence(error)}\n"
     if status:
         _drop_unwritten()
         parser.exit(status, message)
+
+
+def sentence(error: Exception) -> str:
+    """The text of an error in one line, without the name of the function that begins it."""
+    return re.sub(r"^[A-Za-z]\w*(\.\w+)?: ", "", " ".join(str(error).split()))
 
 
 def _drop_unwritten() -> None:

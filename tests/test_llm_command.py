@@ -1,19 +1,27 @@
 """`python -m jaxlowbit.llm`: its commands with a small model, in this process."""
 
 import dataclasses
+import importlib.util
+import inspect
 import io
 import json
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_llm_generate import Letters, model
 
+from jaxlowbit import _llm
 from jaxlowbit._llm import chat, command
+from jaxlowbit._requirements import require_extra
 from jaxlowbit.llm import generate, perplexity
 
+ROOT = Path(__file__).parents[1]
 GREEDY = ["--temperature", "0", "--max-new-tokens", "4"]
 
 
@@ -116,8 +124,12 @@ def test_every_option_of_drawing_is_that_of_generate(monkeypatch, capsys):
     for name, value in DRAWING.items():
         for one in value if isinstance(value, list) else [value]:
             flags += [f"--{name.replace('_', '-')}", str(one)]
-    defaults = command.generate.__kwdefaults__
-    assert defaults.keys() == DRAWING.keys() | {"n", "logprobs", "template_options"}
+    defaults = inspect.signature(generate).parameters
+    assert defaults.keys() - {"model", "prompt"} == DRAWING.keys() | {
+        "n",
+        "logprobs",
+        "template_options",
+    }
     command.main(["generate", "m", "--raw", "--prompt", "hi", "--n", "2", "--json", *flags])
     expected = generate(model(), "hi", n=2, **DRAWING)
     assert [found["tokens"] for found in last_line(capsys)] == [x.tokens for x in expected]
@@ -203,7 +215,7 @@ def conversation(system=None, room=4):
 
 
 def test_a_full_context_forgets_the_oldest_turns():
-    talk = conversation("s")
+    talk, text = conversation("s"), ""
     for i in range(20):
         tokens, dropped = talk.ask(f"question {i}")
         text = bytes(tokens).decode()
@@ -252,15 +264,29 @@ def test_ctrl_c_ends_a_reply_and_keeps_what_was_said(pieces, after, monkeypatch,
     assert found.out == 2 * f"{''.join(pieces)}\n" and "[interrupted]" in found.err
 
 
+def test_a_reply_that_fails_takes_the_line_back(monkeypatch, capsys):
+    class Session(chat.Session):
+        def stream(self, prompt: Any, **options):
+            prompts.append(bytes(prompt).decode())
+            if len(prompts) == 1:
+                raise ValueError("Session.stream: the cache does not fit")
+            return super().stream(prompt, **options)
+
+    prompts = []
+    monkeypatch.setattr(chat, "Session", Session)
+    found = talked(monkeypatch, capsys, "a\nb\n")
+    assert prompts == ["user:a\n", "user:b\n"]
+    assert found.err.startswith("[the cache does not fit]\n")
+
+
 @pytest.mark.parametrize(("key", "status"), [(EOFError, None), (KeyboardInterrupt, 130)])
 def test_keys_at_the_prompt_of_a_terminal(key, status, monkeypatch, capsys):
-    asked = iter(["a", key])
+    asked = iter(["a"])
 
     def answer(prompt):
-        line = next(asked)
-        if line == "a":
+        for line in asked:
             return line
-        raise line
+        raise key
 
     monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
@@ -346,6 +372,15 @@ def test_wrong_arguments_show_the_usage(capsys):
         command.main(["chat"])
     said = capsys.readouterr().err
     assert end.value.code == 2 and "required: MODEL" in said and said.startswith("usage: ")
+
+
+def test_packages_that_are_missing_are_named(monkeypatch):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extra = [name.partition(">")[0] for name in project["optional-dependencies"]["llm"]]
+    assert sorted(extra) == sorted(["flax", *_llm.PACKAGES])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jinja2" else 1)
+    with pytest.raises(ImportError, match=r"jinja2 is not .* pip install \"jaxlowbit\[llm\]\""):
+        require_extra("llm", *_llm.PACKAGES)
 
 
 def test_the_module_is_a_command():

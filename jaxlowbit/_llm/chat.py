@@ -6,6 +6,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
+from .._command import sentence
 from . import console
 from .session import Session
 
@@ -78,10 +81,10 @@ def chat(model: Any, conversation: Conversation, options: dict[str, Any], summar
         try:
             tokens, dropped = conversation.ask(line)
         except ValueError as error:
-            console.say(str(error))
+            console.say(sentence(error))
             continue
         if dropped:
-            console.say(f"the context is full; the oldest {dropped} turns are forgotten")
+            console.say(f"the context is full; oldest turns forgotten: {dropped}")
         said: list[str] = []
         result = None
         turn_seed = (seed + turn + 2**63) % 2**64 - 2**63
@@ -91,6 +94,8 @@ def chat(model: Any, conversation: Conversation, options: dict[str, Any], summar
         except KeyboardInterrupt:
             print(flush=True)
             console.say("interrupted")
+        except (ValueError, jax.errors.JaxRuntimeError) as error:  # such as memory for the cache
+            console.say(sentence(error))
         conversation.answer("".join(said) if said or result else None)
 
 
@@ -100,7 +105,7 @@ def _lines() -> Iterator[str]:
     if terminal:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")
-        console.say("Ctrl-C ends a reply, Ctrl-D the chat")
+        console.say("Ctrl-C ends a reply, Ctrl-D the chat; the first reply waits for compilation")
     while True:
         try:
             line = _asked() if terminal else _piped()
@@ -109,7 +114,7 @@ def _lines() -> Iterator[str]:
                 print(file=sys.stderr, flush=True)
             return
         except ValueError as error:
-            console.say(f"{error} It is ignored.")
+            console.say(f"{sentence(error)} It is ignored.")
             continue
         if line.strip():
             yield line

@@ -101,6 +101,6 @@ def encoded(
 
 def _named(model: LanguageModel, token: int) -> str:
     """A token with its text, if it has one."""
-    known = model.tokenizer is not None and token >= 0
-    text = model.tokenizer.decode([token], special=True) if known else ""
+    tokenizer = model.tokenizer if token >= 0 else None
+    text = "" if tokenizer is None else tokenizer.decode([token], special=True)
     return f"token {token}" + (f" ({text!r})" if text else "")
