@@ -86,7 +86,7 @@ setup: $(call needs,test) $(call needs,demo)
 
 install:
 	$(call say,building,jaxlowbit with CUDA=$(CUDA)$(GPU_KERNELS))
-	@$(PIP) install $(if $(filter-out 0,$(V)),-v,--quiet) $(BUILD) -Ccmake.define.JAXLOWBIT_COUNTING_MODULE=ON .
+	@$(PIP) install $(if $(filter-out 0,$(V)),-v,--quiet) $(BUILD) .
 
 # --- the environment -----------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def start(options: argparse.Namespace) -> None:
     path = find_model() if options.model is None else options.model
-    text = options.text.read_text(encoding="utf-8")
+    text = read(options.text)
     if options.tokens < 1:
         raise ValueError(f"--tokens is {options.tokens}, but one or more are predicted.")
     for output in (options.plot, options.json):
@@ -140,6 +140,13 @@ def start(options: argparse.Namespace) -> None:
         figures = {"perplexity": how, "formats": [row._asdict() for row in rows]}
         options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(f"\nplot: {options.plot}")
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}); convert it.") from None
 
 
 def named(names: list[str]) -> dict[str, Choice]:

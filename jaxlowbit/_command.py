@@ -16,9 +16,11 @@ def run_command(
     """Parses the arguments and calls `run` with them; ends the process if that fails.
 
     `run` returns an exit status, where None is 0. After an `ImportError`, `OSError` or `ValueError`
-    the status is 2, and the error's text is one line on standard error. After Ctrl-C it is 130, and
-    if the reader of the output closes its pipe, as `head` does, 141: the numbers that shells give
-    to the signals. `run` must not catch `BrokenPipeError`, which is an `OSError`.
+    the status is 1, and the error's text is one line on standard error, after the name of the
+    command, `options.prog` if a subcommand sets it. (Wrong arguments are 2, with the usage.) After
+    Ctrl-C it is 130, and if the reader of the output closes its pipe, as `head` does, 141: the
+    numbers that shells give to the signals. `run` must not catch `BrokenPipeError`, which is an
+    `OSError`.
     """
     options = parser.parse_args(arguments)
     message = None
@@ -30,11 +32,16 @@ def run_command(
     except KeyboardInterrupt:
         status, message = 128 + signal.SIGINT, "\n"
     except (ImportError, OSError, ValueError) as error:
-        without_function = re.sub(r"^\w+: ", "", str(error))
-        status, message = 2, f"{parser.prog}: error: {without_function}\n"
+        name = getattr(options, "prog", parser.prog).removeprefix("python -m ")
+        status, message = 1, f"{name}: {sentence(error)}\n"
     if status:
         _drop_unwritten()
         parser.exit(status, message)
+
+
+def sentence(error: Exception) -> str:
+    """The text of an error in one line, without the name of the function that begins it."""
+    return re.sub(r"^[A-Za-z]\w*(\.\w+)?: ", "", " ".join(str(error).split()))
 
 
 def _drop_unwritten() -> None:
@@ -42,4 +49,5 @@ def _drop_unwritten() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())

@@ -30,6 +30,20 @@ def require(package: str) -> None:
         raise ImportError(f"jaxlowbit: {package} is {found}, but {rule}.", name=package)
 
 
+def require_extra(extra: str, *packages: str) -> None:
+    """Checks that the packages of an extra are installed, without importing them.
+
+    **Raises:** `ModuleNotFoundError`.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(
+                f"jaxlowbit.{extra}: {package} is not installed; pip install "
+                f'"jaxlowbit[{extra}]" brings it.',
+                name=package,
+            )
+
+
 def _release(version: str) -> list[int]:
     """Major and minor number; pre-releases count as the release."""
     return [int(number) for number in re.findall(r"\d+", version)[:2]]

@@ -61,8 +61,8 @@ def test_output_that_cannot_be_written(when, capfd):
 
     with open("/dev/full", "w") as stream, contextlib.redirect_stdout(stream):
         status, _ = ended(run)
-    assert status == 2
-    assert capfd.readouterr().err == "tool: error: [Errno 28] No space left on device\n"
+    assert status == 1
+    assert capfd.readouterr().err == "tool: [Errno 28] No space left on device\n"
 
 
 def test_what_a_command_ends_with(capsys):
@@ -74,8 +74,8 @@ def test_what_a_command_ends_with(capsys):
 
     assert ended(raising(KeyboardInterrupt()), capsys) == (130, "\n")
     assert ended(raising(BrokenPipeError()), capsys) == (141, "")
-    said = "tool: error: no such format\n"
-    assert ended(raising(ValueError("parse_format: no such format")), capsys) == (2, said)
+    said = "tool: no such format\n"
+    assert ended(raising(ValueError("parse_format: no such format")), capsys) == (1, said)
     assert ended(lambda options: 3, capsys) == (3, "")
     run_command(argparse.ArgumentParser("tool"), lambda options: None, [])
     with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback

@@ -89,6 +89,13 @@ def test_bad_input_gets_a_sentence(example, tiny, tmp_path, arguments, message, 
     assert message in error and not printed
 
 
+def test_a_text_that_is_not_utf8_is_named(example, tiny, tmp_path, capsys):
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(SystemExit, match="2"):
+        example.main(["--model", str(tiny), "--text", str(tmp_path / "latin1.txt")])
+    assert "latin1.txt is not UTF-8" in capsys.readouterr().err
+
+
 def test_a_missing_package_says_how_to_get_it(example, monkeypatch, capsys):
     monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):

@@ -84,7 +84,7 @@ def of_transformers() -> dict[str, Any]:
 
 
 def of_llama(source: Path) -> dict[str, Any]:
-    keys = re.findall(r'"%s\.([\w.]+)"', source.read_text())
+    keys = re.findall(r'"%s\.([\w.]+)"', source.read_text(encoding="utf-8"))
     return {"llama.cpp": sorted(set(keys))}
 
 
@@ -92,9 +92,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--llama", type=Path)
     options = parser.parse_args()
-    data = json.loads(PATH.read_text()) if PATH.exists() else {}
+    data = json.loads(PATH.read_text(encoding="utf-8")) if PATH.exists() else {}
     data |= of_transformers() if options.llama is None else of_llama(options.llama)
-    PATH.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    PATH.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@
 namespace jaxlowbit {
 namespace {
 
-#if defined(JAXLOWBIT_COUNT_EXECUTES)
 std::atomic<int64_t> execute_count{0};
-#endif
 
 ffi::Error DecodePermutation(ffi::AnyBuffer permutation, ffi::AnyBuffer gathered,
                              Operands* operands) {
@@ -55,9 +53,7 @@ ffi::Error Matmul(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed
                   ffi::AnyBuffer permutation, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Result<ffi::AnyBuffer> gathered,
                   ffi::Dictionary dictionary) {
-#if defined(JAXLOWBIT_COUNT_EXECUTES)
-  execute_count.fetch_add(kStage == Stage::kExecute, std::memory_order_relaxed);
-#endif
+  if (kStage == Stage::kExecute) execute_count.fetch_add(1, std::memory_order_relaxed);
   return Guard("quantized_matmul", [&] {
     Attributes attributes(dictionary);
     const auto product = ProductAttributes::Of(&attributes);
@@ -91,9 +87,7 @@ auto Bind() {
 
 }  // namespace
 
-#if defined(JAXLOWBIT_COUNT_EXECUTES)
 int64_t CudaExecuteCount() { return execute_count.load(std::memory_order_relaxed); }
-#endif
 
 }  // namespace jaxlowbit
 

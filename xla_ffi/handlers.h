@@ -37,9 +37,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaDecodeBlockExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaNormalizedExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesExecute);
 
-#if defined(JAXLOWBIT_COUNT_EXECUTES)
 namespace jaxlowbit {
-int64_t CudaExecuteCount();  // calls of the execute handler in this process
+// Executions of jaxlowbit_quantized_matmul in this process. Replays of a captured graph do not count.
+int64_t CudaExecuteCount();
 }  // namespace jaxlowbit
-#endif
 #endif

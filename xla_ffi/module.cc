@@ -32,9 +32,6 @@
 #include "cuda/ops/exchange.h"
 #endif
 
-#if !defined(JAXLOWBIT_MODULE_NAME)
-#define JAXLOWBIT_MODULE_NAME _ffi
-#endif
 #if !defined(JAXLOWBIT_CUDA_COMPILER)
 #define JAXLOWBIT_CUDA_COMPILER ""
 #endif
@@ -329,10 +326,11 @@ void Define(nb::module_& module, const char* name, Function function) {
 }  // namespace
 }  // namespace jaxlowbit
 
-NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
+NB_MODULE(_ffi, module) {
 #if defined(JAXLOWBIT_WITH_CUDA)
   jaxlowbit::BindJit(module);
   module.def("can_exchange", &jaxlowbit::CanExchange, nb::arg("devices"));
+  module.def("execute_count", &jaxlowbit::CudaExecuteCount);
 #endif
   module.def("targets", &jaxlowbit::Targets);
   module.def("build_info", &jaxlowbit::BuildInfo);
@@ -373,7 +371,4 @@ NB_MODULE(JAXLOWBIT_MODULE_NAME, module) {
   module.attr("MAX_EXCHANGE_ROWS") = jaxlowbit::kMaxExchangeRows;
   module.attr("PLACE_ALIGNMENT") = jaxlowbit::kPlaceAlignment;
   module.attr("MAX_WORKSPACE_BYTES") = jaxlowbit::kMaxWorkspaceBytes;
-#if defined(JAXLOWBIT_WITH_CUDA) && defined(JAXLOWBIT_COUNT_EXECUTES)
-  module.def("execute_count", &jaxlowbit::CudaExecuteCount);
-#endif
 }

@@ -1,9 +1,12 @@
 """The command `python -m jaxlowbit.llm`."""
 
 import argparse
+import functools
+import io
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +15,51 @@ from flax import nnx
 
 from .._command import run_command
 from .._core import activations
-from .._core.format import INT4, parse_format
+from .._core.dtypes import FLOATS
+from .._core.format import INT4, Format, parse_format
+from . import console
 from .bench import SHAPES, bench
-from .generate import Generation, stream
-from .language_model import LanguageModel, init, load
+from .chat import Conversation, Encode, chat, message
+from .generate import Generation, Request, generate, stream
+from .language_model import LanguageModel, init, load, open_file
+from .load import Header
 from .perplexity import perplexity
 
+_BENCH_HEAD = "batch  prompt  new  prefill tokens/s  decode tokens/s  ms/step  weights MB  cache MB"
+_DRAWING = (
+    ("--top-k", int, "K", "draw from the K most likely tokens"),
+    ("--top-p", float, "P", "draw from the most likely tokens with a total probability of P"),
+    ("--min-p", float, "P", "draw from tokens with P times the probability of the most likely"),
+    ("--repetition-penalty", float, "X", "of tokens in the prompt or reply: divides their logits"),
+    ("--presence-penalty", float, "X", "of tokens in the reply: subtracted from their logits"),
+    ("--frequency-penalty", float, "X", "as presence, for each time that the token occurs"),
+)
 _SUMMARY = "Runs a language model with low-bit weights: a GGUF file or a folder of safetensors."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `python -m jaxlowbit.llm`."""
-    run_command(_parser(), lambda options: options.run(options, _loaded(options)), arguments)
+    run_command(_parser(), _run, arguments)
+
+
+def _run(options: argparse.Namespace) -> None:
+    for file in (sys.stdout, sys.stderr):
+        if isinstance(file, io.TextIOWrapper):
+            file.reconfigure(errors="replace")  # of characters that the terminal lacks
+    try:
+        options.run(options)
+    except jax.errors.JaxRuntimeError as error:  # such as memory that is exhausted
+        raise ValueError(str(error).partition("\n")[0]) from error
+    except ValueError as error:
+        raise ValueError(_with_options(str(error), options)) from error
+
+
+def _with_options(message: str, options: argparse.Namespace) -> str:
+    """A message about a Python argument, such as top_k, as one about the option of that name."""
+    found = re.match(r"(?:\w+: )?(\w+) is ", message)
+    if found is None or found[1] not in vars(options):
+        return message
+    return f"--{found[1].replace('_', '-')}{message[found.end(1) :]}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=summary, description=summary)
         added.add_argument("model", metavar="MODEL", help="a GGUF file, or a folder of safetensors")
         added.add_argument("--format", help="such as int4-g128, to quantize float weights by")
-        added.add_argument("--dtype", help="of the activations: float32, bfloat16 or float16")
+        added.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
         inputs = "to which blocks round the inputs of products with quantized weights"
         dtypes = [str(dtype) for dtype in activations.VALUES]
         added.add_argument("--activation-dtype", choices=dtypes, help=inputs)
@@ -42,28 +78,43 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--activation-rows", type=int, metavar="N", help=fewer)
         devices = "how many devices to divide the model over"
         added.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
-        added.set_defaults(run=run)
+        added.set_defaults(run=run, prog=added.prog)
         return added
 
     for name, run, summary in (
-        ("chat", _chat, "Talks with the model, until an empty line."),
+        ("chat", _chat, "Talks with the model, until the end of the input (Ctrl-D)."),
         ("generate", _generate, "Answers one prompt."),
     ):
         added = command(run, name, summary)
         added.add_argument("--max-new-tokens", type=int, default=512, metavar="N")
         temperature = 0.7 if name == "chat" else 0.0
-        added.add_argument("--temperature", type=float, default=temperature, metavar="T")
-        added.add_argument("--top-k", type=int, metavar="K")
-        added.add_argument("--top-p", type=float, metavar="P")
-        added.add_argument("--seed", type=int, default=0)
-        added.add_argument("--stop", action="append", default=[], metavar="TEXT")
+        summary = f"0 takes the most likely token (default: {temperature})"
+        added.add_argument(
+            "--temperature", type=float, default=temperature, metavar="T", help=summary
+        )
+        for option, kind, metavar, summary in _DRAWING:
+            added.add_argument(option, type=kind, metavar=metavar, help=summary)
+        seed = "of the draws; each turn adds 1" if name == "chat" else "of the draws"
+        added.add_argument("--seed", type=int, default=0, metavar="N", help=seed)
+        stop = "text that ends a reply; may be repeated"
+        added.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
         added.add_argument("--system", metavar="TEXT", help="the message that a chat begins with")
-    added.add_argument("--prompt", required=True, metavar="TEXT")
+        variable = "variable of the chat template, in JSON: enable_thinking=false; may be repeated"
+        added.add_argument(
+            "--template-option", action="append", default=[], metavar="NAME=VALUE", help=variable
+        )
+    prompt = "a text, or - for standard input"
+    added.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
+    samples = "how many replies to draw; they are printed at the end"
+    added.add_argument("--n", type=int, default=1, metavar="N", help=samples)
+    logprobs = "print the log-probability of each token, and N likely ones with theirs"
+    added.add_argument("--logprobs", type=int, metavar="N", help=logprobs)
     added.add_argument("--raw", action="store_true", help="without the chat template")
     added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
 
     added = command(_perplexity, "perplexity", "Measures how well the model predicts a text.")
-    added.add_argument("--text", required=True, type=Path, metavar="FILE")
+    text = "a text file in UTF-8, or - for standard input"
+    added.add_argument("--text", required=True, metavar="FILE", help=text)
     added.add_argument("--context", type=int, default=512, metavar="N")
     added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
 
@@ -78,20 +129,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _loaded(options: argparse.Namespace) -> LanguageModel:
-    named = options.run is _bench and options.model in SHAPES and not Path(options.model).exists()
-    floats = named and options.format == "float"
-    format = None if options.format is None or floats else parse_format(options.format)
-    how: dict[str, Any] = {"dtype": options.dtype, "activation_dtype": options.activation_dtype}
-    how |= {"activation_rows": options.activation_rows, "mesh": _mesh(options.devices)}
-    if named:
-        return init(SHAPES[options.model], None if floats else format or INT4, **how)
-    return load(options.model, format=format, **how)
+def _loaded(options: argparse.Namespace, path: Any) -> LanguageModel:
+    """The model of a file, or of its header."""
+    progress = sys.stderr.isatty()
+    return load(path, format=_format(options.format), progress=progress, **_decoding(options))
+
+
+def _format(name: str | None) -> Format | None:
+    return None if name is None else parse_format(name)
+
+
+def _decoding(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "dtype": options.dtype,
+        "activation_dtype": options.activation_dtype,
+        "activation_rows": options.activation_rows,
+        "mesh": _mesh(options.devices),
+    }
 
 
 def _mesh(devices: int) -> jax.sharding.Mesh | None:
     """The first devices, or None for one."""
-    found = jax.devices()
+    try:
+        found = jax.devices()
+    except (AssertionError, RuntimeError) as error:  # of JAX, by its version
+        raise ValueError(
+            f"JAX cannot start a backend ({error or 'it does not say why'}); check JAX_PLATFORMS "
+            "and the packages of jax."
+        ) from error
     if not 1 <= devices <= len(found):
         raise ValueError(
             f"--devices {devices}, but JAX sees {len(found)} here; name 1 to {len(found)}."
@@ -101,81 +166,118 @@ def _mesh(devices: int) -> jax.sharding.Mesh | None:
     return jax.make_mesh((devices,), ("model",), devices=found[:devices])
 
 
-def _chat(options: argparse.Namespace, model: LanguageModel) -> None:
-    history = [{"role": "system", "content": options.system}] if options.system else []
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            line = ""
-        if not line.strip():
-            return
-        history.append({"role": "user", "content": line})
-        result = _shown(options, model, history)
-        history.append({"role": "assistant", "content": result.text or ""})
+def _chat(options: argparse.Namespace) -> None:
+    header = open_file(options.model)
+    drawing = _drawing(options)
+    Request.of("chat", header, logprobs=None, template_options=None, **drawing)
+    encode, context = _template(options, header), header.config.context
+    conversation = Conversation(encode, context, options.system, options.max_new_tokens)
+    conversation.ask("hello")  # raises if the template takes no system message
+    conversation.answer(None)
+    model = _loaded(options, header)
+    chat(model, conversation, drawing, _summary(options, model))
 
 
-def _generate(options: argparse.Namespace, model: LanguageModel) -> None:
-    prompt: Any = options.prompt
+def _generate(options: argparse.Namespace) -> None:
+    text = options.prompt
+    if text == "-":
+        text = console.text_of("--prompt", text).removesuffix("\n")
+    console.check_unicode("--prompt", text)
+    header = open_file(options.model)
+    drawing = _drawing(options) | {"logprobs": options.logprobs}
+    request = Request.of("generate", header, n=options.n, template_options=None, **drawing)
+    prompt: Any = text
     if not options.raw:
-        prompt = [{"role": "user", "content": prompt}]
-        if options.system:
-            prompt.insert(0, {"role": "system", "content": options.system})
-    result = _shown(options, model, prompt)
+        system = [message("system", options.system)] if options.system else []
+        prompt = _template(options, header)([*system, message("user", text)])
+    (tokens,) = request.encoded([prompt])
+    model = _loaded(options, header)
+    if options.n == 1:
+        results = [console.show(stream(model, tokens, **drawing), [])]
+    else:
+        results = generate(model, tokens, n=options.n, **drawing)
+    summary = _summary(options, model)
+    for i, result in enumerate(results, 1):
+        if options.n > 1:
+            print(result.text, flush=True)
+        number = f"{i} of {options.n}: " if options.n > 1 else ""
+        console.say(number + summary(result))
+        if options.logprobs is not None:
+            print("\n".join(console.logprobs(model.tokenizer, result)), flush=True)
     if options.json:
-        fields = ("text", "tokens", "prompt_tokens", "tokens_per_second", "finish")
-        print(json.dumps({name: getattr(result, name) for name in fields}))
+        found = [_as_json(result) for result in results]
+        print(json.dumps(found if options.n > 1 else found[0]))
 
 
-def _shown(options: argparse.Namespace, model: LanguageModel, prompt: Any) -> Generation:
-    """Prints the text as it comes, and its numbers on the standard error."""
-    pieces = stream(
-        model,
-        prompt,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop=options.stop,
+def _as_json(result: Generation) -> dict[str, Any]:
+    fields = ("text", "tokens", "prompt_tokens", "tokens_per_second", "finish")
+    found = {name: getattr(result, name) for name in fields}
+    return found if result.logprobs is None else found | {"logprobs": result.logprobs._asdict()}
+
+
+def _template(options: argparse.Namespace, header: Header) -> Encode:
+    """Turns messages to tokens by the chat template of a model.
+
+    **Raises:** `ValueError` without a template.
+    """
+    if not header.tokenizer.has_chat:
+        raise ValueError(
+            f"{options.model} has no chat template, because it continues texts; use the command "
+            "generate with --raw."
+        )
+    console.check_unicode("--system", options.system or "")
+    variables = dict(map(_variable, options.template_option))
+    return functools.partial(header.tokenizer.chat, template_options=variables)
+
+
+def _variable(option: str) -> tuple[str, Any]:
+    name, equals, value = option.partition("=")
+    try:
+        if name and equals:
+            return name, json.loads(value)
+    except json.JSONDecodeError:
+        pass
+    raise ValueError(
+        f"--template-option {option} is not NAME=VALUE with a value in JSON, such as "
+        "enable_thinking=false or date='\"26 July\"'."
     )
-    result = _printed(pieces)
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model.decoder)))
-    print(
-        f"[{result.prompt_tokens} + {len(result.tokens)} tokens, "
-        f"{result.tokens_per_second:.1f} tokens/s, weights {weights / 1e6:,.0f} MB{_peak()}]",
-        file=sys.stderr,
-    )
-    return result
 
 
-def _printed(pieces: Iterator[str]) -> Generation:
-    while True:
-        try:
-            print(next(pieces), end="", flush=True)
-        except StopIteration as end:
-            print(flush=True)
-            return end.value
+def _drawing(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `stream` that both commands have."""
+    names = [option.removeprefix("--").replace("-", "_") for option, *_ in _DRAWING]
+    names += ["max_new_tokens", "temperature", "seed", "stop"]
+    return {name: getattr(options, name) for name in names}
 
 
-def _peak() -> str:
-    """The most memory that the device had in use, where it tells."""
-    statistics = jax.devices()[0].memory_stats() or {}
-    peak = statistics.get("peak_bytes_in_use")
-    return "" if peak is None else f", device at most {peak / 1e6:,.0f} MB"
+def _summary(options: argparse.Namespace, model: LanguageModel) -> Callable[[Generation], str]:
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model.decoder)))
+    return lambda result: console.statistics(result, options.max_new_tokens, nbytes)
 
 
-def _perplexity(options: argparse.Namespace, model: LanguageModel) -> None:
-    text = options.text.read_text(encoding="utf-8")
+def _perplexity(options: argparse.Namespace) -> None:
+    text = console.text_of("--text", options.text)
+    model = _loaded(options, options.model)
     found = perplexity(model, text, context=options.context, progress=sys.stderr.isatty())
     print(f"perplexity {found.perplexity:.4f} of {found.tokens} tokens, context {found.context}")
     if options.json:
         print(json.dumps(found._asdict()))
 
 
-def _bench(options: argparse.Namespace, model: LanguageModel) -> None:
+def _known(options: argparse.Namespace) -> LanguageModel | None:
+    """The known model of this name with random weights; None for a file."""
+    if options.model not in SHAPES or Path(options.model).exists():
+        return None
+    format = None if options.format == "float" else _format(options.format) or INT4
+    return init(SHAPES[options.model], format, **_decoding(options))
+
+
+def _bench(options: argparse.Namespace) -> None:
+    try:
+        model = _known(options) or _loaded(options, options.model)
+    except FileNotFoundError as error:
+        raise ValueError(f"{error} Known models are {', '.join(SHAPES)}.") from None
     rows = []
-    print("batch  prompt  new  prefill tokens/s  decode tokens/s  ms/step  weights MB  cache MB")
     for batch in options.batch:
         found = bench(
             model,
@@ -184,6 +286,8 @@ def _bench(options: argparse.Namespace, model: LanguageModel) -> None:
             new_tokens=options.new_tokens,
             repeats=options.repeats,
         )
+        if not rows:
+            print(_BENCH_HEAD)
         print(
             f"{found.batch:5}  {found.prompt_tokens:6}  {found.new_tokens:3}  {found.prefill:16.1f}"
             f"  {found.decode:15.1f}  {found.milliseconds_per_step:7.2f}"

@@ -110,6 +110,7 @@ def generate(
     best = max(found, key=lambda x: sum(x.logprobs.chosen))
     ```
     """
+    check_model("generate", model)
     return generated(
         Request.of(
             "generate",
@@ -165,6 +166,7 @@ def stream(
         print(tokens)
     ```
     """
+    check_model("stream", model)
     return streamed(
         Request.of(
             "stream",
@@ -213,8 +215,10 @@ class Request(NamedTuple):
         n: Any = 1,
         **sampling: Any,
     ) -> "Request":
-        """**Raises:** `TypeError` and `ValueError` for options that are none."""
-        check_model(caller, model)
+        """`model` may be the header of a file, to check options before weights are read.
+
+        **Raises:** `TypeError` and `ValueError` for options that are none.
+        """
         rule = "the number of tokens to generate at most, an integer from 1 on"
         max_new_tokens = checks.integer(caller, "max_new_tokens", max_new_tokens, rule)
         drawing = Sampling.of(caller, **sampling)

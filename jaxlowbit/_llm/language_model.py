@@ -1,6 +1,8 @@
 """`LanguageModel`: a decoder with its tokenizer, from files or at random."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
 from .config import Config, check_config
-from .load import read
+from .load import Header, read, read_header
 from .model import Decoder, check_rows
 from .random_weights import random_weights
 from .sampling import SEED_RULE
@@ -49,6 +51,26 @@ def check_model(caller: str, model: Any) -> None:
             f"{caller}: model is {checks.brief(model)}, but it is a LanguageModel; make one with "
             "jaxlowbit.llm.load, init, or LanguageModel(decoder)."
         )
+
+
+def open_file(path: Any) -> Header:
+    """Reads the header of a model file, which `load` also takes as its path.
+
+    So that a program can check its arguments before the weights are read.
+    """
+    with _named_load():
+        return read_header(path)
+
+
+@contextlib.contextmanager
+def _named_load() -> Iterator[None]:
+    """Errors about a file begin with the name of the public function."""
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError or str(error).startswith("load: "):
+            raise
+        raise ValueError(f"load: {error}") from None
 
 
 def load(
@@ -98,12 +120,8 @@ def load(
     check_rows("load", activation_rows)
     decoding = {"dtype": dtype, "activation_dtype": activation_dtype, "mesh": mesh}
     options = {"scale_dtype": scale_dtype, "progress": progress}
-    try:
+    with _named_load():
         checkpoint = read(path, format=format, rules=rules, **decoding, **options)
-    except ValueError as error:
-        if type(error) is not ValueError or str(error).startswith("load: "):
-            raise
-        raise ValueError(f"load: {error}") from None
     decoding["activation_rows"] = activation_rows
     decoder = Decoder(checkpoint.config, checkpoint.weights, **decoding, consume=True)
     return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)

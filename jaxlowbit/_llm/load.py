@@ -121,8 +121,41 @@ class _Source(NamedTuple):
     forget: Callable[[], None]
 
 
+class Header(NamedTuple):
+    """A model file whose header is checked and whose weights are not read yet.
+
+    - `config`, `tokenizer`: as in a `Checkpoint`.
+    - `sources`: the tensor of each weight.
+    """
+
+    path: Path
+    config: Config
+    tokenizer: Tokenizer
+    sources: dict[str, _Source]
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Reads and checks all of a model file except its weights; raises what `read` raises for it."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"load: path is {brief(path)}, but it is the path of a .gguf file, or of the folder of "
+            "a Hugging Face model."
+        )
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"load: {path} does not exist; name a .gguf file or the folder of a Hugging Face model."
+        )
+    config, sources, tokenizer = _folder(path) if path.is_dir() else _file(path)
+    # A tokenizer may have tokens without a row, which only a prompt can bring up.
+    known = range(config.vocabulary)
+    ends = tuple(dict.fromkeys([*config.eos, *(end for end in tokenizer.eos if end in known)]))
+    bos = tokenizer.bos if tokenizer.bos in known else config.bos
+    return Header(path, config.replace(eos=ends, bos=bos), tokenizer, sources)
+
+
 def read(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Header,
     *,
     format: Format | str | None = None,
     rules: Rules | None = None,
@@ -142,7 +175,7 @@ def read(
     **Arguments:**
 
     - `path`: a `.gguf` file, or a folder with `config.json`, `tokenizer.json` and
-      `model.safetensors` or shards with their index.
+      `model.safetensors` or shards with their index; or its `Header`.
     - `format`: what every matrix is rounded to, embedding and head among them, those that a file
       has quantized otherwise too. None leaves quantized weights as they are and floats in `dtype`.
     - `rules`: formats for some matrices, by regular expressions that are searched (`re.search`) in
@@ -178,27 +211,12 @@ def read(
     read("Llama-3.1-8B-Instruct", format=INT4, rules={"embedding|head": INT8})
     ```
     """
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"load: path is {brief(path)}, but it is the path of a .gguf file, or of the folder of "
-            "a Hugging Face model."
-        )
-    path = Path(path)
     dtype = compute_dtype("load", "dtype", dtype)
     if scale_dtype is not None and scale_dtype != TWO_LEVELS:
         scale_dtype = compute_dtype("load", "scale_dtype", scale_dtype)
     format = None if format is None else as_format("load", format)
     boolean("load", "progress", progress)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"load: {path} does not exist; name a .gguf file or the folder of a Hugging Face model."
-        )
-    config, sources, tokenizer = _folder(path) if path.is_dir() else _file(path)
-    # A tokenizer may have tokens without a row, which only a prompt can bring up.
-    known = range(config.vocabulary)
-    ends = tuple(dict.fromkeys([*config.eos, *(end for end in tokenizer.eos if end in known)]))
-    bos = tokenizer.bos if tokenizer.bos in known else config.bos
-    config = config.replace(eos=ends, bos=bos)
+    path, config, tokenizer, sources = path if isinstance(path, Header) else read_header(path)
     shapes = config.shapes()
     formats = _formats(format, rules, [name for name, shape in shapes.items() if len(shape) == 2])
     division = None

@@ -1,0 +1,136 @@
+"""`python -m jaxlowbit.llm chat`: a conversation with a language model."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from .._command import sentence
+from . import console
+from .session import Session
+
+with contextlib.suppress(ImportError):  # absent from some builds of Python
+    import readline  # noqa: F401  gives `input` a history and keys that edit the line
+
+Encode = Callable[[list[dict[str, str]]], list[int]]
+
+
+class Conversation:
+    """The turns of a chat that fit in the context of a model, and its system message.
+
+    `encode` turns messages to tokens. `room` tokens of the context are kept for a reply: if the
+    turns take more than the rest, the oldest are dropped until half of the context is free, so that
+    the turns after it drop none.
+    """
+
+    def __init__(self, encode: Encode, context: int, system: str | None, room: int):
+        self._encode, self._context, self._room = encode, context, min(room, context // 4)
+        self._system = [message("system", system)] if system else []
+        self._turns: list[list[dict[str, str]]] = []
+
+    def ask(self, line: str) -> tuple[list[int], int]:
+        """Adds a line of the user.
+
+        **Returns:** the tokens of the conversation, and the number of turns that were dropped.
+
+        **Raises:** `ValueError` if the line does not fit in the context with the system message,
+        and for errors in the template; the conversation is then as before.
+        """
+        turns = [*self._turns, [message("user", line)]]
+        tokens, dropped = self._tokens(turns), 0
+        if len(tokens) > self._context - self._room:
+            while len(tokens) > self._context // 2 and dropped < len(turns) - 1:
+                dropped += 1
+                tokens = self._tokens(turns[dropped:])
+        if len(tokens) >= self._context:
+            raise ValueError(
+                f"the line has {len(tokens)} tokens with the template and the system message, but "
+                f"the context holds {self._context} with the reply; write a shorter one."
+            )
+        self._turns = turns[dropped:]
+        return tokens, dropped
+
+    def answer(self, text: str | None) -> None:
+        """Adds the reply to the last line; None takes the line back."""
+        if text is None:
+            self._turns.pop()
+        else:
+            self._turns[-1].append(message("assistant", text))
+
+    def _tokens(self, turns: list[list[dict[str, str]]]) -> list[int]:
+        return self._encode([*self._system, *(message for turn in turns for message in turn)])
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def chat(model: Any, conversation: Conversation, options: dict[str, Any], summary: Any) -> None:
+    """Talks until the input ends. Ctrl-C during a reply ends the reply.
+
+    **Arguments:**
+
+    - `options`: those of `stream`; each turn adds one to the seed.
+    - `summary`: a function from a `Generation` to the notice that follows it.
+    """
+    session, seed = Session(model), options["seed"]
+    for turn, line in enumerate(_lines()):
+        try:
+            tokens, dropped = conversation.ask(line)
+        except ValueError as error:
+            console.say(sentence(error))
+            continue
+        if dropped:
+            console.say(f"the context is full; oldest turns forgotten: {dropped}")
+        said: list[str] = []
+        result = None
+        turn_seed = (seed + turn + 2**63) % 2**64 - 2**63
+        try:
+            result = console.show(session.stream(tokens, **options | {"seed": turn_seed}), said)
+            console.say(summary(result))
+        except KeyboardInterrupt:
+            print(flush=True)
+            console.say("interrupted")
+        except (ValueError, jax.errors.JaxRuntimeError) as error:  # such as memory for the cache
+            console.say(sentence(error))
+        conversation.answer("".join(said) if said or result else None)
+
+
+def _lines() -> Iterator[str]:
+    """The lines of standard input that are not empty; a terminal is asked for them."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")
+        console.say("Ctrl-C ends a reply, Ctrl-D the chat; the first reply waits for compilation")
+    while True:
+        try:
+            line = _asked() if terminal else _piped()
+        except EOFError:
+            if terminal:
+                print(file=sys.stderr, flush=True)
+            return
+        except ValueError as error:
+            console.say(f"{sentence(error)} It is ignored.")
+            continue
+        if line.strip():
+            yield line
+
+
+def _asked() -> str:
+    if sys.stdout.isatty():
+        line = input("> ")
+    else:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = input()
+    return console.check_unicode("the line", line)
+
+
+def _piped() -> str:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    return console.decode("the line", line).rstrip("\r\n")

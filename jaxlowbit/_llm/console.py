@@ -1,0 +1,94 @@
+"""Reads texts and prints replies for the commands of language models."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .generate import Generation
+
+
+def text_of(option: str, source: str) -> str:
+    """The text of a file, or of standard input for "-", with line ends of "\\n".
+
+    **Raises:** `ValueError` with the name of the file if it cannot be read or is not UTF-8.
+    """
+    name = f"{option} {source}"
+    try:
+        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ValueError(f"{name}: {reason}; name a text file, or - for standard input.") from None
+    return decode(name, data).replace("\r\n", "\n")
+
+
+def decode(name: str, data: bytes) -> str:
+    """UTF-8 to text, without a byte order mark.
+
+    **Raises:** `ValueError` that begins with `name`.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        at = error.start
+        raise ValueError(
+            f"{name} is not UTF-8: byte {at} is {error.object[at]:#04x}; convert it, such as with "
+            "iconv -f LATIN1 -t UTF-8."
+        ) from None
+
+
+def check_unicode(option: str, text: str) -> str:
+    """An argument of the command line, in which Python writes wrong bytes as half surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{option} is not UTF-8; set the terminal to it.") from None
+    return text
+
+
+def show(pieces: Iterator[str], said: list[str]) -> Generation:
+    """Prints pieces of `stream` as they come, adds them to `said`, and ends the line."""
+    while True:
+        try:
+            said.append(next(pieces))
+        except StopIteration as end:
+            print(flush=True)
+            return end.value
+        print(said[-1], end="", flush=True)
+
+
+def say(message: str) -> None:
+    """Prints a notice, which is no part of the output, on standard error."""
+    print(f"[{message}]", file=sys.stderr, flush=True)
+
+
+def statistics(result: Generation, max_new_tokens: int, nbytes: int) -> str:
+    """The numbers of a reply, in a line."""
+    limit = "--max-new-tokens" if len(result.tokens) >= max_new_tokens else "the context"
+    ends = {"length": f", cut by {limit}", "nan": ", cut by logits that are NaN"}
+    return (
+        f"{result.prompt_tokens} + {len(result.tokens)} tokens{ends.get(result.finish, '')}, "
+        f"{result.tokens_per_second:.1f} tokens/s, weights {nbytes / 1e6:,.0f} MB{_peak()}"
+    )
+
+
+def logprobs(tokenizer: Any, result: Generation) -> Iterator[str]:
+    """A line for each token with its log-probability, and the most likely tokens with theirs."""
+    assert result.logprobs is not None
+    rows = zip(result.tokens, result.logprobs.chosen, result.logprobs.top, strict=True)
+    for token, chosen, top in rows:
+        pairs = [(token, chosen), *top.items()]
+        yield "  ".join(f"{value:8.3f} {_name(tokenizer, token)}" for token, value in pairs)
+
+
+def _name(tokenizer: Any, token: int) -> str:
+    return f"{tokenizer.decode([token], special=True)!r:12}"
+
+
+def _peak() -> str:
+    """The maximum of memory in use, if the device reports it."""
+    found: Any = jax.devices()[0].memory_stats() or {}
+    peak = found.get("peak_bytes_in_use")
+    return "" if peak is None else f", device at most {peak / 1e6:,.0f} MB"
