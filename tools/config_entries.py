@@ -54,13 +54,11 @@ def read_elsewhere(cls: Any, package: str) -> set[str]:
     methods = ("__init__", "__post_init__", "convert_rope_params_to_dict")
     bases = [base for base in cls.__mro__ if "transformers" in base.__module__]
     own = [vars(base)[name] for base in bases for name in methods if name in vars(base)]
-    own = [
-        x for x in own if not inspect.unwrap(x).__code__.co_filename.startswith("<")
-    ]  # of dataclasses
+    # Methods that dataclasses make have no source.
+    own = [x for x in own if not inspect.unwrap(x).__code__.co_filename.startswith("<")]
     found = re.findall(r'kwargs\.(?:pop|get)\(\s*"(\w+)"', "".join(map(inspect.getsource, own)))
     spec = importlib.util.find_spec(f"transformers.models.{package}.modeling_{package}")
-    found = spec is not None and spec.origin is not None
-    code = Path(spec.origin).read_text(encoding="utf-8") if found else ""
+    code = Path(spec.origin).read_text("utf-8") if spec is not None and spec.origin else ""
     found += re.findall(r'\bconfig(?:\.|, ")(\w+)', code)
     return {name for name in found if not callable(getattr(cls, name, None))}
 
