@@ -21,8 +21,7 @@ from .rope_entries import rotation_of
 
 # --- the configuration ----------------------------------------------------------------------------
 
-# The values of transformers' classes for entries that a file lacks. Only files of gemma3 may lack
-# sizes.
+# The values of transformers' classes for entries that a file lacks; only gemma3's files lack sizes.
 _COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 _DEFAULTS = {
     "llama": _COMMON,
