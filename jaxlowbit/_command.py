@@ -15,7 +15,7 @@ def run_command(
 ) -> None:
     """Parses the arguments and calls `run` with them; ends the process if that fails.
 
-    `run` returns an exit status, where None is 0. After an `ImportError`, `OSError` or `ValueError`
+    `run` returns an exit status; None is 0. After an `ImportError`, `OSError` or `ValueError`
     the status is 2, and the error's text is one line on standard error. After Ctrl-C it is 130, and
     if the reader of the output closes its pipe, as `head` does, 141: the numbers that shells give
     to the signals. `run` must not catch `BrokenPipeError`, which is an `OSError`.
