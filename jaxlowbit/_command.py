@@ -15,11 +15,11 @@ def run_command(
 ) -> None:
     """Parses the arguments and calls `run` with them; ends the process if that fails.
 
-    `run` returns an exit status, where None is 0. After an `ImportError`, `OSError` or `ValueError`
-    the status is 1, and the error's text is one line on standard error, after the name of the
-    command, `options.prog` if a subcommand sets it. (Wrong arguments are 2, with the usage.) After
-    Ctrl-C it is 130, and if the reader of the output closes its pipe, as `head` does, 141: the
-    numbers that shells give to the signals. `run` must not catch `BrokenPipeError`, which is an
+    `run` returns an exit status; None is 0. After an `ImportError`, `OSError` or `ValueError` the
+    status is 1, and standard error gets one line: the name of the command (`options.prog`, if a
+    subcommand sets it) and the text of the error. Wrong arguments end with 2 and the usage. After
+    Ctrl-C the status is 130, and if the reader of the output closes its pipe, as `head` does, 141:
+    the numbers that shells give to the signals. `run` must not catch `BrokenPipeError`, which is an
     `OSError`.
     """
     options = parser.parse_args(arguments)

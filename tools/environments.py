@@ -1,4 +1,4 @@
-"""Prints the environments of a step of .ci/run (.ci/environments.toml): `3.12 jax==0.10.2`."""
+"""Prints the environments that a step of .ci/run runs, such as `3.12 jax==0.10.2`."""
 
 import sys
 import tomllib
