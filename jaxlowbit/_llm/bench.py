@@ -61,7 +61,7 @@ def bench(
     model: LanguageModel,
     *,
     batch: int = 1,
-    prompt_tokens: int = 512,
+    prompt_tokens: int = 960,
     new_tokens: int = 64,
     repeats: int = 3,
 ) -> Speed:

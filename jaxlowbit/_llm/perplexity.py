@@ -57,7 +57,7 @@ def perplexity(
     **Returns:** a `Perplexity`.
 
     **Raises:** `TypeError` for arguments of other types; `ValueError` for a text of less than two
-    tokens besides `bos`, tokens beyond the vocabulary, and a context beyond that of the model.
+    tokens besides `bos`, tokens beyond the vocabulary, and a context larger than the model's.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
