@@ -25,7 +25,8 @@ class EinsumLayer:
     - `inputs`: in Linen, the position of the inputs among the arguments of the call.
     - `bias`: the name of a parameter that is added to the result; None if there is none.
 
-    **Raises:** `TypeError` for other arguments, `ValueError` for what is no regular expression.
+    **Raises:** `TypeError` for other arguments, `ValueError` for what is no regular expression, no
+    equation or no position.
 
     ```python
     EinsumLayer(r"mine\\.Projection", "w", "btd,dnh->btnh")

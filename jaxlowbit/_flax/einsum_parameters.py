@@ -36,7 +36,8 @@ class EinsumParameter:
     - `reader`: in NNX, the class of a module around it whose code reads the parameter too, as for a
       tied head; None if only the module that holds it does.
 
-    **Raises:** `TypeError` for other arguments, `ValueError` for what is no regular expression.
+    **Raises:** `TypeError` for other arguments, `ValueError` for what is no regular expression
+    or no equation.
 
     ```python
     EinsumParameter(r"experts\\.(gate|up)$", "etd,edf->etf")
