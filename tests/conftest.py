@@ -98,6 +98,7 @@ NOT_OF_JAX = (
     "general::test_gradient_of_the_inputs",
     "general::test_inputs_that_do_not_fit_are_refused",
     "general::test_layers_that_cannot_be_replaced_are_refused",
+    "golden",
     "install",  # `.ci/run wheel` runs it on every JAX
     "integer_scales::test_a_coarser_scale_costs_little",
     "integer_scales::test_every_scale",

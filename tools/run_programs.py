@@ -117,10 +117,12 @@ def outcomes(
     flags: str = "",
     workers: int = 1,
     report: Callable[[Line], None] = lambda line: None,
+    done: Callable[[Line], None] = lambda line: None,
 ) -> list[Line]:
     """How each of these went, in processes of a command that calls `work` with its arguments.
 
-    Lines of `work`, with an "error" where it failed; `report` is told these at once.
+    Lines of `work`, with an "error" where it failed; `report` is told these at once, and `done`
+    each line of a number that has ended.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "")
     paths = filter(None, [*_PATHS, os.environ.get("PYTHONPATH")])
@@ -137,7 +139,7 @@ def outcomes(
     def run_share(mine: list[int]) -> None:
         """Runs these, one after the other, in as many workers as it takes."""
         while mine:
-            lines, died = _run_worker([*command, *map(str, mine)], env, report)
+            lines, died = _run_worker([*command, *map(str, mine)], env, report, done)
             begun = {line["number"]: line["program"] for line in lines if "program" in line}
             ended = [line for line in lines if "program" not in line]
             left = [i for i in mine if i not in {line["number"] for line in ended}]
@@ -157,7 +159,10 @@ def outcomes(
 
 
 def _run_worker(
-    command: list[str], env: Any, report: Callable[[Line], None]
+    command: list[str],
+    env: Any,
+    report: Callable[[Line], None],
+    done: Callable[[Line], None],
 ) -> tuple[list[Line], str]:
     """What a worker printed, and how it died, if it did."""
     lines: list[Line] = []
@@ -181,6 +186,8 @@ def _run_worker(
                 lines.append(json.loads(text))
                 if "error" in lines[-1]:
                     report(lines[-1])
+                if "program" not in lines[-1]:
+                    done(lines[-1])
                 watch.cancel()
                 watch = threading.Timer(_SECONDS, end)
                 watch.start()
