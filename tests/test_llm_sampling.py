@@ -214,10 +214,13 @@ def results(format, divided):
     samples = generate(one, [3, 1, 4], **EVERYTHING)
     two = shard(one, jax.make_mesh((1,), ("model",))) if divided else one
     session = Session(two)
+    logits = two.decoder(jnp.asarray([[3, 1, 4]]))
+    assert logits.dtype == jnp.float32
     speed = bench(two, prompt_tokens=4, new_tokens=2, repeats=1)
     assert (speed.positions, speed.prompt_tokens) == (5, 4)
     return (
         [x.tokens for x in samples],
+        logits.argmax(-1).tolist(),
         list(stream(two, [3, 1, 4], max_new_tokens=3)),
         [session.generate(x, max_new_tokens=2).tokens for x in ([3, 1], [3, 1, 4])],
         round(perplexity(one, [3, 1, 4, 1, 5], context=4).loss, 3),
