@@ -130,7 +130,7 @@ def test_seeds_have_64_bits():
     seeds = [0, 1, 2**32, 2**32 + 1, 2**63 - 1, -1, -(2**63), 2**32 - 1]
     found = [jax.random.key_data(random_key(seed)).tolist() for seed in seeds]
     assert len({tuple(data) for data in found}) == len(seeds)
-    for seed in (0, 1, 2**31 - 1):  # those of before
+    for seed in (0, 1, 2**31 - 1):  # as `jax.random.key` makes them
         assert random_key(seed) == jax.random.key(seed)
     with jax.enable_x64(True):
         assert [jax.random.key_data(random_key(seed)).tolist() for seed in seeds] == found
@@ -209,7 +209,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def results(format, divided):
-    """What the functions of `llm` return."""
+    """Results of the functions of `llm`."""
     one = init(SMALL, format, seed=2**40)
     samples = generate(one, [3, 1, 4], **EVERYTHING)
     two = shard(one, jax.make_mesh((1,), ("model",))) if divided else one
