@@ -155,7 +155,7 @@ ROUNDED: dict[str, tuple[Callable[[], Any], str]] = {
         r"quantize: permutation has 4294967296 at \(0,\), but each",
     ),
     "groups of 64 bits": (
-        lambda: jl.group_permutation(np.arange(64) // 16 + 2**32, np.int64(16)),
+        lambda: jl.group_permutation(np.arange(64) // 16 + 2**32, 16),
         "group_permutation: group 0 has 0 rows",
     ),
 }
