@@ -155,7 +155,7 @@ ROUNDED: dict[str, tuple[Callable[[], Any], str]] = {
         r"quantize: permutation has 4294967296 at \(0,\), but each",
     ),
     "groups of 64 bits": (
-        lambda: jl.group_permutation(np.arange(64) // 16 + 2**32, np.int64(16)),
+        lambda: jl.group_permutation(np.arange(64) // 16 + 2**32, 16),
         "group_permutation: group 0 has 0 rows",
     ),
 }
@@ -174,7 +174,7 @@ def factor(value: float) -> Any:
 
 
 def integers(format: str = "int4", scale: Any = None, super_scale: float | None = None) -> Any:
-    options = {} if super_scale is None else {"super_scale": np.full((1, 8), super_scale)}
+    options: Any = {} if super_scale is None else {"super_scale": np.full((1, 8), super_scale)}
     values = np.ones((64, 8), np.int8)
     return jl.QuantizedArray.from_integers(values, scale, format=format, **options)
 
@@ -187,9 +187,11 @@ def test_numbers_that_arrays_do_not_hold(name):
 
 
 def test_numbers_of_numpy_are_numbers():
-    assert jl.Format(np.int64(4), np.int32(64)) == jl.Format(4, 64)
-    assert type(jl.Format(np.uint8(4)).bits) is int
-    order = jl.group_permutation(np.arange(64)[::-1] // 16, np.int64(16))
+    four: Any = np.int64(4)
+    size: Any = np.int32(16)
+    assert jl.Format(four, size) == jl.Format(4, 16)
+    assert type(jl.Format(four).bits) is int
+    order = jl.group_permutation(np.arange(64)[::-1] // 16, size)
     np.testing.assert_array_equal(order, jl.group_permutation(np.arange(64)[::-1] // 16, 16))
     x = np.ones((2, 64))  # float64, which JAX takes as float32
     assert "float32 (2, 64)" in jl.explain(x, right_calls.arrays()["q"], device="cpu")

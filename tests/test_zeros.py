@@ -33,7 +33,8 @@ def every_format() -> dict[str, Format]:
     found = {}
     for name, bits, codebook in books:
         for zero in ("none", "integer", "float"):
-            for scale in (None, *SCALES):
+            scales: Any = (None, *SCALES)
+            for scale in scales:
                 try:
                     format = Format(bits, GROUP, zero, codebook, scale)
                 except ValueError:
