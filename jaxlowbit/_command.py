@@ -15,7 +15,7 @@ def run_command(
 ) -> None:
     """Parses the arguments and calls `run` with them; ends the process if that fails.
 
-    `run` returns an exit status, where None is 0. After an `ImportError`, `OSError` or `ValueError`
+    `run` returns an exit status, or None for 0. After an `ImportError`, `OSError` or `ValueError`
     the status is 1, and the error's text is one line on standard error, after the name of the
     command, `options.prog` if a subcommand sets it. (Wrong arguments are 2, with the usage.) After
     Ctrl-C it is 130, and if the reader of the output closes its pipe, as `head` does, 141: the

@@ -29,7 +29,7 @@ _BENCH_HEAD = "batch  prompt  new  prefill tokens/s  decode tokens/s  ms/step  w
 _DRAWING = (
     ("--top-k", int, "K", "draw from the K most likely tokens"),
     ("--top-p", float, "P", "draw from the most likely tokens with a total probability of P"),
-    ("--min-p", float, "P", "draw from tokens with P times the probability of the most likely"),
+    ("--min-p", float, "P", "draw from tokens with P times the top probability (chat: 0.05)"),
     ("--repetition-penalty", float, "X", "of tokens in the prompt or reply: divides their logits"),
     ("--presence-penalty", float, "X", "of tokens in the reply: subtracted from their logits"),
     ("--frequency-penalty", float, "X", "as presence, for each time that the token occurs"),
@@ -94,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         for option, kind, metavar, summary in _DRAWING:
             added.add_argument(option, type=kind, metavar=metavar, help=summary)
+        if name == "chat":
+            added.set_defaults(min_p=0.05)
         seed = "of the draws; each turn adds 1" if name == "chat" else "of the draws"
         added.add_argument("--seed", type=int, default=0, metavar="N", help=seed)
         stop = "text that ends a reply; may be repeated"
