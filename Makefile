@@ -10,7 +10,10 @@
 #   V=1                    a line for each file while it compiles
 #   DRIVER=ON              build the driver along with the wheel
 #   ARGS="-k ffi"          further arguments of pytest, or of the demo
-#   CMAKE_ARGS="-D..."     further arguments of CMake
+#   CMAKE_ARGS="-D..."     further arguments of CMake, such as -DCMAKE_CUDA_ARCHITECTURES=90a-real
+#
+# Without CMAKE_CUDA_ARCHITECTURES, demo and test compile kernels for the GPUs of this machine, or for all GPUs where
+# there are none; wheel always compiles them for all.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -39,6 +42,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 INSTALL ?= $(PIP) install
 BUILD := --no-build-isolation --no-deps -Ccmake.define.JAXLOWBIT_CUDA=$(CUDA)
 GPU_KERNELS := $(if $(filter-out OFF,$(CUDA)),: kernels for GPUs (where nvcc is found) take minutes the first time; V=1 shows progress)
+# Tests of a file share programs, so one process runs them. Processes would share a GPU's memory: one runs all tests.
+PARALLEL = $(if $(GPU),,$(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 8 --dist loadfile'))
 # `$(call needs,test)`: the environment with the dependencies of an extra of pyproject.toml.
 needs = $(if $(filter-out 0,$(SETUP)),$(VENV)/.$(1)-ready)
 # `$(call say,stage,what)`: a line before each stage, which names what the wait is for.
@@ -56,7 +61,7 @@ demo-embed: $(call needs,demo) $(call needs,sentence-model) install
 
 test: $(call needs,test) $(call needs,chat-model) $(call needs,sentence-model) install
 	$(call say,running,the tests)
-	@$(PY) -m pytest $(ARGS)
+	@$(if $(PARALLEL),OPENBLAS_NUM_THREADS=1) $(PY) -m pytest $(PARALLEL) $(ARGS)
 
 lint: setup $(call needs,dev)
 	PATH=$(TOOLS) pre-commit run --all-files
@@ -84,9 +89,11 @@ clean:
 # The dependencies alone; the other targets do this by themselves.
 setup: $(call needs,test) $(call needs,demo)
 
+install: ARCHITECTURES = $(if $(GPU),$(shell $(PY) tools/gpu_architectures.py))
 install:
 	$(call say,building,jaxlowbit with CUDA=$(CUDA)$(GPU_KERNELS))
-	@$(PIP) install $(if $(filter-out 0,$(V)),-v,--quiet) $(BUILD) .
+	@$(PIP) install $(if $(filter-out 0,$(V)),-v,--quiet) $(BUILD) \
+	  -Ccmake.define.CMAKE_CUDA_ARCHITECTURES='$(ARCHITECTURES)' .
 
 # --- the environment -----------------------------------------------------------------------------
 

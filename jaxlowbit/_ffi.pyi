@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 KERNELS: list[str]
 KERNEL_BITS: tuple[int, ...]
@@ -28,97 +28,47 @@ def instances(bits: int) -> list[tuple[str, str, bool, str, str, str, str]]: ...
 def architecture(compute_capability: int) -> str: ...
 def loaded() -> dict[str, int]: ...
 def can_exchange(devices: Sequence[int]) -> bool: ...
+def execute_count() -> int: ...
 def compile(
-    instances: Sequence[tuple[str, str]], architecture: str, *, wait: bool = ...
+    instances: Sequence[tuple[str, str]], architecture: str, *, wait: bool = True
 ) -> list[dict[str, Any]]: ...
 
 # With any build.
 def codebook(numbers: Sequence[float]) -> str: ...
 def most_sums_bytes(rows: int, columns: int) -> int: ...
-def select(
-    *,
-    m: int,
-    n: int,
-    k: int,
-    bits: int = ...,
-    codebook: str = ...,
-    group_size: int = ...,
-    batch: int = ...,
-    lhs: str = ...,
-    float32_scale: bool = ...,
-    narrow_scale: str = ...,
-    zero: str = ...,
-    scale_sums: bool = ...,
-    half_sums: bool = ...,
-    transposed: bool = ...,
-    gated: bool = ...,
-    early_start: bool = ...,
-    aligned: bool = ...,
-    compute_capability: int = ...,
-    num_sms: int = ...,
-    shared_bytes_per_sm: int = ...,
-    clock_mhz: int = ...,
-    memory_gb_per_s: int = ...,
-    clusters: Sequence[Sequence[int]] = ...,
-    compiles: bool = ...,
-    device_name: str = ...,
-    workspace_bytes: int = ...,
-) -> dict[str, Any]: ...
-def candidates(
-    *,
-    m: int,
-    n: int,
-    k: int,
-    bits: int = ...,
-    codebook: str = ...,
-    group_size: int = ...,
-    batch: int = ...,
-    lhs: str = ...,
-    float32_scale: bool = ...,
-    narrow_scale: str = ...,
-    zero: str = ...,
-    scale_sums: bool = ...,
-    half_sums: bool = ...,
-    transposed: bool = ...,
-    gated: bool = ...,
-    early_start: bool = ...,
-    aligned: bool = ...,
-    compute_capability: int = ...,
-    num_sms: int = ...,
-    shared_bytes_per_sm: int = ...,
-    clock_mhz: int = ...,
-    memory_gb_per_s: int = ...,
-    clusters: Sequence[Sequence[int]] = ...,
-    compiles: bool = ...,
-    device_name: str = ...,
-    workspace_bytes: int = ...,
-) -> list[tuple[str, int, int, int, int, int]]: ...
-def question(
-    *,
-    m: int,
-    n: int,
-    k: int,
-    bits: int = ...,
-    codebook: str = ...,
-    group_size: int = ...,
-    batch: int = ...,
-    lhs: str = ...,
-    float32_scale: bool = ...,
-    narrow_scale: str = ...,
-    zero: str = ...,
-    scale_sums: bool = ...,
-    gated: bool = ...,
-    early_start: bool = ...,
-    compute_capability: int = ...,
-    num_sms: int = ...,
-    shared_bytes_per_sm: int = ...,
-    clock_mhz: int = ...,
-    memory_gb_per_s: int = ...,
-    clusters: Sequence[Sequence[int]] = ...,
-    compiles: bool = ...,
-    device_name: str = ...,
-    workspace_bytes: int = ...,
-) -> Question: ...
+
+# The keyword arguments that describe a product, a device and a build.
+class _Asked(TypedDict, total=False):
+    m: Required[int]
+    n: Required[int]
+    k: Required[int]
+    bits: int
+    codebook: str
+    group_size: int
+    batch: int
+    lhs: str
+    float32_scale: bool
+    narrow_scale: str
+    zero: str
+    scale_sums: bool
+    half_sums: bool
+    transposed: bool
+    gated: bool
+    early_start: bool
+    aligned: bool
+    compute_capability: int
+    num_sms: int
+    shared_bytes_per_sm: int
+    clock_mhz: int
+    memory_gb_per_s: int
+    clusters: Sequence[Sequence[int]]
+    compiles: bool
+    device_name: str
+    workspace_bytes: int
+
+def select(**asked: Unpack[_Asked]) -> dict[str, Any]: ...
+def candidates(**asked: Unpack[_Asked]) -> list[tuple[str, int, int, int, int, int]]: ...
+def question(**asked: Unpack[_Asked]) -> Question: ...
 
 class Question: ...
 
@@ -126,7 +76,7 @@ class CostModel:
     def __init__(
         self,
         kernel: str,
-        choices: Sequence[tuple[Question, tuple[int, int, int, int, int, int]]],
+        choices: Sequence[tuple[Question, Sequence[int]]],
     ) -> None: ...
     @property
     def constants(self) -> list[float]: ...
@@ -134,7 +84,13 @@ class CostModel:
 
 def set_tuned(
     device_name: str,
-    entries: Sequence[tuple[tuple, tuple, int]],
+    entries: Sequence[
+        tuple[
+            tuple[int, int, int, int, int, str, bool, str],
+            tuple[str, int, int, int, int, int],
+            int,
+        ]
+    ],
     *,
     compute_capability: int,
     num_sms: int,

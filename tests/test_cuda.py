@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -37,21 +36,14 @@ from jaxlowbit import (
 from jaxlowbit._backends import extension
 
 pytestmark = pytest.mark.gpu
-PACKAGE = Path(jaxlowbit.__file__).parent
 
 # --- CUDA graphs ----------------------------------------------------------------------------------
 
-# `_ffi_counting` is `_ffi` with a counter; it takes its place before the package is imported.
 CHAIN = """
-    import importlib.util, json, sys
+    import json
     import jax, jax.numpy as jnp, numpy as np
-
-    path, = sys.argv[1:]
-    spec = importlib.util.spec_from_file_location("jaxlowbit._ffi_counting", path)
-    counting = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(counting)
-    sys.modules["jaxlowbit._ffi"] = counting
     import jaxlowbit
+    from jaxlowbit._backends.extension import ffi
 
     weight = np.random.default_rng(0).normal(size=(8, 256, 256)).astype(jnp.bfloat16)
     rhs = jax.jit(jaxlowbit.quantize, static_argnums=1)(weight / 16, jaxlowbit.INT4)
@@ -68,7 +60,7 @@ CHAIN = """
     for _ in range(100):
         x = step(x)
         x.block_until_ready()
-        counts.append(counting.execute_count())
+        counts.append(ffi.execute_count())
 
     # The same step on fresh inputs: a replay reads its arguments anew.
     errors = []
@@ -82,11 +74,8 @@ CHAIN = """
 
 
 def test_a_chain_of_calls_is_replayed_from_a_graph():
-    modules = list(PACKAGE.glob("_ffi_counting*.so"))
-    if not modules:
-        pytest.skip("built without JAXLOWBIT_COUNTING_MODULE=ON, which `make test` turns on")
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CHAIN), modules[0]],
+        [sys.executable, "-c", textwrap.dedent(CHAIN)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -119,8 +119,9 @@ def test_few_tiles_split_the_sum(m, n, k, split):
         ({"gated": True, "m": 64, "k": 8192 + 4}, "qmm_sm80"),
     ],
 )
-def test_the_kernel_follows_the_problem(problem, kernel):
-    assert select(**{"m": 1, "n": 8192, "k": 8192, **problem})["kernel"] == kernel
+def test_the_kernel_follows_the_problem(problem: dict[str, Any], kernel):
+    asked: dict[str, Any] = {"m": 1, "n": 8192, "k": 8192, **problem}
+    assert select(**asked)["kernel"] == kernel
 
 
 @pytest.mark.parametrize("lacks", [{"float32_scale": True}, {"zero": "float"}])
@@ -255,7 +256,8 @@ def test_int8_lhs_has_tiles_of_256_rows_where_channels_have_one_sum(bits):
         ({"k": 2**30 + 1}, "k=1073741825 or n=64 is beyond 2^30"),
     ],
 )
-def test_refusals_say_why(problem, reason):
-    choice = select(**{"m": 1, "n": 64, "k": 64, **problem})
+def test_refusals_say_why(problem: dict[str, Any], reason):
+    asked: dict[str, Any] = {"m": 1, "n": 64, "k": 64, **problem}
+    choice = select(**asked)
     assert reason in choice["unsupported"]
     assert "split_k" not in choice

@@ -161,3 +161,11 @@ def test_every_question_has_an_anchor():
     anchors = [re.match(r'<a id="([a-z0-9-]+)"></a>\*\*', question) for question in questions]
     names = [anchor[1] for anchor in anchors if anchor]
     assert len(names) == len(questions) == len(set(names)) > 30
+
+
+def test_a_row_of_two_comparisons_says_the_same_twice():
+    rows: dict[str, str] = {}
+    for line in (ROOT / "docs/comparison.md").read_text().splitlines():
+        if match := re.match(r"\| ([^|]+) \| ([^|]+) \|", line):
+            assert rows.setdefault(match[1], match[2]) == match[2], match[1]
+    assert "8-bit activations" in rows

@@ -13,7 +13,6 @@ GPU they run on the CPU.
 
 import argparse
 import importlib
-import importlib.util
 import json
 import os
 import random
@@ -198,25 +197,6 @@ def _run_worker(
 # --- the worker -----------------------------------------------------------------------------------
 
 
-def _counter() -> Any:
-    """Counts the CUDA calls that were executed; None where the package was built without it.
-
-    `_ffi_counting` is `_ffi` with a counter; it takes its place before the package is imported.
-    """
-    package = importlib.util.find_spec("jaxlowbit")
-    assert package is not None and package.origin is not None
-    modules = list(Path(package.origin).parent.glob("_ffi_counting*.so"))
-    if not modules:
-        return None
-    spec = importlib.util.spec_from_file_location("jaxlowbit._ffi_counting", modules[0])
-    assert spec is not None and spec.loader is not None
-    counting = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(counting)
-    if (counter := getattr(counting, "execute_count", None)) is not None:
-        sys.modules["jaxlowbit._ffi"] = counting
-    return counter
-
-
 def work(
     numbers: Sequence[int], describe: Callable[[int], str], run: Callable[[int], dict[str, Any]]
 ) -> None:
@@ -264,13 +244,14 @@ def _work(numbers: Sequence[int]) -> None:
 
 
 def _programs() -> tuple[Any, Any]:
-    """The module `programs`, and the counter."""
+    """The module `programs`, and the counter of executed CUDA calls; None in a CPU build."""
     sys.path[:0] = _PATHS
-    counter = _counter()
     import jax
 
+    from jaxlowbit._backends.extension import ffi
+
     jax.config.update("jax_default_matmul_precision", "highest")
-    return importlib.import_module("programs"), counter
+    return importlib.import_module("programs"), getattr(ffi, "execute_count", None)
 
 
 def main() -> int:

@@ -5,3 +5,4 @@ Importing this package registers the rules of the primitive.
 
 from . import lowering as lowering
 from . import rules as rules
+from . import taylor as taylor
