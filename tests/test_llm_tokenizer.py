@@ -21,7 +21,9 @@ for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
 import tokenizers  # noqa: E402
 from tokenizers import decoders, processors  # noqa: E402
 
+from jaxlowbit._llm import generate, language_model  # noqa: E402
 from jaxlowbit._llm import gguf as files  # noqa: E402
+from jaxlowbit._llm.text import Text  # noqa: E402
 from jaxlowbit._llm.tokenizer import Tokenizer  # noqa: E402
 
 TEXTS = ["hello world", " hello", "naïve 日本語 🎉\n\n  2024", "", "<|im_end|>", "\x00\x7f"]
@@ -85,26 +87,44 @@ def test_conversations(byte_level):
     assert byte_level.chat(messages, False)[-1] == byte_level.encode("\n")[0]
 
 
-def test_tokenizers_refuse(byte_level, sentencepiece, tmp_path):
+def test_tokenizers_raise(byte_level, sentencepiece):
     with pytest.raises(ValueError, match="no chat template"):
-        sentencepiece.chat([])
-    with pytest.raises(ValueError, match="message 0 is 'hello', but a message is a mapping"):
-        byte_level.chat(["hello"])
+        sentencepiece.chat([{"role": "user", "content": "hello"}])
     with pytest.raises(ValueError, match="there is no token -1; they are 0 and above"):
         byte_level.decode([-1])
     with pytest.raises(ValueError, match="the text is no Unicode"):
         byte_level.encode("\ud800")
-    for template, match in (
-        ("{% if %}", "line 1 of the file's template is not valid Jinja"),
-        ("{{ raise_exception('roles alternate') }}", "raises for these messages: roles alternate"),
-        ("{{ ''.__class__.__mro__ }}", "raises for these messages: .*unsafe"),
-        ("{% for i in range(10**9) %}{% endfor %}", "raises for these messages"),
-    ):
-        entries = BPE | {"tokenizer.chat_template": template}
-        path = write_gguf(tmp_path / "t.gguf", metadata("llama", entries), tensors("llama"))
-        tokenizer = Tokenizer.from_gguf(files.File(path))
-        with pytest.raises(ValueError, match=match):
-            tokenizer.chat([])
+
+
+def test_tokens_beyond_the_vocabulary_have_no_text(byte_level, sentencepiece):
+    """A model's table may have more rows than the tokenizer tokens, and any row may be drawn."""
+    for tokenizer in (byte_level, sentencepiece):
+        tokens = tokenizer.encode("hello", bos=False)
+        first = tokenizer.vocabulary
+        drawn = [first, *tokens, first + 1, 10**6]
+        assert tokenizer.decode(drawn) == "hello"
+        assert tokenizer.decode([first], special=True) == ""
+        stream = tokenizer.decode_stream(special=True)
+        assert "".join([stream.push(token) for token in drawn]).strip() == "hello"
+        text = Text(tokenizer, eos=(), stops=())
+        text.add(drawn)
+        text.close("length")
+        assert (str(text.text).strip(), text.tokens) == ("hello", drawn)
+
+
+def test_a_prompt_with_a_token_beyond_the_table_raises(tmp_path):
+    """Such a token hurts nobody else: the model loads."""
+    entries = BPE | {
+        "tokenizer.ggml.tokens": [*TOKENS, "<image>", "<|end|>"],
+        "tokenizer.ggml.token_type": [*BPE["tokenizer.ggml.token_type"], 3, 3],
+    }
+    path = write_gguf(tmp_path / "m.gguf", metadata("llama", entries), tensors("llama"))
+    model = language_model.load(path, progress=False)
+    assert (model.config.vocabulary, model.tokenizer.vocabulary) == (264, 266)
+    assert model.config.eos == (263, 261) and 265 in model.tokenizer.eos
+    for prompt in ("hello <image>", [259, 264], ["hello", "<image>"]):
+        with pytest.raises(ValueError, match=r"token 264 \('<image>'\), but tokens are from 0 to"):
+            generate.generate(model, prompt)
 
 
 def test_folders_have_the_same_tokenizer(byte_level, tmp_path):
@@ -148,7 +168,7 @@ def test_sentencepiece_in_a_folder(sentencepiece, tmp_path):
 
 def test_the_tokenizer_of_smollm2():
     tokenizer = Tokenizer.from_gguf(files.File(smollm2()))
-    assert (tokenizer.vocabulary, tokenizer.bos, tokenizer.eos) == (49152, 1, (2, 0))
+    assert (tokenizer.vocabulary, tokenizer.bos, tokenizer.eos) == (49152, 1, (2, 0, 4))
     text = "Hello  world, it's 2024!\n\n  x=1.5 naïve 日本語 🎉 \t end "
     tokens = tokenizer.encode(text)
     assert tokens[:8] == [19556, 216, 905, 28, 357, 506, 216, 34]

@@ -126,7 +126,7 @@ def unencoded(path: Path) -> Iterator[int]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             method = isinstance(node.func, ast.Attribute)
-            name = node.func.attr if method else node.func.id
+            name = ast.unparse(node.func).rpartition(".")[2]
             modes = [*node.args[0 if method else 1 :], *(x.value for x in node.keywords)]
             binary = any(isinstance(x, ast.Constant) and "b" in str(x.value) for x in modes)
             text = name in ("read_text", "write_text") or (name == "open" and not binary)

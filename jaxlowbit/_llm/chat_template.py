@@ -18,6 +18,8 @@ import jinja2.parser
 import jinja2.sandbox
 import numpy as np
 
+from .._core.checks import brief
+
 TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -90,8 +92,8 @@ class ChatTemplate(NamedTuple):
             isinstance(name, str) for name in options or ()
         ):
             raise TypeError(
-                f"Tokenizer.chat: template_options is {options!r}, but it is a mapping from names "
-                "of variables to their values, such as {'enable_thinking': False}, or None."
+                f"Tokenizer.chat: template_options is {brief(options)}, but it is a mapping from "
+                "names of variables to their values, such as {'enable_thinking': False}, or None."
             )
         found = {"tools": None, "documents": None, **(options or {})}
         taken = {"messages", "add_generation_prompt", *TOKEN_NAMES, *self.tokens}
@@ -105,8 +107,8 @@ class ChatTemplate(NamedTuple):
             fits = isinstance(values, list | tuple) and all(isinstance(x, Mapping) for x in values)
             if values is not None and not fits:
                 raise TypeError(
-                    f"Tokenizer.chat: {name} in template_options is {values!r}, but it is a list "
-                    "of mappings; a tool is the JSON schema of a function."
+                    f"Tokenizer.chat: {name} in template_options is {brief(values)}, but it is a "
+                    "list of mappings; a tool is the JSON schema of a function."
                 )
         return found
 

@@ -1,8 +1,8 @@
 """Pre-tokenizers of byte-level BPE, by the names of `tokenizer.ggml.pre` in GGUF files.
 
-The names and flags are those of llama.cpp (`llama-vocab.cpp`). Where llama.cpp approximates the
-expression of the original `tokenizer.json`, the original is here. Four names are missing because
-their tokens are not byte-level: gemma4, granite-embed-multi-311m, sarvam-moe and whitespace.
+Names and flags come from llama.cpp (`llama-vocab.cpp`). If llama.cpp only approximates the
+expression of the original `tokenizer.json`, this table has the original. Four names are missing
+because their tokens are not byte-level: gemma4, granite-embed-multi-311m, sarvam-moe, whitespace.
 """
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

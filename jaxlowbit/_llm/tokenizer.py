@@ -54,10 +54,10 @@ class Tokenizer:
         **Arguments:**
 
         - `text`: any string.
-        - `bos`: whether the tokens that begin and end texts are added; None for what the file says.
-          True adds `bos` if the file adds nothing in front of a text.
+        - `bos`: whether to add the tokens that begin and end texts. None follows the file. True
+          follows it too, and adds `bos` if the file puts no token in front of a text.
         - `special`: whether the names of control tokens, such as `<|im_end|>`, become these tokens.
-          False reads them as text: for text that others wrote. None for True, unless the file says
+          False reads them as text: for text that others wrote. None is True, unless the file says
           otherwise.
 
         **Raises:** `ValueError` for `bos=True` if the model has no such token, and for text with
@@ -82,8 +82,8 @@ class Tokenizer:
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """The text of tokens; bytes that are no UTF-8 become U+FFFD.
 
-        A space that the tokenizer puts in front of texts is removed. A token beyond the vocabulary,
-        such as a padding row of the model's table, has no text.
+        A space that the tokenizer puts in front of texts is removed. Tokens beyond the vocabulary,
+        such as the padding rows of a model's table, have no text.
 
         **Arguments:** `special`: whether control tokens show their names, or nothing.
 
@@ -116,8 +116,8 @@ class Tokenizer:
     ) -> list[int]:
         """The tokens of a conversation, by the template in the file.
 
-        The template runs in Jinja's sandbox. It writes the names of control tokens itself, that of
-        `bos` too, so none is added; the same names in messages become tokens as well.
+        The template runs in Jinja's sandbox. It writes the names of control tokens itself, also of
+        `bos`, so none is added; the same names in messages become tokens as well.
 
         **Arguments:**
 
@@ -203,5 +203,5 @@ class DecodeStream:
         return self._decoder.decode(self._tokenizer._bytes(token, self._special))
 
     def finish(self) -> str:
-        """What was held back, as U+FFFD."""
+        """The bytes that were held back, as U+FFFD."""
         return self._decoder.decode(b"", final=True)

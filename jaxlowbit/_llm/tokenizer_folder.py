@@ -221,9 +221,8 @@ def _templates(folder: Path, options: Mapping[str, Any]) -> dict[str, str]:
     found = options.get("chat_template")
     if isinstance(found, list):
         found = {x.get("name"): x.get("template") for x in found if isinstance(x, dict)}
-    if not isinstance(found, dict):
-        found = {"default": found}
-    return {name: text for name, text in found.items() if isinstance(text, str)}
+    named: dict[Any, Any] = found if isinstance(found, dict) else {"default": found}
+    return {str(name): text for name, text in named.items() if isinstance(text, str)}
 
 
 def _text(path: Path) -> str:

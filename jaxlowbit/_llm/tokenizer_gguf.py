@@ -41,7 +41,7 @@ USED = frozenset(
         *("chat_template", "chat_templates"),
     ]
 )
-"""Keys behind "tokenizer." that are read, with those that begin with "chat_template."."""
+"""Keys after "tokenizer." that are read. So are all keys that begin with "chat_template."."""
 HARMLESS = frozenset(
     [
         # Infilling is a matter of prompts.
@@ -51,13 +51,13 @@ HARMLESS = frozenset(
         *("ggml.token_type_count", "ggml.add_sep_token", "ggml.remove_extra_whitespaces"),
         *("ggml.precompiled_charsmap", "ggml.normalizer.lowercase"),
         "ggml.normalizer.strip_accents",
-        # The same tokenizer in another form.
+        # Another form of this tokenizer.
         "huggingface.json",
     ]
 )
-"""Keys behind "tokenizer." that change nothing for the tokenizers that are read."""
+"""Keys after "tokenizer." that change nothing for the tokenizers that are read."""
 RAISING = frozenset(["rwkv.world"])
-"""Keys behind "tokenizer." of tokenizers that are not read."""
+"""Keys after "tokenizer." of tokenizers that are not read."""
 
 
 class _Engine(NamedTuple):
@@ -88,7 +88,7 @@ def parts_of(file: File, splits: Mapping[str, tuple[str, ...]]) -> Parts:
     kinds = _kinds(known, tokens)
     byte_level = model == "gpt2"
     made = _bpe(known, tokens, splits) if byte_level else _sentencepiece(known, tokens, kinds)
-    control = [i for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)]
+    control = {i for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)}
     added = {i for i, kind in enumerate(kinds) if kind == _USER_DEFINED}.union(control)
     strip = any(name in str(file.metadata.get("general.name")).lower() for name in _PHI3)
     made.engine.add_tokens(
@@ -115,7 +115,7 @@ def parts_of(file: File, splits: Mapping[str, tuple[str, ...]]) -> Parts:
 
     def piece(i: int) -> bytes | None:
         if i in added:
-            return tokens[i].replace(SPACE, " ").encode()
+            return (tokens[i] if byte_level else tokens[i].replace(SPACE, " ")).encode()
         if kinds[i] not in (_NORMAL, _BYTE):
             return None
         byte = not byte_level or kinds[i] == _BYTE
@@ -243,8 +243,9 @@ def _bpe(known: Metadata, tokens: list[str], splits: Mapping[str, tuple[str, ...
     engine.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     steps: list[Any] = [normalizers.NFC()] if name in COMPOSED else []
     prefix = known.get("ggml.add_space_prefix", "true or false", False)
-    if prefix:
-        steps.append(normalizers.Replace(tokenizers.Regex(r"\A(?=\S)"), " "))
+    if prefix:  # a space, unless the text begins with one
+        again = normalizers.Replace(tokenizers.Regex(r"\A (?= )"), "")
+        steps += [normalizers.Prepend(" "), again]
     engine.normalizer = normalizers.Sequence(steps)
     return _Engine(engine, name in BEGIN, prefix, {})
 
@@ -298,7 +299,7 @@ def _strings(known: Metadata, key: str) -> list[str]:
 
 
 def _token(known: Metadata, name: str, count: int, default: int | None) -> int | None:
-    """The token of a key. Only those that begin and end texts have to be in the vocabulary."""
+    """The token of a key. A token that begins or ends texts has to be in the vocabulary."""
     key = f"ggml.{name}_token_id"
     token = known.get(key, "an integer", default if default in range(count) else None)
     if token is None or 0 <= token < count:

@@ -18,7 +18,7 @@ _ENDS = (
 )
 # Gemma has this name for an HTML tag, so it ends a text only if it is a control token.
 _CONTROL_END = "</s>"
-# Tokens of code infilling: those that end the text, and the others.
+# Tokens of code infilling: the ends of a text, then the others.
 _FILL_ENDS = (
     "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> "
     "<reponame> <|file_sep|>"
