@@ -533,6 +533,9 @@ CALLS = {
         beta_slow=constant(1.0),
         attention_factor=NONE,
         factors=constant(()),
+        mscale=NONE,
+        mscale_all_dim=NONE,
+        truncate=constant(True),
     ),
     "load": call(
         llm.load,

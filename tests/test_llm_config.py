@@ -37,6 +37,7 @@ CONFIG = Config(
         ({"window": 0}, "window=0, but"),
         ({"eos": (256,)}, "eos has the token 256, but tokens are integers from 0 to 255"),
         ({"eos": [1]}, "eos has the token"),
+        ({"rope_base": 0.5, "rope_scaling": RopeScaling("yarn", 2.0, 64)}, "a base above 1"),
         ({"rope_scaling": 8}, "rope_scaling=8, but it is None or a RopeScaling"),
         ({"rope_scaling": RopeScaling("factors", factors=(1.0,))}, "heads of 16 have 8 pairs"),
     ],
@@ -53,6 +54,9 @@ def test_configurations_are_refused(changes, match):
         ({"kind": "linear", "factor": 0.5}, "divided by 1 or more"),
         ({"kind": "yarn", "factor": 2.0}, "original_context=0, but"),
         ({"kind": "factors"}, "'factors' with 0 factors"),
+        ({"kind": "linear", "mscale": 1.0}, "mscale_all_dim=None, .* give both or neither"),
+        ({"kind": "linear", "mscale": 0.0, "mscale_all_dim": 1.0}, "mscale=0.0, but it is above 0"),
+        ({"kind": "linear", "truncate": 1}, "truncate=1, but it is one of False, True"),
         ({"kind": "llama3", "original_context": 8, "low": 4.0}, "low is below high"),
     ],
 )

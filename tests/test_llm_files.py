@@ -198,6 +198,7 @@ METADATA = [
     ({"llama.expert_count": 8}, "8, but the decoder here has no experts"),
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope'"),
     ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "norm_epsilon=-1.0, but it is above 0"),
+    ({"general.type": "adapter"}, "general.type is 'adapter', but a whole model is read; merge"),
     ({"split.count": 3}, "split into 3 files.*llama-gguf-split --merge"),
     ({"tokenizer.ggml.model": "bert"}, "'bert', but 'gpt2' and 'llama' are read"),
     ({"tokenizer.ggml.pre": "unheard-of"}, "'unheard-of', but no pre-tokenizer"),
@@ -255,9 +256,28 @@ def test_tensors_are_refused(tmp_path):
         ),
         (without(stored, "token_embd.weight"), "no matrix 'token_embd.weight'"),
     ]
+    cases += [
+        (stored | {"blk.00.ffn_up.weight": stored[name]}, "are one weight under two names"),
+        (stored | {"cls.output.weight": stored[name]}, "'cls.output.weight' is no part of llama"),
+        (stored | {"output.bias": ("F32", np.ones(264, np.float32))}, "'output.bias' is no part"),
+    ]
     for tensors_, match in cases:
         write_gguf(path, metadata("llama"), tensors_)
         with pytest.raises(ValueError, match=match):
+            load(path)
+
+
+def test_weights_of_the_architecture_are_not_optional(tmp_path):
+    """The norms of heads and the biases, without which another model would be read."""
+    path = tmp_path / "model.gguf"
+    for architecture, part in (("qwen3", "_norm"), ("gemma3", "_norm"), ("qwen2", ".bias")):
+        stored = {
+            name: value
+            for name, value in tensors(architecture).items()
+            if not (".attn_q" in name or ".attn_k" in name or ".attn_v" in name) or part not in name
+        }
+        write_gguf(path, metadata(architecture), stored)
+        with pytest.raises(ValueError, match=r"weights of \d+ are missing, the first is 'layers.0"):
             load(path)
 
 

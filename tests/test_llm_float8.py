@@ -186,6 +186,7 @@ def test_options_round_what_is_there(tmp_path):
         (FP8 | {"activation_scheme": "static"}, "static scales of activations, which are left out"),
         (compressed(group("channel", input_activations={"dynamic": False})), "static scales of"),
         (compressed(group("channel"), kv_cache_scheme={"num_bits": 8}), "scales of a cache in 8"),
+        (compressed(group("channel", output_activations={"num_bits": 8})), "scales of a cache in"),
     ],
 )
 def test_static_scales_are_left_out(changes, sentence, tmp_path):
@@ -194,6 +195,15 @@ def test_static_scales_are_left_out(changes, sentence, tmp_path):
     with pytest.warns(UserWarning, match=f"^load: .*config.json has {sentence}"):
         found = load(path)
     assert isinstance(found.weights["layers.0.q"], QuantizedArray)
+
+
+def test_scales_that_config_json_does_not_name_are_left_out_with_a_warning(tmp_path):
+    path, _ = folder(tmp_path, "blocks")
+    rewrite(path, tensors={f"{Q.replace('q_proj', 'k_scale')}": np.ones((), np.float32)})
+    with pytest.warns(
+        UserWarning, match=r"has 1 scales of activations or of a cache, such as .*k_s"
+    ):
+        load(path)
 
 
 def rewrite(path: Any, config: Any = None, tensors: Any = None, without: str = "") -> None:
@@ -297,6 +307,23 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"config": compressed(group("channel", targets=["re:("]))},
         r"'targets' is \['re:\('\], but missing \)",
     ),
+    "rotated weights": (
+        {"config": compressed(group("channel"), transform_config={"config_groups": {"R1": {}}})},
+        "'transform_config' is .*, an entry of weights in 8-bit floats that is not",
+    ),
+    "sparse weights": (
+        {"config": compressed(group("channel"), sparsity_config={"format": "sparse-24-bitmask"})},
+        "'format' is 'sparse-24-bitmask', but of weights in 8-bit floats those of 'dense' are",
+    ),
+    "reordered weights": (
+        {
+            "config": compressed(
+                group("channel", weights=group("channel")["weights"] | {"actorder": "group"})
+            )
+        },
+        "'actorder' is 'group', an entry of weights",
+    ),
+    "new entry of fp8": ({"config": FP8 | {"new_entry": 2}}, "'new_entry' is 2, an entry of weigh"),
     "name": (
         {"config": compressed(group("channel"), ignore=[3])},
         r"'ignore' is \[3\], but 3 is no string",

@@ -1,5 +1,6 @@
 """Hugging Face folders: what they load to, and how wrong ones are refused."""
 
+import json
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 
+from jaxlowbit import llm  # noqa: E402
 from jaxlowbit._llm import huggingface  # noqa: E402
 from jaxlowbit._llm.config import RopeScaling  # noqa: E402
 
@@ -172,3 +174,162 @@ def test_folders_are_refused(tmp_path):
     wrong = weights | {"lm_head.weight": np.ones(weights["lm_head.weight"].shape, np.int32)}
     model_files.write_folder(folder, config, wrong)
     refused("'lm_head.weight' is I32 of shape .*, but config.json asks for floats")
+
+
+OTHER_FOLDERS = {
+    "a PEFT adapter": (
+        {"adapter_config.json": '{"base_model_name_or_path": "org/base"}'},
+        r"is a PEFT adapter of 'org/base' .*merge it .*merge_and_unload",
+    ),
+    "PyTorch's weights": (
+        {"config.json": "{}", "pytorch_model.bin": "", "tokenizer.json": "{}"},
+        r"its weights in pytorch_model\.bin, .*not in safetensors; convert .*save_pretrained",
+    ),
+    "shards of PyTorch": (
+        {"config.json": "{}", "pytorch_model-00001-of-00002.bin": ""},
+        r"its weights in pytorch_model-00001-of-00002\.bin",
+    ),
+    "TensorFlow's weights": ({"config.json": "{}", "tf_model.h5": ""}, r"weights in tf_model\.h5"),
+    "SentencePiece's tokenizer": (
+        {"config.json": "{}", "model.safetensors": "", "tokenizer.model": ""},
+        r"its tokenizer in tokenizer\.model, .*not in tokenizer\.json; convert .*AutoTokenizer",
+    ),
+    "GPT-2's tokenizer": (
+        {"config.json": "{}", "model.safetensors": "", "vocab.json": "{}", "merges.txt": ""},
+        r"its tokenizer in vocab\.json",
+    ),
+    "the authors' format": (
+        {"params.json": "{}", "consolidated.00.pth": "", "tokenizer.model": ""},
+        r"in the format of the model's authors \(params\.json\)",
+    ),
+    "weights in GGUF": (
+        {"config.json": "{}", "tokenizer.json": "{}", "b.gguf": "", "a.gguf": ""},
+        r"has its weights in GGUF files; name one, such as .*a\.gguf",
+    ),
+    "the hub's cache": (
+        {"refs/main": "", "snapshots/0123/config.json": "{}"},
+        r"cache of huggingface_hub, .*; name .*snapshots/0123",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FOLDERS)
+def test_other_folders_are_named_with_a_way_out(name, tmp_path):
+    files, match = OTHER_FOLDERS[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=match) as raised:
+        load(tmp_path)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_an_adapter_beside_a_model_raises(tmp_path):
+    """transformers would add it to the weights."""
+    config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
+    folder = model_files.write_folder(tmp_path / "model", config, weights)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
+    with pytest.raises(ValueError, match="is a PEFT adapter of None"):
+        load(folder)
+
+
+def test_folders_in_the_format_of_mlx_raise(tmp_path):
+    config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
+    mlx = {"quantization": {"group_size": 64, "bits": 4}}
+    folder = model_files.write_folder(tmp_path / "a", config | mlx, weights)
+    with pytest.raises(ValueError, match=r"MLX's format; .*mlx_lm.convert --dequantize"):
+        load(folder)
+    packed = weights | {"lm_head.scales": np.ones((4, 4), np.float32)}
+    folder = model_files.write_folder(tmp_path / "b", config, packed)
+    with pytest.raises(
+        ValueError, match=r"'lm_head\.scales' is of weights quantized in MLX's form"
+    ):
+        load(folder)
+
+
+def test_pointers_of_git_lfs_raise(tmp_path):
+    config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
+    folder = model_files.write_folder(tmp_path / "model", config, weights)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4096\n"
+    for path in (folder / "model.safetensors", tmp_path / "model.gguf"):
+        path.write_text(pointer)
+        with pytest.raises(ValueError, match=r"is a pointer of Git LFS .*run git lfs pull"):
+            load(folder if path.parent == folder else path)
+
+
+def test_tensors_that_nothing_reads_raise(tmp_path):
+    """And a tensor that is there twice, in two shards or under two names."""
+    config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
+    table = weights["model.embed_tokens.weight"]
+    for extra, match in (
+        ({"embed_tokens.weight": table}, "are one weight under two names, 'embedding'"),
+        (
+            {"model.layers.00.input_layernorm.weight": np.ones(256, np.float32)},
+            r"one weight under two names, 'layers\.0\.attention_norm'",
+        ),
+        ({"model.vision_tower.a.weight": table}, r"'model\.vision_tower\.a\.weight' is no part of"),
+        ({"model.layers.0.self_attn.o_proj.bias": np.ones(256, np.float32)}, "is no part of llama"),
+        ({"score.weight": table}, r"'score\.weight' is no part of llama"),
+    ):
+        folder = model_files.write_folder(tmp_path / "model", config, weights | extra)
+        with pytest.raises(ValueError, match=match):
+            load(folder)
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(32, np.float32)}
+    load(model_files.write_folder(tmp_path / "model", config, weights | buffer))
+
+
+def test_indices_name_the_tensors_of_their_shards(tmp_path):
+    config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
+    folder = model_files.write_folder(tmp_path / "model", config, weights, shards=2)
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text()
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    other = json.loads(text)
+    other["weight_map"]["lm_head.bias"] = first
+    index.write_text(json.dumps(other))
+    with pytest.raises(ValueError, match=rf"has tensor 'lm_head.bias' in {first}, but that file"):
+        load(folder)
+    index.write_text(text.replace(first, "other").replace(second, first).replace("other", second))
+    with pytest.raises(ValueError, match="but that file is without it"):
+        load(folder)
+    index.write_text(text)
+    (folder / second).write_bytes((folder / first).read_bytes())
+    with pytest.raises(ValueError, match=rf"is also in {first}"):
+        load(folder)
+
+
+def test_a_head_beside_the_table_it_is_tied_to(tmp_path):
+    config = model_files.hf_config("llama") | {"tie_word_embeddings": True}
+    weights = model_files.hf_weights("llama")
+    same = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].copy()}
+    assert "head" not in load(model_files.write_folder(tmp_path / "a", config, same)).weights
+    same["lm_head.weight"][-1, -1] += 1
+    for head in (same["lm_head.weight"], same["lm_head.weight"][:-1]):
+        folder = model_files.write_folder(
+            tmp_path / "a", config, weights | {"lm_head.weight": head}
+        )
+        with pytest.raises(ValueError, match=r"differs from 'model.embed_tokens.weight', but conf"):
+            load(folder)
+
+
+def test_warnings_name_the_line_that_loads(tmp_path):
+    config, weights = model_files.hf_config("llama"), model_files.hf_weights("llama")
+    folder = model_files.write_folder(tmp_path / "model", config | {"new": 1}, weights)
+    (folder / "generation_config.json").write_text('{"num_beams": 4}')
+    entries = model_files.metadata("llama") | {"llama.new": 1}
+    file = model_files.write_gguf(tmp_path / "m.gguf", entries, model_files.tensors("llama"))
+    for path, names in ((folder, ["'num_beams': 4", "'new': 1"]), (file, ["'llama.new': 1"])):
+        with pytest.warns(UserWarning) as warned:
+            llm.load(path, progress=False)
+        assert [warning.filename for warning in warned] == [__file__] * len(names)
+        for warning, name in zip(warned, names, strict=True):
+            assert str(warning.message).startswith("load: ") and name in str(warning.message)
+
+
+def test_texts_without_an_end_in_the_file_end_as_in_transformers(tmp_path):
+    config = model_files.hf_config("llama")
+    del config["eos_token_id"]
+    folder = model_files.write_folder(tmp_path / "m", config, model_files.hf_weights("llama"))
+    assert huggingface.config_of(folder).eos == (2,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert huggingface.config_of(folder).eos == (7,)

@@ -9,6 +9,7 @@ Each version of transformers has its own section, so that entries of older files
 
 import argparse
 import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -31,19 +32,36 @@ def class_of(path: str) -> Any:
     return getattr(importlib.import_module(f"transformers{module}"), name)
 
 
-def entries(cls: Any) -> dict[str, Any]:
+def entries(cls: Any, package: str = "") -> dict[str, Any]:
     """The arguments and the saved entries of a class, with their defaults."""
-    found = {
+    found = cls().to_dict() | {
         name: None if parameter.default is inspect.Parameter.empty else parameter.default
-        for base in cls.__mro__
+        for base in reversed(cls.__mro__)
         if "__init__" in vars(base)
         for name, parameter in inspect.signature(base.__init__).parameters.items()
         if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and name != "self"
     }
-    found |= cls().to_dict()
     found |= dict.fromkeys(getattr(cls, "attribute_map", {}))
+    if package:
+        found = dict.fromkeys(read_elsewhere(cls, package)) | found
     return {name: value if plain(value) else None for name, value in sorted(found.items())}
+
+
+def read_elsewhere(cls: Any, package: str) -> set[str]:
+    """Entries that are no arguments: the constructors take them from `kwargs`, or the model's code
+    reads them as attributes."""
+    methods = ("__init__", "__post_init__", "convert_rope_params_to_dict")
+    bases = [base for base in cls.__mro__ if "transformers" in base.__module__]
+    own = [vars(base)[name] for base in bases for name in methods if name in vars(base)]
+    own = [
+        x for x in own if not inspect.unwrap(x).__code__.co_filename.startswith("<")
+    ]  # of dataclasses
+    found = re.findall(r'kwargs\.(?:pop|get)\(\s*"(\w+)"', "".join(map(inspect.getsource, own)))
+    spec = importlib.util.find_spec(f"transformers.models.{package}.modeling_{package}")
+    code = Path(spec.origin).read_text() if spec is not None and spec.origin is not None else ""
+    found += re.findall(r'\bconfig(?:\.|, ")(\w+)', code)
+    return {name for name in found if not callable(getattr(cls, name, None))}
 
 
 def plain(value: Any) -> bool:
@@ -51,7 +69,12 @@ def plain(value: Any) -> bool:
 
 
 def of_transformers() -> dict[str, Any]:
-    found = {name: entries(class_of(f".models.{path}")) for name, path in CLASSES.items()}
+    found = {
+        name: entries(
+            class_of(f".models.{path}"), "" if name == "gemma3" else path.partition(".")[0]
+        )
+        for name, path in CLASSES.items()
+    }
     found["generation_config.json"] = entries(class_of(".GenerationConfig"))
     rope = importlib.import_module("transformers.modeling_rope_utils")
     parameters = getattr(rope, "RopeParameters", None)

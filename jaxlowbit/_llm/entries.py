@@ -27,7 +27,7 @@ _HARMLESS = {
         attn_implementation cache_config cache_implementation chunk_size_feed_forward
         compile_config continuous_batching_config disable_compile experts_implementation is_decoder
         low_memory max_cache_len prefill_chunk_size return_legacy_cache tie_encoder_decoder
-        torchscript use_cache use_mtp""",
+        torchscript use_cache use_mtp use_return_dict""",
     "outputs of transformers' methods": """
         output_attentions output_hidden_states output_logits output_scores return_dict
         return_dict_in_generate""",
@@ -48,12 +48,12 @@ _HARMLESS = {
         target_lookbehind""",
 }
 _IGNORED = frozenset(name for names in _HARMLESS.values() for name in names.split())
-# The query, key and value projections of qwen2 have biases, whatever this entry is.
+# The query, key and value projections of qwen2 have biases at every value of this entry.
 _IGNORED_BY = {"qwen2": frozenset({"attention_bias"})}
 
 
 class _Feature(NamedTuple):
-    """Entries whose values, except those that turn the feature off, change the logits."""
+    """Entries that change the logits, unless their value is one of `off`."""
 
     names: str
     reason: str
@@ -105,7 +105,8 @@ _FEATURES = (
 )
 _FEATURE_OF = {name: feature for feature in _FEATURES for name in feature.names.split()}
 
-# Of generation_config.json, and of config.json in older files: the value that changes no text.
+# Entries of generation_config.json, and of older files' config.json, with the value that changes
+# no text.
 _DECODING = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,

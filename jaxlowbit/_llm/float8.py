@@ -11,12 +11,14 @@ A weight is its number times the scale of its block, of its output channel or of
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .._core.array import QuantizedArray
+from .._core.checks import brief
 from .._core.format import SCALES, Format
 from . import blocks
 from .folder import AGAIN, FLOATS, Fields, Tensor
@@ -175,7 +177,7 @@ class Matrix(NamedTuple):
         return blocks.pack_rows(self.unpack, self.weight.shape, self.format, scale_dtype)
 
 
-def scheme_of(path: Path, values: dict[str, Any]) -> Scheme | None:
+def scheme_of(path: Path, values: Mapping[str, Any]) -> Scheme | None:
     """What a config.json with these entries says of 8-bit floats; None for a folder of floats.
 
     **Raises:** `ValueError` for weights that are quantized otherwise.
@@ -211,6 +213,7 @@ def _blocks_scheme(entries: Fields) -> Scheme:
     # A name stands for what is inside it, and may leave out what it is inside.
     floats = tuple(rf"re:(.*\.)?{re.escape(name)}(\.|$)" for name in names)
     static = entries.values.get("activation_scheme") == "static"
+    _check_rest(entries, "dequantize", "scale_fmt")
     return Scheme(
         path, "weight_scale_inv", ((_CLASSES, layout),), floats, _static(path, static, False)
     )
@@ -220,6 +223,7 @@ def _compressed_scheme(entries: Fields) -> Scheme:
     path = entries.path
     listed = Fields(path, entries.need("config_groups", "an object"))
     groups, static = [], False
+    cache = entries.get("kv_cache_scheme", "an object") is not None
     for name in listed.values:
         own = Fields(path, listed.need(name, "an object"))
         _expect(own, "format", entries.values.get("format"), "float-quantized", "naive-quantized")
@@ -233,8 +237,16 @@ def _compressed_scheme(entries: Fields) -> Scheme:
         groups.append((tuple(_names(own, "targets")), Layout(strategy, block)))
         inputs = own.get("input_activations", "an object") or {}
         static |= bool(inputs) and not inputs.get("dynamic")
-    cache = entries.values.get("kv_cache_scheme") is not None
+        cache |= bool(own.get("output_activations", "an object"))
+        _check_rest(weights, "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+        _check_rest(own)
+    entries.read.add("format")
+    sparsity = Fields(path, entries.get("sparsity_config", "an object") or {})
+    _expect(sparsity, "format", "dense", "dense")
     floats = tuple(_names(entries, "ignore"))
+    _check_rest(
+        entries, "global_compression_ratio", "quantization_status", "run_compressed", "version"
+    )
     return Scheme(path, "weight_scale", tuple(groups), floats, _static(path, static, cache))
 
 
@@ -247,12 +259,16 @@ def _static(path: Path, activations: bool, cache: bool) -> tuple[str, ...]:
             "floats, or get a scale for each token with activation_dtype=jnp.float8_e4m3fn."
         )
     if cache:
-        found.append(f"{path} has scales of a cache in 8 bits, which are left out: here it is not.")
+        found.append(
+            f"{path} has scales of a cache in 8 bits, or of results, which are left out: here both "
+            "are floats."
+        )
     return tuple(found)
 
 
 def _expect(entries: Fields, key: str, default: Any, *values: Any) -> None:
     """Refuses an entry that has none of some values."""
+    entries.read.add(key)
     found = entries.values.get(key)
     found = default if found is None else found
     if found not in values:
@@ -262,8 +278,22 @@ def _expect(entries: Fields, key: str, default: Any, *values: Any) -> None:
         )
 
 
+def _check_rest(entries: Fields, *harmless: str) -> None:
+    """Checks that the entries that were not read, nor are harmless, turn nothing on.
+
+    **Raises:** `ValueError`.
+    """
+    for name, value in entries.values.items():
+        if name not in entries.read and name not in harmless and value:
+            raise ValueError(
+                f"{entries.path}: {name!r} is {brief(value)}, an entry of weights in 8-bit floats "
+                f"that is not known here; {_OTHER}."
+            )
+
+
 def _block(entries: Fields, key: str) -> tuple[int, int]:
     """The rows and columns of a block."""
+    entries.read.add(key)
     match entries.values.get(key):
         case [int(rows), int(columns)] if rows >= 1 and columns >= 1 and columns % 16 == 0:
             return rows, columns

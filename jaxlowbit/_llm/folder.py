@@ -127,7 +127,7 @@ def check_pointer(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that a folder is that of a model in safetensors, by the names of its files.
+    """Checks by the names of its files that a folder is a model in safetensors.
 
     **Raises:** `ValueError` with the kind of another folder, and the way from it to a model.
     """

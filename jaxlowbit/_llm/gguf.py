@@ -1,4 +1,4 @@
-"""What a GGUF file says of a decoder: its configuration, and the tensor of each weight."""
+"""The configuration of a decoder in a GGUF file, and the tensor of each weight."""
 
 import re
 import warnings
@@ -57,6 +57,7 @@ _FEATURES = (
         r"rope\.(dimension_sections|scaling\.alpha)",
         "the decoder here rotates by one position, scaled by linear, yarn or rope_freqs",
     ),
+    (r"rope\.(global|local)\..*", "the rotation is read by the keys that llama.cpp writes"),
     (
         r"classifier\.output_labels|dense_\d_feat_(in|out)",
         "the decoder here ends in the logits of tokens",

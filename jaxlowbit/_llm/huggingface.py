@@ -6,7 +6,7 @@ offsets from 1, and every architecture rotates halves of heads.
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from .rope_entries import rotation_of
 
 # --- the configuration ----------------------------------------------------------------------------
 
-# The values of transformers' classes for entries that a file lacks, where 0, false or none is
-# another value. Entries that every file of an architecture has are not among them.
+# The values of transformers' classes for entries that a file lacks; only gemma3's files lack sizes.
 _COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 _DEFAULTS = {
     "llama": _COMMON,
@@ -46,6 +45,7 @@ _DEFAULTS = {
         "hidden_activation": "gelu_pytorch_tanh",
     },
 }
+_EOS = {"llama": [2], "mistral": [2], "gemma3": [1]}
 _ROPE_BASE = {"gemma3": 1_000_000.0}
 _ARCHITECTURES = {name: name for name in _DEFAULTS} | {"gemma3_text": "gemma3"}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -60,33 +60,8 @@ def config_of(folder: Path) -> Config:
     for entries that are missing or of the wrong kind or size.
     """
     path = folder / "config.json"
-    outer = Fields(path, read_json(path))
-    kind = outer.need("model_type", "a string")
-    if kind not in _ARCHITECTURES:
-        raise ValueError(
-            f"{path}: 'model_type' is {kind!r}, but the decoder here knows "
-            f"{', '.join(_ARCHITECTURES)}; use a model of one of those."
-        )
-    architecture = _ARCHITECTURES[kind]
-    if outer.values.get("quantization"):
-        raise ValueError(f"{path}: 'quantization' is an entry of MLX's format; {MLX}.")
-    float8.scheme_of(path, outer.values)  # which raises for weights quantized otherwise
-    outer.read |= {"quantization_config"}
-    values, text = outer.values, None
-    check_features(path, values, architecture)
-    if architecture == "gemma3" and "text_config" in values:
-        values = text = outer.need("text_config", "an object")
-        if (inner := values.get("model_type", kind)) not in ("gemma3", "gemma3_text"):
-            raise ValueError(
-                f"{path}: 'model_type' of 'text_config' is {brief(inner)}, but that of a gemma3 is "
-                "gemma3_text; use another model."
-            )
-        check_features(path, values, architecture)
-    given = values
-    if architecture == "gemma3":
-        values = {key: value for key, value in values.items() if value is not None}
-    known = Fields(path, _DEFAULTS[architecture] | values)
-    known.read |= {"model_type", "quantization_config"}
+    architecture, objects = _objects(path)
+    outer, known = objects[0], objects[-1]
     layers = known.need("num_hidden_layers", "an integer")
     width, heads = (
         known.need("hidden_size", "an integer"),
@@ -114,18 +89,15 @@ def config_of(folder: Path) -> Config:
         "rope_pairs": "halves",
         "qk_norm": architecture in ("qwen3", "gemma3"),
         "attention_bias": architecture == "qwen2",
-        "tied_head": _tied(known, given, None if text is None else outer),
+        "tied_head": known.get("tie_word_embeddings", "true or false", False),
         "activation": _ACTIVATIONS[activation],
-        "logit_softcap": _softcap(known, architecture),
-        "bos": _bos(outer, known),
-        "eos": _eos(folder, outer, known),
+        "bos": outer.get("bos_token_id", "an integer", known.get("bos_token_id", "an integer")),
+        "eos": _eos(folder, architecture, objects),
     }
     try:
         fields |= _window(known, architecture, layers)
-        local = "window" in fields
-        rotation, sentences = rotation_of(
-            known, architecture, _ROPE_BASE.get(architecture, 10_000.0), local
-        )
+        base = _ROPE_BASE.get(architecture, 10_000.0)
+        rotation, sentences = rotation_of(known, architecture, base, "window" in fields)
         fields |= rotation
         if architecture == "gemma3":
             fields |= {
@@ -133,46 +105,75 @@ def config_of(folder: Path) -> Config:
                 "norm_offset": 1.0,
                 "embedding_scale": float(width) ** 0.5,
                 "attention_scale": known.need("query_pre_attn_scalar", "a number") ** -0.5,
+                "logit_softcap": known.get("final_logit_softcapping", "a number"),
             }
         config = Config(**fields)
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{path} gives a wrong configuration: {error}") from None
-    sentences += left_out(known, architecture)
-    sentences += [] if text is None else left_out(outer, architecture)
-    for sentence in sentences:
+    for sentence in [*sentences, *(x for found in objects for x in left_out(found, architecture))]:
         warnings.warn(f"load: {sentence}", stacklevel=5)  # the caller of llm.load
     return config
 
 
-def _tied(known: Fields, given: Mapping[str, Any], outer: Fields | None) -> bool:
-    """Whether logits come from the table; of a model with images, both objects may say so."""
-    key, kind = "tie_word_embeddings", "true or false"
-    tied = known.get(key, kind, False)
-    whole = None if outer is None else outer.get(key, kind)
-    if whole is None or whole == tied:
-        return tied
-    if given.get(key) is not None:
+def _objects(path: Path) -> tuple[str, list[Fields]]:
+    """The architecture, and the object of the decoder, which is the last.
+
+    Before it comes the whole of a config.json, if the decoder has a part of that, `text_config`.
+    The object of the decoder has the defaults of its architecture.
+    """
+    outer = Fields(path, read_json(path))
+    kind = outer.need("model_type", "a string")
+    if kind not in _ARCHITECTURES:
         raise ValueError(
-            f"{known.path}: {key!r} is {whole} for the model and {tied} in 'text_config', but the "
-            "two are one head; make them agree."
+            f"{path}: 'model_type' is {kind!r}, but the decoder here knows "
+            f"{', '.join(_ARCHITECTURES)}; use a model of one of those."
         )
-    return whole
+    architecture = _ARCHITECTURES[kind]
+    if outer.values.get("quantization"):
+        raise ValueError(f"{path}: 'quantization' is an entry of MLX's format; {MLX}.")
+    float8.scheme_of(path, outer.values)  # which raises for weights quantized otherwise
+    outer.read.add("quantization_config")
+    check_features(path, outer.values, architecture)
+    values, objects = outer.values, []
+    if architecture == "gemma3" and "text_config" in values:
+        values, objects = _text(outer), [outer]
+    if architecture == "gemma3":  # older files write null for the default
+        values = {key: value for key, value in values.items() if value is not None}
+    known = Fields(path, _DEFAULTS[architecture] | values)
+    known.read |= {"model_type", "quantization_config"}
+    return architecture, [*objects, known]
 
 
-def _softcap(known: Fields, architecture: str) -> float | None:
-    """The cap of logits, an entry of gemma3's class; other classes do not know it."""
-    name = "final_logit_softcapping"
-    return known.get(name, "a number") if architecture == "gemma3" else None
+def _text(outer: Fields) -> Mapping[str, Any]:
+    """The entries of the decoder of a gemma3 with images.
+
+    Both objects may tie the head, and the decoder's may leave it to the other.
+    """
+    path, values = outer.path, outer.need("text_config", "an object")
+    if (kind := values.get("model_type", "gemma3_text")) not in ("gemma3", "gemma3_text"):
+        raise ValueError(
+            f"{path}: 'model_type' of 'text_config' is {brief(kind)}, but that of a gemma3 is "
+            "gemma3_text; use another model."
+        )
+    check_features(path, values, "gemma3")
+    key = "tie_word_embeddings"
+    whole = outer.get(key, "true or false")
+    if whole is None:
+        return values
+    if values.get(key) not in (None, whole):
+        raise ValueError(
+            f"{path}: {key!r} is {whole} for the model and {values[key]!r} in 'text_config', but "
+            "both are about one head; make them agree."
+        )
+    return values | {key: whole}
 
 
-def _bos(outer: Fields, known: Fields) -> int | None:
-    inner = known.get("bos_token_id", "an integer")
-    return outer.get("bos_token_id", "an integer", inner)
+def _eos(folder: Path, architecture: str, objects: Sequence[Fields]) -> tuple[int, ...]:
+    """The tokens that end texts, of generation_config.json and the objects of config.json.
 
-
-def _eos(folder: Path, outer: Fields, known: Fields) -> tuple[int, ...]:
-    """The tokens that end texts; generation_config.json may name more than config.json."""
-    sources = [outer, known]
+    A file that does not name any ends texts as the class of transformers does.
+    """
+    sources = list(objects)
     path = folder / "generation_config.json"
     if path.exists():
         generation = Fields(path, read_json(path))
@@ -191,11 +192,13 @@ def _eos(folder: Path, outer: Fields, known: Fields) -> tuple[int, ...]:
                 f"integers; {AGAIN}."
             )
         found += tokens
+    if not any("eos_token_id" in source.values for source in sources):
+        found = _EOS.get(architecture, [])
     return tuple(dict.fromkeys(found))
 
 
 def _window(known: Fields, architecture: str, layers: int) -> dict[str, Any]:
-    """The window and the pattern of its layers; nothing where no layer has one."""
+    """The window and the pattern of its layers; empty if no layer has one."""
     layers = min(max(layers, 0), MOST["layers"])  # more raise an error in `Config`
     size = None if architecture == "llama" else known.get("sliding_window", "an integer")
     if architecture in ("qwen2", "qwen3"):
@@ -360,7 +363,7 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
 
 
 def _check_tied(table: Tensor, head: Tensor) -> None:
-    """Checks that a head beside the table it is tied to is a copy of the table.
+    """Checks that a file's head is a copy of the table, if config.json ties the two.
 
     transformers 5 does not tie two that differ, and earlier versions ignore the head.
 

@@ -195,9 +195,12 @@ def read(
 
     **Returns:** a `Checkpoint`.
 
+    **Warns:** of entries of the files that are left out and are not known to change nothing.
+
     **Raises:** before any weight is read, `FileNotFoundError` if there is no such path, and
-    `ValueError` for a damaged file, an unknown architecture, type or tokenizer, tensors that are
-    missing or of another shape, for rules that decide about no matrix, and for sizes that the
+    `ValueError` for a damaged file, an unknown architecture, type or tokenizer, an entry that turns
+    on a feature that the decoder lacks, tensors that are missing, unknown or of another shape, for
+    rules that decide about no matrix, and for sizes that the
     devices of the mesh do not divide; `TypeError` for a rule or format that is none. Afterwards
     `ValueError` for weights that are not finite, and what `jaxlowbit.quantize` raises. Each names
     the tensor or key, and the way out.

@@ -2,8 +2,8 @@
 
 Version 4 writes `rope_theta`, `rope_scaling` and, for gemma3, `rope_local_base_freq`. Version 5
 writes `rope_parameters`, flat or for each kind of layer, and reads both. As there, `rope_scaling`
-goes before `rope_parameters`, and entries of these objects before those of the file, except
-`original_max_position_embeddings`.
+goes before `rope_parameters`, and an entry of these objects before the same entry of the file,
+except `original_max_position_embeddings`.
 """
 
 from typing import Any, NamedTuple
