@@ -18,9 +18,9 @@ from flax import nnx
 from jaxlowbit._llm import memory
 from jaxlowbit._llm import programs as loop
 from jaxlowbit._llm.cache import make_cache
-from jaxlowbit._llm.sampling import Sampling, sample
+from jaxlowbit._llm.sampling import Sampling
 from jaxlowbit._llm.text import Text
-from jaxlowbit.llm import Decoder, LanguageModel, generate, perplexity, stream
+from jaxlowbit.llm import Decoder, LanguageModel, generate, stream
 
 RNG = np.random.default_rng(2)
 PROMPT = RNG.integers(0, LLAMA.vocabulary, 21).tolist()
@@ -261,6 +261,30 @@ def test_the_context_ends_a_text():
     assert found.tokens == generate(model(), PROMPT, max_new_tokens=9).tokens
 
 
+def test_each_sequence_of_a_batch_has_the_context_of_its_own():
+    one, prompts = model(context=60), [LONG, SHORT, LONG + PROMPT[:14]]
+    together = generate(one, prompts, max_new_tokens=40)
+    assert [len(x.tokens) for x in together] == [15, 40, 1]
+    assert {x.finish for x in together} == {"length"}
+    alone = generate(model(), [*prompts[:2]], max_new_tokens=40)
+    assert [x.tokens for x in together[:2]] == [alone[0].tokens[:15], alone[1].tokens]
+
+
+def test_a_sequence_without_numbers_ends_without_the_others():
+    arrays = {
+        name: jnp.asarray(value, jnp.float32) for name, value in floats(weights("llama")).items()
+    }
+    arrays["embedding"] = arrays["embedding"].at[:, 7].set(jnp.nan)
+    damaged = LanguageModel(Decoder(LLAMA, arrays, dtype=jnp.float32))
+    plain = generate(damaged, PROMPT, max_new_tokens=5).tokens
+    for options in ({}, {"temperature": 1.0, "top_k": 9, "top_p": 0.5, "presence_penalty": 0.5}):
+        want = generate(damaged, PROMPT, max_new_tokens=5, **options)
+        assert want.finish == "length" and (options or want.tokens == plain)
+        found = generate(damaged, [PROMPT, [3, 7]], max_new_tokens=5, **options)
+        assert found[0].tokens == want.tokens
+        assert (found[1].tokens, found[1].finish) == ([], "nan")
+
+
 def test_halves_of_characters_and_of_stop_strings_are_held_back():
     text = Text(Letters(), eos=(), stops=("</s>",))
     taken = []
@@ -278,42 +302,21 @@ def test_halves_of_characters_and_of_stop_strings_are_held_back():
     assert text.finish == "eos"
 
 
-# --- sampling -------------------------------------------------------------------------------------
-
-
-def kept(logits, top_k=None, top_p=None):
-    """The tokens that may be drawn, by sorting."""
-    order = np.argsort(-logits)[: top_k or logits.size]
-    p = np.exp(logits[order] - logits.max())
-    p /= p.sum()
-    needed = int(np.searchsorted(np.cumsum(p), top_p)) + 1 if top_p else p.size
-    return set(order[:needed].tolist())
-
-
-@pytest.mark.parametrize(
-    ("top_k", "top_p"), [(None, None), (1, None), (5, None), (None, 0.3), (None, 0.9), (7, 0.6)]
-)
-def test_tokens_are_drawn_from_the_most_likely(top_k, top_p):
-    logits = np.random.default_rng(0).normal(size=16).astype(np.float32) * 2
-    keys = jax.random.split(jax.random.key(0), 4000)
-    rows = jnp.broadcast_to(jnp.asarray(logits), (4000, 16))
-    drawn = np.asarray(sample(rows, keys, Sampling.of("test", 1.5, top_k, top_p)))
-    allowed = kept(logits / 1.5, top_k, top_p)
-    assert set(drawn.tolist()) <= allowed
-    p = np.where([i in allowed for i in range(16)], np.exp(logits / 1.5), 0)
-    assert np.abs(np.bincount(drawn, minlength=16) / 4000 - p / p.sum()).max() < 0.03
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "options", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0},
-                {"top_p": 1.5}, {"max_new_tokens": 0}, {"stop": ""}],
+                {"top_p": 1.5}, {"max_new_tokens": 0}, {"stop": ""}, {"n": 0}, {"n": 2},
+                {"repetition_penalty": 0}, {"presence_penalty": float("inf")}, {"min_p": -0.1},
+                {"min_p": 1.1},
+                {"logprobs": -1}, {"logprobs": 161}, {"seed": 2**63}, {"temperature": 1e39},
+                {"temperature": 10**400}, {"repetition_penalty": 1e-40}, {"top_p": 1 + 1e-10},
+                {"frequency_penalty": -1e39}, {"template_options": {}}],
 )  # fmt: skip
 def test_options_out_of_range_are_named(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         generate(model(), PROMPT, **options)
-
-
-# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -348,32 +351,3 @@ def test_a_batch_that_does_not_fit_says_what_it_needs(monkeypatch):
     with pytest.raises(ValueError, match=r"a batch of 50 with 256 slots needs \d+,\d+,\d+ bytes"):
         generate(model(), [SHORT] * 50)
     assert generate(model(), SHORT, max_new_tokens=1).tokens
-
-
-# --- perplexity -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("context", [5, 16, 64])
-def test_perplexity_is_that_of_a_plain_program(context):
-    """Each token but the first is predicted once, from its window alone."""
-    tokens, surprise = LONG, []
-    for start in range(0, len(tokens) - 1, context):
-        window = tokens[start : start + context + 1]
-        rows = reference(LLAMA, floats(weights("llama")), window[:-1])
-        rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
-        surprise += [-row[token] for row, token in zip(rows, window[1:], strict=True)]
-    found = perplexity(model(), tokens, context=context)
-    assert found.tokens == len(surprise) == len(tokens) - 1
-    assert found.perplexity == pytest.approx(np.exp(np.mean(surprise)), rel=1e-5)
-
-
-def test_texts_that_have_no_perplexity_are_refused():
-    for tokens, context, sentence in (
-        ([], 4, "perplexity: the text is empty"),
-        ([3], 4, "one token"),
-        ([3, 999], 4, "perplexity: the text has token 999"),
-        ([3, 4], 0, "context is 0"),
-        ([3, 4], 257, "1 to 256"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            perplexity(model(), tokens, context=context)

@@ -39,7 +39,11 @@ SHAPES = {
 
 class Speed(NamedTuple):
     """Speeds in tokens per second, of all sequences of a batch together, and bytes on all
-    devices."""
+    devices.
+
+    `positions` is the mean number of positions that a decode step attends to, with its own: a step
+    takes longer the more there are, so only speeds at like numbers compare.
+    """
 
     batch: int
     prompt_tokens: int
@@ -50,6 +54,7 @@ class Speed(NamedTuple):
     weight_bytes: int
     cache_bytes: int
     devices: int
+    positions: int
 
 
 def bench(
@@ -61,6 +66,9 @@ def bench(
     repeats: int = 3,
 ) -> Speed:
     """Measures prompts of random tokens and greedy generation after them; the best of `repeats`.
+
+    Prompts are read into an empty cache. The decode steps attend to `prompt_tokens + 1` up to
+    `prompt_tokens + new_tokens` positions; `Speed.positions` is the mean.
 
     The first run, which compiles, does not count. Times are those of the wall clock, and include
     what the host does between the programs.
@@ -111,4 +119,5 @@ def bench(
         sum(leaf.nbytes for leaf in leaves),
         nbytes(config, batch, prompt_tokens + new_tokens, decoder.dtype),
         decoder.parts,
+        prompt_tokens + (new_tokens + 1) // 2,
     )

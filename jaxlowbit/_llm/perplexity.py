@@ -19,11 +19,18 @@ _ROWS = 64  # whose logits exist at the same time
 
 
 class Perplexity(NamedTuple):
-    """The exponential of the mean negative log-likelihood, and of how many tokens it is."""
+    """How well a model predicts a text.
+
+    - `perplexity`: `exp(loss)`, infinite beyond the range of a float.
+    - `tokens`: the number of tokens that were predicted.
+    - `context`: the tokens of a window.
+    - `loss`: the mean negative log-likelihood of a token, by the natural logarithm.
+    """
 
     perplexity: float
     tokens: int
     context: int
+    loss: float
 
 
 def perplexity(
@@ -35,20 +42,22 @@ def perplexity(
 ) -> Perplexity:
     """Measures how well a model predicts a text: `exp(mean(-log p(token)))`.
 
-    The text is cut into windows of `context` tokens. Each token but the first is predicted once,
-    from those of its window that come before it and from the last of the window before.
+    The text is cut into windows of `context` tokens. Each token of the text but the first is
+    predicted once: by its own window, or, as the first of a window, by the one before. If the model
+    begins texts with a special token (`bos`), each window begins with it, followed by `context - 1`
+    tokens of the text; that token is never predicted.
 
     **Arguments:**
 
     - `model`: from `load` or `init`.
-    - `text`: a text, or its tokens.
-    - `context`: the tokens that a window holds.
+    - `text`: a text, or its tokens; windows begin with `bos` if these do.
+    - `context`: the tokens of a window, from 2 on if each begins with `bos`.
     - `progress`: whether to show a progress bar, which needs tqdm.
 
     **Returns:** a `Perplexity`.
 
-    **Raises:** `TypeError` for arguments of other types, `ValueError` for a text of less than two
-    tokens, tokens that the vocabulary has not, and a context that the model has not.
+    **Raises:** `TypeError` for arguments of other types; `ValueError` for a text of less than two
+    tokens besides `bos`, tokens beyond the vocabulary, and a context beyond that of the model.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
@@ -64,30 +73,50 @@ def perplexity(
             "perplexity: text is a batch, but it is one text, or its tokens; join them."
         )
     tokens = np.asarray(encoded(model, text, "perplexity: the text"), np.int32)
+    bos = getattr(model.tokenizer, "bos", None)
+    begin = tokens[:1] if tokens[0] == bos else tokens[:0]
+    tokens = tokens[len(begin) :]
     if len(tokens) < 2:
-        raise ValueError("perplexity: the text is one token, but the first is not predicted.")
+        raise ValueError(
+            f"perplexity: the text is {len(tokens)} token, but the first is not predicted; pass a "
+            "longer one."
+        )
+    step = context - len(begin)
+    if step == 0:
+        raise ValueError(
+            "perplexity: context is 1, but each window begins with the token that begins texts of "
+            "this model; use 2 or more."
+        )
     graph, weights = nnx.split(model.decoder)
-    starts: Any = range(0, len(tokens) - 1, context)
+    starts: Any = range(0, len(tokens) - 1, step)
     if progress:
         from tqdm import tqdm
 
         starts = tqdm(starts, unit="window", leave=False)
     total = 0.0
     for start in starts:
-        window = tokens[start : start + context + 1]
+        window = np.concatenate([begin, tokens[start : start + step + 1]])
         padded = np.zeros(context + 1, np.int32)
         padded[: len(window)] = window
-        total += float(_surprise(graph, weights, padded, np.int32(len(window) - 1)))
-    return Perplexity(math.exp(total / (len(tokens) - 1)), len(tokens) - 1, context)
+        bounds = np.int32(len(begin)), np.int32(len(window) - 1)
+        total += float(_surprise(graph, weights, padded, *bounds))
+    loss = total / (len(tokens) - 1)
+    try:
+        perplexity = math.exp(loss)
+    except OverflowError:
+        perplexity = math.inf
+    return Perplexity(perplexity, len(tokens) - 1, context, loss)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _surprise(graph: Any, weights: Any, tokens: Array, count: Array) -> Array:
-    """The sum of -log p of the `count` tokens after the first of tokens (context + 1,)."""
+def _surprise(graph: Any, weights: Any, tokens: Array, skipped: Array, count: Array) -> Array:
+    """The sum of -log p of the `count` tokens after the first of tokens (context + 1,), without
+    the `skipped` first ones of these."""
     decoder = nnx.merge(graph, weights)
     context = len(tokens) - 1
     steps = jnp.arange(context, dtype=jnp.int32)
     positions = jnp.where(steps < count, steps, -1)
+    scored = (steps >= skipped) & (steps < count)
     cache = decoder.make_cache(1, context)
     x, _ = decoder.forward(tokens[None, :-1], positions[None], cache)
 
@@ -96,4 +125,4 @@ def _surprise(graph: Any, weights: Any, tokens: Array, count: Array) -> Array:
         return -jax.nn.log_softmax(decoder.logits(features))[target]
 
     losses = lax.map(of_row, (x[0], tokens[1:]), batch_size=min(_ROWS, context))
-    return jnp.where(positions >= 0, losses, 0).sum()
+    return jnp.where(scored, losses, 0).sum()

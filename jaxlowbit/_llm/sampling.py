@@ -95,10 +95,14 @@ def _float32(
     """A finite number as float32; the limits are those of the number itself."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{caller}: {name} is {checks.brief(value)}, but it is {rule}.")
-    within = least <= value <= most and (above == -math.inf or value > above)
-    if not within or not abs(value) <= float(_FLOAT32.max):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    within = least <= number <= most and (above == -math.inf or number > above)
+    if not within or not abs(number) <= float(_FLOAT32.max):
         raise ValueError(f"{caller}: {name} is {checks.brief(value)}, but it is {rule}.")
-    return np.float32(float(value))
+    return np.float32(number)
 
 
 def random_key(seed: int) -> Array:
@@ -200,7 +204,7 @@ def _largest(logits: Array, enough: Callable[[Array], Array]) -> Array:
     order = jnp.where(logits < 0, ~bits, bits | jnp.uint32(1 << 31))  # ascends with the logits
 
     def refine(i: Array, threshold: Array) -> Array:
-        higher = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        higher = threshold | (jnp.uint32(1 << 31) >> jnp.asarray(i, jnp.uint32))
         return jnp.where(enough(order >= higher[:, None]), higher, threshold)
 
     start = jnp.zeros(logits.shape[0], jnp.uint32)
