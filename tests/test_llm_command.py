@@ -314,8 +314,11 @@ def test_perplexity(name, tmp_path, monkeypatch, capsys):
 def test_bench(capsys):
     arguments = ["bench", "m", "--batch", "1", "2", "--prompt-tokens", "20", "--new-tokens", "3"]
     command.main([*arguments, "--repeats", "1", "--json"])
-    rows = last_line(capsys)
+    *lines, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)
     assert [row["batch"] for row in rows] == [1, 2]
+    column = lines[0].replace(" tokens/s", "").split().index("positions")
+    assert [line.split()[column] for line in lines[1:]] == [str(row["positions"]) for row in rows]
     assert all(row["prefill"] > 0 and row["decode"] > 0 for row in rows)
 
 

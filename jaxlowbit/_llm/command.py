@@ -25,7 +25,10 @@ from .language_model import LanguageModel, init, load, open_file
 from .load import Header
 from .perplexity import perplexity
 
-_BENCH_HEAD = "batch  prompt  new  prefill tokens/s  decode tokens/s  ms/step  weights MB  cache MB"
+_BENCH_HEAD = (
+    "batch  prompt  new  prefill tokens/s  decode tokens/s  ms/step  positions  "
+    "weights MB  cache MB"
+)
 _DRAWING = (
     ("--top-k", int, "K", "draw from the K most likely tokens"),
     ("--top-p", float, "P", "draw from the most likely tokens with a total probability of P"),
@@ -261,7 +264,8 @@ def _perplexity(options: argparse.Namespace) -> None:
     text = console.text_of("--text", options.text)
     model = _loaded(options, options.model)
     found = perplexity(model, text, context=options.context, progress=sys.stderr.isatty())
-    print(f"perplexity {found.perplexity:.4f} of {found.tokens} tokens, context {found.context}")
+    size = f"{found.tokens} tokens, context {found.context}"
+    print(f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}) of {size}")
     if options.json:
         print(json.dumps(found._asdict()))
 
@@ -292,7 +296,7 @@ def _bench(options: argparse.Namespace) -> None:
             print(_BENCH_HEAD)
         print(
             f"{found.batch:5}  {found.prompt_tokens:6}  {found.new_tokens:3}  {found.prefill:16.1f}"
-            f"  {found.decode:15.1f}  {found.milliseconds_per_step:7.2f}"
+            f"  {found.decode:15.1f}  {found.milliseconds_per_step:7.2f}  {found.positions:9}"
             f"  {found.weight_bytes / 1e6:10.1f}  {found.cache_bytes / 1e6:8.1f}",
             flush=True,
         )
