@@ -45,7 +45,7 @@ def test_a_closed_pipe_ends_a_command(monkeypatch):
 
 
 def test_nothing_is_printed_as_python_ends():
-    """Python writes what is left in its buffers once more, and reports that this fails."""
+    """Python flushes its buffers once more at exit, and would report the error."""
     program = [sys.executable, "-m", "jaxlowbit.info"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout and process.stderr

@@ -1,4 +1,4 @@
-"""What the tables of README.md and docs/install.md offer is run in CI, or listed as not run."""
+"""Tables of README.md and docs/install.md: CI runs each row, or lists it as not run."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""What `make` builds on a machine with GPUs."""
+"""The architectures that `make` builds for on a machine with GPUs."""
 
 import os
 import shutil
@@ -70,7 +70,7 @@ def test_every_architecture_of_cmake_has_a_gpu():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_demo_and_test_build_for_the_gpus_of_the_machine(gpus):
-    """A wheel is built for all; -D of CMAKE_ARGS comes after those of pip's options, and wins."""
+    """A wheel is built for all. CMAKE_ARGS comes after the options of pip, and overrides them."""
     gpus("9.0", "12.0")
     for target in ("demo", "test"):
         assert f"{DEFINED}'90a-real;120-real'" in commands(target)

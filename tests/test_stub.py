@@ -12,7 +12,7 @@ CUDA_ONLY = TEXT.partition("# With CUDA kernels only.")[2].partition("# With any
 
 
 def of_stub(text: str) -> dict[str, ast.AST]:
-    """The names that a stub declares, those of methods behind the name of their class."""
+    """The names that a stub declares; methods as `Class.method`."""
     names: dict[str, ast.AST] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
