@@ -331,17 +331,21 @@ def test_bench(capsys):
         (["generate", "m", "--prompt", "", "--raw"], "the prompt is empty"),
         (["generate", "m", "--prompt", "x", "--temperature", "-1"], "--temperature is -1.0"),
         (["generate", "m", "--prompt", "x", "--format", "int99"], "bits=99"),
+        (["generate", "m", "--prompt", "x", "--raw", "--system", "s"], "--system and --template"),
         (["generate", "m", "--prompt", "caf\udce9"], "--prompt is not UTF-8"),
         (["generate", "m", "--prompt", "x", "--template-option", "a"], "--template-option a is"),
         (["generate", "m", "--prompt", "x", "--template-option", "a=b"], "--template-option a=b"),
         (["chat", "m", "--system", "refused"], "no system message"),
         (["perplexity", "m", "--text", "/nowhere"], "--text /nowhere: no such file or directory"),
         (["perplexity", "m", "--text", "/"], "--text /: is a directory"),
+        (["perplexity", "m", "--text", __file__, "--context", "999999"], "--context is 999999"),
+        (["bench", "m", "--batch", "1", "0"], "--batch is 0"),
+        (["bench", "m", "--prompt-tokens", "100", "--new-tokens", "9999"], "--new-tokens is 9999"),
     ],
 )
-def test_errors_are_one_line(arguments, sentence, capsys):
+def test_errors_are_one_line_before_weights_are_loaded(arguments, sentence, loads, capsys):
     status, line = failed(arguments, capsys)
-    assert status == 1
+    assert status == 1 and (loads == [] or "int99" in arguments)
     assert line.startswith(f"jaxlowbit.llm {arguments[0]}: {sentence}")
 
 

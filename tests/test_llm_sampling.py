@@ -1,5 +1,7 @@
 """Penalties, the tokens that may be drawn, seeds, log-probabilities and several samples."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +92,7 @@ def test_penalties_change_logits_as_documented():
         seen, want = (drawn > 0) | prompt, logits.copy()
         want = np.where(seen, np.where(want > 0, want / repetition, want * repetition), want)
         want -= (frequency or 0) * drawn + (presence or 0) * (drawn > 0)
-        options = {"repetition_penalty": repetition, "frequency_penalty": frequency}
+        options: dict[str, Any] = {"repetition_penalty": repetition, "frequency_penalty": frequency}
         sampling = Sampling.of("test", presence_penalty=presence, **options)
         counts = Counts(jnp.asarray(drawn, jnp.int32), jnp.asarray(prompt))
         found = sample(jnp.asarray(logits), random_key(0), sampling, counts)
@@ -102,7 +104,8 @@ def test_penalties_change_logits_as_documented():
 def test_penalties_see_the_prompt_and_what_was_drawn():
     """A plain program: logits of the model, changed by what came before."""
     for name, value in (("repetition_penalty", 1.8), ("frequency_penalty", 0.7)):
-        found = generate(model(), [PROMPT, SHORT], max_new_tokens=12, **{name: value})
+        options: dict[str, Any] = {name: value}
+        found = generate(model(), [PROMPT, SHORT], max_new_tokens=12, **options)
         for prompt, one in zip((PROMPT, SHORT), found, strict=True):
             rows = reference(LLAMA, floats(weights("llama")), [*prompt, *one.tokens])
             for i, token in enumerate(one.tokens):
@@ -113,8 +116,8 @@ def test_penalties_see_the_prompt_and_what_was_drawn():
                     seen = np.isin(np.arange(160), prompt + before)
                     row = np.where(seen, np.where(row > 0, row / value, row * value), row)
                 assert row.argmax() == token
-    options = {"presence_penalty": 1e9, "temperature": 1.0}
-    tokens = generate(model(), PROMPT, max_new_tokens=100, **options).tokens
+    several = generate(model(), PROMPT, max_new_tokens=100, presence_penalty=1e9, temperature=1.0)
+    tokens = several.tokens
     assert len(set(tokens)) == 100
     neutral = {"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "min_p": 0}
     assert Sampling.of("test", **neutral) == Sampling()
@@ -134,7 +137,7 @@ def test_seeds_have_64_bits():
 
 
 def test_seeds_that_differ_in_high_bits_draw_and_make_other_things():
-    options = {"max_new_tokens": 20, "temperature": 1.5}
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.5}
     low, high = (generate(model(), PROMPT, seed=seed, **options) for seed in (1, 2**32 + 1))
     assert low.tokens != high.tokens
     low, high = (init(SMALL, INT8, seed=seed).decoder for seed in (1, 2**32 + 1))
@@ -145,7 +148,12 @@ def test_seeds_that_differ_in_high_bits_draw_and_make_other_things():
 
 
 def test_logprobs_are_those_of_the_model():
-    options = {"max_new_tokens": 8, "temperature": 2.0, "frequency_penalty": 0.5, "top_k": 30}
+    options: dict[str, Any] = {
+        "max_new_tokens": 8,
+        "temperature": 2.0,
+        "frequency_penalty": 0.5,
+        "top_k": 30,
+    }
     found = generate(model(), PROMPT, logprobs=3, **options)
     assert found.tokens == generate(model(), PROMPT, **options).tokens
     rows = reference(LLAMA, floats(weights("llama")), [*PROMPT, *found.tokens])[len(PROMPT) - 1 :]
@@ -176,7 +184,7 @@ def test_logprobs_end_with_the_tokens():
 
 
 def test_several_samples_are_as_many_sequences():
-    options = {"max_new_tokens": 9, "temperature": 1.0, "seed": 3}
+    options: dict[str, Any] = {"max_new_tokens": 9, "temperature": 1.0, "seed": 3}
     rows = generate(model(), [PROMPT, PROMPT, SHORT, SHORT], **options)
     found = generate(model(), [PROMPT, SHORT], n=2, **options)
     assert [[x.tokens for x in several] for several in found] == [
@@ -193,7 +201,7 @@ def test_several_samples_are_as_many_sequences():
 # --- modes of JAX ---------------------------------------------------------------------------------
 
 
-EVERYTHING = {
+EVERYTHING: dict[str, Any] = {
     "temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1,
     "presence_penalty": 0.1, "frequency_penalty": 0.1, "n": 2, "logprobs": 2, "seed": -5,
     "max_new_tokens": 3,

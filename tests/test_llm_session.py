@@ -1,6 +1,7 @@
 """`jaxlowbit.llm.Session`: calls that read only what the call before has not."""
 
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,7 @@ def test_turns_of_a_bucket_compile_nothing(caplog):
 
 def test_what_a_session_does_not_take(monkeypatch):
     with pytest.raises(TypeError, match="Session: model is 3"):
-        Session(3)
+        Session(cast(Any, 3))
     session = Session(model())
     for call in (session.generate, session.stream):
         with pytest.raises(ValueError, match="the prompt is a batch"):

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._core import checks
@@ -27,14 +27,14 @@ class Logprobs(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """What was generated after one prompt.
+    """The tokens and the text that follow one prompt.
 
     - `text`: None without a tokenizer; cut before a stop string.
     - `tokens`: without the one that ends a turn.
     - `prompt_tokens`: the number of tokens of the prompt.
     - `finish`: `"eos"`; `"stop"`; `"length"` if `max_new_tokens` or the context ended it; `"nan"`
       if the logits of the next token contain NaN.
-    - `tokens_per_second`: those of the whole batch, after its prompts were read.
+    - `tokens_per_second`: of the whole batch, after its prompts were read.
     - `logprobs`: `Logprobs`, or None if they were not asked for.
     """
 
@@ -79,10 +79,10 @@ def generate(
     - `max_new_tokens`: how many tokens to generate at most; the context also ends it.
     - `temperature`: 0 takes the most likely token, always the same; above, tokens are drawn from
       the softmax of logits that are divided by it.
-    - `top_k`, `top_p`: draw from the k most likely tokens, and from the most likely ones whose
-      probabilities sum up to p; None for all.
-    - `min_p`: draw from tokens with at least this fraction of the probability of the most likely
-      one; None or 0 for all.
+    - `top_k`, `top_p`: draw from the k most likely tokens, and from the smallest set of these with
+      probabilities that sum up to p; None for all.
+    - `min_p`: draw from tokens with at least this fraction of the largest probability; None or 0
+      for all.
     - `repetition_penalty`: divides the positive logits of tokens in the prompt or the generated
       text, and multiplies the negative ones; None or 1 for none.
     - `frequency_penalty`, `presence_penalty`: subtracted from the logit of a generated token, once
@@ -149,14 +149,14 @@ def stream(
     stop: str | Sequence[str] = (),
     logprobs: int | None = None,
     template_options: Mapping[str, Any] | None = None,
-) -> Iterator[Any]:
+) -> Generator[Any, None, Generation]:
     """Generates as `generate` does after one prompt, and yields the text as it comes.
 
     Tokens come in groups that grow from 1 to 32. Text that may yet become a stop string, or half of
     a character, is held back until that is clear. Closing the iterator ends the generation.
 
-    **Returns:** an iterator of strings, without a tokenizer of lists of tokens. As a generator, it
-    returns the `Generation` (`result = yield from stream(...)`).
+    **Returns:** a generator of strings, without a tokenizer of lists of tokens. It returns the
+    `Generation` (`result = yield from stream(...)`).
 
     **Raises:** what `generate` raises, and `ValueError` for a batch.
 
@@ -264,23 +264,23 @@ def _stops(caller: str, model: LanguageModel, stop: Any) -> tuple[str, ...]:
 
 
 def generated(request: Request, prompt: Any, kept: Kept | None = None) -> Any:
-    """What `generate` returns; with `kept`, a single prompt reads only what it has not."""
+    """The result of `generate`; `kept` may hold the beginning of a single prompt."""
     single = is_single(request.caller, prompt)
     prompts = request.encoded([prompt] if single else prompt)
-    generation = _generation(request, prompts, kept)
-    while True:
+    generation, rows, n = _generation(request, prompts, kept), [], request.n
+    while not rows:
         try:
             next(generation)
         except StopIteration as end:
             rows = end.value
-            break
-    n = request.n
     found = rows if n == 1 else [rows[i : i + n] for i in range(0, len(rows), n)]
     return found[0] if single else found
 
 
-def streamed(request: Request, prompt: Any, kept: Kept | None = None) -> Generator[Any, None, Any]:
-    """What `stream` returns, after the prompt is checked."""
+def streamed(
+    request: Request, prompt: Any, kept: Kept | None = None
+) -> Generator[Any, None, Generation]:
+    """Checks the prompt, then returns the generator of `stream`."""
     if not is_single(request.caller, prompt):
         raise ValueError(
             f"{request.caller}: the prompt is a batch, but text comes of one; use generate."
@@ -288,7 +288,9 @@ def streamed(request: Request, prompt: Any, kept: Kept | None = None) -> Generat
     return _pieces(_generation(request, request.encoded([prompt]), kept, growing=True))
 
 
-def _pieces(generation: Generator[list[Text], None, list[Generation]]) -> Generator[Any, None, Any]:
+def _pieces(
+    generation: Generator[list[Text], None, list[Generation]],
+) -> Generator[Any, None, Generation]:
     text = None
     with contextlib.closing(generation):
         while True:

@@ -45,17 +45,17 @@ class Drawn(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Ends of sequences: the tokens `eos` (n,), and the position (batch,) at which each ends."""
+    """Ends of sequences: the tokens `eos` (n,), and the first position (batch,) beyond each."""
 
     eos: Array
     positions: Array
 
 
 class State(NamedTuple):
-    """What a call of `decode` takes, and returns changed.
+    """Input and output of a call of `decode`.
 
-    `logits` (batch, vocabulary) are those of the next token, `positions` (batch,) its positions,
-    `done` (batch,) says which sequences have ended, and `counts` is for penalties.
+    `logits` (batch, vocabulary) predict the next token, `positions` (batch,) are its positions,
+    `done` (batch,) marks sequences that have ended, and `counts` is for penalties.
     """
 
     cache: Cache
@@ -68,8 +68,8 @@ class State(NamedTuple):
 class Kept:
     """The cache of a run, and the tokens that it contains: token i in slot i, at position i.
 
-    Another run with it reads only tokens after those that its prompt shares. Of a batch, which
-    nothing may follow, `tokens` are those of the first sequence.
+    Another run with it reads only the tokens after the prefix that its prompt shares. After a run
+    with several sequences it must not be used again.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ def run(
     first = chunks(longest - start)[0]
     slots = max(bucket(max(start + first, longest + left), config.context), kept.slots)
     if kept.slots < slots or batch > 1:
-        # If each prompt has several sequences, their caches are made from that of the prompt.
+        # If each prompt has several sequences, their caches are copies of the prompt's cache.
         sequences = batch if n == 1 else batch + len(prompts)
         cache_bytes = nbytes(config, sequences, slots, model.decoder.dtype) // model.decoder.parts
         needed = cache_bytes + 3 * 4 * batch * config.vocabulary
@@ -206,8 +206,10 @@ def _state(
 ) -> State:
     """The state before the first token of `n` sequences of each prompt."""
     rows = [prompt for prompt in prompts for _ in range(n)]
-    cache, logits = (kept.cache, logits) if n == 1 else repeated(kept.cache, logits, n)
-    # Where a call of `decode` leaves them, so that the second is the program of the first.
+    cache: Any = kept.cache
+    if n > 1:
+        cache, logits = repeated(cache, logits, n)
+    # On the devices that `decode` leaves them on, so that the first call is not another program.
     return State(
         cache,
         logits,

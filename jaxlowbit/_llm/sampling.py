@@ -21,7 +21,7 @@ _FLOAT32 = np.finfo(np.float32)
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn. What is None is left out of the compiled program; other values are
+    """How tokens are drawn. The compiled program omits each step that is None; other values are
     arrays, so that another temperature compiles nothing."""
 
     temperature: Array | None = None
@@ -46,7 +46,7 @@ class Sampling(NamedTuple):
     ) -> "Sampling":
         """Checks the options as float32 represents them: a temperature that rounds to 0 is 0.
 
-        **Raises:** `TypeError` for what is no number, `ValueError` for values out of range.
+        **Raises:** `TypeError` for other types, `ValueError` for values out of range.
         """
         rule = "a number from 0 to 3.4e38, and 0 takes the most likely token"
         temperature = _float32(caller, "temperature", temperature, rule, least=0)
@@ -92,7 +92,7 @@ def _float32(
     above: float = -math.inf,
     most: float = math.inf,
 ) -> np.float32:
-    """A finite number as float32; the limits are those of the number itself."""
+    """A finite number as float32. The limits apply before it is rounded."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{caller}: {name} is {checks.brief(value)}, but it is {rule}.")
     try:
@@ -151,9 +151,8 @@ class Counts(NamedTuple):
 def sample(logits: Array, keys: Array, sampling: Sampling, counts: Counts | None = None) -> Array:
     """The next token of each sequence, int32 (batch,); `NOT_A_NUMBER` if its logits contain NaN.
 
-    The order: penalties change the logits; the temperature divides them; the `top_k` largest
-    remain; of these the most likely whose probabilities sum up to `top_p`; of these the ones with
-    at least `min_p` times the probability of the most likely; one is drawn. Tokens of equal logits
+    The steps, in order: penalties change the logits; the temperature divides them; `top_k`, `top_p`
+    and `min_p` remove the least likely tokens; one of the rest is drawn. Tokens of equal logits
     stay together.
 
     **Arguments:**
@@ -182,7 +181,7 @@ def sample(logits: Array, keys: Array, sampling: Sampling, counts: Counts | None
 
 
 def _penalized(logits: Array, sampling: Sampling, counts: Counts) -> Array:
-    """Logits after the repetition penalty, then those of frequency and presence."""
+    """Logits after the penalties for repetition, frequency and presence."""
     drawn = counts.drawn > 0
     if (penalty := sampling.repetition_penalty) is not None:
         seen = drawn if counts.prompt is None else drawn | counts.prompt

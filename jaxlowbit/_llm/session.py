@@ -1,9 +1,9 @@
 """`Session`: several generations that share the cache of their common beginning."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
-from .generate import Request, generate, generated, stream, streamed
+from .generate import Generation, Request, generate, generated, stream, streamed
 from .language_model import LanguageModel, check_model
 from .programs import Kept
 from .prompts import Prompt, is_single
@@ -14,8 +14,8 @@ class Session:
 
     A call reads only the tokens after the longest prefix that its prompt shares with the prompt and
     the generated tokens of the call before. A chat therefore reads only the new messages of each
-    turn. Results equal those of `generate`, except for the rounding of sums that are added in
-    another order.
+    turn. Results equal the results of `generate`, except for the rounding of sums that are added
+    in another order.
 
     The cache grows with the conversation, in powers of two up to the context. A call that raises,
     and a stream that is closed or interrupted, leave the session usable. A session runs one
@@ -25,7 +25,7 @@ class Session:
 
     - `model`: from `load` or `init`.
 
-    **Raises:** `TypeError` for what is no model.
+    **Raises:** `TypeError` if `model` is not a `LanguageModel`.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
@@ -39,7 +39,7 @@ class Session:
         check_model("Session", model)
         self.model = model
         self._kept = Kept()
-        self._running: Generator[Any, None, Any] | None = None
+        self._running: Generator[Any, None, Generation] | None = None
 
     def generate(self, prompt: Prompt, **options: Any) -> Any:
         """Generates after one prompt.
@@ -63,7 +63,7 @@ class Session:
         options = _with_defaults("Session.generate", generate, options)
         return generated(Request.of("Session.generate", self.model, **options), prompt, self._kept)
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Any]:
+    def stream(self, prompt: Prompt, **options: Any) -> Generator[Any, None, Generation]:
         """Generates after one prompt, and yields the text as it comes.
 
         **Arguments:**
