@@ -30,9 +30,6 @@ class ChatLetters(Letters):
 
     has_chat = True
 
-    def decode(self, tokens, *, special=False):
-        return super().decode(tokens)
-
     def chat(self, messages, add_generation_prompt=True, *, template_options=None):
         if messages[0]["role"] == "system" and messages[0]["content"] == "refused":
             raise ValueError("Tokenizer.chat: no system message")
