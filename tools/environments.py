@@ -8,7 +8,7 @@ LIST = Path(__file__).parents[1] / ".ci/environments.toml"
 
 
 def environments(step: str) -> list[str]:
-    rows = tomllib.loads(LIST.read_text())["environments"]
+    rows = tomllib.loads(LIST.read_text(encoding="utf-8"))["environments"]
     wanted = [row for row in rows if row["step"] == step]
     return [
         f"{row['python']} jax" + ("" if row["jax"] == "newest" else f"=={row['jax']}")

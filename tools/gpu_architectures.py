@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 def built() -> dict[int, str]:
     """The architectures that CMakeLists.txt lists, by the major number of compute capabilities."""
-    text = (ROOT / "CMakeLists.txt").read_text()
+    text = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
     found = re.findall(r"set\(CMAKE_CUDA_ARCHITECTURES (.*)\)", text)
     names = found[0].split()
     return {int(re.sub(r"\D", "", name)) // 10: name for name in names}

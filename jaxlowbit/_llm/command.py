@@ -160,7 +160,7 @@ def _mesh(devices: int) -> jax.sharding.Mesh | None:
         found = jax.devices()
     except (AssertionError, RuntimeError) as error:  # of JAX, by its version
         raise ValueError(
-            f"JAX cannot start a backend ({error or 'it does not say why'}); check JAX_PLATFORMS "
+            f"JAX cannot start a backend ({str(error) or 'without a reason'}); check JAX_PLATFORMS "
             "and the packages of jax."
         ) from error
     if not 1 <= devices <= len(found):
