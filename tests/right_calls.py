@@ -4,7 +4,7 @@ import atexit
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -600,3 +600,21 @@ CALLS = {
         progress=constant(False),
     ),
 }
+
+RESULTS = ("Generation", "Perplexity", "Speed", "LayerReport", "ParameterReport")
+RESULTS += ("QuantizationReport", "QuantizedVariable", "Packed", "Scale", "Zero", "Permutation")
+RESULTS += ("LayoutVersion", "TensorScale")
+"""Classes that this package makes, not its users."""
+
+
+def uncalled(*modules: Any, but: Collection[str] = ()) -> list[str]:
+    """The public functions and classes of modules that no call of `CALLS` is of."""
+    called = {getattr(call.function, "__func__", call.function) for call in CALLS.values()}
+    named = {name for call in CALLS.values() for name in call.names}
+    return [
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_")
+        if value not in called and name not in named and name not in but
+    ]

@@ -125,7 +125,10 @@ def test_without_a_description_they_are_not_covered():
     ("layer", "message"),
     [
         (EinsumLayer(Einsum, "kernel", "btd,dnh->btnh"), "Einsum has kernel=None, but the weight"),
-        (EinsumLayer(Einsum, "w", "btd->bt"), "The equation 'btd->bt' is not of the form"),
+        (
+            EinsumLayer(Einsum, "w", lambda _: "btd->bt"),
+            "The equation 'btd->bt' is not of the form",
+        ),
         (EinsumLayer(Einsum, "w", "btd,dn->btn"), "has 2 letters for a kernel of shape"),
         (
             EinsumLayer(Einsum, "w", lambda layer: layer.typo),
@@ -151,3 +154,7 @@ def test_what_is_no_description_is_refused():
             EinsumLayer(*arguments)  # pyright: ignore
     with pytest.raises(ValueError, match=r"^EinsumLayer: module='\(' is no regular expression"):
         EinsumLayer("(", "w", "ab,bc->ac")
+    with pytest.raises(ValueError, match=r"^EinsumLayer: The equation 'btd->bt' is not of the"):
+        EinsumLayer(Einsum, "w", "btd->bt")
+    with pytest.raises(ValueError, match=r"^EinsumLayer: inputs is -1, but it is the position"):
+        EinsumLayer(Einsum, "w", "ab,bc->ac", inputs=-1)

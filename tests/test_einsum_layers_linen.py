@@ -189,7 +189,7 @@ def test_wrong_descriptions_are_refused():
     floats = module.init(KEY, X)
     number: Any = lambda *_: 3  # noqa: E731
     for layer, message in (
-        (EinsumLayer(FlaxConv1D, "kernel", "...k,...k->k"), "is not of the form"),
+        (EinsumLayer(FlaxConv1D, "kernel", lambda *_: "...k,...k->k"), "is not of the form"),
         (EinsumLayer(FlaxConv1D, "weight", "...k,nk->...n"), "has no weight of its own path"),
         (EinsumLayer(FlaxConv1D, "kernel", lambda layer: "..."), "equation of .* raises TypeError"),
         (

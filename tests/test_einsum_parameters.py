@@ -262,7 +262,7 @@ def test_descriptions_that_fit_nothing_are_refused():
         r"in blocks\.0\.up: .* has 4 letters for a kernel of shape \(3, 64, 96\)",
         EinsumParameter("up", "d,abdf->abf"),
     )
-    refused(r"in embedder\.table: .* is not of the form", EinsumParameter("table", "dv"))
+    refused(r"in embedder\.table: .* is not of the form", EinsumParameter("table", lambda _: "dv"))
     refused(
         r"in embedder\.table: .* sums over no letter of both", EinsumParameter("table", "a,vd->avd")
     )
@@ -280,6 +280,8 @@ def test_arguments_that_are_none_are_refused():
             EinsumParameter(*arguments)  # pyright: ignore
     with pytest.raises(ValueError, match=r"^EinsumParameter: path='\(' is no regular expression"):
         EinsumParameter("(", "a,ab->b")
+    with pytest.raises(ValueError, match=r"^EinsumParameter: The equation 'dv' is not of the form"):
+        EinsumParameter("table", "dv")
 
 
 def test_a_parameter_in_two_modules_is_refused():

@@ -17,13 +17,8 @@ from jaxlowbit import llm, tune
 from jaxlowbit import nnx as jl_nnx
 
 QUICK, ALL = 300, 2300
-CALLS = wrong_calls.CALLS
 ELSEWHERE = {"from_qarray": "qwix", "linen.check_layout_version": "a model", "tune": "a GPU"}
 """Calls that need something else to be right."""
-RESULTS = ("Generation", "Perplexity", "Speed", "LayerReport", "ParameterReport")
-RESULTS += ("QuantizationReport", "QuantizedVariable", "Packed", "Scale", "Zero", "Permutation")
-RESULTS += ("LayoutVersion", "TensorScale")
-"""Classes that this package makes, not its users."""
 jl: Any = jaxlowbit  # whose types the calls below do not meet
 
 
@@ -46,12 +41,9 @@ def test_what_is_changed_is_right_at_first(name):
 
 
 def test_every_public_function_and_class_is_called_wrongly():
-    called = {getattr(call.function, "__func__", call.function) for call in CALLS.values()}
-    named = {name for call in CALLS.values() for name in call.names}
-    for module in (jaxlowbit, jl_nnx, jl_linen, llm, tune):
-        for name, value in vars(module).items():
-            public = callable(value) and not name.startswith("_") and name not in RESULTS
-            assert not public or value in called or name in named, f"{module.__name__}.{name}"
+    assert (
+        right_calls.uncalled(jaxlowbit, jl_nnx, jl_linen, llm, tune, but=right_calls.RESULTS) == []
+    )
 
 
 def test_some_wrong_calls():
@@ -66,7 +58,7 @@ def test_many_wrong_calls(first):
 
 def test_errors_of_others_are_no_sentences():
     def judge(function: Any) -> str | None:
-        call = right_calls.Call(lambda seed: function(), {"seed": lambda: 0}, ("quantize",))
+        call = right_calls.Call(lambda given: function(), {"given": lambda: 0}, ("quantize",))
         wrong_calls.CALLS["judged"] = call
         try:
             seed = next(i for i in range(10_000) if wrong_calls.sample(i)[0] == "judged")
@@ -80,6 +72,7 @@ def test_errors_of_others_are_no_sentences():
         lambda: jnp.ones(3) @ jnp.ones(4),  # an error of JAX
         lambda: jl.Format(9),  # of another function
         lambda: jl.scan(lambda *_: 1 / 0, 0, None, 1),  # of another kind
+        lambda: jl.quantize(weight, "int4"),  # none, with a wrong argument
     ):
         assert re.search("judged", judge(function) or "")
 

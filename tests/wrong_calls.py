@@ -8,7 +8,7 @@ import random
 import re
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from right_calls import (
 )
 
 import jaxlowbit as jl
+from jaxlowbit import llm
 
 PACKAGE = str(Path(jl.__file__).parent)
 
@@ -101,21 +102,156 @@ def sample(seed: int) -> tuple[str, dict[str, Any]]:
     return name, {argument: rng.choice(WRONG)() for argument in chosen}
 
 
-def complaint(seed: int) -> str | None:
-    """What is wrong with the error of a call, or None: it works, or is refused by a sentence.
+def of(*types: Any) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types)
 
-    The error is ours if it is a TypeError or ValueError, or of a path that does not exist, was
-    raised by a line of this package, ends as a sentence, and begins with a name of the public
-    function (or class) that was called and a colon or a dot. An array whose words were cast may say
-    so itself, and a program that is compiled for another platform than its backend. A model of
-    Linen raises the errors of Flax that the float model raises.
+
+def among(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: any(type(value) is type(x) and value == x for x in values)
+
+
+def shaped(*shapes: tuple[int | None, ...]) -> Callable[[Any], bool]:
+    """Arrays of numbers with these last axes, of any size where it is None."""
+
+    def right(value: Any) -> bool:
+        if not isinstance(value, list | tuple | int | jax.Array | np.ndarray):
+            return False
+        found = np.shape(value)
+        lasts = ((shape, found[len(found) - len(shape) :]) for shape in shapes)
+        return any(
+            len(found) >= len(shape)
+            and all(want in (None, have) for want, have in zip(shape, last, strict=True))
+            for shape, last in lasts
+        )
+
+    return right
+
+
+NOTHING, NUMBERS = among(None), shaped(())
+DTYPE = of(str, type)  # a name, whose meaning the call checks
+WEIGHTS = of(jl.QuantizedArray)
+RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
+    "activation": among("silu", "gelu", "gelu_tanh", "relu"),
+    "activation_dtype": among(None, jnp.int8),
+    "activations": shaped((None,)),
+    "alpha": among(0, 1, 0.5, 1.0),
+    "array": WEIGHTS,
+    "attended": shaped((K,)),
+    "axis": of(int, tuple),
+    "backend": among(None, "cpu", "xla", "pallas"),
+    "bias": NOTHING,
+    "bias_shape": of(tuple),
+    "bits": of(int),
+    "block_size": of(tuple),
+    "context": of(int),
+    "device": among(None, "cpu"),
+    "dtype": lambda value: value is None or DTYPE(value),
+    "embedding": of(bool),
+    "epsilon": among(0, 1, 2, 4, 2**40, 0.5, 4.0),
+    "factor": NOTHING,
+    "features": of(int, tuple),
+    "following": NOTHING,
+    "format": of(str, jl.Format),
+    "group_size": of(int),
+    "in_features": of(int, tuple),
+    "index": shaped(()),
+    "init": of(object),  # any carry
+    "inputs": NUMBERS,
+    "keep": of(str, tuple, list),
+    "key": of(int, tuple, list, slice),
+    "layers": of(int),
+    "length": among(None, 2),
+    "lhs": lambda value: shaped((K,))(value) or isinstance(value, jax.ShapeDtypeStruct),
+    "linear": of(nnx.Linear),
+    "max_new_tokens": of(int),
+    "mesh": lambda value: value is None or isinstance(value, jax.sharding.Mesh),
+    "method": NOTHING,
+    "model": of(nnx.Module, llm.LanguageModel),
+    "module": of(str, type, type(None), type(MODULE)),
+    "num_embeddings": of(int),
+    "out_features": of(int, tuple),
+    "out_sharding": NOTHING,
+    "param_dtype": DTYPE,
+    "path": of(str, Path),
+    "permutation": NOTHING,
+    "precision": NOTHING,
+    "preferred_element_type": lambda value: value is None or DTYPE(value),
+    "progress": of(bool, int),
+    "prompt": of(list, str, range),
+    "query": shaped((K,)),
+    "reader": of(str, type, type(None)),
+    "residual": lambda value: value is None or shaped((K,))(value),
+    "rhs": WEIGHTS,
+    "rhss": of(list, tuple),
+    "rules": lambda value: isinstance(value, jl.Format | str) or value == {"up": "int4"},
+    "scale": NOTHING,
+    "scale_dtype": NOTHING,
+    "seed": of(int),
+    "shards": among((1, 1), (2, 2)),
+    "stop": of(str, tuple, list),
+    "temperature": of(int, float),
+    "tensor_scale": NOTHING,
+    "text": of(list, range),
+    "tokens": shaped((None, None)),
+    "top_k": of(int, type(None)),
+    "top_p": of(float, int, type(None)),
+    "use_bias": of(bool, int),
+    "values": shaped((None, None)),
+    "weight": shaped((None, None)),
+    "x": shaped((K,)),
+    "xs": shaped((None,)),
+    "zero": NOTHING,
+    # The equation, and names of parameters that a model may have.
+    ("linen.EinsumLayer", "bias"): of(str, type(None)),
+    ("linen.EinsumLayer", "weight"): lambda value: isinstance(value, str) or callable(value),
+    ("linen.EinsumLayer", "equation"): among("bd,df->bf"),
+    ("EinsumParameter", "equation"): among("bd,df->bf"),
+    # These are what a caller has for them: nothing reads them before they are used.
+    ("LanguageModel", "report"): of(object),
+    ("LanguageModel", "tokenizer"): of(object),
+}
+"""The values of arguments that are right, so that a call may work with them."""
+
+
+def is_right(name: str, argument: str, value: Any) -> bool:
+    right = RIGHT.get((name, argument)) or RIGHT.get(argument)
+    return right is not None and right(value)
+
+
+def is_sentence(error: Exception, name: str, changed: Mapping[str, Any]) -> bool:
+    """Whether an error of a call is ours.
+
+    It is if it is a TypeError or ValueError, or of a path that does not exist, was raised by a line
+    of this package, ends as a sentence, and begins with a name of the public function (or class)
+    that was called and a colon or a dot. An array whose words were cast may say so itself, and a
+    program that is compiled for another platform than its backend. A model of Linen raises the
+    errors of Flax that the float model raises.
     """
+    frames = traceback.extract_tb(error.__traceback__)
+    raised = frames[-1].filename if frames else ""
+    leaves = jax.tree.leaves([*changed.values()], is_leaf=lambda x: hasattr(x, "dequantize"))
+    broken = ("QuantizedArray",) * any(isinstance(x, jl.QuantizedArray) for x in leaves)
+    names = "|".join(map(re.escape, (*CALLS[name].names, *broken)))
+    text = str(error)
+    ours = (
+        isinstance(error, TypeError | ValueError | FileNotFoundError)
+        and raised.startswith(PACKAGE)
+        and re.match(rf"({names})[:.]|jaxlowbit: backend='", text)
+        and re.search(r"[.!)]$", text.splitlines()[-1] or ".")
+    )
+    flax = name == "QuantizedModel" and isinstance(error, FlaxError)
+    return bool(ours or flax or re.match(rf".*({names})\(\) (missing|got an unexpected)", text))
+
+
+def complaint(seed: int) -> str | None:
+    """What is wrong with a call, or None: it works with right values, or raises a sentence."""
     name, changed = sample(seed)
     functions = ("f", "kernel_init", "bias_init", "embedding_init", "promote_dtype")
     if any(callable(changed.get(argument)) for argument in functions):  # with errors of its own
         return None
     if isinstance(changed.get("length"), int) and changed["length"] > 100:  # a very long scan
         return None
+    words = {argument: str(value)[:60] for argument, value in changed.items()}
     filtering = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")  # all frames count
     try:
@@ -123,27 +259,15 @@ def complaint(seed: int) -> str | None:
             warnings.simplefilter("ignore")
             CALLS[name].run(changed)
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        raised = frames[-1].filename if frames else ""
-        leaves = jax.tree.leaves([*changed.values()], is_leaf=lambda x: hasattr(x, "dequantize"))
-        broken = ("QuantizedArray",) * any(isinstance(x, jl.QuantizedArray) for x in leaves)
-        names = "|".join(map(re.escape, (*CALLS[name].names, *broken)))
-        text = str(error)
-        ours = (
-            isinstance(error, TypeError | ValueError | FileNotFoundError)
-            and raised.startswith(PACKAGE)
-            and re.match(rf"({names})[:.]|jaxlowbit: backend='", text)
-            and re.search(r"[.!)]$", text.splitlines()[-1] or ".")
-        )
-        if name == "QuantizedModel" and isinstance(error, FlaxError):
+        if is_sentence(error, name, changed):
             return None
-        if ours or re.match(rf".*({names})\(\) (missing|got an unexpected)", text):
-            return None
-        words = {argument: str(value)[:60] for argument, value in changed.items()}
-        return f"{seed}: {name}({words}): {type(error).__name__}: {text[:200]} ({raised})"
+        raised = traceback.extract_tb(error.__traceback__)[-1].filename
+        kind, text = type(error).__name__, str(error)[:200]
+        return f"{seed}: {name}({words}): {kind}: {text} ({raised})"
     finally:
         jax.config.update("jax_traceback_filtering", filtering)
-    return None
+    wrong = [argument for argument, value in changed.items() if not is_right(name, argument, value)]
+    return f"{seed}: {name}({words}) works, with a wrong {' and '.join(wrong)}" if wrong else None
 
 
 def main() -> None:
@@ -156,7 +280,7 @@ def main() -> None:
         if reason := complaint(seed):
             found.append(reason)
             print(reason, flush=True)
-    print(f"{options.calls} calls, {len(found)} that end in no sentence of ours")
+    print(f"{options.calls} calls, {len(found)} that end in no sentence of ours or work")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import contextlib
 import enum
-import math
 import numbers
 import operator
 import re
@@ -19,6 +18,8 @@ from . import indexing
 from .dtypes import FLOATS
 
 _PLAIN = (int, float, complex, str, bytes, tuple, list, dict, set, type, np.generic, type(None))
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+_SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 _NO_ARRAYS = (str, bytes, Mapping, set, frozenset, type, type(None))
 
 
@@ -94,7 +95,7 @@ def quantized(caller: str, name: str, value: Any, kind: type) -> None:
 def dtype(caller: str, name: str, value: Any) -> Any:
     """A value as a dtype."""
     try:
-        if isinstance(value, jax.Array | np.ndarray) or hasattr(value, "dequantize"):
+        if not isinstance(value, str | type | np.dtype):  # NumPy takes what has a dtype
             raise TypeError
         return jnp.dtype(value)
     except (TypeError, ValueError, AttributeError):
@@ -160,12 +161,19 @@ def boolean(caller: str, name: str, value: Any) -> None:
 
 
 def positive(caller: str, name: str, value: Any) -> float:
-    """A finite number from 0 on."""
+    """A number from 0 on that is finite in float32, and not 0 there unless it is 0."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{caller}: {name} is {brief(value)}, but it is a number, such as 1e-5.")
-    if not math.isfinite(value) or value < 0:
+    value = float(value) if isinstance(value, np.floating) else value
+    if not 0 <= value <= _LARGEST:
         raise ValueError(
-            f"{caller}: {name} is {value!r}, but it is a finite number from 0 on, such as 1e-5."
+            f"{caller}: {name} is {brief(value)}, but it is a finite number from 0 on, also in "
+            "float32, such as 1e-5."
+        )
+    if 0 < value < _SMALLEST:
+        raise ValueError(
+            f"{caller}: {name} is {brief(value)}, which float32 rounds to 0; pass 0, or "
+            f"{_SMALLEST:.3g} or more."
         )
     return float(value)
 
@@ -190,11 +198,14 @@ def finite(caller: str, name: str, values: Array, reason: str) -> None:
 def within(caller: str, **names: str) -> Iterator[None]:
     """A context whose errors name `caller`, and the arguments of a function inside by its `names`.
 
-    Errors of other classes than `TypeError` and `ValueError`, such as those of JAX, pass.
+    Errors of other classes than `TypeError` and `ValueError`, such as those of JAX, pass, except
+    that of dtypes that do not promote.
     """
     try:
         yield
     except (TypeError, ValueError) as error:
+        if isinstance(error, jax.dtypes.TypePromotionError):
+            raise type(error)(f"{caller}: {error}") from None
         if type(error) not in (TypeError, ValueError):
             raise
         text = re.sub(r"^[\w.]+: ", "", str(error))

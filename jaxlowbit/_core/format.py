@@ -55,7 +55,7 @@ class Format:
     - `zero`: see the table.
     - `codebook`: None for integers; a name (`"nf4"` and `"fp4"` of bitsandbytes, `"e2m1"` of MXFP4
       and NVFP4, the 8-bit floats `"e4m3"` and `"e5m2"`); or the `2**bits` numbers that quantized
-      values stand for, finite, in any order, kept in float32. It has no zero.
+      values stand for, finite and not rounded to 0 in float32, in any order. It has no zero.
     - `scale`: None for scales of float32, bfloat16 or float16; `"e8m0"` for powers of two in 8
       bits, 2^-127 to 2^127; `"e4m3"` for 8-bit floats up to 448 beside a tensor scale, float32;
       `"int8"`, of integers of 2 to 4 bits, for integers from 0 to `most_scale` beside a float32
@@ -81,6 +81,9 @@ class Format:
     scale: Literal["e8m0", "e4m3", "int8", "super"] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("bits", "group_size"):
+            if isinstance(value := getattr(self, name), np.integer):
+                object.__setattr__(self, name, int(value))
         if not _is_int(self.bits) or not 1 <= self.bits <= 8:
             raise ValueError(f"Format: bits={self.bits!r}, but a code has 1 to 8 bits.")
         size = self.group_size
@@ -227,6 +230,13 @@ def _codebook(codebook: Any, bits: int) -> str | tuple[float, ...]:
         raise ValueError(
             f"Format: number {wrong[0]} of the codebook is {listed[wrong[0]]!r}, but the numbers "
             "of a codebook are finite in float32; replace it."
+        )
+    tiny = float(np.finfo(np.float32).smallest_normal)
+    lost = [i for i, x in enumerate(found) if listed[i] != 0 and abs(x) < tiny]
+    if lost:
+        raise ValueError(
+            f"Format: number {lost[0]} of the codebook is {listed[lost[0]]!r}, which float32 "
+            f"rounds to 0; multiply the codebook by a factor, or write 0."
         )
     if not any(found):
         raise ValueError(

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from . import checks, indexing, layout, padding, permutations, super_blocks
 from .codebooks import CODEBOOKS
 from .dequantize import codes_of, floats_of
+from .dtypes import FLOATS
 from .format import SCALES, SUPER_BLOCK, Format
 
 
@@ -43,9 +44,18 @@ def checked(
     **Raises:** what `QuantizedArray.from_integers` says.
     """
     values = checks.integers("from_integers", "values", values, "integers (..., k, n)")
-    scale = checks.array("from_integers", "scale", scale, "floats (..., groups, n)")
+    if format.scale == "super":
+        what = "integers (..., groups, n)"
+        scale = checks.integers("from_integers", "scale", scale, what)
+    else:
+        scale = checks.array("from_integers", "scale", scale, "floats (..., groups, n)")
     if format.scale is not None:
         scale = _narrow("scale", scale, format)
+    elif scale.dtype not in FLOATS:
+        raise ValueError(
+            f"from_integers: scale is {scale.dtype}, but it is float32, bfloat16 or float16; cast "
+            "it."
+        )
     if zero is not None:
         zero = checks.integers("from_integers", "zero", zero, "an array of the shape of scale")
     if format.codebook is not None:
@@ -149,7 +159,7 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
     return values, jnp.repeat(codes, columns, axis=-1)[..., :n], format
 
 
-def _narrow(name: str, scale: Array, format: Format) -> Array:
+def _narrow(name: str, scale: Any, format: Format) -> Array:
     """8-bit scales as their bits, which can be padded; integers of two levels as int8."""
     if format.scale == "super":
         if not jnp.issubdtype(scale.dtype, jnp.integer):
@@ -158,6 +168,7 @@ def _narrow(name: str, scale: Array, format: Format) -> Array:
                 "bits, which the floats of super_scale multiply; pass both."
             )
         _check_range(name, scale, -super_blocks.MOST - 1, super_blocks.MOST)
+        scale = indexing.saturated(scale)
         return jnp.clip(scale, -super_blocks.MOST - 1, super_blocks.MOST).astype(jnp.int8)
     if scale.dtype not in (format.scale_dtype, jnp.uint8):
         raise ValueError(
@@ -177,7 +188,7 @@ def _narrow(name: str, scale: Array, format: Format) -> Array:
     return jnp.clip(scale, 0, format.most_scale).astype(jnp.uint8)
 
 
-def _check_range(name: str, integers: Array, low: int, high: int) -> None:
+def _check_range(name: str, integers: Any, low: int, high: int) -> None:
     """Refuses integers of two levels that 8 bits do not hold. Does nothing while tracing."""
     if not integers.size or isinstance(integers, Tracer):
         return
@@ -214,11 +225,28 @@ def _super_scale(given: Any, shape: tuple[int, ...], format: Format) -> list[Arr
                 f"from_integers: {name} is {checks.brief(floats)}, but it is floats of shape "
                 f"{shape}, one for each super-block of {SUPER_BLOCK} rows and each channel."
             )
-        floats = floats.astype(jnp.float16)
+        half = floats.astype(jnp.float16)
         reason = "no weight comes of them in float16. Repair them, or use wider scales"
-        checks.finite("from_integers", name, floats, reason)
-        found.append(floats)
+        checks.finite("from_integers", name, half, reason)
+        _check_rounding(name, floats, half)
+        found.append(half)
     return found
+
+
+def _check_rounding(name: str, floats: Array, half: Array) -> None:
+    """Raises for floats that float16 rounds to 0. Does nothing while tracing."""
+    if isinstance(floats, Tracer):
+        return
+    with jax.ensure_compile_time_eval():
+        lost = np.asarray((half == 0) & (floats != 0))
+        if not lost.any():
+            return
+        first = tuple(map(int, np.argwhere(lost)[0]))
+        value = float(floats[first])
+    raise ValueError(
+        f"from_integers: {name} has {int(lost.sum())} values that float16 rounds to 0, the first "
+        f"at {first} ({value:.3g}); use wider scales."
+    )
 
 
 def _tensor_scale(given: Any, lead: tuple[int, ...], n: int, format: Format) -> Array | None:
@@ -272,7 +300,7 @@ def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format)
                 f"from_integers: with format.zero='float', values are unsigned codes, but they are "
                 f"{values.dtype}; convert them."
             )
-        return _narrow("zero", jnp.asarray(zero), format)
+        return _narrow("zero", zero, format)
     if format.zero == "float":
         if not unsigned or not jnp.issubdtype(zero.dtype, jnp.floating):
             raise ValueError(

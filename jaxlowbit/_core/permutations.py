@@ -91,8 +91,8 @@ def group_permutation(group_index: Any, group_size: int) -> Array | None:
             f"{caller}: group_index is traced, but the order depends on its values; call it "
             "outside of jax.jit."
         )
-    found = np.asarray(checks.array(caller, "group_index", group_index, "integers (..., k)"))
-    if not (isinstance(group_size, int) and group_size == -1):
+    found = np.asarray(checks.integers(caller, "group_index", group_index, "integers (..., k)"))
+    if not (isinstance(group_size, int | np.integer) and group_size == -1):
         rule = "the rows of a group, from 1 on, or -1 for one group"
         group_size = checks.integer(caller, "group_size", group_size, rule)
     if not np.issubdtype(found.dtype, np.integer) or found.ndim == 0:
@@ -119,7 +119,7 @@ def group_permutation(group_index: Any, group_size: int) -> Array | None:
 
 def checked(caller: str, permutation: Any, shape: tuple[int, ...], shards: int) -> Array:
     """A permutation from outside for a matrix (..., k, n) of `shape`, as int32 (..., k)."""
-    permutation = checks.array(caller, "permutation", permutation, "integers (..., k)")
+    permutation = checks.integers(caller, "permutation", permutation, "integers (..., k)")
     if not jnp.issubdtype(permutation.dtype, jnp.integer) or permutation.ndim == 0:
         raise ValueError(
             f"{caller}: permutation is {permutation.dtype}{permutation.shape}, but it has a "
@@ -131,7 +131,7 @@ def checked(caller: str, permutation: Any, shape: tuple[int, ...], shards: int) 
             f"needs {shape[:-1]}, or {shape[-2:-1]} for all leading axes."
         )
     check_values(caller, permutation, shards)
-    return jnp.broadcast_to(permutation.astype(jnp.int32), shape[:-1])
+    return jnp.broadcast_to(indexing.saturated(permutation), shape[:-1])
 
 
 def check_values(caller: str, permutation: Any, shards: int) -> None:

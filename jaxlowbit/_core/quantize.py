@@ -35,6 +35,9 @@ def quantize(
     option of GPTQ's reference code (Frantar et al., 2023, which sums powers of 2.4); AWQ (Lin et
     al., 2024) judges the same ranges by the output of the layer.
 
+    A group of zeros is dequantized to zeros: if its codebook has no 0, its scale is 0. Power-of-two
+    scales have no 0; such a group gets the smallest one.
+
     **Arguments:**
 
     - `weight`: float32, bfloat16 or float16 (..., k, n), k the input features.
@@ -195,7 +198,7 @@ def _check(weight: Array, format: Format, method: str, scale_dtype: Any) -> None
     if format.bits == 1 and format.zero == "none" and format.codebook is None:
         raise ValueError(
             "quantize: a 1-bit code without a zero holds only -scale and 0; use zero='float', "
-            "which holds two free values per group."
+            "which holds two free values per group, or a codebook such as (-1, 1)."
         )
     checks.finite("quantize", "weight", weight, "no scale covers them. Clean the weight first")
 

@@ -24,6 +24,8 @@ _PARTS = (0.97 ** np.arange(1, 64)).astype(np.float32)
 # Scales that are powers of two have these parts: the next power up and down.
 _POWERS = np.array([2, 0.5], np.float32)
 _E8M0, _E4M3, _INT8 = SCALES["e8m0"], SCALES["e4m3"], SCALES["int8"]
+# Smaller magnitudes are zeros: XLA flushes them on CPUs.
+_SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
 def extremes(grouped: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
@@ -79,11 +81,11 @@ def of_tensor(grouped: Array, format: Format) -> Array:
         most = float((format.offset - 1) * format.most_scale)
     else:
         most = float(np.abs(_numbers(format)).max()) * float(jnp.finfo(_E4M3).max)
-    return jnp.where(reach > 0, jnp.maximum(reach / most, least(jnp.float32)), 1.0)
+    return jnp.where(reach >= _SMALLEST, jnp.maximum(reach / most, least(jnp.float32)), 1.0)
 
 
 def stored(scale: Array, format: Format) -> Array:
-    """Scales in their dtype; those that are powers of two by their exponents."""
+    """Scales in their dtype; those that are powers of two by their exponents, 0 as the least."""
     if format.scale == "e8m0":
         code = (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
         return lax.bitcast_convert_type(code, _E8M0)
@@ -109,16 +111,17 @@ def two_levels(
 
 
 def _two_levels(values: Array, rounded: Any, least: int, format: Format) -> tuple[Array, Array]:
-    """The bytes of values (..., groups, n), integers from `least` on, and what they stand for."""
+    """The bytes of values (..., groups, n), integers that are 0 or from `least` on, and the float32
+    values that these bytes represent."""
     *lead, groups, n = values.shape
     per_block = SUPER_BLOCK // format.group_size
     blocks = super_blocks.num_blocks(groups * format.group_size)
     pad = [(0, 0)] * len(lead) + [(0, blocks * per_block - groups), (0, 0)]
     whole = jnp.pad(values, pad, mode="edge").reshape(*lead, blocks, per_block, n)
     reach = jnp.max(jnp.abs(whole), axis=-2)
-    floats = _scale(reach, super_blocks.MOST, jnp.dtype("float16"))
+    floats = _scale(reach, super_blocks.MOST, jnp.dtype("float16"), 1.0)
     steps = rounded(ratio(whole, _rows(floats)))
-    integers = jnp.clip(steps, least, super_blocks.MOST)
+    integers = jnp.where(whole == 0, 0, jnp.clip(steps, least, super_blocks.MOST))
     found = (integers * _rows(floats)).reshape(*lead, -1, n)[..., :groups, :]
     integers = integers.astype(jnp.int8).reshape(*lead, -1, n)
     return super_blocks.packed(integers, floats, format), found
@@ -183,8 +186,12 @@ def _least_number(format: Format) -> int:
 
 
 def ratio(values: Array, scale: Array) -> Array:
-    """Values divided by scales. XLA takes reciprocals, which beyond 2^126 would be flushed to 0."""
+    """Values divided by scales; those with the scale 0 are returned as they are.
+
+    XLA takes reciprocals, which beyond 2^126 would be flushed to 0.
+    """
     scale = scale.astype(jnp.float32)
+    scale = jnp.where(scale == 0, 1, scale)
     smaller = jnp.where(scale > 1, 2.0**-8, 1.0)
     return (values * smaller) / (scale * smaller)
 
@@ -205,26 +212,38 @@ def _range(grouped: Array, format: Format) -> tuple[Array, Array]:
 
 def _reach(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
     """The scale and zero with which quantized values cover `low` to `high`."""
+    empty = _scale_of_zeros(format)
     if dtype == _E8M0:
-        return _power_of_two(low, high, format), None
+        return _power_of_two(low, high, format, empty), None
     if format.codebook is not None:
         numbers = _numbers(format)
         # A side that the codebook lacks is clipped whatever the scale.
         below = -low / -numbers.min() if numbers.min() < 0 else jnp.zeros_like(low)
         above = high / numbers.max() if numbers.max() > 0 else jnp.zeros_like(high)
-        return _scale(jnp.maximum(below, above), 1, dtype), None
+        return _scale(jnp.maximum(below, above), 1, dtype, empty), None
     levels = 2**format.bits - 1
     if dtype == _INT8:
-        steps = jnp.ceil(jnp.maximum(-low, high) / (levels // 2))
-        return jnp.clip(steps, 1, format.most_scale), None
+        extent = jnp.maximum(-low, high)
+        steps = jnp.clip(jnp.ceil(extent / (levels // 2)), 1, format.most_scale)
+        return jnp.where(extent >= _SMALLEST, steps, empty), None
     if format.zero == "none":
-        return _scale(jnp.maximum(-low, high), levels // 2, dtype), None
+        return _scale(jnp.maximum(-low, high), levels // 2, dtype, empty), None
     if format.zero == "integer":
-        scale = _scale(high - low, levels, dtype)
+        scale = _scale(high - low, levels, dtype, empty)
         zero = jnp.clip(jnp.round(ratio(-low, scale)), 0, levels)
         return scale, zero.astype(jnp.uint8)
     zero = _round(low, dtype, down=True)
-    return _scale(high - zero.astype(jnp.float32), levels, dtype), zero
+    return _scale(high - zero.astype(jnp.float32), levels, dtype, empty), zero
+
+
+def _scale_of_zeros(format: Format) -> float:
+    """The scale of a group without extent: 1 where a quantized value represents 0, else 0.
+
+    Scales that share a factor with their neighbours are 0 too: 1 would take part in the choice of
+    that factor, or count as a scale too small for its group.
+    """
+    has_zero = format.codebook is None or 0 in format.values
+    return 1.0 if has_zero and format.scale not in ("super", "int8") else 0.0
 
 
 def _numbers(format: Format) -> np.ndarray:
@@ -235,8 +254,9 @@ def _numbers(format: Format) -> np.ndarray:
     return numbers[np.isfinite(numbers)]
 
 
-def _power_of_two(low: Array, high: Array, format: Format) -> Array:
-    """The scale that brings the largest value to the largest power of two among the numbers.
+def _power_of_two(low: Array, high: Array, format: Format, empty: float) -> Array:
+    """The scale that brings the largest value to the largest power of two among the numbers;
+    `empty` for no extent.
 
     Values between the largest number and the next power of two are clipped to that number.
     """
@@ -246,19 +266,19 @@ def _power_of_two(low: Array, high: Array, format: Format) -> Array:
     power = 2.0 ** math.floor(math.log2(numbers.max() if numbers.max() > 0 else -numbers.min()))
     scale = jnp.clip(reach / power, least(_E8M0), 2.0**127)
     bits = lax.bitcast_convert_type(scale, jnp.int32) >> 23 << 23
-    return jnp.where(reach > 0, lax.bitcast_convert_type(bits, jnp.float32), 1.0)
+    return jnp.where(reach >= _SMALLEST, lax.bitcast_convert_type(bits, jnp.float32), empty)
 
 
 def _rows(values: Array) -> Array:
     return values.astype(jnp.float32)[..., None, :]
 
 
-def _scale(extent: Array, steps: int, dtype: Any) -> Array:
-    """The smallest scale of `dtype` with which `steps` steps cover `extent`; 1 for no extent. Of 8
-    bits the nearest, as a step to the next one is an eighth."""
+def _scale(extent: Array, steps: int, dtype: Any, empty: float) -> Array:
+    """The smallest scale of `dtype` with which `steps` steps cover `extent`; `empty` for no extent.
+    Of 8 bits the nearest, as a step to the next one is an eighth."""
     scale = jnp.maximum(extent / steps, least(dtype))
     scale = rounded(scale, dtype) if dtype == _E4M3 else _round(scale, dtype, down=False)
-    return jnp.where(extent > 0, scale, jnp.ones_like(scale))
+    return jnp.where(extent >= _SMALLEST, scale, jnp.full_like(scale, empty))
 
 
 def _round(values: Array, dtype: Any, *, down: bool) -> Array:

@@ -69,7 +69,8 @@ def checked_factor(caller: str, name: str, factor: Any, k: int) -> Array:
     for values that are not positive and finite.
     """
     factor = _of_channels(caller, name, factor, k)
-    _check_values(caller, name, factor, "positive", lambda values: values > 0)
+    rule = f"positive, {least(jnp.float32):.3g} or more"
+    _check_values(caller, name, factor, rule, lambda values: values >= least(jnp.float32))
     return factor
 
 

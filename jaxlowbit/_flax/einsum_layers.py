@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from .._core.checks import brief
+from .._core.checks import brief, integer, within
 from .equation import Equation
 
 
@@ -25,7 +25,8 @@ class EinsumLayer:
     - `inputs`: in Linen, the position of the inputs among the arguments of the call.
     - `bias`: the name of a parameter that is added to the result; None if there is none.
 
-    **Raises:** `TypeError` for other arguments, `ValueError` for what is no regular expression.
+    **Raises:** `TypeError` for other arguments, `ValueError` for what is no regular expression, no
+    equation or no position.
 
     ```python
     EinsumLayer(r"mine\\.Projection", "w", "btd,dnh->btnh")
@@ -44,11 +45,14 @@ class EinsumLayer:
             ("module", type | str, "a class, or a regular expression for its qualified name"),
             ("weight", str | Callable, "the name of a parameter"),
             ("equation", str | Callable, "'inputs,weight->result', or a function of the layer"),
-            ("inputs", int, "the position of an argument"),
             ("bias", str | None, "the name of a parameter, or None"),
         ):
             if not isinstance(value := getattr(self, name), kinds):
                 raise TypeError(f"EinsumLayer: {name} is {brief(value)}, but it is {rule}.")
+        integer("EinsumLayer", "inputs", self.inputs, "the position of an argument", least=0)
+        if isinstance(self.equation, str):
+            with within("EinsumLayer"):
+                Equation.check_form(self.equation)
         if isinstance(self.module, str):
             try:
                 re.compile(self.module)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._core.checks import brief
+from .._core.checks import brief, within
 from .einsum_layers import EinsumLayer, matches, told
 from .equation import Equation
 
@@ -36,7 +36,8 @@ class EinsumParameter:
     - `reader`: in NNX, the class of a module around it whose code reads the parameter too, as for a
       tied head; None if only the module that holds it does.
 
-    **Raises:** `TypeError` for other arguments, `ValueError` for what is no regular expression.
+    **Raises:** `TypeError` for other arguments, `ValueError` for what is no regular expression
+    or no equation.
 
     ```python
     EinsumParameter(r"experts\\.(gate|up)$", "etd,edf->etf")
@@ -61,6 +62,9 @@ class EinsumParameter:
         ):
             if not isinstance(value := getattr(self, name), kinds):
                 raise TypeError(f"EinsumParameter: {name} is {brief(value)}, but it is {rule}.")
+        if isinstance(self.equation, str):
+            with within("EinsumParameter"):
+                Equation.check_form(self.equation)
         for name in ("path", "module", "reader"):
             if isinstance(value := getattr(self, name), str):
                 try:

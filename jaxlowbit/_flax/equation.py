@@ -35,6 +35,22 @@ class Equation:
         **Raises:** `TypeError` for no string, `ValueError` for another form, and for an equation
         that is no such product.
         """
+        parts = cls.check_form(text)
+        inputs, kernel, out = (tuple(re.findall(r"\.{3}|.", part)) for part in parts)
+        equation = cls(inputs, kernel, out, tuple(kernel_shape))
+        if reason := equation._reason():
+            raise ValueError(
+                f"The equation {text!r} {reason}, so that it is no product of the inputs with a "
+                "matrix or a stack of them; keep such a layer in floats."
+            )
+        return equation
+
+    @staticmethod
+    def check_form(text: str) -> tuple[str, ...]:
+        """Returns the three parts of "inputs,kernel->out".
+
+        **Raises:** `TypeError` for no string, `ValueError` for another form.
+        """
         if not isinstance(text, str):
             raise TypeError(
                 f"The equation is {brief(text)}, but it is a string, 'inputs,kernel->out'."
@@ -45,14 +61,7 @@ class Equation:
                 f"The equation {text!r} is not of the form 'inputs,kernel->out', in letters, with "
                 "an ellipsis in the inputs and the result at most; write it so."
             )
-        inputs, kernel, out = (tuple(re.findall(r"\.{3}|.", part)) for part in match.groups())
-        equation = cls(inputs, kernel, out, tuple(kernel_shape))
-        if reason := equation._reason():
-            raise ValueError(
-                f"The equation {text!r} {reason}, so that it is no product of the inputs with a "
-                "matrix or a stack of them; keep such a layer in floats."
-            )
-        return equation
+        return match.groups()
 
     def _reason(self) -> str | None:
         """Why this is no product."""

@@ -86,7 +86,7 @@ def dense(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Arr
     shape = (inputs.shape[-1], module.features)
     kernel = kernel_of(module, packing, dense_axes(module, shape))
     like = stand_in(kernel, module.param_dtype)
-    inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
     with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
+        inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
         dtype = packing.activation_dtype
         return quantized_matmul(inputs, kernel, bias=bias, activation_dtype=dtype)

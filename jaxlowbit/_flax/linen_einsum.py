@@ -83,8 +83,8 @@ def einsum(module: Any, packing: Packing, bias: Array | None, inputs: Any) -> Ar
     equation = Equation.parse(module.einsum_str, module.shape)
     kernel = kernel_of(module, packing, equation.axes)
     like = stand_in(kernel, module.param_dtype)
-    inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
     with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
+        inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
         dtype = module.preferred_element_type
         return equation.multiply(inputs, kernel, dtype, bias, packing.activation_dtype)
 

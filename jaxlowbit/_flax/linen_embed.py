@@ -112,8 +112,8 @@ def attend(module: Any, packing: Packing, query: Any) -> Array:
             f"(..., {table.k}), but these have shape {shape}; pass queries of {table.k} features."
         )
     like = stand_in(table, module.param_dtype)
-    query, _ = module.promote_dtype(query, like, dtype=module.dtype)
     with checks.within(caller, lhs="query", rhs="the table"):
+        query, _ = module.promote_dtype(query, like, dtype=module.dtype)
         return quantized_matmul(query, table, activation_dtype=packing.activation_dtype)
 
 

@@ -85,8 +85,8 @@ def dense_general(module: Any, packing: Packing, bias: Array | None, inputs: Any
     axes = _axes(module, inputs)
     kernel = kernel_of(module, packing, axes)
     like = stand_in(kernel, module.param_dtype)
-    inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
     with checks.within(type(module).__name__, lhs="inputs", rhs="the kernel"):
+        inputs, _, bias = module.promote_dtype(inputs, like, bias, dtype=module.dtype)
         contracted = positions(as_tuple(module.axis), inputs.ndim)
         return axes.multiply(
             inputs,

@@ -157,8 +157,8 @@ class QuantizedEmbed(QuantizedModule):
         query = arguments.activations(caller, "query", query)
         arguments.check_width(caller, "query", query, table.shape[-2])
         like = stand_in(table, self.param_dtype)
-        query, _ = self.promote_dtype((query, like), dtype=self.dtype)
         with checks.within(caller, lhs="query", rhs="the table"):
+            query, _ = self.promote_dtype((query, like), dtype=self.dtype)
             return quantized_matmul(
                 query, table, activation_dtype=self.activation_dtype, out_sharding=out_sharding
             )

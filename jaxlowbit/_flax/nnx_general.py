@@ -186,7 +186,6 @@ class QuantizedLinearGeneral(QuantizedModule):
         kernel = self._single_kernel(ndim=2 + len(axes.batch))
         bias = None if self.bias is None else self.bias.get_value()
         like = stand_in(kernel, self.param_dtype)
-        inputs, _, bias = self.promote_dtype((inputs, like, bias), dtype=self.dtype)
 
         def product(inputs: Array, operands: Any) -> Array:
             kernel, bias = operands
@@ -202,6 +201,7 @@ class QuantizedLinearGeneral(QuantizedModule):
             )
 
         with checks.within(caller, lhs="inputs", rhs="the kernel"):
+            inputs, _, bias = self.promote_dtype((inputs, like, bias), dtype=self.dtype)
             return place(product, inputs, (kernel, bias), out_sharding)
 
 

@@ -153,8 +153,8 @@ class QuantizedLinear(QuantizedModule):
         arguments.check_width(caller, "inputs", inputs, kernel.shape[-2])
         bias = None if self.bias is None else self.bias.get_value()
         like = stand_in(kernel, self.param_dtype)
-        inputs, _, bias = self.promote_dtype((inputs, like, bias), dtype=self.dtype)
         with checks.within(caller, lhs="inputs", rhs="the kernel"):
+            inputs, _, bias = self.promote_dtype((inputs, like, bias), dtype=self.dtype)
             return quantized_matmul(
                 inputs,
                 kernel,

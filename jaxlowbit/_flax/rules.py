@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
+
 from .._core.activations import value_dtype
 from .._core.checks import brief
 from .._core.format import Format, as_format
@@ -140,7 +142,7 @@ def _shards(value: object) -> tuple[int, int]:
 
 def _is_shards(value: object) -> TypeGuard[tuple[int, int]]:
     match value:
-        case (int(), int()):
+        case (int() | np.integer(), int() | np.integer()):
             return isinstance(value, tuple)
         case _:
             return False

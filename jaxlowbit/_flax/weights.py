@@ -123,7 +123,7 @@ def kernel_from(
     shards: Shards = (1, 1),
 ) -> QuantizedArray:
     """The weight whose arrays a layer holds; inside `jax.shard_map`, the part on this device."""
-    k, n = matrix_shape
+    k, n = map(int, matrix_shape)  # fields of a Linen module may be integers of NumPy
     if jax.sharding.get_abstract_mesh().manual_axes:
         leaves = tuple(arrays.get(name) for name in LEAVES)
         return QuantizedArray.tree_unflatten((format, k, n, shards), leaves)

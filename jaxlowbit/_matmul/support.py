@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .._backends import custom_calls, pallas, selection
 from .._core import checks
 from .._core.activations import EXACT, QuantizedActivations
 from .._core.array import QuantizedArray
+from .._core.dtypes import FLOATS
 
 
 def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
@@ -31,7 +31,10 @@ def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
         dtype = EXACT
     else:
         checks.shaped("supported_backends", "lhs", lhs)
-        dtype = jnp.dtype(lhs.dtype)
+        dtype = jax.dtypes.canonicalize_dtype(lhs.dtype)  # that of lhs as a product takes it
+        if dtype not in FLOATS:
+            reason = f"lhs is {dtype}, but activations are float32, bfloat16 or float16"
+            return dict.fromkeys(("cuda", "cpu", "pallas", "xla"), reason)
     reasons = {
         name: custom_calls.unsupported(name, dtype, rhs.format, sizes=rhs.padded_shape)
         for name in ("cuda", "cpu")

@@ -50,6 +50,7 @@ def explain(
     given = isinstance(lhs, QuantizedActivations)
     if not given:
         checks.shaped("explain", "lhs", lhs)
+        lhs = jax.ShapeDtypeStruct(lhs.shape, jax.dtypes.canonicalize_dtype(lhs.dtype))
     checks.quantized("explain", "rhs", rhs, QuantizedArray)
     Options().check("explain", jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), rhs)
     with checks.within("explain"):
