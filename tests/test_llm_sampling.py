@@ -130,7 +130,7 @@ def test_seeds_have_64_bits():
     seeds = [0, 1, 2**32, 2**32 + 1, 2**63 - 1, -1, -(2**63), 2**32 - 1]
     found = [jax.random.key_data(random_key(seed)).tolist() for seed in seeds]
     assert len({tuple(data) for data in found}) == len(seeds)
-    for seed in (0, 1, 2**31 - 1):  # those of before
+    for seed in (0, 1, 2**31 - 1):  # as `jax.random.key` makes them
         assert random_key(seed) == jax.random.key(seed)
     with jax.enable_x64(True):
         assert [jax.random.key_data(random_key(seed)).tolist() for seed in seeds] == found
@@ -209,15 +209,18 @@ EVERYTHING: dict[str, Any] = {
 
 
 def results(format, divided):
-    """What the functions of `llm` return."""
+    """Results of the functions of `llm`."""
     one = init(SMALL, format, seed=2**40)
     samples = generate(one, [3, 1, 4], **EVERYTHING)
     two = shard(one, jax.make_mesh((1,), ("model",))) if divided else one
     session = Session(two)
+    logits = two.decoder(jnp.asarray([[3, 1, 4]]))
+    assert logits.dtype == jnp.float32
     speed = bench(two, prompt_tokens=4, new_tokens=2, repeats=1)
     assert (speed.positions, speed.prompt_tokens) == (5, 4)
     return (
         [x.tokens for x in samples],
+        logits.argmax(-1).tolist(),
         list(stream(two, [3, 1, 4], max_new_tokens=3)),
         [session.generate(x, max_new_tokens=2).tokens for x in ([3, 1], [3, 1, 4])],
         round(perplexity(one, [3, 1, 4, 1, 5], context=4).loss, 3),

@@ -1,4 +1,4 @@
-"""`jaxlowbit.llm.Session`: calls that read only what the call before has not."""
+"""`jaxlowbit.llm.Session`: a call reads only the tokens that are new."""
 
 import functools
 from typing import Any, cast
@@ -50,7 +50,7 @@ def test_turns_read_only_what_is_new_and_give_what_generate_gives(read):
         generate(one, changed, max_new_tokens=9).tokens
     )
     assert read[0] == len(SHORT)
-    # The same prompt again reads its last token, another prompt all of its tokens.
+    # A call with the same prompt reads its last token, with another prompt all tokens.
     del read[:]
     session.generate(changed, max_new_tokens=2)
     session.generate([7, *changed], max_new_tokens=2)

@@ -173,7 +173,8 @@ class Decoder(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         batch, length = tokens.shape
         cache = self.make_cache(batch, length)
-        return self.logits(self.forward(tokens, positions, cache)[0])
+        # On a mesh, indices of columns are computed from tokens: in int32, whatever their dtype.
+        return self.logits(self.forward(tokens.astype(jnp.int32), positions, cache)[0])
 
     def make_cache(self, batch: int, slots: int) -> Cache:
         """An empty cache for this decoder, on its devices."""
