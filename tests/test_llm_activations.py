@@ -1,5 +1,6 @@
 """`activation_dtype=` of `jaxlowbit.llm`: blocks multiply quantized activations, one by one."""
 
+import sys
 import types
 from typing import Any
 
@@ -181,10 +182,13 @@ def test_other_rows_are_refused(rows, error):
 def test_the_command_passes_the_dtype_on(name, monkeypatch):
     given = []
     monkeypatch.setattr(command, name, lambda *_, **options: given.append(options))
-    monkeypatch.setattr(command, "_bench", lambda *_: None)
+    header = types.SimpleNamespace(config=command.SHAPES["llama3-8b"])
+    monkeypatch.setattr(command, "open_file", lambda path: header)
+    monkeypatch.setattr(command, "bench", lambda *_, **sizes: sys.exit())
     path = "llama3-8b" if name == "init" else "model.gguf"
     flags = ["--activation-dtype", "float8_e4m3fn", "--activation-rows", "3"]
-    command.main(["bench", path, *flags])
+    with pytest.raises(SystemExit):
+        command.main(["bench", path, *flags])
     assert [options["activation_dtype"] for options in given] == ["float8_e4m3fn"]
     assert [options["activation_rows"] for options in given] == [3]
 

@@ -30,9 +30,6 @@ class ChatLetters(Letters):
 
     has_chat = True
 
-    def decode(self, tokens, *, special=False):
-        return super().decode(tokens)
-
     def chat(self, messages, add_generation_prompt=True, *, template_options=None):
         if messages[0]["role"] == "system" and messages[0]["content"] == "refused":
             raise ValueError("Tokenizer.chat: no system message")
@@ -314,8 +311,11 @@ def test_perplexity(name, tmp_path, monkeypatch, capsys):
 def test_bench(capsys):
     arguments = ["bench", "m", "--batch", "1", "2", "--prompt-tokens", "20", "--new-tokens", "3"]
     command.main([*arguments, "--repeats", "1", "--json"])
-    rows = last_line(capsys)
+    *lines, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)
     assert [row["batch"] for row in rows] == [1, 2]
+    column = lines[0].replace(" tokens/s", "").split().index("positions")
+    assert [line.split()[column] for line in lines[1:]] == [str(row["positions"]) for row in rows]
     assert all(row["prefill"] > 0 and row["decode"] > 0 for row in rows)
 
 
@@ -328,17 +328,21 @@ def test_bench(capsys):
         (["generate", "m", "--prompt", "", "--raw"], "the prompt is empty"),
         (["generate", "m", "--prompt", "x", "--temperature", "-1"], "--temperature is -1.0"),
         (["generate", "m", "--prompt", "x", "--format", "int99"], "bits=99"),
+        (["generate", "m", "--prompt", "x", "--raw", "--system", "s"], "--system and --template"),
         (["generate", "m", "--prompt", "caf\udce9"], "--prompt is not UTF-8"),
         (["generate", "m", "--prompt", "x", "--template-option", "a"], "--template-option a is"),
         (["generate", "m", "--prompt", "x", "--template-option", "a=b"], "--template-option a=b"),
         (["chat", "m", "--system", "refused"], "no system message"),
         (["perplexity", "m", "--text", "/nowhere"], "--text /nowhere: no such file or directory"),
         (["perplexity", "m", "--text", "/"], "--text /: is a directory"),
+        (["perplexity", "m", "--text", __file__, "--context", "999999"], "--context is 999999"),
+        (["bench", "m", "--batch", "0", "--prompt-tokens", "9"], "--batch is 0"),
+        (["bench", "m", "--prompt-tokens", "100", "--new-tokens", "9999"], "--new-tokens is 9999"),
     ],
 )
-def test_errors_are_one_line(arguments, sentence, capsys):
+def test_errors_are_one_line_before_weights_are_loaded(arguments, sentence, loads, capsys):
     status, line = failed(arguments, capsys)
-    assert status == 1
+    assert status == 1 and loads == []
     assert line.startswith(f"jaxlowbit.llm {arguments[0]}: {sentence}")
 
 

@@ -34,8 +34,8 @@ class Letters:
     def encode(self, text, *, bos=None):
         return list(text.encode())
 
-    def decode(self, tokens):
-        return bytes(tokens).decode(errors="replace")
+    def decode(self, tokens, *, special=False):
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def decode_stream(self):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -325,7 +325,7 @@ def test_options_out_of_range_are_named(options):
         ([], "the prompt is empty"),
         ("", "the prompt is empty"),
         ([PROMPT, []], "prompt 1 is empty"),
-        ([3, 160], "token 160, but tokens are from 0 to 159"),
+        ([3, 160], "token 160 .*, but tokens are from 0 to 159"),
         ([-1], "token -1"),
         ([PROMPT, [200]], "prompt 1 has token 200"),
         (PROMPT * 13, "273 tokens, but the context holds 256"),

@@ -58,7 +58,8 @@ def read_elsewhere(cls: Any, package: str) -> set[str]:
     own = [x for x in own if not inspect.unwrap(x).__code__.co_filename.startswith("<")]
     found = re.findall(r'kwargs\.(?:pop|get)\(\s*"(\w+)"', "".join(map(inspect.getsource, own)))
     spec = importlib.util.find_spec(f"transformers.models.{package}.modeling_{package}")
-    code = Path(spec.origin).read_text("utf-8") if spec is not None and spec.origin else ""
+    origin = None if spec is None else spec.origin
+    code = "" if origin is None else Path(origin).read_text(encoding="utf-8")
     found += re.findall(r'\bconfig(?:\.|, ")(\w+)', code)
     return {name for name in found if not callable(getattr(cls, name, None))}
 

@@ -1,7 +1,7 @@
 """`bench`: tokens per second of prompts and of generation, for a model or for random weights."""
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -85,14 +85,7 @@ def bench(
     """
     check_model("bench", model)
     config = model.config
-    for name, value, least, most in (
-        ("batch", batch, 1, 1 << 20),
-        ("prompt_tokens", prompt_tokens, 1, config.context - 1),
-        ("new_tokens", new_tokens, 1, config.context - 1),
-        ("repeats", repeats, 1, 1000),
-    ):
-        rule = f"an integer from {least} to {most}"
-        checks.integer("bench", name, value, rule, least=least, most=most)
+    check_sizes(config, batch, prompt_tokens, new_tokens, repeats)
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, config.vocabulary, (batch, prompt_tokens)).tolist()
     # Without an end of turn, all sequences go on.
@@ -121,3 +114,24 @@ def bench(
         decoder.parts,
         prompt_tokens + (new_tokens + 1) // 2,
     )
+
+
+def check_sizes(
+    config: Config, batch: Any, prompt_tokens: Any, new_tokens: Any, repeats: Any
+) -> None:
+    """Checks the arguments of `bench` for a model of this configuration.
+
+    **Raises:** `TypeError` and `ValueError`.
+    """
+    for name, value, most in (
+        ("batch", batch, 1 << 20),
+        ("prompt_tokens", prompt_tokens, config.context - 1),
+        ("new_tokens", new_tokens, config.context - 1),
+        ("repeats", repeats, 1000),
+    ):
+        checks.integer("bench", name, value, f"an integer from 1 to {most}", most=most)
+    if prompt_tokens + new_tokens > config.context:
+        raise ValueError(
+            f"bench: new_tokens is {new_tokens}, but with {prompt_tokens} of the prompt the "
+            f"context holds {config.context} tokens; use {config.context - prompt_tokens} or fewer."
+        )

@@ -73,7 +73,7 @@ def chat(model: Any, conversation: Conversation, options: dict[str, Any], summar
 
     **Arguments:**
 
-    - `options`: those of `stream`; each turn adds one to the seed.
+    - `options`: the options of `stream`; each turn adds 1 to the seed.
     - `summary`: a function from a `Generation` to the notice that follows it.
     """
     session, seed = Session(model), options["seed"]

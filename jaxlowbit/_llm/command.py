@@ -18,22 +18,26 @@ from .._core import activations
 from .._core.dtypes import FLOATS
 from .._core.format import INT4, Format, parse_format
 from . import console
-from .bench import SHAPES, bench
+from .bench import SHAPES, bench, check_sizes
 from .chat import Conversation, Encode, chat, message
 from .generate import Generation, Request, generate, stream
 from .language_model import LanguageModel, init, load, open_file
 from .load import Header
-from .perplexity import perplexity
+from .perplexity import perplexity, windowed
 
-_BENCH_HEAD = "batch  prompt  new  prefill tokens/s  decode tokens/s  ms/step  weights MB  cache MB"
+_BENCH_HEAD = (
+    "batch  prompt  new  prefill tokens/s  decode tokens/s  ms/step  positions  "
+    "weights MB  cache MB"
+)
 _DRAWING = (
     ("--top-k", int, "K", "draw from the K most likely tokens"),
     ("--top-p", float, "P", "draw from the most likely tokens with a total probability of P"),
-    ("--min-p", float, "P", "draw from tokens with P times the probability of the most likely"),
+    ("--min-p", float, "P", "draw from tokens with P times the top probability (chat: 0.05)"),
     ("--repetition-penalty", float, "X", "of tokens in the prompt or reply: divides their logits"),
     ("--presence-penalty", float, "X", "of tokens in the reply: subtracted from their logits"),
     ("--frequency-penalty", float, "X", "as presence, for each time that the token occurs"),
 )
+_SIZES = ("prompt_tokens", "new_tokens", "repeats")  # of `bench`
 _SUMMARY = "Runs a language model with low-bit weights: a GGUF file or a folder of safetensors."
 
 
@@ -94,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         for option, kind, metavar, summary in _DRAWING:
             added.add_argument(option, type=kind, metavar=metavar, help=summary)
+        if name == "chat":
+            added.set_defaults(min_p=0.05)
         seed = "of the draws; each turn adds 1" if name == "chat" else "of the draws"
         added.add_argument("--seed", type=int, default=0, metavar="N", help=seed)
         stop = "text that ends a reply; may be repeated"
@@ -122,9 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     summary += "or in floats with --format float: "
     added = command(_bench, "bench", summary + ", ".join(SHAPES))
     added.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B")
-    added.add_argument("--prompt-tokens", type=int, default=512, metavar="N")
-    added.add_argument("--new-tokens", type=int, default=64, metavar="N")
-    added.add_argument("--repeats", type=int, default=3, metavar="N")
+    for name in _SIZES:
+        default, flag = bench.__kwdefaults__[name], f"--{name.replace('_', '-')}"
+        added.add_argument(flag, type=int, default=default, metavar="N", help="(%(default)s)")
     added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
     return parser
 
@@ -154,7 +160,7 @@ def _mesh(devices: int) -> jax.sharding.Mesh | None:
         found = jax.devices()
     except (AssertionError, RuntimeError) as error:  # of JAX, by its version
         raise ValueError(
-            f"JAX cannot start a backend ({error or 'it does not say why'}); check JAX_PLATFORMS "
+            f"JAX cannot start a backend ({str(error) or 'without a reason'}); check JAX_PLATFORMS "
             "and the packages of jax."
         ) from error
     if not 1 <= devices <= len(found):
@@ -183,6 +189,11 @@ def _generate(options: argparse.Namespace) -> None:
     if text == "-":
         text = console.text_of("--prompt", text).removesuffix("\n")
     console.check_unicode("--prompt", text)
+    if options.raw and (options.system or options.template_option):
+        raise ValueError(
+            "--system and --template-option are for the chat template, but --raw leaves it out; "
+            "drop one of them."
+        )
     header = open_file(options.model)
     drawing = _drawing(options) | {"logprobs": options.logprobs}
     request = Request.of("generate", header, n=options.n, template_options=None, **drawing)
@@ -257,40 +268,39 @@ def _summary(options: argparse.Namespace, model: LanguageModel) -> Callable[[Gen
 
 def _perplexity(options: argparse.Namespace) -> None:
     text = console.text_of("--text", options.text)
-    model = _loaded(options, options.model)
+    header = open_file(options.model)
+    windowed(header, text, options.context)
+    model = _loaded(options, header)
     found = perplexity(model, text, context=options.context, progress=sys.stderr.isatty())
-    print(f"perplexity {found.perplexity:.4f} of {found.tokens} tokens, context {found.context}")
+    size = f"{found.tokens} tokens, context {found.context}"
+    print(f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}) of {size}")
     if options.json:
         print(json.dumps(found._asdict()))
 
 
-def _known(options: argparse.Namespace) -> LanguageModel | None:
-    """The known model of this name with random weights; None for a file."""
-    if options.model not in SHAPES or Path(options.model).exists():
-        return None
-    format = None if options.format == "float" else _format(options.format) or INT4
-    return init(SHAPES[options.model], format, **_decoding(options))
-
-
 def _bench(options: argparse.Namespace) -> None:
+    sizes = {name: getattr(options, name) for name in _SIZES}
+    named = options.model in SHAPES and not Path(options.model).exists()
     try:
-        model = _known(options) or _loaded(options, options.model)
+        header = None if named else open_file(options.model)
     except FileNotFoundError as error:
         raise ValueError(f"{error} Known models are {', '.join(SHAPES)}.") from None
+    config = SHAPES[options.model] if header is None else header.config
+    for batch in options.batch:
+        check_sizes(config, batch, **sizes)
+    if header is None:
+        format = None if options.format == "float" else _format(options.format) or INT4
+        model = init(config, format, **_decoding(options))
+    else:
+        model = _loaded(options, header)
     rows = []
     for batch in options.batch:
-        found = bench(
-            model,
-            batch=batch,
-            prompt_tokens=options.prompt_tokens,
-            new_tokens=options.new_tokens,
-            repeats=options.repeats,
-        )
+        found = bench(model, batch=batch, **sizes)
         if not rows:
             print(_BENCH_HEAD)
         print(
             f"{found.batch:5}  {found.prompt_tokens:6}  {found.new_tokens:3}  {found.prefill:16.1f}"
-            f"  {found.decode:15.1f}  {found.milliseconds_per_step:7.2f}"
+            f"  {found.decode:15.1f}  {found.milliseconds_per_step:7.2f}  {found.positions:9}"
             f"  {found.weight_bytes / 1e6:10.1f}  {found.cache_bytes / 1e6:8.1f}",
             flush=True,
         )

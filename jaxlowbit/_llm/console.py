@@ -40,7 +40,10 @@ def decode(name: str, data: bytes) -> str:
 
 
 def check_unicode(option: str, text: str) -> str:
-    """An argument of the command line, in which Python writes wrong bytes as half surrogates."""
+    """Returns an argument of the command line; Python turns its wrong bytes into surrogates.
+
+    **Raises:** `ValueError` if it contains any.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

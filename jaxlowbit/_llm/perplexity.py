@@ -65,28 +65,9 @@ def perplexity(
     ```
     """
     check_model("perplexity", model)
-    rule = f"the tokens of a window, an integer from 1 to {model.config.context}"
-    checks.integer("perplexity", "context", context, rule, most=model.config.context)
     checks.boolean("perplexity", "progress", progress)
-    if not is_single("perplexity", text):
-        raise TypeError(
-            "perplexity: text is a batch, but it is one text, or its tokens; join them."
-        )
-    tokens = np.asarray(encoded(model, text, "perplexity: the text"), np.int32)
-    bos = getattr(model.tokenizer, "bos", None)
-    begin = tokens[:1] if tokens[0] == bos else tokens[:0]
-    tokens = tokens[len(begin) :]
-    if len(tokens) < 2:
-        raise ValueError(
-            f"perplexity: the text is {len(tokens)} token, but the first is not predicted; pass a "
-            "longer one."
-        )
+    begin, tokens = windowed(model, text, context)
     step = context - len(begin)
-    if step == 0:
-        raise ValueError(
-            "perplexity: context is 1, but each window begins with the token that begins texts of "
-            "this model; use 2 or more."
-        )
     graph, weights = nnx.split(model.decoder)
     starts: Any = range(0, len(tokens) - 1, step)
     if progress:
@@ -106,6 +87,36 @@ def perplexity(
     except OverflowError:
         perplexity = math.inf
     return Perplexity(perplexity, len(tokens) - 1, context, loss)
+
+
+def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that each window begins with, and the tokens of a text after them.
+
+    `model` may be the header of a file, to check arguments before weights are read.
+
+    **Raises:** what `perplexity` raises for its text and its context.
+    """
+    rule = f"the tokens of a window, an integer from 1 to {model.config.context}"
+    checks.integer("perplexity", "context", context, rule, most=model.config.context)
+    if not is_single("perplexity", text):
+        raise TypeError(
+            "perplexity: text is a batch, but it is one text, or its tokens; join them."
+        )
+    tokens = np.asarray(encoded(model, text, "perplexity: the text"), np.int32)
+    bos = getattr(model.tokenizer, "bos", None)
+    begin = tokens[:1] if tokens[0] == bos else tokens[:0]
+    tokens = tokens[len(begin) :]
+    if len(tokens) < 2:
+        raise ValueError(
+            f"perplexity: the text is {len(tokens)} token, but the first is not predicted; pass a "
+            "longer one."
+        )
+    if context == len(begin):
+        raise ValueError(
+            "perplexity: context is 1, but each window begins with the token that begins texts of "
+            "this model; use 2 or more."
+        )
+    return begin, tokens
 
 
 @functools.partial(jax.jit, static_argnums=0)
