@@ -80,8 +80,8 @@ def about() -> dict[str, Any]:
     if device.platform == "cpu":
         return found | {"cpu_isa": build["cpu_isa"][0]}
     family = f"sm_{device.compute_capability.replace('.', '')}"
-    toolchain = ffi.toolchain() if hasattr(ffi, "toolchain") else {}
-    return found | {"card": device.device_kind, "family": family, "toolchain": toolchain}
+    compiler = ffi.toolchain()["compiler"] if hasattr(ffi, "toolchain") else ""
+    return found | {"card": device.device_kind, "family": family, "compiler": compiler}
 
 
 def _work(numbers: Sequence[int], programs: bool) -> None:
@@ -204,14 +204,14 @@ def path_for(about: Mapping[str, Any]) -> Path:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Hashes]:
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text("utf-8"))
     return found["about"], found["hashes"]
 
 
 def write(path: Path, about: Mapping[str, Any], hashes: Hashes) -> None:
     kept = {name: value for name, value in about.items() if name != "site"}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"about": kept, "hashes": hashes}, indent=0) + "\n")
+    path.write_text(json.dumps({"about": kept, "hashes": hashes}, indent=0) + "\n", "utf-8")
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ class Product(NamedTuple):
     lhs: str  # dtype
     scale: str  # dtype
 
-    def fields(self) -> tuple:
+    def fields(self) -> tuple[int, int, int, int, int, str, bool, str]:
         """The fields that the compiled library compares."""
         bits, group_size, zero = self.format.bits, self.format.group_size, self.format.zero
         widened = self.scale != self.lhs
@@ -130,8 +130,7 @@ def set_tuned(
     **Returns:** a reason for each entry that is left out, "" for the others.
     """
     fields = [
-        (entry[0].fields(), tuple(entry[1]), entry[2] if len(entry) == 3 else 1)
-        for entry in entries
+        (entry[0].fields(), entry[1], entry[2] if len(entry) == 3 else 1) for entry in entries
     ]
     return ffi.set_tuned(
         device.name,
