@@ -9,11 +9,12 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jaxlowbit import Format, quantize
+from jaxlowbit import Format, quantize, quantized_matmul
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
 from jaxlowbit._core.codebooks import CODEBOOKS
-from jaxlowbit._core.format import SCALES
+from jaxlowbit._core.format import SCALES, parse_format
+from jaxlowbit._core.format_table import NAMED
 
 K, GROUP = 256, 32
 # Codebooks of a caller: without a 0, of one sign only, of one bit.
@@ -118,3 +119,20 @@ def test_models_with_a_layer_of_zeros():
     variables = module.init(jax.random.key(0), x)
     quantized, packed, _ = jl_linen.quantize_model(module, variables, "int4-int8", x)
     assert not quantized.apply(packed, x).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 300])
+@pytest.mark.parametrize("name", [*NAMED, "int4-g32-super"])
+def test_kernels_multiply_groups_of_zeros(name, rows):
+    format = parse_format(name)
+    weight = np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32)
+    weight[:256, :64] = 0
+    weight[:, 64:128] = 0
+    x = np.random.default_rng(1).normal(size=(rows, 512)).astype(jnp.bfloat16)
+    array = quantize(weight, format)
+    got = np.asarray(quantized_matmul(x, array, preferred_element_type=jnp.float32))
+    dense = np.asarray(array.dequantize(jnp.float32), np.float64)
+    exact, sizes = (f(x.astype(np.float64)) @ f(dense) for f in (np.asarray, np.abs))
+    np.testing.assert_array_less(np.abs(got - exact), sizes * 2.0**-8 + 1e-30)
+    assert not got[:, 64:128].any()
