@@ -105,8 +105,8 @@ def is_computed(platform: str, dtype: str, format: Format) -> bool:
 
 # --- products by each kernel ----------------------------------------------------------------------
 
-# The selection on Hopper chooses each kernel for its (m, k, n) and every named format. Only qmm_sm80
-# reads unaligned rows, here those of 259 numbers.
+# (m, k, n) by kernel: on Hopper the selection chooses it for every named format. Rows of 259
+# numbers are unaligned, and only qmm_sm80 reads these.
 SHAPES = {
     "qmm_sm80": (9, 259, 193),
     "qmm_sm90": (200, 512, 320),

@@ -6,10 +6,10 @@
     python tools/golden.py --against SITE         # whole programs, by this build and by another
     python tools/golden.py --against SITE --problems --only "^block"
 
-`tests/golden_problems.py` lists the problems. A file has two short hashes for each, `operands:results`,
-and the versions that made them. `tests/golden_programs.py` lists the whole programs. Their bits also
-depend on XLA, so both builds run them here. SITE is a folder with the other `jaxlowbit`; `--tool`
-names its `tools/golden.py` if public names differ.
+`tests/golden_problems.py` lists the problems. A file has two short hashes for each,
+`operands:results`, and the versions that made them. `tests/golden_programs.py` lists the whole
+programs. Their bits also depend on XLA, so both builds run them here. SITE is a folder with the
+other `jaxlowbit`; `--tool` names its `tools/golden.py` if public names differ.
 
 Every problem runs twice; one whose results differ is an error. The result of a problem that raises
 is the first line of the error. Processes that die are replaced. Prints each difference, and the
@@ -80,8 +80,12 @@ def about() -> dict[str, Any]:
     if device.platform == "cpu":
         return found | {"cpu_isa": build["cpu_isa"][0]}
     family = f"sm_{device.compute_capability.replace('.', '')}"
-    toolchain = ffi.toolchain() if hasattr(ffi, "toolchain") else {}
-    return found | {"card": device.device_kind, "family": family, "toolchain": toolchain}
+    return found | {
+        "card": device.device_kind,
+        "family": family,
+        "nvcc": build["cuda_compiler"],
+        "nvrtc": ffi.toolchain()["compiler"] if build["cuda"] else "",
+    }
 
 
 def _work(numbers: Sequence[int], programs: bool) -> None:
