@@ -213,7 +213,7 @@ def transposed(x: Maker) -> Case:
 
 
 def gradients(x: Maker) -> Case:
-    """Of lhs, a bias and scales that are floats, through an activation."""
+    """Differentiates by lhs, the bias and float scales, through an activation."""
     plain = x.format.scale is None
 
     def function(lhs: Array, bias: Array, cotangent: Array, weight: QuantizedArray) -> Any:

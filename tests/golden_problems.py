@@ -105,8 +105,8 @@ def is_computed(platform: str, dtype: str, format: Format) -> bool:
 
 # --- products by each kernel ----------------------------------------------------------------------
 
-# (m, k, n) for which the selection on Hopper chooses each kernel, whatever the named format. Rows
-# of 259 numbers are unaligned, which only qmm_sm80 reads.
+# (m, k, n) by kernel: on Hopper the selection chooses it for every named format. Rows of 259
+# numbers are unaligned, and only qmm_sm80 reads these.
 SHAPES = {
     "qmm_sm80": (9, 259, 193),
     "qmm_sm90": (200, 512, 320),

@@ -1,4 +1,4 @@
-"""Compares the bits of results with golden ones, or with those of another build.
+"""Compares result bits with golden hashes, or with another build.
 
     python tools/golden.py                        # with the file of this machine in GOLDEN
     python tools/golden.py FILE                   # with this file, by its CPU instruction set
@@ -6,9 +6,9 @@
     python tools/golden.py --against SITE         # whole programs, by this build and by another
     python tools/golden.py --against SITE --problems --only "^block"
 
-Problems are those of `tests/golden_problems.py`. A file has a hash of the operands and of the
-results of each, and says what made it. Whole programs are those of `tests/golden_programs.py`:
-their bits also depend on XLA, so that both builds run them here. SITE is a folder that holds the
+`tests/golden_problems.py` lists the problems. A file has two short hashes for each,
+`operands:results`, and the versions that made them. `tests/golden_programs.py` lists the whole
+programs. Their bits also depend on XLA, so both builds run them here. SITE is a folder with the
 other `jaxlowbit`; `--tool` names its `tools/golden.py` if public names differ.
 
 Every problem runs twice; one whose results differ is an error. The result of a problem that raises
@@ -63,7 +63,7 @@ def listed(programs: bool) -> tuple[Any, ...]:
 
 
 def about() -> dict[str, Any]:
-    """What results depend on, and where this build lies."""
+    """Versions and hardware that may change bits, and the folder of this build."""
     import jax
 
     import jaxlowbit
@@ -80,8 +80,12 @@ def about() -> dict[str, Any]:
     if device.platform == "cpu":
         return found | {"cpu_isa": build["cpu_isa"][0]}
     family = f"sm_{device.compute_capability.replace('.', '')}"
-    compiler = ffi.toolchain()["compiler"] if hasattr(ffi, "toolchain") else ""
-    return found | {"card": device.device_kind, "family": family, "compiler": compiler}
+    return found | {
+        "card": device.device_kind,
+        "family": family,
+        "nvcc": build["cuda_compiler"],
+        "nvrtc": ffi.toolchain()["compiler"] if build["cuda"] else "",
+    }
 
 
 def _work(numbers: Sequence[int], programs: bool) -> None:
