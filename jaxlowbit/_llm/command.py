@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import inspect
 import io
 import json
 import re
@@ -128,8 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     summary += "or in floats with --format float: "
     added = command(_bench, "bench", summary + ", ".join(SHAPES))
     added.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B")
+    defaults = inspect.signature(bench).parameters
     for name in _SIZES:
-        default, flag = bench.__kwdefaults__[name], f"--{name.replace('_', '-')}"
+        default, flag = defaults[name].default, f"--{name.replace('_', '-')}"
         added.add_argument(flag, type=int, default=default, metavar="N", help="(%(default)s)")
     added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
     return parser
