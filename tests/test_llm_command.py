@@ -1,5 +1,6 @@
 """`python -m jaxlowbit.llm`: its commands with a small model, in this process."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -365,6 +366,17 @@ def test_no_template_is_said_before_weights_are_loaded(arguments, loads, monkeyp
     status, line = failed(arguments, capsys)
     assert status == 1 and "m has no chat template" in line and "generate with --raw" in line
     assert loads == []
+
+
+@pytest.mark.parametrize("arguments", [["chat", "m"], ["generate", "m", "--prompt", "x"]])
+def test_a_closed_pipe_ends_a_reply_quietly(arguments, monkeypatch, capsys):
+    given(monkeypatch, b"a\nb\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    unread = os.fdopen(writer, "w")
+    with unread, contextlib.redirect_stdout(unread), pytest.raises(SystemExit) as end:
+        command.main([*arguments, *GREEDY])
+    assert end.value.code == 141 and capsys.readouterr().err == ""
 
 
 def test_wrong_arguments_show_the_usage(capsys):

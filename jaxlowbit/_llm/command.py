@@ -91,9 +91,10 @@ def _parser() -> argparse.ArgumentParser:
         ("generate", _generate, "Answers one prompt."),
     ):
         added = command(run, name, summary)
-        added.add_argument("--max-new-tokens", type=int, default=512, metavar="N")
+        longest = "of a reply at most (%(default)s)"
+        added.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help=longest)
         temperature = 0.7 if name == "chat" else 0.0
-        summary = f"0 takes the most likely token (default: {temperature})"
+        summary = "0 takes the most likely token (%(default)s)"
         added.add_argument(
             "--temperature", type=float, default=temperature, metavar="T", help=summary
         )
@@ -122,16 +123,18 @@ def _parser() -> argparse.ArgumentParser:
     added = command(_perplexity, "perplexity", "Measures how well the model predicts a text.")
     text = "a text file in UTF-8, or - for standard input"
     added.add_argument("--text", required=True, metavar="FILE", help=text)
-    added.add_argument("--context", type=int, default=512, metavar="N")
+    window = "tokens of a window (%(default)s)"
+    added.add_argument("--context", type=int, default=512, metavar="N", help=window)
     added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
 
     summary = "Measures tokens per second; MODEL may be a name, for random weights in the format, "
     summary += "or in floats with --format float: "
     added = command(_bench, "bench", summary + ", ".join(SHAPES))
-    added.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B")
+    batch = "numbers of sequences, measured one after the other (1)"
+    added.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help=batch)
+    defaults = inspect.signature(bench).parameters
     for name in _SIZES:
-        default = inspect.signature(bench).parameters[name].default
-        flag = f"--{name.replace('_', '-')}"
+        default, flag = defaults[name].default, f"--{name.replace('_', '-')}"
         added.add_argument(flag, type=int, default=default, metavar="N", help="(%(default)s)")
     added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
     return parser
