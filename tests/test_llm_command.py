@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from test_llm_generate import Letters, model
 
 from jaxlowbit import _llm
-from jaxlowbit._llm import chat, command
+from jaxlowbit._llm import chat, command, console
 from jaxlowbit._requirements import require_extra
 from jaxlowbit.llm import generate, perplexity
 
@@ -307,6 +308,11 @@ def test_perplexity(name, tmp_path, monkeypatch, capsys):
     expected = perplexity(model(), Letters().encode(text), context=32)
     assert found == expected._asdict()
     assert found["tokens"] == 107
+
+
+def test_numbers_that_json_lacks_are_null(capsys):
+    console.print_json({"perplexity": math.inf, "top": [{1: -math.inf}, (math.nan, 0.5)]})
+    assert last_line(capsys) == {"perplexity": None, "top": [{"1": None}, [None, 0.5]]}
 
 
 def test_bench(capsys):

@@ -222,7 +222,7 @@ def _generate(options: argparse.Namespace) -> None:
             print("\n".join(console.logprobs(model.tokenizer, result)), flush=True)
     if options.json:
         found = [_as_json(result) for result in results]
-        print(json.dumps(found if options.n > 1 else found[0]))
+        console.print_json(found if options.n > 1 else found[0])
 
 
 def _as_json(result: Generation) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def _perplexity(options: argparse.Namespace) -> None:
     size = f"{found.tokens} tokens, context {found.context}"
     print(f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}) of {size}")
     if options.json:
-        print(json.dumps(found._asdict()))
+        console.print_json(found._asdict())
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -311,4 +311,4 @@ def _bench(options: argparse.Namespace) -> None:
         )
         rows.append(found._asdict())
     if options.json:
-        print(json.dumps(rows))
+        console.print_json(rows)

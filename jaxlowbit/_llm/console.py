@@ -1,5 +1,7 @@
 """Reads texts and prints replies for the commands of language models."""
 
+import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,3 +97,16 @@ def _peak() -> str:
     found: Any = jax.devices()[0].memory_stats() or {}
     peak = found.get("peak_bytes_in_use")
     return "" if peak is None else f", device at most {peak / 1e6:,.0f} MB"
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as one line of JSON, which has no infinity and no NaN: these become null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    print(json.dumps(finite(value), allow_nan=False))
