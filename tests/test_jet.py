@@ -1,4 +1,4 @@
-"""`jax.experimental.jet`: Taylor coefficients of products are those of the dequantized weights."""
+"""`jax.experimental.jet`: Taylor coefficients of products equal those of dense products."""
 
 import dataclasses
 

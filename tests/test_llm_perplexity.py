@@ -14,7 +14,7 @@ from jaxlowbit.llm import Decoder, LanguageModel, perplexity
 
 @pytest.mark.parametrize("context", [5, 16, 64])
 def test_perplexity_is_that_of_a_plain_program(context):
-    """Each token but the first is predicted once, from its window alone."""
+    """Each token but the first is predicted once, from its own window."""
     tokens, surprise = LONG, []
     for start in range(0, len(tokens) - 1, context):
         window = tokens[start : start + context + 1]

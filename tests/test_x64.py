@@ -1,6 +1,6 @@
-"""Public functions under `jax_enable_x64`, with arguments of 64 bits and those that float32 rounds.
+"""Public functions under `jax_enable_x64`, with 64-bit arguments and numbers that float32 rounds.
 
-Of `jaxlowbit.llm`, `test_llm_x64.py` says the same.
+`test_llm_sampling.py` has the same tests for `jaxlowbit.llm`.
 """
 
 import contextlib

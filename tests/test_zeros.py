@@ -97,7 +97,7 @@ def test_a_codebook_of_one_sign_takes_the_other_as_zeros(scale):
 
 
 def test_groups_of_zeros_do_not_count_as_scales_too_small():
-    """Most scales of a weight that is pruned by channels or groups are those of zeros."""
+    """If a weight is pruned by channels or groups, zeros have most of its scales."""
     stack, _ = example()
     for pruned in (stack * (np.arange(8) == 7), stack * (np.arange(K)[:, None] < GROUP)):
         assert not floats(pruned, FORMATS["int4-none-int8"])[pruned == 0].any()

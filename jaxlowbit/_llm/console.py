@@ -80,7 +80,7 @@ def statistics(result: Generation, max_new_tokens: int, nbytes: int) -> str:
 
 
 def logprobs(tokenizer: Any, result: Generation) -> Iterator[str]:
-    """A line for each token with its log-probability, and the most likely tokens with theirs."""
+    """Lines with the log-probability of each token, and with the top tokens and theirs."""
     assert result.logprobs is not None
     rows = zip(result.tokens, result.logprobs.chosen, result.logprobs.top, strict=True)
     for token, chosen, top in rows:

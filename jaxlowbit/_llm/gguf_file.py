@@ -1,8 +1,8 @@
 """GGUF files: header, metadata and where tensors lie, every size checked against the file's length.
 
-The format is that of ggml's `docs/gguf.md`, versions 2 and 3, little-endian. The reader of the
-`gguf` package trusts counts and lengths, takes seconds for a vocabulary, and maps no page lazily
-away again; what is read from that package is its table of types.
+ggml's `docs/gguf.md` defines the format; versions 2 and 3 are read, little-endian. The `gguf`
+package supplies only the table of types: its reader trusts counts and lengths, and takes seconds
+for a vocabulary.
 """
 
 import mmap
@@ -141,7 +141,7 @@ class _Header:
         return placed
 
     def _tensor(self, name: str, alignment: int) -> Tensor:
-        """A tensor of the list, its start counted from that of all data."""
+        """The next tensor of the list; its offset counts from the beginning of the data."""
         count = self._number("<I", f"the dimensions of {name!r}")
         if not 1 <= count <= _MOST_DIMENSIONS:
             raise ValueError(

@@ -15,7 +15,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 def is_single(caller: str, prompt: Any) -> bool:
     """Whether this is one prompt: a text, tokens, or a chat; otherwise it is several.
 
-    **Raises:** `TypeError` for what is neither.
+    **Raises:** `TypeError` for other objects.
     """
     if isinstance(prompt, str):
         return True
