@@ -574,6 +574,7 @@ CALLS = {
         llm.LanguageModel, decoder=lambda: language_model().decoder, tokenizer=NONE, report=NONE
     ),
     "generate": call(llm.generate, **PROMPTED),
+    "Session": call(llm.Session, model=lambda: language_model()),
     "stream": call(lambda **arguments: list(llm.stream(**arguments)), "stream", **PROMPTED),
     "perplexity": call(
         llm.perplexity,
@@ -601,7 +602,7 @@ CALLS = {
     ),
 }
 
-RESULTS = ("Generation", "Perplexity", "Speed", "LayerReport", "ParameterReport")
+RESULTS = ("Generation", "Logprobs", "Perplexity", "Speed", "LayerReport", "ParameterReport")
 RESULTS += ("QuantizationReport", "QuantizedVariable", "Packed", "Scale", "Zero", "Permutation")
 RESULTS += ("LayoutVersion", "TensorScale")
 """Classes that this package makes, not its users."""

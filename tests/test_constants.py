@@ -208,7 +208,8 @@ def test_losses_and_exported_programs_with_constants(name):
 
     want = jax.jit(jax.value_and_grad(loss))(x, weight)
     got = jax.jit(jax.value_and_grad(lambda x: loss(x, weight)))(x)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, got, want)  # XLA's own products may add in another order
 
     product = jax.jit(lambda x: x @ weight)
     exported = export.export(product, disabled_checks=EXPORT_CHECKS)(x)

@@ -208,14 +208,15 @@ def path_for(about: Mapping[str, Any]) -> Path:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Hashes]:
-    found = json.loads(path.read_text("utf-8"))
+    found = json.loads(path.read_text(encoding="utf-8"))
     return found["about"], found["hashes"]
 
 
 def write(path: Path, about: Mapping[str, Any], hashes: Hashes) -> None:
     kept = {name: value for name, value in about.items() if name != "site"}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"about": kept, "hashes": hashes}, indent=0) + "\n", "utf-8")
+    text = json.dumps({"about": kept, "hashes": hashes}, indent=0)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> int:

@@ -38,7 +38,11 @@ _DRAWING = (
     ("--presence-penalty", float, "X", "of tokens in the reply: subtracted from their logits"),
     ("--frequency-penalty", float, "X", "as presence, for each time that the token occurs"),
 )
-_SIZES = ("prompt_tokens", "new_tokens", "repeats")  # of `bench`
+_SIZES = {
+    name: inspect.signature(bench).parameters[name].default
+    for name in ("prompt_tokens", "new_tokens", "repeats")
+}
+"""Arguments of `bench`, and their defaults."""
 _SUMMARY = "Runs a language model with low-bit weights: a GGUF file or a folder of safetensors."
 
 
@@ -132,9 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     added = command(_bench, "bench", summary + ", ".join(SHAPES))
     batch = "numbers of sequences, measured one after the other (1)"
     added.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help=batch)
-    defaults = inspect.signature(bench).parameters
-    for name in _SIZES:
-        default, flag = defaults[name].default, f"--{name.replace('_', '-')}"
+    for name, default in _SIZES.items():
+        flag = f"--{name.replace('_', '-')}"
         added.add_argument(flag, type=int, default=default, metavar="N", help="(%(default)s)")
     added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
     return parser

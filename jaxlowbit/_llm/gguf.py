@@ -1,7 +1,6 @@
 """The configuration of a decoder in a GGUF file, and the tensor of each weight."""
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from . import blocks
 from .config import Config, RopeScaling, pattern_of
 from .gguf_file import AGAIN, FLOATS, File, Metadata, Tensor, short
+from .warn import warn_of_file
 
 # --- the configuration ----------------------------------------------------------------------------
 
@@ -192,10 +192,9 @@ def _warn_of_others(known: Metadata) -> None:
     }
     if others:
         listed = ", ".join(f"{key!r}: {short(value)}" for key, value in others.items())
-        warnings.warn(
-            f"load: {known.path} has keys that the decoder here does not know: {listed}; they are "
-            "left out. Compare the model's results with those of llama.cpp.",
-            stacklevel=6,  # the caller of llm.load
+        warn_of_file(
+            f"{known.path} has keys that the decoder here does not know: {listed}; they are "
+            "left out. Compare the model's results with those of llama.cpp."
         )
 
 

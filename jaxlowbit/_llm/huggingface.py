@@ -5,7 +5,6 @@ offsets from 1, and every architecture rotates halves of heads.
 """
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from .config import MOST, Config, pattern_of
 from .entries import check_features, left_out
 from .folder import AGAIN, FLOATS, MLX, Fields, Tensor, read_json, tensors_of
 from .rope_entries import rotation_of
+from .warn import warn_of_file
 
 # --- the configuration ----------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ def config_of(folder: Path) -> Config:
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{path} gives a wrong configuration: {error}") from None
     for sentence in [*sentences, *(x for found in objects for x in left_out(found, architecture))]:
-        warnings.warn(f"load: {sentence}", stacklevel=5)  # the caller of llm.load
+        warn_of_file(sentence)
     return config
 
 
@@ -180,7 +180,7 @@ def _eos(folder: Path, architecture: str, objects: Sequence[Fields]) -> tuple[in
         generation.read |= {"eos_token_id", "bos_token_id"}
         sources.insert(0, generation)
         for sentence in left_out(generation):
-            warnings.warn(f"load: {sentence}", stacklevel=6)  # the caller of llm.load
+            warn_of_file(sentence)
     found: list[int] = []
     for source in sources:
         source.read.add("eos_token_id")
@@ -355,7 +355,7 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
             "get scales as they come."
         )
     for sentence in sentences:
-        warnings.warn(f"load: {sentence}", stacklevel=5)  # the caller of llm.load
+        warn_of_file(sentence)
     return {
         name: scheme.matrix(found[name], scales) if found[name].kind == float8.KIND else found[name]
         for name in expected

@@ -5,7 +5,6 @@ chat templates, by the rules of transformers (`PreTrainedTokenizerBase.from_pret
 """
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import tokenizers
 from .chat_template import TOKEN_NAMES, ChatTemplate
 from .folder import read_json
 from .tokenizer_parts import SPACE, Parts, ends_by_name, of_characters, of_sentencepiece
+from .warn import warn_of_file
 
 USED = frozenset(
     [
@@ -118,10 +118,9 @@ def _check(folder: Path, options: Mapping[str, Any], description: Mapping[str, A
     if options.get("clean_up_tokenization_spaces") is True and (
         not bpe or options.get(force) is True
     ):
-        warnings.warn(
-            f"load: {path}: clean_up_tokenization_spaces is true, but decoded text keeps the "
-            "spaces in front of punctuation here.",
-            stacklevel=2,
+        warn_of_file(
+            f"{path}: clean_up_tokenization_spaces is true, but decoded text keeps the "
+            "spaces in front of punctuation here."
         )
 
 

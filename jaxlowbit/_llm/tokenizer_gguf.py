@@ -1,6 +1,5 @@
 """The tokenizer in the metadata of a GGUF file."""
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from .tokenizer_parts import (
     of_characters,
     of_sentencepiece,
 )
+from .warn import warn_of_file
 
 # The values of tokenizer.ggml.token_type. Tokens of other types have no text.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
@@ -156,7 +156,7 @@ def _check_keys(known: Metadata) -> None:
 
 
 def _warn(known: Metadata, sentence: str) -> None:
-    warnings.warn(f"load: {known.path}: {sentence}.", stacklevel=2)
+    warn_of_file(f"{known.path}: {sentence}.")
 
 
 def _kinds(known: Metadata, tokens: list[str]) -> list[int]:
