@@ -235,11 +235,12 @@ def test_functions_run_with_64_bit_types_and_strict_promotion():
 
 def test_functions_run_without_jit():
     """Also with 64-bit types. The weights are floats and the texts short, to save time."""
+    options: dict[str, Any] = {**EVERYTHING, "max_new_tokens": 1}
 
     def run():
         model = init(SMALL, None)
         return (
-            [x.tokens for x in generate(model, [3, 1, 4], **EVERYTHING | {"max_new_tokens": 1})],
+            [x.tokens for x in generate(model, [3, 1, 4], **options)],
             Session(model).generate([3, 1], max_new_tokens=1).tokens,
             round(perplexity(model, [3, 1, 4], context=2).loss, 3),
         )
