@@ -171,8 +171,13 @@ def test_options_are_refused(options, error, match, tiny):
 def test_paths_are_refused(tmp_path, tiny):
     with pytest.raises(FileNotFoundError, match=r"does not exist; name a \.gguf file"):
         load(tmp_path / "missing.gguf")
+    with pytest.raises(FileNotFoundError, match="the empty path does not exist"):
+        load("")
     with pytest.raises(ValueError, match=r"GGUF files and no config.json; name a file, such as"):
         load(tiny.parent)
+    (tmp_path / "text").write_bytes(b"text")
+    with pytest.raises(ValueError, match=r"begins with b'text', .* name a \.gguf file"):
+        load(tmp_path / "text")
 
 
 # --- damaged GGUF files ---------------------------------------------------------------------------

@@ -60,6 +60,12 @@ class File:
         self.path = Path(path)
         check_pointer(self.path)
         with open(self.path, "rb") as file:
+            magic = file.read(4)
+            if magic != b"GGUF"[: len(magic)]:
+                raise ValueError(
+                    f"{self.path}: the file begins with {magic!r}, but a GGUF file with b'GGUF'; "
+                    "name a .gguf file, or the folder of a Hugging Face model."
+                )
             self.size = os.fstat(file.fileno()).st_size
             if self.size < 24:
                 raise ValueError(
@@ -92,17 +98,10 @@ class File:
 
 
 class _Header:
-    """Reads values one after the other, none beyond the end of the file."""
+    """Reads values after the magic number in sequence, none beyond the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap):
-        self.path, self.data, self.at = path, data, 0
-        magic = data[:4]
-        if magic != b"GGUF":
-            raise ValueError(
-                f"{path}: the file begins with {magic!r}, but a GGUF file with b'GGUF'; name a "
-                ".gguf file, or the folder of a Hugging Face model."
-            )
-        self.at = 4
+        self.path, self.data, self.at = path, data, 4
         version = self._number("<I", "the version")
         if version not in (2, 3):
             swapped = version & 0xFFFF == 0

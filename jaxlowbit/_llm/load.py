@@ -141,10 +141,11 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             f"load: path is {brief(path)}, but it is the path of a .gguf file, or of the folder of "
             "a Hugging Face model."
         )
-    path = Path(path)
-    if not path.exists():
+    given, path = os.fspath(path), Path(path)
+    if not given or not path.exists():
         raise FileNotFoundError(
-            f"load: {path} does not exist; name a .gguf file or the folder of a Hugging Face model."
+            f"load: {given or 'the empty path'} does not exist; name a .gguf file, or the folder "
+            "of a Hugging Face model that is on this machine."
         )
     config, sources, tokenizer = _folder(path) if path.is_dir() else _file(path)
     # A tokenizer may have tokens without a row, which only a prompt can bring up.
