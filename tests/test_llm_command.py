@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,6 +260,23 @@ def test_ctrl_c_ends_a_reply_and_keeps_what_was_said(pieces, after, monkeypatch,
     assert found.out == 2 * f"{''.join(pieces)}\n" and "[interrupted]" in found.err
 
 
+def test_a_terminal_is_told_of_a_long_wait(monkeypatch, capsys):
+    said = threading.Event()
+    monkeypatch.setattr(console, "PATIENCE", 0.0)
+    monkeypatch.setattr(console, "say", lambda text: said.set())
+
+    def pieces():
+        found.append(said.wait(5 if terminal else 0))
+        yield "x"
+
+    found: list[bool] = []
+    for terminal in (True, False):
+        said.clear()
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)  # noqa: B023
+        console.show(pieces(), [])
+    assert found == [True, False] and capsys.readouterr().out == 2 * "x\n"
+
+
 def test_a_reply_that_fails_takes_the_line_back(monkeypatch, capsys):
     class Session(chat.Session):
         def stream(self, prompt: Any, **options):
@@ -332,7 +350,8 @@ def test_bench(capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["generate", "m", "--prompt", "", "--raw"], "the prompt is empty"),
+        (["generate", "m", "--prompt", ""], "--prompt is empty"),
+        (["generate", "m", "--prompt", "x", "--activation-rows", "4"], "--activation-rows 4 chan"),
         (["generate", "m", "--prompt", "x", "--temperature", "-1"], "--temperature is -1.0"),
         (["generate", "m", "--prompt", "x", "--format", "int99"], "bits=99"),
         (["generate", "m", "--prompt", "x", "--raw", "--system", "s"], "--system and --template"),

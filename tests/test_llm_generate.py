@@ -116,13 +116,15 @@ def test_chunks_are_few_sizes():
     assert loop.chunks(1025 + 16) == [32, 512, 512]
 
 
-def test_a_stream_is_what_is_generated():
+def test_a_stream_is_what_is_generated(monkeypatch):
     whole = generate(model(), PROMPT, max_new_tokens=40)
     assert "".join(stream(model(), PROMPT, max_new_tokens=40)) == whole.text
     without = LanguageModel(model().decoder)
-    groups = list(stream(without, PROMPT, max_new_tokens=40))
-    assert [token for group in groups for token in group] == whole.tokens
-    assert [len(group) for group in groups] == [1, 2, 4, 8, 16, 9]
+    for patience, sizes in ((math.inf, [1, 2, 4, 8, 16, 9]), (0.0, [1] * 40)):  # a slow model last
+        monkeypatch.setattr(loop, "_PATIENCE", patience)
+        groups = list(stream(without, PROMPT, max_new_tokens=40))
+        assert [token for group in groups for token in group] == whole.tokens
+        assert [len(group) for group in groups] == sizes
 
 
 def test_draws_are_those_of_the_seed():

@@ -105,7 +105,7 @@ def _lines() -> Iterator[str]:
     if terminal:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")
-        console.say("Ctrl-C ends a reply, Ctrl-D the chat; the first reply waits for compilation")
+        console.say("Ctrl-C ends a reply, Ctrl-D the chat")
     while True:
         try:
             line = _asked() if terminal else _piped()

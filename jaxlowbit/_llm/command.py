@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(run: Any, name: str, summary: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=summary, description=summary)
         added.add_argument("model", metavar="MODEL", help="a GGUF file, or a folder of safetensors")
-        added.add_argument("--format", help="such as int4-g128, to quantize float weights by")
+        added.add_argument("--format", help="of all matrices, such as int4-g128 (that of the file)")
         added.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
         inputs = "to which blocks round the inputs of products with quantized weights"
         dtypes = [str(dtype) for dtype in activations.VALUES]
@@ -154,6 +154,11 @@ def _format(name: str | None) -> Format | None:
 
 
 def _decoding(options: argparse.Namespace) -> dict[str, Any]:
+    if options.activation_rows is not None and options.activation_dtype is None:
+        raise ValueError(
+            f"--activation-rows {options.activation_rows} changes nothing without "
+            "--activation-dtype; set both."
+        )
     return {
         "dtype": options.dtype,
         "activation_dtype": options.activation_dtype,
@@ -197,6 +202,8 @@ def _generate(options: argparse.Namespace) -> None:
     if text == "-":
         text = console.text_of("--prompt", text).removesuffix("\n")
     console.check_unicode("--prompt", text)
+    if not text:
+        raise ValueError("--prompt is empty; there must be a text to answer.")
     if options.raw and (options.system or options.template_option):
         raise ValueError(
             "--system and --template-option are for the chat template, but --raw leaves it out; "

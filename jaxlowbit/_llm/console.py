@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import jax
 
 from .generate import Generation
+
+PATIENCE = 2.0  # seconds before a notice
 
 
 def text_of(option: str, source: str) -> str:
@@ -54,14 +57,24 @@ def check_unicode(option: str, text: str) -> str:
 
 
 def show(pieces: Iterator[str], said: list[str]) -> Generation:
-    """Prints pieces of `stream` as they come, adds them to `said`, and ends the line."""
-    while True:
-        try:
+    """Prints pieces of `stream` as they come, adds them to `said`, and ends the line.
+
+    A terminal gets a notice if the first piece takes long: a new length may compile a program.
+    """
+    waiting = threading.Timer(PATIENCE, say, ["reading the prompt; a new length compiles once"])
+    waiting.daemon = True
+    if sys.stderr.isatty():
+        waiting.start()
+    try:
+        while True:
             said.append(next(pieces))
-        except StopIteration as end:
-            print(flush=True)
-            return end.value
-        print(said[-1], end="", flush=True)
+            waiting.cancel()
+            print(said[-1], end="", flush=True)
+    except StopIteration as end:
+        print(flush=True)
+        return end.value
+    finally:
+        waiting.cancel()
 
 
 def say(message: str) -> None:

@@ -6,6 +6,7 @@ size of a chunk are powers of two, so that another prompt, and another token, co
 """
 
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from .sampling import NOT_A_NUMBER, Counts, Sampling, random_key, sample
 LARGEST_CHUNK = 512  # tokens of a prompt that one call takes
 SMALLEST_CHUNK = 16
 _TOKENS = 32  # that one call draws at most
+_PATIENCE = 0.1  # seconds of a call from which `growing` adds no tokens to the next
 
 _EOS, _LENGTH = -1, -2
 FINISHES = {_EOS: "eos", _LENGTH: "length", NOT_A_NUMBER: "nan"}
@@ -119,7 +121,8 @@ def run(
 
     The batch contains `n` sequences of each prompt, one after the other. Each ends by `config.eos`,
     unless `endless`, by `max_new_tokens`, and by the context; the loop ends with the last of them.
-    With `kept`, for one prompt, only the tokens after a prefix that it contains are read.
+    With `kept`, for one prompt, only the tokens after a prefix that it contains are read. With
+    `growing`, the first group is one token, and groups double while they take less than 0.1 s.
     """
     kept = Kept() if kept is None else kept
     config, longest = model.config, max(map(len, prompts))
@@ -145,18 +148,20 @@ def run(
     key, size = random_key(seed), 1
     count = 0  # drawing nothing compiles the loop, so that whoever measures time starts after that
     while True:
+        began = time.perf_counter()
         drawn, state = draw(state, np.int32(count), ends, key, sampling, logprobs)
         if n == 1:
             kept.cache = state.cache
         drawn = Drawn(*(None if x is None else np.asarray(x)[:, :count] for x in drawn))
         if n == 1:
             kept.tokens = kept.tokens + [token for token in drawn.tokens[0].tolist() if token >= 0]
+        if count > 0 and time.perf_counter() - began < _PATIENCE:
+            size = min(2 * size, _TOKENS)
         yield drawn
         left -= count
         if left == 0 or (count > 0 and (drawn.tokens[:, -1] < 0).all()):
             return
         count = min(left, size if growing else _TOKENS)
-        size = min(2 * size, _TOKENS)
 
 
 def _read(
