@@ -104,8 +104,8 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(
-            f"{path} is missing, but the folder of a Hugging Face model has it; name such a folder, "
-            f"{AGAIN}, or name a .gguf file."
+            f"{path} is missing, but the folder of a Hugging Face model has it; {AGAIN}, or name "
+            "such a folder or a .gguf file."
         ) from None
     except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
         raise ValueError(f"{path} is no JSON ({error}); {AGAIN}.") from None

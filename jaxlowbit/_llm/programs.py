@@ -24,7 +24,7 @@ from .sampling import NOT_A_NUMBER, Counts, Sampling, random_key, sample
 LARGEST_CHUNK = 512  # tokens of a prompt that one call takes
 SMALLEST_CHUNK = 16
 _TOKENS = 32  # that one call draws at most
-_PATIENCE = 0.1  # seconds of a call from which `growing` adds no tokens to the next
+_PATIENCE = 0.1  # seconds; with `growing`, a longer call is followed by one of the same size
 
 _EOS, _LENGTH = -1, -2
 FINISHES = {_EOS: "eos", _LENGTH: "length", NOT_A_NUMBER: "nan"}
