@@ -1,0 +1,40 @@
+"""tools/count_calls.py: how many functions run for one product."""
+
+import count_calls
+import pytest
+
+MOST = 87
+"""Functions that run while a product is traced and lowered: lower it, never raise it."""
+
+
+@pytest.mark.parametrize("rows", count_calls.ROWS)
+def test_python_functions_of_a_product(rows):
+    counted = count_calls.count_python(rows)
+    names = [function.name for function in counted.functions]
+    assert len(names) <= MOST, names
+    assert [function for function in counted.functions if function.lines > 60] == []
+    assert counted.depth < 10 and "QuantizedArray.__rmatmul__" in names
+
+
+def test_what_is_counted(tmp_path):
+    """Lambdas and methods, each once, without comprehensions and the functions of others."""
+    source = tmp_path / "package" / "module.py"
+    source.parent.mkdir()
+    source.write_text(
+        "class A:\n"
+        "    def method(self):\n"
+        "        '''A docstring\n\n        of three lines.'''\n"
+        "        return sorted([1, 2], key=lambda x: -x)\n\n"
+        "def run():\n"
+        "    return [A().method() for _ in range(2)]\n"
+    )
+    scope = {}
+    exec(compile(source.read_text(), str(source), "exec"), scope)
+    found, depth = count_calls.python_calls(scope["run"], source.parent)
+    functions = [count_calls._python_function(code, source.parent) for code in found]
+    assert [(f.name, f.line, f.lines) for f in functions] == [
+        ("run", 8, 2),
+        ("A.method", 2, 2),
+        ("A.method.<locals>.<lambda>", 6, 1),
+    ]
+    assert depth == 3 and functions[0].file == "package/module.py"
