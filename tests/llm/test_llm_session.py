@@ -1,22 +1,13 @@
 """`jaxlowbit.llm.Session`: a call reads only the tokens that are new."""
 
-import functools
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import pytest
-from decoders import CONFIGS
-from test_llm_generate import LONG, PROMPT, SHORT, Letters, weights
+from language_models import LONG, PROMPT, SHORT, model
 
 from jaxlowbit._llm import memory, programs
-from jaxlowbit.llm import Decoder, LanguageModel, Session, generate
-
-
-@functools.cache
-def model(name="llama", **changes):
-    config = CONFIGS[name].replace(**changes)
-    return LanguageModel(Decoder(config, weights(name), dtype=jnp.float32), Letters())
+from jaxlowbit.llm import Session, generate
 
 
 @pytest.fixture

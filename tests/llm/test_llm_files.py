@@ -372,4 +372,4 @@ def test_importing_jaxlowbit_imports_none_of_this():
         "import sys, jaxlowbit; names = ['gguf', 'tokenizers', 'jinja2', 'safetensors', 'tqdm', "
         "'flax', 'jaxlowbit._llm']; assert not [n for n in names if n in sys.modules]"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
 
-PAGE = (Path(__file__).parents[1] / "docs/flax.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/flax.md").read_text()
 DENSE = {"precision", "dot_general", "dot_general_cls"}
 LAYERS: dict[tuple[Any, Any], set[str]] = {
     (nnx.Linear, jl_nnx.QuantizedLinear): {"precision", "dot_general"},

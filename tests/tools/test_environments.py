@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RUN = (ROOT / ".ci/run").read_text()
 LISTED = tomllib.loads((ROOT / ".ci/environments.toml").read_text())
 ENVIRONMENTS, OTHERS = LISTED["environments"], LISTED["others"]

@@ -21,7 +21,7 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 
 # All that the documentation claims; otherwise a part of it.
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-TEXT = (Path(__file__).parents[1] / "examples/data/northanger_abbey.txt").read_text()
+TEXT = (Path(__file__).parents[2] / "examples/data/northanger_abbey.txt").read_text()
 QUESTIONS = [
     "What is photosynthesis?",
     "What is the capital of France?",

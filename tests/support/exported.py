@@ -1,8 +1,8 @@
 """A program of this release with its arguments and results, for later releases to run.
 
-`python tests/exported.py` writes `tests/data/exported-VERSION.npz`, once for each release, with a
-build that has CUDA kernels and the oldest JAX that it supports: newer ones read what that writes,
-for six months at least. `test_export.py` runs all of them.
+`python tests/support/exported.py` writes `tests/data/exported-VERSION.npz`, once for each release,
+with a build that has CUDA kernels and the oldest JAX that it supports: newer ones read that for at
+least six months. `test_export.py` runs all of them.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from jax import Array, export
 import jaxlowbit as jl
 from jaxlowbit import Format, QuantizedArray
 
-FOLDER = Path(__file__).parent / "data"
+FOLDER = Path(__file__).parents[1] / "data"
 SIZE = 64
 
 

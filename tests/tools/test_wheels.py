@@ -10,7 +10,7 @@ import wheel_size
 
 from jaxlowbit._requirements import OLDEST
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
 
 
 def test_a_wheel_that_is_too_large_fails(tmp_path, capsys, monkeypatch):
@@ -36,7 +36,7 @@ def test_wheels_have_the_kernels_of_the_makefile():
     """Nothing but what `make wheel` passes to CMake goes into the wheels of the workflow."""
     settings = PROJECT["tool"]["cibuildwheel"]["config-settings"]
     assert settings == {"cmake.define.JAXLOWBIT_CUDA": "ON"}
-    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     assert "-Ccmake.define.JAXLOWBIT_CUDA=$(CUDA)" in makefile
 
 
@@ -51,7 +51,7 @@ def test_the_versions_that_imports_ask_for_are_those_of_the_project():
 def test_nothing_is_compiled_where_scikit_build_core_clears():
     """It removes `build/<tag>/CMakeFiles` when pip has made another environment for the build, so
     objects lie in folders of their own, and compile lines name no path of that environment."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     commands = r"^\s*(add_library|add_executable|nanobind_add_module)\("
     assert not re.search(commands, (root / "CMakeLists.txt").read_text(), re.MULTILINE)
     own = (root / "xla_ffi/CMakeLists.txt").read_text()

@@ -9,8 +9,16 @@ import pytest
 
 from jaxlowbit._backends import extension
 
-NAMES = ("matmul", "microscaling", "codebooks", "cpu_activations")
-FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in NAMES]
+ROOT = Path(__file__).parents[2]
+FILES = [
+    str(ROOT / "tests" / file)
+    for file in (
+        "core/test_codebooks.py",
+        "core/test_microscaling.py",
+        "kernels/test_cpu_activations.py",
+        "matmul/test_matmul.py",
+    )
+]
 SOME = "(identity or nan_and_infinity or overflow or codes_of) and cpu"
 PROGRAM = f"""
 import sys
@@ -25,9 +33,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", {SOME!r}, *{FILES!r}
 def test_products_of_an_instruction_set(isa):
     environment = os.environ | {"JAXLOWBIT_CPU_ISA": isa}
     run = [sys.executable, "-c", PROGRAM, isa]
-    found = subprocess.run(
-        run, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True
-    )
+    found = subprocess.run(run, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
     assert " passed" in found.stdout
 

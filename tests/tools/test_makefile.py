@@ -9,7 +9,7 @@ from pathlib import Path
 import gpu_architectures
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEFINED = "-Ccmake.define.CMAKE_CUDA_ARCHITECTURES="
 
 

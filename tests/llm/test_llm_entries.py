@@ -18,7 +18,7 @@ from model_files import metadata  # noqa: E402
 
 from jaxlowbit._llm import entries, gguf, gguf_file, huggingface  # noqa: E402
 
-DATA = json.loads((Path(__file__).parent / "data" / "config_entries.json").read_text())
+DATA = json.loads((Path(__file__).parents[1] / "data" / "config_entries.json").read_text())
 LLAMA_KEYS = DATA.pop("llama.cpp")
 CLASSES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3")
 SIZES = {

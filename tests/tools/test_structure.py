@@ -17,7 +17,7 @@ from jaxlowbit import INT4, quantize, quantized_matmul
 from jaxlowbit._matmul import call, primitive
 
 PACKAGE = Path(jaxlowbit.__file__).parent
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # Rooms, lowest first: a module imports from its own room and from lower ones. Rooms of one rank
 # do not know each other.
@@ -139,6 +139,17 @@ def test_text_files_are_utf8_whatever_the_locale():
     places = [*PACKAGE.rglob("*.py"), *(path for room in rooms for path in room.glob("*.py"))]
     found = {str(path): [*unencoded(path)] for path in places}
     assert not {path: lines for path, lines in found.items() if lines}
+
+
+def test_tests_are_in_folders_and_their_names_are_unique():
+    """conftest.py names test files without their folders."""
+    files = [*(ROOT / "tests").rglob("*.py")]
+    assert {path for path in files if path.parent.parent != ROOT / "tests"} == {
+        ROOT / "tests/conftest.py"
+    }
+    assert len({path.name for path in files}) == len(files)
+    # A package tests/flax would hide Flax.
+    assert "__init__.py" not in {path.name for path in files}
 
 
 def test_layers_of_both_flax_apis_share_no_module_of_one():

@@ -24,7 +24,7 @@ from jaxlowbit import llm as jl_llm
 from jaxlowbit import nnx as jl_nnx
 from jaxlowbit import tune as jl_tune
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUICKSTART = (ROOT / "examples/quickstart.py").read_text()  # test_examples.py runs it
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 

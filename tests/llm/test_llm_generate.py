@@ -1,19 +1,18 @@
 """`jaxlowbit.llm.generate` and `stream`: prompts, chunks, batches, sampling and their ends."""
 
-import codecs
 import collections
 import functools
 import math
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import CONFIGS, LLAMA, floats, random, reference
+from decoders import CONFIGS, LLAMA, floats, reference
 from flax import nnx
+from language_models import LONG, PROMPT, SHORT, Letters, model, weights
 
 from jaxlowbit._llm import memory
 from jaxlowbit._llm import programs as loop
@@ -21,40 +20,6 @@ from jaxlowbit._llm.cache import make_cache
 from jaxlowbit._llm.sampling import Sampling
 from jaxlowbit._llm.text import Text
 from jaxlowbit.llm import Decoder, LanguageModel, generate, stream
-
-RNG = np.random.default_rng(2)
-PROMPT = RNG.integers(0, LLAMA.vocabulary, 21).tolist()
-SHORT = RNG.integers(0, LLAMA.vocabulary, 3).tolist()
-LONG = RNG.integers(0, LLAMA.vocabulary, 45).tolist()
-
-
-class Letters:
-    """A tokenizer whose tokens are bytes."""
-
-    def encode(self, text, *, bos=None):
-        return list(text.encode())
-
-    def decode(self, tokens, *, special=False):
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
-
-    def decode_stream(self):
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        finish = functools.partial(decoder.decode, b"", final=True)
-        return SimpleNamespace(push=lambda token: decoder.decode(bytes([token])), finish=finish)
-
-    def chat(self, messages, add_generation_prompt=True):
-        return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
-
-
-@functools.cache
-def weights(name):
-    return random(CONFIGS[name])
-
-
-@functools.cache
-def model(name="llama", **changes):
-    config = CONFIGS[name].replace(**changes)
-    return LanguageModel(Decoder(config, weights(name), dtype=jnp.float32), Letters())
 
 
 # The others turn heads by other angles, and are compared in test_llm_model.py.

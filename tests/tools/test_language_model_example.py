@@ -13,7 +13,7 @@ from jaxlowbit._core.format_table import NAMED
 for package in ("gguf", "jinja2", "matplotlib", "tokenizers"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "language_model.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model.py"
 
 
 @pytest.fixture(scope="module")

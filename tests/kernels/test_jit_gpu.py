@@ -138,8 +138,8 @@ def main(case: str) -> None:
 
 
 def start(case: str, cache: Path | str | None, **env: str) -> subprocess.Popen[str]:
-    tests, tools = Path(__file__).parent, Path(run_programs.__file__).parent
-    paths = [str(tests), str(tools), *filter(None, [os.environ.get("PYTHONPATH")])]
+    support, tools = Path(__file__).parents[1] / "support", Path(run_programs.__file__).parent
+    paths = [str(support), str(tools), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAXLOWBIT_TUNED": "",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import LLAMA, floats, reference
-from test_llm_generate import PROMPT, SHORT, model, weights
+from language_models import PROMPT, SHORT, model, weights
 
 from jaxlowbit import INT8
 from jaxlowbit._llm.sampling import Counts, Sampling, random_key, sample

@@ -16,14 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_llm_generate import Letters, model
+from language_models import Letters, model
 
 from jaxlowbit import _llm
 from jaxlowbit._llm import chat, command, console
 from jaxlowbit._requirements import require_extra
 from jaxlowbit.llm import generate, perplexity
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GREEDY = ["--temperature", "0", "--max-new-tokens", "4"]
 
 
