@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "xla_ffi/cpu/qmm_cpu.h"
+#include "cpu/qmm_cpu.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -15,8 +15,8 @@
 #include <iterator>
 #include <string_view>
 
-#include "xla_ffi/cpu/convert.h"
-#include "xla_ffi/cpu/tuning.h"
+#include "cpu/convert.h"
+#include "cpu/tuning.h"
 
 namespace jaxlowbit {
 namespace {

@@ -7,5 +7,5 @@
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,avx2,fma")))
 #define JAXLOWBIT_LANES 16
 #define JAXLOWBIT_REGISTERS 32
-#include "xla_ffi/cpu/qmm_clone.inc"
+#include "cpu/qmm_clone.inc"
 #endif

@@ -10,9 +10,9 @@
 #include <memory>
 #include <vector>
 
+#include "cpu/attend_cpu.h"
+#include "cpu/rows_cpu.h"
 #include "cuda/problem.h"
-#include "xla_ffi/cpu/attend_cpu.h"
-#include "xla_ffi/cpu/rows_cpu.h"
 
 namespace jaxlowbit {
 

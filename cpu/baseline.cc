@@ -7,4 +7,4 @@
 #else
 #define JAXLOWBIT_REGISTERS 32
 #endif
-#include "xla_ffi/cpu/qmm_clone.inc"
+#include "cpu/qmm_clone.inc"

@@ -4,5 +4,5 @@
 #define JAXLOWBIT_TARGET __attribute__((target("avx2,fma")))
 #define JAXLOWBIT_LANES 8
 #define JAXLOWBIT_REGISTERS 16
-#include "xla_ffi/cpu/qmm_clone.inc"
+#include "cpu/qmm_clone.inc"
 #endif

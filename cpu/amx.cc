@@ -9,5 +9,5 @@
 #define JAXLOWBIT_LANES 16
 #define JAXLOWBIT_REGISTERS 32
 #define JAXLOWBIT_AMX
-#include "xla_ffi/cpu/qmm_clone.inc"
+#include "cpu/qmm_clone.inc"
 #endif

@@ -4,5 +4,5 @@
 #define JAXLOWBIT_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define JAXLOWBIT_LANES 16
 #define JAXLOWBIT_REGISTERS 32
-#include "xla_ffi/cpu/qmm_clone.inc"
+#include "cpu/qmm_clone.inc"
 #endif
