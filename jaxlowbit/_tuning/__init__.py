@@ -1,1 +1,1 @@
-"""Choices of kernels: devices, `explain`, tables of measured choices, and how they are measured."""
+"""The commands about kernels: `info`, `explain`, `tune` and `compile`; and tables of measured choices."""
