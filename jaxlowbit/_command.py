@@ -74,7 +74,7 @@ SUBCOMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command with `arguments`, by default those of the process."""
+    """Runs the command; None for `arguments` takes the arguments of the process."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     run_command(" ".join(["jaxlowbit", *given[:1]]), lambda: _run(given))
 

@@ -122,12 +122,12 @@ def test_what_a_command_ends_with(capsys):
 
 def test_a_missing_extra_is_one_line(monkeypatch, capsys):
     def missing(name, package):
-        raise ModuleNotFoundError('jaxlowbit.llm: jinja2 is not installed; pip install "x" brings it.')
+        raise ModuleNotFoundError("jaxlowbit.llm: jinja2 is not installed; pip install it.")
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(SystemExit, match=r"^1$"):
         main(["chat", "model.gguf"])
-    said = 'jaxlowbit chat: jinja2 is not installed; pip install "x" brings it.\n'
+    said = "jaxlowbit chat: jinja2 is not installed; pip install it.\n"
     assert capsys.readouterr().err == said
 
 

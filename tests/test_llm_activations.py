@@ -14,8 +14,8 @@ from helpers import dequantized
 from jax.sharding import AxisType
 
 from jaxlowbit import INT4, QuantizedArray, quantize_activations
-from jaxlowbit._composite.rms_norm import rms_norm
 from jaxlowbit._command import main
+from jaxlowbit._composite.rms_norm import rms_norm
 from jaxlowbit._llm import command, model
 from jaxlowbit._llm.sharding import Division
 from jaxlowbit.llm import Decoder, LanguageModel, generate, init, load, shard

@@ -203,9 +203,7 @@ def test_a_table_of_elsewhere_is_not_used(tmp_path, home, monkeypatch, changes, 
     driver(tmp_path, model)
     tables.write(tables.path_for(H200.name), table(**changes))
     monkeypatch.setenv(tables.VARIABLE, str(tables.path_for(H200.name)))
-    with pytest.warns(
-        RuntimeWarning, match=rf"{said}.* Run jaxlowbit tune again"
-    ) as all:
+    with pytest.warns(RuntimeWarning, match=rf"{said}.* Run jaxlowbit tune again") as all:
         tables.load()
     assert len(all) == 1 and "measured" not in explained(16)
     if model != H200.name:  # a cache that machines share

@@ -129,7 +129,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _as_command(command: Run) -> Run:
-    """Prepares the process for a command, and makes its errors those of the command line."""
+    """Wraps a command: prepares the process, and rewrites errors for the command line."""
 
     def run(options: argparse.Namespace) -> None:
         keep_programs()

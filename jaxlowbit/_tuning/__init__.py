@@ -1,1 +1,1 @@
-"""The commands about kernels: `info`, `explain`, `tune` and `compile`; and tables of measured choices."""
+"""Commands about kernels (`info`, `explain`, `tune`, `compile`), and tables of measured choices."""

@@ -1,4 +1,4 @@
-"""`explain`: what a product would run, without running it; and the command `jaxlowbit explain`."""
+"""`explain`, which names the kernel of a product without running it, and its command."""
 
 import argparse
 import functools

@@ -20,6 +20,7 @@ from .weights import add_arguments, check_tokens, find, untuned
 
 TOKENS = tuple(2**i for i in range(13))
 
+
 def tune(
     weights: Any,
     *,
