@@ -56,6 +56,14 @@ def test_help_lists_the_commands_without_jax(tmp_path):
     assert started("other", path=tmp_path).returncode == 2
 
 
+def test_standard_streams_that_the_caller_closed(monkeypatch):
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, None)
+    main(["info"])
+    with sys.stdin, sys.stdout:
+        assert sys.stdin.read() == ""
+
+
 def test_ctrl_c_while_jax_is_imported(tmp_path):
     (tmp_path / "jax.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # or children may ignore it
