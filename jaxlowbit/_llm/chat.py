@@ -100,8 +100,11 @@ def chat(model: Any, conversation: Conversation, options: dict[str, Any], summar
 
 
 def _lines() -> Iterator[str]:
-    """The lines of standard input that are not empty; a terminal is asked for them."""
-    terminal = sys.stdin.isatty()
+    """The lines of standard input that are not empty; a terminal is asked for them.
+
+    **Raises:** `KeyboardInterrupt` for the second Ctrl-C in sequence at the prompt of a terminal.
+    """
+    terminal, interrupted = sys.stdin.isatty(), False
     if terminal:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")
@@ -113,9 +116,17 @@ def _lines() -> Iterator[str]:
             if terminal:
                 print(file=sys.stderr, flush=True)
             return
+        except KeyboardInterrupt:
+            if interrupted or not terminal:
+                raise
+            interrupted = True
+            print(file=sys.stderr, flush=True)
+            console.say("Ctrl-D ends the chat, and so does another Ctrl-C")
+            continue
         except ValueError as error:
             console.say(f"{sentence(error)} It is ignored.")
             continue
+        interrupted = False
         if line.strip():
             yield line
 

@@ -294,13 +294,19 @@ def test_a_reply_that_fails_takes_the_line_back(monkeypatch, capsys):
     assert found.err.startswith("[the cache does not fit]\n")
 
 
-@pytest.mark.parametrize(("key", "status"), [(EOFError, None), (KeyboardInterrupt, 130)])
-def test_keys_at_the_prompt_of_a_terminal(key, status, monkeypatch, capsys):
-    asked = iter(["a"])
+CTRL_C, CTRL_D = KeyboardInterrupt, EOFError
+
+
+@pytest.mark.parametrize(
+    ("keys", "status"), [([CTRL_D], None), ([CTRL_C, "a", CTRL_C, CTRL_C], 130)]
+)
+def test_keys_at_the_prompt_of_a_terminal(keys, status, monkeypatch, capsys):
+    asked = iter(["a", *keys])
 
     def answer(prompt):
-        for line in asked:
-            return line
+        key = next(asked)
+        if isinstance(key, str):
+            return key
         raise key
 
     monkeypatch.setattr("builtins.input", answer)
@@ -311,6 +317,7 @@ def test_keys_at_the_prompt_of_a_terminal(key, status, monkeypatch, capsys):
         main(arguments)
     else:
         assert failed(arguments, capsys)[0] == status
+    assert next(asked, None) is None
 
 
 # --- measurements ---------------------------------------------------------------------------------
