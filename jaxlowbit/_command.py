@@ -110,7 +110,7 @@ def _open_closed() -> None:
     """Gives the process empty files for standard streams that its caller closed, as by `<&-`."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  as they are
 
 
 def sentence(error: Exception) -> str:

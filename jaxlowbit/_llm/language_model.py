@@ -12,6 +12,7 @@ from flax import nnx
 from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
+from . import memory
 from .config import Config, check_config
 from .load import Header, read, read_header
 from .model import Decoder, check_rows
@@ -113,7 +114,8 @@ def load(
     **Raises:** before a weight is read, `TypeError` for arguments that are none of these,
     `FileNotFoundError` if there is no such path, `ValueError` for a damaged file, an unknown
     architecture, type or tokenizer and tensors that are missing or of another shape, each with its
-    name, for rules that decide about no matrix, and what `shard` raises.
+    name, for rules that decide about no matrix, and for weights that memory lacks; what `shard`
+    raises.
     """
     dtype = default_dtype() if dtype is None else dtype
     activation_dtype = arguments.activation_dtype("load", activation_dtype)
@@ -153,8 +155,8 @@ def init(
 
     **Returns:** a `LanguageModel` without a tokenizer.
 
-    **Raises:** `TypeError` and `ValueError` for arguments that are none of these, and what `shard`
-    raises.
+    **Raises:** `TypeError` and `ValueError` for arguments that are none of these, `ValueError` for
+    weights that memory lacks, and what `shard` raises.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
@@ -167,6 +169,8 @@ def init(
     dtype = default_dtype() if dtype is None else checks.compute_dtype("init", "dtype", dtype)
     activation_dtype = arguments.activation_dtype("init", activation_dtype)
     check_rows("init", activation_rows)
+    shapes = config.shapes()
+    memory.check_weights("init", shapes, dict.fromkeys(shapes, format), dtype, mesh)
     weights = random_weights(config, format, seed=seed, dtype=dtype, mesh=mesh)
     decoding = {"dtype": dtype, "activation_dtype": activation_dtype, "mesh": mesh}
     decoding["activation_rows"] = activation_rows

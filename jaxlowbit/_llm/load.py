@@ -18,7 +18,7 @@ from .._core.checks import boolean, brief, compute_dtype
 from .._core.format import Format, as_format
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
-from . import blocks, float8, gguf, huggingface
+from . import blocks, float8, gguf, huggingface, memory
 from .config import Config
 from .folder import check_folder
 from .sharding import Division
@@ -220,10 +220,9 @@ def read(
     path, config, tokenizer, sources = path if isinstance(path, Header) else read_header(path)
     shapes = config.shapes()
     formats = _formats(format, rules, [name for name, shape in shapes.items() if len(shape) == 2])
-    division = None
-    if mesh is not None:
-        found = {name: formats.get(name) or source.format for name, source in sources.items()}
-        division = Division.of("load", config, mesh, found)
+    found = {name: formats.get(name) or source.format for name, source in sources.items()}
+    division = None if mesh is None else Division.of("load", config, mesh, found)
+    memory.check_weights("load", shapes, found, dtype, mesh)
     weights: dict[str, QuantizedArray | Array] = {}
     reports = []
     total = sum(source.nbytes for source in sources.values())

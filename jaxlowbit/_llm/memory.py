@@ -1,6 +1,13 @@
 """Whether what a call is about to make fits in memory."""
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+
+from .._core.format import Format
 
 
 def check(caller: str, needed: int, what: str) -> None:
@@ -10,6 +17,29 @@ def check(caller: str, needed: int, what: str) -> None:
         raise ValueError(
             f"{caller}: {what} needs {needed:,} bytes for its cache and logits, but {left:,} are "
             "left; use fewer prompts at a time, or generate fewer tokens."
+        )
+
+
+def check_weights(
+    caller: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    formats: Mapping[str, Format | None],
+    dtype: Any,
+    mesh: jax.sharding.Mesh | None,
+) -> None:
+    """Checks that weights fit, without their scales; those without a format are in `dtype`.
+
+    **Raises:** `ValueError` if the device has less memory left.
+    """
+    wide, bits, left = 8 * jnp.dtype(dtype).itemsize, 0, available()
+    for name, shape in shapes.items():
+        format = formats.get(name)
+        bits += math.prod(shape) * (wide if format is None else format.bits)
+    needed = bits // 8 // (1 if mesh is None else mesh.size)
+    if left is not None and needed > left:
+        raise ValueError(
+            f"{caller}: the weights need {needed:,} bytes, but {left:,} are left; use a format of "
+            "fewer bits, or divide the model over more devices."
         )
 
 

@@ -32,7 +32,9 @@ for package in ("jinja2", "safetensors", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 
+from jaxlowbit import llm  # noqa: E402
 from jaxlowbit._llm import gguf as files  # noqa: E402
+from jaxlowbit._llm import memory  # noqa: E402
 from jaxlowbit._llm.tokenizer import Tokenizer  # noqa: E402
 
 MIXTURE = ("Q4_K", "Q6_K", "Q8_0", "Q4_1", "F16")
@@ -166,6 +168,14 @@ def test_scales_of_another_dtype(tiny):
 def test_options_are_refused(options, error, match, tiny):
     with pytest.raises(error, match=match):
         load(tiny, **options)
+
+
+def test_weights_that_memory_lacks_are_not_read(tiny, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda: 1000)
+    config = llm.Config("llama", 1, 64, 2, 1, 32, 128, 256, 128)
+    for make in (lambda: load(tiny), lambda: llm.init(config)):
+        with pytest.raises(ValueError, match=r": the weights need .* bytes, but 1,000 are left"):
+            make()
 
 
 def test_paths_are_refused(tmp_path, tiny):
