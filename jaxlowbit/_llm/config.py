@@ -8,13 +8,9 @@ from typing import Any, Literal
 import numpy as np
 
 from .._core.checks import brief
+from .architectures import ARCHITECTURES, Activation, NormPlacement, RopePairs
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-
-RopePairs = Literal["neighbours", "halves"]
 RopeKind = Literal["linear", "llama3", "yarn", "factors"]
-Activation = Literal["silu", "gelu_tanh"]
-NormPlacement = Literal["pre", "pre_and_post"]
 
 # Sizes beyond these are of no model; a file that names them is damaged.
 MOST = {
@@ -150,12 +146,12 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a decoder of one of five architectures computes; the sizes of its weights.
+    """The parts and sizes of a decoder.
 
     **Arguments:**
 
-    - `architecture`: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"` or `"gemma3"`; a name only, all
-      that differs is in the other fields.
+    - `architecture`: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"` or `"gemma3"`; only a name: the
+      other fields hold everything that differs.
     - `layers`, `width`, `heads`, `kv_heads`, `head_size`, `hidden`, `vocabulary`: sizes. Heads of
       keys and values divide those of queries; `hidden` is that of the gated MLP.
     - `context`: the most positions.
@@ -216,7 +212,7 @@ class Config:
     eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _one_of("Config", "architecture", self.architecture, ARCHITECTURES)
+        _one_of("Config", "architecture", self.architecture, tuple(ARCHITECTURES))
         for name, most in MOST.items():
             _size("Config", name, getattr(self, name), most)
         if self.heads % self.kv_heads:

@@ -67,14 +67,15 @@ class Scheme:
     floats: tuple[str, ...]
     left_out: tuple[str, ...]
 
-    def layout_of(self, module: str) -> Layout | None:
-        """The layout of the scales of a module, None where it stays floats."""
-        if any(_named(module, name) for name in self.floats):
+    def layout_of(self, module: str, *, embedding: bool = False) -> Layout | None:
+        """The layout of the scales of a module, None if it stays floats."""
+
+        def listed(names: tuple[str, ...]) -> bool:
+            return any(_named(module, name, embedding) for name in names)
+
+        if listed(self.floats):
             return None
-        fitting = (
-            layout for names, layout in self.groups if any(_named(module, name) for name in names)
-        )
-        return next(fitting, None)
+        return next((layout for names, layout in self.groups if listed(names)), None)
 
     def has_scale(self, tensor: str) -> bool:
         """Whether a tensor holds the scales of another, by its name."""
@@ -98,14 +99,17 @@ class Scheme:
                     f"{KIND}; {AGAIN}."
                 )
 
-    def matrix(self, weight: Tensor, scales: dict[str, Tensor]) -> "Matrix":
-        """A matrix with its scales, of all in the folder by their names.
+    def matrix(self, weight: Tensor, scales: dict[str, Tensor], *, embedding: bool) -> "Matrix":
+        """A matrix with its scales.
 
-        **Raises:** `ValueError` where config.json has none for it, and for scales that are missing,
+        **Arguments:** `scales`: all of the folder, by name; `embedding`: whether the matrix is the
+        embedding table.
+
+        **Raises:** `ValueError` if config.json has none for it, and for scales that are missing,
         of another type or shape.
         """
         module, where = weight.name.removesuffix(".weight"), f"{weight.file}: tensor"
-        layout = self.layout_of(module)
+        layout = self.layout_of(module, embedding=embedding)
         if layout is None:
             raise ValueError(
                 f"{where} {weight.name!r} is {KIND}, but by config.json {module!r} stays floats, "
@@ -319,9 +323,9 @@ def _names(entries: Fields, key: str) -> list[str]:
     return found
 
 
-def _named(module: str, name: str) -> bool:
+def _named(module: str, name: str, embedding: bool) -> bool:
     if name.startswith("re:"):
         return re.match(name.removeprefix("re:"), module) is not None
     if name in _CLASSES:
-        return module.endswith("embed_tokens") == (name == "Embedding")
+        return embedding == (name == "Embedding")
     return module == name

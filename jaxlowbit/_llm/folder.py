@@ -68,17 +68,21 @@ class Tensor(NamedTuple):
 
 
 class Fields:
-    """Entries of a JSON object with the kind of each value checked; null stands for none.
+    """Entries of a JSON object with the kind of each value checked; null means a missing entry.
 
-    `read` has the keys that `get` and `need` were asked for.
+    `names` maps keys of `get` and `need` to the keys of this object, for keys that differ. `read`
+    has the keys of this object that `get` and `need` were asked for.
     """
 
     read: set[str]
 
-    def __init__(self, path: Path, values: Mapping[str, Any]):
-        self.path, self.values, self.read = path, values, set()
+    def __init__(
+        self, path: Path, values: Mapping[str, Any], names: Mapping[str, str] | None = None
+    ):
+        self.path, self.values, self.names, self.read = path, values, names or {}, set()
 
     def get(self, key: str, kind: str, default: Any = None) -> Any:
+        key = self.names.get(key, key)
         self.read.add(key)
         value = self.values.get(key)
         if value is None:
@@ -91,6 +95,7 @@ class Fields:
     def need(self, key: str, kind: str) -> Any:
         value = self.get(key, kind)
         if value is None:
+            key = self.names.get(key, key)
             raise ValueError(f"{self.path} lacks {key!r}, {kind}; {AGAIN}.")
         return value
 
