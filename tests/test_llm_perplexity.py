@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import LLAMA, floats, reference
-from test_llm_generate import LONG, PROMPT, Letters, model, weights
+from test_llm_generate import LONG, PROMPT, SHORT, Letters, model, weights
 
 from jaxlowbit.llm import Decoder, LanguageModel, perplexity
 
@@ -25,6 +25,10 @@ def test_perplexity_is_that_of_a_plain_program(context):
     assert found.tokens == len(surprise) == len(tokens) - 1
     assert found.perplexity == pytest.approx(np.exp(np.mean(surprise)), rel=1e-5)
     assert found.loss == pytest.approx(np.mean(surprise), rel=1e-5)
+
+
+def test_the_default_context_fits_the_model():
+    assert perplexity(model(), SHORT).context == LLAMA.context < 512
 
 
 def test_texts_that_have_no_perplexity_are_refused():

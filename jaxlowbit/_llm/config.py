@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._core.checks import brief
+from .._core.checks import LARGEST, SMALLEST, brief
 from .architectures import ARCHITECTURES, Activation, NormPlacement, RopePairs
 
 RopeKind = Literal["linear", "llama3", "yarn", "factors"]
@@ -354,15 +354,21 @@ def _size(owner: str, name: str, value: object, most: int) -> None:
         )
 
 
-def _number(owner: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{owner}: {name}={value!r}, but it is a finite number; correct it.")
+def _number(owner: str, name: str, value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
+        return value
+    raise ValueError(
+        f"{owner}: {name}={value!r}, but it is a finite number, also in float32; correct it."
+    )
 
 
 def _positive(owner: str, name: str, value: object) -> None:
-    _number(owner, name, value)
-    if isinstance(value, int | float) and value <= 0:
+    if (number := _number(owner, name, value)) <= 0:
         raise ValueError(f"{owner}: {name}={value!r}, but it is above 0; correct it.")
+    if number < SMALLEST:
+        raise ValueError(
+            f"{owner}: {name}={value!r}, which float32 rounds to 0; it is {SMALLEST:.3g} or more."
+        )
 
 
 def _one_of(owner: str, name: str, value: object, choices: tuple[Any, ...]) -> None:

@@ -13,7 +13,7 @@ from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
 from .config import Config, check_config
-from .load import Header, read, read_header
+from .load import Header, LoadReport, read, read_header
 from .model import Decoder, check_rows
 from .random_weights import random_weights
 from .sampling import SEED_RULE
@@ -21,19 +21,41 @@ from .sampling import SEED_RULE
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A decoder, the tokenizer that belongs to it, or None, and the report of loading, or None.
+    """A decoder with its tokenizer and the report of loading.
 
     `generate`, `stream` and `perplexity` take one. Without a tokenizer, prompts are tokens.
+
+    **Arguments:**
+
+    - `decoder`: a `Decoder`.
+    - `tokenizer`: None, or an object with the methods `encode`, `decode` and `decode_stream` of the
+      tokenizers of `load`, and `chat` for prompts that are messages.
+    - `report`: None, or the report of `load`.
+
+    **Raises:** `TypeError` for arguments of other types.
     """
 
     decoder: Decoder
     tokenizer: Any = None
-    report: Any = None
+    report: LoadReport | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, Decoder):
             raise TypeError(
                 f"LanguageModel: decoder is {checks.brief(self.decoder)}, but it is a Decoder."
+            )
+        methods = ("encode", "decode", "decode_stream")
+        lacking = [name for name in methods if not callable(getattr(self.tokenizer, name, None))]
+        if self.tokenizer is not None and (lacking or isinstance(self.tokenizer, type)):
+            raise TypeError(
+                f"LanguageModel: tokenizer is {checks.brief(self.tokenizer)}, but it is None or an "
+                f"object with the methods {', '.join(methods)}; pass that of a loaded model, "
+                "model.tokenizer."
+            )
+        if not isinstance(self.report, LoadReport | None):
+            raise TypeError(
+                f"LanguageModel: report is {checks.brief(self.report)}, but it is None or the "
+                "report of a loaded model, model.report."
             )
 
     @property
