@@ -20,7 +20,7 @@ import numpy as np
 from .._core.array import QuantizedArray
 from .._core.checks import brief
 from .._core.format import SCALES, Format
-from . import blocks
+from . import packing
 from .folder import AGAIN, FLOATS, Fields, Tensor
 
 KIND = "F8_E4M3"
@@ -151,7 +151,7 @@ class Matrix(NamedTuple):
         size = -1 if self.layout.block is None else self.layout.block[1]
         return Format(8, size, codebook="e4m3").replace(scale=narrow)
 
-    def unpack(self, start: int, stop: int) -> blocks.Unpacked:
+    def unpack(self, start: int, stop: int) -> packing.Unpacked:
         """Bits and scales of some rows.
 
         **Raises:** `ValueError` for numbers that are NaN, and for scales that are not finite.
@@ -170,15 +170,15 @@ class Matrix(NamedTuple):
                 f"its scales {self.scale.name!r} have {int((~finite).sum())} that are NaN or "
                 f"infinite; the file is damaged, {AGAIN}."
             )
-        return blocks.Unpacked(bits, scale[numbers - numbers[0]], None)
+        return packing.Unpacked(bits, scale[numbers - numbers[0]], None)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """The float32 weights (count, k) of some rows."""
-        return blocks.dequantized(self.unpack(start, stop), self.format)
+        return packing.dequantized(self.unpack(start, stop), self.format)
 
     def pack(self, scale_dtype: Any = None) -> QuantizedArray:
         """The packed matrix (in, out); `scale_dtype` rounds its scales."""
-        return blocks.pack_rows(self.unpack, self.weight.shape, self.format, scale_dtype)
+        return packing.pack_rows(self.unpack, self.weight.shape, self.format, scale_dtype)
 
 
 def scheme_of(path: Path, values: Mapping[str, Any]) -> Scheme | None:

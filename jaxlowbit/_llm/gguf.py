@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from . import blocks
+from . import ggml_types
 from .architectures import ARCHITECTURES, Architecture, Gguf, weight_name
 from .config import Config, RopeScaling, pattern_of
 from .gguf_file import AGAIN, FLOATS, File, Metadata, Tensor, short
@@ -387,7 +387,7 @@ def _check(file: File, tensor: Tensor, shape: tuple[int, ...]) -> None:
             f"{file.path}: tensor {tensor.name!r} has the shape {tensor.shape}, but the metadata "
             f"asks for {shape[::-1]}; {AGAIN}."
         )
-    if tensor.kind in FLOATS or (len(shape) == 2 and tensor.kind in blocks.TYPES):
+    if tensor.kind in FLOATS or (len(shape) == 2 and tensor.kind in ggml_types.TYPES):
         return
     if len(shape) == 1:
         raise ValueError(
@@ -397,5 +397,5 @@ def _check(file: File, tensor: Tensor, shape: tuple[int, ...]) -> None:
     raise ValueError(
         f"{file.path}: tensor {tensor.name!r} is {tensor.kind}, whose values no format here holds. "
         "Quantize the model to one of "
-        f"{', '.join([*blocks.TYPES, *FLOATS])}, such as by llama.cpp's llama-quantize."
+        f"{', '.join([*ggml_types.TYPES, *FLOATS])}, such as by llama.cpp's llama-quantize."
     )

@@ -18,7 +18,7 @@ from .._core.checks import boolean, brief, compute_dtype
 from .._core.format import Format, as_format
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
-from . import blocks, float8, gguf, huggingface
+from . import float8, ggml_types, gguf, huggingface, packing
 from .config import Config
 from .folder import check_folder
 from .sharding import Division
@@ -252,22 +252,22 @@ def _file(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
 def _of_gguf(file: gguf.File, tensor: gguf.Tensor) -> _Source:
     kind, stored = tensor.kind, file.rows(tensor)
     unit = gguf.tensor_scale(file, tensor) if kind == "NVFP4" else 1.0
-    quantized = kind in blocks.TYPES
-    return _Source(
+    found = _Source(
         f"{file.path}: tensor {tensor.name!r}",
         kind,
         tensor.nbytes,
-        _floats_of(kind, stored, unit),
-        blocks.TYPES[kind].format if quantized else None,
-        (lambda scale_dtype: blocks.pack(kind, stored, scale_dtype, unit)) if quantized else None,
-        lambda: file.forget(tensor),
+        rows=lambda start, stop: stored[start:stop],
+        format=None,
+        pack=None,
+        forget=lambda: file.forget(tensor),
     )
-
-
-def _floats_of(kind: str, stored: np.ndarray, unit: float) -> Callable[[int, int], np.ndarray]:
-    if kind in blocks.TYPES:
-        return lambda start, stop: blocks.floats(kind, stored[start:stop], unit)
-    return lambda start, stop: stored[start:stop]
+    if kind not in ggml_types.TYPES:
+        return found
+    return found._replace(
+        rows=lambda start, stop: ggml_types.floats(kind, stored[start:stop], unit),
+        format=ggml_types.TYPES[kind].format,
+        pack=lambda scale_dtype: ggml_types.pack(kind, stored, scale_dtype, unit),
+    )
 
 
 def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
@@ -281,10 +281,10 @@ def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
             f"{tensor.file}: tensor {tensor.name!r}",
             tensor.kind,
             found.nbytes,
-            found.rows,
-            None if matrix is None else matrix.format,
-            None if matrix is None else matrix.pack,
-            lambda: None,
+            rows=found.rows,
+            format=None if matrix is None else matrix.format,
+            pack=None if matrix is None else matrix.pack,
+            forget=lambda: None,
         )
     return config, sources, Tokenizer.from_folder(path)
 
@@ -304,14 +304,14 @@ def _weight(
         return source.pack(jnp.dtype("float32") if wide else scale_dtype)
     k, n = shape
     if format is not None:
-        return blocks.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype)
+        return packing.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype)
 
     def checked(start: int, stop: int) -> np.ndarray:
         values = source.rows(start, stop)
         _check_finite(values)
         return values
 
-    return blocks.transposed_rows(checked, (n, k), dtype)
+    return packing.transposed_rows(checked, (n, k), dtype)
 
 
 def _check_finite(values: np.ndarray) -> None:
