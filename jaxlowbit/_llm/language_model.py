@@ -13,8 +13,8 @@ from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
 from .config import Config, check_config
+from .decoder import Decoder, check_rows
 from .load import Header, LoadReport, read, read_header
-from .model import Decoder, check_rows
 from .random_weights import random_weights
 from .sampling import SEED_RULE
 
@@ -37,7 +37,7 @@ class LanguageModel:
 
     decoder: Decoder
     tokenizer: Any = None
-    report: LoadReport | None = None
+    report: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.decoder, Decoder):

@@ -13,8 +13,8 @@ from .._core import scales as quantized_scales
 from .._core.array import QuantizedArray
 from .._core.dequantize import of_codes
 from .._core.format import Format
+from .block import Weight
 from .config import Config
-from .model import Weight
 from .sampling import random_key
 from .sharding import Division
 
