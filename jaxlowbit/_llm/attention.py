@@ -98,9 +98,7 @@ def attend(
     - `query`: (batch, queries, heads, head_size).
     - `key`, `value`: a cache, (batch, slots, kv_heads, head_size) in the dtype of `query`;
       consecutive heads share one of these.
-    - `positions`: those of the queries, int32 (batch, queries).
-    - `held`: those of what the slots hold, int32 (batch, slots); -1 for nothing.
-    - `window`: how many positions back a query sees, its own among them; None for all.
+    - `positions`, `held`, `window`: `queries`, `keys` and `window` of `mask`.
     - `reach`: how many slots are read, from the first on; None for all.
 
     **Returns:** (batch, queries, heads * head_size) in the dtype of `query`.
