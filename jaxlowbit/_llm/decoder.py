@@ -44,19 +44,19 @@ class Decoder(nnx.Module):
     - `config`: sizes and kinds.
     - `weights`: by name. Matrices are (in, out), quantized or float: `layers.N.{q,k,v,o}`,
       `layers.N.{gate,up,down}`, `head` (width, vocabulary) unless `config.tied_head`, and
-      `embedding`, also (width, vocabulary), whose columns are looked up. Vectors are floats:
-      `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and where the configuration has them
+      `embedding` (width, vocabulary), whose columns are looked up. Vectors are floats:
+      `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and, if the configuration has them,
       `layers.N.{q,k,v}_bias`, `layers.N.{q,k}_norm` and `layers.N.post_{attention,mlp}_norm`.
-    - `dtype`: that of activations and of the cache: float32, bfloat16 or float16.
-    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which the inputs of every
-      product of the blocks with a quantized matrix are rounded, with a scale for each token
+    - `dtype`: float32, bfloat16 or float16, of activations and the cache.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
+      quantized matrices of blocks are rounded to it, with a scale for each token
       (`quantize_activations`). Embedding and head take floats.
-    - `activation_rows`: how many tokens, of all sequences, have to go through the blocks at a time
-      for that; fewer are floats. None for what a GPU multiplies faster in 8 bits, by the formats
-      of the weights 32 or 192, and for 1 on a CPU.
-    - `mesh`: the devices to divide it over, a mesh with one axis; None for one device.
-    - `consume`: whether to take the weights out of the dict, so that those of a block, of which
-      gate and up are stacked, exist twice at most.
+    - `activation_rows`: minimum number of tokens, of all sequences, for such rounding; fewer stay
+      floats. None for 1 on a CPU, and on a GPU for 32 or 192, from which products in 8 bits are
+      faster with the formats of the weights.
+    - `mesh`: a mesh with one axis, to divide the decoder over its devices; None for one device.
+    - `consume`: whether to remove each weight from the dict once it is a variable. Then at most the
+      weights of one block, whose gate and up are stacked, exist twice.
 
     Quantized weights are variables that hold a `QuantizedArray` each, gate and up of a block as
     one stack; `nnx.state(decoder, QuantizedVariable)` finds them.
@@ -104,7 +104,7 @@ class Decoder(nnx.Module):
             block.activation_rows = self.activation_rows
 
     def _rows_in_8_bits(self, mesh: jax.sharding.Mesh | None) -> int:
-        """The rows from which all products of the blocks gain by quantized activations."""
+        """The number of rows at which all products of the blocks are faster in 8 bits."""
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         if self.activation_dtype is None or device.platform != "gpu":
             return 1
@@ -113,7 +113,7 @@ class Decoder(nnx.Module):
         return max((least_rows(self.activation_dtype, w) for w in quantized), default=1)
 
     def divide(self, mesh: jax.sharding.Mesh, caller: str = "shard") -> None:
-        """Puts the decoder on the devices of a mesh with one axis, each of which gets its part.
+        """Divides the decoder over the devices of a mesh with one axis.
 
         **Raises:** `ValueError` for sizes that the number of devices does not divide, before
         anything is moved.
@@ -178,13 +178,13 @@ class Decoder(nnx.Module):
     def forward(
         self, tokens: Array, positions: Array, cache: Cache, *, reach: int | None = None
     ) -> tuple[Array, Cache]:
-        """Appends tokens to a cache and returns what the head is multiplied by.
+        """Appends tokens to a cache and returns the input of the head.
 
         **Arguments:**
 
         - `tokens`: integers (batch, length).
-        - `positions`: those of the tokens in their sequences, int32 (batch, length), ascending; -1
-          for padding, whose results mean nothing.
+        - `positions`: of the tokens in their sequences, int32 (batch, length), ascending; -1 for
+          padding, whose results mean nothing.
         - `cache`: `make_cache`, or from the call for the tokens before. It must have `length` free
           slots.
         - `reach`: how many slots attention reads, at least those in use after this call; None for
@@ -278,7 +278,7 @@ def take(table: Weight, tokens: Array) -> Array:
 
 
 def check(config: Config, weights: Mapping[str, Weight]) -> None:
-    """Refuses weights that do not fit a configuration."""
+    """Raises for weights that do not fit a configuration."""
     check_config("Decoder", config)
     if not isinstance(weights, Mapping):
         raise TypeError(
@@ -302,7 +302,7 @@ def check(config: Config, weights: Mapping[str, Weight]) -> None:
 
 
 def check_rows(caller: str, rows: Any) -> None:
-    """Refuses what is neither None nor a number of tokens."""
+    """Raises unless `rows` is None or a number of tokens."""
     if rows is not None:
         rule = "a number of tokens from 1 on, or None; fewer are not rounded"
         checks.integer(caller, "activation_rows", rows, rule)
