@@ -184,7 +184,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         HuggingFace(("llama",), _FOLDER, _COMMON, eos=(2,)),
     ),
     "mistral": Architecture(
-        None,  # its GGUF files are those of llama
+        None,  # its GGUF files are of the architecture llama
         HuggingFace(
             ("mistral",),
             _FOLDER,

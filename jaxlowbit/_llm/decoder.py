@@ -52,8 +52,8 @@ class Decoder(nnx.Module):
       quantized matrices of blocks are rounded to it, with a scale for each token
       (`quantize_activations`). Embedding and head take floats.
     - `activation_rows`: minimum number of tokens, of all sequences, for such rounding; fewer stay
-      floats. None for 1 on a CPU, and on a GPU for 32 or 192, from which products in 8 bits are
-      faster with the formats of the weights.
+      floats. None for 1 on a CPU, and on a GPU for 32 or 192, as the formats of the weights need
+      for faster products.
     - `mesh`: a mesh with one axis, to divide the decoder over its devices; None for one device.
     - `consume`: whether to remove each weight from the dict once it is a variable. Then at most the
       weights of one block, whose gate and up are stacked, exist twice.
@@ -104,7 +104,7 @@ class Decoder(nnx.Module):
             block.activation_rows = self.activation_rows
 
     def _rows_in_8_bits(self, mesh: jax.sharding.Mesh | None) -> int:
-        """The number of rows at which all products of the blocks are faster in 8 bits."""
+        """The smallest number of rows that all products of the blocks multiply faster in 8 bits."""
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         if self.activation_dtype is None or device.platform != "gpu":
             return 1

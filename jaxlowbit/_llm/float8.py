@@ -1,4 +1,4 @@
-"""Matrices in 8-bit floats of Hugging Face folders, with the scales that lie beside them.
+"""Matrices in 8-bit floats of Hugging Face folders, with their scales.
 
 A weight is its number times the scale of its block, of its output channel or of its matrix. Two
 `quant_method`s of config.json have them:
@@ -51,14 +51,14 @@ class Layout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """What a config.json says of its 8-bit floats.
+    """The 8-bit floats of a folder, by its config.json.
 
     - `scale`: the last component of the names of scales.
     - `groups`: layouts with the names of the modules that have them, the first that fits counts.
     - `floats`: names of modules that stay floats.
-    - `left_out`: sentences on what the folder has beyond weights.
+    - `left_out`: sentences on scales of activations or of a cache, which are not read.
 
-    Names are those of modules, `"re:"` and a regular expression, or a class.
+    A name is the name of a module, `"re:"` and a regular expression, or a class.
     """
 
     path: Path
@@ -182,7 +182,7 @@ class Matrix(NamedTuple):
 
 
 def scheme_of(path: Path, values: Mapping[str, Any]) -> Scheme | None:
-    """What a config.json with these entries says of 8-bit floats; None for a folder of floats.
+    """The 8-bit floats of a folder with these entries of config.json; None if it has floats.
 
     **Raises:** `ValueError` for weights that are quantized otherwise.
     """
@@ -214,7 +214,7 @@ def _blocks_scheme(entries: Fields) -> Scheme:
         for key in ("modules_to_not_convert", "ignored_layers")
         for name in _names(entries, key)
     ]
-    # A name stands for what is inside it, and may leave out what it is inside.
+    # A name includes the modules inside, and may lack the names of the modules around it.
     floats = tuple(rf"re:(.*\.)?{re.escape(name)}(\.|$)" for name in names)
     static = entries.values.get("activation_scheme") == "static"
     _check_rest(entries, "dequantize", "scale_fmt")

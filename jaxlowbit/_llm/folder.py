@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds: JSON documents, and tensors in safetensors, single or sharded.
+"""Files of a Hugging Face folder: JSON documents, and tensors in safetensors, single or sharded.
 
 The header of a safetensors file is JSON, behind its length in 8 bytes; it says where tensors lie.
 The package safetensors checks it against the file; of its tensors it returns no 8-bit floats.
@@ -20,7 +20,7 @@ MLX = (
 )
 _POINTER = b"version https://git-lfs.github.com/spec/"
 FLOATS = ("F32", "F16", "BF16")
-# The types that are read; others are refused by their names.
+# The types that are read; others raise an error with their names.
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -39,7 +39,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class Tensor(NamedTuple):
-    """A tensor: its type and shape, outermost axis first, and where it begins in which file."""
+    """A tensor: its type and shape, outermost axis first, its file and its offset there."""
 
     name: str
     kind: str

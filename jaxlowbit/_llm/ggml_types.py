@@ -43,7 +43,7 @@ def unpack(name: str, rows: np.ndarray) -> Unpacked:
     """
     kind = TYPES[name]
     count = rows.shape[0]
-    with np.errstate(all="ignore"):  # what is not finite is refused below
+    with np.errstate(all="ignore"):  # `_check_finite` raises for them
         found = kind.read(rows.reshape(-1, kind.nbytes))
     arrays: Any = (None if array is None else array.reshape(count, -1) for array in found)
     unpacked = Unpacked(*arrays)
@@ -75,7 +75,7 @@ def pack(
     - `scale_dtype`: None for the type's own, which rounds nothing: float16; two levels for the K
       types and IQ4_XS; bfloat16 for MXFP4, and 8-bit floats for NVFP4. With a dtype, each group has
       a scale of it, and perhaps a float zero, rounded but for float32.
-    - `tensor_scale`: the factor of all weights, of NVFP4 alone.
+    - `tensor_scale`: the factor of all weights, only for NVFP4.
 
     **Raises:** what `unpack` raises; `ValueError` for scales beyond the range of `scale_dtype`.
 
@@ -115,7 +115,8 @@ def _half(blocks: np.ndarray, start: int) -> np.ndarray:
 def _digits(data: np.ndarray, bits: int, run: int) -> np.ndarray:
     """Bit fields of bytes (blocks, bytes), as ggml orders them, (blocks, 8 / bits * bytes).
 
-    Of each run of bytes, all lowest fields come first, then all second ones, and so on.
+    In each run of bytes, the lowest fields of all bytes come first, then the second fields, and so
+    on.
     """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields = data.reshape(len(data), -1, 1, run) >> shifts & np.uint8(2**bits - 1)
@@ -169,8 +170,10 @@ def _q3_k(blocks: np.ndarray) -> Unpacked:
 
 
 def _scales_and_mins(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The scales of Q4_K and Q5_K, and what they subtract, 8 of 6 bits each in 12 bytes; each
-    followed by the number that multiplies them."""
+    """Scales, their factor d, minima and their factor of Q4_K and Q5_K.
+
+    The 8 scales and 8 minima of 6 bits are stored in 12 bytes.
+    """
     d, least = (_half(blocks, start) for start in (0, 2))
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, high & 15 | low >> 2 & 48], axis=1)

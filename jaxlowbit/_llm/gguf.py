@@ -357,9 +357,9 @@ def weights_of(file: File, config: Config) -> dict[str, Tensor]:
 
 
 def tensor_scale(file: File, tensor: Tensor) -> float:
-    """The factor of all weights of a matrix, which a tensor beside it may hold; else 1.
+    """The factor of all weights of a matrix, from a tensor with its name and `.scale`; else 1.
 
-    **Raises:** `ValueError` for one that is no single finite float.
+    **Raises:** `ValueError` unless that tensor is one finite float.
     """
     factor = file.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale")
     if factor is None:
@@ -374,8 +374,7 @@ def tensor_scale(file: File, tensor: Tensor) -> float:
 
 
 def _is_factor(file: File, name: str) -> bool:
-    """Whether a tensor is a factor of an NVFP4 matrix beside it, or one of its inputs, which are
-    not quantized here."""
+    """Whether a tensor is a factor of an NVFP4 matrix, or of its inputs, which stay floats here."""
     stem, _, last = name.rpartition(".")
     matrix = file.tensors.get(f"{stem}.weight")
     return last in ("scale", "input_scale") and matrix is not None and matrix.kind == "NVFP4"

@@ -24,8 +24,9 @@ _STRIP = 2**22
 class Unpacked(NamedTuple):
     """Some rows (out) of a matrix (out, in): the operands of the table in `Format`, transposed.
 
-    `qvalue` is uint8 (rows, k); `scale` and `zero` are (rows, groups), `zero` None without one. Of
-    two levels these are int8, and `scale_floats` and `zero_floats`, (rows, super-blocks), float16.
+    `qvalue` is uint8 (rows, k); `scale` and `zero` are (rows, groups), `zero` None without one. If
+    they have two levels, both are int8, and `scale_floats` and `zero_floats` are float16 (rows,
+    super-blocks).
     """
 
     qvalue: np.ndarray
@@ -35,7 +36,7 @@ class Unpacked(NamedTuple):
     zero_floats: np.ndarray | None = None
 
     def expanded(self) -> "Unpacked":
-        """The same rows with scales and zeros of one level, float32, exactly."""
+        """Returns these rows with float32 scales and zeros of one level, without rounding."""
         if self.scale_floats is None:
             return self
         scale = _products(self.scale, self.scale_floats)
@@ -126,7 +127,7 @@ def quantize_rows(
     bounds = list(strips(*shape))
     if format.scale is not None:
         scale_dtype = None
-    if format.has_tensor_scale:  # it is that of the whole matrix
+    if format.has_tensor_scale:  # computed from the whole matrix
         bounds = [(0, shape[0])]
     parts = [
         quantize(np.asarray(read(*ends)).T, format, scale_dtype=scale_dtype) for ends in bounds
