@@ -13,7 +13,7 @@ for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
 import model_files  # noqa: E402
 
 from jaxlowbit._llm.architectures import ARCHITECTURES, weight_name  # noqa: E402
-from jaxlowbit.llm import Decoder  # noqa: E402
+from jaxlowbit.llm import Config, Decoder  # noqa: E402
 
 KNOWN: Any = ARCHITECTURES["gemma3"]
 TENSORS = {
@@ -96,3 +96,12 @@ def test_names_of_weights():
     assert weight_name("output.weight", names) == "head"
     for name in ("blk.x.attn_q.weight", "blk.1.2.attn_q.weight", "blk.1.output.weight"):
         assert weight_name(name, names) is None
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_entry_names_every_weight_of_its_parts(name):
+    entry = ARCHITECTURES[name]
+    shapes = Config(name, 1, 64, 2, 1, 32, 128, 256, 128, **entry.fields(64)).shapes()
+    for files in (entry.gguf, entry.huggingface):
+        if files is not None:
+            assert shapes.keys() <= {x.replace("N", "0") for x in files.tensors.values()}
