@@ -38,7 +38,7 @@ class Text:
                 self._append(self._stream.finish())
 
     def take(self) -> Any:
-        """The text since the last call, or the tokens; an end that may become a stop string waits."""
+        """The text since the last call, or the tokens, except a possible start of a stop string."""
         whole: Any = self.tokens if self.text is None else self.text
         end = len(whole)
         if self.text is not None and self.finish is None:
