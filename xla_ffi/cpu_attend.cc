@@ -15,10 +15,10 @@
 #include <vector>
 
 #include "cuda/extents.h"
+#include "xla_ffi/call.h"
 #include "xla_ffi/cpu/qmm_cpu.h"
 #include "xla_ffi/cpu_team.h"
 #include "xla_ffi/handlers.h"
-#include "xla_ffi/operands.h"
 
 namespace jaxlowbit {
 namespace {

@@ -7,6 +7,7 @@
 #include <exception>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "xla_ffi/ffi.h"
 
@@ -18,7 +19,7 @@ inline ffi::Error Refuse(const std::string& sentence) {
 
 // Runs `handle`, which returns an error; `caller` is the public function that its call stands for.
 template <typename Handle>
-ffi::Error Guard(const char* caller, Handle handle) {
+ffi::Error Guard(std::string_view caller, Handle handle) {
   try {
     const ffi::Error error = handle();
     if (error.success()) return error;
