@@ -79,12 +79,33 @@ std::vector<int64_t> ListStep(const nb::kwargs& fields) {
   return list.Finish();
 }
 
+// The names of fields, for those who read numbers in a program.
+nb::tuple NamesOfProduct() {
+  nb::list names;
+  const QuantizedMatmul problem;
+  const Places places;
+  VisitRecord(problem, [&](const char* name, const auto&) { names.append(name); });
+  VisitPlaces(places, [&](const char* name, const auto&) {
+    names.append((std::string(name) + "_at").c_str());
+  });
+  return nb::tuple(names);
+}
+
+nb::tuple NamesOfStep() {
+  nb::list names;
+  const Step step;
+  VisitStep(step, [&](const char* name, const auto&) { names.append(name); });
+  return nb::tuple(names);
+}
+
 }  // namespace
 
 void BindRecords(nb::module_& module) {
   module.def("product", &ListProduct, nb::arg("fields"));
   module.def("step", &ListStep, nb::arg("fields"));
   module.attr("SCHEMA") = kSchema;
+  module.attr("PRODUCT_FIELDS") = NamesOfProduct();
+  module.attr("STEP_FIELDS") = NamesOfStep();
 }
 
 }  // namespace jaxlowbit
