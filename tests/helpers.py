@@ -512,7 +512,9 @@ def described(text: str) -> list[Described]:
             rows = np.reshape(_numbers(name, line), (-1, len(fields))).tolist()
             lists[name] = [dict(zip(fields, row, strict=True)) for row in rows]
         types = re.search(r" : \((.*?)\) -> (.*)", line)
-        sides = [re.findall(r"tensor<[^>]*>", side) for side in types.groups()] if types else [[]] * 2
+        sides = (
+            [re.findall(r"tensor<[^>]*>", side) for side in types.groups()] if types else [[]] * 2
+        )
         found.append(Described(target[1], caller[1], lists["products"], lists["steps"], *sides))
     return found
 
@@ -533,7 +535,6 @@ def _numbers(name: str, line: str) -> list[int]:
 
 def call_names(text: str) -> list[str]:
     return [call.name for call in described(text)]
-
 
 
 def assert_within(got: Any, exact: np.ndarray, bound: np.ndarray) -> None:
