@@ -14,9 +14,9 @@
 #include <string>
 #include <vector>
 
+#include "cpu/qmm_cpu.h"
 #include "cuda/extents.h"
 #include "xla_ffi/call.h"
-#include "xla_ffi/cpu/qmm_cpu.h"
 #include "xla_ffi/cpu_team.h"
 #include "xla_ffi/handlers.h"
 

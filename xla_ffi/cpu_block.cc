@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/qmm_cpu.h"
+#include "cpu/tuning.h"
 #include "cuda/limits.h"
-#include "xla_ffi/cpu/qmm_cpu.h"
-#include "xla_ffi/cpu/tuning.h"
 #include "xla_ffi/cpu_team.h"
 
 namespace jaxlowbit {

@@ -5,9 +5,9 @@
 #include <memory>
 #include <string>
 
+#include "cpu/qmm_cpu.h"
+#include "cpu/tuning.h"
 #include "xla_ffi/call.h"
-#include "xla_ffi/cpu/qmm_cpu.h"
-#include "xla_ffi/cpu/tuning.h"
 #include "xla_ffi/cpu_block.h"
 #include "xla_ffi/cpu_overlap.h"
 #include "xla_ffi/cpu_team.h"
