@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from decoders import CONFIGS
 from flax import nnx
+from helpers import call_names
 
 from jaxlowbit import INT8
 from jaxlowbit._backends import cuda_attend, extension
@@ -100,7 +101,7 @@ def decode_step(config, monkeypatch):
     program = jax.jit(forward).trace(state, like(BATCH, 1, dtype="int32"), cache)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert f"tensor<{BATCH}x{REACH}x" not in text
-    return collections.Counter(re.findall(r"custom_call @jaxlowbit_(\w+)", text))
+    return collections.Counter(call_names(text))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

@@ -300,12 +300,12 @@ def test_a_mesh_that_divides_k_rounds_whole_tokens(hopper):
     product = functools.partial(quantized_matmul, activation_dtype=jnp.int8)
     found = jax.jit(product)(placed, divided)
     np.testing.assert_allclose(found, product(x, rhs), rtol=1e-5, atol=1e-4)
-    assert "rounded_activations" not in lowered(product, placed, divided)
+    assert "rounded_activations" not in call_names(lowered(product, placed, divided))
     inner = jax.shard_map(
         product, mesh=mesh, in_specs=(jax.P("k"), jax.P()), out_specs=jax.P("k"), check_vma=False
     )
     rows, whole = like(512, 128), weight_like(128, 64, INT4.replace(group_size=64))
-    assert "rounded_activations" in lowered(inner, rows, whole)
+    assert "rounded_activations" in call_names(lowered(inner, rows, whole))
 
 
 # --- the bound of int32 ---------------------------------------------------------------------------

@@ -354,11 +354,10 @@ def test_a_call_for_each_product_otherwise(cuda, f, x, count):
 
 def test_export(cuda):
     (m,) = export.symbolic_shape("m")
-    targets = [f"jaxlowbit_{name}" for name in (MATMUL, MLP)]
     exported = export.export(
         jax.jit(mlp),
         platforms=["cpu", "cuda"],
-        disabled_checks=[export.DisabledSafetyCheck.custom_call(name) for name in targets],
+        disabled_checks=jaxlowbit.EXPORT_CHECKS,
     )(jax.ShapeDtypeStruct((m, K), jnp.float16))
     np.testing.assert_array_equal(exported.call(half()), mlp(half()))
 
