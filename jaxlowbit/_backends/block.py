@@ -85,6 +85,7 @@ def add_block(
     calls.multiply(1)
     round_rows(hidden, 2, lhs_of_down)
     calls.multiply(2)
-    normalize(total, result, calls.operand(following_norm) if following else 0)
+    last = 0 if following_norm is None or not following else calls.operand(following_norm)
+    normalize(total, result, last)
     if following:
         calls.multiply(*numbers[3:])

@@ -4,9 +4,10 @@ A call is a sequence of steps over numbered buffers (`xla_ffi/call.h`). The comp
 the fields of products and steps; nothing here knows their order.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,8 @@ def padded_columns(k: int) -> int:
     return -(-k // INTERLEAVED) * INTERLEAVED
 
 
-class Stored(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Stored:
     """The arrays of a weight, or of a stack, as calls read them.
 
     - `packed`: uint32 (weights, n_blocks, k_blocks, words).
@@ -84,7 +86,7 @@ def stored_weight(weight: QuantizedArray, dtype: jnp.dtype) -> Stored:
     if weight.tensor_scale is None:
         return arrays
     channels = weight.tensor_scale.shape[-1:] if weight.format.scales_channels else ()
-    return arrays._replace(unit=weight.tensor_scale.reshape(-1, *channels))
+    return dataclasses.replace(arrays, unit=weight.tensor_scale.reshape(-1, *channels))
 
 
 def as_read(

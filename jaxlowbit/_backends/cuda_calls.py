@@ -3,6 +3,7 @@
 Each kernel of a call starts before its predecessor ends (programmatic dependent launch).
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -143,7 +144,7 @@ def _stored_for_bytes(rhs: QuantizedArray, *, scaled: bool = True) -> call.Store
     n_blocks = rhs.packed.shape[-3]
     scales = rhs.tensor_scale.reshape(-1, rhs.n)
     padded = jnp.pad(scales, ((0, 0), (0, n_blocks * layout.ATOM - rhs.n)))
-    return weight._replace(unit=padded.reshape(-1, n_blocks, layout.ATOM))
+    return dataclasses.replace(weight, unit=padded.reshape(-1, n_blocks, layout.ATOM))
 
 
 def _interleaved(values: Array) -> Array:
@@ -228,7 +229,7 @@ def decode_block(
         activation=activation,
         parts=jnp.float32 if devices else None,
     )
-    group = {"devices": np.array(devices, np.int64)} if devices else {}
+    group: dict[str, Any] = {"devices": np.array(devices, np.int64)} if devices else {}
     _, keys, values, *others = calls.run(
         sums=cuda_attend.workspace_bytes(attention, attending),
         aliases=cuda_attend.ALIASES,
@@ -265,7 +266,8 @@ def normalized(
     normed = calls.result(shape, dtype)
     calls.step("normalize", x=x, addend=y, scales=calls.operand(norm), total=total, out=normed)
     if mlp:
-        add_mlp(calls, normed, *weights, *outs, activation, dtype)
+        gate_up, down = weights
+        add_mlp(calls, normed, gate_up, down, outs[0], activation, dtype)
     else:
         products = [
             calls.add_product(stored_weight(weight, dtype), normed, out)
