@@ -64,8 +64,8 @@ inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
   return support ? ffi::Error::Success() : Refuse(support.reason + "; use another backend.");
 }
 
-// Whether the results that overlap operands fit the workspace. What Python lowers has room for them, or gives results
-// buffers of their own (_backends/call.py).
+// Checks that results that overlap operands fit the workspace. Python requests that room, or gives results separate
+// buffers (_backends/call.py).
 inline ffi::Error CheckRoom(int64_t needed, int64_t workspace_bytes) {
   if (needed <= workspace_bytes) return ffi::Error::Success();
   return Refuse("results that lie over operands of the call take " + std::to_string(needed) +

@@ -217,7 +217,7 @@ class Sequence {
     return wide ? ElementType::kBf16 : step.to;
   }
 
-  // The memory in which the devices of a group add rows.
+  // Finds memory for the rows that the devices of a group add.
   ffi::Error FindDevices() {
     const auto group = call_.attributes.Find<ffi::Span<const int64_t>>("devices");
     if (!group || group->size() < 2) return ffi::Error::Success();
@@ -232,8 +232,8 @@ class Sequence {
                        Describe(p, place_.device) + ",");
   }
 
-  // Redirects to the workspace each result that lies over what the same or a later step reads, or over another result.
-  // (LaunchProducts does so for the products of one step.)
+  // Redirects to the workspace each result that overlaps a buffer that the same or a later step reads, or another
+  // result. (LaunchProducts does so for the products of one step.)
   ffi::Error RedirectResults(Placement* placement) {
     const auto& steps = call_.steps;
     if (steps.size() < 2) return ffi::Error::Success();
@@ -433,7 +433,7 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
   });
 }
 
-// Whatever is wrong with the call, Initialize says.
+// Ignores errors: Initialize reports them.
 ffi::Error Instantiate(ffi::Dictionary dictionary) {
   const ffi::Error ignored = Guard("jaxlowbit", [&] {
     std::vector<Product> products;

@@ -17,7 +17,7 @@ inline ffi::Error Refuse(const std::string& sentence) {
   return ffi::Error::InvalidArgument(sentence);
 }
 
-// Runs `handle`, which returns an error; `caller` is the public function that its call stands for.
+// Runs `handle`, which returns an error; `caller` is the public function that the user called.
 template <typename Handle>
 ffi::Error Guard(std::string_view caller, Handle handle) {
   try {

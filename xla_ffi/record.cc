@@ -38,7 +38,7 @@ int64_t NumberOf(const char* name, const nb::handle& value) {
   return number;
 }
 
-// Appends the number of each field, given by name or its default, and counts those that are given.
+// Appends the number of each field, the given value or the default, and counts the given ones.
 struct Lister {
   const nb::kwargs& given;
   std::vector<int64_t> numbers = {};

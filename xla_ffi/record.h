@@ -45,7 +45,7 @@ constexpr void VisitStep(Record& step, Visit visit) {
 #include "xla_ffi/call.def"
 }
 
-// The numbers of a product, its fields and then its places, and those of a step.
+// Counts of numbers: a product has fields, then places; a step has fields.
 inline constexpr size_t kPlaces = sizeof(Places) / sizeof(int64_t);
 inline constexpr size_t kProductNumbers = kRecordFields + kPlaces;
 inline constexpr size_t kStepNumbers = [] {
