@@ -18,8 +18,8 @@ import wgmma_hazards
 from jaxlowbit import NF4, Format
 from jaxlowbit._backends import extension, instances
 from jaxlowbit._backends.extension import build_info, ffi
-from jaxlowbit._tuning import compiling
-from jaxlowbit.info import report
+from jaxlowbit._command import main
+from jaxlowbit._tuning.info import report
 
 try:
     PACKAGE = metadata.distribution("nvidia-cuda-nvrtc")
@@ -408,7 +408,7 @@ def compiler(monkeypatch, toolchain):
 
 @pytest.mark.parametrize(("device", "capability", "count"), [("H200", 90, 28), ("A100", 80, 4)])
 def test_all_kernels_of_a_format_are_compiled(compiler, capsys, device, capability, count):
-    compiling.main(["--format", "int2-g128-integer", "--device", device])
+    main(["compile", "--format", "int2-g128-integer", "--device", device])
     ((asked, wanted),) = compiler
     assert asked == capability and len(wanted) == len(set(wanted)) == count
     out = capsys.readouterr().out.splitlines()
@@ -417,15 +417,15 @@ def test_all_kernels_of_a_format_are_compiled(compiler, capsys, device, capabili
 
 
 def test_gradients_take_kernels_of_their_own(compiler):
-    compiling.main(["--format", "int2-g128", "--device", "A100", "--transposed"])
+    main(["compile", "--format", "int2-g128", "--device", "A100", "--transposed"])
     ((_, wanted),) = compiler
     assert len(wanted) == 8
 
 
 def test_kernels_of_shapes_are_those_that_are_chosen(compiler):
     shapes = ["--shapes", "4096x4096", "--tokens", "1", "256", "--device", "H200"]
-    compiling.main([*shapes, "--format", "int2-g128"])
-    compiling.main(["--format", "int2-g128", "--device", "H200"])
+    main(["compile", *shapes, "--format", "int2-g128"])
+    main(["compile", "--format", "int2-g128", "--device", "H200"])
     (_, chosen), (_, every) = compiler
     assert 0 < len(chosen) < len(every) and set(chosen) < set(every)
     families = [instance.family for instance in chosen]
@@ -434,7 +434,7 @@ def test_kernels_of_shapes_are_those_that_are_chosen(compiler):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_kernels_for_other_activations(compiler, dtype):
-    compiling.main(["--format", "int2-g128", "--device", "H200", "--dtype", dtype])
+    main(["compile", "--format", "int2-g128", "--device", "H200", "--dtype", dtype])
     ((_, wanted),) = compiler
     text = " ".join(instance.expression for instance in wanted)
     assert ("__half, __half" in text) == (dtype == "float16")
@@ -451,21 +451,21 @@ def test_kernels_for_other_activations(compiler, dtype):
 )
 def test_kernels_for_quantized_activations(compiler, dtype, format, name):
     """Rows that are multiplied in bfloat16 take kernels for that."""
-    compiling.main(["--format", format, "--device", "H200", "--dtype", dtype])
+    main(["compile", "--format", format, "--device", "H200", "--dtype", dtype])
     shapes = ["--shapes", "4096x4096", "--format", format, "--device", "H200", "--dtype", dtype]
-    compiling.main([*shapes, "--tokens", "256"])
+    main(["compile", *shapes, "--tokens", "256"])
     (_, every), (_, chosen) = compiler
     assert 0 < len(chosen) < len(every) and set(chosen) < set(every)
     rounding = [one for one in every if "kRounds" in one.expression]
     assert len(rounding) == 1 and "<__nv_bfloat16, " in rounding[0].expression
     assert all(name in one.expression for one in every if one not in rounding)
     compiler.clear()
-    compiling.main([*shapes, "--tokens", "8"])
+    main(["compile", *shapes, "--tokens", "8"])
     assert all("int8_t, __nv" not in one.expression for _, wanted in compiler for one in wanted)
 
 
 def test_nothing_is_compiled_that_the_build_has(compiler, capsys):
-    compiling.main(["--format", "int4-g128", "--device", "H200"])
+    main(["compile", "--format", "int4-g128", "--device", "H200"])
     assert "the build has all of these kernels" in capsys.readouterr().out and not compiler
 
 
@@ -488,12 +488,12 @@ def test_nothing_is_compiled_that_the_build_has(compiler, capsys):
 )
 def test_arguments_that_mean_nothing(toolchain, capsys, arguments, said):
     with pytest.raises(SystemExit):
-        compiling.main(["--device", "H200", *arguments])
+        main(["compile", "--device", "H200", *arguments])
     assert said in capsys.readouterr().err
 
 
 def test_the_command_says_that_there_is_no_compiler(toolchain, capsys):
     toolchain["error"] = "there is none"
     with pytest.raises(SystemExit):
-        compiling.main(["--format", "int2", "--device", "H200"])
+        main(["compile", "--format", "int2", "--device", "H200"])
     assert "there is none." in capsys.readouterr().err

@@ -15,17 +15,17 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import jaxlowbit
-from jaxlowbit import INT4, INT8, MXFP8, UINT4, Format, explain, quantize
+from jaxlowbit import INT4, INT8, MXFP8, UINT4, Format, explain, quantize, tune
 from jaxlowbit._backends import selection
 from jaxlowbit._backends import times as timing
 from jaxlowbit._backends.selection import Choice, Product
-from jaxlowbit._tuning import command, devices, report
+from jaxlowbit._command import main
+from jaxlowbit._tuning import devices, report
 from jaxlowbit._tuning import measure as measuring
 from jaxlowbit._tuning import table as tables
 from jaxlowbit._tuning.table import Entry, Table
 from jaxlowbit._tuning.weights import Weight, find
 from jaxlowbit.nnx import quantize_model
-from jaxlowbit.tune import tune
 
 H200 = devices.GPUS["H200"].facts
 PRODUCT = Product(16, 4096, 4096, INT4, "bfloat16", "bfloat16")
@@ -203,9 +203,7 @@ def test_a_table_of_elsewhere_is_not_used(tmp_path, home, monkeypatch, changes, 
     driver(tmp_path, model)
     tables.write(tables.path_for(H200.name), table(**changes))
     monkeypatch.setenv(tables.VARIABLE, str(tables.path_for(H200.name)))
-    with pytest.warns(
-        RuntimeWarning, match=rf"{said}.* Run python -m jaxlowbit\.tune again"
-    ) as all:
+    with pytest.warns(RuntimeWarning, match=rf"{said}.* Run jaxlowbit tune again") as all:
         tables.load()
     assert len(all) == 1 and "measured" not in explained(16)
     if model != H200.name:  # a cache that machines share
@@ -287,20 +285,20 @@ def test_entries_that_cannot_run_are_counted(home):
 
 def test_show(home, capsys):
     with pytest.raises(SystemExit):
-        command.main(["--show"])
+        main(["tune", "--show"])
     assert "nothing is stored; name --shapes" in capsys.readouterr().err
     tables.write(tables.path_for(H200.name), table(entry(), entry(OTHER._replace(split_k=4), m=8)))
-    command.main(["--show"])
+    main(["tune", "--show"])
     shown = capsys.readouterr().out
     assert "NVIDIA H200, driver 580.1, jaxlowbit 0." in shown
     assert "int4-g128" in shown and "6.00       5.00   1.20  qmm_sm90_stream, block_m=16" in shown
     assert "2 of 2 choices changed; geometric mean of the ratios 1.200" in shown
     assert "used from the next start on" in shown
     tables.write(tables._SHIPPED / "NVIDIA-H200.json", table(driver=None))
-    command.main(["--show"])
+    main(["tune", "--show"])
     assert "comes with the package, and is used where you" in capsys.readouterr().out
     tables.write(home / "elsewhere", table())
-    command.main(["--show", "--out", str(home / "elsewhere")])
+    main(["tune", "--show", "--out", str(home / "elsewhere")])
     assert "used where JAXLOWBIT_TUNED names it" in capsys.readouterr().out
 
 
@@ -416,11 +414,11 @@ def test_refusals(arguments, options, said):
 def test_refusals_of_the_command(capsys):
     for arguments, said in (
         ([], "name a checkpoint, or --shapes, or --show alone"),
-        (["--shapes", "64", "--tokens", "1"], "jaxlowbit.tune: '64' is no shape"),
+        (["--shapes", "64", "--tokens", "1"], "jaxlowbit tune: '64' is no shape"),
         (["--shapes", "64x64", "--format", "nf5"], "'nf5' names no format"),
     ):
         with pytest.raises(SystemExit, match=r"^1$"):
-            command.main(arguments)
+            main(["tune", *arguments])
         assert said in capsys.readouterr().err
 
 

@@ -14,6 +14,7 @@ from helpers import dequantized
 from jax.sharding import AxisType
 
 from jaxlowbit import INT4, QuantizedArray, quantize_activations
+from jaxlowbit._command import main
 from jaxlowbit._composite.rms_norm import rms_norm
 from jaxlowbit._llm import command, model
 from jaxlowbit._llm.sharding import Division
@@ -184,16 +185,17 @@ def test_the_command_passes_the_dtype_on(name, monkeypatch):
     monkeypatch.setattr(command, name, lambda *_, **options: given.append(options))
     header = types.SimpleNamespace(config=command.SHAPES["llama3-8b"])
     monkeypatch.setattr(command, "open_file", lambda path: header)
+    monkeypatch.setattr(command, "keep_programs", lambda: None)
     monkeypatch.setattr(command, "bench", lambda *_, **sizes: sys.exit())
     path = "llama3-8b" if name == "init" else "model.gguf"
     flags = ["--activation-dtype", "float8_e4m3fn", "--activation-rows", "3"]
     with pytest.raises(SystemExit):
-        command.main(["bench", path, *flags])
+        main(["bench", path, *flags])
     assert [options["activation_dtype"] for options in given] == ["float8_e4m3fn"]
     assert [options["activation_rows"] for options in given] == [3]
 
 
 def test_the_command_refuses_other_dtypes(capsys):
     with pytest.raises(SystemExit):
-        command.main(["bench", "llama3-8b", "--activation-dtype", "int4"])
+        main(["bench", "llama3-8b", "--activation-dtype", "int4"])
     assert "invalid choice: 'int4'" in capsys.readouterr().err

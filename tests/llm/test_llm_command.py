@@ -1,4 +1,4 @@
-"""`python -m jaxlowbit.llm`: its commands with a small model, in this process."""
+"""The commands for language models with a small model, in this process."""
 
 import contextlib
 import dataclasses
@@ -19,6 +19,7 @@ import pytest
 from language_models import Letters, model
 
 from jaxlowbit import _llm
+from jaxlowbit._command import main
 from jaxlowbit._llm import chat, command, console
 from jaxlowbit._requirements import require_extra
 from jaxlowbit.llm import generate, perplexity
@@ -54,6 +55,7 @@ def loads(monkeypatch):
 
     monkeypatch.setattr(command, "load", load)
     monkeypatch.setattr(command, "open_file", lambda path: small())
+    monkeypatch.setattr(command, "keep_programs", lambda: None)
     return found
 
 
@@ -70,7 +72,7 @@ def given(monkeypatch, data):
 def failed(arguments, capsys):
     """The exit status and the last line of standard error."""
     with pytest.raises(SystemExit) as end:
-        command.main(arguments)
+        main(arguments)
     return end.value.code, capsys.readouterr().err.splitlines()[-1]
 
 
@@ -84,7 +86,7 @@ def last_line(capsys):
 @pytest.mark.parametrize("raw", [True, False])
 def test_generate(raw, capsys):
     arguments = ["generate", "m.gguf", "--prompt", "hi", "--max-new-tokens", "12", "--json"]
-    command.main(arguments + ["--raw"] * raw)
+    main(arguments + ["--raw"] * raw)
     found = last_line(capsys)
     expected = generate(model(), "hi" if raw else "user:hi\n", max_new_tokens=12)
     assert found["tokens_per_second"] > 0
@@ -94,13 +96,13 @@ def test_generate(raw, capsys):
 
 def test_a_prompt_from_standard_input(monkeypatch, capsys):
     given(monkeypatch, b"a\r\nb\n")
-    command.main(["generate", "m", "--raw", "--prompt", "-", "--json", *GREEDY])
+    main(["generate", "m", "--raw", "--prompt", "-", "--json", *GREEDY])
     assert last_line(capsys)["prompt_tokens"] == len("a\nb")
 
 
 def test_variables_of_the_template(capsys):
     options = ["--template-option", "x=false", "--template-option", 'name="a=b"']
-    command.main(["generate", "m", "--prompt", "hi", "--json", *GREEDY, *options])
+    main(["generate", "m", "--prompt", "hi", "--json", *GREEDY, *options])
     assert last_line(capsys)["prompt_tokens"] == len("x=False\nname=a=b\nuser:hi\n")
 
 
@@ -125,18 +127,18 @@ def test_every_option_of_drawing_is_that_of_generate(monkeypatch, capsys):
             flags += [f"--{name.replace('_', '-')}", str(one)]
     others = {"model", "prompt", "n", "logprobs", "template_options"}
     assert inspect.signature(generate).parameters.keys() - others == DRAWING.keys()
-    command.main(["generate", "m", "--raw", "--prompt", "hi", "--n", "2", "--json", *flags])
+    main(["generate", "m", "--raw", "--prompt", "hi", "--n", "2", "--json", *flags])
     expected = generate(model(), "hi", n=2, **DRAWING)
     assert [found["tokens"] for found in last_line(capsys)] == [x.tokens for x in expected]
     given = []
     monkeypatch.setattr(command, "chat", lambda *arguments: given.append(arguments[2]))
-    command.main(["chat", "m", *flags])
+    main(["chat", "m", *flags])
     assert given == [DRAWING]
 
 
 def test_log_probabilities(capsys):
     arguments = ["generate", "m", "--raw", "--prompt", "hi", "--logprobs", "2", "--json"]
-    command.main([*arguments, *GREEDY])
+    main([*arguments, *GREEDY])
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
     expected = generate(model(), "hi", max_new_tokens=4, logprobs=2).logprobs
@@ -149,10 +151,10 @@ def test_log_probabilities(capsys):
 
 
 def test_a_reply_that_is_cut_says_by_which_limit(capsys):
-    command.main(["generate", "m", "--raw", "--prompt", "hi", *GREEDY])
+    main(["generate", "m", "--raw", "--prompt", "hi", *GREEDY])
     assert "[2 + 4 tokens, cut by --max-new-tokens, " in capsys.readouterr().err
     arguments = ["generate", "m", "--raw", "--prompt", "x" * (model().config.context - 3)]
-    command.main([*arguments, "--temperature", "0"])
+    main([*arguments, "--temperature", "0"])
     assert "+ 3 tokens, cut by the context, " in capsys.readouterr().err
 
 
@@ -162,7 +164,7 @@ def test_a_reply_that_is_cut_says_by_which_limit(capsys):
 def talked(monkeypatch, capsys, lines, *arguments):
     """What a chat prints on both outputs."""
     given(monkeypatch, lines if isinstance(lines, bytes) else lines.encode())
-    command.main(["chat", "m", *GREEDY, *arguments])
+    main(["chat", "m", *GREEDY, *arguments])
     return capsys.readouterr()
 
 
@@ -288,7 +290,7 @@ def test_keys_at_the_prompt_of_a_terminal(key, status, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     arguments = ["chat", "m", *GREEDY]
     if status is None:
-        command.main(arguments)
+        main(arguments)
     else:
         assert failed(arguments, capsys)[0] == status
 
@@ -303,7 +305,7 @@ def test_perplexity(name, tmp_path, monkeypatch, capsys):
         name = str(tmp_path / "text")
         (tmp_path / "text").write_text(text)
     given(monkeypatch, text.encode())
-    command.main(["perplexity", "m", "--text", name, "--context", "32", "--json"])
+    main(["perplexity", "m", "--text", name, "--context", "32", "--json"])
     found = last_line(capsys)
     expected = perplexity(model(), Letters().encode(text), context=32)
     assert found == expected._asdict()
@@ -317,7 +319,7 @@ def test_numbers_that_json_lacks_are_null(capsys):
 
 def test_bench(capsys):
     arguments = ["bench", "m", "--batch", "1", "2", "--prompt-tokens", "20", "--new-tokens", "3"]
-    command.main([*arguments, "--repeats", "1", "--json"])
+    main([*arguments, "--repeats", "1", "--json"])
     *lines, last = capsys.readouterr().out.splitlines()
     rows = json.loads(last)
     assert [row["batch"] for row in rows] == [1, 2]
@@ -350,7 +352,7 @@ def test_bench(capsys):
 def test_errors_are_one_line_before_weights_are_loaded(arguments, sentence, loads, capsys):
     status, line = failed(arguments, capsys)
     assert status == 1 and loads == []
-    assert line.startswith(f"jaxlowbit.llm {arguments[0]}: {sentence}")
+    assert line.startswith(f"jaxlowbit {arguments[0]}: {sentence}")
 
 
 @pytest.mark.parametrize(
@@ -381,13 +383,13 @@ def test_a_closed_pipe_ends_a_reply_quietly(arguments, monkeypatch, capsys):
     os.close(reader)
     unread = os.fdopen(writer, "w")
     with unread, contextlib.redirect_stdout(unread), pytest.raises(SystemExit) as end:
-        command.main([*arguments, *GREEDY])
+        main([*arguments, *GREEDY])
     assert end.value.code == 141 and capsys.readouterr().err == ""
 
 
 def test_wrong_arguments_show_the_usage(capsys):
     with pytest.raises(SystemExit) as end:
-        command.main(["chat"])
+        main(["chat"])
     said = capsys.readouterr().err
     assert end.value.code == 2 and "required: MODEL" in said and said.startswith("usage: ")
 
@@ -403,8 +405,8 @@ def test_packages_that_are_missing_are_named(monkeypatch):
 
 def test_the_module_is_a_command():
     """A pipe that is closed ends it without a word; so does no other error."""
-    program = [sys.executable, "-m", "jaxlowbit.llm", "generate", "/nowhere", "--prompt", "x"]
+    program = [sys.executable, "-m", "jaxlowbit", "generate", "/nowhere", "--prompt", "x"]
     run = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
     assert run.returncode == 1
-    assert run.stderr.startswith("jaxlowbit.llm generate: /nowhere does not exist; ")
+    assert run.stderr.startswith("jaxlowbit generate: /nowhere does not exist; ")
     assert run.stderr.count("\n") == 1

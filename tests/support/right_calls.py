@@ -16,7 +16,7 @@ from pretrained import IDS, Pretrained
 
 import jaxlowbit as jl
 from jaxlowbit import linen as jl_linen
-from jaxlowbit import llm, tune
+from jaxlowbit import llm
 from jaxlowbit import nnx as jl_nnx
 
 K, N = 64, 128
@@ -592,7 +592,7 @@ CALLS = {
         repeats=constant(1),
     ),
     "tune": call(
-        tune.tune,
+        jl.tune,
         weights=constant(["4096x4096", (14336, 4096)]),
         tokens=constant([1, 16]),
         format=INT4,

@@ -22,7 +22,6 @@ import jaxlowbit as jl
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import llm as jl_llm
 from jaxlowbit import nnx as jl_nnx
-from jaxlowbit import tune as jl_tune
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = (ROOT / "examples/quickstart.py").read_text()  # test_examples.py runs it
@@ -34,7 +33,7 @@ def public(module):
     return {k: v for k, v in names if not k.startswith("_") and not inspect.ismodule(v)}
 
 
-PUBLIC = [(m, name) for m in (jl, jl_nnx, jl_linen, jl_llm, jl_tune) for name in public(m)]
+PUBLIC = [(m, name) for m in (jl, jl_nnx, jl_linen, jl_llm) for name in public(m)]
 
 
 class Model(nnx.Module):

@@ -100,7 +100,7 @@ def test_kernels_are_those_of_supported_backends(name):
 
 def test_the_report_lists_the_formats():
     report = subprocess.run(
-        [sys.executable, "-m", "jaxlowbit.info"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "jaxlowbit", "info"], capture_output=True, text=True, timeout=300
     )
     assert report.returncode == 0, report.stderr
     for name, format in NAMED.items():

@@ -120,7 +120,8 @@ def test_public_names(output):
         "QuantizedArray UINT4 UINT8 "
         "dequantize explain group_permutation integer_matmul partition_spec quantize "
         "quantize_activations quantized_block quantized_glu "
-        "quantized_matmul quantized_matmuls quantized_mlp scan smoothing_factor supported_backends"
+        "quantized_matmul quantized_matmuls quantized_mlp scan smoothing_factor supported_backends "
+        "tune"
     )
     assert output(code).split() == names.split()
 
@@ -135,7 +136,7 @@ def test_package_is_typed():
 
 def test_info_reports_the_build_and_the_devices():
     report = subprocess.run(
-        [sys.executable, "-m", "jaxlowbit.info"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "jaxlowbit", "info"], capture_output=True, text=True, timeout=300
     )
     assert report.returncode == 0, report.stderr
     assert re.search(r"jaxlowbit +\d+\.\d+\.\d+, Python 3", report.stdout)

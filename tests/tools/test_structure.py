@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxlowbit
-from jaxlowbit import INT4, quantize, quantized_matmul
+from jaxlowbit import INT4, _command, quantize, quantized_matmul
 from jaxlowbit._matmul import call, primitive
 
 PACKAGE = Path(jaxlowbit.__file__).parent
@@ -22,14 +22,15 @@ ROOT = Path(__file__).parents[2]
 # Rooms, lowest first: a module imports from its own room and from lower ones. Rooms of one rank
 # do not know each other.
 RANKS = (
-    ("_command", "_requirements", "_version"),
+    ("_version",),
+    ("_command", "_requirements"),
     ("_core",),
     ("_backends",),
     ("_matmul",),
     ("_composite",),
     ("_flax", "_tuning"),
     ("_llm",),
-    ("", "compile", "info", "linen", "llm", "nnx", "tune", "_array", "_formats"),
+    ("", "__main__", "linen", "llm", "nnx", "_array", "_formats"),
 )
 # Inside `_flax`, by the first letters of a module: the rest serves both.
 FLAX = ("linen", "nnx")
@@ -108,6 +109,13 @@ def test_no_import_of_ours_is_deferred(name):
         if deferring:
             found = [ours(x) for inner in ast.walk(node) for x in targets(name, inner)]
             assert not any(target is not None for target in found), ast.unparse(node)
+
+
+def test_only_subcommands_are_imported_by_name():
+    """`_command` imports the module of the requested subcommand, since `_llm` needs an extra."""
+    importing = {name for name, path in PATHS.items() if "import_module(" in path.read_text()}
+    assert importing == {"_command"}
+    assert {subcommand.module for subcommand in _command.SUBCOMMANDS.values()} <= PATHS.keys()
 
 
 def test_no_module_imports_itself_by_way_of_others():

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <array>
 
+#include "cuda/check/placed_problem.h"
 #include "cuda/device/pdl.cuh"
-#include "cuda/driver/placed_problem.h"
 #include "cuda/kernels/launch_config.h"
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 namespace {
 
 constexpr int64_t kRoom = 256;  // between buffers, for odd beginnings
@@ -88,4 +88,4 @@ void CopyLate(const Extent& from, void* to) {
         "CopyLateKernel");
 }
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check

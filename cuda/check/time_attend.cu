@@ -11,14 +11,14 @@
 #include <type_traits>
 #include <vector>
 
-#include "cuda/driver/device_problem.h"
-#include "cuda/driver/random.cuh"
-#include "cuda/driver/replay.h"
-#include "cuda/driver/time_attend.h"
+#include "cuda/check/device_problem.h"
+#include "cuda/check/random.cuh"
+#include "cuda/check/replay.h"
+#include "cuda/check/time_attend.h"
 #include "cuda/launch.h"
 #include "cuda/ops/attend.h"
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 namespace {
 
 constexpr int kThreads = 256;
@@ -487,4 +487,4 @@ void TimeAttend() {
   }
 }
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check

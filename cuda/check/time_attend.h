@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <utility>
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 
 // Checks shapes, types, windows, holes, caches that are longer than what is read, and odd places, with NaN in every
 // slot that is not seen, of one in `stride` cases. Returns how many were right and wrong, and prints the wrong ones.
@@ -15,4 +15,4 @@ std::pair<int, int> CheckAttend(uint64_t stride);
 // Prints the microseconds of calls from a CUDA graph, over copies of the cache that L2 cannot hold.
 void TimeAttend();
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check

@@ -7,9 +7,9 @@
 
 #include <functional>
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 
 // Median microseconds of `replays` replays, after `warm_ups` others, of what `enqueue` gives the stream that it gets.
 float TimeReplays(const std::function<void(cudaStream_t)>& enqueue, int warm_ups, int replays);
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check

@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/driver/device_problem.h"
+#include "cuda/check/device_problem.h"
 #include "cuda/problem.h"
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 
 // Shapes (n, k) of the layers of real models, large, small and odd ones, and numbers of rows.
 const std::vector<std::pair<int64_t, int64_t>>& SweepLayers();
@@ -24,4 +24,4 @@ std::vector<QuantizedMatmul> StandardProblems();
 void TimeProblems(const std::vector<QuantizedMatmul>& problems, const Optional& optional,
                   double seconds);
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Runs the kernels without JAX: checks every instance, sweeps shapes, times.
+// The program `driver` runs the kernels without JAX: checks every instance, sweeps shapes, times.
 //
 //   driver check [STRIDE [BITS [CODEBOOK [LHS]]]]
 //                           every instance on small awkward shapes, also under PDL, and with buffers that overlap
@@ -48,10 +48,10 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/driver/device_problem.h"
-#include "cuda/driver/placed_problem.h"
-#include "cuda/driver/time_attend.h"
-#include "cuda/driver/time_choices.h"
+#include "cuda/check/device_problem.h"
+#include "cuda/check/placed_problem.h"
+#include "cuda/check/time_attend.h"
+#include "cuda/check/time_choices.h"
 #include "cuda/jit/compiler.h"
 #include "cuda/kernels/instance_key.h"
 #include "cuda/kernels/loaded.h"
@@ -60,7 +60,7 @@
 #include "cuda/select/select.h"
 #include "cuda/timing.h"
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 namespace {
 
 constexpr int64_t kL2Bytes = int64_t{60} << 20;           // H200, the largest in use
@@ -645,6 +645,6 @@ int Main(int argc, char** argv) {
 }
 
 }  // namespace
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check
 
-int main(int argc, char** argv) { return jaxlowbit::driver::Main(argc, argv); }
+int main(int argc, char** argv) { return jaxlowbit::check::Main(argc, argv); }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "cuda/driver/time_choices.h"
+#include "cuda/check/time_choices.h"
 
 #include <algorithm>
 #include <chrono>
@@ -13,7 +13,7 @@
 #include "cuda/select/select.h"
 #include "cuda/timing.h"
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 namespace {
 
 constexpr int64_t kColdBytes = int64_t{240} << 20;  // four times the L2 of an H200
@@ -231,4 +231,4 @@ void TimeProblems(const std::vector<QuantizedMatmul>& problems, const Optional& 
                std::chrono::duration<double>(Clock::now() - start).count());
 }
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check

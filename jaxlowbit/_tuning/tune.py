@@ -1,14 +1,13 @@
-"""`tune` for programs, and for the command line."""
+"""`tune`, and the command `jaxlowbit tune`."""
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from .._backends import extension, selection
 from .._backends.selection import DeviceFacts, Product
-from .._command import run_command
 from .._core.checks import boolean, brief
 from .._core.format import INT4, Format, as_format, parse_format
 from .._core.layout import blocks
@@ -17,12 +16,9 @@ from . import devices, report
 from . import table as tables
 from .measure import measure
 from .table import Entry, Table
-from .weights import find, untuned
+from .weights import add_arguments, check_tokens, find, untuned
 
 TOKENS = tuple(2**i for i in range(13))
-_SUMMARY = (
-    "Measures the choices of the CUDA kernels for the weights of a model, and stores the best."
-)
 
 
 def tune(
@@ -65,7 +61,7 @@ def tune(
     """
     listed = format if isinstance(format, list | tuple) else [format]
     formats = [as_format("tune", each) for each in listed]
-    tokens = _distinct(tokens)
+    tokens = check_tokens(tokens)
     if not isinstance(dtype, str) or dtype not in tables.LHS:
         raise ValueError(
             f"tune: dtype is {brief(dtype)}, but there are choices for bfloat16 and float16 "
@@ -89,17 +85,12 @@ def tune(
     return path
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command `python -m jaxlowbit.tune`."""
-    parser = argparse.ArgumentParser("python -m jaxlowbit.tune", description=_SUMMARY)
-    parser.add_argument("checkpoint", nargs="?", help="safetensors file, or a folder of them")
-    parser.add_argument("--shapes", nargs="+", metavar="NxK", help="instead of a checkpoint")
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="M")
-    parser.add_argument("--format", nargs="+", default=["int4-g128"], help="such as int8")
+def add_tune(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+    add_arguments(parser, ["int4-g128"], TOKENS)
     parser.add_argument("--dtype", default="bfloat16", help="of the activations")
     parser.add_argument("--out", type=Path, help="the file to write, or with --show to read")
     parser.add_argument("--show", action="store_true", help="print what is stored")
-    run_command(parser, _run, arguments)
+    return _run
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -130,20 +121,6 @@ def _print(path: Path) -> None:
     else:
         use = f"used where {tables.VARIABLE} names it"
     print(f"\n{path}: {use}.")
-
-
-def _distinct(tokens: Any) -> list[int]:
-    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
-        raise TypeError(
-            f"tune: tokens is {brief(tokens)}, but it is a list of numbers of rows, such as "
-            "[1, 16, 256]."
-        )
-    for m in tokens:
-        if type(m) is not int or not 0 < m <= 1 << 20:
-            raise ValueError(f"tune: {brief(m)} is no number of tokens; name some from 1 to 2^20.")
-    if not tokens:
-        raise ValueError("tune: there are no numbers of tokens; name some, such as 1 16 256.")
-    return sorted(set(tokens))
 
 
 def _gpu() -> DeviceFacts:

@@ -12,15 +12,15 @@
 #include <numeric>
 #include <utility>
 
+#include "cuda/check/device_problem.h"
+#include "cuda/check/random.cuh"
 #include "cuda/device/layout.cuh"
-#include "cuda/driver/device_problem.h"
-#include "cuda/driver/random.cuh"
 #include "cuda/extents.h"
 #include "cuda/kernels/loaded.h"
 #include "cuda/kernels/sm80/plan.h"
 #include "cuda/limits.h"
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 namespace {
 
 constexpr int kThreads = 256;
@@ -532,4 +532,4 @@ std::string Describe(const QuantizedMatmul& p, const Optional& optional) {
          (optional.residual ? std::string(" residual ") + name(p.epilogue.residual) : "");
 }
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check

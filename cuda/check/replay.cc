@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "cuda/driver/replay.h"
+#include "cuda/check/replay.h"
 
 #include <algorithm>
 #include <vector>
 
-#include "cuda/driver/device_problem.h"
+#include "cuda/check/device_problem.h"
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 
 float TimeReplays(const std::function<void(cudaStream_t)>& enqueue, int warm_ups, int replays) {
   cudaStream_t stream;
@@ -43,4 +43,4 @@ float TimeReplays(const std::function<void(cudaStream_t)>& enqueue, int warm_ups
   return 1e3f * times[replays / 2];
 }
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check

@@ -5,10 +5,10 @@
 
 #include <vector>
 
-#include "cuda/driver/device_problem.h"
+#include "cuda/check/device_problem.h"
 #include "cuda/extents.h"
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 
 // Operands by number, in the order of OperandExtents, and the result.
 enum PlacedBuffer {
@@ -68,4 +68,4 @@ void TimePlaced();
 // Enqueues a kernel that lets the next kernel start and, a while later, copies `from` to `to`.
 void CopyLate(const Extent& from, void* to);
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check

@@ -6,12 +6,12 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/driver/device_problem.h"
-#include "cuda/driver/placed_problem.h"
-#include "cuda/driver/replay.h"
+#include "cuda/check/device_problem.h"
+#include "cuda/check/placed_problem.h"
+#include "cuda/check/replay.h"
 #include "cuda/launch.h"
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 namespace {
 
 constexpr int kCopies = 8;  // of a weight: more than three times what L2 holds
@@ -67,4 +67,4 @@ void TimePlaced() {
   }
 }
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check

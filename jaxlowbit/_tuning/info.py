@@ -1,8 +1,8 @@
-"""`python -m jaxlowbit.info`: what was built, what runs on this machine, and the formats."""
+"""The command `jaxlowbit info`: the build, the devices of this machine and the formats."""
 
 import argparse
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._backends import call, custom_calls, extension
-from ._command import run_command
-from ._core.format import Format
-from ._core.format_table import NAMED, bits_per_weight
-from ._version import __version__
+from .._backends import call, custom_calls, extension
+from .._core.format import Format
+from .._core.format_table import NAMED, bits_per_weight
+from .._version import __version__
 
-_SUMMARY = "Prints what was built, what runs on this machine, and the formats."
+
+def add_info(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+    return _print
 
 
 def report() -> Iterator[tuple[str, str]]:
@@ -96,13 +97,3 @@ def _print(options: argparse.Namespace) -> None:
     print()
     for name, bits, group, kernel in formats():
         print(f"{name:16} {bits:12} {group:8} {kernel}")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command `python -m jaxlowbit.info`."""
-    parser = argparse.ArgumentParser("python -m jaxlowbit.info", description=_SUMMARY)
-    run_command(parser, _print, arguments)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 
 __host__ __device__ inline uint32_t Hash(uint64_t x) {  // splitmix64's finaliser
   x += 0x9e3779b97f4a7c15ull;
@@ -20,4 +20,4 @@ __device__ inline float Normal(uint64_t x) {
   return sqrtf(-2.0f * logf(fminf(u, 1.0f))) * cospif(2.0f * v);
 }
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check

@@ -11,7 +11,7 @@
 
 #include "cuda/problem.h"
 
-namespace jaxlowbit::driver {
+namespace jaxlowbit::check {
 
 // Ends the program with the names of the call and of the error if there is one.
 void Check(cudaError_t error, const char* what);
@@ -76,4 +76,4 @@ class DeviceProblem {
 
 std::string Describe(const QuantizedMatmul& problem, const Optional& optional);
 
-}  // namespace jaxlowbit::driver
+}  // namespace jaxlowbit::check
