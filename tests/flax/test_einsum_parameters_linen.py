@@ -20,7 +20,7 @@ from jaxlowbit.linen import (
 )
 
 HIDDEN = 96
-X = jax.random.normal(jax.random.key(1), (2, 3, WIDTH))
+X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, WIDTH), np.float32))
 EVERYTHING = {"": INT8}
 
 

@@ -56,6 +56,11 @@ def mostly_cancelled(rhs: QuantizedArray, rng: np.random.Generator) -> Quantized
     return dataclasses.replace(rhs, packed=jnp.asarray(pack(codes, bits)), zero=jnp.asarray(zero))
 
 
+@jax.jit
+def separate_products(pairs: list[tuple[jax.Array, QuantizedArray]]) -> list[jax.Array]:
+    return [quantized_matmul(lhs, rhs, backend="cpu") for lhs, rhs in pairs]
+
+
 # Bits of one row look up sums of activations, to which scales and zeros are applied.
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("zero", ["none", "float", "cancels", "codebook"])
@@ -64,15 +69,16 @@ def test_sums_that_bits_look_up_are_within_their_bound(bits, zero, dtype):
     rng = np.random.default_rng(bits)
     kind = "none" if zero in ("none", "codebook") else "float"
     numbers = tuple(rng.standard_normal(2**bits).tolist()) if zero == "codebook" else None
+    pairs = []
     for k, size in ((1, -1), (70, 32), (201, 48), (384, 128), (1000, -1), (256, 16), (300, 96)):
         problem = Problem(*("", 1, k, 70, bits, size, kind, numbers), dtype=dtype)
         rhs = weights(problem, rng)
         if zero == "cancels":
             rhs = mostly_cancelled(rhs, rng)
         lhs = np.abs(rng.standard_normal((1, k))) * 2.0 ** rng.integers(-9, 9, k)
-        lhs = lhs.astype(jnp.dtype(dtype))
+        pairs.append((lhs.astype(jnp.dtype(dtype)), rhs))
+    for (lhs, rhs), got in zip(pairs, separate_products(pairs), strict=True):
         oracle = Oracle.of(lhs, dequantize(rhs))
-        got = quantized_matmul(jnp.asarray(lhs), rhs, backend="cpu")
         assert_within(got, oracle.exact, oracle.bound(lhs.dtype))
 
 

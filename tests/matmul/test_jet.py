@@ -11,9 +11,10 @@ from jax.experimental.jet import jet
 import jaxlowbit as jl
 
 K, N = 64, 32
-X, *TERMS = jax.random.normal(jax.random.key(0), (4, 3, K), jnp.float32)
-WEIGHT = jax.random.normal(jax.random.key(1), (K, N), jnp.float32) / 8
-UP = jax.random.normal(jax.random.key(2), (2, K, K), jnp.float32) / 8
+RNG = np.random.default_rng(0)
+X, *TERMS = map(jnp.asarray, RNG.standard_normal((4, 3, K), np.float32))
+WEIGHT = jnp.asarray(RNG.standard_normal((K, N), np.float32) / 8)
+UP = jnp.asarray(RNG.standard_normal((2, K, K), np.float32) / 8)
 
 
 def matrix(weight, format):

@@ -139,8 +139,17 @@ def test_what_is_wrong_is_reported(monkeypatch, wrong, where, dtype):
         check(program)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wrong", [rows_shifted, tile_missing, element_missing])
+# Errors are hardest to see in bfloat16, whose bound is the widest.
+@pytest.mark.parametrize(
+    ("wrong", "dtype"),
+    [
+        (rows_shifted, "bfloat16"),
+        (tile_missing, "bfloat16"),
+        (element_missing, "bfloat16"),
+        (element_missing, "float16"),
+        (rows_shifted, "float32"),
+    ],
+)
 def test_what_is_wrong_between_gates_is_reported(monkeypatch, wrong, dtype):
     program = dataclasses.replace(GATES, dtype=dtype)
     check_once(program)
