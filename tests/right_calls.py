@@ -457,7 +457,6 @@ CALLS = {
         reader=NONE,
     ),
     "linen.check_layout_version": call(jl_linen.check_layout_version, variables=variables),
-    "variables_of": call(jl_linen.variables_of, array=given("q")),
     "QuantizedDense": call(
         initialised(jl_linen.QuantizedDense, given("x")),
         "QuantizedDense",
@@ -602,9 +601,8 @@ CALLS = {
     ),
 }
 
-RESULTS = ("Generation", "Logprobs", "Perplexity", "Speed", "LayerReport", "ParameterReport")
-RESULTS += ("QuantizationReport", "QuantizedVariable", "Packed", "Scale", "Zero", "Permutation")
-RESULTS += ("LayoutVersion", "TensorScale")
+RESULTS = ("Generation", "Logprobs", "Perplexity", "Speed")
+RESULTS += ("QuantizationReport", "QuantizedVariable")
 """Classes that this package makes, not its users."""
 
 

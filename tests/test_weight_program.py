@@ -27,11 +27,9 @@ def code_of_others():
 def packed(text: str, shape: tuple[int, ...], stacked: int = 0) -> tuple[WeightView, jax.Array]:
     """A random weight, and the floats that it stands for, in the shape of the weight."""
     equation = Equation.parse(text, shape[stacked:])
-    axes = equation.axes
-    kernel = quantize(axes.matrix(jax.random.normal(jax.random.key(0), shape)), INT8)
-    sizes = (*shape[:stacked], *axes.batch, *axes.contracted, *axes.features)
-    assert axes.order is not None
-    order = [*range(stacked), *(stacked + np.argsort(axes.order))]
+    kernel = quantize(equation.matrix(jax.random.normal(jax.random.key(0), shape)), INT8)
+    sizes = (*shape[:stacked], *equation.batch, *equation.contracted, *equation.features)
+    order = [*range(stacked), *(stacked + np.argsort(equation.order))]
     return WeightView.of(kernel, equation), kernel.dequantize().reshape(sizes).transpose(order)
 
 
