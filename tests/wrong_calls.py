@@ -114,7 +114,7 @@ def shaped(*shapes: tuple[int | None, ...]) -> Callable[[Any], bool]:
     """Arrays of numbers with these last axes, of any size where it is None."""
 
     def right(value: Any) -> bool:
-        if not isinstance(value, list | tuple | int | jax.Array | np.ndarray):
+        if not isinstance(value, list | tuple | range | int | jax.Array | np.ndarray):
             return False
         found = np.shape(value)
         lasts = ((shape, found[len(found) - len(shape) :]) for shape in shapes)
@@ -140,10 +140,12 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "axis": of(int, tuple),
     "backend": among(None, "cpu", "xla", "pallas"),
     "batch": of(int),
+    "beta_fast": NUMBERS,
     "bias": NOTHING,
     "bias_shape": of(tuple),
     "bits": of(int),
     "block_size": of(tuple),
+    "config": of(llm.Config),
     "context": of(int),
     "device": among(None, "cpu"),
     "dtype": lambda value: value is None or DTYPE(value),

@@ -1,7 +1,7 @@
 """Checks of arguments: errors name the layer or function, the argument, its value and the rule."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +19,11 @@ OPTIONS = (*_FUNCTIONS, "use_bias", "dtype", "param_dtype", "preferred_element_t
 def inner(error: Exception) -> str:
     """The message of an error without the name of the function in front."""
     return re.sub(r"^[\w.]+: ", "", str(error))
+
+
+def some(paths: Sequence[str]) -> str:
+    """The first paths of a list, and the number of others."""
+    return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
 
 
 def check_options(caller: str, options: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._core.checks import brief, integer, within
+from .arguments import some
 from .equation import Equation
 
 _Module = type | str | None
@@ -196,8 +197,7 @@ def check_used(
             where = ""
             if parameter.module is not None:
                 where = f" in a module {getattr(parameter.module, '__name__', parameter.module)}"
-            listed = ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if paths[8:] else "")
             raise ValueError(
                 f"quantize_model: EinsumParameter({parameter.path!r}) matches no parameter{where}; "
-                f"correct its path. The parameters are {listed}."
+                f"correct its path. The parameters are {some(paths)}."
             )

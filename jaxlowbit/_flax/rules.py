@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from .._core import layout, padding, super_blocks
-from .._core.activations import value_dtype
 from .._core.checks import brief
 from .._core.format import Format, as_format
 from .._core.heads import HEADS, is_router
+from .arguments import activation_dtype as dtype_of
+from .arguments import some
 from .equation import Equation
 from .report import ParameterReport, nbytes_of
 from .weights import Shards
@@ -92,7 +94,7 @@ def choose(
     paths = [layer.paths for layer in candidates]
     parts = _choose_shards(shards, paths)
     choices, kept = _choose_formats(candidates, uncovered, rules, keep, parts)
-    _check_some(candidates, choices)
+    _check_any(candidates, choices)
     dtypes = _choose_activations(activation_dtype, candidates, choices)
     options = zip(choices, parts, dtypes, strict=True)
     return [x._replace(shards=part, activation_dtype=dtype) for x, part, dtype in options], kept
@@ -158,20 +160,21 @@ def _choose_activations(
 
     A layer that is kept in floats has none, and an embedding only by a rule.
     """
+    read = functools.partial(dtype_of, _CALLER)
     at = [i for i, choice in enumerate(choices) if choice.format is not None]
     if isinstance(rules, Mapping):
         values = "jnp.int8, jnp.float8_e4m3fn or None"
         paths = [candidates[i].paths for i in at]
-        winners, _ = _decide([*rules.items()], paths, (), _activation_dtype, values)
+        winners, _ = _decide([*rules.items()], paths, (), read, values)
         chosen = [None if winner is None else winner[1] for winner in winners]
     else:
-        lone = _activation_dtype(rules)
+        lone = read(rules)
         chosen = [None if candidates[i].table else lone for i in at]
     found = dict(zip(at, chosen, strict=True))
     return [found.get(i) for i in range(len(choices))]
 
 
-def _check_some(candidates: Sequence[Candidate], choices: Sequence[Choice]) -> None:
+def _check_any(candidates: Sequence[Candidate], choices: Sequence[Choice]) -> None:
     """Raises `ValueError` if all layers are kept in floats, with the reasons."""
     if any(choice.format is not None for choice in choices):
         return
@@ -301,10 +304,6 @@ def _format(value: object) -> Any:
     return None if value is None else as_format(_CALLER, value)
 
 
-def _activation_dtype(value: object) -> Any:
-    return None if value is None else value_dtype(_CALLER, "activation_dtype", value)
-
-
 def _shards(value: object) -> tuple[int, int]:
     if not _is_shards(value):
         raise TypeError("no shards")
@@ -394,13 +393,9 @@ def _idle(rule: re.Pattern[str], layers: Sequence[Sequence[str]], others: Sequen
     if found := [path for path in others if rule.search(path)]:
         return (
             f"the rule {rule.pattern!r} matches no layer that can be quantized, only parameters "
-            f"that no such layer holds: {_some(found)}; remove it. The layers are {_some(paths)}."
+            f"that no such layer holds: {some(found)}; remove it. The layers are {some(paths)}."
         )
     return (
         f"the rule {rule.pattern!r} matches no layer; correct or remove it. "
-        f"The layers are {_some(paths)}."
+        f"The layers are {some(paths)}."
     )
-
-
-def _some(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
