@@ -22,6 +22,7 @@ import jaxlowbit as jl
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import llm as jl_llm
 from jaxlowbit import nnx as jl_nnx
+from jaxlowbit import quantizers as jl_quantizers
 from jaxlowbit import tune as jl_tune
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +35,8 @@ def public(module):
     return {k: v for k, v in names if not k.startswith("_") and not inspect.ismodule(v)}
 
 
-PUBLIC = [(m, name) for m in (jl, jl_nnx, jl_linen, jl_llm, jl_tune) for name in public(m)]
+MODULES = (jl, jl_nnx, jl_linen, jl_llm, jl_quantizers, jl_tune)
+PUBLIC = [(m, name) for m in MODULES for name in public(m)]
 
 
 class Model(nnx.Module):

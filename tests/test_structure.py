@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 RANKS = (
     ("_command", "_requirements", "_version"),
     ("_core",),
-    ("_backends",),
+    ("_backends", "quantizers"),
     ("_matmul",),
     ("_composite",),
     ("_flax", "_tuning"),

@@ -13,7 +13,7 @@ import wrong_calls
 
 import jaxlowbit
 from jaxlowbit import linen as jl_linen
-from jaxlowbit import llm, tune
+from jaxlowbit import llm, quantizers, tune
 from jaxlowbit import nnx as jl_nnx
 
 QUICK, ALL = 300, 2300
@@ -42,7 +42,10 @@ def test_what_is_changed_is_right_at_first(name):
 
 def test_every_public_function_and_class_is_called_wrongly():
     assert (
-        right_calls.uncalled(jaxlowbit, jl_nnx, jl_linen, llm, tune, but=right_calls.RESULTS) == []
+        right_calls.uncalled(
+            jaxlowbit, jl_nnx, jl_linen, llm, quantizers, tune, but=right_calls.RESULTS
+        )
+        == []
     )
 
 

@@ -166,7 +166,7 @@ def block(epsilon: Any) -> Any:
 
 
 def smoothing(alpha: float) -> Any:
-    return jl.smoothing_factor(jnp.ones(64), jnp.ones((64, 8)), alpha=alpha)
+    return jl.quantizers.smoothing_factor(jnp.ones(64), jnp.ones((64, 8)), alpha=alpha)
 
 
 def factor(value: float) -> Any:

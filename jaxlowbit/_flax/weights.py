@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from .._core.array import LEAVES, QuantizedArray
 from .._core.format import Format
-from .._core.quantize import quantize
+from ..quantizers._quantize import quantize
 
 Shards = tuple[int, int]
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
