@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
 
 from jaxlowbit import INT4, INT8, Format, quantize
+from jaxlowbit import linen as jl_linen
+from jaxlowbit import nnx as jl_nnx
 from jaxlowbit.quantizers import Groups, Statistics, _registry
 
 K, N = 192, 80
@@ -52,8 +56,10 @@ def test_each_quantizer_is_better_than_the_one_before(format):
     assert errors[0] > errors[1] >= gain * errors[2]
 
 
-def test_names_are_modules():
-    assert _registry.NAMES == ("absmax", "mse")
+@pytest.mark.parametrize("name", _registry.NAMES)
+def test_a_module_is_a_quantizer(name):
+    assert "absmax" in _registry.NAMES and "mse" in _registry.NAMES
+    assert _registry.find("test", name, INT4, {"shards": (1, 1)}).__module__.endswith(f".{name}")
 
 
 @pytest.mark.parametrize("quantizer", [*_registry.NAMES, narrow])
@@ -118,7 +124,7 @@ def test_memory_is_that_of_one_float_copy():
 
 
 WRONG = {
-    "quantizer='gptq' is unknown; it is one of 'absmax', 'mse', a function": "gptq",
+    "quantizer='gptq' is unknown; it is one of 'absmax', ": "gptq",
     "quantizer=4 is unknown": 4,
     "quantizer=<class 'float'> is unknown": float,
     r"cannot be called with \(weight, format, statistics\): too many": lambda weight: weight,
@@ -150,3 +156,38 @@ def test_wrong_options_and_statistics():
         quantize(weight, INT4, statistics=3)  # pyright: ignore[reportArgumentType]
     with refuses("Statistics.of: inputs is int32"):
         Statistics.of(jnp.ones((2, 3), jnp.int32))
+
+
+class Pair(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(K)(nn.Dense(N)(x))
+
+
+@pytest.mark.parametrize("quantizer", ["mse", narrow])
+def test_models_of_flax_take_them(quantizer):
+    x = inputs(2)
+    model = nnx.List([nnx.Linear(K, N, rngs=nnx.Rngs(0))])
+    variables = Pair().init(jax.random.key(0), x)
+    kernels = model[0].kernel[...], variables["params"]["Dense_1"]["kernel"]
+    jl_nnx.quantize_model(model, INT4, quantizer=quantizer)
+    held = jl_linen.quantize_model(Pair(), variables, INT4, x, quantizer=quantizer)[1]
+    found = model[0].kernel, held["quantized"]["Dense_1"]
+    for weight, layer in zip(kernels, found, strict=True):
+        wanted = quantize(weight, INT4, quantizer=quantizer)
+        scale = layer["scale"] if isinstance(layer, dict) else layer.scale
+        np.testing.assert_array_equal(scale, wanted.scale)
+        assert not jnp.array_equal(scale, quantize(weight, INT4).scale)
+
+
+def test_models_of_flax_are_untouched_by_wrong_ones():
+    model = nnx.List([nnx.Linear(K, N, rngs=nnx.Rngs(0)), nnx.Linear(K, N, rngs=nnx.Rngs(0))])
+    with refuses("quantize_model: quantizer='gptq' is unknown"):
+        jl_nnx.quantize_model(model, INT4, quantizer="gptq")
+
+    def picky(weight, format, statistics, **options):
+        raise ValueError("picky takes no int4; choose int8.")
+
+    with refuses("(?s)quantize_model: .*in 0: picky takes no int4.*in 1: picky"):
+        jl_nnx.quantize_model(model, INT4, quantizer=picky)
+    assert all(type(layer) is nnx.Linear for layer in model)

@@ -30,7 +30,7 @@ from .rules import (
     choose_activations,
     choose_shards,
 )
-from .weights import Packing, abstract, check_values
+from .weights import Packing, abstract, check_values, quantizing_by
 
 
 def quantize_model(
@@ -42,6 +42,7 @@ def quantize_model(
     keep: Keep = (),
     shards: ShardRules = (1, 1),
     activation_dtype: ActivationRules = None,
+    quantizer: Any = None,
     donate: bool = False,
     **kwargs: Any,
 ) -> tuple[QuantizedModel, dict[str, Any], QuantizationReport]:
@@ -73,6 +74,7 @@ def quantize_model(
     - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which all quantized layers
       but embeddings quantize their inputs in each call, as `jaxlowbit.quantized_matmul` does; or a
       mapping of such regular expressions, on the paths of quantized layers, to one of these.
+    - `quantizer`: what rounds the weights, a name or a function, as for `jaxlowbit.quantize`.
     - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
       the given variables one layer exists twice at most. They are of no use after that.
 
@@ -126,10 +128,11 @@ def quantize_model(
         for (path, decision), part, dtype in zip(decided.items(), parts, dtypes, strict=True)
         if decision.format
     }
-    refuse(
-        (".".join(path), _refusal(path, found[path], packing, params))
-        for path, packing in chosen.items()
-    )
+    with quantizing_by("quantize_model", quantizer):
+        refuse(
+            (".".join(path), _refusal(path, found[path], packing, params))
+            for path, packing in chosen.items()
+        )
     stored: Any = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
     reports = []
     for path, layer in found.items():
@@ -142,7 +145,8 @@ def quantize_model(
         boxed = params.pop(key)
         weight = value_of(boxed)
         try:
-            kernel, arrays = quantized_of(boxed, path, layer, chosen[path])
+            with quantizing_by("quantize_model", quantizer):
+                kernel, arrays = quantized_of(boxed, path, layer, chosen[path])
         except ValueError as error:
             raise ValueError(f"quantize_model: in {name}: {inner(error)}") from None
         stored |= arrays

@@ -33,7 +33,7 @@ from .rules import (
     choose_activations,
     choose_shards,
 )
-from .weights import Shards, abstract, check_values
+from .weights import Shards, abstract, check_values, quantizing_by
 
 
 def quantize_model(
@@ -44,6 +44,7 @@ def quantize_model(
     keep: Keep = (),
     shards: ShardRules = (1, 1),
     activation_dtype: ActivationRules = None,
+    quantizer: Any = None,
 ) -> QuantizationReport:
     """Replaces the linear layers of a model, in place, by layers with quantized kernels.
 
@@ -71,6 +72,7 @@ def quantize_model(
     - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which all quantized layers
       but embeddings quantize their inputs in each call, as `jaxlowbit.quantized_matmul` does; or a
       mapping of such regular expressions, on the paths of quantized layers, to one of these.
+    - `quantizer`: what rounds the weights, a name or a function, as for `jaxlowbit.quantize`.
 
     **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, what multiplies, and
     the parameters that are not covered.
@@ -120,15 +122,16 @@ def quantize_model(
     dtypes = choose_activations(activation_dtype, paths, decisions, named)
     owners, rewritten = _owners(model), _rewritten(model)
     chosen = zip(places, decisions, parts, strict=True)
-    refuse(
-        (place.paths[0], place.refusal(decision.format, shards, owners, rewritten))
-        for place, decision, shards in chosen
-        if decision.format is not None
-    )
     reports = []
-    while places:  # drops each place, and with it the float layer, before the next
-        options = parts.pop(0), dtypes.pop(0)
-        reports.append(_replace(places.pop(0), decisions.pop(0), *options))
+    with quantizing_by("quantize_model", quantizer):
+        refuse(
+            (place.paths[0], place.refusal(decision.format, shards, owners, rewritten))
+            for place, decision, shards in chosen
+            if decision.format is not None
+        )
+        while places:  # drops each place, and with it the float layer, before the next
+            options = parts.pop(0), dtypes.pop(0)
+            reports.append(_replace(places.pop(0), decisions.pop(0), *options))
     report = rest.report(reports, kept)
     report.warn(
         f"Only {NAMES} are, and what layers= describes: an EinsumLayer "

@@ -1,7 +1,9 @@
 """Weights of layers: quantized from floats, which may be abstract, or made of stored arrays."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from jax.core import Tracer
 from .._core.array import LEAVES, QuantizedArray
 from .._core.format import Format
 from ..quantizers._quantize import quantize
+from ..quantizers._registry import check
 
 Shards = tuple[int, int]
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -39,6 +42,25 @@ class Packing:
     activation_dtype: Any = None
 
 
+_quantizer: ContextVar[Any] = ContextVar("quantizer", default=None)
+
+
+@contextlib.contextmanager
+def quantizing_by(caller: str, quantizer: Any) -> Iterator[None]:
+    """A context in which `quantize_weight` uses a quantizer.
+
+    `quantize_model` replaces layers by their constructors, which take the arguments of Flax.
+
+    **Raises:** as `jaxlowbit.quantize` does for a value that is no quantizer.
+    """
+    check(caller, quantizer)
+    token = _quantizer.set(quantizer)
+    try:
+        yield
+    finally:
+        _quantizer.reset(token)
+
+
 def quantize_weight(
     weight: Any,
     format: Format,
@@ -48,7 +70,7 @@ def quantize_weight(
     """`quantize(matrix(weight), format)`, of an abstract weight to an abstract array."""
 
     def run(weight: Any) -> QuantizedArray:
-        return quantize(matrix(weight), format, shards=shards)
+        return quantize(matrix(weight), format, quantizer=_quantizer.get(), shards=shards)
 
     return jax.eval_shape(run, weight) if isinstance(weight, jax.ShapeDtypeStruct) else run(weight)
 
