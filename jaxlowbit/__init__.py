@@ -5,6 +5,7 @@ and initialises no backend.
 """
 
 from . import _requirements as _requirements  # first: nothing below meets a JAX too old
+from . import quantizers as quantizers
 from ._backends import extension as _extension
 from ._backends.call import EXPORT_CHECKS as EXPORT_CHECKS
 from ._composite.block import quantized_block as quantized_block

@@ -48,9 +48,8 @@ def assert_equal(found, wanted):
 def test_each_quantizer_is_better_than_the_one_before(format):
     """The error of the product: absmax, mse, and mse that knows the inputs."""
     weight, x = heavy(K, N), inputs()
-    options = {"quantizer": "absmax"}, {"quantizer": "mse"}
-    options += ({"quantizer": "mse", "statistics": Statistics.of(x)},)
-    arrays = [quantize(weight, format, **given) for given in options]
+    arrays = [quantize(weight, format, quantizer=name) for name in ("absmax", "mse")]
+    arrays += [quantize(weight, format, quantizer="mse", statistics=Statistics.of(x))]
     errors = [float(jnp.linalg.norm(x @ (q.dequantize(jnp.float32) - weight))) for q in arrays]
     gain = 1 if format == "mxfp8" else 1.02  # mxfp8 has three ranges, powers of two
     assert errors[0] > errors[1] >= gain * errors[2]
