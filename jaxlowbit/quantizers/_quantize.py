@@ -75,9 +75,8 @@ def quantize(
     """
     format = as_format("quantize", format)
     weight = checks.array("quantize", "weight", weight, "floats (..., k, n)")
-    if scale_dtype is not None:
-        scale_dtype = checks.dtype("quantize", "scale_dtype", scale_dtype)
     _check(weight, format, scale_dtype)
+    scale_dtype = None if scale_dtype is None else jnp.dtype(scale_dtype)
     shards = checks.shard_counts("quantize", shards)
     checks.shards("quantize", weight.shape, shards)
     if permutation is not None:
