@@ -25,7 +25,7 @@ from .rules import (
     check_replaceable,
     choose,
 )
-from .weights import Packing, Path, abstract, check_values
+from .weights import Packing, Path, abstract, check_values, quantizing_by
 
 
 def quantize_model(
@@ -37,6 +37,7 @@ def quantize_model(
     keep: Keep = (),
     shards: ShardRules = (1, 1),
     activation_dtype: ActivationRules = None,
+    quantizer: Any = None,
     donate: bool = False,
     **kwargs: Any,
 ) -> tuple[QuantizedModel, dict[str, Any], QuantizationReport]:
@@ -68,6 +69,7 @@ def quantize_model(
     - `activation_dtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs of all quantized
       layers except embeddings in each call, as in `jaxlowbit.quantized_matmul`, or None; or a
       mapping of such regular expressions, on the paths of quantized layers, to one of these.
+    - `quantizer`: rounds the weights; a name or a function, as for `jaxlowbit.quantize`.
     - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
       the given variables one layer exists twice at most. They are of no use after that.
 
@@ -101,9 +103,10 @@ def quantize_model(
     choices, by_rule = choose(candidates, rest.uncovered, rules, *options)
     decided = [(*item, choice) for item, choice in zip(found.items(), choices, strict=True)]
     chosen = [(path, layer, choice) for path, layer, choice in decided if choice.format]
-    check_replaceable(
-        (".".join(path), _reason(path, layer, choice, params)) for path, layer, choice in chosen
-    )
+    with quantizing_by("quantize_model", quantizer):
+        check_replaceable(
+            (".".join(path), _reason(path, layer, choice, params)) for path, layer, choice in chosen
+        )
     packings = {path: _packing(path, layer, choice) for path, layer, choice in chosen}
     stored: Any = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
     reports = []
@@ -111,7 +114,8 @@ def quantize_model(
         key = layer.kind.key(path)
         if path in packings:
             boxed = params.pop(key)
-            reports.append(_quantize(path, layer, boxed, packings[path], stored, donate))
+            with quantizing_by("quantize_model", quantizer):
+                reports.append(_quantize(path, layer, boxed, packings[path], stored, donate))
         elif key in params:
             options = choice.reason, choice.by_default
             reports.append(LayerReport.kept(".".join(path), value_of(params[key]), *options))

@@ -23,6 +23,7 @@ def quantize_pretrained(
     keep: Keep = (),
     shards: ShardRules = (1, 1),
     activation_dtype: ActivationRules = None,
+    quantizer: Any = None,
     **kwargs: Any,
 ) -> QuantizationReport:
     """Quantizes a `FlaxPreTrainedModel` of transformers, in place.
@@ -34,8 +35,8 @@ def quantize_pretrained(
     **Arguments:**
 
     - `model`: the model, with its parameters.
-    - `rules`, `layers`, `keep`, `shards`, `activation_dtype`: as for `quantize_model`. Paths
-      begin in the module inside, such as `model.layers.0.mlp.up_proj`.
+    - `rules`, `layers`, `keep`, `shards`, `activation_dtype`, `quantizer`: as for `quantize_model`.
+      Paths begin in the module inside, such as `model.layers.0.mlp.up_proj`.
     - `args`, `kwargs`: arguments of the model; such a call, without computing, finds layers.
 
     **Returns:** a `QuantizationReport`, a table when printed.
@@ -61,7 +62,7 @@ def quantize_pretrained(
             "quantize_model(module, variables, rules, inputs)."
         )
     variables, args, kwargs = _applied(model, module, args, kwargs)
-    options: Any = {"layers": layers, "keep": keep, "shards": shards}
+    options: Any = {"layers": layers, "keep": keep, "shards": shards, "quantizer": quantizer}
     quantized, variables, report = quantize_model(
         module, variables, rules, *args, activation_dtype=activation_dtype, **options, **kwargs
     )

@@ -30,7 +30,7 @@ from .rules import (
     check_replaceable,
     choose,
 )
-from .weights import Shards, abstract, check_values
+from .weights import Shards, abstract, check_values, quantizing_by
 
 _LAYERS = (QuantizedLinear, QuantizedLinearGeneral, QuantizedEinsum, QuantizedEmbed)
 _NAMES = ", ".join(f"nnx.{layer.float_layer.__name__}" for layer in _LAYERS)
@@ -82,6 +82,7 @@ def quantize_model(
     keep: Keep = (),
     shards: ShardRules = (1, 1),
     activation_dtype: ActivationRules = None,
+    quantizer: Any = None,
 ) -> QuantizationReport:
     """Replaces the linear layers of a model, in place, by layers with quantized kernels.
 
@@ -109,6 +110,7 @@ def quantize_model(
     - `activation_dtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs of all quantized
       layers except embeddings in each call, as in `jaxlowbit.quantized_matmul`, or None; or a
       mapping of such regular expressions, on the paths of quantized layers, to one of these.
+    - `quantizer`: rounds the weights; a name or a function, as for `jaxlowbit.quantize`.
 
     **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, what multiplies, and
     the parameters that are not covered.
@@ -136,14 +138,15 @@ def quantize_model(
     candidates = [place.candidate for place in places]
     choices, kept = choose(candidates, rest.uncovered, rules, keep, shards, activation_dtype)
     owners, rewritten = _owners(model), _rewritten(model)
-    check_replaceable(
-        (place.paths[0], _reason(place, choice, owners, rewritten))
-        for place, choice in zip(places, choices, strict=True)
-        if choice.format is not None
-    )
     reports = []
-    while places:  # drops each place, and with it the float layer, before the next
-        reports.append(_replace(places.pop(0), choices.pop(0)))
+    with quantizing_by("quantize_model", quantizer):
+        check_replaceable(
+            (place.paths[0], _reason(place, choice, owners, rewritten))
+            for place, choice in zip(places, choices, strict=True)
+            if choice.format is not None
+        )
+        while places:  # drops each place, and with it the float layer, before the next
+            reports.append(_replace(places.pop(0), choices.pop(0)))
     report = rest.report(reports, kept)
     report.warn(_NAMES)
     return report

@@ -1,7 +1,9 @@
 """Weights of layers: `quantize_weight`, checks before it, and kernels made of stored arrays."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -13,7 +15,8 @@ from jax.core import Tracer
 from .._core.array import LEAVES, QuantizedArray
 from .._core.columns import take_columns
 from .._core.format import Format
-from .._core.quantize import quantize
+from ..quantizers._quantize import quantize
+from ..quantizers._registry import check
 from .equation import Equation
 
 Path = tuple[str, ...]
@@ -44,6 +47,25 @@ class Packing:
     raw: tuple[Path, Equation] | None = None
 
 
+_quantizer: ContextVar[Any] = ContextVar("quantizer", default=None)
+
+
+@contextlib.contextmanager
+def quantizing_by(caller: str, quantizer: Any) -> Iterator[None]:
+    """A context in which `quantize_weight` uses a quantizer.
+
+    `quantize_model` replaces layers by their constructors, which take the arguments of Flax.
+
+    **Raises:** as `jaxlowbit.quantize` does for a value that is no quantizer.
+    """
+    check(caller, quantizer)
+    token = _quantizer.set(quantizer)
+    try:
+        yield
+    finally:
+        _quantizer.reset(token)
+
+
 def quantize_weight(
     weight: Any,
     format: Format,
@@ -56,7 +78,7 @@ def quantize_weight(
     """
 
     def run(weight: Any) -> QuantizedArray:
-        return quantize(matrix(weight), format, shards=shards)
+        return quantize(matrix(weight), format, quantizer=_quantizer.get(), shards=shards)
 
     return jax.eval_shape(run, weight) if isinstance(weight, jax.ShapeDtypeStruct) else run(weight)
 
