@@ -146,6 +146,7 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "bits": of(int),
     "block_size": of(tuple),
     "config": of(llm.Config),
+    "consume": of(int),
     "context": of(int),
     "device": among(None, "cpu"),
     "dtype": lambda value: value is None or DTYPE(value),
