@@ -6,6 +6,7 @@ and initialises no backend.
 
 from . import _command as _command  # first: the command `jaxlowbit` starts here
 from . import _requirements as _requirements  # second: nothing below meets a JAX too old
+from . import quantizers as quantizers
 from ._backends import extension as _extension
 from ._backends.call import EXPORT_CHECKS as EXPORT_CHECKS
 from ._composite.block import quantized_block as quantized_block
@@ -27,11 +28,8 @@ from ._core.format import UINT4 as UINT4
 from ._core.format import UINT8 as UINT8
 from ._core.format import Format as Format
 from ._core.permutations import group_permutation as group_permutation
-from ._core.quantize import dequantize as dequantize
-from ._core.quantize import quantize as quantize
 from ._core.scan import scan as scan
 from ._core.sharding import partition_spec as partition_spec
-from ._core.smoothing import smoothing_factor as smoothing_factor
 from ._matmul.api import quantized_matmul as quantized_matmul
 from ._matmul.integers import integer_matmul as integer_matmul
 from ._matmul.support import supported_backends as supported_backends
@@ -39,6 +37,8 @@ from ._tuning import table as _table
 from ._tuning.explain import explain as explain
 from ._tuning.tune import tune as tune
 from ._version import __version__ as __version__
+from .quantizers._quantize import dequantize as dequantize
+from .quantizers._quantize import quantize as quantize
 
 _exporting.register()
 _extension.register()

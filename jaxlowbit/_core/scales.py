@@ -7,7 +7,6 @@ are numbers of their dtype in float32 here, until `stored` makes them such.
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -19,58 +18,16 @@ from .format import SCALES, SUPER_BLOCK, Format
 
 # Bounds between numbers of a codebook that are compared with one by one; more of them are searched.
 _MOST_COMPARED = 15
-# The ranges that `least_squares` tries besides the full one, as parts of it: 0.97 to 0.15.
-_PARTS = (0.97 ** np.arange(1, 64)).astype(np.float32)
-# Scales that are powers of two have these parts: the next power up and down.
-_POWERS = np.array([2, 0.5], np.float32)
 _E8M0, _E4M3, _INT8 = SCALES["e8m0"], SCALES["e4m3"], SCALES["int8"]
 # Smaller magnitudes are zeros: XLA flushes them on CPUs.
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
-
-
-def extremes(grouped: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
-    """Scales of `dtype`, and zeros, that reach the extremes of each group."""
-    return _reach(*_range(grouped, format), format, dtype)
-
-
-def least_squares(
-    grouped: Array, counted: np.ndarray, format: Format, dtype: Any
-) -> tuple[Array, Array | None]:
-    """Scales and zeros of the full range or a part of it, whichever has the least squared error.
-
-    `counted` says of each row whether it counts: others only fill a group. One part is tried at a
-    time, so memory does not grow with their number.
-    """
-    groups, size = grouped.shape[-3:-1]
-    counts = counted.reshape(groups, size, 1)
-    low, high = _range(grouped, format)
-    # A range shrinks towards zero, which it holds, or to its middle where it may lie anywhere.
-    center = low + (high - low) / 2 if format.zero == "float" else jnp.zeros_like(low)
-    full = _reach(low, high, format, dtype)
-
-    def error(scale: Array, zero: Array | None) -> Array:
-        exact, rounded = _steps(grouped, scale, zero, format)
-        # Units of the widest scale keep squares from overflowing and from vanishing.
-        units = _rows(ratio(scale.astype(jnp.float32), full[0]))
-        missed = jnp.where(counts, (rounded - exact) * units, 0)
-        return jnp.sum(missed * missed, axis=-2)
-
-    def try_part(best: Any, part: Array) -> tuple[Any, None]:
-        fit = _reach(center + part * (low - center), center + part * (high - center), format, dtype)
-        found = (error(*fit), *fit)
-        better = found[0] < best[0]
-        return jax.tree.map(lambda new, old: jnp.where(better, new, old), found, best), None
-
-    parts = _POWERS if dtype == _E8M0 else _PARTS
-    (_, scale, zero), _ = lax.scan(try_part, (error(*full), *full), jnp.asarray(parts))
-    return scale, zero
 
 
 def qvalue(grouped: Array, scale: Array, zero: Array | None, format: Format) -> Array:
     """The quantized values, uint8, that are nearest with these scales and zeros."""
     if format.codebook is not None:
         return _nearest(ratio(grouped, scale[..., None, :]), format)
-    _, rounded = _steps(grouped, scale, zero, format)
+    _, rounded = in_steps(grouped, scale, zero, format)
     return (rounded - _least_step(zero, format)).astype(jnp.uint8)
 
 
@@ -84,8 +41,18 @@ def of_tensor(grouped: Array, format: Format) -> Array:
     return jnp.where(reach >= _SMALLEST, jnp.maximum(reach / most, least(jnp.float32)), 1.0)
 
 
+def unsupported(format: Format) -> str | None:
+    """Returns None if scales fit floats to the format, else the reason."""
+    if format.bits == 1 and format.zero == "none" and format.codebook is None:
+        return (
+            "a 1-bit code without a zero holds only -scale and 0; use zero='float', which holds "
+            "two free values per group, or a codebook such as (-1, 1)"
+        )
+    return None
+
+
 def stored(scale: Array, format: Format) -> Array:
-    """Scales in their dtype; those that are powers of two by their exponents, 0 as the least."""
+    """Scales in their dtype; powers of two are stored as exponents, 0 as the smallest."""
     if format.scale == "e8m0":
         code = (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
         return lax.bitcast_convert_type(code, _E8M0)
@@ -120,9 +87,9 @@ def _two_levels(values: Array, rounded: Any, least: int, format: Format) -> tupl
     whole = jnp.pad(values, pad, mode="edge").reshape(*lead, blocks, per_block, n)
     reach = jnp.max(jnp.abs(whole), axis=-2)
     floats = _scale(reach, super_blocks.MOST, jnp.dtype("float16"), 1.0)
-    steps = rounded(ratio(whole, _rows(floats)))
+    steps = rounded(ratio(whole, rows_of(floats)))
     integers = jnp.where(whole == 0, 0, jnp.clip(steps, least, super_blocks.MOST))
-    found = (integers * _rows(floats)).reshape(*lead, -1, n)[..., :groups, :]
+    found = (integers * rows_of(floats)).reshape(*lead, -1, n)[..., :groups, :]
     integers = integers.astype(jnp.int8).reshape(*lead, -1, n)
     return super_blocks.packed(integers, floats, format), found
 
@@ -149,10 +116,12 @@ def zero_qvalue(scale: Array, zero: Array | None, format: Format) -> Array:
     return jnp.clip(jnp.round(steps), 0, 2**format.bits - 1).astype(jnp.uint8)
 
 
-def _steps(grouped: Array, scale: Array, zero: Array | None, format: Format) -> tuple[Array, Array]:
+def in_steps(
+    grouped: Array, scale: Array, zero: Array | None, format: Format
+) -> tuple[Array, Array]:
     """Values in units of their scale: as they are, and rounded to a quantized value."""
     if zero is not None and format.zero == "float":
-        grouped = grouped - _rows(zero)
+        grouped = grouped - rows_of(zero)
     exact, lowest = ratio(grouped, scale[..., None, :]), _least_step(zero, format)
     if format.codebook is not None:
         return exact, numbers_of(_nearest(exact, format), format)
@@ -200,18 +169,19 @@ def _least_step(zero: Array | None, format: Format) -> Array | float:
     """The quantized value 0, in units of the scale."""
     if zero is None:
         return -float(format.offset)
-    return -_rows(zero) if format.zero == "integer" else 0.0
+    return -rows_of(zero) if format.zero == "integer" else 0.0
 
 
-def _range(grouped: Array, format: Format) -> tuple[Array, Array]:
+def extremes(grouped: Array, format: Format) -> tuple[Array, Array]:
+    """The smallest and the largest value of each group; with integer zeros, 0 is between them."""
     low, high = grouped.min(axis=-2), grouped.max(axis=-2)
     if format.zero == "integer":
         low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
     return low, high
 
 
-def _reach(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
-    """The scale and zero with which quantized values cover `low` to `high`."""
+def fit(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, Array | None]:
+    """The scale and zero for quantized values that cover `low` to `high`."""
     empty = _scale_of_zeros(format)
     if dtype == _E8M0:
         return _power_of_two(low, high, format, empty), None
@@ -269,7 +239,8 @@ def _power_of_two(low: Array, high: Array, format: Format, empty: float) -> Arra
     return jnp.where(reach >= _SMALLEST, lax.bitcast_convert_type(bits, jnp.float32), empty)
 
 
-def _rows(values: Array) -> Array:
+def rows_of(values: Array) -> Array:
+    """Values of groups (..., groups, n), float32 (..., groups, 1, n)."""
     return values.astype(jnp.float32)[..., None, :]
 
 

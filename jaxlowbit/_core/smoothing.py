@@ -1,4 +1,4 @@
-"""Factors of input channels that move outliers of activations into weights (SmoothQuant)."""
+"""Factors of input channels, by which activations are divided before they are rounded."""
 
 from typing import Any
 
@@ -13,64 +13,15 @@ from .dtypes import FLOATS
 from .scales import least
 
 
-def smoothing_factor(absmax: Any, weight: Any, *, alpha: float = 0.5) -> Array:
-    """The factor of each input channel by which SmoothQuant divides activations.
-
-    `absmax ** alpha / max(abs(weight)) ** (1 - alpha)`: activations are divided by it, and rows of
-    the weight multiplied, so that their product stays the same. Channels with outliers, which
-    decide the scales of tokens, become smaller, and their weights larger. The method is SmoothQuant
-    (Xiao et al., 2022), equation 4.
-
-    **Arguments:**
-
-    - `absmax`: floats (k,), from 0 on: the largest magnitude of each channel of activations, over
-      the tokens of a calibration set.
-    - `weight`: float32, bfloat16 or float16 (k, n), that they are multiplied by; of several
-      matrices, such as queries, keys and values, all side by side.
-    - `alpha`: 0 to 1, how much of the difficulty goes into the weight: 0.5 mostly, more where
-      outliers are larger.
-
-    **Returns:** float32 (k,), positive; 1 for channels in which activations or weights are all 0.
-
-    **Raises:** `TypeError` for what are no arrays or no number, `ValueError` for other shapes,
-    dtypes and values, those outside `jax.jit`.
-
-    ```python
-    x, w = jnp.ones((8, 256)).at[:, 3].set(100), jnp.ones((256, 512))
-    factor = smoothing_factor(jnp.max(jnp.abs(x), axis=0), w)
-    q = quantize(w * factor[:, None], INT8)
-    y = quantized_matmul(x, q, activation_dtype=jnp.int8, activation_factor=factor)
-    ```
-    """
-    caller = "smoothing_factor"
-    weight = checks.array(caller, "weight", weight, "floats (k, n)")
-    if weight.dtype not in FLOATS or weight.ndim != 2 or 0 in weight.shape:
-        raise ValueError(
-            f"{caller}: weight is {checks.brief(weight)}, but it is float32, bfloat16 or float16 "
-            "(k, n), which are from 1; cast or reshape it."
-        )
-    absmax = _of_channels(caller, "absmax", absmax, weight.shape[0])
-    _check_values(caller, "absmax", absmax, "from 0 on", lambda values: values >= 0)
-    checks.finite(caller, "weight", weight, "repair them")
-    alpha = checks.positive(caller, "alpha", alpha)
-    if alpha > 1:
-        raise ValueError(f"{caller}: alpha is {alpha!r}, but it is from 0 to 1, such as 0.5.")
-    rows = jnp.max(jnp.abs(weight.astype(jnp.float32)), axis=1)
-    smallest = least(jnp.float32)
-    factor = jnp.maximum(absmax, smallest) ** alpha / jnp.maximum(rows, smallest) ** (1 - alpha)
-    factor = jnp.clip(factor, smallest, float(jnp.finfo(jnp.float32).max))
-    return jnp.where((absmax >= smallest) & (rows >= smallest), factor, 1.0)
-
-
 def checked_factor(caller: str, name: str, factor: Any, k: int) -> Array:
     """A factor of each of `k` input channels, float32.
 
     **Raises:** `TypeError` for what is no array, `ValueError` for others and, outside `jax.jit`,
     for values that are not positive and finite.
     """
-    factor = _of_channels(caller, name, factor, k)
+    factor = of_channels(caller, name, factor, k)
     rule = f"positive, {least(jnp.float32):.3g} or more"
-    _check_values(caller, name, factor, rule, lambda values: values >= least(jnp.float32))
+    check_values(caller, name, factor, rule, lambda values: values >= least(jnp.float32))
     return factor
 
 
@@ -81,7 +32,8 @@ def divided(activations: Array, factor: Array) -> Array:
     )
 
 
-def _of_channels(caller: str, name: str, value: Any, k: int) -> Array:
+def of_channels(caller: str, name: str, value: Any, k: int) -> Array:
+    """Floats (k,) as float32; raises a `TypeError` or `ValueError` for others."""
     found = checks.array(caller, name, value, f"floats ({k},)")
     if found.dtype not in FLOATS or found.shape != (k,):
         raise ValueError(
@@ -91,7 +43,7 @@ def _of_channels(caller: str, name: str, value: Any, k: int) -> Array:
     return found.astype(jnp.float32)
 
 
-def _check_values(caller: str, name: str, values: Array, rule: str, holds: Any) -> None:
+def check_values(caller: str, name: str, values: Array, rule: str, holds: Any) -> None:
     """Refuses values for which a rule does not hold, and infinite ones. Nothing while tracing."""
     if isinstance(values, Tracer):
         return

@@ -1,6 +1,7 @@
-"""Checks of what layers are made of and called with: errors name the layer and the argument."""
+"""Checks of arguments: errors name the layer or function, the argument, its value and the rule."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,16 +12,27 @@ from .._core.activations import value_dtype
 
 _SIZE = "a number of features, an integer from 1 to 2**31 - 1"
 _FUNCTIONS = ("kernel_init", "bias_init", "embedding_init", "promote_dtype")
+OPTIONS = (*_FUNCTIONS, "use_bias", "dtype", "param_dtype", "preferred_element_type")
+"""Options of layers that `check_options` checks."""
 
 
-def check_options(layer: Any, *names: str, **options: Any) -> None:
-    """Refuses options of a layer that are none, among its attributes those of `names`.
+def inner(error: Exception) -> str:
+    """The message of an error without the name of the function in front."""
+    return re.sub(r"^[\w.]+: ", "", str(error))
 
-    **Raises:** `TypeError` for what names no dtype, is no function or no truth value, `ValueError`
-    for a dtype that weights do not have.
+
+def some(paths: Sequence[str]) -> str:
+    """The first paths of a list, and the number of others."""
+    return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
+
+
+def check_options(caller: str, options: Mapping[str, Any]) -> None:
+    """Checks options of a layer by their names: functions, `use_bias` and dtypes.
+
+    **Raises:** `TypeError` for values that are no function, truth value or dtype, `ValueError` for
+    a dtype that weights cannot have.
     """
-    caller = type(layer).__name__
-    for name, value in (options | {name: getattr(layer, name) for name in names}).items():
+    for name, value in options.items():
         if name in _FUNCTIONS:
             if not callable(value):
                 raise TypeError(
@@ -34,47 +46,48 @@ def check_options(layer: Any, *names: str, **options: Any) -> None:
 
 
 def activation_dtype(caller: str, value: Any) -> Any:
-    """A dtype of quantized activations, or None.
+    """Returns a dtype of quantized activations, or None.
 
-    **Raises:** `TypeError` for what names no dtype, `ValueError` for another one.
+    **Raises:** `TypeError` for a value that names no dtype, `ValueError` for another dtype.
     """
     return None if value is None else value_dtype(caller, "activation_dtype", value)
 
 
 def sizes(caller: str, name: str, value: Any) -> tuple[int, ...]:
-    """One number of features, or several, as a tuple.
+    """Returns one number of features, or several, as a tuple.
 
     **Raises:** `TypeError` and `ValueError` for others.
     """
-    listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Array)
-    found = tuple(value) if listed else (value,)
     rule = f"{_SIZE}, or several of them"
-    return tuple(checks.integer(caller, name, size, rule, most=2**31 - 1) for size in found)
+    return tuple(checks.integer(caller, name, x, rule, most=2**31 - 1) for x in _several(value))
 
 
 def size(caller: str, name: str, value: Any) -> int:
-    """A number of features.
+    """Returns a number of features.
 
-    **Raises:** `TypeError` and `ValueError` for what is none.
+    **Raises:** `TypeError` and `ValueError` for other values.
     """
     return checks.integer(caller, name, value, _SIZE, most=2**31 - 1)
 
 
 def axes(caller: str, name: str, value: Any) -> tuple[int, ...]:
-    """One number of an axis, or several, as a tuple.
+    """Returns the number of one axis, or of several, as a tuple.
 
-    **Raises:** `TypeError` for what is none.
+    **Raises:** `TypeError` and `ValueError` for other values.
     """
-    listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Array)
-    found = tuple(value) if listed else (value,)
     rule = "the number of an axis, or several of them, such as (-2, -1)"
-    return tuple(checks.integer(caller, name, axis, rule, least=-64, most=63) for axis in found)
+    return tuple(checks.integer(caller, name, x, rule, -64, 63) for x in _several(value))
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Array)
+    return tuple(value) if listed else (value,)
 
 
 def activations(caller: str, name: str, value: Any) -> Array:
-    """Inputs as an array of numbers, whose dtype Flax promotes to one of floats.
+    """Returns inputs as an array of real numbers; Flax promotes integers and truth values.
 
-    **Raises:** `TypeError` for what is none.
+    **Raises:** `TypeError` for other values.
     """
     found = checks.array(caller, name, value, "an array of numbers")
     if not any(jnp.issubdtype(found.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool)):
@@ -84,12 +97,22 @@ def activations(caller: str, name: str, value: Any) -> Array:
     return found
 
 
-def check_axes(caller: str, name: str, found: Array) -> None:
-    """Refuses a number in the place of inputs.
+def tokens(inputs: Any) -> Array:
+    """Returns the inputs of an embedding as an array of integers.
 
-    **Raises:** `ValueError` that says so.
+    **Raises:** `TypeError` unless they are an array, `ValueError` for another dtype.
     """
-    if found.ndim == 0:
+    found = checks.array("QuantizedEmbed", "inputs", inputs, "tokens, an array of integers")
+    if not jnp.issubdtype(found.dtype, jnp.integer):
+        raise ValueError(
+            f"QuantizedEmbed: the inputs are {found.dtype}, but tokens are integers; cast them."
+        )
+    return found
+
+
+def check_axes(caller: str, name: str, shape: tuple[int, ...]) -> None:
+    """Raises `ValueError` for inputs without axes."""
+    if not shape:
         raise ValueError(
             f"{caller}: {name} is a number without axes, but the layer multiplies (..., features); "
             "pass an array with an axis."
@@ -97,12 +120,38 @@ def check_axes(caller: str, name: str, found: Array) -> None:
 
 
 def check_width(caller: str, name: str, found: Array, width: int) -> None:
-    """Refuses inputs whose last axis is not the width of a layer.
-
-    **Raises:** `ValueError` with both.
-    """
+    """Raises `ValueError` unless the last axis of inputs has `width` elements."""
     if found.shape[-1:] != (width,):
         raise ValueError(
             f"{caller}: {name} has shape {found.shape}, but the layer multiplies (..., {width}); "
             f"pass {width} features."
         )
+
+
+# Models of other libraries, by the package of their class, and the way out.
+_LIBRARIES = {
+    "equinox": "an Equinox module, and there are no layers for Equinox; put quantize(weight.T, "
+    "format) where a layer has its weight (out, in), and let it compute x @ weight",
+    "penzai": "a Penzai module, and there are no layers for Penzai; put a QuantizedArray where a "
+    "layer computes x @ weight",
+    "haiku": "of Haiku, and there are no layers for Haiku; put a QuantizedArray among its "
+    "parameters where a layer computes x @ weight",
+    "keras": "of Keras, and there are no layers for Keras; put a QuantizedArray where a layer "
+    "computes x @ weight",
+    "torch": "of PyTorch; jaxlowbit.llm.load reads the files of language models",
+}
+
+
+def not_a_model(model: Any, wanted: str) -> TypeError:
+    """The error for a `model` that `quantize_model` does not take; `wanted` is the way out."""
+    found = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
+    library = next((_LIBRARIES[name] for name in found if name in _LIBRARIES), None)
+    if library is not None:
+        return TypeError(f"quantize_model: the model is {library}.")
+    if isinstance(model, type):
+        what = f"the class {model.__name__}, not an instance of it"
+    elif isinstance(model, Mapping):
+        what = f"a {type(model).__name__} of arrays, which does not say what multiplies by them"
+    else:
+        what = checks.brief(model)
+    return TypeError(f"quantize_model: the model is {what}; {wanted}")

@@ -1,17 +1,20 @@
-"""Layers of other libraries: what their parameters are multiplied by, as an equation says."""
+"""Layers and parameters of other libraries, described by the einsum equation of their product."""
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._core.checks import brief, integer, within
+from .arguments import some
 from .equation import Equation
+
+_Module = type | str | None
 
 
 @dataclasses.dataclass(frozen=True)
 class EinsumLayer:
-    """A class of layers whose call multiplies its inputs by one parameter, as `jnp.einsum` does.
+    """A class of layers that multiply their inputs by one parameter, as `jnp.einsum` does.
 
     `quantize_model(..., layers=[EinsumLayer(...)])` quantizes such layers as it does `Einsum`.
 
@@ -25,8 +28,8 @@ class EinsumLayer:
     - `inputs`: in Linen, the position of the inputs among the arguments of the call.
     - `bias`: the name of a parameter that is added to the result; None if there is none.
 
-    **Raises:** `TypeError` for other arguments, `ValueError` for what is no regular expression, no
-    equation or no position.
+    **Raises:** `TypeError` for other arguments, `ValueError` for an invalid regular expression,
+    equation or position.
 
     ```python
     EinsumLayer(r"mine\\.Projection", "w", "btd,dnh->btnh")
@@ -41,37 +44,108 @@ class EinsumLayer:
     bias: str | None = None
 
     def __post_init__(self) -> None:
-        for name, kinds, rule in (
-            ("module", type | str, "a class, or a regular expression for its qualified name"),
-            ("weight", str | Callable, "the name of a parameter"),
-            ("equation", str | Callable, "'inputs,weight->result', or a function of the layer"),
-            ("bias", str | None, "the name of a parameter, or None"),
-        ):
-            if not isinstance(value := getattr(self, name), kinds):
-                raise TypeError(f"EinsumLayer: {name} is {brief(value)}, but it is {rule}.")
+        rules = {
+            "module": (type | str, "a class, or a regular expression for its qualified name"),
+            "weight": (str | Callable, "the name of a parameter"),
+            "equation": (str | Callable, "'inputs,weight->result', or a function of the layer"),
+            "bias": (str | None, "the name of a parameter, or None"),
+        }
+        _check_fields(self, rules, patterns=("module",))
         integer("EinsumLayer", "inputs", self.inputs, "the position of an argument", least=0)
-        if isinstance(self.equation, str):
-            with within("EinsumLayer"):
-                Equation.check_form(self.equation)
-        if isinstance(self.module, str):
-            try:
-                re.compile(self.module)
-            except re.error as error:
-                raise ValueError(
-                    f"EinsumLayer: module={self.module!r} is no regular expression: {error}."
-                ) from None
 
     def matches(self, layer: Any) -> bool:
         return matches(self.module, type(layer))
 
     def weight_of(self, layer: Any) -> str:
-        return told("EinsumLayer", "weight", self.weight, layer)
+        return _told(self, "weight", layer)
 
     def equation_of(self, layer: Any, *args: Any) -> str:
-        return told("EinsumLayer", "equation", self.equation, layer, *args)
+        return _told(self, "equation", layer, *args)
 
-    def parsed(self, layer: Any, shape: tuple[int, ...], *args: Any) -> Equation:
-        return Equation.parse(self.equation_of(layer, *args), shape)
+
+@dataclasses.dataclass(frozen=True)
+class EinsumParameter:
+    """Parameters that the code of a model multiplies its inputs by, wherever it reads them.
+
+    `quantize_model(..., layers=[EinsumParameter(...)])` quantizes them, and the code stays as it
+    is: its use of the parameter is traced, and products run on the packed words. It may cast the
+    parameter, transpose it, reshape it and index its batch axes before it multiplies by it, by any
+    function of JAX that ends in `jax.lax.dot_general`, and look up features, as in embeddings.
+    Another use raises `ValueError` when the code runs.
+
+    **Arguments:**
+
+    - `path`: a regular expression, searched (`re.search`) in the dotted path of the parameter, such
+      as `layers.0.mlp.gate_proj`.
+    - `equation`: "inputs,weight->result", or a function that makes it of the module that holds the
+      parameter. An axis of the weight is contracted if only the inputs have its letter, a feature
+      if only the result has it, and a batch axis, such as experts, if both have it; the code may
+      also take one index of a batch axis. First axes without a letter belong to a stack.
+    - `module`: the class of the module that holds the parameter, or a regular expression for the
+      whole of its qualified name; None for any.
+    - `embedding`: whether it is a table of embeddings, which a lone format keeps.
+    - `reader`: in NNX, the class of a module around it whose code reads the parameter too, as for a
+      tied head; None if only the module that holds it does.
+
+    **Raises:** `TypeError` for other arguments, `ValueError` for an invalid regular expression or
+    equation.
+
+    ```python
+    EinsumParameter(r"experts\\.(gate|up)$", "etd,edf->etf")
+    EinsumParameter(r"input_embedding$", "...d,vd->...v", embedding=True)
+    ```
+    """
+
+    path: str
+    equation: str | Callable[[Any], str]
+    module: _Module = None
+    embedding: bool = False
+    reader: _Module = None
+
+    def __post_init__(self) -> None:
+        regular = "a class, a regular expression for its qualified name, or None"
+        rules = {
+            "path": (str, "a regular expression on the dotted path of a parameter"),
+            "equation": (str | Callable, "'inputs,weight->result', or a function of the module"),
+            "module": (_Module, regular),
+            "embedding": (bool, "True for a table of embeddings, or False"),
+            "reader": (_Module, regular),
+        }
+        _check_fields(self, rules, patterns=("path", "module", "reader"))
+
+    def matches(self, path: str, module: type) -> bool:
+        """Whether it describes the parameter at a dotted path, in a module of this class."""
+        if self.module is not None and not matches(self.module, module):
+            return False
+        return re.search(self.path, path) is not None
+
+    def parsed(self, module: Any, shape: tuple[int, ...]) -> Equation:
+        """The equation of a parameter of this shape, perhaps a stack.
+
+        **Raises:** `ValueError` unless it is a product and names axes that the parameter has.
+        """
+        return Equation.of_last(_told(self, "equation", module), shape)
+
+
+def _check_fields(
+    described: EinsumLayer | EinsumParameter, rules: dict[str, Any], patterns: Sequence[str]
+) -> None:
+    """Checks types by `rules`, the form of the equation, and the regular expressions `patterns`."""
+    caller = type(described).__name__
+    for name, (kinds, rule) in rules.items():
+        if not isinstance(value := getattr(described, name), kinds):
+            raise TypeError(f"{caller}: {name} is {brief(value)}, but it is {rule}.")
+    if isinstance(described.equation, str):
+        with within(caller):
+            Equation.check_form(described.equation)
+    for name in patterns:
+        if isinstance(value := getattr(described, name), str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(
+                    f"{caller}: {name}={value!r} is no regular expression: {error}."
+                ) from None
 
 
 def matches(module: type | str, kind: type) -> bool:
@@ -81,8 +155,9 @@ def matches(module: type | str, kind: type) -> bool:
     return re.fullmatch(module, f"{kind.__module__}.{kind.__qualname__}") is not None
 
 
-def told(caller: str, name: str, value: Any, layer: Any, *args: Any) -> str:
-    """A string, or what a function of the caller's makes of the layer."""
+def _told(described: Any, name: str, layer: Any, *args: Any) -> str:
+    """A string of a description, or the result of its function of the layer."""
+    value, caller = getattr(described, name), type(described).__name__
     if isinstance(value, str):
         return value
     try:
@@ -98,3 +173,31 @@ def told(caller: str, name: str, value: Any, layer: Any, *args: Any) -> str:
             "string; correct the function."
         )
     return found
+
+
+def split(layers: Any) -> tuple[list[EinsumLayer], list[EinsumParameter]]:
+    """The layers and the parameters that a caller of `quantize_model` describes."""
+    known = EinsumLayer | EinsumParameter
+    if not isinstance(layers, Iterable) or not all(isinstance(x, known) for x in layers):
+        raise TypeError(
+            f"quantize_model: layers is {brief(layers)}, but it is a list of EinsumLayer, which "
+            "say what multiplies by the parameters of other classes, and EinsumParameter, which "
+            "say it of parameters by their paths."
+        )
+    others = [x for x in layers if isinstance(x, EinsumLayer)]
+    return others, [x for x in layers if isinstance(x, EinsumParameter)]
+
+
+def check_used(
+    parameters: Iterable[EinsumParameter], used: Sequence[EinsumParameter], paths: list[str]
+) -> None:
+    """Raises `ValueError` for a description that matches none of the parameters at `paths`."""
+    for parameter in parameters:
+        if not any(parameter is x for x in used):
+            where = ""
+            if parameter.module is not None:
+                where = f" in a module {getattr(parameter.module, '__name__', parameter.module)}"
+            raise ValueError(
+                f"quantize_model: EinsumParameter({parameter.path!r}) matches no parameter{where}; "
+                f"correct its path. The parameters are {some(paths)}."
+            )

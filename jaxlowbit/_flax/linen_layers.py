@@ -1,202 +1,481 @@
-"""Layers of a Linen model, found with the parameters whose values they multiply by."""
+"""The Linen layers, and the functions that replace calls of float layers.
 
-import collections
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+`QuantizedDense`, `QuantizedDenseGeneral` and `QuantizedEinsum` multiply by the matrix of an
+`Equation` of their fields and inputs; `QuantizedEmbed` looks up as well.
+"""
 
-import jax
-from flax import core, traverse_util
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 from flax import linen as nn
-from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Literal, jaxprs_in_params
+from flax.linen import dtypes
+from jax import Array
 
-from .einsum_layers import EinsumLayer
-from .einsum_parameters import EinsumParameter, check_used
-from .equation import Equation
-from .linen_kinds import KNOWN_PARAMETERS, Kind, kind_of, parameter_kind
-from .linen_variables import value_of
-from .weights import Sizes
-
-Path = tuple[str, ...]
-
-_MARK = "jaxlowbit layer "
-# `nn.jit` keeps what it has traced, in which calls are no longer seen; not in a new context.
-_tracing = jax.make_user_context()
+from .._core import checks
+from .._core.array import QuantizedArray
+from .._core.format import Format
+from .._matmul.api import quantized_matmul
+from . import arguments
+from .einsum_layers import EinsumLayer, EinsumParameter
+from .equation import TABLE, Equation, as_tuple, check_batch, positions
+from .linen_variables import QueryWidthError, initialise, kernel_of, packing_of
+from .weights import Packing, Path, Shards, lookup, stand_in
 
 
-@dataclasses.dataclass
-class Layer:
-    """A layer that a model calls.
+def _multiply(
+    layer: Any,
+    packing: Packing,
+    equation: Equation,
+    inputs: Array,
+    bias: Array | None,
+    weight: str | None = None,
+) -> Array:
+    """The product of inputs with the kernel that a layer, perhaps a float one, has stored."""
+    kernel = kernel_of(layer, packing, equation, weight)
+    like = stand_in(kernel, getattr(layer, "param_dtype", None))
+    promote = getattr(layer, "promote_dtype", dtypes.promote_dtype)
+    with checks.within(type(layer).__name__, lhs="inputs", rhs="the kernel"):
+        inputs, _, bias = promote(inputs, like, bias, dtype=getattr(layer, "dtype", None))
+        return equation.multiply(
+            inputs,
+            kernel,
+            bias,
+            activation_dtype=packing.activation_dtype,
+            preferred_element_type=getattr(layer, "preferred_element_type", None),
+        )
 
-    - `path`: the path of the module; under `nn.jit`, of a layer like it, whose trace it shares.
-    - `shape`: the shape of the weight in the call, without the axes that lifts map over; empty if
-      the layer has no weight there.
-    - `plain`: whether that is a parameter as it stands, perhaps one of a stack along first axes.
-    - `raw`: the equation of a parameter that the code multiplies by wherever it reads it: one that
-      an `EinsumParameter` describes, or the table of an `nn.Embed` that other code reads too.
+
+class _Product(nn.Module):
+    """A layer that multiplies; subclasses have the fields."""
+
+    _flat = True  # initialisers take the kernel and the bias as Flax passes them, or flat
+
+    @staticmethod
+    def equation_of(layer: Any, shape: tuple[int, ...]) -> Equation:
+        """The equation of the call of a layer, perhaps a float one, with inputs of `shape`."""
+        raise NotImplementedError
+
+    @nn.compact
+    def __call__(self: Any, inputs: Any) -> Array:
+        """Returns the product of the inputs with the kernel, plus the bias."""
+        packing = packing_of(self)
+        inputs = arguments.activations(type(self).__name__, "inputs", inputs)
+        equation = self.equation_of(self, inputs.shape)
+        shape = equation.flat_shape if self._flat else equation.kernel_shape
+        features = equation.bias_shape
+
+        def weight() -> Any:
+            return self.kernel_init(self.make_rng("params"), shape, self.param_dtype)
+
+        def init(key: Any) -> Any:
+            if not self._flat or len(features) == 1:
+                return self.bias_init(key, features, self.param_dtype)
+            return self.bias_init(key, (math.prod(features),), self.param_dtype).reshape(features)
+
+        initialise(self, packing, weight, equation)
+        bias = self.param("bias", init) if self.use_bias else None
+        return _multiply(self, packing, equation, inputs, bias)
+
+
+class QuantizedDense(_Product):
+    """`nn.Dense` with a quantized kernel: `inputs @ kernel.dequantize() + bias`.
+
+    The kernel's arrays are the variables `packed`, `scale`, `zero` (none in a format without one),
+    `permutation` (none unless a weight with permuted rows is put there), `version` and `padding`
+    (none where k and n are multiples of 64) of the collection `"quantized"`, so that gradients and
+    optimizers, which take `params`, pass the integers by; the bias remains in `params`.
+
+    **Arguments:** as `nn.Dense`, without `precision` and `dot_general`, and
+
+    - `format`: a `Format`, or its name. The kernel is initialised in `param_dtype`, then quantized;
+      its scales have `param_dtype`: float32, bfloat16 or float16.
+    - `shards`: the number of equal parts of k and n when devices divide the kernel, as in
+      `jaxlowbit.quantize`.
+    - `activation_dtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs in each call, as
+      in `jaxlowbit.quantized_matmul`, or None.
+
+    **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
+    its kernel, or with one of other sizes.
+
+    ```python
+    layer = QuantizedDense(512, format=INT4)
+    variables = layer.init(jax.random.key(0), jnp.ones((8, 256)))
+    y = layer.apply(variables, jnp.ones((8, 256)))
+    ```
     """
 
-    kind: Kind
-    module: Any
-    path: Path
+    features: int
+    format: Format | str
+    shards: Shards = (1, 1)
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
+    bias_init: Callable[..., Any] = nn.initializers.zeros_init()
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype
+    activation_dtype: Any = None
+
+    @staticmethod
+    def equation_of(layer: Any, shape: tuple[int, ...]) -> Equation:
+        caller = type(layer).__name__
+        features = arguments.size(caller, "features", layer.features)
+        arguments.check_axes(caller, "inputs", shape)
+        return Equation.general(shape[-1:], (features,))
+
+
+class QuantizedDenseGeneral(_Product):
+    """`nn.DenseGeneral` with a quantized kernel, which is one matrix (*batch, k, n).
+
+    k is the product of the sizes of the inputs along `axis`, n the product of `features`; groups
+    run along k, whose last axis varies fastest. A call returns the product of shape
+    (*batch, *rows, *features), plus the bias. The kernel's arrays are variables of the collection
+    `"quantized"`, as in `QuantizedDense`; the bias remains in `params`.
+
+    **Arguments:** as `nn.DenseGeneral`, without `precision`, `dot_general` and
+    `dot_general_cls`, and `format`, `shards` and `activation_dtype` as in `QuantizedDense`.
+
+    **Raises:** `ValueError` where `jaxlowbit.quantize` does, for axes that the inputs lack,
+    and if applied to variables without its kernel, or with one of other sizes.
+
+    ```python
+    layer = QuantizedDenseGeneral(512, format=INT4, axis=(-2, -1))
+    variables = layer.init(jax.random.key(0), jnp.ones((8, 4, 64)))
+    y = layer.apply(variables, jnp.ones((8, 4, 64)))
+    ```
+    """
+
+    features: int | Sequence[int]
+    format: Format | str
+    shards: Shards = (1, 1)
+    axis: int | Sequence[int] = -1
+    batch_dims: Sequence[int] = ()
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
+    bias_init: Callable[..., Any] = nn.initializers.zeros_init()
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype
+    activation_dtype: Any = None
+
+    @staticmethod
+    def equation_of(layer: Any, shape: tuple[int, ...]) -> Equation:
+        caller = type(layer).__name__
+        batch = arguments.axes(caller, "batch_dims", layer.batch_dims)
+        features = arguments.sizes(caller, "features", layer.features)
+        axis = arguments.axes(caller, "axis", layer.axis)
+        with checks.within(caller):
+            check_batch(batch)
+            if len(batch) > len(shape):
+                raise ValueError(
+                    f"batch_dims are {batch}, but inputs have {len(shape)} axes; name axes that "
+                    "are there."
+                )
+            contracted = positions(axis, len(shape))
+            sizes = tuple(shape[axis] for axis in contracted)
+            lead = shape[: len(batch)]
+            return Equation.general(sizes, features, lead, contracted, len(shape))
+
+
+class QuantizedEinsum(_Product):
+    """`nn.Einsum` with a quantized kernel, for equations that multiply the inputs by matrices.
+
+    The kernel is one matrix (*batch, k, n). Each of its letters is a batch axis if inputs and
+    result have it, an axis of k if only the inputs have it, and an axis of n if only the result has
+    it. Groups run along k. The kernel's arrays are variables of the collection `"quantized"`, as in
+    `QuantizedDense`; the bias remains in `params`.
+
+    **Arguments:** as `nn.Einsum`, without `precision`; `einsum_str` is used in every call;
+    and `format`, `shards` and `activation_dtype` as in `QuantizedDense`.
+
+    **Raises:** `ValueError` where `jaxlowbit.quantize` does, for other equations, and if applied to
+    variables without its kernel, or with one of other sizes.
+
+    ```python
+    layer = QuantizedEinsum((256, 4, 64), "btd,dnh->btnh", format=INT4)
+    variables = layer.init(jax.random.key(0), jnp.ones((2, 8, 256)))
+    y = layer.apply(variables, jnp.ones((2, 8, 256)))
+    ```
+    """
+
     shape: tuple[int, ...]
-    plain: bool = True
-    raw: Equation | None = None
+    einsum_str: str
+    format: Format | str
+    shards: Shards = (1, 1)
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
+    bias_init: Callable[..., Any] = nn.initializers.zeros_init()
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype
+    preferred_element_type: Any = None
+    activation_dtype: Any = None
 
-    def named_by(self, key: Path | None = None) -> Path:
-        """What the layer goes by in rules and variables, given the path of its parameter."""
-        key = (*self.path, self.kind.weight) if key is None else key
-        return key[:-1] if self.kind.equation is None else key
+    _flat = False
 
-    @property
-    def sizes(self) -> Sizes:
-        axes = self.kind.axes(self.module, self.shape)
-        return axes.contracted, axes.features
+    @staticmethod
+    def equation_of(layer: Any, shape: tuple[int, ...]) -> Equation:
+        caller = type(layer).__name__
+        with checks.within(caller):
+            return Equation.parse(layer.einsum_str, arguments.sizes(caller, "shape", layer.shape))
 
 
-def find_layers(
-    module: nn.Module,
-    variables: Any,
-    args: Any,
-    kwargs: Any,
-    described: Sequence[EinsumLayer] = (),
-    parameters: Sequence[EinsumParameter] = (),
-) -> tuple[dict[Path, Layer], dict[Path, str]]:
-    """The layers that `module.apply` calls, in the order of their calls, without computing.
+class QuantizedEmbed(nn.Module):
+    """`nn.Embed` with a quantized table, looked up by tokens and, in `attend`, multiplied by.
 
-    Raw parameters that are described come last. The second result has the class of every module
-    that runs, by its path.
+    The table is packed as a matrix (features, num_embeddings), with groups along the features, so
+    that `attend` is a quantized product; a lookup reads the columns of its tokens and dequantizes
+    no other. The table's arrays are variables of the collection `"quantized"`, as in
+    `QuantizedDense`.
 
-    The weight in each call is marked in the traced program, where it is followed back to the
-    parameter that it is. The path of that is the layer's, also where it is called by a trace that
-    `nn.jit` made of another one.
+    **Arguments:** as `nn.Embed`, and `format`, `shards` (of the matrix) and
+    `activation_dtype` (of the queries of `attend`) as in `QuantizedDense`.
+
+    **Raises:** `ValueError` where `jaxlowbit.quantize` does, and if applied to variables without
+    its table, or with one of other sizes.
+
+    ```python
+    layer = QuantizedEmbed(1000, 256, format=INT4)
+    variables = layer.init(jax.random.key(0), jnp.array([3, 1, 4]))
+    x = layer.apply(variables, jnp.array([3, 1, 4]))
+    logits = layer.apply(variables, x, method="attend")
+    ```
     """
-    calls: dict[str, Layer] = {}
-    modules: dict[Path, nn.Module] = {}
-    alone = kind_of(module) is None
 
-    def mark(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        layer, method = context.module, context.method_name
-        kind = kind_of(layer, method, described, args)
-        modules.setdefault(layer.path, layer)
-        if not layer.path and alone:  # applied by `.apply` to variables that the model computes
-            return next_fun(*args, **kwargs)
-        if kind and method in kind.methods.keys() - {"setup"}:
-            name = f"{_MARK}{(*layer.path, kind.weight)}"
-            weight = value_of(layer.get_variable("params", kind.weight))
-            shape = () if weight is None else weight.shape
-            calls.setdefault(name, Layer(kind, layer.clone(parent=None), layer.path, shape))
-            if weight is not None:
-                checkpoint_name(weight, name)
-        return next_fun(*args, **kwargs)
+    num_embeddings: int
+    features: int
+    format: Format | str
+    shards: Shards = (1, 1)
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    embedding_init: Callable[..., Any] = nn.linear.default_embed_init
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype
+    activation_dtype: Any = None
 
-    params = traverse_util.flatten_dict(core.unfreeze(variables.get("params", {})))
-    others = {name: held for name, held in variables.items() if name != "params"}
+    def setup(self) -> None:
+        caller = type(self).__name__
+        packing = packing_of(self)
+        tokens = arguments.size(caller, "num_embeddings", self.num_embeddings)
+        shape = (tokens, arguments.size(caller, "features", self.features))
 
-    leaves, tree = jax.tree.flatten(args)
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
+        def table() -> Any:
+            return self.embedding_init(self.make_rng("params"), shape, self.param_dtype)
 
-    def apply(weights: list[Any], others: Any, arrays: dict[int, Any]) -> Any:
-        held = traverse_util.unflatten_dict(dict(zip(params, weights, strict=True)))
-        given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-        args = jax.tree.unflatten(tree, given)  # numbers and names stay what they are
-        return module.apply({**others, "params": held}, *args, **kwargs)
+        initialise(self, packing, table, Equation.parse(TABLE, shape))
 
-    with _tracing(object()), nn.intercept_methods(mark):
-        program = jax.make_jaxpr(apply)(list(params.values()), others, arrays).jaxpr
-    keys = [key for key, boxed in params.items() for _ in jax.tree.leaves(boxed)]
-    sources = dict(zip(program.invars, keys, strict=False))  # `others` and `args` follow
-    found: dict[Path, Layer] = {}
-    marks = collections.Counter()
-    for name, key in _marks(program, sources):
-        layer = calls[name]
-        marks[key] += 1
-        plain = key is not None and _holds(params[key], key, layer)
-        path = layer.named_by(key) if key and plain else layer.named_by()
-        found.setdefault(path, dataclasses.replace(layer)).plain &= plain
-    for layer in calls.values():
-        if not layer.shape:
-            found.setdefault(layer.named_by(), layer)
-    uses = _uses(program, sources)
-    for path, layer in found.items():
-        if (
-            layer.plain
-            and layer.kind.named
-            and uses[layer.kind.key(path)] > marks[layer.kind.key(path)]
-        ):
-            layer.raw = Equation.parse(TABLE, layer.shape)
-    raw = _raw_parameters(params, modules, parameters)
-    taken = set(raw)
-    found = {path: layer for path, layer in found.items() if layer.kind.key(path) not in taken}
-    return found | raw, {path: type(layer).__name__ for path, layer in modules.items()}
+    def __call__(self, inputs: Any) -> Array:
+        """Returns the embeddings (..., features) of tokens (...), integers.
+
+        A negative token counts from the end of the table, and one that the table has not gives
+        NaN, as in `nn.Embed`.
+        """
+        return _embed(self, packing_of(self), inputs)
+
+    def attend(self, query: Any) -> Array:
+        """Returns the products (..., num_embeddings) of queries (..., features) with the table."""
+        return _attend(self, packing_of(self), query)
 
 
-TABLE = "...d,vd->...v"
-"""The equation of a table of embeddings."""
+def _table(layer: Any, packing: Packing) -> QuantizedArray:
+    return kernel_of(layer, packing, Equation.parse(TABLE, (layer.num_embeddings, layer.features)))
 
 
-def _raw_parameters(
-    params: Mapping[Path, Any],
-    modules: Mapping[Path, nn.Module],
-    described: Sequence[EinsumParameter],
-) -> dict[Path, Layer]:
-    """The parameters that are described, by their paths, in modules that run."""
-    found: dict[Path, Layer] = {}
-    used: list[EinsumParameter] = []
-    for key, boxed in params.items():
-        module = modules.get(key[:-1])
-        if module is None:
-            continue
-        for other in (*described, *KNOWN_PARAMETERS):
-            if other.matches(".".join(key), type(module)):
-                found[key] = _raw_layer(key, value_of(boxed).shape, module, other)
-                used.append(other)
-                break
-    check_used(described, used, [".".join(key) for key in params if key[:-1] in modules])
-    return found
+def _embed(layer: Any, packing: Packing, inputs: Any) -> Array:
+    table = _table(layer, packing)
+    like = stand_in(table, layer.param_dtype)
+    (like,) = layer.promote_dtype(like, dtype=layer.dtype, inexact=False)
+    return lookup(table, arguments.tokens(inputs), like.dtype)
 
 
-def _raw_layer(key: Path, shape: tuple[int, ...], module: Any, other: EinsumParameter) -> Layer:
-    module = module.clone(parent=None)
-    kind = parameter_kind(module, key[-1], other)
-    try:
-        equation = other.parsed(module, shape)
-    except ValueError:  # which `kind.check` raises again, once rules have chosen
-        return Layer(kind, module, key[:-1], shape)
-    letters = len(equation.kernel_shape)
-    return Layer(kind, module, key[:-1], shape[len(shape) - letters :], raw=equation)
+def _attend(layer: Any, packing: Packing, query: Any) -> Array:
+    caller, table = type(layer).__name__, _table(layer, packing)
+    query = arguments.activations(caller, "query", query)
+    if query.shape[-1:] != (table.k,):
+        raise QueryWidthError(
+            f"{caller}: {'.'.join(layer.path) or 'the layer'} attends to queries "
+            f"(..., {table.k}), but these have shape {query.shape}; pass queries of {table.k} "
+            "features."
+        )
+    like = stand_in(table, layer.param_dtype)
+    with checks.within(caller, lhs="query", rhs="the table"):
+        query, _ = layer.promote_dtype(query, like, dtype=layer.dtype)
+        return quantized_matmul(query, table, activation_dtype=packing.activation_dtype)
 
 
-def _holds(boxed: Any, key: Path, layer: Layer) -> bool:
-    """Whether a parameter is the weight of a layer or a stack of such, along its first axes."""
-    shape = value_of(boxed).shape
-    return key[-1] == layer.kind.weight and shape[len(shape) - len(layer.shape) :] == layer.shape
+# --- float layers ---------------------------------------------------------------------------------
 
 
-def _uses(program: Any, sources: Mapping[Any, Path]) -> collections.Counter[Path]:
-    """How many operations of a program take each parameter, but for marks."""
-    uses: collections.Counter[Path] = collections.Counter()
-    for equation in program.eqns:
-        operands = [None if isinstance(x, Literal) else sources.get(x) for x in equation.invars]
-        programs = list(jaxprs_in_params(equation.params))
-        for inner in programs:
-            given = zip(reversed(inner.invars), reversed(operands), strict=False)
-            uses += _uses(inner, {x: key for x, key in given if key is not None})
-        if not programs and equation.primitive.name != "name":
-            uses.update(key for key in operands if key is not None)
-    return uses
+class Kind(NamedTuple):
+    """A class of float layers that can be quantized.
 
-
-def _marks(program: Any, sources: Mapping[Any, Path]) -> Iterator[tuple[str, Path | None]]:
-    """The name of each mark, and the parameter that it marks; None for what is none.
-
-    An inner program, as of `jit`, `scan` or `checkpoint`, takes the last operands of its equation.
+    - `methods`: functions that compute instead of methods, given the layer and its packing first.
+    - `equation_of`: the equation of the weight, or of a stack of weights, given the shape; raises
+      `ValueError` for no product.
+    - `options`: attributes that a quantized product lacks; None is their neutral value.
+    - `weight`: the name of the weight among its parameters.
+    - `table`: whether it is an embedding, which only a rule that matches its path quantizes.
+    - `equation`: for an `EinsumLayer`, the equation of a call. Such a layer goes by the path of its
+      parameter, since a module may have several.
+    - `bias`: the name of its bias among its parameters.
     """
-    for equation in program.eqns:
-        operands = [None if isinstance(x, Literal) else sources.get(x) for x in equation.invars]
-        if equation.primitive.name == "name" and equation.params["name"].startswith(_MARK):
-            yield equation.params["name"], operands[0]
-        for inner in jaxprs_in_params(equation.params):
-            given = zip(reversed(inner.invars), reversed(operands), strict=False)
-            yield from _marks(inner, {x: key for x, key in given if key is not None})
+
+    layer: type[nn.Module]
+    methods: Mapping[str, Callable[..., Any]]
+    equation_of: Callable[[Any, tuple[int, ...]], Equation]
+    options: tuple[str, ...] = ()
+    weight: str = "kernel"
+    table: bool = False
+    equation: str | None = None
+    bias: str | None = "bias"
+
+    def key(self, path: Path) -> Path:
+        """The path of the parameter of a layer, given what the layer goes by."""
+        return path if self.equation is not None else (*path, self.weight)
+
+
+def _calls(layer: type[_Product]) -> dict[str, Callable[..., Any]]:
+    def call(float_layer: Any, packing: Packing, inputs: Any) -> Array:
+        inputs = jnp.asarray(inputs)
+        equation = layer.equation_of(float_layer, inputs.shape)
+        bias = float_layer.get_variable("params", "bias") if float_layer.use_bias else None
+        return _multiply(float_layer, packing, equation, inputs, nn.unbox(bias))
+
+    return {"__call__": call}
+
+
+def _no_setup(layer: Any, packing: Packing) -> None:
+    """Skips the setup of a float embedding, which asks for its float table."""
+
+
+def _dense_kernel(layer: Any, shape: tuple[int, ...]) -> Equation:
+    del layer
+    return Equation.general(shape[-2:-1], shape[-1:])
+
+
+def _general_kernel(layer: nn.DenseGeneral, shape: tuple[int, ...]) -> Equation:
+    """Axes in front may be a stack or a batch, which both are a stack of matrices."""
+    features = len(as_tuple(layer.features))
+    own = shape[len(shape) - features - len(as_tuple(layer.axis)) :]
+    return Equation.general(own[:-features], own[-features:])
+
+
+def _einsum_kernel(layer: nn.Einsum, shape: tuple[int, ...]) -> Equation:
+    del shape
+    if layer.einsum_str is None:
+        raise ValueError(
+            "The layer is given its equation in each call, but its kernel is packed by that; give "
+            "it to the layer, nn.Einsum(shape, einsum_str)."
+        )
+    return Equation.parse(layer.einsum_str, layer.shape)
+
+
+def _table_kernel(layer: Any, shape: tuple[int, ...]) -> Equation:
+    del layer
+    return Equation.parse(TABLE, shape[-2:])
+
+
+_OPTIONS = ("precision", "dot_general", "dot_general_cls")
+_KINDS = (
+    Kind(nn.Dense, _calls(QuantizedDense), _dense_kernel, _OPTIONS),
+    Kind(nn.DenseGeneral, _calls(QuantizedDenseGeneral), _general_kernel, _OPTIONS),
+    Kind(nn.Einsum, _calls(QuantizedEinsum), _einsum_kernel, ("precision",)),
+    Kind(
+        nn.Embed,
+        {"__call__": _embed, "attend": _attend, "setup": _no_setup},
+        _table_kernel,
+        weight="embedding",
+        table=True,
+    ),
+)
+NAMES = ", ".join(f"nn.{kind.layer.__name__}" for kind in _KINDS)
+
+# Layers and parameters of other packages, known by the names of their classes.
+_KNOWN_LAYERS = (
+    EinsumLayer(
+        r"transformers\.models\.gpt2\.modeling_flax_gpt2\.FlaxConv1D",
+        "kernel",
+        "...k,nk->...n",
+        bias="bias",
+    ),
+    EinsumLayer(
+        r"gemma\.gm\.nn\.(\w+\.)*_layers\.Einsum",
+        lambda layer: layer.weight_name,
+        lambda layer, equation, x: equation,
+        inputs=1,
+    ),
+)
+KNOWN_PARAMETERS = (
+    EinsumParameter(
+        r"(^|\.)input_embedding$",
+        TABLE,
+        module=r"gemma\.gm\.nn\.(\w+\.)*_modules\.Embedder",
+        embedding=True,
+    ),
+    EinsumParameter(
+        r"(^|\.)embedding$",
+        TABLE,
+        module=r"transformers\.models\.opt\.modeling_flax_opt\.FlaxOPTLearnedPositionalEmbedding",
+        embedding=True,
+    ),
+)
+
+
+def kind_of(
+    layer: Any, method: str | None = None, others: Sequence[EinsumLayer] = (), args: Any = ()
+) -> Kind | None:
+    """The kind of a layer of Flax, or, where it is called with `args`, of a class of others."""
+    if method == "__call__":
+        for other in others:
+            if other.matches(layer):
+                return _kind_of_other(layer, other, args)
+        for other in _KNOWN_LAYERS:
+            if other.matches(layer):
+                with contextlib.suppress(ValueError):  # a call with other arguments
+                    return _kind_of_other(layer, other, args)
+    return next((kind for kind in _KINDS if isinstance(layer, kind.layer)), None)
+
+
+def _kind_of_other(layer: Any, other: EinsumLayer, args: Any) -> Kind:
+    name, equation = other.weight_of(layer), other.equation_of(layer, *args)
+
+    def compute(layer: Any, packing: Packing, *args: Any) -> Array:
+        text, shape = packing.equation or (equation, ())
+        parsed = Equation.parse(equation, shape)
+        if parsed.layout != Equation.parse(text, shape).layout:
+            raise ValueError(
+                f"{'.'.join(layer.path)} was quantized for the equation {text!r}, but is called "
+                f"with {equation!r}, which takes other axes of its {name}; keep it in floats."
+            )
+        if len(args) <= other.inputs:
+            raise ValueError(
+                f"EinsumLayer: {type(layer).__name__} is called with {len(args)} arguments by "
+                f"position, but inputs={other.inputs}; name the position of the inputs."
+            )
+        bias = layer.get_variable("params", other.bias) if other.bias else None
+        inputs = jnp.asarray(args[other.inputs])
+        return _multiply(layer, packing, parsed, inputs, nn.unbox(bias), name)
+
+    return Kind(
+        type(layer),
+        {"__call__": compute},
+        lambda layer, shape: Equation.of_last(equation, shape),
+        ("precision",) if hasattr(layer, "precision") else (),
+        name,
+        equation=equation,
+        bias=other.bias,
+    )
+
+
+def parameter_kind(module: Any, name: str, other: EinsumParameter) -> Kind:
+    """The kind of a raw parameter of a module, which goes by its own path."""
+    return Kind(
+        type(module),
+        {},
+        other.parsed,
+        weight=name,
+        table=other.embedding,
+        equation="",
+        bias=None,
+    )

@@ -1,8 +1,5 @@
-"""`quantize_model` for Linen: the variables change, and the module's products with them."""
+"""`quantize_model` for Linen: the variables change, and the products of the module with them."""
 
-import contextlib
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,26 +8,24 @@ from flax import core, nnx, traverse_util
 from flax import linen as nn
 
 from .._core.checks import brief
-from . import defaults
-from .defaults import Candidate, is_table
-from .einsum_layers import EinsumLayer
-from .einsum_parameters import EinsumParameter, split
-from .linen_kinds import NAMES
-from .linen_layers import Layer, Path, find_layers
-from .linen_quantized import QuantizedModel, quantized_of
+from .arguments import inner, not_a_model
+from .einsum_layers import EinsumLayer, EinsumParameter, split
+from .linen_layers import NAMES
+from .linen_quantized import QuantizedModel, stored_arrays
+from .linen_tracing import Layer, find_layers
 from .linen_variables import COLLECTION, quantized, value_of
-from .refusals import inner, not_a_model, refuse, refuse_nothing
-from .report import LayerReport, QuantizationReport, Rest, nbytes_of
+from .report import LayerReport, QuantizationReport, Rest
 from .rules import (
     ActivationRules,
+    Candidate,
+    Choice,
     Keep,
     Rules,
     ShardRules,
+    check_replaceable,
     choose,
-    choose_activations,
-    choose_shards,
 )
-from .weights import Packing, abstract, check_values
+from .weights import Packing, Path, abstract, check_values, quantizing_by
 
 
 def quantize_model(
@@ -42,6 +37,7 @@ def quantize_model(
     keep: Keep = (),
     shards: ShardRules = (1, 1),
     activation_dtype: ActivationRules = None,
+    quantizer: Any = None,
     donate: bool = False,
     **kwargs: Any,
 ) -> tuple[QuantizedModel, dict[str, Any], QuantizationReport]:
@@ -49,7 +45,7 @@ def quantize_model(
 
     Kernels move from `params` to the collection `"quantized"`, one array per variable, so `params`
     holds floats only and can be differentiated and optimized as before. The layers, `nn.Dense`,
-    `nn.DenseGeneral` (with it attention), `nn.Einsum` and, where a rule names it, `nn.Embed`, are
+    `nn.DenseGeneral` (with it attention), `nn.Einsum` and, if a rule names it, `nn.Embed`, are
     found by tracing `module.apply` once, without computing: no other kind of layer changes.
     Abstract variables, as from `jax.eval_shape(module.init, ...)`, give abstract ones. Within
     `nn.scan` and `nn.vmap` the new collection is lifted like `params`: `variable_axes={"params": 0,
@@ -59,28 +55,29 @@ def quantize_model(
 
     - `module`, `variables`: the model, and what its `init` returned or a checkpoint holds.
     - `rules`: a `Format`, or its name, such as `"int4"`, for every such layer but embeddings,
-      heads (names that match `HEADS`, and layers as wide as the vocabulary), routers and layers
+      heads (by their usual names, or as wide as the vocabulary), routers and layers
       that would grow; or regular expressions with a `Format`, or None to keep the layer, as a
       mapping or pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
       `block_0.mlp.up`; the first that matches decides, and a layer that none matches is kept.
     - `args`, `kwargs`: inputs of `module.apply`; arrays or `jax.ShapeDtypeStruct` in `args`.
-    - `layers`: what is quantized too: other classes of layers, each an `EinsumLayer`, and raw
-      parameters, each an `EinsumParameter`. Those of gemma, and of GPT-2 in transformers, are
-      known. All go by the paths of their parameters.
-    - `keep`: a regular expression, or several, of layers that stay in floats beside those.
-    - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
-      `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
-    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which all quantized layers
-      but embeddings quantize their inputs in each call, as `jaxlowbit.quantized_matmul` does; or a
+    - `layers`: more to quantize: other classes of layers, each an `EinsumLayer`, and raw
+      parameters, each an `EinsumParameter`. Layers and parameters of gemma, and of GPT-2 in
+      transformers, are known. All go by the paths of their parameters.
+    - `keep`: a regular expression, or several, of more layers to keep in floats.
+    - `shards`: the number of equal parts of k and n when devices divide a kernel, as in
+      `jaxlowbit.quantize`, or a mapping of such regular expressions to these pairs.
+    - `activation_dtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs of all quantized
+      layers except embeddings in each call, as in `jaxlowbit.quantized_matmul`, or None; or a
       mapping of such regular expressions, on the paths of quantized layers, to one of these.
+    - `quantizer`: rounds the weights; a name or a function, as for `jaxlowbit.quantize`.
     - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
       the given variables one layer exists twice at most. They are of no use after that.
 
     **Returns:** the model to `apply`, its variables, and a `QuantizationReport`, a table when
     printed: sizes, errors, what multiplies, and the parameters that are not covered.
 
-    **Raises:** before anything is quantized or deleted, `TypeError` for what is no module and for
-    rules that are none; `ValueError` if the call reaches no such layer, for rules that decide about
+    **Raises:** before anything is quantized or deleted, `TypeError` for another type of module or
+    rules; `ValueError` if the call reaches no such layer, for rules that decide about
     none or keep them all, and for all chosen layers that cannot be replaced: because of their
     options, their weights, as `jaxlowbit.quantize` does, or since the model computes their weights
     in each call, as in `nn.WeightNorm`, `nn.SpectralNorm` and `nn.map_variables`. **Warns**
@@ -101,94 +98,76 @@ def quantize_model(
         )
     params = traverse_util.flatten_dict(core.unfreeze(variables["params"]))
     rest = _rest(params, variables, found, classes)
-    paths = [[".".join(path)] for path in found]
-    parts = choose_shards(shards, paths)
     candidates = [_candidate(path, layer, params) for path, layer in found.items()]
-    tables = [x.shape for x in rest.uncovered if is_table(x.path, x.shape)]
-    decisions, by_rule = choose(
-        rules,
-        keep,
-        paths,
-        [parameter.path for parameter in rest.uncovered],
-        functools.partial(defaults.kept, candidates, tables, parts),
-    )
-    refuse_nothing(
-        [
-            (path[0], layer.shape, None if decision.format else decision.reason)
-            for path, layer, decision in zip(paths, found.values(), decisions, strict=True)
-        ]
-    )
-    named = [layer.kind.named for layer in found.values()]
-    dtypes = choose_activations(activation_dtype, paths, decisions, named)
-    decided = dict(zip(found, decisions, strict=True))
-    chosen = {
-        path: Packing(decision.format, part, activation_dtype=dtype)
-        for (path, decision), part, dtype in zip(decided.items(), parts, dtypes, strict=True)
-        if decision.format
-    }
-    refuse(
-        (".".join(path), _refusal(path, found[path], packing, params))
-        for path, packing in chosen.items()
-    )
+    options = keep, shards, activation_dtype
+    choices, by_rule = choose(candidates, rest.uncovered, rules, *options)
+    decided = [(*item, choice) for item, choice in zip(found.items(), choices, strict=True)]
+    chosen = [(path, layer, choice) for path, layer, choice in decided if choice.format]
+    with quantizing_by("quantize_model", quantizer):
+        check_replaceable(
+            (".".join(path), _reason(path, layer, choice, params)) for path, layer, choice in chosen
+        )
+    packings = {path: _packing(path, layer, choice) for path, layer, choice in chosen}
     stored: Any = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
     reports = []
-    for path, layer in found.items():
-        name, key = ".".join(path), layer.kind.key(path)
-        if path not in chosen:
-            if key in params:
-                _, reason, by_default = decided[path]
-                reports.append(LayerReport.kept(name, value_of(params[key]), reason, by_default))
-            continue
-        boxed = params.pop(key)
-        weight = value_of(boxed)
-        try:
-            kernel, arrays = quantized_of(boxed, path, layer, chosen[path])
-        except ValueError as error:
-            raise ValueError(f"quantize_model: in {name}: {inner(error)}") from None
-        stored |= arrays
-        dtype = getattr(layer.module, "dtype", None) or kernel.dtype
-        matrix = layer.kind.axes(layer.module, weight.shape).matrix
-        options = dtype, matrix, chosen[path].activation_dtype
-        reports.append(LayerReport.quantized(name, weight, kernel, *options))
-        if donate and isinstance(weight, jax.Array):
-            weight.delete()
+    for path, layer, choice in decided:
+        key = layer.kind.key(path)
+        if path in packings:
+            boxed = params.pop(key)
+            with quantizing_by("quantize_model", quantizer):
+                reports.append(_quantize(path, layer, boxed, packings[path], stored, donate))
+        elif key in params:
+            options = choice.reason, choice.by_default
+            reports.append(LayerReport.kept(".".join(path), value_of(params[key]), *options))
     collections = {
         **variables,
         "params": traverse_util.unflatten_dict(params),
         COLLECTION: traverse_util.unflatten_dict(stored),
     }
-    model = QuantizedModel(
-        module,
-        tuple((path, packing.format) for path, packing in chosen.items()),
-        tuple((path, packing.shards) for path, packing in chosen.items()),
-        tuple((path, found[path].sizes) for path in chosen),
-        tuple(
-            (path, (equation, found[path].shape))
-            for path in chosen
-            if found[path].raw is None and (equation := found[path].kind.equation) is not None
-        ),
-        tuple(others),
-        tuple(
-            (path, (found[path].kind.key(path), raw))
-            for path in chosen
-            if (raw := found[path].raw) is not None
-        ),
-        tuple(
-            (path, packing.activation_dtype)
-            for path, packing in chosen.items()
-            if packing.activation_dtype is not None
-        ),
-    )
     report = rest.report(reports, by_rule)
-    report.warn(
-        f"Only {NAMES} are, and what layers= describes: an EinsumLayer "
-        "says it of a class, an EinsumParameter of a path."
+    report.warn(NAMES)
+    return QuantizedModel(module, tuple(packings.items()), tuple(others)), collections, report
+
+
+def _packing(path: Path, layer: Layer, choice: Choice) -> Packing:
+    raw, equation = layer.raw, layer.kind.equation
+    format: Any = choice.format
+    return Packing(
+        format,
+        choice.shards,
+        layer.sizes,
+        None if raw is not None or equation is None else (equation, layer.shape),
+        choice.activation_dtype,
+        None if raw is None else (layer.kind.key(path), raw),
     )
-    return model, collections, report
+
+
+def _quantize(
+    path: Path,
+    layer: Layer,
+    boxed: Any,
+    packing: Packing,
+    stored: dict[Path, Any],
+    donate: bool,
+) -> LayerReport:
+    """Adds the quantized weight of a layer to the `stored` variables."""
+    name, weight = ".".join(path), value_of(boxed)
+    equation = layer.equation_of(weight)
+    try:
+        kernel, arrays = quantized(boxed, packing, equation)
+    except ValueError as error:
+        raise ValueError(f"quantize_model: in {name}: {inner(error)}") from None
+    stored |= stored_arrays(path, arrays)
+    dtype = getattr(layer.module, "dtype", None) or kernel.dtype
+    options = dtype, equation.matrix, packing.activation_dtype
+    report = LayerReport.quantized(name, weight, kernel, *options)
+    if donate and isinstance(weight, jax.Array):
+        weight.delete()
+    return report
 
 
 def _check_model(module: Any, variables: Any) -> None:
-    """Refuses what is no Linen module, and variables without parameters."""
+    """Raises for another type than a Linen module, and for variables without parameters."""
     call = "jaxlowbit.linen.quantize_model(module, variables, rules, inputs)"
     inner, params = (getattr(module, name, None) for name in ("module", "params"))
     if not isinstance(module, nn.Module):
@@ -215,21 +194,16 @@ def _check_model(module: Any, variables: Any) -> None:
 
 
 def _candidate(path: Path, layer: Layer, params: Mapping[Path, Any]) -> Candidate:
-    boxed = params.get(layer.kind.key(path))
-    name, named, matrix = [".".join(path)], layer.kind.named, None
-    if layer.kind.equation is not None:  # a parameter is named by the module that holds it too
-        name.append(".".join(path[:-1]))
+    boxed, table = params.get(layer.kind.key(path)), layer.kind.table
+    names = [".".join(path)]
+    holders = [] if layer.kind.equation is None else [".".join(path[:-1])]
     if boxed is None:
-        return Candidate(name, None, 1, 0, 1, named)
+        return Candidate(names, holders, layer.shape, None, 1, 0, 1, table)
     weight = value_of(boxed)
-    with contextlib.suppress(ValueError):  # an equation that is no product is refused later
-        matrix = layer.kind.axes(layer.module, weight.shape).matrix_shape
-    count = math.prod(weight.shape) // math.prod(matrix) if matrix else 1
-    return Candidate(name, matrix, count, nbytes_of(weight), weight.dtype.itemsize, named)
-
-
-def _keys(layers: Mapping[Path, Layer]) -> list[tuple[Path, Path]]:
-    return [(path, layer.kind.key(path)) for path, layer in layers.items()]
+    found = Candidate.of(
+        names, weight, lambda: layer.equation_of(weight), table=table, holders=holders
+    )
+    return found._replace(shape=layer.shape)
 
 
 def _rest(
@@ -238,12 +212,12 @@ def _rest(
     layers: Mapping[Path, Layer],
     classes: Mapping[Path, str],
 ) -> Rest:
-    """The parameters but the weights of the layers that run."""
+    """The parameters except the weights of the layers that run."""
     rest = Rest()
-    weights = {layer.kind.key(path) for path, layer in layers.items()}
-    biases = {(*key[:-1], bias) for path, key in _keys(layers) if (bias := layers[path].kind.bias)}
+    keys = {layer.kind.key(path): layer.kind.bias for path, layer in layers.items()}
+    biases = {(*key[:-1], bias) for key, bias in keys.items() if bias}
     for key, boxed in params.items():
-        if key in weights:
+        if key in keys:
             continue
         module = classes.get(key[:-1], "a module that this call does not reach")
         for leaf in jax.tree.leaves(value_of(boxed)):
@@ -253,41 +227,44 @@ def _rest(
     return rest
 
 
-def _refusal(path: Path, layer: Layer, packing: Packing, params: Mapping[Path, Any]) -> str | None:
-    """Why a layer cannot be replaced."""
-    kind, module, reason = layer.kind, layer.module, None
-    keep = "with a rule of its path and None."
+def _reason(path: Path, layer: Layer, choice: Choice, params: Mapping[Path, Any]) -> str | None:
+    """Why a layer cannot be replaced, or None."""
+    name, keep = ".".join(path), "with a rule of its path and None."
+    if reason := _unsupported(path, layer, params):
+        return f"the layer {name!r} {reason}. Keep it, {keep}"
+    boxed = params[layer.kind.key(path)]
+    weight = value_of(boxed)
+    try:
+        equation = layer.equation_of(weight)
+    except ValueError as error:
+        return f"in {name}: {inner(error)} Or keep the layer, {keep}"
+    format: Any = choice.format
+    try:
+        quantized(jax.tree.map(abstract, boxed), Packing(format, choice.shards), equation)
+        check_values(weight, format, equation.matrix, choice.shards)
+    except ValueError as error:
+        return f"in {name}: {inner(error)}"
+    return None
+
+
+def _unsupported(path: Path, layer: Layer, params: Mapping[Path, Any]) -> str | None:
+    """Why a layer cannot be replaced: its class, options or parameter. None if it can."""
+    kind, module = layer.kind, layer.module
+    for option in kind.options:
+        if getattr(module, option) is not None:
+            return f"has {option}={getattr(module, option)!r}, which a quantized product has not"
     if type(module) is not kind.layer:
         expected, found = kind.layer.__name__, type(module).__name__
-        reason = f"is {found}, and a subclass of nn.{expected} may compute something else"
-    elif not path:
-        reason = f"is the model itself; use Quantized{kind.layer.__name__} instead"
-    elif (*layer.path, kind.weight) not in params:
-        reason = (
-            f"has no {kind.weight} of its own path in params, which it shares with another layer"
-        )
-    elif not layer.plain:
-        reason = (
+        return f"is {found}, and a subclass of nn.{expected} may compute something else"
+    if not path:
+        return f"is the model itself; use Quantized{kind.layer.__name__} instead"
+    if (*layer.path, kind.weight) not in params:
+        return f"has no {kind.weight} of its own path in params, which it shares with another layer"
+    if not layer.plain:
+        return (
             f"multiplies by what is computed from its {kind.weight} in each call, as in "
             "nn.WeightNorm, nn.SpectralNorm and nn.map_variables, or by a part of a stack along "
             f"another axis than the first, so that quantizing the {kind.weight} would change the "
             "model; store what is computed as the parameter of a plain layer"
         )
-    for option in kind.options:
-        if getattr(module, option) is not None:
-            reason = f"has {option}={getattr(module, option)!r}, which a quantized product has not"
-    name = ".".join(path)
-    if reason is not None:
-        return f"the layer {name!r} {reason}. Keep it, {keep}"
-    boxed = params[kind.key(path)]
-    try:
-        kind.check(module)
-        axes = kind.axes(module, value_of(boxed).shape)
-    except ValueError as error:
-        return f"in {name}: {inner(error)} Or keep the layer, {keep}"
-    try:
-        quantized(jax.tree.map(abstract, boxed), packing, axes)
-        check_values(value_of(boxed), packing.format, axes.matrix, packing.shards)
-    except ValueError as error:
-        return f"in {name}: {inner(error)}"
     return None

@@ -7,8 +7,7 @@ from flax import core, traverse_util
 from flax import linen as nn
 
 from .._core.checks import brief
-from .einsum_layers import EinsumLayer
-from .einsum_parameters import EinsumParameter
+from .einsum_layers import EinsumLayer, EinsumParameter
 from .linen_model import quantize_model
 from .linen_quantized import QuantizedModel
 from .linen_variables import COLLECTION
@@ -24,24 +23,25 @@ def quantize_pretrained(
     keep: Keep = (),
     shards: ShardRules = (1, 1),
     activation_dtype: ActivationRules = None,
+    quantizer: Any = None,
     **kwargs: Any,
 ) -> QuantizationReport:
     """Quantizes a `FlaxPreTrainedModel` of transformers, in place.
 
-    After that the model is called as before, and `generate` works. Its `params` has the quantized
-    arrays beside the float parameters, under the key `"quantized"`, so that functions that take
+    After that the model is called as before, and `generate` works. Its `params` has the float
+    parameters and, under the key `"quantized"`, the packed arrays, so that functions that take
     `params=` take them under `jax.jit` too.
 
     **Arguments:**
 
     - `model`: the model, with its parameters.
-    - `rules`, `layers`, `keep`, `shards`, `activation_dtype`: as for `quantize_model`. Paths are
-      those of the module inside, such as `model.layers.0.mlp.up_proj`.
-    - `args`, `kwargs`: what the model is called with; such a call, without computing, finds layers.
+    - `rules`, `layers`, `keep`, `shards`, `activation_dtype`, `quantizer`: as for `quantize_model`.
+      Paths begin in the module inside, such as `model.layers.0.mlp.up_proj`.
+    - `args`, `kwargs`: arguments of the model; such a call, without computing, finds layers.
 
     **Returns:** a `QuantizationReport`, a table when printed.
 
-    **Raises:** `TypeError` for what is no such model; `ValueError` for one that is quantized, and
+    **Raises:** `TypeError` for another type of model; `ValueError` for one that is quantized, and
     where `quantize_model` does. The model is then as it was.
 
     ```python
@@ -62,7 +62,7 @@ def quantize_pretrained(
             "quantize_model(module, variables, rules, inputs)."
         )
     variables, args, kwargs = _applied(model, module, args, kwargs)
-    options: Any = {"layers": layers, "keep": keep, "shards": shards}
+    options: Any = {"layers": layers, "keep": keep, "shards": shards, "quantizer": quantizer}
     quantized, variables, report = quantize_model(
         module, variables, rules, *args, activation_dtype=activation_dtype, **options, **kwargs
     )
@@ -74,11 +74,11 @@ def quantize_pretrained(
 
 
 class _ReachedError(Exception):
-    """Ends a call of a model where it applies its module."""
+    """Ends a call of a model before it applies its module."""
 
 
 class _Recorder:
-    """In the place of a module: what it is applied to."""
+    """Replaces a module, and records the arguments of `apply`."""
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         self.variables, self.args, self.kwargs = variables, args, kwargs

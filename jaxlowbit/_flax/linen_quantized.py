@@ -1,4 +1,4 @@
-"""`QuantizedModel`: a Linen module whose products are those of quantized kernels."""
+"""`QuantizedModel`: a Linen module that multiplies by quantized kernels."""
 
 import contextlib
 import dataclasses
@@ -9,39 +9,49 @@ from typing import Any
 from flax import core, traverse_util
 from flax import linen as nn
 
-from .._core.array import QuantizedArray
 from .._core.checks import brief
 from .._core.format import Format
 from .einsum_layers import EinsumLayer
 from .equation import Equation
-from .linen_kinds import kind_of
-from .linen_layers import Layer, Path, find_layers
+from .linen_layers import kind_of
+from .linen_tracing import find_layers
 from .linen_variables import COLLECTION, held_kernel, quantized, value_of
 from .weight_program import run
 from .weight_view import WeightView
-from .weights import Packing, Shards, Sizes
+from .weights import Packing, Path
 
-_PACKING = "packing"  # beside the arrays while a model is applied, never stored
+_PACKING = "packing"  # a variable of each kernel while a model is applied, never stored
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedModel:
     """A Linen module some of whose layers have quantized kernels; see `quantize_model`.
 
-    Immutable and hashable. `apply`, `init` and `bind` are those of the module, with quantized
-    variables; nothing else of a module depends on its kernels. `sizes` are those of the contracted
-    axes and of the features of each kernel, which inputs are held to. `parameters` are those that
-    the code multiplies by wherever it reads them: their paths in `params`, and equations.
+    Immutable and hashable. `apply`, `init` and `bind` take the arguments of the module's, and
+    quantized variables; nothing else of a module depends on its kernels.
+
+    - `packings`: how each weight is packed, by its path.
+    - `layers`: the layers of other classes that were described.
     """
 
     module: nn.Module
-    formats: tuple[tuple[Path, Format], ...]
-    shards: tuple[tuple[Path, Shards], ...]
-    sizes: tuple[tuple[Path, Sizes], ...] = ()
-    equations: tuple[tuple[Path, tuple[str, tuple[int, ...]]], ...] = ()
+    packings: tuple[tuple[Path, Packing], ...]
     layers: tuple[EinsumLayer, ...] = ()
-    parameters: tuple[tuple[Path, tuple[Path, Equation]], ...] = ()
-    activation_dtypes: tuple[tuple[Path, Any], ...] = ()
+
+    @property
+    def formats(self) -> tuple[tuple[Path, Format], ...]:
+        """The format of each weight, with its path."""
+        return tuple((path, packing.format) for path, packing in self.packings)
+
+    @property
+    def _raw(self) -> list[tuple[Path, Packing, Path, Equation]]:
+        """Parameters that code reads itself, with their paths in `params` and equations."""
+        return [(path, x, *x.raw) for path, x in self.packings if x.raw is not None]
+
+    @property
+    def _called(self) -> dict[Path, Packing]:
+        """The packings of layers, whose calls are intercepted."""
+        return {path: packing for path, packing in self.packings if packing.raw is None}
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with the same arguments, on the quantized variables.
@@ -56,7 +66,7 @@ class QuantizedModel:
             with self._multiplying():
                 return self.module.apply(_with_params(held, floats), *args, **kwargs)
 
-        out = self._with_floats(apply, variables, kwargs) if self.parameters else apply({})
+        out = self._with_floats(apply, variables, kwargs) if self._raw else apply({})
         if kwargs.get("mutable", False) is False:
             return out
         result, changed = out
@@ -73,15 +83,17 @@ class QuantizedModel:
         keys = rngs if isinstance(rngs, Mapping) else {"params": rngs}
         applied = {"mutable": True, "rngs": keys, **kwargs}
         found, _ = find_layers(self.module, variables, args, applied, self.layers)
-        raw = dict(self.parameters)
-        for path, packing in self._packings.items():
-            if path in raw:
-                key, equation = raw[path]
-                if key in params:
-                    stored |= _stored(path, quantized(params.pop(key), packing, equation.axes)[1])
+        for path, packing in self.packings:
+            if packing.raw is not None:
+                key, equation = packing.raw
             elif path in found:
-                boxed = params.pop(found[path].kind.key(path))
-                stored |= quantized_of(boxed, path, found[path], packing)[1]
+                key = found[path].kind.key(path)
+                equation = found[path].equation_of(value_of(params[key]))
+            else:
+                continue
+            if key in params:
+                arrays = quantized(params.pop(key), packing, equation)[1]
+                stored |= stored_arrays(path, arrays)
         return {
             **variables,
             "params": traverse_util.unflatten_dict(params),
@@ -93,14 +105,14 @@ class QuantizedModel:
     ) -> "BoundModel":
         """`module.bind`, with the same arguments, on the quantized variables.
 
-        **Returns:** what stands for the bound module: it is called, has its methods and submodules,
-        `variables`, and `unbind`.
+        **Returns:** the bound module: it is called, and has the methods and submodules of the
+        module, `variables`, and `unbind`.
 
         **Raises:** `ValueError` for a model with packed parameters that its code reads, which
-        `apply` alone runs.
+        only `apply` runs.
         """
-        if self.parameters:
-            path = ".".join(self.parameters[0][1][0])
+        if raw := self._raw:
+            path = ".".join(raw[0][2])
             raise ValueError(
                 f"QuantizedModel.bind: {path} is packed, and code that reads it is run by apply "
                 "alone; use apply, with method= for a method, or keep it in floats, with a rule "
@@ -113,28 +125,16 @@ class QuantizedModel:
         """Calls the module, which raises Flax's error: variables come by `apply` or `bind`."""
         return self.module(*args, **kwargs)
 
-    @property
-    def _packings(self) -> dict[Path, Packing]:
-        shards, sizes, equations = dict(self.shards), dict(self.sizes), dict(self.equations)
-        dtypes = dict(self.activation_dtypes)
-        return {
-            path: Packing(
-                format, shards[path], sizes.get(path), equations.get(path), dtypes.get(path)
-            )
-            for path, format in self.formats
-        }
-
     def _with_floats(self, apply: Any, variables: Any, kwargs: Any) -> Any:
-        """What `apply` makes of float parameters, with packed ones in their place."""
+        """The result of `apply`, which takes float parameters, with packed ones in their place."""
         views, paths = {}, {}
-        packings = self._packings
         arrays: Any = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
-        for path, (key, equation) in self.parameters:
+        for path, packing, key, equation in self._raw:
             held = {name[-1]: x for name, x in arrays.items() if name[:-1] == path}
             name = ".".join(key)
             paths[name] = key
-            kernel = held_kernel(name, held, packings[path], equation.axes)
-            views[name] = WeightView.of(kernel, equation, packings[path].activation_dtype)
+            kernel = held_kernel(name, held, packing, equation)
+            views[name] = WeightView.of(kernel, equation, packing.activation_dtype)
 
         def compute(floats: Mapping[str, Any]) -> Any:
             out = apply({paths[name]: value for name, value in floats.items()})
@@ -148,9 +148,8 @@ class QuantizedModel:
 
     @contextlib.contextmanager
     def _multiplying(self) -> Iterator[None]:
-        """A context in which quantized layers of the module multiply by their packed words."""
-        raw = dict(self.parameters)
-        packings = {path: x for path, x in self._packings.items() if path not in raw}
+        """A context: calls of quantized layers of the module multiply by packed words."""
+        packings = self._called
 
         def multiply(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             layer, method = context.module, context.method_name
@@ -158,7 +157,7 @@ class QuantizedModel:
             compute = kind and kind.methods.get(method)
             if not kind or not compute:
                 return next_fun(*args, **kwargs)
-            # The path alone does not do: `nn.jit` runs one trace for layers of several paths.
+            # The path does not suffice: `nn.jit` runs one trace for layers of several paths.
             if kind.equation is None:
                 packing = layer.get_variable(COLLECTION, _PACKING) or packings.get(layer.path)
             else:
@@ -172,28 +171,22 @@ class QuantizedModel:
             yield
 
     def _with_packings(self, variables: Any) -> dict[str, Any]:
-        """The variables with the packing of each kernel beside its arrays."""
+        """The variables with the packing of each kernel among its arrays."""
         if not isinstance(variables, Mapping):
             raise TypeError(
                 f"QuantizedModel: variables is {brief(variables)}, but it is the mapping of "
                 "collections that quantize_model returned; pass that."
             )
         arrays = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
-        raw = dict(self.parameters)
-        packings = {path: x for path, x in self._packings.items() if path not in raw}
-        beside = {(*path, _PACKING): packing for path, packing in packings.items()}
+        beside = {(*path, _PACKING): packing for path, packing in self._called.items()}
         return {**variables, COLLECTION: traverse_util.unflatten_dict({**arrays, **beside})}
 
     def _part(self, module: nn.Module, path: Path) -> "QuantizedModel":
         """The model of a submodule, which was at `path`."""
 
-        def below(entries: tuple[tuple[Path, Any], ...]) -> Any:
-            size = len(path)
-            return tuple((key[size:], x) for key, x in entries if key[:size] == path)
-
-        names = ("formats", "shards", "sizes", "equations", "activation_dtypes")
-        parts = {name: below(getattr(self, name)) for name in names}
-        return dataclasses.replace(self, module=module, **parts)
+        size = len(path)
+        parts = ((key[size:], x) for key, x in self.packings if key[:size] == path)
+        return dataclasses.replace(self, module=module, packings=tuple(parts))
 
 
 class BoundModel:
@@ -239,16 +232,8 @@ class BoundModel:
         return method
 
 
-def quantized_of(
-    boxed: Any, path: Path, layer: Layer, packing: Packing
-) -> tuple[QuantizedArray, dict[Path, Any]]:
-    """The quantized weight of a layer, perhaps boxed, and its variables by their paths."""
-    axes = layer.kind.axes(layer.module, value_of(boxed).shape)
-    kernel, arrays = quantized(boxed, packing, axes)
-    return kernel, _stored(path, arrays)
-
-
-def _stored(path: Path, arrays: Mapping[str, Any]) -> dict[Path, Any]:
+def stored_arrays(path: Path, arrays: Mapping[str, Any]) -> dict[Path, Any]:
+    """The variables of one weight by their paths in the collection."""
     return {(*path, name): array for name, array in arrays.items()}
 
 

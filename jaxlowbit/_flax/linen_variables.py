@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import core, traverse_util
+from flax import core, errors, traverse_util
 from flax import linen as nn
 from flax.core import meta
 from flax.linen.spmd import logical_to_mesh_axes
@@ -14,35 +14,56 @@ from .._core import checks, layout
 from .._core.array import LEAVES, QuantizedArray
 from .._core.format import as_format
 from . import arguments
-from .kernel_axes import KernelAxes, as_tuple
-from .linen_errors import KernelNotFoundError, KernelShapeError
-from .refusals import inner
+from .arguments import inner
+from .equation import Equation, as_tuple
 from .sharding import Entries, MatrixSharding, mesh_of, padded
 from .weights import ARRAYS, Packing, kernel_from, quantize_weight
 
 COLLECTION = "quantized"
-"""The collection of the arrays of quantized weights, beside `params`."""
+"""The collection of the arrays of quantized weights."""
 
 PADDING = "padding"
-"""Zeros (..., 1 + rows, 1 + columns) beside words that are padded by as many of them.
+"""The variable that tells how much of the words is padding: zeros (..., 1 + rows, 1 + columns).
 
-Only the shape counts, which is known while tracing and which lifts and checkpoints keep."""
+Only its shape counts, which is known while tracing and which lifts and checkpoints keep."""
+
+
+class _KernelError(ValueError):
+    """A `ValueError` with the message as it is: errors of Flax take its parts, and add a link."""
+
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self),)
+
+
+class KernelShapeError(_KernelError, errors.ScopeParamShapeError):
+    """The kernel has other sizes than the inputs and the layer."""
+
+
+class KernelNotFoundError(_KernelError, errors.ScopeParamNotFoundError):
+    """The variables have no kernel for the layer."""
+
+
+class QueryWidthError(_KernelError, TypeError):
+    """A query has another width than the table; JAX raises `TypeError` for the float layer."""
 
 
 def value_of(variable: Any) -> Any:
-    """The array in a variable, perhaps boxed, where it is: no constraint moves it."""
+    """The array in a variable, perhaps boxed; no sharding constraint moves it."""
     return variable.value if isinstance(variable, meta.Partitioned) else nn.unbox(variable)
 
 
 def quantized(
-    weight: Any, packing: Packing, axes: KernelAxes
+    weight: Any, packing: Packing, equation: Equation
 ) -> tuple[QuantizedArray, dict[str, Any]]:
     """The matrix of a weight, and its variables, boxed with their names if the weight is boxed."""
     value = value_of(weight)
-    kernel = quantize_weight(value, packing.format, axes.matrix, packing.shards)
+    kernel = quantize_weight(value, packing.format, equation.matrix, packing.shards)
     if not isinstance(weight, meta.Partitioned):
         return kernel, variables_of(kernel)
-    kernel, specs = _sharding(weight, value, axes).divide(kernel)
+    kernel, specs = _sharding(weight, value, equation).divide(kernel)
     names: dict[str, Entries] = {name: tuple(getattr(specs, name) or ()) for name in ARRAYS}
     if names["version"]:  # the axes of a stack, which both have in front
         names[PADDING] = (*names["version"], None, None)
@@ -53,29 +74,13 @@ def quantized(
 
 
 def variables_of(array: QuantizedArray) -> dict[str, Any]:
-    """What the collection `"quantized"` holds of a weight, to give one to a layer.
-
-    **Arguments:** `array`: the matrix (..., k, n) of the layer, or a stack of such.
-
-    **Raises:** `ValueError` for a view that `select` made.
-
-    ```python
-    layer = QuantizedDense(512, format=INT4, use_bias=False)
-    y = layer.apply({COLLECTION: variables_of(quantize(w, INT4))}, x)
-    ```
-    """
-    checks.quantized("variables_of", "array", array, QuantizedArray)
-    if array.index is not None:
-        raise ValueError(
-            "variables_of: the array is a view made by select, but a layer holds its words; index "
-            "the stack, which copies them."
-        )
+    """The variables of a matrix (..., k, n) in the collection."""
     variables = {name: getattr(array, name) for name in ARRAYS} | {PADDING: _padding(array)}
     return {name: held for name, held in variables.items() if held is not None}
 
 
 def _padding(kernel: QuantizedArray) -> Any:
-    """What `PADDING` stores of a kernel, perhaps abstract; None for one without padding."""
+    """The variable `PADDING` of a kernel, perhaps abstract; None for one without padding."""
     k, n = _stored_shape(kernel.packed)
     if (k, n) == (kernel.k, kernel.n):
         return None
@@ -95,37 +100,39 @@ def _stored_shape(packed: Any, padding: Any = None) -> tuple[int, int]:
     return k_blocks * layout.ATOM + 1 - rows, n_blocks * layout.ATOM + 1 - columns
 
 
-def _sharding(box: meta.Partitioned, value: Any, axes: KernelAxes) -> MatrixSharding:
+def _sharding(box: meta.Partitioned, value: Any, equation: Equation) -> MatrixSharding:
     rules = nn.get_logical_axis_rules()
     if isinstance(box, nn.LogicallyPartitioned):
         rules = box.rules or rules
         found = logical_to_mesh_axes(box.names, rules) if rules else box.names
     else:
         found = box.get_partition_spec()
-    names, found = (axes.matrix_entries(padded(x, value.ndim)) for x in (box.names, found))
+    names, found = (equation.matrix_entries(padded(x, value.ndim)) for x in (box.names, found))
     return MatrixSharding(names, found, box.mesh or mesh_of(value))
 
 
-def packing_of(module: Any, *options: str) -> Packing:
+def packing_of(module: Any) -> Packing:
     """How a quantized layer packs its weight.
 
-    **Raises:** `TypeError` and `ValueError` for a format, shards, dtypes, and other options of
-    these names that are none.
+    **Raises:** `TypeError` and `ValueError` for an invalid format, shards, dtype or other option.
     """
-    name = type(module).__name__
-    arguments.check_options(module, "dtype", "param_dtype", "promote_dtype", *options)
+    caller = type(module).__name__
+    options = {x: getattr(module, x) for x in arguments.OPTIONS if hasattr(module, x)}
+    arguments.check_options(caller, options)
     return Packing(
-        as_format(name, module.format),
-        checks.shard_counts(name, module.shards),
-        activation_dtype=arguments.activation_dtype(name, module.activation_dtype),
+        as_format(caller, module.format),
+        checks.shard_counts(caller, module.shards),
+        activation_dtype=arguments.activation_dtype(caller, module.activation_dtype),
     )
 
 
-def initialise(module: Any, packing: Packing, weight: Callable[[], Any], axes: KernelAxes) -> None:
+def initialise(
+    module: Any, packing: Packing, weight: Callable[[], Any], equation: Equation
+) -> None:
     """Puts the quantized weight into the collection, when `module` is being initialised."""
     if module.is_initializing() and not module.has_variable(COLLECTION, "packed"):
         try:
-            variables = quantized(weight(), packing, axes)[1]
+            variables = quantized(weight(), packing, equation)[1]
         except (TypeError, ValueError) as error:
             raise type(error)(f"{type(module).__name__}: {inner(error)}") from None
         for name, variable in variables.items():
@@ -133,9 +140,9 @@ def initialise(module: Any, packing: Packing, weight: Callable[[], Any], axes: K
 
 
 def kernel_of(
-    module: Any, packing: Packing, axes: KernelAxes, weight: str | None = None
+    module: Any, packing: Packing, equation: Equation, weight: str | None = None
 ) -> QuantizedArray:
-    """The kernel that `module` has in the collection, a matrix with the axes that are asked for.
+    """The kernel that `module` has in the collection, the matrix of `equation`.
 
     The arrays of an `EinsumLayer` are under the name of its `weight`.
 
@@ -143,8 +150,8 @@ def kernel_of(
     size, and for a stack.
     """
     name = f"{type(module).__name__}: {'.'.join(module.path) or 'the layer'}"
-    kernel = held_kernel(name, _held(module, weight), packing, axes)
-    if kernel.ndim > axes.matrix_ndim:
+    kernel = held_kernel(name, _held(module, weight), packing, equation)
+    if kernel.ndim > equation.matrix_ndim:
         raise KernelShapeError(
             f"{name} has a kernel of shape {kernel.shape}, a stack of layers; inside nn.scan or "
             f"nn.vmap, add {COLLECTION!r}: 0 to variable_axes."
@@ -153,9 +160,9 @@ def kernel_of(
 
 
 def held_kernel(
-    name: str, held: Mapping[str, Any], packing: Packing, axes: KernelAxes
+    name: str, held: Mapping[str, Any], packing: Packing, equation: Equation
 ) -> QuantizedArray:
-    """The kernel, perhaps a stack, in the variables `held`; `name` is that of errors.
+    """The kernel, perhaps a stack, in the variables `held`; errors begin with `name`.
 
     **Raises:** as `kernel_of` does.
     """
@@ -166,27 +173,27 @@ def held_kernel(
         )
     arrays = {array: value_of(held.get(array)) for array in (*ARRAYS, PADDING)}
     if not jax.sharding.get_abstract_mesh().manual_axes:  # where arrays and inputs are parts
-        reason = _other_sizes(packing, axes, arrays["packed"], arrays[PADDING])
+        reason = _other_sizes(packing, equation, arrays["packed"], arrays[PADDING])
         if reason is not None:
             _of_version(arrays["version"]).check_version()  # words of another have other shapes
             raise KernelShapeError(f"{name} {reason}")
-    return kernel_from(arrays, packing.format, axes.matrix_shape, packing.shards)
+    return kernel_from(arrays, packing.format, equation.matrix_shape, packing.shards)
 
 
 def _held(module: Any, weight: str | None) -> Mapping[str, Any]:
-    """What the collection holds of a weight of `module`."""
+    """The variables of a weight of `module` in the collection."""
     if weight is not None:
         return module.get_variable(COLLECTION, weight) or {}
     names = [name for name in (*ARRAYS, PADDING) if module.has_variable(COLLECTION, name)]
     return {name: module.get_variable(COLLECTION, name) for name in names}
 
 
-def _other_sizes(packing: Packing, axes: KernelAxes, packed: Any, padding: Any) -> str | None:
-    """Why inputs, or the layer, do not meet the kernel."""
-    sizes = axes.contracted, axes.features
+def _other_sizes(packing: Packing, equation: Equation, packed: Any, padding: Any) -> str | None:
+    """Why inputs or the layer have other sizes than the kernel, or None."""
+    sizes = equation.contracted, equation.features
     if packing.sizes not in (None, sizes):
         return _meets(sizes, "that was quantized", packing.sizes)
-    asked, stored = axes.matrix_shape, _stored_shape(packed, padding)
+    asked, stored = equation.matrix_shape, _stored_shape(packed, padding)
     if asked == stored:
         return None
     way_out = ""
@@ -209,7 +216,7 @@ def _meets(asked: Any, whose: str, found: Any) -> str:
 
 
 def check_layout_version(variables: Mapping[str, Any]) -> None:
-    """Refuses variables whose words were packed by another layout version.
+    """Raises unless this library reads the layout version of all packed words in `variables`.
 
     A model or a layer applied outside `jax.jit` checks itself; traced code cannot see the version.
     Call this once after restoring a checkpoint.
@@ -242,6 +249,6 @@ def check_layout_version(variables: Mapping[str, Any]) -> None:
 
 
 def _of_version(version: Any) -> QuantizedArray:
-    """An array of which nothing but its version is known."""
+    """An array with a version and nothing else, for `check_version`."""
     leaves = tuple(version if name == "version" else None for name in LEAVES)
     return QuantizedArray.tree_unflatten((None, 0, 0, (1, 1)), leaves)

@@ -1,11 +1,9 @@
-"""`quantize_model` for NNX: layers are replaced where they stand, one after the other."""
+"""`quantize_model` for NNX: layers are replaced in place, one after the other."""
 
-import contextlib
 import dataclasses
-import functools
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+import string
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +11,67 @@ from flax import linen as nn
 from flax import nnx
 
 from .._core.array import QuantizedArray
+from .._core.checks import brief
 from .._core.format import Format
-from . import defaults
-from .defaults import Candidate, is_table
-from .einsum_layers import EinsumLayer, matches
-from .einsum_parameters import EinsumParameter, check_used, split
-from .nnx_kinds import KNOWN_PARAMETERS, NAMES, Kind, kind_of, parameter_kind
+from .arguments import inner, not_a_model
+from .einsum_layers import EinsumLayer, EinsumParameter, check_used, matches, split
+from .equation import TABLE, Equation
+from .nnx_layers import QuantizedEinsum, QuantizedEmbed, QuantizedLinear, QuantizedLinearGeneral
 from .nnx_parameters import QuantizedParameter, adopt
 from .nnx_variables import QuantizedModule, QuantizedVariable
-from .refusals import inner, not_a_model, refuse, refuse_nothing
-from .report import LayerReport, QuantizationReport, Rest, nbytes_of
+from .report import LayerReport, QuantizationReport, Rest
 from .rules import (
     ActivationRules,
-    Decision,
+    Candidate,
+    Choice,
     Keep,
     Rules,
     ShardRules,
+    check_replaceable,
     choose,
-    choose_activations,
-    choose_shards,
 )
-from .weights import Shards, abstract, check_values
+from .weights import Shards, abstract, check_values, quantizing_by
+
+_LAYERS = (QuantizedLinear, QuantizedLinearGeneral, QuantizedEinsum, QuantizedEmbed)
+_NAMES = ", ".join(f"nnx.{layer.float_layer.__name__}" for layer in _LAYERS)
+
+
+def _dense_equation(layer: Any) -> str:
+    """The equation of MaxText's `DenseGeneral`: its kernel has the contracted axes first."""
+    letters = string.ascii_letters[: len(layer.in_features_shape + layer.out_features_shape)]
+    count = len(layer.in_features_shape)
+    return f"...{letters[:count]},{letters}->...{letters[count:]}"
+
+
+# Layers and parameters of other packages, known by the names of their classes.
+_KNOWN_LAYERS = (
+    EinsumLayer(r"tunix\.models\.\w+\.model\.Einsum", "w", lambda layer: layer.einsum_str),
+)
+_KNOWN_PARAMETERS = (
+    EinsumParameter(
+        r"(^|\.)input_embedding$",
+        TABLE,
+        module=r"tunix\.models\.\w+\.model\.Embedder",
+        embedding=True,
+    ),
+    EinsumParameter(
+        r"(^|\.)(gate|up|down)_proj$",
+        "e...k,ekn->e...n",
+        module=r"tunix\.models\.\w+\.model\.MoELayer",
+    ),
+    EinsumParameter(
+        r"(^|\.)kernel$", _dense_equation, module=r"maxtext\.layers\.linears\.DenseGeneral"
+    ),
+    EinsumParameter(
+        r"(^|\.)embedding$", TABLE, module=r"maxtext\.layers\.embeddings\.Embed", embedding=True
+    ),
+    EinsumParameter(
+        r"(^|\.)embedder\.embedding$",
+        TABLE,
+        embedding=True,
+        reader=r"mamba2_jax\.modeling\.Mamba2ForCausalLM",
+    ),
+)
 
 
 def quantize_model(
@@ -44,6 +82,7 @@ def quantize_model(
     keep: Keep = (),
     shards: ShardRules = (1, 1),
     activation_dtype: ActivationRules = None,
+    quantizer: Any = None,
 ) -> QuantizationReport:
     """Replaces the linear layers of a model, in place, by layers with quantized kernels.
 
@@ -55,28 +94,29 @@ def quantize_model(
     **Arguments:**
 
     - `model`: any tree of modules, lists and dicts. Layers of class `nnx.Linear`,
-      `nnx.LinearGeneral` (with it attention), `nnx.Einsum` and, where a rule names it, `nnx.Embed`
+      `nnx.LinearGeneral` (with it attention), `nnx.Einsum` and, if a rule names it, `nnx.Embed`
       change; norms and convolutions stay.
     - `rules`: a `Format`, or its name, such as `"int4"`, for every such layer but embeddings,
-      heads (names that match `HEADS`, and layers as wide as the vocabulary), routers and layers
+      heads (by their usual names, or as wide as the vocabulary), routers and layers
       that would grow; or regular expressions with a `Format`, or None to keep the layer, as a
       mapping or pairs. Each is searched (`re.search`) in the dotted path of the layer, such as
       `blocks.0.mlp.up`; the first that matches decides, and a layer that none matches is kept.
-    - `layers`: what is quantized too: other classes of layers, each an `EinsumLayer`, and raw
-      parameters, each an `EinsumParameter`, which go by their own paths. Those of google-tunix,
-      MaxText and mamba2-jax are known.
-    - `keep`: a regular expression, or several, of layers that stay in floats beside those.
-    - `shards`: the number of equal parts of k and n into which devices will cut each kernel, as for
-      `jaxlowbit.quantize`, or a mapping of such regular expressions to them.
-    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which all quantized layers
-      but embeddings quantize their inputs in each call, as `jaxlowbit.quantized_matmul` does; or a
+    - `layers`: more to quantize: other classes of layers, each an `EinsumLayer`, and raw
+      parameters, each an `EinsumParameter`, which go by their own paths. Layers and parameters of
+      google-tunix, MaxText and mamba2-jax are known.
+    - `keep`: a regular expression, or several, of more layers to keep in floats.
+    - `shards`: the number of equal parts of k and n when devices divide a kernel, as in
+      `jaxlowbit.quantize`, or a mapping of such regular expressions to these pairs.
+    - `activation_dtype`: `jnp.int8` or `jnp.float8_e4m3fn` to quantize the inputs of all quantized
+      layers except embeddings in each call, as in `jaxlowbit.quantized_matmul`, or None; or a
       mapping of such regular expressions, on the paths of quantized layers, to one of these.
+    - `quantizer`: rounds the weights; a name or a function, as for `jaxlowbit.quantize`.
 
     **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, what multiplies, and
     the parameters that are not covered.
 
-    **Raises:** with the model untouched, `TypeError` for what is no model and for rules that are
-    none; `ValueError` for a model without such layers, for rules that decide about no layer or
+    **Raises:** with the model untouched, `TypeError` for another type of model or rules;
+    `ValueError` for a model without such layers, for rules that decide about no layer or
     keep them all, and for all chosen layers that cannot be replaced: because of their options,
     their weights, as `jaxlowbit.quantize` does, or since `nnx.WeightNorm` or `nnx.SpectralNorm`
     rewrites their weights in each call. **Warns** (`UserWarning`) where more than a tenth of the
@@ -88,65 +128,121 @@ def quantize_model(
     ```
     """
     _check_model(model)
-    others, parameters = split(layers)
-    raw = _parameters(model, parameters)
-    places = raw + _layers(model, others, {id(place.weight) for place in raw})
-    order = {id(node): at for at, (*_, node) in enumerate(_walk((), None, None, model, set()))}
-    places.sort(key=lambda place: order[id(place.weight)])
+    places = _places(model, layers)
     if not places:
         raise ValueError(
-            f"quantize_model: there is none of {NAMES} in the model, so there is nothing to "
+            f"quantize_model: there is none of {_NAMES} in the model, so there is nothing to "
             "quantize; pass a float model that has such layers, none of them quantized yet."
         )
     rest = _rest(model, places)
-    paths = [place.paths for place in places]
-    parts = choose_shards(shards, paths)
     candidates = [place.candidate for place in places]
-    tables = [found.shape for found in rest.uncovered if is_table(found.path, found.shape)]
-    decisions, kept = choose(
-        rules,
-        keep,
-        paths,
-        [found.path for found in rest.uncovered],
-        functools.partial(defaults.kept, candidates, tables, parts),
-    )
-    refuse_nothing(
-        [
-            (place.paths[0], place.shape, None if decision.format else decision.reason)
-            for place, decision in zip(places, decisions, strict=True)
-        ]
-    )
-    named = [place.kind.named for place in places]
-    dtypes = choose_activations(activation_dtype, paths, decisions, named)
+    choices, kept = choose(candidates, rest.uncovered, rules, keep, shards, activation_dtype)
     owners, rewritten = _owners(model), _rewritten(model)
-    chosen = zip(places, decisions, parts, strict=True)
-    refuse(
-        (place.paths[0], place.refusal(decision.format, shards, owners, rewritten))
-        for place, decision, shards in chosen
-        if decision.format is not None
-    )
     reports = []
-    while places:  # drops each place, and with it the float layer, before the next
-        options = parts.pop(0), dtypes.pop(0)
-        reports.append(_replace(places.pop(0), decisions.pop(0), *options))
+    with quantizing_by("quantize_model", quantizer):
+        check_replaceable(
+            (place.paths[0], _reason(place, choice, owners, rewritten))
+            for place, choice in zip(places, choices, strict=True)
+            if choice.format is not None
+        )
+        while places:  # drops each place, and with it the float layer, before the next
+            reports.append(_replace(places.pop(0), choices.pop(0)))
     report = rest.report(reports, kept)
-    report.warn(
-        f"Only {NAMES} are, and what layers= describes: an EinsumLayer "
-        "says it of a class, an EinsumParameter of a path."
-    )
+    report.warn(_NAMES)
     return report
+
+
+class _Kind(NamedTuple):
+    """How a layer, or the module of a raw parameter, is quantized.
+
+    - `weight`: the attribute that holds its weight.
+    - `equation`: the equation of the weight; raises `ValueError` if it is no product.
+    - `check`: raises `TypeError` or `ValueError` for a layer that cannot be replaced.
+    - `quantize`: makes the quantized layer, given the format, shards and activation dtype.
+    - `table`: whether it is an embedding.
+    """
+
+    weight: str
+    equation: Callable[[Any], Equation]
+    check: Callable[[Any], Any]
+    quantize: Callable[[Any, Format, Shards, Any], QuantizedModule]
+    table: bool = False
+
+
+def _kind_of(node: Any, described: Sequence[EinsumLayer]) -> _Kind | None:
+    """The kind of a layer of Flax, of another package, or one that the caller describes."""
+    for other in (*described, *_KNOWN_LAYERS):
+        if other.matches(node):
+            return _kind_of_other(node, other)
+    for cls in _LAYERS:
+        if isinstance(node, cls.float_layer):
+            table = cls is QuantizedEmbed
+            return _Kind(cls.weight_name, cls.equation_of, cls.check_layer, cls.from_layer, table)
+    return None
+
+
+def _kind_of_other(node: Any, other: EinsumLayer) -> _Kind:
+    weight = other.weight_of(node)
+    if not isinstance(found := getattr(node, weight, None), nnx.Variable):
+        raise ValueError(
+            f"quantize_model: {type(node).__name__} has {weight}={brief(found)}, but the weight of "
+            "an EinsumLayer is an nnx.Variable; name the attribute that holds it."
+        )
+
+    def equation(layer: Any) -> Equation:
+        return Equation.parse(other.equation_of(layer), getattr(layer, weight).get_value().shape)
+
+    def quantize(
+        layer: Any, format: Format, shards: Shards, activation_dtype: Any
+    ) -> QuantizedModule:
+        variable = getattr(layer, weight)
+        value = variable.get_value()
+        new = QuantizedEinsum(
+            other.equation_of(layer),
+            value.shape,
+            format=format,
+            shards=shards,
+            activation_dtype=activation_dtype,
+            dtype=getattr(layer, "dtype", None),
+            param_dtype=value.dtype,
+            kernel_init=lambda *_: variable,
+            rngs=nnx.Rngs(0),
+        )
+        bias = None if other.bias is None else getattr(layer, other.bias)
+        if bias is not None:
+            new.bias, new.bias_shape = bias, bias.get_value().shape
+        # Code around the layer may read its other attributes, such as its shape.
+        for name, told in vars(layer).items():
+            if not hasattr(new, name) and not isinstance(told, nnx.Variable | nnx.Module):
+                setattr(new, name, told)
+        return new
+
+    return _Kind(weight, equation, other.equation_of, quantize)
+
+
+def _kind_of_parameter(name: str, other: EinsumParameter) -> _Kind:
+    def equation(holder: Any) -> Equation:
+        return other.parsed(holder, tuple(getattr(holder, name).get_value().shape))
+
+    def quantize(
+        holder: Any, format: Format, shards: Shards, activation_dtype: Any
+    ) -> QuantizedModule:
+        weight = getattr(holder, name)
+        return QuantizedParameter(weight, equation(holder), format, shards, activation_dtype)
+
+    return _Kind(name, equation, equation, quantize, other.embedding)
 
 
 @dataclasses.dataclass
 class _Place:
     """A layer, and every container and key under which a model holds it.
 
-    A raw parameter is one whose `layer` is the module that holds it; `readers` are the modules
-    around that whose code reads it too.
+    The `layer` of a raw parameter is the module that holds it; `readers` are the outer modules
+    whose code reads it too.
     """
 
     layer: Any
-    kind: Kind
+    kind: _Kind
     paths: list[str]
     holders: list[tuple[Any, Any]]
     readers: Sequence[Any] = ()
@@ -160,70 +256,108 @@ class _Place:
         return getattr(self.layer, self.kind.weight)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.weight.get_value().shape)
-
-    @property
     def candidate(self) -> Candidate:
-        weight, matrix = self.weight.get_value(), None
-        with contextlib.suppress(ValueError):  # an equation that is no product is refused later
-            matrix = self.kind.matrix(self.layer)
-        count = math.prod(weight.shape) // math.prod(matrix) if matrix else 1
-        itemsize = weight.dtype.itemsize
-        # A raw parameter is named by the module that holds it too.
-        paths = self.paths + [path.rpartition(".")[0] for path in self.paths if self.raw]
-        return Candidate(paths, matrix, count, nbytes_of(weight), itemsize, self.kind.named)
-
-    def refusal(
-        self,
-        format: Format,
-        shards: Shards,
-        owners: dict[int, list[str]],
-        rewritten: dict[int, str],
-    ) -> str | None:
-        """Why the layer cannot be replaced."""
-        name = self.paths[0] or "the model"
-        try:
-            self.kind.check(self.layer)
-        except (TypeError, ValueError) as error:
-            return f"in {name}: {inner(error)} Or keep the layer, with a rule of its path and None."
-        if not all(isinstance(holder, nnx.Pytree | list | dict) for holder, _ in self.holders):
-            return (
-                f"{name} is the model itself or an element of a tuple, where nothing can be "
-                "replaced; quantize the layer alone, as with QuantizedLinear.from_linear, or use "
-                "an nnx.List instead of the tuple."
-            )
-        sharing = owners[id(self.weight)]
-        if len(sharing) > 1:
-            return (
-                f"{' and '.join(sharing)} share one kernel variable, which one of them cannot "
-                "quantize alone; share the layer itself, or keep it with a rule of its path and "
-                "None."
-            )
-        if wrapper := rewritten.get(id(self.layer)):
-            return (
-                f"{name} is inside {wrapper}, which computes its {self.kind.weight} anew in each "
-                "call and would leave a quantized one as it is; put the layer in place of the "
-                "wrapper once its weight is computed, or keep it with a rule of its path and None."
-            )
-        graph, state = nnx.split(self.layer)
-        try:
-            like = nnx.merge(graph, jax.tree.map(abstract, state))
-            layer = self.kind.quantize(like, format, shards, None)
-            check_values(self.weight.get_value(), format, layer.matrix, shards)
-        except ValueError as error:
-            return f"in {name}: {inner(error)}"
-        return None
+        return Candidate.of(
+            self.paths,
+            self.weight.get_value(),
+            lambda: self.kind.equation(self.layer),
+            table=self.kind.table,
+            holders=[path.rpartition(".")[0] for path in self.paths if self.raw],
+        )
 
 
-def _replace(
-    place: _Place, decision: Decision, shards: Shards, activation_dtype: Any
-) -> LayerReport:
-    path, weight = place.paths[0], place.weight.get_value()
-    if decision.format is None:
-        return LayerReport.kept(path, weight, decision.reason, decision.by_default)
+def _places(model: nnx.Module, layers: Sequence[EinsumLayer | EinsumParameter]) -> list[_Place]:
+    """Every layer and raw parameter that can be quantized, once, in the order of attributes."""
+    others, parameters = split(layers)
+    raw = _parameters(model, parameters)
+    taken = {id(place.weight) for place in raw}
+    found: dict[int, _Place] = {}
+    order: dict[int, int] = {}
+    for at, (path, holder, key, node) in enumerate(_walk((), None, None, model, set())):
+        order[id(node)] = at
+        kind = _kind_of(node, others)
+        if kind and id(getattr(node, kind.weight)) not in taken:
+            place = found.setdefault(id(node), _Place(node, kind, [], []))
+            place.paths.append(_dotted(path))
+            place.holders.append((holder, key))
+    return sorted([*raw, *found.values()], key=lambda place: order[id(place.weight)])
+
+
+def _parameters(model: nnx.Module, described: Sequence[EinsumParameter]) -> list[_Place]:
+    """Every raw parameter that can be quantized, by the modules that hold it."""
+    places: list[_Place] = []
+    used: list[EinsumParameter] = []
+    paths: list[str] = []
+    modules = list(nnx.iter_modules(model)) if isinstance(model, nnx.Pytree) else []
+    for path, holder, key, node in _walk((), None, None, model, set()):
+        if not isinstance(node, nnx.Param) or not isinstance(holder, nnx.Module):
+            continue
+        name = _dotted(path)
+        paths.append(name)
+        for other in (*described, *_KNOWN_PARAMETERS):
+            if other.matches(name, type(holder)):
+                readers = [
+                    module
+                    for above, module in modules
+                    if other.reader and above == path[: len(above)]
+                    if matches(other.reader, type(module))
+                ]
+                if other.reader and not readers:
+                    continue
+                kind = _kind_of_parameter(key, other)
+                places.append(_Place(holder, kind, [name], [(holder, key)], readers))
+                used.append(other)
+                break
+    check_used(described, used, paths)
+    return places
+
+
+def _reason(
+    place: _Place, choice: Choice, owners: dict[int, list[str]], rewritten: dict[int, str]
+) -> str | None:
+    """Why a layer cannot be replaced, or None."""
+    name, kind = place.paths[0] or "the model", place.kind
     try:
-        layer = place.kind.quantize(place.layer, decision.format, shards, activation_dtype)
+        kind.check(place.layer)
+    except (TypeError, ValueError) as error:
+        return f"in {name}: {inner(error)} Or keep the layer, with a rule of its path and None."
+    if not all(isinstance(holder, nnx.Pytree | list | dict) for holder, _ in place.holders):
+        return (
+            f"{name} is the model itself or an element of a tuple, where nothing can be "
+            "replaced; quantize the layer alone, as with QuantizedLinear.from_linear, or use "
+            "an nnx.List instead of the tuple."
+        )
+    sharing = owners[id(place.weight)]
+    if len(sharing) > 1:
+        return (
+            f"{' and '.join(sharing)} share one kernel variable, which one of them cannot "
+            "quantize alone; share the layer itself, or keep it with a rule of its path and "
+            "None."
+        )
+    if wrapper := rewritten.get(id(place.layer)):
+        return (
+            f"{name} is inside {wrapper}, which computes its {kind.weight} anew in each "
+            "call and would leave a quantized one as it is; put the layer in place of the "
+            "wrapper once its weight is computed, or keep it with a rule of its path and None."
+        )
+    graph, state = nnx.split(place.layer)
+    format: Any = choice.format
+    try:
+        like = nnx.merge(graph, jax.tree.map(abstract, state))
+        layer = kind.quantize(like, format, choice.shards, None)
+        check_values(place.weight.get_value(), format, layer.matrix, choice.shards)
+    except ValueError as error:
+        return f"in {name}: {inner(error)}"
+    return None
+
+
+def _replace(place: _Place, choice: Choice) -> LayerReport:
+    path, weight = place.paths[0], place.weight.get_value()
+    if choice.format is None:
+        return LayerReport.kept(path, weight, choice.reason, choice.by_default)
+    options = choice.format, choice.shards, choice.activation_dtype
+    try:
+        layer = place.kind.quantize(place.layer, *options)
     except ValueError as error:
         raise ValueError(f"quantize_model: in {path}: {inner(error)}") from None
     for holder, key in place.holders:
@@ -236,11 +370,11 @@ def _replace(
                 adopt(module)
     kernel = layer.kernel
     dtype = layer.dtype or kernel.dtype
-    return LayerReport.quantized(path, weight, kernel, dtype, layer.matrix, activation_dtype)
+    return LayerReport.quantized(path, weight, kernel, dtype, layer.matrix, options[-1])
 
 
 def _check_model(model: Any) -> None:
-    """Refuses what holds no NNX module."""
+    """Raises `TypeError` for an object that contains no NNX module."""
     if isinstance(model, nnx.Pytree | list | tuple | dict) and any(
         isinstance(node, nnx.Module) for *_, node in _walk((), None, None, model, set())
     ):
@@ -269,51 +403,6 @@ def _rest(model: nnx.Module, places: list[_Place]) -> Rest:
             if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.number):
                 found.add(_dotted(path), leaf, type(holder).__name__, vector=vector, packed=packed)
     return found
-
-
-def _parameters(model: nnx.Module, described: Sequence[EinsumParameter]) -> list[_Place]:
-    """Every raw parameter that can be quantized, by the modules that hold it."""
-    places: list[_Place] = []
-    used: list[EinsumParameter] = []
-    paths: list[str] = []
-    modules = list(nnx.iter_modules(model)) if isinstance(model, nnx.Pytree) else []
-    for path, holder, key, node in _walk((), None, None, model, set()):
-        if not isinstance(node, nnx.Param) or not isinstance(holder, nnx.Module):
-            continue
-        name = _dotted(path)
-        paths.append(name)
-        for other in (*described, *KNOWN_PARAMETERS):
-            if other.matches(name, type(holder)):
-                readers = [
-                    module
-                    for above, module in modules
-                    if other.reader and above == path[: len(above)]
-                    if matches(other.reader, type(module))
-                ]
-                if other.reader and not readers:
-                    continue
-                kind = parameter_kind(holder, key, other)
-                places.append(_Place(holder, kind, [name], [(holder, key)], readers))
-                used.append(other)
-                break
-    check_used(described, used, paths)
-    return places
-
-
-def _layers(model: nnx.Module, others: Sequence[EinsumLayer], taken: set[int]) -> list[_Place]:
-    """Every layer that can be quantized, once, in the order of the model's attributes.
-
-    Those whose weights, by their ids, are `taken` as raw parameters are none.
-    """
-    places: dict[int, _Place] = {}
-    for path, holder, key, node in _walk((), None, None, model, set()):
-        if kind := kind_of(node, others):
-            if id(getattr(node, kind.weight)) in taken:
-                continue
-            place = places.setdefault(id(node), _Place(node, kind, [], []))
-            place.paths.append(_dotted(path))
-            place.holders.append((holder, key))
-    return list(places.values())
 
 
 def _owners(model: nnx.Module) -> dict[int, list[str]]:

@@ -11,14 +11,13 @@ from flax import nnx
 from .._core.format import Format
 from .equation import Equation
 from .nnx_variables import QuantizedModule
-from .sharding import Entries
 from .weight_program import run
 from .weight_view import WeightView
 from .weights import Shards, stand_in
 
 
 class QuantizedParameter(QuantizedModule):
-    """What stands for a raw parameter once it is packed; `quantize_model` puts it there.
+    """Replaces a raw parameter once it is packed; `quantize_model` puts it there.
 
     It has the `shape` and the `dtype` of the float parameter; `kernel` is the `QuantizedArray`, and
     its arrays are the variables of `QuantizedLinear`. Code inside the methods of the module that
@@ -38,15 +37,9 @@ class QuantizedParameter(QuantizedModule):
         self.dtype = stand_in(self.kernel, weight.get_value().dtype).dtype
         self.activation_dtype = activation_dtype
 
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        return self.equation.axes.matrix_shape
-
-    def matrix(self, weight: Any) -> Any:
-        return self.equation.axes.matrix(weight)
-
-    def matrix_entries(self, entries: Entries) -> Entries:
-        return self.equation.axes.matrix_entries(entries)
+    @staticmethod
+    def equation_of(layer: Any) -> Equation:
+        return layer.equation
 
     @property
     def view(self) -> WeightView:
@@ -136,7 +129,7 @@ def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split(module: nnx.Module) -> tuple[Any, Any]:
-    """The graph and the arrays, of which a module is merged whose variables are new."""
+    """The graph and the arrays, for `nnx.merge` into a module with new variables."""
     graph, state = nnx.split(module)
     return graph, nnx.as_pure(state)
 

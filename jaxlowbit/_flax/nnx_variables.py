@@ -1,4 +1,4 @@
-"""The variables that hold a quantized weight in NNX, and the class of layers that have one."""
+"""`QuantizedVariable`, and the modules of NNX that hold a quantized weight in such variables."""
 
 from typing import Any
 
@@ -8,116 +8,92 @@ from flax.nnx.spmd import get_var_pspec
 from .._core import checks
 from .._core.array import QuantizedArray
 from .._core.format import Format, as_format
-from .refusals import inner
-from .sharding import Entries, MatrixSharding, mesh_of, padded
+from .arguments import inner
+from .equation import Equation
+from .sharding import MatrixSharding, mesh_of, padded
 from .weights import ARRAYS, Shards, kernel_from, quantize_weight
 
 
 class QuantizedVariable(nnx.Variable):
-    """One array of a quantized weight: no `nnx.Param`, so `nnx.grad` and optimizers pass it by.
+    """One array of a quantized weight. `nnx.grad` and optimizers skip it: it is no `nnx.Param`.
 
-    A filter for all of them: `nnx.state(model, QuantizedVariable)`.
+    A layer has one for each array of its `QuantizedArray`, under the same name. Filters:
+    `nnx.state(model, QuantizedVariable)`, and to train the scales
+    `nnx.grad(f, nnx.DiffState(0, nnx.All(QuantizedVariable, nnx.PathContains("scale"))))`.
     """
 
 
-class Packed(QuantizedVariable):
-    """`QuantizedArray.packed`."""
-
-
-class Scale(QuantizedVariable):
-    """`QuantizedArray.scale`. To train the scales: `nnx.grad(f, nnx.DiffState(0, Scale))`."""
-
-
-class Zero(QuantizedVariable):
-    """`QuantizedArray.zero`."""
-
-
-class Permutation(QuantizedVariable):
-    """`QuantizedArray.permutation`."""
-
-
-class LayoutVersion(QuantizedVariable):
-    """`QuantizedArray.version`."""
-
-
-class TensorScale(QuantizedVariable):
-    """`QuantizedArray.tensor_scale`."""
-
-
-_KINDS = (Packed, Scale, Zero, Permutation, LayoutVersion, TensorScale)
-_VARIABLES = dict(zip(ARRAYS, _KINDS, strict=True))
-
-
 class QuantizedModule(nnx.Module):
-    """A layer with one quantized weight, a matrix of `matrix_shape`."""
+    """A module with one quantized weight, packed as the matrix of its equation."""
 
-    packed: Packed
-    scale: Scale
-    zero: Zero | None
-    permutation: Permutation | None
-    version: LayoutVersion
-    tensor_scale: TensorScale | None = None  # an attribute of layers that have one
+    packed: QuantizedVariable
+    scale: QuantizedVariable
+    zero: QuantizedVariable | None
+    permutation: QuantizedVariable | None
+    version: QuantizedVariable
+    tensor_scale: QuantizedVariable | None = None  # an attribute of layers that have one
     format: Format
     shards: Shards
     dtype: Any
     activation_dtype: Any = None  # of layers that were stored before they had one
 
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """The sizes k and n."""
+    @staticmethod
+    def equation_of(layer: Any) -> Equation:
+        """The equation of this layer, or of the float layer that it replaces."""
         raise NotImplementedError
+
+    @property
+    def _equation(self) -> Equation:
+        return self.equation_of(self)
 
     def matrix(self, weight: Any) -> Any:
         """The weight of the float layer, perhaps a stack of them, as a matrix (..., k, n)."""
-        return weight
-
-    def matrix_entries(self, entries: Entries) -> Entries:
-        """The sharding of that matrix, given that of the weight."""
-        return entries
+        return self._equation.matrix(weight)
 
     @property
     def kernel(self) -> QuantizedArray:
-        """The weight (..., k, n), leading axes those of stacked layers, then its own.
+        """The weight (..., k, n), with the axes of a stack of layers first, then batch axes.
 
         Inside `jax.shard_map`, the part of it that the device holds.
 
         **Raises:** `ValueError` outside `jax.jit` if its words have another layout version.
         """
-        variables = {name: getattr(self, name) for name in _VARIABLES}
+        variables = {name: getattr(self, name) for name in ARRAYS}
         arrays = {name: var.get_value() for name, var in variables.items() if var is not None}
-        return kernel_from(arrays, self.format, self.matrix_shape, self.shards)
+        return kernel_from(arrays, self.format, self._equation.matrix_shape, self.shards)
 
-    def _store(self, weight: Any, format: Format | str, shards: Shards = (1, 1)) -> None:
-        """Quantizes the weight of a float layer, an array or a variable, into variables."""
-        name = type(self).__name__
-        format, shards = as_format(name, format), checks.shard_counts(name, shards)
-        variable = weight if isinstance(weight, nnx.Variable) else nnx.Param(weight)
+    def _store(self, weight: nnx.Variable, format: Format | str, shards: Shards) -> None:
+        """Quantizes the weight of a float layer into variables."""
+        caller = type(self).__name__
+        format, shards = as_format(caller, format), checks.shard_counts(caller, shards)
         try:
-            kernel = quantize_weight(variable.get_value(), format, self.matrix, shards)
+            kernel = quantize_weight(weight.get_value(), format, self.matrix, shards)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {inner(error)}") from None
-        sharding = _sharding(variable, self.matrix_entries)
-        names = None
+            raise type(error)(f"{caller}: {inner(error)}") from None
+        sharding, names = _sharding(weight, self._equation), None
         if sharding is not None:
             kernel, names = sharding.divide(kernel)
-        for name, kind in _VARIABLES.items():
+        for name in ARRAYS:
             array = getattr(kernel, name)
             if array is None and name == "tensor_scale":
                 continue
-            stored: Any = nnx.data(None) if array is None else kind(array)
-            # Scalars stay whole: NNX cannot take the axis of a stack from one and return.
+            stored: Any = nnx.data(None) if array is None else QuantizedVariable(array)
+            # Scalars stay whole: NNX cannot take the axis of a stack from one and return it.
             scalar = name == "version" or (name == "tensor_scale" and not format.scales_channels)
             if names is not None and array is not None and not scalar:
                 # The constructor would move the array if it were given this metadata.
-                stored.set_metadata(out_sharding=tuple(getattr(names, name)), **_context(variable))
+                stored.set_metadata(out_sharding=tuple(getattr(names, name)), **_context(weight))
             setattr(self, name, stored)
         self.format = format
         self.shards = shards
 
-    def _single_kernel(self, ndim: int = 2) -> QuantizedArray:
-        """The weight of a single layer, which has `ndim` axes."""
+    def _single_kernel(self) -> QuantizedArray:
+        """The weight of a single layer.
+
+        **Raises:** `ValueError` for a stack of layers.
+        """
         kernel = self.kernel
-        if kernel.ndim > ndim:
+        if kernel.ndim > self._equation.matrix_ndim:
             raise ValueError(
                 f"{type(self).__name__}: the kernel has shape {kernel.shape}, a stack of layers; "
                 "apply it under nnx.vmap or nnx.scan, or multiply by layer.kernel."
@@ -125,14 +101,14 @@ class QuantizedModule(nnx.Module):
         return kernel
 
 
-def _sharding(variable: nnx.Variable, matrix_entries: Any) -> MatrixSharding | None:
-    """What the metadata of a float weight says of its matrix."""
+def _sharding(variable: nnx.Variable, equation: Equation) -> MatrixSharding | None:
+    """The division of the matrix of a float weight by its metadata."""
     weight, names = variable.get_value(), variable.get_metadata("out_sharding", None)
     if not names:
         return None
     mesh = variable.get_metadata("mesh", None) or mesh_of(weight)
     axes = get_var_pspec(variable)
-    names, axes = (matrix_entries(padded(entries, weight.ndim)) for entries in (names, axes))
+    names, axes = (equation.matrix_entries(padded(x, weight.ndim)) for x in (names, axes))
     return MatrixSharding(names, axes, mesh)
 
 
@@ -143,7 +119,7 @@ def _context(variable: nnx.Variable) -> dict[str, Any]:
 
 
 def check_layout_version(model: nnx.Module) -> None:
-    """Refuses a model whose words were packed by another layout version.
+    """Raises unless this library reads the layout version of all packed words in a model.
 
     A layer applied outside `jax.jit` checks itself; traced code cannot see the version. Call this
     once after restoring a checkpoint.
@@ -162,23 +138,3 @@ def check_layout_version(model: nnx.Module) -> None:
             except ValueError as error:
                 name = ".".join(map(str, path)) or "the model"
                 raise ValueError(f"check_layout_version: in {name}: {error}") from None
-
-
-def check_replaceable(layer: Any, kind: type, name: str, defaults: dict[str, Any]) -> None:
-    """Refuses a layer that is no `kind` or has an option that a quantized product has not.
-
-    `name` is that of the function that was called, `defaults` are the values that mean nothing.
-    """
-    if type(layer) is not kind:
-        raise TypeError(
-            f"{name}: the layer is {type(layer).__name__}, but an nnx.{kind.__name__} "
-            "is needed, and no subclass, which may compute something else; build a "
-            f"{name.split('.')[0]} instead."
-        )
-    for option, default in defaults.items():
-        if getattr(layer, option) is not default:
-            raise ValueError(
-                f"{name}: the layer has {option}={getattr(layer, option)!r}, but a quantized "
-                "product, accumulated in float32, has no such choice; build the layer without "
-                f"{option}."
-            )

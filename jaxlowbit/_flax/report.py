@@ -1,4 +1,4 @@
-"""Reports of what the quantization of a model did, layer by layer, and what it left out."""
+"""Reports of the quantization of a model: its layers, and the parameters that are not covered."""
 
 import dataclasses
 import math
@@ -22,19 +22,7 @@ _LISTED = 12
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """One layer that could be quantized.
-
-    - `path`: the dotted path, the first one if there are several.
-    - `shape`: the shape of the kernel.
-    - `format`: None if its floats were kept.
-    - `nbytes_before`, `nbytes_after`: memory of the kernel, scales included.
-    - `error`: Frobenius norm of what changed, relative to that of the kernel; None for a kept
-      layer and for an abstract one.
-    - `backend`: what multiplies on this machine, with the reason if it is no kernel; of a kept
-      layer, why it was kept.
-    - `by_default`: whether the floats were kept by default, and not as rules say.
-    - `activation_dtype`: the dtype to which the layer quantizes its inputs, or None.
-    """
+    """A layer that could be quantized: an entry of `QuantizationReport.layers`."""
 
     path: str
     shape: tuple[int, ...]
@@ -78,13 +66,7 @@ class LayerReport:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterReport:
-    """A parameter of two axes or more that `quantize_model` does not cover.
-
-    - `path`: the dotted path of the parameter.
-    - `shape`, `nbytes`: its shape and bytes.
-    - `module`: the class of the module that holds it, with the reason if there is one.
-    - `by_rule`: whether a rule with None, or `keep`, matches the path, so that it stays on purpose.
-    """
+    """A parameter outside of such layers: an entry of `QuantizationReport.uncovered`."""
 
     path: str
     shape: tuple[int, ...]
@@ -97,9 +79,22 @@ class ParameterReport:
 class QuantizationReport:
     """What `quantize_model` did: every parameter of the model counts once. A table when printed.
 
-    - `layers`: the layers that could be quantized.
-    - `uncovered`: the parameters that no such layer holds, the largest first.
-    - `vectors`: bytes of biases, norms and other parameters with one axis, which stay as they are.
+    - `layers`: the layers that could be quantized. Each has
+        - `path`: the dotted path, the first one if there are several;
+        - `shape`: the shape of the kernel;
+        - `format`: None if its floats were kept;
+        - `nbytes_before`, `nbytes_after`: memory of the kernel, scales included;
+        - `error`: Frobenius norm of the change, relative to the norm of the kernel; None for a kept
+          layer and for an abstract one;
+        - `backend`: what multiplies on this machine, with the reason if it is no kernel; for a kept
+          layer, why it was kept;
+        - `by_default`: whether the floats were kept by default, not by rules;
+        - `activation_dtype`: the dtype of its quantized inputs, or None.
+    - `uncovered`: the parameters of two axes or more in no such layer, the largest first. Each has
+        - `path`, `shape`, `nbytes`;
+        - `module`: the class of the module that holds it, with the reason if there is one;
+        - `by_rule`: whether a rule with None, or `keep`, matches the path.
+    - `vectors`: bytes of biases, norms and other parameters with one axis, which do not change.
     - `packed`: bytes of arrays that were quantized before.
     """
 
@@ -165,8 +160,11 @@ class QuantizationReport:
 
     __repr__ = __str__
 
-    def warn(self, covered: str) -> None:
-        """Warns where much of a model is not covered; `covered` says what would be."""
+    def warn(self, names: str) -> None:
+        """Warns the caller's caller if more than a tenth of the bytes is not covered.
+
+        `names` are the classes of layers that are covered.
+        """
         left = [found for found in self.uncovered if not found.by_rule]
         nbytes = sum(found.nbytes for found in left)
         if nbytes <= 0.1 * self.nbytes_before:
@@ -175,8 +173,10 @@ class QuantizationReport:
         warnings.warn(
             f"quantize_model: {nbytes / self.nbytes_before:.0%} of the bytes of the model "
             f"({size_words(nbytes)}) are not covered, the largest {largest.path} of shape "
-            f"{largest.shape} in {largest.module}. {covered} A rule of their paths and None, or "
-            "keep=, says that they stay in floats on purpose. print(report) lists them.",
+            f"{largest.shape} in {largest.module}. Only {names} are, and what layers= describes: "
+            "an EinsumLayer says it of a class, an EinsumParameter of a path. A rule of their "
+            "paths and None, or keep=, says that they stay in floats on purpose. print(report) "
+            "lists them.",
             stacklevel=3,
         )
 

@@ -1,14 +1,24 @@
-"""Rules for what each layer gets: regular expressions on its paths, the first match wins."""
+"""The choice for each layer, by regular expressions on its paths or by a lone format."""
 
+import collections
+import contextlib
+import functools
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from .._core.activations import value_dtype
+from .._core import layout, padding, super_blocks
 from .._core.checks import brief
 from .._core.format import Format, as_format
+from .._core.heads import HEADS, is_router
+from .arguments import activation_dtype as dtype_of
+from .arguments import some
+from .equation import Equation
+from .report import ParameterReport, nbytes_of
+from .weights import Shards
 
 Rules = Format | str | Mapping[str, Format | str | None] | Sequence[tuple[str, Format | str | None]]
 ShardRules = tuple[int, int] | Mapping[str, tuple[int, int]]
@@ -16,35 +26,87 @@ ActivationRules = Any
 """A dtype of quantized activations, None, or a mapping of regular expressions to these."""
 Keep = str | Sequence[str]
 _CALLER = "quantize_model"
+_LISTED = 8
 
 
-class Decision(NamedTuple):
+class Candidate(NamedTuple):
+    """A layer that could be quantized.
+
+    - `paths`: all of its dotted paths, which rules match.
+    - `holders`: for a raw parameter, the paths of the modules that hold it.
+    - `shape`: the shape of the weight.
+    - `matrix`: (k, n), or None if it is no product.
+    - `matrices`: the number of such matrices in its weight.
+    - `nbytes`, `itemsize`: bytes of the weight, and of one of its elements.
+    - `table`: whether it is an embedding, which only a rule that matches its path quantizes.
+    """
+
+    paths: Sequence[str]
+    holders: Sequence[str]
+    shape: tuple[int, ...]
+    matrix: tuple[int, int] | None
+    matrices: int
+    nbytes: int
+    itemsize: int
+    table: bool
+
+    @classmethod
+    def of(
+        cls,
+        paths: Sequence[str],
+        weight: Any,
+        equation: Callable[[], Equation],
+        *,
+        table: bool,
+        holders: Sequence[str] = (),
+    ) -> "Candidate":
+        matrix = None
+        with contextlib.suppress(ValueError):  # raised later, if the layer is chosen
+            matrix = equation().matrix_shape
+        count = math.prod(weight.shape) // math.prod(matrix) if matrix else 1
+        sizes = nbytes_of(weight), weight.dtype.itemsize
+        return cls(paths, holders, tuple(weight.shape), matrix, count, *sizes, table)
+
+
+class Choice(NamedTuple):
     """The format of a layer, or None and why its floats are kept."""
 
     format: Format | None
     reason: str = ""
     by_default: bool = False
-
-
-BY_RULE = Decision(None, "kept by a rule")
-UNMATCHED = Decision(None, "kept: no rule matches")
+    shards: Shards = (1, 1)
+    activation_dtype: Any = None
 
 
 def choose(
+    candidates: Sequence[Candidate],
+    uncovered: Sequence[ParameterReport],
     rules: Rules,
     keep: Keep,
-    layers: Sequence[Sequence[str]],
-    others: Sequence[str],
-    defaults: Callable[[Format], Sequence[str | None]],
-) -> tuple[list[Decision], list[bool]]:
-    """What becomes of each layer, given by all of its paths, and which others a rule keeps.
+    shards: ShardRules,
+    activation_dtype: ActivationRules,
+) -> tuple[list[Choice], list[bool]]:
+    """Returns a choice for each layer, and whether a rule keeps each uncovered parameter.
 
-    `others` are the paths of parameters that cannot be quantized, and `defaults` says of a lone
-    format which layers it keeps, and why.
-
-    **Raises:** `TypeError` for what is no rule; `ValueError` for a pattern that is no regular
-    expression and for rules that decide about no layer, all of them in one error.
+    **Raises:** `TypeError` for invalid rules; `ValueError` for invalid regular expressions and for
+    rules that decide about no layer, all in one error, and if no layer would be quantized.
     """
+    paths = [layer.paths for layer in candidates]
+    parts = _choose_shards(shards, paths)
+    choices, kept = _choose_formats(candidates, uncovered, rules, keep, parts)
+    _check_any(candidates, choices)
+    dtypes = _choose_activations(activation_dtype, candidates, choices)
+    options = zip(choices, parts, dtypes, strict=True)
+    return [x._replace(shards=part, activation_dtype=dtype) for x, part, dtype in options], kept
+
+
+def _choose_formats(
+    candidates: Sequence[Candidate],
+    uncovered: Sequence[ParameterReport],
+    rules: Rules,
+    keep: Keep,
+    shards: Sequence[Shards],
+) -> tuple[list[Choice], list[bool]]:
     kept = [(pattern, None) for pattern in ((keep,) if isinstance(keep, str) else _list(keep))]
     lone = isinstance(rules, Format | str)
     if not lone and not isinstance(rules, Mapping | Sequence):
@@ -54,25 +116,31 @@ def choose(
         )
     pairs = [] if lone else [*(rules.items() if isinstance(rules, Mapping) else rules)]
     values = "a Format, the name of one, or with None to keep the layer"
+    layers = [layer.paths for layer in candidates]
+    others = [found.path for found in uncovered]
     winners, kept_others = _decide([*kept, *pairs], layers, others, _format, values)
+    by_rule = Choice(None, "kept by a rule")
     if not lone:
-        return [_decision(winner) for winner in winners], kept_others
+        unmatched = Choice(None, "kept: no rule matches")
+        return [
+            unmatched if winner is None else by_rule if winner[1] is None else Choice(winner[1])
+            for winner in winners
+        ], kept_others
     format = as_format(_CALLER, rules)
+    tables = [x.shape for x in uncovered if _is_table(x)]
+    reasons = _kept_by_default(candidates, tables, shards, format)
     return [
-        BY_RULE
+        by_rule
         if winner is not None
-        else Decision(format)
+        else Choice(format)
         if reason is None
-        else Decision(None, f"kept by default: {reason}", True)
-        for winner, reason in zip(winners, defaults(format), strict=True)
+        else Choice(None, f"kept by default: {reason}", True)
+        for winner, reason in zip(winners, reasons, strict=True)
     ], kept_others
 
 
-def choose_shards(shards: ShardRules, layers: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
-    """The shards of each layer, given by all of its paths.
-
-    **Raises:** as `choose` does.
-    """
+def _choose_shards(shards: ShardRules, layers: Sequence[Sequence[str]]) -> list[Shards]:
+    """The shards of each layer, given by all of its paths."""
     if _is_shards(shards):
         return [shards] * len(layers)
     values = "shards of k and n, such as (1, 8)"
@@ -85,36 +153,142 @@ def choose_shards(shards: ShardRules, layers: Sequence[Sequence[str]]) -> list[t
     return [(1, 1) if winner is None else winner[1] for winner in winners]
 
 
-def choose_activations(
-    rules: ActivationRules,
-    layers: Sequence[Sequence[str]],
-    decisions: Sequence[Decision],
-    tables: Sequence[bool],
+def _choose_activations(
+    rules: ActivationRules, candidates: Sequence[Candidate], choices: Sequence[Choice]
 ) -> list[Any]:
-    """The dtypes to which layers, given by all of their paths, quantize activations, or None.
+    """The dtypes of the quantized activations of layers, or None.
 
-    A layer that is kept in floats has none, and `tables`, the embeddings, have one by a rule alone.
-
-    **Raises:** as `choose` does.
+    A layer that is kept in floats has none, and an embedding only by a rule.
     """
-    at = [i for i, decision in enumerate(decisions) if decision.format is not None]
+    read = functools.partial(dtype_of, _CALLER)
+    at = [i for i, choice in enumerate(choices) if choice.format is not None]
     if isinstance(rules, Mapping):
         values = "jnp.int8, jnp.float8_e4m3fn or None"
-        winners, _ = _decide(
-            [*rules.items()], [layers[i] for i in at], (), _activation_dtype, values
-        )
+        paths = [candidates[i].paths for i in at]
+        winners, _ = _decide([*rules.items()], paths, (), read, values)
         chosen = [None if winner is None else winner[1] for winner in winners]
     else:
-        lone = _activation_dtype(rules)
-        chosen = [None if tables[i] else lone for i in at]
+        lone = read(rules)
+        chosen = [None if candidates[i].table else lone for i in at]
     found = dict(zip(at, chosen, strict=True))
-    return [found.get(i) for i in range(len(layers))]
+    return [found.get(i) for i in range(len(choices))]
 
 
-def _decision(winner: tuple[str, Any] | None) -> Decision:
-    if winner is None:
-        return UNMATCHED
-    return BY_RULE if winner[1] is None else Decision(winner[1])
+def _check_any(candidates: Sequence[Candidate], choices: Sequence[Choice]) -> None:
+    """Raises `ValueError` if all layers are kept in floats, with the reasons."""
+    if any(choice.format is not None for choice in choices):
+        return
+    kept = [*zip(candidates, choices, strict=True)]
+    listed = "".join(
+        f"\n- {layer.paths[0] or 'the model'} {layer.shape}: {choice.reason}"
+        for layer, choice in kept[:_LISTED]
+    )
+    more = f"\n- and {len(kept) - _LISTED} more" if len(kept) > _LISTED else ""
+    raise ValueError(
+        "quantize_model: no layer would be quantized, and the model is as it was; name layers by "
+        f"rules, such as {{'': jaxlowbit.INT4}} for all. The layers are{listed}{more}."
+    )
+
+
+def check_replaceable(reasons: Iterable[tuple[str, str | None]]) -> None:
+    """Raises one `ValueError` for all chosen layers that cannot be quantized, before any changes.
+
+    `reasons` are paths of layers with why each cannot be quantized, or None.
+    """
+    found = [(path, reason) for path, reason in reasons if reason is not None]
+    if len(found) == 1:
+        raise ValueError(f"quantize_model: {found[0][1]}")
+    if found:
+        more = ", ".join(path for path, _ in found[_LISTED:])
+        rest = f"\n- and {len(found) - _LISTED} more: {more}" if more else ""
+        listed = "".join(f"\n- {reason}" for _, reason in found[:_LISTED])
+        raise ValueError(
+            f"quantize_model: {len(found)} layers cannot be quantized, and none was: correct them, "
+            f"or keep them, with keep= or rules of their paths and None.{listed}{rest}"
+        )
+
+
+# --- a lone format --------------------------------------------------------------------------------
+
+
+def _kept_by_default(
+    candidates: Sequence[Candidate],
+    tables: Iterable[tuple[int, ...]],
+    shards: Sequence[Shards],
+    format: Format,
+) -> list[str | None]:
+    """Why a lone format keeps each layer in floats, or None.
+
+    `tables` are the shapes of other parameters that may be embeddings.
+    """
+    heads = _heads(candidates, tables)
+    reasons = []
+    for i, (layer, parts) in enumerate(zip(candidates, shards, strict=True)):
+        names = (*layer.paths, *layer.holders)
+        if layer.table:
+            reason = "an embedding"
+        elif any(re.search(HEADS, name) for name in names):
+            reason = "a head, by its name"
+        elif i in heads:
+            reason = "a head, as wide as the vocabulary"
+        elif layer.matrix and any(is_router(name, *layer.matrix) for name in names):
+            reason = "a router"
+        elif _grows(layer, format, parts):
+            reason = "it would grow"
+        else:
+            reason = None
+        reasons.append(reason)
+    return reasons
+
+
+def _heads(candidates: Sequence[Candidate], tables: Iterable[tuple[int, ...]]) -> set[int]:
+    """The layers whose result is as wide as a vocabulary, by their numbers.
+
+    A vocabulary is wider than its embeddings. A layer that a block repeats is no head, even if it
+    is as wide by chance; of the others, the outermost are heads.
+    """
+    known = [layer.matrix for layer in candidates if layer.table and layer.matrix]
+    sizes = {(width, size) for width, size in known if size > width}
+    sizes |= {(min(shape), max(shape)) for shape in tables if len(shape) == 2}
+    sizes = {size for width, size in sizes if size > width}
+    found = {
+        i: re.sub(r"\d+", "#", layer.paths[0])
+        for i, layer in enumerate(candidates)
+        if not layer.table
+        and layer.matrices == 1
+        and layer.matrix
+        and layer.matrix[1] in sizes
+        and layer.matrix[1] > layer.matrix[0]
+    }
+    repeated = collections.Counter(found.values())
+    single = {i: path.count(".") for i, path in found.items() if repeated[path] == 1}
+    return {i for i, depth in single.items() if depth == min(single.values())}
+
+
+def _grows(layer: Candidate, format: Format, shards: Shards) -> bool:
+    """Whether the arrays that `quantize` would make of a weight are no smaller than it is."""
+    if layer.matrix is None:
+        return False
+    unit = padding.shard_unit(format.scale_span)
+    sizes = tuple(zip(layer.matrix, shards, (unit, layout.ATOM), strict=True))
+    if any(count < 1 or size % count for size, count, _ in sizes):
+        return False  # such shards raise an error later
+    k, n = (padding.spread_size(*size) for size in sizes)
+    floats = layer.itemsize if format.scale is None else 1
+    zero = {"none": 0, "integer": 1, "float": floats}[format.zero]
+    words = 4 * math.prod(layout.packed_shape(k, n, format.bits))
+    groups = math.prod(super_blocks.scale_shape(k, n, format))
+    others = 4 + 4 * format.has_tensor_scale * (n if format.scales_channels else 1)  # the version
+    return layer.matrices * (words + groups * (floats + zero) + others) >= layer.nbytes
+
+
+def _is_table(parameter: ParameterReport) -> bool:
+    """Whether a parameter that no known layer holds may be an embedding, by its name."""
+    named = re.search(r"embed|wte|vocab", parameter.path, re.I)
+    return len(parameter.shape) == 2 and named is not None
+
+
+# --- rules ----------------------------------------------------------------------------------------
 
 
 def _list(keep: Any) -> list[Any]:
@@ -128,10 +302,6 @@ def _list(keep: Any) -> list[Any]:
 
 def _format(value: object) -> Any:
     return None if value is None else as_format(_CALLER, value)
-
-
-def _activation_dtype(value: object) -> Any:
-    return None if value is None else value_dtype(_CALLER, "activation_dtype", value)
 
 
 def _shards(value: object) -> tuple[int, int]:
@@ -223,13 +393,9 @@ def _idle(rule: re.Pattern[str], layers: Sequence[Sequence[str]], others: Sequen
     if found := [path for path in others if rule.search(path)]:
         return (
             f"the rule {rule.pattern!r} matches no layer that can be quantized, only parameters "
-            f"that no such layer holds: {_some(found)}; remove it. The layers are {_some(paths)}."
+            f"that no such layer holds: {some(found)}; remove it. The layers are {some(paths)}."
         )
     return (
         f"the rule {rule.pattern!r} matches no layer; correct or remove it. "
-        f"The layers are {_some(paths)}."
+        f"The layers are {some(paths)}."
     )
-
-
-def _some(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")

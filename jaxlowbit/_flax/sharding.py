@@ -1,4 +1,4 @@
-"""Sharding of the arrays of a kernel, from what metadata names for the float kernel."""
+"""Sharding of the arrays of a kernel, from the metadata of the float kernel."""
 
 import dataclasses
 from typing import Any
@@ -10,14 +10,14 @@ from .._core.array import QuantizedArray
 from .._core.sharding import Own, leaf_specs, own_parts, own_parts_anywhere
 
 Entries = tuple[Any, ...]
-"""What a `jax.P` holds, one for each axis."""
+"""The entries of a `jax.P`, one for each axis."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixSharding:
     """The division of a matrix (*lead, k, n).
 
-    - `names`: what metadata says: axes of a mesh, or logical ones.
+    - `names`: the entries in the metadata: axes of a mesh, or logical ones.
     - `axes`: the axes of a mesh that rules make of these; the same without rules.
     - `mesh`: None if there is none yet.
     """
@@ -55,7 +55,7 @@ class MatrixSharding:
 
 
 def mesh_of(weight: Any) -> Any:
-    """The mesh of the context, or else that of a weight outside `jax.jit`, or None."""
+    """The mesh of the context, else the mesh of a weight outside `jax.jit`, or None."""
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
         return context

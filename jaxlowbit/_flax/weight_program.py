@@ -1,7 +1,7 @@
 """Running code that multiplies by float weights with packed ones in their place.
 
 The code is traced with the shapes of the float weights. Its program then runs operation by
-operation, and those that meet a weight are the ones of `WeightView`: a cast, a transposition or an
+operation. `WeightView` does the operations on a weight: a cast, a transposition or an
 index is remembered, `dot_general` is a quantized product, and `gather` a lookup.
 """
 
@@ -22,7 +22,7 @@ Views = Mapping[str, WeightView]
 def run(function: Callable[[dict[str, Any]], Any], weights: Views) -> Any:
     """`function` of the float weights by their names, computed from packed ones.
 
-    What is no array among its results, a tree, is returned as it is.
+    Results that are no arrays are returned unchanged.
 
     **Raises:** `ValueError` where the code does something else with a weight than to multiply
     inputs by it, as its equation says, or to look up its features.
@@ -57,7 +57,7 @@ class _Weight:
 
 
 def _run(program: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of a closed program, some of which may be weights."""
+    """The results of a closed program; some may be weights."""
     jaxpr, consts = program.jaxpr, program.consts
     return _run_open(jaxpr, [*consts, *operands])
 
@@ -80,7 +80,7 @@ def _run_open(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
                 results = primitive.bind(*found, **primitive.get_bind_params(equation.params))
             results = results if primitive.multiple_results else [results]
         values.update(zip(equation.outvars, results, strict=True))
-        for atom in (*equation.invars, *equation.outvars):  # what is not read any more goes
+        for atom in (*equation.invars, *equation.outvars):  # frees values after their last use
             if not isinstance(atom, Literal) and last.get(id(atom), at) <= at:
                 values.pop(atom, None)
     return [read(atom) for atom in jaxpr.outvars]
@@ -212,7 +212,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "gather": _gather,
     "name": _same,
     "reshape": lambda params, view: view.reshape(params["new_sizes"]),
-    "sharding_constraint": _same,  # the packed words lie where they were put
+    "sharding_constraint": _same,  # the packed words have their own sharding
     "slice": _slice,
     "squeeze": _squeeze,
     "transpose": lambda params, view: view.transpose(params["permutation"]),

@@ -1,4 +1,4 @@
-"""A packed weight in the place of a float one: what code does with it until it multiplies."""
+"""`WeightView`: a packed weight under the casts, transpositions and indices of code."""
 
 import dataclasses
 import math
@@ -35,11 +35,11 @@ class Axis(NamedTuple):
 class WeightView:
     """A weight as code sees it after casts, transpositions, reshapes and indices.
 
-    - `kernel`: the matrix (*batch, k, n), whose batch axes are those of `batch`.
+    - `kernel`: the matrix (*batch, k, n); its batch axes are `batch`.
     - `dims`: the axes of the float weight that each visible axis is made of, the last one fastest;
       none for an axis of size 1.
     - `batch`: the batch axes that no index has selected from yet.
-    - `activation_dtype`: the dtype to which products quantize inputs, or None.
+    - `activation_dtype`: the dtype of quantized inputs in products, or None.
     """
 
     kernel: QuantizedArray
@@ -58,24 +58,22 @@ class WeightView:
 
         **Raises:** `ValueError` for a part of one, as inside `jax.shard_map`.
         """
-        axes = equation.axes
-        if (kernel.k, kernel.n) != axes.matrix_shape:
+        if (kernel.k, kernel.n) != equation.matrix_shape:
             raise ValueError(
                 f"A device holds a part {kernel.shape} of a raw parameter whose matrix is "
-                f"{axes.matrix_shape}, as inside jax.shard_map, where the code sees all of it; let "
-                "jax.jit divide the product, on a mesh with Auto axes, or keep it in floats."
+                f"{equation.matrix_shape}, as inside jax.shard_map, where the code sees all of it; "
+                "let jax.jit divide the product, on a mesh with Auto axes, or keep it in floats."
             )
-        lead = kernel.shape[: kernel.ndim - 2 - len(axes.batch)]
+        lead = kernel.shape[: kernel.ndim - equation.matrix_ndim]
 
         def named(part: str, sizes: Sequence[int]) -> tuple[Axis, ...]:
             return tuple(Axis(part, number, size) for number, size in enumerate(sizes))
 
-        batch = named("batch", (*lead, *axes.batch))
-        contracted = named("contracted", axes.contracted)
-        features = named("features", axes.features)
+        batch = named("batch", (*lead, *equation.batch))
+        contracted = named("contracted", equation.contracted)
+        features = named("features", equation.features)
         own = (*batch[len(lead) :], *contracted, *features)
-        order = range(len(own)) if axes.order is None else axes.order
-        places = sorted(zip(order, own, strict=True))  # `order` says where each axis stands
+        places = sorted(zip(equation.order, own, strict=True))  # by the axis of the float weight
         dims = tuple((axis,) for axis in (*batch[: len(lead)], *(axis for _, axis in places)))
         return cls(kernel, dims, batch, contracted, features, kernel.dtype, activation_dtype)
 
@@ -99,11 +97,11 @@ class WeightView:
         return self.with_dims([self.dims[axis] for axis in permutation])
 
     def without(self, dim: int) -> "WeightView":
-        """The view without a visible axis of size 1, from which `select` has taken."""
+        """The view without a visible axis of size 1, left by `select`."""
         return self.with_dims([*self.dims[:dim], *self.dims[dim + 1 :]])
 
     def reshape(self, shape: Sequence[int]) -> "WeightView":
-        """Merges visible axes, and divides those that were merged."""
+        """Merges visible axes, and divides merged ones."""
         axes = [axis for dim in self.dims for axis in dim]
         dims, at = [], 0
         for size in shape:
@@ -121,7 +119,7 @@ class WeightView:
     def select(self, dim: int, index: Any) -> "WeightView":
         """Indexes a visible axis by integers: a number, whose axis has size 1 then, or an array.
 
-        Axes of an array come first. Kernels read the index on the device where there is one batch
+        Axes of an array come first. Kernels read the index on the device if there is one batch
         axis; with several, the chosen words are copied.
         """
         axes = self.dims[dim]
@@ -172,20 +170,8 @@ class WeightView:
 
         `contracted` and `batch` are axes of the inputs and the visible axes that they meet.
         """
-        summed = [axis for dim in contracted[1] for axis in self.dims[dim]]
-        added = [axis for axis in summed if axis in self.batch]  # of experts, say
-        if sorted(set(summed) - set(added)) != sorted(self.contracted):
-            raise WeightUseError(
-                f"sums over its axes {tuple(contracted[1])} in the shape {self.shape}, which are "
-                "not those that the equation contracts"
-            )
-        shared = [axis for dim in batch[1] for axis in self.dims[dim]]
-        if not all(axis in self.batch for axis in shared):
-            raise WeightUseError(
-                f"takes its axes {tuple(batch[1])} in the shape {self.shape} as batch axes, which "
-                "the equation does not"
-            )
-        # The axes of the inputs as those of the weight that they meet, and rows.
+        added = self._added(contracted[1], batch[1])
+        # Labels of the inputs' axes: the axes of the weight that they meet, and rows.
         places = zip((*contracted[0], *batch[0]), (*contracted[1], *batch[1]), strict=True)
         meets = {at: self.dims[dim] for at, dim in places}
         labels: list[Any] = []
@@ -212,13 +198,31 @@ class WeightView:
             found = [label for label in found if label not in added]
         out = out.astype(preferred_element_type or inputs.dtype)
         free = [dim for at, dim in enumerate(self.dims) if at not in (*contracted[1], *batch[1])]
-        own = [axis for dim in free for axis in dim]
-        wanted = [*shared, *rows, *own] if inputs_first else [*shared, *own, *rows]
-        merged = [_size(dim) for dim in free]
-        return out.transpose([found.index(label) for label in wanted]).reshape(
-            *(_size(self.dims[dim]) for dim in batch[1]),
-            *(sizes + merged if inputs_first else merged + sizes),
-        )
+        # The result as `dot_general` orders it: batch axes, then the free axes of each operand.
+        shared = [self.dims[dim] for dim in batch[1]]
+        others = [[(row,) for row in rows], free]
+        wanted = [*shared, *(dim for part in others[:: 1 if inputs_first else -1] for dim in part)]
+        out = out.transpose([found.index(label) for dim in wanted for label in dim])
+        return out.reshape([math.prod(_extent(x, inputs) for x in dim) for dim in wanted])
+
+    def _added(self, contracted: Sequence[int], batch: Sequence[int]) -> list[Axis]:
+        """The batch axes, such as experts, that a product sums over as well.
+
+        **Raises:** `WeightUseError` for a product that the equation does not describe.
+        """
+        summed = [axis for dim in contracted for axis in self.dims[dim]]
+        added = [axis for axis in summed if axis in self.batch]
+        if sorted(set(summed) - set(added)) != sorted(self.contracted):
+            raise WeightUseError(
+                f"sums over its axes {tuple(contracted)} in the shape {self.shape}, which are "
+                "not those that the equation contracts"
+            )
+        if not all(axis in self.batch for dim in batch for axis in self.dims[dim]):
+            raise WeightUseError(
+                f"takes its axes {tuple(batch)} in the shape {self.shape} as batch axes, which "
+                "the equation does not"
+            )
+        return added
 
 
 def has_algorithm(precision: Any) -> bool:

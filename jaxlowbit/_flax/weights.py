@@ -1,7 +1,9 @@
-"""Weights of layers: quantized from floats, which may be abstract, or made of stored arrays."""
+"""Weights of layers: `quantize_weight`, checks before it, and kernels made of stored arrays."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -11,15 +13,19 @@ from jax import Array
 from jax.core import Tracer
 
 from .._core.array import LEAVES, QuantizedArray
+from .._core.columns import take_columns
 from .._core.format import Format
-from .._core.quantize import quantize
+from ..quantizers._quantize import quantize
+from ..quantizers._registry import check
+from .equation import Equation
 
+Path = tuple[str, ...]
 Shards = tuple[int, int]
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Sizes of the axes of a kernel that are contracted, and of those of the features."""
+"""Sizes of the contracted axes of a kernel, and of its features."""
 
 ARRAYS = tuple(name for name in LEAVES if name != "index")
-"""The arrays of a weight that a layer holds, each in a variable of its own."""
+"""The arrays of a weight that a layer holds, each in a separate variable."""
 
 
 @jax.tree_util.register_static
@@ -27,9 +33,10 @@ ARRAYS = tuple(name for name in LEAVES if name != "index")
 class Packing:
     """How a weight is packed and multiplied by; a pytree without leaves, so part of `jit`'s key.
 
-    - `sizes`: the sizes of the weight, where they are known.
-    - `equation`: of an `EinsumLayer`, its equation, and the shape of the weight in it.
-    - `activation_dtype`: the dtype to which products quantize inputs, or None.
+    - `sizes`: the sizes of the weight, if they are known.
+    - `equation`: for an `EinsumLayer`, its equation, and the shape of the weight in it.
+    - `activation_dtype`: the dtype of quantized inputs in products, or None.
+    - `raw`: for a parameter that code reads itself, its path in `params` and its equation.
     """
 
     format: Format
@@ -37,6 +44,26 @@ class Packing:
     sizes: Sizes | None = None
     equation: tuple[str, tuple[int, ...]] | None = None
     activation_dtype: Any = None
+    raw: tuple[Path, Equation] | None = None
+
+
+_quantizer: ContextVar[Any] = ContextVar("quantizer", default=None)
+
+
+@contextlib.contextmanager
+def quantizing_by(caller: str, quantizer: Any) -> Iterator[None]:
+    """A context in which `quantize_weight` uses a quantizer.
+
+    `quantize_model` replaces layers by their constructors, which take the arguments of Flax.
+
+    **Raises:** as `jaxlowbit.quantize` does for a value that is no quantizer.
+    """
+    check(caller, quantizer)
+    token = _quantizer.set(quantizer)
+    try:
+        yield
+    finally:
+        _quantizer.reset(token)
 
 
 def quantize_weight(
@@ -45,18 +72,21 @@ def quantize_weight(
     matrix: Callable[[Any], Any] = lambda weight: weight,
     shards: Shards = (1, 1),
 ) -> QuantizedArray:
-    """`quantize(matrix(weight), format)`, of an abstract weight to an abstract array."""
+    """Returns `quantize(matrix(weight), format)`; abstract if the weight is.
+
+    Every layer and every `quantize_model` quantizes its weights here.
+    """
 
     def run(weight: Any) -> QuantizedArray:
-        return quantize(matrix(weight), format, shards=shards)
+        return quantize(matrix(weight), format, quantizer=_quantizer.get(), shards=shards)
 
     return jax.eval_shape(run, weight) if isinstance(weight, jax.ShapeDtypeStruct) else run(weight)
 
 
 def stand_in(kernel: QuantizedArray, dtype: Any = None) -> Array:
-    """A scalar of the dtype of a kernel, to be promoted in its place.
+    """A scalar of the dtype of a float kernel, promoted in its place.
 
-    Scales of 8 bits have not the dtype of a float kernel: that is `dtype`, where it is known.
+    `dtype` is the dtype of the float kernel, if known: 8-bit scales do not have it.
     """
     known = kernel.format.scale is not None and dtype is not None
     return jnp.zeros((), dtype if known else kernel.dtype)
@@ -74,17 +104,17 @@ def check_values(
     matrix: Callable[[Any], Any] = lambda weight: weight,
     shards: Shards = (1, 1),
 ) -> None:
-    """Refuses values that `quantize` does, of a weight that it takes otherwise.
+    """Raises where `quantize` does because of the values of a weight.
 
-    One pass over the values mostly shows that none is refused. Only otherwise are they quantized,
-    which says what is wrong with them.
+    One pass over the values mostly shows that `quantize` takes them. Only if it does not, the
+    weight is quantized, for its error.
     """
     concrete = isinstance(weight, Array | np.ndarray) and not isinstance(weight, Tracer)
     if not concrete:
         return
     surely = has_scales(weight)
     if format.scales_channels or format.scale == "super":
-        surely = False  # each channel, or super-block, would be looked at
+        surely = False  # the pass does not look at each channel or super-block
     elif format.has_tensor_scale:
         surely &= has_even_groups(matrix(weight))
     if not surely:
@@ -93,22 +123,22 @@ def check_values(
 
 @jax.jit
 def has_scales(weight: Array) -> Array:
-    """Whether scales of its dtype surely hold a weight; False for NaN and infinity."""
+    """Whether scales of its dtype surely represent a weight; False for NaN and infinity."""
     limits = jnp.finfo(weight.dtype)
     span = jnp.max(weight).astype(jnp.float32) - jnp.min(weight).astype(jnp.float32)
     # The largest quantized value of any format times the smallest scale.
     least = 2**8 * float(limits.tiny)
     size = jnp.abs(weight).astype(jnp.float32)
-    # Common weights in float16 lie below that, and are whole steps of its least scale themselves.
+    # Common weights in float16 lie below that, and are multiples of its smallest scale.
     large = weight.dtype == jnp.float16 or jnp.all((size == 0) | (size >= least))
     return (span <= float(limits.max)) & large
 
 
 @jax.jit
 def has_even_groups(weight: Array) -> Array:
-    """Whether most groups of each matrix (..., k, n) surely have a scale beside a tensor scale.
+    """Whether most groups of each matrix (..., k, n) surely have a scale besides a tensor scale.
 
-    They do if most values are, since a group has one of them at least as often.
+    They do if most values are large enough, since a group has one of those at least as often.
     """
     size = jnp.abs(weight).astype(jnp.float32)
     largest = size.max((-2, -1), keepdims=True)
@@ -122,10 +152,17 @@ def kernel_from(
     matrix_shape: tuple[int, int],
     shards: Shards = (1, 1),
 ) -> QuantizedArray:
-    """The weight whose arrays a layer holds; inside `jax.shard_map`, the part on this device."""
+    """The weight of these arrays; inside `jax.shard_map`, the part on this device."""
     k, n = map(int, matrix_shape)  # fields of a Linen module may be integers of NumPy
     if jax.sharding.get_abstract_mesh().manual_axes:
         leaves = tuple(arrays.get(name) for name in LEAVES)
         return QuantizedArray.tree_unflatten((format, k, n, shards), leaves)
     known: Any = {name: arrays.get(name) for name in LEAVES}
     return QuantizedArray(**known, format=format, k=k, n=n, shards=shards)
+
+
+def lookup(table: QuantizedArray, tokens: Array, dtype: Any) -> Array:
+    """The embeddings (..., features) of `tokens` in a packed table (features, vocabulary)."""
+    if table.n == 1:  # as in Flax, every token gets the only embedding
+        tokens = jnp.zeros_like(tokens)
+    return take_columns(table, tokens, dtype)

@@ -17,6 +17,7 @@ from flax import nnx
 from .._core import activations
 from .._core.dtypes import FLOATS
 from .._core.format import INT4, Format, parse_format
+from ..quantizers._registry import NAMES as QUANTIZERS
 from . import console
 from .bench import SHAPES, bench, check_sizes
 from .chat import Conversation, Encode, chat, message
@@ -94,6 +95,7 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     files = f"a GGUF file, or a folder of safetensors{also}"
     parser.add_argument("model", metavar="MODEL", help=files)
     parser.add_argument("--format", help="of all matrices, such as int4-g128 (that of the file)")
+    parser.add_argument("--quantizer", choices=QUANTIZERS, help="what rounds them to the format")
     parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
     inputs = "to which blocks round the inputs of products with quantized weights"
     dtypes = [str(dtype) for dtype in activations.VALUES]
@@ -165,7 +167,8 @@ def _with_options(message: str, options: argparse.Namespace) -> str:
 def _loaded(options: argparse.Namespace, path: Any) -> LanguageModel:
     """The model of a file, or of its header."""
     progress = sys.stderr.isatty()
-    return load(path, format=_format(options.format), progress=progress, **_decoding(options))
+    rounding = {"format": _format(options.format), "quantizer": options.quantizer}
+    return load(path, **rounding, progress=progress, **_decoding(options))
 
 
 def _format(name: str | None) -> Format | None:
@@ -323,6 +326,11 @@ def _bench(options: argparse.Namespace) -> None:
     for batch in options.batch:
         check_sizes(config, batch, **sizes)
     if header is None:
+        if options.quantizer is not None:
+            raise ValueError(
+                f"--quantizer {options.quantizer}, but the weights of {options.model} are random, "
+                "not rounded; leave it out, or name a file."
+            )
         format = None if options.format == "float" else _format(options.format) or INT4
         model = init(config, format, **_decoding(options))
     else:

@@ -101,6 +101,7 @@ def load(
     *,
     format: Format | str | None = None,
     rules: Any = None,
+    quantizer: Any = None,
     dtype: Any = None,
     activation_dtype: Any = None,
     activation_rows: int | None = None,
@@ -117,6 +118,7 @@ def load(
       file as they are, without rounding, and floats as floats.
     - `rules`: formats for some matrices, by regular expressions that are searched (`re.search`) in
       their names (`Config.shapes`); the first that matches decides, None leaves a matrix as it is.
+    - `quantizer`: what rounds them, a name or a function, as for `jaxlowbit.quantize`.
     - `dtype`: dtype of activations, of the cache and of matrices that stay floats; None for
       bfloat16 on a GPU and float32 on the CPU.
     - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
@@ -135,14 +137,14 @@ def load(
     **Raises:** before a weight is read, `TypeError` for arguments that are none of these,
     `FileNotFoundError` if there is no such path, `ValueError` for a damaged file, an unknown
     architecture, type or tokenizer and tensors that are missing or of another shape, each with its
-    name, for rules that decide about no matrix, and for weights that memory lacks; what `shard`
-    raises.
+    name, for rules that decide about no matrix, for a quantizer that is unknown, lacks a format or
+    has nothing to round, and for weights that memory lacks; what `shard` raises.
     """
     dtype = default_dtype() if dtype is None else dtype
     activation_dtype = arguments.activation_dtype("load", activation_dtype)
     check_rows("load", activation_rows)
     decoding = {"dtype": dtype, "activation_dtype": activation_dtype, "mesh": mesh}
-    options = {"scale_dtype": scale_dtype, "progress": progress}
+    options = {"quantizer": quantizer, "scale_dtype": scale_dtype, "progress": progress}
     with _named_load():
         checkpoint = read(path, format=format, rules=rules, **decoding, **options)
     decoding["activation_rows"] = activation_rows

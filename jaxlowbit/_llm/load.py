@@ -18,6 +18,7 @@ from .._core.checks import boolean, brief, compute_dtype
 from .._core.format import Format, as_format
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
+from ..quantizers import _registry as quantizers
 from . import float8, ggml_types, gguf, huggingface, memory, packing
 from .config import Config
 from .folder import check_folder
@@ -160,6 +161,7 @@ def read(
     *,
     format: Format | str | None = None,
     rules: Rules | None = None,
+    quantizer: Any = None,
     dtype: Any = jnp.bfloat16,
     activation_dtype: Any = None,
     scale_dtype: Any = None,
@@ -182,6 +184,7 @@ def read(
     - `rules`: formats for some matrices, by regular expressions that are searched (`re.search`) in
       the names of `Config.shapes`, as a mapping or pairs. The first that matches decides; None
       leaves a matrix as the file has it.
+    - `quantizer`: as for `jaxlowbit.quantize`, of what `format` and `rules` round.
     - `dtype`: float32, bfloat16 or float16, for matrices that stay floats, and for the activations
       that the report expects.
     - `activation_dtype`: as for `Decoder`; for the report.
@@ -200,7 +203,8 @@ def read(
     **Raises:** before any weight is read, `FileNotFoundError` if there is no such path, and
     `ValueError` for a damaged file, an unknown architecture, type or tokenizer, an entry that turns
     on a feature that the decoder lacks, tensors that are missing, unknown or of another shape, for
-    rules that decide about no matrix, and for sizes that the
+    rules that decide about no matrix, a quantizer that is unknown, lacks a format or has nothing to
+    round, and for sizes that the
     devices of the mesh do not divide; `TypeError` for a rule or format that is none. Afterwards
     `ValueError` for weights that are not finite, and what `jaxlowbit.quantize` raises. Each names
     the tensor or key, and the way out.
@@ -219,6 +223,7 @@ def read(
     path, config, tokenizer, sources = path if isinstance(path, Header) else read_header(path)
     shapes = config.shapes()
     formats = _formats(format, rules, [name for name, shape in shapes.items() if len(shape) == 2])
+    _check_quantizer(quantizer, [found for found in formats.values() if found is not None])
     found = {name: formats.get(name) or source.format for name, source in sources.items()}
     division = None if mesh is None else Division.of("load", config, mesh, found)
     memory.check_weights("load", shapes, found, dtype, mesh)
@@ -229,7 +234,8 @@ def read(
     with bar:
         for name, source in sources.items():
             try:
-                weight = _weight(shapes[name], source, formats.get(name), dtype, scale_dtype)
+                options = dtype, scale_dtype, quantizer
+                weight = _weight(shapes[name], source, formats.get(name), *options)
             except ValueError as error:
                 raise ValueError(f"{source.where} ({source.kind}): {error}") from None
             source.forget()
@@ -289,7 +295,12 @@ def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
 
 
 def _weight(
-    shape: tuple[int, ...], source: _Source, format: Format | None, dtype: Any, scale_dtype: Any
+    shape: tuple[int, ...],
+    source: _Source,
+    format: Format | None,
+    dtype: Any,
+    scale_dtype: Any,
+    quantizer: Any,
 ) -> QuantizedArray | Array:
     if len(shape) == 1:
         values = np.asarray(source.rows(0, 1)).astype(np.float32)[0]
@@ -303,7 +314,7 @@ def _weight(
         return source.pack(jnp.dtype("float32") if wide else scale_dtype)
     k, n = shape
     if format is not None:
-        return packing.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype)
+        return packing.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype, quantizer)
 
     def checked(start: int, stop: int) -> np.ndarray:
         values = source.rows(start, stop)
@@ -342,6 +353,18 @@ def _report(
         backend_of(dtype if activation_dtype is None else EXACT, weight) if quantized else "floats",
         activation_dtype,
     )
+
+
+def _check_quantizer(quantizer: Any, formats: Sequence[Format]) -> None:
+    """Raises for a value that is no quantizer of the formats, or one without a format."""
+    quantizers.check("load", quantizer)
+    if quantizer is not None and not formats:
+        raise ValueError(
+            f"load: quantizer is {brief(quantizer)}, but no weight is rounded; pass format= or "
+            "rules= too, or leave it out."
+        )
+    for format in dict.fromkeys(formats):
+        quantizers.find("load", quantizer, format, {} if format.scale else {"scale_dtype": None})
 
 
 def _formats(

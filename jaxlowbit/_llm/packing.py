@@ -15,7 +15,7 @@ from jax import Array
 from .._core import layout, super_blocks
 from .._core.array import QuantizedArray
 from .._core.format import Format
-from .._core.quantize import quantize
+from ..quantizers._quantize import quantize
 
 # Elements unpacked at a time; temporary arrays take about 16 bytes each.
 _STRIP = 2**22
@@ -112,7 +112,11 @@ def pack_rows(
 
 
 def quantize_rows(
-    read: Callable[[int, int], np.ndarray], shape: tuple[int, int], format: Format, scale_dtype: Any
+    read: Callable[[int, int], np.ndarray],
+    shape: tuple[int, int],
+    format: Format,
+    scale_dtype: Any,
+    quantizer: Any = None,
 ) -> QuantizedArray:
     """The matrix (k, rows) that quantizes floats, strip by strip.
 
@@ -120,18 +124,23 @@ def quantize_rows(
 
     - `read`: returns the rows from one number up to another, floats (count, k).
     - `shape`: (rows, k).
-    - `format`, `scale_dtype`: as for `jaxlowbit.quantize`; scales of 8 bits have their own dtype.
+    - `format`, `scale_dtype`, `quantizer`: as for `jaxlowbit.quantize`; scales of 8 bits have their
+      own dtype.
 
-    **Raises:** what `jaxlowbit.quantize` raises.
+    **Raises:** what `jaxlowbit.quantize` raises; `ValueError` for a quantizer that permutes rows.
     """
     bounds = list(strips(*shape))
     if format.scale is not None:
         scale_dtype = None
     if format.has_tensor_scale:  # computed from the whole matrix
         bounds = [(0, shape[0])]
-    parts = [
-        quantize(np.asarray(read(*ends)).T, format, scale_dtype=scale_dtype) for ends in bounds
-    ]
+    options = {"scale_dtype": scale_dtype, "quantizer": quantizer}
+    parts = [quantize(np.asarray(read(*ends)).T, format, **options) for ends in bounds]
+    if any(part.permutation is not None for part in parts):
+        raise ValueError(
+            f"quantizer {quantizer!r} stores rows in another order, but a decoder takes them as "
+            "they are; return a matrix without a permutation."
+        )
     return _join(parts, shape[0])
 
 

@@ -16,10 +16,10 @@ from .._core.activations import EXACT, VALUES, QuantizedActivations
 from .._core.array import QuantizedArray
 from .._core.dtypes import FLOATS
 from .._core.format import parse_format
-from .._core.quantize import quantize
 from .._matmul import quantized_lhs
 from .._matmul.api import quantized_matmul
 from .._matmul.options import Options
+from ..quantizers._quantize import quantize
 from . import devices
 from .devices import Device
 from .weights import add_arguments, check_tokens, find

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import serialization
 
-import jaxlowbit.linen  # registers the arrays with Flax
+import jaxlowbit.linen  # noqa: F401 (registers the arrays with Flax)
 from jaxlowbit import INT4, INT8, Format, QuantizedArray, quantize, quantized_matmuls
 
 K, N = 128, 64
@@ -173,4 +173,3 @@ def test_flax_restores_no_other_format(q, weight):
         serialization.from_state_dict(quantize(weight, FORMAT), state)
     with pytest.raises(ValueError, match="QuantizedArray: packed is uint32"):
         serialization.from_state_dict(quantize(weight, INT8), state)
-    assert jaxlowbit.linen.COLLECTION == "quantized"

@@ -83,8 +83,8 @@ def test_quantize_scale_dtype(weight):
 
 
 def test_quantize_method(weight):
-    with refuses("method='gptq' is unknown; it is one of 'absmax', 'mse'"):
-        quantize(weight, FOUR, method="gptq")  # pyright: ignore[reportArgumentType]
+    with refuses("quantizer='gptq' is unknown; it is one of 'absmax', "):
+        quantize(weight, FOUR, quantizer="gptq")  # pyright: ignore[reportArgumentType]
 
 
 def test_quantize_one_bit_needs_a_zero(weight):
@@ -119,7 +119,7 @@ def test_quantize_refuses_scales_out_of_range(weight, zero):
 def test_quantize_refuses_scales_beyond_every_dtype(format, dtype):
     large = jnp.full((64, 4), 3.4e38).at[::2].multiply(-1)
     with refuses(rf"weights up to 3\.4e\+38 span a range beyond that of {dtype} scales; use"):
-        quantize(large, format, method="absmax", scale_dtype=jnp.dtype(dtype))
+        quantize(large, format, quantizer="absmax", scale_dtype=jnp.dtype(dtype))
     quantize(large, FP8)  # the scale of 448 is far from the end
 
 

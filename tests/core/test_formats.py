@@ -75,7 +75,7 @@ def test_other_words_are_no_names(name):
 def test_few_bits_are_clipped_by_default(bits):
     weight = jax.random.normal(jax.random.key(0), (256, 64))
     format = Format(bits, 64)
-    method = "mse" if bits < 4 else "absmax"
-    chosen, default = quantize(weight, format, method=method), quantize(weight, format)
+    quantizer = "mse" if bits < 4 else "absmax"
+    chosen, default = quantize(weight, format, quantizer=quantizer), quantize(weight, format)
     assert jnp.array_equal(default.packed, chosen.packed)
     assert jnp.array_equal(default.scale, chosen.scale)

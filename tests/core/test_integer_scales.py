@@ -45,7 +45,7 @@ def shape_of(array: Any) -> tuple[int, ...]:
 def test_weights_are_integers_of_8_bits(format):
     """A channel's largest group has the largest scale, and the format's name says it all."""
     assert parse_format(format_name(format)) == format
-    array = quantize(random(256, 40), format, method="absmax")
+    array = quantize(random(256, 40), format, quantizer="absmax")
     assert array.scale.dtype == jnp.int8 and shape_of(array.tensor_scale) == (40,)
     scale = np.asarray(layout.unpack_groups(array.scale))[:, :40]
     assert scale.min() >= 1 and scale.max() == format.most_scale

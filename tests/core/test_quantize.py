@@ -18,7 +18,7 @@ import jaxlowbit
 from jaxlowbit import INT4, INT8, UINT4, Format, QuantizedArray
 from jaxlowbit._core.columns import take_columns
 
-quantize = jax.jit(jaxlowbit.quantize, static_argnames=("format", "method", "scale_dtype"))
+quantize = jax.jit(jaxlowbit.quantize, static_argnames=("format", "quantizer", "scale_dtype"))
 FORMATS = [
     Format(bits, zero=zero)
     for bits in range(1, 9)
@@ -72,7 +72,7 @@ def assert_round_trip(weight, array):
 @every_case
 def test_round_trip_is_within_half_a_scale(format, dtype):
     weight = normal((100, 70), dtype)
-    array = quantize(weight, format, method="absmax")
+    array = quantize(weight, format, quantizer="absmax")
     assert array.shape == weight.shape and array.dtype == weight.dtype
     assert_round_trip(weight, array)
 
@@ -84,7 +84,7 @@ def test_round_trip_is_within_half_a_scale(format, dtype):
 def test_round_trip_with_other_scales(dtype, scale_dtype, zero):
     weight = normal((100, 70), dtype)
     format, dtype = Format(8, 32, zero), jnp.dtype(scale_dtype)
-    array = quantize(weight, format, method="absmax", scale_dtype=dtype)
+    array = quantize(weight, format, quantizer="absmax", scale_dtype=dtype)
     assert array.scale.dtype == scale_dtype
     assert_round_trip(weight, array)
 
@@ -99,7 +99,7 @@ def test_round_trip_with_other_scales(dtype, scale_dtype, zero):
 def test_round_trip_of_any_magnitude(format, seed, exponent, offset):
     rng = np.random.default_rng(seed)
     weight = (2.0**exponent * (rng.standard_cauchy((100, 70)) + offset)).astype(np.float32)
-    array = quantize(weight, format, method="absmax")
+    array = quantize(weight, format, quantizer="absmax")
     assert_round_trip(weight, array)
 
 
@@ -107,7 +107,7 @@ def test_round_trip_of_any_magnitude(format, seed, exponent, offset):
 def test_zeros_stay_zero(format, dtype):
     weight = np.array(normal((100, 70), dtype))
     weight[::3], weight[:, 5] = 0, 0
-    value = dequantize(quantize(weight, format, method="absmax")).value
+    value = dequantize(quantize(weight, format, quantizer="absmax")).value
     if format.zero == "float":  # only where the whole group is zero
         assert not value[:, 5].any()
     else:
@@ -119,7 +119,7 @@ def test_groups_of_one_value(format, dtype):
     """Of equal values, of their negatives, of zeros and of -0."""
     weight = np.full((100, 70), 0.75, jnp.dtype(dtype))
     weight[:, 1], weight[:, 2], weight[:, 3] = -0.75, 0.0, -0.0
-    array = quantize(jnp.asarray(weight), format, method="absmax")
+    array = quantize(jnp.asarray(weight), format, quantizer="absmax")
     assert_round_trip(weight, array)
     value = dequantize(array).value
     assert not value[:, 2:4].any() and (scales(array)[:, 2:4] == 1).all()
@@ -134,7 +134,7 @@ def test_extremes_map_to_the_end_codes(format, dtype):
     # A scale in bfloat16 may be too large by more than half of 1/255.
     weight = np.array(normal((100, 70), "float32" if dtype == "bfloat16" else dtype))
     weight[0], weight[1] = low, high
-    found = codes(quantize(weight, format, method="absmax"))
+    found = codes(quantize(weight, format, quantizer="absmax"))
     assert (found[0] == int(symmetric)).all() and (found[1] == 2**format.bits - 1).all()
 
 
@@ -145,7 +145,7 @@ def test_integer_zeros_at_both_ends(format):
     dtype = "float32" if dtype == "bfloat16" else dtype  # as above
     weight = np.abs(np.array(normal((100, 70), dtype))) + np.asarray(0.5, jnp.dtype(dtype))
     weight[:, ::2] *= -1
-    array = quantize(jnp.asarray(weight), format, method="absmax")
+    array = quantize(jnp.asarray(weight), format, quantizer="absmax")
     zero = unpack_groups(np.asarray(array.zero))[:, :70]
     assert (zero[:, ::2] == 2**format.bits - 1).all() and (zero[:, 1::2] == 0).all()
     assert_round_trip(weight, array)
@@ -174,12 +174,12 @@ def test_scales_are_rounded_up(dtype, zero):
     assert (reach <= extent * (1 + 2.01 * float(jnp.finfo(dtype).eps))).all()
 
 
-@pytest.mark.parametrize("method", ["absmax", "mse"])
+@pytest.mark.parametrize("quantizer", ["absmax", "mse"])
 @pytest.mark.parametrize("zero", ["none", "integer", "float"])
-def test_the_largest_scales_still_divide(zero, method):
+def test_the_largest_scales_still_divide(zero, quantizer):
     """Their reciprocals are subnormal."""
     weight = np.where(np.random.default_rng(0).random((100, 70)) < 0.5, 3.2e38, 0)
-    array = quantize(jnp.asarray(weight, jnp.float32), Format(2, zero=zero), method=method)
+    array = quantize(jnp.asarray(weight, jnp.float32), Format(2, zero=zero), quantizer=quantizer)
     assert_round_trip(weight, array)
 
 
@@ -313,13 +313,13 @@ def test_integers_beyond_the_width_are_clipped_while_tracing(zero):
 
 
 @pytest.mark.parametrize(
-    ("zero", "shards", "method"), pairwise(ZEROS, [(1, 1), (2, 2)], ["absmax", "mse"])
+    ("zero", "shards", "quantizer"), pairwise(ZEROS, [(1, 1), (2, 2)], ["absmax", "mse"])
 )
-def test_empty_stacks(zero, shards, method):
+def test_empty_stacks(zero, shards, quantizer):
     empty = jaxlowbit.quantize(
         jnp.zeros((0, 100, 70)),
         Format(4, 32, zero),
-        method=method,
+        quantizer=quantizer,
         shards=shards,
         permutation=np.tile(np.arange(100 // shards[0])[::-1], shards[0]),
     )
@@ -356,8 +356,8 @@ def test_scanning_an_empty_stack():
 )
 def test_a_group_beyond_k_is_the_channel(zero, size):
     weight, lhs = normal((100, 70)), normal((3, 100))
-    channel = quantize(weight, Format(4, zero=zero), method="absmax")
-    array = quantize(weight, Format(4, size, zero), method="absmax")
+    channel = quantize(weight, Format(4, zero=zero), quantizer="absmax")
+    array = quantize(weight, Format(4, size, zero), quantizer="absmax")
     long, short = (dataclasses.replace(x, format=channel.format) for x in (array, channel))
     jax.tree.map(np.testing.assert_array_equal, long, short)
     np.testing.assert_array_equal(dequantized(array), dequantized(channel))
@@ -372,8 +372,8 @@ def test_a_group_beyond_k_is_the_channel(zero, size):
 
 def test_a_group_beyond_k_takes_no_memory():
     weight = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
-    for method in ("absmax", "mse"):
-        program = quantize.lower(weight, Format(4, 2**18), method=method).compile()
+    for quantizer in ("absmax", "mse"):
+        program = quantize.lower(weight, Format(4, 2**18), quantizer=quantizer).compile()
         analysis = program.memory_analysis()
         assert analysis is not None
         assert analysis.temp_size_in_bytes <= 4 * 4 * weight.size
@@ -395,7 +395,7 @@ def stack() -> QuantizedArray:
 @pytest.mark.parametrize("format", FORMATS[::3], ids=lambda f: f"{f.bits}-{f.zero}")
 def test_nbytes_counts_the_leaves(format):
     weight = normal((2, 100, 130), "bfloat16")
-    array = quantize(weight, format.replace(group_size=32), method="absmax")
+    array = quantize(weight, format.replace(group_size=32), quantizer="absmax")
     atoms = 2 * 3 * 2
     words, groups = atoms * 512 * format.bits, atoms * 2 * 64
     zero_bytes = {"none": 0, "integer": 1, "float": 2}[format.zero]

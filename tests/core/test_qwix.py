@@ -19,7 +19,7 @@ qwix: Any = pytest.importorskip("qwix", reason="qwix is not installed")
 K, N = 192, 70
 # In one program, of the scales that compile fastest: no test here asks for others.
 rounded = jax.jit(
-    functools.partial(jaxlowbit.quantize, method="absmax"),
+    functools.partial(jaxlowbit.quantize, quantizer="absmax"),
     static_argnums=1,
     static_argnames="shards",
 )

@@ -1,4 +1,4 @@
-"""Clipping by least squared error, `quantize(..., method="mse")`."""
+"""Clipping by least squared error, `quantize(..., quantizer="mse")`."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from helpers import dequantize
 import jaxlowbit
 from jaxlowbit import INT4, Format
 
-quantize = jax.jit(jaxlowbit.quantize, static_argnames=("format", "method", "scale_dtype"))
+quantize = jax.jit(jaxlowbit.quantize, static_argnames=("format", "quantizer", "scale_dtype"))
 FORMATS = [
     Format(bits, 32, zero)
     for bits in (1, 2, 4, 8)
@@ -45,7 +45,7 @@ WAYS = [(16, "float32"), (48, "bfloat16"), (64, "float16"), (-1, "float32")]
 def test_no_group_is_worse_than_absmax(format, group_size, dtype):
     weight = heavy((200, 70), dtype)
     format = format.replace(group_size=group_size)
-    absmax, mse = (squared_error(weight, quantize(weight, format, method=m)) for m in METHODS)
+    absmax, mse = (squared_error(weight, quantize(weight, format, quantizer=m)) for m in METHODS)
     assert (mse <= absmax * (1 + 1e-4)).all(), (mse / absmax).max()
     if format.bits <= 4:  # 3 % of a range is more than 8 bits should clip
         assert mse.sum() < absmax.sum()
@@ -55,7 +55,8 @@ def test_no_group_is_worse_than_absmax(format, group_size, dtype):
 def test_no_range_of_the_search_is_better(format):
     """Against the search written out in float64. The last group has 8 rows."""
     weight = np.asarray(heavy((104, 70)), np.float64)
-    found = squared_error(weight, quantize(jnp.asarray(weight, jnp.float32), format, method="mse"))
+    array = quantize(jnp.asarray(weight, jnp.float32), format, quantizer="mse")
+    found = squared_error(weight, array)
     levels = 2**format.bits - 1
     for group, errors in enumerate(found):
         values = weight[32 * group : 32 * (group + 1)]
@@ -82,7 +83,7 @@ def test_no_range_of_the_search_is_better(format):
 @pytest.mark.parametrize("zero", ["none", "integer"])
 def test_zeros_stay_zero(zero):
     weight = heavy((100, 70)).at[::3].set(0.0)
-    value = quantize(weight, Format(4, 16, zero), method="mse").dequantize()
+    value = quantize(weight, Format(4, 16, zero), quantizer="mse").dequantize()
     assert not value[::3].any()
 
 
@@ -91,23 +92,23 @@ def test_zeros_stay_zero(zero):
 def test_extreme_magnitudes_stay_finite(format, value):
     weight = np.full((104, 70), value, np.float32)  # the shape of the search above
     weight[::2] *= -0.5
-    assert np.isfinite(dequantize(quantize(weight, format, method="mse")).value).all()
+    assert np.isfinite(dequantize(quantize(weight, format, quantizer="mse")).value).all()
 
 
 def test_a_stack_is_its_matrices():
     weight = heavy((3, 100, 70))
-    stack = quantize(weight, INT4, method="mse")
-    mapped = jax.vmap(lambda w: quantize(w, INT4, method="mse"))(weight)
+    stack = quantize(weight, INT4, quantizer="mse")
+    mapped = jax.vmap(lambda w: quantize(w, INT4, quantizer="mse"))(weight)
     jax.tree.map(np.testing.assert_array_equal, mapped, stack)
     np.testing.assert_array_equal(
-        stack[1].dequantize(), quantize(weight[1], INT4, method="mse").dequantize()
+        stack[1].dequantize(), quantize(weight[1], INT4, quantizer="mse").dequantize()
     )
 
 
 def test_memory_does_not_grow_with_the_search():
     weight = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16)
 
-    analysis = quantize.lower(weight, INT4, method="mse").compile().memory_analysis()
+    analysis = quantize.lower(weight, INT4, quantizer="mse").compile().memory_analysis()
     assert analysis is not None
     # Four float32 copies of the weight, not one for each range.
     assert analysis.temp_size_in_bytes <= 4 * 4 * weight.size

@@ -70,7 +70,7 @@ def test_no_weight_is_off_by_more_than_half_a_scale(format):
     """But for the rounding of float32. Scales are coarser than floats by little."""
     k = 320
     weight = random(k, 40)
-    array = quantize(weight, format, method="absmax")
+    array = quantize(weight, format, quantizer="absmax")
     assert (
         array.scale.dtype == jnp.uint8
         and array.scale.shape[-2] == super_blocks.scale_shape(k, 40, format)[1]
@@ -81,7 +81,7 @@ def test_no_weight_is_off_by_more_than_half_a_scale(format):
         step = np.asarray(layout.unpack_groups(scale)).repeat(format.group_size, 0)[:k, :40]
         assert (missed <= 0.5001 * step).all()
         assert (zero is None) == (format.zero == "none")
-    floats = dequantized(quantize(weight, format.expanded, method="absmax"), jnp.float32)
+    floats = dequantized(quantize(weight, format.expanded, quantizer="absmax"), jnp.float32)
     assert np.linalg.norm(missed) < 1.1 * np.linalg.norm(np.asarray(floats) - weight)
 
 

@@ -73,7 +73,7 @@ def rounded(model: Any, quantized: Any) -> Any:
     for name in ("q", "kv", "out", "last"):
         layer, new = getattr(model, name), getattr(quantized, name)
         weight = layer.w if hasattr(layer, "w") else layer.weight
-        axes = new._equation.axes
+        axes = new._equation
         sizes = (*axes.batch, *axes.contracted, *axes.features)
         weight.set_value(dequantized(new.kernel).reshape(sizes).transpose(np.argsort(axes.order)))
     return model

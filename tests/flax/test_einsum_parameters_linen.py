@@ -12,7 +12,6 @@ from pretrained import IDS, VOCABULARY, WIDTH, Pretrained, Tied
 
 from jaxlowbit import INT8, QuantizedArray
 from jaxlowbit.linen import (
-    COLLECTION,
     EinsumParameter,
     check_layout_version,
     quantize_model,
@@ -81,7 +80,7 @@ def floats(variables: Any, quantized: Any) -> Any:
     """The float variables with the weights that the quantized ones stand for."""
     params: Any = traverse_util.flatten_dict(variables["params"])
     for key, weight in params.items():
-        held = quantized[COLLECTION]
+        held = quantized["quantized"]
         for name in key:
             held = held.get(name, {}) if name not in ("kernel", "embedding") else held
         if "packed" in held:
@@ -97,7 +96,7 @@ def test_a_model_runs_on_packed_parameters(model):
     paths = ["experts.Dense_0", "embedder.table", "experts.up", "experts.down"]
     assert sorted(layer.path for layer in report.layers) == sorted(paths)
     assert report.coverage == 1 and not report.uncovered
-    assert set(stored["params"]) == {"experts"} and set(stored[COLLECTION]["embedder"]["table"])
+    assert set(stored["params"]) == {"experts"} and set(stored["quantized"]["embedder"]["table"])
     check_layout_version(stored)
     wanted = floats(variables, stored)
     exact: Any = Model().apply(wanted, IDS)
@@ -158,7 +157,7 @@ class Scanned(nn.Module):
     def __call__(self, x: Any) -> Any:
         block = nn.scan(
             Block,
-            variable_axes={"params": 0, COLLECTION: 0},
+            variable_axes={"params": 0, "quantized": 0},
             split_rngs={"params": True},
             length=3,
         )
@@ -187,10 +186,8 @@ def test_a_table_that_other_code_reads_is_quantized():
     assert [layer.path for layer in report.layers] == ["embed", "up"] and report.coverage == 1
     wanted: Any = Tied().apply(floats(variables, stored), IDS)
     np.testing.assert_allclose(model.apply(stored, IDS), wanted, atol=1e-3)
-    assert model.parameters
     # A head that is `attend` is a method of the layer, which is intercepted.
     plain, stored, _ = quantize_model(Tied(), variables, EVERYTHING, IDS, True)
-    assert not plain.parameters
     np.testing.assert_allclose(plain.apply(stored, IDS, True), wanted, atol=1e-3)
 
 
@@ -232,7 +229,7 @@ def test_a_pretrained_model_is_quantized_in_place():
     variables = {"params": model.params}
     report = quantize_pretrained(model, EVERYTHING, IDS)
     assert report.coverage == 1
-    wanted: Any = Tied().apply(floats(variables, {COLLECTION: model.params[COLLECTION]}), IDS)
+    wanted: Any = Tied().apply(floats(variables, {"quantized": model.params["quantized"]}), IDS)
     np.testing.assert_allclose(model(IDS), wanted, atol=1e-3)
     found = jax.jit(lambda params: model(IDS, params=params))(model.params)
     np.testing.assert_allclose(found, wanted, atol=1e-3)
@@ -246,4 +243,4 @@ def test_what_is_no_pretrained_model_is_refused():
     model = Pretrained()
     with pytest.raises(ValueError, match="matches no layer"):
         quantize_pretrained(model, {"nothing": INT8}, IDS)
-    assert isinstance(model.module, Tied) and COLLECTION not in model.params
+    assert isinstance(model.module, Tied) and "quantized" not in model.params

@@ -191,7 +191,8 @@ def test_scales_are_trained_when_asked_for():
         return jnp.sum(table[TOKENS] ** 2)
 
     grads = nnx.grad(
-        lambda layer: jnp.sum(layer(TOKENS) ** 2), argnums=nnx.DiffState(0, jl_nnx.Scale)
+        lambda layer: jnp.sum(layer(TOKENS) ** 2),
+        argnums=nnx.DiffState(0, nnx.PathContains("scale")),
     )(layer)
     expected = jax.grad(loss)(layer.scale[...])
     np.testing.assert_allclose(grads["scale"][...], expected, rtol=1e-5, atol=1e-5)

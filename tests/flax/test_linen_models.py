@@ -11,7 +11,7 @@ from flax import errors
 from flax import linen as nn
 
 from jaxlowbit import Format
-from jaxlowbit.linen import COLLECTION, quantize_model
+from jaxlowbit.linen import quantize_model
 
 KEY = jax.random.key(0)
 WIDTH = 40
@@ -86,7 +86,7 @@ def test_init_of_a_method_leaves_the_rest_out():
     variables = quantized()[0].init(KEY, X, method="decode")
     want = MODULE.init(KEY, X, method="decode")
     assert set(want["params"]) == set(variables["params"]) | {"blocks_0", "blocks_1"}
-    assert set(variables[COLLECTION]) == {"blocks_0", "blocks_1"}
+    assert set(variables["quantized"]) == {"blocks_0", "blocks_1"}
 
 
 @pytest.mark.parametrize("box", [True, False], ids=["boxed", "plain"])
@@ -98,7 +98,7 @@ def test_init_of_stacks(box):
             init = nn.with_partitioning(init, ("in", "out")) if box else init
             return nn.Dense(WIDTH, kernel_init=init)(x), None
 
-    axes: Any = {"params": 0, COLLECTION: 0}
+    axes: Any = {"params": 0, "quantized": 0}
     options: Any = {"metadata_params": {nn.PARTITION_NAME: "layers"}} if box else {}
     scan: Any = nn.scan(Block, axes, split_rngs={"params": True}, length=2, **options)
     model, variables, _ = quantize_model(scan(), scan().init(KEY, X), FORMAT, X)
@@ -134,7 +134,7 @@ def test_submodules_are_unbound():
     assert unbound == model
     jax.tree.map(np.testing.assert_array_equal, variables, given)
     encoder, variables = bound.encoder.unbind()
-    assert set(variables[COLLECTION]) == {"up"}
+    assert set(variables["quantized"]) == {"up"}
     np.testing.assert_array_equal(encoder.apply(variables, X), bound.encoder(X))
     block, variables = bound.blocks[0].unbind()
     np.testing.assert_array_equal(jax.jit(block.apply)(variables, X), bound.blocks[0](X))
@@ -213,7 +213,7 @@ def scan(layer: Any) -> Any:
         def __call__(self, x, _=None):
             return layer(self.features)(x), None
 
-    axes: Any = {"params": 0, COLLECTION: 0}
+    axes: Any = {"params": 0, "quantized": 0}
     lifted: Any = nn.scan(Step, axes, split_rngs={"params": True}, length=2)
     return lambda *args, **kwargs: lambda x: lifted(*args, **kwargs)(x)[0]
 
@@ -258,8 +258,8 @@ def test_shapes_and_errors_are_those_of_the_module(name):
     "without",
     [
         lambda held: {},
-        lambda held: {name: held[name] for name in held if name not in ("params", COLLECTION)},
-        lambda held: held | {"params": {}, COLLECTION: {}},
+        lambda held: {name: held[name] for name in held if name not in ("params", "quantized")},
+        lambda held: held | {"params": {}, "quantized": {}},
     ],
     ids=["nothing", "no params", "empty"],
 )

@@ -206,4 +206,5 @@ def test_shards():
     model, _, _ = quantize_model(
         module, module.init(KEY, X), {"": INT4}, X, shards={"up": (1, 8), "down": (4, 1)}
     )
-    assert dict(model.shards) == {("up",): (1, 8), ("down",): (4, 1)}
+    shards = {path: packing.shards for path, packing in model.packings}
+    assert shards == {("up",): (1, 8), ("down",): (4, 1)}

@@ -8,17 +8,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
+from flax import serialization
 
 from jaxlowbit import INT4, Format, quantize
+from jaxlowbit._flax.linen_variables import variables_of
 from jaxlowbit.linen import (
-    COLLECTION,
     QuantizedDense,
     QuantizedDenseGeneral,
     QuantizedEinsum,
     QuantizedEmbed,
     check_layout_version,
     quantize_model,
-    variables_of,
 )
 
 KEY = jax.random.key(0)
@@ -105,7 +105,7 @@ def test_layers_refuse_kernels_of_other_sizes(name):
     x = jnp.array([0, 1]) if shape is None else random(*shape)
     source, at = (layer, random(*other)) if isinstance(other, tuple) else (other, x)
     right, others = (ones(*of) for of in ((layer, x), (source, at)))
-    given = {**right, COLLECTION: others[COLLECTION]}
+    given = {**right, "quantized": others["quantized"]}
     message = rf"the layer is to multiply inputs .* in its variables takes width {k} to {n}; pass"
     layer.apply(right, x)
     for apply in (layer.apply, jax.jit(layer.apply)):
@@ -191,11 +191,11 @@ def test_variables_of_an_array(shape):
     apply = layer.apply
     for _ in shape[:-2]:
         apply = jax.vmap(apply)
-    got = apply({COLLECTION: variables_of(array)}, x)
+    variables = variables_of(array)
+    got = apply({"quantized": variables}, x)
     np.testing.assert_allclose(got, x @ array.dequantize(), atol=1e-5)
-    if len(shape) > 2:
-        with pytest.raises(ValueError, match=r"a view made by select, .* index the stack"):
-            variables_of(array.select(0))
+    # Users get them from Flax, but for the padding.
+    assert serialization.to_state_dict(array).keys() == variables.keys() - {"padding"}
 
 
 # --- the version of the layout -------------------------------------------------------------------

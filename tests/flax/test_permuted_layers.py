@@ -13,6 +13,7 @@ from helpers import Oracle, assert_within, dequantize, dequantized
 from jaxlowbit import Format, QuantizedArray, linen, quantize
 from jaxlowbit import nnx as jl_nnx
 from jaxlowbit._core.columns import take_columns
+from jaxlowbit._flax.linen_variables import variables_of
 
 K, N = 96, 150
 FORMAT = Format(bits=4, group_size=32, zero="integer")
@@ -36,12 +37,12 @@ def put(layer: Any, array: QuantizedArray) -> Any:
     """The layer with the arrays of `array`."""
     for name in ("packed", "scale", "zero", "version"):
         getattr(layer, name).set_value(getattr(array, name))
-    layer.permutation = jl_nnx.Permutation(array.permutation)
+    layer.permutation = jl_nnx.QuantizedVariable(array.permutation)
     return layer
 
 
 def collection(array: QuantizedArray) -> dict[str, Any]:
-    return {linen.COLLECTION: linen.variables_of(array)}
+    return {"quantized": variables_of(array)}
 
 
 def linear(shards: tuple[int, int] = (1, 1)) -> jl_nnx.QuantizedLinear:

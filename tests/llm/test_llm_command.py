@@ -373,6 +373,7 @@ def test_bench(capsys):
         (["perplexity", "m", "--text", __file__, "--context", "999999"], "--context is 999999"),
         (["bench", "m", "--batch", "0", "--prompt-tokens", "9"], "--batch is 0"),
         (["bench", "m", "--prompt-tokens", "100", "--new-tokens", "9999"], "--new-tokens is 9999"),
+        (["bench", "smollm2-135m", "--quantizer", "mse"], "--quantizer mse, but the weights of"),
     ],
 )
 def test_errors_are_one_line_before_weights_are_loaded(arguments, sentence, loads, capsys):

@@ -132,6 +132,15 @@ def test_what_decoders_compute_is_in_the_metadata(tmp_path):
     assert config.rope_frequencies()[-1] == pytest.approx(plain[-1] / 4)
 
 
+def halved(weight, format, statistics, **options):
+    """A quantizer."""
+    return quantize(weight / 2, format, **options)
+
+
+def permuted(weight, format, statistics, **options):
+    return quantize(weight, format, permutation=jnp.arange(weight.shape[-2]), **options)
+
+
 def test_formats_round_what_a_file_holds(tiny):
     coarse = Format(3, 64)
     rules = {"embedding": INT8, r"\.down$": None, "layers": coarse}
@@ -141,6 +150,9 @@ def test_formats_round_what_a_file_holds(tiny):
     assert weights["layers.1.down"].format == stored["layers.1.down"].format
     expected = quantize(jnp.asarray(floats(stored["layers.0.q"]).T), coarse)
     np.testing.assert_array_equal(weights["layers.0.q"].packed, expected.packed)
+    fine: Any = load(tiny, format=INT4, quantizer=halved).weights
+    expected = quantize(jnp.asarray(floats(stored["layers.0.q"]).T) / 2, INT4)
+    np.testing.assert_array_equal(fine["layers.0.q"].scale, expected.scale)
     every: Any = load(tiny, format=INT4, dtype=jnp.bfloat16).weights
     matrices = [weight for weight in every.values() if len(weight.shape) == 2]
     assert all(weight.format == INT4 and weight.dtype == jnp.bfloat16 for weight in matrices)
@@ -161,6 +173,11 @@ def test_scales_of_another_dtype(tiny):
         ({"rules": {"q": 4}}, TypeError, "is no rule"),
         ({"format": 4}, TypeError, "format is 4"),
         ({"format": "int9"}, ValueError, "bits=9"),
+        ({"format": INT4, "quantizer": "gptq"}, ValueError, "load: quantizer='gptq' is unknown"),
+        ({"quantizer": "mse"}, ValueError, "load: quantizer is 'mse', but no weight is rounded"),
+        ({"format": Format(1), "quantizer": "mse"}, ValueError, "load: the quantizer 'mse' lacks"),
+        ({"format": INT4, "quantizer": lambda *_: None}, TypeError, "argument 'scale_dtype'"),
+        ({"format": INT4, "quantizer": permuted}, ValueError, "a decoder takes them as they are"),
         ({"dtype": jnp.int8}, ValueError, "dtype is int8"),
         ({"scale_dtype": jnp.float64}, ValueError, "scale_dtype is"),
     ],

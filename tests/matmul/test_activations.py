@@ -28,12 +28,12 @@ from jaxlowbit import (
     quantized_matmul,
     quantized_matmuls,
     quantized_mlp,
-    smoothing_factor,
     supported_backends,
 )
 from jaxlowbit._backends import extension
 from jaxlowbit._matmul import quantized_lhs
 from jaxlowbit._matmul.options import Options
+from jaxlowbit.quantizers import smoothing_factor
 
 DTYPES = (jnp.int8, jnp.float8_e4m3fn)
 FLOATS = ("float32", "bfloat16", "float16")

@@ -299,7 +299,7 @@ def largest(bits: int, shards: int, zero: Any, k: int, group_size: int) -> Quant
     weight = np.where(np.random.default_rng(0).random((k, 70)) < 0.5, 1.0, low).astype(np.float32)
     weight *= np.float32(3.2e38 if zero != "float" else 1.6e38)
     format = Format(bits, group_size, zero=zero)
-    return packed(weight, format, shards=(shards, 1), method="absmax")
+    return packed(weight, format, shards=(shards, 1), quantizer="absmax")
 
 
 # Padding ends an atom, or is the missing second atom of a stage. Each of these with every kind of

@@ -37,7 +37,7 @@ def quantize(*lead: int, shards: int = 1, format: Format = FORMAT) -> QuantizedA
 
 # As no test here asks how well scales are chosen, they are those that compile fastest.
 jit_quantize = jax.jit(
-    functools.partial(jaxlowbit.quantize, method="absmax"),
+    functools.partial(jaxlowbit.quantize, quantizer="absmax"),
     static_argnums=1,
     static_argnames="shards",
 )

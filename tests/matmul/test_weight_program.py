@@ -32,12 +32,10 @@ def code_of_others():
 def packed(text: str, shape: tuple[int, ...], stacked: int = 0) -> tuple[WeightView, jax.Array]:
     """A random weight, and the floats that it stands for, in the shape of the weight."""
     equation = Equation.parse(text, shape[stacked:])
-    axes = equation.axes
     weight = normal(0, shape) / 8  # products of 64 elements are near 1
-    kernel = quantize(axes.matrix(weight), INT8)
-    sizes = (*shape[:stacked], *axes.batch, *axes.contracted, *axes.features)
-    assert axes.order is not None
-    order = [*range(stacked), *(stacked + np.argsort(axes.order))]
+    kernel = quantize(equation.matrix(weight), INT8)
+    sizes = (*shape[:stacked], *equation.batch, *equation.contracted, *equation.features)
+    order = [*range(stacked), *(stacked + np.argsort(equation.order))]
     return WeightView.of(kernel, equation), kernel.dequantize().reshape(sizes).transpose(order)
 
 

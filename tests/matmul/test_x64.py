@@ -20,7 +20,7 @@ import jaxlowbit as jl
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import nnx as jl_nnx
 
-MODULES = (jl, jl_nnx, jl_linen)
+MODULES = (jl, jl_nnx, jl_linen, jl.quantizers)
 LLM = tuple(right_calls.CALLS)[tuple(right_calls.CALLS).index("Config") :]
 ELSEWHERE = ("from_qarray", "linen.check_layout_version", "quantize_pretrained")
 """Calls that need qwix, a model, and the download of one."""
@@ -166,7 +166,7 @@ def block(epsilon: Any) -> Any:
 
 
 def smoothing(alpha: float) -> Any:
-    return jl.smoothing_factor(jnp.ones(64), jnp.ones((64, 8)), alpha=alpha)
+    return jl.quantizers.smoothing_factor(jnp.ones(64), jnp.ones((64, 8)), alpha=alpha)
 
 
 def factor(value: float) -> Any:

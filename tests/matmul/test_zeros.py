@@ -50,7 +50,7 @@ FORMATS = every_format()
 def floats(weight: Any, format: Any) -> np.ndarray:
     # Operations are compiled once for all formats, a program once for each.
     with jax.disable_jit():
-        return np.asarray(quantize(weight, format, method="absmax").dequantize(jnp.float32))
+        return np.asarray(quantize(weight, format, quantizer="absmax").dequantize(jnp.float32))
 
 
 def example() -> tuple[np.ndarray, np.ndarray]:

@@ -203,7 +203,8 @@ CALLS = {
         jl.quantize,
         weight=given("w"),
         format=INT4,
-        method=NONE,
+        quantizer=NONE,
+        statistics=NONE,
         scale_dtype=NONE,
         shards=constant((1, 1)),
         permutation=NONE,
@@ -213,10 +214,16 @@ CALLS = {
         jl.quantize_activations, activations=given("x"), dtype=constant(jnp.int8), factor=NONE
     ),
     "smoothing_factor": call(
-        jl.smoothing_factor,
+        jl.quantizers.smoothing_factor,
         absmax=lambda: jnp.ones(K),
         weight=given("w"),
         alpha=constant(0.5),
+    ),
+    "statistics": call(
+        jl.quantizers.Statistics.of,
+        "Statistics.of",
+        inputs=given("x"),
+        full=constant(True),
     ),
     "QuantizedActivations": call(
         jl.QuantizedActivations,
@@ -457,7 +464,6 @@ CALLS = {
         reader=NONE,
     ),
     "linen.check_layout_version": call(jl_linen.check_layout_version, variables=variables),
-    "variables_of": call(jl_linen.variables_of, array=given("q")),
     "QuantizedDense": call(
         initialised(jl_linen.QuantizedDense, given("x")),
         "QuantizedDense",
@@ -542,6 +548,7 @@ CALLS = {
         path=lambda: model_file(),
         format=NONE,
         rules=NONE,
+        quantizer=NONE,
         dtype=NONE,
         scale_dtype=NONE,
         mesh=NONE,
@@ -602,9 +609,8 @@ CALLS = {
     ),
 }
 
-RESULTS = ("Generation", "Logprobs", "Perplexity", "Speed", "LayerReport", "ParameterReport")
-RESULTS += ("QuantizationReport", "QuantizedVariable", "Packed", "Scale", "Zero", "Permutation")
-RESULTS += ("LayoutVersion", "TensorScale")
+RESULTS = ("Generation", "Logprobs", "Perplexity", "Speed")
+RESULTS += ("QuantizationReport", "QuantizedVariable", "Groups", "Statistics")
 """Classes that this package makes, not its users."""
 
 

@@ -114,7 +114,7 @@ def shaped(*shapes: tuple[int | None, ...]) -> Callable[[Any], bool]:
     """Arrays of numbers with these last axes, of any size where it is None."""
 
     def right(value: Any) -> bool:
-        if not isinstance(value, list | tuple | int | jax.Array | np.ndarray):
+        if not isinstance(value, list | tuple | range | int | jax.Array | np.ndarray):
             return False
         found = np.shape(value)
         lasts = ((shape, found[len(found) - len(shape) :]) for shape in shapes)
@@ -140,10 +140,13 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "axis": of(int, tuple),
     "backend": among(None, "cpu", "xla", "pallas"),
     "batch": of(int),
+    "beta_fast": NUMBERS,
     "bias": NOTHING,
     "bias_shape": of(tuple),
     "bits": of(int),
     "block_size": of(tuple),
+    "config": of(llm.Config),
+    "consume": of(int),
     "context": of(int),
     "device": among(None, "cpu"),
     "dtype": lambda value: value is None or DTYPE(value),
@@ -153,6 +156,7 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "features": of(int, tuple),
     "following": NOTHING,
     "format": of(str, jl.Format),
+    "full": of(bool, int, np.bool_),
     "group_size": of(int),
     "in_features": of(int, tuple),
     "index": shaped(()),
@@ -181,6 +185,7 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "progress": of(bool, int),
     "prompt": of(list, tuple, str, range, np.ndarray, jax.Array),
     "prompt_tokens": of(int),
+    "quantizer": NOTHING,
     "query": shaped((K,)),
     "reader": of(str, type, type(None)),
     "repeats": of(int),
@@ -192,6 +197,7 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "scale_dtype": NOTHING,
     "seed": of(int),
     "shards": among((1, 1), (2, 2)),
+    "statistics": NOTHING,
     "stop": of(str, tuple, list),
     "temperature": of(int, float),
     "tensor_scale": NOTHING,

@@ -22,6 +22,7 @@ import jaxlowbit as jl
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import llm as jl_llm
 from jaxlowbit import nnx as jl_nnx
+from jaxlowbit import quantizers as jl_quantizers
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = (ROOT / "examples/quickstart.py").read_text()  # test_examples.py runs it
@@ -33,7 +34,8 @@ def public(module):
     return {k: v for k, v in names if not k.startswith("_") and not inspect.ismodule(v)}
 
 
-PUBLIC = [(m, name) for m in (jl, jl_nnx, jl_linen, jl_llm) for name in public(m)]
+MODULES = (jl, jl_nnx, jl_linen, jl_llm, jl_quantizers)
+PUBLIC = [(m, name) for m in MODULES for name in public(m)]
 
 
 class Model(nnx.Module):

@@ -52,8 +52,8 @@ def test_a_row_is_what_quantize_makes(name):
     """Its formula, of the quantized values, gives the weights, and the leaves have its bits."""
     format = NAMED[name]
     scale_dtype = None if format.scale is not None else "bfloat16"
-    quantize = jax.jit(jl.quantize, static_argnames=("format", "method", "scale_dtype"))
-    array = quantize(MATRIX, name, method="absmax", scale_dtype=scale_dtype)
+    quantize = jax.jit(jl.quantize, static_argnames=("format", "quantizer", "scale_dtype"))
+    array = quantize(MATRIX, name, quantizer="absmax", scale_dtype=scale_dtype)
     assert array.format == format and parse_format(format_name(format)) == format
     leaves: list[Any] = [x for x in (array.packed, array.scale, array.zero) if x is not None]
     unit = None if array.tensor_scale is None else np.asarray(array.tensor_scale)

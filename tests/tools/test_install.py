@@ -120,8 +120,7 @@ def test_public_names(output):
         "QuantizedArray UINT4 UINT8 "
         "dequantize explain group_permutation integer_matmul partition_spec quantize "
         "quantize_activations quantized_block quantized_glu "
-        "quantized_matmul quantized_matmuls quantized_mlp scan smoothing_factor supported_backends "
-        "tune"
+        "quantized_matmul quantized_matmuls quantized_mlp quantizers scan supported_backends tune"
     )
     assert output(code).split() == names.split()
 

@@ -25,7 +25,7 @@ RANKS = (
     ("_version",),
     ("_command", "_requirements"),
     ("_core",),
-    ("_backends",),
+    ("_backends", "quantizers"),
     ("_matmul",),
     ("_composite",),
     ("_flax", "_tuning"),
@@ -111,10 +111,11 @@ def test_no_import_of_ours_is_deferred(name):
             assert not any(target is not None for target in found), ast.unparse(node)
 
 
-def test_only_subcommands_are_imported_by_name():
-    """`_command` imports the module of the requested subcommand, since `_llm` needs an extra."""
+def test_only_subcommands_and_quantizers_are_imported_by_name():
+    """`_command` imports the module of the requested subcommand, since `_llm` needs an extra.
+    A quantizer is one file, so the registry imports the modules of its folder."""
     importing = {name for name, path in PATHS.items() if "import_module(" in path.read_text()}
-    assert importing == {"_command"}
+    assert importing == {"_command", "quantizers._registry"}
     assert {subcommand.module for subcommand in _command.SUBCOMMANDS.values()} <= PATHS.keys()
 
 

@@ -1,0 +1,172 @@
+"""`Groups`: the steps that quantizers share, from a weight to its groups and to packed words."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from . import checks, layout, padding, permutations, scales
+from .array import QuantizedArray
+from .format import Format
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """A weight, cut into the groups that share a scale.
+
+    A quantizer makes them by `Groups.of`, chooses a scale (and zero) for each group and returns
+    `pack(scale, zero)`. Padding, shards, the order of the rows and tensor scales are handled here.
+
+    - `values`: float32 (..., groups, size, n), the weight, divided by its tensor scale if the
+      format has one. Rows that fill the last group repeat the row before.
+    - `counted`: bool (groups, size, 1), False for rows of padding.
+    - `format`: what the weight is quantized to.
+    - `scale_dtype`: the dtype of the scales, and of float zeros.
+
+    ```python
+    def narrow(weight, format, statistics, **options):
+        groups = Groups.of(weight, format, **options)
+        low, high = groups.extremes()
+        return groups.pack(*groups.fit(0.9 * low, 0.9 * high))
+
+    q = quantize(jnp.ones((256, 512)), INT4, quantizer=narrow)
+    ```
+    """
+
+    values: Array
+    counted: np.ndarray
+    format: Format
+    scale_dtype: Any
+    _tensor_scale: Array | None
+    _shape: tuple[int, ...]
+    _shards: tuple[int, int]
+    _permutation: Array | None
+
+    @classmethod
+    def of(
+        cls,
+        weight: Array,
+        format: Format,
+        *,
+        scale_dtype: Any = None,
+        shards: tuple[int, int] = (1, 1),
+        permutation: Array | None = None,
+    ) -> "Groups":
+        """Cuts a weight into groups.
+
+        **Arguments:** those of `jaxlowbit.quantize`, which has checked them.
+        """
+        scale_dtype = scale_dtype_of(format, scale_dtype, weight)
+        values = padding.spread(weight, -1, shards[1], layout.ATOM, mode="edge")
+        values = _cut(values, format, shards[0], permutation)
+        tensor_scale = None
+        if format.has_tensor_scale:
+            tensor_scale = scales.of_tensor(values, format)
+            units = tensor_scale if format.scales_channels else tensor_scale[..., None]
+            values = scales.ratio(values, units[..., None, None, :])
+        groups, size = values.shape[-3:-1]
+        # Of each part of k, the rows after the matrix's own are padding.
+        part, rows = weight.shape[-2] // shards[0], np.arange(groups * size)
+        padded = _padded(weight.shape[-2], format, shards[0])
+        counted = (rows < padded) & (rows % (padded // shards[0]) < part)
+        counted = counted.reshape(groups, size, 1)
+        options = tensor_scale, weight.shape, shards, permutation
+        return cls(values, counted, format, scale_dtype, *options)
+
+    def per_row(self, values: Array) -> Array:
+        """Values of the input features, (k,) or (..., k), as float32 (..., groups, size, 1)."""
+        values = jnp.broadcast_to(values, self._shape[:-1])
+        return _cut(values[..., None], self.format, self._shards[0], self._permutation)
+
+    def extremes(self) -> tuple[Array, Array]:
+        """The least and the largest value of each group, float32 (..., groups, n)."""
+        return scales.extremes(self.values, self.format)
+
+    def fit(self, low: Array, high: Array) -> tuple[Array, Array | None]:
+        """The scale, and zero if the format has one, whose quantized values cover a range.
+
+        **Arguments:** `low`, `high`: float32 (..., groups, n).
+
+        **Returns:** arrays (..., groups, n), the scale in `scale_dtype` (8-bit ones in float32).
+        """
+        return scales.fit(low, high, self.format, self.scale_dtype)
+
+    def in_steps(self, scale: Array, zero: Array | None) -> tuple[Array, Array]:
+        """`values` in units of their scale: as they are, and rounded to what the format holds."""
+        return scales.in_steps(self.values, scale, zero, self.format)
+
+    def pack(
+        self, scale: Array, zero: Array | None = None, values: Array | None = None
+    ) -> QuantizedArray:
+        """Rounds values to the nearest that scales and zeros allow, and packs them.
+
+        **Arguments:**
+
+        - `scale`, `zero`: as `fit` returns them.
+        - `values`: what is rounded, such as weights that make up for errors of others; None for
+          those of the groups.
+
+        **Returns:** the quantized array.
+        """
+        format, (k, n) = self.format, self._shape[-2:]
+        values = self.values if values is None else values
+        stored, stored_zero = scales.stored(scale, format), zero
+        if format.scale == "super":
+            stored, stored_zero, scale, zero = scales.two_levels(scale, zero, format)
+        qvalue = scales.qvalue(values, scale, zero, format)
+        *lead, groups, size, columns = qvalue.shape
+        qvalue = qvalue.reshape(*lead, groups * size, columns)
+        qvalue = qvalue[..., : _padded(k, format, self._shards[0]), :]
+        tensor_scale = self._tensor_scale
+        if tensor_scale is not None and format.scales_channels:
+            tensor_scale = padding.join(tensor_scale, -1, self._shards[1], n)
+        return QuantizedArray.from_packed_groups(
+            qvalue,
+            stored,
+            stored_zero,
+            format=format,
+            k=k,
+            n=n,
+            shards=self._shards,
+            permutation=self._permutation,
+            tensor_scale=tensor_scale,
+        )
+
+
+def scale_dtype_of(format: Format, given: Any, weight: Array) -> Any:
+    """The dtype in which scales are rounded.
+
+    **Raises:** `ValueError` for a dtype given beside a format that names one.
+    """
+    if given is not None and format.scale is not None:
+        raise ValueError(
+            f"quantize: scale_dtype is {checks.brief(given)}, but the format has {format.scale} "
+            "scales; leave scale_dtype out, or scale out of the format."
+        )
+    if format.scale == "super":
+        return jnp.dtype("float32")  # of what is rounded to two levels afterwards
+    if format.scale is not None:
+        return format.scale_dtype
+    return checks.dtype("quantize", "scale_dtype", weight.dtype if given is None else given)
+
+
+def _padded(k: int, format: Format, shards: int) -> int:
+    """The rows of a matrix with the padding of each shard."""
+    return padding.spread_size(k, shards, padding.shard_unit(format.scale_span))
+
+
+def _cut(values: Array, format: Format, shards: int, permutation: Array | None) -> Array:
+    """Values (..., k, n) as float32 (..., groups, size, n), rows in the order of `permutation`."""
+    if permutation is not None:
+        values = permutations.permute(values, permutation, shards, axis=-2)
+    unit = padding.shard_unit(format.scale_span)
+    values = padding.spread(values, -2, shards, unit, mode="edge")
+    *lead, k, n = values.shape
+    size = k if format.group_size == -1 else min(format.group_size, k)
+    groups = -(-k // size)
+    # Repeating the last row fills the last group without moving its extremes.
+    pad = [(0, 0)] * len(lead) + [(0, groups * size - k), (0, 0)]
+    grouped = jnp.pad(values.astype(jnp.float32), pad, mode="edge")
+    return grouped.reshape(*lead, groups, size, n)
