@@ -13,6 +13,7 @@
 #include "cuda/device/divide.cuh"
 #include "cuda/device/format/integer.cuh"
 #include "cuda/device/layout.cuh"
+#include "cuda/device/schedule/batched.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/kernels/sm90_stream/plan.h"
 #include "cuda/types.h"
@@ -109,6 +110,8 @@ __device__ inline int OwnProduct(const Params& p) {
   for (int part = 1; part < kMaxProducts; ++part) own += cluster >= p.first_cluster[part];
   return own;
 }
+
+__device__ inline Batched<int> ScheduleOf(const Params& p) { return {p.m, p.epilogue.gated}; }
 
 // The part of the product that a CTA owns.
 struct Share {
