@@ -28,6 +28,9 @@
 // order, so that results repeat bit for bit. The epilogue follows that reduction, or the last stage. In a gated
 // product the two atoms of a CTA are a strip of the gate and the same strip of up.
 //
+// Registers. Keep (device/copy.cuh) holds a thread's places in shared memory, which the loop over stages would compute
+// again. By ptxas for sm_80, bf16 by 4 bits, 64 rows: 155 registers, and 166 without Keep, of 168 that 3 CTAs leave.
+//
 // Limits: select.cc. Rows of lhs that are not 16-byte aligned (k % 8 != 0) are copied element by element; everything
 // else about k, m and n is handled by predicates.
 #pragma once

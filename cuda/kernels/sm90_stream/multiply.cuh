@@ -447,7 +447,7 @@ class StageMultiplier : Table<I::kCodebook> {
   // Loads the floats of the super-block in which a slice's scales lie, which is one for all of a warp's atoms.
   template <class R>
   __device__ void LoadSuperFloats(uint32_t stage, int slice, R& rows) const {
-    const int super = Keep(atom_) >> kSuperShift;  // computed again: registers are short
+    const int super = Keep(atom_) >> kSuperShift;
     const int row = super * (p_.stage_super_groups + static_cast<int>(kFloatRows)) +
                     p_.stage_super_groups - FirstScaleRow<I>(p_, atom_);
     const uint32_t floats = ScaleAddress(stage, slice, row * kRows);
@@ -468,8 +468,7 @@ class StageMultiplier : Table<I::kCodebook> {
     const uint32_t scales = ScaleAddress(stage, slice, on);
     rows.LoadScales(scales);
     if constexpr (I::kZero == ZeroKind::kInteger) {
-      const uint32_t beside =
-          Keep(scales_[slice]) / sizeof(S);  // computed again: registers are short
+      const uint32_t beside = Keep(scales_[slice]) / sizeof(S);
       rows.LoadIntegerZeros(stage + p_.zeros_at + beside + on);
     }
     if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(scales + p_.plan.bytes.scales);

@@ -86,8 +86,9 @@ struct Params {
   int prologue_stages;  // stages whose weights are loaded before any activations
   EpilogueParams epilogue;
   Plan plan;
-  // From the groups of a warp's first two atoms to those of the next two, in rows, beyond atom steps. It stands last:
-  // ahead of the others it moved them to other lines of the constant cache, and 4096 x 4096 took 3 % longer.
+  // From the groups of a warp's first two atoms to those of the next two, in rows, beyond atom steps. Members from here
+  // on are behind those of the common path: ahead of them, this one moved them to other lines of the constant cache, and
+  // 4096 x 4096 took 3 % longer.
   int pair_step;
   TableParams table;
   // The residual is a float32 factor of each row [batch * m], and there is no other epilogue.
@@ -102,7 +103,7 @@ struct Params {
 // Orders the consumers among themselves.
 __device__ inline void SynchronizeConsumers() { Synchronize(1, kConsumerThreads); }
 
-// The product of the launch that a CTA works on. Computed again where needed: registers are short.
+// The product of the launch that a CTA works on.
 __device__ inline int OwnProduct(const Params& p) {
   const int cluster = Keep(static_cast<int>(blockIdx.x)) >> p.plan.cluster_shift;
   int own = 0;

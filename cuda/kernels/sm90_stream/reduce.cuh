@@ -219,7 +219,7 @@ class ClusterReducer {
   // Whether the warps of a cluster of one CTA exchange partial sums by plain stores and a named barrier.
   __device__ bool IsAlone() const { return kForSanitizer && p_.plan.cluster_shift == 0; }
 
-  // In the cluster. Read again where needed: registers are short.
+  // In the cluster.
   __device__ static int Rank() { return Keep(ClusterRank()); }
 
   // The address of this lane's part of a fragment.
