@@ -7,6 +7,7 @@
 #include "cuda/device/codebook_rows.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/layout.cuh"
+#include "cuda/device/packed.cuh"
 #include "cuda/device/schedule/batched.cuh"
 #include "cuda/device/schedule/order.cuh"
 #include "cuda/kernels/epilogue.cuh"
@@ -138,11 +139,11 @@ __device__ int LhsChunk(int row, int column) {
   return row * I::kLhsChunks + (column ^ (row % 8));
 }
 
-// The chunk in shared memory of chunk `chunk` of packed weights. A lane has two chunks of an 8-bit atom; lanes i and i
-// + 4 would meet in one bank group when they read their first, so every other run of 8 chunks is swapped pairwise.
+// The chunk in shared memory of chunk `chunk` of packed weights. Where a lane has two chunks of an atom, lanes i and i + 4
+// would meet in one bank group when they read their first, so every other run of 8 chunks is swapped pairwise.
 template <class I>
 __device__ int PackedChunk(int chunk) {
-  return I::kBits == 8 ? chunk ^ (chunk / 8 % 2) : chunk;
+  return kWholeChunks<I::kBits> && kLaneChunks<I::kBits> == 2 ? chunk ^ (chunk / 8 % 2) : chunk;
 }
 
 // Starts copying 16 bytes of packed weights to where chunk number `chunk` of a stage lies behind `packed`.

@@ -65,8 +65,8 @@ class ByteMultiplier : StageConsumer<I> {
 
   static constexpr bool kReadsRows = I::kScalesBytes || I::kZero == ZeroKind::kInteger;
 
-  // Whether registers hold a unit's words beside two units' weights: all but words of 8 bits in tiles of 256 rows.
-  static constexpr bool kLoadsAhead = kBits == 4 || I::kM * I::kStrips < 256;
+  // Whether registers hold a unit's words beside two units' weights: not the widest words in the largest tiles.
+  static constexpr bool kLoadsAhead = kBits * I::kM * I::kStrips < 8 * 256;
 
   static constexpr float kUnit = 1.0f / (1 << Weights::kShift);
   static constexpr int kSteps = 2;  // wgmma of an atom

@@ -36,8 +36,7 @@ struct Instance {
   static constexpr int kBits = kWidth;
   static constexpr Codebook kCodebook = kNumbers;
   // Whether weights are read without the scales and zeros of a single group, which accumulators are multiplied by.
-  static constexpr bool kScalesChannels = kZero != ZeroKind::kFloat &&
-                                          kCodebook != Codebook::kTable &&
+  static constexpr bool kScalesChannels = kZero != ZeroKind::kFloat && !kLooksUp<kCodebook> &&
                                           !(kBytes && (sizeof(S) == 1 || kZero != ZeroKind::kNone));
   // Whether groups may be of 16: formats that come with such groups.
   static constexpr bool kHasSixteens = HasSixteens(kCodebook, sizeof(S));

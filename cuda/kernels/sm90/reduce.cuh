@@ -58,6 +58,25 @@ __device__ inline void AddPartials(const Sum* first, int64_t step, int splits, S
   }
 }
 
+// Stores 8 rows of 64 channels from `m0` on. They are put together in `shared`, 16 bytes at a time, with permuted
+// columns.
+template <typename T>
+__device__ void StoreTogether(const Params& p, const Tile& tile, int strip, int m0,
+                              const float (&values)[4], uint32_t shared) {
+  const Batched<int> schedule = ScheduleOf(p);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t matrices[2] = {Pair<T>::Round(values[0], values[1]),
+                                Pair<T>::Round(values[2], values[3])};
+  StoreTransposed(shared + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16, matrices);
+  __syncthreads();
+  const int row = threadIdx.x / 8, column = threadIdx.x % 8;
+  const int channel = strip * static_cast<int>(kAtom) + column * 8;
+  const int end = schedule.Rows(tile.batch);
+  if (row >= 8 || m0 + row >= end || channel >= p.n) return;
+  T* out = static_cast<T*>(p.out_data) + (schedule.Row(tile.batch, m0) + row) * p.n;
+  *reinterpret_cast<uint4*>(out + channel) = LoadShared16(shared + row * 128 + (column ^ row) * 16);
+}
+
 // A CTA computes 8 rows of a strip of results. Grid: blocks of rows of a tile, strips of a tile, tail tiles.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
@@ -107,30 +126,16 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
     Finish(e, up, residual, values);
   }
-  if (!p.aligned) {
+  if (p.aligned) return StoreTogether<T>(p, tile, strip, m0, values, SharedAddress(shared));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (!exists(i)) continue;
-      if (p.out_float) {
-        static_cast<float*>(p.out_data)[at(i)] = values[i];
-      } else {
-        static_cast<T*>(p.out_data)[at(i)] = T(values[i]);
-      }
+  for (int i = 0; i < 4; ++i) {
+    if (!exists(i)) continue;
+    if (p.out_float) {
+      static_cast<float*>(p.out_data)[at(i)] = values[i];
+    } else {
+      static_cast<T*>(p.out_data)[at(i)] = T(values[i]);
     }
-    return;
   }
-  // Rows of 64 channels are put together, so that 16 bytes are stored at a time. Their columns are permuted.
-  const uint32_t stored = SharedAddress(shared);
-  const uint32_t matrices[2] = {Pair<T>::Round(values[0], values[1]),
-                                Pair<T>::Round(values[2], values[3])};
-  StoreTransposed(stored + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16, matrices);
-  __syncthreads();
-  const int row = threadIdx.x / 8, column = threadIdx.x % 8;
-  const int channel = strip * static_cast<int>(kAtom) + column * 8;
-  const int end = schedule.Rows(tile.batch);
-  if (row >= 8 || m0 + row >= end || channel >= p.n) return;
-  T* out = static_cast<T*>(p.out_data) + (schedule.Row(tile.batch, m0) + row) * p.n;
-  *reinterpret_cast<uint4*>(out + channel) = LoadShared16(stored + row * 128 + (column ^ row) * 16);
 #endif
 }
 

@@ -45,7 +45,7 @@ struct Instance {
   // centred, and if there are many rows, because partial sums of a group would take too many registers. So they do if that takes no more
   // instructions, and for numbers that are not of type T.
   static constexpr bool kScaleSums = (kZeros != ZeroKind::kFloat || kSumsLhs) && kM < 32 &&
-                                     kCodebook != Codebook::kTable && kCodebook != Codebook::kE2m1;
+                                     !kLooksUp<kCodebook> && !kNeedsFactor<kCodebook>;
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
   static constexpr bool kWholeStrips = HasWholeStrips(kBits);

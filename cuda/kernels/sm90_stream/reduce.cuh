@@ -142,11 +142,10 @@ class ClusterReducer {
   }
 
  private:
+  static constexpr bool kSumsIntegers = I::kScaleSums && I::kCodebook == Codebook::kNone;
   static constexpr float kUnit =  // of accumulators
-      1 << (I::kCodebook != Codebook::kNone
-                ? kCodebookShift<typename I::T, typename I::S, I::kCodebook>
-            : I::kScaleSums ? kShift<typename I::T>
-                            : kWeightShift<typename I::T>);
+      1 << (kSumsIntegers ? kShift<typename I::T>
+                          : kProductShift<typename I::T, typename I::S, I::kCodebook>);
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 rows, in the order of lanes
 
   // Adds what all senders sent for this lane.
