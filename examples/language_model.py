@@ -51,7 +51,7 @@ FORMATS = {
     "3 bits, groups of 64, float zero": Choice(jl.Format(3, group_size=64, zero="float")),
 }
 ACTIVATIONS = ("int8", "float8_e4m3fn")
-# What `--formats all` stands for: the formats that `python -m jaxlowbit.info` lists, then those
+# What `--formats all` stands for: the formats that `jaxlowbit info` lists, then those
 # whose products of quantized activations a GPU multiplies in 8 bits.
 EVERY = (
     *("int1-float", "int2", "int3", "int4", "int5", "int6", "int7", "int8", "uint4", "uint8"),

@@ -4,7 +4,8 @@
 and initialises no backend.
 """
 
-from . import _requirements as _requirements  # first: nothing below meets a JAX too old
+from . import _command as _command  # first: the command `jaxlowbit` starts here
+from . import _requirements as _requirements  # second: nothing below meets a JAX too old
 from ._backends import extension as _extension
 from ._backends.call import EXPORT_CHECKS as EXPORT_CHECKS
 from ._composite.block import quantized_block as quantized_block
@@ -36,6 +37,7 @@ from ._matmul.integers import integer_matmul as integer_matmul
 from ._matmul.support import supported_backends as supported_backends
 from ._tuning import table as _table
 from ._tuning.explain import explain as explain
+from ._tuning.tune import tune as tune
 from ._version import __version__ as __version__
 
 _exporting.register()

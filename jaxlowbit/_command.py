@@ -1,47 +1,141 @@
-"""Runs the command lines of the package: their errors, closed pipes and Ctrl-C."""
+"""The command `jaxlowbit`, also `python -m jaxlowbit`: its subcommands, errors and signals.
+
+`jaxlowbit/__init__.py` imports this module first. If the process is the command, help and a wrong
+subcommand end it there, before JAX is imported, and so does Ctrl-C until the subcommand runs.
+"""
 
 import argparse
+import importlib
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ._version import __version__
 
 
-def run_command(
-    parser: argparse.ArgumentParser,
-    run: Callable[[argparse.Namespace], int | None],
-    arguments: Sequence[str] | None = None,
-) -> None:
-    """Parses the arguments and calls `run` with them; ends the process if that fails.
+class Subcommand(NamedTuple):
+    """A subcommand NAME, whose module is imported only when it is requested.
 
-    `run` returns an exit status; None is 0. After an `ImportError`, `OSError` or `ValueError` the
-    status is 1, and standard error gets one line: the name of the command (`options.prog`, if a
-    subcommand sets it) and the text of the error. Wrong arguments end with 2 and the usage. After
-    Ctrl-C the status is 130, and if the reader of the output closes its pipe, as `head` does, 141:
-    the numbers that shells give to the signals. `run` must not catch `BrokenPipeError`, which is an
-    `OSError`.
+    Function `add_NAME` of the module adds the arguments to a parser, and returns the function that
+    runs them: it takes the parsed arguments and returns the exit status, or None for 0.
     """
-    options = parser.parse_args(arguments)
-    message = None
+
+    module: str
+    summary: str
+    example: str
+
+
+SUBCOMMANDS = {
+    "info": Subcommand(
+        "_tuning.info",
+        "Prints the build, the devices of this machine and the formats.",
+        "jaxlowbit info",
+    ),
+    "explain": Subcommand(
+        "_tuning.explain",
+        "Prints the backend, kernel and tile of a product, and why.",
+        "jaxlowbit explain --shapes 14336x4096 --tokens 1 512 --format int4-g128 --device H200",
+    ),
+    "tune": Subcommand(
+        "_tuning.tune",
+        "Measures CUDA kernels on the weights of a model, for this GPU.",
+        "jaxlowbit tune --shapes 6144x4096 4096x4096 --tokens 1 16 --format int4-g128",
+    ),
+    "compile": Subcommand(
+        "_tuning.compiling",
+        "Compiles CUDA kernels that the build lacks, without a GPU.",
+        "jaxlowbit compile --format int2-g128 --device H200",
+    ),
+    "chat": Subcommand(
+        "_llm.command",
+        "Chats with a language model until the end of the input.",
+        "jaxlowbit chat model.gguf --system 'Answer in one sentence.'",
+    ),
+    "generate": Subcommand(
+        "_llm.command",
+        "Answers one prompt with a language model.",
+        "jaxlowbit generate model.gguf --prompt 'What is the capital of France?'",
+    ),
+    "perplexity": Subcommand(
+        "_llm.command",
+        "Measures how well a language model predicts a text.",
+        "jaxlowbit perplexity model.gguf --text book.txt --context 512",
+    ),
+    "bench": Subcommand(
+        "_llm.command",
+        "Measures the tokens per second of a language model.",
+        "jaxlowbit bench llama3-8b --format int4-g128 --batch 1 16",
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command; None for `arguments` takes the arguments of the process."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    run_command(" ".join(["jaxlowbit", *given[:1]]), lambda: _run(given))
+
+
+def run_command(name: str, run: Callable[[], int | None]) -> None:
+    """Calls `run`, which returns an exit status or None; ends the process unless that is 0.
+
+    After an `ImportError`, `OSError` or `ValueError` the status is 1, and standard error gets one
+    line: `name` and the text of the error. After Ctrl-C the status is 130, and if the reader of the
+    output closes its pipe, as `head` does, 141: the numbers that shells give to the signals. `run`
+    must not catch `BrokenPipeError`, which is an `OSError`.
+    """
+    message = ""
     try:
-        status = run(options)
-        sys.stdout.flush()  # a closed pipe may be noticed only here
+        try:
+            status = run()
+        finally:
+            sys.stdout.flush()  # a closed pipe may be noticed only here
     except BrokenPipeError:
         status = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         status, message = 128 + signal.SIGINT, "\n"
     except (ImportError, OSError, ValueError) as error:
-        name = getattr(options, "prog", parser.prog).removeprefix("python -m ")
         status, message = 1, f"{name}: {sentence(error)}\n"
     if status:
         _drop_unwritten()
-        parser.exit(status, message)
+        sys.stderr.write(message)
+        sys.exit(status)
 
 
 def sentence(error: Exception) -> str:
     """The text of an error in one line, without the name of the function that begins it."""
     return re.sub(r"^[A-Za-z]\w*(\.\w+)?: ", "", " ".join(str(error).split()))
+
+
+def _run(given: Sequence[str]) -> int | None:
+    listed = "".join(f"\n  {name:11} {it.summary}" for name, it in SUBCOMMANDS.items())
+    parser = _parser(
+        "jaxlowbit",
+        "Low-bit matrix products for JAX: commands for kernels and language models.",
+        f"commands:{listed}\n\njaxlowbit COMMAND --help lists the options of a command.",
+    )
+    parser.usage = "jaxlowbit [-h] [--version] COMMAND ..."
+    parser.add_argument("--version", action="version", version=f"jaxlowbit {__version__}")
+    parser.add_argument(
+        "command", choices=list(SUBCOMMANDS), metavar="COMMAND", help=argparse.SUPPRESS
+    )
+    name = parser.parse_args(given[:1]).command  # exits for --help and for other names
+    module, summary, example = SUBCOMMANDS[name]
+    parser = _parser(f"jaxlowbit {name}", summary, f"example:\n  {example}")
+    add = getattr(importlib.import_module(f".{module}", __package__), f"add_{name}")
+    run = add(parser)
+    options = parser.parse_args(given[1:])
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return run(options)
+
+
+def _parser(name: str, summary: str, ending: str) -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(name, description=summary, epilog=ending, formatter_class=raw)
 
 
 def _drop_unwritten() -> None:
@@ -51,3 +145,19 @@ def _drop_unwritten() -> None:
     except OSError:
         with open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), sys.stdout.fileno())
+
+
+def _is_command() -> bool:
+    """Whether this process is the script `jaxlowbit` or `python -m jaxlowbit`."""
+    program = "".join(sys.orig_argv[-len(sys.argv) :][:1])  # sys.argv[0] before Python changes it
+    if sys.argv[:1] == ["-m"]:  # until Python has found the module
+        return program.removeprefix("-m") == "jaxlowbit"
+    return sys.argv[:1] == [program] and Path(program).name == "jaxlowbit"
+
+
+if _is_command():
+    # Ctrl-C ends the process without a traceback. A process that ignores SIGINT keeps doing so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not SUBCOMMANDS.keys() & set(sys.argv[1:2]):
+        main()

@@ -221,7 +221,7 @@ def memos(request: pytest.FixtureRequest) -> Iterator[None]:
     for value in vars(request.module).values():
         if isinstance(value, functools._lru_cache_wrapper):
             defined = Path(value.__wrapped__.__code__.co_filename)
-            if defined.parent == Path(__file__).parent:
+            if defined.is_relative_to(Path(__file__).parent):
                 value.cache_clear()
 
 
@@ -241,6 +241,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def of_jax(items: list[pytest.Item]) -> list[pytest.Item]:
     """The tests that `--only-jax` keeps."""
+    files = {path.stem.removeprefix("test_") for path in Path(__file__).parent.rglob("test_*.py")}
     kept, found = {}, set()
     for item in items:
         assert isinstance(item, pytest.Function)
@@ -253,7 +254,7 @@ def of_jax(items: list[pytest.Item]) -> list[pytest.Item]:
         kept.setdefault((test, *(repr(item.callspec.params[name]) for name in ways)), item)
     for name in set(NOT_OF_JAX) - found:
         file = name.partition("::")[0]
-        if file in found or not (Path(__file__).parent / f"test_{file}.py").exists():
+        if file in found or file not in files:
             raise pytest.UsageError(f"{name} of conftest.NOT_OF_JAX does not exist")
     return list(kept.values())
 

@@ -6,10 +6,10 @@
     python tools/golden.py --against SITE         # whole programs, by this build and by another
     python tools/golden.py --against SITE --problems --only "^block"
 
-`tests/golden_problems.py` lists the problems. A file has two short hashes for each,
-`operands:results`, and the versions that made them. `tests/golden_programs.py` lists the whole
-programs. Their bits also depend on XLA, so both builds run them here. SITE is a folder with the
-other `jaxlowbit`; `--tool` names its `tools/golden.py` if public names differ.
+`tests/support/golden_problems.py` lists the problems. A file has two short hashes for each,
+`operands:results`, and the versions that made them. `tests/support/golden_programs.py` lists the
+whole programs. Their bits also depend on XLA, so both builds run them here. SITE is a folder with
+the other `jaxlowbit`; `--tool` names its `tools/golden.py` if public names differ.
 
 Every problem runs twice; one whose results differ is an error. The result of a problem that raises
 is the first line of the error. Processes that die are replaced. Prints each difference, and the
@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/data/golden"
 ERROR = "!"  # begins what stands in place of the hashes of a problem that raised
-_PATHS = [str(ROOT / "tests"), str(ROOT / "tools")]
+_PATHS = [str(ROOT / "tests/support"), str(ROOT / "tools")]
 sys.path[:0] = _PATHS
 run_programs = importlib.import_module("run_programs")
 

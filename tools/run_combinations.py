@@ -1,4 +1,4 @@
-"""Computes the combinations of tests/combinations.py, and writes the table of their errors.
+"""Computes the combinations of tests/support/combinations.py, and writes the table of their errors.
 
     python tools/run_combinations.py --out cpu.jsonl               # all, on the backends here
     python tools/run_combinations.py --out gpu.jsonl --workers 12
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/measurements/combinations.md"
 RESULTS = ROOT / "benchmarks/results/combinations"
 INTERPRETED = 24  # combinations that Pallas computes on the CPU
-_PATHS = [str(ROOT / "tests"), str(ROOT / "tools")]
+_PATHS = [str(ROOT / "tests/support"), str(ROOT / "tools")]
 _KEPT_PROGRAMS = 20  # combinations after which compiled programs are dropped
 _MARKED = re.compile(r"(<!-- combinations -->\n).*?(<!-- /combinations -->)", re.DOTALL)
 

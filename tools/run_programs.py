@@ -1,4 +1,4 @@
-"""Random programs (tests/programs.py) under each of the ways in which XLA may run them on a GPU.
+"""Random programs (`programs.py` of the tests) under each way in which XLA may run them on a GPU.
 
     python tools/run_programs.py                         # 600 under each setting of SETTINGS
     python tools/run_programs.py --count 3000 --settings "default"
@@ -39,7 +39,7 @@ SETTINGS = {
 PLAIN = [name for name in SETTINGS if name != "default"]
 # What makes compiling cheap, for all of them.
 _CHEAP = "--xla_gpu_autotune_level=0"
-_PATHS = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parent)]
+_PATHS = [str(Path(__file__).parents[1] / "tests/support"), str(Path(__file__).parent)]
 _WORKER = (sys.executable, __file__, "--worker")
 # Runs of each program: the first results are kept, so that buffers move; the last two are alike.
 _RUNS = 4

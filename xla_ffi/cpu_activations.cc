@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <memory>
 
-#include "xla_ffi/cpu/qmm_cpu.h"
-#include "xla_ffi/cpu/tuning.h"
+#include "cpu/qmm_cpu.h"
+#include "cpu/tuning.h"
 #include "xla_ffi/cpu_overlap.h"
 #include "xla_ffi/cpu_team.h"
 #include "xla_ffi/handlers.h"

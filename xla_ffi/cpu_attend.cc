@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "cpu/qmm_cpu.h"
 #include "cuda/extents.h"
-#include "xla_ffi/cpu/qmm_cpu.h"
 #include "xla_ffi/cpu_team.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/operands.h"

@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/qmm_cpu.h"
+#include "cpu/tuning.h"
 #include "xla_ffi/block_operands.h"
-#include "xla_ffi/cpu/qmm_cpu.h"
-#include "xla_ffi/cpu/tuning.h"
 #include "xla_ffi/cpu_team.h"
 #include "xla_ffi/handlers.h"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The CPU handler of one product.
-#include "xla_ffi/cpu/qmm_cpu.h"
+#include "cpu/qmm_cpu.h"
 #include "xla_ffi/cpu_overlap.h"
 #include "xla_ffi/cpu_team.h"
 #include "xla_ffi/handlers.h"

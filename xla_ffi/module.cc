@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/qmm_cpu.h"
 #include "cuda/codebook.h"
 #include "cuda/extents.h"
 #include "cuda/gpu.h"
@@ -25,7 +26,6 @@
 #include "cuda/select/select.h"
 #include "cuda/select/tuned.h"
 #include "xla_ffi/attributes.h"
-#include "xla_ffi/cpu/qmm_cpu.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/jit.h"
 #if defined(JAXLOWBIT_WITH_CUDA)

@@ -1,4 +1,4 @@
-"""Products, and a transformer's block, as custom calls of the CPU (`xla_ffi/cpu/`)."""
+"""Products, and a transformer's block, as custom calls of the CPU (`cpu/`)."""
 
 import math
 from collections.abc import Sequence

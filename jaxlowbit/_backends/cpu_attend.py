@@ -8,7 +8,7 @@ from jax import Array
 from .._core.dtypes import FLOATS
 from . import call, extension
 
-_MOST_SIZE = 256  # as in `xla_ffi/cpu/attend_cpu.h`
+_MOST_SIZE = 256  # as in `cpu/attend_cpu.h`
 
 
 def unsupported(dtype: jnp.dtype, *, head_size: int) -> str | None:

@@ -24,7 +24,7 @@ except ImportError as error:
 
 
 def build_info() -> dict:
-    """Describes what was compiled; `python -m jaxlowbit.info` prints it."""
+    """Describes what was compiled; `jaxlowbit info` prints it."""
     return ffi.build_info()
 
 

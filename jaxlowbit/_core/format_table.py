@@ -1,4 +1,4 @@
-"""The table of formats with names: what the pages and `python -m jaxlowbit.info` say of each."""
+"""The table of formats with names: what the pages and `jaxlowbit info` say of each."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""`python -m jaxlowbit.llm chat`: a conversation with a language model."""
+"""The command `jaxlowbit chat`: a conversation with a language model."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""The command `python -m jaxlowbit.llm`."""
+"""The commands for language models: `jaxlowbit chat`, `generate`, `perplexity` and `bench`."""
 
 import argparse
 import functools
@@ -7,14 +7,13 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
 
-from .._command import run_command
 from .._core import activations
 from .._core.dtypes import FLOATS
 from .._core.format import INT4, Format, parse_format
@@ -43,24 +42,116 @@ _SIZES = {
     for name in ("prompt_tokens", "new_tokens", "repeats")
 }
 """Arguments of `bench`, and their defaults."""
-_SUMMARY = "Runs a language model with low-bit weights: a GGUF file or a folder of safetensors."
+Run = Callable[[argparse.Namespace], None]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command `python -m jaxlowbit.llm`."""
-    run_command(_parser(), _run, arguments)
+def add_chat(parser: argparse.ArgumentParser) -> Run:
+    _add_model(parser)
+    _add_drawing(parser, temperature=0.7, min_p=0.05, seed="of the draws; each turn adds 1")
+    return _as_command(_chat)
 
 
-def _run(options: argparse.Namespace) -> None:
-    for file in (sys.stdout, sys.stderr):
-        if isinstance(file, io.TextIOWrapper):
-            file.reconfigure(errors="replace")  # of characters that the terminal lacks
-    try:
-        options.run(options)
-    except jax.errors.JaxRuntimeError as error:  # such as memory that is exhausted
-        raise ValueError(str(error).partition("\n")[0]) from error
-    except ValueError as error:
-        raise ValueError(_with_options(str(error), options)) from error
+def add_generate(parser: argparse.ArgumentParser) -> Run:
+    _add_model(parser)
+    _add_drawing(parser, temperature=0.0, min_p=None, seed="of the draws")
+    prompt = "a text, or - for standard input"
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
+    samples = "how many replies to draw; they are printed at the end"
+    parser.add_argument("--n", type=int, default=1, metavar="N", help=samples)
+    logprobs = "print the log-probability of each token, and N likely ones with theirs"
+    parser.add_argument("--logprobs", type=int, metavar="N", help=logprobs)
+    parser.add_argument("--raw", action="store_true", help="without the chat template")
+    _add_json(parser)
+    return _as_command(_generate)
+
+
+def add_perplexity(parser: argparse.ArgumentParser) -> Run:
+    _add_model(parser)
+    text = "a text file in UTF-8, or - for standard input"
+    parser.add_argument("--text", required=True, metavar="FILE", help=text)
+    window = "tokens of a window (%(default)s)"
+    parser.add_argument("--context", type=int, default=512, metavar="N", help=window)
+    _add_json(parser)
+    return _as_command(_perplexity)
+
+
+def add_bench(parser: argparse.ArgumentParser) -> Run:
+    _add_model(
+        parser,
+        "; or a name, for random weights in the format, or in floats with --format float: "
+        + ", ".join(SHAPES),
+    )
+    batch = "numbers of sequences, measured one after the other (1)"
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help=batch)
+    for name, default in _SIZES.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=default, metavar="N", help="(%(default)s)")
+    _add_json(parser)
+    return _as_command(_bench)
+
+
+def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
+    files = f"a GGUF file, or a folder of safetensors{also}"
+    parser.add_argument("model", metavar="MODEL", help=files)
+    parser.add_argument("--format", help="such as int4-g128, to quantize float weights by")
+    parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
+    inputs = "to which blocks round the inputs of products with quantized weights"
+    dtypes = [str(dtype) for dtype in activations.VALUES]
+    parser.add_argument("--activation-dtype", choices=dtypes, help=inputs)
+    fewer = "tokens at a time from which they do; fewer are floats"
+    parser.add_argument("--activation-rows", type=int, metavar="N", help=fewer)
+    devices = "how many devices to divide the model over"
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
+
+
+def _add_drawing(
+    parser: argparse.ArgumentParser, temperature: float, min_p: float | None, seed: str
+) -> None:
+    longest = "of a reply at most (%(default)s)"
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help=longest)
+    likely = "0 takes the most likely token (%(default)s)"
+    parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=likely)
+    for option, kind, metavar, summary in _DRAWING:
+        parser.add_argument(option, type=kind, metavar=metavar, help=summary)
+    parser.set_defaults(min_p=min_p)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=seed)
+    stop = "text that ends a reply; may be repeated"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    parser.add_argument("--system", metavar="TEXT", help="the message that a chat begins with")
+    variable = "variable of the chat template, in JSON: enable_thinking=false; may be repeated"
+    parser.add_argument(
+        "--template-option", action="append", default=[], metavar="NAME=VALUE", help=variable
+    )
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print results as a last line of JSON")
+
+
+def _as_command(command: Run) -> Run:
+    """Wraps a command: prepares the process, and rewrites errors for the command line."""
+
+    def run(options: argparse.Namespace) -> None:
+        keep_programs()
+        for file in (sys.stdout, sys.stderr):
+            if isinstance(file, io.TextIOWrapper):
+                file.reconfigure(errors="replace")  # of characters that the terminal lacks
+        try:
+            command(options)
+        except jax.errors.JaxRuntimeError as error:  # such as memory that is exhausted
+            raise ValueError(str(error).partition("\n")[0]) from error
+        except ValueError as error:
+            raise ValueError(_with_options(str(error), options)) from error
+
+    return run
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs for the next start, unless JAX already has a folder for them."""
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = Path("~/.cache/jaxlowbit/compiled").expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def _with_options(message: str, options: argparse.Namespace) -> str:
@@ -69,78 +160,6 @@ def _with_options(message: str, options: argparse.Namespace) -> str:
     if found is None or found[1] not in vars(options):
         return message
     return f"--{found[1].replace('_', '-')}{message[found.end(1) :]}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m jaxlowbit.llm", description=_SUMMARY)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(run: Any, name: str, summary: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=summary, description=summary)
-        added.add_argument("model", metavar="MODEL", help="a GGUF file, or a folder of safetensors")
-        added.add_argument("--format", help="such as int4-g128, to quantize float weights by")
-        added.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
-        inputs = "to which blocks round the inputs of products with quantized weights"
-        dtypes = [str(dtype) for dtype in activations.VALUES]
-        added.add_argument("--activation-dtype", choices=dtypes, help=inputs)
-        fewer = "tokens at a time from which they do; fewer are floats"
-        added.add_argument("--activation-rows", type=int, metavar="N", help=fewer)
-        devices = "how many devices to divide the model over"
-        added.add_argument("--devices", type=int, default=1, metavar="N", help=devices)
-        added.set_defaults(run=run, prog=added.prog)
-        return added
-
-    for name, run, summary in (
-        ("chat", _chat, "Talks with the model, until the end of the input (Ctrl-D)."),
-        ("generate", _generate, "Answers one prompt."),
-    ):
-        added = command(run, name, summary)
-        longest = "of a reply at most (%(default)s)"
-        added.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help=longest)
-        temperature = 0.7 if name == "chat" else 0.0
-        summary = "0 takes the most likely token (%(default)s)"
-        added.add_argument(
-            "--temperature", type=float, default=temperature, metavar="T", help=summary
-        )
-        for option, kind, metavar, summary in _DRAWING:
-            added.add_argument(option, type=kind, metavar=metavar, help=summary)
-        if name == "chat":
-            added.set_defaults(min_p=0.05)
-        seed = "of the draws; each turn adds 1" if name == "chat" else "of the draws"
-        added.add_argument("--seed", type=int, default=0, metavar="N", help=seed)
-        stop = "text that ends a reply; may be repeated"
-        added.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
-        added.add_argument("--system", metavar="TEXT", help="the message that a chat begins with")
-        variable = "variable of the chat template, in JSON: enable_thinking=false; may be repeated"
-        added.add_argument(
-            "--template-option", action="append", default=[], metavar="NAME=VALUE", help=variable
-        )
-    prompt = "a text, or - for standard input"
-    added.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
-    samples = "how many replies to draw; they are printed at the end"
-    added.add_argument("--n", type=int, default=1, metavar="N", help=samples)
-    logprobs = "print the log-probability of each token, and N likely ones with theirs"
-    added.add_argument("--logprobs", type=int, metavar="N", help=logprobs)
-    added.add_argument("--raw", action="store_true", help="without the chat template")
-    added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
-
-    added = command(_perplexity, "perplexity", "Measures how well the model predicts a text.")
-    text = "a text file in UTF-8, or - for standard input"
-    added.add_argument("--text", required=True, metavar="FILE", help=text)
-    window = "tokens of a window (%(default)s)"
-    added.add_argument("--context", type=int, default=512, metavar="N", help=window)
-    added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
-
-    summary = "Measures tokens per second; MODEL may be a name, for random weights in the format, "
-    summary += "or in floats with --format float: "
-    added = command(_bench, "bench", summary + ", ".join(SHAPES))
-    batch = "numbers of sequences, measured one after the other (1)"
-    added.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help=batch)
-    for name, default in _SIZES.items():
-        flag = f"--{name.replace('_', '-')}"
-        added.add_argument(flag, type=int, default=default, metavar="N", help="(%(default)s)")
-    added.add_argument("--json", action="store_true", help="print results as a last line of JSON")
-    return parser
 
 
 def _loaded(options: argparse.Namespace, path: Any) -> LanguageModel:

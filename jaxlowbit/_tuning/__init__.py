@@ -1,1 +1,1 @@
-"""Choices of kernels: devices, `explain`, tables of measured choices, and how they are measured."""
+"""Commands about kernels (`info`, `explain`, `tune`, `compile`), and tables of measured choices."""

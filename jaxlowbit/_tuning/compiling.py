@@ -1,15 +1,14 @@
-"""The command that compiles kernels into the cache, where there need be no GPU."""
+"""The command `jaxlowbit compile`: compiles kernels into the cache, without a GPU."""
 
 import argparse
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
 
 from .._backends import cuda, custom_calls, extension, instances
 from .._backends.extension import ffi
 from .._backends.instances import HOPPER, Instance
-from .._command import run_command
 from .._core.activations import EXACT, VALUES
 from .._core.dtypes import FLOATS
 from .._core.format import format_name, parse_format
@@ -17,32 +16,23 @@ from .._core.layout import blocks
 from .._matmul import quantized_lhs
 from . import devices
 from .devices import Device
-from .weights import Weight, find
+from .weights import Weight, add_arguments, check_tokens, find
 
-_SUMMARY = (
-    "Compiles the CUDA kernels of formats whose kernels are not part of the build, and keeps them "
-    "where programs look for them. Needs a compiler, and no GPU."
-)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command `python -m jaxlowbit.compile`."""
-    parser = argparse.ArgumentParser("python -m jaxlowbit.compile", description=_SUMMARY)
-    parser.add_argument("checkpoint", nargs="?", help="safetensors file, or a folder of them")
-    parser.add_argument("--shapes", nargs="+", metavar="NxK", help="instead of a checkpoint")
-    parser.add_argument("--format", nargs="+", default=[], help="such as int2-g128")
+def add_compile(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    add_arguments(parser, [], _ROWS)
     parser.add_argument(
         "--dtype", default="bfloat16", help="of the activations; int8, float8_e4m3fn: quantized"
     )
-    parser.add_argument("--tokens", nargs="+", type=int, default=_ROWS, metavar="M", help="rows")
     parser.add_argument("--device", choices=devices.GPUS, help="the GPU; the first that JAX sees")
     parser.add_argument("--transposed", action="store_true", help="for gradients, too")
-    run_command(parser, _run, arguments)
+    return _run
 
 
 def _run(options: argparse.Namespace) -> int:
-    device = _device(options.device)
+    tokens, device = check_tokens(options.tokens), _device(options.device)
     formats = [parse_format(text) for text in options.format]
     taken = (*FLOATS, *VALUES)
     if str(options.dtype) not in map(str, taken):
@@ -65,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("name a checkpoint, --shapes with --format, or --format alone.")
     if sources:
         weights = find(sources[0], formats, str(floats))
-        wanted = _of_weights(weights, dtype, options.tokens, device, options.transposed)
+        wanted = _of_weights(weights, dtype, tokens, device, options.transposed)
     else:
         found = [
             instance

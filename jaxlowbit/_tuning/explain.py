@@ -1,8 +1,9 @@
-"""`explain`: what a product would run, without running it."""
+"""`explain`, which names the kernel of a product without running it, and its command."""
 
+import argparse
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,13 +12,17 @@ import jax.numpy as jnp
 from .._backends import cpu, custom_calls, extension, selection
 from .._backends.instances import HOPPER
 from .._core import checks
-from .._core.activations import EXACT, QuantizedActivations
+from .._core.activations import EXACT, VALUES, QuantizedActivations
 from .._core.array import QuantizedArray
+from .._core.dtypes import FLOATS
+from .._core.format import parse_format
+from .._core.quantize import quantize
 from .._matmul import quantized_lhs
 from .._matmul.api import quantized_matmul
 from .._matmul.options import Options
 from . import devices
 from .devices import Device
+from .weights import add_arguments, check_tokens, find
 
 
 def explain(
@@ -26,7 +31,7 @@ def explain(
     """Says which backend, kernel, tile and split `lhs @ rhs` would run on a device, and why.
 
     Nothing runs. For CUDA it asks the function that the custom call itself asks, which knows what
-    was measured by `python -m jaxlowbit.tune` on a device of that name.
+    was measured by `jaxlowbit tune` on a device of that name.
 
     **Arguments:**
 
@@ -75,6 +80,33 @@ def explain(
         *_choice(jnp.dtype(lhs.dtype), narrow, rhs, rows, where),
     ]
     return "\n".join(f"{topic:8} {finding}" for topic, finding in findings)
+
+
+def add_explain(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+    add_arguments(parser, ["int4-g128"], [1])
+    dtypes, values = list(map(str, FLOATS)), list(map(str, VALUES))
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the activations")
+    parser.add_argument("--activation-dtype", choices=values, help="to which they are rounded")
+    gpus = ["cpu", *devices.GPUS]
+    parser.add_argument("--device", choices=gpus, help="default: the first that JAX sees")
+    return _run
+
+
+def _run(options: argparse.Namespace) -> None:
+    sources = [source for source in (options.checkpoint, options.shapes) if source is not None]
+    if len(sources) != 1:
+        raise ValueError("name a checkpoint or --shapes.")
+    formats, tokens = map(parse_format, options.format), check_tokens(options.tokens)
+    weights = find(sources[0], list(formats), options.dtype, excluded=lambda *_: None)
+    separator = ""
+    for weight in weights:
+        floats = jax.ShapeDtypeStruct((weight.k, weight.n), weight.scale)
+        rhs = jax.eval_shape(functools.partial(quantize, format=weight.format), floats)
+        for m in tokens:
+            lhs = jax.ShapeDtypeStruct((m, weight.k), options.dtype)
+            rounded = options.activation_dtype
+            print(separator + explain(lhs, rhs, activation_dtype=rounded, device=options.device))
+            separator = "\n"
 
 
 def _choice(
@@ -126,7 +158,7 @@ def _choice(
     yield "why", f"m={m}, batch={batch}: tiles of {block_m} rows, {-(-m // block_m)} per weight"
     sms = f"the {device.num_sms} multiprocessors of {device.name}"
     if choice["tuned"]:
-        yield "", f"measured to be the fastest on {device.name}: python -m jaxlowbit.tune --show"
+        yield "", f"measured to be the fastest on {device.name}: jaxlowbit tune --show"
     elif split_k > 1:
         yield "", f"the sum over k={rhs.k} in {split_k} parts occupies {sms} better than in one"
     else:

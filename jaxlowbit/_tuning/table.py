@@ -151,7 +151,7 @@ def _cache() -> Path:
 
 
 def _warn_unused(path: Path, reason: str) -> None:
-    _warn(f"the choices in {path} are not used: {reason}. Run python -m jaxlowbit.tune again.")
+    _warn(f"the choices in {path} are not used: {reason}. Run jaxlowbit tune again.")
 
 
 def _warn(sentence: str) -> None:

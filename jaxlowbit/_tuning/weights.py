@@ -1,5 +1,6 @@
 """The weights to measure: from shapes, from a checkpoint, or from a tree with quantized arrays."""
 
+import argparse
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from .._backends import custom_calls
 from .._core import layout
 from .._core.array import QuantizedArray
+from .._core.checks import brief
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from .._core.heads import HEADS, is_router
@@ -33,6 +35,34 @@ class Weight(NamedTuple):
 class _Header(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, formats: Sequence[str], tokens: Sequence[int]
+) -> None:
+    """Adds the arguments for the weights and rows of a command, with these defaults."""
+    parser.add_argument("checkpoint", nargs="?", help="safetensors file, or a folder of them")
+    parser.add_argument("--shapes", nargs="+", metavar="NxK", help="instead of a checkpoint")
+    parser.add_argument("--tokens", nargs="+", type=int, default=tokens, metavar="M", help="rows")
+    parser.add_argument("--format", nargs="+", default=formats, help="such as int4-g128")
+
+
+def check_tokens(tokens: Any) -> list[int]:
+    """Returns distinct numbers of rows in ascending order.
+
+    **Raises:** `TypeError` for other types than lists, `ValueError` for numbers out of range.
+    """
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
+        raise TypeError(
+            f"tune: tokens is {brief(tokens)}, but it is a list of numbers of rows, such as "
+            "[1, 16, 256]."
+        )
+    for m in tokens:
+        if type(m) is not int or not 0 < m <= 1 << 20:
+            raise ValueError(f"tune: {brief(m)} is no number of tokens; name some from 1 to 2^20.")
+    if not tokens:
+        raise ValueError("tune: there are no numbers of tokens; name some, such as 1 16 256.")
+    return sorted(set(tokens))
 
 
 Reason = Callable[[Format, str], str | None]

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A problem with random data on the GPU, and its exact answer.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/problem.h"
+
+namespace jaxlowbit::check {
+
+// Ends the program with the names of the call and of the error if there is one.
+void Check(cudaError_t error, const char* what);
+
+// Device memory, freed with its owner.
+class DeviceBuffer {
+ public:
+  explicit DeviceBuffer(int64_t bytes);
+  ~DeviceBuffer();
+  DeviceBuffer(DeviceBuffer&& other) noexcept;
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+
+  void* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Bytes of packed weights, scales and zeros that one call reads.
+int64_t WeightBytes(const QuantizedMatmul& problem);
+
+// Operands that a problem may be without.
+struct Optional {
+  bool index = false, bias = false, residual = false;
+};
+
+// The units that weights have beside their scales: of e4m3 one for each weight, of integers one for each channel, in
+// padded rows beside an lhs of 8 bits.
+int64_t UnitsOf(const QuantizedMatmul& problem);
+
+// Random operands for `problem`, with `copies` sets of weights, so that a timing can keep them out of L2.
+class DeviceProblem {
+ public:
+  DeviceProblem(const QuantizedMatmul& problem, const Optional& optional, int copies,
+                uint64_t seed);
+
+  // The buffers of one call that uses weight set `copy`.
+  Buffers buffers(int copy) const;
+  int64_t workspace_bytes() const { return workspace_.bytes(); }
+  const Optional& optional() const { return optional_; }
+
+  // Overwrites out and workspace with NaN patterns, so that an unwritten element shows.
+  void Poison() const;
+  // The largest error of out, as a fraction of the bound on a right answer; NaN counts as infinite. Of more than
+  // `most` elements, half to twice as many are checked, spread over rows and columns.
+  double ErrorOverBound(int copy, int64_t most) const;
+  // A number that differs if the bits of out do, but for a chance of 2^-32.
+  uint64_t Digest() const;
+
+ private:
+  QuantizedMatmul problem_;
+  Optional optional_;
+  std::vector<float> codebook_;  // its numbers; none for integers
+  DeviceBuffer numbers_;         // those of the codebook, on the GPU
+  DeviceBuffer lhs_, lhs_scale_, packed_, scale_, unit_, zero_, index_, permutation_, gathered_,
+      bias_, residual_, out_, workspace_;
+  int64_t packed_stride_, scale_stride_, zero_stride_;  // bytes of one set
+};
+
+std::string Describe(const QuantizedMatmul& problem, const Optional& optional);
+
+}  // namespace jaxlowbit::check

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "cuda/check/time_choices.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <limits>
+#include <set>
+#include <string>
+
+#include "cuda/launch.h"
+#include "cuda/select/select.h"
+#include "cuda/timing.h"
+
+namespace jaxlowbit::check {
+namespace {
+
+constexpr int64_t kColdBytes = int64_t{240} << 20;  // four times the L2 of an H200
+constexpr double kLeastGraphMicroseconds = 400;     // beside which the start of a graph is short
+constexpr int64_t kMostCalls = 512;                 // of a graph
+constexpr TimingEffort kEffort = {10, 3, 20, 250};
+constexpr double kMostOverLeast = 3;  // of costs
+constexpr size_t kMostOfAKernel = 24;
+constexpr int64_t kFewRows = 32;  // those that a decode step has
+
+// The costs of the choices of one kernel, ascending.
+using Ranked = std::vector<std::pair<double, Choice>>;
+
+Ranked Rank(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
+  Ranked ranked;
+  for (const Choice& choice : AllChoices(kernel, problem, device, kMaxWorkspaceBytes)) {
+    ranked.emplace_back(Cost(problem, device, choice), choice);
+  }
+  std::stable_sort(ranked.begin(), ranked.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  return ranked;
+}
+
+// The cheapest half of kMostOfAKernel, and as many again that are spread over the costs above them.
+void Thin(Ranked* ranked) {
+  if (ranked->size() <= kMostOfAKernel) return;
+  constexpr size_t kCheapest = kMostOfAKernel / 2, kSpread = kMostOfAKernel - kCheapest;
+  const size_t others = ranked->size() - kCheapest;
+  for (size_t i = 0; i < kSpread; ++i) {
+    (*ranked)[kCheapest + i] = (*ranked)[kCheapest + (i + 1) * others / kSpread - 1];
+  }
+  ranked->resize(kMostOfAKernel);
+}
+
+// The choices that may be the fastest, or show what the others cost: those whose cost is up to kMostOverLeast of the
+// least one, thinned out, and what each kernel would choose for itself.
+std::vector<Choice> ChoicesToTime(const QuantizedMatmul& problem, const Device& device,
+                                  double* least) {
+  std::vector<Ranked> kernels;
+  *least = std::numeric_limits<double>::infinity();
+  for (int number = 0; number < kNumKernels; ++number) {
+    kernels.push_back(Rank(static_cast<Kernel>(number), problem, device));
+    if (!kernels.back().empty()) *least = std::min(*least, kernels.back().front().first);
+  }
+  std::vector<Choice> choices;
+  std::set<ChoiceNumbers> added;
+  const auto add = [&](const Choice& choice) {
+    if (added.insert(NumbersOf(choice)).second) choices.push_back(choice);
+  };
+  for (Ranked& ranked : kernels) {
+    while (!ranked.empty() && ranked.back().first > kMostOverLeast * *least) ranked.pop_back();
+    if (ranked.empty()) continue;
+    add(Configure(ranked.front().second.kernel, problem, device, kMaxWorkspaceBytes));
+    Thin(&ranked);
+    for (const auto& [cost, choice] : ranked) add(choice);
+  }
+  return choices;
+}
+
+// Distinct weights that, with the activations and results between them, leave nothing of the first in L2.
+int64_t CopiesOf(const QuantizedMatmul& problem) {
+  const int64_t activations =
+      problem.batch * problem.m * (problem.lhs_columns() + problem.out_columns()) * 2;
+  return std::min(CeilDiv(kColdBytes, WeightBytes(problem) + activations) + 1, kMostCalls);
+}
+
+const char* NameOf(ElementType type) { return kElementTypeNames[static_cast<int>(type)]; }
+
+const char* NameOf(ZeroKind zero) {
+  return zero == ZeroKind::kNone ? "none" : zero == ZeroKind::kInteger ? "integer" : "float";
+}
+
+std::string Json(bool value) { return value ? "true" : "false"; }
+
+template <typename Number>
+std::string Json(Number value) {
+  return std::to_string(value);
+}
+
+std::string Json(const char* text) { return '"' + std::string(text) + '"'; }
+
+// Fields are named as the arguments of `_ffi.select`; clusters are Device::clusters for 1, 2 and 4 CTAs.
+std::string DeviceJson(const std::string& name, const Device& device) {
+  const auto clusters = [&](int ctas_per_sm) {
+    const int* row = device.clusters[ctas_per_sm];
+    return "[" + Json(row[1]) + ", " + Json(row[2]) + ", " + Json(row[4]) + "]";
+  };
+  return "{\"device_name\": " + Json(name.c_str()) +
+         ", \"compute_capability\": " + Json(device.compute_capability) +
+         ", \"num_sms\": " + Json(device.num_sms) +
+         ", \"shared_bytes_per_sm\": " + Json(device.shared_bytes_per_sm) +
+         ", \"clock_mhz\": " + Json(device.clock_mhz) +
+         ", \"memory_gb_per_s\": " + Json(device.memory_gb_per_s) + ", \"clusters\": [" +
+         clusters(1) + ", " + clusters(2) + "]}";
+}
+
+std::string ProblemJson(const QuantizedMatmul& p, const Optional& optional) {
+  std::string json = "{\"m\": " + Json(p.m) + ", \"n\": " + Json(p.n) + ", \"k\": " + Json(p.k) +
+                     ", \"bits\": " + Json(p.bits) + ", \"group_size\": " + Json(p.group_size) +
+                     ", \"lhs\": " + Json(NameOf(p.lhs)) +
+                     ", \"float32_scale\": " + Json(p.scale == ElementType::kF32) +
+                     ", \"zero\": " + Json(NameOf(p.zero)) + ", \"early_start\": " + Json(p.pdl);
+  if (Is8Bit(p.scale)) {
+    const char* name = p.scale == ElementType::kE8m0   ? "e8m0"
+                       : p.scale == ElementType::kE4m3 ? "e4m3"
+                                                       : "int8";
+    json += ", \"narrow_scale\": " + Json(name);
+  }
+  if (p.codebook != Codebook::kNone) {
+    json += ", \"codebook\": " + Json(kCodebookNames[static_cast<int>(p.codebook)]);
+  }
+  const std::pair<const char*, bool> marks[] = {
+      {"gated", p.epilogue.gated},
+      {"scale_sums", p.scale_sums},
+      {"half_sums", p.half_sums},
+      {"transposed", p.transposed},
+      {"permuted", p.permuted_parts > 0},
+      {"bias", optional.bias},
+      {"residual", optional.residual},
+      {"activation", p.epilogue.activation != Activation::kNone}};
+  for (const auto& [name, value] : marks) {
+    if (value) json += ", \"" + std::string(name) + "\": true";
+  }
+  return json + "}";
+}
+
+// Each choice is its numbers (NumbersOf), then its microseconds.
+std::string ChoicesJson(const std::vector<Choice>& choices,
+                        const std::vector<float>& microseconds) {
+  std::string json = "[";
+  for (size_t i = 0; i < choices.size(); ++i) {
+    json += i > 0 ? ", [" : "[";
+    for (int64_t number : NumbersOf(choices[i])) json += Json(number) + ", ";
+    char text[32];
+    std::snprintf(text, sizeof(text), "%.3f]", microseconds[i]);
+    json += text;
+  }
+  return json + "]";
+}
+
+}  // namespace
+
+const std::vector<std::pair<int64_t, int64_t>>& SweepLayers() {
+  static const std::vector<std::pair<int64_t, int64_t>> layers = {
+      {4096, 4096},   // Llama 3 8B: output
+      {14336, 4096},  // Llama 3 8B: gate
+      {4096, 14336},  // Llama 3 8B: down
+      {8192, 8192},   // Llama 3 70B: output
+      {28672, 8192},  // Llama 3 70B: gate
+      {8192, 28672},  // Llama 3 70B: down
+      {1280, 8192},   // Llama 3 70B: queries, keys and values, on 8 devices
+      {9472, 3584},   // Qwen2.5 7B: gate and up, on 4
+      {3584, 18944},  // Qwen2.5 7B: down
+      {5120, 1728},   // Llama 2 13B: down, on 8
+      {1536, 1536},   // Qwen2.5 1.5B: output
+      {2048, 1408}};  // DeepSeek-V2-Lite: down of an expert
+  return layers;
+}
+
+const std::vector<int64_t>& SweepRows() {
+  static const std::vector<int64_t> rows = {1, 4, 8, 16, 32, 48, 64, 128, 256, 512, 1024, 4096};
+  return rows;
+}
+
+// Few rows come first: products of many heat the device, and clocks take a while to rise again.
+std::vector<QuantizedMatmul> StandardProblems() {
+  std::vector<QuantizedMatmul> problems;
+  for (int64_t m : SweepRows()) {
+    for (const auto& [n, k] : SweepLayers()) {
+      for (int bits : {4, 8}) {
+        QuantizedMatmul problem;
+        problem.m = m, problem.n = n, problem.k = k;
+        problem.bits = bits;
+        problem.group_size = bits == 4 ? 128 : -1;
+        problems.push_back(problem);
+        problem.pdl = true;
+        if (m <= kFewRows) problems.push_back(problem);
+      }
+    }
+  }
+  return problems;
+}
+
+void TimeProblems(const std::vector<QuantizedMatmul>& problems, const Optional& optional,
+                  double seconds) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point start = Clock::now();
+  const Device& device = DeviceInfo(0);
+  cudaDeviceProp properties;
+  Check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+  const std::string device_json = DeviceJson(properties.name, device);
+  size_t done = 0;
+  for (const QuantizedMatmul& problem : problems) {
+    if (std::chrono::duration<double>(Clock::now() - start).count() > seconds) break;
+    double least = 0;
+    const std::vector<Choice> choices = ChoicesToTime(problem, device, &least);
+    const int64_t copies = CopiesOf(problem);
+    const auto for_length = static_cast<int64_t>(kLeastGraphMicroseconds / least);
+    const int64_t num_calls = std::clamp(for_length, copies, kMostCalls);
+    const DeviceProblem data(problem, optional, static_cast<int>(copies), 1);
+    std::vector<Buffers> calls;
+    for (int64_t i = 0; i < num_calls; ++i) {
+      calls.push_back(data.buffers(static_cast<int>(i % copies)));
+    }
+    Check(cudaDeviceSynchronize(), "data");
+    std::vector<float> microseconds;
+    Check(LoadChoices(problem, choices, 0), "LoadChoices");
+    Check(TimeChoices(problem, calls, choices, 0, &microseconds, kEffort), "TimeChoices");
+    std::printf("{\"device\": %s, \"problem\": %s, \"choices\": %s}\n", device_json.c_str(),
+                ProblemJson(problem, optional).c_str(), ChoicesJson(choices, microseconds).c_str());
+    std::fflush(stdout);
+    ++done;
+  }
+  std::fprintf(stderr, "driver: timed %zu of %zu problems in %.1f s\n", done, problems.size(),
+               std::chrono::duration<double>(Clock::now() - start).count());
+}
+
+}  // namespace jaxlowbit::check

@@ -1,0 +1,201 @@
+"""`activation_dtype=` of `jaxlowbit.llm`: blocks multiply quantized activations, one by one."""
+
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoders import CONFIGS, LLAMA, random
+from flax import nnx
+from helpers import dequantized
+from jax.sharding import AxisType
+
+from jaxlowbit import INT4, QuantizedArray, quantize_activations
+from jaxlowbit._command import main
+from jaxlowbit._composite.rms_norm import rms_norm
+from jaxlowbit._llm import command, model
+from jaxlowbit._llm.sharding import Division
+from jaxlowbit.llm import Decoder, LanguageModel, generate, init, load, shard
+
+DTYPES = ("int8", "float8_e4m3fn")
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+TOKENS = np.random.default_rng(1).integers(0, LLAMA.vocabulary, (1, 24))
+# Whole heads and whole atoms of every weight on each of two devices.
+SIZES: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_size": 64, "hidden": 256}
+
+
+def make_mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
+
+
+def decoder(config: Any, weights: Any, dtype: Any, **options: Any) -> Decoder:
+    return Decoder(config, weights, dtype=jnp.float32, activation_dtype=dtype, **options)
+
+
+def logits(decoder: Decoder) -> np.ndarray:
+    graph, state = nnx.split(decoder)
+    return np.asarray(jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, TOKENS))
+
+
+@dtypes
+@pytest.mark.parametrize("floats", ["", "down", "gate"])
+def test_a_block_is_the_composition_of_its_products(floats, dtype):
+    """Beside matrices that are floats, such as `floats`, activations are floats."""
+    weights = random(LLAMA)
+    weights |= {x: dequantized(weights[x]) for x in weights if floats and x.endswith(floats)}
+    block, following = decoder(LLAMA, weights, dtype).blocks
+    rng = np.random.default_rng(0)
+    shape = (2, 3, LLAMA.width)
+    x, attended = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
+
+    def product(x: Any, name: str) -> Any:
+        weight = weights[name]
+        if not isinstance(weight, QuantizedArray):
+            return x @ weight
+        return quantize_activations(x, dtype) @ weight
+
+    def norm(x: Any, name: str) -> Any:
+        return rms_norm(x, weights[name], LLAMA.norm_epsilon)
+
+    y = x + product(attended, "layers.0.o")
+    normed = norm(y, "layers.0.mlp_norm")
+    gate, up = (product(normed, f"layers.0.{name}") for name in ("gate", "up"))
+    y += product(jax.nn.silu(gate) * up, "layers.0.down")
+    normed = norm(y, "layers.1.attention_norm")
+    found, products = block.finish(attended, x, following)
+    np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-5)
+    for name, one in zip("qkv", products, strict=True):
+        np.testing.assert_allclose(one, product(normed, f"layers.1.{name}"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", "int8"), ("qwen2", "float8_e4m3fn"), ("gemma3", "int8")]
+)
+def test_models_are_near_those_of_floats(name, dtype):
+    config, weights = CONFIGS[name], random(CONFIGS[name])
+    exact, found = (logits(decoder(config, weights, x)) for x in (None, dtype))
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    assert 1e-4 < error < (0.05 if dtype == "int8" else 0.15)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "int8"), ("gemma3", "float8_e4m3fn")])
+def test_on_a_mesh_a_token_has_one_scale(name, dtype):
+    """Where heads and hidden features are divided too: the same values are rounded."""
+    config = CONFIGS[name].replace(**SIZES)
+    one = decoder(config, random(config), dtype)
+    mesh = make_mesh()
+    divided = shard(LanguageModel(one), mesh).decoder
+    want, found = logits(one), logits(divided)
+    assert divided.activation_dtype == one.activation_dtype == jnp.dtype(dtype)
+    assert np.median(np.abs(found - want)) < 1e-5 * np.abs(want).max()
+    assert np.abs(found - want).max() < 0.02 * np.abs(want).max()
+
+
+def test_what_is_not_finite_on_one_device_is_so_on_all():
+    mesh = make_mesh()
+    division = Division(mesh)
+    values = jnp.array([[1.0, jnp.nan, 2.0], [3.0, 1.0, jnp.inf]])
+    whole = jax.shard_map(
+        division.largest, mesh=mesh, in_specs=jax.P("model"), out_specs=jax.P("model")
+    )(values)
+    np.testing.assert_array_equal(whole, [[3, jnp.inf, jnp.inf]] * 2)
+
+
+def test_a_model_generates():
+    found = init(LLAMA, INT4.replace(group_size=32), activation_dtype=jnp.int8)
+    assert found.decoder.activation_dtype == jnp.int8
+    assert found.decoder.activation_rows == 1
+    x = jnp.zeros((1, 1, LLAMA.width))
+    assert all(block.rounds(x) and block.fused(x) for block in found.decoder.blocks)
+    assert len(generate(found, [3, 1, 4], max_new_tokens=4).tokens) == 4
+
+
+def test_few_tokens_are_floats():
+    """As they are without a dtype, from one token less than `activation_rows` on."""
+    weights = random(LLAMA)
+    floats = logits(decoder(LLAMA, weights, None))
+    assert TOKENS.size == 24
+    for rows in (24, 25):
+        found = logits(decoder(LLAMA, weights, "int8", activation_rows=rows))
+        assert np.array_equal(found, floats) == (rows == 25)
+
+
+def test_a_gpu_rounds_what_it_multiplies_in_8_bits(monkeypatch):
+    """By the formats of the weights."""
+    gpu = types.SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(model.jax, "devices", lambda *_: [gpu])
+    weights = random(LLAMA)
+    grouped = decoder(LLAMA, weights, "int8")
+    assert grouped.activation_rows == 192
+    assert decoder(LLAMA, weights, None).activation_rows == 1
+    monkeypatch.setattr(model, "least_rows", lambda dtype, weight: 32 + (weight.n == LLAMA.hidden))
+    assert grouped._rows_in_8_bits(None) == 33  # the largest
+
+
+# --- files and refusals ---------------------------------------------------------------------------
+
+
+def test_the_report_names_the_dtype(tmp_path):
+    for package in ("gguf", "jinja2", "tokenizers"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    from model_files import write_tiny
+
+    loaded = load(write_tiny(tmp_path), activation_dtype="int8", progress=False)
+    chosen = {tensor.name: tensor.activation_dtype for tensor in loaded.report.tensors}
+    assert chosen["layers.0.q"] == chosen["layers.1.down"] == jnp.int8
+    assert chosen["embedding"] is chosen["layers.0.attention_norm"] is None
+    assert "int8 activations" in str(loaded.report)
+
+
+WRONG = {
+    "int4": (ValueError, "activation_dtype is int4, but activations are quantized to int8 or"),
+    3: (TypeError, "activation_dtype is 3, which names no dtype"),
+}
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_other_dtypes_are_refused(value):
+    error, sentence = WRONG[value]
+    with pytest.raises(error, match=f"^Decoder: {sentence}"):
+        decoder(LLAMA, random(LLAMA), value)
+    with pytest.raises(error, match=f"^init: {sentence}"):
+        init(LLAMA, activation_dtype=value)
+    with pytest.raises(error, match=f"^load: {sentence}"):
+        load("nowhere.gguf", activation_dtype=value)
+
+
+@pytest.mark.parametrize(("rows", "error"), [(0, ValueError), ("3", TypeError), (True, TypeError)])
+def test_other_rows_are_refused(rows, error):
+    sentence = f"activation_rows is {rows!r}, but it is a number of tokens from 1 on, or None"
+    for caller, call in (
+        ("Decoder", lambda: decoder(LLAMA, random(LLAMA), "int8", activation_rows=rows)),
+        ("init", lambda: init(LLAMA, activation_rows=rows)),
+        ("load", lambda: load("nowhere.gguf", activation_rows=rows)),
+    ):
+        with pytest.raises(error, match=f"^{caller}: {sentence}"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["init", "load"])
+def test_the_command_passes_the_dtype_on(name, monkeypatch):
+    given = []
+    monkeypatch.setattr(command, name, lambda *_, **options: given.append(options))
+    header = types.SimpleNamespace(config=command.SHAPES["llama3-8b"])
+    monkeypatch.setattr(command, "open_file", lambda path: header)
+    monkeypatch.setattr(command, "keep_programs", lambda: None)
+    monkeypatch.setattr(command, "bench", lambda *_, **sizes: sys.exit())
+    path = "llama3-8b" if name == "init" else "model.gguf"
+    flags = ["--activation-dtype", "float8_e4m3fn", "--activation-rows", "3"]
+    with pytest.raises(SystemExit):
+        main(["bench", path, *flags])
+    assert [options["activation_dtype"] for options in given] == ["float8_e4m3fn"]
+    assert [options["activation_rows"] for options in given] == [3]
+
+
+def test_the_command_refuses_other_dtypes(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "llama3-8b", "--activation-dtype", "int4"])
+    assert "invalid choice: 'int4'" in capsys.readouterr().err

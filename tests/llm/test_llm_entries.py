@@ -1,0 +1,395 @@
+"""Entries of config.json and generation_config.json, and keys of GGUF files: each is read, harmless
+or raises, held to lists of transformers and llama.cpp (tools/config_entries.py)."""
+
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+from model_files import metadata  # noqa: E402
+
+from jaxlowbit._llm import entries, gguf, gguf_file, huggingface  # noqa: E402
+
+DATA = json.loads((Path(__file__).parents[1] / "data" / "config_entries.json").read_text())
+LLAMA_KEYS = DATA.pop("llama.cpp")
+CLASSES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3")
+SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 6,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+}
+# Values that differ from every default, tried in this order.
+PROBES = (True, False, 3, 0.5, "other", [3], ["other"], {"rope_theta": 7.0}, {"other": 1})
+# Entries that are read only with others.
+BESIDE = {
+    "max_window_layers": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 6},
+    "use_sliding_window": {"sliding_window": 8, "max_window_layers": 0},
+}
+
+
+def with_entries(folder, kind, changes, generation=None):
+    """The configuration of a class's file with some entries changed."""
+    values = SIZES | changes
+    if kind == "gemma3":
+        values = {"text_config": SIZES} | changes
+    (folder / "config.json").write_text(json.dumps({"model_type": kind} | values))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return huggingface.config_of(folder)
+
+
+def outcome(folder, kind, name, **options):
+    """Whether some value of an entry changes the configuration, or is answered with its name."""
+    beside = BESIDE.get(name, {}) if kind in ("qwen2", "qwen3") else {}
+    before = with_entries(folder, kind, beside)
+    for value in PROBES:
+        try:
+            if with_entries(folder, kind, beside | {name: value}) != before:
+                return "read"
+        except (ValueError, UserWarning) as error:
+            if name in str(error):
+                return "answered"
+            raise
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_entry_of_the_classes_is_in_a_table(kind, tmp_path):
+    names = {name for version in DATA.values() for name in version[kind]}
+    ignored = names & (entries._IGNORED | entries._IGNORED_BY.get(kind, frozenset()))
+    assert len(names) > 30
+    before = with_entries(tmp_path, kind, {})
+    assert with_entries(tmp_path, kind, dict.fromkeys(ignored, 7)) == before
+    assert not [x for x in names - ignored if outcome(tmp_path, kind, x) == "nothing"]
+
+
+def test_every_entry_of_generation_configs_is_in_a_table(tmp_path):
+    names = {name for version in DATA.values() for name in version["generation_config.json"]}
+    known = entries._IGNORED | set(entries._DECODING) | {"eos_token_id", "bos_token_id"}
+    assert names <= known
+    found = with_entries(tmp_path, "llama", {"eos_token_id": 5}, {"eos_token_id": [7, 5]})
+    assert found.eos == (7, 5)
+    recommended = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    with_entries(tmp_path, "llama", {}, recommended | {"bos_token_id": 1, "suppress_tokens": None})
+    for name, off in entries._DECODING.items():
+        with_entries(tmp_path, "llama", {}, {name: off})
+        with pytest.raises(UserWarning, match=f"generation_config.json has entries .*{name!r}: "):
+            with_entries(tmp_path, "llama", {}, {name: 2})
+        (tmp_path / "generation_config.json").unlink()
+        with pytest.raises(UserWarning, match=f"config.json has entries .*{name!r}: "):
+            with_entries(tmp_path, "llama", {name: 2})
+
+
+def test_every_entry_of_the_rotation_is_known(tmp_path):
+    version = DATA["transformers 5.24.0"]["rotation"]
+    for kind in version.pop("rope_type"):
+        scaling = {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0}
+        scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+        if kind in ("longrope", "proportional"):
+            with pytest.raises(ValueError, match=f"scaling is {kind!r}"):
+                with_entries(tmp_path, "llama", {"rope_parameters": scaling})
+            continue
+        for name in version:
+            changes = {name: [2.0] if name.endswith(("_factor", "_section")) else 2.0}
+            try:
+                with_entries(tmp_path, "llama", {"rope_parameters": scaling | changes})
+            except (ValueError, UserWarning) as error:
+                assert name in str(error) or "does not read" in str(error)
+
+
+@pytest.mark.parametrize("kind", CLASSES[:-1])
+def test_entries_that_a_file_lacks_are_those_of_the_class(kind, tmp_path):
+    """Such a file raises, or reads like a file with the class's values."""
+    own = with_entries(tmp_path, kind, {})
+    for version in DATA.values():
+        for name, value in version[kind].items():
+            # transformers does not put its own `bos_token_id` before texts; the last two are of
+            # the class's sizes.
+            if value is None or name in (*SIZES, "model_type", "bos_token_id", "layer_types"):
+                continue
+            found = with_entries(tmp_path, kind, {name: value})
+            assert found == own, (name, value)
+    for name in ("num_key_value_heads", "head_dim", "num_hidden_layers", "vocab_size"):
+        default = DATA["transformers 5.24.0"][kind].get(name)
+        values = {key: value for key, value in SIZES.items() if key != name}
+        values |= {"hidden_size": 1024, "num_attention_heads": 64, "model_type": kind}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        try:
+            found = huggingface.config_of(tmp_path)
+        except ValueError as error:
+            assert f"lacks {name!r}" in str(error)
+            continue
+        field = {
+            "num_key_value_heads": found.kv_heads,
+            "head_dim": found.head_size,
+            "num_hidden_layers": found.layers,
+            "vocab_size": found.vocabulary,
+        }[name]
+        same = {"num_key_value_heads": 64, "head_dim": 16}  # from other entries
+        assert field == (same[name] if default is None else default), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"mlp_bias": True}),
+        ("llama", {"attention_bias": True}),
+        ("mistral", {"attention_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}),
+        ("gemma3_text", {"use_bidirectional_attention": "all"}),
+        ("llama", {"is_causal": False}),
+        ("llama", {"num_local_experts": 8}),
+        ("qwen2", {"pruned_heads": {"0": [1]}}),
+        ("qwen3", {"per_layer_config": {"0": {"hidden_size": 32}}}),
+        ("llama", {"residual_multiplier": 0.22}),
+        ("llama", {"logits_scaling": 8.0}),
+        ("llama", {"add_cross_attention": True}),
+        ("llama", {"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"] * 3}),
+        ("qwen2", {"layer_types": ["full_attention"] * 5}),
+        ("qwen3", {"layer_types": ["linear_attention"] * 6}),
+        ("gemma3_text", {"layer_types": ["full_attention", *["sliding_attention"] * 5]}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8}),
+        ("gemma3", {"text_config": SIZES | {"use_bidirectional_attention": True}}),
+        (
+            "gemma3",
+            {"text_config": SIZES | {"tie_word_embeddings": False}} | {"tie_word_embeddings": True},
+        ),
+        ("gemma3", {"text_config": SIZES | {"model_type": "gemma2"}}),
+        ("llama", {"quantization": {"group_size": 64, "bits": 4}}),
+        ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}),
+    ],
+)
+def test_features_that_the_decoder_lacks_raise(kind, changes, tmp_path):
+    with pytest.raises(ValueError, match=str(tmp_path / "config.json")) as raised:
+        with_entries(tmp_path, kind, changes)
+    names = [*changes, "follow no pattern", *changes.get("text_config", ())]
+    assert any(name in str(raised.value) for name in names)
+
+
+def test_layers_with_a_window_follow_the_file(tmp_path):
+    """qwen2 and qwen3 have `max_window_layers` and `layer_types`."""
+    window = {"use_sliding_window": True, "sliding_window": 8}
+
+    def local(**changes):
+        config = with_entries(tmp_path, "qwen3", window | changes)
+        return [config.is_local(i) for i in range(config.layers)]
+
+    assert local(max_window_layers=6) == [False] * 6
+    assert local(max_window_layers=0) == [True] * 6
+    kinds = ["sliding_attention", "full_attention"] * 3
+    assert local(layer_types=kinds) == [True, False] * 3
+    assert local(layer_types=kinds, use_sliding_window=True) == [True, False] * 3
+    with pytest.raises(ValueError, match="'sliding_window' is missing"):
+        local(layer_types=kinds, use_sliding_window=False)
+    assert with_entries(tmp_path, "mistral", {}).window == 4096
+    assert with_entries(tmp_path, "mistral", {"sliding_window": None}).window is None
+
+
+def test_unknown_entries_are_named_and_left_out(tmp_path):
+    unknown = {"new_switch": True, "no_switch": False, "nothing": None, "zero": 0, "empty": []}
+    with pytest.raises(UserWarning, match=r"do not know: 'new_switch': True; they are left out"):
+        with_entries(tmp_path, "llama", unknown)
+    with pytest.raises(UserWarning, match=r"'final_logit_softcapping': 30\.0"):
+        with_entries(tmp_path, "llama", {"final_logit_softcapping": 30.0})
+    with pytest.raises(UserWarning, match="'inner': 1"):
+        with_entries(tmp_path, "gemma3", {"text_config": SIZES | {"inner": 1}})
+    with pytest.raises(UserWarning, match="'outer': 1"):
+        with_entries(tmp_path, "gemma3", {"outer": 1})
+
+
+# What files of released models have beyond sizes.
+RELEASED = {
+    "Llama-3.2-1B": ("llama", {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 1, "eos_token_id": [2, 3], "hidden_act": "silu", "initializer_range": 0.02,
+        "mlp_bias": False, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 64, "rope_type": "llama3"},
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.45.0",
+        "use_cache": True, "unsloth_fixed": True, "_name_or_path": "meta-llama/Llama-3.2-1B"}),
+    "SmolLM2-135M-Instruct": ("llama", {
+        "is_llama_config": True, "pad_token_id": 2, "rope_interleaved": False, "rope_theta": 100000,
+        "rope_scaling": None, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}),
+    "Mistral-7B-v0.1": ("mistral", {
+        "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 10000.0, "sliding_window": 4096}),
+    "Qwen2.5-7B-Instruct": ("qwen2", {
+        "bos_token_id": 3, "eos_token_id": 4, "max_window_layers": 28, "rope_theta": 1000000.0,
+        "sliding_window": 131072, "use_sliding_window": False, "use_mrope": False}),
+    "Qwen3-0.6B": ("qwen3", {
+        "attention_bias": False, "max_window_layers": 28, "rope_scaling": None,
+        "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": True}),
+    "gemma-3-1b-it": ("gemma3_text", {
+        "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106], "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": 512, "sliding_window_pattern": 6}),
+    "gemma-3-4b-it": ("gemma3", {
+        "boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106],
+        "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152},
+        "text_config": SIZES | {
+            "model_type": "gemma3_text", "sliding_window": 1024,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_files_of_released_models_are_read_without_a_warning(name, tmp_path):
+    kind, changes = RELEASED[name]
+    config = with_entries(tmp_path, kind, changes)
+    tokens = changes.get("eos_token_id", {"llama": 2}.get(kind, []))
+    assert config.eos[:2] == tuple(tokens if isinstance(tokens, list) else [tokens])
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+
+def of_gguf(architecture, changes, **tensors):
+    """The configuration of a file's header with some keys changed, and perhaps tensors."""
+    keys = {f"{architecture}.{key}": value for key, value in changes.items()}
+    table = gguf_file.Tensor("token_embd.weight", "F32", (264, 256), 0, 0)
+    found = {"token_embd.weight": table}
+    found |= {f"{name}.weight": tensor for name, (tensor, _) in tensors.items()}
+    rows = {tensor.name: values[None] for tensor, values in tensors.values()}
+    file: Any = SimpleNamespace(
+        path=Path("model.gguf"),
+        metadata=metadata(architecture) | keys,
+        tensors=found,
+        rows=lambda tensor: rows[tensor.name],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return gguf.config_of(file)
+
+
+def rope_freqs(kind, values):
+    tensor = gguf_file.Tensor("rope_freqs.weight", kind, values.shape, 0, values.nbytes)
+    return {"rope_freqs": (tensor, values)}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_every_key_of_llama_cpp_is_in_a_table(architecture):
+    before = of_gguf(architecture, {})
+    probes: tuple[Any, ...] = (3, 3.0, "yarn", False, [True, False])
+    for key in LLAMA_KEYS:
+        changed = []
+        for value in probes:
+            try:
+                changed.append(of_gguf(architecture, {key: value}) != before)
+            except (ValueError, UserWarning) as error:
+                changed.append(key in str(error))
+        context = key == "rope.scaling.original_context_length"  # of yarn, which is tested below
+        pattern = key == "attention.sliding_window_pattern"
+        assert any(changed) or context or pattern or key in gguf._HARMLESS, key
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"attention.causal": False}, "'llama.attention.causal' is False"),
+        ({"expert_count": 8}, "has no experts"),
+        ({"logit_scale": 0.125}, "scales neither"),
+        ({"residual_scale": 0.22}, "scales neither"),
+        ({"embedding_scale": 12.0}, "scales neither"),
+        ({"attn_logit_softcapping": 50.0}, "no such step"),
+        ({"attention.layer_norm_epsilon": 1e-5}, "RMS norms"),
+        ({"rope.dimension_sections": [16, 24, 24, 0]}, "by one position"),
+        ({"rope.global.freq_base": 1e6}, "keys that llama.cpp writes"),
+        ({"classifier.output_labels": ["yes", "no"]}, "logits of tokens"),
+        ({"attention.key_length_swa": 32}, "whole heads of one size"),
+        ({"rope.scaling.type": "longrope"}, "'longrope', but the decoder"),
+        ({"rope.scaling.factor": 0.5}, "divided by 1 or more"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.yarn_ext_factor": 0.5}, "yarn only with 1"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": 0.5}, "yarn only with 1"),
+        (
+            {"attention.sliding_window": 8, "attention.sliding_window_pattern": [False, True]},
+            "is no pattern of 2 layers",
+        ),
+    ],
+)
+def test_features_of_gguf_files_raise(changes, match):
+    with pytest.raises(ValueError, match=match):
+        of_gguf("llama", changes)
+
+
+def test_other_keys_of_gguf_files():
+    before = of_gguf("llama", {})
+    neutral = {"logit_scale": 1.0, "expert_used_count": 0, "attention.causal": True}
+    assert of_gguf("llama", neutral | {"rope.scaling.finetuned": True}) == before
+    with pytest.raises(UserWarning, match=r"does not know: 'llama.new_key': 1"):
+        of_gguf("llama", {"new_key": 1})
+    with pytest.raises(UserWarning, match=r"'llama.rope.scaling.yarn_beta_fast': 8.0"):
+        of_gguf("llama", {"rope.scaling.yarn_beta_fast": 8.0})  # without yarn
+    with pytest.raises(ValueError, match="files do not say which layers have the window"):
+        of_gguf("qwen2", {"attention.sliding_window": 8})
+    assert of_gguf("qwen2", {"attention.sliding_window": 4096}).window is None
+    found = of_gguf(
+        "llama",
+        {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False]},
+    )
+    assert (found.window, found.window_pattern) == (8, 2)
+
+
+def test_scaling_of_gguf_files():
+    """By the defaults of llama.cpp: linear without a type, trained on the whole context."""
+    plain = of_gguf("llama", {}).rope_frequencies()
+
+    def scaled(tensors=None, **changes):
+        keys = {key.replace("__", "."): value for key, value in changes.items()}
+        found = of_gguf("llama", keys, **(tensors or {}))
+        amplitude = 1.0 if found.rope_scaling is None else found.rope_scaling.amplitude
+        return plain / found.rope_frequencies(), amplitude
+
+    for changes in (
+        {"rope__scaling__factor": 4.0},
+        {"rope__scale_linear": 4.0},
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0, "rope__scale_linear": 2.0},
+    ):
+        ratio, amplitude = scaled(**changes)
+        np.testing.assert_allclose(ratio, 4, rtol=1e-6)
+        assert amplitude == 1
+    ratio, amplitude = scaled(rope__scaling__type="none", rope__scaling__factor=4.0)
+    np.testing.assert_allclose(ratio, 1)
+    assert scaled(rope__scaling__attn_factor=1.25)[1] == 1.25
+    factors = np.linspace(1, 8, 32).astype(np.float32)
+    for kind, dtype in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")):
+        tensors = rope_freqs(kind, factors.astype(jnp.dtype(dtype)))
+        np.testing.assert_allclose(scaled(tensors)[0], factors, rtol=1e-2)
+        ratio, _ = scaled(tensors, rope__scaling__factor=2.0)
+        np.testing.assert_allclose(ratio, 2 * factors, rtol=1e-2)
+    with pytest.raises(ValueError, match="'yarn' with the tensor rope_freqs"):
+        scaled(tensors, rope__scaling__type="yarn")
+    with pytest.raises(ValueError, match=r"is I32 of shape .*, but it is a vector of F32"):
+        scaled(rope_freqs("I32", np.ones(32, np.int32)))
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    ratio, amplitude = scaled(**yarn)
+    same, _ = scaled(**yarn, rope__scaling__original_context_length=512)
+    np.testing.assert_array_equal(ratio, same)
+    assert ratio[0] == 1 and ratio[-1] == pytest.approx(4)
+    grown = 0.1 * np.log(4)
+    assert amplitude == pytest.approx(1 + grown)
+    _, amplitude = scaled(**yarn, rope__scaling__yarn_log_multiplier=0.5)
+    assert amplitude == pytest.approx((1 + grown) / (1 + 0.5 * grown))
+    _, amplitude = scaled(**yarn, rope__scaling__attn_factor=0.5)
+    assert amplitude == pytest.approx(0.5 * (1 + grown))
+    with pytest.raises(ValueError, match="only in global layers"):
+        of_gguf("gemma3", {"rope.scaling.attn_factor": 1.25})

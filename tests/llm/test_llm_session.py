@@ -1,0 +1,151 @@
+"""`jaxlowbit.llm.Session`: a call reads only the tokens that are new."""
+
+from typing import Any, cast
+
+import jax
+import pytest
+from language_models import LONG, PROMPT, SHORT, model
+
+from jaxlowbit._llm import memory, programs
+from jaxlowbit.llm import Session, generate
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """How many tokens of prompts were read, in a list for each call of the program."""
+    counts = []
+    prefill = programs.prefill
+
+    def counted(graph, weights, cache, tokens, positions, *rest):
+        counts.append(int((positions >= 0).sum()))
+        return prefill(graph, weights, cache, tokens, positions, *rest)
+
+    monkeypatch.setattr(programs, "prefill", counted)
+    return counts
+
+
+def test_turns_read_only_what_is_new_and_give_what_generate_gives(read):
+    one = model("gemma3")  # it has sliding windows
+    session, history = Session(one), list(SHORT)
+    for i, new in enumerate((PROMPT, LONG[:20], PROMPT[:5])):
+        history += new
+        del read[:]
+        found = session.generate(history, max_new_tokens=9)
+        assert sum(read) == len(new) + (len(SHORT) if i == 0 else 0)
+        want = generate(one, history, max_new_tokens=9)
+        assert found._replace(tokens_per_second=0) == want._replace(tokens_per_second=0)
+        history += found.tokens
+    del read[:]
+    changed = history[:30] + SHORT
+    assert session.generate(changed, max_new_tokens=9).tokens == (
+        generate(one, changed, max_new_tokens=9).tokens
+    )
+    assert read[0] == len(SHORT)
+    # A call with the same prompt reads its last token, with another prompt all tokens.
+    del read[:]
+    session.generate(changed, max_new_tokens=2)
+    session.generate([7, *changed], max_new_tokens=2)
+    assert read == [1, len(changed) + 1]
+
+
+def test_the_cache_grows_and_fills_the_context(read):
+    one = model(context=300)
+    session, history = Session(one), list(LONG)
+    for count in (205, 100):
+        found = session.generate(history, max_new_tokens=count)
+        want = generate(one, history, max_new_tokens=count)
+        assert found._replace(tokens_per_second=0) == want._replace(tokens_per_second=0)
+        history += found.tokens + SHORT
+    assert (len(found.tokens), found.finish) == (300 - 45 - 205 - 3, "length")
+    del read[:]
+    with pytest.raises(ValueError, match=r"Session.generate: the prompt has \d+ tokens, but the"):
+        session.generate(history + LONG, max_new_tokens=5)
+    # The session is as it was, and goes on with a shorter conversation.
+    shorter = history[:270] + SHORT
+    assert session.generate(shorter, max_new_tokens=5).tokens == (
+        generate(one, shorter, max_new_tokens=5).tokens
+    )
+    assert read[0] == len(SHORT)
+
+
+@pytest.mark.parametrize("end", ["close", "throw", "replace", "stop", "never"])
+def test_a_stream_may_end_early(end, read):
+    one = model()
+    session = Session(one)
+    pieces = session.stream(PROMPT, max_new_tokens=40)
+    if end != "never":
+        text = next(pieces)
+        assert generate(one, PROMPT, max_new_tokens=40).text.startswith(text)
+    if end == "close":
+        pieces.close()
+    elif end == "throw":
+        with pytest.raises(KeyboardInterrupt):
+            pieces.throw(KeyboardInterrupt)
+    elif end == "stop":
+        list(pieces)
+    del read[:]
+    prompt = PROMPT + SHORT
+    found = session.generate(prompt, max_new_tokens=8)
+    assert found.tokens == generate(one, prompt, max_new_tokens=8).tokens
+    assert read[0] == (24 if end == "never" else 3)
+    assert list(pieces) == []
+
+
+def test_an_interrupted_program_leaves_the_session_usable(monkeypatch):
+    """A call that has taken the cache and does not return: it is read again."""
+    one = model()
+    for name in ("prefill", "decode"):
+        session, program = Session(one), getattr(programs, name)
+        session.generate(PROMPT, max_new_tokens=3)
+
+        def interrupted(*arguments, program=program):
+            jax.block_until_ready(program(*arguments))
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(programs, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.generate(PROMPT + SHORT, max_new_tokens=3)
+        found = session.generate(PROMPT + SHORT, max_new_tokens=3)
+        assert found.tokens == generate(one, PROMPT + SHORT, max_new_tokens=3).tokens
+
+
+def test_several_samples_keep_the_cache_of_the_prompt(read):
+    one = model()
+    session, options = Session(one), {"max_new_tokens": 5, "temperature": 1.0, "n": 3}
+    session.generate(PROMPT, max_new_tokens=3)
+    found = session.generate(PROMPT + SHORT, **options)
+    want = generate(one, PROMPT + SHORT, **options)
+    assert [x.tokens for x in found] == [x.tokens for x in want]
+    del read[:]
+    session.generate(PROMPT + SHORT + [5], max_new_tokens=3)
+    assert read == [1]
+
+
+def test_turns_of_a_bucket_compile_nothing(caplog):
+    session = Session(model(context=250))
+    session.generate(PROMPT, max_new_tokens=3)
+    session.generate(PROMPT + SHORT, max_new_tokens=3)
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        session.generate(PROMPT + LONG[:4], max_new_tokens=9)
+        list(session.stream(LONG[:25], max_new_tokens=9))
+        session.generate(LONG[:30], max_new_tokens=9, seed=3)
+    assert not [text for text in caplog.messages if "Finished XLA compilation" in text]
+
+
+def test_what_a_session_does_not_take(monkeypatch):
+    with pytest.raises(TypeError, match="Session: model is 3"):
+        Session(cast(Any, 3))
+    session = Session(model())
+    for call in (session.generate, session.stream):
+        with pytest.raises(ValueError, match="the prompt is a batch"):
+            call([PROMPT, SHORT])
+        with pytest.raises(TypeError, match="colour"):
+            call(PROMPT, colour=3)
+    with pytest.raises(TypeError, match="n"):
+        session.stream(PROMPT, n=2)
+    session.generate(PROMPT, max_new_tokens=3)
+    monkeypatch.setattr(memory, "available", lambda: 1000)
+    with pytest.raises(ValueError, match="a batch of 1 with 256 slots"):
+        Session(model()).generate(PROMPT)
+    session.generate(PROMPT, max_new_tokens=3)  # in the cache that is there

@@ -1,0 +1,621 @@
+"""Right calls of the public functions and classes, of which `wrong_calls` makes wrong ones."""
+
+import atexit
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from pretrained import IDS, Pretrained
+
+import jaxlowbit as jl
+from jaxlowbit import linen as jl_linen
+from jaxlowbit import llm
+from jaxlowbit import nnx as jl_nnx
+
+K, N = 64, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A public function, and arguments with which it works; `names` may begin its errors."""
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Callable[[], Any]]
+    names: tuple[str, ...]
+    positional: tuple[str, ...] = ()
+
+    def run(self, changed: Mapping[str, Any]) -> Any:
+        given = {name: make() for name, make in self.arguments.items()} | dict(changed)
+        first = [given.pop(name) for name in self.positional]
+        return self.function(*first, **given)
+
+
+@functools.cache
+def arrays() -> dict[str, Any]:
+    w = jax.random.normal(jax.random.key(0), (K, N))
+    return {
+        "x": jnp.ones((3, K)),
+        "w": w,
+        "q": jl.quantize(w, jl.INT4),
+        "down": jl.quantize(w.T, jl.INT4),
+        "square": jl.quantize(w[:, :K], jl.INT8),
+        "pair": jl.quantize(jnp.stack([w, w]), jl.INT4),
+        "integers": jnp.ones((K, N), jnp.int8),
+        "scale": jnp.ones((1, N)),
+        "mesh": jax.make_mesh((1,), ("model",), devices=jax.devices("cpu")[:1]),
+    }
+
+
+def given(name: str) -> Callable[[], Any]:
+    return lambda: arrays()[name]
+
+
+def constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        self.up = nnx.Linear(K, N, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(N, K, rngs=nnx.Rngs(0))
+
+
+MODULE = nn.Sequential([nn.Dense(N), nn.Dense(K)])
+
+
+@functools.cache
+def variables() -> Any:
+    return MODULE.init(jax.random.key(0), jnp.ones((3, K)))
+
+
+def initialised(layer: Any, inputs: Any) -> Callable[..., Any]:
+    """A Linen layer, made and initialised."""
+    return lambda **fields: layer(**fields).init(jax.random.key(0), inputs())
+
+
+@functools.cache
+def quantized() -> Any:
+    return jl_linen.quantize_model(MODULE, variables(), jl.INT4, jnp.ones((3, K)))[:2]
+
+
+@functools.cache
+def layers() -> dict[str, Any]:
+    """A layer of NNX of each kind."""
+    options: Any = {"format": jl.INT4, "rngs": nnx.Rngs(0)}
+    return {
+        "linear": jl_nnx.QuantizedLinear(K, N, **options),
+        "embed": jl_nnx.QuantizedEmbed(N, K, **options),
+        "general": jl_nnx.QuantizedLinearGeneral((4, 16), N, axis=(-2, -1), **options),
+        "einsum": jl_nnx.QuantizedEinsum("bd,dnh->bnh", (K, 4, 32), (4, 32), **options),
+    }
+
+
+@functools.cache
+def applied(name: str) -> Callable[..., Any]:
+    """The `apply` of a layer of Linen of a kind, with variables."""
+    layer, inputs = {
+        "QuantizedDense": (jl_linen.QuantizedDense(N, "int4"), arrays()["x"]),
+        "QuantizedEmbed": (jl_linen.QuantizedEmbed(N, K, "int4"), jnp.array([3, 1])),
+        "QuantizedDenseGeneral": (jl_linen.QuantizedDenseGeneral((4, 32), "int4"), arrays()["x"]),
+        "QuantizedEinsum": (
+            jl_linen.QuantizedEinsum((K, 4, 32), "bd,dnh->bnh", "int4"),
+            arrays()["x"],
+        ),
+    }[name]
+    return functools.partial(layer.apply, layer.init(jax.random.key(0), inputs))
+
+
+SIZES: dict[str, Any] = {
+    "architecture": "llama",
+    "layers": 1,
+    "width": 64,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_size": 32,
+    "hidden": 64,
+    "vocabulary": 64,
+    "context": 32,
+    "norm_epsilon": 1e-5,
+    "rope_base": 1e4,
+    "rope_pairs": "halves",
+    "rope_scaling": None,
+    "local_rope_base": None,
+    "window": None,
+    "window_pattern": 0,
+    "qk_norm": False,
+    "attention_bias": False,
+    "tied_head": True,
+    "activation": "silu",
+    "norm_placement": "pre",
+    "norm_offset": 0.0,
+    "embedding_scale": 1.0,
+    "attention_scale": None,
+    "logit_softcap": None,
+    "bos": None,
+    "eos": (2,),
+}
+
+
+@functools.cache
+def config() -> llm.Config:
+    return llm.Config(**SIZES)
+
+
+@functools.cache
+def language_model() -> llm.LanguageModel:
+    return llm.init(config(), jl.INT8)
+
+
+@functools.cache
+def floats() -> dict[str, Any]:
+    return {name: jnp.ones(shape) / 64 for name, shape in config().shapes().items()}
+
+
+@functools.cache
+def model_file() -> Path:
+    from model_files import write_tiny
+
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return write_tiny(Path(folder.name))
+
+
+def call(function: Any, *names: str, positional: Any = (), **arguments: Any) -> Call:
+    return Call(function, arguments, names or (function.__name__,), tuple(positional))
+
+
+INT4, NONE = constant(jl.INT4), constant(None)
+PRODUCT = {
+    "preferred_element_type": NONE,
+    "precision": NONE,
+    "out_sharding": NONE,
+    "backend": NONE,
+}
+PACKED = {"format": INT4, "shards": constant((1, 1)), "activation_dtype": NONE}
+DTYPES = {"dtype": NONE, "param_dtype": constant(jnp.float32)}
+ZEROS = constant(nn.initializers.zeros_init())
+NORMAL = constant(nn.initializers.normal())
+BIASED = {"use_bias": constant(True), "kernel_init": NORMAL, "bias_init": ZEROS}
+RNGS = {"rngs": lambda: nnx.Rngs(0)}
+LAYER = PACKED | DTYPES | RNGS
+LINEN = PACKED | DTYPES | {"embedding_init": NORMAL}
+LINEN_BIASED = PACKED | DTYPES | BIASED
+TOKENS = constant(jnp.array([3, 1]))
+PROMPTED = {
+    "model": lambda: language_model(),
+    "prompt": constant([3, 1, 4]),
+    "max_new_tokens": constant(2),
+    "temperature": constant(0.0),
+    "top_p": NONE,
+    "top_k": NONE,
+    "seed": constant(0),
+    "stop": constant(()),
+}
+CALLS = {
+    "quantize": call(
+        jl.quantize,
+        weight=given("w"),
+        format=INT4,
+        method=NONE,
+        scale_dtype=NONE,
+        shards=constant((1, 1)),
+        permutation=NONE,
+    ),
+    "dequantize": call(jl.dequantize, array=given("q"), dtype=NONE),
+    "quantize_activations": call(
+        jl.quantize_activations, activations=given("x"), dtype=constant(jnp.int8), factor=NONE
+    ),
+    "smoothing_factor": call(
+        jl.smoothing_factor,
+        absmax=lambda: jnp.ones(K),
+        weight=given("w"),
+        alpha=constant(0.5),
+    ),
+    "QuantizedActivations": call(
+        jl.QuantizedActivations,
+        values=lambda: jnp.ones((2, K), jnp.int8),
+        scale=lambda: jnp.ones((2, 1)),
+        dtype=constant(jnp.float32),
+    ),
+    "matmul": call(
+        jl.quantized_matmul,
+        lhs=given("x"),
+        rhs=given("q"),
+        bias=NONE,
+        activation=NONE,
+        residual=NONE,
+        activation_dtype=NONE,
+        **PRODUCT,
+    ),
+    "integer_matmul": call(
+        jl.integer_matmul,
+        lhs=lambda: jnp.ones((2, K), jnp.int8),
+        rhs=lambda: jl.quantize(arrays()["w"], "int8"),
+        out_sharding=NONE,
+    ),
+    "glu": call(
+        jl.quantized_glu,
+        lhs=given("x"),
+        gate_up=given("pair"),
+        bias=NONE,
+        activation=constant("relu"),
+        **PRODUCT,
+    ),
+    "matmuls": call(
+        jl.quantized_matmuls, lhs=given("x"), rhss=lambda: [arrays()["q"]] * 2, **PRODUCT
+    ),
+    "mlp": call(
+        jl.quantized_mlp,
+        lhs=given("x"),
+        gate_up=given("pair"),
+        down=given("down"),
+        activation=constant("silu"),
+        **PRODUCT,
+    ),
+    "block": call(
+        jl.quantized_block,
+        attended=given("x"),
+        residual=given("x"),
+        out=given("square"),
+        norm=lambda: jnp.ones(K),
+        gate_up=given("pair"),
+        down=given("down"),
+        following=lambda: (jnp.ones(K), [arrays()["q"]]),
+        activation=constant("silu"),
+        epsilon=constant(1e-5),
+        backend=NONE,
+    ),
+    "partition_spec": call(
+        jl.partition_spec,
+        array=given("pair"),
+        mesh=given("mesh"),
+        k=NONE,
+        n=constant("model"),
+        lead=constant(()),
+    ),
+    "supported_backends": call(jl.supported_backends, lhs=given("x"), rhs=given("q")),
+    "explain": call(jl.explain, lhs=given("x"), rhs=given("q"), device=constant("cpu")),
+    "scan": call(
+        jl.scan,
+        f=constant(lambda carry, _: (carry, None)),
+        init=given("x"),
+        xs=given("pair"),
+        length=NONE,
+    ),
+    "group_permutation": call(
+        jl.group_permutation, group_index=lambda: jnp.arange(K) % 4, group_size=constant(16)
+    ),
+    "Format": call(
+        jl.Format,
+        bits=constant(4),
+        group_size=constant(128),
+        zero=constant("integer"),
+        scale=NONE,
+    ),
+    "from_integers": call(
+        jl.QuantizedArray.from_integers,
+        "from_integers",
+        values=given("integers"),
+        scale=given("scale"),
+        zero=NONE,
+        format=INT4,
+        shards=constant((1, 1)),
+        permutation=NONE,
+        tensor_scale=NONE,
+        super_scale=NONE,
+    ),
+    "from_blocks": call(
+        jl.QuantizedArray.from_blocks,
+        "from_blocks",
+        values=lambda: jnp.ones((K, N), jnp.float8_e4m3fn),
+        scale=lambda: jnp.ones((1, 1)),
+        block_size=constant((128, 128)),
+        shards=constant((1, 1)),
+        permutation=NONE,
+    ),
+    "from_qarray": call(jl.QuantizedArray.from_qarray, array=given("integers")),
+    "select": call(
+        lambda index: arrays()["pair"].select(index), "QuantizedArray", index=constant(1)
+    ),
+    "getitem": call(lambda key: arrays()["pair"][key], "QuantizedArray", key=constant(1)),
+    "array.dequantize": call(
+        lambda dtype: arrays()["q"].dequantize(dtype), "QuantizedArray", dtype=NONE
+    ),
+    "nnx.quantize_model": call(
+        jl_nnx.quantize_model,
+        model=Model,
+        rules=INT4,
+        keep=constant(()),
+        shards=constant((1, 1)),
+        activation_dtype=NONE,
+    ),
+    "nnx.check_layout_version": call(jl_nnx.check_layout_version, model=Model),
+    "QuantizedLinear": call(
+        jl_nnx.QuantizedLinear,
+        in_features=constant(K),
+        out_features=constant(N),
+        preferred_element_type=NONE,
+        **LAYER,
+        **BIASED,
+    ),
+    "QuantizedLinear()": call(
+        lambda **arguments: layers()["linear"](**arguments),
+        "QuantizedLinear",
+        inputs=given("x"),
+        out_sharding=NONE,
+    ),
+    "QuantizedEmbed": call(
+        jl_nnx.QuantizedEmbed,
+        num_embeddings=constant(N),
+        features=constant(K),
+        embedding_init=NORMAL,
+        **LAYER,
+    ),
+    "QuantizedEmbed()": call(
+        lambda **arguments: layers()["embed"](**arguments),
+        "QuantizedEmbed",
+        inputs=TOKENS,
+        out_sharding=NONE,
+    ),
+    "QuantizedEmbed.attend": call(
+        lambda **arguments: layers()["embed"].attend(**arguments),
+        "QuantizedEmbed",
+        query=given("x"),
+        out_sharding=NONE,
+    ),
+    "QuantizedLinearGeneral": call(
+        jl_nnx.QuantizedLinearGeneral,
+        in_features=constant((4, 16)),
+        out_features=constant(N),
+        axis=constant((-2, -1)),
+        batch_axis=constant({}),
+        preferred_element_type=NONE,
+        **LAYER,
+        **BIASED,
+    ),
+    "QuantizedLinearGeneral()": call(
+        lambda **arguments: layers()["general"](**arguments),
+        "QuantizedLinearGeneral",
+        inputs=lambda: jnp.ones((3, 4, 16)),
+        out_sharding=NONE,
+    ),
+    "QuantizedEinsum": call(
+        jl_nnx.QuantizedEinsum,
+        einsum_str=constant("bd,dnh->bnh"),
+        kernel_shape=constant((K, 4, 32)),
+        bias_shape=constant((4, 32)),
+        kernel_init=NORMAL,
+        bias_init=ZEROS,
+        preferred_element_type=NONE,
+        **LAYER,
+    ),
+    "QuantizedEinsum()": call(
+        lambda **arguments: layers()["einsum"](**arguments),
+        "QuantizedEinsum",
+        inputs=given("x"),
+        einsum_str=NONE,
+        out_sharding=NONE,
+    ),
+    "from_embed": call(
+        jl_nnx.QuantizedEmbed.from_embed,
+        "QuantizedEmbed",
+        embed=lambda: nnx.Embed(N, K, rngs=nnx.Rngs(0)),
+        **PACKED,
+    ),
+    "from_linear_general": call(
+        jl_nnx.QuantizedLinearGeneral.from_linear_general,
+        "QuantizedLinearGeneral",
+        linear=lambda: nnx.LinearGeneral(K, (4, 32), rngs=nnx.Rngs(0)),
+        **PACKED,
+    ),
+    "from_einsum": call(
+        jl_nnx.QuantizedEinsum.from_einsum,
+        "QuantizedEinsum",
+        einsum=lambda: nnx.Einsum("bd,df->bf", (K, N), rngs=nnx.Rngs(0)),
+        **PACKED,
+    ),
+    "from_linear": call(
+        jl_nnx.QuantizedLinear.from_linear,
+        "QuantizedLinear",
+        linear=lambda: Model().up,
+        **PACKED,
+    ),
+    "linen.quantize_model": call(
+        jl_linen.quantize_model,
+        positional=("module", "variables", "rules", "x"),
+        module=constant(MODULE),
+        variables=variables,
+        rules=INT4,
+        x=given("x"),
+        keep=constant(()),
+        shards=constant((1, 1)),
+        activation_dtype=NONE,
+    ),
+    "quantize_pretrained": call(
+        lambda rules, **options: jl_linen.quantize_pretrained(Pretrained(), rules, IDS, **options),
+        "quantize_pretrained",
+        "quantize_model",
+        positional=("rules",),
+        rules=constant({"": jl.INT8}),
+        keep=constant(()),
+        shards=constant((1, 1)),
+        activation_dtype=NONE,
+    ),
+    "EinsumParameter": call(
+        jl_linen.EinsumParameter,
+        path=constant("w$"),
+        equation=constant("bd,df->bf"),
+        module=NONE,
+        embedding=constant(False),
+        reader=NONE,
+    ),
+    "linen.check_layout_version": call(jl_linen.check_layout_version, variables=variables),
+    "variables_of": call(jl_linen.variables_of, array=given("q")),
+    "QuantizedDense": call(
+        initialised(jl_linen.QuantizedDense, given("x")),
+        "QuantizedDense",
+        features=constant(N),
+        **LINEN_BIASED,
+    ),
+    "QuantizedDense()": call(
+        lambda inputs: applied("QuantizedDense")(inputs), "QuantizedDense", inputs=given("x")
+    ),
+    "linen.QuantizedEmbed": call(
+        initialised(jl_linen.QuantizedEmbed, TOKENS),
+        "QuantizedEmbed",
+        num_embeddings=constant(N),
+        features=constant(K),
+        **LINEN,
+    ),
+    "linen.QuantizedEmbed()": call(
+        lambda inputs: applied("QuantizedEmbed")(inputs), "QuantizedEmbed", inputs=TOKENS
+    ),
+    "linen.QuantizedEmbed.attend": call(
+        lambda query: applied("QuantizedEmbed")(query, method="attend"),
+        "QuantizedEmbed",
+        query=given("x"),
+    ),
+    "QuantizedDenseGeneral": call(
+        initialised(jl_linen.QuantizedDenseGeneral, given("x")),
+        "QuantizedDenseGeneral",
+        features=constant((4, 32)),
+        axis=constant(-1),
+        batch_dims=constant(()),
+        **LINEN_BIASED,
+    ),
+    "QuantizedDenseGeneral()": call(
+        lambda inputs: applied("QuantizedDenseGeneral")(inputs),
+        "QuantizedDenseGeneral",
+        inputs=given("x"),
+    ),
+    "linen.QuantizedEinsum": call(
+        initialised(jl_linen.QuantizedEinsum, given("x")),
+        "QuantizedEinsum",
+        shape=constant((K, 4, 32)),
+        einsum_str=constant("bd,dnh->bnh"),
+        preferred_element_type=NONE,
+        **LINEN_BIASED,
+    ),
+    "linen.QuantizedEinsum()": call(
+        lambda inputs: applied("QuantizedEinsum")(inputs), "QuantizedEinsum", inputs=given("x")
+    ),
+    "linen.EinsumLayer": call(
+        jl_linen.EinsumLayer,
+        module=constant("mine.Einsum"),
+        weight=constant("w"),
+        equation=constant("bd,df->bf"),
+        inputs=constant(0),
+        bias=NONE,
+    ),
+    "QuantizedModel": call(
+        lambda variables, x: quantized()[0].apply(variables, x),
+        "quantize_model",
+        "QuantizedModel",
+        variables=lambda: quantized()[1],
+        x=given("x"),
+    ),
+    "Config": call(llm.Config, **{name: constant(value) for name, value in SIZES.items()}),
+    "RopeScaling": call(
+        llm.RopeScaling,
+        kind=constant("llama3"),
+        factor=constant(8.0),
+        original_context=constant(8192),
+        low=constant(1.0),
+        high=constant(4.0),
+        beta_fast=constant(32.0),
+        beta_slow=constant(1.0),
+        attention_factor=NONE,
+        factors=constant(()),
+        mscale=NONE,
+        mscale_all_dim=NONE,
+        truncate=constant(True),
+    ),
+    "load": call(
+        llm.load,
+        path=lambda: model_file(),
+        format=NONE,
+        rules=NONE,
+        dtype=NONE,
+        scale_dtype=NONE,
+        mesh=NONE,
+        progress=constant(False),
+    ),
+    "init": call(
+        llm.init,
+        config=lambda: config(),
+        format=constant("int8"),
+        seed=constant(0),
+        dtype=NONE,
+        mesh=NONE,
+    ),
+    "shard": call(llm.shard, model=lambda: language_model(), mesh=given("mesh")),
+    "Decoder": call(
+        lambda **arguments: llm.Decoder(**arguments),
+        "Decoder",
+        config=lambda: config(),
+        weights=lambda: floats(),
+        dtype=constant(jnp.float32),
+        mesh=NONE,
+        consume=constant(False),
+    ),
+    "Decoder()": call(
+        lambda tokens: language_model().decoder(tokens),
+        "Decoder",
+        tokens=constant(jnp.array([[3, 1, 4]])),
+    ),
+    "LanguageModel": call(
+        llm.LanguageModel, decoder=lambda: language_model().decoder, tokenizer=NONE, report=NONE
+    ),
+    "generate": call(llm.generate, **PROMPTED),
+    "Session": call(llm.Session, model=lambda: language_model()),
+    "stream": call(lambda **arguments: list(llm.stream(**arguments)), "stream", **PROMPTED),
+    "perplexity": call(
+        llm.perplexity,
+        model=lambda: language_model(),
+        text=constant([3, 1, 4, 1, 5, 9]),
+        context=constant(4),
+        progress=constant(False),
+    ),
+    "bench": call(
+        llm.bench,
+        model=lambda: language_model(),
+        batch=constant(1),
+        prompt_tokens=constant(4),
+        new_tokens=constant(2),
+        repeats=constant(1),
+    ),
+    "tune": call(
+        jl.tune,
+        weights=constant(["4096x4096", (14336, 4096)]),
+        tokens=constant([1, 16]),
+        format=INT4,
+        dtype=constant("bfloat16"),
+        out=constant("/dev/null/tuned.json"),
+        progress=constant(False),
+    ),
+}
+
+RESULTS = ("Generation", "Logprobs", "Perplexity", "Speed", "LayerReport", "ParameterReport")
+RESULTS += ("QuantizationReport", "QuantizedVariable", "Packed", "Scale", "Zero", "Permutation")
+RESULTS += ("LayoutVersion", "TensorScale")
+"""Classes that this package makes, not its users."""
+
+
+def uncalled(*modules: Any, but: Collection[str] = ()) -> list[str]:
+    """The public functions and classes of modules that no call of `CALLS` is of."""
+    called = {getattr(call.function, "__func__", call.function) for call in CALLS.values()}
+    named = {name for call in CALLS.values() for name in call.names}
+    return [
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_")
+        if value not in called and name not in named and name not in but
+    ]
