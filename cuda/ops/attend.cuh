@@ -52,7 +52,7 @@ struct Shape {
   static constexpr int kRingBytes = kStages * 2 * kUnitBytes;
   static constexpr int kNewRows = kRows + 2;  // queries, the new key and the new value
   static constexpr int kSharedBytes = kWarps * kRingBytes + kNewRows * kRowBytes;
-  // Fragments of queries stay in shared memory where there are no registers for them.
+  // Fragments of queries stay in shared memory if registers do not suffice.
   static constexpr bool kHoldsQuery = kSize < 256;
   static constexpr int kChunks = kSize / kVector;     // of a row
   static constexpr int kCopiedRows = 32 / kChunks;    // by one instruction of a warp
@@ -89,7 +89,7 @@ __device__ inline int KvHead() { return blockIdx.x; }
 __device__ inline int Split() { return blockIdx.y; }
 __device__ inline int Element() { return blockIdx.z; }
 
-// The first query head of a CTA, among those of all sequences.
+// The first query head of a CTA, counted over all sequences.
 __device__ inline int64_t FirstHead(const Params& p) {
   return static_cast<int64_t>(Element()) * p.kv_heads * p.shared + KvHead() * p.shared;
 }
@@ -364,7 +364,7 @@ class NewRows {
   const Params& p_;
   uint8_t* const shared_;
   const int64_t first_head_, new_head_;  // of queries; of key and value
-  const int rows_;                       // that exist; the last two are those of key and value
+  const int rows_;                       // that exist; the last two are key and value
   const Pairs<kSize> pairs_;
   const Angles<kSize> angles_;
 };
@@ -431,7 +431,7 @@ class WarpAttention {
     for (int half = 0; half < kHalves; ++half) top_[half] = kLowest, total_[half] = 0;
   }
 
-  // Adds the values of the unit at `unit`, of which the query sees the slots in `seen`.
+  // Adds the values of the unit at `unit`. `seen`: the slots that the query sees, a bit each.
   __device__ void Add(uint32_t unit, uint32_t seen) {
     float scores[2][4] = {};  // of slots 8 * j + 2 * t + {0, 1}
     MultiplyKeys(unit, scores);
@@ -521,14 +521,14 @@ class WarpAttention {
 
   const float scale_;
   const uint32_t new_rows_;
-  // The rows of a lane's matrix for ldmatrix: those of A, and of values, and those of keys.
+  // A lane's matrix for ldmatrix, and its rows: of queries and values, and of keys.
   int matrix_, value_row_, key_row_;
   uint32_t query_[S::kHoldsQuery ? kSteps : 1][4];
   float top_[kHalves], total_[kHalves], sums_[2 * kSteps][4] = {};
 };
 
-// Adds up what the warps left in shared memory, and stores it: results if there is one split, else sums and their
-// maximum and total.
+// Adds the sums that the warps left in shared memory. Stores results if there is one split, else sums with their maximum
+// and total.
 template <typename T, int kSize>
 __device__ void StoreSums(const Params& p, const float* merged, const float* tops,
                           const float* totals) {
@@ -616,7 +616,7 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
   UnitRing<kSize> copies(cache, units, written);
   AttendToUnits(cache, copies, slot, new_at, attention);
 
-  // The warps meet: what they hold lies over their rings.
+  // The warps meet; their sums overwrite their rings.
   WaitCopies<0>();
   __syncthreads();
   auto* merged = reinterpret_cast<float*>(ring);             // [warp, row, kMergedRow]

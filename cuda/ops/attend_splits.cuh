@@ -13,8 +13,8 @@ inline constexpr int kCombineWarps = kCombineThreads / 32;
 inline constexpr int kCombineColumns = 128;  // of a CTA: a vector of 4 for each lane
 inline constexpr int kHeld = 8;              // splits that a warp of CombineKernel loads at a time
 
-// Finds the factor of each split, by its maximum, and returns the total of all weights. Lane i has those of splits i and
-// i + 32.
+// Finds the factor of each split, by its maximum, and returns the total of all weights. Lane i has the factors of splits i
+// and i + 32.
 __device__ inline float FactorsOf(const float2* stats, int splits,
                                   float (&factors)[kMaxSplits / 32]) {
   float highest = kLowest, total = 0;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The schedule of dense, batched and indexed products: which rows and which weights a batch element has.
+// The schedule of dense, batched and indexed products: the rows and the weights of each batch element.
 //
 // Kernels ask ScheduleOf(params) for this and compute none of it themselves. A product of groups of rows is another
-// struct with the same members, in which element e is group e:
+// struct with the same members; its element e is group e:
 //
 //   Rows(e)             number of rows of e
 //   Row(e, m)           row m of e, counted over all elements: the row of lhs, of the residual and of out
-//   Position(e, strip)  position of a weight among those that the elements multiply: it finds the bias, the unit and,
-//                       by WeightAt, the packed weight. In a gated product even strips are the gate's, odd ones up's.
+//   Position(e, strip)  position of a weight in the batch: the index of its bias and unit, and, by WeightAt, of the
+//                       packed weight. In a gated product even strips are the gate's, odd ones up's.
 //   UpPosition(e)       the position of up, in a gated product
 //
 // The order of tiles is in order.cuh.
@@ -28,7 +28,7 @@ __device__ int64_t WeightAt(const int32_t* index, const int64_t& num_weights, In
 }
 
 // Int: the type of elements and rows, int or int64_t. kMayBeGated: gated products exist for this instance. Members refer
-// to the kernel's parameters, which are then read where they are used: copies would occupy registers from the start.
+// to the kernel's parameters, so that each use reads them: copies would occupy registers from the start.
 template <typename Int, bool kMayBeGated = true>
 struct Batched {
   const Int& rows;  // of each element
