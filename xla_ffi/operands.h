@@ -9,7 +9,7 @@
 //   3 zero    u8[L, n_blocks, groups, 64] integer, S[...] float, or u8[0]: none; beside scales of two levels as these;
 //             beside f8e4m3fn and s8 scales, whose weights have no zeros, f32[L] or f32[L, n]: the units of the weights
 //             or of their channels (Buffers::unit in cuda/problem.h), or u8[0]: 1
-//   4 index   s32[b]: batch element i multiplies weight index[i] (WeightNumber in cuda/types.h); s32[0]: weight
+//   4 index   s32[b]: batch element i multiplies weight index[i] (schedule/weight_number.h); s32[0]: weight
 //             i, or the only one; gated, s32[2 b]: pairs of weights, the gate first
 //   result 0  out O[b, m, n], transposed [b, m, k]  O: T or f32
 //

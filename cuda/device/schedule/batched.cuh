@@ -16,7 +16,7 @@
 
 #include <cstdint>
 
-#include "cuda/types.h"
+#include "cuda/device/schedule/weight_number.h"
 
 namespace jaxlowbit {
 
