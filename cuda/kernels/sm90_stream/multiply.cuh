@@ -363,7 +363,11 @@ class StageMultiplier : Table<I::kCodebook> {
           MultiplyStep<R>(column, step, weights, fragments[a], sums, lhs_sums);
         }
       }
-      AddChains<kSecondChain>(rows[0], part, lhs_sums, &acc[slice]);
+      if constexpr (kSecondChain) {
+        AddSecondChain(part[1], &acc[slice]);
+      } else {
+        AddChains(rows[0], part, lhs_sums, &acc[slice]);
+      }
     }
   }
 
@@ -386,27 +390,26 @@ class StageMultiplier : Table<I::kCodebook> {
     LoadRows(stage, slice, RowsAt(at), rows);
   }
 
-  // Adds the partial sums of all chains: weighted sums of the second one, or sums of the last group, whose zeros are
-  // added once.
-  template <bool kSecondChain, class R, int kChains>
+  // Adds the partial sums of the last group, in all chains. Its zeros are added once.
+  template <class R, int kChains>
   __device__ static void AddChains(const R (&rows)[kTogetherSlices],
                                    SliceSums (&part)[kChains][kTogetherSlices], SliceSums& lhs_sums,
                                    SliceSums* sums) {
-    if constexpr (kSecondChain) {
 #pragma unroll
-      for (int i = 0; i < kTogetherSlices; ++i) {
+    for (int chain = 0; chain < kChains; ++chain) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sums[i][0][j] += part[1][i][0][j];
-      }
-    } else {
+      for (int i = 0; i < kTogetherSlices; ++i) AddPart(rows[i], part[chain][i], lhs_sums, sums[i]);
+      Clear(lhs_sums);
+    }
+  }
+
+  // Adds the sums of scaled weights of the second atom.
+  __device__ static void AddSecondChain(const SliceSums (&chain)[kTogetherSlices],
+                                        SliceSums* sums) {
 #pragma unroll
-      for (int chain = 0; chain < kChains; ++chain) {
+    for (int i = 0; i < kTogetherSlices; ++i) {
 #pragma unroll
-        for (int i = 0; i < kTogetherSlices; ++i) {
-          AddPart(rows[i], part[chain][i], lhs_sums, sums[i]);
-        }
-        Clear(lhs_sums);
-      }
+      for (int j = 0; j < 4; ++j) sums[i][0][j] += chain[i][0][j];
     }
   }
 
