@@ -337,20 +337,7 @@ uint64_t NumberOf(const std::vector<QuantizedMatmul>& problems, int64_t workspac
   mix(ordinal);
   mix(workspace_bytes);
   for (const QuantizedMatmul& p : problems) {
-    for (int64_t size : {p.batch, p.num_weights, p.m, p.n, p.k, p.group_size, p.permuted_parts}) {
-      mix(size);
-    }
-    int64_t fields = static_cast<int64_t>(p.rounding);
-    for (int field : {p.bits, static_cast<int>(p.codebook), static_cast<int>(p.lhs),
-                      static_cast<int>(p.scale), static_cast<int>(p.out), static_cast<int>(p.zero),
-                      static_cast<int>(p.epilogue.activation)}) {
-      fields = fields << 4 | field;
-    }
-    for (bool flag :
-         {p.transposed, p.scale_sums, p.scales_rows, p.half_sums, p.epilogue.gated, p.pdl}) {
-      fields = fields << 1 | flag;
-    }
-    mix(fields);
+    VisitFields(p, [&](const char*, auto field) { mix(static_cast<int64_t>(field)); });
   }
   return number | 1;
 }

@@ -10,54 +10,21 @@
 
 namespace jaxlowbit {
 
-// Epilogue: units, bias, activation, gate and residual, applied in float32 before the result is rounded to the type of
-// out: activation(unit * product + bias) + residual, or, gated, activation(unit * gate + bias) * (unit * up + bias) +
-// residual.
+// Epilogue, in float32 before the result is rounded to the type of out: activation(unit * product + bias) + residual,
+// or, gated, activation(unit * gate + bias) * (unit * up + bias) + residual.
 struct Epilogue {
-  Activation activation = Activation::kNone;
-  // Weights come in pairs: batch element b multiplies the weights 2 b (gate) and 2 b + 1 (up), or the two that
-  // index lists there.
-  bool gated = false;
-  // Floats that Buffers::unit has for each weight: none, one, or one for each channel and perhaps more behind them.
-  int64_t units = 0;
-  // Types of Buffers::bias and Buffers::residual if present: QuantizedMatmul::floats(), or float32.
-  ElementType bias = ElementType::kF32, residual = ElementType::kF32;
+#define JAXLOWBIT_EPILOGUE_FIELD(type, name, value) type name = value;
+#include "cuda/product.def"
 };
 
 // out[b] = lhs[b] @ weight[index[b]] for b < batch, with lhs (m, k) and a packed (k, n) weight; or,
 // transposed, out[b] = lhs[b] @ weight[index[b]]^T, with lhs (m, n).
 struct QuantizedMatmul {
-  int64_t batch = 1;
-  int64_t num_weights = 1;  // weights that `packed` holds
-  int64_t m = 0, n = 0, k = 0;
-  int bits = 4;
-  Codebook codebook = Codebook::kNone;
-  int64_t group_size = -1;  // along k; -1: one group
-  ElementType lhs = ElementType::kBf16;
-  ElementType scale = ElementType::kBf16;
-  // kInt32: sums of integers, of an int8 lhs, which no float scale multiplies.
-  ElementType out = ElementType::kBf16;
-  ZeroKind zero = ZeroKind::kNone;
-  bool transposed = false;
-  // Scales multiply accumulators instead of weights: exact integers are multiplied, and the partial sum of each
-  // group is scaled in float32. Serves float32 activations, which arrive as bf16 summands.
-  bool scale_sums = false;
-  // Results are multiplied by Buffers::lhs_scale, and have no epilogue: lhs are quantized values of 16 bits. (Those of an
-  // lhs of 8 bits always are, before the epilogue.)
-  bool scales_rows = false;
-  // A kernel may accumulate products of float16 in float16, over as much of k as its page says. No kernel has to,
-  // and other types of lhs are not affected.
-  bool half_sums = false;
-  // Equal parts of k whose rows are stored in a permuted order; 0: k is in order. CUDA only.
-  int64_t permuted_parts = 0;
+#define JAXLOWBIT_PRODUCT_FIELD(type, name, value) type name = value;
+#include "cuda/product.def"
   Epilogue epilogue;
-  // Programmatic dependent launch: the previous kernel in the stream belongs to the same call and writes neither
-  // weights nor index, so this one may start and read them before that one has ended (kernels/launch_config.h).
-  bool pdl = false;
-  // Whether lhs and its permutation, and weights with their scales and zeros, begin at multiples of 16 bytes.
-  bool lhs_aligned = true, weights_aligned = true;
-  // With scales_rows: lhs are floats, bfloat16, and the kernel rounds them and finds the scales itself.
-  Rounding rounding = Rounding::kNone;
+#define JAXLOWBIT_LAUNCH_FIELD(type, name, value) type name = value;
+#include "cuda/product.def"
 
   // The type of scales, results, biases and residuals that are not float32: that of lhs, or, of an lhs of 8 bits, bf16.
   JAXLOWBIT_HOST_DEVICE constexpr ElementType floats() const {
@@ -91,6 +58,36 @@ struct QuantizedMatmul {
   }
   constexpr int64_t words_per_atom() const { return kAtom * kAtom * bits / 32; }
 };
+
+// Calls visit(name, field) for each field that is known when a program is lowered.
+template <typename Product, typename Visit>
+constexpr void VisitRecord(Product& p, Visit visit) {
+#define JAXLOWBIT_PRODUCT_FIELD(type, name, value) visit(#name, p.name);
+#include "cuda/product.def"
+#define JAXLOWBIT_EPILOGUE_FIELD(type, name, value) visit(#name, p.epilogue.name);
+#include "cuda/product.def"
+}
+
+// Calls visit(name, field) for every field.
+template <typename Product, typename Visit>
+constexpr void VisitFields(Product& p, Visit visit) {
+  VisitRecord(p, visit);
+#define JAXLOWBIT_LAUNCH_FIELD(type, name, value) visit(#name, p.name);
+#include "cuda/product.def"
+}
+
+inline constexpr int kRecordFields = [] {
+  int count = 0;
+  QuantizedMatmul problem;
+  VisitRecord(problem, [&](const char*, auto&) { ++count; });
+  return count;
+}();
+inline constexpr int kFields = [] {
+  int count = 0;
+  QuantizedMatmul problem;
+  VisitFields(problem, [&](const char*, auto&) { ++count; });
+  return count;
+}();
 
 // Whether super-blocks are whole groups of this size, and several of them.
 constexpr bool DividesSuperBlock(int64_t group_size) {

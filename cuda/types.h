@@ -35,6 +35,8 @@ enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
 // Types and activations as Python and the driver name them, in the order of the enums.
 inline constexpr const char* kElementTypeNames[] = {
     "float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8", "int32"};
+inline constexpr const char* kRoundingNames[] = {"none", "int8", "float8_e4m3fn"};
+inline constexpr const char* kZeroKindNames[] = {"none", "integer", "float"};
 inline constexpr const char* kActivationNames[] = {"none", "silu", "gelu", "gelu_tanh", "relu"};
 
 // The codebooks likewise.

@@ -4,12 +4,9 @@ from typing import Any, Required, TypedDict, Unpack
 KERNELS: list[str]
 KERNEL_BITS: tuple[int, ...]
 COMPILED_BITS: tuple[int, ...]
-PRODUCT_NUMBERS: int
-CALL_VERSION: int
-CODEBOOK_CALL_VERSION: int
-NARROW_SCALE_CALL_VERSION: int
-SUPER_SCALE_CALL_VERSION: int
-UNIT_CALL_VERSION: int
+SCHEMA: int
+PRODUCT_FIELDS: tuple[str, ...]
+STEP_FIELDS: tuple[str, ...]
 MOST_TABLE_BITS: int
 LAYOUT_VERSION: int
 PLACE_ALIGNMENT: int
@@ -34,6 +31,8 @@ def compile(
 ) -> list[dict[str, Any]]: ...
 
 # With any build.
+def product(**fields: int | bool | str) -> list[int]: ...
+def step(**fields: int | bool | str) -> list[int]: ...
 def codebook(numbers: Sequence[float]) -> str: ...
 def most_sums_bytes(rows: int, columns: int) -> int: ...
 

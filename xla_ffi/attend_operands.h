@@ -17,7 +17,6 @@
 //   result 0 out        T, with b * h * d elements
 //   result 1 keys       operand 7
 //   result 2 values     operand 8
-//   result 3 workspace  u8[bytes]
 //
 // Attributes: reach, the first slots that are read; window, how many positions back a query sees, its own among them,
 // 0 for all; scale, f32; norm_epsilon, f32, of the norms of heads; neighbours, whether neighbours are rotated, or
@@ -28,12 +27,11 @@
 
 #include "cuda/extents.h"
 #include "cuda/ops/attend.h"
-#include "xla_ffi/attributes.h"
-#include "xla_ffi/operands.h"
+#include "xla_ffi/call.h"
 
 namespace jaxlowbit {
 
-inline constexpr size_t kAttendOperands = 12, kAttendResults = 4;
+inline constexpr size_t kAttendOperands = 12, kAttendResults = 3;
 
 struct AttendBuffers {
   ffi::AnyBuffer query, key, value, cos, sin, query_norm, key_norm;
@@ -200,11 +198,6 @@ inline ffi::Error CheckApart(const AttendBuffers& b) {
   return Refuse(
       "a result lies over an operand of the call; put jax.lax.optimization_barrier around the "
       "result.");
-}
-
-inline std::string DescribeAttend(const Attend& attend, int device) {
-  return "attention of " + std::to_string(attend.batch) + " queries on CUDA device " +
-         std::to_string(device);
 }
 
 }  // namespace jaxlowbit

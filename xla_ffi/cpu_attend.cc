@@ -16,9 +16,9 @@
 
 #include "cpu/qmm_cpu.h"
 #include "cuda/extents.h"
+#include "xla_ffi/call.h"
 #include "xla_ffi/cpu_team.h"
 #include "xla_ffi/handlers.h"
-#include "xla_ffi/operands.h"
 
 namespace jaxlowbit {
 namespace {

@@ -1,24 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// The CPU handler of what lies between two attentions of a transformer (block_operands.h): threads go through its
-// products together, and wait for each other between them.
+
+#include "xla_ffi/cpu_block.h"
+
 #include <algorithm>
 #include <memory>
-#include <string_view>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "cpu/qmm_cpu.h"
 #include "cpu/tuning.h"
-#include "xla_ffi/block_operands.h"
+#include "cuda/limits.h"
 #include "xla_ffi/cpu_team.h"
-#include "xla_ffi/handlers.h"
 
 namespace jaxlowbit {
 namespace {
 
 constexpr int64_t kRowsPerTask = kPermutedRows;
 constexpr int64_t kLine = sizeof(CacheLine) / sizeof(float);
+
+constexpr size_t kWeights = 3;  // out, gate_up and down, before the following
+
+struct BlockBuffers {
+  ffi::AnyBuffer attended, residual, norm;
+  ffi::AnyBuffer result, projected, sum, normed, hidden;
+  std::optional<ffi::AnyBuffer> following_norm;
+};
 
 // The products of one block and the memory that its phases share.
 class CpuBlock {
@@ -45,9 +53,9 @@ class CpuBlock {
     finished_.x = added_.total;
     finished_.total = buffers.result.untyped_data();
     finished_.scales = nullptr;
-    if (products.size() > kWeights) {
-      finished_.scale_type = *FloatType(buffers.following_norm.element_type());
-      finished_.scales = buffers.following_norm.untyped_data();
+    if (buffers.following_norm) {
+      finished_.scale_type = *FloatType(buffers.following_norm->element_type());
+      finished_.scales = buffers.following_norm->untyped_data();
     }
     gate_ = accumulators_.front().values;
     gated_ = {p.lhs, activation, up.n, gate_, gate_ + m_ * up.n, buffers.hidden.untyped_data()};
@@ -138,8 +146,8 @@ class CpuBlock {
 // Results that are written while operands are still read lie apart from those. What Python lowers has results in
 // buffers of their own.
 ffi::Error CheckApart(const BlockBuffers& b, const std::vector<Operands>& products) {
-  std::vector<Extent> read = {ExtentOf(b.residual), ExtentOf(b.norm), ExtentOf(b.following_norm),
-                              ExtentOf(b.attended)};
+  std::vector<Extent> read = {ExtentOf(b.residual), ExtentOf(b.norm), ExtentOf(b.attended)};
+  if (b.following_norm) read.push_back(ExtentOf(*b.following_norm));
   std::vector<Extent> written = {ExtentOf(b.result), ExtentOf(b.projected), ExtentOf(b.sum),
                                  ExtentOf(b.normed), ExtentOf(b.hidden)};
   for (size_t i = 0; i < products.size(); ++i) {
@@ -161,59 +169,82 @@ ffi::Error CheckApart(const BlockBuffers& b, const std::vector<Operands>& produc
   return ffi::Error::Success();
 }
 
-ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer attended, ffi::AnyBuffer residual,
-                   ffi::AnyBuffer norm, ffi::AnyBuffer following_norm, ffi::RemainingArgs weights,
-                   ffi::Result<ffi::AnyBuffer> result, ffi::Result<ffi::AnyBuffer> projected,
-                   ffi::Result<ffi::AnyBuffer> sum, ffi::Result<ffi::AnyBuffer> normed,
-                   ffi::Result<ffi::AnyBuffer> hidden, ffi::Result<ffi::Buffer<ffi::U8>>,
-                   ffi::RemainingRets following, ffi::Dictionary dictionary) {
-  return Guard("quantized_block", [&] {
-    Attributes attributes(dictionary);
-    const auto bits = attributes.Get<ffi::Span<const int64_t>>("bits");
-    const auto group_size = attributes.Get<ffi::Span<const int64_t>>("group_size");
-    const auto codebooks = Codebooks::Of(&attributes);
-    const auto name = attributes.Get<std::string_view>("activation");
-    const auto epsilon = attributes.Get<float>("epsilon");
-    const BlockBuffers buffers = {attended,   residual, norm,    following_norm, *result,
-                                  *projected, *sum,     *normed, *hidden};
-    std::vector<Operands> products;
-    Activation activation;
-    ffi::Error error = attributes.Check();
-    if (error.success()) error = DecodeActivation(name, &activation);
-    if (error.success()) {
-      error = DecodeProducts(buffers, {weights, 0, following, 0}, bits, group_size, codebooks,
-                             &products);
-    }
-    for (const Operands& product : products) {
-      if (error.success() && product.problem.scale == ElementType::kSuper) {
-        error = Refuse(std::string(kNoSuperBlocks));
-      }
-    }
-    if (error.success()) error = CheckRows(buffers, following.size() > 0, products[0].problem);
-    if (error.success()) error = CheckApart(buffers, products);
-    if (error.success() && products[0].problem.m > 0) {
-      CpuBlock(buffers, products, activation, epsilon).Run(pool);
-    }
-    return error;
-  });
+// The buffers of a call whose steps are those of a block.
+ffi::Error FindBuffers(const Call& call, std::optional<BlockBuffers>* found) {
+  const auto& steps = call.steps;
+  const size_t products = call.products.size();
+  const auto multiplies = [&](size_t i, size_t first, size_t count) {
+    return steps[i].kind == StepKind::kMultiply && steps[i].first == static_cast<int64_t>(first) &&
+           steps[i].count == static_cast<int64_t>(count);
+  };
+  const bool follows = products > kWeights;
+  const bool fits = products >= kWeights && steps.size() == (follows ? 6 : 5) &&
+                    multiplies(0, 0, 1) && multiplies(2, 1, 1) && multiplies(3, 2, 1) &&
+                    steps[1].kind == StepKind::kNormalize &&
+                    steps[4].kind == StepKind::kNormalize &&
+                    (!follows || multiplies(5, kWeights, products - kWeights));
+  const auto given = [](const Step& step, bool scales) {
+    return step.x != 0 && step.addend != 0 && step.total != 0 && step.out_scale == 0 &&
+           (step.scales != 0) == scales && (step.out != 0 || !scales);
+  };
+  if (!fits || !given(steps[1], true) || !given(steps[4], follows)) {
+    return Refuse("the steps of the call are none that the CPU has.");
+  }
+  const auto& of_products = call.products;
+  *found = BlockBuffers{call.At(of_products[0].places.lhs),
+                        call.At(steps[1].x),
+                        call.At(steps[1].scales),
+                        call.At(steps[4].total),
+                        call.At(of_products[0].places.out),
+                        call.At(steps[1].total),
+                        call.At(steps[1].out),
+                        call.At(of_products[1].places.out),
+                        std::nullopt};
+  if (follows) (*found)->following_norm = call.At(steps[4].scales);
+  return ffi::Error::Success();
+}
+
+// `p`: the first product.
+ffi::Error CheckRows(const BlockBuffers& buffers, const QuantizedMatmul& p) {
+  const auto is_rows = [&](std::string_view name, const ffi::AnyBuffer& rows) {
+    const ffi::Error error = CheckType(name, rows, TypeOf(p.lhs));
+    return error.failure() ? error : CheckShape(name, rows, {1, p.m, p.n}, "[1, m, n]");
+  };
+  const auto is_scales = [&](std::string_view name, const ffi::AnyBuffer& scales) {
+    const auto type = FloatType(scales.element_type());
+    const ffi::Error error = CheckType(name, scales, type == p.lhs || type == ElementType::kF32,
+                                       "f32 or the type of attended");
+    return error.failure() ? error : CheckShape(name, scales, {p.n}, "[n]");
+  };
+  if (p.n % 8 != 0 || p.n > kMaxRmsNormColumns) {
+    return Refuse("rows are normalized that have " + std::to_string(p.n) +
+                  " elements, but it must be a multiple of 8 up to " +
+                  std::to_string(kMaxRmsNormColumns) + ".");
+  }
+  for (const ffi::Error& error :
+       {is_rows("residual", buffers.residual), is_rows("projected", buffers.projected),
+        is_rows("sum", buffers.sum), is_rows("normed", buffers.normed),
+        is_rows("result", buffers.result), is_scales("norm", buffers.norm),
+        CheckType("hidden", buffers.hidden, TypeOf(p.lhs)),
+        buffers.following_norm ? is_scales("following_norm", *buffers.following_norm)
+                               : ffi::Error::Success()}) {
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
 }
 
 }  // namespace
-}  // namespace jaxlowbit
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCpuBlockExecute, jaxlowbit::Execute,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()             // attended
-                                  .Arg<xla::ffi::AnyBuffer>()             // residual
-                                  .Arg<xla::ffi::AnyBuffer>()             // norm
-                                  .Arg<xla::ffi::AnyBuffer>()             // following_norm
-                                  .RemainingArgs()                        // weights
-                                  .Ret<xla::ffi::AnyBuffer>()             // result
-                                  .Ret<xla::ffi::AnyBuffer>()             // projected
-                                  .Ret<xla::ffi::AnyBuffer>()             // sum
-                                  .Ret<xla::ffi::AnyBuffer>()             // normed
-                                  .Ret<xla::ffi::AnyBuffer>()             // hidden
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // workspace
-                                  .RemainingRets()                        // following
-                                  .Attrs());
+ffi::Error RunCpuBlock(ffi::ThreadPool pool, const Call& call) {
+  std::optional<BlockBuffers> buffers;
+  ffi::Error error = FindBuffers(call, &buffers);
+  if (error.success()) error = CheckRows(*buffers, call.operands[0].problem);
+  if (error.success()) error = CheckApart(*buffers, call.operands);
+  if (error.failure() || call.operands[0].problem.m == 0) return error;
+  const Activation activation = call.operands[1].problem.epilogue.activation;
+  const float epsilon = call.attributes.Find<float>("epsilon").value_or(0);
+  CpuBlock(*buffers, call.operands, activation, epsilon).Run(pool);
+  return error;
+}
+
+}  // namespace jaxlowbit

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From decoded operands to the kernels, for every CUDA handler.
+// From decoded operands to the kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,8 +12,7 @@
 #include "cuda/launch.h"
 #include "cuda/placement.h"
 #include "cuda/select/cache.h"
-#include "xla_ffi/attributes.h"
-#include "xla_ffi/operands.h"
+#include "xla_ffi/guard.h"
 
 namespace jaxlowbit {
 
@@ -65,8 +64,8 @@ inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
   return support ? ffi::Error::Success() : Refuse(support.reason + "; use another backend.");
 }
 
-// Whether the results that overlap operands fit the workspace. What Python lowers has room for them, or gives results
-// buffers of their own (_backends/call.py).
+// Checks that results that overlap operands fit the workspace. Python requests that room, or gives results separate
+// buffers (_backends/call.py).
 inline ffi::Error CheckRoom(int64_t needed, int64_t workspace_bytes) {
   if (needed <= workspace_bytes) return ffi::Error::Success();
   return Refuse("results that lie over operands of the call take " + std::to_string(needed) +
@@ -78,10 +77,6 @@ inline ffi::Error CheckRoom(int64_t needed, int64_t workspace_bytes) {
 struct Workspace {
   void* data;
   int64_t bytes;
-
-  Workspace(void* data, int64_t bytes) : data(data), bytes(bytes) {}
-  explicit Workspace(ffi::Buffer<ffi::U8> buffer)
-      : Workspace(buffer.untyped_data(), static_cast<int64_t>(buffer.element_count())) {}
 };
 
 // Loads the kernels of products. Initialize may be given other buffers than Execute, so it looks at none of them.
@@ -99,11 +94,7 @@ inline ffi::Error Load(const std::vector<Operands>& products, const Workspace& w
 inline ffi::Error Enqueue(std::vector<Operands> products, const Workspace& workspace,
                           const Place& place) {
   if (products.empty()) return ffi::Error::Success();
-  for (Operands& product : products) {
-    const ffi::Error error = CheckSupported(product.problem, place.device);
-    if (error.failure()) return error;
-    product.buffers.workspace = workspace.data;
-  }
+  for (Operands& product : products) product.buffers.workspace = workspace.data;
   if (place.stage == Stage::kInitialize) return Load(products, workspace, place);
   const ffi::Error error =
       CheckRoom(RedirectedBytes(products.data(), products.size()), workspace.bytes);

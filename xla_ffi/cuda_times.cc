@@ -11,6 +11,7 @@
 #include "cuda/extents.h"
 #include "cuda/select/select.h"
 #include "cuda/timing.h"
+#include "xla_ffi/call.h"
 #include "xla_ffi/cuda_enqueue.h"
 #include "xla_ffi/handlers.h"
 
@@ -41,28 +42,30 @@ std::vector<Choice> DecodeChoices(ffi::Span<const int64_t> numbers) {
   return choices;
 }
 
-// microseconds[i] = the median time of lhs @ a matrix of the stack, by choices[i].
-ffi::Error ExecuteTimes(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer packed,
-                        ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer index,
-                        ffi::Result<ffi::AnyBuffer> out,
-                        ffi::Result<ffi::Buffer<ffi::U8>> workspace,
-                        ffi::Result<ffi::Buffer<ffi::F32>> microseconds,
+// microseconds[i] = the median time of the product, by choices[i]. Results: out, microseconds, workspace.
+ffi::Error ExecuteTimes(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                         ffi::Dictionary dictionary) {
-  return Guard("jaxlowbit.tune", [&] {
-    Attributes attributes(dictionary);
-    const auto product = ProductAttributes::OfFormat(&attributes);
-    const auto calls = attributes.Get<int64_t>("calls");
-    const auto choices = attributes.Get<ffi::Span<const int64_t>>("choices");
-    Operands operands;
+  Call call(args, rets, dictionary);
+  return Guard(call.attributes.caller(), [&] {
+    const auto calls = call.attributes.Get<int64_t>("calls");
+    const auto choices = call.attributes.Get<ffi::Span<const int64_t>>("choices");
     Place place(Stage::kExecute);
-    ffi::Error error = attributes.Check();
-    if (error.success()) error = place.Find(stream);
-    if (error.success()) {
-      error = DecodeOperands(lhs, {packed, scale, zero, index}, *out, product, &operands);
+    ffi::Error error = call.Decode();
+    if (error.success() && (call.products.size() != 1 || rets.size() != 3)) {
+      error = Refuse("what is timed is one product with 3 results.");
     }
+    if (error.success()) error = place.Find(stream);
     if (error.failure()) return error;
+    const Operands& operands = call.operands[0];
+    const auto microseconds = rets.get<ffi::Buffer<ffi::F32>>(1);
+    auto workspace = rets.get<ffi::Buffer<ffi::U8>>(2);
+    if (microseconds.has_error()) return microseconds.error();
+    if (workspace.has_error()) return workspace.error();
+    ffi::Buffer<ffi::F32> results = **microseconds;
+    const Workspace room = {(**workspace).untyped_data(),
+                            static_cast<int64_t>((**workspace).element_count())};
     QuantizedMatmul problem = operands.problem;
-    std::vector<Buffers> buffers = CallsOf(operands, workspace->untyped_data());
+    std::vector<Buffers> buffers = CallsOf(operands, room.data);
     if (calls < 1 || calls > static_cast<int64_t>(buffers.size())) {
       return Refuse("calls is " + std::to_string(calls) + " but must be from 1 to the " +
                     std::to_string(buffers.size()) + " matrices of packed.");
@@ -71,10 +74,10 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
     problem.num_weights = 1;
     const std::vector<Choice> decoded = DecodeChoices(choices);
     if (decoded.size() * kChoiceNumbers != choices.size() ||
-        decoded.size() != microseconds->element_count()) {
+        decoded.size() != results.element_count()) {
       return Refuse("choices holds " + std::to_string(choices.size()) + " numbers but needs " +
                     std::to_string(kChoiceNumbers) + " for each of the " +
-                    std::to_string(microseconds->element_count()) + " results.");
+                    std::to_string(results.element_count()) + " results.");
     }
     for (const void* data : {operands.buffers.lhs, operands.buffers.scale, operands.buffers.zero,
                              static_cast<const void*>(operands.buffers.packed),
@@ -82,8 +85,7 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
       if (!IsAligned(data)) return Refuse("what is timed must begin at multiples of 16 bytes.");
     }
     for (const Choice& choice : decoded) {
-      const Support support = Supports(choice, problem, DeviceInfo(place.device),
-                                       static_cast<int64_t>(workspace->element_count()));
+      const Support support = Supports(choice, problem, DeviceInfo(place.device), room.bytes);
       if (!support) return Refuse("a choice cannot be timed: " + support.reason + ".");
     }
     std::vector<float> times;
@@ -93,7 +95,7 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer 
     if (error.failure()) return error;
     error = ToError(TimeChoices(problem, buffers, decoded, place.device, &times), what);
     if (error.failure()) return error;
-    error = ToError(cudaMemcpyAsync(microseconds->typed_data(), times.data(),
+    error = ToError(cudaMemcpyAsync(results.typed_data(), times.data(),
                                     times.size() * sizeof(float), cudaMemcpyHostToDevice, stream),
                     what);
     if (error.failure()) return error;
@@ -119,12 +121,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaTimesInitialize, jaxlowbit::Initializ
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxlowbitCudaTimesExecute, jaxlowbit::ExecuteTimes,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()              // lhs
-                                  .Arg<xla::ffi::AnyBuffer>()              // packed
-                                  .Arg<xla::ffi::AnyBuffer>()              // scale
-                                  .Arg<xla::ffi::AnyBuffer>()              // zero
-                                  .Arg<xla::ffi::AnyBuffer>()              // index
-                                  .Ret<xla::ffi::AnyBuffer>()              // out
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()   // workspace
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()  // microseconds
+                                  .RemainingArgs()
+                                  .RemainingRets()
                                   .Attrs());

@@ -7,6 +7,7 @@
 #include <exception>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "xla_ffi/ffi.h"
 
@@ -16,9 +17,9 @@ inline ffi::Error Refuse(const std::string& sentence) {
   return ffi::Error::InvalidArgument(sentence);
 }
 
-// Runs `handle`, which returns an error; `caller` is the public function that its call stands for.
+// Runs `handle`, which returns an error; `caller` is the public function that the user called.
 template <typename Handle>
-ffi::Error Guard(const char* caller, Handle handle) {
+ffi::Error Guard(std::string_view caller, Handle handle) {
   try {
     const ffi::Error error = handle();
     if (error.success()) return error;

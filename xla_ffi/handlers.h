@@ -6,39 +6,17 @@
 #include "xla_ffi/ffi.h"
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuActivationsExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuBlockExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCpuAttendExecute);
 
 #if defined(JAXLOWBIT_WITH_CUDA)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaFusedInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaActivationsInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaRoundedInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMatmulsInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMlpInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaBlockInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaRoundedBlockInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaAttendInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaDecodeBlockInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaNormalizedInitialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaFusedExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaActivationsExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaRoundedExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMatmulsExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaMlpExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaBlockExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaRoundedBlockExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaAttendExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaDecodeBlockExecute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaNormalizedExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesExecute);
 
 namespace jaxlowbit {
-// Executions of jaxlowbit_quantized_matmul in this process. Replays of a captured graph do not count.
+// Executions of the CUDA handler in this process. Replays of a captured graph do not count.
 int64_t CudaExecuteCount();
 }  // namespace jaxlowbit
 #endif

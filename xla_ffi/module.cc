@@ -25,9 +25,10 @@
 #include "cuda/select/cache.h"
 #include "cuda/select/select.h"
 #include "cuda/select/tuned.h"
-#include "xla_ffi/attributes.h"
+#include "xla_ffi/call.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/jit.h"
+#include "xla_ffi/record_python.h"
 #if defined(JAXLOWBIT_WITH_CUDA)
 #include "cuda/ops/exchange.h"
 #endif
@@ -52,45 +53,22 @@ nb::capsule Encapsulate(XLA_FFI_Handler* handler) {
 nb::dict Targets() {
   nb::dict targets;
   targets["cpu"] = nb::dict();
-  const std::pair<const char*, XLA_FFI_Handler*> cpu_calls[] = {
-      {"jaxlowbit_quantized_matmul", JaxlowbitCpuExecute},
-      {"jaxlowbit_quantized_activations", JaxlowbitCpuActivationsExecute},
-      {"jaxlowbit_quantized_block", JaxlowbitCpuBlockExecute},
-      {"jaxlowbit_attend_queries", JaxlowbitCpuAttendExecute}};
-  for (const auto& [name, execute] : cpu_calls) {
+  for (const auto& [name, execute] : {std::pair{"jaxlowbit_sequence", JaxlowbitCpuExecute},
+                                      std::pair{"jaxlowbit_attend", JaxlowbitCpuAttendExecute}}) {
     nb::dict cpu;
     cpu["execute"] = Encapsulate(execute);
     targets["cpu"][name] = cpu;
   }
 #if defined(JAXLOWBIT_WITH_CUDA)
   targets["CUDA"] = nb::dict();
-  const struct {
-    const char* name;
-    XLA_FFI_Handler *initialize, *execute;
-  } calls[] = {
-      {"jaxlowbit_quantized_matmul", JaxlowbitCudaInitialize, JaxlowbitCudaExecute},
-      {"jaxlowbit_quantized_matmul_fused", JaxlowbitCudaFusedInitialize, JaxlowbitCudaFusedExecute},
-      {"jaxlowbit_quantized_activations", JaxlowbitCudaActivationsInitialize,
-       JaxlowbitCudaActivationsExecute},
-      {"jaxlowbit_rounded_activations", JaxlowbitCudaRoundedInitialize,
-       JaxlowbitCudaRoundedExecute},
-      {"jaxlowbit_quantized_matmuls", JaxlowbitCudaMatmulsInitialize, JaxlowbitCudaMatmulsExecute},
-      {"jaxlowbit_quantized_mlp", JaxlowbitCudaMlpInitialize, JaxlowbitCudaMlpExecute},
-      {"jaxlowbit_quantized_block", JaxlowbitCudaBlockInitialize, JaxlowbitCudaBlockExecute},
-      {"jaxlowbit_rounded_block", JaxlowbitCudaRoundedBlockInitialize,
-       JaxlowbitCudaRoundedBlockExecute},
-      {"jaxlowbit_attend", JaxlowbitCudaAttendInitialize, JaxlowbitCudaAttendExecute},
-      {"jaxlowbit_decode_block", JaxlowbitCudaDecodeBlockInitialize,
-       JaxlowbitCudaDecodeBlockExecute},
-      {"jaxlowbit_normalized", JaxlowbitCudaNormalizedInitialize, JaxlowbitCudaNormalizedExecute},
-      {"jaxlowbit_times", JaxlowbitCudaTimesInitialize, JaxlowbitCudaTimesExecute}};
-  for (const auto& call : calls) {
-    nb::dict cuda;
-    cuda["instantiate"] = Encapsulate(JaxlowbitCudaInstantiate);
-    cuda["initialize"] = Encapsulate(call.initialize);
-    cuda["execute"] = Encapsulate(call.execute);
-    targets["CUDA"][call.name] = cuda;
-  }
+  nb::dict sequence, times;
+  sequence["instantiate"] = Encapsulate(JaxlowbitCudaInstantiate);
+  sequence["initialize"] = Encapsulate(JaxlowbitCudaInitialize);
+  sequence["execute"] = Encapsulate(JaxlowbitCudaExecute);
+  times["initialize"] = Encapsulate(JaxlowbitCudaTimesInitialize);
+  times["execute"] = Encapsulate(JaxlowbitCudaTimesExecute);
+  targets["CUDA"]["jaxlowbit_sequence"] = sequence;
+  targets["CUDA"]["jaxlowbit_times"] = times;
 #endif
   return targets;
 }
@@ -332,6 +310,7 @@ NB_MODULE(_ffi, module) {
   module.def("can_exchange", &jaxlowbit::CanExchange, nb::arg("devices"));
   module.def("execute_count", &jaxlowbit::CudaExecuteCount);
 #endif
+  jaxlowbit::BindRecords(module);
   module.def("targets", &jaxlowbit::Targets);
   module.def("build_info", &jaxlowbit::BuildInfo);
   jaxlowbit::Define(module, "select", jaxlowbit::SelectKernel);
@@ -351,17 +330,11 @@ NB_MODULE(_ffi, module) {
   nb::list kernels;
   for (const char* name : jaxlowbit::kKernelNames) kernels.append(name);
   module.attr("KERNELS") = kernels;
-  module.attr("PRODUCT_NUMBERS") = jaxlowbit::kProductNumbers;
   nb::list kernel_bits, compiled_bits;
   for (int bits : jaxlowbit::kKernelBits) kernel_bits.append(bits);
   for (int bits : jaxlowbit::kCompiledBits) compiled_bits.append(bits);
   module.attr("KERNEL_BITS") = nb::tuple(kernel_bits);
   module.attr("COMPILED_BITS") = nb::tuple(compiled_bits);
-  module.attr("CALL_VERSION") = jaxlowbit::kCallVersion;
-  module.attr("CODEBOOK_CALL_VERSION") = jaxlowbit::kCodebookCallVersion;
-  module.attr("NARROW_SCALE_CALL_VERSION") = jaxlowbit::kNarrowScaleCallVersion;
-  module.attr("SUPER_SCALE_CALL_VERSION") = jaxlowbit::kSuperScaleCallVersion;
-  module.attr("UNIT_CALL_VERSION") = jaxlowbit::kUnitCallVersion;
   module.attr("MOST_TABLE_BITS") = jaxlowbit::kMostTableBits;
   module.def("codebook", &jaxlowbit::NameCodebook, nb::arg("numbers"));
   module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;

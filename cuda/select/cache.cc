@@ -15,58 +15,28 @@ namespace {
 
 constexpr size_t kMostEntries = 4096;
 
-// All that Select depends on, as numbers.
-using Key = std::array<int64_t, 39>;
+// Everything that Select depends on: the fields of a product, those of a device, the workspace and the table.
+constexpr size_t kDeviceNumbers = 12, kCallNumbers = 2;
+using Key = std::array<int64_t, kFields + kDeviceNumbers + kCallNumbers>;
 
-// The bindings name every field: a new one does not compile until it is part of the key.
+// The binding names every field of Device: a new one does not compile until it is part of the key.
 Key KeyOf(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
           const TunedTable* tuned) {
-  const auto& [batch, num_weights, m, n, k, bits, codebook, group_size, lhs, scale, out, zero,
-               transposed, scale_sums, scales_rows, half_sums, permuted_parts, epilogue, pdl,
-               lhs_aligned, weights_aligned, rounding] = problem;
-  const auto& [activation, gated, units, bias, residual] = epilogue;  // no choice depends on units
   const auto& [compute_capability, num_sms, shared_bytes_per_sm, clock_mhz, memory_gb_per_s,
                clusters, compiles, ordinal, architecture] = device;  // the last two: for launches
-  const auto number = [](auto value) { return static_cast<int64_t>(value); };
-  return {batch,
-          num_weights,
-          m,
-          n,
-          k,
-          bits,
-          number(codebook),
-          group_size,
-          number(lhs),
-          number(scale),
-          number(out),
-          number(zero),
-          transposed,
-          scale_sums,
-          scales_rows,
-          number(rounding),
-          half_sums,
-          permuted_parts,
-          pdl,
-          lhs_aligned,
-          weights_aligned,
-          number(activation),
-          gated,
-          number(bias),
-          number(residual),
-          compute_capability,
-          num_sms,
-          shared_bytes_per_sm,
-          clock_mhz,
-          memory_gb_per_s,
-          clusters[1][1],
-          clusters[1][2],
-          clusters[1][4],
-          clusters[2][1],
-          clusters[2][2],
-          clusters[2][4],
-          reinterpret_cast<int64_t>(compiles),
-          workspace_bytes,
-          tuned == nullptr ? 0 : tuned->number()};
+  Key key;
+  size_t count = 0;
+  VisitFields(problem,
+              [&](const char*, auto field) { key[count++] = static_cast<int64_t>(field); });
+  for (int64_t number :
+       {int64_t{compute_capability}, int64_t{num_sms}, int64_t{shared_bytes_per_sm},
+        int64_t{clock_mhz}, int64_t{memory_gb_per_s}, int64_t{clusters[1][1]},
+        int64_t{clusters[1][2]}, int64_t{clusters[1][4]}, int64_t{clusters[2][1]},
+        int64_t{clusters[2][2]}, int64_t{clusters[2][4]}, reinterpret_cast<int64_t>(compiles),
+        workspace_bytes, tuned == nullptr ? int64_t{0} : tuned->number()}) {
+    key[count++] = number;
+  }
+  return key;
 }
 
 struct Hash {

@@ -1,8 +1,12 @@
-"""What custom calls have in common: targets, the operands of a weight, attributes, workspace."""
+"""Custom calls: targets, operands of weights, and the builder of a call's products and steps.
+
+A call is a sequence of steps over numbered buffers (`xla_ffi/call.h`). The compiled library lists
+the fields of products and steps; nothing here knows their order.
+"""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,73 +20,73 @@ from .._core.dequantize import of_codes
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from .extension import ffi
-from .problem import Problem
 
-MATMUL_TARGET = "jaxlowbit_quantized_matmul"
-FUSED_TARGET = "jaxlowbit_quantized_matmul_fused"
-ACTIVATIONS_TARGET = "jaxlowbit_quantized_activations"
-ROUNDED_TARGET = "jaxlowbit_rounded_activations"
-MATMULS_TARGET = "jaxlowbit_quantized_matmuls"
-MLP_TARGET = "jaxlowbit_quantized_mlp"
-BLOCK_TARGET = "jaxlowbit_quantized_block"
-ROUNDED_BLOCK_TARGET = "jaxlowbit_rounded_block"
-ATTEND_TARGET = "jaxlowbit_attend"  # of CUDA
-ATTEND_QUERIES_TARGET = "jaxlowbit_attend_queries"  # of the CPU
-DECODE_BLOCK_TARGET = "jaxlowbit_decode_block"
-NORMALIZED_TARGET = "jaxlowbit_normalized"
+SEQUENCE_TARGET = "jaxlowbit_sequence"
+ATTEND_TARGET = "jaxlowbit_attend"  # CPU only; on CUDA attention is a step
 TIMES_TARGET = "jaxlowbit_times"
 
 EXPORT_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(target)
-    for target in (
-        *(MATMUL_TARGET, FUSED_TARGET, MATMULS_TARGET, MLP_TARGET, BLOCK_TARGET, ATTEND_TARGET),
-        *(ATTEND_QUERIES_TARGET, DECODE_BLOCK_TARGET, NORMALIZED_TARGET, ACTIVATIONS_TARGET),
-        *(ROUNDED_TARGET, ROUNDED_BLOCK_TARGET),
-    )
+    for target in (SEQUENCE_TARGET, ATTEND_TARGET)
 )
 """The `disabled_checks` with which `jax.export.export` accepts the custom calls.
 
-JAX asks for them by name, since it vouches for its own calls alone. These carry their version, and
-refuse a program of another one where it runs.
+JAX guarantees that its own calls stay readable and asks for the names of others. A program exported
+by another version of the library raises where it runs.
 
 ```python
 jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(x, q)
 ```
 """
 
-# In the order of ElementType and of ZeroKind (`cuda/types.h`).
-_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8")
-_DTYPES += ("int32",)
-_ZEROS = ("none", "integer", "float")
-
-
 INTERLEAVED = 16
 """Columns of 8-bit activations that are interleaved."""
 
 
 def padded_columns(k: int) -> int:
-    """The columns of 8-bit activations, which zeros follow, as a call reads them."""
+    """The columns of 8-bit activations in a call: k, then zeros up to a multiple of 16."""
     return -(-k // INTERLEAVED) * INTERLEAVED
 
 
-def call_operands(weight: QuantizedArray, dtype: jnp.dtype) -> tuple[Array, ...]:
-    """The operands of a weight with its tensor scale, for `attributes_with_units`."""
-    scale, zero = as_read(weight.scale, weight.zero, weight.format, dtype)
-    packed, scale, zero, index = weight_operands(
-        weight.packed, scale, zero, weight.index, weight.format
-    )
-    if weight.tensor_scale is not None:
-        zero = _units(weight.tensor_scale, weight.format)
-    return packed, scale, zero, index
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The arrays of a weight, or of a stack, as calls read them.
 
-
-def _units(tensor_scale: Array, format: Format) -> Array:
-    """The tensor scales of a stack, float32 (weights,) or (weights, n).
-
-    They stand in the place of zeros, which no format with tensor scales has.
+    - `packed`: uint32 (weights, n_blocks, k_blocks, words).
+    - `scale`, `zero`: (weights, n_blocks, scale_rows, 64); `zero` may be None.
+    - `unit`: float32 (weights,), (weights, n) or (weights, n_blocks, 64), or None.
+    - `index`: int32 (batch,), or None.
     """
-    channels = tensor_scale.shape[-1:] if format.scales_channels else ()
-    return tensor_scale.reshape(-1, *channels)
+
+    format: Format
+    packed: Array
+    scale: Array
+    zero: Array | None
+    unit: Array | None
+    index: Array | None
+
+
+def stored(
+    packed: Array, scale: Array, zero: Array | None, index: Array | None, format: Format
+) -> Stored:
+    """The arrays of a stack with leading axes flattened; 8-bit scales may be given as bits."""
+    index = None if index is None else index.reshape(-1)
+    count = math.prod(packed.shape[:-3])
+    packed = packed.reshape(count, *packed.shape[-3:])
+    scale = of_codes(scale, format)
+    scale = scale.reshape(count, *scale.shape[-3:])
+    zero = None if zero is None else zero.reshape(count, *zero.shape[-3:])
+    return Stored(format, packed, scale, zero, None, index)
+
+
+def stored_weight(weight: QuantizedArray, dtype: jnp.dtype) -> Stored:
+    """A weight with its tensor scale as `unit`, for lhs of a dtype."""
+    scale, zero = as_read(weight.scale, weight.zero, weight.format, dtype)
+    arrays = stored(weight.packed, scale, zero, weight.index, weight.format)
+    if weight.tensor_scale is None:
+        return arrays
+    channels = weight.tensor_scale.shape[-1:] if weight.format.scales_channels else ()
+    return dataclasses.replace(arrays, unit=weight.tensor_scale.reshape(-1, *channels))
 
 
 def as_read(
@@ -104,160 +108,169 @@ def read_dtype(scale: jnp.dtype, format: Format, lhs: jnp.dtype) -> jnp.dtype:
     return lhs if scale == lhs else jnp.dtype(jnp.float32)
 
 
-def weight_operands(
-    packed: Array, scale: Array, zero: Array | None, index: Array | None, format: Format
-) -> tuple[Array, ...]:
-    """The operands of a custom call that follow lhs; 8-bit scales may be their bits."""
-    num_weights = math.prod(packed.shape[:-3])
-    scale = of_codes(scale, format)
-    zero_dtype = jnp.uint8 if format.zero != "float" else scale.dtype
-    return (
-        packed.reshape(num_weights, *packed.shape[-3:]),
-        scale.reshape(num_weights, *scale.shape[-3:]),
-        jnp.zeros(0, zero_dtype) if zero is None else zero.reshape(num_weights, *zero.shape[-3:]),
-        jnp.zeros(0, jnp.int32) if index is None else index.reshape(-1),
-    )
+class Call:
+    """A custom call under construction.
 
-
-def format_attributes(format: Format, prefix: str = "") -> dict[str, np.int64]:
-    # Larger groups mean the same: no matrix has more rows.
-    sizes = {"bits": format.bits, "group_size": min(format.group_size, 2**62)}
-    return {prefix + name: np.int64(size) for name, size in sizes.items()}
-
-
-def codebook_attributes(format: Format) -> dict[str, np.ndarray]:
-    """The numbers of the codebook of all weights, which calls for integers do not have."""
-    return {"codebook": np.array(format.values, np.float32)} if format.values else {}
-
-
-def codebooks_attributes(formats: Sequence[Format]) -> dict[str, np.ndarray]:
-    """The numbers of the codebooks of several weights; none if all are integers."""
-    numbers = [np.array(format.values, np.float32) for format in formats]
-    sizes = np.array([len(own) for own in numbers], np.int64)
-    return {"codebook": np.concatenate(numbers), "codebook_sizes": sizes} if sizes.any() else {}
-
-
-def product_attributes(problem: Problem, *, scale_sums: bool) -> dict[str, Any]:
-    """The attributes of the custom call for one product."""
-    return attributes(
-        problem.format,
-        **format_attributes(problem.format),
-        **codebook_attributes(problem.format),
-        transposed=problem.transposed,
-        scale_sums=scale_sums,
-        half_sums=problem.half_sums,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """One product of a call, as far as its kernel depends on it."""
-
-    format: Format
-    batch: Any
-    m: Any
-    n: int
-    k: int
-    lhs: Any
-    scale: Any
-    out: Any
-    permuted_parts: int = 0
-    transposed: bool = False
-    scale_sums: bool = False
-    half_sums: bool = False
-    gated: bool = False
-
-    @property
-    def may_lack_tile(self) -> bool:
-        """Whether its tile may be one that the build lacks (`cuda/kernels/sm90/instances.h`)."""
-        plain = self.format.bits == 4 and self.format.zero == "none" and self.lhs == jnp.bfloat16
-        return not plain and isinstance(self.m, int) and self.m > 16
-
-    def numbers(self) -> list[Any]:
-        """The numbers that `xla_ffi/cuda_instantiate.cc` reads."""
-        group_size = int(format_attributes(self.format)["group_size"])
-        dtypes = [_DTYPES.index(str(jnp.dtype(x))) for x in (self.lhs, self.scale, self.out)]
-        return [
-            *(self.batch, self.m, self.n, self.k, self.format.bits, group_size, *dtypes),
-            *(_ZEROS.index(self.format.zero), self.permuted_parts),
-            *(self.transposed, self.scale_sums, self.half_sums, self.gated),
-        ]
-
-
-def launches(*products: Launch) -> dict[str, np.ndarray]:
-    """The attribute by which kernels are compiled as soon as a program is; none if none must be.
-
-    Some GPUs have kernels of the build for float32 scales and float zeros, Hopper has not, and not
-    for all tiles of many rows. No build has those for codebooks and 8-bit scales.
+    A place names a buffer: `operand` and `result` return places, products and steps take them.
     """
-    numbers = [number for product in products for number in product.numbers()]
-    compiled = [
-        product.format.bits in ffi.COMPILED_BITS
-        or product.format.codebook is not None
-        or product.format.zero == "float"
-        or product.scale != product.lhs
-        or product.may_lack_tile
-        for product in products
-    ]
-    if not any(compiled) or not all(isinstance(number, int) for number in numbers):
-        return {}  # sizes may be symbolic
-    return {"products": np.array(numbers, np.int64)}
+
+    def __init__(self, caller: str) -> None:
+        self._caller = caller
+        self._operands: list[Array] = []
+        self._results: list[jax.ShapeDtypeStruct] = []
+        self._products: list[list[int]] = []
+        self._codebooks: list[np.ndarray] = []
+        self._steps: list[list[int]] = []
+        self._sums = 0  # bytes of the partial sums of one product
+        self._used: dict[int, Any] = {}  # buffers of products and steps, by place
+
+    def operand(self, array: Array) -> int:
+        self._operands.append(array)
+        return len(self._operands)
+
+    def result(self, shape: Sequence[Any], dtype: Any) -> int:
+        self._results.append(jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)))
+        return -len(self._results)
+
+    def at(self, place: int) -> Any:
+        """The array, or the shape and dtype, at a place."""
+        return self._operands[place - 1] if place > 0 else self._results[-place - 1]
+
+    def add_product(
+        self,
+        weight: Stored,
+        lhs: int,
+        out: int,
+        *,
+        transposed: bool = False,
+        gated: bool = False,
+        addends: Mapping[str, int] | None = None,
+        lhs_scale: int = 0,
+        permutation: tuple[int, int] | None = None,
+        **fields: Any,
+    ) -> int:
+        """Appends a product that a step multiplies, and returns its number.
+
+        - `lhs`, `out`: places of (batch, m, columns).
+        - `addends`: places of `bias` and `residual`.
+        - `permutation`: the place of the order of the stored rows, s32 (parts, k / parts), and of
+          the gathered lhs.
+        - `fields`: further fields of `cuda/product.def`.
+        """
+        format = weight.format
+        (batch, m, columns), columns_out = self.at(lhs).shape, self.at(out).shape[-1]
+        n, k = (columns, columns_out) if transposed else (columns_out, columns)
+        given = {
+            "zero": weight.zero,
+            "unit": weight.unit,
+            "index": weight.index,
+        }
+        places = {"lhs": lhs, "out": out, "lhs_scale": lhs_scale, **(addends or {})}
+        places |= {"packed": self.operand(weight.packed), "scale": self.operand(weight.scale)}
+        places |= {name: self.operand(x) for name, x in given.items() if x is not None}
+        if permutation is not None:
+            places["permutation"], places["gathered"] = permutation
+            fields["permuted_parts"] = self.at(permutation[0]).shape[0]
+        if weight.unit is not None:
+            fields["units"] = math.prod(weight.unit.shape[1:])
+        for name, place in (addends or {}).items():
+            fields[name] = _name(self.at(place).dtype)
+        if format.values:
+            self._codebooks.append(np.array(format.values, np.float32))
+        record = ffi.product(
+            batch=_size(batch),
+            m=_size(m),
+            n=n,
+            k=k,
+            num_weights=_size(weight.packed.shape[0]),
+            bits=format.bits,
+            group_size=min(format.group_size, 2**62),  # larger groups mean the same
+            codebook=ffi.codebook(format.values),
+            lhs=_name(self.at(lhs).dtype),
+            scale=_name(weight.scale.dtype),
+            out=_name(self.at(out).dtype),
+            zero=format.zero,
+            transposed=transposed,
+            gated=gated,
+            **fields,
+            **{f"{name}_at": place for name, place in places.items()},
+        )
+        self._products.append(record)
+        rows = batch * (2 if gated else 1)
+        self._sums = max(self._sums, workspace_bytes(rows, m, columns_out))
+        self._use(*(place for name, place in places.items() if name != "gathered"))
+        return len(self._products) - 1
+
+    def step(self, kind: str, **fields: Any) -> None:
+        """Appends a step (`xla_ffi/call.def`)."""
+        self._steps.append(ffi.step(kind=kind, **fields))
+        names = ("x", "addend", "scales", "total", "out", "out_scale")
+        self._use(*(fields.get(name, 0) for name in names))
+
+    def multiply(self, *products: int) -> None:
+        """Appends a step that multiplies consecutive products."""
+        self.step("multiply", first=products[0], count=len(products))
+
+    def run(
+        self,
+        target: str = SEQUENCE_TARGET,
+        *,
+        sums: int = 0,
+        workspace: bool = True,
+        aliases: dict[int, int] | None = None,
+        **attributes: Any,
+    ) -> list[Array]:
+        """The results of the call, without its workspace.
+
+        - `sums`: bytes of partial sums, if a step that is no product has more than the products.
+        - `aliases`: operands that results overwrite, as in `jax.ffi.ffi_call`.
+        - `attributes`: further attributes of the call.
+        """
+        results = [*self._results]
+        if workspace:
+            results.append(jax.ShapeDtypeStruct((self._workspace(sums),), jnp.uint8))
+        lists = {"products": self._products, "steps": self._steps}
+        attributes |= {name: np.array(x, np.int64).reshape(-1) for name, x in lists.items() if x}
+        if self._codebooks:
+            attributes["numbers"] = np.concatenate(self._codebooks)
+        call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
+        outs = call(*self._operands, **versions(self._caller), **attributes)
+        return [*outs[: len(self._results)]]
+
+    def _use(self, *places: int) -> None:
+        self._used |= {place: self.at(place) for place in places if place != 0}
+
+    def _workspace(self, sums: int) -> int:
+        """Bytes for partial sums, and for copies of buffers that kernels cannot use.
+
+        Slices that XLA fuses into a call begin at any element, and a result may overlap an operand:
+        the handler copies such buffers through the workspace (`cuda/placement.h`). Packed weights
+        stay in place.
+        """
+        buffers = [x for x in self._used.values() if x.dtype != jnp.uint32]
+        sizes = [max(sums, self._sums), *(_placed_bytes(x.shape, x.dtype) for x in buffers)]
+        limit = ffi.MAX_WORKSPACE_BYTES
+        return min(limit, sum(sizes)) if all(isinstance(size, int) for size in sizes) else limit
 
 
-def formats_attributes(weights: Sequence[QuantizedArray]) -> dict[str, np.ndarray]:
-    """The attributes of a call that say the formats of several weights."""
-    formats = [format_attributes(weight.format) for weight in weights]
-    found: dict[str, np.ndarray] = {
-        name: np.array([format[name] for format in formats]) for name in ("bits", "group_size")
-    }
-    return found | codebooks_attributes([weight.format for weight in weights])
+def versions(caller: str) -> dict[str, Any]:
+    """The attributes of every call: the function that errors name, and the versions for which a
+    library of other ones raises."""
+    numbers = {"schema": np.int64(ffi.SCHEMA), "layout_version": np.int64(layout.VERSION)}
+    return {"caller": caller, **numbers}
 
 
-def attributes(*formats: Format, **attributes: Any) -> dict[str, Any]:
-    """The attributes of a call, with the versions that another version of the library refuses.
-
-    `formats`: those of its weights.
-    """
-    versions = {"version": _call_version(formats), "layout_version": layout.VERSION}
-    return {name: np.int64(version) for name, version in versions.items()} | attributes
+def _size(size: Any) -> int:
+    """A size as a record has it: -1 if it is symbolic."""
+    return size if isinstance(size, int) else -1
 
 
-def attributes_with_units(*formats: Format, **others: Any) -> dict[str, Any]:
-    """`attributes` of a call that has the tensor scales of its weights, if there are any."""
-    found = attributes(*formats, **others)
-    if any(format.has_tensor_scale for format in formats):
-        found["version"] = np.int64(ffi.UNIT_CALL_VERSION)
-    return found
-
-
-def _call_version(formats: Sequence[Format]) -> int:
-    """The lowest version that says what a call needs, so that earlier releases run others."""
-    if any(format.scale == "super" for format in formats):
-        return ffi.SUPER_SCALE_CALL_VERSION
-    if any(format.scale is not None for format in formats):
-        return ffi.NARROW_SCALE_CALL_VERSION
-    if any(format.codebook is not None for format in formats):
-        return ffi.CODEBOOK_CALL_VERSION
-    return ffi.CALL_VERSION
-
-
-def workspace(
-    sums: int, results: Sequence[jax.ShapeDtypeStruct], operands: Sequence[Array]
-) -> jax.ShapeDtypeStruct:
-    """The workspace of a call: partial sums, and copies of buffers that kernels cannot use.
-
-    Slices that XLA fuses into a call begin at any element, and a result may lie over an operand.
-    Such buffers are copied by way of the workspace (`cuda/placement.h`).
-    """
-    buffers = (x for x in (*results, *operands) if x.dtype != jnp.uint32)  # weights stay in place
-    sizes = [sums, *(_placed_bytes(x.shape, x.dtype) for x in buffers)]
-    limit = ffi.MAX_WORKSPACE_BYTES
-    bound = min(limit, sum(sizes)) if all(isinstance(size, int) for size in sizes) else limit
-    return jax.ShapeDtypeStruct((bound,), jnp.uint8)
+def _name(dtype: Any) -> str:
+    return str(jnp.dtype(dtype))
 
 
 def apart(*arrays: Array) -> Sequence[Array]:
-    """Gives activations and results of a call buffers of their own.
+    """Gives activations and results of a call separate buffers.
 
     XLA fuses slices of operands and updates with results into a call, but never across a barrier.
     Without it, slices in a loop begin elsewhere each time, so that the handler launches other
@@ -271,10 +284,10 @@ def _placed_bytes(shape: Sequence[int], dtype: Any) -> int:
     return -(-math.prod(shape) * jnp.dtype(dtype).itemsize // unit) * unit
 
 
-def workspace_bytes(batch: int, m: int, columns: int) -> int:
+def workspace_bytes(batch: Any, m: Any, columns: int) -> int:
     """Bytes for the float32 partial sums of every split the selection may choose.
 
-    The bound needs no device, and m may be symbolic, so that exported programs carry it.
+    The bound needs no device, and m may be symbolic, so that exported programs have it.
     """
     if not all(isinstance(size, int) for size in (batch, m)):
         return ffi.MAX_WORKSPACE_BYTES

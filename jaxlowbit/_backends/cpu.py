@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -12,6 +11,7 @@ from .._core.array import QuantizedArray
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from . import call, extension
+from .block import add_block
 from .problem import Problem
 
 
@@ -29,14 +29,12 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     """`definition.matmul` of rows as they are stored, as one custom call."""
     ops = problem.named(operands)
     batch, m = math.prod(ops.lead), math.prod(ops.rows)
-    lhs = ops.lhs.reshape(batch, m, ops.lhs.shape[-1])
-    weights = call.weight_operands(ops.packed, ops.scale, ops.zero, ops.index, problem.format)
-    result = jax.ShapeDtypeStruct((batch, m, problem.columns), problem.out_dtype)
-    (out,) = jax.ffi.ffi_call(call.MATMUL_TARGET, [result])(
-        lhs,
-        *weights,
-        **call.product_attributes(problem, scale_sums=False),
-    )
+    product = call.Call("quantized_matmul")
+    lhs = product.operand(ops.lhs.reshape(batch, m, ops.lhs.shape[-1]))
+    result = product.result((batch, m, problem.columns), problem.out_dtype)
+    weight = call.stored(ops.packed, ops.scale, ops.zero, ops.index, problem.format)
+    product.multiply(product.add_product(weight, lhs, result, half_sums=problem.half_sums))
+    (out,) = product.run(workspace=False)
     return out.reshape(*ops.lead, *ops.rows, problem.columns)
 
 
@@ -61,14 +59,13 @@ def unsupported_activations(values: jnp.dtype, rows: int, format: Format) -> str
 def quantized(values: Array, scale: Array, rhs: QuantizedArray, *, out_dtype: jnp.dtype) -> Array:
     """`cuda_calls.quantized` of int8 as one custom call of the CPU."""
     rows, m = values.shape[:-1], math.prod(values.shape[:-1])
-    result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
-    (out,) = jax.ffi.ffi_call(call.ACTIVATIONS_TARGET, [result])(
-        values.reshape(1, m, rhs.k),
-        scale.reshape(1, m),
-        *call.call_operands(rhs, jnp.dtype(jnp.bfloat16)),
-        **call.attributes(rhs.format, **call.format_attributes(rhs.format)),
-    )
-    return out.reshape(*rows, rhs.n)
+    product = call.Call("quantized_matmul")
+    lhs = product.operand(values.reshape(1, m, rhs.k))
+    lhs_scale = product.operand(scale.reshape(1, m))
+    result = product.result((1, m, rhs.n), out_dtype)
+    weight = call.stored_weight(rhs, jnp.dtype(jnp.bfloat16))
+    product.multiply(product.add_product(weight, lhs, result, lhs_scale=lhs_scale))
+    return product.run(workspace=False)[0].reshape(*rows, rhs.n)
 
 
 def block(
@@ -83,28 +80,16 @@ def block(
 ) -> tuple[Array, ...]:
     """`cuda_calls.block` as one custom call of the CPU, whose threads go through the products
     together."""
-    out, gate_up, _, *following = weights
-    rows, m, dtype = attended.shape[:-1], math.prod(attended.shape[:-1]), attended.dtype
-    stream = jax.ShapeDtypeStruct((1, m, out.n), dtype)
-    hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), dtype)
-    products = [jax.ShapeDtypeStruct((1, m, weight.n), dtype) for weight in following]
-    operands = []
-    for weight in weights:
-        operands += call.call_operands(weight, weight.scale.dtype)
-    workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
-    result, *others = jax.ffi.ffi_call(
-        call.BLOCK_TARGET, [*[stream] * 4, hidden, workspace, *products]
-    )(
-        *call.apart(attended.reshape(1, m, attended.shape[-1]), residual.reshape(1, m, out.n)),
-        norm,
-        jnp.zeros(0, dtype) if following_norm is None else following_norm,
-        *operands,
-        **call.attributes_with_units(
-            *(weight.format for weight in weights),
-            **call.formats_attributes(weights),
-            activation=activation,
-            epsilon=np.float32(epsilon),
-        ),
+    rows, m = attended.shape[:-1], math.prod(attended.shape[:-1])
+    block = call.Call("quantized_block")
+    lhs, residual = call.apart(
+        attended.reshape(1, m, attended.shape[-1]), residual.reshape(1, m, residual.shape[-1])
     )
-    results = call.apart(result, *others[len(others) - len(following) :])
+    add_block(
+        *(block, block.operand(lhs), residual, norm, following_norm, weights),
+        read=lambda weight: call.stored_weight(weight, weight.scale.dtype),
+        activation=activation,
+    )
+    results = block.run(workspace=False, epsilon=np.float32(epsilon))
+    results = call.apart(*results[: 1 + len(weights) - 3])
     return tuple(x.reshape(*rows, x.shape[-1]) for x in results)

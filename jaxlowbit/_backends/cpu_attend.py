@@ -53,10 +53,11 @@ def attend(
     """
     result = jax.ShapeDtypeStruct(query.shape, query.dtype)
     (query,) = call.apart(query)
-    out = jax.ffi.ffi_call(call.ATTEND_QUERIES_TARGET, result)(
+    out = jax.ffi.ffi_call(call.ATTEND_TARGET, result)(
         *(query, key, value, positions, held),
-        **call.attributes(
-            reach=np.int64(reach), window=np.int64(window or 0), scale=np.float32(scale)
-        ),
+        reach=np.int64(reach),
+        window=np.int64(window or 0),
+        scale=np.float32(scale),
+        **call.versions("attend"),
     )
     return call.apart(out)[0]

@@ -1,9 +1,8 @@
-"""Products as a custom call of CUDA (`xla_ffi/cuda_handler.cc`)."""
+"""One product as a custom call of CUDA (`xla_ffi/cuda_sequence.cc`)."""
 
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -105,32 +104,24 @@ def matmul(problem: Problem, *operands: Array) -> Array:
         lhs, factor = _in_range(lhs)
         lhs = _in_parts(lhs, len(ops.lead))
     scale, zero = call.as_read(scale, zero, problem.format, ops.lhs.dtype)
-    (lhs,) = call.apart(lhs.reshape(batch, parts * m, lhs.shape[-1]))
-    buffers = [lhs, *call.weight_operands(packed, scale, zero, index, problem.format)]
-    unpermuted = permutation is None
-    order = jnp.zeros(0, jnp.int32) if unpermuted else permutation.reshape(problem.orders, -1)
-    buffers.append(order)
-    result = jax.ShapeDtypeStruct((batch, parts * m, problem.columns), problem.out_dtype)
-    sums = call.workspace_bytes(batch, parts * m, problem.columns)
-    workspace = call.workspace(sums, [result], buffers)
-    gathered = jax.ShapeDtypeStruct((0,) if unpermuted else lhs.shape, lhs.dtype)
-    n, k = problem.columns, lhs.shape[-1]
-    launch = call.Launch(
-        problem.format,
-        *(batch, parts * m, *((k, n) if problem.transposed else (n, k))),
-        *(lhs.dtype, call.read_dtype(scale.dtype, problem.format, ops.lhs.dtype)),
-        problem.out_dtype,
-        permuted_parts=0 if unpermuted else problem.orders,
+    product = call.Call("quantized_matmul")
+    x = product.operand(*call.apart(lhs.reshape(batch, parts * m, lhs.shape[-1])))
+    result = product.result((batch, parts * m, problem.columns), problem.out_dtype)
+    order = None
+    if permutation is not None:
+        gathered = product.result(product.at(x).shape, lhs.dtype)
+        order = (product.operand(permutation.reshape(problem.orders, -1)), gathered)
+    number = product.add_product(
+        call.stored(packed, scale, zero, index, problem.format),
+        x,
+        result,
         transposed=problem.transposed,
+        permutation=order,
         scale_sums=parts > 1,
         half_sums=problem.half_sums,
     )
-    out, *_ = jax.ffi.ffi_call(call.MATMUL_TARGET, [result, workspace, gathered])(
-        *buffers,
-        **call.product_attributes(problem, scale_sums=parts > 1),
-        **call.launches(launch),
-    )
-    (out,) = call.apart(out)
+    product.multiply(number)
+    (out,) = call.apart(product.run()[0])
     if factor is not None:
         out = out.reshape(batch, parts, m, problem.columns)[:, ::-1].sum(1)  # the smallest first
         out *= factor.reshape(batch, m, 1)

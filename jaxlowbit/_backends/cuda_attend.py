@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from . import call, extension, selection
+from .call import Call
 from .extension import ffi
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -94,11 +95,11 @@ def attend(operands: Operands, options: Options) -> tuple[Array, Array, Array]:
     **Raises:** an error of XLA when it runs, for shapes and dtypes that do not fit. There is no
     rule for `vmap`, and no derivative.
     """
-    results = call_results(operands, operands.query.shape)
-    workspace = jax.ShapeDtypeStruct((workspace_bytes(operands, options),), jnp.uint8)
-    out, keys, values, _ = jax.ffi.ffi_call(
-        call.ATTEND_TARGET, [*results, workspace], input_output_aliases=ALIASES
-    )(*call_operands(operands), **call.attributes(**call_attributes(options)))
+    calls = Call("attend")
+    add_attention(calls, operands, operands.query.shape)
+    out, keys, values = calls.run(
+        sums=workspace_bytes(operands, options), aliases=ALIASES, **call_attributes(options)
+    )
     return call.apart(out)[0], keys, values
 
 
@@ -107,17 +108,20 @@ def attend(operands: Operands, options: Options) -> tuple[Array, Array, Array]:
 ALIASES = {7: 1, 8: 2}  # the cache
 
 
-def call_operands(operands: Operands) -> list[Array]:
-    """The first operands of such a call."""
-    new = call.apart(operands.query, operands.key, operands.value)
+def add_attention(calls: Call, operands: Operands, shape: Sequence[Any]) -> int:
+    """Begins a call with the step that attends, and returns the place of its result.
+
+    The first results of the call are that, in this shape, and the cache.
+    """
     norms = operands.norms or (jnp.zeros(0, jnp.float32),) * 2
-    return [*new, *operands.rotation, *norms, *operands[5:]]
-
-
-def call_results(operands: Operands, shape: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
-    """The first results: what was attended to, in this shape, and the cache."""
-    out = jax.ShapeDtypeStruct(tuple(shape), operands.query.dtype)
-    return [out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[5:7])]
+    new = call.apart(operands.query, operands.key, operands.value)
+    for array in (*new, *operands.rotation, *norms, *operands[5:]):
+        calls.operand(array)
+    out = calls.result(shape, operands.query.dtype)
+    for array in operands[5:7]:
+        calls.result(array.shape, array.dtype)
+    calls.step("attend")
+    return out
 
 
 def call_attributes(options: Options) -> dict[str, Any]:

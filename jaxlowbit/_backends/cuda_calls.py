@@ -3,6 +3,8 @@
 Each kernel of a call starts before its predecessor ends (programmatic dependent launch).
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +17,8 @@ from jax import Array
 from .._core import layout
 from .._core.array import QuantizedArray
 from . import call, cuda_attend
+from .block import add_block, add_mlp
+from .call import Call, stored_weight
 from .extension import ffi, unavailable
 
 
@@ -23,24 +27,19 @@ def matmuls(
 ) -> tuple[Array, ...]:
     """`lhs @ weight` (..., n) for matrices of one format, as one custom call of CUDA."""
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
-    results = [jax.ShapeDtypeStruct((1, m, weight.n), out_dtype) for weight in weights]
-    operands = [*call.apart(lhs.reshape(1, m, lhs.shape[-1]))]
-    for weight in weights:
-        operands += call.call_operands(weight, lhs.dtype)
-    sums = max(call.workspace_bytes(1, m, weight.n) for weight in weights)
-    workspace = call.workspace(sums, results, operands)
-    launches = [_launch(lhs, m, weight, out_dtype, half_sums=half_sums) for weight in weights]
-    _, *outs = jax.ffi.ffi_call(call.MATMULS_TARGET, [workspace, *results])(
-        *operands,
-        **call.attributes_with_units(
-            weights[0].format,
-            **call.format_attributes(weights[0].format),
-            **call.codebook_attributes(weights[0].format),
+    calls = Call("quantized_matmuls")
+    x = calls.operand(*call.apart(lhs.reshape(1, m, lhs.shape[-1])))
+    products = [
+        calls.add_product(
+            stored_weight(weight, lhs.dtype),
+            x,
+            calls.result((1, m, weight.n), out_dtype),
             half_sums=half_sums,
-        ),
-        **call.launches(*launches),
-    )
-    return tuple(out.reshape(*rows, out.shape[-1]) for out in call.apart(*outs))
+        )
+        for weight in weights
+    ]
+    calls.multiply(*products)
+    return tuple(out.reshape(*rows, out.shape[-1]) for out in call.apart(*calls.run()))
 
 
 def fused(
@@ -61,37 +60,28 @@ def fused(
     """
     m, weights = math.prod(rows), math.prod(rhs.shape[:-2])
     batch = 1 if gated else weights
+    calls = Call("quantized_glu" if gated else "quantized_matmul")
 
-    def addend(array: Array | None, shape: tuple[int, ...]) -> Array:
-        if array is None:
-            return jnp.zeros(0, lhs.dtype)
-        return array.astype(lhs.dtype if array.dtype == lhs.dtype else jnp.float32).reshape(shape)
+    def wide(array: Array) -> Array:
+        return array.astype(lhs.dtype if array.dtype == lhs.dtype else jnp.float32)
 
-    operands = [
-        *call.apart(lhs.reshape(batch, m, rhs.k)),
-        *call.call_operands(rhs, lhs.dtype),
-        addend(bias, (weights, rhs.n)),
-        addend(residual, (batch, m, rhs.n)),
-    ]
+    x = calls.operand(*call.apart(lhs.reshape(batch, m, rhs.k)))
+    addends = {}
+    if bias is not None:
+        addends["bias"] = calls.operand(wide(bias).reshape(weights, rhs.n))
     if residual is not None:
-        operands[-1:] = call.apart(operands[-1])
-    result = jax.ShapeDtypeStruct((batch, m, rhs.n), out_dtype)
-    workspace = call.workspace(call.workspace_bytes(weights, m, rhs.n), [result], operands)
-    out, _ = jax.ffi.ffi_call(call.FUSED_TARGET, [result, workspace])(
-        *operands,
-        **call.attributes_with_units(
-            rhs.format,
-            **call.format_attributes(rhs.format),
-            **call.codebook_attributes(rhs.format),
-            activation=activation or "none",
-            gated=gated,
-            half_sums=half_sums,
-        ),
-        **call.launches(
-            _launch(lhs, m, rhs, out_dtype, batch=batch, gated=gated, half_sums=half_sums)
-        ),
+        addends["residual"] = calls.operand(*call.apart(wide(residual).reshape(batch, m, rhs.n)))
+    product = calls.add_product(
+        stored_weight(rhs, lhs.dtype),
+        x,
+        calls.result((batch, m, rhs.n), out_dtype),
+        gated=gated,
+        addends=addends,
+        activation=activation or "none",
+        half_sums=half_sums,
     )
-    return call.apart(out)[0]
+    calls.multiply(product)
+    return call.apart(*calls.run())[0]
 
 
 def quantized(
@@ -105,14 +95,13 @@ def quantized(
     rows, m = values.shape[:-1], math.prod(values.shape[:-1])
     padding = ((0, 0), (0, 0), (0, call.padded_columns(rhs.k) - rhs.k))
     values = jnp.pad(values.reshape(1, m, rhs.k), padding)
-    scale = jnp.zeros(0, jnp.float32) if scale is None else scale.reshape(1, m)
-    operands = [*call.apart(_interleaved(values), scale), *_weight_operands(rhs)]
-    result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
-    workspace = call.workspace(call.workspace_bytes(1, m, rhs.n), [result], operands)
-    out, _ = jax.ffi.ffi_call(call.ACTIVATIONS_TARGET, [result, workspace])(
-        *operands, **_byte_attributes(rhs, m, values.dtype, out_dtype)
-    )
-    return call.apart(out)[0].reshape(*rows, rhs.n)
+    calls = Call("quantized_matmul")
+    x = calls.operand(*call.apart(_interleaved(values)))
+    scales = 0 if scale is None else calls.operand(*call.apart(scale.reshape(1, m)))
+    out = calls.result((1, m, rhs.n), out_dtype)
+    weight = _stored_for_bytes(rhs, scaled=scale is not None)
+    calls.multiply(calls.add_product(weight, x, out, lhs_scale=scales))
+    return call.apart(*calls.run())[0].reshape(*rows, rhs.n)
 
 
 def rounded(
@@ -126,63 +115,36 @@ def rounded(
 ) -> tuple[Array, Array, Array]:
     """`quantized` of floats (..., k), which the call divides by a factor, if any, and rounds.
 
-    The product, and of what: values of `dtype` (m, padded k), and scales (m). Values are `stored`
-    as what they are, interleaved, or for few rows as bfloat16. Where the product rounds rows
-    itself, one or two of bfloat16, values and scales are not written.
+    Returns the product, the values (m, padded k), and the scales (m). Values have dtype `stored`:
+    `dtype`, interleaved, or for small M bfloat16. If the product rounds the rows itself (one or two
+    of bfloat16), values and scales are not written.
     """
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
-    factor = jnp.zeros(0, jnp.float32) if factor is None else factor
-    operands = [*call.apart(lhs.reshape(1, m, rhs.k), factor), *_weight_operands(rhs)]
-    result = jax.ShapeDtypeStruct((1, m, rhs.n), out_dtype)
-    values = jax.ShapeDtypeStruct((1, m, call.padded_columns(rhs.k)), stored)
-    scale = jax.ShapeDtypeStruct((1, m), jnp.float32)
-    workspace = call.workspace(
-        call.workspace_bytes(1, m, rhs.n), [result, values, scale], operands[2:]
+    calls = Call("quantized_matmul")
+    floats = calls.operand(*call.apart(lhs.reshape(1, m, rhs.k)))
+    factors = 0 if factor is None else calls.operand(*call.apart(factor))
+    out = calls.result((1, m, rhs.n), out_dtype)
+    values = calls.result((1, m, call.padded_columns(rhs.k)), stored)
+    scale = calls.result((1, m), jnp.float32)
+    product = calls.add_product(
+        _stored_for_bytes(rhs), values, out, lhs_scale=scale, scales_rows=stored != dtype
     )
-    out, values, scale, _ = jax.ffi.ffi_call(
-        call.ROUNDED_TARGET, [result, values, scale, workspace]
-    )(
-        *operands,
-        **_byte_attributes(rhs, m, stored, out_dtype),
-        float8=np.bool_(dtype == jnp.float8_e4m3fn),
-    )
-    return call.apart(out)[0].reshape(*rows, rhs.n), values[0], scale[0]
+    rounding = {"to": str(jnp.dtype(dtype)), "first": product}
+    calls.step("round", x=floats, scales=factors, out=values, out_scale=scale, **rounding)
+    calls.multiply(product)
+    result, x, scales = calls.run()
+    return call.apart(result)[0].reshape(*rows, rhs.n), x[0], scales[0]
 
 
-def _weight_operands(rhs: QuantizedArray) -> tuple[Array, ...]:
-    """Those of a weight that multiplies 8-bit activations."""
-    plain = rhs._with(tensor_scale=None)
-    return *call.call_operands(plain, jnp.dtype(jnp.bfloat16)), _channel_scale(rhs)
-
-
-def _byte_attributes(
-    rhs: QuantizedArray, m: Any, values: Any, out_dtype: jnp.dtype
-) -> dict[str, Any]:
-    """Of a call that multiplies m rows of quantized values."""
-    scale = call.read_dtype(rhs.scale.dtype, rhs.format, jnp.dtype(jnp.bfloat16))
-    return {
-        **call.attributes(
-            rhs.format,
-            **call.format_attributes(rhs.format),
-            **call.codebook_attributes(rhs.format),
-        ),
-        **call.launches(
-            call.Launch(
-                *(rhs.format, 1, m, rhs.n, call.padded_columns(rhs.k), values, scale, out_dtype)
-            )
-        ),
-    }
-
-
-def _channel_scale(rhs: QuantizedArray) -> Array:
-    """The scales of the channels of each strip, float32 (weights, n_blocks, 64), in order; or
-    none."""
-    if rhs.tensor_scale is None:
-        return jnp.zeros(0, jnp.float32)
+def _stored_for_bytes(rhs: QuantizedArray, *, scaled: bool = True) -> call.Stored:
+    """A weight that multiplies 8-bit activations; its tensor scales are padded to whole strips."""
+    weight = stored_weight(rhs._with(tensor_scale=None), jnp.dtype(jnp.bfloat16))
+    if rhs.tensor_scale is None or not scaled:
+        return weight
     n_blocks = rhs.packed.shape[-3]
     scales = rhs.tensor_scale.reshape(-1, rhs.n)
     padded = jnp.pad(scales, ((0, 0), (0, n_blocks * layout.ATOM - rhs.n)))
-    return padded.reshape(-1, n_blocks, layout.ATOM)
+    return dataclasses.replace(weight, unit=padded.reshape(-1, n_blocks, layout.ATOM))
 
 
 def _interleaved(values: Array) -> Array:
@@ -202,31 +164,11 @@ def mlp(
 ) -> Array:
     """`(activation(lhs @ gate) * (lhs @ up)) @ down`, (..., n), as one custom call of CUDA."""
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
-    operands = [
-        *call.apart(lhs.reshape(1, m, lhs.shape[-1])),
-        *call.call_operands(gate_up, lhs.dtype),
-        *call.call_operands(down, lhs.dtype),
-    ]
-    result = jax.ShapeDtypeStruct((1, m, down.n), out_dtype)
-    hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), lhs.dtype)
-    sums = max(call.workspace_bytes(2, m, gate_up.n), call.workspace_bytes(1, m, down.n))
-    workspace = call.workspace(sums, [result], operands)
-    out, *_ = jax.ffi.ffi_call(call.MLP_TARGET, [result, hidden, workspace])(
-        *operands,
-        **call.attributes_with_units(
-            *(gate_up.format, down.format),
-            **call.format_attributes(gate_up.format),
-            **call.format_attributes(down.format, "down_"),
-            **call.codebooks_attributes([gate_up.format, down.format]),
-            activation=activation,
-            half_sums=half_sums,
-        ),
-        **call.launches(
-            _launch(lhs, m, gate_up, lhs.dtype, gated=True, half_sums=half_sums),
-            _launch(lhs, m, down, out_dtype, half_sums=half_sums),
-        ),
-    )
-    return call.apart(out)[0].reshape(*rows, down.n)
+    calls = Call("quantized_mlp")
+    x = calls.operand(*call.apart(lhs.reshape(1, m, lhs.shape[-1])))
+    out = calls.result((1, m, down.n), out_dtype)
+    add_mlp(calls, x, gate_up, down, out, activation, lhs.dtype, half_sums=half_sums)
+    return call.apart(calls.run()[0])[0].reshape(*rows, down.n)
 
 
 def block(
@@ -243,34 +185,21 @@ def block(
     """`quantized_block` as one custom call of CUDA: the new residual, then what follows.
 
     `weights` are those of out, gate_up and down, then the following ones. `values`: None, or the
-    dtype of 8 bits to which each row, bfloat16, is rounded before it is multiplied.
+    8-bit dtype to which each row, bfloat16, is rounded before it is multiplied.
     """
-    out, gate_up, down, *following = weights
-    rows, m, dtype = attended.shape[:-1], math.prod(attended.shape[:-1]), attended.dtype
-
-    def operands_of(weight: QuantizedArray) -> tuple[Array, ...]:
-        return call.call_operands(weight, dtype) if values is None else _weight_operands(weight)
-
-    operands = [
-        *call.apart(attended.reshape(1, m, out.k), residual.reshape(1, m, out.n)),
-        norm,
-        jnp.zeros(0, dtype) if following_norm is None else following_norm,
-        *(operand for weight in weights for operand in operands_of(weight)),
-    ]
-    stream = jax.ShapeDtypeStruct((1, m, out.n), dtype)
-    hidden = jax.ShapeDtypeStruct((1, m, gate_up.n), dtype)
-    products = [jax.ShapeDtypeStruct((1, m, weight.n), dtype) for weight in following]
-    workspace = call.workspace(_sums_bytes(m, weights), [stream, *products], operands)
-    if values is None:
-        target, between = call.BLOCK_TARGET, [*[stream] * 3, hidden]
-    else:
-        rounded = [jax.ShapeDtypeStruct((1, m, w.k), values) for w in (out, gate_up, down)]
-        scale = jax.ShapeDtypeStruct((1, m), jnp.float32)
-        target, between = call.ROUNDED_BLOCK_TARGET, [*[stream] * 2, hidden, *rounded, scale]
-    result, *others = jax.ffi.ffi_call(target, [stream, *between, workspace, *products])(
-        *operands, **_block_attributes(attended, weights, activation, epsilon, values=values)
+    rows, m = attended.shape[:-1], math.prod(attended.shape[:-1])
+    calls = Call("quantized_block")
+    x = calls.operand(*call.apart(attended.reshape(1, m, attended.shape[-1])))
+    residual = call.apart(residual.reshape(1, m, residual.shape[-1]))[0]
+    read = functools.partial(stored_weight, dtype=attended.dtype)
+    add_block(
+        *(calls, x, residual, norm, following_norm, weights),
+        read=read if values is None else _stored_for_bytes,
+        activation=activation,
+        values=values,
     )
-    results = call.apart(result, *others[len(others) - len(following) :])
+    result, *others = calls.run(epsilon=np.float32(epsilon))
+    results = call.apart(result, *others[: len(weights) - 3])
     return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
 
 
@@ -288,37 +217,27 @@ def decode_block(
 ) -> tuple[Array, ...]:
     """The attention of a decode step and `block` of its result, as one custom call of CUDA.
 
-    The new keys and values of the cache, the new residual (batch, d), then what follows. Of several
-    `devices`, which `exchanging` found, each has a part of the weights.
+    Returns the new keys and values of the cache, the new residual (batch, d), then what follows. Of
+    several `devices`, which `exchanging` found, each has a part of the weights.
     """
-    out, gate_up, _, *following = weights
-    batch, dtype = residual.shape[0], residual.dtype
-    operands = [
-        *cuda_attend.call_operands(attention),
-        *call.apart(residual[None]),
-        norm,
-        jnp.zeros(0, dtype) if following_norm is None else following_norm,
-        *(operand for weight in weights for operand in call.call_operands(weight, dtype)),
-    ]
-    stream = jax.ShapeDtypeStruct((1, batch, out.n), dtype)
-    hidden = jax.ShapeDtypeStruct((1, batch, gate_up.n), dtype)
-    products = [jax.ShapeDtypeStruct((1, batch, weight.n), dtype) for weight in following]
-    sums = max(cuda_attend.workspace_bytes(attention, attending), _sums_bytes(batch, weights))
-    workspace = call.workspace(sums, [stream, *products], operands[-4 * len(weights) - 3 :])
-    attended = cuda_attend.call_results(attention, (1, batch, out.k))
-    parts = jax.ShapeDtypeStruct(stream.shape, jnp.float32) if devices else stream
-    group = {"devices": np.array(devices, np.int64)} if devices else {}
-    _, keys, values, _, result, *others = jax.ffi.ffi_call(
-        call.DECODE_BLOCK_TARGET,
-        [*attended, workspace, stream, parts, stream, stream, hidden, *products],
-        input_output_aliases=cuda_attend.ALIASES,
-    )(
-        *operands,
+    batch = residual.shape[0]
+    calls = Call("decode_block")
+    attended = cuda_attend.add_attention(calls, attention, (1, batch, weights[0].k))
+    add_block(
+        *(calls, attended, call.apart(residual[None])[0], norm, following_norm, weights),
+        read=functools.partial(stored_weight, dtype=residual.dtype),
+        activation=activation,
+        parts=jnp.float32 if devices else None,
+    )
+    group: dict[str, Any] = {"devices": np.array(devices, np.int64)} if devices else {}
+    _, keys, values, *others = calls.run(
+        sums=cuda_attend.workspace_bytes(attention, attending),
+        aliases=cuda_attend.ALIASES,
+        epsilon=np.float32(epsilon),
         **cuda_attend.call_attributes(attending),
-        **_block_attributes(residual, weights, activation, epsilon, parts.dtype),
         **group,
     )
-    results = call.apart(result, *others[len(others) - len(following) :])
+    results = call.apart(*others[: 1 + len(weights) - 3])
     return keys, values, *(x[0] for x in results)
 
 
@@ -337,104 +256,26 @@ def normalized(
     With an activation the weights are gate and up as one stack and down, of an MLP.
     """
     rows, m, dtype = residual.shape[:-1], math.prod(residual.shape[:-1]), residual.dtype
+    shape = (1, m, residual.shape[-1])
+    calls = Call("normalized products")
+    x, y = map(calls.operand, call.apart(residual.reshape(shape), addend.reshape(shape)))
+    total = calls.result(shape, dtype)
     mlp = activation is not None
-    k = residual.shape[-1]
-    operands = [
-        *call.apart(residual.reshape(1, m, k), addend.reshape(1, m, k)),
-        norm,
-        *(operand for weight in weights for operand in call.call_operands(weight, dtype)),
-    ]
-    stream = jax.ShapeDtypeStruct((1, m, k), dtype)
-    dtypes = [dtype, out_dtype] if mlp else [out_dtype] * len(weights)
-    products = [
-        jax.ShapeDtypeStruct((1, m, weight.n), of)
-        for weight, of in zip(weights, dtypes, strict=True)
-    ]
-    sums = max(
-        call.workspace_bytes(2 if mlp and i == 0 else 1, m, weight.n)
-        for i, weight in enumerate(weights)
-    )
-    workspace = call.workspace(sums, products, operands)
-    total, _, _, *outs = jax.ffi.ffi_call(
-        call.NORMALIZED_TARGET, [stream, stream, workspace, *products]
-    )(
-        *operands,
-        **call.attributes_with_units(
-            *(weight.format for weight in weights),
-            **call.formats_attributes(weights),
-            activation=activation or "none",
-            mlp=np.bool_(mlp),
-            epsilon=np.float32(epsilon),
-        ),
-        **call.launches(
-            *(
-                _launch(residual, m, weight, of, gated=mlp and i == 0)
-                for i, (weight, of) in enumerate(zip(weights, dtypes, strict=True))
-            )
-        ),
-    )
-    results = call.apart(total, *(outs[1:] if mlp else outs))
+    of_results = weights[1:] if mlp else weights
+    outs = [calls.result((1, m, weight.n), out_dtype) for weight in of_results]
+    normed = calls.result(shape, dtype)
+    calls.step("normalize", x=x, addend=y, scales=calls.operand(norm), total=total, out=normed)
+    if mlp:
+        gate_up, down = weights
+        add_mlp(calls, normed, gate_up, down, outs[0], activation, dtype)
+    else:
+        products = [
+            calls.add_product(stored_weight(weight, dtype), normed, out)
+            for weight, out in zip(weights, outs, strict=True)
+        ]
+        calls.multiply(*products)
+    results = call.apart(*calls.run(epsilon=np.float32(epsilon))[: 1 + len(outs)])
     return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
-
-
-def _sums_bytes(m: Any, weights: Sequence[QuantizedArray]) -> int:
-    """Bytes for partial sums of the products of a block."""
-    out, gate_up, *others = weights
-    return max(
-        call.workspace_bytes(2, m, gate_up.n),
-        *(call.workspace_bytes(1, m, weight.n) for weight in (out, *others)),
-    )
-
-
-def _block_attributes(
-    lhs: Array,
-    weights: Sequence[QuantizedArray],
-    activation: str,
-    epsilon: float,
-    projected: Any = None,
-    values: Any = None,
-) -> dict[str, Any]:
-    """Of a block with lhs (..., rows, k), whose output and down projections are `projected`.
-
-    `values`: the dtype to which rows are rounded, if they are.
-    """
-    m, dtype = math.prod(lhs.shape[:-1]), lhs.dtype
-    attributes = call.attributes_with_units if values is None else call.attributes
-    outs = [projected or dtype, dtype, projected or dtype, *[dtype] * (len(weights) - 3)]
-    return {
-        **attributes(
-            *(weight.format for weight in weights),
-            **call.formats_attributes(weights),
-            activation=activation,
-            epsilon=np.float32(epsilon),
-        ),
-        **call.launches(
-            *(
-                _launch(lhs, m, weight, out, gated=i == 1, values=values)
-                for i, (weight, out) in enumerate(zip(weights, outs, strict=True))
-            )
-        ),
-    }
-
-
-def _launch(
-    lhs: Array,
-    m: Any,
-    weight: QuantizedArray,
-    out: jnp.dtype,
-    *,
-    batch: Any = 1,
-    gated: bool = False,
-    half_sums: bool = False,
-    values: Any = None,
-) -> call.Launch:
-    """`values`: the dtype to which lhs is rounded, if it is."""
-    scale = call.read_dtype(weight.scale.dtype, weight.format, lhs.dtype)
-    return call.Launch(
-        *(weight.format, batch, m, weight.n, weight.k, values or lhs.dtype, scale, out),
-        gated=gated,
-        half_sums=half_sums,
-    )
 
 
 def normalizes(columns: int) -> bool:

@@ -1,6 +1,5 @@
 """Times of kernels on a GPU, by a custom call that launches each choice and waits."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -25,20 +24,15 @@ def times(
     A measurement multiplies by `calls` matrices of the stack (`packed`, `scale`, `zero`) in turn.
     """
     m, n = product.m, product.n
-    results = [
-        jax.ShapeDtypeStruct((1, m, n), lhs.dtype),
-        jax.ShapeDtypeStruct((call.workspace_bytes(1, m, n),), jnp.uint8),
-        jax.ShapeDtypeStruct((len(choices),), jnp.float32),
-    ]
+    timed = call.Call("jaxlowbit.tune")
+    weight = call.stored(packed, scale, zero, jnp.zeros(1, jnp.int32), product.format)
+    out = timed.result((1, m, n), lhs.dtype)
+    timed.result((len(choices),), jnp.float32)
+    timed.multiply(timed.add_product(weight, timed.operand(lhs[None]), out))
     numbers = [(ffi.KERNELS.index(choice.kernel), *choice[1:]) for choice in choices]
-    *_, microseconds = jax.ffi.ffi_call(call.TIMES_TARGET, results)(
-        lhs[None],
-        *call.weight_operands(packed, scale, zero, jnp.zeros(1, jnp.int32), product.format),
-        **call.attributes(
-            product.format,
-            **call.format_attributes(product.format),
-            calls=np.int64(calls),
-            choices=np.array(numbers, np.int64).reshape(-1),
-        ),
+    _, microseconds = timed.run(
+        call.TIMES_TARGET,
+        calls=np.int64(calls),
+        choices=np.array(numbers, np.int64).reshape(-1),
     )
     return microseconds

@@ -18,8 +18,9 @@ from . import indexing
 from .dtypes import FLOATS
 
 _PLAIN = (int, float, complex, str, bytes, tuple, list, dict, set, type, np.generic, type(None))
-_LARGEST = float(jnp.finfo(jnp.float32).max)
-_SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
+LARGEST = float(jnp.finfo(jnp.float32).max)
+SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
+"""The range of positive numbers that float32 keeps."""
 _NO_ARRAYS = (str, bytes, Mapping, set, frozenset, type, type(None))
 
 
@@ -165,15 +166,15 @@ def positive(caller: str, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{caller}: {name} is {brief(value)}, but it is a number, such as 1e-5.")
     value = float(value) if isinstance(value, np.floating) else value
-    if not 0 <= value <= _LARGEST:
+    if not 0 <= value <= LARGEST:
         raise ValueError(
             f"{caller}: {name} is {brief(value)}, but it is a finite number from 0 on, also in "
             "float32, such as 1e-5."
         )
-    if 0 < value < _SMALLEST:
+    if 0 < value < SMALLEST:
         raise ValueError(
             f"{caller}: {name} is {brief(value)}, which float32 rounds to 0; pass 0, or "
-            f"{_SMALLEST:.3g} or more."
+            f"{SMALLEST:.3g} or more."
         )
     return float(value)
 

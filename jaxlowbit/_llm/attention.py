@@ -12,7 +12,7 @@ from .._backends import cpu_attend, cuda_attend
 Implementation = Literal["xla", "cudnn", "native", "cpu"]
 """What attends; `"native"` is `cuda_attend`, which rotates and appends, too."""
 
-# Scores where a query may not look: finite, so that a row without any key has no NaN.
+# Score of a masked key: finite, so that a row without any key has no NaN.
 _HIDDEN = -1e30
 
 
@@ -29,11 +29,10 @@ def choose(
 ) -> Implementation:
     """The implementation that is fastest for so many sequences, queries of each and cache slots.
 
-    One query of each sequence is that of our own kernel if `native` says that it can compute such
-    attention here (see `native`). Otherwise, at one sequence and one query XLA's few
-    small kernels take half the time of cuDNN's call. Where there are several sequences, or the
-    scores of a prompt are large, cuDNN keeps the scores on the chip. It needs 16-bit activations
-    and heads of a multiple of 8 up to 256.
+    For one query of each sequence our own kernel attends if it supports the sizes (`native`).
+    Otherwise, at one sequence and one query XLA's few small kernels take half the time of cuDNN's
+    call. For several sequences, or a long prompt, cuDNN keeps the scores on the chip. It needs
+    16-bit activations and heads of a multiple of 8 up to 256.
 
     On the CPU our own kernel reads a cache in place. It has no derivative, so without a cache that
     outlives the call (`cached`) XLA attends.
@@ -68,7 +67,7 @@ def mask(queries: Array, keys: Array, window: int | None) -> Array:
     **Arguments:**
 
     - `queries`: positions of the queries, int32 (batch, queries).
-    - `keys`: positions of what the slots hold, int32 (batch, slots); -1 where that is nothing.
+    - `keys`: positions of the slots, int32 (batch, slots); -1 for an empty slot.
     - `window`: how many positions back a query sees, its own among them; None for all.
     """
     distance = queries[:, :, None] - keys[:, None, :]
@@ -98,9 +97,7 @@ def attend(
     - `query`: (batch, queries, heads, head_size).
     - `key`, `value`: a cache, (batch, slots, kv_heads, head_size) in the dtype of `query`;
       consecutive heads share one of these.
-    - `positions`: those of the queries, int32 (batch, queries).
-    - `held`: those of what the slots hold, int32 (batch, slots); -1 for nothing.
-    - `window`: how many positions back a query sees, its own among them; None for all.
+    - `positions`, `held`, `window`: `queries`, `keys` and `window` of `mask`.
     - `reach`: how many slots are read, from the first on; None for all.
 
     **Returns:** (batch, queries, heads * head_size) in the dtype of `query`.

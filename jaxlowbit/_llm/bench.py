@@ -70,8 +70,8 @@ def bench(
     Prompts are read into an empty cache. The decode steps attend to `prompt_tokens + 1` up to
     `prompt_tokens + new_tokens` positions; `Speed.positions` is the mean.
 
-    The first run, which compiles, does not count. Times are those of the wall clock, and include
-    what the host does between the programs.
+    The first run, which compiles, does not count. Times are wall-clock times and include the work
+    of the host between the programs.
 
     **Returns:** a `Speed`.
 

@@ -1,8 +1,8 @@
-"""The cache of keys and values: a fixed number of slots, each of which knows its position.
+"""The cache of keys and values: a fixed number of slots with their positions.
 
-Sequences of a batch are written side by side, to the same slots. A slot may hold nothing for some
-of them, as where a shorter prompt has padding: its position is then -1, and no query sees it. So
-one comparison of positions is the causal mask, that of padding and that of sliding windows.
+Sequences of a batch are written to the same slots. A slot may be empty for some sequences, such as
+for the padding of a shorter prompt: its position is then -1, and no query sees it. So one
+comparison of positions masks later tokens, padding, and tokens before a sliding window.
 """
 
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ _SMALLEST = 256
 class Cache(NamedTuple):
     """Keys and values of every layer, (batch, slots, kv_heads, head_size) each.
 
-    `positions` are those of the slots, int32 (batch, slots), -1 where a slot holds nothing; `used`
-    is the number of slots that were written, int32 ().
+    `positions` of the slots are int32 (batch, slots), -1 for an empty slot; `used` is the number of
+    slots that were written, int32 ().
     """
 
     keys: tuple[Array, ...]

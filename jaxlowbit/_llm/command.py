@@ -69,8 +69,8 @@ def add_perplexity(parser: argparse.ArgumentParser) -> Run:
     _add_model(parser)
     text = "a text file in UTF-8, or - for standard input"
     parser.add_argument("--text", required=True, metavar="FILE", help=text)
-    window = "tokens of a window (%(default)s)"
-    parser.add_argument("--context", type=int, default=512, metavar="N", help=window)
+    window = "tokens of a window (512, or the context of a model with a shorter one)"
+    parser.add_argument("--context", type=int, metavar="N", help=window)
     _add_json(parser)
     return _as_command(_perplexity)
 

@@ -1,4 +1,4 @@
-"""`Config`: the numbers that make one decoder of another, and the frequencies of its rotation."""
+"""`Config`: the parts and sizes of a decoder, and the frequencies of its rotation."""
 
 import dataclasses
 import math
@@ -7,16 +7,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._core.checks import brief
+from .._core.checks import LARGEST, SMALLEST, brief
+from .architectures import ARCHITECTURES, Activation, NormPlacement, RopePairs
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-
-RopePairs = Literal["neighbours", "halves"]
 RopeKind = Literal["linear", "llama3", "yarn", "factors"]
-Activation = Literal["silu", "gelu_tanh"]
-NormPlacement = Literal["pre", "pre_and_post"]
 
-# Sizes beyond these are of no model; a file that names them is damaged.
+# No model is larger; a file with a larger size is damaged.
 MOST = {
     "layers": 10_000,
     "width": 2**20,
@@ -35,13 +31,14 @@ class RopeScaling:
 
     **Arguments:**
 
-    - `kind`: `"linear"` divides every frequency by `factor`. `"llama3"` divides those whose wave is
-      longer than `original_context / low`, keeps those whose wave is shorter than
-      `original_context / high`, and blends the others. `"yarn"` (Peng et al., 2023) blends between
-      the frequencies that turn `beta_fast` and `beta_slow` times within `original_context`.
-      `"factors"` divides each frequency by its own factor, as llama.cpp's `rope_freqs` tensor says.
-    - `factor`: the divisor of lowered frequencies, from 1; of all frequencies for factors, too.
-    - `original_context`: positions that the model was trained on first; for llama3 and yarn.
+    - `kind`: `"linear"` divides every frequency by `factor`. `"llama3"` divides frequencies with
+      wavelengths above `original_context / low`, keeps frequencies with wavelengths below
+      `original_context / high`, and blends between the two. `"yarn"` (Peng et al., 2023) blends
+      between the frequencies that turn `beta_fast` and `beta_slow` times within
+      `original_context`. `"factors"` divides each frequency by its entry of `factors`, the numbers
+      of llama.cpp's tensor `rope_freqs`.
+    - `factor`: the divisor of lowered frequencies, at least 1; for factors, of all frequencies.
+    - `original_context`: the context of the first training; for llama3 and yarn.
     - `low`, `high`: for llama3.
     - `beta_fast`, `beta_slow`: for yarn.
     - `attention_factor`: the factor of sines and cosines. None is 1, but for yarn
@@ -122,7 +119,7 @@ class RopeScaling:
         return (self.mscale * grown + 1.0) / (self.mscale_all_dim * grown + 1.0)
 
     def lowered(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """The scaled frequencies, float64 (pairs,), of those of a rotation with this base."""
+        """The scaled frequencies, float64 (pairs,), of a rotation with this base."""
         if self.kind == "linear":
             return frequencies / self.factor
         if self.kind == "factors":
@@ -135,7 +132,7 @@ class RopeScaling:
         return kept * frequencies + (1 - kept) * frequencies / self.factor
 
     def _yarn_ramp(self, pairs: int, base: float) -> np.ndarray:
-        """From 0 for the pairs that turn fast to 1 for those that turn slowly."""
+        """From 0 for pairs that turn fast to 1 for pairs that turn slowly."""
 
         def pair(turns: float) -> float:
             wave = self.original_context / (2 * math.pi * turns)
@@ -150,36 +147,37 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a decoder of one of five architectures computes; the sizes of its weights.
+    """The parts and sizes of a decoder.
 
     **Arguments:**
 
-    - `architecture`: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"` or `"gemma3"`; a name only, all
-      that differs is in the other fields.
-    - `layers`, `width`, `heads`, `kv_heads`, `head_size`, `hidden`, `vocabulary`: sizes. Heads of
-      keys and values divide those of queries; `hidden` is that of the gated MLP.
-    - `context`: the most positions.
-    - `norm_epsilon`: what is added to mean squares.
-    - `rope_base`, `rope_pairs`: the base of the rotation's frequencies, and which elements of a
-      head rotate together: 2i and 2i + 1 (`"neighbours"`) or i and i + head_size / 2 (`"halves"`).
-    - `rope_scaling`: None, or a `RopeScaling`; of global layers.
-    - `local_rope_base`: the base in layers with a window, unscaled; None for that of the others.
-    - `window`: None, or the positions that local layers attend to, their own included.
-    - `window_pattern`: with a window, layer i is global where i + 1 is a multiple of it; 0 if none
-      is.
+    - `architecture`: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"` or `"gemma3"`; only a name: the
+      other fields hold everything that differs.
+    - `layers`, `width`, `heads`, `kv_heads`, `head_size`, `hidden`, `vocabulary`: sizes.
+      `kv_heads` divides `heads`; `hidden` is the width of the gated MLP.
+    - `context`: maximum number of positions.
+    - `norm_epsilon`: added to mean squares.
+    - `rope_base`, `rope_pairs`: the base of the rotation's frequencies, and the elements of a head
+      that rotate together: 2i and 2i + 1 (`"neighbours"`) or i and i + head_size / 2 (`"halves"`).
+    - `rope_scaling`: None, or a `RopeScaling` for global layers.
+    - `local_rope_base`: the base in layers with a window, unscaled; None if they rotate as the
+      others do.
+    - `window`: None, or the number of positions that local layers attend to, including their own.
+    - `window_pattern`: with a window, layer i is global if i + 1 is a multiple of it; 0 for no
+      global layer.
     - `qk_norm`: RMS norms of each head of queries and keys, before the rotation.
     - `attention_bias`: biases of the query, key and value projections.
-    - `tied_head`: logits come from the embedding table.
-    - `activation`: that of the gate, `"silu"` or `"gelu_tanh"`.
-    - `norm_placement`: `"pre"`, or `"pre_and_post"` for norms of the results of attention and
-      MLP, too.
-    - `norm_offset`: what is added to the scales of all norms.
-    - `embedding_scale`: what embeddings are multiplied by.
-    - `attention_scale`: what scores are multiplied by; None for `head_size ** -0.5`.
+    - `tied_head`: whether the embedding table is also the head.
+    - `activation`: activation of the gate, `"silu"` or `"gelu_tanh"`.
+    - `norm_placement`: `"pre"`, or `"pre_and_post"` for further norms of the results of attention
+      and MLP.
+    - `norm_offset`: added to the scales of all norms.
+    - `embedding_scale`: factor of embeddings.
+    - `attention_scale`: factor of scores; None for `head_size ** -0.5`.
     - `logit_softcap`: None, or the bound c in `c tanh(logits / c)`.
-    - `bos`, `eos`: the token that begins texts, if there is one, and those that end them.
+    - `bos`, `eos`: the token that begins texts, or None, and the tokens that end them.
 
-    **Raises:** `ValueError` with the field, its value and what it may be.
+    **Raises:** `ValueError` with the field, its value and its range.
 
     ```python
     Config("llama", layers=2, width=64, heads=4, kv_heads=2, head_size=16, hidden=128,
@@ -216,7 +214,7 @@ class Config:
     eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _one_of("Config", "architecture", self.architecture, ARCHITECTURES)
+        _one_of("Config", "architecture", self.architecture, tuple(ARCHITECTURES))
         for name, most in MOST.items():
             _size("Config", name, getattr(self, name), most)
         if self.heads % self.kv_heads:
@@ -271,14 +269,14 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def is_local(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, attends to its window alone."""
+        """Whether a layer, counted from 0, attends only to its window."""
         pattern = self.window_pattern
         return self.window is not None and (pattern == 0 or (layer + 1) % pattern != 0)
 
     def rope_frequencies(self, *, local: bool = False) -> np.ndarray:
-        """Radians that each pair of elements turns by from a position to the next.
+        """Angles in radians between a position and the next, for each pair of elements.
 
-        **Arguments:** `local`: those of layers with a window, whose base may be another.
+        **Arguments:** `local`: whether for layers with a window, which may have another base.
 
         **Returns:** float32 (head_size / 2,), scaled as `rope_scaling` says. The
         factor of sines and cosines, `rope_scaling.amplitude`, is not among them.
@@ -333,14 +331,14 @@ class Config:
 
 
 def pattern_of(local: Sequence[bool]) -> int | None:
-    """The `window_pattern` of layers that are local or not; None where they follow none."""
+    """The `window_pattern` of layers that are local or not; None if they follow no pattern."""
     found = 0 if all(local) else list(local).index(False) + 1
     regular = [found == 0 or (i + 1) % found != 0 for i in range(len(local))]
     return found if regular == list(local) else None
 
 
 def check_config(caller: str, config: object) -> None:
-    """Refuses what is no configuration.
+    """Raises unless `config` is a `Config`.
 
     **Raises:** `TypeError`.
     """
@@ -358,15 +356,21 @@ def _size(owner: str, name: str, value: object, most: int) -> None:
         )
 
 
-def _number(owner: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{owner}: {name}={value!r}, but it is a finite number; correct it.")
+def _number(owner: str, name: str, value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
+        return value
+    raise ValueError(
+        f"{owner}: {name}={value!r}, but it is a finite number, also in float32; correct it."
+    )
 
 
 def _positive(owner: str, name: str, value: object) -> None:
-    _number(owner, name, value)
-    if isinstance(value, int | float) and value <= 0:
+    if (number := _number(owner, name, value)) <= 0:
         raise ValueError(f"{owner}: {name}={value!r}, but it is above 0; correct it.")
+    if number < SMALLEST:
+        raise ValueError(
+            f"{owner}: {name}={value!r}, which float32 rounds to 0; it is {SMALLEST:.3g} or more."
+        )
 
 
 def _one_of(owner: str, name: str, value: object, choices: tuple[Any, ...]) -> None:

@@ -48,8 +48,6 @@ _HARMLESS = {
         target_lookbehind""",
 }
 _IGNORED = frozenset(name for names in _HARMLESS.values() for name in names.split())
-# The query, key and value projections of qwen2 have biases at every value of this entry.
-_IGNORED_BY = {"qwen2": frozenset({"attention_bias"})}
 
 
 class _Feature(NamedTuple):
@@ -62,7 +60,7 @@ class _Feature(NamedTuple):
 
 _FEATURES = (
     _Feature("mlp_bias", "the MLP of the decoder here has no biases"),
-    _Feature("attention_bias", "only qwen2 has biases in the attention of the decoder here"),
+    _Feature("attention_bias", "attention has biases here only if its architecture always does"),
     _Feature("attn_logit_softcapping", "the attention of the decoder here has no cap"),
     _Feature(
         "use_bidirectional_attention add_cross_attention cross_attention_hidden_size "
@@ -135,21 +133,23 @@ _DECODING = {
 }
 
 
-def check_features(path: Path, values: Mapping[str, Any], architecture: str) -> None:
+def check_features(path: Path, values: Mapping[str, Any], harmless: frozenset[str]) -> None:
     """Checks that no entry of a config.json turns on a feature that the decoder lacks.
+
+    **Arguments:** `harmless`: entries that turn on nothing in this architecture.
 
     **Raises:** `ValueError` with the entry, its value and the reason.
     """
     for name, feature in _FEATURE_OF.items():
         value = values.get(name)
-        if value is None or value in feature.off or name in _IGNORED_BY.get(architecture, ()):
+        if value is None or value in feature.off or name in harmless:
             continue
         raise ValueError(
             f"{path}: {name!r} is {brief(value)}, but {feature.reason}; use another model."
         )
 
 
-def left_out(known: Fields, architecture: str = "") -> list[str]:
+def left_out(known: Fields, harmless: frozenset[str] = frozenset()) -> list[str]:
     """Sentences on the entries that were not read and are in no table; most files have none.
 
     transformers sets them as attributes that its models do not read. Values that are null, false,
@@ -158,7 +158,7 @@ def left_out(known: Fields, architecture: str = "") -> list[str]:
     unknown, decoding = {}, {}
     for name, value in known.values.items():
         off = value is None or value in (False, 0, "", [], {})
-        if name in known.read or name in _IGNORED | _IGNORED_BY.get(architecture, frozenset()):
+        if name in known.read or name in _IGNORED | harmless:
             continue
         if name in _DECODING:
             if not off and value != _DECODING[name]:

@@ -1,4 +1,4 @@
-"""Matrices in 8-bit floats of Hugging Face folders, with the scales that lie beside them.
+"""Matrices in 8-bit floats of Hugging Face folders, with their scales.
 
 A weight is its number times the scale of its block, of its output channel or of its matrix. Two
 `quant_method`s of config.json have them:
@@ -20,7 +20,7 @@ import numpy as np
 from .._core.array import QuantizedArray
 from .._core.checks import brief
 from .._core.format import SCALES, Format
-from . import blocks
+from . import packing
 from .folder import AGAIN, FLOATS, Fields, Tensor
 
 KIND = "F8_E4M3"
@@ -51,14 +51,14 @@ class Layout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """What a config.json says of its 8-bit floats.
+    """The 8-bit floats of a folder, by its config.json.
 
     - `scale`: the last component of the names of scales.
     - `groups`: layouts with the names of the modules that have them, the first that fits counts.
     - `floats`: names of modules that stay floats.
-    - `left_out`: sentences on what the folder has beyond weights.
+    - `left_out`: sentences on scales of activations or of a cache, which are not read.
 
-    Names are those of modules, `"re:"` and a regular expression, or a class.
+    A name is the name of a module, `"re:"` and a regular expression, or a class.
     """
 
     path: Path
@@ -67,14 +67,15 @@ class Scheme:
     floats: tuple[str, ...]
     left_out: tuple[str, ...]
 
-    def layout_of(self, module: str) -> Layout | None:
-        """The layout of the scales of a module, None where it stays floats."""
-        if any(_named(module, name) for name in self.floats):
+    def layout_of(self, module: str, *, embedding: bool = False) -> Layout | None:
+        """The layout of the scales of a module, None if it stays floats."""
+
+        def listed(names: tuple[str, ...]) -> bool:
+            return any(_named(module, name, embedding) for name in names)
+
+        if listed(self.floats):
             return None
-        fitting = (
-            layout for names, layout in self.groups if any(_named(module, name) for name in names)
-        )
-        return next(fitting, None)
+        return next((layout for names, layout in self.groups if listed(names)), None)
 
     def has_scale(self, tensor: str) -> bool:
         """Whether a tensor holds the scales of another, by its name."""
@@ -98,14 +99,17 @@ class Scheme:
                     f"{KIND}; {AGAIN}."
                 )
 
-    def matrix(self, weight: Tensor, scales: dict[str, Tensor]) -> "Matrix":
-        """A matrix with its scales, of all in the folder by their names.
+    def matrix(self, weight: Tensor, scales: dict[str, Tensor], *, embedding: bool) -> "Matrix":
+        """A matrix with its scales.
 
-        **Raises:** `ValueError` where config.json has none for it, and for scales that are missing,
+        **Arguments:** `scales`: all of the folder, by name; `embedding`: whether the matrix is the
+        embedding table.
+
+        **Raises:** `ValueError` if config.json has none for it, and for scales that are missing,
         of another type or shape.
         """
         module, where = weight.name.removesuffix(".weight"), f"{weight.file}: tensor"
-        layout = self.layout_of(module)
+        layout = self.layout_of(module, embedding=embedding)
         if layout is None:
             raise ValueError(
                 f"{where} {weight.name!r} is {KIND}, but by config.json {module!r} stays floats, "
@@ -147,7 +151,7 @@ class Matrix(NamedTuple):
         size = -1 if self.layout.block is None else self.layout.block[1]
         return Format(8, size, codebook="e4m3").replace(scale=narrow)
 
-    def unpack(self, start: int, stop: int) -> blocks.Unpacked:
+    def unpack(self, start: int, stop: int) -> packing.Unpacked:
         """Bits and scales of some rows.
 
         **Raises:** `ValueError` for numbers that are NaN, and for scales that are not finite.
@@ -166,19 +170,19 @@ class Matrix(NamedTuple):
                 f"its scales {self.scale.name!r} have {int((~finite).sum())} that are NaN or "
                 f"infinite; the file is damaged, {AGAIN}."
             )
-        return blocks.Unpacked(bits, scale[numbers - numbers[0]], None)
+        return packing.Unpacked(bits, scale[numbers - numbers[0]], None)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """The float32 weights (count, k) of some rows."""
-        return blocks.dequantized(self.unpack(start, stop), self.format)
+        return packing.dequantized(self.unpack(start, stop), self.format)
 
     def pack(self, scale_dtype: Any = None) -> QuantizedArray:
         """The packed matrix (in, out); `scale_dtype` rounds its scales."""
-        return blocks.pack_rows(self.unpack, self.weight.shape, self.format, scale_dtype)
+        return packing.pack_rows(self.unpack, self.weight.shape, self.format, scale_dtype)
 
 
 def scheme_of(path: Path, values: Mapping[str, Any]) -> Scheme | None:
-    """What a config.json with these entries says of 8-bit floats; None for a folder of floats.
+    """The 8-bit floats of a folder with these entries of config.json; None if it has floats.
 
     **Raises:** `ValueError` for weights that are quantized otherwise.
     """
@@ -210,7 +214,7 @@ def _blocks_scheme(entries: Fields) -> Scheme:
         for key in ("modules_to_not_convert", "ignored_layers")
         for name in _names(entries, key)
     ]
-    # A name stands for what is inside it, and may leave out what it is inside.
+    # A name includes the modules inside, and may lack the names of the modules around it.
     floats = tuple(rf"re:(.*\.)?{re.escape(name)}(\.|$)" for name in names)
     static = entries.values.get("activation_scheme") == "static"
     _check_rest(entries, "dequantize", "scale_fmt")
@@ -319,9 +323,9 @@ def _names(entries: Fields, key: str) -> list[str]:
     return found
 
 
-def _named(module: str, name: str) -> bool:
+def _named(module: str, name: str, embedding: bool) -> bool:
     if name.startswith("re:"):
         return re.match(name.removeprefix("re:"), module) is not None
     if name in _CLASSES:
-        return module.endswith("embed_tokens") == (name == "Embedding")
+        return embedding == (name == "Embedding")
     return module == name

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds: JSON documents, and tensors in safetensors, single or sharded.
+"""Files of a Hugging Face folder: JSON documents, and tensors in safetensors, single or sharded.
 
 The header of a safetensors file is JSON, behind its length in 8 bytes; it says where tensors lie.
 The package safetensors checks it against the file; of its tensors it returns no 8-bit floats.
@@ -20,7 +20,7 @@ MLX = (
 )
 _POINTER = b"version https://git-lfs.github.com/spec/"
 FLOATS = ("F32", "F16", "BF16")
-# The types that are read; others are refused by their names.
+# The types that are read; others raise an error with their names.
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -39,7 +39,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class Tensor(NamedTuple):
-    """A tensor: its type and shape, outermost axis first, and where it begins in which file."""
+    """A tensor: its type and shape, outermost axis first, its file and its offset there."""
 
     name: str
     kind: str
@@ -68,17 +68,21 @@ class Tensor(NamedTuple):
 
 
 class Fields:
-    """Entries of a JSON object with the kind of each value checked; null stands for none.
+    """Entries of a JSON object with the kind of each value checked; null means a missing entry.
 
-    `read` has the keys that `get` and `need` were asked for.
+    `names` maps keys of `get` and `need` to the keys of this object, for keys that differ. `read`
+    has the keys of this object that `get` and `need` were asked for.
     """
 
     read: set[str]
 
-    def __init__(self, path: Path, values: Mapping[str, Any]):
-        self.path, self.values, self.read = path, values, set()
+    def __init__(
+        self, path: Path, values: Mapping[str, Any], names: Mapping[str, str] | None = None
+    ):
+        self.path, self.values, self.names, self.read = path, values, names or {}, set()
 
     def get(self, key: str, kind: str, default: Any = None) -> Any:
+        key = self.names.get(key, key)
         self.read.add(key)
         value = self.values.get(key)
         if value is None:
@@ -91,6 +95,7 @@ class Fields:
     def need(self, key: str, kind: str) -> Any:
         value = self.get(key, kind)
         if value is None:
+            key = self.names.get(key, key)
             raise ValueError(f"{self.path} lacks {key!r}, {kind}; {AGAIN}.")
         return value
 

@@ -1,13 +1,13 @@
 """The configuration of a decoder in a GGUF file, and the tensor of each weight."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from . import blocks
+from . import ggml_types
+from .architectures import ARCHITECTURES, Architecture, Gguf, weight_name
 from .config import Config, RopeScaling, pattern_of
 from .gguf_file import AGAIN, FLOATS, File, Metadata, Tensor, short
 from .warn import warn_of_file
@@ -70,80 +70,93 @@ def config_of(file: File) -> Config:
 
     Warns of keys of the architecture that are in no table.
 
-    The rotation of `llama` files pairs neighbours, since llama.cpp's converter permutes the rows of
-    their queries and keys; that of the others pairs halves. Norm scales of `gemma3` files include
-    the 1 that the model adds to them.
-
-    **Raises:** `ValueError` for an architecture, or a feature of one, that the decoder has not, and
+    **Raises:** `ValueError` for an architecture, or a feature of one, that the decoder lacks, and
     for values of the wrong kind or size, with their keys.
     """
     general = Metadata(file.path, file.metadata)
+    architecture, names = _architecture(general)
+    entry = ARCHITECTURES[architecture]
+    known = Metadata(file.path, file.metadata, f"{names.name}.")
+    _check_features(known)
+    stored = {weight_name(name, names.tensors): tensor for name, tensor in file.tensors.items()}
+    embedding = stored.get("embedding")
+    if embedding is None or len(embedding.shape) != 2:
+        name = next(name for name, ours in names.tensors.items() if ours == "embedding")
+        raise ValueError(f"{file.path}: there is no matrix {name!r}, the embedding; {AGAIN}.")
+    sizes = _sizes(known) | {"vocabulary": embedding.shape[0]}
+    fields: dict[str, Any] = sizes | {
+        "architecture": architecture,
+        "norm_epsilon": known.need("attention.layer_norm_rms_epsilon", "a number"),
+        "rope_base": known.get("rope.freq_base", "a number", 10000.0),
+        "rope_pairs": names.rope_pairs,
+        "rope_scaling": _scaling(file, known, sizes["context"], entry.local_rope_base),
+        "attention_bias": "layers.0.q_bias" in stored,
+        "tied_head": "head" not in stored,
+        "attention_scale": known.get("attention.scale", "a number") or None,
+        "logit_softcap": known.get("final_logit_softcapping", "a number") or None,
+        "bos": general.get("tokenizer.ggml.bos_token_id", "an integer"),
+    }
+    fields |= _window(known, entry, sizes["layers"], sizes["context"])
+    if entry.local_rope_base is not None:
+        base = known.get("rope.freq_base_swa", "a number", entry.local_rope_base)
+        fields["local_rope_base"] = base
+    eos = general.get("tokenizer.ggml.eos_token_id", "an integer")
+    _warn_of_others(known)
+    try:
+        fields |= entry.fields(sizes["width"])
+        fields["attention_scale"] = fields["attention_scale"] or names.attention_scale(sizes)
+        return Config(**fields, eos=() if eos is None else (eos,))
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{file.path}: the metadata gives a wrong configuration: {error}"
+        ) from None
+
+
+def _architecture(general: Metadata) -> tuple[str, Gguf]:
+    """The architecture of a file and its names; raises unless the file is one whole model."""
     if (kind := general.get("general.type", "a string", "model")) != "model":
         raise ValueError(
-            f"{file.path}: general.type is {kind!r}, but a whole model is read; merge an adapter "
-            "into its model with llama.cpp's llama-export-lora, or name the model's own file."
+            f"{general.path}: general.type is {kind!r}, but a whole model is read; merge an "
+            "adapter into its model with llama.cpp's llama-export-lora, or name the model's own "
+            "file."
         )
-    architecture = general.need("general.architecture", "a string")
-    if architecture not in TENSORS:
+    name = general.need("general.architecture", "a string")
+    known = {x.gguf.name: (key, x.gguf) for key, x in ARCHITECTURES.items() if x.gguf is not None}
+    if name not in known:
         raise ValueError(
-            f"{file.path}: general.architecture is {architecture!r}, but the decoder here knows "
-            f"{', '.join(TENSORS)}; use a model of one of those."
+            f"{general.path}: general.architecture is {name!r}, but the decoder here knows "
+            f"{', '.join(known)}; use a model of one of those."
         )
-    if general.get("split.count", "an integer", 1) > 1:
+    if (count := general.get("split.count", "an integer", 1)) > 1:
         raise ValueError(
-            f"{file.path}: the model is split into {file.metadata['split.count']} files, but one "
-            "is read; join them with llama.cpp's llama-gguf-split --merge."
+            f"{general.path}: the model is split into {count} files, but one is read; join them "
+            "with llama.cpp's llama-gguf-split --merge."
         )
-    known = Metadata(file.path, file.metadata, f"{architecture}.")
-    _check_features(known)
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ValueError(
-            f"{file.path}: there is no matrix 'token_embd.weight', the embedding; {AGAIN}."
-        )
+    return known[name]
+
+
+def _sizes(known: Metadata) -> dict[str, int]:
+    """The sizes of a `Config` except the vocabulary."""
     width = known.need("embedding_length", "an integer")
     heads = known.same("attention.head_count")
     head_size = known.get("attention.key_length", "an integer", width // max(heads, 1))
     for key in _HEAD_SIZES:
         if known.get(key, "an integer", head_size) != head_size:
             raise ValueError(
-                f"{file.path}: '{architecture}.{key}' is {known.need(key, 'an integer')} and heads "
+                f"{known.path}: '{known.prefix}{key}' is {known.need(key, 'an integer')} and heads "
                 f"have {head_size} elements, but the decoder here rotates whole heads of one size; "
                 "use another model."
             )
     layers, context = (known.need(key, "an integer") for key in ("block_count", "context_length"))
-    fields: dict[str, Any] = {
-        "architecture": architecture,
+    return {
         "layers": layers,
         "width": width,
         "heads": heads,
         "kv_heads": known.same("attention.head_count_kv", heads),
         "head_size": head_size,
         "hidden": known.same("feed_forward_length"),
-        "vocabulary": embedding.shape[0],
         "context": context,
-        "norm_epsilon": known.need("attention.layer_norm_rms_epsilon", "a number"),
-        "rope_base": known.get("rope.freq_base", "a number", 10000.0),
-        "rope_pairs": "neighbours" if architecture == "llama" else "halves",
-        "rope_scaling": _scaling(file, known, context),
-        "qk_norm": architecture in ("qwen3", "gemma3"),
-        "attention_bias": architecture == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
-        "tied_head": "output.weight" not in file.tensors,
-        "attention_scale": known.get("attention.scale", "a number") or None,
-        "logit_softcap": known.get("final_logit_softcapping", "a number") or None,
-        "bos": general.get("tokenizer.ggml.bos_token_id", "an integer"),
     }
-    fields |= _window(known, architecture, layers, context)
-    if architecture == "gemma3":
-        fields |= _gemma3(known, fields)
-    eos = general.get("tokenizer.ggml.eos_token_id", "an integer")
-    _warn_of_others(known)
-    try:
-        return Config(**fields, eos=() if eos is None else (eos,))
-    except ValueError as error:
-        raise ValueError(
-            f"{file.path}: the metadata gives a wrong configuration: {error}"
-        ) from None
 
 
 _HEAD_SIZES = (
@@ -198,19 +211,18 @@ def _warn_of_others(known: Metadata) -> None:
         )
 
 
-def _window(known: Metadata, architecture: str, layers: int, context: int) -> dict[str, Any]:
+def _window(known: Metadata, entry: Architecture, layers: int, context: int) -> dict[str, Any]:
     """The window and the pattern of its layers, which some files write for each layer."""
     window = known.get("attention.sliding_window", "an integer") or None
-    if architecture in ("qwen2", "qwen3") and window is not None:
+    if entry.window_layers == "upper" and window is not None:
         if window < context:
             raise ValueError(
-                f"{known.path}: '{known.prefix}attention.sliding_window' is {window}, but "
-                f"{architecture} files do not say which layers have the window; use the model's "
-                "Hugging Face folder."
+                f"{known.path}: '{known.prefix}attention.sliding_window' is {window}, but such "
+                "files do not say which layers have the window; use the model's Hugging Face "
+                "folder."
             )
         window = None  # which changes nothing
     key, kind = "attention.sliding_window_pattern", "an integer"
-    pattern = 6 if architecture == "gemma3" else 0
     if isinstance(known.values.get(known.prefix + key), list):
         local = [bool(value) for value in known.get(key, "a list")]
         found = pattern_of(local) if len(local) == layers else None
@@ -222,24 +234,13 @@ def _window(known: Metadata, architecture: str, layers: int, context: int) -> di
             )
         pattern = found
     else:
-        pattern = known.get(key, kind, pattern)
+        pattern = known.get(key, kind, entry.window_pattern)
     return {"window": window, "window_pattern": pattern if window else 0}
 
 
-def _gemma3(known: Metadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What llama.cpp sets for the architecture itself (`src/models/gemma3.cpp`)."""
-    # The largest model, of 62 layers, divides scores by the width of a head's share of the model.
-    scale = (fields["width"] / fields["heads"]) ** -0.5 if fields["layers"] == 62 else None
-    return {
-        "activation": "gelu_tanh",
-        "norm_placement": "pre_and_post",
-        "embedding_scale": float(fields["width"]) ** 0.5,
-        "attention_scale": fields["attention_scale"] or scale,
-        "local_rope_base": known.get("rope.freq_base_swa", "a number", 10000.0),
-    }
-
-
-def _scaling(file: File, known: Metadata, context: int) -> RopeScaling | None:
+def _scaling(
+    file: File, known: Metadata, context: int, local_base: float | None
+) -> RopeScaling | None:
     """The scaling of the rotation, by llama.cpp's defaults.
 
     A factor without a type is linear, `rope.scale_linear` is its older key, and the model was
@@ -259,10 +260,10 @@ def _scaling(file: File, known: Metadata, context: int) -> RopeScaling | None:
             "another model."
         )
     factor = 1.0 if kind == "none" else factor
-    if own != 1 and known.prefix == "gemma3.":
+    if own != 1 and local_base is not None:
         raise ValueError(
-            f"{file.path}: 'gemma3.rope.scaling.attn_factor' is {own}, but the decoder here scales "
-            "sines and cosines only in global layers; use another model."
+            f"{file.path}: '{known.prefix}rope.scaling.attn_factor' is {own}, but the decoder here "
+            "scales sines and cosines only in global layers; use another model."
         )
     try:
         if kind == "yarn":
@@ -314,35 +315,6 @@ def _factors(file: File) -> tuple[float, ...]:
 
 # --- the weights ----------------------------------------------------------------------------------
 
-_DECODER = {
-    "attn_q.weight": "q",
-    "attn_k.weight": "k",
-    "attn_v.weight": "v",
-    "attn_output.weight": "o",
-    "ffn_gate.weight": "gate",
-    "ffn_up.weight": "up",
-    "ffn_down.weight": "down",
-    "attn_norm.weight": "attention_norm",
-    "ffn_norm.weight": "mlp_norm",
-}
-_BIASES = {"attn_q.bias": "q_bias", "attn_k.bias": "k_bias", "attn_v.bias": "v_bias"}
-_HEAD_NORMS = {"attn_q_norm.weight": "q_norm", "attn_k_norm.weight": "k_norm"}
-_POST_NORMS = {
-    "post_attention_norm.weight": "post_attention_norm",
-    "post_ffw_norm.weight": "post_mlp_norm",
-}
-TENSORS = {
-    "llama": _DECODER | _BIASES,
-    "qwen2": _DECODER | _BIASES,
-    "qwen3": _DECODER | _HEAD_NORMS,
-    "gemma3": _DECODER | _HEAD_NORMS | _POST_NORMS,
-}
-"""Names of a layer's tensors (llama.cpp's `llama-arch.cpp`) and ours, by architecture."""
-_OUTSIDE = {
-    "token_embd.weight": "embedding",
-    "output_norm.weight": "final_norm",
-    "output.weight": "head",
-}
 _IGNORED = ("rope_freqs.weight",)  # read by `config_of`
 
 
@@ -352,14 +324,10 @@ def weights_of(file: File, config: Config) -> dict[str, Tensor]:
     **Raises:** `ValueError` for tensors that are missing, unknown, of another shape, or of a type
     that no format holds, with the name of the first of them.
     """
-    layer = TENSORS[config.architecture]
+    _, names = _architecture(Metadata(file.path, file.metadata))
     found: dict[str, Tensor] = {}
     for name, tensor in file.tensors.items():
-        prefix, _, rest = name.partition(".")
-        number, _, part = rest.partition(".")
-        ours = _OUTSIDE.get(name)
-        if prefix == "blk" and number.isdecimal() and part in layer:
-            ours = f"layers.{int(number)}.{layer[part]}"
+        ours = weight_name(name, names.tensors)
         if ours is not None:
             if ours in found:
                 raise ValueError(
@@ -389,9 +357,9 @@ def weights_of(file: File, config: Config) -> dict[str, Tensor]:
 
 
 def tensor_scale(file: File, tensor: Tensor) -> float:
-    """The factor of all weights of a matrix, which a tensor beside it may hold; else 1.
+    """The factor of all weights of a matrix, from a tensor with its name and `.scale`; else 1.
 
-    **Raises:** `ValueError` for one that is no single finite float.
+    **Raises:** `ValueError` unless that tensor is one finite float.
     """
     factor = file.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale")
     if factor is None:
@@ -406,8 +374,7 @@ def tensor_scale(file: File, tensor: Tensor) -> float:
 
 
 def _is_factor(file: File, name: str) -> bool:
-    """Whether a tensor is a factor of an NVFP4 matrix beside it, or one of its inputs, which are
-    not quantized here."""
+    """Whether a tensor is a factor of an NVFP4 matrix, or of its inputs, which stay floats here."""
     stem, _, last = name.rpartition(".")
     matrix = file.tensors.get(f"{stem}.weight")
     return last in ("scale", "input_scale") and matrix is not None and matrix.kind == "NVFP4"
@@ -419,7 +386,7 @@ def _check(file: File, tensor: Tensor, shape: tuple[int, ...]) -> None:
             f"{file.path}: tensor {tensor.name!r} has the shape {tensor.shape}, but the metadata "
             f"asks for {shape[::-1]}; {AGAIN}."
         )
-    if tensor.kind in FLOATS or (len(shape) == 2 and tensor.kind in blocks.TYPES):
+    if tensor.kind in FLOATS or (len(shape) == 2 and tensor.kind in ggml_types.TYPES):
         return
     if len(shape) == 1:
         raise ValueError(
@@ -429,5 +396,5 @@ def _check(file: File, tensor: Tensor, shape: tuple[int, ...]) -> None:
     raise ValueError(
         f"{file.path}: tensor {tensor.name!r} is {tensor.kind}, whose values no format here holds. "
         "Quantize the model to one of "
-        f"{', '.join([*blocks.TYPES, *FLOATS])}, such as by llama.cpp's llama-quantize."
+        f"{', '.join([*ggml_types.TYPES, *FLOATS])}, such as by llama.cpp's llama-quantize."
     )

@@ -1,7 +1,6 @@
 """Hugging Face directories: config.json, and weights as floats or 8-bit floats in safetensors.
 
-Names and meanings are those of the models' code in `transformers`: the scales of gemma3's norms are
-offsets from 1, and every architecture rotates halves of heads.
+Names and meanings follow the models' code in `transformers`.
 """
 
 import re
@@ -13,6 +12,7 @@ import numpy as np
 
 from .._core.checks import brief
 from . import float8
+from .architectures import ARCHITECTURES, HuggingFace, weight_name
 from .config import MOST, Config, pattern_of
 from .entries import check_features, left_out
 from .folder import AGAIN, FLOATS, MLX, Fields, Tensor, read_json, tensors_of
@@ -21,33 +21,6 @@ from .warn import warn_of_file
 
 # --- the configuration ----------------------------------------------------------------------------
 
-# The values of transformers' classes for entries that a file lacks; only gemma3's files lack sizes.
-_COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
-_DEFAULTS = {
-    "llama": _COMMON,
-    "mistral": _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": _COMMON | {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096},
-    "qwen3": _COMMON
-    | {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28, "sliding_window": 4096},
-    "gemma3": {
-        "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-6,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-}
-_EOS = {"llama": [2], "mistral": [2], "gemma3": [1]}
-_ROPE_BASE = {"gemma3": 1_000_000.0}
-_ARCHITECTURES = {name: name for name in _DEFAULTS} | {"gemma3_text": "gemma3"}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -61,23 +34,45 @@ def config_of(folder: Path) -> Config:
     """
     path = folder / "config.json"
     architecture, objects = _objects(path)
+    entry, names = ARCHITECTURES[architecture], _names(architecture)
     outer, known = objects[0], objects[-1]
-    layers = known.need("num_hidden_layers", "an integer")
+    sizes = _sizes(known)
+    fields: dict[str, Any] = sizes | {
+        "architecture": architecture,
+        "norm_epsilon": known.need("rms_norm_eps", "a number"),
+        "norm_offset": names.norm_offset,
+        "rope_pairs": names.rope_pairs,
+        "tied_head": known.get("tie_word_embeddings", "true or false", False),
+        "bos": outer.get("bos_token_id", "an integer", known.get("bos_token_id", "an integer")),
+        "eos": _eos(folder, names, objects),
+    }
+    activation = _activation(known)
+    try:
+        fields |= _window(known, architecture, sizes["layers"])
+        rotation, sentences = rotation_of(known, entry.local_rope_base, "window" in fields)
+        fields |= rotation | entry.fields(sizes["width"]) | {"activation": activation}
+        if "query_pre_attn_scalar" in names.reads:
+            scalar = known.need("query_pre_attn_scalar", "a number")
+            fields["attention_scale"] = scalar**-0.5
+        if "final_logit_softcapping" in names.reads:
+            fields["logit_softcap"] = known.get("final_logit_softcapping", "a number")
+        config = Config(**fields)
+    except (ValueError, ArithmeticError) as error:
+        raise ValueError(f"{path} gives a wrong configuration: {error}") from None
+    unread = (sentence for found in objects for sentence in left_out(found, names.harmless))
+    for sentence in [*sentences, *unread]:
+        warn_of_file(sentence)
+    return config
+
+
+def _sizes(known: Fields) -> dict[str, int]:
+    """The sizes of a `Config`."""
     width, heads = (
         known.need("hidden_size", "an integer"),
         known.need("num_attention_heads", "an integer"),
     )
-    activation = known.need(
-        "hidden_activation" if architecture == "gemma3" else "hidden_act", "a string"
-    )
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"{path}: the activation is {activation!r}, but the decoder here has "
-            f"{', '.join(_ACTIVATIONS)}; use another model."
-        )
-    fields: dict[str, Any] = {
-        "architecture": architecture,
-        "layers": layers,
+    return {
+        "layers": known.need("num_hidden_layers", "an integer"),
         "width": width,
         "heads": heads,
         "kv_heads": known.get("num_key_value_heads", "an integer", heads),
@@ -85,77 +80,74 @@ def config_of(folder: Path) -> Config:
         "hidden": known.need("intermediate_size", "an integer"),
         "vocabulary": known.need("vocab_size", "an integer"),
         "context": known.need("max_position_embeddings", "an integer"),
-        "norm_epsilon": known.need("rms_norm_eps", "a number"),
-        "rope_pairs": "halves",
-        "qk_norm": architecture in ("qwen3", "gemma3"),
-        "attention_bias": architecture == "qwen2",
-        "tied_head": known.get("tie_word_embeddings", "true or false", False),
-        "activation": _ACTIVATIONS[activation],
-        "bos": outer.get("bos_token_id", "an integer", known.get("bos_token_id", "an integer")),
-        "eos": _eos(folder, architecture, objects),
     }
-    try:
-        fields |= _window(known, architecture, layers)
-        base = _ROPE_BASE.get(architecture, 10_000.0)
-        rotation, sentences = rotation_of(known, architecture, base, "window" in fields)
-        fields |= rotation
-        if architecture == "gemma3":
-            fields |= {
-                "norm_placement": "pre_and_post",
-                "norm_offset": 1.0,
-                "embedding_scale": float(width) ** 0.5,
-                "attention_scale": known.need("query_pre_attn_scalar", "a number") ** -0.5,
-                "logit_softcap": known.get("final_logit_softcapping", "a number"),
-            }
-        config = Config(**fields)
-    except (ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} gives a wrong configuration: {error}") from None
-    for sentence in [*sentences, *(x for found in objects for x in left_out(found, architecture))]:
-        warn_of_file(sentence)
-    return config
+
+
+def _activation(known: Fields) -> str:
+    activation = known.need("hidden_act", "a string")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"{known.path}: the activation is {activation!r}, but the decoder here has "
+            f"{', '.join(_ACTIVATIONS)}; use another model."
+        )
+    return _ACTIVATIONS[activation]
+
+
+def _names(architecture: str) -> HuggingFace:
+    names = ARCHITECTURES[architecture].huggingface
+    assert names is not None  # `_objects` finds an architecture by these
+    return names
 
 
 def _objects(path: Path) -> tuple[str, list[Fields]]:
     """The architecture, and the object of the decoder, which is the last.
 
-    Before it comes the whole of a config.json, if the decoder has a part of that, `text_config`.
-    The object of the decoder has the defaults of its architecture.
+    If the decoder has a part of config.json, `text_config`, the whole comes first. The object of
+    the decoder has the defaults of its architecture.
     """
     outer = Fields(path, read_json(path))
     kind = outer.need("model_type", "a string")
-    if kind not in _ARCHITECTURES:
+    known = {
+        kind: name
+        for name, entry in ARCHITECTURES.items()
+        if entry.huggingface is not None
+        for kind in entry.huggingface.model_types
+    }
+    if kind not in known:
         raise ValueError(
             f"{path}: 'model_type' is {kind!r}, but the decoder here knows "
-            f"{', '.join(_ARCHITECTURES)}; use a model of one of those."
+            f"{', '.join(known)}; use a model of one of those."
         )
-    architecture = _ARCHITECTURES[kind]
+    architecture = known[kind]
+    names = _names(architecture)
     if outer.values.get("quantization"):
         raise ValueError(f"{path}: 'quantization' is an entry of MLX's format; {MLX}.")
     float8.scheme_of(path, outer.values)  # which raises for weights quantized otherwise
     outer.read.add("quantization_config")
-    check_features(path, outer.values, architecture)
+    check_features(path, outer.values, names.harmless)
     values, objects = outer.values, []
-    if architecture == "gemma3" and "text_config" in values:
-        values, objects = _text(outer), [outer]
-    if architecture == "gemma3":  # older files write null for the default
+    if names.images and "text_config" in values:
+        values, objects = _text(outer, names), [outer]
+    if names.null_is_default:
         values = {key: value for key, value in values.items() if value is not None}
-    known = Fields(path, _DEFAULTS[architecture] | values)
-    known.read |= {"model_type", "quantization_config"}
-    return architecture, [*objects, known]
+    found = Fields(path, {**names.defaults, **values}, names.names)
+    found.read |= {"model_type", "quantization_config"}
+    return architecture, [*objects, found]
 
 
-def _text(outer: Fields) -> Mapping[str, Any]:
-    """The entries of the decoder of a gemma3 with images.
+def _text(outer: Fields, names: HuggingFace) -> Mapping[str, Any]:
+    """The entries of the decoder of a model with images.
 
     Both objects may tie the head, and the decoder's may leave it to the other.
     """
     path, values = outer.path, outer.need("text_config", "an object")
-    if (kind := values.get("model_type", "gemma3_text")) not in ("gemma3", "gemma3_text"):
+    kind = values.get("model_type", names.model_types[0])
+    if kind not in names.model_types:
         raise ValueError(
-            f"{path}: 'model_type' of 'text_config' is {brief(kind)}, but that of a gemma3 is "
-            "gemma3_text; use another model."
+            f"{path}: 'model_type' of 'text_config' is {brief(kind)}, but in such a file it is "
+            f"{' or '.join(names.model_types)}; use another model."
         )
-    check_features(path, values, "gemma3")
+    check_features(path, values, names.harmless)
     key = "tie_word_embeddings"
     whole = outer.get(key, "true or false")
     if whole is None:
@@ -168,7 +160,7 @@ def _text(outer: Fields) -> Mapping[str, Any]:
     return values | {key: whole}
 
 
-def _eos(folder: Path, architecture: str, objects: Sequence[Fields]) -> tuple[int, ...]:
+def _eos(folder: Path, names: HuggingFace, objects: Sequence[Fields]) -> tuple[int, ...]:
     """The tokens that end texts, of generation_config.json and the objects of config.json.
 
     A file that does not name any ends texts as the class of transformers does.
@@ -193,36 +185,37 @@ def _eos(folder: Path, architecture: str, objects: Sequence[Fields]) -> tuple[in
             )
         found += tokens
     if not any("eos_token_id" in source.values for source in sources):
-        found = _EOS.get(architecture, [])
+        found = list(names.eos)
     return tuple(dict.fromkeys(found))
 
 
 def _window(known: Fields, architecture: str, layers: int) -> dict[str, Any]:
     """The window and the pattern of its layers; empty if no layer has one."""
     layers = min(max(layers, 0), MOST["layers"])  # more raise an error in `Config`
-    size = None if architecture == "llama" else known.get("sliding_window", "an integer")
-    if architecture in ("qwen2", "qwen3"):
+    entry = ARCHITECTURES[architecture]
+    alike = entry.window_layers in ("none", "all")  # such models do not read layer_types
+    size = None
+    if entry.window_layers != "none":
+        size = known.get("sliding_window", "an integer")
+    local = [size is not None] * layers
+    if entry.window_layers == "upper":
         used = known.get("use_sliding_window", "true or false", False)
         first = known.get("max_window_layers", "an integer", layers)
         size = size if used else None
         local = [size is not None and i >= first for i in range(layers)]
-    elif architecture == "gemma3":
-        every = known.get("sliding_window_pattern", "an integer", 6)
+    elif entry.window_layers == "pattern":
+        every = known.get("sliding_window_pattern", "an integer", entry.window_pattern)
         if "layer_types" not in known.values:
             return {"window": size, "window_pattern": every}
-        local = [True] * layers
-    else:
-        local = [size is not None] * layers
     kinds = known.get("layer_types", "a list")
     if kinds is not None:
         named = [kind == "sliding_attention" for kind in kinds]
-        fixed = architecture in ("llama", "mistral")  # whose models do not read the entry
         unknown = set(map(str, kinds)) - {"full_attention", "sliding_attention"}
-        if unknown or len(kinds) != layers or (fixed and named != local):
+        if unknown or len(kinds) != layers or (alike and named != local):
+            same = " and are all the same" if alike else ""
             raise ValueError(
                 f"'layer_types' is {brief(kinds)}, but the {layers} layers of {architecture} here "
-                "have full_attention or sliding_attention, and those of llama and mistral all "
-                "the same; use another model."
+                f"have full_attention or sliding_attention{same}; use another model."
             )
         local = named
     if not any(local):
@@ -240,32 +233,6 @@ def _window(known: Fields, architecture: str, layers: int) -> dict[str, Any]:
 
 # --- the weights ----------------------------------------------------------------------------------
 
-_LAYER = {
-    "self_attn.q_proj.weight": "q",
-    "self_attn.k_proj.weight": "k",
-    "self_attn.v_proj.weight": "v",
-    "self_attn.o_proj.weight": "o",
-    "self_attn.q_proj.bias": "q_bias",
-    "self_attn.k_proj.bias": "k_bias",
-    "self_attn.v_proj.bias": "v_bias",
-    "self_attn.q_norm.weight": "q_norm",
-    "self_attn.k_norm.weight": "k_norm",
-    "mlp.gate_proj.weight": "gate",
-    "mlp.up_proj.weight": "up",
-    "mlp.down_proj.weight": "down",
-    "input_layernorm.weight": "attention_norm",
-}
-_MLP_NORM = {"post_attention_layernorm.weight": "mlp_norm"}
-_POST_NORMS = {
-    "post_attention_layernorm.weight": "post_attention_norm",
-    "pre_feedforward_layernorm.weight": "mlp_norm",
-    "post_feedforward_layernorm.weight": "post_mlp_norm",
-}
-_OUTSIDE = {
-    "embed_tokens.weight": "embedding",
-    "norm.weight": "final_norm",
-    "lm_head.weight": "head",
-}
 _TEXT = re.compile(
     r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?"
 )
@@ -286,62 +253,27 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
     """
     path = folder / "config.json"
     scheme = float8.scheme_of(path, read_json(path))
-    post = config.norm_placement == "pre_and_post"
-    layer = _LAYER | (_POST_NORMS if post else _MLP_NORM)
-    expected = config.shapes()
-    found: dict[str, Tensor] = {}
-    scales: dict[str, Tensor] = {}
     tensors = tensors_of(folder)
+    scales: dict[str, Tensor] = {}
     unread: list[str] = []
+    weights: list[Tensor] = []
     for tensor in tensors:
         if scheme is not None and scheme.has_scale(tensor.name):
             scales[tensor.name] = tensor
-            continue
-        if scheme is not None and scheme.leaves_out(tensor.name):
+        elif scheme is not None and scheme.leaves_out(tensor.name):
             unread.append(tensor.name)
-            continue
-        name = _TEXT.sub("", tensor.name)
-        parts = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-        if name in _OUTSIDE:
-            ours = _OUTSIDE[name]
-        elif parts is not None and parts[2] in layer:
-            ours = f"layers.{int(parts[1])}.{layer[parts[2]]}"
-        elif _IGNORED.search(tensor.name) or (
-            config.architecture == "gemma3" and _IMAGES.search(tensor.name)
-        ):
-            continue
         else:
-            ours = tensor.name
-        if ours in found:
-            raise ValueError(
-                f"{tensor.file}: tensors {found[ours].name!r} and {tensor.name!r} are one weight "
-                f"under two names, {ours!r}; {AGAIN}."
-            )
-        if ours not in expected and not (ours == "head" and config.tied_head):
-            if tensor.name.endswith(_MLX):
-                raise ValueError(
-                    f"{tensor.file}: tensor {tensor.name!r} is of weights quantized in MLX's "
-                    f"format; {MLX}."
-                )
-            raise ValueError(
-                f"{tensor.file}: tensor {tensor.name!r} is no part of {config.architecture} with "
-                f"{config.layers} layers as the decoder here knows it, and leaving it out would "
-                "change the model; use another model."
-            )
-        found[ours] = tensor
+            weights.append(tensor)
+    found = _by_weight(weights, config)
+    expected = config.shapes()
     if missing := [name for name in expected if name not in found]:
         raise ValueError(
             f"{folder}: {len(missing)} weights of {len(expected)} are missing, the first is "
             f"{missing[0]!r}; {AGAIN}."
         )
     for name, shape in expected.items():
-        tensor = found[name]
-        kinds = FLOATS if scheme is None or len(shape) == 1 else (*FLOATS, float8.KIND)
-        if tensor.shape != shape[::-1] or tensor.kind not in kinds:
-            raise ValueError(
-                f"{tensor.file}: tensor {tensor.name!r} is {tensor.kind} of shape {tensor.shape}, "
-                f"but config.json asks for floats ({', '.join(kinds)}) of {shape[::-1]}; {AGAIN}."
-            )
+        quantized = scheme is not None and len(shape) == 2
+        _check(found[name], shape, (*FLOATS, float8.KIND) if quantized else FLOATS)
     if "head" in found and config.tied_head:
         _check_tied(found["embedding"], found["head"])
     if scheme is None:
@@ -357,9 +289,53 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
     for sentence in sentences:
         warn_of_file(sentence)
     return {
-        name: scheme.matrix(found[name], scales) if found[name].kind == float8.KIND else found[name]
+        name: scheme.matrix(found[name], scales, embedding=name == "embedding")
+        if found[name].kind == float8.KIND
+        else found[name]
         for name in expected
     }
+
+
+def _by_weight(tensors: Sequence[Tensor], config: Config) -> dict[str, Tensor]:
+    """Tensors by our names of their weights, without the tensors that no decoder needs.
+
+    **Raises:** `ValueError` for a tensor that is not a weight of the decoder, and for two tensors
+    of one weight.
+    """
+    names, expected = _names(config.architecture), config.shapes()
+    found: dict[str, Tensor] = {}
+    for tensor in tensors:
+        ours = weight_name(_TEXT.sub("", tensor.name), names.tensors)
+        buffer = _IGNORED.search(tensor.name) or (names.images and _IMAGES.search(tensor.name))
+        if ours is None and buffer:
+            continue
+        if ours is not None and ours in found:
+            raise ValueError(
+                f"{tensor.file}: tensors {found[ours].name!r} and {tensor.name!r} are one weight "
+                f"under two names, {ours!r}; {AGAIN}."
+            )
+        if ours is not None and (ours in expected or (ours == "head" and config.tied_head)):
+            found[ours] = tensor
+        elif tensor.name.endswith(_MLX):
+            raise ValueError(
+                f"{tensor.file}: tensor {tensor.name!r} is of weights quantized in MLX's "
+                f"format; {MLX}."
+            )
+        else:
+            raise ValueError(
+                f"{tensor.file}: tensor {tensor.name!r} is no part of {config.architecture} with "
+                f"{config.layers} layers as the decoder here knows it, and leaving it out would "
+                "change the model; use another model."
+            )
+    return found
+
+
+def _check(tensor: Tensor, shape: tuple[int, ...], kinds: Sequence[str]) -> None:
+    if tensor.shape != shape[::-1] or tensor.kind not in kinds:
+        raise ValueError(
+            f"{tensor.file}: tensor {tensor.name!r} is {tensor.kind} of shape {tensor.shape}, "
+            f"but config.json asks for floats ({', '.join(kinds)}) of {shape[::-1]}; {AGAIN}."
+        )
 
 
 def _check_tied(table: Tensor, head: Tensor) -> None:

@@ -13,17 +13,26 @@ from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
 from .config import Config, check_config
-from .load import Header, read, read_header
-from .model import Decoder, check_rows
+from .decoder import Decoder, check_rows
+from .load import Header, LoadReport, read, read_header
 from .random_weights import random_weights
 from .sampling import SEED_RULE
 
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A decoder, the tokenizer that belongs to it, or None, and the report of loading, or None.
+    """A decoder with its tokenizer and the report of loading.
 
     `generate`, `stream` and `perplexity` take one. Without a tokenizer, prompts are tokens.
+
+    **Arguments:**
+
+    - `decoder`: a `Decoder`.
+    - `tokenizer`: None, or an object with the methods `encode`, `decode` and `decode_stream` of the
+      tokenizers of `load`, and `chat` for prompts that are messages.
+    - `report`: None, or the report of `load`.
+
+    **Raises:** `TypeError` for arguments of other types.
     """
 
     decoder: Decoder
@@ -35,6 +44,19 @@ class LanguageModel:
             raise TypeError(
                 f"LanguageModel: decoder is {checks.brief(self.decoder)}, but it is a Decoder."
             )
+        methods = ("encode", "decode", "decode_stream")
+        lacking = [name for name in methods if not callable(getattr(self.tokenizer, name, None))]
+        if self.tokenizer is not None and (lacking or isinstance(self.tokenizer, type)):
+            raise TypeError(
+                f"LanguageModel: tokenizer is {checks.brief(self.tokenizer)}, but it is None or an "
+                f"object with the methods {', '.join(methods)}; pass that of a loaded model, "
+                "model.tokenizer."
+            )
+        if not isinstance(self.report, LoadReport | None):
+            raise TypeError(
+                f"LanguageModel: report is {checks.brief(self.report)}, but it is None or the "
+                "report of a loaded model, model.report."
+            )
 
     @property
     def config(self) -> Config:
@@ -42,7 +64,7 @@ class LanguageModel:
 
 
 def check_model(caller: str, model: Any) -> None:
-    """Refuses what is no language model.
+    """Raises unless `model` is a `LanguageModel`.
 
     **Raises:** `TypeError`.
     """
@@ -90,20 +112,19 @@ def load(
     **Arguments:**
 
     - `path`: the file or the folder.
-    - `format`: what every matrix is rounded to, a `Format` or its name; None leaves quantized
-      weights of the file as they are, without rounding, and floats as floats.
+    - `format`: format of every matrix, a `Format` or its name; None leaves quantized weights of the
+      file as they are, without rounding, and floats as floats.
     - `rules`: formats for some matrices, by regular expressions that are searched (`re.search`) in
       their names (`Config.shapes`); the first that matches decides, None leaves a matrix as it is.
-    - `dtype`: that of activations, of the cache and of matrices that stay floats; None for bfloat16
-      on a GPU and float32 on the CPU.
-    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which the inputs of every
-      product of the blocks with a quantized matrix are rounded, with a scale for each token.
-      Embedding and head take floats.
-    - `activation_rows`: how many tokens, of all sequences, have to go through the blocks at a time
-      for that; fewer are floats. None for 1 on a CPU, and on a GPU for 32 or 192, by the formats of
-      the weights, from which products gain by it.
-    - `scale_dtype`: that of scales and float zeros; None keeps those of the file exact, and
-      `"super"` also those of ggml's K types as small as they are there.
+    - `dtype`: dtype of activations, of the cache and of matrices that stay floats; None for
+      bfloat16 on a GPU and float32 on the CPU.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
+      quantized matrices of blocks are rounded to it, with a scale for each token. Embedding and
+      head take floats.
+    - `activation_rows`: minimum number of tokens, of all sequences, for such rounding; fewer stay
+      floats. None for 1 on a CPU, and on a GPU for 32 or 192, as the formats of the weights need.
+    - `scale_dtype`: dtype of scales and float zeros. None keeps the values of the file exactly, and
+      `"super"` also keeps the scales of ggml's K types in two levels, as small as in the file.
     - `mesh`: the devices to divide it over, as by `shard`; each weight is put there as soon as it
       is read. None for one device.
     - `progress`: whether to show a progress bar.
@@ -142,10 +163,10 @@ def init(
     **Arguments:**
 
     - `config`: sizes and kinds.
-    - `format`: that of every matrix, a `Format` or its name; None for floats in `dtype`, to
+    - `format`: format of every matrix, a `Format` or its name; None for floats in `dtype`, to
       compare with.
-    - `seed`: of the words, an integer of 64 bits.
-    - `dtype`: that of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
+    - `seed`: seed of the words, an integer of 64 bits.
+    - `dtype`: dtype of scales, activations and the cache; None for bfloat16 on a GPU and float32 on
       the CPU.
     - `activation_dtype`, `activation_rows`: as for `load`.
     - `mesh`: the devices to divide it over, as by `shard`; None for one device. It is the same
@@ -177,8 +198,8 @@ def shard(model: LanguageModel, mesh: jax.sharding.Mesh) -> LanguageModel:
     """Divides a model over the devices of a mesh: tensor parallelism.
 
     Every device holds some heads with their cache, some of the hidden features and some of the
-    vocabulary, and multiplies by its part of the packed words. In each block two all-reduces add
-    what the devices have.
+    vocabulary, and multiplies by its part of the packed words. Two all-reduces in each block add
+    partial sums.
 
     **Arguments:**
 
@@ -187,9 +208,9 @@ def shard(model: LanguageModel, mesh: jax.sharding.Mesh) -> LanguageModel:
 
     **Returns:** the model on those devices, for `generate` and all else that takes one.
 
-    **Raises:** before anything is moved, `TypeError` for what is no mesh, `ValueError` for a mesh
-    of several axes, and where the number of its devices does not divide the heads, those of keys
-    and values, or the rows of a matrix into whole atoms and groups.
+    **Raises:** before anything is moved, `TypeError` for an object that is not a mesh, and
+    `ValueError` for a mesh of several axes, or if the number of its devices does not divide the
+    heads, the heads of keys and values, or the rows of a matrix into whole atoms and groups.
 
     ```python
     model = init(Config("llama", 1, 64, 4, 2, 64, 256, 256, 128), INT8)

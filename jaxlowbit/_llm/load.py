@@ -18,7 +18,7 @@ from .._core.checks import boolean, brief, compute_dtype
 from .._core.format import Format, as_format
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
-from . import blocks, float8, gguf, huggingface
+from . import float8, ggml_types, gguf, huggingface, packing
 from .config import Config
 from .folder import check_folder
 from .sharding import Division
@@ -38,7 +38,7 @@ class TensorReport:
     - `stored`: the type in the file.
     - `shape`: (in, out) of a matrix.
     - `format`: None where floats were kept.
-    - `activation_dtype`: the dtype to which its inputs are rounded, or None.
+    - `activation_dtype`: dtype of its rounded inputs, or None.
     - `nbytes_stored`, `nbytes`: bytes in the file, and in memory with scales.
     - `backend`: what multiplies by it on this machine, with the reason if it is no kernel.
     """
@@ -89,14 +89,14 @@ class LoadReport:
 
 
 class Checkpoint(NamedTuple):
-    """What a model file holds.
+    """The contents of a model file.
 
-    - `config`: what the decoder computes.
+    - `config`: configuration of the decoder.
     - `weights`: by the names of `config.shapes()`. Every matrix is (in, out), so that it multiplies
       from the right, a `QuantizedArray` or floats; so are the embedding and the head (width,
       vocabulary). Norm scales and biases are float32 (n,).
     - `tokenizer`: text to tokens and back.
-    - `report`: what became of each tensor; a table when printed.
+    - `report`: how each tensor was read; a table when printed.
     """
 
     config: Config
@@ -106,10 +106,10 @@ class Checkpoint(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A tensor of a file: what `read` takes of each, whichever the file.
+    """A tensor of a GGUF file or a folder.
 
-    `rows(start, stop)` are floats of some rows. `format` is that of a matrix that is quantized
-    already, which `pack(scale_dtype)` packs as it is; both are None for floats.
+    `rows(start, stop)` returns rows as floats. A quantized matrix has a `format`, and
+    `pack(scale_dtype)` packs it as it is; both are None for floats.
     """
 
     where: str
@@ -170,27 +170,26 @@ def read(
     Weights that are quantized are packed as they are: `dequantize(jnp.float32)` gives, bit for bit,
     what ggml dequantizes them to, or the product of an 8-bit float and its scale. The header is
     checked as a whole before any weight is read. Weights are read and unpacked in strips of one
-    tensor at a time, so that the most memory is that of the packed weights and of one tensor more.
+    tensor at a time, so loading takes the memory of the packed weights and one tensor.
 
     **Arguments:**
 
     - `path`: a `.gguf` file, or a folder with `config.json`, `tokenizer.json` and
       `model.safetensors` or shards with their index; or its `Header`.
-    - `format`: what every matrix is rounded to, embedding and head among them, those that a file
-      has quantized otherwise too. None leaves quantized weights as they are and floats in `dtype`.
+    - `format`: format of every matrix, including embedding, head and matrices that the file has in
+      another format. None leaves quantized weights as they are and floats in `dtype`.
     - `rules`: formats for some matrices, by regular expressions that are searched (`re.search`) in
       the names of `Config.shapes`, as a mapping or pairs. The first that matches decides; None
       leaves a matrix as the file has it.
-    - `dtype`: float32, bfloat16 or float16, that of matrices that stay floats, and of the
-      activations that the report expects.
-    - `activation_dtype`: the dtype to which the decoder rounds the inputs of quantized matrices of
-      blocks, or None; for the report.
-    - `scale_dtype`: the dtype of scales and float zeros. None keeps those of quantized weights
-      exact, in float16, in float32 for ggml's K types and IQ4_XS, and in the dtype of a folder; and
-      gives `dtype` to those that are made here. `"super"` keeps those of the K types and IQ4_XS in
-      two levels as the file has them, which takes less memory and, but for few rows on Hopper, more
-      time. Another one rounds the stored scales to it. Formats with 8-bit scales keep theirs.
-    - `mesh`: where each weight is put, divided as a `Decoder` on it needs it; None for one device.
+    - `dtype`: float32, bfloat16 or float16, for matrices that stay floats, and for the activations
+      that the report expects.
+    - `activation_dtype`: as for `Decoder`; for the report.
+    - `scale_dtype`: dtype of scales and float zeros. None keeps the scales of quantized weights
+      exactly, in float16, in float32 for ggml's K types and IQ4_XS, and in the dtype of a folder;
+      scales computed here get `dtype`. `"super"` keeps the scales of the K types and IQ4_XS in two
+      levels, as in the file, which takes less memory and, except for small M on Hopper, more time.
+      Any other dtype rounds the stored scales. Formats with 8-bit scales keep theirs.
+    - `mesh`: the devices of the weights, divided as for a `Decoder` on it; None for one device.
     - `progress`: whether a bar is shown on standard error.
 
     **Returns:** a `Checkpoint`.
@@ -252,22 +251,22 @@ def _file(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
 def _of_gguf(file: gguf.File, tensor: gguf.Tensor) -> _Source:
     kind, stored = tensor.kind, file.rows(tensor)
     unit = gguf.tensor_scale(file, tensor) if kind == "NVFP4" else 1.0
-    quantized = kind in blocks.TYPES
-    return _Source(
+    found = _Source(
         f"{file.path}: tensor {tensor.name!r}",
         kind,
         tensor.nbytes,
-        _floats_of(kind, stored, unit),
-        blocks.TYPES[kind].format if quantized else None,
-        (lambda scale_dtype: blocks.pack(kind, stored, scale_dtype, unit)) if quantized else None,
-        lambda: file.forget(tensor),
+        rows=lambda start, stop: stored[start:stop],
+        format=None,
+        pack=None,
+        forget=lambda: file.forget(tensor),
     )
-
-
-def _floats_of(kind: str, stored: np.ndarray, unit: float) -> Callable[[int, int], np.ndarray]:
-    if kind in blocks.TYPES:
-        return lambda start, stop: blocks.floats(kind, stored[start:stop], unit)
-    return lambda start, stop: stored[start:stop]
+    if kind not in ggml_types.TYPES:
+        return found
+    return found._replace(
+        rows=lambda start, stop: ggml_types.floats(kind, stored[start:stop], unit),
+        format=ggml_types.TYPES[kind].format,
+        pack=lambda scale_dtype: ggml_types.pack(kind, stored, scale_dtype, unit),
+    )
 
 
 def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
@@ -281,10 +280,10 @@ def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
             f"{tensor.file}: tensor {tensor.name!r}",
             tensor.kind,
             found.nbytes,
-            found.rows,
-            None if matrix is None else matrix.format,
-            None if matrix is None else matrix.pack,
-            lambda: None,
+            rows=found.rows,
+            format=None if matrix is None else matrix.format,
+            pack=None if matrix is None else matrix.pack,
+            forget=lambda: None,
         )
     return config, sources, Tokenizer.from_folder(path)
 
@@ -304,14 +303,14 @@ def _weight(
         return source.pack(jnp.dtype("float32") if wide else scale_dtype)
     k, n = shape
     if format is not None:
-        return blocks.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype)
+        return packing.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype)
 
     def checked(start: int, stop: int) -> np.ndarray:
         values = source.rows(start, stop)
         _check_finite(values)
         return values
 
-    return blocks.transposed_rows(checked, (n, k), dtype)
+    return packing.transposed_rows(checked, (n, k), dtype)
 
 
 def _check_finite(values: np.ndarray) -> None:

@@ -1,10 +1,10 @@
-"""Whether what a call is about to make fits in memory."""
+"""Checks that the arrays of a call fit in memory, before they are made."""
 
 import jax
 
 
 def check(caller: str, needed: int, what: str) -> None:
-    """Refuses what needs more bytes than the device has left. Does nothing where it tells none."""
+    """Raises if `needed` bytes are more than the device has left, if that is known."""
     left = available()
     if left is not None and needed > left:
         raise ValueError(
@@ -14,7 +14,7 @@ def check(caller: str, needed: int, what: str) -> None:
 
 
 def available() -> int | None:
-    """The bytes that the first device has left; None where it does not tell."""
+    """The bytes that the first device has left; None if unknown."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         try:

@@ -15,7 +15,8 @@ from .._core import checks
 from .language_model import LanguageModel, check_model
 from .prompts import encoded, is_single
 
-_ROWS = 64  # whose logits exist at the same time
+_CONTEXT = 512  # the default
+_ROWS = 64  # logits of so many tokens exist at the same time
 
 
 class Perplexity(NamedTuple):
@@ -37,7 +38,7 @@ def perplexity(
     model: LanguageModel,
     text: str | Sequence[int],
     *,
-    context: int = 512,
+    context: int | None = None,
     progress: bool = False,
 ) -> Perplexity:
     """Measures how well a model predicts a text: `exp(mean(-log p(token)))`.
@@ -51,7 +52,8 @@ def perplexity(
 
     - `model`: from `load` or `init`.
     - `text`: a text, or its tokens; windows begin with `bos` if these do.
-    - `context`: the tokens of a window, from 2 on if each begins with `bos`.
+    - `context`: the tokens of a window, at least 2 if each begins with `bos`; None for 512, or for
+      the context of the model if that is shorter.
     - `progress`: whether to show a progress bar, which needs tqdm.
 
     **Returns:** a `Perplexity`.
@@ -66,7 +68,7 @@ def perplexity(
     """
     check_model("perplexity", model)
     checks.boolean("perplexity", "progress", progress)
-    begin, tokens = windowed(model, text, context)
+    begin, tokens, context = windowed(model, text, context)
     step = context - len(begin)
     graph, weights = nnx.split(model.decoder)
     starts: Any = range(0, len(tokens) - 1, step)
@@ -89,15 +91,17 @@ def perplexity(
     return Perplexity(perplexity, len(tokens) - 1, context, loss)
 
 
-def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that each window begins with, and the tokens of a text after them.
+def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarray, int]:
+    """The first tokens of each window, the tokens of the text after them, and the context.
 
     `model` may be the header of a file, to check arguments before weights are read.
 
     **Raises:** what `perplexity` raises for its text and its context.
     """
-    rule = f"the tokens of a window, an integer from 1 to {model.config.context}"
-    checks.integer("perplexity", "context", context, rule, most=model.config.context)
+    most = model.config.context
+    rule = f"the tokens of a window, an integer from 1 to {most}, or None"
+    context = min(_CONTEXT, most) if context is None else context
+    context = checks.integer("perplexity", "context", context, rule, most=most)
     if not is_single("perplexity", text):
         raise TypeError(
             "perplexity: text is a batch, but it is one text, or its tokens; join them."
@@ -116,7 +120,7 @@ def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarra
             "perplexity: context is 1, but each window begins with the token that begins texts of "
             "this model; use 2 or more."
         )
-    return begin, tokens
+    return begin, tokens, context
 
 
 @functools.partial(jax.jit, static_argnums=0)

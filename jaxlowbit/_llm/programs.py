@@ -92,7 +92,7 @@ class Kept:
 
 
 def chunks(length: int) -> list[int]:
-    """The sizes in which a prompt of so many tokens is read: a padded remainder, then full ones."""
+    """The sizes of the chunks of a prompt: a padded remainder, then full chunks."""
     full, rest = divmod(length, LARGEST_CHUNK)
     first = [max(SMALLEST_CHUNK, 1 << (rest - 1).bit_length())] if rest else []
     return first + [LARGEST_CHUNK] * full

@@ -13,8 +13,8 @@ from .._core import scales as quantized_scales
 from .._core.array import QuantizedArray
 from .._core.dequantize import of_codes
 from .._core.format import Format
+from .block import Weight
 from .config import Config
-from .model import Weight
 from .sampling import random_key
 from .sharding import Division
 
@@ -60,7 +60,7 @@ def _matrix(key: Array, k: int, n: int, format: Format, dtype: Any) -> Quantized
     scale = math.sqrt(12 / k) / 2**format.bits
     if format.codebook is not None:
         numbers = np.array(format.values)
-        if format.float_dtype is not None:  # those of small exponents, which are finite
+        if format.float_dtype is not None:  # only small exponents, which are finite
             packed, numbers = packed & np.uint32(0xBFBFBFBF), numbers[np.arange(256) & 0x40 == 0]
         scale = 1 / math.sqrt(k * np.mean(numbers**2))
     scales, tensor_scale = jnp.full(groups, scale, dtype), None

@@ -1,6 +1,6 @@
 """The rotation of a config.json, wherever versions of transformers write its entries.
 
-Version 4 writes `rope_theta`, `rope_scaling` and, for gemma3, `rope_local_base_freq`. Version 5
+Version 4 writes `rope_theta`, `rope_scaling` and, for Gemma 3, `rope_local_base_freq`. Version 5
 writes `rope_parameters`, flat or for each kind of layer, and reads both. As there, `rope_scaling`
 goes before `rope_parameters`, and an entry of these objects before the same entry of the file,
 except `original_max_position_embeddings`.
@@ -14,7 +14,7 @@ from .folder import Fields
 
 _KINDS = ("full_attention", "sliding_attention")
 _ORIGINAL = "original_max_position_embeddings"
-_LOCAL_BASE = 10_000.0
+_BASE = 10_000.0
 
 
 class _Rotation(NamedTuple):
@@ -23,26 +23,30 @@ class _Rotation(NamedTuple):
 
 
 def rotation_of(
-    known: Fields, architecture: str, base: float, local: bool
+    known: Fields, local_base: float | None, local: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Fields of a `Config`, and sentences on entries that are left out.
 
-    **Arguments:** `base` is the architecture's own; `local` is whether any layer has a window.
+    **Arguments:**
+
+    - `local_base`: `local_rope_base` of the architecture.
+    - `local`: whether any layer has a window.
 
     **Raises:** `ValueError` for a rotation that the decoder lacks, with the entry and its value.
     """
-    base = known.get("rope_theta", "a number", base)
+    base = known.get("rope_theta", "a number", _BASE)
     parameters = known.get("rope_parameters", "an object") or {}
     scaling = known.get("rope_scaling", "an object") or {}
-    if architecture == "gemma3":
+    apart = local_base is not None  # the layers with a window have a separate rotation
+    if apart:
         if parameters and not _nested(parameters):
             raise ValueError(
                 f"'rope_parameters' has no entry {' or '.join(_KINDS)}, but the two kinds of "
-                "layers of gemma3 turn differently; correct config.json."
+                "layers of this architecture turn differently; correct config.json."
             )
         full = (parameters.get(_KINDS[0]) or {}) | scaling
         sliding = parameters.get(_KINDS[1]) or {}
-        local_base = known.get("rope_local_base_freq", "a number", _LOCAL_BASE)
+        sliding_base = known.get("rope_local_base_freq", "a number", local_base)
     else:
         parameters = scaling or parameters
         full = sliding = parameters
@@ -50,7 +54,7 @@ def rotation_of(
             inner = Fields(known.path, parameters)
             full = inner.get(_KINDS[0], "an object", {})
             sliding = inner.need(_KINDS[1], "an object") if local else {}
-        local_base = base
+        sliding_base = base
     if unknown := [kind for kind in parameters if _nested(parameters) and kind not in _KINDS]:
         raise ValueError(
             f"'rope_parameters' has the entry {unknown[0]!r} beside {' and '.join(_KINDS)}; "
@@ -58,8 +62,8 @@ def rotation_of(
         )
     found, sentences = _rotation(known, full, base)
     fields = {"rope_base": found.base, "rope_scaling": found.scaling}
-    if local and (sliding is not full or architecture == "gemma3"):
-        other, more = _rotation(known, sliding, local_base)
+    if local and (sliding is not full or apart):
+        other, more = _rotation(known, sliding, sliding_base)
         sentences += more
         if other != found and other.scaling is not None:
             raise ValueError(

@@ -1,11 +1,11 @@
-"""Tensor parallelism: a decoder over the devices of a mesh, each of which holds a part.
+"""Tensor parallelism: a decoder divided over the devices of a mesh.
 
 A device has whole heads, an equal share of the hidden features of every MLP, and an equal share of
-the vocabulary. The weights of queries, keys, values, gate and up are divided along n; those of the
-output and down projections along k, so that their products are partial sums of the residual
-stream. An all-reduce adds these, two in each block; of a decode step, kernels within its calls,
-where they can (`Division.exchanging`). Embedding and head are divided along the vocabulary, the
-cache along its heads, and everything else is on every device.
+the vocabulary. The weights of queries, keys, values, gate and up are divided along n. The output
+and down projections are divided along k, so their products are partial sums of the residual stream.
+Two all-reduces in each block add these; in a decode step, kernels within its calls add them if
+possible (`Division.exchanging`). Embedding and head are divided along the vocabulary, the cache
+along its heads, and everything else is on every device.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ _BIASES = ("q_bias", "k_bias", "v_bias", "biases")
 class MatrixVariable(QuantizedVariable):
     """A whole `QuantizedArray`.
 
-    Its metadata `out_sharding` are the entries of the matrix (..., k, n), of which
-    `nnx.get_partition_spec` and `nnx.get_named_sharding` make those of the packed arrays.
+    Its metadata `out_sharding` are the entries of the matrix (..., k, n); `nnx.get_partition_spec`
+    and `nnx.get_named_sharding` compute the entries of the packed arrays from them.
     """
 
     def replace(self, *value: Any, **updates: Any) -> Any:
@@ -52,7 +52,7 @@ class MatrixVariable(QuantizedVariable):
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """The mesh with one axis over which a decoder is divided."""
+    """The mesh with one axis of a divided decoder."""
 
     mesh: jax.sharding.Mesh
 
@@ -62,8 +62,8 @@ class Division:
     ) -> "Division":
         """The division of a decoder with matrices of these formats, None for floats.
 
-        **Raises:** `TypeError` for what is no mesh, and `ValueError` for a mesh of several axes and
-        for sizes that its number of devices does not divide.
+        **Raises:** `TypeError` if `mesh` is not a mesh, and `ValueError` for a mesh of several axes
+        and for sizes that its number of devices does not divide.
         """
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
@@ -120,7 +120,7 @@ class Division:
         return weight._with(scale=scale, zero=zero, format=format)
 
     def check(self, name: str, weight: Any) -> None:
-        """Refuses a quantized weight whose parts are no matrices of their own.
+        """Checks that the parts of a quantized weight are matrices.
 
         **Raises:** `ValueError` with the name and the reason.
         """
@@ -192,13 +192,13 @@ class Division:
     def on_each(
         self, function: Callable[..., Any], module: nnx.Module, *, in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """`function` of the module and arguments, where every device sees its part alone."""
+        """`function` of the module and arguments; every device sees only its part."""
         graph, state = nnx.split(module)
 
         def local(state: Any, *arguments: Any) -> Any:
             return function(nnx.merge(graph, state), *arguments)
 
-        # Kernels of others do not say over which axes their results vary, hence no check_vma.
+        # check_vma needs the varying axes of results, which kernels of other packages do not give.
         mapped = jax.shard_map(
             local,
             mesh=self.mesh,
@@ -216,7 +216,7 @@ class Division:
                 "the decoder outside of it, or make both alike, with "
                 "axis_types=(jax.sharding.AxisType.Auto,)."
             )
-        # Outside jax.jit, jax.shard_map alone would compile every operation by itself.
+        # Outside jax.jit, jax.shard_map would compile every operation separately.
         return functools.partial(jax.jit(mapped, inline=True), state)
 
     # Inside `on_each`:
@@ -243,11 +243,11 @@ class Division:
         return lax.psum(values, self.axis)
 
     def largest(self, values: Array) -> Array:
-        """The largest values of all devices, infinity where one of them is not finite."""
+        """The largest values of all devices; infinity if one of them is not finite."""
         return lax.pmax(jnp.where(jnp.isfinite(values), values, jnp.inf), self.axis)
 
     def join_columns(self, values: Array, columns: int) -> Array:
-        """Values (..., columns) of this device and the others, without those of padding."""
+        """Values (..., columns) of all devices, without padding."""
         whole = lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)
         return whole[..., :columns]
 

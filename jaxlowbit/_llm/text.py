@@ -20,7 +20,7 @@ class Text:
         self._taken = 0  # characters, or tokens, that `take` gave
 
     def add(self, tokens: Iterable[int]) -> None:
-        """Adds tokens up to the end; -1 stands for the end of a turn."""
+        """Adds tokens up to the end; -1 is the end of a turn."""
         for token in map(int, tokens):
             if self.finish is None and (token < 0 or token in self._eos):
                 self.close("eos")
@@ -38,7 +38,7 @@ class Text:
                 self._append(self._stream.finish())
 
     def take(self) -> Any:
-        """The text since the last call, or the tokens; without what may become a stop string."""
+        """The text since the last call, or the tokens, except a possible start of a stop string."""
         whole: Any = self.tokens if self.text is None else self.text
         end = len(whole)
         if self.text is not None and self.finish is None:
@@ -55,6 +55,6 @@ class Text:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of the text with which `stop` begins."""
+    """The length of the longest end of the text that is a beginning of `stop`."""
     sizes = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

@@ -91,18 +91,7 @@ def parts_of(file: File, splits: Mapping[str, tuple[str, ...]]) -> Parts:
     control = {i for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)}
     added = {i for i, kind in enumerate(kinds) if kind == _USER_DEFINED}.union(control)
     strip = any(name in str(file.metadata.get("general.name")).lower() for name in _PHI3)
-    made.engine.add_tokens(
-        [
-            tokenizers.AddedToken(
-                tokens[i],
-                normalized=False,
-                special=i in control,
-                rstrip=strip and tokens[i] not in ("<unk>", "<s>", "<|endoftext|>"),
-            )
-            for i in sorted(added)
-            if tokens[i]
-        ]
-    )
+    _add_tokens(made.engine, tokens, added, control, strip)
     ids = {
         name: _token(known, name, len(tokens), made.defaults.get(name))
         for name in (*_TEMPLATE_TOKENS, *_ENDS)
@@ -137,6 +126,27 @@ def parts_of(file: File, splits: Mapping[str, tuple[str, ...]]) -> Parts:
 
 
 _PHI3 = ("phi-3", "phi3")  # the control tokens of these models take the spaces behind them
+
+
+def _add_tokens(
+    engine: tokenizers.Tokenizer, tokens: list[str], added: set[int], control: set[int], strip: bool
+) -> None:
+    """Adds tokens that are found in texts before any other, as control tokens or not.
+
+    `strip`: whether control tokens take the spaces behind them.
+    """
+    engine.add_tokens(
+        [
+            tokenizers.AddedToken(
+                tokens[i],
+                normalized=False,
+                special=i in control,
+                rstrip=strip and tokens[i] not in ("<unk>", "<s>", "<|endoftext|>"),
+            )
+            for i in sorted(added)
+            if tokens[i]
+        ]
+    )
 
 
 def _check_keys(known: Metadata) -> None:

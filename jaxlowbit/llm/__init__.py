@@ -7,6 +7,7 @@ from .._llm.bench import Speed as Speed
 from .._llm.bench import bench as bench
 from .._llm.config import Config as Config
 from .._llm.config import RopeScaling as RopeScaling
+from .._llm.decoder import Decoder as Decoder
 from .._llm.generate import Generation as Generation
 from .._llm.generate import Logprobs as Logprobs
 from .._llm.generate import generate as generate
@@ -15,7 +16,6 @@ from .._llm.language_model import LanguageModel as LanguageModel
 from .._llm.language_model import init as init
 from .._llm.language_model import load as load
 from .._llm.language_model import shard as shard
-from .._llm.model import Decoder as Decoder
 from .._llm.perplexity import Perplexity as Perplexity
 from .._llm.perplexity import perplexity as perplexity
 from .._llm.session import Session as Session

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import PLATFORM, dequantized
+from helpers import dequantized
 from scipy import special
 
 from jaxlowbit import (
@@ -169,9 +169,7 @@ def test_exported_programs_keep_the_codebook(format):
     again = jax.export.deserialize(stored)
     np.testing.assert_array_equal(again.call(lhs, array), lhs @ array)
     assert again.in_tree == exported.in_tree
-    # Which a library without codebooks refuses: that of the argument, and that of the call.
-    assert b'"form": 2' in stored
-    assert ("version = 2" in exported.mlir_module()) == (PLATFORM == "cpu")
+    assert b'"form": 2' in stored  # a library without codebooks raises
 
 
 NAMED = [

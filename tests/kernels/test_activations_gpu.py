@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import Oracle, dequantize, dequantized
+from helpers import Oracle, call_names, dequantize, dequantized
 from jax import lax
 
 from jaxlowbit import (
@@ -46,8 +46,8 @@ def normal(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype)
 
 
-def is_one_call(function: Any, *operands: Any, target: str = call.ACTIVATIONS_TARGET) -> bool:
-    return target in jax.jit(function).lower(*operands).as_text()
+def is_one_call(function: Any, *operands: Any, name: str = "quantized_activations") -> bool:
+    return name in call_names(jax.jit(function).lower(*operands).as_text())
 
 
 @kinds
@@ -111,7 +111,7 @@ def test_tokens_of_zeros_and_of_no_numbers(dtype):
     x = x.at[3].set(0).at[5, 7].set(jnp.nan).at[9, 1].set(jnp.inf)
     rhs = quantize(normal((512, 128), "bfloat16", 1), WEIGHTS[dtype][0])
     product = functools.partial(quantized_matmul, activation_dtype=dtype)
-    assert is_one_call(product, x, rhs, target=call.ROUNDED_TARGET)
+    assert is_one_call(product, x, rhs, name="rounded_activations")
     found = np.asarray(jax.jit(product)(x, rhs)).astype(np.float64)
     np.testing.assert_array_equal(found[3], 0)
     assert np.isnan(found[[5, 9]]).all()
@@ -135,7 +135,7 @@ def test_a_block_rounds_its_rows(dtype, format, m, width, hidden, silent):
     operands = attended, x, out, norm * float(not silent), gate_up, down
     options = {"activation_dtype": dtype, "activation": "gelu_tanh", "following": (norm, following)}
     block = functools.partial(quantized_block, **options)
-    assert is_one_call(block, *operands, target=call.ROUNDED_BLOCK_TARGET)
+    assert is_one_call(block, *operands, name="rounded_block")
 
     # One operation at a time, since XLA does not round between those of one program.
     product = functools.partial(quantized_matmul, activation_dtype=dtype)
@@ -291,7 +291,7 @@ def test_every_value_that_the_product_rounds_is_that_of_numpy(k, dtype, out):
         (1, 8),
     ]:
         x = whole[first : first + m]
-        assert is_one_call(product, x, rhs, target=call.ROUNDED_TARGET)
+        assert is_one_call(product, x, rhs, name="rounded_activations")
         values, scale = rounding(x, dtype)
         expected = jnp.asarray(values * scale).astype(out).astype(jnp.float32)
         found = product(x, rhs).astype(jnp.float32)
@@ -342,7 +342,7 @@ def test_products_of_few_rows(format, kind, dtype):
     product = functools.partial(quantized_matmul, activation_dtype=dtype)
     for m in (1, 5, 8, 9, 16, 32)[: 6 if format.bits <= 4 else 5]:
         x = tokens(40, k, kind)[:m]
-        assert is_one_call(product, x, rhs, target=call.ROUNDED_TARGET)
+        assert is_one_call(product, x, rhs, name="rounded_activations")
         found = np.asarray(jax.jit(product)(x, rhs)).astype(np.float64)
         values, scale = rounding(x, dtype)
         oracle = Oracle.of(jnp.asarray(values, jnp.bfloat16), dequantize(rhs)).scaled(scale)
@@ -362,7 +362,7 @@ def test_the_product_is_that_of_rounded_activations(dtype, format, kind):
     values, scale = rounding(x, dtype)
     given = QuantizedActivations(jnp.asarray(values).astype(dtype), jnp.asarray(scale), x.dtype)
     product = functools.partial(quantized_matmul, activation_dtype=dtype)
-    assert is_one_call(product, x, rhs, target=call.ROUNDED_TARGET)
+    assert is_one_call(product, x, rhs, name="rounded_activations")
     expected = jax.jit(quantized_matmul)(given, rhs)
     batch = jax.jit(jax.vmap(product, (0, None)))(x.reshape(7, 43, k), rhs)
     for found in (jax.jit(product)(x, rhs), batch.reshape(m, n)):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from decoders import CONFIGS
 from flax import nnx
+from helpers import call_names
 
 from jaxlowbit import INT8
 from jaxlowbit._backends import cuda_attend, extension
@@ -40,10 +41,10 @@ def lowered(batch=BATCH, heads=32, kv_heads=8, size=128, reach: int = REACH, win
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_one_custom_call_writes_the_whole_cache(cuda):
     text = lowered()
-    assert re.findall(r"custom_call @(\w+)", text) == ["jaxlowbit_attend"]
+    assert re.findall(r"custom_call @(\w+)", text) == ["jaxlowbit_sequence"]
     assert f"reach = {REACH} : i64" in text and "window = 0 : i64" in text
     assert "scale = 5.000000e-01 : f32" in text and "neighbours = false" in text
-    assert f"version = {extension.ffi.CALL_VERSION} : i64" in text
+    assert f"schema = {extension.ffi.SCHEMA} : i64" in text
     assert "slice" not in text and f"tensor<{BATCH}x{REACH}x" not in text
     # The caches are given away; the query, the new token and the result have their own buffers.
     aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", text)
@@ -100,7 +101,7 @@ def decode_step(config, monkeypatch):
     program = jax.jit(forward).trace(state, like(BATCH, 1, dtype="int32"), cache)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert f"tensor<{BATCH}x{REACH}x" not in text
-    return collections.Counter(re.findall(r"custom_call @jaxlowbit_(\w+)", text))
+    return collections.Counter(call_names(text))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

@@ -149,8 +149,8 @@ def test_what_breaks_the_contract_is_refused(changes, message):
     arrays = [jnp.zeros(shape, dtype) for shape, dtype in {**specs, **changes}.values()]
     result = jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"attend: {message}.*\."):
-        out = jax.ffi.ffi_call(call.ATTEND_QUERIES_TARGET, result)(
-            *arrays, **call.attributes(**sizes, scale=np.float32(1))
+        out = jax.ffi.ffi_call(call.ATTEND_TARGET, result)(
+            *arrays, **call.versions("attend"), **sizes, scale=np.float32(1)
         )
         jax.block_until_ready(out)
 
@@ -174,7 +174,7 @@ def test_a_decoder_reads_its_cache_in_place_and_has_derivatives_without(monkeypa
     def attends(tokens, reach, platform="cpu"):
         trace = jax.jit(forward, static_argnums=3).trace(state, tokens, cache, reach)
         program = trace.lower(lowering_platforms=(platform,)).as_text()
-        return program.count("@jaxlowbit_attend_queries(")
+        return program.count("@jaxlowbit_attend(")
 
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert attends(tokens, 64) == attends(tokens[:, :1], None) == LLAMA.layers

@@ -33,7 +33,8 @@ from jaxlowbit import (
     quantized_matmul,
     quantized_mlp,
 )
-from jaxlowbit._backends import extension
+from jaxlowbit._backends import call
+from jaxlowbit._backends.extension import ffi
 
 pytestmark = pytest.mark.gpu
 
@@ -310,28 +311,31 @@ def test_calls_that_gather_wait_for_their_operands(m):
 
 
 def gathered_by_a_call(permutation, *, m, k=72, transposed=False, gathered=None):
-    """lhs, and what the custom call makes of it, whose weights (k, k) are all zero."""
+    """lhs, and how the custom call orders it, with weights (k, k) that are all zero."""
     lhs = normal(m, k)[None]
     like = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
-    results = [like, jax.ShapeDtypeStruct((1 << 20,), jnp.uint8)]
-    results.append(like if gathered is None else gathered)
+    results = [like, like if gathered is None else gathered]
+    results.append(jax.ShapeDtypeStruct((1 << 20,), jnp.uint8))
     blocks = -(-k // 64)
-    *_, gathered = jax.ffi.ffi_call(TARGET, results)(
+    places = {"lhs": 1, "packed": 2, "scale": 3, "permutation": 4, "out": -1, "gathered": -2}
+    record = ffi.product(
+        m=m,
+        n=k,
+        k=k,
+        transposed=transposed,
+        permuted_parts=len(permutation),
+        **{f"{name}_at": place for name, place in places.items()},
+    )
+    _, found, _ = jax.ffi.ffi_call(TARGET, results)(
         lhs,
         jnp.zeros((1, blocks, blocks, 512), jnp.uint32),
         jnp.zeros((1, blocks, 1, 64), lhs.dtype),
-        jnp.zeros(0, jnp.uint8),
-        jnp.zeros(0, jnp.int32),
         permutation,
-        version=np.int64(extension.ffi.CALL_VERSION),
-        layout_version=np.int64(extension.ffi.LAYOUT_VERSION),
-        bits=np.int64(4),
-        group_size=np.int64(-1),
-        transposed=transposed,
-        scale_sums=False,
-        half_sums=False,
+        products=np.array(record),
+        steps=np.array(ffi.step(kind="multiply")),
+        **call.versions("quantized_matmul"),
     )
-    return np.asarray(lhs), np.asarray(gathered)
+    return np.asarray(lhs), np.asarray(found)
 
 
 @pytest.mark.parametrize("m", [3000, 5000])  # columns from memory; whole rows first
@@ -349,20 +353,20 @@ def test_positions_beyond_a_part_are_clamped_to_it(k, parts, m):
 @pytest.mark.parametrize(
     ("shape", "dtype", "changes", "message"),
     [
-        ((72,), "int32", {}, r"permutation has shape \[72\] but must be \[0\] or .* k = 72"),
-        ((2, 35), "int32", {}, r"permutation has shape \[2, 35\] but must be .* with k = 72"),
+        ((2, 35), "int32", {}, r"permutation has shape \[2, 35\] but must have k = 72 elements"),
+        ((5, 15), "int32", {}, "permuted_parts is 5 but must be a divisor of k"),
         ((1, 72), "uint32", {}, "permutation is u32 but must be s32"),
-        ((1, 72), "int32", {"transposed": True}, r"permutation comes .* but must be \[0\]"),
+        ((1, 72), "int32", {"transposed": True}, "permuted_parts is 1 but must be .* 0 if transp"),
         (
             *((1, 72), "int32", {"gathered": jax.ShapeDtypeStruct((1, 8, 72), jnp.float16)}),
-            "gathered is f16 but must be the type of lhs",
+            "gathered is f16 but must be bf16",
         ),
         (
             *((1, 72), "int32", {"gathered": jax.ShapeDtypeStruct((0,), jnp.bfloat16)}),
             r"gathered has shape \[0\] but must be \[batch, m, k\] = \[1, 8, 72\]",
         ),
     ],
-    ids=["axes", "rows", "type", "transposed", "type of gathered", "shape of gathered"],
+    ids=["rows", "parts", "type", "transposed", "type of gathered", "shape of gathered"],
 )
 def test_permutations_that_break_the_contract_are_refused(shape, dtype, changes, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantized_matmul: {message}.*\."):

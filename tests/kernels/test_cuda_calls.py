@@ -1,7 +1,6 @@
 """Calls of several kernels and with epilogues on a GPU, beside what they stand for."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from helpers import (
     JAX_ACTIVATIONS,
     Oracle,
     assert_within,
+    call_names,
     dequantize,
     finished,
     matmul,
@@ -49,7 +49,7 @@ mlp = functools.partial(quantized_mlp, backend="cuda")
 def custom_calls(f, *args):
     text = jax.jit(f).lower(*args).compile().as_text()
     assert text is not None
-    return re.findall(r'custom_call_target="jaxlowbit_(\w+)"', text)
+    return call_names(text)
 
 
 def mlp_weights(k, f, n, format):

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import call_names
 from integer_weights import FORMATS, exact, values, weights
 
 from jaxlowbit import Format, QuantizedArray, integer_matmul
-from jaxlowbit._backends import call
 from jaxlowbit._core.format import format_name
 from jaxlowbit._matmul.integers import most_k
 
@@ -20,7 +20,7 @@ kernels = pytest.mark.parametrize("format", IN_8_BITS, ids=format_name)
 
 
 def is_one_call(x: Any, rhs: Any) -> bool:
-    return call.ACTIVATIONS_TARGET in jax.jit(integer_matmul).lower(x, rhs).as_text()
+    return call_names(jax.jit(integer_matmul).lower(x, rhs).as_text()) == ["quantized_activations"]
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=format_name)
@@ -70,7 +70,7 @@ def test_one_of_a_stack_and_a_batch(format):
         found = jax.jit(integer_matmul)(x[0], stack.select(i))
         np.testing.assert_array_equal(found, exact(x[0], integers[i]))
     batch = jax.jit(jax.vmap(integer_matmul, (0, None)))
-    assert call.ACTIVATIONS_TARGET in batch.lower(x, stack.select(1)).as_text()
+    assert call_names(batch.lower(x, stack.select(1)).as_text()) == ["quantized_activations"]
     np.testing.assert_array_equal(batch(x, stack.select(1)), exact(x, integers[1]))
     found = jax.jit(jax.vmap(integer_matmul))(x, stack)
     np.testing.assert_array_equal(found, np.einsum("bmk,bkn->bmn", np.int64(x), integers))

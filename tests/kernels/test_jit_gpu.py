@@ -25,7 +25,7 @@ from jaxlowbit._backends.extension import ffi
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 NVRTC = os.environ.get("JAXLOWBIT_TEST_NVRTC", "")
-TARGET = "jaxlowbit_quantized_matmul"
+TARGET = "jaxlowbit_sequence"
 TWO = Format(2, 64, "integer")
 K, N = 1024, 512
 ROWS = (1, 16, 100, 300)  # which take different kernels

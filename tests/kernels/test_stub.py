@@ -40,7 +40,9 @@ def arguments(function: ast.FunctionDef) -> dict[str, tuple[str, bool, bool]]:
         found[arg.arg] = (unparsed(arg.annotation), False, i >= least)
     for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
         found[arg.arg] = (unparsed(arg.annotation), True, default is not None)
-    if args.kwarg is not None:
+    if args.kwarg is not None and not unparsed(args.kwarg.annotation).startswith("Unpack["):
+        found["**"] = ("", False, False)  # of which nanobind says nothing
+    elif args.kwarg is not None:
         listed = STUB[unparsed(args.kwarg.annotation).removeprefix("Unpack[").removesuffix("]")]
         assert isinstance(listed, ast.ClassDef)
         for node in listed.body:

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jaxlowbit import INT4, QuantizedArray, quantize_activations
 from jaxlowbit._command import main
 from jaxlowbit._composite.rms_norm import rms_norm
-from jaxlowbit._llm import command, model
+from jaxlowbit._llm import command
 from jaxlowbit._llm.sharding import Division
 from jaxlowbit.llm import Decoder, LanguageModel, generate, init, load, shard
 
@@ -126,12 +126,15 @@ def test_few_tokens_are_floats():
 def test_a_gpu_rounds_what_it_multiplies_in_8_bits(monkeypatch):
     """By the formats of the weights."""
     gpu = types.SimpleNamespace(platform="gpu")
-    monkeypatch.setattr(model.jax, "devices", lambda *_: [gpu])
+    monkeypatch.setattr("jax.devices", lambda *_: [gpu])
     weights = random(LLAMA)
     grouped = decoder(LLAMA, weights, "int8")
     assert grouped.activation_rows == 192
     assert decoder(LLAMA, weights, None).activation_rows == 1
-    monkeypatch.setattr(model, "least_rows", lambda dtype, weight: 32 + (weight.n == LLAMA.hidden))
+    monkeypatch.setattr(
+        "jaxlowbit._llm.decoder.least_rows",
+        lambda dtype, weight: 32 + (weight.n == LLAMA.hidden),
+    )
     assert grouped._rows_in_8_bits(None) == 33  # the largest
 
 

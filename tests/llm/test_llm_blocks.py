@@ -10,7 +10,7 @@ from model_files import TYPES, random_blocks
 
 import jaxlowbit
 from jaxlowbit import INT4, NVFP4, QuantizedArray, quantize
-from jaxlowbit._llm import blocks
+from jaxlowbit._llm import ggml_types, packing
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 
@@ -32,7 +32,7 @@ def same_bits(found, expected):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_sizes_are_those_of_ggml(name):
-    kind = blocks.TYPES[name]
+    kind = ggml_types.TYPES[name]
     assert (kind.size, kind.nbytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
 
 
@@ -40,16 +40,16 @@ def test_sizes_are_those_of_ggml(name):
 @pytest.mark.parametrize("seed", range(3))
 def test_floats_are_those_of_ggml(name, seed):
     rows = random_blocks(name, 40, 512, seed)
-    same_bits(without_signs(blocks.floats(name, rows)), without_signs(expected(name, rows)))
+    same_bits(without_signs(ggml_types.floats(name, rows)), without_signs(expected(name, rows)))
 
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("blocks_of_row", [1, 3])
 def test_packed_weights_are_those_of_ggml(name, blocks_of_row):
     """Of 70 channels, which leave an atom cut, and rows that do for blocks of 32."""
-    rows = random_blocks(name, 70, blocks_of_row * blocks.TYPES[name].size)
-    array = blocks.pack(name, rows)
-    kind = blocks.TYPES[name]
+    rows = random_blocks(name, 70, blocks_of_row * ggml_types.TYPES[name].size)
+    array = ggml_types.pack(name, rows)
+    kind = ggml_types.TYPES[name]
     assert array.format == kind.format and array.scale.dtype == kind.scale_dtype
     found = np.asarray(array.dequantize(jnp.float32)).T
     same_bits(without_signs(found), without_signs(expected(name, rows)))
@@ -58,8 +58,8 @@ def test_packed_weights_are_those_of_ggml(name, blocks_of_row):
 @pytest.mark.parametrize("name", TYPES)
 def test_packing_is_that_of_from_integers(name):
     rows = random_blocks(name, 64, 256)
-    qvalue, scale, zero, *floats = blocks.unpack(name, rows)
-    format = blocks.TYPES[name].format
+    qvalue, scale, zero, *floats = ggml_types.unpack(name, rows)
+    format = ggml_types.TYPES[name].format
     if zero is not None:
         zero = zero.T
     elif format.codebook is None:
@@ -74,7 +74,7 @@ def test_packing_is_that_of_from_integers(name):
         tensor_scale=unit,
         super_scale=(pair if len(pair) > 1 else pair[0]) if pair else None,
     )
-    packed = blocks.pack(name, rows)
+    packed = ggml_types.pack(name, rows)
     np.testing.assert_array_equal(packed.packed, array.packed)
     np.testing.assert_array_equal(packed.scale, array.scale)
     if zero is not None:
@@ -85,36 +85,36 @@ def test_packing_is_that_of_from_integers(name):
 @pytest.mark.parametrize("count", [320, 330])
 def test_strips_join_to_the_whole(count, monkeypatch):
     rows = random_blocks("Q4_1", count, 256)
-    whole = blocks.pack("Q4_1", rows)
-    monkeypatch.setattr(blocks, "_STRIP", 128 * 256)
-    bounds = list(blocks.strips(count, 256))
+    whole = ggml_types.pack("Q4_1", rows)
+    monkeypatch.setattr(packing, "_STRIP", 128 * 256)
+    bounds = list(packing.strips(count, 256))
     assert len(bounds) > 2 and bounds[-1][1] == count
     assert all(start % 64 == 0 and stop > start for start, stop in bounds)
-    parts = blocks.pack("Q4_1", rows)
+    parts = ggml_types.pack("Q4_1", rows)
     for name in ("packed", "scale", "zero"):
         np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
-    weight = blocks.floats("Q4_1", rows)
-    quantized = blocks.quantize_rows(lambda i, j: weight[i:j], weight.shape, INT4, jnp.bfloat16)
+    weight = ggml_types.floats("Q4_1", rows)
+    quantized = packing.quantize_rows(lambda i, j: weight[i:j], weight.shape, INT4, jnp.bfloat16)
     alone = quantize(weight.T, INT4, scale_dtype=jnp.bfloat16)
     np.testing.assert_array_equal(quantized.packed, alone.packed)
     np.testing.assert_array_equal(quantized.scale, alone.scale)
-    floats = blocks.transposed_rows(lambda i, j: weight[i:j], weight.shape, jnp.float16)
+    floats = packing.transposed_rows(lambda i, j: weight[i:j], weight.shape, jnp.float16)
     np.testing.assert_array_equal(floats, weight.T.astype(np.float16))
 
 
 def test_a_tensor_scale_multiplies_all_weights(monkeypatch):
     rows = random_blocks("NVFP4", 130, 128)
     unit = np.float32(0.3)
-    monkeypatch.setattr(blocks, "_STRIP", 64 * 128)
-    array = blocks.pack("NVFP4", rows, None, 0.3)
-    weight = blocks.floats("NVFP4", rows, 0.3)
+    monkeypatch.setattr(packing, "_STRIP", 64 * 128)
+    array = ggml_types.pack("NVFP4", rows, None, 0.3)
+    weight = ggml_types.floats("NVFP4", rows, 0.3)
     same_bits(np.asarray(array.dequantize(jnp.float32)).T, weight)
     same_bits(without_signs(weight), without_signs(expected("NVFP4", rows) * unit))
-    wide = blocks.pack("NVFP4", rows, jnp.float32, 0.3)
+    wide = ggml_types.pack("NVFP4", rows, jnp.float32, 0.3)
     assert wide.format == NVFP4.replace(scale=None) and wide.scale.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(wide.dequantize()).T, weight, rtol=1e-6)
     # Floats of all strips have one tensor scale.
-    found = blocks.quantize_rows(lambda i, j: weight[i:j], weight.shape, NVFP4, jnp.bfloat16)
+    found = packing.quantize_rows(lambda i, j: weight[i:j], weight.shape, NVFP4, jnp.bfloat16)
     alone = quantize(weight.T, NVFP4)
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
         np.testing.assert_array_equal(own, other)
@@ -122,8 +122,8 @@ def test_a_tensor_scale_multiplies_all_weights(monkeypatch):
 
 def test_scales_round_where_a_dtype_is_named():
     rows = random_blocks("Q4_K", 64, 256)
-    array = blocks.pack("Q4_K", rows, jnp.bfloat16)
-    exact = blocks.unpack("Q4_K", rows).expanded()
+    array = ggml_types.pack("Q4_K", rows, jnp.bfloat16)
+    exact = ggml_types.unpack("Q4_K", rows).expanded()
     assert array.zero is not None and exact.zero is not None
     assert array.scale.dtype == array.zero.dtype == jnp.bfloat16
     rounded = exact.scale.astype(jnp.bfloat16).astype(np.float32)
@@ -140,7 +140,7 @@ SIZES |= {"IQ4_XS": 4.3125}
 def test_bits_of_a_weight_in_two_levels(name):
     """What docs/llm_files.md says of memory; with scales of float32 the weights are the same."""
     rows = random_blocks(name, 64, 512)
-    array, wide = blocks.pack(name, rows), blocks.pack(name, rows, jnp.float32)
+    array, wide = ggml_types.pack(name, rows), ggml_types.pack(name, rows, jnp.float32)
     assert (array.nbytes - 4) * 8 / (64 * 512) == SIZES[name]
     assert wide.format == array.format.expanded and wide.scale.dtype == jnp.float32
     weight = np.asarray(array.dequantize(jnp.float32))
@@ -153,26 +153,26 @@ def test_scales_beyond_a_dtype_are_refused():
     with pytest.raises(
         ValueError, match=r"beyond the range of float16; use scale_dtype=jnp.float32"
     ):
-        blocks.pack("Q4_K", rows, jnp.float16)
+        ggml_types.pack("Q4_K", rows, jnp.float16)
 
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_scales_that_are_not_finite_are_refused(name, wrong):
     rows = random_blocks(name, 3, 512)
-    nbytes = blocks.TYPES[name].nbytes
+    nbytes = ggml_types.TYPES[name].nbytes
     if name in ("MXFP4", "NVFP4"):
         rows[2, nbytes] = 255  # of the second block
     else:
         start = nbytes + TYPES[name][0]
         rows[2, start : start + 2] = np.frombuffer(np.float16(wrong).tobytes(), np.uint8)
     with pytest.raises(ValueError, match=r"the scale of block 1 in row 2 is .*the file is damaged"):
-        blocks.unpack(name, rows)
+        ggml_types.unpack(name, rows)
 
 
 def test_products_of_packed_blocks():
     rows = random_blocks("Q6_K", 96, 256, seed=1)
     lhs = np.linspace(-1, 1, 3 * 256, dtype=np.float32).reshape(3, 256)
     exact = lhs.astype(np.float64) @ expected("Q6_K", rows).T.astype(np.float64)
-    found = jaxlowbit.quantized_matmul(jnp.asarray(lhs), blocks.pack("Q6_K", rows))
+    found = jaxlowbit.quantized_matmul(jnp.asarray(lhs), ggml_types.pack("Q6_K", rows))
     np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-4 * np.abs(exact).max())

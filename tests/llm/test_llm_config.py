@@ -31,6 +31,8 @@ CONFIG = Config(
         ({"head_size": 15}, "head_size=15, but elements rotate in pairs"),
         ({"norm_epsilon": 0}, "norm_epsilon=0, but it is above 0"),
         ({"rope_base": float("inf")}, "rope_base=inf, but it is a finite number"),
+        ({"rope_base": 10**400}, "but it is a finite number, also in float32"),
+        ({"norm_epsilon": 1e-40}, "norm_epsilon=1e-40, which float32 rounds to 0"),
         ({"rope_pairs": "thirds"}, "rope_pairs='thirds', but it is one of"),
         ({"activation": "relu"}, "activation='relu'"),
         ({"qk_norm": 1}, "qk_norm=1, but it is one of False, True"),

@@ -27,6 +27,10 @@ def test_perplexity_is_that_of_a_plain_program(context):
     assert found.loss == pytest.approx(np.mean(surprise), rel=1e-5)
 
 
+def test_the_default_context_fits_the_model():
+    assert perplexity(model(), LONG[:4]).context == LLAMA.context < 512
+
+
 def test_texts_that_have_no_perplexity_are_refused():
     for tokens, context, sentence in (
         ([], 4, "perplexity: the text is empty"),

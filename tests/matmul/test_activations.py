@@ -1,14 +1,13 @@
 """Quantized activations: their rounding, their products, and what is refused."""
 
 import functools
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Oracle, calls, dequantize, dequantized
+from helpers import Oracle, call_names, calls, dequantize, dequantized, described
 from pairwise import pairwise
 
 from jaxlowbit import (
@@ -241,16 +240,17 @@ def test_operands_and_results_of_the_call(hopper, kind, dtype, format, name):
     x, rhs = like(2, m // 2, k, dtype=kind), weight_like(k, n, format)
     product = functools.partial(quantized_matmul, activation_dtype=dtype)
     text = lowered(product, x, rhs)
-    (found,) = re.findall(r"custom_call @jaxlowbit_rounded_activations.* : (.*)", text)
-    operands, results = found.split(" -> ")
+    (found,) = described(text)
+    assert found.name == "rounded_activations"
     letters = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
     out = "f32" if kind == "float16" else letters[kind]
-    assert operands.startswith(f"(tensor<1x{m}x{k}x{letters[kind]}>, tensor<0xf32>, tensor<1x2x16x")
-    assert results.startswith(
-        f"(tensor<1x{m}x{n}x{out}>, tensor<1x{m}x1008x{name}>, tensor<1x{m}xf32>, tensor<"
-    )
+    assert found.operands[0] == f"tensor<1x{m}x{k}x{letters[kind]}>"
+    assert found.operands[1].startswith("tensor<1x2x16x")
+    results = [f"tensor<1x{m}x{n}x{out}>", f"tensor<1x{m}x1008x{name}>", f"tensor<1x{m}xf32>"]
+    assert found.results[:3] == results
     divided = functools.partial(product, activation_factor=jnp.ones(k))
-    assert f"(tensor<1x{m}x{k}x{letters[kind]}>, tensor<{k}xf32>" in lowered(divided, x, rhs)
+    (found,) = described(lowered(divided, x, rhs))
+    assert found.operands[1] == f"tensor<{k}xf32>"
 
 
 def test_where_activations_are_rounded_by_the_call(hopper):
@@ -285,7 +285,7 @@ def test_programs_that_do_not_know_their_gpu_round_apart(cuda):
     product = jax.jit(functools.partial(quantized_matmul, activation_dtype=jnp.int8))
     exported = jax.export.export(product, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)
     text = exported(like(256, 256), weight_like(256, 64, INT4)).mlir_module()
-    assert "jaxlowbit_quantized_matmul" in text and "rounded_activations" not in text
+    assert call_names(text) == ["quantized_matmul"]
 
 
 def test_a_mesh_that_divides_k_rounds_whole_tokens(hopper):
@@ -300,12 +300,12 @@ def test_a_mesh_that_divides_k_rounds_whole_tokens(hopper):
     product = functools.partial(quantized_matmul, activation_dtype=jnp.int8)
     found = jax.jit(product)(placed, divided)
     np.testing.assert_allclose(found, product(x, rhs), rtol=1e-5, atol=1e-4)
-    assert "rounded_activations" not in lowered(product, placed, divided)
+    assert "rounded_activations" not in call_names(lowered(product, placed, divided))
     inner = jax.shard_map(
         product, mesh=mesh, in_specs=(jax.P("k"), jax.P()), out_specs=jax.P("k"), check_vma=False
     )
     rows, whole = like(512, 128), weight_like(128, 64, INT4.replace(group_size=64))
-    assert "rounded_activations" in lowered(inner, rows, whole)
+    assert "rounded_activations" in call_names(lowered(inner, rows, whole))
 
 
 # --- the bound of int32 ---------------------------------------------------------------------------

@@ -6,14 +6,13 @@
 import dataclasses
 import functools
 import math
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import JAX_ACTIVATIONS, calls, quantize, scaled_matrices
+from helpers import JAX_ACTIVATIONS, calls, described, quantize, scaled_matrices
 from jax import export
 from jax.sharding import AxisType
 from meshes import REDUCE, assert_close, collectives, make_mesh, put
@@ -31,7 +30,6 @@ from jaxlowbit import (
     quantized_matmuls,
     quantized_mlp,
 )
-from jaxlowbit._backends import extension
 
 P = jax.P
 K, F, N = 128, 192, 70
@@ -283,15 +281,14 @@ def of_units(format):
 @pytest.mark.parametrize("format", UNITS, ids=str)
 @pytest.mark.parametrize("name", [MATMULS, MLP, FUSED, FUSED + " gated", BLOCK])
 def test_tensor_scales_are_operands_of_one_call(cuda, name, format):
-    """As they are stored, in a call of a version that libraries which do not read them refuse."""
+    """As they are stored."""
     f, *operands = of_units(format)[name]
     assert calls(f, *operands) == [name.split()[0]]
     text = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-    assert f"version = {extension.ffi.UNIT_CALL_VERSION} : i64" in text
     n = (F if name in (MLP, BLOCK) or "gated" in name else N,) if format.scales_channels else ()
     leading = 1 if n == (N,) or name in (MATMULS, FUSED) else 2
     shape = "x".join(map(str, (leading, *n)))
-    assert f"tensor<{shape}xf32>" in re.findall(r"custom_call @jaxlowbit.*", text)[0]
+    assert f"tensor<{shape}xf32>" in described(text)[0].operands
 
 
 @pytest.mark.parametrize("format", UNITS, ids=str)
@@ -357,11 +354,10 @@ def test_a_call_for_each_product_otherwise(cuda, f, x, count):
 
 def test_export(cuda):
     (m,) = export.symbolic_shape("m")
-    targets = [f"jaxlowbit_{name}" for name in (MATMUL, MLP)]
     exported = export.export(
         jax.jit(mlp),
         platforms=["cpu", "cuda"],
-        disabled_checks=[export.DisabledSafetyCheck.custom_call(name) for name in targets],
+        disabled_checks=jaxlowbit.EXPORT_CHECKS,
     )(jax.ShapeDtypeStruct((m, K), jnp.float16))
     np.testing.assert_array_equal(exported.call(half()), mlp(half()))
 

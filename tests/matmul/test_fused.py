@@ -200,7 +200,6 @@ def test_one_call_for_cuda(cuda):
 
 def test_export(cuda):
     (m,) = export.symbolic_shape("m")
-    targets = [f"jaxlowbit_{name}" for name in (MATMUL, FUSED)]
 
     def both(x, residual):
         out = quantized_matmul(x, RHS, bias=BIAS, residual=residual)
@@ -209,7 +208,7 @@ def test_export(cuda):
     exported = export.export(
         jax.jit(both),
         platforms=["cpu", "cuda"],
-        disabled_checks=[export.DisabledSafetyCheck.custom_call(name) for name in targets],
+        disabled_checks=jaxlowbit.EXPORT_CHECKS,
     )(jax.ShapeDtypeStruct((m, K), jnp.float16), jax.ShapeDtypeStruct((m, N), jnp.float32))
     args = LHS.astype(jnp.float16), RESIDUAL
     for got, want in zip(exported.call(*args), both(*args), strict=True):

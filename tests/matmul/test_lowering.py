@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import TARGET
+from helpers import TARGET, described
 from jax import export
 from jax.interpreters import mlir
 
@@ -61,7 +61,7 @@ def compiled(f, *args) -> str:
 
 def calls(text: str) -> int:
     """Custom calls of ours, in StableHLO or in compiled HLO."""
-    return len(re.findall(rf'custom_call @{TARGET}|custom_call_target="{TARGET}"', text))
+    return len(described(text))
 
 
 def operations_on_words(text: str) -> set[str]:
@@ -83,8 +83,8 @@ def test_one_custom_call_for_cuda(cuda, dtype, format):
     text = lowered(product, like(5, K, dtype=dtype), stack(format), platform="cuda")
     assert calls(text) == 1
     assert "dot_general" not in text
-    assert f"bits = {format.bits} : i64" in text
-    assert f"group_size = {format.group_size} : i64" in text
+    (found,) = described(text)[0].products
+    assert (found["bits"], found["group_size"]) == (format.bits, format.group_size)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -98,7 +98,7 @@ def test_one_custom_call_for_the_cpu(dtype, bits, zero):
     text = lowered(product, like(5, K, dtype=dtype), stack(format), platform="cpu")
     assert calls(text) == 1
     assert "dot_general" not in text
-    assert f"bits = {bits} : i64" in text
+    assert described(text)[0].products[0]["bits"] == bits
 
 
 def test_workspace_of_cuda_only(cuda):
@@ -111,13 +111,13 @@ def test_workspace_of_cuda_only(cuda):
 def test_calls_carry_their_versions(cuda):
     for platform in ("cpu", "cuda"):
         text = lowered(product, like(5, K), stack(), platform=platform)
-        assert f"version = {extension.ffi.CALL_VERSION} : i64" in text
+        assert f"schema = {extension.ffi.SCHEMA} : i64" in text
         assert f"layout_version = {extension.ffi.LAYOUT_VERSION} : i64" in text
 
 
 def test_large_groups_are_an_attribute_of_64_bits(cuda):
     text = lowered(product, like(5, K), stack(Format(4, 2**70)), platform="cuda")
-    assert f"group_size = {2**62} : i64" in text
+    assert described(text)[0].products[0]["group_size"] == 2**62
 
 
 def test_the_workspace_has_room_for_the_results(cuda):
@@ -193,7 +193,7 @@ def test_the_cotangent_of_lhs_is_a_call(cuda):
         platform="cuda",
     )
     assert calls(text) == 1
-    assert "transposed = true" in text
+    assert described(text)[0].products[0]["transposed"] == 1
     assert f"tensor<{K}x{N}x" not in text
 
 
@@ -215,9 +215,8 @@ def test_float16_sums_are_an_attribute(cuda, transform, platform):
         f = functools.partial(quantized_matmul, precision=precision)
         x = like(5, K, dtype="float16")
         text = lowered(functools.partial(transform, f), x, stack(), platform=platform)
-        values = re.findall(r"half_sums = (\w+)", text)
-        assert set(values) == {str(precision is not None).lower()}
-        assert len(values) == calls(text)
+        values = [call.products[0]["half_sums"] for call in described(text)]
+        assert set(values) == {int(precision is not None)}
 
 
 def test_float16_sums_are_kept_by_the_transpose(cuda):
@@ -226,10 +225,8 @@ def test_float16_sums_are_kept_by_the_transpose(cuda):
         return jax.linear_transpose(lambda x: f(x, rhs), like(5, K, dtype="float16"))(ct)
 
     text = lowered(cotangent, like(5, N, dtype="float16"), stack(), platform="cuda")
-    assert re.findall(r"(half_sums|transposed) = (\w+)", text) == [
-        ("half_sums", "true"),
-        ("transposed", "true"),
-    ]
+    ((product,),) = (call.products for call in described(text))
+    assert product["half_sums"] == product["transposed"] == 1
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
@@ -281,9 +278,9 @@ def test_hopper_reads_scales_of_two_levels(cuda, gpus, m, reads, activation):
     array = quantized(like(256, 64, dtype="float32"), Format(4, 32, zero="float", scale="super"))
     multiply = functools.partial(quantized_matmul, activation=activation)
     text = lowered(multiply, like(m, 256), array, platform="cuda")
-    (call,) = (line for line in text.splitlines() if "custom_call @jaxlowbit" in line)
-    assert ("tensor<1x1x10x64xui8>" in call, "version = 4" in call) == (reads, reads)
-    assert ("tensor<1x1x8x64xf32>" in call) != reads
+    (call,) = described(text)
+    assert ("tensor<1x1x10x64xui8>" in call.operands) == reads
+    assert ("tensor<1x1x8x64xf32>" in call.operands) != reads
 
 
 @pytest.mark.parametrize(
@@ -467,17 +464,32 @@ def test_custom_calls_of_export_must_be_allowed(cuda):
 TWO = Format(2, 32, "integer")
 
 
-def products(text: str) -> list[list[int]]:
-    """What a call says of each of its products (`xla_ffi/cuda_instantiate.cc`)."""
-    found = re.findall(r"products = dense<\[([\d, -]*)\]>", text)
-    numbers = [int(number) for each in found for number in each.split(",")]
-    count = extension.ffi.PRODUCT_NUMBERS
-    assert len(numbers) % count == 0
-    return [numbers[i : i + count] for i in range(0, len(numbers), count)]
+def products(text: str) -> list[dict[str, int]]:
+    """Fields of the products of a program's calls that differ from those of `PLAIN`."""
+    plain = record(5)
+    found = [product for call in described(text) for product in call.products]
+    return [
+        {name: product[name] for name in FIELDS if product[name] != plain[name]}
+        for product in found
+    ]
 
 
-def expected(m, n, k, *, lhs=1, scale=1, out=1, order=0, flags=(0, 0, 0, 0), batch=1):
-    return [batch, m, n, k, 2, 32, lhs, scale, out, 1, order, *flags]
+FIELDS = [name for name in extension.ffi.PRODUCT_FIELDS if not name.endswith("_at")]
+
+
+def record(m: int, **fields: Any) -> dict[str, int]:
+    """A product of m rows by one of `two`, with other fields."""
+    scale = fields.setdefault("scale", "bfloat16")
+    shape: dict[str, Any] = {"m": m, "n": N, "k": K, "bits": 2, "group_size": 32}
+    shape |= {"zero": "integer", "scale": scale}
+    return dict(
+        zip(extension.ffi.PRODUCT_FIELDS, extension.ffi.product(**shape | fields), strict=True)
+    )
+
+
+def expected(m: int, **fields: Any) -> dict[str, int]:
+    plain, other = record(5), record(m, **fields)
+    return {name: other[name] for name in FIELDS if other[name] != plain[name]}
 
 
 def pair():
@@ -491,66 +503,62 @@ def two(k=K, n=N):
 @pytest.mark.parametrize(
     ("f", "operands", "said"),
     [
-        (product, (like(5, K), two()), [expected(5, N, K)]),
-        (product, (like(5, K, dtype="float16"), two()), [expected(5, N, K, lhs=2, scale=0, out=2)]),
+        (product, (like(5, K), two()), [expected(5)]),
+        (
+            product,
+            (like(5, K, dtype="float16"), two()),
+            [expected(5, lhs="float16", scale="float32", out="float16")],
+        ),
         (
             product,
             (like(5, K, dtype="float32"), two()),
-            [expected(15, N, K, scale=0, out=0, flags=(0, 1, 0, 0))],
+            [expected(15, scale="float32", out="float32", scale_sums=True)],
         ),
         (
             lambda y, q: jax.vjp(lambda x: x @ q, jnp.ones((5, K), jnp.bfloat16))[1](y),
             (like(5, N), two()),
-            [expected(5, N, K, flags=(1, 0, 0, 0))],
+            [expected(5, transposed=True)],
         ),
         (
             lambda x, q: quantized_matmul(x, q, activation="relu"),
             (like(5, K), two()),
-            [expected(5, N, K)],
+            [expected(5, activation="relu")],
         ),
         (
             lambda x, q: jaxlowbit.quantized_glu(x, q, activation="silu"),
             (like(5, K), pair()),
-            [expected(5, N, K, flags=(0, 0, 0, 1))],
+            [expected(5, num_weights=2, activation="silu", gated=True)],
         ),
         (
             lambda x, *q: jaxlowbit.quantized_matmuls(x, q),
             (like(5, K), two(), two(n=64)),
-            [expected(5, N, K), expected(5, 64, K)],
+            [expected(5), expected(5, n=64)],
         ),
         (
             jaxlowbit.quantized_mlp,
             (like(5, K), pair(), two(N, K)),
-            [expected(5, N, K, flags=(0, 0, 0, 1)), expected(5, K, N)],
+            [
+                expected(5, num_weights=2, activation="silu", gated=True),
+                expected(5, n=K, k=N),
+            ],
         ),
         (
             lambda x, q: x @ jaxlowbit.QuantizedArray.select(q, 1),
             (like(5, K), pair()),
-            [expected(5, N, K)],
+            [expected(5, num_weights=2)],
         ),
     ],
     ids=["bf16", "f16", "f32", "transposed", "fused", "glu", "matmuls", "mlp", "stack"],
 )
-def test_calls_describe_what_must_be_compiled(cuda, f, operands, said):
+def test_calls_describe_their_products(cuda, f, operands, said):
     assert products(lowered(f, *operands, platform="cuda")) == said
 
 
-def test_calls_whose_kernels_are_there_describe_nothing(cuda):
-    for format, said in (
-        (Format(4, 32), False),
-        (Format(4, 32, "integer"), False),
-        (Format(4, 32, "float"), True),
-    ):
-        text = lowered(product, like(5, K), quantized(like(K, N), format), platform="cuda")
-        assert calls(text) == 1 and ("products" in text) == said
-    # On Hopper kernels for float32 scales are compiled where they run.
-    assert "products" in lowered(product, like(5, K), stack(), platform="cuda")
-
-
-def test_calls_of_unknown_size_describe_nothing(cuda):
+def test_symbolic_sizes_are_read_from_the_buffers(cuda):
     exported = export.export(
         jax.jit(product),
         platforms=["cuda"],
         disabled_checks=[export.DisabledSafetyCheck.custom_call(TARGET)],
     )(jax.ShapeDtypeStruct(export.symbolic_shape("b, 128"), jnp.bfloat16), two())
-    assert calls(exported.mlir_module()) == 1 and "products" not in exported.mlir_module()
+    (call,) = described(exported.mlir_module())
+    assert (call.products[0]["batch"], call.products[0]["m"]) == (1, -1)

@@ -18,9 +18,10 @@ from scipy import special
 
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray
+from jaxlowbit._backends.extension import ffi
 
 PLATFORM = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
-TARGET = "jaxlowbit_quantized_matmul"
+TARGET = "jaxlowbit_sequence"
 
 _STATIC = ("preferred_element_type", "precision", "backend")
 matmul = jax.jit(jaxlowbit.quantized_matmul, static_argnames=_STATIC)
@@ -466,7 +467,74 @@ def calls(f: Any, *args: Any, platform: str = "cuda") -> list[str]:
     """The custom calls of a program, which JAX would remember if `f` were not new."""
     program = jax.jit(lambda *args: f(*args)).trace(*args)
     text = program.lower(lowering_platforms=(platform,)).as_text()
-    return re.findall(r"custom_call @jaxlowbit_(\w+)", text)
+    return call_names(text)
+
+
+class Described(NamedTuple):
+    """A custom call in the text of a program."""
+
+    target: str
+    caller: str
+    products: list[dict[str, int]]
+    steps: list[dict[str, int]]
+    operands: list[str]
+    results: list[str]
+
+    @property
+    def name(self) -> str:
+        """The caller, or what it says of activations of 8 bits and of an epilogue."""
+        kinds = {step["kind"] for step in self.steps}
+        rounds = len(kinds) > 1 and any(step["out_scale"] for step in self.steps)
+        if self.caller == "quantized_block":
+            return "rounded_block" if rounds else self.caller
+        if self.caller not in ("quantized_matmul", "quantized_glu"):
+            return self.caller.split()[0]
+        (product,) = self.products
+        if product["lhs_scale_at"] or product["out"] == ffi.product(out="int32")[OUT]:
+            return "rounded_activations" if rounds else "quantized_activations"
+        plain = not any(product[key] for key in ("activation", "gated", "bias_at", "residual_at"))
+        return "quantized_matmul" if plain else "quantized_matmul_fused"
+
+
+OUT = ffi.PRODUCT_FIELDS.index("out")
+
+
+def described(text: str) -> list[Described]:
+    """The custom calls of a program, in StableHLO or in compiled HLO."""
+    found = []
+    for line in text.splitlines():
+        target = re.search(r'custom_call(?: @|_target=")(jaxlowbit_\w+)', line)
+        caller = re.search(r'caller = "([^"]*)"', line)
+        if target is None or caller is None:
+            continue
+        lists = {}
+        for name, fields in (("products", ffi.PRODUCT_FIELDS), ("steps", ffi.STEP_FIELDS)):
+            rows = np.reshape(_numbers(name, line), (-1, len(fields))).tolist()
+            lists[name] = [dict(zip(fields, row, strict=True)) for row in rows]
+        types = re.search(r" : \((.*?)\) -> (.*)", line)
+        sides = (
+            [re.findall(r"tensor<[^>]*>", side) for side in types.groups()] if types else [[]] * 2
+        )
+        found.append(Described(target[1], caller[1], lists["products"], lists["steps"], *sides))
+    return found
+
+
+def _numbers(name: str, line: str) -> list[int]:
+    """The numbers of an attribute s64[], which long ones are printed of as bytes."""
+    array = re.search(rf"\b{name} = array<i64: ([^>]*)>", line)
+    if array is not None:
+        return [int(x) for x in array[1].split(",")]
+    dense = re.search(rf'\b{name} = dense<"?([^">]*)"?> : tensor<(\d+)xi64>', line)
+    if dense is None:
+        return []
+    if dense[1].startswith("0x"):
+        return np.frombuffer(bytes.fromhex(dense[1][2:]), np.int64).tolist()
+    numbers = [int(x) for x in dense[1].strip("[]").split(",")]
+    return numbers * int(dense[2]) if len(numbers) == 1 else numbers
+
+
+def call_names(text: str) -> list[str]:
+    return [call.name for call in described(text)]
 
 
 def assert_within(got: Any, exact: np.ndarray, bound: np.ndarray) -> None:

@@ -42,9 +42,9 @@ TEMPLATE = (
 
 def random_blocks(name: str, rows: int, k: int, seed: int = 0) -> np.ndarray:
     """Rows of blocks of random bytes, with scales that are finite and of common size."""
-    from jaxlowbit._llm import blocks
+    from jaxlowbit._llm import ggml_types
 
-    kind = blocks.TYPES[name]
+    kind = ggml_types.TYPES[name]
     rng = np.random.default_rng([seed, *name.encode()])
     data = rng.integers(0, 256, (rows * k // kind.size, kind.nbytes), np.uint8)
     for start in TYPES[name]:

@@ -210,9 +210,10 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     ("linen.EinsumLayer", "weight"): lambda value: isinstance(value, str) or callable(value),
     ("linen.EinsumLayer", "equation"): among("bd,df->bf"),
     ("EinsumParameter", "equation"): among("bd,df->bf"),
-    # These are what a caller has for them: nothing reads them before they are used.
-    ("LanguageModel", "report"): of(object),
-    ("LanguageModel", "tokenizer"): of(object),
+    ("LanguageModel", "decoder"): of(llm.Decoder),
+    ("LanguageModel", "report"): NOTHING,
+    ("LanguageModel", "tokenizer"): NOTHING,
+    ("perplexity", "context"): of(int, type(None)),
 }
 """The values of arguments that are right, so that a call may work with them."""
 

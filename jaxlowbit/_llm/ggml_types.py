@@ -1,55 +1,20 @@
-"""GGUF's blocks of quantized weights as ours: the same integers, scales and zeros, none rounded.
+"""GGUF's block types: the same integers, scales and zeros in our formats, without rounding.
 
-The layouts of blocks are those of ggml (`ggml-common.h`, `ggml-quants.c` of llama.cpp). The K types
-and IQ4_XS have scales of two levels, integers times a half-precision number of their block of 256,
-and so has the format. They multiply exactly: that number has 11 significant bits, the integers at
-most 8, and float32 holds 24. Scales of MXFP4 are powers of two, those of NVFP4 floats of 8 bits.
+The layouts of blocks follow ggml (`ggml-common.h`, `ggml-quants.c` of llama.cpp). The K types and
+IQ4_XS have scales of two levels: integers times the half-precision number of their block of 256.
+Products are exact, because that number has 11 significant bits, the integers at most 8, and
+float32 24. Scales of MXFP4 are powers of two, scales of NVFP4 8-bit floats.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from .._core import layout, super_blocks
 from .._core.array import QuantizedArray
 from .._core.format import NVFP4, Format
-from .._core.quantize import quantize
-
-# Elements that are unpacked at a time: temporary arrays take some 16 bytes for each.
-_STRIP = 2**22
-
-
-class Unpacked(NamedTuple):
-    """Some rows (out) of a matrix (out, in): the operands of the table in `Format`, transposed.
-
-    `qvalue` is uint8 (rows, k); `scale` and `zero` are (rows, groups), `zero` None without one. Of
-    two levels these are int8, and `scale_floats` and `zero_floats`, (rows, super-blocks), float16.
-    """
-
-    qvalue: np.ndarray
-    scale: np.ndarray
-    zero: np.ndarray | None
-    scale_floats: np.ndarray | None = None
-    zero_floats: np.ndarray | None = None
-
-    def expanded(self) -> "Unpacked":
-        """The same rows with scales and zeros of one level, float32, exactly."""
-        if self.scale_floats is None:
-            return self
-        scale = _products(self.scale, self.scale_floats)
-        zero = None if self.zero is None else _products(self.zero, self.zero_floats)
-        return Unpacked(self.qvalue, scale, zero)
-
-
-def _products(integers: np.ndarray, floats: Any) -> np.ndarray:
-    """Integers (rows, groups) times the floats (rows, super-blocks) of theirs."""
-    floats = np.repeat(floats, integers.shape[1] // floats.shape[1], axis=1)
-    return integers.astype(np.float32) * floats.astype(np.float32)
+from .packing import Unpacked, dequantized, pack_rows
 
 
 class BlockType(NamedTuple):
@@ -78,7 +43,7 @@ def unpack(name: str, rows: np.ndarray) -> Unpacked:
     """
     kind = TYPES[name]
     count = rows.shape[0]
-    with np.errstate(all="ignore"):  # what is not finite is refused below
+    with np.errstate(all="ignore"):  # `_check_finite` raises for them
         found = kind.read(rows.reshape(-1, kind.nbytes))
     arrays: Any = (None if array is None else array.reshape(count, -1) for array in found)
     unpacked = Unpacked(*arrays)
@@ -99,28 +64,6 @@ def floats(name: str, rows: np.ndarray, tensor_scale: float = 1.0) -> np.ndarray
     return weights if tensor_scale == 1 else weights * np.float32(tensor_scale)
 
 
-def dequantized(unpacked: Unpacked, format: Format) -> np.ndarray:
-    """The float32 weights (rows, k) of rows in a format, without its tensor scale."""
-    qvalue, scale, zero, *_ = unpacked.expanded()
-    scale = _per_weight(scale, qvalue, format).astype(np.float32)
-    if format.codebook is not None:
-        return np.array(format.values, np.float32)[qvalue] * scale
-    numbers = qvalue.astype(np.float32)
-    if zero is None:
-        return (numbers - np.float32(format.offset)) * scale
-    zero = _per_weight(zero, qvalue, format)
-    if format.zero == "integer":
-        return (numbers - zero) * scale
-    return numbers * scale + zero.astype(np.float32)
-
-
-def _per_weight(values: np.ndarray, qvalue: np.ndarray, format: Format) -> np.ndarray:
-    """Values (rows, groups) for each weight (rows, k), or one that is that of all in a row."""
-    if format.group_size == -1:
-        return values
-    return np.repeat(values, format.group_size, axis=1)[:, : qvalue.shape[1]]
-
-
 def pack(
     name: str, rows: np.ndarray, scale_dtype: Any = None, tensor_scale: float = 1.0
 ) -> QuantizedArray:
@@ -132,7 +75,7 @@ def pack(
     - `scale_dtype`: None for the type's own, which rounds nothing: float16; two levels for the K
       types and IQ4_XS; bfloat16 for MXFP4, and 8-bit floats for NVFP4. With a dtype, each group has
       a scale of it, and perhaps a float zero, rounded but for float32.
-    - `tensor_scale`: the factor of all weights, of NVFP4 alone.
+    - `tensor_scale`: the factor of all weights, only for NVFP4.
 
     **Raises:** what `unpack` raises; `ValueError` for scales beyond the range of `scale_dtype`.
 
@@ -149,130 +92,6 @@ def pack(
     return pack_rows(read, shape, kind.format, scale_dtype, tensor_scale)
 
 
-def pack_rows(
-    read: Callable[[int, int], Unpacked],
-    shape: tuple[int, ...],
-    format: Format,
-    scale_dtype: Any = None,
-    tensor_scale: float = 1.0,
-) -> QuantizedArray:
-    """The packed matrix (k, rows) of rows that are quantized, read strip by strip.
-
-    **Arguments:**
-
-    - `read`: returns the rows from one number up to another in `format`, without padding of scales.
-    - `shape`: (rows, k).
-    - `scale_dtype`, `tensor_scale`: as for `pack`.
-
-    **Raises:** what `read` raises; `ValueError` for scales beyond the range of `scale_dtype`.
-    """
-    unit = np.float32(tensor_scale)
-    format = format if scale_dtype is None else format.replace(scale=None)
-
-    def strip(start: int, stop: int) -> QuantizedArray:
-        unpacked = read(start, stop)
-        qvalue, scale, zero, *floats = unpacked if scale_dtype is None else unpacked.expanded()
-        if scale_dtype is not None:
-            scale = scale if unit == 1 else scale.astype(np.float32) * unit
-            scale = _rounded("scale", scale, scale_dtype)
-            if zero is not None and zero.dtype != np.uint8:
-                zero = _rounded("zero", zero, scale_dtype)
-        unit_or_none = unit if format.has_tensor_scale else None
-        return _pack(qvalue, scale, zero, *floats, unit_or_none, format)
-
-    n, k = shape
-    parts = []
-    for bounds in strips(n, k):
-        parts.append(strip(*bounds))
-        jax.block_until_ready(parts[-2:-1])  # one strip is packed while the next is unpacked
-    return _join(parts, n)
-
-
-def quantize_rows(
-    read: Callable[[int, int], np.ndarray], shape: tuple[int, int], format: Format, scale_dtype: Any
-) -> QuantizedArray:
-    """The matrix (k, rows) that quantizes floats, strip by strip.
-
-    **Arguments:**
-
-    - `read`: returns the rows from one number up to another, floats (count, k).
-    - `shape`: (rows, k).
-    - `format`, `scale_dtype`: as for `jaxlowbit.quantize`; scales of 8 bits have their own dtype.
-
-    **Raises:** what `jaxlowbit.quantize` raises.
-    """
-    bounds = list(strips(*shape))
-    if format.scale is not None:
-        scale_dtype = None
-    if format.has_tensor_scale:  # it is that of the whole matrix
-        bounds = [(0, shape[0])]
-    parts = [
-        quantize(np.asarray(read(*ends)).T, format, scale_dtype=scale_dtype) for ends in bounds
-    ]
-    return _join(parts, shape[0])
-
-
-def transposed_rows(
-    read: Callable[[int, int], np.ndarray], shape: tuple[int, int], dtype: Any
-) -> Array:
-    """The float matrix (k, rows) in `dtype`, cast strip by strip; arguments as above."""
-    parts = [np.asarray(read(*bounds)).astype(dtype) for bounds in strips(*shape)]
-    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return jnp.asarray(rows.T)
-
-
-def strips(rows: int, k: int) -> Iterator[tuple[int, int]]:
-    """Bounds of strips of rows that are whole atoms and, mostly, of one size: each new size of
-    strips compiles a program."""
-    atoms = layout.blocks(rows)
-    count = -(-atoms * layout.ATOM * k // _STRIP)
-    even = next((c for c in range(count, 2 * count) if atoms % c == 0), count)
-    step = -(-atoms // even) * layout.ATOM
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
-
-
-@functools.partial(jax.jit, static_argnames="format")
-def _pack(
-    qvalue: Array,
-    scale: Array,
-    zero: Array | None,
-    scale_floats: Array | None,
-    zero_floats: Array | None,
-    tensor_scale: Array | None,
-    format: Format,
-) -> QuantizedArray:
-    scale, zero = scale.T, None if zero is None else zero.T
-    if scale_floats is not None:
-        scale = super_blocks.packed(scale, scale_floats.T, format)
-    if zero is not None and zero_floats is not None:
-        zero = super_blocks.packed(zero, zero_floats.T, format)
-    return QuantizedArray.from_packed_groups(
-        qvalue.T, scale, zero, format=format, tensor_scale=tensor_scale
-    )
-
-
-def _join(parts: list[QuantizedArray], n: int) -> QuantizedArray:
-    """Strips of channels side by side: blocks of them are the outermost axis of packed words."""
-    first = parts[0]
-
-    def joined(*leaves: Array) -> Array:
-        return leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves)
-
-    zeros = [part.zero for part in parts if part.zero is not None]
-    return QuantizedArray(
-        packed=joined(*(part.packed for part in parts)),
-        scale=joined(*(part.scale for part in parts)),
-        zero=joined(*zeros) if zeros else None,
-        index=None,
-        version=first.version,
-        format=first.format,
-        k=first.k,
-        n=n,
-        tensor_scale=first.tensor_scale,
-    )
-
-
 def _check_finite(what: str, values: np.ndarray, blocks: int) -> None:
     if np.isfinite(values).all():
         return
@@ -284,19 +103,6 @@ def _check_finite(what: str, values: np.ndarray, blocks: int) -> None:
     )
 
 
-def _rounded(what: str, values: np.ndarray, dtype: Any) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        rounded = values.astype(dtype)
-    if not np.isfinite(rounded.astype(np.float32)).all():
-        raise ValueError(
-            f"its largest {what}, {np.abs(values.astype(np.float32)).max():g}, is beyond the range "
-            f"of {jnp.dtype(dtype)}; use scale_dtype=jnp.float32."
-        )
-    return rounded
-
-
-# --- the types ------------------------------------------------------------------------------------
-#
 # Each function takes whole blocks, uint8 (blocks, nbytes), and returns for each block its values in
 # the order of the row, and its groups.
 
@@ -309,7 +115,8 @@ def _half(blocks: np.ndarray, start: int) -> np.ndarray:
 def _digits(data: np.ndarray, bits: int, run: int) -> np.ndarray:
     """Bit fields of bytes (blocks, bytes), as ggml orders them, (blocks, 8 / bits * bytes).
 
-    Of each run of bytes, all lowest fields come first, then all second ones, and so on.
+    In each run of bytes, the lowest fields of all bytes come first, then the second fields, and so
+    on.
     """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields = data.reshape(len(data), -1, 1, run) >> shifts & np.uint8(2**bits - 1)
@@ -363,8 +170,10 @@ def _q3_k(blocks: np.ndarray) -> Unpacked:
 
 
 def _scales_and_mins(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The scales of Q4_K and Q5_K, and what they subtract, 8 of 6 bits each in 12 bytes; each
-    followed by the number that multiplies them."""
+    """Scales, their factor d, minima and their factor of Q4_K and Q5_K.
+
+    The 8 scales and 8 minima of 6 bits are stored in 12 bytes.
+    """
     d, least = (_half(blocks, start) for start in (0, 2))
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, high & 15 | low >> 2 & 48], axis=1)

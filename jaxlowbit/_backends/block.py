@@ -1,0 +1,91 @@
+"""Steps of a call between two attentions of a transformer, for every backend that has them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from .._core.array import QuantizedArray
+from .call import Call, Stored, stored_weight
+
+
+def add_mlp(
+    calls: Call,
+    x: int,
+    gate_up: QuantizedArray,
+    down: QuantizedArray,
+    out: int,
+    activation: str,
+    dtype: Any,
+    **fields: Any,
+) -> None:
+    """Appends the products of an MLP and the steps that multiply them."""
+    hidden = calls.result((1, calls.at(x).shape[1], gate_up.n), dtype)
+    weights = [stored_weight(weight, dtype) for weight in (gate_up, down)]
+    calls.multiply(
+        calls.add_product(weights[0], x, hidden, gated=True, activation=activation, **fields)
+    )
+    calls.multiply(calls.add_product(weights[1], hidden, out, **fields))
+
+
+def add_block(
+    calls: Call,
+    attended: int,
+    residual: Array,
+    norm: Array,
+    following_norm: Array | None,
+    weights: Sequence[QuantizedArray],
+    *,
+    read: Callable[[QuantizedArray], Stored],
+    activation: str,
+    values: Any = None,
+    parts: Any = None,
+) -> None:
+    """Appends the products and steps of a block; its first results are the new residual and the
+    following products.
+
+    - `attended`, `residual`: the place of (1, m, a) and the array (1, m, d).
+    - `read`: gives the arrays of a weight as the backend reads them.
+    - `values`: None, or the 8-bit dtype to which each row is rounded before it is multiplied.
+    - `parts`: the dtype of the output and down projections, if not that of `residual`.
+    """
+    out, gate_up, down, *following = weights
+    shape, dtype = residual.shape, residual.dtype
+    m = shape[1]
+    result = calls.result(shape, dtype)
+    follow = [calls.result((1, m, weight.n), dtype) for weight in following]
+    projected = calls.result(shape, parts or dtype)
+    total = calls.result(shape, dtype)
+    normed = calls.result(shape, values or dtype)
+    hidden = calls.result((1, m, gate_up.n), dtype)
+    scale = 0 if values is None else calls.result((1, m), jnp.float32)
+    lhs_of_out, lhs_of_down = attended, hidden
+    if values is not None:
+        lhs_of_out, lhs_of_down = (calls.result((1, m, w.k), values) for w in (out, down))
+    places = [(lhs_of_out, projected), (normed, hidden), (lhs_of_down, projected)]
+    places += [(normed, place) for place in follow]
+    numbers = []
+    for i, (weight, (x, y)) in enumerate(zip(weights, places, strict=True)):
+        fields = {"gated": True, "activation": activation} if i == 1 else {}
+        numbers.append(calls.add_product(read(weight), x, y, lhs_scale=scale, **fields))
+
+    def round_rows(x: int, product: int, y: int) -> None:
+        if values is not None:
+            to = str(jnp.dtype(values))
+            calls.step("round", first=product, to=to, x=x, out=y, out_scale=scale)
+
+    def normalize(x: int, y: int, scales: int) -> None:
+        last = {"scales": scales, "out": normed, "out_scale": scale} if scales else {}
+        calls.step("normalize", x=x, addend=projected, total=y, **last)
+
+    round_rows(attended, 0, lhs_of_out)
+    calls.multiply(0)
+    normalize(calls.operand(residual), total, calls.operand(norm))
+    calls.multiply(1)
+    round_rows(hidden, 2, lhs_of_down)
+    calls.multiply(2)
+    last = 0 if following_norm is None or not following else calls.operand(following_norm)
+    normalize(total, result, last)
+    if following:
+        calls.multiply(*numbers[3:])

@@ -1,0 +1,373 @@
+"""`Block`: attention and a gated MLP of a decoder, cut between attention and attention.
+
+`Block.finish` covers everything from the output projection of a block to the queries, keys and
+values of the next: one call, `quantized_block`, if the configuration allows it. On NVIDIA GPUs that
+call includes attention in decode steps, which have one query for each sequence.
+
+With `activation_dtype` the products of the blocks take quantized activations for at least
+`activation_rows` tokens: the call of a block rounds them, and attention is a separate call.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from .._backends import cuda_attend
+from .._composite import decode_block
+from .._composite.block import quantized_block
+from .._composite.glu import quantized_glu
+from .._composite.matmuls import quantized_matmuls
+from .._composite.mlp import quantized_mlp
+from .._composite.normalized import normalized_matmuls, normalized_mlp
+from .._composite.rms_norm import rms_norm
+from .._core import activations
+from .._core.array import QuantizedArray
+from .._matmul.api import quantized_matmul
+from . import attention, rope
+from .cache import Cache
+from .config import Config
+from .sharding import Division, MatrixVariable, add_parts
+
+Weight = QuantizedArray | Array
+
+
+class Block(nnx.Module):
+    """Attention and a gated MLP, which both add to the residual stream.
+
+    **Arguments:**
+
+    - `config`, `activation_dtype`: as for `Decoder`.
+    - `weight_of`: returns a weight by its name.
+    - `index`: number of the block.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        weight_of: Callable[[str], Weight],
+        index: int,
+        activation_dtype: Any = None,
+    ):
+        def weight(name: str) -> nnx.Variable:
+            return variable(weight_of(f"layers.{index}.{name}"))
+
+        def norm(name: str) -> nnx.Param:
+            return norm_variable(config, weight_of(f"layers.{index}.{name}"))
+
+        self.config = config
+        self.activation_dtype = activation_dtype
+        self.activation_rows = 1
+        self.division: Division | None = None
+        self.local = config.is_local(index)
+        self.attention_norm = norm("attention_norm")
+        self.qkv = nnx.List([weight(name) for name in "qkv"])
+        biases = [weight(f"{name}_bias") for name in "qkv"] if config.attention_bias else []
+        self.biases = nnx.List(biases)
+        self.q_norm = norm("q_norm") if config.qk_norm else None
+        self.k_norm = norm("k_norm") if config.qk_norm else None
+        self.o = weight("o")
+        post = config.norm_placement == "pre_and_post"
+        self.post_attention_norm = norm("post_attention_norm") if post else None
+        self.mlp_norm = norm("mlp_norm")
+        gate, up = (weight_of(f"layers.{index}.{name}") for name in ("gate", "up"))
+        self.gate_up = nnx.List(_paired(gate, up))
+        self.down = weight("down")
+        self.post_mlp_norm = norm("post_mlp_norm") if post else None
+
+    @property
+    def weights(self) -> list[nnx.Variable]:
+        """All matrices."""
+        return [*self.qkv, self.o, *self.gate_up, self.down]
+
+    @property
+    def window(self) -> int | None:
+        """The positions that a query attends to, or None for all."""
+        return self.config.window if self.local else None
+
+    @property
+    def scale(self) -> float:
+        """The factor of scores."""
+        return self.config.attention_scale or self.config.head_size**-0.5
+
+    def rounds(self, x: Array) -> bool:
+        """Whether activations of as many tokens as x has are quantized."""
+        rows = math.prod(x.shape[:-1])
+        return self.activation_dtype is not None and rows >= self.activation_rows
+
+    def fused(self, x: Array) -> bool:
+        """Whether `quantized_block` computes this block."""
+        # The devices of a mesh add their parts within the block.
+        return self.fusible(x) and self.division is None
+
+    def fusible(self, x: Array) -> bool:
+        """Whether calls compute this block with its normalizations."""
+        matrices = self.o, self.down, *self.gate_up
+        quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
+        return quantized and len(self.gate_up) == 1 and self.post_mlp_norm is None
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """The weights of queries, keys and values."""
+        return [weight.get_value() for weight in self.qkv]
+
+    def project(self, x: Array) -> tuple[Array, ...]:
+        """Products of the normalized x with the weights of queries, keys and values."""
+        normalized = self.normalize(x, self.attention_norm)
+        if not self.rounds(x):
+            return products(normalized, self.matrices)
+        return tuple(self.multiply(normalized, weight) for weight in self.matrices)
+
+    def step(
+        self,
+        products: Sequence[Array],
+        x: Array,
+        following: "Block | None",
+        rotation: tuple[Array, Array],
+        positions: Array,
+        cache: Cache,
+        layer: int,
+        *,
+        implementation: attention.Implementation,
+        reach: int,
+    ) -> tuple[Array, tuple[Array, ...], Cache]:
+        """This block: attention, and all up to the next.
+
+        **Arguments:**
+
+        - `products`: queries, keys and values, of `project`.
+        - `x`: the residual stream (batch, length, width).
+        - `following`: the next block.
+        - `rotation`: cosines and sines of the positions (`rope.rotation`).
+        - `positions`: of the queries, int32 (batch, length).
+        - `cache`, `layer`: where keys and values of this block are appended.
+        - `implementation`, `reach`: as of `attention.attend`; `"native"` takes one query.
+
+        **Returns:** the residual stream, `following.project` of it, and the cache.
+        """
+        q, k, v = self.heads(products)
+        if implementation == "native":
+            operands = cuda_attend.Operands(
+                query=q[:, 0],
+                key=k[:, 0],
+                value=v[:, 0],
+                rotation=(rotation[0][:, 0, 0], rotation[1][:, 0, 0]),
+                norms=self.head_norms,
+                keys=cache.keys[layer],
+                values=cache.values[layer],
+                slot=cache.used - 1,
+                position=positions[:, 0],
+                positions=cache.positions,
+            )
+            return self._decode(operands, reach, x, following, cache, layer)
+        q, k = self.normalize(q, self.q_norm), self.normalize(k, self.k_norm)
+        q, k = (rope.rotate(head, rotation, self.config.rope_pairs) for head in (q, k))
+        cache = cache.write(layer, k, v)
+        attended = attention.attend(
+            q,
+            cache.keys[layer],
+            cache.values[layer],
+            positions,
+            cache.positions,
+            window=self.window,
+            scale=self.scale,
+            implementation=implementation,
+            reach=reach,
+        )
+        return *self.finish(attended, x, following), cache
+
+    def _decode(
+        self,
+        operands: cuda_attend.Operands,
+        reach: int,
+        x: Array,
+        following: "Block | None",
+        cache: Cache,
+        layer: int,
+    ) -> tuple[Array, tuple[Array, ...], Cache]:
+        """`step` by our own kernel for attention."""
+        options = cuda_attend.Options(
+            self.config.rope_pairs, self.config.norm_epsilon, reach, self.window, self.scale
+        )
+        onward = self._onward(following)
+        devices = () if self.division is None else self.division.exchanging(x.shape[0])
+        one_call = self.fused(x) or (self.fusible(x) and devices != ())
+        one_call &= not self.rounds(x)
+        if one_call and (following is None or onward is not None):
+            matrices = self.o, self.gate_up[0], self.down
+            o, gate_up, down = (weight.get_value() for weight in matrices)
+            weights = o, gate_up, down, *(() if onward is None else onward[1])
+            if decode_block.supports(x, weights):
+                keys, values, y, products = decode_block.decode_block(
+                    operands,
+                    x[:, 0],
+                    o,
+                    self.mlp_norm.get_value(),
+                    gate_up,
+                    down,
+                    attending=options,
+                    following=onward,
+                    activation=self.config.activation,
+                    epsilon=self.config.norm_epsilon,
+                    devices=devices,
+                )
+                products = tuple(product[:, None] for product in products)
+                return y[:, None], products, cache.replace(layer, keys, values)
+        attended, keys, values = cuda_attend.attend(operands, options)
+        attended = attended.reshape(*x.shape[:-1], -1)
+        return *self.finish(attended, x, following), cache.replace(layer, keys, values)
+
+    @property
+    def head_norms(self) -> tuple[Array, Array] | None:
+        """The norms of queries and keys."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.get_value(), self.k_norm.get_value()
+
+    def heads(self, products: Sequence[Array]) -> tuple[Array, ...]:
+        """Queries, keys and values (batch, length, heads, head_size), with their biases."""
+        if self.biases:
+            biases = [
+                bias.get_value()[None, None].astype(products[0].dtype) for bias in self.biases
+            ]
+            products = [x + bias for x, bias in zip(products, biases, strict=True)]
+        return tuple(x.reshape(*x.shape[:-1], -1, self.config.head_size) for x in products)
+
+    def finish(
+        self, attended: Array, x: Array, following: "Block | None"
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The residual stream after this block, and `following.project` of it."""
+        if self.fused(x):
+            return self._finish_in_one_call(attended, x, following)
+        if self.division is not None and self.fusible(x) and not self.rounds(x):
+            return self._finish_in_parts(attended, x, following, self.division)
+        out = functools.partial(self.multiply, attended, self.o.get_value(), divided=True)
+        x = x + self.normalize(add_parts(self.division, out, x.dtype), self.post_attention_norm)
+        mlp = functools.partial(self.mlp, self.normalize(x, self.mlp_norm))
+        x = x + self.normalize(add_parts(self.division, mlp, x.dtype), self.post_mlp_norm)
+        return x, () if following is None else following.project(x)
+
+    def _finish_in_one_call(
+        self, attended: Array, x: Array, following: "Block | None"
+    ) -> tuple[Array, tuple[Array, ...]]:
+        onward = self._onward(following)
+        out = quantized_block(
+            attended,
+            x,
+            self.o.get_value(),
+            self.mlp_norm.get_value(),
+            self.gate_up[0].get_value(),
+            self.down.get_value(),
+            following=onward,
+            activation=self.config.activation,
+            epsilon=self.config.norm_epsilon,
+            activation_dtype=self.activation_dtype if self.rounds(x) else None,
+        )
+        if onward is not None:
+            return out
+        return out, () if following is None else following.project(out)
+
+    def _finish_in_parts(
+        self, attended: Array, x: Array, following: "Block | None", division: Division
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """A call after each of the two all-reduces."""
+        epsilon = self.config.norm_epsilon
+        x, parts = normalized_mlp(
+            x,
+            division.add(multiply(attended, self.o.get_value(), jnp.float32)),
+            self.mlp_norm.get_value(),
+            self.gate_up[0].get_value(),
+            self.down.get_value(),
+            activation=self.config.activation,
+            epsilon=epsilon,
+            dtype=jnp.float32,
+        )
+        added = division.add(parts)
+        if (onward := self._onward(following)) is not None:
+            return normalized_matmuls(x, added, *onward, epsilon=epsilon)
+        x = x + added.astype(x.dtype)
+        return x, () if following is None else following.project(x)
+
+    def _onward(self, following: "Block | None") -> tuple[Array, Sequence[QuantizedArray]] | None:
+        """What `quantized_block` multiplies by for the next block, if that is quantized."""
+        if following is None:
+            return None
+        weights = [w for w in following.matrices if isinstance(w, QuantizedArray)]
+        if len(weights) < len(following.matrices):
+            return None
+        return following.attention_norm.get_value(), weights
+
+    def mlp(self, x: Array, dtype: Any) -> Array:
+        """The gated MLP of a normalized x, accumulated in float32 and rounded to `dtype`."""
+        activation, down = self.config.activation, self.down.get_value()
+        if len(self.gate_up) == 1 and not self.rounds(x):
+            gate_up = self.gate_up[0].get_value()
+            if isinstance(down, QuantizedArray):
+                options = {"activation": activation, "preferred_element_type": dtype}
+                return quantized_mlp(x, gate_up, down, **options)
+            return multiply(quantized_glu(x, gate_up, activation=activation), down, dtype)
+        pair = [weight.get_value() for weight in self.gate_up]
+        if isinstance(pair[0], QuantizedArray) and len(pair) == 1:
+            pair = [pair[0].select(i) for i in range(2)]
+        gate, up = (self.multiply(x, weight, jnp.float32) for weight in pair)
+        activate = jax.nn.silu if activation == "silu" else jax.nn.gelu  # its tanh form
+        return self.multiply((activate(gate) * up).astype(x.dtype), down, dtype, divided=True)
+
+    def multiply(
+        self, x: Array, weight: Weight, dtype: Any = None, *, divided: bool = False
+    ) -> Array:
+        """`multiply`, with x in `activation_dtype` if the weight is quantized and `rounds(x)`.
+
+        `divided`: whether each device of a mesh has a part of every token; they share its scale.
+        """
+        if not self.rounds(x) or not isinstance(weight, QuantizedArray):
+            return multiply(x, weight, dtype)
+        if not divided or self.division is None:
+            options = {"activation_dtype": self.activation_dtype, "preferred_element_type": dtype}
+            return quantized_matmul(x, weight, **options)
+        reach = self.division.largest(activations.reach(x))
+        return multiply(activations.rounded_tokens(x, reach, self.activation_dtype), weight, dtype)
+
+    def normalize(self, x: Array, norm: nnx.Param | None) -> Array:
+        return x if norm is None else rms_norm(x, norm.get_value(), self.config.norm_epsilon)
+
+
+def multiply(x: Any, weight: Weight, dtype: Any = None) -> Array:
+    """`x @ weight`, accumulated in float32 and rounded to `dtype`, by default the dtype of x."""
+    if isinstance(weight, QuantizedArray):
+        return quantized_matmul(x, weight, preferred_element_type=dtype)
+    product = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    return product.astype(dtype or x.dtype)
+
+
+def products(x: Array, weights: Sequence[Weight]) -> tuple[Array, ...]:
+    """`x @ weight` for each weight, in one call if they share a format."""
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedArray)]
+    formats = {weight.format for weight in quantized}
+    if len(quantized) == len(weights) and len(formats) == 1:
+        return quantized_matmuls(x, quantized)
+    return tuple(multiply(x, weight) for weight in weights)
+
+
+def variable(weight: Weight) -> nnx.Variable:
+    if isinstance(weight, QuantizedArray):
+        return MatrixVariable(weight)
+    return nnx.Param(jnp.asarray(weight))
+
+
+def norm_variable(config: Config, scale: Any) -> nnx.Param:
+    return nnx.Param(jnp.asarray(scale).astype(jnp.float32) + config.norm_offset)
+
+
+def _paired(gate: Weight, up: Weight) -> list[nnx.Variable]:
+    """Gate and up, as one stack (2, width, hidden) if both are quantized alike."""
+    quantized = isinstance(gate, QuantizedArray) and isinstance(up, QuantizedArray)
+    alike = jax.tree.structure(gate) == jax.tree.structure(up) and gate.dtype == up.dtype
+    if quantized and alike:
+        return [variable(jax.tree.map(lambda *leaves: jnp.stack(leaves), gate, up))]
+    return [variable(gate), variable(up)]

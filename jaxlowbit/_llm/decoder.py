@@ -1,0 +1,308 @@
+"""`Decoder`: one transformer for all architectures (`architectures.py`), by its `Config`.
+
+It is also an example of how to write a model with quantized weights. The residual stream x of a
+decoder of L blocks goes through
+
+    x = embedding[tokens]
+    q, k, v = norm(x) times the weights of block 0
+    for each block:  x, (q, k, v) = finish(attend(q, k, v), x), with the q, k, v of the next block
+    logits = norm(x) times the head
+
+`block.py` has `attend` and `finish`. On a mesh every device runs this with its part of the weights
+(`sharding.py`). Only two things differ there: the ends, and `add_parts`, which adds the partial
+sums of the devices.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from .._composite.rms_norm import rms_norm
+from .._core import checks
+from .._core.array import QuantizedArray
+from .._core.columns import take_columns
+from .._core.format import Format
+from .._flax import arguments
+from .._matmul.quantized_lhs import least_rows
+from . import attention, rope
+from .block import Block, Weight, multiply, norm_variable, variable
+from .cache import Cache, cache_specs, make_cache
+from .config import Config, check_config
+from .sharding import Division
+
+
+class Decoder(nnx.Module):
+    """A decoder with quantized weights: tokens to logits.
+
+    **Arguments:**
+
+    - `config`: sizes and kinds.
+    - `weights`: by name. Matrices are (in, out), quantized or float: `layers.N.{q,k,v,o}`,
+      `layers.N.{gate,up,down}`, `head` (width, vocabulary) unless `config.tied_head`, and
+      `embedding` (width, vocabulary), whose columns are looked up. Vectors are floats:
+      `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and, if the configuration has them,
+      `layers.N.{q,k,v}_bias`, `layers.N.{q,k}_norm` and `layers.N.post_{attention,mlp}_norm`.
+    - `dtype`: float32, bfloat16 or float16, of activations and the cache.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
+      quantized matrices of blocks are rounded to it, with a scale for each token
+      (`quantize_activations`). Embedding and head take floats.
+    - `activation_rows`: minimum number of tokens, of all sequences, for such rounding; fewer stay
+      floats. None for 1 on a CPU, and on a GPU for 32 or 192, as the formats of the weights need
+      for faster products.
+    - `mesh`: a mesh with one axis, to divide the decoder over its devices; None for one device.
+    - `consume`: whether to remove each weight from the dict once it is a variable. Then at most the
+      weights of one block, whose gate and up are stacked, exist twice.
+
+    Quantized weights are variables that hold a `QuantizedArray` each, gate and up of a block as
+    one stack; `nnx.state(decoder, QuantizedVariable)` finds them.
+
+    **Raises:** `TypeError` for arguments of other types; `ValueError` with the names of missing and
+    unknown weights, for a weight of another shape, another dtype, and for sizes that the devices of
+    the mesh do not divide.
+
+    ```python
+    decoder = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8).decoder
+    decoder(jnp.array([[3, 1, 4]])).shape  # (1, 3, 256)
+    ```
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        weights: Mapping[str, Weight],
+        *,
+        dtype: Any = jnp.bfloat16,
+        activation_dtype: Any = None,
+        activation_rows: int | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        consume: bool = False,
+    ):
+        check(config, weights)
+        checks.boolean("Decoder", "consume", consume)
+        dtype = checks.compute_dtype("Decoder", "dtype", dtype)
+        activation_dtype = arguments.activation_dtype("Decoder", activation_dtype)
+        check_rows("Decoder", activation_rows)
+        weight_of = weights.pop if consume and isinstance(weights, dict) else weights.__getitem__
+        self.config = config
+        self.dtype = dtype
+        self.activation_dtype = activation_dtype
+        self.division: Division | None = None
+        self.embedding = variable(weight_of("embedding"))
+        blocks = [Block(config, weight_of, i, activation_dtype) for i in range(config.layers)]
+        self.blocks = nnx.List(blocks)
+        self.final_norm = norm_variable(config, weight_of("final_norm"))
+        self.head = None if config.tied_head else variable(weight_of("head"))
+        if mesh is not None:
+            self.divide(mesh, caller="Decoder")
+        self.activation_rows = activation_rows or self._rows_in_8_bits(mesh)
+        for block in self.blocks:
+            block.activation_rows = self.activation_rows
+
+    def _rows_in_8_bits(self, mesh: jax.sharding.Mesh | None) -> int:
+        """The smallest number of rows that all products of the blocks multiply faster in 8 bits."""
+        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+        if self.activation_dtype is None or device.platform != "gpu":
+            return 1
+        matrices = [w.get_value() for block in self.blocks for w in block.weights]
+        quantized = [w for w in matrices if isinstance(w, QuantizedArray)]
+        return max((least_rows(self.activation_dtype, w) for w in quantized), default=1)
+
+    def divide(self, mesh: jax.sharding.Mesh, caller: str = "shard") -> None:
+        """Divides the decoder over the devices of a mesh with one axis.
+
+        **Raises:** `ValueError` for sizes that the number of devices does not divide, before
+        anything is moved.
+        """
+        division = Division.of(caller, self.config, mesh, self._formats)
+        division.place_variables(self)
+        for module in (self, *self.blocks):
+            module.division = division
+
+    @property
+    def _formats(self) -> dict[str, Format | None]:
+        """The formats of the matrices that are divided along k, by name."""
+        matrices = {
+            f"layers.{i}.{name}": getattr(block, name).get_value()
+            for i, block in enumerate(self.blocks)
+            for name in ("o", "down")
+        }
+        return {
+            name: weight.format if isinstance(weight, QuantizedArray) else None
+            for name, weight in matrices.items()
+        }
+
+    def __call__(self, tokens: Any) -> Array:
+        """Returns the logits, float32 (batch, length, vocabulary), of tokens (batch, length).
+
+        **Raises:** `ValueError` for tokens of another shape or dtype.
+
+        ```python
+        decoder = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8).decoder
+        jax.jit(lambda tokens: decoder(tokens))(jnp.array([[3, 1, 4]]))
+        ```
+        """
+        rule = "tokens, integers (batch, length)"
+        tokens = checks.array("Decoder", "tokens", tokens, rule)
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                f"Decoder: tokens are {tokens.dtype}{list(tokens.shape)}, but they are integers "
+                "(batch, length); a single prompt is a batch of one."
+            )
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        batch, length = tokens.shape
+        cache = self.make_cache(batch, length)
+        # On a mesh, indices of columns are computed from tokens: in int32, whatever their dtype.
+        return self.logits(self.forward(tokens.astype(jnp.int32), positions, cache)[0])
+
+    def make_cache(self, batch: int, slots: int) -> Cache:
+        """An empty cache for this decoder, on its devices."""
+        mesh = None if self.division is None else self.division.mesh
+        return make_cache(self.config, batch, slots, self.dtype, mesh)
+
+    def replicate(self, arrays: Any) -> Any:
+        """Arrays on each of the devices of this decoder."""
+        if self.division is None:
+            return arrays
+        return jax.device_put(arrays, jax.NamedSharding(self.division.mesh, jax.P()))
+
+    @property
+    def parts(self) -> int:
+        """How many devices it is divided over."""
+        return 1 if self.division is None else self.division.parts
+
+    def forward(
+        self, tokens: Array, positions: Array, cache: Cache, *, reach: int | None = None
+    ) -> tuple[Array, Cache]:
+        """Appends tokens to a cache and returns the input of the head.
+
+        **Arguments:**
+
+        - `tokens`: integers (batch, length).
+        - `positions`: of the tokens in their sequences, int32 (batch, length), ascending; -1 for
+          padding, whose results mean nothing.
+        - `cache`: `make_cache`, or from the call for the tokens before. It must have `length` free
+          slots.
+        - `reach`: how many slots attention reads, at least those in use after this call; None for
+          all. A prompt at the beginning of a long cache so costs what its length does.
+
+        **Returns:** normalized features (batch, length, width), and the cache.
+        """
+        local = functools.partial(Decoder._forward, reach=reach)
+        if self.division is not None:
+            placed = cache_specs(self.config, self.division.axis)
+            local = self.division.on_each(
+                local,
+                self,
+                in_specs=(jax.P(), jax.P(), placed),
+                out_specs=(jax.P(), placed),
+            )
+            return local(tokens, positions, cache)
+        return local(self, tokens, positions, cache)
+
+    def _forward(
+        self, tokens: Array, positions: Array, cache: Cache, *, reach: int | None
+    ) -> tuple[Array, Cache]:
+        """`forward` on one device, or on one of several."""
+        cache = cache.advance(positions)
+        config, real = self.config, jnp.maximum(positions, 0)
+        rotations = rope.rotation(config, real), rope.rotation(config, real, local=True)
+        cached = reach is not None or tokens.shape[1] == 1
+        reach = cache.slots if reach is None else reach
+        parts = self.parts
+        implementation = attention.choose(
+            jax.default_backend(),
+            self.dtype,
+            batch=tokens.shape[0],
+            queries=tokens.shape[1],
+            length=reach,
+            head_size=config.head_size,
+            native=attention.native(
+                self.dtype, config.heads // parts, config.kv_heads // parts, config.head_size
+            ),
+            cached=cached,
+        )
+        x = self.embed(tokens)
+        products = self.blocks[0].project(x)
+        for i, block in enumerate(self.blocks):
+            following = self.blocks[i + 1] if i + 1 < config.layers else None
+            x, products, cache = block.step(
+                products,
+                x,
+                following,
+                rotations[block.local],
+                positions,
+                cache,
+                i,
+                implementation=implementation,
+                reach=reach,
+            )
+        return rms_norm(x, self.final_norm.get_value(), config.norm_epsilon), cache
+
+    def embed(self, tokens: Array) -> Array:
+        """The embeddings (batch, length, width) of tokens, scaled."""
+        table = self.embedding.get_value()
+        if self.division is None:
+            x = take(table, tokens)
+        else:
+            own, there = self.division.own_columns(tokens, self.config.vocabulary, table.shape[-1])
+            x = self.division.add(jnp.where(there[..., None], take(table, own), 0))
+        return (x * self.config.embedding_scale).astype(self.dtype)
+
+    def logits(self, x: Array) -> Array:
+        """The logits, float32 (..., vocabulary), of what `forward` returns (..., width)."""
+        if self.division is None:
+            return self._logits(x)
+        whole = jax.P()
+        local = self.division.on_each(Decoder._logits, self, in_specs=(whole,), out_specs=whole)
+        return local(x)
+
+    def _logits(self, x: Array) -> Array:
+        head = self.embedding if self.head is None else self.head
+        logits = multiply(x, head.get_value(), jnp.float32)
+        if self.division is not None:
+            logits = self.division.join_columns(logits, self.config.vocabulary)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def take(table: Weight, tokens: Array) -> Array:
+    """The columns of a table (k, n) at tokens (...), float32 (..., k)."""
+    if isinstance(table, QuantizedArray):
+        return take_columns(table, tokens, jnp.float32)
+    return jnp.moveaxis(jnp.take(table.astype(jnp.float32), tokens, axis=1), 0, -1)
+
+
+def check(config: Config, weights: Mapping[str, Weight]) -> None:
+    """Raises for weights that do not fit a configuration."""
+    check_config("Decoder", config)
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            f"Decoder: weights is {checks.brief(weights)}, but it is a mapping from the names of "
+            "Config.shapes() to matrices, quantized or float, and vectors."
+        )
+    expected = config.shapes()
+    missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
+    for names, what in ((missing, "are missing"), (unknown, f"are not of {config.architecture}")):
+        if names:
+            shown = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
+            raise ValueError(f"Decoder: {len(names)} weights {what}: {shown}.")
+    for name, shape in expected.items():
+        if not isinstance(weights[name], QuantizedArray):
+            checks.shaped("Decoder", name, weights[name])
+        if tuple(weights[name].shape) != shape:
+            raise ValueError(
+                f"Decoder: {name} has shape {tuple(weights[name].shape)}, but the configuration "
+                f"asks for {shape}."
+            )
+
+
+def check_rows(caller: str, rows: Any) -> None:
+    """Raises unless `rows` is None or a number of tokens."""
+    if rows is not None:
+        rule = "a number of tokens from 1 on, or None; fewer are not rounded"
+        checks.integer(caller, "activation_rows", rows, rule)

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "xla_ffi/call.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <tuple>
+#include <utility>
+
+namespace jaxlowbit {
+namespace {
+
+constexpr int64_t kSymbolic = -1;
+
+// Fills fields from numbers; returns the name of the first one whose type lacks its number, or "".
+class Numbers {
+ public:
+  explicit Numbers(const int64_t* numbers) : next_(numbers) {}
+
+  template <typename Field>
+  void operator()(const char* name, Field& field) {
+    if (!Set(*next_++, &field) && wrong_.empty()) wrong_ = name;
+  }
+  const std::string& wrong() const { return wrong_; }
+
+ private:
+  const int64_t* next_;
+  std::string wrong_;
+};
+
+ffi::Error CheckNumbers(const std::string& what, const std::string& wrong) {
+  if (wrong.empty()) return ffi::Error::Success();
+  return Refuse("the " + wrong + " of a " + what +
+                " is none that this library has; export the program again with this library.");
+}
+
+// What is wrong with a record, whatever its buffers are.
+std::string Fault(const QuantizedMatmul& p) {
+  const auto is = [](const char* name, int64_t value, const std::string& rule) {
+    return std::string(name) + " is " + std::to_string(value) + " but must be " + rule + ".";
+  };
+  if (p.bits < 1 || p.bits > 8) return is("bits", p.bits, "from 1 to 8");
+  if (p.group_size != -1 && (p.group_size < 16 || p.group_size % 16 != 0)) {
+    return is("group_size", p.group_size, "a positive multiple of 16, or -1 for one group");
+  }
+  if (p.scale == ElementType::kSuper && !DividesSuperBlock(p.group_size)) {
+    return is("group_size", p.group_size, "16, 32, 64 or 128 with scales of u8");
+  }
+  if (p.n < 1 || p.k < 1) {
+    return "n is " + std::to_string(p.n) + " and k is " + std::to_string(p.k) +
+           " but both must be positive.";
+  }
+  const bool quantized = p.lhs == ElementType::kInt8 || p.lhs == ElementType::kE4m3;
+  if (!quantized && (Is8Bit(p.lhs) || p.lhs == ElementType::kInt32)) {
+    return "lhs is " + TypeName(TypeOf(p.lhs)) + " but must be f32, bf16, f16, s8 or f8e4m3fn.";
+  }
+  if (p.scale == ElementType::kInt32) return "scale is s32 but must be a float, s8 or u8.";
+  const bool sums = p.sums_integers() && p.lhs == ElementType::kInt8;
+  if (!sums && p.out != p.floats() && p.out != ElementType::kF32) {
+    return "out is " + TypeName(TypeOf(p.out)) + " but must be f32 or " +
+           TypeName(TypeOf(p.floats())) + ", or s32 with s8 lhs.";
+  }
+  const bool narrow = Is8Bit(p.scale) && p.scale != ElementType::kSuper;
+  if (p.zero != ZeroKind::kNone && (narrow || p.codebook != Codebook::kNone)) {
+    return "zero is given with 8-bit scales or a codebook, which have none.";
+  }
+  if (p.zero == ZeroKind::kInteger && p.scale == ElementType::kSuper) {
+    return "zero is integer but with scales of two levels zeros have two levels too.";
+  }
+  const int64_t units = p.epilogue.units;
+  if (units < 0 || (units > 1 && units != p.n && units != p.n_blocks() * kAtom)) {
+    return is("units", units, "0, 1, n or n_blocks * 64");
+  }
+  if (p.permuted_parts < 0 || (p.permuted_parts > 0 && (p.transposed || p.k % p.permuted_parts))) {
+    return is("permuted_parts", p.permuted_parts, "a divisor of k, or 0 if transposed");
+  }
+  for (ElementType type : {p.epilogue.bias, p.epilogue.residual}) {
+    if (type != p.floats() && type != ElementType::kF32) {
+      return "bias or residual is " + TypeName(TypeOf(type)) + " but must be f32 or " +
+             TypeName(TypeOf(p.floats())) + ".";
+    }
+  }
+  return "";
+}
+
+// What is wrong with the sizes of a product that are known, or once they are.
+std::string FaultOfSizes(const QuantizedMatmul& p, bool has_index) {
+  const int64_t asked = p.batch * p.weights_per_element();
+  if (!has_index && p.num_weights != 1 && p.num_weights != asked) {
+    return "packed holds " + std::to_string(p.num_weights) + " weights for " +
+           (p.epilogue.gated ? "pairs of a batch of " : "a batch of ") + std::to_string(p.batch) +
+           " but without index there must be one weight, or one for each batch element.";
+  }
+  if (p.batch > 0 && p.num_weights < 1) {
+    return "packed holds no weight but the batch of " + std::to_string(p.batch) +
+           " needs at least one.";
+  }
+  return "";
+}
+
+// Takes the codebook of a product from the numbers of the call.
+ffi::Error TakeCodebook(ffi::Span<const float> numbers, size_t* taken, Product* product) {
+  const QuantizedMatmul& p = product->problem;
+  if (p.codebook == Codebook::kNone) return ffi::Error::Success();
+  const size_t count = size_t{1} << p.bits;
+  if (numbers.size() < *taken + count) {
+    return Refuse("numbers has " + std::to_string(numbers.size()) +
+                  " numbers but the codebooks of the products need more: one has " +
+                  std::to_string(count) + ".");
+  }
+  product->codebook = numbers.begin() + *taken;
+  *taken += count;
+  if (CodebookOf(product->codebook, p.bits) == p.codebook) return ffi::Error::Success();
+  return Refuse(std::string("the codebook of a product is not ") +
+                kCodebookNames[static_cast<int>(p.codebook)] + ", as its record says.");
+}
+
+}  // namespace
+
+ffi::Error Attributes::Check() const {
+  for (auto [name, expected] :
+       {std::pair{"schema", kSchema}, std::pair{"layout_version", kLayoutVersion}}) {
+    const auto found = Find<int64_t>(name);
+    if (found == expected) continue;
+    return Refuse(std::string("this program has ") + name + " " +
+                  (found ? std::to_string(*found) : "none") + " but this library reads " +
+                  std::to_string(expected) +
+                  "; export the program again with this library, or run it with the one that "
+                  "exported it.");
+  }
+  if (missing_.empty()) return ffi::Error::Success();
+  return Refuse("the call has no attribute " + missing_ +
+                " of the right type; export the program again with this library.");
+}
+
+ffi::Error Attributes::Decode(std::vector<Product>* products, std::vector<Step>* steps) {
+  ffi::Error error = Check();
+  if (error.failure()) return error;
+  using Integers = ffi::Span<const int64_t>;
+  const Integers records = Find<Integers>("products").value_or(Integers());
+  const auto numbers = Find<ffi::Span<const float>>("numbers");
+  const auto of_steps = Get<Integers>("steps");
+  if (records.size() % kProductNumbers != 0 || of_steps.size() % kStepNumbers != 0) {
+    return Refuse("products and steps have " + std::to_string(records.size()) + " and " +
+                  std::to_string(of_steps.size()) + " numbers but must have multiples of " +
+                  std::to_string(kProductNumbers) + " and " + std::to_string(kStepNumbers) + ".");
+  }
+  size_t taken = 0;
+  products->resize(records.size() / kProductNumbers);
+  for (size_t i = 0; i < products->size(); ++i) {
+    Product& product = (*products)[i];
+    QuantizedMatmul& p = product.problem;
+    Numbers read(records.begin() + i * kProductNumbers);
+    VisitRecord(p, [&](const char* name, auto& field) { read(name, field); });
+    VisitPlaces(product.places, [&](const char* name, auto& field) { read(name, field); });
+    error = CheckNumbers("product", read.wrong());
+    if (error.failure()) return error;
+    p.group_size = GroupSize(p.group_size, p.k, p.scale);
+    if (const std::string fault = Fault(p); !fault.empty()) return Refuse(fault);
+    error = TakeCodebook(numbers.value_or(ffi::Span<const float>()), &taken, &product);
+    if (error.failure()) return error;
+  }
+  steps->resize(of_steps.size() / kStepNumbers);
+  for (size_t i = 0; i < steps->size(); ++i) {
+    Numbers read(of_steps.begin() + i * kStepNumbers);
+    Step& step = (*steps)[i];
+    VisitStep(step, [&](const char* name, auto& field) { read(name, field); });
+    error = CheckNumbers("step", read.wrong());
+    if (error.failure()) return error;
+    const auto count = static_cast<int64_t>(products->size());
+    if (step.kind == StepKind::kAttend || step.kind == StepKind::kNormalize) continue;
+    if (step.kind == StepKind::kRound && step.to != ElementType::kInt8 &&
+        step.to != ElementType::kE4m3) {
+      return Refuse("a step rounds to " + TypeName(TypeOf(step.to)) +
+                    " but it must be s8 or f8e4m3fn.");
+    }
+    if (step.first < 0 || step.count < 1 || step.first > count - step.count) {
+      return Refuse("a step has the products " + std::to_string(step.first) + " to " +
+                    std::to_string(step.first + step.count - 1) + " of " + std::to_string(count) +
+                    ".");
+    }
+  }
+  return Check();
+}
+
+ffi::Error Call::CheckPlaces() const {
+  std::string wrong;
+  const auto check = [&](const char* name, int64_t place) {
+    if (place != 0 && !Has(place) && wrong.empty()) wrong = name;
+  };
+  for (const Product& product : products) VisitPlaces(product.places, check);
+  for (const Step& step : steps) {
+    for (int64_t place : {step.x, step.addend, step.scales, step.total, step.out, step.out_scale}) {
+      check("place of a step", place);
+    }
+  }
+  for (const Product& product : products) {
+    const Places& at = product.places;
+    if (at.lhs == 0 || at.packed == 0 || at.scale == 0 || at.out == 0) wrong = "lhs, weight or out";
+  }
+  if (wrong.empty()) return ffi::Error::Success();
+  return Refuse("the call lacks a buffer: " + wrong + " names none of its " +
+                std::to_string(args_.size()) + " operands and " + std::to_string(rets_.size()) +
+                " results.");
+}
+
+ffi::Error Call::Decode() {
+  ffi::Error error = attributes.Decode(&products, &steps);
+  if (error.success()) error = CheckPlaces();
+  operands.resize(products.size());
+  for (size_t i = 0; error.success() && i < products.size(); ++i) {
+    error = Read(&products[i], &operands[i]);
+  }
+  return error;
+}
+
+// Sizes that are symbolic in the record are those of the buffers.
+ffi::Error Call::Read(Product* product, Operands* found) const {
+  using Type = ffi::DataType;
+  const Places& at = product->places;
+  QuantizedMatmul& p = product->problem;
+  const ffi::AnyBuffer lhs = At(at.lhs), packed = At(at.packed);
+  constexpr std::string_view kWeightRule = "[weights, n_blocks, k_blocks, words]";
+  constexpr std::string_view kGroupRule = "[weights, n_blocks, scale_rows, 64]";
+  for (const ffi::Error& error : {CheckRank("lhs", lhs, 3, "[batch, m, columns]"),
+                                  CheckRank("packed", packed, 4, kWeightRule)}) {
+    if (error.failure()) return error;
+  }
+  if (p.batch == kSymbolic) p.batch = lhs.dimensions()[0];
+  if (p.m == kSymbolic) p.m = lhs.dimensions()[1];
+  if (p.num_weights == kSymbolic) p.num_weights = packed.dimensions()[0];
+  if (const std::string fault = FaultOfSizes(p, at.index != 0); !fault.empty()) {
+    return Refuse(fault);
+  }
+  const int64_t weights = p.batch * p.weights_per_element(), rows = p.batch * p.m;
+  const auto shaped = [&](std::string_view name, int64_t place, Type type,
+                          std::initializer_list<int64_t> shape, std::string_view rule) {
+    if (place == 0) return ffi::Error::Success();
+    const ffi::AnyBuffer buffer = At(place);
+    const ffi::Error error = CheckType(name, buffer, type);
+    return error.failure() ? error : CheckShape(name, buffer, shape, rule);
+  };
+  const auto counted = [&](std::string_view name, int64_t place, Type type, int64_t count,
+                           std::string_view rule) {
+    if (place == 0) return ffi::Error::Success();
+    const ffi::AnyBuffer buffer = At(place);
+    const ffi::Error error = CheckType(name, buffer, type);
+    return error.failure() ? error : CheckCount(name, buffer, count, rule);
+  };
+  const Type zero_type = p.zero == ZeroKind::kInteger ? Type::U8 : TypeOf(p.scale);
+  for (const ffi::Error& error :
+       {shaped("lhs", at.lhs, TypeOf(p.lhs), {p.batch, p.m, p.lhs_columns()},
+               "[batch, m, columns]"),
+        shaped("out", at.out, TypeOf(p.out), {p.batch, p.m, p.out_columns()},
+               "[batch, m, columns]"),
+        shaped("packed", at.packed, Type::U32,
+               {p.num_weights, p.n_blocks(), p.k_blocks(), p.words_per_atom()}, kWeightRule),
+        shaped("scale", at.scale, TypeOf(p.scale),
+               {p.num_weights, p.n_blocks(), p.scale_rows(), kAtom}, kGroupRule),
+        shaped("zero", at.zero, zero_type, {p.num_weights, p.n_blocks(), p.scale_rows(), kAtom},
+               kGroupRule),
+        counted("unit", at.unit, Type::F32, p.num_weights * p.epilogue.units, "weights * units"),
+        counted("index", at.index, Type::S32, weights, p.epilogue.gated ? "2 * batch" : "batch"),
+        counted("permutation", at.permutation, Type::S32, p.k, "k"),
+        counted("bias", at.bias, TypeOf(p.epilogue.bias), weights * p.n, "weights * n"),
+        counted("residual", at.residual, TypeOf(p.epilogue.residual), rows * p.n, "rows * n"),
+        counted("lhs_scale", at.lhs_scale, Type::F32, rows, "batch * m"),
+        shaped("gathered", at.gathered, TypeOf(p.lhs), {p.batch, p.m, p.k}, "[batch, m, k]")}) {
+    if (error.failure()) return error;
+  }
+  const bool scaled = (Is8Bit(p.lhs) && !p.sums_integers()) || p.scales_rows;
+  for (auto [name, place, wanted] :
+       {std::tuple{"zero", at.zero, p.zero != ZeroKind::kNone},
+        std::tuple{"unit", at.unit, p.epilogue.units > 0},
+        std::tuple{"permutation", at.permutation, p.permuted_parts > 0},
+        std::tuple{"gathered", at.gathered, p.permuted_parts > 0},
+        std::tuple{"lhs_scale", at.lhs_scale, scaled}}) {
+    if ((place != 0) != wanted) {
+      return Refuse(std::string(name) + (wanted ? " is missing" : " is given") +
+                    " but the record of the product says otherwise.");
+    }
+  }
+  *found = {
+      p,
+      {DataAt(at.lhs), static_cast<const float*>(DataAt(at.lhs_scale)),
+       static_cast<const uint32_t*>(DataAt(at.packed)), DataAt(at.scale), DataAt(at.zero),
+       static_cast<const float*>(DataAt(at.unit)), static_cast<const int32_t*>(DataAt(at.index)),
+       DataAt(at.bias), DataAt(at.residual), static_cast<const int32_t*>(DataAt(at.permutation)),
+       product->codebook, DataAt(at.gathered), DataAt(at.out), nullptr}};
+  return ffi::Error::Success();
+}
+
+}  // namespace jaxlowbit

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CPU handler of a call (call.h): one product, of floats or of quantized activations, or a block (cpu_block.h).
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "cpu/qmm_cpu.h"
+#include "cpu/tuning.h"
+#include "xla_ffi/call.h"
+#include "xla_ffi/cpu_block.h"
+#include "xla_ffi/cpu_overlap.h"
+#include "xla_ffi/cpu_team.h"
+#include "xla_ffi/handlers.h"
+
+namespace jaxlowbit {
+namespace {
+
+void RunFloats(ffi::ThreadPool pool, const QuantizedMatmul& p, const Buffers& buffers) {
+  static const CpuClone& clone = *RunnableCpuClones().front();
+  const auto permuted = AllocateLines(CpuMatmul::PermutedLines(p, clone));
+  const CpuMatmul matmul(p, buffers, clone, permuted.get());
+  const int64_t threads = UsefulThreads(pool, p.batch * p.m * p.n * p.k);
+  const int64_t lines = matmul.scratch_lines();
+  const auto scratch = AllocateLines(threads * lines);
+  Team team;
+  team.AddPhase(matmul.num_permute_tasks(), [&](int64_t task, int64_t) { matmul.Permute(task); });
+  team.AddPhase(matmul.num_tasks(), [&](int64_t task, int64_t thread) {
+    matmul.Run(task, scratch.get() + thread * lines);
+  });
+  team.Run(pool, threads);
+}
+
+void RunIntegers(ffi::ThreadPool pool, const CpuClone& clone, const QuantizedMatmul& p,
+                 const Buffers& buffers) {
+  const CpuCall call{p, buffers};
+  // Not initialized.
+  const std::unique_ptr<uint32_t[]> permuted(
+      new uint32_t[p.batch * p.k_blocks() * p.m * kInt8Words]);
+  // Blocks of equal size, up to one row.
+  const int64_t m_blocks = CeilDiv(p.m, kInt8Tokens);
+  Team team;
+  team.AddPhase(CeilDiv(p.m, kPermutedRows), [&](int64_t task, int64_t) {
+    const int64_t begin = task * kPermutedRows;
+    clone.permute_int8(call, begin, std::min(p.m, begin + kPermutedRows), permuted.get());
+  });
+  team.AddPhase(p.batch * p.n_blocks() * m_blocks, [&](int64_t task, int64_t) {
+    const int64_t m_block = task % m_blocks, strip = task / m_blocks;
+    clone.int8(call, strip / p.n_blocks(), strip % p.n_blocks(), p.m * m_block / m_blocks,
+               p.m * (m_block + 1) / m_blocks, permuted.get());
+  });
+  team.Run(pool, UsefulThreads(pool, p.batch * p.m * p.n * p.k));
+}
+
+ffi::Error CheckIntegers(const QuantizedMatmul& p) {
+  if (p.lhs != ElementType::kInt8) {
+    return Refuse("lhs is f8e4m3fn but the CPU multiplies s8; use float activations.");
+  }
+  if (p.codebook != Codebook::kNone || Is8Bit(p.scale)) {
+    return Refuse(
+        "weights have a codebook or 8-bit scales but int8 activations on the CPU are multiplied by "
+        "integers with scales of 16 or 32 bits; use float activations.");
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckProduct(const QuantizedMatmul& p, const CpuClone& clone) {
+  if (p.transposed) {
+    return Refuse("the CPU kernel has no transposed product; it runs as plain XLA.");
+  }
+  if (p.scale == ElementType::kSuper) {
+    return Refuse(
+        "scale is u8 but the CPU kernels read no scales of two levels; expand them to f32.");
+  }
+  if (p.permuted_parts > 0 || p.scales_rows || p.sums_integers()) {
+    return Refuse("the CPU kernels have no permutation, and results of floats only.");
+  }
+  if (!Is8Bit(p.lhs)) return ffi::Error::Success();
+  const ffi::Error error = CheckIntegers(p);
+  if (error.failure() || clone.int8 != nullptr) return error;
+  return Refuse(
+      "this CPU has no AVX-512 VNNI, by which the program multiplies int8; compile it on this "
+      "machine.");
+}
+
+ffi::Error Execute(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ffi::Dictionary dictionary) {
+  Call call(args, rets, dictionary);
+  return Guard(call.attributes.caller(), [&] {
+    static const CpuClone& clone = *RunnableCpuClones().front();
+    ffi::Error error = call.Decode();
+    for (const Operands& product : call.operands) {
+      if (error.success()) error = CheckProduct(product.problem, clone);
+    }
+    if (error.failure()) return error;
+    if (call.steps.size() > 1) return RunCpuBlock(pool, call);
+    if (call.operands.size() != 1) return Refuse("a call of the CPU has one product, or a block.");
+    const auto& [p, buffers] = call.operands[0];
+    const Epilogue& e = p.epilogue;
+    if (buffers.bias != nullptr || buffers.residual != nullptr || e.gated ||
+        e.activation != Activation::kNone) {
+      return Refuse("the CPU kernels have no epilogue; it runs as plain XLA.");
+    }
+    if (p.batch == 0 || p.m == 0) return error;
+    RunApart(p, buffers, [&, &p = p](const Buffers& apart) {
+      if (Is8Bit(p.lhs)) {
+        RunIntegers(pool, clone, p, apart);
+      } else {
+        RunFloats(pool, p, apart);
+      }
+    });
+    return error;
+  });
+}
+
+}  // namespace
+}  // namespace jaxlowbit
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxlowbitCpuExecute, jaxlowbit::Execute,
+    xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Products and steps as numbers, s64, in the order of their fields. Python asks for the numbers by the names of fields
+// (record.cc), handlers read them back (call.h), and neither knows positions.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "cuda/problem.h"
+
+namespace jaxlowbit {
+
+enum class StepKind { kMultiply, kRound, kNormalize, kAttend };
+
+inline constexpr const char* kStepKindNames[] = {"multiply", "round", "normalize", "attend"};
+
+// The values of 8 bits of a rounding step.
+constexpr Rounding RoundingTo(ElementType to) {
+  return to == ElementType::kE4m3 ? Rounding::kE4m3 : Rounding::kInt8;
+}
+
+struct Places {
+#define JAXLOWBIT_PLACE(name) int64_t name = 0;
+#include "xla_ffi/call.def"
+};
+
+struct Step {
+#define JAXLOWBIT_STEP_FIELD(type, name, value) type name = value;
+#include "xla_ffi/call.def"
+};
+
+template <typename Record, typename Visit>
+constexpr void VisitPlaces(Record& places, Visit visit) {
+#define JAXLOWBIT_PLACE(name) visit(#name, places.name);
+#include "xla_ffi/call.def"
+}
+
+template <typename Record, typename Visit>
+constexpr void VisitStep(Record& step, Visit visit) {
+#define JAXLOWBIT_STEP_FIELD(type, name, value) visit(#name, step.name);
+#include "xla_ffi/call.def"
+}
+
+// Counts of numbers: a product has fields, then places; a step has fields.
+inline constexpr size_t kPlaces = sizeof(Places) / sizeof(int64_t);
+inline constexpr size_t kProductNumbers = kRecordFields + kPlaces;
+inline constexpr size_t kStepNumbers = [] {
+  size_t count = 0;
+  Step step;
+  VisitStep(step, [&](const char*, auto&) { ++count; });
+  return count;
+}();
+
+struct Names {
+  const char* const* begin;
+  int count;
+};
+
+template <int count>
+constexpr Names NamesIn(const char* const (&names)[count]) {
+  return {names, count};
+}
+constexpr Names NamesOf(ElementType) { return NamesIn(kElementTypeNames); }
+constexpr Names NamesOf(ZeroKind) { return NamesIn(kZeroKindNames); }
+constexpr Names NamesOf(Activation) { return NamesIn(kActivationNames); }
+constexpr Names NamesOf(Codebook) { return NamesIn(kCodebookNames); }
+constexpr Names NamesOf(StepKind) { return NamesIn(kStepKindNames); }
+
+// Sets a field; returns whether its type has the number.
+template <typename Field>
+constexpr bool Set(int64_t number, Field* field) {
+  int64_t first = 0, last = 0;
+  if constexpr (std::is_enum_v<Field>) {
+    last = NamesOf(Field()).count - 1;
+  } else if constexpr (std::is_same_v<Field, bool>) {
+    last = 1;
+  } else {
+    first = std::numeric_limits<Field>::min(), last = std::numeric_limits<Field>::max();
+  }
+  *field = static_cast<Field>(number);
+  return first <= number && number <= last;
+}
+
+// A hash of the names and types of all fields, in order, and of the values of enums: programs with another one were
+// made by another version of the library.
+inline constexpr int64_t kSchema = [] {
+  uint64_t hash = 0xcbf29ce484222325;
+  const auto mix = [&](std::string_view text) {
+    for (char letter : text) hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3;
+    hash = (hash ^ ';') * 0x100000001b3;
+  };
+  for (std::string_view text : {
+#define JAXLOWBIT_PRODUCT_FIELD(type, name, value) #type " " #name,
+#include "cuda/product.def"
+#define JAXLOWBIT_EPILOGUE_FIELD(type, name, value) #type " " #name,
+#include "cuda/product.def"
+#define JAXLOWBIT_PLACE(name) #name,
+#include "xla_ffi/call.def"
+#define JAXLOWBIT_STEP_FIELD(type, name, value) #type " " #name,
+#include "xla_ffi/call.def"
+       }) {
+    mix(text);
+  }
+  for (const Names& names : {NamesOf(ElementType()), NamesOf(ZeroKind()), NamesOf(Activation()),
+                             NamesOf(Codebook()), NamesOf(StepKind())}) {
+    for (int i = 0; i < names.count; ++i) mix(names.begin[i]);
+  }
+  return static_cast<int64_t>(hash >> 1);
+}();
+
+}  // namespace jaxlowbit
