@@ -1,18 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The vocabulary that a problem and the device code share: element types, the atom of the packed layout, the weight
-// that an index names. Host and device compile this header, and NVRTC could.
+// The vocabulary that a problem and the device code share: element types and the atom of the packed layout. Host, device
+// and NVRTC compile this header.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/device/format/kinds.h"
-
-#if defined(__CUDACC__)
-#define JAXLOWBIT_HOST_DEVICE __host__ __device__
-#else
-#define JAXLOWBIT_HOST_DEVICE
-#endif
+#include "cuda/device/host_device.h"
+#include "cuda/device/schedule/weight_number.h"
 
 namespace jaxlowbit {
 
@@ -55,11 +51,5 @@ JAXLOWBIT_HOST_DEVICE constexpr int64_t SizeOf(ElementType type) {
   return type == ElementType::kF32 || type == ElementType::kInt32 ? 4 : Is8Bit(type) ? 1 : 2;
 }
 JAXLOWBIT_HOST_DEVICE constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// The weight that an index names: negative indices count from the end, and indices out of range are clamped.
-JAXLOWBIT_HOST_DEVICE inline int64_t WeightNumber(int64_t index, int64_t num_weights) {
-  if (index < 0) index += num_weights;
-  return index < 0 ? 0 : index < num_weights ? index : num_weights - 1;
-}
 
 }  // namespace jaxlowbit

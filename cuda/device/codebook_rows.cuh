@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "cuda/device/dequant.cuh"
 #include "cuda/device/format/codebook.cuh"
 #include "cuda/device/format/scale.cuh"
 
@@ -19,6 +20,12 @@ inline constexpr int kCodebookShift = !std::is_same_v<T, __nv_bfloat16> ? 0
                                       : !std::is_same_v<S, E8m0>        ? 7
                                       : kCodebook == Codebook::kE2m1    ? 5
                                                                         : 0;
+
+// The power of two by which products with scaled weights are smaller, of integers or of a codebook.
+template <typename T, typename S, Codebook kCodebook>
+inline constexpr int kProductShift = kCodebookShift<T, S, kCodebook>;
+template <typename T, typename S>
+inline constexpr int kProductShift<T, S, Codebook::kNone> = kWeightShift<T>;
 
 // Multiplies each of the registers of a step by that of its row.
 template <typename T>

@@ -13,8 +13,9 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Hides from the compiler how a value was computed, so that it keeps the value instead of computing it again in a
-// loop.
+// Hides from the compiler how a value was computed. Kernels use it in two ways, each explained in its kernel.cuh or
+// params.cuh: before a loop, so that the value stays in a register; and inside a long function, on threadIdx or blockIdx,
+// so that a value is computed again and occupies no register until then.
 template <typename T>
 __device__ inline T Keep(T value) {
   asm volatile("" : "+r"(value));

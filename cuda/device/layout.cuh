@@ -9,6 +9,17 @@
 //   k = 16 s + 8 v + 2 t + e    step s, register 2 v + h, half e
 //
 // How a lane finds its values: format/integer.cuh.
+//
+// Levels of a product, from the instruction up. All kernels use these names:
+//
+//   name    n x k                        kernels           what takes it
+//   step    16 x 16 (64 x 16 by wgmma)   all               one instruction of a warp, or of a warpgroup
+//   slice   16 channels of an atom       sm90_stream       a warp; a strip has 4
+//   unit    64 x 64, or half of its k    sm90              the wgmma between two commits
+//   atom    64 x 64                      all               one piece of the packed layout
+//   strip   64 x all of k                all               a column of atoms; scales are stored by strips
+//   stage   the tile's n x 1 to 8 atoms  all               one slot of the ring in shared memory
+//   tile    plan.h                       all               a CTA at a time, with its rows of lhs
 #pragma once
 
 #include <cstdint>

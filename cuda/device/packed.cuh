@@ -13,6 +13,9 @@ namespace jaxlowbit {
 // bank conflicts. Other words have none, since a lane has at most one chunk of a plane, and lie as they are in memory.
 template <int kBits>
 inline constexpr bool kWholeChunks = kBits % 4 == 0;
+// Chunks of 16 bytes of a lane then.
+template <int kBits>
+inline constexpr int kLaneChunks = kBits / 4;
 
 // Loads a lane's words of one plane.
 template <int kWords>
@@ -73,7 +76,7 @@ __device__ inline void LoadTmaPacked(uint32_t first, uint32_t second, uint32_t t
     LoadPlanes<kBits>(first, second, third, packed);
   } else {
 #pragma unroll
-    for (int chunk = 0; chunk < kBits / 4; ++chunk) {
+    for (int chunk = 0; chunk < kLaneChunks<kBits>; ++chunk) {
       const uint4 four = LoadShared16(first ^ (chunk * kCopyBytes));
       packed[4 * chunk] = four.x, packed[4 * chunk + 1] = four.y;
       packed[4 * chunk + 2] = four.z, packed[4 * chunk + 3] = four.w;
@@ -85,7 +88,7 @@ __device__ inline void LoadTmaPacked(uint32_t first, uint32_t second, uint32_t t
 template <int kBits>
 __device__ inline int FirstTmaWord(int lane) {
   if constexpr (!kWholeChunks<kBits>) return FirstPlane<kBits>(lane);
-  const int chunk = lane * (kBits / 4), row = chunk / 8;
+  const int chunk = lane * kLaneChunks<kBits>, row = chunk / 8;
   return row * 128 + (chunk % 8 ^ row % 8) * kCopyBytes;
 }
 

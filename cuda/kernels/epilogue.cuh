@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cuda/device/approximate.cuh"
+#include "cuda/device/schedule/batched.cuh"
 #include "cuda/types.h"
 
 namespace jaxlowbit {
@@ -34,8 +35,7 @@ struct UnitParams {
 // The unit of channel `n` of `columns`, of product `product` (of batch * weights_per_element).
 __device__ inline float LoadUnit(const UnitParams& u, int64_t product, int64_t columns, int64_t n) {
   if (u.data == nullptr || n >= columns) return 1.0f;
-  const int64_t weight =
-      WeightNumber(u.index == nullptr ? product : u.index[product], u.num_weights);
+  const int64_t weight = WeightAt(u.index, u.num_weights, product);
   return u.data[weight * u.count + (u.count > 1 ? n : 0)];
 }
 

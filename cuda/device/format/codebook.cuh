@@ -18,6 +18,14 @@
 
 namespace jaxlowbit {
 
+// Whether numbers are looked up. They are float32 then; other codebooks have 16-bit floats.
+template <Codebook kCodebook>
+inline constexpr bool kLooksUp = kCodebook == Codebook::kTable;
+
+// Whether numbers need a factor, so that a scale multiplies them in no more instructions (kRaised below).
+template <Codebook kCodebook>
+inline constexpr bool kNeedsFactor = kCodebook == Codebook::kE2m1;
+
 // The numbers of a table of 2^bits: lane i of a warp keeps number i, which the host repeats to fill all lanes.
 struct TableParams {
   float numbers[1 << kMostTableBits];

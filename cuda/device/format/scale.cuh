@@ -52,6 +52,13 @@ inline constexpr bool kIsExact =
     std::is_same_v<S, T> || std::is_same_v<S, E4m3> || std::is_same_v<S, int8_t> ||
     (std::is_same_v<S, E8m0> && std::is_same_v<T, __nv_bfloat16>);
 
+// Groups in an atom of the microscaling formats, by the type of their scales: 32 of k in MXFP4 and MXFP8, 16 in NVFP4; 0
+// for other scales.
+template <typename S>
+inline constexpr int kMicroGroupsOf = std::is_same_v<S, E8m0>   ? 2
+                                      : std::is_same_v<S, E4m3> ? 4
+                                                                : 0;
+
 // Loads the scales of rows g and g + 8, neighbours in shared memory (layout.cuh), as they are.
 template <typename S>
 __device__ inline uint32_t LoadScalePair(uint32_t shared) {

@@ -14,13 +14,16 @@ class LhsCopier {
   using T = typename I::T;
 
   __device__ LhsCopier(const Params& p, const Tile& tile) : p_(p) {
+    const Batched<int64_t> schedule = ScheduleOf(p);
     const int row = threadIdx.x / I::kLhsChunks, chunk = threadIdx.x % I::kLhsChunks;
     const int64_t column = int64_t{tile.stage_begin} * I::kBlockK + chunk * kPerChunk;
-    source_ =
-        static_cast<const T*>(p.lhs) + (tile.batch * p.m + tile.m0 + row) * p.lhs_columns + column;
+    source_ = static_cast<const T*>(p.lhs) +
+              (schedule.Row(tile.batch, tile.m0) + row) * p.lhs_columns + column;
     left_ = static_cast<int>(p.lhs_columns - column);
     int rows = 0;
-    for (int i = 0; i < kCopies; ++i) rows |= tile.m0 + row + i * kRows < p.m ? 1 << i : 0;
+    for (int i = 0; i < kCopies; ++i) {
+      rows |= tile.m0 + row + i * kRows < schedule.Rows(tile.batch) ? 1 << i : 0;
+    }
     rows_ = Keep(rows);
     target_ = Keep(LhsChunk<I>(row, chunk) * kCopyBytes);
   }

@@ -7,6 +7,9 @@
 #include "cuda/device/codebook_rows.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/layout.cuh"
+#include "cuda/device/packed.cuh"
+#include "cuda/device/schedule/batched.cuh"
+#include "cuda/device/schedule/order.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/kernels/sm80/plan.h"
 #include "cuda/types.h"
@@ -89,25 +92,22 @@ struct Tile {
   int stage_begin, stage_end;  // along the reduced dimension
 };
 
-// The weight at `position` among those that the batch multiplies.
-__device__ inline int64_t WeightAt(const Params& p, int64_t position) {
-  return WeightNumber(p.index == nullptr ? position : p.index[position], p.num_weights);
-}
+__device__ inline Batched<int64_t> ScheduleOf(const Params& p) { return {p.m, p.epilogue.gated}; }
 
 // `atoms`: atoms of a tile along the columns of out.
 template <class I>
 __device__ Tile OwnTile(const Params& p, int atoms) {
+  const Batched<int64_t> schedule = ScheduleOf(p);
+  const RowsFirst order = {p.m_tiles, p.out_tiles, p.split_k};
+  const TilePlace<int64_t> place = order.Find(blockIdx.x, atoms, I::kBlockM);
   Tile tile;
-  // Rows vary fastest: CTAs that share weights run together and find them in L2.
-  int64_t i = blockIdx.x;
-  tile.m0 = i % p.m_tiles * I::kBlockM;
-  i /= p.m_tiles;
-  tile.block = static_cast<int>(i % p.out_tiles) * atoms;
-  i /= p.out_tiles;
-  tile.split = static_cast<int>(i % p.split_k);
-  tile.batch = i / p.split_k;
-  tile.weight = WeightAt(p, p.epilogue.gated ? 2 * tile.batch : tile.batch);
-  tile.up = p.epilogue.gated ? WeightAt(p, 2 * tile.batch + 1) : 0;
+  tile.m0 = place.row;
+  tile.block = place.column;
+  tile.split = place.split;
+  tile.batch = place.batch;
+  tile.weight = WeightAt(p.index, p.num_weights, schedule.Position(tile.batch));
+  tile.up =
+      p.epilogue.gated ? WeightAt(p.index, p.num_weights, schedule.UpPosition(tile.batch)) : 0;
   const int per_split = (p.stages + p.split_k - 1) / p.split_k;
   tile.stage_begin = tile.split * per_split;
   tile.stage_end = min(p.stages, tile.stage_begin + per_split);
@@ -139,11 +139,11 @@ __device__ int LhsChunk(int row, int column) {
   return row * I::kLhsChunks + (column ^ (row % 8));
 }
 
-// The chunk in shared memory of chunk `chunk` of packed weights. A lane has two chunks of an 8-bit atom; lanes i and i
-// + 4 would meet in one bank group when they read their first, so every other run of 8 chunks is swapped pairwise.
+// The chunk in shared memory of chunk `chunk` of packed weights. Where a lane has two chunks of an atom, lanes i and i + 4
+// would meet in one bank group when they read their first, so every other run of 8 chunks is swapped pairwise.
 template <class I>
 __device__ int PackedChunk(int chunk) {
-  return I::kBits == 8 ? chunk ^ (chunk / 8 % 2) : chunk;
+  return kWholeChunks<I::kBits> && kLaneChunks<I::kBits> == 2 ? chunk ^ (chunk / 8 % 2) : chunk;
 }
 
 // Starts copying 16 bytes of packed weights to where chunk number `chunk` of a stage lies behind `packed`.
@@ -175,9 +175,10 @@ __device__ void StoreOut(const Params& p, const Tile& tile, int64_t row, int64_t
                          float value) {
   const bool partial = p.split_k > 1;
   const int64_t row_size = partial ? p.out_columns_padded : p.out_columns;
-  if (row >= p.m || column >= row_size) return;
-  const int64_t split_offset = tile.split * p.batch * p.m * row_size;
-  const int64_t offset = split_offset + (tile.batch * p.m + row) * row_size + column;
+  const Batched<int64_t> schedule = ScheduleOf(p);
+  if (row >= schedule.Rows(tile.batch) || column >= row_size) return;
+  const int64_t split_offset = schedule.Row(tile.split * p.batch, 0) * row_size;
+  const int64_t offset = split_offset + schedule.Row(tile.batch, row) * row_size + column;
   if (partial || p.out_float) {
     static_cast<float*>(p.out)[offset] = value;
   } else {

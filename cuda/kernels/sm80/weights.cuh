@@ -70,7 +70,8 @@ class PackedLoader {
 
  private:
   // Chunks of 16 bytes, or planes.
-  static constexpr int kLoads = kWholeChunks<I::kBits> ? I::kBits / 4 : kNumPlanes<I::kBits>;
+  static constexpr int kLoads =
+      kWholeChunks<I::kBits> ? kLaneChunks<I::kBits> : kNumPlanes<I::kBits>;
 
   int at_[kLoads];  // in bytes
 };

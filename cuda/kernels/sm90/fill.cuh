@@ -74,7 +74,9 @@ class StageFiller {
   }
 
   // Whether a tile has fewer rows than others.
-  __device__ bool IsLast(const Tile& tile) const { return tile.m0 + I::kM > p_.m; }
+  __device__ bool IsLast(const Tile& tile) const {
+    return tile.m0 + I::kM > ScheduleOf(p_).Rows(tile.batch);
+  }
 
   // Loads packed weights, scales and zeros of a free stage, which then waits for as many bytes, and for those of lhs.
   __device__ void LoadWeights(const Task& task, const Strips& strips, const Stage& stage) const {

@@ -26,6 +26,13 @@
 // Storage. Quantized values are in the order of the fragments (device/layout.cuh), which are those of mma.sync: warp w
 // of the warpgroup owns channels 16 w to 16 w + 15 of a strip.
 //
+// Registers. Consumers have no register to spare: accumulators, two units of weights and scales take nearly all.
+//   Keep, before a loop    holds a place or a count in a register, which every stage would compute again.
+//   Keep, on threadIdx     computes an index again after the loop, so that it occupies no register while wgmma run.
+//   KeepAll                tells the compiler that wgmma in flight read or write these registers (device/wgmma.cuh).
+//   __shfl_sync(.., 0)     makes a descriptor uniform: wgmma takes it from a uniform register.
+// Epilogues run in loops that are not unrolled, through shared memory (Form::kOther), or are compiled for each Form.
+//
 // Limits: select.cc.
 #pragma once
 

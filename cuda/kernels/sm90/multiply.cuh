@@ -37,10 +37,8 @@ struct RowsOf {
   using Channel = NumberChannelRowPair<T, S, kBits, kCodebook, kDown>;
   static constexpr bool kTakesAll = Fusing<T, S, kCodebook, kDown>::kTakesAll;
   // Groups of an atom in the microscaling formats; 0 in others.
-  static constexpr int kMicroGroups = !Fusing<T, S, kCodebook, kDown>::kTakesSome ? 0
-                                      : std::is_same_v<S, E8m0>                   ? 2
-                                      : std::is_same_v<S, E4m3>                   ? 4
-                                                                                  : 0;
+  static constexpr int kMicroGroups =
+      Fusing<T, S, kCodebook, kDown>::kTakesSome ? kMicroGroupsOf<S> : 0;
 };
 
 template <typename T, typename S, int kBits>
@@ -165,15 +163,15 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   // Whether GroupRows load scales for every step, and not behind a branch where a group may begin: a branch in the middle
   // of a unit costs the most where lookups are waited for, and where most groups are of 16.
   static constexpr bool kLoadsEachStep =
-      I::kHasSixteens && (I::kCodebook == Codebook::kTable || std::is_same_v<S, E4m3>);
+      I::kHasSixteens && (kLooksUp<I::kCodebook> || kMicroGroupsOf<S> == kStepsPerAtom);
   static constexpr bool kBothHalves = I::kM <= 128 && I::kZero != ZeroKind::kNone;
 
   static constexpr int kPlanes = kNumPlanes<kBits>;
-  static constexpr float kUnit =  // of accumulators
-      1 << (I::kCodebook != Codebook::kNone ? kCodebookShift<T, S, I::kCodebook> : kWeightShift<T>);
+  static constexpr float kUnit = 1 << kProductShift<T, S, I::kCodebook>;  // of accumulators
   // Units of an atom of a strip.
   static constexpr int kUnits = I::kStrips == 1 ? 2 : 1;
   static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
+  static constexpr int kMiddle = kStepsPerAtom / 2;  // the first step of an atom's second half
   // Atoms of a round: whole stages, and an even number of units, so that each unit has registers of its own.
   static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
 
@@ -261,100 +259,127 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     cursor = state.cursor;
   }
 
+  // A stage in shared memory.
+  struct Stage {
+    uint32_t memory, lhs, scales;  // addresses; lhs as operand B
+    int rows;  // of scales, from those of the stage's first atom to those of the next atom
+  };
+
+  template <class R>
+  static constexpr bool kGroups = std::is_same_v<R, GroupRows>;
+  template <class R>
+  static constexpr bool kLong = std::is_same_v<R, LongRows>;
+  template <class R>
+  static constexpr bool kMicro = std::is_same_v<R, MicroRows>;
+  // Whether groups may begin within a stage.
+  template <class R>
+  static constexpr bool kWithinStages = kLong<R> && kLongAtoms < I::kStageAtoms;
+
+  // Multiplies kAtoms, from the beginning of a stage on.
   template <int kAtoms, class R>
   __device__ void MultiplyAtoms(State& state, R (&pairs)[I::kStrips], Accumulators<I>& acc) const {
-    constexpr bool kGroups = std::is_same_v<R, GroupRows>;
-    constexpr bool kLong = std::is_same_v<R, LongRows>;
-    constexpr bool kWithinStages = kLong && kLongAtoms < I::kStageAtoms;  // where groups may begin
-    constexpr bool kMicro = std::is_same_v<R, MicroRows>;
-    // The wait for all but one group ends the wgmma of the stage before, once a unit has been committed. Where the next
-    // unit's words are loaded first, it comes before the next unit, and there may be none.
-    constexpr bool kLate = kLoadsFirst && kAtoms * kUnits > 1;
     uint32_t weights[2][kUnitSteps][4];
-    uint32_t stage, lhs, scales;
-    int rows;  // of scales, counted from those of the stage's first atom
+    Stage stage;
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) {
       const int in_stage = a % I::kStageAtoms;
-      if (in_stage == 0) {
-        Wait(memory_.full(state.cursor.slot), state.cursor.parity);
-        stage = memory_.stage(p_.plan, state.cursor.slot);
-        scales = memory_.scales(p_.plan, state.cursor.slot);
-        // The shuffle makes the value uniform for the compiler too: wgmma takes descriptors from uniform registers.
-        lhs = __shfl_sync(~0u, DescribeOperand(stage), 0);
-        rows = 0;
-        if constexpr (kMicro) {
-#pragma unroll
-          for (int s = 0; s < I::kStrips; ++s) {
-            pairs[s].LoadGroups(scales + (row_ + s * strip_rows_) * sizeof(S));
-          }
-        }
-      }
+      if (in_stage == 0) stage = BeginStage(state.cursor, pairs);
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
-        uint32_t packed[kBits];
-        const uint32_t words = stage + packed_ + s * kStripBytes + in_stage * kAtomBytes<kBits>;
-        LoadTmaPacked<kBits>(words, kPlanes > 1 ? words + second_ : 0,
-                             kPlanes > 2 ? words + third_ : 0, packed);
-        const int row = row_ + s * strip_rows_ + rows;
-        const bool begins = kWithinStages && state.left == state.group_atoms;
-        if (kGroups || (kLong && in_stage == 0) || begins) {
-          LoadRows(scales, row, pairs[s]);
-        }
-        R second = pairs[s];  // of the atom's second half
-        if (kGroups && kBothHalves) {
-          LoadRows(scales, row + (p_.groups_per_atom - 1) * static_cast<int>(kAtom), second);
-        }
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-          const int in_stage_unit = (in_stage * I::kStrips + s) * kUnits + unit;
-          uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];
-          const int first = unit * kUnitSteps;
-          if (kLate) WaitProducts<1>();
-          if (kLate && in_stage_unit == 1) Free(state.previous);
-#pragma unroll
-          for (int step = 0; step < kUnitSteps; ++step) {
-            constexpr int kMiddle = kStepsPerAtom / 2;
-            if constexpr (I::kHasSixteens) {
-              const int groups = (first + step) * p_.groups_per_atom;  // times kStepsPerAtom
-              if (kGroups && first + step > 0 && (kLoadsEachStep || groups % kStepsPerAtom == 0)) {
-                const int group = groups / kStepsPerAtom;
-                LoadRows(scales, row + group * static_cast<int>(kAtom), pairs[s]);
-              }
-            } else if (kGroups && !kBothHalves && first + step == kMiddle &&
-                       p_.groups_per_atom > 1) {
-              LoadRows(scales, row + static_cast<int>(kAtom), pairs[s]);
-            }
-            if constexpr (kMicro) {
-              const int groups = (first + step) * kMicroGroups;  // times kStepsPerAtom
-              if (groups % kStepsPerAtom == 0) {
-                pairs[s].UseGroup(in_stage * kMicroGroups + groups / kStepsPerAtom);
-              }
-            }
-            const bool later = kGroups && kBothHalves && first + step >= kMiddle;
-            (later ? second : pairs[s]).Dequantize(packed, first + step, own[step]);
-          }
-          KeepAll(own);
-          FenceOperands();
-#pragma unroll
-          for (int step = 0; step < kUnitSteps; ++step) {
-            WarpgroupMma<T, I::kM>::Run(
-                acc[s], own[step],
-                lhs + in_stage * (I::kLhsBytes >> 4) + (first + step) * kStepDescription);
-          }
-          CommitProducts();
-          if (!kLate) WaitProducts<1>();
-          if (!kLate && in_stage_unit == 0) Free(state.previous);
-        }
+        MultiplyAtom<kAtoms>(state, stage, a, s, pairs[s], weights, acc[s]);
       }
-      if ((kGroups || kWithinStages) && --state.left == 0) {
+      if ((kGroups<R> || kWithinStages<R>) && --state.left == 0) {
         state.left = state.group_atoms;
-        rows += state.group_rows;
+        stage.rows += state.group_rows;
       }
       ++state.atom;
       if (in_stage == I::kStageAtoms - 1 || a == kAtoms - 1) {
         state.previous = state.cursor.slot;
         state.cursor.Advance(p_.plan.num_stages);
+      }
+    }
+  }
+
+  template <class R>
+  __device__ Stage BeginStage(const RingCursor& cursor, R (&pairs)[I::kStrips]) const {
+    Wait(memory_.full(cursor.slot), cursor.parity);
+    Stage stage;
+    stage.memory = memory_.stage(p_.plan, cursor.slot);
+    stage.scales = memory_.scales(p_.plan, cursor.slot);
+    // The shuffle makes the value uniform for the compiler too: wgmma takes descriptors from uniform registers.
+    stage.lhs = __shfl_sync(~0u, DescribeOperand(stage.memory), 0);
+    stage.rows = 0;
+    if constexpr (kMicro<R>) {
+#pragma unroll
+      for (int s = 0; s < I::kStrips; ++s) {
+        pairs[s].LoadGroups(stage.scales + (row_ + s * strip_rows_) * sizeof(S));
+      }
+    }
+    return stage;
+  }
+
+  // Multiplies atom number `a` of kAtoms, of strip `s`, in units, which take the sets of `weights` in turn.
+  template <int kAtoms, class R>
+  __device__ void MultiplyAtom(const State& state, const Stage& stage, int a, int s, R& rows,
+                               uint32_t (&weights)[2][kUnitSteps][4],
+                               float (&acc)[I::kM / 2]) const {
+    // The wait for all but one group ends the wgmma of the stage before, once a unit has been committed. Where the next
+    // unit's words are loaded first, it comes before the next unit, and there may be none.
+    constexpr bool kLate = kLoadsFirst && kAtoms * kUnits > 1;
+    const int in_stage = a % I::kStageAtoms;
+    uint32_t packed[kBits];
+    const uint32_t words = stage.memory + packed_ + s * kStripBytes + in_stage * kAtomBytes<kBits>;
+    LoadTmaPacked<kBits>(words, kPlanes > 1 ? words + second_ : 0, kPlanes > 2 ? words + third_ : 0,
+                         packed);
+    const int row = row_ + s * strip_rows_ + stage.rows;
+    const bool begins = kWithinStages<R> && state.left == state.group_atoms;
+    if (kGroups<R> || (kLong<R> && in_stage == 0) || begins) LoadRows(stage.scales, row, rows);
+    R second = rows;  // of the atom's second half
+    if (kGroups<R> && kBothHalves) {
+      LoadRows(stage.scales, row + (p_.groups_per_atom - 1) * static_cast<int>(kAtom), second);
+    }
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const int in_stage_unit = (in_stage * I::kStrips + s) * kUnits + unit;
+      uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];
+      const int first = unit * kUnitSteps;
+      if (kLate) WaitProducts<1>();
+      if (kLate && in_stage_unit == 1) Free(state.previous);
+#pragma unroll
+      for (int step = 0; step < kUnitSteps; ++step) {
+        StartStep(stage.scales, row, in_stage, first + step, rows);
+        const bool later = kGroups<R> && kBothHalves && first + step >= kMiddle;
+        (later ? second : rows).Dequantize(packed, first + step, own[step]);
+      }
+      KeepAll(own);
+      FenceOperands();
+#pragma unroll
+      for (int step = 0; step < kUnitSteps; ++step) {
+        WarpgroupMma<T, I::kM>::Run(
+            acc, own[step],
+            stage.lhs + in_stage * (I::kLhsBytes >> 4) + (first + step) * kStepDescription);
+      }
+      CommitProducts();
+      if (!kLate) WaitProducts<1>();
+      if (!kLate && in_stage_unit == 0) Free(state.previous);
+    }
+  }
+
+  // Loads the scales of the group that begins with a step of an atom, if one may.
+  template <class R>
+  __device__ void StartStep(uint32_t scales, int row, int in_stage, int step, R& rows) const {
+    if constexpr (I::kHasSixteens) {
+      const int groups = step * p_.groups_per_atom;  // times kStepsPerAtom
+      if (kGroups<R> && step > 0 && (kLoadsEachStep || groups % kStepsPerAtom == 0)) {
+        LoadRows(scales, row + groups / kStepsPerAtom * static_cast<int>(kAtom), rows);
+      }
+    } else if (kGroups<R> && !kBothHalves && step == kMiddle && p_.groups_per_atom > 1) {
+      LoadRows(scales, row + static_cast<int>(kAtom), rows);
+    }
+    if constexpr (kMicro<R>) {
+      const int groups = step * kMicroGroups;  // times kStepsPerAtom
+      if (groups % kStepsPerAtom == 0) {
+        rows.UseGroup(in_stage * kMicroGroups + groups / kStepsPerAtom);
       }
     }
   }

@@ -65,8 +65,8 @@ class ByteMultiplier : StageConsumer<I> {
 
   static constexpr bool kReadsRows = I::kScalesBytes || I::kZero == ZeroKind::kInteger;
 
-  // Whether registers hold a unit's words beside two units' weights: all but words of 8 bits in tiles of 256 rows.
-  static constexpr bool kLoadsAhead = kBits == 4 || I::kM * I::kStrips < 256;
+  // Whether registers hold a unit's words beside two units' weights: not the widest words in the largest tiles.
+  static constexpr bool kLoadsAhead = kBits * I::kM * I::kStrips < 8 * 256;
 
   static constexpr float kUnit = 1.0f / (1 << Weights::kShift);
   static constexpr int kSteps = 2;  // wgmma of an atom
@@ -299,14 +299,16 @@ class ByteMultiplier : StageConsumer<I> {
   // Multiplies by the scales of tokens and channels. Tokens beyond the last are not stored, whatever they are.
   __device__ void ScaleResults(const Tile& tile, const Factors<I>& channels,
                                Accumulators<I>& acc) const {
-    const float* scales = p_.lhs_scale + int64_t{tile.batch} * p_.m;
+    const Batched<int> schedule = ScheduleOf(p_);
+    const float* scales = p_.lhs_scale + schedule.Row(tile.batch, 0);
     asm volatile("" : "+l"(scales));  // addresses are not computed from the batch element each
     const int first = tile.m0 + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int block = 0; block < I::kM / 8; ++block) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float scale = __ldg(scales + min(first + block * 8 + e, p_.m - 1));
+        const int last = schedule.Rows(tile.batch) - 1;
+        const float scale = __ldg(scales + min(first + block * 8 + e, last));
 #pragma unroll
         for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll

@@ -14,6 +14,8 @@
 #include "cuda/device/copy.cuh"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/layout.cuh"
+#include "cuda/device/schedule/batched.cuh"
+#include "cuda/device/schedule/order.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/kernels/sm90/plan.h"
 #include "cuda/types.h"
@@ -34,8 +36,7 @@ struct Instance {
   static constexpr int kBits = kWidth;
   static constexpr Codebook kCodebook = kNumbers;
   // Whether weights are read without the scales and zeros of a single group, which accumulators are multiplied by.
-  static constexpr bool kScalesChannels = kZero != ZeroKind::kFloat &&
-                                          kCodebook != Codebook::kTable &&
+  static constexpr bool kScalesChannels = kZero != ZeroKind::kFloat && !kLooksUp<kCodebook> &&
                                           !(kBytes && (sizeof(S) == 1 || kZero != ZeroKind::kNone));
   // Whether groups may be of 16: formats that come with such groups.
   static constexpr bool kHasSixteens = HasSixteens(kCodebook, sizeof(S));
@@ -107,7 +108,7 @@ struct Params {
   int groups_per_atom;      // 1 for a group of 64 and more
   // Tiles of clusters: 2^peer_shift neighbours along n.
   int tiles_n;
-  WideDivider batch_tiles, band_tiles;  // of a batch element; of a band (TileOf)
+  WideDivider batch_tiles, band_tiles;  // of a batch element; of a band (order.cuh)
   WideDivider last_width;               // of the last band
   int peer_shift;  // peers: the CTAs of a cluster, which share lhs by multicast
   // The stream-K schedule: whole tiles come first, then the tail, whose k is split.
@@ -127,28 +128,20 @@ struct Tile {
   int batch, strip, m0;
 };
 
-// Tiles that run at the same time should share what they read: they come in bands of this many tiles along n, and
-// within a band rows vary slowest.
-inline constexpr int kBand = 16;
+__device__ inline Batched<int> ScheduleOf(const Params& p) { return {p.m, p.epilogue.gated}; }
 
 // The tile of the first peer of a cluster.
 __device__ inline Tile TileOf(const Params& p, int number, int strips, int m) {
-  const int batch = p.batch_tiles.Divide(number);
-  const int in_batch = number - batch * p.batch_tiles.divisor;
-  const int band = p.band_tiles.Divide(in_batch);
-  const int in_band = in_batch - band * p.band_tiles.divisor;
-  const bool whole = (band + 1) * kBand <= p.tiles_n;
-  const int along_m = whole ? in_band / kBand : p.last_width.Divide(in_band);
-  const int along_n = in_band - along_m * (whole ? kBand : p.last_width.divisor);
-  return {batch, (band * kBand + along_n) * strips, along_m * m};
+  const Bands bands = {p.tiles_n, p.batch_tiles, p.band_tiles, p.last_width};
+  const TilePlace<int> place = bands.Find(number, strips, m);
+  return {place.batch, place.column, place.row};
 }
 
 // The number, among the strips of all weights, of strip `number` of a tile.
 __device__ inline int64_t StripOf(const Params& p, const Tile& tile, int number) {
   const bool gated = p.epilogue.gated;
-  const int position = gated ? 2 * tile.batch + number % 2 : tile.batch;
-  const int64_t index = p.index == nullptr ? position : p.index[position];
-  return WeightNumber(index, p.num_weights) * p.n_blocks +
+  const int position = ScheduleOf(p).Position(tile.batch, number);
+  return WeightAt(p.index, p.num_weights, position) * p.n_blocks +
          (gated ? (tile.strip + number) / 2 : tile.strip + number);
 }
 

@@ -58,6 +58,25 @@ __device__ inline void AddPartials(const Sum* first, int64_t step, int splits, S
   }
 }
 
+// Stores 8 rows of 64 channels from `m0` on. They are put together in `shared`, 16 bytes at a time, with permuted
+// columns.
+template <typename T>
+__device__ void StoreTogether(const Params& p, const Tile& tile, int strip, int m0,
+                              const float (&values)[4], uint32_t shared) {
+  const Batched<int> schedule = ScheduleOf(p);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t matrices[2] = {Pair<T>::Round(values[0], values[1]),
+                                Pair<T>::Round(values[2], values[3])};
+  StoreTransposed(shared + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16, matrices);
+  __syncthreads();
+  const int row = threadIdx.x / 8, column = threadIdx.x % 8;
+  const int channel = strip * static_cast<int>(kAtom) + column * 8;
+  const int end = schedule.Rows(tile.batch);
+  if (row >= 8 || m0 + row >= end || channel >= p.n) return;
+  T* out = static_cast<T*>(p.out_data) + (schedule.Row(tile.batch, m0) + row) * p.n;
+  *reinterpret_cast<uint4*>(out + channel) = LoadShared16(shared + row * 128 + (column ^ row) * 16);
+}
+
 // A CTA computes 8 rows of a strip of results. Grid: blocks of rows of a tile, strips of a tile, tail tiles.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
@@ -66,20 +85,23 @@ __global__ void __launch_bounds__(kReduceThreads)
   __shared__ __align__(16) uint8_t shared[8 * kAtom * sizeof(T)];
   LaunchDependents();
   const EpilogueParams& e = p.epilogue;
+  const Batched<int> schedule = ScheduleOf(p);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int block = blockIdx.x, s = blockIdx.y;
   const Tile tile = TileOf(p, p.whole_tiles + blockIdx.z, strips, tile_m);
   const int strip = (e.gated ? tile.strip / 2 : tile.strip) + s, m0 = tile.m0 + block * 8;
   WaitForPreviousKernels();
-  if (strip >= p.n_blocks || m0 >= p.m) return;
+  if (strip >= p.n_blocks || m0 >= schedule.Rows(tile.batch)) return;
 
   const int64_t step = FirstPartialSum(1, strips, tile_m);
   const float* first = p.partial_sums + FirstPartialSum(blockIdx.z * p.splits, strips, tile_m) +
                        ((e.gated ? 2 * s : s) * (tile_m / 8) + block) * kBlockSums +
                        threadIdx.x * 4;
   const int m = m0 + lane % 4 * 2, n = strip * static_cast<int>(kAtom) + warp * 16 + lane / 4;
-  const int64_t offset = (int64_t{tile.batch} * p.m + m) * p.n + n;
-  const auto exists = [&](int i) { return m + i % 2 < p.m && n + i / 2 * 8 < p.n; };
+  const int64_t offset = schedule.Row(tile.batch, m) * p.n + n;
+  const auto exists = [&](int i) {
+    return m + i % 2 < schedule.Rows(tile.batch) && n + i / 2 * 8 < p.n;
+  };
   const auto at = [&](int i) { return offset + i % 2 * p.n + i / 2 * 8; };
   if (p.out_integers) {
     int sums[4];
@@ -95,7 +117,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   if (e.any) {
     float up[4] = {}, residual[4];
     if (e.gated) AddPartials(first + tile_m / 8 * kBlockSums, step, p.splits, up);
-    const int64_t product = e.gated ? 2 * tile.batch : tile.batch;
+    const int64_t product = schedule.Position(tile.batch);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       values[i] += LoadBias<T>(e, product, p.n, n + i / 2 * 8);
@@ -104,29 +126,16 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
     Finish(e, up, residual, values);
   }
-  if (!p.aligned) {
+  if (p.aligned) return StoreTogether<T>(p, tile, strip, m0, values, SharedAddress(shared));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (!exists(i)) continue;
-      if (p.out_float) {
-        static_cast<float*>(p.out_data)[at(i)] = values[i];
-      } else {
-        static_cast<T*>(p.out_data)[at(i)] = T(values[i]);
-      }
+  for (int i = 0; i < 4; ++i) {
+    if (!exists(i)) continue;
+    if (p.out_float) {
+      static_cast<float*>(p.out_data)[at(i)] = values[i];
+    } else {
+      static_cast<T*>(p.out_data)[at(i)] = T(values[i]);
     }
-    return;
   }
-  // Rows of 64 channels are put together, so that 16 bytes are stored at a time. Their columns are permuted.
-  const uint32_t rows = SharedAddress(shared);
-  const uint32_t matrices[2] = {Pair<T>::Round(values[0], values[1]),
-                                Pair<T>::Round(values[2], values[3])};
-  StoreTransposed(rows + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16, matrices);
-  __syncthreads();
-  const int row = threadIdx.x / 8, column = threadIdx.x % 8;
-  const int channel = strip * static_cast<int>(kAtom) + column * 8;
-  if (row >= 8 || m0 + row >= p.m || channel >= p.n) return;
-  T* out = static_cast<T*>(p.out_data) + (int64_t{tile.batch} * p.m + m0 + row) * p.n;
-  *reinterpret_cast<uint4*>(out + channel) = LoadShared16(rows + row * 128 + (column ^ row) * 16);
 #endif
 }
 

@@ -102,6 +102,7 @@ class TileStorer {
   static constexpr int kHandedOver = 3, kExchange = 3;
 
   __device__ bool Gated() const { return kTakesGated && p_.epilogue.gated; }
+  __device__ Batched<int, kTakesGated> Schedule() const { return {p_.m, p_.epilogue.gated}; }
 
   // The strip of the result, for strip `s` of this warpgroup.
   __device__ int Strip(const Tile& tile, int s) const {
@@ -116,7 +117,7 @@ class TileStorer {
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       if (s == I::kStrips && !Gated()) break;
-      const int64_t product = Gated() ? 2 * tile.batch + s : tile.batch;
+      const int64_t product = Schedule().Position(tile.batch, s);
       const int n = Strip(tile, s) * static_cast<int>(kAtom) + Channel();
 #pragma unroll
       for (int h = 0; h < 2; ++h) biases_[s][h] = LoadBias<T>(e, product, p_.n, n + 8 * h);
@@ -161,10 +162,10 @@ class TileStorer {
   __device__ void LoadResidual(int batch, int strip, int m0, float* residual) const {
     const int m = m0 + Thread() % 4 * 2;
     const int n = strip * static_cast<int>(kAtom) + Channel();
-    const int64_t offset = (int64_t{batch} * p_.m + m) * p_.n + n;
+    const int64_t offset = Schedule().Row(batch, m) * p_.n + n;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool exists = m + i % 2 < p_.m && n + i / 2 * 8 < p_.n;
+      const bool exists = m + i % 2 < Schedule().Rows(batch) && n + i / 2 * 8 < p_.n;
       const int64_t at = offset + i % 2 * p_.n + i / 2 * 8;
       residual[i] = exists ? jaxlowbit::LoadResidual<T>(p_.epilogue, at) : 0.0f;
     }
@@ -315,8 +316,8 @@ class TileStorer {
     for (int i = 0; i < 4; ++i) {
       const int m = m0 + threadIdx.x % 4 * 2 + i % 2;
       const int n = strip * static_cast<int>(kAtom) + Channel() + i / 2 * 8;
-      if (m >= p_.m || n >= p_.n) continue;
-      const int64_t offset = (int64_t{batch} * p_.m + m) * p_.n + n;
+      if (m >= Schedule().Rows(batch) || n >= p_.n) continue;
+      const int64_t offset = Schedule().Row(batch, m) * p_.n + n;
       if (p_.out_float) {
         static_cast<float*>(p_.out_data)[offset] = values[i];
       } else {
@@ -331,11 +332,11 @@ class TileStorer {
     for (int s = 0; s < I::kStrips; ++s) {
       const int n = Strip(tile, s) * static_cast<int>(kAtom) + Channel();
       const int first = tile.m0 + Thread() % 4 * 2;
-      int* out = static_cast<int*>(p_.out_data) + (int64_t{tile.batch} * p_.m + first) * p_.n + n;
+      int* out = static_cast<int*>(p_.out_data) + Schedule().Row(tile.batch, first) * p_.n + n;
 #pragma unroll
       for (int i = 0; i < I::kM / 2; ++i) {
         const int m = i / 4 * 8 + i % 2, h = i / 2 % 2 * 8;
-        if (first + m < p_.m && n + h < p_.n) {
+        if (first + m < Schedule().Rows(tile.batch) && n + h < p_.n) {
           out[int64_t{m} * p_.n + h] = __float_as_int(acc[s][i]);
         }
       }

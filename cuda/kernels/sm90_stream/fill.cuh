@@ -24,8 +24,9 @@ class StageFiller {
         policy_(EvictFirst()),
         lane_(threadIdx.x % 32) {
     const bool gated = p_.epilogue.gated;
-    first_strip_ = FirstStrip(gated ? 2 * share_.batch : share_.batch);
-    if (gated) up_strip_ = FirstStrip(2 * share_.batch + 1);
+    const Batched<int> schedule = ScheduleOf(p_);
+    first_strip_ = FirstStrip(schedule.Position(share_.batch));
+    if (gated) up_strip_ = FirstStrip(schedule.UpPosition(share_.batch));
     StartTile(share_.slice_begin);
   }
 
@@ -56,10 +57,9 @@ class StageFiller {
   }
 
  private:
-  // The first strip of the weight at `position` among those that the batch multiplies.
+  // The first strip of the weight at a position.
   __device__ int64_t FirstStrip(int position) const {
-    const int64_t index = product_.index == nullptr ? position : product_.index[position];
-    return WeightNumber(index, product_.num_weights) * product_.n_blocks;
+    return WeightAt(product_.index, product_.num_weights, position) * product_.n_blocks;
   }
 
   // The number, among the strips of all weights, of a strip of this CTA's batch element.
@@ -152,7 +152,8 @@ class StageFiller {
   // Activations of a whole stage are one load: columns beyond k are zeros.
   __device__ void FillLhs(int stage, int slot) const {
     if (I::kLhsWay == LhsWay::kStages && lane_ == 0) {
-      TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0, share_.batch * p_.m,
+      TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0,
+              static_cast<int>(ScheduleOf(p_).Row(share_.batch, 0)),
               share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));
     }
   }

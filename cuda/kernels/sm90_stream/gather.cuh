@@ -27,7 +27,7 @@ __device__ inline void GatherLhs(const Params& p, const Share& share, Memory mem
   load(threadIdx.x);
   const int row_copies = p.k_blocks * kColumns;
   const uint4* source =
-      static_cast<const uint4*>(p.ungathered) + int64_t{share.batch} * p.m * row_copies;
+      static_cast<const uint4*>(p.ungathered) + ScheduleOf(p).Row(share.batch, 0) * row_copies;
   for (int i = threadIdx.x; i < p.m * row_copies; i += kConsumerThreads) {
     StoreShared16(rows + i * kCopyBytes, source[i]);
   }

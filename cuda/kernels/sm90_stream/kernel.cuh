@@ -28,6 +28,11 @@
 // Storage. Quantized values are in the order of the fragments (device/layout.cuh): a lane's registers for a slice and
 // an atom are 16 or 32 consecutive bytes.
 //
+// Registers. Two CTAs on a multiprocessor leave 112 to a thread; bf16 by 4 bits takes 96 at 8 rows.
+//   Keep, before a loop          holds places in a stage and sizes, which every stage would compute or load again.
+//   Keep, on threadIdx or ranks  computes a place again after the loop, so that no register holds it during the loop.
+// Params (params.cuh) are read from the constant cache, so their order counts: new members go to the end.
+//
 // Limits: select.cc.
 #pragma once
 
@@ -61,7 +66,7 @@ struct Place {
 };
 
 __device__ inline Place OwnPlace(const Params& p) {
-  const int warp = Keep(threadIdx.x) / 32;  // computed again where needed: registers are short
+  const int warp = Keep(threadIdx.x) / 32;
   const int part = p.pairs.Divide(warp);
   const int pairs = (p.plan.tile_slices + kSlicesPerWarp - 1) / kSlicesPerWarp;
   return {(warp - part * pairs) * kSlicesPerWarp, part};
@@ -71,7 +76,6 @@ template <class I>
 __device__ void Consume(const Params& p, const Share& share, Memory memory) {
   const Plan& plan = p.plan;
   const ClusterReducer<I> reducer(p, share, memory);
-  // Keep holds these in registers: the compiler would load and compute them again for every stage.
   const int stage_atoms = Keep(plan.stage_atoms), num_stages = Keep(plan.num_stages);
   const int slot_bytes = Keep(plan.slot_bytes);
   const uint32_t ring = Keep(memory.stage(plan, 0));

@@ -13,8 +13,11 @@
 
 namespace jaxlowbit::sm90_stream {
 
+// Sums of a slice.
 template <class I>
-using Accumulators = float[kSlicesPerWarp][I::kTiles][4];
+using SumsOf = float[I::kTiles][4];
+template <class I>
+using Accumulators = SumsOf<I>[kSlicesPerWarp];
 
 // Rows that take any scales, and the fastest ones.
 template <typename T, typename S, class I, Codebook kCodebook>
@@ -167,6 +170,8 @@ class StageMultiplier : Table<I::kCodebook> {
   }
 
  private:
+  using SliceSums = SumsOf<I>;
+
   static constexpr bool kMayBeFew = I::kTiles == 1;
   static constexpr int kPlanes = kNumPlanes<kBits>, kOthers = kPlanes > 2 ? 2 : 1;
   // Whether a lane keeps its place in lhs, or computes it for every atom: what takes less time is measured
@@ -181,10 +186,10 @@ class StageMultiplier : Table<I::kCodebook> {
   static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits <= 4 ? 2 : 1;
   static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
 
-  // Groups of an atom in MXFP4 and in NVFP4, in which a warp multiplies two atoms at a time; 0 in other formats.
+  // Groups of an atom in microscaling formats of which a warp multiplies two atoms at a time; 0 in other formats.
   static constexpr bool kMicroscaled =
-      I::kCodebook == Codebook::kE2m1 && kTogetherAtoms == 2 && kIsExact<T, S> && sizeof(S) == 1;
-  static constexpr int kMicroGroups = !kMicroscaled ? 0 : std::is_same_v<S, E8m0> ? 2 : 4;
+      kNeedsFactor<I::kCodebook> && kTogetherAtoms == 2 && kIsExact<T, S>;
+  static constexpr int kMicroGroups = kMicroscaled ? kMicroGroupsOf<S> : 0;
   static constexpr int kLanesOfRow = 4;
 
   struct NoFactors {};
@@ -235,9 +240,7 @@ class StageMultiplier : Table<I::kCodebook> {
       rows[i].Start(false);
 #pragma unroll
       for (int a = 0; a < kAtoms; ++a) {
-        const uint32_t place = stage + packed_[i] + (at + a) * PackedStep(i);
-        LoadPacked<kBits>(place, kPlanes > 1 ? place + others_[0][i] : 0,
-                          kPlanes > 2 ? place + others_[kOthers - 1][i] : 0, lane_, packed[a][i]);
+        LoadWords(stage, i, at + a, packed[a][i]);
       }
     }
     uint32_t fragments[kAtoms][4];
@@ -299,6 +302,11 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
+  // Accumulators of kAtoms: with one tile of rows each atom has its own, so that more mma do not wait for each other.
+  // Narrow widths take less time with fewer scaled sums.
+  template <int kAtoms>
+  static constexpr int kChainsOf = I::kTiles == 1 && kBits >= 4 ? kAtoms : 1;
+
   // Multiplies kAtoms of the warp's atoms, from number `at` on, in kGroups groups. kGroups = 0: one atom, in as many
   // groups as it has. With factors, kGroups are those of each atom.
   template <class R, int kAtoms, int kGroups, class Factors = NoFactors>
@@ -309,32 +317,20 @@ class StageMultiplier : Table<I::kCodebook> {
     constexpr int kRowAtoms = kHasFactors ? kAtoms : 1;
     const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
     const uint32_t first = kKeepsPlace ? activations + lhs_ + at * LhsBytes() : 0;
-    // With one tile of rows every atom has accumulators of its own: more mma that do not wait for each other. Narrow
-    // widths take less time with fewer scaled sums.
-    constexpr int kChains = I::kTiles == 1 && kBits >= 4 ? kAtoms : 1;
+    constexpr int kChains = kChainsOf<kAtoms>;
     // Scaled weights of the second atom have a chain of their own too.
     constexpr bool kSecondChain = kHasFactors && kChains == 2;
 #pragma unroll
     for (int slice = 0; slice < kSlicesPerWarp; slice += kTogetherSlices) {
       R rows[kRowAtoms][kTogetherSlices];
       uint32_t packed[kAtoms][kTogetherSlices][kBits];
-      float part[kChains][kTogetherSlices][I::kTiles][4] = {};
-      // Over a group, where zeros multiply them.
-      [[maybe_unused]] float lhs_sums[I::kTiles][4] = {};
+      SliceSums part[kChains][kTogetherSlices] = {};
+      SliceSums lhs_sums = {};  // over a group, where zeros multiply them
 #pragma unroll
       for (int i = 0; i < kTogetherSlices; ++i) {
-        if constexpr (!kHasFactors) {
-          StartRows<R, I::kCodebook>(I::kZero == ZeroKind::kFloat, *this, rows[0][i]);
-          if constexpr (I::kSuperBlocks) LoadSuperFloats(stage, slice + i, rows[0][i]);
-          LoadRows(stage, slice + i, RowsAt(at), rows[0][i]);
-        }
+        if constexpr (!kHasFactors) LoadFirstRows(stage, slice + i, at, rows[0][i]);
 #pragma unroll
-        for (int a = 0; a < kAtoms; ++a) {
-          const uint32_t first = stage + packed_[slice + i] + (at + a) * PackedStep(slice + i);
-          LoadPacked<kBits>(first, kPlanes > 1 ? first + others_[0][slice + i] : 0,
-                            kPlanes > 2 ? first + others_[kOthers - 1][slice + i] : 0, lane_,
-                            packed[a][i]);
-        }
+        for (int a = 0; a < kAtoms; ++a) LoadWords(stage, slice + i, at + a, packed[a][i]);
       }
       uint32_t fragments[kAtoms][4];
 #pragma unroll
@@ -343,12 +339,7 @@ class StageMultiplier : Table<I::kCodebook> {
         for (int a = 0; a < kAtoms; ++a) {
           if constexpr (kHasFactors) {
             if (step * groups % kStepsPerAtom == 0) {
-              const int group = a * kGroups + step * kGroups / kStepsPerAtom;
-#pragma unroll
-              for (int i = 0; i < kTogetherSlices; ++i) {
-                rows[a][i].Use(__shfl_sync(~0u, factors.of[slice + i][group / kLanesOfRow],
-                                           group % kLanesOfRow, kLanesOfRow));
-              }
+              UseFactors(factors, slice, a * kGroups + step * kGroups / kStepsPerAtom, rows[a]);
             }
           } else if (kGroups != 1 && step > 0 && step * groups % kStepsPerAtom == 0) {
             const int group = step * groups / kStepsPerAtom;  // of the atom
@@ -367,45 +358,81 @@ class StageMultiplier : Table<I::kCodebook> {
           // A step is two columns, and the permutation is an exclusive or of column numbers.
           const uint32_t lhs = kKeepsPlace ? first + a * LhsBytes() : activations + PlaceOf(at + a);
           const uint32_t column = lhs ^ (step * 2 * kCopyBytes);
-#pragma unroll
-          for (int tile = 0; tile < I::kTiles; tile += kTogether) {
-            if (kTogether == 2 || step % 2 == 0) {
-              LoadMatrices(fragments[a], column + tile * 8 * kRowBytes);
-            }
-#pragma unroll
-            for (int j = 0; j < kTogether; ++j) {
-              const int half = kTogether == 2 ? j : step % 2;
-#pragma unroll
-              for (int i = 0; i < kTogetherSlices; ++i) {
-                float (&sum)[4] = I::kScaleSums || (kSecondChain && a == 1)
-                                      ? part[a % kChains][i][tile + j]
-                                      : acc[slice + i][tile + j];
-                Mma<T>(sum, weights[i], fragments[a][2 * half], fragments[a][2 * half + 1]);
-              }
-              if constexpr (I::kSumsLhs) {
-                static_assert(kTogetherSlices == kSlicesPerWarp);
-                const uint32_t ones[4] = {R::kOnes, R::kOnes, R::kOnes, R::kOnes};
-                Mma<T>(lhs_sums[tile + j], ones, fragments[a][2 * half],
-                       fragments[a][2 * half + 1]);
-              }
-            }
-          }
+          SliceSums* sums =
+              I::kScaleSums || (kSecondChain && a == 1) ? part[a % kChains] : &acc[slice];
+          MultiplyStep<R>(column, step, weights, fragments[a], sums, lhs_sums);
         }
       }
       if constexpr (kSecondChain) {
+        AddSecondChain(part[1], &acc[slice]);
+      } else {
+        AddChains(rows[0], part, lhs_sums, &acc[slice]);
+      }
+    }
+  }
+
+  // Makes `rows` those of a group, whose factors are in one of the lanes of a row.
+  template <class R, class Factors>
+  __device__ static void UseFactors(const Factors& factors, int slice, int group,
+                                    R (&rows)[kTogetherSlices]) {
+#pragma unroll
+    for (int i = 0; i < kTogetherSlices; ++i) {
+      rows[i].Use(__shfl_sync(~0u, factors.of[slice + i][group / kLanesOfRow], group % kLanesOfRow,
+                              kLanesOfRow));
+    }
+  }
+
+  // Starts the rows of a slice with the scales of the first group of the warp's atom `at`.
+  template <class R>
+  __device__ void LoadFirstRows(uint32_t stage, int slice, int at, R& rows) const {
+    StartRows<R, I::kCodebook>(I::kZero == ZeroKind::kFloat, *this, rows);
+    if constexpr (I::kSuperBlocks) LoadSuperFloats(stage, slice, rows);
+    LoadRows(stage, slice, RowsAt(at), rows);
+  }
+
+  // Adds the partial sums of the last group, in all chains. Its zeros are added once.
+  template <class R, int kChains>
+  __device__ static void AddChains(const R (&rows)[kTogetherSlices],
+                                   SliceSums (&part)[kChains][kTogetherSlices], SliceSums& lhs_sums,
+                                   SliceSums* sums) {
+#pragma unroll
+    for (int chain = 0; chain < kChains; ++chain) {
+#pragma unroll
+      for (int i = 0; i < kTogetherSlices; ++i) AddPart(rows[i], part[chain][i], lhs_sums, sums[i]);
+      Clear(lhs_sums);
+    }
+  }
+
+  // Adds the sums of scaled weights of the second atom.
+  __device__ static void AddSecondChain(const SliceSums (&chain)[kTogetherSlices],
+                                        SliceSums* sums) {
+#pragma unroll
+    for (int i = 0; i < kTogetherSlices; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i][0][j] += chain[i][0][j];
+    }
+  }
+
+  // Multiplies all rows by the weights of a step; adds to `sums` of each slice. `column`: this lane's place in lhs.
+  template <class R>
+  __device__ static void MultiplyStep(uint32_t column, int step,
+                                      const uint32_t (&weights)[kTogetherSlices][4],
+                                      uint32_t (&fragments)[4], SliceSums* sums,
+                                      SliceSums& lhs_sums) {
+#pragma unroll
+    for (int tile = 0; tile < I::kTiles; tile += kTogether) {
+      if (kTogether == 2 || step % 2 == 0) LoadMatrices(fragments, column + tile * 8 * kRowBytes);
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        const int half = kTogether == 2 ? j : step % 2;
 #pragma unroll
         for (int i = 0; i < kTogetherSlices; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) acc[slice + i][0][j] += part[1][i][0][j];
+          Mma<T>(sums[i][tile + j], weights[i], fragments[2 * half], fragments[2 * half + 1]);
         }
-      } else {
-#pragma unroll
-        for (int chain = 0; chain < kChains; ++chain) {
-#pragma unroll
-          for (int i = 0; i < kTogetherSlices; ++i) {
-            AddPart(rows[0][i], part[chain][i], lhs_sums, acc[slice + i]);
-          }
-          Clear(lhs_sums);  // the last group's zeros are added once
+        if constexpr (I::kSumsLhs) {
+          static_assert(kTogetherSlices == kSlicesPerWarp);
+          const uint32_t ones[4] = {R::kOnes, R::kOnes, R::kOnes, R::kOnes};
+          Mma<T>(lhs_sums[tile + j], ones, fragments[2 * half], fragments[2 * half + 1]);
         }
       }
     }
@@ -414,6 +441,13 @@ class StageMultiplier : Table<I::kCodebook> {
   // Rows from the warp's first group to the first of its atom `at`.
   __device__ int RowsAt(int at) const {
     return at * p_.atom_step + (kMostAtoms == 4 ? at / 2 * p_.pair_step : 0);
+  }
+
+  // Loads this lane's words of a slice of the warp's atom `at`.
+  __device__ void LoadWords(uint32_t stage, int slice, int at, uint32_t (&packed)[kBits]) const {
+    const uint32_t first = stage + packed_[slice] + at * PackedStep(slice);
+    LoadPacked<kBits>(first, kPlanes > 1 ? first + others_[0][slice] : 0,
+                      kPlanes > 2 ? first + others_[kOthers - 1][slice] : 0, lane_, packed);
   }
 
   // Bytes from a slice's packed weights of an atom to those of the next.
@@ -447,7 +481,7 @@ class StageMultiplier : Table<I::kCodebook> {
   // Loads the floats of the super-block in which a slice's scales lie, which is one for all of a warp's atoms.
   template <class R>
   __device__ void LoadSuperFloats(uint32_t stage, int slice, R& rows) const {
-    const int super = Keep(atom_) >> kSuperShift;  // computed again: registers are short
+    const int super = Keep(atom_) >> kSuperShift;
     const int row = super * (p_.stage_super_groups + static_cast<int>(kFloatRows)) +
                     p_.stage_super_groups - FirstScaleRow<I>(p_, atom_);
     const uint32_t floats = ScaleAddress(stage, slice, row * kRows);
@@ -468,8 +502,7 @@ class StageMultiplier : Table<I::kCodebook> {
     const uint32_t scales = ScaleAddress(stage, slice, on);
     rows.LoadScales(scales);
     if constexpr (I::kZero == ZeroKind::kInteger) {
-      const uint32_t beside =
-          Keep(scales_[slice]) / sizeof(S);  // computed again: registers are short
+      const uint32_t beside = Keep(scales_[slice]) / sizeof(S);
       rows.LoadIntegerZeros(stage + p_.zeros_at + beside + on);
     }
     if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(scales + p_.plan.bytes.scales);

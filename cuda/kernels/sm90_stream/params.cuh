@@ -13,6 +13,7 @@
 #include "cuda/device/divide.cuh"
 #include "cuda/device/format/integer.cuh"
 #include "cuda/device/layout.cuh"
+#include "cuda/device/schedule/batched.cuh"
 #include "cuda/kernels/epilogue.cuh"
 #include "cuda/kernels/sm90_stream/plan.h"
 #include "cuda/types.h"
@@ -44,7 +45,7 @@ struct Instance {
   // centred, and if there are many rows, because partial sums of a group would take too many registers. So they do if that takes no more
   // instructions, and for numbers that are not of type T.
   static constexpr bool kScaleSums = (kZeros != ZeroKind::kFloat || kSumsLhs) && kM < 32 &&
-                                     kCodebook != Codebook::kTable && kCodebook != Codebook::kE2m1;
+                                     !kLooksUp<kCodebook> && !kNeedsFactor<kCodebook>;
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
   static constexpr bool kWholeStrips = HasWholeStrips(kBits);
@@ -85,8 +86,9 @@ struct Params {
   int prologue_stages;  // stages whose weights are loaded before any activations
   EpilogueParams epilogue;
   Plan plan;
-  // From the groups of a warp's first two atoms to those of the next two, in rows, beyond atom steps. It stands last:
-  // ahead of the others it moved them to other lines of the constant cache, and 4096 x 4096 took 3 % longer.
+  // From the groups of a warp's first two atoms to those of the next two, in rows, beyond atom steps. Members from here
+  // on are behind those of the common path: ahead of them, this one moved them to other lines of the constant cache, and
+  // 4096 x 4096 took 3 % longer.
   int pair_step;
   TableParams table;
   // The residual is a float32 factor of each row [batch * m], and there is no other epilogue.
@@ -101,7 +103,7 @@ struct Params {
 // Orders the consumers among themselves.
 __device__ inline void SynchronizeConsumers() { Synchronize(1, kConsumerThreads); }
 
-// The product of the launch that a CTA works on. Computed again where needed: registers are short.
+// The product of the launch that a CTA works on.
 __device__ inline int OwnProduct(const Params& p) {
   const int cluster = Keep(static_cast<int>(blockIdx.x)) >> p.plan.cluster_shift;
   int own = 0;
@@ -109,6 +111,8 @@ __device__ inline int OwnProduct(const Params& p) {
   for (int part = 1; part < kMaxProducts; ++part) own += cluster >= p.first_cluster[part];
   return own;
 }
+
+__device__ inline Batched<int> ScheduleOf(const Params& p) { return {p.m, p.epilogue.gated}; }
 
 // The part of the product that a CTA owns.
 struct Share {

@@ -142,11 +142,10 @@ class ClusterReducer {
   }
 
  private:
+  static constexpr bool kSumsIntegers = I::kScaleSums && I::kCodebook == Codebook::kNone;
   static constexpr float kUnit =  // of accumulators
-      1 << (I::kCodebook != Codebook::kNone
-                ? kCodebookShift<typename I::T, typename I::S, I::kCodebook>
-            : I::kScaleSums ? kShift<typename I::T>
-                            : kWeightShift<typename I::T>);
+      1 << (kSumsIntegers ? kShift<typename I::T>
+                          : kProductShift<typename I::T, typename I::S, I::kCodebook>);
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 rows, in the order of lanes
 
   // Adds what all senders sent for this lane.
@@ -169,7 +168,8 @@ class ClusterReducer {
     const int own = OwnProduct(p_);
     const Product& part = p_.products[own];  // of several, none has a bias or a residual
     const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
-    const int product = e.gated ? 2 * share_.batch : share_.batch;
+    const Batched<int> schedule = ScheduleOf(p_);
+    const int product = schedule.Position(share_.batch);
     Addends addends = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -189,9 +189,9 @@ class ClusterReducer {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int row = m + j % 2, channel = n + j / 2 * 8;
-        if (row >= p_.m || channel >= part.n) continue;
-        const int64_t at =
-            p_.scales_rows ? int64_t{share_.batch} * p_.m + row : Offset(part, row, channel);
+        if (row >= schedule.Rows(share_.batch) || channel >= part.n) continue;
+        const int64_t out_row = schedule.Row(share_.batch, row);
+        const int64_t at = p_.scales_rows ? out_row : out_row * part.n + channel;
         addends.residual[j] = LoadBits(e.residual, e.residual_float, at);
       }
     }
@@ -218,7 +218,7 @@ class ClusterReducer {
   // Whether the warps of a cluster of one CTA exchange partial sums by plain stores and a named barrier.
   __device__ bool IsAlone() const { return kForSanitizer && p_.plan.cluster_shift == 0; }
 
-  // In the cluster. Read again where needed: registers are short.
+  // In the cluster.
   __device__ static int Rank() { return Keep(ClusterRank()); }
 
   // The address of this lane's part of a fragment.
@@ -227,13 +227,10 @@ class ClusterReducer {
            threadIdx.x % 32 * 16;
   }
 
-  __device__ int64_t Offset(const Product& part, int m, int n) const {
-    return (int64_t{share_.batch} * p_.m + m) * part.n + n;
-  }
-
   __device__ void Store(const Product& part, int m, int n, float value) const {
-    if (m >= p_.m || n >= part.n) return;
-    const int64_t offset = Offset(part, m, n);
+    const Batched<int> schedule = ScheduleOf(p_);
+    if (m >= schedule.Rows(share_.batch) || n >= part.n) return;
+    const int64_t offset = schedule.Row(share_.batch, m) * part.n + n;
     if (p_.out_float) {
       static_cast<float*>(part.out)[offset] = value;
     } else {

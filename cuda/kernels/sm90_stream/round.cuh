@@ -24,7 +24,7 @@ class RowRounder {
     warps_shift_ = warps_shift;
     if (row_ >= p.m) count_ = 0;
     source_ = static_cast<const uint4*>(p.ungathered) +
-              (int64_t{share.batch} * p.m + row_) * p.k_blocks * kVectors +
+              ScheduleOf(p).Row(share.batch, row_) * p.k_blocks * kVectors +
               share.atom_begin * kVectors;
     WaitForPreviousKernels();  // they may have written lhs
     Load(thread_);
