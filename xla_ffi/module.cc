@@ -28,6 +28,7 @@
 #include "xla_ffi/call.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/jit.h"
+#include "xla_ffi/record.h"
 #include "xla_ffi/record_python.h"
 #if defined(JAXLOWBIT_WITH_CUDA)
 #include "cuda/ops/exchange.h"
@@ -131,6 +132,37 @@ nb::dict SelectKernel(const Question& question) {
   return chosen;
 }
 
+Device DeviceOf(int compute_capability, int num_sms, int shared_bytes_per_sm) {
+  Device device{compute_capability, num_sms, shared_bytes_per_sm};
+  AssumeClusters(device);
+  return device;
+}
+
+Kernel FindKernel(const std::string& name) {
+  const auto found = std::find(std::begin(kKernelNames), std::end(kKernelNames), name);
+  if (found == std::end(kKernelNames)) throw std::invalid_argument("no kernel " + name);
+  return static_cast<Kernel>(found - std::begin(kKernelNames));
+}
+
+// A product by its numbers (record.h).
+QuantizedMatmul ProductOf(const std::vector<int64_t>& numbers) {
+  if (numbers.size() != kProductNumbers) throw std::invalid_argument("not a product");
+  QuantizedMatmul problem;
+  const int64_t* next = numbers.data();
+  VisitRecord(problem, [&](const char*, auto& field) { Set(*next++, &field); });
+  problem.group_size = GroupSize(problem.group_size, problem.k, problem.scale);
+  return problem;
+}
+
+// Why no kernel, or not the named one, computes a product on GPUs of a compute capability, or "". GPUs have a compiler.
+std::string Unsupported(const std::vector<int64_t>& product, int compute_capability,
+                        const std::string& kernel) {
+  const QuantizedMatmul problem = ProductOf(product);
+  const Device device = DeviceOf(compute_capability, 132, kSm90SharedBytesPerSm);
+  if (kernel.empty()) return Supports(problem, device).reason;
+  return Supports(FindKernel(kernel), problem, device).reason;
+}
+
 // The choices worth measuring, that of the cost model first; none if no kernel supports the problem.
 nb::list ListCandidates(const Question& question) {
   const auto& [problem, device, device_name, workspace_bytes] = question;
@@ -163,12 +195,6 @@ QuantizedMatmul ProblemOf(const ProblemFields& fields) {
   if (zero == "integer") problem.zero = ZeroKind::kInteger;
   if (zero == "float") problem.zero = ZeroKind::kFloat;
   return problem;
-}
-
-Device DeviceOf(int compute_capability, int num_sms, int shared_bytes_per_sm) {
-  Device device{compute_capability, num_sms, shared_bytes_per_sm};
-  AssumeClusters(device);
-  return device;
 }
 
 // The cost model of a kernel over many choices, for fits of its constants (tools/fit_costs.py).
@@ -336,6 +362,14 @@ NB_MODULE(_ffi, module) {
   module.attr("KERNEL_BITS") = nb::tuple(kernel_bits);
   module.attr("COMPILED_BITS") = nb::tuple(compiled_bits);
   module.attr("MOST_TABLE_BITS") = jaxlowbit::kMostTableBits;
+  module.def("unsupported", &jaxlowbit::Unsupported, nb::arg("product"),
+             nb::arg("compute_capability"), nb::arg("kernel") = "");
+  module.def(
+      "least_byte_rows",
+      [](const std::vector<int64_t>& product) {
+        return jaxlowbit::LeastByteRows(jaxlowbit::ProductOf(product));
+      },
+      nb::arg("product"));
   module.def("codebook", &jaxlowbit::NameCodebook, nb::arg("numbers"));
   module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;

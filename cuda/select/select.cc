@@ -116,9 +116,10 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
       (!TakesBytes(problem.lhs, problem.bits, problem.codebook, problem.scale, problem.zero) ||
        problem.transposed || problem.permuted_parts > 0)) {
     return {
-        "int8 lhs multiplies integers of 4 and 8 bits, and float8_e4m3fn e4m3, with scales of 16 "
-        "or 32 bits, or int8 integers of 4 bits with int8 scales or integer zeros, without "
-        "transposition and permutation"};
+        "the kernels multiply int8 lhs by integers of 4 and 8 bits, and float8_e4m3fn by e4m3, "
+        "with "
+        "scales of 16 or 32 bits (4-bit integers also with int8 scales or integer zeros), and "
+        "neither transposed nor permuted"};
   }
   if (!lhs_or_float32(problem.scale) && !Is8Bit(problem.scale)) {
     return {"the kernels take scales of the dtype of lhs, float32 or 8 bits"};
@@ -128,8 +129,8 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   }
   if (!HasCodebook(problem.bits, problem.codebook)) {
     if (problem.codebook == Codebook::kTable) {
-      return {"the kernels look numbers up by values of up to " + number(kMostTableBits) +
-              " bits, these have " + number(problem.bits)};
+      return {"the kernels look up numbers of codebooks of up to " + number(kMostTableBits) +
+              " bits, the format has " + number(problem.bits)};
     }
     return {std::string("there is no ") + kCodebookNames[static_cast<int>(problem.codebook)] +
             " of " + number(problem.bits) + " bits"};
@@ -144,8 +145,9 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
        problem.zero == ZeroKind::kFloat || problem.codebook != Codebook::kNone ||
        problem.transposed)) {
     return {
-        "scales multiply sums only of integers, with bfloat16 lhs, float32 scales and no float "
-        "zero, not transposed"};
+        "with float32 lhs the kernels take integers with scales of 16 or 32 bits, and no float "
+        "zero "
+        "or transposed product"};
   }
   const Epilogue& e = problem.epilogue;
   if (problem.transposed && (e.gated || e.activation != Activation::kNone)) {
@@ -170,7 +172,8 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   }
   constexpr int64_t kLargest = int64_t{1} << 30;  // 32-bit positions along k, and atoms along n
   if (problem.k > kLargest || problem.n > kLargest) {
-    return {"k=" + number(problem.k) + " or n=" + number(problem.n) + " is beyond 2^30"};
+    return {"the kernels take k and n up to 2^30, this matrix has k=" + number(problem.k) +
+            " and n=" + number(problem.n)};
   }
   if (problem.scale != ElementType::kSuper) return {};
   // One kernel alone reads them: what it does not compute, nothing does.

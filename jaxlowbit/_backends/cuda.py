@@ -2,35 +2,27 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._core.activations import VALUES
 from .._core.dtypes import FLOATS
 from .._core.format import Format
+from .._core.layout import ATOM
 from . import call
 from .extension import ffi
 from .problem import Operands, Problem
 
-_MOST_SIZE = 2**30  # k and n
-FEW_ROWS_K, FEW_ROWS_GROUP = 64, 32
-"""What k is a multiple of, and the least group, where qmm_sm90_stream scales few rows."""
-
+_OLDEST, HOPPER = 80, 90  # compute capabilities
 _FLOAT32_PARTS = 3  # bfloat16 has 8 significant bits, float32 24
 
 
 def unsupported(
     lhs: jnp.dtype, format: Format, *, sizes: Sequence[int] = (), transposed: bool = False
 ) -> str | None:
-    """Why the kernels cannot compute this problem, or None."""
-    if max(sizes, default=0) > _MOST_SIZE:
-        return f"its kernels take k and n up to 2^30, this matrix has {max(sizes)}"
-    looked_up = format.codebook is not None and format.float_dtype is None
-    if looked_up and format.bits > ffi.MOST_TABLE_BITS:
-        return (
-            f"its kernels look up numbers of codebooks of up to {ffi.MOST_TABLE_BITS} bits, the "
-            f"format has {format.bits}"
-        )
+    """Returns None if the kernels support this product on some GPU, else the reason."""
     if lhs not in FLOATS:
         return call.unsupported_lhs(lhs)
     if lhs == jnp.float16 and format.outgrows_float16:
@@ -38,46 +30,71 @@ def unsupported(
             "float16 does not hold numbers of this format times e4m3 scales, and with float32 lhs "
             "its kernels take no 8-bit scales"
         )
-    if lhs != jnp.float32:
-        return None
-    if transposed or format.zero == "float":
-        return "with float32 lhs its kernels take no float zero and no transposed product"
-    if format.codebook is not None or format.scale is not None:
-        return "with float32 lhs its kernels take integers with scales of 16 or 32 bits"
-    return None
+    k, n = sizes or (ATOM, ATOM)
+    sums = parts_of(lhs) > 1
+    scale = jnp.dtype(jnp.float32) if sums else lhs
+    product = record(
+        *(format, jnp.dtype(jnp.bfloat16) if sums else lhs, scale),
+        k=k,
+        n=n,
+        scale_sums=sums,
+        transposed=transposed,
+    )
+    return _reason(product, _OLDEST)
 
 
-def unsupported_activations(values: jnp.dtype, format: Format) -> str | None:
-    """Why the kernels multiply no 8-bit activations of this dtype by such weights, or None."""
-    if values == jnp.int8:
-        taken = format.codebook is None and format.bits in ffi.KERNEL_BITS
-    else:
-        taken = format.float_dtype == jnp.float8_e4m3fn
-    if not taken:
-        return "its kernels multiply int8 by integers of 4 and 8 bits, and float8_e4m3fn by e4m3"
-    four_by_int8 = format.bits == 4 and values == jnp.int8
-    if format.zero != "none" and not (four_by_int8 and format.zero == "integer"):
-        return (
-            "its kernels for 8-bit activations take no zeros but integers of 4 bits, beside int8: "
-            f"the format has zero={format.zero!r}"
-        )
-    if format.scale is not None and not (four_by_int8 and format.scale == "int8"):
-        return (
-            "its kernels for 8-bit activations take no 8-bit scales but those of int4 that are "
-            "integers, beside int8"
-        )
-    size = format.group_size
-    if size != -1 and size != 64 and size % 128 != 0:
-        return (
-            "its kernels for 8-bit activations take groups of 64, multiples of 128 or whole "
-            f"columns, the format has groups of {size}"
-        )
-    return None
+def unsupported_activations(values: jnp.dtype, format: Format, k: int = ATOM) -> str | None:
+    """Returns None if the kernels of Hopper multiply 8-bit activations of this dtype by such
+    weights, else the reason."""
+    return _reason(_of_bytes(values, format, k), HOPPER, "qmm_sm90")
 
 
-def most_few_rows(format: Format) -> int:
-    """The most rows of qmm_sm90_stream (`cuda/kernels/sm90_stream/plan.h`)."""
-    return 32 if format.bits <= 4 else 16
+def unsupported_few_rows(rows: int, format: Format, k: int) -> str | None:
+    """Returns None if the kernel of Hopper for small M multiplies rounded rows in bfloat16."""
+    floats = jnp.dtype(jnp.bfloat16)
+    product = record(format, floats, floats, m=rows, k=k, scales_rows=True)
+    return _reason(product, HOPPER, "qmm_sm90_stream")
+
+
+def least_rows(values: jnp.dtype, format: Format, k: int) -> int:
+    """The number of rows from which Hopper multiplies 8-bit values faster in 8 bits."""
+    return ffi.least_byte_rows(_of_bytes(values, format, k))
+
+
+def _of_bytes(values: jnp.dtype, format: Format, k: int) -> list[int]:
+    return record(format, values, jnp.dtype(jnp.bfloat16), m=HOPPER, k=call.padded_columns(k))
+
+
+def record(
+    format: Format,
+    lhs: jnp.dtype,
+    scale: jnp.dtype,
+    *,
+    k: int,
+    m: int = 1,
+    n: int = ATOM,
+    **fields: Any,
+) -> list[int]:
+    """The numbers of a product without buffers. `scale`: the dtype of scales of 16 or 32 bits."""
+    out = "bfloat16" if lhs in VALUES else str(lhs)
+    dtype = scale if format.scale_dtype is None else format.scale_dtype
+    return ffi.product(
+        m=m,
+        n=n,
+        k=k,
+        bits=format.bits,
+        group_size=min(format.group_size, 2**62),
+        codebook=ffi.codebook(format.values),
+        zero=format.zero,
+        lhs=str(lhs),
+        scale=str(jnp.dtype(dtype)),
+        out=out,
+        **fields,
+    )
+
+
+def _reason(product: list[int], capability: int, kernel: str = "") -> str | None:
+    return ffi.unsupported(product, capability, kernel) or None
 
 
 def gathers(problem: Problem, operands: Operands) -> bool:

@@ -20,21 +20,17 @@ from .._backends import cpu, cuda, cuda_calls, extension
 from .._core import checks, explicit, smoothing
 from .._core.activations import EXACT, QuantizedActivations, quantize_activations, value_dtype
 from .._core.array import QuantizedArray
-from .._core.format import Format
 from . import epilogue, fused
 from .call import Product, Rows, Weights, is_supported, run
 from .options import Options
 from .product import multiply
 from .support import only_gpus_of
 
-LEAST_ROWS = 192
-"""Fewer rows are as fast in bfloat16: weights bound them, not tensor cores."""
-
-LEAST_ROWS_OF_ONE_SUM = 32
-"""Where int8 sums all of k as integers, which takes fewer instructions than weights in bfloat16."""
-
 MOST_K = 2**17 - 1
-"""More products of 8 bits may overflow int32, where all of them are (-128)^2."""
+"""More products of 8 bits may overflow int32, if all of them are (-128)^2.
+
+The kernels see k padded to 16, so that this limit is not theirs.
+"""
 
 
 class Rounding(NamedTuple):
@@ -208,11 +204,11 @@ def uncovered_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> 
         return "the number of rows is not known"
     if rhs.ndim != 2 and not pair:
         return "the call multiplies 8 bits by one matrix, not by a stack"
-    if rhs.k > MOST_K:
-        return f"sums over k={rhs.k} may leave int32, which holds {MOST_K} products of 8 bits"
     if rhs.permutation is not None or rhs.shards != (1, 1):
         return "the call multiplies 8 bits by rows that are neither permuted nor in shards"
-    return cuda.unsupported_activations(values.dtype, rhs.format)
+    if rhs.k > MOST_K:
+        return f"sums over k={rhs.k} may leave int32, which holds {MOST_K} products of 8 bits"
+    return cuda.unsupported_activations(values.dtype, rhs.format, rhs.k)
 
 
 def too_few_rows(values: Any, rhs: QuantizedArray) -> str | None:
@@ -222,15 +218,8 @@ def too_few_rows(values: Any, rhs: QuantizedArray) -> str | None:
 
 
 def least_rows(values: Any, rhs: QuantizedArray) -> int:
-    """The rows of 8-bit values from which Hopper multiplies them in 8 bits; fewer are as fast in
-    bfloat16."""
-    return least_rows_of(values, rhs.format, rhs.k)
-
-
-def least_rows_of(values: Any, format: Format, k: int) -> int:
-    """`least_rows` of a weight of this format."""
-    one_sum = format.group_size == -1 or format.group_size >= k or format.scales_channels
-    return LEAST_ROWS_OF_ONE_SUM if values == jnp.int8 and one_sum else LEAST_ROWS
+    """The number of rows from which Hopper multiplies 8-bit values faster in 8 bits."""
+    return cuda.least_rows(values, rhs.format, rhs.k)
 
 
 def in_8_bits(values: Any, rhs: QuantizedArray, backend: str | None, *, pair: bool = False) -> bool:
@@ -242,16 +231,15 @@ def in_8_bits(values: Any, rhs: QuantizedArray, backend: str | None, *, pair: bo
 
 def few_rows(shape: tuple[Any, ...], rhs: QuantizedArray, backend: str | None) -> bool:
     """Whether the kernel of Hopper for few rows multiplies rounded rows (..., k) in bfloat16."""
-    count, size = math.prod(shape[:-1]), rhs.format.group_size
+    count = math.prod(shape[:-1])
     return (
         backend in (None, "cuda")
         and isinstance(count, int)
-        and 0 < count <= cuda.most_few_rows(rhs.format)
+        and count > 0
         and rhs.ndim == 2
         and rhs.format.scale != "super"
         and rhs.tensor_scale is None
-        and rhs.k % cuda.FEW_ROWS_K == 0
-        and (size == -1 or (size >= cuda.FEW_ROWS_GROUP and size.bit_count() == 1))
+        and cuda.unsupported_few_rows(count, rhs.format, rhs.k) is None
         and is_supported("cuda", jax.ShapeDtypeStruct(shape, EXACT), rhs)
     )
 

@@ -13,7 +13,6 @@ from .._core.activations import EXACT, VALUES
 from .._core.dtypes import FLOATS
 from .._core.format import format_name, parse_format
 from .._core.layout import blocks
-from .._matmul import quantized_lhs
 from . import devices
 from .devices import Device
 from .weights import Weight, add_arguments, check_tokens, find
@@ -93,7 +92,7 @@ def _of_weights(
     }
     for n, k, format, scale in distinct.values():
         narrow = dtype in VALUES and cuda.unsupported_activations(dtype, format) is None
-        least = quantized_lhs.least_rows_of(dtype, format, k) if narrow else 0
+        least = cuda.least_rows(dtype, format, k) if narrow else 0
         floats = EXACT if dtype in VALUES else dtype
         for m in tokens:
             lhs = dtype if narrow and m >= least else floats

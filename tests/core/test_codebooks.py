@@ -228,10 +228,13 @@ def test_kernels_of_integers_refuse_codebooks():
     reasons = supported_backends(jnp.ones((1, 64)), array)
     assert reasons["cpu"] is None and reasons["pallas"] == call.NO_CODEBOOK
     assert cuda.unsupported(jnp.dtype("bfloat16"), NF4) is None
-    reason = "with float32 lhs its kernels take integers with scales of 16 or 32 bits"
+    reason = (
+        "with float32 lhs the kernels take integers with scales of 16 or 32 bits, and no float "
+        "zero or transposed product"
+    )
     assert cuda.unsupported(jnp.dtype("float32"), NF4) == reason
     wide = Format(bits=6, codebook=tuple(range(64)))
-    reason = "its kernels look up numbers of codebooks of up to 5 bits, the format has 6"
+    reason = "the kernels look up numbers of codebooks of up to 5 bits, the format has 6"
     assert cuda.unsupported(jnp.dtype("bfloat16"), wide) == reason
     with pytest.raises(ValueError, match="its kernels read integers, the format has a codebook"):
         quantized_matmul(jnp.ones((1, 64)), array, backend="pallas")

@@ -410,8 +410,8 @@ def available(monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "format", "dtype", "reason"),
     [
-        ("cuda", MXFP8, "float32", "with float32 lhs its kernels take integers"),
-        ("cuda", FOUR.replace(zero="float"), "float32", "with float32 lhs its kernels"),
+        ("cuda", MXFP8, "float32", "with float32 lhs the kernels take integers"),
+        ("cuda", FOUR.replace(zero="float"), "float32", "with float32 lhs the kernels"),
     ],
 )
 def test_backend_that_cannot(available, weight, backend, format, dtype, reason):

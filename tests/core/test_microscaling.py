@@ -436,7 +436,10 @@ def test_which_kernels_read_them(format):
     assert (reasons["cpu"], reasons["pallas"], reasons["xla"]) == (None, sentence, None)
     # Whether this build has kernels or not:
     assert uncovered("cuda", jnp.dtype("bfloat16"), format) is None
-    only_integers = "with float32 lhs its kernels take integers with scales of 16 or 32 bits"
+    only_integers = (
+        "with float32 lhs the kernels take integers with scales of 16 or 32 bits, and no float "
+        "zero or transposed product"
+    )
     assert uncovered("cuda", x.dtype, format) == only_integers
     assert f"codebook e2m1, {format.scale} scales\n" in explain(x, array, device="cpu")
     for tree in (array, nnx.state(jl_nnx.QuantizedLinear(64, 70, format=format, rngs=nnx.Rngs(0)))):

@@ -237,7 +237,7 @@ def test_int8_lhs_has_tiles_of_256_rows_where_channels_have_one_sum(bits):
     [
         ({"compute_capability": 75}, "need compute capability 8.0, this device has 7.5"),
         ({"bits": 9}, "do not read weights of 9 bits"),
-        ({"bits": 8, "codebook": "table"}, "values of up to 5 bits, these have 8"),
+        ({"bits": 8, "codebook": "table"}, "codebooks of up to 5 bits, the format has 8"),
         ({"codebook": "e4m3"}, "no e4m3 of 4 bits"),
         ({"codebook": "e2m1", "zero": "integer"}, "codebooks nor scales of 8 bits have zeros"),
         ({"narrow_scale": "e8m0", "zero": "float"}, "codebooks nor scales of 8 bits have zeros"),
@@ -246,14 +246,17 @@ def test_int8_lhs_has_tiles_of_256_rows_where_channels_have_one_sum(bits):
         ({"narrow_scale": "super", "group_size": 32, "k": 65}, "k must be a multiple of 64"),
         ({"narrow_scale": "super", "compute_capability": 86}, "needs compute capability 9.0"),
         ({"narrow_scale": "super", "zero": "integer"}, "those of two levels float ones alone"),
-        ({"codebook": "e2m1", "scale_sums": True, "float32_scale": True}, "sums only of integers"),
+        (
+            {"codebook": "e2m1", "scale_sums": True, "float32_scale": True},
+            "with float32 lhs the kernels take integers",
+        ),
         (
             {"lhs": "int8", "bits": 8, "zero": "integer"},
-            "of 4 bits with int8 scales or integer zeros",
+            "4-bit integers also with int8 scales or integer zeros",
         ),
-        ({"lhs": "int8", "zero": "float"}, "of 4 bits with int8 scales or integer zeros"),
-        ({"n": 2**30 + 1}, "n=1073741825 is beyond 2^30"),
-        ({"k": 2**30 + 1}, "k=1073741825 or n=64 is beyond 2^30"),
+        ({"lhs": "int8", "zero": "float"}, "4-bit integers also with int8 scales or integer zeros"),
+        ({"n": 2**30 + 1}, "up to 2^30, this matrix has k=64 and n=1073741825"),
+        ({"k": 2**30 + 1}, "up to 2^30, this matrix has k=1073741825 and n=64"),
     ],
 )
 def test_refusals_say_why(problem: dict[str, Any], reason):

@@ -110,7 +110,7 @@ def test_the_cpu():
             "H200",
             INT4.replace(zero="float"),
             "float32",
-            "with float32 lhs its kernels take no float zero",
+            "with float32 lhs the kernels take integers",
         ),
     ],
 )
@@ -138,8 +138,8 @@ def quantized(m, dtype="int8"):
         (32, "int8", Format(4), "H200", "in 8 bits"),
         (31, "int8", Format(4), "H200", "bfloat16, exactly: 31 rows, fewer than 32, are as fast"),
         (32, "int8", INT4, "H200", "bfloat16, exactly: 32 rows, fewer than 192, are as fast"),
-        (512, "int8", Format(4, 32), "H200", "take groups of 64, multiples of 128 or whole"),
-        (512, "int8", Format(8, 128, "integer"), "H200", "zeros but integers of 4 bits"),
+        (512, "int8", Format(4, 32), "H200", "groups must be 64, a multiple of 128 or whole"),
+        (512, "int8", Format(8, 128, "integer"), "H200", "also with int8 scales or integer zeros"),
         (512, "int8", INT4, "A100", "those of compute capability 9.0"),
     ],
 )

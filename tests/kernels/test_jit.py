@@ -474,7 +474,7 @@ def test_nothing_is_compiled_that_the_build_has(compiler, capsys):
     [
         ([], "name a checkpoint, --shapes with --format, or --format alone"),
         (["--format", "int2", "--dtype", "int4"], "--dtype int4: name one of"),
-        (["--format", "int2", "--dtype", "int8"], "--format int2-g128: its kernels multiply int8"),
+        (["--format", "int2", "--dtype", "int8"], "--format int2-g128: the kernels multiply int8"),
         (
             ["--format", "int8", "--dtype", "int8", "--device", "A100"],
             "--dtype int8: NVIDIA A100 multiplies quantized activations in bfloat16; name that",
@@ -482,7 +482,7 @@ def test_nothing_is_compiled_that_the_build_has(compiler, capsys):
         (["--format", "two"], "'two' names no format"),
         (
             ["--format", "mxfp8", "--dtype", "float32"],
-            "--format mxfp8: with float32 lhs its kernels",
+            "--format mxfp8: with float32 lhs the kernels",
         ),
     ],
 )

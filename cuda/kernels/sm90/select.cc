@@ -68,13 +68,16 @@ Support SupportsProblem(const QuantizedMatmul& problem, const Device&) {
   if (Is8Bit(problem.lhs)) {
     if (problem.k % 16 != 0) return {"k of an lhs of 8 bits must be a multiple of 16"};
     if (problem.k > 1 << 17)
-      return {"sums of products of 8 bits may overflow where k is beyond 2^17"};
+      return {"sums over k=" + std::to_string(problem.k) +
+              " may leave int32, which holds 2^17 products of 8 bits"};
     if (problem.sums_integers() && !HasOneSum(problem)) {
       return {"groups with float scales have no sum of integers"};
     }
     if (problem.group_size > 0 && problem.group_size != kAtom &&
         problem.group_size % (2 * kAtom) != 0) {
-      return {"groups beside an lhs of 8 bits must be of 64, or of multiples of 128"};
+      return {
+          "with 8-bit lhs groups must be 64, a multiple of 128 or whole columns, the format has " +
+          std::to_string(problem.group_size)};
     }
   }
   const bool sixteens =
