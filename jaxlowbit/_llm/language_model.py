@@ -12,7 +12,6 @@ from flax import nnx
 from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
-from . import memory
 from .config import Config, check_config
 from .decoder import Decoder, check_rows
 from .load import Header, LoadReport, read, read_header
@@ -192,8 +191,6 @@ def init(
     dtype = default_dtype() if dtype is None else checks.compute_dtype("init", "dtype", dtype)
     activation_dtype = arguments.activation_dtype("init", activation_dtype)
     check_rows("init", activation_rows)
-    shapes = config.shapes()
-    memory.check_weights("init", shapes, dict.fromkeys(shapes, format), dtype, mesh)
     weights = random_weights(config, format, seed=seed, dtype=dtype, mesh=mesh)
     decoding = {"dtype": dtype, "activation_dtype": activation_dtype, "mesh": mesh}
     decoding["activation_rows"] = activation_rows

@@ -13,6 +13,7 @@ from .._core import scales as quantized_scales
 from .._core.array import QuantizedArray
 from .._core.dequantize import of_codes
 from .._core.format import Format
+from . import memory
 from .block import Weight
 from .config import Config
 from .sampling import random_key
@@ -35,12 +36,13 @@ def random_weights(
     unless `format` is None: then all are. With a mesh, each weight is put on its devices before the
     next is made.
     """
-    division = None
-    if mesh is not None:
-        division = Division.of("init", config, mesh, dict.fromkeys(config.shapes(), format))
+    shapes = config.shapes()
+    formats = dict.fromkeys(shapes, format)
+    division = None if mesh is None else Division.of("init", config, mesh, formats)
+    memory.check_weights("init", shapes, formats, dtype, mesh)
     weights: dict[str, Weight] = {}
     key = random_key(seed)
-    for i, (name, shape) in enumerate(config.shapes().items()):
+    for i, (name, shape) in enumerate(shapes.items()):
         if len(shape) == 2:
             own = jax.random.fold_in(key, i)
             if format is None:

@@ -149,7 +149,7 @@ def test_which_kernels_read_them():
     assert reasons["cpu"] is None and "8-bit ones" in str(reasons["pallas"])
     taken = functools.partial(cuda.unsupported_activations, jnp.dtype("int8"))
     assert taken(FORMAT) is None
-    assert "but those of int4 that are integers" in str(taken(Format(8, 64, scale="e8m0")))
+    assert "4-bit integers also with int8 scales" in str(taken(Format(8, 64, scale="e8m0")))
     assert "integers of 4 and 8 bits" in str(taken(Format(3, 64, scale="int8")))
 
 

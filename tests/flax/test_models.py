@@ -236,11 +236,11 @@ def test_tied_layers_compute_what_the_twin_does(make):
 
 @functools.cache  # asked at every call of a program
 def in_core(filename: str) -> bool:
-    return Path(filename).parent.name == "_core"
+    return Path(filename).parent.name in ("_core", "quantizers")
 
 
 class LiveBytes:
-    """Bytes of arrays, sampled wherever a function of `_core` is called or returns.
+    """Bytes of arrays, sampled wherever a function of `_core` or `quantizers` is called or returns.
 
     Arrays of earlier tests, which may be thousands, are held, so that their ids stay theirs, and
     are not counted.

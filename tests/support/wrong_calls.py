@@ -196,7 +196,7 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "scale": NOTHING,
     "scale_dtype": NOTHING,
     "seed": of(int),
-    "shards": among((1, 1), (2, 2)),
+    "shards": among((1, 1), (2, 2), {}),
     "statistics": NOTHING,
     "stop": of(str, tuple, list),
     "temperature": of(int, float),
