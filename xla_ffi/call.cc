@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <initializer_list>
-#include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace jaxlowbit {
@@ -128,6 +128,10 @@ ffi::Error Attributes::Check() const {
                   "; export the program again with this library, or run it with the one that "
                   "exported it.");
   }
+  return Missing();
+}
+
+ffi::Error Attributes::Missing() const {
   if (missing_.empty()) return ffi::Error::Success();
   return Refuse("the call has no attribute " + missing_ +
                 " of the right type; export the program again with this library.");
@@ -180,7 +184,7 @@ ffi::Error Attributes::Decode(std::vector<Product>* products, std::vector<Step>*
                     ".");
     }
   }
-  return Check();
+  return Missing();
 }
 
 ffi::Error Call::CheckPlaces() const {
@@ -214,80 +218,146 @@ ffi::Error Call::Decode() {
   return error;
 }
 
+namespace {
+
+// What a record says of the buffer at a place: its type, and its shape or the number of its elements.
+struct Expected {
+  const char* name;
+  int64_t place;
+  bool wanted;  // by the record
+  ffi::DataType type;
+  std::initializer_list<int64_t> shape;  // of one number: the count of elements
+  const char* rule;
+};
+
+bool Fits(const Expected& expected, const ffi::AnyBuffer& buffer) {
+  if (buffer.element_type() != expected.type) return false;
+  if (expected.shape.size() > 1) return HasShape(buffer, expected.shape);
+  return static_cast<int64_t>(buffer.element_count()) == *expected.shape.begin();
+}
+
+ffi::Error Misfit(const Expected& expected, const ffi::AnyBuffer& buffer) {
+  const ffi::Error error = CheckType(expected.name, buffer, expected.type);
+  if (error.failure()) return error;
+  if (expected.shape.size() > 1) {
+    return CheckShape(expected.name, buffer, expected.shape, expected.rule);
+  }
+  return CheckCount(expected.name, buffer, *expected.shape.begin(), expected.rule);
+}
+
+ffi::Error Contradiction(const Expected& expected) {
+  return Refuse(std::string(expected.name) + (expected.wanted ? " is missing" : " is given") +
+                " but the record of the product says otherwise.");
+}
+
+constexpr const char* kWeightRule = "[weights, n_blocks, k_blocks, words]";
+constexpr const char* kGroupRule = "[weights, n_blocks, scale_rows, 64]";
+
+}  // namespace
+
 // Sizes that are symbolic in the record are those of the buffers.
+ffi::Error Call::FindSizes(const Places& at, QuantizedMatmul* p) const {
+  if (p->batch != kSymbolic && p->m != kSymbolic && p->num_weights != kSymbolic) {
+    return ffi::Error::Success();
+  }
+  const ffi::AnyBuffer lhs = At(at.lhs), packed = At(at.packed);
+  ffi::Error error = CheckRank("lhs", lhs, 3, "[batch, m, columns]");
+  if (error.success()) error = CheckRank("packed", packed, 4, kWeightRule);
+  if (error.failure()) return error;
+  if (p->batch == kSymbolic) p->batch = lhs.dimensions()[0];
+  if (p->m == kSymbolic) p->m = lhs.dimensions()[1];
+  if (p->num_weights == kSymbolic) p->num_weights = packed.dimensions()[0];
+  return error;
+}
+
+// Checks each buffer of a product against its record and takes its address.
 ffi::Error Call::Read(Product* product, Operands* found) const {
   using Type = ffi::DataType;
   const Places& at = product->places;
   QuantizedMatmul& p = product->problem;
-  const ffi::AnyBuffer lhs = At(at.lhs), packed = At(at.packed);
-  constexpr std::string_view kWeightRule = "[weights, n_blocks, k_blocks, words]";
-  constexpr std::string_view kGroupRule = "[weights, n_blocks, scale_rows, 64]";
-  for (const ffi::Error& error : {CheckRank("lhs", lhs, 3, "[batch, m, columns]"),
-                                  CheckRank("packed", packed, 4, kWeightRule)}) {
-    if (error.failure()) return error;
-  }
-  if (p.batch == kSymbolic) p.batch = lhs.dimensions()[0];
-  if (p.m == kSymbolic) p.m = lhs.dimensions()[1];
-  if (p.num_weights == kSymbolic) p.num_weights = packed.dimensions()[0];
+  const ffi::Error sizes = FindSizes(at, &p);
+  if (sizes.failure()) return sizes;
   if (const std::string fault = FaultOfSizes(p, at.index != 0); !fault.empty()) {
     return Refuse(fault);
   }
-  const int64_t weights = p.batch * p.weights_per_element(), rows = p.batch * p.m;
-  const auto shaped = [&](std::string_view name, int64_t place, Type type,
-                          std::initializer_list<int64_t> shape, std::string_view rule) {
-    if (place == 0) return ffi::Error::Success();
-    const ffi::AnyBuffer buffer = At(place);
-    const ffi::Error error = CheckType(name, buffer, type);
-    return error.failure() ? error : CheckShape(name, buffer, shape, rule);
-  };
-  const auto counted = [&](std::string_view name, int64_t place, Type type, int64_t count,
-                           std::string_view rule) {
-    if (place == 0) return ffi::Error::Success();
-    const ffi::AnyBuffer buffer = At(place);
-    const ffi::Error error = CheckType(name, buffer, type);
-    return error.failure() ? error : CheckCount(name, buffer, count, rule);
-  };
-  const Type zero_type = p.zero == ZeroKind::kInteger ? Type::U8 : TypeOf(p.scale);
-  for (const ffi::Error& error :
-       {shaped("lhs", at.lhs, TypeOf(p.lhs), {p.batch, p.m, p.lhs_columns()},
-               "[batch, m, columns]"),
-        shaped("out", at.out, TypeOf(p.out), {p.batch, p.m, p.out_columns()},
-               "[batch, m, columns]"),
-        shaped("packed", at.packed, Type::U32,
-               {p.num_weights, p.n_blocks(), p.k_blocks(), p.words_per_atom()}, kWeightRule),
-        shaped("scale", at.scale, TypeOf(p.scale),
-               {p.num_weights, p.n_blocks(), p.scale_rows(), kAtom}, kGroupRule),
-        shaped("zero", at.zero, zero_type, {p.num_weights, p.n_blocks(), p.scale_rows(), kAtom},
-               kGroupRule),
-        counted("unit", at.unit, Type::F32, p.num_weights * p.epilogue.units, "weights * units"),
-        counted("index", at.index, Type::S32, weights, p.epilogue.gated ? "2 * batch" : "batch"),
-        counted("permutation", at.permutation, Type::S32, p.k, "k"),
-        counted("bias", at.bias, TypeOf(p.epilogue.bias), weights * p.n, "weights * n"),
-        counted("residual", at.residual, TypeOf(p.epilogue.residual), rows * p.n, "rows * n"),
-        counted("lhs_scale", at.lhs_scale, Type::F32, rows, "batch * m"),
-        shaped("gathered", at.gathered, TypeOf(p.lhs), {p.batch, p.m, p.k}, "[batch, m, k]")}) {
-    if (error.failure()) return error;
-  }
-  const bool scaled = (Is8Bit(p.lhs) && !p.sums_integers()) || p.scales_rows;
-  for (auto [name, place, wanted] :
-       {std::tuple{"zero", at.zero, p.zero != ZeroKind::kNone},
-        std::tuple{"unit", at.unit, p.epilogue.units > 0},
-        std::tuple{"permutation", at.permutation, p.permuted_parts > 0},
-        std::tuple{"gathered", at.gathered, p.permuted_parts > 0},
-        std::tuple{"lhs_scale", at.lhs_scale, scaled}}) {
-    if ((place != 0) != wanted) {
-      return Refuse(std::string(name) + (wanted ? " is missing" : " is given") +
-                    " but the record of the product says otherwise.");
+  found->problem = p;
+  Buffers& b = found->buffers;
+  b.codebook = product->codebook;
+  const auto read = [&](const Expected& expected, auto* address) {
+    if (expected.place == 0) {
+      return expected.wanted ? Contradiction(expected) : ffi::Error::Success();
     }
+    if (!expected.wanted) return Contradiction(expected);
+    const ffi::AnyBuffer buffer = At(expected.place);
+    if (!Fits(expected, buffer)) return Misfit(expected, buffer);
+    *address = static_cast<std::remove_pointer_t<decltype(address)>>(buffer.untyped_data());
+    return ffi::Error::Success();
+  };
+  const int64_t weights = p.batch * p.weights_per_element(), rows = p.batch * p.m;
+  const Type zero_type = p.zero == ZeroKind::kInteger ? Type::U8 : TypeOf(p.scale);
+  const bool permuted = p.permuted_parts > 0;
+  const bool scaled = (Is8Bit(p.lhs) && !p.sums_integers()) || p.scales_rows;
+  const std::initializer_list<int64_t> lhs = {p.batch, p.m, p.lhs_columns()};
+  const std::initializer_list<int64_t> out = {p.batch, p.m, p.out_columns()};
+  const std::initializer_list<int64_t> packed = {p.num_weights, p.n_blocks(), p.k_blocks(),
+                                                 p.words_per_atom()};
+  const std::initializer_list<int64_t> groups = {p.num_weights, p.n_blocks(), p.scale_rows(),
+                                                 kAtom};
+  constexpr const char* kRows = "[batch, m, columns]";
+  ffi::Error error = read({"lhs", at.lhs, true, TypeOf(p.lhs), lhs, kRows}, &b.lhs);
+  if (error.success()) error = read({"out", at.out, true, TypeOf(p.out), out, kRows}, &b.out);
+  if (error.success()) {
+    error = read({"packed", at.packed, true, Type::U32, packed, kWeightRule}, &b.packed);
   }
-  *found = {
-      p,
-      {DataAt(at.lhs), static_cast<const float*>(DataAt(at.lhs_scale)),
-       static_cast<const uint32_t*>(DataAt(at.packed)), DataAt(at.scale), DataAt(at.zero),
-       static_cast<const float*>(DataAt(at.unit)), static_cast<const int32_t*>(DataAt(at.index)),
-       DataAt(at.bias), DataAt(at.residual), static_cast<const int32_t*>(DataAt(at.permutation)),
-       product->codebook, DataAt(at.gathered), DataAt(at.out), nullptr}};
-  return ffi::Error::Success();
+  if (error.success()) {
+    error = read({"scale", at.scale, true, TypeOf(p.scale), groups, kGroupRule}, &b.scale);
+  }
+  if (error.success()) {
+    error =
+        read({"zero", at.zero, p.zero != ZeroKind::kNone, zero_type, groups, kGroupRule}, &b.zero);
+  }
+  if (error.success()) {
+    error = read({"unit",
+                  at.unit,
+                  p.epilogue.units > 0,
+                  Type::F32,
+                  {p.num_weights * p.epilogue.units},
+                  "weights * units"},
+                 &b.unit);
+  }
+  if (error.success()) {
+    error = read({"index",
+                  at.index,
+                  at.index != 0,
+                  Type::S32,
+                  {weights},
+                  p.epilogue.gated ? "2 * batch" : "batch"},
+                 &b.index);
+  }
+  if (error.success()) {
+    error = read({"permutation", at.permutation, permuted, Type::S32, {p.k}, "k"}, &b.permutation);
+  }
+  if (error.success()) {
+    error = read(
+        {"bias", at.bias, at.bias != 0, TypeOf(p.epilogue.bias), {weights * p.n}, "weights * n"},
+        &b.bias);
+  }
+  if (error.success()) {
+    error = read({"residual",
+                  at.residual,
+                  at.residual != 0,
+                  TypeOf(p.epilogue.residual),
+                  {rows * p.n},
+                  "rows * n"},
+                 &b.residual);
+  }
+  if (error.success()) {
+    error = read({"lhs_scale", at.lhs_scale, scaled, Type::F32, {rows}, "batch * m"}, &b.lhs_scale);
+  }
+  if (error.success()) {
+    error = read({"gathered", at.gathered, permuted, TypeOf(p.lhs), lhs, kRows}, &b.gathered);
+  }
+  return error;
 }
 
 }  // namespace jaxlowbit

@@ -51,8 +51,10 @@ class Attributes {
     return T();
   }
 
+  // XLA makes text about an attribute that is not there.
   template <typename T>
   std::optional<T> Find(std::string_view name) const {
+    if (!dictionary_.contains(name)) return std::nullopt;
     const auto value = dictionary_.get<T>(name);
     return value.has_value() ? std::optional<T>(*value) : std::nullopt;
   }
@@ -61,6 +63,8 @@ class Attributes {
 
   // Returns an error if another version of the library made the program, or `Get` has missed an attribute.
   ffi::Error Check() const;
+  // Returns an error if `Get` has missed an attribute.
+  ffi::Error Missing() const;
 
   // Reads and checks products and steps; their buffers are not looked at.
   ffi::Error Decode(std::vector<Product>* products, std::vector<Step>* steps);
@@ -102,6 +106,7 @@ class Call {
 
  private:
   ffi::Error CheckPlaces() const;
+  ffi::Error FindSizes(const Places& places, QuantizedMatmul* problem) const;
   ffi::Error Read(Product* product, Operands* operands) const;
 
   ffi::RemainingArgs args_;

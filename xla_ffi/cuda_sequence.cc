@@ -401,7 +401,7 @@ class Sequence {
     const AttendBuffers buffers(call_.args(), call_.rets());
     Attend attend;
     ffi::Error error = DecodeAttend(buffers, &call_.attributes, &attend);
-    if (error.success()) error = call_.attributes.Check();
+    if (error.success()) error = call_.attributes.Missing();
     // Initialize may be given other buffers than Execute.
     if (error.success() && Executes()) error = CheckApart(buffers);
     if (error.failure()) return error;
