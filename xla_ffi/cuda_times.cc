@@ -57,7 +57,7 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
     if (error.success()) error = place.Find(stream);
     if (error.failure()) return error;
     const Operands& operands = call.operands[0];
-    const auto microseconds = rets.get<ffi::Buffer<ffi::F32>>(1);
+    auto microseconds = rets.get<ffi::Buffer<ffi::F32>>(1);
     auto workspace = rets.get<ffi::Buffer<ffi::U8>>(2);
     if (microseconds.has_error()) return microseconds.error();
     if (workspace.has_error()) return workspace.error();
