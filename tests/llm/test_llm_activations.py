@@ -125,9 +125,9 @@ def test_few_tokens_are_floats():
 
 def test_a_gpu_rounds_what_it_multiplies_in_8_bits(monkeypatch):
     """By the formats of the weights."""
+    weights = random(LLAMA)
     gpu = types.SimpleNamespace(platform="gpu")
     monkeypatch.setattr("jax.devices", lambda *_: [gpu])
-    weights = random(LLAMA)
     grouped = decoder(LLAMA, weights, "int8")
     assert grouped.activation_rows == 192
     assert decoder(LLAMA, weights, None).activation_rows == 1
