@@ -12,7 +12,7 @@
 #include "cuda/jit/kernels.h"
 #include "cuda/kernels/instance_key.h"
 #include "cuda/kernels/loaded.h"
-#include "xla_ffi/jit.h"
+#include "xla_ffi/bind.h"
 
 namespace nb = nanobind;
 

@@ -25,11 +25,10 @@
 #include "cuda/select/cache.h"
 #include "cuda/select/select.h"
 #include "cuda/select/tuned.h"
+#include "xla_ffi/bind.h"
 #include "xla_ffi/call.h"
 #include "xla_ffi/handlers.h"
-#include "xla_ffi/jit.h"
 #include "xla_ffi/record.h"
-#include "xla_ffi/record_python.h"
 #if defined(JAXLOWBIT_WITH_CUDA)
 #include "cuda/ops/exchange.h"
 #endif
@@ -202,12 +201,11 @@ class CostModel {
  public:
   CostModel(const std::string& kernel,
             const std::vector<std::pair<Question, ChoiceNumbers>>& choices) {
-    const auto named = std::find(std::begin(kKernelNames), std::end(kKernelNames), kernel);
-    if (named == std::end(kKernelNames)) throw std::invalid_argument("no kernel " + kernel);
-    const int number = static_cast<int>(named - std::begin(kKernelNames));
-    constants_ = CostConstants(static_cast<Kernel>(number));
+    const Kernel named = FindKernel(kernel);
+    constants_ = CostConstants(named);
     for (const auto& [question, numbers] : choices) {
-      if (numbers[0] != number) throw std::invalid_argument("a choice of another kernel");
+      if (numbers[0] != static_cast<int>(named))
+        throw std::invalid_argument("a choice of another kernel");
       if (const Support support = Supports(ChoiceOf(numbers), question.problem, question.device,
                                            question.workspace_bytes);
           !support) {

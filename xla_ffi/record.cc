@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "xla_ffi/record_python.h"
+#include "xla_ffi/bind.h"
 
 namespace nb = nanobind;
 

@@ -160,11 +160,7 @@ class Call:
         format = weight.format
         (batch, m, columns), columns_out = self.at(lhs).shape, self.at(out).shape[-1]
         n, k = (columns, columns_out) if transposed else (columns_out, columns)
-        given = {
-            "zero": weight.zero,
-            "unit": weight.unit,
-            "index": weight.index,
-        }
+        given = {"zero": weight.zero, "unit": weight.unit, "index": weight.index}
         places = {"lhs": lhs, "out": out, "lhs_scale": lhs_scale, **(addends or {})}
         places |= {"packed": self.operand(weight.packed), "scale": self.operand(weight.scale)}
         places |= {name: self.operand(x) for name, x in given.items() if x is not None}
@@ -183,15 +179,12 @@ class Call:
             n=n,
             k=k,
             num_weights=_size(weight.packed.shape[0]),
-            bits=format.bits,
-            group_size=min(format.group_size, 2**62),  # larger groups mean the same
-            codebook=ffi.codebook(format.values),
             lhs=_name(self.at(lhs).dtype),
             scale=_name(weight.scale.dtype),
             out=_name(self.at(out).dtype),
-            zero=format.zero,
             transposed=transposed,
             gated=gated,
+            **format_fields(format),
             **fields,
             **{f"{name}_at": place for name, place in places.items()},
         )
@@ -251,6 +244,16 @@ class Call:
         sizes = [max(sums, self._sums), *(_placed_bytes(x.shape, x.dtype) for x in buffers)]
         limit = ffi.MAX_WORKSPACE_BYTES
         return min(limit, sum(sizes)) if all(isinstance(size, int) for size in sizes) else limit
+
+
+def format_fields(format: Format) -> dict[str, Any]:
+    """The fields of a product that its format determines; larger groups than 2^62 mean the same."""
+    return {
+        "bits": format.bits,
+        "group_size": min(format.group_size, 2**62),
+        "codebook": ffi.codebook(format.values),
+        "zero": format.zero,
+    }
 
 
 def versions(caller: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def least_rows(values: jnp.dtype, format: Format, k: int) -> int:
 
 
 def _of_bytes(values: jnp.dtype, format: Format, k: int) -> list[int]:
-    return record(format, values, jnp.dtype(jnp.bfloat16), m=HOPPER, k=call.padded_columns(k))
+    return record(format, values, jnp.dtype(jnp.bfloat16), k=call.padded_columns(k))
 
 
 def record(
@@ -82,13 +82,10 @@ def record(
         m=m,
         n=n,
         k=k,
-        bits=format.bits,
-        group_size=min(format.group_size, 2**62),
-        codebook=ffi.codebook(format.values),
-        zero=format.zero,
         lhs=str(lhs),
         scale=str(jnp.dtype(dtype)),
         out=out,
+        **call.format_fields(format),
         **fields,
     )
 

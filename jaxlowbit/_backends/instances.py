@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from .._core.activations import VALUES
 from .._core.format import Format
 from . import selection
-from .cuda import parts_of
+from .cuda import HOPPER, parts_of
 from .extension import ffi
 from .selection import DeviceFacts
 
-HOPPER = 90
 _CUDA_NAMES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 _NARROW_SCALES = {
     "e8m0": "jaxlowbit::E8m0",
