@@ -3,11 +3,11 @@
 // The device code of attend.cu: one warp's copies, products and softmax, and the sums of warps and CTAs.
 //
 // Bound. Memory: keys and values are read once for all query heads that share them, which are rows of products on
-// tensor cores. A CTA works for one key head on one part of the slots. Each warp takes units of 16 slots by itself, with
-// a ring of copies, a running maximum, a running sum and accumulators, so the loop has no barrier. Units are dealt out
-// in turn, so that a cache with few slots in use keeps all CTAs busy; units without a slot that the query sees are not
-// read. Warps meet at the end in shared memory, CTAs of a key head in CombineKernel (attend_splits.cuh): both add in a
-// fixed order.
+// tensor cores. A CTA works for one key head on one part of the slots. Each warp takes units of 16 slots by itself,
+// with a ring of copies, a running maximum, a running sum and accumulators, so the loop has no barrier. Units are dealt
+// out in turn, so that a cache with few slots in use keeps all CTAs busy; units without a slot that the query sees are
+// not read. Warps meet at the end in shared memory, CTAs of a key head in CombineKernel (attend_splits.cuh): both add
+// in a fixed order.
 //
 // Every CTA rotates its queries and the new key in shared memory. One warp has the unit with the slot that is written:
 // it stores key and value to the cache and to its own copy of the unit. So no CTA reads what another CTA writes.
@@ -142,8 +142,8 @@ class Units {
   __device__ int count() const { return count_; }
   __device__ int SlotOf(int number) const { return (worker_ + number * workers_) * kUnit; }
 
-  // Whether there is another unit; then its number, and which of its slots the query sees, a bit each. The first is
-  // unit 0 whatever it sees.
+  // Returns false if no unit is left, else sets its number and a mask of its slots that the query sees. The first unit
+  // is always unit 0, even if the query sees none of its slots.
   __device__ bool Next(int* number, uint32_t* seen) {
     while (left_ == 0) {
       if (next_ >= count_) return false;
@@ -527,8 +527,8 @@ class WarpAttention {
   float top_[kHalves], total_[kHalves], sums_[2 * kSteps][4] = {};
 };
 
-// Adds the sums that the warps left in shared memory. Stores results if there is one split, else sums with their maximum
-// and total.
+// Adds the sums that the warps left in shared memory. Stores results if there is one split, else sums with their
+// maximum and total.
 template <typename T, int kSize>
 __device__ void StoreSums(const Params& p, const float* merged, const float* tops,
                           const float* totals) {

@@ -51,7 +51,7 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
 }
 
 // Additional time per atom and strip for MXFP4 and NVFP4 in tiles that load their scales once per stage (kCodebookAtoms
-// in number_costs.h). Up to 16 rows, for which qmm_sm90_stream is faster, both kernels use the same number.
+// in number_costs.h). Up to 16 rows, qmm_sm90_stream is faster and both kernels use the same number.
 constexpr double kMicroscaledAtom = 0.015;
 
 // Whether the instance is available or can be compiled. SupportsOnHopper has checked formats whose instances are all
