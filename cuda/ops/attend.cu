@@ -75,9 +75,9 @@ cudaError_t Combine(const Attend& attend, const Params& params, const Device& de
 
 }  // namespace
 
-// The sequential work of a CTA's warps in units: units of slots, one to start, one for the second kernel, and a
-// fraction (below) per split that it adds. One CTA per multiprocessor reads as fast as several, so more of them take
-// proportionally longer.
+// Minimizes the sequential work of a CTA's warps, in units: units of slots, one to start, one for the second kernel,
+// and a fraction (below) per split that it adds. One CTA per multiprocessor reads as fast as several, so more of them
+// take proportionally longer.
 int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_bytes) {
   if (attend.batch == 0) return 1;
   const Variant variant = Find(attend);
