@@ -2,13 +2,13 @@
 //
 // Accumulators of a whole tile to global memory, through the epilogue if there is one.
 //
-// A store tile is kStoreRows of a strip, which TMA stores at a time. The buffers of a warpgroup hold:
+// A store tile is kStoreRows of a strip, stored by one TMA operation. The buffers of a warpgroup contain:
 //
-//   in registers   the results of a store tile each, in turn; with residuals, the first two, which hold the store
-//                  tile's residual before
-//   Form::kOther   0, 1: results of a store tile; 2: accumulators of half a store tile, of the gate if gated; 3: those
-//                  of up, if this warpgroup has them. If two warpgroups have a strip each, the one with up leaves half
-//                  a store tile in each of its four buffers for the other.
+//   in registers   the results of one store tile each, in turn; with residuals only the first two are used, first for
+//                  the store tile's residual
+//   Form::kOther   0, 1: results of a store tile; 2: accumulators of half a store tile, of the gate if gated; 3: the
+//                  accumulators of up, if this warpgroup has them. If two warpgroups have a strip each, the one with up
+//                  stores half a store tile to each of its four buffers for the other.
 #pragma once
 
 #include <utility>
@@ -171,8 +171,8 @@ class TileStorer {
     }
   }
 
-  // Leaves a warpgroup's accumulators of half a store tile, of strip kHalf / kHalves, times their factors, where each
-  // thread finds its own.
+  // Stores a warpgroup's accumulators of half a store tile of strip kHalf / kHalves, times their factors, in the order
+  // of threads.
   template <int kHalf>
   __device__ void Leave(uint32_t buffer, const Accumulators<I>& acc) const {
 #pragma unroll
@@ -300,7 +300,7 @@ class TileStorer {
     return store_tile + (row + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
   }
 
-  // Called when all threads of a warpgroup have written the store tile: starts storing it.
+  // Starts storing a store tile. Call after all threads of the warpgroup have written it.
   __device__ void EndStoreTile(int strip, int m0, int batch, uint32_t buffer) {
     PublishShared();
     Synchronize(1 + threadIdx.x / 128, 128);
