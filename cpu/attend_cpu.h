@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// attend_cpu: attention of queries to a cache of keys and values on the CPU, as independent tasks. How the work is cut
-// depends on the problem alone, so the result's bits do not depend on the number of threads.
+// attend_cpu: attention of queries to a cache of keys and values on the CPU, as independent tasks. Tasks depend only on
+// the problem, so the result's bits do not depend on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,9 @@
 namespace jaxlowbit {
 
 // out[b, q, h] = the sum over the slots s that query (b, q) sees of softmax_s(scale * query[b, q, h] . key[b, s, h /
-// shared]) * value[b, s, h / shared], in float32, or zeros if it sees none. It sees those of the first `reach` slots
-// whose positions are not negative, not beyond its own, and less than `window`, if that is not 0, before it. What slots
-// hold that no query of the call sees does not matter, nor if it is NaN. Buffers begin at any element.
+// shared]) * value[b, s, h / shared], in float32, or zeros if it sees none. A query at position q sees a slot s < reach
+// at position p if 0 <= p <= q and, for nonzero `window`, q - p < window. Slots that no query of the call sees may
+// contain anything, NaN included. Buffers need only the alignment of an element.
 struct CpuAttend {
   ElementType type = ElementType::kF32;  // of query, key, value and out
   int64_t batch = 0, queries = 0, heads = 0, kv_heads = 0, head_size = 0;
@@ -27,15 +27,15 @@ struct CpuAttend {
   const int32_t* positions = nullptr;           // [batch, slots]; -1 for nothing
   void* out = nullptr;                          // [batch, queries, heads, head_size]
 
-  // The heads of all queries that share keys are rows of one product: `shared` of each query after the other.
+  // Heads that share keys are rows of one product: `shared` consecutive rows per query.
   int64_t shared() const { return heads / kv_heads; }
-  // How far before its own position a query sees.
+  // The maximum distance of a visible slot before the query.
   int32_t farthest() const {
     return static_cast<int32_t>(window == 0 ? INT32_MAX : std::min<int64_t>(window - 1, INT32_MAX));
   }
   int64_t rows() const { return queries * shared(); }
 
-  // A task has so many rows at most, and the blocks of slots of one part; parts take blocks in turn.
+  // A task has up to kRows rows and one part's blocks of kSlots slots; parts take blocks in turn.
   static constexpr int64_t kRows = 48, kSlots = 64;
   static constexpr int64_t kMaxHeadSize = 256;
   int64_t tiles() const { return CeilDiv(rows(), kRows); }
@@ -47,7 +47,7 @@ struct CpuAttend {
   }
   int64_t num_tiles() const { return batch * kv_heads * tiles(); }
 
-  // Floats of one row of sums in the scratch memory, of which a thread has one piece, and of what a part leaves.
+  // Sizes in floats: one row of sums, the scratch memory of a thread, and the partial results of one part and of all.
   int64_t padded() const { return CeilDiv(head_size, kAtom) * kAtom; }
   int64_t scratch_floats() const {
     return kRows * (2 * padded() + kSlots) + 2 * kSlots * padded() + 2 * kRows;
@@ -56,11 +56,11 @@ struct CpuAttend {
   int64_t left_floats() const { return parts() == 1 ? 0 : num_tiles() * parts() * part_floats(); }
 };
 
-// Compiled for one instruction set.
+// The functions compiled for one instruction set.
 struct AttendClone {
-  // One part of a tile. With several parts the sums go to `left`, otherwise to out.
+  // Computes one part of a tile. With several parts the sums go to `left`, otherwise to out.
   void (*attend)(const CpuAttend& attend, int64_t tile, int64_t part, float* scratch, float* left);
-  // Adds up what the parts of a tile left, in order.
+  // Adds the partial sums of a tile's parts, in order.
   void (*add_up)(const CpuAttend& attend, int64_t tile, float* scratch, const float* left);
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// bf16 and f16 to and from float32, and 8-bit scales to it, in integer arithmetic without branches so that loops of
-// them vectorize on every machine, and without float32 subnormals: XLA's threads flush those to zero.
+// Converts bf16 and f16 to and from float32, and 8-bit scales to float32. Integer arithmetic without branches lets
+// loops vectorize on every machine; no float32 subnormals, which XLA's threads flush to zero.
 #pragma once
 
 #include <algorithm>
@@ -56,8 +56,7 @@ inline float ToFloat(F16 value) {
   return BitsToFloat(sign | (magnitude < 0x400 ? subnormal : normal));
 }
 
-// 2^(code - 127), but 2^-126 for 2^-127, which is subnormal (Coefficients in clone/dequantize.inc); the last code is
-// NaN.
+// 2^(code - 127), except 2^-126 for the subnormal 2^-127 (Coefficients in clone/dequantize.inc). The last code is NaN.
 inline float ToFloat(E8m0 value) {
   const uint32_t code = value.bits, is_nan = (code + 1) >> 8;
   return BitsToFloat(std::max(code, 1u) << 23 | is_nan << 22);
@@ -67,7 +66,7 @@ inline float ToFloat(E4m3 value) {
   const uint32_t magnitude = value.bits & 0x7fu;
   const uint32_t sign = (value.bits & 0x80u) << 24;
   const uint32_t is_nan = (magnitude + 1) >> 7, is_subnormal = (magnitude - 8) >> 31;  // 0 or 1
-  // A subnormal number is the difference between the smallest normal one with its mantissa and that itself.
+  // A subnormal number is the smallest normal number with its mantissa minus the smallest normal number.
   const uint32_t bits = (magnitude << 20) + ((127u - 7 + is_subnormal) << 23);
   const float finite = BitsToFloat(bits) - BitsToFloat(kE4m3Smallest & (0 - is_subnormal));
   return BitsToFloat(FloatToBits(finite) | sign | (kF32Nan & (0 - is_nan)));

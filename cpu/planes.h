@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The order of bits in the packed layout (docs/layout.md) as the CPU reads it: the twin of
-// jaxlowbit/_core/layout.py.
+// The order of bits in the packed layout (docs/layout.md) for the CPU kernel; jaxlowbit/_core/layout.py defines the
+// same in Python.
 #pragma once
 
 #include "cuda/problem.h"
@@ -11,21 +11,21 @@ namespace jaxlowbit {
 inline constexpr int kMaxBits = 8;
 inline constexpr int kMaxPlanes = 3;
 
-// Bits `shift` to `shift + bits` of every code. `slots` names the binary digits of a slot's number,
-// highest first; a lane's slots follow each other from the lowest bit of its first word on.
+// Bits [shift, shift + bits) of every code. `slots` names the binary digits of a slot's number, highest first; a lane's
+// slots are consecutive from the lowest bit of its first word.
 struct Plane {
   int bits = 0;  // 0: no plane
   int shift = 0;
   const char* slots = "";
 
-  // From a slot to the next one along `digit`, in bits.
+  // The distance of two slots that are adjacent in `digit`, in bits.
   constexpr int Stride(char digit) const {
     int i = 0;
     while (slots[i] != digit) ++i;
     return bits << (4 - i);
   }
 
-  // The planes before this one hold `shift` bits of each code.
+  // Earlier planes contain `shift` bits of each code.
   constexpr int first_word() const { return static_cast<int>(kAtom * kAtom) / 32 * shift; }
 };
 
@@ -41,7 +41,7 @@ inline constexpr Plane kPlanes[kMaxBits + 1][kMaxPlanes] = {
     {{8, 0, "Ssveh"}},
 };
 
-// Planes merge by shifts and masks alone because e and h have one stride in all planes of a width.
+// All planes of a width have the same strides of e and h, so planes merge by shifts and masks.
 constexpr int StrideOfE(int bits) { return kPlanes[bits][0].Stride('e'); }
 constexpr int StrideOfH(int bits) { return kPlanes[bits][0].Stride('h'); }
 

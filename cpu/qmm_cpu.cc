@@ -22,8 +22,8 @@ namespace jaxlowbit {
 namespace {
 
 #if defined(__x86_64__) && defined(__linux__)
-// Whether there are tiles of bfloat16, and what came with them, and the system lets this process use them: it has to be
-// asked, once. https://docs.kernel.org/arch/x86/xstate.html
+// Whether the CPU has bfloat16 tiles and the extensions of the amx clone, and the system lets this process use them,
+// which it has to request once. https://docs.kernel.org/arch/x86/xstate.html
 bool HasTiles() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   const bool found = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0;
@@ -36,7 +36,8 @@ bool HasTiles() {
 }
 #endif
 
-// From where on AMX is faster than registers, by the way in which weights become bfloat16 (clone/amx.inc).
+// The smallest m that AMX multiplies faster than vector registers. It depends on the conversion of weights to bfloat16
+// (clone/amx.inc).
 int64_t FewestTileTokens(const QuantizedMatmul& problem) {
   const int64_t group_size = problem.group_size;
   const bool looked_up = problem.bits <= 4 && (group_size < 0 || group_size >= kAtom / 2);
@@ -173,7 +174,7 @@ void CpuMatmul::Run(int64_t task, CacheLine* scratch) const {
   const int64_t n_task = task / m_blocks_ % n_tasks_;
   const int64_t batch = task / m_blocks_ / n_tasks_;
   if (stream_) return clone_.stream(call_, batch, n_task);
-  // Blocks of equal size, up to one token, or one tile of them.
+  // Block sizes differ by up to one unit: a token or a tile of tokens.
   const int64_t m = call_.problem.m, m_block = task % m_blocks_;
   const int64_t unit = tiles_ ? kAmxTokens : 1, units = CeilDiv(m, unit);
   const int64_t begin = units * m_block / m_blocks_ * unit;

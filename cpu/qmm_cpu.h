@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// qmm_cpu: the quantized matmul on the CPU, as independent tasks that any threads may run in any
-// order. How the work is cut depends on the problem alone, so the result's bits do not depend on
-// the number of threads.
+// qmm_cpu: the quantized matmul on the CPU, as independent tasks for any threads in any order. Tasks depend only on the
+// problem, so the result's bits do not depend on the number of threads.
 #pragma once
 
 #include <cstddef>
@@ -20,27 +19,27 @@ struct alignas(64) CacheLine {
   float values[16];
 };
 
-// Memory that is written before it is read. Zeros of a std::vector would cost as much as a product of few rows.
+// Allocates uninitialized memory. Zeroing, as by std::vector, would cost as much as a product with small m.
 inline std::unique_ptr<CacheLine[]> AllocateLines(int64_t count) {
   return std::unique_ptr<CacheLine[]>(new CacheLine[count]);
 }
 
-// The numbers of a codebook, as the clones read them.
+// The numbers of a codebook in the clones' layout.
 struct CpuCodebook {
   CpuCodebook(const float* numbers, int bits);
 
-  // Of integers of so many bits, up to kMostIntegerBits, that have no zero of their own.
+  // The codebook of integers without zero points, for up to kMostIntegerBits bits.
   static constexpr int kMostIntegerBits = 5;
   static const CpuCodebook& OfIntegers(int bits);
 
-  alignas(64) float numbers[256];     // the first ones again and again
-  alignas(64) uint8_t bytes[4][256];  // of these, the lowest of each number first
-  float largest = 0;                  // magnitude of those that are finite
-  bool finite = true;                 // all of them
-  bool is_bf16 = true;                // all of them: the lower bytes are 0
+  alignas(64) float numbers[256];     // repeated to fill the array
+  alignas(64) uint8_t bytes[4][256];  // the bytes of `numbers`, lowest first
+  float largest = 0;                  // maximum magnitude of the finite numbers
+  bool finite = true;                 // all numbers are finite
+  bool is_bf16 = true;                // all numbers are bf16: the lower bytes are 0
 };
 
-// A problem with its buffers, as the clones see it.
+// The arguments of a clone: a problem and its buffers.
 struct CpuCall {
   QuantizedMatmul problem;
   Buffers buffers;
@@ -48,9 +47,9 @@ struct CpuCall {
   const CpuCodebook* codebook = nullptr;  // null: integers
 };
 
-// Whether one row is multiplied by sums of activations that bits of weights look up, where a clone does that
-// (clone/bit_sums.inc). Zeros that are integers may cancel weights exactly, which sums do not. Of 3 bits, four belong
-// to rows of several groups where groups are small, and numbers of a codebook are no sums of what planes mean.
+// Whether a clone with bit sums (clone/bit_sums.inc) uses them for this product of one row. Excluded are integer zeros,
+// which may cancel weights exactly while sums do not; 3 bits in small groups, where four bits span several groups; and
+// 3-bit codebooks, whose numbers are not sums over planes.
 constexpr bool HasBitSums(const QuantizedMatmul& p) {
   if (p.m != 1 || p.zero == ZeroKind::kInteger) return false;
   if (p.bits == 3) {
@@ -63,25 +62,24 @@ constexpr int64_t BitSumLines(int bits) { return 16 * bits + 1; }  // of an atom
 constexpr bool IsFloat8(const QuantizedMatmul& p) {
   return p.codebook == Codebook::kE4m3 || p.codebook == Codebook::kE5m2;
 }
-// Whether one row meets floats of 8 bits, for which a clone may want it in another order (clone/float8_row.inc).
+// Whether one row multiplies 8-bit floats; a clone may permute such a row differently (clone/float8_row.inc).
 constexpr bool IsFloat8Row(const QuantizedMatmul& p) { return p.m == 1 && IsFloat8(p); }
 
 // The kernel compiled for one instruction set.
 struct CpuClone {
   const char* isa;
-  bool has_own_rows;  // one row of what HasBitSums and IsFloat8Row say is permuted otherwise
-  // Few rows: each weight is dequantized in registers and used at once. `permute` prepares rows [begin, end) of lhs.
+  bool has_own_rows;  // permutes the row differently if HasBitSums or IsFloat8Row
+  // Small m: each weight is dequantized in registers and used at once. `permute` prepares rows [begin, end) of lhs.
   void (*permute)(const CpuCall& call, int64_t begin, int64_t end, float* permuted);
   void (*stream)(const CpuCall& call, int64_t batch, int64_t n_block);
-  // Many rows [m_begin, m_end): weights are dequantized to `scratch` and used from there.
+  // Large m, rows [m_begin, m_end): weights are dequantized to `scratch` first.
   void (*block)(const CpuCall& call, int64_t batch, int64_t n_block, int64_t m_begin, int64_t m_end,
                 float* scratch);
-  // Any rows of bfloat16, by AMX; null where there is none. `permute_to_tiles` and `tiles` take rows from a multiple of
-  // kAmxTokens on.
+  // bfloat16 rows by AMX, any m; null without AMX. Ranges of rows begin at a multiple of kAmxTokens.
   void (*permute_to_tiles)(const CpuCall& call, int64_t begin, int64_t end, float* permuted);
   void (*tiles)(const CpuCall& call, int64_t batch, int64_t n_begin, int64_t n_end, int64_t m_begin,
                 int64_t m_end, float* scratch);
-  // Up to kInt8Tokens rows of int8 by integers, with VNNI; null where there is none.
+  // Up to kInt8Tokens rows of int8 by integers with VNNI; null without VNNI.
   void (*permute_int8)(const CpuCall& call, int64_t begin, int64_t end, uint32_t* permuted);
   void (*int8)(const CpuCall& call, int64_t batch, int64_t n_block, int64_t m_begin, int64_t m_end,
                const uint32_t* permuted);
@@ -89,7 +87,7 @@ struct CpuClone {
   RowsClone rows;
 };
 
-namespace amx {  // AMX, and the extensions of AVX-512 that came with it or before
+namespace amx {  // AMX, and the AVX-512 extensions of the first CPUs with AMX
 extern const CpuClone kClone;
 }
 namespace vnni {  // AVX-512 with VNNI and VBMI
@@ -105,28 +103,28 @@ namespace baseline {
 extern const CpuClone kClone;
 }
 
-// The clones this binary holds that this machine can run, best first. JAXLOWBIT_CPU_ISA names the one that is to be the
-// first; others can then not run.
+// The clones in this binary that this machine can run, best first. JAXLOWBIT_CPU_ISA names the best one to consider;
+// better ones are left out.
 std::vector<const CpuClone*> RunnableCpuClones();
 
 class CpuMatmul {
  public:
-  // `permuted` has PermutedLines, which products may share (SharesPermuted).
+  // `permuted` has PermutedLines lines; products may share it (SharesPermuted).
   CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, const CpuClone& clone,
             CacheLine* permuted);
 
-  // Whether a product of the same clone reads what this one has permuted.
+  // Whether a product by the same clone can reuse this product's `permuted`.
   bool SharesPermuted(const QuantizedMatmul& problem, const Buffers& buffers) const;
 
-  // None for many rows, but by AMX.
+  // 0 for large m, except with AMX.
   static int64_t PermutedLines(const QuantizedMatmul& problem, const CpuClone& clone);
 
-  // Fills `permuted` from rows of lhs, those of a task of kPermutedRows, before anything runs.
+  // Fills `permuted` from lhs, kPermutedRows rows per task. All permute tasks must end before Run.
   int64_t num_permute_tasks() const;
   void Permute(int64_t task) const;
 
   int64_t num_tasks() const { return call_.problem.batch * n_tasks_ * m_blocks_; }
-  size_t scratch_lines() const;  // for each thread that calls Run
+  size_t scratch_lines() const;  // per thread that calls Run
 
   void Run(int64_t task, CacheLine* scratch) const;
 
@@ -135,7 +133,7 @@ class CpuMatmul {
   CpuCall call_;
   const CpuClone& clone_;
   bool tiles_, stream_;
-  int64_t strips_, n_tasks_, m_blocks_;  // strips: of a task
+  int64_t strips_, n_tasks_, m_blocks_;  // strips_: per task
   float* permuted_;
 };
 

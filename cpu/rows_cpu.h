@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a transformer's block does between its products, on the CPU.
+// The operations between the products of a transformer block, on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace jaxlowbit {
 
-// total = x + addend, rounded; normed = total / sqrt(mean(total^2) + epsilon) * scales, if there are scales.
+// total = x + addend, rounded; if `scales` is not null, normed = total / sqrt(mean(total^2) + epsilon) * scales.
 struct AddedRows {
   ElementType type = ElementType::kF32;        // of all buffers but the scales
   ElementType scale_type = ElementType::kF32;  // `type` or float32
@@ -28,7 +28,7 @@ struct GatedRows {
   void* out = nullptr;
 };
 
-// Compiled for one instruction set; each computes rows [begin, end).
+// The functions compiled for one instruction set. Each computes rows [begin, end).
 struct RowsClone {
   void (*add)(const AddedRows& rows, int64_t begin, int64_t end);
   void (*gate)(const GatedRows& rows, int64_t begin, int64_t end);

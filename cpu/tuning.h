@@ -9,24 +9,24 @@
 
 namespace jaxlowbit {
 
-// Up to here weights stream through registers, with so many vectors of sums in the L1 cache.
+// Up to kStreamTokens, weights stream through registers, with kStreamSums vectors of sums in the L1 cache.
 inline constexpr int64_t kStreamTokens = 16;
 inline constexpr int64_t kStreamSums = 512;
 
-// Rows that a thread permutes at a time; few rows are one task.
+// Rows permuted per task; small m is one task.
 inline constexpr int64_t kPermutedRows = 16;
 static_assert(kPermutedRows >= kStreamTokens);
 
-// Activations of 8 bits: at most kInt8Rows are multiplied one by one, more in tasks of kInt8Tokens by a panel of
-// kInt8Atoms, whose sums of products are below 2^24: float32 holds them.
+// 8-bit activations: up to kInt8Rows rows are multiplied one by one, more in tasks of kInt8Tokens by a panel of
+// kInt8Atoms. A panel's sums of products are below 2^24, so float32 represents them exactly.
 inline constexpr int64_t kInt8Rows = 2;
 inline constexpr int64_t kInt8Tokens = 240;
 inline constexpr int64_t kInt8Atoms = 4;
-inline constexpr int64_t kInt8Words = 20;  // of a row in an atom: values, and their sums by step
+inline constexpr int64_t kInt8Words = 20;  // per row and atom: values, and their sums by step
 static_assert(kInt8Atoms * kAtom * 255 * 128 < 1 << 24);
 
-// Beyond: a task's tokens (its dequantized weights are used so often), its slice of k, and the
-// tokens of one register tile.
+// Beyond kStreamTokens: a task's tokens (the reuse of its dequantized weights), its slice of k, and the tokens of one
+// register tile.
 inline constexpr int64_t kBlockTokens = 240;
 inline constexpr int64_t kBlockAtoms = 8;
 inline constexpr int64_t kBlockK = kBlockAtoms * kAtom;
@@ -38,9 +38,9 @@ inline constexpr int64_t kLhsFloats = kTileTokens * kBlockK;
 inline constexpr int64_t kSumFloats = kBlockTokens * kAtom;
 inline constexpr int64_t kScratchBytes = 4 * (kPanelFloats + kLhsFloats + kSumFloats);
 
-// By AMX a task has kAmxStrips where that leaves kAmxTasks of one block of tokens and lhs is larger than kAmxLhsBytes,
-// so that it is read from beyond the L2 cache less often. Scratch: the weights of a slice of k, which stay in the L1
-// cache, and the task's sums.
+// With AMX a task has kAmxStrips strips if one block of tokens still has kAmxTasks tasks and lhs is larger than
+// kAmxLhsBytes, to read lhs less often from beyond the L2 cache. Scratch: the weights of a slice of k, which stay in
+// the L1 cache, and the task's sums.
 inline constexpr int64_t kAmxBlockTokens = 256;
 inline constexpr int64_t kAmxStrips = 4;
 inline constexpr int64_t kAmxTasks = 16;
@@ -51,7 +51,7 @@ inline constexpr int64_t kTileWeightWords = kAmxAtoms * kAtom * kAtom / 2;
 
 static_assert(kPermutedRows % kAmxTokens == 0);
 
-// Tokens of a tile of AMX.
+// Tokens of an AMX tile.
 constexpr int64_t TileWidth(int64_t m) { return m < kAmxTokens ? m : kAmxTokens; }
 
 }  // namespace jaxlowbit

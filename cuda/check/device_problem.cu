@@ -24,9 +24,9 @@ namespace jaxlowbit::check {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr float kInt8Unit = 30;  // what a value of 1 is in int8
+constexpr float kInt8Unit = 30;  // the int8 value for 1
 
-// CTAs for kernels in which threads stride over `count` elements.
+// The grid size for kernels whose threads stride over `count` elements.
 int64_t Ctas(int64_t count) { return std::clamp<int64_t>(CeilDiv(count, kThreads), 1, 4096); }
 
 __device__ float Load(const void* data, ElementType type, int64_t i) {
@@ -82,8 +82,8 @@ __device__ void Store(void* data, ElementType type, int64_t i, float value) {
 
 enum class Fill { kNormal, kScale, kZero, kIndex, kWords };
 
-// Random scale number `i`: a small one. Of the first ones in 8 bits some are `large`, unless that is 0, so that kernels
-// multiply by them apart.
+// Random scale number `i`, usually small. If `large` is not 0, some of the first 8-bit scales are `large`, to test
+// kernels that multiply by large scales separately.
 __device__ float Scale(int64_t i, uint64_t x, ElementType type, float large) {
   constexpr int64_t kFirst = 1024;
   const float fraction = Hash(x) * 0x1p-32f;
@@ -100,7 +100,7 @@ __device__ float Scale(int64_t i, uint64_t x, ElementType type, float large) {
   }
 }
 
-// A random byte of an 8-bit float: neither NaN nor infinite, and of those with 5 bits of exponent below 2.
+// A random byte of an 8-bit float: finite, and below 2 for 5 exponent bits.
 __device__ uint32_t FloatByte(uint32_t byte, Codebook codebook) {
   if (codebook == Codebook::kE5m2) return byte & 0xbf;
   return (byte & 0x7f) == 0x7f ? byte - 1 : byte;
@@ -121,7 +121,7 @@ __global__ void FillKernel(void* data, Fill fill, ElementType type, int64_t coun
       case Fill::kZero:
         static_cast<uint8_t*>(data)[i] = Hash(x) % modulus;
         break;
-      case Fill::kIndex:  // out of range on purpose now and then: it is clamped
+      case Fill::kIndex:  // sometimes out of range, to test clamping
         static_cast<int32_t*>(data)[i] = static_cast<int32_t>(Hash(x) % (modulus + 2)) - 1;
         break;
       case Fill::kWords: {
@@ -147,12 +147,12 @@ void Random(const DeviceBuffer& buffer, Fill fill, ElementType type, int64_t cou
   Check(cudaGetLastError(), "FillKernel");
 }
 
-// The place of a value in an atom, as digits of k and n: n = 16 w + 8 h + g, k = 16 (2 S + s) + 8 v + 2 t + e.
+// The position of a value in an atom, as digits of k and n: n = 16 w + 8 h + g, k = 16 (2 S + s) + 8 v + 2 t + e.
 struct Digits {
   int S, s, v, e, h;
 };
 
-// A plane's bits of a value: slots of `bits` bits, whose number has these digits, highest first.
+// A value's bits in one plane with slots of `bits` bits. `slots`: the digits of a slot number, highest first.
 __device__ int PlaneBits(const uint32_t* lane, int bits, const char* slots, const Digits& d) {
   int slot = 0;
   for (int i = 0; i < 5; ++i) {
@@ -162,7 +162,7 @@ __device__ int PlaneBits(const uint32_t* lane, int bits, const char* slots, cons
   return lane[slot * bits / 32] >> slot * bits % 32 & ((1 << bits) - 1);
 }
 
-// The quantized value of element (k, n), by the table of docs/layout.md and nothing that the kernels use.
+// The quantized value of element (k, n), by the table of docs/layout.md, independent of the kernels' code.
 __device__ int Code(const QuantizedMatmul& p, const uint32_t* words, int64_t k, int64_t n) {
   const int64_t k_blocks = (p.k + 63) / 64;
   const uint32_t* atom = words + (n / 64 * k_blocks + k / 64) * (128 * p.bits);
@@ -197,7 +197,7 @@ struct Bounded {
 };
 
 // Computes element (row, column) of the product with weight number `position` of the batch: the exact sum, in double.
-// `numbers`: those of the codebook. `half_steps`: steps of 16 products that float16 may accumulate; 0 for none.
+// `numbers`: the codebook. `half_steps`: maximum steps of 16 products accumulated in float16; 0 for none.
 __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* numbers,
                        int half_steps, int64_t row, int64_t column, int64_t position) {
   const int64_t lhs_columns = p.transposed ? p.n : p.k;
@@ -230,13 +230,13 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* 
     lhs_sum += fabs(x);
     sum += term;
     magnitude += fabs(term);
-    // Every step, from that of the product on, rounds its accumulator once or twice.
+    // Each step, beginning with the product's own, rounds the accumulator once or twice.
     if (half_steps > 0) half_magnitude += 2 * (half_steps - j / 16 % half_steps) * fabs(term);
   }
   const double u_lhs = p.floats() == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
-  // The rounding of weights; or that of sums of float8 products, of which tensor cores keep 13 bits below the largest.
+  // The rounding of weights, or of float8 sums: tensor cores keep 13 bits below the largest product.
   const double u = p.scale_sums || p.lhs == ElementType::kInt8 ? 0x1p-24 : u_lhs;
-  // Half the spacing of subnormals, for weights too small to keep their digits.
+  // Half the spacing of subnormals, for subnormal weights.
   const double tiny = p.floats() == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
   const double half = 0x1p-11 * half_magnitude + (half_steps > 0 ? lhs_columns * 0x1p-28 : 0);
   double bound = (u + lhs_columns * 0x1p-24) * magnitude + tiny * lhs_sum + half;
@@ -270,7 +270,7 @@ __device__ double Exact(Activation activation, double x) {
   return x;
 }
 
-// The least number that is rounded to infinity.
+// The smallest number that rounds to infinity.
 __device__ double LeastOverflow(ElementType type) {
   switch (type) {
     case ElementType::kF16:
@@ -292,7 +292,7 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, const float* numbers
   const Epilogue& e = p.epilogue;
   Bounded result = Sum(p, b, numbers, half_steps, row, column, e.gated ? 2 * batch : batch);
   if (e.activation != Activation::kNone) {
-    // No activation has a slope beyond 1.13; float32 formulas are right to 2^-20 of the argument.
+    // Slopes of activations are at most 1.13; float32 formulas are accurate to 2^-20 of the argument.
     result.bound = 1.13 * result.bound + 0x1p-20 * fabs(result.value);
     result.value = Exact(e.activation, result.value);
   }
@@ -321,7 +321,7 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, const float* numbers
   atomicMax(worst, static_cast<unsigned long long>(__double_as_longlong(ratio)));
 }
 
-// Adds up a hash of each 16 bits and their position.
+// Sums a hash of each 16 bits and their position.
 __global__ void DigestKernel(const uint16_t* data, int64_t count, unsigned long long* digest) {
   unsigned long long sum = 0;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
@@ -337,7 +337,7 @@ int64_t Biases(const QuantizedMatmul& p) { return p.batch * p.weights_per_elemen
 
 int64_t Groups(const QuantizedMatmul& p) { return p.num_weights * GroupValues(p); }
 
-// The numbers of a codebook; of a table, quantiles of a normal distribution, as nf4 has them.
+// The numbers of a codebook; for a table, quantiles of a normal distribution as in nf4.
 std::vector<float> NumbersOf(const QuantizedMatmul& p) {
   std::vector<float> numbers(p.codebook == Codebook::kNone ? 0 : 1 << p.bits);
   for (size_t i = 0; i < numbers.size(); ++i) {
@@ -416,9 +416,9 @@ DeviceProblem::DeviceProblem(const QuantizedMatmul& problem, const Optional& opt
   Check(cudaMemcpy(numbers_.data(), codebook_.data(), numbers_.bytes(), cudaMemcpyHostToDevice),
         "cudaMemcpy");
   Random(packed_, Fill::kWords, none, packed_.bytes() / 4, seed + 1, 0, problem.codebook);
-  // Wider numbers, times large scales, leave the range of float16.
+  // Wider numbers times large scales exceed the range of float16.
   const bool half = problem.lhs == ElementType::kF16;
-  // Where there are copies their time is taken, which large scales would decide.
+  // Problems with copies are timed, and large scales would dominate the time.
   const int large_scale = copies > 1                            ? 0
                           : !half                               ? 512
                           : problem.codebook == Codebook::kE2m1 ? 4
@@ -472,7 +472,7 @@ void DeviceProblem::Poison() const {
 double DeviceProblem::ErrorOverBound(int copy, int64_t most) const {
   const int64_t outputs = Outputs(problem_);
   if (outputs == 0) return 0;
-  // Steps without a common factor with the number of columns reach all columns.
+  // A step coprime to the number of columns visits all columns.
   int64_t step = std::max<int64_t>(outputs / most, 1);
   while (std::gcd(step, problem_.out_columns()) != 1) ++step;
   DeviceBuffer worst(8);

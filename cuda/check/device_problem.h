@@ -41,8 +41,8 @@ struct Optional {
   bool index = false, bias = false, residual = false;
 };
 
-// The units that weights have beside their scales: of e4m3 one for each weight, of integers one for each channel, in
-// padded rows beside an lhs of 8 bits.
+// The units of weights, in addition to scales: one per weight for e4m3, one per channel for integers, in padded rows if
+// lhs has 8 bits.
 int64_t UnitsOf(const QuantizedMatmul& problem);
 
 // Random operands for `problem`, with `copies` sets of weights, so that a timing can keep them out of L2.
@@ -58,17 +58,17 @@ class DeviceProblem {
 
   // Overwrites out and workspace with NaN patterns, so that an unwritten element shows.
   void Poison() const;
-  // The largest error of out, as a fraction of the bound on a right answer; NaN counts as infinite. Of more than
-  // `most` elements, half to twice as many are checked, spread over rows and columns.
+  // The largest error of out as a fraction of the bound; NaN counts as infinite. If out has more than `most` elements,
+  // checks half to twice as many as `most`, spread over rows and columns.
   double ErrorOverBound(int copy, int64_t most) const;
-  // A number that differs if the bits of out do, but for a chance of 2^-32.
+  // A hash of the bits of out; two different results have the same hash with probability 2^-32.
   uint64_t Digest() const;
 
  private:
   QuantizedMatmul problem_;
   Optional optional_;
-  std::vector<float> codebook_;  // its numbers; none for integers
-  DeviceBuffer numbers_;         // those of the codebook, on the GPU
+  std::vector<float> codebook_;  // its numbers; empty for integers
+  DeviceBuffer numbers_;         // codebook_ on the GPU
   DeviceBuffer lhs_, lhs_scale_, packed_, scale_, unit_, zero_, index_, permutation_, gathered_,
       bias_, residual_, out_, workspace_;
   int64_t packed_stride_, scale_stride_, zero_stride_;  // bytes of one set

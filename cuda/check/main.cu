@@ -6,9 +6,9 @@
 //                           every instance on small awkward shapes, also under PDL, and with buffers that overlap
 //                           or begin at odd elements; large batches; or one in STRIDE of these
 //                           (for compute-sanitizer's slower tools; a prime from 7 on, since kinds of
-//                           problems come every 2nd to 8th); of one width alone; of one kind of codebook
-//                           alone: none, table, e2m1, e4m3 or e5m2; of one type of quantized
-//                           activations alone: int8 or e4m3
+//                           problems come every 2nd to 8th); BITS: only this width; CODEBOOK: only
+//                           none, table, e2m1, e4m3 or e5m2; LHS: only this type of quantized
+//                           activations, int8 or e4m3
 //   driver placed           times products whose buffers overlap or begin at odd elements
 //   driver attend [STRIDE]  attention to a cache: checks it, then times it; or checks one case in STRIDE
 //   driver sweep            real layer shapes, every m of the sweep, correctness only
@@ -30,12 +30,12 @@
 //                           of the selection's (a tile is a number of rows, or the number of a tile
 //                           shape of qmm_sm90)
 //   driver choices [options]  times the choices of every kernel, a line of JSON for each problem, for
-//                           tools/fit_costs.py; the options of a problem are those of `driver time`.
+//                           tools/fit_costs.py; takes the problem options of `driver time`.
 //                           Without them: layers of real models, every number of rows, in 4 and in
-//                           8 bits, few rows also under PDL. --seconds S begins no problem after S
+//                           8 bits, small m also under PDL. --seconds S begins no problem after S
 //                           seconds
 //
-// A wrong result prints the problem and the error over the bound, and the exit status is 1.
+// For a wrong result it prints the problem and the ratio of error to bound, and exits with status 1.
 
 #include <algorithm>
 #include <cstdio>
@@ -70,12 +70,12 @@ const std::vector<std::pair<int64_t, int64_t>> kLayers = {// (n, k) of 8B to 70B
                                                           {8192, 8192},
                                                           {28672, 8192},
                                                           {8192, 28672}};
-// Elements of a result that are checked; a sample is larger than any layer has channels.
+// The number of elements of a result to check; a sample exceeds the channels of any layer.
 constexpr int64_t kAll = INT64_MAX, kSample = int64_t{1} << 16;
 const std::vector<int64_t> kRows = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
 
-// Choices of every kernel that supports the problem: that of the cost model, one of all choices in turn, and for
-// qmm_sm90_stream one whose clusters own no whole strips.
+// Choices of every kernel that supports the problem: the cost model's choice, one of all choices in turn, and for
+// qmm_sm90_stream one whose clusters own parts of strips.
 std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
   std::vector<Choice> choices;
   for (int number = 0; number < kNumKernels; ++number) {
@@ -93,7 +93,7 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
   return choices;
 }
 
-// Whether the result is within the bound, at about `most` elements, and repeats bit for bit. Prints what is wrong.
+// Whether the result is within the bound, at about `most` elements, and repeats bit for bit. Prints failures.
 bool IsRight(const QuantizedMatmul& problem, const DeviceProblem& data, const Choice& choice,
              int64_t most) {
   uint64_t first = 0;
@@ -118,7 +118,7 @@ bool IsRight(const QuantizedMatmul& problem, const DeviceProblem& data, const Ch
   return true;
 }
 
-// Whether the result is within the bound. Prints what is wrong.
+// Whether the result is within the bound. Prints failures.
 bool IsWithin(const std::string& how, const QuantizedMatmul& problem, const DeviceProblem& data) {
   Check(cudaDeviceSynchronize(), "kernel");
   const double ratio = data.ErrorOverBound(0, kAll);
@@ -128,7 +128,7 @@ bool IsWithin(const std::string& how, const QuantizedMatmul& problem, const Devi
   return false;
 }
 
-// Whether the result is right with buffers that lie where XLA might put them.
+// Whether the result is right with buffers placed as XLA might place them.
 bool IsRightPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, int turn) {
   const PlacedProblem placed(problem, data.buffers(0), Places::Of(turn));
   data.Poison();
@@ -159,7 +159,7 @@ struct Tally {
   void Add(bool ok) { ++(ok ? right : wrong); }
 };
 
-// What is checked: the widths of the weights, and kinds of codebooks.
+// Filters of the check: widths of the weights, codebooks, types of lhs.
 struct Formats {
   std::vector<int> widths;
   std::vector<Codebook> codebooks;
@@ -205,17 +205,17 @@ void ForEachType(const Formats& formats, F visit) {
   }
 }
 
-// A problem that is checked by some choices.
+// A problem and the choices to check it with.
 struct Case {
   QuantizedMatmul problem;
   Optional optional;
   uint64_t seed;
-  int placed;  // how its buffers lie when they are placed
+  int placed;  // selects the placement of its buffers
   bool with_pdl;
   std::vector<Choice> choices;
 };
 
-// One in `stride` of the problems that reach every instance.
+// One in `stride` of the problems that together run every instance.
 std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
   std::vector<Case> cases;
   uint64_t seed = 1, turn = 0;
@@ -229,7 +229,7 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
         const int64_t sizes[] = {16, 32, 48, 64, 96, 128, 256, -1};
         problem.group_size = sizes[seed % 8];
         problem.m = m, problem.n = n, problem.k = k;
-        if (Is8Bit(problem.lhs)) {  // an lhs of 8 bits takes fewer sizes
+        if (Is8Bit(problem.lhs)) {  // fewer sizes are supported for an 8-bit lhs
           const int64_t taken[] = {64, 128, 256, -1};
           problem.group_size = taken[seed % 4];
           problem.k = CeilDiv(k, 16) * 16;
@@ -253,9 +253,9 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
         cases.push_back(
             {problem, optional, seed, placed++, !problem.transposed, Choices(problem, seed)});
         if (problem.transposed || problem.sums_integers()) continue;
-        // An epilogue: its parts come in all combinations.
+        // Epilogues in all combinations of their parts.
         problem.epilogue.activation = static_cast<Activation>(turn % std::size(kActivationNames));
-        // Two products of integers, multiplied, leave the range of float16.
+        // The product of two integer sums exceeds the range of float16.
         const bool leaves = problem.scale == ElementType::kInt8 && problem.lhs == ElementType::kF16;
         problem.epilogue.gated = turn % 2 != 0 && !leaves;
         if (!optional.index) problem.num_weights = problem.batch * problem.weights_per_element();
@@ -271,7 +271,7 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
   return cases;
 }
 
-// Begins to compile what the cases launch and the binary lacks, on every core.
+// Starts compiling instances that the cases launch and the binary lacks, on all cores.
 void StartCompilingAll(const std::vector<Case>& cases) {
   const Device& device = DeviceInfo(0);
   for (const Case& one : cases) {
@@ -295,7 +295,7 @@ Tally CheckInstances(const Formats& formats, uint64_t stride) {
       tally.Add(IsRight(one.problem, data, choice, kAll));
       if (one.with_pdl) tally.Add(IsRightWithPdl(one.problem, data, choice));
     }
-    // No kernel takes 8 bits from odd places.
+    // No kernel supports unaligned 8-bit lhs.
     if (!Is8Bit(one.problem.lhs)) tally.Add(IsRightPlaced(one.problem, data, one.placed));
   }
   return tally;
@@ -375,15 +375,15 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
 }
 
 struct TimeOptions {
-  std::vector<std::pair<int64_t, int64_t>> layers;  // none: those of the command
-  std::vector<int64_t> rows;                        // none: those of the command
+  std::vector<std::pair<int64_t, int64_t>> layers;  // empty: the command's default
+  std::vector<int64_t> rows;                        // empty: the command's default
   QuantizedMatmul problem;
-  bool names_problem = false;  // an option says something of the problem
+  bool names_problem = false;  // an option specifies the problem
   Optional optional;
-  bool has_units = false;  // where the format of weights has some
+  bool has_units = false;  // if the weight format supports units
   double seconds = std::numeric_limits<double>::infinity();
   TimingEffort effort;
-  int l2_sizes = 8;  // that the weights of a problem add up to
+  int l2_sizes = 8;  // total size of a problem's weights, in L2 sizes
   std::optional<Kernel> kernel;
   // 0 (for tiles -1): as the selection chooses.
   std::vector<int64_t> tiles = {-1}, splits = {0}, slices = {0};
@@ -420,8 +420,8 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
   return choices;
 }
 
-// The problems of the options: every layer with every number of rows. Few rows come first: products of many heat the
-// device, and clocks take a while to rise again.
+// The problems of the options: every layer with every number of rows. Small m comes first: products with large m heat
+// the device, and clocks take a while to recover.
 std::vector<QuantizedMatmul> ProblemsOf(
     const TimeOptions& options, const std::vector<std::pair<int64_t, int64_t>>& default_layers,
     const std::vector<int64_t>& default_rows) {
@@ -470,7 +470,7 @@ void TimeAll(const TimeOptions& options) {
   }
 }
 
-// The problems that are swept for the cost models.
+// The problems of the sweep for the cost models.
 std::vector<QuantizedMatmul> SweptProblems(const TimeOptions& options) {
   if (!options.names_problem) return StandardProblems();
   return ProblemsOf(options, SweepLayers(), SweepRows());
@@ -640,7 +640,7 @@ int Main(int argc, char** argv) {
     tally = Sweep();
   }
   std::printf("%d passed, %d failed\n", tally.right, tally.wrong);
-  jit::Finish();  // what a stride left out may still be compiled
+  jit::Finish();  // instances that a stride skipped may still be compiling
   return tally.wrong == 0 ? 0 : 1;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A problem whose buffers lie where XLA might put them.
+// A problem with buffers placed as XLA might place them.
 #pragma once
 
 #include <vector>
@@ -26,8 +26,8 @@ enum PlacedBuffer {
 };
 
 // Bit i of `odd`: buffer number i begins at an odd element; all others begin at multiples of 16 bytes. Out overlaps
-// operand `under`, or none if that is kOut: half of out lies before the operand's first byte (`shift` 0), or out
-// begins where the operand does (1), or in its middle (2).
+// operand `under`, or none if that is kOut. `shift` 0: half of out is before the operand; 1: both begin at the same
+// address; 2: out begins in the middle of the operand.
 struct Places {
   unsigned odd = 0;
   int under = kOut, shift = 1;
@@ -61,8 +61,8 @@ class PlacedProblem {
   std::vector<Copy> copies_;
 };
 
-// Times products whose buffers overlap or are unaligned beside products whose buffers are aligned and apart, and
-// prints microseconds in a captured chain over cold weights.
+// Times products with overlapping or unaligned buffers and, for comparison, with aligned and separate buffers. Prints
+// microseconds in a captured chain over cold weights.
 void TimePlaced();
 
 // Enqueues a kernel that lets the next kernel start and, a while later, copies `from` to `to`.

@@ -40,8 +40,8 @@ __device__ bool Sees(const Attend& a, int64_t element, int64_t slot) {
   return slot < a.reach && held >= 0 && distance >= 0 && (a.window == 0 || distance < a.window);
 }
 
-// Writes NaN to the keys and values of all slots that the query does not see, and of the one that is written. A CTA for
-// each slot.
+// Writes NaN to the keys and values of all slots that the query does not see, and of the slot to be written. One CTA
+// per slot.
 template <typename T>
 __global__ void HideKernel(Attend a) {
   const int64_t row = blockIdx.x;
@@ -52,8 +52,8 @@ __global__ void HideKernel(Attend a) {
   }
 }
 
-// The rotated rows of `from` [batch, heads, head_size], of which element `i` of the head h of b goes to
-// to[b * stride + h * head_size + i]. One thread for each head. Cosines and sines are such that rotating makes no error.
+// Rotates rows of `from` [batch, heads, head_size] and stores element i of head h of b at
+// to[b * stride + h * head_size + i]. One thread per head. Cosines and sines are chosen so that rotation is exact.
 template <typename T>
 __global__ void RotateKernel(Attend a, const T* from, const float* norm, int64_t heads, T* to,
                              int64_t stride) {
@@ -89,8 +89,8 @@ __global__ void CopyRowsKernel(const T* from, int64_t columns, T* to, int64_t st
   }
 }
 
-// The attention of rotated queries to a cache that has the new keys, in double precision, and the bound on the error of
-// a right result. A CTA for each head.
+// The attention of rotated queries to a cache with the new keys, in double precision, and the error bound of a correct
+// result. One CTA per head.
 template <typename T>
 __global__ void ReferenceKernel(Attend a, const T* rotated, double* scores, double* exact,
                                 double* bound) {
@@ -111,8 +111,8 @@ __global__ void ReferenceKernel(Attend a, const T* rotated, double* scores, doub
     return value;
   };
   double* own = scores + row * a.reach;
-  // The error of a score: of its accumulation, which may truncate, of its scaling, and of the power of two.
-  // What is normalized may be rounded to either side, in one element of a query or key.
+  // The error of a score: accumulation, which may truncate, scaling, and the power of two. One element of a normalized
+  // query or key may be rounded to either side.
   const bool half = a.type == ElementType::kF16;
   const double u = half ? 0x1p-11 : 0x1p-8;  // the rounding of weights, and of the result
   double highest = -INFINITY, error = 0;
@@ -142,7 +142,7 @@ __global__ void ReferenceKernel(Attend a, const T* rotated, double* scores, doub
     total += own[slot];
   }
   total = reduce(total, true);
-  const double tiny = half ? 0x1p-24 : 0x1p-126;  // of weights too small to keep their digits
+  const double tiny = half ? 0x1p-24 : 0x1p-126;  // the error of subnormal weights
   for (int64_t i = threadIdx.x; i < d; i += kThreads) {
     double sum = 0, magnitude = 0, values = 0;
     for (int64_t slot = 0; slot < a.reach; ++slot) {
@@ -164,17 +164,17 @@ struct Shape {
   int64_t batch, heads, kv_heads, head_size, slots, reach;
 };
 
-// How a case differs from the plain one.
+// Options of a case.
 struct Variation {
   int64_t window = 0;
-  bool holes = false;       // some slots hold nothing, and some sequences begin later
+  bool holes = false;       // some slots are empty, and some sequences begin later
   bool earlier = false;     // the query is not the last position
   bool blind = false;       // the query of the last sequence sees nothing
-  int odd = 0;              // elements by which buffers begin after a multiple of 16 bytes
-  bool in_place = false;    // the result lies over the query
+  int odd = 0;              // misalignment of buffers, in elements after a multiple of 16 bytes
+  bool in_place = false;    // the result overwrites the query
   bool neighbours = false;  // pairs of the rotation
   bool norms = false;
-  int64_t slot = -1;  // that is written; -1 for the last in use, -2 for none
+  int64_t slot = -1;  // the slot to write; -1 for the last in use, -2 for none
 };
 
 // Random operands on the device.
@@ -298,7 +298,7 @@ class Problem {
     host.back() = static_cast<int32_t>(slot_);
     Check(cudaMemcpy(positions_.data(), host.data(), host.size() * 4, cudaMemcpyHostToDevice),
           "cudaMemcpy");
-    // Multiples of 1/4, by which products and their sums are exact.
+    // Multiples of 1/4 make products and their sums exact.
     std::vector<float> floats((s.batch + 2) * s.head_size);
     for (size_t i = 0; i < floats.size(); ++i) {
       floats[i] = static_cast<float>(static_cast<int>(Hash(i + (seed << 32)) % 9) - 4) / 4;
@@ -324,13 +324,13 @@ double ErrorOverBound(const std::vector<T>& found, const std::vector<double>& ex
   return worst;
 }
 
-// Whether what was appended is, but for the rounding of what is normalized.
+// Whether the appended keys and values are exact, except for the rounding of normalized elements.
 template <typename T>
 bool IsAppended(const std::vector<T>& found, const std::vector<T>& wanted, bool norms) {
   const double u = std::is_same_v<T, __half> ? 0x1p-10 : 0x1p-7;
   for (size_t i = 0; i < found.size(); ++i) {
     const double got = static_cast<float>(found[i]), want = static_cast<float>(wanted[i]);
-    // A rotation adds two elements, each of which may be rounded to the other side.
+    // A rotation adds two elements, and each may be rounded to the other side.
     if (!(std::fabs(got - want) <= (norms ? u * (2 * std::fabs(want) + 8) : 0))) return false;
   }
   return true;
@@ -391,7 +391,7 @@ bool IsRight(const Shape& s, const Variation& v, int64_t workspace_bytes, uint64
   return false;
 }
 
-// Microseconds of a call: the median of replays of a graph with all calls.
+// Microseconds per call: the median of replays of a graph with all calls.
 float Time(const std::vector<Attend>& calls, void* workspace, int64_t workspace_bytes) {
   const auto enqueue = [&](cudaStream_t stream) {
     for (const Attend& call : calls) {
@@ -414,7 +414,7 @@ void TimeShape(const Shape& s, int64_t used) {
   Check(LoadAttend(calls[0], DeviceInfo(0)), "LoadAttend");
   const DeviceBuffer workspace(kWorkspaceBytes);
   const double read = static_cast<double>(bytes) * static_cast<double>(used) / s.reach;
-  // The chosen number of splits is timed beside half of it.
+  // Times the chosen number of splits and half of it.
   const int chosen = AttendSplits(calls[0], DeviceInfo(0), kWorkspaceBytes);
   for (int most : {chosen, chosen / 2}) {
     if (most == 0) continue;
@@ -473,7 +473,7 @@ std::pair<int, int> CheckAttend(uint64_t stride) {
   for (int64_t head_size : {8, 40, 80, 96, 160, 248}) {
     for (int64_t reach : {33, 1000}) check({3, 12, 4, head_size, reach, reach});
   }
-  check({1, 32, 8, 128, 20000, 20000});  // more than one look at positions, and more than 32 splits
+  check({1, 32, 8, 128, 20000, 20000});  // more than one read of positions, and more than 32 splits
   check({40, 32, 8, 128, 1000, 1000});   // more CTAs than fit at a time
   return {right, wrong};
 }

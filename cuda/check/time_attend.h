@@ -8,8 +8,8 @@
 
 namespace jaxlowbit::check {
 
-// Checks shapes, types, windows, holes, caches that are longer than what is read, and odd places, with NaN in every
-// slot that is not seen, of one in `stride` cases. Returns how many were right and wrong, and prints the wrong ones.
+// Checks one in `stride` cases of shapes, types, windows, holes, caches longer than `reach`, and unaligned buffers,
+// with NaN in every slot that is not seen. Returns the numbers of right and wrong cases, and prints the wrong ones.
 std::pair<int, int> CheckAttend(uint64_t stride);
 
 // Prints the microseconds of calls from a CUDA graph, over copies of the cache that L2 cannot hold.

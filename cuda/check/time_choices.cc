@@ -17,12 +17,12 @@ namespace jaxlowbit::check {
 namespace {
 
 constexpr int64_t kColdBytes = int64_t{240} << 20;  // four times the L2 of an H200
-constexpr double kLeastGraphMicroseconds = 400;     // beside which the start of a graph is short
-constexpr int64_t kMostCalls = 512;                 // of a graph
+constexpr double kLeastGraphMicroseconds = 400;     // makes the launch of a graph negligible
+constexpr int64_t kMostCalls = 512;                 // per graph
 constexpr TimingEffort kEffort = {10, 3, 20, 250};
 constexpr double kMostOverLeast = 3;  // of costs
 constexpr size_t kMostOfAKernel = 24;
-constexpr int64_t kFewRows = 32;  // those that a decode step has
+constexpr int64_t kFewRows = 32;  // as in decoding
 
 // The costs of the choices of one kernel, ascending.
 using Ranked = std::vector<std::pair<double, Choice>>;
@@ -37,7 +37,7 @@ Ranked Rank(Kernel kernel, const QuantizedMatmul& problem, const Device& device)
   return ranked;
 }
 
-// The cheapest half of kMostOfAKernel, and as many again that are spread over the costs above them.
+// The cheapest half of kMostOfAKernel choices, and the same number spread over higher costs.
 void Thin(Ranked* ranked) {
   if (ranked->size() <= kMostOfAKernel) return;
   constexpr size_t kCheapest = kMostOfAKernel / 2, kSpread = kMostOfAKernel - kCheapest;
@@ -48,8 +48,8 @@ void Thin(Ranked* ranked) {
   ranked->resize(kMostOfAKernel);
 }
 
-// The choices that may be the fastest, or show what the others cost: those whose cost is up to kMostOverLeast of the
-// least one, thinned out, and what each kernel would choose for itself.
+// The choices worth timing, as candidates for the fastest or as data for the model: a subset of the choices with costs
+// up to kMostOverLeast times the minimum, and each kernel's own choice.
 std::vector<Choice> ChoicesToTime(const QuantizedMatmul& problem, const Device& device,
                                   double* least) {
   std::vector<Ranked> kernels;
@@ -73,7 +73,7 @@ std::vector<Choice> ChoicesToTime(const QuantizedMatmul& problem, const Device& 
   return choices;
 }
 
-// Distinct weights that, with the activations and results between them, leave nothing of the first in L2.
+// The number of distinct weights that, with their activations and results, evict the first weight from L2.
 int64_t CopiesOf(const QuantizedMatmul& problem) {
   const int64_t activations =
       problem.batch * problem.m * (problem.lhs_columns() + problem.out_columns()) * 2;
@@ -178,7 +178,7 @@ const std::vector<int64_t>& SweepRows() {
   return rows;
 }
 
-// Few rows come first: products of many heat the device, and clocks take a while to rise again.
+// Small m comes first: products with large m heat the device, and clocks take a while to recover.
 std::vector<QuantizedMatmul> StandardProblems() {
   std::vector<QuantizedMatmul> problems;
   for (int64_t m : SweepRows()) {

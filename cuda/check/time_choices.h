@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Times the choices of every kernel: the raw data to which tools/fit_costs.py fits the cost models.
+// Times the choices of every kernel: the raw data for tools/fit_costs.py, which fits the cost models.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace jaxlowbit::check {
 const std::vector<std::pair<int64_t, int64_t>>& SweepLayers();
 const std::vector<int64_t>& SweepRows();
 
-// The standard sweep: all of these in 4 bits with groups of 128 and in 8 bits per channel; few rows also under PDL.
+// The standard sweep: all shapes in 4 bits with groups of 128 and in 8 bits per channel; small m also under PDL.
 std::vector<QuantizedMatmul> StandardProblems();
 
 // Prints a line of JSON for each problem: the device, the problem, and the microseconds of the choices that are worth

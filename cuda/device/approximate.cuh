@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The special function unit's own operations, right to about 2^-22. They take and return zeros for subnormals, which
-// the functions of C++ treat apart, in instructions of their own.
+// Instructions of the special function unit, with relative errors of about 2^-22. They flush subnormals to zero, for
+// which the C++ functions execute additional instructions.
 #pragma once
 
 namespace jaxlowbit {

@@ -10,9 +10,9 @@ namespace jaxlowbit {
 
 inline constexpr int kBarrierBytes = 8;
 
-// A build for compute-sanitizer (JAXLOWBIT_SANITIZER in CMakeLists.txt) keeps to what its tools can follow: racecheck
-// orders only threads that arrive at a barrier themselves, synccheck wants the threads of a barrier at one instruction,
-// and memcheck refuses remote stores in a cluster of one CTA.
+// A build for compute-sanitizer (JAXLOWBIT_SANITIZER in CMakeLists.txt) avoids false reports of its tools: racecheck
+// orders only threads that arrive at a barrier themselves, synccheck expects the threads of a barrier at one
+// instruction, and memcheck reports remote stores in a cluster of one CTA.
 #if defined(JAXLOWBIT_SANITIZER)
 inline constexpr bool kForSanitizer = true;
 #define JAXLOWBIT_ONE_INSTRUCTION __noinline__
@@ -21,7 +21,7 @@ inline constexpr bool kForSanitizer = false;
 #define JAXLOWBIT_ONE_INSTRUCTION
 #endif
 
-// Lanes that arrive for their warp: one, behind __syncwarp().
+// Arrivals per warp: one lane, after __syncwarp().
 inline constexpr int kWarpArrivals = kForSanitizer ? 32 : 1;
 
 // A phase is complete after `arrivals` arrivals and every byte that was expected in it.
@@ -58,8 +58,8 @@ __device__ inline void ArriveRemoteAfterReads(uint32_t barrier, bool arrives) {
       : "memory");
 }
 
-// Release: arrives at such a barrier and makes this thread's writes visible to the waiting threads. A fence of the
-// whole device.
+// Release: arrives at a barrier of another CTA and makes this thread's writes visible to the waiting threads. Costs a
+// device-wide fence.
 __device__ inline void ArriveRemote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(barrier)
                : "memory");
@@ -70,8 +70,8 @@ __device__ inline void ArriveExpecting(uint32_t barrier, int bytes) {
                : "memory");
 }
 
-// Waits for the end of the phase of this parity; the first phase has parity 0. What this CTA's threads, and copies,
-// wrote before they arrived can then be read.
+// Waits for the end of the phase with this parity; the first phase has parity 0. Makes writes by this CTA's threads and
+// copies before their arrival visible.
 __device__ inline void Wait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
@@ -84,7 +84,7 @@ __device__ inline void Wait(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Waits likewise for what threads of the whole cluster wrote.
+// Wait that also makes writes by other threads of the cluster visible.
 __device__ inline void WaitForCluster(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
@@ -102,7 +102,7 @@ __device__ JAXLOWBIT_ONE_INSTRUCTION inline void Synchronize(int number, int thr
   asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Synchronizes, and returns whether `value` is true in all of those threads.
+// Synchronizes `threads` threads and returns whether `value` is true in all of them.
 __device__ inline bool AllOf(int number, int threads, bool value) {
   int all;
   asm volatile(
@@ -123,8 +123,8 @@ __device__ inline void ArriveForOthers(int number, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Whether this lane acts for its warp, all of whose lanes call this. Behind a branch on it the compiler knows that one
-// thread runs; behind other branches every load of TMA is compiled to a loop over lanes, of some 60 cycles.
+// Whether this lane is elected to act for its warp; all lanes must call this. In a branch on the result the compiler
+// knows that one thread runs; in other branches it compiles each TMA load to a loop over lanes, of about 60 cycles.
 __device__ inline bool IsElected() {
   int elected;
   asm volatile(

@@ -11,7 +11,7 @@
 
 namespace jaxlowbit {
 
-// The L2 policy for what is read once: first to be evicted.
+// The L2 policy evict-first, for data that is read once.
 __device__ inline uint64_t EvictFirst() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
@@ -59,8 +59,8 @@ __device__ inline void TmaLoad(uint32_t shared, const CUtensorMap* map, int x, i
       : "memory");
 }
 
-// Starts multicasting a tile of four axes to the same place in several CTAs of the cluster. The barrier at this place
-// of each of them counts the bytes. Bit r of `ranks` stands for rank r.
+// Starts multicasting a tile of four axes to the same shared address in several CTAs of the cluster. The barrier at
+// this address in each of them counts the bytes. Bit r of `ranks` selects rank r.
 __device__ inline void TmaLoadMulticast(uint32_t shared, const CUtensorMap* map, int x, int y,
                                         int z, int w, uint32_t barrier, int ranks) {
   asm volatile(

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a lane needs to dequantize its two rows of an atom, g and g + 8, in one group, where quantized values stand for
-// the numbers of a codebook: the twins of rows.cuh. Weights come out times 2^-kDown, or accumulators do.
+// A lane's state to dequantize its two rows of an atom, g and g + 8, in one group, for codebooks; rows.cuh is the same
+// for integers. Weights, or accumulators, are scaled by 2^-kDown.
 #pragma once
 
 #include <type_traits>
@@ -12,36 +12,36 @@
 
 namespace jaxlowbit {
 
-// The power of two by which Hopper's kernels make weights, or the sums of unscaled ones, smaller. In bf16 it keeps the
-// sum of an atom's products from overflowing at the top of bf16's range, and leaves room for large scales beside the
-// power of two that e2m1 needs: any e4m3, and e8m0 below 2^5. With more of it weights of the least e8m0 would lose bits.
+// Hopper's kernels scale weights, or sums of unscaled weights, by 2^-kCodebookShift. In bf16 this keeps the sum of an
+// atom's products from overflowing at the top of bf16's range, and leaves room to combine e2m1's power of two with
+// large scales: any e4m3, and e8m0 below 2^5. A larger shift would lose bits of weights with the smallest e8m0.
 template <typename T, typename S, Codebook kCodebook>
 inline constexpr int kCodebookShift = !std::is_same_v<T, __nv_bfloat16> ? 0
                                       : !std::is_same_v<S, E8m0>        ? 7
                                       : kCodebook == Codebook::kE2m1    ? 5
                                                                         : 0;
 
-// The power of two by which products with scaled weights are smaller, of integers or of a codebook.
+// Products with scaled weights, integer or codebook, are scaled by 2^-kProductShift.
 template <typename T, typename S, Codebook kCodebook>
 inline constexpr int kProductShift = kCodebookShift<T, S, kCodebook>;
 template <typename T, typename S>
 inline constexpr int kProductShift<T, S, Codebook::kNone> = kWeightShift<T>;
 
-// Multiplies each of the registers of a step by that of its row.
+// Multiplies each register of a step by its row's factor.
 template <typename T>
 __device__ inline void MultiplyRows(const uint32_t (&factor)[2], uint32_t (&weights)[4]) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) weights[j] = Multiply<T>(weights[j], factor[j % 2]);
 }
 
-// Rows of a table, whose numbers are floats of 32 bits: the product with a scale is rounded once.
+// Rows of a table of float32 numbers: the product with a scale is rounded once.
 template <typename T, typename S, int kBits, int kDown>
 class TableRowPair {
  public:
   __device__ void Start(bool) {}
   __device__ void Use(const Table<Codebook::kTable>& table) { own_ = table.own; }
 
-  // Addresses, here and below, are those of row g in shared memory.
+  // Addresses, here and below, point to row g in shared memory.
   __device__ void LoadScales(uint32_t scale) {
     LoadFloats<S>(scale, scale_);
 #pragma unroll
@@ -63,7 +63,7 @@ class TableRowPair {
   }
 
  private:
-  // `code`: a quantized value. Bits above those of a lane's number may be anything.
+  // `code`: a quantized value. Bits above the lane number are ignored.
   __device__ float Find(uint32_t code) const {
     return __shfl_sync(~0u, own_, static_cast<int>(code));
   }
@@ -72,7 +72,7 @@ class TableRowPair {
   float scale_[2];
 };
 
-// Rows of floats, whose numbers a power of two brings to their size before any scale multiplies them.
+// Rows of floats for any scale: numbers are multiplied by a power of two first, then by the scale.
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class NumberRowPair {
  public:
@@ -96,8 +96,9 @@ class NumberRowPair {
   RowScale<T, S> scale_[2];
 };
 
-// The largest scales that are Ts, and stay so beside the power of two that numbers need: any e4m3, whose largest is
-// below 2^9; all that numbers need no power of two for; otherwise those that Takes() allows in bf16.
+// Which scales T can represent exactly after multiplication by the numbers' power of two, 2^kUp. kTakesAll: every
+// scale, either because kUp <= 0 or because e4m3 (below 2^9) leaves room. kTakesSome: in bf16, scales that Takes()
+// allows.
 template <typename T, typename S, Codebook kCodebook, int kDown>
 struct Fusing {
   static constexpr int kUp = Numbers<T, kCodebook>::kRaised - kDown;
@@ -112,29 +113,29 @@ struct Fusing<T, S, Codebook::kTable, kDown> {
   static constexpr bool kTakesAll = false, kTakesSome = false;
 };
 
-// Rows whose weights are those of NumberRowPair, by one multiplication, for scales that Takes() allows.
+// Rows with the same weights as NumberRowPair by one multiplication, for scales that Takes() allows.
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class FusedNumberRowPair {
  public:
-  // Joins scales, as they are in memory, to what TakesAll() needs to know of them, which is 0 at first.
+  // Accumulates raw scales for TakesAll(); initial value 0.
   static __device__ uint32_t Join(uint32_t joined, uint32_t scales) {
     if constexpr (std::is_same_v<S, E8m0>) {
-      // A code of 128 + 4 and more has the upper bit and one of the five below it.
+      // Codes of 128 + 4 and above have the upper bit and one of the next five set.
       static_assert(kUp + 5 <= Pair<T>::kBias);
       return joined | (scales & ((scales & 0x7c7c7c7c) + 0x7c7c7c7c));
     } else {
       return joined | scales;
     }
   }
-  // Whether all scales are below 2; powers of two in 8 bits, below 2^5.
+  // Whether all scales are below 2, or below 2^5 for e8m0.
   static __device__ bool TakesAll(uint32_t joined) {
-    // The upper bit of the exponent says so in each of these types.
+    // Tests the upper exponent bit of each type.
     return (joined & (std::is_same_v<S, E8m0>   ? 0x80808080
                       : std::is_same_v<S, E4m3> ? 0x40404040
                                                 : PowersOfTwo<T>(1))) == 0;
   }
   static __device__ bool Takes(uint32_t scales) { return TakesAll(Join(0, scales)); }
-  // What numbers are multiplied by, as a pair, from a pair of scales as they are in memory.
+  // Converts a pair of raw scales to a pair of factors for the numbers.
   static __device__ uint32_t FactorsOf(uint32_t scales) {
     if constexpr (std::is_same_v<S, E8m0> && kUp > 0) {
       return (__byte_perm(scales, 0, 0x4140) + kUp * 0x00010001u) << Pair<T>::kMantissaBits;
@@ -161,12 +162,12 @@ class FusedNumberRowPair {
   uint32_t factor_[2];
 };
 
-// FusedNumberRowPairs of kGroups groups that follow each other: of the four lanes that share these rows each loads and
-// converts the scales of every fourth group, and passes their factors on.
+// FusedNumberRowPairs of kGroups consecutive groups. Each of the four lanes that share these rows loads and converts
+// the scales of every fourth group; lanes exchange the factors by shuffles.
 template <class Fused, typename S, int kGroups>
 class GroupedRowPair : public Fused {
  public:
-  // `scale`: the address of that of row g in the first group.
+  // `scale`: the address of row g's scale in the first group.
   __device__ void LoadGroups(uint32_t scale) {
     const int lane = threadIdx.x % kLanes % kGroups;
 #pragma unroll
@@ -175,19 +176,19 @@ class GroupedRowPair : public Fused {
       factors_[i] = Fused::FactorsOf(LoadScalePair<S>(scale + row * sizeof(S)));
     }
   }
-  // Makes these the rows of a group.
+  // Sets the rows to a group.
   __device__ void UseGroup(int group) {
     Fused::Use(__shfl_sync(~0u, factors_[group / kLanes], group % kLanes, kLanes));
   }
 
  private:
-  static constexpr int kStrip = 64;  // channels, whose scales of a group follow each other
+  static constexpr int kStrip = 64;  // channels with consecutive scales in a group
   static constexpr int kLanes = 4, kOwn = (kGroups + kLanes - 1) / kLanes;
 
   uint32_t factors_[kOwn];
 };
 
-// Rows whose scales multiply accumulators, for numbers that are Ts: the partial sum of a group is scaled in float32.
+// Rows whose scales multiply accumulators, for numbers exact in T: the partial sum of a group is scaled in float32.
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class NumberSumsRowPair {
  public:
@@ -210,9 +211,9 @@ class NumberSumsRowPair {
   float scale_[2];
 };
 
-// Rows of a single group, whose scales multiply accumulators: weights are numbers times the power of two in their
-// scale, as far as that loses nothing, which keeps accumulators in the range of scaled weights. Accumulators are to be
-// multiplied by 2^kDown, then by the rest of the scale, Factor().
+// Rows of a single group, whose scales multiply accumulators. Weights are numbers times the scale's power of two,
+// limited to stay exact, which keeps accumulators in the range of scaled weights. The caller multiplies accumulators by
+// 2^kDown, then by the rest of the scale, Factor().
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class NumberChannelRowPair {
  public:
@@ -237,8 +238,8 @@ class NumberChannelRowPair {
   }
 
  private:
-  // The exponent of that power of two: none in f16, where accumulators have range to spare; in bf16 e5m2's numbers lose
-  // no bits from -100 on.
+  // The exponent of the power of two in the weights: 0 in f16, since float32 accumulators have range to spare; at least
+  // -100 in bf16, so that e5m2 loses no bits.
   static __device__ int Exponent(float scale) {
     const int exponent = static_cast<int>(__float_as_uint(scale) >> 23 & 255) - 127;
     return std::is_same_v<T, __half> ? 0 : max(-100, min(0, exponent));
@@ -248,7 +249,7 @@ class NumberChannelRowPair {
   uint32_t unit_[2];
 };
 
-// The rows of a group that take any scale.
+// The row type that supports any scale.
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 struct CodebookRows {
   using type =
@@ -258,7 +259,7 @@ struct CodebookRows {
                                             NumberRowPair<T, S, kBits, kCodebook, kDown>>>;
 };
 
-// Starts the rows of a group, which use `table` if they are those of a table.
+// Starts the rows of a group; table codebooks use `table`.
 template <class Rows, Codebook kCodebook>
 __device__ inline void StartRows(bool float_zeros, const Table<kCodebook>& table, Rows& rows) {
   rows.Start(float_zeros);

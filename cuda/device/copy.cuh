@@ -14,8 +14,8 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
 }
 
 // Hides from the compiler how a value was computed. Kernels use it in two ways, each explained in its kernel.cuh or
-// params.cuh: before a loop, so that the value stays in a register; and inside a long function, on threadIdx or blockIdx,
-// so that a value is computed again and occupies no register until then.
+// params.cuh: before a loop, so that the value stays in a register; and inside a long function, on threadIdx or
+// blockIdx, so that a value is computed again and occupies no register until then.
 template <typename T>
 __device__ inline T Keep(T value) {
   asm volatile("" : "+r"(value));
@@ -31,8 +31,8 @@ __device__ inline uint4 LoadShared16(uint32_t shared) {
   return v;
 }
 
-// Stores 16 bytes. `kCase` distinguishes cases of which one runs, so that the compiler does not merge them: the merged
-// code would have to index registers.
+// Stores 16 bytes. A different `kCase` per branch keeps the compiler from merging branches, since merged code would
+// have to index registers.
 template <int kCase>
 __device__ inline void StoreShared16(uint32_t shared, const float (&v)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};  // %5\n" ::"r"(shared), "f"(v[0]),
@@ -71,7 +71,7 @@ __device__ inline uint32_t LoadShared2(uint32_t shared) {
   return v;
 }
 
-// Copies two bytes, or zeros if there is no source. Done when the instruction is.
+// Copies two bytes, or zeros if `source` is null. Synchronous.
 __device__ inline void StoreShared2(uint32_t shared, const void* source) {
   const uint16_t v = source == nullptr ? 0 : *static_cast<const uint16_t*>(source);
   asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(shared), "h"(v) : "memory");
@@ -96,7 +96,7 @@ __device__ inline void CopyAsyncByWords(uint32_t shared, const void* source, boo
   }
 }
 
-// Copies 16 bytes from anywhere. Done when the instructions are.
+// Copies 16 bytes from any address. Synchronous.
 __device__ inline void CopyBytes(uint32_t shared, const void* source, bool valid) {
 #pragma unroll 1
   for (int i = 0; i < kCopyBytes; ++i) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Quantized values to weights in registers: w = (q - z) * s, rounded once, bit for bit the definition.
+// Quantized values to weights in registers: w = (q - z) * s, rounded once, bit-identical to the definition.
 //
-// No integer-to-float conversion is executed. An integer below 2^m placed in the mantissa of a float is that float's
-// value plus a constant (bf16 0x4300 | q = 128 + q for q < 128; f16 0x6400 | q = 1024 + q for q < 1024), so one logic
-// instruction and one fma give q - z exactly in two halves. 8 bits do not fit beside bf16's 7 bits of mantissa: there q
+// No integer-to-float conversion is executed. OR-ing an integer below 2^m into the mantissa of a constant adds it to
+// the constant (bf16 0x4300 | q = 128 + q for q < 128; f16 0x6400 | q = 1024 + q for q < 1024), so one logic
+// instruction and one fma compute q - z exactly in both halves. 8 bits do not fit into bf16's 7 mantissa bits: there q
 // itself is read as a (subnormal) bf16, q * 2^-133, which is linear in q up to 255, and scaled up in two exact steps.
-// The first form is FasterTransformer's idea, the second TurboMind's.
+// The first form is from FasterTransformer, the second from TurboMind.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,11 +26,11 @@ __device__ inline uint32_t AndOr(uint32_t a, uint32_t b, uint32_t c) {
   return d;
 }
 
-// Whether quantized values are read as subnormals, or beside the mantissa bits of a constant.
+// Whether quantized values are read as subnormals instead of being OR-ed into a constant.
 template <typename T, int kBits>
 inline constexpr bool kSubnormal = kBits > Pair<T>::kMantissaBits;
 
-// Minus the zero point of one row, in both halves, with the constant or the factor of Unpack's first step.
+// Minus the zero point of one row, in both halves, including the constant or the factor of Unpack's first step.
 template <typename T, int kBits>
 struct Centre {
   static constexpr float k2ToMinus6 = 1.0f / 64;
@@ -42,7 +42,7 @@ struct Centre {
       const float centre = -k2ToMinus6 * static_cast<float>(zero);
       return {Pair<T>::Round(centre, centre)};
     } else {
-      // The constant, its sign and a zero point in the mantissa: -(constant + zero).
+      // -(constant + zero): the constant with its sign bit and the zero point in the mantissa.
       return {(Pair<T>::kMagic | 0x80008000) + zero * 0x00010001u};
     }
   }
@@ -67,16 +67,16 @@ __device__ inline void Unpack(const uint32_t (&packed)[kBits], int step,
   }
 }
 
-// How many times larger, as a power of two, SeparateValues leaves the values of row g + 8: it does not move them, unless
-// they have bytes of their own, where they would not fit beside a constant.
+// SeparateValues leaves the values of row g + 8 in place, times 2^kSecondUp. It moves them only if they are in separate
+// bytes, since they would not fit into a constant.
 template <int kBits>
 inline constexpr int kSecondUp = Integer<kBits>::kUp == 8 ? 0 : Integer<kBits>::kUp;
 
-// How far down it moves them.
+// The right shift of the values of row g + 8 in SeparateValues.
 template <int kBits>
 inline constexpr int kSecondDown = Integer<kBits>::kUp - kSecondUp<kBits>;
 
-// Separates the quantized values of a step where they stand: rows g and g + 8 alternate.
+// Separates the quantized values of a step in place: rows g and g + 8 alternate.
 template <int kBits>
 __device__ inline void SeparateValues(const uint32_t (&packed)[kBits], int step,
                                       uint32_t (&values)[4]) {
@@ -92,8 +92,8 @@ __device__ inline void SeparateValues(const uint32_t (&packed)[kBits], int step,
   }
 }
 
-// Separates values for f16, as high as all of them can stand as subnormals or in the first exponent, whose unit is the
-// same: those of row g from bit kLifted on, those of row g + 8 kSecondUp bits above.
+// Separates values for f16 at the highest bits that are subnormal or have the first exponent, whose unit is the same:
+// row g from bit kLifted on, row g + 8 kSecondUp bits above.
 template <int kBits>
 inline constexpr int kLifted = 11 - kBits - kSecondUp<kBits>;
 
@@ -109,26 +109,26 @@ __device__ inline void LiftValues(const uint32_t (&packed)[kBits], int step,
   }
 }
 
-// Quantized values become integers (q - z) * 2^-kShift, exactly, for accumulators that are scaled afterwards. They are
-// read as subnormals where they stand, which saves a shift for every other one. Of the powers of two that this offers
-// in bf16, 2^-12 keeps the sum of an atom's products in float32 from overflowing at the top of bf16's range, and from
-// losing bits at the bottom. 2^-9 is the largest in f16.
+// Quantized values become integers (q - z) * 2^-kShift, exactly, for accumulators that are scaled afterwards. Reading
+// them in place as subnormals saves a shift for every other one. In bf16, the shift 2^-12 keeps the float32 sum of an
+// atom's products from overflowing at the top of bf16's range and from losing bits at the bottom. In f16, 2^-9 is the
+// largest possible factor.
 template <typename T>
 inline constexpr int kShift = 9;
 template <>
 inline constexpr int kShift<__nv_bfloat16> = 12;
 
-// The shift of integers that are scaled at once. 2^-6 is the largest that bf16 offers; weights that much smaller lose
-// bits only where float32 accumulators may too. In f16 they would lose more.
+// The shift of integers that are scaled immediately. In bf16, 2^-6 is the largest possible factor; such weights lose
+// bits only if float32 accumulators may lose bits too. In f16 they would lose more.
 template <typename T>
 inline constexpr int kWeightShift = 0;
 template <>
 inline constexpr int kWeightShift<__nv_bfloat16> = 6;
 
-// Minus the zero point of one row, in both halves, times 2^-kDown. `kRaised`: kSecondUp of the width.
+// Minus the zero point of one row, in both halves, times 2^-kDown. `kRaised`: the width's kSecondUp.
 template <typename T, int kDown, int kRaised>
 struct IntegerCentre {
-  static constexpr uint32_t kWith = 0;  // beside the quantized values
+  static constexpr uint32_t kWith = 0;  // OR-ed with the quantized values
 
   uint32_t value;
 
@@ -139,18 +139,18 @@ struct IntegerCentre {
   static __device__ IntegerCentre OfPowerOfTwo(int exponent) {
     return {PowersOfTwo<T>(exponent - kDown) | kNegativeZeros};
   }
-  // `quantized`: a pair of quantized values, 2^up times as large.
+  // `quantized`: a pair of quantized values times 2^up.
   __device__ uint32_t Subtract(uint32_t quantized, int up) const {
     return Pair<T>::Fma(quantized, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown - up), value);
   }
 };
 
-// f16 has no such subnormals without a shift: quantized values stand beside 1024.
+// f16 has no such subnormals without a shift: quantized values are OR-ed into 1024.
 template <int kRaised>
 struct IntegerCentre<__half, 0, kRaised> {
   static constexpr uint32_t kWith = Pair<__half>::kMagic;
 
-  // With 1024; `raised`, for quantized values that are 2^kRaised times as large, with 1024 * 2^-kRaised.
+  // Includes 1024; `raised`, for quantized values times 2^kRaised, includes 1024 * 2^-kRaised.
   uint32_t value, raised;
 
   static __device__ IntegerCentre Of(uint32_t zeros) {
@@ -164,8 +164,8 @@ struct IntegerCentre<__half, 0, kRaised> {
   }
 };
 
-// Computes (q - z) * 2^-kDown for the four registers of a step: rows g and g + 8 alternate. Values that are read as
-// subnormals may stand anywhere in the low byte of a half, so words are shifted by whole bytes at most.
+// Computes (q - z) * 2^-kDown for the four registers of a step: rows g and g + 8 alternate. Values read as subnormals
+// may be anywhere in the low byte of a half, so words need only byte shifts.
 template <typename T, int kBits, int kDown>
 __device__ inline void UnpackIntegers(const uint32_t (&packed)[kBits], int step,
                                       const IntegerCentre<T, kDown, kSecondUp<kBits>> (&centre)[2],

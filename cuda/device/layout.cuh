@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Packed layout, version 1, on the device: the twin of jaxlowbit/_core/layout.py (docs/layout.md).
+// Packed layout, version 1, on the device; jaxlowbit/_core/layout.py defines the same in Python (docs/layout.md).
 //
 // An atom is 64 output channels (n) by 64 input features (k), in the order of the mma m16n8k16
 // operand A, weights being A:
@@ -8,7 +8,7 @@
 //   n = 16 w + 8 h + g     warp w, row pair (g, g + 8)        lane = 4 g + t
 //   k = 16 s + 8 v + 2 t + e    step s, register 2 v + h, half e
 //
-// How a lane finds its values: format/integer.cuh.
+// format/integer.cuh extracts a lane's values.
 //
 // Levels of a product, from the instruction up. All kernels use these names:
 //

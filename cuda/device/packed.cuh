@@ -9,11 +9,11 @@
 
 namespace jaxlowbit {
 
-// Whether all of a lane's words are whole chunks of 16 bytes, in one plane. Two chunks are read in an order without
-// bank conflicts. Other words have none, since a lane has at most one chunk of a plane, and lie as they are in memory.
+// Whether a lane's words are whole chunks of 16 bytes in one plane. Two chunks per lane are read in an order without
+// bank conflicts. Other widths have at most one chunk per lane and plane, so no conflicts, and are not permuted.
 template <int kBits>
 inline constexpr bool kWholeChunks = kBits % 4 == 0;
-// Chunks of 16 bytes of a lane then.
+// The 16-byte chunks per lane if kWholeChunks.
 template <int kBits>
 inline constexpr int kLaneChunks = kBits / 4;
 
@@ -42,8 +42,8 @@ __device__ inline void LoadPlanes(uint32_t first, uint32_t second, uint32_t thir
   LoadPlane<F::kThirdWords>(third, packed + F::kFirstWords + F::kSecondWords);
 }
 
-// Loads the words that lie as they are in memory, 16 channels after 16 channels. `first`, `second`, `third`: this lane's
-// first word of each plane.
+// Loads words in memory order, 16 channels after 16 channels. `first`, `second`, `third`: this lane's first word of
+// each plane.
 template <int kBits>
 __device__ inline void LoadPacked(uint32_t first, uint32_t second, uint32_t third, int lane,
                                   uint32_t (&packed)[kBits]) {
@@ -66,9 +66,8 @@ __device__ inline void LoadPacked(uint32_t first, uint32_t second, uint32_t thir
   }
 }
 
-// Loads words that TMA stored as rows of 128 bytes: chunks of 16 bytes, of which chunk c lies at c ^ (row % 8), or, if
-// they are no whole chunks, as they are. `first`, `second`, `third`: as above; a lane's second chunk is the neighbour
-// of its first.
+// Loads words that TMA stored as rows of 128 bytes: whole chunks with chunk c of 16 bytes at c ^ (row % 8), others
+// unpermuted. `first`, `second`, `third`: as above; a lane's second chunk is adjacent to its first.
 template <int kBits>
 __device__ inline void LoadTmaPacked(uint32_t first, uint32_t second, uint32_t third,
                                      uint32_t (&packed)[kBits]) {
@@ -84,7 +83,7 @@ __device__ inline void LoadTmaPacked(uint32_t first, uint32_t second, uint32_t t
   }
 }
 
-// The offset, in an atom that TMA stored, of the first word of the lane that is number `lane` of the atom's 128.
+// The offset, in an atom that TMA stored, of the first word of lane `lane` of the atom's 128.
 template <int kBits>
 __device__ inline int FirstTmaWord(int lane) {
   if constexpr (!kWholeChunks<kBits>) return FirstPlane<kBits>(lane);

@@ -84,7 +84,7 @@ __device__ inline void Duplicate(uint32_t both, uint32_t (&rows)[2]) {
   rows[1] = __byte_perm(both, both, 0x3232);
 }
 
-// Duplicates factors of Multiply, whose instruction reads a half twice by itself, if the compiler sees that it is one.
+// Duplicates factors of Multiply, whose instruction can broadcast a half itself if the compiler recognizes the half.
 __device__ inline void RepeatHalves(uint32_t both, uint32_t (&rows)[2]) {
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\nmov.b32 %0, {low, low};\n"
       "mov.b32 %1, {high, high};\n}\n"

@@ -14,7 +14,7 @@ __device__ inline void LaunchDependents() {
 #endif
 }
 
-// Waits until the previous kernels have ended and what they wrote can be read.
+// Waits until the previous kernels have ended and their writes are visible.
 __device__ inline void WaitForPreviousKernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n" ::: "memory");

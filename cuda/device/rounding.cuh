@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The rounding of rows, or tokens, to values of 8 bits (cuda/ops/quantize_rows.cu has the formulas): the scale of a row,
-// what divides by it, and values as bfloat16.
+// The rounding of rows, or tokens, to 8-bit values (cuda/ops/quantize_rows.cu has the formulas): the scale of a row,
+// the division by it, and values as bfloat16.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +10,21 @@
 
 namespace jaxlowbit {
 
-// The largest value of 8 bits.
+// The largest 8-bit value.
 template <bool kFloat8>
 inline constexpr float kMostValue = kFloat8 ? 448 : 127;
 
-// Bits of magnitudes are in the order of magnitudes, those of NaN last.
+// The bits of a magnitude, which order like magnitudes; NaN comes last.
 __device__ inline uint32_t MagnitudeBits(float value) {
   return __float_as_uint(value) & 0x7fffffff;
 }
 
-// The scale of a row, and what divides by it.
+// The scale of a row, and the division by it.
 struct Divisor {
   float scale;       // NaN if the row is not finite
-  float lift;        // a power of two that keeps remainders away from where float32 ends
+  float lift;        // a power of two that keeps remainders from underflowing
   float lifted;      // scale * lift
-  float reciprocal;  // of that, rounded to the nearest
+  float reciprocal;  // 1 / lifted, rounded to nearest
 
   __device__ Divisor(uint32_t largest, float most) {
     constexpr float kLeast = 0x1p-126f, kSmall = 0x1p-60f;
@@ -35,9 +35,9 @@ struct Divisor {
     reciprocal = __frcp_rn(lifted);
   }
 
-  // x / scale, rounded to the nearest: the first correction leaves an error below one unit in the last place, from
-  // which the second one gives what IEEE 754 asks for (Markstein, 1990). Quotients near 0, whose remainders underflow
-  // nevertheless, are 0 in 8 bits whatever their last bits. Of -0 it is 0.
+  // x / scale, rounded to nearest. The first correction leaves an error below one unit in the last place; the second
+  // yields the result of IEEE 754 (Markstein, 1990). Quotients near 0, whose remainders may still underflow, are 0 in 8
+  // bits in any case. Returns 0 for x = -0.
   __device__ float Quotient(float x) const {
     x *= lift;
     float quotient = x * reciprocal;
@@ -49,7 +49,8 @@ struct Divisor {
   }
 };
 
-// Two values as bfloat16, which holds all of 8 bits. Conversions to e4m3 saturate, and need sm_89.
+// Rounds two values to 8 bits and returns them as bfloat16, which represents all of them. Conversions to e4m3 saturate
+// and need sm_89.
 template <bool kFloat8>
 __device__ uint32_t RoundWide(float low, float high) {
   if constexpr (kFloat8) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a lane needs to dequantize its two rows of an atom, g and g + 8, in one group.
+// A lane's state to dequantize its two rows of an atom, g and g + 8, in one group.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@ namespace jaxlowbit {
 template <typename T, typename S, int kBits>
 class RowPair {
  public:
-  // Sets the zeros that hold until, or unless, a group brings its own.
+  // Sets the default zeros, for groups without zeros.
   __device__ void Start(bool float_zeros) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -24,7 +24,7 @@ class RowPair {
     }
   }
 
-  // Addresses, here and below, are those of row g in shared memory.
+  // Addresses, here and below, point to row g in shared memory.
   __device__ void LoadScales(uint32_t scale) { RowScale<T, S>::LoadPair(scale, scale_); }
   __device__ void LoadFloatZeros(uint32_t zero) { RowScale<T, S>::LoadPair(zero, offset_); }
   __device__ void LoadIntegerZeros(uint32_t zero) {
@@ -36,7 +36,7 @@ class RowPair {
   // The scale of row g + 8 * h.
   __device__ S scale(int h) const { return scale_[h].value; }
 
-  // The weights of one step, in the order of operand A; without their scales if those multiply accumulators.
+  // The weights of one step, in the order of operand A; unscaled if scales multiply accumulators.
   template <bool kWithScale = true>
   __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
                              uint32_t (&weights)[4]) const {
@@ -54,7 +54,7 @@ class RowPair {
   Centre<T, kBits> centre_[2];
 };
 
-// Loads zero points from the address of that of row g in shared memory: its neighbour is that of row g + 8.
+// Loads the zero points of rows g and g + 8, which are adjacent, from row g's address in shared memory.
 template <class C>
 __device__ inline void LoadCentres(uint32_t zero, C (&centre)[2]) {
   const uint32_t both = LoadShared2(zero);
@@ -62,7 +62,7 @@ __device__ inline void LoadCentres(uint32_t zero, C (&centre)[2]) {
   centre[1] = C::Of(__byte_perm(both, 0, 0x4141));
 }
 
-// Rows whose weights come out times 2^-kWeightShift<T>, in fewer instructions than those of RowPair.
+// Rows that dequantize to weights times 2^-kWeightShift<T>, in fewer instructions than RowPair.
 template <typename T, typename S, int kBits>
 class ScaledRowPair {
  public:
@@ -105,17 +105,17 @@ class ScaledRowPair {
 template <typename T, int kBits>
 inline constexpr bool kCanFuse = std::is_same_v<T, __nv_bfloat16> || kBits <= 4;
 
-// Rows whose weights are bit for bit those of ScaledRowPair, by one fma each from the quantized values as they stand:
-// for float zeros or none, and for scales of type T that Takes() allows. The scale brings the power of two that makes
-// a subnormal's unit 2^-kWeightShift, and so has to be small. Without zeros 2^(kBits - 1) times the scale is exact.
+// Rows with weights bit-identical to ScaledRowPair, by one fma each from quantized values in place, for float zeros or
+// none, and for scales of type T that Takes() allows. The scale includes the power of two that turns a subnormal's unit
+// into 2^-kWeightShift, so scales must be small. Without zeros 2^(kBits - 1) times the scale is exact.
 template <typename T, int kBits>
 class FusedRowPair {
  public:
-  // Joins pairs of scales into what TakesAll() needs to know of them.
+  // Accumulates pairs of scales for TakesAll().
   static __device__ uint32_t Join(uint32_t a, uint32_t b) {
     return kHalf ? __vmaxu2(a & 0x7fff7fff, b & 0x7fff7fff) : a | b;
   }
-  // Whether all scales are below 2, or in f16 below 2^(kLifted - 8): what they become is below 2^16.
+  // Whether all scales are below 2, or in f16 below 2^(kLifted - 8), so that the factors are below 2^16.
   static __device__ bool Takes(uint32_t scales) {
     if constexpr (kHalf) {
       constexpr uint32_t kLimit = PowerOfTwo<T>(kLifted<kBits> - 8);
@@ -165,13 +165,13 @@ class FusedRowPair {
   uint32_t scale_[2], offset_[2];
 };
 
-// Rows of a single group, whose scales multiply accumulators: weights are integers times the power of two in their
-// scale, which is exact and keeps accumulators in the range of scaled weights. Accumulators are to be multiplied by
-// 2^kWeightShift, as those of scaled weights are, then by the rest of the scale, Factor().
+// Rows of a single group, whose scales multiply accumulators. Weights are integers times the scale's power of two,
+// which is exact and keeps accumulators in the range of scaled weights. The caller multiplies accumulators by
+// 2^kWeightShift, as for scaled weights, then by the rest of the scale, Factor().
 template <typename T, typename S, int kBits>
 class ChannelRowPair {
  public:
-  // Addresses are those of row g in shared memory. Scales are loaded first.
+  // Addresses point to row g in shared memory. Load scales before zeros.
   __device__ void LoadScales(uint32_t scale) {
     float scales[2];
     LoadFloats<S>(scale, scales);
@@ -202,12 +202,12 @@ class ChannelRowPair {
   }
 
  private:
-  // In f16, integers times 2^-9 whatever the scale: accumulators in float32 have range to spare.
+  // In f16, weights are integers times 2^-9 for any scale: float32 accumulators have range to spare.
   static constexpr bool kHalf = std::is_same_v<T, __half>;
   static constexpr int kDown = kHalf ? kShift<T> : kWeightShift<T>;
 
-  // The exponent of the power of two: at most 0, for quantized values to be read as subnormals; from -120 on no bits
-  // are lost.
+  // The exponent of the power of two in the weights: at most 0, so that quantized values can be read as subnormals; at
+  // least -120, so that no bits are lost.
   static __device__ int Exponent(float scale) {
     const int exponent = static_cast<int>(__float_as_uint(scale) >> 23 & 255) - 127;
     return kHalf ? 0 : max(-120, min(0, exponent));
@@ -218,7 +218,7 @@ class ChannelRowPair {
 };
 
 // Rows whose scales multiply accumulators: weights are integers, and the partial sum of a group is scaled in float32.
-// Exact for every scale, so at least as close to the definition as rounded weights.
+// Weights are exact for every scale, so results are at least as accurate as with rounded weights.
 template <typename T, typename S, int kBits>
 class IntegerRowPair {
  public:
@@ -246,8 +246,8 @@ class IntegerRowPair {
   Centre centre_[2];
 };
 
-// IntegerRowPair of scales of two levels. Float zeros multiply sums of lhs over their group, so that no weight needs a
-// scale. Integers stay centred: a zero brings the centre times the scale, and sums of both sides stay small.
+// IntegerRowPair for two-level scales. Float zeros multiply the sum of lhs over their group, so weights need no scale.
+// Integers stay centred, which keeps both sums small; zeros include the centre times the scale.
 template <typename T, int kBits>
 class SuperRowPair : public IntegerRowPair<T, Super, kBits> {
   using Base = IntegerRowPair<T, Super, kBits>;
@@ -256,14 +256,14 @@ class SuperRowPair : public IntegerRowPair<T, Super, kBits> {
   // Operand A that sums lhs, in units of the integers.
   static constexpr uint32_t kOnes = PowersOfTwo<T>(-Base::kDown);
 
-  // Loads the floats of a super-block, before its groups. Addresses are those of row g in shared memory.
+  // Loads the floats of a super-block; call before loading its groups. Addresses point to row g in shared memory.
   __device__ void LoadScaleFloats(uint32_t floats) { LoadSuperFloats(floats, scale_floats_); }
   __device__ void LoadZeroFloats(uint32_t floats) { LoadSuperFloats(floats, zero_floats_); }
 
   __device__ void LoadScales(uint32_t scale) {
     LoadSuperScales(scale, scale_floats_, this->scale_);
   }
-  // Scales are loaded first.
+  // Call after LoadScales.
   __device__ void LoadFloatZeros(uint32_t zero) {
     LoadSuperScales(zero, zero_floats_, zero_);
 #pragma unroll
@@ -275,7 +275,7 @@ class SuperRowPair : public IntegerRowPair<T, Super, kBits> {
     AddScaledSums(lhs_sums, zero_, sums);
   }
 
-  // Both for one of a lane's two columns alone, whose group the scales are of.
+  // AddScaled and AddZeros for only one of a lane's two columns, in the group whose scales are loaded.
   template <bool kZeros>
   __device__ void AddColumn(int column, const float (&part)[4], const float (&lhs_sums)[4],
                             float (&sums)[4]) const {

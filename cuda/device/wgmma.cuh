@@ -24,8 +24,8 @@ __device__ inline void AcquireRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
-// Marks where the compiler must have written, and may not have read, registers of wgmma: their fences say nothing of
-// registers.
+// A compiler barrier for registers of wgmma: earlier writes come before it, later reads after it. The fences of wgmma
+// do not tell the compiler about registers.
 template <int kRows, int kColumns>
 __device__ inline void KeepAll(uint32_t (&values)[kRows][kColumns]) {
 #pragma unroll
@@ -59,16 +59,16 @@ __device__ inline void CommitProducts() {
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 }
 
-// Waits until at most `kPending` groups are in flight. Until then their registers may not be written and their
-// accumulators not be read: the compiler does not see that they are in use.
+// Waits until at most `kPending` groups are in flight. Until then code must neither write their registers nor read
+// their accumulators; the compiler does not know that they are in use.
 template <int kPending>
 __device__ inline void WaitProducts() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// The descriptor of operand B in shared memory: rows of 128 bytes (64 values along k) whose chunk c of 16 bytes lies
-// at c ^ (row % 8), as TMA stores swizzled tiles (kernels/tensor_map.h), from `shared` on, a multiple of 1024. These
-// are its low 32 bits; the others do not depend on the address. A step of 16 values further is kStepDescription more.
+// The low 32 bits of operand B's descriptor; the others do not depend on the address. The operand has rows of 128 bytes
+// (64 values along k) with chunk c of 16 bytes at c ^ (row % 8), as TMA stores swizzled tiles (kernels/tensor_map.h),
+// and begins at `shared`, a multiple of 1024. Add kStepDescription per step of 16 values.
 inline constexpr uint32_t kStepDescription = 32 >> 4;
 __device__ inline uint32_t DescribeOperand(uint32_t shared) {
   constexpr uint32_t kUnused = 1 << 16;  // stride of the other axis

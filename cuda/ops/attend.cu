@@ -24,7 +24,7 @@ using attend::Params;
 
 using KernelFunction = void (*)(Params);
 
-// The devices on which a kernel is loaded, a bit each.
+// Bit mask of the devices that have loaded a kernel.
 template <typename T, int kSize, bool kWide>
 std::atomic<uint64_t> loaded_on{0};
 
@@ -75,9 +75,9 @@ cudaError_t Combine(const Attend& attend, const Params& params, const Device& de
 
 }  // namespace
 
-// Counts what a CTA's warps take one after the other, in units: those of the slots, one to start, and one for the
-// second kernel; a fraction of one, below, for the splits that it adds. A CTA on each multiprocessor reads as fast as
-// several: with more of them all take longer.
+// Minimizes the sequential work of a CTA's warps, in units: units of slots, one to start, one for the second kernel,
+// and a fraction (below) per split that it adds. One CTA per multiprocessor reads as fast as several, so more of them
+// take proportionally longer.
 int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_bytes) {
   if (attend.batch == 0) return 1;
   const Variant variant = Find(attend);
@@ -116,7 +116,7 @@ cudaError_t LoadAttend(const Attend& attend, const Device& device) {
   return error;
 }
 
-// The first kernel launches without PDL: kernels before the call may have written what it reads.
+// The first kernel launches without PDL: kernels before the call may have written its inputs.
 cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspace_bytes,
                          const Device& device, cudaStream_t stream) {
   if (attend.batch == 0) return cudaSuccess;

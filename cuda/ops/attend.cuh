@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The device code of attend.cu: one warp's copies, products and softmax, and the sums of warps and CTAs.
+// The device code of attend.cu: copies, products and softmax of a warp, and the reductions over warps and CTAs.
 //
-// Bound. Memory: keys and values are read once for all query heads that share them, which are rows of products on
-// tensor cores. A CTA works for one key head on one part of the slots. Each warp takes units of 16 slots by itself, with
-// a ring of copies, a running maximum, a running sum and accumulators, so the loop has no barrier. Units are dealt out
-// in turn, so that a cache with few slots in use keeps all CTAs busy; units without a slot that the query sees are not
-// read. Warps meet at the end in shared memory, CTAs of a key head in CombineKernel (attend_splits.cuh): both add in a
-// fixed order.
+// Bound: memory. Keys and values are read once for all query heads that share them, which are rows of products on
+// tensor cores. A CTA computes one key head and one part of the slots. Each warp processes units of 16 slots
+// independently, with its own ring of copies, running maximum, running sum and accumulators, so the loop has no
+// barrier. Units are assigned round-robin, so that a cache with few slots in use keeps all CTAs busy; units without
+// visible slots are not read. Warps are merged at the end in shared memory, CTAs of a key head in CombineKernel
+// (attend_splits.cuh), both in a fixed order.
 //
-// Every CTA rotates its queries and the new key in shared memory. One warp has the unit with the slot that is written:
-// it stores key and value to the cache and to its own copy of the unit. So no CTA reads what another CTA writes.
+// Every CTA rotates its queries and the new key in shared memory. The warp whose unit contains the slot to write stores
+// key and value to the cache and to its copy of the unit, so no CTA reads data that another CTA writes.
 //
 //   AttendKernel   Units          which slots the query sees
 //                  CacheCopier    keys and values of a unit to the ring; the new ones to the cache
@@ -33,13 +33,13 @@
 
 namespace jaxlowbit::attend {
 
-inline constexpr int kUnit = 16;  // slots that a warp takes at a time
-inline constexpr int kRows = 16;  // query heads of a product; those above the real ones are zeros
+inline constexpr int kUnit = 16;  // slots per unit, which a warp processes at a time
+inline constexpr int kRows = 16;  // query heads of a product, padded with zeros
 inline constexpr int kKeyRow = kRows, kValueRow = kRows + 1;  // in shared memory
 inline constexpr int kVector = 8;                             // elements of 16 bytes
-inline constexpr int kLookahead = 32;  // units whose positions a warp compares at a time
+inline constexpr int kLookahead = 32;                         // units per comparison of positions
 inline constexpr int kMaxSplits = 64;
-inline constexpr float kLowest = -1e30f;  // below every score; finite, so differences are no NaN
+inline constexpr float kLowest = -1e30f;  // below every score; finite, so differences are not NaN
 
 // The geometry for heads of up to kSize elements.
 template <int kSize>
@@ -58,7 +58,7 @@ struct Shape {
   static constexpr int kCopiedRows = 32 / kChunks;    // by one instruction of a warp
   static constexpr int kMergedRow = kSize + kVector;  // floats; the padding avoids bank conflicts
 
-  // Where chunk `at` of row `row` lies. Chunks are permuted so that 8 rows of a column lie in different banks.
+  // The offset of chunk `at` of row `row`. Chunks are permuted so that 8 rows of a column are in different banks.
   static __device__ int Place(int row, int at) { return row * kRowBytes + (at ^ row % 8) * 16; }
   static_assert(kWarps * kRows * (kMergedRow + 2) * 4 <= kSharedBytes);
 };
@@ -73,8 +73,8 @@ struct Params {
   float2* stats;  // [batch * heads, splits]: the maximum and the sum of weights
   int kv_heads, shared, size;  // heads of keys, heads of the query that share one, their elements
   int slots, reach, splits;
-  int rounds, odd_units;  // each warp has so many units, and the first of them one more
-  uint32_t farthest;      // how many positions before its own a query sees
+  int rounds, odd_units;  // each warp has `rounds` units, the first `odd_units` warps one more
+  uint32_t farthest;      // maximum distance of a visible position before the query
   float scale;            // times log2(e)
   float epsilon;
   bool neighbours;  // pairs of the rotation
@@ -107,7 +107,7 @@ __device__ inline uint32_t Pack<__half>(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Copies 16 bytes from any element, or zeros if `valid` is false. Done when the instructions are.
+// Copies 16 bytes from any element, or zeros if `valid` is false. Synchronous.
 __device__ inline void CopyElements(uint32_t shared, const uint16_t* from, bool valid) {
   uint32_t words[4] = {};
 #pragma unroll
@@ -126,7 +126,7 @@ __device__ inline float SumOfQuad(float value) {
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
-// The units of a warp: every `workers`th from `worker` on. Next finds those with slots that the query sees.
+// The units of a warp: every `workers`th from `worker` on. Next returns units with slots that the query sees.
 class Units {
  public:
   __device__ Units(const Params& p, int element, int worker, int workers)
@@ -142,8 +142,8 @@ class Units {
   __device__ int count() const { return count_; }
   __device__ int SlotOf(int number) const { return (worker_ + number * workers_) * kUnit; }
 
-  // Whether there is another unit; then its number, and which of its slots the query sees, a bit each. The first is
-  // unit 0 whatever it sees.
+  // Returns false if no unit is left, else sets its number and a mask of its slots that the query sees. The first unit
+  // is always unit 0, even if the query sees none of its slots.
   __device__ bool Next(int* number, uint32_t* seen) {
     while (left_ == 0) {
       if (next_ >= count_) return false;
@@ -156,7 +156,7 @@ class Units {
     return true;
   }
 
-  // Compares the positions of the next units: lane i keeps the bits of the i-th. The first time before Next.
+  // Compares the positions of the next units: lane i keeps the mask of the i-th. Call once before the first Next.
   __device__ void Look() {
     constexpr int kLoads = 8;  // at a time, of two units each
     seen_ = 0;
@@ -238,7 +238,7 @@ class CacheCopier {
     }
   }
 
-  // Puts them into the copy of their unit, at `unit`.
+  // Stores the new key and value to the copy of their unit, at `unit`.
   __device__ void Insert(uint32_t unit, int slot, uint32_t new_rows) const {
 #pragma unroll
     for (int i = Lane(); i < 2 * S::kChunks; i += 32) {
@@ -305,8 +305,8 @@ class NewRows {
         pairs_{p.size / 2, p.neighbours},
         angles_(pairs_, p.cos + Angle(), p.sin + Angle()) {}
 
-  // Normalizes and rotates the rows, each by a warp. The first two of a warp are on their way while `units` look for
-  // the positions.
+  // Normalizes and rotates the rows, one warp per row. The first two rows of a warp load while `units` compares
+  // positions.
   __device__ void Put(Units& units) {
     const int warp = Warp();
     Row one = Load(warp), two = Load(warp + S::kWarps);
@@ -319,7 +319,7 @@ class NewRows {
     }
   }
 
-  // Zeroes rows and columns that are not there.
+  // Zeroes padding rows and columns.
   __device__ void ZeroOthers() const {
     const uint32_t rows = SharedAddress(shared_);
     for (int i = static_cast<int>(threadIdx.x); i < S::kNewRows * S::kChunks; i += S::kThreads) {
@@ -364,7 +364,7 @@ class NewRows {
   const Params& p_;
   uint8_t* const shared_;
   const int64_t first_head_, new_head_;  // of queries; of key and value
-  const int rows_;                       // that exist; the last two are key and value
+  const int rows_;                       // without padding; the last two are key and value
   const Pairs<kSize> pairs_;
   const Angles<kSize> angles_;
 };
@@ -373,7 +373,7 @@ class NewRows {
 template <int kSize>
 class UnitRing {
  public:
-  // `written`: the number of this warp's unit that has the slot which is written, or -1.
+  // `written`: the number of this warp's unit with the slot to write, or -1.
   __device__ UnitRing(const CacheCopier<kSize>& cache, Units& units, int written)
       : cache_(cache), units_(units), written_(written) {}
 
@@ -392,10 +392,10 @@ class UnitRing {
     CommitCopies();
   }
 
-  // The slots of the unit in `stage` that the query sees, a bit each.
+  // A mask of the slots that the query sees in the unit in `stage`.
   __device__ uint32_t Seen(int stage) const { return __shfl_sync(~0u, seen_of_stage_, stage); }
 
-  // Whether `stage` has the unit with the slot that is written; true once.
+  // Whether `stage` has the unit with the slot to write; true once.
   __device__ bool TakeWritten(int stage) {
     const bool has_written = stage == written_stage_;
     if (has_written) written_stage_ = -1;
@@ -406,8 +406,8 @@ class UnitRing {
   const CacheCopier<kSize>& cache_;
   Units& units_;
   const int written_;
-  uint32_t seen_of_stage_ = 0;  // of the unit in the stage with the number of this lane
-  int written_stage_ = -1;      // which has the unit with the slot that is written
+  uint32_t seen_of_stage_ = 0;  // in lane i: the mask of stage i
+  int written_stage_ = -1;      // the stage with the slot to write
   int produced_ = 0;
 };
 
@@ -417,7 +417,7 @@ class WarpAttention {
  public:
   using S = Shape<kSize>;
 
-  // `new_rows`: where the queries are.
+  // `new_rows`: the address of the queries.
   __device__ WarpAttention(float scale, uint32_t new_rows) : scale_(scale), new_rows_(new_rows) {
     const int lane = Lane();
     matrix_ = lane / 8;
@@ -431,7 +431,7 @@ class WarpAttention {
     for (int half = 0; half < kHalves; ++half) top_[half] = kLowest, total_[half] = 0;
   }
 
-  // Adds the values of the unit at `unit`. `seen`: the slots that the query sees, a bit each.
+  // Adds the values of the unit at `unit`. `seen`: a mask of the slots that the query sees.
   __device__ void Add(uint32_t unit, uint32_t seen) {
     float scores[2][4] = {};  // of slots 8 * j + 2 * t + {0, 1}
     MultiplyKeys(unit, scores);
@@ -440,7 +440,7 @@ class WarpAttention {
     AddValues(unit + S::kUnitBytes, weights);
   }
 
-  // Leaves the warp's maxima, totals and sums in shared memory, [warp, row] each.
+  // Stores the warp's maxima, totals and sums to shared memory, each as [warp, row].
   __device__ void Leave(int shared_heads, float* merged, float* tops, float* totals) const {
     const int warp = Warp(), g = Lane() / 4, t = Lane() % 4;
 #pragma unroll
@@ -459,7 +459,7 @@ class WarpAttention {
   }
 
  private:
-  static constexpr int kHalves = kWide ? 2 : 1;  // of the rows of a product that hold real heads
+  static constexpr int kHalves = kWide ? 2 : 1;  // halves of a product's rows with real heads
   static constexpr int kSteps = kSize / 16;
 
   __device__ void LoadQuery(int step, uint32_t (&fragment)[4]) const {
@@ -478,7 +478,7 @@ class WarpAttention {
     }
   }
 
-  // From scores to weights, as a fragment; rescales the sums to the new maximum.
+  // Converts scores to weights, as a fragment, and rescales the sums to the new maximum.
   __device__ void Weigh(uint32_t seen, const float (&scores)[2][4], uint32_t (&weights)[4]) {
     const int t = Lane() % 4;
 #pragma unroll
@@ -527,7 +527,7 @@ class WarpAttention {
   float top_[kHalves], total_[kHalves], sums_[2 * kSteps][4] = {};
 };
 
-// Adds the sums that the warps left in shared memory. Stores results if there is one split, else sums with their maximum
+// Merges the sums of the warps from shared memory. Stores results if there is one split, else sums with their maximum
 // and total.
 template <typename T, int kSize>
 __device__ void StoreSums(const Params& p, const float* merged, const float* tops,
@@ -552,7 +552,7 @@ __device__ void StoreSums(const Params& p, const float* merged, const float* top
       for (int w = 0; w < S::kWarps; ++w) {
         value += factors[w] * merged[(w * kRows + row) * S::kMergedRow + column];
       }
-      // Over the query, if anywhere: this CTA has read it, and no other reads those heads when there is one split.
+      // May overwrite the query: this CTA has read it, and with one split no other CTA reads these heads.
       if (p.sums == nullptr) {
         static_cast<T*>(p.out)[head * p.size + column] = T(value * whole);
       } else {
@@ -575,7 +575,7 @@ __device__ void AttendToUnits(const CacheCopier<kSize>& cache, UnitRing<kSize>& 
     filled = filled + 1 == S::kStages ? 0 : filled + 1;
     if (i < 0) continue;
     WaitCopies<S::kStages - 1>();
-    __syncwarp();  // the copies of all lanes are there
+    __syncwarp();  // the copies of all lanes have arrived
     const uint32_t seen = ring.Seen(stage), unit = cache.Stage(stage);
     const bool has_written = ring.TakeWritten(stage);
     stage = stage + 1 == S::kStages ? 0 : stage + 1;
@@ -587,7 +587,7 @@ __device__ void AttendToUnits(const CacheCopier<kSize>& cache, UnitRing<kSize>& 
   }
 }
 
-// kSize: elements of a head, those above params.size zeros. kWide: more than 8 heads share keys.
+// kSize: elements of a head, padded with zeros from params.size on. kWide: more than 8 heads share keys.
 template <typename T, int kSize, bool kWide>
 __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Params p) {
   using S = Shape<kSize>;
@@ -598,7 +598,7 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
   const int worker = Warp() * p.splits + Split();
   const int workers = p.splits * S::kWarps;
   Units units(p, Element(), worker, workers);
-  if (units.count() > 0) cache.Copy(0, units.SlotOf(0));  // before it is known whether it is seen
+  if (units.count() > 0) cache.Copy(0, units.SlotOf(0));  // before positions are compared
 
   uint8_t* const new_rows = ring + S::kWarps * S::kRingBytes;
   NewRows<T, kSize> rows(p, new_rows);
@@ -606,7 +606,7 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
   rows.ZeroOthers();
   __syncthreads();
 
-  // The unit of this warp that has the slot which is written, or none.
+  // This warp's unit with the slot to write, or none.
   const uint32_t new_at = SharedAddress(new_rows);
   const bool writes = 0 <= slot && slot < p.slots && slot / kUnit % workers == worker;
   const int written = writes ? slot / kUnit / workers : -1;
@@ -616,7 +616,7 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
   UnitRing<kSize> copies(cache, units, written);
   AttendToUnits(cache, copies, slot, new_at, attention);
 
-  // The warps meet; their sums overwrite their rings.
+  // Merges the warps; their sums overwrite their rings.
   WaitCopies<0>();
   __syncthreads();
   auto* merged = reinterpret_cast<float*>(ring);             // [warp, row, kMergedRow]

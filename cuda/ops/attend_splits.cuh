@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The second kernel of attend.cu: adds up the sums that the CTAs of a key head left in the workspace, one for each split
-// of the slots, in a fixed order.
+// The second kernel of attend.cu: adds the sums of a key head's CTAs from the workspace, one per split of the slots, in
+// a fixed order.
 #pragma once
 
 #include "cuda/ops/attend.cuh"
@@ -13,8 +13,8 @@ inline constexpr int kCombineWarps = kCombineThreads / 32;
 inline constexpr int kCombineColumns = 128;  // of a CTA: a vector of 4 for each lane
 inline constexpr int kHeld = 8;              // splits that a warp of CombineKernel loads at a time
 
-// Finds the factor of each split, by its maximum, and returns the total of all weights. Lane i has the factors of splits i
-// and i + 32.
+// Computes the factor of each split from its maximum, and returns the total of all weights. Lane i has the factors of
+// splits i and i + 32.
 __device__ inline float FactorsOf(const float2* stats, int splits,
                                   float (&factors)[kMaxSplits / 32]) {
   float highest = kLowest, total = 0;
@@ -39,7 +39,7 @@ __device__ inline float FactorsOf(const float2* stats, int splits,
   return total;
 }
 
-// out[row] = the splits of a head added up; out may lie over the query, which AttendKernel has read.
+// out[row] = the sum of a head's splits. Out may overwrite the query, which AttendKernel has read.
 template <typename T>
 __global__ void __launch_bounds__(kCombineThreads)
     CombineKernel(const float* sums, const float2* stats, T* out, int splits, int size) {
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int column = blockIdx.y * kCombineColumns + 4 * lane;
   const float* first = sums + row * splits * size + column;
   WaitForPreviousKernels();
-  // Warp w adds splits w, w + 4, ...: the first of them are loaded before their factors are known.
+  // Warp w adds splits w, w + 4, ...; the first ones are loaded before their factors are known.
   float4 held[kHeld];
   const auto load = [&](int begin) {
 #pragma unroll

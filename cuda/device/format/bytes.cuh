@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Weights for instructions that multiply 8 bits: operand A of m64nNk32, which takes four neighbours in k from a lane's
-// row. A step here is 32 of k, two of those that the layout stores (format/integer.cuh). Its register 2 s + h holds row
-// g + 8 h and, of stored step s, k = 2 t + 8 v + e as byte 2 e + v: lhs is interleaved likewise (problem.h).
+// Weights for 8-bit instructions: operand A of m64nNk32, with four consecutive k of a row per register. A step here is
+// 32 of k, two steps of the layout (format/integer.cuh). Register 2 s + h contains row g + 8 h of layout step s, with
+// k = 2 t + 8 v + e as byte 2 e + v; lhs is interleaved the same way (problem.h).
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace jaxlowbit {
 
-// Weights as Ts, times 2^kShift, exactly: without their scales, of type S, unless these are integers. kZeros: less
-// integer zeros.
+// Weights as Ts, times 2^kShift, exactly. Scales of type S are included only if they are integers. kZeros: integer
+// zeros are subtracted.
 template <typename T, int kBits, Codebook kCodebook, typename S, bool kZeros>
 struct ByteWeights;
 
@@ -34,8 +34,8 @@ struct ByteWeights<int8_t, 4, Codebook::kNone, S, false> {
   }
 };
 
-// Weights become (q - 8) s, of which a step has one scale: scales up to 16 leave q s + 128 - 8 s in a byte, and four of
-// them are a product and a sum of words. `scales`: of rows g and g + 8, as they are in memory.
+// Weights become (q - 8) s with one scale per step. For scales up to 16, q s + 128 - 8 s fits a byte, so one
+// multiplication and one addition of words compute four weights. `scales`: raw scales of rows g and g + 8.
 template <>
 struct ByteWeights<int8_t, 4, Codebook::kNone, int8_t, false> {
   static constexpr int kShift = 0;
@@ -55,8 +55,8 @@ struct ByteWeights<int8_t, 4, Codebook::kNone, int8_t, false> {
   }
 };
 
-// Weights become q - z, of which a step has one zero, as q + 128 - z with its highest bit inverted: no sum leaves its
-// byte. `zeros`: of rows g and g + 8, as they are in memory.
+// Weights become q - z with one zero per step, computed as q + 128 - z with the highest bit inverted, so no sum
+// overflows its byte. `zeros`: raw zeros of rows g and g + 8.
 template <typename S>
 struct ByteWeights<int8_t, 4, Codebook::kNone, S, true> {
   static constexpr int kShift = 0;
@@ -75,7 +75,7 @@ struct ByteWeights<int8_t, 4, Codebook::kNone, S, true> {
   }
 };
 
-// The bytes of rows g and g + 8 alternate in the words of 8 bits.
+// Separates rows g and g + 8, whose bytes alternate in the words of 8-bit weights.
 __device__ inline void SeparateRows(const uint32_t (&packed)[8], int step, uint32_t (&rows)[4]) {
 #pragma unroll
   for (int s = 0; s < 2; ++s) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Codebooks, as a lane reads them. A table has a number in each lane of a warp. The numbers of floats of 4 and 8 bits
-// come from the bits of the quantized values, without a table. The bits of a lane lie as those of integers do
+// Codebooks, as a lane reads them. A table has one number in each lane of a warp. 4-bit and 8-bit floats are converted
+// from the bits of the quantized values, without a table. Packed bits have the layout of integers
 // (format/integer.cuh).
 #pragma once
 
@@ -18,20 +18,20 @@
 
 namespace jaxlowbit {
 
-// Whether numbers are looked up. They are float32 then; other codebooks have 16-bit floats.
+// Whether numbers are looked up, as float32; other codebooks have 16-bit floats.
 template <Codebook kCodebook>
 inline constexpr bool kLooksUp = kCodebook == Codebook::kTable;
 
-// Whether numbers need a factor, so that a scale multiplies them in no more instructions (kRaised below).
+// Whether numbers need a factor (kRaised below), so that multiplying by a scale adds no instruction.
 template <Codebook kCodebook>
 inline constexpr bool kNeedsFactor = kCodebook == Codebook::kE2m1;
 
-// The numbers of a table of 2^bits: lane i of a warp keeps number i, which the host repeats to fill all lanes.
+// The numbers of a table of 2^bits. Lane i of a warp keeps number i; the host repeats numbers to fill all lanes.
 struct TableParams {
   float numbers[1 << kMostTableBits];
 };
 
-// What a lane keeps of a table; nothing of other codebooks.
+// A lane's entry of a table; empty for other codebooks.
 template <Codebook kCodebook>
 struct Table {
   __device__ explicit Table(const TableParams&) {}
@@ -43,11 +43,11 @@ struct Table<Codebook::kTable> {
   __device__ explicit Table(const TableParams& p) : own(p.numbers[threadIdx.x % 32]) {}
 };
 
-// The numbers of a step as pairs of T: of rows g and g + 8 in turn, times 2^-kRaised, exactly.
+// The numbers of a step as pairs of T, alternating rows g and g + 8, times 2^-kRaised, exactly.
 template <typename T, Codebook kCodebook>
 struct Numbers;
 
-// A sign, two bits of exponent and one of mantissa are moved to where T has them.
+// Moves sign, two exponent bits and one mantissa bit to their positions in T.
 template <typename T>
 struct Numbers<T, Codebook::kE2m1> {
   static constexpr int kRaised = Pair<T>::kBias - 1;
@@ -72,7 +72,7 @@ struct Numbers<T, Codebook::kE2m1> {
   }
 };
 
-// 8-bit floats become f16, which has all of them, NaN and infinities included.
+// 8-bit floats become f16, which represents all of them, NaN and infinities included.
 template <typename T, Codebook kCodebook>
 struct ByteNumbers {
   static constexpr int kRaised = 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Integers of some width, as a lane reads them: the trait of a format. Packed layout, version 1, on the device: the twin
-// of jaxlowbit/_core/layout.py (docs/layout.md).
+// The trait of a width: integers as a lane reads them. Packed layout, version 1, on the device;
+// jaxlowbit/_core/layout.py defines the same in Python (docs/layout.md).
 //
 // A lane has 32 values of an atom, 8 for each of 4 steps of 16 k: 2 neighbours in k for each of the 4 registers 2 v + h
 // of the instruction's operand A, with n = 8 h + g and k = 8 v + 2 t + e. Each register gets its two values, e = 0 and
@@ -10,8 +10,8 @@
 //   Word(packed, step, v) >> Shift(step, v):   e = 1: ... h=1 | h=0    e = 0: ... h=1 | h=0
 //                                                       ◄ kUp ►                 ◄ kUp ►
 //
-// A trait has kFirstWords, kSecondWords and kThirdWords, the words of a lane and an atom in each bit plane (the planes of
-// an atom follow each other), kUp, Word and Shift. Bits around the values may hold anything.
+// A trait has kFirstWords, kSecondWords and kThirdWords, the words per lane and atom in each bit plane (the planes of
+// an atom are consecutive), kUp, Word and Shift. Bits around the values are undefined.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ __device__ constexpr uint32_t ShiftUp(uint32_t word, int up) {
   return up >= 0 ? word << up : word >> -up;
 }
 
-// Takes the bits of `low` that the mask names, and the others of `high`. One instruction: from an expression the
-// compiler makes four if the result is used twice, as it narrows the masks to the bits of each use.
+// Bitwise select: `low` where the mask is set, else `high`, in one instruction. From a C++ expression the compiler
+// generates four if the result is used twice, since it narrows the masks to the bits of each use.
 __device__ inline uint32_t MergeBits(uint32_t mask, uint32_t low, uint32_t high) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xE2;\n" : "=r"(d) : "r"(low), "r"(mask), "r"(high));
@@ -65,7 +65,7 @@ struct Integer<3> {
   static constexpr int kFirstWords = 2, kSecondWords = 1, kThirdWords = 0;
   static constexpr int kUp = 4;
   static __device__ uint32_t Word(const uint32_t (&packed)[3], int step, int) {
-    constexpr uint32_t kLow = 0x33333333;  // the highest bit of each four may be anything
+    constexpr uint32_t kLow = 0x33333333;  // the highest bit of each four is undefined
     const uint32_t low = packed[step / 2] >> step % 2 * 2;
     const uint32_t high = ShiftUp(packed[2], 2 - step);
     return (low & kLow) | (high & ~kLow);
@@ -85,7 +85,7 @@ struct Integer<4> {
   static __device__ constexpr int Shift(int, int v) { return 8 * v; }
 };
 
-// The lowest 6 bits of the bytes of 6 and 7 bits, from a word of each of their first two planes.
+// The lowest 6 bits of 6-bit and 7-bit values, as bytes, from one word of each of the first two planes.
 __device__ inline uint32_t MergeSixBits(uint32_t first, uint32_t second, int step, int v) {
   return MergeBits(0x0f0f0f0f, first >> 4 * v, ShiftUp(second, 4 - step % 2 * 4 - v * 2));
 }
@@ -143,7 +143,7 @@ struct Integer<8> {
   static __device__ constexpr int Shift(int, int) { return 0; }
 };
 
-// The bits of a value of each half of a word.
+// The mask of a value in each half of a word.
 template <int kBits>
 inline constexpr uint32_t kValueMask = ((1u << kBits) - 1) * 0x00010001u;
 
@@ -151,7 +151,7 @@ template <int kBits>
 inline constexpr int kNumPlanes =
     1 + (Integer<kBits>::kSecondWords > 0 ? 1 : 0) + (Integer<kBits>::kThirdWords > 0 ? 1 : 0);
 
-// Offsets, in an atom, of the first word of each plane of the lane that is number `lane` of the atom's 128.
+// Offsets, in an atom, of the first word of each plane for lane `lane` of the atom's 128.
 template <int kBits>
 __device__ constexpr int FirstPlane(int lane) {
   return lane * 4 * Integer<kBits>::kFirstWords;

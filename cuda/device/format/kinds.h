@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What quantized values stand for, as a value: host and device compile this header.
+// The codebook kinds as an enum, for host and device code.
 #pragma once
 
 namespace jaxlowbit {
 
-// Integers, a table of numbers, or the floats whose bits they are.
+// kNone: integers. kTable: a table of numbers. kE2m1, kE4m3, kE5m2: quantized values are the bits of a float.
 enum class Codebook { kNone, kTable, kE2m1, kE4m3, kE5m2 };
 
-// The widest values that the CUDA kernels look up in a table: a warp has a number in each lane.
+// The maximum width for table lookups in the CUDA kernels: a warp has one number in each lane.
 inline constexpr int kMostTableBits = 5;
 
 }  // namespace jaxlowbit

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Scales, as rows g and g + 8 have them: floats of 32 or 16 bits, the 8-bit scales of the microscaling formats, integers
-// from 0 to 127, or, of two levels, integers from -128 to 127 times a float of their super-block.
+// Scales of rows g and g + 8: 32-bit or 16-bit floats, the 8-bit scales of the microscaling formats, integers from 0 to
+// 127, or two-level scales: integers from -128 to 127 times a float of their super-block.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,12 +25,12 @@ struct E4m3 {
   uint8_t code;
 };
 
-// A byte of scales of two levels: an integer of a group, or half of a float16 of a super-block (docs/layout.md).
+// A byte of two-level scales: the integer of a group, or half of a super-block's float16 (docs/layout.md).
 struct Super {
   uint8_t byte;
 };
 
-// Two E4m3s, in the low 16 bits, as a pair of f16, exactly.
+// Converts two E4m3s, in the low 16 bits, to a pair of f16, exactly.
 __device__ inline uint32_t HalvesOfE4m3(uint32_t codes) {
 #if __CUDA_ARCH__ >= 890
   uint32_t halves;
@@ -39,27 +39,27 @@ __device__ inline uint32_t HalvesOfE4m3(uint32_t codes) {
 #else
   const uint32_t spread = __byte_perm(codes, 0, 0x4140);  // bytes 0 and 2
   const uint32_t magnitudes = spread & 0x007f007f;
-  // Exponents of e4m3 are 8 less than those of f16. Of the magnitudes NaN alone overflows into the bit above.
+  // The exponent bias of e4m3 is 8 less than f16's. Only NaN's magnitude overflows into the bit above.
   const uint32_t scaled =
       Multiply<__half>(magnitudes << 7 | (spread & 0x00800080) << 8, PowersOfTwo<__half>(8));
   return scaled | ((magnitudes + 0x00010001) >> 7 & 0x00010001) * 0x7e00;
 #endif
 }
 
-// Whether each scale of type S is a T, exactly.
+// Whether T represents every scale of type S exactly.
 template <typename T, typename S>
 inline constexpr bool kIsExact =
     std::is_same_v<S, T> || std::is_same_v<S, E4m3> || std::is_same_v<S, int8_t> ||
     (std::is_same_v<S, E8m0> && std::is_same_v<T, __nv_bfloat16>);
 
-// Groups in an atom of the microscaling formats, by the type of their scales: 32 of k in MXFP4 and MXFP8, 16 in NVFP4; 0
-// for other scales.
+// Groups per atom of the microscaling formats, by scale type: group size 32 in MXFP4 and MXFP8, 16 in NVFP4; 0 for
+// other scales.
 template <typename S>
 inline constexpr int kMicroGroupsOf = std::is_same_v<S, E8m0>   ? 2
                                       : std::is_same_v<S, E4m3> ? 4
                                                                 : 0;
 
-// Loads the scales of rows g and g + 8, neighbours in shared memory (layout.cuh), as they are.
+// Loads the raw scales of rows g and g + 8, which are adjacent in shared memory (layout.cuh).
 template <typename S>
 __device__ inline uint32_t LoadScalePair(uint32_t shared) {
   static_assert(sizeof(S) <= 2);
@@ -67,11 +67,11 @@ __device__ inline uint32_t LoadScalePair(uint32_t shared) {
 }
 
 __device__ inline float FloatOfE8m0(uint32_t code) {
-  // 0 is a subnormal of float32, and 255 would be its infinity.
+  // Code 0 is subnormal in float32, and code 255 would become infinity.
   return __uint_as_float(code == 0 ? 0x00400000 : code == 255 ? 0x7fc00000 : code << 23);
 }
 
-// A pair of scales, as they are in memory, as floats.
+// Converts a pair of raw scales to floats.
 template <typename S>
 __device__ inline void FloatsOf(uint32_t both, float (&rows)[2]) {
   static_assert(sizeof(S) <= 2);
@@ -87,7 +87,7 @@ __device__ inline void FloatsOf(uint32_t both, float (&rows)[2]) {
   }
 }
 
-// Loads floats of rows g and g + 8.
+// Loads scales of rows g and g + 8 as floats.
 template <typename S>
 __device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
   if constexpr (sizeof(S) == 4) {
@@ -98,18 +98,17 @@ __device__ inline void LoadFloats(uint32_t shared, float (&rows)[2]) {
   }
 }
 
-// Loads the floats of a super-block of rows g and g + 8, whose low bytes are a row of 64 bytes, and their high ones the
-// next.
+// Loads the super-block floats of rows g and g + 8. A row of 64 low bytes precedes a row of 64 high bytes.
 __device__ inline void LoadSuperFloats(uint32_t shared, float (&rows)[2]) {
   const uint32_t low = LoadShared2(shared), high = LoadShared2(shared + 64);
   const uint32_t halves = __byte_perm(low, high, 0x5140);
   rows[0] = Pair<__half>::Low(halves), rows[1] = Pair<__half>::High(halves);
 }
 
-// Loads the integers of a group of rows g and g + 8, and multiplies them by such floats, exactly.
+// Loads a group's integers of rows g and g + 8 and multiplies them by super-block floats, exactly.
 __device__ inline void LoadSuperScales(uint32_t shared, const float (&floats)[2],
                                        float (&rows)[2]) {
-  // A byte beside the exponent of 2^23, where the last bit is 1, makes a float of an integer.
+  // A byte in the mantissa of 2^23, whose last bit is 1, converts the integer to float.
   const uint32_t both = LoadShared2(shared) ^ 0x8080;
   constexpr float kMiddle = 8388608 + 128;
   rows[0] = (__uint_as_float(__byte_perm(both, 0x4b000000, 0x7440)) - kMiddle) * floats[0];
@@ -123,7 +122,7 @@ __device__ inline void AddScaledSums(const float (&part)[4], const float (&scale
   for (int i = 0; i < 4; ++i) sums[i] = fmaf(part[i], scale[i / 2], sums[i]);
 }
 
-// A pair of scales that are Ts, exactly, from what is in memory.
+// Converts a pair of raw scales to T, exactly.
 template <typename T, typename S>
 __device__ inline uint32_t ExactPair(uint32_t both) {
   static_assert(kIsExact<T, S>);
@@ -134,9 +133,8 @@ __device__ inline uint32_t ExactPair(uint32_t both) {
   return Pair<T>::Round(rows[0], rows[1]);
 }
 
-// The scale, or the float zero, of one row. If it is a T, exactly, it works in that type; otherwise in float32, and the
-// result is rounded to T. Either way it is rounded once. Without a float zero, -0 is added, which changes nothing, not
-// even the sign of a zero.
+// The scale, or the float zero, of one row. Computes in T if T represents it exactly, else in float32 with the result
+// rounded to T; both round once. Without a float zero, -0 is added, which preserves even the sign of a zero.
 template <typename T, typename S, bool kExact = kIsExact<T, S>>
 struct RowScale {
   uint32_t value;  // in both halves

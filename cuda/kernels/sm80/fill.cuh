@@ -105,7 +105,7 @@ class StageCopier {
   int k_block_;         // first of the next stage
   GroupCursor cursor_;  // at the first k of the next stage
   int atoms_n_;         // atoms of the tile that exist
-  int64_t strip_step_;  // from the strip of one atom to that of the next
+  int64_t strip_step_;  // between the strips of consecutive atoms
   const uint8_t* packed_[kAtomsN];
   GroupChunk scales_[kScaleCopies], zeros_[kScaleCopies];
 };

@@ -11,7 +11,7 @@ constexpr const char* kPartialSums[] = {"kNone", "kGroups", "kHalfStages"};
 
 }  // namespace
 
-// Whether there are zeros, and of which kind, is known to the kernel when it runs.
+// The kind of zeros, if any, is a run-time parameter of the kernel.
 InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m, const Device& device) {
   const bool half_stages = problem.may_sum_halves() && device.can_compile();
   const int partial_sums = problem.scale_sums ? kGroupSums

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The instances of qmm_sm80: their keys and names, and those that were compiled ahead of time.
+// The instances of qmm_sm80: keys, names, and the instances compiled ahead of time.
 #pragma once
 
 #include <string>
@@ -13,10 +13,10 @@ namespace jaxlowbit::sm80 {
 struct Params;
 using KernelFunction = void (*)(Params);
 
-// PartialSums (params.cuh) as numbers, which instances.cu checks. The build holds instances of the first.
+// PartialSums (params.cuh) as numbers, checked by instances.cu. The build contains instances of the first.
 inline constexpr int kPlainSums = 0, kGroupSums = 1, kHalfStageSums = 2;
 
-// What an instance is compiled for besides types and width. `partial_sums`: one of the numbers above.
+// The parameters of an instance in addition to types and width. `partial_sums`: one of the numbers above.
 struct Variant {
   int block_m;
   int partial_sums;
@@ -25,8 +25,8 @@ struct Variant {
   constexpr int number() const { return 4 * block_m + partial_sums; }
 };
 
-// The instance for `problem` and tiles of `block_m` rows. It sums in float32, though float16 is allowed, where that
-// would have to be compiled and there is no compiler.
+// The instance for `problem` and tiles of `block_m` rows. Without a compiler it sums in float32 even if float16 is
+// allowed, since float16 instances are not prebuilt.
 InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m, const Device& device);
 
 std::string NameOf(const InstanceKey& key);

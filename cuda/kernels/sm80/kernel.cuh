@@ -24,12 +24,12 @@
 // Pipeline.   copy stage t + kStages - 1 ─┐                (fill.cuh, into the slot of stage t - 1)
 //             wait for stage t ─► lhs fragments, packed weights ─► dequantize ─► mma      (multiply.cuh)
 //
-// With split_k > 1 a CTA leaves float32 partial sums in the workspace, and ops/reduce_splits.cu adds them in a fixed
+// With split_k > 1 a CTA stores float32 partial sums to the workspace, and ops/reduce_splits.cu adds them in a fixed
 // order, so that results repeat bit for bit. The epilogue follows that reduction, or the last stage. In a gated
 // product the two atoms of a CTA are a strip of the gate and the same strip of up.
 //
-// Registers. Keep (device/copy.cuh) holds a thread's places in shared memory, which the loop over stages would compute
-// again. By ptxas for sm_80, bf16 by 4 bits, 64 rows: 155 registers, and 166 without Keep, of 168 that 3 CTAs leave.
+// Registers. Keep (device/copy.cuh) keeps a thread's shared memory offsets, which the loop over stages would otherwise
+// recompute. ptxas for sm_80, bf16 by 4 bits, 64 rows: 155 registers, 166 without Keep; 3 CTAs allow 168.
 //
 // Limits: select.cc. Rows of lhs that are not 16-byte aligned (k % 8 != 0) are copied element by element; everything
 // else about k, m and n is handled by predicates.

@@ -57,8 +57,8 @@ class StageMultiplier {
   __device__ void Finish(Accumulators<I>& acc) { ScaleGroup(acc); }
 
  private:
-  // Whole stages that lie in one group have a form of their own, because a test between steps keeps them from overlapping.
-  // Large tiles overlap within a step, and have no registers to spare.
+  // Fast path for a stage inside one group: a per-step group test would prevent overlap of steps. Large tiles overlap
+  // within a step, and have no registers to spare.
   static constexpr bool kHasOneGroupForm = I::kTiles < 8;
 
   // Without kOneGroup, groups change at `group_end` and every group_size from there.
@@ -67,7 +67,7 @@ class StageMultiplier {
                                 Accumulators<I>& acc) {
 #pragma unroll
     for (int k_atom = 0; k_atom < I::kAtomsK; ++k_atom) {
-      // Beyond k there are zeros, which are infinite beside the largest scales as quantized values without a zero point.
+      // Padding beyond k is zeros, which without zero points would dequantize to infinity with the largest scales.
       if (!kOneGroup && k_atom > 0 && k_atom >= atoms_left_) break;
       uint32_t packed[kAtomsN][kBits];
 #pragma unroll
@@ -101,7 +101,7 @@ class StageMultiplier {
   __device__ void MultiplyStep(uint32_t lhs, int step, const uint32_t (&weights)[kAtomsN][4],
                                StepAccumulators& acc) const {
     constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
-    // A step is two columns, and the permutation is an exclusive or of column numbers.
+    // A step is two columns; the swizzle XORs column numbers.
     const uint32_t chunk = lhs + (lhs_chunk_ ^ (step * 2 * kCopyBytes));
 #pragma unroll
     for (int tile = 0; tile < I::kTiles; tile += kTogether) {
@@ -163,7 +163,7 @@ class StageMultiplier {
   const Params& p_;
   int atoms_left_;      // along k, from the next stage on
   GroupCursor cursor_;  // at the first k of the next stage
-  int loaded_;          // the group that rows_ holds
+  int loaded_;          // the group in rows_
   int lhs_chunk_;       // of the first step, in bytes
   PackedLoader<I> packed_;
   Rows<I> rows_[kAtomsN];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What every part of qmm_sm80 shares: the constants of an instance, the problem as the kernel reads it, the part of it
-// that a CTA owns, and the position of a stage among the groups.
+// Shared by all parts of qmm_sm80: the constants of an instance, the kernel's parameters, a CTA's part of the problem,
+// and the position of a stage among the groups.
 #pragma once
 
 #include "cuda/device/codebook_rows.cuh"
@@ -16,12 +16,12 @@
 
 namespace jaxlowbit::sm80 {
 
-// A position beyond all others, to which more may be added.
+// A position beyond all others; adding to it does not overflow.
 inline constexpr int kNone = 0x3fffffff;
 inline constexpr int kAtomsN = kBlockN / kAtom;
 inline constexpr int kThreads = 32 * kWarpsPerAtom;
 
-// Partial sums that are added up before they join the accumulators.
+// Partial sums that are accumulated before they are added to the accumulators.
 enum class PartialSums {
   kNone,
   kGroups,  // float32, scaled afterwards: scales multiply no weights (QuantizedMatmul::scale_sums)
@@ -60,7 +60,7 @@ struct Params {
   int64_t batch, num_weights, m;
   int64_t lhs_columns;  // the reduced dimension: k, or n of the transposed product
   int64_t out_columns;  // n, or k
-  // Rows of the workspace: out_columns padded to whole atoms; in a gated product those of the gate, then those of up.
+  // Rows of the workspace: out_columns padded to whole atoms; in a gated product the gate's, then up's.
   int64_t out_columns_padded;
   int atom_step;  // between the atoms of a tile, in rows of the workspace
   int64_t m_tiles, out_tiles;
@@ -81,7 +81,7 @@ struct Params {
   UnitParams units;
 };
 
-// The part of the product that a CTA owns.
+// A CTA's part of the product.
 struct Tile {
   int64_t m0;      // first row
   int64_t batch;   // position in the batch
@@ -116,7 +116,7 @@ __device__ Tile OwnTile(const Params& p, int atoms) {
 
 // The position of a stage among the groups along k.
 struct GroupCursor {
-  int group;   // the group that the position lies in
+  int group;   // the group of the position
   int offset;  // of the position in its group
 
   static __device__ GroupCursor At(const Params& p, int k) {
@@ -133,20 +133,20 @@ struct GroupCursor {
 };
 
 // The chunk in shared memory of column `column` of row `row`. Lanes of one ldmatrix phase read the same 16-byte column
-// of 8 rows; in whole-line rows they would meet in one bank group, so columns are permuted within each row.
+// of 8 rows; in whole-line rows these would conflict in one bank group, so columns are permuted within each row.
 template <class I>
 __device__ int LhsChunk(int row, int column) {
   return row * I::kLhsChunks + (column ^ (row % 8));
 }
 
-// The chunk in shared memory of chunk `chunk` of packed weights. Where a lane has two chunks of an atom, lanes i and i + 4
-// would meet in one bank group when they read their first, so every other run of 8 chunks is swapped pairwise.
+// The chunk in shared memory of chunk `chunk` of packed weights. If a lane has two chunks of an atom, lanes i and i + 4
+// would conflict in one bank group at their first read, so every other run of 8 chunks is swapped pairwise.
 template <class I>
 __device__ int PackedChunk(int chunk) {
   return kWholeChunks<I::kBits> && kLaneChunks<I::kBits> == 2 ? chunk ^ (chunk / 8 % 2) : chunk;
 }
 
-// Starts copying 16 bytes of packed weights to where chunk number `chunk` of a stage lies behind `packed`.
+// Starts copying 16 bytes of packed weights to chunk `chunk` of the stage at `packed`.
 template <class I>
 __device__ void CopyPackedChunk(const Params& p, uint32_t packed, int chunk, const void* source,
                                 bool valid) {
@@ -168,8 +168,8 @@ __device__ inline void CopyGroupChunk(const Params& p, uint32_t target, const vo
   }
 }
 
-// Stores one element of a tile to out, or, under split-K, to this split's partial sums in the workspace, whose rows
-// are padded to whole atoms.
+// Stores one element of a tile to out or, with split-K, to this split's partial sums in the workspace, whose rows are
+// padded to whole atoms.
 template <typename T>
 __device__ void StoreOut(const Params& p, const Tile& tile, int64_t row, int64_t column,
                          float value) {
@@ -201,7 +201,7 @@ __device__ void RunStages(const Params& p, const Tile& tile, uint32_t ring, Copi
   uint32_t slot = ring;
   for (int stage = tile.stage_begin; stage < tile.stage_end; ++stage) {
     WaitCopies<I::kStages - 2>();
-    // Every thread's part of this stage has arrived, and all warps have read the slot before it, which the next copy
+    // Every thread's part of this stage has arrived, and all warps have read the previous slot, which the next copy
     // overwrites.
     __syncthreads();
     if (stage + I::kStages - 1 < tile.stage_end) copier.CopyNext(free_slot);

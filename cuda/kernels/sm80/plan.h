@@ -29,15 +29,15 @@ constexpr int64_t BlockOut(bool transposed) { return transposed ? kAtom : kBlock
 // Stages of the ring: what fits the smallest device with the smallest groups.
 constexpr int NumStages(int block_m, int bits) { return bits <= 4 && block_m == 64 ? 3 : 4; }
 
-// CTAs whose registers fit a multiprocessor, to which __launch_bounds__ holds the compiler. `accumulator_bytes`:
-// registers of one accumulator, 4 for float32, 6 with a float16 partial sum beside it, 8 with a float32 one.
+// CTAs per multiprocessor by registers, for __launch_bounds__. `accumulator_bytes`: register bytes per accumulator: 4
+// for float32, 6 with an additional float16 partial sum, 8 with a float32 one.
 constexpr int CtasByRegisters(int block_m, int accumulator_bytes) {
   if (accumulator_bytes == 8) return block_m <= 16 ? 4 : 2;
   const int fewer = accumulator_bytes == 6 && block_m >= 32 ? 1 : 0;
   return (block_m == 8 ? 5 : block_m <= 32 ? 4 : 3) - fewer;
 }
 
-// The most groups that `size` positions along k touch, starting at a multiple of `size`.
+// The maximum number of groups that `size` positions along k touch, starting at a multiple of `size`.
 constexpr int GroupsPer(int64_t size, int64_t group_size) {
   if (group_size < 0 || group_size % size == 0) return 1;
   if (size % group_size == 0) return static_cast<int>(size / group_size);

@@ -18,7 +18,7 @@ int64_t NumStagesOf(const QuantizedMatmul& problem) {
   return CeilDiv(problem.lhs_columns(), BlockK(problem.bits));
 }
 
-// The most slices of k: each has a stage.
+// The maximum number of slices of k: each needs a stage.
 int MaxSplitK(const QuantizedMatmul& problem) {
   return static_cast<int>(std::min<int64_t>(kMaxSplitK, NumStagesOf(problem)));
 }
@@ -113,7 +113,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const auto number = std::find(std::begin(kBlockMs), std::end(kBlockMs), block_m);
   const Costs::Tile& tile = costs.tiles[number - std::begin(kBlockMs)];
   const int64_t tiles = CeilDiv(problem.m, block_m) * OutTiles(problem) * problem.batch;
-  // The multiprocessor with the most CTAs is the last one to end.
+  // The multiprocessor with the largest number of CTAs ends last.
   const int64_t ctas = CeilDiv(tiles * split_k, device.num_sms);
   const int64_t beside = std::min(ctas, ResidentCtas(problem, device, block_m));
   const double sums = split_k > 1 ? block_m * costs.sums : 0;

@@ -22,7 +22,7 @@ struct RowsOf<T, S, kBits, Codebook::kNone> {
 template <class I>
 using Rows = typename RowsOf<typename I::T, typename I::S, I::kBits, I::kCodebook>::type;
 
-// `position`: position of the group's 64 scales behind `scales`, and of its zeros behind the scales.
+// `position`: index of the group in `scales`, in units of 64 scales, and in the zeros that follow them.
 template <class I>
 __device__ void LoadRows(const Params& p, uint32_t scales, int position, Rows<I>& rows) {
   const int row = position * static_cast<int>(kAtom) + threadIdx.x / 4 * 2;  // GroupPosition(g)
@@ -37,7 +37,7 @@ __device__ void LoadRows(const Params& p, uint32_t scales, int position, Rows<I>
   }
 }
 
-// Loads this lane's words of an atom.
+// Loads this lane's packed words of an atom.
 template <class I>
 class PackedLoader {
  public:

@@ -6,7 +6,7 @@
 
 namespace jaxlowbit::sm80_transposed {
 
-// Whether there are zeros, and of which kind, is known to the kernel when it runs.
+// The kind of zeros, if any, is a run-time parameter of the kernel.
 InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m) {
   return {Family::kSm80Transposed, problem.lhs, problem.scale, ZeroKind::kNone, problem.bits,
           problem.codebook,        block_m};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The instances of qmm_sm80_transposed, all compiled where they run. Geometry, parameters, selection and launch are
-// qmm_sm80's.
+// The instances of qmm_sm80_transposed, all compiled at run time. Geometry, parameters, selection and launch are shared
+// with qmm_sm80.
 #pragma once
 
 #include <string>

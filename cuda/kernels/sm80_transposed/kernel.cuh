@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // qmm_sm80_transposed: out[b, i, k] = sum_n lhs[b, i, n] * w[k, n] of weight index[b], from the same packed words as
-// qmm_sm80: the cotangent of lhs. Formats, types and rounding are those of qmm_sm80.
+// qmm_sm80: the cotangent of lhs. Formats, types and rounding are as in qmm_sm80.
 //
 // Decomposition. A CTA owns kBlockM rows x one atom of 64 k of one of split_k slices of n. A stage is one or two
 // neighbouring atoms along n. Warp w owns channels 16 w .. 16 w + 15 of each atom, as the packed order has it, so the
 // four warps accumulate over different n and add their partial sums at the end, in shared memory.
 //
-// Transposition. Dequantized registers are 8 x 8 blocks with n along the lanes; the instruction wants k there.
+// Transposition. Dequantized registers are 8 x 8 blocks with n along the lanes; the instruction requires k there.
 // movmatrix transposes a block in one instruction, and operand A of the transposed weights is the four transposed
 // blocks with the middle two exchanged.
 //
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, 8))
       for (int i = 0; i < 4; ++i) at(warp, step, mma, i) = acc[step][mma][i];
     }
   }
-  // The partial sums of all warps are in shared memory; warp w adds those of step w.
+  // The partial sums of all warps are in shared memory; warp w adds step w.
   __syncthreads();
   for (int mma = 0; mma < I::kTiles; ++mma) {
 #pragma unroll

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What consumers of qmm_sm90 have in common: accumulators, where a lane reads in a stage, and how stages go back to the
-// producers that fill them.
+// Shared by the consumers of qmm_sm90: accumulators, a lane's offsets in a stage, and the release of stages to the
+// producers.
 #pragma once
 
 #include "cuda/device/packed.cuh"
@@ -16,7 +16,7 @@ using Accumulators = float[I::kStrips][I::kM / 2];
 template <class I>
 using Factors = float[I::kStrips][2];
 
-// Loads the units of this lane's channels of a tile; 1 of those that are not there.
+// Loads the units of this lane's channels of a tile; 1 for channels out of bounds.
 template <class I>
 __device__ void LoadUnits(const Params& p, const Tile& tile, Factors<I>& units) {
   const int warpgroup = static_cast<int>(threadIdx.x) / 128, lane = threadIdx.x % 32;
@@ -52,8 +52,8 @@ class StageConsumer {
     }
   }
 
-  // Releases a stage that this warp has read, so that the producers of all peers may overwrite it; none if `slot` is
-  // negative. All lanes come from a wait for the warp's products.
+  // Releases a stage that this warp has read, so that the producers of all peers may overwrite it; does nothing if
+  // `slot` is negative. Call after a wait for the warp's products, in all lanes.
   __device__ void Free(int slot) const {
     if constexpr (kWarpArrivals != 1) {
       if (slot >= 0) Arrive(memory_.empty(slot));
@@ -63,11 +63,11 @@ class StageConsumer {
 
   const Params& p_;
   const Memory memory_;
-  // Where this lane reads in a stage, for the warpgroup's first strip: packed weights, in bytes, and scales, in rows.
+  // This lane's offsets in a stage for the warpgroup's first strip: packed weights in bytes, scales in rows.
   int packed_, row_, strip_rows_;
 
  private:
-  uint32_t free_;  // the peer's barrier that this lane tells of free stages, or 0
+  uint32_t free_;  // the peer's barrier that this lane signals for free stages, or 0
 };
 
 }  // namespace jaxlowbit::sm90

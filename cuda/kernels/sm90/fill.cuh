@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Global to shared memory: the producer, one thread, which starts one load each of packed weights, activations, scales
-// and zeros for a stage. What it takes for a stage must stay below what consumers take, at few rows 500 cycles.
+// and zeros per stage. It must take less time per stage than consumers, which take 500 cycles at small m.
 #pragma once
 
 #include "cuda/device/bulk.cuh"
@@ -16,8 +16,8 @@ class StageFiller {
   __device__ StageFiller(const Params& p, int rank, Memory memory)
       : p_(p), memory_(memory), policy_(EvictFirst()), rank_(rank) {}
 
-  // Starts loading weights, which no kernel of the call writes, into the first stages of the first task, and returns their
-  // number. Loads arrive in order, so that it costs time where no kernel has to be waited for.
+  // Starts loading weights, which no kernel of the call writes, into the first stages of the first task, and returns
+  // the number of these stages. Loads arrive in order, so this costs time if there is no previous kernel to wait for.
   __device__ int LoadAhead(const Task& task) const {
     const Strips strips = StripsOf(task.tile);
     RingCursor cursor = {0, 0};
@@ -31,7 +31,7 @@ class StageFiller {
     return ahead;
   }
 
-  // Loads every stage of a task; `ahead`: the stages that have their weights already.
+  // Loads every stage of a task; `ahead`: the number of stages with weights already loading.
   __device__ void Fill(const Task& task, int ahead, RingCursor& cursor) const {
     const Strips strips = StripsOf(task.tile);
     const bool last = IsLast(task.tile);
@@ -53,7 +53,7 @@ class StageFiller {
     uint32_t memory, scales, full;  // addresses
   };
 
-  // The first strips of a tile, among those of all weights; in a gated product, of the gate and of up.
+  // The first strip of a tile, counted over all weights; in a gated product, the first of the gate and of up.
   struct Strips {
     int first, up;
     // Strip s of the CTA, in a gated product.
@@ -78,7 +78,7 @@ class StageFiller {
     return tile.m0 + I::kM > ScheduleOf(p_).Rows(tile.batch);
   }
 
-  // Loads packed weights, scales and zeros of a free stage, which then waits for as many bytes, and for those of lhs.
+  // Loads packed weights, scales and zeros of a free stage. Its barrier expects these bytes and the bytes of lhs.
   __device__ void LoadWeights(const Task& task, const Strips& strips, const Stage& stage) const {
     const bool gated = p_.epilogue.gated;
     const int rows = (IsLast(task.tile) ? p_.last_rows : p_.lhs_rows) << p_.peer_shift;
@@ -100,7 +100,7 @@ class StageFiller {
     }
   }
 
-  // Loads a strip, or all strips of a product that is not gated, whose number among those of all weights is `row`.
+  // Loads strip `row`, counted over all weights, or in an ungated product all strips from there.
   __device__ void LoadPacked(const Stage& stage, int strip, int row) const {
     TmaLoad(stage.memory + p_.plan.bytes.lhs + strip * kStripBytes, &p_.packed, 0,
             stage.atom * kAtomRows, row, stage.full, policy_);
@@ -141,7 +141,7 @@ class StageFiller {
   const Params& p_;
   const Memory memory_;
   const uint64_t policy_;
-  const int rank_;  // among the peers, which load a part of the rows each
+  const int rank_;  // among the peers; each loads a part of the rows
 };
 
 }  // namespace jaxlowbit::sm90

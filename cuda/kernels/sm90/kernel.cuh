@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// qmm_sm90: the product of qmm_sm80 for more rows on Hopper, by wgmma whose weights come from registers.
+// qmm_sm90: the product of qmm_sm80 for larger m on Hopper, by wgmma with weights from registers.
 //
-// Bound. The tensor cores, from about 50 rows on. So they must always have a wgmma to run, while other warps, or the
-// same warps for their next wgmma, dequantize and load.
+// Bound: the tensor cores, from about 50 rows on. They must always have a wgmma to run while other warps, or the same
+// warps for their next wgmma, dequantize and load.
 //
 // Decomposition. Weights are operand A of the instruction: a strip is its 64 output channels. A persistent CTA
 // computes tiles of some strips x rows (kTiles in plan.h), one after the other:
 //
-//                  rows ──►                       1 to 3 consumer warpgroups, each with strips of its own
+//                  rows ──►                       1 to 3 consumer warpgroups, each with separate strips
 //             ┌──────────┐                        and all rows; one thread of one more is the producer.
 //   channels  │ strip 0  │ warpgroup 0            Stream-K: the tiles that are left when every CTA has had
 //      │      ├──────────┤                        the same number are split along k, so that all CTAs
@@ -23,14 +23,14 @@
 // Gated. Strips of a CTA are in pairs: the same channels of the gate and of up. Tiles with an odd number of strips
 // do not take gated products.
 //
-// Storage. Quantized values are in the order of the fragments (device/layout.cuh), which are those of mma.sync: warp w
-// of the warpgroup owns channels 16 w to 16 w + 15 of a strip.
+// Storage. Quantized values are in the order of the mma.sync fragments (device/layout.cuh): warp w of the warpgroup
+// owns channels 16 w to 16 w + 15 of a strip.
 //
 // Registers. Consumers have no register to spare: accumulators, two units of weights and scales take nearly all.
-//   Keep, before a loop    holds a place or a count in a register, which every stage would compute again.
-//   Keep, on threadIdx     computes an index again after the loop, so that it occupies no register while wgmma run.
+//   Keep, before a loop    keeps an offset or a count in a register instead of recomputing it in every stage.
+//   Keep, on threadIdx     recomputes an index after the loop, so that it needs no register while wgmma run.
 //   KeepAll                tells the compiler that wgmma in flight read or write these registers (device/wgmma.cuh).
-//   __shfl_sync(.., 0)     makes a descriptor uniform: wgmma takes it from a uniform register.
+//   __shfl_sync(.., 0)     makes a descriptor uniform: wgmma reads it from a uniform register.
 // Epilogues run in loops that are not unrolled, through shared memory (Form::kOther), or are compiled for each Form.
 //
 // Limits: select.cc.
@@ -45,7 +45,7 @@
 
 namespace jaxlowbit::sm90 {
 
-// Called by one warp. (Elsewhere the kernel is empty: it only runs on sm_90.)
+// Called by one warp. (Compiled for other architectures, the kernel is empty.)
 template <class I>
 __device__ void InitBarriers(const Plan& plan, int peer_shift, Memory memory) {
   const int lane = threadIdx.x % 32;

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory to accumulators: what a warpgroup does with its strips of a tile.
+// Shared memory to accumulators: a warpgroup multiplies its strips of a tile.
 //
 //   registers 0   dequantize ─► wgmma           dequantize ─► wgmma        ...
 //   registers 1                 dequantize ─► wgmma           dequantize ─►
 //
 // A unit is one strip and one atom of k, or half an atom if a warpgroup has a single strip: 16 or 8 registers of
-// weights, four or two wgmma. There are two sets of registers, so while the wgmma of one unit run, the next unit is
-// dequantized.
+// weights, four or two wgmma. There are two sets of registers, so the next unit is dequantized while the wgmma of one
+// unit run.
 //
-// There are four loops. With a single group, scales multiply accumulators: the loop dequantizes to integers and loads
-// no scales. If every stage lies in one group, scales are loaded once per stage and, if they allow it, save an instruction
-// for each pair of weights; that is decided once per task, since a branch in the loop would cost more than it saves. So
-// is whether groups are those of MXFP4, MXFP8 or NVFP4, whose scales the lanes of a row load once per stage. Where groups
-// may be as small as a step, the second loop takes those of an atom and more, which it loads scales for without a branch
-// in the middle of a unit. Otherwise every atom loads its scales, or every step.
+// There are four loops, selected once per task, since a branch in the loop would cost more than it saves:
+//   Single group: scales multiply accumulators; the loop dequantizes to integers and loads no scales.
+//   Long rows: every stage is inside one group. Scales are loaded once per stage; if their values allow it, fusing them
+//     saves an instruction per pair of weights. For instances with groups as small as a step, this loop takes groups of
+//     an atom or more and loads their scales without a branch in the middle of a unit.
+//   Micro rows: groups of MXFP4, MXFP8 or NVFP4. The lanes of a row load the scales of a stage once.
+//   Otherwise scales are loaded for every atom or every step.
 #pragma once
 
 #include <type_traits>
@@ -26,7 +27,7 @@
 
 namespace jaxlowbit::sm90 {
 
-// The rows of a strip of a group, of any scales and of those that FusedRows take, and of a channel.
+// The row types of a strip: for a group with any scales, for a group whose scales fuse, and for a channel.
 template <typename T, typename S, int kBits, Codebook kCodebook>
 struct RowsOf {
   static constexpr int kDown = kCodebookShift<T, S, kCodebook>;
@@ -51,7 +52,7 @@ struct RowsOf<T, S, kBits, Codebook::kNone> {
   static constexpr int kMicroGroups = 0;
 };
 
-// The table is a base: without one it takes no room.
+// The table is a base class so that it is empty for other codebooks.
 template <class I>
 class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
  public:
@@ -62,13 +63,13 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   __device__ TileMultiplier(const Params& p, Memory memory)
       : Table<I::kCodebook>(p.table), StageConsumer<I>(p, memory) {
     if constexpr (kPlanes > 1) {
-      const int lane = threadIdx.x % 128;  // of those of an atom
+      const int lane = threadIdx.x % 128;  // within the atom
       second_ = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
       if constexpr (kPlanes > 2) third_ = Keep(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
     }
   }
 
-  // Multiplies all atoms of a task. The previous kernels have ended.
+  // Multiplies all atoms of a task. Call after the previous kernels have ended.
   __device__ void Multiply(const Task& task, Accumulators<I>& acc, Factors<I>& factors,
                            RingCursor& cursor) const {
 #pragma unroll
@@ -78,7 +79,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     }
     MultiplyWeights(task, acc, factors, cursor);
     if (p_.units.data == nullptr) return;
-    // Accumulators become sums before units multiply them: their factors times the largest units would overflow.
+    // Applies the factors before the units: factors times the largest units would overflow.
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
@@ -96,7 +97,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   using StageConsumer<I>::row_;
   using StageConsumer<I>::strip_rows_;
 
-  // Leaves accumulators that factors make sums of weights without their units.
+  // Computes accumulators; acc * factors is the product without units.
   __device__ void MultiplyWeights(const Task& task, Accumulators<I>& acc, Factors<I>& factors,
                                   RingCursor& cursor) const {
     if constexpr (I::kScalesChannels) {
@@ -110,7 +111,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
           for (int h = 0; h < 2; ++h) factors[s][h] = pairs[s].Factor(h);
         }
         MultiplyAll(task, pairs, acc, cursor);
-        // Not multiplied into the factors: that would overflow for the largest scales.
+        // kUnit times the factors would overflow for the largest scales.
 #pragma unroll
         for (int s = 0; s < I::kStrips; ++s) {
 #pragma unroll
@@ -133,7 +134,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     MultiplyGroups<GroupRows>(task, acc, cursor);
   }
 
-  // The rows of a strip: with the scales of any groups, of groups of kLongAtoms or more, or of a channel.
+  // The row types of a strip: for any groups, for groups of kLongAtoms atoms or more, and for a channel.
   using GroupRows = typename RowsOf<T, S, kBits, I::kCodebook>::Group;
   struct UnfusedRows : GroupRows {};
   static constexpr bool kFused =
@@ -141,7 +142,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   using LongRows =
       std::conditional_t<kFused, typename RowsOf<T, S, kBits, I::kCodebook>::Fused, UnfusedRows>;
   using ChannelRows = typename RowsOf<T, S, kBits, I::kCodebook>::Channel;
-  // MicroRows have the scales of all groups of a stage, whose number is known at compile time.
+  // MicroRows contain the scales of all groups of a stage, a number known at compile time.
   static constexpr int kMicroGroups =
       I::kM <= kMostMicroscaledRows ? RowsOf<T, S, kBits, I::kCodebook>::kMicroGroups : 0;
   template <int kGroups, class Fused>
@@ -155,45 +156,45 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   using MicroRows =
       typename MicroRowsOf<kMicroGroups, typename RowsOf<T, S, kBits, I::kCodebook>::Fused>::type;
 
-  // Groups of LongRows are of as many atoms, or a multiple. Their scales are loaded where a stage or a group begins.
+  // Groups of LongRows have kLongAtoms atoms or a multiple. Scales are loaded at the start of each stage or group.
   static constexpr int kLongAtoms = I::kHasSixteens ? 1 : I::kStageAtoms;
-  // The largest tiles hide what a load for each stage would save, and have no registers for a third loop.
+  // The largest tiles hide the latency of scale loads, and have no registers for a third loop.
   static constexpr bool kHasLongRows = I::kM < 256 ? I::kHasSixteens || std::is_same_v<S, T>
                                                    : I::kHasSixteens && !I::kScalesChannels;
-  // Whether GroupRows load scales for every step, and not behind a branch where a group may begin: a branch in the middle
-  // of a unit costs the most where lookups are waited for, and where most groups are of 16.
+  // Whether GroupRows load scales at every step instead of branching at possible group starts. A branch in the middle
+  // of a unit is most expensive if weights wait for lookups, or if most groups have 16 rows.
   static constexpr bool kLoadsEachStep =
       I::kHasSixteens && (kLooksUp<I::kCodebook> || kMicroGroupsOf<S> == kStepsPerAtom);
   static constexpr bool kBothHalves = I::kM <= 128 && I::kZero != ZeroKind::kNone;
 
   static constexpr int kPlanes = kNumPlanes<kBits>;
   static constexpr float kUnit = 1 << kProductShift<T, S, I::kCodebook>;  // of accumulators
-  // Units of an atom of a strip.
+  // Units per atom and strip.
   static constexpr int kUnits = I::kStrips == 1 ? 2 : 1;
   static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
   static constexpr int kMiddle = kStepsPerAtom / 2;  // the first step of an atom's second half
-  // Atoms of a round: whole stages, and an even number of units, so that each unit has registers of its own.
+  // Atoms per iteration: whole stages and an even number of units, so that register sets alternate statically.
   static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
 
-  // Whether a unit's words are loaded before the wait for its registers, where enough of them are left for that.
+  // Whether a unit's words are loaded before the wait for its registers. Requires spare registers.
   static constexpr bool kLoadsFirst = I::kStrips == 1 && I::kTile.warpgroups <= 2 && I::kM < 256;
 
   struct State {
-    int atom;      // the next
-    int left;      // atoms of its group from there on
-    int previous;  // the slot before, whose last wgmma may be in flight; or -1
+    int atom;      // the next atom
+    int left;      // atoms left in its group, the next one included
+    int previous;  // the previous slot, whose last wgmma may be in flight; or -1
     RingCursor cursor;
-    int group_atoms, group_rows;  // of a group; of all groups of an atom
+    int group_atoms, group_rows;  // atoms per group; scale rows per atom
   };
 
-  // Whether groups are of kLongAtoms or more, and LongRows take all scales of the warpgroup's part of a task.
+  // Whether groups have kLongAtoms atoms or more, and LongRows support all scales of the warpgroup's part of a task.
   __device__ bool TakesLongRows(const Task& task) const {
     if (p_.groups_per_atom > 1 || p_.atoms_per_group.divisor % kLongAtoms != 0) return false;
     if constexpr (kFused) return TakeScales<LongRows>(task);
     return true;
   }
 
-  // Whether an atom has kMicroGroups, and MicroRows take all scales of the warpgroup's part of a task.
+  // Whether an atom has kMicroGroups groups, and MicroRows support all scales of the warpgroup's part of a task.
   __device__ bool TakesMicroRows(const Task& task) const {
     if (p_.groups_per_atom != kMicroGroups) return false;
     if constexpr (RowsOf<T, S, kBits, I::kCodebook>::kTakesAll) return true;
@@ -203,7 +204,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   template <class R>
   __device__ bool TakeScales(const Task& task) const {
     const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
-    constexpr int kChunks = static_cast<int>(kAtom * sizeof(S)) / kCopyBytes;  // of a group
+    constexpr int kChunks = static_cast<int>(kAtom * sizeof(S)) / kCopyBytes;  // per group
     const int group = FirstGroup(p_, task.atom_begin);
     const int groups = FirstGroup(p_, task.atom_end - 1) + 1 - group;
     const int strips = p_.strips - task.tile.strip - warpgroup * I::kStrips;  // that exist
@@ -262,7 +263,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   // A stage in shared memory.
   struct Stage {
     uint32_t memory, lhs, scales;  // addresses; lhs as operand B
-    int rows;  // of scales, from those of the stage's first atom to those of the next atom
+    int rows;                      // offset of the next atom's scales in the stage, in rows
   };
 
   template <class R>
@@ -271,11 +272,11 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   static constexpr bool kLong = std::is_same_v<R, LongRows>;
   template <class R>
   static constexpr bool kMicro = std::is_same_v<R, MicroRows>;
-  // Whether groups may begin within a stage.
+  // Whether groups may begin inside a stage.
   template <class R>
   static constexpr bool kWithinStages = kLong<R> && kLongAtoms < I::kStageAtoms;
 
-  // Multiplies kAtoms, from the beginning of a stage on.
+  // Multiplies kAtoms atoms, beginning with a stage.
   template <int kAtoms, class R>
   __device__ void MultiplyAtoms(State& state, R (&pairs)[I::kStrips], Accumulators<I>& acc) const {
     uint32_t weights[2][kUnitSteps][4];
@@ -306,7 +307,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     Stage stage;
     stage.memory = memory_.stage(p_.plan, cursor.slot);
     stage.scales = memory_.scales(p_.plan, cursor.slot);
-    // The shuffle makes the value uniform for the compiler too: wgmma takes descriptors from uniform registers.
+    // wgmma reads descriptors from uniform registers; the shuffle tells the compiler that the value is uniform.
     stage.lhs = __shfl_sync(~0u, DescribeOperand(stage.memory), 0);
     stage.rows = 0;
     if constexpr (kMicro<R>) {
@@ -318,13 +319,13 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     return stage;
   }
 
-  // Multiplies atom number `a` of kAtoms, of strip `s`, in units, which take the sets of `weights` in turn.
+  // Multiplies atom `a` of kAtoms and strip `s` in units, which alternate between the sets of `weights`.
   template <int kAtoms, class R>
   __device__ void MultiplyAtom(const State& state, const Stage& stage, int a, int s, R& rows,
                                uint32_t (&weights)[2][kUnitSteps][4],
                                float (&acc)[I::kM / 2]) const {
-    // The wait for all but one group ends the wgmma of the stage before, once a unit has been committed. Where the next
-    // unit's words are loaded first, it comes before the next unit, and there may be none.
+    // After a unit's commit, waiting for all but one wgmma group completes the previous stage, which can be freed. With
+    // kLoadsFirst the wait moves to the start of the next unit, which must exist in this call.
     constexpr bool kLate = kLoadsFirst && kAtoms * kUnits > 1;
     const int in_stage = a % I::kStageAtoms;
     uint32_t packed[kBits];
@@ -394,7 +395,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
     }
   }
 
-  int second_, third_;  // from the words of the first plane to those of the others
+  int second_, third_;  // offsets of the other planes' words from the first plane's
 };
 
 }  // namespace jaxlowbit::sm90

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory to accumulators where lhs has 8 bits: the twin of multiply.cuh, with twice the rate of the tensor cores.
+// Shared memory to accumulators for 8-bit lhs: multiply.cuh at twice the rate of the tensor cores.
 //
 //   registers 0   read ─► wgmma                   read ─► wgmma        ...
 //   registers 1             read ─► wgmma  ─► add           read ─►
 //
-// Weights are not scaled, unless by integers, which leaves one sum: they are read to 8 bits, less their zeros, and the
-// sums of a group, exact in int32 for int8, are scaled in float32 and added to those of results. A unit is one strip and
-// one atom of k, two wgmma. While those of one run, the next unit's words are loaded, and read once the registers of the
-// unit before are free. Where a group ends, the warpgroup waits for them and adds, while the other warpgroup's run.
-// Tensor cores add products of float8 with few bits, so float8 is added every kMostAtoms too.
+// Weights become 8-bit values, minus their zeros, and are scaled only by integer scales, which leave a single sum over
+// k. Otherwise the sums of a group, exact in int32 for int8, are scaled in float32 and added to the accumulators. A
+// unit is one strip and one atom of k, two wgmma. While the wgmma of one unit run, the next unit's words are loaded,
+// and converted once the previous unit's registers are free. At the end of a group the warpgroup waits for its wgmma
+// and adds the sums, while the other warpgroup's wgmma run. Tensor cores accumulate float8 products with few bits, so
+// float8 sums are added every kMostAtoms atoms too.
 //
-// Stages are multiplied whole: beyond k they hold zeros.
+// Stages are multiplied whole: they contain zeros beyond k.
 //
-// Sums of integers that are results themselves stay integers: accumulators hold their bits, as StoreIntegers expects.
+// Integer results stay integers: accumulators contain their bits, as StoreIntegers expects.
 #pragma once
 
 #include <type_traits>
@@ -34,7 +35,7 @@ class ByteMultiplier : StageConsumer<I> {
 
   __device__ ByteMultiplier(const Params& p, Memory memory) : StageConsumer<I>(p, memory) {}
 
-  // Multiplies all atoms of a task. The previous kernels have ended.
+  // Multiplies all atoms of a task. Call after the previous kernels have ended.
   __device__ void Multiply(const Task& task, Accumulators<I>& acc, Factors<I>& factors,
                            RingCursor& cursor) const {
 #pragma unroll
@@ -65,35 +66,35 @@ class ByteMultiplier : StageConsumer<I> {
 
   static constexpr bool kReadsRows = I::kScalesBytes || I::kZero == ZeroKind::kInteger;
 
-  // Whether registers hold a unit's words beside two units' weights: not the widest words in the largest tiles.
+  // Whether registers suffice for a unit's words and two units' weights: not for the widest words in the largest tiles.
   static constexpr bool kLoadsAhead = kBits * I::kM * I::kStrips < 8 * 256;
 
   static constexpr float kUnit = 1.0f / (1 << Weights::kShift);
   static constexpr int kSteps = 2;  // wgmma of an atom
   static constexpr int kUnits = I::kStageAtoms * I::kStrips;
-  static constexpr int kMostAtoms = 8;  // whose float8 products are added without a stop
+  static constexpr int kMostAtoms = 8;  // atoms per float8 sum in the tensor cores
 
   // A group has all of k, an atom, or whole stages.
   enum class Groups { kChannel, kAtoms, kStages };
 
-  // Integers of a single group are results.
+  // Whether integer sums are the results: int8 with a single group.
   template <Groups kGroups>
   static constexpr bool kIsResult = kGroups == Groups::kChannel && I::kIsInt8;
 
   using Sums = Sum[I::kStrips][I::kM / 2];
 
-  // A unit as it is in memory.
+  // The packed words of a unit.
   struct Words {
     uint32_t packed[kBits];
-    uint32_t rows;  // bytes of two rows: scales that are integers, or zeros
+    uint32_t rows;  // bytes of two rows: integer scales or zeros
   };
 
   struct State {
-    int atom, end;  // the stage's first; the task's last and one
-    int previous;   // the slot before, whose last wgmma may be in flight; or -1
+    int atom, end;  // the stage's first atom; the end of the task
+    int previous;   // the previous slot, whose last wgmma may be in flight; or -1
     RingCursor cursor;
     uint32_t weights[2][kSteps][4];  // of a unit, and of the next
-    float scales[I::kStrips][2];     // of the group whose sums are added
+    float scales[I::kStrips][2];     // of the current group
   };
 
   template <Groups kGroups>
@@ -137,7 +138,7 @@ class ByteMultiplier : StageConsumer<I> {
     if (!p_.out_integers) ScaleResults(task.tile, channels, acc);
   }
 
-  // Multiplies the stages of a group, or what is left of it, `atoms` of k, and adds its sums.
+  // Multiplies the remaining stages of a group, `atoms` atoms of k, and adds its sums.
   template <Groups kGroups>
   __device__ void MultiplyGroup(State& state, int atoms, Sums& sums, Accumulators<I>& acc) const {
     const int group_end = min(state.end, state.atom + atoms);
@@ -162,7 +163,7 @@ class ByteMultiplier : StageConsumer<I> {
     }
   }
 
-  // Multiplies a stage. `kBegins`: it is the first of a group, whose first products are not added to anything.
+  // Multiplies a stage. `kBegins`: the stage is the first of a group, so its first products overwrite the sums.
   template <bool kBegins>
   __device__ void MultiplyStage(State& state, Sums& sums) const {
     const Stage stage = Begin(state);
@@ -173,7 +174,7 @@ class ByteMultiplier : StageConsumer<I> {
     End(stage, state);
   }
 
-  // Multiplies a stage in which each atom is a group.
+  // Multiplies a stage whose atoms are groups.
   __device__ void MultiplyAtoms(State& state, Sums& sums, Accumulators<I>& acc) const {
     const Stage stage = Begin(state);
 #pragma unroll
@@ -193,10 +194,10 @@ class ByteMultiplier : StageConsumer<I> {
     int slot;
   };
 
-  // Takes the stage that has been waited for.
+  // Returns the current stage, after the wait for it, and advances the cursor.
   __device__ Stage Begin(State& state) const {
     const uint32_t memory = memory_.stage(p_.plan, state.cursor.slot);
-    // The shuffle makes the value uniform for the compiler too: wgmma takes descriptors from uniform registers.
+    // wgmma reads descriptors from uniform registers; the shuffle tells the compiler that the value is uniform.
     const Stage stage = {__shfl_sync(~0u, DescribeOperand(memory), 0), state.cursor.slot};
     state.cursor.Advance(p_.plan.num_stages);
     return stage;
@@ -207,7 +208,7 @@ class ByteMultiplier : StageConsumer<I> {
     state.previous = stage.slot;
   }
 
-  // Starts the products of a unit, and reads the next one while they run.
+  // Starts the products of a unit and converts the next one's weights while they run.
   __device__ void MultiplyUnit(const Stage& stage, State& state, int unit, bool begins,
                                Sums& sums) const {
     Start(stage, state, unit, sums[unit % I::kStrips], begins);
@@ -219,7 +220,7 @@ class ByteMultiplier : StageConsumer<I> {
     if (has_next) Read(words, state.weights[(unit + 1) % 2]);
   }
 
-  // Starts the products of a unit, whose weights have been read. `begins`: they are not added to what `sums` holds.
+  // Starts the products of a unit with converted weights. `begins`: products overwrite `sums`.
   __device__ static void Start(const Stage& stage, State& state, int unit, Sum (&sums)[I::kM / 2],
                                bool begins) {
     uint32_t (&weights)[kSteps][4] = state.weights[unit % 2];
@@ -234,7 +235,7 @@ class ByteMultiplier : StageConsumer<I> {
     CommitProducts();
   }
 
-  // Loads the unit after `unit`, of the next stage after the last, if there is one.
+  // Loads the unit after `unit`, possibly from the next stage. Returns false if there is none.
   __device__ bool LoadNext(const Stage& stage, const State& state, int unit, Words& words) const {
     if (unit + 1 < kUnits) {
       Load(stage.slot, (unit + 1) / I::kStrips, (unit + 1) % I::kStrips, words);
@@ -248,20 +249,20 @@ class ByteMultiplier : StageConsumer<I> {
     return has_next;
   }
 
-  // Loads an atom of a strip.
+  // Loads the words of one atom and strip.
   __device__ void Load(int slot, int atom, int strip, Words& words) const {
     const uint32_t first = memory_.stage(p_.plan, slot) + packed_ + strip * kStripBytes;
     LoadTmaPacked<kBits>(first + atom * kAtomBytes<kBits>, 0, 0, words.packed);
     if constexpr (kReadsRows) {
       const int group = p_.atoms_per_group.divisor == 1 ? atom : 0;
       const int row = row_ + strip * strip_rows_ + group * static_cast<int>(kAtom);
-      // Zeros lie behind scales.
+      // Zeros follow scales.
       const int first_byte = I::kScalesBytes ? 0 : p_.plan.bytes.scales;
       words.rows = LoadShared2(memory_.scales(p_.plan, slot) + first_byte + row);
     }
   }
 
-  // Reads the weights of a unit that has been loaded.
+  // Converts the loaded words of a unit to weights.
   __device__ static void Read(const Words& words, uint32_t (&weights)[kSteps][4]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -283,7 +284,7 @@ class ByteMultiplier : StageConsumer<I> {
     }
   }
 
-  // Adds the sums of a group, whose products have ended.
+  // Adds the scaled sums of a group; its products must have ended.
   __device__ static void Add(Sums& sums, const float (&scales)[I::kStrips][2],
                              Accumulators<I>& acc) {
 #pragma unroll
@@ -296,7 +297,7 @@ class ByteMultiplier : StageConsumer<I> {
     }
   }
 
-  // Multiplies by the scales of tokens and channels. Tokens beyond the last are not stored, whatever they are.
+  // Multiplies by the scales of tokens and channels. Tokens beyond the last are never stored.
   __device__ void ScaleResults(const Tile& tile, const Factors<I>& channels,
                                Accumulators<I>& acc) const {
     const Batched<int> schedule = ScheduleOf(p_);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What every part of qmm_sm90 shares: the constants of an instance, the problem as the kernel reads it, the order of
-// the tiles, and the layout of shared memory.
+// Shared by all parts of qmm_sm90: the constants of an instance, the kernel's parameters, the order of tiles, and the
+// layout of shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -35,10 +35,10 @@ struct Instance {
   static constexpr ZeroKind kZero = kZeros;
   static constexpr int kBits = kWidth;
   static constexpr Codebook kCodebook = kNumbers;
-  // Whether weights are read without the scales and zeros of a single group, which accumulators are multiplied by.
+  // Whether the scales and zeros of a single group are applied to accumulators, not to weights.
   static constexpr bool kScalesChannels = kZero != ZeroKind::kFloat && !kLooksUp<kCodebook> &&
                                           !(kBytes && (sizeof(S) == 1 || kZero != ZeroKind::kNone));
-  // Whether groups may be of 16: formats that come with such groups.
+  // Whether the format may have groups of 16.
   static constexpr bool kHasSixteens = HasSixteens(kCodebook, sizeof(S));
   static constexpr TileShape kTile = kTiles[kNumber];
   static constexpr int kM = kTile.m;
@@ -50,7 +50,7 @@ struct Instance {
   static constexpr int kLhsBytes = kM * kLhsRowBytes;                               // of a block
   static constexpr int kLhsBlocks = kStageAtoms * static_cast<int>(sizeof(T)) / 2;  // of a stage
   static constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
-  // Whether scales of groups are integers, which multiply weights in 8 bits, so that k has one sum.
+  // Whether group scales are integers, which multiply weights in 8 bits, so that there is one sum over k.
   static constexpr bool kScalesBytes = kBytes && sizeof(S) == 1;
   static_assert(!kBytes || kTile.takes_bytes(kIsInt8, kZero != ZeroKind::kNone));
   // Registers of a thread: at launch, of a consumer, of a producer.
@@ -62,7 +62,7 @@ struct Instance {
   static constexpr int kStoreRows = StoreRows(kTile);
 };
 
-// How a tile's accumulators become results.
+// The epilogue's form: how a tile's accumulators become results.
 enum class Form {
   // In registers, stored by TMA: no activation; with or without a bias and a residual that TMA loads
   kSum,
@@ -93,16 +93,16 @@ struct Params {
   int64_t num_weights;
   int m, n;
   int lhs_rows;  // of a tile, or a peer's part of them
-  // Likewise, of the last tile of a batch element, in multiples of 8; 0: it is like the others. Its loads are its own:
-  // rows out of bounds take TMA longer than others. Shared memory holds anything in the rows beyond; their accumulators
-  // are not stored.
+  // Rows of the last tile of a batch element, or a peer's part, in multiples of 8; 0: same as other tiles. The last
+  // tile has separate loads, since TMA is slower for rows out of bounds. Rows beyond are undefined in shared memory,
+  // and their accumulators are not stored.
   int last_rows;
-  // One load brings all atoms of a stage: k is a multiple of 64, and there are no peers.
+  // Whether one load covers all atoms of a stage: k is a multiple of 64, and there are no peers.
   bool lhs_in_atoms;
-  int group_bytes;  // that are loaded for a stage: scales and zeros
+  int group_bytes;  // bytes of scales and zeros loaded per stage
   int n_blocks, k_blocks, groups;
-  // Strips of the weights of a batch element; in a gated product, those of the gate and of up alternate. Tiles are
-  // counted in these strips.
+  // Strips of the weights of a batch element; in a gated product, strips of the gate and of up alternate. The unit of
+  // tile positions.
   int strips;
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
@@ -120,7 +120,7 @@ struct Params {
   TableParams table;
   const float* lhs_scale;  // [batch, m], of an lhs of 8 bits
   UnitParams units;
-  int ahead_stages;  // whose weights are loaded before the previous kernels have ended
+  int ahead_stages;  // stages whose weights are loaded before the previous kernels have ended
 };
 
 // A position in the product.
@@ -137,7 +137,7 @@ __device__ inline Tile TileOf(const Params& p, int number, int strips, int m) {
   return {place.batch, place.column, place.row};
 }
 
-// The number, among the strips of all weights, of strip `number` of a tile.
+// The index of a tile's strip `number`, counted over all weights.
 __device__ inline int64_t StripOf(const Params& p, const Tile& tile, int number) {
   const bool gated = p.epilogue.gated;
   const int position = ScheduleOf(p).Position(tile.batch, number);
@@ -145,10 +145,10 @@ __device__ inline int64_t StripOf(const Params& p, const Tile& tile, int number)
          (gated ? (tile.strip + number) / 2 : tile.strip + number);
 }
 
-// What a CTA computes at a time: a tile, or a part of the k of a tail tile.
+// The unit of a CTA's work: a tile, or a part of a tail tile along k.
 struct Task {
   Tile tile;
-  int partial;               // number of the part, among those of all tail tiles; -1: a whole tile
+  int partial;               // index of the part, counted over all tail tiles; -1: a whole tile
   int atom_begin, atom_end;  // along k
 };
 
@@ -173,11 +173,11 @@ __device__ inline Task TaskOf(const Params& p, int number, int rank) {
   return task;
 }
 
-// Partial sums of a part of a tile: blocks of 8 rows of every strip; each thread of a warpgroup has two rows of two
-// channels of a block, as its registers hold them.
+// Partial sums of a part of a tile: blocks of 8 rows of every strip, in register order; each thread of a warpgroup has
+// two rows of two channels of a block.
 inline constexpr int kBlockSums = 128 * 4;
 
-// Where the partial sums of part number `partial` begin.
+// The offset of the partial sums of part `partial`.
 __device__ inline int64_t FirstPartialSum(int partial, int strips, int m) {
   return int64_t{partial} * strips * (m / 8) * kBlockSums;
 }
@@ -187,14 +187,14 @@ __device__ inline int FirstGroup(const Params& p, int atom) {
   return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
 }
 
-// Shared memory: barriers, then results that are stored, then the ring of stages, then their scales and zeros.
+// Shared memory: barriers, then results to store, then the ring of stages, then their scales and zeros.
 struct Memory {
   uint32_t base;
 
   // Stage `slot` has been loaded (full), or has been read by every warp of all peers (empty).
   __device__ uint32_t full(int slot) const { return base + slot * kBarrierBytes; }
   __device__ uint32_t empty(int slot) const { return base + (kMaxStages + slot) * kBarrierBytes; }
-  // The residual of a store tile of a warpgroup has arrived in this one of its buffers.
+  // The residual of a store tile has arrived in this buffer of the warpgroup.
   __device__ uint32_t residual_full(int warpgroup, int buffer) const {
     return base + (2 * kMaxStages + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
   }
@@ -202,7 +202,7 @@ struct Memory {
   __device__ uint32_t taken() const {
     return base + (2 * kMaxStages + kMaxWarpgroups * kResultBuffers) * kBarrierBytes;
   }
-  // Both warpgroups of a gated tile have come here (TileStorer::Meet).
+  // Both warpgroups of a gated tile have arrived (TileStorer::Meet).
   __device__ uint32_t met() const { return taken() + kBarrierBytes; }
   __device__ uint32_t results() const { return base + kTmaAlignment; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Partial sums of the stream-K tail to results: every part of a tail tile left its partial sums in the workspace, in
-// the order of the registers they came from. A kernel of its own adds them in the order of the parts, so that results
-// repeat bit for bit, and stores them through the epilogue.
+// Partial sums of the stream-K tail to results. Every part of a tail tile writes its partial sums to the workspace in
+// register order. A separate kernel adds them in the order of the parts, so that results repeat bit for bit, and stores
+// them through the epilogue.
 #pragma once
 
 #include <type_traits>
@@ -58,8 +58,7 @@ __device__ inline void AddPartials(const Sum* first, int64_t step, int splits, S
   }
 }
 
-// Stores 8 rows of 64 channels from `m0` on. They are put together in `shared`, 16 bytes at a time, with permuted
-// columns.
+// Stores 8 rows of 64 channels from `m0` on, assembled in `shared` in units of 16 bytes with permuted columns.
 template <typename T>
 __device__ void StoreTogether(const Params& p, const Tile& tile, int strip, int m0,
                               const float (&values)[4], uint32_t shared) {

@@ -19,25 +19,24 @@ StreamK ScheduleOf(const QuantizedMatmul& problem, const Device& device, const C
   return StreamKOf(problem, kTiles[choice.tile], choice.peers, choice.split_k, device.num_sms);
 }
 
-// Whether an int8 lhs leaves one sum over all of k: a scale for a channel, or scales that are integers.
+// Whether an int8 lhs has one integer sum over all of k: one scale per channel, or integer scales.
 bool HasOneSum(const QuantizedMatmul& problem) {
   return problem.lhs == ElementType::kInt8 &&
          (problem.groups() == 1 || problem.scale == ElementType::kInt8);
 }
 
-// What a split of k costs beside an lhs of 8 bits, in microseconds, over what it costs others: once, and for each part
-// after the first.
+// Additional cost of splitting k with an 8-bit lhs, compared to other lhs, in microseconds: once, and per part after
+// the first.
 constexpr double kByteSplit = 2, kBytePart = 0.5;
 
-// What an atom takes in a CTA that has a multiprocessor to itself where two would share it: its loads and products wait
-// for each other.
+// Relative time per atom if a multiprocessor runs one CTA instead of two: loads and products do not overlap.
 constexpr double kByteAlone = 1.2;
 
-// Microseconds of an atom beside an lhs of 8 bits, on an H200 that is hot, the beginnings and ends of tiles included:
-// lines through the times of docs/measurements/activations_8_bit.md.
+// Microseconds per atom with an 8-bit lhs on a hot H200, including the starts and ends of tiles: lines fitted to the
+// times in docs/measurements/activations_8_bit.md.
 double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
   struct Line {
-    double base, row;  // of a stage of up to two strips; of each of its rows
+    double base, row;  // per stage of up to two strips; per row
   };
   const bool wide = problem.bits > 4, sixty_fours = problem.group_size == kAtom;
   const bool zeros = problem.zero != ZeroKind::kNone;
@@ -51,11 +50,12 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
   return (line.base * std::max(strips, 2.0) + line.row * rows * strips) / 4;
 }
 
-// What an atom of a strip takes more in MXFP4 and NVFP4, in tiles that load their scales once per stage (kCodebookAtoms in
-// number_costs.h). Up to 16 rows, where qmm_sm90_stream is faster, both kernels are compared by the same number.
+// Additional time per atom and strip for MXFP4 and NVFP4 in tiles that load their scales once per stage (kCodebookAtoms
+// in number_costs.h). Up to 16 rows, qmm_sm90_stream is faster and both kernels use the same number.
 constexpr double kMicroscaledAtom = 0.015;
 
-// Whether the instance is there, or can be. Of formats whose instances are all compiled, SupportsOnHopper has asked.
+// Whether the instance is available or can be compiled. SupportsOnHopper has checked formats whose instances are all
+// compiled.
 bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile) {
   const InstanceKey key = KeyOf(problem, tile);
   return BuildHolds(key) || !IsBuilt(key) || device.can_compile();
@@ -110,7 +110,7 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
       !tile.takes_bytes(HasOneSum(problem), problem.zero != ZeroKind::kNone)) {
     return {"its tile has no room for group sums, or for zeros"};
   }
-  // Nobody waits for a compiler to multiply by few rows.
+  // Do not JIT-compile for small m.
   if (choice.tile >= kBuiltTiles && problem.m <= kMinTileM) return {"its tile is for more rows"};
   if (std::find(std::begin(kPeers), std::end(kPeers), choice.peers) == std::end(kPeers)) {
     return {"its clusters have 1 or 2 CTAs"};
@@ -125,7 +125,7 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
     if (choice.peers > 1) return {"mates share whole tiles"};  // `mates` in Python
     const StreamK schedule = ScheduleOf(problem, device, choice);
     if (schedule.tail_tiles == 0) return {"no tiles are left to be divided"};
-    // A tile has more rows than its caller has allocated for, if there are few.
+    // For small m, a tile has more rows than the caller's workspace.
     const int64_t rows = problem.batch * problem.weights_per_element() * problem.m;
     if (schedule.workspace_bytes(tile) >
         std::min(workspace_bytes, MostSumsBytes(rows, problem.n))) {
@@ -162,7 +162,7 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t w
   for (const Choice& choice : Choices(problem)) {
     const double cost = Cost(problem, device, choice);
     if (best.kernel == Kernel::kQmmSm90 && cost >= least) continue;
-    // Asked last, since it may load the compiler.
+    // Checked last, since it may load the compiler.
     if (!SupportsChoice(choice, problem, device, workspace_bytes)) continue;
     least = cost;
     best = choice;
@@ -176,8 +176,8 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const Costs::Tile& fit = costs.tiles[choice.tile];
   const StreamK schedule = ScheduleOf(problem, device, choice);
   const int64_t stages = CeilDiv(problem.k_blocks(), tile.stage_atoms);
-  // Tiles that do not hide dequantization take fewer instructions for it if every stage lies in one group, or every atom
-  // where groups may be of 16: scales are fused, or at least loaded once.
+  // Tiles that do not hide dequantization save instructions if every stage is inside one group (every atom, in formats
+  // with groups of 16): scales are fused, or at least loaded once.
   const bool by_atom = HasSixteens(problem.codebook, problem.scale_bytes());
   const bool once = tile.m <= 128 && problem.scale == problem.lhs && problem.group_size > 0 &&
                     problem.group_size % (by_atom ? kAtom : 2 * kAtom) == 0;

@@ -2,13 +2,13 @@
 //
 // Accumulators of a whole tile to global memory, through the epilogue if there is one.
 //
-// A store tile is kStoreRows of a strip, which TMA stores at a time. The buffers of a warpgroup hold:
+// A store tile is kStoreRows of a strip, stored by one TMA operation. The buffers of a warpgroup contain:
 //
-//   in registers   the results of a store tile each, in turn; with residuals, the first two, which hold the store
-//                  tile's residual before
-//   Form::kOther   0, 1: results of a store tile; 2: accumulators of half a store tile, of the gate if gated; 3: those
-//                  of up, if this warpgroup has them. If two warpgroups have a strip each, the one with up leaves half
-//                  a store tile in each of its four buffers for the other.
+//   in registers   the results of one store tile each, in turn; with residuals only the first two are used, first for
+//                  the store tile's residual
+//   Form::kOther   0, 1: results of a store tile; 2: accumulators of half a store tile, of the gate if gated; 3: the
+//                  accumulators of up, if this warpgroup has them. If two warpgroups have a strip each, the one with up
+//                  stores half a store tile to each of its four buffers for the other.
 #pragma once
 
 #include <utility>
@@ -49,7 +49,7 @@ class TileStorer {
 
   // Called before the products of a tile: loads its biases, and starts loading residuals into free buffers.
   __device__ void Begin(const Tile& tile) {
-    if (p_.epilogue.any) WaitForPreviousKernels();  // they may have written what is added
+    if (p_.epilogue.any) WaitForPreviousKernels();  // they may have written the operands
     if (p_.epilogue.bias != nullptr) LoadBiases(tile);
     if (!p_.residual_by_tma || threadIdx.x % 128 != 0) return;
     WaitStoresRead<0>();
@@ -133,7 +133,7 @@ class TileStorer {
     return thread / 32 % 4 * 16 + thread % 32 / 4;
   }
 
-  // From accumulators of blocks of strip `s`, or from those of the gate and of up, to their results.
+  // Computes results from the accumulators of blocks of strip `s`, or of the gate and of up.
   template <int kCount>
   __device__ void FinishBlocks(int s, float (&up)[kCount], const float (&residual)[kCount],
                                float (&values)[kCount]) const {
@@ -171,8 +171,8 @@ class TileStorer {
     }
   }
 
-  // Leaves a warpgroup's accumulators of half a store tile, of strip kHalf / kHalves, times their factors, where each
-  // thread finds its own.
+  // Stores a warpgroup's accumulators of half a store tile of strip kHalf / kHalves, times their factors, in the order
+  // of threads.
   template <int kHalf>
   __device__ void Leave(uint32_t buffer, const Accumulators<I>& acc) const {
 #pragma unroll
@@ -203,7 +203,7 @@ class TileStorer {
     acc[2] = __uint_as_float(four.z), acc[3] = __uint_as_float(four.w);
   }
 
-  // Orders both warpgroups. synccheck does not follow a named barrier that they reach by different ways.
+  // Synchronizes both warpgroups. synccheck does not support a named barrier reached from different code paths.
   __device__ void Meet() {
     if constexpr (kForSanitizer) {
       Arrive(memory_.met());
@@ -213,7 +213,7 @@ class TileStorer {
     }
   }
 
-  // Leaves the second warpgroup's accumulators of up for the first.
+  // Stores the second warpgroup's accumulators of up for the first warpgroup.
   __device__ void HandOver(const Accumulators<I>& acc) {
 #pragma unroll 1
     for (int half = 0; half < kHalves; ++half) {
@@ -227,8 +227,8 @@ class TileStorer {
     }
   }
 
-  // Stores other results, half a store tile at a time: registers cannot be indexed, and the formulas are in the code
-  // once.
+  // Stores other results, half a store tile at a time, in a loop through shared memory, since registers cannot be
+  // indexed. The code contains each formula once.
   __device__ void StoreFinished(const Tile& tile, const Accumulators<I>& acc) {
     const int warpgroup = threadIdx.x / 128;
     if (Strip(tile, 0) >= p_.n_blocks) return;
@@ -300,7 +300,7 @@ class TileStorer {
     return store_tile + (row + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
   }
 
-  // Called when all threads of a warpgroup have written the store tile: starts storing it.
+  // Starts storing a store tile. Call after all threads of the warpgroup have written it.
   __device__ void EndStoreTile(int strip, int m0, int batch, uint32_t buffer) {
     PublishShared();
     Synchronize(1 + threadIdx.x / 128, 128);
@@ -326,7 +326,7 @@ class TileStorer {
     }
   }
 
-  // Stores integers, whose bits the accumulators hold: a warp writes 32 bytes of each of four rows at a time.
+  // Stores the integers whose bits are in the accumulators: a warp writes 32 bytes of each of four rows at a time.
   __device__ void StoreIntegers(const Tile& tile, const Accumulators<I>& acc) const {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
@@ -343,8 +343,8 @@ class TileStorer {
     }
   }
 
-  // The buffer for the next store tile, which is free, or holds the store tile's residual. Starts loading the residual
-  // of the store tile after it to the other of two buffers.
+  // Returns the buffer for the next store tile, which is free or contains that tile's residual. Starts loading the
+  // residual of the following store tile to the other of two buffers.
   __device__ uint32_t BeginStoreTile(const Tile& tile, int store_tile) const {
     const int warpgroup = threadIdx.x / 128;
     if (p_.residual_by_tma) {
@@ -389,8 +389,8 @@ class TileStorer {
     }
   }
 
-  // Two warpgroups have the gate and up. Each finishes half of the rows, for which the other leaves its accumulators
-  // in its buffers; results take the place of accumulators that have been read.
+  // One warpgroup has the gate, the other up. Each finishes half of the rows, with the other's accumulators from the
+  // other's buffers. Results overwrite accumulators that have been read.
   template <int kWarpgroup>
   __device__ void ExchangeAndStore(const Tile& tile, const Accumulators<I>& acc) {
     constexpr int kOwn = kWarpgroup * kBlocks / 2, kOther = kBlocks / 2 - kOwn;

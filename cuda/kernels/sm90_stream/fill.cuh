@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Global to shared memory: the producer warp. Each of its lanes loads the same thing of every stage: the packed
-// weights of a strip, or of a part of it in one atom of k, or the scales or zeros of a strip. So addresses are
-// computed once for a tile.
+// Global to shared memory: the producer warp. Each lane loads the same piece of every stage, so it computes addresses
+// once per tile. A piece is the packed weights of a strip, or of part of a strip in one atom of k, or the scales or
+// zeros of a strip.
 #pragma once
 
 #include "cuda/device/bulk.cuh"
@@ -30,8 +30,8 @@ class StageFiller {
     StartTile(share_.slice_begin);
   }
 
-  // Loads every stage of every tile, in order. Weights, and their numbers, do not depend on the previous kernel, so
-  // those of the first stages are loaded before it ends.
+  // Loads every stage of every tile, in order. Weights and their indices do not depend on the previous kernel, so
+  // weights of the first stages are loaded before it ends.
   __device__ void FillAll() {
     const int filled = min(share_.stages, p_.plan.num_stages);
     const int early = min(filled, p_.prologue_stages);
@@ -68,7 +68,7 @@ class StageFiller {
     return (strip % 2 == 0 ? first_strip_ : up_strip_) + strip / 2;
   }
 
-  // Finds what this lane loads of the stages of the tile that begins with `slice`.
+  // Assigns this lane its piece of the stages of the tile that begins with `slice`.
   __device__ void StartTile(int slice) {
     const Plan& plan = p_.plan;
     const int slices = min(plan.tile_slices, share_.slice_end - slice);
@@ -135,8 +135,8 @@ class StageFiller {
     }
   }
 
-  // Loads the integers of the groups of a stage that is a part of a super-block, and the floats, which follow the integers
-  // of all groups.
+  // For a stage inside a super-block: loads the integers of the stage's groups, and the floats, which follow the
+  // integers of all groups.
   __device__ void FillPartOfSuperBlock(int first, int slot) const {
     if (bytes_ == 0) return;
     const uint32_t barrier = memory_.full(slot), target = memory_.stage(p_.plan, slot) + target_;
@@ -165,9 +165,9 @@ class StageFiller {
   const uint64_t policy_;
   const int lane_;
   int64_t first_strip_, up_strip_;  // of the weight, or of the gate; of up
-  // Bytes that a stage of this tile has: packed weights of one atom, scales and zeros of one group.
+  // Bytes of this tile per stage: packed weights per atom, scales and zeros per group.
   int packed_bytes_, group_bytes_;
-  // What this lane loads, from source_ on in the tile's first stage, or in the first group.
+  // The piece that this lane loads; source_ is its address in the tile's first stage or in the first group.
   enum class Kind {
     kAtom,   // a part of a strip's packed weights, of one atom: bytes_
     kStrip,  // all packed weights of a strip: bytes_ for each atom

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Gathers permuted activations if the product does so itself (plan.h): before its first tile a CTA's consumers gather
-// all that it needs, while the first weights are loaded. Rows are copied to shared memory first: in global memory 32
-// lanes' elements are 32 accesses. Gathered activations lie as in a stage, but with no more rows than exist.
+// Gathers permuted activations if the product does so itself (plan.h): before the first tile a CTA's consumers gather
+// all of its activations while the first weights load. Rows are copied to shared memory first, since gathering from
+// global memory takes 32 accesses per warp. Gathered activations have the layout of a stage, without padding rows.
 #pragma once
 
 #include "cuda/device/pdl.cuh"

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// qmm_sm90_stream: the product of qmm_sm80 for few rows (m up to 32) on Hopper, where it is a stream of packed weights
-// from memory, and everything else is to hide under that.
+// qmm_sm90_stream: the product of qmm_sm80 for small m (up to 32) on Hopper. It streams packed weights from memory and
+// overlaps everything else with the stream.
 //
-// Bound. 8192 x 8192 in 4 bits are 34.6 MB: 8.0 us at 4.3 TB/s, 260 KB for each of 132 multiprocessors, of which half
-// fits their shared memory. So copies have to start at once and never pause, and little work may be left when the
-// last one has arrived.
+// Bound: memory bandwidth. 8192 x 8192 in 4 bits are 34.6 MB: 8.0 us at 4.3 TB/s, 260 KB for each of 132
+// multiprocessors; shared memory fits half of that. So copies must start at once and never pause, and little work may
+// remain when the last one has arrived.
 //
 // Decomposition. Weights are operand A of the instruction: a slice is 16 output channels. A cluster of 1, 2 or 4 CTAs
 // owns neighbouring slices, each CTA a part of k; drawn for 4.
@@ -29,9 +29,9 @@
 // an atom are 16 or 32 consecutive bytes.
 //
 // Registers. Two CTAs on a multiprocessor leave 112 to a thread; bf16 by 4 bits takes 96 at 8 rows.
-//   Keep, before a loop          holds places in a stage and sizes, which every stage would compute or load again.
-//   Keep, on threadIdx or ranks  computes a place again after the loop, so that no register holds it during the loop.
-// Params (params.cuh) are read from the constant cache, so their order counts: new members go to the end.
+//   Keep, before a loop          keeps offsets and sizes in registers instead of recomputing them in every stage.
+//   Keep, on threadIdx or ranks  recomputes an offset after the loop, so that it needs no register in the loop.
+// Params (params.cuh) are read from the constant cache, so their order matters: add new members at the end.
 //
 // Limits: select.cc.
 #pragma once
@@ -45,7 +45,7 @@
 
 namespace jaxlowbit::sm90_stream {
 
-// Called by one warp. (Elsewhere the kernel is empty: it only runs on sm_90.)
+// Called by one warp. (Compiled for other architectures, the kernel is empty.)
 template <class I>
 __device__ void InitBarriers(const Plan& plan, Memory memory) {
   const int lane = threadIdx.x % 32;
@@ -60,7 +60,7 @@ __device__ void InitBarriers(const Plan& plan, Memory memory) {
   PublishBarriers();
 }
 
-// What a warp multiplies: two slices of a tile from `slice` on, and one part of a stage's atoms.
+// A warp's work: two slices of a tile, from `slice` on, and one part of a stage's atoms.
 struct Place {
   int slice, part;
 };
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
   }
   if (warp == kWarps) {
     const Share share = OwnShare(p);
-    StageFiller<I> filler(p, share, memory);  // computes what to load while barriers are made
+    StageFiller<I> filler(p, share, memory);  // computes addresses while barriers are initialized
     if constexpr (!kForSanitizer) synchronize();
     filler.FillAll();
     WaitForArrivals();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory to accumulators: what a warp does with its two slices of channels and its atoms of a stage. Fragments
-// of lhs by ldmatrix, packed weights to weights in registers, mma.
+// Shared memory to accumulators: a warp multiplies its two slices of channels and its atoms of a stage. It loads lhs
+// fragments by ldmatrix, dequantizes weights in registers and runs mma.
 #pragma once
 
 #include <type_traits>
@@ -13,13 +13,13 @@
 
 namespace jaxlowbit::sm90_stream {
 
-// Sums of a slice.
+// Accumulators of a slice.
 template <class I>
 using SumsOf = float[I::kTiles][4];
 template <class I>
 using Accumulators = SumsOf<I>[kSlicesPerWarp];
 
-// Rows that take any scales, and the fastest ones.
+// Row types: Any supports all scales; Fastest is faster and may support fewer.
 template <typename T, typename S, class I, Codebook kCodebook>
 struct RowsOf {
   static constexpr int kDown = kCodebookShift<T, S, kCodebook>, kBits = I::kBits;
@@ -48,11 +48,11 @@ struct RowsOf<T, Super, I, Codebook::kNone> {
 template <class I>
 using Rows = typename RowsOf<typename I::T, typename I::S, I, I::kCodebook>::Any;
 
-// Rows that dequantize to the same weights in fewer instructions, in groups of 32 and more whose scales allow it.
+// Rows that dequantize to the same weights in fewer instructions, for groups of 32 or more and scales that allow it.
 template <class I>
 using FastestRows = typename RowsOf<typename I::T, typename I::S, I, I::kCodebook>::Fastest;
 
-// The table is a base: without one it takes no room.
+// The table is a base class so that it is empty for other codebooks.
 template <class I>
 class StageMultiplier : Table<I::kCodebook> {
  public:
@@ -60,11 +60,11 @@ class StageMultiplier : Table<I::kCodebook> {
   using S = typename I::S;
   static constexpr int kBits = I::kBits;
 
-  // `part`: the part of a stage's atoms that this warp takes.
+  // `part`: this warp's part of the atoms of a stage.
   __device__ StageMultiplier(const Params& p, int part, int lane)
       : Table<I::kCodebook>(p.table), p_(p), atom_(Keep(part * p.plan.warp_atoms)), lane_(lane) {
-    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the instruction's tile of rows i / 16, or,
-    // with a single tile, of the step i / 16.
+    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, from row tile i / 16 of the instruction or,
+    // with a single tile, from step i / 16.
     int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
     const int column = lane_ / 8 % (4 / kTogether);
     if (kMayBeFew) row = min(row, p_.plan.lhs_rows - 1);
@@ -72,7 +72,7 @@ class StageMultiplier : Table<I::kCodebook> {
     lhs_ = Keep(kKeepsPlace ? place : row);
   }
 
-  // Starts a tile of `slices` that begins with slice `tile`. `own`: the first of the warp's two slices, in the tile.
+  // Starts a tile of `slices` slices from slice `tile` on. `own`: index in the tile of the warp's first slice.
   __device__ void StartTile(int tile, int own, int slices) {
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
@@ -107,7 +107,7 @@ class StageMultiplier : Table<I::kCodebook> {
     return (kMayBeFew ? p_.plan.lhs_rows : I::kTiles * 8) * kRowBytes;
   }
 
-  // Multiplies this warp's atoms of a stage; `left` atoms are left along k, those of the stage included.
+  // Multiplies this warp's atoms of a stage. `left`: atoms left along k, this stage included.
   __device__ void Multiply(uint32_t stage, uint32_t activations, int left,
                            Accumulators<I>& acc) const {
     const int own = min(p_.plan.warp_atoms, left - atom_);
@@ -156,7 +156,7 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Adds the columns in which MultiplyOneRow leaves the sums of the row.
+  // Sums the columns of MultiplyOneRow's result.
   __device__ static void SumColumns(Accumulators<I>& acc) {
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
@@ -174,32 +174,32 @@ class StageMultiplier : Table<I::kCodebook> {
 
   static constexpr bool kMayBeFew = I::kTiles == 1;
   static constexpr int kPlanes = kNumPlanes<kBits>, kOthers = kPlanes > 2 ? 2 : 1;
-  // Whether a lane keeps its place in lhs, or computes it for every atom: what takes less time is measured
+  // Whether a lane keeps its lhs offset in a register or recomputes it for every atom; the faster one by measurement
   // (docs/measurements/qmm_sm90_stream.md).
   static constexpr bool kKeepsPlace =
       I::kTiles != 2 || I::kCtasPerSm != 2 || I::kZero != ZeroKind::kNone;
-  // One load of fragments has two tiles of rows of one step, or, with a single tile, two steps.
+  // One load of fragments covers two row tiles of one step or, with a single tile, two steps.
   static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
-  static constexpr int kRows = kAtom;  // of a group
+  static constexpr int kRows = kAtom;  // per group
   static constexpr int kMostAtoms = MaxWarpAtoms(kBits, I::kTiles * 8);
-  // What a warp multiplies at a time, so that instructions overlap: two atoms of two slices, if registers allow.
+  // Atoms and slices multiplied together, so that instructions overlap: two of each if registers allow.
   static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits <= 4 ? 2 : 1;
   static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
 
-  // Groups of an atom in microscaling formats of which a warp multiplies two atoms at a time; 0 in other formats.
+  // Groups per atom in microscaling formats that multiply two atoms together; 0 in other formats.
   static constexpr bool kMicroscaled =
       kNeedsFactor<I::kCodebook> && kTogetherAtoms == 2 && kIsExact<T, S>;
   static constexpr int kMicroGroups = kMicroscaled ? kMicroGroupsOf<S> : 0;
   static constexpr int kLanesOfRow = 4;
 
   struct NoFactors {};
-  // Pairs of factors of rows g and g + 8 in two atoms: of the lanes that share these rows each has every fourth group's.
+  // Pairs of factors of rows g and g + 8 in two atoms. Each of the four lanes of a row keeps every fourth group's.
   struct MicroFactors {
     uint32_t of[kSlicesPerWarp][kMicroGroups == 4 ? 2 : 1];
   };
 
-  // Multiplies two atoms in groups of 32 or 16. The lanes of a row load and convert the scales of different groups, and
-  // pass them on. Does nothing and returns false where a scale is too large.
+  // Multiplies two atoms in groups of 32 or 16. The lanes of a row load and convert the scales of different groups and
+  // exchange them by shuffles. Does nothing and returns false if a scale is too large.
   __device__ bool MultiplyMicroscaled(uint32_t stage, uint32_t activations,
                                       Accumulators<I>& acc) const {
     using R = FusedNumberRowPair<T, S, kBits, I::kCodebook, kCodebookShift<T, S, I::kCodebook>>;
@@ -222,9 +222,9 @@ class StageMultiplier : Table<I::kCodebook> {
     return true;
   }
 
-  // Multiplies kAtoms of the warp's atoms by a single row of lhs, in scales of two levels. The instruction has 8 rows,
-  // its columns: each is the row in one group, and zeros elsewhere. So the sums of up to 8 groups are in 8 columns, and
-  // a lane scales those of its own two once.
+  // Multiplies kAtoms atoms by a single row of lhs, with two-level scales. Column j of the 8 in the mma contains the
+  // row in group j and zeros elsewhere, so the sums of up to 8 groups are in separate columns, and each lane scales its
+  // two columns once.
   template <int kAtoms>
   __device__ void MultiplyOneRow(uint32_t stage, uint32_t activations, int at,
                                  Accumulators<I>& acc) const {
@@ -275,7 +275,7 @@ class StageMultiplier : Table<I::kCodebook> {
       LoadSuperFloats(stage, i, rows[i]);
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
-        // Columns behind the last group are zeros, whatever their scale.
+        // Columns after the last group are zeros, so any scale does.
         const int group = min(lane_ % 4 * 2 + column, groups - 1);
         LoadRows(stage, i, RowsAt(at) + group * kRows, rows[i]);
         rows[i].template AddColumn<I::kSumsLhs>(column, part[0][i], lhs_sums, acc[i][0]);
@@ -283,7 +283,7 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Whether FastestRows take the scales of both slices in the kGroups groups of the warp's atom `at`.
+  // Whether FastestRows support the scales of both slices in the kGroups groups of the warp's atom `at`.
   template <int kGroups>
   __device__ bool TakeFastest(uint32_t stage, int at) const {
     if constexpr (std::is_same_v<FastestRows<I>, Rows<I>>) {
@@ -302,13 +302,13 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Accumulators of kAtoms: with one tile of rows each atom has its own, so that more mma do not wait for each other.
-  // Narrow widths take less time with fewer scaled sums.
+  // Independent accumulators for kAtoms atoms. With one row tile each atom has its own, to shorten dependency chains of
+  // mma. Below 4 bits scaling more sums would take longer.
   template <int kAtoms>
   static constexpr int kChainsOf = I::kTiles == 1 && kBits >= 4 ? kAtoms : 1;
 
-  // Multiplies kAtoms of the warp's atoms, from number `at` on, in kGroups groups. kGroups = 0: one atom, in as many
-  // groups as it has. With factors, kGroups are those of each atom.
+  // Multiplies kAtoms atoms of the warp, beginning with `at`, in kGroups groups. kGroups = 0: one atom with a number of
+  // groups known at run time. With factors, kGroups counts the groups per atom.
   template <class R, int kAtoms, int kGroups, class Factors = NoFactors>
   __device__ void MultiplyAtoms(uint32_t stage, uint32_t activations, int at, Accumulators<I>& acc,
                                 const Factors& factors = {}) const {
@@ -318,14 +318,14 @@ class StageMultiplier : Table<I::kCodebook> {
     const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
     const uint32_t first = kKeepsPlace ? activations + lhs_ + at * LhsBytes() : 0;
     constexpr int kChains = kChainsOf<kAtoms>;
-    // Scaled weights of the second atom have a chain of their own too.
+    // With scaled weights too, the second atom has its own accumulators.
     constexpr bool kSecondChain = kHasFactors && kChains == 2;
 #pragma unroll
     for (int slice = 0; slice < kSlicesPerWarp; slice += kTogetherSlices) {
       R rows[kRowAtoms][kTogetherSlices];
       uint32_t packed[kAtoms][kTogetherSlices][kBits];
       SliceSums part[kChains][kTogetherSlices] = {};
-      SliceSums lhs_sums = {};  // over a group, where zeros multiply them
+      SliceSums lhs_sums = {};  // over a group, for zeros
 #pragma unroll
       for (int i = 0; i < kTogetherSlices; ++i) {
         if constexpr (!kHasFactors) LoadFirstRows(stage, slice + i, at, rows[0][i]);
@@ -355,7 +355,7 @@ class StageMultiplier : Table<I::kCodebook> {
           for (int i = 0; i < kTogetherSlices; ++i) {
             rows[a % kRowAtoms][i].Dequantize(packed[a][i], step, weights[i]);
           }
-          // A step is two columns, and the permutation is an exclusive or of column numbers.
+          // A step is two columns; the swizzle XORs column numbers.
           const uint32_t lhs = kKeepsPlace ? first + a * LhsBytes() : activations + PlaceOf(at + a);
           const uint32_t column = lhs ^ (step * 2 * kCopyBytes);
           SliceSums* sums =
@@ -371,7 +371,7 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Makes `rows` those of a group, whose factors are in one of the lanes of a row.
+  // Sets `rows` to a group, whose factors one of the lanes of a row contains.
   template <class R, class Factors>
   __device__ static void UseFactors(const Factors& factors, int slice, int group,
                                     R (&rows)[kTogetherSlices]) {
@@ -390,7 +390,7 @@ class StageMultiplier : Table<I::kCodebook> {
     LoadRows(stage, slice, RowsAt(at), rows);
   }
 
-  // Adds the partial sums of the last group, in all chains. Its zeros are added once.
+  // Adds the partial sums of the last group in all chains, and its zeros once.
   template <class R, int kChains>
   __device__ static void AddChains(const R (&rows)[kTogetherSlices],
                                    SliceSums (&part)[kChains][kTogetherSlices], SliceSums& lhs_sums,
@@ -413,7 +413,7 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Multiplies all rows by the weights of a step; adds to `sums` of each slice. `column`: this lane's place in lhs.
+  // Multiplies all rows by the weights of a step and adds to `sums` of each slice. `column`: this lane's lhs address.
   template <class R>
   __device__ static void MultiplyStep(uint32_t column, int step,
                                       const uint32_t (&weights)[kTogetherSlices][4],
@@ -438,24 +438,24 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Rows from the warp's first group to the first of its atom `at`.
+  // Offset of the first group of the warp's atom `at`, in rows from its first group.
   __device__ int RowsAt(int at) const {
     return at * p_.atom_step + (kMostAtoms == 4 ? at / 2 * p_.pair_step : 0);
   }
 
-  // Loads this lane's words of a slice of the warp's atom `at`.
+  // Loads this lane's packed words of a slice of the warp's atom `at`.
   __device__ void LoadWords(uint32_t stage, int slice, int at, uint32_t (&packed)[kBits]) const {
     const uint32_t first = stage + packed_[slice] + at * PackedStep(slice);
     LoadPacked<kBits>(first, kPlanes > 1 ? first + others_[0][slice] : 0,
                       kPlanes > 2 ? first + others_[kOthers - 1][slice] : 0, lane_, packed);
   }
 
-  // Bytes from a slice's packed weights of an atom to those of the next.
+  // Bytes between a slice's packed weights in consecutive atoms.
   __device__ int PackedStep(int slice) const {
     return I::kWholeStrips ? kSlicesPerStrip * I::kSliceBytes : packed_step_[slice];
   }
 
-  // Adds the partial sums of a group, and clears them; and zeros times the sums of lhs over it.
+  // Adds the scaled partial sums of a group, which it clears, and the zeros times the sums of lhs over the group.
   template <class R>
   __device__ static void AddPart(const R& rows, float (&part)[I::kTiles][4],
                                  const float (&lhs_sums)[I::kTiles][4],
@@ -478,7 +478,7 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Loads the floats of the super-block in which a slice's scales lie, which is one for all of a warp's atoms.
+  // Loads the floats of a slice's super-block, the same for all atoms of a warp.
   template <class R>
   __device__ void LoadSuperFloats(uint32_t stage, int slice, R& rows) const {
     const int super = Keep(atom_) >> kSuperShift;
@@ -489,14 +489,14 @@ class StageMultiplier : Table<I::kCodebook> {
     if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadZeroFloats(floats + p_.plan.bytes.scales);
   }
 
-  // The place in a stage's activations where this lane reads those of the warp's atom `at`.
+  // This lane's offset in a stage's activations for the warp's atom `at`.
   __device__ int PlaceOf(int at) const {
     const int row = (atom_ + at) * I::kTiles * 8 + lhs_;
     const int column = lane_ / 8 % (4 / kTogether);
     return row * kRowBytes + (column ^ row % 8) * kCopyBytes;
   }
 
-  // `on`: distance from the rows of the warp's first group.
+  // `on`: offset from the warp's first group, in rows.
   template <class R>
   __device__ void LoadRows(uint32_t stage, int slice, int on, R& rows) const {
     const uint32_t scales = ScaleAddress(stage, slice, on);
@@ -513,11 +513,11 @@ class StageMultiplier : Table<I::kCodebook> {
 
   const Params& p_;
   const int atom_, lane_;  // the first atom of a stage
-  // Where this lane reads in a stage, in bytes, for the warp's first atom: lhs, or its row; the packed weights of each
-  // slice, and the step from there to the second atom's; the scales of each slice.
+  // This lane's byte offsets in a stage for the warp's first atom: lhs (or its row), the packed weights of each slice
+  // with their step per atom, and the scales of each slice.
   int lhs_;
   int packed_[kSlicesPerWarp], packed_step_[I::kWholeStrips ? 1 : kSlicesPerWarp];
-  // Distances from the words of the first plane to those of the others.
+  // Offsets of the other planes' words from the first plane's.
   int others_[kOthers][kPlanes > 1 ? kSlicesPerWarp : 1];
   int scales_[kSlicesPerWarp];
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What every part of qmm_sm90_stream shares: the constants of an instance, the problem as the kernel reads it, the
-// part of it that a CTA owns, and the layout of shared memory.
+// Shared by all parts of qmm_sm90_stream: the constants of an instance, the kernel's parameters, a CTA's part of the
+// problem, and the layout of shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -24,8 +24,8 @@ inline constexpr int kConsumerThreads = 32 * kWarps;
 inline constexpr int kThreads = kConsumerThreads + 32;
 inline constexpr int kRowBytes = kAtom * 2;  // of lhs and an atom
 
-// An instance: type of lhs, type of the scales, kind of zeros, most rows, width, CTAs that share the registers of a
-// multiprocessor, how lhs reaches shared memory, codebook.
+// An instance: type of lhs, type of the scales, kind of zeros, maximum rows, width, CTAs per multiprocessor by
+// registers, the load path of lhs, codebook.
 template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kM, int kWidth, int kCtas,
           LhsWay kWay = LhsWay::kStages, Codebook kNumbers = Codebook::kNone>
 struct Instance {
@@ -36,14 +36,14 @@ struct Instance {
   static constexpr Codebook kCodebook = kNumbers;
   static constexpr int kCtasPerSm = kCtas;
   static constexpr LhsWay kLhsWay = kWay;
-  // Whether scales have two levels, and whether zeros multiply sums of lhs beside them.
+  // Whether scales have two levels, and whether they come with zeros, which multiply sums of lhs.
   static constexpr bool kSuperBlocks = std::is_same_v<ScaleType, Super>;
   static constexpr bool kSumsLhs = kSuperBlocks && kZeros == ZeroKind::kFloat;
-  // Whether a single row of lhs has a way of its own (StageMultiplier::MultiplyOneRow).
+  // Whether a single row of lhs has a separate code path (StageMultiplier::MultiplyOneRow).
   static constexpr bool kHasOneRow = kSuperBlocks && kM == 8;
-  // Scales multiply weights if zeros are floats, because sums of q * s and of zeros would cancel where integers are not
-  // centred, and if there are many rows, because partial sums of a group would take too many registers. So they do if that takes no more
-  // instructions, and for numbers that are not of type T.
+  // Whether scales multiply partial sums. They multiply weights instead if zeros are floats, since sums of uncentred
+  // integers and of zeros would cancel; for large m, since partial sums of a group would need too many registers; if
+  // that needs no more instructions; and for numbers that T does not represent exactly.
   static constexpr bool kScaleSums = (kZeros != ZeroKind::kFloat || kSumsLhs) && kM < 32 &&
                                      !kLooksUp<kCodebook> && !kNeedsFactor<kCodebook>;
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
@@ -66,9 +66,9 @@ struct Product {
 struct Params {
   CUtensorMap lhs;  // [batch * m, k] in tiles of an instance's rows and a stage's k
   Product products[kMaxProducts];
-  // The first cluster of each product along the grid; past the grid for products that are not there.
+  // The first cluster of each product along the grid; beyond the grid for absent products.
   int first_cluster[kMaxProducts];
-  // For a kernel that gathers or rounds lhs: lhs as it is; its permutation, and the columns of a permuted part.
+  // For a kernel that gathers or rounds lhs: the original lhs, its permutation, and the columns of a permuted part.
   const void* ungathered;
   const int32_t* permutation;
   int part_columns;
@@ -78,7 +78,7 @@ struct Params {
   int groups;               // rows of scales of a strip
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
-  int atom_step;  // from the groups of a warp's first atom to those of its second, in rows
+  int atom_step;            // offset between the groups of a warp's first and second atom, in rows
   // In a stage, the zero point of a row is at zeros_at + (place of its scale) / sizeof(S).
   int zeros_at;
   Divider pairs;        // of a tile's slices
@@ -86,24 +86,24 @@ struct Params {
   int prologue_stages;  // stages whose weights are loaded before any activations
   EpilogueParams epilogue;
   Plan plan;
-  // From the groups of a warp's first two atoms to those of the next two, in rows, beyond atom steps. Members from here
-  // on are behind those of the common path: ahead of them, this one moved them to other lines of the constant cache, and
+  // Additional offset between the groups of a warp's first and second pair of atoms, in rows. Members from here on
+  // follow the members of the common path: before them, this one moved them to other lines of the constant cache, and
   // 4096 x 4096 took 3 % longer.
   int pair_step;
   TableParams table;
   // The residual is a float32 factor of each row [batch * m], and there is no other epilogue.
   bool scales_rows;
-  // Groups of a super-block, and as many of them as one stage holds.
+  // Groups per super-block, and groups of a super-block per stage.
   int super_groups, stage_super_groups;
   int group_shift;  // 2^group_shift steps of k have one group
   bool to_float8;   // for a kernel that rounds lhs: to values of e4m3, not of int8
   UnitParams units[kMaxProducts];
 };
 
-// Orders the consumers among themselves.
+// Synchronizes the consumers.
 __device__ inline void SynchronizeConsumers() { Synchronize(1, kConsumerThreads); }
 
-// The product of the launch that a CTA works on.
+// The product of the launch that a CTA computes.
 __device__ inline int OwnProduct(const Params& p) {
   const int cluster = Keep(static_cast<int>(blockIdx.x)) >> p.plan.cluster_shift;
   int own = 0;
@@ -139,8 +139,8 @@ __device__ inline Share OwnShare(const Params& p) {
   return share;
 }
 
-// The slice of a tile that is number `number` in the order of the warps, two each. In a gated product a warp's two
-// slices are the same channels of the gate and of up.
+// Slice `number` of a tile in warp order, two per warp. In a gated product a warp's two slices are the same channels of
+// the gate and of up.
 __device__ inline int TileSlice(const Params& p, int number) {
   if (!p.epilogue.gated) return number;
   const int pair = number / 2;
@@ -153,7 +153,7 @@ __device__ inline int FirstGroup(const Params& p, int atom) {
   return p.atoms_per_group.Divide(atom) * p.groups_per_atom;
 }
 
-// The row of the scales of that group: behind it, in scales of two levels, there are the floats of each super-block.
+// The row of that group's scales. In two-level scales each super-block's floats follow its groups.
 template <class I>
 __device__ inline int FirstScaleRow(const Params& p, int atom) {
   const int group = FirstGroup(p, atom);
@@ -161,7 +161,7 @@ __device__ inline int FirstScaleRow(const Params& p, int atom) {
   return group + (atom >> kSuperShift) * static_cast<int>(kFloatRows);
 }
 
-// Shared memory: barriers, then partial sums that arrive from the cluster, then the ring of stages.
+// Shared memory: barriers, then partial sums received from the cluster, then the ring of stages.
 struct Memory {
   uint32_t base;
 
@@ -171,8 +171,8 @@ struct Memory {
   // All partial sums of a tile have arrived (full), or every CTA of the cluster has read its own (free).
   __device__ uint32_t partials_full() const { return base + 2 * kMaxStages * kBarrierBytes; }
   __device__ uint32_t partials_free() const { return partials_full() + kBarrierBytes; }
-  // For a kernel that rounds lhs: the largest magnitudes that the cluster's warps found have arrived; the scales of the
-  // rows; those magnitudes, one of each warp of each CTA.
+  // For a kernel that rounds lhs: the barrier for the maximum magnitudes from the cluster's warps, the scales of the
+  // rows, and those magnitudes, one per warp and CTA.
   __device__ uint32_t largest_full() const { return partials_free() + kBarrierBytes; }
   __device__ uint32_t row_scale(int row) const { return largest_full() + kBarrierBytes + 4 * row; }
   __device__ uint32_t largest(int number) const { return row_scale(kWarps + number); }

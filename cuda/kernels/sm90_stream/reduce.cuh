@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Partial sums of a tile across the cluster: every CTA owns some of the tile's slices, and every warp sends its
-// partial sums of a slice to the owner's shared memory. The owner adds them in the order of the senders, so that
+// Reduces the partial sums of a tile across the cluster. Every CTA owns some of the tile's slices, and every warp sends
+// its partial sums of a slice to the owner's shared memory. The owner adds them in the order of senders, so that
 // results repeat bit for bit, and stores them through the epilogue.
 #pragma once
 
@@ -47,7 +47,7 @@ class ClusterReducer {
   // Waits, before the partial sums of tile `number` are sent, until all owners have read the previous ones.
   __device__ void WaitUntilFree(int number) const {
     if (number == 0) {
-      // The barriers of all CTAs exist. To round rows, it has been waited for that.
+      // Waits until the barriers of all CTAs exist. Kernels that round rows have done so before.
       if constexpr (I::kLhsWay != LhsWay::kRounds) WaitForArrivals();
     } else if (!IsAlone()) {
       WaitForCluster(memory_.partials_free(), (number - 1) % 2);
@@ -63,7 +63,7 @@ class ClusterReducer {
     }
   }
 
-  // This thread has read its partial sums of a tile, after which another comes.
+  // Signals that this thread has read its partial sums of a tile; called if another tile follows.
   __device__ void Free() const {
     SynchronizeConsumers();
     if (IsAlone()) return;
@@ -72,14 +72,14 @@ class ClusterReducer {
     }
   }
 
-  // What the epilogue multiplies by and adds to the accumulators that a thread collects at a time, as it is in memory.
+  // Raw epilogue operands, factors and addends, for the accumulators that a thread reduces together.
   struct Addends {
     float unit[2], up_unit[2];     // of channels g and g + 8
     uint32_t bias[2], up_bias[2];  // likewise
     uint32_t residual[4];
   };
 
-  // Addends of as many accumulators as a thread mostly has in a tile, loaded while other warps still multiply.
+  // Addends of a thread's usual number of accumulators in a tile, loaded while other warps still multiply.
   struct FirstAddends {
     Addends of[2];
   };
@@ -97,7 +97,7 @@ class ClusterReducer {
     return first;
   }
 
-  // Adds up and stores this CTA's slices of a tile of `slices` that begins with `tile_slice`. Called by all consumers.
+  // Reduces and stores this CTA's slices of a tile of `slices` slices from `tile_slice` on. Called by all consumers.
   __device__ void Collect(int tile_slice, int slices, const FirstAddends& first) const {
     const EpilogueParams& e = p_.epilogue;
     const Product& part = p_.products[OwnProduct(p_)];
@@ -148,7 +148,7 @@ class ClusterReducer {
                           : kProductShift<typename I::T, typename I::S, I::kCodebook>);
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 rows, in the order of lanes
 
-  // Adds what all senders sent for this lane.
+  // Adds the partial sums of all senders for this lane.
   __device__ void Add(int slice, int tile, float (&sum)[4]) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum[j] = 0;
@@ -166,7 +166,7 @@ class ClusterReducer {
   __device__ Addends LoadAddends(int tile_slice, int fragment) const {
     const EpilogueParams& e = p_.epilogue;
     const int own = OwnProduct(p_);
-    const Product& part = p_.products[own];  // of several, none has a bias or a residual
+    const Product& part = p_.products[own];  // launches of several have no biases or residuals
     const int m = Row(fragment % I::kTiles), n = Channel(tile_slice, fragment / I::kTiles);
     const Batched<int> schedule = ScheduleOf(p_);
     const int product = schedule.Position(share_.batch);
@@ -241,7 +241,7 @@ class ClusterReducer {
   const Params& p_;
   const Share& share_;
   const Memory memory_;
-  const int owned_;    // the most slices of a tile that a CTA owns
+  const int owned_;    // maximum slices of a tile per CTA
   const int senders_;  // of partial sums for a slice
 };
 

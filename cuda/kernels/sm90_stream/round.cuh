@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Rounds activations to values of 8 bits if the product does so itself (plan.h): before its first tile a CTA's
-// consumers read its part of k, tell the other CTAs of its cluster the largest magnitude of each row, and round. The
-// first activations are on their way before any weights. A warp has columns of one row. Rounded activations lie as in
-// a stage, but with no more rows than exist.
+// Rounds activations to 8-bit values if the product does so itself (plan.h): before the first tile a CTA's consumers
+// read its part of k, send the largest magnitude of each row to the other CTAs of the cluster, and round. The first
+// activations are loaded before any weights. A warp has columns of one row. Rounded activations have the layout of a
+// stage, without padding rows.
 #pragma once
 
 #include "cuda/device/pdl.cuh"
@@ -30,7 +30,7 @@ class RowRounder {
     Load(thread_);
   }
 
-  // Called by all consumers; afterwards each of them may read all of the CTA's values and scales.
+  // Called by all consumers; afterwards each may read all of the CTA's values and scales.
   __device__ void Round(int rank) {
     uint32_t pairs = 0;  // the largest magnitudes, of even and of odd columns
     for (int i = thread_; i < count_;) {
@@ -79,14 +79,14 @@ class RowRounder {
     }
   }
 
-  // Where vector `i` of the row lies in shared memory.
+  // The address of vector `i` of the row in shared memory.
   __device__ uint32_t Place(int i) const {
     const int atom = i / kVectors, column = i % kVectors;
     return memory_.base + p_.plan.gathered + (atom * p_.m + row_) * kRowBytes +
            (column ^ row_ % 8) * kCopyBytes;
   }
 
-  // The largest value that the warps of this row, in all CTAs of the cluster, have passed.
+  // The maximum of the values from the warps of this row in all CTAs of the cluster.
   __device__ uint32_t LargestOfRow(uint32_t own, int rank) const {
     const int ctas = 1 << p_.plan.cluster_shift, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint32_t place = memory_.largest(rank * kWarps + warp), barrier = memory_.largest_full();
