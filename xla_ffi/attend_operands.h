@@ -180,8 +180,8 @@ inline ffi::Error DecodeAttend(const AttendBuffers& b, Attributes* attributes, A
   return error.failure() ? error : CheckAttendSizes(*a);
 }
 
-// The cache is written in place, and what is written lies over no other operand but, exactly, the query: LaunchAttend is
-// right for that. What Python lowers has buffers of its own (_backends/cuda_attend.py).
+// The cache is written in place, and what is written lies over no other operand but, exactly, the query: LaunchAttend
+// is right for that. What Python lowers has buffers of its own (_backends/cuda_attend.py).
 inline ffi::Error CheckApart(const AttendBuffers& b) {
   const Extent out = ExtentOf(b.out), keys = ExtentOf(b.keys), values = ExtentOf(b.values);
   const Extent query = ExtentOf(b.query);
