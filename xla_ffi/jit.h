@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What Python asks of the compiler of kernels.
+// Python bindings of the kernel compiler.
 #pragma once
 
 #include <nanobind/nanobind.h>

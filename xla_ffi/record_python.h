@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Python's functions for products and steps as numbers.
+// Python bindings that encode products and steps.
 #pragma once
 
 #include <nanobind/nanobind.h>
