@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kind of a codebook, by its numbers: calls and buffers hold numbers alone.
+// Identifies the kind of a codebook from its numbers, which are all that calls and buffers contain.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 
 namespace jaxlowbit {
 
-// The number of a code of a codebook of floats: a sign, bits of an exponent, bits of a mantissa.
+// Value of a code in a float codebook: sign, exponent bits, mantissa bits.
 inline float NumberOf(Codebook codebook, int code) {
   const bool e4m3 = codebook == Codebook::kE4m3, e5m2 = codebook == Codebook::kE5m2;
   const int exponent_bits = e5m2 ? 5 : e4m3 ? 4 : 2, mantissa_bits = e5m2 ? 2 : e4m3 ? 3 : 1;
@@ -27,7 +27,7 @@ inline float NumberOf(Codebook codebook, int code) {
   return code >> (exponent_bits + mantissa_bits) != 0 ? -magnitude : magnitude;
 }
 
-// Whether a codebook of 2^kBits numbers is that of these floats, whose numbers are computed once: every call asks.
+// Returns whether the 2^kBits numbers equal this float codebook. The codebook's numbers are cached: every call asks.
 template <Codebook kCodebook, int kBits>
 bool IsCodebook(const float* numbers) {
   static const auto own_numbers = [] {
@@ -44,7 +44,7 @@ bool IsCodebook(const float* numbers) {
   return true;
 }
 
-// The kind of a codebook of 2^bits numbers, or of integers if there are none.
+// Kind of a codebook of 2^bits numbers, or kNone (integers) for null.
 inline Codebook CodebookOf(const float* numbers, int bits) {
   if (numbers == nullptr) return Codebook::kNone;
   if (bits == 4 && IsCodebook<Codebook::kE2m1, 4>(numbers)) return Codebook::kE2m1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where the buffers of a product lie in memory, and the buffers of parts of it.
+// Extents of a product's buffers in memory, and the buffers of parts of a product.
 #pragma once
 
 #include <array>
@@ -10,10 +10,10 @@
 
 namespace jaxlowbit {
 
-// Most kernels load this many bytes at a time, from multiples of it.
+// Size and alignment of the loads of most kernels.
 inline constexpr int64_t kAlignment = 16;
 
-// Alignment of what Placement puts into the workspace.
+// Alignment of buffers that Placement puts into the workspace.
 inline constexpr int64_t kPlaceAlignment = 128;
 
 inline bool IsAligned(const void* data) {
@@ -70,8 +70,8 @@ inline Extent OutExtent(const QuantizedMatmul& p, const Buffers& b) {
   return {b.out, p.batch * p.m * p.out_columns() * SizeOf(p.out)};
 }
 
-// Everything that a product reads, except a residual that lies exactly where out does: each of its elements is read by
-// the thread that overwrites it.
+// Everything that a product reads, except a residual at exactly the address of out: the thread that overwrites an
+// element of such a residual also reads it.
 inline std::array<Extent, 10> OperandExtents(const QuantizedMatmul& p, const Buffers& b) {
   const Epilogue& e = p.epilogue;
   const int64_t weights = p.batch * p.weights_per_element();

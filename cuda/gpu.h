@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The numbers of a GPU that the selection and launches depend on, and the limits of its architecture.
+// GPU properties that the selection and launches depend on, and limits of the architectures.
 #pragma once
 
 namespace jaxlowbit {
@@ -10,7 +10,7 @@ inline constexpr int kSm90SharedBytesPerSm = 228 * 1024;
 inline constexpr int kSm86SharedBytesPerSm = 100 * 1024;  // and sm_89: the smallest
 inline constexpr int kReservedSharedBytes = 1024;
 
-// The most shared memory of each of `ctas_per_sm` CTAs that share a multiprocessor of sm_90, in whole KiB.
+// Maximum shared memory per CTA, in whole KiB, if `ctas_per_sm` CTAs share an sm_90 multiprocessor.
 constexpr int Sm90SharedBytes(int ctas_per_sm) {
   return kSm90SharedBytesPerSm / 1024 / ctas_per_sm * 1024 - kReservedSharedBytes;
 }
@@ -23,19 +23,19 @@ struct Device {
   int memory_gb_per_s = 0;  // from the highest clock of memory; 0 if it is not known
   // Clusters resident at a time, by CTAs per multiprocessor (1, 2) and CTAs per cluster (1, 2, 4).
   int clusters[3][5] = {};
-  // Whether instances that the build does not hold can be compiled; null if they can. It is asked only where that
-  // matters, since the first answer loads the compiler.
+  // Whether instances that are not in the build can be compiled; null: they can. Called only if the answer matters,
+  // since the first call loads the compiler.
   bool (*compiles)() = nullptr;
   bool can_compile() const { return compiles == nullptr || compiles(); }
-  // For launches: CUDA's number of the device, and its own compute capability if it is treated as one of less.
+  // For launches: the CUDA device ordinal, and the real compute capability if the device is treated as a lower one.
   int ordinal = 0;
   int architecture = 0;
 };
 
-// The H200 that the cost models were fitted on: they count microseconds at its clock.
+// The H200 that the cost models were fitted on; costs are microseconds at its clock.
 inline constexpr int kFittedClockMhz = 1980, kFittedMemoryGbPerS = 4814;
 
-// A rate over that of the H200: 1 if it is not known or, since boards differ a little, within 5 % of it.
+// Ratio of a rate to that rate on the H200; 1 if unknown or within 5 %, since boards differ a little.
 constexpr double RelativeRate(int rate, int fitted) {
   const double relative = static_cast<double>(rate) / fitted;
   return rate <= 0 || (relative > 0.95 && relative < 1.05) ? 1 : relative;
@@ -45,7 +45,7 @@ constexpr double RelativeClock(const Device& device) {
   return RelativeRate(device.clock_mhz, kFittedClockMhz);
 }
 
-// The bytes that memory delivers in a clock of multiprocessors, over those of the H200.
+// Memory bytes per multiprocessor clock, relative to the H200.
 constexpr double RelativeMemoryRate(const Device& device) {
   return RelativeRate(device.memory_gb_per_s, kFittedMemoryGbPerS) / RelativeClock(device);
 }

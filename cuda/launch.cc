@@ -37,7 +37,7 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 
-// What is known of a device, read once. `ready`: the rest is there and does not change any more.
+// Cached device properties, read once. `ready`: the other members are set and no longer change.
 struct DeviceState {
   std::mutex mutex;
   std::atomic<bool> ready{false};
@@ -55,7 +55,7 @@ void Limit(Device& device) {
   }
 }
 
-// The rates of a device. They stay 0 where the driver does not tell.
+// Reads the clock rates of a device; rates that the driver does not report stay 0.
 void ReadRates(int ordinal, Device& device) {
   int clock_khz = 0, memory_khz = 0, memory_bits = 0;
   cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, ordinal);
@@ -97,7 +97,7 @@ cudaError_t FindTuned(int ordinal, std::shared_ptr<const TunedTable>& tuned) {
   return error;
 }
 
-// Everything but the instances that multiply, which are loaded when they are first needed (kernels/loaded.h).
+// Loads everything but the matmul instances, which are loaded on first use (kernels/loaded.h).
 cudaError_t Prepare(int ordinal, DeviceState& state) {
   Device& device = state.device;
   int current = 0;
@@ -135,8 +135,8 @@ void AlignSharedLhs(std::vector<Operands>* products, Placement* placement) {
   products->front().problem.pdl = false;
 }
 
-// The rows of an unaligned lhs that half of the workspace holds, as a multiple of the largest tile; unlimited if that
-// is none, or if a copy would not help.
+// Rows of an unaligned lhs that fit half of the workspace, as a multiple of the largest tile; unlimited if that is 0 or
+// if a copy would not help.
 int64_t RowsToCopy(const Operands& product, int64_t workspace_bytes) {
   const QuantizedMatmul& p = product.problem;
   constexpr int64_t kLargestTile = 256;
@@ -146,12 +146,12 @@ int64_t RowsToCopy(const Operands& product, int64_t workspace_bytes) {
   return copied && p.permuted_parts == 0 && rows > 0 ? rows : std::numeric_limits<int64_t>::max();
 }
 
-// Batch elements, and rows of one of them, that a launch takes at most: grids and positions in them are 32-bit numbers.
+// Maximum batch elements and rows of one of them per launch: grids and positions in them are 32-bit numbers.
 struct LaunchLimits {
   int64_t batch, rows;
 };
 
-// In terms of the smallest tiles of all kernels.
+// In units of the smallest tile of any kernel.
 LaunchLimits LimitsOf(const QuantizedMatmul& problem) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   constexpr int64_t kMostGridY = 65535;
@@ -162,8 +162,8 @@ LaunchLimits LimitsOf(const QuantizedMatmul& problem) {
           std::min(rows, kMost)};
 }
 
-// The launches of a product: one, or several if it is beyond the limits of a launch or if an unaligned lhs is copied
-// piece by piece.
+// The launches of a product: one, or several if it exceeds the limits of a launch or if an unaligned lhs is copied in
+// pieces.
 std::vector<Operands> LaunchesOf(const Operands& product, int64_t workspace_bytes) {
   const QuantizedMatmul& p = product.problem;
   const LaunchLimits limits = LimitsOf(p);
@@ -186,8 +186,8 @@ std::vector<Operands> LaunchesOf(const Operands& product, int64_t workspace_byte
   return launches;
 }
 
-// How many products, from the first of `count` on, are one launch of qmm_sm90_stream, by which choice; 1 if the first
-// is on its own.
+// Returns how many of the first `count` products share one launch of qmm_sm90_stream, and sets `choice` to that
+// launch's; 1 if the first product is launched separately.
 size_t CountJoined(const Operands* products, size_t count, const DeviceState& state,
                    int64_t workspace_bytes, QuantizedMatmul* joined, Choice* choice) {
   size_t joining = 1;
@@ -202,7 +202,7 @@ size_t CountJoined(const Operands* products, size_t count, const DeviceState& st
   return choice->kernel == Kernel::kQmmSm90Stream ? joining : 1;
 }
 
-// Whether a kernel of its own gathers a permuted lhs in front of the product.
+// Whether a separate kernel gathers a permuted lhs before the product.
 bool GathersBefore(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   const bool gathers =
       choice.kernel == Kernel::kQmmSm90Stream &&
@@ -210,7 +210,7 @@ bool GathersBefore(const QuantizedMatmul& problem, const Device& device, const C
   return problem.permuted_parts > 0 && !gathers;
 }
 
-// The product by what such a kernel has gathered.
+// The product that reads lhs as gathered by that kernel.
 Operands AfterGather(Operands product) {
   product.problem.permuted_parts = 0;
   product.problem.pdl = true;
@@ -225,7 +225,7 @@ InstanceKey KeyOfLaunch(const Operands& product, const Device& device, const Cho
   return KeyOf(gathers ? AfterGather(product).problem : product.problem, choice, device);
 }
 
-// What becomes of the launches of a call: they are launched.
+// Action that launches.
 struct Launches {
   int ordinal;
   cudaStream_t stream;
@@ -240,7 +240,7 @@ struct Launches {
   }
 };
 
-// Or their instances are collected.
+// Action that collects instance keys instead.
 struct Collects {
   std::vector<InstanceKey>* keys;
   const Device& device;
@@ -288,7 +288,7 @@ cudaError_t ForEachLaunch(std::vector<Operands> products, int64_t workspace_byte
       Placement operands(results.workspace(), results.bytes(), action.stream, Action::kCopies);
       operands.Align(&launch);
       if (operands.copied()) p.pdl = false;  // the previous kernel writes an operand
-      // The one kernel for scales of two levels reads aligned operands alone, which here found no room.
+      // The only kernel for scales of two levels needs aligned operands; the workspace has no room to align these.
       if (p.scale == ElementType::kSuper && !Supports(p, state.device)) {
         return cudaErrorMisalignedAddress;
       }
@@ -304,7 +304,7 @@ cudaError_t ForEachLaunch(std::vector<Operands> products, int64_t workspace_byte
   return error == cudaSuccess ? finished : error;
 }
 
-// Loads instances, those that must be compiled at the same time.
+// Loads instances; those missing from the build are compiled concurrently.
 cudaError_t LoadAll(const std::vector<InstanceKey>& keys, const Device& device) {
   for (const InstanceKey& key : keys) StartCompiling(key, device.architecture);
   for (const InstanceKey& key : keys) {
@@ -315,7 +315,7 @@ cudaError_t LoadAll(const std::vector<InstanceKey>& keys, const Device& device) 
   return cudaSuccess;
 }
 
-// Operands as most calls have them: aligned, and apart from the results.
+// Operands as in most calls: aligned, with no overlap between operands and results.
 std::vector<Operands> WithOrdinaryBuffers(const std::vector<QuantizedMatmul>& problems) {
   std::vector<Operands> products;
   for (const QuantizedMatmul& problem : problems) {
@@ -325,8 +325,8 @@ std::vector<Operands> WithOrdinaryBuffers(const std::vector<QuantizedMatmul>& pr
   return products;
 }
 
-// A number, not 0, of all that the instances of a call depend on. Two calls may by chance have the same one: the
-// instances of the second are then loaded when they are launched.
+// Nonzero hash of everything that selects the instances of a call. If two calls collide, the instances of the second
+// are loaded at launch.
 uint64_t NumberOf(const std::vector<QuantizedMatmul>& problems, int64_t workspace_bytes,
                   int ordinal) {
   uint64_t number = 0xcbf29ce484222325;
@@ -356,7 +356,7 @@ cudaError_t PrepareKernels(int ordinal) {
   return error;
 }
 
-// A stream that is captured must not be asked, and drivers before 12.8 cannot be. Then the device is the current one,
+// Querying a capturing stream is not allowed, and drivers before 12.8 have no query. The current device is used then,
 // which XLA sets before every handler.
 cudaError_t DeviceOf(cudaStream_t stream, int* device) {
   cudaStreamCaptureStatus capture;
@@ -408,7 +408,8 @@ cudaError_t LaunchProducts(std::vector<Operands> products, int64_t workspace_byt
 
 cudaError_t LoadProducts(const std::vector<QuantizedMatmul>& problems, int64_t workspace_bytes,
                          int ordinal) {
-  thread_local std::array<uint64_t, 1024> loaded = {};  // numbers of calls, each at its remainder
+  thread_local std::array<uint64_t, 1024> loaded =
+      {};  // hashes of calls, indexed by their remainder
   const uint64_t number = NumberOf(problems, workspace_bytes, ordinal);
   uint64_t& known = loaded[number / 2 % loaded.size()];
   if (known == number) return cudaSuccess;
@@ -422,7 +423,7 @@ cudaError_t LoadProducts(const std::vector<QuantizedMatmul>& problems, int64_t w
 }
 
 void StartCompiling(const std::vector<QuantizedMatmul>& problems) {
-  // Facts that cost no context on the device: the program may run on others.
+  // Properties that need no context on the device, since the program may run on others.
   int ordinal = 0;
   DeviceState guess;
   cudaError_t error = cudaGetDevice(&ordinal);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the kernels offer to a host program: prepare them once per device, then enqueue products.
+// Host interface of the kernels: prepare them once per device, then enqueue products.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,42 +14,43 @@
 
 namespace jaxlowbit {
 
-// Reads what the selection needs of `device`, CUDA's number of it, loads the kernels around products there, and looks
-// up what was measured on devices of its name (select/tuned.h). Thread-safe, and free once it has succeeded; a later
-// call tries again after a failure. Must have run before a stream of that device is captured.
+// Reads the properties of `device` (a CUDA ordinal) that the selection needs, loads the auxiliary kernels there, and
+// looks up measurements for devices of its name (select/tuned.h). Thread-safe, and free after the first success; after
+// a failure, a later call tries again. Must run before a stream of that device is captured.
 cudaError_t PrepareKernels(int device);
 
-// The device that a stream belongs to, by CUDA's number. XLA counts only those that it was told to use.
+// The CUDA ordinal of a stream's device. (XLA's ordinals count only the devices that XLA was told to use.)
 cudaError_t DeviceOf(cudaStream_t stream, int* device);
 
-// What PrepareKernels found out about `device`.
+// Properties of `device` that PrepareKernels read.
 const Device& DeviceInfo(int device);
 
-// Enqueues the products of one call on `stream`, in order, wherever their buffers lie (placement.h), each in as many
-// launches as the limits of a grid take. All but the first use PDL. Products that qmm_sm90_stream may join
-// (sm90_stream::MayJoin) are one launch. A product with a permutation that its kernel does not gather itself is
-// preceded by a kernel that does.
+// Enqueues the products of one call on `stream`, in order, at any address (placement.h), each in as many launches as
+// the limits of a grid require. All but the first use PDL. Products that qmm_sm90_stream may join
+// (sm90_stream::MayJoin) share one launch. If a product has a permutation that its kernel does not gather itself, a
+// gather kernel precedes it.
 //
-// Only launches: no allocation of device memory, no synchronisation and no query of the device, so that it can be
-// captured into a graph. The products share the workspace of the first, which may hold anything; with less than
-// kMaxWorkspaceBytes of it, k is split into fewer slices.
+// Only launches: it does not allocate device memory, synchronise or query the device, so it can be captured into a
+// graph. The products share the workspace of the first, which may be uninitialised; with less than kMaxWorkspaceBytes,
+// k is split into fewer slices.
 cudaError_t LaunchProducts(std::vector<Operands> products, int64_t workspace_bytes, int device,
                            cudaStream_t stream);
 
-// Loads what LaunchProducts would launch for such products if their buffers are aligned and apart, which may take the
-// seconds of a compiler and may allocate device memory. It costs a look into a table once this thread has done so.
+// Loads the kernels that LaunchProducts would launch for these products if their buffers are aligned and do not
+// overlap. This may compile for seconds and may allocate device memory. Repeated calls on a thread cost one table
+// lookup.
 cudaError_t LoadProducts(const std::vector<QuantizedMatmul>& problems, int64_t workspace_bytes,
                          int device);
 
-// Begins to compile what products will launch on the current device, if there is one; a guess, which never fails.
+// Starts to compile the kernels that products will probably launch on the current device, if there is one. Never fails.
 void StartCompiling(const std::vector<QuantizedMatmul>& problems);
 
-// Enqueues a product by an explicit choice (the autotuner's entry point). The product is within the limits of a
-// launch, its operands are aligned as the problem says, and its result overlaps none of them.
+// Enqueues a product by an explicit choice (the autotuner's entry point). The product must be within the limits of a
+// launch, its operands aligned as the problem says, and its result must not overlap them.
 cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
                          const Choice& choice, int device, cudaStream_t stream);
 
-// Loads what LaunchChoice would launch by any of the choices.
+// Loads the kernels that LaunchChoice would launch for these choices.
 cudaError_t LoadChoices(const QuantizedMatmul& problem, const std::vector<Choice>& choices,
                         int device);
 

@@ -59,7 +59,8 @@ void Placement::RedirectResults(Operands* products, size_t count) {
   for (size_t i : redirected) {
     auto& [problem, buffers] = products[i];
     void* place = Redirect(buffers.out, OutExtent(problem, buffers).bytes);
-    if (place == nullptr) error_ = cudaErrorMemoryAllocation;  // RedirectedBytes says so before
+    if (place == nullptr)
+      error_ = cudaErrorMemoryAllocation;  // RedirectedBytes gives the size in advance
     buffers.out = place;
   }
 }
@@ -86,7 +87,7 @@ void Placement::Align(Operands* product) {
   align(ScaleExtent(p, b), &b.scale);
   align(ZeroExtent(p, b), &b.zero);
   p.weights_aligned = aligned;
-  // Rows of other lengths are not aligned, wherever lhs begins.
+  // With other row lengths, rows are unaligned even if lhs begins at an aligned address.
   aligned = p.lhs_columns() * SizeOf(p.lhs) % kAlignment == 0;
   align(LhsExtent(p, b), &b.lhs);
   align(PermutationExtent(p, b), &b.permutation);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The problem as a value: everything that the choice and the launch of a kernel depend on. This header includes no
-// XLA, no Python and no CUDA, so the CPU kernel, the handlers, the driver and the tests share it.
+// A matmul problem as a value: everything that the choice and the launch of a kernel depend on. This header includes no
+// XLA, Python or CUDA header, so the CPU kernel, the handlers, the driver and the tests share it.
 #pragma once
 
 #include <cstdint>
@@ -26,27 +26,27 @@ struct QuantizedMatmul {
 #define JAXLOWBIT_LAUNCH_FIELD(type, name, value) type name = value;
 #include "cuda/product.def"
 
-  // The type of scales, results, biases and residuals that are not float32: that of lhs, or, of an lhs of 8 bits, bf16.
+  // Type of scales, results, biases and residuals that are not float32: the type of lhs, or bf16 for an 8-bit lhs.
   JAXLOWBIT_HOST_DEVICE constexpr ElementType floats() const {
     return Is8Bit(lhs) ? ElementType::kBf16 : lhs;
   }
   JAXLOWBIT_HOST_DEVICE constexpr bool sums_integers() const { return out == ElementType::kInt32; }
-  // Whether sums may be in float16. Weights times scales of 8 bits may be too large for that before the second scale,
-  // outside of the product, multiplies the sums.
+  // Whether to allow float16 accumulators. With 8-bit scales, weights times scales may overflow float16, since the
+  // second scale is applied later, to the accumulators.
   constexpr bool may_sum_halves() const {
     return half_sums && lhs == ElementType::kF16 && !Is8Bit(scale);
   }
   constexpr int64_t lhs_columns() const { return transposed ? n : k; }
   constexpr int64_t out_columns() const { return transposed ? k : n; }
   constexpr int64_t n_blocks() const { return CeilDiv(n, kAtom); }
-  // Weights that one batch element multiplies, and strips (64 output channels) of all of them.
+  // Weights that one batch element multiplies; strips (64 output channels) of all these weights.
   constexpr int64_t weights_per_element() const { return epilogue.gated ? 2 : 1; }
   constexpr int64_t strips() const { return weights_per_element() * n_blocks(); }
   constexpr int64_t k_blocks() const { return CeilDiv(k, kAtom); }
   constexpr int64_t groups() const {
     return group_size < 0 ? 1 : CeilDiv(k_blocks() * kAtom, group_size);
   }
-  // Rows of 64 scales of a strip: one for each group; in scales of two levels, whole super-blocks.
+  // Rows of 64 scales in a strip: one per group; for scales of two levels, whole super-blocks.
   constexpr int64_t scale_rows() const {
     if (scale != ElementType::kSuper) return groups();
     return CeilDiv(k_blocks() * kAtom, kSuperBlock) * (kSuperBlock / group_size + kFloatRows);
@@ -59,7 +59,7 @@ struct QuantizedMatmul {
   constexpr int64_t words_per_atom() const { return kAtom * kAtom * bits / 32; }
 };
 
-// Calls visit(name, field) for each field that is known when a program is lowered.
+// Calls visit(name, field) for each field known at lowering.
 template <typename Product, typename Visit>
 constexpr void VisitRecord(Product& p, Visit visit) {
 #define JAXLOWBIT_PRODUCT_FIELD(type, name, value) visit(#name, p.name);
@@ -89,27 +89,26 @@ inline constexpr int kFields = [] {
   return count;
 }();
 
-// Whether super-blocks are whole groups of this size, and several of them.
+// Whether this group size divides a super-block into several groups.
 constexpr bool DividesSuperBlock(int64_t group_size) {
   return group_size > 0 && group_size < kSuperBlock && kSuperBlock % group_size == 0;
 }
 
-// A group size that 32 bits hold and that means the same for `k` rows: -1 if one group has them all, except in
-// super-blocks, which are whole ones for any k.
+// A 32-bit group size with the same meaning for `k` rows: -1 if one group spans k. Super-block group sizes are kept,
+// since super-blocks are whole for any k.
 constexpr int64_t GroupSize(int64_t size, int64_t k, ElementType scale) {
   if (scale == ElementType::kSuper) return size;
   return size >= CeilDiv(k, kAtom) * kAtom ? -1 : size;
 }
 
-// Buffers of one call. `zero`, `unit`, `index`, `bias` and `residual` may be null. A null index is weight b for batch
-// element b, or weight 0 if there is only one. With permuted parts, stored row r of a part is its row
-// `permutation[r]`, clamped to the part; a kernel that does not gather lhs itself reads `gathered`, lhs in the order of
-// the stored rows.
+// Buffers of one call. `zero`, `unit`, `index`, `bias` and `residual` may be null. A null index selects weight b for
+// batch element b, or weight 0 if there is only one. With permuted parts, stored row r of a part is row
+// `permutation[r]` of that part, clamped to the part; a kernel that does not gather lhs itself reads `gathered`, lhs in
+// stored row order.
 //
-// An lhs of 8 bits has a scale for each row, a token, which multiplies results before the epilogue; sums of integers
-// take no scales but those that are integers. Its columns are
-// interleaved as the instruction takes them beside packed weights: of each 16, column 8 v + r is stored at 2 r + v.
-// Beside it, scales that are integers make weights of 8 bits.
+// 8-bit lhs: `lhs_scale[m]` multiplies row m of the result before the epilogue, and integer accumulators support only
+// integer scales. With packed weights, lhs columns are interleaved in the order of the instruction: of each 16, column
+// 8 v + r is stored at 2 r + v. With integer scales, weights become 8-bit values.
 struct Buffers {
   const void* lhs = nullptr;             // [batch, m, lhs_columns]
   const float* lhs_scale = nullptr;      // [batch, m], of quantized values

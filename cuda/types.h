@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The vocabulary that a problem and the device code share: element types and the atom of the packed layout. Host, device
-// and NVRTC compile this header.
+// Types that problems and device code share: element types and the atom of the packed layout. Host compilers, nvcc and
+// NVRTC compile this header.
 #pragma once
 
 #include <cstdint>
@@ -15,31 +15,31 @@ namespace jaxlowbit {
 // Rows and columns of the packed layout's atom (docs/layout.md).
 inline constexpr int64_t kAtom = 64;
 
-// Scales of two levels: rows of the weight that share the floats of their groups' scales, and the rows of 64 bytes that
-// these floats take behind the integers of the groups (docs/layout.md).
+// Scales of two levels: rows of weights that share one set of floats for their groups' scales, and the rows of 64 bytes
+// that these floats occupy after the groups' integers (docs/layout.md).
 inline constexpr int64_t kSuperBlock = 256, kFloatRows = 2;
 
-// Bits of a quantized value that the CUDA kernels read: those whose instances the binary holds, and those whose
-// instances are compiled where they run.
+// Bit widths that the CUDA kernels read: those with instances in the binary, and those with instances compiled at run
+// time.
 inline constexpr int kKernelBits[] = {4, 8};
 inline constexpr int kCompiledBits[] = {1, 2, 3, 5, 6, 7};
 
-// Elements of 8 bits are scales (kE8m0, which are powers of two, kE4m3, kInt8, or kSuper, the bytes of scales of two
-// levels) or quantized activations (kE4m3 or kInt8); kInt32 are sums of integers.
+// 8-bit elements are scales (kE8m0, which are powers of two, kE4m3, kInt8, or kSuper, the bytes of scales of two
+// levels) or quantized activations (kE4m3 or kInt8); kInt32 are integer accumulators.
 enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3, kInt8, kSuper, kInt32 };
-// Values of 8 bits that a product rounds its lhs to, if it does.
+// 8-bit types that a product rounds its lhs to, if it does.
 enum class Rounding { kNone, kInt8, kE4m3 };
 enum class ZeroKind { kNone, kInteger, kFloat };
 enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };
 
-// Types and activations as Python and the driver name them, in the order of the enums.
+// Names of types and activations in Python and the driver, in enum order.
 inline constexpr const char* kElementTypeNames[] = {
     "float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn", "int8", "uint8", "int32"};
 inline constexpr const char* kRoundingNames[] = {"none", "int8", "float8_e4m3fn"};
 inline constexpr const char* kZeroKindNames[] = {"none", "integer", "float"};
 inline constexpr const char* kActivationNames[] = {"none", "silu", "gelu", "gelu_tanh", "relu"};
 
-// The codebooks likewise.
+// Names of codebooks, in enum order.
 inline constexpr const char* kCodebookNames[] = {"none", "table", "e2m1", "e4m3", "e5m2"};
 inline constexpr int kNumCodebooks = 5;
 

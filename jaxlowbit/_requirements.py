@@ -1,6 +1,6 @@
-"""Refuses packages that are missing or too old, by a sentence, before anything of them is used.
+"""Raises readable errors for packages that are missing or too old, before they are used.
 
-Importing this module does so for JAX; those that need Flax ask for it.
+Importing this module checks JAX; modules that need Flax call the check for it.
 """
 
 import importlib.util

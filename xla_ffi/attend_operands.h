@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The first operands and results of calls with a decode step's attention, which are the same in all of them:
+// The first operands and results of every call that contains a decode step's attention:
 //
 //   0 query       T[b, h, d]     T: bf16 or f16
 //   1 key         T[b, g, d]     consecutive h / g heads of the query share one of g
@@ -12,15 +12,15 @@
 //   7 keys        T[b, s, g, d]  the cache
 //   8 values      T[b, s, g, d]
 //   9 slot        s32[]          that key and value are written to
-//  10 position    s32[b]         of the queries
-//  11 positions   s32[b, s]      of what the slots hold, the new ones among it; -1 for nothing
+//  10 position    s32[b]         position of each query
+//  11 positions   s32[b, s]      position of each slot, including the new ones; -1 for empty slots
 //   result 0 out        T, with b * h * d elements
 //   result 1 keys       operand 7
 //   result 2 values     operand 8
 //
-// Attributes: reach, the first slots that are read; window, how many positions back a query sees, its own among them,
-// 0 for all; scale, f32; norm_epsilon, f32, of the norms of heads; neighbours, whether neighbours are rotated, or
-// halves.
+// Attributes: reach, the number of slots that are read, from the first; window, the number of positions that a query
+// sees, up to its own, or 0 for all; scale, f32; norm_epsilon, f32, for the head norms; neighbours, whether rotation
+// pairs neighbouring elements rather than halves.
 #pragma once
 
 #include <string>
@@ -38,7 +38,7 @@ struct AttendBuffers {
   ffi::AnyBuffer keys, values, slot, position, positions;
   ffi::AnyBuffer out, written_keys, written_values;
 
-  // Of as many operands and results at least.
+  // Requires at least this many operands and results.
   AttendBuffers(ffi::RemainingArgs args, ffi::RemainingRets rets)
       : query(Of(args, 0)),
         key(Of(args, 1)),
@@ -180,8 +180,8 @@ inline ffi::Error DecodeAttend(const AttendBuffers& b, Attributes* attributes, A
   return error.failure() ? error : CheckAttendSizes(*a);
 }
 
-// The cache is written in place, and what is written lies over no other operand but, exactly, the query: LaunchAttend is
-// right for that. What Python lowers has buffers of its own (_backends/cuda_attend.py).
+// The cache is updated in place. Results must not overlap other operands, except `out` at exactly the query's address,
+// which LaunchAttend supports. Calls lowered from Python have separate buffers (_backends/cuda_attend.py).
 inline ffi::Error CheckApart(const AttendBuffers& b) {
   const Extent out = ExtentOf(b.out), keys = ExtentOf(b.keys), values = ExtentOf(b.values);
   const Extent query = ExtentOf(b.query);

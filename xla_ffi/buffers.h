@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// XLA's buffers: their types, shapes and extents, and sentences about those that do not fit.
+// XLA's buffers: types, shapes, extents, and the errors for buffers that do not match.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ inline Extent ExtentOf(ffi::AnyBuffer buffer) {
   return {buffer.untyped_data(), static_cast<int64_t>(buffer.size_bytes())};
 }
 
-// XLA's type for elements of a product.
+// XLA's type for an element type.
 inline ffi::DataType TypeOf(ElementType type) {
   switch (type) {
     case ElementType::kF32:
@@ -92,7 +92,7 @@ inline bool HasShape(const ffi::AnyBuffer& buffer, std::initializer_list<int64_t
   return std::equal(dimensions.begin(), dimensions.end(), expected.begin(), expected.end());
 }
 
-// Handlers run before every execution and in it: the checks make text only for an error.
+// Handlers run before and in every execution, so checks format text only for an error.
 inline ffi::Error CheckShape(std::string_view name, const ffi::AnyBuffer& buffer,
                              std::initializer_list<int64_t> expected, std::string_view rule) {
   if (HasShape(buffer, expected)) return ffi::Error::Success();

@@ -34,7 +34,7 @@ ffi::Error CheckNumbers(const std::string& what, const std::string& wrong) {
                 " is none that this library has; export the program again with this library.");
 }
 
-// What is wrong with a record, whatever its buffers are.
+// Returns the error in a record that is independent of its buffers, or "".
 std::string Fault(const QuantizedMatmul& p) {
   const auto is = [](const char* name, int64_t value, const std::string& rule) {
     return std::string(name) + " is " + std::to_string(value) + " but must be " + rule + ".";
@@ -83,7 +83,7 @@ std::string Fault(const QuantizedMatmul& p) {
   return "";
 }
 
-// What is wrong with the sizes of a product that are known, or once they are.
+// Returns the error in the sizes of a product that are not symbolic, or "".
 std::string FaultOfSizes(const QuantizedMatmul& p, bool has_index) {
   const int64_t asked = p.batch * p.weights_per_element();
   if (!has_index && p.num_weights != 1 && p.num_weights != asked) {
@@ -98,7 +98,7 @@ std::string FaultOfSizes(const QuantizedMatmul& p, bool has_index) {
   return "";
 }
 
-// Takes the codebook of a product from the numbers of the call.
+// Reads the codebook of a product from the call's `numbers`.
 ffi::Error TakeCodebook(ffi::Span<const float> numbers, size_t* taken, Product* product) {
   const QuantizedMatmul& p = product->problem;
   if (p.codebook == Codebook::kNone) return ffi::Error::Success();
@@ -220,13 +220,13 @@ ffi::Error Call::Decode() {
 
 namespace {
 
-// What a record says of the buffer at a place: its type, and its shape or the number of its elements.
+// Expected buffer at a place: its type, and its shape or its number of elements.
 struct Expected {
   const char* name;
   int64_t place;
   bool wanted;  // by the record
   ffi::DataType type;
-  std::initializer_list<int64_t> shape;  // of one number: the count of elements
+  std::initializer_list<int64_t> shape;  // one number: the number of elements
   const char* rule;
 };
 
@@ -255,7 +255,7 @@ constexpr const char* kGroupRule = "[weights, n_blocks, scale_rows, 64]";
 
 }  // namespace
 
-// Sizes that are symbolic in the record are those of the buffers.
+// Fills in sizes that are symbolic in the record from the buffers.
 ffi::Error Call::FindSizes(const Places& at, QuantizedMatmul* p) const {
   if (p->batch != kSymbolic && p->m != kSymbolic && p->num_weights != kSymbolic) {
     return ffi::Error::Success();
@@ -270,7 +270,7 @@ ffi::Error Call::FindSizes(const Places& at, QuantizedMatmul* p) const {
   return error;
 }
 
-// Checks each buffer of a product against its record and takes its address.
+// Checks each buffer of a product against its record and sets its address.
 ffi::Error Call::Read(Product* product, Operands* found) const {
   using Type = ffi::DataType;
   const Places& at = product->places;

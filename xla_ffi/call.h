@@ -4,15 +4,15 @@
 //
 // Attributes of every call:
 //
-//   schema          s64, kSchema: the library that made the program lists fields as this one does
+//   schema          s64, kSchema: the library that made the program has the same list of fields
 //   layout_version  s64, kLayoutVersion (docs/layout.md)
 //   caller          string, the public function that errors name
-//   products        s64[kProductNumbers x products], the numbers of record.h; batch, m and num_weights are -1 if they
-//                   are symbolic. Absent without products
-//   numbers         f32[], the codebooks of the products that have one, one after the other; absent without any
+//   products        s64[kProductNumbers x products], encoded as in record.h; symbolic batch, m and num_weights are -1.
+//                   Absent without products
+//   numbers         f32[], the concatenated codebooks of the products that have one; absent without codebooks
 //   steps           s64[kStepNumbers x steps]
 //
-// A call on CUDA has a last result more, the workspace, u8[bytes].
+// CUDA calls have one more result at the end: the workspace, u8[bytes].
 #pragma once
 
 #include <cstdint>
@@ -30,14 +30,14 @@ namespace jaxlowbit {
 
 inline constexpr int64_t kLayoutVersion = 1;
 
-// One product of a call, and where its buffers are.
+// One product of a call, and the places of its buffers.
 struct Product {
   QuantizedMatmul problem;
   Places places;
   const float* codebook = nullptr;  // [2^bits], or null: integers
 };
 
-// The attributes of a call. They say all that the instantiate stage knows.
+// The attributes of a call. The instantiate stage has no other information.
 class Attributes {
  public:
   explicit Attributes(ffi::Dictionary dictionary) : dictionary_(dictionary) {}
@@ -51,7 +51,7 @@ class Attributes {
     return T();
   }
 
-  // XLA makes text about an attribute that is not there.
+  // Checks presence first, since XLA formats an error for a missing attribute.
   template <typename T>
   std::optional<T> Find(std::string_view name) const {
     if (!dictionary_.contains(name)) return std::nullopt;
@@ -66,7 +66,7 @@ class Attributes {
   // Returns an error if `Get` has missed an attribute.
   ffi::Error Missing() const;
 
-  // Reads and checks products and steps; their buffers are not looked at.
+  // Reads and checks products and steps, not their buffers.
   ffi::Error Decode(std::vector<Product>* products, std::vector<Step>* steps);
 
  private:
@@ -83,7 +83,7 @@ class Call {
   // Decodes the attributes and checks every buffer of a product against its record.
   ffi::Error Decode();
 
-  // The buffer at a place, which `Decode` has found, or which `Has` says is there.
+  // The buffer at a place, which `Decode` must have read or `Has` must have found.
   ffi::AnyBuffer At(int64_t place) const {
     return place > 0 ? args_.get<ffi::AnyBuffer>(place - 1).value()
                      : *rets_.get<ffi::AnyBuffer>(-place - 1).value();
@@ -92,7 +92,7 @@ class Call {
     return place > 0 ? place <= static_cast<int64_t>(args_.size())
                      : place < 0 && -place <= static_cast<int64_t>(rets_.size());
   }
-  // The extent of the buffer at a place; that of none is empty.
+  // The extent of the buffer at a place; empty for place 0.
   Extent ExtentAt(int64_t place) const { return place == 0 ? Extent() : ExtentOf(At(place)); }
   void* DataAt(int64_t place) const { return place == 0 ? nullptr : At(place).untyped_data(); }
 

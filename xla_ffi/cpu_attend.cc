@@ -5,12 +5,12 @@
 //   0 query      T[b, q, h, d]  T: f32, bf16 or f16
 //   1 key        T[b, s, g, d]  consecutive h / g heads of the query share one of g
 //   2 value      T[b, s, g, d]
-//   3 position   s32[b, q], of the queries
-//   4 positions  s32[b, s], of what the slots hold; -1 for nothing
+//   3 position   s32[b, q], position of each query
+//   4 positions  s32[b, s], position of each slot; -1 for empty slots
 //   result 0 out  T[b, q, h, d]
 //
-// Attributes: reach, the first slots that are read; window, how many positions back a query sees, its own among them,
-// 0 for all; scale, f32.
+// Attributes: reach, the number of slots that are read, from the first; window, the number of positions that a query
+// sees, up to its own, or 0 for all; scale, f32.
 #include <string>
 #include <vector>
 
@@ -106,7 +106,7 @@ void Run(ffi::ThreadPool pool, const CpuAttend& a) {
   team.Run(pool, threads);
 }
 
-// The result must lie over no operand. What Python lowers has a result in a buffer of its own.
+// The result must not overlap operands. Calls lowered from Python have a separate result buffer.
 ffi::Error CheckApart(const AttendBuffers& b) {
   for (const ffi::AnyBuffer& read : {b.query, b.key, b.value, b.position, b.positions}) {
     if (Overlap(ExtentOf(b.out), ExtentOf(read))) {

@@ -82,7 +82,7 @@ class CpuBlock {
         matmuls_[i].Run(task, scratch.get() + thread * lines);
       });
     };
-    // A task also permutes its rows for the products that follow.
+    // Each task also permutes its rows for the next products.
     const auto between = [&](auto function, const auto& rows, size_t begin, size_t end) {
       team_.AddPhase(CeilDiv(m_, kRowsPerTask),
                      [this, function, &rows, begin, end](int64_t task, int64_t) {
@@ -123,7 +123,7 @@ class CpuBlock {
     }
   }
 
-  // The product before may have permuted the same rows, of what has as many columns. Later ones do so anew.
+  // Reuses the rows that the previous product permuted, if they match; otherwise permutes them again.
   void Add(const QuantizedMatmul& problem, const Buffers& buffers) {
     const bool shares = matmuls_.size() > 0 && matmuls_.back().SharesPermuted(problem, buffers);
     shares_.push_back(shares);
@@ -143,8 +143,8 @@ class CpuBlock {
   Team team_;
 };
 
-// Results that are written while operands are still read lie apart from those. What Python lowers has results in
-// buffers of their own.
+// Results that are written while operands are still read must not overlap them. Calls lowered from Python have separate
+// result buffers.
 ffi::Error CheckApart(const BlockBuffers& b, const std::vector<Operands>& products) {
   std::vector<Extent> read = {ExtentOf(b.residual), ExtentOf(b.norm), ExtentOf(b.attended)};
   if (b.following_norm) read.push_back(ExtentOf(*b.following_norm));
@@ -169,7 +169,7 @@ ffi::Error CheckApart(const BlockBuffers& b, const std::vector<Operands>& produc
   return ffi::Error::Success();
 }
 
-// The buffers of a call whose steps are those of a block.
+// Finds the buffers if the steps of a call form a block.
 ffi::Error FindBuffers(const Call& call, std::optional<BlockBuffers>* found) {
   const auto& steps = call.steps;
   const size_t products = call.products.size();
@@ -204,7 +204,7 @@ ffi::Error FindBuffers(const Call& call, std::optional<BlockBuffers>* found) {
   return ffi::Error::Success();
 }
 
-// `p`: the first product.
+// `p`: the first product of the block.
 ffi::Error CheckRows(const BlockBuffers& buffers, const QuantizedMatmul& p) {
   const auto is_rows = [&](std::string_view name, const ffi::AnyBuffer& rows) {
     const ffi::Error error = CheckType(name, rows, TypeOf(p.lhs));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The part of a transformer between two attentions, on the CPU: threads go through its products together, and wait for
-// each other between them.
+// The part of a transformer between two attentions, on the CPU: a team of threads computes its products, with a barrier
+// between them.
 //
 //   sum       = residual + attended @ out
 //   hidden    = activation(gate) * up of rms_norm(sum) * norm

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// XLA may lay the result of a call over its operands, which tasks of the CPU read until the last has ended.
+// XLA may let a call's result overlap its operands, which CPU tasks read until the last one ends.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace jaxlowbit {
 
-// Calls run(buffers), whose result is apart from what it reads, and copies it to its place if it was not.
+// Calls run(buffers) with a result that does not overlap operands, and copies it to its place if it was redirected.
 template <typename Run>
 void RunApart(const QuantizedMatmul& problem, Buffers buffers, Run run) {
   const auto read = OperandExtents(problem, buffers);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CPU handler of a call (call.h): one product, of floats or of quantized activations, or a block (cpu_block.h).
+// The CPU handler of a call (call.h): one product with float or quantized activations, or a block (cpu_block.h).
 #include <algorithm>
 #include <memory>
 #include <string>

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Threads that go through the phases of a call together. Each phase is a number of tasks, which may run in any order;
-// it begins when all tasks of the one before have ended.
+// Threads that run the phases of a call together. The tasks of a phase may run in any order; a phase begins when all
+// tasks of the previous one have ended.
 //
-// The caller draws tasks as the others do, so a call ends even if the pool gives it no thread. A thread that waits for
-// the next phase spins, since phases take microseconds, and lets others run after a while. One that comes when all is
-// done finds no task and touches no buffer.
+// The calling thread runs tasks too, so a call completes even if the pool provides no thread. A thread that waits for
+// the next phase spins, since phases take microseconds, and yields after a while. A thread that starts after the last
+// phase finds no task and touches no buffer.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@
 
 namespace jaxlowbit {
 
-// Waking a thread costs about as much as this many multiplications.
+// Number of multiplications that cost as much as waking a thread.
 inline constexpr int64_t kMultiplicationsPerThread = 1 << 18;
 
 inline int64_t UsefulThreads(ffi::ThreadPool pool, int64_t multiplications) {
@@ -33,14 +33,14 @@ inline int64_t UsefulThreads(ffi::ThreadPool pool, int64_t multiplications) {
 
 class Team {
  public:
-  // Called with the number of a task and that of the thread that runs it.
+  // Called with the indices of the task and of its thread.
   using Task = std::function<void(int64_t task, int64_t thread)>;
 
   void AddPhase(int64_t tasks, Task run) {
     if (tasks > 0) state_->phases.emplace_back(tasks, std::move(run));
   }
 
-  // Runs all phases on up to `threads` threads, the calling one among them. Throws what a task has thrown.
+  // Runs all phases on up to `threads` threads, including the calling one. Rethrows a task's exception.
   void Run(ffi::ThreadPool pool, int64_t threads) {
     int64_t most = 0;
     for (const Phase& phase : state_->phases) most = std::max(most, phase.tasks);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From decoded operands to the kernels.
+// Launches decoded operands on CUDA.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,7 +16,8 @@
 
 namespace jaxlowbit {
 
-// Returns an error that says what failed. Clears CUDA's last error, which would go to whoever asks next on this thread.
+// Returns an error that names the failed operation. Clears CUDA's last error, which the next query on this thread would
+// return.
 inline ffi::Error ToError(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return ffi::Error::Success();
   cudaGetLastError();
@@ -25,11 +26,11 @@ inline ffi::Error ToError(cudaError_t status, const std::string& what) {
                               cudaGetErrorString(status) + (why.empty() ? "" : "; ") + why + ".");
 }
 
-// Handlers run twice, with the same operands: Initialize, outside of graph capture and before every execution, loads
-// what Execute will launch.
+// Handlers run in two stages with the same operands: Initialize, outside of graph capture and before every execution,
+// loads the kernels that Execute will launch.
 enum class Stage { kInitialize, kExecute };
 
-// Where a handler runs: XLA's stream, and CUDA's number of its device.
+// Stage, stream and CUDA device ordinal of a handler's execution.
 struct Place {
   Stage stage;
   cudaStream_t stream = nullptr;
@@ -64,7 +65,7 @@ inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
   return support ? ffi::Error::Success() : Refuse(support.reason + "; use another backend.");
 }
 
-// Checks that results that overlap operands fit the workspace. Python requests that room, or gives results separate
+// Checks that results that overlap operands fit the workspace. Python requests that space, or gives results separate
 // buffers (_backends/call.py).
 inline ffi::Error CheckRoom(int64_t needed, int64_t workspace_bytes) {
   if (needed <= workspace_bytes) return ffi::Error::Success();
@@ -73,13 +74,13 @@ inline ffi::Error CheckRoom(int64_t needed, int64_t workspace_bytes) {
                 "; put jax.lax.optimization_barrier around the result.");
 }
 
-// Memory that the kernels of a call may use.
+// Scratch memory for the kernels of a call.
 struct Workspace {
   void* data;
   int64_t bytes;
 };
 
-// Loads the kernels of products. Initialize may be given other buffers than Execute, so it looks at none of them.
+// Loads the kernels of products. Initialize may get other buffers than Execute, so buffers are ignored.
 inline ffi::Error Load(const std::vector<Operands>& products, const Workspace& workspace,
                        const Place& place) {
   std::vector<QuantizedMatmul> problems;
@@ -90,7 +91,7 @@ inline ffi::Error Load(const std::vector<Operands>& products, const Workspace& w
       status, "loading the kernels of " + Describe(problems[0], place.device, problems.size() - 1));
 }
 
-// Enqueues the products of one call, one after the other; or, in Initialize, loads their kernels.
+// Enqueues the products of one call in order; in Initialize, loads their kernels instead.
 inline ffi::Error Enqueue(std::vector<Operands> products, const Workspace& workspace,
                           const Place& place) {
   if (products.empty()) return ffi::Error::Success();

@@ -37,8 +37,8 @@ jit::Instance InstanceOf(const std::string& family, const std::string& expressio
   throw nb::value_error(("there is no kernel " + family).c_str());
 }
 
-// All instances for a width: family, C++ expression, whether the binary holds it; and what they compute, types and kind
-// of zeros by their C++ names, and the codebook by the name that Python has for it.
+// All instances for a width: family, C++ expression, whether it is in the binary; then the C++ names of its types and
+// kind of zeros, and Python's name of the codebook.
 nb::list ListInstances(int bits) {
   nb::list instances;
   for (const InstanceKey& key : InstancesOf(bits)) {
@@ -58,7 +58,7 @@ nb::dict Loaded() {
   return loaded;
 }
 
-// Compiles instances at the same time. Without `wait` returns an empty list at once.
+// Compiles instances concurrently. Without `wait`, returns an empty list at once.
 nb::list Compile(const std::vector<std::pair<std::string, std::string>>& instances,
                  const std::string& architecture, bool wait) {
   std::vector<jit::Result> results;

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The CUDA handlers of a call (call.h): a sequence of steps. Every kernel but the first of the call uses PDL, which
-// survives graph capture only inside of one handler (cuda/kernels/launch_config.h): nothing in a call writes a weight,
-// and results of earlier calls are there when its first kernel starts. Execute only enqueues, so XLA may capture it.
+// survives graph capture only within one handler (cuda/kernels/launch_config.h): a call never writes weights, and
+// results of earlier calls are complete when its first kernel starts. Execute only enqueues, so XLA may capture it.
 //
-// XLA calls Instantiate when a program is compiled or loaded, once for each call in it, one after the other; it starts
-// to compile kernels and does not wait, so that all calls compile at the same time.
+// XLA instantiates the calls of a program one after the other when the program is compiled or loaded. Instantiate
+// starts to compile kernels without waiting, so that the kernels of all calls compile concurrently.
 //
-// Attribute `epsilon`, f32: of the steps that normalize. Attribute `devices`, s64[]: CUDA's numbers of the devices that
-// share a decode step; each has some of the heads and hidden features, and the normalizations add float32 parts over
-// the devices (cuda/ops/exchange.h). Absent for one device.
+// Attribute `epsilon`, f32: for the normalize steps. Attribute `devices`, s64[]: CUDA ordinals of the devices that
+// share a decode step; each has some of the heads and hidden features, and normalizations add float32 parts over the
+// devices (cuda/ops/exchange.h). Absent for one device.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -109,7 +109,7 @@ class Sequence {
     return CheckType("the last result, the workspace,", workspace, ffi::DataType::U8);
   }
 
-  // Whether the kernels support all products, before anything is launched.
+  // Checks that the kernels support all products, before anything is launched.
   ffi::Error CheckSteps() {
     for (const Operands& product : call_.operands) {
       const auto& [p, b] = product;
@@ -121,7 +121,7 @@ class Sequence {
       const Kernel kernel = p.scales_rows ? Kernel::kQmmSm90Stream : Kernel::kQmmSm90;
       const Support support = SupportsCached(kernel, p, DeviceInfo(place_.device));
       if (!support) return Refuse(support.reason + "; use another backend.");
-      // No other kernel reads weights that begin elsewhere.
+      // No other kernel supports quantized activations with unaligned weights.
       if (Executes() && !(IsAligned(b.packed) && IsAligned(b.scale) && IsAligned(b.zero))) {
         return Refuse(
             "weights of quantized activations must begin at multiples of 16 bytes; put "
@@ -217,7 +217,7 @@ class Sequence {
     return wide ? ElementType::kBf16 : step.to;
   }
 
-  // Finds memory for the rows that the devices of a group add.
+  // Sets up the memory for the rows that a group of devices adds.
   ffi::Error FindDevices() {
     const auto group = call_.attributes.Find<ffi::Span<const int64_t>>("devices");
     if (!group || group->size() < 2) return ffi::Error::Success();
@@ -232,8 +232,8 @@ class Sequence {
                        Describe(p, place_.device) + ",");
   }
 
-  // Redirects to the workspace each result that overlaps a buffer that the same or a later step reads, or another
-  // result. (LaunchProducts does so for the products of one step.)
+  // Redirects to the workspace each result that overlaps another result, or a buffer that the same or a later step
+  // reads. (LaunchProducts does so for the products of one step.)
   ffi::Error RedirectResults(Placement* placement) {
     const auto& steps = call_.steps;
     if (steps.size() < 2) return ffi::Error::Success();
@@ -263,7 +263,7 @@ class Sequence {
     const bool multiplies = call_.steps[step].kind == StepKind::kMultiply;
     for (size_t i = multiplies ? step + 1 : step; i < read.size(); ++i) {
       for (int64_t other : read[i]) {
-        // Each element is read by the thread that overwrites it.
+        // Safe in place: the thread that overwrites an element also reads it.
         const bool in_place = i == step && call_.steps[step].kind == StepKind::kNormalize &&
                               place == call_.steps[step].total && call_.DataAt(other) == own.data &&
                               other == call_.steps[step].x;
@@ -278,7 +278,7 @@ class Sequence {
     return false;
   }
 
-  // Uses other memory for the buffer at a place.
+  // Replaces the memory of the buffer at a place.
   void Move(int64_t place, void* data) {
     moved_.push_back({place, data});
     for (size_t i = 0; i < call_.products.size(); ++i) {
@@ -344,8 +344,8 @@ class Sequence {
     return ToError(LaunchQuantizeRows(rows, place_.stream), "launching the rounding of rows");
   }
 
-  // Lets the product round its rows itself, if a kernel does. Execute may be given floats that begin anywhere or lie
-  // where results do, which two kernels read before any result is written.
+  // Lets the product round its rows itself, if a kernel supports it. Otherwise two kernels run, which read all floats
+  // before any result is written, so in Execute the floats may be unaligned or overlap results.
   bool RoundsItself(const Step& step, const ffi::AnyBuffer& x, Operands* product) const {
     Operands own = *product;
     auto& [p, b] = own;
@@ -402,7 +402,7 @@ class Sequence {
     Attend attend;
     ffi::Error error = DecodeAttend(buffers, &call_.attributes, &attend);
     if (error.success()) error = call_.attributes.Missing();
-    // Initialize may be given other buffers than Execute.
+    // Only Execute is sure to get the final buffers.
     if (error.success() && Executes()) error = CheckApart(buffers);
     if (error.failure()) return error;
     const Device& device = DeviceInfo(place_.device);
@@ -433,7 +433,7 @@ ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets 
   });
 }
 
-// Ignores errors: Initialize reports them.
+// Ignores errors, which Initialize reports.
 ffi::Error Instantiate(ffi::Dictionary dictionary) {
   const ffi::Error ignored = Guard("jaxlowbit", [&] {
     std::vector<Product> products;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The autotuner's handler: times a product by each choice it is given. It waits for the device, so XLA must not capture
-// it.
+// The autotuner's handler: times a product with each given choice. It synchronizes with the device, so XLA must not
+// capture it.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 namespace jaxlowbit {
 namespace {
 
-// The buffers of a product by each matrix of the stack in `operands`.
+// The buffers of the product with each matrix of the stack in `operands`.
 std::vector<Buffers> CallsOf(const Operands& operands, void* workspace) {
   std::vector<Buffers> calls;
   for (int64_t i = 0; i < operands.problem.num_weights; ++i) {
@@ -31,7 +31,7 @@ std::vector<Buffers> CallsOf(const Operands& operands, void* workspace) {
   return calls;
 }
 
-// The choices whose numbers follow each other in an attribute.
+// Decodes the concatenated choices of an attribute.
 std::vector<Choice> DecodeChoices(ffi::Span<const int64_t> numbers) {
   std::vector<Choice> choices;
   for (size_t i = 0; i + kChoiceNumbers <= numbers.size(); i += kChoiceNumbers) {
@@ -42,7 +42,7 @@ std::vector<Choice> DecodeChoices(ffi::Span<const int64_t> numbers) {
   return choices;
 }
 
-// microseconds[i] = the median time of the product, by choices[i]. Results: out, microseconds, workspace.
+// microseconds[i] = median time of the product with choices[i]. Results: out, microseconds, workspace.
 ffi::Error ExecuteTimes(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                         ffi::Dictionary dictionary) {
   Call call(args, rets, dictionary);

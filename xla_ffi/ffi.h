@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// XLA's FFI, held to API 0.3. A runtime refuses handlers of a newer API than its own and accepts
-// older ones, so a module built with a new jaxlib must not say that it is new.
+// XLA's FFI, pinned to API 0.3. A runtime rejects handlers of a newer API than its own and accepts older ones, so a
+// module built with a new jaxlib must not report the new version.
 //
-// Handlers compile with the headers of jaxlib 0.10 too, in which a const `ffi::Result` cannot be dereferenced.
+// Handlers also compile with the headers of jaxlib 0.10, whose `ffi::Result` cannot be dereferenced if const.
 #pragma once
 
 #include "xla/ffi/api/c_api.h"

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The barrier between XLA and every handler: no exception crosses it, and errors name the function that the user
-// called.
+// Wraps every handler for XLA: exceptions do not escape, and errors name the function that the user called.
 #pragma once
 
 #include <exception>

@@ -16,7 +16,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxlowbitCudaTimesExecute);
 
 namespace jaxlowbit {
-// Executions of the CUDA handler in this process. Replays of a captured graph do not count.
+// Number of executions of the CUDA handler in this process, not counting replays of a captured graph.
 int64_t CudaExecuteCount();
 }  // namespace jaxlowbit
 #endif

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The Python module: handlers as capsules, the selection, and what was built.
+// The Python module: handlers as capsules, kernel selection, and build information.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
@@ -49,7 +49,7 @@ nb::capsule Encapsulate(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// Platform to target to stage to handler.
+// Maps platform, target and stage to a handler.
 nb::dict Targets() {
   nb::dict targets;
   targets["cpu"] = nb::dict();
@@ -90,7 +90,7 @@ nb::dict BuildInfo() {
   return info;
 }
 
-// A product on a device that need not exist, as Python describes it.
+// A product on a device, which need not exist, as described by Python.
 struct Question {
   QuantizedMatmul problem;
   Device device;
@@ -98,13 +98,13 @@ struct Question {
   int64_t workspace_bytes;
 };
 
-// A choice as Python names its fields: kernel, block_m, split_k, slices, tile, mates (peers here).
+// A choice in the order of Python's fields: kernel, block_m, split_k, slices, tile, mates (peers here).
 nb::tuple Fields(const Choice& choice) {
   return nb::make_tuple(NameOf(choice.kernel), choice.block_m, choice.split_k, choice.slices,
                         choice.tile, choice.peers);
 }
 
-// The kind of a codebook, as kernels tell them apart; none without numbers.
+// The kernels' name of a codebook's kind; "none" without numbers.
 std::string NameCodebook(const std::vector<float>& numbers) {
   int bits = 0;
   while (size_t{1} << bits < numbers.size()) ++bits;
@@ -112,7 +112,7 @@ std::string NameCodebook(const std::vector<float>& numbers) {
       CodebookOf(numbers.empty() ? nullptr : numbers.data(), bits))];
 }
 
-// The choice that the CUDA handler would make.
+// The choice of the CUDA handler.
 nb::dict SelectKernel(const Question& question) {
   const auto& [problem, device, device_name, workspace_bytes] = question;
   nb::dict chosen;
@@ -143,7 +143,7 @@ Kernel FindKernel(const std::string& name) {
   return static_cast<Kernel>(found - std::begin(kKernelNames));
 }
 
-// A product by its numbers (record.h).
+// Decodes a product (record.h).
 QuantizedMatmul ProductOf(const std::vector<int64_t>& numbers) {
   if (numbers.size() != kProductNumbers) throw std::invalid_argument("not a product");
   QuantizedMatmul problem;
@@ -153,7 +153,8 @@ QuantizedMatmul ProductOf(const std::vector<int64_t>& numbers) {
   return problem;
 }
 
-// Why no kernel, or not the named one, computes a product on GPUs of a compute capability, or "". GPUs have a compiler.
+// Returns "" if `kernel`, or any kernel, computes a product on GPUs of a compute capability, else the reason. Assumes
+// that GPUs have a compiler.
 std::string Unsupported(const std::vector<int64_t>& product, int compute_capability,
                         const std::string& kernel) {
   const QuantizedMatmul problem = ProductOf(product);
@@ -162,7 +163,7 @@ std::string Unsupported(const std::vector<int64_t>& product, int compute_capabil
   return Supports(FindKernel(kernel), problem, device).reason;
 }
 
-// The choices worth measuring, that of the cost model first; none if no kernel supports the problem.
+// The choices worth measuring, starting with the cost model's; empty if no kernel supports the problem.
 nb::list ListCandidates(const Question& question) {
   const auto& [problem, device, device_name, workspace_bytes] = question;
   nb::list candidates;
@@ -196,7 +197,7 @@ QuantizedMatmul ProblemOf(const ProblemFields& fields) {
   return problem;
 }
 
-// The cost model of a kernel over many choices, for fits of its constants (tools/fit_costs.py).
+// Evaluates the cost model of a kernel for many choices, to fit its constants (tools/fit_costs.py).
 class CostModel {
  public:
   CostModel(const std::string& kernel,
@@ -218,7 +219,7 @@ class CostModel {
   // The fitted constants, in the order of the kernel's costs.inc.
   const std::vector<double>& constants() const { return constants_; }
 
-  // Microseconds of each choice by such constants.
+  // Microseconds of each choice with the given constants.
   std::vector<double> Microseconds(const std::vector<double>& constants) const {
     if (constants.size() != constants_.size()) {
       throw std::invalid_argument("the kernel has " + std::to_string(constants_.size()) +
@@ -236,7 +237,7 @@ class CostModel {
   std::vector<std::pair<Question, Choice>> choices_;
 };
 
-// Sets the table of a device from the entries that it can run. Returns for each entry why it cannot run, or "".
+// Sets a device's table to the entries that it can run. Returns for each entry "" or the reason why it cannot run.
 nb::list SetTunedEntries(const std::string& device_name, const std::vector<EntryFields>& entries,
                          int compute_capability, int num_sms, int shared_bytes_per_sm) {
   const Device device = DeviceOf(compute_capability, num_sms, shared_bytes_per_sm);
@@ -265,8 +266,8 @@ Codebook FindCodebook(const std::string& name) {
   return static_cast<Codebook>(found - std::begin(kCodebookNames));
 }
 
-// Sets the clusters that a device was asked for: a row for 1 and one for 2 CTAs per multiprocessor, of clusters of 1,
-// 2 and 4 CTAs. No rows leave those of AssumeClusters.
+// Sets queried cluster counts: a row each for 1 and 2 CTAs per multiprocessor, with clusters of 1, 2 and 4 CTAs.
+// Without rows, keeps the counts of AssumeClusters.
 void SetClusters(const std::vector<std::vector<int>>& clusters, Device* device) {
   if (clusters.empty()) return;
   for (int ctas_per_sm : {1, 2}) {
@@ -276,7 +277,7 @@ void SetClusters(const std::vector<std::vector<int>>& clusters, Device* device) 
   }
 }
 
-// Defines a function of a question, whose arguments are named. `early_start` is the problem's `pdl`, `aligned` its
+// Defines a Python function of a question with named arguments. `early_start` is the problem's `pdl`, `aligned` its
 // `weights_aligned`.
 template <typename Function>
 void Define(nb::module_& module, const char* name, Function function) {

@@ -17,7 +17,7 @@ namespace nb = nanobind;
 namespace jaxlowbit {
 namespace {
 
-// The number of a field's value: of an enum its name is given.
+// Encodes a field's value as a number; enums are given by name.
 template <typename Field>
 int64_t NumberOf(const char* name, const nb::handle& value) {
   int64_t number;
@@ -38,7 +38,7 @@ int64_t NumberOf(const char* name, const nb::handle& value) {
   return number;
 }
 
-// Appends the number of each field, the given value or the default, and counts the given ones.
+// Appends the number of each field, given or default, and counts the given ones.
 struct Lister {
   const nb::kwargs& given;
   std::vector<int64_t> numbers = {};
@@ -66,7 +66,7 @@ std::vector<int64_t> ListProduct(const nb::kwargs& fields) {
   Lister list{fields};
   VisitRecord(problem, [&](const char* name, const auto& field) { list(name, field); });
   VisitPlaces(places, [&](const char* name, const auto& field) {
-    // A type and a buffer may have one name: places end in _at.
+    // A type and a buffer may share a name, so places end in _at.
     list((std::string(name) + "_at").c_str(), field);
   });
   return list.Finish();
@@ -79,7 +79,7 @@ std::vector<int64_t> ListStep(const nb::kwargs& fields) {
   return list.Finish();
 }
 
-// The names of fields, for those who read numbers in a program.
+// Names of the fields, for tools that decode the numbers in a program.
 nb::tuple NamesOfProduct() {
   nb::list names;
   const QuantizedMatmul problem;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Products and steps as numbers, s64, in the order of their fields. Python asks for the numbers by the names of fields
-// (record.cc), handlers read them back (call.h), and neither knows positions.
+// Encodes products and steps as s64 numbers, in the order of their fields. Python encodes fields by name (record.cc),
+// handlers decode them (call.h), and neither depends on positions.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ enum class StepKind { kMultiply, kRound, kNormalize, kAttend };
 
 inline constexpr const char* kStepKindNames[] = {"multiply", "round", "normalize", "attend"};
 
-// The values of 8 bits of a rounding step.
+// The 8-bit type that a rounding step produces.
 constexpr Rounding RoundingTo(ElementType to) {
   return to == ElementType::kE4m3 ? Rounding::kE4m3 : Rounding::kInt8;
 }
@@ -45,7 +45,7 @@ constexpr void VisitStep(Record& step, Visit visit) {
 #include "xla_ffi/call.def"
 }
 
-// Counts of numbers: a product has fields, then places; a step has fields.
+// Numbers per record: a product has fields, then places; a step has fields.
 inline constexpr size_t kPlaces = sizeof(Places) / sizeof(int64_t);
 inline constexpr size_t kProductNumbers = kRecordFields + kPlaces;
 inline constexpr size_t kStepNumbers = [] {
@@ -70,7 +70,7 @@ constexpr Names NamesOf(Activation) { return NamesIn(kActivationNames); }
 constexpr Names NamesOf(Codebook) { return NamesIn(kCodebookNames); }
 constexpr Names NamesOf(StepKind) { return NamesIn(kStepKindNames); }
 
-// Sets a field; returns whether its type has the number.
+// Sets a field; returns false if the number is out of range for its type.
 template <typename Field>
 constexpr bool Set(int64_t number, Field* field) {
   int64_t first = 0, last = 0;
@@ -85,8 +85,8 @@ constexpr bool Set(int64_t number, Field* field) {
   return first <= number && number <= last;
 }
 
-// A hash of the names and types of all fields, in order, and of the values of enums: programs with another one were
-// made by another version of the library.
+// Hash of the names and types of all fields, in order, and of the enum values. A program with another hash was made by
+// another version of the library.
 inline constexpr int64_t kSchema = [] {
   uint64_t hash = 0xcbf29ce484222325;
   const auto mix = [&](std::string_view text) {

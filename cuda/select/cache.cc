@@ -15,11 +15,11 @@ namespace {
 
 constexpr size_t kMostEntries = 4096;
 
-// Everything that Select depends on: the fields of a product, those of a device, the workspace and the table.
+// Everything that Select depends on: the fields of the product and of the device, the workspace and the table.
 constexpr size_t kDeviceNumbers = 12, kCallNumbers = 2;
 using Key = std::array<int64_t, kFields + kDeviceNumbers + kCallNumbers>;
 
-// The binding names every field of Device: a new one does not compile until it is part of the key.
+// The structured binding names every field of Device, so a new field does not compile until the key includes it.
 Key KeyOf(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
           const TunedTable* tuned) {
   const auto& [compute_capability, num_sms, shared_bytes_per_sm, clock_mhz, memory_gb_per_s,
@@ -53,7 +53,7 @@ struct Hash {
 template <typename Answer>
 class Cache {
  public:
-  // The answer that is known for a key, or else that of ask(), which it keeps.
+  // Returns the cached answer for a key; on a miss, caches ask().
   template <typename Ask>
   Answer Find(const Key& key, Ask ask) {
     {

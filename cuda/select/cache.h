@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Choices, and answers, that were found before. Programs multiply the same few shapes again and again, and a choice is a
-// function of the problem, the device and the table of measured choices alone.
+// Caches choices and answers. Programs multiply the same few shapes repeatedly, and a choice depends only on the
+// problem, the device and the table of measured choices.
 #pragma once
 
 #include "cuda/select/select.h"
 
 namespace jaxlowbit {
 
-// What Select returns. The first call for a problem asks it; later ones, on any thread, find its answer, as long as no
-// more than a few thousand different problems are in between. Another table is another question.
+// Cached Select, shared by all threads. An entry survives until a few thousand different problems have been asked. The
+// key includes the tuned table.
 Choice SelectCached(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
                     const TunedTable* tuned = nullptr);
 
-// What Supports(kernel, problem, device) returns, likewise: it costs as much as a choice.
+// Cached Supports(kernel, problem, device), which costs as much as a choice.
 Support SupportsCached(Kernel kernel, const QuantizedMatmul& problem, const Device& device);
 
-// What Supports(problem, device) returns, likewise: for scales of two levels it costs as much.
+// Cached Supports(problem, device), which costs as much for scales of two levels.
 Support SupportsCached(const QuantizedMatmul& problem, const Device& device);
 
 }  // namespace jaxlowbit

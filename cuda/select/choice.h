@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A choice of kernel, tile and split as a value, and the answer to whether something can run.
+// A choice of kernel, tile and split as a value, and the type of support checks.
 #pragma once
 
 #include <array>
@@ -10,14 +10,14 @@
 
 namespace jaxlowbit {
 
-// Whether something can run: true without a reason against it.
+// Result of a support check: true without a reason against it.
 struct Support {
   std::string reason;
 
   explicit operator bool() const { return reason.empty(); }
 };
 
-// The order is part of the custom call that measures choices: kernels are appended.
+// The custom call that measures choices encodes this order: append new kernels.
 enum class Kernel { kQmmSm80, kQmmSm90Stream, kQmmSm90 };
 
 inline constexpr const char* kKernelNames[] = {"qmm_sm80", "qmm_sm90_stream", "qmm_sm90"};
@@ -25,11 +25,11 @@ inline constexpr int kNumKernels = static_cast<int>(std::size(kKernelNames));
 
 inline const char* NameOf(Kernel kernel) { return kKernelNames[static_cast<int>(kernel)]; }
 
-// A kernel reads the fields that it names in its Choices (kernels/*/select.cc); the others keep their defaults.
+// Each kernel reads the fields that its Choices sets (kernels/*/select.cc); the others keep their defaults.
 struct Choice {
   Kernel kernel = Kernel::kQmmSm80;
   int block_m = 0;  // rows of lhs of a tile
-  // Slices of k: of split-K, of a cluster of qmm_sm90_stream, or of qmm_sm90's stream-K tail.
+  // Number of slices of k: of split-K, of a qmm_sm90_stream cluster, or of qmm_sm90's stream-K tail.
   int split_k = 1;
   int slices = 0;  // of 16 channels, that a cluster of qmm_sm90_stream owns
   int tile = 0;    // number of qmm_sm90's tile shape
@@ -38,8 +38,8 @@ struct Choice {
   bool tuned = false;
 };
 
-// A choice in numbers, as attributes of custom calls and tables of measurements hold it. Their order, and the names
-// that Python gives them (kernel, block_m, split_k, slices, tile, mates), are those of saved tables.
+// A choice as numbers, for attributes of custom calls and tables of measurements. Saved tables use this order and the
+// Python names of the fields (kernel, block_m, split_k, slices, tile, mates).
 inline constexpr int kChoiceNumbers = 6;
 using ChoiceNumbers = std::array<int64_t, kChoiceNumbers>;
 

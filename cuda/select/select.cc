@@ -19,24 +19,24 @@
 namespace jaxlowbit {
 namespace {
 
-// The decision of one kernel.
+// The selection functions of one kernel.
 struct KernelDecision {
   Kernel kernel;
-  // Whether it computes a problem that Supports(problem, device) accepts, and by a given choice.
+  // Whether the kernel computes a problem that passes Supports(problem, device), and whether with a given choice.
   Support (*supports_problem)(const QuantizedMatmul&, const Device&);
   Support (*supports_choice)(const Choice&, const QuantizedMatmul&, const Device&,
                              int64_t workspace_bytes);
   // All its choices, supported or not.
   std::vector<Choice> (*choices)(const QuantizedMatmul&);
-  // Its choice of least cost for a problem that it supports.
+  // Its cheapest choice for a supported problem.
   Choice (*configure)(const QuantizedMatmul&, const Device&, int64_t workspace_bytes);
-  // Microseconds that a supported choice is expected to take, by given constants or, without them, by the fitted ones.
+  // Expected microseconds of a supported choice, with the given constants or else the fitted ones.
   double (*cost)(const QuantizedMatmul&, const Device&, const Choice&, const double* constants);
   // The fitted constants.
   std::vector<double> (*constants)();
 };
 
-// The cost of a kernel, whose constants are a struct of doubles, for KernelDecision.
+// Adapts a kernel's cost function, whose constants are a struct of doubles, to KernelDecision.
 template <auto kCost, const auto& kFitted>
 double CostBy(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
               const double* constants) {
@@ -53,7 +53,7 @@ std::vector<double> Constants() {
   return constants;
 }
 
-// In the order of preference between equal costs.
+// In order of preference at equal cost.
 constexpr KernelDecision kKernels[] = {
     {Kernel::kQmmSm90Stream, sm90_stream::SupportsProblem, sm90_stream::SupportsChoice,
      sm90_stream::Choices, sm90_stream::Configure, CostBy<sm90_stream::Cost, sm90_stream::kCosts>,
@@ -75,17 +75,17 @@ const KernelDecision& DecisionOf(Kernel kernel) {
                        [&](const KernelDecision& decision) { return decision.kernel == kernel; });
 }
 
-// What all Hopper kernels have in common.
+// Requirements that all Hopper kernels share.
 Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
   if (device.compute_capability != 90) return {"it needs compute capability 9.0"};
   if (problem.transposed) return {"it has no transposed product"};
   if (problem.scale_sums) return {"its scales multiply weights, not sums"};
   if (problem.k > 1 << 21) return {"k is beyond 2^21"};
-  // A permuted lhs is gathered to where it is aligned.
+  // Gathering a permuted lhs also aligns it.
   if (!problem.weights_aligned || (!problem.lhs_aligned && problem.permuted_parts == 0)) {
     return {"it copies from multiples of 16 bytes"};
   }
-  // Where there is no compiler either, qmm_sm80 runs, which the build holds for all formats of these widths.
+  // Without a compiler, qmm_sm80 is the fallback: the build contains it for all formats of these widths.
   const Family family = kernel == Kernel::kQmmSm90 ? Family::kSm90 : Family::kSm90Stream;
   const bool other_runs = IsBuilt(Family::kSm80, problem);
   const bool built = IsBuilt(family, problem);
@@ -176,7 +176,7 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
             " and n=" + number(problem.n)};
   }
   if (problem.scale != ElementType::kSuper) return {};
-  // One kernel alone reads them: what it does not compute, nothing does.
+  // Only one kernel supports scales of two levels, so its limits apply to all products with them.
   if (!DividesSuperBlock(problem.group_size)) {
     return {"scales of two levels are read in groups of 16, 32, 64 or 128"};
   }

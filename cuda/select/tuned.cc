@@ -14,7 +14,7 @@
 namespace jaxlowbit {
 namespace {
 
-// What the time of a product depends on besides m. Sizes count in atoms, in which they are padded.
+// Everything but m that the time of a product depends on. Sizes are in atoms, as they are padded to whole atoms.
 auto KindOf(const QuantizedMatmul& problem) {
   return std::make_tuple(problem.bits, problem.codebook, problem.group_size, problem.zero,
                          problem.lhs, problem.scale, problem.n_blocks(), problem.k_blocks());
@@ -54,7 +54,7 @@ std::optional<Choice> TunedTable::Find(const QuantizedMatmul& problem) const {
   if (problem.m < found->least_m) return std::nullopt;
   Choice choice = found->choice;
   choice.tuned = true;
-  // The entry's m may be larger, and its instance with it.
+  // The entry may have a larger m and a larger instance.
   if (choice.kernel == Kernel::kQmmSm90Stream) choice.block_m = sm90_stream::BlockM(problem.m);
   return choice;
 }

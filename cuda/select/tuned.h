@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Measured choices, which take the place of the cost model. Tables are set by the name of the device that they were
-// measured on, before its kernels are loaded.
+// Measured choices, which override the cost model. A table is set by the name of the device that it was measured on,
+// before the kernels of that device are loaded.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace jaxlowbit {
 
-// The choice for products like `problem`, of `least_m` rows up to its number of rows.
+// The choice for products like `problem` with M from `least_m` to the problem's.
 struct TunedEntry {
   QuantizedMatmul problem;
   Choice choice;
@@ -26,11 +26,11 @@ class TunedTable {
  public:
   explicit TunedTable(std::vector<TunedEntry> entries);
 
-  // The choice of the entry for the least m that is not below the problem's, if there is one that stands for so few
-  // rows. Entries stand for single products with float32 accumulators, neither batched nor transposed.
+  // Returns the choice of the entry with the smallest m >= the problem's, if the entry's range includes the problem's
+  // m. Entries are for single products with float32 accumulators, neither batched nor transposed.
   std::optional<Choice> Find(const QuantizedMatmul& problem) const;
 
-  // Differs between tables, those included that are gone; never 0.
+  // Unique over all tables, including destroyed ones; never 0.
   int64_t number() const { return number_; }
 
  private:

@@ -1,1 +1,1 @@
-"""Ways to compute a quantized product; `definition` is the meaning, the others must equal it."""
+"""Backends that compute a quantized product; all must equal `definition`."""

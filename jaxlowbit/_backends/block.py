@@ -1,4 +1,4 @@
-"""Steps of a call between two attentions of a transformer, for every backend that has them."""
+"""Steps of a call between two attentions of a transformer, shared by the backends."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,12 +43,12 @@ def add_block(
     parts: Any = None,
 ) -> None:
     """Appends the products and steps of a block; its first results are the new residual and the
-    following products.
+    products that follow the block.
 
     - `attended`, `residual`: the place of (1, m, a) and the array (1, m, d).
-    - `read`: gives the arrays of a weight as the backend reads them.
-    - `values`: None, or the 8-bit dtype to which each row is rounded before it is multiplied.
-    - `parts`: the dtype of the output and down projections, if not that of `residual`.
+    - `read`: returns the arrays of a weight in the backend's form.
+    - `values`: None, or the 8-bit dtype that rows are rounded to before each product.
+    - `parts`: the dtype of the output and down projections, if it differs from that of `residual`.
     """
     out, gate_up, down, *following = weights
     shape, dtype = residual.shape, residual.dtype

@@ -1,7 +1,7 @@
 """Custom calls: targets, operands of weights, and the builder of a call's products and steps.
 
 A call is a sequence of steps over numbered buffers (`xla_ffi/call.h`). The compiled library lists
-the fields of products and steps; nothing here knows their order.
+the fields of products and steps; this file does not depend on their order.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ EXPORT_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(target)
     for target in (SEQUENCE_TARGET, ATTEND_TARGET)
 )
-"""The `disabled_checks` with which `jax.export.export` accepts the custom calls.
+"""The `disabled_checks` that make `jax.export.export` accept the custom calls.
 
-JAX guarantees that its own calls stay readable and asks for the names of others. A program exported
-by another version of the library raises where it runs.
+JAX guarantees compatibility only for its own calls and requires others to be allowed by name. A
+program exported by another version of the library raises when it runs.
 
 ```python
 jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(x, q)
@@ -40,7 +40,7 @@ jax.export.export(jax.jit(lambda x, q: x @ q), disabled_checks=EXPORT_CHECKS)(x,
 """
 
 INTERLEAVED = 16
-"""Columns of 8-bit activations that are interleaved."""
+"""Number of columns of 8-bit activations that are interleaved."""
 
 
 def padded_columns(k: int) -> int:
@@ -50,7 +50,7 @@ def padded_columns(k: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The arrays of a weight, or of a stack, as calls read them.
+    """The arrays of a weight, or of a stack, in the form that calls read.
 
     - `packed`: uint32 (weights, n_blocks, k_blocks, words).
     - `scale`, `zero`: (weights, n_blocks, scale_rows, 64); `zero` may be None.
@@ -92,7 +92,7 @@ def stored_weight(weight: QuantizedArray, dtype: jnp.dtype) -> Stored:
 def as_read(
     scale: Array, zero: Array | None, format: Format, lhs: jnp.dtype
 ) -> tuple[Array, Array | None]:
-    """Scales and float zeros in the dtype in which kernels read them, exactly."""
+    """Scales and float zeros, converted exactly to the dtype that kernels read."""
     dtype = read_dtype(scale.dtype, format, lhs)
     if format.scale is not None or scale.dtype == dtype:
         return scale, zero
@@ -102,7 +102,7 @@ def as_read(
 
 
 def read_dtype(scale: jnp.dtype, format: Format, lhs: jnp.dtype) -> jnp.dtype:
-    """The dtype in which kernels read scales: 8 bits, that of lhs, or else float32."""
+    """The dtype of scales that kernels read: 8 bits, the dtype of lhs, or else float32."""
     if format.scale_dtype is not None:
         return format.scale_dtype
     return lhs if scale == lhs else jnp.dtype(jnp.float32)
@@ -111,7 +111,7 @@ def read_dtype(scale: jnp.dtype, format: Format, lhs: jnp.dtype) -> jnp.dtype:
 class Call:
     """A custom call under construction.
 
-    A place names a buffer: `operand` and `result` return places, products and steps take them.
+    A place identifies a buffer: `operand` and `result` return places, products and steps take them.
     """
 
     def __init__(self, caller: str) -> None:
@@ -149,11 +149,11 @@ class Call:
         permutation: tuple[int, int] | None = None,
         **fields: Any,
     ) -> int:
-        """Appends a product that a step multiplies, and returns its number.
+        """Appends a product for a step to multiply, and returns its number.
 
         - `lhs`, `out`: places of (batch, m, columns).
         - `addends`: places of `bias` and `residual`.
-        - `permutation`: the place of the order of the stored rows, s32 (parts, k / parts), and of
+        - `permutation`: the places of the order of the stored rows, s32 (parts, k / parts), and of
           the gathered lhs.
         - `fields`: further fields of `cuda/product.def`.
         """
@@ -215,7 +215,7 @@ class Call:
     ) -> list[Array]:
         """The results of the call, without its workspace.
 
-        - `sums`: bytes of partial sums, if a step that is no product has more than the products.
+        - `sums`: bytes of partial sums, if another step needs more than the products.
         - `aliases`: operands that results overwrite, as in `jax.ffi.ffi_call`.
         - `attributes`: further attributes of the call.
         """
@@ -234,11 +234,11 @@ class Call:
         self._used |= {place: self.at(place) for place in places if place != 0}
 
     def _workspace(self, sums: int) -> int:
-        """Bytes for partial sums, and for copies of buffers that kernels cannot use.
+        """Bytes for partial sums, and for copies of buffers that kernels cannot use directly.
 
-        Slices that XLA fuses into a call begin at any element, and a result may overlap an operand:
-        the handler copies such buffers through the workspace (`cuda/placement.h`). Packed weights
-        stay in place.
+        Slices that XLA fuses into a call may be unaligned, and a result may overlap an operand: the
+        handler copies such buffers through the workspace (`cuda/placement.h`). Packed weights are
+        not copied.
         """
         buffers = [x for x in self._used.values() if x.dtype != jnp.uint32]
         sizes = [max(sums, self._sums), *(_placed_bytes(x.shape, x.dtype) for x in buffers)]
@@ -247,7 +247,7 @@ class Call:
 
 
 def format_fields(format: Format) -> dict[str, Any]:
-    """The fields of a product that its format determines; larger groups than 2^62 mean the same."""
+    """The fields of a product that its format determines (groups above 2^62 are equivalent)."""
     return {
         "bits": format.bits,
         "group_size": min(format.group_size, 2**62),
@@ -257,14 +257,14 @@ def format_fields(format: Format) -> dict[str, Any]:
 
 
 def versions(caller: str) -> dict[str, Any]:
-    """The attributes of every call: the function that errors name, and the versions for which a
-    library of other ones raises."""
+    """Attributes of every call: the function that errors name, and the versions that the library
+    must have to run it."""
     numbers = {"schema": np.int64(ffi.SCHEMA), "layout_version": np.int64(layout.VERSION)}
     return {"caller": caller, **numbers}
 
 
 def _size(size: Any) -> int:
-    """A size as a record has it: -1 if it is symbolic."""
+    """A size in a record: -1 if symbolic."""
     return size if isinstance(size, int) else -1
 
 
@@ -276,8 +276,8 @@ def apart(*arrays: Array) -> Sequence[Array]:
     """Gives activations and results of a call separate buffers.
 
     XLA fuses slices of operands and updates with results into a call, but never across a barrier.
-    Without it, slices in a loop begin elsewhere each time, so that the handler launches other
-    kernels, and a captured graph cannot be updated to a different number of them.
+    Without it, slices in a loop begin at another alignment each time, so that the handler launches
+    other kernels, and a captured graph cannot be updated to a different number of kernels.
     """
     return [lax.optimization_barrier(array) for array in arrays]
 
@@ -288,9 +288,9 @@ def _placed_bytes(shape: Sequence[int], dtype: Any) -> int:
 
 
 def workspace_bytes(batch: Any, m: Any, columns: int) -> int:
-    """Bytes for the float32 partial sums of every split the selection may choose.
+    """Bytes for the float32 partial sums of every split that the selection may choose.
 
-    The bound needs no device, and m may be symbolic, so that exported programs have it.
+    The bound does not depend on a device, and m may be symbolic, so exported programs contain it.
     """
     if not all(isinstance(size, int) for size in (batch, m)):
         return ffi.MAX_WORKSPACE_BYTES
@@ -302,7 +302,7 @@ NO_CODEBOOK = "its kernels read integers, the format has a codebook"
 
 
 def unsupported_lhs(dtype: Any) -> str:
-    """The reason not to take lhs of another dtype than those that kernels read."""
+    """The error for an lhs whose dtype kernels do not read."""
     return f"its kernels take lhs of {one_of(FLOATS)}, this one is {dtype}"
 
 

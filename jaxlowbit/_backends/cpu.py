@@ -18,15 +18,15 @@ from .problem import Problem
 def unsupported(
     lhs: jnp.dtype, format: Format, *, sizes: Sequence[int] = (), transposed: bool = False
 ) -> str | None:
-    """Why the kernel cannot compute this problem, or None."""
-    del format, sizes  # it takes all of them
+    """Returns None if the kernel supports this problem, else the reason."""
+    del format, sizes  # all are supported
     if lhs not in FLOATS:
         return call.unsupported_lhs(lhs)
     return "it has no kernel for the transposed product" if transposed else None
 
 
 def matmul(problem: Problem, *operands: Array) -> Array:
-    """`definition.matmul` of rows as they are stored, as one custom call."""
+    """`definition.matmul` with rows in stored order, as one custom call."""
     ops = problem.named(operands)
     batch, m = math.prod(ops.lead), math.prod(ops.rows)
     product = call.Call("quantized_matmul")
@@ -39,11 +39,12 @@ def matmul(problem: Problem, *operands: Array) -> Array:
 
 
 MOST_ROWS_BESIDE_AMX = 1
-"""The most rows of int8 for which AMX, which multiplies their values in bfloat16, is not faster."""
+"""Maximum rows of int8 for which AMX, with the values in bfloat16, is not faster."""
 
 
 def unsupported_activations(values: jnp.dtype, rows: int, format: Format) -> str | None:
-    """Why no kernel of this CPU multiplies quantized activations faster than bfloat16, or None."""
+    """Returns None if a kernel of this CPU multiplies quantized activations faster than bfloat16,
+    else the reason."""
     isa = extension.build_info()["cpu_isa"][0]
     if isa not in ("amx", "vnni"):
         return "this CPU has no AVX-512 VNNI"
@@ -57,7 +58,7 @@ def unsupported_activations(values: jnp.dtype, rows: int, format: Format) -> str
 
 
 def quantized(values: Array, scale: Array, rhs: QuantizedArray, *, out_dtype: jnp.dtype) -> Array:
-    """`cuda_calls.quantized` of int8 as one custom call of the CPU."""
+    """`cuda_calls.quantized` for int8, as one CPU custom call."""
     rows, m = values.shape[:-1], math.prod(values.shape[:-1])
     product = call.Call("quantized_matmul")
     lhs = product.operand(values.reshape(1, m, rhs.k))
@@ -78,7 +79,7 @@ def block(
     activation: str,
     epsilon: float,
 ) -> tuple[Array, ...]:
-    """`cuda_calls.block` as one custom call of the CPU, whose threads go through the products
+    """`cuda_calls.block` as one CPU custom call, in which all threads compute each product
     together."""
     rows, m = attended.shape[:-1], math.prod(attended.shape[:-1])
     block = call.Call("quantized_block")

@@ -1,4 +1,4 @@
-"""Attention to a cache as a custom call of the CPU (`xla_ffi/cpu_attend.cc`)."""
+"""Attention to a cache as a CPU custom call (`xla_ffi/cpu_attend.cc`)."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ _MOST_SIZE = 256  # as in `cpu/attend_cpu.h`
 
 
 def unsupported(dtype: jnp.dtype, *, head_size: int) -> str | None:
-    """Why the kernel cannot compute such attention with this build, or None."""
+    """Returns None if this build's kernel supports such attention, else the reason."""
     if reason := extension.unavailable("cpu"):
         return reason
     if dtype not in FLOATS:
@@ -31,25 +31,25 @@ def attend(
     window: int | None,
     scale: float,
 ) -> Array:
-    """Attention of queries to a cache, as one custom call of the CPU that reads it in place.
+    """Attention of queries to a cache, as one CPU custom call that reads it in place.
 
-    A query sees the slots whose positions are not negative, not beyond its own, and less than
-    `window` before it. One that sees none gets zeros. What the slots hold that no query sees does
-    not matter.
+    A query sees the slots whose positions are not negative, not beyond the query's, and less than
+    `window` before it. A query that sees no slot gets zeros. Slots that no query sees may contain
+    anything.
 
     **Arguments:**
 
     - `query`: float32, bfloat16 or float16 (batch, queries, heads, head_size).
     - `key`, `value`: (batch, slots, kv_heads, head_size) of that dtype; `heads / kv_heads`
       consecutive heads share one of these.
-    - `positions`: those of the queries, int32 (batch, queries).
-    - `held`: those of what the slots hold, int32 (batch, slots); -1 for nothing.
-    - `reach`: how many slots are read, from the first on.
+    - `positions`: the positions of the queries, int32 (batch, queries).
+    - `held`: the positions of the slots, int32 (batch, slots); -1 for empty slots.
+    - `reach`: the number of slots that are read, from the first.
 
-    **Returns:** an array as `query`.
+    **Returns:** an array like `query`.
 
-    **Raises:** an error of XLA when it runs, for shapes and dtypes that do not fit. There is no
-    rule for `vmap`, and no derivative.
+    **Raises:** an XLA error when it runs, for invalid shapes and dtypes. It supports neither `vmap`
+    nor derivatives.
     """
     result = jax.ShapeDtypeStruct(query.shape, query.dtype)
     (query,) = call.apart(query)

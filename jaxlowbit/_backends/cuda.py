@@ -1,4 +1,4 @@
-"""One product as a custom call of CUDA (`xla_ffi/cuda_sequence.cc`)."""
+"""A single product as a CUDA custom call (`xla_ffi/cuda_sequence.cc`)."""
 
 import math
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ def unsupported(
 
 
 def unsupported_activations(values: jnp.dtype, format: Format, k: int = ATOM) -> str | None:
-    """Returns None if the kernels of Hopper multiply 8-bit activations of this dtype by such
-    weights, else the reason."""
+    """Returns None if Hopper kernels multiply 8-bit activations of this dtype by these weights,
+    else the reason."""
     return _reason(_of_bytes(values, format, k), HOPPER, "qmm_sm90")
 
 
@@ -57,7 +57,7 @@ def unsupported_few_rows(rows: int, format: Format, k: int) -> str | None:
 
 
 def least_rows(values: jnp.dtype, format: Format, k: int) -> int:
-    """The number of rows from which Hopper multiplies 8-bit values faster in 8 bits."""
+    """The minimum M at which Hopper multiplies 8-bit values faster in 8 bits."""
     return ffi.least_byte_rows(_of_bytes(values, format, k))
 
 
@@ -75,7 +75,7 @@ def record(
     n: int = ATOM,
     **fields: Any,
 ) -> list[int]:
-    """The numbers of a product without buffers. `scale`: the dtype of scales of 16 or 32 bits."""
+    """Encodes a product without buffers. `scale`: the dtype of scales of 16 or 32 bits."""
     out = "bfloat16" if lhs in VALUES else str(lhs)
     dtype = scale if format.scale_dtype is None else format.scale_dtype
     return ffi.product(
@@ -95,21 +95,21 @@ def _reason(product: list[int], capability: int, kernel: str = "") -> str | None
 
 
 def gathers(problem: Problem, operands: Operands) -> bool:
-    """Whether the custom call itself gathers lhs: by the permutation of a single matrix."""
+    """Whether the custom call gathers lhs itself: by the permutation of a single matrix."""
     matrix = operands.permutation is not None and operands.permutation.ndim == 1
     return matrix and operands.lhs.dtype != jnp.float32 and not problem.transposed
 
 
 def parts_of(lhs: jnp.dtype) -> int:
-    """The bfloat16 parts of activations: tensor cores multiply no float32."""
+    """The number of bfloat16 parts of activations: tensor cores do not multiply float32."""
     return _FLOAT32_PARTS if lhs == jnp.float32 else 1
 
 
 def matmul(problem: Problem, *operands: Array) -> Array:
-    """`definition.matmul` as one custom call; a permutation is one for which `gathers` is true.
+    """`definition.matmul` as one custom call; `gathers` must be true for a permutation.
 
-    Float32 activations are split into bfloat16 parts, which the kernel multiplies as more rows,
-    exactly, and whose results are added.
+    Float32 activations are split into bfloat16 parts, which the kernel multiplies exactly as more
+    rows; their results are added.
     """
     lhs, packed, scale, zero, index, permutation = ops = problem.named(operands)
     batch, m = math.prod(ops.lead), math.prod(ops.rows)
@@ -145,18 +145,18 @@ def matmul(problem: Problem, *operands: Array) -> Array:
 def _in_range(lhs: Array) -> tuple[Array, Array]:
     """Float32 rows whose accumulators cannot overflow, and the factor to multiply results by.
 
-    Rows that reach beyond 2^96 are divided by 2^32, which leaves room for the rounding of parts and
-    for accumulators of up to 2^24 products with 8-bit integers.
+    Rows with magnitudes beyond 2^96 are divided by 2^32, which leaves room for the rounding of
+    parts and for accumulators of up to 2^24 products with 8-bit integers.
     """
     large = jnp.max(jnp.abs(lhs), axis=-1, keepdims=True, initial=0) >= 2.0**96
     return lhs * jnp.where(large, 2.0**-32, 1.0), jnp.where(large, 2.0**32, 1.0)
 
 
 def _in_parts(lhs: Array, axis: int) -> Array:
-    """Float32 as bfloat16 values that add up to it, on a new axis."""
+    """Splits float32 into bfloat16 values that add up to it, on a new axis."""
     parts = []
     for _ in range(_FLOAT32_PARTS):
-        # XLA may drop a cast there and back, so the mantissa is reduced instead.
+        # XLA may drop a round-trip cast, so reduce the mantissa instead.
         part = lax.reduce_precision(lhs, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16))
         lhs = jnp.where(jnp.isfinite(part), lhs - part, 0)

@@ -1,4 +1,4 @@
-"""A decode step's attention as a custom call of CUDA (`cuda/ops/attend.h`)."""
+"""A decode step's attention as a CUDA custom call (`cuda/ops/attend.h`)."""
 
 import math
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from .extension import ffi
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _MOST_SHARED, _MOST_SIZE = 16, 256  # as in `cuda/ops/attend.h`
-# The kernel divides the slots into as many splits as the workspace has room for, and would use no
-# more than these: a split has at least so many slots, and so many CTAs fill any GPU.
+# The kernel divides the slots into as many splits as fit the workspace, but never more than by
+# these limits: a split has at least this many slots, and this many CTAs fill any GPU.
 _LEAST_SLOTS, _MOST_SPLITS, _FEW_SPLITS, _MOST_CTAS = 32, 64, 4, 512
 
 
 def unsupported(dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int) -> str | None:
-    """Why the kernel cannot compute such attention with this build on these GPUs, or None."""
+    """Returns None if this build's kernel supports this attention on these GPUs, else why not."""
     if reason := extension.unavailable("cuda"):
         return reason
     if dtype not in _DTYPES:
@@ -39,20 +39,20 @@ def unsupported(dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int) 
 
 
 class Operands(NamedTuple):
-    """What a decode step's attention reads, and the cache that it writes.
+    """Inputs of a decode step's attention, and the cache that it updates.
 
     - `query`: bfloat16 or float16 (batch, heads, head_size).
     - `key`, `value`: (batch, kv_heads, head_size) of that dtype; `heads / kv_heads` consecutive
       heads, up to 16, share one of these.
     - `rotation`: cosines and sines, float32 (batch, head_size / 2).
-    - `norms`: by which the heads of queries and of keys are normalized before, float32
-      (head_size,) each; or None.
-    - `keys`, `values`: the cache, (batch, slots, kv_heads, head_size) of that dtype, which is
-      written in place where XLA can give it away, as it can a donated one.
-    - `slot`: that of the new keys and values, int32 (); one that the cache has not is not written.
-    - `position`: those of the queries, int32 (batch,).
-    - `positions`: those of what the slots hold, `slot` among them, int32 (batch, slots); -1 for
-      nothing.
+    - `norms`: factors of the norms of query and key heads before rotation, float32 (head_size,)
+      each; or None.
+    - `keys`, `values`: the cache, (batch, slots, kv_heads, head_size) of that dtype, updated in
+      place if XLA can alias it, as it can a donated one.
+    - `slot`: the slot of the new keys and values, int32 (); out of range, nothing is written.
+    - `position`: the positions of the queries, int32 (batch,).
+    - `positions`: the positions of all slots, including `slot`, int32 (batch, slots); -1 for empty
+      slots.
     """
 
     query: Array
@@ -68,12 +68,12 @@ class Operands(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How a decode step attends.
+    """Options of a decode step's attention.
 
     - `pairs`: of the rotation, `"neighbours"` or `"halves"` as in `rope.rotate`.
     - `epsilon`: of the norms.
-    - `reach`: how many slots are read, from the first on.
-    - `window`: how many positions back a query sees, its own among them; None for all.
+    - `reach`: the number of slots that are read, from the first.
+    - `window`: the number of positions that a query sees, up to its own; None for all.
     - `scale`: of the scores.
     """
 
@@ -87,13 +87,13 @@ class Options(NamedTuple):
 def attend(operands: Operands, options: Options) -> tuple[Array, Array, Array]:
     """Rotates queries and keys, appends keys and values to a cache, and attends, in one call.
 
-    A query sees the slots whose positions are not negative, not beyond its own, and less than
-    `window` before it. One that sees none gets zeros. What other slots hold does not matter.
+    A query sees the slots whose positions are not negative, not beyond the query's, and less than
+    `window` before it. A query that sees no slot gets zeros. Other slots may contain anything.
 
     **Returns:** (batch, heads, head_size) in the dtype of the query, and the cache.
 
-    **Raises:** an error of XLA when it runs, for shapes and dtypes that do not fit. There is no
-    rule for `vmap`, and no derivative.
+    **Raises:** an XLA error when it runs, for invalid shapes and dtypes. It supports neither `vmap`
+    nor derivatives.
     """
     calls = Call("attend")
     add_attention(calls, operands, operands.query.shape)
@@ -109,9 +109,9 @@ ALIASES = {7: 1, 8: 2}  # the cache
 
 
 def add_attention(calls: Call, operands: Operands, shape: Sequence[Any]) -> int:
-    """Begins a call with the step that attends, and returns the place of its result.
+    """Begins a call with the attention step, and returns the place of its result.
 
-    The first results of the call are that, in this shape, and the cache.
+    The first results of the call are that result, in `shape`, and the cache.
     """
     norms = operands.norms or (jnp.zeros(0, jnp.float32),) * 2
     new = call.apart(operands.query, operands.key, operands.value)
@@ -135,7 +135,7 @@ def call_attributes(options: Options) -> dict[str, Any]:
 
 
 def workspace_bytes(operands: Operands, options: Options) -> int:
-    """Bytes for what the splits leave: sums of every head, a maximum and a sum of weights."""
+    """Bytes for the splits' partial results: per head, sums, a maximum and a sum of weights."""
     batch, heads, size = operands.query.shape
     if not isinstance(batch, int):  # symbolic
         return ffi.MAX_WORKSPACE_BYTES

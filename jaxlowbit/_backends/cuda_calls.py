@@ -1,4 +1,4 @@
-"""Several products, or one with its epilogue, as one custom call of CUDA.
+"""Several products, or one with its epilogue, as one CUDA custom call.
 
 Each kernel of a call starts before its predecessor ends (programmatic dependent launch).
 """
@@ -25,7 +25,7 @@ from .extension import ffi, unavailable
 def matmuls(
     lhs: Array, weights: Sequence[QuantizedArray], *, out_dtype: jnp.dtype, half_sums: bool
 ) -> tuple[Array, ...]:
-    """`lhs @ weight` (..., n) for matrices of one format, as one custom call of CUDA."""
+    """`lhs @ weight` (..., n) for matrices of one format, as one CUDA custom call."""
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
     calls = Call("quantized_matmuls")
     x = calls.operand(*call.apart(lhs.reshape(1, m, lhs.shape[-1])))
@@ -54,7 +54,7 @@ def fused(
     out_dtype: jnp.dtype,
     half_sums: bool,
 ) -> Array:
-    """A product with its epilogue, (batch, m, n), as one custom call of CUDA.
+    """A product with its epilogue, (batch, m, n), as one CUDA custom call.
 
     lhs is (*stack, *rows, k); a gated rhs is two matrices that share one batch of lhs.
     """
@@ -87,10 +87,10 @@ def fused(
 def quantized(
     values: Array, scale: Array | None, rhs: QuantizedArray, *, out_dtype: jnp.dtype
 ) -> Array:
-    """`(values @ rhs) * scale`, (..., n), of 8-bit values (..., k), as one custom call of CUDA.
+    """`(values @ rhs) * scale`, (..., n), of 8-bit values (..., k), as one CUDA custom call.
 
-    `scale`: float32 (..., 1), one for each token; None for sums of integers, without float scales,
-    of int8 values. `out_dtype`: float32 or bfloat16; int32 without `scale`.
+    `scale`: float32 (..., 1), one per token; None for integer sums of int8 values, without float
+    scales. `out_dtype`: float32 or bfloat16; int32 without `scale`.
     """
     rows, m = values.shape[:-1], math.prod(values.shape[:-1])
     padding = ((0, 0), (0, 0), (0, call.padded_columns(rhs.k) - rhs.k))
@@ -113,11 +113,11 @@ def rounded(
     stored: Any,
     out_dtype: jnp.dtype,
 ) -> tuple[Array, Array, Array]:
-    """`quantized` of floats (..., k), which the call divides by a factor, if any, and rounds.
+    """`quantized` for floats (..., k), which the call divides by a factor, if given, and rounds.
 
     Returns the product, the values (m, padded k), and the scales (m). Values have dtype `stored`:
     `dtype`, interleaved, or for small M bfloat16. If the product rounds the rows itself (one or two
-    of bfloat16), values and scales are not written.
+    bfloat16 rows), values and scales are not written.
     """
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
     calls = Call("quantized_matmul")
@@ -137,7 +137,7 @@ def rounded(
 
 
 def _stored_for_bytes(rhs: QuantizedArray, *, scaled: bool = True) -> call.Stored:
-    """A weight that multiplies 8-bit activations; its tensor scales are padded to whole strips."""
+    """A weight for 8-bit activations, with channel scales padded to whole strips."""
     weight = stored_weight(rhs._with(tensor_scale=None), jnp.dtype(jnp.bfloat16))
     if rhs.tensor_scale is None or not scaled:
         return weight
@@ -148,7 +148,7 @@ def _stored_for_bytes(rhs: QuantizedArray, *, scaled: bool = True) -> call.Store
 
 
 def _interleaved(values: Array) -> Array:
-    """Columns in the order in which tensor cores take them beside packed weights (`problem.h`)."""
+    """Columns in the order of tensor core instructions with packed weights (`problem.h`)."""
     halves = values.reshape(*values.shape[:-1], -1, 2, call.INTERLEAVED // 2)
     return jnp.swapaxes(halves, -1, -2).reshape(values.shape)
 
@@ -162,7 +162,7 @@ def mlp(
     out_dtype: jnp.dtype,
     half_sums: bool,
 ) -> Array:
-    """`(activation(lhs @ gate) * (lhs @ up)) @ down`, (..., n), as one custom call of CUDA."""
+    """`(activation(lhs @ gate) * (lhs @ up)) @ down`, (..., n), as one CUDA custom call."""
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
     calls = Call("quantized_mlp")
     x = calls.operand(*call.apart(lhs.reshape(1, m, lhs.shape[-1])))
@@ -182,10 +182,10 @@ def block(
     epsilon: float,
     values: Any = None,
 ) -> tuple[Array, ...]:
-    """`quantized_block` as one custom call of CUDA: the new residual, then what follows.
+    """`quantized_block` as one CUDA custom call: the new residual, then the following products.
 
-    `weights` are those of out, gate_up and down, then the following ones. `values`: None, or the
-    8-bit dtype to which each row, bfloat16, is rounded before it is multiplied.
+    `weights`: out, gate_up and down, then the following weights. `values`: None, or the 8-bit dtype
+    that bfloat16 rows are rounded to before each product.
     """
     rows, m = attended.shape[:-1], math.prod(attended.shape[:-1])
     calls = Call("quantized_block")
@@ -215,10 +215,10 @@ def decode_block(
     epsilon: float,
     devices: Sequence[int] = (),
 ) -> tuple[Array, ...]:
-    """The attention of a decode step and `block` of its result, as one custom call of CUDA.
+    """The attention of a decode step and `block` of its result, as one CUDA custom call.
 
-    Returns the new keys and values of the cache, the new residual (batch, d), then what follows. Of
-    several `devices`, which `exchanging` found, each has a part of the weights.
+    Returns the new keys and values of the cache, the new residual (batch, d), then the following
+    products. With several `devices`, from `exchanging`, each has a part of the weights.
     """
     batch = residual.shape[0]
     calls = Call("decode_block")
@@ -251,9 +251,9 @@ def normalized(
     epsilon: float,
     out_dtype: jnp.dtype,
 ) -> tuple[Array, ...]:
-    """`residual + addend`, and products of its normalized rows, as one custom call of CUDA.
+    """`residual + addend`, and products of its normalized rows, as one CUDA custom call.
 
-    With an activation the weights are gate and up as one stack and down, of an MLP.
+    With an activation, the weights are those of an MLP: gate and up as one stack, and down.
     """
     rows, m, dtype = residual.shape[:-1], math.prod(residual.shape[:-1]), residual.dtype
     shape = (1, m, residual.shape[-1])
@@ -284,9 +284,9 @@ def normalizes(columns: int) -> bool:
 
 
 def exchanging(devices: Sequence[Any], rows: int) -> tuple[int, ...]:
-    """CUDA's numbers of devices that add parts of so many rows within a call, or ().
+    """CUDA ordinals of devices that can add parts of `rows` rows within a call, or ().
 
-    They are GPUs of this process that can write to each other's memory (`cuda/ops/exchange.h`).
+    They must be GPUs of this process with access to each other's memory (`cuda/ops/exchange.h`).
     """
     near = all(
         device.platform == "gpu" and device.process_index == jax.process_index()

@@ -1,4 +1,4 @@
-"""Platforms with a custom call, and why one cannot compute a product."""
+"""Platforms with custom calls, and the products that they support."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,9 @@ def unsupported(
     sizes: Sequence[int] = (),
     transposed: bool = False,
 ) -> str | None:
-    """Why the custom call of `platform` cannot compute this problem with this build, or None.
+    """Returns None if this build's custom call of `platform` supports this problem, else why not.
 
-    Scales of two levels may be expanded in front of it. `sizes`: k and n, where they are known.
+    XLA may expand scales of two levels before the call. `sizes`: k and n, if known.
     """
     format = format.expanded
     reason = extension.unavailable(platform) or uncovered(
@@ -40,7 +40,7 @@ def uncovered(
     sizes: Sequence[int] = (),
     transposed: bool = False,
 ) -> str | None:
-    """Why the kernels for `platform`, in a build that has them, lack this problem, or None."""
+    """Returns None if the kernels for `platform`, if built, support this problem, else why not."""
     if platform not in _UNSUPPORTED:
         return "there is no custom call for this platform"
     return _UNSUPPORTED[platform](lhs, format.expanded, sizes=sizes, transposed=transposed)

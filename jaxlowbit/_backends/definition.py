@@ -1,4 +1,4 @@
-"""The definition: dequantize, then multiply, in plain jnp. Every other backend is held to it."""
+"""The definition: dequantize, then multiply, in plain jnp. Other backends are tested against it."""
 
 import functools
 from collections.abc import Callable
@@ -11,20 +11,20 @@ from .problem import Problem
 from .stored_rows import of_stored_rows
 
 EXACT_K = 512
-"""Products of int8 and integers up to 255 whose sums float32, and tensor cores, hold exactly."""
+"""Number of products of int8 and integers up to 255 that float32, and tensor cores, sum exactly."""
 
 
 @of_stored_rows
 def matmul(problem: Problem, *operands: Array) -> Array:
-    """The product (*lead, *rows, k) x (*lead, k, n) -> (*lead, *rows, n), n being `columns`.
+    """The product (*lead, *rows, k) x (*lead, k, n) -> (*lead, *rows, n), where n is `columns`.
 
-    Transposed, (*lead, *rows, n) x (*lead, k, n) -> (*lead, *rows, k), k being `columns`: the
+    Transposed, (*lead, *rows, n) x (*lead, k, n) -> (*lead, *rows, k), where k is `columns`: the
     cotangent of lhs.
 
     The weights, defined in float32, are rounded once to the dtype of lhs; products accumulate in
-    float32; the result is rounded once to `out_dtype`. With an index the weight of lead position i
-    is `packed[index[i]]`. Where `out_dtype` is int32, lhs is int8, and the integers of the weights
-    are multiplied, without float scales, exactly.
+    float32; the result is rounded once to `out_dtype`. With an index, the weight of lead position i
+    is `packed[index[i]]`. With `out_dtype` int32, lhs is int8 and multiplies the integers of the
+    weights exactly, without float scales.
     """
     lhs, packed, scale, zero, index, _ = problem.named(operands)
     packed, scale, zero = take(packed, scale, zero, index)
@@ -46,10 +46,10 @@ def matmul(problem: Problem, *operands: Array) -> Array:
 
 
 def _integer_sums(multiply: Callable[..., Array], lhs: Array, weight: Array) -> Array:
-    """The product of integers of 8 bits in float32, (..., k) x (*lead, k, n), as int32.
+    """The product of 8-bit integers in float32, (..., k) x (*lead, k, n), as int32.
 
-    Any precision that a platform multiplies float32 in holds such integers. XLA's product of int8
-    is not taken: without autotuning, that of jaxlib 0.11 gave twice the sums on an H200.
+    Such integers are exact at any float32 matmul precision of a platform. XLA's int8 product is not
+    used: without autotuning, that of jaxlib 0.11 gave twice the sums on an H200.
     """
     multiply = functools.partial(multiply, precision=lax.Precision.DEFAULT)
     parts = -(-lhs.shape[-1] // EXACT_K)
@@ -57,7 +57,7 @@ def _integer_sums(multiply: Callable[..., Array], lhs: Array, weight: Array) -> 
         return multiply(lhs, weight).astype(jnp.int32)
 
     def divided(array: Array, axis: int) -> Array:
-        """Parts of k on an axis in front; zeros follow the last."""
+        """Splits k into parts on a new leading axis, padding the last with zeros."""
         pad = [(0, 0)] * array.ndim
         pad[axis] = (0, parts * EXACT_K - array.shape[axis])
         shape = (*array.shape[:axis], parts, EXACT_K, *array.shape[axis + 1 :])

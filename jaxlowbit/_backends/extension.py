@@ -1,6 +1,6 @@
-"""The compiled module: what it was built for, and whether its custom calls run here.
+"""The compiled module: its build configuration, and whether its custom calls run here.
 
-The only file that imports `_ffi`. The handlers are those of `xla_ffi/module.cc`.
+The only file that imports `_ffi`. `xla_ffi/module.cc` defines the handlers.
 """
 
 import functools
@@ -24,7 +24,7 @@ except ImportError as error:
 
 
 def build_info() -> dict:
-    """Describes what was compiled; `jaxlowbit info` prints it."""
+    """Describes the build; `jaxlowbit info` prints it."""
     return ffi.build_info()
 
 
@@ -40,7 +40,8 @@ def runtime_ffi_version() -> tuple[int, int]:
 
 @functools.cache
 def unavailable(platform: str) -> str | None:
-    """Why no custom call runs on `platform` ("cpu" or "cuda") with this build, or None."""
+    """Returns None if this build's custom calls run on `platform` ("cpu" or "cuda"), else the
+    reason."""
     built, runtime = tuple(build_info()["ffi_api"]), runtime_ffi_version()
     if built[0] != runtime[0] or built > runtime:
         return (
@@ -54,9 +55,9 @@ def unavailable(platform: str) -> str | None:
 
 @functools.cache
 def uncompiled(format: Format, lhs: jnp.dtype, *, transposed: bool = False) -> str | None:
-    """Why CUDA kernels for a product cannot be compiled on this machine, or None.
+    """Returns None if CUDA kernels for a product can be compiled on this machine, else the reason.
 
-    None too for products whose kernels this build holds.
+    Also None if the kernel is prebuilt.
     """
     what = (
         "codebooks"
@@ -75,7 +76,7 @@ def uncompiled(format: Format, lhs: jnp.dtype, *, transposed: bool = False) -> s
 
 
 def uncompiled_activations() -> str | None:
-    """Why CUDA kernels for 8-bit activations cannot be compiled on this machine, or None."""
+    """Like `uncompiled`, for kernels with 8-bit activations."""
     return _no_compiler("8-bit activations")
 
 
@@ -85,7 +86,7 @@ def _no_compiler(what: str) -> str | None:
 
 
 def _find_nvrtc() -> None:
-    """Names the NVRTC of NVIDIA's wheels, which lies where the system does not look."""
+    """Sets the path of NVRTC in NVIDIA's wheels, which is not on the system's search path."""
     wheels = importlib.util.find_spec("nvidia")
     folders = [] if wheels is None else wheels.submodule_search_locations or []
     names = ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12")
@@ -94,9 +95,9 @@ def _find_nvrtc() -> None:
 
 
 def register() -> None:
-    """Registers the custom calls; initialises no backend.
+    """Registers the custom calls without initialising a backend.
 
-    A registration that XLA refuses would break the whole backend, hence the check before it.
+    A registration that XLA rejects would break the whole backend, so it is checked before.
     """
     reason = unavailable("cpu")
     if reason is not None:

@@ -1,6 +1,6 @@
-"""Scales of two levels as floats, for backends that read one scale for each group.
+"""Expands scales of two levels to floats, for backends that read one scale per group.
 
-XLA expands them in front of the product: packed words stay as they are.
+XLA expands them before the product; packed words are unchanged.
 """
 
 import functools
@@ -16,8 +16,8 @@ from .stored_rows import Product
 
 
 def of_float_scales(product: Product) -> Product:
-    """Makes a product that reads no scales of two levels one that does; of a stack, those of the
-    weights that the index selects are expanded, whose words are copied."""
+    """Adds support for scales of two levels to a product that lacks it. For a stack, expands those
+    of the weights selected by the index, and copies their words."""
 
     @functools.wraps(product)
     def expanding(problem: Problem, *operands: Array, **options: Any) -> Array:

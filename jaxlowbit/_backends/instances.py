@@ -32,7 +32,7 @@ class Instance(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What became of an instance: an error or "", whether the cache had it, seconds."""
+    """Result of compiling an instance: an error or "", whether it was cached, seconds."""
 
     instance: Instance
     error: str
@@ -41,15 +41,15 @@ class Compiled(NamedTuple):
 
 
 def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int) -> list[Instance]:
-    """All instances that products of a format may need and that are compiled where they run.
+    """All instances that products of a format may need and that are compiled at run time.
 
-    Scales of two levels are read by those for few rows, and are floats in all others.
+    Instances for small M read scales of two levels; all others have float scales.
     """
     if format.scale == "super":
         floats = of_format(format.expanded, lhs, jnp.dtype("float32"), capability)
     else:
         floats = []
-    sums = parts_of(lhs) > 1  # of float32 activations, which only one kernel multiplies
+    sums = parts_of(lhs) > 1  # for float32 activations, supported by only one kernel
     types = (
         _CUDA_NAMES["bfloat16" if sums else str(lhs)],
         _NARROW_SCALES[format.scale]
@@ -63,7 +63,7 @@ def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int)
             family.startswith("sm80") or zero.endswith(_ZEROS[format.zero])
         )
         runs = family.startswith("sm80") or capability == HOPPER
-        # Few rows of bfloat16 are rounded by the product that multiplies them.
+        # For small M, the product rounds bfloat16 rows itself.
         rounds = "kRounds" in expression
         wanted = (_CUDA_NAMES["bfloat16"], *types[1:]) if rounds else types
         fits = (
@@ -87,12 +87,12 @@ def of_product(
     device: DeviceFacts,
     transposed: bool = False,
 ) -> list[Instance]:
-    """The instances that a product of this size is chosen to run by, compiled where they run.
+    """The instances selected for a product of this size that are compiled at run time.
 
-    Alone or behind another product of its call, as one of a gated pair, with weights that are not
-    aligned, and the transposed product if it is asked for.
+    Covers the product as the only one of its call, after another one, as one of a gated pair, with
+    unaligned weights, and, if requested, transposed.
     """
-    narrow = lhs in VALUES  # quantized activations, which one kind of call multiplies
+    narrow = lhs in VALUES  # quantized activations, supported by only one kind of call
     variants: list[dict[str, bool]] = [
         {"gated": gated, "early_start": early}
         for gated, early in itertools.product((False,) if narrow else (False, True), (False, True))
@@ -111,7 +111,7 @@ def of_product(
 
 
 def compile_all(instances: Sequence[Instance], capability: int) -> Iterator[Compiled]:
-    """Compiles instances at the same time, or finds them in the cache, and reports in order."""
+    """Compiles instances concurrently, or finds them in the cache, and reports in order."""
     architecture = ffi.architecture(capability)
     ffi.compile(instances, architecture, wait=False)
     for instance in instances:

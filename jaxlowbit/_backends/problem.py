@@ -1,4 +1,4 @@
-"""The product as a value: what the primitive is bound with and every backend is given."""
+"""A product as a value: the parameter of the primitive, and the input of every backend."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ class Operands(NamedTuple):
     """Values, tangents, batch axes or shardings of the operands, by name; None for absent ones.
 
     - `lhs`: (*lead, *rows, k).
-    - `packed`, `scale`, `zero`: the arrays of the weights, with stacked axes in front; of 8-bit
-      scales the bits, uint8, and no tensor scale, which multiplies results. Without an
-      index these are the lead; with one there is one stacked axis, and the lead is the shape of the
+    - `packed`, `scale`, `zero`: the arrays of the weights, with stack axes first; 8-bit scales as
+      bits, uint8, without the tensor scale, which multiplies results. Without an index, the stack
+      axes are the lead; with an index there is one stack axis, and the lead is the shape of the
       index.
     - `index`: positions in the stack.
     - `permutation`: (*stack, k), the order of the stored rows.
@@ -29,7 +29,7 @@ class Operands(NamedTuple):
     permutation: Any
 
     def present(self) -> list[Any]:
-        """The operands that are there, in order: what a primitive is bound with."""
+        """The operands that are not None, in order: those of the primitive."""
         return [operand for operand in self if operand is not None]
 
     @property
@@ -45,16 +45,16 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a product computes, hashable.
+    """The static part of a product, hashable.
 
     - `format`: the format of the weights.
     - `columns`: the last axis of the result: n, or k of the transposed product.
     - `transposed`: whether weights multiply from the other side: the cotangent of lhs.
     - `indexed`: whether there is an index.
-    - `orders`: the equal parts of k with an order of rows of their own; 0 without a permutation.
-    - `out_dtype`: the dtype of the result; int32 for sums of integers, of an int8 lhs.
+    - `orders`: the number of equal parts of k with separate row orders; 0 without a permutation.
+    - `out_dtype`: the dtype of the result; int32 for integer sums, with an int8 lhs.
     - `half_sums`: whether kernels may accumulate in float16.
-    - `backend`: the backend that is asked for, or None.
+    - `backend`: the requested backend, or None.
     """
 
     format: Format
@@ -76,7 +76,7 @@ class Problem:
 
     @property
     def sums_dtype(self) -> Any:
-        """The dtype in which products are added."""
+        """The dtype of accumulators."""
         return jnp.dtype("int32" if self.sums_integers else "float32")
 
     def named(self, operands: Sequence[Any]) -> Operands:

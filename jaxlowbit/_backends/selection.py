@@ -1,6 +1,6 @@
-"""Selection of kernels for CUDA: devices, choices, and the tables of measured ones.
+"""Selection of CUDA kernels: devices, choices, and tables of measured choices.
 
-The functions here ask what the custom call asks (`cuda/select/select.h`), and need no GPU.
+The functions here call the custom call's selection (`cuda/select/select.h`), and need no GPU.
 """
 
 import re
@@ -18,14 +18,14 @@ from .extension import ffi
 
 
 class DeviceFacts(NamedTuple):
-    """Facts of a GPU that the selection depends on."""
+    """Properties of a GPU that the selection depends on."""
 
     name: str
     compute_capability: int
     num_sms: int
     shared_bytes_per_sm: int
-    clock_mhz: int = 0  # 0 if it is not known, and that of an H200 is assumed
-    memory_gb_per_s: int = 0  # the same
+    clock_mhz: int = 0  # 0 if unknown: an H200 is assumed
+    memory_gb_per_s: int = 0  # likewise
 
 
 class Product(NamedTuple):
@@ -46,7 +46,7 @@ class Product(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How a CUDA kernel would compute a product (`cuda/select/select.h`)."""
+    """A kernel and its parameters for a product (`cuda/select/select.h`)."""
 
     kernel: str
     block_m: int
@@ -70,9 +70,9 @@ def choose(
 ) -> dict:
     """The CUDA handler's choice for a device: its fields, and "unsupported", a reason or "".
 
-    `variant`: how the product is computed, by the names of `_ffi.select`. Scales of two levels that
-    no kernel reads in such a product are those that XLA expands. An lhs of 8 bits is one of
-    quantized activations, whose columns are padded.
+    `variant`: further properties of the product, by the names of `_ffi.select`. XLA expands scales
+    of two levels that no kernel reads in such a product. An 8-bit lhs is quantized activations with
+    padded columns.
     """
     if format.scale == "super" and not (
         device.compute_capability == 90 and reads_super_blocks(lhs, batch * m, k, n, format)
@@ -102,7 +102,7 @@ def choose(
 
 
 def candidates(product: Product, device: DeviceFacts) -> list[Choice]:
-    """The choices worth measuring for a product, first the one that is made without measuring."""
+    """The choices worth measuring for a product, starting with the default one."""
     m, n, k, bits, group_size, lhs, float32_scale, zero = product.fields()
     found = ffi.candidates(
         m=m,
@@ -122,12 +122,12 @@ def candidates(product: Product, device: DeviceFacts) -> list[Choice]:
 def set_tuned(
     device: DeviceFacts, entries: Sequence[tuple[Product, Choice] | tuple[Product, Choice, int]]
 ) -> list[str]:
-    """Lets the kernels of a device, if they are not loaded yet, choose by a table.
+    """Sets the table of measured choices for a device whose kernels are not loaded yet.
 
-    A choice stands for its product and for those of fewer rows, down to the next entry or, if that
-    is there, to a number of rows.
+    A choice applies to its product and to fewer rows, down to the next entry or, if given, to a
+    minimum number of rows.
 
-    **Returns:** a reason for each entry that is left out, "" for the others.
+    **Returns:** for each entry the reason why it is left out, or "".
     """
     fields = [
         (entry[0].fields(), entry[1], entry[2] if len(entry) == 3 else 1) for entry in entries
@@ -144,8 +144,8 @@ def set_tuned(
 def reads_super_blocks(
     lhs: jnp.dtype, m: Any, k: int, n: int, format: Format, *, transposed: bool = False
 ) -> bool:
-    """Whether the kernels of Hopper read scales of two levels in a product of m rows, also as one
-    of a gated pair, instead of scales that XLA expands in front of it."""
+    """Whether Hopper kernels read scales of two levels directly in a product of m rows, also in a
+    gated pair, rather than XLA expanding them before it."""
     if not isinstance(m, int) or m == 0 or lhs == jnp.float32 or format.codebook is not None:
         return False
     if extension.uncompiled(format, lhs, transposed=transposed) is not None:
@@ -180,7 +180,7 @@ def compute_capability(device: Any) -> int:
 
 
 def too_old(compute_capability: int) -> str | None:
-    """Why no CUDA kernel is written for GPUs of this compute capability, or None."""
+    """Returns None if there are CUDA kernels for this compute capability, else the reason."""
     bfloat16 = jnp.dtype("bfloat16")
     choice = choose(
         *(1, 1, ATOM, ATOM, bfloat16, bfloat16, Format(4)),
@@ -190,7 +190,7 @@ def too_old(compute_capability: int) -> str | None:
 
 
 def unfit(compute_capability: int) -> str | None:
-    """Why the CUDA kernels of this build run no problem on such GPUs, or None."""
+    """Returns None if CUDA kernels of this build run on such GPUs, else the reason."""
     if reason := too_old(compute_capability):
         return reason
     built = extension.build_info()["cuda_architectures"].split()
@@ -203,13 +203,13 @@ def unfit(compute_capability: int) -> str | None:
 
 
 def _runs_on(compute_capability: int, architecture: str) -> bool:
-    """Whether code that CMake built for an architecture, such as 90a-real, runs on a GPU."""
+    """Whether code for a CMake architecture, such as 90a-real, runs on a GPU."""
     found = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", architecture)
     if found is None:
         return True
     built, feature, kind = int(found[1]), found[2], found[3]
     if feature == "a":
         return compute_capability == built
-    if kind != "-real" and not feature:  # with PTX, which later GPUs compile
+    if kind != "-real" and not feature:  # includes PTX, which later GPUs compile
         return compute_capability >= built
     return compute_capability // 10 == built // 10 and compute_capability >= built

@@ -1,6 +1,6 @@
-"""Products whose backend knows no permutation: lhs is gathered in front of them.
+"""Gathers lhs before products of backends that do not support permutations.
 
-Weights are never gathered at run time; activations, which are smaller, are.
+Weights are never gathered at run time, only activations, which are smaller.
 """
 
 import functools
@@ -17,7 +17,7 @@ Product = Callable[..., Array]
 
 
 def of_stored_rows(product: Product) -> Product:
-    """Makes a product with the rows as they are stored one with the matrix they stand for."""
+    """Adds support for permutations to a product that multiplies rows in stored order."""
 
     @functools.wraps(product)
     def permuting(problem: Problem, *operands: Array, **options: Any) -> Array:
@@ -33,7 +33,7 @@ def of_stored_rows(product: Product) -> Product:
 
 
 def reordered(ops: Operands, orders: int) -> Operands:
-    """The operands with lhs in the order of the stored rows, and no permutation."""
+    """The operands with lhs in stored row order, and no permutation."""
     if ops.permutation is None:
         return ops
     permutation = permutations.selected(ops.permutation, ops.index)

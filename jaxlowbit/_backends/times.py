@@ -1,4 +1,4 @@
-"""Times of kernels on a GPU, by a custom call that launches each choice and waits."""
+"""Times kernels on a GPU with a custom call that launches each choice and synchronizes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ def times(
     calls: int,
     choices: tuple[Choice, ...],
 ) -> Array:
-    """Microseconds (choices,) of `lhs` times a matrix, on a GPU, the median for each choice.
+    """Median microseconds (choices,) of `lhs` times a matrix on a GPU, for each choice.
 
     A measurement multiplies by `calls` matrices of the stack (`packed`, `scale`, `zero`) in turn.
     """

@@ -1,1 +1,1 @@
-"""Several products in one call, a file for each public function."""
+"""Several products in one call; one file per public function."""

@@ -47,12 +47,12 @@ def quantized_block(
 
     with `rms_norm(x) = x / sqrt(mean(x**2) + epsilon)` over the last axis, in float32. Every
     product, sum and normalized row is rounded to the dtype of `attended`. On one NVIDIA GPU, and
-    inside `jax.shard_map`, all of it is one custom call, in which a kernel reads its weights before
-    the one before it has ended; with an `activation_dtype` it is on Hopper, for bfloat16, where all
-    products run in 8 bits (`docs/activations.md`). On a CPU all of it is one custom call too, for
-    every dtype, if no rows are rounded. Elsewhere, in the cases that `quantized_matmuls` names, for
-    rows that are longer than 16384 or no multiple of 8, and where it is differentiated, it is what
-    it stands for.
+    inside `jax.shard_map`, this is one custom call, in which each kernel reads its weights before
+    the previous one has ended; with an `activation_dtype`, only on Hopper, for bfloat16, if all
+    products run in 8 bits (`docs/activations.md`). On a CPU it is also one custom call, for every
+    dtype, if no rows are rounded. Otherwise it is a composition of separate products: elsewhere, in
+    the cases listed in `quantized_matmuls`, for rows that are longer than 16384 or not a multiple
+    of 8, and when differentiating.
 
     **Arguments:**
 
@@ -60,20 +60,20 @@ def quantized_block(
     - `residual`: (..., d), with the dtype and the leading axes of `attended`.
     - `out`: the output projection (a, d).
     - `norm`: scales (d,) of the normalization before the MLP, float32 or in the dtype of
-      `attended`; others are rounded to that.
+      `attended`; other dtypes are rounded to the latter.
     - `gate_up`, `down`, `activation`: as for `quantized_mlp`: (2, d, f) and (f, d).
     - `following`: scales (d,) and weights (d, n_i) of the next block's first normalization and
-      products, such as those of queries, keys and values; None where nothing follows.
+      products, such as queries, keys and values; None if nothing follows.
     - `epsilon`: a constant added to the mean square.
-    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which each row is rounded
-      before it is multiplied, with a scale of its own (`quantize_activations`). Derivatives are
-      those of the straight-through rule.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to round each row to before
+      every product, with a scale per row (`quantize_activations`). Derivatives use the
+      straight-through estimator.
     - `backend`: the backend of every product.
 
-    **Returns:** y (..., d); with `following` a tuple of it and of a tuple of (..., n_i).
+    **Returns:** y (..., d); with `following`, a tuple of y and a tuple of (..., n_i).
 
-    **Raises:** what `quantized_matmul` raises; `TypeError` if a weight is not quantized,
-    `ValueError` for shapes and dtypes that do not fit and for an unknown activation.
+    **Raises:** as `quantized_matmul`; `TypeError` if a weight is not quantized, `ValueError` for
+    invalid shapes and dtypes and for an unknown activation.
 
     ```python
     gate_up = quantize(jnp.ones((2, 256, 512)), INT4)
@@ -148,7 +148,7 @@ def _is_pair(following: Any) -> bool:
 class _Block(Call):
     activation: str
     epsilon: float
-    dtype: Any  # to which rows are rounded before they are multiplied; None for none
+    dtype: Any  # that rows are rounded to before each product; None: not rounded
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (attended, residual), (out, gate_up, down, *following), norms = self.named(operands)

@@ -11,7 +11,7 @@ from .._matmul.support import only_local_gpus_of
 
 
 def supports(residual: Array, weights: Sequence[QuantizedArray]) -> bool:
-    """Whether `decode_block` computes a block with these weights, where `cuda_attend` attends."""
+    """Whether `decode_block` supports these weights, if `cuda_attend` supports the attention."""
     runs = not fits_hopper_alone(weights) or only_local_gpus_of(90)
     return (
         runs
@@ -34,22 +34,22 @@ def decode_block(
     epsilon: float,
     devices: Sequence[int] = (),
 ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
-    """`quantized_block` of what `cuda_attend.attend` returns, as one custom call of CUDA.
+    """`quantized_block` of the result of `cuda_attend.attend`, as one CUDA custom call.
 
-    The output projection so loads its weights while the attention runs. It has no derivative and no
-    rule for `vmap`, and computes with the arrays of one GPU.
+    So the output projection loads its weights while the attention runs. It supports neither
+    derivatives nor `vmap`, and only arrays of one GPU.
 
     In `jax.shard_map` several GPUs may share a block (`cuda_calls.exchanging`). Each has some of
-    the heads and hidden features, and the weights that go with them; residual and norms are the
-    same on all of them. Two kernels of the call add what the output and down projections give, in
-    float32, over the GPUs, and the results are the same on all.
+    the heads and hidden features with the corresponding weights; residual and norms are replicated.
+    Two kernels of the call add the output and down projections of all GPUs in float32, with equal
+    results on all of them.
 
     **Arguments:**
 
-    - `attention`, `attending`: as of `cuda_attend.attend`.
+    - `attention`, `attending`: as for `cuda_attend.attend`.
     - `residual`: (batch, d) in the dtype of the query.
-    - `devices`: CUDA's numbers of the GPUs that share the block.
-    - the others: as of `quantized_block`.
+    - `devices`: CUDA ordinals of the GPUs that share the block.
+    - the others: as for `quantized_block`.
 
     **Returns:** the keys and values of the cache, the new residual, and the following products.
     """

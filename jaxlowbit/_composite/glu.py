@@ -1,4 +1,4 @@
-"""`quantized_glu`: a gated linear unit, whose two products one kernel computes."""
+"""`quantized_glu`: a gated linear unit, with both products in one kernel."""
 
 import dataclasses
 from typing import Any
@@ -30,8 +30,8 @@ def quantized_glu(
 
     Accumulators, biases, the activation and the product are float32; the result is rounded once. On
     one NVIDIA GPU, and inside `jax.shard_map`, it is one kernel that reads both weights; elsewhere,
-    in the cases that `quantized_matmuls` names, and where it is differentiated, a call for both
-    products and what XLA makes of the rest.
+    in the cases listed in `quantized_matmuls`, and when differentiating, one call computes both
+    products and XLA the rest.
 
     **Arguments:**
 
@@ -45,9 +45,8 @@ def quantized_glu(
 
     **Returns:** (..., n).
 
-    **Raises:** what `quantized_matmul` raises; `TypeError` if `gate_up` is not quantized,
-    `ValueError` if it is not two matrices, for a bias of another shape and for an unknown
-    activation.
+    **Raises:** as `quantized_matmul`; `TypeError` if `gate_up` is not quantized, `ValueError` if it
+    is not two matrices, for a bias of another shape and for an unknown activation.
 
     ```python
     gate_up = quantize(jnp.ones((2, 256, 512)), INT4)

@@ -23,13 +23,13 @@ def quantized_matmuls(
     out_sharding: Sharding | None = None,
     backend: Backend | None = None,
 ) -> tuple[Array, ...]:
-    """Computes `lhs @ rhs` for several matrices, such as those of queries, keys and values.
+    """Computes `lhs @ rhs` for several matrices, such as queries, keys and values.
 
-    The results are those of `quantized_matmul` of each. On one NVIDIA GPU, and inside
-    `jax.shard_map`, all are one custom call: for few rows on Hopper one kernel for up to four
-    matrices, which may add in another order, else kernels that read their weights before the one
-    before has ended. Elsewhere, for float32 lhs, permuted rows and other arrays than whole ones,
-    and where it is differentiated, there is a call for each.
+    The results are the same as by `quantized_matmul`. On one NVIDIA GPU, and inside
+    `jax.shard_map`, all are one custom call: for small M on Hopper, with one kernel for up to four
+    matrices, which may add in another order, otherwise with kernels that read their weights before
+    the previous one has ended. Elsewhere, for float32 lhs, permuted rows and arrays that are not
+    whole, and when differentiating, there is one call per matrix.
 
     **Arguments:**
 
@@ -40,8 +40,8 @@ def quantized_matmuls(
 
     **Returns:** a tuple of (..., n_i).
 
-    **Raises:** what `quantized_matmul` raises; `TypeError` if `rhss` is no sequence of quantized
-    arrays, `ValueError` if it is empty, holds a stack, or formats differ.
+    **Raises:** as `quantized_matmul`; `TypeError` if `rhss` is not a sequence of quantized arrays,
+    `ValueError` if it is empty, contains a stack, or formats differ.
 
     ```python
     q, k, v = (quantize(jnp.ones((256, n)), INT4) for n in (256, 64, 64))

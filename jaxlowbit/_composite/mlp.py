@@ -1,4 +1,4 @@
-"""`quantized_mlp`: a gated MLP, whose three products one custom call computes."""
+"""`quantized_mlp`: a gated MLP, with its three products in one custom call."""
 
 import dataclasses
 from typing import Any
@@ -31,25 +31,24 @@ def quantized_mlp(
     """Computes a gated MLP, `(activation(lhs @ gate) * (lhs @ up)) @ down`.
 
     The result is `quantized_glu` of gate and up, rounded to the dtype of `lhs`, times down. On one
-    NVIDIA GPU, and inside `jax.shard_map`, it is one custom call; elsewhere, in the cases that
-    `quantized_matmuls` names, and where it is differentiated, a call for both of gate and up and
-    one for down.
+    NVIDIA GPU, and inside `jax.shard_map`, it is one custom call; elsewhere, in the cases listed in
+    `quantized_matmuls`, and when differentiating, it is one call for gate and up and one for down.
 
     **Arguments:**
 
     - `lhs`: float32, bfloat16 or float16 (..., k).
     - `gate_up`: (2, k, f), gate first: `quantize(jnp.stack([gate, up]), format)`, or a view of a
       longer stack, `stack.select(jnp.array([2 * i, 2 * i + 1]))`.
-    - `down`: (f, n), perhaps of another format.
+    - `down`: (f, n); the format may differ.
     - `activation`: `"silu"`, `"gelu"` (by erf), `"gelu_tanh"` (its approximation) or `"relu"`, as
       in `jax.nn`.
-    - `preferred_element_type`, `out_sharding`: those of the result, as for `quantized_matmul`.
-    - `precision`, `backend`: those of every product.
+    - `preferred_element_type`, `out_sharding`: for the result, as for `quantized_matmul`.
+    - `precision`, `backend`: for every product.
 
     **Returns:** (..., n).
 
-    **Raises:** what `quantized_matmul` raises; `TypeError` if a weight is not quantized,
-    `ValueError` for weights whose shapes do not fit and for an unknown activation.
+    **Raises:** as `quantized_matmul`; `TypeError` if a weight is not quantized, `ValueError` for
+    weights whose shapes do not match and for an unknown activation.
 
     ```python
     gate_up = quantize(jnp.ones((2, 256, 512)), INT4)

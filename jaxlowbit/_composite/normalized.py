@@ -1,4 +1,4 @@
-"""Products of normalized rows: what tensor-parallel blocks have between two all-reduces."""
+"""Products of normalized rows, the part of tensor-parallel blocks between two all-reduces."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ def normalized_matmuls(
     **Arguments:**
 
     - `residual`: float32, bfloat16 or float16 (..., d).
-    - `addend`: (..., d), of that dtype or float32; it is rounded before it is added.
+    - `addend`: (..., d), of that dtype or float32; it is rounded before the addition.
     - `norm`: scales (d,), of that dtype or float32.
     - `weights`: (d, n_i) each.
     - `epsilon`: a constant added to the mean square.
 
-    **Returns:** y, and (..., n_i) of each weight, in the dtype of `residual`.
+    **Returns:** y, and (..., n_i) for each weight, in the dtype of `residual`.
     """
     fields = {"activation": None, "epsilon": float(epsilon)}
     y, *products = run(
@@ -55,7 +55,7 @@ def normalized_mlp(
 ) -> tuple[Array, Array]:
     """`y = residual + addend`, rounded, and `quantized_mlp` of `rms_norm(y) * norm`.
 
-    **Arguments:** as of `normalized_matmuls` and `quantized_mlp`; `dtype` is that of the product.
+    **Arguments:** as for `normalized_matmuls` and `quantized_mlp`; `dtype` is the product's dtype.
 
     **Returns:** y (..., d), and (..., n).
     """
@@ -68,7 +68,7 @@ def normalized_mlp(
 
 @dataclasses.dataclass(frozen=True)
 class _Normalized(Call):
-    activation: str | None  # of an MLP; None: the weights multiply the same rows
+    activation: str | None  # for an MLP; None: the weights multiply the same rows
     epsilon: float
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:

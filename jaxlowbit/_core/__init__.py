@@ -1,1 +1,1 @@
-"""Quantized matrices: what their numbers mean, how they are packed, made and divided."""
+"""Quantized matrices: formats, quantized arrays, packed layout and sharding."""

@@ -1,4 +1,4 @@
-"""Quantized activations: values of 8 bits, and a scale for each token."""
+"""Quantized activations: 8-bit values with a scale per token."""
 
 from typing import Any
 
@@ -15,23 +15,24 @@ VALUES = (jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
 """Dtypes of quantized activations."""
 
 EXACT = jnp.dtype("bfloat16")
-"""A dtype that holds every value of 8 bits, in which most kernels multiply them."""
+"""A dtype that represents every 8-bit value exactly; most kernels multiply them in it."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class QuantizedActivations:
-    """Activations (..., k) in 8 bits: each value stands for itself times the scale of its token.
+    """Activations (..., k) in 8 bits, with a scale per token: `values * scale`.
 
-    Made by `quantize_activations`, or of what is quantized already; `dequantize()` is its meaning.
-    `x @ q` and `quantized_matmul` take it as their left operand. A pytree of both arrays.
+    Made by `quantize_activations`, or directly from quantized values; `dequantize()` defines the
+    floats. `x @ q` and `quantized_matmul` take it as their left operand. A pytree of both arrays.
 
     **Arguments:**
 
     - `values`: int8 or float8_e4m3fn (..., k).
     - `scale`: float32 (..., 1), one for each token.
-    - `dtype`: float32, bfloat16 or float16: that of `dequantize()` and of products.
+    - `dtype`: float32, bfloat16 or float16, the dtype of `dequantize()` and of products.
 
-    **Raises:** `TypeError` for what are no arrays, `ValueError` for other shapes and dtypes.
+    **Raises:** `TypeError` for arguments that are not arrays, `ValueError` for other shapes and
+    dtypes.
 
     ```python
     QuantizedActivations(jnp.ones((2, 64), jnp.int8), jnp.full((2, 1), 0.5))
@@ -67,9 +68,9 @@ class QuantizedActivations:
     def dequantize(self, dtype: Any = None) -> Array:
         """Returns `values * scale`, computed in float32 and rounded once.
 
-        **Arguments:** `dtype`: the dtype of the result, of floats; None for `self.dtype`.
+        **Arguments:** `dtype`: the float dtype of the result; None for `self.dtype`.
 
-        **Raises:** `TypeError` for what is no dtype, `ValueError` for integers.
+        **Raises:** `TypeError` if `dtype` is not a dtype, `ValueError` for integers.
         """
         name = "QuantizedActivations.dequantize"
         dtype = self.dtype if dtype is None else checks.float_dtype(name, "dtype", dtype)
@@ -89,7 +90,7 @@ class QuantizedActivations:
 
     @classmethod
     def tree_unflatten(cls, dtype: Any, leaves: Any) -> "QuantizedActivations":
-        # Transformations unflatten with placeholders for leaves, so nothing is checked here.
+        # Transformations unflatten with placeholders as leaves, so do not check here.
         self = object.__new__(cls)
         self.values, self.scale = leaves
         self.dtype = dtype
@@ -99,7 +100,7 @@ class QuantizedActivations:
 def quantize_activations(
     activations: Any, dtype: Any = jnp.int8, *, factor: Any = None
 ) -> QuantizedActivations:
-    """Rounds activations to 8 bits, with a scale for each token that reaches its largest value.
+    """Rounds activations to 8 bits, with a scale per token that covers its largest magnitude.
 
     int8 values are from -127 to 127. A token of zeros has the scale 1. A token with a NaN or an
     infinity has the scale NaN, so that its products are NaN. The scheme is the dynamic per-token
@@ -109,13 +110,14 @@ def quantize_activations(
 
     - `activations`: float32, bfloat16 or float16 (..., k), k from 1.
     - `dtype`: `jnp.int8` or `jnp.float8_e4m3fn`.
-    - `factor`: None, or positive floats (k,) by which the channels are divided first, in float32,
-      as `smoothing_factor` gives them. The weight is then that of the divided activations.
+    - `factor`: None, or positive floats (k,) that divide the channels first, in float32, such as
+      the result of `smoothing_factor`. The weight must be the one for divided activations.
 
     **Returns:** `QuantizedActivations` of the same shape and dtype.
 
-    **Raises:** `TypeError` for what is no array or dtype, `ValueError` for other dtypes, for a
-    token without values, and for a factor of another shape or, outside `jax.jit`, other values.
+    **Raises:** `TypeError` for arguments that are not an array or dtype, `ValueError` for other
+    dtypes, for tokens without values, and for a factor of another shape or, outside `jax.jit`,
+    other values.
 
     ```python
     x = quantize_activations(jnp.ones((8, 256), jnp.bfloat16), jnp.float8_e4m3fn)
@@ -138,18 +140,18 @@ def quantize_activations(
 
 
 def reach(activations: Array) -> Array:
-    """The largest magnitude of each token, float32 (..., 1)."""
+    """Returns the largest magnitude of each token, float32 (..., 1)."""
     magnitudes = jnp.abs(activations.astype(jnp.float32))
     largest = jnp.max(magnitudes, axis=-1, keepdims=True)
-    # On CPUs, XLA's maxima of many values may leave out NaN.
+    # On CPUs, XLA's maximum over many values may drop NaN.
     no_number = jnp.any(jnp.isnan(magnitudes), axis=-1, keepdims=True)
     return jnp.where(no_number, jnp.nan, largest)
 
 
 def rounded_tokens(activations: Array, reach: Array, dtype: Any) -> QuantizedActivations:
-    """`quantize_activations` of tokens whose largest magnitude is `reach`.
+    """`quantize_activations` for tokens whose largest magnitude is `reach`.
 
-    It is that of the whole tokens where the activations are a part of each.
+    If each device has only a part of each token, `reach` must cover the whole tokens.
     """
     floats = activations.astype(jnp.float32)
     most = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
@@ -161,9 +163,9 @@ def rounded_tokens(activations: Array, reach: Array, dtype: Any) -> QuantizedAct
 
 
 def value_dtype(caller: str, name: str, dtype: Any) -> Any:
-    """A dtype of quantized activations.
+    """Returns a value as a dtype of quantized activations.
 
-    **Raises:** `TypeError` for what names no dtype, `ValueError` for another one.
+    **Raises:** `TypeError` if it is not a dtype, `ValueError` for other dtypes.
     """
     found = checks.dtype(caller, name, dtype)
     if found not in VALUES:

@@ -1,4 +1,4 @@
-"""`QuantizedArray`: the pytree that stands for a matrix."""
+"""`QuantizedArray`: the pytree that represents a quantized matrix."""
 
 import dataclasses
 import functools
@@ -30,45 +30,45 @@ from .dtypes import FLOATS
 from .format import Format, as_format
 
 LEAVES = ("packed", "scale", "zero", "index", "permutation", "version", "tensor_scale")
-"""The last one is a leaf in formats that have it alone: trees of others are stored without."""
+"""The last one is a leaf only in formats with a tensor scale; other trees are stored without it."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedArray:
-    """A (..., k, n) matrix in 1 to 8 bits per element, packed in the order kernels read.
+    """A (..., k, n) matrix with 1 to 8 bits per element, packed in the order that kernels read.
 
-    Made by `quantize` or `QuantizedArray.from_integers`; `dequantize()` is its meaning. A pytree:
-    the arrays below are leaves, the other fields are static. Leading axes (layers, experts)
+    Made by `quantize` or `QuantizedArray.from_integers`; `dequantize()` defines the floats. A
+    pytree: the arrays below are leaves, the other fields are static. Leading axes (layers, experts)
     are the leading axes of every leaf, so `jax.vmap` and `jax.lax.scan` map over them.
 
-    `x @ q` multiplies. `np.asarray(q)`, `jnp.asarray(q)` and `q == other` are about the floats of
-    `dequantize()`; other operators and functions of `jax.numpy` are refused.
+    `x @ q` multiplies. `np.asarray(q)`, `jnp.asarray(q)` and `q == other` use the floats of
+    `dequantize()`; other operators and functions of `jax.numpy` raise.
 
     Invariants, with n_blocks = ceil(n / 64), k_blocks = ceil(k / 64):
 
     - `packed`: uint32 (..., n_blocks, k_blocks, 128 * bits), `docs/layout.md`.
     - `scale`: float32, bfloat16 or float16, or the dtype of 8-bit scales, (..., n_blocks, groups,
-      64), groups covering the padded k; finite in the padding. Integers, int8, are from 0 to
-      `format.most_scale`. Of two levels, bytes of the groups and floats of each super-block
-      (`docs/layout.md`) in place of groups.
+      64), with groups for the padded k; finite in the padding. Integer scales, int8, are from 0 to
+      `format.most_scale`. Scales of two levels have rows of bytes, for the groups and for the
+      floats of each super-block, in place of groups (`docs/layout.md`).
     - `zero`: None, uint8 (`zero="integer"`) or the dtype of scale (`zero="float"`), same shape.
-    - `index`: None, or int32: this array is then a view of a stack (see `select`).
+    - `index`: None, or int32: this array is a view of a stack (see `select`).
     - `permutation`: None, or int32 (..., k): stored row r is row `permutation[r]` of the matrix, so
       `lhs @ array` is `lhs[..., permutation]` times the stored rows. With shards of k, positions
       count from the start of their shard.
-    - `version`: uint32 (...), the layout's version, so that stored words are never read by a
-      library that orders bits otherwise.
+    - `version`: uint32 (...), the layout version, so that a library with another bit order does
+      not read the words.
     - `tensor_scale`: None, or float32 (...), the factor of each matrix (`scale="e4m3"`), or (...,
       n), of each channel (`scale="int8"`).
-    - `shards`: the equal parts of k and n that are padded on their own (see `quantize`); k and n
-      above are then those with the padding.
+    - `shards`: the number of equal parts of k and n that are padded separately (see `quantize`);
+      with several, k and n above include the padding.
 
-    Inside `jax.shard_map`, an array stands for the part whose words the device holds, and `k`, `n`
-    and `shards` are those of the part; `whole` remembers the others.
+    Inside `jax.shard_map`, an array represents the part whose words the device has, and `k`, `n`
+    and `shards` describe that part; `whole` contains those of the whole.
 
-    **Raises:** `ValueError` if shapes, dtypes or the version do not agree, and for a permutation
-    that is none.
+    **Raises:** `ValueError` if shapes, dtypes or the version do not agree, and for an invalid
+    permutation.
     """
 
     packed: Array
@@ -84,7 +84,7 @@ class QuantizedArray:
     permutation: Array | None = None
     tensor_scale: Array | None = None
 
-    # `_matmul/api.py` sets this to `quantized_matmul`: a matrix knows no product.
+    # `_matmul/api.py` sets this to `quantized_matmul`, so this module does not depend on products.
     _multiply: ClassVar[Callable[[Any, "QuantizedArray"], Array]]
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class QuantizedArray:
             checks.shaped("QuantizedArray", name, getattr(self, name))
         if not isinstance(self.format, Format):
             as_format("QuantizedArray", None)
-        self.check_version()  # first: words of another version may have other shapes
+        self.check_version()  # first, since words of another version may have other shapes
         stack = self.packed.shape[:-3]
         groups = (*stack, *super_blocks.scale_shape(*self.padded_shape, self.format))
         zero_dtype = {"none": None, "integer": jnp.dtype("uint8"), "float": self.scale.dtype}
@@ -133,7 +133,7 @@ class QuantizedArray:
             self.check_permutation()
 
     def check_version(self) -> None:
-        """Refuses words packed by another layout version, which tracing hides, and cast words.
+        """Raises for words of another layout version, hidden while tracing, and for cast words.
 
         **Raises:** `ValueError` with the version, or the dtype, found.
         """
@@ -149,7 +149,7 @@ class QuantizedArray:
             )
 
     def check_permutation(self) -> None:
-        """Refuses a permutation that is no order of the rows. Does nothing while tracing.
+        """Raises if the permutation is not an order of the rows. Does nothing while tracing.
 
         **Raises:** `ValueError` with the first value that is out of range or repeated.
         """
@@ -157,7 +157,7 @@ class QuantizedArray:
             permutations.check_values("QuantizedArray", self.permutation, self.shards[0])
 
     def check_part(self) -> None:
-        """Refuses words that are no whole part of the matrix; these come only from `shard_map`.
+        """Raises if the words are not a whole part of the matrix, as `shard_map` may cut them.
 
         **Raises:** `ValueError` with the shapes found.
         """
@@ -183,7 +183,7 @@ class QuantizedArray:
 
     @property
     def padded_shape(self) -> tuple[int, int]:
-        """k and n with the padding of each shard; without that of a single one."""
+        """k and n with the padding of each shard; without padding if there is only one."""
         unit = padding.shard_unit(self.format.scale_span)
         return (
             padding.spread_size(self.k, self.shards[0], unit),
@@ -192,7 +192,7 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix it stands for, (..., k, n)."""
+        """The shape of the matrix, (..., k, n)."""
         lead = self.packed.shape[:-3] if self.index is None else self.index.shape
         return (*lead, self.k, self.n)
 
@@ -202,13 +202,13 @@ class QuantizedArray:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of `dequantize()`: that of the scales; bfloat16 where these have 8 bits."""
+        """The dtype of `dequantize()`: the dtype of the scales, or bfloat16 for 8-bit scales."""
         return self.scale.dtype if self.format.scale is None else jnp.dtype("bfloat16")
 
     @property
     def unit(self) -> Array | None:
-        """None, or the tensor scale as it multiplies padded matrices: (..., 1, 1), or (..., 1, n)
-        where it is that of channels."""
+        """The tensor scale, broadcastable to padded matrices, or None: (..., 1, 1), or
+        (..., 1, n) with one per channel."""
         unit = self.tensor_scale
         if unit is None:
             return None
@@ -220,15 +220,15 @@ class QuantizedArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory the leaves hold; of a view, those of the whole stack."""
+        """Bytes of memory of the leaves; for a view, of the whole stack."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def dequantize(self, dtype: Any = None) -> Array:
         """Returns the matrix (..., k, n) as floats, computed in float32 and rounded once.
 
-        **Arguments:** `dtype`: the dtype of the result, of floats; None for that of the scales.
+        **Arguments:** `dtype`: the float dtype of the result; None for the dtype of the scales.
 
-        **Raises:** `TypeError` for what is no dtype, `ValueError` for integers.
+        **Raises:** `TypeError` if `dtype` is not a dtype, `ValueError` for integers.
         """
         if dtype is not None:
             dtype = checks.float_dtype("QuantizedArray.dequantize", "dtype", dtype)
@@ -246,7 +246,7 @@ class QuantizedArray:
         return weight.astype(dtype or self.dtype)
 
     def __getitem__(self, key: Any) -> "QuantizedArray":
-        """Indexes leading axes, as an array would; copies. See `select` for a view."""
+        """Indexes leading axes, as for an array; copies. See `select` for a view."""
         if self.index is not None:
             raise ValueError(
                 "QuantizedArray: this is a view made by select, which is not indexed again; "
@@ -277,15 +277,15 @@ class QuantizedArray:
         return (self[i] for i in range(self.shape[0]))
 
     def select(self, index: Any) -> "QuantizedArray":
-        """A view of a stack (L, k, n) that kernels index on the device: no packed word is copied.
+        """A view of a stack (L, k, n) that kernels index on the device, without copying words.
 
-        `stack.select(i)` stands for `stack[i]`, shape (k, n), also where `i` is traced (a loop
-        counter); an integer array of shape S selects a weight per element, shape (*S, k, n). As in
-        `jax.lax.dynamic_index_in_dim`, a negative index counts from the end, and one out of range
-        is clamped.
+        `stack.select(i)` equals `stack[i]`, shape (k, n), and `i` may be traced (a loop counter);
+        an integer array of shape S selects a weight per element, shape (*S, k, n). As in
+        `jax.lax.dynamic_index_in_dim`, negative indices count from the end, and indices out of
+        range are clamped.
 
-        **Raises:** `ValueError` if this is not a stack with one leading axis, or an empty one, or
-        `index` is not of integers.
+        **Raises:** `ValueError` if this is not a stack with one leading axis, if it is empty, or if
+        `index` is not an integer array.
         """
         what = "an integer, or an array of them"
         index = checks.integers("QuantizedArray.select", "index", index, what)
@@ -326,7 +326,7 @@ class QuantizedArray:
     def __repr__(self) -> str:
         return arraylike.words(self)
 
-    def __str__(self) -> str:  # what JAX quotes when it refuses one
+    def __str__(self) -> str:  # quoted in JAX's errors
         return f"{self!r}: x @ q multiplies by it, q.dequantize() gives its floats"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -334,7 +334,7 @@ class QuantizedArray:
         return arraylike.on_host(self, dtype, copy)
 
     def __jax_array__(self) -> "QuantizedArray":
-        # JAX asks for an array before each operator: this is none, so that `x @ q` comes here.
+        # JAX calls this before each operator; it is not an array, so that `x @ q` comes here.
         return self
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -365,11 +365,11 @@ class QuantizedArray:
         permutation: Array | None = None,
         tensor_scale: Array | None = None,
     ) -> "QuantizedArray":
-        """Packs quantized values (..., k, n) with scale and zero (..., groups, n); checks nothing.
+        """Packs quantized values (..., k, n) with scale and zero (..., groups, n), unchecked.
 
-        With shards, these have the padding of each (`padding.spread`), and `k` and `n`, given
-        apart, have not. Rows of padding along k get the quantized value nearest to 0, whatever
-        `qvalue` has there.
+        With shards, these include the padding of each shard (`padding.spread`), unlike the `k` and
+        `n` arguments. Padded rows along k get the quantized value nearest to 0, regardless of
+        `qvalue`.
         """
         *lead, rows, columns = qvalue.shape
         k, n = rows if k is None else k, columns if n is None else n
@@ -401,36 +401,36 @@ class QuantizedArray:
         tensor_scale: Any = None,
         super_scale: Any = None,
     ) -> "QuantizedArray":
-        """Packs integers that are quantized already (`jnp.int4`, `uint4`, `int8`, ...).
+        """Packs integers that are already quantized (`jnp.int4`, `uint4`, `int8`, ...).
 
         **Arguments:**
 
         - `values`: integers (..., k, n). Signed ones are two's complement, `weight = value * scale`
-          without a zero; unsigned ones need a zero, or a codebook whose numbers they count. With
-          the codebook of an 8-bit float, floats of its dtype.
+          without a zero; unsigned ones need a zero, or a codebook that they index. For the codebook
+          of an 8-bit float, floats of its dtype.
         - `scale`: finite floats (..., ceil(k / group_size), n), or (..., 1, n) for `group_size=-1`;
-          8-bit ones of the format's dtype, or their bits, uint8; with `format.scale="int8"`
-          integers from 0 to `format.most_scale`, with `"super"` from -128 to 127, clipped to them
-          inside `jax.jit`.
+          8-bit scales in the format's dtype or as bits, uint8; with `format.scale="int8"`
+          integers from 0 to `format.most_scale`, with `"super"` from -128 to 127, clipped to this
+          range inside `jax.jit`.
         - `zero`: None, integers in the same convention as `values` (`format.zero="integer"`) or
           floats to add (`"float"`, with unsigned values), with `format.scale="super"` integers from
           -128 to 127; the shape of `scale`.
-        - `format`: the format, or its name; its width must hold every value, and a codebook have
-          a number for it, not NaN or infinity.
-        - `shards`: as for `quantize`; then scale and zero have the groups of each part of k one
-          after the other.
+        - `format`: the format, or its name; its width must fit every value, and a codebook must
+          have a finite number for each.
+        - `shards`: as for `quantize`; scale and zero then have the groups of each part of k, one
+          part after the other.
         - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
-          are stored. Groups follow each other in that order: see `group_permutation`.
+          are stored. Groups are consecutive in that order: see `group_permutation`.
         - `tensor_scale`: None, or, with `format.scale="e4m3"`, finite floats (...), the factor of
-          each matrix; with `"int8"` (..., n), of each channel; a number for all of them.
+          each matrix; with `"int8"` (..., n), the factor of each channel; or one number for all.
         - `super_scale`: None, or, with `format.scale="super"`, finite floats (..., ceil(k / 256),
-          n), kept in float16, which multiply the integers of `scale`; with float zeros a pair, the
-          second of which multiplies those of `zero`. With shards, those of each part of k one after
-          the other.
+          n), stored in float16, which multiply the integers of `scale`; with float zeros a pair,
+          the second of which multiplies the integers of `zero`. With shards, those of each part
+          of k, one part after the other.
 
-        **Raises:** `ValueError` for wrong shapes or dtypes and, outside `jax.jit`, for a value
-        outside the width, which is clipped inside, for scales and float zeros that are not finite,
-        also in the dtype of the scales, and for a permutation that is none.
+        **Raises:** `ValueError` for wrong shapes or dtypes, for an invalid permutation, and,
+        outside `jax.jit`, for values that do not fit the width (clipped inside) and for scales and
+        float zeros that are not finite, before or after rounding to the dtype of the scales.
 
         ```python
         q = jnp.array([[-8, 7]], jnp.int4)
@@ -461,23 +461,23 @@ class QuantizedArray:
         shards: tuple[int, int] = (1, 1),
         permutation: Any = None,
     ) -> "QuantizedArray":
-        """Packs 8-bit floats whose scales are those of blocks of rows and columns.
+        """Packs 8-bit floats with one scale per block of rows and columns.
 
-        Checkpoints of DeepSeek-V3 and of transformers' `FineGrainedFP8Config` have them; their
-        weights are (n, k), so values and scales are transposed. Each column of a block gets its
-        scale, in groups of the block's rows: the weights are the same, and scales take 4 bytes per
+        This is the format of DeepSeek-V3 checkpoints and of transformers' `FineGrainedFP8Config`;
+        their weights are (n, k), so transpose values and scales. Each column of a block gets its
+        scale, in groups of the block's rows: the weights are unchanged, and scales take 4 bytes per
         128 weights.
 
         **Arguments:**
 
         - `values`: float8_e4m3fn or float8_e5m2 (..., k, n).
-        - `scale`: finite floats, or float8_e8m0fnu, (..., ceil(k / rows), ceil(n / columns)), what
-          checkpoints call `weight_scale_inv`: a weight is its value times this.
-        - `block_size`: rows and columns of a block, rows a multiple of 16.
+        - `scale`: finite floats, or float8_e8m0fnu, (..., ceil(k / rows), ceil(n / columns)),
+          `weight_scale_inv` in checkpoints: a weight is its value times this.
+        - `block_size`: rows and columns of a block; rows must be a multiple of 16.
         - `shards`, `permutation`: as for `from_integers`.
 
-        **Raises:** `TypeError` for what are no arrays or sizes, `ValueError` for other dtypes and
-        shapes, and where `from_integers` does.
+        **Raises:** `TypeError` for arguments that are not arrays or sizes, `ValueError` for other
+        dtypes and shapes, and the errors of `from_integers`.
 
         ```python
         weight, scale = jnp.ones((256, 384), jnp.float8_e4m3fn), jnp.ones((2, 3))  # (n, k)
@@ -491,12 +491,12 @@ class QuantizedArray:
 
     @classmethod
     def from_qarray(cls, array: Any) -> "QuantizedArray":
-        """Packs a `qwix.QArray` (..., k, n) of integers, whose meaning it keeps.
+        """Packs a `qwix.QArray` (..., k, n) of integers, exactly.
 
         **Arguments:** `array`: integers of up to 8 bits with scales, and perhaps zero points, in
-        tiles along k that hold a multiple of 16, or one for all of k.
+        tiles along k whose size is a multiple of 16, or one tile for all of k.
 
-        **Raises:** `TypeError` for anything else than a QArray, `ValueError` for another qtype or
+        **Raises:** `TypeError` if `array` is not a QArray, `ValueError` for another qtype or
         tiling.
 
         ```python
@@ -531,7 +531,7 @@ class QuantizedArray:
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "QuantizedArray":
-        # Transformations unflatten with placeholders for leaves, so nothing is checked here.
+        # Transformations unflatten with placeholders as leaves, so do not check here.
         format, k, n, shards = static
         named = dict(zip(LEAVES, leaves, strict=False))
         fields = {**named, "format": format, "whole": (k, n, shards)}
@@ -551,23 +551,23 @@ class QuantizedArray:
         return self
 
     def _with(self, **changes: Any) -> "QuantizedArray":
-        """`dataclasses.replace` without its checks, for fields that were checked or need none."""
+        """`dataclasses.replace` without checks, for fields that are checked or need none."""
         return self._unchecked(vars(self) | changes)
 
 
 def _local(array: Any) -> np.ndarray:
-    """The values of a concrete array that this process holds; JAX keeps a copy of them."""
+    """Returns this process's values of a concrete array; JAX keeps a copy of them."""
     if isinstance(array, Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return np.array([x for shard in array.addressable_shards for x in np.ravel(shard.data)])
     return np.asarray(array)
 
 
-# One program outside of `jax.jit`, and part of the program inside.
+# A separate program outside of `jax.jit`, inlined inside.
 @functools.partial(jax.jit, static_argnames=("format", "k", "shards"), inline=True)
 def _packed(
     qvalue: Array, scale: Array, zero: Array | None, *, format: Format, k: int, shards: int
 ) -> tuple[Array, Array, Array | None]:
-    """Words, scales and zeros in the order in which a `QuantizedArray` holds them."""
+    """Returns words, scales and zeros in the layout of `QuantizedArray`."""
     rows = qvalue.shape[-2]
     _, groups, _ = super_blocks.scale_shape(rows, 1, format)
     scale = _pad(codes_of(scale), groups, "edge")

@@ -1,4 +1,4 @@
-"""What a quantized array answers where an array is expected: floats, or the way to them."""
+"""Behavior of quantized arrays where an array is expected: conversion to floats, or an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,17 +15,17 @@ _ATTRIBUTES = frozenset(name for name in dir(jax.Array) if not name.startswith("
 
 
 def words(array: Any) -> str:
-    """The array in a line: shape, format, dtype of the scales, and size."""
+    """Describes the array in a line: shape, format, dtype of the scales, and size."""
     try:
         size = f"{array.nbytes / 1e6:.2f} MB"
         return f"QuantizedArray({array.shape}, {format_name(array.format)}, {array.dtype}, {size})"
-    except (AttributeError, TypeError):  # JAX puts other things in the place of the leaves
+    except (AttributeError, TypeError):  # JAX puts placeholders in place of the leaves
         leaves = ", ".join(f"{name}={getattr(array, name)!r}" for name in ("packed", "scale"))
         return f"QuantizedArray({leaves}, {format_name(array.format)})"
 
 
 def on_host(array: Any, dtype: Any, copy: bool | None) -> np.ndarray:
-    """The floats of an array whose leaves are values."""
+    """The floats of an array with concrete leaves."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(array)):
         raise TypeError(
             f"QuantizedArray: a function of jax.numpy is to take {array!r} inside a "
@@ -40,12 +40,12 @@ def on_host(array: Any, dtype: Any, copy: bool | None) -> np.ndarray:
 
 
 def refused(array: Any, what: str, rule: str = "takes part in no other operation") -> TypeError:
-    """The error for an operation that is no product from the left."""
+    """The error for an operation other than a product with the array on the right."""
     return TypeError(f"QuantizedArray: {what} is not defined, as {array!r} {rule}; {_WAY}.")
 
 
 def no_operator(names: str) -> Callable[..., Any]:
-    """A method that refuses operators."""
+    """A method that raises for operators."""
 
     def refuse(array: Any, *others: Any) -> Any:
         raise refused(array, f"{names} of a packed array")
@@ -54,7 +54,7 @@ def no_operator(names: str) -> Callable[..., Any]:
 
 
 def compared(array: Any, other: Any, compare: Callable[[Any, Any], Any]) -> Any:
-    """Whether the floats of an array are equal, or not, to those of another, packed or not."""
+    """Compares the floats of an array with those of another, packed or not."""
     if isinstance(other, type(array)):
         return compare(array.dequantize(), other.dequantize())
     if isinstance(other, jax.Array | np.ndarray | np.generic | float | int):
@@ -74,7 +74,7 @@ def missing(array: Any, name: str) -> AttributeError:
 
 
 def check_dtypes(array: Any) -> None:
-    """Refuses words and 8-bit scales that were cast with floats, which changes what they mean."""
+    """Raises for words and 8-bit scales that were cast with floats, which corrupts them."""
     narrow = getattr(array.format, "scale_dtype", None)
     found = getattr(array.scale, "dtype", narrow)
     if narrow is not None and found != narrow:

@@ -1,4 +1,4 @@
-"""Checks of what callers pass: errors name the caller, the argument, its value and the rule."""
+"""Argument checks: errors name the caller, the argument, its value and the rule."""
 
 import contextlib
 import enum
@@ -20,12 +20,12 @@ from .dtypes import FLOATS
 _PLAIN = (int, float, complex, str, bytes, tuple, list, dict, set, type, np.generic, type(None))
 LARGEST = float(jnp.finfo(jnp.float32).max)
 SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
-"""The range of positive numbers that float32 keeps."""
+"""The range of positive float32 numbers that arithmetic does not flush to 0 or overflow."""
 _NO_ARRAYS = (str, bytes, Mapping, set, frozenset, type, type(None))
 
 
 def brief(value: object) -> str:
-    """A value in a few words, for errors: itself if it is short, else its class."""
+    """A short form of a value, for errors: its text if that is short, else its class."""
     if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, enum.Enum):
@@ -35,9 +35,9 @@ def brief(value: object) -> str:
 
 
 def array(caller: str, name: str, value: Any, what: str = "an array of numbers") -> Array:
-    """A value as an array of JAX.
+    """Returns a value as a JAX array.
 
-    **Raises:** `TypeError` for what is none, a quantized array and quantized activations too.
+    **Raises:** `TypeError` if it is not one, as for quantized arrays and quantized activations.
     """
     if hasattr(value, "dequantize"):
         if hasattr(value, "values"):
@@ -53,9 +53,9 @@ def array(caller: str, name: str, value: Any, what: str = "an array of numbers")
 
 
 def integers(caller: str, name: str, value: Any, what: str) -> Any:
-    """A value as an array of integers, or of others, as `indexing.exact` makes one.
+    """Returns a value as an integer array, or as `indexing.exact` returns it.
 
-    **Raises:** `TypeError` for what is no array.
+    **Raises:** `TypeError` if it is not an array.
     """
     return _converted(caller, name, value, what, indexing.exact)
 
@@ -75,7 +75,7 @@ def _converted(caller: str, name: str, value: Any, what: str, convert: Callable[
 
 
 def shaped(caller: str, name: str, value: Any) -> None:
-    """Refuses what has no shape and dtype; arrays and `jax.ShapeDtypeStruct`s have."""
+    """Raises if a value has no shape or dtype; arrays and `jax.ShapeDtypeStruct`s have both."""
     known = hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
     if hasattr(value, "dequantize") or not known:
         raise TypeError(
@@ -85,7 +85,7 @@ def shaped(caller: str, name: str, value: Any) -> None:
 
 
 def quantized(caller: str, name: str, value: Any, kind: type) -> None:
-    """Refuses a weight that is not of the `kind` of quantized arrays."""
+    """Raises if a weight is not a quantized array of class `kind`."""
     if not isinstance(value, kind):
         raise TypeError(
             f"{caller}: {name} is {brief(value)}, but it must be a QuantizedArray; "
@@ -94,9 +94,9 @@ def quantized(caller: str, name: str, value: Any, kind: type) -> None:
 
 
 def dtype(caller: str, name: str, value: Any) -> Any:
-    """A value as a dtype."""
+    """Returns a value as a dtype."""
     try:
-        if not isinstance(value, str | type | np.dtype):  # NumPy takes what has a dtype
+        if not isinstance(value, str | type | np.dtype):  # NumPy takes objects that have a dtype
             raise TypeError
         return jnp.dtype(value)
     except (TypeError, ValueError, AttributeError):
@@ -107,7 +107,7 @@ def dtype(caller: str, name: str, value: Any) -> Any:
 
 
 def float_dtype(caller: str, name: str, value: Any) -> Any:
-    """A value as a dtype of floats."""
+    """Returns a value as a float dtype."""
     found = dtype(caller, name, value)
     if not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
@@ -118,7 +118,7 @@ def float_dtype(caller: str, name: str, value: Any) -> Any:
 
 
 def compute_dtype(caller: str, name: str, value: Any) -> Any:
-    """A value as a dtype that products are computed in."""
+    """Returns a value as a dtype for computing products."""
     found = dtype(caller, name, value)
     if found not in FLOATS:
         raise ValueError(
@@ -131,7 +131,7 @@ def compute_dtype(caller: str, name: str, value: Any) -> Any:
 def choice(
     caller: str, name: str, value: Any, allowed: Sequence[str], *, optional: bool = False
 ) -> None:
-    """Refuses a word that is not among those allowed."""
+    """Raises for a word that is not among the allowed ones."""
     if (value is None and optional) or (isinstance(value, str) and value in allowed):
         return
     raise (ValueError if isinstance(value, str) else TypeError)(
@@ -143,7 +143,7 @@ def choice(
 def integer(
     caller: str, name: str, value: Any, rule: str, least: int = 1, most: int | None = None
 ) -> int:
-    """A value as an integer from `least` to `most`, which `rule` describes."""
+    """Returns a value as an integer from `least` to `most`; `rule` states the range."""
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -156,13 +156,13 @@ def integer(
 
 
 def boolean(caller: str, name: str, value: Any) -> None:
-    """Refuses what is neither true nor false."""
+    """Raises if a value is not a bool."""
     if not isinstance(value, int | np.bool_):
         raise TypeError(f"{caller}: {name} is {brief(value)}, but it is True or False.")
 
 
 def positive(caller: str, name: str, value: Any) -> float:
-    """A number from 0 on that is finite in float32, and not 0 there unless it is 0."""
+    """A nonnegative number that is finite in float32 and does not underflow to 0 there."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{caller}: {name} is {brief(value)}, but it is a number, such as 1e-5.")
     value = float(value) if isinstance(value, np.floating) else value
@@ -180,10 +180,10 @@ def positive(caller: str, name: str, value: Any) -> float:
 
 
 def finite(caller: str, name: str, values: Array, reason: str) -> None:
-    """Refuses NaN and infinities. Does nothing while tracing."""
+    """Raises for NaN and infinities. Does nothing while tracing."""
     if isinstance(values, Tracer):
         return
-    with jax.ensure_compile_time_eval():  # they may be constants of a function that is traced
+    with jax.ensure_compile_time_eval():  # they may be constants of a traced function
         finite = np.asarray(jnp.isfinite(values))
     if finite.all():
         return
@@ -197,10 +197,10 @@ def finite(caller: str, name: str, values: Array, reason: str) -> None:
 
 @contextlib.contextmanager
 def within(caller: str, **names: str) -> Iterator[None]:
-    """A context whose errors name `caller`, and the arguments of a function inside by its `names`.
+    """A context whose errors name `caller`, and rename the arguments of inner functions by `names`.
 
-    Errors of other classes than `TypeError` and `ValueError`, such as those of JAX, pass, except
-    that of dtypes that do not promote.
+    Errors of other classes than `TypeError` and `ValueError`, such as JAX's, pass through, except
+    JAX's error for dtypes that do not promote.
     """
     try:
         yield
@@ -230,7 +230,7 @@ def shard_counts(caller: str, shards: Any) -> tuple[int, int]:
 
 
 def shards(caller: str, shape: tuple[int, ...], shards: tuple[int, int]) -> None:
-    """Refuses shards that do not divide a matrix (..., k, n)."""
+    """Raises for shards that do not divide a matrix (..., k, n)."""
     for axis, size, count in zip("kn", shape[-2:], shards, strict=True):
         if count < 1 or size % count:
             raise ValueError(

@@ -1,10 +1,10 @@
-"""Codebooks: the numbers that quantized values stand for where they are no integers.
+"""Codebooks: the numbers that non-integer quantized values represent.
 
-- `nf4`: quantiles of a normal distribution (Dettmers et al., QLoRA, 2023), those of bitsandbytes.
-- `fp4`: the 4-bit float of bitsandbytes, whose least number is 1/192 of the largest.
+- `nf4`: quantiles of a normal distribution (Dettmers et al., QLoRA, 2023), as in bitsandbytes.
+- `fp4`: the 4-bit float of bitsandbytes, whose smallest number is 1/192 of the largest.
 - `e2m1`: the 4-bit float of the OCP Microscaling Formats specification 1.0 (MXFP4, NVFP4).
 - `e4m3`, `e5m2`: the 8-bit floats of the OCP 8-bit Floating Point specification 1.0; e4m3 has no
-  infinities. NaN and infinities are read as they are, and `quantize` does not make them.
+  infinities. NaN and infinities are read unchanged, and `quantize` does not produce them.
 """
 
 import math
@@ -16,9 +16,9 @@ import numpy as np
 
 
 class Codebook(NamedTuple):
-    """The number of each quantized value, and the group size of a format that names none.
+    """The number of each quantized value, and the default group size of formats with the codebook.
 
-    `dtype`: the dtype whose bits the quantized values are, if JAX has it and they fill a byte.
+    `dtype`: the JAX dtype whose bits the quantized values are, if there is one and it fills a byte.
     """
 
     values: tuple[float, ...]
@@ -61,19 +61,19 @@ CODEBOOKS: Mapping[str, Codebook] = {
 
 
 EVEN = ("e2m1",)
-"""Codebooks of floats below 8 bits, to which what is halfway between two is rounded to even."""
+"""Codebooks of floats below 8 bits, which round ties to even."""
 
 
 def nearest(values: tuple[float, ...], even: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """The bounds between neighbouring finite numbers, and the quantized value of each number.
+    """Returns the bounds between neighbouring finite numbers, and each number's quantized value.
 
-    What lies on a bound belongs to the number below it, or, if `even`, to the one of the even
-    quantized value, whose mantissa is even.
+    A value on a bound belongs to the number below it or, if `even`, to the even quantized value,
+    whose mantissa is even.
     """
     table = np.array(values, np.float32)
     finite = np.flatnonzero(np.isfinite(table))
     numbers, first = np.unique(table[finite], return_index=True)
-    # Half of each, since the sum of two numbers may be beyond float32.
+    # Halve each first, since the sum of two numbers may overflow float32.
     bounds, codes = numbers[:-1] / 2 + numbers[1:] / 2, finite[first].astype(np.uint8)
     if even:
         bounds = np.where(codes[1:] % 2 == 0, np.nextafter(bounds, np.float32(-np.inf)), bounds)

@@ -1,4 +1,4 @@
-"""Columns of a quantized matrix by their numbers: what a lookup in an embedding table reads."""
+"""Selected columns of a quantized matrix, for lookups in embedding tables."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from .dequantize import codes_of, dequantize_columns, in_units
 
 
 def take_columns(array: QuantizedArray, columns: Array, dtype: Any) -> Array:
-    """`array.dequantize(dtype).T[columns]` of a (k, n) matrix, without dequantizing the others.
+    """`array.dequantize(dtype).T[columns]` of a (k, n) matrix, without dequantizing other columns.
 
-    Columns are numbered as by `jnp.take`: from the end if negative, and NaN where there is none.
+    Indices are as for `jnp.take`: negative ones count from the end, out of range gives NaN.
 
     **Arguments:**
 
-    - `array`: a single matrix, no stack.
+    - `array`: a single matrix, not a stack.
     - `columns`: integers (...).
     - `dtype`: the dtype of the result, to which float32 weights are rounded once.
 

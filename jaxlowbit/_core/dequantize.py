@@ -1,4 +1,4 @@
-"""Floats that packed weights stand for, in plain jnp: the table in `Format`, in float32."""
+"""Dequantization in plain jnp: the table in `Format`, in float32."""
 
 import functools
 
@@ -20,12 +20,12 @@ def dequantize(
 def dequantize_columns(
     packed: Array, scale: Array, zero: Array | None, columns: Array, *, format: Format, k: int
 ) -> Array:
-    """`dequantize(...)[:, columns]` of one matrix, reading little else than these columns."""
+    """`dequantize(...)[:, columns]` of one matrix, reading little more than these columns."""
     return _sum(*_terms_of_columns(packed, scale, zero, columns, format=format, k=k))
 
 
-# Each of these two is one program outside of `jax.jit`, and part of the program inside. Their terms
-# are added outside, since in one program XLA may round a product and a sum once.
+# Each of these two is a separate program outside of `jax.jit`, inlined inside. Terms are added
+# outside, since within one program XLA may fuse a product and a sum with a single rounding.
 @functools.partial(jax.jit, static_argnames=("format", "k", "n"), inline=True)
 def _terms(
     packed: Array, scale: Array, zero: Array | None, *, format: Format, k: int, n: int
@@ -52,8 +52,8 @@ def _terms_of_columns(
 def _product_and_zero(
     qvalue: Array, scale: Array, zero: Array | None, format: Format
 ) -> tuple[Array, Array | None]:
-    """The terms of the weights of quantized values (..., k, n): products with scales and, or None,
-    float zeros. Scales and zeros are (..., groups, n)."""
+    """Terms of the weights of quantized values (..., k, n): products with scales, and float zeros
+    or None. Scales and zeros are (..., groups, n)."""
     rows = qvalue.shape[-2]
     scale, unit = floats_of(scale, format)
     scale = per_row(scale, rows, format)
@@ -74,10 +74,10 @@ def _sum(product: Array, zero: Array | None) -> Array:
 
 
 def codes_of(scale: Array) -> Array:
-    """The bits of 8-bit scales, uint8; of others themselves.
+    """Returns the bits of 8-bit scales, uint8; other scales unchanged.
 
-    Computing with the dtypes is not the same everywhere: float8_e8m0fnu has no 0, neither for
-    padding nor for a tangent.
+    Arithmetic in these dtypes is not portable: float8_e8m0fnu has no 0, neither for padding nor for
+    tangents.
     """
     narrow = scale.dtype in SCALES.values()
     return lax.bitcast_convert_type(scale, jnp.uint8) if narrow else scale
@@ -90,10 +90,10 @@ def of_codes(codes: Array, format: Format) -> Array:
 
 
 def floats_of(scale: Array, format: Format) -> tuple[Array, Array | None]:
-    """Scales in float32, which may be the `codes_of` 8-bit ones, and factors of the values or None.
+    """Scales (or their `codes_of`) in float32, and factors of the quantized values or None.
 
-    Of powers of two the least, 2^-127, is subnormal, which float32 units flush to 0: it is 2^-126,
-    and the values beside it are halved. The code 255 is NaN. Integers are their codes.
+    The smallest power of two, 2^-127, is subnormal, and float32 units flush it to 0: it becomes
+    2^-126, and the values in its group are halved. The code 255 is NaN. Integers are their codes.
     """
     if format.scale == "e8m0":
         code = codes_of(scale).astype(jnp.int32)
@@ -109,7 +109,7 @@ def _times(values: Array, unit: Array | None) -> Array:
 
 
 def numbers_of(qvalue: Array, format: Format) -> Array:
-    """The numbers of a codebook that quantized values, uint8, stand for, in float32."""
+    """The float32 codebook numbers of quantized values, uint8."""
     if format.float_dtype is not None:
         return lax.bitcast_convert_type(qvalue, format.float_dtype).astype(jnp.float32)
     table = jnp.array(format.values, jnp.float32)
@@ -117,8 +117,8 @@ def numbers_of(qvalue: Array, format: Format) -> Array:
 
 
 def per_row(values: Array, rows: int, format: Format) -> Array:
-    """Spreads one value per group and channel over the rows of its group, or (..., 1, n) if there
-    is one group."""
+    """Repeats a value per group and channel for each row of the group; (..., 1, n) for a single
+    group."""
     if values.shape[-2] == 1:
         return values
     return jnp.repeat(values, format.group_size, axis=-2)[..., :rows, :]
@@ -128,14 +128,14 @@ def in_units(weight: Array, unit: Array | None) -> Array:
     """Weights, or products with them, (..., rows, n), times `QuantizedArray.unit`."""
     if unit is None:
         return weight
-    ones = (1,) * (weight.ndim - unit.ndim)  # ranks are promoted here, not by JAX
+    ones = (1,) * (weight.ndim - unit.ndim)  # promote ranks explicitly: JAX may not
     return weight * unit.reshape(*ones, *unit.shape)
 
 
 def take(
     packed: Array, scale: Array, zero: Array | None, index: Array | None
 ) -> tuple[Array, Array, Array | None]:
-    """The weights at `index` of a stack, as `indexing.positions` reads it; all without one."""
+    """The weights at `index` of a stack, with the rules of `indexing.positions`; None: all."""
     if index is None:
         return packed, scale, zero
     index = indexing.positions(index, packed.shape[0])

@@ -1,4 +1,4 @@
-"""Floating-point dtypes that the package computes with."""
+"""Float dtypes that the package computes with."""
 
 import jax.numpy as jnp
 

@@ -1,7 +1,7 @@
-"""Products of arrays on meshes with Explicit axes, where shardings are part of types.
+"""Products on meshes with Explicit axes, where shardings are part of types.
 
-The sharding of the result follows from those of the operands, as in `jnp.dot`; inside, the axes are
-Auto, so that one set of rules (`_matmul/partition.py`) divides every product.
+The sharding of the result follows from the operands, as in `jnp.dot`; inside, the axes are Auto, so
+that one set of rules (`_matmul/partition.py`) partitions every product.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def multiply(
     rhs: QuantizedArray,
     out_sharding: Sharding | None,
 ) -> Array:
-    """`product(lhs, rhs)`, with its sharding where there are Explicit axes."""
+    """`product(lhs, rhs)`, with the sharding of the result if there are Explicit axes."""
     mesh = mesh_of((lhs, rhs))
     if mesh is None:
         if out_sharding is not None:
@@ -38,13 +38,13 @@ def multiply(
 
 
 def mesh_of(tree: Any) -> Any:
-    """The mesh with Explicit axes on which arrays are, or None."""
+    """The mesh with Explicit axes of the arrays in a tree, or None."""
     meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree)]
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def automatic(function: Callable[..., Any], mesh: Any, out_specs: Any) -> Callable[..., Any]:
-    """`function` of arrays on `mesh`, inside which XLA divides over the Explicit axes."""
+    """`function` of arrays on `mesh`, with the Explicit axes made Auto inside."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(axis for axis, kind in types if kind is AxisType.Explicit)
 
@@ -57,7 +57,7 @@ def automatic(function: Callable[..., Any], mesh: Any, out_specs: Any) -> Callab
 
 
 def _spec(lhs: Array, rhs: QuantizedArray) -> jax.P:
-    """The sharding of the result: that of the rows, the leading axes and n, where it is clear."""
+    """The sharding of the result: of the rows, the leading axes and n, if it is unambiguous."""
     *rows, lhs_k = entries(lhs)
     *stack, n, rhs_k, _ = entries(rhs.packed)
     if lhs_k is not None or rhs_k is not None:
@@ -82,13 +82,13 @@ def _spec(lhs: Array, rhs: QuantizedArray) -> jax.P:
 
 
 def entries(array: Any) -> list[Any]:
-    """The entry of an array's sharding for each of its axes."""
+    """The entries of an array's sharding, one per axis."""
     spec = jax.typeof(array).sharding.spec
     return [*spec, *[None] * (array.ndim - len(spec))]
 
 
 def beside(values: Array, result: Array) -> Array:
-    """Values (..., 1), of the rows of a result (..., n), sharded as these where types say it."""
+    """Gives values (..., 1) the row sharding of a result (..., n), if types carry shardings."""
     if mesh_of((values, result)) is None:
         return values
     rows = entries(result)[:-1][result.ndim - values.ndim :]

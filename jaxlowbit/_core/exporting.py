@@ -1,4 +1,4 @@
-"""`jax.export`: how quantized arguments are stored, and what its refusal of custom calls says."""
+"""`jax.export`: storage of quantized arguments, and a remedy in its error about custom calls."""
 
 import functools
 import json
@@ -14,14 +14,14 @@ from .format import Format
 
 NAME = "jaxlowbit.QuantizedArray"
 FORM = 1
-"""The version of what is stored: JSON with the names of `_stored`, and no array."""
+"""Version of the stored form: JSON with the names of `_stored`, and no array."""
 CODEBOOK_FORM = 2
-"""The version with a codebook, which a library that knows none refuses."""
+"""Version with a codebook, which older libraries reject."""
 SCALE_FORM = 3
-"""The version with 8-bit scales, likewise."""
+"""Version with 8-bit scales, which older libraries reject."""
 
 SUPER_FORM = 4
-"""The version with scales of two levels, likewise."""
+"""Version with scales of two levels, which older libraries reject."""
 
 _FORMS = (FORM, CODEBOOK_FORM, SCALE_FORM, SUPER_FORM)
 
@@ -29,9 +29,9 @@ REMEDY = "Export by jax.export.export(..., disabled_checks=jaxlowbit.EXPORT_CHEC
 _AGAIN = "export the program again with this library, or load it with the one that exported it."
 
 
-@functools.cache  # JAX refuses a second registration
+@functools.cache  # JAX raises for a second registration
 def register() -> None:
-    """Tells `jax.export` how to store the static part of a quantized array."""
+    """Registers the static part of a quantized array with `jax.export`."""
     export.register_pytree_node_serialization(
         QuantizedArray,
         serialized_name=NAME,
@@ -41,9 +41,9 @@ def register() -> None:
 
 
 def with_remedy(context: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a lowering traces; for `jax.export`, in a scope whose name is the remedy.
+    """The function that a lowering traces; for `jax.export`, in a scope named after the remedy.
 
-    JAX refuses to store custom calls that are not named, and quotes the scopes that they are in.
+    JAX raises for custom calls that are not allowed by name, and quotes their scopes.
     """
     parameters = context.module_context.lowering_parameters
     return jax.named_scope(REMEDY)(function) if parameters.for_export else function
@@ -56,7 +56,7 @@ def _stored(static: tuple[Any, ...]) -> bytes:
         form = SUPER_FORM if format.scale == "super" else SCALE_FORM
     fields = {
         "form": form,
-        "layout": layout.VERSION,  # a program without custom calls reads words itself
+        "layout": layout.VERSION,  # a program without custom calls unpacks words itself
         "bits": format.bits,
         "group_size": format.group_size,
         "zero": format.zero,

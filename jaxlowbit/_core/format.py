@@ -1,4 +1,4 @@
-"""Formats: what the numbers of a quantized weight mean."""
+"""Formats: bit width, groups, zeros, codebook and scales of a quantized weight."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ SCALES = {
     "int8": jnp.dtype("int8"),
     "super": jnp.dtype("uint8"),
 }
-"""The dtypes of 8-bit scales, by their names."""
+"""The dtypes of 8-bit scales by name."""
 SUPER_BLOCK = 256
 """Input features of a super-block, as in the K types of ggml."""
 _INTEGER_SCALED_BITS = (2, 3, 4)
@@ -29,9 +29,9 @@ _INTEGER_SCALED_BITS = (2, 3, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Values of `bits` bits, with a scale and perhaps a zero per group: integers, or a codebook.
+    """Integers or codebook indices of `bits` bits, with a scale and perhaps a zero per group.
 
-    With a quantized value `q` in `[0, 2**bits)`, scale `s` and the zero of its group, a weight is
+    For a quantized value `q` in `[0, 2**bits)`, scale `s` and the zero of its group, a weight is
 
     | `zero` | weight | zero is |
     |---|---|---|
@@ -39,13 +39,13 @@ class Format:
     | `"integer"` | `(q - z) * s` | a quantized value, as in GPTQ and AWQ |
     | `"float"` | `q * s + b` | a float in the units of the weight, as in HQQ |
 
-    With a codebook a weight is `codebook[q] * s`. Scales of 8 bits are those of the OCP
-    Microscaling Formats specification 1.0 (`"e8m0"`) and of NVIDIA's NVFP4 (`"e4m3"`); with the
-    latter each matrix has a tensor scale t, and a weight is `codebook[q] * s * t`. Scales that are
-    integers (`"int8"`) are those of QServe's progressive quantization (Lin et al., 2024): each
-    channel has a scale t, and `(q - 2**(bits - 1)) * s`, an integer of 8 bits, times t is a weight.
-    Scales of two levels (`"super"`) are those of the K types of ggml (llama.cpp): s, and likewise
-    b, is an integer of 8 bits times a float16 of its super-block of 256 input features.
+    With a codebook a weight is `codebook[q] * s`. 8-bit scales follow the OCP Microscaling Formats
+    specification 1.0 (`"e8m0"`) or NVIDIA's NVFP4 (`"e4m3"`); with the latter each matrix has a
+    tensor scale t, and a weight is `codebook[q] * s * t`. Integer scales (`"int8"`) follow QServe's
+    progressive quantization (Lin et al., 2024): each channel has a scale t, and a weight is
+    `(q - 2**(bits - 1)) * s`, an 8-bit integer, times t. Scales of two levels (`"super"`) are the
+    K types of ggml (llama.cpp): s, and likewise b, is an 8-bit integer times a float16 of its
+    super-block of 256 input features.
 
     **Arguments:**
 
@@ -54,16 +54,16 @@ class Format:
       -1 for one scale per output channel.
     - `zero`: see the table.
     - `codebook`: None for integers; a name (`"nf4"` and `"fp4"` of bitsandbytes, `"e2m1"` of MXFP4
-      and NVFP4, the 8-bit floats `"e4m3"` and `"e5m2"`); or the `2**bits` numbers that quantized
-      values stand for, finite and not rounded to 0 in float32, in any order. It has no zero.
+      and NVFP4, the 8-bit floats `"e4m3"` and `"e5m2"`); or the `2**bits` numbers of the quantized
+      values, finite and not rounded to 0 in float32, in any order. A codebook excludes a zero.
     - `scale`: None for scales of float32, bfloat16 or float16; `"e8m0"` for powers of two in 8
-      bits, 2^-127 to 2^127; `"e4m3"` for 8-bit floats up to 448 beside a tensor scale, float32;
-      `"int8"`, of integers of 2 to 4 bits, for integers from 0 to `most_scale` beside a float32
-      scale of each channel. These three have no zero. `"super"` for scales of two levels, in
+      bits, 2^-127 to 2^127; `"e4m3"` for 8-bit floats up to 448 with a float32 tensor scale;
+      `"int8"`, for integer formats of 2 to 4 bits, for integers from 0 to `most_scale` with a
+      float32 scale per channel. These three exclude a zero. `"super"` for scales of two levels, in
       groups of 16, 32, 64 or 128, with float zeros or none.
 
     **Raises:** `ValueError` for a width, group size, zero, codebook or scale outside these rules,
-    `TypeError` for a codebook that is neither a name nor numbers, and a scale that is no name.
+    `TypeError` for a codebook that is neither a name nor numbers, and a scale that is not a name.
 
     ```python
     Format(bits=4, group_size=128)
@@ -132,63 +132,63 @@ class Format:
             )
 
     def replace(self, **changes: Any) -> "Format":
-        """Returns this format with some fields changed, checked like a new one."""
+        """Returns this format with some fields changed; the result is checked."""
         return dataclasses.replace(self, **changes)
 
     @property
     def offset(self) -> int:
-        """The quantized value that stands for zero in a format without a zero of its own."""
+        """The quantized value of 0 in a format without zeros."""
         return 1 << (self.bits - 1)
 
     @property
     def float_dtype(self) -> Any:
-        """The dtype of 8-bit floats whose bits the quantized values are; None for others."""
+        """The dtype of 8-bit floats whose bits the quantized values are; None for other formats."""
         return CODEBOOKS[self.codebook].dtype if isinstance(self.codebook, str) else None
 
     @property
     def scale_dtype(self) -> Any:
-        """The dtype of 8-bit scales; None where scales are wider floats."""
+        """The dtype of 8-bit scales; None for wider floats."""
         return None if self.scale is None else SCALES[self.scale]
 
     @property
     def scale_span(self) -> int:
-        """Consecutive input features whose scales belong together: those of a group or a
+        """Number of consecutive input features whose scales must stay together: a group or a
         super-block; -1 for all."""
         return SUPER_BLOCK if self.scale == "super" else self.group_size
 
     @property
     def expanded(self) -> "Format":
-        """The format with a float for each group in place of scales of two levels; others as they
-        are."""
+        """The format with a float scale per group in place of scales of two levels; other formats
+        unchanged."""
         return self.replace(scale=None) if self.scale == "super" else self
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether a matrix has a second scale beside those of its groups: of the whole or, if
-        `scales_channels`, of each channel."""
+        """Whether a matrix has a second scale in addition to group scales: one per matrix or, if
+        `scales_channels`, per channel."""
         return self.scale in ("e4m3", "int8")
 
     @property
     def scales_channels(self) -> bool:
-        """Whether that second scale is one for each output channel."""
+        """Whether the second scale is per output channel."""
         return self.scale == "int8"
 
     @property
     def most_scale(self) -> int:
-        """The largest scale that is an integer: times any value it is an integer of 8 bits."""
+        """The maximum integer scale: its product with any quantized value fits 8 bits."""
         return 128 // self.offset
 
     @property
     def most_integer(self) -> int:
-        """The largest magnitude of the integers that weights are in units of their float scale:
-        quantized values less their zero, times scales that are integers."""
+        """The largest magnitude of the integers that a float scale multiplies: quantized values
+        less their zero, times integer scales."""
         if self.scales_channels:
             return self.offset * self.most_scale
         return self.offset if self.zero == "none" else 2**self.bits - 1
 
     @property
     def outgrows_float16(self) -> bool:
-        """Whether float16 does not hold the weights in units of the tensor scale of a matrix."""
+        """Whether the weights, divided by the tensor scale, may overflow float16."""
         if self.scale != "e4m3":
             return False
         most = max((abs(x) for x in self.values if math.isfinite(x)), default=self.offset)
@@ -196,14 +196,14 @@ class Format:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The numbers of the codebook, in the order of the quantized values; none without one."""
+        """The numbers of the codebook, in the order of the quantized values; empty without one."""
         if isinstance(self.codebook, str):
             return CODEBOOKS[self.codebook].values
         return tuple(self.codebook or ())
 
 
 def _codebook(codebook: Any, bits: int) -> str | tuple[float, ...]:
-    """A codebook of `bits` bits, checked; numbers as those of float32."""
+    """Checks a codebook of `bits` bits; numbers are rounded to float32."""
     if isinstance(codebook, str):
         choice("Format", "codebook", codebook, tuple(CODEBOOKS))
         if (own := CODEBOOKS[codebook].bits) != bits:
@@ -260,7 +260,7 @@ MXFP8 = Format(bits=8, group_size=32, codebook="e4m3", scale="e8m0")
 NVFP4 = Format(bits=4, group_size=16, codebook="e2m1", scale="e4m3")
 
 MICROSCALING = {"mxfp4": MXFP4, "mxfp8": MXFP8, "nvfp4": NVFP4}
-"""Formats whose names say nothing of their codebook, group size and scales."""
+"""Formats whose names imply codebook, group size and scales."""
 
 _SCALE = rf"(?:-({'|'.join(SCALES)}))?"
 _NAME = re.compile(rf"(u?)int(\d+)(?:-(?:g(\d+)|(channel)))?(?:-(integer|float))?{_SCALE}")
@@ -276,11 +276,11 @@ _NAMES = (
 def parse_format(text: str) -> Format:
     """Reads names such as `int4`, `int8`, `uint4` (the presets), `int3-g64-float`, `nf4-g32`.
 
-    Without a group size, 8 bits have one scale per channel and fewer have groups of 128; `nf4` and
-    `fp4` have groups of 64, and `e2m1` of 32. `mxfp4`, `mxfp8` and `nvfp4` name the microscaling
-    formats, and `-e8m0` or `-e4m3` at the end the scales of others, such as `e5m2-g32-e8m0`.
+    Without a group size, 8-bit formats have one scale per channel and narrower ones groups of 128;
+    `nf4` and `fp4` have groups of 64, and `e2m1` of 32. `mxfp4`, `mxfp8` and `nvfp4` name the
+    microscaling formats. A suffix `-e8m0` or `-e4m3` sets the scales of others: `e5m2-g32-e8m0`.
 
-    **Raises:** `ValueError` for other words, and for what `Format` refuses.
+    **Raises:** `ValueError` for other words, and for invalid combinations (see `Format`).
     """
     if text.lower() in MICROSCALING:
         return MICROSCALING[text.lower()]
@@ -298,7 +298,7 @@ def parse_format(text: str) -> Format:
 
 
 def format_name(format: Format) -> str:
-    """The name that `parse_format` reads, unless the codebook is one of the caller's."""
+    """The name of a format for `parse_format`, unless the codebook is user-defined."""
     if format.scale is not None:
         own = next((name for name, known in MICROSCALING.items() if known == format), None)
         return own or f"{format_name(format.replace(scale=None))}-{format.scale}"
@@ -315,9 +315,9 @@ def format_name(format: Format) -> str:
 
 
 def as_format(caller: str, value: Any) -> Format:
-    """A format, perhaps given by its name.
+    """Returns a format, given as such or by its name.
 
-    **Raises:** `TypeError` for what is neither, `ValueError` for an unknown name.
+    **Raises:** `TypeError` for other types, `ValueError` for an unknown name.
     """
     if isinstance(value, Format):
         return value

@@ -1,4 +1,4 @@
-"""The table of formats with names: what the pages and `jaxlowbit info` say of each."""
+"""The table of named formats, for the documentation and `jaxlowbit info`."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from .format import MICROSCALING, SUPER_BLOCK, Format, parse_format
 NAMED: Mapping[str, Format] = {
     name: parse_format(name)
     for name in (
-        "int1-float",  # an integer of one bit has no value above zero
+        "int1-float",  # a 1-bit integer has no positive value
         *(f"int{bits}" for bits in range(2, 9)),
         "uint4",
         "uint8",
@@ -20,11 +20,11 @@ NAMED: Mapping[str, Format] = {
         *MICROSCALING,
     )
 }
-"""Formats by their names, of which others differ in the group size, the zero or the scale."""
+"""Formats by name; other formats differ in group size, zero or scale."""
 
 
 def formula(format: Format) -> str:
-    """The weight of a quantized value q, as the table in `Format` has it."""
+    """The weight of a quantized value q, in the notation of the table in `Format`."""
     if format.codebook is not None:
         name = format.codebook if isinstance(format.codebook, str) else "codebook"
         return f"{name}[q] s{_second_scale(format)}"
@@ -35,12 +35,12 @@ def formula(format: Format) -> str:
 
 
 def _second_scale(format: Format) -> str:
-    """The factor of scales that are not all."""
+    """The second factor of weights, after the group scale, if any."""
     return " d" if format.scale == "super" else " t" if format.has_tensor_scale else ""
 
 
 def number_range(format: Format) -> tuple[float, float]:
-    """The least and the largest number that quantized values stand for, before zero and scale."""
+    """The smallest and the largest number of the quantized values, before zero and scale."""
     if format.codebook is not None:
         numbers = np.array(format.values)
         finite = numbers[np.isfinite(numbers)]
@@ -50,13 +50,13 @@ def number_range(format: Format) -> tuple[float, float]:
 
 
 def bits_per_weight(format: Format, k: int = 4096) -> float:
-    """The bits of a weight with its share of the scale and the zero of its group.
+    """Bits per weight, including its share of the scale and zero of its group.
 
-    Scales and float zeros have 16 bits unless the format has 8-bit scales, integer zeros 8. A
-    tensor scale is counted where each channel has one, in 32 bits. Scales and zeros of two levels
-    have 8 bits, and 16 in 256 rows.
+    Scales and float zeros take 16 bits unless the format has 8-bit scales, integer zeros 8. A
+    tensor scale per channel counts with 32 bits. Scales and zeros of two levels take 8 bits, plus
+    16 per 256 rows.
 
-    **Arguments:** `k`: the rows of the matrix, all of which are one group without a group size.
+    **Arguments:** `k`: the rows of the matrix, which form one group if there is no group size.
     """
     shared = 16 if format.scale is None else 8
     shared += {"none": 0, "integer": 8, "float": 16}[format.zero]

@@ -1,4 +1,4 @@
-"""`Groups`: the steps that quantizers share, from a weight to its groups and to packed words."""
+"""`Groups`: steps shared by quantizers, from a weight to its groups and to packed words."""
 
 import dataclasses
 from typing import Any
@@ -14,16 +14,16 @@ from .format import Format
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """A weight, cut into the groups that share a scale.
+    """A weight, split into the groups that share a scale.
 
-    A quantizer makes them by `Groups.of`, chooses a scale (and zero) for each group and returns
-    `pack(scale, zero)`. Padding, shards, the order of the rows and tensor scales are handled here.
+    A quantizer calls `Groups.of`, chooses a scale (and zero) per group and returns
+    `pack(scale, zero)`. This class handles padding, shards, row order and tensor scales.
 
     - `values`: float32 (..., groups, size, n), the weight, divided by its tensor scale if the
       format has one. Rows that fill the last group repeat the row before.
     - `counted`: bool (groups, size, 1), False for rows of padding.
-    - `format`: what the weight is quantized to.
-    - `scale_dtype`: the dtype of the scales, and of float zeros.
+    - `format`: the target format.
+    - `scale_dtype`: the dtype of scales and float zeros.
 
     ```python
     def narrow(weight, format, statistics, **options):
@@ -54,9 +54,9 @@ class Groups:
         shards: tuple[int, int] = (1, 1),
         permutation: Array | None = None,
     ) -> "Groups":
-        """Cuts a weight into groups.
+        """Splits a weight into groups.
 
-        **Arguments:** those of `jaxlowbit.quantize`, which has checked them.
+        **Arguments:** as for `jaxlowbit.quantize`, which must have checked them.
         """
         scale_dtype = scale_dtype_of(format, scale_dtype, weight)
         values = padding.spread(weight, -1, shards[1], layout.ATOM, mode="edge")
@@ -67,7 +67,7 @@ class Groups:
             units = tensor_scale if format.scales_channels else tensor_scale[..., None]
             values = scales.ratio(values, units[..., None, None, :])
         groups, size = values.shape[-3:-1]
-        # Of each part of k, the rows after the matrix's own are padding.
+        # In each part of k, the rows after the matrix's are padding.
         part, rows = weight.shape[-2] // shards[0], np.arange(groups * size)
         padded = _padded(weight.shape[-2], format, shards[0])
         counted = (rows < padded) & (rows % (padded // shards[0]) < part)
@@ -76,12 +76,12 @@ class Groups:
         return cls(values, counted, format, scale_dtype, *options)
 
     def per_row(self, values: Array) -> Array:
-        """Values of the input features, (k,) or (..., k), as float32 (..., groups, size, 1)."""
+        """Values per input feature, (k,) or (..., k), as float32 (..., groups, size, 1)."""
         values = jnp.broadcast_to(values, self._shape[:-1])
         return _cut(values[..., None], self.format, self._shards[0], self._permutation)
 
     def extremes(self) -> tuple[Array, Array]:
-        """The least and the largest value of each group, float32 (..., groups, n)."""
+        """The smallest and the largest value of each group, float32 (..., groups, n)."""
         return scales.extremes(self.values, self.format)
 
     def fit(self, low: Array, high: Array) -> tuple[Array, Array | None]:
@@ -89,23 +89,23 @@ class Groups:
 
         **Arguments:** `low`, `high`: float32 (..., groups, n).
 
-        **Returns:** arrays (..., groups, n), the scale in `scale_dtype` (8-bit ones in float32).
+        **Returns:** arrays (..., groups, n), the scale in `scale_dtype` (8-bit scales in float32).
         """
         return scales.fit(low, high, self.format, self.scale_dtype)
 
     def in_steps(self, scale: Array, zero: Array | None) -> tuple[Array, Array]:
-        """`values` in units of their scale: as they are, and rounded to what the format holds."""
+        """`values` divided by their scale: exact, and rounded to the numbers of the format."""
         return scales.in_steps(self.values, scale, zero, self.format)
 
     def pack(
         self, scale: Array, zero: Array | None = None, values: Array | None = None
     ) -> QuantizedArray:
-        """Rounds values to the nearest that scales and zeros allow, and packs them.
+        """Rounds values to the nearest that the scales and zeros represent, and packs them.
 
         **Arguments:**
 
         - `scale`, `zero`: as `fit` returns them.
-        - `values`: what is rounded, such as weights that make up for errors of others; None for
+        - `values`: the values to round, such as weights that compensate errors of others; None for
           those of the groups.
 
         **Returns:** the quantized array.
@@ -136,9 +136,9 @@ class Groups:
 
 
 def scale_dtype_of(format: Format, given: Any, weight: Array) -> Any:
-    """The dtype in which scales are rounded.
+    """The dtype that scales are rounded to.
 
-    **Raises:** `ValueError` for a dtype given beside a format that names one.
+    **Raises:** `ValueError` if a dtype is given but the format names one.
     """
     if given is not None and format.scale is not None:
         raise ValueError(
@@ -146,14 +146,14 @@ def scale_dtype_of(format: Format, given: Any, weight: Array) -> Any:
             "scales; leave scale_dtype out, or scale out of the format."
         )
     if format.scale == "super":
-        return jnp.dtype("float32")  # of what is rounded to two levels afterwards
+        return jnp.dtype("float32")  # rounded to two levels afterwards
     if format.scale is not None:
         return format.scale_dtype
     return checks.dtype("quantize", "scale_dtype", weight.dtype if given is None else given)
 
 
 def _padded(k: int, format: Format, shards: int) -> int:
-    """The rows of a matrix with the padding of each shard."""
+    """The rows of a matrix, including the padding of each shard."""
     return padding.spread_size(k, shards, padding.shard_unit(format.scale_span))
 
 

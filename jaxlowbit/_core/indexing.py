@@ -1,4 +1,4 @@
-"""Integers that callers pass, and which matrix of a stack or column they number."""
+"""Integers from callers, and the conversion of indices to positions in a stack or on an axis."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 def exact(values: Any) -> Any:
-    """Values as an array, of NumPy unless JAX holds one: without x64 JAX wraps wide integers."""
+    """Values as an array; NumPy unless already a JAX one, since JAX without x64 wraps integers."""
     plain = (bool, int, np.ndarray, np.generic)
     if all(isinstance(value, plain) for value in jax.tree.leaves(values)):
         return np.asarray(values)
@@ -19,7 +19,7 @@ def exact(values: Any) -> Any:
 
 
 def saturated(values: Any) -> Array:
-    """Integers of `exact` as int32; those beyond its range become its least or largest."""
+    """Converts integers of `exact` to int32, saturating."""
     module = jnp if isinstance(values, jax.Array) else np
     dtype = jnp.iinfo(values.dtype)
     if dtype.max > _INT32.max:
@@ -30,14 +30,15 @@ def saturated(values: Any) -> Array:
 
 
 def from_front(numbers: Array, size: int) -> Array:
-    """Counts positions on an axis from its front; negative ones count from its end."""
+    """Converts negative positions on an axis, which count from its end, to count from its front."""
     return jnp.where(numbers < 0, numbers + size, numbers)
 
 
 def positions(index: Array, depth: int) -> Array:
-    """Positions in a stack, from 0 to `depth` - 1, that an int32 index points to.
+    """Positions in a stack, from 0 to `depth` - 1, of an int32 index.
 
-    Negative ones count from the end, then all are clamped, as in `jax.lax.dynamic_index_in_dim`.
+    Negative indices count from the end, then all are clamped, as in
+    `jax.lax.dynamic_index_in_dim`.
     The kernels read an index in the same way.
     """
     return jnp.clip(from_front(index, depth), 0, depth - 1)

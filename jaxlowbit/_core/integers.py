@@ -1,4 +1,4 @@
-"""Checks of integers that are quantized already, for `QuantizedArray.from_integers`."""
+"""Checks of integers that are already quantized, for `QuantizedArray.from_integers`."""
 
 import functools
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from .format import SCALES, SUPER_BLOCK, Format
 
 
 class Groups(NamedTuple):
-    """Arguments of `QuantizedArray.from_packed_groups`, with the padding of each shard."""
+    """Arguments of `QuantizedArray.from_packed_groups`, including the padding of each shard."""
 
     qvalue: Array
     scale: Array
@@ -39,9 +39,9 @@ def checked(
     tensor_scale: Any,
     super_scale: Any,
 ) -> Groups:
-    """The arguments of `QuantizedArray.from_integers`, checked, padded and in stored order.
+    """Checks, pads and reorders the arguments of `QuantizedArray.from_integers`.
 
-    **Raises:** what `QuantizedArray.from_integers` says.
+    **Raises:** as `QuantizedArray.from_integers`.
     """
     values = checks.integers("from_integers", "values", values, "integers (..., k, n)")
     if format.scale == "super":
@@ -119,7 +119,7 @@ def checked(
 def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Format]:
     """8-bit floats, a scale for each column of each block, and their format.
 
-    **Raises:** what `QuantizedArray.from_blocks` says.
+    **Raises:** as `QuantizedArray.from_blocks`.
     """
     values = checks.array("from_blocks", "values", values, "8-bit floats (..., k, n)")
     scale = checks.array("from_blocks", "scale", scale, "floats (..., k blocks, n blocks)")
@@ -160,7 +160,7 @@ def of_blocks(values: Any, scale: Any, block_size: Any) -> tuple[Any, Any, Forma
 
 
 def _narrow(name: str, scale: Any, format: Format) -> Array:
-    """8-bit scales as their bits, which can be padded; integers of two levels as int8."""
+    """8-bit scales as bits, which can be padded; integers of two levels as int8."""
     if format.scale == "super":
         if not jnp.issubdtype(scale.dtype, jnp.integer):
             raise ValueError(
@@ -178,7 +178,7 @@ def _narrow(name: str, scale: Any, format: Format) -> Array:
     if format.scale != "int8":
         return codes_of(scale)
     if scale.size and not isinstance(scale, Tracer):
-        with jax.ensure_compile_time_eval():  # they may be constants of a function that is traced
+        with jax.ensure_compile_time_eval():  # they may be constants of a traced function
             least, most = int(scale.min()), int(scale.max())
         if least < 0 or most > format.most_scale:
             raise ValueError(
@@ -189,7 +189,7 @@ def _narrow(name: str, scale: Any, format: Format) -> Array:
 
 
 def _check_range(name: str, integers: Any, low: int, high: int) -> None:
-    """Refuses integers of two levels that 8 bits do not hold. Does nothing while tracing."""
+    """Raises for integers of two levels that do not fit 8 bits. Does nothing while tracing."""
     if not integers.size or isinstance(integers, Tracer):
         return
     with jax.ensure_compile_time_eval():
@@ -202,7 +202,7 @@ def _check_range(name: str, integers: Any, low: int, high: int) -> None:
 
 
 def _super_scale(given: Any, shape: tuple[int, ...], format: Format) -> list[Array]:
-    """The floats of super-blocks, float16, that multiply integer scales and zeros."""
+    """The float16 factors of super-blocks for integer scales and zeros."""
     if (given is not None) != (format.scale == "super"):
         raise ValueError(
             f"from_integers: format.scale is {format.scale!r}, but super_scale is "
@@ -271,7 +271,7 @@ def _tensor_scale(given: Any, lead: tuple[int, ...], n: int, format: Format) -> 
 
 
 def _counts(values: Any, format: Format) -> Any:
-    """The values of a codebook, as unsigned integers that stand for finite numbers."""
+    """Codebook indices as unsigned integers; each must select a finite number."""
     if format.float_dtype is not None and values.dtype == format.float_dtype:
         values = lax.bitcast_convert_type(jnp.asarray(values), jnp.uint8)
     if jnp.issubdtype(values.dtype, jnp.signedinteger):
@@ -292,7 +292,7 @@ def _counts(values: Any, format: Format) -> Any:
 
 
 def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format) -> Array:
-    """The zero to store: integers in the convention of `values`, or floats beside unsigned ones."""
+    """The zero to store: integers in the convention of `values`, or floats for unsigned values."""
     unsigned = jnp.issubdtype(values.dtype, jnp.unsignedinteger)
     if format.scale == "super":
         if not unsigned:
@@ -323,13 +323,13 @@ def _integer_or_float_zero(zero: Any, values: Any, scale: Array, format: Format)
 
 
 def _qvalue(name: str, values: Any, format: Format) -> Array:
-    """Unsigned quantized values of integers, checked where concrete, else clipped to the width."""
+    """Integers as unsigned quantized values; concrete ones are checked, others clipped."""
     low = -format.offset if jnp.issubdtype(values.dtype, jnp.signedinteger) else 0
     high = low + 2**format.bits - 1
     if values.dtype.itemsize < 4:
         values = values.astype(jnp.int32)
     if values.size and not isinstance(values, Tracer):
-        with jax.ensure_compile_time_eval():  # they may be constants of a function that is traced
+        with jax.ensure_compile_time_eval():  # they may be constants of a traced function
             least, most = int(values.min()), int(values.max())
         if least < low or most > high:
             raise ValueError(
@@ -339,8 +339,8 @@ def _qvalue(name: str, values: Any, format: Format) -> Array:
     return _counted(indexing.saturated(values), low, high)
 
 
-# One program outside of `jax.jit`, and part of the program inside.
+# A separate program outside of `jax.jit`, inlined inside.
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _counted(values: Array, low: int, high: int) -> Array:
-    """Integers clipped to a range, as they count from its lower end."""
+    """Integers clipped to a range, minus its lower end."""
     return (jnp.clip(values, low, high) - low).astype(jnp.uint8)

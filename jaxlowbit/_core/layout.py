@@ -1,4 +1,4 @@
-"""Packed layout, version 1: the order of bits in memory, which no other Python file knows.
+"""Packed layout, version 1: the bit order in memory, which no other Python file depends on.
 
 A (k, n) matrix is cut into 64 x 64 atoms. Inside an atom, values lie in the order in which a tensor
 core instruction (`mma` m16n8k16, `wgmma` m64k16 with the weight as register operand) holds them:
@@ -7,7 +7,7 @@ core instruction (`mma` m16n8k16, `wgmma` m64k16 with the weight as register ope
     k = 16 s + 8 v + 2 t + e  s: step 0-3, v: 0-1, t: 0-3, e: 0-1
 
 Lane 4 g + t of warp w holds 32 values, one for each (s, v, h, e), in one 32-bit word per bit.
-`docs/layout.md` draws it; `cuda/device/layout.cuh` is the twin on the device.
+`docs/layout.md` draws it; `cuda/device/layout.cuh` implements it on the device.
 """
 
 from typing import Any, NamedTuple
@@ -20,18 +20,18 @@ from jax import Array, lax
 VERSION = 1
 ATOM = 64
 
-# The binary and larger digits of a position in an atom, highest first. S and s are the two digits
-# of the step s above.
+# The binary and larger digits of a position in an atom, most significant first. S and s are the two
+# digits of the step s above.
 _N_AXES, _N_SIZES = "whg", (4, 2, 8)
 _K_AXES, _K_SIZES = "Ssvte", (2, 2, 2, 4, 2)
 _MATRIX = "K" + _K_AXES + "N" + _N_AXES
 
 
 class _Plane(NamedTuple):
-    """Bits `shift` to `shift + bits` of every quantized value, and where a lane keeps them.
+    """Bits `shift` to `shift + bits` of every quantized value, and their position in a lane.
 
-    A lane's words are one run of 32 slots of `bits` bits, lowest bits first. `slots` names the
-    binary digits of the slot number, highest first, with S for the high digit of s.
+    A lane's words form one sequence of 32 slots of `bits` bits, lowest bits first. `slots` names
+    the binary digits of the slot number, highest first, with S for the high digit of s.
     """
 
     bits: int
@@ -110,10 +110,10 @@ def unpack(packed: Array, bits: int) -> Array:
 
 
 def unpack_columns(packed: Array, bits: int, columns: Array) -> Array:
-    """Quantized values (k_padded, columns) of some columns, reading those and a neighbour each.
+    """Quantized values (k_padded, columns) of some columns, reading one more column for each.
 
-    A column is half of the values of four lanes, whose words follow each other in every atom and
-    plane; the other half is the column eight further or before. Columns are not checked.
+    A column is half of the values of four lanes, whose words are consecutive in every atom and
+    plane; the other half is the column eight before or after. Columns are not checked.
     """
     block, w, h, g = _position(columns)
     k_blocks = packed.shape[-2]
@@ -135,8 +135,8 @@ def unpack_columns(packed: Array, bits: int, columns: Array) -> Array:
 def pack_groups(values: Array) -> Array:
     """Orders one value per group and channel (..., groups, n) as (..., n_blocks, groups, 64).
 
-    Inside the 64, rows g and g + 8 of a warp are neighbours: a lane reads both at once. n is padded
-    with zeros.
+    Inside the 64, rows g and g + 8 of a warp are adjacent, so that a lane reads both at once. n is
+    padded with zeros.
     """
     *lead, groups, n = values.shape
     values = jnp.pad(values, [(0, 0)] * (len(lead) + 1) + [(0, blocks(n) * ATOM - n)])
@@ -152,7 +152,7 @@ def unpack_groups(values: Array) -> Array:
 
 
 def unpack_group_columns(values: Array, columns: Array) -> Array:
-    """The values (groups, columns) of some columns of one matrix, reading no others."""
+    """The values (groups, columns) of some columns of one matrix, reading only these."""
     block, w, h, g = _position(columns)
     return _slices(values, block, 16 * w + 2 * g + h, 1)[..., 0].T
 

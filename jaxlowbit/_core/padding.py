@@ -1,6 +1,6 @@
-"""Equal parts of k and n, each padded on its own to whole atoms and groups.
+"""Equal parts of k and n, each padded separately to whole atoms and groups.
 
-Devices of a mesh hold whole parts (`docs/sharding.md`).
+Each device of a mesh has whole parts (`docs/sharding.md`).
 """
 
 import math
@@ -12,12 +12,12 @@ from .layout import ATOM, blocks
 
 
 def shard_unit(group_size: int) -> int:
-    """Input features that are whole atoms and whole groups."""
+    """The smallest number of input features that is whole atoms and whole groups."""
     return ATOM if group_size == -1 else math.lcm(ATOM, group_size)
 
 
 def spread_size(size: int, shards: int, unit: int) -> int:
-    """`size` cut into equal shards, each padded to a multiple of `unit`; as it is for one shard."""
+    """`size` split into equal shards, each padded to a multiple of `unit`; unchanged for one."""
     return size if shards == 1 else shards * (-(-size // (shards * unit)) * unit)
 
 
@@ -34,7 +34,7 @@ def spread(values: Array, axis: int, shards: int, unit: int, mode: str = "consta
 
 
 def spread_position(position: Array, size: int, shards: int, unit: int) -> Array:
-    """Where `spread` puts the elements at some positions of an axis of `size`."""
+    """Positions after `spread` of elements of an axis of `size`."""
     before, after = size // shards, spread_size(size, shards, unit) // shards
     return position // before * after + position % before
 
@@ -50,10 +50,10 @@ def join(values: Array, axis: int, shards: int, size: int) -> Array:
 
 
 def part(size: int, shards: int, unit: int, found: int) -> tuple[int, int]:
-    """Size and shards of what `found` atoms along an axis stand for.
+    """Size and shards that `found` atoms along an axis represent.
 
-    An array on a device of `jax.shard_map` holds some atoms of the whole: the result describes that
-    part. It describes the whole where the atoms are no whole part of it.
+    Inside `jax.shard_map`, an array has some atoms of the whole: the result describes that part, or
+    the whole if the atoms are not a whole part of it.
     """
     padded = spread_size(size, shards, unit)
     parts = blocks(padded) // found if found and blocks(padded) % found == 0 else 1

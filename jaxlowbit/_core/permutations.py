@@ -1,4 +1,4 @@
-"""Permutations: orders in which rows of a matrix are stored.
+"""Permutations: the order in which rows of a matrix are stored.
 
 A permutation is int32 (..., k): stored row r is row `permutation[r]`, both counted from the start
 of their shard.
@@ -16,9 +16,9 @@ from . import checks, indexing
 
 
 def permute(values: Array, permutation: Array, shards: int, axis: int = -1) -> Array:
-    """Puts rows into the order in which they are stored, along an axis counted from the end.
+    """Puts rows into stored order, along an axis counted from the end.
 
-    The leading axes of the permutation are those of the values.
+    Values and permutation have the same leading axes.
     """
     axis += values.ndim
     *lead, k = permutation.shape
@@ -44,7 +44,7 @@ def _inverse(order: Array) -> Array:
 
 
 def spread(permutation: Array, shards: int, padded: int) -> Array:
-    """The permutation of k with the padding of each shard, which stays in place."""
+    """The permutation of k including the padding of each shard, which stays in place."""
     *lead, k = permutation.shape
     padding = jnp.arange(k // shards, padded // shards, dtype=permutation.dtype)
     if not padding.size:
@@ -55,29 +55,30 @@ def spread(permutation: Array, shards: int, padded: int) -> Array:
 
 
 def selected(permutation: Array, index: Array | None) -> Array:
-    """The permutations of the weights that an index selects."""
+    """The permutations of the weights selected by an index."""
     if index is None:
         return permutation
     return permutation[indexing.positions(index, permutation.shape[0])]
 
 
 def group_permutation(group_index: Any, group_size: int) -> Array | None:
-    """The order of rows in which the groups of GPTQ's `g_idx` follow each other.
+    """The order of rows that makes the groups of GPTQ's `g_idx` consecutive.
 
     Checkpoints quantized in order of activation (`desc_act`, the `act-order` option of GPTQ's
-    reference code, Frantar et al., 2023) keep rows in their own order and, for each, the number of
-    its group. Rows of one group are neighbours here, so they are stored in the order returned,
-    stable within a group.
+    reference code, Frantar et al., 2023) keep rows in the original order and store the group of
+    each. Here the rows of a group must be consecutive, so they are stored in the order returned,
+    which is stable within a group.
 
     **Arguments:**
 
     - `group_index`: concrete integers (..., k), the group of each row.
     - `group_size`: the group size of the format; -1 for one group.
 
-    **Returns:** int32 (..., k) for `permutation=` of `QuantizedArray.from_integers`; None where the
-    rows are in that order already.
+    **Returns:** int32 (..., k) for `permutation=` of `QuantizedArray.from_integers`; None if the
+    rows are already in that order.
 
-    **Raises:** `ValueError` if a group has not `group_size` rows, or, the last one, the rest.
+    **Raises:** `ValueError` if a group other than the last does not have `group_size` rows, or if
+    the last one does not have the rest.
 
     ```python
     values, scale = jnp.zeros((256, 64), jnp.int8), jnp.ones((2, 64))
@@ -118,7 +119,7 @@ def group_permutation(group_index: Any, group_size: int) -> Array | None:
 
 
 def checked(caller: str, permutation: Any, shape: tuple[int, ...], shards: int) -> Array:
-    """A permutation from outside for a matrix (..., k, n) of `shape`, as int32 (..., k)."""
+    """A user's permutation for a matrix (..., k, n) of `shape`, as int32 (..., k)."""
     permutation = checks.integers(caller, "permutation", permutation, "integers (..., k)")
     if not jnp.issubdtype(permutation.dtype, jnp.integer) or permutation.ndim == 0:
         raise ValueError(
@@ -135,7 +136,7 @@ def checked(caller: str, permutation: Any, shape: tuple[int, ...], shards: int) 
 
 
 def check_values(caller: str, permutation: Any, shards: int) -> None:
-    """Refuses what is no order of the rows of each shard. Does nothing while tracing."""
+    """Raises if it is not an order of the rows of each shard. Does nothing while tracing."""
     if isinstance(permutation, Tracer) or not hasattr(permutation, "__array__"):
         return
     found = np.asarray(permutation)

@@ -1,7 +1,7 @@
-"""Conversion from and to qwix's `QArray`, which keeps one integer per element.
+"""Conversion from and to qwix's `QArray`, which has one integer per element.
 
-A QArray means `(qvalue - zero_point) * scale`, scale and zero_point of the same rank as qvalue and
-spread over equal tiles along each axis.
+A QArray represents `(qvalue - zero_point) * scale`; scale and zero_point have the rank of qvalue
+and broadcast over equal tiles along each axis.
 """
 
 import re
@@ -15,9 +15,9 @@ from .format import Format
 
 
 def integers_of(array: Any) -> tuple[Any, Any, Any, Format]:
-    """The values, scale, zero and format of a QArray, as `QuantizedArray.from_integers` takes them.
+    """The values, scale, zero and format of a QArray, for `QuantizedArray.from_integers`.
 
-    **Raises:** what `QuantizedArray.from_qarray` says.
+    **Raises:** as `QuantizedArray.from_qarray`.
     """
     if not all(hasattr(array, name) for name in ("qvalue", "scale", "zero_point", "qtype")):
         raise TypeError(
@@ -54,7 +54,7 @@ def integers_of(array: Any) -> tuple[Any, Any, Any, Format]:
 
 
 def to_qarray(array: Any) -> Any:
-    """The QArray of a `QuantizedArray`; `QuantizedArray.to_qarray` says when there is none."""
+    """Converts a `QuantizedArray` to a QArray; raises as `QuantizedArray.to_qarray`."""
     try:
         from qwix import QArray  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -114,7 +114,7 @@ def to_qarray(array: Any) -> Any:
 
 
 def _spread(name: str, values: Any, shape: tuple[int, ...]) -> Any:
-    """Repeats values along axes on which there is one for all."""
+    """Broadcasts size-1 axes."""
     if values is None:
         return None
     sizes = zip(values.shape, shape, strict=False)

@@ -1,7 +1,7 @@
-"""Scales and zeros that fit a format to groups of values, and the quantized values they give.
+"""Fits scales and zeros of a format to groups of values, and quantizes with them.
 
-Values are float32 (..., groups, size, n); scales and zeros are (..., groups, n). Scales of 8 bits
-are numbers of their dtype in float32 here, until `stored` makes them such.
+Values are float32 (..., groups, size, n); scales and zeros are (..., groups, n). Here 8-bit scales
+are float32 numbers that their dtype represents, until `stored` converts them.
 """
 
 import math
@@ -16,15 +16,15 @@ from .codebooks import EVEN, nearest
 from .dequantize import numbers_of
 from .format import SCALES, SUPER_BLOCK, Format
 
-# Bounds between numbers of a codebook that are compared with one by one; more of them are searched.
+# Maximum number of codebook bounds to compare with one by one; more are searched.
 _MOST_COMPARED = 15
 _E8M0, _E4M3, _INT8 = SCALES["e8m0"], SCALES["e4m3"], SCALES["int8"]
-# Smaller magnitudes are zeros: XLA flushes them on CPUs.
+# Smaller magnitudes count as zeros, since XLA flushes them on CPUs.
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
 def qvalue(grouped: Array, scale: Array, zero: Array | None, format: Format) -> Array:
-    """The quantized values, uint8, that are nearest with these scales and zeros."""
+    """The nearest quantized values, uint8, for these scales and zeros."""
     if format.codebook is not None:
         return _nearest(ratio(grouped, scale[..., None, :]), format)
     _, rounded = in_steps(grouped, scale, zero, format)
@@ -32,7 +32,7 @@ def qvalue(grouped: Array, scale: Array, zero: Array | None, format: Format) -> 
 
 
 def of_tensor(grouped: Array, format: Format) -> Array:
-    """The tensor scale (...), of channels (..., n): the largest group gets the largest scale."""
+    """The tensor scale (...), per channel (..., n): the largest group gets the maximum scale."""
     reach = jnp.max(jnp.abs(grouped), axis=(-3, -2) if format.scales_channels else (-3, -2, -1))
     if format.scales_channels:
         most = float((format.offset - 1) * format.most_scale)
@@ -42,7 +42,7 @@ def of_tensor(grouped: Array, format: Format) -> Array:
 
 
 def unsupported(format: Format) -> str | None:
-    """Returns None if scales fit floats to the format, else the reason."""
+    """Returns None if scales can be fitted to floats for the format, else the reason."""
     if format.bits == 1 and format.zero == "none" and format.codebook is None:
         return (
             "a 1-bit code without a zero holds only -scale and 0; use zero='float', which holds "
@@ -62,9 +62,9 @@ def stored(scale: Array, format: Format) -> Array:
 def two_levels(
     scale: Array, zero: Array | None, format: Format
 ) -> tuple[Array, Array | None, Array, Array | None]:
-    """Bytes of scales and float zeros of two levels that cover what float32 ones do.
+    """Bytes of two-level scales and float zeros that cover the range of float32 ones.
 
-    Zeros are rounded down and scales up, so that the range of a group still holds it.
+    Zeros are rounded down and scales up, so that the range of a group still covers its values.
 
     **Returns:** the scales and zeros in their bytes (`super_blocks`), then as float32.
     """
@@ -95,7 +95,7 @@ def _two_levels(values: Array, rounded: Any, least: int, format: Format) -> tupl
 
 
 def least(dtype: Any) -> float:
-    """The least scale; subnormal where float32 units do not flush it."""
+    """The smallest scale; not subnormal if float32 units flush it."""
     if dtype == _E8M0:
         return 2.0**-126
     if dtype == _INT8:
@@ -106,7 +106,7 @@ def least(dtype: Any) -> float:
 
 
 def zero_qvalue(scale: Array, zero: Array | None, format: Format) -> Array:
-    """The quantized values nearest to 0, uint8 (..., groups, n); without a zero, one for all."""
+    """The quantized values nearest to 0, uint8 (..., groups, n); a single one without a zero."""
     if zero is None:
         least = format.offset if format.codebook is None else _least_number(format)
         return jnp.full((1,) * scale.ndim, least, jnp.uint8)
@@ -119,7 +119,7 @@ def zero_qvalue(scale: Array, zero: Array | None, format: Format) -> Array:
 def in_steps(
     grouped: Array, scale: Array, zero: Array | None, format: Format
 ) -> tuple[Array, Array]:
-    """Values in units of their scale: as they are, and rounded to a quantized value."""
+    """Values divided by their scale: exact, and rounded to a quantized value."""
     if zero is not None and format.zero == "float":
         grouped = grouped - rows_of(zero)
     exact, lowest = ratio(grouped, scale[..., None, :]), _least_step(zero, format)
@@ -129,8 +129,8 @@ def in_steps(
 
 
 def _nearest(exact: Array, format: Format) -> Array:
-    """The quantized values whose numbers are nearest, of a codebook. Of two that are as near, the
-    smaller number's; of 8-bit floats, that of the even mantissa."""
+    """The quantized values of a codebook's nearest numbers. A tie goes to the smaller number; for
+    8-bit floats, to the even mantissa."""
     if (dtype := format.float_dtype) is not None:
         return lax.bitcast_convert_type(rounded(exact, dtype).astype(dtype), jnp.uint8)
     bounds, codes = nearest(format.values, format.codebook in EVEN)
@@ -140,7 +140,7 @@ def _nearest(exact: Array, format: Format) -> Array:
 
 
 def rounded(values: Array, dtype: Any) -> Array:
-    """Floats of `dtype` that are nearest, in float32: a conversion may round twice."""
+    """The nearest numbers of `dtype`, in float32: a conversion may round twice."""
     info = jnp.finfo(dtype)
     values = jnp.clip(values, -float(info.max), float(info.max))
     exponent = (lax.bitcast_convert_type(values, jnp.int32) >> 23 & 255) - 127
@@ -155,9 +155,9 @@ def _least_number(format: Format) -> int:
 
 
 def ratio(values: Array, scale: Array) -> Array:
-    """Values divided by scales; those with the scale 0 are returned as they are.
+    """Values divided by scales; values with the scale 0 are unchanged.
 
-    XLA takes reciprocals, which beyond 2^126 would be flushed to 0.
+    XLA multiplies by reciprocals, which beyond 2^126 are flushed to 0.
     """
     scale = scale.astype(jnp.float32)
     scale = jnp.where(scale == 0, 1, scale)
@@ -166,7 +166,7 @@ def ratio(values: Array, scale: Array) -> Array:
 
 
 def _least_step(zero: Array | None, format: Format) -> Array | float:
-    """The quantized value 0, in units of the scale."""
+    """The number of the quantized value 0, in units of the scale."""
     if zero is None:
         return -float(format.offset)
     return -rows_of(zero) if format.zero == "integer" else 0.0
@@ -187,7 +187,7 @@ def fit(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, Arr
         return _power_of_two(low, high, format, empty), None
     if format.codebook is not None:
         numbers = _numbers(format)
-        # A side that the codebook lacks is clipped whatever the scale.
+        # A side that the codebook lacks is clipped for any scale.
         below = -low / -numbers.min() if numbers.min() < 0 else jnp.zeros_like(low)
         above = high / numbers.max() if numbers.max() > 0 else jnp.zeros_like(high)
         return _scale(jnp.maximum(below, above), 1, dtype, empty), None
@@ -207,17 +207,17 @@ def fit(low: Array, high: Array, format: Format, dtype: Any) -> tuple[Array, Arr
 
 
 def _scale_of_zeros(format: Format) -> float:
-    """The scale of a group without extent: 1 where a quantized value represents 0, else 0.
+    """The scale of a group of zeros: 1 if a quantized value represents 0, else 0.
 
-    Scales that share a factor with their neighbours are 0 too: 1 would take part in the choice of
-    that factor, or count as a scale too small for its group.
+    Scales that share a factor with their neighbours are 0 too: 1 would affect the choice of that
+    factor, or count as a scale too small for its group.
     """
     has_zero = format.codebook is None or 0 in format.values
     return 1.0 if has_zero and format.scale not in ("super", "int8") else 0.0
 
 
 def _numbers(format: Format) -> np.ndarray:
-    """The finite numbers that quantized values stand for, in units of a scale, without a zero."""
+    """The finite numbers of the quantized values, in units of the scale, without a zero."""
     if format.codebook is None:
         return np.arange(-format.offset, format.offset, dtype=np.float32)
     numbers = np.array(format.values, np.float32)
@@ -226,7 +226,7 @@ def _numbers(format: Format) -> np.ndarray:
 
 def _power_of_two(low: Array, high: Array, format: Format, empty: float) -> Array:
     """The scale that brings the largest value to the largest power of two among the numbers;
-    `empty` for no extent.
+    `empty` for groups without extent.
 
     Values between the largest number and the next power of two are clipped to that number.
     """
@@ -240,13 +240,13 @@ def _power_of_two(low: Array, high: Array, format: Format, empty: float) -> Arra
 
 
 def rows_of(values: Array) -> Array:
-    """Values of groups (..., groups, n), float32 (..., groups, 1, n)."""
+    """Values per group (..., groups, n), as float32 (..., groups, 1, n)."""
     return values.astype(jnp.float32)[..., None, :]
 
 
 def _scale(extent: Array, steps: int, dtype: Any, empty: float) -> Array:
-    """The smallest scale of `dtype` with which `steps` steps cover `extent`; `empty` for no extent.
-    Of 8 bits the nearest, as a step to the next one is an eighth."""
+    """The smallest scale of `dtype` whose `steps` steps cover `extent`; `empty` for no extent. For
+    8 bits the nearest scale, since the next one is an eighth larger."""
     scale = jnp.maximum(extent / steps, least(dtype))
     scale = rounded(scale, dtype) if dtype == _E4M3 else _round(scale, dtype, down=False)
     return jnp.where(extent >= _SMALLEST, scale, jnp.full_like(scale, empty))
@@ -254,7 +254,7 @@ def _scale(extent: Array, steps: int, dtype: Any, empty: float) -> Array:
 
 def _round(values: Array, dtype: Any, *, down: bool) -> Array:
     """Rounds float32 to `dtype` towards minus infinity (`down`) or plus infinity."""
-    # Without the barrier, XLA may compute on with the float32 value ("excess precision").
+    # Without the barrier, XLA may continue with the float32 value ("excess precision").
     nearest = lax.optimization_barrier(values.astype(dtype))
     limit = jnp.asarray(-jnp.inf if down else jnp.inf, dtype)
     wide = nearest.astype(jnp.float32)

@@ -18,17 +18,17 @@ def scan(
     length: int | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` in which stacked `QuantizedArray`s are indexed instead of sliced.
+    """`jax.lax.scan` that indexes stacked `QuantizedArray`s instead of slicing them.
 
-    `jax.lax.scan` copies the slice of every array it maps over, packed words included. Here `f`
-    gets `stack.select(i)` for each `QuantizedArray` of `xs`: kernels find the layer on the device.
+    `jax.lax.scan` copies the slice of every array it maps over, including packed words. Here `f`
+    gets `stack.select(i)` for each `QuantizedArray` of `xs`: kernels index it on the device.
 
-    **Arguments:** those of `jax.lax.scan`; other keyword arguments are passed to it.
+    **Arguments:** as for `jax.lax.scan`; other keyword arguments are passed to it.
 
     **Returns:** the final carry and the stacked outputs.
 
-    **Raises:** `ValueError` if a `QuantizedArray` in `xs` is not a stack (L, k, n), or stacks and
-    arrays differ in length, and for a length that is negative or no integer.
+    **Raises:** `ValueError` if a `QuantizedArray` in `xs` is not a stack (L, k, n), if stacks and
+    arrays differ in length, and for a length that is negative or not an integer.
 
     ```python
     scan(lambda h, layer: (jax.nn.relu(h @ layer), None), x, stacked_layers)

@@ -1,4 +1,4 @@
-"""`partition_spec`: where the words of a matrix lie when its axes are sharded."""
+"""`partition_spec`: shardings of the leaves of a quantized matrix."""
 
 import math
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ def partition_spec(
 ) -> QuantizedArray:
     """The `jax.P` of each leaf of `array`, for a matrix sharded as `jax.P(*lead, k, n)` on `mesh`.
 
-    A part must hold whole atoms of 64 x 64, or be one that `quantize(..., shards=...)` has padded.
-    Scales and zeros go with their words, except that all groups stay on every device where a part
-    of k ends inside one. So does a permutation that goes beyond the rows of a part.
+    A part must have whole atoms of 64 x 64, or be padded by `quantize(..., shards=...)`. Scales and
+    zeros are sharded like their words, except that every device has all groups if a part of k ends
+    inside one, and all of a permutation that crosses parts of k.
 
     **Arguments:**
 
-    - `array`: the array, or what `jax.eval_shape` knows of it.
+    - `array`: the array, or the result of `jax.eval_shape`.
     - `mesh`: a `jax.sharding.Mesh` or `AbstractMesh`.
     - `k`, `n`: a mesh axis, a tuple of them, or None.
     - `lead`: one such entry for each leading axis, or fewer.
 
-    **Returns:** a tree like `array`, for `in_specs` of `jax.shard_map` and, made into
+    **Returns:** a tree like `array`, for `in_specs` of `jax.shard_map` and, converted to
     `NamedSharding`s, for `jax.device_put` and `jax.jit`.
 
-    **Raises:** `TypeError` for what is no quantized array or mesh; `ValueError` for parts of k or n
-    that are no whole parts of the words, for axes that the mesh has not or that occur twice, and
-    for a view made by `select`.
+    **Raises:** `TypeError` for arguments that are not a quantized array or mesh; `ValueError` for
+    parts of k or n that are not whole parts of the words, for axes that the mesh does not have or
+    that occur twice, and for a view made by `select`.
 
     ```python
     specs = partition_spec(q, mesh, n="model")
@@ -50,7 +50,7 @@ def partition_spec(
 
 
 def _check_axes(array: QuantizedArray, mesh: Any, own: dict[str, Any], lead: Any) -> None:
-    """Refuses entries that name no axis of the mesh, or one of them twice."""
+    """Raises for entries that are not axes of the mesh, or that use an axis twice."""
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise TypeError(
             f"partition_spec: mesh is {brief(mesh)}, but it is a jax.sharding.Mesh, as of "
@@ -79,16 +79,16 @@ def _check_axes(array: QuantizedArray, mesh: Any, own: dict[str, Any], lead: Any
 
 
 class Own(NamedTuple):
-    """Leaves that belong to one part of k alone: its groups, and the order of its rows."""
+    """Whether leaves belong to a single part of k: its groups, and the order of its rows."""
 
     groups: bool
     order: bool
 
 
 def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) -> QuantizedArray:
-    """The entries k, n and lead of a matrix where the leaves have those axes.
+    """Puts the entries k, n and lead of a matrix on the corresponding axes of its leaves.
 
-    Leaves that no part owns are on every device.
+    Leaves that no part of k owns are not split along k.
     """
     lead = (*lead, *[None] * (array.ndim - 2 - len(lead)))
     groups = jax.P(*lead, n, k if own.groups else None, None)
@@ -102,7 +102,7 @@ def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) ->
 
 
 def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
-    """The leaves that each part of k on a mesh owns; refuses parts that are no whole atoms."""
+    """The leaves that each part of k on a mesh owns; raises for parts that are not whole atoms."""
     size = array.format.scale_span
     n_blocks, k_blocks, _ = array.packed.shape[-3:]
     unit = padding.shard_unit(size)
@@ -113,7 +113,7 @@ def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
 
 
 def own_parts_anywhere(array: QuantizedArray) -> Own:
-    """The leaves that parts of k own, whatever whole number of atoms or shards they hold."""
+    """The leaves that parts of k own for any split into whole atoms or shards."""
     size, sharded = array.format.scale_span, array.shards[0] > 1
     return Own(size != -1 and (sharded or layout.ATOM % size == 0), sharded)
 
@@ -121,7 +121,7 @@ def own_parts_anywhere(array: QuantizedArray) -> Own:
 def _part_blocks(
     name: str, size: int, shards: int, unit: int, blocks: int, axes: Any, mesh: Any
 ) -> int:
-    """The atoms along one axis that each device holds."""
+    """The number of atoms along one axis on each device."""
     entry = axes if isinstance(axes, tuple) else (axes,) if axes else ()
     parts = math.prod(mesh.shape[axis] for axis in entry)
     found = blocks // parts

@@ -1,4 +1,4 @@
-"""Factors of input channels, by which activations are divided before they are rounded."""
+"""Factors that divide the input channels of activations before rounding."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from .scales import least
 
 
 def checked_factor(caller: str, name: str, factor: Any, k: int) -> Array:
-    """A factor of each of `k` input channels, float32.
+    """Checks a factor for each of `k` input channels, and returns it as float32.
 
-    **Raises:** `TypeError` for what is no array, `ValueError` for others and, outside `jax.jit`,
-    for values that are not positive and finite.
+    **Raises:** `TypeError` if it is not an array, `ValueError` for other shapes and dtypes and,
+    outside `jax.jit`, for values that are not positive and finite.
     """
     factor = of_channels(caller, name, factor, k)
     rule = f"positive, {least(jnp.float32):.3g} or more"
@@ -33,7 +33,7 @@ def divided(activations: Array, factor: Array) -> Array:
 
 
 def of_channels(caller: str, name: str, value: Any, k: int) -> Array:
-    """Floats (k,) as float32; raises a `TypeError` or `ValueError` for others."""
+    """Floats (k,) as float32; raises `TypeError` or `ValueError` for other values."""
     found = checks.array(caller, name, value, f"floats ({k},)")
     if found.dtype not in FLOATS or found.shape != (k,):
         raise ValueError(
@@ -44,10 +44,10 @@ def of_channels(caller: str, name: str, value: Any, k: int) -> Array:
 
 
 def check_values(caller: str, name: str, values: Array, rule: str, holds: Any) -> None:
-    """Refuses values for which a rule does not hold, and infinite ones. Nothing while tracing."""
+    """Raises for infinite values and values that break a rule. Does nothing while tracing."""
     if isinstance(values, Tracer):
         return
-    with jax.ensure_compile_time_eval():  # they may be constants of a function that is traced
+    with jax.ensure_compile_time_eval():  # they may be constants of a traced function
         found = np.asarray(values)
     if (wrong := ~(holds(found) & np.isfinite(found))).any():
         first = int(np.argmax(wrong))

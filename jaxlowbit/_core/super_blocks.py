@@ -1,13 +1,13 @@
-"""Scales of two levels: an integer for each group, times a float for each super-block of 256 rows.
+"""Scales of two levels: an integer per group, times a float per super-block of 256 rows.
 
 Scales, and likewise float zeros, are bytes (..., rows, n). Each super-block has a row of bytes for
-each of its groups, two's complement integers, and behind them two rows with its floats, float16:
-the low bytes, then the high ones. So a part of k that is whole super-blocks is whole rows, as of
-other scales. The functions here take the axis of rows to be the last but one, so that bytes may be
-in the order of `layout.pack_groups` too.
+each of its groups, two's complement integers, followed by two rows with its float16 floats: the low
+bytes, then the high ones. So a part of k of whole super-blocks is whole rows, as for other scales.
+The functions here expect the rows on the last axis but one, so they also work on bytes in the order
+of `layout.pack_groups`.
 
-Shifts split and join the bytes of a float16, never a bitcast to another width: when XLA folds such
-a bitcast of a transposed constant, it ignores the transposition and gives wrong numbers.
+Shifts split and join the bytes of a float16, not a bitcast to another width: when XLA folds such a
+bitcast of a transposed constant, it ignores the transposition and gives wrong numbers.
 """
 
 import jax.numpy as jnp
@@ -17,13 +17,13 @@ from . import layout
 from .format import SUPER_BLOCK, Format
 
 MOST = 127
-"""The largest integer; the least is -128."""
+"""The largest integer; the smallest is -128."""
 _FLOAT_ROWS = 2
 
 
 def scale_shape(k: int, n: int, format: Format) -> tuple[int, int, int]:
-    """The shape of the scales of a (k, n) matrix: (n_blocks, groups, 64), of two levels rows of
-    bytes instead of groups."""
+    """The shape of the scales of a (k, n) matrix: (n_blocks, groups, 64), with rows of bytes in
+    place of groups for two levels."""
     blocks, groups, channels = layout.groups_shape(k, n, format.group_size)
     if format.scale == "super":
         groups = num_blocks(layout.blocks(k) * layout.ATOM) * (_groups(format) + _FLOAT_ROWS)
@@ -31,13 +31,13 @@ def scale_shape(k: int, n: int, format: Format) -> tuple[int, int, int]:
 
 
 def num_blocks(rows: int) -> int:
-    """Super-blocks that cover so many rows of a matrix."""
+    """Number of super-blocks that cover this many rows."""
     return -(-rows // SUPER_BLOCK)
 
 
 def packed(integers: Array, floats: Array, format: Format) -> Array:
     """The bytes (..., rows, n) of integers, int8 (..., groups, n), and floats, float16 (...,
-    super-blocks, n). The last super-block may lack groups: it repeats its last one."""
+    super-blocks, n). If the last super-block lacks groups, its last group is repeated."""
     *lead, groups, n = integers.shape
     blocks = floats.shape[-2]
     missing = blocks * _groups(format) - groups
@@ -63,8 +63,8 @@ def unpacked(values: Array, format: Format) -> tuple[Array, Array]:
 def expanded(
     scale: Array, zero: Array | None, format: Format, rows: int
 ) -> tuple[Array, Array | None, Format]:
-    """Scales and zeros of a matrix of so many rows as float32, one for each group, exactly, and the
-    format that has them. Others than those of two levels are returned as they are."""
+    """Expands two-level scales and zeros of a matrix with `rows` rows exactly to float32, one per
+    group, and returns them with the matching format. Other scales are returned unchanged."""
     if format.scale != "super":
         return scale, zero, format
     groups = layout.num_groups(rows, format.group_size)
@@ -78,5 +78,5 @@ def expanded(
 
 
 def _groups(format: Format) -> int:
-    """The groups of a super-block."""
+    """The number of groups in a super-block."""
     return SUPER_BLOCK // format.group_size

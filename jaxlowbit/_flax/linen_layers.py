@@ -331,7 +331,7 @@ class Kind(NamedTuple):
     bias: str | None = "bias"
 
     def key(self, path: Path) -> Path:
-        """The path of the parameter of a layer, given what the layer goes by."""
+        """The path of the parameter of a layer, given the path that identifies the layer."""
         return path if self.equation is not None else (*path, self.weight)
 
 
@@ -425,7 +425,7 @@ KNOWN_PARAMETERS = (
 def kind_of(
     layer: Any, method: str | None = None, others: Sequence[EinsumLayer] = (), args: Any = ()
 ) -> Kind | None:
-    """The kind of a layer of Flax, or, where it is called with `args`, of a class of others."""
+    """The kind of a Flax layer or, for a call with `args`, of a layer class in `others`."""
     if method == "__call__":
         for other in others:
             if other.matches(layer):

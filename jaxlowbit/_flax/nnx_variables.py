@@ -113,7 +113,7 @@ def _sharding(variable: nnx.Variable, equation: Equation) -> MatrixSharding | No
 
 
 def _context(variable: nnx.Variable) -> dict[str, Any]:
-    """The metadata with which names of axes are read."""
+    """The metadata for resolving axis names."""
     found = {name: variable.get_metadata(name, None) for name in ("sharding_rules", "mesh")}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""One product: the public function, its primitive, and how programs lower and divide it.
+"""Quantized products: the public function, its primitive, lowering and partitioning.
 
 Importing this package registers the rules of the primitive.
 """

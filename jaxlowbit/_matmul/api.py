@@ -37,49 +37,49 @@ def quantized_matmul(
 
     Weights are rounded once to the dtype of `lhs`, products accumulate in float32 (see
     `precision`), the result is rounded once. Linear in `lhs` and in the scales (and float zeros) of
-    `rhs`, and differentiable in both; the cotangent of `lhs` comes from the same packed weights,
-    where the kernels have the transposed product (CUDA), and those of the scales dequantize.
+    `rhs`, and differentiable in both. If the kernels support the transposed product (CUDA), the
+    cotangent of `lhs` reads the same packed weights; cotangents of scales dequantize.
 
-    With an epilogue, `activation(lhs @ rhs.dequantize() + bias) + residual`: everything before the
-    one rounding is float32. On one NVIDIA GPU, and inside `jax.shard_map`, the kernel computes it;
-    elsewhere, in the cases that `quantized_matmuls` names, and where it is differentiated, XLA.
+    With an epilogue, `activation(lhs @ rhs.dequantize() + bias) + residual`, in float32 until the
+    single rounding. The kernel computes it on one NVIDIA GPU and inside `jax.shard_map`; XLA does
+    elsewhere, when differentiating, and in the cases listed in `quantized_matmuls`.
 
     With quantized activations, `lhs.dequantize() @ rhs.dequantize()`: their values are multiplied
-    in bfloat16, which holds them exactly, or for many rows on Hopper in 8 bits, and the scales of
-    tokens multiply float32 results, before an epilogue.
+    in bfloat16, which represents them exactly, or for large M on Hopper in 8 bits. Token scales
+    multiply the float32 results, before an epilogue.
 
     **Arguments:**
 
     - `lhs`: float32, bfloat16 or float16 (..., k), or `QuantizedActivations`. Leading axes
-      broadcast against those of `rhs` as in `jnp.matmul`.
+      broadcast against the leading axes of `rhs` as in `jnp.matmul`.
     - `rhs`: (..., k, n).
     - `bias`: float32, bfloat16 or float16, (n,), or (..., n) with the leading axes of `rhs`.
     - `activation`: `"silu"`, `"gelu"` (by erf), `"gelu_tanh"` (its approximation) or `"relu"`, as
       in `jax.nn`.
     - `residual`: float32, bfloat16 or float16, of the shape of the result.
-    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to which `lhs` is quantized by
-      `quantize_activations`. Derivatives take that rounding for the identity.
-    - `activation_factor`: None, or beside `activation_dtype` positive floats (k,) by which the
-      channels of `lhs` are divided before they are rounded (`smoothing_factor`), where the rows of
-      the weight were multiplied by them. The product is linear in `lhs / activation_factor`.
-    - `preferred_element_type`: dtype of the result: that of `lhs` (the default) or float32.
+    - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`, to quantize `lhs` to with
+      `quantize_activations`. Derivatives treat that rounding as the identity.
+    - `activation_factor`: None, or, with `activation_dtype`, positive floats (k,) that divide the
+      channels of `lhs` before rounding (`smoothing_factor`), for a weight whose rows were
+      multiplied by them. The product is linear in `lhs / activation_factor`.
+    - `preferred_element_type`: dtype of the result: the dtype of `lhs` (the default) or float32.
     - `precision`: None for float32 accumulation. `jax.lax.DotAlgorithmPreset.F16_F16_F16`, for
-      float16 `lhs`, allows kernels to accumulate up to 128 products in float16, and those partial
-      sums in float32: for GPUs on which float32 accumulation is slow. That adds an error of at most
-      2^-7 `|lhs| @ |weights|` (2^-8 for 8 bits), whatever k is; where such a partial sum is beyond
+      float16 `lhs`, allows kernels to accumulate up to 128 products in float16, and these partial
+      sums in float32: for GPUs with slow float32 accumulation. That adds an error of at most
+      2^-7 `|lhs| @ |weights|` (2^-8 for 8 bits), for any k; if such a partial sum is beyond
       65504, the result is not finite.
-    - `out_sharding`: sharding of the result on a mesh with Explicit axes, needed where k is
-      sharded; None for that of the rows of `lhs` and the columns of `rhs`.
-    - `backend`: None for the custom call of the platform the program is compiled for where it
-      supports the problem, else the definition; `"cuda"` or `"cpu"` for that custom call,
-      `"pallas"` for a kernel that JAX compiles, on TPUs and GPUs (interpreted, slowly, on the CPU),
-      each or an error with the reason; `"xla"` for the definition,
-      `lhs @ rhs.dequantize(lhs.dtype)`.
+    - `out_sharding`: sharding of the result on a mesh with Explicit axes, required if k is
+      sharded; None for the sharding of the rows of `lhs` and the columns of `rhs`.
+    - `backend`: None for the custom call of the platform that the program is compiled for, or the
+      definition if the call does not support the problem; `"cuda"` or `"cpu"` for that custom call;
+      `"pallas"` for a kernel that JAX compiles, on TPUs and GPUs (interpreted, slowly, on the CPU);
+      `"xla"` for the definition, `lhs @ rhs.dequantize(lhs.dtype)`. A named backend raises the
+      reason if it does not support the problem.
 
     **Returns:** (..., n).
 
-    **Raises:** `TypeError` if `rhs` is not quantized, `ValueError` for shapes, dtypes, shardings or
-    a precision that do not fit and for a backend that cannot.
+    **Raises:** `TypeError` if `rhs` is not quantized, `ValueError` for invalid shapes, dtypes,
+    shardings or precisions and for a backend that does not support the problem.
 
     ```python
     rhs = quantize(jnp.ones((256, 512)), INT4)
@@ -104,4 +104,4 @@ def quantized_matmul(
     return run(fused.Fused, (lhs, residual), (rhs,), options, (bias,), activation=activation)[0]
 
 
-QuantizedArray._multiply = staticmethod(quantized_matmul)  # what `lhs @ rhs` computes
+QuantizedArray._multiply = staticmethod(quantized_matmul)  # implements `lhs @ rhs`

@@ -1,7 +1,7 @@
-"""Products that one custom call of CUDA computes together, or with what follows them.
+"""A sequence of products and epilogues lowered to one CUDA custom call.
 
-What such a call means, its derivatives and how XLA divides it are those of the composition of
-products that it stands for. On one CUDA device alone it is lowered to a call of its own.
+The meaning, derivatives and partitioning of such a call are those of a composition of separate
+products. It is lowered to a custom call only for a single CUDA device.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax._src import dispatch  # lowering asks for the devices; there is no public name for that
+from jax._src import dispatch  # lowering needs the devices; JAX has no public name for this
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
@@ -32,51 +32,51 @@ Others = Sequence[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a call computes, hashable.
+    """The static part of a call, hashable.
 
-    The operands of its methods are the leaves of three tuples, which `named` makes of them again:
-    rows (arrays with the same leading axes, lhs first), weights, and others, such as biases.
+    The operands of its methods are the leaves of three tuples, which `named` restores: rows (arrays
+    with the same leading axes, lhs first), weights, and others, such as biases.
     """
 
     treedef: Any
     options: Options
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
-        """The results, as a composition of products."""
+        """The results, computed by separate products."""
         raise NotImplementedError
 
     def custom_call(self, *operands: Array) -> tuple[Array, ...]:
-        """The results, by one custom call of CUDA."""
+        """The results, computed by one CUDA custom call."""
         raise NotImplementedError
 
     def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
-        """The results, by one custom call of the CPU."""
+        """The results, computed by one CPU custom call."""
         raise NotImplementedError
 
     def cpu_supports(self, rows: Rows, weights: Weights) -> bool:
-        """Whether there is a custom call of the CPU that computes this, as `supports`."""
+        """Whether a CPU custom call computes this, as in `supports`."""
         return False
 
     def cpu_fits(self, context: Any) -> bool:
-        """Whether that call runs on all CPUs that a program is lowered for."""
+        """Whether the CPU call runs on all CPUs that a program is lowered for."""
         return True
 
     def supports(self, rows: Rows, weights: Weights) -> bool:
-        """Whether the custom call of CUDA computes this; operands are shapes and dtypes."""
+        """Whether the CUDA custom call computes this; operands are shapes and dtypes."""
         lhs = rows[0]
         return (
             self.options.backend in (None, "cuda")
-            and lhs.dtype != jnp.float32  # products split it into parts, one at a time
+            and lhs.dtype != jnp.float32  # only single products split it into parts
             and math.prod(lhs.shape[:-1]) != 0
             and all(is_supported("cuda", lhs, weight) for weight in weights)
         )
 
     def fits(self, context: Any) -> bool:
-        """Whether it runs on the GPUs that a program is lowered for."""
+        """Whether the CUDA call runs on the GPUs that a program is lowered for."""
         return not unfit_gpus(context)
 
     def folds(self, weights: Weights) -> bool:
-        """Whether a batch of rows, in front of their other axes, is more rows."""
+        """Whether a batch of rows, as a new leading axis, is equivalent to more rows."""
         return True
 
     def named(self, operands: Sequence[Any]) -> tuple[Rows, Weights, Others]:
@@ -84,7 +84,7 @@ class Call:
 
     @property
     def num_rows(self) -> int:
-        """How many operands, the first ones, are rows."""
+        """The number of rows operands, which come first."""
         return self.treedef.children()[0].num_leaves
 
 
@@ -92,12 +92,12 @@ class Product(Call):
     """A call of one product, whose rows broadcast against the leading axes of its weight."""
 
     def folds(self, weights: Weights) -> bool:
-        # Leading axes of lhs are rows of one matrix, but those of a stack are the stack's.
+        # Leading axes of lhs are rows for a single matrix, but stack axes for a stack.
         return weights[0].ndim == 2
 
 
 def is_supported(platform: str, lhs: Any, weight: QuantizedArray) -> bool:
-    """Whether kernels of a platform read this weight as it is."""
+    """Whether the kernels of a platform read this weight directly."""
     reason = custom_calls.unsupported(platform, lhs.dtype, weight.format, sizes=weight.padded_shape)
     in_order = weight.permutation is None and weight.shards == (1, 1)
     if weight.format.scale == "super":
@@ -110,7 +110,7 @@ def is_supported(platform: str, lhs: Any, weight: QuantizedArray) -> bool:
 
 
 def fits_hopper_alone(weights: Weights) -> bool:
-    """Whether calls that read such weights run on Hopper only."""
+    """Whether calls that read these weights run only on Hopper."""
     return any(weight.format.scale == "super" for weight in weights)
 
 
@@ -128,7 +128,7 @@ def run(
     others: Others = (),
     **fields: Any,
 ) -> tuple[Array, ...]:
-    """The results of a kind of call with these `fields`, whose operands are checked."""
+    """The results of a kind of call with these `fields`; operands must be checked."""
     rows = tuple(x if x is None else jnp.asarray(x) for x in rows)
     operands, treedef = jax.tree.flatten((rows, tuple(weights), tuple(others)))
     call = kind(treedef, options, **fields)
@@ -143,7 +143,7 @@ def _abstract_eval(lhs: Any, *operands: Any, call: Call) -> list[Any]:
         sharding = lhs.sharding.update(spec=jax.P(*[None] * len(out.shape)))
         return lhs.update(shape=out.shape, dtype=out.dtype, weak_type=False, sharding=sharding)
 
-    # Tracing the composition also refuses what a product refuses.
+    # Tracing the composition also raises the errors of its products.
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, *operands)]
     return [aval(out) for out in jax.eval_shape(call.composition, *shapes)]
 
@@ -167,7 +167,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: Call) -> Any:
     rows = call.num_rows
     shared = all(dim is None for dim in dims[rows:])
     if shared and call.folds(call.named(operands)[1]):
-        # The whole batch shares one set of weights: it is more rows.
+        # The whole batch shares one set of weights, so it is more rows.
         size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
         front = [
             batching.bdim_at_front(x, dim, size)

@@ -1,7 +1,7 @@
 """Epilogue: bias, activation and residual, applied in float32 before rounding.
 
-`activation(accumulators + bias) + residual`, or `activation(gate) * up` for a gated pair. This is
-the definition; the kernels' is `cuda/kernels/epilogue.cuh`.
+`activation(accumulators + bias) + residual`, or `activation(gate) * up` for a gated pair. This file
+is the definition; `cuda/kernels/epilogue.cuh` implements it in the kernels.
 """
 
 import functools
@@ -37,7 +37,7 @@ def check_activation(caller: str, activation: Any, *, optional: bool = False) ->
 def checked_addend(
     caller: str, name: str, array: Any, shape: tuple[int, ...], rule: str
 ) -> Array | None:
-    """A bias or residual, which must have the shape that `rule` names, as an array."""
+    """Checks a bias or residual, whose required shape `rule` names, and returns it as an array."""
     if array is None:
         return None
     array = checks.array(caller, name, array, f"floats of the shape of {rule}")
@@ -91,7 +91,7 @@ def gated_product(
             spec = spec.spec
         *rows, n = [*spec, *[None] * (lhs.ndim - len(spec))]
         out_sharding = jax.P(*rows, None, None, n)
-    # The two weights are a batch, for which the axes of lhs are rows.
+    # The two weights are a batch, so the axes of lhs are rows.
     options = options.replace(preferred_element_type=None, out_sharding=out_sharding)
     both = accumulators(options, lhs[..., None, None, :], gate_up)
     gate, up = (_plus(both[..., i, 0, :], None if bias is None else bias[i]) for i in range(2))
@@ -105,10 +105,10 @@ def gated(gate: Array, up: Array, activation: str, out_dtype: Any) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def accumulators(options: Options, lhs: Array, rhs: QuantizedArray) -> Array:
-    """`lhs @ rhs` in float32, not rounded.
+    """`lhs @ rhs` in float32, without rounding.
 
-    Its tangents are rounded to the dtype of lhs, and so are its cotangents: no kernel multiplies
-    float32 by transposed weights.
+    Its tangents and cotangents are rounded to the dtype of lhs, since no kernel multiplies float32
+    by transposed weights.
     """
     return multiply(lhs, rhs, options.replace(preferred_element_type=jnp.float32))
 

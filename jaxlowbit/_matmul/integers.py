@@ -1,8 +1,8 @@
 """`integer_matmul`: exact sums of int8 activations times the integers of a weight.
 
-It is a product of `product.py` whose result is int32. On Hopper it is one custom call, which stores
-the sums of the kernel for quantized activations as they are; on a CPU with VNNI that of quantized
-activations with scales of 1, while float32 holds the sums.
+A product of `product.py` with an int32 result. On Hopper it is one custom call, which stores the
+accumulators of the kernel for quantized activations unscaled; on a CPU with VNNI it is the call for
+quantized activations with scales of 1, if float32 represents the sums exactly.
 """
 
 import dataclasses
@@ -25,33 +25,35 @@ from .quantized_lhs import cpu_reads_bytes, reads_bytes
 from .support import only_gpus_of
 
 _LARGEST = 128  # magnitude of int8
-_MOST_IN_FLOAT32 = 2**24  # integers up to it are floats, and sums of them exact
+_MOST_IN_FLOAT32 = 2**24  # float32 represents all integers up to it exactly
 
 
 def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | None = None) -> Array:
     """Computes the exact product of int8 and the integers of a weight, without scales.
 
-    Those integers are the weights in units of their float scale: `q - 2**(bits - 1)`, `q - z` with
-    an integer zero, or, with `scale="int8"`, `(q - 2**(bits - 1)) * s`. Their sums are what
-    `quantized_matmul` of `QuantizedActivations` multiplies by the scales of tokens and channels,
-    for programs that do that on their own. On Hopper one custom call computes them in 8 bits where
-    it computes that product so, of any number of rows, and on CPUs while float32 holds the sums;
-    elsewhere XLA, in float32, whose sums of 512 products are exact and are added in int32.
+    The integers are the weights in units of their float scale: `q - 2**(bits - 1)`, `q - z` with
+    an integer zero, or, with `scale="int8"`, `(q - 2**(bits - 1)) * s`. `quantized_matmul` of
+    `QuantizedActivations` multiplies the same sums by the scales of tokens and channels; use this
+    function in programs that scale them separately. On Hopper, one custom call computes them in 8
+    bits if it supports that product, for any number of rows; on CPUs, if float32 represents the
+    sums exactly. Otherwise XLA computes exact sums of 512 products in float32 and adds them in
+    int32.
 
-    Integers have no derivatives, neither those of `lhs` nor those that scales of `rhs` stand by.
+    Integers have no derivatives, neither in `lhs` nor in the scales of `rhs`.
 
     **Arguments:**
 
-    - `lhs`: int8 (..., k). Leading axes broadcast against those of `rhs` as in `jnp.matmul`.
-    - `rhs`: (..., k, n), of integers with one float scale for each channel: `group_size=-1`, groups
-      that hold all of k, or `scale="int8"`. Sums fit int32 while `128 * most * k < 2**31`, `most`
-      being the largest magnitude of the integers: of 8 bits, up to k = 2^17 - 1.
+    - `lhs`: int8 (..., k). Leading axes broadcast against the leading axes of `rhs` as in
+      `jnp.matmul`.
+    - `rhs`: (..., k, n), of integers with one float scale per channel: `group_size=-1`, groups
+      that span k, or `scale="int8"`. Sums fit int32 while `128 * most * k < 2**31`, where `most`
+      is the largest magnitude of the integers: for 8 bits, up to k = 2^17 - 1.
     - `out_sharding`: as for `quantized_matmul`.
 
     **Returns:** int32 (..., n).
 
-    **Raises:** `TypeError` for what is no array or no quantized weight, `ValueError` for other
-    dtypes, shapes and shardings, for weights without such integers, and for a larger k.
+    **Raises:** `TypeError` for arguments that are not an array or a quantized weight, `ValueError`
+    for other dtypes, shapes and shardings, for weights without such integers, and for a larger k.
 
     ```python
     rhs = quantize(jnp.ones((256, 512)), INT8)
@@ -69,18 +71,18 @@ def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | No
     options = Options.checked(caller, out_sharding=out_sharding)
     options.check(caller, jax.ShapeDtypeStruct(lhs.shape, EXACT), rhs)
     _check_integers(caller, rhs)
-    # Float scales do not change the sums, whose derivatives in them are 0.
+    # Sums do not depend on float scales, so their derivatives are 0.
     rhs = jax.tree.map(lax.stop_gradient, rhs._with(tensor_scale=None))
     return run(IntegerSums, (lhs,), (rhs,), options.replace(preferred_element_type=jnp.int32))[0]
 
 
 def most_k(format: Format) -> int:
-    """The largest k whose sums of products of int8 and the integers of a weight fit int32."""
+    """The largest k for which sums of products of int8 and a weight's integers fit int32."""
     return (2**31 - 1) // (_LARGEST * format.most_integer)
 
 
 def _check_integers(caller: str, rhs: QuantizedArray) -> None:
-    """Refuses weights that have no integers in units of one scale, or too many of them."""
+    """Raises for weights that are not integers times one scale, and for a k that is too large."""
     format, why = rhs.format, None
     if format.codebook is not None:
         why = "stands for the numbers of a codebook"
@@ -102,7 +104,7 @@ def _check_integers(caller: str, rhs: QuantizedArray) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class IntegerSums(Product):
-    """`lhs @ integers` in int32, of a weight without its tensor scale."""
+    """`lhs @ integers` in int32, for a weight without its tensor scale."""
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (rhs,), _ = self.named(operands)

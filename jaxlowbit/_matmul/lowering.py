@@ -40,7 +40,7 @@ def _lower(
             if not (hopper and _reads_super_blocks(problem, operands_in)):
                 product = of_float_scales(product)
     elif problem.transposed:
-        # XLA divides the definition by itself; the rules here are those of the product.
+        # XLA partitions the definition itself; the rules here are for the other backends.
         product, divided = definition.matmul, None
     else:
         product = partition.matmul
@@ -57,10 +57,10 @@ for _platform in (None, "cpu", "cuda", "tpu"):
 def _product(
     platform: str | None, unfit: str | None, problem: Problem, operands: Operands
 ) -> Product:
-    """The product on `platform`, by the backend that is asked for or the best one there.
+    """The product on `platform`, by the requested backend or the best one there.
 
-    `unfit` says why the kernels do not run on the device, if it is known and they do not;
-    `operands` are shapes and dtypes.
+    `unfit` is the reason why the kernels do not run on the device, if this is known; `operands` are
+    shapes and dtypes.
     """
     backend = problem.backend
     if platform not in _PLATFORMS.get(backend, (platform,)):
@@ -93,7 +93,7 @@ def _product(
 
 
 def _reads_super_blocks(problem: Problem, operands: Operands) -> bool:
-    """Whether a kernel of Hopper reads the two levels of the scales."""
+    """Whether a Hopper kernel reads scales of two levels directly."""
     n_blocks, k_blocks, _ = operands.packed.shape[-3:]
     lhs, n = operands.lhs, n_blocks * ATOM
     m = math.prod(operands.rows)

@@ -1,4 +1,4 @@
-"""Keyword arguments that all products share, and the checks of their operands."""
+"""Keyword arguments shared by all products, and checks of their operands."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Backend = Literal["cuda", "cpu", "pallas", "xla"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Keyword arguments of `quantized_matmul` that are no operands, hashable."""
+    """Keyword arguments of `quantized_matmul` other than operands, hashable."""
 
     preferred_element_type: Any = None
     precision: lax.DotAlgorithmPreset | None = None
@@ -40,7 +40,7 @@ class Options:
         out_sharding: Any = None,
         backend: Any = None,
     ) -> "Options":
-        """What a caller passed; refuses what is none of it, whatever the operands are."""
+        """Validates the keyword arguments."""
         if preferred_element_type is not None:
             name = "preferred_element_type"
             preferred_element_type = checks.dtype(caller, name, preferred_element_type)
@@ -62,7 +62,7 @@ class Options:
         return dataclasses.replace(self, **changes)
 
     def out_dtype(self, lhs: Any) -> jnp.dtype:
-        """The dtype of the result: that of lhs unless another one is asked for."""
+        """The requested dtype of the result, by default the dtype of lhs."""
         return lhs.dtype if self.preferred_element_type is None else self.preferred_element_type
 
     @property
@@ -71,7 +71,7 @@ class Options:
         return self.precision is not None
 
     def check(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:
-        """Refuses what no backend, or not the one that is asked for, computes."""
+        """Raises if the requested backend, or every backend, lacks this product."""
         rhs.check_version()
         if lhs.dtype not in FLOATS:
             exact = ", or call integer_matmul" if lhs.dtype == jnp.int8 else ""
@@ -102,7 +102,7 @@ class Options:
         self._check_precision(caller, lhs)
 
     def check_rows(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:
-        """Like `check` for one row of lhs: its leading axes are rows, whatever those of rhs are."""
+        """Like `check` for one row of lhs: its leading axes are rows, for any axes of rhs."""
         self.check(caller, jax.ShapeDtypeStruct(lhs.shape[-1:], lhs.dtype), rhs)
 
     def _check_backend(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:
@@ -128,12 +128,12 @@ class Options:
 
 
 def check_quantized(caller: str, **arrays: Any) -> None:
-    """Refuses weights, given by their names, of which one is not quantized."""
+    """Raises if a weight, given by name, is not quantized."""
     for name, array in arrays.items():
         checks.quantized(caller, name, array, QuantizedArray)
 
 
 def check_all_quantized(caller: str, name: str, arrays: Sequence[Any]) -> None:
-    """Refuses a sequence of weights of which one is not quantized."""
+    """Raises if a weight in a sequence is not quantized."""
     for i, array in enumerate(arrays):
         checks.quantized(caller, f"{name}[{i}]", array, QuantizedArray)

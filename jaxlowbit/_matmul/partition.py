@@ -1,8 +1,8 @@
-"""Partitioning of a product over the devices of a mesh whose axes XLA divides (Auto axes).
+"""Partitioning of a product over the devices of a mesh with Auto axes.
 
-Packed words stay where they are. Their channels (n_blocks) and their leading axes need no
-communication; where their input features (k_blocks) are sharded, every device computes a partial
-product, in float32 or of integers, and one all-reduce sums them before the result is rounded.
+Packed words are not moved. Sharded channels (n_blocks) and leading axes need no communication. If
+input features (k_blocks) are sharded, every device computes a partial product, in float32 or int32,
+and one all-reduce sums them before the result is rounded.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ Axes = tuple[str, ...]
 
 
 def divided(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext | None:
-    """The context with the mesh over which XLA divides the program, or None.
+    """The context with the mesh that XLA partitions the program over, or None.
 
-    XLA divides no program for one device, nor inside `jax.shard_map`, which has done so.
+    XLA does not partition programs for one device, or inside `jax.shard_map`.
     """
     context: Any = ctx.module_context.axis_context
     if getattr(context, "num_devices", 1) == 1 or not hasattr(context, "abstract_mesh"):
@@ -47,15 +47,15 @@ def divided(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext | None:
 
 @functools.partial(custom_partitioning, static_argnums=(0,))
 def matmul(problem: Problem, *operands: Array) -> Array:
-    """The primitive, divided by the rules below."""
+    """The primitive, partitioned by the rules below."""
     return quantized_matmul_p.bind(*operands, problem=problem)
 
 
 def _sharding_rule(problem: Problem, mesh: Any, operands: Any, results: Any) -> Any:
-    """The axes that are divided together, in the notation of `custom_partitioning`.
+    """The axes that are sharded together, in the notation of `custom_partitioning`.
 
-    Scales follow the channels only; `_partition` moves them along k, which need not be where a
-    shard of the words ends.
+    Scales follow only the channels; `_partition` moves them along k, since a shard of the words may
+    end inside a group.
     """
     del mesh, results
     ops = problem.named(operands)
@@ -101,18 +101,18 @@ def _partition(problem: Problem, mesh: Any, args: Any, result: Any) -> Any:
     k, size = ops.lhs.shape[-1], functools.partial(_size, mesh)
 
     def free(axes: Axes) -> Axes:
-        """The axes of activations that the words do not occupy."""
+        """The axes of activations that do not shard the words."""
         return tuple(axis for axis in axes if axis not in taken)
 
     rows = [free(axes) for axes in lhs[:-1]]
     if problem.indexed:
-        stack = [()]  # an index may select any of them on any device
+        stack = [()]  # an index may select any matrix on any device
     else:
         stack = [words or x for words, x in zip(stack, rows[: len(stack)], strict=True)]
         rows[: len(stack)] = stack
     lead = rows[: len(ops.lead)]
     whole_n = not n_axes or problem.columns % (ATOM * size(n_axes)) == 0
-    # An order of rows beyond those of a device is one of the whole lhs.
+    # A row order that crosses devices applies to the whole lhs.
     own_order = problem.orders % size(k_axes) == 0
     whole_k = own_order and k % (ATOM * size(k_axes)) == 0
     shard_k = ops.packed.shape[-2] // size(k_axes) * ATOM
@@ -171,7 +171,7 @@ matmul.def_partition(partition=_partition, sharding_rule=_sharding_rule)
 
 
 def _untyped(local: Callable[..., Array], *operands: Array) -> Array:
-    """`local(*operands)` without the Explicit axes of `jax.set_mesh`, which mean nothing in it."""
+    """`local(*operands)` without the Explicit axes of `jax.set_mesh`, which do not apply inside."""
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in mesh.axis_types:
         return local(*operands)
@@ -181,16 +181,16 @@ def _untyped(local: Callable[..., Array], *operands: Array) -> Array:
 
 
 def _own_rows(lhs: Array, shard_k: int, axes: Axes, shards: int) -> Array:
-    """The input features of this device's words, cut from those of all."""
+    """The input features for this device's words, sliced from all of them."""
     pad = [(0, 0)] * (lhs.ndim - 1) + [(0, shards * shard_k - lhs.shape[-1])]
     start = lax.axis_index(axes) * shard_k
     return lax.dynamic_slice_in_dim(jnp.pad(lhs, pad), start, shard_k, axis=-1)
 
 
 def _own_groups(ops: Operands, format: Format, shard_k: int, axes: Axes) -> tuple[Operands, Format]:
-    """The scales and zeros of this device's words, where a shard ends inside a group.
+    """The scales and zeros for this device's words, if a shard ends inside a group.
 
-    Groups are repeated as finer ones, of which a shard has a whole number; one is that of all.
+    Groups are repeated as finer ones that divide a shard; a single group is shared by all shards.
     """
     if ops.scale.shape[-2] == 1:
         return ops, format.replace(group_size=-1)
@@ -208,7 +208,7 @@ def _own_groups(ops: Operands, format: Format, shard_k: int, axes: Axes) -> tupl
 
 
 def _axes(operand: Any) -> list[Axes]:
-    """The mesh axes over which each axis of an operand is sharded."""
+    """The mesh axes that shard each axis of an operand."""
     spec = operand.sharding.spec
     entries = (*spec, *[None] * (len(operand.shape) - len(spec)))
     return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in entries]

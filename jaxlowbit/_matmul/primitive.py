@@ -1,6 +1,6 @@
-"""The primitive: operands that are present (`Operands.present`), and a `Problem`.
+"""The primitive: its operands (`Operands.present`) and parameter, a `Problem`.
 
-`rules.py` has its derivatives and batching, `lowering.py` what programs make of it.
+`rules.py` contains derivatives and batching, `lowering.py` the lowering.
 """
 
 import functools
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax._src import dispatch  # lowering asks for the devices; there is no public name for that
+from jax._src import dispatch  # lowering needs the devices; JAX has no public name for this
 from jax.extend.core import Primitive
 from jax.interpreters import xla
 
@@ -28,12 +28,12 @@ def _abstract_eval(lhs: Any, *operands: Any, problem: Problem) -> Any:
 
 
 def _varying(array: Any) -> frozenset[Any]:
-    """The mesh axes along which an array differs between the devices of a `jax.shard_map`."""
+    """The mesh axes along which an array varies inside `jax.shard_map`."""
     return frozenset(jax.typeof(array).mat.varying)
 
 
 def equally_varying(*operands: Array | None) -> list[Array | None]:
-    """Inside `jax.shard_map`, marks operands as varying along every axis that one varies along."""
+    """Inside `jax.shard_map`, marks operands as varying along every axis that any varies along."""
     axes = frozenset().union(*(_varying(x) for x in operands if x is not None))
     return [
         x

@@ -17,7 +17,7 @@ from .primitive import equally_varying, quantized_matmul_p
 
 
 def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
-    """`lhs @ rhs`, whose operands are checked; on a mesh with Explicit axes, inside `auto_axes`."""
+    """`lhs @ rhs` for checked operands; on a mesh with Explicit axes, inside `auto_axes`."""
     if options.out_sharding is not None or explicit.mesh_of((lhs, rhs)) is not None:
         product = functools.partial(multiply, options=options.replace(out_sharding=None))
         return explicit.multiply(product, lhs, rhs, options.out_sharding)
@@ -30,7 +30,7 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
     vector = lhs.ndim == 1
     lhs = lhs[None] if vector else lhs
     batch = jnp.broadcast_shapes(lhs.shape[:-2], lead)
-    # Axes of lhs beyond those of the stack are more rows of the same weights.
+    # Leading axes of lhs that the stack lacks are more rows of the same weights.
     stacked, extra = range(len(lead)), len(batch) - len(lead)
     if lead:
         rhs = rhs if batch[extra:] == lead else _broadcast(rhs, batch[extra:])
@@ -59,7 +59,7 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
 
 
 def _broadcast(rhs: QuantizedArray, lead: tuple[Any, ...]) -> QuantizedArray:
-    """A view of `rhs` with leading axes `lead`, to which its own broadcast."""
+    """A view of `rhs` with its leading axes broadcast to `lead`."""
     if rhs.index is None:
         stack = rhs.shape[:-2]
         size = math.prod(stack)

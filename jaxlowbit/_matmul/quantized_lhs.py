@@ -1,9 +1,8 @@
 """Products of quantized activations.
 
-They are compositions of a product and the scales of tokens. For many rows on Hopper, and on CPUs
-with VNNI, they are one custom call, which multiplies 8 bits. On Hopper that call also rounds
-activations which are quantized on the way, few rows of them to values that it multiplies as
-bfloat16.
+They are compositions of a product and token scales. For large M on Hopper, and on CPUs with VNNI,
+they are one custom call, which multiplies in 8 bits. On Hopper that call also quantizes float
+activations; for small M, to values that it multiplies as bfloat16.
 """
 
 import dataclasses
@@ -27,14 +26,14 @@ from .product import multiply
 from .support import only_gpus_of
 
 MOST_K = 2**17 - 1
-"""More products of 8 bits may overflow int32, if all of them are (-128)^2.
+"""With a larger k, products of 8 bits may overflow int32, if all of them are (-128)^2.
 
-The kernels see k padded to 16, so that this limit is not theirs.
+The kernels see k padded to 16, so they do not check this limit.
 """
 
 
 class Rounding(NamedTuple):
-    """How activations are quantized on the way: arguments of `quantized_matmul`."""
+    """How to quantize activations: arguments of `quantized_matmul`."""
 
     dtype: Any
     factor: Any
@@ -50,9 +49,9 @@ def product(
     activation: Any,
     residual: Any,
 ) -> Array:
-    """`quantized_matmul` of activations that are quantized, or are to be; checks all but `options`.
+    """`quantized_matmul` of quantized or to be quantized activations; `options` must be checked.
 
-    **Raises:** what `quantized_matmul` raises.
+    **Raises:** as `quantized_matmul`.
     """
     caller, given = "quantized_matmul", isinstance(lhs, QuantizedActivations)
     dtype, factor = rounding
@@ -79,7 +78,7 @@ def product(
         factor = smoothing.checked_factor(caller, "activation_factor", factor, rhs.k)
     out_dtype = options.out_dtype(lhs)
     plain = bias is None and activation is None and residual is None
-    # What follows takes sums that are not rounded.
+    # The epilogue takes accumulators that are not rounded.
     options = options.replace(preferred_element_type=out_dtype if plain else jnp.float32)
     if given:
         sums = scaled(options, lhs, rhs)
@@ -101,7 +100,7 @@ class Scaled(Product):
         options = self.options.replace(preferred_element_type=jnp.float32)
         sums = multiply(values.astype(EXACT), rhs, options)
         scale = explicit.beside(scale, sums)
-        scale = jnp.expand_dims(scale, range(sums.ndim - scale.ndim))  # of the axes of a stack
+        scale = jnp.expand_dims(scale, range(sums.ndim - scale.ndim))  # for the stack axes
         return ((sums * scale).astype(self.out_dtype),)
 
     @property
@@ -110,7 +109,7 @@ class Scaled(Product):
 
     @property
     def call_dtype(self) -> Any:
-        """What custom calls return, which take bfloat16 for the dtype of activations."""
+        """The result dtype of custom calls, which take the dtype of activations to be bfloat16."""
         return jnp.dtype(jnp.float32 if self.out_dtype == jnp.float16 else self.out_dtype)
 
     def fits(self, context: Any) -> bool:
@@ -140,9 +139,9 @@ class Scaled(Product):
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(Product):
-    """`Scaled` of activations that are quantized to `dtype` on the way; others: a factor or None.
+    """`Scaled` of activations that the call quantizes to `dtype`; `others`: a factor or None.
 
-    Where XLA divides the program, or the CPU runs it, it is the composition, whose tokens have one
+    If XLA partitions the program, or on the CPU, it is the composition, in which a token has one
     scale over all devices.
     """
 
@@ -150,7 +149,7 @@ class Rounded(Product):
 
     @property
     def given(self) -> Scaled:
-        """The call of activations that are quantized already."""
+        """The call for activations that are already quantized."""
         return Scaled(self.treedef, self.options)
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
@@ -176,8 +175,8 @@ class Rounded(Product):
 
 
 def reads_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> bool:
-    """Whether the kernels of Hopper in this build multiply 8-bit values by a weight in 8 bits; both
-    are shapes and dtypes."""
+    """Whether the Hopper kernels of this build multiply 8-bit values by a weight in 8 bits;
+    arguments are shapes and dtypes."""
     return (
         math.prod(values.shape[:-1]) != 0
         and uncovered_bytes(values, rhs, pair=pair) is None
@@ -187,8 +186,8 @@ def reads_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> bool
 
 
 def cpu_reads_bytes(values: Any, rhs: QuantizedArray) -> bool:
-    """Whether a kernel of this CPU multiplies quantized activations by a weight in 8 bits; both are
-    shapes and dtypes."""
+    """Whether a kernel of this CPU multiplies quantized activations by a weight in 8 bits;
+    arguments are shapes and dtypes."""
     rows = math.prod(values.shape[:-1])
     return (
         rows != 0
@@ -199,7 +198,7 @@ def cpu_reads_bytes(values: Any, rhs: QuantizedArray) -> bool:
 
 
 def uncovered_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> str | None:
-    """Why the kernels of Hopper multiply 8-bit values by a weight in bfloat16, or None."""
+    """Returns None if Hopper kernels multiply 8-bit values by a weight in 8 bits, else why not."""
     if not all(isinstance(size, int) for size in values.shape[:-1]):
         return "the number of rows is not known"
     if rhs.ndim != 2 and not pair:
@@ -212,25 +211,25 @@ def uncovered_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> 
 
 
 def too_few_rows(values: Any, rhs: QuantizedArray) -> str | None:
-    """Why so few rows of 8-bit values are multiplied in bfloat16 on Hopper, or None."""
+    """The reason why small M is multiplied in bfloat16 on Hopper; None if M is large enough."""
     rows, least = math.prod(values.shape[:-1]), least_rows(values.dtype, rhs)
     return f"{rows} rows, fewer than {least}, are as fast in that" if rows < least else None
 
 
 def least_rows(values: Any, rhs: QuantizedArray) -> int:
-    """The number of rows from which Hopper multiplies 8-bit values faster in 8 bits."""
+    """The minimum M at which Hopper multiplies 8-bit values faster in 8 bits."""
     return cuda.least_rows(values, rhs.format, rhs.k)
 
 
 def in_8_bits(values: Any, rhs: QuantizedArray, backend: str | None, *, pair: bool = False) -> bool:
-    """Whether kernels of Hopper multiply 8-bit values by a weight, faster than in bfloat16; both
+    """Whether Hopper kernels multiply 8-bit values by a weight faster than in bfloat16; arguments
     are shapes and dtypes. `pair`: the weight is a gate and its up."""
     reads = backend in (None, "cuda") and reads_bytes(values, rhs, pair=pair)
     return reads and too_few_rows(values, rhs) is None
 
 
 def few_rows(shape: tuple[Any, ...], rhs: QuantizedArray, backend: str | None) -> bool:
-    """Whether the kernel of Hopper for few rows multiplies rounded rows (..., k) in bfloat16."""
+    """Whether the Hopper kernel for small M multiplies rounded rows (..., k) in bfloat16."""
     count = math.prod(shape[:-1])
     return (
         backend in (None, "cuda")
@@ -245,7 +244,7 @@ def few_rows(shape: tuple[Any, ...], rhs: QuantizedArray, backend: str | None) -
 
 
 def scaled(options: Options, lhs: QuantizedActivations, rhs: QuantizedArray) -> Array:
-    """`lhs @ rhs`, rounded once to the dtype that the options prefer."""
+    """`lhs @ rhs`, rounded once to the result dtype of the options."""
     return run(Scaled, (lhs.values, lhs.scale), (rhs,), options)[0]
 
 
@@ -253,10 +252,10 @@ def scaled(options: Options, lhs: QuantizedActivations, rhs: QuantizedArray) -> 
 def straight_through(
     options: Options, dtype: Any, lhs: Array, rhs: QuantizedArray, factor: Array | None
 ) -> Array:
-    """`scaled` of activations that are quantized on the way, divided by a factor or not.
+    """`scaled` of activations that the call quantizes, perhaps after division by a factor.
 
-    The derivative takes their rounding for the identity (the straight-through estimator of Bengio
-    et al., 2013): it is that of the product with the dequantized activations.
+    The derivative treats the rounding as the identity (the straight-through estimator of Bengio et
+    al., 2013): it is the derivative of the product with the dequantized activations.
     """
     return run(Rounded, (lhs,), (rhs,), options, (factor,), dtype=dtype)[0]
 
@@ -282,7 +281,7 @@ def _straight_through_jvp(
 
 
 def check_unused(factor: Any) -> None:
-    """Refuses an `activation_factor` of activations that are not quantized."""
+    """Raises if `activation_factor` is given but activations are not quantized."""
     if factor is not None:
         raise ValueError(
             f"quantized_matmul: activation_factor is {checks.brief(factor)}, but without "

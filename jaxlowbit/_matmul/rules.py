@@ -67,13 +67,13 @@ def _definition_transpose(
     avals: list[Any],
     problem: Problem,
 ) -> Sequence[Array]:
-    """Cotangents of scale and float zero: those of the definition."""
+    """Cotangents of scale and float zero, as for the definition."""
 
     def product(*values: Array) -> Array:
         filled = dict(zip(linear, values, strict=True))
         return definition.matmul(problem, *(filled.get(i, x) for i, x in enumerate(operands)))
 
-    # The product is affine in scale or float zero alone: at zero its linear part is transposed.
+    # The product is affine in scale or float zero: its linear part, at zero, is transposed.
     at = [
         lax.pcast(jnp.zeros(aval.shape, aval.dtype), tuple(aval.mat.varying), to="varying")
         for aval in avals
@@ -88,11 +88,11 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], *, problem: Problem) ->
     values, axes = problem.named(operands), problem.named(dims)
     mapped = {name for name, axis in axes._asdict().items() if axis is not None}
     if mapped == {"lhs"}:
-        # The whole batch shares one weight: it is more rows.
+        # The whole batch shares one weight, so it is more rows.
         axis = len(values.lead)
         return _bind(problem, jnp.moveaxis(values.lhs, axes.lhs, axis), *operands[1:]), axis
     if "permutation" in mapped and "packed" not in mapped:
-        # Each element has its own order of the same words: only activations differ.
+        # Each element has a different order of the same words: only activations differ.
         product = functools.partial(of_stored_rows(_bind), problem)
         return jax.vmap(product, in_axes=tuple(dims))(*operands), 0
     size = next(getattr(values, name).shape[getattr(axes, name)] for name in mapped)
@@ -101,11 +101,11 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], *, problem: Problem) ->
         for name, value in values._asdict().items()
     }
     if problem.indexed and mapped <= {"lhs", "index"}:
-        # Each element picks its own weights from one stack.
+        # Each element selects different weights from one stack.
         picked = values._replace(lhs=front["lhs"], index=front["index"])
         return _bind(problem, *picked.present()), 0
     if problem.indexed:
-        # Each element has its own stack: one long stack, and positions in it.
+        # Each element has a different stack: concatenate them and index the result.
         lhs, index = front.pop("lhs"), front.pop("index")
         depth = front["packed"].shape[1]
         start = jnp.arange(size, dtype=jnp.int32).reshape(-1, *[1] * (index.ndim - 1)) * depth

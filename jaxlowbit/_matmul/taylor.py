@@ -21,9 +21,9 @@ def _is_float(x: Any) -> bool:
 def _product(
     primals: Sequence[Any], series: Series, *, problem: Problem
 ) -> tuple[Array, list[Array]]:
-    """The Cauchy product of two series: lhs, and scale together with float zero.
+    """The Cauchy product of two series: lhs, and scale with float zero.
 
-    Other operands are integers, whose coefficients are zero.
+    Other operands are integers, with zero coefficients.
     """
     orders = range(1 + len(series[0]))
     constant = problem.named(primals)

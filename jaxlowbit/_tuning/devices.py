@@ -1,4 +1,4 @@
-"""Devices as the selection knows them, here or not."""
+"""Devices for the selection, installed here or not."""
 
 import re
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import jax
 from .._backends import selection
 
 # KiB of shared memory per multiprocessor, by compute capability (CUDA programming guide); 100 for
-# the others that there are: 8.6, 8.8, 8.9, 12.0 and 12.1.
+# the other existing ones: 8.6, 8.8, 8.9, 12.0 and 12.1.
 _SHARED_KIB = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228, 110: 228}
 
 
@@ -19,7 +19,7 @@ class Device(NamedTuple):
     num_sms: int = 0
     clock_mhz: int = 0
     memory_gb_per_s: int = 0
-    here: bool = True  # so that the build of this installation counts
+    here: bool = True  # if true, the build of this installation is checked
 
     @property
     def facts(self) -> selection.DeviceFacts:
@@ -28,8 +28,8 @@ class Device(NamedTuple):
         return selection.DeviceFacts(self.name, self.capability, self.num_sms, shared, *rates)
 
 
-# GPUs that need not be here, by compute capability, multiprocessors, their highest clock in MHz and
-# the GB/s of memory. A100 and H100 are the SXM modules with 80 GB; the PCIe card of H100 has 114
+# GPUs that need not be installed here: compute capability, multiprocessors, maximum clock in MHz
+# and memory GB/s. A100 and H100 are the SXM modules with 80 GB; the PCIe card of H100 has 114
 # multiprocessors.
 GPUS = {
     name: Device(f"NVIDIA {name}", "cuda", *facts, here=False)
@@ -45,7 +45,7 @@ GPUS = {
 
 
 def describe(device: Any) -> Device:
-    """Facts of a `jax.Device`; a GPU that does not tell its multiprocessors counts as an H200."""
+    """Properties of a `jax.Device`; a GPU with an unknown number of multiprocessors is an H200."""
     if device.platform != "gpu":
         return Device(device.device_kind, device.platform)
     num_sms = getattr(device, "core_count", GPUS["H200"].num_sms)

@@ -28,23 +28,22 @@ from .weights import add_arguments, check_tokens, find
 def explain(
     lhs: Any, rhs: QuantizedArray, *, activation_dtype: Any = None, device: Any = None
 ) -> str:
-    """Says which backend, kernel, tile and split `lhs @ rhs` would run on a device, and why.
+    """Returns which backend, kernel, tile and split `lhs @ rhs` would use on a device, and why.
 
-    Nothing runs. For CUDA it asks the function that the custom call itself asks, which knows what
-    was measured by `jaxlowbit tune` on a device of that name.
+    Nothing runs. For CUDA it calls the custom call's selection, which includes measurements by
+    `jaxlowbit tune` on a device of that name.
 
     **Arguments:**
 
-    - `lhs`, `rhs`, `activation_dtype`: as for `quantized_matmul`; anything with a shape and a dtype
-      will do for an `lhs` that is not quantized.
+    - `lhs`, `rhs`, `activation_dtype`: as for `quantized_matmul`; an `lhs` that is not quantized
+      may be any object with a shape and a dtype.
     - `device`: None for the first device that JAX sees, a `jax.Device`, `"cpu"`, or a GPU that need
-      not be here, with a build that has kernels for it: `"A100"`, `"B200"`, `"H100"`, `"H200"`,
-      `"L4"` or `"T4"`. A GPU that does not tell its multiprocessors is taken for an H200.
+      not be installed, if the build has kernels for it: `"A100"`, `"B200"`, `"H100"`, `"H200"`,
+      `"L4"` or `"T4"`. A GPU with an unknown number of multiprocessors is treated as an H200.
 
-    **Returns:** a few lines of text for people.
+    **Returns:** a few lines of readable text.
 
-    **Raises:** what `quantized_matmul` raises for these operands; `ValueError` for an unknown
-    device.
+    **Raises:** as `quantized_matmul` for these operands; `ValueError` for an unknown device.
 
     ```python
     rhs = quantize(jnp.ones((256, 512)), INT4)
@@ -137,7 +136,7 @@ def _choice(
     if device.platform == "cpu":
         yield "kernel", f"qmm_cpu, compiled for {extension.build_info()['cpu_isa'][0]}"
         return
-    # Axes of lhs beyond those of the stack are more rows of the same weights.
+    # Leading axes of lhs that the stack lacks are more rows of the same weights.
     batch = math.prod(rows[1 - rhs.ndim : -1])
     m = math.prod(rows) // batch
     choice = selection.choose(
@@ -166,7 +165,7 @@ def _choice(
 
 
 def _not_in_bytes(values: Any, rhs: QuantizedArray, device: Device) -> str | None:
-    """Why quantized activations are not multiplied in 8 bits on a device, or None."""
+    """Returns None if a device multiplies quantized activations in 8 bits, else the reason."""
     if device.platform == "cpu":
         if rhs.ndim != 2:
             return "the call multiplies 8 bits by one matrix, not by a stack"

@@ -40,7 +40,7 @@ def report() -> Iterator[tuple[str, str]]:
 
 
 def _compiling() -> Iterator[tuple[str, str]]:
-    """The compiler of kernels that the build does not hold, and what it has made."""
+    """Availability of the kernel compiler, and the instances that it has cached."""
     toolchain, loaded = extension.ffi.toolchain(), extension.ffi.loaded()
     widths = call.one_of(extension.ffi.COMPILED_BITS)
     found = f"{toolchain['compiler']}, {toolchain['path']}"
@@ -61,7 +61,7 @@ def _name(device: Any) -> str:
 
 
 def formats() -> Iterator[tuple[str, str, str, str]]:
-    """The table of formats with names: what each takes, and what multiplies by it here."""
+    """The table of named formats: properties, and the backend of each on this machine."""
     device = jax.devices()[0]
     yield "format", "bits/weight", "groups", f"on the {_name(device)}, activations in bfloat16"
     for name, format in NAMED.items():

@@ -1,4 +1,4 @@
-"""Reports of measurements: progress, and a table afterwards."""
+"""Reports of measurements: progress, and a final table."""
 
 import math
 import sys

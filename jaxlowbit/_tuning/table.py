@@ -1,7 +1,7 @@
-"""Tables of measured choices: the files that hold them, and the kernels that choose by them.
+"""Tables of measured choices: reads and writes files, and passes tables to the kernels.
 
-Tables are read when the package is imported, before any device is known, and are therefore compared
-with what the driver says of itself; the kernels look for the name of their device.
+Tables are read when the package is imported, before any device is known, so they are compared with
+the information of the driver; the kernels look up the name of their device.
 """
 
 import json
@@ -27,13 +27,13 @@ class Entry(NamedTuple):
     product: Product
     choice: Choice
     us: float
-    default: Choice  # what is chosen without measuring
+    default: Choice  # the choice without measurements
     default_us: float
-    least_m: int = 1  # the fewest rows that the choice stands for
+    least_m: int = 1  # minimum rows for which the choice is used
 
 
 class Table(NamedTuple):
-    """Entries, and what they depend on besides the products."""
+    """Entries, and the device and versions that they are valid for."""
 
     device: DeviceFacts
     driver: str | None
@@ -42,9 +42,9 @@ class Table(NamedTuple):
 
 
 def load() -> None:
-    """Lets the kernels choose by the tables there are; warns of those that do not fit.
+    """Passes the available tables to the kernels; warns of tables that do not match.
 
-    What the user has measured of a weight takes the place of what the package has of it.
+    The user's measurements of a weight override the package's.
     """
     found = {table.device.name: table for table in map(read, shipped())}
     for path in files():
@@ -66,14 +66,14 @@ def load() -> None:
 
 
 def shipped() -> list[Path]:
-    """The tables of the package; none if tables are turned off."""
+    """The tables of the package; empty if tables are turned off."""
     if os.environ.get(VARIABLE) == "":
         return []
     return sorted(_SHIPPED.glob("*.json"))
 
 
 def _merged(others: Table | None, table: Table) -> Table:
-    """A table with what another one of its device has for other weights."""
+    """A table, extended by another table of its device for other weights."""
 
     def kind(entry: Entry) -> Product:
         n, k = blocks(entry.product.n), blocks(entry.product.k)
@@ -85,30 +85,30 @@ def _merged(others: Table | None, table: Table) -> Table:
 
 
 def _set(table: Table) -> list[str]:
-    """Lets the kernels choose by a table. Returns reasons against entries."""
+    """Passes a table to the kernels. Returns reasons against entries."""
     entries = [(entry.product, entry.choice, entry.least_m) for entry in table.entries]
     return list(filter(None, selection.set_tuned(table.device, entries)))
 
 
 def files() -> list[Path]:
-    """The file that `JAXLOWBIT_TUNED` names, none if that is empty, or all in the user's cache."""
+    """The file in `JAXLOWBIT_TUNED`, none if that is empty, or else all in the user's cache."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return [Path(named)] if named else []
     try:
         return sorted(_cache().glob("*.json"))
-    except (OSError, RuntimeError):  # there is no home
+    except (OSError, RuntimeError):  # there is no home directory
         return []
 
 
 def path_for(device: str) -> Path:
-    """Where the table of a device is looked for."""
+    """The default path of the table of a device."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else _cache() / (re.sub(r"[^\w.-]+", "-", device) + ".json")
 
 
 def driver_version() -> str | None:
-    """The version of the NVIDIA driver; None where it does not tell."""
+    """The version of the NVIDIA driver; None if unknown."""
     try:
         found = re.search(
             r"\b\d{3}\.\d+(\.\d+)?\b", (_DRIVER / "version").read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def driver_version() -> str | None:
 
 
 def misfit(table: Table) -> str | None:
-    """Why a table holds for another device, library or driver than those here, or None."""
+    """Returns None if a table matches the device, library and driver here, else the reason."""
     driver = driver_version()
     if not _is_here(table.device):
         return f"it was measured on {table.device.name}, and here is {', '.join(_models())}"
@@ -131,14 +131,14 @@ def misfit(table: Table) -> str | None:
 
 
 def _is_here(device: DeviceFacts) -> bool:
-    """Whether there is such a GPU, as far as the driver tells."""
+    """Whether the driver lists such a GPU, or lists none."""
     models = _models()
-    # A part of a GPU has a longer name than the whole.
+    # The name of a part of a GPU begins with that of the whole.
     return not models or any(device.name.startswith(model) for model in models)
 
 
 def _models() -> list[str]:
-    """Names of the GPUs here; none where the driver does not tell."""
+    """Names of the GPUs here; empty if the driver does not list them."""
     try:
         texts = [path.read_text(encoding="utf-8") for path in _DRIVER.glob("gpus/*/information")]
     except OSError:
@@ -162,7 +162,7 @@ def _warn(sentence: str) -> None:
 
 
 def write(path: Path, table: Table) -> None:
-    """Writes a table, or on failure nothing."""
+    """Writes a table completely or, on failure, not at all."""
     found = {
         "jaxlowbit": table.jaxlowbit,
         "driver": table.driver,
@@ -178,7 +178,7 @@ def write(path: Path, table: Table) -> None:
 def read(path: Path) -> Table:
     """Reads a table.
 
-    **Raises:** `OSError`, and `ValueError` for a file that holds something else.
+    **Raises:** `OSError`, and `ValueError` for a file with other content.
     """
     text = path.read_text(encoding="utf-8")
     try:

@@ -30,29 +30,28 @@ def tune(
     out: Any = None,
     progress: bool = False,
 ) -> Path:
-    """Measures on the first GPU how its kernels multiply best by some weights, and stores it.
+    """Measures the fastest kernels for some weights on the first GPU, and stores the choices.
 
-    Programs started afterwards choose by what is stored, for these weights and up to the largest
-    number of rows; `explain` says so. What was stored before for other products is kept.
+    Programs started afterwards use them, for these weights and up to the largest number of rows;
+    `explain` shows it. Stored choices for other products are kept.
 
     **Arguments:**
 
     - `weights`: shapes of output channels and input features (n, k), as pairs or as
       `"14336x4096"`; the path of a safetensors file or of a folder of them, whose headers are read;
-      or any pytree that holds quantized arrays, such as a Flax model.
-    - `tokens`: numbers of rows of lhs to measure. A number between two of them takes the choice of
+      or any pytree that contains quantized arrays, such as a Flax model.
+    - `tokens`: numbers of rows of lhs to measure. A number between two of them uses the choice for
       the larger.
     - `format`: one or several formats, or their names, for weights that are not quantized yet.
     - `dtype`: the dtype of lhs, `"bfloat16"` or `"float16"`.
-    - `out`: the file to write; None for the one that is read at the start, which is
-      `$JAXLOWBIT_TUNED` or, by the name of the GPU, in `~/.cache/jaxlowbit`.
-    - `progress`: whether to report on what is measured.
+    - `out`: the file to write; None for the one that is read at startup, `$JAXLOWBIT_TUNED` or, by
+      the name of the GPU, in `~/.cache/jaxlowbit`.
+    - `progress`: whether to report progress.
 
     **Returns:** the path of the file.
 
-    **Raises:** `ValueError` for arguments that are none of these, for weights that the CUDA kernels
-    do not read, and without a GPU that runs them; `ImportError` for a checkpoint without
-    safetensors.
+    **Raises:** `ValueError` for other arguments, for weights that the CUDA kernels do not read, and
+    without a GPU that runs them; `ImportError` for a checkpoint without safetensors.
 
     ```python
     if jax.default_backend() == "gpu":
@@ -80,7 +79,7 @@ def tune(
         measured = report.reported(measured, len(found) * len(tokens), device.name)
     for entry in measured:
         entries[_kind(entry.product)] = entry
-        # A run that is stopped keeps what it has measured.
+        # An interrupted run keeps its measurements.
         tables.write(path, table._replace(entries=tuple(entries.values())))
     return path
 
@@ -141,6 +140,6 @@ def _kept(path: Path, table: Table) -> tuple[Entry, ...]:
 
 
 def _kind(product: Product) -> Product:
-    """The key of an entry: sizes count in atoms."""
+    """The key of an entry: sizes are in atoms."""
     n, k = blocks(product.n), blocks(product.k)
     return product._replace(n=n, k=k)

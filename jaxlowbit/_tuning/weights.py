@@ -24,7 +24,7 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "U8": "uint8"
 
 
 class Weight(NamedTuple):
-    """A (k, n) weight, as far as the time of a product depends on it. Padded sizes will do."""
+    """A (k, n) weight: the properties that determine the time of a product. Sizes may be padded."""
 
     n: int
     k: int
@@ -66,16 +66,16 @@ def check_tokens(tokens: Any) -> list[int]:
 
 
 Reason = Callable[[Format, str], str | None]
-"""Why a format, with lhs of a dtype, is left out, or None."""
+"""Returns the reason why a format, with lhs of a dtype, is left out, or None."""
 
 
 def unread(format: Format, dtype: str) -> str | None:
-    """Why the kernels for lhs of `dtype` do not read a format, or None."""
+    """Returns None if the kernels for lhs of `dtype` read a format, else the reason."""
     return custom_calls.uncovered("cuda", jnp.dtype(dtype), format)
 
 
 def untuned(format: Format, dtype: str) -> str | None:
-    """Why there are no tables of choices for a format, or None."""
+    """Returns None if there are tables of choices for a format, else the reason."""
     if format.codebook is not None or format.scale is not None:
         return (
             "tables are for integers with scales of 16 or 32 bits; for other formats the cost "
@@ -87,12 +87,11 @@ def untuned(format: Format, dtype: str) -> str | None:
 def find(
     source: Any, formats: Sequence[Format], dtype: str, *, excluded: Reason = unread
 ) -> list[Weight]:
-    """The distinct weights of what `tune` takes, those without a format in each of `formats`.
+    """The distinct weights in the arguments of `tune`; those without a format in each of `formats`.
 
-    Those are left out that `excluded` has a reason against.
+    Weights are left out if `excluded` returns a reason against their format.
 
-    **Raises:** `ValueError` if none remain, for formats that are left out, and for shapes that are
-    none.
+    **Raises:** `ValueError` if none remain, for formats that are left out, and for invalid shapes.
     """
     for format in formats:
         if reason := excluded(format, dtype):
@@ -169,7 +168,7 @@ _PACKED = re.compile(r"(.*(?:^|[./]))packed([./].*)?")
 
 
 def _quantized(headers: Mapping[str, _Header]) -> Iterator[Weight]:
-    """The quantized arrays whose leaves lie beside each other under their names."""
+    """Finds quantized arrays by the names of their leaves, which share a prefix."""
     for name, (shape, dtype) in headers.items():
         if not (found := _PACKED.fullmatch(name)) or dtype != "uint32" or len(shape) < 3:
             continue
@@ -186,7 +185,7 @@ def _quantized(headers: Mapping[str, _Header]) -> Iterator[Weight]:
 
 
 def _group_size(k: int, groups: int) -> int:
-    """The least group size, a multiple of 16, that makes so many groups of k."""
+    """The smallest group size, a multiple of 16, that gives this number of groups along k."""
     return -1 if groups == 1 else -(-k // groups // 16) * 16
 
 
@@ -194,7 +193,7 @@ def _group_size(k: int, groups: int) -> int:
 
 
 def _headers(path: Path) -> dict[str, _Header]:
-    """Shapes and dtypes of all tensors of a file, or of those in a folder; reads no values."""
+    """Shapes and dtypes of all tensors in a file, or in the files of a folder; reads no values."""
     try:
         from safetensors import safe_open
     except ImportError as error:

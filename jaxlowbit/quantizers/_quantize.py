@@ -51,13 +51,13 @@ def quantize(
     - `statistics`: a `jaxlowbit.quantizers.Statistics` of the inputs of the matrix, for quantizers
       that read one, or None.
     - `scale_dtype`: float32, bfloat16 or float16; None for the dtype of `weight`. Formats with
-      8-bit scales name their dtype, and take None only.
-    - `shards`: the number of equal parts (of k, of n) into which devices will cut the matrix. Each
-      part is padded to whole atoms (64) and groups, and groups start anew in each. Parts need no
-      padding if their n is a multiple of 64, and their k one of 64 and of the group size.
-    - `permutation`: None, or integers (..., k) or (k,): rows are stored and form groups in this
-      order, such as that of falling activations (the `act-order` option of GPTQ's reference code).
-      With shards of k, one order for each part, counted from its start.
+      8-bit scales determine the dtype and require None.
+    - `shards`: the number of equal parts (of k, of n) for the devices of a mesh. Each part is
+      padded to whole atoms (64) and groups, and groups start anew in each. Parts need no padding if
+      their n is a multiple of 64, and their k a multiple of 64 and of the group size.
+    - `permutation`: None, or integers (..., k) or (k,): the order of rows for storage and groups,
+      for example by falling activations (the `act-order` option of GPTQ's reference code). With
+      shards of k, one order per part, counted from its start.
 
     **Returns:** a `QuantizedArray` of the same shape, and on a mesh with Explicit axes of the same
     sharding.
@@ -150,10 +150,10 @@ def _specs(
 def dequantize(array: QuantizedArray, dtype: Any = None) -> Array:
     """Returns `array.dequantize(dtype)`: the floats (..., k, n) that a quantized array represents.
 
-    **Arguments:** `dtype`: a dtype of floats; None for the dtype of the scales.
+    **Arguments:** `dtype`: a float dtype; None for the dtype of the scales.
 
-    **Raises:** `TypeError` for another value than a quantized array or dtype, `ValueError` for a
-    dtype of integers.
+    **Raises:** `TypeError` if an argument is not a quantized array or dtype, `ValueError` for an
+    integer dtype.
     """
     checks.quantized("dequantize", "array", array, QuantizedArray)
     if dtype is not None:
@@ -197,7 +197,7 @@ def _check_scale(array: QuantizedArray, weight: Array) -> None:
             f"{scale_dtype} scales; {_wider(array.format, 'smaller weights')}."
         )
     if weight.dtype == jnp.float16 and array.format.scale is None:
-        return  # its values are multiples of the least scale
+        return  # its values are multiples of the smallest scale
     least = scales.least(scale_dtype)
     least_ones, others = (xp.sum(x, axis=(-3, -2, -1)) for x in (scale == least, scale > least))
     lost = np.asarray(least_ones > others)

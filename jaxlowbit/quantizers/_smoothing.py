@@ -12,7 +12,7 @@ from .._core.smoothing import check_values, of_channels
 
 
 def smoothing_factor(absmax: Any, weight: Any, *, alpha: float = 0.5) -> Array:
-    """Returns the factor of each input channel by which SmoothQuant divides activations.
+    """Returns the factors of SmoothQuant, which divide the input channels of activations.
 
     `absmax ** alpha / max(abs(weight)) ** (1 - alpha)`: activations are divided by it, and rows of
     the weight multiplied, so that their product stays the same. Channels with outliers, which
@@ -23,15 +23,15 @@ def smoothing_factor(absmax: Any, weight: Any, *, alpha: float = 0.5) -> Array:
 
     - `absmax`: floats (k,), from 0 on: the largest magnitude of each channel of activations, over
       the tokens of a calibration set.
-    - `weight`: float32, bfloat16 or float16 (k, n), that they are multiplied by; of several
-      matrices, such as queries, keys and values, all side by side.
-    - `alpha`: 0 to 1, how much of the difficulty goes into the weight: 0.5 mostly, more where
-      outliers are larger.
+    - `weight`: float32, bfloat16 or float16 (k, n), that they are multiplied by; for several
+      matrices, such as queries, keys and values, concatenated along n.
+    - `alpha`: 0 to 1, how much of the difficulty moves to the weight: usually 0.5, more for larger
+      outliers.
 
-    **Returns:** float32 (k,), positive; 1 for channels in which activations or weights are all 0.
+    **Returns:** float32 (k,), positive; 1 for channels whose activations or weights are all 0.
 
-    **Raises:** `TypeError` for what are no arrays or no number, `ValueError` for other shapes,
-    dtypes and values, those outside `jax.jit`.
+    **Raises:** `TypeError` for arguments that are not arrays or a number, `ValueError` for other
+    shapes and dtypes and, outside `jax.jit`, other values.
 
     ```python
     x, w = jnp.ones((8, 256)).at[:, 3].set(100), jnp.ones((256, 512))

@@ -16,8 +16,8 @@ from .._core.dtypes import FLOATS
 class Statistics:
     """Statistics of the inputs of a layer over a calibration set, a pytree.
 
-    Made by `Statistics.of` from the inputs of one batch; `a + b` is that of both. Leading axes are
-    those of a stack of weights; without them all matrices of a stack have the same.
+    `Statistics.of` makes them from the inputs of one batch; `a + b` combines two. Leading axes are
+    stack axes of the weights; without them all matrices of a stack share the statistics.
 
     - `second_moments`: float32 (..., k, k), the mean of `outer(x, x)` over rows x, as GPTQ needs
       it; or (..., k), its diagonal.

@@ -35,7 +35,7 @@ def quantize(
     """Rounds a weight; one range is tried at a time, so memory does not grow with their number."""
     groups = Groups.of(weight, format, **options)
     low, high = groups.extremes()
-    # A range shrinks towards zero, which it holds, or to its middle where it may lie anywhere.
+    # Shrink ranges towards 0 if they must contain it, otherwise towards their middle.
     center = low + (high - low) / 2 if format.zero == "float" else jnp.zeros_like(low)
     full = groups.fit(low, high)
     importance = None if statistics is None else _importance(groups, statistics)

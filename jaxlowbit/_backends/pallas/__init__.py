@@ -21,8 +21,8 @@ _BITS = (1, 2, 4, 8)
 
 
 def unsupported(format: Format) -> str | None:
-    """Why the kernels cannot compute products of this format, or None. Scales of two levels are
-    expanded in front of them."""
+    """Returns None if the kernels support products of this format, else the reason. Scales of two
+    levels are expanded before the kernel."""
     format = format.expanded
     if format.scale is not None:
         return call.NO_NARROW_SCALES
@@ -35,7 +35,7 @@ def unsupported(format: Format) -> str | None:
 
 @of_stored_rows
 def matmul(problem: Problem, *operands: Array, platform: str | None) -> Array:
-    """`definition.matmul` as one kernel; weights that an index selects are copied."""
+    """`definition.matmul` as one kernel; weights selected by an index are copied."""
     lhs, packed, scale, zero, index, _ = problem.named(operands)
     packed, scale, zero = take(packed, scale, zero, index)
     format, columns = problem.format, problem.columns

@@ -1,6 +1,6 @@
 """Dequantization of an atom, slot by slot, for both kernels.
 
-Shifting all words of an atom by one slot, as (32, words / 32), gives 32 channels by some of its
+Shifting all words of an atom by one slot, as (32, words / 32), gives 32 channels for some of its
 rows, without permuting a word.
 """
 
@@ -32,7 +32,7 @@ def dequantize(
         at = [0]
     elif size % ATOM == 0:
         at = [lax.div(ATOM * k_block, size)]
-    else:  # the groups in which the atom's steps of 16 rows lie
+    else:  # the groups that contain the atom's steps of 16 rows
         at = [lax.div(ATOM * k_block + 16 * step, size) for step in range(4)]
     loaded = [[[load(x, group, half) for group in at] for x in groups] for half in (0, 1)]
 
@@ -50,7 +50,7 @@ def dequantize(
 
 
 def _select(steps: Any, pair: int, values: Sequence[Array]) -> Array:
-    """For each row of a pair of slots the value of its step, or the only one."""
+    """For each row of a pair of slots, selects the value of its step, or the only one."""
     chosen = values[0]
     for step in range(1, len(values)):
         chosen = jnp.where(steps[pair] == step, values[step], chosen)

@@ -1,7 +1,7 @@
 """The kernel for TPUs.
 
-It leaves the slots of an atom side by side and never permutes a weight; activations and results
-are put into that order outside.
+It keeps the slots of an atom in separate rows and never permutes a weight; instead, activations and
+results are permuted outside.
 """
 
 import functools
@@ -22,7 +22,7 @@ def product(
     lhs: Array, packed: Array, groups: list[Array], format: Format, *, interpret: bool
 ) -> Array:
     """Products (batch, m, k) x (batch, k, n) in float32, with padding of m and n."""
-    from jax.experimental import pallas as pl  # slow to import, and seldom needed
+    from jax.experimental import pallas as pl  # slow to import and rarely needed
 
     batch, m, k = lhs.shape
     n_blocks, k_blocks, num_words = packed.shape[1:]

@@ -1,8 +1,8 @@
-"""The kernel for GPUs, by the Triton lowering of Pallas, for builds without the compiled kernels.
+"""The kernel for GPUs, through Pallas's Triton lowering, for builds without the compiled kernels.
 
-JAX deprecates that lowering and says so with a warning. Joining the slots of an atom, and naming
-its axes, gives the weights in their own order; Triton then finds them in the registers where a
-tensor core instruction wants them, so that none passes through shared memory.
+JAX deprecates that lowering and warns about it. Joining the slots of an atom, and naming its axes,
+gives the weights in matrix order; Triton then finds them in the registers that a tensor core
+instruction reads, so none passes through shared memory.
 """
 
 import functools
@@ -28,9 +28,9 @@ _WARPS, _STAGES = 4, 3
 def product(lhs: Array, packed: Array, groups: list[Array], format: Format) -> Array:
     """Products (batch, m, k) x (batch, k, n) in float32, with padding of m and n.
 
-    k is cut into split-K slices, each a partial sum of one program.
+    k is divided into split-K slices, each a partial sum of one program.
     """
-    from jax.experimental import pallas as pl  # slow to import, and seldom needed
+    from jax.experimental import pallas as pl  # slow to import and rarely needed
     from jax.experimental.pallas import triton
 
     batch, m, k = lhs.shape
@@ -99,5 +99,5 @@ def _block_m(m: int, dtype: jnp.dtype) -> int:
 
 
 def _atoms(programs: int, k_blocks: int) -> int:
-    """Atoms along k for one program, so that there are enough programs."""
+    """The number of atoms along k per program, chosen to get enough programs."""
     return max(_MIN_ATOMS, -(-k_blocks // max(1, _PROGRAMS // programs)))
