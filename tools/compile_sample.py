@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
 
     @property
     def parts(self) -> frozenset[object]:
-        """The parts that the sample must cover: the tile shape, and every pair of values of the kind."""
+        """Parts for the sample to cover: the tile shape, and every pair of values of the kind."""
         return frozenset({self.tile, *itertools.combinations(enumerate(self.kind), 2)})
 
 
@@ -49,7 +49,7 @@ def lacking() -> list[Candidate]:
 
 
 def choose(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Greedy cover: picks the instance with most missing parts, alternating quick tiles."""
+    """Greedy set cover; ties prefer quick tiles, then the tiles chosen less often."""
     left = {one: one.parts for one in candidates}
     missing: set[object] = set().union(*left.values())
     uses: collections.Counter[int] = collections.Counter()

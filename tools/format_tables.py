@@ -3,9 +3,9 @@
     python tools/format_tables.py          # after adding or changing a format
     python tools/format_tables.py --check  # whether all pages have them; changes nothing
 
-A page has a table between `<!-- format-table -->` and `<!-- /format-table -->`, and one of the
-formats with 8-bit scales alone after `<!-- format-table: 8-bit scales -->`. Formats are those of
-`jaxlowbit._core.format_table`; errors are those of the installed package.
+A table goes between `<!-- format-table -->` and `<!-- /format-table -->`; the opening marker
+`<!-- format-table: 8-bit scales -->` limits it to formats with 8-bit scales. Formats come from
+`jaxlowbit._core.format_table`, errors from the installed package.
 """
 
 import argparse

@@ -31,7 +31,7 @@ PAGE = ROOT / "docs/measurements/combinations.md"
 RESULTS = ROOT / "benchmarks/results/combinations"
 INTERPRETED = 24  # combinations that Pallas computes on the CPU
 _PATHS = [str(ROOT / "tests/support"), str(ROOT / "tools")]
-_KEPT_PROGRAMS = 20  # combinations after which compiled programs are dropped
+_KEPT_PROGRAMS = 20  # combinations between clearing compiled programs
 _MARKED = re.compile(r"(<!-- combinations -->\n).*?(<!-- /combinations -->)", re.DOTALL)
 
 Line = dict[str, Any]
