@@ -5,11 +5,11 @@
 The model is Llama 3 8B (`shapes.py`) or one of its proportions: 32 layers of RMSNorm, projections
 to queries, keys and values, a cheap stand-in for attention, the output projection, RMSNorm, gate
 and up projections, silu, and the down projection, with residuals. The step is one jitted program
-with donated buffers, and every layer has weights of its own. The quantized step is timed only after
-its result agreed with that of the dense one, whose weights are its dequantized ones.
+with donated buffers, and layers share no weights. The quantized step is timed only after its result
+agreed with the dense step, which uses the dequantized weights.
 
-Wall clock of a step is that of programs of one step, enqueued without waiting and each waited for.
-Time of the device is what a second step adds to a program: what a program costs once is not in it.
+Wall clock is measured on programs of one step, both enqueued without waiting and waited for one by
+one. Device time is the additional time of a second step; it excludes fixed costs of a program.
 """
 
 import argparse
@@ -30,10 +30,10 @@ import weights
 import jaxlowbit as jl
 
 MODEL = shapes.MODELS["llama3-8b"]
-# Which projections of a layer share a weight, and so a call; with "one-call", several weights share
-# one: those of q, k and v, and those of gate, up and down. With "block", all from the output
-# projection of a layer to q, k and v of the next are one call, which with "int8" and "float8"
-# rounds the rows that it multiplies.
+# Projections of a layer that share a weight, and so a call. With "one-call", several weights share
+# a call: q, k and v, and gate, up and down. With "block", one call computes everything from the
+# output projection of a layer to q, k and v of the next; "int8" and "float8" also quantize its
+# activations.
 _SEPARATE = (("q",), ("k",), ("v",), ("o",), ("gate",), ("up",), ("down",))
 _BLOCK = (("q", "k", "v"), ("o",), ("gate",), ("up",), ("down",))
 VARIANTS = {
@@ -47,12 +47,12 @@ VARIANTS = {
 BLOCKS_OF = {"block": None, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}  # activation_dtype
 BLOCKS = 11
 PROGRAMS = 10  # in a block
-LIMIT = 0.05  # of the norm of what a step adds, for bfloat16 residuals over 32 layers
-LIMITS = {"int8": 0.1, "float8": 0.3}  # where activations are rounded further
+LIMIT = 0.05  # relative to the norm of the update of a step, for bfloat16 residuals over 32 layers
+LIMITS = {"int8": 0.1, "float8": 0.3}  # with quantized activations
 
 
 class Sizes(NamedTuple):
-    """(k, n) of every projection, for a width that takes Llama 3 8B's 4096."""
+    """(k, n) of every projection; `width` replaces the 4096 of Llama 3 8B."""
 
     projections: dict[str, tuple[int, int]]
 
@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
 
 
 def step(x: jax.Array, layers: list[dict[str, Any]], sizes: Sizes, variant: str) -> jax.Array:
-    """x (m, width) after all layers."""
+    """Applies all layers to x (m, width)."""
     if variant in BLOCKS_OF and isinstance(layers[0]["o"], jl.QuantizedArray):
         return _step_of_blocks(x, layers, sizes, BLOCKS_OF[variant])
     for layer in layers:
@@ -95,7 +95,7 @@ def _step_of_blocks(
 
 
 def _attend(sizes: Sizes, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Stands for attention: reads all of the three."""
+    """Placeholder for attention that reads q, k and v."""
     kv = jnp.concatenate([k, v], axis=-1)
     return (q + jnp.tile(kv, q.shape[-1] // kv.shape[-1])) / 2
 
@@ -136,7 +136,7 @@ def _normalize(x: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def make_layers(options: argparse.Namespace, sizes: Sizes, variant: str) -> list[dict[str, Any]]:
-    """Quantized weights of every layer, random, by the names of the projections they hold."""
+    """Random quantized weights of every layer, by the names of their projections."""
     format = weights.parse_format(options.format)
     layers = []
     for i in range(options.layers):
@@ -157,7 +157,7 @@ def make_layers(options: argparse.Namespace, sizes: Sizes, variant: str) -> list
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row per variant, number of tokens and kind of weights."""
+    """Yields a row per variant, number of tokens and kind of weights."""
     sizes = Sizes.of(options.width)
     for variant in options.variant:
         program = _program(sizes, variant)
@@ -211,7 +211,7 @@ def _dequantize(leaf: Any) -> jax.Array:
 
 
 def _difference(program: Any, x: jax.Array, layers: Any, dense: Any) -> float:
-    """Norm of the difference of the two steps, over that of what the dense one adds to x."""
+    """Norm of the difference of the two steps, relative to the update of the dense step."""
     got, exact = program(x + 0, layers, 1), program(x + 0, dense, 1)
     wide = [y.astype(jnp.float32) for y in (x, got, exact)]
     norm = jnp.linalg.norm
@@ -219,7 +219,7 @@ def _difference(program: Any, x: jax.Array, layers: Any, dense: Any) -> float:
 
 
 class Time(NamedTuple):
-    """Of a step."""
+    """Times of a step."""
 
     ahead: timing.Microseconds  # wall clock, programs enqueued without waiting
     blocking: timing.Microseconds  # wall clock, each waited for
@@ -228,7 +228,7 @@ class Time(NamedTuple):
 
 def _time(program: Any, x: jax.Array, layers: Any) -> Time:
     def seconds(count: int = 1, wait: bool = False) -> float:
-        """Of a program of `count` steps."""
+        """Times a program of `count` steps."""
         nonlocal x
         start = time.perf_counter()
         for _ in range(PROGRAMS):

@@ -1,22 +1,20 @@
-"""Times a language model on the CPU beside llama.cpp, in turns, from one GGUF file.
+"""Times a language model on the CPU against llama.cpp, alternating, from one GGUF file.
 
     python benchmarks/llama_cpp.py MODEL.gguf --peer PYTHON --threads 1 2
 
-PYTHON is an interpreter that has the package `llama-cpp-python`, such as that of a virtual
-environment of its own; without --peer ours is timed alone. The package compiles llama.cpp where it
-is installed:
+PYTHON is an interpreter with the package `llama-cpp-python`, for example in a separate virtual
+environment; without --peer only ours is timed. The package compiles llama.cpp during installation:
 
     python -m venv peer
     CMAKE_ARGS="-DGGML_NATIVE=ON" peer/bin/pip install llama-cpp-python==0.3.36
 
-Where the machine lets programs use less than its processor has (AMX, for one), name what is there
+If the machine disables instructions of its processor (such as AMX), name the available ones
 instead: `-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_AVX512=ON` and so on.
 
-Both read random tokens. Decoding is greedy here; there it is given the tokens, and samples nothing.
-With `--clock process_time` the seconds are those in which processors worked for the process: a fair
-figure on a machine that others use, if one core is all that both have (`taskset -c 0`). Otherwise
-rounds alternate, so that a machine that others use disturbs both alike: the table has the best
-round and the median one of each.
+Both read random tokens. Our decoding is greedy; llama.cpp receives the tokens and does not sample.
+`--clock process_time` measures CPU time, a fair figure on a shared machine if both are limited to
+one core (`taskset -c 0`). Otherwise rounds alternate, so that other load affects both alike; the
+table lists the best and the median round of each.
 """
 
 import argparse
@@ -38,7 +36,7 @@ SEED = 0
 SHORT = 16  # tokens of the prompt before decoding
 WORKER = Path(__file__).parent / "peers/llama_cpp_worker.py"
 
-# Seconds for a number of prompt tokens, and for a number of new ones after them.
+# (prompt tokens, new tokens) -> seconds for each.
 Timed = Callable[[int, int], tuple[float, float]]
 
 

@@ -1,4 +1,4 @@
-"""Checks and times the cells that were asked for."""
+"""Checks and times the requested cells."""
 
 import functools
 import math
@@ -22,20 +22,20 @@ _READ_COLUMNS = 4096
 
 
 class Plan(NamedTuple):
-    """What is measured: each shape with each format, each number of tokens, by each backend."""
+    """The product of shapes, formats, numbers of tokens and backends to measure."""
 
     shapes: Sequence[Shape]
     tokens: Sequence[int]
     formats: Sequence[Format]
     dtype: str
     backends: Sequence[str]
-    calls: int  # of the shorter program, at least
-    cold_bytes: int  # what the distinct copies of a weight add up to, at least
+    calls: int  # minimum, of the shorter program
+    cold_bytes: int  # minimum total size of the distinct copies of a weight
     effort: timing.Effort = timing.THOROUGH  # of CUDA graphs
 
 
 class Skipped(NamedTuple):
-    """A backend that cannot run, or cannot run this format, and why."""
+    """A backend that cannot run, or lacks this format, and the reason."""
 
     backend: str
     format: str
@@ -43,7 +43,7 @@ class Skipped(NamedTuple):
 
 
 class Wrong(NamedTuple):
-    """A product that is not timed, since it is none."""
+    """A product that is not timed because its result is wrong."""
 
     backend: str
     shape: str
@@ -53,7 +53,7 @@ class Wrong(NamedTuple):
 
 
 def measure(plan: Plan) -> Iterator[dict[str, Any] | Skipped | Wrong]:
-    """One finding after the other, as they are made."""
+    """Yields findings as they are made."""
     table = contenders.table()
     if plan.dtype != "bfloat16" and any(format.scale for format in plan.formats):
         raise InputError("formats with scales of 8 bits are timed beside bfloat16; see --dtype.")
@@ -86,7 +86,7 @@ def _with_a_time(finding: dict[str, Any] | Skipped | Wrong) -> dict[str, Any] | 
 def copies(plan: Plan, size: int, shares: bool = False) -> tuple[int, int]:
     """Distinct weights of `size` bytes, and calls of the shorter program that rotate over them.
 
-    **Raises:** `InputError` for a weight so small that it would take too many.
+    **Raises:** `InputError` for a weight so small that it needs too many copies.
     """
     count = max(1, math.ceil(plan.cold_bytes / size))
     if count > _MOST_COPIES:
@@ -100,7 +100,7 @@ def copies(plan: Plan, size: int, shares: bool = False) -> tuple[int, int]:
 
 
 def _read(plan: Plan, size: int) -> dict[str, Any]:
-    """What it takes XLA to sum the rows of as many bytes, so that every byte is read."""
+    """Time of XLA to sum the rows of `size` bytes, which reads every byte."""
     count, calls = copies(plan, size)
     shape = (math.ceil(size / 4 / _READ_COLUMNS), _READ_COLUMNS)
     buffers = [_random_words(jax.random.key(i), shape) for i in range(count)]
@@ -161,7 +161,7 @@ def _products(
     except Exception as error:
         if ours:
             raise
-        # Other packages refuse shapes in ways of their own.
+        # Other packages raise various errors for unsupported shapes.
         reason = f"{shape.name}: {type(error).__name__}: {error}"
         yield Skipped(row["backend"], row["format"], reason.splitlines()[0])
 
@@ -178,7 +178,7 @@ def _reference(
 def timed(
     time: timing.Microseconds, method: str, size: int, count: int, calls: int, error: float | None
 ) -> dict[str, Any]:
-    """What a row says of a time, measured by `calls` calls over `count` weights of `size` bytes."""
+    """Fields of a row for a time of `calls` calls over `count` weights of `size` bytes."""
     return {
         "method": method,
         "us": time.median,

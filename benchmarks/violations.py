@@ -1,4 +1,4 @@
-"""What is wrong with measured times: cells slower than dense or than more tokens are, and jumps."""
+"""Finds anomalies in measured times: cells slower than dense or than larger M, and jumps."""
 
 import math
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import contenders
 from results import InputError
 
-# A weight of fewer elements than these takes a few microseconds, of which launches are a part.
+# Weights with fewer elements take a few microseconds, including the launch.
 SMALL = 20_000_000
 SLOWER_BY, SMALL_SLOWER_BY, FALLS_BY = 0.04, 0.10, 0.03
-STEP, JUMPS_BY = 8, 0.15  # tokens, and by how much more time they may take
+STEP, JUMPS_BY = 8, 0.15  # tokens, and the allowed increase in time
 
 
 class Cell(NamedTuple):
-    """A product, measured beside dense."""
+    """A product, measured together with dense."""
 
     shape: str
     elements: int  # of the weight
@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
     @property
     def slower(self) -> bool:
-        """Whether it loses by more than is allowed."""
+        """Whether it is slower than dense by more than allowed."""
         allowed = SMALL_SLOWER_BY if self.elements < SMALL else SLOWER_BY
         return self.us > (1 + allowed) * self.dense_us
 
@@ -41,7 +41,7 @@ class Cell(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Times of a shape with few and with more tokens."""
+    """Times of a shape at smaller and larger M."""
 
     few: Cell
     many: Cell
@@ -55,9 +55,9 @@ class Pair(NamedTuple):
 
 
 def cells(rows: list[dict[str, Any]]) -> list[Cell]:
-    """Our rows that have a dense one beside them; dense is the faster where there are several.
+    """Our rows with a matching dense row, the fastest if there are several.
 
-    **Raises:** `InputError` for none, and for rows of several formats.
+    **Raises:** `InputError` if there are none, or rows of several formats.
     """
     ours = [row for row in rows if row["backend"] == "jaxlowbit"]
     if len({(row["format"], row["dtype"], row["method"]) for row in ours}) > 1:
@@ -78,7 +78,7 @@ def cells(rows: list[dict[str, Any]]) -> list[Cell]:
 
 
 def falls(cells: list[Cell]) -> Iterator[Pair]:
-    """Each time with the least of more tokens, where that is shorter by more than is allowed."""
+    """Pairs whose minimum time at larger M is shorter by more than allowed."""
     for few in cells:
         more = [cell for cell in cells if cell.shape == few.shape and cell.m > few.m]
         many = min(more, key=lambda cell: cell.us, default=few)
@@ -87,8 +87,7 @@ def falls(cells: list[Cell]) -> Iterator[Pair]:
 
 
 def jumps(cells: list[Cell]) -> Iterator[Pair]:
-    """Each time with that of up to STEP more tokens, where that is longer by more than is
-    allowed."""
+    """Pairs up to STEP tokens apart whose time increases by more than allowed."""
     times = {(cell.shape, cell.m): cell for cell in cells}
     for few in cells:
         more = [times.get((few.shape, few.m + step)) for step in range(1, STEP + 1)]
@@ -98,5 +97,5 @@ def jumps(cells: list[Cell]) -> Iterator[Pair]:
 
 
 def mean_speed_up(cells: list[Cell]) -> float:
-    """The geometric mean."""
+    """Geometric mean of the speed-ups."""
     return math.exp(sum(math.log(cell.speed_up) for cell in cells) / len(cells))

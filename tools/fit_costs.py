@@ -1,13 +1,13 @@
 """Fits the constants of the kernels' cost models to measured times, and writes them.
 
-    python tools/fit_costs.py            # to benchmarks/results/fit/*.jsonl.gz but `unseen` ones
+    python tools/fit_costs.py            # to benchmarks/results/fit/*.jsonl.gz except `unseen` ones
     python tools/fit_costs.py --dry-run  # prints what would change, and writes nothing
     python tools/fit_costs.py --table    # writes the table of measured choices instead
 
-The data are lines of `driver choices`, the models those of the installed package, and the
-constants those of `cuda/kernels/*/costs.inc`, whose numbers are replaced in place. The table
-(`jaxlowbit/_tuning/tables/`) lists products that a choice multiplies faster than what the installed
-package would select, which must have been built with the constants that are written here.
+Reads lines of `driver choices`, evaluates the models of the installed package, and replaces the
+constants in `cuda/kernels/*/costs.inc` in place. The table (`jaxlowbit/_tuning/tables/`) lists
+products with a measured choice faster than the selection of the installed package; build
+the package with the new constants first.
 """
 
 import argparse
@@ -31,29 +31,28 @@ from jaxlowbit._tuning import table as tables
 ROOT = Path(__file__).parents[1]
 _SUMMARY = "Fits the constants of the kernels' cost models to measured times, and writes them."
 DATA = ROOT / "benchmarks/results/fit"
-HELD_OUT = "unseen"  # in the names of files that are not fitted to
+HELD_OUT = "unseen"  # in the names of files excluded from the fit
 
-# The models of what these change are no kernels' own, or not here.
+# Options whose costs are not modelled by a kernel, or not fitted here.
 _UNMODELLED = {"transposed", "half_sums", "permuted", "bias", "residual", "activation"}
-# What is minimized is the mean regret, with a soft minimum: choices whose costs differ by this
-# fraction share. Large regrets count more than their size.
+# The loss is the mean regret under a soft minimum: choices whose costs differ by this fraction
+# share the weight. Large regrets count more than proportionally.
 _SOFT = 0.02
 _LARGE = 8.0
-# Beside the regret of the choice among all kernels: the regret of each kernel's own choice, which
-# other GPUs and other numbers of rows see; errors of the times, those of good choices above all;
-# and the squares of the logarithms of changes.
+# Further loss terms: the regret of the choice within each kernel, which matters for other GPUs and
+# other M; errors of predicted times, mainly of good choices; squared logarithms of changes.
 _OWN, _ERROR, _CHANGE = 0.15, 0.1, 2e-4
-_USUAL_ERROR = 0.05  # errors of the times count squared up to here
+_USUAL_ERROR = 0.05  # errors of predicted times count quadratically up to here
 _MOST_CHANGE = 5.0  # a factor, of one fit
-_STEPS = 0.1, 0.002, 0.5  # by which constants are changed: first, least and most
+_STEPS = 0.1, 0.002, 0.5  # changes of constants: first, minimum and maximum
 _MOST_ROUNDS = 60
 _LEAST_GAIN = 0.03  # of an entry of a table
-# What takes longer runs under the power limit, where times depend on what ran before.
+# Longer products hit the power limit, so their times depend on earlier work.
 _MOST_MICROSECONDS = 500  # of an entry
-_LEAST_TILE = 16  # rows between tiles of many rows
+_LEAST_TILE = 16  # rows between tiles at large M
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?(?![\w.])")
 
-# The numbers of cuda/select/choice.h, the first of them the kernel's.
+# The fields of cuda/select/choice.h; the first is the kernel.
 Choice = tuple[int, int, int, int, int, int]
 
 
@@ -71,7 +70,7 @@ class Problem(NamedTuple):
 
     @property
     def is_native(self) -> bool:
-        """Whether the device ran its own kernels, not those of an older GPU."""
+        """Whether the device ran kernels for its architecture, not for an older GPU."""
         capability = self.fields["compute_capability"]
         return not any(
             gpu.name == self.fields["device_name"] and gpu.capability != capability
@@ -80,7 +79,7 @@ class Problem(NamedTuple):
 
 
 def load(paths: Iterable[Path]) -> list[Problem]:
-    """The problems of files, of those kinds that the models tell apart."""
+    """Loads the problems of files, without options that are not modelled."""
     problems = []
     for path in paths:
         with (
@@ -110,7 +109,7 @@ class Kernel:
             if choice[0] == number
         ]
         self.model = ffi.CostModel(self.name, [(p.question, choice) for _, p, choice in cases])
-        # Costs and times are tables, with a row for each problem and infinity where a choice ends.
+        # Costs and times are tables with a row per problem, padded with infinity.
         self.choices = [[c for c in p.times if c[0] == number] for p in problems]
         self.rows = np.array([row for row, *_ in cases], int)
         self.columns = np.array([self.choices[row].index(c) for row, _, c in cases], int)
@@ -127,9 +126,9 @@ class Kernel:
 
 
 class Fit:
-    """Constants of all kernels that choose well: each is moved alone as long as that helps.
+    """Fits the constants of all kernels by coordinate descent.
 
-    Constants that are zero, and signs, are part of the model.
+    Zeros and signs of constants are part of the model and do not change.
     """
 
     def __init__(self, kernels: Sequence[Kernel], start: Sequence[np.ndarray]):
@@ -144,7 +143,7 @@ class Fit:
         self.parts = [self._part(number, start[number]) for number in range(len(kernels))]
 
     def run(self, names: Sequence[str]) -> list[np.ndarray]:
-        """Moves the constants of some kernels."""
+        """Fits the constants of some kernels."""
         first, least, most = _STEPS
         steps = [np.full(len(constants), first) for constants in self.start]
         loss = self._loss()
@@ -181,7 +180,7 @@ class Fit:
         self.parts[number] = self._part(number, self.constants[number])
 
     def _part(self, number: int, constants: np.ndarray) -> tuple[np.ndarray, float]:
-        """The logarithms of a kernel's costs, and what it adds to the loss for itself."""
+        """Logarithms of the costs of a kernel, and its separate part of the loss."""
         kernel, start = self.kernels[number], self.start[number]
         logs = np.log(np.maximum(kernel.costs(constants), 0.1))
         changed = np.log(constants[start != 0] / start[start != 0])
@@ -205,7 +204,7 @@ class Fit:
 
 
 def _over(times: np.ndarray, best: np.ndarray) -> np.ndarray:
-    """By how much times are longer than the best, as fractions; 0 where there is none."""
+    """Relative excess of times over the best; 0 for missing times."""
     there = np.isfinite(times)
     return np.where(there, np.where(there, times, 0) / np.where(np.isfinite(best), best, 1) - 1, 0)
 
@@ -222,13 +221,13 @@ def _soft_regret(logs: np.ndarray, regrets: np.ndarray) -> float:
 
 
 def read_constants(path: Path) -> np.ndarray:
-    """The numbers of a costs.inc, in their order."""
+    """The numbers of a costs.inc, in order."""
     code = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
     return np.array([float(number) for number in _NUMBER.findall(code)])
 
 
 def with_constants(text: str, constants: Iterable[float], sources: Sequence[str]) -> str:
-    """The text of a costs.inc with other numbers, and with where they are from."""
+    """Replaces the numbers in the text of a costs.inc and names their sources."""
     values = iter(constants)
     head, mark, body = text.partition("// clang-format off\n")
     lines = []
@@ -249,7 +248,7 @@ def with_constants(text: str, constants: Iterable[float], sources: Sequence[str]
 
 
 class Regret(NamedTuple):
-    """By how much the chosen choices take longer than the best, as fractions of the best."""
+    """Relative excess time of the chosen over the best choices."""
 
     mean: float
     worst: float
@@ -262,7 +261,7 @@ class Regret(NamedTuple):
 
 
 def regret(chosen: Iterable[tuple[Problem, float, float]]) -> Regret:
-    """The regret of choices, given as problems, microseconds and those of the best."""
+    """The regret of choices, given as (problem, microseconds, best microseconds)."""
     found = [(us / best - 1, problem) for problem, us, best in chosen]
     if not found:
         return Regret(0, 0, 0, None)
@@ -271,7 +270,7 @@ def regret(chosen: Iterable[tuple[Problem, float, float]]) -> Regret:
 
 
 def selected(problems: Iterable[Problem]) -> Iterator[tuple[Problem, Choice]]:
-    """What the installed package selects without measured choices."""
+    """The selection of the installed package without measured choices."""
     for problem in problems:
         kernel, *others = ffi.candidates(**problem.fields)[0]
         yield problem, cast(Choice, (ffi.KERNELS.index(kernel), *others))
@@ -289,10 +288,10 @@ def selected_regret(problems: Iterable[Problem]) -> Regret:
 def report(
     problems: Sequence[Problem], kernels: Sequence[Kernel], constants: Sequence[np.ndarray]
 ) -> None:
-    """Prints the regret of each kernel on its own, of each source, and of all."""
+    """Prints the regret within each kernel, of each source, and of all."""
 
     def chosen(*some: int) -> Iterator[tuple[Problem, float, float]]:
-        """What the models choose of the measured choices of some kernels."""
+        """The measured choices of some kernels that the models select."""
         costs = np.hstack([kernels[number].costs(constants[number]) for number in some])
         times = np.hstack([kernels[number].times for number in some])
         for row, problem in enumerate(problems):
@@ -311,7 +310,7 @@ def report(
 
 
 def write_table(problems: Sequence[Problem]) -> Path:
-    """Writes the choices that are faster than the selected ones, for the devices' own problems."""
+    """Writes the choices that are faster than the selected ones, for native problems."""
     names = {problem.fields["device_name"] for problem in problems}
     if len(names) != 1:
         raise SystemExit(f"fit_costs: a table is of one device, the data are of {sorted(names)}.")
@@ -324,7 +323,7 @@ def write_table(problems: Sequence[Problem]) -> Path:
     entries = []
     for key, (problem, default) in plain.items():
         times = problem.times
-        if key in early:  # a table does not tell them apart
+        if key in early:  # equal keys in a table
             other, other_default = early[key]
             limit = other.times[other_default]
             times = {c: us for c, us in times.items() if other.times.get(c, math.inf) <= limit}
@@ -345,7 +344,7 @@ def _key(fields: dict[str, Any]) -> tuple:
 
 
 def _entry(problem: Problem, best: Choice, default: Choice, others: list[Problem]) -> tables.Entry:
-    """The entry of a product. It stands for the numbers of rows that take as many tiles."""
+    """The entry of a product. It covers all M with the same number of tiles."""
 
     def product(fields: dict[str, Any]) -> Product:
         format = Format(fields["bits"], fields["group_size"], fields["zero"])
@@ -392,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fit = Fit([Kernel(number, fitted) for number in range(len(ffi.KERNELS))], before)
     after = []
     for kernel, old, new in zip(kernels, before, fit.run(options.kernels), strict=True):
-        # Constants count as they are written, with four digits.
+        # Evaluate constants as written, with four digits.
         after.append(np.array([float(f"{value:.4g}") for value in new]))
         if not options.dry_run and not np.array_equal(old, new):
             text = kernel.path.read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
 """Writes the tables of formats into the pages that have their markers.
 
-    python tools/format_tables.py          # after a format was added or changed
+    python tools/format_tables.py          # after adding or changing a format
     python tools/format_tables.py --check  # whether all pages have them; changes nothing
 
-A page has a table between `<!-- format-table -->` and `<!-- /format-table -->`, and one of the
-formats with 8-bit scales alone after `<!-- format-table: 8-bit scales -->`. Formats are those of
-`jaxlowbit._core.format_table`; errors are those of the installed package.
+A table goes between `<!-- format-table -->` and `<!-- /format-table -->`; the opening marker
+`<!-- format-table: 8-bit scales -->` limits it to formats with 8-bit scales. Formats come from
+`jaxlowbit._core.format_table`, errors from the installed package.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from jaxlowbit._backends import custom_calls, pallas
 from jaxlowbit._core.format_table import NAMED, bits_per_weight, formula, number_range
 
 ROOT = Path(__file__).parents[1]
-SHAPE = (4096, 256)  # of the normal weights whose errors the table has
+SHAPE = (4096, 256)  # of the normal weights used for the errors in the table
 _MARKED = re.compile(
     r"(<!-- format-table(?:: ([\w -]+?))? -->\n).*?(<!-- /format-table -->)", re.DOTALL
 )
@@ -39,9 +39,9 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 
 def filled(text: str) -> str:
-    """A page with the tables of its markers.
+    """Fills the markers of a page with their tables.
 
-    **Raises:** `ValueError` for a marker of another table.
+    **Raises:** `ValueError` for a marker of an unknown table.
     """
 
     def table(match: re.Match[str]) -> str:
@@ -54,7 +54,7 @@ def filled(text: str) -> str:
 
 
 def markdown(formats: Mapping[str, jl.Format]) -> str:
-    """A table of formats by their names, without the last line feed."""
+    """A table of formats by name, without a trailing line feed."""
     rows = [_HEAD, ("---",) * len(_HEAD), *(_row(name) for name in formats)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -69,7 +69,7 @@ def _row(name: str) -> tuple[str, ...]:
 
 
 def kernels(format: jl.Format) -> Iterable[str]:
-    """The backends with a kernel for these weights beside activations of bfloat16."""
+    """The backends with a kernel for these weights and bfloat16 activations."""
     lhs = jnp.dtype("bfloat16")
     reasons = {name: custom_calls.uncovered(name, lhs, format) for name in custom_calls.PRODUCTS}
     reasons["pallas"] = pallas.unsupported(format)
@@ -82,7 +82,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @functools.cache
 def error(name: str) -> str:
-    """norm(w - dequantized) / norm(w) of normal weights in three digits, which machines share."""
+    """norm(w - dequantized) / norm(w) of normal weights, in three digits, equal on all machines."""
     weight = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
     found = jl.quantize(weight, name, scale_dtype=_scale_dtype(name)).dequantize(jnp.float32)
     change = np.asarray(found, np.float64) - weight
@@ -91,7 +91,7 @@ def error(name: str) -> str:
 
 
 def _scale_dtype(name: str) -> str | None:
-    """Scales of the width that bits per weight count."""
+    """The scale dtype assumed by bits per weight."""
     return "bfloat16" if NAMED[name].scale is None else None
 
 

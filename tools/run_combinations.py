@@ -3,13 +3,13 @@
     python tools/run_combinations.py --out cpu.jsonl               # all, on the backends here
     python tools/run_combinations.py --out gpu.jsonl --workers 12
     python tools/run_combinations.py --only "int8 by int4" --out x.jsonl
-    python tools/run_combinations.py --table                       # the page, of the kept results
+    python tools/run_combinations.py --table                       # the page, from the kept results
     python tools/run_combinations.py --table --check               # whether it has that table
 
-The file gets a line for each combination on each backend as soon as it is computed; a second run
-goes on where the first one ended. Results that are kept are `benchmarks/results/combinations/
-DEVICE.jsonl.gz`, and the page is `docs/measurements/combinations.md`. On the CPU, Pallas is
-interpreted, and computes some of the combinations alone. The exit status is 1 if one is wrong.
+Appends a line per combination and backend as soon as it is computed; a second run continues where
+the first one ended. Kept results are `benchmarks/results/combinations/DEVICE.jsonl.gz`; the page is
+`docs/measurements/combinations.md`. On the CPU, Pallas is interpreted and computes only some of the
+combinations. The exit status is 1 if a result is wrong.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PAGE = ROOT / "docs/measurements/combinations.md"
 RESULTS = ROOT / "benchmarks/results/combinations"
 INTERPRETED = 24  # combinations that Pallas computes on the CPU
 _PATHS = [str(ROOT / "tests/support"), str(ROOT / "tools")]
-_KEPT_PROGRAMS = 20  # combinations after which compiled programs are dropped
+_KEPT_PROGRAMS = 20  # combinations between clearing compiled programs
 _MARKED = re.compile(r"(<!-- combinations -->\n).*?(<!-- /combinations -->)", re.DOTALL)
 
 Line = dict[str, Any]
@@ -41,7 +41,7 @@ Line = dict[str, Any]
 
 
 def run(combinations: Any, out: Path, only: str, part: int, parts: int) -> None:
-    """Appends a line for each of these that the file does not have."""
+    """Appends lines for the combinations missing in the file."""
     import jax
 
     done = {(line["name"], line["backend"]) for line in _lines(out) if "name" in line}
@@ -58,7 +58,7 @@ def run(combinations: Any, out: Path, only: str, part: int, parts: int) -> None:
 
 
 def line_of(combinations: Any, combination: Any, backend: str) -> Line:
-    """What was found, or the error that it ended with."""
+    """The result of a combination, or its error."""
     line = {"name": combination.name, "backend": backend}
     try:
         return line | combinations.check(combination, backend)._asdict()
@@ -73,7 +73,7 @@ def right(line: Line) -> bool:
 
 
 def _append(path: Path, line: Line) -> None:
-    """One write, so that lines of several processes do not mix."""
+    """Appends in one write, so that lines of several processes do not mix."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -90,7 +90,7 @@ def _lines(path: Path) -> list[Line]:
 
 
 def environment() -> Line:
-    """What the results depend on."""
+    """The device, versions and date of results."""
     import jax
 
     import jaxlowbit
@@ -115,7 +115,7 @@ class Results(NamedTuple):
 
 
 def kept(folder: Path = RESULTS) -> list[Results]:
-    """The results in the repository, a file for each device."""
+    """Reads the results in the repository, one file per device."""
     found = []
     for path in sorted(folder.glob("*.jsonl.gz")):
         first, *lines = _lines(path)
@@ -124,7 +124,7 @@ def kept(folder: Path = RESULTS) -> list[Results]:
 
 
 def filled(text: str, combinations: Any, results: Iterable[Results]) -> str:
-    """The page with the tables of these results."""
+    """Inserts the tables of these results into the page."""
     tables = "\n\n".join(markdown(combinations, found) for found in results)
     return _MARKED.sub(lambda match: f"{match[1]}\n{tables}\n\n{match[2]}", text)
 
@@ -174,7 +174,7 @@ def _worst(errors: Sequence[float]) -> str:
 
 
 def _cell(lines: Sequence[Line]) -> str:
-    """The worst error over its bound, of how many, and how many are wrong if any is."""
+    """Formats the maximum ratio of error to bound, the count, and the number of wrong results."""
     if not lines:
         return ""
     errors = [line["error"] for line in lines if "failed" not in line]
@@ -186,7 +186,7 @@ def _cell(lines: Sequence[Line]) -> str:
 
 
 def load() -> Any:
-    """The module `combinations`, which imports modules of the tests."""
+    """Imports the module `combinations` of the tests."""
     sys.path[:0] = [path for path in _PATHS if path not in sys.path]
     return importlib.import_module("combinations")
 
@@ -210,7 +210,7 @@ def main() -> None:
         sys.exit(_share(options))
     import jax
 
-    # Float32 is not to be multiplied in TF32.
+    # Disables TF32.
     jax.config.update("jax_default_matmul_precision", "highest")
     combinations = load()
     if options.part is None and not _lines(options.out):
@@ -221,7 +221,7 @@ def main() -> None:
 
 
 def _share(options: argparse.Namespace) -> int:
-    """Runs as many processes, each of which computes a part."""
+    """Runs processes that each compute a part."""
     if not _lines(options.out):
         code = "import json, run_combinations; print(json.dumps(run_combinations.environment()))"
         paths: Mapping[str, str] = {

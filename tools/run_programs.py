@@ -1,14 +1,14 @@
-"""Random programs (`programs.py` of the tests) under each way in which XLA may run them on a GPU.
+"""Runs random programs (`tests/support/programs.py`) under different XLA settings for GPUs.
 
     python tools/run_programs.py                         # 600 under each setting of SETTINGS
     python tools/run_programs.py --count 3000 --settings "default"
     python tools/run_programs.py --count 500 --flags=--xla_gpu_enable_dynamic_slice_fusion=true
-    python tools/run_programs.py --program "Program(...)"    # one, by what a failure printed
+    python tools/run_programs.py --program "Program(...)"    # one, as printed by a failure
 
-A line for each setting says how many programs ran and how many fail; each that does is printed, and
-the exit status is 1. Programs are drawn from their number, `--first` and on. Flags hold for a
-process, so workers run them; a worker that dies is replaced, and what it ran is printed. Without a
-GPU they run on the CPU.
+Prints the number of programs and failures of each setting, and each failing program; the exit
+status is 1 if any failed. Programs are drawn from consecutive seeds, starting with `--first`. XLA
+flags apply to a whole process, so workers run the programs; if a worker dies, its program is
+printed and a new worker continues. Without a GPU the programs run on the CPU.
 """
 
 import argparse
@@ -35,18 +35,18 @@ SETTINGS = {
     "loops in graphs": f"{_GRAPHS} --xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL",
     "default": "",
 }
-# Those that a plain run goes through; the default of XLA is between them.
+# Settings of a run without `--settings`; the default of XLA is between them.
 PLAIN = [name for name in SETTINGS if name != "default"]
-# What makes compiling cheap, for all of them.
+# Reduces compile time in all settings.
 _CHEAP = "--xla_gpu_autotune_level=0"
 _PATHS = [str(Path(__file__).parents[1] / "tests/support"), str(Path(__file__).parent)]
 _WORKER = (sys.executable, __file__, "--worker")
-# Runs of each program: the first results are kept, so that buffers move; the last two are alike.
+# Runs per program: keeping the first results moves the buffers; the last two use the same ones.
 _RUNS = 4
-_SECONDS = 300  # for one program, with the start of its worker
+_SECONDS = 300  # per program, including the start of its worker
 
 
-Line = dict[str, Any]  # that a worker prints
+Line = dict[str, Any]  # printed by a worker
 
 
 class Summary(NamedTuple):
@@ -54,10 +54,10 @@ class Summary(NamedTuple):
     programs: int
     failures: list[str]
     fused: int  # how many had slices fused into a call
-    # How many ran from a graph, of those with a call of one product alone; None where the module
-    # that counts these calls was not built.
+    # Programs replayed from a graph, among those with a single-product call; None if the module
+    # that counts calls was not built.
     replayed: int | None
-    worst: float  # the largest error of those that do not fail, over its bound
+    worst: float  # maximum ratio of error to bound among passing programs
     worst_program: int
     seconds: float
 
@@ -81,9 +81,9 @@ def run(
     command: Sequence[str] = _WORKER,
     report: Callable[[str], None] = lambda failure: None,
 ) -> Summary:
-    """Runs programs number `first` and on, in processes with these XLA flags.
+    """Runs programs from number `first`, in processes with these XLA flags.
 
-    `report` is told each failure as soon as it is known.
+    `report` receives each failure immediately.
     """
     begin = time.monotonic()
 
@@ -119,15 +119,15 @@ def outcomes(
     report: Callable[[Line], None] = lambda line: None,
     done: Callable[[Line], None] = lambda line: None,
 ) -> list[Line]:
-    """How each of these went, in processes of a command that calls `work` with its arguments.
+    """Runs numbers in processes of a command that passes its arguments to `work`.
 
-    Lines of `work`, with an "error" where it failed; `report` is told these at once, and `done`
-    each line of a number that has ended.
+    Returns the lines of `work`, with an "error" for failures; `report` receives failures
+    immediately, and `done` the line of each finished number.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "")
     paths = filter(None, [*_PATHS, os.environ.get("PYTHONPATH")])
     env = os.environ | {
-        "JAX_PLATFORMS": f"{platforms},cpu" if platforms else "",  # the definition runs there
+        "JAX_PLATFORMS": f"{platforms},cpu" if platforms else "",  # for the reference
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAXLOWBIT_TUNED": "",
@@ -137,13 +137,13 @@ def outcomes(
     found: list[Line] = []
 
     def run_share(mine: list[int]) -> None:
-        """Runs these, one after the other, in as many workers as it takes."""
+        """Runs numbers sequentially, starting a new worker whenever one dies."""
         while mine:
             lines, died = _run_worker([*command, *map(str, mine)], env, report, done)
             begun = {line["number"]: line["program"] for line in lines if "program" in line}
             ended = [line for line in lines if "program" not in line]
             left = [i for i in mine if i not in {line["number"] for line in ended}]
-            # One that began; if none did, all: no other worker would fare better.
+            # The number that had started; if none had, all, since a new worker would fail too.
             lost = [i for i in left if i in begun] or ([] if begun else left)
             why = died or "the worker ended"
             names = {i: f"{why} in\n{begun[i]}" if i in begun else why for i in lost}
@@ -164,7 +164,7 @@ def _run_worker(
     report: Callable[[Line], None],
     done: Callable[[Line], None],
 ) -> tuple[list[Line], str]:
-    """What a worker printed, and how it died, if it did."""
+    """The lines printed by a worker, and the cause of its death, if any."""
     lines: list[Line] = []
     with subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -207,9 +207,9 @@ def _run_worker(
 def work(
     numbers: Sequence[int], describe: Callable[[int], str], run: Callable[[int], dict[str, Any]]
 ) -> None:
-    """In a worker: runs each of these, and says on stdout what it runs and how it went.
+    """Worker: runs numbers, and reports starts and results on stdout.
 
-    Ends after an error that is more than a wrong number: CUDA may not recover from it.
+    Exits after any error other than wrong results, because CUDA may not recover.
     """
 
     def say(**line: Any) -> None:
@@ -283,7 +283,7 @@ def main() -> int:
         chosen = {options.flags: options.flags}
     failed = False
     for i, (name, flags) in enumerate(chosen.items()):
-        # Other programs under each setting.
+        # Different programs for each setting.
         first = options.first + i * options.count
         found = run(
             name,

@@ -1,4 +1,4 @@
-"""Formats with 8-bit scales: MXFP4, MXFP8, NVFP4; their numbers, their scales, what is refused."""
+"""Formats with 8-bit scales (MXFP4, MXFP8, NVFP4): their values, scales and errors."""
 
 import functools
 import pickle
@@ -73,8 +73,9 @@ def test_names(format):
     ids=["mxfp4", "mxfp8", "e5m2"],
 )
 def test_mx_is_that_of_the_specification(format, element):
-    """OCP Microscaling Formats 1.0, section 6.3: the scale is the largest power of two of a group
-    over that of the element type; elements are rounded to nearest, ties to even, and saturate."""
+    """OCP Microscaling Formats 1.0, section 6.3: the scale is the largest power of two of the
+    group over the largest of the element type; elements round to nearest, ties to even, and
+    saturate."""
     weight = random(128, 40) * np.exp2(random(4, 1, 40, seed=1) * 8).repeat(32, 0).reshape(128, 40)
     weight[1:32] = np.round(weight[1:32] * 4) / 4  # many ties
     dtype = getattr(ml_dtypes, element)
@@ -107,7 +108,7 @@ def test_nvfp4_is_that_of_nvidia():
 
 @three
 def test_groups_without_extent(format):
-    """Zeros, -0 and equal values stay what they are; no scale is 0 or NaN."""
+    """Zeros, -0 and equal values are preserved; no scale is 0 or NaN."""
     weight = np.zeros((64, 8), np.float32)
     weight[:, 1], weight[:, 2], weight[:32, 3] = -0.0, 0.75, 1.0
     found = np.asarray(dequantized(quantize(weight, format), jnp.float32))
@@ -119,7 +120,7 @@ def test_groups_without_extent(format):
 
 @three
 def test_the_ends_of_float32(format):
-    """Large weights stay finite, and small ones do not vanish before they are refused."""
+    """Large weights stay finite, and small weights that are accepted keep their accuracy."""
     for size in (3e38, 1e-33):
         weight = (random(64, 8).clip(-4, 4) / 4 * size).astype(np.float32)
         found = np.asarray(dequantized(quantize(weight, format), jnp.float32)).astype(np.float64)
@@ -140,13 +141,13 @@ def test_an_outlier_beyond_the_scales_of_others_is_refused():
 
 
 def array_of(codes: Any, scale: Any, format: Format, **options: Any) -> QuantizedArray:
-    """Without the checks of `from_integers`, which refuse scales that are NaN."""
+    """Skips the checks of `from_integers` (by tracing it), which raise for NaN scales."""
     pack = functools.partial(QuantizedArray.from_integers, format=format, **options)
     return jax.jit(pack)(codes, scale)
 
 
 def rows_of_the_identity(array: QuantizedArray, backend: str, dtype: Any) -> list[np.ndarray]:
-    """The weights, of products of few rows and of many, of which kernels go different ways."""
+    """The weights from products with small and large M, which use different kernel paths."""
     identity = jnp.eye(array.k, dtype=dtype)
     found = []
     for rows in (1, 8, array.k):
@@ -156,14 +157,14 @@ def rows_of_the_identity(array: QuantizedArray, backend: str, dtype: Any) -> lis
     return found
 
 
-# Groups of 32 and of 64 rows, of which kernels make tables, and of 16.
+# Kernels build tables for groups of 32 and 64 rows, not of 16.
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("format", [MXFP4, MXFP4.replace(group_size=64), *OTHERS], ids=format_name)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_codes_of_powers_of_two(format, dtype, backend):
-    """2^(code - 127), also where that is subnormal in float32; 255 is NaN."""
+    """2^(code - 127), including subnormal float32 values; 255 is NaN."""
     columns = np.array([0, 1, 2, 126, 127, 238, 254, 255], np.uint8)
-    codes = np.arange(64)[:, None].repeat(8, 1) + 60  # of 8 bits up to the last that is finite
+    codes = np.arange(64)[:, None].repeat(8, 1) + 60  # 8-bit codes up to the last finite one
     if format.codebook is None:
         numbers, codes = np.arange(128.0), codes.astype(np.int8)
     else:
@@ -187,7 +188,7 @@ def test_codes_of_powers_of_two(format, dtype, backend):
 @pytest.mark.parametrize("format", [MXFP8, E5M2], ids=format_name)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_codes_of_8_bit_floats_beside_small_and_large_scales(format, backend, first):
-    """No weight is subnormal or infinite, so none is lost on its way."""
+    """No weight is subnormal or infinite, so results are exact."""
     columns = np.arange(first, first + 24, dtype=np.uint8)
     codes = np.arange(60, 124, dtype=np.uint8)[:, None].repeat(24, 1)
     array = array_of(codes, columns[None].repeat(2, 0), format)
@@ -203,7 +204,7 @@ def test_codes_of_8_bit_floats_beside_small_and_large_scales(format, backend, fi
     ("codebook", "outgrown"), [("e4m3", True), ("e5m2", True), ("e2m1", False), (None, False)]
 )
 def test_products_with_scales_that_float16_does_not_hold(codebook, outgrown):
-    """Weights near 1 are up to 448 times the largest number, in units of their tensor scale."""
+    """In units of the tensor scale, weights near 1 are up to 448 times the largest number."""
     format = Format(4 if codebook == "e2m1" else 8, 32, codebook=codebook, scale="e4m3")
     array = quantize(random(256, 70), format)
     lhs = jnp.asarray(random(9, 256, seed=1)).astype(jnp.float16)
@@ -222,7 +223,7 @@ def test_products_with_scales_that_float16_does_not_hold(codebook, outgrown):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_codes_of_8_bit_floats(dtype, backend):
-    """Subnormal ones, the largest, both NaN; a sign counts."""
+    """Subnormal codes, the largest, and both NaNs, with signs."""
     columns = np.array([[0, 1, 7, 8, 0x7E, 0x81, 0x8F, 0x7F, 0xFF]], np.uint8)
     codes = np.arange(16, dtype=np.uint8)[:, None].repeat(9, 1)
     array = array_of(codes, columns, NVFP4, tensor_scale=np.float32(0.375))
@@ -237,7 +238,7 @@ def test_codes_of_8_bit_floats(dtype, backend):
 
 @two
 def test_what_is_there_is_packed(format):
-    """From quantized values and the bits of scales, or scales of their dtype, and back."""
+    """Packs codes with scale bits, or with scales of the scale dtype, and unpacks them."""
     array = quantize(random(64, 70), format)
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 2**format.bits - 2, (64, 70), np.uint8)
@@ -260,7 +261,7 @@ FLOATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 @pytest.mark.parametrize(("name", "scales"), [("e4m3", np.float32), ("e5m2", E8M0)])
 def test_scales_of_blocks(name, scales):
-    """Also where the last blocks are cut, and of a stack."""
+    """For a stack, with partial last blocks."""
     values = jnp.asarray(random(2, 300, 200)).astype(FLOATS[name])
     scale = jnp.exp2(jnp.asarray(random(2, 3, 2)).round()).astype(scales)
     array = jax.jit(QuantizedArray.from_blocks)(values, scale)
@@ -276,7 +277,7 @@ def test_scales_of_blocks(name, scales):
 
 
 def test_leaves():
-    """A tensor scale is one more leaf; trees without one are those of versions that knew none."""
+    """A tensor scale adds a leaf; trees from versions without tensor scales still load."""
     assert len(quantize(random(64, 8), INT4).tree_flatten()[0]) == 6
     assert len(quantize(random(64, 8), MXFP4).tree_flatten()[0]) == 6
     array = quantize(random(3, 64, 8), NVFP4)
@@ -284,7 +285,7 @@ def test_leaves():
     assert (len(leaves), leaves[-1].shape, leaves[-1].dtype) == (7, (3,), jnp.float32)
     assert array.nbytes == sum(leaf.nbytes for leaf in leaves if leaf is not None)
     assert QuantizedArray.tree_unflatten(static, leaves).tensor_scale is leaves[-1]
-    old = INT4.__dict__.copy()  # a format that was pickled before it had scales
+    old = INT4.__dict__.copy()  # a format pickled before formats had `scale`
     del old["scale"]
     found = object.__new__(Format)
     found.__dict__.update(old)
@@ -337,7 +338,7 @@ def test_a_tensor_scale_has_a_derivative():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_meshes(kind):
-    """Columns divided, k in shards, and a matrix that is quantized where it lies."""
+    """Sharded columns, sharded k, and quantization of a sharded matrix in place."""
     mesh, x = make_mesh(kind), jnp.asarray(random(4, 256, seed=1))
     for name, shards in (("n", (1, 1)), ("k", (4, 1))):
         array = quantize(random(256, 512), NVFP4, shards=shards)
@@ -378,7 +379,7 @@ class Model(nnx.Module):
 
 @pytest.mark.parametrize("format", [NVFP4, Format(4, 64, scale="int8")], ids=format_name)
 def test_layers(format):
-    """Layers keep the dtype of their parameters, which 8-bit scales have not."""
+    """Layers keep the dtype of their parameters; 8-bit scales do not have it."""
     tokens = jnp.array([3, 1, 4])
     model = Model(nnx.Rngs(0))
     report = jl_nnx.quantize_model(model, {"": format})
@@ -434,7 +435,7 @@ def test_which_kernels_read_them(format):
     reasons = supported_backends(x, array)
     sentence = "its kernels read scales of 16 or 32 bits, the format has 8-bit ones"
     assert (reasons["cpu"], reasons["pallas"], reasons["xla"]) == (None, sentence, None)
-    # Whether this build has kernels or not:
+    # Independent of the kernels in this build:
     assert uncovered("cuda", jnp.dtype("bfloat16"), format) is None
     only_integers = (
         "with float32 lhs the kernels take integers with scales of 16 or 32 bits, and no float "
@@ -456,7 +457,7 @@ UNIT: dict[str, Any] = {"tensor_scale": 1.0}
 
 
 def cast(tree: Any) -> Any:
-    """A tree in bfloat16, as of a model."""
+    """Casts a tree to bfloat16, like a model."""
 
     def to(x: Any) -> Any:
         return x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x

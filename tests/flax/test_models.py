@@ -1,4 +1,4 @@
-"""`quantize_model` on whole transformers, NNX and Linen: what they compute, hold and store."""
+"""`quantize_model` on whole NNX and Linen transformers: results, memory and checkpoints."""
 
 import functools
 import gc
@@ -33,7 +33,7 @@ def flax_promotes_dtypes():
 
 
 class NnxModel:
-    """A transformer with the operations that the tests need, the same for both libraries."""
+    """A transformer with the operations of the tests, with one interface for both libraries."""
 
     def __init__(self, **options: Any):
         self.options = options
@@ -43,7 +43,7 @@ class NnxModel:
         return jaxlowbit.nnx.quantize_model(self.model, rules)
 
     def twin(self, **options: Any) -> "NnxModel":
-        """The float model whose kernels are those that the quantized ones stand for."""
+        """The float model with the dequantized kernels."""
         twin = NnxModel(**self.options | options)
         layers: dict[Any, Any] = dict(nnx.iter_modules(twin.model))
         for path, layer in nnx.iter_modules(self.model):
@@ -85,7 +85,7 @@ def _pull_nnx(graph: Any, state: Any, x: Any, cotangent: Any) -> Any:
 
 
 class LinenModel:
-    """The same of a module and its variables."""
+    """The same interface for a Linen module and its variables."""
 
     def __init__(self, **options: Any):
         self.options = options
@@ -151,12 +151,12 @@ def make(request):
     return request.param
 
 
-# --- what a model computes -----------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------
 
 
 @functools.cache
 def evaluated(make: Any, dtype: Any, **options: Any) -> dict[str, dict[str, np.ndarray]]:
-    """Logits, and a gradient by inputs, of the quantized model and of three to compare it with."""
+    """Logits and input gradients of the quantized model and of three reference models."""
     rng = np.random.default_rng(0)
     x, direction = rng.normal(size=(2, 9, WIDTH)), rng.normal(size=(2, 9, VOCABULARY))
 
@@ -178,12 +178,12 @@ def evaluated(make: Any, dtype: Any, **options: Any) -> dict[str, dict[str, np.n
 
 
 def assert_as_good_as_the_twin(found: dict[str, dict[str, np.ndarray]], name: str) -> None:
-    """The quantized model is as near to the exact twin as rounding leaves the twin itself.
+    """The quantized model is as close to the float64 twin as the twin in the model's dtype.
 
-    It rounds each weight, product and sum to the dtype of the activations where the twin does, and
-    adds in another order. So both stray from the twin in float64 by errors of one size, which all
-    layers have amplified alike, and which no fixed tolerance knows. Twice that of the twin is
-    allowed; the floats from before quantization are far outside.
+    Both round each weight, product and sum to the dtype of the activations, in different orders of
+    addition. Their errors against float64 therefore have similar size, which depends on the layers,
+    so no fixed tolerance applies. Twice the error of the twin is allowed; the model before
+    quantization is far outside.
     """
 
     def error(which: str) -> float:
@@ -210,7 +210,7 @@ def test_nnx_layers_that_are_tied_stay_tied():
     first, again = model.model.blocks[1], model.model.blocks[3]
     assert first is again
     assert isinstance(first.mlp.up, jaxlowbit.nnx.QuantizedLinear)
-    assert isinstance(model.model.embed, jaxlowbit.nnx.QuantizedEmbed)  # the logits are its too
+    assert isinstance(model.model.embed, jaxlowbit.nnx.QuantizedEmbed)  # also computes the logits
     assert len(report.layers) == 2 * len(LINEAR) + 1
     state = nnx.to_flat_state(nnx.state(model.model, nnx.PathContains("packed")))
     assert len(state) == len({id(leaf) for _, leaf in state}) == 2 * len(LINEAR) + 1
@@ -234,16 +234,16 @@ def test_tied_layers_compute_what_the_twin_does(make):
 # --- memory --------------------------------------------------------------------------------------
 
 
-@functools.cache  # asked at every call of a program
+@functools.cache  # called for every Python call and return
 def in_core(filename: str) -> bool:
     return Path(filename).parent.name in ("_core", "quantizers")
 
 
 class LiveBytes:
-    """Bytes of arrays, sampled wherever a function of `_core` or `quantizers` is called or returns.
+    """Bytes of arrays, sampled at calls and returns of functions in `_core` and `quantizers`.
 
-    Arrays of earlier tests, which may be thousands, are held, so that their ids stay theirs, and
-    are not counted.
+    Arrays of earlier tests, which may be thousands, are not counted, but referenced, so that their
+    ids are not reused.
     """
 
     def __init__(self) -> None:

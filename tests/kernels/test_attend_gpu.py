@@ -1,4 +1,4 @@
-"""A decode step's attention by our own kernel (`cuda/ops/attend.cu`) against XLA's in float32."""
+"""Attention of a decode step by our kernel (`cuda/ops/attend.cu`) against XLA in float32."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ def native(operands, *, pairs="halves", reach=None, window=None, scale=1.0):
 
 
 def appended(operands, pairs="halves"):
-    """Rotated queries, and the cache with the new keys and values, by XLA."""
+    """XLA reference: rotated queries, and the cache with the new keys and values."""
     q, k, v = (x[:, None] for x in operands[:3])
     norms = operands.norms or (None, None)
     normalized = (
@@ -46,7 +46,7 @@ def appended(operands, pairs="halves"):
 
 
 def by_xla(operands, *, pairs="halves", window=None, scale=1.0, reach=None, magnitude=False):
-    """The attention in float32, or that of absolute values: how large what is added is."""
+    """Attention in float32, or of absolute values, which bounds the magnitude of the terms."""
     q, k, v = (x.astype(jnp.float32) for x in appended(operands, pairs))
     reach = k.shape[1] if reach is None else reach
     position, held = operands.position[:, None], operands.positions
@@ -65,13 +65,13 @@ def normal(*shape, dtype, seed):
 
 
 def hidden(cache, seen, value):
-    """The cache with a value wherever it is not seen."""
+    """Fills the unseen positions of the cache with a value."""
     seen = jnp.pad(seen, ((0, 0), (0, cache.shape[1] - seen.shape[1])))
     return jnp.where(seen[:, :, None, None], cache, jnp.asarray(value, cache.dtype))
 
 
 def assert_right(got, operands, **options):
-    """Of weights and results that are rounded once each, to the dtype of the result."""
+    """Bound: weights and results each round once, to the dtype of the result."""
     out, keys, values = got
 
     @jax.jit
@@ -98,7 +98,7 @@ def problem(batch, heads, kv_heads, size, slots, dtype, seed=0, slot=None):
     query, key, value, keys, values = (
         normal(*shape, dtype=dtype, seed=5 * seed + i) for i, shape in enumerate(shapes)
     )
-    # Multiples of 1/4, so that rotating makes no error.
+    # Multiples of 1/4, so that rotation is exact.
     cos, sin = (
         jnp.asarray(rng.integers(-4, 5, (batch, size // 2)) / 4, jnp.float32) for _ in range(2)
     )
@@ -128,7 +128,7 @@ def test_it_is_that_of_xla(heads, kv_heads, size, dtype):
         options: dict[str, Any] = {"window": window, "scale": size**-0.5, "reach": reach}
         options["pairs"] = ("halves", "neighbours")[seed % 2]
         seen = attention.mask(given.position[:, None], given.positions[:, :reach], window)[:, 0]
-        seen = seen.at[:, slot].set(False)  # what is written over does not matter
+        seen = seen.at[:, slot].set(False)  # overwritten by the step
         caches = {name: hidden(getattr(given, name), seen, jnp.nan) for name in ("keys", "values")}
         given = given._replace(**caches)
         assert_right(jax.jit(functools.partial(native, **options))(given), given, **options)
@@ -165,7 +165,7 @@ def test_heads_are_normalized(size):
     given = given._replace(norms=norms)
     out, keys, values = jax.jit(functools.partial(native, scale=0.2))(given)
     _, *caches = jax.jit(appended)(given)
-    # A normalized element may be rounded to the other side, and then what is rotated.
+    # A normalized element may round the other way, which also changes the rotated one.
     np.testing.assert_allclose(*(np.float32(x) for x in (keys, caches[0])), rtol=0.02, atol=0.06)
     assert jnp.array_equal(values, caches[1])
     want = jax.jit(functools.partial(by_xla, scale=0.2))(given)
@@ -176,7 +176,7 @@ BATCH, SLOTS, REACH, HEADS, KV_HEADS, SIZE, STEPS = 2, 320, 256, 32, 8, 128, 40
 
 
 def loop(attend, cache, queries, keys, values, rotation):
-    """Steps one after the other, as a decoder does; the cache, and what every step returns."""
+    """Runs consecutive steps like a decoder; returns the cache and the result of each step."""
 
     def step(state):
         i, (k, v, held), outs = state
@@ -245,7 +245,7 @@ def test_a_loop_writes_the_cache_in_place():
 
 
 def test_caches_of_a_stack():
-    """XLA may hand over each layer's part of the stack where it lies."""
+    """XLA may pass pointers into the stack for each layer."""
     layers = 3
     given = [problem(BATCH, 12, 4, 40, 37, "float16", seed, slot=5) for seed in range(layers)]
     options: dict[str, Any] = {"window": 20, "scale": 0.2, "pairs": "halves"}
@@ -274,7 +274,7 @@ def test_a_decoder_chooses_it(name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_a_decoder_says_the_same_with_it(name, monkeypatch):
-    """Logits of tokens that are read one at a time."""
+    """Logits of tokens processed one at a time."""
     config = CONFIGS[name]
     decoder = init(config, INT8, dtype=jnp.bfloat16).decoder
 

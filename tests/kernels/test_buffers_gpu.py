@@ -1,8 +1,8 @@
-"""Products whose operands and results are where XLA puts them: inside of other buffers.
+"""Products with operands and results inside larger buffers.
 
-XLA gives a custom call pointers into larger buffers for its slices and its updates, so that a
-result may be the memory of an operand, and an operand may start at any element. The cases run in
-processes of their own, which a fault would end.
+For slices and updates XLA passes a custom call pointers into larger buffers, so a result may alias
+an operand, and an operand may start at any element. Cases run in separate processes, because a
+fault ends the process.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxlowbit import (
 )
 
 pytestmark = pytest.mark.gpu
-# Groups that the kernels of Hopper do not take.
+# Groups unsupported by the Hopper kernels.
 GENERAL = Format(4, 16)
 
 
@@ -39,7 +39,7 @@ def rows_of(x: Any, start: int, count: int) -> Any:
 
 # --- results over what they are computed from -----------------------------------------------------
 
-# Weights (d, d), and what is computed by them.
+# Weights (d, d), and a function of them.
 FORMS: dict[str, tuple[Any, Any]] = {
     "product": (uniform, quantized_matmul),
     "epilogue": (
@@ -61,7 +61,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
 
 
 def in_place(form: str, rows: int, d: int) -> None:
-    """Rows of a buffer are replaced by what is computed from them."""
+    """Rows of a buffer are replaced by results computed from them."""
     make, compute = FORMS[form]
     weights, x = make(d, d), normal(rows + 128, d)
 
@@ -128,7 +128,7 @@ CASES: Cases = {
 
 
 def inside(array: Any, start: int) -> tuple[Any, Any]:
-    """A vector with `array` from element `start` on, and what takes it from there."""
+    """A vector with `array` at element `start`, and a function that slices it out."""
     flat = jnp.concatenate([jnp.zeros(start, array.dtype), array.reshape(-1)])
     return flat, lambda flat: rows_of(flat, start, array.size).reshape(array.shape)
 
@@ -142,7 +142,7 @@ def lhs_at_3(m: int, format: Format, permuted: bool) -> None:
 
 
 def windows(loop: str) -> None:
-    """Of a signal, each an element on from the one before."""
+    """Slices of a signal, each one element after the previous."""
     k, n, steps = 4096, 1024, 8
     rhs, signal = uniform(k, n), normal(k + 64)
 
@@ -161,7 +161,7 @@ def windows(loop: str) -> None:
 
 
 def leaf_at_1(name: str, m: int, format: Format) -> None:
-    """Of a weight, from one buffer of parameters."""
+    """Each array of a weight, from one buffer of parameters."""
     lhs, rhs = normal(m, 2048), uniform(2048, 2048, format, permuted=name == "permutation")
     flat, take = inside(getattr(rhs, name), 1)
     oracle = Oracle.of(lhs, dequantize(rhs))

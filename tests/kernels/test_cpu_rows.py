@@ -1,4 +1,4 @@
-"""Numbers of rows at which the CPU kernels change their way, against float64."""
+"""CPU kernels against float64, around the values of M that change their code path."""
 
 import dataclasses
 
@@ -23,17 +23,17 @@ from jaxlowbit._core.format import parse_format
 
 pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="the kernels of the CPU")
 
-ROWS = (1, 2, 3, 4, 15, 16, 17, 32, 33, 48, 70)  # by tiles: one, two, an odd number, an even one
+ROWS = (1, 2, 3, 4, 15, 16, 17, 32, 33, 48, 70)  # one tile, two, an odd number, an even number
 ZEROS = ("none", "integer", "float")
 
 
 @jax.jit
 def products(inputs: list[jax.Array], rhs: QuantizedArray) -> list[jax.Array]:
-    """In one program, as each would take as long to compile."""
+    """Multiplies all inputs in one program, to compile only once."""
     return [quantized_matmul(lhs, rhs, backend="cpu") for lhs in inputs]
 
 
-# A group of 16 rows, two of them in a block of 64, a boundary in some blocks, one to each, one.
+# 16 rows; two groups per block of 64; boundaries inside some blocks; one per block; one in all.
 @pytest.mark.parametrize("group_size", [16, 32, 48, 96, 64, -1])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_way_is_within_its_error_bound(bits, group_size):
@@ -46,7 +46,7 @@ def test_every_way_is_within_its_error_bound(bits, group_size):
 
 
 def mostly_cancelled(rhs: QuantizedArray, rng: np.random.Generator) -> QuantizedArray:
-    """The same with zeros that make nine weights of ten 0, or what rounding leaves of it."""
+    """Changes codes and zeros so that nine of ten weights are 0, up to rounding."""
     bits, size = rhs.format.bits, rhs.format.group_size
     scale, codes = np.asarray(rhs.scale), unpack(np.asarray(rhs.packed), rhs.format.bits)
     cancelled = rng.integers(0, 2**bits, scale.shape)
@@ -61,7 +61,7 @@ def separate_products(pairs: list[tuple[jax.Array, QuantizedArray]]) -> list[jax
     return [quantized_matmul(lhs, rhs, backend="cpu") for lhs, rhs in pairs]
 
 
-# Bits of one row look up sums of activations, to which scales and zeros are applied.
+# For one row, bits look up sums of activations; scales and zeros are applied afterwards.
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("zero", ["none", "float", "cancels", "codebook"])
 @pytest.mark.parametrize("bits", [1, 2, 3])
@@ -102,7 +102,7 @@ def assert_every_way_is_within_its_bound(rhs: QuantizedArray) -> None:
         assert_within(got, oracle.exact[:m], bound[:m])
 
 
-# One register of numbers, two, and more, some that bfloat16 holds and some that it does not.
+# Tables of one register, two and more; exact and inexact in bfloat16.
 @pytest.mark.parametrize("group_size", [48, -1])
 @pytest.mark.parametrize("codebook", [2, 4, 5, 6, 7, 8, "e2m1", "e4m3", "e5m2"])
 def test_every_way_of_a_codebook_is_within_its_error_bound(codebook, group_size):
@@ -120,7 +120,7 @@ def test_every_way_of_a_codebook_is_within_its_error_bound(codebook, group_size)
     )
 
 
-# Powers of two and 8-bit floats, beside lookups of one register, of bytes, and beside integers.
+# Power-of-two and 8-bit float scales with register lookups, byte lookups and integers.
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "int3-g48-e4m3", "int8-channel-e8m0"])
 def test_every_way_of_8_bit_scales_is_within_its_error_bound(name):
     weight = np.random.default_rng(0).standard_normal((201, 70), dtype=np.float32)
@@ -140,7 +140,7 @@ def test_tasks_of_several_strips_in_blocks_of_rows(group_size):
 
 @pytest.mark.parametrize("m", ROWS)
 def test_what_is_not_finite_stays_in_its_row(m):
-    """Among the rows of a tile, and those that fill it up."""
+    """Among the rows of a tile and its padding rows."""
     rng = np.random.default_rng(0)
     rhs = quantize(jnp.asarray(rng.standard_normal((100, 70), dtype=np.float32)), Format(4, 48))
     lhs = rng.standard_normal((m, 100)).astype(jnp.bfloat16)

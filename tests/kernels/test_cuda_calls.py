@@ -1,4 +1,4 @@
-"""Calls of several kernels and with epilogues on a GPU, beside what they stand for."""
+"""Multi-kernel calls and epilogues on a GPU, compared with separate operations."""
 
 import functools
 from typing import Any
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.gpu
 # --- several products in one call -----------------------------------------------------------------
 
 FORMATS = [INT4, UINT4, Format(4, 64, "float"), Format(8, 32, "integer"), NF4, MXFP4]
-# So many features that few rows run the kernel of Hopper whatever the weight.
+# Wide enough to select the small-M Hopper kernel for every weight.
 WIDE = 1024
 mlp = functools.partial(quantized_mlp, backend="cuda")
 
@@ -72,7 +72,7 @@ def assert_is_mlp(got, lhs, gate_up, down, activation=jax.nn.silu):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_several_products_in_one_call(format, dtype):
-    """More of them than one launch takes."""
+    """More products than fit one launch."""
     rhss = [quantize(normal(1024, n, seed=n), format) for n in (1024, 256, 200, 64, 130)]
     one_call = jax.jit(quantized_matmuls, static_argnames=("preferred_element_type", "backend"))
     for m in ROWS:
@@ -95,7 +95,7 @@ def test_mlp_in_one_call(format, dtype):
 
 @pytest.mark.parametrize("name", [*filter(None, JAX_ACTIVATIONS)])
 def test_activations_of_mlp(name):
-    """Sizes whose products are not read 16 bytes at a time, and gates far from zero."""
+    """Sizes without 16-byte alignment, and gates far from zero."""
     gate_up, down = mlp_weights(72, 333, 40, UINT4)
     lhs = 30 * normal(9, 72)
     got = jax.jit(functools.partial(mlp, activation=name))(lhs, gate_up, down)
@@ -114,9 +114,9 @@ def test_programs_hold_one_call_each():
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("width", [512, WIDE])
 def test_blocks_in_one_call_each(width, m, dtype):
-    """From a graph, one after the other, against their products and the rest by XLA.
+    """Consecutive blocks, replayed from a graph, against our products with XLA for the rest.
 
-    Roundings are the same but for those of a reciprocal square root and an exponential.
+    Rounding differs only in a reciprocal square root and an exponential.
     """
     features, layers = 3 * width // 4, []
     for seed in range(3):
@@ -171,7 +171,7 @@ def test_blocks_in_one_call_each(width, m, dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("m", ROWS)
 def test_products_of_normalized_rows_in_one_call_each(m, dtype, addend):
-    """Against the sum and the normalization by XLA, and the same products."""
+    """Against the same products with sum and normalization by XLA."""
     width = 1024
     gate_up, down = mlp_weights(width, 1536, 512, INT4)
     weights = [quantize(normal(width, n, seed=n), INT4) for n in (256, 200)]
@@ -208,7 +208,7 @@ def test_products_of_normalized_rows_in_one_call_each(m, dtype, addend):
 @pytest.mark.parametrize(("dtype", "large"), [(jnp.bfloat16, 1e25), (jnp.float16, 4e3)])
 @pytest.mark.parametrize("m", [1, 5, 16])
 def test_normalizations_of_a_block(m, dtype, large):
-    """Also of zeros, of rows large for their dtype, and of a NaN, each row on its own.
+    """Rows of zeros, rows large for their dtype, and a NaN, which affects only its row.
 
     In bfloat16 large rows have infinite squares; in float16 elements times their scales would be
     infinite if they were not normalized first.
@@ -245,7 +245,7 @@ def test_normalizations_of_a_block(m, dtype, large):
 
 @pytest.mark.parametrize("m", ROWS)
 def test_mlp_and_one_call_repeat_their_bits(m):
-    """Layers one after the other, from a graph: no kernel starts before what it reads is there."""
+    """Consecutive layers, replayed from a graph: no kernel starts before its inputs are ready."""
     layers = [mlp_weights(512, 1536 + 64 * i, 512, INT4) for i in range(4)]
 
     def step(call, x):
@@ -253,7 +253,7 @@ def test_mlp_and_one_call_repeat_their_bits(m):
             x = x + call(x, gate_up, down)
             gate, up = quantized_matmuls(x, [gate_up.select(0), gate_up.select(1)])
             x = x + (gate + up)[:, :512]
-            wide = x.astype(jnp.float32)  # as is the scale, whose rounding would move every element
+            wide = x.astype(jnp.float32)  # like the scale; rounding it would change every element
             x = (wide / jnp.sqrt(jnp.mean(jnp.square(wide)))).astype(x.dtype)
         return x
 
@@ -271,14 +271,14 @@ def test_mlp_and_one_call_repeat_their_bits(m):
         np.asarray(jax.jit(functools.partial(step, apart))(x), np.float32)
         for x in (lhs.astype(jnp.float32), lhs)
     )
-    # Roundings grow from layer to layer, and differ where kernels do.
+    # Rounding errors grow from layer to layer, and differ between kernels.
     usual = np.linalg.norm(rounded - exact)
     assert usual < 0.03 * np.linalg.norm(exact)
     assert np.linalg.norm(first.astype(np.float32) - exact) < 1.5 * usual
 
 
 def test_one_call_waits_for_weights_of_its_program():
-    """Its first kernel starts after what wrote them, and the others after that one."""
+    """The first kernel starts after their producer, and the others after the first."""
     lhs = normal(4, 1024)
     pair = jnp.stack([normal(1024, 4096, seed=1), normal(1024, 4096, seed=2)])
     last = normal(4096, 1024, seed=3)
@@ -334,7 +334,7 @@ def test_gradients_of_mlp():
 
 # --- epilogues ------------------------------------------------------------------------------------
 
-# Shapes that select each kernel, its edges and its split sums; on Hopper, few rows, then many.
+# Shapes that select each kernel, its edges and split k; on Hopper, small M, then large M.
 EPILOGUE_SHAPES = [
     (1, 512, 8192),
     (5, 333, 512),
@@ -349,7 +349,7 @@ EPILOGUE_SHAPES = [
 
 
 def epilogue(turn, m, n, dtype):
-    """One of many: its addends, which may be missing, its activation, the dtype of the result."""
+    """Draws one epilogue: optional addends, an activation and the dtype of the result."""
     types = (dtype, jnp.float32)
     bias = normal(1, n, seed=4)[0].astype(types[turn % 2])
     residual = normal(m, n, seed=5).astype(types[turn // 2 % 2])
@@ -395,7 +395,7 @@ def test_gated_pairs(m, n, k, format):
 
 
 def test_epilogues_of_stacks():
-    """Each matrix of a stack has its bias, and pairs are read where an index says."""
+    """A bias per matrix of a stack, and pairs selected by an index."""
     lhs, stack = normal(3, 5, 512), quantize(normal(6, 512, 320), INT4)
     bias, residual = normal(3, 320, seed=1), normal(3, 5, 320, seed=2)
 

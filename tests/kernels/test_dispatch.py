@@ -1,4 +1,4 @@
-"""The choice of a CUDA kernel: a pure function, asked here about devices that need not exist."""
+"""Selection of CUDA kernels: a pure function, tested with descriptions of devices."""
 
 import itertools
 from typing import Any
@@ -45,7 +45,7 @@ def test_every_choice_keeps_its_limits(device, bits):
 
 
 def test_workspace_holds_every_choice():
-    """What Python allocates without knowing the device is enough on each of them."""
+    """The workspace allocated without knowing the device suffices on each device."""
     for (m, n, k), device in itertools.product(SHAPES, DEVICES.values()):
         allocated = call.workspace_bytes(1, m, n)
         best = select(m=m, n=n, k=k, **device)
@@ -55,7 +55,7 @@ def test_workspace_holds_every_choice():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_choices_for_gated_pairs(device):
-    """Partial sums fit what Python allocates for both products."""
+    """Partial sums fit the workspace of both products."""
     for (m, n, k), limit in itertools.product(SHAPES[::5], (None, 1 << 20)):
         problem: dict[str, Any] = {"m": m, "n": n, "k": k, **DEVICES[device]}
         allocated = call.workspace_bytes(2, m, n) if limit is None else limit
@@ -66,7 +66,7 @@ def test_choices_for_gated_pairs(device):
 
 
 def test_choices_do_not_change_between_calls():
-    """`select` remembers some thousands of choices; `candidates` remembers none."""
+    """`select` caches some thousands of choices; `candidates` has no cache."""
     for _ in range(2):
         for m in range(1, 5001):
             problem: dict[str, Any] = {"m": m, "n": 128, "k": 128, **SMALL}
@@ -84,7 +84,7 @@ def test_few_tiles_split_the_sum(m, n, k, split):
     assert (select(m=m, n=n, k=k, **A100)["split_k"] > 1) == split
 
 
-# Either side of every limit of the kernels for sm_90, where each is the fastest.
+# Problems on both sides of each crossover between the sm_90 kernels.
 @pytest.mark.parametrize(
     ("problem", "kernel"),
     [
@@ -138,7 +138,7 @@ def test_without_a_compiler_the_kernel_that_was_built_runs(m, lacks):
     [(64, 4096, 4096, True), (512, 9472, 3584, True), (1024, 8192, 8192, False)],
 )
 def test_tiles_that_fill_no_round_are_divided(m, n, k, divided):
-    """Of 132 multiprocessors: 32 or 64 small tiles, 148 large ones, and 256 in two rounds."""
+    """On 132 multiprocessors: 32 or 64 small tiles, 148 large ones, and 256 in two waves."""
     choice = select(m=m, n=n, k=k, **H200)
     assert choice["kernel"] == "qmm_sm90" and (choice["split_k"] > 1) == divided
     assert choice["split_k"] == 1 or select(m=m, n=n, k=k, **H200, workspace_bytes=0) != choice
@@ -146,7 +146,7 @@ def test_tiles_that_fill_no_round_are_divided(m, n, k, divided):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(64, 1536, 1536), (128, 5120, 1728), (256, 4096, 2752)])
 def test_small_weights_take_tiles_of_one_strip(m, n, k):
-    """But not as the gate of a pair, whose tiles need two."""
+    """Gated pairs need tiles of two strips."""
     tiles = []
     for gated in (False, True):
         kernel, *_, tile, _ = extension.ffi.candidates(m=m, n=n, k=k, gated=gated, **H200)[0]
@@ -157,20 +157,20 @@ def test_small_weights_take_tiles_of_one_strip(m, n, k):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (16, 6144, 4096)])
 def test_products_that_start_early_share_multiprocessors(m, n, k):
-    """In larger clusters, which leave room for CTAs of the kernel before and of the next."""
+    """Larger clusters leave room for CTAs of the previous and the next kernel."""
     alone, early = (select(m=m, n=n, k=k, early_start=early, **H200) for early in (False, True))
     assert alone["kernel"] == early["kernel"] == "qmm_sm90_stream"
     assert alone["split_k"] < early["split_k"]
 
 
 def test_tiles_of_gated_products_have_whole_pairs():
-    """Of 150 tiles of three strips 18 are divided, but a gate and its up take 224 of two."""
+    """18 of 150 three-strip tiles are divided; a gate and up pair takes 224 two-strip tiles."""
     assert select(m=128, n=28672, k=8192, **H200)["split_k"] == 7
     assert select(m=128, n=14336, k=8192, gated=True, **H200)["split_k"] == 1
 
 
 def test_more_tokens_take_larger_tiles():
-    """Until a tile has 256 tokens; the sum is split where tiles are few."""
+    """Up to 256 tokens per tile; few tiles split k."""
     sizes = (33, 64, 128, 256, 512, 1024, 4096)
     choices = [select(m=m, n=8192, k=8192, **H200) for m in sizes]
     tiles = [choice["block_m"] for choice in choices]
@@ -179,7 +179,7 @@ def test_more_tokens_take_larger_tiles():
 
 
 def microseconds(kernel, **problem):
-    """What the cost model expects of the kernel's first candidate."""
+    """The cost model's time for the first candidate of the kernel."""
     found = next(c for c in extension.ffi.candidates(**problem) if c[0] == kernel)
     choice = extension.ffi.KERNELS.index(kernel), *found[1:]
     model = extension.ffi.CostModel(kernel, [(extension.ffi.question(**problem), choice)])
@@ -196,7 +196,7 @@ def microseconds(kernel, **problem):
     ],
 )
 def test_costs_follow_the_rates_of_the_device(m, kernel, device):
-    """Those of an H200, and others within 5 percent, are what is assumed of unknown ones."""
+    """Unknown rates default to those of an H200, and rates within 5 percent count as equal."""
     problem = {"m": m, "n": 28672, "k": 8192, **device}
     assumed = microseconds(kernel, **problem)
     for clock_mhz, memory_gb_per_s in ((1980, 4814), (1965, 4916), (0, 4814)):
@@ -204,7 +204,7 @@ def test_costs_follow_the_rates_of_the_device(m, kernel, device):
         assert microseconds(kernel, **problem, **rates) == assumed
     slow = microseconds(kernel, **problem, clock_mhz=990, memory_gb_per_s=2407)
     assert slow == pytest.approx(2 * assumed)
-    # With a tenth of the memory's rate, weights take longer to read than all else.
+    # At a tenth of the memory bandwidth, reading weights dominates.
     starved = microseconds(kernel, **problem, clock_mhz=1980, memory_gb_per_s=481)
     read = 28672 * 8192 / 2 / 481e3
     assert starved > 0.9 * read if m < 1024 else starved == pytest.approx(assumed)
@@ -213,7 +213,7 @@ def test_costs_follow_the_rates_of_the_device(m, kernel, device):
 @pytest.mark.parametrize("group_size", [64, 128, -1])
 @pytest.mark.parametrize("zero", ["none", "integer"])
 def test_int8_lhs_has_a_tile_for_every_number_of_rows(zero, group_size):
-    most = 192 if zero == "none" else 160  # rows of a tile that has a sum for each group
+    most = 192 if zero == "none" else 160  # rows of a tile with accumulators per group
     for m, (n, k) in itertools.product(
         (1, 33, 100, 256, 1000, 4096), ((64, 64), (200, 1008), (8192, 8192), (4096, 14336))
     ):
@@ -229,7 +229,7 @@ def test_int8_lhs_has_tiles_of_256_rows_where_channels_have_one_sum(bits):
         assert select(lhs="int8", group_size=-1, **problem)["block_m"] == 256
         assert select(lhs="int8", group_size=128, **problem)["block_m"] <= 192
         found = extension.ffi.candidates(group_size=-1, **problem)
-        assert found and all(tile < 18 for *_, tile, _ in found)  # 16 bits do not take it
+        assert found and all(tile < 18 for *_, tile, _ in found)  # not available for 16 bits
 
 
 @pytest.mark.parametrize(

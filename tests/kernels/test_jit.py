@@ -1,4 +1,4 @@
-"""Kernels compiled where they run: the compiler, and the cache of what it made. Needs no GPU."""
+"""JIT compilation of kernels: the compiler and the cache of its binaries. Needs no GPU."""
 
 import json
 import os
@@ -46,8 +46,8 @@ SMALL = [("sm80", INSTANCES["sm80"])]
 
 pytestmark = pytest.mark.skipif(not build_info()["cuda"], reason="this build has no CUDA kernels")
 
-# What a process of its own does: the compiler and its cache are found once in a process. It loads
-# the compiled module by itself, which takes a twentieth of the time that it takes with JAX.
+# Runs in a separate process, because a process looks for the compiler and its cache only once.
+# Imports the compiled module without JAX, in a twentieth of the time.
 PROGRAM = f"""
 import json, sys
 sys.path.append({str(Path(ffi.__file__).parent)!r})
@@ -95,7 +95,7 @@ def files(cache: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def filled(nvrtc, tmp_path_factory):
-    """A cache with one instance, not to be written to, and the instance."""
+    """A read-only cache with one instance, and the instance."""
     cache = tmp_path_factory.mktemp("filled")
     _, (right,) = compiled(cache)
     return cache, right
@@ -168,7 +168,7 @@ def test_an_instance_that_does_not_compile_says_why(nvrtc, tmp_path):
     assert files(tmp_path) == []
 
 
-# Stands for NVRTC of any version: it compiles nothing.
+# Fake NVRTC of any version; compiles nothing.
 FAKE = """
 int nvrtcVersion(int *major, int *minor) { *major = MAJOR; *minor = MINOR; return 0; }
 const char *nvrtcGetErrorString(int status) { (void)status; return "fake"; }
@@ -184,7 +184,7 @@ int nvrtcGetCUBIN(void) { return 1; }
 
 
 def fake_nvrtc(folder: Path, version: str) -> dict:
-    """Options of `start` for processes that find this version and no other."""
+    """Options of `start` for processes that find only this version."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("cc was not found")
@@ -252,7 +252,7 @@ WIDTHS = (*ffi.KERNEL_BITS, *ffi.COMPILED_BITS)
 def instances_of(
     *widths: int, family: str | None = None, built: bool | None = None
 ) -> list[tuple[str, str]]:
-    """Of some widths, of a family, and of those that the build holds, or lacks."""
+    """Instances of some widths, filtered by family and by whether they are prebuilt."""
     found = [instance for bits in widths for instance in ffi.instances(bits)]
     return [
         (name, expression)
@@ -266,7 +266,7 @@ def sample(found: list, count: int) -> list:
 
 
 def kernel_names(binary: bytes) -> set[bytes]:
-    """The mangled names of our kernels, as strings that end with a null."""
+    """The mangled names of our kernels, which are null-terminated strings."""
     return set(re.findall(rb"(_ZN9jaxlowbit\d+sm[\w]+Qmm\w+Kernel\w+)\0", binary))
 
 
@@ -280,7 +280,7 @@ def test_every_instance_has_one_name():
             usual = {"sm80": "PartialSums::kNone" in expression, "sm80_transposed": False}.get(
                 family, hopper
             )
-            # The build holds tiles of qmm_sm90 after the seventh for what most programs run.
+            # Tiles of qmm_sm90 after the seventh are prebuilt only for the commonest types.
             tile = re.search(r"ZeroKind::\w+, \d, (\d+)", expression) if family == "sm90" else None
             between = tile is not None and int(tile[1]) >= 7
             plain = bits == 4 and types[0] == "__nv_bfloat16" and zero.endswith("kNone")
@@ -309,12 +309,12 @@ def test_names_are_those_of_the_kernels_in_the_build(nvrtc, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_instances_that_the_build_lacks_compile(nvrtc, tmp_path, family):
-    """For Hopper, without registers that running products still read; elsewhere for others, too."""
+    """On Hopper without `wgmma` register hazards; also on other GPUs."""
     if family == "sm90" and wgmma_hazards.find_tool("nvdisasm") is None:
         pytest.skip("nvdisasm was not found")
     architecture = "90a" if "sm90" in family else "86"
-    # CI compiles 50 instances of sm90, which take the longest (tools/compile_sample.py). Of the
-    # other families, two of three compile each width.
+    # CI compiles 50 instances of sm90, the slowest to compile (tools/compile_sample.py). Each width
+    # is compiled for two of the other three families.
     place = FAMILIES.index(family)
     widths = [bits for i, bits in enumerate(WIDTHS) if (i + place) % 3]
     widths = WIDTHS[:1] if family == "sm90" else widths
@@ -336,7 +336,7 @@ def test_instances_that_the_build_lacks_compile(nvrtc, tmp_path, family):
 
 
 def test_the_compiler_of_nvidias_wheel_is_found(nvrtc, tmp_path):
-    """By its place beside other packages, where the system does not look."""
+    """In site-packages, which the system loader does not search."""
     folder = tmp_path / "nvidia/cu13/lib"
     folder.mkdir(parents=True)
     for path in Path(nvrtc["path"]).parent.glob("libnvrtc*"):
@@ -357,7 +357,7 @@ def test_the_compiler_of_nvidias_wheel_is_found(nvrtc, tmp_path):
 
 @pytest.fixture
 def toolchain(monkeypatch, tmp_path):
-    """What is said of the compiler."""
+    """A fake `ffi.toolchain`."""
     said = {"error": "", "compiler": "nvrtc 13.9", "path": "/lib/nvrtc", "cache": str(tmp_path)}
     monkeypatch.setattr(extension.ffi, "toolchain", lambda: said)
     extension.uncompiled.cache_clear()
@@ -395,7 +395,7 @@ def test_the_report_names_compiler_and_cache(toolchain, tmp_path):
 
 @pytest.fixture
 def compiler(monkeypatch, toolchain):
-    """Records what is to be compiled, and compiles nothing."""
+    """Records compile requests without compiling."""
     asked = []
 
     def compile_all(wanted, capability):
@@ -450,7 +450,7 @@ def test_kernels_for_other_activations(compiler, dtype):
     ],
 )
 def test_kernels_for_quantized_activations(compiler, dtype, format, name):
-    """Rows that are multiplied in bfloat16 take kernels for that."""
+    """Rows multiplied in bfloat16 need bfloat16 kernels."""
     main(["compile", "--format", format, "--device", "H200", "--dtype", dtype])
     shapes = ["--shapes", "4096x4096", "--format", format, "--device", "H200", "--dtype", dtype]
     main(["compile", *shapes, "--tokens", "256"])

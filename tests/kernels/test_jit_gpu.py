@@ -1,4 +1,4 @@
-"""Kernels compiled where they run, on a GPU: each case is a process with a cache of its own."""
+"""JIT-compiled kernels on a GPU: each case is a process with a separate cache."""
 
 import json
 import os
@@ -28,10 +28,10 @@ NVRTC = os.environ.get("JAXLOWBIT_TEST_NVRTC", "")
 TARGET = "jaxlowbit_sequence"
 TWO = Format(2, 64, "integer")
 K, N = 1024, 512
-ROWS = (1, 16, 100, 300)  # which take different kernels
+ROWS = (1, 16, 100, 300)  # select different kernels
 
 
-# --- what a process does --------------------------------------------------------------------------
+# --- programs of the processes --------------------------------------------------------------------
 
 
 def assert_right(got: Any, lhs: Any, rhs: Any) -> None:
@@ -60,7 +60,7 @@ def eager() -> None:
 
 
 def loop() -> None:
-    """The first use of the kernels is in the body of a loop that XLA captures."""
+    """Kernels are first used in the body of a loop that XLA captures."""
     rhs, other, lhs = uniform(K, K, TWO), uniform(K, K, TWO, seed=2), normal(4, K)
 
     def body(state: Any) -> Any:
@@ -107,7 +107,7 @@ def imports() -> None:
 
 
 def definition() -> None:
-    """What runs without a compiler."""
+    """Runs the products available without a compiler."""
     rhs, lhs = uniform(K, N, TWO), normal(16, K)
     reason = jaxlowbit.supported_backends(lhs, rhs)["cuda"]
     assert reason is not None and "JAXLOWBIT_COMPILE=0 turns compiling off" in reason
@@ -116,7 +116,7 @@ def definition() -> None:
 
 
 def compiles() -> None:
-    """A program that is compiled, and does not run, has begun to compile its kernels."""
+    """Compiling a program without running it starts compiling its kernels."""
     rhs, lhs = uniform(K, N, TWO), normal(16, K)
     jax.jit(quantized_matmul).lower(lhs, rhs).compile()
 
@@ -154,7 +154,7 @@ def start(case: str, cache: Path | str | None, **env: str) -> subprocess.Popen[s
 
 
 def ended(process: subprocess.Popen[str]) -> dict[str, int]:
-    """How many instances the process loaded, by where they come from."""
+    """Number of instances that the process loaded, by origin."""
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err[-4000:]
     return json.loads(out.splitlines()[-1])
@@ -224,7 +224,7 @@ def test_two_devices_share_what_is_compiled(tmp_path):
 
 
 def test_exported_programs(tmp_path):
-    """They compile their kernels where they run, or say why they cannot."""
+    """Exported programs JIT-compile their kernels, or report why they cannot."""
     exported = {"EXPORTED": str(tmp_path / "program")}
     run("exports", tmp_path / "here", **exported)
     assert run("imports", tmp_path / "there", **exported)["compiled"] == 1
@@ -236,7 +236,7 @@ def test_exported_programs(tmp_path):
 
 
 def test_programs_of_jaxs_cache(tmp_path):
-    """A program that JAX finds compiled starts to compile its kernels when it is loaded."""
+    """Loading a program from the JAX cache starts compiling its kernels."""
     settings = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -249,7 +249,7 @@ def test_programs_of_jaxs_cache(tmp_path):
 
 def test_kernels_are_compiled_with_the_program(tmp_path):
     loaded = run("compiles", tmp_path)
-    # What had not begun when the process ended is dropped.
+    # Pending compilations are dropped when the process ends.
     assert loaded["compiled"] == 0 and len(list(tmp_path.glob("*.cubin"))) >= 1
 
 

@@ -1,4 +1,4 @@
-"""Measured choices: which there are, where they are stored, and what chooses by them."""
+"""Measured choices: candidates, storage and selection."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ from jaxlowbit.nnx import quantize_model
 
 H200 = devices.GPUS["H200"].facts
 PRODUCT = Product(16, 4096, 4096, INT4, "bfloat16", "bfloat16")
-OTHER = Choice("qmm_sm90_stream", 16, 1, 8, 0, 1)  # than the cost model's
+OTHER = Choice("qmm_sm90_stream", 16, 1, 8, 0, 1)  # differs from the cost model
 
 
 def table(*entries, driver: str | None = "580.1", **changes):
@@ -57,7 +57,7 @@ DRIVER, SHIPPED = tables._DRIVER, tables._SHIPPED
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A cache of its own, no driver, no table of the package, and none left behind."""
+    """A separate cache, no driver and no packaged table; no tuned choices before or after."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(tables.VARIABLE, raising=False)
     monkeypatch.setattr(tables, "_DRIVER", tmp_path / "driver")
@@ -120,7 +120,7 @@ def test_a_table_stands_for_its_products_alone():
     selection.set_tuned(H200, [(PRODUCT, OTHER), (PRODUCT._replace(m=4), few)])
     measured = "measured to be the fastest on NVIDIA H200"
     assert "block_m=8, split_k=4" in (text := explained(3)) and measured in text
-    # The next larger number of tokens, in the tile that holds no more than it must.
+    # The next larger M, in the smallest tile that fits.
     assert "block_m=8, split_k=1" in (text := explained(5)) and measured in text
     assert "block_m=16, split_k=1" in (text := explained(16)) and measured in text
     # Padded to the same atoms.
@@ -131,7 +131,7 @@ def test_a_table_stands_for_its_products_alone():
         explained(16, format=INT8),
         explained(16, format=UINT4),
         explained(16, scale_dtype=jnp.float32),
-        explained(16, k=4095),  # that the measured kernel does not take
+        explained(16, k=4095),  # unsupported by the measured kernel
     ):
         assert measured not in text
     assert measured not in explain(
@@ -161,7 +161,7 @@ def test_what_is_written_is_read(home):
 
 
 def test_it_is_picked_up_at_the_start(home, monkeypatch):
-    """Of two tables in the cache, one is damaged: a line says so, and the other one is used."""
+    """With one of two cached tables damaged, a line reports it and the other is used."""
     monkeypatch.setattr(tables, "_DRIVER", DRIVER)  # the other process finds it, too
     here = tables.driver_version() or "580.1"
     tables.write(tables.path_for(H200.name), table(driver=here))
@@ -230,7 +230,7 @@ def test_what_the_user_measured_comes_before_the_tables_of_the_package(home, mon
 
 
 def test_the_tables_of_the_package_are_whole(monkeypatch):
-    """Kernels can run every choice, which is faster than the default by more than 2 percent."""
+    """Every choice is valid and more than 2 percent faster than the default."""
     for path in sorted(SHIPPED.glob("*.json")):
         found = tables.read(path)
         assert tables._set(found) == [] and found.driver is None
@@ -308,11 +308,11 @@ def test_progress_without_tqdm(monkeypatch, capsys):
     assert "1/2  4096x4096, 16 tokens: 5.00 us" in capsys.readouterr().err
 
 
-# --- what is measured -----------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def test_the_best_is_taken_if_it_is_clearly_better(monkeypatch):
-    """The call that would time the candidates is lowered, and stood in for by times."""
+    """Lowers the call that times candidates, and returns fake times."""
 
     def times(*operands, product, calls, choices):
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands if x is not None]
@@ -430,7 +430,7 @@ def test_it_needs_a_gpu():
 
 @pytest.mark.gpu
 def test_measured_choices_are_used(tmp_path, monkeypatch):
-    """The file says what was measured, keeps what it had, and the next start chooses by it."""
+    """The file lists the measurements, keeps earlier entries, and is used by the next process."""
     path = tmp_path / "tuned.json"
     assert tune([(512, 1024)], tokens=[1, 64], out=path) == path
     assert tune([(512, 1024)], tokens=[16], format=INT8, out=path) == path
@@ -442,7 +442,7 @@ def test_measured_choices_are_used(tmp_path, monkeypatch):
     ]
     assert all(0.5 < e.us <= e.default_us < 1000 for e in found.entries), found.entries
     assert tables.misfit(found) is None
-    # A choice that the cost model would not make.
+    # The choice that the cost model ranks last.
     choice = selection.candidates(found.entries[0].product, found.device)[-1]
     tables.write(path, found._replace(entries=(found.entries[0]._replace(choice=choice),)))
     program = """

@@ -1,4 +1,4 @@
-"""Tensor scales of weights in calls of several products and with epilogues, on a GPU."""
+"""Tensor scales in multi-product calls and epilogues on a GPU."""
 
 import functools
 from typing import Any
@@ -22,26 +22,26 @@ from jaxlowbit import (
 
 pytestmark = pytest.mark.gpu
 ROWS = (1, 16, 40, 256)
-# The last one's groups are the columns.
+# The groups of the last format are whole columns.
 FORMATS = [NVFP4, Format(4, 64, scale="int8"), Format(3, 32, scale="int8"), Format(4, scale="int8")]
 K, F, N = 512, 768, 200
 each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 
 
 def stack_of(format, k, n, factors, seed):
-    """Weights (len(factors), k, n), whose tensor scales are multiplied by powers of two."""
+    """Weights (len(factors), k, n), with tensor scales multiplied by `factors`."""
     return scaled_matrices(quantize(normal(len(factors), k, n, seed=seed), format), factors)
 
 
 def one_call(f, target, *operands) -> Any:
-    """What a program computes that is one custom call, and what it stands for."""
+    """Results of a program that is one custom call, and of its reference."""
     assert calls(f, *operands) == [target]
     zeros = jax.tree.map(jnp.zeros_like, operands)
     return jax.jit(f)(*operands), jax.jit(lambda *x: jax.jvp(f, x, zeros)[0])(*operands)
 
 
 def assert_near(found, expected):
-    """Results in bfloat16 within some of its units of the largest."""
+    """Compares bfloat16 results within a few units in the last place of the maximum."""
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert np.isfinite(y).all() and x.shape == y.shape
@@ -51,7 +51,7 @@ def assert_near(found, expected):
 @pytest.mark.parametrize("rows", ROWS)
 @each_format
 def test_products_of_one_lhs(format, rows):
-    """More of them than one launch takes, views of a stack among them."""
+    """More weights than fit one launch, including views of a stack."""
     stack = stack_of(format, K, N, [2.0**100, -3, 2.0**-100], seed=1)
     weights = [stack.select(2), stack.select(1), stack.select(-3)]
     weights += [quantize(normal(K, n, seed=n), format) for n in (64, 130)]
@@ -68,7 +68,7 @@ def test_products_of_one_lhs(format, rows):
 @pytest.mark.parametrize("rows", ROWS)
 @each_format
 def test_epilogue_of_a_stack(format, rows):
-    """A batch of weights with a bias, an activation and a residual each."""
+    """A batch of weights, each with a bias, an activation and a residual."""
     stack = stack_of(format, K, N, [1, 8, -0.5], seed=2)
     lhs, bias = normal(3, rows, K), normal(3, N, seed=3).astype(jnp.float32)
     residual = normal(3, rows, N, seed=4)
@@ -80,10 +80,10 @@ def test_epilogue_of_a_stack(format, rows):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("activation", ["silu", "relu"])  # from registers, through shared memory
+@pytest.mark.parametrize("activation", ["silu", "relu"])  # via registers, via shared memory
 @each_format
 def test_gate_and_up(format, activation, rows):
-    """Their units differ, in order and from a longer stack."""
+    """Different tensor scales, in order and selected from a longer stack."""
     stack = stack_of(format, K, F, [2.0**-100, 1, 2.0**100, 16], seed=5)
     bias = normal(2, F, seed=6).astype(jnp.float32)
     glu = functools.partial(quantized_glu, activation=activation)
@@ -102,7 +102,7 @@ def test_gate_and_up(format, activation, rows):
 @pytest.mark.parametrize("rows", ROWS)
 @each_format
 def test_mlp_and_block(format, rows):
-    """Of a stack of layers; the first normalization follows an output projection with a unit."""
+    """Stacked layers; the output projection before the first norm has a tensor scale."""
     pairs = stack_of(format, K, F, [1, 1, 4, 0.25], seed=7)
     downs = stack_of(format, F, K, [1, -2], seed=8)
     out, q = quantize(normal(F, K, seed=9), format), stack_of(format, K, N, [1, 2.0**-60], seed=10)
@@ -130,7 +130,7 @@ def test_mlp_and_block(format, rows):
 @pytest.mark.parametrize("rows", ROWS)
 @each_format
 def test_the_largest_units_neither_overflow_nor_vanish(format, rows):
-    """Powers of two in a unit and in lhs change no digit, whatever a kernel multiplies first."""
+    """Powers of two in tensor scales and lhs are exact, in any order of multiplication."""
     pair, lhs = quantize(normal(2, K, F, seed=12), format), normal(rows, K)
     lhs = (lhs.astype(jnp.float32) * 2.0**-96).astype(jnp.bfloat16)
     unit = np.asarray(pair.tensor_scale)

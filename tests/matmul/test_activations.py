@@ -1,4 +1,4 @@
-"""Quantized activations: their rounding, their products, and what is refused."""
+"""Quantized activations: rounding, products and errors."""
 
 import functools
 from typing import Any
@@ -97,7 +97,7 @@ def test_long_tokens_of_no_numbers():
     ("format", "kind", "dtype"), pairwise([INT4, NF4, Format(8, 32, "float")], FLOATS, DTYPES)
 )
 def test_products_are_within_the_bound(dtype, format, kind):
-    """Of values in bfloat16, which are exact, times scales that round twice in float32."""
+    """Values are exact in bfloat16; their scales round twice in float32."""
     x, rhs = activations((5, 100), kind), weight(format=format, dtype=kind)
     lhs = quantize_activations(x, dtype)
     values = lhs.values.astype(jnp.bfloat16)
@@ -115,7 +115,7 @@ def test_products_are_within_the_bound(dtype, format, kind):
 
 @dtypes
 def test_identity_gives_the_weights(dtype):
-    """Where a token has a single value, and weights are exact in bfloat16."""
+    """Each token has a single value, and weights are exact in bfloat16."""
     values = np.random.default_rng(0).integers(-128, 128, (64, 64), np.int8)
     rhs = QuantizedArray.from_integers(values, jnp.full((1, 64), 0.25), format=Format(8))
     exact = dequantized(rhs, jnp.float32)
@@ -138,7 +138,7 @@ def test_an_epilogue_follows_the_scales(dtype):
 
 @dtypes
 def test_rows_mapped_beside_a_stack(dtype):
-    """They are rows of every matrix of it, also where there are as many of both."""
+    """Every matrix multiplies the mapped rows, even if both have the same count."""
     stack = quantize(activations((3, 64, 70), seed=2), INT4)
     x = activations((3, 5, 64))
 
@@ -152,7 +152,7 @@ def test_rows_mapped_beside_a_stack(dtype):
 
 @dtypes
 def test_derivatives_pass_the_rounding(dtype):
-    """Those of the product with dequantized activations, in activations and in scales."""
+    """Gradients of activations and scales equal those of dequantized activations."""
     x, rhs = activations((3, 64)), weight(64, 64)
 
     def found(x, scale):
@@ -161,7 +161,7 @@ def test_derivatives_pass_the_rounding(dtype):
 
     rounded = quantize_activations(x, dtype).dequantize()
     inner = quantized_matmul(x, rhs, activation_dtype=dtype)
-    along = jnp.cos(inner)  # what sin hands back
+    along = jnp.cos(inner)  # cotangent of sin
 
     def expected(x, scale):
         return jnp.sum((x @ rhs._with(scale=scale)) * along)
@@ -177,7 +177,7 @@ def test_derivatives_pass_the_rounding(dtype):
 
 @dtypes
 def test_transformations(dtype):
-    """Whether kernels round weights to bfloat16 depends on the number of rows."""
+    """Kernels round weights to bfloat16 depending on M."""
     x, rhs = activations((4, 3, 64)), weight(64)
     whole = quantized_matmul(x, rhs, activation_dtype=dtype)
     rounding = 2.0**-7 * float(jnp.abs(whole).max())
@@ -205,7 +205,7 @@ ROUNDED, PRODUCT = ["rounded_activations"], ["quantized_matmul"]
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Programs can be lowered for CUDA, also by a build without its kernels."""
+    """Allows lowering for CUDA in builds without CUDA kernels."""
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
     monkeypatch.setattr(extension, "uncompiled", lambda *product, **how: None)
     monkeypatch.setattr(extension, "uncompiled_activations", lambda: None)
@@ -213,7 +213,7 @@ def cuda(monkeypatch):
 
 @pytest.fixture
 def hopper(cuda, monkeypatch):
-    """They are lowered as if for GPUs of Hopper."""
+    """Lowers as if for Hopper GPUs."""
     monkeypatch.setattr(quantized_lhs, "only_gpus_of", lambda *_: True)
 
 
@@ -265,7 +265,7 @@ def test_where_activations_are_rounded_by_the_call(hopper):
     assert found(like(191, 256), rhs) == found(like(31, 200), odd) == PRODUCT
     assert found(like(32, 256), channels) == found(like(4, 2, 4, 256), channels) == ROUNDED
     assert found(like(192, 256), weight_like(256, 64, NF4)) == PRODUCT
-    # Few rows are multiplied in bfloat16, by weights of any format.
+    # Small M is multiplied in bfloat16, for all formats.
     few = [(1, INT4), (32, INT4), (16, INT8), (8, NF4), (16, MXFP8), (1, Format(3, 64, "float"))]
     assert all(found(like(m, 256), weight_like(256, 64, format)) == ROUNDED for m, format in few)
     lacking = [(33, INT4), (17, INT8), (1, Format(4, 48)), (1, NVFP4), (0, INT4)]
@@ -289,7 +289,7 @@ def test_programs_that_do_not_know_their_gpu_round_apart(cuda):
 
 
 def test_a_mesh_that_divides_k_rounds_whole_tokens(hopper):
-    """XLA finds the scales, over all devices; in `jax.shard_map` each device has its own tokens."""
+    """XLA computes scales across devices; in `jax.shard_map` each device has separate tokens."""
     mesh = jax.make_mesh(
         (2,), ("k",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2]
     )
@@ -312,7 +312,7 @@ def test_a_mesh_that_divides_k_rounds_whole_tokens(hopper):
 
 
 def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
-    """Longer rows are multiplied in bfloat16, on Hopper too."""
+    """Larger K is multiplied in bfloat16, including on Hopper."""
     most = quantized_lhs.MOST_K
     assert 128 * 128 * most < 2**31 <= 128 * 128 * (most + 1)
     monkeypatch.setattr(quantized_lhs, "is_supported", lambda *_: True)
@@ -327,7 +327,7 @@ def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
 
 
 def test_the_longest_sums_are_right():
-    """Products that are all as large as they can be: 2^17 of them reach the end of int32."""
+    """With every product at its maximum, 2^17 of them reach the limit of int32."""
     k = quantized_lhs.MOST_K + 1
     rhs = QuantizedArray.from_integers(
         np.full((k, 64), -128, np.int8), jnp.ones((1, 64)), format=Format(8)
@@ -340,7 +340,7 @@ def test_the_longest_sums_are_right():
 
 
 def outliers(shape: tuple[int, ...] = (16, 128), seed: int = 0) -> Any:
-    """Activations of which four channels are 50 times the others."""
+    """Activations with four channels scaled by 50."""
     return activations(shape, seed=seed).at[:, 3:128:32].multiply(50)
 
 
@@ -517,7 +517,7 @@ def test_wrong_activations(call, sentence):
 
 
 def test_backends_of_quantized_activations():
-    """Those of bfloat16, which every backend multiplies."""
+    """The backends are those of bfloat16, for every format."""
     lhs, floats = quantize_activations(activations()), jnp.ones((5, 100), jnp.bfloat16)
     for format in (INT4, FP8, Format(6, codebook=tuple(range(64)))):
         rhs = weight(format=format)

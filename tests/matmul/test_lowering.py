@@ -1,4 +1,4 @@
-"""What programs become. Needs no GPU: programs for one are lowered here and not run."""
+"""Lowering of programs. Needs no GPU: programs for CUDA are lowered and not run."""
 
 import functools
 import re
@@ -23,7 +23,7 @@ FOUR = Format(4, 32)
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Programs can be lowered for CUDA, also by a build without its kernels."""
+    """Allows lowering for CUDA in builds without CUDA kernels."""
     monkeypatch.setattr(extension, "unavailable", lambda platform: None)
     monkeypatch.setattr(extension, "uncompiled", lambda *product, **how: None)
 
@@ -34,7 +34,7 @@ def like(*shape, dtype="bfloat16"):
 
 @functools.cache
 def quantized(weight, format):
-    """The shapes and dtypes of a quantized weight, which are all that lowering reads of it."""
+    """Shapes and dtypes of a quantized weight; lowering needs no values."""
     return jax.eval_shape(lambda weight: jaxlowbit.quantize(weight, format), weight)
 
 
@@ -47,7 +47,7 @@ def square_stack(*lead):
 
 
 def lowered(f, *args, platform: str) -> str:
-    # A new function each time: JAX would remember the program of one it has seen.
+    # A new function bypasses the cache of JAX.
     program = jax.jit(lambda *args: f(*args)).trace(*args)
     return program.lower(lowering_platforms=(platform,)).as_text()
 
@@ -60,12 +60,12 @@ def compiled(f, *args) -> str:
 
 
 def calls(text: str) -> int:
-    """Custom calls of ours, in StableHLO or in compiled HLO."""
+    """Number of our custom calls in StableHLO or compiled HLO."""
     return len(described(text))
 
 
 def operations_on_words(text: str) -> set[str]:
-    """The HLO operations whose result holds packed words, save those that move no bytes."""
+    """The HLO operations that produce packed words, except those that move no bytes."""
     found = re.findall(r"= u32\[[\d,]+\]\S* ([\w-]+)\(", text)
     return set(found) - {"parameter", "get-tuple-element", "bitcast", "constant", "iota"}
 
@@ -90,7 +90,7 @@ def test_one_custom_call_for_cuda(cuda, dtype, format):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     ("bits", "zero"),
-    [(1, "integer"), (1, "float")]  # quantize refuses 1 bit without a zero
+    [(1, "integer"), (1, "float")]  # quantize raises for 1 bit without a zero
     + [(bits, zero) for bits in range(2, 9) for zero in ("none", "integer", "float")],
 )
 def test_one_custom_call_for_the_cpu(dtype, bits, zero):
@@ -121,7 +121,7 @@ def test_large_groups_are_an_attribute_of_64_bits(cuda):
 
 
 def test_the_workspace_has_room_for_the_results(cuda):
-    """XLA may let a result lie over an operand; then it is written to the workspace first."""
+    """XLA may alias a result with an operand; it is then written to the workspace first."""
     for rows in (1, 5, 70, 300):
         text = lowered(product, like(rows, K), stack(), platform="cuda")
         (bytes,) = {int(x) for x in re.findall(r"tensor<(\d{2,})xui8>", text)}
@@ -131,7 +131,7 @@ def test_the_workspace_has_room_for_the_results(cuda):
 @pytest.mark.parametrize("call", ["matmul", "glu", "matmuls", "mlp", "block"])
 @pytest.mark.ways("call")
 def test_activations_and_results_have_their_own_buffers(cuda, call):
-    """XLA looks for what it may fuse into a call no further than a barrier; weights have none."""
+    """A barrier keeps XLA from fusing producers into the call; weights have no barrier."""
     function, activations, results = {
         "matmul": (lambda x, q, _: quantized_matmul(x, q, residual=x), 2, 1),
         "glu": (lambda x, _, pair: jaxlowbit.quantized_glu(x, pair), 1, 1),
@@ -184,7 +184,7 @@ def test_unsupported_problems_are_the_definition(cuda, platform, dtype, format):
 
 
 def test_the_cotangent_of_lhs_is_a_call(cuda):
-    """It reads the packed words: nothing of the size of the weight is computed in floats."""
+    """It reads the packed words; no float array has the size of the weight."""
     cotangent, rhs = like(5, N), stack(FOUR)
     text = lowered(
         lambda ct, rhs: jax.linear_transpose(lambda x: x @ rhs, like(5, K))(ct),
@@ -257,7 +257,7 @@ def test_unavailable_custom_calls_are_the_definition(monkeypatch):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Programs are lowered as if for GPUs of the compute capabilities that it is told."""
+    """Returns a function that sets the compute capabilities to lower for."""
 
     def lowered_for(*capabilities):
         devices = [
@@ -273,7 +273,7 @@ def gpus(monkeypatch):
 @pytest.mark.parametrize(("m", "reads"), [(1, True), (16, True), (17, False)])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_hopper_reads_scales_of_two_levels(cuda, gpus, m, reads, activation):
-    """Where its kernel for few rows does, also with an epilogue; elsewhere XLA expands them."""
+    """The small-M kernel reads them, with or without an epilogue; otherwise XLA expands them."""
     gpus("9.0")
     array = quantized(like(256, 64, dtype="float32"), Format(4, 32, zero="float", scale="super"))
     multiply = functools.partial(quantized_matmul, activation=activation)
@@ -390,7 +390,7 @@ def test_selecting_copies_no_words():
     sliced = compiled(
         lambda x, q, i: x @ q[i], like(5, K), stack(FOUR, LAYERS), like(dtype="int32")
     )
-    assert operations_on_words(sliced)  # what the assertion above would see
+    assert operations_on_words(sliced)  # a failure of the assertion above
 
 
 # --- stacked layers -------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def test_scan_copies_no_words(square):
     text = compiled(layers(jaxlowbit.scan), like(5, K), square)
     assert calls(text) == 1 and text.count(" while(") == 1
     assert operations_on_words(text) == set()
-    # What jax.lax.scan does, and the assertion above would see.
+    # jax.lax.scan would fail the assertion above.
     assert operations_on_words(compiled(layers(jax.lax.scan), like(5, K), square))
 
 
@@ -444,7 +444,7 @@ def test_export_with_symbolic_rows(cuda, platform, shape):
 
 
 def test_export_for_several_platforms(cuda):
-    """Each platform of one program gets the backend it would have alone."""
+    """Each platform gets the backend of a single-platform export."""
     exported = export.export(
         jax.jit(lambda x, q: x @ q),
         platforms=["cpu", "cuda", "tpu"],
@@ -465,7 +465,7 @@ TWO = Format(2, 32, "integer")
 
 
 def products(text: str) -> list[dict[str, int]]:
-    """Fields of the products of a program's calls that differ from those of `PLAIN`."""
+    """Fields of the products in a program that differ from those of `PLAIN`."""
     plain = record(5)
     found = [product for call in described(text) for product in call.products]
     return [
@@ -478,7 +478,7 @@ FIELDS = [name for name in extension.ffi.PRODUCT_FIELDS if not name.endswith("_a
 
 
 def record(m: int, **fields: Any) -> dict[str, int]:
-    """A product of m rows by one of `two`, with other fields."""
+    """The record of a product of m rows by a weight of `two`, with some fields replaced."""
     scale = fields.setdefault("scale", "bfloat16")
     shape: dict[str, Any] = {"m": m, "n": N, "k": K, "bits": 2, "group_size": 32}
     shape |= {"zero": "integer", "scale": scale}

@@ -28,7 +28,7 @@ from jaxlowbit import Format, QuantizedArray, quantize, quantized_matmul
 
 
 def path(problem: Problem) -> dict[str, Any]:
-    """What the Pallas kernel, the definition and the code around them depend on."""
+    """Properties that select code paths of the Pallas kernel, the reference and their callers."""
     p = problem
     return {
         "bits": p.bits,
@@ -53,9 +53,8 @@ def supports(name: str, problem: Problem) -> bool:
     return name in backends(problem.dtype, problem.format)
 
 
-# Pallas, which is interpreted, and the definition have none of the tiles and branches of compiled
-# kernels. They compute the problems that cover every two values of what their paths depend on:
-# their programs take longer to compile than those of all other backends together.
+# Interpreted Pallas and the reference lack the tiles and branches of compiled kernels, and compile
+# longer than all other backends together. They run a pairwise cover of the values of `path`.
 COVERING = {
     name: covering((p for p in PROBLEMS if supports(name, p) and not p.compiled), path)
     for name in ("pallas", "xla")
@@ -63,7 +62,7 @@ COVERING = {
 
 
 def computing(problem: Problem) -> list[str]:
-    """The backends that are held to this problem."""
+    """The backends tested with this problem."""
     found = backends(problem.dtype, problem.format)
     return [name for name in found if name not in COVERING or problem in COVERING[name]]
 
@@ -76,7 +75,7 @@ every_case = pytest.mark.parametrize(
 
 @functools.cache
 def result(problem: Problem, backend: str) -> np.ndarray:
-    """What the tests of one problem share."""
+    """The result, shared by the tests of a problem."""
     return run(problem, backend)
 
 
@@ -97,7 +96,7 @@ def compute(lhs, rhs, backend, out_dtype=None) -> np.ndarray:
     ("bits", "group_size", "m"), [(4, 128, 1), (4, 16, 16), (3, 48, 5), (8, -1, 17), (7, 80, 300)]
 )
 def test_bits_do_not_depend_on_threads(bits, group_size, m):
-    """Of which some may flush subnormal numbers; lhs has them, and much larger ones beside them."""
+    """Some threads may flush subnormals; lhs contains subnormal and much larger values."""
     problem = Problem("threads", m, 1000, 777, bits, group_size, dtype="float32", scale=1e-8)
     rhs, rng = operands(problem).rhs, np.random.default_rng(m)
     lhs = rng.normal(size=(m, 1000)) * 10.0 ** rng.integers(-40, 2, (m, 1000))
@@ -221,7 +220,7 @@ def test_nan_and_infinity_stay_in_their_rows(problem, backend):
         np.testing.assert_array_equal(got[row].astype(np.float64), want[row])
 
 
-# A float codebook has codes of no finite number, and the padding holds all of them.
+# Float codebooks have codes without a finite value; the padding contains all of them.
 @pytest.mark.skipif(PLATFORM != "cpu", reason="the kernels of GPUs read integers")
 @pytest.mark.parametrize("m", [1, 40])
 @pytest.mark.parametrize("k", [128, 100])
@@ -277,24 +276,24 @@ def test_float16_results_overflow_to_infinity(backend):
     assert np.isfinite(wide).all()
 
 
-ROWS = (1, 40)  # the two ways of the CPU kernel: few rows and many
+ROWS = (1, 40)  # the two paths of the CPU kernel: small and large M
 BOTH_WAYS = pytest.mark.parametrize("m", ROWS)
 
 
 def backends_of_rows(m: int, dtype: str, format: Format) -> list[str]:
-    """For many rows all backends; the definition and Pallas compute few rows in the same way."""
+    """All backends for large M; the reference and Pallas have no separate path for small M."""
     return backends(dtype, format)[: None if m == max(ROWS) else 1]
 
 
 def packed(weight, format, **options) -> QuantizedArray:
-    """Quantized in a program, in which no range is refused, and which runs once."""
+    """Quantizes under `jit`, where ranges are not checked; unoptimized, since it runs once."""
     program = functools.partial(quantize, format=format, **options)
     return jax.jit(program, compiler_options=UNOPTIMIZED)(weight)
 
 
 @functools.cache
 def largest(bits: int, shards: int, zero: Any, k: int, group_size: int) -> QuantizedArray:
-    """Weights of the largest magnitude. Without a zero, code 0 is infinite."""
+    """Weights of maximum magnitude. Without a zero, code 0 is infinite."""
     low = 0 if zero == "integer" else -1
     weight = np.where(np.random.default_rng(0).random((k, 70)) < 0.5, 1.0, low).astype(np.float32)
     weight *= np.float32(3.2e38 if zero != "float" else 1.6e38)
@@ -302,9 +301,9 @@ def largest(bits: int, shards: int, zero: Any, k: int, group_size: int) -> Quant
     return packed(weight, format, shards=(shards, 1), quantizer="absmax")
 
 
-# Padding ends an atom, or is the missing second atom of a stage. Each of these with every kind of
-# zero, k whole and in two shards, with few rows and many; width and dtype alternate, so that each
-# meets every other value.
+# Padding at the end of an atom, or as the missing second atom of a stage; each with every kind of
+# zero, one and two shards of k, small and large M. Width and dtype alternate, so that each meets
+# every other value.
 PADDED = [
     (
         k,
@@ -320,7 +319,7 @@ PADDED = [
     for shards in (1, 2)
     for m in ROWS
 ]
-# The definition and Pallas compute every two of these values together.
+# A pairwise cover of these values, for the reference and Pallas.
 PADDED_EVERYWHERE = covering(
     (row for row in PADDED if max(ROWS) in row), lambda row: dict(enumerate(row))
 )
@@ -342,7 +341,7 @@ def test_padding_is_invisible_beside_the_largest_weights(row):
 @BOTH_WAYS
 @pytest.mark.parametrize("group_size", [64, 48])
 def test_an_infinite_scale_is_that_of_the_definition(group_size, m):
-    """Also in a group that padding ends."""
+    """Including a group that ends in padding."""
     values, scale = np.ones((72, 70), np.int8), np.ones((2, 70), np.float32)
     scale[1, ::2] = np.inf
     pack = jax.jit(functools.partial(QuantizedArray.from_integers, format=Format(8, group_size)))
@@ -352,7 +351,7 @@ def test_an_infinite_scale_is_that_of_the_definition(group_size, m):
     np.testing.assert_array_equal(compute(lhs, rhs, "cpu"), want)
 
 
-BEYOND = {  # dtype of lhs: a weight that rounds to infinity in it, and one that does not
+BEYOND = {  # dtype of lhs: a weight that rounds to infinity, and one that does not
     "float16": (65520.0, 65519.0),
     "bfloat16": (float(np.uint32(0x7F7F8000).view(np.float32)), 3.3961e38),
 }
@@ -362,7 +361,7 @@ BEYOND = {  # dtype of lhs: a weight that rounds to infinity in it, and one that
 @pytest.mark.parametrize("dtype", BEYOND)
 @pytest.mark.parametrize("zero", ["none", "integer", "float", "codebook"])
 def test_weights_are_infinite_where_the_dtype_of_lhs_ends(zero, dtype, m):
-    """As `lhs @ rhs.dequantize(lhs.dtype)`; finite where CUDA kernels do not round weights."""
+    """Like `lhs @ rhs.dequantize(lhs.dtype)`; finite if CUDA kernels do not round weights."""
     beyond, within = BEYOND[dtype]
     unsigned = zero != "none"
     values = np.full((64, 70), 8 * unsigned, np.uint8 if unsigned else np.int8)

@@ -1,4 +1,4 @@
-"""Weights whose rows are stored in another order: how they are made, and what products become."""
+"""Weights with permuted rows: construction and products."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def orders(*shape: int, seed: int = 1) -> np.ndarray:
-    """Random orders of the last axis."""
+    """Random permutations of the last axis."""
     return np.argsort(normal(*shape, seed=seed), axis=-1)
 
 
@@ -35,7 +35,7 @@ def quantize(*lead: int, shards: int = 1, format: Format = FORMAT) -> QuantizedA
     return jit_quantize(weight, format, shards=(shards, 1), permutation=permutation)
 
 
-# As no test here asks how well scales are chosen, they are those that compile fastest.
+# No test here depends on the accuracy of scales, so use the quantizer that compiles fastest.
 jit_quantize = jax.jit(
     functools.partial(jaxlowbit.quantize, quantizer="absmax"),
     static_argnums=1,
@@ -66,7 +66,7 @@ def assert_close(got, want):
 
 
 @pytest.mark.parametrize(
-    ("format", "shards", "lead"),  # formats, and every pair of the others
+    ("format", "shards", "lead"),  # every format, and every pair of the others
     [(FORMAT, 1, (2, 3)), (FORMAT, 2, ()), (Format(8), 1, ()), (Format(3, 32), 2, (2, 3))],
     ids=str,
 )
@@ -91,7 +91,7 @@ def test_one_order_serves_all_leading_axes():
 
 
 def test_groups_of_gptq():
-    """A row's group is anywhere; its scale is that of its group."""
+    """Rows of a group may be anywhere; each uses the scale of its group."""
     size, groups = 32, 4
     rng = np.random.default_rng(0)
     k = size * groups - 10
@@ -139,7 +139,7 @@ def test_indexing_selecting_and_mapping():
 
 
 def test_an_order_is_checked_where_it_comes_from_outside(monkeypatch):
-    """Not again where an array is made of another one: that took longer than a product."""
+    """Arrays derived from another one skip the check, which takes longer than a product."""
     checked = []
     monkeypatch.setattr(permutations, "check_values", lambda caller, *args: checked.append(caller))
     values, scale = np.zeros((1, K, N), np.int8), np.ones((1, 1, N), np.float32)
@@ -287,7 +287,7 @@ def gradient(lhs, rhs):
 )
 @pytest.mark.ways("f")
 def test_calls_of_cuda_gather_activations(cuda, f, dtype, rhs, operand, gathers):
-    """Those of one matrix, and XLA in front of others; nobody gathers words."""
+    """The call gathers for a single matrix, otherwise XLA does; words are never gathered."""
     lead, shards = rhs
     lhs = jax.ShapeDtypeStruct((5, 3, K), jnp.dtype(dtype))
     rhs = jax.eval_shape(lambda: quantize(*lead, shards=shards))

@@ -1,9 +1,10 @@
-"""Weights x scales x zeros x lhs x epilogues: a choice of all combinations, and the test of one.
+"""Weights x scales x zeros x lhs x epilogues: a sample of the combinations, and a test of one.
 
-`COMBINATIONS` covers every two values of `DIMENSIONS` that go together, and every three that decide
-which kernels there are (`TRIPLES`). `check` computes one on one backend: its product against the
-float64 oracle, the product of an identity, and sums of integers. `tools/run_combinations.py` runs
-them all and writes the table of `docs/measurements/combinations.md`.
+`COMBINATIONS` covers every compatible pair of values of `DIMENSIONS`, and every triple that
+decides which kernels there are (`TRIPLES`). `check` computes one on one backend: its product
+against the float64 oracle, the product of an identity, and sums of integers.
+`tools/run_combinations.py` runs them all and writes the table of
+`docs/measurements/combinations.md`.
 """
 
 import dataclasses
@@ -41,15 +42,15 @@ DIMENSIONS: Mapping[str, tuple[Any, ...]] = {
     "group": (-1, 16, 32, 48, 64, 96, 128),
     "epilogue": ("none", "bias", *ACTIVATIONS, "residual", "all", "gated"),
     "rows": (1, 5, 40, 200),
-    # (k, n): whole atoms of 64, cut ones, and rows that are aligned to 8 bytes and to none.
+    # (k, n): whole atoms of 64, partial atoms, and rows aligned to 8 bytes or unaligned.
     "shape": ((256, 192), (512, 320), (328, 200), (259, 193)),
     "result": ("lhs", "float32"),
 }
 TRIPLES = (("family", "scales", "lhs"), ("family", "zero", "lhs"), ("family", "scales", "zero"))
 
-# The magnitudes of results: epilogues bend there, and a pair of them is no infinity in float16.
+# Magnitude of results: epilogues are nonlinear there, and pairs do not overflow float16.
 SIZE = 4.0
-_MOST_CALLS = 40  # for one identity: fewer rows at a time are not all of them
+_MOST_CALLS = 40  # per identity; with fewer rows per call, only some rows are computed
 _LEAST = float(ml_dtypes.finfo("float32").smallest_normal)
 
 
@@ -92,7 +93,7 @@ class Combination:
 
     @property
     def dtype(self) -> str:
-        """The dtype of activations, and of the results that are not float32."""
+        """The dtype of activations, and of results that are not float32."""
         return "bfloat16" if self.lhs in QUANTIZED else self.lhs
 
     @property
@@ -122,7 +123,7 @@ Values = Mapping[str, Any]
 
 
 def accepted(values: Values) -> bool:
-    """Whether these values of some dimensions go together, and with some of every other one."""
+    """Whether these values are compatible, and some value of every other dimension with them."""
     weights, scales, lhs = (values.get(name) for name in ("weights", "scales", "lhs"))
     integers = weights is None or weights in INTEGERS
     zero = values.get("zero", "none")
@@ -130,16 +131,16 @@ def accepted(values: Values) -> bool:
     if zero != "none" and not (integers and with_zeros):
         return False
     if scales == "super" and values.get("group", 16) not in (16, 32, 64, 128):
-        return False  # which divide a super-block
+        return False  # these divide a super-block
     if scales == "int8" and weights not in (None, "int2", "int3", "int4"):
         return False
     if values.get("epilogue") == "gated" and lhs in QUANTIZED:
         return False  # quantized_glu takes floats
-    return not (lhs == values.get("result") == "float32")  # that of lhs is the same
+    return not (lhs == values.get("result") == "float32")  # "lhs" already means float32
 
 
 def family(weights: str) -> str:
-    """Weights with the same kernels: those of CUDA look up tables of up to 32 numbers."""
+    """Groups weights that share kernels: CUDA kernels look up tables of up to 32 numbers."""
     if weights not in TABLES:
         return weights
     return "small tables" if TABLES[weights] <= 5 else "large tables"
@@ -160,7 +161,7 @@ def _touching(name: str) -> list[tuple[str, ...]]:
 def covered(
     values: Values, sets: Iterable[tuple[str, ...]] = _COVERED
 ) -> Iterator[tuple[Any, ...]]:
-    """What these values of some dimensions cover."""
+    """The aspects that these values of some dimensions cover."""
     aspects = _aspects(values)
     for names in sets:
         if all(name in aspects for name in names):
@@ -168,7 +169,7 @@ def covered(
 
 
 def required() -> dict[tuple[Any, ...], Values]:
-    """All that is to be covered, with values of the dimensions in question."""
+    """Every aspect to cover, with values of its dimensions."""
     found: dict[tuple[Any, ...], Values] = {}
     for names in _COVERED:
         plain = ["weights" if name == "family" else name for name in names]
@@ -180,8 +181,8 @@ def required() -> dict[tuple[Any, ...], Values]:
 
 
 def _chosen() -> Iterator[Combination]:
-    """Takes what is not yet covered one by one, and gives its other dimensions the values that
-    cover most beside it, of several the one that was taken least."""
+    """Greedy cover: for each uncovered aspect, sets every other dimension to the value that
+    covers most with it; ties go to the least used value."""
     missing = required()
     touching = {name: _touching(name) for name in DIMENSIONS}
     taken = {(name, value): 0 for name, options in DIMENSIONS.items() for value in options}
@@ -212,7 +213,7 @@ COMBINATIONS = tuple(_chosen())
 
 
 def interpreted(count: int) -> list[Combination]:
-    """Some that Pallas computes, each of few rows: it is interpreted on the CPU."""
+    """Some combinations for Pallas, with small M because it is interpreted on the CPU."""
     few = (x for x in COMBINATIONS if x.rows <= 40 and "pallas" in claimed(x))
     chosen = covering(
         few,
@@ -233,9 +234,9 @@ class Operands(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    error: float  # the largest of the product, over the bound of its element
-    weights: int  # that the product of an identity gives otherwise than `dequantize`
-    sums: int | None  # of integers that are wrong; None where there are none
+    error: float  # maximum ratio of error to bound in the product
+    weights: int  # number that differ between the product of an identity and `dequantize`
+    sums: int | None  # number of wrong integer sums; None if not applicable
 
     @property
     def right(self) -> bool:
@@ -243,8 +244,8 @@ class Outcome(NamedTuple):
 
 
 def claimed(combination: Combination) -> list[str]:
-    """The backends that say they compute it on the machine that this runs on."""
-    # Quantized activations are values that bfloat16 holds, times their scales.
+    """The backends that claim to support it on this machine."""
+    # Quantized activations are values exact in bfloat16, times their scales.
     found = reasons(combination.dtype, combination.problem.format)
     return [name for name in (PLATFORM, "pallas", "xla") if found[name] is None]
 
@@ -315,10 +316,10 @@ def _jitted(product: Any, backend: str) -> Any:
 
 
 def _weights(combination: Combination, backend: str) -> int:
-    """How many weights the rows of an identity give otherwise than `dequantize`.
+    """Number of weights that differ between the product of an identity and `dequantize`.
 
-    They are multiplied in parts with the rows of the combination, by the same kernels. Zeros have
-    no sign here, and what is subnormal in float32 is 0.
+    The identity is multiplied in parts with the M of the combination, to use the same kernels.
+    Signs of zeros are ignored, and subnormal float32 values count as 0.
     """
     c, rhs = combination, operands(combination).rhs
     k = c.shape[0]
@@ -341,9 +342,9 @@ def _weights(combination: Combination, backend: str) -> int:
 
 
 def _slack(combination: Combination, want: np.ndarray) -> np.ndarray:
-    """By how much a weight may be off: a unit in the last place, where it is rounded once more, as
-    the tensor scale may multiply what was rounded, or once less, as with a float zero the product
-    by a float32 scale need not be."""
+    """Tolerance of a weight: one unit in the last place if it may be rounded once more (the tensor
+    scale may multiply a rounded value) or once less (with a float zero, the product by a float32
+    scale need not be rounded)."""
     c, info = combination, ml_dtypes.finfo(combination.dtype)
     fused = c.zero == "float" and c.scales == "float32"
     if not fused and not rounds_twice(c):
@@ -353,7 +354,7 @@ def _slack(combination: Combination, want: np.ndarray) -> np.ndarray:
 
 
 def rounds_twice(combination: Combination) -> bool:
-    """Whether a number times an e4m3 scale, which the tensor scale is to multiply, is not exact."""
+    """Whether a number times an e4m3 scale is inexact before the tensor scale multiplies it."""
     c = combination
     if c.scales != "e4m3":
         return False
@@ -377,15 +378,15 @@ def _plain(values: Any) -> np.ndarray:
 
 
 def has_sums(combination: Combination) -> bool:
-    """Whether both operands are integers, but for their scales."""
+    """Whether both operands are integers, apart from their scales."""
     integers = combination.weights in INTEGERS and combination.zero != "float"
     return integers and combination.lhs == "int8"
 
 
 def _sums(combination: Combination, backend: str) -> int | None:
-    """How many sums of int8 values times integers are wrong, all of whose scales are 1.
+    """Number of wrong sums of int8 values times integers, with all scales 1.
 
-    They are below 2^24, up to which float32 has every integer.
+    Sums are below 2^24, so float32 is exact.
     """
     if not has_sums(combination):
         return None

@@ -1,4 +1,4 @@
-"""What the tests of a GPU multiply, and processes of their own for what may end one."""
+"""Operands for the GPU tests, and separate processes for tests that may crash."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from programs import bound, uniform_leaves
 
 from jaxlowbit import INT4, Format, QuantizedArray
 
-# Rows, and with them the kernels: that of Hopper for few rows (up to 32) and that of every GPU.
+# M selects the kernel: the small-M kernel of Hopper (up to 32) or the kernel of every GPU.
 ROWS = (1, 16, 40, 200)
 
 
@@ -31,7 +31,7 @@ def uniform(
     permuted: bool = False,
     seed: int = 1,
 ) -> QuantizedArray:
-    """Random codes, whose columns have a norm near 1; made in no time, however large."""
+    """Random codes with columns of norm near 1; fast for every size."""
     rng = np.random.default_rng(seed)
     leaves = uniform_leaves(rng, stack, k, n, format, jnp.dtype(dtype))
     return QuantizedArray(
@@ -48,7 +48,7 @@ def uniform(
 
 
 def assert_close(got: Any, want: Any, *, k: int, products: int = 1) -> None:
-    """Two ways to compute the same, within `programs.bound` once their values are near 1."""
+    """Compares two computations by `programs.bound`, after scaling values to near 1."""
     assert got.shape == want.shape and got.dtype == want.dtype
     exact = np.asarray(want).astype(np.float64)
     size = np.sqrt(np.mean(np.square(exact)))
@@ -68,9 +68,9 @@ Cases = dict[str, Callable[[], None]]
 def isolated(
     request: pytest.FixtureRequest, parameter: str, cases: Cases, path: str, **options: Any
 ) -> dict[str, str | None]:
-    """What went wrong with each case that this session's tests have as `parameter`, or None.
+    """The error of each case that this session's tests use as `parameter`, or None.
 
-    They run in processes that call `main`: a CUDA fault would end all other tests too.
+    Cases run in processes that call `main`, because a CUDA fault would end all other tests.
     """
     names = list(cases)
     chosen = {
@@ -85,7 +85,7 @@ def isolated(
 
 
 def main(cases: Cases) -> None:
-    """What a test file with cases does when it is run as a script."""
+    """Entry point of a test file with cases that is run as a script."""
     names = list(cases)
 
     def run(number: int) -> dict[str, Any]:

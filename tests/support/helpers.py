@@ -1,6 +1,6 @@
-"""What a product must be: the layout in NumPy, a float64 oracle and its error bound.
+"""References for products: the layout in NumPy, a float64 oracle and its error bound.
 
-Nothing here calls the package's own packing or dequantization; `problems.py` has the cases.
+Nothing here calls the packing or dequantization of the package; `problems.py` has the cases.
 """
 
 import functools
@@ -25,7 +25,7 @@ TARGET = "jaxlowbit_sequence"
 
 _STATIC = ("preferred_element_type", "precision", "backend")
 matmul = jax.jit(jaxlowbit.quantized_matmul, static_argnames=_STATIC)
-# `array.dequantize(dtype)` in one program: run operation by operation, it would compile ten.
+# `array.dequantize(dtype)` as one program; run eagerly, it would compile ten.
 dequantized = jax.jit(jaxlowbit.dequantize, static_argnums=1)
 # Interpreted kernels take longer to optimize than to run.
 UNOPTIMIZED: dict[str, Any] = {"xla_backend_optimization_level": 0}
@@ -36,7 +36,7 @@ interpreted_matmul = jax.jit(
 
 @functools.cache
 def reasons(dtype: str, format: Format) -> dict[str, str | None]:
-    """What `supported_backends` says of this kind of product."""
+    """The result of `supported_backends` for this kind of product."""
     rhs = jax.eval_shape(
         lambda: QuantizedArray.from_packed_groups(
             jnp.zeros((1, 1), jnp.uint8),
@@ -52,7 +52,7 @@ def reasons(dtype: str, format: Format) -> dict[str, str | None]:
 
 
 def backends(dtype: str, format: Format) -> list[str]:
-    """The backends that compute this kind of product on the machine the tests run on."""
+    """The backends that compute this kind of product on this machine."""
     compiled = (PLATFORM, "pallas", "xla") if PLATFORM == "cpu" else (PLATFORM, "xla")
     return [name for name in compiled if reasons(dtype, format)[name] is None]
 
@@ -127,7 +127,7 @@ def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
     return np.moveaxis(atoms, -4, -2).reshape(*lead, k_blocks * 64, n_blocks * 64)
 
 
-# Where an atom holds the scale of each of its 64 columns.
+# Position in an atom of the scale of each of its 64 columns.
 _IN_ATOM = np.arange(64) // 16 * 16 + np.arange(64) % 8 * 2 + np.arange(64) // 8 % 2
 
 
@@ -151,7 +151,7 @@ def quantize(
     permutation: Any = None,
     scale_dtype: Any = None,
 ) -> QuantizedArray:
-    """An array for tests of what is done with one: rounded by extremes, in NumPy.
+    """Quantizes by minimum and maximum in NumPy, for tests that only need an array.
 
     `jaxlowbit.quantize` would compile a program for every format and shape.
     """
@@ -236,15 +236,15 @@ def quantize(
 
 
 def scaled_matrices(stack: QuantizedArray, factors: Sequence[float]) -> QuantizedArray:
-    """A stack whose matrices' tensor scales are multiplied by a factor each."""
+    """Multiplies the tensor scale of each matrix of a stack by a factor."""
     assert stack.tensor_scale is not None
     scales = jnp.float32(factors).reshape(-1, *[1] * (stack.tensor_scale.ndim - 1))
     return stack._with(tensor_scale=stack.tensor_scale * scales)
 
 
 def two_levels(values: np.ndarray, group_size: int) -> np.ndarray:
-    """Bytes (..., rows, n) of integers, and of a float16 of each 256 rows, near `values` (...,
-    groups, n)."""
+    """Approximates `values` (..., groups, n) by bytes (..., rows, n): integers, and a float16 per
+    256 rows."""
     *lead, _, n = values.shape
     blocks = values.reshape(*lead, -1, 256 // group_size, n)
     floats = np.maximum(np.abs(blocks).max(-2) / 127, 2.0**-24).astype(np.float16)
@@ -255,7 +255,7 @@ def two_levels(values: np.ndarray, group_size: int) -> np.ndarray:
 
 
 def of_two_levels(values: np.ndarray, group_size: int) -> np.ndarray:
-    """The scales (..., groups, n) in float64 that such bytes stand for."""
+    """Decodes bytes of `two_levels` to scales (..., groups, n) in float64."""
     *lead, _, n = values.shape
     blocks = values.reshape(*lead, -1, 256 // group_size + 2, n)
     integers = blocks[..., :-2, :].view(np.int8).astype(np.float64)
@@ -264,7 +264,7 @@ def of_two_levels(values: np.ndarray, group_size: int) -> np.ndarray:
 
 
 def _parts_padded(values: np.ndarray, axis: int, parts: int, unit: int) -> np.ndarray:
-    """Each of equal parts of an axis, -1 or -2, repeats its last element up to whole units."""
+    """Pads each of equal parts of an axis, -1 or -2, to whole units with its last element."""
     pad = [(0, 0)] * values.ndim
     pad[axis] = (0, -(values.shape[axis] // parts) % unit)
     split = np.split(values, parts, axis)
@@ -275,14 +275,14 @@ def _parts_padded(values: np.ndarray, axis: int, parts: int, unit: int) -> np.nd
 
 
 class Weight(NamedTuple):
-    """A weight in float64, and the sum of the magnitudes of its terms, which float32 rounds."""
+    """A weight in float64, and the sum of magnitudes of its terms (for the float32 error)."""
 
     value: np.ndarray
     terms: np.ndarray
 
 
 def dequantize(array: QuantizedArray) -> Weight:
-    """What `array` stands for, (..., k, n); with shards of k, but one of n."""
+    """The values of `array`, (..., k, n); k may have several shards, n only one."""
     format = array.format
     shards, padded = array.shards[0], 64 * array.packed.shape[-2]
     starts = padded // shards * np.arange(shards)
@@ -326,7 +326,7 @@ def dequantize(array: QuantizedArray) -> Weight:
 
 
 def positions(index: Any, depth: int) -> np.ndarray:
-    """What an index of integers of any size selects: from the end if negative, then clamped."""
+    """Positions selected by integers of any dtype: negative ones count from the end; clamped."""
 
     def position(i: int) -> int:
         return min(max(i + depth if i < 0 else i, 0), depth - 1)
@@ -335,7 +335,7 @@ def positions(index: Any, depth: int) -> np.ndarray:
 
 
 def global_order(permutation: np.ndarray, shards: int) -> np.ndarray:
-    """Positions in the whole matrix of those that count from the start of a shard."""
+    """Converts positions relative to each shard to positions in the whole matrix."""
     k = permutation.shape[-1]
     return permutation + np.arange(k) // (k // shards) * (k // shards)
 
@@ -344,7 +344,7 @@ _FLOAT32 = 2.0**-24  # unit roundoff
 
 
 class Oracle(NamedTuple):
-    """The exact product, and how far a right result may be from it, per element.
+    """The exact product and the error bound of each element.
 
     Standard forward error analysis: each weight is rounded in float32 and then to the dtype of
     lhs, k products are added in float32, the sum is rounded to the dtype of the result. All
@@ -381,8 +381,8 @@ class Oracle(NamedTuple):
         return self.weights * (1 if results == 1 else 2) + results * (self.sums + rounding)
 
     def scaled(self, scale: Any) -> "Oracle":
-        """Products times float32 factors, as the scales of tokens are: sums and products are
-        rounded to float32 once more each."""
+        """Multiplies by float32 factors, like token scales: sums and products are each rounded to
+        float32 once more."""
         scale = np.asarray(scale).astype(np.float64)
         exact, weights, sums = (scale * x for x in self)
         sums += 2 * _FLOAT32 * (np.abs(exact) + weights + sums)
@@ -396,7 +396,7 @@ ACTIVATIONS: dict[str | None, Any] = {
     "gelu_tanh": lambda x: x * special.expit(np.sqrt(8 / np.pi) * (x + 0.044715 * x**3)),
     "relu": lambda x: np.maximum(x, 0),
 }
-# The same in JAX.
+# JAX versions of these functions.
 JAX_ACTIVATIONS: dict[str | None, Any] = {
     None: lambda x: x,
     "silu": jax.nn.silu,
@@ -415,10 +415,10 @@ def finished(
     up: tuple[Oracle, Any] | None = None,
     residual: Any = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What an epilogue makes of a product, and how far a right result of `dtype` may be from it.
+    """The exact result of an epilogue, and the error bound of a result of `dtype`.
 
-    `up`: the other product of a gated pair, and its bias. No activation is steeper than 1.13; its
-    formula in float32 is right to 2^-20 of the argument.
+    `up`: the other product of a gated pair, and its bias. Activations have slopes up to 1.13; their
+    float32 formulas are accurate to 2^-20 of the argument.
     """
 
     def plus(exact: np.ndarray, error: np.ndarray, addend: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -455,7 +455,7 @@ def _underflow(dtype: Any) -> float:
 
 
 def initial(key: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
-    """An initializer of layers in NumPy, where JAX would compile programs for each shape."""
+    """An initializer of layers in NumPy; JAX would compile programs for each shape."""
     if isinstance(key, Tracer):
         return jax.nn.initializers.normal(0.1)(key, shape, dtype)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
@@ -464,7 +464,7 @@ def initial(key: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def calls(f: Any, *args: Any, platform: str = "cuda") -> list[str]:
-    """The custom calls of a program, which JAX would remember if `f` were not new."""
+    """The custom calls of a program. Wraps `f` in a new function to bypass the cache of JAX."""
     program = jax.jit(lambda *args: f(*args)).trace(*args)
     text = program.lower(lowering_platforms=(platform,)).as_text()
     return call_names(text)
@@ -482,7 +482,7 @@ class Described(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The caller, or what it says of activations of 8 bits and of an epilogue."""
+        """The caller, or a name for calls with 8-bit activations or an epilogue."""
         kinds = {step["kind"] for step in self.steps}
         rounds = len(kinds) > 1 and any(step["out_scale"] for step in self.steps)
         if self.caller == "quantized_block":

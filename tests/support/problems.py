@@ -1,4 +1,4 @@
-"""The products that every backend is held to. A problem's name is the reason it is here."""
+"""The products that every backend must compute. The name of a problem says why it is here."""
 
 import dataclasses
 import functools
@@ -23,19 +23,19 @@ class Problem:
     group_size: int = 32
     zero: Literal["none", "integer", "float"] = "none"
     codebook: str | tuple[float, ...] | None = None
-    narrow: Literal["e8m0", "e4m3", "int8", "super"] | None = None  # scales of 8 bits
+    narrow: Literal["e8m0", "e4m3", "int8", "super"] | None = None  # 8-bit scales
     dtype: str = "bfloat16"
     scale_dtype: str | None = None  # None: that of lhs
     out_dtype: str | None = None
     rows: tuple[int, ...] = ()  # leading axes of lhs, before m
     stack: tuple[int, ...] = ()  # leading axes of the weights
-    index: int | tuple[Any, ...] | None = None  # what is selected from the stack
+    index: int | tuple[Any, ...] | None = None  # selection from the stack
     scale: float = 0.125  # scales are 0.5 to 1.5 times this
     lhs_scale: float = 1.0
     codes: str = "random"  # or "least", "most", "zero": one code everywhere
     permuted: bool = False  # the rows are stored in a random order
-    shards: int = 1  # of k, each padded on its own
-    compiled: bool = False  # for the tiles and branches of compiled kernels; Pallas has none such
+    shards: int = 1  # of k, each padded separately
+    compiled: bool = False  # tests tiles and branches that only compiled kernels have
 
     @property
     def format(self) -> Format:
@@ -54,7 +54,7 @@ class Operands(NamedTuple):
 
 @functools.cache
 def operands(problem: Problem) -> Operands:
-    """Random operands, and what their product is."""
+    """Random operands and their exact product."""
     p, rng = problem, generator(problem)
     rhs = weights(p, rng)
     if p.index is not None:
@@ -68,7 +68,7 @@ def generator(problem: Problem) -> np.random.Generator:
 
 
 def weights(problem: Problem, rng: np.random.Generator) -> QuantizedArray:
-    """The random weights of a problem, without its index. The padding holds random values too."""
+    """Random weights of a problem, without its index. The padding is random too."""
     p, format = problem, problem.format
     n_blocks, k_blocks = -(-p.n // 64), -(-p.k // 64)
     if p.shards > 1:
@@ -79,7 +79,7 @@ def weights(problem: Problem, rng: np.random.Generator) -> QuantizedArray:
     scale_dtype = jnp.dtype(p.scale_dtype or p.dtype)
     scale = (p.scale * rng.uniform(0.5, 1.5, shape)).astype(scale_dtype)
     tensor_scale = None
-    if p.narrow == "e8m0":  # 2^-127, whose float32 is subnormal, too
+    if p.narrow == "e8m0":  # includes 2^-127, which is subnormal in float32
         bits = np.where(rng.random(shape) < 0.1, 0, rng.integers(117, 127, shape))
         scale = bits.astype(np.uint8).view(format.scale_dtype)
     elif p.narrow == "e4m3":
@@ -105,7 +105,7 @@ def weights(problem: Problem, rng: np.random.Generator) -> QuantizedArray:
     size = (*p.stack, 64 * k_blocks, 64 * n_blocks)
     codes = {"least": 0, "most": levels - 1, "zero": middle}.get(p.codes)
     codes = rng.integers(0, levels, size) if codes is None else np.full(size, codes)
-    if p.codebook is not None:  # instead of what stands for no number, 0
+    if p.codebook is not None:  # replaces codes without a finite number by 0
         codes = np.where(np.isfinite(np.array(format.values))[codes], codes, 0)
     permutation = None
     if p.permuted:
@@ -130,8 +130,8 @@ def weights(problem: Problem, rng: np.random.Generator) -> QuantizedArray:
 def two_levels(
     rng: np.random.Generator, shape: tuple[int, ...], group_size: int, largest: float
 ) -> np.ndarray:
-    """Bytes of random integers of 8 bits, and floats up to `largest` over 128, of super-blocks
-    (..., n_blocks, super-blocks, 64)."""
+    """Bytes of super-blocks (..., n_blocks, super-blocks, 64): random 8-bit integers, and floats up
+    to `largest` / 128."""
     integers = rng.integers(-128, 128, (*shape[:-1], 256 // group_size, 64)).astype(np.int8)
     floats = (largest / 128 * rng.uniform(0.5, 1, shape)).astype(np.float16)
     halves = np.moveaxis(floats[..., None].view(np.uint8), -1, -2)
@@ -147,11 +147,11 @@ F32: dict[str, Any] = {"dtype": "float32"}
 PERMUTED: dict[str, Any] = {"permuted": True}
 COMPILED: dict[str, Any] = {"compiled": True}
 
-# Bytes of which no two are the same, and all of them matter.
+# A codebook of 256 distinct numbers, so that every bit of a code matters.
 _NUMBERS = tuple(np.random.default_rng(0).standard_normal(256).tolist())
 
 PROBLEMS = (
-    # Rows: around the 8 rows of an mma tile, and around every multiple that a kernel may tile by.
+    # Rows: around the 8 rows of an mma tile and the multiples that kernels tile by.
     P("one row: decoding", 1, 256, 192),
     P("no rows", 0, 64, 64),
     P("7 rows: one below an mma tile", 7, 128, 64, **COMPILED),
@@ -185,7 +185,7 @@ PROBLEMS = (
     P("n = 129: one past two atoms", 64, 128, 129, **COMPILED),
     P("n = 4097: many blocks, the last has one column", 1, 64, 4097),
     P("n = 2050: many blocks, 16 rows", 16, 128, 2050, **COMPILED),
-    # Groups: of every alignment with the 16 of a step and the 64 of an atom.
+    # Groups: every alignment with a step of 16 and an atom of 64.
     P("group 16: one step", 9, 200, 70, group_size=16),
     P("group 32: half an atom", 9, 200, 70, group_size=32, **COMPILED),
     P("group 48: straddles atoms", 9, 200, 70, group_size=48),
@@ -193,7 +193,7 @@ PROBLEMS = (
     P("group 96: straddles atoms", 9, 200, 70, group_size=96, **COMPILED),
     P("group 128: two atoms", 9, 200, 70, group_size=128),
     P("group 256: longer than k", 9, 200, 70, group_size=256),
-    # Codebooks: named ones, and numbers in any order, of one side, and repeated.
+    # Codebooks: named ones; unordered, one-sided and repeated numbers.
     P("nf4", 9, 200, 70, group_size=64, codebook="nf4"),
     P("fp4, float16", 33, 130, 65, codebook="fp4", **F16),
     P("e2m1, float32 scales", 1, 256, 64, codebook="e2m1", scale_dtype="float32"),
@@ -206,7 +206,7 @@ PROBLEMS = (
     P("a codebook of 8 bits, one row", 1, 100, 70, 8, -1, codebook=_NUMBERS, **F16),
     P("nf4, permuted rows, a stack", 3, 128, 70, codebook="nf4", stack=(2,), **PERMUTED),
     P("nf4, an index", 3, 128, 70, codebook="nf4", stack=(3,), index=1),
-    # Scales of 8 bits, and tensor scales.
+    # 8-bit scales and tensor scales.
     P("mxfp4", 9, 200, 70, codebook="e2m1", narrow="e8m0"),
     P(
         "mxfp4, permuted rows, a stack",
@@ -227,7 +227,7 @@ PROBLEMS = (
     P("int3 by integers, float16", 5, 100, 70, bits=3, group_size=32, narrow="int8", **F16),
     P("int2 by integers, a stack", 3, 64, 70, bits=2, narrow="int8", stack=(2, 2)),
     P("int4 by integers, an index", 3, 64, 70, narrow="int8", stack=(3,), index=(1, -1, 7)),
-    # Scales of two levels, of super-blocks of 256: whole ones and cut ones, less than one in all.
+    # Two-level scales of super-blocks of 256: whole, partial, and less than one in all.
     P("Q4_K, one row", 1, 1024, 192, narrow="super", **FLOAT),
     P("Q4_K, k = 200", 9, 200, 70, narrow="super", **FLOAT),
     P("Q2_K, float16", 5, 704, 70, bits=2, group_size=16, narrow="super", **F16, **FLOAT),
@@ -281,7 +281,7 @@ PROBLEMS = (
     P("float32 result of bfloat16", 9, 200, 70, out_dtype="float32"),
     P("float32 result of bfloat16, odd n", 64, 200, 67, 8, out_dtype="float32", **INTEGER),
     P("float32 result of float16", 1, 200, 70, out_dtype="float32", **F16),
-    # Every width: in one plane or more, with few rows and many, one group to an atom and several.
+    # Every width: one plane or more, small and large M, one group per atom and several.
     P("1 bit, float zero", 5, 100, 70, 1, 32, **FLOAT),
     P("1 bit, integer zero", 5, 100, 70, 1, 32, **INTEGER),
     P("2 bits", 5, 100, 70, 2),
@@ -308,7 +308,7 @@ PROBLEMS = (
         P(f"{bits} bits, 17 rows, group 48", 17, 99, 70, bits, 48, **INTEGER)
         for bits in range(1, 9)
     ),
-    # Values: what a trick with exponents could lose.
+    # Values that exponent arithmetic could lose.
     P("scales near the least normal", 9, 200, 70, scale=3e-38, lhs_scale=1e20),
     P("scales near the largest", 9, 200, 70, scale=1e37, lhs_scale=1e-20),
     P("8 bits, scales near the largest", 9, 200, 70, 8, scale=5e35, lhs_scale=1e-20, **INTEGER),
@@ -358,7 +358,7 @@ PROBLEMS = (
         index=(-(2**31), 2**31 - 1, 1, -1),
     ),
     P("a view, 3 bits", 5, 100, 70, 3, rows=(2,), stack=(3,), index=(2, 0)),
-    # Rows stored in another order, and k in several parts.
+    # Permuted rows, and k in several shards.
     P("permuted, one row", 1, 256, 128, group_size=128, **PERMUTED),
     P("permuted, odd k", 17, 201, 70, **PERMUTED, **INTEGER),
     P("permuted, k = 1", 3, 1, 70, **PERMUTED),

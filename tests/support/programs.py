@@ -1,9 +1,9 @@
 """Random programs around the products: slices of buffers, updates in place, loops, shared weights.
 
-XLA may hand a custom call pointers into larger buffers, at any element, and let its result be the
-memory of its operands; what it does depends on the whole program. So the whole program is drawn:
-`sample` makes a `Program`, a value whose repr makes it again, and `check` compares what it computes
-with what the definition (`backend="xla"`) makes of it.
+XLA may pass a custom call pointers into larger buffers, at any element offset, and may alias its
+result with its operands, depending on the whole program. `sample` therefore draws whole programs as
+`Program` values, whose repr recreates them, and `check` compares their results with the reference
+(`backend="xla"`).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxlowbit import Format, QuantizedArray
 
 
 class _Value:
-    """A dataclass whose repr leaves out what is as by default."""
+    """A dataclass whose repr omits fields with default values."""
 
     def __repr__(self) -> str:
         shown = [
@@ -39,11 +39,11 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class View(_Value):
-    """Rows in a buffer: of "flat" from element `start` on, of "grid" from row `start` on."""
+    """Rows in a buffer, from element `start` of "flat" or row `start` of "grid"."""
 
     buffer: str
     start: int = 0
-    step: int = 0  # by so much it moves on with each turn of a loop
+    step: int = 0  # added to `start` in each turn of a loop
     dynamic: bool = False  # whether `start` is an operand of the program
 
     def last(self, turns: int) -> int:
@@ -51,7 +51,7 @@ class View(_Value):
 
 
 class Kind(NamedTuple):
-    """What a call has: its columns ("d" or "e") in and out, and what else it takes."""
+    """Input and output widths ("d" or "e") of a call, and its optional operands."""
 
     into: str
     out: str
@@ -60,8 +60,7 @@ class Kind(NamedTuple):
     weights: tuple[str, ...] = ("stack",)
 
 
-# "wide" has d rows and e columns, "pair" two of these, "down" e rows and d columns, the others
-# d of both.
+# Shapes: "wide" is (d, e), "pair" (2, d, e), "down" (e, d), the others (d, d).
 KINDS = {
     "matmul": Kind("d", "d", True, True),
     "wide": Kind("d", "e", True, True, ("wide",)),
@@ -77,33 +76,33 @@ KINDS = {
 }
 
 
-# Loops over the stack, whose turns are its layers.
+# Loops over the stack, one turn per layer.
 OVER_LAYERS = ("layers", "select")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Call(_Value):
-    """A call on m rows; its result goes to `out`, and is one of the program if there is none."""
+    """A call on m rows; its result is written to `out`, or returned if `out` is None."""
 
     kind: str
     m: int
     lhs: View
     out: View | None = None
-    other: View | None = None  # where the second result goes
-    joined: View | None = None  # the second half of lhs comes from here
+    other: View | None = None  # destination of the second result
+    joined: View | None = None  # source of the second half of lhs
     residual: View | None = None
     bias: bool = False
     activation: str | None = None
-    wide_result: bool = False  # float32, where it is no update of a buffer
+    wide_result: bool = False  # float32, if the result is returned
     index: int = 0  # of the matrix in the stack
-    pick: str = "slice"  # how it is taken: "slice", "select", "turn" (of the loop) or "layer"
+    pick: str = "slice"  # how it is selected: "slice", "select", "turn" (of the loop) or "layer"
     store: str = "update"  # or "set" or "add", of `.at`
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Loop(_Value):
     """Calls in a loop: "fori", "while", "scan", "layers" (`lax.scan` over the stack), "select"
-    (`jaxlowbit.scan` over it) or "cond", which takes them if it has a turn."""
+    (`jaxlowbit.scan` over it) or "cond" (executed if `turns` is not 0)."""
 
     kind: str
     turns: int
@@ -121,13 +120,13 @@ class Program(_Value):
     group_size: int = 64
     zero: Literal["none", "integer", "float"] = "none"
     layers: int = 2  # of the stack
-    gap: int | None = None  # elements before each leaf in one flat buffer; None: none is flat
+    gap: int | None = None  # elements before each leaf in a flat buffer; None: separate leaves
     margin: int = 0  # columns of the grid beyond d
     donate: bool = False
     seed: int = 0  # of the values
 
     def calls(self) -> list[tuple[Call, int]]:
-        """Each call and how many turns it takes at most."""
+        """Each call, with the maximum number of times it runs."""
         found = []
         for step in self.steps:
             body, turns = (step.body, step.turns) if isinstance(step, Loop) else ((step,), 1)
@@ -146,11 +145,11 @@ class Program(_Value):
 
 
 class Operands(NamedTuple):
-    """What a program is called with, in NumPy, and where its parameters are in the flat buffers."""
+    """NumPy operands of a program, and the places of its parameters in the flat buffers."""
 
     state: dict[str, np.ndarray]
     arrays: dict[str, np.ndarray]
-    origin: np.ndarray  # zero, which XLA does not know
+    origin: np.ndarray  # zero, unknown to XLA at compile time
     places: dict[str, tuple[str, int, tuple[int, ...]]]
 
 
@@ -194,16 +193,16 @@ def _buffer_shapes(program: Program) -> dict[str, tuple[int, ...]]:
 def uniform_leaves(
     rng: np.random.Generator, lead: tuple[int, ...], k: int, n: int, format: Format, dtype: Any
 ) -> dict[str, np.ndarray]:
-    """Words, scales and zeros of matrices of random codes, whose columns have a norm near 1.
+    """Words, scales and zeros of matrices of random codes, with columns of norm near 1.
 
-    Scales have both signs: codes have a mean, which would add up along the rows of lhs.
+    Scales have both signs: the mean of the codes would otherwise accumulate along rows of lhs.
     """
     n_blocks, k_blocks, levels = -(-n // 64), -(-k // 64), 2**format.bits
     groups = 1 if format.group_size == -1 else -(-64 * k_blocks // format.group_size)
     shape = (*lead, n_blocks, groups, 64)
     scale = math.sqrt(12 / k) / levels * rng.uniform(0.7, 1.3, shape)
     scale *= rng.choice([-1.0, 1.0], shape)
-    # Words of uniform bits: whatever the layout, codes are uniform too.
+    # Uniform bits give uniform codes in any layout.
     words = (*lead, n_blocks, k_blocks, 128 * format.bits)
     leaves = {"packed": rng.integers(0, 2**32, words, np.uint32), "scale": scale.astype(dtype)}
     if format.zero == "integer":
@@ -215,13 +214,13 @@ def uniform_leaves(
 
 
 def _times(leaves: dict[str, np.ndarray], factor: np.ndarray) -> dict[str, np.ndarray]:
-    """A weight times powers of two."""
+    """Scales a weight by powers of two."""
     floats = [name for name, leaf in leaves.items() if leaf.dtype not in (np.uint32, np.uint8)]
     return leaves | {name: leaves[name] * factor.astype(leaves[name].dtype) for name in floats}
 
 
 def _leaves(program: Program, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """The parameters: of weights, whose columns have a norm near 1, biases and norms."""
+    """The parameters: weights with columns of norm near 1, biases and norms."""
     d, e = program.d, program.e
     shapes = {"stack": ((program.layers,), d, d), "wide": ((), d, e), "pair": ((2,), d, e)}
     shapes |= {"down": ((), e, d), "permuted": ((), d, d)}
@@ -254,7 +253,7 @@ def _leaves(program: Program, rng: np.random.Generator) -> dict[str, np.ndarray]
     }
 
 
-# --- what a program computes ----------------------------------------------------------------------
+# --- tracing --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -266,7 +265,7 @@ class _Run:
     arrays: dict[str, jax.Array]
     origin: jax.Array
     places: dict[str, tuple[str, int, tuple[int, ...]]]
-    factors: jax.Array | None  # of the elements of each lhs
+    factors: jax.Array | None  # multiply the elements of each lhs
 
     def steps(self, state: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], list[jax.Array]]:
         results = []
@@ -313,7 +312,7 @@ class _Run:
             first = self.read(state, call.lhs, (call.m - half, into), turn)
             lhs = jnp.concatenate([first, self.read(state, call.joined, (half, into), turn)])
         if self.factors is not None:
-            # Each turn of a loop has others.
+            # Each turn of a loop uses different factors.
             lhs *= lax.dynamic_slice(self.factors, (turn,), (lhs.size,)).reshape(lhs.shape)
         addends: dict[str, Any] = {}
         if call.bias:
@@ -461,38 +460,37 @@ def function(program: Program, backend: Any, places: Any) -> Callable[..., Any]:
 
 
 def unit(dtype: Any, k: int) -> float:
-    """How much a product of k terms may round, of the size of its sums."""
+    """Relative rounding error of a product of k terms."""
     return float(ml_dtypes.finfo(dtype).eps) + 4 * math.sqrt(k) * 2.0**-24
 
 
 def bound(want: np.ndarray, dtype: Any, k: int, products: int = 1) -> np.ndarray:
-    """How far an element of a right result may be from that of another way to compute it.
+    """Bound on the difference of an element between two correct computations.
 
-    Both come from values of `dtype` near 1 through so many products one after another, of at most
-    k terms, with weights whose columns have a norm near 1. Each product rounds its weights and its
-    result, by half an `eps` of the value, and adds in another order. What an element inherits from
-    the products before it is a sum of many such errors of both signs, each of the size of one, so
-    they grow as the square root of their number, and sums of k terms by that of k. Values that a
-    gate has made small inherit errors of larger ones, hence a least size. A value that was never
-    there is off by about the root of the mean square: 20 of these bounds after one product in
-    bfloat16.
+    Both start from values of `dtype` near 1 and chain `products` products of at most k terms, with
+    weight columns of norm near 1. Each product rounds its weights and its result by half an `eps`
+    of the value, and adds in a different order. An element inherits a sum of many such errors of
+    both signs, so the error grows as the square root of the number of products, and as that of k
+    within a sum. Values that a gate made small inherit the errors of larger ones, hence a minimum
+    size. A missing value is off by about the root mean square: 20 of these bounds after one
+    product in bfloat16.
     """
     size = np.abs(want) + max(np.sqrt(np.mean(np.square(want))), 0.25)
     return 6 * unit(dtype, k) * math.sqrt(products) * size
 
 
 class Report(NamedTuple):
-    worst: float  # the largest error, over its bound
+    worst: float  # maximum ratio of error to bound
     text: str  # the compiled program
-    replayed: bool | None  # whether the last run executed no call anew; None where uncounted
+    replayed: bool | None  # whether the last run executed no calls; None if not counted
 
 
 def check(program: Program, runs: int = 1, executions: Callable[[], int] | None = None) -> Report:
-    """Runs a program, and compares each run with its definition.
+    """Runs a program and compares each run with the reference.
 
-    `executions` counts the calls that were executed, which a replayed graph does not.
+    `executions` returns the number of calls executed so far; a replayed graph executes none.
 
-    **Raises:** `AssertionError` with the program's repr where they differ.
+    **Raises:** `AssertionError` with the program's repr if they differ.
     """
     given = operands(program)
     want, within = _definition(program, given)
@@ -507,7 +505,7 @@ def check(program: Program, runs: int = 1, executions: Callable[[], int] | None 
         got = jax.block_until_ready(compiled(jax.device_put(state), *rest))
         counts.append(executions() - before if executions else 0)
         worst = max(worst, _assert_close(program, jax.tree.map(np.asarray, got), want, within))
-        # The buffers of the second run are elsewhere, those of later ones where its were.
+        # Keeping the first result moves the buffers of the second run; later runs reuse them.
         first = first or got
         del got
     replayed = counts[0] > 0 == counts[-1] if executions else None
@@ -515,14 +513,14 @@ def check(program: Program, runs: int = 1, executions: Callable[[], int] | None 
 
 
 def _definition(program: Program, given: Operands) -> tuple[Any, Any]:
-    """What a program computes by definition, and how far each element may be from that.
+    """Reference results of a program, and the tolerance of each element.
 
-    What an element inherits from the products before it depends on the values: a gate multiplies
-    them by each other, so that rows and their errors grow apart. So it is measured. In four runs
-    the elements of each lhs are off by `unit`, which is about three times what a product rounds. A
-    right element may be off twice as far as that moves it or its neighbours, most of which are of
-    the same row, and in any case by the bound of one product. None of 1,155 programs needed more
-    than 0.57 of that on a CPU.
+    The error an element inherits from earlier products depends on the values: a gate multiplies
+    them by each other, so rows and their errors diverge. The tolerance is therefore measured: four
+    runs perturb the elements of each lhs by `unit`, about three times the rounding of a product.
+    The tolerance is twice the largest change of the element or its neighbours (mostly of the same
+    row), and at least the bound of one product. None of 1,155 programs needed more than 0.57 of it
+    on a CPU.
     """
     dtype, k = jnp.dtype(program.dtype), max(program.d, program.e)
     size = max(call.m * program.width(KINDS[call.kind].into) + n for call, n in program.calls())
@@ -547,7 +545,7 @@ def _definition(program: Program, given: Operands) -> tuple[Any, Any]:
 
 
 def _assert_close(program: Program, got: Any, want: Any, within: Any) -> float:
-    """Returns the largest error, over its bound."""
+    """Returns the maximum ratio of error to bound."""
     worst = 0.0
     arrays, _ = jax.tree_util.tree_flatten_with_path(want)
     leaves = jax.tree.leaves(got), jax.tree.leaves(within)
@@ -570,7 +568,7 @@ def _assert_close(program: Program, got: Any, want: Any, within: Any) -> float:
 
 # --- drawing --------------------------------------------------------------------------------------
 
-# The simplest come first: hypothesis, behind `rng`, shrinks to these.
+# Simplest first: `rng` is driven by hypothesis, which shrinks to the first values.
 _SIZES = (64, 128, 192, 256, 320, 512, 72, 136, 200, 33, 67, 100)
 _ROWS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 40, 1, 4, 16, 40, 0, 70, 128, 200, 300)
 _GROUPS = (64, -1, 16, 32, 48, 128, 256, 1024)
@@ -578,7 +576,7 @@ _ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh", "relu")
 
 
 def sample(rng: random.Random, large: bool = False) -> Program:
-    """Draws a program; `large`: one in 8 has matrices of more tiles than a GPU takes at once."""
+    """Draws a program; with `large`, one in 8 has more tiles than a GPU runs at once."""
     size = rng.choice(_SIZES)
     program = Program(
         steps=(),
@@ -595,7 +593,7 @@ def sample(rng: random.Random, large: bool = False) -> Program:
         seed=rng.randrange(1000),
     )
     if program.bits == 1:
-        # The two values of others have one sign, and sums of them are far from 1.
+        # Otherwise both values have one sign, and sums are far from 1.
         program = dataclasses.replace(program, zero="float")
     if _one_in(rng, 5):
         program = dataclasses.replace(program, scale_dtype="float32")
@@ -628,7 +626,7 @@ def _sample_call(rng: random.Random, program: Program, loop: str | None, turns: 
     moves = loop is not None and turns > 1
     view = functools.partial(_sample_view, rng, program, m, moves=moves)
     lhs = view(into)
-    # A loop that collects no results writes all of them.
+    # Loops that return no results write all of them to buffers.
     stored = loop in ("fori", "while", "cond") or not _one_in(rng, 4)
     picks = ["slice", "select"]
     if loop is not None:
@@ -668,7 +666,7 @@ def _sample_view(
     moves: bool,
     like: View | None = None,
 ) -> View:
-    """Rows at a place that is often that of `like`, or overlaps it."""
+    """Draws rows that often coincide with `like` or overlap it."""
     names = ("grid", "flat") if width == program.d else ("flat",)
     if like is not None and like.buffer in names and not _one_in(rng, 5):
         buffer = like.buffer
