@@ -80,6 +80,27 @@ class Groups:
         values = jnp.broadcast_to(values, self._shape[:-1])
         return _cut(values[..., None], self.format, self._shards[0], self._permutation)
 
+    def moments(self, moments: Array) -> Array:
+        """Second moments (k, k) or (..., k, k) of input features, as float32 (..., rows, rows) in
+        the order of the rows of the groups; 0 for rows of padding."""
+        k = self._shape[-2]
+        numbers = self.per_row(jnp.arange(k, dtype=jnp.float32)).astype(jnp.int32)
+        numbers = numbers.reshape(*self._shape[:-2], -1)
+        counted = jnp.asarray(self.counted.ravel(), jnp.float32)
+        if moments.ndim == 2 and self._permutation is None:
+            numbers = numbers.reshape(-1, numbers.shape[-1])[0]
+        moments = jnp.broadcast_to(moments, (*numbers.shape[:-1], k, k)).astype(jnp.float32)
+        moments = jnp.take_along_axis(moments, numbers[..., :, None], axis=-2)
+        moments = jnp.take_along_axis(moments, numbers[..., None, :], axis=-1)
+        return moments * _outer(counted, moments.ndim)
+
+    def blocks(self, moments: Array) -> Array:
+        """Second moments within each group, float32 (..., groups, size, size), as `moments`."""
+        found = self.moments(moments)
+        count, size, _ = self.counted.shape
+        found = found.reshape(*found.shape[:-2], count, size, count, size)
+        return jnp.moveaxis(jnp.diagonal(found, axis1=-4, axis2=-2), -1, -3)
+
     def extremes(self) -> tuple[Array, Array]:
         """The smallest and the largest value of each group, float32 (..., groups, n)."""
         return scales.extremes(self.values, self.format)
@@ -96,6 +117,27 @@ class Groups:
     def in_steps(self, scale: Array, zero: Array | None) -> tuple[Array, Array]:
         """`values` divided by their scale: exact, and rounded to the numbers of the format."""
         return scales.in_steps(self.values, scale, zero, self.format)
+
+    def represented(self, scale: Array, zero: Array | None) -> tuple[Array, Array | None]:
+        """Scales and zeros, as `fit` returns them, as `pack` stores them, in float32 or the dtype
+        of zeros."""
+        if self.format.scale == "super":
+            return scales.two_levels(scale, zero, self.format)[2:]
+        return scale.astype(jnp.float32), zero
+
+    def nearest(self, values: Array, scale: Array, zero: Array | None) -> Array:
+        """The nearest of the numbers that scales and zeros represent, float32 (..., n).
+
+        **Arguments:**
+
+        - `values`: float32 (..., n), rows.
+        - `scale`, `zero`: of the group of each row, (..., n), from `represented`.
+        """
+        _, steps = scales.in_steps(values[..., None, :], scale, zero, self.format)
+        found = steps[..., 0, :] * scale
+        if zero is None or self.format.zero != "float":
+            return found
+        return found + zero.astype(jnp.float32)
 
     def pack(
         self, scale: Array, zero: Array | None = None, values: Array | None = None
@@ -133,6 +175,12 @@ class Groups:
             permutation=self._permutation,
             tensor_scale=tensor_scale,
         )
+
+
+def _outer(values: Array, ndim: int) -> Array:
+    """The products of each two of some values (n,), (..., n, n) with `ndim` axes."""
+    lead = (1,) * (ndim - 2)
+    return (values[:, None] * values[None]).reshape(*lead, len(values), len(values))
 
 
 def scale_dtype_of(format: Format, given: Any, weight: Array) -> Any:

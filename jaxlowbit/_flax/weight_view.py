@@ -150,12 +150,25 @@ class WeightView:
         if self.kernel.index is not None:
             raise WeightUseError("looks up features of one matrix of a stack")
         others = [axis for at, axes in enumerate(self.dims) if at != dim for axis in axes]
-        rows = take_columns(self.kernel, tokens, self.dtype)
+        rows = self.columns(tokens)
         rows = rows.reshape(*tokens.shape, *(axis.size for axis in self.contracted))
         lead = range(tokens.ndim)
         rows = rows.transpose(*lead, *(tokens.ndim + self.contracted.index(x) for x in others))
         sizes = [size for at, size in enumerate(self.shape) if at != dim]
         return rows.reshape(*tokens.shape, *sizes)
+
+    def columns(self, tokens: Array) -> Array:
+        """The columns (..., k) of the matrix at tokens (...)."""
+        return take_columns(self.kernel, tokens, self.dtype)
+
+    def product(self, lhs: Array, dtype: Any) -> Array:
+        """The product of inputs (*batch, rows, k), or (..., k) without batch axes, in `dtype`."""
+        return quantized_matmul(
+            lhs,
+            self.kernel,
+            activation_dtype=self.activation_dtype,
+            preferred_element_type=dtype,
+        )
 
     def multiply(
         self,
@@ -185,12 +198,7 @@ class WeightView:
         stack = [axis.size if axis in given else 1 for axis in self.batch]
         lead = (*stack, math.prod(sizes)) if stack else sizes
         dtype = jnp.float32 if added or preferred_element_type == jnp.float32 else None
-        out = quantized_matmul(
-            lhs.transpose(order).reshape(*lead, self.kernel.k),
-            self.kernel,
-            activation_dtype=self.activation_dtype,
-            preferred_element_type=dtype,
-        )
+        out = self.product(lhs.transpose(order).reshape(*lead, self.kernel.k), dtype)
         found = [*self.batch, *rows, *self.features]
         out = out.reshape([_extent(label, inputs) for label in found])
         if added:

@@ -101,6 +101,7 @@ def load(
     format: Format | str | None = None,
     rules: Any = None,
     quantizer: Any = None,
+    calibration: Any = None,
     dtype: Any = None,
     activation_dtype: Any = None,
     activation_rows: int | None = None,
@@ -117,7 +118,10 @@ def load(
       file as they are, without rounding, and floats as floats.
     - `rules`: formats for some matrices, by regular expressions that are searched (`re.search`) in
       their names (`Config.shapes`); the first that matches decides, None leaves a matrix as it is.
-    - `quantizer`: what rounds them, a name or a function, as for `jaxlowbit.quantize`.
+    - `quantizer`: what rounds them, a name or a function, as for `jaxlowbit.quantize`. Here names
+      may be pairs such as `"awq+gptq"`: the factors of the first, rounded by the second.
+    - `calibration`: None, or inputs for quantizers that read statistics: a text, a list of texts,
+      tokens (sequences, length), or a `jaxlowbit.quantizers.Calibration` of one of these.
     - `dtype`: dtype of activations, of the cache and of matrices that stay floats; None for
       bfloat16 on a GPU and float32 on the CPU.
     - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
@@ -143,7 +147,12 @@ def load(
     activation_dtype = arguments.activation_dtype("load", activation_dtype)
     check_rows("load", activation_rows)
     decoding = {"dtype": dtype, "activation_dtype": activation_dtype, "mesh": mesh}
-    options = {"quantizer": quantizer, "scale_dtype": scale_dtype, "progress": progress}
+    options = {
+        "quantizer": quantizer,
+        "calibration": calibration,
+        "scale_dtype": scale_dtype,
+        "progress": progress,
+    }
     with _named_load():
         checkpoint = read(path, format=format, rules=rules, **decoding, **options)
     decoding["activation_rows"] = activation_rows

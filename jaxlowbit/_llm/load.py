@@ -19,7 +19,9 @@ from .._core.format import Format, as_format
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
 from ..quantizers import _registry as quantizers
+from ..quantizers._calibration import Calibration
 from . import float8, ggml_types, gguf, huggingface, memory, packing
+from .calibration import Rounding, Source, calibrated, tokens_of
 from .config import Config
 from .folder import check_folder
 from .sharding import Division
@@ -162,6 +164,7 @@ def read(
     format: Format | str | None = None,
     rules: Rules | None = None,
     quantizer: Any = None,
+    calibration: Any = None,
     dtype: Any = jnp.bfloat16,
     activation_dtype: Any = None,
     scale_dtype: Any = None,
@@ -185,6 +188,7 @@ def read(
       the names of `Config.shapes`, as a mapping or pairs. The first that matches decides; None
       leaves a matrix as the file has it.
     - `quantizer`: as for `jaxlowbit.quantize`, of what `format` and `rules` round.
+    - `calibration`: as for `load`.
     - `dtype`: float32, bfloat16 or float16, for matrices that stay floats, and for the activations
       that the report expects.
     - `activation_dtype`: as for `Decoder`; for the report.
@@ -224,25 +228,71 @@ def read(
     shapes = config.shapes()
     formats = _formats(format, rules, [name for name, shape in shapes.items() if len(shape) == 2])
     _check_quantizer(quantizer, [found for found in formats.values() if found is not None])
+    quantizers.check_calibration("load", quantizer, calibration is not None)
+    if calibration is not None:
+        calibration = Calibration.of("load", calibration, progress=progress)
+        windows = tokens_of(calibration, config, tokenizer)
     found = {name: formats.get(name) or source.format for name, source in sources.items()}
     division = None if mesh is None else Division.of("load", config, mesh, found)
     memory.check_weights("load", shapes, found, dtype, mesh)
+    reading = _Reading(sources, shapes, dtype, scale_dtype, quantizer)
+    if calibration is None:
+        found_weights = ((name, reading.weight(name, formats.get(name))) for name in sources)
+    else:
+        source = Source(config, reading.floats, lambda name: reading.weight(name, None))
+        rounding = Rounding(formats, quantizer, scale_dtype or dtype, dtype)
+        key = {"model": _identity(path), "formats": formats, "quantizer": str(quantizer)}
+        key |= {"dtype": dtype, "scale_dtype": scale_dtype}
+        found_weights = calibrated(source, rounding, calibration, windows, key)
     weights: dict[str, QuantizedArray | Array] = {}
     reports = []
     total = sum(source.nbytes for source in sources.values())
-    bar = tqdm(total=total, desc=path.name, unit="B", unit_scale=True, disable=not progress)
+    hidden = not progress or calibration is not None
+    bar = tqdm(total=total, desc=path.name, unit="B", unit_scale=True, disable=hidden)
     with bar:
-        for name, source in sources.items():
-            try:
-                options = dtype, scale_dtype, quantizer
-                weight = _weight(shapes[name], source, formats.get(name), *options)
-            except ValueError as error:
-                raise ValueError(f"{source.where} ({source.kind}): {error}") from None
-            source.forget()
-            bar.update(source.nbytes)
+        for name, weight in found_weights:
+            bar.update(sources[name].nbytes)
             weights[name] = weight if division is None else division.place(name, weight)
-            reports.append(_report(name, source, weight, dtype, activation_dtype))
+            reports.append(_report(name, sources[name], weight, dtype, activation_dtype))
     return Checkpoint(config, weights, tokenizer, LoadReport(tuple(reports)))
+
+
+class _Reading(NamedTuple):
+    """How the weights of a file are read: by name, each read once and then forgotten."""
+
+    sources: Mapping[str, _Source]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: Any
+    scale_dtype: Any
+    quantizer: Any
+
+    def weight(self, name: str, format: Format | None) -> QuantizedArray | Array:
+        """A weight, rounded to a format, or as the file has it for None."""
+        options = self.dtype, self.scale_dtype, self.quantizer
+        return self._read(name, lambda source: _weight(self.shapes[name], source, format, *options))
+
+    def floats(self, name: str) -> Array:
+        """A weight in float32."""
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return jnp.asarray(self.weight(name, None))
+        return self._read(name, lambda source: _floats(shape, source, jnp.float32))
+
+    def _read(self, name: str, read: Callable[[_Source], Any]) -> Any:
+        source = self.sources[name]
+        try:
+            weight = read(source)
+        except ValueError as error:
+            raise ValueError(f"{source.where} ({source.kind}): {error}") from None
+        source.forget()
+        return weight
+
+
+def _identity(path: Path) -> list[Any]:
+    """The name, size and time of each file of a model."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = [(file, file.stat()) for file in files if file.is_file()]
+    return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in found]
 
 
 def _file(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
@@ -315,6 +365,12 @@ def _weight(
     k, n = shape
     if format is not None:
         return packing.quantize_rows(source.rows, (n, k), format, scale_dtype or dtype, quantizer)
+    return _floats(shape, source, dtype)
+
+
+def _floats(shape: tuple[int, ...], source: _Source, dtype: Any) -> Array:
+    """A matrix in a float dtype."""
+    k, n = shape
 
     def checked(start: int, stop: int) -> np.ndarray:
         values = source.rows(start, stop)

@@ -19,6 +19,8 @@ _MODULES = {
     if not name.startswith("_")
 }
 NAMES = tuple(_MODULES)
+_SCALING = tuple(name for name, module in _MODULES.items() if hasattr(module, "factors"))
+_PAIRS = {f"{first}+{last}": (first, last) for first in _SCALING for last in NAMES if first != last}
 
 
 def check(caller: str, quantizer: Any) -> None:
@@ -27,13 +29,15 @@ def check(caller: str, quantizer: Any) -> None:
     **Raises:** `TypeError`, or `ValueError` for an unknown name.
     """
     named = isinstance(quantizer, str)
+    if named and quantizer in _PAIRS:
+        return
     function = callable(quantizer) and not isinstance(quantizer, type)
     if quantizer is None or function or (named and quantizer in _MODULES):
         return
     raise (ValueError if named else TypeError)(
         f"{caller}: quantizer={checks.brief(quantizer)} is unknown; it is one of "
-        f"{', '.join(map(repr, NAMES))}, a function (weight, format, statistics, **options), or "
-        "None."
+        f"{', '.join(map(repr, NAMES))}, a pair of them such as 'awq+gptq', a function (weight, "
+        "format, statistics, **options), or None."
     )
 
 
@@ -47,7 +51,7 @@ def find(caller: str, quantizer: Any, format: Format, options: Mapping[str, Any]
     if quantizer is None:
         quantizer = "mse" if format.bits < 4 else "absmax"
     if isinstance(quantizer, str):
-        module = _MODULES[quantizer]
+        module = _MODULES[_PAIRS.get(quantizer, (None, quantizer))[1]]
         if reason := module.unsupported(format):
             raise ValueError(f"{caller}: the quantizer {quantizer!r} lacks this format: {reason}.")
         return module.quantize
@@ -62,3 +66,45 @@ def find(caller: str, quantizer: Any, format: Format, options: Mapping[str, Any]
             "statistics, **options)."
         ) from None
     return quantizer
+
+
+def factors_of(quantizer: Any) -> Callable[..., Any] | None:
+    """The function of a quantizer that computes factors of input features, or None."""
+    name = _PAIRS.get(quantizer, (quantizer,))[0] if isinstance(quantizer, str) else None
+    return _MODULES[name].factors if name in _SCALING else None
+
+
+def check_calibration(caller: str, quantizer: Any, calibrated: bool) -> None:
+    """Raises if a quantizer needs a calibration that is not given, or reads none that is.
+
+    **Raises:** `ValueError`.
+    """
+    if statistics_of(quantizer) is None and calibrated:
+        raise ValueError(
+            f"{caller}: calibration is given, but the quantizer {quantizer!r} reads no statistics; "
+            "leave it out, or use another quantizer, such as 'gptq'."
+        )
+    if not calibrated:
+        required = [getattr(module, "REQUIRED", False) for module in _modules_of(quantizer)]
+        if any(required):
+            raise ValueError(
+                f"{caller}: the quantizer {quantizer!r} needs statistics of the inputs of each "
+                "layer; pass calibration=, inputs of the model."
+            )
+
+
+def statistics_of(quantizer: Any) -> str | None:
+    """The statistics that a quantizer reads: "full" second moments, their "diagonal", or None."""
+    modules = _modules_of(quantizer)
+    if not modules:
+        return None if quantizer is None else "full"
+    found = [module.STATISTICS for module in modules]
+    return next((kind for kind in ("full", "diagonal") if kind in found), None)
+
+
+def _modules_of(quantizer: Any) -> list[Any]:
+    """The modules of a quantizer by name, or of a `functools.partial` of one of ours."""
+    if isinstance(quantizer, str):
+        return [_MODULES[name] for name in _PAIRS.get(quantizer, (quantizer,))]
+    function = getattr(quantizer, "func", quantizer)
+    return [module for module in _MODULES.values() if module.quantize is function][:1]

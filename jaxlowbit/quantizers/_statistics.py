@@ -72,10 +72,20 @@ class Statistics:
         moments = share * self.second_moments + (1 - share) * other.second_moments
         return Statistics(moments, jnp.maximum(self.absmax, other.absmax), rows)
 
+    def divided(self, factor: Array) -> "Statistics":
+        """The statistics of inputs that are divided by a positive factor (k,) of each feature."""
+        squares = factor[:, None] * factor[None] if self.full else factor * factor
+        return Statistics(self.second_moments / squares, self.absmax / factor, self.rows)
+
+    @property
+    def full(self) -> bool:
+        """Whether second moments are matrices (..., k, k)."""
+        return self.second_moments.ndim > self.absmax.ndim
+
     @property
     def mean_squares(self) -> Array:
         """The mean square of each input feature, float32 (..., k)."""
-        if self.second_moments.ndim > self.absmax.ndim:
+        if self.full:
             return jnp.diagonal(self.second_moments, axis1=-2, axis2=-1)
         return self.second_moments
 

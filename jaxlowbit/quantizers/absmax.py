@@ -12,6 +12,8 @@ from .._core.format import Format
 from .._core.groups import Groups
 from .._core.scales import unsupported as unsupported
 
+STATISTICS = None
+
 
 def quantize(weight: Array, format: Format, statistics: Any, **options: Any) -> QuantizedArray:
     """Rounds a weight; statistics change nothing."""

@@ -1,0 +1,360 @@
+"""Calibration of a language model, block by block.
+
+The inputs of a block, for all tokens, are stored between blocks. The block runs twice: with floats,
+to record the statistics of the inputs of its matrices, and with the quantized matrices, to compute
+the inputs of the next block.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from tqdm import tqdm
+
+from .._composite.rms_norm import rms_norm
+from .._core.array import LEAVES, QuantizedArray
+from .._core.checks import brief
+from .._core.format import Format
+from .._flax.equation import Equation
+from .._flax.recording import Record, RecordingView
+from .._flax.weight_program import run
+from ..quantizers import Statistics, _registry
+from ..quantizers._calibration import Calibration, Results, check_statistics, output_error
+from ..quantizers._quantize import quantize
+from . import rope
+from .block import Block, Weight
+from .cache import make_cache
+from .config import Config
+
+_SEQUENCES = 8  # that run at the same time
+# Operations whose result a factor of input features divides: norms, or the columns of a matrix.
+_FOLDS = (
+    ("attention_norm", ("q", "k", "v")),
+    ("v", ("o",)),
+    ("mlp_norm", ("gate", "up")),
+    ("up", ("down",)),
+)
+
+
+class Source(NamedTuple):
+    """How to read the weights of a model.
+
+    - `config`: its configuration.
+    - `floats`: a function from a name to floats, float32.
+    - `stored`: a function from a name to the weight as the decoder takes it, without rounding.
+    """
+
+    config: Config
+    floats: Callable[[str], Array]
+    stored: Callable[[str], Weight]
+
+
+class Rounding(NamedTuple):
+    """How matrices are rounded: the format of each by name, None to leave it; the quantizer; the
+    dtypes of scales and of activations."""
+
+    formats: Mapping[str, Format | None]
+    quantizer: Any
+    scale_dtype: Any
+    dtype: Any
+
+    def quantize(self, name: str, weight: Array, statistics: Statistics | None) -> QuantizedArray:
+        format: Any = self.formats[name]
+        options = {} if format.scale else {"scale_dtype": self.scale_dtype}
+        quantizer = "mse" if statistics is None else self.quantizer
+        options |= {"statistics": statistics, "quantizer": quantizer}
+        found = quantize(weight, format, **options)
+        if found.permutation is not None:
+            raise ValueError(
+                f"quantizer {quantizer!r} stores rows in another order, but a decoder takes them "
+                "as they are; return a matrix without a permutation."
+            )
+        return found
+
+
+def tokens_of(calibration: Calibration, config: Config, tokenizer: Any) -> np.ndarray:
+    """The windows of tokens (sequences, length) of a calibration.
+
+    **Raises:** `TypeError` for batches of another type, `ValueError` for too few or unknown tokens.
+    """
+    given = calibration.batches
+    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], str)):
+        texts = [given] if isinstance(given, str) else given
+        found = np.concatenate([np.asarray(tokenizer.encode(text), np.int64) for text in texts])
+    else:
+        found = np.asarray(given)
+        if not np.issubdtype(found.dtype, np.integer) or found.ndim != 2 or 0 in found.shape:
+            raise TypeError(
+                f"load: the batches of the calibration are {brief(given)}, but they are a text, a "
+                "list of texts, or tokens, integers (sequences, length)."
+            )
+    if found.size and not 0 <= found.min() <= found.max() < config.vocabulary:
+        raise ValueError(
+            f"load: the calibration has token {int(found.max())}, but tokens are from 0 to "
+            f"{config.vocabulary - 1}."
+        )
+    if found.ndim == 1:
+        length = min(calibration.context, config.context)
+        count = len(found) // length
+        if count == 0:
+            raise ValueError(
+                f"load: the text of the calibration has {len(found)} tokens, but a window has "
+                f"{length}; pass more text, or Calibration(text, context=...)."
+            )
+        starts = np.linspace(0, count - 1, min(calibration.samples, count)).astype(int)
+        found = found.reshape(-1)[: count * length].reshape(count, length)[starts]
+    return found.astype(np.int32)
+
+
+def calibrated(
+    source: Source,
+    rounding: Rounding,
+    calibration: Calibration,
+    tokens: np.ndarray,
+    key: Mapping[str, Any],
+) -> Iterator[tuple[str, Weight]]:
+    """The weights of a model by name, matrices quantized with the statistics of their inputs.
+
+    The head gets those of its inputs. An embedding that is not the head too has no product: it is
+    rounded by `"mse"`.
+
+    **Raises:** `ValueError` for inputs that are not finite, and what quantizers raise, with the
+    name of the matrix.
+    """
+    config = source.config
+    results = Results("load", calibration.folder, {**key, "tokens": _digest(tokens)})
+    embedding = source.floats("embedding")
+    x = _embedded(embedding, tokens, config.embedding_scale, rounding.dtype)
+    bar = tqdm(range(config.layers), desc="calibrating", disable=not calibration.progress)
+    for i in bar:
+        names = [name for name in config.shapes() if name.startswith(f"layers.{i}.")]
+        found = _restored(results, f"layers.{i}", rounding.formats)
+        if found is not None:
+            x = jnp.asarray(found.pop("x"))
+            yield from found.items()
+            continue
+        block = _Block(source, rounding, i, names)
+        weights, x, error = block.calibrated(x)
+        bar.set_postfix(error=f"{error:.4f}")
+        _save(results, f"layers.{i}", weights | {"x": x})
+        yield from weights.items()
+    yield "final_norm", source.stored("final_norm")
+    last = "embedding" if config.tied_head else "head"
+    if not config.tied_head:
+        format = rounding.formats["embedding"]
+        plain = rounding.quantize("embedding", embedding, None) if format else None
+        yield "embedding", source.stored("embedding") if plain is None else plain
+    if rounding.formats[last] is None:
+        yield last, source.stored(last)
+        return
+    weight = embedding if config.tied_head else source.floats(last)
+    norm = source.floats("final_norm") + config.norm_offset
+    full = _registry.statistics_of(rounding.quantizer) == "full"
+    parts = [_head_statistics(part, norm, config.norm_epsilon, full) for part in _chunks(x)]
+    statistics = check_statistics("load", last, functools.reduce(Statistics.__add__, parts))
+    yield last, _named(last, rounding.quantize, last, weight, statistics)
+
+
+class _Block:
+    """A block with its float weights, by the names of `Config.shapes` without its number."""
+
+    def __init__(self, source: Source, rounding: Rounding, index: int, names: list[str]) -> None:
+        self.source, self.rounding, self.index = source, rounding, index
+        config = source.config
+        # Blocks that are alike share a program.
+        self.like = next(
+            i for i in range(index + 1) if config.is_local(i) == config.is_local(index)
+        )
+        self.prefix = f"layers.{index}."
+        short = [name.removeprefix(self.prefix) for name in names]
+        self.floats = {name: source.floats(self.prefix + name) for name in short}
+        self.matrices = tuple(name for name in short if rounding.formats.get(self.prefix + name))
+
+    def calibrated(self, x: Array) -> tuple[dict[str, Weight], Array, float]:
+        """The weights that replace those of the block, the inputs of the next, and the mean error
+        of products, relative to their size."""
+        config, dtype = self.source.config, self.rounding.dtype
+        statistics = self._statistics(x)
+        changed = self._fold(statistics)
+        found: dict[str, Weight] = {}
+        errors = []
+        for name in self.matrices:
+            path = self.prefix + name
+            found[name] = _named(
+                path, self.rounding.quantize, path, self.floats[name], statistics[name]
+            )
+            rounded = found[name].dequantize(jnp.float32)
+            errors.append(float(output_error(self.floats[name], rounded, statistics[name])))
+            self.floats[name] = rounded
+        cast = self._cast()
+        x = jnp.concatenate([_run(cast, part, config, self.like) for part in _chunks(x)])
+        weights: dict[str, Weight] = {}
+        for name in self.floats:
+            if name in found:
+                weights[self.prefix + name] = found[name]
+            elif name in changed:
+                weights[self.prefix + name] = self.floats[name].astype(
+                    jnp.float32 if self.floats[name].ndim == 1 else dtype
+                )
+            else:
+                weights[self.prefix + name] = self.source.stored(self.prefix + name)
+        return weights, x, float(np.mean(errors)) if errors else 0.0
+
+    def _cast(self) -> dict[str, Array]:
+        dtype = self.rounding.dtype
+        return {
+            f"layers.{self.like}.{name}": x.astype(dtype) if x.ndim > 1 else x
+            for name, x in self.floats.items()
+        }
+
+    def _statistics(self, x: Array) -> dict[str, Statistics]:
+        full = _registry.statistics_of(self.rounding.quantizer) == "full"
+        names = tuple(f"layers.{self.like}.{name}" for name in self.matrices)
+        options = self.source.config, self.like, names, full
+        parts = [_recorded(self._cast(), part, *options) for part in _chunks(x)]
+        found = functools.reduce(lambda a, b: {k: a[k] + b[k] for k in b}, parts)
+        short = {name: found.get(f"layers.{self.like}.{name}") for name in self.matrices}
+        return {
+            name: check_statistics("load", self.prefix + name, statistics)
+            for name, statistics in short.items()
+        }
+
+    def _fold(self, statistics: dict[str, Statistics]) -> set[str]:
+        """Multiplies rows of matrices by factors, divides the operation before by them, and returns
+        the names of the weights that change otherwise than by rounding."""
+        factors_of = _registry.factors_of(self.rounding.quantizer)
+        changed: set[str] = set()
+        if factors_of is None:
+            return changed
+        for before, names in _FOLDS:
+            if before not in self.floats or not set(names) <= set(self.matrices):
+                continue
+            sizes = {self.floats[name].shape[0] for name in names}
+            if sizes != {self.floats[before].shape[-1]}:
+                continue  # heads that share values have no column of their own
+            formats = tuple(self.rounding.formats[self.prefix + name] for name in names)
+            weights = tuple(self.floats[name] for name in names)
+            factor = _factors(weights, statistics[names[0]], factors_of, formats)
+            for name in names:
+                self.floats[name] = self.floats[name] * factor[:, None]
+                statistics[name] = statistics[name].divided(factor)
+            self._divide(before, factor)
+            changed.add(before)
+        return changed
+
+    def _divide(self, name: str, factor: Array) -> None:
+        weight = self.floats[name]
+        if weight.ndim == 1:
+            offset = self.source.config.norm_offset
+            self.floats[name] = (weight + offset) / factor - offset
+        else:
+            self.floats[name] = weight / factor[None]
+        bias = f"{name}_bias"
+        if bias in self.floats:
+            self.floats[bias] = self.floats[bias] / factor
+
+
+def _forward(config: Config, weights: Mapping[str, Any], index: int, x: Array) -> Array:
+    """The residual stream (batch, length, width) after a block."""
+    block = Block(config, weights.__getitem__, index)
+    batch, length = x.shape[:2]
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    cache = make_cache(config.replace(layers=1), batch, length, x.dtype).advance(positions)
+    rotation = rope.rotation(config, positions, local=block.local)
+    options = {"implementation": "xla", "reach": length}
+    return block.step(block.project(x), x, None, rotation, positions, cache, 0, **options)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "index"))
+def _run(weights: dict[str, Array], x: Array, config: Config, index: int) -> Array:
+    return _forward(config, weights, index, x)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "index", "names", "full"))
+def _recorded(
+    weights: dict[str, Array],
+    x: Array,
+    config: Config,
+    index: int,
+    names: tuple[str, ...],
+    full: bool,
+) -> dict[str, Statistics]:
+    """The statistics of the inputs of matrices."""
+    record = Record(full, traced=True)
+    views = {}
+    for name in names:
+        equation = Equation.parse("...k,kn->...n", weights[name].shape)
+        views[name] = RecordingView.recording(name, weights[name], equation, record)
+    run(lambda floats: _forward(config, {**weights, **floats}, index, x), views)
+    return record.statistics
+
+
+@functools.partial(jax.jit, static_argnames=("factors", "formats"))
+def _factors(
+    weights: tuple[Array, ...],
+    statistics: Statistics,
+    factors: Callable[..., Array],
+    formats: tuple[Format, ...],
+) -> Array:
+    return factors(weights, formats, statistics)
+
+
+@functools.partial(jax.jit, static_argnames=("epsilon", "full"))
+def _head_statistics(x: Array, norm: Array, epsilon: float, full: bool) -> Statistics:
+    return Statistics.of(rms_norm(x, norm, epsilon), full=full)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "dtype"))
+def _embedded(table: Array, tokens: Array, scale: float, dtype: Any) -> Array:
+    return (jnp.moveaxis(jnp.take(table, tokens, axis=1), 0, -1) * scale).astype(dtype)
+
+
+def _chunks(x: Array) -> list[Array]:
+    """Equal parts of sequences: each size compiles a program."""
+    size = max(size for size in range(1, _SEQUENCES + 1) if len(x) % size == 0)
+    return [x[start : start + size] for start in range(0, len(x), size)]
+
+
+def _named(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except ValueError as error:
+        raise ValueError(f"load: in {name}: {str(error).removeprefix('quantize: ')}") from None
+
+
+def _digest(tokens: np.ndarray) -> str:
+    return hashlib.sha256(tokens.tobytes()).hexdigest()
+
+
+def _save(results: Results, name: str, weights: Mapping[str, Weight]) -> None:
+    arrays: dict[str, Any] = {}
+    for key, weight in weights.items():
+        if isinstance(weight, QuantizedArray):
+            leaves = {leaf: getattr(weight, leaf) for leaf in LEAVES}
+            arrays |= {f"{key}/{leaf}": x for leaf, x in leaves.items() if x is not None}
+            arrays[f"{key}/size"] = np.array([weight.k, weight.n])
+        else:
+            arrays[key] = weight
+    results.save(name, arrays)
+
+
+def _restored(
+    results: Results, name: str, formats: Mapping[str, Format | None]
+) -> dict[str, Any] | None:
+    arrays = results.load(name)
+    if arrays is None:
+        return None
+    found: dict[str, Any] = {key: jnp.asarray(x) for key, x in arrays.items() if "/" not in key}
+    for key in {key.partition("/")[0] for key in arrays if "/" in key}:
+        k, n = map(int, arrays[f"{key}/size"])
+        leaves: Any = {
+            leaf: None if (x := arrays.get(f"{key}/{leaf}")) is None else jnp.asarray(x)
+            for leaf in LEAVES
+        }
+        found[key] = QuantizedArray(**leaves, format=formats[key], k=k, n=n)
+    return found

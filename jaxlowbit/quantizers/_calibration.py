@@ -1,0 +1,183 @@
+"""`Calibration`: the inputs from which quantizers learn, and how to run them."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core import checks
+from ._statistics import Statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Inputs of a model for quantizers that read statistics, such as `"gptq"`.
+
+    Layers are calibrated and quantized one after the other, in the order in which the model calls
+    them, so each sees inputs that the quantized layers before it computed. Memory is that of the
+    model, of the statistics of `at_once` layers ((k, k) floats each) and, for a language model, of
+    the inputs of one block. Results are bitwise repeatable.
+
+    **Arguments:**
+
+    - `batches`: for a Flax model, a list of batches, or another iterable that starts anew each time
+      (an iterator is stored as a list): each layer reads all of them. For a language model, a text,
+      a list of texts, or tokens (sequences, length).
+    - `apply`: how a batch runs. For NNX a function `(model, batch)`, None for `model(batch)`; for
+      Linen a function `(model, variables, batch)`, None for `model.apply(variables, batch)`.
+    - `at_once`: for Flax models, how many layers each pass over the batches calibrates. More take
+      fewer passes and more memory, and see inputs of float layers before them.
+    - `samples`, `context`: for a language model, the number and length in tokens of the windows
+      that are taken from a text, evenly spaced.
+    - `folder`: None, or a folder for the results of each layer. A run that was interrupted resumes
+      there if model, formats, quantizer and first batch are the same.
+    - `progress`: whether to show a bar with the relative error of outputs and the time left.
+
+    **Raises:** `TypeError` and `ValueError` for arguments of other types and ranges.
+
+    ```python
+    x = jnp.ones((8, 256))
+    calibration = Calibration([x, 2 * x], progress=False)
+    ```
+    """
+
+    batches: Any
+    apply: Callable[..., Any] | None = None
+    at_once: int = 1
+    samples: int = 128
+    context: int = 512
+    folder: str | os.PathLike[str] | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name, rule in (
+            ("at_once", "a number of layers, from 1 on"),
+            ("samples", "a number of windows, from 1 on"),
+            ("context", "a number of tokens, from 2 on"),
+        ):
+            least = 2 if name == "context" else 1
+            value = checks.integer("Calibration", name, getattr(self, name), rule, least)
+            object.__setattr__(self, name, value)
+        checks.boolean("Calibration", "progress", self.progress)
+        if self.apply is not None and not callable(self.apply):
+            raise TypeError(
+                f"Calibration: apply is {checks.brief(self.apply)}, but it is a function that runs "
+                "the model on a batch, or None."
+            )
+        if not isinstance(self.folder, str | os.PathLike | None):
+            raise TypeError(
+                f"Calibration: folder is {checks.brief(self.folder)}, but it is a path, or None."
+            )
+
+    @classmethod
+    def of(cls, caller: str, value: Any, *, progress: bool = True) -> "Calibration":
+        """Returns a `Calibration`, made of batches unless it is one.
+
+        **Raises:** `TypeError` for a value that is no iterable.
+        """
+        if isinstance(value, Calibration):
+            return value
+        if not hasattr(value, "__iter__") or isinstance(value, Mapping):
+            raise TypeError(
+                f"{caller}: calibration is {checks.brief(value)}, but it is an iterable of "
+                "batches, a text for a language model, or a jaxlowbit.quantizers.Calibration."
+            )
+        return cls(value, progress=progress)
+
+
+class Results:
+    """The arrays of each layer in a folder, to resume from; without a folder they are not kept.
+
+    A file is written to a temporary name and renamed. `key` says what the results depend on.
+    """
+
+    def __init__(self, caller: str, folder: Any, key: Mapping[str, Any]) -> None:
+        self.folder = None if folder is None else Path(folder)
+        if self.folder is None:
+            return
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "calibration.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            if found["digest"] != digest:
+                changed = [name for name in key if found["key"].get(name) != str(key[name])]
+                raise ValueError(
+                    f"{caller}: the folder {self.folder} has results of another calibration "
+                    f"({', '.join(changed) or 'other arguments'} differ); name another folder, or "
+                    "remove that one."
+                )
+        text = json.dumps({"digest": digest, "key": {k: str(v) for k, v in key.items()}})
+        _replace(path, lambda file: file.write(text.encode()))
+
+    def load(self, name: str) -> dict[str, np.ndarray] | None:
+        """The arrays that were saved under a name, or None."""
+        path = None if self.folder is None else self.folder / f"{name}.npz"
+        if path is None or not path.exists():
+            return None
+        with np.load(path) as file:
+            kinds = json.loads(str(file["kinds"]))
+            return {key: _typed(file[key], *kinds[key]) for key in kinds}
+
+    def save(self, name: str, arrays: Mapping[str, Any]) -> None:
+        """Saves arrays; their dtypes may be those of JAX."""
+        if self.folder is None:
+            return
+        found = {key: np.asarray(value) for key, value in arrays.items()}
+        kinds = {key: (str(x.dtype), x.shape) for key, x in found.items()}
+        raw = {key: np.frombuffer(x.tobytes(), np.uint8) for key, x in found.items()}
+        _replace(
+            self.folder / f"{name}.npz",
+            lambda file: np.savez(file, allow_pickle=False, kinds=json.dumps(kinds), **raw),
+        )
+
+
+def _typed(raw: np.ndarray, dtype: str, shape: list[int]) -> np.ndarray:
+    return np.frombuffer(raw.tobytes(), jnp.dtype(dtype)).reshape(shape)
+
+
+def _replace(path: Path, write: Callable[[Any], Any]) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        write(file)
+    temporary.replace(path)
+
+
+def check_statistics(caller: str, name: str, statistics: Statistics | None) -> Statistics:
+    """Raises for a layer without inputs, or with inputs that are not finite.
+
+    **Raises:** `ValueError`.
+    """
+    if statistics is None:
+        raise ValueError(
+            f"{caller}: calibration never reaches {name}, so there are no statistics of its "
+            "inputs; pass batches that run it, or keep it in floats by a rule of its path and None."
+        )
+    if not np.isfinite(np.asarray(statistics.absmax)).all():
+        raise ValueError(
+            f"{caller}: the inputs of {name} are NaN or infinite during calibration; leave those "
+            "batches out, or use a wider dtype of activations."
+        )
+    return statistics
+
+
+@jax.jit
+def output_error(weight: Any, rounded: Any, statistics: Statistics) -> Any:
+    """The norm of the change of products with the inputs, relative to the norm of the products."""
+    weight = weight.astype(jnp.float32)
+    change = rounded.astype(jnp.float32) - weight
+
+    def norm(matrix: Any) -> Any:
+        if statistics.full:
+            product = jnp.matmul(statistics.second_moments, matrix)
+            return jnp.sum(matrix * product)
+        return jnp.sum(matrix * matrix * statistics.mean_squares[..., None])
+
+    return jnp.sqrt(jnp.maximum(norm(change), 0) / jnp.maximum(norm(weight), 1e-30))
