@@ -30,7 +30,7 @@ struct CpuAttend {
   // Heads that share keys are rows of one product: `shared` consecutive rows per query.
   int64_t shared() const { return heads / kv_heads; }
   // The maximum distance of a visible slot before the query.
-  int32_t farthest() const {
+  int32_t max_distance() const {
     return static_cast<int32_t>(window == 0 ? INT32_MAX : std::min<int64_t>(window - 1, INT32_MAX));
   }
   int64_t rows() const { return queries * shared(); }

@@ -153,13 +153,13 @@ struct LaunchLimits {
 
 // In units of the smallest tile of any kernel.
 LaunchLimits LimitsOf(const QuantizedMatmul& problem) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  constexpr int64_t kMostGridY = 65535;
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMaxGridY = 65535;
   const int64_t tiles_n = std::max(problem.strips(), problem.k_blocks());
-  const int64_t rows = std::max<int64_t>(kMost / tiles_n, 1) * sm80::kMinBlockM;
+  const int64_t rows = std::max<int64_t>(kLimit / tiles_n, 1) * sm80::kMinBlockM;
   const int64_t tiles = CeilDiv(std::min(problem.m, rows), sm80::kMinBlockM) * tiles_n;
-  return {std::clamp<int64_t>(kMost / std::max(tiles, problem.m), 1, kMostGridY),
-          std::min(rows, kMost)};
+  return {std::clamp<int64_t>(kLimit / std::max(tiles, problem.m), 1, kMaxGridY),
+          std::min(rows, kLimit)};
 }
 
 // The launches of a product: one, or several if it exceeds the limits of a launch or if an unaligned lhs is copied in
@@ -168,18 +168,17 @@ std::vector<Operands> LaunchesOf(const Operands& product, int64_t workspace_byte
   const QuantizedMatmul& p = product.problem;
   const LaunchLimits limits = LimitsOf(p);
   const int64_t to_copy = RowsToCopy(product, workspace_bytes);
-  const int64_t most_rows = std::min(limits.rows, to_copy);
-  const int64_t most_batch =
-      p.m > most_rows ? 1 : std::min(limits.batch, std::max<int64_t>(to_copy / p.m, 1));
+  const int64_t max_rows = std::min(limits.rows, to_copy);
+  const int64_t max_batch =
+      p.m > max_rows ? 1 : std::min(limits.batch, std::max<int64_t>(to_copy / p.m, 1));
   std::vector<Operands> launches;
-  for (int64_t element = 0; element < p.batch; element += most_batch) {
-    const Operands part =
-        p.batch <= most_batch
-            ? product
-            : BatchPart(product, element, std::min(most_batch, p.batch - element));
-    for (int64_t row = 0; row < p.m; row += most_rows) {
-      launches.push_back(p.m <= most_rows ? part
-                                          : RowPart(part, row, std::min(most_rows, p.m - row)));
+  for (int64_t element = 0; element < p.batch; element += max_batch) {
+    const Operands part = p.batch <= max_batch
+                              ? product
+                              : BatchPart(product, element, std::min(max_batch, p.batch - element));
+    for (int64_t row = 0; row < p.m; row += max_rows) {
+      launches.push_back(p.m <= max_rows ? part
+                                         : RowPart(part, row, std::min(max_rows, p.m - row)));
       launches.back().problem.pdl = p.pdl && element == 0 && row == 0;
     }
   }
@@ -206,12 +205,12 @@ size_t CountJoined(const Operands* products, size_t count, const DeviceState& st
 bool GathersBefore(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   const bool gathers =
       choice.kernel == Kernel::kQmmSm90Stream &&
-      sm90_stream::WayOfLhs(problem, device, choice) == sm90_stream::LhsWay::kGathers;
+      sm90_stream::LhsPathOf(problem, device, choice) == sm90_stream::LhsPath::kGathers;
   return problem.permuted_parts > 0 && !gathers;
 }
 
 // The product that reads lhs as gathered by that kernel.
-Operands AfterGather(Operands product) {
+Operands WithGatheredLhs(Operands product) {
   product.problem.permuted_parts = 0;
   product.problem.pdl = true;
   product.problem.lhs_aligned = IsAligned(product.buffers.gathered);
@@ -222,7 +221,7 @@ Operands AfterGather(Operands product) {
 // The instance that LaunchChoice launches.
 InstanceKey KeyOfLaunch(const Operands& product, const Device& device, const Choice& choice) {
   const bool gathers = GathersBefore(product.problem, device, choice);
-  return KeyOf(gathers ? AfterGather(product).problem : product.problem, choice, device);
+  return KeyOf(gathers ? WithGatheredLhs(product).problem : product.problem, choice, device);
 }
 
 // Action that launches.
@@ -293,7 +292,8 @@ cudaError_t ForEachLaunch(std::vector<Operands> products, int64_t workspace_byte
         return cudaErrorMisalignedAddress;
       }
       const int64_t rows = p.batch * p.m * p.weights_per_element();
-      const int64_t sums_bytes = std::min(operands.bytes(), MostSumsBytes(rows, p.out_columns()));
+      const int64_t sums_bytes =
+          std::min(operands.bytes(), MaxPartialSumsBytes(rows, p.out_columns()));
       choice = SelectCached(p, state.device, sums_bytes, state.tuned.get());
       error = operands.Finish();
       if (error == cudaSuccess) error = action.One(launch, choice);
@@ -378,7 +378,7 @@ cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
   if (GathersBefore(problem, device, choice)) {
     const cudaError_t error = LaunchGatherLhs(problem, buffers, device, stream);
     if (error != cudaSuccess) return error;
-    product = AfterGather(product);
+    product = WithGatheredLhs(product);
   }
   const auto& [p, b] = product;
   switch (choice.kernel) {

@@ -13,11 +13,11 @@
 namespace jaxlowbit {
 
 // Effort of timing: graphs are replayed for at least `warm_up_milliseconds`, so that clocks are those of a busy device,
-// and then `replays` times each; fewer times, but at least `least_replays`, if that would exceed `most_milliseconds`.
+// and then `replays` times each; fewer times, but at least `min_replays`, if that would exceed `max_milliseconds`.
 struct TimingEffort {
   float warm_up_milliseconds = 30;
-  int least_replays = 20, replays = 20;
-  float most_milliseconds = 0;
+  int min_replays = 20, replays = 20;
+  float max_milliseconds = 0;
 };
 
 // Median microseconds of a product by each of `choices`. A graph contains one product per element of `calls`, whose

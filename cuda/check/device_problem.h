@@ -60,7 +60,7 @@ class DeviceProblem {
   void Poison() const;
   // The largest error of out as a fraction of the bound; NaN counts as infinite. If out has more than `most` elements,
   // checks half to twice as many as `most`, spread over rows and columns.
-  double ErrorOverBound(int copy, int64_t most) const;
+  double ErrorOverBound(int copy, int64_t max_samples) const;
   // A hash of the bits of out; two different results have the same hash with probability 2^-32.
   uint64_t Digest() const;
 

@@ -94,8 +94,8 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
 }
 
 // Whether the result is within the bound, at about `most` elements, and repeats bit for bit. Prints failures.
-bool IsRight(const QuantizedMatmul& problem, const DeviceProblem& data, const Choice& choice,
-             int64_t most) {
+bool IsCorrect(const QuantizedMatmul& problem, const DeviceProblem& data, const Choice& choice,
+               int64_t max_samples) {
   uint64_t first = 0;
   for (int run = 0; run < 2; ++run) {
     data.Poison();
@@ -103,7 +103,7 @@ bool IsRight(const QuantizedMatmul& problem, const DeviceProblem& data, const Ch
     Check(cudaDeviceSynchronize(), "kernel");
     if (run == 0) {
       first = data.Digest();
-      const double ratio = data.ErrorOverBound(0, most);
+      const double ratio = data.ErrorOverBound(0, max_samples);
       if (!(ratio <= 1)) {
         std::printf("WRONG  %s %s: error over bound %.3g\n", NameOf(choice.kernel),
                     Describe(problem, data.optional()).c_str(), ratio);
@@ -129,7 +129,7 @@ bool IsWithin(const std::string& how, const QuantizedMatmul& problem, const Devi
 }
 
 // Whether the result is right with buffers placed as XLA might place them.
-bool IsRightPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, int turn) {
+bool IsCorrectPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, int turn) {
   const PlacedProblem placed(problem, data.buffers(0), Places::Of(turn));
   data.Poison();
   placed.Restore();
@@ -140,7 +140,7 @@ bool IsRightPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, in
 }
 
 // Whether the result is right under PDL if the previous kernel, which has not ended yet, writes lhs.
-bool IsRightWithPdl(QuantizedMatmul problem, const DeviceProblem& data, const Choice& choice) {
+bool IsCorrectWithPdl(QuantizedMatmul problem, const DeviceProblem& data, const Choice& choice) {
   const Buffers original = data.buffers(0);
   const Extent lhs = LhsExtent(problem, original);
   const DeviceBuffer late(lhs.bytes);
@@ -149,14 +149,14 @@ bool IsRightWithPdl(QuantizedMatmul problem, const DeviceProblem& data, const Ch
   Buffers buffers = original;
   buffers.lhs = late.data();
   problem.pdl = true;
-  CopyLate(lhs, late.data());
+  DelayedCopy(lhs, late.data());
   Check(LaunchChoice(problem, buffers, choice, 0, nullptr), "LaunchChoice");
   return IsWithin(std::string("pdl ") + NameOf(choice.kernel), problem, data);
 }
 
 struct Tally {
-  int right = 0, wrong = 0;
-  void Add(bool ok) { ++(ok ? right : wrong); }
+  int correct = 0, wrong = 0;
+  void Add(bool ok) { ++(ok ? correct : wrong); }
 };
 
 // Filters of the check: widths of the weights, codebooks, types of lhs.
@@ -185,10 +185,10 @@ void ForEachType(const Formats& formats, F visit) {
         problem.zero = format.zero;
         problem.transposed = transposed;
         visit(problem);
-        problem.scale_sums = true;
+        problem.scale_accumulators = true;
         if (Supports(problem, DeviceInfo(0))) visit(problem);
-        problem.scale_sums = false;
-        problem.half_sums = true;
+        problem.scale_accumulators = false;
+        problem.accumulate_float16 = true;
         if (format.lhs == ElementType::kF16 && !transposed) visit(problem);
       }
     });
@@ -235,8 +235,9 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
           problem.k = CeilDiv(k, 16) * 16;
         }
         problem.out = seed % 3 == 0 ? ElementType::kF32 : problem.floats();
-        const bool one_sum = problem.group_size == -1 || problem.scale == ElementType::kInt8;
-        if (problem.lhs == ElementType::kInt8 && one_sum && seed % 3 == 1) {
+        const bool single_accumulator =
+            problem.group_size == -1 || problem.scale == ElementType::kInt8;
+        if (problem.lhs == ElementType::kInt8 && single_accumulator && seed % 3 == 1) {
           problem.out = ElementType::kInt32;
         }
         problem.batch = seed % 5 == 0 ? 3 : 1;
@@ -252,7 +253,7 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
         if (++seed % stride != 0) continue;
         cases.push_back(
             {problem, optional, seed, placed++, !problem.transposed, Choices(problem, seed)});
-        if (problem.transposed || problem.sums_integers()) continue;
+        if (problem.transposed || problem.is_integer_matmul()) continue;
         // Epilogues in all combinations of their parts.
         problem.epilogue.activation = static_cast<Activation>(turn % std::size(kActivationNames));
         // The product of two integer sums exceeds the range of float16.
@@ -292,11 +293,11 @@ Tally CheckInstances(const Formats& formats, uint64_t stride) {
   for (const Case& one : cases) {
     const DeviceProblem data(one.problem, one.optional, 1, one.seed);
     for (const Choice& choice : one.choices) {
-      tally.Add(IsRight(one.problem, data, choice, kAll));
-      if (one.with_pdl) tally.Add(IsRightWithPdl(one.problem, data, choice));
+      tally.Add(IsCorrect(one.problem, data, choice, kAll));
+      if (one.with_pdl) tally.Add(IsCorrectWithPdl(one.problem, data, choice));
     }
     // No kernel supports unaligned 8-bit lhs.
-    if (!Is8Bit(one.problem.lhs)) tally.Add(IsRightPlaced(one.problem, data, one.placed));
+    if (!Is8Bit(one.problem.lhs)) tally.Add(IsCorrectPlaced(one.problem, data, one.placed));
   }
   return tally;
 }
@@ -319,7 +320,7 @@ Tally CheckBatches(uint64_t stride) {
                           : turn % 2 == 0 ? problem.batch * problem.weights_per_element()
                                           : 1;
     const DeviceProblem data(problem, optional, 1, turn);
-    tally.Add(IsRightPlaced(problem, data, 2 * kOut));  // aligned, and out over nothing
+    tally.Add(IsCorrectPlaced(problem, data, 2 * kOut));  // aligned, and out over nothing
     if (stride >= 12) break;
   }
   return tally;
@@ -338,7 +339,7 @@ Tally Sweep() {
         problem.group_size = problem.bits == 4 ? 128 : -1;
         const DeviceProblem data(problem, {}, 1, seed);
         for (const Choice& choice : Choices(problem, seed)) {
-          tally.Add(IsRight(problem, data, choice, kAll));
+          tally.Add(IsCorrect(problem, data, choice, kAll));
         }
         ++seed;
       }
@@ -452,7 +453,7 @@ void TimeAll(const TimeOptions& options) {
     const std::vector<Choice> choices = Choices(problem, options);
     if (choices.empty()) continue;
     for (const Choice& choice : choices) {
-      if (!IsRight(problem, data, choice, kSample)) std::exit(1);
+      if (!IsCorrect(problem, data, choice, kSample)) std::exit(1);
     }
     const std::vector<float> microseconds = Time(problem, data, copies, choices, options.effort);
     for (size_t i = 0; i < choices.size(); ++i) {
@@ -527,7 +528,7 @@ TimeOptions Parse(int argc, char** argv) {
     if (flag == "--zero") {
       options.problem.zero = ZeroKind::kInteger;
     } else if (flag == "--scale-sums") {
-      options.problem.scale_sums = true;
+      options.problem.scale_accumulators = true;
       options.problem.scale = options.problem.out = ElementType::kF32;
     } else if (flag == "--integers") {
       options.problem.out = ElementType::kInt32;
@@ -538,7 +539,7 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (flag == "--f16") {
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
     } else if (flag == "--half-sums") {
-      options.problem.half_sums = true;
+      options.problem.accumulate_float16 = true;
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
     } else if (flag == "--pdl") {
       options.problem.pdl = true;
@@ -553,7 +554,7 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (flag == "--gated") {
       options.problem.epilogue.gated = true;
     } else if (flag == "--quick") {
-      options.effort = {.warm_up_milliseconds = 6, .least_replays = 7, .replays = 7};
+      options.effort = {.warm_up_milliseconds = 6, .min_replays = 7, .replays = 7};
       options.l2_sizes = 4;
     } else if (i + 1 == argc) {
       Usage(("unknown or incomplete option " + flag).c_str());
@@ -608,8 +609,8 @@ int Main(int argc, char** argv) {
     return 0;
   }
   if (command == "attend") {
-    const auto [right, wrong] = CheckAttend(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
-    std::printf("%d passed, %d failed\n", right, wrong);
+    const auto [correct, wrong] = CheckAttend(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
+    std::printf("%d passed, %d failed\n", correct, wrong);
     if (argc == 2) TimeAttend();
     return wrong == 0 ? 0 : 1;
   }
@@ -634,12 +635,12 @@ int Main(int argc, char** argv) {
     if (argc > 4) codebooks = {FindCodebook(argv[4])};
     if (argc > 5) lhs = FindLhs(argv[5]);
     for (const Tally& part : {CheckInstances(formats, stride), CheckBatches(stride)}) {
-      tally.right += part.right, tally.wrong += part.wrong;
+      tally.correct += part.correct, tally.wrong += part.wrong;
     }
   } else {
     tally = Sweep();
   }
-  std::printf("%d passed, %d failed\n", tally.right, tally.wrong);
+  std::printf("%d passed, %d failed\n", tally.correct, tally.wrong);
   jit::Finish();  // instances that a stride skipped may still be compiling
   return tally.wrong == 0 ? 0 : 1;
 }

@@ -66,6 +66,6 @@ class PlacedProblem {
 void TimePlaced();
 
 // Enqueues a kernel that lets the next kernel start and, a while later, copies `from` to `to`.
-void CopyLate(const Extent& from, void* to);
+void DelayedCopy(const Extent& from, void* to);
 
 }  // namespace jaxlowbit::check

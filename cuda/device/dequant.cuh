@@ -32,15 +32,15 @@ inline constexpr bool kSubnormal = kBits > Pair<T>::kMantissaBits;
 
 // Minus the zero point of one row, in both halves, including the constant or the factor of Unpack's first step.
 template <typename T, int kBits>
-struct Centre {
+struct ZeroPoint {
   static constexpr float k2ToMinus6 = 1.0f / 64;
 
   uint32_t value;
 
-  static __device__ Centre Of(int zero) {
+  static __device__ ZeroPoint Of(int zero) {
     if constexpr (kSubnormal<T, kBits>) {
-      const float centre = -k2ToMinus6 * static_cast<float>(zero);
-      return {Pair<T>::Round(centre, centre)};
+      const float zero_point = -k2ToMinus6 * static_cast<float>(zero);
+      return {Pair<T>::Round(zero_point, zero_point)};
     } else {
       // -(constant + zero): the constant with its sign bit and the zero point in the mantissa.
       return {(Pair<T>::kMagic | 0x80008000) + zero * 0x00010001u};
@@ -51,18 +51,19 @@ struct Centre {
 // Computes q - z, exactly, for the four registers of a step: rows g and g + 8 alternate.
 template <typename T, int kBits>
 __device__ inline void Unpack(const uint32_t (&packed)[kBits], int step,
-                              const Centre<T, kBits> (&centre)[2], uint32_t (&out)[4]) {
+                              const ZeroPoint<T, kBits> (&zero_point)[2], uint32_t (&out)[4]) {
   using F = Integer<kBits>;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const uint32_t word = F::Word(packed, step, j / 2) >> (F::Shift(step, j / 2) + j % 2 * F::kUp);
     if constexpr (kSubnormal<T, kBits>) {
       constexpr uint32_t k2To127 = 0x7f007f00, k2To6 = 0x42804280;
-      const uint32_t shrunk = Pair<T>::Fma(word & kValueMask<kBits>, k2To127, centre[j % 2].value);
+      const uint32_t shrunk =
+          Pair<T>::Fma(word & kValueMask<kBits>, k2To127, zero_point[j % 2].value);
       out[j] = Multiply<T>(shrunk, k2To6);
     } else {
       out[j] = Pair<T>::Fma(AndOr(word, kValueMask<kBits>, Pair<T>::kMagic), Pair<T>::kOne,
-                            centre[j % 2].value);
+                            zero_point[j % 2].value);
     }
   }
 }
@@ -127,16 +128,16 @@ inline constexpr int kWeightShift<__nv_bfloat16> = 6;
 
 // Minus the zero point of one row, in both halves, times 2^-kDown. `kRaised`: the width's kSecondUp.
 template <typename T, int kDown, int kRaised>
-struct IntegerCentre {
+struct IntegerZeroPoint {
   static constexpr uint32_t kWith = 0;  // OR-ed with the quantized values
 
   uint32_t value;
 
   // `zeros`: the zero point in both halves.
-  static __device__ IntegerCentre Of(uint32_t zeros) {
+  static __device__ IntegerZeroPoint Of(uint32_t zeros) {
     return {Multiply<T>(zeros, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown) | kNegativeZeros)};
   }
-  static __device__ IntegerCentre OfPowerOfTwo(int exponent) {
+  static __device__ IntegerZeroPoint OfPowerOfTwo(int exponent) {
     return {PowersOfTwo<T>(exponent - kDown) | kNegativeZeros};
   }
   // `quantized`: a pair of quantized values times 2^up.
@@ -147,17 +148,19 @@ struct IntegerCentre {
 
 // f16 has no such subnormals without a shift: quantized values are OR-ed into 1024.
 template <int kRaised>
-struct IntegerCentre<__half, 0, kRaised> {
+struct IntegerZeroPoint<__half, 0, kRaised> {
   static constexpr uint32_t kWith = Pair<__half>::kMagic;
 
   // Includes 1024; `raised`, for quantized values times 2^kRaised, includes 1024 * 2^-kRaised.
   uint32_t value, raised;
 
-  static __device__ IntegerCentre Of(uint32_t zeros) {
+  static __device__ IntegerZeroPoint Of(uint32_t zeros) {
     return {(PowersOfTwo<__half>(10) | kNegativeZeros) + zeros,
             (PowersOfTwo<__half>(10 - kRaised) | kNegativeZeros) + (zeros << kRaised)};
   }
-  static __device__ IntegerCentre OfPowerOfTwo(int exponent) { return Of(0x00010001u << exponent); }
+  static __device__ IntegerZeroPoint OfPowerOfTwo(int exponent) {
+    return Of(0x00010001u << exponent);
+  }
   // `up`: 0 or kRaised.
   __device__ uint32_t Subtract(uint32_t quantized, int up) const {
     return Pair<__half>::Fma(quantized, PowersOfTwo<__half>(-up), up == 0 ? value : raised);
@@ -167,11 +170,11 @@ struct IntegerCentre<__half, 0, kRaised> {
 // Computes (q - z) * 2^-kDown for the four registers of a step: rows g and g + 8 alternate. Values read as subnormals
 // may be anywhere in the low byte of a half, so words need only byte shifts.
 template <typename T, int kBits, int kDown>
-__device__ inline void UnpackIntegers(const uint32_t (&packed)[kBits], int step,
-                                      const IntegerCentre<T, kDown, kSecondUp<kBits>> (&centre)[2],
-                                      uint32_t (&out)[4]) {
+__device__ inline void UnpackIntegers(
+    const uint32_t (&packed)[kBits], int step,
+    const IntegerZeroPoint<T, kDown, kSecondUp<kBits>> (&zero_point)[2], uint32_t (&out)[4]) {
   using F = Integer<kBits>;
-  constexpr uint32_t kWith = IntegerCentre<T, kDown, kSecondUp<kBits>>::kWith;
+  constexpr uint32_t kWith = IntegerZeroPoint<T, kDown, kSecondUp<kBits>>::kWith;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int shift = F::Shift(step, j / 2), moved = kWith == 0 ? shift / 8 * 8 : shift;
@@ -181,7 +184,7 @@ __device__ inline void UnpackIntegers(const uint32_t (&packed)[kBits], int step,
     const uint32_t value = kBits == 8 && j % 2 == 1 ? __byte_perm(word, kWith, 0x5351)
                                                     : AndOr(word >> j % 2 * kSecondDown<kBits>,
                                                             kValueMask<kBits> << up, kWith);
-    out[j] = centre[j % 2].Subtract(value, up);
+    out[j] = zero_point[j % 2].Subtract(value, up);
   }
 }
 

@@ -12,7 +12,7 @@ namespace jaxlowbit {
 
 // The largest 8-bit value.
 template <bool kFloat8>
-inline constexpr float kMostValue = kFloat8 ? 448 : 127;
+inline constexpr float kMaxValue = kFloat8 ? 448 : 127;
 
 // The bits of a magnitude, which order like magnitudes; NaN comes last.
 __device__ inline uint32_t MagnitudeBits(float value) {
@@ -26,9 +26,9 @@ struct Divisor {
   float lifted;      // scale * lift
   float reciprocal;  // 1 / lifted, rounded to nearest
 
-  __device__ Divisor(uint32_t largest, float most) {
-    constexpr float kLeast = 0x1p-126f, kSmall = 0x1p-60f;
-    scale = largest == 0 ? 1 : fmaxf(__fdiv_rn(__uint_as_float(largest), most), kLeast);
+  __device__ Divisor(uint32_t largest, float max_value) {
+    constexpr float kMinScale = 0x1p-126f, kSmall = 0x1p-60f;
+    scale = largest == 0 ? 1 : fmaxf(__fdiv_rn(__uint_as_float(largest), max_value), kMinScale);
     if (largest >= 0x7f800000) scale = __uint_as_float(0x7fc00000);  // infinity, NaN
     lift = scale < kSmall ? 0x1p64f : 1;
     lifted = scale * lift;

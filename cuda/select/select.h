@@ -55,9 +55,9 @@ std::vector<Choice> Candidates(const QuantizedMatmul& problem, const Device& dev
 // Minimum M at which Hopper multiplies an 8-bit lhs faster in 8 bits than as bfloat16. For smaller M, weight bandwidth
 // is the limit, not tensor cores; if int8 sums all of k as integers, 8 bits take fewer instructions than bfloat16
 // weights.
-constexpr int64_t LeastByteRows(const QuantizedMatmul& problem) {
-  const bool one_sum = problem.groups() == 1 || problem.scale == ElementType::kInt8;
-  return problem.lhs == ElementType::kInt8 && one_sum ? 32 : 192;
+constexpr int64_t MinRowsFor8Bit(const QuantizedMatmul& problem) {
+  const bool single_accumulator = problem.groups() == 1 || problem.scale == ElementType::kInt8;
+  return problem.lhs == ElementType::kInt8 && single_accumulator ? 32 : 192;
 }
 
 // Estimates Device::clusters from the number of multiprocessors, for a device that cannot be queried.

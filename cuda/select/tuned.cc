@@ -44,14 +44,14 @@ TunedTable::TunedTable(std::vector<TunedEntry> entries) : entries_(std::move(ent
 }
 
 std::optional<Choice> TunedTable::Find(const QuantizedMatmul& problem) const {
-  if (problem.batch != 1 || problem.transposed || problem.scale_sums || problem.may_sum_halves() ||
-      problem.epilogue.gated) {
+  if (problem.batch != 1 || problem.transposed || problem.scale_accumulators ||
+      problem.may_accumulate_float16() || problem.epilogue.gated) {
     return std::nullopt;
   }
   const auto found =
       std::lower_bound(entries_.begin(), entries_.end(), TunedEntry{problem, {}}, IsBefore);
   if (found == entries_.end() || KindOf(found->problem) != KindOf(problem)) return std::nullopt;
-  if (problem.m < found->least_m) return std::nullopt;
+  if (problem.m < found->min_m) return std::nullopt;
   Choice choice = found->choice;
   choice.tuned = true;
   // The entry may have a larger m and a larger instance.

@@ -15,11 +15,11 @@
 
 namespace jaxlowbit {
 
-// The choice for products like `problem` with M from `least_m` to the problem's.
+// The choice for products like `problem` with M from `min_m` to the problem's.
 struct TunedEntry {
   QuantizedMatmul problem;
   Choice choice;
-  int64_t least_m = 1;
+  int64_t min_m = 1;
 };
 
 class TunedTable {

@@ -28,7 +28,7 @@ inline constexpr bool kNeedsFactor = kCodebook == Codebook::kE2m1;
 
 // The numbers of a table of 2^bits. Lane i of a warp keeps number i; the host repeats numbers to fill all lanes.
 struct TableParams {
-  float numbers[1 << kMostTableBits];
+  float numbers[1 << kMaxTableBits];
 };
 
 // A lane's entry of a table; empty for other codebooks.

@@ -9,6 +9,6 @@ namespace jaxlowbit {
 enum class Codebook { kNone, kTable, kE2m1, kE4m3, kE5m2 };
 
 // The maximum width for table lookups in the CUDA kernels: a warp has one number in each lane.
-inline constexpr int kMostTableBits = 5;
+inline constexpr int kMaxTableBits = 5;
 
 }  // namespace jaxlowbit

@@ -27,8 +27,8 @@ __device__ int64_t WeightAt(const int32_t* index, const int64_t& num_weights, In
   return WeightNumber(index == nullptr ? position : index[position], num_weights);
 }
 
-// Int: the type of elements and rows, int or int64_t. kMayBeGated: gated products exist for this instance. Members refer
-// to the kernel's parameters, so that each use reads them: copies would occupy registers from the start.
+// Int: the type of elements and rows, int or int64_t. kMayBeGated: gated products exist for this instance. Members
+// refer to the kernel's parameters, so that each use reads them: copies would occupy registers from the start.
 template <typename Int, bool kMayBeGated = true>
 struct Batched {
   const Int& rows;  // of each element

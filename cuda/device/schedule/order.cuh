@@ -34,8 +34,8 @@ struct RowsFirst {
   }
 };
 
-// Bands of kBand tiles along the columns; rows vary slowest within a band. Tiles that run at the same time share weights
-// and rows.
+// Bands of kBand tiles along the columns; rows vary slowest within a band. Tiles that run at the same time share
+// weights and rows.
 inline constexpr int kBand = 16;
 
 struct Bands {

@@ -24,8 +24,8 @@ class LhsCopier {
     for (int i = 0; i < kCopies; ++i) {
       rows |= tile.m0 + row + i * kRows < schedule.Rows(tile.batch) ? 1 << i : 0;
     }
-    rows_ = Keep(rows);
-    target_ = Keep(LhsChunk<I>(row, chunk) * kCopyBytes);
+    rows_ = Opaque(rows);
+    target_ = Opaque(LhsChunk<I>(row, chunk) * kCopyBytes);
   }
 
   // Starts copying the next stage to `shared`.

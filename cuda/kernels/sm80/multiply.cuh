@@ -36,7 +36,7 @@ class StageMultiplier {
     // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the instruction's tile of rows i / 16.
     const int lane = threadIdx.x % 32;
     const int row = I::kTiles == 1 ? lane % 8 : lane / 16 * 8 + lane % 8;
-    lhs_chunk_ = Keep(LhsChunk<I>(row, lane / 8 % 2) * kCopyBytes);
+    lhs_chunk_ = Opaque(LhsChunk<I>(row, lane / 8 % 2) * kCopyBytes);
   }
 
   __device__ void MultiplyNext(uint32_t slot, Accumulators<I>& acc) {
@@ -100,17 +100,17 @@ class StageMultiplier {
   template <class StepAccumulators>
   __device__ void MultiplyStep(uint32_t lhs, int step, const uint32_t (&weights)[kAtomsN][4],
                                StepAccumulators& acc) const {
-    constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
+    constexpr int kUnroll = I::kTiles == 1 ? 1 : 2;
     // A step is two columns; the swizzle XORs column numbers.
     const uint32_t chunk = lhs + (lhs_chunk_ ^ (step * 2 * kCopyBytes));
 #pragma unroll
-    for (int tile = 0; tile < I::kTiles; tile += kTogether) {
-      uint32_t fragments[2 * kTogether];
+    for (int tile = 0; tile < I::kTiles; tile += kUnroll) {
+      uint32_t fragments[2 * kUnroll];
       LoadMatrices(fragments, chunk + tile * 8 * I::kLhsChunks * kCopyBytes);
 #pragma unroll
       for (int atom = 0; atom < kAtomsN; ++atom) {
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < kUnroll; ++i) {
           Mma<T>(acc[atom][tile + i], weights[atom], fragments[2 * i], fragments[2 * i + 1]);
         }
       }

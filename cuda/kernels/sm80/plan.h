@@ -13,7 +13,7 @@ namespace jaxlowbit::sm80 {
 
 // Rows of lhs of a tile. Scales on accumulators double the accumulators, so those tiles have up to 32 rows.
 inline constexpr int kBlockMs[] = {8, 16, 32, 64};
-inline constexpr int kScaleSumsBlockMs[] = {8, 16, 32};
+inline constexpr int kScaleAccumulatorsBlockMs[] = {8, 16, 32};
 
 inline constexpr int kMinBlockM = kBlockMs[0];
 inline constexpr int kBlockN = 2 * kAtom;  // output channels of a tile

@@ -25,7 +25,7 @@ class TransposedMultiplier {
     // tile of rows i / 16.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = I::kTiles == 1 ? lane % 8 : lane / 16 * 8 + lane % 8;
-    lhs_chunk_ = Keep(LhsChunk<I>(row, warp * 2 + lane / 8 % 2) * kCopyBytes);
+    lhs_chunk_ = Opaque(LhsChunk<I>(row, warp * 2 + lane / 8 % 2) * kCopyBytes);
   }
 
   __device__ void MultiplyNext(uint32_t slot, TransposedAccumulators<I>& acc) {

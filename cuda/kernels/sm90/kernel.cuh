@@ -27,9 +27,9 @@
 // owns channels 16 w to 16 w + 15 of a strip.
 //
 // Registers. Consumers have no register to spare: accumulators, two units of weights and scales take nearly all.
-//   Keep, before a loop    keeps an offset or a count in a register instead of recomputing it in every stage.
-//   Keep, on threadIdx     recomputes an index after the loop, so that it needs no register while wgmma run.
-//   KeepAll                tells the compiler that wgmma in flight read or write these registers (device/wgmma.cuh).
+//   Opaque, before a loop    keeps an offset or a count in a register instead of recomputing it in every stage.
+//   Opaque, on threadIdx     recomputes an index after the loop, so that it needs no register while wgmma run.
+//   FenceRegisters                tells the compiler that wgmma in flight read or write these registers (device/wgmma.cuh).
 //   __shfl_sync(.., 0)     makes a descriptor uniform: wgmma reads it from a uniform register.
 // Epilogues run in loops that are not unrolled, through shared memory (Form::kOther), or are compiled for each Form.
 //
@@ -56,8 +56,8 @@ __device__ void InitBarriers(const Plan& plan, int peer_shift, Memory memory) {
     for (int i = 0; i < kResultBuffers * I::kTile.warpgroups; ++i) {
       InitBarrier(memory.residual_full(0, i), 1);
     }
-    InitBarrier(memory.taken(), 4 * kWarpArrivals);
-    if (kForSanitizer) InitBarrier(memory.met(), 256);
+    InitBarrier(memory.up_empty(), 4 * kWarpArrivals);
+    if (kForSanitizer) InitBarrier(memory.exchange(), 256);
   }
   PublishBarriers();
 }
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     QmmSm90Kernel(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(kTmaAlignment) uint8_t shared[];
-  const Memory memory = {Keep(SharedAddress(shared))};
+  const Memory memory = {Opaque(SharedAddress(shared))};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == I::kWarps) InitBarriers<I>(p.plan, p.peer_shift, memory);
   __syncthreads();  // barriers exist
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   const int cluster = blockIdx.x >> p.peer_shift, clusters = gridDim.x >> p.peer_shift;
   RingCursor cursor = {0, 0};
   if (warp >= I::kWarps) {
-    if constexpr (I::kMovesRegisters) ReleaseRegisters<I::kCopyRegisters>();
+    if constexpr (I::kReallocatesRegisters) ReleaseRegisters<I::kCopyRegisters>();
     WaitForArrivals();  // barriers of all CTAs exist
     if (warp == I::kWarps && IsElected()) {
       const StageFiller<I> filler(p, rank, memory);
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     }
     __syncwarp();
   } else {
-    if constexpr (I::kMovesRegisters) AcquireRegisters<I::kMultiplyRegisters>();
+    if constexpr (I::kReallocatesRegisters) AcquireRegisters<I::kMultiplyRegisters>();
     using Multiplier = std::conditional_t<I::kBytes, ByteMultiplier<I>, TileMultiplier<I>>;
     const Multiplier multiplier(p, memory);
     TileStorer<I> storer(p, memory);

@@ -39,7 +39,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.index = buffers.index;
   p.out_data = buffers.out;
   p.out_float = problem.out == ElementType::kF32;
-  p.out_integers = problem.sums_integers();
+  p.out_integers = problem.is_integer_matmul();
   p.aligned = problem.out == problem.floats() && SupportsTma(problem.n) && IsAligned(buffers.out);
   p.epilogue = EpilogueOf(problem, buffers);
   p.table = TableOf(problem, buffers);

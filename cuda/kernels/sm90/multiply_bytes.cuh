@@ -10,7 +10,7 @@
 // unit is one strip and one atom of k, two wgmma. While the wgmma of one unit run, the next unit's words are loaded,
 // and converted once the previous unit's registers are free. At the end of a group the warpgroup waits for its wgmma
 // and adds the sums, while the other warpgroup's wgmma run. Tensor cores accumulate float8 products with few bits, so
-// float8 sums are added every kMostAtoms atoms too.
+// float8 sums are added every kMaxAtoms atoms too.
 //
 // Stages are multiplied whole: they contain zeros beyond k.
 //
@@ -62,7 +62,8 @@ class ByteMultiplier : StageConsumer<I> {
 
   using Weights = ByteWeights<T, kBits, I::kCodebook, S, I::kZero == ZeroKind::kInteger>;
   using Sum = std::conditional_t<I::kIsInt8, int, float>;
-  static constexpr bool kHasGroupSums = I::kTile.takes_bytes(false, I::kZero != ZeroKind::kNone);
+  static constexpr bool kHasGroupSums =
+      I::kTile.supports_8bit_lhs(false, I::kZero != ZeroKind::kNone);
 
   static constexpr bool kReadsRows = I::kScalesBytes || I::kZero == ZeroKind::kInteger;
 
@@ -72,7 +73,7 @@ class ByteMultiplier : StageConsumer<I> {
   static constexpr float kUnit = 1.0f / (1 << Weights::kShift);
   static constexpr int kSteps = 2;  // wgmma of an atom
   static constexpr int kUnits = I::kStageAtoms * I::kStrips;
-  static constexpr int kMostAtoms = 8;  // atoms per float8 sum in the tensor cores
+  static constexpr int kMaxAtoms = 8;  // atoms per float8 sum in the tensor cores
 
   // A group has all of k, an atom, or whole stages.
   enum class Groups { kChannel, kAtoms, kStages };
@@ -125,12 +126,12 @@ class ByteMultiplier : StageConsumer<I> {
       while (state.atom < state.end) MultiplyAtoms(state, sums, acc);
     } else {
       const bool whole = kGroups == Groups::kChannel;
-      const int most = !whole ? p_.atoms_per_group.divisor : I::kIsInt8 ? p_.k_blocks : kMostAtoms;
-      int left = whole ? most : most - p_.atoms_per_group.Remainder(state.atom);
+      const int span = !whole ? p_.atoms_per_group.divisor : I::kIsInt8 ? p_.k_blocks : kMaxAtoms;
+      int left = whole ? span : span - p_.atoms_per_group.Remainder(state.atom);
 #pragma unroll 1
       while (state.atom < state.end) {
         MultiplyGroup<kGroups>(state, left, sums, acc);
-        left = most;
+        left = span;
       }
     }
     Free(state.previous);
@@ -150,7 +151,7 @@ class ByteMultiplier : StageConsumer<I> {
     if constexpr (kIsResult<kGroups>) {
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
-        KeepAll(sums[s]);
+        FenceRegisters(sums[s]);
 #pragma unroll
         for (int i = 0; i < I::kM / 2; ++i) {
           const float scale = I::kScalesBytes ? 1.0f : state.scales[s][i / 2 % 2];
@@ -224,7 +225,7 @@ class ByteMultiplier : StageConsumer<I> {
   __device__ static void Start(const Stage& stage, State& state, int unit, Sum (&sums)[I::kM / 2],
                                bool begins) {
     uint32_t (&weights)[kSteps][4] = state.weights[unit % 2];
-    KeepAll(weights);
+    FenceRegisters(weights);
     FenceOperands();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -289,7 +290,7 @@ class ByteMultiplier : StageConsumer<I> {
                              Accumulators<I>& acc) {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
-      KeepAll(sums[s]);
+      FenceRegisters(sums[s]);
 #pragma unroll
       for (int i = 0; i < I::kM / 2; ++i) {
         acc[s][i] = fmaf(static_cast<float>(sums[s][i]), scales[s][i / 2 % 2], acc[s][i]);

@@ -52,17 +52,18 @@ struct Instance {
   static constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
   // Whether group scales are integers, which multiply weights in 8 bits, so that there is one sum over k.
   static constexpr bool kScalesBytes = kBytes && sizeof(S) == 1;
-  static_assert(!kBytes || kTile.takes_bytes(kIsInt8, kZero != ZeroKind::kNone));
+  static_assert(!kBytes || kTile.supports_8bit_lhs(kIsInt8, kZero != ZeroKind::kNone));
   // Registers of a thread: at launch, of a consumer, of a producer.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;
   static constexpr int kMultiplyRegisters =
       (kRegisters * kThreads / 128 - kCopyRegisters) / (kWarps / 4) / 8 * 8;
-  static constexpr bool kMovesRegisters = kRegisters < 256;  // no thread can have more than that
+  static constexpr bool kReallocatesRegisters =
+      kRegisters < 256;  // no thread can have more than that
   static constexpr int kStoreRows = StoreRows(kTile);
 };
 
-// The epilogue's form: how a tile's accumulators become results.
+// Code path of the epilogue.
 enum class Form {
   // In registers, stored by TMA: no activation; with or without a bias and a residual that TMA loads
   kSum,
@@ -199,11 +200,11 @@ struct Memory {
     return base + (2 * kMaxStages + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
   }
   // The first warpgroup has read the second's accumulators.
-  __device__ uint32_t taken() const {
+  __device__ uint32_t up_empty() const {
     return base + (2 * kMaxStages + kMaxWarpgroups * kResultBuffers) * kBarrierBytes;
   }
-  // Both warpgroups of a gated tile have arrived (TileStorer::Meet).
-  __device__ uint32_t met() const { return taken() + kBarrierBytes; }
+  // Both warpgroups of a gated tile have arrived (TileStorer::SynchronizeWarpgroups).
+  __device__ uint32_t exchange() const { return up_empty() + kBarrierBytes; }
   __device__ uint32_t results() const { return base + kTmaAlignment; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;
