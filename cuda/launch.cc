@@ -45,7 +45,7 @@ struct DeviceState {
   std::shared_ptr<const TunedTable> tuned;
 };
 
-// JAXLOWBIT_MAX_COMPUTE_CAPABILITY=86 runs the kernels that a GPU of that capability would run, with its shared memory.
+// JAXLOWBIT_MAX_COMPUTE_CAPABILITY=86 selects kernels as for a GPU of that capability, with its shared memory.
 void Limit(Device& device) {
   const char* limit = std::getenv("JAXLOWBIT_MAX_COMPUTE_CAPABILITY");
   if (limit == nullptr) return;
@@ -63,7 +63,7 @@ void ReadRates(int ordinal, Device& device) {
   cudaDeviceGetAttribute(&memory_bits, cudaDevAttrGlobalMemoryBusWidth, ordinal);
   cudaGetLastError();
   device.clock_mhz = clock_khz / 1000;
-  // Memory transfers twice in a clock.
+  // Double data rate.
   device.memory_gb_per_s = static_cast<int>(int64_t{2} * memory_khz * (memory_bits / 8) / 1000000);
 }
 
@@ -315,7 +315,7 @@ cudaError_t LoadAll(const std::vector<InstanceKey>& keys, const Device& device) 
   return cudaSuccess;
 }
 
-// Operands as in most calls: aligned, with no overlap between operands and results.
+// Typical operands: aligned, without overlap.
 std::vector<Operands> WithOrdinaryBuffers(const std::vector<QuantizedMatmul>& problems) {
   std::vector<Operands> products;
   for (const QuantizedMatmul& problem : problems) {

@@ -18,9 +18,9 @@
 //   result 1 keys       operand 7
 //   result 2 values     operand 8
 //
-// Attributes: reach, the number of slots that are read, from the first; window, the number of positions that a query
-// sees, up to its own, or 0 for all; scale, f32; norm_epsilon, f32, for the head norms; neighbours, whether rotation
-// pairs neighbouring elements rather than halves.
+// Attributes: reach, the number of leading slots to read; window, the number of positions visible to a query including
+// its own, 0 for all; scale, f32; norm_epsilon, f32, for the head norms; neighbours, whether rotation pairs
+// neighbouring elements instead of halves.
 #pragma once
 
 #include <string>

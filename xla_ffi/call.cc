@@ -226,7 +226,7 @@ namespace {
 struct Expected {
   const char* name;
   int64_t place;
-  bool wanted;  // by the record
+  bool wanted;  // the record requires it
   ffi::DataType type;
   std::initializer_list<int64_t> shape;  // one number: the number of elements
   const char* rule;

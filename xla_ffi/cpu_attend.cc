@@ -9,8 +9,8 @@
 //   4 positions  s32[b, s], position of each slot; -1 for empty slots
 //   result 0 out  T[b, q, h, d]
 //
-// Attributes: reach, the number of slots that are read, from the first; window, the number of positions that a query
-// sees, up to its own, or 0 for all; scale, f32.
+// Attributes: reach, the number of leading slots to read; window, the number of positions visible to a query including
+// its own, 0 for all; scale, f32.
 #include <string>
 #include <vector>
 

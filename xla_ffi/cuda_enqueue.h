@@ -66,8 +66,8 @@ inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
                  : InvalidArgument(support.reason + "; use another backend.");
 }
 
-// Checks that results that overlap operands fit the workspace. Python requests that space, or gives results separate
-// buffers (_backends/call.py).
+// Checks that redirected results fit the workspace. Python requests that space, or gives results separate buffers
+// (_backends/call.py).
 inline ffi::Error CheckWorkspace(int64_t needed, int64_t workspace_bytes) {
   if (needed <= workspace_bytes) return ffi::Error::Success();
   return InvalidArgument("results that lie over operands of the call take " +

@@ -86,7 +86,7 @@ nb::dict BuildInfo() {
   info["cuda"] = kCuda;
   info["cuda_compiler"] = JAXLOWBIT_CUDA_COMPILER;
   info["cuda_architectures"] = JAXLOWBIT_CUDA_ARCHITECTURES;
-  info["cpu_isa"] = clones;  // those that this machine can run; the first one is used
+  info["cpu_isa"] = clones;  // runnable on this machine; the first one is used
   return info;
 }
 
@@ -163,7 +163,7 @@ std::string Unsupported(const std::vector<int64_t>& product, int compute_capabil
   return Supports(FindKernel(kernel), problem, device).reason;
 }
 
-// The choices worth measuring, starting with the cost model's; empty if no kernel supports the problem.
+// The choices worth measuring, the cost model's first; empty if no kernel supports the problem.
 nb::list ListCandidates(const SelectionQuery& query) {
   const auto& [problem, device, device_name, workspace_bytes] = query;
   nb::list candidates;
@@ -277,8 +277,8 @@ void SetClusters(const std::vector<std::vector<int>>& clusters, Device* device) 
   }
 }
 
-// Defines a Python function of a question with named arguments. `early_start` is the problem's `pdl`, `aligned` its
-// `weights_aligned`.
+// Defines a Python function of a SelectionQuery with keyword arguments. `early_start`: QuantizedMatmul::pdl (the name
+// in saved measurements); `aligned`: weights_aligned.
 template <typename Function>
 void Define(nb::module_& module, const char* name, Function function) {
   module.def(

@@ -43,9 +43,9 @@ __device__ float Load(const void* data, ElementType type, int64_t i) {
       return static_cast<float>(static_cast<const __nv_fp8_e4m3*>(data)[i]);
     case ElementType::kInt8:
       return static_cast<const int8_t*>(data)[i];
-    case ElementType::kInt32:  // in the bound where floats do not hold it
+    case ElementType::kInt32:  // the bound covers values that float32 does not represent
       return static_cast<float>(static_cast<const int32_t*>(data)[i]);
-    case ElementType::kSuper:  // of no problem here
+    case ElementType::kSuper:  // not used here
       break;
   }
   return 0.0f;
@@ -282,7 +282,7 @@ __device__ double MinOverflow(ElementType type) {
   }
 }
 
-// Each thread checks the first of `step` outputs: error over bound, the largest in *worst (as bits).
+// Each thread checks the first of `step` outputs. *worst: maximum ratio of error to bound, as bits.
 __global__ void CompareKernel(QuantizedMatmul p, Buffers b, const float* numbers, int64_t step,
                               int half_steps, unsigned long long* worst) {
   const int64_t out_columns = p.transposed ? p.k : p.n;

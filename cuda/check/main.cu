@@ -1,41 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The program `driver` runs the kernels without JAX: checks every instance, sweeps shapes, times.
+// `driver` checks and times the kernels without JAX.
 //
 //   driver check [STRIDE [BITS [CODEBOOK [LHS]]]]
-//                           every instance on small awkward shapes, also under PDL, and with buffers that overlap
-//                           or begin at odd elements; large batches; or one in STRIDE of these
-//                           (for compute-sanitizer's slower tools; a prime from 7 on, since kinds of
-//                           problems come every 2nd to 8th); BITS: only this width; CODEBOOK: only
-//                           none, table, e2m1, e4m3 or e5m2; LHS: only this type of quantized
-//                           activations, int8 or e4m3
-//   driver placed           times products whose buffers overlap or begin at odd elements
-//   driver attend [STRIDE]  attention to a cache: checks it, then times it; or checks one case in STRIDE
-//   driver sweep            real layer shapes, every m of the sweep, correctness only
-//   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph, once
-//                           a sample of the result is right:
+//                           checks every instance on small awkward shapes, also under PDL and with
+//                           overlapping or unaligned buffers, and large batches. STRIDE: checks every
+//                           STRIDE-th problem only, for compute-sanitizer's slower tools; use a prime
+//                           from 7 on, since kinds of problems repeat every 2 to 8. BITS, CODEBOOK
+//                           (none, table, e2m1, e4m3, e5m2), LHS (int8, e4m3): only these
+//   driver placed           times products with overlapping or unaligned buffers
+//   driver attend [STRIDE]  checks and times attention; with STRIDE, only checks every STRIDE-th case
+//   driver sweep            checks real layer shapes with every m of the sweep
+//   driver time [options]   checks a sample of the result, then prints microseconds per call with cold
+//                           weights, in a CUDA graph:
 //                           --n N,N,... --k K,K,... (in pairs; default: five real shapes)
 //                           --m M,M,... --bits B --group G --zero --float-zero --transposed
 //                           --codebook table|e2m1|e4m3|e5m2 --scale float32|e8m0|e4m3|int8
 //                           --lhs int8|e4m3 (quantized activations) --integers (int32 sums of int8)
-//                           --scale-sums --f16 --half-sums
+//                           --scale-accumulators --f16 --accumulate-float16
 //                           --pdl (all but the first launch use programmatic dependent launch);
 //                           --quick (half of the weights, and a third of the replays);
 //                           --permuted (rows of the weight in a permuted order);
-//                           --units (floats that e4m3 and int8 scales are in units of)
+//                           --units (outer float scales of e4m3 and int8 scales)
 //                           --bias --residual --activation silu|gelu|gelu_tanh|relu --gated (n of each
 //                           of two weights);
 //                           --kernel qmm_sm80|qmm_sm90_stream|qmm_sm90,
-//                           --tile T,T,..., --split S,S,..., --slices L,L,... and --peers 1|2 instead
-//                           of the selection's (a tile is a number of rows, or the number of a tile
-//                           shape of qmm_sm90)
-//   driver choices [options]  times the choices of every kernel, a line of JSON for each problem, for
-//                           tools/fit_costs.py; takes the problem options of `driver time`.
-//                           Without them: layers of real models, every number of rows, in 4 and in
-//                           8 bits, small m also under PDL. --seconds S begins no problem after S
-//                           seconds
+//                           --tile T,T,..., --split S,S,..., --slices L,L,... and --peers 1|2 override
+//                           the selection (tile: rows, or for qmm_sm90 the index of a tile shape)
+//   driver choices [options]  times the choices of every kernel and prints JSON lines for
+//                           tools/fit_costs.py; problem options as for `driver time`. Default: layers
+//                           of real models, all row counts, 4 and 8 bits, small m also under PDL.
+//                           --seconds S: starts no problem after S seconds
 //
-// For a wrong result it prints the problem and the ratio of error to bound, and exits with status 1.
+// On a wrong result, prints the problem and the ratio of error to bound, and exits with status 1.
 
 #include <algorithm>
 #include <cstdio>
@@ -93,7 +90,8 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
   return choices;
 }
 
-// Whether the result is within the bound, at about `most` elements, and repeats bit for bit. Prints failures.
+// Whether about `max_samples` elements of the result are within the bound, and the result repeats bit for bit. Prints
+// failures.
 bool IsCorrect(const QuantizedMatmul& problem, const DeviceProblem& data, const Choice& choice,
                int64_t max_samples) {
   uint64_t first = 0;
@@ -128,7 +126,7 @@ bool IsWithin(const std::string& how, const QuantizedMatmul& problem, const Devi
   return false;
 }
 
-// Whether the result is right with buffers placed as XLA might place them.
+// Whether the result is correct with overlapping or unaligned buffers, as XLA may pass them.
 bool IsCorrectPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, int turn) {
   const PlacedProblem placed(problem, data.buffers(0), Places::Of(turn));
   data.Poison();
@@ -139,7 +137,7 @@ bool IsCorrectPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, 
   return IsWithin("placed " + std::to_string(turn), problem, data);
 }
 
-// Whether the result is right under PDL if the previous kernel, which has not ended yet, writes lhs.
+// Whether the result is correct under PDL while the previous kernel is still writing lhs.
 bool IsCorrectWithPdl(QuantizedMatmul problem, const DeviceProblem& data, const Choice& choice) {
   const Buffers original = data.buffers(0);
   const Extent lhs = LhsExtent(problem, original);
@@ -159,7 +157,7 @@ struct Tally {
   void Add(bool ok) { ++(ok ? correct : wrong); }
 };
 
-// Filters of the check: widths of the weights, codebooks, types of lhs.
+// Filters of `driver check`.
 struct Formats {
   std::vector<int> widths;
   std::vector<Codebook> codebooks;
@@ -215,7 +213,7 @@ struct Case {
   std::vector<Choice> choices;
 };
 
-// One in `stride` of the problems that together run every instance.
+// Every `stride`-th of the problems that together run all instances.
 std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
   std::vector<Case> cases;
   uint64_t seed = 1, turn = 0;
@@ -366,7 +364,7 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
       "time | choices "
       "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
       "[--codebook C] [--scale S] [--lhs int8|e4m3] [--integers] "
-      "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
+      "[--transposed] [--scale-accumulators] [--f16] [--accumulate-float16] [--pdl] [--permuted] [--bias] "
       "[--units] [--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--quick] [--tile "
       "T,...] "
       "[--split S,...] [--slices L,...] [--peers 1|2] "
@@ -421,8 +419,8 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
   return choices;
 }
 
-// The problems of the options: every layer with every number of rows. Small m comes first: products with large m heat
-// the device, and clocks take a while to recover.
+// The problems of the options: every layer with every row count. Small m comes first, since products with large m heat
+// the device, and clocks recover slowly.
 std::vector<QuantizedMatmul> ProblemsOf(
     const TimeOptions& options, const std::vector<std::pair<int64_t, int64_t>>& default_layers,
     const std::vector<int64_t>& default_rows) {
@@ -527,7 +525,7 @@ TimeOptions Parse(int argc, char** argv) {
     options.names_problem |= flag != "--seconds";
     if (flag == "--zero") {
       options.problem.zero = ZeroKind::kInteger;
-    } else if (flag == "--scale-sums") {
+    } else if (flag == "--scale-accumulators") {
       options.problem.scale_accumulators = true;
       options.problem.scale = options.problem.out = ElementType::kF32;
     } else if (flag == "--integers") {
@@ -538,7 +536,7 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.zero = ZeroKind::kFloat;
     } else if (flag == "--f16") {
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
-    } else if (flag == "--half-sums") {
+    } else if (flag == "--accumulate-float16") {
       options.problem.accumulate_float16 = true;
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
     } else if (flag == "--pdl") {

@@ -10,7 +10,7 @@
 namespace jaxlowbit::check {
 namespace {
 
-constexpr int64_t kGap = 256;  // between buffers, for odd beginnings
+constexpr int64_t kGap = 256;  // bytes between buffers, for misalignment
 
 __global__ void DelayedCopyKernel(const uint8_t* from, uint8_t* to, int64_t bytes) {
   LaunchDependents();

@@ -40,8 +40,7 @@ __device__ bool IsVisible(const Attend& a, int64_t element, int64_t slot) {
   return slot < a.reach && held >= 0 && distance >= 0 && (a.window == 0 || distance < a.window);
 }
 
-// Writes NaN to the keys and values of all slots that the query does not see, and of the slot to be written. One CTA
-// per slot.
+// Writes NaN to the keys and values of all masked slots, and of the slot to be written. One CTA per slot.
 template <typename T>
 __global__ void HideKernel(Attend a) {
   const int64_t row = blockIdx.x;
@@ -448,7 +447,7 @@ std::pair<int, int> CheckAttend(uint64_t stride) {
     v.norms = turn % 4 >= 2;
     v.slot = turn % 23 == 9 ? -2 : turn % 5 == 2 ? shape.reach / 2 : -1;
     shape.slots = shape.reach + (turn % 2 == 0 ? 0 : turn % 4 == 1 ? 3 : 64);
-    // Room for all splits, for few of them, or for none.
+    // Workspace for all splits, for few, or for none.
     const int64_t workspace = turn % 19 == 9 ? 16
                               : turn % 19 == 10
                                   ? 3 * 4 * shape.batch * shape.heads * (shape.head_size + 2)

@@ -20,9 +20,9 @@ constexpr int64_t kColdBytes = int64_t{240} << 20;  // four times the L2 of an H
 constexpr double kMinGraphMicroseconds = 400;       // makes the launch of a graph negligible
 constexpr int64_t kMaxCalls = 512;                  // per graph
 constexpr TimingEffort kEffort = {10, 3, 20, 250};
-constexpr double kMaxCostRatio = 3;  // of costs
+constexpr double kMaxCostRatio = 3;  // relative to the cheapest choice
 constexpr size_t kMaxPerKernel = 24;
-constexpr int64_t kDecodeRows = 32;  // as in decoding
+constexpr int64_t kDecodeRows = 32;  // maximum m of a decode step
 
 // The costs of the choices of one kernel, ascending.
 using Ranked = std::vector<std::pair<double, Choice>>;
@@ -178,7 +178,7 @@ const std::vector<int64_t>& SweepRows() {
   return rows;
 }
 
-// Small m comes first: products with large m heat the device, and clocks take a while to recover.
+// Small m comes first, since products with large m heat the device, and clocks recover slowly.
 std::vector<QuantizedMatmul> StandardProblems() {
   std::vector<QuantizedMatmul> problems;
   for (int64_t m : SweepRows()) {

@@ -88,7 +88,8 @@ std::string Nvrtc::Compile(const Program& program, std::string* error) const {
     texts.push_back(text);
   }
   for (const std::string& option : program.options) options.push_back(option.c_str());
-  options.push_back("--no-cache");  // NVRTC's cache would initialize the driver and store cubins twice
+  options.push_back(
+      "--no-cache");  // NVRTC's cache would initialize the driver and store cubins twice
   Handle handle = nullptr;
   int status = create_(&handle, program.source.c_str(), "jaxlowbit.cu",
                        static_cast<int>(names.size()), texts.data(), names.data());

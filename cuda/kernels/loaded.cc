@@ -88,7 +88,8 @@ cudaError_t KernelOf(const std::string& cubin, const void** function) {
   if (error == cudaSuccess && count != 1) error = cudaErrorInvalidKernelImage;
   if (error == cudaSuccess) error = cudaLibraryEnumerateKernels(&kernel, 1, library);
   if (error == cudaSuccess) {
-    *function = reinterpret_cast<const void*>(kernel);  // the runtime accepts a cudaKernel_t as a function pointer
+    *function = reinterpret_cast<const void*>(
+        kernel);  // the runtime accepts a cudaKernel_t as a function pointer
   } else {
     cudaLibraryUnload(library);
   }

@@ -38,7 +38,8 @@ inline constexpr int kKeyRow = kRows, kValueRow = kRows + 1;  // in shared memor
 inline constexpr int kVector = 8;                             // elements of 16 bytes
 inline constexpr int kLookahead = 32;                         // units per comparison of positions
 inline constexpr int kMaxSplits = 64;
-inline constexpr float kLowest = -1e30f;  // below all scores; finite, so that differences are not NaN
+inline constexpr float kLowest =
+    -1e30f;  // below all scores; finite, so that differences are not NaN
 
 // The geometry for heads of up to kSize elements.
 template <int kSize>

@@ -20,8 +20,9 @@
 namespace jaxlowbit {
 namespace {
 
-constexpr int kElements = 8;                            // per 16-byte vector
-constexpr int64_t kMaxColumnsKernelElements = 1 << 18;  // maximum elements of lhs for GatherColumnsKernel
+constexpr int kElements = 8;  // per 16-byte vector
+constexpr int64_t kMaxColumnsKernelElements =
+    1 << 18;  // maximum elements of lhs for GatherColumnsKernel
 
 constexpr int kColumnThreads = 128;
 constexpr int kColumnCtasPerSm = 8;

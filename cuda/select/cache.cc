@@ -53,7 +53,7 @@ struct Hash {
 template <typename Value>
 class Cache {
  public:
-  // Returns the cached answer for a key; on a miss, caches compute().
+  // Returns the cached value for a key; on a miss, caches compute().
   template <typename Compute>
   Value Find(const Key& key, Compute compute) {
     {

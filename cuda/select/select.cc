@@ -22,13 +22,13 @@ namespace {
 // The selection functions of one kernel.
 struct KernelDecision {
   Kernel kernel;
-  // Whether the kernel computes a problem that passes Supports(problem, device), and whether with a given choice.
+  // Whether the kernel supports a problem that passes Supports(problem, device), and whether it supports a choice.
   Support (*supports_problem)(const QuantizedMatmul&, const Device&);
   Support (*supports_choice)(const Choice&, const QuantizedMatmul&, const Device&,
                              int64_t workspace_bytes);
-  // All its choices, supported or not.
+  // All choices, supported or not.
   std::vector<Choice> (*choices)(const QuantizedMatmul&);
-  // Its cheapest choice for a supported problem.
+  // The cheapest choice for a supported problem.
   Choice (*configure)(const QuantizedMatmul&, const Device&, int64_t workspace_bytes);
   // Expected microseconds of a supported choice, with the given constants or else the fitted ones.
   double (*cost)(const QuantizedMatmul&, const Device&, const Choice&, const double* constants);
@@ -253,7 +253,7 @@ std::vector<Choice> AllChoices(Kernel kernel, const QuantizedMatmul& problem, co
 std::vector<Choice> Candidates(const QuantizedMatmul& problem, const Device& device,
                                int64_t workspace_bytes) {
   constexpr size_t kMaxPerKernel = 12;
-  constexpr double kMaxCostRatio = 2;  // of costs
+  constexpr double kMaxCostRatio = 2;  // relative to the cheapest choice
   const Choice best = Select(problem, device, workspace_bytes);
   const double max_cost = kMaxCostRatio * Cost(problem, device, best);
   std::vector<Choice> candidates = {best};
@@ -275,7 +275,7 @@ std::vector<Choice> Candidates(const QuantizedMatmul& problem, const Device& dev
 void AssumeClusters(Device& device) {
   for (int ctas_per_sm : {1, 2}) {
     for (int ctas : {1, 2, 4}) {
-      // Clusters of 4 do not fill every group of multiprocessors (H200: 30 of 33).
+      // Clusters of 4 do not fill every GPC (H200: 30 of 33).
       device.clusters[ctas_per_sm][ctas] =
           ctas_per_sm * device.num_sms / ctas * (ctas == 4 ? 15 : 16) / 16;
     }

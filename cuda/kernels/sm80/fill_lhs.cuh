@@ -41,7 +41,7 @@ class LhsCopier {
                   (rows_ >> i & 1) != 0 && left_ > 0);
       }
     } else {
-#pragma unroll 1  // rare: without its registers the common path has enough
+#pragma unroll 1  // rare path: unrolling would take registers from the common one
       for (int i = 0; i < kCopies * kPerChunk; ++i) {
         const int copy = i / kPerChunk, element = i % kPerChunk;
         const bool valid = (rows_ >> copy & 1) != 0 && element < left_;

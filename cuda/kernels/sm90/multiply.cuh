@@ -15,7 +15,7 @@
 //     saves an instruction per pair of weights. For instances with groups as small as a step, this loop takes groups of
 //     an atom or more and loads their scales without a branch in the middle of a unit.
 //   Micro rows: groups of MXFP4, MXFP8 or NVFP4. The lanes of a row load the scales of a stage once.
-//   Otherwise scales are loaded for every atom or every step.
+//   Group rows: all other cases. Scales are loaded for every atom or every step.
 #pragma once
 
 #include <type_traits>

@@ -5,16 +5,18 @@
 //   registers 0   read ─► wgmma                   read ─► wgmma        ...
 //   registers 1             read ─► wgmma  ─► add           read ─►
 //
-// Weights become 8-bit values, minus their zeros, and are scaled only by integer scales, which leave a single sum over
-// k. Otherwise the sums of a group, exact in int32 for int8, are scaled in float32 and added to the accumulators. A
-// unit is one strip and one atom of k, two wgmma. While the wgmma of one unit run, the next unit's words are loaded,
-// and converted once the previous unit's registers are free. At the end of a group the warpgroup waits for its wgmma
-// and adds the sums, while the other warpgroup's wgmma run. Tensor cores accumulate float8 products with few bits, so
-// float8 sums are added every kMaxAtoms atoms too.
+// Weights become 8-bit values q - z or, with integer scales, (q - 8) * s; then one accumulator covers all of k. With
+// float scales, the partial sum of each group (exact in int32 for int8) is scaled in float32 and added to the
+// accumulators.
 //
-// Stages are multiplied whole: they contain zeros beyond k.
+// A unit is one strip and one atom of k, two wgmma. While the wgmma of one unit run, the next unit's words are loaded,
+// then converted as soon as the previous unit's registers are free. At the end of a group the warpgroup waits for its
+// wgmma and adds the partial sums, while the other warpgroup's wgmma run. Tensor cores accumulate float8 products with
+// few bits, so float8 partial sums are also added every kMaxAtoms atoms.
 //
-// Integer results stay integers: accumulators contain their bits, as StoreIntegers expects.
+// Whole stages are multiplied: they contain zeros beyond k.
+//
+// With int32 results, accumulators contain the bits of integers, as StoreIntegers expects.
 #pragma once
 
 #include <type_traits>
@@ -67,7 +69,7 @@ class ByteMultiplier : StageConsumer<I> {
 
   static constexpr bool kReadsRows = I::kScalesBytes || I::kZero == ZeroKind::kInteger;
 
-  // Whether registers suffice for a unit's words and two units' weights: not for the widest words in the largest tiles.
+  // Whether registers fit a unit's words and two units' weights: not with 8-bit weights in the largest tiles.
   static constexpr bool kLoadsAhead = kBits * I::kM * I::kStrips < 8 * 256;
 
   static constexpr float kUnit = 1.0f / (1 << Weights::kShift);
@@ -75,7 +77,7 @@ class ByteMultiplier : StageConsumer<I> {
   static constexpr int kUnits = I::kStageAtoms * I::kStrips;
   static constexpr int kMaxAtoms = 8;  // atoms per float8 sum in the tensor cores
 
-  // A group has all of k, an atom, or whole stages.
+  // Group sizes: all of k, one atom, or whole stages.
   enum class Groups { kChannel, kAtoms, kStages };
 
   // Whether integer sums are the results: int8 with a single group.
@@ -303,7 +305,9 @@ class ByteMultiplier : StageConsumer<I> {
                                Accumulators<I>& acc) const {
     const Batched<int> schedule = ScheduleOf(p_);
     const float* scales = p_.lhs_scale + schedule.Row(tile.batch, 0);
-    asm volatile("" : "+l"(scales));  // addresses are not computed from the batch element each
+    asm volatile(
+        ""
+        : "+l"(scales));  // keeps the compiler from recomputing addresses from the batch element
     const int first = tile.m0 + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int block = 0; block < I::kM / 8; ++block) {

@@ -50,7 +50,7 @@ struct Instance {
   static constexpr int kLhsBytes = kM * kLhsRowBytes;                               // of a block
   static constexpr int kLhsBlocks = kStageAtoms * static_cast<int>(sizeof(T)) / 2;  // of a stage
   static constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
-  // Whether group scales are integers, which multiply weights in 8 bits, so that there is one sum over k.
+  // Whether group scales are integers that multiply 8-bit weights, so that one accumulator covers all of k.
   static constexpr bool kScalesBytes = kBytes && sizeof(S) == 1;
   static_assert(!kBytes || kTile.supports_8bit_lhs(kIsInt8, kZero != ZeroKind::kNone));
   // Registers of a thread: at launch, of a consumer, of a producer.
@@ -59,7 +59,7 @@ struct Instance {
   static constexpr int kMultiplyRegisters =
       (kRegisters * kThreads / 128 - kCopyRegisters) / (kWarps / 4) / 8 * 8;
   static constexpr bool kReallocatesRegisters =
-      kRegisters < 256;  // no thread can have more than that
+      kRegisters < 256;  // 255 registers per thread is the hardware limit
   static constexpr int kStoreRows = StoreRows(kTile);
 };
 
@@ -87,7 +87,7 @@ struct Params {
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out_data;
   bool out_float;        // float32 out; else Instance::Out
-  bool out_integers;     // int32 out: sums of integers, whose bits are in the accumulators
+  bool out_integers;     // int32 out: accumulators contain the bits of integers
   bool aligned;          // rows of out begin at multiples of 16 bytes, and out is not float32
   bool residual_by_tma;  // rows of the residual do too, and form is not kOther
   Form form;
@@ -102,8 +102,8 @@ struct Params {
   bool lhs_in_atoms;
   int group_bytes;  // bytes of scales and zeros loaded per stage
   int n_blocks, k_blocks, groups;
-  // Strips of the weights of a batch element; in a gated product, strips of the gate and of up alternate. The unit of
-  // tile positions.
+  // Strips of the weights of a batch element; gated: strips of the gate and of up alternate. Tile positions count
+  // these.
   int strips;
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more

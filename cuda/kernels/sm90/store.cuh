@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Accumulators of a whole tile to global memory, through the epilogue if there is one.
+// Stores the accumulators of a tile to global memory, through the epilogue if there is one.
 //
 // A store tile is kStoreRows of a strip, stored by one TMA operation. The buffers of a warpgroup contain:
 //
@@ -97,7 +97,7 @@ class TileStorer {
   static constexpr int kHalves = I::kM / kHalfRows;
   static constexpr int kStoreTiles = kHalves / 2;  // of a strip
   static constexpr int kGatedRows = GatedStoreRows(I::kTile);
-  static constexpr int kUnroll = kHalfBlocks % 2 == 0 ? 2 : 1;  // blocks whose epilogues overlap
+  static constexpr int kUnroll = kHalfBlocks % 2 == 0 ? 2 : 1;  // blocks per epilogue iteration
   // Named barriers of both warpgroups: accumulators of up are in the buffers; both exchange accumulators.
   static constexpr int kUpReady = 3, kExchange = 3;
 
@@ -124,7 +124,7 @@ class TileStorer {
     }
   }
 
-  // The thread's index, to be computed again instead of kept in registers while wgmma run.
+  // The thread's index, recomputed here instead of occupying a register while wgmma run.
   __device__ static int Thread() { return Opaque(static_cast<int>(threadIdx.x)); }
 
   // This lane's first channel of a strip.
@@ -232,7 +232,7 @@ class TileStorer {
   __device__ void StoreFinished(const Tile& tile, const Accumulators<I>& acc) {
     const int warpgroup = threadIdx.x / 128;
     if (Strip(tile, 0) >= p_.n_blocks) return;
-    const bool up_is_remote = kUpIsRemote && Gated();  // up, from the other warpgroup
+    const bool up_is_remote = kUpIsRemote && Gated();  // the other warpgroup has up
     if (up_is_remote && warpgroup == 1) {
       SendUp(acc);
       return;
@@ -516,7 +516,7 @@ class TileStorer {
   float biases_[2][2] = {{-0.0f, -0.0f}, {-0.0f, -0.0f}};
   Factors<I> factors_;  // of the accumulators of a tile
   int buffer_ = 0;      // for the next store tile
-  int sent_ = 0;        // number of times that the buffers were full
+  int sent_ = 0;        // number of SendUp batches that filled the buffers
   int exchanges_ = 0;   // of both warpgroups, in a build for compute-sanitizer
 };
 

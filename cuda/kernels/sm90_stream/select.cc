@@ -131,7 +131,8 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
       costs.missing_row * lhs_tiles * static_cast<double>(plan.lhs_rows - problem.m);
   const double read_rate = costs.read_kilobytes * RelativeMemoryRate(device);
   const auto wave = [&](int64_t in_wave, int ctas) {
-    const double filled = ctas == 1 ? busy : std::sqrt(busy);  // a second CTA's warps fill idle slots
+    const double filled =
+        ctas == 1 ? busy : std::sqrt(busy);  // a second CTA's warps fill idle slots
     const double rate = (ctas == 1 ? fit.one_cta : fit.two_ctas) * narrow * filled;
     const double shallow = plan.num_stages == 2 ? fit.two : plan.num_stages == 3 ? fit.three : 1;
     const double found = load * numbers * (ctas == 1 ? waits : 1);
