@@ -2,11 +2,10 @@
 //
 // Quantized values to weights in registers: w = (q - z) * s, rounded once, bit-identical to the definition.
 //
-// No integer-to-float conversion is executed. OR-ing an integer below 2^m into the mantissa of a constant adds it to
-// the constant (bf16 0x4300 | q = 128 + q for q < 128; f16 0x6400 | q = 1024 + q for q < 1024), so one logic
-// instruction and one fma compute q - z exactly in both halves. 8 bits do not fit into bf16's 7 mantissa bits: there q
-// itself is read as a (subnormal) bf16, q * 2^-133, which is linear in q up to 255, and scaled up in two exact steps.
-// The first form is from FasterTransformer, the second from TurboMind.
+// There are no integer-to-float conversions. OR-ing an integer below 2^m into the mantissa of a constant adds it to the
+// constant (bf16: 0x4300 | q = 128 + q for q < 128; f16: 0x6400 | q = 1024 + q for q < 1024), so one logic instruction
+// and one fma compute q - z exactly in both halves (FasterTransformer). 8 bits do not fit bf16's 7 mantissa bits: there
+// q itself is a subnormal bf16, q * 2^-133 for all q up to 255, and is scaled up in two exact steps (TurboMind).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -68,8 +67,8 @@ __device__ inline void Unpack(const uint32_t (&packed)[kBits], int step,
   }
 }
 
-// SeparateValues leaves the values of row g + 8 in place, times 2^kSecondUp. It moves them only if they are in separate
-// bytes, since they would not fit into a constant.
+// SeparateValues leaves the values of row g + 8 in place, so they are multiplied by 2^kSecondUp. Values in separate
+// bytes (kUp = 8) are moved instead, since they would not fit the mantissa of a constant.
 template <int kBits>
 inline constexpr int kSecondUp = Integer<kBits>::kUp == 8 ? 0 : Integer<kBits>::kUp;
 
@@ -93,8 +92,8 @@ __device__ inline void SeparateValues(const uint32_t (&packed)[kBits], int step,
   }
 }
 
-// Separates values for f16 at the highest bits that are subnormal or have the first exponent, whose unit is the same:
-// row g from bit kLifted on, row g + 8 kSecondUp bits above.
+// Separates values for f16 at the highest bits where they are still linear (subnormal or the smallest exponent): row g
+// from bit kLifted on, row g + 8 kSecondUp bits above.
 template <int kBits>
 inline constexpr int kLifted = 11 - kBits - kSecondUp<kBits>;
 
@@ -110,17 +109,17 @@ __device__ inline void LiftValues(const uint32_t (&packed)[kBits], int step,
   }
 }
 
-// Quantized values become integers (q - z) * 2^-kShift, exactly, for accumulators that are scaled afterwards. Reading
-// them in place as subnormals saves a shift for every other one. In bf16, the shift 2^-12 keeps the float32 sum of an
-// atom's products from overflowing at the top of bf16's range and from losing bits at the bottom. In f16, 2^-9 is the
-// largest possible factor.
+// If scales multiply accumulators, quantized values become (q - z) * 2^-kShift, exactly. Reading them in place as
+// subnormals saves a shift for every other value. In bf16, 2^-12 keeps the float32 sum of an atom's products from
+// overflowing at the top of bf16's range and from losing bits at the bottom. In f16, 2^-9 is the largest possible
+// factor.
 template <typename T>
 inline constexpr int kShift = 9;
 template <>
 inline constexpr int kShift<__nv_bfloat16> = 12;
 
-// The shift of integers that are scaled immediately. In bf16, 2^-6 is the largest possible factor; such weights lose
-// bits only if float32 accumulators may lose bits too. In f16 they would lose more.
+// The shift if scales multiply weights. In bf16, 2^-6 is the largest possible factor; such weights lose bits only where
+// float32 accumulators may lose bits too. In f16 they would lose more, so there is no shift.
 template <typename T>
 inline constexpr int kWeightShift = 0;
 template <>
@@ -146,7 +145,7 @@ struct IntegerZeroPoint {
   }
 };
 
-// f16 has no such subnormals without a shift: quantized values are OR-ed into 1024.
+// f16 without a shift: subnormals cannot be used, so quantized values are OR-ed into 1024.
 template <int kRaised>
 struct IntegerZeroPoint<__half, 0, kRaised> {
   static constexpr uint32_t kWith = Pair<__half>::kMagic;

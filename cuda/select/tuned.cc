@@ -14,7 +14,8 @@
 namespace jaxlowbit {
 namespace {
 
-// Everything but m that the time of a product depends on. Sizes are in atoms, as they are padded to whole atoms.
+// Key of an entry: everything except m that affects the time of a product. Sizes are in atoms, since weights are padded
+// to whole atoms.
 auto KindOf(const QuantizedMatmul& problem) {
   return std::make_tuple(problem.bits, problem.codebook, problem.group_size, problem.zero,
                          problem.lhs, problem.scale, problem.n_blocks(), problem.k_blocks());

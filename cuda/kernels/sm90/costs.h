@@ -23,7 +23,7 @@ struct Costs {
   // Factors per atom if the scale is fused, or if scale and zero are loaded once per stage.
   double fused, loaded_once;
   double read_bytes;      // peak weight bandwidth, bytes per microsecond
-  double throttle_start;  // microseconds after which clocks drop
+  double throttle_start;  // duration in microseconds from where on clocks drop
 };
 
 inline constexpr Costs kCosts =

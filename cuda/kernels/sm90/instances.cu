@@ -5,7 +5,7 @@
 
 namespace jaxlowbit::sm90 {
 
-// The instances for one type of lhs and one width (instances_table.h), which have a file each.
+// The instances for one type of lhs and one width (instances_table.h). Each is compiled in its own file.
 template <typename T, int kBits>
 KernelFunction FindKernel(bool zeros, int tile);
 

@@ -18,7 +18,7 @@ KernelFunction FindTile(int tile, std::integer_sequence<int, kNumbers...>) {
   return kernels[tile];
 }
 
-// For an instance of the build (BuildHolds in instances.h). `zeros`: whether there are zero points.
+// For a prebuilt instance (BuildHolds in instances.h). `zeros`: with zero points.
 template <typename T, int kBits>
 KernelFunction FindKernel(bool zeros, int tile) {
   constexpr bool kIsCommon = kBits == 4 && std::is_same_v<T, __nv_bfloat16>;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory to accumulators: a warp multiplies its two slices of channels and its atoms of a stage. It loads lhs
-// fragments by ldmatrix, dequantizes weights in registers and runs mma.
+// Consumer warps: shared memory to accumulators. A warp multiplies two slices of channels by its atoms of a stage:
+// ldmatrix of lhs fragments, dequantization in registers, mma.
 #pragma once
 
 #include <type_traits>
@@ -50,7 +50,8 @@ struct RowsOf<T, Super, I, Codebook::kNone> {
 template <class I>
 using Rows = typename RowsOf<typename I::T, typename I::S, I, I::kCodebook>::Any;
 
-// Rows that dequantize to the same weights in fewer instructions, for groups of 32 or more and scales that allow it.
+// Rows that dequantize to the same weights in fewer instructions, for groups of 32 or more and scales that they
+// support.
 template <class I>
 using FastestRows = typename RowsOf<typename I::T, typename I::S, I, I::kCodebook>::Fastest;
 
@@ -104,7 +105,7 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Bytes of lhs and an atom.
+  // Bytes of lhs per atom.
   __device__ int LhsBytes() const {
     return (kPartialTile ? p_.plan.lhs_rows : I::kTiles * 8) * kRowBytes;
   }
@@ -195,7 +196,8 @@ class StageMultiplier : Table<I::kCodebook> {
   static constexpr int kLanesOfRow = 4;
 
   struct NoFactors {};
-  // Pairs of factors of rows g and g + 8 in two atoms. Each of the four lanes of a row keeps every fourth group's.
+  // Pairs of factors of rows g and g + 8 in two atoms. Each of the four lanes of a row keeps the factors of every
+  // fourth group.
   struct MicroFactors {
     uint32_t of[kSlicesPerWarp][kMicroGroups == 4 ? 2 : 1];
   };
@@ -277,7 +279,7 @@ class StageMultiplier : Table<I::kCodebook> {
       LoadSuperFloats(stage, i, rows[i]);
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
-        // Columns after the last group are zeros, so any scale does.
+        // Columns after the last group are zeros; their scale does not matter.
         const int group = min(lane_ % 4 * 2 + column, groups - 1);
         LoadRows(stage, i, RowsAt(at) + group * kRows, rows[i]);
         rows[i].template AddColumn<I::kSumsLhs>(column, part[0][i], lhs_sums, acc[i][0]);
@@ -304,8 +306,8 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Independent accumulators for kAtoms atoms. With one row tile each atom has its own, to shorten dependency chains of
-  // mma. Below 4 bits scaling more sums would take longer.
+  // Number of independent accumulators for kAtoms atoms. With one row tile, one per atom, to shorten dependency chains
+  // of mma; below 4 bits, scaling the additional partial sums would take longer.
   template <int kAtoms>
   static constexpr int kChainsOf = I::kTiles == 1 && kBits >= 4 ? kAtoms : 1;
 
@@ -374,7 +376,7 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Sets `rows` to a group, whose factors one of the lanes of a row contains.
+  // Sets `rows` to a group. One lane of each row has the group's factors.
   template <class R, class Factors>
   __device__ static void UseFactors(const Factors& factors, int slice, int group,
                                     R (&rows)[kUnrolledSlices]) {
@@ -406,7 +408,7 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Adds the sums of scaled weights of the second atom.
+  // Adds the accumulators of the second atom.
   __device__ static void AddSecondChain(const SliceSums (&chain)[kUnrolledSlices],
                                         SliceSums* sums) {
 #pragma unroll
@@ -481,7 +483,7 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Loads the floats of a slice's super-block, the same for all atoms of a warp.
+  // Loads the floats of a slice's super-block. All atoms of a warp are in one super-block.
   template <class R>
   __device__ void LoadSuperFloats(uint32_t stage, int slice, R& rows) const {
     const int super = Opaque(atom_) >> kSuperShift;

@@ -14,7 +14,8 @@ namespace {
 // Maximum strips that a tile touches.
 int StageStrips(const Plan& plan) {
   const bool whole = plan.slices % kSlicesPerStrip == 0 && plan.tile_slices % kSlicesPerStrip == 0;
-  const int extra = whole ? 0 : 2 * (kSlicesPerStrip - 1);  // wherever it begins
+  const int extra =
+      whole ? 0 : 2 * (kSlicesPerStrip - 1);  // a tile may begin and end inside strips
   return (plan.tile_slices + extra) / kSlicesPerStrip;
 }
 
@@ -69,7 +70,7 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   const int per_slice = kSliceRows * static_cast<int>(kAtom) * problem.bits / 8;
   const int per_group = plan.stage_strips * plan.stage_groups * static_cast<int>(kAtom);
   const int cluster = 1 << plan.cluster_shift;
-  const int64_t row_bytes = problem.m * 2;  // of one column of lhs
+  const int64_t row_bytes = problem.m * 2;  // per column of lhs
   const int64_t gathered_bytes = CeilDiv(plan.stages, cluster) * stage_k * row_bytes;
   const int64_t gather_bytes = gathered_bytes + problem.k * row_bytes;
   const bool gathers = problem.permuted_parts > 0 && problem.lhs_aligned && block_m == 8 &&

@@ -15,12 +15,12 @@
 namespace jaxlowbit::sm90_stream {
 namespace {
 
-// A cluster owns a multiple of this many slices: whole strips, whose loads are the largest.
+// Slices per cluster are multiples of this: whole strips, since larger loads are faster.
 int SliceStep(const QuantizedMatmul& problem) {
   return problem.epilogue.gated ? kPairSlices : kSlicesPerStrip;
 }
 
-// Clusters of the whole batch.
+// Clusters of the launch, over the whole batch.
 int64_t NumClusters(const QuantizedMatmul& problem, int slices) {
   return CeilDiv(problem.strips() * kSlicesPerStrip, slices) * problem.batch;
 }
@@ -140,8 +140,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
     const double read = static_cast<double>(in_wave * cluster_ctas) * load / read_rate;
     return std::max(multiplied, read) + costs.tile * tiles + costs.wave;
   };
-  // A full wave fills every resident slot. The last, partial wave runs one CTA per multiprocessor if it is no more
-  // than half full.
+  // A full wave fills all resident slots. A last wave that is at most half full runs one CTA per SM.
   const int64_t full = clusters / resident, left = clusters % resident;
   const double computed =
       static_cast<double>(full) * wave(resident, ctas_per_sm) +
@@ -177,7 +176,7 @@ bool MayJoin(const Operands& a, const Operands& b) {
     return std::tie(p.batch, p.m, p.k, p.bits, p.codebook, p.group_size, p.lhs, p.scale, p.out,
                     p.zero, p.scale_accumulators, p.accumulate_float16);
   };
-  // A launch has one table.
+  // A launch has a single table.
   const auto same_table = [&] {
     return a.problem.codebook != Codebook::kTable || a.buffers.codebook == b.buffers.codebook ||
            std::equal(a.buffers.codebook, a.buffers.codebook + (size_t{1} << a.problem.bits),
