@@ -12,8 +12,8 @@
 
 namespace jaxlowbit {
 
-// Hopper's kernels scale weights, or sums of unscaled weights, by 2^-kCodebookShift. In bf16 this keeps the sum of an
-// atom's products from overflowing at the top of bf16's range, and leaves room to combine e2m1's power of two with
+// Hopper's kernels scale weights, or accumulators of unscaled weights, by 2^-kCodebookShift. In bf16 this keeps the sum
+// of an atom's products from overflowing at the top of bf16's range, and allows to combine e2m1's power of two with
 // large scales: any e4m3, and e8m0 below 2^5. A larger shift would lose bits of weights with the smallest e8m0.
 template <typename T, typename S, Codebook kCodebook>
 inline constexpr int kCodebookShift = !std::is_same_v<T, __nv_bfloat16> ? 0
@@ -96,9 +96,9 @@ class NumberRowPair {
   RowScale<T, S> scale_[2];
 };
 
-// Which scales T can represent exactly after multiplication by the numbers' power of two, 2^kUp. kSupportsAll: every
-// scale, either because kUp <= 0 or because e4m3 (below 2^9) leaves room. kSupportsSome: in bf16, scales that
-// SupportsScales() allows.
+// Which scales T can represent exactly after multiplication by the numbers' power of two, 2^kUp. kSupportsAll: all
+// scales, because kUp <= 0 or because e4m3 scales are below 2^9. kSupportsSome: also bf16 with scales that
+// SupportsAllScales().
 template <typename T, typename S, Codebook kCodebook, int kDown>
 struct Fusing {
   static constexpr int kUp = Numbers<T, kCodebook>::kRaised - kDown;
@@ -164,8 +164,8 @@ class FusedNumberRowPair {
   uint32_t factor_[2];
 };
 
-// FusedNumberRowPairs of kGroups consecutive groups. Each of the four lanes that share these rows loads and converts
-// the scales of every fourth group; lanes exchange the factors by shuffles.
+// FusedNumberRowPairs of kGroups consecutive groups. Each of the four lanes of a row loads and converts the scales of
+// every fourth group; lanes exchange the factors by shuffles.
 template <class Fused, typename S, int kGroups>
 class GroupedRowPair : public Fused {
  public:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The rounding of rows, or tokens, to 8-bit values (cuda/ops/quantize_rows.cu has the formulas): the scale of a row,
-// the division by it, and values as bfloat16.
+// Quantization of rows (tokens) to 8 bits: scale, division, and values as bfloat16. Formulas:
+// cuda/ops/quantize_rows.cu.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +66,7 @@ __device__ uint32_t RoundWide(float low, float high) {
 #endif
     return Pair<__nv_bfloat16>::Round(Pair<__half>::Low(halves), Pair<__half>::High(halves));
   } else {
-    constexpr float kInteger = 0x1.8p23f;  // the last bit of sums with it is 1
+    constexpr float kInteger = 0x1.8p23f;  // adding it rounds to an integer
     return Pair<__nv_bfloat16>::Round((low + kInteger) - kInteger, (high + kInteger) - kInteger);
   }
 }

@@ -101,13 +101,13 @@ class ScaledRowPair {
   ZeroPoint zero_point_[2];
 };
 
-// Types of lhs and widths that have FusedRowPairs.
+// Whether FusedRowPair supports a type of lhs and a width.
 template <typename T, int kBits>
 inline constexpr bool kCanFuse = std::is_same_v<T, __nv_bfloat16> || kBits <= 4;
 
-// Rows with weights bit-identical to ScaledRowPair, by one fma each from quantized values in place, for float zeros or
-// none, and for scales of type T that SupportsScales() allows. The scale includes the power of two that turns a
-// subnormal's unit into 2^-kWeightShift, so scales must be small. Without zeros 2^(kBits - 1) times the scale is exact.
+// Bit-identical to ScaledRowPair, but one fma per pair of weights, on quantized values in place. For float zeros or
+// none, and for scales of type T that SupportsScales(). Scales are multiplied by the power of two from a subnormal's
+// unit to 2^-kWeightShift, so they must be small. Without zeros, the offset 2^(kBits - 1) * scale is exact.
 template <typename T, int kBits>
 class FusedRowPair {
  public:

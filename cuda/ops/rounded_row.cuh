@@ -31,7 +31,7 @@ __device__ uint32_t Round(float low, float high) {
   if constexpr (kFloat8) {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
   } else {
-    constexpr float kInteger = 0x1.8p23f;  // the last bit of sums with it is 1
+    constexpr float kInteger = 0x1.8p23f;  // adding it rounds to an integer
     return __byte_perm(__float_as_uint(low + kInteger), __float_as_uint(high + kInteger), 0x0040);
   }
 }

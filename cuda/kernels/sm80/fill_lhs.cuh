@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The activations of a tile, stage by stage, from global to shared memory: kBlockM rows of the I::kBlockK columns that
-// a stage multiplies.
+// Copies the lhs of a tile, stage by stage, from global to shared memory: kBlockM rows of I::kBlockK columns per stage.
 #pragma once
 
 #include "cuda/kernels/sm80/params.cuh"
@@ -61,7 +60,7 @@ class LhsCopier {
 
   const Params& p_;
   const T* source_;
-  int left_;    // target of this thread's first chunk
+  int left_;    // columns left, from this thread's chunk of the next stage on
   int rows_;    // bit i: row i * kRows after this thread's first exists
   int target_;  // of this thread's first chunk
 };

@@ -2,13 +2,13 @@
 //
 // Stores the accumulators of a tile to global memory, through the epilogue if there is one.
 //
-// A store tile is kStoreRows of a strip, stored by one TMA operation. The buffers of a warpgroup contain:
+// A store tile is kStoreRows of a strip, stored by one TMA operation. Use of a warpgroup's kStoreBuffers buffers:
 //
-//   in registers   the results of one store tile each, in turn; with residuals only the first two are used, first for
-//                  the store tile's residual
-//   Form::kOther   0, 1: results of a store tile; 2: accumulators of half a store tile, of the gate if gated; 3: the
-//                  accumulators of up, if this warpgroup has them. If two warpgroups have a strip each, the one with up
-//                  stores half a store tile to each of its four buffers for the other.
+//   Form::kOther   0, 1: results of a store tile. 2: accumulators of half a store tile (gated: of the gate). 3: gated:
+//                  accumulators of up. If the other warpgroup has up, that one instead sends half a store tile in each
+//                  of its four buffers.
+//   other forms    each: results of a store tile, in turn. With residuals only 0 and 1 are used, and TMA first loads
+//                  the residual of the store tile there.
 #pragma once
 
 #include <utility>
@@ -92,13 +92,13 @@ class TileStorer {
   static constexpr int kResultBytes = ResultBytes(I::kTile);  // of a warpgroup
   // In a gated product, two warpgroups have the gate and up.
   static constexpr bool kUpIsRemote = I::kStrips == 1;
-  // Half a store tile: its rows, blocks of 8 of them, and the halves of a tile. Its accumulators fill a buffer.
+  // Half a store tile: rows, blocks of 8 rows, halves per tile. The accumulators of a half fill a buffer.
   static constexpr int kHalfRows = I::kStoreRows / 2, kHalfBlocks = kHalfRows / 8;
   static constexpr int kHalves = I::kM / kHalfRows;
   static constexpr int kStoreTiles = kHalves / 2;  // of a strip
   static constexpr int kGatedRows = GatedStoreRows(I::kTile);
   static constexpr int kUnroll = kHalfBlocks % 2 == 0 ? 2 : 1;  // blocks per epilogue iteration
-  // Named barriers of both warpgroups: accumulators of up are in the buffers; both exchange accumulators.
+  // Named barriers of both warpgroups: up is in the buffers; exchange of accumulators.
   static constexpr int kUpReady = 3, kExchange = 3;
 
   __device__ bool Gated() const { return kSupportsGated && p_.epilogue.gated; }
@@ -227,8 +227,8 @@ class TileStorer {
     }
   }
 
-  // Stores other results, half a store tile at a time, in a loop through shared memory, since registers cannot be
-  // indexed. The code contains each formula once.
+  // Form::kOther: stores results half a store tile at a time, in a loop through shared memory, since registers cannot
+  // be indexed. The loop limits code size: each formula is compiled once.
   __device__ void StoreFinished(const Tile& tile, const Accumulators<I>& acc) {
     const int warpgroup = threadIdx.x / 128;
     if (Strip(tile, 0) >= p_.n_blocks) return;
@@ -391,7 +391,7 @@ class TileStorer {
     }
   }
 
-  // One warpgroup has the gate, the other up. Each finishes half of the rows, with the other's accumulators from the
+  // One warpgroup has the gate, the other up. Each finishes half of the rows, reading the other's accumulators from the
   // other's buffers. Results overwrite accumulators that have been read.
   template <int kWarpgroup>
   __device__ void ExchangeAndStore(const Tile& tile, const Accumulators<I>& acc) {

@@ -66,8 +66,8 @@ class StageMultiplier : Table<I::kCodebook> {
   // `part`: this warp's part of the atoms of a stage.
   __device__ StageMultiplier(const Params& p, int part, int lane)
       : Table<I::kCodebook>(p.table), p_(p), atom_(Opaque(part * p.plan.warp_atoms)), lane_(lane) {
-    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, from row tile i / 16 of the instruction or,
-    // with a single tile, from step i / 16.
+    // ldmatrix: lane i passes row i % 8 of matrix i / 8, which is k half i / 8 % 2 of row tile i / 16 or, with a single
+    // row tile, of step i / 16.
     int row = (kUnroll == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
     const int column = lane_ / 8 % (4 / kUnroll);
     if (kPartialTile) row = min(row, p_.plan.lhs_rows - 1);
