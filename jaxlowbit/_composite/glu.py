@@ -1,6 +1,7 @@
 """`quantized_glu`: a gated linear unit, with both products in one kernel."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax import Array, lax
@@ -77,7 +78,11 @@ class _Glu(Call):
         (lhs,), (gate_up,), (bias,) = self.named(operands)
         return (epilogue.gated_product(lhs, gate_up, bias, self.activation, self.options),)
 
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        return {"cuda": self._cuda}
+
+    def _cuda(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (gate_up,), (bias,) = self.named(operands)
         shape = lhs.shape[:-1]
         out = cuda_calls.fused(

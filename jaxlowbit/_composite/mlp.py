@@ -1,6 +1,7 @@
 """`quantized_mlp`: a gated MLP, with its three products in one custom call."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -87,7 +88,11 @@ class _Mlp(Call):
         hidden = epilogue.gated_product(lhs, gate_up, None, self.activation, inner)
         return (multiply(hidden, down, self.options),)
 
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        return {"cuda": self._cuda}
+
+    def _cuda(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (gate_up, down), _ = self.named(operands)
         out = cuda_calls.mlp(
             lhs,
