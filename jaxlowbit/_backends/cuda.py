@@ -43,20 +43,20 @@ def unsupported(
         scale_sums=sums,
         transposed=transposed,
     )
-    return _reason(product, _OLDEST)
+    return ffi.unsupported(product, _OLDEST) or None
 
 
 def unsupported_activations(values: jnp.dtype, format: Format, k: int = ATOM) -> str | None:
     """Returns None if Hopper kernels multiply 8-bit activations of this dtype by these weights,
     else the reason."""
-    return _reason(_of_bytes(values, format, k), HOPPER, "qmm_sm90")
+    return ffi.unsupported(_of_bytes(values, format, k), HOPPER, "qmm_sm90") or None
 
 
 def unsupported_few_rows(rows: int, format: Format, k: int) -> str | None:
     """Returns None if the kernel of Hopper for small M multiplies rounded rows in bfloat16."""
     floats = jnp.dtype(jnp.bfloat16)
     product = record(format, floats, floats, m=rows, k=k, scales_rows=True)
-    return _reason(product, HOPPER, "qmm_sm90_stream")
+    return ffi.unsupported(product, HOPPER, "qmm_sm90_stream") or None
 
 
 def least_rows(values: jnp.dtype, format: Format, k: int) -> int:
@@ -93,10 +93,6 @@ def record(
     )
 
 
-def _reason(product: list[int], capability: int, kernel: str = "") -> str | None:
-    return ffi.unsupported(product, capability, kernel) or None
-
-
 def reads_super_blocks(
     lhs: jnp.dtype, m: Any, k: int, n: int, format: Format, *, transposed: bool = False
 ) -> bool:
@@ -110,7 +106,7 @@ def reads_super_blocks(
         record(format, lhs, lhs, m=m, k=k, n=n, transposed=transposed, gated=gated)
         for gated in (False, True)
     )
-    return all(_reason(product, HOPPER) is None for product in products)
+    return not any(ffi.unsupported(product, HOPPER) for product in products)
 
 
 def lower(problem: Problem, operands: Operands, target: Target) -> Product:

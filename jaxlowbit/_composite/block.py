@@ -17,7 +17,7 @@ from .._core.array import QuantizedArray
 from .._matmul import epilogue, quantized_lhs
 from .._matmul.call import Call, Rows, Weights, first, run
 from .._matmul.epilogue import Activation
-from .._matmul.options import Backend, Options, check_all_quantized, check_quantized
+from .._matmul.options import Backend, Options, check_all_quantized
 from .._matmul.product import multiply
 from .rms_norm import rms_norm
 
@@ -89,7 +89,9 @@ def quantized_block(
         )
     following_norm, following_weights = (None, ()) if following is None else following
     weights = (out, gate_up, down, *following_weights)
-    check_quantized(caller, out=out, gate_up=gate_up, down=down)
+    checks.quantized(caller, "out", out, QuantizedArray)
+    checks.quantized(caller, "gate_up", gate_up, QuantizedArray)
+    checks.quantized(caller, "down", down, QuantizedArray)
     check_all_quantized(caller, "following[1]", following_weights)
     epilogue.check_activation(caller, activation)
     epsilon = checks.positive(caller, "epsilon", epsilon)
@@ -168,7 +170,7 @@ class _Block(Call):
     def _hidden(self, x: Array, gate_up: QuantizedArray) -> Array:
         if self.dtype is None:
             return epilogue.gated_product(x, gate_up, None, self.activation, self.options)
-        gate, up = (self._multiply(x, gate_up.select(i), jnp.float32) for i in range(2))
+        gate, up = (self._multiply(x, gate_up.select(i), jnp.dtype("float32")) for i in range(2))
         return epilogue.gated(gate, up, self.activation, x.dtype)
 
     @property

@@ -13,7 +13,7 @@ from .._core.explicit import Sharding
 from .._matmul import epilogue
 from .._matmul.call import Call, run
 from .._matmul.epilogue import Activation
-from .._matmul.options import Backend, Options, check_quantized
+from .._matmul.options import Backend, Options
 
 
 def quantized_glu(
@@ -54,7 +54,7 @@ def quantized_glu(
     quantized_glu(jnp.ones((8, 256), jnp.bfloat16), gate_up, activation="gelu_tanh")
     ```
     """
-    check_quantized("quantized_glu", gate_up=gate_up)
+    checks.quantized("quantized_glu", "gate_up", gate_up, QuantizedArray)
     epilogue.check_activation("quantized_glu", activation)
     if gate_up.ndim != 3 or gate_up.shape[0] != 2:
         raise ValueError(

@@ -14,7 +14,7 @@ from .._core.explicit import Sharding
 from .._matmul import epilogue
 from .._matmul.call import Call, run
 from .._matmul.epilogue import Activation
-from .._matmul.options import Backend, Options, check_quantized
+from .._matmul.options import Backend, Options
 from .._matmul.product import multiply
 
 
@@ -57,7 +57,8 @@ def quantized_mlp(
     quantized_mlp(jnp.ones((8, 256), jnp.bfloat16), gate_up, down)
     ```
     """
-    check_quantized("quantized_mlp", gate_up=gate_up, down=down)
+    checks.quantized("quantized_mlp", "gate_up", gate_up, QuantizedArray)
+    checks.quantized("quantized_mlp", "down", down, QuantizedArray)
     epilogue.check_activation("quantized_mlp", activation)
     if gate_up.ndim != 3 or gate_up.shape[0] != 2:
         raise ValueError(

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from .._backends import cuda_calls
@@ -62,7 +63,12 @@ def normalized_mlp(
     """
     fields = {"activation": activation, "epsilon": float(epsilon)}
     y, out = run(
-        _Normalized, (residual, addend), (gate_up, down), Options(dtype), (norm,), **fields
+        _Normalized,
+        (residual, addend),
+        (gate_up, down),
+        Options(jnp.dtype(dtype)),
+        (norm,),
+        **fields,
     )
     return y, out
 

@@ -105,7 +105,7 @@ def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
     """The leaves that each part of k on a mesh owns; raises for parts that are not whole atoms."""
     size = array.format.scale_span
     n_blocks, k_blocks, _ = array.packed.shape[-3:]
-    unit = padding.shard_unit(size)
+    unit = array.format.shard_unit
     part = _part_blocks("k", array.k, array.shards[0], unit, k_blocks, k, mesh)
     _part_blocks("n", array.n, array.shards[1], layout.ATOM, n_blocks, n, mesh)
     groups = size != -1 and (part == k_blocks or part * layout.ATOM % size == 0)

@@ -21,7 +21,7 @@ from .._core.array import QuantizedArray
 from .._core.explicit import Sharding
 from .._core.format import Format, format_name
 from .call import Product, Rows, Weights, run
-from .options import Options, check_quantized
+from .options import Options
 from .product import multiply
 from .quantized_lhs import unsupported_bytes
 
@@ -62,7 +62,7 @@ def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | No
     ```
     """
     caller = "integer_matmul"
-    check_quantized(caller, rhs=rhs)
+    checks.quantized(caller, "rhs", rhs, QuantizedArray)
     lhs = checks.array(caller, "lhs", lhs, "int8 (..., k)")
     if lhs.dtype != jnp.int8:
         raise ValueError(
@@ -74,7 +74,9 @@ def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | No
     _check_integers(caller, rhs)
     # Sums do not depend on float scales, so their derivatives are 0.
     rhs = jax.tree.map(lax.stop_gradient, rhs._with(tensor_scale=None))
-    return run(IntegerSums, (lhs,), (rhs,), options.replace(preferred_element_type=jnp.int32))[0]
+    return run(
+        IntegerSums, (lhs,), (rhs,), options.replace(preferred_element_type=jnp.dtype("int32"))
+    )[0]
 
 
 def most_k(format: Format) -> int:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def product(
     out_dtype = options.out_dtype(lhs)
     plain = bias is None and activation is None and residual is None
     # The epilogue takes accumulators that are not rounded.
-    options = options.replace(preferred_element_type=out_dtype if plain else jnp.float32)
+    options = options.replace(preferred_element_type=out_dtype if plain else jnp.dtype("float32"))
     if given:
         sums = scaled(options, lhs, rhs)
     else:
@@ -98,7 +98,7 @@ class Scaled(Product):
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (values, scale), (rhs,), _ = self.named(operands)
-        options = self.options.replace(preferred_element_type=jnp.float32)
+        options = self.options.replace(preferred_element_type=jnp.dtype("float32"))
         sums = multiply(values.astype(EXACT), rhs, options)
         scale = explicit.beside(scale, sums)
         scale = jnp.expand_dims(scale, range(sums.ndim - scale.ndim))  # for the stack axes
@@ -284,10 +284,9 @@ def _straight_through_jvp(
     return out, jax.jvp(product, (dequantized, rhs), (lhs_tangent, rhs_tangent))[1]
 
 
-def check_unused(factor: Any) -> None:
-    """Raises if `activation_factor` is given but activations are not quantized."""
-    if factor is not None:
-        raise ValueError(
-            f"quantized_matmul: activation_factor is {checks.brief(factor)}, but without "
-            "activation_dtype nothing is rounded; divide lhs by it, or pass activation_dtype."
-        )
+def raise_unused(factor: Any) -> NoReturn:
+    """Raises for an `activation_factor` of activations that are not quantized."""
+    raise ValueError(
+        f"quantized_matmul: activation_factor is {checks.brief(factor)}, but without "
+        "activation_dtype nothing is rounded; divide lhs by it, or pass activation_dtype."
+    )
