@@ -95,9 +95,10 @@ def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) ->
     zero = None if array.zero is None else groups
     order = None if array.permutation is None else jax.P(*lead, k if own.order else None)
     matrix = jax.P(*lead)
-    leaves = (jax.P(*lead, n, k, None), groups, zero, None, order, matrix)
+    unit = None
     if array.format.has_tensor_scale:
-        leaves = (*leaves, jax.P(*lead, n) if array.format.scales_channels else matrix)
+        unit = jax.P(*lead, n) if array.format.scales_channels else matrix
+    leaves = (jax.P(*lead, n, k, None), groups, zero, None, order, matrix, unit)
     return QuantizedArray.tree_unflatten(array.tree_flatten()[1], leaves)
 
 
