@@ -316,7 +316,7 @@ cudaError_t LoadAll(const std::vector<InstanceKey>& keys, const Device& device) 
 }
 
 // Typical operands: aligned, without overlap.
-std::vector<Operands> WithOrdinaryBuffers(const std::vector<QuantizedMatmul>& problems) {
+std::vector<Operands> WithTypicalBuffers(const std::vector<QuantizedMatmul>& problems) {
   std::vector<Operands> products;
   for (const QuantizedMatmul& problem : problems) {
     products.push_back({problem, {}});
@@ -415,7 +415,7 @@ cudaError_t LoadProducts(const std::vector<QuantizedMatmul>& problems, int64_t w
   if (known == number) return cudaSuccess;
   const DeviceState& state = StateOf(ordinal);
   std::vector<InstanceKey> keys;
-  cudaError_t error = ForEachLaunch(WithOrdinaryBuffers(problems), workspace_bytes, state,
+  cudaError_t error = ForEachLaunch(WithTypicalBuffers(problems), workspace_bytes, state,
                                     Collects{&keys, state.device});
   if (error == cudaSuccess) error = LoadAll(keys, state.device);
   if (error == cudaSuccess) known = number;
@@ -438,7 +438,7 @@ void StartCompiling(const std::vector<QuantizedMatmul>& problems) {
     if (!Supports(problem, guess.device)) return;
   }
   std::vector<InstanceKey> keys;
-  ForEachLaunch(WithOrdinaryBuffers(problems), kMaxWorkspaceBytes, guess,
+  ForEachLaunch(WithTypicalBuffers(problems), kMaxWorkspaceBytes, guess,
                 Collects{&keys, guess.device});
   for (const InstanceKey& key : keys) StartCompiling(key, guess.device.architecture);
 }

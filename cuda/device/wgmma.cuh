@@ -52,17 +52,17 @@ __device__ inline void FenceRegisters(float (&values)[kRows][kColumns]) {
 }
 
 // wgmma.fence. Must precede wgmma whose register operands this thread has written since the last call.
-__device__ inline void FenceOperands() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 
 // Ends a group of wgmma.
-__device__ inline void CommitProducts() {
+__device__ inline void WgmmaCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 }
 
 // Waits until at most `kPending` groups are in flight. Until then code must neither write their registers nor read
 // their accumulators; the compiler does not know that they are in use.
 template <int kPending>
-__device__ inline void WaitProducts() {
+__device__ inline void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 

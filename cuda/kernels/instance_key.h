@@ -50,7 +50,7 @@ struct InstanceKey {
 // scales. Hopper's kernels are limited to the common formats: scales of the type of lhs, no float zeros. Transposed
 // products, which only derivatives use, are always JIT-compiled. `Format`: InstanceKey or QuantizedMatmul.
 template <typename Format>
-constexpr bool IsBuilt(Family family, const Format& format) {
+constexpr bool IsPrebuiltFormat(Family family, const Format& format) {
   bool has_width = false;
   for (int width : kKernelBits) has_width |= width == format.bits;
   const bool hopper = family == Family::kSm90 || family == Family::kSm90Stream;
@@ -58,7 +58,9 @@ constexpr bool IsBuilt(Family family, const Format& format) {
          !Is8Bit(format.scale) && !Is8Bit(format.lhs) &&
          (!hopper || (format.scale != ElementType::kF32 && format.zero != ZeroKind::kFloat));
 }
-constexpr bool IsBuilt(const InstanceKey& key) { return IsBuilt(key.family, key); }
+constexpr bool IsPrebuiltFormat(const InstanceKey& key) {
+  return IsPrebuiltFormat(key.family, key);
+}
 
 // The instance that computes `problem` by `choice`.
 InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device);

@@ -63,7 +63,7 @@ auto WithHopperFormat(const InstanceKey& key, Visit visit) {
   };
   using None = std::integral_constant<ZeroKind, ZeroKind::kNone>;
   using Integer = std::integral_constant<ZeroKind, ZeroKind::kInteger>;
-  if (!IsBuilt(key)) return decltype(with(None{})){};
+  if (!IsPrebuiltFormat(key)) return decltype(with(None{})){};
   return key.zero == ZeroKind::kNone ? with(None{}) : with(Integer{});
 }
 

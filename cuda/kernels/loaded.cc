@@ -42,7 +42,7 @@ uint64_t NumberOf(int place, const InstanceKey& key) {
 
 // The ahead-of-time instance, or null.
 const void* Find(const InstanceKey& key) {
-  if (!IsBuilt(key)) return nullptr;
+  if (!IsPrebuiltFormat(key)) return nullptr;
   switch (key.family) {
     case Family::kSm80:
       return reinterpret_cast<const void*>(sm80::Find(key));

@@ -87,8 +87,8 @@ Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const De
   }
   // Without a compiler, qmm_sm80 is the fallback: the build contains it for all formats of these widths.
   const Family family = kernel == Kernel::kQmmSm90 ? Family::kSm90 : Family::kSm90Stream;
-  const bool other_runs = IsBuilt(Family::kSm80, problem);
-  const bool built = IsBuilt(family, problem);
+  const bool other_runs = IsPrebuiltFormat(Family::kSm80, problem);
+  const bool built = IsPrebuiltFormat(family, problem);
   if (other_runs && !built && !device.can_compile()) {
     return {"its instances for this format are compiled where they run, and there is no compiler"};
   }

@@ -6,10 +6,10 @@
 
 namespace jaxlowbit::sm90 {
 
-bool BuildHolds(const InstanceKey& key) {
+bool IsPrebuilt(const InstanceKey& key) {
   const bool is_common =
       key.bits == 4 && key.lhs == ElementType::kBf16 && key.zero == ZeroKind::kNone;
-  return IsBuilt(key) && key.variant < (is_common ? kFloatTiles : kBuiltTiles);
+  return IsPrebuiltFormat(key) && key.variant < (is_common ? kFloatTiles : kPrebuiltTiles);
 }
 
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile) {

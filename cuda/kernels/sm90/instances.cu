@@ -15,7 +15,7 @@ extern template KernelFunction FindKernel<__half, 4>(bool, int);
 extern template KernelFunction FindKernel<__half, 8>(bool, int);
 
 KernelFunction Find(const InstanceKey& key) {
-  if (!BuildHolds(key)) return nullptr;
+  if (!IsPrebuilt(key)) return nullptr;
   return WithHopperFormat(key, [&](auto lhs, auto zero, auto bits) {
     return FindKernel<typename decltype(lhs)::type, decltype(bits)::value>(
         decltype(zero)::value == ZeroKind::kInteger, key.variant);

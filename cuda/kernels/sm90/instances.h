@@ -14,9 +14,9 @@ namespace jaxlowbit::sm90 {
 struct Params;
 using KernelFunction = void (*)(Params);
 
-// Whether an instance is prebuilt: the first kBuiltTiles tiles in all formats that IsBuilt, other tiles only for 4-bit
-// weights without zeros and bfloat16 lhs.
-bool BuildHolds(const InstanceKey& key);
+// Whether an instance is prebuilt: the first kPrebuiltTiles tiles in all formats that IsPrebuiltFormat, other tiles
+// only for 4-bit weights without zeros and bfloat16 lhs.
+bool IsPrebuilt(const InstanceKey& key);
 
 // The instance for `problem` and a tile shape.
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile);

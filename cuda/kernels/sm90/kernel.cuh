@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     __syncwarp();
   } else {
     if constexpr (I::kReallocatesRegisters) AcquireRegisters<I::kMultiplyRegisters>();
-    using Multiplier = std::conditional_t<I::kBytes, ByteMultiplier<I>, TileMultiplier<I>>;
+    using Multiplier = std::conditional_t<I::k8BitLhs, ByteMultiplier<I>, TileMultiplier<I>>;
     const Multiplier multiplier(p, memory);
     TileStorer<I> storer(p, memory);
     WaitForArrivals();

@@ -157,14 +157,14 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
       typename MicroRowsOf<kMicroGroups, typename RowsOf<T, S, kBits, I::kCodebook>::Fused>::type;
 
   // Groups of LongRows have kLongAtoms atoms or a multiple. Scales are loaded at the start of each stage or group.
-  static constexpr int kLongAtoms = I::kHasSixteens ? 1 : I::kStageAtoms;
+  static constexpr int kLongAtoms = I::kSupportsGroupsOf16 ? 1 : I::kStageAtoms;
   // The largest tiles hide the latency of scale loads, and have no registers for a third loop.
-  static constexpr bool kHasLongRows = I::kM < 256 ? I::kHasSixteens || std::is_same_v<S, T>
-                                                   : I::kHasSixteens && !I::kScalesChannels;
+  static constexpr bool kHasLongRows = I::kM < 256 ? I::kSupportsGroupsOf16 || std::is_same_v<S, T>
+                                                   : I::kSupportsGroupsOf16 && !I::kScalesChannels;
   // Whether GroupRows load scales at every step instead of branching at possible group starts. A branch in the middle
   // of a unit is most expensive if weights wait for lookups, or if most groups have 16 rows.
   static constexpr bool kLoadsEachStep =
-      I::kHasSixteens && (kLooksUp<I::kCodebook> || kMicroGroupsOf<S> == kStepsPerAtom);
+      I::kSupportsGroupsOf16 && (kLooksUp<I::kCodebook> || kMicroGroupsOf<S> == kStepsPerAtom);
   static constexpr bool kBothHalves = I::kM <= 128 && I::kZero != ZeroKind::kNone;
 
   static constexpr int kPlanes = kNumPlanes<kBits>;
@@ -254,7 +254,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
 #pragma unroll 1
     while (state.atom + kUnroll <= end) MultiplyAtoms<kUnroll>(state, pairs, acc);
     if (kUnroll > 1 && state.atom < end) MultiplyAtoms<1>(state, pairs, acc);
-    WaitProducts<0>();
+    WgmmaWait<0>();
     FenceRegisters(acc);
     Free(state.previous);
     cursor = state.cursor;
@@ -344,7 +344,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
       const int in_stage_unit = (in_stage * I::kStrips + s) * kUnits + unit;
       uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];
       const int first = unit * kUnitSteps;
-      if (kDeferredWait) WaitProducts<1>();
+      if (kDeferredWait) WgmmaWait<1>();
       if (kDeferredWait && in_stage_unit == 1) Free(state.previous);
 #pragma unroll
       for (int step = 0; step < kUnitSteps; ++step) {
@@ -353,15 +353,15 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
         (later ? second : rows).Dequantize(packed, first + step, own[step]);
       }
       FenceRegisters(own);
-      FenceOperands();
+      WgmmaFence();
 #pragma unroll
       for (int step = 0; step < kUnitSteps; ++step) {
         WarpgroupMma<T, I::kM>::Run(
             acc, own[step],
             stage.lhs + in_stage * (I::kLhsBytes >> 4) + (first + step) * kStepDescription);
       }
-      CommitProducts();
-      if (!kDeferredWait) WaitProducts<1>();
+      WgmmaCommit();
+      if (!kDeferredWait) WgmmaWait<1>();
       if (!kDeferredWait && in_stage_unit == 0) Free(state.previous);
     }
   }
@@ -369,7 +369,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   // Loads the scales of the group that begins with a step of an atom, if one may.
   template <class R>
   __device__ void StartStep(uint32_t scales, int row, int in_stage, int step, R& rows) const {
-    if constexpr (I::kHasSixteens) {
+    if constexpr (I::kSupportsGroupsOf16) {
       const int groups = step * p_.groups_per_atom;  // times kStepsPerAtom
       if (kGroups<R> && step > 0 && (kLoadsEachStep || groups % kStepsPerAtom == 0)) {
         LoadRows(scales, row + groups / kStepsPerAtom * static_cast<int>(kAtom), rows);

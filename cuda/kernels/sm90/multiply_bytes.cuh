@@ -42,9 +42,9 @@ class ByteMultiplier : StageConsumer<I> {
                            RingCursor& cursor) const {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) factors[s][0] = factors[s][1] = 1;
-    if (!kHasGroupSums || I::kScalesBytes || p_.groups == 1) {
+    if (!kHasGroupSums || I::kIntegerScales || p_.groups == 1) {
       MultiplyAll<Groups::kChannel>(task, acc, cursor);
-    } else if constexpr (kHasGroupSums && !I::kScalesBytes) {
+    } else if constexpr (kHasGroupSums && !I::kIntegerScales) {
       if (p_.atoms_per_group.divisor == 1) {
         MultiplyAll<Groups::kAtoms>(task, acc, cursor);
       } else {
@@ -67,7 +67,7 @@ class ByteMultiplier : StageConsumer<I> {
   static constexpr bool kHasGroupSums =
       I::kTile.supports_8bit_lhs(false, I::kZero != ZeroKind::kNone);
 
-  static constexpr bool kReadsRows = I::kScalesBytes || I::kZero == ZeroKind::kInteger;
+  static constexpr bool kReadsRows = I::kIntegerScales || I::kZero == ZeroKind::kInteger;
 
   // Whether registers fit a unit's words and two units' weights: not with 8-bit weights in the largest tiles.
   static constexpr bool kLoadsAhead = kBits * I::kM * I::kStrips < 8 * 256;
@@ -105,7 +105,7 @@ class ByteMultiplier : StageConsumer<I> {
     Sums sums;
     State state;
     Factors<I> channels;
-    if constexpr (I::kScalesBytes) {
+    if constexpr (I::kIntegerScales) {
       if (!p_.out_integers) LoadUnits<I>(p_, task.tile, channels);
     }
     state.atom = task.atom_begin, state.end = task.atom_end;
@@ -119,7 +119,7 @@ class ByteMultiplier : StageConsumer<I> {
       }
     }
     Wait(memory_.full(cursor.slot), cursor.parity);
-    if (kGroups == Groups::kChannel && !I::kScalesBytes) LoadScales(cursor.slot, 0, state.scales);
+    if (kGroups == Groups::kChannel && !I::kIntegerScales) LoadScales(cursor.slot, 0, state.scales);
     Words words;
     Load(cursor.slot, 0, 0, words);
     Read(words, state.weights[0]);
@@ -149,14 +149,14 @@ class ByteMultiplier : StageConsumer<I> {
 #pragma unroll 1
     while (state.atom < group_end) MultiplyStage<false>(state, sums);
     if constexpr (kGroups == Groups::kStages) LoadScales(state.previous, 0, state.scales);
-    WaitProducts<0>();
+    WgmmaWait<0>();
     if constexpr (kIsResult<kGroups>) {
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
         FenceRegisters(sums[s]);
 #pragma unroll
         for (int i = 0; i < I::kM / 2; ++i) {
-          const float scale = I::kScalesBytes ? 1.0f : state.scales[s][i / 2 % 2];
+          const float scale = I::kIntegerScales ? 1.0f : state.scales[s][i / 2 % 2];
           acc[s][i] = p_.out_integers ? __int_as_float(sums[s][i] >> Weights::kShift)
                                       : static_cast<float>(sums[s][i]) * scale;
         }
@@ -185,7 +185,7 @@ class ByteMultiplier : StageConsumer<I> {
       MultiplyUnit(stage, state, unit, true, sums);
       if (unit % I::kStrips == I::kStrips - 1) {
         LoadScales(stage.slot, unit / I::kStrips, state.scales);
-        WaitProducts<0>();
+        WgmmaWait<0>();
         Add(sums, state.scales, acc);
       }
     }
@@ -215,10 +215,10 @@ class ByteMultiplier : StageConsumer<I> {
   __device__ void MultiplyUnit(const Stage& stage, State& state, int unit, bool begins,
                                Sums& sums) const {
     Start(stage, state, unit, sums[unit % I::kStrips], begins);
-    if constexpr (!kLoadsAhead) WaitProducts<1>();
+    if constexpr (!kLoadsAhead) WgmmaWait<1>();
     Words words;
     const bool has_next = LoadNext(stage, state, unit, words);
-    WaitProducts<1>();
+    WgmmaWait<1>();
     if (unit == 0) Free(state.previous);
     if (has_next) Read(words, state.weights[(unit + 1) % 2]);
   }
@@ -228,14 +228,14 @@ class ByteMultiplier : StageConsumer<I> {
                                bool begins) {
     uint32_t (&weights)[kSteps][4] = state.weights[unit % 2];
     FenceRegisters(weights);
-    FenceOperands();
+    WgmmaFence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       WarpgroupMmaBytes<T, I::kM>::Run(
           sums, weights[step], stage.lhs + (unit / I::kStrips * kSteps + step) * kStepDescription,
           step > 0 || !begins ? 1 : 0);
     }
-    CommitProducts();
+    WgmmaCommit();
   }
 
   // Loads the unit after `unit`, possibly from the next stage. Returns false if there is none.
@@ -260,7 +260,7 @@ class ByteMultiplier : StageConsumer<I> {
       const int group = p_.atoms_per_group.divisor == 1 ? atom : 0;
       const int row = row_ + strip * strip_rows_ + group * static_cast<int>(kAtom);
       // Zeros follow scales.
-      const int first_byte = I::kScalesBytes ? 0 : p_.plan.bytes.scales;
+      const int first_byte = I::kIntegerScales ? 0 : p_.plan.bytes.scales;
       words.rows = LoadShared2(memory_.scales(p_.plan, slot) + first_byte + row);
     }
   }
@@ -320,7 +320,7 @@ class ByteMultiplier : StageConsumer<I> {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             float& sum = acc[s][block * 4 + h * 2 + e];
-            sum = sum * (I::kScalesBytes ? channels[s][h] : kUnit) * scale;
+            sum = sum * (I::kIntegerScales ? channels[s][h] : kUnit) * scale;
           }
         }
       }

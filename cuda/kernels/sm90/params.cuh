@@ -30,16 +30,17 @@ template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kWidth, int
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
-  static constexpr bool kBytes = sizeof(T) == 1;
-  using Out = std::conditional_t<kBytes, __nv_bfloat16, T>;  // results, if they are not float32
+  static constexpr bool k8BitLhs = sizeof(T) == 1;
+  using Out = std::conditional_t<k8BitLhs, __nv_bfloat16, T>;  // results, if they are not float32
   static constexpr ZeroKind kZero = kZeros;
   static constexpr int kBits = kWidth;
   static constexpr Codebook kCodebook = kNumbers;
   // Whether the scales and zeros of a single group are applied to accumulators, not to weights.
-  static constexpr bool kScalesChannels = kZero != ZeroKind::kFloat && !kLooksUp<kCodebook> &&
-                                          !(kBytes && (sizeof(S) == 1 || kZero != ZeroKind::kNone));
+  static constexpr bool kScalesChannels =
+      kZero != ZeroKind::kFloat && !kLooksUp<kCodebook> &&
+      !(k8BitLhs && (sizeof(S) == 1 || kZero != ZeroKind::kNone));
   // Whether the format may have groups of 16.
-  static constexpr bool kHasSixteens = HasSixteens(kCodebook, sizeof(S));
+  static constexpr bool kSupportsGroupsOf16 = SupportsGroupsOf16(kCodebook, sizeof(S));
   static constexpr TileShape kTile = kTiles[kNumber];
   static constexpr int kM = kTile.m;
   static constexpr int kStrips = kTile.strips;  // of a warpgroup
@@ -51,8 +52,8 @@ struct Instance {
   static constexpr int kLhsBlocks = kStageAtoms * static_cast<int>(sizeof(T)) / 2;  // of a stage
   static constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
   // Whether group scales are integers that multiply 8-bit weights, so that one accumulator covers all of k.
-  static constexpr bool kScalesBytes = kBytes && sizeof(S) == 1;
-  static_assert(!kBytes || kTile.supports_8bit_lhs(kIsInt8, kZero != ZeroKind::kNone));
+  static constexpr bool kIntegerScales = k8BitLhs && sizeof(S) == 1;
+  static_assert(!k8BitLhs || kTile.supports_8bit_lhs(kIsInt8, kZero != ZeroKind::kNone));
   // Registers of a thread: at launch, of a consumer, of a producer.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;

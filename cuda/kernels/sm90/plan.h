@@ -52,9 +52,9 @@ inline constexpr TileShape kTiles[] = {
     {128, 1, 3, 1, 2}, {128, 1, 1, 1, 2}, {48, 2, 1, 2, 2},  {80, 1, 2, 1, 2},  {96, 1, 2, 1, 2},
     {96, 1, 1, 2, 2},  {112, 1, 2, 1, 2}, {144, 1, 2, 1, 2}, {160, 1, 2, 1, 2}, {192, 1, 2, 1, 2},
     {224, 1, 2, 1, 2}, {80, 2, 2, 1, 2},  {160, 1, 1, 1, 2}, {256, 1, 2, 1, 2}};
-// All instances of the first kBuiltTiles tiles are prebuilt. The others, intermediate sizes, are prebuilt only for the
-// most common format and JIT-compiled for the rest (instances.h).
-inline constexpr int kBuiltTiles = 7;
+// All instances of the first kPrebuiltTiles tiles are prebuilt. The others, intermediate sizes, are prebuilt only for
+// the most common format and JIT-compiled for the rest (instances.h).
+inline constexpr int kPrebuiltTiles = 7;
 // The first kFloatTiles tiles support a 16-bit lhs too, the others only an 8-bit lhs.
 inline constexpr int kFloatTiles = 18;
 inline constexpr int kNumTiles = static_cast<int>(std::size(kTiles));
@@ -98,7 +98,7 @@ constexpr int ResultBytes(const TileShape& tile) {
 }
 
 // Whether the kernel supports groups of 16 in this format: codebooks and 8-bit scales.
-constexpr bool HasSixteens(Codebook codebook, int64_t scale_bytes) {
+constexpr bool SupportsGroupsOf16(Codebook codebook, int64_t scale_bytes) {
   return codebook != Codebook::kNone || scale_bytes == 1;
 }
 

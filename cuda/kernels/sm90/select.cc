@@ -38,7 +38,7 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
   struct Line {
     double base, row;  // per stage of up to two strips; per row
   };
-  const bool wide = problem.bits > 4, sixty_fours = problem.group_size == kAtom;
+  const bool wide = problem.bits > 4, groups_of_64 = problem.group_size == kAtom;
   const bool zeros = problem.zero != ZeroKind::kNone;
   const Line line = problem.lhs != ElementType::kInt8
                         ? (problem.groups() == 1 ? Line{0.2, 0.0027} : Line{0.5, 0.0024})
@@ -46,7 +46,7 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
                         ? (problem.scale == ElementType::kInt8 ? Line{0.33, 0.00158}
                            : wide                              ? Line{0.245, 0.0021}
                                                                : Line{zeros ? 0.3 : 0.23, 0.00178})
-                        : Line{(sixty_fours ? 0.54 : 0.376) + (wide || zeros ? 0.05 : 0), 0.0021};
+                        : Line{(groups_of_64 ? 0.54 : 0.376) + (wide || zeros ? 0.05 : 0), 0.0021};
   return (line.base * std::max(strips, 2.0) + line.row * rows * strips) / 4;
 }
 
@@ -58,7 +58,7 @@ constexpr double kMicroscaledAtom = 0.015;
 // compiled.
 bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile) {
   const InstanceKey key = KeyOf(problem, tile);
-  return BuildHolds(key) || !IsBuilt(key) || device.can_compile();
+  return IsPrebuilt(key) || !IsPrebuiltFormat(key) || device.can_compile();
 }
 
 }  // namespace
@@ -80,10 +80,10 @@ Support SupportsProblem(const QuantizedMatmul& problem, const Device&) {
           std::to_string(problem.group_size)};
     }
   }
-  const bool sixteens =
-      problem.group_size == 16 && HasSixteens(problem.codebook, problem.scale_bytes());
+  const bool groups_of_16 =
+      problem.group_size == 16 && SupportsGroupsOf16(problem.codebook, problem.scale_bytes());
   if (problem.group_size > 0 && problem.group_size != 32 && problem.group_size % kAtom != 0 &&
-      !sixteens) {
+      !groups_of_16) {
     return {"groups must be of 32, or of multiples of 64"};
   }
   constexpr int64_t kLimit = int64_t{1} << 31;  // positions and tiles are 32-bit numbers
@@ -111,7 +111,7 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
     return {"its tile has no room for group sums, or for zeros"};
   }
   // Do not JIT-compile for small m.
-  if (choice.tile >= kBuiltTiles && problem.m <= kMinTileM) return {"its tile is for more rows"};
+  if (choice.tile >= kPrebuiltTiles && problem.m <= kMinTileM) return {"its tile is for more rows"};
   if (std::find(std::begin(kPeers), std::end(kPeers), choice.peers) == std::end(kPeers)) {
     return {"its clusters have 1 or 2 CTAs"};
   }
@@ -179,7 +179,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const int64_t stages = CeilDiv(problem.k_blocks(), tile.stage_atoms);
   // Tiles that do not hide dequantization save instructions if every stage is inside one group (every atom, in formats
   // with groups of 16): scales are fused, or at least loaded once.
-  const bool by_atom = HasSixteens(problem.codebook, problem.scale_bytes());
+  const bool by_atom = SupportsGroupsOf16(problem.codebook, problem.scale_bytes());
   const bool once = tile.m <= 128 && problem.scale == problem.lhs && problem.group_size > 0 &&
                     problem.group_size % (by_atom ? kAtom : 2 * kAtom) == 0;
   const double kind = problem.bits > 4                     ? fit.wide
