@@ -65,6 +65,11 @@ SUBCOMMANDS = {
         "Measures how well a language model predicts a text.",
         "jaxlowbit perplexity model.gguf --text book.txt --context 512",
     ),
+    "evaluate": Subcommand(
+        "_llm.command",
+        "Compares perplexity, divergence and size of a language model in several formats.",
+        "jaxlowbit evaluate model.gguf --text book.txt --formats int4 int3-g64",
+    ),
     "bench": Subcommand(
         "_llm.command",
         "Measures the tokens per second of a language model.",

@@ -17,10 +17,13 @@ from flax import nnx
 from .._core import activations
 from .._core.dtypes import FLOATS
 from .._core.format import INT4, Format, parse_format
+from ..quantizers import Calibration
 from ..quantizers._registry import NAMES as QUANTIZERS
+from ..quantizers._registry import check
 from . import console
 from .bench import SHAPES, bench, check_sizes
 from .chat import Conversation, Encode, chat, message
+from .evaluate import HEAD, evaluate, reads_statistics
 from .generate import Generation, Request, generate, stream
 from .language_model import LanguageModel, init, load, open_file
 from .load import Header
@@ -76,6 +79,27 @@ def add_perplexity(parser: argparse.ArgumentParser) -> Run:
     return _as_command(_perplexity)
 
 
+def add_evaluate(parser: argparse.ArgumentParser) -> Run:
+    _add_model(parser)
+    also = "more formats to compare, such as int3-g64"
+    parser.add_argument("--formats", nargs="+", default=[], metavar="FORMAT", help=also)
+    also = "several quantizers, each for every format"
+    parser.add_argument("--quantizers", nargs="+", default=[], metavar="NAME", help=also)
+    keep = "a regular expression of matrices to leave as stored, such as embedding; repeatable"
+    parser.add_argument("--keep", action="append", default=[], metavar="PATTERN", help=keep)
+    text = "a text file in UTF-8, or - for standard input"
+    parser.add_argument("--text", required=True, metavar="FILE", help=text)
+    sizes = {
+        "context": "tokens of a window (512, or the context of a model with a shorter one)",
+        "stride": "tokens between the starts of windows (those of a window)",
+        "tokens": "of the text, at most (all)",
+    }
+    for name, summary in sizes.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=summary)
+    _add_json(parser)
+    return _as_command(_evaluate)
+
+
 def add_bench(parser: argparse.ArgumentParser) -> Run:
     _add_model(
         parser,
@@ -95,7 +119,12 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     files = f"a GGUF file, or a folder of safetensors{also}"
     parser.add_argument("model", metavar="MODEL", help=files)
     parser.add_argument("--format", help="of all matrices, such as int4-g128 (that of the file)")
-    parser.add_argument("--quantizer", choices=QUANTIZERS, help="what rounds them to the format")
+    rounds = f"what rounds them to the format: {', '.join(QUANTIZERS)}, or two such as awq+gptq"
+    parser.add_argument("--quantizer", metavar="NAME", help=rounds)
+    calibration = "a text file from which gptq, awq and smoothquant take inputs"
+    parser.add_argument("--calibration", metavar="FILE", help=calibration)
+    samples = "windows of 512 tokens of it (%(default)s)"
+    parser.add_argument("--samples", type=int, default=128, metavar="N", help=samples)
     parser.add_argument("--dtype", choices=list(map(str, FLOATS)), help="of the activations")
     inputs = "to which blocks round the inputs of products with quantized weights"
     dtypes = [str(dtype) for dtype in activations.VALUES]
@@ -168,7 +197,15 @@ def _loaded(options: argparse.Namespace, path: Any) -> LanguageModel:
     """The model of a file, or of its header."""
     progress = sys.stderr.isatty()
     rounding = {"format": _format(options.format), "quantizer": options.quantizer}
+    rounding["calibration"] = _calibration(options, progress)
     return load(path, **rounding, progress=progress, **_decoding(options))
+
+
+def _calibration(options: argparse.Namespace, progress: bool) -> Calibration | None:
+    if options.calibration is None:
+        return None
+    text = console.text_of("--calibration", options.calibration)
+    return Calibration(text, samples=options.samples, progress=progress)
 
 
 def _format(name: str | None) -> Format | None:
@@ -313,6 +350,36 @@ def _perplexity(options: argparse.Namespace) -> None:
     print(f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}) of {size}")
     if options.json:
         console.print_json(found._asdict())
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    text = console.text_of("--text", options.text)
+    header = open_file(options.model)
+    windowed(header, text, options.context)
+    names = [*([options.format] if options.format else []), *options.formats]
+    quantizers = [*([options.quantizer] if options.quantizer else []), *options.quantizers]
+    for quantizer in quantizers:
+        check("evaluate", quantizer)
+        if reads_statistics(quantizer) and quantizer != "mse" and options.calibration is None:
+            raise ValueError(f"--quantizer {quantizer} needs inputs; pass --calibration FILE too.")
+    progress = sys.stderr.isatty()
+    found = []
+    print(HEAD, flush=True)
+    for result in evaluate(
+        header,
+        text,
+        formats=[_format(name) and name for name in names],
+        quantizers=quantizers or [None],
+        calibration=_calibration(options, progress),
+        rules=dict.fromkeys(options.keep) or None,
+        progress=progress,
+        **{name: getattr(options, name) for name in ("context", "stride", "tokens")},
+        **_decoding(options),
+    ):
+        print(result.line, flush=True)
+        found.append(result._asdict())
+    if options.json:
+        console.print_json(found)
 
 
 def _bench(options: argparse.Namespace) -> None:

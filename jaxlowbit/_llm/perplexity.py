@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +26,15 @@ class Perplexity(NamedTuple):
     - `tokens`: the number of tokens that were predicted.
     - `context`: the tokens of a window.
     - `loss`: the mean negative log-likelihood of a token, by the natural logarithm.
+    - `divergence`: None without a reference; else the mean Kullback-Leibler divergence of the
+      distribution of each token from that of the reference, by the natural logarithm.
     """
 
     perplexity: float
     tokens: int
     context: int
     loss: float
+    divergence: float | None = None
 
 
 def perplexity(
@@ -39,6 +42,8 @@ def perplexity(
     text: str | Sequence[int],
     *,
     context: int | None = None,
+    stride: int | None = None,
+    reference: LanguageModel | None = None,
     progress: bool = False,
 ) -> Perplexity:
     """Measures how well a model predicts a text: `exp(mean(-log p(token)))`.
@@ -54,12 +59,18 @@ def perplexity(
     - `text`: a text, or its tokens; windows begin with `bos` if these do.
     - `context`: the tokens of a window, at least 2 if each begins with `bos`; None for 512, or for
       the context of the model if that is shorter.
+    - `stride`: how many tokens later the next window begins, up to `context`; None for windows that
+      do not overlap. With fewer each token is predicted from more tokens before it, and a text
+      takes more windows.
+    - `reference`: None, or a model with the same tokens, such as one of float weights, for
+      `divergence`.
     - `progress`: whether to show a progress bar, which needs tqdm.
 
     **Returns:** a `Perplexity`.
 
     **Raises:** `TypeError` for arguments of other types; `ValueError` for a text of less than two
-    tokens besides `bos`, tokens beyond the vocabulary, and a context larger than the model's.
+    tokens besides `bos`, tokens beyond the vocabulary, a context larger than the model's, and a
+    reference with another vocabulary.
 
     ```python
     model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
@@ -70,25 +81,53 @@ def perplexity(
     checks.boolean("perplexity", "progress", progress)
     begin, tokens, context = windowed(model, text, context)
     step = context - len(begin)
-    graph, weights = nnx.split(model.decoder)
-    starts: Any = range(0, len(tokens) - 1, step)
+    rule = f"tokens between the starts of windows, an integer from 1 to {step}, or None"
+    stride = checks.integer("perplexity", "stride", stride or step, rule, 1, step)
+    known = [_split(model), *([] if reference is None else [_checked(model, reference)])]
+    graphs, weights = zip(*known, strict=True)
+    windows: Any = list(_windows(len(tokens), step, stride))
     if progress:
         from tqdm import tqdm
 
-        starts = tqdm(starts, unit="window", leave=False)
-    total = 0.0
-    for start in starts:
-        window = np.concatenate([begin, tokens[start : start + step + 1]])
+        windows = tqdm(windows, unit="window", leave=False)
+    total = np.zeros(2)
+    for start, end, done in windows:
+        window = np.concatenate([begin, tokens[start : end + 1]])
         padded = np.zeros(context + 1, np.int32)
         padded[: len(window)] = window
-        bounds = np.int32(len(begin)), np.int32(len(window) - 1)
-        total += float(_surprise(graph, weights, padded, *bounds))
-    loss = total / (len(tokens) - 1)
+        bounds = np.int32(len(begin) + done - start), np.int32(len(window) - 1)
+        total += np.asarray(_surprise(graphs, weights, padded, *bounds), np.float64)
+    loss, divergence = total / (len(tokens) - 1)
     try:
         perplexity = math.exp(loss)
     except OverflowError:
         perplexity = math.inf
-    return Perplexity(perplexity, len(tokens) - 1, context, loss)
+    found = None if reference is None else float(divergence)
+    return Perplexity(perplexity, len(tokens) - 1, context, float(loss), found)
+
+
+def _split(model: LanguageModel) -> tuple[Any, Any]:
+    return nnx.split(model.decoder)
+
+
+def _checked(model: LanguageModel, reference: Any) -> tuple[Any, Any]:
+    check_model("perplexity", reference)
+    ours, theirs = model.config.vocabulary, reference.config.vocabulary
+    if ours != theirs:
+        raise ValueError(
+            f"perplexity: the reference has {theirs} tokens, but the model {ours}; pass a "
+            "reference with the same tokens."
+        )
+    return _split(reference)
+
+
+def _windows(count: int, step: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """The first and the last token of each window, and the last one that was predicted before."""
+    start = done = 0
+    while done < count - 1:
+        end = min(start + step, count - 1)
+        yield start, end, done
+        start, done = start + stride, end
 
 
 def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarray, int]:
@@ -124,20 +163,25 @@ def windowed(model: Any, text: Any, context: Any) -> tuple[np.ndarray, np.ndarra
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _surprise(graph: Any, weights: Any, tokens: Array, skipped: Array, count: Array) -> Array:
-    """The sum of -log p of the `count` tokens after the first of tokens (context + 1,), without
-    the `skipped` first ones of these."""
-    decoder = nnx.merge(graph, weights)
+def _surprise(graphs: Any, weights: Any, tokens: Array, skipped: Array, count: Array) -> Array:
+    """Sums over the `count` tokens after the first of tokens (context + 1,), without the `skipped`
+    first ones of these: -log p by the first model, and its divergence from the second, or 0."""
+    decoders = [nnx.merge(graph, state) for graph, state in zip(graphs, weights, strict=True)]
     context = len(tokens) - 1
     steps = jnp.arange(context, dtype=jnp.int32)
     positions = jnp.where(steps < count, steps, -1)
     scored = (steps >= skipped) & (steps < count)
-    cache = decoder.make_cache(1, context)
-    x, _ = decoder.forward(tokens[None, :-1], positions[None], cache)
 
-    def of_row(row: tuple[Array, Array]) -> Array:
-        features, target = row
-        return -jax.nn.log_softmax(decoder.logits(features))[target]
+    def features(decoder: Any) -> Array:
+        cache = decoder.make_cache(1, context)
+        return decoder.forward(tokens[None, :-1], positions[None], cache)[0][0]
 
-    losses = lax.map(of_row, (x[0], tokens[1:]), batch_size=min(_ROWS, context))
-    return jnp.where(scored, losses, 0).sum()
+    def of_row(row: tuple[list[Array], Array]) -> Array:
+        pairs = zip(decoders, row[0], strict=True)
+        found = [jax.nn.log_softmax(decoder.logits(x)) for decoder, x in pairs]
+        divergence = jnp.sum(jnp.exp(found[-1]) * (found[-1] - found[0]))
+        return jnp.stack([-found[0][row[1]], divergence])
+
+    rows = [features(decoder) for decoder in decoders], tokens[1:]
+    losses = lax.map(of_row, rows, batch_size=min(_ROWS, context))
+    return jnp.where(scored[:, None], losses, 0).sum(0)

@@ -1,0 +1,100 @@
+"""`evaluate`: perplexity, divergence, bits and memory of a model in several formats."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..quantizers import _registry
+from .language_model import LanguageModel, load
+from .perplexity import perplexity, windowed
+
+
+class Evaluation(NamedTuple):
+    """What a format costs.
+
+    - `format`, `quantizer`: names, None for the weights of the file.
+    - `bits`: bits per weight of all matrices, with scales and zeros.
+    - `nbytes`: bytes of all weights.
+    - `perplexity`, `divergence`: as `Perplexity` has them; the reference is the model of the file.
+    - `tokens`: how many tokens were predicted.
+    """
+
+    format: str | None
+    quantizer: str | None
+    bits: float
+    nbytes: int
+    perplexity: float
+    divergence: float
+    tokens: int
+
+    @property
+    def line(self) -> str:
+        """A line of the table under `HEAD`."""
+        name = "as stored" if self.format is None else self.format
+        return (
+            f"{name:24}{self.quantizer or '':20}{self.bits:6.2f}{self.nbytes / 1e6:10.1f}"
+            f"{self.perplexity:14,.3f}{self.divergence:12.4f}"
+        )
+
+
+HEAD = f"{'format':24}{'quantizer':20}{'bits':>6}{'MB':>10}{'perplexity':>14}{'divergence':>12}"
+
+
+def evaluate(
+    header: Any,
+    text: str | Sequence[int],
+    *,
+    formats: Sequence[str],
+    quantizers: Sequence[str | None] = (None,),
+    calibration: Any = None,
+    rules: Any = None,
+    context: int | None = None,
+    stride: int | None = None,
+    tokens: int | None = None,
+    progress: bool = False,
+    **decoding: Any,
+) -> Iterator[Evaluation]:
+    """Measures a model as stored, then in each format by each quantizer.
+
+    **Arguments:**
+
+    - `header`: from `open_file`.
+    - `text`, `context`, `stride`: as for `perplexity`; `tokens`: their number, None for all.
+    - `calibration`: as for `load`, for the quantizers that read statistics.
+    - `formats`, `quantizers`, `rules`, `decoding`: arguments of `load`.
+
+    **Raises:** what `load` and `perplexity` raise.
+    """
+    begin, found, context = windowed(header, text, context)
+    found = [*begin.tolist(), *found[: None if tokens is None else tokens + 1].tolist()]
+    options = {"context": context, "stride": stride, "progress": progress}
+    reference = load(header, progress=progress, **decoding)
+    yield _measured(reference, found, None, None, reference, options)
+    for format in formats:
+        for quantizer in quantizers:
+            given = calibration if reads_statistics(quantizer) else None
+            rounding = {"format": format, "quantizer": quantizer, "rules": rules}
+            model = load(header, **rounding, calibration=given, progress=progress, **decoding)
+            yield _measured(model, found, format, quantizer, reference, options)
+
+
+def reads_statistics(quantizer: str | None) -> bool:
+    """Whether a quantizer takes a calibration."""
+    return _registry.statistics_of(quantizer) is not None
+
+
+def _measured(
+    model: LanguageModel,
+    tokens: list[int],
+    format: str | None,
+    quantizer: str | None,
+    reference: LanguageModel,
+    options: Mapping[str, Any],
+) -> Evaluation:
+    found = perplexity(model, tokens, reference=reference, **options)
+    matrices = [tensor for tensor in model.report.tensors if len(tensor.shape) > 1]
+    count = sum(math.prod(tensor.shape) for tensor in matrices)
+    bits = 8 * sum(tensor.nbytes for tensor in matrices) / count
+    divergence = 0.0 if found.divergence is None else found.divergence
+    size = model.report.nbytes
+    return Evaluation(format, quantizer, bits, size, found.perplexity, divergence, found.tokens)
