@@ -1,19 +1,23 @@
 """`quantize_model` for Linen: the variables change, and the products of the module with them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import core, nnx, traverse_util
 from flax import linen as nn
 
+from .._core.array import QuantizedArray
 from .._core.checks import brief
+from ..quantizers import Calibration
 from .arguments import inner, not_a_model
+from .calibration import Layers, calibrate, checked
 from .einsum_layers import EinsumLayer, EinsumParameter, split
 from .linen_layers import NAMES
 from .linen_quantized import QuantizedModel, stored_arrays
 from .linen_tracing import Layer, find_layers
-from .linen_variables import COLLECTION, quantized, value_of
+from .linen_variables import COLLECTION, held_kernel, quantized, value_of
+from .recording import RecordingView
 from .report import LayerReport, QuantizationReport, Rest
 from .rules import (
     ActivationRules,
@@ -25,7 +29,8 @@ from .rules import (
     check_replaceable,
     choose,
 )
-from .weights import Packing, Path, abstract, check_values, quantizing_by
+from .weight_program import run
+from .weights import EXPECTED, Packing, Path, abstract, check_values, quantizing_by
 
 
 def quantize_model(
@@ -38,6 +43,7 @@ def quantize_model(
     shards: ShardRules = (1, 1),
     activation_dtype: ActivationRules = None,
     quantizer: Any = None,
+    calibration: Any = None,
     donate: bool = False,
     **kwargs: Any,
 ) -> tuple[QuantizedModel, dict[str, Any], QuantizationReport]:
@@ -70,6 +76,8 @@ def quantize_model(
       layers except embeddings in each call, as in `jaxlowbit.quantized_matmul`, or None; or a
       mapping of such regular expressions, on the paths of quantized layers, to one of these.
     - `quantizer`: rounds the weights; a name or a function, as for `jaxlowbit.quantize`.
+    - `calibration`: None, or inputs for quantizers that read statistics, such as `"gptq"`: batches
+      of `model.apply(variables, batch)`, or a `jaxlowbit.quantizers.Calibration`.
     - `donate`: whether to delete each kernel of `variables` once it is quantized, so that beyond
       the given variables one layer exists twice at most. They are of no use after that.
 
@@ -89,6 +97,7 @@ def quantize_model(
     ```
     """
     _check_model(module, variables)
+    calibration = checked(quantizer, calibration)
     others, described = split(layers)
     found, classes = find_layers(module, variables, args, kwargs, others, described)
     if not found:
@@ -103,16 +112,22 @@ def quantize_model(
     choices, by_rule = choose(candidates, rest.uncovered, rules, *options)
     decided = [(*item, choice) for item, choice in zip(found.items(), choices, strict=True)]
     chosen = [(path, layer, choice) for path, layer, choice in decided if choice.format]
-    with quantizing_by("quantize_model", quantizer):
+    with quantizing_by("quantize_model", quantizer, calibration and EXPECTED):
         check_replaceable(
             (".".join(path), _reason(path, layer, choice, params)) for path, layer, choice in chosen
         )
     packings = {path: _packing(path, layer, choice) for path, layer, choice in chosen}
     stored: Any = traverse_util.flatten_dict(core.unfreeze(variables.get(COLLECTION, {})))
     reports = []
+    calibrated: dict[Path, LayerReport] = {}
+    if calibration is not None:
+        model = _Calibrated(module, tuple(others), variables, params, stored, packings, donate)
+        calibrated = model.calibrated({path: x for path, x, _ in chosen}, quantizer, calibration)
     for path, layer, choice in decided:
         key = layer.kind.key(path)
-        if path in packings:
+        if path in calibrated:
+            reports.append(calibrated[path])
+        elif path in packings:
             boxed = params.pop(key)
             with quantizing_by("quantize_model", quantizer):
                 reports.append(_quantize(path, layer, boxed, packings[path], stored, donate))
@@ -127,6 +142,71 @@ def quantize_model(
     report = rest.report(reports, by_rule)
     report.warn(NAMES)
     return QuantizedModel(module, tuple(packings.items()), tuple(others)), collections, report
+
+
+class _Calibrated(NamedTuple):
+    """A model whose layers are quantized one after the other: `params` and `stored` change."""
+
+    module: nn.Module
+    layers: tuple[EinsumLayer, ...]
+    variables: Mapping[str, Any]
+    params: dict[Path, Any]
+    stored: dict[Path, Any]
+    packings: Mapping[Path, Packing]
+    donate: bool
+
+    def calibrated(
+        self, chosen: Mapping[Path, Layer], quantizer: Any, calibration: Calibration
+    ) -> dict[Path, LayerReport]:
+        """The reports of the layers, which are quantized with statistics of their inputs."""
+        paths = {".".join(path): path for path in chosen}
+        reports: dict[Path, LayerReport] = {}
+
+        def run_batch(names: Sequence[str], batch: Any, record: Any) -> None:
+            views = {}
+            for name in names:
+                layer = chosen[paths[name]]
+                weight = value_of(self.params[layer.kind.key(paths[name])])
+                equation = layer.equation_of(weight)
+                views[name] = RecordingView.recording(name, weight, equation, record)
+            done = tuple((path, self.packings[path]) for path in reports)
+            model = QuantizedModel(self.module, done, self.layers) if done else self.module
+
+            def compute(floats: dict[str, Any]) -> tuple[()]:
+                params = dict(self.params)
+                for name, weight in floats.items():
+                    key = chosen[paths[name]].kind.key(paths[name])
+                    params[key] = jax.tree.unflatten(jax.tree.structure(params[key]), [weight])
+                (calibration.apply or _apply)(model, self._collections(params), batch)
+                return ()
+
+            run(compute, views)
+
+        def replace(name: str, quantizer: Any, statistics: Any) -> QuantizedArray:
+            path = paths[name]
+            layer, packing = chosen[path], self.packings[path]
+            boxed = self.params.pop(layer.kind.key(path))
+            equation = layer.equation_of(value_of(boxed))
+            with quantizing_by("quantize_model", quantizer, statistics):
+                reports[path] = _quantize(path, layer, boxed, packing, self.stored, self.donate)
+            held = {key[-1]: x for key, x in self.stored.items() if key[:-1] == path}
+            return held_kernel(name, held, packing, equation)
+
+        tables = frozenset(name for name, path in paths.items() if chosen[path].kind.table)
+        formats = {name: self.packings[path].format for name, path in paths.items()}
+        calibrate(Layers(formats, tables, run_batch, replace), quantizer, calibration)
+        return reports
+
+    def _collections(self, params: dict[Path, Any]) -> dict[str, Any]:
+        return {
+            **self.variables,
+            "params": traverse_util.unflatten_dict(params),
+            COLLECTION: traverse_util.unflatten_dict(self.stored),
+        }
+
+
+def _apply(model: Any, variables: Any, batch: Any) -> Any:
+    return model.apply(variables, batch)
 
 
 def _packing(path: Path, layer: Layer, choice: Choice) -> Packing:

@@ -13,12 +13,15 @@ from flax import nnx
 from .._core.array import QuantizedArray
 from .._core.checks import brief
 from .._core.format import Format
+from ..quantizers import Calibration
 from .arguments import inner, not_a_model
+from .calibration import Layers, calibrate, checked
 from .einsum_layers import EinsumLayer, EinsumParameter, check_used, matches, split
 from .equation import TABLE, Equation
 from .nnx_layers import QuantizedEinsum, QuantizedEmbed, QuantizedLinear, QuantizedLinearGeneral
 from .nnx_parameters import QuantizedParameter, adopt
 from .nnx_variables import QuantizedModule, QuantizedVariable
+from .recording import RecordingView
 from .report import LayerReport, QuantizationReport, Rest
 from .rules import (
     ActivationRules,
@@ -30,7 +33,8 @@ from .rules import (
     check_replaceable,
     choose,
 )
-from .weights import Shards, abstract, check_values, quantizing_by
+from .weight_program import run
+from .weights import EXPECTED, Shards, abstract, check_values, quantizing_by
 
 _LAYERS = (QuantizedLinear, QuantizedLinearGeneral, QuantizedEinsum, QuantizedEmbed)
 _NAMES = ", ".join(f"nnx.{layer.float_layer.__name__}" for layer in _LAYERS)
@@ -83,6 +87,7 @@ def quantize_model(
     shards: ShardRules = (1, 1),
     activation_dtype: ActivationRules = None,
     quantizer: Any = None,
+    calibration: Any = None,
 ) -> QuantizationReport:
     """Replaces the linear layers of a model, in place, by layers with quantized kernels.
 
@@ -111,6 +116,9 @@ def quantize_model(
       layers except embeddings in each call, as in `jaxlowbit.quantized_matmul`, or None; or a
       mapping of such regular expressions, on the paths of quantized layers, to one of these.
     - `quantizer`: rounds the weights; a name or a function, as for `jaxlowbit.quantize`.
+    - `calibration`: None, or inputs for quantizers that read statistics, such as `"gptq"`: batches
+      of `model(batch)`, or a `jaxlowbit.quantizers.Calibration`. An error during calibration leaves
+      the layers before it quantized.
 
     **Returns:** a `QuantizationReport`, a table when printed: sizes, errors, what multiplies, and
     the parameters that are not covered.
@@ -128,6 +136,7 @@ def quantize_model(
     ```
     """
     _check_model(model)
+    calibration = checked(quantizer, calibration)
     places = _places(model, layers)
     if not places:
         raise ValueError(
@@ -139,12 +148,16 @@ def quantize_model(
     choices, kept = choose(candidates, rest.uncovered, rules, keep, shards, activation_dtype)
     owners, rewritten = _owners(model), _rewritten(model)
     reports = []
-    with quantizing_by("quantize_model", quantizer):
+    with quantizing_by("quantize_model", quantizer, calibration and EXPECTED):
         check_replaceable(
             (place.paths[0], _reason(place, choice, owners, rewritten))
             for place, choice in zip(places, choices, strict=True)
             if choice.format is not None
         )
+    if calibration is not None:
+        reports = _calibrated(model, layers, places, choices, quantizer, calibration)
+        places = []
+    with quantizing_by("quantize_model", quantizer):
         while places:  # drops each place, and with it the float layer, before the next
             reports.append(_replace(places.pop(0), choices.pop(0)))
     report = rest.report(reports, kept)
@@ -266,10 +279,15 @@ class _Place:
         )
 
 
-def _places(model: nnx.Module, layers: Sequence[EinsumLayer | EinsumParameter]) -> list[_Place]:
-    """Every layer and raw parameter that can be quantized, once, in the order of attributes."""
+def _places(
+    model: nnx.Module, layers: Sequence[EinsumLayer | EinsumParameter], *, partly: bool = False
+) -> list[_Place]:
+    """Every layer and raw parameter that can be quantized, once, in the order of attributes.
+
+    `partly`: whether some of them are quantized already.
+    """
     others, parameters = split(layers)
-    raw = _parameters(model, parameters)
+    raw = _parameters(model, parameters, partly)
     taken = {id(place.weight) for place in raw}
     found: dict[int, _Place] = {}
     order: dict[int, int] = {}
@@ -283,7 +301,9 @@ def _places(model: nnx.Module, layers: Sequence[EinsumLayer | EinsumParameter]) 
     return sorted([*raw, *found.values()], key=lambda place: order[id(place.weight)])
 
 
-def _parameters(model: nnx.Module, described: Sequence[EinsumParameter]) -> list[_Place]:
+def _parameters(
+    model: nnx.Module, described: Sequence[EinsumParameter], partly: bool
+) -> list[_Place]:
     """Every raw parameter that can be quantized, by the modules that hold it."""
     places: list[_Place] = []
     used: list[EinsumParameter] = []
@@ -308,7 +328,8 @@ def _parameters(model: nnx.Module, described: Sequence[EinsumParameter]) -> list
                 places.append(_Place(holder, kind, [name], [(holder, key)], readers))
                 used.append(other)
                 break
-    check_used(described, used, paths)
+    if not partly:
+        check_used(described, used, paths)
     return places
 
 
@@ -371,6 +392,56 @@ def _replace(place: _Place, choice: Choice) -> LayerReport:
     kernel = layer.kernel
     dtype = layer.dtype or kernel.dtype
     return LayerReport.quantized(path, weight, kernel, dtype, layer.matrix, options[-1])
+
+
+def _calibrated(
+    model: nnx.Module,
+    described: Sequence[EinsumLayer | EinsumParameter],
+    places: list[_Place],
+    choices: list[Choice],
+    quantizer: Any,
+    calibration: Calibration,
+) -> list[LayerReport]:
+    """Replaces layers one after the other, with statistics of their inputs."""
+    named = {place.paths[0]: (place, choice) for place, choice in zip(places, choices, strict=True)}
+    reports = {name: _replace(*pair) for name, pair in named.items() if pair[1].format is None}
+    formats: Any = {name: x.format for name, (_, x) in named.items() if x.format is not None}
+
+    def run_batch(names: Sequence[str], batch: Any, record: Any) -> None:
+        graph, state = nnx.split(model)
+        state = nnx.as_pure(state)
+
+        def compute(floats: dict[str, Any]) -> tuple[()]:
+            copy = nnx.merge(graph, state)
+            for place in _places(copy, described, partly=True):
+                if place.paths[0] in floats:
+                    place.weight.set_value(floats[place.paths[0]])
+            (calibration.apply or _call)(copy, batch)
+            return ()
+
+        views = {}
+        for name in names:
+            place = named[name][0]
+            weight, equation = place.weight.get_value(), place.kind.equation(place.layer)
+            views[name] = RecordingView.recording(name, weight, equation, record)
+        run(compute, views)
+
+    def replace(name: str, quantizer: Any, statistics: Any) -> QuantizedArray:
+        with quantizing_by("quantize_model", quantizer, statistics):
+            reports[name] = _replace(*named[name])
+        place, _ = named.pop(name)
+        holder, key = place.holders[0]
+        listed = isinstance(holder, nnx.List | list | dict)
+        return (holder[key] if listed else getattr(holder, key)).kernel
+
+    tables = frozenset(name for name, (place, _) in named.items() if place.kind.table)
+    order = list(named)
+    calibrate(Layers(formats, tables, run_batch, replace), quantizer, calibration)
+    return [reports[name] for name in order]
+
+
+def _call(model: Any, batch: Any) -> Any:
+    return model(batch)
 
 
 def _check_model(model: Any) -> None:

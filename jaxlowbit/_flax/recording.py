@@ -64,7 +64,7 @@ class Record:
     def _add_at(self, name: str, stack: tuple[int, ...], index: Any, found: Statistics) -> None:
         """Adds to the statistics of the matrix at `index` of a stack; of all of them for ()."""
         found = jax.tree.map(np.asarray, found)
-        whole = () if index == () else stack
+        whole = () if isinstance(index, tuple) else stack
         empty = jax.tree.map(lambda x: np.zeros((*whole, *x.shape), x.dtype), found)
         held = self.statistics.setdefault(name, empty)
         before = jax.tree.map(lambda x: np.asarray(x)[index], held)

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from .._core.array import LEAVES, QuantizedArray
 from .._core.columns import take_columns
 from .._core.format import Format
+from ..quantizers import Statistics
 from ..quantizers._quantize import quantize
 from ..quantizers._registry import check
 from .equation import Equation
@@ -48,22 +49,26 @@ class Packing:
 
 
 _quantizer: ContextVar[Any] = ContextVar("quantizer", default=None)
+_statistics: ContextVar[Any] = ContextVar("statistics", default=None)
+EXPECTED = "expected"
+"""In place of statistics before a calibration: weights are checked, and quantized later."""
 
 
 @contextlib.contextmanager
-def quantizing_by(caller: str, quantizer: Any) -> Iterator[None]:
-    """A context in which `quantize_weight` uses a quantizer.
+def quantizing_by(caller: str, quantizer: Any, statistics: Any = None) -> Iterator[None]:
+    """A context in which `quantize_weight` uses a quantizer, and statistics or `EXPECTED`.
 
     `quantize_model` replaces layers by their constructors, which take the arguments of Flax.
 
     **Raises:** as `jaxlowbit.quantize` does for a value that is no quantizer.
     """
     check(caller, quantizer)
-    token = _quantizer.set(quantizer)
+    token, other = _quantizer.set(quantizer), _statistics.set(statistics)
     try:
         yield
     finally:
         _quantizer.reset(token)
+        _statistics.reset(other)
 
 
 def quantize_weight(
@@ -77,10 +82,20 @@ def quantize_weight(
     Every layer and every `quantize_model` quantizes its weights here.
     """
 
-    def run(weight: Any) -> QuantizedArray:
-        return quantize(matrix(weight), format, quantizer=_quantizer.get(), shards=shards)
+    abstract = isinstance(weight, jax.ShapeDtypeStruct)
+    quantizer, statistics = _quantizer.get(), _statistics.get()
+    if statistics == EXPECTED:
+        k = jax.eval_shape(matrix, weight).shape[-2]
+        shapes = ((k, k), jnp.float32), ((k,), jnp.float32), ((), jnp.int32)
+        statistics = Statistics(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        if not abstract:  # for the errors of its values
+            quantizer, statistics = "absmax", None
 
-    return jax.eval_shape(run, weight) if isinstance(weight, jax.ShapeDtypeStruct) else run(weight)
+    def run(weight: Any, statistics: Any) -> QuantizedArray:
+        options = {"quantizer": quantizer, "statistics": statistics}
+        return quantize(matrix(weight), format, shards=shards, **options)
+
+    return jax.eval_shape(run, weight, statistics) if abstract else run(weight, statistics)
 
 
 def stand_in(kernel: QuantizedArray, dtype: Any = None) -> Array:

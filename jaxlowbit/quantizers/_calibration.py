@@ -38,13 +38,14 @@ class Calibration:
       that are taken from a text, evenly spaced.
     - `folder`: None, or a folder for the results of each layer. A run that was interrupted resumes
       there if model, formats, quantizer and first batch are the same.
-    - `progress`: whether to show a bar with the relative error of outputs and the time left.
+    - `progress`: whether to show a bar with the time left, which needs tqdm; for language models
+      with the relative error of products.
 
     **Raises:** `TypeError` and `ValueError` for arguments of other types and ranges.
 
     ```python
     x = jnp.ones((8, 256))
-    calibration = Calibration([x, 2 * x], progress=False)
+    calibration = Calibration([x, 2 * x])
     ```
     """
 
@@ -54,7 +55,7 @@ class Calibration:
     samples: int = 128
     context: int = 512
     folder: str | os.PathLike[str] | None = None
-    progress: bool = True
+    progress: bool = False
 
     def __post_init__(self) -> None:
         for name, rule in (
@@ -77,7 +78,7 @@ class Calibration:
             )
 
     @classmethod
-    def of(cls, caller: str, value: Any, *, progress: bool = True) -> "Calibration":
+    def of(cls, caller: str, value: Any, *, progress: bool = False) -> "Calibration":
         """Returns a `Calibration`, made of batches unless it is one.
 
         **Raises:** `TypeError` for a value that is no iterable.

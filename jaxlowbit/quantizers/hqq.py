@@ -78,9 +78,10 @@ def _moved(groups: Groups, scale: Array, zero: Array | None, errors: Array, roun
         wide = scale.astype(jnp.float32)
         moved = (wide * (1 + jnp.clip(change, -0.5, 0.5))).astype(scale.dtype)
         return jnp.where((squares > 0) & (moved > 0), moved, scale), None
-    mean = jnp.sum(errors, axis=-2) / jnp.sum(groups.counted, axis=-2)
+    counted = jnp.where(groups.counted, jnp.ones_like(errors), 0)
+    mean = jnp.sum(errors, axis=-2) / jnp.sum(counted, axis=-2)
     if groups.format.zero == "float":
         wide = zero.astype(jnp.float32) + mean * scale.astype(jnp.float32)
         return scale, wide.astype(zero.dtype)
     levels = 2**groups.format.bits - 1
-    return scale, jnp.clip(jnp.round(zero - mean), 0, levels).astype(zero.dtype)
+    return scale, jnp.clip(jnp.round(zero.astype(jnp.float32) - mean), 0, levels).astype(zero.dtype)
