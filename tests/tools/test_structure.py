@@ -43,7 +43,7 @@ ONLY = {
     "jinja2": r"_llm\.chat_template",
     "safetensors": r"_llm\.folder|_tuning\.weights",
     "tokenizers": r"_llm\.tokenizer_(folder|gguf|parts)",
-    "tqdm": r"_llm\.(load|perplexity)|_tuning\.report",
+    "tqdm": r"_flax\.calibration|_llm\.(calibration|load|perplexity)|_tuning\.report",
     "jax.experimental.pallas": r"_backends\.pallas\.(tpu|triton)",
     "jaxlowbit._ffi": r"_backends\.extension",
 }
