@@ -16,6 +16,8 @@ from . import call, extension
 from .cuda import parts_of
 from .extension import ffi
 
+_TWO_LEVEL = "super"  # the name of two-level scales in `_ffi.select`
+
 
 class DeviceFacts(NamedTuple):
     """Properties of a GPU that the selection depends on."""
@@ -74,7 +76,7 @@ def choose(
     of two levels that no kernel reads in such a product. An 8-bit lhs is quantized activations with
     padded columns.
     """
-    if format.scale == "super" and not (
+    if format.scale == "two_level" and not (
         device.compute_capability == 90 and reads_super_blocks(lhs, batch * m, k, n, format)
     ):
         format, scale = format.expanded, jnp.dtype("float32")
@@ -92,7 +94,7 @@ def choose(
         batch=batch,
         lhs=str(lhs) if narrow or lhs == jnp.float16 else "bfloat16",
         float32_scale=scale != floats or parts > 1,  # `cuda.matmul` widens scales
-        narrow_scale=format.scale or "",
+        narrow_scale=_TWO_LEVEL if format.scale == "two_level" else format.scale or "",
         zero=format.zero,
         scale_sums=parts > 1,
         **variant,
@@ -158,7 +160,7 @@ def reads_super_blocks(
             bits=format.bits,
             group_size=format.group_size,
             lhs=str(lhs),
-            narrow_scale="super",
+            narrow_scale=_TWO_LEVEL,
             zero=format.zero,
             transposed=transposed,
             gated=gated,

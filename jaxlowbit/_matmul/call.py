@@ -100,7 +100,7 @@ def is_supported(platform: str, lhs: Any, weight: QuantizedArray) -> bool:
     """Whether the kernels of a platform read this weight directly."""
     reason = custom_calls.unsupported(platform, lhs.dtype, weight.format, sizes=weight.padded_shape)
     in_order = weight.permutation is None and weight.shards == (1, 1)
-    if weight.format.scale == "super":
+    if weight.format.scale == "two_level":
         rows = math.prod(lhs.shape[:-1])
         size = (rows, weight.k, weight.n)
         in_order &= platform == "cuda" and selection.reads_super_blocks(
@@ -111,7 +111,7 @@ def is_supported(platform: str, lhs: Any, weight: QuantizedArray) -> bool:
 
 def fits_hopper_alone(weights: Weights) -> bool:
     """Whether calls that read these weights run only on Hopper."""
-    return any(weight.format.scale == "super" for weight in weights)
+    return any(weight.format.scale == "two_level" for weight in weights)
 
 
 _call_p = Primitive("quantized_call")

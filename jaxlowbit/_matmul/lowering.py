@@ -34,7 +34,7 @@ def _lower(
         unfit = unfit_gpus(ctx.module_context) if platform == "cuda" else None
         operands_in = problem.named(ctx.avals_in)
         product = _product(platform, unfit, problem, operands_in)
-        if problem.format.scale == "super" and product is not definition.matmul:
+        if problem.format.scale == "two_level" and product is not definition.matmul:
             kernels = platform == "cuda" and problem.backend != "pallas"
             hopper = kernels and only_gpus_of(90, ctx.module_context)
             if not (hopper and _reads_super_blocks(problem, operands_in)):

@@ -57,9 +57,9 @@ def product(
     dtype, factor = rounding
     if not given:
         lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
-        dtype = value_dtype(caller, "activation_dtype", dtype)
+        dtype = value_dtype(caller, "lhs_qtype", dtype)
     else:
-        for name, value in zip(("activation_dtype", "activation_factor"), rounding, strict=True):
+        for name, value in zip(("lhs_qtype", "lhs_factor"), rounding, strict=True):
             if value is not None:
                 raise ValueError(
                     f"{caller}: {name} is {checks.brief(value)}, but lhs is quantized already; "
@@ -75,7 +75,7 @@ def product(
     options.replace(preferred_element_type=None).check(caller, values, rhs)
     bias, residual = fused.checked(floats, rhs, bias, activation, residual)
     if factor is not None:
-        factor = smoothing.checked_factor(caller, "activation_factor", factor, rhs.k)
+        factor = smoothing.checked_factor(caller, "lhs_factor", factor, rhs.k)
     out_dtype = options.out_dtype(lhs)
     plain = bias is None and activation is None and residual is None
     # The epilogue takes accumulators that are not rounded.
@@ -236,7 +236,7 @@ def few_rows(shape: tuple[Any, ...], rhs: QuantizedArray, backend: str | None) -
         and isinstance(count, int)
         and count > 0
         and rhs.ndim == 2
-        and rhs.format.scale != "super"
+        and rhs.format.scale != "two_level"
         and rhs.tensor_scale is None
         and cuda.unsupported_few_rows(count, rhs.format, rhs.k) is None
         and is_supported("cuda", jax.ShapeDtypeStruct(shape, EXACT), rhs)
@@ -281,9 +281,9 @@ def _straight_through_jvp(
 
 
 def check_unused(factor: Any) -> None:
-    """Raises if `activation_factor` is given but activations are not quantized."""
+    """Raises if `lhs_factor` is given but activations are not quantized."""
     if factor is not None:
         raise ValueError(
-            f"quantized_matmul: activation_factor is {checks.brief(factor)}, but without "
-            "activation_dtype nothing is rounded; divide lhs by it, or pass activation_dtype."
+            f"quantized_matmul: lhs_factor is {checks.brief(factor)}, but without "
+            "lhs_qtype nothing is rounded; divide lhs by it, or pass lhs_qtype."
         )

@@ -132,7 +132,7 @@ DTYPE = of(str, type)  # a name, whose meaning the call checks
 WEIGHTS = of(jl.QuantizedArray)
 RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "activation": among("silu", "gelu", "gelu_tanh", "relu"),
-    "activation_dtype": among(None, jnp.int8),
+    "lhs_qtype": among(None, jnp.int8),
     "activations": shaped((None,)),
     "alpha": among(0, 1, 0.5, 1.0),
     "array": WEIGHTS,
@@ -157,6 +157,7 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "following": NOTHING,
     "format": of(str, jl.Format),
     "full": of(bool, int, np.bool_),
+    "g_idx": NOTHING,
     "group_size": of(int),
     "in_features": of(int, tuple),
     "index": shaped(()),
@@ -202,6 +203,9 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "temperature": of(int, float),
     "tensor_scale": NOTHING,
     "text": of(list, tuple, range, np.ndarray, jax.Array),
+    ("check_layout_version", "tree"): lambda value: bool(
+        [x for x in jax.tree.leaves(value, is_leaf=WEIGHTS) if isinstance(x, jl.QuantizedArray)]
+    ),
     "tokens": shaped((None, None)),
     "top_k": of(int, type(None)),
     "top_p": of(float, int, type(None)),
