@@ -184,7 +184,7 @@ def test_gradients():
 
     args = LHS, GATE_UP.scale, DOWN.scale
     assert_close(
-        jax.jit(jax.grad(loss(quantized_mlp), (0, 1, 2)))(*args),
+        jax.jit(jax.grad(loss(any_mlp), (0, 1, 2)))(*args),
         jax.jit(jax.grad(loss(reference), (0, 1, 2)))(*args),
     )
 
@@ -220,7 +220,7 @@ def test_vmap():
     lhs = normal(5, 4, K)
     np.testing.assert_array_equal(jax.vmap(mlp, in_axes=1, out_axes=1)(lhs), mlp(lhs))
     stacks = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (GATE_UP, DOWN))
-    got = jax.vmap(quantized_mlp)(lhs[:2], *stacks)
+    got = jax.vmap(any_mlp)(lhs[:2], *stacks)
     assert_close(got, mlp(lhs[:2]))
 
 

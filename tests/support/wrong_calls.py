@@ -203,9 +203,6 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "temperature": of(int, float),
     "tensor_scale": NOTHING,
     "text": of(list, tuple, range, np.ndarray, jax.Array),
-    ("check_layout_version", "tree"): lambda value: bool(
-        [x for x in jax.tree.leaves(value, is_leaf=WEIGHTS) if isinstance(x, jl.QuantizedArray)]
-    ),
     "tokens": shaped((None, None)),
     "top_k": of(int, type(None)),
     "top_p": of(float, int, type(None)),
@@ -223,6 +220,10 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     ("LanguageModel", "decoder"): of(llm.Decoder),
     ("LanguageModel", "report"): NOTHING,
     ("LanguageModel", "tokenizer"): NOTHING,
+    ("Decoder", "weights"): lambda value: jax.tree.map(np.shape, value) == config().shapes(),
+    ("check_layout_version", "tree"): lambda value: any(
+        isinstance(x, jl.QuantizedArray) for x in jax.tree.leaves(value, is_leaf=WEIGHTS)
+    ),
     ("perplexity", "context"): of(int, type(None)),
 }
 """The values of arguments that are right, so that a call may work with them."""
