@@ -35,7 +35,7 @@ def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int)
 
     Instances for small M read scales of two levels; all others have float scales.
     """
-    if format.scale == "super":
+    if format.scale == "two_level":
         floats = of_format(format.expanded, lhs, jnp.dtype("float32"), capability)
     else:
         floats = []
