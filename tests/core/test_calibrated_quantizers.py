@@ -74,7 +74,7 @@ def plain_zero(weight, scale):
     return np.clip(np.round(-low / scale), 0, 7)
 
 
-@pytest.mark.parametrize("format", ["uint4", "mxfp4", "nvfp4", "int3-g32-float-super"])
+@pytest.mark.parametrize("format", ["uint4", "mxfp4", "nvfp4", "int3-g32-float-two_level"])
 def test_gptq_is_better_than_rounding(format):
     weight, inputs = problem()
     statistics = Statistics.of(inputs, full=True)
