@@ -185,10 +185,9 @@ class _Block:
         errors = []
         for name in self.matrices:
             path = self.prefix + name
-            found[name] = _named(
-                path, self.rounding.quantize, path, self.floats[name], statistics[name]
-            )
-            rounded = found[name].dequantize(jnp.float32)
+            operands = path, self.floats[name], statistics[name]
+            found[name] = array = _named(path, self.rounding.quantize, *operands)
+            rounded = array.dequantize(jnp.float32)
             errors.append(float(output_error(self.floats[name], rounded, statistics[name])))
             self.floats[name] = rounded
         cast = self._cast()
@@ -356,5 +355,6 @@ def _restored(
             leaf: None if (x := arrays.get(f"{key}/{leaf}")) is None else jnp.asarray(x)
             for leaf in LEAVES
         }
-        found[key] = QuantizedArray(**leaves, format=formats[key], k=k, n=n)
+        format: Any = formats[key]
+        found[key] = QuantizedArray(**leaves, format=format, k=k, n=n)
     return found

@@ -355,6 +355,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     text = console.text_of("--text", options.text)
     header = open_file(options.model)
     windowed(header, text, options.context)
+    for name in [options.format, *options.formats]:
+        _format(name)
     names = [*([options.format] if options.format else []), *options.formats]
     quantizers = [*([options.quantizer] if options.quantizer else []), *options.quantizers]
     for quantizer in quantizers:
@@ -367,7 +369,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     for result in evaluate(
         header,
         text,
-        formats=[_format(name) and name for name in names],
+        formats=names,
         quantizers=quantizers or [None],
         calibration=_calibration(options, progress),
         rules=dict.fromkeys(options.keep) or None,

@@ -230,6 +230,7 @@ def read(
     formats = _formats(format, rules, [name for name, shape in shapes.items() if len(shape) == 2])
     _check_quantizer(quantizer, [found for found in formats.values() if found is not None])
     quantizers.check_calibration("load", quantizer, calibration is not None)
+    windows = None
     if calibration is not None:
         calibration = Calibration.of("load", calibration, progress=progress)
         windows = tokens_of(calibration, config, tokenizer)
@@ -237,7 +238,7 @@ def read(
     division = None if mesh is None else Division.of("load", config, mesh, found)
     memory.check_weights("load", shapes, found, dtype, mesh)
     reading = _Reading(sources, shapes, dtype, scale_dtype, quantizer)
-    if calibration is None:
+    if windows is None:
         found_weights = ((name, reading.weight(name, formats.get(name))) for name in sources)
     else:
         source = Source(config, reading.floats, lambda name: reading.weight(name, None))

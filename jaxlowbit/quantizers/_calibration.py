@@ -107,7 +107,7 @@ class Results:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "calibration.json"
         if path.exists():
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
             if found["digest"] != digest:
                 changed = [name for name in key if found["key"].get(name) != str(key[name])]
                 raise ValueError(

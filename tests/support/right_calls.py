@@ -224,6 +224,13 @@ CALLS = {
         inputs=given("x"),
         full=constant(True),
     ),
+    "calibration": call(
+        jl.quantizers.Calibration,
+        batches=constant([1, 2]),
+        at_once=constant(1),
+        samples=constant(4),
+        progress=constant(False),
+    ),
     "QuantizedActivations": call(
         jl.QuantizedActivations,
         values=lambda: jnp.ones((2, K), jnp.int8),
