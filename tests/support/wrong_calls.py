@@ -166,7 +166,7 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     "init": of(object),  # any carry
     "inputs": NUMBERS,
     "keep": of(str, tuple, list),
-    "key": of(int, tuple, list, slice),
+    "key": of(int, tuple, list, slice, jax.Array),
     "layers": of(int),
     "length": among(None, 2),
     "lhs": lambda value: shaped((K,))(value) or isinstance(value, jax.ShapeDtypeStruct),
@@ -218,8 +218,8 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     # The equation, and names of parameters that a model may have.
     ("linen.EinsumLayer", "bias"): of(str, type(None)),
     ("linen.EinsumLayer", "weight"): lambda value: isinstance(value, str) or callable(value),
-    ("linen.EinsumLayer", "equation"): among("bd,df->bf"),
-    ("EinsumParameter", "equation"): among("bd,df->bf"),
+    ("linen.EinsumLayer", "equation"): lambda value: callable(value) or value == "bd,df->bf",
+    ("EinsumParameter", "equation"): lambda value: callable(value) or value == "bd,df->bf",
     ("LanguageModel", "decoder"): of(llm.Decoder),
     ("LanguageModel", "report"): NOTHING,
     ("LanguageModel", "tokenizer"): NOTHING,
