@@ -316,14 +316,14 @@ def test_every_key_of_llama_cpp_is_in_a_table(architecture):
         ({"rope.dimension_sections": [16, 24, 24, 0]}, "by one position"),
         ({"rope.global.freq_base": 1e6}, "keys that llama.cpp writes"),
         ({"classifier.output_labels": ["yes", "no"]}, "logits of tokens"),
-        ({"attention.key_length_swa": 32}, "whole heads of one size"),
+        ({"attention.key_length_swa": 32}, "rotate alike in all layers"),
         ({"rope.scaling.type": "longrope"}, "'longrope', but the decoder"),
         ({"rope.scaling.factor": 0.5}, "divided by 1 or more"),
         ({"rope.scaling.type": "yarn", "rope.scaling.yarn_ext_factor": 0.5}, "yarn only with 1"),
         ({"rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": 0.5}, "yarn only with 1"),
         (
-            {"attention.sliding_window": 8, "attention.sliding_window_pattern": [False, True]},
-            "is no pattern of 2 layers",
+            {"attention.sliding_window": 8, "attention.sliding_window_pattern": [False] * 3},
+            "one value for each of 2 layers",
         ),
     ],
 )
@@ -347,7 +347,7 @@ def test_other_keys_of_gguf_files():
         "llama",
         {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False]},
     )
-    assert (found.window, found.window_pattern) == (8, 2)
+    assert (found.window, found.window_layers) == (8, (True, False))
 
 
 def test_scaling_of_gguf_files():

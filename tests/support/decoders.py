@@ -21,7 +21,7 @@ YARN = RopeScaling("yarn", factor=4.0, original_context=32)
 
 GEMMA3: dict[str, Any] = {
     "rope_base": 1e6, "local_rope_base": 1e4, "rope_scaling": RopeScaling("linear", factor=2.0),
-    "window": 5, "window_pattern": 2, "qk_norm": True, "tied_head": True,
+    "window": 5, "window_layers": (True, False), "qk_norm": "head", "tied_head": True,
     "activation": "gelu_tanh", "norm_offset": 1.0, "norm_placement": "pre_and_post",
     "embedding_scale": 8.0, "attention_scale": 0.3, "logit_softcap": 30.0,
 }  # fmt: skip
@@ -33,7 +33,7 @@ CONFIGS = {
     "factors": LLAMA.replace(rope_scaling=RopeScaling("factors", factors=(1, 1, 1, 1, 2, 4, 8, 8))),
     "mistral": LLAMA.replace(architecture="mistral", window=7),
     "qwen2": Config("qwen2", **TINY, attention_bias=True, rope_scaling=YARN),
-    "qwen3": Config("qwen3", **TINY, qk_norm=True, norm_epsilon=1e-6),
+    "qwen3": Config("qwen3", **TINY, qk_norm="head", norm_epsilon=1e-6),
     "gemma3": Config("gemma3", **TINY, **GEMMA3),
 }
 
