@@ -164,7 +164,7 @@ class Block(nnx.Module):
         """
         q, k, v = self.heads(products)
         if (factor := rope.temperature(self.config, jnp.maximum(positions, 0))) is not None:
-            q = (q * factor).astype(q.dtype)
+            q = (q.astype(jnp.float32) * factor).astype(q.dtype)
         if implementation == "native":
             if rotation is None:
                 rotation = rope.identity(positions, self.config.head_size)
@@ -379,7 +379,7 @@ class Block(nnx.Module):
         total = self.division.add(jnp.sum(wide**2, axis=-1, keepdims=True))
         mean = total / (x.shape[-1] * self.division.parts)
         factor = jax.lax.rsqrt(mean + self.config.norm_epsilon)
-        return (wide * factor * norm.get_value()).astype(x.dtype)
+        return (wide * factor * norm.get_value()[None, None]).astype(x.dtype)
 
 
 def biased(x: Array, bias: nnx.Variable | None) -> Array:
