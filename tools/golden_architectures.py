@@ -39,8 +39,10 @@ def main() -> None:
         found[name] = logits.numpy().astype(np.float32)
         print(f"{name}: {len(parameters)} tensors, largest logit {np.abs(found[name]).max():.2f}")
     np.savez_compressed(golden.PATH, **found)
-    print(f"{golden.PATH}: {golden.PATH.stat().st_size} bytes, transformers "
-          f"{transformers.__version__}")
+    print(
+        f"{golden.PATH}: {golden.PATH.stat().st_size} bytes, transformers "
+        f"{transformers.__version__}"
+    )
 
 
 if __name__ == "__main__":

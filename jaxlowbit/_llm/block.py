@@ -123,6 +123,12 @@ class Block(nnx.Module):
         return quantized and len(self.gate_up) == 1
 
     @property
+    def fused_norm(self) -> Array:
+        """The norm before the MLP of a `fusible` block."""
+        assert self.mlp_norm is not None
+        return self.mlp_norm.get_value()
+
+    @property
     def matrices(self) -> list[Weight]:
         """The weights of queries, keys and values."""
         return [weight.get_value() for weight in self.qkv]
@@ -225,7 +231,7 @@ class Block(nnx.Module):
                     operands,
                     x[:, 0],
                     o,
-                    self.mlp_norm.get_value(),
+                    self.fused_norm,
                     gate_up,
                     down,
                     attending=options,
@@ -253,9 +259,7 @@ class Block(nnx.Module):
         if self.biases:
             products = [biased(x, bias) for x, bias in zip(products, self.biases, strict=True)]
         norms = self.q_all_norm, self.k_all_norm, None
-        products = [
-            self.normalize_heads(x, norm) for x, norm in zip(products, norms, strict=True)
-        ]
+        products = [self.normalize_heads(x, norm) for x, norm in zip(products, norms, strict=True)]
         return tuple(x.reshape(*x.shape[:-1], -1, self.config.head_size) for x in products)
 
     def finish(
@@ -293,7 +297,7 @@ class Block(nnx.Module):
             attended,
             x,
             self.o.get_value(),
-            self.mlp_norm.get_value(),
+            self.fused_norm,
             self.gate_up[0].get_value(),
             self.down.get_value(),
             following=onward,
@@ -313,7 +317,7 @@ class Block(nnx.Module):
         x, parts = normalized_mlp(
             x,
             division.add(multiply(attended, self.o.get_value(), jnp.float32)),
-            self.mlp_norm.get_value(),
+            self.fused_norm,
             self.gate_up[0].get_value(),
             self.down.get_value(),
             activation=self.config.activation,

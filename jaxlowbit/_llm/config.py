@@ -361,8 +361,9 @@ class Config:
     def takes_long_factors(self, slots: int) -> bool:
         """Whether keys in a cache of so many slots rotate by the long factors of longrope."""
         scaling = self.rope_scaling
-        long = scaling is not None and scaling.kind == "longrope"
-        return long and slots > scaling.original_context
+        if scaling is None or scaling.kind != "longrope":
+            return False
+        return slots > scaling.original_context
 
     def rope_frequencies(self, *, local: bool = False, long: bool = False) -> np.ndarray:
         """Angles in radians between a position and the next, for each pair of elements.

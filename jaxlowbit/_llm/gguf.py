@@ -141,7 +141,7 @@ def _architecture(general: Metadata) -> tuple[str, Gguf]:
     return known[name]
 
 
-def _sizes(known: Metadata) -> dict[str, int]:
+def _sizes(known: Metadata) -> dict[str, Any]:
     """The sizes of a `Config` except the vocabulary."""
     width = known.need("embedding_length", "an integer")
     heads = known.same("attention.head_count")
@@ -194,9 +194,9 @@ def _options(known: Metadata, names: Gguf, sizes: Mapping[str, Any]) -> dict[str
         original = known.get(_ORIGINAL, "an integer", sizes["context"])
         if factor := known.get("attention.temperature_scale", "a number"):
             found["attention_temperature"] = (factor, original)
-    if "rope.scaling.finetuned" in names.reads:  # Granite's switch of the rotation
-        if not known.get("rope.scaling.finetuned", "true or false", True):
-            found["rope_layers"] = (False,) * sizes["layers"]
+    key = "rope.scaling.finetuned"  # Granite's switch of the rotation
+    if key in names.reads and not known.get(key, "true or false", True):
+        found["rope_layers"] = (False,) * min(max(sizes["layers"], 0), MOST["layers"])
     return found
 
 
@@ -284,9 +284,7 @@ def _layers(known: Metadata, entry: Architecture, layers: int, context: int) -> 
 _ORIGINAL = "rope.scaling.original_context_length"
 
 
-def _scaling(
-    file: File, known: Metadata, context: int, entry: Architecture
-) -> RopeScaling | None:
+def _scaling(file: File, known: Metadata, context: int, entry: Architecture) -> RopeScaling | None:
     """The scaling of the rotation, by llama.cpp's defaults.
 
     A factor without a type is linear, `rope.scale_linear` is its older key, and the model was

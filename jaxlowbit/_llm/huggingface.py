@@ -216,9 +216,7 @@ def _eos(folder: Path, names: HuggingFace, objects: Sequence[Fields]) -> tuple[i
     return tuple(dict.fromkeys(found))
 
 
-def _layers(
-    known: Fields, entry: Architecture, names: HuggingFace, layers: int
-) -> dict[str, Any]:
+def _layers(known: Fields, entry: Architecture, names: HuggingFace, layers: int) -> dict[str, Any]:
     """The window, the layers that have one, and those that rotate.
 
     The window is missing if no layer has one, and a field of layers if all are alike.
@@ -385,8 +383,8 @@ def _by_weight(
                 f"{tensor.file}: tensors {found[ours].name!r} and {tensor.name!r} are one weight "
                 f"under two names, {ours!r}; {AGAIN}."
             )
-        parts = () if ours is None else fused(ours) or (ours,)
-        if ours is not None and (parts[0] in expected or (ours == "head" and config.tied_head)):
+        first = None if ours is None else next(iter(fused(ours)), ours)
+        if ours is not None and (first in expected or (ours == "head" and config.tied_head)):
             found[ours] = tensor
         elif tensor.name.endswith(_MLX):
             raise ValueError(

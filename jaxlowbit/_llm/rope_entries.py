@@ -48,7 +48,7 @@ def rotation_of(
             )
         full = (parameters.get(_KINDS[0]) or {}) | scaling
         sliding = parameters.get(_KINDS[1]) or {}
-        sliding_base = local_base
+        sliding_base = local_base or base
         if entry.local_rope_base != "global":
             sliding_base = known.get("rope_local_base_freq", "a number", local_base)
     else:

@@ -129,8 +129,8 @@ def test_parts_that_the_kernel_lacks_are_composed(cuda, monkeypatch):
 
     monkeypatch.setattr(attention, "choose", choose)
     monkeypatch.setattr(attention, "native", lambda *_: True)
-    for config in (PARTS["olmo3"], PARTS["granite"], config):
-        decoder = init(config, INT8, dtype=jnp.bfloat16).decoder
+    for parts in (PARTS["olmo3"], PARTS["granite"], config):
+        decoder = init(parts, INT8, dtype=jnp.bfloat16).decoder
         jax.eval_shape(lambda decoder=decoder: decoder(jnp.zeros((1, 1), jnp.int32)))
     assert given == [(False, True), (False, False), (True, False)]
 

@@ -84,7 +84,8 @@ def outcome(folder, kind, name, **options):
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_entry_of_the_classes_is_in_a_table(kind, tmp_path):
     names = {name for version in DATA.values() for name in version.get(kind, ())}
-    own = huggingface._names({"mistral3": "mistral"}.get(kind, kind.removesuffix("_text")))
+    architecture = "mistral" if kind == "mistral3" else kind.removesuffix("_text")
+    own = huggingface._names(architecture)
     ignored = names & (entries._IGNORED | own.harmless)
     assert len(names) > (20 if kind in IMAGES else 30)
     before = with_entries(tmp_path, kind, {})
@@ -366,6 +367,34 @@ def test_every_key_of_llama_cpp_is_in_a_table(architecture):
 def test_features_of_gguf_files_raise(changes, match):
     with pytest.raises(ValueError, match=match):
         of_gguf("llama", changes)
+
+
+def test_factors_and_switches_of_gguf_files():
+    keys = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0}
+    found = of_gguf("granite", keys | {"attention.scale": 0.1})
+    assert (found.embedding_scale, found.residual_scale, found.logit_scale) == (12.0, 0.22, 0.125)
+    assert found.attention_scale == 0.1 and found.rotates(1)
+    assert not of_gguf("granite", {"rope.scaling.finetuned": False}).rotates(1)
+    found = of_gguf("gemma2", {"attn_logit_softcapping": 50.0})
+    assert found.attention_softcap == 50.0
+    assert (found.window, found.window_layers) == (4096, (True, False))
+    found = of_gguf("phi3", {"rope.dimension_count": 48, "attention.sliding_window": 0})
+    assert (found.rope_size, found.window) == (48, None)
+    factors = {
+        f"rope_factors_{kind}": rope_freqs("F32", np.ones(32, np.float32))["rope_freqs"]
+        for kind in ("short", "long")
+    }
+    factors = {
+        name: (tensor._replace(name=f"{name}.weight"), values)
+        for name, (tensor, values) in factors.items()
+    }
+    keys = {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19}
+    scaling = of_gguf("phi3", keys, **factors).rope_scaling
+    assert scaling is not None and (scaling.kind, scaling.amplitude) == ("longrope", 1.19)
+    with pytest.raises(ValueError, match="'yarn' with the tensor rope_factors_long"):
+        of_gguf("phi3", keys | {"rope.scaling.type": "yarn"}, **factors)
+    with pytest.raises(ValueError, match="32 pairs of elements|24 pairs of elements"):
+        of_gguf("phi3", keys | {"rope.dimension_count": 48}, **factors)
 
 
 def test_other_keys_of_gguf_files():

@@ -3,6 +3,7 @@
 Weights, names and keys of the GGUF files are written as llama.cpp's converter does.
 """
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def test_a_folder_gives_the_logits_of_transformers(name, tmp_path):
 
 
 def keys_of(name: str, architecture: str) -> dict[str, Any]:
-    """The metadata that llama.cpp's converter writes for a model."""
+    """The metadata that llama.cpp's converter writes for a model, and that of a tokenizer."""
     keys, config = gguf.Keys, CASES[name]
     heads = config["num_attention_heads"]
     size = config.get("head_dim", config["hidden_size"] // heads)
@@ -114,7 +115,7 @@ def keys_of(name: str, architecture: str) -> dict[str, Any]:
     if rope.get("rope_type") == "longrope":
         original = config["original_max_position_embeddings"]
         ratio = config["max_position_embeddings"] / original
-        found[keys.Rope.SCALING_ATTN_FACTOR] = (1 + np.log(ratio) / np.log(original)) ** 0.5
+        found[keys.Rope.SCALING_ATTN_FACTOR] = math.sqrt(1 + math.log(ratio) / math.log(original))
     elif rope:
         found[keys.Rope.SCALING_TYPE] = rope["rope_type"]
         found[keys.Rope.SCALING_FACTOR] = rope["factor"]
@@ -123,11 +124,9 @@ def keys_of(name: str, architecture: str) -> dict[str, Any]:
     if "llama_4_scaling_beta" in rope:
         found[keys.Rope.SCALING_YARN_LOG_MUL] = rope["mscale_all_dim"]
         found[keys.Attention.TEMPERATURE_SCALE] = rope["llama_4_scaling_beta"]
-    return {key.format(arch=architecture): as_key(value) for key, value in found.items()}
-
-
-def as_key(value: Any) -> Any:
-    return float(value) if isinstance(value, np.floating) else value
+    tokens = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+    own = {key.format(arch=architecture): value for key, value in found.items()}
+    return {"general.architecture": architecture} | own | BPE | tokens
 
 
 def tensors_of(name: str, architecture: str, weights: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -154,13 +153,24 @@ def tensors_of(name: str, architecture: str, weights: dict[str, np.ndarray]) -> 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in FOLDERS_ONLY])
 def test_a_gguf_file_gives_the_logits_of_transformers(name, tmp_path):
-    kind = CASES[name]["model_type"]
-    architecture = RENAMED.get(kind, kind)
+    kind: Any = CASES[name]["model_type"]
+    architecture: Any = RENAMED.get(kind, kind)
     folder = tmp_path / "model"
     folder.mkdir()
     write_folder(folder, CASES[name], {})
     weights = hf_weights(config_of(folder))
-    entries = {"general.architecture": architecture} | keys_of(name, architecture) | BPE
-    entries |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
-    stored = tensors_of(name, architecture, weights)
+    entries, stored = keys_of(name, architecture), tensors_of(name, architecture, weights)
     check_logits(load(write_gguf(tmp_path / "model.gguf", entries, stored)), name)
+
+
+def test_fused_tensors_of_another_shape_raise(tmp_path):
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    folder = folder_of(tmp_path / "model", "phi3")
+    weights = hf_weights(config_of(folder))
+    write_folder(folder, CASES["phi3"], weights | {name: weights[name][1:]})
+    with pytest.raises(ValueError, match=rf"{name}' is F32 of shape \(127, 64\), but"):
+        load(folder)
+    q = {"blk.1.attn_q.weight": ("F32", np.ones((64, 64), np.float32))}
+    stored = tensors_of("phi3", "phi3", weights) | q
+    with pytest.raises(ValueError, match=r"attn_q.weight' and 'blk.1.attn_qkv.weight' have the"):
+        load(write_gguf(tmp_path / "model.gguf", keys_of("phi3", "phi3"), stored))
