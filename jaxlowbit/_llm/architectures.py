@@ -64,9 +64,9 @@ class HuggingFace:
     - `harmless`: entries that turn on a feature in other architectures and nothing in this one.
     - `eos`: tokens that end texts if no file names any.
     - `rope_pairs`: the pairs that rotate.
-    - `rope_types`: types of the rotation's scaling and what this architecture takes them for.
+    - `rope_types`: other names of types of the rotation's scaling, with the usual names.
     - `norm_offset`: added to the stored scales of norms.
-    - `null_is_default`: entries for which null in config.json means the default.
+    - `null_is_default`: entries whose null in config.json means the default.
     """
 
     model_types: tuple[str, ...]

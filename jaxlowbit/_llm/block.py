@@ -80,8 +80,8 @@ class Block(nnx.Module):
         self.mlp_norm = norm("mlp_norm") if pre else None
         gate, up = (weight_of(f"layers.{index}.{name}") for name in ("gate", "up"))
         self.gate_up = nnx.List(_paired(gate, up))
-        names = ("gate_bias", "up_bias") if config.mlp_bias else ()
-        self.gate_up_biases = nnx.List([weight(name) for name in names])
+        self.gate_bias = weight("gate_bias") if config.mlp_bias else None
+        self.up_bias = weight("up_bias") if config.mlp_bias else None
         self.down = weight("down")
         self.down_bias = weight("down_bias") if config.mlp_bias else None
         self.post_mlp_norm = norm("post_mlp_norm") if post else None
@@ -342,7 +342,7 @@ class Block(nnx.Module):
     def mlp(self, x: Array, dtype: Any) -> Array:
         """The gated MLP of a normalized x, accumulated in float32 and rounded to `dtype`."""
         activation, down = self.config.activation, self.down.get_value()
-        if len(self.gate_up) == 1 and not self.rounds(x) and not self.gate_up_biases:
+        if len(self.gate_up) == 1 and not self.rounds(x) and self.gate_bias is None:
             gate_up = self.gate_up[0].get_value()
             if isinstance(down, QuantizedArray):
                 options = {"activation": activation, "preferred_element_type": dtype}
@@ -352,8 +352,7 @@ class Block(nnx.Module):
         if isinstance(pair[0], QuantizedArray) and len(pair) == 1:
             pair = [pair[0].select(i) for i in range(2)]
         gate, up = (self.multiply(x, weight, jnp.float32) for weight in pair)
-        if self.gate_up_biases:
-            gate, up = (biased(y, b) for y, b in zip((gate, up), self.gate_up_biases, strict=True))
+        gate, up = biased(gate, self.gate_bias), biased(up, self.up_bias)
         activate = jax.nn.silu if activation == "silu" else jax.nn.gelu  # its tanh form
         return self.multiply((activate(gate) * up).astype(x.dtype), down, dtype, divided=True)
 
@@ -376,7 +375,7 @@ class Block(nnx.Module):
         return x if norm is None else rms_norm(x, norm.get_value(), self.config.norm_epsilon)
 
     def normalize_heads(self, x: Array, norm: nnx.Param | None) -> Array:
-        """`normalize` of x (batch, length, features), of which each device has whole heads."""
+        """`normalize` of x (batch, length, features); each device has some of the features."""
         if norm is None or self.division is None:
             return self.normalize(x, norm)
         wide = x.astype(jnp.float32)

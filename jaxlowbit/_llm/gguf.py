@@ -244,7 +244,7 @@ def _warn_of_others(known: Metadata) -> None:
 
 
 def _layers(known: Metadata, entry: Architecture, layers: int, context: int) -> dict[str, Any]:
-    """The window, the layers that have one, and those that rotate, by fields of a `Config`."""
+    """The window, the layers with a window and the layers with a rotation, as `Config` fields."""
     layers = min(max(layers, 0), MOST["layers"])  # more raise an error in `Config`
     window = known.get("attention.sliding_window", "an integer") or None
     if entry.window_layers in ("upper", "unrotated") and window is not None:
@@ -288,7 +288,7 @@ def _scaling(file: File, known: Metadata, context: int, entry: Architecture) -> 
     """The scaling of the rotation, by llama.cpp's defaults.
 
     A factor without a type is linear, `rope.scale_linear` is its older key, and the model was
-    trained on the whole context unless the file says otherwise. Two tensors of factors are those of
+    trained on the whole context unless the file says otherwise. Two tensors of factors mean
     longrope.
     """
     kind = known.get("rope.scaling.type", "a string", "linear")
@@ -419,8 +419,8 @@ def _parts(
 ) -> dict[str, Tensor]:
     """Tensors by our names, with the parts of a fused tensor in its place.
 
-    **Raises:** `ValueError` for a fused tensor of another shape, and for one beside a tensor of one
-    of its parts.
+    **Raises:** `ValueError` for a fused tensor of another shape, and if the file has a tensor of a
+    part, too.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -163,7 +163,7 @@ def _text(outer: Fields, kinds: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
     """The `model_type`, one of `kinds`, and the entries of the decoder of a model with images.
 
     Both objects may tie the head, and the decoder's may leave it to the other. Without a
-    `text_config` the entries of the decoder are those of the file.
+    `text_config` the decoder has the entries of the file.
     """
     path = outer.path
     if "text_config" not in outer.values:
@@ -217,9 +217,9 @@ def _eos(folder: Path, names: HuggingFace, objects: Sequence[Fields]) -> tuple[i
 
 
 def _layers(known: Fields, entry: Architecture, names: HuggingFace, layers: int) -> dict[str, Any]:
-    """The window, the layers that have one, and those that rotate.
+    """The window, the layers with a window and the layers with a rotation, as `Config` fields.
 
-    The window is missing if no layer has one, and a field of layers if all are alike.
+    The window is missing if no layer has one.
     """
     layers = min(max(layers, 0), MOST["layers"])  # more raise an error in `Config`
     rotated = [True] * layers
@@ -403,8 +403,8 @@ def _by_weight(
 def _parts(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """Tensors by our names, with the parts of a fused tensor in its place.
 
-    **Raises:** `ValueError` for a fused tensor of another shape, in 8-bit floats, or beside a
-    tensor of one of its parts.
+    **Raises:** `ValueError` for a fused tensor of another shape or in 8-bit floats, and if the
+    folder has a tensor of a part, too.
     """
     shapes, found = config.shapes(), {}
     for name, tensor in tensors.items():

@@ -109,7 +109,7 @@ def _rotation(
     temperature = None
     if "llama_4_scaling_beta" in names.reads:
         beta = entries.get("llama_4_scaling_beta", "a number")
-        entries.read.add("max_position_embeddings")  # a copy of that of the file
+        entries.read.add("max_position_embeddings")  # a copy of the entry of the file
         temperature = (beta, entries.need(_ORIGINAL, "an integer")) if beta else None
     rotation = _Rotation(base, scaling, part, temperature)
     unread = {

@@ -34,7 +34,7 @@ _VOCABULARY = ("embedding", "head")
 _ALONG_N = ("q", "k", "v", "qkv", "gate", "up", "gate_up", *_VOCABULARY)
 _ALONG_K = ("o", "down")
 _VECTORS = (
-    *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias", "gate_up_biases"),
+    *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias"),
     *("q_all_norm", "k_all_norm"),
 )
 

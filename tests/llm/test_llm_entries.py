@@ -393,7 +393,7 @@ def test_factors_and_switches_of_gguf_files():
     assert scaling is not None and (scaling.kind, scaling.amplitude) == ("longrope", 1.19)
     with pytest.raises(ValueError, match="'yarn' with the tensor rope_factors_long"):
         of_gguf("phi3", keys | {"rope.scaling.type": "yarn"}, **factors)
-    with pytest.raises(ValueError, match="32 pairs of elements|24 pairs of elements"):
+    with pytest.raises(ValueError, match="have 24 pairs of elements"):
         of_gguf("phi3", keys | {"rope.dimension_count": 48}, **factors)
 
 

@@ -48,7 +48,7 @@ def hf_weights(config: Config) -> dict[str, np.ndarray]:
 
 
 def folder_of(folder, name):
-    """A folder of a model; that of Ministral 3 has images, too."""
+    """A folder of a model; the one of Ministral 3 has images, too."""
     entries = CASES[name] | {"transformers_version": "5.23.0"}
     folder.mkdir()
     write_folder(folder, entries, {})
@@ -77,7 +77,7 @@ def test_a_folder_gives_the_logits_of_transformers(name, tmp_path):
 
 
 def keys_of(name: str, architecture: str) -> dict[str, Any]:
-    """The metadata that llama.cpp's converter writes for a model, and that of a tokenizer."""
+    """The metadata that llama.cpp's converter writes for a model, with a tokenizer."""
     keys, config = gguf.Keys, CASES[name]
     heads = config["num_attention_heads"]
     size = config.get("head_dim", config["hidden_size"] // heads)
@@ -130,7 +130,7 @@ def keys_of(name: str, architecture: str) -> dict[str, Any]:
 
 
 def tensors_of(name: str, architecture: str, weights: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The tensors that llama.cpp's converter writes for a model, by the names of its own table."""
+    """The tensors that llama.cpp's converter writes for a model, by the names in its table."""
     config = CASES[name]
     kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])

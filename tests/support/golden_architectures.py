@@ -1,7 +1,7 @@
-"""Tiny models of every architecture, of which transformers computed the logits.
+"""Tiny models of every architecture, whose logits transformers computed.
 
-tools/golden_architectures.py stores only the logits: weights are numbers that follow from the names
-of their tensors, so that both sides make the same. Needs NumPy alone.
+tools/golden_architectures.py stores only the logits: the weights follow from the names of their
+tensors, so both sides compute the same. This module needs only NumPy.
 """
 
 import math
