@@ -29,6 +29,9 @@ QUICKSTART = (ROOT / "examples/quickstart.py").read_text()  # test_examples.py r
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
+WHOLE_PROGRAMS = ("first_product.md", "first_model.md")
+
+
 def public(module):
     names = vars(module).items()
     return {k: v for k, v in names if not k.startswith("_") and not inspect.ismodule(v)}
@@ -123,7 +126,7 @@ def test_blocks_of_pages(page):
     for block in blocks(page.read_text()):
         if block == QUICKSTART:
             continue
-        fresh = {} if page.name == "index.md" else given(block)  # that page is a whole program
+        fresh = {} if page.name in WHOLE_PROGRAMS else given(block)
         names = fresh | defined
         run(block, page, names)
         defined = {name: value for name, value in names.items() if value is not fresh.get(name)}
@@ -153,6 +156,19 @@ def test_links_lead_somewhere(page):
         headings = re.findall("^#+ (.*)", target.read_text(), re.M) if anchor else [""]
         slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
         assert anchor in slugs, f"{path}#{anchor}"
+
+
+def test_environment_variables_are_documented():
+    sources = [
+        path
+        for folder in ("jaxlowbit", "cuda", "cpu", "xla_ffi")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".h", ".cc")
+    ]
+    read = r"""getenv\("(JAXLOWBIT_\w+)"|VARIABLE = "(JAXLOWBIT_\w+)"|environ\W+(JAXLOWBIT_\w+)"""
+    found = {"".join(names) for path in sources for names in re.findall(read, path.read_text())}
+    page = (ROOT / "docs/environment_variables.md").read_text()
+    assert found == set(re.findall(r"^\| `(JAXLOWBIT_\w+)`", page, re.MULTILINE))
 
 
 def test_every_question_has_an_anchor():
