@@ -25,12 +25,12 @@ def test_tables_are_complete(study):
 
 def test_every_study_has_a_page():
     text = "".join(page.read_text() for page in figures.pages())
-    assert [study for study in STUDIES if f"<!-- tables: {study} -->" not in text] == []
+    assert [study for study in STUDIES if f"<!-- table: {study}/" not in text] == []
 
 
 def test_unknown_names_raise():
     with pytest.raises(ValueError, match="there is no study 'none'"):
         measurements.study("none")
-    with pytest.raises(ValueError, match="has no table 'none'; name one of transposed"):
+    with pytest.raises(ValueError, match="has no table 'none'; name one of rate"):
         measurements.table("qmm_sm80", "none")
     assert measurements.table("language_models", "gpu")["rows"][0][3] == "533"
