@@ -171,6 +171,38 @@ def test_environment_variables_are_documented():
     assert found == set(re.findall(r"^\| `(JAXLOWBIT_\w+)`", page, re.MULTILINE))
 
 
+@functools.cache
+def sources():
+    """Files of the repository, and all words in their code."""
+    folders = ("jaxlowbit", "cuda", "cpu", "xla_ffi", "tests", "tools", "benchmarks", "cmake")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    code = {".py", ".pyi", ".cc", ".h", ".cu", ".cuh", ".inc", ".def", ".txt", ".cmake"}
+    words = {
+        w for path in files if path.suffix in code for w in re.findall(r"\w+", path.read_text())
+    }
+    return {path.relative_to(ROOT).as_posix() for path in files}, words
+
+
+INTERNALS = [*ROOT.glob("docs/kernels/*.md"), *ROOT.glob("docs/adding_*.md")]
+INTERNALS += [
+    ROOT / f"docs/{name}.md" for name in ("design", "decisions", "layout", "custom_calls")
+]
+INTERNALS += [ROOT / f"docs/{name}.md" for name in ("selection", "compiling")]
+OTHERS = {"mosaic_gpu.kernel"}  # names of other packages
+
+
+@pytest.mark.parametrize("page", sorted(INTERNALS), ids=lambda page: page.stem)
+def test_internals_name_what_exists(page):
+    files, words = sources()
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for name in set(re.findall(r"`([\w./:]+)`", text)) - OTHERS:
+        if re.search(r"\.(py|cuh?|h|cc|inc|def)$", name):
+            assert any(f"/{file}".endswith(f"/{name}") for file in files), name
+        elif "_" in name or re.search("[a-z][A-Z]", name):
+            assert set(re.findall(r"\w+", name)) <= words or any(name in f for f in files), name
+    assert len(page.read_text().splitlines()) <= 150
+
+
 def test_every_question_has_an_anchor():
     """So that an answer can be linked to: a heading of each would be a page of headings."""
     text = (ROOT / "docs/faq.md").read_text()
