@@ -111,7 +111,7 @@ _LABELS = {
     "e4m3": (-7, -5, "end"),
     "e5m2": (-7, 5, "end"),
     "mxfp8": (4, -9, "start"),
-    "int4-g32-float-super": (-4, -9, "middle"),
+    "int4-g32-float-two_level": (-4, -9, "middle"),
 }
 
 

@@ -18,7 +18,7 @@ _NARROW_SCALES = {
     "e8m0": "jaxlowbit::E8m0",
     "e4m3": "jaxlowbit::E4m3",
     "int8": "int8_t",
-    "super": "jaxlowbit::Super",
+    "two_level": "jaxlowbit::Super",
 }
 _CUDA_NAMES |= {"int8": "int8_t", "float8_e4m3fn": "jaxlowbit::E4m3"}
 _ZEROS = {"none": "kNone", "integer": "kInteger", "float": "kFloat"}
@@ -45,7 +45,7 @@ def of_format(format: Format, lhs: jnp.dtype, scale: jnp.dtype, capability: int)
 
     Instances for small M read scales of two levels; all others have float scales.
     """
-    if format.scale == "super":
+    if format.scale == "two_level":
         floats = of_format(format.expanded, lhs, jnp.dtype("float32"), capability)
     else:
         floats = []

@@ -260,7 +260,7 @@ def _static(path: Path, activations: bool, cache: bool) -> tuple[str, ...]:
     if activations:
         found.append(
             f"{path} has static scales of activations, which are left out: here activations stay "
-            "floats, or get a scale for each token with activation_dtype=jnp.float8_e4m3fn."
+            "floats, or get a scale for each token with lhs_qtype=jnp.float8_e4m3fn."
         )
     if cache:
         found.append(
