@@ -210,7 +210,8 @@ def layout() -> Drawing:
         drawing.text(left + 24, 332, f"{e} {v} {h}", anchor="middle", size=12.5)
         drawing.text(left + 24, 358, f"bit {4 * slot}", anchor="middle", size=11, color="soft")
     drawing.text(34, 332, "e v h", anchor="end", size=12.5, color="soft")
-    drawing.text(40, 384, "n = 16 w + 8 h + g        k = 16 s + 8 v + 2 t + e", size=13)
+    drawing.text(40, 384, "n = 16 w + 8 h + g", size=13)
+    drawing.text(220, 384, "k = 16 s + 8 v + 2 t + e", size=13)
     drawing.text(40, 408, "(word >> 4 (2 v + h)) & 0x000f000f gives register 2 v + h:", size=13)
     drawing.text(
         40, 428, "k and k + 1 in its two halves. No shuffle, no shared-memory pass.", size=13
@@ -246,7 +247,7 @@ def qmm_sm80() -> Drawing:
             ("cp.async", loads),
             ("dequant, mma", products),
             ("end", [(8.5, 10, "store", "c")]),
-            ("reduce (PDL)", [(8.5, 10, "add splits", "d")]),
+            ("reduce (PDL)", [(8.5, 10, "add if split", "d")]),
         ],
     )
 
