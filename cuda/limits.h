@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Limits in the contract with callers that allocate workspaces and lower calls.
+// Limits for callers that allocate workspaces and lower calls.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ inline constexpr int64_t kMaxWorkspaceBytes = int64_t{16} << 20;
 // Maximum row length of a normalization between products.
 inline constexpr int64_t kMaxRmsNormColumns = 16384;
 
-// Maximum number of rows whose parts a call adds over several devices. It adds in one step; for large M, an all-reduce
-// in two steps sends less.
+// Maximum number of rows that a call all-reduces over several devices. It does so in one step; for large M, two steps
+// send less.
 inline constexpr int64_t kMaxExchangeRows = 32;
 
 // Upper bound on the bytes of partial sums of a product with this many rows and columns, over all weights that its rows
