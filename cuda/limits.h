@@ -16,6 +16,10 @@ inline constexpr int64_t kMaxWorkspaceBytes = int64_t{16} << 20;
 // Maximum row length of a normalization between products.
 inline constexpr int64_t kMaxRmsNormColumns = 16384;
 
+// Limits of a decode step's attention: head size (a multiple of 8), and query heads per key head.
+inline constexpr int64_t kMaxAttendHeadSize = 256;
+inline constexpr int64_t kMaxAttendShared = 16;
+
 // Maximum number of rows that a call all-reduces over several devices. It does so in one step; for large M, two steps
 // send less.
 inline constexpr int64_t kMaxExchangeRows = 32;
