@@ -264,9 +264,19 @@ def _forward(config: Config, weights: Mapping[str, Any], index: int, x: Array) -
     batch, length = x.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
     cache = make_cache(config.replace(layers=1), batch, length, x.dtype).advance(positions)
-    rotation = rope.rotation(config, positions, local=block.local)
+    long = config.takes_long_factors(length)
+    rotation = rope.rotation(config, positions, local=block.local, long=long)
     options = {"implementation": "xla", "reach": length}
-    return block.step(block.project(x), x, None, rotation, positions, cache, 0, **options)[0]
+    return block.step(
+        block.project(x),
+        x,
+        None,
+        rotation if block.rotates else None,
+        positions,
+        cache,
+        0,
+        **options,
+    )[0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "index"))
