@@ -27,7 +27,7 @@ class Record:
     - `full`: whether second moments are matrices.
     - `traced`: whether all products are in one trace, whose results have the statistics. Otherwise
       products in traces, such as those of a scan, call back.
-    - `statistics`: by name. Those of a stack of matrices have the axes of the stack.
+    - `statistics`: by name. For a stack of matrices they have the axes of the stack.
     - `inputs`: by name, a number that weights share if they multiply the same inputs.
     """
 

@@ -115,18 +115,19 @@ def calibrated(
     source: Source,
     rounding: Rounding,
     calibration: Calibration,
-    tokens: np.ndarray,
     key: Mapping[str, Any],
 ) -> Iterator[tuple[str, Weight]]:
     """The weights of a model by name, matrices quantized with the statistics of their inputs.
 
-    The head gets those of its inputs. An embedding that is not the head too has no product: it is
+    The batches of the calibration are `tokens_of`.
+
+    The head has inputs too. An embedding that is not the head too has no product: it is
     rounded by `"mse"`.
 
     **Raises:** `ValueError` for inputs that are not finite, and what quantizers raise, with the
     name of the matrix.
     """
-    config = source.config
+    config, tokens = source.config, calibration.batches
     results = Results("load", calibration.folder, {**key, "tokens": _digest(tokens)})
     embedding = source.floats("embedding")
     x = _embedded(embedding, tokens, config.embedding_scale, rounding.dtype)
@@ -176,7 +177,7 @@ class _Block:
         self.matrices = tuple(name for name in short if rounding.formats.get(self.prefix + name))
 
     def calibrated(self, x: Array) -> tuple[dict[str, Weight], Array, float]:
-        """The weights that replace those of the block, the inputs of the next, and the mean error
+        """The new weights of the block, the inputs of the next, and the mean error
         of products, relative to their size."""
         config, dtype = self.source.config, self.rounding.dtype
         statistics = self._statistics(x)
@@ -235,7 +236,7 @@ class _Block:
                 continue
             sizes = {self.floats[name].shape[0] for name in names}
             if sizes != {self.floats[before].shape[-1]}:
-                continue  # heads that share values have no column of their own
+                continue  # heads share the columns of values
             formats = tuple(self.rounding.formats[self.prefix + name] for name in names)
             weights = tuple(self.floats[name] for name in names)
             factor = _factors(weights, statistics[names[0]], factors_of, formats)

@@ -10,7 +10,7 @@ from .perplexity import perplexity, windowed
 
 
 class Evaluation(NamedTuple):
-    """What a format costs.
+    """Quality and size of a model in a format.
 
     - `format`, `quantizer`: names, None for the weights of the file.
     - `bits`: bits per weight of all matrices, with scales and zeros.

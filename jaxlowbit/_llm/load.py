@@ -230,15 +230,15 @@ def read(
     formats = _formats(format, rules, [name for name, shape in shapes.items() if len(shape) == 2])
     _check_quantizer(quantizer, [found for found in formats.values() if found is not None])
     quantizers.check_calibration("load", quantizer, calibration is not None)
-    windows = None
     if calibration is not None:
         calibration = Calibration.of("load", calibration, progress=progress)
         windows = tokens_of(calibration, config, tokenizer)
+        calibration = Calibration(windows, folder=calibration.folder, progress=calibration.progress)
     found = {name: formats.get(name) or source.format for name, source in sources.items()}
     division = None if mesh is None else Division.of("load", config, mesh, found)
     memory.check_weights("load", shapes, found, dtype, mesh)
     reading = _Reading(sources, shapes, dtype, scale_dtype, quantizer)
-    if windows is None:
+    if calibration is None:
         found_weights = ((name, reading.weight(name, formats.get(name))) for name in sources)
     else:
         source = Source(config, reading.floats, lambda name: reading.weight(name, None))
@@ -246,7 +246,7 @@ def read(
         rounding = Rounding(formats, quantizer, wide, dtype)
         key = {"model": _identity(path), "formats": formats, "quantizer": str(quantizer)}
         key |= {"dtype": dtype, "scale_dtype": scale_dtype}
-        found_weights = calibrated(source, rounding, calibration, windows, key)
+        found_weights = calibrated(source, rounding, calibration, key)
     weights: dict[str, QuantizedArray | Array] = {}
     reports = []
     total = sum(source.nbytes for source in sources.values())

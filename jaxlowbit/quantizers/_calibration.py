@@ -1,4 +1,4 @@
-"""`Calibration`: the inputs from which quantizers learn, and how to run them."""
+"""`Calibration`: inputs of a model for quantizers, and how to run them."""
 
 import dataclasses
 import hashlib
@@ -20,10 +20,10 @@ from ._statistics import Statistics
 class Calibration:
     """Inputs of a model for quantizers that read statistics, such as `"gptq"`.
 
-    Layers are calibrated and quantized one after the other, in the order in which the model calls
-    them, so each sees inputs that the quantized layers before it computed. Memory is that of the
-    model, of the statistics of `at_once` layers ((k, k) floats each) and, for a language model, of
-    the inputs of one block. Results are bitwise repeatable.
+    Layers are calibrated and quantized one after the other, in the order of their calls, so each
+    sees inputs that the quantized layers before it computed. Memory holds the model, the statistics
+    of `at_once` layers ((k, k) floats each) and, for a language model, the inputs of one block.
+    Results are bitwise repeatable.
 
     **Arguments:**
 
@@ -96,7 +96,7 @@ class Calibration:
 class Results:
     """The arrays of each layer in a folder, to resume from; without a folder they are not kept.
 
-    A file is written to a temporary name and renamed. `key` says what the results depend on.
+    A file is written to a temporary name and renamed. `key` has all that the results depend on.
     """
 
     def __init__(self, caller: str, folder: Any, key: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class Results:
             return {key: _typed(file[key], *kinds[key]) for key in kinds}
 
     def save(self, name: str, arrays: Mapping[str, Any]) -> None:
-        """Saves arrays; their dtypes may be those of JAX."""
+        """Saves arrays; dtypes of JAX, such as bfloat16, are kept."""
         if self.folder is None:
             return
         found = {key: np.asarray(value) for key, value in arrays.items()}

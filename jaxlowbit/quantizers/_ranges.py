@@ -1,4 +1,4 @@
-"""The search over ranges of groups, by which quantizers clip extremes."""
+"""The search over ranges of groups: quantizers clip extremes by it."""
 
 from collections.abc import Callable
 from typing import Any

@@ -36,7 +36,9 @@ def quantize(
 
 
 def factors(weights: Sequence[Array], formats: Sequence[Format], statistics: Statistics) -> Array:
-    """The factors (k,) of the rows of weights (k, n) that share inputs; 1 where it gains nothing.
+    """The factors (k,) of the rows of weights (k, n) that share inputs.
+
+    They are 1 if no power lowers the error.
 
     **Arguments:** `statistics`: with full second moments.
     """

@@ -5,7 +5,7 @@ Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-tr
 row of the Cholesky factor of the inverse of the second moments of the inputs (equations 2 and 3 and
 step 3 of the paper). Blocks of rows update the rows after them in one matrix product.
 
-- Order: rows with the largest mean square come first (`act-order`). The groups stay those of the
+- Order: rows with the largest mean square come first (`act-order`). Groups still consist of
   neighbouring rows, so the result needs no permutation (`static_groups` in the reference code).
 - Clipping: the range of each group minimizes the error of its rows, each divided by the diagonal of
   the factor, because that is the error after compensation.
@@ -123,7 +123,7 @@ def _factor(moments: Array, damping: float, act_order: bool) -> _Factor:
 
     def factored(damping: Array) -> tuple[Array, Array, Array]:
         damped = ordered + damping * mean * eye
-        # Of a matrix whose rows and columns are reversed, the lower factor is an upper one.
+        # The lower factor of the reversed matrix, reversed, is an upper one.
         return damping, damped, jnp.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
 
     def failed(state: tuple[Array, Array, Array]) -> Array:

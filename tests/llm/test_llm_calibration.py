@@ -1,6 +1,7 @@
 """Language models with calibrated quantizers: errors of outputs, folded factors, resuming."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import pytest
 from model_files import write_tiny
 
 from jaxlowbit import llm
+from jaxlowbit._command import main
+from jaxlowbit._llm import command
 from jaxlowbit.llm import perplexity
 from jaxlowbit.quantizers import Calibration, gptq
 
@@ -95,6 +98,22 @@ def test_divergence_and_stride(tiny):
     assert whole.loss == pytest.approx(float(plain.mean()), rel=1e-4)
     with pytest.raises(ValueError, match=r"stride is 33, but it is tokens between .* from 1 to 32"):
         perplexity(model, tokens, context=32, stride=33)
+
+
+def test_the_command_compares_formats(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "keep_programs", lambda: None)
+    text = tmp_path / "text"
+    text.write_text("some words and others, " * 20)
+    arguments = ["evaluate", str(tiny), "--text", str(text), "--tokens", "40", "--context", "16"]
+    arguments += ["--keep", "embedding|head", "--dtype", "float32", "--json"]
+    main([*arguments, "--formats", "int3-g32", "--quantizers", "absmax"])
+    *table, last = capsys.readouterr().out.splitlines()
+    stored, found = json.loads(last)
+    assert table[1].startswith("as stored") and table[2].startswith("int3-g32 ")
+    assert stored["divergence"] < 1e-7 < found["divergence"] and found["bits"] < stored["bits"]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--formats", "int3", "--quantizers", "gptq"])
+    assert "--quantizer gptq needs inputs; pass --calibration" in capsys.readouterr().err
 
 
 def load_pair(path):
