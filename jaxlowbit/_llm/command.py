@@ -394,11 +394,12 @@ def _bench(options: argparse.Namespace) -> None:
     for batch in options.batch:
         check_sizes(config, batch, **sizes)
     if header is None:
-        if options.quantizer is not None:
-            raise ValueError(
-                f"--quantizer {options.quantizer}, but the weights of {options.model} are random, "
-                "not rounded; leave it out, or name a file."
-            )
+        for name in ("quantizer", "calibration"):
+            if (value := getattr(options, name)) is not None:
+                raise ValueError(
+                    f"--{name} {value}, but the weights of {options.model} are random, not "
+                    "rounded; leave it out, or name a file."
+                )
         format = None if options.format == "float" else _format(options.format) or INT4
         model = init(config, format, **_decoding(options))
     else:
