@@ -20,8 +20,9 @@ import numpy as np
 from .._core.array import QuantizedArray
 from .._core.checks import brief
 from .._core.format import SCALES, Format
-from . import packing
-from .folder import AGAIN, FLOATS, Fields, Tensor
+from ..checkpoint import _packing as packing
+from ..checkpoint._fields import Fields
+from ..checkpoint._files import AGAIN, FLOATS, Tensor
 
 KIND = "F8_E4M3"
 """The type of the matrices."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoint._warn import warn_of_file
 from . import ggml_types
 from .architectures import ARCHITECTURES, Architecture, Gguf, weight_name
 from .config import Config, RopeScaling, pattern_of
 from .gguf_file import AGAIN, FLOATS, File, Metadata, Tensor, short
-from .warn import warn_of_file
 
 # --- the configuration ----------------------------------------------------------------------------
 

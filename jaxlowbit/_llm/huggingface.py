@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from .._core.checks import brief
+from ..checkpoint._fields import Fields
+from ..checkpoint._files import AGAIN, FLOATS, Tensor, read_folder, read_json
+from ..checkpoint._warn import warn_of_file
 from . import float8
 from .architectures import ARCHITECTURES, HuggingFace, weight_name
 from .config import MOST, Config, pattern_of
 from .entries import check_features, left_out
-from .folder import AGAIN, FLOATS, MLX, Fields, Tensor, read_json, tensors_of
+from .folder import MLX
 from .rope_entries import rotation_of
-from .warn import warn_of_file
 
 # --- the configuration ----------------------------------------------------------------------------
 
@@ -253,7 +255,7 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
     """
     path = folder / "config.json"
     scheme = float8.scheme_of(path, read_json(path))
-    tensors = tensors_of(folder)
+    tensors = list(read_folder(folder).tensors.values())
     scales: dict[str, Tensor] = {}
     unread: list[str] = []
     weights: list[Tensor] = []

@@ -18,8 +18,9 @@ from .._core.checks import boolean, brief, compute_dtype
 from .._core.format import Format, as_format
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
+from ..checkpoint import _packing as packing
 from ..quantizers import _registry as quantizers
-from . import float8, ggml_types, gguf, huggingface, memory, packing
+from . import float8, ggml_types, gguf, huggingface, memory
 from .config import Config
 from .folder import check_folder
 from .sharding import Division

@@ -18,7 +18,7 @@ for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 from jaxlowbit import llm  # noqa: E402
-from jaxlowbit._llm.folder import tensors_of  # noqa: E402
+from jaxlowbit.checkpoint._files import read_folder  # noqa: E402
 
 Q = "model.layers.0.self_attn.q_proj"
 TOKENS = np.random.default_rng(1).integers(0, 200, (1, 16))
@@ -217,7 +217,7 @@ def rewrite(path: Any, config: Any = None, tensors: Any = None, without: str = "
         (path / "config.json").write_text(json.dumps(model))
     found = {
         x.name: x.rows(0, x.shape[0] if len(x.shape) > 1 else 1).reshape(x.shape)
-        for x in tensors_of(path)
+        for x in read_folder(path).tensors.values()
     } | (tensors or {})
     found.pop(without, None)
     save_file(found, file)
