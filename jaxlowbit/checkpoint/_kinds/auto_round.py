@@ -16,7 +16,7 @@ from .._matrix import Found, Matrix
 from . import awq, compressed_tensors, gptq
 
 METHODS = ("auto-round", "intel/auto-round")
-SUMMARY = "AutoRound of 2, 3, 4 and 8 bits, MXFP4, MXFP8, NVFP4 and 8-bit floats"
+SUMMARY = "AutoRound of 2 to 8 bits, MXFP4, MXFP8, NVFP4 and 8-bit floats"
 _KIND = "AutoRound"
 _ALIASES = {
     "auto": "auto_round:auto_gptq",
@@ -98,7 +98,7 @@ _SCHEME = ("bits", "group_size", "data_type", "act_bits", "act_data_type")
 
 def _integers(stored_zero: int) -> Callable[[Folder, str, Fields], Matrix]:
     def matrix(folder: Folder, module: str, own: Fields) -> Matrix:
-        bits = own.expect("bits", None, 2, 3, 4, 8)
+        bits = own.expect("bits", None, *range(2, 9))
         own.expect("data_type", "int", "int")
         layout = gptq.Layout(bits, gptq.group_size(own), bool(stored_zero))
         return gptq.matrix(folder, module, layout, _KIND)
