@@ -1,18 +1,20 @@
 """Fine-grained float8: DeepSeek-V3's format, `FineGrainedFP8Config` of transformers.
 
 `X.weight` has 8-bit floats and `X.weight_scale_inv` the factor of each block of rows and columns,
-or of the matrix. A weight is the product (README_WEIGHTS.md of DeepSeek-V3).
+or of the matrix. A weight is the product (README_WEIGHTS.md of DeepSeek-V3). Factors in bytes are
+powers of two, as in MXFP8. Experts may be stacks, or pairs of 4-bit floats with a power of two for
+32 inputs (`Fp8Dequantize` of transformers).
 """
 
 import dataclasses
 import re
 
 from .._fields import OTHER, Fields
-from .._files import AGAIN, FLOATS, Folder
+from .._files import AGAIN, Folder
 from .._matrix import Found, Matrix
-from .._scaled import scaled
+from .._scaled import four_bit_floats, scaled
 
-METHODS = ("fp8",)
+METHODS = ("fp8", "mxfp8")
 SUMMARY = "float8_e4m3fn with a scale for each block of rows and columns, or for each matrix"
 _SCALE = "_scale_inv"
 
@@ -20,7 +22,7 @@ _SCALE = "_scale_inv"
 def read(folder: Folder, config: Fields) -> Found:
     config.expect("fmt", "e4m3", "e4m3")
     config.expect("scale_fmt", "float", "float", "ue8m0")
-    config.expect("expert_dtype", "fp8", "fp8")
+    config.expect("expert_dtype", "fp8", "fp8", "fp4")
     activations = config.expect("activation_scheme", "dynamic", "dynamic", "static")
     block = _block(config)
     floats = _floats(config)
@@ -54,27 +56,29 @@ def _matrix(
         raise ValueError(
             f"{weight.where} has scales, but by {config.path} {module!r} stays floats; {AGAIN}."
         )
-    weight.check(("F8_E4M3",), weight.shape)
-    scale.check((*FLOATS, "F8_E8M0"), scale.shape)
-    rows, columns = block
-    if len(weight.shape) != 3:
-        return scaled(name, "float8", weight, scale, rows=rows, columns=columns)
-    count, n, k = weight.shape
-    if rows == -1 or n % rows:
+    if not 2 <= len(weight.shape) <= 3 or weight.kind not in ("F8_E4M3", "I8"):
         raise ValueError(
-            f"{weight.where} is a stack of matrices of {n} rows, but blocks of {rows} rows divide "
-            f"those that are read; {OTHER}."
+            f"{weight.where} is {weight.kind} of shape {weight.shape}, but it is F8_E4M3, or pairs "
+            f"of 4-bit floats in I8, a matrix or a stack of them; {AGAIN}."
         )
-    own = scale.check((scale.kind,), (count, n // rows, -(-k // columns)))
-    found = scaled(
-        name,
-        "float8",
-        weight._replace(shape=(count * n, k)),
-        own._replace(shape=(count * n // rows, -(-k // columns))),
-        rows=rows,
-        columns=columns,
-    )
-    return dataclasses.replace(found, shape=(n, k), stack=count)
+    *lead, n, k = weight.shape
+    rows, columns = block if weight.kind == "F8_E4M3" else (1, 32)
+    if lead:
+        if rows == -1 or n % rows:
+            raise ValueError(
+                f"{weight.where} is a stack of matrices of {n} rows, but blocks of {rows} rows "
+                f"divide those that are read; {OTHER}."
+            )
+        scale.check((scale.kind,), (*lead, n // rows, *scale.shape[2:]))
+        weight = weight._replace(shape=(lead[0] * n, k))
+        scale = scale._replace(shape=(lead[0] * n // rows, *scale.shape[2:]))
+    if weight.kind == "I8":
+        scale.check(("U8", "F8_E8M0"), scale.shape)
+        found = four_bit_floats(name, "4-bit floats", weight._replace(kind="U8"), scale)
+        k *= 2
+    else:
+        found = scaled(name, "float8", weight, scale, rows=rows, columns=columns)
+    return dataclasses.replace(found, shape=(n, k), stack=lead[0]) if lead else found
 
 
 def _block(config: Fields) -> tuple[int, int]:

@@ -23,7 +23,7 @@ METHODS = ("hqq",)
 SUMMARY = "HQQ of 1, 2, 3, 4 and 8 bits with axis 1; axis 0 with requantize="
 _OPTIONS = """
     axis channel_wise compute_dtype encoded_state_dict group_size nbits offload_meta optimize
-    packing round_zero shape stores_quant_config unpack_view_dtype view_as_float
+    packing quant_scale quant_zero round_zero shape stores_quant_config unpack_view_dtype view_as_float
 """
 _PARTS = {1: 8, 2: 4, 3: 10, 4: 2, 8: 1}
 
@@ -130,6 +130,13 @@ def _groups(folder: Folder, module: str) -> Groups:
     )
     form = folder.need(f"{module}.shape", module)
     shape = tuple(int(x) for x in form.check(("I64", "I32"), (2,)).array())
+    for name in ("quant_scale", "quant_zero"):
+        nested = folder.tensors.get(f"{module}.{name}")
+        if nested is not None and _option(nested):
+            raise ValueError(
+                f"{nested.where} is {_option(nested)}, but scales and zeros are read that are not "
+                f"quantized themselves; {OTHER}."
+            )
     packing = folder.tensors.get(f"{module}.packing")
     expected = f"{bits}bit_{'32' if bits == 3 else 'u8'}"
     found = expected if packing is None else packing.array().tobytes().decode("ascii", "replace")
