@@ -39,7 +39,7 @@ def logits(model: llm.LanguageModel) -> np.ndarray:
         ("llama_gptq", {}, 1e-4),  # in an order by activation that differs between matrices
         ("llama_w4a16", {}, 2**-8),  # transformers rounds weights to bfloat16
         # The library's steps of 8 bits are 127.5 to the largest input, ours 127.
-        ("llama_w8a8", {"activation_dtype": "int8"}, 2**-4),
+        ("llama_w8a8", {"lhs_qtype": "int8"}, 2**-4),
     ],
 )
 def test_logits_are_those_of_transformers(name, options, tolerance, tmp_path):
