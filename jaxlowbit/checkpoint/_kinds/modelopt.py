@@ -16,7 +16,7 @@ import numpy as np
 
 from ..._core.format import Format
 from .._fields import OTHER, Fields
-from .._files import FLOATS, Folder, Tensor, read_json
+from .._files import AGAIN, FLOATS, Folder, Tensor, read_json
 from .._matrix import Found, Matrix
 from .._packing import Unpacked
 from .._scaled import four_bit_floats, number, scaled, scales
@@ -128,15 +128,21 @@ def _mxfp4(folder: Folder, module: str, config: Fields) -> Matrix:
 def _int4(folder: Folder, module: str, config: Fields) -> Matrix:
     """Pairs of rows of signed integers, (out / 2, in): the even row in the low bits."""
     weight, scale = _pair(folder, module)
-    size = config.need("group_size", "an integer")
     n, k = 2 * weight.shape[0], weight.shape[1]
-    if size < 1 or k % size or (size % 16 and size != k):
-        raise ValueError(
-            f"{weight.where} has groups of {size}, but groups are read that divide its {k} inputs "
-            f"into multiples of 16; {OTHER}."
-        )
     weight.check(("U8",), weight.shape)
-    scale.check(FLOATS, (n, k // size))
+    scale.check(FLOATS, (n, *scale.shape[1:2]))
+    # config.json lacks the size of groups, which hf_quant_config.json has.
+    size = k // max(scale.shape[1], 1)
+    if size * scale.shape[1] != k or (size % 16 and size != k):
+        raise ValueError(
+            f"{scale.where} has {scale.shape[1]} groups, but groups are read that divide the {k} "
+            f"inputs of {weight.name!r} into multiples of 16; {OTHER}."
+        )
+    if config.get("group_size", "an integer", size) != size:
+        raise ValueError(
+            f"{config.path}: 'group_size' is {config.values['group_size']}, but {scale.name!r} has "
+            f"groups of {size}; {AGAIN}."
+        )
 
     def unpack(start: int, stop: int) -> Unpacked:
         pairs = weight.array()[start // 2 : -(-stop // 2)]
