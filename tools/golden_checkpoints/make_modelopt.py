@@ -69,7 +69,10 @@ def quantized(name: str, config: dict) -> None:
     layer = llama.model.layers[0].mlp.down_proj
     own = None
     if name not in ("nvfp4", "mxfp4", "mxfp8"):
-        own = layer.weight_quantizer(layer.weight).detach()
+        quantizer = layer.weight_quantizer
+        if name == "w4a8-awq":  # without its second stage, 8-bit floats of the products' operands
+            quantizer = quantizer[0]
+        own = quantizer(layer.weight).detach()
         if layer.input_quantizer.pre_quant_scale is not None:
             own = own * layer.input_quantizer.pre_quant_scale.float()
     with tempfile.TemporaryDirectory() as folder:

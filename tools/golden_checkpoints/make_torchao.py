@@ -1,7 +1,7 @@
 """Golden checkpoints of torchao 0.18, by its tensors and `flatten_tensor_state_dict`."""
 
 import torch
-from folders import N, K, weights, write
+from folders import K, N, weights, write
 from torchao.core.config import config_to_dict
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import (
