@@ -12,7 +12,10 @@ from .._core.dtypes import FLOATS
 from .._core.format import Format
 from . import call, extension
 from .block import add_block
-from .problem import Problem
+from .float_scales import of_float_scales
+from .problem import Operands, Problem
+from .stored_rows import Product, of_stored_rows
+from .target import Target
 
 
 def unsupported(
@@ -25,6 +28,12 @@ def unsupported(
     return "it has no kernel for the transposed product" if transposed else None
 
 
+def lower(problem: Problem, operands: Operands, target: Target) -> Product:
+    del operands, target
+    product = of_stored_rows(matmul) if problem.orders else matmul
+    return of_float_scales(product) if problem.format.scale == "super" else product
+
+
 def matmul(problem: Problem, *operands: Array) -> Array:
     """`definition.matmul` with rows in stored order, as one custom call."""
     ops = problem.named(operands)
@@ -33,7 +42,9 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     lhs = product.operand(ops.lhs.reshape(batch, m, ops.lhs.shape[-1]))
     result = product.result((batch, m, problem.columns), problem.out_dtype)
     weight = call.stored(ops.packed, ops.scale, ops.zero, ops.index, problem.format)
-    product.multiply(product.add_product(weight, lhs, result, half_sums=problem.half_sums))
+    product.multiply(
+        product.add_product(weight, lhs, result, accumulate_float16=problem.accumulate_float16)
+    )
     (out,) = product.run(workspace=False)
     return out.reshape(*ops.lead, *ops.rows, problem.columns)
 

@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.sharding import AxisType
 
 from .._backends import cuda_calls
-from .._core import padding, super_blocks
+from .._core import super_blocks
 from .._core.array import QuantizedArray
 from .._core.dequantize import codes_of, of_codes
 from .._core.format import SUPER_BLOCK, Format
@@ -33,7 +33,10 @@ from .config import Config
 _VOCABULARY = ("embedding", "head")
 _ALONG_N = ("q", "k", "v", "qkv", "gate", "up", "gate_up", *_VOCABULARY)
 _ALONG_K = ("o", "down")
-_BIASES = ("q_bias", "k_bias", "v_bias", "biases")
+_VECTORS = (
+    *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias"),
+    *("q_all_norm", "k_all_norm"),
+)
 
 
 class MatrixVariable(QuantizedVariable):
@@ -164,7 +167,7 @@ class Division:
             return (self.axis, None)
         if kind in _ALONG_N:
             return (None, self.axis)
-        return (self.axis,) if kind in _BIASES else ()
+        return (self.axis,) if kind in _VECTORS else ()
 
     def place_variables(self, module: nnx.Module) -> None:
         """Puts the variables of a decoder on the devices, with their sharding as metadata.
@@ -282,7 +285,7 @@ def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int)
         size = {"o": attended, "down": config.hidden}.get(_kind(name))
         if size is None or format is None:
             continue
-        unit = padding.shard_unit(format.group_size)  # super-blocks may be expanded
+        unit = format.expanded.shard_unit  # super-blocks may be expanded
         if size // parts % unit:
             return (
                 f"the {size} rows of {name} are {size // parts} on each of {parts} devices, but "

@@ -21,11 +21,12 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
     if options.out_sharding is not None or explicit.mesh_of((lhs, rhs)) is not None:
         product = functools.partial(multiply, options=options.replace(out_sharding=None))
         return explicit.multiply(product, lhs, rhs, options.out_sharding)
-    out_dtype, half_sums = options.out_dtype(lhs), options.half_sums
+    out_dtype, accumulate_float16 = options.out_dtype(lhs), options.accumulate_float16
     if lhs.dtype == jnp.float16 and rhs.format.outgrows_float16:
-        lhs, half_sums = lhs.astype(jnp.float32), False
+        lhs, accumulate_float16 = lhs.astype(jnp.float32), False
     k_shards, n_shards = rhs.shards
-    lhs = padding.spread(lhs, -1, k_shards, padding.shard_unit(rhs.format.scale_span))
+    if k_shards > 1:
+        lhs = padding.spread(lhs, -1, k_shards, rhs.format.shard_unit)
     lead = rhs.shape[:-2]
     vector = lhs.ndim == 1
     lhs = lhs[None] if vector else lhs
@@ -48,13 +49,15 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
         indexed=rhs.index is not None,
         orders=0 if permutation is None else k_shards,
         out_dtype=out_dtype if rhs.tensor_scale is None else jnp.dtype("float32"),
-        half_sums=half_sums,
+        accumulate_float16=accumulate_float16,
         backend=options.backend,
     )
     out = quantized_matmul_p.bind(*operands.present(), problem=problem)
     out = jnp.moveaxis(out, stacked, [extra + i for i in stacked])
-    out = in_units(out, rhs.unit).astype(out_dtype)
-    out = padding.join(out, -1, n_shards, rhs.n)
+    if rhs.tensor_scale is not None:
+        out = in_units(out, rhs.unit).astype(out_dtype)
+    if n_shards > 1:
+        out = padding.join(out, -1, n_shards, rhs.n)
     return out[..., 0, :] if vector else out
 
 
