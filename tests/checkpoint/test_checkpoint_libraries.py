@@ -9,13 +9,17 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors import safe_open
 
-from jaxlowbit import checkpoint
-from jaxlowbit.checkpoint._load import open_folder
+for package in ("safetensors", "tqdm"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+from safetensors import safe_open  # noqa: E402
+
+from jaxlowbit import checkpoint  # noqa: E402
+from jaxlowbit.checkpoint._load import open_folder  # noqa: E402
 
 ROOT = Path(__file__).parents[1] / "data" / "checkpoints"
-FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/expected.safetensors"))
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("*-*/expected.safetensors"))
 INEXACT = ("bitsandbytes-nf4-ragged", "hqq-axis0", "hqq-axis0-3bit")
 INEXACT += ("modelopt-int4-awq", "modelopt-w4a8-awq", "modelopt-int8-smoothquant")
 pytestmark = pytest.mark.filterwarnings("ignore:.*has static scales of activations")
