@@ -1,8 +1,8 @@
 """Golden checkpoints of nvidia-modelopt 0.47: a tiny Llama, quantized and exported on the CPU.
 
 The expected weights are those of its fake quantization or, where that needs a GPU, of its tensors'
-`dequantize`. Only `down_proj` is quantized: for other
-modules the export fuses factors of inputs into norms.
+`dequantize`. Only `down_proj` is quantized: for other modules the export fuses factors of inputs
+into norms.
 """
 
 import copy
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import modelopt.torch.quantization as mtq
 import torch
-from folders import write
+from checkpoints import save
 from modelopt.torch.export import export_hf_checkpoint
 from modelopt.torch.quantization.qtensor import MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
 from safetensors.torch import load_file
@@ -84,7 +84,7 @@ def quantized(name: str, config: dict) -> None:
     if own is None:
         own = dequantized(name, tensors[f"{prefix}weight"], tensors, prefix)
     config = {"quantization_config": values["quantization_config"]}
-    write(f"modelopt-{name}", tensors, config, {f"{prefix}weight": own})
+    save(f"modelopt-{name}", config, tensors, {f"{prefix}weight": own})
 
 
 for name, config in CASES.items():

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import torch
-from folders import weights, write
+from checkpoints import save, weights
 
 CASES = {
     **{
@@ -51,14 +51,14 @@ for name, (mode, size, bits) in CASES.items():
     if mode == "affine":
         del config["mode"], config["second"]["mode"]
     tensors["floats.weight"] = first[:2].to(torch.bfloat16)
-    write(f"mlx-{name}", tensors, {"quantization": config, "quantization_config": config}, expected)
+    save(f"mlx-{name}", {"quantization": config, "quantization_config": config}, tensors, expected)
 
 # A stack of experts.
 found = [quantized(weight, "affine", 64, 4, mx.float16) for weight in weights(3, 16)]
 tensors = {f"switch.{key}": torch.stack([one[key] for one, _ in found]) for key in found[0][0]}
-write(
+save(
     "mlx-stack",
-    tensors,
     {"quantization": {"group_size": 64, "bits": 4}},
+    tensors,
     {"switch.weight": torch.stack([own for _, own in found])},
 )
