@@ -12,7 +12,7 @@ import re
 from .._fields import OTHER, Fields
 from .._files import AGAIN, Folder
 from .._matrix import Found, Matrix
-from .._scaled import four_bit_floats, scaled
+from .._scaled import four_bit_floats, left_out, scaled, static_scales
 
 METHODS = ("fp8", "mxfp8")
 SUMMARY = "float8_e4m3fn with a scale for each block of rows and columns, or for each matrix"
@@ -33,13 +33,10 @@ def read(folder: Folder, config: Fields) -> Found:
         for name in folder.tensors
         if name.endswith(_SCALE)
     ]
-    unused = frozenset(name for name in folder.tensors if name.endswith(".activation_scale"))
+    unused = static_scales(folder)
     sentences = ()
     if activations == "static" or unused:
-        sentences = (
-            f"{config.path} has static scales of activations, which are left out: here activations "
-            "stay floats, or get a scale for each token with lhs_qtype=jnp.float8_e4m3fn.",
-        )
+        sentences = (left_out(config.path, "static scales of activations or of a cache"),)
     return Found(matrices, unused, sentences)
 
 
