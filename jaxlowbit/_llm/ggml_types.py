@@ -250,15 +250,17 @@ TYPES = {
     "Q5_0": BlockType(32, 22, Format(5, 32), "float16", _q5_0),
     "Q5_1": BlockType(32, 24, Format(5, 32, "float"), "float16", _q5_1),
     "Q8_0": BlockType(32, 34, Format(8, 32), "float16", _q8_0),
-    "Q2_K": BlockType(256, 84, Format(2, 16, "float", scale="super"), "uint8", _q2_k),
-    "Q3_K": BlockType(256, 110, Format(3, 16, scale="super"), "uint8", _q3_k),
-    "Q4_K": BlockType(256, 144, Format(4, 32, "float", scale="super"), "uint8", _q4_k),
-    "Q5_K": BlockType(256, 176, Format(5, 32, "float", scale="super"), "uint8", _q5_k),
-    "Q6_K": BlockType(256, 210, Format(6, 16, scale="super"), "uint8", _q6_k),
+    "Q2_K": BlockType(256, 84, Format(2, 16, "float", scale="two_level"), "uint8", _q2_k),
+    "Q3_K": BlockType(256, 110, Format(3, 16, scale="two_level"), "uint8", _q3_k),
+    "Q4_K": BlockType(256, 144, Format(4, 32, "float", scale="two_level"), "uint8", _q4_k),
+    "Q5_K": BlockType(256, 176, Format(5, 32, "float", scale="two_level"), "uint8", _q5_k),
+    "Q6_K": BlockType(256, 210, Format(6, 16, scale="two_level"), "uint8", _q6_k),
     "TQ1_0": BlockType(256, 54, Format(2, 256, "integer"), "float16", _tq1_0),
     "TQ2_0": BlockType(256, 66, Format(2, 256, "integer"), "float16", _tq2_0),
     "IQ4_NL": BlockType(32, 18, Format(4, 32, codebook=_IQ4), "float16", _q4_0),
-    "IQ4_XS": BlockType(256, 136, Format(4, 32, codebook=_IQ4, scale="super"), "uint8", _iq4_xs),
+    "IQ4_XS": BlockType(
+        256, 136, Format(4, 32, codebook=_IQ4, scale="two_level"), "uint8", _iq4_xs
+    ),
     "MXFP4": BlockType(32, 17, Format(4, 32, codebook="e2m1"), "bfloat16", _mxfp4),
     "NVFP4": BlockType(64, 36, NVFP4, "float8_e4m3fn", _nvfp4),
 }
