@@ -19,7 +19,7 @@ from .._fields import OTHER, Fields
 from .._files import AGAIN, FLOATS, Folder
 from .._matrix import Found, Matrix
 from .._packing import Unpacked
-from .._scaled import scaled, scales
+from .._scaled import left_out, scaled, scales
 from .._smoothed import smoothed
 
 METHODS = ("torchao",)
@@ -55,13 +55,8 @@ def read(folder: Folder, config: Fields) -> Found:
             continue
         matrices.append(_READERS[entries.values["_type"]](folder, name, entries))
         unused |= {part for last in _STATIC if (part := _part(name, last)) in folder.tensors}
-    sentences = ()
-    if unused:
-        sentences = (
-            f"{path} has static scales of activations, which are left out: here activations stay "
-            "floats, or get a scale for each token.",
-        )
-    return Found(matrices, frozenset(unused), sentences)
+    sentences = (left_out(path, "static scales of activations"),)
+    return Found(matrices, frozenset(unused), sentences if unused else ())
 
 
 def _entries(folder: Folder, name: str, text: str) -> Fields | None:
@@ -72,7 +67,7 @@ def _entries(folder: Folder, name: str, text: str) -> Fields | None:
         return None
     if not isinstance(found, dict) or found.get("_type") in (None, "Tensor"):
         return None
-    if found["_type"] not in _READERS:
+    if not isinstance(found["_type"], str) or found["_type"] not in _READERS:
         raise ValueError(
             f"{folder.path}: {name!r} is a {brief(found['_type'])} of torchao, but "
             f"{', '.join(_READERS)} are read; {OTHER}."
