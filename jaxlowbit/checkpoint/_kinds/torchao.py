@@ -145,10 +145,13 @@ def _int4(folder: Folder, name: str, entries: Fields) -> Matrix:
         raise ValueError(f"{weight.where} has shape {weight.shape}, but a matrix is read; {OTHER}.")
     n, k = weight.shape[0], 2 * weight.shape[1]
     weight.check(("I8", "U8"), (n, k // 2))
-    if k % size:
-        raise ValueError(f"{weight.where} has {k} inputs in groups of {size}; {AGAIN}.")
-    scale.check(FLOATS, (k // size, n))
-    zero.check(FLOATS, (k // size, n))
+    if size % 16 and size < k:
+        raise ValueError(
+            f"{weight.where} has groups of {size} inputs, but groups are multiples of 16 here; "
+            f"{OTHER}."
+        )
+    scale.check(FLOATS, (-(-k // size), n))
+    zero.check(FLOATS, (-(-k // size), n))
 
     def unpack(start: int, stop: int) -> Unpacked:
         values = _bits.nibbles(weight.array()[start:stop].view(np.uint8)) ^ np.uint8(8)
@@ -158,7 +161,7 @@ def _int4(folder: Folder, name: str, entries: Fields) -> Matrix:
         )
         return Unpacked(values, own, floats - 8 * own)
 
-    format = Format(4, -1 if size == k else size, zero="float")
+    format = Format(4, size if size < k else -1, zero="float")
     found = Matrix(name, "torchao int4", (weight, scale, zero), (n, k), format, unpack)
     return smoothed(found, folder.tensors.get(_part(name, "act_pre_scale")))
 
