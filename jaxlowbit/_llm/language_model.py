@@ -108,7 +108,7 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
-    """Loads a language model from a GGUF file, or a folder of floats or 8-bit floats.
+    """Loads a language model from a GGUF file, or a folder of floats or quantized weights.
 
     **Arguments:**
 

@@ -27,7 +27,7 @@ _BUFFERS = ("position_ids", "masked_bias", "attn.bias", "attention.bias", "num_b
 class Contents(NamedTuple):
     """A folder whose headers are checked: its quantized matrices and other tensors, by name.
 
-    `sentences`: what is left out and may change results.
+    `sentences`: warnings about entries without effect that may change results.
     """
 
     path: Path
@@ -92,8 +92,8 @@ def load(
     - `path`: a folder with `model.safetensors`, or shards with their index, and `config.json`.
     - `requantize`: None, or the format for matrices that no format holds exactly, such as groups
       along the output; without it they raise an error. Others stay exact.
-    - `scale_dtype`: None for the scales of the file, or float32, bfloat16 or float16, to which
-      scales and float zeros are rounded.
+    - `scale_dtype`: None to keep the scales of the file, or float32, bfloat16 or float16 to round
+      scales and float zeros.
     - `dtype`: None for the dtypes of the file, or the dtype of tensors that are floats.
     - `progress`: whether a bar is shown on standard error.
 

@@ -54,7 +54,7 @@ def scaled(
     - `scale`: floats, F8_E8M0 or its bits U8, one for each block of `rows` outputs and `columns`
       inputs, -1 for all; blocks at the edges may be cut. Shapes without the axes of size 1 fit.
     - `zero`: None, or int8 of the shape of `scale`, for integers.
-    - `convert`: computes the scales from those of the file.
+    - `convert`: computes scales from the stored numbers.
 
     **Raises:** `ValueError` for other types and shapes.
     """
@@ -161,7 +161,7 @@ def scales(
     values: np.ndarray,
     convert: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Scales of a tensor, U8 as powers of two; `convert` computes them from those of the file.
+    """Scales of a tensor, U8 as powers of two; `convert` computes them from the stored numbers.
 
     **Raises:** `ValueError` if some are NaN or infinite.
     """
