@@ -9,6 +9,7 @@ import numpy as np
 
 from .._core.format import SCALES, Format
 from . import _bits
+from ._fields import OTHER
 from ._files import AGAIN, FLOATS, Folder, Tensor
 from ._matrix import Matrix
 from ._packing import Unpacked
@@ -73,6 +74,11 @@ def scaled(
     codebook = CODEBOOKS.get(weight.kind)
     narrow = "e8m0" if scale.kind in ("F8_E8M0", "U8") and convert is None else None
     group = size if size < k else -1
+    if group != -1 and group % 16:
+        raise ValueError(
+            f"{weight.where} has groups of {group} inputs, but groups are multiples of 16 here; "
+            f"{OTHER}."
+        )
     format = Format(bits, group, zero="none" if zero is None else "integer", codebook=codebook)
 
     def unpack(start: int, stop: int) -> Unpacked:
