@@ -9,4 +9,3 @@ from .._requirements import require_extra as _require_extra
 _require_extra("checkpoint", "safetensors", "tqdm")
 
 from ._load import load as load  # noqa: E402
-from ._registry import kinds as kinds  # noqa: E402
