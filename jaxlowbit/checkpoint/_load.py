@@ -102,8 +102,8 @@ def load(
     without its bias; other tensors as arrays of the shape in the file.
 
     **Raises:** before numbers are read, `TypeError` for a path that is none, `FileNotFoundError` if
-    it does not exist, `ValueError` for damaged files, kinds of quantization that are not read
-    (`kinds`), entries of the quantization config and tensors that are not known; afterwards
+    it does not exist, `ValueError` for damaged files, kinds of quantization that are not read,
+    entries of the quantization config and tensors that are not known; afterwards
     `ValueError` for values that mean nothing. Each names the file and the entry or tensor.
 
     ```py

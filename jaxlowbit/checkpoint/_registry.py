@@ -28,16 +28,6 @@ MODULES: Mapping[str, Any] = {
 _BY_METHOD = {method: module for module in MODULES.values() for method in module.METHODS}
 
 
-def kinds() -> dict[str, str]:
-    """The kinds of quantized checkpoints that `load` reads: `quant_method` to a summary.
-
-    ```python
-    kinds()["gptq"]
-    ```
-    """
-    return {method: _BY_METHOD[method].SUMMARY for method in sorted(_BY_METHOD)}
-
-
 def find(folder: Folder) -> Found:
     """The quantized matrices of a folder; none if its config.json has no quantization config.
 
