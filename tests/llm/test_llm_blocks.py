@@ -10,7 +10,8 @@ from model_files import TYPES, random_blocks
 
 import jaxlowbit
 from jaxlowbit import INT4, NVFP4, QuantizedArray, quantize
-from jaxlowbit._llm import ggml_types, packing
+from jaxlowbit._llm import ggml_types
+from jaxlowbit.checkpoint import _packing as packing
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 

@@ -28,7 +28,7 @@ RANKS = (
     ("_backends", "quantizers"),
     ("_matmul",),
     ("_composite",),
-    ("_flax", "_tuning"),
+    ("_flax", "_tuning", "checkpoint"),
     ("_llm",),
     ("", "__main__", "linen", "llm", "nnx", "_array", "_formats"),
 )
@@ -41,9 +41,9 @@ ONLY = {
     "qwix": r"_core\.qarray",
     "gguf": r"_llm\.gguf_file",
     "jinja2": r"_llm\.chat_template",
-    "safetensors": r"_llm\.folder|_tuning\.weights",
+    "safetensors": r"checkpoint\._files|_tuning\.weights",
     "tokenizers": r"_llm\.tokenizer_(folder|gguf|parts)",
-    "tqdm": r"_llm\.(load|perplexity)|_tuning\.report",
+    "tqdm": r"_llm\.(load|perplexity)|_tuning\.report|checkpoint\._load",
     "jax.experimental.pallas": r"_backends\.pallas\.(tpu|triton)",
     "jaxlowbit._ffi": r"_backends\.extension",
 }
@@ -113,9 +113,9 @@ def test_no_import_of_ours_is_deferred(name):
 
 def test_only_subcommands_and_quantizers_are_imported_by_name():
     """`_command` imports the module of the requested subcommand, since `_llm` needs an extra.
-    A quantizer is one file, so the registry imports the modules of its folder."""
+    A quantizer, and a kind of checkpoint, is one file, so registries import their folders."""
     importing = {name for name, path in PATHS.items() if "import_module(" in path.read_text()}
-    assert importing == {"_command", "quantizers._registry"}
+    assert importing == {"_command", "checkpoint._registry", "quantizers._registry"}
     assert {subcommand.module for subcommand in _command.SUBCOMMANDS.values()} <= PATHS.keys()
 
 
