@@ -373,7 +373,7 @@ def test_the_factor_is_that_of_smoothquant():
         found = np.asarray(smoothing_factor(absmax, w, alpha=alpha))
         expected = np.asarray(absmax)[usual] ** alpha / rows[usual] ** (1 - alpha)
         np.testing.assert_allclose(found[usual], expected, rtol=1e-5)
-        np.testing.assert_array_equal(found[2:5], 1)  # all-zero activations or weights
+        np.testing.assert_array_equal(found[2:5], 1)  # weights 0, or activations 0 or subnormal
     both = smoothing_factor(absmax[:2], jnp.concatenate([w, 2 * w], axis=1)[:2])
     np.testing.assert_allclose(both, smoothing_factor(absmax[:2], 2 * w[:2]))
     compiled = jax.jit(functools.partial(smoothing_factor, alpha=1))(absmax, w)

@@ -305,7 +305,7 @@ def test_tensor_scales_are_operands_of_one_call(cuda, name, format):
 
 @pytest.mark.parametrize("format", UNITS, ids=str)
 def test_one_call_is_right_where_its_derivatives_and_batches_are(format):
-    """Compares values, derivatives of a tensor scale and a batch over weights with dequantization."""
+    """Checks values, derivatives of a tensor scale and a batch over weights."""
     gate_up, down = quantize(normal(2, K, F), format), quantize(normal(F, N), format)
 
     def f(unit):

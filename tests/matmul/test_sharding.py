@@ -49,7 +49,7 @@ def arrays(k, n, format, lead=(), shards=(1, 1), dtype="float32"):
 
 
 def put_words(rhs, mesh, n, k):
-    """Shards only the words, also by specs that `partition_spec` rejects; the rest is replicated."""
+    """Shards only the words, even by specs that `partition_spec` rejects."""
     packed = jax.NamedSharding(mesh, P(n, k))
     rhs = jax.device_put(rhs, jax.NamedSharding(mesh, P()))
     return dataclasses.replace(rhs, packed=jax.device_put(rhs.packed, packed))

@@ -56,7 +56,7 @@ def loss(multiply, lhs, rhs):
 
 
 def assert_close(got, want):
-    """Equal up to a few roundings of the least precise dtype, relative to the largest element."""
+    """Equal up to a few roundings of the coarsest dtype, relative to the largest element."""
 
     def compare(got, want):
         assert got.shape == want.shape and got.dtype == want.dtype
@@ -105,7 +105,7 @@ UNARY = {
 }
 
 
-# Permuted weights run under every transformation, since they have more rules; other kinds alternate.
+# Permuted weights run under every transformation because they have more rules; others alternate.
 OTHER_KINDS = [kind for kind in KINDS if kind != PERMUTED]
 TRANSFORMED = [
     (transform, kind)

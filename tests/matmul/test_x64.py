@@ -112,7 +112,7 @@ def test_values_are_those_without_x64(name):
     if name == "supported_backends":
         assert set(doubled) == {"lhs is float64, but activations are float32, bfloat16 or float16"}
     else:
-        assert_same(doubled, expected, dtypes=name != "scan")  # the carry of `scan` has the caller's dtype
+        assert_same(doubled, expected, dtypes=name != "scan")  # carry keeps its dtype
 
 
 # Arguments that float32 rounds to 0 or infinity, and integers beyond 32 bits.
