@@ -39,7 +39,7 @@ class Block(nnx.Module):
 
 
 class NnxModel(nnx.Module):
-    """If `hidden` equals the vocabulary, blocks are as wide as the head."""
+    """A model; `vocabulary` may equal the width of the hidden layers."""
 
     def __init__(self, vocabulary: int = VOCABULARY):
         rngs = nnx.Rngs(0)
@@ -145,7 +145,7 @@ def test_a_warning_names_what_is_not_covered(api):
         report, *_ = quantize(api, INT4, 16, keep=rf"^{path}$")
         assert "kept by rules" in str(report) and report.uncovered[0].by_rule
         quantize(api, {f"^{path}$": None, "": INT4}, 16)
-        quantize(api, INT4)  # fewer than a tenth of the layers
+        quantize(api, INT4)  # less than a tenth of the bytes
 
 
 def test_linen_layers_that_the_call_does_not_reach_are_named():

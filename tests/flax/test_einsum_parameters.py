@@ -102,7 +102,7 @@ def test_a_model_runs_on_packed_parameters():
     wanted = rounded(Model(), model)(IDS)
     np.testing.assert_allclose(model(IDS), wanted, atol=1e-3)
     np.testing.assert_allclose(nnx.jit(lambda model: model(IDS))(model), wanted, atol=1e-3)
-    # Variables that the module's code updates or reads still work.
+    # Code of the modules ran: it updated a counter and can read other attributes.
     assert model.blocks[1].calls[...] == 2
     assert model.embedder.size == VOCABULARY and model.embedder.pad() == 0
     assert isinstance(model.embedder, Embedder) and isinstance(model.blocks[0], Experts)

@@ -61,7 +61,7 @@ MODELS = {
 
 @functools.cache
 def _initialised(module):
-    """Variables like those of Flax, made without running an initializer program."""
+    """Variables as Flax makes them, without running its initializer."""
     rng = np.random.default_rng(0)
 
     def leaf(path: Any, of: Any) -> jax.Array:

@@ -109,7 +109,7 @@ def test_stacked_layers():
     np.testing.assert_allclose(apply(stack), apply(rounded(twin, stack)), atol=1e-4)
 
 
-# --- implementation ------------------------------------------------------------------------------
+# --- adapters ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
