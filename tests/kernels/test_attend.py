@@ -61,7 +61,7 @@ def test_a_window_and_all_slots_are_attributes(cuda):
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize(("batch", "splits"), [(1, 8), (8, 8), (16, 4), (64, 4)])
 def test_the_workspace_has_room_for_the_splits(cuda, batch, splits):
-    """As many splits as fill a GPU, limited by the number of slots."""
+    """The number of splits fills a GPU, limited by the number of slots."""
     (found,) = re.findall(r"tensor<(\d+)xui8>", lowered(batch=batch).partition("custom_call")[2])[
         :1
     ]

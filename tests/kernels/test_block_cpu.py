@@ -36,7 +36,7 @@ def normal(*shape, seed=0):
 
 
 def weights(format):
-    """Weights in one format; for NF4, down is INT4. Scales are float16 unless the format has 8 bits."""
+    """Weights in one format, but with NF4 the down projection is INT4; scales are float16."""
     shapes = {"out": (40, D), "pair": (2, D, F), "down": (F, D), "q": (D, 64), "k": (D, 24)}
     return {
         name: quantize(
