@@ -431,7 +431,7 @@ def test_packages_that_are_missing_are_named(monkeypatch):
 
 
 def test_the_module_is_a_command():
-    """A closed pipe ends the command silently; other errors print a message."""
+    """`python -m jaxlowbit` runs the command; errors print one line."""
     program = [sys.executable, "-m", "jaxlowbit", "generate", "/nowhere", "--prompt", "x"]
     run = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
     assert run.returncode == 1

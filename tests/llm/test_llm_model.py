@@ -174,7 +174,7 @@ def test_buckets_are_powers_of_two_up_to_the_context():
     assert [bucket(n, 5000) for n in (1, 256, 257, 4096, 4097, 5000)] == [
         256, 256, 512, 4096, 5000, 5000,
     ]  # fmt: skip
-    assert bucket(5001, 5000) == 5120  # padding may exceed it
+    assert bucket(5001, 5000) == 5120  # padding may exceed the context
     assert bucket(100, 128) == 128
 
 

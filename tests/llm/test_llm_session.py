@@ -41,7 +41,7 @@ def test_turns_read_only_what_is_new_and_give_what_generate_gives(read):
         generate(one, changed, max_new_tokens=9).tokens
     )
     assert read[0] == len(SHORT)
-    # The same prompt reads only its last token; a different prompt reads all tokens.
+    # Repeating a prompt reads only its last token; a different prompt reads all tokens.
     del read[:]
     session.generate(changed, max_new_tokens=2)
     session.generate([7, *changed], max_new_tokens=2)

@@ -289,7 +289,7 @@ def test_other_meshes_are_refused():
 
 
 def test_meshes_of_the_context():
-    """A mesh may have Explicit axes; within `jax.set_mesh` they must be Auto, like the decoder's."""
+    """A mesh may have Explicit axes; in `jax.set_mesh` they must be Auto, like the decoder's."""
     mesh = make_mesh(2, AxisType.Explicit)
     sharded = shard(model(), mesh)
     want = generate(model(), PROMPTS[0], max_new_tokens=4).tokens

@@ -51,7 +51,7 @@ def test_float32_gives_the_tokens_of_one_device(mesh):
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
 def test_bfloat16_gives_the_tokens_of_one_device_but_for_rounding(batch, mesh):
-    """Each token is among the most likely given the tokens before it."""
+    """Each token's logit is the largest up to rounding, given the tokens before it."""
     one = init(CONFIG, INT4, dtype=jnp.bfloat16)
     two = shard(one, mesh)
     results = generate(two, PROMPTS[:batch], max_new_tokens=40)

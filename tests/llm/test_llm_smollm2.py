@@ -105,7 +105,7 @@ def test_weights_are_those_of_the_file():
 @pytest.mark.parametrize("i", range(5 if THOROUGH else 1))
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_greedy_tokens_are_those_of_a_plain_program(kind, i):
-    """Each token is the most likely given the tokens before it."""
+    """Each token has the largest logit given the tokens before it."""
     tokenizer = model().tokenizer
     if kind == "chat":
         prompt = tokenizer.chat([{"role": "user", "content": QUESTIONS[i]}])
@@ -116,7 +116,7 @@ def test_greedy_tokens_are_those_of_a_plain_program(kind, i):
     assert found.min() > 0
 
 
-# Prints the increase of peak memory while loading, in bytes, relative to a process with JAX.
+# Prints in bytes: peak memory added by loading, the packed weights, the largest float32 tensor.
 LOADING = """
 import sys
 import jax

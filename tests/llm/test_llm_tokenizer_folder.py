@@ -44,7 +44,7 @@ def byte_level() -> tokenizers.Tokenizer:
 def read(
     folder, engine: tokenizers.Tokenizer | None = None, config: dict | None = None, **files
 ) -> Tokenizer:
-    """The tokenizer of a folder with more files by name; tokenizer_config.json contains `config`."""
+    """The tokenizer of a folder with further files; `config` goes to tokenizer_config.json."""
     (engine or byte_level()).save(str(folder / "tokenizer.json"))
     files = {"tokenizer_config": NAMES if config is None else config, **files}
     for name, value in files.items():
