@@ -122,7 +122,7 @@ def test_a_host_that_falls_behind_gets_longer_programs(monkeypatch):
         return count
 
     # Tracing also finds the shape of the result, once or for each number of calls.
-    assert 2 + 4 < traced(2) < 2 + 4 + 8  # the host never exceeds a share of 2
+    assert 2 + 4 < traced(2) < 2 + 4 + 8  # the host's share is at most 1
     assert traced(0) > 2 + 4 + 8 + 16
 
 
