@@ -1,7 +1,7 @@
-"""A decoder-only transformer, once in NNX and once in Linen: what `test_models.py` quantizes.
+"""A decoder-only transformer in NNX and in Linen, quantized by `test_models.py`.
 
-Token embedding tied to the output head, RMSNorm, causal attention, gated MLP. Names of layers are
-those of Flax's own attention, which `attention=` can put in their place.
+Token embedding tied to the output head, RMSNorm, causal attention, gated MLP. Layers have the names
+of Flax's attention, which `attention=` can substitute.
 """
 
 from typing import Any
