@@ -66,7 +66,7 @@ def test_standard_streams_that_the_caller_closed(monkeypatch):
 
 def test_ctrl_c_while_jax_is_imported(tmp_path):
     (tmp_path / "jax.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # children may inherit ignoring it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # or children may ignore it
     try:
         found = started("info", path=tmp_path)
     finally:
