@@ -1,4 +1,4 @@
-"""Chat templates like those of well-known models, and their texts rendered by transformers.
+"""Chat templates in the style of well-known models, and their texts rendered by transformers.
 
 The version of transformers is 5.24.
 """

@@ -230,7 +230,7 @@ RIGHT: dict[str | tuple[str, str], Callable[[Any], bool]] = {
     ),
     ("perplexity", "context"): of(int, type(None)),
 }
-"""Accepts valid values of arguments; calls may succeed with them."""
+"""Predicates for valid values of arguments; calls may succeed with these."""
 
 
 def is_right(name: str, argument: str, value: Any) -> bool:
