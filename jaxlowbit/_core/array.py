@@ -443,8 +443,8 @@ class QuantizedArray:
           have a finite number for each.
         - `shards`: as for `quantize`; scale and zero then have the groups of each part of k, one
           part after the other.
-        - `permutation`: None, or integers (..., k) or (k,), the order in which the rows of `values`
-          are stored. Groups are consecutive in that order.
+        - `permutation`: None, or integers (..., k) or (k,), the storage order of the rows of
+          `values`. Groups are consecutive in that order.
         - `g_idx`: None, or concrete integers (..., k) or (k,): the group of each row, as GPTQ's
           checkpoints with `desc_act` (`act-order`) store it. Determines the permutation: the rows
           of a group are stored consecutively, in their order in `values`; no permutation if they
@@ -453,8 +453,8 @@ class QuantizedArray:
           each matrix; with `"int8"` (..., n), the factor of each channel; or one number for all.
         - `super_scale`: None, or, with `format.scale="two_level"`, finite floats
           (..., ceil(k / 256), n), stored in float16, which multiply the integers of `scale`; with
-          float zeros a pair, the second of which multiplies the integers of `zero`. With shards,
-          those of each part of k, one part after the other.
+          float zeros a pair: the second array multiplies the integers of `zero`. With shards, they
+          have the super-blocks of each shard of k in turn.
 
         **Raises:** `ValueError` for wrong shapes or dtypes, for an invalid permutation, for groups
         in `g_idx` of another number of rows than `format.group_size` (the last group: the rest),

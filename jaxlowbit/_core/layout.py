@@ -1,7 +1,7 @@
 """Packed layout, version 1: the bit order in memory, which no other Python file depends on.
 
-A (k, n) matrix is cut into 64 x 64 atoms. Inside an atom, values lie in the order in which a tensor
-core instruction (`mma` m16n8k16, `wgmma` m64k16 with the weight as register operand) holds them:
+A (k, n) matrix is cut into 64 x 64 atoms. Inside an atom, values have the register order of a
+tensor core instruction (`mma` m16n8k16, `wgmma` m64k16 with the weight as register operand):
 
     n = 16 w + 8 h + g        w: warp 0-3, h: 0-1, g: 0-7
     k = 16 s + 8 v + 2 t + e  s: step 0-3, v: 0-1, t: 0-3, e: 0-1
