@@ -29,7 +29,7 @@ class Operands(NamedTuple):
     permutation: Any
 
     def present(self) -> list[Any]:
-        """The operands that are not None, in order: those of the primitive."""
+        """The operands of the primitive: all that are not None, in order."""
         return [operand for operand in self if operand is not None]
 
     @property
@@ -80,7 +80,7 @@ class Problem:
         return jnp.dtype("int32" if self.sums_integers else "float32")
 
     def named(self, operands: Sequence[Any]) -> Operands:
-        """The operands of this problem by name, given those that are present."""
+        """The operands of this problem by name, given the operands that are not None."""
         lhs, packed, scale, *rest = operands
         zero = None if self.format.zero == "none" else rest.pop(0)
         index = rest.pop(0) if self.indexed else None
