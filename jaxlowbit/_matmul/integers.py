@@ -80,7 +80,7 @@ def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | No
 
 
 def max_k(format: Format) -> int:
-    """The largest k for which sums of products of int8 and a weight's integers fit int32."""
+    """The largest k with sums of products of int8 and a weight's integers that fit int32."""
     return (2**31 - 1) // (_LARGEST * format.max_integer)
 
 

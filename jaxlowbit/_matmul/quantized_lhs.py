@@ -131,8 +131,8 @@ class Scaled(Product):
 class Rounded(Product):
     """`Scaled` of activations that the call quantizes to `dtype`; `others`: a factor or None.
 
-    If XLA partitions the program, or on the CPU, it is the composition, in which a token has one
-    scale over all devices.
+    If XLA partitions the program, or on the CPU, it is the composition, with one scale per token
+    over all devices.
     """
 
     dtype: Any
@@ -213,7 +213,7 @@ def too_few_rows(values: Any, rhs: QuantizedArray) -> str | None:
 
 
 def least_rows(values: Any, rhs: QuantizedArray) -> int:
-    """The minimum M at which Hopper multiplies 8-bit values faster in 8 bits."""
+    """The minimum M for 8-bit products of 8-bit values on Hopper; bfloat16 is faster below it."""
     return cuda.least_rows(values, rhs.format, rhs.k)
 
 
