@@ -65,8 +65,8 @@ class QuantizedArray:
     - `shards`: the number of equal parts of k and n that are padded separately (see `quantize`);
       with several, k and n above include the padding.
 
-    Inside `jax.shard_map`, an array represents the part whose words the device has, and `k`, `n`
-    and `shards` describe that part; `whole` contains those of the whole.
+    Inside `jax.shard_map`, an array represents the part with the words of this device: `k`, `n` and
+    `shards` describe that part, and `whole` describes the whole matrix.
 
     **Raises:** `ValueError` if shapes, dtypes or the version do not agree, and for an invalid
     permutation.
@@ -142,7 +142,7 @@ class QuantizedArray:
         versions.check(self.version)
 
     def check_permutation(self) -> None:
-        """Raises if the permutation is not an order of the rows. Does nothing while tracing.
+        """Raises if the permutation is not a permutation of the rows. Does nothing while tracing.
 
         **Raises:** `ValueError` with the first value that is out of range or repeated.
         """
@@ -195,7 +195,7 @@ class QuantizedArray:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of `dequantize()`: the dtype of the scales, or bfloat16 for 8-bit scales."""
+        """The default dtype of `dequantize()`: the dtype of the scales, bfloat16 for 8-bit scales."""
         return self.scale.dtype if self.format.scale is None else jnp.dtype("bfloat16")
 
     @property
@@ -357,7 +357,7 @@ class QuantizedArray:
         return arraylike.on_host(self, dtype, copy)
 
     def __jax_array__(self) -> "QuantizedArray":
-        # JAX calls this before each operator; it is not an array, so that `x @ q` comes here.
+        # JAX calls this before each operator. Returning a non-array makes `x @ q` call `__rmatmul__`.
         return self
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:

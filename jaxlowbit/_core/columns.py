@@ -1,4 +1,4 @@
-"""Selected columns of a quantized matrix, for lookups in embedding tables."""
+"""Lookup of columns of a quantized matrix, for embedding tables."""
 
 from typing import Any
 
