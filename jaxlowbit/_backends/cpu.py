@@ -50,7 +50,7 @@ def matmul(problem: Problem, *operands: Array) -> Array:
 
 
 MOST_ROWS_BESIDE_AMX = 1
-"""Maximum M at which int8 is as fast as AMX with the values in bfloat16."""
+"""Maximum M with int8 as fast as AMX on the values in bfloat16."""
 
 
 def unsupported_activations(values: jnp.dtype, rows: int, format: Format) -> str | None:

@@ -51,7 +51,7 @@ class Problem:
     - `columns`: the last axis of the result: n, or k of the transposed product.
     - `transposed`: whether weights multiply from the other side: the cotangent of lhs.
     - `indexed`: whether there is an index.
-    - `orders`: the number of equal parts of k with separate row orders; 0 without a permutation.
+    - `orders`: the number of equal parts of k with separate permutations; 0 without any.
     - `out_dtype`: the dtype of the result; int32 for integer sums, with an int8 lhs.
     - `accumulate_float16`: whether kernels may accumulate in float16.
     - `backend`: the requested backend, or None.
