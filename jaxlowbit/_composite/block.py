@@ -150,7 +150,7 @@ def _is_pair(following: Any) -> bool:
 class _Block(Call):
     activation: str
     epsilon: float
-    dtype: Any  # that rows are rounded to before each product; None: not rounded
+    dtype: Any  # 8-bit dtype of rows before each product; None: not rounded
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (attended, residual), (out, gate_up, down, *following), norms = self.named(operands)
