@@ -85,7 +85,7 @@ def max_k(format: Format) -> int:
 
 
 def _check_integers(caller: str, rhs: QuantizedArray) -> None:
-    """Raises for weights that are not integers times one scale, and for a k that is too large."""
+    """Raises for weights that are not integers times one scale, and for a k above the maximum."""
     format, why = rhs.format, None
     if format.codebook is not None:
         why = "stands for the numbers of a codebook"
