@@ -66,7 +66,7 @@ def load() -> None:
 
 
 def shipped() -> list[Path]:
-    """The tables of the package; empty if tables are turned off."""
+    """Paths of the package's tables; empty if tables are turned off."""
     if os.environ.get(VARIABLE) == "":
         return []
     return sorted(_SHIPPED.glob("*.json"))
@@ -131,7 +131,7 @@ def misfit(table: Table) -> str | None:
 
 
 def _is_here(device: DeviceFacts) -> bool:
-    """Whether the driver lists such a GPU, or lists none."""
+    """Whether the driver lists such a GPU, or no GPU."""
     models = _models()
     # The name of a GPU partition begins with the name of the GPU.
     return not models or any(device.name.startswith(model) for model in models)
