@@ -21,7 +21,7 @@ _MIN_SLOTS, _MAX_SPLITS, _FEW_SPLITS, _MAX_CTAS = 32, 64, 4, 512
 
 
 def unsupported(dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int) -> str | None:
-    """Returns None if this build's kernel supports this attention on these GPUs, else the reason."""
+    """Returns None if this build's kernel supports the attention on these GPUs, else a reason."""
     if reason := extension.unavailable("cuda"):
         return reason
     if dtype not in _DTYPES:

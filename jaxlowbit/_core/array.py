@@ -195,7 +195,7 @@ class QuantizedArray:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The default dtype of `dequantize()`: the dtype of the scales, bfloat16 for 8-bit scales."""
+        """The default dtype of `dequantize()`: the scales' dtype, bfloat16 for 8-bit scales."""
         return self.scale.dtype if self.format.scale is None else jnp.dtype("bfloat16")
 
     @property
@@ -357,7 +357,7 @@ class QuantizedArray:
         return arraylike.on_host(self, dtype, copy)
 
     def __jax_array__(self) -> "QuantizedArray":
-        # JAX calls this before each operator. Returning a non-array makes `x @ q` call `__rmatmul__`.
+        # JAX calls this before each operator; since it is no array, `x @ q` calls `__rmatmul__`.
         return self
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:

@@ -194,7 +194,7 @@ def unsupported_bytes(
 
 
 def uncovered_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> str | None:
-    """Returns None if Hopper kernels multiply 8-bit values by a weight in 8 bits, else the reason."""
+    """Returns None if Hopper kernels multiply 8-bit values by a weight in 8 bits, else a reason."""
     if not all(isinstance(size, int) for size in values.shape[:-1]):
         return "the number of rows is not known"
     if rhs.ndim != 2 and not pair:
