@@ -357,7 +357,7 @@ class QuantizedArray:
         return arraylike.on_host(self, dtype, copy)
 
     def __jax_array__(self) -> "QuantizedArray":
-        # JAX calls this before each operator; since it is no array, `x @ q` calls `__rmatmul__`.
+        # JAX calls this before each operator; a result that is not an array selects `__rmatmul__`.
         return self
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
