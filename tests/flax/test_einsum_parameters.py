@@ -267,7 +267,7 @@ def test_descriptions_that_fit_nothing_are_refused():
         r"in embedder\.table: .* sums over no letter of both",
         EinsumParameter("table", lambda _: "a,vd->avd"),
     )
-    with pytest.raises(ValueError, match="^EinsumParameter: .* sums over no letter of both"):
+    with pytest.raises(ValueError, match=r"^EinsumParameter: .* sums over no letter of both"):
         EinsumParameter("table", "a,vd->avd")
     wrong = EinsumParameter("table", lambda module: module.equation)
     refused("equation of Embedder raises AttributeError", wrong)

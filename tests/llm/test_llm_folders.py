@@ -128,7 +128,7 @@ def test_images_and_defaults_of_gemma3(tmp_path):
         ({"intermediate_size": 128}, r"config.json asks for floats .* of \(128, 256\)"),
         ({"hidden_act": "relu"}, "the activation is 'relu'"),
         ({"attention_bias": True}, "6 weights of 29 are missing|layers.0.q_bias"),
-        ({"quantization_config": {"bits": 4}}, "'quantization_config' has no 'quant_method', and fits"),
+        ({"quantization_config": {"bits": 4}}, "'quantization_config' has no 'quant_method', and"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "lacks 'short_factor', a list"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor', a number"),
         ({"eos_token_id": "end"}, "'eos_token_id' is"),
