@@ -36,7 +36,7 @@ FOLDERS = (
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_weights_are_what_the_library_dequantizes_to(folder):
-    """In float32, rounded to the dtype in which the library computes.
+    """In float32, rounded to the library's dtype.
 
     test_checkpoint_libraries.py compares them after packing.
     """
@@ -75,7 +75,7 @@ def test_activation_schemes_are_known():
 
 
 def test_symmetric_checkpoints_have_no_zeros():
-    """Stored zeros of 2^(bits - 1) are those of a format without zeros."""
+    """A format without zeros represents zeros of 2^(bits - 1)."""
     for folder, name in (("gptq", "w4"), ("gptq_p", "w6"), ("awq_gemm", "sym")):
         format = open_folder(DATA / folder).matrices[f"m.{name}.weight"].format
         assert format is not None and format.zero == "none", name
