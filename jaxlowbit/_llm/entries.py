@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._core.checks import brief
-from .folder import Fields
+from ..checkpoint._fields import Fields
 
 # By the reason: none of them changes the logits or the tokens that end a text.
 _HARMLESS = {

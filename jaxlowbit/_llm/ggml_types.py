@@ -14,7 +14,7 @@ import numpy as np
 
 from .._core.array import QuantizedArray
 from .._core.format import NVFP4, Format
-from .packing import Unpacked, dequantized, pack_rows
+from ..checkpoint._packing import Unpacked, dequantized, pack_rows
 
 
 class BlockType(NamedTuple):

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoint._warn import warn_of_file
 from . import ggml_types
 from .architectures import ARCHITECTURES, Architecture, Gguf, every_nth, fused, weight_name
 from .config import MOST, Config, RopeScaling
 from .gguf_file import AGAIN, FLOATS, File, Metadata, Tensor, short
-from .warn import warn_of_file
 
 # --- the configuration ----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from .folder import check_pointer
+from ..checkpoint._files import check_pointer
 
 AGAIN = "the file is damaged or cut off; fetch it again"
 FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}

@@ -1,4 +1,4 @@
-"""Hugging Face directories: config.json, and weights as floats or 8-bit floats in safetensors.
+"""Hugging Face directories: config.json, and weights in safetensors, quantized or floats.
 
 Names and meanings follow the models' code in `transformers`.
 """
@@ -8,10 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from .._core.checks import brief
-from . import float8
+from ..checkpoint._fields import Fields
+from ..checkpoint._files import AGAIN, FLOATS, Tensor, read_json
+from ..checkpoint._load import Contents, open_folder
+from ..checkpoint._matrix import Matrix
+from ..checkpoint._warn import warn_of_file
 from .architectures import (
     ARCHITECTURES,
     IMAGE_MODELS,
@@ -23,9 +28,7 @@ from .architectures import (
 )
 from .config import MOST, Config
 from .entries import check_features, left_out
-from .folder import AGAIN, FLOATS, MLX, Fields, Tensor, read_json, tensors_of
 from .rope_entries import rotation_of
-from .warn import warn_of_file
 
 # --- the configuration ----------------------------------------------------------------------------
 
@@ -143,10 +146,7 @@ def _objects(path: Path) -> tuple[str, list[Fields]]:
         )
     architecture = known[kind]
     names = _names(architecture)
-    if outer.values.get("quantization"):
-        raise ValueError(f"{path}: 'quantization' is an entry of MLX's format; {MLX}.")
-    float8.scheme_of(path, outer.values)  # which raises for weights quantized otherwise
-    outer.read.add("quantization_config")
+    outer.read |= {"quantization", "quantization_config"}  # `open_folder` reads them
     for found in (outer.values, values):
         check_features(path, found, names.reads | names.harmless)
     values = {
@@ -155,7 +155,7 @@ def _objects(path: Path) -> tuple[str, list[Fields]]:
         if value is not None or key not in names.null_is_default
     }
     inner = Fields(path, {**names.defaults, **values}, names.names)
-    inner.read |= {"model_type", "quantization_config"}
+    inner.read |= {"model_type", "quantization", "quantization_config"}
     return architecture, [inner] if "text_config" not in outer.read else [outer, inner]
 
 
@@ -303,33 +303,20 @@ _TEXT = re.compile(
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 # From images to embeddings, which the decoder does not read.
 _IMAGES = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.")
-_MLX = (".scales", ".biases")
 
 
-def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix]:
-    """The tensor of each weight that a configuration needs, checked; reads headers only.
+def weights_of(folder: Path, config: Config) -> dict[str, Tensor | Matrix]:
+    """The tensor or quantized matrix of each weight of a configuration; reads headers only.
 
-    Warns of scales that are left out.
+    Warns of what the checkpoint has and is left out.
 
     **Raises:** `ValueError` for files that are missing or damaged, and for tensors that are
-    missing, unknown, of another shape, or neither floats nor 8-bit floats with their scales.
+    missing, unknown, of another shape, or neither floats nor part of a quantized matrix.
     """
-    path = folder / "config.json"
-    values = read_json(path)
-    scheme = float8.scheme_of(path, values)
-    images = _IMAGES if values.get("model_type") in IMAGE_MODELS else None
-    tensors = tensors_of(folder)
-    scales: dict[str, Tensor] = {}
-    unread: list[str] = []
-    weights: list[Tensor] = []
-    for tensor in tensors:
-        if scheme is not None and scheme.has_scale(tensor.name):
-            scales[tensor.name] = tensor
-        elif scheme is not None and scheme.leaves_out(tensor.name):
-            unread.append(tensor.name)
-        else:
-            weights.append(tensor)
-    found = _parts(_by_weight(weights, config, images), config)
+    contents = open_folder(folder)
+    kind = read_json(folder / "config.json").get("model_type")
+    images = _IMAGES if kind in IMAGE_MODELS else None
+    found = _parts(_by_weight(contents, config, images), config)
     expected = config.shapes()
     if missing := [name for name in expected if name not in found]:
         raise ValueError(
@@ -337,34 +324,40 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
             f"{missing[0]!r}; {AGAIN}."
         )
     for name, shape in expected.items():
-        quantized = scheme is not None and len(shape) == 2
-        _check(found[name], shape, (*FLOATS, float8.KIND) if quantized else FLOATS)
+        _check(found[name], shape)
     if "head" in found and config.tied_head:
         _check_tied(found["embedding"], found["head"])
-    if scheme is None:
-        return {name: found[name] for name in expected}
-    scheme.check_scales(scales, {tensor.name: tensor for tensor in tensors})
-    sentences = list(scheme.left_out)
-    if unread and not sentences:
-        sentences.append(
-            f"{folder} has {len(unread)} scales of activations or of a cache, such as "
-            f"{unread[0]!r}, which are left out: here activations and the cache are floats, or "
-            "get scales as they come."
-        )
-    for sentence in sentences:
+    for sentence in contents.sentences:
         warn_of_file(sentence)
-    return {
-        name: scheme.matrix(found[name], scales, embedding=name == "embedding")
-        if found[name].kind == float8.KIND
-        else found[name]
-        for name in expected
+    return {name: found[name] for name in expected}
+
+
+def lhs_qtype_of(path: Path) -> Any:
+    """The dtype to which a checkpoint rounds the inputs of its quantized matrices, else None.
+
+    **Raises:** `ValueError` if its matrices differ.
+    """
+    if not path.is_dir():
+        return None
+    found = {
+        None if dtype is None else jnp.dtype(dtype).name: matrix
+        for matrix in open_folder(path).matrices.values()
+        for dtype in [matrix.activation_dtype]
     }
+    if len(found) > 1:
+        one, other = list(found)[:2]
+        raise ValueError(
+            f"{path} rounds the inputs of {found[one].name!r} to {one} and of "
+            f"{found[other].name!r} to {other}, but all blocks here have one lhs_qtype; pass it, "
+            "or None for floats."
+        )
+    return next(iter(found), None)
 
 
 def _by_weight(
-    tensors: Sequence[Tensor], config: Config, images: re.Pattern[str] | None
-) -> dict[str, Tensor]:
-    """Tensors by our names of their weights, without the tensors that no decoder needs.
+    contents: Contents, config: Config, images: re.Pattern[str] | None
+) -> dict[str, Tensor | Matrix]:
+    """Tensors and matrices by our names of their weights, without those that no decoder needs.
 
     `images` finds the names of the tensors of an image encoder.
 
@@ -372,86 +365,102 @@ def _by_weight(
     of one weight.
     """
     names, expected = _names(config.architecture), config.shapes()
-    found: dict[str, Tensor] = {}
-    for tensor in tensors:
-        ours = weight_name(_TEXT.sub("", tensor.name), names.tensors)
-        buffer = _IGNORED.search(tensor.name) or (images and images.search(tensor.name))
+    found: dict[str, Tensor | Matrix] = {}
+    weights: dict[str, Tensor | Matrix] = {**contents.matrices, **contents.floats}
+    for name, weight in weights.items():
+        ours = weight_name(_TEXT.sub("", name), names.tensors)
+        buffer = _IGNORED.search(name) or (images and images.search(name))
         if ours is None and buffer:
             continue
         if ours is not None and ours in found:
             raise ValueError(
-                f"{tensor.file}: tensors {found[ours].name!r} and {tensor.name!r} are one weight "
-                f"under two names, {ours!r}; {AGAIN}."
+                f"{weight.where} and {found[ours].where} are one weight under two names, {ours!r}; "
+                f"{AGAIN}."
             )
         first = None if ours is None else next(iter(fused(ours)), ours)
         if ours is not None and (first in expected or (ours == "head" and config.tied_head)):
-            found[ours] = tensor
-        elif tensor.name.endswith(_MLX):
+            found[ours] = weight
+        elif not _is_empty_bias(name, contents):
             raise ValueError(
-                f"{tensor.file}: tensor {tensor.name!r} is of weights quantized in MLX's "
-                f"format; {MLX}."
-            )
-        else:
-            raise ValueError(
-                f"{tensor.file}: tensor {tensor.name!r} is no part of {config.architecture} with "
-                f"{config.layers} layers as the decoder here knows it, and leaving it out would "
-                "change the model; use another model."
+                f"{weight.where} is no part of {config.architecture} with {config.layers} layers "
+                "as the decoder here knows it, and leaving it out would change the model; use "
+                "another model."
             )
     return found
 
 
-def _parts(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Tensors by our names, with the parts of a fused tensor in its place.
+def _is_empty_bias(name: str, contents: Contents) -> bool:
+    """Whether a tensor is a bias of zeros, which GPTQ's packers add to quantized matrices."""
+    module, _, last = name.rpartition(".")
+    if last != "bias" or f"{module}.weight" not in contents.matrices:
+        return False
+    return not contents.floats[name].array().astype(np.float32).any()
 
-    **Raises:** `ValueError` for a fused tensor of another shape or in 8-bit floats, and if the
-    folder has a tensor of a part, too.
+
+def _parts(weights: Mapping[str, Tensor | Matrix], config: Config) -> dict[str, Tensor | Matrix]:
+    """Weights by our names, with the parts of a fused matrix in its place.
+
+    **Raises:** `ValueError` for a fused matrix of another shape, and if the folder has a tensor of
+    a part, too.
     """
     shapes, found = config.shapes(), {}
-    for name, tensor in tensors.items():
+    for name, weight in weights.items():
         parts = fused(name)
         if not parts:
-            found[name] = tensor
+            found[name] = weight
             continue
         k, rows = shapes[parts[0]][0], [shapes[part][1] for part in parts]
-        _check(tensor, (k, sum(rows)), FLOATS)
-        if both := [part for part in parts if part in tensors]:
+        _check(weight, (k, sum(rows)))
+        if both := [part for part in parts if part in weights]:
             raise ValueError(
-                f"{tensor.file}: tensors {tensors[both[0]].name!r} and {tensor.name!r} have the "
-                f"same weight, {both[0]!r}; {AGAIN}."
+                f"{weights[both[0]].where} and {weight.where} have the same weight, {both[0]!r}; "
+                f"{AGAIN}."
             )
         start = 0
         for part, count in zip(parts, rows, strict=True):
-            offset = tensor.offset + start * k * tensor.dtype.itemsize
-            found[part] = tensor._replace(shape=(count, k), offset=offset)
+            if isinstance(weight, Matrix):
+                found[part] = weight.part(start, start + count)
+            else:
+                offset = weight.offset + start * k * weight.dtype.itemsize
+                found[part] = weight._replace(shape=(count, k), offset=offset)
             start += count
     return found
 
 
-def _check(tensor: Tensor, shape: tuple[int, ...], kinds: Sequence[str]) -> None:
-    if tensor.shape != shape[::-1] or tensor.kind not in kinds:
+def _check(weight: Tensor | Matrix, shape: tuple[int, ...]) -> None:
+    if isinstance(weight, Matrix):
+        right = weight.shape == shape[::-1] and weight.stack is None
+        kinds = "a matrix" if len(shape) == 2 else f"floats ({', '.join(FLOATS)})"
+    else:
+        right = weight.shape == shape[::-1] and weight.kind in FLOATS
+        kinds = f"floats ({', '.join(FLOATS)})"
+    if not right:
         raise ValueError(
-            f"{tensor.file}: tensor {tensor.name!r} is {tensor.kind} of shape {tensor.shape}, "
-            f"but config.json asks for floats ({', '.join(kinds)}) of {shape[::-1]}; {AGAIN}."
+            f"{weight.where} is {weight.kind} of shape {weight.shape}, but config.json asks for "
+            f"{kinds} of {shape[::-1]}; {AGAIN}."
         )
 
 
-def _check_tied(table: Tensor, head: Tensor) -> None:
+def _check_tied(table: Tensor | Matrix, head: Tensor | Matrix) -> None:
     """Checks that a file's head is a copy of the table, if config.json ties the two.
 
     transformers 5 does not tie two that differ, and earlier versions ignore the head.
 
     **Raises:** `ValueError`.
     """
-    same = (table.kind, table.shape) == (head.kind, head.shape)
-    rows, strip = table.shape[0], max(1, 2**22 // max(table.shape[-1], 1))
-    for start in range(0, rows if same else 0, strip):
-        stop = min(start + strip, rows)
-        if not np.array_equal(table.bytes(start, stop), head.bytes(start, stop)):
+
+    def rows(weight: Tensor | Matrix, start: int, stop: int) -> np.ndarray:
+        return weight.rows(start, stop) if isinstance(weight, Matrix) else weight.bytes(start, stop)
+
+    same = (type(table), table.kind, table.shape) == (type(head), head.kind, head.shape)
+    count, strip = table.shape[0], max(1, 2**22 // max(table.shape[-1], 1))
+    for start in range(0, count if same else 0, strip):
+        stop = min(start + strip, count)
+        if not np.array_equal(rows(table, start, stop), rows(head, start, stop)):
             same = False
             break
     if not same:
         raise ValueError(
-            f"{head.file}: tensor {head.name!r} differs from {table.name!r}, but config.json ties "
-            "the two; set 'tie_word_embeddings' to false there if the head is the model's, or "
-            "remove the tensor."
+            f"{head.where} differs from {table.name!r}, but config.json ties the two; set "
+            "'tie_word_embeddings' to false there if the head is the model's, or remove the tensor."
         )

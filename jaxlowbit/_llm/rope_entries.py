@@ -8,10 +8,10 @@ except `original_max_position_embeddings`.
 
 from typing import Any, NamedTuple
 
+from ..checkpoint._fields import Fields
 from .architectures import Architecture, HuggingFace
 from .config import RopeScaling
 from .entries import listed
-from .folder import Fields
 
 _KINDS = ("full_attention", "sliding_attention")
 _ORIGINAL = "original_max_position_embeddings"

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
+from ..checkpoint._files import read_json
+from ..checkpoint._warn import warn_of_file
 from .chat_template import TOKEN_NAMES, ChatTemplate
-from .folder import read_json
 from .tokenizer_parts import SPACE, Parts, ends_by_name, of_characters, of_sentencepiece
-from .warn import warn_of_file
 
 USED = frozenset(
     [

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
+from ..checkpoint._warn import warn_of_file
 from .chat_template import ChatTemplate
 from .gguf import File, Metadata
 from .pre_tokenizers import BEGIN, COMPOSED, WHOLE_WORDS
@@ -17,7 +18,6 @@ from .tokenizer_parts import (
     of_characters,
     of_sentencepiece,
 )
-from .warn import warn_of_file
 
 # The values of tokenizer.ggml.token_type. Tokens of other types have no text.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6

@@ -1,4 +1,4 @@
-"""Hugging Face folders in 8-bit floats: what they load to, and how damaged ones are refused."""
+"""Hugging Face folders in 8-bit floats: loaded models, and errors for damaged folders."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 from jaxlowbit import llm  # noqa: E402
-from jaxlowbit._llm.folder import tensors_of  # noqa: E402
+from jaxlowbit.checkpoint._files import read_folder  # noqa: E402
 
 Q = "model.layers.0.self_attn.q_proj"
 TOKENS = np.random.default_rng(1).integers(0, 200, (1, 16))
@@ -55,8 +55,8 @@ def in_blocks(block: list[int], **others: Any) -> dict[str, Any]:
 
 ATTENTION, MLP = {"targets": [r"re:.*self_attn\..*_proj$"]}, {"targets": [r"re:.*mlp\..*_proj$"]}
 MIXED = compressed(group("channel", **ATTENTION), in_blocks([64, 32], **MLP))
-# The config, what shares a scale of a matrix in attention, the shape of one of its matrix (None for
-# as many as there are), and the dtype of scales. Blocks of 96 x 48 are cut at both edges.
+# The config, the block of an attention matrix that shares a scale (0: the whole axis), and the
+# dtype of scales. Blocks of 96 x 48 are partial at both edges.
 CASES: dict[str, tuple[Any, tuple[int, int], Any]] = {
     "blocks": (FP8, (128, 128), np.float32),
     "cut blocks": (FP8 | {"weight_block_size": [96, 48]}, (96, 48), jnp.bfloat16),
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Any, tuple[int, int], Any]] = {
 
 
 def narrow(weight: np.ndarray, block: tuple[int, int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """8-bit floats of a weight (n, k), and scales of blocks, of which 0 rows or columns are all."""
+    """8-bit floats of a weight (n, k), and scales of blocks; a size of 0 spans the axis."""
     n, k = weight.shape
     rows, columns = block[0] or n, block[1] or k
     scale = np.zeros((-(-n // rows), -(-k // columns)), np.float32)
@@ -88,7 +88,7 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) ->
 
 
 def folder(path: Any, case: str) -> tuple[Any, dict[str, Any]]:
-    """A folder of one layer in 8-bit floats, and the weights that its tensors stand for."""
+    """A folder with one layer in 8-bit floats, and the dequantized weights."""
     config, attention, dtype = CASES[case]
     suffix = "weight_scale_inv" if config["quant_method"] == "fp8" else "weight_scale"
     tensors, exact = {}, {}
@@ -102,7 +102,7 @@ def folder(path: Any, case: str) -> tuple[Any, dict[str, Any]]:
         tensors[name], scale = narrow(weight, block, dtype)
         wide = spread(scale, weight.shape, block).astype(np.float64)
         exact[name] = (tensors[name].astype(np.float64) * wide).astype(np.float32)
-        if case == "tensor":  # both shapes that files have
+        if case == "tensor":  # files contain both shapes
             scale = scale.reshape(() if ".mlp." in name else (1,))
         tensors[name.replace("weight", suffix)] = scale
     return write_folder(path / "model", MODEL | {"quantization_config": config}, tensors), exact
@@ -126,13 +126,14 @@ def test_weights_are_what_the_checkpoint_means(case, tmp_path):
     stored = {x.name: (x.stored, x.nbytes_stored) for x in found.report.tensors}
     scales = np.prod(narrow(np.ones((256, 256)), *CASES[case][1:])[1].shape)
     size = 256 * 256 + scales * jnp.dtype(CASES[case][2]).itemsize
-    assert stored["layers.0.q"] == ("F8_E4M3", size)
+    method = CASES[case][0]["quant_method"]
+    assert stored["layers.0.q"] == ("float8" if method == "fp8" else method, size)
     np.testing.assert_array_equal(found.weights["head"], exact["lm_head.weight"].T)
     assert found.weights["embedding"].format == Format(8)
 
 
 def test_models_compute_what_the_checkpoint_means(tmp_path):
-    """On a mesh too, where matrices in blocks are divided along both axes."""
+    """Also on a mesh, with block-scaled matrices sharded along both axes."""
     path, exact = folder(tmp_path, "blocks")
     model = llm.load(path, dtype=jnp.float32, progress=False)
     (stack,) = model.decoder.blocks[0].gate_up
@@ -183,10 +184,16 @@ def test_options_round_what_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (FP8 | {"activation_scheme": "static"}, "static scales of activations, which are left out"),
+        (FP8 | {"activation_scheme": "static"}, "static scales of activations or of a cach"),
         (compressed(group("channel", input_activations={"dynamic": False})), "static scales of"),
-        (compressed(group("channel"), kv_cache_scheme={"num_bits": 8}), "scales of a cache in 8"),
-        (compressed(group("channel", output_activations={"num_bits": 8})), "scales of a cache in"),
+        (
+            compressed(group("channel"), kv_cache_scheme={"num_bits": 8}),
+            "scales of a cache, ",
+        ),
+        (
+            compressed(group("channel", output_activations={"num_bits": 8})),
+            "scales of results, ",
+        ),
     ],
 )
 def test_static_scales_are_left_out(changes, sentence, tmp_path):
@@ -200,9 +207,7 @@ def test_static_scales_are_left_out(changes, sentence, tmp_path):
 def test_scales_that_config_json_does_not_name_are_left_out_with_a_warning(tmp_path):
     path, _ = folder(tmp_path, "blocks")
     rewrite(path, tensors={f"{Q.replace('q_proj', 'k_scale')}": np.ones((), np.float32)})
-    with pytest.warns(
-        UserWarning, match=r"has 1 scales of activations or of a cache, such as .*k_s"
-    ):
+    with pytest.warns(UserWarning, match="has static scales of activations or of a cache, left"):
         load(path)
 
 
@@ -217,7 +222,7 @@ def rewrite(path: Any, config: Any = None, tensors: Any = None, without: str = "
         (path / "config.json").write_text(json.dumps(model))
     found = {
         x.name: x.rows(0, x.shape[0] if len(x.shape) > 1 else 1).reshape(x.shape)
-        for x in tensors_of(path)
+        for x in read_folder(path).tensors.values()
     } | (tensors or {})
     found.pop(without, None)
     save_file(found, file)
@@ -227,22 +232,18 @@ BITS = np.zeros((256, 256), np.uint8)
 BITS[3, 5] = 0xFF
 SCALE = f"{Q}.weight_scale_inv"
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no scale": (
-        {"without": SCALE},
-        f"'{Q}.weight' is F8_E4M3, but '{SCALE}' is missing",
-    ),
+    "no scale": ({"without": SCALE}, f"'{Q}.weight' is F8_E4M3, but it is no part of a quantized"),
     "no weight": (
         {"tensors": {"model.x.weight_scale_inv": np.ones((1, 1))}},
-        "'model.x.weight_scale_inv' scales 'model.x.weight', which is missing",
+        "'model.x.weight' is missing, but 'model.x.weight_scale_inv' needs it",
     ),
     "float weight": (
         {"tensors": {f"{Q}.weight": np.ones((256, 256), np.float32)}},
-        f"'{SCALE}' scales '{Q}.weight', which is F32 and not F8_E4M3",
+        f"'{Q}.weight' is F32 of shape",
     ),
     "transposed scale": (
         {"tensors": {SCALE: np.ones((2, 3), np.float32)}},
-        rf"'{SCALE}' is F32 of shape \(2, 3\), but by config.json '{Q}.weight' of shape "
-        r"\(256, 256\) has a scale for each block of 128 x 128, floats of shape \(2, 2\)",
+        rf"'{SCALE}' is F32 of shape \(2, 3\), but by its configuration .* of shape \(2, 2\)",
     ),
     "integer scale": ({"tensors": {SCALE: np.ones((2, 2), np.int32)}}, f"'{SCALE}' is I32"),
     "nan scale": (
@@ -251,7 +252,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nan": (
         {"tensors": {f"{Q}.weight": BITS.view(jnp.float8_e4m3fn)}},
-        rf"'{Q}.weight' \(F8_E4M3\): 1 numbers are NaN, the first in row 3 and column 5",
+        rf"'{Q}.weight' \(float8\): 1 numbers are NaN, the first in row 3 and column 5",
     ),
     "other type": (
         {"tensors": {f"{Q}.weight": np.ones((256, 256), jnp.float8_e5m2)}},
@@ -259,11 +260,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "other block": (
         {"config": FP8 | {"weight_block_size": [64, 64]}},
-        r"a scale for each block of 64 x 64, floats of shape \(4, 4\)",
+        r"weight_scale_inv' is F32 of shape \(2, 2\), but .* of shape \(4, 4\)",
     ),
     "no block": (
         {"config": FP8 | {"weight_block_size": None}},
-        "'weight_block_size' is None, but blocks are read of",
+        r"weight_scale_inv' is F32 of shape \(2, 2\), but .* of shape \(1, 1\)",
     ),
     "odd block": (
         {"config": FP8 | {"weight_block_size": [128, 100]}},
@@ -271,33 +272,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "multiple of 16",
     ),
     "three sizes": ({"config": FP8 | {"weight_block_size": [1, 128, 128]}}, "'weight_block_size'"),
-    "other floats": (
-        {"config": FP8 | {"fmt": "e5m2"}},
-        "'fmt' is 'e5m2', but of weights in 8-bit floats those of 'e4m3' are read",
-    ),
+    "other floats": ({"config": FP8 | {"fmt": "e5m2"}}, "'fmt' is 'e5m2', but 'e4m3' is read"),
     "floats by name": (
         {"config": FP8 | {"modules_to_not_convert": ["self_attn"]}},
-        f"'{Q}.weight' is F8_E4M3, but by config.json '{Q}' stays floats",
+        r"_proj.weight' has scales, but by .* stays floats",
     ),
     "method": (
-        {"config": {"quant_method": "gptq", "bits": 4}},
-        "'quant_method' is 'gptq', but of quantized folders those in 8-bit floats are read, 'fp8' "
-        "and 'compressed-tensors'; use the folder of the model's floats",
+        {"config": {"quant_method": "exl3", "bits": 4}},
+        "'quant_method' is 'exl3', but the quantized checkpoints that are read are .*'gptq'.*; use "
+        "the folder of the model's floats",
     ),
     "list": ({"config": [1]}, r"'quantization_config' is \[1\], but it is an object"),
     "packed": (
         {"config": compressed(group("channel"), format="pack-quantized")},
-        "'format' is 'pack-quantized', but of weights in 8-bit floats those of 'float-quantized'",
+        "'type' is 'float', but 'int' is read",
     ),
     "integers": (
         {"config": compressed(group("channel", weights={"type": "int"}))},
-        "'type' is 'int'",
+        "'type' is 'int', but 'float' is read",
     ),
-    "strategy": (
-        {"config": compressed(group("group"))},
-        "'strategy' is 'group', but of weights in 8-bit floats those of 'tensor' or 'channel' or "
-        "'block' are read",
-    ),
+    "strategy": ({"config": compressed(group("token"))}, "'strategy' is 'token', but 'tensor' or"),
     "no group": ({"config": compressed({"targets": []})}, "lacks 'weights', an object"),
     "text": (
         {"config": {**compressed(), "config_groups": {"a": 1}}},
@@ -305,28 +299,25 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "expression": (
         {"config": compressed(group("channel", targets=["re:("]))},
-        r"'targets' is \['re:\('\], but missing \)",
+        r"'targets' has '\(', which is no regular expression \(missing \)",
     ),
     "rotated weights": (
-        {"config": compressed(group("channel"), transform_config={"config_groups": {"R1": {}}})},
-        "'transform_config' is .*, an entry of weights in 8-bit floats that is not",
+        {
+            "config": compressed(
+                group("channel"),
+                transform_config={"config_groups": {"R1": {"apply": [{"location": "input"}]}}},
+            )
+        },
+        "'location' is 'input', but 'weight_input' or 'weight_output' is read",
     ),
     "sparse weights": (
         {"config": compressed(group("channel"), sparsity_config={"format": "sparse-24-bitmask"})},
-        "'format' is 'sparse-24-bitmask', but of weights in 8-bit floats those of 'dense' are",
+        "'format' is 'sparse-24-bitmask', but 'dense' is read",
     ),
-    "reordered weights": (
-        {
-            "config": compressed(
-                group("channel", weights=group("channel")["weights"] | {"actorder": "group"})
-            )
-        },
-        "'actorder' is 'group', an entry of weights",
-    ),
-    "new entry of fp8": ({"config": FP8 | {"new_entry": 2}}, "'new_entry' is 2, an entry of weigh"),
+    "new entry of fp8": ({"config": FP8 | {"new_entry": 2}}, "'new_entry' is 2, an entry of a qua"),
     "name": (
         {"config": compressed(group("channel"), ignore=[3])},
-        r"'ignore' is \[3\], but 3 is no string",
+        r"'ignore' is \[3\], but it is strings",
     ),
 }
 
@@ -334,7 +325,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_matrices_that_no_group_has_are_refused(tmp_path):
     path, _ = folder(tmp_path, "channel")
     rewrite(path, config=compressed(group("channel", **MLP)))
-    with pytest.raises(ValueError, match=f"'{Q}.weight' is F8_E4M3, but by config.json"):
+    with pytest.raises(ValueError, match=r"_proj\.weight' is quantized, but by 'ignore' and 'targ"):
         load(path)
 
 

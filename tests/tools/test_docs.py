@@ -1,5 +1,5 @@
-"""Every Python block of the pages and of the public docstrings runs, and the README's links lead
-somewhere. `make docs` looks after the links of docs/."""
+"""Every Python block of the pages and of the public docstrings runs, and the README's links exist.
+`make docs` checks the links of docs/."""
 
 import ast
 import atexit
@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 from pretrained import IDS, Pretrained
 
 import jaxlowbit as jl
+from jaxlowbit import checkpoint as jl_checkpoint
 from jaxlowbit import linen as jl_linen
 from jaxlowbit import llm as jl_llm
 from jaxlowbit import nnx as jl_nnx
@@ -37,14 +38,14 @@ def public(module):
     return {k: v for k, v in names if not k.startswith("_") and not inspect.ismodule(v)}
 
 
-MODULES = (jl, jl_nnx, jl_linen, jl_llm, jl_quantizers)
+MODULES = (jl, jl_nnx, jl_linen, jl_llm, jl_quantizers, jl_checkpoint)
 PUBLIC = [(m, name) for m in MODULES for name in public(m)]
 NAMES = sorted(f"{module.__name__}.{name}" for module, name in PUBLIC)
 API = (ROOT / "docs/api.md").read_text()
 
 
 class Model(nnx.Module):
-    """Has every layer that the pages name."""
+    """A model with every layer that the pages name."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(64, 64, rngs=rngs)
@@ -74,6 +75,7 @@ SIZES: dict[str, Any] = {
 }
 MODELS = {
     "model_file": lambda: model_file(),
+    "gptq_folder": lambda: ROOT / "tests/data/checkpoints/llama_gptq",
     "config": lambda: jl_llm.Config("llama", **SIZES, vocabulary=256, context=128),
     "rngs": lambda: nnx.Rngs(0),
     "mesh": lambda: jax.make_mesh((8,), ("model",), (AxisType.Auto,), devices=jax.devices("cpu")),
@@ -88,7 +90,7 @@ MODELS = {
 
 @functools.cache
 def model_file():
-    """A small GGUF file, which is read by packages that are not always there."""
+    """A small GGUF file; reading it needs optional packages."""
     for package in ("gguf", "jinja2", "tokenizers"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     from model_files import write_tiny
@@ -99,7 +101,7 @@ def model_file():
 
 
 def given(block):
-    """What a block takes for granted: imports, and the operands and models of a reader."""
+    """Names that a block may use without defining them: imports, operands and models."""
     imports = {"jax": jax, "jnp": jnp, "jl": jl, "nnx": nnx}
     if "qwix" in block:
         imports["qwix"] = pytest.importorskip("qwix", reason="qwix is not installed")
@@ -124,7 +126,7 @@ def run(block, label, names):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_of_pages(page):
-    defined = {}  # by the blocks before
+    defined = {}  # by previous blocks
     for block in blocks(page.read_text()):
         if block == QUICKSTART:
             continue
@@ -181,7 +183,7 @@ def test_environment_variables_are_documented():
 
 @functools.cache
 def sources():
-    """Files of the repository, and all words in their code."""
+    """Files of the repository, and all identifiers in their code."""
     folders = ("jaxlowbit", "cuda", "cpu", "xla_ffi", "tests", "tools", "benchmarks", "cmake")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     code = {".py", ".pyi", ".cc", ".h", ".cu", ".cuh", ".inc", ".def", ".txt", ".cmake"}
@@ -212,7 +214,7 @@ def test_internals_name_what_exists(page):
 
 
 def test_every_question_has_an_anchor():
-    """So that an answer can be linked to: a heading of each would be a page of headings."""
+    """Anchors make answers linkable without a heading for each question."""
     text = (ROOT / "docs/faq.md").read_text()
     questions = re.findall(r"^.*?\*\*[^*]*\?\*\*", text, re.MULTILINE)
     anchors = [re.match(r'<a id="([a-z0-9-]+)"></a>\*\*', question) for question in questions]

@@ -1,0 +1,11 @@
+"""Checkpoints: Hugging Face folders of floats or quantized weights as packed weights.
+
+It needs the extra `checkpoint`; importing `jaxlowbit` imports none of it. Each module of `_kinds`
+is one kind of quantized checkpoint (`_registry.py`).
+"""
+
+from .._requirements import require_extra as _require_extra
+
+_require_extra("checkpoint", "safetensors", "tqdm")
+
+from ._load import load as load  # noqa: E402

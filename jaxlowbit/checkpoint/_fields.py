@@ -1,0 +1,107 @@
+"""`Fields`: entries of a JSON object, which are used, known to be harmless, or raise."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .._core.checks import brief
+from ._files import AGAIN
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "an integer": (int,),
+    "a number": (int, float),
+    "a string": (str,),
+    "true or false": (bool,),
+    "an object": (dict,),
+    "a list": (list,),
+}
+OTHER = "use the folder of the model's floats, or a GGUF file"
+"""The way out of a checkpoint that is quantized in a way that is not read."""
+
+
+class Fields:
+    """Entries of a JSON object with the kind of each value checked; null means a missing entry.
+
+    `names` maps keys of `get` and `need` to the keys of this object, for keys that differ. `read`
+    has the keys of this object that `get`, `need` and `expect` were asked for.
+    """
+
+    read: set[str]
+
+    def __init__(
+        self, path: Path, values: Mapping[str, Any], names: Mapping[str, str] | None = None
+    ):
+        self.path, self.values, self.names, self.read = path, values, names or {}, set()
+
+    def get(self, key: str, kind: str, default: Any = None) -> Any:
+        key = self.names.get(key, key)
+        self.read.add(key)
+        value = self.values.get(key)
+        if value is None:
+            return default
+        truth = isinstance(value, bool) and kind != "true or false"
+        if truth or not isinstance(value, _KINDS[kind]):
+            raise ValueError(f"{self.path}: {key!r} is {value!r}, but it is {kind}; {AGAIN}.")
+        return value
+
+    def need(self, key: str, kind: str) -> Any:
+        value = self.get(key, kind)
+        if value is None:
+            key = self.names.get(key, key)
+            raise ValueError(f"{self.path} lacks {key!r}, {kind}; {AGAIN}.")
+        return value
+
+    def inner(self, key: str) -> "Fields":
+        """The entries of an object, without any if it is missing."""
+        return Fields(self.path, self.get(key, "an object", {}))
+
+    def expect(self, key: str, default: Any, *values: Any) -> Any:
+        """The value of an entry that has one of some values; `default` if it is missing.
+
+        **Raises:** `ValueError` for another value.
+        """
+        self.read.add(key)
+        found = self.values.get(key)
+        found = default if found is None else found
+        if not any(type(found) is type(value) and found == value for value in values):
+            raise ValueError(
+                f"{self.path}: {key!r} is {brief(found)}, but "
+                f"{' or '.join(map(repr, values))} is read; {OTHER}."
+            )
+        return found
+
+    def expect_rest(self, *harmless: str) -> None:
+        """Checks that the entries that were not read, nor are harmless, turn nothing on.
+
+        **Raises:** `ValueError` with the first that is not null, false, 0 or empty.
+        """
+        for name, value in self.values.items():
+            if name not in self.read and name not in harmless and value:
+                raise ValueError(
+                    f"{self.path}: {name!r} is {brief(value)}, an entry of a quantized checkpoint "
+                    f"that is not known here; {OTHER}."
+                )
+
+    def strings(self, key: str) -> list[str]:
+        """A list of strings; empty if it is missing.
+
+        **Raises:** `ValueError` for other elements.
+        """
+        found = self.get(key, "a list", [])
+        if not all(isinstance(name, str) for name in found):
+            raise ValueError(f"{self.path}: {key!r} is {found!r}, but it is strings; {AGAIN}.")
+        return found
+
+    def pattern(self, key: str, text: str) -> re.Pattern[str]:
+        """A regular expression that stands in the entry `key`.
+
+        **Raises:** `ValueError` if it is none.
+        """
+        try:
+            return re.compile(text)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(
+                f"{self.path}: {key!r} has {text!r}, which is no regular expression ({error}); "
+                f"{AGAIN}."
+            ) from None
