@@ -247,7 +247,7 @@ def read(
 
 
 def _file(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
-    file = gguf.File(path)
+    file = gguf.open_gguf(path)
     config = gguf.config_of(file)
     sources = {}
     for name, tensor in gguf.weights_of(file, config).items():
@@ -259,7 +259,7 @@ def _of_gguf(file: gguf.File, tensor: gguf.Tensor) -> _Source:
     kind, stored = tensor.kind, file.rows(tensor)
     unit = gguf.tensor_scale(file, tensor) if kind == "NVFP4" else 1.0
     found = _Source(
-        f"{file.path}: tensor {tensor.name!r}",
+        file.where(tensor),
         kind,
         tensor.nbytes,
         rows=lambda start, stop: stored[start:stop],
