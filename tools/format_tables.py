@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxlowbit as jl
-from jaxlowbit._backends import custom_calls, pallas
+from jaxlowbit._backends import registry
 from jaxlowbit._core.format_table import NAMED, bits_per_weight, formula, number_range
 
 ROOT = Path(__file__).parents[1]
@@ -71,9 +71,11 @@ def _row(name: str) -> tuple[str, ...]:
 def kernels(format: jl.Format) -> Iterable[str]:
     """The backends with a kernel for these weights and bfloat16 activations."""
     lhs = jnp.dtype("bfloat16")
-    reasons = {name: custom_calls.uncovered(name, lhs, format) for name in custom_calls.PRODUCTS}
-    reasons["pallas"] = pallas.unsupported(format)
-    return [name for name, reason in reasons.items() if reason is None]
+    return [
+        name
+        for name in ("cpu", "cuda", "pallas")
+        if registry.unsupported(name, lhs, format, built=False) is None
+    ]
 
 
 def _listed(names: Iterable[str]) -> str:

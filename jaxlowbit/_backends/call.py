@@ -92,20 +92,13 @@ def stored_weight(weight: QuantizedArray, dtype: jnp.dtype) -> Stored:
 def as_read(
     scale: Array, zero: Array | None, format: Format, lhs: jnp.dtype
 ) -> tuple[Array, Array | None]:
-    """Scales and float zeros, converted exactly to the dtype that kernels read."""
-    dtype = read_dtype(scale.dtype, format, lhs)
-    if format.scale is not None or scale.dtype == dtype:
+    """Scales and float zeros, converted exactly to the dtype that kernels read: 8 bits, the dtype
+    of lhs, or float32."""
+    if format.scale is not None or scale.dtype == lhs:
         return scale, zero
     if zero is not None and format.zero == "float":
-        zero = zero.astype(dtype)
-    return scale.astype(dtype), zero
-
-
-def read_dtype(scale: jnp.dtype, format: Format, lhs: jnp.dtype) -> jnp.dtype:
-    """The dtype of scales that kernels read: 8 bits, the dtype of lhs, or else float32."""
-    if format.scale_dtype is not None:
-        return format.scale_dtype
-    return lhs if scale == lhs else jnp.dtype(jnp.float32)
+        zero = zero.astype(jnp.float32)
+    return scale.astype(jnp.float32), zero
 
 
 class Call:
@@ -122,7 +115,7 @@ class Call:
         self._codebooks: list[np.ndarray] = []
         self._steps: list[list[int]] = []
         self._sums = 0  # bytes of the partial sums of one product
-        self._used: dict[int, Any] = {}  # buffers of products and steps, by place
+        self._used: set[int] = set()  # places of products and steps
 
     def operand(self, array: Array) -> int:
         self._operands.append(array)
@@ -170,18 +163,17 @@ class Call:
         if weight.unit is not None:
             fields["units"] = math.prod(weight.unit.shape[1:])
         for name, place in (addends or {}).items():
-            fields[name] = _name(self.at(place).dtype)
+            fields[name] = str(self.at(place).dtype)
         if format.values:
             self._codebooks.append(np.array(format.values, np.float32))
+        sizes = {"batch": batch, "m": m, "num_weights": weight.packed.shape[0]}  # may be symbolic
         record = ffi.product(
-            batch=_size(batch),
-            m=_size(m),
+            **{name: size if isinstance(size, int) else -1 for name, size in sizes.items()},
             n=n,
             k=k,
-            num_weights=_size(weight.packed.shape[0]),
-            lhs=_name(self.at(lhs).dtype),
-            scale=_name(weight.scale.dtype),
-            out=_name(self.at(out).dtype),
+            lhs=str(self.at(lhs).dtype),
+            scale=str(weight.scale.dtype),
+            out=str(self.at(out).dtype),
             transposed=transposed,
             gated=gated,
             **format_fields(format),
@@ -191,14 +183,14 @@ class Call:
         self._products.append(record)
         rows = batch * (2 if gated else 1)
         self._sums = max(self._sums, workspace_bytes(rows, m, columns_out))
-        self._use(*(place for name, place in places.items() if name != "gathered"))
+        self._used |= {place for name, place in places.items() if name != "gathered"}
         return len(self._products) - 1
 
     def step(self, kind: str, **fields: Any) -> None:
         """Appends a step (`xla_ffi/call.def`)."""
         self._steps.append(ffi.step(kind=kind, **fields))
         names = ("x", "addend", "scales", "total", "out", "out_scale")
-        self._use(*(fields.get(name, 0) for name in names))
+        self._used |= {fields.get(name, 0) for name in names}
 
     def multiply(self, *products: int) -> None:
         """Appends a step that multiplies consecutive products."""
@@ -230,9 +222,6 @@ class Call:
         outs = call(*self._operands, **versions(self._caller), **attributes)
         return [*outs[: len(self._results)]]
 
-    def _use(self, *places: int) -> None:
-        self._used |= {place: self.at(place) for place in places if place != 0}
-
     def _workspace(self, sums: int) -> int:
         """Bytes for partial sums, and for copies of buffers that kernels cannot use directly.
 
@@ -240,9 +229,12 @@ class Call:
         handler copies such buffers through the workspace (`cuda/placement.h`). Packed weights are
         not copied.
         """
-        buffers = [x for x in self._used.values() if x.dtype != jnp.uint32]
-        sizes = [max(sums, self._sums), *(_placed_bytes(x.shape, x.dtype) for x in buffers)]
-        limit = ffi.MAX_WORKSPACE_BYTES
+        limit, unit = ffi.MAX_WORKSPACE_BYTES, ffi.PLACE_ALIGNMENT
+        sizes = [max(sums, self._sums)]
+        for place in self._used - {0}:
+            x = self.at(place)
+            if x.dtype != jnp.uint32:
+                sizes.append(-(-math.prod(x.shape) * x.dtype.itemsize // unit) * unit)
         return min(limit, sum(sizes)) if all(isinstance(size, int) for size in sizes) else limit
 
 
@@ -263,15 +255,6 @@ def versions(caller: str) -> dict[str, Any]:
     return {"caller": caller, **numbers}
 
 
-def _size(size: Any) -> int:
-    """A size in a record: -1 if symbolic."""
-    return size if isinstance(size, int) else -1
-
-
-def _name(dtype: Any) -> str:
-    return str(jnp.dtype(dtype))
-
-
 def apart(*arrays: Array) -> Sequence[Array]:
     """Gives activations and results of a call separate buffers.
 
@@ -280,11 +263,6 @@ def apart(*arrays: Array) -> Sequence[Array]:
     other kernels, and a captured graph cannot be updated to a different number of kernels.
     """
     return [lax.optimization_barrier(array) for array in arrays]
-
-
-def _placed_bytes(shape: Sequence[int], dtype: Any) -> int:
-    unit = ffi.PLACE_ALIGNMENT
-    return -(-math.prod(shape) * jnp.dtype(dtype).itemsize // unit) * unit
 
 
 def workspace_bytes(batch: Any, m: Any, columns: int) -> int:

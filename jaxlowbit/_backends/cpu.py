@@ -12,7 +12,10 @@ from .._core.dtypes import FLOATS
 from .._core.format import Format
 from . import call, extension
 from .block import add_block
-from .problem import Problem
+from .float_scales import of_float_scales
+from .problem import Operands, Problem
+from .stored_rows import Product, of_stored_rows
+from .target import Target
 
 
 def unsupported(
@@ -23,6 +26,12 @@ def unsupported(
     if lhs not in FLOATS:
         return call.unsupported_lhs(lhs)
     return "it has no kernel for the transposed product" if transposed else None
+
+
+def lower(problem: Problem, operands: Operands, target: Target) -> Product:
+    del operands, target
+    product = of_stored_rows(matmul) if problem.orders else matmul
+    return of_float_scales(product) if problem.format.scale == "super" else product
 
 
 def matmul(problem: Problem, *operands: Array) -> Array:

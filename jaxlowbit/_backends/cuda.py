@@ -11,9 +11,12 @@ from .._core.activations import VALUES
 from .._core.dtypes import FLOATS
 from .._core.format import Format
 from .._core.layout import ATOM
-from . import call
+from . import call, extension
 from .extension import ffi
+from .float_scales import of_float_scales
 from .problem import Operands, Problem
+from .stored_rows import Product, of_stored_rows
+from .target import Target
 
 _OLDEST, HOPPER = 80, 90  # compute capabilities
 _FLOAT32_PARTS = 3  # bfloat16 has 8 significant bits, float32 24
@@ -40,20 +43,20 @@ def unsupported(
         scale_sums=sums,
         transposed=transposed,
     )
-    return _reason(product, _OLDEST)
+    return ffi.unsupported(product, _OLDEST) or None
 
 
 def unsupported_activations(values: jnp.dtype, format: Format, k: int = ATOM) -> str | None:
     """Returns None if Hopper kernels multiply 8-bit activations of this dtype by these weights,
     else the reason."""
-    return _reason(_of_bytes(values, format, k), HOPPER, "qmm_sm90")
+    return ffi.unsupported(_of_bytes(values, format, k), HOPPER, "qmm_sm90") or None
 
 
 def unsupported_few_rows(rows: int, format: Format, k: int) -> str | None:
     """Returns None if the kernel of Hopper for small M multiplies rounded rows in bfloat16."""
     floats = jnp.dtype(jnp.bfloat16)
     product = record(format, floats, floats, m=rows, k=k, scales_rows=True)
-    return _reason(product, HOPPER, "qmm_sm90_stream")
+    return ffi.unsupported(product, HOPPER, "qmm_sm90_stream") or None
 
 
 def least_rows(values: jnp.dtype, format: Format, k: int) -> int:
@@ -90,8 +93,34 @@ def record(
     )
 
 
-def _reason(product: list[int], capability: int, kernel: str = "") -> str | None:
-    return ffi.unsupported(product, capability, kernel) or None
+def reads_super_blocks(
+    lhs: jnp.dtype, m: Any, k: int, n: int, format: Format, *, transposed: bool = False
+) -> bool:
+    """Whether Hopper kernels read scales of two levels directly in a product of m rows, also in a
+    gated pair; otherwise XLA expands them."""
+    if not isinstance(m, int) or m == 0 or lhs == jnp.float32 or format.codebook is not None:
+        return False
+    if extension.uncompiled(format, lhs, transposed=transposed) is not None:
+        return False
+    products = (
+        record(format, lhs, lhs, m=m, k=k, n=n, transposed=transposed, gated=gated)
+        for gated in (False, True)
+    )
+    return not any(ffi.unsupported(product, HOPPER) for product in products)
+
+
+def lower(problem: Problem, operands: Operands, target: Target) -> Product:
+    whole = not problem.orders or gathers(problem, operands)
+    product = matmul if whole else of_stored_rows(matmul)
+    if problem.format.scale != "super":
+        return product
+    n_blocks, k_blocks, _ = operands.packed.shape[-3:]
+    lhs, m, n = operands.lhs, math.prod(operands.rows), n_blocks * ATOM
+    k = k_blocks * ATOM if problem.transposed else lhs.shape[-1]
+    read = target.is_only(HOPPER) and reads_super_blocks(
+        lhs.dtype, m, k, n, problem.format, transposed=problem.transposed
+    )
+    return product if read else of_float_scales(product)
 
 
 def gathers(problem: Problem, operands: Operands) -> bool:

@@ -4,14 +4,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from . import call, extension, selection
+from . import call, extension
 from .call import Call
 from .extension import ffi
+from .target import local_gpus
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _MOST_SHARED, _MOST_SIZE = 16, 256  # as in `cuda/ops/attend.h`
@@ -30,12 +30,8 @@ def unsupported(dtype: jnp.dtype, *, heads: int, kv_heads: int, head_size: int) 
         return f"its kernel takes heads of a multiple of 8 up to {_MOST_SIZE} elements"
     if heads > _MOST_SHARED * kv_heads:
         return f"its kernel takes up to {_MOST_SHARED} heads that share keys"
-    try:
-        gpus = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return "JAX sees no NVIDIA GPU"
-    capabilities = sorted({selection.compute_capability(gpu) for gpu in gpus})
-    return next(filter(None, map(selection.unfit, capabilities)), None)
+    gpus = local_gpus()
+    return gpus.unfit if gpus.capabilities else "JAX sees no NVIDIA GPU"
 
 
 class Operands(NamedTuple):

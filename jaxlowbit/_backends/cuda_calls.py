@@ -278,9 +278,11 @@ def normalized(
     return tuple(x.reshape(*rows, x.shape[-1]) for x in results)
 
 
-def normalizes(columns: int) -> bool:
-    """Whether the kernels normalize rows of this length."""
-    return columns % 8 == 0 and columns <= ffi.MAX_RMS_NORM_COLUMNS
+def unsupported_norm(columns: int) -> str | None:
+    """Returns None if the kernels normalize rows of this length, else the reason."""
+    if columns % 8 == 0 and columns <= ffi.MAX_RMS_NORM_COLUMNS:
+        return None
+    return f"the kernels normalize rows of a multiple of 8 up to {ffi.MAX_RMS_NORM_COLUMNS}"
 
 
 def exchanging(devices: Sequence[Any], rows: int) -> tuple[int, ...]:

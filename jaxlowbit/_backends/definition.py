@@ -1,14 +1,34 @@
 """The definition: dequantize, then multiply, in plain jnp. Other backends are tested against it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .._core.dequantize import dequantize, take
-from .problem import Problem
-from .stored_rows import of_stored_rows
+from .._core.format import Format
+from .problem import Operands, Problem
+from .stored_rows import Product, of_stored_rows
+from .target import Target
+
+
+def unsupported(
+    lhs: jnp.dtype, format: Format, *, sizes: Sequence[int] = (), transposed: bool = False
+) -> None:
+    """Returns None: the definition computes every product."""
+
+
+def lower(problem: Problem, operands: Operands, target: Target) -> Product:
+    del problem, operands, target
+    return matmul
+
+
+def empty(problem: Problem, lhs: Array, *operands: Array) -> Array:
+    """A product without rows."""
+    del operands
+    return jnp.zeros((*lhs.shape[:-1], problem.columns), problem.out_dtype)
+
 
 EXACT_K = 512
 """Number of products of int8 and integers up to 255 that float32, and tensor cores, sum exactly."""

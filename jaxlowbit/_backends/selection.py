@@ -3,7 +3,6 @@
 The functions here call the custom call's selection (`cuda/select/select.h`), and need no GPU.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +10,8 @@ import jax.numpy as jnp
 
 from .._core.activations import EXACT, VALUES
 from .._core.format import Format
-from .._core.layout import ATOM
-from . import call, extension
-from .cuda import parts_of
+from . import call
+from .cuda import HOPPER, parts_of, reads_super_blocks
 from .extension import ffi
 
 
@@ -75,7 +73,7 @@ def choose(
     padded columns.
     """
     if format.scale == "super" and not (
-        device.compute_capability == 90 and reads_super_blocks(lhs, batch * m, k, n, format)
+        device.compute_capability == HOPPER and reads_super_blocks(lhs, batch * m, k, n, format)
     ):
         format, scale = format.expanded, jnp.dtype("float32")
     parts = parts_of(lhs)
@@ -141,75 +139,6 @@ def set_tuned(
     )
 
 
-def reads_super_blocks(
-    lhs: jnp.dtype, m: Any, k: int, n: int, format: Format, *, transposed: bool = False
-) -> bool:
-    """Whether Hopper kernels read scales of two levels directly in a product of m rows, also in a
-    gated pair, rather than XLA expanding them before it."""
-    if not isinstance(m, int) or m == 0 or lhs == jnp.float32 or format.codebook is not None:
-        return False
-    if extension.uncompiled(format, lhs, transposed=transposed) is not None:
-        return False
-    choices = (
-        ffi.select(
-            m=m,
-            n=n,
-            k=k,
-            bits=format.bits,
-            group_size=format.group_size,
-            lhs=str(lhs),
-            narrow_scale="super",
-            zero=format.zero,
-            transposed=transposed,
-            gated=gated,
-        )
-        for gated in (False, True)
-    )
-    return not any(choice["unsupported"] for choice in choices)
-
-
 def _named(device: DeviceFacts) -> dict[str, Any]:
     fields = device._asdict()
     return {"device_name": fields.pop("name")} | fields
-
-
-def compute_capability(device: Any) -> int:
-    """The compute capability of a `jax.Device`, 90 for 9.0."""
-    major, minor = map(int, device.compute_capability.split("."))
-    return 10 * major + minor
-
-
-def too_old(compute_capability: int) -> str | None:
-    """Returns None if there are CUDA kernels for this compute capability, else the reason."""
-    bfloat16 = jnp.dtype("bfloat16")
-    choice = choose(
-        *(1, 1, ATOM, ATOM, bfloat16, bfloat16, Format(4)),
-        device=DeviceFacts("", compute_capability, 1, 0),
-    )
-    return choice["unsupported"] or None
-
-
-def unfit(compute_capability: int) -> str | None:
-    """Returns None if CUDA kernels of this build run on such GPUs, else the reason."""
-    if reason := too_old(compute_capability):
-        return reason
-    built = extension.build_info()["cuda_architectures"].split()
-    if not built or any(_runs_on(compute_capability, architecture) for architecture in built):
-        return None
-    return (
-        f"this build has kernels for {' '.join(built)}, of which none runs on compute capability "
-        f"{compute_capability // 10}.{compute_capability % 10}; build jaxlowbit on that machine"
-    )
-
-
-def _runs_on(compute_capability: int, architecture: str) -> bool:
-    """Whether code for a CMake architecture, such as 90a-real, runs on a GPU."""
-    found = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", architecture)
-    if found is None:
-        return True
-    built, feature, kind = int(found[1]), found[2], found[3]
-    if feature == "a":
-        return compute_capability == built
-    if kind != "-real" and not feature:  # includes PTX, which later GPUs compile
-        return compute_capability >= built
-    return compute_capability // 10 == built // 10 and compute_capability >= built

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,15 +10,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._backends import call, cpu, cuda_calls
+from .._backends.target import Target
 from .._core import checks
 from .._core.activations import value_dtype
 from .._core.array import QuantizedArray
 from .._matmul import epilogue, quantized_lhs
-from .._matmul.call import Call, Rows, Weights, is_supported, run
+from .._matmul.call import Call, Rows, Weights, first, run
 from .._matmul.epilogue import Activation
-from .._matmul.options import Backend, Options, check_all_quantized, check_quantized
+from .._matmul.options import Backend, Options, check_all_quantized
 from .._matmul.product import multiply
-from .._matmul.support import only_gpus_of
 from .rms_norm import rms_norm
 
 
@@ -90,7 +89,9 @@ def quantized_block(
         )
     following_norm, following_weights = (None, ()) if following is None else following
     weights = (out, gate_up, down, *following_weights)
-    check_quantized(caller, out=out, gate_up=gate_up, down=down)
+    checks.quantized(caller, "out", out, QuantizedArray)
+    checks.quantized(caller, "gate_up", gate_up, QuantizedArray)
+    checks.quantized(caller, "down", down, QuantizedArray)
     check_all_quantized(caller, "following[1]", following_weights)
     epilogue.check_activation(caller, activation)
     epsilon = checks.positive(caller, "epsilon", epsilon)
@@ -169,50 +170,34 @@ class _Block(Call):
     def _hidden(self, x: Array, gate_up: QuantizedArray) -> Array:
         if self.dtype is None:
             return epilogue.gated_product(x, gate_up, None, self.activation, self.options)
-        gate, up = (self._multiply(x, gate_up.select(i), jnp.float32) for i in range(2))
+        gate, up = (self._multiply(x, gate_up.select(i), jnp.dtype("float32")) for i in range(2))
         return epilogue.gated(gate, up, self.activation, x.dtype)
 
-    def supports(self, rows: Rows, weights: Weights) -> bool:
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        cuda = functools.partial(cuda_calls.block, values=self.dtype)
+        calls = {"cuda": cuda} if self.dtype else {"cuda": cuda, "cpu": cpu.block}
+        return {name: functools.partial(self._one_call, calls[name]) for name in calls}
+
+    def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
         attended, residual = rows
-        columns = residual.shape[-1]
+        if reason := cuda_calls.unsupported_norm(residual.shape[-1]):
+            return reason
         if self.dtype is None:
-            return super().supports(rows, weights) and cuda_calls.normalizes(columns)
-        lead, backend = attended.shape[:-1], self.options.backend
-        return (
-            attended.dtype == jnp.bfloat16
-            and cuda_calls.normalizes(columns)
-            and all(weight.k % call.INTERLEAVED == 0 for weight in weights)
-            and all(
-                quantized_lhs.in_8_bits(
-                    jax.ShapeDtypeStruct((*lead, weight.k), self.dtype),
-                    weight,
-                    backend,
-                    pair=i == 1,
-                )
-                for i, weight in enumerate(weights)
-            )
+            return super().unsupported(rows, weights, target)
+        if attended.dtype != jnp.bfloat16:
+            return "the call rounds rows of bfloat16"
+        if any(weight.k % call.INTERLEAVED != 0 for weight in weights):
+            return f"the call rounds rows of a multiple of {call.INTERLEAVED}"
+        values = [jax.ShapeDtypeStruct((*attended.shape[:-1], x.k), self.dtype) for x in weights]
+        return first(
+            quantized_lhs.slow_bytes(x, weight, self.options.backend, target, pair=i == 1)
+            for i, (x, weight) in enumerate(zip(values, weights, strict=True))
         )
 
-    def fits(self, context: Any) -> bool:
-        return super().fits(context) if self.dtype is None else only_gpus_of(90, context)
-
-    def cpu_supports(self, rows: Rows, weights: Weights) -> bool:
-        attended, residual = rows
-        return (
-            self.dtype is None
-            and self.options.backend in (None, "cpu")
-            and math.prod(attended.shape[:-1]) != 0
-            and all(is_supported("cpu", attended, weight) for weight in weights)
-            and cuda_calls.normalizes(residual.shape[-1])
-        )
-
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
-        return self._one_call(functools.partial(cuda_calls.block, values=self.dtype), operands)
-
-    def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
-        return self._one_call(cpu.block, operands)
-
-    def _one_call(self, block: Callable, operands: Sequence[Array]) -> tuple[Array, ...]:
+    def _one_call(
+        self, block: Callable[..., tuple[Array, ...]], *operands: Array
+    ) -> tuple[Array, ...]:
         (attended, residual), weights, norms = self.named(operands)
         norm, following_norm = norms if len(norms) == 2 else (norms[0], None)
         options = {"activation": self.activation, "epsilon": self.epsilon}

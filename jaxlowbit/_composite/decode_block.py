@@ -5,19 +5,17 @@ from collections.abc import Sequence
 from jax import Array
 
 from .._backends import cuda_attend, cuda_calls
+from .._backends.target import local_gpus
 from .._core.array import QuantizedArray
-from .._matmul.call import fits_hopper_alone, is_supported
-from .._matmul.support import only_local_gpus_of
+from .._matmul.call import first, unread
 
 
-def supports(residual: Array, weights: Sequence[QuantizedArray]) -> bool:
-    """Whether `decode_block` supports these weights, if `cuda_attend` supports the attention."""
-    runs = not fits_hopper_alone(weights) or only_local_gpus_of(90)
-    return (
-        runs
-        and cuda_calls.normalizes(residual.shape[-1])
-        and all(is_supported("cuda", residual, weight) for weight in weights)
-    )
+def unsupported(residual: Array, weights: Sequence[QuantizedArray]) -> str | None:
+    """Returns None if `decode_block` supports these weights, else the reason. Attention has limits
+    of its own: `cuda_attend.unsupported`."""
+    target = local_gpus()
+    reason = cuda_calls.unsupported_norm(residual.shape[-1])
+    return reason or first(unread(target, residual, weight) for weight in weights)
 
 
 def decode_block(

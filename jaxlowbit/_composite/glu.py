@@ -1,6 +1,7 @@
 """`quantized_glu`: a gated linear unit, with both products in one kernel."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax import Array, lax
@@ -12,7 +13,7 @@ from .._core.explicit import Sharding
 from .._matmul import epilogue
 from .._matmul.call import Call, run
 from .._matmul.epilogue import Activation
-from .._matmul.options import Backend, Options, check_quantized
+from .._matmul.options import Backend, Options
 
 
 def quantized_glu(
@@ -53,7 +54,7 @@ def quantized_glu(
     quantized_glu(jnp.ones((8, 256), jnp.bfloat16), gate_up, activation="gelu_tanh")
     ```
     """
-    check_quantized("quantized_glu", gate_up=gate_up)
+    checks.quantized("quantized_glu", "gate_up", gate_up, QuantizedArray)
     epilogue.check_activation("quantized_glu", activation)
     if gate_up.ndim != 3 or gate_up.shape[0] != 2:
         raise ValueError(
@@ -77,7 +78,11 @@ class _Glu(Call):
         (lhs,), (gate_up,), (bias,) = self.named(operands)
         return (epilogue.gated_product(lhs, gate_up, bias, self.activation, self.options),)
 
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        return {"cuda": self._cuda}
+
+    def _cuda(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (gate_up,), (bias,) = self.named(operands)
         shape = lhs.shape[:-1]
         out = cuda_calls.fused(

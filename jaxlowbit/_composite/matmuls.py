@@ -1,6 +1,6 @@
 """`quantized_matmuls`: one lhs times several matrices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax import Array, lax
@@ -81,7 +81,11 @@ class _Matmuls(Call):
         (lhs,), weights, _ = self.named(operands)
         return tuple(multiply(lhs, weight, self.options) for weight in weights)
 
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        return {"cuda": self._cuda}
+
+    def _cuda(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), weights, _ = self.named(operands)
         return cuda_calls.matmuls(
             lhs, weights, out_dtype=self.options.out_dtype(lhs), half_sums=self.options.half_sums

@@ -1,6 +1,7 @@
 """`quantized_mlp`: a gated MLP, with its three products in one custom call."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from .._core.explicit import Sharding
 from .._matmul import epilogue
 from .._matmul.call import Call, run
 from .._matmul.epilogue import Activation
-from .._matmul.options import Backend, Options, check_quantized
+from .._matmul.options import Backend, Options
 from .._matmul.product import multiply
 
 
@@ -56,7 +57,8 @@ def quantized_mlp(
     quantized_mlp(jnp.ones((8, 256), jnp.bfloat16), gate_up, down)
     ```
     """
-    check_quantized("quantized_mlp", gate_up=gate_up, down=down)
+    checks.quantized("quantized_mlp", "gate_up", gate_up, QuantizedArray)
+    checks.quantized("quantized_mlp", "down", down, QuantizedArray)
     epilogue.check_activation("quantized_mlp", activation)
     if gate_up.ndim != 3 or gate_up.shape[0] != 2:
         raise ValueError(
@@ -87,7 +89,11 @@ class _Mlp(Call):
         hidden = epilogue.gated_product(lhs, gate_up, None, self.activation, inner)
         return (multiply(hidden, down, self.options),)
 
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        return {"cuda": self._cuda}
+
+    def _cuda(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (gate_up, down), _ = self.named(operands)
         out = cuda_calls.mlp(
             lhs,

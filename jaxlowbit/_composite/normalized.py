@@ -1,12 +1,14 @@
 """Products of normalized rows, the part of tensor-parallel blocks between two all-reduces."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from .._backends import cuda_calls
+from .._backends.target import Target
 from .._core.array import QuantizedArray
 from .._matmul import epilogue
 from .._matmul.call import Call, Rows, Weights, run
@@ -61,7 +63,12 @@ def normalized_mlp(
     """
     fields = {"activation": activation, "epsilon": float(epsilon)}
     y, out = run(
-        _Normalized, (residual, addend), (gate_up, down), Options(dtype), (norm,), **fields
+        _Normalized,
+        (residual, addend),
+        (gate_up, down),
+        Options(jnp.dtype(dtype)),
+        (norm,),
+        **fields,
     )
     return y, out
 
@@ -82,10 +89,15 @@ class _Normalized(Call):
         hidden = epilogue.gated_product(rows, gate_up, None, self.activation, inner)
         return y, multiply(hidden, down, self.options)
 
-    def supports(self, rows: Rows, weights: Weights) -> bool:
-        return super().supports(rows, weights) and cuda_calls.normalizes(rows[0].shape[-1])
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        return {"cuda": self._cuda}
 
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+    def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
+        reason = cuda_calls.unsupported_norm(rows[0].shape[-1])
+        return reason or super().unsupported(rows, weights, target)
+
+    def _cuda(self, *operands: Array) -> tuple[Array, ...]:
         (residual, addend), weights, (norm,) = self.named(operands)
         return cuda_calls.normalized(
             residual,

@@ -30,7 +30,7 @@ from .dtypes import FLOATS
 from .format import Format, as_format
 
 LEAVES = ("packed", "scale", "zero", "index", "permutation", "version", "tensor_scale")
-"""The last one is a leaf only in formats with a tensor scale; other trees are stored without it."""
+_KEYS = tuple(map(jax.tree_util.GetAttrKey, LEAVES))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -161,7 +161,7 @@ class QuantizedArray:
 
         **Raises:** `ValueError` with the shapes found.
         """
-        size, unit = self.format.group_size, padding.shard_unit(self.format.scale_span)
+        size, unit = self.format.group_size, self.format.shard_unit
         words = layout.packed_shape(*self.padded_shape, self.format.bits)
         groups = super_blocks.scale_shape(*self.padded_shape, self.format)
         if (self.packed.shape[-3:], self.scale.shape[-3:]) != (words, groups):
@@ -184,7 +184,7 @@ class QuantizedArray:
     @property
     def padded_shape(self) -> tuple[int, int]:
         """k and n with the padding of each shard; without padding if there is only one."""
-        unit = padding.shard_unit(self.format.scale_span)
+        unit = self.format.shard_unit
         return (
             padding.spread_size(self.k, self.shards[0], unit),
             padding.spread_size(self.n, self.shards[1], layout.ATOM),
@@ -514,30 +514,23 @@ class QuantizedArray:
         """
         return qarray.to_qarray(self)
 
-    @property
-    def _static(self) -> tuple[Any, ...]:
-        return self.format, *(self.whole or (self.k, self.n, self.shards))
-
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in self._leaves]
-        return children, self._static
+        leaves, static = self.tree_flatten()
+        return [*zip(_KEYS, leaves, strict=True)], static
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        return tuple(getattr(self, name) for name in self._leaves), self._static
-
-    @property
-    def _leaves(self) -> tuple[str, ...]:
-        return LEAVES if self.format.has_tensor_scale else LEAVES[:-1]
+        leaves = tuple(getattr(self, name) for name in LEAVES)
+        return leaves, (self.format, *(self.whole or (self.k, self.n, self.shards)))
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "QuantizedArray":
         # Transformations unflatten with placeholders as leaves, so do not check here.
         format, k, n, shards = static
-        named = dict(zip(LEAVES, leaves, strict=False))
-        fields = {**named, "format": format, "whole": (k, n, shards)}
+        fields = dict(zip(LEAVES, leaves, strict=True))
+        fields |= {"format": format, "whole": (k, n, shards)}
         shape = getattr(leaves[0], "shape", None)
         if isinstance(shape, tuple) and len(shape) >= 3:
-            unit = padding.shard_unit(format.scale_span)
+            unit = format.shard_unit
             k, k_shards = padding.part(k, shards[0], unit, shape[-2])
             n, n_shards = padding.part(n, shards[1], layout.ATOM, shape[-3])
             shards = (k_shards, n_shards)

@@ -39,6 +39,8 @@ def array(caller: str, name: str, value: Any, what: str = "an array of numbers")
 
     **Raises:** `TypeError` if it is not one, as for quantized arrays and quantized activations.
     """
+    if isinstance(value, Array) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return value
     if hasattr(value, "dequantize"):
         if hasattr(value, "values"):
             raise TypeError(

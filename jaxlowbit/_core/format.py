@@ -12,6 +12,7 @@ import numpy as np
 
 from .checks import brief, choice
 from .codebooks import CODEBOOKS
+from .layout import ATOM
 
 Zero = Literal["none", "integer", "float"]
 _ZEROS = ("none", "integer", "float")
@@ -155,6 +156,12 @@ class Format:
         """Number of consecutive input features whose scales must stay together: a group or a
         super-block; -1 for all."""
         return SUPER_BLOCK if self.scale == "super" else self.group_size
+
+    @property
+    def shard_unit(self) -> int:
+        """The smallest number of input features that is whole atoms, groups and super-blocks."""
+        span = self.scale_span
+        return ATOM if span == -1 else math.lcm(ATOM, span)
 
     @property
     def expanded(self) -> "Format":

@@ -154,14 +154,14 @@ def scale_dtype_of(format: Format, given: Any, weight: Array) -> Any:
 
 def _padded(k: int, format: Format, shards: int) -> int:
     """The rows of a matrix, including the padding of each shard."""
-    return padding.spread_size(k, shards, padding.shard_unit(format.scale_span))
+    return padding.spread_size(k, shards, format.shard_unit)
 
 
 def _cut(values: Array, format: Format, shards: int, permutation: Array | None) -> Array:
     """Values (..., k, n) as float32 (..., groups, size, n), rows in the order of `permutation`."""
     if permutation is not None:
         values = permutations.permute(values, permutation, shards, axis=-2)
-    unit = padding.shard_unit(format.scale_span)
+    unit = format.shard_unit
     values = padding.spread(values, -2, shards, unit, mode="edge")
     *lead, k, n = values.shape
     size = k if format.group_size == -1 else min(format.group_size, k)

@@ -99,7 +99,7 @@ def checked(
     if permutation is not None:
         permutation = permutations.checked("from_integers", permutation, qvalue.shape, parts)
         qvalue = permutations.permute(qvalue, permutation, shards=parts, axis=-2)
-    unit = padding.shard_unit(format.scale_span)
+    unit = format.shard_unit
 
     def spread(array: Array, unit: int) -> Array:
         array = padding.spread(array, -2, parts, unit, mode="edge") if unit else array

@@ -3,17 +3,10 @@
 Each device of a mesh has whole parts (`docs/sharding.md`).
 """
 
-import math
-
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .layout import ATOM, blocks
-
-
-def shard_unit(group_size: int) -> int:
-    """The smallest number of input features that is whole atoms and whole groups."""
-    return ATOM if group_size == -1 else math.lcm(ATOM, group_size)
 
 
 def spread_size(size: int, shards: int, unit: int) -> int:

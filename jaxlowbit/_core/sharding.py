@@ -95,9 +95,10 @@ def leaf_specs(array: QuantizedArray, *, k: Any, n: Any, lead: Any, own: Own) ->
     zero = None if array.zero is None else groups
     order = None if array.permutation is None else jax.P(*lead, k if own.order else None)
     matrix = jax.P(*lead)
-    leaves = (jax.P(*lead, n, k, None), groups, zero, None, order, matrix)
+    unit = None
     if array.format.has_tensor_scale:
-        leaves = (*leaves, jax.P(*lead, n) if array.format.scales_channels else matrix)
+        unit = jax.P(*lead, n) if array.format.scales_channels else matrix
+    leaves = (jax.P(*lead, n, k, None), groups, zero, None, order, matrix, unit)
     return QuantizedArray.tree_unflatten(array.tree_flatten()[1], leaves)
 
 
@@ -105,7 +106,7 @@ def own_parts(array: QuantizedArray, mesh: Any, k: Any, n: Any) -> Own:
     """The leaves that each part of k on a mesh owns; raises for parts that are not whole atoms."""
     size = array.format.scale_span
     n_blocks, k_blocks, _ = array.packed.shape[-3:]
-    unit = padding.shard_unit(size)
+    unit = array.format.shard_unit
     part = _part_blocks("k", array.k, array.shards[0], unit, k_blocks, k, mesh)
     _part_blocks("n", array.n, array.shards[1], layout.ATOM, n_blocks, n, mesh)
     groups = size != -1 and (part == k_blocks or part * layout.ATOM % size == 0)

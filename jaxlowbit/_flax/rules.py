@@ -269,7 +269,7 @@ def _grows(layer: Candidate, format: Format, shards: Shards) -> bool:
     """Whether the arrays that `quantize` would make of a weight are no smaller than it is."""
     if layer.matrix is None:
         return False
-    unit = padding.shard_unit(format.scale_span)
+    unit = format.shard_unit
     sizes = tuple(zip(layer.matrix, shards, (unit, layout.ATOM), strict=True))
     if any(count < 1 or size % count for size, count, _ in sizes):
         return False  # such shards raise an error later

@@ -202,7 +202,7 @@ class Block(nnx.Module):
             matrices = self.o, self.gate_up[0], self.down
             o, gate_up, down = (weight.get_value() for weight in matrices)
             weights = o, gate_up, down, *(() if onward is None else onward[1])
-            if decode_block.supports(x, weights):
+            if decode_block.unsupported(x, weights) is None:
                 keys, values, y, products = decode_block.decode_block(
                     operands,
                     x[:, 0],

@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.sharding import AxisType
 
 from .._backends import cuda_calls
-from .._core import padding, super_blocks
+from .._core import super_blocks
 from .._core.array import QuantizedArray
 from .._core.dequantize import codes_of, of_codes
 from .._core.format import SUPER_BLOCK, Format
@@ -282,7 +282,7 @@ def _undivided(config: Config, formats: Mapping[str, Format | None], parts: int)
         size = {"o": attended, "down": config.hidden}.get(_kind(name))
         if size is None or format is None:
             continue
-        unit = padding.shard_unit(format.group_size)  # super-blocks may be expanded
+        unit = format.expanded.shard_unit  # super-blocks may be expanded
         if size // parts % unit:
             return (
                 f"the {size} rows of {name} are {size // parts} on each of {parts} devices, but "

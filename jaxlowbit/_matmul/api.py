@@ -15,7 +15,7 @@ from .._core.explicit import Sharding
 from . import fused, quantized_lhs
 from .call import run
 from .epilogue import Activation
-from .options import Backend, Options, check_quantized
+from .options import Backend, Options
 from .product import multiply
 
 
@@ -89,13 +89,14 @@ def quantized_matmul(
     ```
     """
     caller = "quantized_matmul"
-    check_quantized(caller, rhs=rhs)
+    checks.quantized(caller, "rhs", rhs, QuantizedArray)
     options = Options.checked(caller, preferred_element_type, precision, out_sharding, backend)
     if isinstance(lhs, QuantizedActivations) or activation_dtype is not None:
         rounding = quantized_lhs.Rounding(activation_dtype, activation_factor)
         addends = {"bias": bias, "activation": activation, "residual": residual}
         return quantized_lhs.product(lhs, rhs, rounding, options, **addends)
-    quantized_lhs.check_unused(activation_factor)
+    if activation_factor is not None:
+        quantized_lhs.raise_unused(activation_factor)
     lhs = checks.array(caller, "lhs", lhs, "activations (..., k)")
     options.check(caller, lhs, rhs)
     if bias is None and activation is None and residual is None:

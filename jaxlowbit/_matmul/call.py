@@ -1,13 +1,13 @@
 """A sequence of products and epilogues lowered to one CUDA custom call.
 
 The meaning, derivatives and partitioning of such a call are those of a composition of separate
-products. It is lowered to a custom call only for a single CUDA device.
+products. It is lowered to a custom call only for a single device.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,15 +15,16 @@ import jax.numpy as jnp
 from jax import Array
 from jax._src import dispatch  # lowering needs the devices; JAX has no public name for this
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching, xla
 
-from .._backends import custom_calls, selection
-from .._core import explicit, exporting
+from .._backends import registry
+from .._backends.cuda import HOPPER, reads_super_blocks
+from .._backends.target import Target
+from .._core import explicit
 from .._core.array import QuantizedArray
-from . import partition
+from .lowering import register
 from .options import Options
 from .primitive import equally_varying
-from .support import only_gpus_of, unfit_gpus
 
 Rows = Sequence[Any]
 Weights = Sequence[QuantizedArray]
@@ -45,35 +46,22 @@ class Call:
         """The results, computed by separate products."""
         raise NotImplementedError
 
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
-        """The results, computed by one CUDA custom call."""
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        """The functions that compute the results by one custom call, by platform."""
         raise NotImplementedError
 
-    def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
-        """The results, computed by one CPU custom call."""
-        raise NotImplementedError
-
-    def cpu_supports(self, rows: Rows, weights: Weights) -> bool:
-        """Whether a CPU custom call computes this, as in `supports`."""
-        return False
-
-    def cpu_fits(self, context: Any) -> bool:
-        """Whether the CPU call runs on all CPUs that a program is lowered for."""
-        return True
-
-    def supports(self, rows: Rows, weights: Weights) -> bool:
-        """Whether the CUDA custom call computes this; operands are shapes and dtypes."""
+    def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
+        """Returns None if the custom call of a target computes this, else the reason; operands are
+        shapes and dtypes."""
         lhs = rows[0]
-        return (
-            self.options.backend in (None, "cuda")
-            and lhs.dtype != jnp.float32  # only single products split it into parts
-            and math.prod(lhs.shape[:-1]) != 0
-            and all(is_supported("cuda", lhs, weight) for weight in weights)
-        )
-
-    def fits(self, context: Any) -> bool:
-        """Whether the CUDA call runs on the GPUs that a program is lowered for."""
-        return not unfit_gpus(context)
+        if self.options.backend not in (None, target.platform):
+            return f"backend={self.options.backend!r} is requested"
+        if math.prod(lhs.shape[:-1]) == 0:
+            return "the result is empty"
+        if target.platform == "cuda" and lhs.dtype == jnp.float32:
+            return "only single products split float32 into bfloat16 parts"
+        return target.unfit or first(unread(target, lhs, weight) for weight in weights)
 
     def folds(self, weights: Weights) -> bool:
         """Whether a batch of rows, as a new leading axis, is equivalent to more rows."""
@@ -96,22 +84,26 @@ class Product(Call):
         return weights[0].ndim == 2
 
 
-def is_supported(platform: str, lhs: Any, weight: QuantizedArray) -> bool:
-    """Whether the kernels of a platform read this weight directly."""
-    reason = custom_calls.unsupported(platform, lhs.dtype, weight.format, sizes=weight.padded_shape)
-    in_order = weight.permutation is None and weight.shards == (1, 1)
-    if weight.format.scale == "super":
-        rows = math.prod(lhs.shape[:-1])
-        size = (rows, weight.k, weight.n)
-        in_order &= platform == "cuda" and selection.reads_super_blocks(
-            lhs.dtype, *size, weight.format
-        )
-    return in_order and reason is None
+def unread(target: Target, lhs: Any, weight: QuantizedArray) -> str | None:
+    """Returns None if the kernels of a target read this weight directly, else the reason."""
+    reason = registry.unsupported(
+        target.platform, lhs.dtype, weight.format, sizes=weight.padded_shape
+    )
+    if reason is not None:
+        return reason
+    if weight.permutation is not None or weight.shards != (1, 1):
+        return "the rows of a weight are permuted or padded in shards"
+    if weight.format.scale != "super":
+        return None
+    m, k, n = math.prod(lhs.shape[:-1]), weight.k, weight.n
+    if target.is_only(HOPPER) and reads_super_blocks(lhs.dtype, m, k, n, weight.format):
+        return None
+    return "XLA expands scales of two levels for this product"
 
 
-def fits_hopper_alone(weights: Weights) -> bool:
-    """Whether calls that read these weights run only on Hopper."""
-    return any(weight.format.scale == "super" for weight in weights)
+def first(reasons: Iterable[str | None]) -> str | None:
+    """The first reason, or None."""
+    return next(filter(None, reasons), None)
 
 
 _call_p = Primitive("quantized_call")
@@ -182,31 +174,13 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: Call) -> Any:
 batching.primitive_batchers[_call_p] = _batch
 
 
-def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
-    rows, weights, _ = call.named(ctx.avals_in)
-    alone = partition.divided(ctx) is None and call.fits(ctx.module_context)
-    if alone and fits_hopper_alone(weights):
-        alone = only_gpus_of(90, ctx.module_context)
-    one_call = alone and call.supports(rows, weights)
-    function = call.custom_call if one_call else call.composition
-    function = exporting.with_remedy(ctx, function)
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+def _choose(call: Call, avals: Sequence[Any], target: Target | None) -> Callable[..., Any]:
+    custom_call = None if target is None else call.custom_calls.get(target.platform or "")
+    if target is not None and custom_call is not None:
+        rows, weights, _ = call.named(avals)
+        if call.unsupported(rows, weights, target) is None:
+            return custom_call
+    return call.composition
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
-    function = exporting.with_remedy(ctx, call.composition)
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
-
-
-def _lower_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Any:
-    rows, weights, _ = call.named(ctx.avals_in)
-    alone = partition.divided(ctx) is None and call.cpu_fits(ctx.module_context)
-    one_call = alone and call.cpu_supports(rows, weights)
-    function = call.cpu_call if one_call else call.composition
-    function = exporting.with_remedy(ctx, function)
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
-
-
-mlir.register_lowering(_call_p, _lower)
-mlir.register_lowering(_call_p, _lower_cpu, platform="cpu")
-mlir.register_lowering(_call_p, _lower_cuda, platform="cuda")
+register(_call_p, _choose)

@@ -1,6 +1,7 @@
 """A product with its epilogue: one kernel computes both on a CUDA device."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._backends import cuda_calls
+from .._backends.target import Target
 from .._core.array import QuantizedArray
 from . import epilogue
 from .call import Product, Rows, Weights
@@ -44,13 +46,18 @@ class Fused(Product):
         (lhs, residual), (rhs,), (bias,) = self.named(operands)
         return (epilogue.product(lhs, rhs, bias, self.activation, residual, self.options),)
 
-    def supports(self, rows: Rows, weights: Weights) -> bool:
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        return {"cuda": self._cuda}
+
+    def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
         (lhs, _), (rhs,) = rows, weights
         stack = rhs.shape[:-2]
-        broadcast = bool(stack) and jnp.broadcast_shapes(lhs.shape[:-2], stack) != stack
-        return super().supports(rows, weights) and not broadcast
+        if stack and jnp.broadcast_shapes(lhs.shape[:-2], stack) != stack:
+            return "the stack of weights is broadcast"
+        return super().unsupported(rows, weights, target)
 
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+    def _cuda(self, *operands: Array) -> tuple[Array, ...]:
         (lhs, residual), (rhs,), (bias,) = self.named(operands)
         stack, n = rhs.shape[:-2], rhs.n
         shape = lhs.shape[-2:-1] if stack else lhs.shape[:-1]

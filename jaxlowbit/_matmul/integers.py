@@ -6,6 +6,7 @@ quantized activations with scales of 1, if float32 represents the sums exactly.
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,16 +14,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._backends import cpu, cuda_calls
+from .._backends.target import Target
 from .._core import checks
 from .._core.activations import EXACT
 from .._core.array import QuantizedArray
 from .._core.explicit import Sharding
 from .._core.format import Format, format_name
 from .call import Product, Rows, Weights, run
-from .options import Options, check_quantized
+from .options import Options
 from .product import multiply
-from .quantized_lhs import cpu_reads_bytes, reads_bytes
-from .support import only_gpus_of
+from .quantized_lhs import unsupported_bytes
 
 _LARGEST = 128  # magnitude of int8
 _MOST_IN_FLOAT32 = 2**24  # float32 represents all integers up to it exactly
@@ -61,7 +62,7 @@ def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | No
     ```
     """
     caller = "integer_matmul"
-    check_quantized(caller, rhs=rhs)
+    checks.quantized(caller, "rhs", rhs, QuantizedArray)
     lhs = checks.array(caller, "lhs", lhs, "int8 (..., k)")
     if lhs.dtype != jnp.int8:
         raise ValueError(
@@ -73,7 +74,9 @@ def integer_matmul(lhs: Any, rhs: QuantizedArray, *, out_sharding: Sharding | No
     _check_integers(caller, rhs)
     # Sums do not depend on float scales, so their derivatives are 0.
     rhs = jax.tree.map(lax.stop_gradient, rhs._with(tensor_scale=None))
-    return run(IntegerSums, (lhs,), (rhs,), options.replace(preferred_element_type=jnp.int32))[0]
+    return run(
+        IntegerSums, (lhs,), (rhs,), options.replace(preferred_element_type=jnp.dtype("int32"))
+    )[0]
 
 
 def most_k(format: Format) -> int:
@@ -110,26 +113,22 @@ class IntegerSums(Product):
         (lhs,), (rhs,), _ = self.named(operands)
         return (multiply(lhs, rhs, self.options),)
 
-    def fits(self, context: Any) -> bool:
-        return only_gpus_of(90, context)
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        return {"cuda": self._cuda, "cpu": self._cpu}
 
-    def supports(self, rows: Rows, weights: Weights) -> bool:
+    def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
         (lhs,), (rhs,) = rows, weights
-        return reads_bytes(lhs, rhs)
+        largest = _LARGEST * rhs.format.most_integer * rhs.k
+        if target.platform == "cpu" and largest > _MOST_IN_FLOAT32:
+            return "float32 does not represent the sums exactly"
+        return unsupported_bytes(lhs, rhs, target)
 
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+    def _cuda(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (rhs,), _ = self.named(operands)
         return (cuda_calls.quantized(lhs, None, rhs, out_dtype=jnp.dtype("int32")),)
 
-    def cpu_fits(self, context: Any) -> bool:
-        return not context.lowering_parameters.for_export  # another CPU may lack the instruction
-
-    def cpu_supports(self, rows: Rows, weights: Weights) -> bool:
-        (lhs,), (rhs,) = rows, weights
-        exact = _LARGEST * rhs.format.most_integer * rhs.k <= _MOST_IN_FLOAT32
-        return exact and cpu_reads_bytes(lhs, rhs)
-
-    def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
+    def _cpu(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (rhs,), _ = self.named(operands)
         scale = jnp.ones((*lhs.shape[:-1], 1), jnp.float32)
         unscaled = rhs._with(scale=jnp.ones_like(rhs.scale))

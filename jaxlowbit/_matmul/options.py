@@ -26,11 +26,6 @@ class Options:
     out_sharding: Sharding | None = None
     backend: Backend | None = None
 
-    def __post_init__(self) -> None:
-        if self.preferred_element_type is not None:
-            dtype = jnp.dtype(self.preferred_element_type)
-            object.__setattr__(self, "preferred_element_type", dtype)
-
     @classmethod
     def checked(
         cls,
@@ -98,39 +93,26 @@ class Options:
                 f"{caller}: preferred_element_type is {out_dtype}, but the result has the "
                 f"dtype of lhs ({lhs.dtype}) or float32; cast the result."
             )
-        self._check_backend(caller, lhs, rhs)
-        self._check_precision(caller, lhs)
+        if self.backend is not None:
+            self._check_backend(caller, self.backend, lhs, rhs)
+        if self.precision is not None and lhs.dtype != jnp.float16:
+            raise ValueError(
+                f"{caller}: precision is {self.precision}, but lhs is {lhs.dtype} and float16 sums "
+                "need float16 lhs; cast it, or leave precision out."
+            )
 
     def check_rows(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:
         """Like `check` for one row of lhs: its leading axes are rows, for any axes of rhs."""
         self.check(caller, jax.ShapeDtypeStruct(lhs.shape[-1:], lhs.dtype), rhs)
 
-    def _check_backend(self, caller: str, lhs: Any, rhs: QuantizedArray) -> None:
-        backend = self.backend
-        if backend is None:
-            return
-        reasons = supported_backends(lhs, rhs)
-        if reasons[backend] is not None:
+    @staticmethod
+    def _check_backend(caller: str, backend: Backend, lhs: Any, rhs: QuantizedArray) -> None:
+        reason = supported_backends(lhs, rhs)[backend]
+        if reason is not None:
             raise ValueError(
-                f"{caller}: backend {backend!r} cannot compute this product: "
-                f"{reasons[backend]}. Use backend=None to let another one run."
+                f"{caller}: backend {backend!r} cannot compute this product: {reason}. Use "
+                "backend=None to let another one run."
             )
-
-    def _check_precision(self, caller: str, lhs: Any) -> None:
-        precision = self.precision
-        if precision is None:
-            return
-        if lhs.dtype != jnp.float16:
-            raise ValueError(
-                f"{caller}: precision is {precision}, but lhs is {lhs.dtype} and float16 sums "
-                "need float16 lhs; cast it, or leave precision out."
-            )
-
-
-def check_quantized(caller: str, **arrays: Any) -> None:
-    """Raises if a weight, given by name, is not quantized."""
-    for name, array in arrays.items():
-        checks.quantized(caller, name, array, QuantizedArray)
 
 
 def check_all_quantized(caller: str, name: str, arrays: Sequence[Any]) -> None:

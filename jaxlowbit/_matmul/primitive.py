@@ -27,17 +27,12 @@ def _abstract_eval(lhs: Any, *operands: Any, problem: Problem) -> Any:
     return lhs.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def _varying(array: Any) -> frozenset[Any]:
-    """The mesh axes along which an array varies inside `jax.shard_map`."""
-    return frozenset(jax.typeof(array).mat.varying)
-
-
 def equally_varying(*operands: Array | None) -> list[Array | None]:
-    """Inside `jax.shard_map`, marks operands as varying along every axis that any varies along."""
-    axes = frozenset().union(*(_varying(x) for x in operands if x is not None))
+    """Inside `jax.shard_map`, marks operands as varying along every mesh axis that any varies
+    along."""
+    varying = [None if x is None else frozenset(jax.typeof(x).mat.varying) for x in operands]
+    axes = frozenset().union(*filter(None, varying))
     return [
-        x
-        if x is None or axes == _varying(x)
-        else lax.pcast(x, tuple(axes - _varying(x)), to="varying")
-        for x in operands
+        x if x is None or own == axes else lax.pcast(x, tuple(axes - (own or set())), to="varying")
+        for x, own in zip(operands, varying, strict=True)
     ]

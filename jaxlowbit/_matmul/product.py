@@ -25,7 +25,8 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
     if lhs.dtype == jnp.float16 and rhs.format.outgrows_float16:
         lhs, half_sums = lhs.astype(jnp.float32), False
     k_shards, n_shards = rhs.shards
-    lhs = padding.spread(lhs, -1, k_shards, padding.shard_unit(rhs.format.scale_span))
+    if k_shards > 1:
+        lhs = padding.spread(lhs, -1, k_shards, rhs.format.shard_unit)
     lead = rhs.shape[:-2]
     vector = lhs.ndim == 1
     lhs = lhs[None] if vector else lhs
@@ -53,8 +54,10 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
     )
     out = quantized_matmul_p.bind(*operands.present(), problem=problem)
     out = jnp.moveaxis(out, stacked, [extra + i for i in stacked])
-    out = in_units(out, rhs.unit).astype(out_dtype)
-    out = padding.join(out, -1, n_shards, rhs.n)
+    if rhs.tensor_scale is not None:
+        out = in_units(out, rhs.unit).astype(out_dtype)
+    if n_shards > 1:
+        out = padding.join(out, -1, n_shards, rhs.n)
     return out[..., 0, :] if vector else out
 
 

@@ -8,22 +8,23 @@ activations; for small M, to values that it multiplies as bfloat16.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from .._backends import cpu, cuda, cuda_calls, extension
+from .._backends.cuda import HOPPER
+from .._backends.target import Target
 from .._core import checks, explicit, smoothing
 from .._core.activations import EXACT, QuantizedActivations, quantize_activations, value_dtype
 from .._core.array import QuantizedArray
 from . import epilogue, fused
-from .call import Product, Rows, Weights, is_supported, run
+from .call import Product, Rows, Weights, run, unread
 from .options import Options
 from .product import multiply
-from .support import only_gpus_of
 
 MOST_K = 2**17 - 1
 """With a larger k, products of 8 bits may overflow int32, if all of them are (-128)^2.
@@ -79,7 +80,7 @@ def product(
     out_dtype = options.out_dtype(lhs)
     plain = bias is None and activation is None and residual is None
     # The epilogue takes accumulators that are not rounded.
-    options = options.replace(preferred_element_type=out_dtype if plain else jnp.float32)
+    options = options.replace(preferred_element_type=out_dtype if plain else jnp.dtype("float32"))
     if given:
         sums = scaled(options, lhs, rhs)
     else:
@@ -97,7 +98,7 @@ class Scaled(Product):
 
     def composition(self, *operands: Array) -> tuple[Array, ...]:
         (values, scale), (rhs,), _ = self.named(operands)
-        options = self.options.replace(preferred_element_type=jnp.float32)
+        options = self.options.replace(preferred_element_type=jnp.dtype("float32"))
         sums = multiply(values.astype(EXACT), rhs, options)
         scale = explicit.beside(scale, sums)
         scale = jnp.expand_dims(scale, range(sums.ndim - scale.ndim))  # for the stack axes
@@ -112,26 +113,15 @@ class Scaled(Product):
         """The result dtype of custom calls, which take the dtype of activations to be bfloat16."""
         return jnp.dtype(jnp.float32 if self.out_dtype == jnp.float16 else self.out_dtype)
 
-    def fits(self, context: Any) -> bool:
-        return only_gpus_of(90, context)
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        calls = {"cuda": cuda_calls.quantized, "cpu": cpu.quantized}
+        return {name: functools.partial(self._one_call, calls[name]) for name in calls}
 
-    def supports(self, rows: Rows, weights: Weights) -> bool:
-        values, (rhs,) = rows[0], weights
-        return in_8_bits(values, rhs, self.options.backend)
+    def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
+        return slow_bytes(rows[0], weights[0], self.options.backend, target)
 
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
-        return self._one_call(cuda_calls.quantized, operands)
-
-    def cpu_fits(self, context: Any) -> bool:
-        return not context.lowering_parameters.for_export  # another CPU may lack the instruction
-
-    def cpu_supports(self, rows: Rows, weights: Weights) -> bool:
-        return self.options.backend in (None, "cpu") and cpu_reads_bytes(rows[0], weights[0])
-
-    def cpu_call(self, *operands: Array) -> tuple[Array, ...]:
-        return self._one_call(cpu.quantized, operands)
-
-    def _one_call(self, call: Callable, operands: Sequence[Array]) -> tuple[Array, ...]:
+    def _one_call(self, call: Callable[..., Array], *operands: Array) -> tuple[Array, ...]:
         (values, scale), (rhs,), _ = self.named(operands)
         out = call(values, scale, rhs, out_dtype=self.call_dtype)
         return (out.astype(self.out_dtype),)
@@ -156,45 +146,51 @@ class Rounded(Product):
         (lhs,), (rhs,), (factor,) = self.named(operands)
         return (scaled(self.options, quantize_activations(lhs, self.dtype, factor=factor), rhs),)
 
-    def fits(self, context: Any) -> bool:
-        return self.given.fits(context)
+    @property
+    def custom_calls(self) -> Mapping[str, Callable[..., tuple[Array, ...]]]:
+        return {"cuda": self._cuda}
 
-    def supports(self, rows: Rows, weights: Weights) -> bool:
+    def unsupported(self, rows: Rows, weights: Weights, target: Target) -> str | None:
         (lhs,), (rhs,) = rows, weights
-        return self._in_8_bits(lhs, rhs) or few_rows(lhs.shape, rhs, self.options.backend)
+        reason = self._slow_bytes(lhs, rhs, target)
+        return reason and unsupported_few_rows(lhs.shape, rhs, self.options.backend, target)
 
-    def _in_8_bits(self, lhs: Any, rhs: QuantizedArray) -> bool:
-        return self.given.supports((jax.ShapeDtypeStruct(lhs.shape, self.dtype),), (rhs,))
+    def _slow_bytes(self, lhs: Any, rhs: QuantizedArray, target: Target) -> str | None:
+        values = jax.ShapeDtypeStruct(lhs.shape, self.dtype)
+        return slow_bytes(values, rhs, self.options.backend, target)
 
-    def custom_call(self, *operands: Array) -> tuple[Array, ...]:
+    def _cuda(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), (rhs,), (factor,) = self.named(operands)
-        stored = self.dtype if self._in_8_bits(lhs, rhs) else EXACT
+        narrow = self._slow_bytes(lhs, rhs, _HOPPER) is None
+        stored = self.dtype if narrow else EXACT
         options = {"dtype": self.dtype, "stored": stored, "out_dtype": self.given.call_dtype}
         out, *_ = cuda_calls.rounded(lhs, factor, rhs, **options)
         return (out.astype(self.options.preferred_element_type),)
 
 
-def reads_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> bool:
-    """Whether the Hopper kernels of this build multiply 8-bit values by a weight in 8 bits;
-    arguments are shapes and dtypes."""
-    return (
-        math.prod(values.shape[:-1]) != 0
-        and uncovered_bytes(values, rhs, pair=pair) is None
-        and is_supported("cuda", jax.ShapeDtypeStruct(values.shape, EXACT), rhs)
-        and extension.uncompiled_activations() is None
-    )
+_HOPPER = Target("cuda", frozenset({HOPPER}))
+"""The target of every call that rounds activations on a GPU."""
 
 
-def cpu_reads_bytes(values: Any, rhs: QuantizedArray) -> bool:
-    """Whether a kernel of this CPU multiplies quantized activations by a weight in 8 bits;
-    arguments are shapes and dtypes."""
+def unsupported_bytes(
+    values: Any, rhs: QuantizedArray, target: Target, *, pair: bool = False
+) -> str | None:
+    """Returns None if kernels of a target multiply 8-bit values by a weight in 8 bits, else the
+    reason; arguments are shapes and dtypes. `pair`: the weight is a gate and its up."""
     rows = math.prod(values.shape[:-1])
-    return (
-        rows != 0
-        and rhs.ndim == 2
-        and is_supported("cpu", jax.ShapeDtypeStruct(values.shape, EXACT), rhs)
-        and cpu.unsupported_activations(values.dtype, rows, rhs.format) is None
-    )
+    if rows == 0:
+        return "the result is empty"
+    if target.platform == "cuda":
+        if not target.is_only(HOPPER):
+            return "only GPUs of compute capability 9.0 multiply 8 bits"
+        reason = uncovered_bytes(values, rhs, pair=pair) or extension.uncompiled_activations()
+    elif target.exported:
+        reason = "another CPU may lack the instruction"
+    elif rhs.ndim != 2:
+        reason = "the call multiplies 8 bits by one matrix, not by a stack"
+    else:
+        reason = cpu.unsupported_activations(values.dtype, rows, rhs.format)
+    return reason or unread(target, jax.ShapeDtypeStruct(values.shape, EXACT), rhs)
 
 
 def uncovered_bytes(values: Any, rhs: QuantizedArray, *, pair: bool = False) -> str | None:
@@ -221,26 +217,34 @@ def least_rows(values: Any, rhs: QuantizedArray) -> int:
     return cuda.least_rows(values, rhs.format, rhs.k)
 
 
-def in_8_bits(values: Any, rhs: QuantizedArray, backend: str | None, *, pair: bool = False) -> bool:
-    """Whether Hopper kernels multiply 8-bit values by a weight faster than in bfloat16; arguments
-    are shapes and dtypes. `pair`: the weight is a gate and its up."""
-    reads = backend in (None, "cuda") and reads_bytes(values, rhs, pair=pair)
-    return reads and too_few_rows(values, rhs) is None
+def slow_bytes(
+    values: Any, rhs: QuantizedArray, backend: str | None, target: Target, *, pair: bool = False
+) -> str | None:
+    """`unsupported_bytes`, and on Hopper also the reason why bfloat16 is as fast, if it is."""
+    if backend not in (None, target.platform):
+        return f"backend={backend!r} is requested"
+    reason = unsupported_bytes(values, rhs, target, pair=pair)
+    if reason is None and target.platform == "cuda":
+        reason = too_few_rows(values, rhs)
+    return reason
 
 
-def few_rows(shape: tuple[Any, ...], rhs: QuantizedArray, backend: str | None) -> bool:
-    """Whether the Hopper kernel for small M multiplies rounded rows (..., k) in bfloat16."""
+def unsupported_few_rows(
+    shape: tuple[Any, ...], rhs: QuantizedArray, backend: str | None, target: Target
+) -> str | None:
+    """Returns None if the Hopper kernel for small M multiplies rounded rows (..., k) in bfloat16,
+    else the reason."""
     count = math.prod(shape[:-1])
-    return (
-        backend in (None, "cuda")
-        and isinstance(count, int)
-        and count > 0
-        and rhs.ndim == 2
-        and rhs.format.scale != "super"
-        and rhs.tensor_scale is None
-        and cuda.unsupported_few_rows(count, rhs.format, rhs.k) is None
-        and is_supported("cuda", jax.ShapeDtypeStruct(shape, EXACT), rhs)
-    )
+    if backend not in (None, "cuda"):
+        return f"backend={backend!r} is requested"
+    if not isinstance(count, int) or count == 0:
+        return "the number of rows is 0 or not known"
+    if rhs.ndim != 2 or rhs.format.scale == "super" or rhs.tensor_scale is not None:
+        return "the kernel for small M rounds rows for one matrix with one scale per group"
+    if not target.is_only(HOPPER):
+        return "only kernels for compute capability 9.0 round rows"
+    reason = cuda.unsupported_few_rows(count, rhs.format, rhs.k)
+    return reason or unread(target, jax.ShapeDtypeStruct(shape, EXACT), rhs)
 
 
 def scaled(options: Options, lhs: QuantizedActivations, rhs: QuantizedArray) -> Array:
@@ -280,10 +284,9 @@ def _straight_through_jvp(
     return out, jax.jvp(product, (dequantized, rhs), (lhs_tangent, rhs_tangent))[1]
 
 
-def check_unused(factor: Any) -> None:
-    """Raises if `activation_factor` is given but activations are not quantized."""
-    if factor is not None:
-        raise ValueError(
-            f"quantized_matmul: activation_factor is {checks.brief(factor)}, but without "
-            "activation_dtype nothing is rounded; divide lhs by it, or pass activation_dtype."
-        )
+def raise_unused(factor: Any) -> NoReturn:
+    """Raises for an `activation_factor` of activations that are not quantized."""
+    raise ValueError(
+        f"quantized_matmul: activation_factor is {checks.brief(factor)}, but without "
+        "activation_dtype nothing is rounded; divide lhs by it, or pass activation_dtype."
+    )

@@ -1,11 +1,11 @@
-"""Backends that can compute a product, and GPUs that run the kernels."""
+"""Backends that can compute a product."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from .._backends import custom_calls, pallas, selection
+from .._backends import registry
+from .._backends.target import local_gpus
 from .._core import checks
 from .._core.activations import EXACT, QuantizedActivations
 from .._core.array import QuantizedArray
@@ -34,50 +34,9 @@ def supported_backends(lhs: Any, rhs: QuantizedArray) -> dict[str, str | None]:
         dtype = jax.dtypes.canonicalize_dtype(lhs.dtype)  # as in a product
         if dtype not in FLOATS:
             reason = f"lhs is {dtype}, but activations are float32, bfloat16 or float16"
-            return dict.fromkeys(("cuda", "cpu", "pallas", "xla"), reason)
+            return dict.fromkeys(registry.BACKENDS, reason)
     reasons = {
-        name: custom_calls.unsupported(name, dtype, rhs.format, sizes=rhs.padded_shape)
-        for name in ("cuda", "cpu")
+        name: registry.unsupported(name, dtype, rhs.format, sizes=rhs.padded_shape)
+        for name in registry.BACKENDS
     }
-    reasons["cuda"] = reasons["cuda"] or _unfit(_local_gpus())
-    return {**reasons, "pallas": pallas.unsupported(rhs.format), "xla": None}
-
-
-def _local_gpus() -> list[Any]:
-    try:
-        return jax.local_devices(backend="cuda")
-    except RuntimeError:  # JAX has no such backend here
-        return []
-
-
-def _unfit(gpus: Sequence[Any]) -> str | None:
-    capabilities = sorted({selection.compute_capability(gpu) for gpu in gpus})
-    return next(filter(None, map(selection.unfit, capabilities)), None)
-
-
-def only_local_gpus_of(compute_capability: int) -> bool:
-    """Whether all GPUs that JAX sees here have this compute capability, and there is one."""
-    return {selection.compute_capability(gpu) for gpu in _local_gpus()} == {compute_capability}
-
-
-def only_gpus_of(compute_capability: int, context: Any) -> bool:
-    """Whether the GPUs that a program is lowered for are known and have this compute capability."""
-    gpus = _gpus_of(context)
-    capabilities = {selection.compute_capability(gpu) for gpu in gpus}
-    return capabilities == {compute_capability} and _unfit(gpus) is None
-
-
-def unfit_gpus(context: Any) -> str | None:
-    """The reason why CUDA kernels do not run on the GPUs that a program is lowered for, or None.
-
-    Also None if the GPUs are not known: in an exported program, the custom call raises when it
-    runs.
-    """
-    return _unfit(_gpus_of(context))
-
-
-def _gpus_of(context: Any) -> list[Any]:
-    """The GPUs that a program is lowered for; empty if they are not known."""
-    if context.lowering_parameters.for_export or context.backend is None:
-        return []
-    return [gpu for gpu in context.backend.local_devices() if gpu.platform == "gpu"]
+    return reasons | {"cuda": reasons["cuda"] or local_gpus().unfit}

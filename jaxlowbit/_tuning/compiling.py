@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
 
-from .._backends import cuda, custom_calls, extension, instances
+from .._backends import cuda, extension, instances, registry
 from .._backends.extension import ffi
 from .._backends.instances import HOPPER, Instance
 from .._core.activations import EXACT, VALUES
@@ -44,7 +44,7 @@ def _run(options: argparse.Namespace) -> int:
             f"name that, or a GPU of compute capability 9.0."
         )
     for format in formats:
-        reason = custom_calls.uncovered("cuda", floats, format)
+        reason = registry.unsupported("cuda", floats, format, built=False)
         if dtype in VALUES:
             reason = reason or cuda.unsupported_activations(dtype, format)
         if reason:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._backends import selection
+from .._backends.target import compute_capability
 
 # KiB of shared memory per multiprocessor, by compute capability (CUDA programming guide); 100 for
 # the other existing ones: 8.6, 8.8, 8.9, 12.0 and 12.1.
@@ -49,7 +50,7 @@ def describe(device: Any) -> Device:
     if device.platform != "gpu":
         return Device(device.device_kind, device.platform)
     num_sms = getattr(device, "core_count", GPUS["H200"].num_sms)
-    facts = selection.compute_capability(device), num_sms
+    facts = compute_capability(device), num_sms
     for known in GPUS.values():
         same = re.match(rf"{known.name}\b", device.device_kind)
         if same and (known.capability, known.num_sms) == facts:

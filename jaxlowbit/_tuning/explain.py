@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._backends import cpu, custom_calls, extension, selection
+from .._backends import cpu, extension, registry, selection, target
 from .._backends.instances import HOPPER
 from .._core import checks
 from .._core.activations import EXACT, VALUES, QuantizedActivations
@@ -117,10 +117,11 @@ def _choice(
         yield "backend", "none"
         yield "why", "the result is empty"
         return
-    refusal = custom_calls.unsupported if device.here else custom_calls.uncovered
-    reason = refusal(device.platform, lhs, rhs.format, sizes=rhs.padded_shape)
+    reason = registry.unsupported(
+        device.platform, lhs, rhs.format, sizes=rhs.padded_shape, built=device.here
+    )
     if reason is None and device.platform == "cuda":
-        fits = selection.unfit if device.here else selection.too_old
+        fits = target.unfit if device.here else target.too_old
         reason = fits(device.capability)
     if reason is not None:
         yield "backend", "xla: dequantizes, then multiplies"

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._backends import call, custom_calls, extension
+from .._backends import call, extension, registry
 from .._core.format import Format
 from .._core.format_table import NAMED, bits_per_weight
 from .._version import __version__
@@ -71,7 +71,7 @@ def formats() -> Iterator[tuple[str, str, str, str]]:
 
 def _kernel(device: Any, format: Format) -> str:
     custom_call = "cuda" if device.platform == "gpu" else device.platform
-    reason = custom_calls.unsupported(custom_call, jnp.dtype("bfloat16"), format)
+    reason = registry.unsupported(custom_call, jnp.dtype("bfloat16"), format)
     return custom_call if reason is None else f"definition; {reason}"
 
 

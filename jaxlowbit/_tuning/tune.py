@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from .._backends import extension, selection
+from .._backends import extension, target
 from .._backends.selection import DeviceFacts, Product
 from .._core.checks import boolean, brief
 from .._core.format import INT4, Format, as_format, parse_format
@@ -125,7 +125,7 @@ def _print(path: Path) -> None:
 def _gpu() -> DeviceFacts:
     device = devices.first()
     reason = extension.unavailable("cuda") if device.platform == "cuda" else "JAX sees none"
-    if reason := reason or selection.unfit(device.capability):
+    if reason := reason or target.unfit(device.capability):
         raise ValueError(f"tune: this needs an NVIDIA GPU whose kernels are here, and {reason}.")
     return device.facts
 

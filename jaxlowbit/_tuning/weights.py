@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._backends import custom_calls
+from .._backends import registry
 from .._core import layout
 from .._core.array import QuantizedArray
 from .._core.checks import brief
@@ -71,7 +71,7 @@ Reason = Callable[[Format, str], str | None]
 
 def unread(format: Format, dtype: str) -> str | None:
     """Returns None if the kernels for lhs of `dtype` read a format, else the reason."""
-    return custom_calls.uncovered("cuda", jnp.dtype(dtype), format)
+    return registry.unsupported("cuda", jnp.dtype(dtype), format, built=False)
 
 
 def untuned(format: Format, dtype: str) -> str | None:

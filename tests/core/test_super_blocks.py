@@ -27,7 +27,7 @@ from jaxlowbit import (
     scan,
 )
 from jaxlowbit import nnx as jl_nnx
-from jaxlowbit._backends import selection
+from jaxlowbit._backends import cuda
 from jaxlowbit._core import layout, super_blocks
 from jaxlowbit._core.columns import take_columns
 from jaxlowbit._core.format import format_name, parse_format
@@ -183,7 +183,7 @@ def test_the_call_reads_floats_where_no_kernel_reads_bytes():
     ],
 )
 def test_which_products_read_bytes_on_hopper(format, m, k, lhs, reads):
-    assert selection.reads_super_blocks(jnp.dtype(lhs), m, k, 4096, format) == reads
+    assert cuda.reads_super_blocks(jnp.dtype(lhs), m, k, 4096, format) == reads
 
 
 COMBINATIONS = [

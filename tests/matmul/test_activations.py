@@ -31,6 +31,7 @@ from jaxlowbit import (
     supported_backends,
 )
 from jaxlowbit._backends import extension
+from jaxlowbit._backends.target import Target
 from jaxlowbit._matmul import quantized_lhs
 from jaxlowbit._matmul.options import Options
 from jaxlowbit.quantizers import smoothing_factor
@@ -214,7 +215,7 @@ def cuda(monkeypatch):
 @pytest.fixture
 def hopper(cuda, monkeypatch):
     """Lowers as if for Hopper GPUs."""
-    monkeypatch.setattr(quantized_lhs, "only_gpus_of", lambda *_: True)
+    monkeypatch.setattr(Target, "is_only", lambda *_: True)
 
 
 def like(*shape: int, dtype: str = "bfloat16") -> Any:
@@ -315,14 +316,14 @@ def test_sums_of_8_bit_products_stay_in_int32(monkeypatch):
     """Larger K is multiplied in bfloat16, including on Hopper."""
     most = quantized_lhs.MOST_K
     assert 128 * 128 * most < 2**31 <= 128 * 128 * (most + 1)
-    monkeypatch.setattr(quantized_lhs, "is_supported", lambda *_: True)
+    monkeypatch.setattr(quantized_lhs, "unread", lambda *_: None)
     monkeypatch.setattr(quantized_lhs.extension, "uncompiled_activations", lambda: None)
-    call = quantized_lhs.Scaled(None, Options())
+    call, hopper = quantized_lhs.Scaled(None, Options()), Target("cuda", frozenset({90}))
     found = []
     for k in (most, most + 1):
         values = jax.ShapeDtypeStruct((256, k), jnp.int8)
         rhs: Any = jax.eval_shape(lambda k=k: quantize(jnp.ones((k, 64)), Format(8)))
-        found.append(call.supports((values,), (rhs,)))
+        found.append(call.unsupported((values,), (rhs,), hopper) is None)
     assert found == [True, False]
 
 

@@ -25,6 +25,7 @@ from jaxlowbit import (
     quantized_matmul,
 )
 from jaxlowbit._backends import extension
+from jaxlowbit._backends.target import Target
 from jaxlowbit._core import layout
 from jaxlowbit._core.format import format_name
 from jaxlowbit._matmul import integers as module
@@ -199,14 +200,18 @@ def test_exported_programs():
     np.testing.assert_array_equal(again.call(x, rhs), exact(x, integers))
 
 
+HOPPER = Target("cuda", frozenset({90}))
+
+
 def test_what_the_call_of_hopper_takes(monkeypatch):
-    monkeypatch.setattr(quantized_lhs, "is_supported", lambda *_: True)
+    monkeypatch.setattr(quantized_lhs, "unread", lambda *_: None)
     monkeypatch.setattr(quantized_lhs.extension, "uncompiled_activations", lambda: None)
     sums = module.IntegerSums(None, Options())
 
     def takes(format: Format, m: Any = 1, k: int = 512, stack: tuple[int, ...] = ()) -> bool:
         rhs: Any = jax.eval_shape(lambda: quantize(jnp.ones((*stack, k, 64)), format))
-        return sums.supports((jax.ShapeDtypeStruct((m, k), jnp.int8),), (rhs,))
+        values = jax.ShapeDtypeStruct((m, k), jnp.int8)
+        return sums.unsupported((values,), (rhs,), HOPPER) is None
 
     assert takes(Format(4)) and takes(Format(8), 1000) and takes(Format(4, 64, scale="int8"))
     assert not takes(Format(4), 0) and not takes(Format(3)) and not takes(Format(4), stack=(2,))

@@ -15,6 +15,7 @@ from jax.interpreters import mlir
 import jaxlowbit
 from jaxlowbit import Format, QuantizedArray, quantized_matmul
 from jaxlowbit._backends import call, extension
+from jaxlowbit._backends.target import Target
 from jaxlowbit._matmul import support
 
 K, N, LAYERS = 128, 192, 4
@@ -322,8 +323,8 @@ def test_gpus_of_other_architectures_run_the_definition(
     monkeypatch.setattr(extension, "build_info", lambda: build)
     gpus(capability)
     assert calls(lowered(product, like(5, K), stack(), platform="cuda")) == runs
-    gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
-    monkeypatch.setattr(support, "_local_gpus", lambda: [gpu])
+    seen = Target("cuda", frozenset({int(capability.replace(".", ""))}))
+    monkeypatch.setattr(support, "local_gpus", lambda: seen)
     reason = jaxlowbit.supported_backends(like(5, K), stack())["cuda"]
     assert (reason is None) == runs
     if reason:

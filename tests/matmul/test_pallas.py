@@ -16,10 +16,10 @@ from problems import PROBLEMS, Problem, operands
 
 import jaxlowbit
 from jaxlowbit import Format
-from jaxlowbit._backends import pallas
+from jaxlowbit._backends import pallas, registry
 from jaxlowbit._backends.problem import Operands
 from jaxlowbit._backends.problem import Problem as Product
-from jaxlowbit._matmul import lowering
+from jaxlowbit._backends.target import Target
 
 K, N = 256, 192
 interpreted = pytest.mark.skipif(PLATFORM != "cpu", reason="Pallas interprets on the CPU only")
@@ -81,7 +81,7 @@ def test_one_kernel_for_gpus(bits, zero, group_size, dtype):
 @deprecated
 def test_scales_of_two_levels_are_expanded(monkeypatch):
     """Also where the kernels of CUDA read them."""
-    monkeypatch.setattr(lowering, "only_gpus_of", lambda *_: True)
+    monkeypatch.setattr(Target, "is_only", lambda *_: True)
     lhs = jax.ShapeDtypeStruct((5, K), jnp.bfloat16)
     text = lowered(product, lhs, abstract(Format(4, 32, scale="super")), "cuda")
     (call,) = re.findall(r'custom_call @"?__gpu\$xla.gpu.triton"?\(.*', text)
@@ -211,7 +211,12 @@ def test_the_kernel_for_gpus_interpreted(problem, monkeypatch):
     assert_within(got, oracle.exact, oracle.bound(problem.result_dtype))
 
 
-ON_GPUS = [p for p in PROBLEMS if p.bits in (4, 8) and pallas.unsupported(p.format) is None]
+ON_GPUS = [
+    problem
+    for problem in PROBLEMS
+    if problem.bits in (4, 8)
+    and registry.unsupported("pallas", jnp.dtype("bfloat16"), problem.format) is None
+]
 
 
 @deprecated

@@ -32,7 +32,7 @@ from golden_calls import (
 
 import jaxlowbit as jl
 from jaxlowbit import INT4, INT8, UINT4, UINT8, Format
-from jaxlowbit._backends import custom_calls, selection
+from jaxlowbit._backends import registry, selection
 from jaxlowbit._backends.selection import Choice, DeviceFacts, Product
 from jaxlowbit._core.format_table import NAMED
 
@@ -100,7 +100,7 @@ def force(problems: tuple[Golden, ...], device: DeviceFacts) -> dict[str, str]:
 
 
 def is_computed(platform: str, dtype: str, format: Format) -> bool:
-    return custom_calls.uncovered(platform, jnp.dtype(dtype), format) is None
+    return registry.unsupported(platform, jnp.dtype(dtype), format, built=False) is None
 
 
 # --- products by each kernel ----------------------------------------------------------------------

@@ -3,27 +3,35 @@
 Pallas interprets the kernel for TPUs on the CPU.
 """
 
+import functools
 import importlib.util
 import math
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from ..._core.dequantize import take
 from ..._core.format import Format
 from .. import call
-from ..problem import Problem
-from ..stored_rows import of_stored_rows
+from ..float_scales import of_float_scales
+from ..problem import Operands, Problem
+from ..stored_rows import Product, of_stored_rows
+from ..target import Target
 from . import tpu, triton
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 _BITS = (1, 2, 4, 8)
 
 
-def unsupported(format: Format) -> str | None:
-    """Returns None if the kernels support products of this format, else the reason. Scales of two
-    levels are expanded before the kernel."""
-    format = format.expanded
+def unsupported(
+    lhs: jnp.dtype, format: Format, *, sizes: Sequence[int] = (), transposed: bool = False
+) -> str | None:
+    """Returns None if the kernels support such products, else the reason."""
+    del lhs, sizes  # all are supported
+    if transposed:
+        return "it has no kernel for the transposed product"
     if format.scale is not None:
         return call.NO_NARROW_SCALES
     if format.codebook is not None:
@@ -31,6 +39,12 @@ def unsupported(format: Format) -> str | None:
     if format.bits not in _BITS:
         return f"its kernels read 1, 2, 4 or 8 bits, the format has {format.bits}"
     return None
+
+
+def lower(problem: Problem, operands: Operands, target: Target) -> Product:
+    del operands
+    product = functools.partial(matmul, platform=target.platform)
+    return of_float_scales(product) if problem.format.scale == "super" else product
 
 
 @of_stored_rows
