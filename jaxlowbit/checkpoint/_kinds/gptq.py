@@ -7,7 +7,7 @@ minus one. The layouts were read from AutoGPTQ's `qlinear_cuda.py` and GPTQModel
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from ..._core.format import Format
 from ..._core.permutations import group_permutation
-from .. import _bits
+from .. import _bits, _scaled
 from .._fields import OTHER, Fields
 from .._files import AGAIN, FLOATS, Folder, Tensor, read_json
 from .._matrix import Found, Matrix
@@ -179,12 +179,7 @@ def matrix(folder: Folder, module: str, layout: Layout, kind: str) -> Matrix:
             f"{qweight.where} has {k} inputs and {n} outputs, but planes have multiples of 32; "
             f"{AGAIN}."
         )
-    symmetric = _symmetric(qzeros, layout, n)
-    zero = "none" if symmetric else "integer"
-    if size % 16 and size < k:
-        raise ValueError(
-            f"{qweight.where} has groups of {size}, but groups are multiples of 16 here; {OTHER}."
-        )
+    symmetric = is_symmetric(qzeros, lambda words: layout.zeros(words, n), bits)
 
     def unpack(start: int, stop: int) -> Unpacked:
         if start == 0:
@@ -193,9 +188,9 @@ def matrix(folder: Folder, module: str, layout: Layout, kind: str) -> Matrix:
         zeros = None
         if not symmetric:
             zeros = np.ascontiguousarray(layout.zeros(qzeros.array(), n)[:, start:stop].T)
-        return Unpacked(values, finite(scales, scales.array()[:, start:stop].T), zeros)
+        return Unpacked(values, _scaled.scales(scales, scales.array()[:, start:stop].T), zeros)
 
-    format = Format(bits, size if size < k else -1, zero=zero)
+    format = grouped(qweight, bits, size, k, symmetric)
     return Matrix(
         f"{module}.weight", kind, tensors, (n, k), format, unpack, permutation=permutation
     )
@@ -210,25 +205,26 @@ def order_of(g_idx: Tensor, size: int) -> np.ndarray | None:
     return None if order is None else np.asarray(order)
 
 
-def finite(tensor: Tensor, values: np.ndarray) -> np.ndarray:
-    """Scales of a tensor as they are.
-
-    **Raises:** `ValueError` if some are NaN or infinite.
-    """
-    if not np.isfinite(values.astype(np.float32)).all():
-        raise ValueError(
-            f"its scales {tensor.name!r} have values that are NaN or infinite; the file is "
-            f"damaged, {AGAIN}."
-        )
-    return np.ascontiguousarray(values)
-
-
-def _symmetric(qzeros: Tensor, layout: Layout, n: int) -> bool:
+def is_symmetric(qzeros: Tensor, unpack: Callable[[np.ndarray], np.ndarray], bits: int) -> bool:
     """Whether all zeros are 2^(bits - 1), which a format without zeros has."""
     words = qzeros.array()
-    if not words.size or (layout.zeros(words[:1], n) != 1 << layout.bits - 1).any():
+    if not words.size or (unpack(words[:1]) != 1 << bits - 1).any():
         return False
     return bool((words == words[:1]).all())
+
+
+def grouped(tensor: Tensor, bits: int, size: int, k: int, symmetric: bool) -> Format:
+    """The format of k inputs in groups of a size, -1 for all.
+
+    **Raises:** `ValueError` for a size that no format has.
+    """
+    if size % 16 and -1 < size < k:
+        raise ValueError(
+            f"{tensor.where} has groups of {size}, but groups here are multiples of 16 inputs; "
+            f"{OTHER}."
+        )
+    zero = "none" if symmetric else "integer"
+    return Format(bits, size if 0 < size < k else -1, zero=zero)
 
 
 def _warn_of_zeros(qzeros: Tensor, layout: Layout, n: int) -> None:
