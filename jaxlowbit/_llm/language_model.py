@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from flax import nnx
 from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
+from . import saved
 from .config import Config, check_config
 from .decoder import Decoder, check_rows
 from .load import Header, LoadReport, read, read_header
@@ -108,7 +111,7 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
-    """Loads a language model from a GGUF file, or a folder of floats or 8-bit floats.
+    """Loads a language model from a GGUF file, a folder of floats or 8-bit floats, or of `save`.
 
     **Arguments:**
 
@@ -149,6 +152,40 @@ def load(
     decoding["activation_rows"] = activation_rows
     decoder = Decoder(checkpoint.config, checkpoint.weights, **decoding, consume=True)
     return LanguageModel(decoder, checkpoint.tokenizer, checkpoint.report)
+
+
+def save(
+    model: LanguageModel, path: Any, *, overwrite: bool = False, progress: bool = False
+) -> None:
+    """Saves a model as a folder, which `load` reads without packing anything again.
+
+    The folder gets its name when it is complete: a process that is killed leaves the old folder or
+    the new one.
+
+    **Arguments:**
+
+    - `model`: from `load`, `init` or `shard`.
+    - `path`: the folder.
+    - `overwrite`: whether to replace a folder that exists.
+    - `progress`: whether to show a progress bar.
+
+    **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a `path` that
+    exists and a tokenizer that was not loaded from a file; `FileNotFoundError` if that file is
+    gone; what `checkpoint.save` raises.
+
+    ```python
+    model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
+    save(model, folder)
+    generate(load(folder), [3, 1, 4], max_new_tokens=4).tokens
+    ```
+    """
+    check_model("save", model)
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"save: path is {checks.brief(path)}, but it is the path of a folder.")
+    options = {"overwrite": overwrite, "progress": progress}
+    for name, value in options.items():
+        checks.boolean("save", name, value)
+    saved.write_model(Path(path), model.decoder, model.tokenizer, **options)
 
 
 def init(

@@ -1,6 +1,7 @@
 """`read`: a model file as a configuration, packed weights, a tokenizer and a report."""
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,13 @@ from tqdm import tqdm
 
 from .._core.array import QuantizedArray
 from .._core.checks import boolean, brief, compute_dtype
-from .._core.format import Format, as_format
+from .._core.format import Format, as_format, format_name
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
 from ..checkpoint import _packing as packing
+from ..checkpoint._saved import placed
 from ..quantizers import _registry as quantizers
-from . import float8, ggml_types, gguf, huggingface, memory
+from . import float8, ggml_types, gguf, huggingface, memory, saved
 from .config import Config
 from .folder import check_folder
 from .sharding import Division
@@ -103,7 +105,7 @@ class Checkpoint(NamedTuple):
 
     config: Config
     weights: dict[str, QuantizedArray | Array]
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     report: LoadReport
 
 
@@ -111,7 +113,8 @@ class _Source(NamedTuple):
     """A tensor of a GGUF file or a folder.
 
     `rows(start, stop)` returns rows as floats. A quantized matrix has a `format`, and
-    `pack(scale_dtype)` packs it as it is; both are None for floats.
+    `pack(scale_dtype)` packs it as it is; both are None for floats. `packed(dtype)`, if the folder
+    has packed weights, returns the weight without a copy, floats in `dtype`.
     """
 
     where: str
@@ -121,6 +124,7 @@ class _Source(NamedTuple):
     format: Format | None
     pack: Callable[[Any], QuantizedArray] | None
     forget: Callable[[], None]
+    packed: Callable[[Any], Any] | None = None
 
 
 class Header(NamedTuple):
@@ -132,7 +136,7 @@ class Header(NamedTuple):
 
     path: Path
     config: Config
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     sources: dict[str, _Source]
 
 
@@ -149,6 +153,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             f"load: {given or 'the empty path'} does not exist; name a .gguf file, or the folder "
             "of a Hugging Face model that is on this machine."
         )
+    if saved.is_model(path):
+        return _saved(path)
     config, sources, tokenizer = _folder(path) if path.is_dir() else _file(path)
     # A tokenizer may have tokens without a row, which only a prompt can bring up.
     known = range(config.vocabulary)
@@ -241,7 +247,7 @@ def read(
                 raise ValueError(f"{source.where} ({source.kind}): {error}") from None
             source.forget()
             bar.update(source.nbytes)
-            weights[name] = weight if division is None else division.place(name, weight)
+            weights[name] = placed(weight) if division is None else division.place(name, weight)
             reports.append(_report(name, source, weight, dtype, activation_dtype))
     return Checkpoint(config, weights, tokenizer, LoadReport(tuple(reports)))
 
@@ -276,6 +282,26 @@ def _of_gguf(file: gguf.File, tensor: gguf.Tensor) -> _Source:
     )
 
 
+def _saved(path: Path) -> Header:
+    """A folder that `save` wrote, whose weights are used as they are."""
+    found = saved.read_model(path)
+    sources = {}
+    for name in found.config.shapes():
+        leaf = found.saved.leaf(name)
+        quantized = isinstance(leaf, QuantizedArray)
+        sources[name] = _Source(
+            f"{path}: the array {name!r}",
+            format_name(leaf.format) if quantized else str(leaf.dtype),
+            found.saved.nbytes(name),
+            rows=functools.partial(saved.rows, leaf),
+            format=leaf.format if quantized else None,
+            pack=None,
+            forget=lambda: None,
+            packed=functools.partial(saved.in_dtype, leaf),
+        )
+    return Header(path, found.config, found.tokenizer, sources)
+
+
 def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
     check_folder(path)
     config = huggingface.config_of(path)
@@ -303,6 +329,12 @@ def _weight(
     scale_dtype: Any,
     quantizer: Any,
 ) -> QuantizedArray | Array:
+    if source.packed is not None and format is None:
+        if scale_dtype is not None:
+            raise ValueError(
+                "its scales are packed; leave scale_dtype out, or pass format= to round it again."
+            )
+        return source.packed(dtype if len(shape) == 2 else jnp.float32)
     if len(shape) == 1:
         values = np.asarray(source.rows(0, 1)).astype(np.float32)[0]
         _check_finite(values)

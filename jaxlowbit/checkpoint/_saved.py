@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from tqdm import tqdm
 
 from .._core import checks, layout
 from .._core.array import LEAVES, QuantizedArray
@@ -104,33 +105,50 @@ def named_leaves(caller: str, tree: Any) -> dict[str, Any]:
     return found
 
 
-def write(folder: Path, leaves: Mapping[str, Any], *, shard_bytes: int = _SHARD) -> None:
-    """Writes arrays by name to files in a folder, one array at a time in host memory."""
+def write(
+    folder: Path,
+    leaves: Mapping[str, Any],
+    *,
+    shard_bytes: int = _SHARD,
+    own: bool = True,
+    progress: bool = False,
+) -> None:
+    """Writes arrays by name to files in a folder, one array at a time in host memory.
+
+    **Arguments:** `own`: whether the files have our metadata; else they have that of transformers.
+    """
     tensors: dict[str, dict[str, Any]] = {name: _tensors(name, x) for name, x in leaves.items()}
     _check_names(tensors)
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, parts in tensors.items():
-        nbytes = sum(x.nbytes for x in parts.values())
-        if shards[-1] and size + nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += nbytes
+    sizes = {name: sum(x.nbytes for x in parts.values()) for name, parts in tensors.items()}
+    shards = _shards(sizes, shard_bytes)
+    total = sum(sizes.values())
     places: dict[str, str] = {}
-    for i, names in enumerate(shards, 1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        own = {tensor: x for name in names for tensor, x in tensors[name].items()}
-        arrays = {name: _description(leaves[name]) for name in names if _is_quantized(leaves[name])}
-        _write_file(folder / file, own, arrays)
-        places |= dict.fromkeys(own, file)
+    with tqdm(total=total, desc="write", unit="B", unit_scale=True, disable=not progress) as bar:
+        for i, names in enumerate(shards, 1):
+            file = "model.safetensors"
+            if len(shards) > 1:
+                file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+            parts = {tensor: x for name in names for tensor, x in tensors[name].items()}
+            arrays = {x: _description(leaves[x]) for x in names if _is_quantized(leaves[x])}
+            _write_file(folder / file, parts, arrays if own else None, bar.update)
+            places |= dict.fromkeys(parts, file)
     if len(shards) > 1:
-        total = sum(x.nbytes for parts in tensors.values() for x in parts.values())
         index = {"metadata": {"total_size": total}, "weight_map": places}
         text = json.dumps(index, indent=1)
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """The names of the arrays of each file."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
 
 
 def _tensors(name: str, leaf: Any) -> dict[str, Any]:
@@ -183,7 +201,12 @@ def _description(array: QuantizedArray) -> str:
     return json.dumps({"layout_version": layout.VERSION, **fields})
 
 
-def _write_file(path: Path, tensors: Mapping[str, Any], arrays: Mapping[str, str]) -> None:
+def _write_file(
+    path: Path,
+    tensors: Mapping[str, Any],
+    arrays: Mapping[str, str] | None,
+    advance: Callable[[int], Any],
+) -> None:
     """Writes one file, its header last, with the hashes of what was written."""
     # Sizes that are no multiple of the alignment come last, so that they shift no other tensor.
     order = sorted(tensors, key=lambda name: tensors[name].nbytes % _ALIGNMENT != 0)
@@ -195,6 +218,7 @@ def _write_file(path: Path, tensors: Mapping[str, Any], arrays: Mapping[str, str
             data = np.ascontiguousarray(np.asarray(tensors[name])).reshape(-1).view(np.uint8)
             hashes[name] = hashlib.sha256(data).hexdigest()
             file.write(data)
+            advance(data.size)
         file.seek(0)
         file.write(_header(tensors, order, arrays, hashes))
 
@@ -202,13 +226,15 @@ def _write_file(path: Path, tensors: Mapping[str, Any], arrays: Mapping[str, str
 def _header(
     tensors: Mapping[str, Any],
     order: Sequence[str],
-    arrays: Mapping[str, str],
+    arrays: Mapping[str, str] | None,
     hashes: Mapping[str, str],
 ) -> bytes:
     """The header with its length in front, padded with spaces to whole units of alignment."""
-    metadata = {"format": "np", KEY: __version__}
-    metadata |= {_ARRAY + name: text for name, text in arrays.items()}
-    metadata |= {_HASH + name: text for name, text in hashes.items()}
+    metadata = {"format": "pt"}
+    if arrays is not None:
+        metadata = {"format": "np", KEY: __version__}
+        metadata |= {_ARRAY + name: text for name, text in arrays.items()}
+        metadata |= {_HASH + name: text for name, text in hashes.items()}
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for name in order:
@@ -346,7 +372,8 @@ def load_saved(
         leaf = saved.leaf(name)
         if like is not None:
             _check_like(name, leaf, like)
-        return placed(leaf, name, sharding if sharding is not None else _shardings(like))
+        chosen = sharding(name, leaf) if callable(sharding) else sharding
+        return placed(leaf, _shardings(like) if chosen is None else chosen)
 
     if target is None:
         return {name: place(name) for name in saved.arrays}
@@ -361,10 +388,8 @@ def load_saved(
     return jax.tree.unflatten(structure, [place(name, like) for name, like in wanted.items()])
 
 
-def placed(leaf: Any, name: str, sharding: Any) -> Any:
+def placed(leaf: Any, sharding: Any = None) -> Any:
     """A memory-mapped array on devices, each of which reads its part."""
-    if callable(sharding):
-        sharding = sharding(name, leaf)
     # `device_put` uses aligned host memory as it is on a CPU, and copies nothing else twice.
     return jax.device_put(leaf, sharding)
 
