@@ -14,7 +14,7 @@ from flax import nnx
 from .._core import checks
 from .._core.format import INT4, Format, as_format
 from .._flax import arguments
-from . import saved
+from . import exporting, saved
 from .config import Config, check_config
 from .decoder import Decoder, check_rows
 from .load import Header, LoadReport, read, read_header
@@ -186,6 +186,44 @@ def save(
     for name, value in options.items():
         checks.boolean("save", name, value)
     saved.write_model(Path(path), model.decoder, model.tokenizer, **options)
+
+
+def export(
+    model: LanguageModel,
+    path: Any,
+    kind: str,
+    *,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> None:
+    """Writes a model for other engines, without rounding its weights.
+
+    **Arguments:**
+
+    - `model`: from `load`, of a file of the same kind: metadata and tokenizer are copied from it.
+    - `path`: the file or the folder, which gets its name when it is complete.
+    - `kind`: `"gguf"` for a GGUF file, for llama.cpp; `"compressed-tensors"` for a folder in the
+      format `pack-quantized`, for transformers and vLLM. There a quantized embedding becomes
+      float32.
+    - `overwrite`: whether to replace what is there.
+    - `progress`: whether to show a progress bar.
+
+    **Raises:** `TypeError` for arguments that are none of these; `ValueError` for a weight whose
+    format the kind does not represent exactly, with its name, for a model from a file of another
+    kind, and for a `path` that exists.
+
+    ```py
+    export(load("model-Q8_0.gguf", format="int4-g32", scale_dtype="float16"), "q4.gguf", "gguf")
+    ```
+    """
+    check_model("export", model)
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"export: path is {checks.brief(path)}, but it is the path of a target.")
+    checks.choice("export", "kind", kind, exporting.KINDS)
+    options = {"overwrite": overwrite, "progress": progress}
+    for name, value in options.items():
+        checks.boolean("export", name, value)
+    exporting.write_export(Path(path), kind, model.decoder, model.tokenizer, **options)
 
 
 def init(

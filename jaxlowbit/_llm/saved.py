@@ -32,7 +32,7 @@ from .decoder import Decoder
 from .gguf_file import File
 from .tokenizer import Tokenizer
 
-_TOKENIZER = "tokenizer.gguf"
+TOKENIZER = "tokenizer.gguf"
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -60,15 +60,15 @@ def write_model(
     path: Path, decoder: Decoder, tokenizer: Any, *, overwrite: bool, progress: bool
 ) -> None:
     """Writes a model to a folder that gets its name when it is complete."""
-    source = source_of(tokenizer)
+    source = source_of("save", tokenizer)
     config, weights = weights_of(decoder)
     with new_folder("save", path, overwrite) as folder:
         write(folder, weights, progress=progress)
         _write_config(folder, config, source)
         if source is not None and source.is_dir():
-            _copy_tokenizer(source, folder)
+            copy_tokenizer(source, folder)
         elif source is not None:
-            (folder / _TOKENIZER).write_bytes(File(source).header())
+            (folder / TOKENIZER).write_bytes(File(source).header())
 
 
 def weights_of(decoder: Decoder) -> tuple[Config, dict[str, Any]]:
@@ -109,7 +109,7 @@ def _without_padding(weight: Any, n: int) -> Any:
     return dataclasses.replace(weight, **fields, n=n, whole=None)
 
 
-def source_of(tokenizer: Any) -> Path | None:
+def source_of(caller: str, tokenizer: Any) -> Path | None:
     """The file or folder of a tokenizer; None without a tokenizer.
 
     **Raises:** `ValueError` for a tokenizer that was not loaded from one; `FileNotFoundError` if it
@@ -119,13 +119,13 @@ def source_of(tokenizer: Any) -> Path | None:
         return None
     if not isinstance(tokenizer, Tokenizer) or tokenizer.source is None:
         raise ValueError(
-            f"save: the tokenizer is {checks.brief(tokenizer)}, but one from a file is saved; "
+            f"{caller}: the tokenizer is {checks.brief(tokenizer)}, but one from a file is saved; "
             "save LanguageModel(model.decoder), and store the tokenizer separately."
         )
     if not tokenizer.source.exists():
         raise FileNotFoundError(
-            f"save: {tokenizer.source}, which the tokenizer was loaded from, does not exist any "
-            "more; put it back, or save LanguageModel(model.decoder)."
+            f"{caller}: {tokenizer.source}, the file of the tokenizer, does not exist any more; "
+            "put it back, or save LanguageModel(model.decoder)."
         )
     return tokenizer.source
 
@@ -140,8 +140,8 @@ def _write_config(folder: Path, config: Config, source: Path | None) -> None:
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in (*_FILES, _TOKENIZER):
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in (*_FILES, TOKENIZER):
         if (source / name).is_dir():
             shutil.copytree(source / name, folder / name)
         elif (source / name).exists():
@@ -206,8 +206,8 @@ def in_dtype(leaf: Any, dtype: Any) -> Any:
 
 
 def _tokenizer_of(path: Path) -> Tokenizer | None:
-    if (path / _TOKENIZER).is_file():
-        return Tokenizer.from_gguf(File(path / _TOKENIZER))
+    if (path / TOKENIZER).is_file():
+        return Tokenizer.from_gguf(File(path / TOKENIZER))
     return Tokenizer.from_folder(path) if (path / "tokenizer.json").is_file() else None
 
 

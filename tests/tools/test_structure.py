@@ -39,7 +39,7 @@ ONLY = {
     "flax": r"_flax\.((linen|nnx)_\w+|serialization)|"
     r"_llm\.(bench|block|command|decoder|language_model|perplexity|programs|sharding)",
     "qwix": r"_core\.qarray",
-    "gguf": r"_llm\.(ggml_grids|gguf_file)",
+    "gguf": r"_llm\.(exporting|ggml_grids|gguf_file)",
     "jinja2": r"_llm\.chat_template",
     "safetensors": r"checkpoint\._files|_tuning\.weights",
     "tokenizers": r"_llm\.tokenizer_(folder|gguf|parts)",
