@@ -1,7 +1,7 @@
-# Lets CMake use the nvcc of NVIDIA's pip wheels (the extra `nvcc` of pyproject.toml) when there is
-# no other. As installed they lack two things that CMake counts on: a lib64/ folder, where nvcc
-# looks for cudart, and a libcudart.so without a version, which FindCUDAToolkit wants to see.
-# Include after find_package(Python) and before CUDA is enabled.
+# Uses the nvcc of NVIDIA's pip wheels (the extra `nvcc` of pyproject.toml) if there is no other.
+# The wheels lack two things that CMake needs: a lib64/ folder, where nvcc looks for cudart, and an
+# unversioned libcudart.so for FindCUDAToolkit. Include after find_package(Python) and before
+# enabling CUDA.
 find_program(nvcc nvcc NO_CMAKE_SYSTEM_PATH NO_CACHE)
 if(CMAKE_CUDA_COMPILER OR DEFINED ENV{CUDACXX} OR nvcc OR NOT Python_EXECUTABLE)
   return()

@@ -56,7 +56,7 @@ inline float ToFloat(F16 value) {
   return BitsToFloat(sign | (magnitude < 0x400 ? subnormal : normal));
 }
 
-// 2^(code - 127), except 2^-126 for the subnormal 2^-127 (Coefficients in clone/dequantize.inc). The last code is NaN.
+// 2^(code - 127), but 2^-126 for the subnormal 2^-127 (Coefficients in clone/dequantize.inc). The last code is NaN.
 inline float ToFloat(E8m0 value) {
   const uint32_t code = value.bits, is_nan = (code + 1) >> 8;
   return BitsToFloat(std::max(code, 1u) << 23 | is_nan << 22);
@@ -72,7 +72,7 @@ inline float ToFloat(E4m3 value) {
   return BitsToFloat(FloatToBits(finite) | sign | (kF32Nan & (0 - is_nan)));
 }
 
-// Rounds to nearest, ties to even; a NaN stays one.
+// Rounds to nearest even; NaN stays NaN.
 template <typename T>
 T FromFloat(float value);
 

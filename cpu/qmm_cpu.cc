@@ -38,7 +38,7 @@ bool HasTiles() {
 
 // The smallest m that AMX multiplies faster than vector registers. It depends on the conversion of weights to bfloat16
 // (clone/amx.inc).
-int64_t FewestTileTokens(const QuantizedMatmul& problem) {
+int64_t MinTileTokens(const QuantizedMatmul& problem) {
   const int64_t group_size = problem.group_size;
   const bool looked_up = problem.bits <= 4 && (group_size < 0 || group_size >= kAtom / 2);
   if (!looked_up) return 4;
@@ -47,7 +47,7 @@ int64_t FewestTileTokens(const QuantizedMatmul& problem) {
 
 bool UsesTiles(const QuantizedMatmul& problem, const CpuClone& clone) {
   return clone.tiles != nullptr && problem.lhs == ElementType::kBf16 &&
-         problem.m >= FewestTileTokens(problem);
+         problem.m >= MinTileTokens(problem);
 }
 
 int64_t TaskStrips(const QuantizedMatmul& problem) {
@@ -101,8 +101,8 @@ CpuCodebook::CpuCodebook(const float* from, int bits) {
 const CpuCodebook& CpuCodebook::OfIntegers(int bits) {
   static const auto codebooks = [] {
     std::vector<CpuCodebook> all;
-    for (int width = 1; width <= kMostIntegerBits; ++width) {
-      float numbers[1 << kMostIntegerBits];
+    for (int width = 1; width <= kMaxIntegerBits; ++width) {
+      float numbers[1 << kMaxIntegerBits];
       for (int code = 0; code < 1 << width; ++code) numbers[code] = code - (1 << (width - 1));
       all.emplace_back(numbers, width);
     }
@@ -130,7 +130,7 @@ CpuMatmul::CpuMatmul(const QuantizedMatmul& problem, const Buffers& buffers, con
 bool CpuMatmul::SharesPermuted(const QuantizedMatmul& problem, const Buffers& buffers) const {
   const QuantizedMatmul& own = call_.problem;
   const auto has = [&](bool (*row)(const QuantizedMatmul&), const QuantizedMatmul& of) {
-    return clone_.has_own_rows && row(of);
+    return clone_.has_custom_rows && row(of);
   };
   const bool sums = has(HasBitSums, own);
   return buffers.lhs == call_.buffers.lhs && problem.m == own.m && problem.k == own.k &&
@@ -146,7 +146,7 @@ int64_t CpuMatmul::PermutedLines(const QuantizedMatmul& problem, const CpuClone&
   if (UsesTiles(problem, clone)) {
     return rows / 2 * CeilDiv(problem.m, kAmxTokens) * TileWidth(problem.m);
   }
-  if (clone.has_own_rows && HasBitSums(problem)) {
+  if (clone.has_custom_rows && HasBitSums(problem)) {
     return problem.batch * problem.k_blocks() * BitSumLines(problem.bits);
   }
   return problem.m <= kStreamTokens ? rows * problem.m : 0;

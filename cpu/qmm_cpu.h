@@ -28,8 +28,8 @@ inline std::unique_ptr<CacheLine[]> AllocateLines(int64_t count) {
 struct CpuCodebook {
   CpuCodebook(const float* numbers, int bits);
 
-  // The codebook of integers without zero points, for up to kMostIntegerBits bits.
-  static constexpr int kMostIntegerBits = 5;
+  // The codebook of integers without zero points, for up to kMaxIntegerBits bits.
+  static constexpr int kMaxIntegerBits = 5;
   static const CpuCodebook& OfIntegers(int bits);
 
   alignas(64) float numbers[256];     // repeated to fill the array
@@ -68,7 +68,7 @@ constexpr bool IsFloat8Row(const QuantizedMatmul& p) { return p.m == 1 && IsFloa
 // The kernel compiled for one instruction set.
 struct CpuClone {
   const char* isa;
-  bool has_own_rows;  // permutes the row differently if HasBitSums or IsFloat8Row
+  bool has_custom_rows;  // permutes the row differently if HasBitSums or IsFloat8Row
   // Small m: each weight is dequantized in registers and used at once. `permute` prepares rows [begin, end) of lhs.
   void (*permute)(const CpuCall& call, int64_t begin, int64_t end, float* permuted);
   void (*stream)(const CpuCall& call, int64_t batch, int64_t n_block);

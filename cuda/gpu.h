@@ -5,7 +5,7 @@
 
 namespace jaxlowbit {
 
-// Shared memory of a multiprocessor. The system reserves a part of it for each CTA.
+// Shared memory per SM. The system reserves a part of it for each CTA.
 inline constexpr int kSm90SharedBytesPerSm = 228 * 1024;
 inline constexpr int kSm86SharedBytesPerSm = 100 * 1024;  // and sm_89: the smallest
 inline constexpr int kReservedSharedBytes = 1024;
@@ -19,15 +19,14 @@ struct Device {
   int compute_capability = 0;  // 10 * major + minor
   int num_sms = 0;
   int shared_bytes_per_sm = 0;
-  int clock_mhz = 0;        // the highest of multiprocessors; 0 if it is not known
-  int memory_gb_per_s = 0;  // from the highest clock of memory; 0 if it is not known
+  int clock_mhz = 0;        // maximum SM clock; 0: unknown
+  int memory_gb_per_s = 0;  // at the maximum memory clock; 0: unknown
   // Clusters resident at a time, by CTAs per multiprocessor (1, 2) and CTAs per cluster (1, 2, 4).
   int clusters[3][5] = {};
-  // Whether instances that are not in the build can be compiled; null: they can. Called only if the answer matters,
-  // since the first call loads the compiler.
+  // Whether instances can be JIT-compiled; null: yes. Called only when needed, since the first call loads the compiler.
   bool (*compiles)() = nullptr;
   bool can_compile() const { return compiles == nullptr || compiles(); }
-  // For launches: the CUDA device ordinal, and the real compute capability if the device is treated as a lower one.
+  // For launches: the CUDA ordinal, and the actual architecture if the device is treated as an older one.
   int ordinal = 0;
   int architecture = 0;
 };

@@ -45,7 +45,7 @@ struct DeviceState {
   std::shared_ptr<const TunedTable> tuned;
 };
 
-// JAXLOWBIT_MAX_COMPUTE_CAPABILITY=86 runs the kernels that a GPU of that capability would run, with its shared memory.
+// JAXLOWBIT_MAX_COMPUTE_CAPABILITY=86 selects kernels as for a GPU of that capability, with its shared memory.
 void Limit(Device& device) {
   const char* limit = std::getenv("JAXLOWBIT_MAX_COMPUTE_CAPABILITY");
   if (limit == nullptr) return;
@@ -63,7 +63,7 @@ void ReadRates(int ordinal, Device& device) {
   cudaDeviceGetAttribute(&memory_bits, cudaDevAttrGlobalMemoryBusWidth, ordinal);
   cudaGetLastError();
   device.clock_mhz = clock_khz / 1000;
-  // Memory transfers twice in a clock.
+  // Double data rate.
   device.memory_gb_per_s = static_cast<int>(int64_t{2} * memory_khz * (memory_bits / 8) / 1000000);
 }
 
@@ -153,13 +153,13 @@ struct LaunchLimits {
 
 // In units of the smallest tile of any kernel.
 LaunchLimits LimitsOf(const QuantizedMatmul& problem) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  constexpr int64_t kMostGridY = 65535;
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMaxGridY = 65535;
   const int64_t tiles_n = std::max(problem.strips(), problem.k_blocks());
-  const int64_t rows = std::max<int64_t>(kMost / tiles_n, 1) * sm80::kMinBlockM;
+  const int64_t rows = std::max<int64_t>(kLimit / tiles_n, 1) * sm80::kMinBlockM;
   const int64_t tiles = CeilDiv(std::min(problem.m, rows), sm80::kMinBlockM) * tiles_n;
-  return {std::clamp<int64_t>(kMost / std::max(tiles, problem.m), 1, kMostGridY),
-          std::min(rows, kMost)};
+  return {std::clamp<int64_t>(kLimit / std::max(tiles, problem.m), 1, kMaxGridY),
+          std::min(rows, kLimit)};
 }
 
 // The launches of a product: one, or several if it exceeds the limits of a launch or if an unaligned lhs is copied in
@@ -168,18 +168,17 @@ std::vector<Operands> LaunchesOf(const Operands& product, int64_t workspace_byte
   const QuantizedMatmul& p = product.problem;
   const LaunchLimits limits = LimitsOf(p);
   const int64_t to_copy = RowsToCopy(product, workspace_bytes);
-  const int64_t most_rows = std::min(limits.rows, to_copy);
-  const int64_t most_batch =
-      p.m > most_rows ? 1 : std::min(limits.batch, std::max<int64_t>(to_copy / p.m, 1));
+  const int64_t max_rows = std::min(limits.rows, to_copy);
+  const int64_t max_batch =
+      p.m > max_rows ? 1 : std::min(limits.batch, std::max<int64_t>(to_copy / p.m, 1));
   std::vector<Operands> launches;
-  for (int64_t element = 0; element < p.batch; element += most_batch) {
-    const Operands part =
-        p.batch <= most_batch
-            ? product
-            : BatchPart(product, element, std::min(most_batch, p.batch - element));
-    for (int64_t row = 0; row < p.m; row += most_rows) {
-      launches.push_back(p.m <= most_rows ? part
-                                          : RowPart(part, row, std::min(most_rows, p.m - row)));
+  for (int64_t element = 0; element < p.batch; element += max_batch) {
+    const Operands part = p.batch <= max_batch
+                              ? product
+                              : BatchPart(product, element, std::min(max_batch, p.batch - element));
+    for (int64_t row = 0; row < p.m; row += max_rows) {
+      launches.push_back(p.m <= max_rows ? part
+                                         : RowPart(part, row, std::min(max_rows, p.m - row)));
       launches.back().problem.pdl = p.pdl && element == 0 && row == 0;
     }
   }
@@ -206,12 +205,12 @@ size_t CountJoined(const Operands* products, size_t count, const DeviceState& st
 bool GathersBefore(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
   const bool gathers =
       choice.kernel == Kernel::kQmmSm90Stream &&
-      sm90_stream::WayOfLhs(problem, device, choice) == sm90_stream::LhsWay::kGathers;
+      sm90_stream::LhsPathOf(problem, device, choice) == sm90_stream::LhsPath::kGathers;
   return problem.permuted_parts > 0 && !gathers;
 }
 
 // The product that reads lhs as gathered by that kernel.
-Operands AfterGather(Operands product) {
+Operands WithGatheredLhs(Operands product) {
   product.problem.permuted_parts = 0;
   product.problem.pdl = true;
   product.problem.lhs_aligned = IsAligned(product.buffers.gathered);
@@ -222,7 +221,7 @@ Operands AfterGather(Operands product) {
 // The instance that LaunchChoice launches.
 InstanceKey KeyOfLaunch(const Operands& product, const Device& device, const Choice& choice) {
   const bool gathers = GathersBefore(product.problem, device, choice);
-  return KeyOf(gathers ? AfterGather(product).problem : product.problem, choice, device);
+  return KeyOf(gathers ? WithGatheredLhs(product).problem : product.problem, choice, device);
 }
 
 // Action that launches.
@@ -293,7 +292,8 @@ cudaError_t ForEachLaunch(std::vector<Operands> products, int64_t workspace_byte
         return cudaErrorMisalignedAddress;
       }
       const int64_t rows = p.batch * p.m * p.weights_per_element();
-      const int64_t sums_bytes = std::min(operands.bytes(), MostSumsBytes(rows, p.out_columns()));
+      const int64_t sums_bytes =
+          std::min(operands.bytes(), MaxPartialSumsBytes(rows, p.out_columns()));
       choice = SelectCached(p, state.device, sums_bytes, state.tuned.get());
       error = operands.Finish();
       if (error == cudaSuccess) error = action.One(launch, choice);
@@ -315,8 +315,8 @@ cudaError_t LoadAll(const std::vector<InstanceKey>& keys, const Device& device) 
   return cudaSuccess;
 }
 
-// Operands as in most calls: aligned, with no overlap between operands and results.
-std::vector<Operands> WithOrdinaryBuffers(const std::vector<QuantizedMatmul>& problems) {
+// Typical operands: aligned, without overlap.
+std::vector<Operands> WithTypicalBuffers(const std::vector<QuantizedMatmul>& problems) {
   std::vector<Operands> products;
   for (const QuantizedMatmul& problem : problems) {
     products.push_back({problem, {}});
@@ -378,7 +378,7 @@ cudaError_t LaunchChoice(const QuantizedMatmul& problem, const Buffers& buffers,
   if (GathersBefore(problem, device, choice)) {
     const cudaError_t error = LaunchGatherLhs(problem, buffers, device, stream);
     if (error != cudaSuccess) return error;
-    product = AfterGather(product);
+    product = WithGatheredLhs(product);
   }
   const auto& [p, b] = product;
   switch (choice.kernel) {
@@ -415,7 +415,7 @@ cudaError_t LoadProducts(const std::vector<QuantizedMatmul>& problems, int64_t w
   if (known == number) return cudaSuccess;
   const DeviceState& state = StateOf(ordinal);
   std::vector<InstanceKey> keys;
-  cudaError_t error = ForEachLaunch(WithOrdinaryBuffers(problems), workspace_bytes, state,
+  cudaError_t error = ForEachLaunch(WithTypicalBuffers(problems), workspace_bytes, state,
                                     Collects{&keys, state.device});
   if (error == cudaSuccess) error = LoadAll(keys, state.device);
   if (error == cudaSuccess) known = number;
@@ -438,7 +438,7 @@ void StartCompiling(const std::vector<QuantizedMatmul>& problems) {
     if (!Supports(problem, guess.device)) return;
   }
   std::vector<InstanceKey> keys;
-  ForEachLaunch(WithOrdinaryBuffers(problems), kMaxWorkspaceBytes, guess,
+  ForEachLaunch(WithTypicalBuffers(problems), kMaxWorkspaceBytes, guess,
                 Collects{&keys, guess.device});
   for (const InstanceKey& key : keys) StartCompiling(key, guess.device.architecture);
 }

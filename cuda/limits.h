@@ -22,7 +22,7 @@ inline constexpr int64_t kMaxExchangeRows = 32;
 
 // Upper bound on the bytes of partial sums of a product with this many rows and columns, over all weights that its rows
 // multiply. Tiles cover up to twice the rows and twice the columns.
-constexpr int64_t MostSumsBytes(int64_t rows, int64_t columns) {
+constexpr int64_t MaxPartialSumsBytes(int64_t rows, int64_t columns) {
   const int64_t bytes =
       2 * int64_t{sizeof(float)} * kMaxSplitK * rows * CeilDiv(columns, kAtom) * kAtom;
   return bytes < kMaxWorkspaceBytes ? bytes : kMaxWorkspaceBytes;

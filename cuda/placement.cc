@@ -34,7 +34,7 @@ int64_t RedirectedBytes(const Operands* products, size_t count) {
   return bytes;
 }
 
-void* Placement::Take(int64_t bytes) {
+void* Placement::Allocate(int64_t bytes) {
   const int64_t left = (bytes_ - bytes) / kPlaceAlignment * kPlaceAlignment;
   if (bytes > bytes_) return nullptr;
   bytes_ = left;
@@ -46,7 +46,7 @@ void Placement::Copy(const void* from, void* to, int64_t bytes) {
 }
 
 void* Placement::Redirect(void* result, int64_t bytes) {
-  void* place = Take(bytes);
+  void* place = Allocate(bytes);
   if (place != nullptr) results_.push_back({place, result, bytes});
   return place;
 }
@@ -67,7 +67,7 @@ void Placement::RedirectResults(Operands* products, size_t count) {
 
 const void* Placement::Aligned(const Extent& operand) {
   if (IsAligned(operand.data)) return operand.data;
-  void* place = Take(operand.bytes);
+  void* place = Allocate(operand.bytes);
   if (place == nullptr) return nullptr;
   copied_ = true;
   Copy(operand.data, place, operand.bytes);

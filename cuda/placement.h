@@ -49,7 +49,7 @@ class Placement {
     int64_t bytes;
   };
 
-  void* Take(int64_t bytes);
+  void* Allocate(int64_t bytes);
   void Copy(const void* from, void* to, int64_t bytes);
 
   void* workspace_;

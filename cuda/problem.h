@@ -30,11 +30,13 @@ struct QuantizedMatmul {
   JAXLOWBIT_HOST_DEVICE constexpr ElementType floats() const {
     return Is8Bit(lhs) ? ElementType::kBf16 : lhs;
   }
-  JAXLOWBIT_HOST_DEVICE constexpr bool sums_integers() const { return out == ElementType::kInt32; }
+  JAXLOWBIT_HOST_DEVICE constexpr bool is_integer_matmul() const {
+    return out == ElementType::kInt32;
+  }
   // Whether to allow float16 accumulators. With 8-bit scales, weights times scales may overflow float16, since the
   // second scale is applied later, to the accumulators.
-  constexpr bool may_sum_halves() const {
-    return half_sums && lhs == ElementType::kF16 && !Is8Bit(scale);
+  constexpr bool may_accumulate_float16() const {
+    return accumulate_float16 && lhs == ElementType::kF16 && !Is8Bit(scale);
   }
   constexpr int64_t lhs_columns() const { return transposed ? n : k; }
   constexpr int64_t out_columns() const { return transposed ? k : n; }

@@ -95,7 +95,7 @@ cudaError_t TimeChoices(const QuantizedMatmul& problem, const std::vector<Buffer
   }
   float spent = 0;
   for (int replay = 0; replay < effort.replays && error == cudaSuccess; ++replay) {
-    if (replay >= effort.least_replays && spent >= effort.most_milliseconds) break;
+    if (replay >= effort.min_replays && spent >= effort.max_milliseconds) break;
     for (size_t i = 0; i < choices.size() && error == cudaSuccess; ++i) {
       float milliseconds = 0;
       error = Replay(graphs[i].get(), begin.get(), end.get(), stream.get(), &milliseconds);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Times choices on the device, as XLA runs them: captured in a CUDA graph.
+// Times choices in a CUDA graph, as XLA runs them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,17 +12,17 @@
 
 namespace jaxlowbit {
 
-// Effort of timing: graphs are replayed for at least `warm_up_milliseconds`, so that clocks are those of a busy device,
-// and then `replays` times each; fewer times, but at least `least_replays`, if that would exceed `most_milliseconds`.
+// Replays graphs for at least `warm_up_milliseconds`, until clocks are those of a busy device, then `replays` times
+// each; fewer, but at least `min_replays`, if that would exceed `max_milliseconds`.
 struct TimingEffort {
   float warm_up_milliseconds = 30;
-  int least_replays = 20, replays = 20;
-  float most_milliseconds = 0;
+  int min_replays = 20, replays = 20;
+  float max_milliseconds = 0;
 };
 
-// Median microseconds of a product by each of `choices`. A graph contains one product per element of `calls`, whose
-// weights together should exceed L2. Graphs are replayed in turn, so that a change of clocks affects all choices alike.
-// The first product of a graph does not use PDL. Synchronizes with the device.
+// Median microseconds of a product with each of `choices`. A graph contains one product per element of `calls`;
+// together their weights should exceed L2. Graphs are replayed round-robin, so that clock changes affect all choices
+// alike. The first product of a graph does not use PDL. Synchronizes with the device.
 cudaError_t TimeChoices(const QuantizedMatmul& problem, const std::vector<Buffers>& calls,
                         const std::vector<Choice>& choices, int device,
                         std::vector<float>* microseconds, const TimingEffort& effort = {});

@@ -15,19 +15,18 @@ namespace jaxlowbit {
 // Rows and columns of the packed layout's atom (docs/layout.md).
 inline constexpr int64_t kAtom = 64;
 
-// Scales of two levels: rows of weights that share one set of floats for their groups' scales, and the rows of 64 bytes
-// that these floats occupy after the groups' integers (docs/layout.md).
+// Two-level scales: rows of weights per super-block, which share floats that multiply their groups' integer scales;
+// rows of 64 bytes with these floats, after the integers (docs/layout.md).
 inline constexpr int64_t kSuperBlock = 256, kFloatRows = 2;
 
-// Bit widths that the CUDA kernels read: those with instances in the binary, and those with instances compiled at run
-// time.
+// Bit widths of the CUDA kernels: with prebuilt instances, and with JIT-compiled instances only.
 inline constexpr int kKernelBits[] = {4, 8};
 inline constexpr int kCompiledBits[] = {1, 2, 3, 5, 6, 7};
 
-// 8-bit elements are scales (kE8m0, which are powers of two, kE4m3, kInt8, or kSuper, the bytes of scales of two
-// levels) or quantized activations (kE4m3 or kInt8); kInt32 are integer accumulators.
+// 8-bit scales: kE8m0 (powers of two), kE4m3, kInt8, kSuper (bytes of two-level scales). Quantized activations: kE4m3,
+// kInt8. Results of integer matmuls: kInt32.
 enum class ElementType { kF32, kBf16, kF16, kE8m0, kE4m3, kInt8, kSuper, kInt32 };
-// 8-bit types that a product rounds its lhs to, if it does.
+// 8-bit type that a product rounds its lhs to.
 enum class Rounding { kNone, kInt8, kE4m3 };
 enum class ZeroKind { kNone, kInteger, kFloat };
 enum class Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };

@@ -7,7 +7,7 @@ COMPILED_BITS: tuple[int, ...]
 SCHEMA: int
 PRODUCT_FIELDS: tuple[str, ...]
 STEP_FIELDS: tuple[str, ...]
-MOST_TABLE_BITS: int
+MAX_TABLE_BITS: int
 LAYOUT_VERSION: int
 PLACE_ALIGNMENT: int
 MAX_SPLIT_K: int
@@ -34,9 +34,9 @@ def compile(
 def product(**fields: int | bool | str) -> list[int]: ...
 def step(**fields: int | bool | str) -> list[int]: ...
 def unsupported(product: Sequence[int], compute_capability: int, kernel: str = "") -> str: ...
-def least_byte_rows(product: Sequence[int]) -> int: ...
+def min_rows_for_8bit(product: Sequence[int]) -> int: ...
 def codebook(numbers: Sequence[float]) -> str: ...
-def most_sums_bytes(rows: int, columns: int) -> int: ...
+def max_partial_sums_bytes(rows: int, columns: int) -> int: ...
 
 # The keyword arguments that describe a product, a device and a build.
 class _Asked(TypedDict, total=False):
@@ -51,8 +51,8 @@ class _Asked(TypedDict, total=False):
     float32_scale: bool
     narrow_scale: str
     zero: str
-    scale_sums: bool
-    half_sums: bool
+    scale_accumulators: bool
+    accumulate_float16: bool
     transposed: bool
     gated: bool
     early_start: bool

@@ -34,7 +34,7 @@ DATA = ROOT / "benchmarks/results/fit"
 HELD_OUT = "unseen"  # in the names of files excluded from the fit
 
 # Options whose costs are not modelled by a kernel, or not fitted here.
-_UNMODELLED = {"transposed", "half_sums", "permuted", "bias", "residual", "activation"}
+_UNMODELLED = {"transposed", "accumulate_float16", "permuted", "bias", "residual", "activation"}
 # The loss is the mean regret under a soft minimum: choices whose costs differ by this fraction
 # share the weight. Large regrets count more than proportionally.
 _SOFT = 0.02
@@ -317,7 +317,7 @@ def write_table(problems: Sequence[Problem]) -> Path:
     plain, early = {}, {}
     for problem, choice in selected(problems):
         fields = dict(problem.fields)
-        if choice in problem.times and not fields.keys() & {"gated", "scale_sums", "batch"}:
+        if choice in problem.times and not fields.keys() & {"gated", "scale_accumulators", "batch"}:
             is_early = fields.pop("early_start")
             (early if is_early else plain)[_key(fields)] = problem, choice
     entries = []

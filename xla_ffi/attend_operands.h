@@ -18,9 +18,9 @@
 //   result 1 keys       operand 7
 //   result 2 values     operand 8
 //
-// Attributes: reach, the number of slots that are read, from the first; window, the number of positions that a query
-// sees, up to its own, or 0 for all; scale, f32; norm_epsilon, f32, for the head norms; neighbours, whether rotation
-// pairs neighbouring elements rather than halves.
+// Attributes: reach, the number of leading slots to read; window, the number of positions visible to a query including
+// its own, 0 for all; scale, f32; norm_epsilon, f32, for the head norms; neighbours, whether rotation pairs
+// neighbouring elements instead of halves.
 #pragma once
 
 #include <string>
@@ -109,33 +109,35 @@ inline ffi::Error CheckAttendOperands(const AttendBuffers& b, const Attend& a, E
   }
   const auto elements = static_cast<int64_t>(b.out.element_count());
   if (elements == a.batch * a.heads * a.head_size) return ffi::Error::Success();
-  return Refuse("out has " + std::to_string(elements) + " elements but must have those of query.");
+  return InvalidArgument("out has " + std::to_string(elements) +
+                         " elements but must have those of query.");
 }
 
 inline ffi::Error CheckAttendSizes(const Attend& a) {
   if (a.kv_heads < 1 || a.heads < a.kv_heads || a.heads % a.kv_heads != 0 ||
       a.shared() > kMaxAttendShared) {
-    return Refuse("query has " + std::to_string(a.heads) + " heads and keys have " +
-                  std::to_string(a.kv_heads) + " but from 1 to " +
-                  std::to_string(kMaxAttendShared) + " heads must share each of these.");
+    return InvalidArgument("query has " + std::to_string(a.heads) + " heads and keys have " +
+                           std::to_string(a.kv_heads) + " but from 1 to " +
+                           std::to_string(kMaxAttendShared) + " heads must share each of these.");
   }
   if (a.head_size < 1 || a.head_size % 8 != 0 || a.head_size > kMaxAttendHeadSize) {
-    return Refuse("heads have " + std::to_string(a.head_size) +
-                  " elements but it must be a multiple of 8 up to " +
-                  std::to_string(kMaxAttendHeadSize) + ".");
+    return InvalidArgument("heads have " + std::to_string(a.head_size) +
+                           " elements but it must be a multiple of 8 up to " +
+                           std::to_string(kMaxAttendHeadSize) + ".");
   }
   if (a.slots > kMaxAttendSlots || a.batch > kMaxAttendBatch) {
-    return Refuse("there are " + std::to_string(a.batch) + " sequences with " +
-                  std::to_string(a.slots) + " slots but at most " +
-                  std::to_string(kMaxAttendBatch) + " with " + std::to_string(kMaxAttendSlots) +
-                  " are possible.");
+    return InvalidArgument("there are " + std::to_string(a.batch) + " sequences with " +
+                           std::to_string(a.slots) + " slots but at most " +
+                           std::to_string(kMaxAttendBatch) + " with " +
+                           std::to_string(kMaxAttendSlots) + " are possible.");
   }
   if (a.reach < 0 || a.reach > a.slots) {
-    return Refuse("reach is " + std::to_string(a.reach) + " but must be from 0 to the " +
-                  std::to_string(a.slots) + " slots of keys.");
+    return InvalidArgument("reach is " + std::to_string(a.reach) + " but must be from 0 to the " +
+                           std::to_string(a.slots) + " slots of keys.");
   }
   if (a.window < 0) {
-    return Refuse("window is " + std::to_string(a.window) + " but must be positive, or 0 for all.");
+    return InvalidArgument("window is " + std::to_string(a.window) +
+                           " but must be positive, or 0 for all.");
   }
   return ffi::Error::Success();
 }
@@ -182,7 +184,7 @@ inline ffi::Error DecodeAttend(const AttendBuffers& b, Attributes* attributes, A
 
 // The cache is updated in place. Results must not overlap other operands, except `out` at exactly the query's address,
 // which LaunchAttend supports. Calls lowered from Python have separate buffers (_backends/cuda_attend.py).
-inline ffi::Error CheckApart(const AttendBuffers& b) {
+inline ffi::Error CheckNoOverlap(const AttendBuffers& b) {
   const Extent out = ExtentOf(b.out), keys = ExtentOf(b.keys), values = ExtentOf(b.values);
   const Extent query = ExtentOf(b.query);
   bool overlaps = b.written_keys.untyped_data() != keys.data ||
@@ -195,7 +197,7 @@ inline ffi::Error CheckApart(const AttendBuffers& b) {
     for (const Extent& written : {out, keys, values}) overlaps |= Overlap(written, ExtentOf(read));
   }
   if (!overlaps) return ffi::Error::Success();
-  return Refuse(
+  return InvalidArgument(
       "a result lies over an operand of the call; put jax.lax.optimization_barrier around the "
       "result.");
 }

@@ -96,30 +96,30 @@ inline bool HasShape(const ffi::AnyBuffer& buffer, std::initializer_list<int64_t
 inline ffi::Error CheckShape(std::string_view name, const ffi::AnyBuffer& buffer,
                              std::initializer_list<int64_t> expected, std::string_view rule) {
   if (HasShape(buffer, expected)) return ffi::Error::Success();
-  return Refuse(std::string(name) + " has shape " + ShapeName(buffer.dimensions()) +
-                " but must be " + std::string(rule) + " = " + ShapeName(expected) + ".");
+  return InvalidArgument(std::string(name) + " has shape " + ShapeName(buffer.dimensions()) +
+                         " but must be " + std::string(rule) + " = " + ShapeName(expected) + ".");
 }
 
 inline ffi::Error CheckCount(std::string_view name, const ffi::AnyBuffer& buffer, int64_t expected,
                              std::string_view rule) {
   if (static_cast<int64_t>(buffer.element_count()) == expected) return ffi::Error::Success();
-  return Refuse(std::string(name) + " has shape " + ShapeName(buffer.dimensions()) +
-                " but must have " + std::string(rule) + " = " + std::to_string(expected) +
-                " elements.");
+  return InvalidArgument(std::string(name) + " has shape " + ShapeName(buffer.dimensions()) +
+                         " but must have " + std::string(rule) + " = " + std::to_string(expected) +
+                         " elements.");
 }
 
 inline ffi::Error CheckRank(std::string_view name, const ffi::AnyBuffer& buffer, size_t rank,
                             std::string_view rule) {
   if (buffer.dimensions().size() == rank) return ffi::Error::Success();
-  return Refuse(std::string(name) + " has shape " + ShapeName(buffer.dimensions()) +
-                " but must be " + std::string(rule) + ".");
+  return InvalidArgument(std::string(name) + " has shape " + ShapeName(buffer.dimensions()) +
+                         " but must be " + std::string(rule) + ".");
 }
 
 inline ffi::Error CheckType(std::string_view name, const ffi::AnyBuffer& buffer, bool valid,
                             std::string_view rule) {
   if (valid) return ffi::Error::Success();
-  return Refuse(std::string(name) + " is " + TypeName(buffer.element_type()) + " but must be " +
-                std::string(rule) + ".");
+  return InvalidArgument(std::string(name) + " is " + TypeName(buffer.element_type()) +
+                         " but must be " + std::string(rule) + ".");
 }
 
 inline ffi::Error CheckType(std::string_view name, const ffi::AnyBuffer& buffer,

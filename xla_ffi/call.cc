@@ -30,12 +30,13 @@ class Numbers {
 
 ffi::Error CheckNumbers(const std::string& what, const std::string& wrong) {
   if (wrong.empty()) return ffi::Error::Success();
-  return Refuse("the " + wrong + " of a " + what +
-                " is none that this library has; export the program again with this library.");
+  return InvalidArgument(
+      "the " + wrong + " of a " + what +
+      " is none that this library has; export the program again with this library.");
 }
 
 // Returns the error in a record that is independent of its buffers, or "".
-std::string Fault(const QuantizedMatmul& p) {
+std::string FieldError(const QuantizedMatmul& p) {
   const auto is = [](const char* name, int64_t value, const std::string& rule) {
     return std::string(name) + " is " + std::to_string(value) + " but must be " + rule + ".";
   };
@@ -55,7 +56,7 @@ std::string Fault(const QuantizedMatmul& p) {
     return "lhs is " + TypeName(TypeOf(p.lhs)) + " but must be f32, bf16, f16, s8 or f8e4m3fn.";
   }
   if (p.scale == ElementType::kInt32) return "scale is s32 but must be a float, s8 or u8.";
-  const bool sums = p.sums_integers() && p.lhs == ElementType::kInt8;
+  const bool sums = p.is_integer_matmul() && p.lhs == ElementType::kInt8;
   if (!sums && p.out != p.floats() && p.out != ElementType::kF32) {
     return "out is " + TypeName(TypeOf(p.out)) + " but must be f32 or " +
            TypeName(TypeOf(p.floats())) + ", or s32 with s8 lhs.";
@@ -84,7 +85,7 @@ std::string Fault(const QuantizedMatmul& p) {
 }
 
 // Returns the error in the sizes of a product that are not symbolic, or "".
-std::string FaultOfSizes(const QuantizedMatmul& p, bool has_index) {
+std::string SizeError(const QuantizedMatmul& p, bool has_index) {
   const int64_t asked = p.batch * p.weights_per_element();
   if (!has_index && p.num_weights != 1 && p.num_weights != asked) {
     return "packed holds " + std::to_string(p.num_weights) + " weights for " +
@@ -99,20 +100,20 @@ std::string FaultOfSizes(const QuantizedMatmul& p, bool has_index) {
 }
 
 // Reads the codebook of a product from the call's `numbers`.
-ffi::Error TakeCodebook(ffi::Span<const float> numbers, size_t* taken, Product* product) {
+ffi::Error ReadCodebook(ffi::Span<const float> numbers, size_t* used, Product* product) {
   const QuantizedMatmul& p = product->problem;
   if (p.codebook == Codebook::kNone) return ffi::Error::Success();
   const size_t count = size_t{1} << p.bits;
-  if (numbers.size() < *taken + count) {
-    return Refuse("numbers has " + std::to_string(numbers.size()) +
-                  " numbers but the codebooks of the products need more: one has " +
-                  std::to_string(count) + ".");
+  if (numbers.size() < *used + count) {
+    return InvalidArgument("numbers has " + std::to_string(numbers.size()) +
+                           " numbers but the codebooks of the products need more: one has " +
+                           std::to_string(count) + ".");
   }
-  product->codebook = numbers.begin() + *taken;
-  *taken += count;
+  product->codebook = numbers.begin() + *used;
+  *used += count;
   if (CodebookOf(product->codebook, p.bits) == p.codebook) return ffi::Error::Success();
-  return Refuse(std::string("the codebook of a product is not ") +
-                kCodebookNames[static_cast<int>(p.codebook)] + ", as its record says.");
+  return InvalidArgument(std::string("the codebook of a product is not ") +
+                         kCodebookNames[static_cast<int>(p.codebook)] + ", as its record says.");
 }
 
 }  // namespace
@@ -122,19 +123,19 @@ ffi::Error Attributes::Check() const {
        {std::pair{"schema", kSchema}, std::pair{"layout_version", kLayoutVersion}}) {
     const auto found = Find<int64_t>(name);
     if (found == expected) continue;
-    return Refuse(std::string("this program has ") + name + " " +
-                  (found ? std::to_string(*found) : "none") + " but this library reads " +
-                  std::to_string(expected) +
-                  "; export the program again with this library, or run it with the one that "
-                  "exported it.");
+    return InvalidArgument(
+        std::string("this program has ") + name + " " + (found ? std::to_string(*found) : "none") +
+        " but this library reads " + std::to_string(expected) +
+        "; export the program again with this library, or run it with the one that "
+        "exported it.");
   }
   return Missing();
 }
 
 ffi::Error Attributes::Missing() const {
   if (missing_.empty()) return ffi::Error::Success();
-  return Refuse("the call has no attribute " + missing_ +
-                " of the right type; export the program again with this library.");
+  return InvalidArgument("the call has no attribute " + missing_ +
+                         " of the right type; export the program again with this library.");
 }
 
 ffi::Error Attributes::Decode(std::vector<Product>* products, std::vector<Step>* steps) {
@@ -145,11 +146,12 @@ ffi::Error Attributes::Decode(std::vector<Product>* products, std::vector<Step>*
   const auto numbers = Find<ffi::Span<const float>>("numbers");
   const auto of_steps = Get<Integers>("steps");
   if (records.size() % kProductNumbers != 0 || of_steps.size() % kStepNumbers != 0) {
-    return Refuse("products and steps have " + std::to_string(records.size()) + " and " +
-                  std::to_string(of_steps.size()) + " numbers but must have multiples of " +
-                  std::to_string(kProductNumbers) + " and " + std::to_string(kStepNumbers) + ".");
+    return InvalidArgument(
+        "products and steps have " + std::to_string(records.size()) + " and " +
+        std::to_string(of_steps.size()) + " numbers but must have multiples of " +
+        std::to_string(kProductNumbers) + " and " + std::to_string(kStepNumbers) + ".");
   }
-  size_t taken = 0;
+  size_t used = 0;
   products->resize(records.size() / kProductNumbers);
   for (size_t i = 0; i < products->size(); ++i) {
     Product& product = (*products)[i];
@@ -160,8 +162,8 @@ ffi::Error Attributes::Decode(std::vector<Product>* products, std::vector<Step>*
     error = CheckNumbers("product", read.wrong());
     if (error.failure()) return error;
     p.group_size = GroupSize(p.group_size, p.k, p.scale);
-    if (const std::string fault = Fault(p); !fault.empty()) return Refuse(fault);
-    error = TakeCodebook(numbers.value_or(ffi::Span<const float>()), &taken, &product);
+    if (const std::string reason = FieldError(p); !reason.empty()) return InvalidArgument(reason);
+    error = ReadCodebook(numbers.value_or(ffi::Span<const float>()), &used, &product);
     if (error.failure()) return error;
   }
   steps->resize(of_steps.size() / kStepNumbers);
@@ -175,13 +177,13 @@ ffi::Error Attributes::Decode(std::vector<Product>* products, std::vector<Step>*
     if (step.kind == StepKind::kAttend || step.kind == StepKind::kNormalize) continue;
     if (step.kind == StepKind::kRound && step.to != ElementType::kInt8 &&
         step.to != ElementType::kE4m3) {
-      return Refuse("a step rounds to " + TypeName(TypeOf(step.to)) +
-                    " but it must be s8 or f8e4m3fn.");
+      return InvalidArgument("a step rounds to " + TypeName(TypeOf(step.to)) +
+                             " but it must be s8 or f8e4m3fn.");
     }
     if (step.first < 0 || step.count < 1 || step.first > count - step.count) {
-      return Refuse("a step has the products " + std::to_string(step.first) + " to " +
-                    std::to_string(step.first + step.count - 1) + " of " + std::to_string(count) +
-                    ".");
+      return InvalidArgument("a step has the products " + std::to_string(step.first) + " to " +
+                             std::to_string(step.first + step.count - 1) + " of " +
+                             std::to_string(count) + ".");
     }
   }
   return Missing();
@@ -203,9 +205,9 @@ ffi::Error Call::CheckPlaces() const {
     if (at.lhs == 0 || at.packed == 0 || at.scale == 0 || at.out == 0) wrong = "lhs, weight or out";
   }
   if (wrong.empty()) return ffi::Error::Success();
-  return Refuse("the call lacks a buffer: " + wrong + " names none of its " +
-                std::to_string(args_.size()) + " operands and " + std::to_string(rets_.size()) +
-                " results.");
+  return InvalidArgument("the call lacks a buffer: " + wrong + " names none of its " +
+                         std::to_string(args_.size()) + " operands and " +
+                         std::to_string(rets_.size()) + " results.");
 }
 
 ffi::Error Call::Decode() {
@@ -224,7 +226,7 @@ namespace {
 struct Expected {
   const char* name;
   int64_t place;
-  bool wanted;  // by the record
+  bool wanted;  // the record requires it
   ffi::DataType type;
   std::initializer_list<int64_t> shape;  // one number: the number of elements
   const char* rule;
@@ -236,7 +238,7 @@ bool Fits(const Expected& expected, const ffi::AnyBuffer& buffer) {
   return static_cast<int64_t>(buffer.element_count()) == *expected.shape.begin();
 }
 
-ffi::Error Misfit(const Expected& expected, const ffi::AnyBuffer& buffer) {
+ffi::Error BufferError(const Expected& expected, const ffi::AnyBuffer& buffer) {
   const ffi::Error error = CheckType(expected.name, buffer, expected.type);
   if (error.failure()) return error;
   if (expected.shape.size() > 1) {
@@ -245,9 +247,10 @@ ffi::Error Misfit(const Expected& expected, const ffi::AnyBuffer& buffer) {
   return CheckCount(expected.name, buffer, *expected.shape.begin(), expected.rule);
 }
 
-ffi::Error Contradiction(const Expected& expected) {
-  return Refuse(std::string(expected.name) + (expected.wanted ? " is missing" : " is given") +
-                " but the record of the product says otherwise.");
+ffi::Error PresenceError(const Expected& expected) {
+  return InvalidArgument(std::string(expected.name) +
+                         (expected.wanted ? " is missing" : " is given") +
+                         " but the record of the product says otherwise.");
 }
 
 constexpr const char* kWeightRule = "[weights, n_blocks, k_blocks, words]";
@@ -277,26 +280,26 @@ ffi::Error Call::Read(Product* product, Operands* found) const {
   QuantizedMatmul& p = product->problem;
   const ffi::Error sizes = FindSizes(at, &p);
   if (sizes.failure()) return sizes;
-  if (const std::string fault = FaultOfSizes(p, at.index != 0); !fault.empty()) {
-    return Refuse(fault);
+  if (const std::string reason = SizeError(p, at.index != 0); !reason.empty()) {
+    return InvalidArgument(reason);
   }
   found->problem = p;
   Buffers& b = found->buffers;
   b.codebook = product->codebook;
   const auto read = [&](const Expected& expected, auto* address) {
     if (expected.place == 0) {
-      return expected.wanted ? Contradiction(expected) : ffi::Error::Success();
+      return expected.wanted ? PresenceError(expected) : ffi::Error::Success();
     }
-    if (!expected.wanted) return Contradiction(expected);
+    if (!expected.wanted) return PresenceError(expected);
     const ffi::AnyBuffer buffer = At(expected.place);
-    if (!Fits(expected, buffer)) return Misfit(expected, buffer);
+    if (!Fits(expected, buffer)) return BufferError(expected, buffer);
     *address = static_cast<std::remove_pointer_t<decltype(address)>>(buffer.untyped_data());
     return ffi::Error::Success();
   };
   const int64_t weights = p.batch * p.weights_per_element(), rows = p.batch * p.m;
   const Type zero_type = p.zero == ZeroKind::kInteger ? Type::U8 : TypeOf(p.scale);
   const bool permuted = p.permuted_parts > 0;
-  const bool scaled = (Is8Bit(p.lhs) && !p.sums_integers()) || p.scales_rows;
+  const bool scaled = (Is8Bit(p.lhs) && !p.is_integer_matmul()) || p.apply_lhs_scale;
   const std::initializer_list<int64_t> lhs = {p.batch, p.m, p.lhs_columns()};
   const std::initializer_list<int64_t> out = {p.batch, p.m, p.out_columns()};
   const std::initializer_list<int64_t> packed = {p.num_weights, p.n_blocks(), p.k_blocks(),

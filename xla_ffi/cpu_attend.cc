@@ -9,8 +9,8 @@
 //   4 positions  s32[b, s], position of each slot; -1 for empty slots
 //   result 0 out  T[b, q, h, d]
 //
-// Attributes: reach, the number of slots that are read, from the first; window, the number of positions that a query
-// sees, up to its own, or 0 for all; scale, f32.
+// Attributes: reach, the number of leading slots to read; window, the number of positions visible to a query including
+// its own, 0 for all; scale, f32.
 #include <string>
 #include <vector>
 
@@ -47,20 +47,22 @@ ffi::Error CheckOperands(const AttendBuffers& b, const CpuAttend& a) {
     if (error.failure()) return error;
   }
   if (a.kv_heads < 1 || a.heads < a.kv_heads || a.heads % a.kv_heads != 0) {
-    return Refuse("query has " + std::to_string(a.heads) + " heads and key has " +
-                  std::to_string(a.kv_heads) + " but the first must be a multiple of the other.");
+    return InvalidArgument("query has " + std::to_string(a.heads) + " heads and key has " +
+                           std::to_string(a.kv_heads) +
+                           " but the first must be a multiple of the other.");
   }
   if (a.head_size < 1 || a.head_size > CpuAttend::kMaxHeadSize) {
-    return Refuse("heads have " + std::to_string(a.head_size) +
-                  " elements but it must be from 1 to " + std::to_string(CpuAttend::kMaxHeadSize) +
-                  ".");
+    return InvalidArgument("heads have " + std::to_string(a.head_size) +
+                           " elements but it must be from 1 to " +
+                           std::to_string(CpuAttend::kMaxHeadSize) + ".");
   }
   if (a.reach < 0 || a.reach > a.slots) {
-    return Refuse("reach is " + std::to_string(a.reach) + " but must be from 0 to the " +
-                  std::to_string(a.slots) + " slots of key.");
+    return InvalidArgument("reach is " + std::to_string(a.reach) + " but must be from 0 to the " +
+                           std::to_string(a.slots) + " slots of key.");
   }
   if (a.window < 0) {
-    return Refuse("window is " + std::to_string(a.window) + " but must be positive, or 0 for all.");
+    return InvalidArgument("window is " + std::to_string(a.window) +
+                           " but must be positive, or 0 for all.");
   }
   return ffi::Error::Success();
 }
@@ -107,10 +109,10 @@ void Run(ffi::ThreadPool pool, const CpuAttend& a) {
 }
 
 // The result must not overlap operands. Calls lowered from Python have a separate result buffer.
-ffi::Error CheckApart(const AttendBuffers& b) {
+ffi::Error CheckNoOverlap(const AttendBuffers& b) {
   for (const ffi::AnyBuffer& read : {b.query, b.key, b.value, b.position, b.positions}) {
     if (Overlap(ExtentOf(b.out), ExtentOf(read))) {
-      return Refuse(
+      return InvalidArgument(
           "the result lies over an operand of the call; put jax.lax.optimization_barrier around "
           "the result.");
     }
@@ -130,7 +132,7 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer ke
     attend.scale = attributes.Get<float>("scale");
     ffi::Error error = attributes.Check();
     if (error.success()) error = Decode(buffers, &attend);
-    if (error.success()) error = CheckApart(buffers);
+    if (error.success()) error = CheckNoOverlap(buffers);
     if (error.success()) Run(pool, attend);
     return error;
   });

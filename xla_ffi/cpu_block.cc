@@ -145,7 +145,7 @@ class CpuBlock {
 
 // Results that are written while operands are still read must not overlap them. Calls lowered from Python have separate
 // result buffers.
-ffi::Error CheckApart(const BlockBuffers& b, const std::vector<Operands>& products) {
+ffi::Error CheckNoOverlap(const BlockBuffers& b, const std::vector<Operands>& products) {
   std::vector<Extent> read = {ExtentOf(b.residual), ExtentOf(b.norm), ExtentOf(b.attended)};
   if (b.following_norm) read.push_back(ExtentOf(*b.following_norm));
   std::vector<Extent> written = {ExtentOf(b.result), ExtentOf(b.projected), ExtentOf(b.sum),
@@ -161,7 +161,7 @@ ffi::Error CheckApart(const BlockBuffers& b, const std::vector<Operands>& produc
   for (const Extent& target : written) {
     for (const Extent& operand : read) {
       if (!Overlap(target, operand)) continue;
-      return Refuse(
+      return InvalidArgument(
           "a result lies over an operand of the call; put jax.lax.optimization_barrier around the "
           "results.");
     }
@@ -188,7 +188,7 @@ ffi::Error FindBuffers(const Call& call, std::optional<BlockBuffers>* found) {
            (step.scales != 0) == scales && (step.out != 0 || !scales);
   };
   if (!fits || !given(steps[1], true) || !given(steps[4], follows)) {
-    return Refuse("the steps of the call are none that the CPU has.");
+    return InvalidArgument("the steps of the call are none that the CPU has.");
   }
   const auto& of_products = call.products;
   *found = BlockBuffers{call.At(of_products[0].places.lhs),
@@ -217,9 +217,9 @@ ffi::Error CheckRows(const BlockBuffers& buffers, const QuantizedMatmul& p) {
     return error.failure() ? error : CheckShape(name, scales, {p.n}, "[n]");
   };
   if (p.n % 8 != 0 || p.n > kMaxRmsNormColumns) {
-    return Refuse("rows are normalized that have " + std::to_string(p.n) +
-                  " elements, but it must be a multiple of 8 up to " +
-                  std::to_string(kMaxRmsNormColumns) + ".");
+    return InvalidArgument("rows are normalized that have " + std::to_string(p.n) +
+                           " elements, but it must be a multiple of 8 up to " +
+                           std::to_string(kMaxRmsNormColumns) + ".");
   }
   for (const ffi::Error& error :
        {is_rows("residual", buffers.residual), is_rows("projected", buffers.projected),
@@ -239,7 +239,7 @@ ffi::Error RunCpuBlock(ffi::ThreadPool pool, const Call& call) {
   std::optional<BlockBuffers> buffers;
   ffi::Error error = FindBuffers(call, &buffers);
   if (error.success()) error = CheckRows(*buffers, call.operands[0].problem);
-  if (error.success()) error = CheckApart(*buffers, call.operands);
+  if (error.success()) error = CheckNoOverlap(*buffers, call.operands);
   if (error.failure() || call.operands[0].problem.m == 0) return error;
   const Activation activation = call.operands[1].problem.epilogue.activation;
   const float epsilon = call.attributes.Find<float>("epsilon").value_or(0);

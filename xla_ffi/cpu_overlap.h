@@ -14,7 +14,7 @@ namespace jaxlowbit {
 
 // Calls run(buffers) with a result that does not overlap operands, and copies it to its place if it was redirected.
 template <typename Run>
-void RunApart(const QuantizedMatmul& problem, Buffers buffers, Run run) {
+void RunWithoutOverlap(const QuantizedMatmul& problem, Buffers buffers, Run run) {
   const auto read = OperandExtents(problem, buffers);
   const Extent out = OutExtent(problem, buffers);
   const bool overlaps = std::any_of(read.begin(), read.end(),

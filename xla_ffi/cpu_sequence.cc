@@ -54,10 +54,10 @@ void RunIntegers(ffi::ThreadPool pool, const CpuClone& clone, const QuantizedMat
 
 ffi::Error CheckIntegers(const QuantizedMatmul& p) {
   if (p.lhs != ElementType::kInt8) {
-    return Refuse("lhs is f8e4m3fn but the CPU multiplies s8; use float activations.");
+    return InvalidArgument("lhs is f8e4m3fn but the CPU multiplies s8; use float activations.");
   }
   if (p.codebook != Codebook::kNone || Is8Bit(p.scale)) {
-    return Refuse(
+    return InvalidArgument(
         "weights have a codebook or 8-bit scales but int8 activations on the CPU are multiplied by "
         "integers with scales of 16 or 32 bits; use float activations.");
   }
@@ -66,19 +66,19 @@ ffi::Error CheckIntegers(const QuantizedMatmul& p) {
 
 ffi::Error CheckProduct(const QuantizedMatmul& p, const CpuClone& clone) {
   if (p.transposed) {
-    return Refuse("the CPU kernel has no transposed product; it runs as plain XLA.");
+    return InvalidArgument("the CPU kernel has no transposed product; it runs as plain XLA.");
   }
   if (p.scale == ElementType::kSuper) {
-    return Refuse(
+    return InvalidArgument(
         "scale is u8 but the CPU kernels read no scales of two levels; expand them to f32.");
   }
-  if (p.permuted_parts > 0 || p.scales_rows || p.sums_integers()) {
-    return Refuse("the CPU kernels have no permutation, and results of floats only.");
+  if (p.permuted_parts > 0 || p.apply_lhs_scale || p.is_integer_matmul()) {
+    return InvalidArgument("the CPU kernels have no permutation, and results of floats only.");
   }
   if (!Is8Bit(p.lhs)) return ffi::Error::Success();
   const ffi::Error error = CheckIntegers(p);
   if (error.failure() || clone.int8 != nullptr) return error;
-  return Refuse(
+  return InvalidArgument(
       "this CPU has no AVX-512 VNNI, by which the program multiplies int8; compile it on this "
       "machine.");
 }
@@ -94,19 +94,20 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
     }
     if (error.failure()) return error;
     if (call.steps.size() > 1) return RunCpuBlock(pool, call);
-    if (call.operands.size() != 1) return Refuse("a call of the CPU has one product, or a block.");
+    if (call.operands.size() != 1)
+      return InvalidArgument("a call of the CPU has one product, or a block.");
     const auto& [p, buffers] = call.operands[0];
     const Epilogue& e = p.epilogue;
     if (buffers.bias != nullptr || buffers.residual != nullptr || e.gated ||
         e.activation != Activation::kNone) {
-      return Refuse("the CPU kernels have no epilogue; it runs as plain XLA.");
+      return InvalidArgument("the CPU kernels have no epilogue; it runs as plain XLA.");
     }
     if (p.batch == 0 || p.m == 0) return error;
-    RunApart(p, buffers, [&, &p = p](const Buffers& apart) {
+    RunWithoutOverlap(p, buffers, [&, &p = p](const Buffers& separate) {
       if (Is8Bit(p.lhs)) {
-        RunIntegers(pool, clone, p, apart);
+        RunIntegers(pool, clone, p, separate);
       } else {
-        RunFloats(pool, p, apart);
+        RunFloats(pool, p, separate);
       }
     });
     return error;

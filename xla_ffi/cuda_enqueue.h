@@ -21,7 +21,7 @@ namespace jaxlowbit {
 inline ffi::Error ToError(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return ffi::Error::Success();
   cudaGetLastError();
-  const std::string why = TakeLoadError();
+  const std::string why = PopLoadError();
   return ffi::Error::Internal(what + " failed with " + cudaGetErrorName(status) + ": " +
                               cudaGetErrorString(status) + (why.empty() ? "" : "; ") + why + ".");
 }
@@ -62,16 +62,18 @@ inline std::string Describe(const QuantizedMatmul& p, int device, size_t others 
 
 inline ffi::Error CheckSupported(const QuantizedMatmul& p, int device) {
   const Support support = SupportsCached(p, DeviceInfo(device));
-  return support ? ffi::Error::Success() : Refuse(support.reason + "; use another backend.");
+  return support ? ffi::Error::Success()
+                 : InvalidArgument(support.reason + "; use another backend.");
 }
 
-// Checks that results that overlap operands fit the workspace. Python requests that space, or gives results separate
-// buffers (_backends/call.py).
-inline ffi::Error CheckRoom(int64_t needed, int64_t workspace_bytes) {
+// Checks that redirected results fit the workspace. Python requests that space, or gives results separate buffers
+// (_backends/call.py).
+inline ffi::Error CheckWorkspace(int64_t needed, int64_t workspace_bytes) {
   if (needed <= workspace_bytes) return ffi::Error::Success();
-  return Refuse("results that lie over operands of the call take " + std::to_string(needed) +
-                " bytes of a workspace that has " + std::to_string(workspace_bytes) +
-                "; put jax.lax.optimization_barrier around the result.");
+  return InvalidArgument("results that lie over operands of the call take " +
+                         std::to_string(needed) + " bytes of a workspace that has " +
+                         std::to_string(workspace_bytes) +
+                         "; put jax.lax.optimization_barrier around the result.");
 }
 
 // Scratch memory for the kernels of a call.
@@ -98,7 +100,7 @@ inline ffi::Error Enqueue(std::vector<Operands> products, const Workspace& works
   for (Operands& product : products) product.buffers.workspace = workspace.data;
   if (place.stage == Stage::kInitialize) return Load(products, workspace, place);
   const ffi::Error error =
-      CheckRoom(RedirectedBytes(products.data(), products.size()), workspace.bytes);
+      CheckWorkspace(RedirectedBytes(products.data(), products.size()), workspace.bytes);
   if (error.failure()) return error;
   const cudaError_t launched =
       LaunchProducts(products, workspace.bytes, place.device, place.stream);

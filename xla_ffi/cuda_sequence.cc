@@ -103,7 +103,8 @@ class Sequence {
 
   ffi::Error FindWorkspace() {
     const auto last = -static_cast<int64_t>(call_.rets().size());
-    if (last == 0) return Refuse("the call has no results but the last one must be its workspace.");
+    if (last == 0)
+      return InvalidArgument("the call has no results but the last one must be its workspace.");
     const ffi::AnyBuffer workspace = call_.At(last);
     workspace_ = {workspace.untyped_data(), static_cast<int64_t>(workspace.element_count())};
     return CheckType("the last result, the workspace,", workspace, ffi::DataType::U8);
@@ -113,17 +114,17 @@ class Sequence {
   ffi::Error CheckSteps() {
     for (const Operands& product : call_.operands) {
       const auto& [p, b] = product;
-      if (!Is8Bit(p.lhs) && !p.scales_rows) {
+      if (!Is8Bit(p.lhs) && !p.apply_lhs_scale) {
         const ffi::Error error = CheckSupported(p, place_.device);
         if (error.failure()) return error;
         continue;
       }
-      const Kernel kernel = p.scales_rows ? Kernel::kQmmSm90Stream : Kernel::kQmmSm90;
+      const Kernel kernel = p.apply_lhs_scale ? Kernel::kQmmSm90Stream : Kernel::kQmmSm90;
       const Support support = SupportsCached(kernel, p, DeviceInfo(place_.device));
-      if (!support) return Refuse(support.reason + "; use another backend.");
+      if (!support) return InvalidArgument(support.reason + "; use another backend.");
       // No other kernel supports quantized activations with unaligned weights.
       if (Executes() && !(IsAligned(b.packed) && IsAligned(b.scale) && IsAligned(b.zero))) {
-        return Refuse(
+        return InvalidArgument(
             "weights of quantized activations must begin at multiples of 16 bytes; put "
             "jax.lax.optimization_barrier around them.");
       }
@@ -139,7 +140,7 @@ class Sequence {
   }
 
   ffi::Error CheckNormalize(const Step& step) const {
-    if (step.x == 0 || step.total == 0) return Refuse("a normalization has no rows.");
+    if (step.x == 0 || step.total == 0) return InvalidArgument("a normalization has no rows.");
     const ffi::AnyBuffer x = call_.At(step.x);
     const ffi::DataType type = x.element_type();
     const auto elements = static_cast<int64_t>(x.element_count());
@@ -155,9 +156,9 @@ class Sequence {
     if (error.failure()) return error;
     const int64_t columns = x.dimensions()[2];
     if (columns % 8 != 0 || columns > kMaxRmsNormColumns) {
-      return Refuse("rows are normalized that have " + std::to_string(columns) +
-                    " elements, but it must be a multiple of 8 up to " +
-                    std::to_string(kMaxRmsNormColumns) + ".");
+      return InvalidArgument("rows are normalized that have " + std::to_string(columns) +
+                             " elements, but it must be a multiple of 8 up to " +
+                             std::to_string(kMaxRmsNormColumns) + ".");
     }
     error = has_type("sum", step.total, false);
     if (error.success()) error = CheckCount("sum", call_.At(step.total), elements, "the rows'");
@@ -168,7 +169,7 @@ class Sequence {
       }
     }
     if (error.failure() || step.scales == 0) return error;
-    if (step.out == 0) return Refuse("a normalization with scales has no result.");
+    if (step.out == 0) return InvalidArgument("a normalization with scales has no result.");
     const ffi::AnyBuffer out = call_.At(step.out);
     error = has_type("norm", step.scales, true);
     if (error.success()) error = CheckShape("norm", call_.At(step.scales), {columns}, "[columns]");
@@ -187,10 +188,10 @@ class Sequence {
 
   ffi::Error CheckRound(const Step& step) const {
     if (step.x == 0 || step.out == 0 || step.out_scale == 0) {
-      return Refuse("a rounding has no rows or no results.");
+      return InvalidArgument("a rounding has no rows or no results.");
     }
     const ffi::AnyBuffer x = call_.At(step.x), out = call_.At(step.out);
-    const bool wide = call_.products[step.first].problem.scales_rows;
+    const bool wide = call_.products[step.first].problem.apply_lhs_scale;
     ffi::Error error =
         CheckType("lhs", x, FloatType(x.element_type()).has_value(), "f32, bf16 or f16");
     if (error.success()) error = CheckRank("lhs", x, 3, "[batch, m, columns]");
@@ -223,8 +224,9 @@ class Sequence {
     if (!group || group->size() < 2) return ffi::Error::Success();
     const QuantizedMatmul& p = call_.operands[0].problem;
     if (p.m > kMaxExchangeRows) {
-      return Refuse("a block on several devices has " + std::to_string(p.m) + " rows but at most " +
-                    std::to_string(kMaxExchangeRows) + " are possible.");
+      return InvalidArgument("a block on several devices has " + std::to_string(p.m) +
+                             " rows but at most " + std::to_string(kMaxExchangeRows) +
+                             " are possible.");
     }
     const std::vector<int> devices(group->begin(), group->end());
     return ToError(FindExchange(devices, place_.device, p.n, &exchange_),
@@ -244,17 +246,17 @@ class Sequence {
     }
     for (size_t i = 0; i < steps.size(); ++i) {
       for (int64_t place : written[i]) {
-        if (!LiesOverOthers(place, i, read, written)) continue;
+        if (!OverlapsOthers(place, i, read, written)) continue;
         const Extent extent = call_.ExtentAt(place);
         void* own = placement->Redirect(const_cast<void*>(extent.data), extent.bytes);
-        if (own == nullptr) return CheckRoom(extent.bytes, placement->bytes());
+        if (own == nullptr) return CheckWorkspace(extent.bytes, placement->bytes());
         Move(place, own);
       }
     }
     return ffi::Error::Success();
   }
 
-  bool LiesOverOthers(int64_t place, size_t step, const std::vector<std::vector<int64_t>>& read,
+  bool OverlapsOthers(int64_t place, size_t step, const std::vector<std::vector<int64_t>>& read,
                       const std::vector<std::vector<int64_t>>& written) const {
     const Extent own = call_.ExtentAt(place);
     const auto overlaps = [&](int64_t other) {
@@ -327,7 +329,7 @@ class Sequence {
     const bool follows = i + 1 < call_.steps.size() &&
                          call_.steps[i + 1].kind == StepKind::kMultiply && step.count == 1 &&
                          call_.steps[i + 1].first == step.first;
-    if (follows && !started_ && RoundsItself(step, x, product)) return ffi::Error::Success();
+    if (follows && !started_ && FusesRounding(step, x, product)) return ffi::Error::Success();
     const QuantizeRows rows = {*FloatType(x.element_type()),
                                step.to,
                                x.dimensions()[0] * x.dimensions()[1],
@@ -338,7 +340,7 @@ class Sequence {
                                static_cast<float*>(DataAt(step.out_scale)),
                                started_,
                                started_ || product->problem.bits > 4,
-                               product->problem.scales_rows};
+                               product->problem.apply_lhs_scale};
     started_ = true;
     if (!Executes()) return ffi::Error::Success();
     return ToError(LaunchQuantizeRows(rows, place_.stream), "launching the rounding of rows");
@@ -346,10 +348,10 @@ class Sequence {
 
   // Lets the product round its rows itself, if a kernel supports it. Otherwise two kernels run, which read all floats
   // before any result is written, so in Execute the floats may be unaligned or overlap results.
-  bool RoundsItself(const Step& step, const ffi::AnyBuffer& x, Operands* product) const {
+  bool FusesRounding(const Step& step, const ffi::AnyBuffer& x, Operands* product) const {
     Operands own = *product;
     auto& [p, b] = own;
-    if (!p.scales_rows || x.element_type() != ffi::DataType::BF16 || step.scales != 0 ||
+    if (!p.apply_lhs_scale || x.element_type() != ffi::DataType::BF16 || step.scales != 0 ||
         x.dimensions()[2] != p.k) {
       return false;
     }
@@ -395,15 +397,15 @@ class Sequence {
   ffi::Error Attention() {
     started_ = true;
     if (call_.args().size() < kAttendOperands || call_.rets().size() < kAttendResults) {
-      return Refuse("an attention has at least " + std::to_string(kAttendOperands) +
-                    " operands and " + std::to_string(kAttendResults) + " results.");
+      return InvalidArgument("an attention has at least " + std::to_string(kAttendOperands) +
+                             " operands and " + std::to_string(kAttendResults) + " results.");
     }
     const AttendBuffers buffers(call_.args(), call_.rets());
     Attend attend;
     ffi::Error error = DecodeAttend(buffers, &call_.attributes, &attend);
     if (error.success()) error = call_.attributes.Missing();
     // Only Execute is sure to get the final buffers.
-    if (error.success() && Executes()) error = CheckApart(buffers);
+    if (error.success() && Executes()) error = CheckNoOverlap(buffers);
     if (error.failure()) return error;
     const Device& device = DeviceInfo(place_.device);
     const std::string what = "attention of " + std::to_string(attend.batch) +
@@ -441,7 +443,7 @@ ffi::Error Instantiate(ffi::Dictionary dictionary) {
     const ffi::Error error = Attributes(dictionary).Decode(&products, &steps);
     if (error.failure()) return error;
     for (const Step& step : steps) {
-      if (step.kind == StepKind::kRound && products[step.first].problem.scales_rows &&
+      if (step.kind == StepKind::kRound && products[step.first].problem.apply_lhs_scale &&
           step.scales == 0) {
         products[step.first].problem.rounding = RoundingTo(step.to);
       }

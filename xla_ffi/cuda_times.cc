@@ -52,7 +52,7 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
     Place place(Stage::kExecute);
     ffi::Error error = call.Decode();
     if (error.success() && (call.products.size() != 1 || rets.size() != 3)) {
-      error = Refuse("what is timed is one product with 3 results.");
+      error = InvalidArgument("what is timed is one product with 3 results.");
     }
     if (error.success()) error = place.Find(stream);
     if (error.failure()) return error;
@@ -67,26 +67,28 @@ ffi::Error ExecuteTimes(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
     QuantizedMatmul problem = operands.problem;
     std::vector<Buffers> buffers = CallsOf(operands, room.data);
     if (calls < 1 || calls > static_cast<int64_t>(buffers.size())) {
-      return Refuse("calls is " + std::to_string(calls) + " but must be from 1 to the " +
-                    std::to_string(buffers.size()) + " matrices of packed.");
+      return InvalidArgument("calls is " + std::to_string(calls) + " but must be from 1 to the " +
+                             std::to_string(buffers.size()) + " matrices of packed.");
     }
     buffers.resize(calls);
     problem.num_weights = 1;
     const std::vector<Choice> decoded = DecodeChoices(choices);
     if (decoded.size() * kChoiceNumbers != choices.size() ||
         decoded.size() != results.element_count()) {
-      return Refuse("choices holds " + std::to_string(choices.size()) + " numbers but needs " +
-                    std::to_string(kChoiceNumbers) + " for each of the " +
-                    std::to_string(results.element_count()) + " results.");
+      return InvalidArgument("choices holds " + std::to_string(choices.size()) +
+                             " numbers but needs " + std::to_string(kChoiceNumbers) +
+                             " for each of the " + std::to_string(results.element_count()) +
+                             " results.");
     }
     for (const void* data : {operands.buffers.lhs, operands.buffers.scale, operands.buffers.zero,
                              static_cast<const void*>(operands.buffers.packed),
                              static_cast<const void*>(operands.buffers.out)}) {
-      if (!IsAligned(data)) return Refuse("what is timed must begin at multiples of 16 bytes.");
+      if (!IsAligned(data))
+        return InvalidArgument("what is timed must begin at multiples of 16 bytes.");
     }
     for (const Choice& choice : decoded) {
       const Support support = Supports(choice, problem, DeviceInfo(place.device), room.bytes);
-      if (!support) return Refuse("a choice cannot be timed: " + support.reason + ".");
+      if (!support) return InvalidArgument("a choice cannot be timed: " + support.reason + ".");
     }
     std::vector<float> times;
     const std::string what = "timing " + Describe(problem, place.device);

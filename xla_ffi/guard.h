@@ -12,7 +12,7 @@
 
 namespace jaxlowbit {
 
-inline ffi::Error Refuse(const std::string& sentence) {
+inline ffi::Error InvalidArgument(const std::string& sentence) {
   return ffi::Error::InvalidArgument(sentence);
 }
 

@@ -86,19 +86,19 @@ nb::dict BuildInfo() {
   info["cuda"] = kCuda;
   info["cuda_compiler"] = JAXLOWBIT_CUDA_COMPILER;
   info["cuda_architectures"] = JAXLOWBIT_CUDA_ARCHITECTURES;
-  info["cpu_isa"] = clones;  // those that this machine can run; the first one is used
+  info["cpu_isa"] = clones;  // runnable on this machine; the first one is used
   return info;
 }
 
 // A product on a device, which need not exist, as described by Python.
-struct Question {
+struct SelectionQuery {
   QuantizedMatmul problem;
   Device device;
   std::string device_name;
   int64_t workspace_bytes;
 };
 
-// A choice in the order of Python's fields: kernel, block_m, split_k, slices, tile, mates (peers here).
+// A choice in the order of Python's fields: kernel, block_m, split_k, slices, tile, peers.
 nb::tuple Fields(const Choice& choice) {
   return nb::make_tuple(NameOf(choice.kernel), choice.block_m, choice.split_k, choice.slices,
                         choice.tile, choice.peers);
@@ -113,8 +113,8 @@ std::string NameCodebook(const std::vector<float>& numbers) {
 }
 
 // The choice of the CUDA handler.
-nb::dict SelectKernel(const Question& question) {
-  const auto& [problem, device, device_name, workspace_bytes] = question;
+nb::dict SelectKernel(const SelectionQuery& query) {
+  const auto& [problem, device, device_name, workspace_bytes] = query;
   nb::dict chosen;
   const Support support = Supports(problem, device);
   chosen["unsupported"] = support.reason;
@@ -163,9 +163,9 @@ std::string Unsupported(const std::vector<int64_t>& product, int compute_capabil
   return Supports(FindKernel(kernel), problem, device).reason;
 }
 
-// The choices worth measuring, starting with the cost model's; empty if no kernel supports the problem.
-nb::list ListCandidates(const Question& question) {
-  const auto& [problem, device, device_name, workspace_bytes] = question;
+// The choices worth measuring, the cost model's first; empty if no kernel supports the problem.
+nb::list ListCandidates(const SelectionQuery& query) {
+  const auto& [problem, device, device_name, workspace_bytes] = query;
   nb::list candidates;
   if (Supports(problem, device)) {
     for (const Choice& choice : Candidates(problem, device, workspace_bytes)) {
@@ -201,18 +201,18 @@ QuantizedMatmul ProblemOf(const ProblemFields& fields) {
 class CostModel {
  public:
   CostModel(const std::string& kernel,
-            const std::vector<std::pair<Question, ChoiceNumbers>>& choices) {
+            const std::vector<std::pair<SelectionQuery, ChoiceNumbers>>& choices) {
     const Kernel named = FindKernel(kernel);
     constants_ = CostConstants(named);
-    for (const auto& [question, numbers] : choices) {
+    for (const auto& [query, numbers] : choices) {
       if (numbers[0] != static_cast<int>(named))
         throw std::invalid_argument("a choice of another kernel");
-      if (const Support support = Supports(ChoiceOf(numbers), question.problem, question.device,
-                                           question.workspace_bytes);
+      if (const Support support =
+              Supports(ChoiceOf(numbers), query.problem, query.device, query.workspace_bytes);
           !support) {
         throw std::invalid_argument("a choice that cannot run: " + support.reason);
       }
-      choices_.push_back({question, ChoiceOf(numbers)});
+      choices_.push_back({query, ChoiceOf(numbers)});
     }
   }
 
@@ -226,15 +226,15 @@ class CostModel {
                                   " constants");
     }
     std::vector<double> costs;
-    for (const auto& [question, choice] : choices_) {
-      costs.push_back(Cost(question.problem, question.device, choice, constants.data()));
+    for (const auto& [query, choice] : choices_) {
+      costs.push_back(Cost(query.problem, query.device, choice, constants.data()));
     }
     return costs;
   }
 
  private:
   std::vector<double> constants_;
-  std::vector<std::pair<Question, Choice>> choices_;
+  std::vector<std::pair<SelectionQuery, Choice>> choices_;
 };
 
 // Sets a device's table to the entries that it can run. Returns for each entry "" or the reason why it cannot run.
@@ -243,16 +243,16 @@ nb::list SetTunedEntries(const std::string& device_name, const std::vector<Entry
   const Device device = DeviceOf(compute_capability, num_sms, shared_bytes_per_sm);
   std::vector<TunedEntry> accepted;
   nb::list reasons;
-  for (const auto& [fields, numbers, least_m] : entries) {
-    const auto& [kernel, block_m, split_k, slices, tile, mates] = numbers;
+  for (const auto& [fields, numbers, min_m] : entries) {
+    const auto& [kernel, block_m, split_k, slices, tile, peers] = numbers;
     const auto named = std::find(std::begin(kKernelNames), std::end(kKernelNames), kernel);
     std::string reason = "there is no kernel " + kernel;
     if (named != std::end(kKernelNames)) {
       const QuantizedMatmul problem = ProblemOf(fields);
       const Choice choice =
-          ChoiceOf({named - std::begin(kKernelNames), block_m, split_k, slices, tile, mates});
+          ChoiceOf({named - std::begin(kKernelNames), block_m, split_k, slices, tile, peers});
       reason = Supports(choice, problem, device, kMaxWorkspaceBytes).reason;
-      if (reason.empty()) accepted.push_back({problem, choice, least_m});
+      if (reason.empty()) accepted.push_back({problem, choice, min_m});
     }
     reasons.append(reason);
   }
@@ -277,19 +277,19 @@ void SetClusters(const std::vector<std::vector<int>>& clusters, Device* device) 
   }
 }
 
-// Defines a Python function of a question with named arguments. `early_start` is the problem's `pdl`, `aligned` its
-// `weights_aligned`.
+// Defines a Python function of a SelectionQuery with keyword arguments. `early_start`: QuantizedMatmul::pdl (the name
+// in saved measurements); `aligned`: weights_aligned.
 template <typename Function>
 void Define(nb::module_& module, const char* name, Function function) {
   module.def(
       name,
       [function](int64_t m, int64_t n, int64_t k, int bits, const std::string& codebook,
                  int64_t group_size, int64_t batch, const std::string& lhs, bool float32_scale,
-                 const std::string& narrow_scale, const std::string& zero, bool scale_sums,
-                 bool half_sums, bool transposed, bool gated, bool early_start, bool aligned,
-                 int compute_capability, int num_sms, int shared_bytes_per_sm, int clock_mhz,
-                 int memory_gb_per_s, const std::vector<std::vector<int>>& clusters, bool compiles,
-                 const std::string& device_name, int64_t workspace_bytes) {
+                 const std::string& narrow_scale, const std::string& zero, bool scale_accumulators,
+                 bool accumulate_float16, bool transposed, bool gated, bool early_start,
+                 bool aligned, int compute_capability, int num_sms, int shared_bytes_per_sm,
+                 int clock_mhz, int memory_gb_per_s, const std::vector<std::vector<int>>& clusters,
+                 bool compiles, const std::string& device_name, int64_t workspace_bytes) {
         QuantizedMatmul problem = ProblemOf({m, n, k, bits, group_size, lhs, float32_scale, zero});
         problem.codebook = FindCodebook(codebook);
         if (narrow_scale == "e8m0") problem.scale = ElementType::kE8m0;
@@ -302,8 +302,8 @@ void Define(nb::module_& module, const char* name, Function function) {
         problem.epilogue.gated = gated;
         problem.batch = batch;
         problem.num_weights = batch * problem.weights_per_element();
-        problem.scale_sums = scale_sums;
-        problem.half_sums = half_sums;
+        problem.scale_accumulators = scale_accumulators;
+        problem.accumulate_float16 = accumulate_float16;
         problem.transposed = transposed;
         problem.pdl = early_start;
         problem.weights_aligned = aligned;
@@ -312,14 +312,15 @@ void Define(nb::module_& module, const char* name, Function function) {
         device.memory_gb_per_s = memory_gb_per_s;
         if (!compiles) device.compiles = [] { return false; };
         SetClusters(clusters, &device);
-        return function(Question{problem, device, device_name, workspace_bytes});
+        return function(SelectionQuery{problem, device, device_name, workspace_bytes});
       },
       nb::kw_only(), nb::arg("m"), nb::arg("n"), nb::arg("k"), nb::arg("bits") = 4,
       nb::arg("codebook") = "none", nb::arg("group_size") = 128, nb::arg("batch") = 1,
       nb::arg("lhs") = "bfloat16", nb::arg("float32_scale") = false, nb::arg("narrow_scale") = "",
-      nb::arg("zero") = "none", nb::arg("scale_sums") = false, nb::arg("half_sums") = false,
-      nb::arg("transposed") = false, nb::arg("gated") = false, nb::arg("early_start") = false,
-      nb::arg("aligned") = true, nb::arg("compute_capability") = 90, nb::arg("num_sms") = 132,
+      nb::arg("zero") = "none", nb::arg("scale_accumulators") = false,
+      nb::arg("accumulate_float16") = false, nb::arg("transposed") = false,
+      nb::arg("gated") = false, nb::arg("early_start") = false, nb::arg("aligned") = true,
+      nb::arg("compute_capability") = 90, nb::arg("num_sms") = 132,
       nb::arg("shared_bytes_per_sm") = kSm90SharedBytesPerSm, nb::arg("clock_mhz") = 0,
       nb::arg("memory_gb_per_s") = 0, nb::arg("clusters") = std::vector<std::vector<int>>(),
       nb::arg("compiles") = true, nb::arg("device_name") = "",
@@ -340,13 +341,16 @@ NB_MODULE(_ffi, module) {
   module.def("build_info", &jaxlowbit::BuildInfo);
   jaxlowbit::Define(module, "select", jaxlowbit::SelectKernel);
   jaxlowbit::Define(module, "candidates", jaxlowbit::ListCandidates);
-  nb::class_<jaxlowbit::Question>(module, "Question");
-  jaxlowbit::Define(module, "question", [](const jaxlowbit::Question& asked) { return asked; });
+  nb::class_<jaxlowbit::SelectionQuery>(module, "Question");
+  jaxlowbit::Define(module, "question",
+                    [](const jaxlowbit::SelectionQuery& query) { return query; });
   using jaxlowbit::CostModel;
   nb::class_<CostModel>(module, "CostModel")
-      .def(nb::init<const std::string&,
-                    const std::vector<std::pair<jaxlowbit::Question, jaxlowbit::ChoiceNumbers>>&>(),
-           nb::arg("kernel"), nb::arg("choices"))
+      .def(
+          nb::init<
+              const std::string&,
+              const std::vector<std::pair<jaxlowbit::SelectionQuery, jaxlowbit::ChoiceNumbers>>&>(),
+          nb::arg("kernel"), nb::arg("choices"))
       .def_prop_ro("constants", &CostModel::constants)
       .def("microseconds", &CostModel::Microseconds, nb::arg("constants"));
   module.def("set_tuned", &jaxlowbit::SetTunedEntries, nb::arg("device_name"), nb::arg("entries"),
@@ -360,19 +364,20 @@ NB_MODULE(_ffi, module) {
   for (int bits : jaxlowbit::kCompiledBits) compiled_bits.append(bits);
   module.attr("KERNEL_BITS") = nb::tuple(kernel_bits);
   module.attr("COMPILED_BITS") = nb::tuple(compiled_bits);
-  module.attr("MOST_TABLE_BITS") = jaxlowbit::kMostTableBits;
+  module.attr("MAX_TABLE_BITS") = jaxlowbit::kMaxTableBits;
   module.def("unsupported", &jaxlowbit::Unsupported, nb::arg("product"),
              nb::arg("compute_capability"), nb::arg("kernel") = "");
   module.def(
-      "least_byte_rows",
+      "min_rows_for_8bit",
       [](const std::vector<int64_t>& product) {
-        return jaxlowbit::LeastByteRows(jaxlowbit::ProductOf(product));
+        return jaxlowbit::MinRowsFor8Bit(jaxlowbit::ProductOf(product));
       },
       nb::arg("product"));
   module.def("codebook", &jaxlowbit::NameCodebook, nb::arg("numbers"));
   module.attr("LAYOUT_VERSION") = jaxlowbit::kLayoutVersion;
   module.attr("MAX_SPLIT_K") = jaxlowbit::kMaxSplitK;
-  module.def("most_sums_bytes", &jaxlowbit::MostSumsBytes, nb::arg("rows"), nb::arg("columns"));
+  module.def("max_partial_sums_bytes", &jaxlowbit::MaxPartialSumsBytes, nb::arg("rows"),
+             nb::arg("columns"));
   module.attr("MAX_RMS_NORM_COLUMNS") = jaxlowbit::kMaxRmsNormColumns;
   module.attr("MAX_EXCHANGE_ROWS") = jaxlowbit::kMaxExchangeRows;
   module.attr("PLACE_ALIGNMENT") = jaxlowbit::kPlaceAlignment;

@@ -85,8 +85,8 @@ constexpr bool Set(int64_t number, Field* field) {
   return first <= number && number <= last;
 }
 
-// Hash of the names and types of all fields, in order, and of the enum values. A program with another hash was made by
-// another version of the library.
+// Hash of the names and types of all fields, in order, and of the enum values. Programs with another hash come from
+// another version of the library and are rejected.
 inline constexpr int64_t kSchema = [] {
   uint64_t hash = 0xcbf29ce484222325;
   const auto mix = [&](std::string_view text) {

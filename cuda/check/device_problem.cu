@@ -43,9 +43,9 @@ __device__ float Load(const void* data, ElementType type, int64_t i) {
       return static_cast<float>(static_cast<const __nv_fp8_e4m3*>(data)[i]);
     case ElementType::kInt8:
       return static_cast<const int8_t*>(data)[i];
-    case ElementType::kInt32:  // in the bound where floats do not hold it
+    case ElementType::kInt32:  // the bound covers values that float32 does not represent
       return static_cast<float>(static_cast<const int32_t*>(data)[i]);
-    case ElementType::kSuper:  // of no problem here
+    case ElementType::kSuper:  // not used here
       break;
   }
   return 0.0f;
@@ -217,7 +217,7 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* 
     const double offset = p.zero == ZeroKind::kFloat ? Load(b.zero, p.scale, group) : 0.0f;
     const int code = Code(p, words, k, n);
     const double value = p.codebook == Codebook::kNone ? code - zero : double{numbers[code]};
-    const bool scaled = !p.sums_integers() || p.scale == ElementType::kInt8;
+    const bool scaled = !p.is_integer_matmul() || p.scale == ElementType::kInt8;
     const double w = value * (scaled ? double{Load(b.scale, p.scale, group)} : 1) + offset;
     int64_t at = j;  // in a row of lhs
     if (p.permuted_parts > 0) {
@@ -235,7 +235,7 @@ __device__ Bounded Sum(const QuantizedMatmul& p, const Buffers& b, const float* 
   }
   const double u_lhs = p.floats() == ElementType::kBf16 ? 0x1p-8 : 0x1p-11;
   // The rounding of weights, or of float8 sums: tensor cores keep 13 bits below the largest product.
-  const double u = p.scale_sums || p.lhs == ElementType::kInt8 ? 0x1p-24 : u_lhs;
+  const double u = p.scale_accumulators || p.lhs == ElementType::kInt8 ? 0x1p-24 : u_lhs;
   // Half the spacing of subnormals, for subnormal weights.
   const double tiny = p.floats() == ElementType::kBf16 ? 0x1p-134 : 0x1p-25;
   const double half = 0x1p-11 * half_magnitude + (half_steps > 0 ? lhs_columns * 0x1p-28 : 0);
@@ -271,7 +271,7 @@ __device__ double Exact(Activation activation, double x) {
 }
 
 // The smallest number that rounds to infinity.
-__device__ double LeastOverflow(ElementType type) {
+__device__ double MinOverflow(ElementType type) {
   switch (type) {
     case ElementType::kF16:
       return 65520;
@@ -282,7 +282,7 @@ __device__ double LeastOverflow(ElementType type) {
   }
 }
 
-// Each thread checks the first of `step` outputs: error over bound, the largest in *worst (as bits).
+// Each thread checks the first of `step` outputs. *worst: maximum ratio of error to bound, as bits.
 __global__ void CompareKernel(QuantizedMatmul p, Buffers b, const float* numbers, int64_t step,
                               int half_steps, unsigned long long* worst) {
   const int64_t out_columns = p.transposed ? p.k : p.n;
@@ -313,7 +313,7 @@ __global__ void CompareKernel(QuantizedMatmul p, Buffers b, const float* numbers
   const double bound = result.bound + u_out * (fabs(result.value) + result.bound) + tiny;
   const double out = Load(b.out, p.out, i);
   if (isinf(out) && signbit(out) == signbit(result.value) &&
-      fabs(result.value) + result.bound >= LeastOverflow(p.out)) {
+      fabs(result.value) + result.bound >= MinOverflow(p.out)) {
     return;
   }
   double ratio = fabs(out - result.value) / bound;
@@ -363,7 +363,7 @@ int64_t AllPackedBytes(const QuantizedMatmul& p) { return p.num_weights * Packed
 void Check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   std::fprintf(stderr, "driver: %s failed: %s: %s %s\n", what, cudaGetErrorName(error),
-               cudaGetErrorString(error), TakeLoadError().c_str());
+               cudaGetErrorString(error), PopLoadError().c_str());
   std::exit(2);
 }
 
@@ -377,7 +377,7 @@ DeviceBuffer::DeviceBuffer(DeviceBuffer&& other) noexcept
 DeviceBuffer::~DeviceBuffer() { cudaFree(data_); }
 
 int64_t UnitsOf(const QuantizedMatmul& problem) {
-  if (problem.transposed || problem.sums_integers()) return 0;
+  if (problem.transposed || problem.is_integer_matmul()) return 0;
   if (problem.scale == ElementType::kE4m3) return Is8Bit(problem.lhs) ? 0 : 1;
   if (problem.scale != ElementType::kInt8) return 0;
   return Is8Bit(problem.lhs) ? problem.n_blocks() * kAtom : problem.n;
@@ -444,7 +444,7 @@ Buffers DeviceProblem::buffers(int copy) const {
   };
   Buffers buffers;
   buffers.lhs = lhs_.data();
-  if (Is8Bit(problem_.lhs) && !problem_.sums_integers()) {
+  if (Is8Bit(problem_.lhs) && !problem_.is_integer_matmul()) {
     buffers.lhs_scale = static_cast<const float*>(lhs_scale_.data());
   }
   buffers.packed = reinterpret_cast<const uint32_t*>(at(packed_, packed_stride_));
@@ -469,16 +469,16 @@ void DeviceProblem::Poison() const {
   Check(cudaMemset(workspace_.data(), 0xff, workspace_.bytes()), "cudaMemset");
 }
 
-double DeviceProblem::ErrorOverBound(int copy, int64_t most) const {
+double DeviceProblem::ErrorOverBound(int copy, int64_t max_samples) const {
   const int64_t outputs = Outputs(problem_);
   if (outputs == 0) return 0;
   // A step coprime to the number of columns visits all columns.
-  int64_t step = std::max<int64_t>(outputs / most, 1);
+  int64_t step = std::max<int64_t>(outputs / max_samples, 1);
   while (std::gcd(step, problem_.out_columns()) != 1) ++step;
   DeviceBuffer worst(8);
   Check(cudaMemset(worst.data(), 0, 8), "cudaMemset");
   const int half_steps =
-      problem_.may_sum_halves() ? sm80::BlockK(problem_.bits) / sm80::kMinGroupSize : 0;
+      problem_.may_accumulate_float16() ? sm80::BlockK(problem_.bits) / sm80::kMinGroupSize : 0;
   CompareKernel<<<CeilDiv(CeilDiv(outputs, step), kThreads), kThreads>>>(
       problem_, buffers(copy), static_cast<const float*>(numbers_.data()), step, half_steps,
       static_cast<unsigned long long*>(worst.data()));
@@ -515,10 +515,10 @@ std::string Describe(const QuantizedMatmul& p, const Optional& optional) {
                                              : "",
                 name(p.out));
   return std::string(text) +
-         (p.transposed   ? " transposed"
-          : p.scale_sums ? " scale sums"
-          : p.half_sums  ? " half sums"
-                         : "") +
+         (p.transposed           ? " transposed"
+          : p.scale_accumulators ? " scale sums"
+          : p.accumulate_float16 ? " half sums"
+                                 : "") +
          (p.codebook == Codebook::kNone
               ? ""
               : std::string(" ") + kCodebookNames[static_cast<int>(p.codebook)]) +

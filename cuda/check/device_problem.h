@@ -13,7 +13,7 @@
 
 namespace jaxlowbit::check {
 
-// Ends the program with the names of the call and of the error if there is one.
+// Exits with the names of the call and of the error if there is one.
 void Check(cudaError_t error, const char* what);
 
 // Device memory, freed with its owner.
@@ -36,13 +36,12 @@ class DeviceBuffer {
 // Bytes of packed weights, scales and zeros that one call reads.
 int64_t WeightBytes(const QuantizedMatmul& problem);
 
-// Operands that a problem may be without.
+// Optional operands.
 struct Optional {
   bool index = false, bias = false, residual = false;
 };
 
-// The units of weights, in addition to scales: one per weight for e4m3, one per channel for integers, in padded rows if
-// lhs has 8 bits.
+// Number of units per weight: 1 with e4m3 scales, one per channel with int8 scales, padded to strips with an 8-bit lhs.
 int64_t UnitsOf(const QuantizedMatmul& problem);
 
 // Random operands for `problem`, with `copies` sets of weights, so that a timing can keep them out of L2.
@@ -56,11 +55,11 @@ class DeviceProblem {
   int64_t workspace_bytes() const { return workspace_.bytes(); }
   const Optional& optional() const { return optional_; }
 
-  // Overwrites out and workspace with NaN patterns, so that an unwritten element shows.
+  // Fills out and workspace with NaN patterns, to detect unwritten elements.
   void Poison() const;
-  // The largest error of out as a fraction of the bound; NaN counts as infinite. If out has more than `most` elements,
-  // checks half to twice as many as `most`, spread over rows and columns.
-  double ErrorOverBound(int copy, int64_t most) const;
+  // Maximum ratio of error to bound over out; NaN counts as infinite. If out has more than `max_samples` elements,
+  // checks between half and twice as many, spread over rows and columns.
+  double ErrorOverBound(int copy, int64_t max_samples) const;
   // A hash of the bits of out; two different results have the same hash with probability 2^-32.
   uint64_t Digest() const;
 

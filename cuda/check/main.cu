@@ -1,41 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The program `driver` runs the kernels without JAX: checks every instance, sweeps shapes, times.
+// `driver` checks and times the kernels without JAX.
 //
 //   driver check [STRIDE [BITS [CODEBOOK [LHS]]]]
-//                           every instance on small awkward shapes, also under PDL, and with buffers that overlap
-//                           or begin at odd elements; large batches; or one in STRIDE of these
-//                           (for compute-sanitizer's slower tools; a prime from 7 on, since kinds of
-//                           problems come every 2nd to 8th); BITS: only this width; CODEBOOK: only
-//                           none, table, e2m1, e4m3 or e5m2; LHS: only this type of quantized
-//                           activations, int8 or e4m3
-//   driver placed           times products whose buffers overlap or begin at odd elements
-//   driver attend [STRIDE]  attention to a cache: checks it, then times it; or checks one case in STRIDE
-//   driver sweep            real layer shapes, every m of the sweep, correctness only
-//   driver time [options]   microseconds per call over cold weights, captured in a CUDA graph, once
-//                           a sample of the result is right:
+//                           checks every instance on small awkward shapes, also under PDL and with
+//                           overlapping or unaligned buffers, and large batches. STRIDE: checks every
+//                           STRIDE-th problem only, for compute-sanitizer's slower tools; use a prime
+//                           from 7 on, since kinds of problems repeat every 2 to 8. BITS, CODEBOOK
+//                           (none, table, e2m1, e4m3, e5m2), LHS (int8, e4m3): only these
+//   driver placed           times products with overlapping or unaligned buffers
+//   driver attend [STRIDE]  checks and times attention; with STRIDE, only checks every STRIDE-th case
+//   driver sweep            checks real layer shapes with every m of the sweep
+//   driver time [options]   checks a sample of the result, then prints microseconds per call with cold
+//                           weights, in a CUDA graph:
 //                           --n N,N,... --k K,K,... (in pairs; default: five real shapes)
 //                           --m M,M,... --bits B --group G --zero --float-zero --transposed
 //                           --codebook table|e2m1|e4m3|e5m2 --scale float32|e8m0|e4m3|int8
 //                           --lhs int8|e4m3 (quantized activations) --integers (int32 sums of int8)
-//                           --scale-sums --f16 --half-sums
+//                           --scale-accumulators --f16 --accumulate-float16
 //                           --pdl (all but the first launch use programmatic dependent launch);
 //                           --quick (half of the weights, and a third of the replays);
 //                           --permuted (rows of the weight in a permuted order);
-//                           --units (floats that e4m3 and int8 scales are in units of)
+//                           --units (outer float scales of e4m3 and int8 scales)
 //                           --bias --residual --activation silu|gelu|gelu_tanh|relu --gated (n of each
 //                           of two weights);
 //                           --kernel qmm_sm80|qmm_sm90_stream|qmm_sm90,
-//                           --tile T,T,..., --split S,S,..., --slices L,L,... and --peers 1|2 instead
-//                           of the selection's (a tile is a number of rows, or the number of a tile
-//                           shape of qmm_sm90)
-//   driver choices [options]  times the choices of every kernel, a line of JSON for each problem, for
-//                           tools/fit_costs.py; takes the problem options of `driver time`.
-//                           Without them: layers of real models, every number of rows, in 4 and in
-//                           8 bits, small m also under PDL. --seconds S begins no problem after S
-//                           seconds
+//                           --tile T,T,..., --split S,S,..., --slices L,L,... and --peers 1|2 override
+//                           the selection (tile: rows, or for qmm_sm90 the index of a tile shape)
+//   driver choices [options]  times the choices of every kernel and prints JSON lines for
+//                           tools/fit_costs.py; problem options as for `driver time`. Default: layers
+//                           of real models, all row counts, 4 and 8 bits, small m also under PDL.
+//                           --seconds S: starts no problem after S seconds
 //
-// For a wrong result it prints the problem and the ratio of error to bound, and exits with status 1.
+// On a wrong result, prints the problem and the ratio of error to bound, and exits with status 1.
 
 #include <algorithm>
 #include <cstdio>
@@ -93,9 +90,10 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, uint64_t turn) {
   return choices;
 }
 
-// Whether the result is within the bound, at about `most` elements, and repeats bit for bit. Prints failures.
-bool IsRight(const QuantizedMatmul& problem, const DeviceProblem& data, const Choice& choice,
-             int64_t most) {
+// Whether about `max_samples` elements of the result are within the bound, and the result repeats bit for bit. Prints
+// failures.
+bool IsCorrect(const QuantizedMatmul& problem, const DeviceProblem& data, const Choice& choice,
+               int64_t max_samples) {
   uint64_t first = 0;
   for (int run = 0; run < 2; ++run) {
     data.Poison();
@@ -103,7 +101,7 @@ bool IsRight(const QuantizedMatmul& problem, const DeviceProblem& data, const Ch
     Check(cudaDeviceSynchronize(), "kernel");
     if (run == 0) {
       first = data.Digest();
-      const double ratio = data.ErrorOverBound(0, most);
+      const double ratio = data.ErrorOverBound(0, max_samples);
       if (!(ratio <= 1)) {
         std::printf("WRONG  %s %s: error over bound %.3g\n", NameOf(choice.kernel),
                     Describe(problem, data.optional()).c_str(), ratio);
@@ -128,8 +126,8 @@ bool IsWithin(const std::string& how, const QuantizedMatmul& problem, const Devi
   return false;
 }
 
-// Whether the result is right with buffers placed as XLA might place them.
-bool IsRightPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, int turn) {
+// Whether the result is correct with overlapping or unaligned buffers, as XLA may pass them.
+bool IsCorrectPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, int turn) {
   const PlacedProblem placed(problem, data.buffers(0), Places::Of(turn));
   data.Poison();
   placed.Restore();
@@ -139,8 +137,8 @@ bool IsRightPlaced(const QuantizedMatmul& problem, const DeviceProblem& data, in
   return IsWithin("placed " + std::to_string(turn), problem, data);
 }
 
-// Whether the result is right under PDL if the previous kernel, which has not ended yet, writes lhs.
-bool IsRightWithPdl(QuantizedMatmul problem, const DeviceProblem& data, const Choice& choice) {
+// Whether the result is correct under PDL while the previous kernel is still writing lhs.
+bool IsCorrectWithPdl(QuantizedMatmul problem, const DeviceProblem& data, const Choice& choice) {
   const Buffers original = data.buffers(0);
   const Extent lhs = LhsExtent(problem, original);
   const DeviceBuffer late(lhs.bytes);
@@ -149,17 +147,17 @@ bool IsRightWithPdl(QuantizedMatmul problem, const DeviceProblem& data, const Ch
   Buffers buffers = original;
   buffers.lhs = late.data();
   problem.pdl = true;
-  CopyLate(lhs, late.data());
+  DelayedCopy(lhs, late.data());
   Check(LaunchChoice(problem, buffers, choice, 0, nullptr), "LaunchChoice");
   return IsWithin(std::string("pdl ") + NameOf(choice.kernel), problem, data);
 }
 
 struct Tally {
-  int right = 0, wrong = 0;
-  void Add(bool ok) { ++(ok ? right : wrong); }
+  int correct = 0, wrong = 0;
+  void Add(bool ok) { ++(ok ? correct : wrong); }
 };
 
-// Filters of the check: widths of the weights, codebooks, types of lhs.
+// Filters of `driver check`.
 struct Formats {
   std::vector<int> widths;
   std::vector<Codebook> codebooks;
@@ -185,10 +183,10 @@ void ForEachType(const Formats& formats, F visit) {
         problem.zero = format.zero;
         problem.transposed = transposed;
         visit(problem);
-        problem.scale_sums = true;
+        problem.scale_accumulators = true;
         if (Supports(problem, DeviceInfo(0))) visit(problem);
-        problem.scale_sums = false;
-        problem.half_sums = true;
+        problem.scale_accumulators = false;
+        problem.accumulate_float16 = true;
         if (format.lhs == ElementType::kF16 && !transposed) visit(problem);
       }
     });
@@ -215,7 +213,7 @@ struct Case {
   std::vector<Choice> choices;
 };
 
-// One in `stride` of the problems that together run every instance.
+// Every `stride`-th of the problems that together run all instances.
 std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
   std::vector<Case> cases;
   uint64_t seed = 1, turn = 0;
@@ -235,8 +233,9 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
           problem.k = CeilDiv(k, 16) * 16;
         }
         problem.out = seed % 3 == 0 ? ElementType::kF32 : problem.floats();
-        const bool one_sum = problem.group_size == -1 || problem.scale == ElementType::kInt8;
-        if (problem.lhs == ElementType::kInt8 && one_sum && seed % 3 == 1) {
+        const bool single_accumulator =
+            problem.group_size == -1 || problem.scale == ElementType::kInt8;
+        if (problem.lhs == ElementType::kInt8 && single_accumulator && seed % 3 == 1) {
           problem.out = ElementType::kInt32;
         }
         problem.batch = seed % 5 == 0 ? 3 : 1;
@@ -252,7 +251,7 @@ std::vector<Case> CasesOf(const Formats& formats, uint64_t stride) {
         if (++seed % stride != 0) continue;
         cases.push_back(
             {problem, optional, seed, placed++, !problem.transposed, Choices(problem, seed)});
-        if (problem.transposed || problem.sums_integers()) continue;
+        if (problem.transposed || problem.is_integer_matmul()) continue;
         // Epilogues in all combinations of their parts.
         problem.epilogue.activation = static_cast<Activation>(turn % std::size(kActivationNames));
         // The product of two integer sums exceeds the range of float16.
@@ -292,11 +291,11 @@ Tally CheckInstances(const Formats& formats, uint64_t stride) {
   for (const Case& one : cases) {
     const DeviceProblem data(one.problem, one.optional, 1, one.seed);
     for (const Choice& choice : one.choices) {
-      tally.Add(IsRight(one.problem, data, choice, kAll));
-      if (one.with_pdl) tally.Add(IsRightWithPdl(one.problem, data, choice));
+      tally.Add(IsCorrect(one.problem, data, choice, kAll));
+      if (one.with_pdl) tally.Add(IsCorrectWithPdl(one.problem, data, choice));
     }
     // No kernel supports unaligned 8-bit lhs.
-    if (!Is8Bit(one.problem.lhs)) tally.Add(IsRightPlaced(one.problem, data, one.placed));
+    if (!Is8Bit(one.problem.lhs)) tally.Add(IsCorrectPlaced(one.problem, data, one.placed));
   }
   return tally;
 }
@@ -319,7 +318,7 @@ Tally CheckBatches(uint64_t stride) {
                           : turn % 2 == 0 ? problem.batch * problem.weights_per_element()
                                           : 1;
     const DeviceProblem data(problem, optional, 1, turn);
-    tally.Add(IsRightPlaced(problem, data, 2 * kOut));  // aligned, and out over nothing
+    tally.Add(IsCorrectPlaced(problem, data, 2 * kOut));  // aligned, and out over nothing
     if (stride >= 12) break;
   }
   return tally;
@@ -338,7 +337,7 @@ Tally Sweep() {
         problem.group_size = problem.bits == 4 ? 128 : -1;
         const DeviceProblem data(problem, {}, 1, seed);
         for (const Choice& choice : Choices(problem, seed)) {
-          tally.Add(IsRight(problem, data, choice, kAll));
+          tally.Add(IsCorrect(problem, data, choice, kAll));
         }
         ++seed;
       }
@@ -365,7 +364,8 @@ std::vector<float> Time(const QuantizedMatmul& problem, const DeviceProblem& dat
       "time | choices "
       "[--n N,... --k K,...] [--m M,M,...] [--bits B] [--group G] [--zero] [--float-zero] "
       "[--codebook C] [--scale S] [--lhs int8|e4m3] [--integers] "
-      "[--transposed] [--scale-sums] [--f16] [--half-sums] [--pdl] [--permuted] [--bias] "
+      "[--transposed] [--scale-accumulators] [--f16] [--accumulate-float16] [--pdl] [--permuted] "
+      "[--bias] "
       "[--units] [--residual] [--activation silu|gelu|gelu_tanh|relu] [--gated] [--quick] [--tile "
       "T,...] "
       "[--split S,...] [--slices L,...] [--peers 1|2] "
@@ -420,8 +420,8 @@ std::vector<Choice> Choices(const QuantizedMatmul& problem, const TimeOptions& o
   return choices;
 }
 
-// The problems of the options: every layer with every number of rows. Small m comes first: products with large m heat
-// the device, and clocks take a while to recover.
+// The problems of the options: every layer with every row count. Small m comes first, since products with large m heat
+// the device, and clocks recover slowly.
 std::vector<QuantizedMatmul> ProblemsOf(
     const TimeOptions& options, const std::vector<std::pair<int64_t, int64_t>>& default_layers,
     const std::vector<int64_t>& default_rows) {
@@ -452,7 +452,7 @@ void TimeAll(const TimeOptions& options) {
     const std::vector<Choice> choices = Choices(problem, options);
     if (choices.empty()) continue;
     for (const Choice& choice : choices) {
-      if (!IsRight(problem, data, choice, kSample)) std::exit(1);
+      if (!IsCorrect(problem, data, choice, kSample)) std::exit(1);
     }
     const std::vector<float> microseconds = Time(problem, data, copies, choices, options.effort);
     for (size_t i = 0; i < choices.size(); ++i) {
@@ -526,8 +526,8 @@ TimeOptions Parse(int argc, char** argv) {
     options.names_problem |= flag != "--seconds";
     if (flag == "--zero") {
       options.problem.zero = ZeroKind::kInteger;
-    } else if (flag == "--scale-sums") {
-      options.problem.scale_sums = true;
+    } else if (flag == "--scale-accumulators") {
+      options.problem.scale_accumulators = true;
       options.problem.scale = options.problem.out = ElementType::kF32;
     } else if (flag == "--integers") {
       options.problem.out = ElementType::kInt32;
@@ -537,8 +537,8 @@ TimeOptions Parse(int argc, char** argv) {
       options.problem.zero = ZeroKind::kFloat;
     } else if (flag == "--f16") {
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
-    } else if (flag == "--half-sums") {
-      options.problem.half_sums = true;
+    } else if (flag == "--accumulate-float16") {
+      options.problem.accumulate_float16 = true;
       options.problem.lhs = options.problem.scale = options.problem.out = ElementType::kF16;
     } else if (flag == "--pdl") {
       options.problem.pdl = true;
@@ -553,7 +553,7 @@ TimeOptions Parse(int argc, char** argv) {
     } else if (flag == "--gated") {
       options.problem.epilogue.gated = true;
     } else if (flag == "--quick") {
-      options.effort = {.warm_up_milliseconds = 6, .least_replays = 7, .replays = 7};
+      options.effort = {.warm_up_milliseconds = 6, .min_replays = 7, .replays = 7};
       options.l2_sizes = 4;
     } else if (i + 1 == argc) {
       Usage(("unknown or incomplete option " + flag).c_str());
@@ -608,8 +608,8 @@ int Main(int argc, char** argv) {
     return 0;
   }
   if (command == "attend") {
-    const auto [right, wrong] = CheckAttend(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
-    std::printf("%d passed, %d failed\n", right, wrong);
+    const auto [correct, wrong] = CheckAttend(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
+    std::printf("%d passed, %d failed\n", correct, wrong);
     if (argc == 2) TimeAttend();
     return wrong == 0 ? 0 : 1;
   }
@@ -634,12 +634,12 @@ int Main(int argc, char** argv) {
     if (argc > 4) codebooks = {FindCodebook(argv[4])};
     if (argc > 5) lhs = FindLhs(argv[5]);
     for (const Tally& part : {CheckInstances(formats, stride), CheckBatches(stride)}) {
-      tally.right += part.right, tally.wrong += part.wrong;
+      tally.correct += part.correct, tally.wrong += part.wrong;
     }
   } else {
     tally = Sweep();
   }
-  std::printf("%d passed, %d failed\n", tally.right, tally.wrong);
+  std::printf("%d passed, %d failed\n", tally.correct, tally.wrong);
   jit::Finish();  // instances that a stride skipped may still be compiling
   return tally.wrong == 0 ? 0 : 1;
 }

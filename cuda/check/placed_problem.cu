@@ -10,9 +10,9 @@
 namespace jaxlowbit::check {
 namespace {
 
-constexpr int64_t kRoom = 256;  // between buffers, for odd beginnings
+constexpr int64_t kGap = 256;  // bytes between buffers, for misalignment
 
-__global__ void CopyLateKernel(const uint8_t* from, uint8_t* to, int64_t bytes) {
+__global__ void DelayedCopyKernel(const uint8_t* from, uint8_t* to, int64_t bytes) {
   LaunchDependents();
   for (int i = 0; i < 20; ++i) __nanosleep(1000);
   for (int64_t i = threadIdx.x; i < bytes; i += blockDim.x) to[i] = from[i];
@@ -47,8 +47,8 @@ PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original,
     if (extent.bytes == 0) continue;
     const int64_t offset = is_odd(i) ? operands[i].element * (2 * static_cast<int64_t>(i) + 1) : 0;
     const bool under = static_cast<int>(i) == places.under;
-    memory_.emplace_back(extent.bytes + kRoom + (under ? 2 * (out_.bytes + kRoom) : 0));
-    const int64_t before = under ? CeilDiv(out_.bytes, kRoom) * kRoom : 0;
+    memory_.emplace_back(extent.bytes + kGap + (under ? 2 * (out_.bytes + kGap) : 0));
+    const int64_t before = under ? CeilDiv(out_.bytes, kGap) * kGap : 0;
     void* place = Offset(memory_.back().data(), before + offset);
     copies_.push_back({extent, place});
     *operands[i].data = place;
@@ -61,7 +61,7 @@ PlacedProblem::PlacedProblem(const QuantizedMatmul& p, const Buffers& original,
     b.out = reinterpret_cast<void*>(address / out_element * out_element);
   }
   if (!placed) {
-    memory_.emplace_back(out_.bytes + kRoom);
+    memory_.emplace_back(out_.bytes + kGap);
     b.out = Offset(memory_.back().data(), is_odd(kOut) ? 3 * out_element : 0);
   }
   out_.data = b.out;
@@ -81,11 +81,12 @@ void PlacedProblem::CopyResult() const {
   Check(cudaMemcpy(original_out_, out_.data, out_.bytes, cudaMemcpyDeviceToDevice), "cudaMemcpy");
 }
 
-void CopyLate(const Extent& from, void* to) {
+void DelayedCopy(const Extent& from, void* to) {
   const LaunchConfig launch(1, 256, 0, nullptr);
-  Check(cudaLaunchKernelEx(&launch.config, CopyLateKernel, static_cast<const uint8_t*>(from.data),
-                           static_cast<uint8_t*>(to), from.bytes),
-        "CopyLateKernel");
+  Check(
+      cudaLaunchKernelEx(&launch.config, DelayedCopyKernel, static_cast<const uint8_t*>(from.data),
+                         static_cast<uint8_t*>(to), from.bytes),
+      "CopyLateKernel");
 }
 
 }  // namespace jaxlowbit::check

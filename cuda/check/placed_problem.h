@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A problem with buffers placed as XLA might place them.
+// A problem with overlapping or unaligned buffers, as XLA may pass them.
 #pragma once
 
 #include <vector>
@@ -45,7 +45,7 @@ class PlacedProblem {
   const Buffers& buffers() const { return buffers_; }
   // Restores operands, and writes NaN patterns to out if it overlaps none.
   void Restore() const;
-  // Copies the result to where `original` has it.
+  // Copies the result to the buffer of `original`.
   void CopyResult() const;
 
  private:
@@ -66,6 +66,6 @@ class PlacedProblem {
 void TimePlaced();
 
 // Enqueues a kernel that lets the next kernel start and, a while later, copies `from` to `to`.
-void CopyLate(const Extent& from, void* to);
+void DelayedCopy(const Extent& from, void* to);
 
 }  // namespace jaxlowbit::check

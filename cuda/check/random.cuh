@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Random numbers by their position: the same ones on host and device, in every run.
+// Counter-based random numbers: the same on host and device, and in every run.
 #pragma once
 
 #include <cmath>

@@ -34,18 +34,17 @@ __global__ void FillKernel(T* data, int64_t count, uint64_t seed) {
   }
 }
 
-__device__ bool Sees(const Attend& a, int64_t element, int64_t slot) {
+__device__ bool IsVisible(const Attend& a, int64_t element, int64_t slot) {
   const int64_t held = a.positions[element * a.slots + slot];
   const int64_t distance = a.position[element] - held;
   return slot < a.reach && held >= 0 && distance >= 0 && (a.window == 0 || distance < a.window);
 }
 
-// Writes NaN to the keys and values of all slots that the query does not see, and of the slot to be written. One CTA
-// per slot.
+// Writes NaN to the keys and values of all masked slots, and of the slot to be written. One CTA per slot.
 template <typename T>
 __global__ void HideKernel(Attend a) {
   const int64_t row = blockIdx.x;
-  if (Sees(a, row / a.slots, row % a.slots) && row % a.slots != *a.slot) return;
+  if (IsVisible(a, row / a.slots, row % a.slots) && row % a.slots != *a.slot) return;
   for (int64_t i = threadIdx.x; i < a.kv_heads * a.head_size; i += kThreads) {
     static_cast<T*>(a.keys)[row * a.kv_heads * a.head_size + i] = T(NAN);
     static_cast<T*>(a.values)[row * a.kv_heads * a.head_size + i] = T(NAN);
@@ -118,7 +117,7 @@ __global__ void ReferenceKernel(Attend a, const T* rotated, double* scores, doub
   double highest = -INFINITY, error = 0;
   for (int64_t slot = threadIdx.x; slot < a.reach; slot += kThreads) {
     own[slot] = -INFINITY;
-    if (!Sees(a, element, slot)) continue;
+    if (!IsVisible(a, element, slot)) continue;
     double dot = 0, magnitude = 0, largest = 0;
     for (int64_t i = 0; i < d; ++i) {
       const double product = double{static_cast<float>(rotated[row * d + i])} *
@@ -146,7 +145,7 @@ __global__ void ReferenceKernel(Attend a, const T* rotated, double* scores, doub
   for (int64_t i = threadIdx.x; i < d; i += kThreads) {
     double sum = 0, magnitude = 0, values = 0;
     for (int64_t slot = 0; slot < a.reach; ++slot) {
-      if (!Sees(a, element, slot)) continue;
+      if (!IsVisible(a, element, slot)) continue;
       const double value = static_cast<float>(cache_row(a.values, slot)[i]);
       sum += own[slot] * value;
       magnitude += own[slot] * fabs(value);
@@ -169,7 +168,7 @@ struct Variation {
   int64_t window = 0;
   bool holes = false;       // some slots are empty, and some sequences begin later
   bool earlier = false;     // the query is not the last position
-  bool blind = false;       // the query of the last sequence sees nothing
+  bool masked = false;      // the query of the last sequence sees nothing
   int odd = 0;              // misalignment of buffers, in elements after a multiple of 16 bytes
   bool in_place = false;    // the result overwrites the query
   bool neighbours = false;  // pairs of the rotation
@@ -288,7 +287,7 @@ class Problem {
       const int64_t padding = v.holes ? std::min<int64_t>(b % 3 * 5, used - 1) : 0;
       host[b] = static_cast<int32_t>(used - 1 - padding);
       if (v.earlier) host[b] = host[b] / 2;
-      if (v.blind && b == s.batch - 1) host[b] = -1;
+      if (v.masked && b == s.batch - 1) host[b] = -1;
       for (int64_t slot = 0; slot < s.slots; ++slot) {
         const bool hole = slot >= used || slot < padding ||
                           (v.holes && slot + 1 < used && Hash(slot + (seed << 32)) % 7 == 0);
@@ -338,7 +337,7 @@ bool IsAppended(const std::vector<T>& found, const std::vector<T>& wanted, bool 
 
 // Whether the kernel is within the bound, and repeats bit for bit.
 template <typename T>
-bool IsRight(const Shape& s, const Variation& v, int64_t workspace_bytes, uint64_t seed) {
+bool IsCorrect(const Shape& s, const Variation& v, int64_t workspace_bytes, uint64_t seed) {
   const Problem<T> problem(s, v, s.reach, seed);
   const Attend& a = problem.attend();
   Check(LoadAttend(a, DeviceInfo(0)), "LoadAttend");
@@ -386,7 +385,7 @@ bool IsRight(const Shape& s, const Variation& v, int64_t workspace_bytes, uint64
       a.type == ElementType::kF16 ? "f16" : "bf16", static_cast<int>(a.batch),
       static_cast<int>(a.heads), static_cast<int>(a.kv_heads), static_cast<int>(a.head_size),
       static_cast<int>(a.reach), static_cast<int>(a.slots), static_cast<int>(a.window), v.holes,
-      v.earlier, v.blind, v.odd, v.in_place, v.neighbours, v.norms, static_cast<int>(v.slot),
+      v.earlier, v.masked, v.odd, v.in_place, v.neighbours, v.norms, static_cast<int>(v.slot),
       AttendSplits(a, DeviceInfo(0), workspace_bytes), wrong, ratio);
   return false;
 }
@@ -416,9 +415,9 @@ void TimeShape(const Shape& s, int64_t used) {
   const double read = static_cast<double>(bytes) * static_cast<double>(used) / s.reach;
   // Times the chosen number of splits and half of it.
   const int chosen = AttendSplits(calls[0], DeviceInfo(0), kWorkspaceBytes);
-  for (int most : {chosen, chosen / 2}) {
-    if (most == 0) continue;
-    const int64_t workspace_bytes = 4 * most * s.batch * s.heads * (s.head_size + 2);
+  for (int max_splits : {chosen, chosen / 2}) {
+    if (max_splits == 0) continue;
+    const int64_t workspace_bytes = 4 * max_splits * s.batch * s.heads * (s.head_size + 2);
     const float us = Time(calls, workspace.data(), workspace_bytes);
     std::printf(
         "attend batch %-3d heads %d/%d x %d  reach %-6d used %-6d splits %-3d %8.2f us  "
@@ -433,7 +432,7 @@ void TimeShape(const Shape& s, int64_t used) {
 }  // namespace
 
 std::pair<int, int> CheckAttend(uint64_t stride) {
-  int right = 0, wrong = 0;
+  int correct = 0, wrong = 0;
   uint64_t turn = 0;
   const auto check = [&](Shape shape) {
     Variation v;
@@ -441,23 +440,23 @@ std::pair<int, int> CheckAttend(uint64_t stride) {
     v.window = windows[turn % 5];
     v.holes = turn % 3 != 0;
     v.earlier = turn % 7 == 3;
-    v.blind = turn % 11 == 5;
+    v.masked = turn % 11 == 5;
     v.odd = turn % 13 == 6 ? 1 + static_cast<int>(turn % 2) : 0;
     v.in_place = turn % 17 == 8;
     v.neighbours = turn % 2 == 1;
     v.norms = turn % 4 >= 2;
     v.slot = turn % 23 == 9 ? -2 : turn % 5 == 2 ? shape.reach / 2 : -1;
     shape.slots = shape.reach + (turn % 2 == 0 ? 0 : turn % 4 == 1 ? 3 : 64);
-    // Room for all splits, for few of them, or for none.
+    // Workspace for all splits, for few, or for none.
     const int64_t workspace = turn % 19 == 9 ? 16
                               : turn % 19 == 10
                                   ? 3 * 4 * shape.batch * shape.heads * (shape.head_size + 2)
                                   : kWorkspaceBytes;
     if (turn++ % stride != 0) return;
     for (const bool half : {false, true}) {
-      const bool ok = half ? IsRight<__half>(shape, v, workspace, turn)
-                           : IsRight<__nv_bfloat16>(shape, v, workspace, turn);
-      ++(ok ? right : wrong);
+      const bool ok = half ? IsCorrect<__half>(shape, v, workspace, turn)
+                           : IsCorrect<__nv_bfloat16>(shape, v, workspace, turn);
+      ++(ok ? correct : wrong);
     }
   };
   const std::pair<int64_t, int64_t> heads[] = {{8, 8}, {32, 8}, {9, 3}, {16, 1}};
@@ -475,7 +474,7 @@ std::pair<int, int> CheckAttend(uint64_t stride) {
   }
   check({1, 32, 8, 128, 20000, 20000});  // more than one read of positions, and more than 32 splits
   check({40, 32, 8, 128, 1000, 1000});   // more CTAs than fit at a time
-  return {right, wrong};
+  return {correct, wrong};
 }
 
 void TimeAttend() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Attention to a cache, checked and timed.
+// Checks and times attention.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace jaxlowbit::check {
 
-// Checks one in `stride` cases of shapes, types, windows, holes, caches longer than `reach`, and unaligned buffers,
-// with NaN in every slot that is not seen. Returns the numbers of right and wrong cases, and prints the wrong ones.
+// Checks every `stride`-th case of shapes, types, windows, holes, caches longer than `reach`, and unaligned buffers,
+// with NaN in all masked slots. Prints wrong cases. Returns the numbers of correct and wrong cases.
 std::pair<int, int> CheckAttend(uint64_t stride);
 
-// Prints the microseconds of calls from a CUDA graph, over copies of the cache that L2 cannot hold.
+// Prints microseconds per call in a CUDA graph, over more copies of the cache than L2 can hold.
 void TimeAttend();
 
 }  // namespace jaxlowbit::check

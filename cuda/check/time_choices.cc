@@ -17,12 +17,12 @@ namespace jaxlowbit::check {
 namespace {
 
 constexpr int64_t kColdBytes = int64_t{240} << 20;  // four times the L2 of an H200
-constexpr double kLeastGraphMicroseconds = 400;     // makes the launch of a graph negligible
-constexpr int64_t kMostCalls = 512;                 // per graph
+constexpr double kMinGraphMicroseconds = 400;       // makes the launch of a graph negligible
+constexpr int64_t kMaxCalls = 512;                  // per graph
 constexpr TimingEffort kEffort = {10, 3, 20, 250};
-constexpr double kMostOverLeast = 3;  // of costs
-constexpr size_t kMostOfAKernel = 24;
-constexpr int64_t kFewRows = 32;  // as in decoding
+constexpr double kMaxCostRatio = 3;  // relative to the cheapest choice
+constexpr size_t kMaxPerKernel = 24;
+constexpr int64_t kDecodeRows = 32;  // maximum m of a decode step
 
 // The costs of the choices of one kernel, ascending.
 using Ranked = std::vector<std::pair<double, Choice>>;
@@ -37,26 +37,26 @@ Ranked Rank(Kernel kernel, const QuantizedMatmul& problem, const Device& device)
   return ranked;
 }
 
-// The cheapest half of kMostOfAKernel choices, and the same number spread over higher costs.
+// The cheapest half of kMaxPerKernel choices, and the same number spread over higher costs.
 void Thin(Ranked* ranked) {
-  if (ranked->size() <= kMostOfAKernel) return;
-  constexpr size_t kCheapest = kMostOfAKernel / 2, kSpread = kMostOfAKernel - kCheapest;
+  if (ranked->size() <= kMaxPerKernel) return;
+  constexpr size_t kCheapest = kMaxPerKernel / 2, kSpread = kMaxPerKernel - kCheapest;
   const size_t others = ranked->size() - kCheapest;
   for (size_t i = 0; i < kSpread; ++i) {
     (*ranked)[kCheapest + i] = (*ranked)[kCheapest + (i + 1) * others / kSpread - 1];
   }
-  ranked->resize(kMostOfAKernel);
+  ranked->resize(kMaxPerKernel);
 }
 
 // The choices worth timing, as candidates for the fastest or as data for the model: a subset of the choices with costs
-// up to kMostOverLeast times the minimum, and each kernel's own choice.
+// up to kMaxCostRatio times the minimum, and each kernel's own choice.
 std::vector<Choice> ChoicesToTime(const QuantizedMatmul& problem, const Device& device,
-                                  double* least) {
+                                  double* min_cost) {
   std::vector<Ranked> kernels;
-  *least = std::numeric_limits<double>::infinity();
+  *min_cost = std::numeric_limits<double>::infinity();
   for (int number = 0; number < kNumKernels; ++number) {
     kernels.push_back(Rank(static_cast<Kernel>(number), problem, device));
-    if (!kernels.back().empty()) *least = std::min(*least, kernels.back().front().first);
+    if (!kernels.back().empty()) *min_cost = std::min(*min_cost, kernels.back().front().first);
   }
   std::vector<Choice> choices;
   std::set<ChoiceNumbers> added;
@@ -64,7 +64,7 @@ std::vector<Choice> ChoicesToTime(const QuantizedMatmul& problem, const Device& 
     if (added.insert(NumbersOf(choice)).second) choices.push_back(choice);
   };
   for (Ranked& ranked : kernels) {
-    while (!ranked.empty() && ranked.back().first > kMostOverLeast * *least) ranked.pop_back();
+    while (!ranked.empty() && ranked.back().first > kMaxCostRatio * *min_cost) ranked.pop_back();
     if (ranked.empty()) continue;
     add(Configure(ranked.front().second.kernel, problem, device, kMaxWorkspaceBytes));
     Thin(&ranked);
@@ -77,7 +77,7 @@ std::vector<Choice> ChoicesToTime(const QuantizedMatmul& problem, const Device& 
 int64_t CopiesOf(const QuantizedMatmul& problem) {
   const int64_t activations =
       problem.batch * problem.m * (problem.lhs_columns() + problem.out_columns()) * 2;
-  return std::min(CeilDiv(kColdBytes, WeightBytes(problem) + activations) + 1, kMostCalls);
+  return std::min(CeilDiv(kColdBytes, WeightBytes(problem) + activations) + 1, kMaxCalls);
 }
 
 const char* NameOf(ElementType type) { return kElementTypeNames[static_cast<int>(type)]; }
@@ -127,8 +127,8 @@ std::string ProblemJson(const QuantizedMatmul& p, const Optional& optional) {
   }
   const std::pair<const char*, bool> marks[] = {
       {"gated", p.epilogue.gated},
-      {"scale_sums", p.scale_sums},
-      {"half_sums", p.half_sums},
+      {"scale_accumulators", p.scale_accumulators},
+      {"accumulate_float16", p.accumulate_float16},
       {"transposed", p.transposed},
       {"permuted", p.permuted_parts > 0},
       {"bias", optional.bias},
@@ -178,7 +178,7 @@ const std::vector<int64_t>& SweepRows() {
   return rows;
 }
 
-// Small m comes first: products with large m heat the device, and clocks take a while to recover.
+// Small m comes first, since products with large m heat the device, and clocks recover slowly.
 std::vector<QuantizedMatmul> StandardProblems() {
   std::vector<QuantizedMatmul> problems;
   for (int64_t m : SweepRows()) {
@@ -190,7 +190,7 @@ std::vector<QuantizedMatmul> StandardProblems() {
         problem.group_size = bits == 4 ? 128 : -1;
         problems.push_back(problem);
         problem.pdl = true;
-        if (m <= kFewRows) problems.push_back(problem);
+        if (m <= kDecodeRows) problems.push_back(problem);
       }
     }
   }
@@ -208,11 +208,11 @@ void TimeProblems(const std::vector<QuantizedMatmul>& problems, const Optional& 
   size_t done = 0;
   for (const QuantizedMatmul& problem : problems) {
     if (std::chrono::duration<double>(Clock::now() - start).count() > seconds) break;
-    double least = 0;
-    const std::vector<Choice> choices = ChoicesToTime(problem, device, &least);
+    double min_cost = 0;
+    const std::vector<Choice> choices = ChoicesToTime(problem, device, &min_cost);
     const int64_t copies = CopiesOf(problem);
-    const auto for_length = static_cast<int64_t>(kLeastGraphMicroseconds / least);
-    const int64_t num_calls = std::clamp(for_length, copies, kMostCalls);
+    const auto for_length = static_cast<int64_t>(kMinGraphMicroseconds / min_cost);
+    const int64_t num_calls = std::clamp(for_length, copies, kMaxCalls);
     const DeviceProblem data(problem, optional, static_cast<int>(copies), 1);
     std::vector<Buffers> calls;
     for (int64_t i = 0; i < num_calls; ++i) {

@@ -19,8 +19,8 @@ const std::vector<int64_t>& SweepRows();
 // The standard sweep: all shapes in 4 bits with groups of 128 and in 8 bits per channel; small m also under PDL.
 std::vector<QuantizedMatmul> StandardProblems();
 
-// Prints a line of JSON for each problem: the device, the problem, and the microseconds of the choices that are worth
-// timing. Begins no problem after `seconds`. Results are not checked.
+// Prints a JSON line per problem: device, problem, and microseconds of the choices worth timing. Starts no problem
+// after `seconds`. Does not check results.
 void TimeProblems(const std::vector<QuantizedMatmul>& problems, const Optional& optional,
                   double seconds);
 

@@ -17,7 +17,7 @@ namespace {
 constexpr int kCopies = 8;  // copies of a weight, more than three times the size of L2
 constexpr int kRounds = 3;
 constexpr int kReplays = 30;
-constexpr int kWarmUps = 100;  // lets clocks reach their value under load
+constexpr int kWarmUps = 100;  // until clocks are stable
 
 // Microseconds of one call: the median of replays of a graph with kRounds of all calls.
 double Time(const QuantizedMatmul& problem,

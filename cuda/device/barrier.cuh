@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Barriers in shared memory that count arrivals and bytes (mbarrier), sm_90 and up.
+// mbarrier: barriers in shared memory that count arrivals and bytes, and named barriers; sm_90 and up.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier
 #pragma once
 
@@ -10,9 +10,9 @@ namespace jaxlowbit {
 
 inline constexpr int kBarrierBytes = 8;
 
-// A build for compute-sanitizer (JAXLOWBIT_SANITIZER in CMakeLists.txt) avoids false reports of its tools: racecheck
-// orders only threads that arrive at a barrier themselves, synccheck expects the threads of a barrier at one
-// instruction, and memcheck reports remote stores in a cluster of one CTA.
+// A build for compute-sanitizer (JAXLOWBIT_SANITIZER in CMakeLists.txt) avoids false positives: racecheck recognizes
+// only threads that arrive at a barrier themselves, synccheck expects all threads of a barrier at one instruction, and
+// memcheck reports remote stores in clusters of one CTA.
 #if defined(JAXLOWBIT_SANITIZER)
 inline constexpr bool kForSanitizer = true;
 #define JAXLOWBIT_ONE_INSTRUCTION __noinline__
@@ -21,10 +21,10 @@ inline constexpr bool kForSanitizer = false;
 #define JAXLOWBIT_ONE_INSTRUCTION
 #endif
 
-// Arrivals per warp: one lane, after __syncwarp().
+// Arrivals per warp: one lane arrives after __syncwarp().
 inline constexpr int kWarpArrivals = kForSanitizer ? 32 : 1;
 
-// A phase is complete after `arrivals` arrivals and every byte that was expected in it.
+// A phase completes after `arrivals` arrivals and all expected bytes.
 __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals)
                : "memory");
@@ -39,14 +39,14 @@ __device__ inline void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// Arrives for a warp, after everything that its lanes did before.
+// Arrives once for the warp, after all earlier accesses of its lanes.
 __device__ inline void ArriveAsWarp(uint32_t barrier, int lane) {
   if constexpr (kWarpArrivals == 1) __syncwarp();
   if (lane < kWarpArrivals) Arrive(barrier);
 }
 
-// Arrives at a barrier of another CTA of the cluster (MapToRank), for a thread that has only read; `arrives` is a
-// predicate, so that no branch parts the warp.
+// Arrives at a barrier of another CTA (MapToRank) without making writes visible, for threads that only read. `arrives`:
+// predicate of the instruction, to avoid a divergent branch.
 __device__ inline void ArriveRemoteAfterReads(uint32_t barrier, bool arrives) {
   asm volatile(
       "{\n"
@@ -97,7 +97,7 @@ __device__ inline void WaitForCluster(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Orders `threads` of a CTA among themselves; `number`: from 1 to 15.
+// bar.sync: synchronizes `threads` threads of the CTA; `number`: from 1 to 15.
 __device__ JAXLOWBIT_ONE_INSTRUCTION inline void Synchronize(int number, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }
@@ -123,8 +123,8 @@ __device__ inline void ArriveForOthers(int number, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Whether this lane is elected to act for its warp; all lanes must call this. In a branch on the result the compiler
-// knows that one thread runs; in other branches it compiles each TMA load to a loop over lanes, of about 60 cycles.
+// Returns true in one lane of the warp; all lanes must call this. In a branch on the result, the compiler knows that
+// one thread runs; otherwise it compiles each TMA load to a loop over lanes, which costs about 60 cycles.
 __device__ inline bool IsElected() {
   int elected;
   asm volatile(

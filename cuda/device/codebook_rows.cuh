@@ -12,8 +12,8 @@
 
 namespace jaxlowbit {
 
-// Hopper's kernels scale weights, or sums of unscaled weights, by 2^-kCodebookShift. In bf16 this keeps the sum of an
-// atom's products from overflowing at the top of bf16's range, and leaves room to combine e2m1's power of two with
+// Hopper's kernels scale weights, or accumulators of unscaled weights, by 2^-kCodebookShift. In bf16 this keeps the sum
+// of an atom's products from overflowing at the top of bf16's range, and allows to combine e2m1's power of two with
 // large scales: any e4m3, and e8m0 below 2^5. A larger shift would lose bits of weights with the smallest e8m0.
 template <typename T, typename S, Codebook kCodebook>
 inline constexpr int kCodebookShift = !std::is_same_v<T, __nv_bfloat16> ? 0
@@ -96,28 +96,28 @@ class NumberRowPair {
   RowScale<T, S> scale_[2];
 };
 
-// Which scales T can represent exactly after multiplication by the numbers' power of two, 2^kUp. kTakesAll: every
-// scale, either because kUp <= 0 or because e4m3 (below 2^9) leaves room. kTakesSome: in bf16, scales that Takes()
-// allows.
+// Which scales T can represent exactly after multiplication by the numbers' power of two, 2^kUp. kSupportsAll: all
+// scales, because kUp <= 0 or because e4m3 scales are below 2^9. kSupportsSome: also bf16 with scales that
+// SupportsAllScales().
 template <typename T, typename S, Codebook kCodebook, int kDown>
 struct Fusing {
   static constexpr int kUp = Numbers<T, kCodebook>::kRaised - kDown;
-  static constexpr bool kTakesAll =
+  static constexpr bool kSupportsAll =
       kIsExact<T, S> && (kUp <= 0 || (std::is_same_v<S, E4m3> && kUp + 8 <= Pair<T>::kBias));
-  static constexpr bool kTakesSome =
-      kTakesAll || (kIsExact<T, S> && sizeof(S) <= 2 && kUp < Pair<T>::kBias);
+  static constexpr bool kSupportsSome =
+      kSupportsAll || (kIsExact<T, S> && sizeof(S) <= 2 && kUp < Pair<T>::kBias);
 };
 
 template <typename T, typename S, int kDown>
 struct Fusing<T, S, Codebook::kTable, kDown> {
-  static constexpr bool kTakesAll = false, kTakesSome = false;
+  static constexpr bool kSupportsAll = false, kSupportsSome = false;
 };
 
-// Rows with the same weights as NumberRowPair by one multiplication, for scales that Takes() allows.
+// Rows with the same weights as NumberRowPair by one multiplication, for scales that SupportsScales() allows.
 template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 class FusedNumberRowPair {
  public:
-  // Accumulates raw scales for TakesAll(); initial value 0.
+  // Accumulates raw scales for SupportsAllScales(); initial value 0.
   static __device__ uint32_t Join(uint32_t joined, uint32_t scales) {
     if constexpr (std::is_same_v<S, E8m0>) {
       // Codes of 128 + 4 and above have the upper bit and one of the next five set.
@@ -128,13 +128,15 @@ class FusedNumberRowPair {
     }
   }
   // Whether all scales are below 2, or below 2^5 for e8m0.
-  static __device__ bool TakesAll(uint32_t joined) {
+  static __device__ bool SupportsAllScales(uint32_t joined) {
     // Tests the upper exponent bit of each type.
     return (joined & (std::is_same_v<S, E8m0>   ? 0x80808080
                       : std::is_same_v<S, E4m3> ? 0x40404040
                                                 : PowersOfTwo<T>(1))) == 0;
   }
-  static __device__ bool Takes(uint32_t scales) { return TakesAll(Join(0, scales)); }
+  static __device__ bool SupportsScales(uint32_t scales) {
+    return SupportsAllScales(Join(0, scales));
+  }
   // Converts a pair of raw scales to a pair of factors for the numbers.
   static __device__ uint32_t FactorsOf(uint32_t scales) {
     if constexpr (std::is_same_v<S, E8m0> && kUp > 0) {
@@ -162,8 +164,8 @@ class FusedNumberRowPair {
   uint32_t factor_[2];
 };
 
-// FusedNumberRowPairs of kGroups consecutive groups. Each of the four lanes that share these rows loads and converts
-// the scales of every fourth group; lanes exchange the factors by shuffles.
+// FusedNumberRowPairs of kGroups consecutive groups. Each of the four lanes of a row loads and converts the scales of
+// every fourth group; lanes exchange the factors by shuffles.
 template <class Fused, typename S, int kGroups>
 class GroupedRowPair : public Fused {
  public:
@@ -254,7 +256,7 @@ template <typename T, typename S, int kBits, Codebook kCodebook, int kDown>
 struct CodebookRows {
   using type =
       std::conditional_t<kCodebook == Codebook::kTable, TableRowPair<T, S, kBits, kDown>,
-                         std::conditional_t<Fusing<T, S, kCodebook, kDown>::kTakesAll,
+                         std::conditional_t<Fusing<T, S, kCodebook, kDown>::kSupportsAll,
                                             FusedNumberRowPair<T, S, kBits, kCodebook, kDown>,
                                             NumberRowPair<T, S, kBits, kCodebook, kDown>>>;
 };

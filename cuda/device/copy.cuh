@@ -13,11 +13,11 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Hides from the compiler how a value was computed. Kernels use it in two ways, each explained in its kernel.cuh or
-// params.cuh: before a loop, so that the value stays in a register; and inside a long function, on threadIdx or
-// blockIdx, so that a value is computed again and occupies no register until then.
+// Returns `value`, opaque to the compiler. Before a loop, this keeps a value in a register instead of recomputing it.
+// Applied to threadIdx or blockIdx late in a long function, it forces recomputation, which frees the register until
+// then. Kernels list their uses in kernel.cuh or params.cuh.
 template <typename T>
-__device__ inline T Keep(T value) {
+__device__ inline T Opaque(T value) {
   asm volatile("" : "+r"(value));
   return value;
 }

@@ -2,11 +2,10 @@
 //
 // Quantized values to weights in registers: w = (q - z) * s, rounded once, bit-identical to the definition.
 //
-// No integer-to-float conversion is executed. OR-ing an integer below 2^m into the mantissa of a constant adds it to
-// the constant (bf16 0x4300 | q = 128 + q for q < 128; f16 0x6400 | q = 1024 + q for q < 1024), so one logic
-// instruction and one fma compute q - z exactly in both halves. 8 bits do not fit into bf16's 7 mantissa bits: there q
-// itself is read as a (subnormal) bf16, q * 2^-133, which is linear in q up to 255, and scaled up in two exact steps.
-// The first form is from FasterTransformer, the second from TurboMind.
+// There are no integer-to-float conversions. OR-ing an integer below 2^m into the mantissa of a constant adds it to the
+// constant (bf16: 0x4300 | q = 128 + q for q < 128; f16: 0x6400 | q = 1024 + q for q < 1024), so one logic instruction
+// and one fma compute q - z exactly in both halves (FasterTransformer). 8 bits do not fit bf16's 7 mantissa bits: there
+// q itself is a subnormal bf16, q * 2^-133 for all q up to 255, and is scaled up in two exact steps (TurboMind).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,15 +31,15 @@ inline constexpr bool kSubnormal = kBits > Pair<T>::kMantissaBits;
 
 // Minus the zero point of one row, in both halves, including the constant or the factor of Unpack's first step.
 template <typename T, int kBits>
-struct Centre {
+struct ZeroPoint {
   static constexpr float k2ToMinus6 = 1.0f / 64;
 
   uint32_t value;
 
-  static __device__ Centre Of(int zero) {
+  static __device__ ZeroPoint Of(int zero) {
     if constexpr (kSubnormal<T, kBits>) {
-      const float centre = -k2ToMinus6 * static_cast<float>(zero);
-      return {Pair<T>::Round(centre, centre)};
+      const float zero_point = -k2ToMinus6 * static_cast<float>(zero);
+      return {Pair<T>::Round(zero_point, zero_point)};
     } else {
       // -(constant + zero): the constant with its sign bit and the zero point in the mantissa.
       return {(Pair<T>::kMagic | 0x80008000) + zero * 0x00010001u};
@@ -51,24 +50,25 @@ struct Centre {
 // Computes q - z, exactly, for the four registers of a step: rows g and g + 8 alternate.
 template <typename T, int kBits>
 __device__ inline void Unpack(const uint32_t (&packed)[kBits], int step,
-                              const Centre<T, kBits> (&centre)[2], uint32_t (&out)[4]) {
+                              const ZeroPoint<T, kBits> (&zero_point)[2], uint32_t (&out)[4]) {
   using F = Integer<kBits>;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const uint32_t word = F::Word(packed, step, j / 2) >> (F::Shift(step, j / 2) + j % 2 * F::kUp);
     if constexpr (kSubnormal<T, kBits>) {
       constexpr uint32_t k2To127 = 0x7f007f00, k2To6 = 0x42804280;
-      const uint32_t shrunk = Pair<T>::Fma(word & kValueMask<kBits>, k2To127, centre[j % 2].value);
+      const uint32_t shrunk =
+          Pair<T>::Fma(word & kValueMask<kBits>, k2To127, zero_point[j % 2].value);
       out[j] = Multiply<T>(shrunk, k2To6);
     } else {
       out[j] = Pair<T>::Fma(AndOr(word, kValueMask<kBits>, Pair<T>::kMagic), Pair<T>::kOne,
-                            centre[j % 2].value);
+                            zero_point[j % 2].value);
     }
   }
 }
 
-// SeparateValues leaves the values of row g + 8 in place, times 2^kSecondUp. It moves them only if they are in separate
-// bytes, since they would not fit into a constant.
+// SeparateValues leaves the values of row g + 8 in place, so they are multiplied by 2^kSecondUp. Values in separate
+// bytes (kUp = 8) are moved instead, since they would not fit the mantissa of a constant.
 template <int kBits>
 inline constexpr int kSecondUp = Integer<kBits>::kUp == 8 ? 0 : Integer<kBits>::kUp;
 
@@ -92,8 +92,8 @@ __device__ inline void SeparateValues(const uint32_t (&packed)[kBits], int step,
   }
 }
 
-// Separates values for f16 at the highest bits that are subnormal or have the first exponent, whose unit is the same:
-// row g from bit kLifted on, row g + 8 kSecondUp bits above.
+// Separates values for f16 at the highest bits where they are still linear (subnormal or the smallest exponent): row g
+// from bit kLifted on, row g + 8 kSecondUp bits above.
 template <int kBits>
 inline constexpr int kLifted = 11 - kBits - kSecondUp<kBits>;
 
@@ -109,17 +109,17 @@ __device__ inline void LiftValues(const uint32_t (&packed)[kBits], int step,
   }
 }
 
-// Quantized values become integers (q - z) * 2^-kShift, exactly, for accumulators that are scaled afterwards. Reading
-// them in place as subnormals saves a shift for every other one. In bf16, the shift 2^-12 keeps the float32 sum of an
-// atom's products from overflowing at the top of bf16's range and from losing bits at the bottom. In f16, 2^-9 is the
-// largest possible factor.
+// If scales multiply accumulators, quantized values become (q - z) * 2^-kShift, exactly. Reading them in place as
+// subnormals saves a shift for every other value. In bf16, 2^-12 keeps the float32 sum of an atom's products from
+// overflowing at the top of bf16's range and from losing bits at the bottom. In f16, 2^-9 is the largest possible
+// factor.
 template <typename T>
 inline constexpr int kShift = 9;
 template <>
 inline constexpr int kShift<__nv_bfloat16> = 12;
 
-// The shift of integers that are scaled immediately. In bf16, 2^-6 is the largest possible factor; such weights lose
-// bits only if float32 accumulators may lose bits too. In f16 they would lose more.
+// The shift if scales multiply weights. In bf16, 2^-6 is the largest possible factor; such weights lose bits only where
+// float32 accumulators may lose bits too. In f16 they would lose more, so there is no shift.
 template <typename T>
 inline constexpr int kWeightShift = 0;
 template <>
@@ -127,16 +127,16 @@ inline constexpr int kWeightShift<__nv_bfloat16> = 6;
 
 // Minus the zero point of one row, in both halves, times 2^-kDown. `kRaised`: the width's kSecondUp.
 template <typename T, int kDown, int kRaised>
-struct IntegerCentre {
+struct IntegerZeroPoint {
   static constexpr uint32_t kWith = 0;  // OR-ed with the quantized values
 
   uint32_t value;
 
   // `zeros`: the zero point in both halves.
-  static __device__ IntegerCentre Of(uint32_t zeros) {
+  static __device__ IntegerZeroPoint Of(uint32_t zeros) {
     return {Multiply<T>(zeros, PowersOfTwo<T>(-kSubnormalUnit<T> - kDown) | kNegativeZeros)};
   }
-  static __device__ IntegerCentre OfPowerOfTwo(int exponent) {
+  static __device__ IntegerZeroPoint OfPowerOfTwo(int exponent) {
     return {PowersOfTwo<T>(exponent - kDown) | kNegativeZeros};
   }
   // `quantized`: a pair of quantized values times 2^up.
@@ -145,19 +145,21 @@ struct IntegerCentre {
   }
 };
 
-// f16 has no such subnormals without a shift: quantized values are OR-ed into 1024.
+// f16 without a shift: subnormals cannot be used, so quantized values are OR-ed into 1024.
 template <int kRaised>
-struct IntegerCentre<__half, 0, kRaised> {
+struct IntegerZeroPoint<__half, 0, kRaised> {
   static constexpr uint32_t kWith = Pair<__half>::kMagic;
 
   // Includes 1024; `raised`, for quantized values times 2^kRaised, includes 1024 * 2^-kRaised.
   uint32_t value, raised;
 
-  static __device__ IntegerCentre Of(uint32_t zeros) {
+  static __device__ IntegerZeroPoint Of(uint32_t zeros) {
     return {(PowersOfTwo<__half>(10) | kNegativeZeros) + zeros,
             (PowersOfTwo<__half>(10 - kRaised) | kNegativeZeros) + (zeros << kRaised)};
   }
-  static __device__ IntegerCentre OfPowerOfTwo(int exponent) { return Of(0x00010001u << exponent); }
+  static __device__ IntegerZeroPoint OfPowerOfTwo(int exponent) {
+    return Of(0x00010001u << exponent);
+  }
   // `up`: 0 or kRaised.
   __device__ uint32_t Subtract(uint32_t quantized, int up) const {
     return Pair<__half>::Fma(quantized, PowersOfTwo<__half>(-up), up == 0 ? value : raised);
@@ -167,11 +169,11 @@ struct IntegerCentre<__half, 0, kRaised> {
 // Computes (q - z) * 2^-kDown for the four registers of a step: rows g and g + 8 alternate. Values read as subnormals
 // may be anywhere in the low byte of a half, so words need only byte shifts.
 template <typename T, int kBits, int kDown>
-__device__ inline void UnpackIntegers(const uint32_t (&packed)[kBits], int step,
-                                      const IntegerCentre<T, kDown, kSecondUp<kBits>> (&centre)[2],
-                                      uint32_t (&out)[4]) {
+__device__ inline void UnpackIntegers(
+    const uint32_t (&packed)[kBits], int step,
+    const IntegerZeroPoint<T, kDown, kSecondUp<kBits>> (&zero_point)[2], uint32_t (&out)[4]) {
   using F = Integer<kBits>;
-  constexpr uint32_t kWith = IntegerCentre<T, kDown, kSecondUp<kBits>>::kWith;
+  constexpr uint32_t kWith = IntegerZeroPoint<T, kDown, kSecondUp<kBits>>::kWith;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int shift = F::Shift(step, j / 2), moved = kWith == 0 ? shift / 8 * 8 : shift;
@@ -181,7 +183,7 @@ __device__ inline void UnpackIntegers(const uint32_t (&packed)[kBits], int step,
     const uint32_t value = kBits == 8 && j % 2 == 1 ? __byte_perm(word, kWith, 0x5351)
                                                     : AndOr(word >> j % 2 * kSecondDown<kBits>,
                                                             kValueMask<kBits> << up, kWith);
-    out[j] = centre[j % 2].Subtract(value, up);
+    out[j] = zero_point[j % 2].Subtract(value, up);
   }
 }
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Division by a number that is known at launch (kernels/params.h makes dividers).
+// Division by numbers known at launch, by multiplication (kernels/params.h computes the constants).
 #pragma once
 
 #include <cstdint>
 
 namespace jaxlowbit {
 
-// Divides numbers whose product with the divisor stays below 2^31. `magic`: 2^31 / divisor, rounded up.
+// For numbers x with x * divisor < 2^31. `magic`: 2^31 / divisor, rounded up.
 struct Divider {
   int divisor;
   uint32_t magic;
@@ -16,7 +16,7 @@ struct Divider {
   __device__ int Remainder(int x) const { return x - Divide(x) * divisor; }
 };
 
-// Divides every number from 0 on, at a few instructions more. `magic`: 2^63 / divisor, rounded up.
+// For all nonnegative numbers, with a few more instructions. `magic`: 2^63 / divisor, rounded up.
 struct WideDivider {
   int divisor;
   uint64_t magic;

@@ -12,14 +12,14 @@
 //
 // Levels of a product, from the instruction up. All kernels use these names:
 //
-//   name    n x k                        kernels           what takes it
-//   step    16 x 16 (64 x 16 by wgmma)   all               one instruction of a warp, or of a warpgroup
+//   name    n x k                        kernels           processed by
+//   step    16 x 16 (wgmma: 64 x 16)     all               one mma of a warp, or one wgmma of a warpgroup
 //   slice   16 channels of an atom       sm90_stream       a warp; a strip has 4
-//   unit    64 x 64, or half of its k    sm90              the wgmma between two commits
-//   atom    64 x 64                      all               one piece of the packed layout
-//   strip   64 x all of k                all               a column of atoms; scales are stored by strips
-//   stage   the tile's n x 1 to 8 atoms  all               one slot of the ring in shared memory
-//   tile    plan.h                       all               a CTA at a time, with its rows of lhs
+//   unit    64 x 64 or 64 x 32           sm90              the wgmma between two commits
+//   atom    64 x 64                      all               (block of the packed layout)
+//   strip   64 x all of k                all               (column of atoms; scales are stored by strips)
+//   stage   the tile's n x 1 to 8 atoms  all               a CTA; one slot of the ring in shared memory
+//   tile    plan.h                       all               a CTA, with its rows of lhs
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@
 
 namespace jaxlowbit {
 
-// Computes d[16][8] = a[16][16] * b[16][8] + c[16][8], where c is d if it is not given. With lane = 4 * g + t, a
-// register pair holds neighbours in k:
+// Computes d[16][8] = a[16][16] * b[16][8] + c[16][8]; c defaults to d. With lane = 4 * g + t, a register contains two
+// neighbours in k:
 //   a[2 * v + h] = a(g + 8 * h, 8 * v + 2 * t + {0, 1})    b[v] = b(8 * v + 2 * t + {0, 1}, g)
 //   d[2 * h + i] = d(g + 8 * h, 2 * t + i)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16816-float
@@ -57,7 +57,7 @@ __device__ inline void Mma<__half>(uint32_t (&d)[2], const uint32_t (&a)[4], uin
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The transpose of an 8 x 8 matrix of 16-bit values, two neighbours of a row in each lane.
+// Transposes an 8 x 8 matrix of 16-bit values, two neighbours of a row per lane.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-movmatrix
 __device__ inline uint32_t Transpose8x8(uint32_t matrix) {
   uint32_t d;

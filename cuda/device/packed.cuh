@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A lane's packed words of 16 channels and an atom, from shared memory to registers.
+// Loads a lane's packed words of 16 channels of an atom from shared memory.
 #pragma once
 
 #include "cuda/device/copy.cuh"
@@ -9,8 +9,8 @@
 
 namespace jaxlowbit {
 
-// Whether a lane's words are whole chunks of 16 bytes in one plane. Two chunks per lane are read in an order without
-// bank conflicts. Other widths have at most one chunk per lane and plane, so no conflicts, and are not permuted.
+// Whether a lane's words are whole 16-byte chunks in one plane. Two chunks per lane are permuted to avoid bank
+// conflicts. Other widths have at most one chunk per lane and plane, so they have no conflicts and are not permuted.
 template <int kBits>
 inline constexpr bool kWholeChunks = kBits % 4 == 0;
 // The 16-byte chunks per lane if kWholeChunks.
@@ -42,7 +42,7 @@ __device__ inline void LoadPlanes(uint32_t first, uint32_t second, uint32_t thir
   LoadPlane<F::kThirdWords>(third, packed + F::kFirstWords + F::kSecondWords);
 }
 
-// Loads words in memory order, 16 channels after 16 channels. `first`, `second`, `third`: this lane's first word of
+// Loads words in the packed order, as bulk copies store them. `first`, `second`, `third`: this lane's first word of
 // each plane.
 template <int kBits>
 __device__ inline void LoadPacked(uint32_t first, uint32_t second, uint32_t third, int lane,
@@ -53,7 +53,8 @@ __device__ inline void LoadPacked(uint32_t first, uint32_t second, uint32_t thir
     const uint4 words = LoadShared16(first);
     packed[0] = words.x, packed[1] = words.y, packed[2] = words.z, packed[3] = words.w;
   } else {
-    // The lane has two chunks. If all lanes began with their first, lanes i and i + 4 would meet in one bank group.
+    // Two chunks per lane. If all lanes read their first chunk first, lanes i and i + 4 would conflict in one bank
+    // group.
     const bool second_first = lane / 4 % 2 != 0;
     const uint4 a = LoadShared16(first + (second_first ? kCopyBytes : 0));
     const uint4 b = LoadShared16(first + (second_first ? 0 : kCopyBytes));

@@ -2,7 +2,7 @@
 //
 // Two 16-bit floats in one register: their arithmetic, and powers of two.
 //
-// Multiplications are written as fma with -0, which sm_80 has for bf16 too and which keeps the sign of a zero product.
+// Multiplication is fma with -0, which exists for bf16 on sm_80 and preserves the sign of zero products.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -74,7 +74,7 @@ __host__ __device__ constexpr uint32_t PowerOfTwoFloat(int exponent) {
   return static_cast<uint32_t>(exponent + 127) << 23;
 }
 
-// Subnormal Ts are integers times 2^kSubnormalUnit, so quantized values are subnormals as they stand.
+// Subnormal Ts are integers times 2^kSubnormalUnit, so the bits of an integer are a subnormal T.
 template <typename T>
 inline constexpr int kSubnormalUnit = 1 - Pair<T>::kBias - Pair<T>::kMantissaBits;
 
@@ -84,7 +84,7 @@ __device__ inline void Duplicate(uint32_t both, uint32_t (&rows)[2]) {
   rows[1] = __byte_perm(both, both, 0x3232);
 }
 
-// Duplicates factors of Multiply, whose instruction can broadcast a half itself if the compiler recognizes the half.
+// Duplicate for factors of Multiply. If the compiler recognizes the halves, the multiplication broadcasts them itself.
 __device__ inline void RepeatHalves(uint32_t both, uint32_t (&rows)[2]) {
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\nmov.b32 %0, {low, low};\n"
       "mov.b32 %1, {high, high};\n}\n"

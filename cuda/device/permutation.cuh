@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Columns of lhs in the order of a weight's stored rows (Buffers::permutation), several at a time.
+// Loads entries of Buffers::permutation, several at a time.
 #pragma once
 
 #include <cstdint>
 
 namespace jaxlowbit {
 
-// kCount elements, aligned for copies of 16 bytes, or for one copy if they are fewer.
+// kCount elements, aligned for 16-byte copies, or for a single copy if smaller.
 template <typename T, int kCount>
 struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Vector {
   T at[kCount];
 };
 
-// Loads the columns of the stored rows first to first + kCount - 1; `first` is a multiple of kCount. `part`: rows, and
-// columns, of a permuted part.
+// Loads the lhs columns of stored rows first to first + kCount - 1; `first` is a multiple of kCount. `part`: rows per
+// permuted part.
 template <int kCount>
 __device__ inline void LoadColumns(const int32_t* permutation, int first, int part,
                                    int (&columns)[kCount]) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The rounding of rows, or tokens, to 8-bit values (cuda/ops/quantize_rows.cu has the formulas): the scale of a row,
-// the division by it, and values as bfloat16.
+// Quantization of rows (tokens) to 8 bits: scale, division, and values as bfloat16. Formulas:
+// cuda/ops/quantize_rows.cu.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace jaxlowbit {
 
 // The largest 8-bit value.
 template <bool kFloat8>
-inline constexpr float kMostValue = kFloat8 ? 448 : 127;
+inline constexpr float kMaxValue = kFloat8 ? 448 : 127;
 
 // The bits of a magnitude, which order like magnitudes; NaN comes last.
 __device__ inline uint32_t MagnitudeBits(float value) {
@@ -26,9 +26,9 @@ struct Divisor {
   float lifted;      // scale * lift
   float reciprocal;  // 1 / lifted, rounded to nearest
 
-  __device__ Divisor(uint32_t largest, float most) {
-    constexpr float kLeast = 0x1p-126f, kSmall = 0x1p-60f;
-    scale = largest == 0 ? 1 : fmaxf(__fdiv_rn(__uint_as_float(largest), most), kLeast);
+  __device__ Divisor(uint32_t largest, float max_value) {
+    constexpr float kMinScale = 0x1p-126f, kSmall = 0x1p-60f;
+    scale = largest == 0 ? 1 : fmaxf(__fdiv_rn(__uint_as_float(largest), max_value), kMinScale);
     if (largest >= 0x7f800000) scale = __uint_as_float(0x7fc00000);  // infinity, NaN
     lift = scale < kSmall ? 0x1p64f : 1;
     lifted = scale * lift;
@@ -66,7 +66,7 @@ __device__ uint32_t RoundWide(float low, float high) {
 #endif
     return Pair<__nv_bfloat16>::Round(Pair<__half>::Low(halves), Pair<__half>::High(halves));
   } else {
-    constexpr float kInteger = 0x1.8p23f;  // the last bit of sums with it is 1
+    constexpr float kInteger = 0x1.8p23f;  // adding it rounds to an integer
     return Pair<__nv_bfloat16>::Round((low + kInteger) - kInteger, (high + kInteger) - kInteger);
   }
 }

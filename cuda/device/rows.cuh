@@ -19,7 +19,7 @@ class RowPair {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // Float zeros are added to the quantized values as they are.
-      centre_[h] = Centre<T, kBits>::Of(float_zeros ? 0 : 1 << (kBits - 1));
+      zero_point_[h] = ZeroPoint<T, kBits>::Of(float_zeros ? 0 : 1 << (kBits - 1));
       offset_[h] = RowScale<T, S>::NegativeZero();
     }
   }
@@ -29,8 +29,8 @@ class RowPair {
   __device__ void LoadFloatZeros(uint32_t zero) { RowScale<T, S>::LoadPair(zero, offset_); }
   __device__ void LoadIntegerZeros(uint32_t zero) {
     const uint32_t both = LoadShared2(zero);
-    centre_[0] = Centre<T, kBits>::Of(both & 255);
-    centre_[1] = Centre<T, kBits>::Of(both >> 8);
+    zero_point_[0] = ZeroPoint<T, kBits>::Of(both & 255);
+    zero_point_[1] = ZeroPoint<T, kBits>::Of(both >> 8);
   }
 
   // The scale of row g + 8 * h.
@@ -40,7 +40,7 @@ class RowPair {
   template <bool kWithScale = true>
   __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
                              uint32_t (&weights)[4]) const {
-    Unpack<T, kBits>(packed, step, centre_, weights);
+    Unpack<T, kBits>(packed, step, zero_point_, weights);
     if constexpr (kWithScale) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -51,15 +51,15 @@ class RowPair {
 
  private:
   RowScale<T, S> scale_[2], offset_[2];
-  Centre<T, kBits> centre_[2];
+  ZeroPoint<T, kBits> zero_point_[2];
 };
 
 // Loads the zero points of rows g and g + 8, which are adjacent, from row g's address in shared memory.
 template <class C>
-__device__ inline void LoadCentres(uint32_t zero, C (&centre)[2]) {
+__device__ inline void LoadZeroPoints(uint32_t zero, C (&zero_point)[2]) {
   const uint32_t both = LoadShared2(zero);
-  centre[0] = C::Of(__byte_perm(both, 0, 0x4040));
-  centre[1] = C::Of(__byte_perm(both, 0, 0x4141));
+  zero_point[0] = C::Of(__byte_perm(both, 0, 0x4040));
+  zero_point[1] = C::Of(__byte_perm(both, 0, 0x4141));
 }
 
 // Rows that dequantize to weights times 2^-kWeightShift<T>, in fewer instructions than RowPair.
@@ -70,7 +70,7 @@ class ScaledRowPair {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // Float zeros are added to the quantized values as they are.
-      centre_[h] = float_zeros ? Centre::Of(0) : Centre::OfPowerOfTwo(kBits - 1);
+      zero_point_[h] = float_zeros ? ZeroPoint::Of(0) : ZeroPoint::OfPowerOfTwo(kBits - 1);
       offset_[h] = RowScale<T, S>::NegativeZero();
     }
   }
@@ -81,12 +81,12 @@ class ScaledRowPair {
 #pragma unroll
     for (int h = 0; h < 2; ++h) offset_[h].template Shrink<kDown>();
   }
-  __device__ void LoadIntegerZeros(uint32_t zero) { LoadCentres(zero, centre_); }
+  __device__ void LoadIntegerZeros(uint32_t zero) { LoadZeroPoints(zero, zero_point_); }
 
   // The weights of one step, in the order of operand A.
   __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
                              uint32_t (&weights)[4]) const {
-    UnpackIntegers<T, kBits, kDown>(packed, step, centre_, weights);
+    UnpackIntegers<T, kBits, kDown>(packed, step, zero_point_, weights);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       weights[j] = scale_[j % 2].MultiplyAdd(weights[j], offset_[j % 2]);
@@ -95,35 +95,35 @@ class ScaledRowPair {
 
  private:
   static constexpr int kDown = kWeightShift<T>;
-  using Centre = IntegerCentre<T, kDown, kSecondUp<kBits>>;
+  using ZeroPoint = IntegerZeroPoint<T, kDown, kSecondUp<kBits>>;
 
   RowScale<T, S> scale_[2], offset_[2];
-  Centre centre_[2];
+  ZeroPoint zero_point_[2];
 };
 
-// Types of lhs and widths that have FusedRowPairs.
+// Whether FusedRowPair supports a type of lhs and a width.
 template <typename T, int kBits>
 inline constexpr bool kCanFuse = std::is_same_v<T, __nv_bfloat16> || kBits <= 4;
 
-// Rows with weights bit-identical to ScaledRowPair, by one fma each from quantized values in place, for float zeros or
-// none, and for scales of type T that Takes() allows. The scale includes the power of two that turns a subnormal's unit
-// into 2^-kWeightShift, so scales must be small. Without zeros 2^(kBits - 1) times the scale is exact.
+// Bit-identical to ScaledRowPair, but one fma per pair of weights, on quantized values in place. For float zeros or
+// none, and for scales of type T that SupportsScales(). Scales are multiplied by the power of two from a subnormal's
+// unit to 2^-kWeightShift, so they must be small. Without zeros, the offset 2^(kBits - 1) * scale is exact.
 template <typename T, int kBits>
 class FusedRowPair {
  public:
-  // Accumulates pairs of scales for TakesAll().
+  // Accumulates pairs of scales for SupportsAllScales().
   static __device__ uint32_t Join(uint32_t a, uint32_t b) {
     return kHalf ? __vmaxu2(a & 0x7fff7fff, b & 0x7fff7fff) : a | b;
   }
   // Whether all scales are below 2, or in f16 below 2^(kLifted - 8), so that the factors are below 2^16.
-  static __device__ bool Takes(uint32_t scales) {
+  static __device__ bool SupportsScales(uint32_t scales) {
     if constexpr (kHalf) {
       constexpr uint32_t kLimit = PowerOfTwo<T>(kLifted<kBits> - 8);
       return (scales & 0xffff) < kLimit && scales >> 16 < kLimit;
     }
     return (scales & PowersOfTwo<T>(1)) == 0;
   }
-  static __device__ bool TakesAll(uint32_t joined) { return Takes(joined); }
+  static __device__ bool SupportsAllScales(uint32_t joined) { return SupportsScales(joined); }
 
   __device__ void Start(bool float_zeros) { float_zeros_ = float_zeros; }
 
@@ -222,15 +222,17 @@ class ChannelRowPair {
 template <typename T, typename S, int kBits>
 class IntegerRowPair {
  public:
-  __device__ void Start(bool) { centre_[0] = centre_[1] = Centre::OfPowerOfTwo(kBits - 1); }
+  __device__ void Start(bool) {
+    zero_point_[0] = zero_point_[1] = ZeroPoint::OfPowerOfTwo(kBits - 1);
+  }
 
   __device__ void LoadScales(uint32_t scale) { LoadFloats<S>(scale, scale_); }
-  __device__ void LoadIntegerZeros(uint32_t zero) { LoadCentres(zero, centre_); }
+  __device__ void LoadIntegerZeros(uint32_t zero) { LoadZeroPoints(zero, zero_point_); }
 
   // The weights of one step without their scales, in the order of operand A.
   __device__ void Dequantize(const uint32_t (&packed)[kBits], int step,
                              uint32_t (&weights)[4]) const {
-    UnpackIntegers<T, kBits, kDown>(packed, step, centre_, weights);
+    UnpackIntegers<T, kBits, kDown>(packed, step, zero_point_, weights);
   }
 
   // Adds the scaled partial sums of one group, in the order of operand D.
@@ -240,10 +242,10 @@ class IntegerRowPair {
 
  protected:
   static constexpr int kDown = kShift<T>;
-  using Centre = IntegerCentre<T, kDown, kSecondUp<kBits>>;
+  using ZeroPoint = IntegerZeroPoint<T, kDown, kSecondUp<kBits>>;
 
   float scale_[2];
-  Centre centre_[2];
+  ZeroPoint zero_point_[2];
 };
 
 // IntegerRowPair for two-level scales. Float zeros multiply the sum of lhs over their group, so weights need no scale.

@@ -14,7 +14,7 @@
 
 namespace jaxlowbit {
 
-// Releases registers of a warpgroup's threads down to this many, or acquires up to this many.
+// setmaxnreg: sets the registers per thread of a warpgroup, to fewer (Release) or more (Acquire).
 template <int kRegisters>
 __device__ inline void ReleaseRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
@@ -24,45 +24,45 @@ __device__ inline void AcquireRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
-// A compiler barrier for registers of wgmma: earlier writes come before it, later reads after it. The fences of wgmma
-// do not tell the compiler about registers.
+// Compiler barrier for registers that wgmma reads or writes asynchronously (CUTLASS: warpgroup_fence_operand). The
+// fence instructions of wgmma do not tell the compiler about registers.
 template <int kRows, int kColumns>
-__device__ inline void KeepAll(uint32_t (&values)[kRows][kColumns]) {
+__device__ inline void FenceRegisters(uint32_t (&values)[kRows][kColumns]) {
 #pragma unroll
   for (int i = 0; i < kRows * kColumns; ++i) {
     asm volatile("" : "+r"(values[i / kColumns][i % kColumns])::"memory");
   }
 }
 template <int kColumns>
-__device__ inline void KeepAll(int (&values)[kColumns]) {
+__device__ inline void FenceRegisters(int (&values)[kColumns]) {
 #pragma unroll
   for (int& value : values) asm volatile("" : "+r"(value)::"memory");
 }
 template <int kColumns>
-__device__ inline void KeepAll(float (&values)[kColumns]) {
+__device__ inline void FenceRegisters(float (&values)[kColumns]) {
 #pragma unroll
   for (float& value : values) asm volatile("" : "+f"(value)::"memory");
 }
 template <int kRows, int kColumns>
-__device__ inline void KeepAll(float (&values)[kRows][kColumns]) {
+__device__ inline void FenceRegisters(float (&values)[kRows][kColumns]) {
 #pragma unroll
   for (int i = 0; i < kRows * kColumns; ++i) {
     asm volatile("" : "+f"(values[i / kColumns][i % kColumns])::"memory");
   }
 }
 
-// Must precede wgmma that read registers which this thread has written since it last called this.
-__device__ inline void FenceOperands() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+// wgmma.fence. Must precede wgmma whose register operands this thread has written since the last call.
+__device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 
 // Ends a group of wgmma.
-__device__ inline void CommitProducts() {
+__device__ inline void WgmmaCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 }
 
 // Waits until at most `kPending` groups are in flight. Until then code must neither write their registers nor read
 // their accumulators; the compiler does not know that they are in use.
 template <int kPending>
-__device__ inline void WaitProducts() {
+__device__ inline void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 

@@ -31,7 +31,7 @@ std::string Hex(uint64_t value) {
   return text;
 }
 
-// What stands in front of the contents.
+// File header: the key and a checksum of the contents.
 std::string HeaderOf(const std::string& key, const std::string& contents) {
   return kMagic + std::to_string(key.size()) + '\n' + key + '\n' +
          Hex(Checksum(key + '\n' + contents)) + '\n';
@@ -59,7 +59,7 @@ bool WriteAll(int file, const std::string& bytes) {
   return true;
 }
 
-// Makes a folder and those above it, for this user alone.
+// Like mkdir -p, with permissions for this user only.
 void MakeFolders(const std::string& folder) {
   for (size_t end = 1; end <= folder.size(); ++end) {
     if (end == folder.size() || folder[end] == '/') mkdir(folder.substr(0, end).c_str(), 0700);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Compiled kernels as files, one for each. A file holds its whole key and a checksum, so that one that is cut short,
-// damaged or of another key is not taken. Writers rename a whole file into place: readers see all of it or none.
+// Cache of compiled kernels, one file each. A file contains its key and a checksum, so truncated, damaged or colliding
+// files are ignored. Writers rename a complete file into place, so readers never see part of one.
 #pragma once
 
 #include <string>
@@ -10,22 +10,21 @@ namespace jaxlowbit::jit {
 
 class Cache {
  public:
-  // An empty folder means no cache: nothing is found and nothing is kept.
+  // Empty folder: no cache.
   explicit Cache(std::string folder) : folder_(std::move(folder)) {}
 
-  // $JAXLOWBIT_CACHE_DIR, else jaxlowbit in $XDG_CACHE_HOME or ~/.cache; empty if there is none of them, or if
-  // $JAXLOWBIT_CACHE_DIR is.
+  // $JAXLOWBIT_CACHE_DIR if set, even if empty; else $XDG_CACHE_HOME/jaxlowbit or ~/.cache/jaxlowbit; else empty.
   static std::string DefaultFolder();
 
   const std::string& folder() const { return folder_; }
 
-  // The contents under `key`, or an empty string.
+  // Returns the contents for `key`, or an empty string.
   std::string Read(const std::string& key) const;
 
-  // Keeps `contents` under `key`. Returns why it could not, or an empty string; a program goes on without.
+  // Stores `contents` for `key`. Returns an error message or an empty string; callers continue after errors.
   std::string Write(const std::string& key, const std::string& contents) const;
 
-  // The file of a key.
+  // Path of a key's file.
   std::string PathOf(const std::string& key) const;
 
  private:

@@ -24,7 +24,7 @@
 namespace jaxlowbit::jit {
 namespace {
 
-// Threads that end when there is nothing left to do.
+// Thread pool whose threads exit when the queue is empty.
 class Workers {
  public:
   void Run(std::function<void()> task) {
@@ -36,8 +36,7 @@ class Workers {
     std::thread([this] { Work(); }).detach();
   }
 
-  // Drops tasks that wait, and waits for those that run. A forked process has the counts of its parent, but none of the
-  // threads.
+  // Drops queued tasks and waits for running ones. A forked process inherits the counts but not the threads.
   void Finish() {
     std::unique_lock<std::mutex> lock(mutex_);
     if (process_ != getpid()) return;
@@ -68,20 +67,20 @@ class Workers {
 struct State {
   std::mutex mutex;
   std::vector<std::string> paths;
-  bool looked = false;  // for NVRTC
+  bool looked = false;  // searched for NVRTC
   const Nvrtc* nvrtc = nullptr;
   std::string error;
   std::map<std::string, Result> results;  // by key
   Workers workers;
 };
 
-// Outlives threads that still compile when the process ends.
-State& TheState() {
+// Never destroyed: threads may still compile while the process exits.
+State& GetState() {
   static State& state = *new State;
   return state;
 }
 
-// The compiler, or null with the reason. Called with the state locked.
+// Returns the compiler, or null and sets state.toolchain.error. The caller holds the lock.
 const Nvrtc* FindNvrtc(State& state) {
   if (state.looked) return state.nvrtc;
   state.looked = true;
@@ -97,7 +96,7 @@ const Nvrtc* FindNvrtc(State& state) {
 std::vector<std::string> OptionsFor(const std::string& architecture) {
   return {"--gpu-architecture=sm_" + architecture,
           "--std=c++17",
-          "--device-as-default-execution-space",  // constexpr functions are the host's, too
+          "--device-as-default-execution-space",  // for constexpr functions without __device__
           "--define-macro=JAXLOWBIT_TENSOR_MAP_ALIGNMENT=" + std::to_string(alignof(CUtensorMap)),
 #if defined(JAXLOWBIT_SANITIZER)
           "--define-macro=JAXLOWBIT_SANITIZER",
@@ -111,7 +110,7 @@ std::string SourceOf(const Instance& instance) {
          ", \"the host has parameters of another size\");\n";
 }
 
-// All that the cubin depends on.
+// Cache key: everything that the cubin depends on.
 std::string KeyOf(const Instance& instance, const std::string& architecture, const Nvrtc& nvrtc) {
   std::string key = std::string(kSourcesDigest) + "\n" + nvrtc.identity() + "\n";
   for (const std::string& option : OptionsFor(architecture)) key += option + "\n";
@@ -131,7 +130,7 @@ Compiled CompileOrRead(const Instance& instance, const std::string& architecture
       program.headers.emplace_back(kSources[i].name, kSources[i].text);
     }
     compiled.cubin = nvrtc.Compile(program, &compiled.error);
-    // Without a folder to write to, the next process compiles again.
+    // Write errors are ignored: the next process compiles again.
     if (compiled.error.empty()) cache.Write(key, compiled.cubin);
   }
   const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - begin;
@@ -148,15 +147,15 @@ Result Failed(std::string error) {
 }  // namespace
 
 void SetNvrtcPaths(std::vector<std::string> paths) {
-  State& state = TheState();
+  State& state = GetState();
   const std::lock_guard<std::mutex> lock(state.mutex);
   state.paths = std::move(paths);
 }
 
-void Finish() { TheState().workers.Finish(); }
+void Finish() { GetState().workers.Finish(); }
 
 Toolchain FindToolchain() {
-  State& state = TheState();
+  State& state = GetState();
   const std::lock_guard<std::mutex> lock(state.mutex);
   const Nvrtc* nvrtc = FindNvrtc(state);
   Toolchain found;
@@ -166,13 +165,13 @@ Toolchain FindToolchain() {
   return found;
 }
 
-// The instructions of Hopper's kernels are no later GPU's.
+// wgmma and setmaxnreg exist only in sm_90a.
 std::string ArchitectureName(int compute_capability) {
   return std::to_string(compute_capability) + (compute_capability == 90 ? "a" : "");
 }
 
 Result Start(const Instance& instance, const std::string& architecture) {
-  State& state = TheState();
+  State& state = GetState();
   const std::lock_guard<std::mutex> lock(state.mutex);
   const Nvrtc* nvrtc = FindNvrtc(state);
   if (nvrtc == nullptr) return Failed(state.error);

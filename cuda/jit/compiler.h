@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Instances of kernels that are compiled where they run: by NVRTC, from sources that this library carries, with a
-// cache of what was compiled (cache.h).
+// JIT compiler of kernel instances: NVRTC, sources embedded in this library, and a cache on disk (cache.h).
 #pragma once
 
 #include <cstddef>
@@ -14,42 +13,42 @@ namespace jaxlowbit::jit {
 // An instance of a kernel template.
 struct Instance {
   std::string header;       // defines the kernel
-  std::string expression;   // names the instance, as C++ does
-  std::string params;       // the type of its one parameter
+  std::string expression;   // C++ name of the instance
+  std::string params;       // type of its only parameter
   size_t params_bytes = 0;  // sizeof(params) on the host; compiling fails if the device's differs
 };
 
 struct Compiled {
   std::string cubin;  // of one kernel; empty if there is an error
   std::string error;
-  bool cached = false;  // it was found in the cache
-  double seconds = 0;   // that it took
+  bool cached = false;  // read from the cache on disk
+  double seconds = 0;   // time to read or compile
 };
 
 using Result = std::shared_future<Compiled>;
 
-// What there is to compile with.
+// The available compiler and cache.
 struct Toolchain {
-  std::string error;  // why nothing can be compiled, or empty
+  std::string error;  // reason why there is no compiler, or empty
   std::string compiler, path;
   std::string cache;  // the folder, or empty
 };
 
-// Where to look for NVRTC before the system does. Has no effect once a compiler was needed.
+// Sets libraries to try before the system's NVRTC. No effect after the first use of the compiler.
 void SetNvrtcPaths(std::vector<std::string> paths);
 
-// Loads NVRTC. JAXLOWBIT_COMPILE=0 turns compiling off.
+// Loads NVRTC on first use. JAXLOWBIT_COMPILE=0 disables the compiler.
 Toolchain FindToolchain();
 
-// The architecture that a device of a compute capability, such as 90, has its instances compiled for.
+// The architecture to compile for on a device of a compute capability: 90 -> "90a".
 std::string ArchitectureName(int compute_capability);
 
-// The cubin for an architecture, such as "90a": from the cache, or compiled by one of a few threads and kept there.
-// All that ask for one instance share its result. Returns at once.
+// Reads the cubin for an architecture, such as "90a", from the cache, or compiles and caches it, on a thread pool.
+// Returns immediately. Requests for one instance share its result.
 Result Start(const Instance& instance, const std::string& architecture);
 
-// Drops what has not begun and waits for the rest. A process calls this before it runs exit handlers: NVRTC takes down
-// in them what its threads use.
+// Drops queued compilations and waits for running ones. Must be called before exit handlers run, since NVRTC's handlers
+// destroy state that its threads use.
 void Finish();
 
 }  // namespace jaxlowbit::jit

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels whose instances can be compiled where they run.
+// Kernel templates that can be JIT-compiled.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@ namespace jaxlowbit::jit {
 
 struct KernelSource {
   const char* header;
-  const char* params;   // the type of its parameter
-  size_t params_bytes;  // its size on the host
+  const char* params;   // type of its parameter
+  size_t params_bytes;  // size of that type on the host
 };
 
 extern const KernelSource kKernels[kNumFamilies];  // in the order of Family

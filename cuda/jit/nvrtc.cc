@@ -8,7 +8,7 @@
 namespace jaxlowbit::jit {
 namespace {
 
-constexpr int kOldest = 1303;  // earlier ones may overwrite operands of wgmma
+constexpr int kMinVersion = 1303;  // earlier versions may overwrite operands of wgmma in flight
 
 template <typename F>
 bool Find(void* library, const char* name, F* function) {
@@ -20,7 +20,7 @@ std::string VersionName(int version) {
   return std::to_string(version / 100) + "." + std::to_string(version % 100);
 }
 
-// NVRTC asks for its builtins by name, and wheels of 13.0 do not say where they are, so they are loaded first.
+// Loads NVRTC's builtins library ahead of NVRTC, which opens it by name only: CUDA 13.0 wheels have no rpath to it.
 void LoadBuiltins(const std::string& nvrtc_path, int version) {
   const size_t slash = nvrtc_path.rfind('/');
   if (slash == std::string::npos) return;
@@ -43,7 +43,7 @@ bool Nvrtc::FindFunctions(void* library) {
          Find(library, "nvrtcGetCUBIN", &get_cubin_);
 }
 
-// A library that is too old stays loaded, as others may use it.
+// Does not unload a library that is too old, since others may use it.
 bool Nvrtc::Open(const std::string& path, std::string* error) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return false;
@@ -55,9 +55,9 @@ bool Nvrtc::Open(const std::string& path, std::string* error) {
   version_ = 100 * major + minor;
   Dl_info info = {};
   if (dladdr(reinterpret_cast<void*>(get_version_), &info) != 0) path_ = info.dli_fname;
-  if (version_ >= kOldest) return true;
+  if (version_ >= kMinVersion) return true;
   *error = "NVRTC is of version " + VersionName(version_) + " but must be of " +
-           VersionName(kOldest) + " or newer; pip install 'jaxlowbit[cuda]'";
+           VersionName(kMinVersion) + " or newer; pip install 'jaxlowbit[cuda]'";
   return false;
 }
 
@@ -66,7 +66,7 @@ const Nvrtc* Nvrtc::Load(const std::vector<std::string>& paths, std::string* err
   candidates.insert(candidates.end(), {"libnvrtc.so.13", "libnvrtc.so"});
   *error = "libnvrtc.so.13 was not found; pip install 'jaxlowbit[cuda]'";
   for (const std::string& candidate : candidates) {
-    auto* nvrtc = new Nvrtc;  // lives as long as the process, as its library does
+    auto* nvrtc = new Nvrtc;  // never freed, like the library
     if (nvrtc->Open(candidate, error)) {
       error->clear();
       LoadBuiltins(nvrtc->path_, nvrtc->version_);
@@ -88,7 +88,8 @@ std::string Nvrtc::Compile(const Program& program, std::string* error) const {
     texts.push_back(text);
   }
   for (const std::string& option : program.options) options.push_back(option.c_str());
-  options.push_back("--no-cache");  // NVRTC's own would start the driver, and keep everything twice
+  options.push_back(
+      "--no-cache");  // NVRTC's cache would initialize the driver and store cubins twice
   Handle handle = nullptr;
   int status = create_(&handle, program.source.c_str(), "jaxlowbit.cu",
                        static_cast<int>(names.size()), texts.data(), names.data());

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// NVRTC, the compiler of CUDA C++ as a library, loaded when it is first needed. It needs neither a GPU nor a driver.
-// https://docs.nvidia.com/cuda/nvrtc/
+// NVRTC, loaded on first use. Needs neither a GPU nor a driver. https://docs.nvidia.com/cuda/nvrtc/
 #pragma once
 
 #include <string>
@@ -10,26 +9,26 @@
 
 namespace jaxlowbit::jit {
 
-// One kernel, as NVRTC is asked for it.
+// Input of a compilation: one kernel.
 struct Program {
   std::string source;
-  std::string expression;                                    // names the kernel, as C++ does
+  std::string expression;                                    // C++ name of the kernel
   std::vector<std::pair<const char*, const char*>> headers;  // names and texts
   std::vector<std::string> options;
 };
 
 class Nvrtc {
  public:
-  // The first of `paths` that can be loaded, else what the system finds by name. Null, with the reason in `error`,
-  // without a library of version 13.3 or newer.
+  // Loads the first usable library of `paths`, else the system's. Returns null and sets `error` if none has version
+  // 13.3 or newer.
   static const Nvrtc* Load(const std::vector<std::string>& paths, std::string* error);
 
   int version() const { return version_; }  // 100 * major + minor
   const std::string& path() const { return path_; }
-  // Tells builds of one version apart, as far as their files differ in size.
+  // Identifies the build: version and file size.
   const std::string& identity() const { return identity_; }
 
-  // The cubin, or an empty string with the reason in `error`. Threads may compile at the same time.
+  // Returns the cubin, or an empty string and sets `error`. Thread-safe.
   std::string Compile(const Program& program, std::string* error) const;
 
  private:
@@ -38,7 +37,7 @@ class Nvrtc {
   bool Open(const std::string& path, std::string* error);
   bool FindFunctions(void* library);
 
-  // Types of these functions have not changed since CUDA 11.
+  // The signatures have not changed since CUDA 11.
   int (*get_version_)(int*, int*) = nullptr;
   const char* (*get_error_string_)(int) = nullptr;
   int (*create_)(Handle*, const char*, const char*, int, const char* const*,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels' own sources, which this library carries to compile them where they run. tools/embed_sources.py writes
-// the definitions at build time.
+// Kernel sources embedded in this library for JIT compilation. tools/embed_sources.py generates the definitions at
+// build time.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +9,12 @@
 namespace jaxlowbit::jit {
 
 struct Source {
-  const char* name;  // as it is included
+  const char* name;  // path in #include
   const char* text;
 };
 
 extern const Source kSources[];
 extern const size_t kNumSources;
-extern const char kSourcesDigest[];  // of all names and texts
+extern const char kSourcesDigest[];  // hash of all names and texts
 
 }  // namespace jaxlowbit::jit

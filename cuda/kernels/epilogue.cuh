@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From accumulators to results, for every kernel: the epilogue of a problem (problem.h) in float32. A kernel passes a
-// few of a thread's accumulators at a time, in a loop that is not unrolled, so that the formulas are in its code once;
-// accumulators in registers go through shared memory for that.
+// The epilogue of all kernels (problem.h), in float32. A kernel passes a few accumulators of a thread at a time, in a
+// loop that is not unrolled, to limit code size; register accumulators go through shared memory for that, since
+// registers cannot be indexed.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@
 
 namespace jaxlowbit {
 
-// The epilogue as a kernel reads it.
+// Kernel parameters of the epilogue.
 struct EpilogueParams {
   const void* bias;                 // [batch * weights_per_element, n]; null: none
   const void* residual;             // [batch, m, n]; null: none
   bool bias_float, residual_float;  // float32; else the type of lhs
   Activation activation;
   bool gated;
-  bool any;  // else results are the accumulators, which no unit multiplies
+  bool any;  // false: results are the accumulators, without units
 };
 
-// The units of weights as a kernel reads them. They stand apart from the epilogue, which lies in the middle of
-// parameters whose place in the constant cache counts.
+// Kernel parameters of the units. Separate from EpilogueParams, because the placement of the other parameters in the
+// constant bank affects speed.
 struct UnitParams {
   const float* data;     // [num_weights, count]; null: 1
   const int32_t* index;  // null: weight min(product, num_weights - 1)
@@ -39,8 +39,7 @@ __device__ inline float LoadUnit(const UnitParams& u, int64_t product, int64_t c
   return u.data[weight * u.count + (u.count > 1 ? n : 0)];
 }
 
-// An element of a bias or a residual as it is in memory. Loading bits lets several loads overlap; only a conversion to
-// a value waits for them.
+// Raw bits of an element of a bias or residual. Converting later (ValueOf) lets several loads overlap.
 __device__ inline uint32_t LoadBits(const void* data, bool is_float, int64_t i) {
   return is_float ? static_cast<const uint32_t*>(data)[i] : static_cast<const uint16_t*>(data)[i];
 }
@@ -70,8 +69,8 @@ __device__ float LoadResidual(const EpilogueParams& e, int64_t offset) {
   return e.residual == nullptr ? 0.0f : LoadElement<T>(e.residual, e.residual_float, offset);
 }
 
-// x sigmoid(linear x + cubic x^3): silu, and gelu_tanh, whose (1 + tanh(y)) / 2 is sigmoid(2 y). Both numbers are
-// scaled by -log2(e), for powers of two.
+// x * sigmoid(linear * x + cubic * x^3): silu, and gelu_tanh, since (1 + tanh(y)) / 2 = sigmoid(2 y). Coefficients
+// include the factor -log2(e), for exp2.
 struct SigmoidForm {
   float linear, cubic;
 };
@@ -81,15 +80,15 @@ __device__ inline SigmoidForm SigmoidFormOf(Activation activation) {
                                          : SigmoidForm{-2.30220820f, -2.30220820f * 0.044715f};
 }
 
-// The error of the exponential is that of its argument in the last digits.
+// The error is dominated by the rounding of the exponent's argument.
 __device__ inline float TimesSigmoid(SigmoidForm form, float x) {
   const float square = fminf(x * x, 3e38f);  // finite, so that 0 may multiply it
   return x * Reciprocal(1.0f + Exp2(x * fmaf(form.cubic, square, form.linear)));
 }
 
-// x Phi(x), with Phi(-y) = t 2^(q(t) - log2(e) y^2 / 2), t = 1 / (1 + 0.26 y), for y >= 0. q is the polynomial of
-// least greatest error on (0, 14), where the error counts times Phi or 1/16, whichever is larger: 2.5e-6 of the least
-// Phi, 1.5e-7 of x in all results.
+// x * Phi(x), with Phi(-y) = t * 2^(q(t) - log2(e) * y^2 / 2), t = 1 / (1 + 0.26 * y), for y >= 0. q is the minimax
+// polynomial on (0, 14) with errors weighted by max(Phi, 1/16). Relative error 2.5e-6 for the smallest Phi; error of
+// all results at most 1.5e-7 |x|.
 __device__ inline float Gelu(float x) {
   constexpr float kFit[] = {-3.26632929f, 1.39869082f,  0.90027469f, -0.61772066f,
                             1.70985413f,  -1.54778683f, 0.42301700f};
@@ -103,8 +102,7 @@ __device__ inline float Gelu(float x) {
 
 __device__ inline float Relu(float x) { return x < 0.0f ? 0.0f : x; }
 
-// Activations as jax.nn defines them, NaN for NaN. Several values are passed at a time, since their instructions
-// overlap within one branch.
+// Activations of jax.nn; NaN stays NaN. Takes several values, so that their instructions overlap inside one branch.
 template <int kCount>
 __device__ void Activate(Activation activation, float (&x)[kCount]) {
   const auto each = [&](auto function) {
@@ -126,7 +124,7 @@ __device__ void Activate(Activation activation, float (&x)[kCount]) {
   }
 }
 
-// From accumulators with their units and biases to results. `up` counts only in a gated epilogue.
+// Computes results from accumulators that include units and biases. `up` is used only by gated epilogues.
 template <int kCount>
 __device__ void Finish(const EpilogueParams& e, const float (&up)[kCount],
                        const float (&residual)[kCount], float (&values)[kCount]) {

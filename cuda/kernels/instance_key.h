@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An instance of a kernel template as a value: to look it up, and to name it for a compiler. Kernels make their keys
-// (kernels/*/instances.h), and leave out what their instances do not depend on, so that one instance has one key.
+// Key of a kernel template instance, for lookup and for naming it to NVRTC. Each kernel makes its keys
+// (kernels/*/instances.h) and omits facts that its instances do not depend on, so one instance has one key.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace jaxlowbit {
 
-// Kernel templates, by the names of their folders.
+// Kernel templates, named after their folders.
 enum class Family { kSm80, kSm80Transposed, kSm90Stream, kSm90 };
 
 inline constexpr const char* kFamilyNames[] = {"sm80", "sm80_transposed", "sm90_stream", "sm90"};
@@ -29,9 +29,9 @@ struct InstanceKey {
   ZeroKind zero = ZeroKind::kNone;
   int bits = 4;
   Codebook codebook = Codebook::kNone;
-  int variant = 0;  // the family's own number of what else the instance is compiled for
+  int variant = 0;  // other template arguments, encoded by the family
 
-  // A number for each key.
+  // Injective: different keys have different numbers.
   constexpr uint32_t number() const {
     uint32_t number = static_cast<uint32_t>(variant);
     number = number << 4 | static_cast<uint32_t>(bits);
@@ -46,11 +46,11 @@ struct InstanceKey {
   constexpr bool operator==(const InstanceKey& other) const { return number() == other.number(); }
 };
 
-// Whether the build holds instances of a family for a format: integers of some widths, with scales of 16 or 32 bits. It
-// holds Hopper's kernels for what most programs run, scales of the type of lhs and no float zeros, and no transposed
-// products, which only derivatives need. `Format`: an InstanceKey, or a QuantizedMatmul.
+// Whether instances of a family are compiled ahead of time for a format: integers of kKernelBits with 16-bit or 32-bit
+// scales. Hopper's kernels are limited to the common formats: scales of the type of lhs, no float zeros. Transposed
+// products, which only derivatives use, are always JIT-compiled. `Format`: InstanceKey or QuantizedMatmul.
 template <typename Format>
-constexpr bool IsBuilt(Family family, const Format& format) {
+constexpr bool IsPrebuiltFormat(Family family, const Format& format) {
   bool has_width = false;
   for (int width : kKernelBits) has_width |= width == format.bits;
   const bool hopper = family == Family::kSm90 || family == Family::kSm90Stream;
@@ -58,24 +58,26 @@ constexpr bool IsBuilt(Family family, const Format& format) {
          !Is8Bit(format.scale) && !Is8Bit(format.lhs) &&
          (!hopper || (format.scale != ElementType::kF32 && format.zero != ZeroKind::kFloat));
 }
-constexpr bool IsBuilt(const InstanceKey& key) { return IsBuilt(key.family, key); }
+constexpr bool IsPrebuiltFormat(const InstanceKey& key) {
+  return IsPrebuiltFormat(key.family, key);
+}
 
 // The instance that computes `problem` by `choice`.
 InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device);
 
-// The instance as a C++ expression.
+// The instance as a C++ expression, for NVRTC.
 std::string NameOf(const InstanceKey& key);
 
 // All instances for a width.
 std::vector<InstanceKey> InstancesOf(int bits);
 
-// Whether values of so many bits may stand for the numbers of a kind of codebook.
+// Whether a codebook of this kind exists for this width.
 constexpr bool HasCodebook(int bits, Codebook codebook) {
   switch (codebook) {
     case Codebook::kNone:
       return true;
     case Codebook::kTable:
-      return bits <= kMostTableBits;
+      return bits <= kMaxTableBits;
     case Codebook::kE2m1:
       return bits == 4;
     case Codebook::kE4m3:
@@ -85,22 +87,23 @@ constexpr bool HasCodebook(int bits, Codebook codebook) {
   return false;
 }
 
-// Whether scales of a type go with values: integers multiply integers of 2 to 4 bits, and scales of two levels integers.
+// Whether this scale type supports this width and codebook: int8 scales need 2-bit to 4-bit integers, two-level scales
+// need integers.
 constexpr bool HasScale(int bits, Codebook codebook, ElementType scale) {
   if (scale == ElementType::kSuper) return codebook == Codebook::kNone;
   return scale != ElementType::kInt8 || (codebook == Codebook::kNone && 2 <= bits && bits <= 4);
 }
 
-// Whether zeros of a kind go with values and scales: those of integers, of any kind; beside scales of two levels floats
-// alone. Neither codebooks nor other scales of 8 bits have any.
+// Whether this kind of zeros is supported: float zeros only with two-level scales, none with other 8-bit scales or
+// codebooks, any kind otherwise.
 constexpr bool HasZero(Codebook codebook, ElementType scale, ZeroKind zero) {
   if (zero == ZeroKind::kNone) return true;
   if (scale == ElementType::kSuper) return zero == ZeroKind::kFloat;
   return codebook == Codebook::kNone && !Is8Bit(scale);
 }
 
-// Calls visit(key) with a key of each combination of types and codebooks that a family takes. One alone reads scales of
-// two levels.
+// Calls visit(key) for each combination of types and codebooks that a family supports with a 16-bit lhs. Only
+// kSm90Stream supports two-level scales.
 template <typename Visit>
 void ForEachFormat(Family family, int bits, Visit visit) {
   for (int number = 0; number < kNumCodebooks; ++number) {
@@ -120,10 +123,10 @@ void ForEachFormat(Family family, int bits, Visit visit) {
   }
 }
 
-// Whether an lhs of 8 bits multiplies weights in 8 bits (device/format/bytes.cuh): as they stand, less integer zeros, or
-// times scales that are integers. Less a zero, integers of 4 bits alone have 8.
-constexpr bool TakesBytes(ElementType lhs, int bits, Codebook codebook, ElementType scale,
-                          ZeroKind zero) {
+// Whether the tensor cores can multiply this 8-bit lhs by 8-bit weights (device/format/bytes.cuh): quantized values,
+// q - z, or (q - 8) * s with integer scales. q - z fits 8 bits only for 4-bit q.
+constexpr bool Supports8BitLhs(ElementType lhs, int bits, Codebook codebook, ElementType scale,
+                               ZeroKind zero) {
   if (lhs == ElementType::kE4m3) {
     return codebook == Codebook::kE4m3 && !Is8Bit(scale) && zero == ZeroKind::kNone;
   }
@@ -134,7 +137,7 @@ constexpr bool TakesBytes(ElementType lhs, int bits, Codebook codebook, ElementT
   return (bits == 4 || bits == 8) && !Is8Bit(scale) && zero == ZeroKind::kNone;
 }
 
-// Calls visit(key) with a key of each combination of types and codebooks that an lhs of 8 bits multiplies.
+// Calls visit(key) for each combination that Supports8BitLhs.
 template <typename Visit>
 void ForEachByteFormat(int bits, Visit visit) {
   for (ElementType lhs : {ElementType::kInt8, ElementType::kE4m3}) {
@@ -143,7 +146,7 @@ void ForEachByteFormat(int bits, Visit visit) {
       if (!HasCodebook(bits, codebook)) continue;
       for (ElementType scale : {ElementType::kF32, ElementType::kBf16, ElementType::kInt8}) {
         for (ZeroKind zero : {ZeroKind::kNone, ZeroKind::kInteger}) {
-          if (!TakesBytes(lhs, bits, codebook, scale, zero)) continue;
+          if (!Supports8BitLhs(lhs, bits, codebook, scale, zero)) continue;
           visit(InstanceKey{Family::kSm90, lhs, scale, zero, bits, codebook, 0});
         }
       }
@@ -151,8 +154,7 @@ void ForEachByteFormat(int bits, Visit visit) {
   }
 }
 
-// How C++ names a type of elements, a kind of zeros, and a codebook, which is the last argument of an instance and is
-// left out of those for integers.
+// C++ names of template arguments. The codebook is the last argument; instances for integers omit it.
 inline std::string CudaName(ElementType type) {
   constexpr const char* kNames[] = {
       "float",           "__nv_bfloat16", "__half",           "jaxlowbit::E8m0",

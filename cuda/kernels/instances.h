@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From a key, known at run time, to the template arguments of an ahead-of-time instance.
+// Dispatches run-time keys to the template arguments of ahead-of-time instances.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,7 +29,7 @@ auto WithValue(int value, Visit visit, std::index_sequence<kIndex...>) {
   return result;
 }
 
-// Returns visit(Constant<v>{}) for the element v of kValues that equals `value`, or null.
+// Returns visit(Constant<v>{}) for the element v of kValues that equals `value`, else null.
 template <auto& kValues, typename Visit>
 auto WithValue(int value, Visit visit) {
   return WithValue<kValues>(value, visit, std::make_index_sequence<std::size(kValues)>{});
@@ -41,7 +41,7 @@ auto WithLhs(const InstanceKey& key, Visit visit) {
   return key.lhs == ElementType::kBf16 ? visit(Type<__nv_bfloat16>{}) : visit(Type<__half>{});
 }
 
-// Returns visit(Type<T>{}, Type<S>{}, Constant<kBits>{}) with the types of lhs and of the scales and with the width.
+// Returns visit(Type<T>{}, Type<S>{}, Constant<kBits>{}) with the types of lhs and scales, and the width.
 template <typename Visit>
 auto WithFormat(const InstanceKey& key, Visit visit) {
   return WithLhs(key, [&](auto lhs) {
@@ -52,8 +52,8 @@ auto WithFormat(const InstanceKey& key, Visit visit) {
   });
 }
 
-// Returns visit(Type<T>{}, std::integral_constant<ZeroKind, kZero>{}, Constant<kBits>{}) with the type of lhs and of the
-// scales, the kind of zeros and the width, for instances of Hopper's kernels; null for those that are not built.
+// For Hopper's kernels: returns visit(Type<T>{}, std::integral_constant<ZeroKind, kZero>{}, Constant<kBits>{}), where T
+// is the type of both lhs and scales; null if the instance is not prebuilt.
 template <typename Visit>
 auto WithHopperFormat(const InstanceKey& key, Visit visit) {
   const auto with = [&](auto zero) {
@@ -63,7 +63,7 @@ auto WithHopperFormat(const InstanceKey& key, Visit visit) {
   };
   using None = std::integral_constant<ZeroKind, ZeroKind::kNone>;
   using Integer = std::integral_constant<ZeroKind, ZeroKind::kInteger>;
-  if (!IsBuilt(key)) return decltype(with(None{})){};
+  if (!IsPrebuiltFormat(key)) return decltype(with(None{})){};
   return key.zero == ZeroKind::kNone ? with(None{}) : with(Integer{});
 }
 

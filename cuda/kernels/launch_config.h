@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a kernel is loaded and launched. cudaLaunchKernelEx returns the error of its own launch, whereas
-// cudaGetLastError would also return what an earlier call of anybody's left behind.
+// Loads and launches kernels. cudaLaunchKernelEx returns the error of this launch only; cudaGetLastError could return
+// the error of an earlier, unrelated call.
 //
 // Programmatic dependent launch (PDL): a kernel launched with the attribute may start while the previous kernel in the
-// stream still runs, and waits for it where its code says so (device/pdl.cuh). The previous kernel, if it was
-// launched so itself, has waited for the one before it in every CTA that goes on. So kernels end in the order of
-// their launches, and a kernel that has waited can read what any of them wrote, and write what any of them read.
+// stream still runs, until WaitForPreviousKernels (device/pdl.cuh). A kernel launched this way
+// waits in every CTA that has work. So kernels end in launch order, and after the wait a kernel may read and overwrite
+// the data of all earlier ones.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,28 +15,28 @@
 
 namespace jaxlowbit {
 
-// Asking for a kernel's attributes loads it.
+// Loads the kernel: reading its attributes forces lazy loading.
 inline cudaError_t Load(const void* kernel) {
   cudaFuncAttributes attributes;
   return cudaFuncGetAttributes(&attributes, kernel);
 }
 
-// Loads the kernel and lets its CTAs have up to `bytes` of dynamic shared memory.
+// Loads the kernel and allows up to `bytes` of dynamic shared memory per CTA.
 inline cudaError_t AllowSharedMemory(const void* kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// A multiprocessor divides its memory into L1 and shared memory for the kernel that finds it empty, by default so
-// that this kernel fits, and a CTA of the next kernel waits if there is no room beside it. So each kernel that others
-// may overlap asks for all shared memory there is. Loads the kernel.
+// Loads the kernel and sets its carveout to maximum shared memory. By default an idle SM sizes shared memory for the
+// kernel that starts on it, and a CTA of the next (PDL) kernel waits if it does not fit next to that one. So every
+// kernel that may be overlapped requests the maximum.
 inline cudaError_t PreferSharedMemory(const void* kernel) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                               cudaSharedmemCarveoutMaxShared);
 }
 
 struct LaunchConfig {
-  // Sizes must be within the limits that the selection checks. `pdl` needs compute capability 9.0. The launch has
-  // clusters if `cluster_ctas` is not 0.
+  // The selection has checked the limits of all sizes. `pdl` needs compute capability 9.0. `cluster_ctas`: 0 for a
+  // launch without clusters.
   LaunchConfig(int64_t ctas, int threads, int64_t shared_bytes, cudaStream_t stream,
                bool pdl = false, int cluster_ctas = 0)
       : LaunchConfig(dim3(static_cast<unsigned>(ctas)), threads, shared_bytes, stream, pdl,
@@ -68,7 +68,7 @@ struct LaunchConfig {
   cudaLaunchConfig_t config = {};
 };
 
-// Launches a kernel of one parameter, which must have that type.
+// Launches a kernel whose only parameter is a `Params`.
 template <typename Params>
 cudaError_t LaunchFunction(const LaunchConfig& launch, const void* function, Params* params) {
   void* arguments[] = {params};

@@ -30,8 +30,8 @@ struct Loaded {
   std::unordered_map<uint64_t, const void*> libraries;  // compiled kernels, by architecture and key
 };
 
-// Outlives threads that still launch when the process ends.
-Loaded& TheLoaded() {
+// Never destroyed: threads may still launch while the process exits.
+Loaded& GetLoaded() {
   static Loaded& loaded = *new Loaded;
   return loaded;
 }
@@ -40,9 +40,9 @@ uint64_t NumberOf(int place, const InstanceKey& key) {
   return static_cast<uint64_t>(place) << 32 | key.number();
 }
 
-// The function of the ahead-of-time instance, or null.
+// The ahead-of-time instance, or null.
 const void* Find(const InstanceKey& key) {
-  if (!IsBuilt(key)) return nullptr;
+  if (!IsPrebuiltFormat(key)) return nullptr;
   switch (key.family) {
     case Family::kSm80:
       return reinterpret_cast<const void*>(sm80::Find(key));
@@ -56,7 +56,7 @@ const void* Find(const InstanceKey& key) {
   return nullptr;
 }
 
-// Loads the kernel on the current device, with the shared memory that its launches may ask for.
+// Loads the kernel on the current device and allows the shared memory that its launches may use.
 cudaError_t Load(const InstanceKey& key, const void* function) {
   switch (key.family) {
     case Family::kSm80:
@@ -76,7 +76,7 @@ jit::Result Compile(const InstanceKey& key, int architecture) {
                     jit::ArchitectureName(architecture));
 }
 
-// The one kernel of a cubin. The library stays for the life of the process, and belongs to no device.
+// Loads a cubin with one kernel. The cudaLibrary_t is independent of devices and is never unloaded.
 cudaError_t KernelOf(const std::string& cubin, const void** function) {
   cudaLibrary_t library;
   cudaError_t error =
@@ -88,14 +88,15 @@ cudaError_t KernelOf(const std::string& cubin, const void** function) {
   if (error == cudaSuccess && count != 1) error = cudaErrorInvalidKernelImage;
   if (error == cudaSuccess) error = cudaLibraryEnumerateKernels(&kernel, 1, library);
   if (error == cudaSuccess) {
-    *function = reinterpret_cast<const void*>(kernel);  // as the runtime takes it
+    *function = reinterpret_cast<const void*>(
+        kernel);  // the runtime accepts a cudaKernel_t as a function pointer
   } else {
     cudaLibraryUnload(library);
   }
   return error;
 }
 
-// Makes a device the current one, and lets this thread load kernels while a stream is captured.
+// Scope guard: sets the current device, and allows this thread to load kernels while a stream is being captured.
 class LoadingOn {
  public:
   explicit LoadingOn(int device) {
@@ -125,7 +126,7 @@ class LoadingOn {
 };
 
 cudaError_t LoadOn(const Device& device, const InstanceKey& key, const void** function) {
-  Loaded& loaded = TheLoaded();
+  Loaded& loaded = GetLoaded();
   const LoadingOn scope(device.ordinal);
   if (scope.error() != cudaSuccess) return scope.error();
   load_error = "the kernel is " + NameOf(key);
@@ -164,7 +165,7 @@ cudaError_t LoadOn(const Device& device, const InstanceKey& key, const void** fu
 }  // namespace
 
 cudaError_t KernelOn(const Device& device, const InstanceKey& key, const void** function) {
-  Loaded& loaded = TheLoaded();
+  Loaded& loaded = GetLoaded();
   {
     const std::shared_lock<std::shared_mutex> lock(loaded.mutex);
     const auto found = loaded.functions.find(NumberOf(device.ordinal, key));
@@ -180,12 +181,12 @@ void StartCompiling(const InstanceKey& key, int architecture) {
   if (!IsAheadOfTime(key)) Compile(key, architecture);
 }
 
-std::string TakeLoadError() { return std::exchange(load_error, {}); }
+std::string PopLoadError() { return std::exchange(load_error, {}); }
 
 bool IsAheadOfTime(const InstanceKey& key) { return Find(key) != nullptr; }
 
 LoadCounts CountLoaded() {
-  Loaded& loaded = TheLoaded();
+  Loaded& loaded = GetLoaded();
   const std::shared_lock<std::shared_mutex> lock(loaded.mutex);
   return loaded.counts;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Instances on devices: each is loaded when it is first needed, from this library if it was compiled ahead of time, or
-// else compiled where it runs (cuda/jit/compiler.h).
+// Loads kernel instances per device on first use: from this library if compiled ahead of time, else by JIT compilation
+// (cuda/jit/compiler.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,20 +13,20 @@
 
 namespace jaxlowbit {
 
-// What to launch on a device. Once it is loaded, that is one look into a table; before, it may compile for seconds,
-// and works while a stream is captured, too. A failure is not remembered, except that of a compiler.
+// Returns the function to launch on a device. A loaded instance is one table lookup; the first call may compile for
+// seconds. May be called while a stream is being captured. Only compiler failures are cached.
 cudaError_t KernelOn(const Device& device, const InstanceKey& key, const void** function);
 
-// Begins to compile an instance unless it was compiled ahead of time. `architecture`: Device::architecture.
+// Starts compiling an instance in the background unless it is prebuilt. `architecture`: Device::architecture.
 void StartCompiling(const InstanceKey& key, int architecture);
 
-// Why the last KernelOn of this thread failed, besides its error; empty if it did not. Forgets it.
-std::string TakeLoadError();
+// Returns and clears the message of this thread's last failed KernelOn; empty if it succeeded.
+std::string PopLoadError();
 
 // Whether the instance was compiled ahead of time.
 bool IsAheadOfTime(const InstanceKey& key);
 
-// Instances that this process has loaded, by where they come from; each device counts.
+// Number of instances that this process has loaded, by origin, summed over devices.
 struct LoadCounts {
   int ahead_of_time = 0, compiled = 0, cached = 0;
 };

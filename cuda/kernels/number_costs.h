@@ -1,23 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What finding the numbers of codebooks, and merging bit planes, add to the costs of the kernels, which are fitted with
-// integers of 4 and of 8 bits.
+// Costs of codebooks and of merging bit planes, added to the cost models, which are fitted to 4-bit and 8-bit integers.
 #pragma once
 
 #include "cuda/problem.h"
 
 namespace jaxlowbit {
 
-// Microseconds of a multiprocessor that an atom of a strip takes more than one of integers of as many bits, in the order
-// of Codebook: that of the instructions that find the numbers, at any number of rows
-// (docs/measurements/codebooks.md).
+// Additional microseconds per atom and strip on one SM, compared to integers of the same width, in enum order of
+// Codebook. The cost of decoding; independent of m (docs/measurements/codebooks.md).
 inline constexpr double kCodebookAtoms[] = {0, 0.08, 0.06, 0.04, 0.028};
 
-// Microseconds, likewise, that merging the planes of 5 to 7 bits adds to what as many bytes of 8 bits take
+// Likewise for merging the planes of 5 to 7 bits, compared to 8-bit weights of the same size in bytes
 // (docs/measurements/widths_5_to_7.md).
 inline constexpr double kPlanesAtom = 0.027;
 
-// `microscaled`: what the kernel's atom takes in MXFP4 and NVFP4 with bfloat16, instead.
+// `microscaled`: the kernel's own value for MXFP4 and NVFP4 with bfloat16.
 constexpr double NumbersAtom(
     const QuantizedMatmul& problem,
     double microscaled = kCodebookAtoms[static_cast<int>(Codebook::kE2m1)]) {

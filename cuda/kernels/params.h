@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Kernel parameters that every launch fills in the same way.
+// Fills kernel parameters shared by all launches.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ inline UnitParams UnitsOf(const QuantizedMatmul& problem, const Buffers& buffers
   return {buffers.unit, buffers.index, problem.num_weights, problem.epilogue.units};
 }
 
-// The numbers of a table, again and again until every lane of a warp has one; of other codebooks anything.
+// A table codebook's numbers, repeated to fill the lanes of a warp; unspecified for other codebooks.
 inline TableParams TableOf(const QuantizedMatmul& problem, const Buffers& buffers) {
   TableParams table = {};
   if (problem.codebook != Codebook::kTable) return table;
@@ -51,7 +51,7 @@ inline WideDivider WideDivideBy(int64_t divisor) {
                                          static_cast<uint64_t>(divisor)};
 }
 
-// Atoms of k in one group, and groups in one atom; 1 where it would be less.
+// Atoms per group along k, and groups per atom; at least 1.
 inline Divider AtomsPerGroup(const QuantizedMatmul& problem) {
   const int64_t size = problem.group_size, atoms = size / kAtom;
   return DivideBy(size < 0 ? problem.k_blocks() : atoms > 1 ? atoms : 1);

@@ -13,7 +13,7 @@ Encoder encoder = nullptr;
 
 constexpr int64_t kElementBytes = 2;
 
-// Describes an array, the innermost axis first. `axis_strides`: bytes, of all axes but the innermost.
+// Encodes a tensor map; axes are innermost first. `axis_strides`: byte strides of all axes but the innermost.
 template <size_t kAxes>
 cudaError_t Describe(const void* array, ElementType type, const std::array<int64_t, kAxes>& axes,
                      const std::array<int64_t, kAxes - 1>& axis_strides,
@@ -36,9 +36,10 @@ cudaError_t Describe(const void* array, ElementType type, const std::array<int64
 
 }  // namespace
 
-// Asks the runtime, so that the library needs no driver where it only compiles programs.
+// Gets the entry point from the runtime, so the library does not link to libcuda: a machine that only compiles programs
+// has no driver.
 cudaError_t InitializeTensorMaps() {
-  constexpr unsigned kVersion = 12000;  // the CUDA version that brought the encoder
+  constexpr unsigned kVersion = 12000;  // first CUDA version with cuTensorMapEncodeTiled
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,

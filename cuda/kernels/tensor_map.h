@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tensor maps: what TMA (sm_90 and up) has to know of a matrix in global memory.
+// Tensor maps: TMA descriptors of matrices in global memory, sm_90 and up.
 #pragma once
 
 #include <cuda.h>
@@ -12,41 +12,39 @@
 
 namespace jaxlowbit {
 
-// Finds the driver's encoder. Call it once, before the others.
+// Finds cuTensorMapEncodeTiled. Call once, before the other functions.
 cudaError_t InitializeTensorMaps();
 
-// Describes a row-major matrix of bf16 or f16 whose columns, a multiple of 64, are seen as blocks of 64: axes (column
-// in the block, row, block), in tiles of 64 x `tile_rows` x `tile_blocks`. A row of a tile is 128 bytes of shared
-// memory, whose chunk c of 16 bytes lies at c ^ (row % 8), so that eight rows of a column are in different banks.
-// Tiles of one row are not swizzled.
+// Row-major bf16 or f16 matrix as blocks of 64 columns: axes (column in block, row, block), tiles of 64 x `tile_rows` x
+// `tile_blocks`. Requires columns % 64 == 0. A tile row is 128 bytes of shared memory with 128B swizzle: 16-byte chunk
+// c is stored at c ^ (row % 8), so ldmatrix of 8 rows has no bank conflicts. Tiles of one row are not swizzled.
 cudaError_t DescribeMatrix(const void* matrix, ElementType type, int64_t rows, int64_t columns,
                            int tile_rows, int tile_blocks, CUtensorMap* map);
 
-// Describes `batch` row-major matrices with a number of columns that TMA supports: axes (column, row, matrix), in tiles
-// of 64 x `tile_rows` of one matrix, swizzled in the same way.
+// `batch` row-major matrices: axes (column, row, matrix), tiles of 64 x `tile_rows` x 1, swizzled likewise. Requires
+// SupportsTma(columns).
 cudaError_t DescribeMatrices(const void* matrices, ElementType type, int64_t batch, int64_t rows,
                              int64_t columns, int tile_rows, CUtensorMap* map);
 
-// Row-major matrices of bf16 or f16.
+// Batch of row-major bf16 or f16 matrices.
 struct Matrices {
   int64_t batch, blocks, rows, columns;  // blocks: 1, or columns / 64
 };
 
-// Describes matrices in tiles of 64 x `tile_rows` x `tile_blocks`, swizzled in the same way: axes (column, row, block,
-// matrix), where columns are those of a block if there are several, or one block has all.
+// Axes (column in block, row, block, matrix), tiles of 64 x `tile_rows` x `tile_blocks` x 1, swizzled likewise.
 cudaError_t DescribeBlocks(const void* matrices, ElementType type, const Matrices& of,
                            int tile_rows, int tile_blocks, CUtensorMap* map);
 
-// Rows of bytes, multiples of 16.
+// Batch of rows of bytes; a row is a multiple of 16 bytes.
 struct Rows {
   int64_t batch, rows, bytes;
 };
 
-// Describes rows, whatever they hold, in tiles of `tile_rows` of each of `tile_batch`: axes (16 bits, row, batch).
+// Axes (16-bit element, row, batch), tiles of a row x `tile_rows` x `tile_batch`. For any data.
 cudaError_t DescribeRows(const void* data, const Rows& of, int tile_rows, int tile_batch,
                          bool swizzled, CUtensorMap* map);
 
-// Whether rows of this many 16-bit elements begin where TMA can load them.
+// Whether the row stride of this many 16-bit elements is a multiple of 16 bytes, as TMA requires.
 constexpr bool SupportsTma(int64_t columns) { return columns % 8 == 0; }
 
 }  // namespace jaxlowbit

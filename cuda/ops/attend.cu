@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// attend: rotates a query, a key and a value of each sequence, appends to a cache, and attends (attend.h). The kernels
-// are in attend.cuh and attend_splits.cuh.
+// Launches attend (attend.h). The kernels are in attend.cuh and attend_splits.cuh.
 
 #include <algorithm>
 #include <atomic>
@@ -75,18 +74,18 @@ cudaError_t Combine(const Attend& attend, const Params& params, const Device& de
 
 }  // namespace
 
-// Minimizes the sequential work of a CTA's warps, in units: units of slots, one to start, one for the second kernel,
-// and a fraction (below) per split that it adds. One CTA per multiprocessor reads as fast as several, so more of them
-// take proportionally longer.
+// Minimizes the sequential work of a warp, in units of slots: its units, one for the start, one for the second kernel,
+// and a fraction (below) per split that this kernel adds. One CTA per SM saturates bandwidth, so time is proportional
+// to CTAs per SM.
 int AttendSplits(const Attend& attend, const Device& device, int64_t workspace_bytes) {
   if (attend.batch == 0) return 1;
   const Variant variant = Find(attend);
   const int64_t pairs = attend.batch * attend.kv_heads;
   const int64_t units = std::max<int64_t>(CeilDiv(attend.reach, kUnit), 1);
-  const int64_t most = std::min<int64_t>(
+  const int64_t max_splits = std::min<int64_t>(
       {kMaxSplits, CeilDiv(units, variant.warps), workspace_bytes / PartialBytes(attend)});
   int64_t best = 1, least = 0;
-  for (int64_t splits = 1; splits <= std::max<int64_t>(most, 1); ++splits) {
+  for (int64_t splits = 1; splits <= std::max<int64_t>(max_splits, 1); ++splits) {
     const int64_t turns = CeilDiv(units, variant.warps * splits) + 1;
     const int64_t ctas = std::max<int64_t>(pairs * splits, device.num_sms);
     const int64_t cost =
@@ -141,9 +140,9 @@ cudaError_t LaunchAttend(const Attend& attend, void* workspace, int64_t workspac
   params.slots = static_cast<int>(attend.slots);
   params.reach = static_cast<int>(attend.reach);
   params.splits = splits;
-  constexpr int64_t kFarthest = std::numeric_limits<int32_t>::max();
-  params.farthest = static_cast<uint32_t>(
-      attend.window == 0 ? kFarthest : std::min(attend.window - 1, kFarthest));
+  constexpr int64_t kMaxDistance = std::numeric_limits<int32_t>::max();
+  params.max_distance = static_cast<uint32_t>(
+      attend.window == 0 ? kMaxDistance : std::min(attend.window - 1, kMaxDistance));
   params.scale = attend.scale * kLog2E;
   params.aligned = IsAligned(attend.keys) && IsAligned(attend.values);
   const Variant variant = Find(attend);

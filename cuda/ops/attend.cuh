@@ -2,17 +2,16 @@
 //
 // The device code of attend.cu: copies, products and softmax of a warp, and the reductions over warps and CTAs.
 //
-// Bound: memory. Keys and values are read once for all query heads that share them, which are rows of products on
-// tensor cores. A CTA computes one key head and one part of the slots. Each warp processes units of 16 slots
-// independently, with its own ring of copies, running maximum, running sum and accumulators, so the loop has no
-// barrier. Units are assigned round-robin, so that a cache with few slots in use keeps all CTAs busy; units without
-// visible slots are not read. Warps are merged at the end in shared memory, CTAs of a key head in CombineKernel
-// (attend_splits.cuh), both in a fixed order.
+// Bound: memory. The query heads that share a key head are the rows of the mma, so keys and values are read once. A CTA
+// computes one key head and one split of the slots. Each warp processes units of 16 slots independently, with its own
+// ring of copies, running maximum, running sum and accumulators, so the loop has no barrier. Units are assigned
+// round-robin to keep all CTAs busy if few slots are in use; units without visible slots are not read. Warps are merged
+// in shared memory, CTAs of a key head in CombineKernel (attend_splits.cuh), both in a fixed order.
 //
 // Every CTA rotates its queries and the new key in shared memory. The warp whose unit contains the slot to write stores
 // key and value to the cache and to its copy of the unit, so no CTA reads data that another CTA writes.
 //
-//   AttendKernel   Units          which slots the query sees
+//   AttendKernel   Units          masks of visible slots
 //                  CacheCopier    keys and values of a unit to the ring; the new ones to the cache
 //                  NewRows        queries and the new key and value: normalize, rotate, to shared memory
 //                  UnitRing       copies kStages - 1 units ahead
@@ -39,7 +38,8 @@ inline constexpr int kKeyRow = kRows, kValueRow = kRows + 1;  // in shared memor
 inline constexpr int kVector = 8;                             // elements of 16 bytes
 inline constexpr int kLookahead = 32;                         // units per comparison of positions
 inline constexpr int kMaxSplits = 64;
-inline constexpr float kLowest = -1e30f;  // below every score; finite, so differences are not NaN
+inline constexpr float kLowest =
+    -1e30f;  // below all scores; finite, so that differences are not NaN
 
 // The geometry for heads of up to kSize elements.
 template <int kSize>
@@ -53,7 +53,7 @@ struct Shape {
   static constexpr int kNewRows = kRows + 2;  // queries, the new key and the new value
   static constexpr int kSharedBytes = kWarps * kRingBytes + kNewRows * kRowBytes;
   // Fragments of queries stay in shared memory if registers do not suffice.
-  static constexpr bool kHoldsQuery = kSize < 256;
+  static constexpr bool kQueryInRegisters = kSize < 256;
   static constexpr int kChunks = kSize / kVector;     // of a row
   static constexpr int kCopiedRows = 32 / kChunks;    // by one instruction of a warp
   static constexpr int kMergedRow = kSize + kVector;  // floats; the padding avoids bank conflicts
@@ -71,10 +71,10 @@ struct Params {
   void* out;
   float* sums;    // [batch * heads, splits, head_size]; null: one split, results go to out
   float2* stats;  // [batch * heads, splits]: the maximum and the sum of weights
-  int kv_heads, shared, size;  // heads of keys, heads of the query that share one, their elements
+  int kv_heads, shared, size;  // key heads, query heads per key head, head size
   int slots, reach, splits;
   int rounds, odd_units;  // each warp has `rounds` units, the first `odd_units` warps one more
-  uint32_t farthest;      // maximum distance of a visible position before the query
+  uint32_t max_distance;  // maximum distance of a visible position before the query
   float scale;            // times log2(e)
   float epsilon;
   bool neighbours;  // pairs of the rotation
@@ -117,23 +117,23 @@ __device__ inline void CopyElements(uint32_t shared, const uint16_t* from, bool 
   StoreShared16(shared, make_uint4(words[0], words[1], words[2], words[3]));
 }
 
-__device__ inline float MaxOfQuad(float value) {
+__device__ inline float QuadMax(float value) {
   value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
   return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
 }
-__device__ inline float SumOfQuad(float value) {
+__device__ inline float QuadSum(float value) {
   value += __shfl_xor_sync(~0u, value, 1);
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
-// The units of a warp: every `workers`th from `worker` on. Next returns units with slots that the query sees.
+// Iterates over the units of a warp (every `workers`th from `worker` on) that have visible slots.
 class Units {
  public:
   __device__ Units(const Params& p, int element, int worker, int workers)
       : positions_(p.positions + static_cast<int64_t>(element) * p.slots),
         position_(p.position[element]),
         reach_(p.reach),
-        farthest_(p.farthest),
+        max_distance_(p.max_distance),
         lane_(threadIdx.x % 32),
         worker_(worker),
         workers_(workers),
@@ -142,9 +142,9 @@ class Units {
   __device__ int count() const { return count_; }
   __device__ int SlotOf(int number) const { return (worker_ + number * workers_) * kUnit; }
 
-  // Returns false if no unit is left, else sets its number and a mask of its slots that the query sees. The first unit
-  // is always unit 0, even if the query sees none of its slots.
-  __device__ bool Next(int* number, uint32_t* seen) {
+  // Returns false at the end, else sets the unit's number and the mask of its visible slots. Unit 0 is always returned
+  // first, even if none of its slots is visible.
+  __device__ bool Next(int* number, uint32_t* mask) {
     while (left_ == 0) {
       if (next_ >= count_) return false;
       Look();
@@ -152,14 +152,14 @@ class Units {
     const int at = __ffs(static_cast<int>(left_)) - 1;
     left_ &= left_ - 1;
     *number = next_ - kLookahead + at;
-    *seen = __shfl_sync(~0u, seen_, at);
+    *mask = __shfl_sync(~0u, mask_, at);
     return true;
   }
 
-  // Compares the positions of the next units: lane i keeps the mask of the i-th. Call once before the first Next.
+  // Computes the masks of the next kLookahead units; lane i keeps the mask of unit i. Call once before the first Next.
   __device__ void Look() {
     constexpr int kLoads = 8;  // at a time, of two units each
-    seen_ = 0;
+    mask_ = 0;
 #pragma unroll 1
     for (int first = 0; first < kLookahead && next_ + first < count_; first += 2 * kLoads) {
       int held[kLoads];
@@ -172,25 +172,25 @@ class Units {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const uint32_t distance = static_cast<uint32_t>(position_) - held[i];  // wraps if beyond
-        const uint32_t two = __ballot_sync(~0u, held[i] >= 0 && distance <= farthest_);
-        if (lane_ / 2 == first / 2 + i) seen_ = lane_ % 2 == 0 ? two & 0xffff : two >> 16;
+        const uint32_t two = __ballot_sync(~0u, held[i] >= 0 && distance <= max_distance_);
+        if (lane_ / 2 == first / 2 + i) mask_ = lane_ % 2 == 0 ? two & 0xffff : two >> 16;
       }
     }
-    left_ = __ballot_sync(~0u, seen_ != 0) | (next_ == 0 ? 1 : 0);
+    left_ = __ballot_sync(~0u, mask_ != 0) | (next_ == 0 ? 1 : 0);
     next_ += kLookahead;
   }
 
  private:
   const int32_t* positions_;
   int position_, reach_;
-  uint32_t farthest_;
+  uint32_t max_distance_;
   int lane_, worker_, workers_, count_;
-  int next_ = 0;  // the first unit that was not compared
-  uint32_t seen_ = 0, left_ = 0;
+  int next_ = 0;  // first unit without a mask
+  uint32_t mask_ = 0, left_ = 0;
 };
 
-// Keys and values of the CTA's key head, from the cache to this warp's ring. A lane copies the same columns of several
-// rows.
+// Copies keys and values of the CTA's key head from the cache to this warp's ring. A lane copies the same columns of
+// several rows.
 template <int kSize>
 class CacheCopier {
  public:
@@ -250,11 +250,11 @@ class CacheCopier {
     __syncwarp();
   }
 
-  // Zeroes the values of slots that are not seen: their weights are zeros, and zero times NaN would be NaN.
-  __device__ void ZeroUnseen(uint32_t unit, uint32_t seen) const {
+  // Zeroes the values of masked slots: their weights are 0, but 0 * NaN would be NaN.
+  __device__ void ZeroMasked(uint32_t unit, uint32_t mask) const {
 #pragma unroll
     for (int row = first_row_; row < first_row_ + kUnit; row += S::kCopiedRows) {
-      if ((seen >> row & 1) == 0) {
+      if ((mask >> row & 1) == 0) {
         StoreShared16(unit + S::kUnitBytes + S::Place(row, chunk_), make_uint4(0, 0, 0, 0));
       }
     }
@@ -382,21 +382,21 @@ class UnitRing {
   // Starts copying the next unit, if there is one, to `stage`.
   __device__ void Produce(int stage) {
     int number;
-    uint32_t seen;
-    if (units_.Next(&number, &seen)) {
+    uint32_t mask;
+    if (units_.Next(&number, &mask)) {
       if (number > 0) cache_.Copy(stage, units_.SlotOf(number));
-      if (Lane() == stage) seen_of_stage_ = seen;
+      if (Lane() == stage) mask_of_stage_ = mask;
       if (number == written_) written_stage_ = stage;
       ++produced_;
     }
     CommitCopies();
   }
 
-  // A mask of the slots that the query sees in the unit in `stage`.
-  __device__ uint32_t Seen(int stage) const { return __shfl_sync(~0u, seen_of_stage_, stage); }
+  // The mask of the visible slots of the unit in `stage`.
+  __device__ uint32_t Mask(int stage) const { return __shfl_sync(~0u, mask_of_stage_, stage); }
 
-  // Whether `stage` has the unit with the slot to write; true once.
-  __device__ bool TakeWritten(int stage) {
+  // Returns whether `stage` contains the unit with the slot to write, and resets it: true only once.
+  __device__ bool ConsumeWritten(int stage) {
     const bool has_written = stage == written_stage_;
     if (has_written) written_stage_ = -1;
     return has_written;
@@ -406,12 +406,12 @@ class UnitRing {
   const CacheCopier<kSize>& cache_;
   Units& units_;
   const int written_;
-  uint32_t seen_of_stage_ = 0;  // in lane i: the mask of stage i
+  uint32_t mask_of_stage_ = 0;  // in lane i: the mask of stage i
   int written_stage_ = -1;      // the stage with the slot to write
   int produced_ = 0;
 };
 
-// A warp's running softmax and weighted sums. kWide: more than 8 heads share keys.
+// Online softmax and weighted sums of a warp. kWide: more than 8 query heads per key head.
 template <typename T, int kSize, bool kWide>
 class WarpAttention {
  public:
@@ -423,7 +423,7 @@ class WarpAttention {
     matrix_ = lane / 8;
     value_row_ = matrix_ % 2 * 8 + lane % 8;
     key_row_ = matrix_ / 2 * 8 + lane % 8;
-    if constexpr (S::kHoldsQuery) {
+    if constexpr (S::kQueryInRegisters) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) LoadQuery(step, query_[step]);
     }
@@ -431,22 +431,22 @@ class WarpAttention {
     for (int half = 0; half < kHalves; ++half) top_[half] = kLowest, total_[half] = 0;
   }
 
-  // Adds the values of the unit at `unit`. `seen`: a mask of the slots that the query sees.
-  __device__ void Add(uint32_t unit, uint32_t seen) {
+  // Adds the values of the unit at `unit`. `mask`: its visible slots.
+  __device__ void Add(uint32_t unit, uint32_t mask) {
     float scores[2][4] = {};  // of slots 8 * j + 2 * t + {0, 1}
     MultiplyKeys(unit, scores);
     uint32_t weights[4] = {};
-    Weigh(seen, scores, weights);
+    OnlineSoftmax(mask, scores, weights);
     AddValues(unit + S::kUnitBytes, weights);
   }
 
   // Stores the warp's maxima, totals and sums to shared memory, each as [warp, row].
-  __device__ void Leave(int shared_heads, float* merged, float* tops, float* totals) const {
+  __device__ void StorePartial(int shared_heads, float* merged, float* tops, float* totals) const {
     const int warp = Warp(), g = Lane() / 4, t = Lane() % 4;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       const int row = g + 8 * half;
-      const float sum = SumOfQuad(total_[half]);
+      const float sum = QuadSum(total_[half]);
       if (row >= shared_heads) continue;
       const int own = warp * kRows + row;
       if (t == 0) tops[own] = top_[half], totals[own] = sum;
@@ -471,26 +471,27 @@ class WarpAttention {
     for (int step = 0; step < kSteps; ++step) {
       uint32_t b[4];
       LoadMatrices(b, keys + S::Place(key_row_, 2 * step + matrix_ % 2));
-      if constexpr (!S::kHoldsQuery) LoadQuery(step, query_[0]);
-      const uint32_t (&a)[4] = query_[S::kHoldsQuery ? step : 0];
+      if constexpr (!S::kQueryInRegisters) LoadQuery(step, query_[0]);
+      const uint32_t (&a)[4] = query_[S::kQueryInRegisters ? step : 0];
       Mma<T>(scores[0], a, b[0], b[1]);
       Mma<T>(scores[1], a, b[2], b[3]);
     }
   }
 
   // Converts scores to weights, as a fragment, and rescales the sums to the new maximum.
-  __device__ void Weigh(uint32_t seen, const float (&scores)[2][4], uint32_t (&weights)[4]) {
+  __device__ void OnlineSoftmax(uint32_t mask, const float (&scores)[2][4],
+                                uint32_t (&weights)[4]) {
     const int t = Lane() % 4;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       float highest = top_[half], weight[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const bool sees = seen >> (j / 2 * 8 + 2 * t + j % 2) & 1;
-        weight[j] = sees ? scores[j / 2][2 * half + j % 2] * scale_ : -INFINITY;
+        const bool visible = mask >> (j / 2 * 8 + 2 * t + j % 2) & 1;
+        weight[j] = visible ? scores[j / 2][2 * half + j % 2] * scale_ : -INFINITY;
         highest = fmaxf(highest, weight[j]);
       }
-      highest = MaxOfQuad(highest);
+      highest = QuadMax(highest);
       const float factor = Exp2(top_[half] - highest);
       top_[half] = highest;
       total_[half] *= factor;
@@ -523,7 +524,7 @@ class WarpAttention {
   const uint32_t new_rows_;
   // A lane's matrix for ldmatrix, and its rows: of queries and values, and of keys.
   int matrix_, value_row_, key_row_;
-  uint32_t query_[S::kHoldsQuery ? kSteps : 1][4];
+  uint32_t query_[S::kQueryInRegisters ? kSteps : 1][4];
   float top_[kHalves], total_[kHalves], sums_[2 * kSteps][4] = {};
 };
 
@@ -545,7 +546,7 @@ __device__ void StoreSums(const Params& p, const float* merged, const float* top
     }
     const int64_t head = FirstHead(p) + row;
     const int64_t part = head * p.splits + Split();
-    const float whole = sum == 0 ? 0 : 1 / sum;  // a query that sees nothing: sums are zeros
+    const float whole = sum == 0 ? 0 : 1 / sum;  // 0 without visible slots
     for (int column = lane; column < p.size; column += 32) {
       float value = 0;
 #pragma unroll
@@ -576,18 +577,18 @@ __device__ void AttendToUnits(const CacheCopier<kSize>& cache, UnitRing<kSize>& 
     if (i < 0) continue;
     WaitCopies<S::kStages - 1>();
     __syncwarp();  // the copies of all lanes have arrived
-    const uint32_t seen = ring.Seen(stage), unit = cache.Stage(stage);
-    const bool has_written = ring.TakeWritten(stage);
+    const uint32_t mask = ring.Mask(stage), unit = cache.Stage(stage);
+    const bool has_written = ring.ConsumeWritten(stage);
     stage = stage + 1 == S::kStages ? 0 : stage + 1;
     if (has_written) cache.Insert(unit, slot, new_rows);
-    if (seen == 0) continue;
-    if (seen != 0xffff) cache.ZeroUnseen(unit, seen);
-    attention.Add(unit, seen);
+    if (mask == 0) continue;
+    if (mask != 0xffff) cache.ZeroMasked(unit, mask);
+    attention.Add(unit, mask);
     __syncwarp();  // the stage has been read
   }
 }
 
-// kSize: elements of a head, padded with zeros from params.size on. kWide: more than 8 heads share keys.
+// kSize: head size, padded with zeros beyond params.size. kWide: more than 8 query heads per key head.
 template <typename T, int kSize, bool kWide>
 __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Params p) {
   using S = Shape<kSize>;
@@ -622,7 +623,7 @@ __global__ void __launch_bounds__(Shape<kSize>::kThreads) AttendKernel(const Par
   auto* merged = reinterpret_cast<float*>(ring);             // [warp, row, kMergedRow]
   float* tops = merged + S::kWarps * kRows * S::kMergedRow;  // [warp, row]
   float* totals = tops + S::kWarps * kRows;
-  attention.Leave(p.shared, merged, tops, totals);
+  attention.StorePartial(p.shared, merged, tops, totals);
   __syncthreads();
   StoreSums<T, kSize>(p, merged, tops, totals);
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The second kernel of attend.cu: adds the sums of a key head's CTAs from the workspace, one per split of the slots, in
-// a fixed order.
+// The second kernel of attend.cu: combines the partial sums of the splits from the workspace, in a fixed order.
 #pragma once
 
 #include "cuda/ops/attend.cuh"
@@ -11,10 +10,10 @@ namespace jaxlowbit::attend {
 inline constexpr int kCombineThreads = 128;
 inline constexpr int kCombineWarps = kCombineThreads / 32;
 inline constexpr int kCombineColumns = 128;  // of a CTA: a vector of 4 for each lane
-inline constexpr int kHeld = 8;              // splits that a warp of CombineKernel loads at a time
+inline constexpr int kHeld = 8;              // splits that a warp loads at a time
 
-// Computes the factor of each split from its maximum, and returns the total of all weights. Lane i has the factors of
-// splits i and i + 32.
+// Computes the factor of each split from its maximum and returns the total weight. Lane i has the factors of splits i
+// and i + 32.
 __device__ inline float FactorsOf(const float2* stats, int splits,
                                   float (&factors)[kMaxSplits / 32]) {
   float highest = kLowest, total = 0;

@@ -10,9 +10,9 @@ namespace jaxlowbit {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostCtas = 4096;
+constexpr int64_t kMaxCtas = 4096;
 
-// Bound. Memory; for few bytes, the launch.
+// Bound: memory; for small copies, the launch.
 template <typename Unit>
 __global__ void __launch_bounds__(kThreads) CopyKernel(const Unit* from, Unit* to, int64_t count) {
   const int64_t step = int64_t{gridDim.x} * kThreads;
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) CopyKernel(const Unit* from, Unit* t
 template <typename Unit>
 cudaError_t Launch(const void* from, void* to, int64_t bytes, cudaStream_t stream) {
   const int64_t count = bytes / static_cast<int64_t>(sizeof(Unit));
-  const LaunchConfig launch(std::min(CeilDiv(count, kThreads), kMostCtas), kThreads, 0, stream);
+  const LaunchConfig launch(std::min(CeilDiv(count, kThreads), kMaxCtas), kThreads, 0, stream);
   return cudaLaunchKernelEx(&launch.config, CopyKernel<Unit>, static_cast<const Unit*>(from),
                             static_cast<Unit*>(to), count);
 }

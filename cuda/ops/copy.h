@@ -11,7 +11,7 @@ namespace jaxlowbit {
 
 cudaError_t PrepareCopy();
 
-// Enqueues a copy of `bytes` between buffers that begin anywhere and do not overlap.
+// Enqueues a copy of `bytes` between buffers of any alignment that do not overlap.
 cudaError_t LaunchCopy(const void* from, void* to, int64_t bytes, cudaStream_t stream);
 
 }  // namespace jaxlowbit

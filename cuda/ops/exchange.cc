@@ -12,7 +12,7 @@
 namespace jaxlowbit {
 namespace {
 
-// By rank. Never freed: captured graphs hold the addresses.
+// Buffers by rank. Never freed: captured graphs contain the addresses.
 struct Memory {
   std::vector<uint4*> inboxes;
   std::vector<uint32_t*> rounds;
@@ -32,7 +32,7 @@ cudaError_t EnablePeers(const std::vector<int>& devices) {
   return cudaSuccess;
 }
 
-// No round is 0, so zeros are nothing that was sent.
+// Zeros mean "nothing received", since rounds start at 1.
 cudaError_t AllocateZeros(int64_t bytes, void** memory) {
   const cudaError_t error = cudaMalloc(memory, bytes);
   return error == cudaSuccess ? cudaMemset(*memory, 0, bytes) : error;

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The sum of a row over the devices of a group, each of which runs the same kernels in the same order.
+// One-step all-reduce of a row over the devices of a group, which run the same kernels in the same order.
 //
-// Every float travels with the number of its round in one store of 8 bytes, which arrives whole, so that data are their
-// own flag: no fence and no further message (the LL protocol of NCCL). A thread sends what it has, then reads the same
-// columns of the others. A round uses the other half of the inbox than the one before. Half of it is free again for
-// round r + 2 when a device has received anything of round r + 1 from another: that sent it after its kernel of round r
-// had ended.
+// NCCL's LL protocol: each float is sent with its round number in one atomic 8-byte store, so the data are their own
+// flag, and no fence is needed. A thread sends its columns to all peers, then reads the same columns of the peers.
+// Rounds alternate between two halves of the inbox. A device may send round r + 2 to a peer after receiving anything of
+// round r + 1 from it: that peer's kernel of round r has ended, so it has read the half.
 //
-// A device waits as long as another one takes to get there, as in any collective operation.
+// Like any collective, this waits for the slowest device.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +16,7 @@
 
 namespace jaxlowbit {
 
-// Where `from` puts two consecutive columns, as two pairs of a float and a round.
+// Inbox position of two consecutive columns from rank `from`: two pairs of float and round.
 __device__ inline int64_t InboxPlace(const Exchange& e, int64_t row, uint32_t round, int from,
                                      int64_t column) {
   return ((row * 2 + round % 2) * e.parts + from) * (e.columns / 2) + column / 2;
@@ -33,7 +32,7 @@ __device__ inline void Send(uint4* place, float a, float b, uint32_t round) {
                : "memory");
 }
 
-// Waits for both.
+// Waits for both columns of this round.
 __device__ inline float2 Receive(const uint4* place, uint32_t round) {
   uint64_t a, b;
   do {
@@ -57,7 +56,7 @@ __device__ void SendColumns(const Exchange& e, int64_t row, uint32_t round, int6
   }
 }
 
-// Replaces them by their sums over all devices, added by rank, so that all devices have the same bits.
+// Replaces columns by their sums over all devices, in rank order, so that all devices get the same bits.
 template <int kColumns>
 __device__ void AddColumns(const Exchange& e, int64_t row, uint32_t round, int64_t column,
                            float (&values)[kColumns]) {

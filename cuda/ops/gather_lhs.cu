@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// gather_lhs: gathered[row, c] = lhs[row, permutation[c]], for weights whose rows are stored in a permuted order. It
-// runs in front of the product, whose weights are loaded meanwhile. The permutation does not depend on the previous
-// kernel, so each thread loads that of its columns before the wait, and keeps it for all its rows.
+// gather_lhs: gathered[row, c] = lhs[row, permutation[c]], for weights whose rows are stored in a permuted order. Runs
+// before the product, which loads its weights meanwhile. The permutation does not depend on the previous kernel, so
+// each thread loads its part before the PDL wait and reuses it for all rows.
 //
-// GatherColumnsKernel takes few elements. Bound: latency, of an element of lhs and of a store.
-// GatherRowsKernel takes more. Bound: memory, so rows are read whole, to shared memory, and columns are looked up
-// there: from global memory that would be a transaction for every 2 bytes.
+// GatherColumnsKernel is for small lhs. Bound: latency of one load and one store. GatherRowsKernel is for large lhs.
+// Bound: memory. Copies whole rows to shared memory and gathers there; gathering from global memory would need one
+// transaction per 2 bytes.
 
 #include <algorithm>
 
@@ -20,18 +20,19 @@
 namespace jaxlowbit {
 namespace {
 
-constexpr int kElements = 8;               // of a vector, which is stored as 16 bytes
-constexpr int64_t kFewElements = 1 << 18;  // the most of lhs for GatherColumnsKernel
+constexpr int kElements = 8;  // per 16-byte vector
+constexpr int64_t kMaxColumnsKernelElements =
+    1 << 18;  // maximum elements of lhs for GatherColumnsKernel
 
 constexpr int kColumnThreads = 128;
 constexpr int kColumnCtasPerSm = 8;
 
 constexpr int kRowThreads = 512;
 constexpr int kRowCtasPerSm = 2;
-constexpr int kRowBuffers = 2;   // one is read while the next row is loaded
-constexpr int kMostVectors = 8;  // of a thread
+constexpr int kRowBuffers = 2;        // one is read while the next row is loaded
+constexpr int kMaxThreadVectors = 8;  // per thread
 
-// kCount: elements of a vector; it divides k, so that rows begin with a vector. `part`: columns of a permuted part.
+// kCount: elements per vector, a divisor of k. `part`: columns of a permuted part.
 template <int kCount>
 __global__ void __launch_bounds__(kColumnThreads)
     GatherColumnsKernel(const uint16_t* lhs, const int32_t* permutation, uint16_t* gathered,
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kColumnThreads)
   }
 }
 
-// kVectors: vectors of a thread; k is a multiple of a vector's elements.
+// kVectors: vectors per thread. Requires k % kElements == 0.
 template <int kVectors>
 __global__ void __launch_bounds__(kRowThreads)
     GatherRowsKernel(const uint16_t* lhs, const int32_t* permutation, uint16_t* gathered,
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
     copy(row + gridDim.y, buffer ^ 1);
     WaitCopies<1>();
-    __syncthreads();  // all of the row is there
+    __syncthreads();  // the row has arrived
     const uint16_t* from = buffers + buffer * k;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kRowThreads)
       for (int i = 0; i < kElements; ++i) values.at[i] = from[columns[v][i]];
       reinterpret_cast<Vector<uint16_t, kElements>*>(gathered + row * k)[vector] = values;
     }
-    __syncthreads();  // and has been read
+    __syncthreads();  // the row has been read
     buffer ^= 1;
   }
 }
@@ -103,10 +104,10 @@ KernelFunction FindRows(int vectors) {
   return vectors == 1   ? GatherRowsKernel<1>
          : vectors == 2 ? GatherRowsKernel<2>
          : vectors == 4 ? GatherRowsKernel<4>
-                        : GatherRowsKernel<kMostVectors>;
+                        : GatherRowsKernel<kMaxThreadVectors>;
 }
 
-int MostSharedBytes(const Device& device) {
+int MaxSharedBytes(const Device& device) {
   return device.shared_bytes_per_sm - kReservedSharedBytes;
 }
 
@@ -120,27 +121,29 @@ cudaError_t Launch(const LaunchConfig& launch, KernelFunction kernel,
                             static_cast<int>(problem.k / problem.permuted_parts));
 }
 
-// Launches without PDL, here and below: a kernel before the call may have written the permutation, or the weights that
-// the product, under PDL, does not wait for.
+// Here and below, launched without PDL: a kernel before the call may have written the permutation, or the weights,
+// which the product loads without waiting.
 template <int kCount>
 cudaError_t LaunchColumns(const QuantizedMatmul& problem, const Buffers& buffers,
                           const Device& device, cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.m;
   const int64_t ctas_per_row = CeilDiv(problem.k / kCount, kColumnThreads);
-  const int64_t most = CeilDiv(device.num_sms * kColumnCtasPerSm, ctas_per_row);  // below 65536
-  const dim3 grid(static_cast<unsigned>(ctas_per_row), static_cast<unsigned>(std::min(rows, most)));
+  const int64_t max_ctas = CeilDiv(device.num_sms * kColumnCtasPerSm, ctas_per_row);  // below 65536
+  const dim3 grid(static_cast<unsigned>(ctas_per_row),
+                  static_cast<unsigned>(std::min(rows, max_ctas)));
   const LaunchConfig launch(grid, kColumnThreads, 0, stream);
   return Launch(launch, GatherColumnsKernel<kCount>, problem, buffers);
 }
 
-// A CTA reads whole rows, so it gathers as many of their columns as leave work for all multiprocessors.
+// A CTA reads whole rows but gathers only some of their columns if there are too few rows for all SMs.
 cudaError_t LaunchRows(const QuantizedMatmul& problem, const Buffers& buffers, const Device& device,
                        cudaStream_t stream) {
   const int64_t rows = problem.batch * problem.m;
   const int64_t ctas = device.num_sms * kRowCtasPerSm;
   int vectors = 1;
   const auto ctas_per_row = [&] { return CeilDiv(problem.k / kElements, vectors * kRowThreads); };
-  while (vectors < kMostVectors && ctas_per_row() > 1 && ctas_per_row() * rows > ctas) vectors *= 2;
+  while (vectors < kMaxThreadVectors && ctas_per_row() > 1 && ctas_per_row() * rows > ctas)
+    vectors *= 2;
   const dim3 grid(static_cast<unsigned>(ctas_per_row()),
                   static_cast<unsigned>(std::min(rows, CeilDiv(ctas, ctas_per_row()))));
   const LaunchConfig launch(grid, kRowThreads, RowBytes(problem), stream);
@@ -155,11 +158,11 @@ cudaError_t PrepareGatherLhs(const Device& device) {
     const cudaError_t error = PreferSharedMemory(kernel);
     if (error != cudaSuccess) return error;
   }
-  for (int vectors : {1, 2, 4, kMostVectors}) {
+  for (int vectors : {1, 2, 4, kMaxThreadVectors}) {
     const void* kernel = reinterpret_cast<const void*>(FindRows(vectors));
     cudaError_t error = PreferSharedMemory(kernel);
     if (error == cudaSuccess) {
-      error = AllowSharedMemory(kernel, MostSharedBytes(device));
+      error = AllowSharedMemory(kernel, MaxSharedBytes(device));
     }
     if (error != cudaSuccess) return error;
   }
@@ -169,9 +172,10 @@ cudaError_t PrepareGatherLhs(const Device& device) {
 cudaError_t LaunchGatherLhs(const QuantizedMatmul& problem, const Buffers& buffers,
                             const Device& device, cudaStream_t stream) {
   const bool vectors = problem.k % kElements == 0 && IsAligned(buffers.permutation);
-  const bool few = problem.batch * problem.m * problem.k <= kFewElements || !IsAligned(buffers.lhs);
+  const bool small =
+      problem.batch * problem.m * problem.k <= kMaxColumnsKernelElements || !IsAligned(buffers.lhs);
   const auto launch = !vectors ? LaunchColumns<1>
-                      : few || RowBytes(problem) > MostSharedBytes(device)
+                      : small || RowBytes(problem) > MaxSharedBytes(device)
                           ? LaunchColumns<kElements>
                           : LaunchRows;
   return launch(problem, buffers, device, stream);

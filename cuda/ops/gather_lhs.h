@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Puts the columns of lhs in the order of a weight's stored rows.
+// Permutes the columns of lhs to the order of a weight's stored rows.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@ namespace jaxlowbit {
 
 cudaError_t PrepareGatherLhs(const Device& device);
 
-// Enqueues buffers.gathered = the permuted columns of lhs. `problem` has permuted parts and is not transposed.
+// Enqueues buffers.gathered = permuted lhs. Requires permuted parts and a product that is not transposed.
 cudaError_t LaunchGatherLhs(const QuantizedMatmul& problem, const Buffers& buffers,
                             const Device& device, cudaStream_t stream);
 

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A head's row, spread over a warp: normalized and rotated as pairs of elements (attend.h).
+// A row of a head, distributed over a warp: RMSNorm and rotation (attend.h).
 #pragma once
 
 namespace jaxlowbit {
 
-// Where a lane's pairs of a head lie: those of number lane, lane + 32, ...
+// Columns of a lane's pairs of elements: pairs lane, lane + 32, ...
 template <int kSize>
 struct Pairs {
   static constexpr int kCount = kSize / 64;
-  int half;  // of the head
+  int half;  // half of the head size
   bool neighbours;
 
   __device__ int Number(int i) const { return 32 * i + static_cast<int>(threadIdx.x) % 32; }
@@ -32,12 +32,11 @@ struct Angles {
   }
 };
 
-// A row of a head, spread over a warp. Everything is loaded first, without a branch between loads, so that a warp waits
-// for memory once.
+// Loads everything first, without branches between loads, so that a warp waits for memory once.
 template <typename T, int kSize>
 class HeadRow {
  public:
-  // norm: null for none
+  // `norm`: null for no RMSNorm.
   __device__ HeadRow(const Pairs<kSize>& pairs, const T* row, const float* norm)
       : pairs_(pairs), normalizes_(norm != nullptr) {
 #pragma unroll
@@ -53,7 +52,7 @@ class HeadRow {
     }
   }
 
-  // After this the elements can be used.
+  // Converts the loaded bits to float32. Call first.
   __device__ void Widen() {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// quantize_rows: of each row, scale = max(largest magnitude / most, 2^-126) and values = round(x / scale), with most =
-// 127 for int8 and 448 for e4m3, to the nearest, ties to even; x is floats, or floats / factor. A row of zeros has the
-// scale 1, one with a NaN or an infinity the scale NaN and the values 0 (jaxlowbit/_core/activations.py).
+// quantize_rows: per row, scale = max(max|x| / max_value, 2^-126) and values = round(x / scale), ties to even, where x
+// is floats or floats / factor and max_value is 127 (int8) or 448 (e4m3). A row of zeros has scale 1; a row with NaN or
+// infinity has scale NaN and values 0 (jaxlowbit/_core/activations.py).
 //
-// Bound. Memory; for few rows, latency: from the start of the kernel to that of the product, which is launched
-// meanwhile. So a row is one CTA, and is kept in registers between its largest magnitude and its values. A thread has
-// units: the 16 columns whose values it stores as 16 bytes.
+// Bound: memory; for small m, latency until the product starts, which is already launched (PDL). So a CTA processes one
+// row and keeps it in registers between the maximum and the values. A thread has units of 16 columns, whose values are
+// one 16-byte store.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -23,8 +23,8 @@
 namespace jaxlowbit {
 namespace {
 
-constexpr int kColumns = static_cast<int>(kInterleavedColumns);  // of a unit
-constexpr int kMaxUnits = 2;                                     // of a thread, in registers
+constexpr int kColumns = static_cast<int>(kInterleavedColumns);  // per unit
+constexpr int kMaxUnits = 2;                                     // per thread, in registers
 
 template <typename T>
 struct alignas(16) Vector {
@@ -32,8 +32,8 @@ struct alignas(16) Vector {
   T at[kElements];
 };
 
-// Converts kColumns elements from column `first` on; there are zeros beyond the last column. kAligned: rows begin at
-// multiples of 16 bytes, and have whole vectors.
+// Loads and converts kColumns elements from column `first` on, zeros beyond the last column. kAligned: rows begin at
+// multiples of 16 bytes and consist of whole vectors.
 template <bool kAligned, typename T>
 __device__ void LoadFloats(const T* row, int first, int columns, float (&x)[kColumns]) {
   if constexpr (kAligned) {
@@ -53,7 +53,7 @@ __device__ void LoadFloats(const T* row, int first, int columns, float (&x)[kCol
   }
 }
 
-// Bits of magnitudes are in the order of magnitudes, those of NaN last.
+// Maximum of the magnitude bits (MagnitudeBits), which order like magnitudes.
 __device__ uint32_t Largest(uint32_t largest, const float (&x)[kColumns]) {
 #pragma unroll
   for (float value : x) largest = max(largest, MagnitudeBits(value));
@@ -75,11 +75,11 @@ __device__ void StoreWords(const uint32_t (&words)[kCount], uint8_t* to) {
   }
 }
 
-// What rows are rounded to: the kind of values, and whether they are stored as 16 bits, in order, or 8, interleaved.
+// Output format: kind of 8-bit values, stored as bfloat16 in column order (kIsWide) or as bytes, interleaved.
 template <bool kIsFloat8, bool kIsWide>
 struct Rounding {
   static constexpr bool kFloat8 = kIsFloat8, kWide = kIsWide;
-  static constexpr float kMost = kMostValue<kFloat8>;
+  static constexpr float kMax = kMaxValue<kFloat8>;
   static constexpr int kValueBytes = kWide ? 2 : 1;
 };
 
@@ -99,7 +99,7 @@ __device__ void StoreUnit(const float (&x)[kColumns], const Divisor& divisor, ui
       uint32_t pairs[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int column = 2 * i + j;  // stored beside the one 8 columns further
+        const int column = 2 * i + j;  // stored next to column + 8
         pairs[j] = Round<R::kFloat8>(divisor.Quotient(x[column]), divisor.Quotient(x[column + 8]));
       }
       words[i] = finite ? __byte_perm(pairs[0], pairs[1], 0x5410) : 0;
@@ -111,14 +111,14 @@ __device__ void StoreUnit(const float (&x)[kColumns], const Divisor& divisor, ui
 template <class R>
 constexpr int kUnitBytes = kColumns * R::kValueBytes;
 
-// CTAs that a multiprocessor has threads for: two on Hopper, the only architecture that runs them.
+// Two CTAs fit an SM of Hopper, the only architecture that runs these kernels.
 #if __CUDA_ARCH__ == 900
 constexpr int kCtasPerSm = 2;
 #else
 constexpr int kCtasPerSm = 1;
 #endif
 
-// kUnits: units of a thread, in registers, which for one unit are few enough for all threads of a multiprocessor.
+// kUnits: units per thread, in registers. With one unit, registers allow full occupancy.
 template <typename T, class R, int kUnits>
 __global__ void __launch_bounds__(kMaxThreads, kUnits == 1 ? kCtasPerSm : 1)
     QuantizeRowsKernel(const T* floats, const float*, uint8_t* values, float* scale, int columns,
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kMaxThreads, kUnits == 1 ? kCtasPerSm : 1)
     LoadFloats<true>(floats, unit * kColumns, columns, x[i]);
     largest = Largest(largest, x[i]);
   }
-  const Divisor divisor(LargestOfBlock(largest), R::kMost);
+  const Divisor divisor(BlockMax(largest), R::kMax);
   if (!early) LaunchDependents();
   if (threadIdx.x == 0) scale[row] = divisor.scale;
 #pragma unroll
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kMaxThreads, kUnits == 1 ? kCtasPerSm : 1)
   }
 }
 
-// What is rounded of a unit.
+// Loads the inputs of a unit: floats, or floats / factor.
 template <bool kAligned, typename T>
 __device__ void LoadUnit(const T* row, const float* factor, int unit, int columns,
                          float (&x)[kColumns]) {
@@ -163,7 +163,7 @@ __device__ void LoadUnit(const T* row, const float* factor, int unit, int column
   }
 }
 
-// Reads rows twice: those longer than registers hold, those that are not aligned, and those that are divided.
+// Reads rows twice, for rows that are too long for registers, unaligned, or divided by factors.
 template <typename T, class R, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads)
     QuantizeLongRowsKernel(const T* floats, const float* factor, uint8_t* values, float* scale,
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     LoadUnit<kAligned>(floats, factor, unit, columns, x);
     largest = Largest(largest, x);
   }
-  const Divisor divisor(LargestOfBlock(largest), R::kMost);
+  const Divisor divisor(BlockMax(largest), R::kMax);
   if (!early) LaunchDependents();
   if (threadIdx.x == 0) scale[row] = divisor.scale;
   for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 template <typename T>
 using KernelFunction = decltype(&QuantizeRowsKernel<T, Rounding<true, true>, 1>);
 
-// `once`: whether rows may be read once, if registers hold them.
+// `once`: rows may be read once if they fit the registers.
 template <typename T, class R>
 KernelFunction<T> Find(int64_t units, bool aligned, bool once) {
   if (!aligned) return QuantizeLongRowsKernel<T, R, false>;
@@ -214,13 +214,13 @@ cudaError_t Launch(const QuantizeRows& problem, cudaStream_t stream) {
                        IsAligned(problem.values) && problem.columns % Vector<T>::kElements == 0;
   const bool once = problem.factor == nullptr;
   const auto kernel = Find<T>(problem.to == ElementType::kE4m3, problem.wide, units, aligned, once);
-  // Threads have equal numbers of units, but for the last warps.
+  // All threads have the same number of units, except in the last warps.
   const int threads =
       static_cast<int>(CeilDiv(CeilDiv(units, CeilDiv(units, kMaxThreads)), 32)) * 32;
-  constexpr int64_t kMostCtas = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMaxCtas = std::numeric_limits<int32_t>::max();
   cudaError_t error = cudaSuccess;
-  for (int64_t row = 0; row < problem.rows && error == cudaSuccess; row += kMostCtas) {
-    const LaunchConfig launch(std::min(problem.rows - row, kMostCtas), threads, 0, stream,
+  for (int64_t row = 0; row < problem.rows && error == cudaSuccess; row += kMaxCtas) {
+    const LaunchConfig launch(std::min(problem.rows - row, kMaxCtas), threads, 0, stream,
                               problem.pdl);
     error = cudaLaunchKernelEx(
         &launch.config, kernel, static_cast<const T*>(problem.floats) + row * problem.columns,

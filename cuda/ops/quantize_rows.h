@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Rounds rows of floats, tokens, to values of 8 bits for the product that follows.
+// Quantizes rows (tokens) to 8 bits for the following product.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,7 +11,7 @@
 
 namespace jaxlowbit {
 
-// Columns that are interleaved (Buffers in problem.h), up to a multiple of which rows of values are padded.
+// Columns per interleaved block (Buffers in problem.h); rows of values are padded to a multiple.
 inline constexpr int64_t kInterleavedColumns = 16;
 
 struct QuantizeRows {
@@ -19,21 +19,21 @@ struct QuantizeRows {
   ElementType to;    // kInt8 or kE4m3
   int64_t rows, columns;
   const void* floats;   // [rows, columns]
-  const float* factor;  // [columns], by which columns are divided first; null for none
+  const float* factor;  // [columns], divides the columns first; null for none
   void* values;         // [rows, padded columns], interleaved; wide, bfloat16 in order
   float* scale;         // [rows]
-  // The previous kernel in the stream belongs to the same call. (Another one may have written weights, for which the
-  // product that follows does not wait.)
+  // Requires that the previous kernel in the stream belongs to the same call: a kernel before the call may have written
+  // weights, which the following product loads without waiting.
   bool pdl = false;
-  // The product starts with the rounding, not when rows have been read. The loads of its weights then delay those of
-  // rows, which costs more than it gains where the first stages hold most of the weights: in 4 bits.
+  // The product may start with this kernel instead of after its loads. Its weight loads then delay the loads of rows,
+  // which is slower with 4-bit weights, whose first stages are most of the weights.
   bool early = false;
   bool wide = false;
 };
 
 cudaError_t PrepareQuantizeRows();
 
-// Enqueues the rounding, in front of a product that uses PDL.
+// Enqueues the quantization, before a product that uses PDL.
 cudaError_t LaunchQuantizeRows(const QuantizeRows& problem, cudaStream_t stream);
 
 }  // namespace jaxlowbit

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// reduce_splits: out[i, n] = epilogue of the sum over s of workspace[s, i, n], s in order: the float32 partial sums
-// that split-K left. Rows of the workspace are padded to whole atoms; in a gated product a row holds the gate, then up.
+// reduce_splits: out[i, n] = epilogue(sum over s of workspace[s, i, n]), in order of s: the float32 partial sums of
+// split-K. Rows of the workspace are padded to whole atoms; gated rows contain the gate, then up.
 //
-// Bound. 4 * split_k bytes are read per output, most of them from L2, where the previous kernel left them.
+// Bound: reads 4 * split_k bytes per output, mostly from L2.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// Loads all partial sums first, so that one latency covers them, and adds them in order.
+// Loads all partial sums first, to overlap their latencies, then adds them in order.
 __device__ float SumOf(const float* first, int64_t step, int split_k) {
   float partial[kMaxSplitK];
 #pragma unroll
@@ -33,7 +33,7 @@ __device__ float SumOf(const float* first, int64_t step, int split_k) {
   return sum;
 }
 
-// T: the type of lhs; Out: the type of out. `m`: rows of a batch element.
+// T: type of lhs; Out: type of out. `m`: rows per batch element.
 template <typename T, typename Out>
 __global__ void __launch_bounds__(kThreads)
     ReduceSplitsKernel(const float* workspace, Out* out, int64_t rows, int64_t m, int64_t n,
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t row = i / n_padded, column = i % n_padded;
   if (row >= rows || column >= n) return;
-  // Of weights. A division later would be a call with all partial sums in registers.
+  // Position of the weight. Divided here, since a later division, a function call, would spill the partial sums.
   const int64_t product = !e.any ? 0 : e.gated ? row / m * 2 : row / m;
   WaitForPreviousKernels();
   const int64_t row_size = e.gated ? 2 * n_padded : n_padded;

@@ -12,8 +12,8 @@ namespace jaxlowbit {
 
 cudaError_t PrepareReduceSplits();
 
-// Enqueues out[batch * m, columns] = the epilogue of the sum over the splits of
-// workspace[splits, batch * m, weights_per_element * (columns padded to atoms)].
+// Enqueues out[batch * m, columns] = epilogue(sum over splits of the workspace), where the workspace is
+// [splits, batch * m, weights_per_element * (columns padded to atoms)].
 cudaError_t LaunchReduceSplits(const QuantizedMatmul& problem, const Buffers& buffers, int split_k,
                                const Device& device, cudaStream_t stream);
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// rms_norm: sum = x + addend, out = sum / sqrt(mean(sum^2) + epsilon) * scale for each row, between the products of a
-// transformer's block. The addend may be a part, of which every device of a group has one (exchange.cuh).
+// rms_norm: per row, sum = x + addend, out = sum / sqrt(mean(sum^2) + epsilon) * scale, between the products of a
+// transformer block. With several devices, the addend is a partial sum and is all-reduced first (exchange.cuh).
 //
-// Bound. The latency of one row: from the end of the previous kernel to the start of the next product, whose weights
-// are loaded meanwhile. So a row is one CTA, kept in registers, and scales are loaded before the wait.
+// Bound: latency of one row, from the end of the previous kernel to the start of the next product, which loads its
+// weights meanwhile. So a CTA keeps one row in registers and loads scales before the PDL wait.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -22,7 +22,7 @@
 namespace jaxlowbit {
 namespace {
 
-constexpr int kElements = 8;  // of a vector of 16 bytes
+constexpr int kElements = 8;  // per vector
 constexpr int kMaxVectors = static_cast<int>(kMaxRmsNormColumns) / (kMaxThreads * kElements);
 static_assert(kMaxVectors == 2);
 
@@ -52,7 +52,7 @@ __device__ void Store(const Vector<T>& value, T* pointer, int64_t vector) {
   }
 }
 
-// A vector of float32 if `wide`, else of type T.
+// Loads a vector of float32 if `wide`, else of T.
 template <bool kAligned, typename T>
 __device__ Vector<float> LoadFloats(const void* from, bool wide, int64_t vector) {
   if (wide) return Load<kAligned>(static_cast<const float*>(from), vector);
@@ -74,7 +74,7 @@ __device__ float SumOfBlock(float value) {
   return value;
 }
 
-// Adds the addends of all devices.
+// All-reduces the addends.
 template <int kVectors>
 __device__ void AddParts(const Exchange& exchange, int vectors,
                          Vector<float> (&addends)[kVectors]) {
@@ -92,12 +92,12 @@ __device__ void AddParts(const Exchange& exchange, int vectors,
     if (at < vectors)
       AddColumns(exchange, blockIdx.x, round, int64_t{at} * kElements, addends[i].at);
   }
-  __syncthreads();  // all have read the round
+  __syncthreads();  // all threads have read the round number
   if (threadIdx.x == 0) *rounds = round;
 }
 
-// Stores the rounded values of vector `at` of a row, which the lanes of two neighbouring vectors interleave: of 16
-// columns, column 8 v + r is stored at 2 r + v.
+// Stores the 8-bit values of vector `at` of a row, interleaved with the neighbouring lane's vector: of 16 columns,
+// column 8 v + r is stored at 2 r + v.
 template <bool kFloat8, bool kAligned, typename T>
 __device__ void StoreRounded(const Vector<T>& result, const Divisor& divisor, uint8_t* row, int at,
                              int vectors) {
@@ -130,11 +130,10 @@ __device__ void StoreRounded(const Vector<T>& result, const Divisor& divisor, ui
   }
 }
 
-// What a normalized row is stored as: rows of T, or rounded to 8 bits.
+// Type of the normalized rows: T, or 8 bits.
 enum class Form { kFloats, kInt8, kE4m3 };
 
-// kVectors: vectors of a thread. kAligned: all operands and results begin at multiples of 16 bytes. kParts: the addend
-// is a part.
+// kVectors: vectors per thread. kAligned: all buffers are 16-byte aligned. kParts: the addend is a partial sum.
 template <typename T, Form kForm, int kVectors, bool kAligned, bool kParts>
 __global__ void __launch_bounds__(kMaxThreads, kForm == Form::kFloats ? 0 : 1)
     RmsNormKernel(const T* x, const void* addend, bool wide_addend, const void* scale,
@@ -190,7 +189,7 @@ __global__ void __launch_bounds__(kMaxThreads, kForm == Form::kFloats ? 0 : 1)
   }
   if constexpr (kForm != Form::kFloats) {
     constexpr bool kFloat8 = kForm == Form::kE4m3;
-    const Divisor divisor(LargestOfBlock(largest), kMostValue<kFloat8>);
+    const Divisor divisor(BlockMax(largest), kMaxValue<kFloat8>);
     if (threadIdx.x == 0) out_scale[blockIdx.x] = divisor.scale;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -205,7 +204,7 @@ template <typename T>
 using KernelFunction = void (*)(const T*, const void*, bool, const void*, bool, T*, void*, float*,
                                 int, float, Exchange);
 
-// Which kernel a normalization is.
+// Template arguments of the kernel, as values.
 struct Variant {
   Form form;
   bool two_vectors, aligned, parts;
@@ -221,7 +220,7 @@ KernelFunction<T> Find(const Variant& variant) {
                              : RmsNormKernel<T, kForm, 1, false, kParts>;
 }
 
-// Rows of 8 bits are those of one device.
+// 8-bit results are supported only without an exchange.
 template <typename T>
 KernelFunction<T> Find(const Variant& variant) {
   switch (variant.form) {

@@ -13,9 +13,9 @@
 
 namespace jaxlowbit {
 
-// For each row, sum = x + addend, both rounded, and with scales out = sum / sqrt(mean(sum^2) + epsilon) * scale. All
-// buffers but scales and addend have `type`; columns is a multiple of 8 up to kMaxRmsNormColumns (limits.h). If out has
-// 8 bits, rows of `type` are rounded once more, as quantize_rows.h has it; columns is a multiple of 16.
+// Per row: sum = x + addend, rounded to `type`; with a scale, out = sum / sqrt(mean(sum^2) + epsilon) * scale, rounded
+// to `type`. An 8-bit out is quantized from that as in quantize_rows.h. Buffers have `type` except scale and addend.
+// Requires columns % 8 == 0 (8-bit out: % 16) and columns <= kMaxRmsNormColumns.
 struct RmsNorm {
   ElementType type;
   ElementType scale_type, addend_type;  // `type` or float32
@@ -23,15 +23,15 @@ struct RmsNorm {
   const void *x, *addend, *scale;  // scale: null for none
   void *sum, *out;
   float epsilon;
-  // Of several devices: the addend is a part, float32, of which each has one for these rows, up to kMaxExchangeRows.
+  // With several devices, addend is this device's float32 partial sum, for up to kMaxExchangeRows rows.
   Exchange exchange = {};
   ElementType out_type = type;  // `type`, kInt8 or kE4m3
-  float* out_scale = nullptr;   // [rows], of an out of 8 bits
+  float* out_scale = nullptr;   // [rows], with an 8-bit out
 };
 
 cudaError_t PrepareRmsNorm();
 
-// Enqueues the normalization, under PDL if the device has it.
+// Enqueues the normalization, under PDL if available.
 cudaError_t LaunchRmsNorm(const RmsNorm& norm, const Device& device, cudaStream_t stream);
 
 }  // namespace jaxlowbit

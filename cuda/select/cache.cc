@@ -13,7 +13,7 @@
 namespace jaxlowbit {
 namespace {
 
-constexpr size_t kMostEntries = 4096;
+constexpr size_t kMaxEntries = 4096;
 
 // Everything that Select depends on: the fields of the product and of the device, the workspace and the table.
 constexpr size_t kDeviceNumbers = 12, kCallNumbers = 2;
@@ -50,27 +50,27 @@ struct Hash {
   }
 };
 
-template <typename Answer>
+template <typename Value>
 class Cache {
  public:
-  // Returns the cached answer for a key; on a miss, caches ask().
-  template <typename Ask>
-  Answer Find(const Key& key, Ask ask) {
+  // Returns the cached value for a key; on a miss, caches compute().
+  template <typename Compute>
+  Value Find(const Key& key, Compute compute) {
     {
       const std::lock_guard lock(mutex_);
-      const auto found = answers_.find(key);
-      if (found != answers_.end()) return found->second;
+      const auto found = entries_.find(key);
+      if (found != entries_.end()) return found->second;
     }
-    const Answer answer = ask();
+    const Value computed = compute();
     const std::lock_guard lock(mutex_);
-    if (answers_.size() >= kMostEntries) answers_.clear();
-    answers_.emplace(key, answer);
-    return answer;
+    if (entries_.size() >= kMaxEntries) entries_.clear();
+    entries_.emplace(key, computed);
+    return computed;
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<Key, Answer, Hash> answers_;
+  std::unordered_map<Key, Value, Hash> entries_;
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Caches choices and answers. Programs multiply the same few shapes repeatedly, and a choice depends only on the
+// Caches choices and support checks. Programs multiply the same few shapes repeatedly, and a choice depends only on the
 // problem, the device and the table of measured choices.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace jaxlowbit {
 
-// Cached Select, shared by all threads. An entry survives until a few thousand different problems have been asked. The
-// key includes the tuned table.
+// Cached Select, shared by all threads. The cache is cleared after a few thousand different problems. The key includes
+// the tuned table.
 Choice SelectCached(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes,
                     const TunedTable* tuned = nullptr);
 

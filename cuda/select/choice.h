@@ -33,13 +33,13 @@ struct Choice {
   int split_k = 1;
   int slices = 0;  // of 16 channels, that a cluster of qmm_sm90_stream owns
   int tile = 0;    // number of qmm_sm90's tile shape
-  int peers = 1;   // CTAs of a cluster of qmm_sm90 that share lhs by multicast; `mates` in Python
+  int peers = 1;   // CTAs of a cluster of qmm_sm90 that share lhs by multicast
   // The choice comes from a table of measurements (tuned.h), not from the cost model.
   bool tuned = false;
 };
 
 // A choice as numbers, for attributes of custom calls and tables of measurements. Saved tables use this order and the
-// Python names of the fields (kernel, block_m, split_k, slices, tile, mates).
+// Python names of the fields (kernel, block_m, split_k, slices, tile, peers).
 inline constexpr int kChoiceNumbers = 6;
 using ChoiceNumbers = std::array<int64_t, kChoiceNumbers>;
 

@@ -22,13 +22,13 @@ namespace {
 // The selection functions of one kernel.
 struct KernelDecision {
   Kernel kernel;
-  // Whether the kernel computes a problem that passes Supports(problem, device), and whether with a given choice.
+  // Whether the kernel supports a problem that passes Supports(problem, device), and whether it supports a choice.
   Support (*supports_problem)(const QuantizedMatmul&, const Device&);
   Support (*supports_choice)(const Choice&, const QuantizedMatmul&, const Device&,
                              int64_t workspace_bytes);
-  // All its choices, supported or not.
+  // All choices, supported or not.
   std::vector<Choice> (*choices)(const QuantizedMatmul&);
-  // Its cheapest choice for a supported problem.
+  // The cheapest choice for a supported problem.
   Choice (*configure)(const QuantizedMatmul&, const Device&, int64_t workspace_bytes);
   // Expected microseconds of a supported choice, with the given constants or else the fitted ones.
   double (*cost)(const QuantizedMatmul&, const Device&, const Choice&, const double* constants);
@@ -79,7 +79,7 @@ const KernelDecision& DecisionOf(Kernel kernel) {
 Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const Device& device) {
   if (device.compute_capability != 90) return {"it needs compute capability 9.0"};
   if (problem.transposed) return {"it has no transposed product"};
-  if (problem.scale_sums) return {"its scales multiply weights, not sums"};
+  if (problem.scale_accumulators) return {"its scales multiply weights, not sums"};
   if (problem.k > 1 << 21) return {"k is beyond 2^21"};
   // Gathering a permuted lhs also aligns it.
   if (!problem.weights_aligned || (!problem.lhs_aligned && problem.permuted_parts == 0)) {
@@ -87,8 +87,8 @@ Support SupportsOnHopper(Kernel kernel, const QuantizedMatmul& problem, const De
   }
   // Without a compiler, qmm_sm80 is the fallback: the build contains it for all formats of these widths.
   const Family family = kernel == Kernel::kQmmSm90 ? Family::kSm90 : Family::kSm90Stream;
-  const bool other_runs = IsBuilt(Family::kSm80, problem);
-  const bool built = IsBuilt(family, problem);
+  const bool other_runs = IsPrebuiltFormat(Family::kSm80, problem);
+  const bool built = IsPrebuiltFormat(family, problem);
   if (other_runs && !built && !device.can_compile()) {
     return {"its instances for this format are compiled where they run, and there is no compiler"};
   }
@@ -113,7 +113,7 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
     return type == ElementType::kF32 || type == problem.floats();
   };
   if (Is8Bit(problem.lhs) &&
-      (!TakesBytes(problem.lhs, problem.bits, problem.codebook, problem.scale, problem.zero) ||
+      (!Supports8BitLhs(problem.lhs, problem.bits, problem.codebook, problem.scale, problem.zero) ||
        problem.transposed || problem.permuted_parts > 0)) {
     return {
         "the kernels multiply int8 lhs by integers of 4 and 8 bits, and float8_e4m3fn by e4m3, "
@@ -129,7 +129,7 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   }
   if (!HasCodebook(problem.bits, problem.codebook)) {
     if (problem.codebook == Codebook::kTable) {
-      return {"the kernels look up numbers of codebooks of up to " + number(kMostTableBits) +
+      return {"the kernels look up numbers of codebooks of up to " + number(kMaxTableBits) +
               " bits, the format has " + number(problem.bits)};
     }
     return {std::string("there is no ") + kCodebookNames[static_cast<int>(problem.codebook)] +
@@ -140,7 +140,7 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
         "neither codebooks nor scales of 8 bits have zeros, and those of two levels float ones "
         "alone"};
   }
-  if (problem.scale_sums &&
+  if (problem.scale_accumulators &&
       (problem.lhs != ElementType::kBf16 || problem.scale != ElementType::kF32 ||
        problem.zero == ZeroKind::kFloat || problem.codebook != Codebook::kNone ||
        problem.transposed)) {
@@ -153,17 +153,18 @@ Support Supports(const QuantizedMatmul& problem, const Device& device) {
   if (problem.transposed && (e.gated || e.activation != Activation::kNone)) {
     return {"the transposed product has no epilogue"};
   }
-  if (problem.scales_rows && (e.gated || e.activation != Activation::kNone)) {
+  if (problem.apply_lhs_scale && (e.gated || e.activation != Activation::kNone)) {
     return {"results whose rows are scaled have no epilogue"};
   }
   if (problem.rounding != Rounding::kNone &&
-      (!problem.scales_rows || problem.lhs != ElementType::kBf16 || problem.permuted_parts > 0)) {
+      (!problem.apply_lhs_scale || problem.lhs != ElementType::kBf16 ||
+       problem.permuted_parts > 0)) {
     return {"a product rounds rows of bfloat16, which are not permuted, and scales its results"};
   }
   if (!lhs_or_float32(e.bias) || !lhs_or_float32(e.residual)) {
     return {"the kernels add a bias and a residual of the dtype of lhs or float32"};
   }
-  if (problem.sums_integers()) {
+  if (problem.is_integer_matmul()) {
     if (problem.lhs != ElementType::kInt8 || e.gated || e.activation != Activation::kNone) {
       return {"sums of integers are those of int8 lhs, without an epilogue"};
     }
@@ -189,7 +190,7 @@ Support Supports(Kernel kernel, const QuantizedMatmul& problem, const Device& de
   if (support && Is8Bit(problem.lhs) && kernel != Kernel::kQmmSm90) {
     return {"it multiplies an lhs of 16 bits"};
   }
-  if (support && problem.scales_rows && kernel != Kernel::kQmmSm90Stream) {
+  if (support && problem.apply_lhs_scale && kernel != Kernel::kQmmSm90Stream) {
     return {"it does not scale rows"};
   }
   if (support && problem.scale == ElementType::kSuper && kernel != Kernel::kQmmSm90Stream) {
@@ -225,13 +226,13 @@ Choice Select(const QuantizedMatmul& problem, const Device& device, int64_t work
     if (found && Supports(*found, problem, device, workspace_bytes)) return *found;
   }
   Choice best;
-  double least = std::numeric_limits<double>::infinity();
+  double min_cost = std::numeric_limits<double>::infinity();
   for (const KernelDecision& decision : kKernels) {
     if (!Supports(decision.kernel, problem, device)) continue;
     const Choice choice = decision.configure(problem, device, workspace_bytes);
     const double cost = decision.cost(problem, device, choice, nullptr);
-    if (cost >= least) continue;
-    least = cost;
+    if (cost >= min_cost) continue;
+    min_cost = cost;
     best = choice;
   }
   return best;
@@ -251,20 +252,21 @@ std::vector<Choice> AllChoices(Kernel kernel, const QuantizedMatmul& problem, co
 
 std::vector<Choice> Candidates(const QuantizedMatmul& problem, const Device& device,
                                int64_t workspace_bytes) {
-  constexpr size_t kMostOfAKernel = 12;
-  constexpr double kMostOverLeast = 2;  // of costs
+  constexpr size_t kMaxPerKernel = 12;
+  constexpr double kMaxCostRatio = 2;  // relative to the cheapest choice
   const Choice best = Select(problem, device, workspace_bytes);
-  const double most = kMostOverLeast * Cost(problem, device, best);
+  const double max_cost = kMaxCostRatio * Cost(problem, device, best);
   std::vector<Choice> candidates = {best};
   for (const KernelDecision& decision : kKernels) {
     std::vector<std::pair<double, Choice>> choices;
     for (const Choice& choice : AllChoices(decision.kernel, problem, device, workspace_bytes)) {
       const double cost = decision.cost(problem, device, choice, nullptr);
-      if (cost <= most && NumbersOf(choice) != NumbersOf(best)) choices.emplace_back(cost, choice);
+      if (cost <= max_cost && NumbersOf(choice) != NumbersOf(best))
+        choices.emplace_back(cost, choice);
     }
     std::stable_sort(choices.begin(), choices.end(),
                      [](const auto& left, const auto& right) { return left.first < right.first; });
-    if (choices.size() > kMostOfAKernel) choices.resize(kMostOfAKernel);
+    if (choices.size() > kMaxPerKernel) choices.resize(kMaxPerKernel);
     for (const auto& [cost, choice] : choices) candidates.push_back(choice);
   }
   return candidates;
@@ -273,7 +275,7 @@ std::vector<Choice> Candidates(const QuantizedMatmul& problem, const Device& dev
 void AssumeClusters(Device& device) {
   for (int ctas_per_sm : {1, 2}) {
     for (int ctas : {1, 2, 4}) {
-      // Clusters of 4 do not fill every group of multiprocessors (H200: 30 of 33).
+      // Clusters of 4 do not fill every GPC (H200: 30 of 33).
       device.clusters[ctas_per_sm][ctas] =
           ctas_per_sm * device.num_sms / ctas * (ctas == 4 ? 15 : 16) / 16;
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Selects a kernel: a pure function of the problem and a few properties of the device, which runs, and is tested,
-// without a GPU. Each kernel has its own functions (kernels/*/select.h); those here go through all kernels.
+// Selects a kernel: a pure function of the problem and a few device properties, which runs and is tested without a GPU.
+// Each kernel has its own functions (kernels/*/select.h); these iterate over all kernels.
 #pragma once
 
 #include <cstdint>
@@ -52,15 +52,15 @@ std::vector<Choice> AllChoices(Kernel kernel, const QuantizedMatmul& problem, co
 std::vector<Choice> Candidates(const QuantizedMatmul& problem, const Device& device,
                                int64_t workspace_bytes);
 
-// Minimum M at which Hopper multiplies an 8-bit lhs faster in 8 bits than as bfloat16. For smaller M, weight bandwidth
-// is the limit, not tensor cores; if int8 sums all of k as integers, 8 bits take fewer instructions than bfloat16
-// weights.
-constexpr int64_t LeastByteRows(const QuantizedMatmul& problem) {
-  const bool one_sum = problem.groups() == 1 || problem.scale == ElementType::kInt8;
-  return problem.lhs == ElementType::kInt8 && one_sum ? 32 : 192;
+// Minimum M at which Hopper multiplies an 8-bit lhs faster in 8 bits than as bfloat16. Smaller M are limited by weight
+// bandwidth, not by tensor cores. The minimum is lower if int8 accumulates over all of k, which takes fewer
+// instructions.
+constexpr int64_t MinRowsFor8Bit(const QuantizedMatmul& problem) {
+  const bool single_accumulator = problem.groups() == 1 || problem.scale == ElementType::kInt8;
+  return problem.lhs == ElementType::kInt8 && single_accumulator ? 32 : 192;
 }
 
-// Estimates Device::clusters from the number of multiprocessors, for a device that cannot be queried.
+// Estimates Device::clusters from the number of SMs, for devices that cannot be queried.
 void AssumeClusters(Device& device);
 
 }  // namespace jaxlowbit

@@ -14,7 +14,8 @@
 namespace jaxlowbit {
 namespace {
 
-// Everything but m that the time of a product depends on. Sizes are in atoms, as they are padded to whole atoms.
+// Key of an entry: everything except m that affects the time of a product. Sizes are in atoms, since weights are padded
+// to whole atoms.
 auto KindOf(const QuantizedMatmul& problem) {
   return std::make_tuple(problem.bits, problem.codebook, problem.group_size, problem.zero,
                          problem.lhs, problem.scale, problem.n_blocks(), problem.k_blocks());
@@ -44,14 +45,14 @@ TunedTable::TunedTable(std::vector<TunedEntry> entries) : entries_(std::move(ent
 }
 
 std::optional<Choice> TunedTable::Find(const QuantizedMatmul& problem) const {
-  if (problem.batch != 1 || problem.transposed || problem.scale_sums || problem.may_sum_halves() ||
-      problem.epilogue.gated) {
+  if (problem.batch != 1 || problem.transposed || problem.scale_accumulators ||
+      problem.may_accumulate_float16() || problem.epilogue.gated) {
     return std::nullopt;
   }
   const auto found =
       std::lower_bound(entries_.begin(), entries_.end(), TunedEntry{problem, {}}, IsBefore);
   if (found == entries_.end() || KindOf(found->problem) != KindOf(problem)) return std::nullopt;
-  if (problem.m < found->least_m) return std::nullopt;
+  if (problem.m < found->min_m) return std::nullopt;
   Choice choice = found->choice;
   choice.tuned = true;
   // The entry may have a larger m and a larger instance.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Measured choices, which override the cost model. A table is set by the name of the device that it was measured on,
-// before the kernels of that device are loaded.
+// Measured choices, which override the cost model. Tables are keyed by device name and must be set before the kernels
+// of that device are loaded.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,11 @@
 
 namespace jaxlowbit {
 
-// The choice for products like `problem` with M from `least_m` to the problem's.
+// The choice for products like `problem` with min_m <= m <= problem.m.
 struct TunedEntry {
   QuantizedMatmul problem;
   Choice choice;
-  int64_t least_m = 1;
+  int64_t min_m = 1;
 };
 
 class TunedTable {

@@ -272,7 +272,7 @@ def workspace_bytes(batch: Any, m: Any, columns: int) -> int:
     """
     if not all(isinstance(size, int) for size in (batch, m)):
         return ffi.MAX_WORKSPACE_BYTES
-    return ffi.most_sums_bytes(batch * m, columns)
+    return ffi.max_partial_sums_bytes(batch * m, columns)
 
 
 NO_NARROW_SCALES = "its kernels read scales of 16 or 32 bits, the format has 8-bit ones"

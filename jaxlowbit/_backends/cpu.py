@@ -42,7 +42,9 @@ def matmul(problem: Problem, *operands: Array) -> Array:
     lhs = product.operand(ops.lhs.reshape(batch, m, ops.lhs.shape[-1]))
     result = product.result((batch, m, problem.columns), problem.out_dtype)
     weight = call.stored(ops.packed, ops.scale, ops.zero, ops.index, problem.format)
-    product.multiply(product.add_product(weight, lhs, result, half_sums=problem.half_sums))
+    product.multiply(
+        product.add_product(weight, lhs, result, accumulate_float16=problem.accumulate_float16)
+    )
     (out,) = product.run(workspace=False)
     return out.reshape(*ops.lead, *ops.rows, problem.columns)
 

@@ -40,7 +40,7 @@ def unsupported(
         *(format, jnp.dtype(jnp.bfloat16) if sums else lhs, scale),
         k=k,
         n=n,
-        scale_sums=sums,
+        scale_accumulators=sums,
         transposed=transposed,
     )
     return ffi.unsupported(product, _OLDEST) or None
@@ -55,13 +55,13 @@ def unsupported_activations(values: jnp.dtype, format: Format, k: int = ATOM) ->
 def unsupported_few_rows(rows: int, format: Format, k: int) -> str | None:
     """Returns None if the kernel of Hopper for small M multiplies rounded rows in bfloat16."""
     floats = jnp.dtype(jnp.bfloat16)
-    product = record(format, floats, floats, m=rows, k=k, scales_rows=True)
+    product = record(format, floats, floats, m=rows, k=k, apply_lhs_scale=True)
     return ffi.unsupported(product, HOPPER, "qmm_sm90_stream") or None
 
 
 def least_rows(values: jnp.dtype, format: Format, k: int) -> int:
     """The minimum M at which Hopper multiplies 8-bit values faster in 8 bits."""
-    return ffi.least_byte_rows(_of_bytes(values, format, k))
+    return ffi.min_rows_for_8bit(_of_bytes(values, format, k))
 
 
 def _of_bytes(values: jnp.dtype, format: Format, k: int) -> list[int]:
@@ -160,8 +160,8 @@ def matmul(problem: Problem, *operands: Array) -> Array:
         result,
         transposed=problem.transposed,
         permutation=order,
-        scale_sums=parts > 1,
-        half_sums=problem.half_sums,
+        scale_accumulators=parts > 1,
+        accumulate_float16=problem.accumulate_float16,
     )
     product.multiply(number)
     (out,) = call.apart(product.run()[0])

@@ -23,7 +23,7 @@ from .extension import ffi, unavailable
 
 
 def matmuls(
-    lhs: Array, weights: Sequence[QuantizedArray], *, out_dtype: jnp.dtype, half_sums: bool
+    lhs: Array, weights: Sequence[QuantizedArray], *, out_dtype: jnp.dtype, accumulate_float16: bool
 ) -> tuple[Array, ...]:
     """`lhs @ weight` (..., n) for matrices of one format, as one CUDA custom call."""
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
@@ -34,7 +34,7 @@ def matmuls(
             stored_weight(weight, lhs.dtype),
             x,
             calls.result((1, m, weight.n), out_dtype),
-            half_sums=half_sums,
+            accumulate_float16=accumulate_float16,
         )
         for weight in weights
     ]
@@ -52,7 +52,7 @@ def fused(
     activation: str | None,
     gated: bool = False,
     out_dtype: jnp.dtype,
-    half_sums: bool,
+    accumulate_float16: bool,
 ) -> Array:
     """A product with its epilogue, (batch, m, n), as one CUDA custom call.
 
@@ -78,7 +78,7 @@ def fused(
         gated=gated,
         addends=addends,
         activation=activation or "none",
-        half_sums=half_sums,
+        accumulate_float16=accumulate_float16,
     )
     calls.multiply(product)
     return call.apart(*calls.run())[0]
@@ -127,7 +127,7 @@ def rounded(
     values = calls.result((1, m, call.padded_columns(rhs.k)), stored)
     scale = calls.result((1, m), jnp.float32)
     product = calls.add_product(
-        _stored_for_bytes(rhs), values, out, lhs_scale=scale, scales_rows=stored != dtype
+        _stored_for_bytes(rhs), values, out, lhs_scale=scale, apply_lhs_scale=stored != dtype
     )
     rounding = {"to": str(jnp.dtype(dtype)), "first": product}
     calls.step("round", x=floats, scales=factors, out=values, out_scale=scale, **rounding)
@@ -160,14 +160,16 @@ def mlp(
     *,
     activation: str,
     out_dtype: jnp.dtype,
-    half_sums: bool,
+    accumulate_float16: bool,
 ) -> Array:
     """`(activation(lhs @ gate) * (lhs @ up)) @ down`, (..., n), as one CUDA custom call."""
     rows, m = lhs.shape[:-1], math.prod(lhs.shape[:-1])
     calls = Call("quantized_mlp")
     x = calls.operand(*call.apart(lhs.reshape(1, m, lhs.shape[-1])))
     out = calls.result((1, m, down.n), out_dtype)
-    add_mlp(calls, x, gate_up, down, out, activation, lhs.dtype, half_sums=half_sums)
+    add_mlp(
+        calls, x, gate_up, down, out, activation, lhs.dtype, accumulate_float16=accumulate_float16
+    )
     return call.apart(calls.run()[0])[0].reshape(*rows, down.n)
 
 

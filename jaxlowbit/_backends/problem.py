@@ -53,7 +53,7 @@ class Problem:
     - `indexed`: whether there is an index.
     - `orders`: the number of equal parts of k with separate row orders; 0 without a permutation.
     - `out_dtype`: the dtype of the result; int32 for integer sums, with an int8 lhs.
-    - `half_sums`: whether kernels may accumulate in float16.
+    - `accumulate_float16`: whether kernels may accumulate in float16.
     - `backend`: the requested backend, or None.
     """
 
@@ -63,7 +63,7 @@ class Problem:
     indexed: bool
     orders: int
     out_dtype: Any
-    half_sums: bool
+    accumulate_float16: bool
     backend: str | None
 
     def replace(self, **changes: Any) -> "Problem":

@@ -51,7 +51,7 @@ class Choice(NamedTuple):
     split_k: int
     slices: int
     tile: int
-    mates: int
+    peers: int
 
 
 def choose(
@@ -92,7 +92,7 @@ def choose(
         float32_scale=scale != floats or parts > 1,  # `cuda.matmul` widens scales
         narrow_scale=format.scale or "",
         zero=format.zero,
-        scale_sums=parts > 1,
+        scale_accumulators=parts > 1,
         **variant,
         **_named(device),
         workspace_bytes=call.workspace_bytes(batch, parts * m, n),

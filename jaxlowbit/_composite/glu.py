@@ -94,6 +94,6 @@ class _Glu(Call):
             activation=self.activation,
             gated=True,
             out_dtype=self.options.out_dtype(lhs),
-            half_sums=self.options.half_sums,
+            accumulate_float16=self.options.accumulate_float16,
         )
         return (out.reshape(*shape, gate_up.n),)

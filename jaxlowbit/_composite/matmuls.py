@@ -88,5 +88,8 @@ class _Matmuls(Call):
     def _cuda(self, *operands: Array) -> tuple[Array, ...]:
         (lhs,), weights, _ = self.named(operands)
         return cuda_calls.matmuls(
-            lhs, weights, out_dtype=self.options.out_dtype(lhs), half_sums=self.options.half_sums
+            lhs,
+            weights,
+            out_dtype=self.options.out_dtype(lhs),
+            accumulate_float16=self.options.accumulate_float16,
         )

@@ -101,6 +101,6 @@ class _Mlp(Call):
             down,
             activation=self.activation,
             out_dtype=self.options.out_dtype(lhs),
-            half_sums=self.options.half_sums,
+            accumulate_float16=self.options.accumulate_float16,
         )
         return (out,)

@@ -69,6 +69,6 @@ class Fused(Product):
             rows=shape,
             activation=self.activation,
             out_dtype=self.options.out_dtype(lhs),
-            half_sums=self.options.half_sums,
+            accumulate_float16=self.options.accumulate_float16,
         )
         return (out.reshape(*stack, *shape, n),)

@@ -61,7 +61,7 @@ class Options:
         return lhs.dtype if self.preferred_element_type is None else self.preferred_element_type
 
     @property
-    def half_sums(self) -> bool:
+    def accumulate_float16(self) -> bool:
         """Whether kernels may accumulate in float16."""
         return self.precision is not None
 

@@ -21,9 +21,9 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
     if options.out_sharding is not None or explicit.mesh_of((lhs, rhs)) is not None:
         product = functools.partial(multiply, options=options.replace(out_sharding=None))
         return explicit.multiply(product, lhs, rhs, options.out_sharding)
-    out_dtype, half_sums = options.out_dtype(lhs), options.half_sums
+    out_dtype, accumulate_float16 = options.out_dtype(lhs), options.accumulate_float16
     if lhs.dtype == jnp.float16 and rhs.format.outgrows_float16:
-        lhs, half_sums = lhs.astype(jnp.float32), False
+        lhs, accumulate_float16 = lhs.astype(jnp.float32), False
     k_shards, n_shards = rhs.shards
     if k_shards > 1:
         lhs = padding.spread(lhs, -1, k_shards, rhs.format.shard_unit)
@@ -49,7 +49,7 @@ def multiply(lhs: Array, rhs: QuantizedArray, options: Options) -> Array:
         indexed=rhs.index is not None,
         orders=0 if permutation is None else k_shards,
         out_dtype=out_dtype if rhs.tensor_scale is None else jnp.dtype("float32"),
-        half_sums=half_sums,
+        accumulate_float16=accumulate_float16,
         backend=options.backend,
     )
     out = quantized_matmul_p.bind(*operands.present(), problem=problem)

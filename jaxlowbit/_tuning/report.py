@@ -16,7 +16,7 @@ def choice_name(choice: Choice) -> str:
     if choice.kernel == "qmm_sm90_stream":
         fields |= {"slices": choice.slices}
     if choice.kernel == "qmm_sm90":
-        fields |= {"tile": choice.tile, "mates": choice.mates}
+        fields |= {"tile": choice.tile, "peers": choice.peers}
     return ", ".join([choice.kernel, *(f"{name}={value}" for name, value in fields.items())])
 
 

@@ -29,7 +29,7 @@ class Entry(NamedTuple):
     us: float
     default: Choice  # the choice without measurements
     default_us: float
-    least_m: int = 1  # minimum rows for which the choice is used
+    min_m: int = 1  # minimum rows for which the choice is used
 
 
 class Table(NamedTuple):
@@ -86,7 +86,7 @@ def _merged(others: Table | None, table: Table) -> Table:
 
 def _set(table: Table) -> list[str]:
     """Passes a table to the kernels. Returns reasons against entries."""
-    entries = [(entry.product, entry.choice, entry.least_m) for entry in table.entries]
+    entries = [(entry.product, entry.choice, entry.min_m) for entry in table.entries]
     return list(filter(None, selection.set_tuned(table.device, entries)))
 
 
@@ -209,7 +209,7 @@ def _from_json(found: dict[str, Any]) -> Entry:
         float(found["us"]),
         _record(Choice, found["default"]),
         float(found["default_us"]),
-        int(found.get("least_m", 1)),
+        int(found.get("min_m", 1)),
     )
     if not min(entry.us, entry.default_us) > 0:
         raise ValueError(f"us is {entry.us} and default_us {entry.default_us}")

@@ -101,7 +101,7 @@ def test_few_tiles_split_the_sum(m, n, k, split):
         ({"group_size": 16}, "qmm_sm90_stream"),
         ({"group_size": -1}, "qmm_sm90_stream"),
         ({"group_size": 48}, "qmm_sm80"),
-        ({"scale_sums": True, "float32_scale": True}, "qmm_sm80"),
+        ({"scale_accumulators": True, "float32_scale": True}, "qmm_sm80"),
         ({"m": 64}, "qmm_sm90"),
         ({"m": 64, "compute_capability": 80}, "qmm_sm80"),
         ({"m": 64, "compute_capability": 100}, "qmm_sm80"),
@@ -112,7 +112,7 @@ def test_few_tiles_split_the_sum(m, n, k, split):
         ({"m": 64, "group_size": -1}, "qmm_sm90"),
         ({"m": 64, "group_size": 16}, "qmm_sm80"),
         ({"m": 64, "group_size": 96}, "qmm_sm80"),
-        ({"m": 64, "scale_sums": True, "float32_scale": True}, "qmm_sm80"),
+        ({"m": 64, "scale_accumulators": True, "float32_scale": True}, "qmm_sm80"),
         ({"m": 4096, "float32_scale": True, "zero": "float", "bits": 8}, "qmm_sm90"),
         ({"gated": True}, "qmm_sm90_stream"),
         ({"gated": True, "m": 64}, "qmm_sm90"),
@@ -247,7 +247,7 @@ def test_int8_lhs_has_tiles_of_256_rows_where_channels_have_one_sum(bits):
         ({"narrow_scale": "super", "compute_capability": 86}, "needs compute capability 9.0"),
         ({"narrow_scale": "super", "zero": "integer"}, "those of two levels float ones alone"),
         (
-            {"codebook": "e2m1", "scale_sums": True, "float32_scale": True},
+            {"codebook": "e2m1", "scale_accumulators": True, "float32_scale": True},
             "with float32 lhs the kernels take integers",
         ),
         (

@@ -29,7 +29,7 @@ else:
     PATHS = [str(PACKAGE.locate_file("nvidia/cu13/lib/libnvrtc.so.13"))]
 NONE = "jaxlowbit::ZeroKind::kNone"
 HALF = "__half, __half"
-STAGES = "jaxlowbit::sm90_stream::LhsWay::kStages"
+STAGES = "jaxlowbit::sm90_stream::LhsPath::kStages"
 INSTANCES = {
     "sm80": f"jaxlowbit::sm80::QmmSm80Kernel<jaxlowbit::sm80::Instance<{HALF}, 16, 4>>",
     "sm80_transposed": "jaxlowbit::sm80::QmmSm80TransposedKernel"
@@ -40,7 +40,7 @@ INSTANCES = {
 }
 ROUNDS = (
     "jaxlowbit::sm90_stream::QmmSm90StreamKernel<jaxlowbit::sm90_stream::Instance"
-    f"<__nv_bfloat16, float, {NONE}, 8, 4, 2, jaxlowbit::sm90_stream::LhsWay::kRounds>>"
+    f"<__nv_bfloat16, float, {NONE}, 8, 4, 2, jaxlowbit::sm90_stream::LhsPath::kRounds>>"
 )
 SMALL = [("sm80", INSTANCES["sm80"])]
 

@@ -197,7 +197,7 @@ def loading_is_tried_again() -> None:
     ]
     attributes = {"version": 1, "layout_version": 1, "bits": 4, "group_size": 128}
     attributes = {name: np.int64(value) for name, value in attributes.items()}
-    flags = dict.fromkeys(("transposed", "scale_sums", "half_sums"), False)
+    flags = dict.fromkeys(("transposed", "scale_accumulators", "accumulate_float16"), False)
     # A program without a kernel of XLA's, which would find no memory either.
     call = jax.ffi.ffi_call(TARGET, results)
     program = jax.jit(lambda *x: call(*x, **attributes, **flags)[0]).lower(*operands).compile()

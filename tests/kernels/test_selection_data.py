@@ -167,7 +167,7 @@ def test_a_table_has_what_is_clearly_faster(root, monkeypatch):
     faster = {(16, fast): 8.0, (64, choices(fields[1])[2]): 8.9}
     write(root / "a.jsonl.gz", fields, times)
     found = tables.read(fit_costs.write_table(fit_costs.load([root / "a.jsonl.gz"])))
-    assert [(each.product.m, each.least_m, each.us) for each in found.entries] == [
+    assert [(each.product.m, each.min_m, each.us) for each in found.entries] == [
         (16, 1, 8.0),
         (64, 49, 8.9),
     ]

@@ -108,7 +108,7 @@ def test_there_are_no_candidates_without_a_kernel():
         (Choice("qmm_sm80", 16, 17, 0, 0, 1), "split_k is beyond its stages"),
         (Choice("qmm_sm90", 64, 1, 0, 99, 1), "tile is none of its tiles"),
         (Choice("qmm_sm90", 64, 1, 0, 2, 4), "its clusters have 1 or 2 CTAs"),
-        (Choice("qmm_sm90", 64, 2, 0, 2, 2), "mates share whole tiles"),
+        (Choice("qmm_sm90", 64, 2, 0, 2, 2), "peers share whole tiles"),
     ],
 )
 def test_choices_that_cannot_run_are_left_out(choice, reason):
@@ -237,7 +237,7 @@ def test_the_tables_of_the_package_are_whole(monkeypatch):
         selection.set_tuned(found.device, [])
         for each in found.entries:
             assert each.us < 0.98 * each.default_us and each.choice != each.default
-            assert 1 <= each.least_m <= each.product.m
+            assert 1 <= each.min_m <= each.product.m
 
 
 def test_a_table_of_here_is_used(tmp_path, home):

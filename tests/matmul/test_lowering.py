@@ -216,7 +216,7 @@ def test_float16_sums_are_an_attribute(cuda, transform, platform):
         f = functools.partial(quantized_matmul, precision=precision)
         x = like(5, K, dtype="float16")
         text = lowered(functools.partial(transform, f), x, stack(), platform=platform)
-        values = [call.products[0]["half_sums"] for call in described(text)]
+        values = [call.products[0]["accumulate_float16"] for call in described(text)]
         assert set(values) == {int(precision is not None)}
 
 
@@ -227,7 +227,7 @@ def test_float16_sums_are_kept_by_the_transpose(cuda):
 
     text = lowered(cotangent, like(5, N, dtype="float16"), stack(), platform="cuda")
     ((product,),) = (call.products for call in described(text))
-    assert product["half_sums"] == product["transposed"] == 1
+    assert product["accumulate_float16"] == product["transposed"] == 1
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
@@ -513,7 +513,7 @@ def two(k=K, n=N):
         (
             product,
             (like(5, K, dtype="float32"), two()),
-            [expected(15, scale="float32", out="float32", scale_sums=True)],
+            [expected(15, scale="float32", out="float32", scale_accumulators=True)],
         ),
         (
             lambda y, q: jax.vjp(lambda x: x @ q, jnp.ones((5, K), jnp.bfloat16))[1](y),

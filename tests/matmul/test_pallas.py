@@ -203,7 +203,7 @@ def test_the_kernel_for_gpus_interpreted(problem, monkeypatch):
         indexed=rhs.index is not None,
         orders=0,
         out_dtype=problem.result_dtype,
-        half_sums=False,
+        accumulate_float16=False,
         backend="pallas",
     )
     multiply = functools.partial(pallas.matmul, product, platform="cuda")

@@ -371,7 +371,7 @@ def test_float16_sums_are_allowed_on_every_device(mesh, allowed):
     program = jax.jit(lambda x, q: quantized_matmul(x, q, precision=precision))
     text = program.lower(lhs, rhs).compile().as_text()
     assert text is not None
-    assert {call.products[0]["half_sums"] for call in described(text)} == {int(allowed)}
+    assert {call.products[0]["accumulate_float16"] for call in described(text)} == {int(allowed)}
 
 
 def test_specs_are_a_tree_like_the_array(mesh):

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Codebooks, as a lane reads them. A table has one number in each lane of a warp. 4-bit and 8-bit floats are converted
-// from the bits of the quantized values, without a table. Packed bits have the layout of integers
+// Decodes codebooks. The numbers of a table are distributed over the lanes of a warp. 4-bit and 8-bit floats are
+// converted from the bits of the quantized values, without a table. Packed bits have the layout of integers
 // (format/integer.cuh).
 #pragma once
 
@@ -22,13 +22,14 @@ namespace jaxlowbit {
 template <Codebook kCodebook>
 inline constexpr bool kLooksUp = kCodebook == Codebook::kTable;
 
-// Whether numbers need a factor (kRaised below), so that multiplying by a scale adds no instruction.
+// Whether numbers are decoded with a power-of-two factor (kRaised below), so that a scale costs no additional
+// instruction.
 template <Codebook kCodebook>
 inline constexpr bool kNeedsFactor = kCodebook == Codebook::kE2m1;
 
-// The numbers of a table of 2^bits. Lane i of a warp keeps number i; the host repeats numbers to fill all lanes.
+// A table of 2^bits numbers. Lane i of a warp has number i; the host repeats the numbers to fill all lanes.
 struct TableParams {
-  float numbers[1 << kMostTableBits];
+  float numbers[1 << kMaxTableBits];
 };
 
 // A lane's entry of a table; empty for other codebooks.

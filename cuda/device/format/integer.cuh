@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The trait of a width: integers as a lane reads them. Packed layout, version 1, on the device;
-// jaxlowbit/_core/layout.py defines the same in Python (docs/layout.md).
+// Extracts integers of each width from packed words: one trait per width. Packed layout, version 1 (docs/layout.md), as
+// in jaxlowbit/_core/layout.py.
 //
-// A lane has 32 values of an atom, 8 for each of 4 steps of 16 k: 2 neighbours in k for each of the 4 registers 2 v + h
-// of the instruction's operand A, with n = 8 h + g and k = 8 v + 2 t + e. Each register gets its two values, e = 0 and
-// 1, from the halves of one word, and rows g and g + 8 (h) from two places of it:
+// A lane has 32 values of an atom: 8 for each of 4 steps of 16 k, i.e. 2 neighbours in k for each of the 4 registers 2
+// v + h of the mma's operand A, with n = 8 h + g and k = 8 v + 2 t + e. The two values of a register (e = 0, 1) are in
+// the halves of one word; rows g and g + 8 (h = 0, 1) are at two bit positions:
 //
 //   Word(packed, step, v) >> Shift(step, v):   e = 1: ... h=1 | h=0    e = 0: ... h=1 | h=0
 //                                                       ◄ kUp ►                 ◄ kUp ►
@@ -26,7 +26,7 @@ __device__ constexpr uint32_t ShiftUp(uint32_t word, int up) {
   return up >= 0 ? word << up : word >> -up;
 }
 
-// Bitwise select: `low` where the mask is set, else `high`, in one instruction. From a C++ expression the compiler
+// Bitwise select: `low` where the mask is set, else `high`, in one instruction. For a C++ expression the compiler
 // generates four if the result is used twice, since it narrows the masks to the bits of each use.
 __device__ inline uint32_t MergeBits(uint32_t mask, uint32_t low, uint32_t high) {
   uint32_t d;

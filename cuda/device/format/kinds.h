@@ -8,7 +8,7 @@ namespace jaxlowbit {
 // kNone: integers. kTable: a table of numbers. kE2m1, kE4m3, kE5m2: quantized values are the bits of a float.
 enum class Codebook { kNone, kTable, kE2m1, kE4m3, kE5m2 };
 
-// The maximum width for table lookups in the CUDA kernels: a warp has one number in each lane.
-inline constexpr int kMostTableBits = 5;
+// Maximum width for table lookups in the CUDA kernels: one number per lane of a warp.
+inline constexpr int kMaxTableBits = 5;
 
 }  // namespace jaxlowbit

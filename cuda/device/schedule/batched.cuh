@@ -2,14 +2,14 @@
 //
 // The schedule of dense, batched and indexed products: the rows and the weights of each batch element.
 //
-// Kernels ask ScheduleOf(params) for this and compute none of it themselves. A product of groups of rows is another
-// struct with the same members; its element e is group e:
+// Kernels get this struct from ScheduleOf(params). A grouped product (ragged rows) would use another struct with the
+// same members, where element e is group e:
 //
 //   Rows(e)             number of rows of e
-//   Row(e, m)           row m of e, counted over all elements: the row of lhs, of the residual and of out
-//   Position(e, strip)  position of a weight in the batch: the index of its bias and unit, and, by WeightAt, of the
-//                       packed weight. In a gated product even strips are the gate's, odd ones up's.
-//   UpPosition(e)       the position of up, in a gated product
+//   Row(e, m)           global index of row m of e, in lhs, residual and out
+//   Position(e, strip)  position of a weight in the batch, which selects its bias and unit and, by WeightAt, the packed
+//                       weight. Gated: even strips belong to the gate, odd ones to up.
+//   UpPosition(e)       gated: the position of up
 //
 // The order of tiles is in order.cuh.
 #pragma once
@@ -20,15 +20,14 @@
 
 namespace jaxlowbit {
 
-// The number of the packed weight at `position`. A null index names weight `position`, or the last one if there are
-// fewer.
+// Number of the packed weight at `position`: index[position], or without an index min(position, num_weights - 1).
 template <typename Int>
 __device__ int64_t WeightAt(const int32_t* index, const int64_t& num_weights, Int position) {
   return WeightNumber(index == nullptr ? position : index[position], num_weights);
 }
 
-// Int: the type of elements and rows, int or int64_t. kMayBeGated: gated products exist for this instance. Members refer
-// to the kernel's parameters, so that each use reads them: copies would occupy registers from the start.
+// Int: type of elements and rows, int or int64_t. kMayBeGated: the instance supports gated products. Members are
+// references to kernel parameters, since copies would occupy registers from the start.
 template <typename Int, bool kMayBeGated = true>
 struct Batched {
   const Int& rows;  // of each element

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Orders of tiles: from the number of a tile to its batch element, rows and columns.
+// Orders of tiles: map the number of a tile to its batch element, rows and columns.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace jaxlowbit {
 
-// A tile's place: batch element, part of k, and its first column and row, in the units of the block that it is.
+// Position of a tile: batch element, split of k, first column, first row. Units are those of block_n and block_m.
 template <typename Int>
 struct TilePlace {
   Int batch;
@@ -17,7 +17,7 @@ struct TilePlace {
   Int row;
 };
 
-// Rows vary fastest, then columns, then parts of k: CTAs that share weights run together and find them in L2.
+// Rows vary fastest, then columns, then splits of k, so CTAs that share weights run together and find them in L2.
 struct RowsFirst {
   const int64_t &m_tiles, &n_tiles;
   const int& splits;
@@ -34,8 +34,8 @@ struct RowsFirst {
   }
 };
 
-// Bands of kBand tiles along the columns; rows vary slowest within a band. Tiles that run at the same time share weights
-// and rows.
+// Bands of kBand tiles along the columns; rows vary slowest within a band. Tiles that run at the same time share
+// weights and rows.
 inline constexpr int kBand = 16;
 
 struct Bands {

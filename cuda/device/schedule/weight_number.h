@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The meaning of an index of weights, for host and device.
+// Decodes entries of Buffers::index, for host and device.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace jaxlowbit {
 
-// The weight that an index names: negative indices count from the end, and indices out of range are clamped.
+// Negative indices count from the end; indices out of range are clamped.
 JAXLOWBIT_HOST_DEVICE inline int64_t WeightNumber(int64_t index, int64_t num_weights) {
   if (index < 0) index += num_weights;
   return index < 0 ? 0 : index < num_weights ? index : num_weights - 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Stand-in for the toolkit's header: what the kernels use of it.
+// Stand-in for the toolkit's header: the parts that kernels use.
 #pragma once
 struct __nv_bfloat16 {
   unsigned short bits;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Global to shared memory: the stages of a tile, one after the other, by cp.async. Every thread copies the same chunks
-// of every stage, so addresses are computed once and then advance.
+// Copies the stages of a tile from global to shared memory with cp.async. Every thread copies the same chunks of every
+// stage, so addresses are computed once and then advance.
 #pragma once
 
 #include "cuda/kernels/sm80/fill_lhs.cuh"
@@ -47,7 +47,7 @@ class StageCopier {
  private:
   static constexpr int kChunksPerAtom = kAtomBytes<I::kBits> / kCopyBytes;
   static constexpr int kChunks = I::kAtomsK * kChunksPerAtom;  // of a strip in a stage
-  // Chunks of scales, or of zeros, of one thread with the smallest groups.
+  // Chunks of scales, or of zeros, per thread with the smallest groups.
   static constexpr int kScaleCopies =
       (kBlockN * (I::kBlockK / kMinGroupSize) * static_cast<int>(sizeof(S)) / kCopyBytes +
        kThreads - 1) /
@@ -55,7 +55,7 @@ class StageCopier {
 
   // One chunk of the scales or zeros of a stage, stored [atom][group][64].
   struct GroupChunk {
-    const uint8_t* source;  // in a stage that begins with group 0
+    const uint8_t* source;  // address for a stage that begins with group 0
     int group;              // counted from the stage's first; kNone: the thread has no such chunk
   };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The activations of a tile, stage by stage, from global to shared memory: kBlockM rows of the I::kBlockK columns that
-// a stage multiplies.
+// Copies the lhs of a tile, stage by stage, from global to shared memory: kBlockM rows of I::kBlockK columns per stage.
 #pragma once
 
 #include "cuda/kernels/sm80/params.cuh"
@@ -24,8 +23,8 @@ class LhsCopier {
     for (int i = 0; i < kCopies; ++i) {
       rows |= tile.m0 + row + i * kRows < schedule.Rows(tile.batch) ? 1 << i : 0;
     }
-    rows_ = Keep(rows);
-    target_ = Keep(LhsChunk<I>(row, chunk) * kCopyBytes);
+    rows_ = Opaque(rows);
+    target_ = Opaque(LhsChunk<I>(row, chunk) * kCopyBytes);
   }
 
   // Starts copying the next stage to `shared`.
@@ -41,7 +40,7 @@ class LhsCopier {
                   (rows_ >> i & 1) != 0 && left_ > 0);
       }
     } else {
-#pragma unroll 1  // rare: without its registers the common path has enough
+#pragma unroll 1  // rare path: unrolling would take registers from the common one
       for (int i = 0; i < kCopies * kPerChunk; ++i) {
         const int copy = i / kPerChunk, element = i % kPerChunk;
         const bool valid = (rows_ >> copy & 1) != 0 && element < left_;
@@ -61,7 +60,7 @@ class LhsCopier {
 
   const Params& p_;
   const T* source_;
-  int left_;    // target of this thread's first chunk
+  int left_;    // columns left, from this thread's chunk of the next stage on
   int rows_;    // bit i: row i * kRows after this thread's first exists
   int target_;  // of this thread's first chunk
 };

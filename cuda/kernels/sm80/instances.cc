@@ -13,10 +13,10 @@ constexpr const char* kPartialSums[] = {"kNone", "kGroups", "kHalfStages"};
 
 // The kind of zeros, if any, is a run-time parameter of the kernel.
 InstanceKey KeyOf(const QuantizedMatmul& problem, int block_m, const Device& device) {
-  const bool half_stages = problem.may_sum_halves() && device.can_compile();
-  const int partial_sums = problem.scale_sums ? kGroupSums
-                           : half_stages      ? kHalfStageSums
-                                              : kPlainSums;
+  const bool half_stages = problem.may_accumulate_float16() && device.can_compile();
+  const int partial_sums = problem.scale_accumulators ? kGroupSums
+                           : half_stages              ? kHalfStageSums
+                                                      : kPlainSums;
   return {Family::kSm80,
           problem.lhs,
           problem.scale,
@@ -50,7 +50,7 @@ std::vector<InstanceKey> InstancesOf(int bits) {
     const bool sums = key.lhs == ElementType::kBf16 && key.scale == ElementType::kF32 &&
                       key.codebook == Codebook::kNone;
     if (!sums) return;
-    for (int block_m : kScaleSumsBlockMs) add(key, block_m, kGroupSums);
+    for (int block_m : kScaleAccumulatorsBlockMs) add(key, block_m, kGroupSums);
   });
   return keys;
 }

@@ -2,7 +2,7 @@
 //
 // qmm_sm80: out[b, i, n] = sum_k lhs[b, i, k] * w[k, n] of weight index[b], with
 // w = round((q[k, n] - z[k / group_size, n]) * scale[k / group_size, n]), or with float zeros
-// round(q * scale + zero), in 1 to 8 bits, bf16 or f16 lhs, float32 accumulation (with half_sums, float16
+// round(q * scale + zero), in 1 to 8 bits, bf16 or f16 lhs, float32 accumulation (with accumulate_float16, float16
 // accumulation within a stage); compute capability 8.0 and up, every m.
 //
 // Bound. A 4-bit weight is half a byte and costs 2 m FLOP. At 200 FLOP per byte of memory traffic (H200, bf16) the
@@ -28,8 +28,9 @@
 // order, so that results repeat bit for bit. The epilogue follows that reduction, or the last stage. In a gated
 // product the two atoms of a CTA are a strip of the gate and the same strip of up.
 //
-// Registers. Keep (device/copy.cuh) keeps a thread's shared memory offsets, which the loop over stages would otherwise
-// recompute. ptxas for sm_80, bf16 by 4 bits, 64 rows: 155 registers, 166 without Keep; 3 CTAs allow 168.
+// Registers. Opaque (device/copy.cuh) keeps a thread's shared memory offsets in registers; otherwise the loop over
+// stages would recompute them. ptxas for sm_80, bf16 by 4 bits, 64 rows: 155 registers, 166 without Opaque; 3 CTAs
+// allow 168.
 //
 // Limits: select.cc. Rows of lhs that are not 16-byte aligned (k % 8 != 0) are copied element by element; everything
 // else about k, m and n is handled by predicates.
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, I::kAccu
   StageCopier<I> copier(p, tile);
   StageMultiplier<I> multiplier(p, tile);
   Accumulators<I> acc = {};
-  RunStages<I>(p, tile, Keep(SharedAddress(ring)), copier, multiplier, acc);
+  RunStages<I>(p, tile, Opaque(SharedAddress(ring)), copier, multiplier, acc);
   multiplier.Finish(acc);
   LaunchDependents();
   if (p.epilogue.any && p.split_k == 1) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory to accumulators: the stages of a tile, one after the other. A step of 16 k is fragments of lhs by
-// ldmatrix, packed weights to weights in registers, mma.
+// Multiplies the stages of a tile: shared memory to accumulators. Per step of 16 k: ldmatrix of lhs fragments,
+// dequantization in registers, mma.
 #pragma once
 
 #include <type_traits>
@@ -33,16 +33,17 @@ class StageMultiplier {
     for (int atom = 0; atom < kAtomsN; ++atom) {
       StartRows(p.zero_bytes > 1, Table<I::kCodebook>(p.table), rows_[atom]);
     }
-    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, of the instruction's tile of rows i / 16.
+    // ldmatrix: lane i passes row i % 8 of matrix i / 8, which is k half i / 8 % 2 of row tile i / 16.
     const int lane = threadIdx.x % 32;
     const int row = I::kTiles == 1 ? lane % 8 : lane / 16 * 8 + lane % 8;
-    lhs_chunk_ = Keep(LhsChunk<I>(row, lane / 8 % 2) * kCopyBytes);
+    lhs_chunk_ = Opaque(LhsChunk<I>(row, lane / 8 % 2) * kCopyBytes);
   }
 
   __device__ void MultiplyNext(uint32_t slot, Accumulators<I>& acc) {
     const uint32_t scales = slot + p_.bytes.packed + p_.bytes.lhs;
     if (cursor_.group != loaded_) StartGroup(scales, cursor_.group, acc);
-    const int left = p_.group_size - cursor_.offset;  // of the group, in this stage and beyond
+    const int left =
+        p_.group_size - cursor_.offset;  // k left in the group, in this stage and beyond
     if (kHasOneGroupForm && left >= I::kBlockK && atoms_left_ >= I::kAtomsK) {
       MultiplyAtoms<true>(slot, scales, left, acc);
     } else {
@@ -67,7 +68,7 @@ class StageMultiplier {
                                 Accumulators<I>& acc) {
 #pragma unroll
     for (int k_atom = 0; k_atom < I::kAtomsK; ++k_atom) {
-      // Padding beyond k is zeros, which without zero points would dequantize to infinity with the largest scales.
+      // Skips padding beyond k. Without zero points, its zeros could dequantize to infinity with large scales.
       if (!kOneGroup && k_atom > 0 && k_atom >= atoms_left_) break;
       uint32_t packed[kAtomsN][kBits];
 #pragma unroll
@@ -96,21 +97,21 @@ class StageMultiplier {
     }
   }
 
-  // Multiplies all rows by one step, two tiles of the instruction at a time.
+  // Multiplies all rows by one step, two mma row tiles at a time.
   template <class StepAccumulators>
   __device__ void MultiplyStep(uint32_t lhs, int step, const uint32_t (&weights)[kAtomsN][4],
                                StepAccumulators& acc) const {
-    constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
+    constexpr int kUnroll = I::kTiles == 1 ? 1 : 2;
     // A step is two columns; the swizzle XORs column numbers.
     const uint32_t chunk = lhs + (lhs_chunk_ ^ (step * 2 * kCopyBytes));
 #pragma unroll
-    for (int tile = 0; tile < I::kTiles; tile += kTogether) {
-      uint32_t fragments[2 * kTogether];
+    for (int tile = 0; tile < I::kTiles; tile += kUnroll) {
+      uint32_t fragments[2 * kUnroll];
       LoadMatrices(fragments, chunk + tile * 8 * I::kLhsChunks * kCopyBytes);
 #pragma unroll
       for (int atom = 0; atom < kAtomsN; ++atom) {
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < kUnroll; ++i) {
           Mma<T>(acc[atom][tile + i], weights[atom], fragments[2 * i], fragments[2 * i + 1]);
         }
       }
@@ -126,7 +127,7 @@ class StageMultiplier {
     }
   }
 
-  // Adds the partial sums of the loaded group, scaled, if scales multiply accumulators.
+  // If scales multiply accumulators, adds the scaled partial sums of the loaded group.
   __device__ void ScaleGroup(Accumulators<I>& acc) {
     if constexpr (I::kPartials == PartialSums::kGroups) {
 #pragma unroll
@@ -144,7 +145,7 @@ class StageMultiplier {
     }
   }
 
-  // Adds the partial sums of a stage.
+  // Adds the float16 partial sums of a stage.
   __device__ void AddHalfAccumulators(Accumulators<I>& acc) {
 #pragma unroll
     for (int atom = 0; atom < kAtomsN; ++atom) {

@@ -21,11 +21,11 @@ inline constexpr int kNone = 0x3fffffff;
 inline constexpr int kAtomsN = kBlockN / kAtom;
 inline constexpr int kThreads = 32 * kWarpsPerAtom;
 
-// Partial sums that are accumulated before they are added to the accumulators.
+// Partial sums that the mma accumulate before they are added to the accumulators.
 enum class PartialSums {
   kNone,
-  kGroups,  // float32, scaled afterwards: scales multiply no weights (QuantizedMatmul::scale_sums)
-  kHalfStages,  // float16 (QuantizedMatmul::half_sums)
+  kGroups,      // of a group, float32, then scaled (QuantizedMatmul::scale_accumulators)
+  kHalfStages,  // of a stage, float16 (QuantizedMatmul::accumulate_float16)
 };
 
 // An instance: type of lhs, type of the scales, rows of a tile, width, kind of partial sums, and codebook.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Geometry of qmm_sm80 and qmm_sm80_transposed: tiles, stages, shared memory and registers as numbers, for the device
-// code and for the selection.
+// Geometry of qmm_sm80 and qmm_sm80_transposed, shared by device code and selection: tiles, stages, shared memory,
+// registers.
 #pragma once
 
 #include <cstdint>
@@ -11,22 +11,22 @@
 
 namespace jaxlowbit::sm80 {
 
-// Rows of lhs of a tile. Scales on accumulators double the accumulators, so those tiles have up to 32 rows.
+// Rows of lhs per tile. kScaleAccumulators instances need twice the accumulators, so they have up to 32 rows.
 inline constexpr int kBlockMs[] = {8, 16, 32, 64};
-inline constexpr int kScaleSumsBlockMs[] = {8, 16, 32};
+inline constexpr int kScaleAccumulatorsBlockMs[] = {8, 16, 32};
 
 inline constexpr int kMinBlockM = kBlockMs[0];
-inline constexpr int kBlockN = 2 * kAtom;  // output channels of a tile
-inline constexpr int kMinGroupSize = 16;   // one step of the instruction lies in one group
+inline constexpr int kBlockN = 2 * kAtom;  // output channels per tile
+inline constexpr int kMinGroupSize = 16;   // k of one mma, which must lie in one group
 inline constexpr int kMaxSharedBytes = kSm86SharedBytesPerSm - kReservedSharedBytes;
 
-// k of a stage (n in the transposed product): 8 KiB of packed weights of 4 or 8 bits.
+// k per stage (n if transposed): 8 KiB of packed 4-bit or 8-bit weights.
 constexpr int BlockK(int bits) { return bits <= 4 ? 128 : 64; }
 
 // Columns of out in a tile: two strips along n, or one atom along k.
 constexpr int64_t BlockOut(bool transposed) { return transposed ? kAtom : kBlockN; }
 
-// Stages of the ring: what fits the smallest device with the smallest groups.
+// Stages of the ring, limited by the shared memory of sm_86 with the smallest groups.
 constexpr int NumStages(int block_m, int bits) { return bits <= 4 && block_m == 64 ? 3 : 4; }
 
 // CTAs per multiprocessor by registers, for __launch_bounds__. `accumulator_bytes`: register bytes per accumulator: 4
@@ -37,7 +37,7 @@ constexpr int CtasByRegisters(int block_m, int accumulator_bytes) {
   return (block_m == 8 ? 5 : block_m <= 32 ? 4 : 3) - fewer;
 }
 
-// The maximum number of groups that `size` positions along k touch, starting at a multiple of `size`.
+// Maximum number of groups in a range of `size` along k that begins at a multiple of `size`.
 constexpr int GroupsPer(int64_t size, int64_t group_size) {
   if (group_size < 0 || group_size % size == 0) return 1;
   if (size % group_size == 0) return static_cast<int>(size / group_size);
@@ -53,7 +53,7 @@ struct StageBytes {
 // `scale_bytes`, `zero_bytes`: of one scale and of one zero; 0 without zeros.
 constexpr StageBytes StageBytesOf(int block_m, int bits, int64_t group_size, int scale_bytes,
                                   int zero_bytes, bool transposed) {
-  // A stage is atoms along the reduced dimension: of two strips along n, or of one atom along k.
+  // Two strips along n (transposed: one atom along k), times the atoms along the reduced dimension.
   const int atoms =
       (transposed ? 1 : kBlockN / static_cast<int>(kAtom)) * BlockK(bits) / static_cast<int>(kAtom);
   const int strips =

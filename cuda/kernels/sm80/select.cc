@@ -18,7 +18,7 @@ int64_t NumStagesOf(const QuantizedMatmul& problem) {
   return CeilDiv(problem.lhs_columns(), BlockK(problem.bits));
 }
 
-// The maximum number of slices of k: each needs a stage.
+// Maximum number of slices of k; each has at least one stage.
 int MaxSplitK(const QuantizedMatmul& problem) {
   return static_cast<int>(std::min<int64_t>(kMaxSplitK, NumStagesOf(problem)));
 }
@@ -32,13 +32,13 @@ bool FitsWorkspace(const QuantizedMatmul& problem, int split_k, int64_t workspac
   return split_k == 1 || WorkspaceBytes(problem, split_k) <= workspace_bytes;
 }
 
-// Registers of one accumulator, in bytes (CtasByRegisters).
+// Register bytes per accumulator (CtasByRegisters).
 int AccumulatorBytes(const QuantizedMatmul& problem) {
-  if (problem.transposed || problem.scale_sums) return 8;
-  return problem.may_sum_halves() ? 6 : 4;
+  if (problem.transposed || problem.scale_accumulators) return 8;
+  return problem.may_accumulate_float16() ? 6 : 4;
 }
 
-// CTAs of a tile that one multiprocessor holds at a time.
+// Resident CTAs per SM.
 int64_t ResidentCtas(const QuantizedMatmul& problem, const Device& device, int block_m) {
   const int bytes = SharedBytesOf(problem, block_m) + kReservedSharedBytes;
   return std::clamp(device.shared_bytes_per_sm / bytes, 1,
@@ -62,7 +62,7 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
     return std::find(std::begin(block_ms), std::end(block_ms), choice.block_m) !=
            std::end(block_ms);
   };
-  if (!(problem.scale_sums ? has(kScaleSumsBlockMs) : has(kBlockMs))) {
+  if (!(problem.scale_accumulators ? has(kScaleAccumulatorsBlockMs) : has(kBlockMs))) {
     return {"block_m is none of its tiles"};
   }
   if (choice.split_k < 1 || choice.split_k > MaxSplitK(problem)) {
@@ -84,25 +84,25 @@ std::vector<Choice> Choices(const QuantizedMatmul&) {
   return choices;
 }
 
-// The smallest tile that holds m, with any split.
+// Chooses the smallest tile of at least m rows, and the split.
 Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t workspace_bytes) {
-  const int largest = problem.scale_sums ? 32 : 64;
+  const int largest = problem.scale_accumulators ? 32 : 64;
   const int block_m = *std::find_if(std::begin(kBlockMs), std::end(kBlockMs),
                                     [&](int rows) { return rows >= problem.m || rows == largest; });
   Choice best = ChoiceOf(block_m, 1);
-  double least = Cost(problem, device, best);
+  double min_cost = Cost(problem, device, best);
   const auto consider = [&](int rows) {
     for (int split_k = 1; split_k <= MaxSplitK(problem); ++split_k) {
       if (!FitsWorkspace(problem, split_k, workspace_bytes)) break;
       const Choice choice = ChoiceOf(rows, split_k);
       const double cost = Cost(problem, device, choice);
-      if (cost >= least) continue;
-      least = cost;
+      if (cost >= min_cost) continue;
+      min_cost = cost;
       best = choice;
     }
   };
   consider(block_m);
-  // Two small tiles occupy a device better than a large one if a weight is small.
+  // With small weights, two small tiles may occupy the device better than a large one.
   if (block_m == 64 && problem.m <= 64 && !problem.transposed) consider(32);
   return best;
 }
@@ -113,13 +113,13 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const auto number = std::find(std::begin(kBlockMs), std::end(kBlockMs), block_m);
   const Costs::Tile& tile = costs.tiles[number - std::begin(kBlockMs)];
   const int64_t tiles = CeilDiv(problem.m, block_m) * OutTiles(problem) * problem.batch;
-  // The multiprocessor with the largest number of CTAs ends last.
+  // CTAs of the busiest SM.
   const int64_t ctas = CeilDiv(tiles * split_k, device.num_sms);
-  const int64_t beside = std::min(ctas, ResidentCtas(problem, device, block_m));
+  const int64_t resident_ctas = std::min(ctas, ResidentCtas(problem, device, block_m));
   const double sums = split_k > 1 ? block_m * costs.sums : 0;
   const double stages =
       static_cast<double>(CeilDiv(NumStagesOf(problem), split_k)) + costs.start + sums;
-  const double overlap = tile.shared + (1 - tile.shared) / static_cast<double>(beside);
+  const double overlap = tile.shared + (1 - tile.shared) / static_cast<double>(resident_ctas);
   const double numbers =
       NumbersAtom(problem) * BlockK(problem.bits) / kAtom * (kBlockN / kAtom);  // of a stage
   const double computed =

@@ -45,12 +45,12 @@ class PackedLoader {
     if constexpr (kWholeChunks<I::kBits>) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        at_[i] = Keep(PackedChunk<I>(threadIdx.x * kLoads + i) * kCopyBytes);
+        at_[i] = Opaque(PackedChunk<I>(threadIdx.x * kLoads + i) * kCopyBytes);
       }
     } else {
-      at_[0] = Keep(FirstPlane<I::kBits>(threadIdx.x));
-      if constexpr (kLoads > 1) at_[1] = Keep(SecondPlane<I::kBits>(threadIdx.x));
-      if constexpr (kLoads > 2) at_[2] = Keep(ThirdPlane<I::kBits>(threadIdx.x));
+      at_[0] = Opaque(FirstPlane<I::kBits>(threadIdx.x));
+      if constexpr (kLoads > 1) at_[1] = Opaque(SecondPlane<I::kBits>(threadIdx.x));
+      if constexpr (kLoads > 2) at_[2] = Opaque(ThirdPlane<I::kBits>(threadIdx.x));
     }
   }
 

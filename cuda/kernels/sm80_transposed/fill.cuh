@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Global to shared memory: the stages of a tile of the transposed product, one after the other, by cp.async.
+// Copies the stages of a tile of the transposed product from global to shared memory with cp.async.
 #pragma once
 
 #include "cuda/kernels/sm80/fill_lhs.cuh"

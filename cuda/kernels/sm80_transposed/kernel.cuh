@@ -13,7 +13,7 @@
 //
 // Pipeline. RunStages of qmm_sm80, with n in the place of k.
 //
-// Registers. Keep as in qmm_sm80: 216 registers at 64 rows, 231 without.
+// Registers. Opaque as in qmm_sm80: 216 registers at 64 rows, 231 without.
 #pragma once
 
 #include "cuda/device/pdl.cuh"
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(I::kBlockM, 8))
   TransposedCopier<I> copier(p, tile);
   TransposedMultiplier<I> multiplier(p, tile);
   TransposedAccumulators<I> acc = {};
-  RunStages<I>(p, tile, Keep(SharedAddress(ring)), copier, multiplier, acc);
+  RunStages<I>(p, tile, Opaque(SharedAddress(ring)), copier, multiplier, acc);
   LaunchDependents();
 
   // [warp][step][tile][register][lane]: neighbours in a row, no bank conflicts.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory to accumulators: a warp's 16 channels of every atom of a stage, transposed in registers.
+// Multiplies the stages of a tile: shared memory to accumulators. A warp multiplies its 16 channels of every atom of a
+// stage, transposed in registers.
 #pragma once
 
 #include "cuda/device/mma.cuh"
@@ -21,11 +22,11 @@ class TransposedMultiplier {
     StartRows(p.zero_bytes > 1, Table<I::kCodebook>(p.table), rows_);
     const int64_t k = tile.block * kAtom;
     group_left_ = static_cast<int>(p.group_size - k % p.group_size);
-    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of the warp's 16 columns of an atom, of the instruction's
-    // tile of rows i / 16.
+    // ldmatrix: lane i passes row i % 8 of matrix i / 8, which is half i / 8 % 2 of the warp's 16 columns of an atom,
+    // of row tile i / 16.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = I::kTiles == 1 ? lane % 8 : lane / 16 * 8 + lane % 8;
-    lhs_chunk_ = Keep(LhsChunk<I>(row, warp * 2 + lane / 8 % 2) * kCopyBytes);
+    lhs_chunk_ = Opaque(LhsChunk<I>(row, warp * 2 + lane / 8 % 2) * kCopyBytes);
   }
 
   __device__ void MultiplyNext(uint32_t slot, TransposedAccumulators<I>& acc) {
@@ -67,7 +68,7 @@ class TransposedMultiplier {
     }
   }
 
-  // Loads this warp's 16 columns of an atom, of all rows.
+  // Loads all rows of this warp's 16 columns of an atom.
   __device__ void LoadLhs(uint32_t lhs, int atom, uint32_t (&fragments)[I::kTiles][2]) const {
     constexpr int kColumnsPerAtom = static_cast<int>(kAtom) * 2 / kCopyBytes;
     const uint32_t chunk = lhs + (lhs_chunk_ ^ (atom * kColumnsPerAtom * kCopyBytes));

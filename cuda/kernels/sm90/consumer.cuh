@@ -41,12 +41,12 @@ class StageConsumer {
     const int strip = threadIdx.x / 128 * I::kStrips, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
     packed_ =
-        Keep(p.plan.bytes.lhs + strip * kStripBytes + FirstTmaWord<I::kBits>(warp * 32 + lane));
-    row_ = Keep(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
-    strip_rows_ = Keep(p.plan.stage_groups * static_cast<int>(kAtom));
+        Opaque(p.plan.bytes.lhs + strip * kStripBytes + FirstTmaWord<I::kBits>(warp * 32 + lane));
+    row_ = Opaque(strip * p.plan.stage_groups * static_cast<int>(kAtom) + warp * 16 + lane / 4 * 2);
+    strip_rows_ = Opaque(p.plan.stage_groups * static_cast<int>(kAtom));
     if constexpr (kWarpArrivals == 1) {
       const int rank = p.peer_shift == 0 ? ClusterRank() : lane;
-      free_ = Keep(lane < 1 << p.peer_shift ? MapToRank(memory.empty(0), rank) : 0);
+      free_ = Opaque(lane < 1 << p.peer_shift ? MapToRank(memory.empty(0), rank) : 0);
     } else {
       free_ = p.peer_shift > 0 ? MapToRank(memory.empty(0), ClusterRank() ^ 1) : 0;
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The constants of the cost of qmm_sm90: doubles alone, whose values tools/fit_costs.py fits and writes to costs.inc.
+// The constants of qmm_sm90's cost model: only doubles, which tools/fit_costs.py fits and writes to costs.inc.
 #pragma once
 
 #include "cuda/kernels/sm90/plan.h"
@@ -8,23 +8,22 @@
 namespace jaxlowbit::sm90 {
 
 struct Costs {
-  // Microseconds of a tile shape, but for two factors.
+  // Microseconds, except `wide` and `throttling`.
   struct Tile {
-    double alone,
-        beside;       // an atom of k in a CTA that has a multiprocessor to itself, or shares one
-    double round;     // the beginning and the end of a tile
-    double once;      // the beginning and the end of the kernel
-    double split;     // the kernel that reduces the stream-K tail
-    double megabyte;  // of partial sums
-    double peers;     // multicast to cluster peers, over separate loads
-    double wide;      // factor of an atom of 8 bits, over one of 4; 5 to 7 bits have it too
-    double heat;      // added fraction for every doubling of the time, as clocks fall
+    double one_cta, two_ctas;  // per atom of k, with one or two CTAs per SM
+    double round;              // start and end of a tile
+    double once;               // start and end of the kernel
+    double split;              // the kernel that reduces the stream-K tail
+    double megabyte;           // of partial sums
+    double peers;              // multicast to cluster peers, compared to separate loads
+    double wide;               // factor of 5 to 8 bits per atom, relative to 4
+    double throttling;         // added fraction per doubling of the time, as clocks drop
   };
   Tile tiles[kNumTiles];
-  // Factors of an atom whose scale is fused, and whose scale and zero are loaded once per stage.
+  // Factors per atom if the scale is fused, or if scale and zero are loaded once per stage.
   double fused, loaded_once;
-  double read_bytes;  // the most bytes of weights that are read in a microsecond
-  double cool;        // microseconds after which clocks fall
+  double read_bytes;      // peak weight bandwidth, bytes per microsecond
+  double throttle_start;  // duration in microseconds from where on clocks drop
 };
 
 inline constexpr Costs kCosts =

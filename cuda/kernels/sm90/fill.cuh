@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Global to shared memory: the producer, one thread, which starts one load each of packed weights, activations, scales
-// and zeros per stage. It must take less time per stage than consumers, which take 500 cycles at small m.
+// The producer, one thread: per stage, one TMA load each of packed weights, activations, scales and zeros. It must be
+// faster than the consumers, which take 500 cycles per stage at small m.
 #pragma once
 
 #include "cuda/device/bulk.cuh"

@@ -6,10 +6,10 @@
 
 namespace jaxlowbit::sm90 {
 
-bool BuildHolds(const InstanceKey& key) {
-  const bool most_run =
+bool IsPrebuilt(const InstanceKey& key) {
+  const bool is_common =
       key.bits == 4 && key.lhs == ElementType::kBf16 && key.zero == ZeroKind::kNone;
-  return IsBuilt(key) && key.variant < (most_run ? kFloatTiles : kBuiltTiles);
+  return IsPrebuiltFormat(key) && key.variant < (is_common ? kFloatTiles : kPrebuiltTiles);
 }
 
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile) {
@@ -30,8 +30,9 @@ std::vector<InstanceKey> InstancesOf(int bits) {
   });
   ForEachByteFormat(bits, [&](InstanceKey key) {
     for (key.variant = 0; key.variant < kNumTiles; ++key.variant) {
-      const bool one_sum = key.lhs == ElementType::kInt8, zeros = key.zero != ZeroKind::kNone;
-      if (kTiles[key.variant].takes_bytes(one_sum, zeros)) keys.push_back(key);
+      const bool single_accumulator = key.lhs == ElementType::kInt8,
+                 zeros = key.zero != ZeroKind::kNone;
+      if (kTiles[key.variant].supports_8bit_lhs(single_accumulator, zeros)) keys.push_back(key);
     }
   });
   return keys;

@@ -5,7 +5,7 @@
 
 namespace jaxlowbit::sm90 {
 
-// The instances for one type of lhs and one width (instances_table.h), which have a file each.
+// The instances for one type of lhs and one width (instances_table.h). Each is compiled in its own file.
 template <typename T, int kBits>
 KernelFunction FindKernel(bool zeros, int tile);
 
@@ -15,7 +15,7 @@ extern template KernelFunction FindKernel<__half, 4>(bool, int);
 extern template KernelFunction FindKernel<__half, 8>(bool, int);
 
 KernelFunction Find(const InstanceKey& key) {
-  if (!BuildHolds(key)) return nullptr;
+  if (!IsPrebuilt(key)) return nullptr;
   return WithHopperFormat(key, [&](auto lhs, auto zero, auto bits) {
     return FindKernel<typename decltype(lhs)::type, decltype(bits)::value>(
         decltype(zero)::value == ZeroKind::kInteger, key.variant);

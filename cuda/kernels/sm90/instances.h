@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The instances of qmm_sm90: their keys and names, and those that were compiled ahead of time. The variant of a key is
-// the number of a tile shape.
+// The instances of qmm_sm90: keys, names, and the instances compiled ahead of time. The variant of a key is the index
+// of a tile shape.
 #pragma once
 
 #include <string>
@@ -14,9 +14,9 @@ namespace jaxlowbit::sm90 {
 struct Params;
 using KernelFunction = void (*)(Params);
 
-// Whether the build holds an instance: those of kBuiltTiles for all formats of its widths, those of other tiles for
-// weights of 4 bits without zero points and bfloat16.
-bool BuildHolds(const InstanceKey& key);
+// Whether an instance is prebuilt: the first kPrebuiltTiles tiles in all formats that IsPrebuiltFormat, other tiles
+// only for 4-bit weights without zeros and bfloat16 lhs.
+bool IsPrebuilt(const InstanceKey& key);
 
 // The instance for `problem` and a tile shape.
 InstanceKey KeyOf(const QuantizedMatmul& problem, int tile);

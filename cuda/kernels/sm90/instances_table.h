@@ -18,12 +18,13 @@ KernelFunction FindTile(int tile, std::integer_sequence<int, kNumbers...>) {
   return kernels[tile];
 }
 
-// For an instance of the build (BuildHolds in instances.h). `zeros`: whether there are zero points.
+// For a prebuilt instance (IsPrebuilt in instances.h). `zeros`: with zero points.
 template <typename T, int kBits>
 KernelFunction FindKernel(bool zeros, int tile) {
-  constexpr bool kMostRun = kBits == 4 && std::is_same_v<T, __nv_bfloat16>;
-  constexpr auto kBuilt = std::make_integer_sequence<int, kBuiltTiles>{};
-  constexpr auto kPlain = std::make_integer_sequence<int, kMostRun ? kFloatTiles : kBuiltTiles>{};
+  constexpr bool kIsCommon = kBits == 4 && std::is_same_v<T, __nv_bfloat16>;
+  constexpr auto kBuilt = std::make_integer_sequence<int, kPrebuiltTiles>{};
+  constexpr auto kPlain =
+      std::make_integer_sequence<int, kIsCommon ? kFloatTiles : kPrebuiltTiles>{};
   return zeros ? FindTile<T, ZeroKind::kInteger, kBits>(tile, kBuilt)
                : FindTile<T, ZeroKind::kNone, kBits>(tile, kPlain);
 }

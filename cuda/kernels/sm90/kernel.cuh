@@ -2,8 +2,8 @@
 //
 // qmm_sm90: the product of qmm_sm80 for larger m on Hopper, by wgmma with weights from registers.
 //
-// Bound: the tensor cores, from about 50 rows on. They must always have a wgmma to run while other warps, or the same
-// warps for their next wgmma, dequantize and load.
+// Bound: tensor cores, from about 50 rows on. A wgmma must always be in flight while other warps, or the same warps for
+// their next wgmma, dequantize and load.
 //
 // Decomposition. Weights are operand A of the instruction: a strip is its 64 output channels. A persistent CTA
 // computes tiles of some strips x rows (kTiles in plan.h), one after the other:
@@ -20,17 +20,17 @@
 //             end of a tile: epilogue ─► store                                           (store.cuh)
 //             end of a part of the tail: partial sums to the workspace, for a kernel that adds them (reduce.cuh)
 //
-// Gated. Strips of a CTA are in pairs: the same channels of the gate and of up. Tiles with an odd number of strips
-// do not take gated products.
+// Gated. Strips of a CTA are in pairs: the same channels of the gate and of up. Tiles with an odd number of strips do
+// not support gated products.
 //
 // Storage. Quantized values are in the order of the mma.sync fragments (device/layout.cuh): warp w of the warpgroup
 // owns channels 16 w to 16 w + 15 of a strip.
 //
-// Registers. Consumers have no register to spare: accumulators, two units of weights and scales take nearly all.
-//   Keep, before a loop    keeps an offset or a count in a register instead of recomputing it in every stage.
-//   Keep, on threadIdx     recomputes an index after the loop, so that it needs no register while wgmma run.
-//   KeepAll                tells the compiler that wgmma in flight read or write these registers (device/wgmma.cuh).
-//   __shfl_sync(.., 0)     makes a descriptor uniform: wgmma reads it from a uniform register.
+// Registers. Consumers use nearly all registers for accumulators, two units of weights, and scales.
+//   Opaque, before a loop    keeps an offset or a count in a register instead of recomputing it in every stage.
+//   Opaque, on threadIdx     recomputes an index after the loop, so that it needs no register while wgmma run.
+//   FenceRegisters           tells the compiler that wgmma in flight use these registers (device/wgmma.cuh).
+//   __shfl_sync(.., 0)       makes a descriptor uniform: wgmma reads it from a uniform register.
 // Epilogues run in loops that are not unrolled, through shared memory (Form::kOther), or are compiled for each Form.
 //
 // Limits: select.cc.
@@ -56,8 +56,8 @@ __device__ void InitBarriers(const Plan& plan, int peer_shift, Memory memory) {
     for (int i = 0; i < kResultBuffers * I::kTile.warpgroups; ++i) {
       InitBarrier(memory.residual_full(0, i), 1);
     }
-    InitBarrier(memory.taken(), 4 * kWarpArrivals);
-    if (kForSanitizer) InitBarrier(memory.met(), 256);
+    InitBarrier(memory.up_empty(), 4 * kWarpArrivals);
+    if (kForSanitizer) InitBarrier(memory.exchange(), 256);
   }
   PublishBarriers();
 }
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     QmmSm90Kernel(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(kTmaAlignment) uint8_t shared[];
-  const Memory memory = {Keep(SharedAddress(shared))};
+  const Memory memory = {Opaque(SharedAddress(shared))};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == I::kWarps) InitBarriers<I>(p.plan, p.peer_shift, memory);
   __syncthreads();  // barriers exist
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
   const int cluster = blockIdx.x >> p.peer_shift, clusters = gridDim.x >> p.peer_shift;
   RingCursor cursor = {0, 0};
   if (warp >= I::kWarps) {
-    if constexpr (I::kMovesRegisters) ReleaseRegisters<I::kCopyRegisters>();
+    if constexpr (I::kReallocatesRegisters) ReleaseRegisters<I::kCopyRegisters>();
     WaitForArrivals();  // barriers of all CTAs exist
     if (warp == I::kWarps && IsElected()) {
       const StageFiller<I> filler(p, rank, memory);
@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     }
     __syncwarp();
   } else {
-    if constexpr (I::kMovesRegisters) AcquireRegisters<I::kMultiplyRegisters>();
-    using Multiplier = std::conditional_t<I::kBytes, ByteMultiplier<I>, TileMultiplier<I>>;
+    if constexpr (I::kReallocatesRegisters) AcquireRegisters<I::kMultiplyRegisters>();
+    using Multiplier = std::conditional_t<I::k8BitLhs, ByteMultiplier<I>, TileMultiplier<I>>;
     const Multiplier multiplier(p, memory);
     TileStorer<I> storer(p, memory);
     WaitForArrivals();
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kTile.ctas_per_sm)
     }
     storer.Finish();
   }
-  if (p.peer_shift > 0) {  // nothing is still to arrive here
+  if (p.peer_shift > 0) {  // peers must not exit while others may still signal their barriers
     ReleaseToCluster();
     WaitForArrivals();
   }

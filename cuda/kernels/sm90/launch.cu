@@ -15,7 +15,7 @@
 namespace jaxlowbit::sm90 {
 namespace {
 
-// The form of an epilogue whose results are stored by TMA.
+// The form of an epilogue with results stored by TMA.
 Form FormOf(const Epilogue& epilogue) {
   switch (epilogue.activation) {
     case Activation::kNone:
@@ -39,7 +39,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.index = buffers.index;
   p.out_data = buffers.out;
   p.out_float = problem.out == ElementType::kF32;
-  p.out_integers = problem.sums_integers();
+  p.out_integers = problem.is_integer_matmul();
   p.aligned = problem.out == problem.floats() && SupportsTma(problem.n) && IsAligned(buffers.out);
   p.epilogue = EpilogueOf(problem, buffers);
   p.table = TableOf(problem, buffers);
@@ -83,7 +83,7 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
 cudaError_t DescribeOperands(const QuantizedMatmul& problem, const Buffers& buffers,
                              const TileShape& tile, Params& p) {
   const int64_t k_blocks = p.lhs_in_atoms ? problem.k_blocks() : 1;
-  // Two columns of 8 bits are one of 16.
+  // Tensor maps have 16-bit elements: two 8-bit columns are one element.
   const Matrices lhs = {problem.batch, k_blocks, problem.m, problem.k * SizeOf(problem.lhs) / 2};
   cudaError_t error = DescribeBlocks(buffers.lhs, problem.floats(), lhs, p.lhs_rows,
                                      p.lhs_in_atoms ? tile.stage_atoms : 1, &p.lhs);
@@ -129,7 +129,7 @@ cudaError_t Prepare(Device& device) {
     if (error == cudaSuccess) error = jaxlowbit::Load(reinterpret_cast<const void*>(kernel));
   }
   for (int ctas_per_sm : {1, 2}) {
-    // A kernel with so many CTAs on a multiprocessor answers for all of them.
+    // Any kernel with this number of CTAs per SM gives the same answer.
     const auto found =
         std::find_if(std::begin(kTiles), std::end(kTiles),
                      [&](const TileShape& tile) { return tile.ctas_per_sm == ctas_per_sm; });

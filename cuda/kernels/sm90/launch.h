@@ -13,7 +13,7 @@ namespace jaxlowbit::sm90 {
 // Loads an instance on the current device.
 cudaError_t Load(const InstanceKey& key, const void* function);
 
-// Finds out how many clusters the current device runs at a time, and prepares what all launches share.
+// Queries the number of resident clusters of the current device, and prepares state shared by all launches.
 cudaError_t Prepare(Device& device);
 
 // Enqueues the product and, with split_k > 1, the kernel that reduces the stream-K tail.

@@ -15,7 +15,7 @@
 //     saves an instruction per pair of weights. For instances with groups as small as a step, this loop takes groups of
 //     an atom or more and loads their scales without a branch in the middle of a unit.
 //   Micro rows: groups of MXFP4, MXFP8 or NVFP4. The lanes of a row load the scales of a stage once.
-//   Otherwise scales are loaded for every atom or every step.
+//   Group rows: all other cases. Scales are loaded for every atom or every step.
 #pragma once
 
 #include <type_traits>
@@ -31,15 +31,15 @@ namespace jaxlowbit::sm90 {
 template <typename T, typename S, int kBits, Codebook kCodebook>
 struct RowsOf {
   static constexpr int kDown = kCodebookShift<T, S, kCodebook>;
-  static constexpr bool kCanFuse =
-      Fusing<T, S, kCodebook, kDown>::kTakesSome && !Fusing<T, S, kCodebook, kDown>::kTakesAll;
+  static constexpr bool kCanFuse = Fusing<T, S, kCodebook, kDown>::kSupportsSome &&
+                                   !Fusing<T, S, kCodebook, kDown>::kSupportsAll;
   using Group = typename CodebookRows<T, S, kBits, kCodebook, kDown>::type;
   using Fused = FusedNumberRowPair<T, S, kBits, kCodebook, kDown>;
   using Channel = NumberChannelRowPair<T, S, kBits, kCodebook, kDown>;
-  static constexpr bool kTakesAll = Fusing<T, S, kCodebook, kDown>::kTakesAll;
+  static constexpr bool kSupportsAll = Fusing<T, S, kCodebook, kDown>::kSupportsAll;
   // Groups of an atom in the microscaling formats; 0 in others.
   static constexpr int kMicroGroups =
-      Fusing<T, S, kCodebook, kDown>::kTakesSome ? kMicroGroupsOf<S> : 0;
+      Fusing<T, S, kCodebook, kDown>::kSupportsSome ? kMicroGroupsOf<S> : 0;
 };
 
 template <typename T, typename S, int kBits>
@@ -48,7 +48,7 @@ struct RowsOf<T, S, kBits, Codebook::kNone> {
   using Group = ScaledRowPair<T, S, kBits>;
   using Fused = FusedRowPair<T, kBits>;
   using Channel = ChannelRowPair<T, S, kBits>;
-  static constexpr bool kTakesAll = false;
+  static constexpr bool kSupportsAll = false;
   static constexpr int kMicroGroups = 0;
 };
 
@@ -64,8 +64,8 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
       : Table<I::kCodebook>(p.table), StageConsumer<I>(p, memory) {
     if constexpr (kPlanes > 1) {
       const int lane = threadIdx.x % 128;  // within the atom
-      second_ = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
-      if constexpr (kPlanes > 2) third_ = Keep(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+      second_ = Opaque(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+      if constexpr (kPlanes > 2) third_ = Opaque(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
     }
   }
 
@@ -126,10 +126,10 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
       for (int h = 0; h < 2; ++h) factors[s][h] = kUnit;
     }
     if constexpr (kHasLongRows) {
-      if (TakesLongRows(task)) return MultiplyGroups<LongRows>(task, acc, cursor);
+      if (UsesLongRows(task)) return MultiplyGroups<LongRows>(task, acc, cursor);
     }
     if constexpr (kMicroGroups > 0) {
-      if (TakesMicroRows(task)) return MultiplyGroups<MicroRows>(task, acc, cursor);
+      if (UsesMicroRows(task)) return MultiplyGroups<MicroRows>(task, acc, cursor);
     }
     MultiplyGroups<GroupRows>(task, acc, cursor);
   }
@@ -144,7 +144,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   using ChannelRows = typename RowsOf<T, S, kBits, I::kCodebook>::Channel;
   // MicroRows contain the scales of all groups of a stage, a number known at compile time.
   static constexpr int kMicroGroups =
-      I::kM <= kMostMicroscaledRows ? RowsOf<T, S, kBits, I::kCodebook>::kMicroGroups : 0;
+      I::kM <= kMaxMicroscaledRows ? RowsOf<T, S, kBits, I::kCodebook>::kMicroGroups : 0;
   template <int kGroups, class Fused>
   struct MicroRowsOf {
     using type = GroupedRowPair<Fused, S, kGroups * I::kStageAtoms>;
@@ -157,14 +157,14 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
       typename MicroRowsOf<kMicroGroups, typename RowsOf<T, S, kBits, I::kCodebook>::Fused>::type;
 
   // Groups of LongRows have kLongAtoms atoms or a multiple. Scales are loaded at the start of each stage or group.
-  static constexpr int kLongAtoms = I::kHasSixteens ? 1 : I::kStageAtoms;
+  static constexpr int kLongAtoms = I::kSupportsGroupsOf16 ? 1 : I::kStageAtoms;
   // The largest tiles hide the latency of scale loads, and have no registers for a third loop.
-  static constexpr bool kHasLongRows = I::kM < 256 ? I::kHasSixteens || std::is_same_v<S, T>
-                                                   : I::kHasSixteens && !I::kScalesChannels;
+  static constexpr bool kHasLongRows = I::kM < 256 ? I::kSupportsGroupsOf16 || std::is_same_v<S, T>
+                                                   : I::kSupportsGroupsOf16 && !I::kScalesChannels;
   // Whether GroupRows load scales at every step instead of branching at possible group starts. A branch in the middle
   // of a unit is most expensive if weights wait for lookups, or if most groups have 16 rows.
   static constexpr bool kLoadsEachStep =
-      I::kHasSixteens && (kLooksUp<I::kCodebook> || kMicroGroupsOf<S> == kStepsPerAtom);
+      I::kSupportsGroupsOf16 && (kLooksUp<I::kCodebook> || kMicroGroupsOf<S> == kStepsPerAtom);
   static constexpr bool kBothHalves = I::kM <= 128 && I::kZero != ZeroKind::kNone;
 
   static constexpr int kPlanes = kNumPlanes<kBits>;
@@ -174,7 +174,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   static constexpr int kUnitSteps = kStepsPerAtom / kUnits;
   static constexpr int kMiddle = kStepsPerAtom / 2;  // the first step of an atom's second half
   // Atoms per iteration: whole stages and an even number of units, so that register sets alternate statically.
-  static constexpr int kTogether = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
+  static constexpr int kUnroll = I::kStageAtoms == 2 || I::kStrips * kUnits % 2 != 0 ? 2 : 1;
 
   // Whether a unit's words are loaded before the wait for its registers. Requires spare registers.
   static constexpr bool kLoadsFirst = I::kStrips == 1 && I::kTile.warpgroups <= 2 && I::kM < 256;
@@ -188,21 +188,21 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   };
 
   // Whether groups have kLongAtoms atoms or more, and LongRows support all scales of the warpgroup's part of a task.
-  __device__ bool TakesLongRows(const Task& task) const {
+  __device__ bool UsesLongRows(const Task& task) const {
     if (p_.groups_per_atom > 1 || p_.atoms_per_group.divisor % kLongAtoms != 0) return false;
-    if constexpr (kFused) return TakeScales<LongRows>(task);
+    if constexpr (kFused) return CheckScales<LongRows>(task);
     return true;
   }
 
   // Whether an atom has kMicroGroups groups, and MicroRows support all scales of the warpgroup's part of a task.
-  __device__ bool TakesMicroRows(const Task& task) const {
+  __device__ bool UsesMicroRows(const Task& task) const {
     if (p_.groups_per_atom != kMicroGroups) return false;
-    if constexpr (RowsOf<T, S, kBits, I::kCodebook>::kTakesAll) return true;
-    return TakeScales<MicroRows>(task);
+    if constexpr (RowsOf<T, S, kBits, I::kCodebook>::kSupportsAll) return true;
+    return CheckScales<MicroRows>(task);
   }
 
   template <class R>
-  __device__ bool TakeScales(const Task& task) const {
+  __device__ bool CheckScales(const Task& task) const {
     const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
     constexpr int kChunks = static_cast<int>(kAtom * sizeof(S)) / kCopyBytes;  // per group
     const int group = FirstGroup(p_, task.atom_begin);
@@ -229,7 +229,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
         }
       }
     }
-    return AllOf(1 + warpgroup, 128, R::TakesAll(any));
+    return AllOf(1 + warpgroup, 128, R::SupportsAllScales(any));
   }
 
   template <class R>
@@ -245,17 +245,17 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
   template <class R>
   __device__ void MultiplyAll(const Task& task, R (&pairs)[I::kStrips], Accumulators<I>& acc,
                               RingCursor& cursor) const {
-    const int begin = task.atom_begin, end = Keep(task.atom_end);
-    const int group_atoms = Keep(p_.atoms_per_group.divisor);
-    const int group_rows = Keep(p_.groups_per_atom * static_cast<int>(kAtom));
+    const int begin = task.atom_begin, end = Opaque(task.atom_end);
+    const int group_atoms = Opaque(p_.atoms_per_group.divisor);
+    const int group_rows = Opaque(p_.groups_per_atom * static_cast<int>(kAtom));
     State state = {begin,       group_atoms - p_.atoms_per_group.Remainder(begin),
                    -1,          cursor,
                    group_atoms, group_rows};
 #pragma unroll 1
-    while (state.atom + kTogether <= end) MultiplyAtoms<kTogether>(state, pairs, acc);
-    if (kTogether > 1 && state.atom < end) MultiplyAtoms<1>(state, pairs, acc);
-    WaitProducts<0>();
-    KeepAll(acc);
+    while (state.atom + kUnroll <= end) MultiplyAtoms<kUnroll>(state, pairs, acc);
+    if (kUnroll > 1 && state.atom < end) MultiplyAtoms<1>(state, pairs, acc);
+    WgmmaWait<0>();
+    FenceRegisters(acc);
     Free(state.previous);
     cursor = state.cursor;
   }
@@ -326,7 +326,7 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
                                float (&acc)[I::kM / 2]) const {
     // After a unit's commit, waiting for all but one wgmma group completes the previous stage, which can be freed. With
     // kLoadsFirst the wait moves to the start of the next unit, which must exist in this call.
-    constexpr bool kLate = kLoadsFirst && kAtoms * kUnits > 1;
+    constexpr bool kDeferredWait = kLoadsFirst && kAtoms * kUnits > 1;
     const int in_stage = a % I::kStageAtoms;
     uint32_t packed[kBits];
     const uint32_t words = stage.memory + packed_ + s * kStripBytes + in_stage * kAtomBytes<kBits>;
@@ -344,32 +344,32 @@ class TileMultiplier : Table<I::kCodebook>, StageConsumer<I> {
       const int in_stage_unit = (in_stage * I::kStrips + s) * kUnits + unit;
       uint32_t (&own)[kUnitSteps][4] = weights[((a * I::kStrips + s) * kUnits + unit) % 2];
       const int first = unit * kUnitSteps;
-      if (kLate) WaitProducts<1>();
-      if (kLate && in_stage_unit == 1) Free(state.previous);
+      if (kDeferredWait) WgmmaWait<1>();
+      if (kDeferredWait && in_stage_unit == 1) Free(state.previous);
 #pragma unroll
       for (int step = 0; step < kUnitSteps; ++step) {
         StartStep(stage.scales, row, in_stage, first + step, rows);
         const bool later = kGroups<R> && kBothHalves && first + step >= kMiddle;
         (later ? second : rows).Dequantize(packed, first + step, own[step]);
       }
-      KeepAll(own);
-      FenceOperands();
+      FenceRegisters(own);
+      WgmmaFence();
 #pragma unroll
       for (int step = 0; step < kUnitSteps; ++step) {
         WarpgroupMma<T, I::kM>::Run(
             acc, own[step],
             stage.lhs + in_stage * (I::kLhsBytes >> 4) + (first + step) * kStepDescription);
       }
-      CommitProducts();
-      if (!kLate) WaitProducts<1>();
-      if (!kLate && in_stage_unit == 0) Free(state.previous);
+      WgmmaCommit();
+      if (!kDeferredWait) WgmmaWait<1>();
+      if (!kDeferredWait && in_stage_unit == 0) Free(state.previous);
     }
   }
 
   // Loads the scales of the group that begins with a step of an atom, if one may.
   template <class R>
   __device__ void StartStep(uint32_t scales, int row, int in_stage, int step, R& rows) const {
-    if constexpr (I::kHasSixteens) {
+    if constexpr (I::kSupportsGroupsOf16) {
       const int groups = step * p_.groups_per_atom;  // times kStepsPerAtom
       if (kGroups<R> && step > 0 && (kLoadsEachStep || groups % kStepsPerAtom == 0)) {
         LoadRows(scales, row + groups / kStepsPerAtom * static_cast<int>(kAtom), rows);

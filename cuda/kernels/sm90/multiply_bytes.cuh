@@ -5,16 +5,18 @@
 //   registers 0   read ─► wgmma                   read ─► wgmma        ...
 //   registers 1             read ─► wgmma  ─► add           read ─►
 //
-// Weights become 8-bit values, minus their zeros, and are scaled only by integer scales, which leave a single sum over
-// k. Otherwise the sums of a group, exact in int32 for int8, are scaled in float32 and added to the accumulators. A
-// unit is one strip and one atom of k, two wgmma. While the wgmma of one unit run, the next unit's words are loaded,
-// and converted once the previous unit's registers are free. At the end of a group the warpgroup waits for its wgmma
-// and adds the sums, while the other warpgroup's wgmma run. Tensor cores accumulate float8 products with few bits, so
-// float8 sums are added every kMostAtoms atoms too.
+// Weights become 8-bit values q - z or, with integer scales, (q - 8) * s; then one accumulator covers all of k. With
+// float scales, the partial sum of each group (exact in int32 for int8) is scaled in float32 and added to the
+// accumulators.
 //
-// Stages are multiplied whole: they contain zeros beyond k.
+// A unit is one strip and one atom of k, two wgmma. While the wgmma of one unit run, the next unit's words are loaded,
+// then converted as soon as the previous unit's registers are free. At the end of a group the warpgroup waits for its
+// wgmma and adds the partial sums, while the other warpgroup's wgmma run. Tensor cores accumulate float8 products with
+// few bits, so float8 partial sums are also added every kMaxAtoms atoms.
 //
-// Integer results stay integers: accumulators contain their bits, as StoreIntegers expects.
+// Whole stages are multiplied: they contain zeros beyond k.
+//
+// With int32 results, accumulators contain the bits of integers, as StoreIntegers expects.
 #pragma once
 
 #include <type_traits>
@@ -40,9 +42,9 @@ class ByteMultiplier : StageConsumer<I> {
                            RingCursor& cursor) const {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) factors[s][0] = factors[s][1] = 1;
-    if (!kHasGroupSums || I::kScalesBytes || p_.groups == 1) {
+    if (!kHasGroupSums || I::kIntegerScales || p_.groups == 1) {
       MultiplyAll<Groups::kChannel>(task, acc, cursor);
-    } else if constexpr (kHasGroupSums && !I::kScalesBytes) {
+    } else if constexpr (kHasGroupSums && !I::kIntegerScales) {
       if (p_.atoms_per_group.divisor == 1) {
         MultiplyAll<Groups::kAtoms>(task, acc, cursor);
       } else {
@@ -62,19 +64,20 @@ class ByteMultiplier : StageConsumer<I> {
 
   using Weights = ByteWeights<T, kBits, I::kCodebook, S, I::kZero == ZeroKind::kInteger>;
   using Sum = std::conditional_t<I::kIsInt8, int, float>;
-  static constexpr bool kHasGroupSums = I::kTile.takes_bytes(false, I::kZero != ZeroKind::kNone);
+  static constexpr bool kHasGroupSums =
+      I::kTile.supports_8bit_lhs(false, I::kZero != ZeroKind::kNone);
 
-  static constexpr bool kReadsRows = I::kScalesBytes || I::kZero == ZeroKind::kInteger;
+  static constexpr bool kReadsRows = I::kIntegerScales || I::kZero == ZeroKind::kInteger;
 
-  // Whether registers suffice for a unit's words and two units' weights: not for the widest words in the largest tiles.
+  // Whether registers fit a unit's words and two units' weights: not with 8-bit weights in the largest tiles.
   static constexpr bool kLoadsAhead = kBits * I::kM * I::kStrips < 8 * 256;
 
   static constexpr float kUnit = 1.0f / (1 << Weights::kShift);
   static constexpr int kSteps = 2;  // wgmma of an atom
   static constexpr int kUnits = I::kStageAtoms * I::kStrips;
-  static constexpr int kMostAtoms = 8;  // atoms per float8 sum in the tensor cores
+  static constexpr int kMaxAtoms = 8;  // atoms per float8 sum in the tensor cores
 
-  // A group has all of k, an atom, or whole stages.
+  // Group sizes: all of k, one atom, or whole stages.
   enum class Groups { kChannel, kAtoms, kStages };
 
   // Whether integer sums are the results: int8 with a single group.
@@ -102,7 +105,7 @@ class ByteMultiplier : StageConsumer<I> {
     Sums sums;
     State state;
     Factors<I> channels;
-    if constexpr (I::kScalesBytes) {
+    if constexpr (I::kIntegerScales) {
       if (!p_.out_integers) LoadUnits<I>(p_, task.tile, channels);
     }
     state.atom = task.atom_begin, state.end = task.atom_end;
@@ -116,7 +119,7 @@ class ByteMultiplier : StageConsumer<I> {
       }
     }
     Wait(memory_.full(cursor.slot), cursor.parity);
-    if (kGroups == Groups::kChannel && !I::kScalesBytes) LoadScales(cursor.slot, 0, state.scales);
+    if (kGroups == Groups::kChannel && !I::kIntegerScales) LoadScales(cursor.slot, 0, state.scales);
     Words words;
     Load(cursor.slot, 0, 0, words);
     Read(words, state.weights[0]);
@@ -125,12 +128,12 @@ class ByteMultiplier : StageConsumer<I> {
       while (state.atom < state.end) MultiplyAtoms(state, sums, acc);
     } else {
       const bool whole = kGroups == Groups::kChannel;
-      const int most = !whole ? p_.atoms_per_group.divisor : I::kIsInt8 ? p_.k_blocks : kMostAtoms;
-      int left = whole ? most : most - p_.atoms_per_group.Remainder(state.atom);
+      const int span = !whole ? p_.atoms_per_group.divisor : I::kIsInt8 ? p_.k_blocks : kMaxAtoms;
+      int left = whole ? span : span - p_.atoms_per_group.Remainder(state.atom);
 #pragma unroll 1
       while (state.atom < state.end) {
         MultiplyGroup<kGroups>(state, left, sums, acc);
-        left = most;
+        left = span;
       }
     }
     Free(state.previous);
@@ -146,14 +149,14 @@ class ByteMultiplier : StageConsumer<I> {
 #pragma unroll 1
     while (state.atom < group_end) MultiplyStage<false>(state, sums);
     if constexpr (kGroups == Groups::kStages) LoadScales(state.previous, 0, state.scales);
-    WaitProducts<0>();
+    WgmmaWait<0>();
     if constexpr (kIsResult<kGroups>) {
 #pragma unroll
       for (int s = 0; s < I::kStrips; ++s) {
-        KeepAll(sums[s]);
+        FenceRegisters(sums[s]);
 #pragma unroll
         for (int i = 0; i < I::kM / 2; ++i) {
-          const float scale = I::kScalesBytes ? 1.0f : state.scales[s][i / 2 % 2];
+          const float scale = I::kIntegerScales ? 1.0f : state.scales[s][i / 2 % 2];
           acc[s][i] = p_.out_integers ? __int_as_float(sums[s][i] >> Weights::kShift)
                                       : static_cast<float>(sums[s][i]) * scale;
         }
@@ -182,7 +185,7 @@ class ByteMultiplier : StageConsumer<I> {
       MultiplyUnit(stage, state, unit, true, sums);
       if (unit % I::kStrips == I::kStrips - 1) {
         LoadScales(stage.slot, unit / I::kStrips, state.scales);
-        WaitProducts<0>();
+        WgmmaWait<0>();
         Add(sums, state.scales, acc);
       }
     }
@@ -212,10 +215,10 @@ class ByteMultiplier : StageConsumer<I> {
   __device__ void MultiplyUnit(const Stage& stage, State& state, int unit, bool begins,
                                Sums& sums) const {
     Start(stage, state, unit, sums[unit % I::kStrips], begins);
-    if constexpr (!kLoadsAhead) WaitProducts<1>();
+    if constexpr (!kLoadsAhead) WgmmaWait<1>();
     Words words;
     const bool has_next = LoadNext(stage, state, unit, words);
-    WaitProducts<1>();
+    WgmmaWait<1>();
     if (unit == 0) Free(state.previous);
     if (has_next) Read(words, state.weights[(unit + 1) % 2]);
   }
@@ -224,15 +227,15 @@ class ByteMultiplier : StageConsumer<I> {
   __device__ static void Start(const Stage& stage, State& state, int unit, Sum (&sums)[I::kM / 2],
                                bool begins) {
     uint32_t (&weights)[kSteps][4] = state.weights[unit % 2];
-    KeepAll(weights);
-    FenceOperands();
+    FenceRegisters(weights);
+    WgmmaFence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       WarpgroupMmaBytes<T, I::kM>::Run(
           sums, weights[step], stage.lhs + (unit / I::kStrips * kSteps + step) * kStepDescription,
           step > 0 || !begins ? 1 : 0);
     }
-    CommitProducts();
+    WgmmaCommit();
   }
 
   // Loads the unit after `unit`, possibly from the next stage. Returns false if there is none.
@@ -257,7 +260,7 @@ class ByteMultiplier : StageConsumer<I> {
       const int group = p_.atoms_per_group.divisor == 1 ? atom : 0;
       const int row = row_ + strip * strip_rows_ + group * static_cast<int>(kAtom);
       // Zeros follow scales.
-      const int first_byte = I::kScalesBytes ? 0 : p_.plan.bytes.scales;
+      const int first_byte = I::kIntegerScales ? 0 : p_.plan.bytes.scales;
       words.rows = LoadShared2(memory_.scales(p_.plan, slot) + first_byte + row);
     }
   }
@@ -289,7 +292,7 @@ class ByteMultiplier : StageConsumer<I> {
                              Accumulators<I>& acc) {
 #pragma unroll
     for (int s = 0; s < I::kStrips; ++s) {
-      KeepAll(sums[s]);
+      FenceRegisters(sums[s]);
 #pragma unroll
       for (int i = 0; i < I::kM / 2; ++i) {
         acc[s][i] = fmaf(static_cast<float>(sums[s][i]), scales[s][i / 2 % 2], acc[s][i]);
@@ -302,7 +305,9 @@ class ByteMultiplier : StageConsumer<I> {
                                Accumulators<I>& acc) const {
     const Batched<int> schedule = ScheduleOf(p_);
     const float* scales = p_.lhs_scale + schedule.Row(tile.batch, 0);
-    asm volatile("" : "+l"(scales));  // addresses are not computed from the batch element each
+    asm volatile(
+        ""
+        : "+l"(scales));  // keeps the compiler from recomputing addresses from the batch element
     const int first = tile.m0 + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int block = 0; block < I::kM / 8; ++block) {
@@ -315,7 +320,7 @@ class ByteMultiplier : StageConsumer<I> {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             float& sum = acc[s][block * 4 + h * 2 + e];
-            sum = sum * (I::kScalesBytes ? channels[s][h] : kUnit) * scale;
+            sum = sum * (I::kIntegerScales ? channels[s][h] : kUnit) * scale;
           }
         }
       }

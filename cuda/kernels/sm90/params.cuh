@@ -30,16 +30,17 @@ template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kWidth, int
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
-  static constexpr bool kBytes = sizeof(T) == 1;
-  using Out = std::conditional_t<kBytes, __nv_bfloat16, T>;  // results, if they are not float32
+  static constexpr bool k8BitLhs = sizeof(T) == 1;
+  using Out = std::conditional_t<k8BitLhs, __nv_bfloat16, T>;  // results, if they are not float32
   static constexpr ZeroKind kZero = kZeros;
   static constexpr int kBits = kWidth;
   static constexpr Codebook kCodebook = kNumbers;
   // Whether the scales and zeros of a single group are applied to accumulators, not to weights.
-  static constexpr bool kScalesChannels = kZero != ZeroKind::kFloat && !kLooksUp<kCodebook> &&
-                                          !(kBytes && (sizeof(S) == 1 || kZero != ZeroKind::kNone));
+  static constexpr bool kScalesChannels =
+      kZero != ZeroKind::kFloat && !kLooksUp<kCodebook> &&
+      !(k8BitLhs && (sizeof(S) == 1 || kZero != ZeroKind::kNone));
   // Whether the format may have groups of 16.
-  static constexpr bool kHasSixteens = HasSixteens(kCodebook, sizeof(S));
+  static constexpr bool kSupportsGroupsOf16 = SupportsGroupsOf16(kCodebook, sizeof(S));
   static constexpr TileShape kTile = kTiles[kNumber];
   static constexpr int kM = kTile.m;
   static constexpr int kStrips = kTile.strips;  // of a warpgroup
@@ -50,19 +51,20 @@ struct Instance {
   static constexpr int kLhsBytes = kM * kLhsRowBytes;                               // of a block
   static constexpr int kLhsBlocks = kStageAtoms * static_cast<int>(sizeof(T)) / 2;  // of a stage
   static constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
-  // Whether group scales are integers, which multiply weights in 8 bits, so that there is one sum over k.
-  static constexpr bool kScalesBytes = kBytes && sizeof(S) == 1;
-  static_assert(!kBytes || kTile.takes_bytes(kIsInt8, kZero != ZeroKind::kNone));
+  // Whether group scales are integers that multiply 8-bit weights, so that one accumulator covers all of k.
+  static constexpr bool kIntegerScales = k8BitLhs && sizeof(S) == 1;
+  static_assert(!k8BitLhs || kTile.supports_8bit_lhs(kIsInt8, kZero != ZeroKind::kNone));
   // Registers of a thread: at launch, of a consumer, of a producer.
   static constexpr int kRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   static constexpr int kCopyRegisters = kRegisters > 128 ? 40 : 32;
   static constexpr int kMultiplyRegisters =
       (kRegisters * kThreads / 128 - kCopyRegisters) / (kWarps / 4) / 8 * 8;
-  static constexpr bool kMovesRegisters = kRegisters < 256;  // no thread can have more than that
+  static constexpr bool kReallocatesRegisters =
+      kRegisters < 256;  // 255 registers per thread is the hardware limit
   static constexpr int kStoreRows = StoreRows(kTile);
 };
 
-// The epilogue's form: how a tile's accumulators become results.
+// Code path of the epilogue.
 enum class Form {
   // In registers, stored by TMA: no activation; with or without a bias and a residual that TMA loads
   kSum,
@@ -86,7 +88,7 @@ struct Params {
   const int32_t* index;  // null: weight min(b, num_weights - 1)
   void* out_data;
   bool out_float;        // float32 out; else Instance::Out
-  bool out_integers;     // int32 out: sums of integers, whose bits are in the accumulators
+  bool out_integers;     // int32 out: accumulators contain the bits of integers
   bool aligned;          // rows of out begin at multiples of 16 bytes, and out is not float32
   bool residual_by_tma;  // rows of the residual do too, and form is not kOther
   Form form;
@@ -101,8 +103,8 @@ struct Params {
   bool lhs_in_atoms;
   int group_bytes;  // bytes of scales and zeros loaded per stage
   int n_blocks, k_blocks, groups;
-  // Strips of the weights of a batch element; in a gated product, strips of the gate and of up alternate. The unit of
-  // tile positions.
+  // Strips of the weights of a batch element; gated: strips of the gate and of up alternate. Tile positions count
+  // these.
   int strips;
   Divider atoms_per_group;  // 1 for a group of less than 64
   int groups_per_atom;      // 1 for a group of 64 and more
@@ -199,11 +201,11 @@ struct Memory {
     return base + (2 * kMaxStages + warpgroup * kResultBuffers + buffer) * kBarrierBytes;
   }
   // The first warpgroup has read the second's accumulators.
-  __device__ uint32_t taken() const {
+  __device__ uint32_t up_empty() const {
     return base + (2 * kMaxStages + kMaxWarpgroups * kResultBuffers) * kBarrierBytes;
   }
-  // Both warpgroups of a gated tile have arrived (TileStorer::Meet).
-  __device__ uint32_t met() const { return taken() + kBarrierBytes; }
+  // Both warpgroups of a gated tile have arrived (TileStorer::SynchronizeWarpgroups).
+  __device__ uint32_t exchange() const { return up_empty() + kBarrierBytes; }
   __device__ uint32_t results() const { return base + kTmaAlignment; }
   __device__ uint32_t stage(const Plan& plan, int slot) const {
     return base + plan.ring + slot * plan.slot_bytes;

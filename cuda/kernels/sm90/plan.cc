@@ -17,7 +17,8 @@ Plan PlanOf(const QuantizedMatmul& problem, const TileShape& tile) {
                                        : stage_k % size == 0 ? stage_k / size
                                        : size % stage_k == 0 ? 1
                                                              : stage_k / size + 2);
-  // The gate and up are loaded one by one: zero points, or scales, of a strip fill multiples of kTmaTarget.
+  // Strips of the gate and of up are loaded separately, so one-byte scales or zeros of a strip are padded to
+  // kTmaTarget.
   const bool bytes = problem.zero_bytes() == 1 || problem.scale_bytes() == 1;
   if (problem.epilogue.gated && bytes && plan.stage_groups % 2 != 0) ++plan.stage_groups;
   const int per_group = tile.cta_strips() * plan.stage_groups * static_cast<int>(kAtom);

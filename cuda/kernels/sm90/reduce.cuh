@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Partial sums of the stream-K tail to results. Every part of a tail tile writes its partial sums to the workspace in
+// Reduces the partial sums of the stream-K tail. Every part of a tail tile writes its partial sums to the workspace in
 // register order. A separate kernel adds them in the order of the parts, so that results repeat bit for bit, and stores
-// them through the epilogue.
+// results through the epilogue.
 #pragma once
 
 #include <type_traits>
@@ -38,14 +38,13 @@ __device__ void StorePartial(const Params& p, int partial, const Accumulators<I>
 
 inline constexpr int kReduceThreads = 128;
 
-// Adds the partial sums of all parts: a thread's four of a block.
+// Adds the partial sums of all parts, for a thread's four accumulators of a block.
 template <typename Sum>
 __device__ inline void AddPartials(const Sum* first, int64_t step, int splits, Sum (&sum)[4]) {
   using Four = std::conditional_t<std::is_same_v<Sum, int>, int4, float4>;
   Four values[kMaxSplits];
 #pragma unroll
-  for (int part = 0; part < kMaxSplits;
-       ++part) {  // all loads first, so that one latency covers them
+  for (int part = 0; part < kMaxSplits; ++part) {  // all loads first, to overlap their latencies
     if (part < splits) values[part] = *reinterpret_cast<const Four*>(first + part * step);
   }
 #pragma unroll

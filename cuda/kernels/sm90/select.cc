@@ -20,7 +20,7 @@ StreamK ScheduleOf(const QuantizedMatmul& problem, const Device& device, const C
 }
 
 // Whether an int8 lhs has one integer sum over all of k: one scale per channel, or integer scales.
-bool HasOneSum(const QuantizedMatmul& problem) {
+bool HasSingleAccumulator(const QuantizedMatmul& problem) {
   return problem.lhs == ElementType::kInt8 &&
          (problem.groups() == 1 || problem.scale == ElementType::kInt8);
 }
@@ -30,7 +30,7 @@ bool HasOneSum(const QuantizedMatmul& problem) {
 constexpr double kByteSplit = 2, kBytePart = 0.5;
 
 // Relative time per atom if a multiprocessor runs one CTA instead of two: loads and products do not overlap.
-constexpr double kByteAlone = 1.2;
+constexpr double kByteOneCta = 1.2;
 
 // Microseconds per atom with an 8-bit lhs on a hot H200, including the starts and ends of tiles: lines fitted to the
 // times in docs/measurements/activations_8_bit.md.
@@ -38,15 +38,15 @@ double ByteAtom(const QuantizedMatmul& problem, double rows, double strips) {
   struct Line {
     double base, row;  // per stage of up to two strips; per row
   };
-  const bool wide = problem.bits > 4, sixty_fours = problem.group_size == kAtom;
+  const bool wide = problem.bits > 4, groups_of_64 = problem.group_size == kAtom;
   const bool zeros = problem.zero != ZeroKind::kNone;
   const Line line = problem.lhs != ElementType::kInt8
                         ? (problem.groups() == 1 ? Line{0.2, 0.0027} : Line{0.5, 0.0024})
-                    : HasOneSum(problem)
+                    : HasSingleAccumulator(problem)
                         ? (problem.scale == ElementType::kInt8 ? Line{0.33, 0.00158}
                            : wide                              ? Line{0.245, 0.0021}
                                                                : Line{zeros ? 0.3 : 0.23, 0.00178})
-                        : Line{(sixty_fours ? 0.54 : 0.376) + (wide || zeros ? 0.05 : 0), 0.0021};
+                        : Line{(groups_of_64 ? 0.54 : 0.376) + (wide || zeros ? 0.05 : 0), 0.0021};
   return (line.base * std::max(strips, 2.0) + line.row * rows * strips) / 4;
 }
 
@@ -58,7 +58,7 @@ constexpr double kMicroscaledAtom = 0.015;
 // compiled.
 bool HasInstance(const QuantizedMatmul& problem, const Device& device, int tile) {
   const InstanceKey key = KeyOf(problem, tile);
-  return BuildHolds(key) || !IsBuilt(key) || device.can_compile();
+  return IsPrebuilt(key) || !IsPrebuiltFormat(key) || device.can_compile();
 }
 
 }  // namespace
@@ -70,7 +70,7 @@ Support SupportsProblem(const QuantizedMatmul& problem, const Device&) {
     if (problem.k > 1 << 17)
       return {"sums over k=" + std::to_string(problem.k) +
               " may leave int32, which holds 2^17 products of 8 bits"};
-    if (problem.sums_integers() && !HasOneSum(problem)) {
+    if (problem.is_integer_matmul() && !HasSingleAccumulator(problem)) {
       return {"groups with float scales have no sum of integers"};
     }
     if (problem.group_size > 0 && problem.group_size != kAtom &&
@@ -80,15 +80,15 @@ Support SupportsProblem(const QuantizedMatmul& problem, const Device&) {
           std::to_string(problem.group_size)};
     }
   }
-  const bool sixteens =
-      problem.group_size == 16 && HasSixteens(problem.codebook, problem.scale_bytes());
+  const bool groups_of_16 =
+      problem.group_size == 16 && SupportsGroupsOf16(problem.codebook, problem.scale_bytes());
   if (problem.group_size > 0 && problem.group_size != 32 && problem.group_size % kAtom != 0 &&
-      !sixteens) {
+      !groups_of_16) {
     return {"groups must be of 32, or of multiples of 64"};
   }
-  constexpr int64_t kMost = int64_t{1} << 31;  // positions and tiles are 32-bit numbers
-  if (problem.m >= kMost ||
-      problem.batch * CeilDiv(problem.m, kMinTileM) * problem.strips() >= kMost) {
+  constexpr int64_t kLimit = int64_t{1} << 31;  // positions and tiles are 32-bit numbers
+  if (problem.m >= kLimit ||
+      problem.batch * CeilDiv(problem.m, kMinTileM) * problem.strips() >= kLimit) {
     return {"it has more than 2^31 tiles"};
   }
   const auto fits = [&](const TileShape& tile) { return PlanOf(problem, tile).num_stages >= 2; };
@@ -107,28 +107,29 @@ Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, con
     return {"its tile is for an lhs of 8 bits"};
   }
   if (Is8Bit(problem.lhs) &&
-      !tile.takes_bytes(HasOneSum(problem), problem.zero != ZeroKind::kNone)) {
+      !tile.supports_8bit_lhs(HasSingleAccumulator(problem), problem.zero != ZeroKind::kNone)) {
     return {"its tile has no room for group sums, or for zeros"};
   }
   // Do not JIT-compile for small m.
-  if (choice.tile >= kBuiltTiles && problem.m <= kMinTileM) return {"its tile is for more rows"};
+  if (choice.tile >= kPrebuiltTiles && problem.m <= kMinTileM) return {"its tile is for more rows"};
   if (std::find(std::begin(kPeers), std::end(kPeers), choice.peers) == std::end(kPeers)) {
     return {"its clusters have 1 or 2 CTAs"};
   }
-  if (problem.epilogue.gated && !tile.takes_gated()) return {"its tiles split a gate and its up"};
+  if (problem.epilogue.gated && !tile.supports_gated())
+    return {"its tiles split a gate and its up"};
   const Plan plan = PlanOf(problem, tile);
   if (plan.num_stages < 2) return {"its stages would not fit shared memory"};
   if (choice.split_k < 1 || choice.split_k > std::min(kMaxSplits, plan.stages)) {
     return {"split_k is beyond its stages"};
   }
   if (choice.split_k > 1) {
-    if (choice.peers > 1) return {"mates share whole tiles"};  // `mates` in Python
+    if (choice.peers > 1) return {"peers share whole tiles"};
     const StreamK schedule = ScheduleOf(problem, device, choice);
     if (schedule.tail_tiles == 0) return {"no tiles are left to be divided"};
     // For small m, a tile has more rows than the caller's workspace.
     const int64_t rows = problem.batch * problem.weights_per_element() * problem.m;
     if (schedule.workspace_bytes(tile) >
-        std::min(workspace_bytes, MostSumsBytes(rows, problem.n))) {
+        std::min(workspace_bytes, MaxPartialSumsBytes(rows, problem.n))) {
       return {"its partial sums do not fit the workspace"};
     }
   }
@@ -178,7 +179,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const int64_t stages = CeilDiv(problem.k_blocks(), tile.stage_atoms);
   // Tiles that do not hide dequantization save instructions if every stage is inside one group (every atom, in formats
   // with groups of 16): scales are fused, or at least loaded once.
-  const bool by_atom = HasSixteens(problem.codebook, problem.scale_bytes());
+  const bool by_atom = SupportsGroupsOf16(problem.codebook, problem.scale_bytes());
   const bool once = tile.m <= 128 && problem.scale == problem.lhs && problem.group_size > 0 &&
                     problem.group_size % (by_atom ? kAtom : 2 * kAtom) == 0;
   const double kind = problem.bits > 4                     ? fit.wide
@@ -187,15 +188,15 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
                                                            : costs.fused;
   const bool bytes = Is8Bit(problem.lhs);
   const bool loads_once =
-      problem.m > 16 && std::max<int64_t>(tile.m, problem.m) <= kMostMicroscaledRows;
+      problem.m > 16 && std::max<int64_t>(tile.m, problem.m) <= kMaxMicroscaledRows;
   const double numbers = loads_once ? NumbersAtom(problem, kMicroscaledAtom) : NumbersAtom(problem);
   const auto rounds = [&](int64_t tasks, int splits) {
     if (tasks == 0) return 0.0;
-    const bool alone = tile.ctas_per_sm == 1 || tasks * choice.peers <= device.num_sms;
-    const double strips = tile.cta_strips() * (alone ? 1 : 2);
-    const double atom =
-        bytes ? ByteAtom(problem, tile.m, strips) * (alone && tile.ctas_per_sm > 1 ? kByteAlone : 1)
-              : (alone ? fit.alone : fit.beside) * kind + numbers * strips;
+    const bool one_cta = tile.ctas_per_sm == 1 || tasks * choice.peers <= device.num_sms;
+    const double strips = tile.cta_strips() * (one_cta ? 1 : 2);
+    const double atom = bytes ? ByteAtom(problem, tile.m, strips) *
+                                    (one_cta && tile.ctas_per_sm > 1 ? kByteOneCta : 1)
+                              : (one_cta ? fit.one_cta : fit.two_ctas) * kind + numbers * strips;
     const int64_t atoms = std::min(problem.k_blocks(), CeilDiv(stages, splits) * tile.stage_atoms);
     return static_cast<double>(CeilDiv(tasks, schedule.resident)) *
            (static_cast<double>(atoms) * atom + (bytes ? 0 : fit.round));
@@ -212,7 +213,7 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   if (bytes) {
     return cost + (schedule.splits > 1 ? kByteSplit + kBytePart * (schedule.splits - 1) : 0);
   }
-  return cost * (1 + fit.heat * std::log2(std::max(1.0, cost / costs.cool)));
+  return cost * (1 + fit.throttling * std::log2(std::max(1.0, cost / costs.throttle_start)));
 }
 
 }  // namespace jaxlowbit::sm90

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The decision of qmm_sm90: what it supports, which choices it has, and what they cost.
+// Selection for qmm_sm90: supported problems, choices and their costs.
 #pragma once
 
 #include <vector>
@@ -12,7 +12,7 @@
 
 namespace jaxlowbit::sm90 {
 
-// The interface of the table in select/select.cc, which says what each function is for.
+// The functions of the kernel table, documented in select/select.cc.
 Support SupportsProblem(const QuantizedMatmul& problem, const Device& device);
 Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, const Device& device,
                        int64_t workspace_bytes);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Accumulators of a whole tile to global memory, through the epilogue if there is one.
+// Stores the accumulators of a tile to global memory, through the epilogue if there is one.
 //
-// A store tile is kStoreRows of a strip, stored by one TMA operation. The buffers of a warpgroup contain:
+// A store tile is kStoreRows of a strip, stored by one TMA operation. Use of a warpgroup's kStoreBuffers buffers:
 //
-//   in registers   the results of one store tile each, in turn; with residuals only the first two are used, first for
-//                  the store tile's residual
-//   Form::kOther   0, 1: results of a store tile; 2: accumulators of half a store tile, of the gate if gated; 3: the
-//                  accumulators of up, if this warpgroup has them. If two warpgroups have a strip each, the one with up
-//                  stores half a store tile to each of its four buffers for the other.
+//   Form::kOther   0, 1: results of a store tile. 2: accumulators of half a store tile (gated: of the gate). 3: gated:
+//                  accumulators of up. If the other warpgroup has up, that one instead sends half a store tile in each
+//                  of its four buffers.
+//   other forms    each: results of a store tile, in turn. With residuals only 0 and 1 are used, and TMA first loads
+//                  the residual of the store tile there.
 #pragma once
 
 #include <utility>
@@ -87,22 +87,22 @@ class TileStorer {
 
  private:
   static constexpr int kBlocks = I::kM / 8;
-  static constexpr bool kTakesGated = I::kTile.takes_gated();
+  static constexpr bool kSupportsGated = I::kTile.supports_gated();
   static constexpr int kBufferBytes = I::kStoreRows * 128;
   static constexpr int kResultBytes = ResultBytes(I::kTile);  // of a warpgroup
   // In a gated product, two warpgroups have the gate and up.
-  static constexpr bool kApart = I::kStrips == 1;
-  // Half a store tile: its rows, blocks of 8 of them, and the halves of a tile. Its accumulators fill a buffer.
+  static constexpr bool kUpIsRemote = I::kStrips == 1;
+  // Half a store tile: rows, blocks of 8 rows, halves per tile. The accumulators of a half fill a buffer.
   static constexpr int kHalfRows = I::kStoreRows / 2, kHalfBlocks = kHalfRows / 8;
   static constexpr int kHalves = I::kM / kHalfRows;
   static constexpr int kStoreTiles = kHalves / 2;  // of a strip
   static constexpr int kGatedRows = GatedStoreRows(I::kTile);
-  static constexpr int kTogether = kHalfBlocks % 2 == 0 ? 2 : 1;  // blocks whose epilogues overlap
-  // Named barriers of both warpgroups: accumulators of up are in the buffers; both exchange accumulators.
-  static constexpr int kHandedOver = 3, kExchange = 3;
+  static constexpr int kUnroll = kHalfBlocks % 2 == 0 ? 2 : 1;  // blocks per epilogue iteration
+  // Named barriers of both warpgroups: up is in the buffers; exchange of accumulators.
+  static constexpr int kUpReady = 3, kExchange = 3;
 
-  __device__ bool Gated() const { return kTakesGated && p_.epilogue.gated; }
-  __device__ Batched<int, kTakesGated> Schedule() const { return {p_.m, p_.epilogue.gated}; }
+  __device__ bool Gated() const { return kSupportsGated && p_.epilogue.gated; }
+  __device__ Batched<int, kSupportsGated> Schedule() const { return {p_.m, p_.epilogue.gated}; }
 
   // The strip of the result, for strip `s` of this warpgroup.
   __device__ int Strip(const Tile& tile, int s) const {
@@ -124,8 +124,8 @@ class TileStorer {
     }
   }
 
-  // The thread's index, to be computed again instead of kept in registers while wgmma run.
-  __device__ static int Thread() { return Keep(static_cast<int>(threadIdx.x)); }
+  // The thread's index, recomputed here instead of occupying a register while wgmma run.
+  __device__ static int Thread() { return Opaque(static_cast<int>(threadIdx.x)); }
 
   // This lane's first channel of a strip.
   __device__ static int Channel() {
@@ -174,7 +174,7 @@ class TileStorer {
   // Stores a warpgroup's accumulators of half a store tile of strip kHalf / kHalves, times their factors, in the order
   // of threads.
   template <int kHalf>
-  __device__ void Leave(uint32_t buffer, const Accumulators<I>& acc) const {
+  __device__ void StoreAccumulators(uint32_t buffer, const Accumulators<I>& acc) const {
 #pragma unroll
     for (int block = 0; block < kHalfBlocks; ++block) {
       float values[4];
@@ -188,53 +188,53 @@ class TileStorer {
   }
 
   template <int... kHalf>
-  __device__ void Leave(int half, uint32_t buffer, const Accumulators<I>& acc,
-                        std::integer_sequence<int, kHalf...>) const {
-    ((half == kHalf ? Leave<kHalf>(buffer, acc) : void()), ...);
+  __device__ void StoreAccumulators(int half, uint32_t buffer, const Accumulators<I>& acc,
+                                    std::integer_sequence<int, kHalf...>) const {
+    ((half == kHalf ? StoreAccumulators<kHalf>(buffer, acc) : void()), ...);
   }
 
-  __device__ void Leave(int half, uint32_t buffer, const Accumulators<I>& acc) const {
-    Leave(half, buffer, acc, std::make_integer_sequence<int, I::kStrips * kHalves>{});
+  __device__ void StoreAccumulators(int half, uint32_t buffer, const Accumulators<I>& acc) const {
+    StoreAccumulators(half, buffer, acc, std::make_integer_sequence<int, I::kStrips * kHalves>{});
   }
 
-  __device__ static void Take(uint32_t buffer, int block, float* acc) {
+  __device__ static void LoadAccumulators(uint32_t buffer, int block, float* acc) {
     const uint4 four = LoadShared16(buffer + block * 2048 + threadIdx.x % 128 * 16);
     acc[0] = __uint_as_float(four.x), acc[1] = __uint_as_float(four.y);
     acc[2] = __uint_as_float(four.z), acc[3] = __uint_as_float(four.w);
   }
 
   // Synchronizes both warpgroups. synccheck does not support a named barrier reached from different code paths.
-  __device__ void Meet() {
+  __device__ void SynchronizeWarpgroups() {
     if constexpr (kForSanitizer) {
-      Arrive(memory_.met());
-      Wait(memory_.met(), meetings_++ % 2);
+      Arrive(memory_.exchange());
+      Wait(memory_.exchange(), exchanges_++ % 2);
     } else {
       Synchronize(kExchange, 256);
     }
   }
 
   // Stores the second warpgroup's accumulators of up for the first warpgroup.
-  __device__ void HandOver(const Accumulators<I>& acc) {
+  __device__ void SendUp(const Accumulators<I>& acc) {
 #pragma unroll 1
     for (int half = 0; half < kHalves; ++half) {
       const int buffer = half % kStoreBuffers;
-      if (buffer == 0 && handed_over_ > 0) Wait(memory_.taken(), (handed_over_ - 1) % 2);
-      Leave(half, Buffer(1, buffer), acc);
+      if (buffer == 0 && sent_ > 0) Wait(memory_.up_empty(), (sent_ - 1) % 2);
+      StoreAccumulators(half, Buffer(1, buffer), acc);
       if (buffer == kStoreBuffers - 1 || half == kHalves - 1) {
-        ArriveForOthers(kHandedOver, 256);
-        ++handed_over_;
+        ArriveForOthers(kUpReady, 256);
+        ++sent_;
       }
     }
   }
 
-  // Stores other results, half a store tile at a time, in a loop through shared memory, since registers cannot be
-  // indexed. The code contains each formula once.
+  // Form::kOther: stores results half a store tile at a time, in a loop through shared memory, since registers cannot
+  // be indexed. The loop limits code size: each formula is compiled once.
   __device__ void StoreFinished(const Tile& tile, const Accumulators<I>& acc) {
     const int warpgroup = threadIdx.x / 128;
     if (Strip(tile, 0) >= p_.n_blocks) return;
-    const bool handed = kApart && Gated();  // up, from the other warpgroup
-    if (handed && warpgroup == 1) {
-      HandOver(acc);
+    const bool up_is_remote = kUpIsRemote && Gated();  // the other warpgroup has up
+    if (up_is_remote && warpgroup == 1) {
+      SendUp(acc);
       return;
     }
     const int halves = Gated() ? kHalves : I::kStrips * kHalves;
@@ -243,28 +243,29 @@ class TileStorer {
       const int s = half / kHalves, in_strip = half - s * kHalves, strip = Strip(tile, s);
       if (strip >= p_.n_blocks) break;
       const uint32_t first = Buffer(warpgroup, kResultBuffers);
-      const uint32_t second = handed ? Buffer(1, in_strip % kStoreBuffers) : first + kBufferBytes;
-      Leave(half, first, acc);
-      if (!kApart && Gated()) Leave(half + kHalves, second, acc);
-      if (handed && in_strip % kStoreBuffers == 0) Synchronize(kHandedOver, 256);
+      const uint32_t second =
+          up_is_remote ? Buffer(1, in_strip % kStoreBuffers) : first + kBufferBytes;
+      StoreAccumulators(half, first, acc);
+      if (!kUpIsRemote && Gated()) StoreAccumulators(half + kHalves, second, acc);
+      if (up_is_remote && in_strip % kStoreBuffers == 0) Synchronize(kUpReady, 256);
       const int row = in_strip % 2 * kHalfRows;  // in the store tile
       if (p_.aligned && row == 0) {
         if (threadIdx.x % 128 == 0) WaitStoresRead<kResultBuffers - 1>();
         Synchronize(1 + warpgroup, 128);
       }
 #pragma unroll 1
-      for (int block = 0; block < kHalfBlocks; block += kTogether) {
+      for (int block = 0; block < kHalfBlocks; block += kUnroll) {
         const int m0 = tile.m0 + in_strip * kHalfRows + block * 8;
-        float values[4 * kTogether], up[4 * kTogether] = {}, residual[4 * kTogether];
+        float values[4 * kUnroll], up[4 * kUnroll] = {}, residual[4 * kUnroll];
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < kUnroll; ++i) {
           LoadResidual(tile.batch, strip, m0 + i * 8, residual + 4 * i);
-          Take(first, block + i, values + 4 * i);
-          if (Gated()) Take(second, block + i, up + 4 * i);
+          LoadAccumulators(first, block + i, values + 4 * i);
+          if (Gated()) LoadAccumulators(second, block + i, up + 4 * i);
         }
         FinishBlocks(s, up, residual, values);
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < kUnroll; ++i) {
           const float* four = values + 4 * i;
           if (p_.aligned) {
             const uint32_t matrices[2] = {Pair<T>::Round(four[0], four[1]),
@@ -277,8 +278,9 @@ class TileStorer {
           }
         }
       }
-      if (handed && (in_strip % kStoreBuffers == kStoreBuffers - 1 || in_strip == kHalves - 1)) {
-        ArriveAsWarp(memory_.taken(), threadIdx.x % 32);
+      if (up_is_remote &&
+          (in_strip % kStoreBuffers == kStoreBuffers - 1 || in_strip == kHalves - 1)) {
+        ArriveAsWarp(memory_.up_empty(), threadIdx.x % 32);
       }
       if (p_.aligned && row > 0) {
         EndStoreTile(strip, tile.m0 + in_strip * kHalfRows - row, tile.batch,
@@ -364,7 +366,7 @@ class TileStorer {
   // Stores gated results of accumulators in registers.
   __device__ void StoreGated(const Tile& tile, const Accumulators<I>& acc) {
     if (Strip(tile, 0) >= p_.n_blocks) return;
-    if constexpr (!kApart) {
+    if constexpr (!kUpIsRemote) {
       StoreGatedByTma(tile, acc);
     } else if (threadIdx.x < 128) {
       ExchangeAndStore<0>(tile, acc);
@@ -389,7 +391,7 @@ class TileStorer {
     }
   }
 
-  // One warpgroup has the gate, the other up. Each finishes half of the rows, with the other's accumulators from the
+  // One warpgroup has the gate, the other up. Each finishes half of the rows, reading the other's accumulators from the
   // other's buffers. Results overwrite accumulators that have been read.
   template <int kWarpgroup>
   __device__ void ExchangeAndStore(const Tile& tile, const Accumulators<I>& acc) {
@@ -397,8 +399,8 @@ class TileStorer {
     constexpr int kStoreTileRows = kGatedRows;
     constexpr float kOnes[] = {1, 1};
     if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
-    Meet();  // the stores of both have read the buffers
-    const uint32_t given = Buffer(kWarpgroup, 0), taken = Buffer(1 - kWarpgroup, 0);
+    SynchronizeWarpgroups();  // the stores of both have read the buffers
+    const uint32_t given = Buffer(kWarpgroup, 0), up_empty = Buffer(1 - kWarpgroup, 0);
 #pragma unroll
     for (int block = 0; block < kBlocks / 2; ++block) {
       float values[4];
@@ -408,10 +410,10 @@ class TileStorer {
       }
       StoreShared16<kWarpgroup>(given + block * 2048 + threadIdx.x % 128 * 16, values);
     }
-    Meet();
+    SynchronizeWarpgroups();
 #pragma unroll
     for (int store_tile = 0; store_tile < I::kM / 2 / kStoreTileRows; ++store_tile) {
-      const uint32_t buffer = taken + store_tile * kStoreTileRows * 256;
+      const uint32_t buffer = up_empty + store_tile * kStoreTileRows * 256;
       float others[kStoreTileRows / 2];
 #pragma unroll
       for (int block = 0; block < kStoreTileRows / 8; ++block) {
@@ -512,10 +514,10 @@ class TileStorer {
   // Biases of a lane's channels g and g + 8: in each strip of the warpgroup, or in the gate and in up. Adding -0
   // changes nothing.
   float biases_[2][2] = {{-0.0f, -0.0f}, {-0.0f, -0.0f}};
-  Factors<I> factors_;   // of the accumulators of a tile
-  int buffer_ = 0;       // for the next store tile
-  int handed_over_ = 0;  // number of times that the buffers were full
-  int meetings_ = 0;     // of both warpgroups, in a build for compute-sanitizer
+  Factors<I> factors_;  // of the accumulators of a tile
+  int buffer_ = 0;      // for the next store tile
+  int sent_ = 0;        // number of SendUp batches that filled the buffers
+  int exchanges_ = 0;   // of both warpgroups, in a build for compute-sanitizer
 };
 
 }  // namespace jaxlowbit::sm90

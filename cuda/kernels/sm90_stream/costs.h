@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The constants of the cost of qmm_sm90_stream: doubles alone, whose values tools/fit_costs.py fits and writes to
-// costs.inc.
+// The constants of qmm_sm90_stream's cost model: only doubles, which tools/fit_costs.py fits and writes to costs.inc.
 #pragma once
 
 namespace jaxlowbit::sm90_stream {
 
 struct Costs {
   struct Rows {
-    double alone, beside;  // kilobytes per microsecond of a multiprocessor with one CTA, with two
-    double two, three;     // factor of a ring of so many stages, over a deeper one
-    double start;          // microseconds of the kernel's beginning and end
+    // Kilobytes per microsecond and SM, with one or two CTAs per SM.
+    double one_cta, two_ctas;
+    double two, three;  // time factor of a ring of 2 or 3 stages, relative to deeper rings
+    double start;       // microseconds at the start and end of the kernel
   };
-  // Up to 8 rows of lhs in 4 bits, up to 16, up to 32; up to 8 in 8 bits, up to 16. 5 to 7 bits have those of 8.
+  // 4 bits: up to 8, 16, 32 rows of lhs; 8 bits: up to 8, 16. 5 to 7 bits use the values of 8.
   Rows rows[5];
-  double
-      narrow[3];  // rates of 1, 2 and 3 bits, over those of 4: fewer bits take as many instructions
-  double copy;    // microseconds of half a slice of a stage, or of its lhs
-  double tile;    // microseconds of the end of a tile
-  double wave;    // microseconds of a wave
-  double beside;  // microseconds, once, if two CTAs share a multiprocessor
-  double read_kilobytes;  // the most of weights that are read in a microsecond
-  // Microseconds that PDL saves if CTAs are alone on a multiprocessor, or two share one; and what is added if the next
-  // kernel finds half of the multiprocessors idle, and begins there.
-  double pdl_alone, pdl_beside, pdl_idle;
-  double missing_row;  // microseconds of a row of a tensor-map tile that is out of bounds
+  // Rates of 1, 2 and 3 bits relative to 4: the number of instructions is the same.
+  double narrow[3];
+  double copy;            // microseconds per half slice of a stage, and per lhs of a stage
+  double tile;            // microseconds at the end of a tile
+  double wave;            // microseconds per wave
+  double two_ctas;        // microseconds per launch with two CTAs per SM
+  double read_kilobytes;  // peak weight bandwidth, kilobytes per microsecond
+  // Microseconds that PDL saves with one or two CTAs per SM; additional savings if half of the SMs are idle, so that
+  // the next kernel starts there.
+  double pdl_one_cta, pdl_two_ctas, pdl_idle;
+  double missing_row;  // microseconds per out-of-bounds row of a tensor-map tile
 };
 
 inline constexpr Costs kCosts =

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Global to shared memory: the producer warp. Each lane loads the same piece of every stage, so it computes addresses
-// once per tile. A piece is the packed weights of a strip, or of part of a strip in one atom of k, or the scales or
-// zeros of a strip.
+// The producer warp: global to shared memory. Each lane loads the same piece of every stage, so it computes addresses
+// once per tile. A piece is the packed weights of a strip, the packed weights of part of a strip in one atom, or the
+// scales or zeros of a strip.
 #pragma once
 
 #include "cuda/device/bulk.cuh"
@@ -62,7 +62,7 @@ class StageFiller {
     return WeightAt(product_.index, product_.num_weights, position) * product_.n_blocks;
   }
 
-  // The number, among the strips of all weights, of a strip of this CTA's batch element.
+  // Index of a strip of this CTA's batch element among the strips of all weights.
   __device__ int64_t StripAt(int strip) const {
     if (!p_.epilogue.gated) return first_strip_ + strip;
     return (strip % 2 == 0 ? first_strip_ : up_strip_) + strip / 2;
@@ -151,7 +151,7 @@ class StageFiller {
 
   // Activations of a whole stage are one load: columns beyond k are zeros.
   __device__ void FillLhs(int stage, int slot) const {
-    if (I::kLhsWay == LhsWay::kStages && lane_ == 0) {
+    if (I::kLhsPath == LhsPath::kStages && lane_ == 0) {
       TmaLoad(memory_.stage(p_.plan, slot), &p_.lhs, 0,
               static_cast<int>(ScheduleOf(p_).Row(share_.batch, 0)),
               share_.atom_begin + (stage << p_.plan.stage_shift), memory_.full(slot));

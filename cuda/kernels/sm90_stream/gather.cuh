@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Gathers permuted activations if the product does so itself (plan.h): before the first tile a CTA's consumers gather
-// all of its activations while the first weights load. Rows are copied to shared memory first, since gathering from
-// global memory takes 32 accesses per warp. Gathered activations have the layout of a stage, without padding rows.
+// LhsPath::kGathers: before the first tile, the consumers gather all activations of the CTA's part of k while the first
+// weights load. Rows are copied to shared memory first, since gathering from global memory takes 32 accesses per warp.
+// Gathered activations have the layout of a stage, without padding rows.
 #pragma once
 
 #include "cuda/device/pdl.cuh"
@@ -27,7 +27,7 @@ __device__ inline void GatherLhs(const Params& p, const Share& share, Memory mem
   load(threadIdx.x);
   const int row_copies = p.k_blocks * kColumns;
   const uint4* source =
-      static_cast<const uint4*>(p.ungathered) + ScheduleOf(p).Row(share.batch, 0) * row_copies;
+      static_cast<const uint4*>(p.original_lhs) + ScheduleOf(p).Row(share.batch, 0) * row_copies;
   for (int i = threadIdx.x; i < p.m * row_copies; i += kConsumerThreads) {
     StoreShared16(rows + i * kCopyBytes, source[i]);
   }

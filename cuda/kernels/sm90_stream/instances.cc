@@ -7,23 +7,23 @@
 namespace jaxlowbit::sm90_stream {
 
 InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device) {
-  // Under PDL, a CTA that has a multiprocessor to itself leaves registers to a CTA of the next kernel.
+  // Under PDL, one CTA per SM leaves registers for a CTA of the next kernel.
   const bool shares_registers = choice.block_m == 8 || problem.pdl;
   const Variant variant = {choice.block_m,
                            shares_registers ? kMaxCtasPerSm : CtasPerSm(problem, device, choice),
-                           WayOfLhs(problem, device, choice)};
+                           LhsPathOf(problem, device, choice)};
   return {Family::kSm90Stream, problem.lhs,      problem.scale,   problem.zero,
           problem.bits,        problem.codebook, variant.number()};
 }
 
 std::string NameOf(const InstanceKey& key) {
-  constexpr const char* kWays[] = {"kStages", "kGathers", "kRounds"};
+  constexpr const char* kPaths[] = {"kStages", "kGathers", "kRounds"};
   const Variant variant = Variant::Of(key);
   return "jaxlowbit::sm90_stream::QmmSm90StreamKernel<jaxlowbit::sm90_stream::Instance<" +
          CudaName(key.lhs) + ", " + CudaName(key.scale) + ", " + CudaName(key.zero) + ", " +
          std::to_string(variant.block_m) + ", " + std::to_string(key.bits) + ", " +
          std::to_string(variant.ctas_per_sm) +
-         ", jaxlowbit::sm90_stream::LhsWay::" + kWays[static_cast<int>(variant.way)] +
+         ", jaxlowbit::sm90_stream::LhsPath::" + kPaths[static_cast<int>(variant.lhs_path)] +
          LastArgument(key.codebook) + ">>";
 }
 

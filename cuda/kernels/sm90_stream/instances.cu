@@ -12,7 +12,7 @@ KernelFunction FindVariant() {
   constexpr Variant kVariant = kVariants[kNumber];
   if constexpr (kVariant.block_m <= MaxRows(kBits, ElementType::kBf16)) {
     return QmmSm90StreamKernel<
-        Instance<T, T, kZero, kVariant.block_m, kBits, kVariant.ctas_per_sm, kVariant.way>>;
+        Instance<T, T, kZero, kVariant.block_m, kBits, kVariant.ctas_per_sm, kVariant.lhs_path>>;
   }
   return nullptr;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The instances of qmm_sm90_stream: their keys and names, and those that were compiled ahead of time.
+// The instances of qmm_sm90_stream: keys, names, and the instances compiled ahead of time.
 #pragma once
 
 #include <string>
@@ -14,29 +14,30 @@ namespace jaxlowbit::sm90_stream {
 struct Params;
 using KernelFunction = void (*)(Params);
 
-// What an instance is compiled for besides the types of a problem.
+// Template arguments of an instance in addition to types and width.
 struct Variant {
   int block_m, ctas_per_sm;
-  LhsWay way;
+  LhsPath lhs_path;
 
   static constexpr Variant Of(const InstanceKey& key) {
-    return {key.variant / 16, key.variant / 4 % 4, static_cast<LhsWay>(key.variant % 4)};
+    return {key.variant / 16, key.variant / 4 % 4, static_cast<LhsPath>(key.variant % 4)};
   }
-  constexpr int number() const { return 16 * block_m + 4 * ctas_per_sm + static_cast<int>(way); }
+  constexpr int number() const {
+    return 16 * block_m + 4 * ctas_per_sm + static_cast<int>(lhs_path);
+  }
 };
 
-// Instances for 8 rows need no more registers if they have a multiprocessor to themselves. Only those gather lhs.
-inline constexpr Variant kVariants[] = {{8, kMaxCtasPerSm, LhsWay::kStages},
-                                        {8, kMaxCtasPerSm, LhsWay::kGathers},
-                                        {16, 1, LhsWay::kStages},
-                                        {16, kMaxCtasPerSm, LhsWay::kStages},
-                                        {32, 1, LhsWay::kStages},
-                                        {32, kMaxCtasPerSm, LhsWay::kStages}};
+// Instances of 8 rows fit two CTAs per SM, so there is none for one. Only these gather lhs.
+inline constexpr Variant kVariants[] = {{8, kMaxCtasPerSm, LhsPath::kStages},
+                                        {8, kMaxCtasPerSm, LhsPath::kGathers},
+                                        {16, 1, LhsPath::kStages},
+                                        {16, kMaxCtasPerSm, LhsPath::kStages},
+                                        {32, 1, LhsPath::kStages},
+                                        {32, kMaxCtasPerSm, LhsPath::kStages}};
 
-// Rounds lhs, which is bfloat16. No build holds it.
-inline constexpr Variant kRounds = {8, kMaxCtasPerSm, LhsWay::kRounds};
+// Rounds a bfloat16 lhs. Always JIT-compiled.
+inline constexpr Variant kRounds = {8, kMaxCtasPerSm, LhsPath::kRounds};
 
-// The instance that computes `problem` by `choice`.
 InstanceKey KeyOf(const QuantizedMatmul& problem, const Choice& choice, const Device& device);
 
 std::string NameOf(const InstanceKey& key);

@@ -29,8 +29,8 @@
 // an atom are 16 or 32 consecutive bytes.
 //
 // Registers. Two CTAs on a multiprocessor leave 112 to a thread; bf16 by 4 bits takes 96 at 8 rows.
-//   Keep, before a loop          keeps offsets and sizes in registers instead of recomputing them in every stage.
-//   Keep, on threadIdx or ranks  recomputes an offset after the loop, so that it needs no register in the loop.
+//   Opaque, before a loop          keeps offsets and sizes in registers instead of recomputing them in every stage.
+//   Opaque, on threadIdx or ranks  recomputes an offset after the loop, so that it needs no register in the loop.
 // Params (params.cuh) are read from the constant cache, so their order matters: add new members at the end.
 //
 // Limits: select.cc.
@@ -55,7 +55,7 @@ __device__ void InitBarriers(const Plan& plan, Memory memory) {
   } else if (lane == kMaxStages) {
     InitBarrier(memory.partials_full(), 1);
     InitBarrier(memory.partials_free(), 1 << plan.cluster_shift);
-    if constexpr (I::kLhsWay == LhsWay::kRounds) InitBarrier(memory.largest_full(), 1);
+    if constexpr (I::kLhsPath == LhsPath::kRounds) InitBarrier(memory.largest_full(), 1);
   }
   PublishBarriers();
 }
@@ -66,7 +66,7 @@ struct Place {
 };
 
 __device__ inline Place OwnPlace(const Params& p) {
-  const int warp = Keep(threadIdx.x) / 32;
+  const int warp = Opaque(threadIdx.x) / 32;
   const int part = p.pairs.Divide(warp);
   const int pairs = (p.plan.tile_slices + kSlicesPerWarp - 1) / kSlicesPerWarp;
   return {(warp - part * pairs) * kSlicesPerWarp, part};
@@ -76,16 +76,16 @@ template <class I>
 __device__ void Consume(const Params& p, const Share& share, Memory memory) {
   const Plan& plan = p.plan;
   const ClusterReducer<I> reducer(p, share, memory);
-  const int stage_atoms = Keep(plan.stage_atoms), num_stages = Keep(plan.num_stages);
-  const int slot_bytes = Keep(plan.slot_bytes);
-  const uint32_t ring = Keep(memory.stage(plan, 0));
-  const int lane = Keep(threadIdx.x % 32);
+  const int stage_atoms = Opaque(plan.stage_atoms), num_stages = Opaque(plan.num_stages);
+  const int slot_bytes = Opaque(plan.slot_bytes);
+  const uint32_t ring = Opaque(memory.stage(plan, 0));
+  const int lane = Opaque(threadIdx.x % 32);
   StageMultiplier<I> multiplier(p, OwnPlace(p).part, lane);
   uint32_t gathered_end = 0;
-  if constexpr (I::kLhsWay == LhsWay::kGathers) GatherLhs(p, share, memory);
-  if constexpr (I::kLhsWay != LhsWay::kStages) {
+  if constexpr (I::kLhsPath == LhsPath::kGathers) GatherLhs(p, share, memory);
+  if constexpr (I::kLhsPath != LhsPath::kStages) {
     const int atoms = share.atom_end - share.atom_begin;
-    gathered_end = Keep(memory.base + plan.gathered + atoms * multiplier.LhsBytes());
+    gathered_end = Opaque(memory.base + plan.gathered + atoms * multiplier.LhsBytes());
   }
   RingCursor cursor = {0, 0};
   int number = 0;  // of the tile
@@ -100,7 +100,7 @@ __device__ void Consume(const Params& p, const Share& share, Memory memory) {
       Wait(memory.full(cursor.slot), cursor.parity);
       const uint32_t stage = ring + cursor.slot * slot_bytes;
       const uint32_t activations =
-          I::kLhsWay == LhsWay::kStages ? stage : gathered_end - left * multiplier.LhsBytes();
+          I::kLhsPath == LhsPath::kStages ? stage : gathered_end - left * multiplier.LhsBytes();
       if (active) multiplier.Multiply(stage, activations, left, acc);
       ArriveAsWarp(memory.empty(cursor.slot), lane);  // every lane has read the stage
       cursor.Advance(num_stages);
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
     QmmSm90StreamKernel(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(kTmaAlignment) uint8_t shared[];
-  const Memory memory = {Keep(SharedAddress(shared))};
+  const Memory memory = {Opaque(SharedAddress(shared))};
   const int warp = threadIdx.x / 32;
   const auto synchronize = [] {
     __syncthreads();  // barriers exist
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, I::kCtasPerSm)
         synchronize();
       }
     };
-    if constexpr (I::kLhsWay == LhsWay::kRounds) {
+    if constexpr (I::kLhsPath == LhsPath::kRounds) {
       const Share share = OwnShare(p);
       RowRounder rounder(p, share, memory);
       start();

@@ -38,11 +38,11 @@ int AssignClusters(const Operands* products, size_t count, int slices, Params& p
   return clusters;
 }
 
-// Everything but the products; `buffers` belong to one of them.
+// Sets all parameters except the products; `buffers` belong to one of them.
 Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Choice& choice,
                 int ctas_per_sm) {
   Params p = {};
-  p.ungathered = buffers.lhs;
+  p.original_lhs = buffers.lhs;
   p.permutation = buffers.permutation;
   p.part_columns = static_cast<int>(problem.k / std::max<int64_t>(problem.permuted_parts, 1));
   p.zero_bytes = static_cast<int>(problem.zero_bytes());
@@ -59,8 +59,8 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   p.out_float = problem.out == ElementType::kF32;
   p.epilogue = EpilogueOf(problem, buffers);
   p.to_float8 = problem.rounding == Rounding::kE4m3;
-  p.scales_rows = problem.scales_rows && problem.rounding == Rounding::kNone;
-  if (p.scales_rows) {
+  p.apply_lhs_scale = problem.apply_lhs_scale && problem.rounding == Rounding::kNone;
+  if (p.apply_lhs_scale) {
     p.epilogue.residual = buffers.lhs_scale;
     p.epilogue.residual_float = p.epilogue.any = true;
   }
@@ -73,8 +73,8 @@ Params ParamsOf(const QuantizedMatmul& problem, const Buffers& buffers, const Ch
   const StageBytes& bytes = p.plan.bytes;
   const int scales_at = bytes.lhs + bytes.packed;
   p.zeros_at = scales_at + bytes.scales - scales_at / static_cast<int>(problem.scale_bytes());
-  // Loads arrive in order: with more stages of weights before the first activations, the first mma would start later.
-  // Under PDL there is nothing else to load before the previous kernel has ended.
+  // TMA loads complete in order, so weights of further stages ahead of the first activations would delay the first mma.
+  // Under PDL, only weights can be loaded before the previous kernel has ended.
   p.prologue_stages = problem.pdl ? p.plan.num_stages : 2;
   p.pairs = DivideBy(CeilDiv(p.plan.tile_slices, kSlicesPerWarp));
   return p;

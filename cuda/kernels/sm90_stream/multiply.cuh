@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory to accumulators: a warp multiplies its two slices of channels and its atoms of a stage. It loads lhs
-// fragments by ldmatrix, dequantizes weights in registers and runs mma.
+// Consumer warps: shared memory to accumulators. A warp multiplies two slices of channels by its atoms of a stage:
+// ldmatrix of lhs fragments, dequantization in registers, mma.
 #pragma once
 
 #include <type_traits>
@@ -23,18 +23,20 @@ using Accumulators = SumsOf<I>[kSlicesPerWarp];
 template <typename T, typename S, class I, Codebook kCodebook>
 struct RowsOf {
   static constexpr int kDown = kCodebookShift<T, S, kCodebook>, kBits = I::kBits;
-  using Any = std::conditional_t<I::kScaleSums, NumberSumsRowPair<T, S, kBits, kCodebook, kDown>,
-                                 typename CodebookRows<T, S, kBits, kCodebook, kDown>::type>;
-  using Fastest = std::conditional_t<!I::kScaleSums && Fusing<T, S, kCodebook, kDown>::kTakesSome &&
-                                         !Fusing<T, S, kCodebook, kDown>::kTakesAll,
-                                     FusedNumberRowPair<T, S, kBits, kCodebook, kDown>, Any>;
+  using Any =
+      std::conditional_t<I::kScaleAccumulators, NumberSumsRowPair<T, S, kBits, kCodebook, kDown>,
+                         typename CodebookRows<T, S, kBits, kCodebook, kDown>::type>;
+  using Fastest =
+      std::conditional_t<!I::kScaleAccumulators && Fusing<T, S, kCodebook, kDown>::kSupportsSome &&
+                             !Fusing<T, S, kCodebook, kDown>::kSupportsAll,
+                         FusedNumberRowPair<T, S, kBits, kCodebook, kDown>, Any>;
 };
 
 template <typename T, typename S, class I>
 struct RowsOf<T, S, I, Codebook::kNone> {
-  using Any = std::conditional_t<I::kScaleSums, IntegerRowPair<T, S, I::kBits>,
+  using Any = std::conditional_t<I::kScaleAccumulators, IntegerRowPair<T, S, I::kBits>,
                                  ScaledRowPair<T, S, I::kBits>>;
-  using Fastest = std::conditional_t<!I::kScaleSums && I::kZero != ZeroKind::kInteger &&
+  using Fastest = std::conditional_t<!I::kScaleAccumulators && I::kZero != ZeroKind::kInteger &&
                                          kCanFuse<T, I::kBits> && std::is_same_v<S, T>,
                                      FusedRowPair<T, I::kBits>, Any>;
 };
@@ -48,7 +50,8 @@ struct RowsOf<T, Super, I, Codebook::kNone> {
 template <class I>
 using Rows = typename RowsOf<typename I::T, typename I::S, I, I::kCodebook>::Any;
 
-// Rows that dequantize to the same weights in fewer instructions, for groups of 32 or more and scales that allow it.
+// Rows that dequantize to the same weights in fewer instructions, for groups of 32 or more and scales that they
+// support.
 template <class I>
 using FastestRows = typename RowsOf<typename I::T, typename I::S, I, I::kCodebook>::Fastest;
 
@@ -62,14 +65,14 @@ class StageMultiplier : Table<I::kCodebook> {
 
   // `part`: this warp's part of the atoms of a stage.
   __device__ StageMultiplier(const Params& p, int part, int lane)
-      : Table<I::kCodebook>(p.table), p_(p), atom_(Keep(part * p.plan.warp_atoms)), lane_(lane) {
-    // Lane i reads row i % 8 of matrix i / 8: half i / 8 % 2 of a step, from row tile i / 16 of the instruction or,
-    // with a single tile, from step i / 16.
-    int row = (kTogether == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
-    const int column = lane_ / 8 % (4 / kTogether);
-    if (kMayBeFew) row = min(row, p_.plan.lhs_rows - 1);
+      : Table<I::kCodebook>(p.table), p_(p), atom_(Opaque(part * p.plan.warp_atoms)), lane_(lane) {
+    // ldmatrix: lane i passes row i % 8 of matrix i / 8, which is k half i / 8 % 2 of row tile i / 16 or, with a single
+    // row tile, of step i / 16.
+    int row = (kUnroll == 1 ? 0 : lane_ / 16 * 8) + lane_ % 8;
+    const int column = lane_ / 8 % (4 / kUnroll);
+    if (kPartialTile) row = min(row, p_.plan.lhs_rows - 1);
     const int place = atom_ * LhsBytes() + row * kRowBytes + (column ^ row % 8) * kCopyBytes;
-    lhs_ = Keep(kKeepsPlace ? place : row);
+    lhs_ = Opaque(kKeepsOffset ? place : row);
   }
 
   // Starts a tile of `slices` slices from slice `tile` on. `own`: index in the tile of the warp's first slice.
@@ -83,28 +86,28 @@ class StageMultiplier : Table<I::kCodebook> {
       const int begin = max(tile, strip * kSlicesPerStrip);
       const int end = min(tile + slices, (strip + 1) * kSlicesPerStrip);
       const int atom_bytes = (end - begin) * I::kSliceBytes;
-      packed_[i] = Keep(
+      packed_[i] = Opaque(
           p_.plan.bytes.lhs + (begin - tile) * (I::kSliceBytes << p_.plan.stage_shift) +
           FirstPlane<kBits>((slice - begin) * 32) + atom_ * atom_bytes + FirstPlane<kBits>(lane_));
-      if constexpr (!I::kWholeStrips) packed_step_[i] = Keep(atom_bytes);
+      if constexpr (!I::kWholeStrips) packed_step_[i] = Opaque(atom_bytes);
       const int lane = (slice - begin) * 32 + lane_;
       if constexpr (kPlanes > 1) {
-        others_[0][i] = Keep(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+        others_[0][i] = Opaque(SecondPlane<kBits>(lane) - FirstPlane<kBits>(lane));
       }
       if constexpr (kPlanes > 2) {
-        others_[1][i] = Keep(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
+        others_[1][i] = Opaque(ThirdPlane<kBits>(lane) - FirstPlane<kBits>(lane));
       }
       const int group =
           (strip - tile / kSlicesPerStrip) * p_.plan.stage_groups + FirstScaleRow<I>(p_, atom_);
       const int row = group * kRows + slice % kSlicesPerStrip * kSliceRows + lane_ / 4 * 2;
       scales_[i] =
-          Keep(p_.plan.bytes.lhs + p_.plan.bytes.packed + row * static_cast<int>(sizeof(S)));
+          Opaque(p_.plan.bytes.lhs + p_.plan.bytes.packed + row * static_cast<int>(sizeof(S)));
     }
   }
 
-  // Bytes of lhs and an atom.
+  // Bytes of lhs per atom.
   __device__ int LhsBytes() const {
-    return (kMayBeFew ? p_.plan.lhs_rows : I::kTiles * 8) * kRowBytes;
+    return (kPartialTile ? p_.plan.lhs_rows : I::kTiles * 8) * kRowBytes;
   }
 
   // Multiplies this warp's atoms of a stage. `left`: atoms left along k, this stage included.
@@ -115,13 +118,13 @@ class StageMultiplier : Table<I::kCodebook> {
       if (p_.m == 1) {
 #pragma unroll 1
         for (int at = 0; at < own;) {
-          const bool together = kTogetherAtoms == 2 && at + 2 <= own;
-          if (together) {
-            MultiplyOneRow<kTogetherAtoms>(stage, activations, at, acc);
+          const bool paired = kUnrolledAtoms == 2 && at + 2 <= own;
+          if (paired) {
+            MultiplyOneRow<kUnrolledAtoms>(stage, activations, at, acc);
           } else {
             MultiplyOneRow<1>(stage, activations, at, acc);
           }
-          at += together ? 2 : 1;
+          at += paired ? 2 : 1;
         }
         return;
       }
@@ -132,21 +135,21 @@ class StageMultiplier : Table<I::kCodebook> {
         return;
       }
     }
-    if (kTogetherAtoms == 2 && own == 2 && p_.atom_step == 0 && TakeFastest<1>(stage, 0)) {
+    if (kUnrolledAtoms == 2 && own == 2 && p_.atom_step == 0 && SupportsFastest<1>(stage, 0)) {
       MultiplyAtoms<FastestRows<I>, 2, 1>(stage, activations, 0, acc);
       return;
     }
-    if (kMostAtoms == 4 && own == 4 && p_.atom_step == 0 && TakeFastest<1>(stage, 0) &&
-        TakeFastest<1>(stage, 2)) {
+    if (kMaxAtoms == 4 && own == 4 && p_.atom_step == 0 && SupportsFastest<1>(stage, 0) &&
+        SupportsFastest<1>(stage, 2)) {
       MultiplyAtoms<FastestRows<I>, 2, 1>(stage, activations, 0, acc);
       MultiplyAtoms<FastestRows<I>, 2, 1>(stage, activations, 2, acc);
       return;
     }
 #pragma unroll 1
     for (int at = 0; at < own; ++at) {
-      if (p_.groups_per_atom == 1 && TakeFastest<1>(stage, at)) {
+      if (p_.groups_per_atom == 1 && SupportsFastest<1>(stage, at)) {
         MultiplyAtoms<FastestRows<I>, 1, 1>(stage, activations, at, acc);
-      } else if (p_.groups_per_atom == 2 && TakeFastest<2>(stage, at)) {
+      } else if (p_.groups_per_atom == 2 && SupportsFastest<2>(stage, at)) {
         MultiplyAtoms<FastestRows<I>, 1, 2>(stage, activations, at, acc);
       } else if constexpr (I::kSuperBlocks) {
         MultiplyAtoms<Rows<I>, 1, 4>(stage, activations, at, acc);
@@ -172,28 +175,29 @@ class StageMultiplier : Table<I::kCodebook> {
  private:
   using SliceSums = SumsOf<I>;
 
-  static constexpr bool kMayBeFew = I::kTiles == 1;
+  static constexpr bool kPartialTile = I::kTiles == 1;
   static constexpr int kPlanes = kNumPlanes<kBits>, kOthers = kPlanes > 2 ? 2 : 1;
   // Whether a lane keeps its lhs offset in a register or recomputes it for every atom; the faster one by measurement
   // (docs/measurements/qmm_sm90_stream.md).
-  static constexpr bool kKeepsPlace =
+  static constexpr bool kKeepsOffset =
       I::kTiles != 2 || I::kCtasPerSm != 2 || I::kZero != ZeroKind::kNone;
   // One load of fragments covers two row tiles of one step or, with a single tile, two steps.
-  static constexpr int kTogether = I::kTiles == 1 ? 1 : 2;
+  static constexpr int kUnroll = I::kTiles == 1 ? 1 : 2;
   static constexpr int kRows = kAtom;  // per group
-  static constexpr int kMostAtoms = MaxWarpAtoms(kBits, I::kTiles * 8);
+  static constexpr int kMaxAtoms = MaxWarpAtoms(kBits, I::kTiles * 8);
   // Atoms and slices multiplied together, so that instructions overlap: two of each if registers allow.
-  static constexpr int kTogetherAtoms = I::kTiles <= 2 && kBits <= 4 ? 2 : 1;
-  static constexpr int kTogetherSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
+  static constexpr int kUnrolledAtoms = I::kTiles <= 2 && kBits <= 4 ? 2 : 1;
+  static constexpr int kUnrolledSlices = I::kTiles <= 2 || I::kCtasPerSm == 1 ? kSlicesPerWarp : 1;
 
   // Groups per atom in microscaling formats that multiply two atoms together; 0 in other formats.
   static constexpr bool kMicroscaled =
-      kNeedsFactor<I::kCodebook> && kTogetherAtoms == 2 && kIsExact<T, S>;
+      kNeedsFactor<I::kCodebook> && kUnrolledAtoms == 2 && kIsExact<T, S>;
   static constexpr int kMicroGroups = kMicroscaled ? kMicroGroupsOf<S> : 0;
   static constexpr int kLanesOfRow = 4;
 
   struct NoFactors {};
-  // Pairs of factors of rows g and g + 8 in two atoms. Each of the four lanes of a row keeps every fourth group's.
+  // Pairs of factors of rows g and g + 8 in two atoms. Each of the four lanes of a row keeps the factors of every
+  // fourth group.
   struct MicroFactors {
     uint32_t of[kSlicesPerWarp][kMicroGroups == 4 ? 2 : 1];
   };
@@ -203,21 +207,21 @@ class StageMultiplier : Table<I::kCodebook> {
   __device__ bool MultiplyMicroscaled(uint32_t stage, uint32_t activations,
                                       Accumulators<I>& acc) const {
     using R = FusedNumberRowPair<T, S, kBits, I::kCodebook, kCodebookShift<T, S, I::kCodebook>>;
-    constexpr bool kTakesAll =
-        Fusing<T, S, I::kCodebook, kCodebookShift<T, S, I::kCodebook>>::kTakesAll;
+    constexpr bool kSupportsAll =
+        Fusing<T, S, I::kCodebook, kCodebookShift<T, S, I::kCodebook>>::kSupportsAll;
     MicroFactors factors;
-    bool take = true;
+    bool supported = true;
 #pragma unroll
     for (int i = 0; i < kSlicesPerWarp; ++i) {
 #pragma unroll
       for (int j = 0; j < 2 * kMicroGroups / kLanesOfRow; ++j) {
         const int group = j * kLanesOfRow + lane_ % kLanesOfRow;
         const uint32_t scales = LoadScalePair<S>(ScaleAddress(stage, i, group * kRows));
-        if constexpr (!kTakesAll) take &= R::Takes(scales);
+        if constexpr (!kSupportsAll) supported &= R::SupportsScales(scales);
         factors.of[i][j] = R::FactorsOf(scales);
       }
     }
-    if (!kTakesAll && !__all_sync(~0u, take)) return false;
+    if (!kSupportsAll && !__all_sync(~0u, supported)) return false;
     MultiplyAtoms<R, 2, kMicroGroups>(stage, activations, 0, acc, factors);
     return true;
   }
@@ -275,7 +279,7 @@ class StageMultiplier : Table<I::kCodebook> {
       LoadSuperFloats(stage, i, rows[i]);
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
-        // Columns after the last group are zeros, so any scale does.
+        // Columns after the last group are zeros; their scale does not matter.
         const int group = min(lane_ % 4 * 2 + column, groups - 1);
         LoadRows(stage, i, RowsAt(at) + group * kRows, rows[i]);
         rows[i].template AddColumn<I::kSumsLhs>(column, part[0][i], lhs_sums, acc[i][0]);
@@ -285,25 +289,25 @@ class StageMultiplier : Table<I::kCodebook> {
 
   // Whether FastestRows support the scales of both slices in the kGroups groups of the warp's atom `at`.
   template <int kGroups>
-  __device__ bool TakeFastest(uint32_t stage, int at) const {
+  __device__ bool SupportsFastest(uint32_t stage, int at) const {
     if constexpr (std::is_same_v<FastestRows<I>, Rows<I>>) {
       return true;
     } else {
-      bool take = true;
+      bool supported = true;
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
         for (int i = 0; i < kSlicesPerWarp; ++i) {
-          take &= FastestRows<I>::Takes(
+          supported &= FastestRows<I>::SupportsScales(
               LoadScalePair<S>(ScaleAddress(stage, i, RowsAt(at) + group * kRows)));
         }
       }
-      return __all_sync(~0u, take);
+      return __all_sync(~0u, supported);
     }
   }
 
-  // Independent accumulators for kAtoms atoms. With one row tile each atom has its own, to shorten dependency chains of
-  // mma. Below 4 bits scaling more sums would take longer.
+  // Number of independent accumulators for kAtoms atoms. With one row tile, one per atom, to shorten dependency chains
+  // of mma; below 4 bits, scaling the additional partial sums would take longer.
   template <int kAtoms>
   static constexpr int kChainsOf = I::kTiles == 1 && kBits >= 4 ? kAtoms : 1;
 
@@ -316,18 +320,18 @@ class StageMultiplier : Table<I::kCodebook> {
     static_assert(kAtoms == 1 || kGroups == 1 || kHasFactors);
     constexpr int kRowAtoms = kHasFactors ? kAtoms : 1;
     const int groups = kGroups == 0 ? p_.groups_per_atom : kGroups;
-    const uint32_t first = kKeepsPlace ? activations + lhs_ + at * LhsBytes() : 0;
+    const uint32_t first = kKeepsOffset ? activations + lhs_ + at * LhsBytes() : 0;
     constexpr int kChains = kChainsOf<kAtoms>;
     // With scaled weights too, the second atom has its own accumulators.
     constexpr bool kSecondChain = kHasFactors && kChains == 2;
 #pragma unroll
-    for (int slice = 0; slice < kSlicesPerWarp; slice += kTogetherSlices) {
-      R rows[kRowAtoms][kTogetherSlices];
-      uint32_t packed[kAtoms][kTogetherSlices][kBits];
-      SliceSums part[kChains][kTogetherSlices] = {};
+    for (int slice = 0; slice < kSlicesPerWarp; slice += kUnrolledSlices) {
+      R rows[kRowAtoms][kUnrolledSlices];
+      uint32_t packed[kAtoms][kUnrolledSlices][kBits];
+      SliceSums part[kChains][kUnrolledSlices] = {};
       SliceSums lhs_sums = {};  // over a group, for zeros
 #pragma unroll
-      for (int i = 0; i < kTogetherSlices; ++i) {
+      for (int i = 0; i < kUnrolledSlices; ++i) {
         if constexpr (!kHasFactors) LoadFirstRows(stage, slice + i, at, rows[0][i]);
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) LoadWords(stage, slice + i, at + a, packed[a][i]);
@@ -344,22 +348,23 @@ class StageMultiplier : Table<I::kCodebook> {
           } else if (kGroups != 1 && step > 0 && step * groups % kStepsPerAtom == 0) {
             const int group = step * groups / kStepsPerAtom;  // of the atom
 #pragma unroll
-            for (int i = 0; i < kTogetherSlices; ++i) {
+            for (int i = 0; i < kUnrolledSlices; ++i) {
               AddPart(rows[0][i], part[0][i], lhs_sums, acc[slice + i]);
               LoadRows(stage, slice + i, RowsAt(at) + group * kRows, rows[0][i]);
             }
             Clear(lhs_sums);
           }
-          uint32_t weights[kTogetherSlices][4];
+          uint32_t weights[kUnrolledSlices][4];
 #pragma unroll
-          for (int i = 0; i < kTogetherSlices; ++i) {
+          for (int i = 0; i < kUnrolledSlices; ++i) {
             rows[a % kRowAtoms][i].Dequantize(packed[a][i], step, weights[i]);
           }
           // A step is two columns; the swizzle XORs column numbers.
-          const uint32_t lhs = kKeepsPlace ? first + a * LhsBytes() : activations + PlaceOf(at + a);
+          const uint32_t lhs =
+              kKeepsOffset ? first + a * LhsBytes() : activations + PlaceOf(at + a);
           const uint32_t column = lhs ^ (step * 2 * kCopyBytes);
           SliceSums* sums =
-              I::kScaleSums || (kSecondChain && a == 1) ? part[a % kChains] : &acc[slice];
+              I::kScaleAccumulators || (kSecondChain && a == 1) ? part[a % kChains] : &acc[slice];
           MultiplyStep<R>(column, step, weights, fragments[a], sums, lhs_sums);
         }
       }
@@ -371,12 +376,12 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Sets `rows` to a group, whose factors one of the lanes of a row contains.
+  // Sets `rows` to a group. One lane of each row has the group's factors.
   template <class R, class Factors>
   __device__ static void UseFactors(const Factors& factors, int slice, int group,
-                                    R (&rows)[kTogetherSlices]) {
+                                    R (&rows)[kUnrolledSlices]) {
 #pragma unroll
-    for (int i = 0; i < kTogetherSlices; ++i) {
+    for (int i = 0; i < kUnrolledSlices; ++i) {
       rows[i].Use(__shfl_sync(~0u, factors.of[slice + i][group / kLanesOfRow], group % kLanesOfRow,
                               kLanesOfRow));
     }
@@ -392,22 +397,22 @@ class StageMultiplier : Table<I::kCodebook> {
 
   // Adds the partial sums of the last group in all chains, and its zeros once.
   template <class R, int kChains>
-  __device__ static void AddChains(const R (&rows)[kTogetherSlices],
-                                   SliceSums (&part)[kChains][kTogetherSlices], SliceSums& lhs_sums,
+  __device__ static void AddChains(const R (&rows)[kUnrolledSlices],
+                                   SliceSums (&part)[kChains][kUnrolledSlices], SliceSums& lhs_sums,
                                    SliceSums* sums) {
 #pragma unroll
     for (int chain = 0; chain < kChains; ++chain) {
 #pragma unroll
-      for (int i = 0; i < kTogetherSlices; ++i) AddPart(rows[i], part[chain][i], lhs_sums, sums[i]);
+      for (int i = 0; i < kUnrolledSlices; ++i) AddPart(rows[i], part[chain][i], lhs_sums, sums[i]);
       Clear(lhs_sums);
     }
   }
 
-  // Adds the sums of scaled weights of the second atom.
-  __device__ static void AddSecondChain(const SliceSums (&chain)[kTogetherSlices],
+  // Adds the accumulators of the second atom.
+  __device__ static void AddSecondChain(const SliceSums (&chain)[kUnrolledSlices],
                                         SliceSums* sums) {
 #pragma unroll
-    for (int i = 0; i < kTogetherSlices; ++i) {
+    for (int i = 0; i < kUnrolledSlices; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) sums[i][0][j] += chain[i][0][j];
     }
@@ -416,21 +421,21 @@ class StageMultiplier : Table<I::kCodebook> {
   // Multiplies all rows by the weights of a step and adds to `sums` of each slice. `column`: this lane's lhs address.
   template <class R>
   __device__ static void MultiplyStep(uint32_t column, int step,
-                                      const uint32_t (&weights)[kTogetherSlices][4],
+                                      const uint32_t (&weights)[kUnrolledSlices][4],
                                       uint32_t (&fragments)[4], SliceSums* sums,
                                       SliceSums& lhs_sums) {
 #pragma unroll
-    for (int tile = 0; tile < I::kTiles; tile += kTogether) {
-      if (kTogether == 2 || step % 2 == 0) LoadMatrices(fragments, column + tile * 8 * kRowBytes);
+    for (int tile = 0; tile < I::kTiles; tile += kUnroll) {
+      if (kUnroll == 2 || step % 2 == 0) LoadMatrices(fragments, column + tile * 8 * kRowBytes);
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        const int half = kTogether == 2 ? j : step % 2;
+      for (int j = 0; j < kUnroll; ++j) {
+        const int half = kUnroll == 2 ? j : step % 2;
 #pragma unroll
-        for (int i = 0; i < kTogetherSlices; ++i) {
+        for (int i = 0; i < kUnrolledSlices; ++i) {
           Mma<T>(sums[i][tile + j], weights[i], fragments[2 * half], fragments[2 * half + 1]);
         }
         if constexpr (I::kSumsLhs) {
-          static_assert(kTogetherSlices == kSlicesPerWarp);
+          static_assert(kUnrolledSlices == kSlicesPerWarp);
           const uint32_t ones[4] = {R::kOnes, R::kOnes, R::kOnes, R::kOnes};
           Mma<T>(lhs_sums[tile + j], ones, fragments[2 * half], fragments[2 * half + 1]);
         }
@@ -440,7 +445,7 @@ class StageMultiplier : Table<I::kCodebook> {
 
   // Offset of the first group of the warp's atom `at`, in rows from its first group.
   __device__ int RowsAt(int at) const {
-    return at * p_.atom_step + (kMostAtoms == 4 ? at / 2 * p_.pair_step : 0);
+    return at * p_.atom_step + (kMaxAtoms == 4 ? at / 2 * p_.pair_step : 0);
   }
 
   // Loads this lane's packed words of a slice of the warp's atom `at`.
@@ -460,7 +465,7 @@ class StageMultiplier : Table<I::kCodebook> {
   __device__ static void AddPart(const R& rows, float (&part)[I::kTiles][4],
                                  const float (&lhs_sums)[I::kTiles][4],
                                  float (&acc)[I::kTiles][4]) {
-    if constexpr (I::kScaleSums) {
+    if constexpr (I::kScaleAccumulators) {
 #pragma unroll
       for (int tile = 0; tile < I::kTiles; ++tile) {
         rows.AddScaled(part[tile], acc[tile]);
@@ -478,10 +483,10 @@ class StageMultiplier : Table<I::kCodebook> {
     }
   }
 
-  // Loads the floats of a slice's super-block, the same for all atoms of a warp.
+  // Loads the floats of a slice's super-block. All atoms of a warp are in one super-block.
   template <class R>
   __device__ void LoadSuperFloats(uint32_t stage, int slice, R& rows) const {
-    const int super = Keep(atom_) >> kSuperShift;
+    const int super = Opaque(atom_) >> kSuperShift;
     const int row = super * (p_.stage_super_groups + static_cast<int>(kFloatRows)) +
                     p_.stage_super_groups - FirstScaleRow<I>(p_, atom_);
     const uint32_t floats = ScaleAddress(stage, slice, row * kRows);
@@ -492,7 +497,7 @@ class StageMultiplier : Table<I::kCodebook> {
   // This lane's offset in a stage's activations for the warp's atom `at`.
   __device__ int PlaceOf(int at) const {
     const int row = (atom_ + at) * I::kTiles * 8 + lhs_;
-    const int column = lane_ / 8 % (4 / kTogether);
+    const int column = lane_ / 8 % (4 / kUnroll);
     return row * kRowBytes + (column ^ row % 8) * kCopyBytes;
   }
 
@@ -502,8 +507,8 @@ class StageMultiplier : Table<I::kCodebook> {
     const uint32_t scales = ScaleAddress(stage, slice, on);
     rows.LoadScales(scales);
     if constexpr (I::kZero == ZeroKind::kInteger) {
-      const uint32_t beside = Keep(scales_[slice]) / sizeof(S);
-      rows.LoadIntegerZeros(stage + p_.zeros_at + beside + on);
+      const uint32_t offset = Opaque(scales_[slice]) / sizeof(S);
+      rows.LoadIntegerZeros(stage + p_.zeros_at + offset + on);
     }
     if constexpr (I::kZero == ZeroKind::kFloat) rows.LoadFloatZeros(scales + p_.plan.bytes.scales);
   }

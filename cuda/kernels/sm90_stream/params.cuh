@@ -27,7 +27,7 @@ inline constexpr int kRowBytes = kAtom * 2;  // of lhs and an atom
 // An instance: type of lhs, type of the scales, kind of zeros, maximum rows, width, CTAs per multiprocessor by
 // registers, the load path of lhs, codebook.
 template <typename LhsType, typename ScaleType, ZeroKind kZeros, int kM, int kWidth, int kCtas,
-          LhsWay kWay = LhsWay::kStages, Codebook kNumbers = Codebook::kNone>
+          LhsPath kPath = LhsPath::kStages, Codebook kNumbers = Codebook::kNone>
 struct Instance {
   using T = LhsType;
   using S = ScaleType;
@@ -35,17 +35,17 @@ struct Instance {
   static constexpr int kBits = kWidth;
   static constexpr Codebook kCodebook = kNumbers;
   static constexpr int kCtasPerSm = kCtas;
-  static constexpr LhsWay kLhsWay = kWay;
+  static constexpr LhsPath kLhsPath = kPath;
   // Whether scales have two levels, and whether they come with zeros, which multiply sums of lhs.
   static constexpr bool kSuperBlocks = std::is_same_v<ScaleType, Super>;
   static constexpr bool kSumsLhs = kSuperBlocks && kZeros == ZeroKind::kFloat;
   // Whether a single row of lhs has a separate code path (StageMultiplier::MultiplyOneRow).
   static constexpr bool kHasOneRow = kSuperBlocks && kM == 8;
-  // Whether scales multiply partial sums. They multiply weights instead if zeros are floats, since sums of uncentred
-  // integers and of zeros would cancel; for large m, since partial sums of a group would need too many registers; if
-  // that needs no more instructions; and for numbers that T does not represent exactly.
-  static constexpr bool kScaleSums = (kZeros != ZeroKind::kFloat || kSumsLhs) && kM < 32 &&
-                                     !kLooksUp<kCodebook> && !kNeedsFactor<kCodebook>;
+  // Whether scales multiply accumulators. They multiply weights instead in four cases: float zeros, because products of
+  // uncentred integers and of zeros would cancel; 32 rows, because the partial sums of a group need too many registers;
+  // codebooks whose scaling needs no additional instruction; table numbers, which T may not represent exactly.
+  static constexpr bool kScaleAccumulators = (kZeros != ZeroKind::kFloat || kSumsLhs) && kM < 32 &&
+                                             !kLooksUp<kCodebook> && !kNeedsFactor<kCodebook>;
   static constexpr int kTiles = kM / 8;  // of the instruction, along the rows
   static constexpr int kSliceBytes = kAtomBytes<kBits> / kSlicesPerStrip;
   static constexpr bool kWholeStrips = HasWholeStrips(kBits);
@@ -69,7 +69,7 @@ struct Params {
   // The first cluster of each product along the grid; beyond the grid for absent products.
   int first_cluster[kMaxProducts];
   // For a kernel that gathers or rounds lhs: the original lhs, its permutation, and the columns of a permuted part.
-  const void* ungathered;
+  const void* original_lhs;
   const int32_t* permutation;
   int part_columns;
   int zero_bytes;  // 1: zero points; else float zeros, of the type of the scales
@@ -92,7 +92,7 @@ struct Params {
   int pair_step;
   TableParams table;
   // The residual is a float32 factor of each row [batch * m], and there is no other epilogue.
-  bool scales_rows;
+  bool apply_lhs_scale;
   // Groups per super-block, and groups of a super-block per stage.
   int super_groups, stage_super_groups;
   int group_shift;  // 2^group_shift steps of k have one group
@@ -105,7 +105,7 @@ __device__ inline void SynchronizeConsumers() { Synchronize(1, kConsumerThreads)
 
 // The product of the launch that a CTA computes.
 __device__ inline int OwnProduct(const Params& p) {
-  const int cluster = Keep(static_cast<int>(blockIdx.x)) >> p.plan.cluster_shift;
+  const int cluster = Opaque(static_cast<int>(blockIdx.x)) >> p.plan.cluster_shift;
   int own = 0;
 #pragma unroll
   for (int part = 1; part < kMaxProducts; ++part) own += cluster >= p.first_cluster[part];

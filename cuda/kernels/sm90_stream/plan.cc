@@ -11,29 +11,30 @@ namespace jaxlowbit::sm90_stream {
 
 namespace {
 
-// The most strips that a tile touches.
+// Maximum strips that a tile touches.
 int StageStrips(const Plan& plan) {
   const bool whole = plan.slices % kSlicesPerStrip == 0 && plan.tile_slices % kSlicesPerStrip == 0;
-  const int beside = whole ? 0 : 2 * (kSlicesPerStrip - 1);  // wherever it begins
-  return (plan.tile_slices + beside) / kSlicesPerStrip;
+  const int extra =
+      whole ? 0 : 2 * (kSlicesPerStrip - 1);  // a tile may begin and end inside strips
+  return (plan.tile_slices + extra) / kSlicesPerStrip;
 }
 
-// Atoms of a stage: those of a warp, for all parts of k. A warp takes two if activations leave room for several stages
-// and a strip has at most 16 KiB of one. Of narrow widths it takes four, which saves a tenth of the instructions, where
-// the first stage is soon there: it is small, or the CTA has many.
+// Atoms per stage: atoms per warp times the parts of k. A warp has two atoms if activations leave room for several
+// stages and a stage has at most 16 KiB per strip. Below 4 bits it has four, which saves 10 % of the instructions,
+// unless that delays the first stage: a stage must be small, or the CTA must have many.
 int StageAtoms(const QuantizedMatmul& problem, const Plan& plan, int block_m) {
   constexpr int kSmallBytes = 8 * 1024, kManyStages = 8;
   const auto atoms_of = [&](int warp_atoms) {
-    const int most = std::min(128 / block_m, problem.bits < 4 ? 16 : problem.bits == 4 ? 8 : 4);
-    return std::max(plan.warps_k, std::min(warp_atoms * plan.warps_k, most));
+    const int limit = std::min(128 / block_m, problem.bits < 4 ? 16 : problem.bits == 4 ? 8 : 4);
+    return std::max(plan.warps_k, std::min(warp_atoms * plan.warps_k, limit));
   };
   const int atoms = atoms_of(MaxWarpAtoms(problem.bits, block_m));
   const int64_t bytes = int64_t{atoms} * plan.tile_slices * kSliceRows * kAtom * problem.bits / 8;
   const int64_t stages = CeilDiv(problem.k_blocks(), int64_t{atoms} << plan.cluster_shift);
-  const bool soon = bytes <= kSmallBytes || stages >= kManyStages;
+  const bool starts_soon = bytes <= kSmallBytes || stages >= kManyStages;
   const bool has_lanes = plan.stage_strips * (atoms + 2) <= 32;  // of the producer (fill.cuh)
-  const bool takes = soon && has_lanes && SupportsGroupSize(atoms, problem.group_size);
-  return takes ? atoms : atoms_of(2);
+  const bool fits = starts_soon && has_lanes && SupportsGroupSize(atoms, problem.group_size);
+  return fits ? atoms : atoms_of(2);
 }
 
 }  // namespace
@@ -53,9 +54,9 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   const int block_m = BlockM(problem.m);
   const int pairs = static_cast<int>(CeilDiv(plan.tile_slices, kSlicesPerWarp));
   plan.warps_k = 1;
-  // The partial sums of more warps would leave no room for stages.
-  const int most = block_m == 32 ? 4 : kWarps;
-  while (pairs * plan.warps_k * 2 <= kWarps && plan.warps_k * 2 <= most) plan.warps_k *= 2;
+  // Partial sums of more warps would leave too little shared memory for stages.
+  const int limit = block_m == 32 ? 4 : kWarps;
+  while (pairs * plan.warps_k * 2 <= kWarps && plan.warps_k * 2 <= limit) plan.warps_k *= 2;
   plan.stage_strips = StageStrips(plan);
   plan.stage_atoms = StageAtoms(problem, plan, block_m);
   plan.warp_atoms = plan.stage_atoms / plan.warps_k;
@@ -69,16 +70,16 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
   const int per_slice = kSliceRows * static_cast<int>(kAtom) * problem.bits / 8;
   const int per_group = plan.stage_strips * plan.stage_groups * static_cast<int>(kAtom);
   const int cluster = 1 << plan.cluster_shift;
-  const int64_t row_bytes = problem.m * 2;  // of one column of lhs
+  const int64_t row_bytes = problem.m * 2;  // per column of lhs
   const int64_t gathered_bytes = CeilDiv(plan.stages, cluster) * stage_k * row_bytes;
   const int64_t gather_bytes = gathered_bytes + problem.k * row_bytes;
   const bool gathers = problem.permuted_parts > 0 && problem.lhs_aligned && block_m == 8 &&
-                       gather_bytes <= kMostGatheredBytes;
-  plan.way = problem.rounding != Rounding::kNone ? LhsWay::kRounds
-             : gathers                           ? LhsWay::kGathers
-                                                 : LhsWay::kStages;
-  const bool in_stages = plan.way == LhsWay::kStages;
-  // A tensor-map tile of one row has only that row: rows out of bounds take TMA longer than others.
+                       gather_bytes <= kMaxGatheredBytes;
+  plan.lhs_path = problem.rounding != Rounding::kNone ? LhsPath::kRounds
+                  : gathers                           ? LhsPath::kGathers
+                                                      : LhsPath::kStages;
+  const bool in_stages = plan.lhs_path == LhsPath::kStages;
+  // For m = 1 a tensor-map tile has a single row, since out-of-bounds rows slow down TMA.
   plan.lhs_rows = !in_stages || problem.m == 1 ? static_cast<int>(problem.m) : block_m;
   plan.bytes = {in_stages ? plan.stage_atoms * plan.lhs_rows * static_cast<int>(kAtom) * 2 : 0,
                 plan.stage_atoms * plan.tile_slices * per_slice,
@@ -86,20 +87,20 @@ Plan PlanOf(const QuantizedMatmul& problem, int cluster_ctas, int slices, int ct
                 per_group * static_cast<int>(problem.zero_bytes())};
   plan.slot_bytes = static_cast<int>(CeilDiv(plan.bytes.total(), kTmaAlignment) * kTmaAlignment);
   while (cluster << plan.owned_shift < plan.tile_slices) ++plan.owned_shift;
-  // Every warp that has a partial sum of a slice sends it: 16 channels x block_m in float32.
+  // Every warp sends its partial sums of a slice: 16 channels x block_m in float32.
   const int senders = cluster * plan.warps_k;
   const int sums = (senders << plan.owned_shift) * kSliceRows * block_m * 4;
   plan.gathered = kBarriersBytes + sums;
   plan.whole_rows = plan.gathered + (in_stages ? 0 : static_cast<int>(gathered_bytes));
   const int64_t before = gathers ? plan.gathered + gather_bytes : plan.whole_rows;
   plan.ring = static_cast<int>(CeilDiv(before, kTmaAlignment) * kTmaAlignment);
-  const bool alone = ctas_per_sm == 1;
-  const bool leaves_room = plan.ring + kAloneStages * plan.slot_bytes <= kAloneBytes;
-  const int bytes = alone && leaves_room ? kAloneBytes : Sm90SharedBytes(ctas_per_sm);
+  const bool exclusive = ctas_per_sm == 1;
+  const bool leaves_room = plan.ring + kExclusiveStages * plan.slot_bytes <= kExclusiveBytes;
+  const int bytes = exclusive && leaves_room ? kExclusiveBytes : Sm90SharedBytes(ctas_per_sm);
   plan.num_stages = std::min({kMaxStages, (bytes - plan.ring) / plan.slot_bytes,
-                              std::max(2, kMostPackedBytes / plan.bytes.packed)});
-  if (plan.way == LhsWay::kRounds && gathered_bytes > kMostGatheredBytes) plan.num_stages = 0;
-  plan.shared_bytes = alone ? bytes : plan.ring + plan.num_stages * plan.slot_bytes;
+                              std::max(2, kMaxPackedBytes / plan.bytes.packed)});
+  if (plan.lhs_path == LhsPath::kRounds && gathered_bytes > kMaxGatheredBytes) plan.num_stages = 0;
+  plan.shared_bytes = exclusive ? bytes : plan.ring + plan.num_stages * plan.slot_bytes;
   return plan;
 }
 

@@ -21,7 +21,7 @@ class ClusterReducer {
 
   // Called by one thread, before the tile's partial sums can be complete.
   __device__ void Expect(int slices) const {
-    if (IsAlone()) return;
+    if (UsesPlainStores()) return;
     ArriveExpecting(memory_.partials_full(), Owned(slices) * senders_ * I::kTiles * kFragmentBytes);
   }
 
@@ -29,7 +29,7 @@ class ClusterReducer {
   __device__ void Send(int slice, int part, const float (&partials)[I::kTiles][4]) const {
     const int owner = slice >> p_.plan.owned_shift;
     const int sender = Rank() * p_.plan.warps_k + part;
-    if (IsAlone()) {
+    if (UsesPlainStores()) {
 #pragma unroll
       for (int tile = 0; tile < I::kTiles; ++tile) {
         StoreShared16<0>(Fragment(slice, sender, tile), partials[tile]);
@@ -48,15 +48,15 @@ class ClusterReducer {
   __device__ void WaitUntilFree(int number) const {
     if (number == 0) {
       // Waits until the barriers of all CTAs exist. Kernels that round rows have done so before.
-      if constexpr (I::kLhsWay != LhsWay::kRounds) WaitForArrivals();
-    } else if (!IsAlone()) {
+      if constexpr (I::kLhsPath != LhsPath::kRounds) WaitForArrivals();
+    } else if (!UsesPlainStores()) {
       WaitForCluster(memory_.partials_free(), (number - 1) % 2);
     }
   }
 
   // Waits for all partial sums of tile `number` that this CTA owns.
   __device__ void WaitUntilSent(int number) const {
-    if (IsAlone()) {
+    if (UsesPlainStores()) {
       SynchronizeConsumers();
     } else {
       WaitForCluster(memory_.partials_full(), number % 2);
@@ -66,7 +66,7 @@ class ClusterReducer {
   // Signals that this thread has read its partial sums of a tile; called if another tile follows.
   __device__ void Free() const {
     SynchronizeConsumers();
-    if (IsAlone()) return;
+    if (UsesPlainStores()) return;
     if (threadIdx.x < 1 << p_.plan.cluster_shift) {
       ArriveRemote(MapToRank(memory_.partials_free(), threadIdx.x));
     }
@@ -87,7 +87,7 @@ class ClusterReducer {
     FirstAddends first = {};
     if (!p_.epilogue.any) return first;
     WaitForPreviousKernels();  // they may have written the residual
-    const int fragment = Keep(threadIdx.x) / 32, fragments = Fragments(slices);
+    const int fragment = Opaque(threadIdx.x) / 32, fragments = Fragments(slices);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (fragment + i * kWarps < fragments) {
@@ -101,7 +101,7 @@ class ClusterReducer {
   __device__ void Collect(int tile_slice, int slices, const FirstAddends& first) const {
     const EpilogueParams& e = p_.epilogue;
     const Product& part = p_.products[OwnProduct(p_)];
-    const int warp = Keep(threadIdx.x) / 32;
+    const int warp = Opaque(threadIdx.x) / 32;
 #pragma unroll 1
     for (int fragment = warp; fragment < Fragments(slices); fragment += kWarps) {
       const int tile = fragment % I::kTiles, slice = fragment / I::kTiles;
@@ -122,7 +122,7 @@ class ClusterReducer {
                        ValueOf<typename I::T>(addends.up_bias[j / 2], e.bias_float));
           residual[j] = ValueOf<typename I::T>(addends.residual[j], e.residual_float);
         }
-        if (p_.scales_rows) {
+        if (p_.apply_lhs_scale) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) sum[j] *= residual[j];
         } else {
@@ -130,7 +130,7 @@ class ClusterReducer {
         }
       }
       const int m = Row(tile), n = Channel(tile_slice, slice);
-      if constexpr (I::kLhsWay == LhsWay::kRounds) {
+      if constexpr (I::kLhsPath == LhsPath::kRounds) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           sum[j] *= __uint_as_float(LoadShared4(memory_.row_scale(m + j % 2)));
@@ -142,10 +142,10 @@ class ClusterReducer {
   }
 
  private:
-  static constexpr bool kSumsIntegers = I::kScaleSums && I::kCodebook == Codebook::kNone;
+  static constexpr bool kIntegerWeights = I::kScaleAccumulators && I::kCodebook == Codebook::kNone;
   static constexpr float kUnit =  // of accumulators
-      1 << (kSumsIntegers ? kShift<typename I::T>
-                          : kProductShift<typename I::T, typename I::S, I::kCodebook>);
+      1 << (kIntegerWeights ? kShift<typename I::T>
+                            : kProductShift<typename I::T, typename I::S, I::kCodebook>);
   static constexpr int kFragmentBytes = 32 * 16;  // 16 channels x 8 rows, in the order of lanes
 
   // Adds the partial sums of all senders for this lane.
@@ -191,7 +191,7 @@ class ClusterReducer {
         const int row = m + j % 2, channel = n + j / 2 * 8;
         if (row >= schedule.Rows(share_.batch) || channel >= part.n) continue;
         const int64_t out_row = schedule.Row(share_.batch, row);
-        const int64_t at = p_.scales_rows ? out_row : out_row * part.n + channel;
+        const int64_t at = p_.apply_lhs_scale ? out_row : out_row * part.n + channel;
         addends.residual[j] = LoadBits(e.residual, e.residual_float, at);
       }
     }
@@ -199,11 +199,11 @@ class ClusterReducer {
   }
 
   // The first row and the first channel of this lane, in a tile of rows and in a slice that this CTA stores.
-  __device__ int Row(int tile) const { return tile * 8 + Keep(threadIdx.x) % 4 * 2; }
+  __device__ int Row(int tile) const { return tile * 8 + Opaque(threadIdx.x) % 4 * 2; }
   __device__ int Channel(int tile_slice, int slice) const {
     const int first = tile_slice + Rank() * owned_;
     return ((p_.epilogue.gated ? first / 2 : first) + slice) * kSliceRows +
-           Keep(threadIdx.x) % 32 / 4;
+           Opaque(threadIdx.x) % 32 / 4;
   }
 
   // Fragments of 8 rows and 16 channels that this CTA stores; in a gated product each is a pair of slices.
@@ -216,10 +216,10 @@ class ClusterReducer {
   __device__ int Owned(int slices) const { return max(0, min(owned_, slices - Rank() * owned_)); }
 
   // Whether the warps of a cluster of one CTA exchange partial sums by plain stores and a named barrier.
-  __device__ bool IsAlone() const { return kForSanitizer && p_.plan.cluster_shift == 0; }
+  __device__ bool UsesPlainStores() const { return kForSanitizer && p_.plan.cluster_shift == 0; }
 
   // In the cluster.
-  __device__ static int Rank() { return Keep(ClusterRank()); }
+  __device__ static int Rank() { return Opaque(ClusterRank()); }
 
   // The address of this lane's part of a fragment.
   __device__ uint32_t Fragment(int slice, int sender, int tile) const {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Rounds activations to 8-bit values if the product does so itself (plan.h): before the first tile a CTA's consumers
-// read its part of k, send the largest magnitude of each row to the other CTAs of the cluster, and round. The first
-// activations are loaded before any weights. A warp has columns of one row. Rounded activations have the layout of a
-// stage, without padding rows.
+// LhsPath::kRounds: before the first tile, the consumers read the activations of the CTA's part of k, send the maximum
+// magnitude of each row to the other CTAs of the cluster, and round to 8 bits. The first activations are loaded before
+// any weights. A warp processes columns of one row. Rounded activations have the layout of a stage, without padding
+// rows.
 #pragma once
 
 #include "cuda/device/pdl.cuh"
@@ -23,7 +23,7 @@ class RowRounder {
     thread_ = static_cast<int>(threadIdx.x) & (threads_ - 1);
     warps_shift_ = warps_shift;
     if (row_ >= p.m) count_ = 0;
-    source_ = static_cast<const uint4*>(p.ungathered) +
+    source_ = static_cast<const uint4*>(p.original_lhs) +
               ScheduleOf(p).Row(share.batch, row_) * p.k_blocks * kVectors +
               share.atom_begin * kVectors;
     WaitForPreviousKernels();  // they may have written lhs
@@ -32,21 +32,21 @@ class RowRounder {
 
   // Called by all consumers; afterwards each may read all of the CTA's values and scales.
   __device__ void Round(int rank) {
-    uint32_t pairs = 0;  // the largest magnitudes, of even and of odd columns
+    uint32_t pairs = 0;  // maximum magnitudes of even and of odd columns
     for (int i = thread_; i < count_;) {
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
+      for (int j = 0; j < kUnroll; ++j) {
         if (i + j * threads_ >= count_) break;
         const uint4& v = loaded_[j];
         for (uint32_t pair : {v.x, v.y, v.z, v.w}) pairs = __vmaxu2(pairs, pair & 0x7fff7fff);
         StoreShared16(Place(i + j * threads_), v);
       }
-      i += kTogether * threads_;
+      i += kUnroll * threads_;
       Load(i);
     }
     const uint32_t largest = __reduce_max_sync(~0u, max(pairs & 0xffff, pairs >> 16));
-    const Divisor divisor(LargestOfRow(largest, rank) << 16,
-                          p_.to_float8 ? kMostValue<true> : kMostValue<false>);
+    const Divisor divisor(RowMax(largest, rank) << 16,
+                          p_.to_float8 ? kMaxValue<true> : kMaxValue<false>);
     if (thread_ == 0) StoreShared4(memory_.row_scale(row_), __float_as_uint(divisor.scale));
     const bool finite = divisor.scale < __uint_as_float(0x7f800000);
 #pragma unroll 1
@@ -68,13 +68,13 @@ class RowRounder {
 
  private:
   static constexpr int kVectors = kRowBytes / kCopyBytes;  // of a row and an atom
-  static constexpr int kTogether = 4;                      // vectors that a thread loads at a time
+  static constexpr int kUnroll = 4;                        // vectors that a thread loads at a time
   static constexpr int kWarpsShift = 3;
   static_assert(1 << kWarpsShift == kWarps);
 
   __device__ void Load(int first) {
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
+    for (int j = 0; j < kUnroll; ++j) {
       if (first + j * threads_ < count_) loaded_[j] = source_[first + j * threads_];
     }
   }
@@ -87,7 +87,7 @@ class RowRounder {
   }
 
   // The maximum of the values from the warps of this row in all CTAs of the cluster.
-  __device__ uint32_t LargestOfRow(uint32_t own, int rank) const {
+  __device__ uint32_t RowMax(uint32_t own, int rank) const {
     const int ctas = 1 << p_.plan.cluster_shift, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint32_t place = memory_.largest(rank * kWarps + warp), barrier = memory_.largest_full();
     WaitForArrivals();  // the barriers of all CTAs exist
@@ -108,7 +108,7 @@ class RowRounder {
   int count_;                                 // vectors of the CTA's part of the row
   int row_, threads_, thread_, warps_shift_;  // of the row
   const uint4* source_;
-  uint4 loaded_[kTogether];
+  uint4 loaded_[kUnroll];
 };
 
 }  // namespace jaxlowbit::sm90_stream

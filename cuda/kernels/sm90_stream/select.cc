@@ -15,12 +15,12 @@
 namespace jaxlowbit::sm90_stream {
 namespace {
 
-// A cluster owns a multiple of this many slices: whole strips, whose loads are the largest.
+// Slices per cluster are multiples of this: whole strips, since larger loads are faster.
 int SliceStep(const QuantizedMatmul& problem) {
   return problem.epilogue.gated ? kPairSlices : kSlicesPerStrip;
 }
 
-// Clusters of the whole batch.
+// Clusters of the launch, over the whole batch.
 int64_t NumClusters(const QuantizedMatmul& problem, int slices) {
   return CeilDiv(problem.strips() * kSlicesPerStrip, slices) * problem.batch;
 }
@@ -41,8 +41,8 @@ Support SupportsProblem(const QuantizedMatmul& problem, const Device& device) {
   if (problem.m > most) return {"it takes up to " + std::to_string(most) + " rows of lhs"};
   if (problem.k % kAtom != 0) return {"k must be a multiple of 64"};
   if (problem.rounding != Rounding::kNone) {
-    if (problem.m > kMostRoundedRows) {
-      return {"it rounds up to " + std::to_string(kMostRoundedRows) + " rows of lhs"};
+    if (problem.m > kMaxRoundedRows) {
+      return {"it rounds up to " + std::to_string(kMaxRoundedRows) + " rows of lhs"};
     }
     if (!device.can_compile()) {
       return {"instances that round are compiled where they run, and there is no compiler"};
@@ -117,9 +117,10 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const int first = problem.bits > 4 ? 3 : 0;
   const Costs::Rows& fit = costs.rows[first + (problem.m <= 8 ? 0 : problem.m <= 16 ? 1 : 2)];
   const double narrow = problem.bits < 4 ? costs.narrow[problem.bits - 1] : 1;
-  // A kilobyte takes so much longer. The warps of a CTA alone are too few to hide what those instructions wait for.
+  // Additional time per kilobyte for decoding numbers. The warps of one CTA do not hide the latency of these
+  // instructions.
   const double numbers = NumbersAtom(problem) * 2 / problem.bits;
-  const double waits = fit.beside / fit.alone;
+  const double waits = fit.two_ctas / fit.one_cta;
   // Loads of wide weights are larger if a warp has two atoms of a stage.
   const double copy = costs.copy * (problem.bits > 4 ? plan.warp_atoms : 1);
   const double copies =
@@ -129,38 +130,37 @@ double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& 
   const double missing =
       costs.missing_row * lhs_tiles * static_cast<double>(plan.lhs_rows - problem.m);
   const double read_rate = costs.read_kilobytes * RelativeMemoryRate(device);
-  const auto wave = [&](int64_t in_wave, int beside) {
-    const double filled = beside == 1 ? busy : std::sqrt(busy);  // warps of another CTA fill in
-    const double rate = (beside == 1 ? fit.alone : fit.beside) * narrow * filled;
+  const auto wave = [&](int64_t in_wave, int ctas) {
+    const double filled =
+        ctas == 1 ? busy : std::sqrt(busy);  // a second CTA's warps fill idle slots
+    const double rate = (ctas == 1 ? fit.one_cta : fit.two_ctas) * narrow * filled;
     const double shallow = plan.num_stages == 2 ? fit.two : plan.num_stages == 3 ? fit.three : 1;
-    const double found = load * numbers * (beside == 1 ? waits : 1);
-    const double multiplied = beside * (load / rate * shallow + found + copy * copies + missing);
+    const double found = load * numbers * (ctas == 1 ? waits : 1);
+    const double multiplied = ctas * (load / rate * shallow + found + copy * copies + missing);
     const double read = static_cast<double>(in_wave * cluster_ctas) * load / read_rate;
     return std::max(multiplied, read) + costs.tile * tiles + costs.wave;
   };
-  // A full wave fills every resident slot. The last, partial wave runs one CTA per multiprocessor if it is no more
-  // than half full.
+  // A full wave fills all resident slots. A last wave that is at most half full runs one CTA per SM.
   const int64_t full = clusters / resident, left = clusters % resident;
   const double computed =
       static_cast<double>(full) * wave(resident, ctas_per_sm) +
       (left == 0 ? 0 : wave(left, full > 0 && 2 * left <= resident ? 1 : ctas_per_sm));
-  const bool beside = ctas_per_sm > 1;
+  const bool two_ctas = ctas_per_sm > 1;
   const double idle = 1 - static_cast<double>(clusters * cluster_ctas) / device.num_sms;
   const double pdl = !problem.pdl ? 0
-                     : beside     ? costs.pdl_beside
-                                  : costs.pdl_alone + costs.pdl_idle * std::min(1.0, 2 * idle);
-  return computed + fit.start + (beside ? costs.beside : 0) - pdl;
+                     : two_ctas   ? costs.pdl_two_ctas
+                                  : costs.pdl_one_cta + costs.pdl_idle * std::min(1.0, 2 * idle);
+  return computed + fit.start + (two_ctas ? costs.two_ctas : 0) - pdl;
 }
 
-// CTAs that have a multiprocessor each must not meet on one, as they would if they started while an earlier kernel
-// still filled others: they take more than half of its shared memory.
+// If all CTAs can have an SM each, they request more than half of its shared memory (kExclusiveBytes).
 int CtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
-  const bool alone = NumClusters(problem, choice.slices) <= device.clusters[1][choice.split_k];
-  return alone ? 1 : kMaxCtasPerSm;
+  const bool one_cta = NumClusters(problem, choice.slices) <= device.clusters[1][choice.split_k];
+  return one_cta ? 1 : kMaxCtasPerSm;
 }
 
-LhsWay WayOfLhs(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
-  return PlanOfChoice(problem, device, choice).way;
+LhsPath LhsPathOf(const QuantizedMatmul& problem, const Device& device, const Choice& choice) {
+  return PlanOfChoice(problem, device, choice).lhs_path;
 }
 
 bool MayJoin(const Operands& a, const Operands& b) {
@@ -174,9 +174,9 @@ bool MayJoin(const Operands& a, const Operands& b) {
   };
   const auto form = [](const QuantizedMatmul& p) {
     return std::tie(p.batch, p.m, p.k, p.bits, p.codebook, p.group_size, p.lhs, p.scale, p.out,
-                    p.zero, p.scale_sums, p.half_sums);
+                    p.zero, p.scale_accumulators, p.accumulate_float16);
   };
-  // A launch has one table.
+  // A launch has a single table.
   const auto same_table = [&] {
     return a.problem.codebook != Codebook::kTable || a.buffers.codebook == b.buffers.codebook ||
            std::equal(a.buffers.codebook, a.buffers.codebook + (size_t{1} << a.problem.bits),

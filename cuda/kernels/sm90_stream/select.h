@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The decision of qmm_sm90_stream: what it supports, which choices it has, and what they cost.
+// Selection for qmm_sm90_stream: supported problems, choices and their costs.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace jaxlowbit::sm90_stream {
 
-// The interface of the table in select/select.cc, which says what each function is for.
+// The functions of the kernel table, documented in select/select.cc.
 Support SupportsProblem(const QuantizedMatmul& problem, const Device& device);
 Support SupportsChoice(const Choice& choice, const QuantizedMatmul& problem, const Device& device,
                        int64_t workspace_bytes);
@@ -23,17 +23,16 @@ Choice Configure(const QuantizedMatmul& problem, const Device& device, int64_t w
 double Cost(const QuantizedMatmul& problem, const Device& device, const Choice& choice,
             const Costs& costs = kCosts);
 
-// CTAs of a multiprocessor that a choice divides shared memory among.
+// CTAs per SM that share its shared memory.
 int CtasPerSm(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
 
-// How a choice brings activations to shared memory.
-LhsWay WayOfLhs(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
+LhsPath LhsPathOf(const QuantizedMatmul& problem, const Device& device, const Choice& choice);
 
-// Whether one launch may compute both products: they read the same lhs, have no epilogue but units, differ in weights
-// and n alone, and are aligned.
+// Whether one launch can compute both products: same lhs, same format, aligned buffers, and no epilogue except units.
+// They may differ in weights and n.
 bool MayJoin(const Operands& a, const Operands& b);
 
-// Such products as one problem: the channels of all of them, each weight in strips of its own.
+// The problem of a launch of several products: their channels concatenated, each weight padded to whole strips.
 QuantizedMatmul Join(const Operands* products, size_t count);
 
 }  // namespace jaxlowbit::sm90_stream

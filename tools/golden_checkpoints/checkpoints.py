@@ -1,0 +1,34 @@
+"""Folders of golden checkpoints: what a library wrote, and what it dequantizes that to.
+
+The scripts beside this one write them into tests/data/checkpoints; each says what it needs.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parents[2] / "tests" / "data" / "checkpoints"
+
+
+def save(name: str, config: dict[str, Any], tensors: dict[str, Any], expected: dict[str, Any]):
+    """Writes a folder: config.json, the tensors and the expected weights (out, in) of PyTorch."""
+    from safetensors.torch import save_file
+
+    folder = DATA / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    for file, found in (("model", tensors), ("expected", expected)):
+        contiguous = {key: value.detach().contiguous().clone() for key, value in found.items()}
+        save_file(contiguous, folder / f"{file}.safetensors")
+    print(folder, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+
+
+def load_module(path: str) -> Any:
+    """A Python file that loads alone, as a module."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
