@@ -421,12 +421,11 @@ def _words(leaf: Any) -> str:
 # --- verifying ------------------------------------------------------------------------------------
 
 
-def verify_hashes(path: Path) -> Iterator[tuple[str, int]]:
+def hashes_of(saved: Saved) -> Iterator[tuple[str, int]]:
     """Compares the hash of each tensor of a folder; yields its name and size when it agrees.
 
-    **Raises:** as `read_saved`, and `ValueError` with the name of a tensor whose bytes differ.
+    **Raises:** `ValueError` with the name of a tensor whose bytes differ.
     """
-    saved = read_saved(path)
     for name, tensor in saved.tensors.items():
         data = tensor.array().reshape(-1).view(np.uint8)
         found = hashlib.sha256(data).hexdigest()
@@ -436,8 +435,6 @@ def verify_hashes(path: Path) -> Iterator[tuple[str, int]]:
                 f"was saved: the file was altered; {AGAIN}."
             )
         yield name, tensor.nbytes
-    for name in saved.arrays:
-        saved.leaf(name)  # raises for a permutation that is none
 
 
 def _is_quantized(leaf: Any) -> bool:
