@@ -20,11 +20,22 @@ PATH = Path(__file__).parents[1] / "tests" / "data" / "config_entries.json"
 CLASSES = {
     "llama": "llama.LlamaConfig",
     "mistral": "mistral.MistralConfig",
+    "mistral3": "mistral3.Mistral3Config",
+    "ministral": "ministral.MinistralConfig",
+    "ministral3": "ministral3.Ministral3Config",
     "qwen2": "qwen2.Qwen2Config",
     "qwen3": "qwen3.Qwen3Config",
+    "gemma2": "gemma2.Gemma2Config",
     "gemma3_text": "gemma3.Gemma3TextConfig",
     "gemma3": "gemma3.Gemma3Config",
+    "phi3": "phi3.Phi3Config",
+    "olmo2": "olmo2.Olmo2Config",
+    "olmo3": "olmo3.Olmo3Config",
+    "smollm3": "smollm3.SmolLM3Config",
+    "granite": "granite.GraniteConfig",
+    "exaone4": "exaone4.Exaone4Config",
 }
+IMAGES = ("gemma3", "mistral3")  # The decoder is in their text_config.
 
 
 def class_of(path: str) -> Any:
@@ -69,11 +80,11 @@ def plain(value: Any) -> bool:
 
 
 def of_transformers() -> dict[str, Any]:
+    models = importlib.import_module("transformers.models")
     found = {
-        name: entries(
-            class_of(f".models.{path}"), "" if name == "gemma3" else path.partition(".")[0]
-        )
+        name: entries(class_of(f".models.{path}"), "" if name in IMAGES else package)
         for name, path in CLASSES.items()
+        if hasattr(models, package := path.partition(".")[0])  # in this version
     }
     found["generation_config.json"] = entries(class_of(".GenerationConfig"))
     rope = importlib.import_module("transformers.modeling_rope_utils")

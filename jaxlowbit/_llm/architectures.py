@@ -11,8 +11,20 @@ from typing import Any, Literal
 
 RopePairs = Literal["neighbours", "halves"]
 Activation = Literal["silu", "gelu_tanh"]
-NormPlacement = Literal["pre", "pre_and_post"]
-WindowLayers = Literal["none", "all", "upper", "pattern"]
+NormPlacement = Literal["pre", "post", "pre_and_post"]
+QkNorm = Literal["head", "all"]
+WindowLayers = Literal["none", "all", "upper", "pattern", "unrotated"]
+RopeLayers = Literal["all", "pattern", "local"]
+
+FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""Our names of matrices that some files store as one, with the matrices that their rows are."""
+
+IMAGE_MODELS = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral", "ministral", "ministral3"),
+}
+"""`model_type` of models with an image encoder, which is skipped, and the kinds of decoder in their
+`text_config`, the default first."""
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -27,11 +39,15 @@ class Gguf:
       of queries and keys.
     - `attention_scale`: computes the scale of scores from the sizes of a `Config` for files without
       one; None for `head_size ** -0.5`.
+    - `defaults`: values of keys that the file lacks.
+    - `reads`: keys that other architectures do not read.
     """
 
     name: str
     tensors: Mapping[str, str]
     rope_pairs: RopePairs = "halves"
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reads: frozenset[str] = frozenset()
     attention_scale: Callable[[Mapping[str, Any]], float | None] = lambda sizes: None
 
 
@@ -44,14 +60,13 @@ class HuggingFace:
       layer.
     - `defaults`: values of entries that config.json lacks.
     - `names`: usual entry names and the names in config.json, for entries that differ.
-    - `reads`: entries that other architectures do not read: `query_pre_attn_scalar`,
-      `final_logit_softcapping`.
+    - `reads`: entries that other architectures do not read, such as `mlp_bias` or `layer_types`.
     - `harmless`: entries that turn on a feature in other architectures and nothing in this one.
     - `eos`: tokens that end texts if no file names any.
     - `rope_pairs`: the pairs that rotate.
+    - `rope_types`: other names of types of the rotation's scaling, with the usual names.
     - `norm_offset`: added to the stored scales of norms.
-    - `null_is_default`: whether null in config.json means the default.
-    - `images`: whether folders may contain an image encoder, which is skipped, and a `text_config`.
+    - `null_is_default`: entries whose null in config.json means the default.
     """
 
     model_types: tuple[str, ...]
@@ -62,23 +77,26 @@ class HuggingFace:
     harmless: frozenset[str] = frozenset()
     eos: tuple[int, ...] = ()
     rope_pairs: RopePairs = "halves"
+    rope_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
     norm_offset: float = 0.0
-    null_is_default: bool = False
-    images: bool = False
+    null_is_default: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """The parts that all models of an architecture share, and its two kinds of files.
 
-    - `parts`: fields of `Config`: `qk_norm`, `attention_bias`, `activation`, `norm_placement`.
+    - `parts`: fields of `Config`, such as `qk_norm`, `activation` and `norm_placement`.
     - `scaled_embedding`: whether embeddings are multiplied by `width ** 0.5`.
     - `window_layers`: the layers of a folder's model with a sliding window: `"none"`, `"all"`,
-      `"upper"` (from `max_window_layers` on), or `"pattern"` (all but every n-th). Entries for
-      single layers override the last two.
+      `"upper"` (from `max_window_layers` on), `"pattern"` (all but every n-th) or `"unrotated"`. An
+      entry for single layers, `layer_types`, overrides it in architectures that read one.
     - `window_pattern`: n in files without it.
-    - `local_rope_base`: base of the rotation in layers with a window, in files without it; None if
-      all layers share one rotation.
+    - `local_rope_base`: base of the unscaled rotation in layers with a window, in files without it;
+      `"global"` for the base of the other layers, None if all layers share one rotation.
+    - `rope_layers`: the layers with a rotation: `"all"`, `"pattern"` (all but every n-th), or
+      `"local"` (those with a window, or all in a model without one).
+    - `rope_pattern`: n in files without it.
     - `gguf`, `huggingface`: None if llama.cpp or transformers has no such architecture.
     """
 
@@ -88,7 +106,9 @@ class Architecture:
     scaled_embedding: bool = False
     window_layers: WindowLayers = "none"
     window_pattern: int = 0
-    local_rope_base: float | None = None
+    local_rope_base: float | Literal["global"] | None = None
+    rope_layers: RopeLayers = "all"
+    rope_pattern: int = 0
 
     def fields(self, width: int) -> dict[str, Any]:
         """The fields of a `Config` that follow from the architecture and the width."""
@@ -108,6 +128,22 @@ def weight_name(tensor: str, tensors: Mapping[str, str]) -> str | None:
     if ours is None or number is None:
         return ours
     return ours.replace(".N.", f".{int(number[0])}.")
+
+
+def fused(name: str) -> tuple[str, ...]:
+    """The names of the weights in a fused matrix, in the order of its rows; () for others.
+
+    ```python
+    fused("layers.3.qkv")  # layers.3.q, layers.3.k, layers.3.v
+    ```
+    """
+    stem, _, last = name.rpartition(".")
+    return tuple(f"{stem}.{part}" for part in FUSED.get(last, ()))
+
+
+def every_nth(layers: int, n: int) -> list[bool]:
+    """False for every n-th of so many layers, True for the others; True for all if n is 0."""
+    return [n == 0 or (i + 1) % n != 0 for i in range(layers)]
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -131,9 +167,19 @@ _GGUF_BIASES = {
     "blk.N.attn_k.bias": "layers.N.k_bias",
     "blk.N.attn_v.bias": "layers.N.v_bias",
 }
+_GGUF_MORE_BIASES = {
+    "blk.N.attn_output.bias": "layers.N.o_bias",
+    "blk.N.ffn_gate.bias": "layers.N.gate_bias",
+    "blk.N.ffn_up.bias": "layers.N.up_bias",
+    "blk.N.ffn_down.bias": "layers.N.down_bias",
+}
 _GGUF_HEAD_NORMS = {
     "blk.N.attn_q_norm.weight": "layers.N.q_norm",
     "blk.N.attn_k_norm.weight": "layers.N.k_norm",
+}
+_GGUF_ALL_NORMS = {
+    "blk.N.attn_q_norm.weight": "layers.N.q_all_norm",
+    "blk.N.attn_k_norm.weight": "layers.N.k_all_norm",
 }
 _GGUF_POST_NORMS = {
     "blk.N.post_attention_norm.weight": "layers.N.post_attention_norm",
@@ -159,9 +205,23 @@ _FOLDER_BIASES = {
     "layers.N.self_attn.k_proj.bias": "layers.N.k_bias",
     "layers.N.self_attn.v_proj.bias": "layers.N.v_bias",
 }
+_FOLDER_MORE_BIASES = {
+    "layers.N.self_attn.o_proj.bias": "layers.N.o_bias",
+    "layers.N.mlp.gate_proj.bias": "layers.N.gate_bias",
+    "layers.N.mlp.up_proj.bias": "layers.N.up_bias",
+    "layers.N.mlp.down_proj.bias": "layers.N.down_bias",
+}
+_FOLDER_FUSED = {
+    "layers.N.self_attn.qkv_proj.weight": "layers.N.qkv",
+    "layers.N.mlp.gate_up_proj.weight": "layers.N.gate_up",
+}
 _FOLDER_HEAD_NORMS = {
     "layers.N.self_attn.q_norm.weight": "layers.N.q_norm",
     "layers.N.self_attn.k_norm.weight": "layers.N.k_norm",
+}
+_FOLDER_ALL_NORMS = {
+    "layers.N.self_attn.q_norm.weight": "layers.N.q_all_norm",
+    "layers.N.self_attn.k_norm.weight": "layers.N.k_all_norm",
 }
 _FOLDER_POST_NORMS = {
     "layers.N.post_attention_layernorm.weight": "layers.N.post_attention_norm",
@@ -169,19 +229,74 @@ _FOLDER_POST_NORMS = {
     "layers.N.post_feedforward_layernorm.weight": "layers.N.post_mlp_norm",
 }
 
+
+def _without(table: Mapping[str, str], *weights: str) -> dict[str, str]:
+    """A table without the names of some weights of layers."""
+    left_out = {f"layers.N.{name}" for name in weights}
+    return {tensor: ours for tensor, ours in table.items() if ours not in left_out}
+
+
+_PRE_NORMS = ("attention_norm", "mlp_norm")
+_GGUF_OLMO2 = _without(_GGUF, *_PRE_NORMS) | _GGUF_POST_NORMS
+_FOLDER_OLMO2 = _without(_FOLDER, *_PRE_NORMS) | _without(_FOLDER_POST_NORMS, "mlp_norm")
+
 _COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 _QWEN = {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096}
+_BIASES = frozenset({"attention_bias", "mlp_bias"})
+_GRANITE_SCALES = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_GEMMA3 = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 
 
-def _gemma3_scale(sizes: Mapping[str, Any]) -> float | None:
-    """Scores of the 27B model, of 62 layers, are scaled by `(width / heads) ** -0.5`."""
-    return (sizes["width"] / sizes["heads"]) ** -0.5 if sizes["layers"] == 62 else None
+def _scale_of_27b(layers: int) -> Callable[[Mapping[str, Any]], float | None]:
+    """Scores of Gemma's 27B models, of so many layers, are scaled by `(width / heads) ** -0.5`."""
+
+    def scale(sizes: Mapping[str, Any]) -> float | None:
+        return (sizes["width"] / sizes["heads"]) ** -0.5 if sizes["layers"] == layers else None
+
+    return scale
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
-        Gguf("llama", _GGUF | _GGUF_BIASES, rope_pairs="neighbours"),
-        HuggingFace(("llama",), _FOLDER, _COMMON, eos=(2,)),
+        Gguf("llama", _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES, rope_pairs="neighbours"),
+        HuggingFace(
+            ("llama",),
+            _FOLDER | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            _COMMON,
+            reads=_BIASES,
+            eos=(2,),
+        ),
     ),
     "mistral": Architecture(
         None,  # its GGUF files are of the architecture llama
@@ -193,12 +308,47 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         window_layers="all",
     ),
+    "ministral": Architecture(
+        None,
+        HuggingFace(
+            ("ministral",),
+            _FOLDER,
+            _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096},
+            reads=frozenset({"layer_types"}),
+            eos=(2,),
+        ),
+        window_layers="all",
+    ),
+    "ministral3": Architecture(
+        Gguf(
+            "mistral3",
+            _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES,
+            rope_pairs="neighbours",
+            reads=frozenset({"attention.temperature_scale"}),
+        ),
+        HuggingFace(
+            ("ministral3",),
+            _FOLDER,
+            {
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "rms_norm_eps": 1e-5,
+                "rope_parameters": _MINISTRAL3_ROPE,
+            },
+            reads=frozenset({"llama_4_scaling_beta"}),
+            eos=(2,),
+            null_is_default=frozenset({"rope_parameters"}),
+        ),
+        window_layers="all",
+    ),
     "qwen2": Architecture(
         Gguf("qwen2", _GGUF | _GGUF_BIASES),
         HuggingFace(
             ("qwen2",),
             _FOLDER | _FOLDER_BIASES,
             _COMMON | _QWEN,
+            reads=frozenset({"layer_types"}),
             harmless=frozenset({"attention_bias"}),
         ),
         parts={"attention_bias": True},
@@ -206,46 +356,185 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3": Architecture(
         Gguf("qwen3", _GGUF | _GGUF_HEAD_NORMS),
-        HuggingFace(("qwen3",), _FOLDER | _FOLDER_HEAD_NORMS, _COMMON | _QWEN | {"head_dim": 128}),
-        parts={"qk_norm": True},
+        HuggingFace(
+            ("qwen3",),
+            _FOLDER | _FOLDER_HEAD_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            _COMMON | _QWEN | {"head_dim": 128},
+            reads=frozenset({"attention_bias", "layer_types"}),
+        ),
+        parts={"qk_norm": "head"},
         window_layers="upper",
+    ),
+    "gemma2": Architecture(
+        Gguf(
+            "gemma2",
+            _GGUF | _GGUF_POST_NORMS,
+            attention_scale=_scale_of_27b(46),
+            defaults={"attention.sliding_window": 4096},
+            reads=frozenset({"attn_logit_softcapping"}),
+        ),
+        HuggingFace(
+            ("gemma2",),
+            _FOLDER | _FOLDER_POST_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            {
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "max_position_embeddings": 8192,
+                "rms_norm_eps": 1e-6,
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 4096,
+                "tie_word_embeddings": True,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            },
+            names={"hidden_act": "hidden_activation"},
+            reads=frozenset(
+                {
+                    *("attention_bias", "attn_logit_softcapping", "final_logit_softcapping"),
+                    *("layer_types", "query_pre_attn_scalar"),
+                }
+            ),
+            eos=(1,),
+            norm_offset=1.0,
+        ),
+        parts={"activation": "gelu_tanh", "norm_placement": "pre_and_post"},
+        scaled_embedding=True,
+        window_layers="pattern",
+        window_pattern=2,
     ),
     "gemma3": Architecture(
         Gguf(
             "gemma3",
             _GGUF | _GGUF_HEAD_NORMS | _GGUF_POST_NORMS,
-            attention_scale=_gemma3_scale,
+            attention_scale=_scale_of_27b(62),
         ),
         HuggingFace(
-            ("gemma3", "gemma3_text"),
-            _FOLDER | _FOLDER_HEAD_NORMS | _FOLDER_POST_NORMS,
-            {
-                "vocab_size": 262_208,
-                "hidden_size": 2304,
-                "intermediate_size": 9216,
-                "num_hidden_layers": 26,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "max_position_embeddings": 131_072,
-                "rms_norm_eps": 1e-6,
-                "rope_theta": 1_000_000.0,
-                "query_pre_attn_scalar": 256,
-                "sliding_window": 4096,
-                "tie_word_embeddings": True,
-                "hidden_activation": "gelu_pytorch_tanh",
-            },
+            ("gemma3_text",),
+            _FOLDER
+            | _FOLDER_HEAD_NORMS
+            | _FOLDER_POST_NORMS
+            | _FOLDER_BIASES
+            | _FOLDER_MORE_BIASES,
+            _GEMMA3,
             names={"hidden_act": "hidden_activation"},
-            reads=frozenset({"query_pre_attn_scalar", "final_logit_softcapping"}),
+            reads=frozenset(
+                {
+                    *("attention_bias", "final_logit_softcapping", "layer_types"),
+                    *("query_pre_attn_scalar", "sliding_window_pattern"),
+                }
+            ),
             eos=(1,),
             norm_offset=1.0,
-            null_is_default=True,
-            images=True,
+            null_is_default=frozenset(_GEMMA3),
         ),
-        parts={"qk_norm": True, "activation": "gelu_tanh", "norm_placement": "pre_and_post"},
+        parts={"qk_norm": "head", "activation": "gelu_tanh", "norm_placement": "pre_and_post"},
         scaled_embedding=True,
         window_layers="pattern",
         window_pattern=6,
         local_rope_base=10_000.0,
+    ),
+    "phi3": Architecture(
+        Gguf(
+            "phi3",
+            _without(_GGUF, "gate", "up")
+            | {"blk.N.attn_qkv.weight": "layers.N.qkv", "blk.N.ffn_up.weight": "layers.N.gate_up"},
+        ),
+        HuggingFace(
+            ("phi3",),
+            _without(_FOLDER, "q", "k", "v", "gate", "up") | _FOLDER_FUSED,
+            {
+                "hidden_act": "silu",
+                "rms_norm_eps": 1e-5,
+                "original_max_position_embeddings": 4096,
+            },
+            reads=frozenset({"partial_rotary_factor"}),
+            eos=(32_000,),
+            rope_types={"su": "longrope", "yarn": "longrope"},
+        ),
+        window_layers="all",
+    ),
+    "olmo2": Architecture(
+        Gguf("olmo2", _GGUF_OLMO2 | _GGUF_ALL_NORMS),
+        HuggingFace(
+            ("olmo2",),
+            _FOLDER_OLMO2 | _FOLDER_ALL_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            {"hidden_act": "silu", "rms_norm_eps": 1e-5},
+            reads=frozenset({"attention_bias"}),
+            eos=(50_279,),
+        ),
+        parts={"qk_norm": "all", "norm_placement": "post"},
+        window_pattern=4,
+        local_rope_base="global",
+    ),
+    "olmo3": Architecture(
+        None,  # its GGUF files are of the architecture olmo2
+        HuggingFace(
+            ("olmo3",),
+            _FOLDER_OLMO2 | _FOLDER_ALL_NORMS | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            {
+                "hidden_act": "silu",
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500_000.0,
+                "sliding_window": 4096,
+            },
+            reads=frozenset({"attention_bias", "layer_types"}),
+            eos=(50_279,),
+        ),
+        parts={"qk_norm": "all", "norm_placement": "post"},
+        window_layers="pattern",
+        window_pattern=4,
+        local_rope_base="global",
+    ),
+    "smollm3": Architecture(
+        Gguf("smollm3", _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES, rope_pairs="neighbours"),
+        HuggingFace(
+            ("smollm3",),
+            _FOLDER | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            _COMMON
+            | {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+            reads=_BIASES | {"layer_types", "no_rope_layers"},
+            eos=(128_001,),
+        ),
+        window_layers="unrotated",
+        rope_layers="pattern",
+        rope_pattern=4,
+    ),
+    "granite": Architecture(
+        Gguf(
+            "granite",
+            _GGUF | _GGUF_BIASES | _GGUF_MORE_BIASES,
+            rope_pairs="neighbours",
+            reads=frozenset(
+                {"embedding_scale", "residual_scale", "logit_scale", "rope.scaling.finetuned"}
+            ),
+        ),
+        HuggingFace(
+            ("granite",),
+            _FOLDER | _FOLDER_BIASES | _FOLDER_MORE_BIASES,
+            _COMMON | _GRANITE_SCALES,
+            reads=_BIASES | _GRANITE_SCALES.keys(),
+            eos=(2,),
+        ),
+    ),
+    "exaone4": Architecture(
+        Gguf("exaone4", _GGUF_OLMO2 | _GGUF_HEAD_NORMS),
+        HuggingFace(
+            ("exaone4",),
+            _FOLDER_OLMO2 | _FOLDER_HEAD_NORMS,
+            {
+                "hidden_act": "silu",
+                "num_key_value_heads": 32,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+            reads=frozenset({"layer_types", "sliding_window_pattern"}),
+            eos=(2,),
+        ),
+        parts={"qk_norm": "head", "norm_placement": "post"},
+        window_layers="pattern",
+        window_pattern=4,
+        rope_layers="local",
     ),
 }

@@ -26,6 +26,7 @@ def choose(
     head_size: int,
     native: bool = False,
     cached: bool = False,
+    softcap: bool = False,
 ) -> Implementation:
     """The implementation that is fastest for so many sequences, queries of each and cache slots.
 
@@ -36,7 +37,11 @@ def choose(
 
     On the CPU our own kernel reads a cache in place. It has no derivative, so without a cache that
     outlives the call (`cached`) XLA attends.
+
+    Only XLA's scores have a cap (`softcap`).
     """
+    if softcap:
+        return "xla"
     if platform == "cpu" and cached and cpu_attend.unsupported(dtype, head_size=head_size) is None:
         return "cpu"
     possible = (
@@ -86,6 +91,7 @@ def attend(
     scale: float,
     implementation: Literal["xla", "cudnn", "cpu"],
     reach: int | None = None,
+    softcap: float | None = None,
 ) -> Array:
     """The values that each query sees (`mask`), weighted by the softmax of its scaled scores.
 
@@ -99,6 +105,7 @@ def attend(
       consecutive heads share one of these.
     - `positions`, `held`, `window`: `queries`, `keys` and `window` of `mask`.
     - `reach`: how many slots are read, from the first on; None for all.
+    - `softcap`: None, or the bound c in `c tanh(score / c)` of scaled scores, only for `"xla"`.
 
     **Returns:** (batch, queries, heads * head_size) in the dtype of `query`.
     """
@@ -128,6 +135,8 @@ def attend(
     rows = rows.reshape(batch, kv_heads, shared * queries, size)
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = einsum("bkrh,bskh->bkrs", rows, key) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     scores = scores.reshape(batch, kv_heads, shared, queries, reach)
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, _HIDDEN), axis=-1)
     weights = weights.astype(value.dtype).reshape(batch, kv_heads, shared * queries, reach)

@@ -31,7 +31,7 @@ SHAPES = {
     ),
     "qwen3-0.6b": Config(
         "qwen3", layers=28, width=1024, heads=16, kv_heads=8, head_size=128, hidden=3072,
-        vocabulary=151936, context=40960, rope_base=1e6, qk_norm=True, tied_head=True,
+        vocabulary=151936, context=40960, rope_base=1e6, qk_norm="head", tied_head=True,
         norm_epsilon=1e-6,
     ),
 }  # fmt: skip

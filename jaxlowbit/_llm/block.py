@@ -64,20 +64,26 @@ class Block(nnx.Module):
         self.activation_dtype = activation_dtype
         self.activation_rows = 1
         self.division: Division | None = None
-        self.local = config.is_local(index)
-        self.attention_norm = norm("attention_norm")
+        self.local, self.rotates = config.is_local(index), config.rotates(index)
+        pre, post = config.norm_placement != "post", config.norm_placement != "pre"
+        self.attention_norm = norm("attention_norm") if pre else None
         self.qkv = nnx.List([weight(name) for name in "qkv"])
         biases = [weight(f"{name}_bias") for name in "qkv"] if config.attention_bias else []
         self.biases = nnx.List(biases)
-        self.q_norm = norm("q_norm") if config.qk_norm else None
-        self.k_norm = norm("k_norm") if config.qk_norm else None
+        self.q_norm = norm("q_norm") if config.qk_norm == "head" else None
+        self.k_norm = norm("k_norm") if config.qk_norm == "head" else None
+        self.q_all_norm = norm("q_all_norm") if config.qk_norm == "all" else None
+        self.k_all_norm = norm("k_all_norm") if config.qk_norm == "all" else None
         self.o = weight("o")
-        post = config.norm_placement == "pre_and_post"
+        self.o_bias = weight("o_bias") if config.output_bias else None
         self.post_attention_norm = norm("post_attention_norm") if post else None
-        self.mlp_norm = norm("mlp_norm")
+        self.mlp_norm = norm("mlp_norm") if pre else None
         gate, up = (weight_of(f"layers.{index}.{name}") for name in ("gate", "up"))
         self.gate_up = nnx.List(_paired(gate, up))
+        self.gate_bias = weight("gate_bias") if config.mlp_bias else None
+        self.up_bias = weight("up_bias") if config.mlp_bias else None
         self.down = weight("down")
+        self.down_bias = weight("down_bias") if config.mlp_bias else None
         self.post_mlp_norm = norm("post_mlp_norm") if post else None
 
     @property
@@ -107,9 +113,20 @@ class Block(nnx.Module):
 
     def fusible(self, x: Array) -> bool:
         """Whether calls compute this block with its normalizations."""
+        config = self.config
+        if config.norm_placement != "pre" or config.residual_scale != 1:
+            return False
+        if config.output_bias or config.mlp_bias:
+            return False
         matrices = self.o, self.down, *self.gate_up
         quantized = all(isinstance(w.get_value(), QuantizedArray) for w in matrices)
-        return quantized and len(self.gate_up) == 1 and self.post_mlp_norm is None
+        return quantized and len(self.gate_up) == 1
+
+    @property
+    def fused_norm(self) -> Array:
+        """The norm before the MLP of a `fusible` block."""
+        assert self.mlp_norm is not None
+        return self.mlp_norm.get_value()
 
     @property
     def matrices(self) -> list[Weight]:
@@ -128,7 +145,7 @@ class Block(nnx.Module):
         products: Sequence[Array],
         x: Array,
         following: "Block | None",
-        rotation: tuple[Array, Array],
+        rotation: tuple[Array, Array] | None,
         positions: Array,
         cache: Cache,
         layer: int,
@@ -143,7 +160,8 @@ class Block(nnx.Module):
         - `products`: queries, keys and values, of `project`.
         - `x`: the residual stream (batch, length, width).
         - `following`: the next block.
-        - `rotation`: cosines and sines of the positions (`rope.rotation`).
+        - `rotation`: cosines and sines of the positions (`rope.rotation`); None if queries and
+          keys stay as they are.
         - `positions`: of the queries, int32 (batch, length).
         - `cache`, `layer`: where keys and values of this block are appended.
         - `implementation`, `reach`: as of `attention.attend`; `"native"` takes one query.
@@ -151,7 +169,11 @@ class Block(nnx.Module):
         **Returns:** the residual stream, `following.project` of it, and the cache.
         """
         q, k, v = self.heads(products)
+        if (factor := rope.temperature(self.config, jnp.maximum(positions, 0))) is not None:
+            q = (q.astype(jnp.float32) * factor).astype(q.dtype)
         if implementation == "native":
+            if rotation is None:
+                rotation = rope.identity(positions, self.config.head_size)
             operands = cuda_attend.Operands(
                 query=q[:, 0],
                 key=k[:, 0],
@@ -166,7 +188,8 @@ class Block(nnx.Module):
             )
             return self._decode(operands, reach, x, following, cache, layer)
         q, k = self.normalize(q, self.q_norm), self.normalize(k, self.k_norm)
-        q, k = (rope.rotate(head, rotation, self.config.rope_pairs) for head in (q, k))
+        if rotation is not None:
+            q, k = (rope.rotate(head, rotation, self.config.rope_pairs) for head in (q, k))
         cache = cache.write(layer, k, v)
         attended = attention.attend(
             q,
@@ -178,6 +201,7 @@ class Block(nnx.Module):
             scale=self.scale,
             implementation=implementation,
             reach=reach,
+            softcap=self.config.attention_softcap,
         )
         return *self.finish(attended, x, following), cache
 
@@ -207,7 +231,7 @@ class Block(nnx.Module):
                     operands,
                     x[:, 0],
                     o,
-                    self.mlp_norm.get_value(),
+                    self.fused_norm,
                     gate_up,
                     down,
                     attending=options,
@@ -230,12 +254,12 @@ class Block(nnx.Module):
         return self.q_norm.get_value(), self.k_norm.get_value()
 
     def heads(self, products: Sequence[Array]) -> tuple[Array, ...]:
-        """Queries, keys and values (batch, length, heads, head_size), with their biases."""
+        """Queries, keys and values (batch, length, heads, head_size), with their biases, and with
+        the norms of all heads together."""
         if self.biases:
-            biases = [
-                bias.get_value()[None, None].astype(products[0].dtype) for bias in self.biases
-            ]
-            products = [x + bias for x, bias in zip(products, biases, strict=True)]
+            products = [biased(x, bias) for x, bias in zip(products, self.biases, strict=True)]
+        norms = self.q_all_norm, self.k_all_norm, None
+        products = [self.normalize_heads(x, norm) for x, norm in zip(products, norms, strict=True)]
         return tuple(x.reshape(*x.shape[:-1], -1, self.config.head_size) for x in products)
 
     def finish(
@@ -247,10 +271,23 @@ class Block(nnx.Module):
         if self.division is not None and self.fusible(x) and not self.rounds(x):
             return self._finish_in_parts(attended, x, following, self.division)
         out = functools.partial(self.multiply, attended, self.o.get_value(), divided=True)
-        x = x + self.normalize(add_parts(self.division, out, x.dtype), self.post_attention_norm)
+        x = x + self._result(out, x.dtype, self.o_bias, self.post_attention_norm)
         mlp = functools.partial(self.mlp, self.normalize(x, self.mlp_norm))
-        x = x + self.normalize(add_parts(self.division, mlp, x.dtype), self.post_mlp_norm)
+        x = x + self._result(mlp, x.dtype, self.down_bias, self.post_mlp_norm)
         return x, () if following is None else following.project(x)
+
+    def _result(
+        self,
+        product: Callable[[Any], Array],
+        dtype: Any,
+        bias: nnx.Variable | None,
+        norm: nnx.Param | None,
+    ) -> Array:
+        """What attention or the MLP adds to the residual stream."""
+        out = biased(add_parts(self.division, product, dtype), bias)
+        out = self.normalize(out, norm)
+        scale = self.config.residual_scale
+        return out if scale == 1 else (out * scale).astype(dtype)
 
     def _finish_in_one_call(
         self, attended: Array, x: Array, following: "Block | None"
@@ -260,7 +297,7 @@ class Block(nnx.Module):
             attended,
             x,
             self.o.get_value(),
-            self.mlp_norm.get_value(),
+            self.fused_norm,
             self.gate_up[0].get_value(),
             self.down.get_value(),
             following=onward,
@@ -280,7 +317,7 @@ class Block(nnx.Module):
         x, parts = normalized_mlp(
             x,
             division.add(multiply(attended, self.o.get_value(), jnp.float32)),
-            self.mlp_norm.get_value(),
+            self.fused_norm,
             self.gate_up[0].get_value(),
             self.down.get_value(),
             activation=self.config.activation,
@@ -295,7 +332,7 @@ class Block(nnx.Module):
 
     def _onward(self, following: "Block | None") -> tuple[Array, Sequence[QuantizedArray]] | None:
         """What `quantized_block` multiplies by for the next block, if that is quantized."""
-        if following is None:
+        if following is None or following.attention_norm is None:
             return None
         weights = [w for w in following.matrices if isinstance(w, QuantizedArray)]
         if len(weights) < len(following.matrices):
@@ -305,7 +342,7 @@ class Block(nnx.Module):
     def mlp(self, x: Array, dtype: Any) -> Array:
         """The gated MLP of a normalized x, accumulated in float32 and rounded to `dtype`."""
         activation, down = self.config.activation, self.down.get_value()
-        if len(self.gate_up) == 1 and not self.rounds(x):
+        if len(self.gate_up) == 1 and not self.rounds(x) and self.gate_bias is None:
             gate_up = self.gate_up[0].get_value()
             if isinstance(down, QuantizedArray):
                 options = {"activation": activation, "preferred_element_type": dtype}
@@ -315,6 +352,7 @@ class Block(nnx.Module):
         if isinstance(pair[0], QuantizedArray) and len(pair) == 1:
             pair = [pair[0].select(i) for i in range(2)]
         gate, up = (self.multiply(x, weight, jnp.float32) for weight in pair)
+        gate, up = biased(gate, self.gate_bias), biased(up, self.up_bias)
         activate = jax.nn.silu if activation == "silu" else jax.nn.gelu  # its tanh form
         return self.multiply((activate(gate) * up).astype(x.dtype), down, dtype, divided=True)
 
@@ -335,6 +373,21 @@ class Block(nnx.Module):
 
     def normalize(self, x: Array, norm: nnx.Param | None) -> Array:
         return x if norm is None else rms_norm(x, norm.get_value(), self.config.norm_epsilon)
+
+    def normalize_heads(self, x: Array, norm: nnx.Param | None) -> Array:
+        """`normalize` of x (batch, length, features); each device has some of the features."""
+        if norm is None or self.division is None:
+            return self.normalize(x, norm)
+        wide = x.astype(jnp.float32)
+        total = self.division.add(jnp.sum(wide**2, axis=-1, keepdims=True))
+        mean = total / (x.shape[-1] * self.division.parts)
+        factor = jax.lax.rsqrt(mean + self.config.norm_epsilon)
+        return (wide * factor * norm.get_value()[None, None]).astype(x.dtype)
+
+
+def biased(x: Array, bias: nnx.Variable | None) -> Array:
+    """x plus a bias of its last axis, in the dtype of x."""
+    return x if bias is None else x + bias.get_value()[None, None].astype(x.dtype)
 
 
 def multiply(x: Any, weight: Weight, dtype: Any = None) -> Array:

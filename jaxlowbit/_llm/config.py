@@ -2,15 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from .._core.checks import LARGEST, SMALLEST, brief
-from .architectures import ARCHITECTURES, Activation, NormPlacement, RopePairs
+from .architectures import ARCHITECTURES, Activation, NormPlacement, QkNorm, RopePairs
 
-RopeKind = Literal["linear", "llama3", "yarn", "factors"]
+RopeKind = Literal["linear", "llama3", "yarn", "factors", "longrope"]
 
 # No model is larger; a file with a larger size is damaged.
 MOST = {
@@ -36,15 +35,19 @@ class RopeScaling:
       `original_context / high`, and blends between the two. `"yarn"` (Peng et al., 2023) blends
       between the frequencies that turn `beta_fast` and `beta_slow` times within
       `original_context`. `"factors"` divides each frequency by its entry of `factors`, the numbers
-      of llama.cpp's tensor `rope_freqs`.
-    - `factor`: the divisor of lowered frequencies, at least 1; for factors, of all frequencies.
-    - `original_context`: the context of the first training; for llama3 and yarn.
+      of llama.cpp's tensor `rope_freqs`. `"longrope"` (Ding et al., 2024) divides by `factors`, or
+      by `long_factors` if the cache has more slots than `original_context`.
+    - `factor`: the divisor of lowered frequencies, at least 1; for factors, of all frequencies; for
+      longrope the ratio of the context and `original_context`, which only `amplitude` uses.
+    - `original_context`: the context of the first training; for llama3, yarn and longrope.
     - `low`, `high`: for llama3.
     - `beta_fast`, `beta_slow`: for yarn.
     - `attention_factor`: the factor of sines and cosines. None is 1, but for yarn
       `0.1 ln(factor) + 1`, or with `mscale` and `mscale_all_dim` the ratio
-      `(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)`.
-    - `factors`: for factors, one for each pair of elements.
+      `(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)`; for longrope
+      `sqrt(1 + ln(factor) / ln(original_context))`.
+    - `factors`, `long_factors`: for factors and longrope, one for each pair of elements that
+      rotates; `long_factors` only for longrope.
     - `mscale`, `mscale_all_dim`: for yarn, both or neither.
     - `truncate`: for yarn, whether the first and the last blended pair are rounded to integers.
 
@@ -64,12 +67,13 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _one_of("RopeScaling", "kind", self.kind, ("linear", "llama3", "yarn", "factors"))
+        _one_of("RopeScaling", "kind", self.kind, get_args(RopeKind))
         for name in ("factor", "low", "high", "beta_fast", "beta_slow"):
             _positive("RopeScaling", name, getattr(self, name))
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
@@ -86,7 +90,7 @@ class RopeScaling:
                 f"RopeScaling: factor={self.factor!r}, but frequencies are divided by 1 or more; "
                 "write the inverse."
             )
-        if self.kind in ("llama3", "yarn"):
+        if self.kind in ("llama3", "yarn", "longrope"):
             _size("RopeScaling", "original_context", self.original_context, MOST["context"])
         if self.low >= self.high or self.beta_slow >= self.beta_fast:
             raise ValueError(
@@ -94,23 +98,36 @@ class RopeScaling:
                 f"and beta_fast={self.beta_fast!r}, but low is below high and beta_slow below "
                 "beta_fast; exchange them."
             )
-        if not isinstance(self.factors, tuple):
+        self._check_factors()
+
+    def _check_factors(self) -> None:
+        lists = {"factors": ("factors", "longrope"), "long_factors": ("longrope",)}
+        for name, kinds in lists.items():
+            factors = getattr(self, name)
+            if not isinstance(factors, tuple):
+                raise ValueError(
+                    f"RopeScaling: {name}={factors!r}, but it is a tuple of numbers; correct it."
+                )
+            if (self.kind in kinds) != bool(factors):
+                raise ValueError(
+                    f"RopeScaling: kind={self.kind!r} with {len(factors)} numbers in {name}, but "
+                    f"only {' and '.join(map(repr, kinds))} have some; make the two agree."
+                )
+            for factor in factors:
+                _positive("RopeScaling", name, factor)
+        if self.long_factors and len(self.long_factors) != len(self.factors):
             raise ValueError(
-                f"RopeScaling: factors={self.factors!r}, but it is a tuple of numbers; correct it."
+                f"RopeScaling: {len(self.factors)} factors and {len(self.long_factors)} "
+                "long_factors, but both have one number for each pair of elements; correct them."
             )
-        if (self.kind == "factors") != bool(self.factors):
-            raise ValueError(
-                f"RopeScaling: kind={self.kind!r} with {len(self.factors)} factors, but the kind "
-                "'factors' alone has some; make the two agree."
-            )
-        for factor in self.factors:
-            _positive("RopeScaling", "factors", factor)
 
     @property
     def amplitude(self) -> float:
         """The factor of sines and cosines."""
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope" and self.factor > 1:
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_context))
         if self.kind != "yarn":
             return 1.0
         grown = 0.1 * math.log(self.factor)
@@ -118,10 +135,15 @@ class RopeScaling:
             return grown + 1.0
         return (self.mscale * grown + 1.0) / (self.mscale_all_dim * grown + 1.0)
 
-    def lowered(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """The scaled frequencies, float64 (pairs,), of a rotation with this base."""
+    def lowered(self, frequencies: np.ndarray, base: float, *, long: bool = False) -> np.ndarray:
+        """The scaled frequencies, float64 (pairs,), of a rotation with this base.
+
+        `long`: whether by `long_factors`.
+        """
         if self.kind == "linear":
             return frequencies / self.factor
+        if self.kind == "longrope":
+            return frequencies / np.asarray(self.long_factors if long else self.factors)
         if self.kind == "factors":
             return frequencies / (np.asarray(self.factors) * self.factor)
         if self.kind == "llama3":
@@ -151,30 +173,37 @@ class Config:
 
     **Arguments:**
 
-    - `architecture`: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"` or `"gemma3"`; only a name: the
+    - `architecture`: a name of `ARCHITECTURES`, such as `"llama"` or `"gemma3"`; only a name: the
       other fields hold everything that differs.
     - `layers`, `width`, `heads`, `kv_heads`, `head_size`, `hidden`, `vocabulary`: sizes.
       `kv_heads` divides `heads`; `hidden` is the width of the gated MLP.
     - `context`: maximum number of positions.
     - `norm_epsilon`: added to mean squares.
     - `rope_base`, `rope_pairs`: the base of the rotation's frequencies, and the elements of a head
-      that rotate together: 2i and 2i + 1 (`"neighbours"`) or i and i + head_size / 2 (`"halves"`).
+      that rotate together: 2i and 2i + 1 (`"neighbours"`) or i and i + rope_size / 2 (`"halves"`).
+    - `rope_size`: the number of elements of a head, from the first on, that rotate; None for all.
     - `rope_scaling`: None, or a `RopeScaling` for global layers.
+    - `rope_layers`: for each layer, whether its queries and keys rotate; () if all do.
     - `local_rope_base`: the base in layers with a window, unscaled; None if they rotate as the
       others do.
     - `window`: None, or the number of positions that local layers attend to, including their own.
-    - `window_pattern`: with a window, layer i is global if i + 1 is a multiple of it; 0 for no
-      global layer.
-    - `qk_norm`: RMS norms of each head of queries and keys, before the rotation.
-    - `attention_bias`: biases of the query, key and value projections.
+    - `window_layers`: with a window, for each layer whether it is local; () if all are.
+    - `qk_norm`: None, or RMS norms of queries and keys before the rotation: of each `"head"`, or of
+      `"all"` heads together.
+    - `attention_bias`, `output_bias`, `mlp_bias`: biases of the query, key and value projections,
+      of the output projection, and of the three projections of the MLP.
     - `tied_head`: whether the embedding table is also the head.
     - `activation`: activation of the gate, `"silu"` or `"gelu_tanh"`.
-    - `norm_placement`: `"pre"`, or `"pre_and_post"` for further norms of the results of attention
-      and MLP.
+    - `norm_placement`: norms of the inputs of attention and MLP (`"pre"`), of their results
+      (`"post"`), or of both (`"pre_and_post"`).
     - `norm_offset`: added to the scales of all norms.
-    - `embedding_scale`: factor of embeddings.
+    - `embedding_scale`, `residual_scale`, `logit_scale`: factors of embeddings, of the results of
+      attention and MLP before they are added, and of logits.
     - `attention_scale`: factor of scores; None for `head_size ** -0.5`.
-    - `logit_softcap`: None, or the bound c in `c tanh(logits / c)`.
+    - `attention_softcap`, `logit_softcap`: None, or the bound c in `c tanh(x / c)` of scores x and
+      of logits x.
+    - `attention_temperature`: None, or (b, n): queries at position p are multiplied by
+      `1 + b ln(1 + floor(p / n))`.
     - `bos`, `eos`: the token that begins texts, or None, and the tokens that end them.
 
     **Raises:** `ValueError` with the field, its value and its range.
@@ -197,18 +226,26 @@ class Config:
     norm_epsilon: float = 1e-5
     rope_base: float = 10000.0
     rope_pairs: RopePairs = "halves"
+    rope_size: int | None = None
     rope_scaling: RopeScaling | None = None
+    rope_layers: tuple[bool, ...] = ()
     local_rope_base: float | None = None
     window: int | None = None
-    window_pattern: int = 0
-    qk_norm: bool = False
+    window_layers: tuple[bool, ...] = ()
+    qk_norm: QkNorm | None = None
     attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
     tied_head: bool = False
     activation: Activation = "silu"
     norm_placement: NormPlacement = "pre"
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     attention_scale: float | None = None
+    attention_softcap: float | None = None
+    attention_temperature: tuple[float, int] | None = None
     logit_softcap: float | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -222,40 +259,22 @@ class Config:
                 f"Config: heads={self.heads} and kv_heads={self.kv_heads}, but heads of queries "
                 "share those of keys equally; kv_heads divides heads."
             )
-        if self.head_size % 2:
-            raise ValueError(
-                f"Config: head_size={self.head_size}, but elements rotate in pairs; it is even."
-            )
-        _one_of("Config", "rope_pairs", self.rope_pairs, ("neighbours", "halves"))
-        _one_of("Config", "activation", self.activation, ("silu", "gelu_tanh"))
-        _one_of("Config", "norm_placement", self.norm_placement, ("pre", "pre_and_post"))
-        for name in ("norm_epsilon", "rope_base", "embedding_scale"):
+        _one_of("Config", "qk_norm", self.qk_norm, (None, *get_args(QkNorm)))
+        _one_of("Config", "activation", self.activation, get_args(Activation))
+        _one_of("Config", "norm_placement", self.norm_placement, get_args(NormPlacement))
+        for name in ("norm_epsilon", "embedding_scale", "residual_scale", "logit_scale"):
             _positive("Config", name, getattr(self, name))
-        for name in ("local_rope_base", "attention_scale", "logit_softcap"):
+        for name in ("attention_scale", "attention_softcap", "logit_softcap"):
             if getattr(self, name) is not None:
                 _positive("Config", name, getattr(self, name))
         _number("Config", "norm_offset", self.norm_offset)
-        for name in ("qk_norm", "attention_bias", "tied_head"):
+        for name in ("attention_bias", "output_bias", "mlp_bias", "tied_head"):
             _one_of("Config", name, getattr(self, name), (False, True))
         if self.window is not None:
             _size("Config", "window", self.window, MOST["context"])
-        if type(self.window_pattern) is not int or self.window_pattern != 0:
-            _size("Config", "window_pattern", self.window_pattern, MOST["layers"])
-        scaling = self.rope_scaling
-        if scaling is not None and not isinstance(scaling, RopeScaling):
-            raise ValueError(
-                f"Config: rope_scaling={scaling!r}, but it is None or a RopeScaling; make one."
-            )
-        if scaling is not None and scaling.kind == "yarn" and self.rope_base <= 1:
-            raise ValueError(
-                f"Config: rope_base={self.rope_base!r} with yarn, whose range of blended pairs is "
-                "that of a base above 1; correct one of the two."
-            )
-        if scaling is not None and scaling.factors and len(scaling.factors) != self.head_size // 2:
-            raise ValueError(
-                f"Config: rope_scaling has {len(scaling.factors)} factors, but heads of "
-                f"{self.head_size} have {self.head_size // 2} pairs of elements; give one for each."
-            )
+        self._check_layers()
+        self._check_temperature()
+        self._check_rotation()
         for name, tokens in (("bos", () if self.bos is None else (self.bos,)), ("eos", self.eos)):
             for token in tokens if isinstance(tokens, tuple) else (tokens,):
                 if type(token) is not int or not 0 <= token < self.vocabulary:
@@ -264,21 +283,97 @@ class Config:
                         f"to {self.vocabulary - 1}; name one of the vocabulary."
                     )
 
+    def _check_layers(self) -> None:
+        for name in ("window_layers", "rope_layers"):
+            layers = getattr(self, name)
+            booleans = isinstance(layers, tuple) and all(type(layer) is bool for layer in layers)
+            if not booleans or len(layers) not in (0, self.layers):
+                raise ValueError(
+                    f"Config: {name}={brief(layers)}, but it is a tuple of True or False for each "
+                    f"of the {self.layers} layers, or (); correct it."
+                )
+
+    def _check_temperature(self) -> None:
+        found = self.attention_temperature
+        if found is None:
+            return
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ValueError(
+                f"Config: attention_temperature={found!r}, but it is None or a factor and a number "
+                "of positions; correct it."
+            )
+        _positive("Config", "attention_temperature[0]", found[0])
+        _size("Config", "attention_temperature[1]", found[1], MOST["context"])
+        if self.qk_norm == "head":
+            raise ValueError(
+                f"Config: attention_temperature={found!r} with qk_norm='head', whose norms would "
+                "cancel it; set one of the two to None."
+            )
+
+    def _check_rotation(self) -> None:
+        _one_of("Config", "rope_pairs", self.rope_pairs, get_args(RopePairs))
+        _positive("Config", "rope_base", self.rope_base)
+        if self.local_rope_base is not None:
+            _positive("Config", "local_rope_base", self.local_rope_base)
+        if self.rope_size is not None:
+            _size("Config", "rope_size", self.rope_size, self.head_size)
+        if self.rotated_size % 2:
+            name = "head_size" if self.rope_size is None else "rope_size"
+            raise ValueError(
+                f"Config: {name}={self.rotated_size}, but elements rotate in pairs; it is even."
+            )
+        scaling = self.rope_scaling
+        if scaling is None:
+            return
+        if not isinstance(scaling, RopeScaling):
+            raise ValueError(
+                f"Config: rope_scaling={scaling!r}, but it is None or a RopeScaling; make one."
+            )
+        if scaling.kind == "yarn" and self.rope_base <= 1:
+            raise ValueError(
+                f"Config: rope_base={self.rope_base!r} with yarn, whose range of blended pairs is "
+                "that of a base above 1; correct one of the two."
+            )
+        if scaling.factors and len(scaling.factors) != self.rotated_size // 2:
+            raise ValueError(
+                f"Config: rope_scaling has {len(scaling.factors)} factors, but heads of "
+                f"{self.head_size} have {self.rotated_size // 2} pairs of elements that rotate; "
+                "give one for each."
+            )
+
     def replace(self, **changes: Any) -> "Config":
         """Returns this configuration with some fields changed, checked like a new one."""
         return dataclasses.replace(self, **changes)
 
+    @property
+    def rotated_size(self) -> int:
+        """The number of elements of a head that rotate."""
+        return self.head_size if self.rope_size is None else self.rope_size
+
     def is_local(self, layer: int) -> bool:
         """Whether a layer, counted from 0, attends only to its window."""
-        pattern = self.window_pattern
-        return self.window is not None and (pattern == 0 or (layer + 1) % pattern != 0)
+        return self.window is not None and (not self.window_layers or self.window_layers[layer])
 
-    def rope_frequencies(self, *, local: bool = False) -> np.ndarray:
+    def rotates(self, layer: int) -> bool:
+        """Whether queries and keys of a layer, counted from 0, rotate."""
+        return not self.rope_layers or self.rope_layers[layer]
+
+    def takes_long_factors(self, slots: int) -> bool:
+        """Whether keys in a cache of so many slots rotate by the long factors of longrope."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind != "longrope":
+            return False
+        return slots > scaling.original_context
+
+    def rope_frequencies(self, *, local: bool = False, long: bool = False) -> np.ndarray:
         """Angles in radians between a position and the next, for each pair of elements.
 
-        **Arguments:** `local`: whether for layers with a window, which may have another base.
+        **Arguments:**
 
-        **Returns:** float32 (head_size / 2,), scaled as `rope_scaling` says. The
+        - `local`: whether for layers with a window, which may have another base.
+        - `long`: whether by the long factors of longrope.
+
+        **Returns:** float32 (rotated_size / 2,), scaled as `rope_scaling` says. The
         factor of sines and cosines, `rope_scaling.amplitude`, is not among them.
 
         ```python
@@ -287,10 +382,10 @@ class Config:
         """
         apart = local and self.local_rope_base is not None
         base = self.local_rope_base if apart and self.local_rope_base else self.rope_base
-        pairs = np.arange(0, self.head_size, 2, dtype=np.float64)
-        frequencies = base ** (-pairs / self.head_size)
+        pairs = np.arange(0, self.rotated_size, 2, dtype=np.float64)
+        frequencies = base ** (-pairs / self.rotated_size)
         if self.rope_scaling is not None and not apart:
-            frequencies = self.rope_scaling.lowered(frequencies, base)
+            frequencies = self.rope_scaling.lowered(frequencies, base, long=long)
         return frequencies.astype(np.float32)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -312,15 +407,21 @@ class Config:
             "gate": (width, hidden),
             "up": (width, hidden),
             "down": (hidden, width),
-            "attention_norm": (width,),
-            "mlp_norm": (width,),
         }
+        if self.norm_placement != "post":
+            layer |= {"attention_norm": (width,), "mlp_norm": (width,)}
+        if self.norm_placement != "pre":
+            layer |= {"post_attention_norm": (width,), "post_mlp_norm": (width,)}
         if self.attention_bias:
             layer |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
-        if self.qk_norm:
+        if self.output_bias:
+            layer |= {"o_bias": (width,)}
+        if self.mlp_bias:
+            layer |= {"gate_bias": (hidden,), "up_bias": (hidden,), "down_bias": (width,)}
+        if self.qk_norm == "head":
             layer |= {"q_norm": (self.head_size,), "k_norm": (self.head_size,)}
-        if self.norm_placement == "pre_and_post":
-            layer |= {"post_attention_norm": (width,), "post_mlp_norm": (width,)}
+        if self.qk_norm == "all":
+            layer |= {"q_all_norm": (queries,), "k_all_norm": (keys,)}
         shapes: dict[str, tuple[int, ...]] = {"embedding": (width, self.vocabulary)}
         for i in range(self.layers):
             shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -328,13 +429,6 @@ class Config:
         if not self.tied_head:
             shapes["head"] = (width, self.vocabulary)
         return shapes
-
-
-def pattern_of(local: Sequence[bool]) -> int | None:
-    """The `window_pattern` of layers that are local or not; None if they follow no pattern."""
-    found = 0 if all(local) else list(local).index(False) + 1
-    regular = [found == 0 or (i + 1) % found != 0 for i in range(len(local))]
-    return found if regular == list(local) else None
 
 
 def check_config(caller: str, config: object) -> None:

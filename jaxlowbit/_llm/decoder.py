@@ -46,7 +46,8 @@ class Decoder(nnx.Module):
       `layers.N.{gate,up,down}`, `head` (width, vocabulary) unless `config.tied_head`, and
       `embedding` (width, vocabulary), whose columns are looked up. Vectors are floats:
       `layers.N.{attention_norm,mlp_norm}`, `final_norm`, and, if the configuration has them,
-      `layers.N.{q,k,v}_bias`, `layers.N.{q,k}_norm` and `layers.N.post_{attention,mlp}_norm`.
+      `layers.N.{q,k,v,o,gate,up,down}_bias`, `layers.N.{q,k}_norm`, `layers.N.{q,k}_all_norm` and
+      `layers.N.post_{attention,mlp}_norm`; `Config.shapes` lists them.
     - `dtype`: float32, bfloat16 or float16, of activations and the cache.
     - `activation_dtype`: None, or `jnp.int8` or `jnp.float8_e4m3fn`: the inputs of products with
       quantized matrices of blocks are rounded to it, with a scale for each token
@@ -210,7 +211,8 @@ class Decoder(nnx.Module):
         """`forward` on one device, or on one of several."""
         cache = cache.advance(positions)
         config, real = self.config, jnp.maximum(positions, 0)
-        rotations = rope.rotation(config, real), rope.rotation(config, real, local=True)
+        long = config.takes_long_factors(cache.slots)
+        rotations = [rope.rotation(config, real, local=x, long=long) for x in (False, True)]
         cached = reach is not None or tokens.shape[1] == 1
         reach = cache.slots if reach is None else reach
         parts = self.parts
@@ -221,10 +223,12 @@ class Decoder(nnx.Module):
             queries=tokens.shape[1],
             length=reach,
             head_size=config.head_size,
-            native=attention.native(
+            native=config.rotated_size == config.head_size
+            and attention.native(
                 self.dtype, config.heads // parts, config.kv_heads // parts, config.head_size
             ),
             cached=cached,
+            softcap=config.attention_softcap is not None,
         )
         x = self.embed(tokens)
         products = self.blocks[0].project(x)
@@ -234,7 +238,7 @@ class Decoder(nnx.Module):
                 products,
                 x,
                 following,
-                rotations[block.local],
+                rotations[block.local] if block.rotates else None,
                 positions,
                 cache,
                 i,
@@ -266,6 +270,8 @@ class Decoder(nnx.Module):
         logits = multiply(x, head.get_value(), jnp.float32)
         if self.division is not None:
             logits = self.division.join_columns(logits, self.config.vocabulary)
+        if self.config.logit_scale != 1:
+            logits = logits * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -35,8 +35,10 @@ _HARMLESS = {
         decoder_start_token_id pad_token_id sep_token_id""",
     "images, which are not read": """
         boi_token_id boi_token_index eoi_token_id eoi_token_index image_token_id image_token_index
-        mm_tokens_per_image vision_config""",
-    "a copy of layer_types, which is read": "_sliding_window_pattern",
+        mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size
+        vision_config vision_feature_layer""",
+    "a copy of layer_types or no_rope_layers, which are read": """
+        _sliding_window_pattern""",
     "arguments of llm.generate, whose values are the caller's": """
         _from_model_config do_sample early_stopping epsilon_cutoff eta_cutoff length_penalty
         max_length max_new_tokens max_time min_p num_return_sequences remove_invalid_values
@@ -59,9 +61,8 @@ class _Feature(NamedTuple):
 
 
 _FEATURES = (
-    _Feature("mlp_bias", "the MLP of the decoder here has no biases"),
-    _Feature("attention_bias", "attention has biases here only if its architecture always does"),
-    _Feature("attn_logit_softcapping", "the attention of the decoder here has no cap"),
+    _Feature("mlp_bias attention_bias", "this architecture has no such biases"),
+    _Feature("attn_logit_softcapping", "the scores of this architecture have no cap"),
     _Feature(
         "use_bidirectional_attention add_cross_attention cross_attention_hidden_size "
         "is_encoder_decoder",
@@ -80,7 +81,7 @@ _FEATURES = (
     _Feature(
         "embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_scale "
         "scale_emb scale_depth mup_width_scale",
-        "the decoder here scales neither residuals nor logits",
+        "this architecture scales neither embeddings, scores, residuals nor logits by the file",
         (1,),
     ),
     _Feature(
@@ -89,11 +90,11 @@ _FEATURES = (
     ),
     _Feature(
         "alibi use_alibi no_rope_layers rope_interleave rope_interleaved use_mrope",
-        "the decoder here rotates both halves of every head in every layer",
+        "this architecture rotates both halves of every head in every layer",
     ),
     _Feature(
         "attention_chunk_size attn_temperature_tuning llama_4_scaling_beta",
-        "the attention of the decoder here has neither chunks nor a temperature by position",
+        "the attention of this architecture has neither chunks nor a temperature by position",
     ),
     _Feature(
         "kv_lora_rank q_lora_rank num_kv_shared_layers",
@@ -133,16 +134,16 @@ _DECODING = {
 }
 
 
-def check_features(path: Path, values: Mapping[str, Any], harmless: frozenset[str]) -> None:
+def check_features(path: Path, values: Mapping[str, Any], known: frozenset[str]) -> None:
     """Checks that no entry of a config.json turns on a feature that the decoder lacks.
 
-    **Arguments:** `harmless`: entries that turn on nothing in this architecture.
+    **Arguments:** `known`: entries that are read for this architecture, or turn on nothing.
 
     **Raises:** `ValueError` with the entry, its value and the reason.
     """
     for name, feature in _FEATURE_OF.items():
         value = values.get(name)
-        if value is None or value in feature.off or name in harmless:
+        if value is None or value in feature.off or name in known:
             continue
         raise ValueError(
             f"{path}: {name!r} is {brief(value)}, but {feature.reason}; use another model."

@@ -4,11 +4,6 @@ from pathlib import Path
 
 from ..checkpoint._files import read_json
 
-MLX = (
-    "such weights are not read: use the model's folder of floats or a GGUF file, or convert the "
-    "folder with mlx_lm.convert --dequantize"
-)
-
 
 def check_folder(folder: Path) -> None:
     """Checks by the names of its files that a folder is a model in safetensors.
@@ -42,7 +37,7 @@ def check_folder(folder: Path) -> None:
                 f"{folder} is an entry of the cache of huggingface_hub, which holds the model's "
                 f"folder further down; name {found[0].parent}."
             )
-    if not there("model*.safetensors") and not there("model.safetensors.index.json"):
+    if not there("*.safetensors") and not there("model.safetensors.index.json"):
         kinds = ("pytorch_model*.bin", "*.pth", "*.pt", "tf_model*.h5", "flax_model*.msgpack")
         if found := [name for kind in kinds for name in there(kind)]:
             raise ValueError(

@@ -1,6 +1,7 @@
 """The configuration of a decoder in a GGUF file, and the tensor of each weight."""
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +9,8 @@ import numpy as np
 
 from ..checkpoint._warn import warn_of_file
 from . import ggml_types
-from .architectures import ARCHITECTURES, Architecture, Gguf, weight_name
-from .config import Config, RopeScaling, pattern_of
+from .architectures import ARCHITECTURES, Architecture, Gguf, every_nth, fused, weight_name
+from .config import MOST, Config, RopeScaling
 from .gguf_file import AGAIN, FLOATS, File, Metadata, Tensor, short
 from .gguf_file import open_gguf as open_gguf
 
@@ -38,13 +39,13 @@ _FEATURES = (
     ),
     (
         r"(logit|residual|embedding)_scale|attention\.(output|value)_scale",
-        "the decoder here scales neither embeddings, residuals nor logits by a key of the file",
+        "this architecture scales neither embeddings, residuals nor logits by a key of the file",
     ),
     (
         r"attn_logit_softcapping|attention\.(max_alibi_bias|clamp_kqv|.*_lora_rank|.*_mla"
         r"|relative_buckets_count|temperature_.*|indexer\..*|output_group_count|compress_.*"
         r"|shared_kv_layers)",
-        "the attention of the decoder here has no such step",
+        "the attention of this architecture has no such step",
     ),
     (
         r"attention\.(layer_norm_epsilon|group_norm_.*)",
@@ -56,7 +57,7 @@ _FEATURES = (
     ),
     (
         r"rope\.(dimension_sections|scaling\.alpha)",
-        "the decoder here rotates by one position, scaled by linear, yarn or rope_freqs",
+        "the decoder here rotates by one position, scaled by linear, yarn or factors in tensors",
     ),
     (r"rope\.(global|local)\..*", "the rotation is read by the keys that llama.cpp writes"),
     (
@@ -77,8 +78,9 @@ def config_of(file: File) -> Config:
     general = Metadata(file.path, file.metadata)
     architecture, names = _architecture(general)
     entry = ARCHITECTURES[architecture]
-    known = Metadata(file.path, file.metadata, f"{names.name}.")
-    _check_features(known)
+    defaults = {f"{names.name}.{key}": value for key, value in names.defaults.items()}
+    known = Metadata(file.path, defaults | file.metadata, f"{names.name}.")
+    _check_features(known, names.reads)
     stored = {weight_name(name, names.tensors): tensor for name, tensor in file.tensors.items()}
     embedding = stored.get("embedding")
     if embedding is None or len(embedding.shape) != 2:
@@ -90,21 +92,25 @@ def config_of(file: File) -> Config:
         "norm_epsilon": known.need("attention.layer_norm_rms_epsilon", "a number"),
         "rope_base": known.get("rope.freq_base", "a number", 10000.0),
         "rope_pairs": names.rope_pairs,
-        "rope_scaling": _scaling(file, known, sizes["context"], entry.local_rope_base),
+        "rope_scaling": _scaling(file, known, sizes["context"], entry),
         "attention_bias": "layers.0.q_bias" in stored,
+        "output_bias": "layers.0.o_bias" in stored,
+        "mlp_bias": "layers.0.down_bias" in stored,
         "tied_head": "head" not in stored,
         "attention_scale": known.get("attention.scale", "a number") or None,
         "logit_softcap": known.get("final_logit_softcapping", "a number") or None,
         "bos": general.get("tokenizer.ggml.bos_token_id", "an integer"),
     }
-    fields |= _window(known, entry, sizes["layers"], sizes["context"])
+    fields |= _layers(known, entry, sizes["layers"], sizes["context"])
     if entry.local_rope_base is not None:
-        base = known.get("rope.freq_base_swa", "a number", entry.local_rope_base)
-        fields["local_rope_base"] = base
+        shared = entry.local_rope_base == "global"
+        default = fields["rope_base"] if shared else entry.local_rope_base
+        base = known.get("rope.freq_base_swa", "a number", default)
+        fields["local_rope_base"] = None if shared and fields["window"] is None else base
     eos = general.get("tokenizer.ggml.eos_token_id", "an integer")
-    _warn_of_others(known)
     try:
-        fields |= entry.fields(sizes["width"])
+        fields |= entry.fields(sizes["width"]) | _options(known, names, sizes)
+        _warn_of_others(known)
         fields["attention_scale"] = fields["attention_scale"] or names.attention_scale(sizes)
         return Config(**fields, eos=() if eos is None else (eos,))
     except (ValueError, ZeroDivisionError) as error:
@@ -131,17 +137,19 @@ def _architecture(general: Metadata) -> tuple[str, Gguf]:
     return known[name]
 
 
-def _sizes(known: Metadata) -> dict[str, int]:
+def _sizes(known: Metadata) -> dict[str, Any]:
     """The sizes of a `Config` except the vocabulary."""
     width = known.need("embedding_length", "an integer")
     heads = known.same("attention.head_count")
     head_size = known.get("attention.key_length", "an integer", width // max(heads, 1))
-    for key in _HEAD_SIZES:
-        if known.get(key, "an integer", head_size) != head_size:
+    rotated = known.get("rope.dimension_count", "an integer", head_size)
+    for key, size in _HEAD_SIZES.items():
+        expected = rotated if size == "rotated" else head_size
+        if (found := known.get(key, "an integer", expected)) != expected:
             raise ValueError(
-                f"{known.path}: '{known.prefix}{key}' is {known.need(key, 'an integer')} and heads "
-                f"have {head_size} elements, but the decoder here rotates whole heads of one size; "
-                "use another model."
+                f"{known.path}: '{known.prefix}{key}' is {found}, but it is {expected} for "
+                "attention to queries, keys and values of one size, which rotate alike in all "
+                "layers; use another model."
             )
     layers, context = (known.need(key, "an integer") for key in ("block_count", "context_length"))
     return {
@@ -150,28 +158,52 @@ def _sizes(known: Metadata) -> dict[str, int]:
         "heads": heads,
         "kv_heads": known.same("attention.head_count_kv", heads),
         "head_size": head_size,
+        "rope_size": None if rotated == head_size else rotated,
         "hidden": known.same("feed_forward_length"),
         "context": context,
     }
 
 
-_HEAD_SIZES = (
-    "attention.value_length",
-    "attention.key_length_swa",
-    "attention.value_length_swa",
-    "rope.dimension_count",
-    "rope.dimension_count_swa",
-)
+_HEAD_SIZES = {
+    "attention.value_length": "head",
+    "attention.key_length_swa": "head",
+    "attention.value_length_swa": "head",
+    "rope.dimension_count_swa": "rotated",
+}
+
+# Keys that some architectures read (`Gguf.reads`), and fields of `Config`.
+_OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "attn_logit_softcapping": lambda x: {"attention_softcap": x},
+    "embedding_scale": lambda x: {"embedding_scale": x},
+    "residual_scale": lambda x: {"residual_scale": x},
+    "logit_scale": lambda x: {"logit_scale": 1 / x},
+}
 
 
-def _check_features(known: Metadata) -> None:
-    """Checks that no key turns on a feature that the decoder lacks.
+def _options(known: Metadata, names: Gguf, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `Config` by keys that only some architectures read; 0 turns them off."""
+    found: dict[str, Any] = {}
+    for key in sorted(names.reads & _OPTIONS.keys()):
+        if value := known.get(key, "a number"):
+            found |= _OPTIONS[key](value)
+    if "attention.temperature_scale" in names.reads:
+        original = known.get(_ORIGINAL, "an integer", sizes["context"])
+        if factor := known.get("attention.temperature_scale", "a number"):
+            found["attention_temperature"] = (factor, original)
+    key = "rope.scaling.finetuned"  # Granite's switch of the rotation
+    if key in names.reads and not known.get(key, "true or false", True):
+        found["rope_layers"] = (False,) * min(max(sizes["layers"], 0), MOST["layers"])
+    return found
+
+
+def _check_features(known: Metadata, reads: frozenset[str]) -> None:
+    """Checks that no key, except the keys `reads`, turns on a feature that the decoder lacks.
 
     **Raises:** `ValueError` with the key, its value and the reason.
     """
     for key, value in known.values.items():
         name = key.removeprefix(known.prefix)
-        if name == key or _is_off(value):
+        if name == key or name in reads or _is_off(value):
             continue
         for pattern, reason in _FEATURES:
             one = value == 1 and name.endswith("_scale")  # a factor that changes nothing
@@ -207,10 +239,11 @@ def _warn_of_others(known: Metadata) -> None:
         )
 
 
-def _window(known: Metadata, entry: Architecture, layers: int, context: int) -> dict[str, Any]:
-    """The window and the pattern of its layers, which some files write for each layer."""
+def _layers(known: Metadata, entry: Architecture, layers: int, context: int) -> dict[str, Any]:
+    """The window, the layers with a window and the layers with a rotation, as `Config` fields."""
+    layers = min(max(layers, 0), MOST["layers"])  # more raise an error in `Config`
     window = known.get("attention.sliding_window", "an integer") or None
-    if entry.window_layers == "upper" and window is not None:
+    if entry.window_layers in ("upper", "unrotated") and window is not None:
         if window < context:
             raise ValueError(
                 f"{known.path}: '{known.prefix}attention.sliding_window' is {window}, but such "
@@ -221,42 +254,56 @@ def _window(known: Metadata, entry: Architecture, layers: int, context: int) -> 
     key, kind = "attention.sliding_window_pattern", "an integer"
     if isinstance(known.values.get(known.prefix + key), list):
         local = [bool(value) for value in known.get(key, "a list")]
-        found = pattern_of(local) if len(local) == layers else None
-        if found is None:
+        if len(local) != layers:
             raise ValueError(
-                f"{known.path}: '{known.prefix}{key}' is {short(local)}, which is no pattern of "
-                f"{layers} layers in which every n-th is global, but the decoder here has only "
-                "those; use another model."
+                f"{known.path}: '{known.prefix}{key}' is {short(local)}, but it has one value for "
+                f"each of {layers} layers; {AGAIN}."
             )
-        pattern = found
     else:
         pattern = known.get(key, kind, entry.window_pattern)
-    return {"window": window, "window_pattern": pattern if window else 0}
+        if pattern < 0:
+            raise ValueError(f"{known.path}: '{known.prefix}{key}' is {pattern}; {AGAIN}.")
+        local = every_nth(layers, pattern)
+    local = [window is not None and found for found in local]
+    rotated = [True] * layers
+    if entry.rope_layers == "pattern":
+        rotated = every_nth(layers, entry.rope_pattern)
+    elif entry.rope_layers == "local" and window is not None:
+        rotated = local
+    return {
+        "window": window if any(local) else None,
+        "window_layers": () if all(local) or not any(local) else tuple(local),
+        "rope_layers": () if all(rotated) else tuple(rotated),
+    }
 
 
-def _scaling(
-    file: File, known: Metadata, context: int, local_base: float | None
-) -> RopeScaling | None:
+_ORIGINAL = "rope.scaling.original_context_length"
+
+
+def _scaling(file: File, known: Metadata, context: int, entry: Architecture) -> RopeScaling | None:
     """The scaling of the rotation, by llama.cpp's defaults.
 
     A factor without a type is linear, `rope.scale_linear` is its older key, and the model was
-    trained on the whole context unless the file says otherwise.
+    trained on the whole context unless the file says otherwise. Two tensors of factors mean
+    longrope.
     """
     kind = known.get("rope.scaling.type", "a string", "linear")
     older = known.get("rope.scale_linear", "a number", 0)
     factor = float(known.get("rope.scaling.factor", "a number", older) or 1)
-    original = known.get("rope.scaling.original_context_length", "an integer", context)
+    original = known.get(_ORIGINAL, "an integer", context)
     own = float(known.get("rope.scaling.attn_factor", "a number", 1))
-    factors = _factors(file)
-    if kind not in ("none", "linear", "yarn") or (kind == "yarn" and factors):
+    factors, long = _factors(file, "rope_freqs"), _factors(file, "rope_factors_long")
+    kinds = ("none", "linear", "longrope") if long else ("none", "linear", "yarn")
+    if kind not in kinds or (factors and (long or kind == "yarn")):
         others = " with the tensor rope_freqs" if factors else ""
+        others += " with the tensor rope_factors_long" if long else ""
         raise ValueError(
             f"{file.path}: '{known.prefix}rope.scaling.type' is {kind!r}{others}, but the decoder "
-            "here scales by none, linear or yarn, or by linear and the tensor rope_freqs; use "
-            "another model."
+            "here scales by none, linear or yarn, by linear and the tensor rope_freqs, or by "
+            "longrope and the tensors rope_factors_short and rope_factors_long; use another model."
         )
     factor = 1.0 if kind == "none" else factor
-    if own != 1 and local_base is not None:
+    if own != 1 and entry.local_rope_base is not None:
         raise ValueError(
             f"{file.path}: '{known.prefix}rope.scaling.attn_factor' is {own}, but the decoder here "
             "scales sines and cosines only in global layers; use another model."
@@ -265,6 +312,15 @@ def _scaling(
         if kind == "yarn":
             yarn = RopeScaling("yarn", factor, original, **_yarn(known))
             return yarn if own == 1 else replace(yarn, attention_factor=own * yarn.amplitude)
+        if long:
+            return RopeScaling(
+                "longrope",
+                factor=factor,
+                original_context=original,
+                attention_factor=own,
+                factors=_factors(file, "rope_factors_short"),
+                long_factors=long,
+            )
         if factors:
             return RopeScaling("factors", factor, attention_factor=own, factors=factors)
         if factor == 1 and own == 1:
@@ -296,9 +352,9 @@ def _yarn(known: Metadata) -> dict[str, Any]:
     }
 
 
-def _factors(file: File) -> tuple[float, ...]:
-    """The numbers of the tensor rope_freqs, in any float type; none without it."""
-    tensor = file.tensors.get("rope_freqs.weight")
+def _factors(file: File, name: str) -> tuple[float, ...]:
+    """The numbers of a tensor of factors, in any float type; none without it."""
+    tensor = file.tensors.get(f"{name}.weight")
     if tensor is None:
         return ()
     if tensor.kind not in FLOATS or len(tensor.shape) != 1:
@@ -311,7 +367,8 @@ def _factors(file: File) -> tuple[float, ...]:
 
 # --- the weights ----------------------------------------------------------------------------------
 
-_IGNORED = ("rope_freqs.weight",)  # read by `config_of`
+# Read by `config_of`.
+_IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def weights_of(file: File, config: Config) -> dict[str, Tensor]:
@@ -337,6 +394,7 @@ def weights_of(file: File, config: Config) -> dict[str, Tensor]:
                 "here knows it, and leaving it out would change the model; use another model."
             )
     expected = config.shapes()
+    found = _parts(file, found, expected)
     if missing := [name for name in expected if name not in found]:
         raise ValueError(
             f"{file.path}: {len(missing)} weights of {len(expected)} are missing, the first is "
@@ -350,6 +408,35 @@ def weights_of(file: File, config: Config) -> dict[str, Tensor]:
     for name, shape in expected.items():
         _check(file, found[name], shape)
     return {name: found[name] for name in expected}
+
+
+def _parts(
+    file: File, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Tensors by our names, with the parts of a fused tensor in its place.
+
+    **Raises:** `ValueError` for a fused tensor of another shape, and if the file has a tensor of a
+    part, too.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = fused(name)
+        if not parts or any(part not in shapes for part in parts):
+            found[name] = tensor
+            continue
+        rows = [shapes[part][1] for part in parts]
+        _check(file, tensor, (shapes[parts[0]][0], sum(rows)))
+        if both := [part for part in parts if part in tensors]:
+            raise ValueError(
+                f"{file.path}: tensors {tensors[both[0]].name!r} and {tensor.name!r} have the same "
+                f"weight, {both[0]!r}; {AGAIN}."
+            )
+        start, nbytes = tensor.start, tensor.nbytes // sum(rows)
+        for part, count in zip(parts, rows, strict=True):
+            shape = (count, *tensor.shape[1:])
+            found[part] = tensor._replace(start=start, nbytes=nbytes * count, shape=shape)
+            start += nbytes * count
+    return found
 
 
 def tensor_scale(file: File, tensor: Tensor) -> float:

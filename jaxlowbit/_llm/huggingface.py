@@ -1,10 +1,10 @@
-"""Hugging Face directories: config.json, and weights as floats or 8-bit floats in safetensors.
+"""Hugging Face directories: config.json, and weights in safetensors, quantized or floats.
 
 Names and meanings follow the models' code in `transformers`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,38 @@ import numpy as np
 
 from .._core.checks import brief
 from ..checkpoint._fields import Fields
-from ..checkpoint._files import AGAIN, FLOATS, Tensor, read_folder, read_json
+from ..checkpoint._files import AGAIN, FLOATS, Tensor, read_json
+from ..checkpoint._load import Contents, open_folder
+from ..checkpoint._matrix import Matrix
 from ..checkpoint._warn import warn_of_file
-from . import float8
-from .architectures import ARCHITECTURES, HuggingFace, weight_name
-from .config import MOST, Config, pattern_of
+from .architectures import (
+    ARCHITECTURES,
+    IMAGE_MODELS,
+    Architecture,
+    HuggingFace,
+    every_nth,
+    fused,
+    weight_name,
+)
+from .config import MOST, Config
 from .entries import check_features, left_out
-from .folder import MLX
 from .rope_entries import rotation_of
 
 # --- the configuration ----------------------------------------------------------------------------
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Entries that some architectures read (`HuggingFace.reads`), their kind, and fields of `Config`.
+_OPTIONS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "attention_bias": ("true or false", lambda x: {"attention_bias": x, "output_bias": x}),
+    "mlp_bias": ("true or false", lambda x: {"mlp_bias": x}),
+    "query_pre_attn_scalar": ("a number", lambda x: {"attention_scale": x**-0.5}),
+    "attention_multiplier": ("a number", lambda x: {"attention_scale": x}),
+    "attn_logit_softcapping": ("a number", lambda x: {"attention_softcap": x}),
+    "embedding_multiplier": ("a number", lambda x: {"embedding_scale": x}),
+    "residual_multiplier": ("a number", lambda x: {"residual_scale": x}),
+    "logits_scaling": ("a number", lambda x: {"logit_scale": 1 / x}),
+    "final_logit_softcapping": ("a number", lambda x: {"logit_softcap": x}),
+}
 
 
 def config_of(folder: Path) -> Config:
@@ -50,14 +70,15 @@ def config_of(folder: Path) -> Config:
     }
     activation = _activation(known)
     try:
-        fields |= _window(known, architecture, sizes["layers"])
-        rotation, sentences = rotation_of(known, entry.local_rope_base, "window" in fields)
+        fields |= _layers(known, entry, names, sizes["layers"])
+        rotation, sentences = rotation_of(
+            known, entry, names, sizes["head_size"], "window" in fields
+        )
         fields |= rotation | entry.fields(sizes["width"]) | {"activation": activation}
-        if "query_pre_attn_scalar" in names.reads:
-            scalar = known.need("query_pre_attn_scalar", "a number")
-            fields["attention_scale"] = scalar**-0.5
-        if "final_logit_softcapping" in names.reads:
-            fields["logit_softcap"] = known.get("final_logit_softcapping", "a number")
+        for name in sorted(names.reads & _OPTIONS.keys()):
+            kind, option = _OPTIONS[name]
+            if (value := known.get(name, kind)) is not None:
+                fields |= option(value)
         config = Config(**fields)
     except (ValueError, ArithmeticError) as error:
         raise ValueError(f"{path} gives a wrong configuration: {error}") from None
@@ -108,7 +129,9 @@ def _objects(path: Path) -> tuple[str, list[Fields]]:
     the decoder has the defaults of its architecture.
     """
     outer = Fields(path, read_json(path))
-    kind = outer.need("model_type", "a string")
+    kind, values = outer.need("model_type", "a string"), outer.values
+    if kind in IMAGE_MODELS:
+        kind, values = _text(outer, IMAGE_MODELS[kind])
     known = {
         kind: name
         for name, entry in ARCHITECTURES.items()
@@ -118,48 +141,49 @@ def _objects(path: Path) -> tuple[str, list[Fields]]:
     if kind not in known:
         raise ValueError(
             f"{path}: 'model_type' is {kind!r}, but the decoder here knows "
-            f"{', '.join(known)}; use a model of one of those."
+            f"{', '.join([*known, *IMAGE_MODELS])}; use a model of one of those."
         )
     architecture = known[kind]
     names = _names(architecture)
-    if outer.values.get("quantization"):
-        raise ValueError(f"{path}: 'quantization' is an entry of MLX's format; {MLX}.")
-    float8.scheme_of(path, outer.values)  # which raises for weights quantized otherwise
-    outer.read.add("quantization_config")
-    check_features(path, outer.values, names.harmless)
-    values, objects = outer.values, []
-    if names.images and "text_config" in values:
-        values, objects = _text(outer, names), [outer]
-    if names.null_is_default:
-        values = {key: value for key, value in values.items() if value is not None}
-    found = Fields(path, {**names.defaults, **values}, names.names)
-    found.read |= {"model_type", "quantization_config"}
-    return architecture, [*objects, found]
+    outer.read |= {"quantization", "quantization_config"}  # `open_folder` reads them
+    for found in (outer.values, values):
+        check_features(path, found, names.reads | names.harmless)
+    values = {
+        key: value
+        for key, value in values.items()
+        if value is not None or key not in names.null_is_default
+    }
+    inner = Fields(path, {**names.defaults, **values}, names.names)
+    inner.read |= {"model_type", "quantization", "quantization_config"}
+    return architecture, [inner] if "text_config" not in outer.read else [outer, inner]
 
 
-def _text(outer: Fields, names: HuggingFace) -> Mapping[str, Any]:
-    """The entries of the decoder of a model with images.
+def _text(outer: Fields, kinds: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
+    """The `model_type`, one of `kinds`, and the entries of the decoder of a model with images.
 
-    Both objects may tie the head, and the decoder's may leave it to the other.
+    Both objects may tie the head, and the decoder's may leave it to the other. Without a
+    `text_config` the decoder has the entries of the file.
     """
-    path, values = outer.path, outer.need("text_config", "an object")
-    kind = values.get("model_type", names.model_types[0])
-    if kind not in names.model_types:
+    path = outer.path
+    if "text_config" not in outer.values:
+        return kinds[0], outer.values
+    values = outer.need("text_config", "an object")
+    kind = values.get("model_type", kinds[0])
+    if kind not in kinds:
         raise ValueError(
             f"{path}: 'model_type' of 'text_config' is {brief(kind)}, but in such a file it is "
-            f"{' or '.join(names.model_types)}; use another model."
+            f"{' or '.join(kinds)}; use another model."
         )
-    check_features(path, values, names.harmless)
     key = "tie_word_embeddings"
     whole = outer.get(key, "true or false")
     if whole is None:
-        return values
+        return kind, values
     if values.get(key) not in (None, whole):
         raise ValueError(
             f"{path}: {key!r} is {whole} for the model and {values[key]!r} in 'text_config', but "
             "both are about one head; make them agree."
         )
-    return values | {key: whole}
+    return kind, values | {key: whole}
 
 
 def _eos(folder: Path, names: HuggingFace, objects: Sequence[Fields]) -> tuple[int, ...]:
@@ -191,46 +215,82 @@ def _eos(folder: Path, names: HuggingFace, objects: Sequence[Fields]) -> tuple[i
     return tuple(dict.fromkeys(found))
 
 
-def _window(known: Fields, architecture: str, layers: int) -> dict[str, Any]:
-    """The window and the pattern of its layers; empty if no layer has one."""
+def _layers(known: Fields, entry: Architecture, names: HuggingFace, layers: int) -> dict[str, Any]:
+    """The window, the layers with a window and the layers with a rotation, as `Config` fields.
+
+    The window is missing if no layer has one.
+    """
     layers = min(max(layers, 0), MOST["layers"])  # more raise an error in `Config`
-    entry = ARCHITECTURES[architecture]
-    alike = entry.window_layers in ("none", "all")  # such models do not read layer_types
-    size = None
-    if entry.window_layers != "none":
-        size = known.get("sliding_window", "an integer")
+    rotated = [True] * layers
+    if entry.rope_layers == "pattern":
+        every = _interval(known, "no_rope_layer_interval", entry.rope_pattern)
+        stored = known.get("no_rope_layers", "a list", every_nth(layers, every))
+        if len(stored) != layers or not all(value in (0, 1) for value in stored):
+            raise ValueError(
+                f"'no_rope_layers' is {brief(stored)}, but it has 0 or 1 for each of {layers} "
+                f"layers; {AGAIN}."
+            )
+        rotated = [bool(value) for value in stored]
+    size = None if entry.window_layers == "none" else known.get("sliding_window", "an integer")
+    size, local = _local(known, entry, names, size, rotated)
+    if any(local) and size is None:
+        raise ValueError("'layer_types' has layers with a window, but 'sliding_window' is missing.")
+    if entry.rope_layers == "local" and size is not None:
+        rotated = local
+    found: dict[str, Any] = {"rope_layers": () if all(rotated) else tuple(rotated)}
+    if any(local):
+        found |= {"window": size, "window_layers": () if all(local) else tuple(local)}
+    return found
+
+
+def _local(
+    known: Fields, entry: Architecture, names: HuggingFace, size: int | None, rotated: list[bool]
+) -> tuple[int | None, list[bool]]:
+    """The window, None if it is turned off, and for each layer whether it has one."""
+    layers = len(rotated)
+    if entry.window_layers in ("upper", "unrotated"):
+        size = size if known.get("use_sliding_window", "true or false", False) else None
     local = [size is not None] * layers
     if entry.window_layers == "upper":
-        used = known.get("use_sliding_window", "true or false", False)
         first = known.get("max_window_layers", "an integer", layers)
-        size = size if used else None
         local = [size is not None and i >= first for i in range(layers)]
+    elif entry.window_layers == "unrotated":
+        local = [size is not None and not rotates for rotates in rotated]
     elif entry.window_layers == "pattern":
-        every = known.get("sliding_window_pattern", "an integer", entry.window_pattern)
-        if "layer_types" not in known.values:
-            return {"window": size, "window_pattern": every}
+        every = _every(known, entry, names)
+        local = [size is not None and found for found in every_nth(layers, every)]
+    reads = "layer_types" in names.reads
     kinds = known.get("layer_types", "a list")
-    if kinds is not None:
-        named = [kind == "sliding_attention" for kind in kinds]
-        unknown = set(map(str, kinds)) - {"full_attention", "sliding_attention"}
-        if unknown or len(kinds) != layers or (alike and named != local):
-            same = " and are all the same" if alike else ""
-            raise ValueError(
-                f"'layer_types' is {brief(kinds)}, but the {layers} layers of {architecture} here "
-                f"have full_attention or sliding_attention{same}; use another model."
-            )
-        local = named
-    if not any(local):
-        return {}
-    if size is None:
-        raise ValueError("'layer_types' has layers with a window, but 'sliding_window' is missing.")
-    pattern = pattern_of(local)
-    if pattern is None:
+    if kinds is None:
+        return size, local
+    named = [kind == "sliding_attention" for kind in kinds]
+    unknown = set(map(str, kinds)) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != layers or (not reads and named != local):
+        same = "" if reads else " and are all the same"
         raise ValueError(
-            "the layers with a window follow no pattern in which every n-th layer is global, but "
-            "those of the decoder here do; use another model."
+            f"'layer_types' is {brief(kinds)}, but the {layers} layers of such a model here "
+            f"have full_attention or sliding_attention{same}; use another model."
         )
-    return {"window": size, "window_pattern": pattern}
+    return size, named
+
+
+def _every(known: Fields, entry: Architecture, names: HuggingFace) -> int:
+    """The n of layers with a window, all but every n-th, if no entry names the layers."""
+    key = "sliding_window_pattern"
+    if key not in names.reads:
+        return entry.window_pattern
+    if isinstance(known.values.get(key), str) and "layer_types" in known.values:
+        known.read.add(key)  # letters for the same layers
+        return entry.window_pattern
+    return _interval(known, key, entry.window_pattern)
+
+
+def _interval(known: Fields, key: str, default: int) -> int:
+    """The n of an entry for every n-th layer."""
+    found = known.get(key, "an integer", default)
+    if found < 1:
+        raise ValueError(f"{key!r} is {found}, but it counts layers from 1 on; {AGAIN}.")
+    return found
 
 
 # --- the weights ----------------------------------------------------------------------------------
@@ -242,31 +302,20 @@ _TEXT = re.compile(
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 # From images to embeddings, which the decoder does not read.
 _IMAGES = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.")
-_MLX = (".scales", ".biases")
 
 
-def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix]:
-    """The tensor of each weight that a configuration needs, checked; reads headers only.
+def weights_of(folder: Path, config: Config) -> dict[str, Tensor | Matrix]:
+    """The tensor or quantized matrix of each weight of a configuration; reads headers only.
 
-    Warns of scales that are left out.
+    Warns of what the checkpoint has and is left out.
 
     **Raises:** `ValueError` for files that are missing or damaged, and for tensors that are
-    missing, unknown, of another shape, or neither floats nor 8-bit floats with their scales.
+    missing, unknown, of another shape, or neither floats nor part of a quantized matrix.
     """
-    path = folder / "config.json"
-    scheme = float8.scheme_of(path, read_json(path))
-    tensors = list(read_folder(folder).tensors.values())
-    scales: dict[str, Tensor] = {}
-    unread: list[str] = []
-    weights: list[Tensor] = []
-    for tensor in tensors:
-        if scheme is not None and scheme.has_scale(tensor.name):
-            scales[tensor.name] = tensor
-        elif scheme is not None and scheme.leaves_out(tensor.name):
-            unread.append(tensor.name)
-        else:
-            weights.append(tensor)
-    found = _by_weight(weights, config)
+    contents = open_folder(folder)
+    kind = read_json(folder / "config.json").get("model_type")
+    images = _IMAGES if kind in IMAGE_MODELS else None
+    found = _parts(_by_weight(contents, config, images), config)
     expected = config.shapes()
     if missing := [name for name in expected if name not in found]:
         raise ValueError(
@@ -274,89 +323,121 @@ def weights_of(folder: Path, config: Config) -> dict[str, Tensor | float8.Matrix
             f"{missing[0]!r}; {AGAIN}."
         )
     for name, shape in expected.items():
-        quantized = scheme is not None and len(shape) == 2
-        _check(found[name], shape, (*FLOATS, float8.KIND) if quantized else FLOATS)
+        _check(found[name], shape)
     if "head" in found and config.tied_head:
         _check_tied(found["embedding"], found["head"])
-    if scheme is None:
-        return {name: found[name] for name in expected}
-    scheme.check_scales(scales, {tensor.name: tensor for tensor in tensors})
-    sentences = list(scheme.left_out)
-    if unread and not sentences:
-        sentences.append(
-            f"{folder} has {len(unread)} scales of activations or of a cache, such as "
-            f"{unread[0]!r}, which are left out: here activations and the cache are floats, or "
-            "get scales as they come."
-        )
-    for sentence in sentences:
+    for sentence in contents.sentences:
         warn_of_file(sentence)
-    return {
-        name: scheme.matrix(found[name], scales, embedding=name == "embedding")
-        if found[name].kind == float8.KIND
-        else found[name]
-        for name in expected
-    }
+    return {name: found[name] for name in expected}
 
 
-def _by_weight(tensors: Sequence[Tensor], config: Config) -> dict[str, Tensor]:
-    """Tensors by our names of their weights, without the tensors that no decoder needs.
+def _by_weight(
+    contents: Contents, config: Config, images: re.Pattern[str] | None
+) -> dict[str, Tensor | Matrix]:
+    """Tensors and matrices by our names of their weights, without those that no decoder needs.
+
+    `images` finds the names of the tensors of an image encoder.
 
     **Raises:** `ValueError` for a tensor that is not a weight of the decoder, and for two tensors
     of one weight.
     """
     names, expected = _names(config.architecture), config.shapes()
-    found: dict[str, Tensor] = {}
-    for tensor in tensors:
-        ours = weight_name(_TEXT.sub("", tensor.name), names.tensors)
-        buffer = _IGNORED.search(tensor.name) or (names.images and _IMAGES.search(tensor.name))
+    found: dict[str, Tensor | Matrix] = {}
+    weights: dict[str, Tensor | Matrix] = {**contents.matrices, **contents.floats}
+    for name, weight in weights.items():
+        ours = weight_name(_TEXT.sub("", name), names.tensors)
+        buffer = _IGNORED.search(name) or (images and images.search(name))
         if ours is None and buffer:
             continue
         if ours is not None and ours in found:
             raise ValueError(
-                f"{tensor.file}: tensors {found[ours].name!r} and {tensor.name!r} are one weight "
-                f"under two names, {ours!r}; {AGAIN}."
+                f"{weight.where} and {found[ours].where} are one weight under two names, {ours!r}; "
+                f"{AGAIN}."
             )
-        if ours is not None and (ours in expected or (ours == "head" and config.tied_head)):
-            found[ours] = tensor
-        elif tensor.name.endswith(_MLX):
+        first = None if ours is None else next(iter(fused(ours)), ours)
+        if ours is not None and (first in expected or (ours == "head" and config.tied_head)):
+            found[ours] = weight
+        elif not _is_empty_bias(name, contents):
             raise ValueError(
-                f"{tensor.file}: tensor {tensor.name!r} is of weights quantized in MLX's "
-                f"format; {MLX}."
-            )
-        else:
-            raise ValueError(
-                f"{tensor.file}: tensor {tensor.name!r} is no part of {config.architecture} with "
-                f"{config.layers} layers as the decoder here knows it, and leaving it out would "
-                "change the model; use another model."
+                f"{weight.where} is no part of {config.architecture} with {config.layers} layers "
+                "as the decoder here knows it, and leaving it out would change the model; use "
+                "another model."
             )
     return found
 
 
-def _check(tensor: Tensor, shape: tuple[int, ...], kinds: Sequence[str]) -> None:
-    if tensor.shape != shape[::-1] or tensor.kind not in kinds:
+def _is_empty_bias(name: str, contents: Contents) -> bool:
+    """Whether a tensor is a bias of zeros, which GPTQ's packers add to quantized matrices."""
+    module, _, last = name.rpartition(".")
+    if last != "bias" or f"{module}.weight" not in contents.matrices:
+        return False
+    return not contents.floats[name].array().astype(np.float32).any()
+
+
+def _parts(weights: Mapping[str, Tensor | Matrix], config: Config) -> dict[str, Tensor | Matrix]:
+    """Weights by our names, with the parts of a fused matrix in its place.
+
+    **Raises:** `ValueError` for a fused matrix of another shape, and if the folder has a tensor of
+    a part, too.
+    """
+    shapes, found = config.shapes(), {}
+    for name, weight in weights.items():
+        parts = fused(name)
+        if not parts:
+            found[name] = weight
+            continue
+        k, rows = shapes[parts[0]][0], [shapes[part][1] for part in parts]
+        _check(weight, (k, sum(rows)))
+        if both := [part for part in parts if part in weights]:
+            raise ValueError(
+                f"{weights[both[0]].where} and {weight.where} have the same weight, {both[0]!r}; "
+                f"{AGAIN}."
+            )
+        start = 0
+        for part, count in zip(parts, rows, strict=True):
+            if isinstance(weight, Matrix):
+                found[part] = weight.part(start, start + count)
+            else:
+                offset = weight.offset + start * k * weight.dtype.itemsize
+                found[part] = weight._replace(shape=(count, k), offset=offset)
+            start += count
+    return found
+
+
+def _check(weight: Tensor | Matrix, shape: tuple[int, ...]) -> None:
+    if isinstance(weight, Matrix):
+        right = weight.shape == shape[::-1] and weight.stack is None
+        kinds = "a matrix" if len(shape) == 2 else f"floats ({', '.join(FLOATS)})"
+    else:
+        right = weight.shape == shape[::-1] and weight.kind in FLOATS
+        kinds = f"floats ({', '.join(FLOATS)})"
+    if not right:
         raise ValueError(
-            f"{tensor.file}: tensor {tensor.name!r} is {tensor.kind} of shape {tensor.shape}, "
-            f"but config.json asks for floats ({', '.join(kinds)}) of {shape[::-1]}; {AGAIN}."
+            f"{weight.where} is {weight.kind} of shape {weight.shape}, but config.json asks for "
+            f"{kinds} of {shape[::-1]}; {AGAIN}."
         )
 
 
-def _check_tied(table: Tensor, head: Tensor) -> None:
+def _check_tied(table: Tensor | Matrix, head: Tensor | Matrix) -> None:
     """Checks that a file's head is a copy of the table, if config.json ties the two.
 
     transformers 5 does not tie two that differ, and earlier versions ignore the head.
 
     **Raises:** `ValueError`.
     """
-    same = (table.kind, table.shape) == (head.kind, head.shape)
-    rows, strip = table.shape[0], max(1, 2**22 // max(table.shape[-1], 1))
-    for start in range(0, rows if same else 0, strip):
-        stop = min(start + strip, rows)
-        if not np.array_equal(table.bytes(start, stop), head.bytes(start, stop)):
+
+    def rows(weight: Tensor | Matrix, start: int, stop: int) -> np.ndarray:
+        return weight.rows(start, stop) if isinstance(weight, Matrix) else weight.bytes(start, stop)
+
+    same = (type(table), table.kind, table.shape) == (type(head), head.kind, head.shape)
+    count, strip = table.shape[0], max(1, 2**22 // max(table.shape[-1], 1))
+    for start in range(0, count if same else 0, strip):
+        stop = min(start + strip, count)
+        if not np.array_equal(rows(table, start, stop), rows(head, start, stop)):
             same = False
             break
     if not same:
         raise ValueError(
-            f"{head.file}: tensor {head.name!r} differs from {table.name!r}, but config.json ties "
-            "the two; set 'tie_word_embeddings' to false there if the head is the model's, or "
-            "remove the tensor."
+            f"{head.where} differs from {table.where}, but config.json ties the two; set "
+            "'tie_word_embeddings' to false there if the head is the model's, or remove the tensor."
         )

@@ -20,9 +20,10 @@ from .._core.format import Format, as_format, format_name
 from .._flax.report import aligned, backend_of, format_words, size_words
 from .._matmul.quantized_lhs import EXACT
 from ..checkpoint import _packing as packing
+from ..checkpoint._matrix import Matrix
 from ..checkpoint._saved import placed
 from ..quantizers import _registry as quantizers
-from . import float8, ggml_types, gguf, huggingface, memory, saved
+from . import ggml_types, gguf, huggingface, memory, saved
 from .config import Config
 from .folder import check_folder
 from .sharding import Division
@@ -175,10 +176,10 @@ def read(
     mesh: jax.sharding.Mesh | None = None,
     progress: bool = True,
 ) -> Checkpoint:
-    """Reads a model: a GGUF file, or a Hugging Face folder of floats or 8-bit floats.
+    """Reads a model: a GGUF file, or a Hugging Face folder of floats or quantized weights.
 
     Weights that are quantized are packed as they are: `dequantize(jnp.float32)` gives, bit for bit,
-    what ggml dequantizes them to, or the product of an 8-bit float and its scale. The header is
+    what ggml dequantizes them to, or the library that quantized the folder. The header is
     checked as a whole before any weight is read. Weights are read and unpacked in strips of one
     tensor at a time, so loading takes the memory of the packed weights and one tensor.
 
@@ -231,6 +232,7 @@ def read(
     shapes = config.shapes()
     formats = _formats(format, rules, [name for name, shape in shapes.items() if len(shape) == 2])
     _check_quantizer(quantizer, [found for found in formats.values() if found is not None])
+    _check_exact(sources, formats)
     found = {name: formats.get(name) or source.format for name, source in sources.items()}
     division = None if mesh is None else Division.of("load", config, mesh, found)
     memory.check_weights("load", shapes, found, dtype, mesh)
@@ -307,11 +309,10 @@ def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
     config = huggingface.config_of(path)
     sources = {}
     for name, found in huggingface.weights_of(path, config).items():
-        matrix = found if isinstance(found, float8.Matrix) else None
-        tensor = found.weight if isinstance(found, float8.Matrix) else found
+        matrix = found if isinstance(found, Matrix) else None
         sources[name] = _Source(
-            f"{tensor.file}: tensor {tensor.name!r}",
-            tensor.kind,
+            found.where,
+            found.kind,
             found.nbytes,
             rows=found.rows,
             format=None if matrix is None else matrix.format,
@@ -319,6 +320,20 @@ def _folder(path: Path) -> tuple[Config, dict[str, _Source], Tokenizer]:
             forget=lambda: None,
         )
     return config, sources, Tokenizer.from_folder(path)
+
+
+def _check_exact(sources: Mapping[str, _Source], formats: Mapping[str, Format | None]) -> None:
+    """Raises for quantized matrices that no format holds, unless they are rounded to one."""
+    inexact = [
+        source
+        for name, source in sources.items()
+        if source.pack is not None and source.format is None and formats.get(name) is None
+    ]
+    if inexact:
+        raise ValueError(
+            f"{inexact[0].where} ({inexact[0].kind}) and {len(inexact) - 1} others are held by no "
+            "format exactly; pass format= or rules=, which round them."
+        )
 
 
 def _weight(

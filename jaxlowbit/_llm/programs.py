@@ -129,8 +129,15 @@ def run(
     limits = [min(max_new_tokens, config.context - len(prompt)) for prompt in prompts]
     left, batch = max(limits), len(prompts) * n
     start = kept.shared(prompts[0])
-    first = chunks(longest - start)[0]
-    slots = max(bucket(max(start + first, longest + left), config.context), kept.slots)
+
+    def slots_from(start: int) -> int:
+        first = chunks(longest - start)[0]
+        return max(bucket(max(start + first, longest + left), config.context), kept.slots)
+
+    slots = slots_from(start)
+    if config.takes_long_factors(slots) != config.takes_long_factors(kept.slots):
+        start = 0  # the keys in the cache have another rotation
+        slots = slots_from(start)
     if kept.slots < slots or batch > 1:
         # If each prompt has several sequences, their caches are copies of the prompt's cache.
         sequences = batch if n == 1 else batch + len(prompts)

@@ -9,6 +9,7 @@ except `original_max_position_embeddings`.
 from typing import Any, NamedTuple
 
 from ..checkpoint._fields import Fields
+from .architectures import Architecture, HuggingFace
 from .config import RopeScaling
 from .entries import listed
 
@@ -20,24 +21,25 @@ _BASE = 10_000.0
 class _Rotation(NamedTuple):
     base: float
     scaling: RopeScaling | None
+    part: float
+    temperature: tuple[float, int] | None
 
 
 def rotation_of(
-    known: Fields, local_base: float | None, local: bool
+    known: Fields, entry: Architecture, names: HuggingFace, head_size: int, local: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Fields of a `Config`, and sentences on entries that are left out.
 
-    **Arguments:**
-
-    - `local_base`: `local_rope_base` of the architecture.
-    - `local`: whether any layer has a window.
+    **Arguments:** `local`: whether any layer has a window.
 
     **Raises:** `ValueError` for a rotation that the decoder lacks, with the entry and its value.
     """
     base = known.get("rope_theta", "a number", _BASE)
+    local_base = base if entry.local_rope_base == "global" else entry.local_rope_base
     parameters = known.get("rope_parameters", "an object") or {}
     scaling = known.get("rope_scaling", "an object") or {}
-    apart = local_base is not None  # the layers with a window have a separate rotation
+    # The layers with a window have a separate rotation.
+    apart = local_base is not None and entry.window_layers != "none"
     if apart:
         if parameters and not _nested(parameters):
             raise ValueError(
@@ -46,7 +48,9 @@ def rotation_of(
             )
         full = (parameters.get(_KINDS[0]) or {}) | scaling
         sliding = parameters.get(_KINDS[1]) or {}
-        sliding_base = known.get("rope_local_base_freq", "a number", local_base)
+        sliding_base = local_base or base
+        if entry.local_rope_base != "global":
+            sliding_base = known.get("rope_local_base_freq", "a number", local_base)
     else:
         parameters = scaling or parameters
         full = sliding = parameters
@@ -60,10 +64,16 @@ def rotation_of(
             f"'rope_parameters' has the entry {unknown[0]!r} beside {' and '.join(_KINDS)}; "
             "correct config.json."
         )
-    found, sentences = _rotation(known, full, base)
-    fields = {"rope_base": found.base, "rope_scaling": found.scaling}
+    found, sentences = _rotation(known, names, full, base)
+    fields: dict[str, Any] = {
+        "rope_base": found.base,
+        "rope_scaling": found.scaling,
+        "attention_temperature": found.temperature,
+    }
+    if found.part != 1:
+        fields["rope_size"] = int(head_size * found.part)
     if local and (sliding is not full or apart):
-        other, more = _rotation(known, sliding, sliding_base)
+        other, more = _rotation(known, names, sliding, sliding_base)
         sentences += more
         if other != found and other.scaling is not None:
             raise ValueError(
@@ -80,38 +90,45 @@ def _nested(parameters: dict[str, Any]) -> bool:
 
 
 def _rotation(
-    known: Fields, parameters: dict[str, Any], base: float
+    known: Fields, names: HuggingFace, parameters: dict[str, Any], base: float
 ) -> tuple[_Rotation, list[str]]:
     entries = Fields(known.path, parameters)
     part = known.get("partial_rotary_factor", "a number", 1)
     part = entries.get("partial_rotary_factor", "a number", part)
     sections = entries.get("mrope_section", "a list")
-    if part != 1 or sections:
+    if (part != 1 and "partial_rotary_factor" not in names.reads) or sections:
         name, value = ("mrope_section", sections) if sections else ("partial_rotary_factor", part)
         raise ValueError(
-            f"{name!r} is {value!r}, but the decoder here rotates every pair of a head by its "
+            f"{name!r} is {value!r}, but this architecture rotates every pair of a head by its "
             "position; use another model."
         )
     base = entries.get("rope_theta", "a number", base)
     kind = entries.get("type", "a string", "default")
     kind = entries.get("rope_type", "a string", kind)
-    scaling = _scaling(kind, entries, known)
+    scaling = _scaling(names.rope_types.get(kind, kind), entries, known)
+    temperature = None
+    if "llama_4_scaling_beta" in names.reads:
+        beta = entries.get("llama_4_scaling_beta", "a number")
+        entries.read.add("max_position_embeddings")  # a copy of the entry of the file
+        temperature = (beta, entries.need(_ORIGINAL, "an integer")) if beta else None
+    rotation = _Rotation(base, scaling, part, temperature)
     unread = {
         name: value
         for name, value in parameters.items()
         if name not in entries.read and value not in (None, False, 0)
     }
     if not unread:
-        return _Rotation(base, scaling), []
+        return rotation, []
     sentence = (
         f"{known.path} has entries of the rotation that its type, {kind!r}, does not read: "
         f"{listed(unread)}; they are left out, as in transformers."
     )
-    return _Rotation(base, scaling), [sentence]
+    return rotation, [sentence]
 
 
 def _scaling(kind: str, entries: Fields, known: Fields) -> RopeScaling | None:
     if kind == "default":
+        known.read.add(_ORIGINAL)
         return None
     context = known.need("max_position_embeddings", "an integer")
     if kind == "dynamic":  # changes nothing up to that context, the longest here
@@ -146,7 +163,17 @@ def _scaling(kind: str, entries: Fields, known: Fields) -> RopeScaling | None:
             mscale_all_dim=all_dim if ratio else None,
             truncate=entries.get("truncate", "true or false", True),
         )
+    if kind == "longrope":
+        factor = entries.get("factor", "a number", context / original if original else 0)
+        return RopeScaling(
+            "longrope",
+            max(factor, 1.0),  # smaller ones turn the factor of sines and cosines off
+            original,
+            attention_factor=entries.get("attention_factor", "a number"),
+            factors=tuple(entries.need("short_factor", "a list")),
+            long_factors=tuple(entries.need("long_factor", "a list")),
+        )
     raise ValueError(
         f"the rotation's scaling is {kind!r}, but the decoder here has default, linear, dynamic, "
-        "llama3 and yarn; use another model."
+        "llama3, yarn and longrope; use another model."
     )

@@ -33,7 +33,10 @@ from .config import Config
 _VOCABULARY = ("embedding", "head")
 _ALONG_N = ("q", "k", "v", "qkv", "gate", "up", "gate_up", *_VOCABULARY)
 _ALONG_K = ("o", "down")
-_BIASES = ("q_bias", "k_bias", "v_bias", "biases")
+_VECTORS = (
+    *("q_bias", "k_bias", "v_bias", "biases", "gate_bias", "up_bias"),
+    *("q_all_norm", "k_all_norm"),
+)
 
 
 class MatrixVariable(QuantizedVariable):
@@ -164,7 +167,7 @@ class Division:
             return (self.axis, None)
         if kind in _ALONG_N:
             return (None, self.axis)
-        return (self.axis,) if kind in _BIASES else ()
+        return (self.axis,) if kind in _VECTORS else ()
 
     def place_variables(self, module: nnx.Module) -> None:
         """Puts the variables of a decoder on the devices, with their sharding as metadata.

@@ -34,6 +34,7 @@ class Matrix:
     - `activation_dtype`: None, or the dtype to which the checkpoint rounds the inputs, with a scale
       for each token.
     - `stack`: None, or the number of matrices.
+    - `share`: the part of the bytes of the tensors that belongs to it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Matrix:
     tensor_scale: float = 1.0
     activation_dtype: Any = None
     stack: int | None = None
+    share: float = 1.0
 
     @property
     def where(self) -> str:
@@ -56,7 +58,24 @@ class Matrix:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return round(self.share * sum(tensor.nbytes for tensor in self.tensors))
+
+    def part(self, start: int, stop: int) -> "Matrix":
+        """Some output rows as a matrix."""
+
+        def shifted(function: Callable[[int, int], Any] | None) -> Callable[[int, int], Any] | None:
+            if function is None:
+                return None
+            return lambda first, last: function(start + first, start + last)
+
+        rows, k = self.shape
+        return dataclasses.replace(
+            self,
+            shape=(stop - start, k),
+            unpack=shifted(self.unpack),
+            floats=shifted(self.floats),
+            share=self.share * (stop - start) / rows,
+        )
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """The float32 weights (rows, in) of some output rows: what the checkpoint means."""

@@ -1,19 +1,35 @@
 """Matrices of bytes, 8-bit integers or floats, and of pairs of 4-bit floats, with their scales."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .._core.format import SCALES, Format
 from . import _bits
-from ._files import AGAIN, FLOATS, Tensor
+from ._files import AGAIN, FLOATS, Folder, Tensor
 from ._matrix import Matrix
 from ._packing import Unpacked
 
 CODEBOOKS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
 _NAN = {"F8_E4M3": lambda bits: bits & 127 == 127, "F8_E5M2": lambda bits: bits & 127 >= 124}
 _E8M0 = SCALES["e8m0"]
+_STATIC = re.compile(r"\.((input|output|activation|[qkv])_(scale|zero_point|global_scale))$")
+
+
+def static_scales(folder: Folder) -> frozenset[str]:
+    """The names of static scales of activations, of results and of a cache, which are not read."""
+    return frozenset(name for name in folder.tensors if _STATIC.search(name))
+
+
+def left_out(path: Path, what: str) -> str:
+    """A sentence on rounding that is left out."""
+    return (
+        f"{path} has {what}, left out: here they are floats, or activations get a scale for each "
+        "token with activation_dtype=."
+    )
 
 
 def scaled(
@@ -61,7 +77,9 @@ def scaled(
 
     def unpack(start: int, stop: int) -> Unpacked:
         numbers = np.arange(start, stop) // rows
-        found = scales(scale, scale.array().reshape(blocks)[numbers], convert)
+        first = numbers[0]
+        own = scale.array().reshape(blocks)[first : numbers[-1] + 1]
+        found = scales(scale, own, convert)[numbers - first]
         values = weight.array()[start:stop].view(np.uint8)
         if codebook is not None:
             _check_numbers(_NAN[weight.kind](values), start)

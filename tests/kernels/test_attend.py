@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from decoders import CONFIGS
+from decoders import CONFIGS, PARTS
 from flax import nnx
 from helpers import call_names
 
@@ -114,6 +114,25 @@ def test_a_block_of_a_decode_step_is_one_call(name, cuda, monkeypatch):
 def test_blocks_that_are_not_fused_attend_in_place(cuda, monkeypatch):
     calls = decode_step(CONFIGS["gemma3"], monkeypatch)
     assert calls["attend"] == CONFIGS["gemma3"].layers and calls["decode_block"] == 0
+
+
+def test_parts_that_the_kernel_lacks_are_composed(cuda, monkeypatch):
+    """Caps of scores and rotations of a part of a head; other parts attend in place."""
+    config = PARTS["olmo3"].replace(rope_size=None, attention_softcap=None)
+    calls = decode_step(config, monkeypatch)
+    assert calls["attend"] == config.layers and calls["decode_block"] == 0
+    given = []
+
+    def choose(*args, native, softcap, **sizes):
+        given.append((native, softcap))
+        return "xla"
+
+    monkeypatch.setattr(attention, "choose", choose)
+    monkeypatch.setattr(attention, "native", lambda *_: True)
+    for parts in (PARTS["olmo3"], PARTS["granite"], config):
+        decoder = init(parts, INT8, dtype=jnp.bfloat16).decoder
+        jax.eval_shape(lambda decoder=decoder: decoder(jnp.zeros((1, 1), jnp.int32)))
+    assert given == [(False, True), (False, False), (True, False)]
 
 
 @pytest.mark.parametrize("window", [None, 5])

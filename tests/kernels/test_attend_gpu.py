@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import CONFIGS
+from decoders import CONFIGS, PARTS
 from helpers import call_names
 from jax import lax
 
@@ -272,10 +272,12 @@ def test_a_decoder_chooses_it(name):
     assert "quantized_block" not in call_names(text)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "olmo3", "granite"])
 def test_a_decoder_says_the_same_with_it(name, monkeypatch):
     """Logits of tokens processed one at a time."""
-    config = CONFIGS[name]
+    config = (CONFIGS | PARTS)[name]
+    if name in PARTS:
+        config = config.replace(rope_size=None, rope_scaling=None, attention_softcap=None)
     decoder = init(config, INT8, dtype=jnp.bfloat16).decoder
 
     def logits():

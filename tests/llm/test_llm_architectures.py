@@ -12,7 +12,7 @@ for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
 
 import model_files  # noqa: E402
 
-from jaxlowbit._llm.architectures import ARCHITECTURES, weight_name  # noqa: E402
+from jaxlowbit._llm.architectures import ARCHITECTURES, fused, weight_name  # noqa: E402
 from jaxlowbit.llm import Config, Decoder  # noqa: E402
 
 KNOWN: Any = ARCHITECTURES["gemma3"]
@@ -104,4 +104,5 @@ def test_an_entry_names_every_weight_of_its_parts(name):
     shapes = Config(name, 1, 64, 2, 1, 32, 128, 256, 128, **entry.fields(64)).shapes()
     for files in (entry.gguf, entry.huggingface):
         if files is not None:
-            assert shapes.keys() <= {x.replace("N", "0") for x in files.tensors.values()}
+            named = [x.replace("N", "0") for x in files.tensors.values()]
+            assert shapes.keys() <= {part for name in named for part in fused(name) or (name,)}

@@ -17,10 +17,13 @@ for package in ("gguf", "jinja2", "safetensors", "tokenizers", "tqdm"):
 from model_files import metadata  # noqa: E402
 
 from jaxlowbit._llm import entries, gguf, gguf_file, huggingface  # noqa: E402
+from jaxlowbit._llm.architectures import IMAGE_MODELS  # noqa: E402
 
 DATA = json.loads((Path(__file__).parents[1] / "data" / "config_entries.json").read_text())
 LLAMA_KEYS = DATA.pop("llama.cpp")
-CLASSES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3")
+NEWEST = DATA["transformers 5.24.0"]
+IMAGES = tuple(IMAGE_MODELS)
+CLASSES = tuple(name for name in NEWEST if name not in ("generation_config.json", "rotation"))
 SIZES = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -28,22 +31,32 @@ SIZES = {
     "head_dim": 16,
     "num_hidden_layers": 6,
     "intermediate_size": 128,
-    "vocab_size": 256,
+    "vocab_size": 131_072,
     "max_position_embeddings": 512,
 }
 # Values that differ from every default, tried in this order.
 PROBES = (True, False, 3, 0.5, "other", [3], ["other"], {"rope_theta": 7.0}, {"other": 1})
 # Entries that are read only with others.
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 BESIDE = {
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 6},
     "use_sliding_window": {"sliding_window": 8, "max_window_layers": 0},
+}
+OF_KIND = {
+    "qwen2": BESIDE,
+    "qwen3": BESIDE,
+    "smollm3": {
+        "sliding_window": {"use_sliding_window": True},
+        "use_sliding_window": {"sliding_window": 8},
+    },
+    "phi3": {"original_max_position_embeddings": {"rope_scaling": _LONGROPE}},
 }
 
 
 def with_entries(folder, kind, changes, generation=None):
     """The configuration of a class's file with some entries changed."""
     values = SIZES | changes
-    if kind == "gemma3":
+    if kind in IMAGES:
         values = {"text_config": SIZES} | changes
     (folder / "config.json").write_text(json.dumps({"model_type": kind} | values))
     if generation is not None:
@@ -55,7 +68,7 @@ def with_entries(folder, kind, changes, generation=None):
 
 def outcome(folder, kind, name, **options):
     """Whether some value of an entry changes the configuration, or is answered with its name."""
-    beside = BESIDE.get(name, {}) if kind in ("qwen2", "qwen3") else {}
+    beside = OF_KIND.get(kind, {}).get(name, {})
     before = with_entries(folder, kind, beside)
     for value in PROBES:
         try:
@@ -70,10 +83,11 @@ def outcome(folder, kind, name, **options):
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_entry_of_the_classes_is_in_a_table(kind, tmp_path):
-    names = {name for version in DATA.values() for name in version[kind]}
-    own = huggingface._names(kind.removesuffix("_text"))
+    names = {name for version in DATA.values() for name in version.get(kind, ())}
+    architecture = "mistral" if kind == "mistral3" else kind.removesuffix("_text")
+    own = huggingface._names(architecture)
     ignored = names & (entries._IGNORED | own.harmless)
-    assert len(names) > 30
+    assert len(names) > (20 if kind in IMAGES else 30)
     before = with_entries(tmp_path, kind, {})
     assert with_entries(tmp_path, kind, dict.fromkeys(ignored, 7)) == before
     assert not [x for x in names - ignored if outcome(tmp_path, kind, x) == "nothing"]
@@ -97,15 +111,19 @@ def test_every_entry_of_generation_configs_is_in_a_table(tmp_path):
 
 
 def test_every_entry_of_the_rotation_is_known(tmp_path):
-    version = DATA["transformers 5.24.0"]["rotation"]
+    version = NEWEST["rotation"]
     for kind in version.pop("rope_type"):
         scaling = {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0}
         scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-        if kind in ("longrope", "proportional"):
+        if kind == "longrope":
+            scaling |= {name: [1.0] * 8 for name in ("short_factor", "long_factor")}
+        if kind == "proportional":
             with pytest.raises(ValueError, match=f"scaling is {kind!r}"):
                 with_entries(tmp_path, "llama", {"rope_parameters": scaling})
             continue
         for name in version:
+            if kind == "longrope" and name in scaling:
+                continue  # one number for each pair
             changes = {name: [2.0] if name.endswith(("_factor", "_section")) else 2.0}
             try:
                 with_entries(tmp_path, "llama", {"rope_parameters": scaling | changes})
@@ -113,20 +131,22 @@ def test_every_entry_of_the_rotation_is_known(tmp_path):
                 assert name in str(error) or "does not read" in str(error)
 
 
-@pytest.mark.parametrize("kind", CLASSES[:-1])
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind not in IMAGES])
 def test_entries_that_a_file_lacks_are_those_of_the_class(kind, tmp_path):
     """Such a file raises, or reads like a file with the class's values."""
     own = with_entries(tmp_path, kind, {})
     for version in DATA.values():
-        for name, value in version[kind].items():
+        for name, value in version.get(kind, {}).items():
             # transformers does not put its own `bos_token_id` before texts; the last two are of
             # the class's sizes.
             if value is None or name in (*SIZES, "model_type", "bos_token_id", "layer_types"):
                 continue
+            if (kind, name) == ("olmo3", "rope_theta"):
+                continue  # of version 4, which always writes it
             found = with_entries(tmp_path, kind, {name: value})
             assert found == own, (name, value)
     for name in ("num_key_value_heads", "head_dim", "num_hidden_layers", "vocab_size"):
-        default = DATA["transformers 5.24.0"][kind].get(name)
+        default = NEWEST[kind].get(name)
         values = {key: value for key, value in SIZES.items() if key != name}
         values |= {"hidden_size": 1024, "num_attention_heads": 64, "model_type": kind}
         (tmp_path / "config.json").write_text(json.dumps(values))
@@ -148,10 +168,10 @@ def test_entries_that_a_file_lacks_are_those_of_the_class(kind, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("llama", {"mlp_bias": True}),
-        ("llama", {"attention_bias": True}),
+        ("qwen3", {"mlp_bias": True}),
+        ("olmo2", {"mlp_bias": True}),
         ("mistral", {"attention_bias": True}),
-        ("qwen3", {"attention_bias": True}),
+        ("phi3", {"attention_bias": True}),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}),
         ("gemma3_text", {"use_bidirectional_attention": "all"}),
         ("llama", {"is_causal": False}),
@@ -165,8 +185,14 @@ def test_entries_that_a_file_lacks_are_those_of_the_class(kind, tmp_path):
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"] * 3}),
         ("qwen2", {"layer_types": ["full_attention"] * 5}),
         ("qwen3", {"layer_types": ["linear_attention"] * 6}),
-        ("gemma3_text", {"layer_types": ["full_attention", *["sliding_attention"] * 5]}),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8}),
+        ("gemma2", {"layer_types": ["full_attention"] * 5}),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}),
+        ("exaone4", {"sliding_window_pattern": 0}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+        ("smollm3", {"no_rope_layers": [2] * 6}),
+        ("smollm3", {"no_rope_layer_interval": 0}),
+        ("phi3", {"rope_scaling": {"type": "su"}}),
+        ("phi3", {"rope_scaling": _LONGROPE | {"long_factor": [2.0] * 7}}),
         ("gemma3", {"text_config": SIZES | {"use_bidirectional_attention": True}}),
         (
             "gemma3",
@@ -180,7 +206,7 @@ def test_entries_that_a_file_lacks_are_those_of_the_class(kind, tmp_path):
 def test_features_that_the_decoder_lacks_raise(kind, changes, tmp_path):
     with pytest.raises(ValueError, match=str(tmp_path / "config.json")) as raised:
         with_entries(tmp_path, kind, changes)
-    names = [*changes, "follow no pattern", *changes.get("text_config", ())]
+    names = [*changes, "short_factor", "long_factors", *changes.get("text_config", ())]
     assert any(name in str(raised.value) for name in names)
 
 
@@ -199,6 +225,17 @@ def test_layers_with_a_window_follow_the_file(tmp_path):
     assert local(layer_types=kinds, use_sliding_window=True) == [True, False] * 3
     with pytest.raises(ValueError, match="'sliding_window' is missing"):
         local(layer_types=kinds, use_sliding_window=False)
+    assert local(max_window_layers=4) == [False] * 4 + [True] * 2
+    found = with_entries(tmp_path, "smollm3", {"no_rope_layers": [0, 1, 1, 0, 1, 1]})
+    assert [found.rotates(i) for i in range(6)] == [False, True, True] * 2
+    found = with_entries(tmp_path, "smollm3", window | {"no_rope_layers": [0, 1, 1, 0, 1, 1]})
+    assert [found.is_local(i) for i in range(6)] == [True, False, False] * 2
+    kinds = ["full_attention", *["sliding_attention"] * 5]
+    found = with_entries(
+        tmp_path, "exaone4", {"layer_types": kinds, "sliding_window_pattern": "LLLG"}
+    )
+    assert found.window_layers == found.rope_layers == (False, *[True] * 5)
+    assert with_entries(tmp_path, "exaone4", {"sliding_window": None}).rope_layers == ()
     assert with_entries(tmp_path, "mistral", {}).window == 4096
     assert with_entries(tmp_path, "mistral", {"sliding_window": None}).window is None
 
@@ -287,7 +324,7 @@ def rope_freqs(kind, values):
     return {"rope_freqs": (tensor, values)}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "granite", "mistral3"])
 def test_every_key_of_llama_cpp_is_in_a_table(architecture):
     before = of_gguf(architecture, {})
     probes: tuple[Any, ...] = (3, 3.0, "yarn", False, [True, False])
@@ -316,20 +353,48 @@ def test_every_key_of_llama_cpp_is_in_a_table(architecture):
         ({"rope.dimension_sections": [16, 24, 24, 0]}, "by one position"),
         ({"rope.global.freq_base": 1e6}, "keys that llama.cpp writes"),
         ({"classifier.output_labels": ["yes", "no"]}, "logits of tokens"),
-        ({"attention.key_length_swa": 32}, "whole heads of one size"),
+        ({"attention.key_length_swa": 32}, "rotate alike in all layers"),
         ({"rope.scaling.type": "longrope"}, "'longrope', but the decoder"),
         ({"rope.scaling.factor": 0.5}, "divided by 1 or more"),
         ({"rope.scaling.type": "yarn", "rope.scaling.yarn_ext_factor": 0.5}, "yarn only with 1"),
         ({"rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": 0.5}, "yarn only with 1"),
         (
-            {"attention.sliding_window": 8, "attention.sliding_window_pattern": [False, True]},
-            "is no pattern of 2 layers",
+            {"attention.sliding_window": 8, "attention.sliding_window_pattern": [False] * 3},
+            "one value for each of 2 layers",
         ),
     ],
 )
 def test_features_of_gguf_files_raise(changes, match):
     with pytest.raises(ValueError, match=match):
         of_gguf("llama", changes)
+
+
+def test_factors_and_switches_of_gguf_files():
+    keys = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0}
+    found = of_gguf("granite", keys | {"attention.scale": 0.1})
+    assert (found.embedding_scale, found.residual_scale, found.logit_scale) == (12.0, 0.22, 0.125)
+    assert found.attention_scale == 0.1 and found.rotates(1)
+    assert not of_gguf("granite", {"rope.scaling.finetuned": False}).rotates(1)
+    found = of_gguf("gemma2", {"attn_logit_softcapping": 50.0})
+    assert found.attention_softcap == 50.0
+    assert (found.window, found.window_layers) == (4096, (True, False))
+    found = of_gguf("phi3", {"rope.dimension_count": 48, "attention.sliding_window": 0})
+    assert (found.rope_size, found.window) == (48, None)
+    factors = {
+        f"rope_factors_{kind}": rope_freqs("F32", np.ones(32, np.float32))["rope_freqs"]
+        for kind in ("short", "long")
+    }
+    factors = {
+        name: (tensor._replace(name=f"{name}.weight"), values)
+        for name, (tensor, values) in factors.items()
+    }
+    keys = {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19}
+    scaling = of_gguf("phi3", keys, **factors).rope_scaling
+    assert scaling is not None and (scaling.kind, scaling.amplitude) == ("longrope", 1.19)
+    with pytest.raises(ValueError, match="'yarn' with the tensor rope_factors_long"):
+        of_gguf("phi3", keys | {"rope.scaling.type": "yarn"}, **factors)
+    with pytest.raises(ValueError, match="have 24 pairs of elements"):
+        of_gguf("phi3", keys | {"rope.dimension_count": 48}, **factors)
 
 
 def test_other_keys_of_gguf_files():
@@ -347,7 +412,7 @@ def test_other_keys_of_gguf_files():
         "llama",
         {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False]},
     )
-    assert (found.window, found.window_pattern) == (8, 2)
+    assert (found.window, found.window_layers) == (8, (True, False))
 
 
 def test_scaling_of_gguf_files():

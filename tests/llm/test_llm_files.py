@@ -97,11 +97,11 @@ def test_every_architecture_loads(architecture, head, tmp_path):
     assert config.vocabulary == tokenizer.vocabulary == len(TOKENS)
     assert config.rope_pairs == ("neighbours" if architecture == "llama" else "halves")
     assert config.attention_bias == (architecture == "qwen2")
-    assert config.qk_norm == (architecture in ("qwen3", "gemma3"))
+    assert config.qk_norm == ("head" if architecture in ("qwen3", "gemma3") else None)
     assert (config.bos, config.eos) == (len(TOKENS) - 2, (len(TOKENS) - 1, len(TOKENS) - 3))
     if architecture == "gemma3":
         assert config.norm_placement == "pre_and_post" and config.activation == "gelu_tanh"
-        assert (config.window, config.window_pattern, config.local_rope_base) == (128, 6, 1e4)
+        assert (config.window, config.window_layers, config.local_rope_base) == (128, (), 1e4)
         assert (config.embedding_scale, config.norm_offset) == (16.0, 0.0)
     assert {tensor.stored for tensor in report.tensors} == {"F32", *MIXTURE}
     assert report.nbytes == sum(w.nbytes for w in weights.values())
@@ -285,7 +285,8 @@ METADATA = [
     ({"llama.attention.head_count": 0}, "heads=0, but it is an integer from 1"),
     ({"llama.attention.head_count_kv": 3}, "kv_heads=3, but heads of queries share"),
     ({"llama.attention.head_count_kv": [2, 1]}, r"\[2, 1\], but the layers of the decoder"),
-    ({"llama.rope.dimension_count": 32}, "rotates whole heads of one size"),
+    ({"llama.rope.dimension_count": 33}, "rope_size=33, but elements rotate in pairs"),
+    ({"llama.rope.dimension_count_swa": 32}, "is 32, but it is 64 for attention"),
     ({"llama.expert_count": 8}, "8, but the decoder here has no experts"),
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope'"),
     ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "norm_epsilon=-1.0, but it is above 0"),

@@ -33,7 +33,9 @@ def test_greedy_tokens_are_those_of_a_plain_program(name):
     assert rows[len(PROMPT) - 1 : -1].argmax(-1).tolist() == found.tokens
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])  # gemma3 has a block without a window
+@pytest.mark.parametrize(
+    "name", ["mistral", "gemma3", "olmo3"]
+)  # gemma3 has a block without a window
 def test_chunks_padding_and_steps_give_the_logits_of_the_whole(name):
     decoder = model(name).decoder
     graph, state = nnx.split(decoder)

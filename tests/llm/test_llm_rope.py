@@ -408,18 +408,18 @@ def test_layers_of_one_kind_have_the_rotation_of_that_kind(tmp_path):
         max_window_layers=0,
         sliding_window=64,
     )
-    assert (local.window, local.window_pattern, local.local_rope_base) == (64, 0, 2e4)
+    assert (local.window, local.window_layers, local.local_rope_base) == (64, (), 2e4)
 
 
 @pytest.mark.parametrize(
     ("entries", "match"),
     [
-        ({"rope_scaling": {"rope_type": "longrope"}}, "scaling is 'longrope'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "lacks 'short_factor', a list"),
         ({"rope_scaling": {"rope_type": "proportional"}}, "scaling is 'proportional'"),
         ({"rope_parameters": {"rope_type": "mrope"}}, "scaling is 'mrope'"),
         ({"rope_scaling": {"type": "dynamic"}}, "lacks 'factor', a number"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "divided by 1 or more"),
-        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5, but the decoder"),
+        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5, but this"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "'partial_rotary_factor' is 0.25"),
         ({"rope_scaling": {"mrope_section": [2, 3, 3]}}, r"'mrope_section' is \[2, 3, 3\]"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "16"}}, "'factor' is '16', but it is a"),

@@ -7,7 +7,7 @@ import pytest
 from language_models import LONG, PROMPT, SHORT, model
 
 from jaxlowbit._llm import memory, programs
-from jaxlowbit.llm import Session, generate
+from jaxlowbit.llm import RopeScaling, Session, generate
 
 
 @pytest.fixture
@@ -66,6 +66,20 @@ def test_the_cache_grows_and_fills_the_context(read):
         generate(one, shorter, max_new_tokens=5).tokens
     )
     assert read[0] == len(SHORT)
+
+
+def test_longer_conversations_have_the_long_factors(read):
+    """From 256 slots on, the keys of earlier turns have another rotation and are read again."""
+    scaling = RopeScaling("longrope", 2.0, 256, factors=(1.0,) * 4, long_factors=(2.0,) * 4)
+    one = model("granite", context=512, rope_scaling=scaling)
+    session, history = Session(one), 4 * LONG
+    for count in (60, 9, 9):
+        del read[:]
+        found = session.generate(history, max_new_tokens=count)
+        want = generate(one, history, max_new_tokens=count)
+        assert found._replace(tokens_per_second=0) == want._replace(tokens_per_second=0)
+        assert read[0] == (len(SHORT) if len(history) > 290 else len(history))
+        history += found.tokens + (LONG if count == 60 else SHORT)
 
 
 @pytest.mark.parametrize("end", ["close", "throw", "replace", "stop", "never"])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import CONFIGS, INT4_G32, random
+from decoders import CONFIGS, INT4_G32, PARTS, random
 from flax import nnx
 from helpers import call_names, dequantized
 from jax.sharding import AxisType
@@ -43,7 +43,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], list(range(20, 60))]
 
 
 def config(name: str = "llama") -> Config:
-    return CONFIGS[name].replace(**SIZES)
+    return (CONFIGS | PARTS)[name].replace(**SIZES)
 
 
 def make_mesh(devices: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
@@ -76,7 +76,8 @@ def logits(decoder: Decoder) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"), [("llama", 4), ("qwen2", 2), ("qwen3", 4), ("gemma3", 2)]
+    ("name", "devices"),
+    [("llama", 4), ("qwen2", 2), ("qwen3", 4), ("gemma3", 2), ("olmo3", 4), ("granite", 2)],
 )
 def test_logits_are_those_of_one_device(name, devices):
     want = logits(model(name).decoder)

@@ -21,7 +21,7 @@ YARN = RopeScaling("yarn", factor=4.0, original_context=32)
 
 GEMMA3: dict[str, Any] = {
     "rope_base": 1e6, "local_rope_base": 1e4, "rope_scaling": RopeScaling("linear", factor=2.0),
-    "window": 5, "window_pattern": 2, "qk_norm": True, "tied_head": True,
+    "window": 5, "window_layers": (True, False), "qk_norm": "head", "tied_head": True,
     "activation": "gelu_tanh", "norm_offset": 1.0, "norm_placement": "pre_and_post",
     "embedding_scale": 8.0, "attention_scale": 0.3, "logit_softcap": 30.0,
 }  # fmt: skip
@@ -33,9 +33,27 @@ CONFIGS = {
     "factors": LLAMA.replace(rope_scaling=RopeScaling("factors", factors=(1, 1, 1, 1, 2, 4, 8, 8))),
     "mistral": LLAMA.replace(architecture="mistral", window=7),
     "qwen2": Config("qwen2", **TINY, attention_bias=True, rope_scaling=YARN),
-    "qwen3": Config("qwen3", **TINY, qk_norm=True, norm_epsilon=1e-6),
+    "qwen3": Config("qwen3", **TINY, qk_norm="head", norm_epsilon=1e-6),
     "gemma3": Config("gemma3", **TINY, **GEMMA3),
 }
+
+
+LONGROPE = RopeScaling(
+    "longrope", 8.0, 300, factors=(1.0, 1.5, 2.0, 2.5), long_factors=(1.0, 2.0, 4.0, 8.0)
+)
+# Parts that no kernel computes: the decoder composes them of products and XLA's operations.
+PARTS = {
+    "olmo3": Config(
+        "olmo3", **TINY, rope_size=8, rope_layers=(False, True), window=5,
+        window_layers=(False, True), local_rope_base=100.0, qk_norm="all", norm_placement="post",
+        attention_softcap=2.0, attention_temperature=(0.1, 7),
+    ),
+    "granite": Config(
+        "granite", **TINY, rope_pairs="neighbours", rope_size=8, rope_scaling=LONGROPE,
+        attention_bias=True, output_bias=True, mlp_bias=True, embedding_scale=3.0,
+        residual_scale=0.3, logit_scale=0.25,
+    ),
+}  # fmt: skip
 
 
 INT4_G32 = Format(4, group_size=32)
@@ -78,33 +96,44 @@ def reference(config: Config, weights: dict[str, np.ndarray], tokens: Any) -> np
         x = weights["embedding"][:, token] * config.embedding_scale
         for i in range(config.layers):
             of = f"layers.{i}."
-            every = config.window_pattern
-            local = config.window is not None and (every == 0 or (i + 1) % every != 0)
-            normed = norm(x, of + "attention_norm")
+            local = config.is_local(i)
+            pre = config.norm_placement != "post"
+            normed = norm(x, of + "attention_norm") if pre else x
             q, k, v = (normed @ weights[of + name] for name in "qkv")
             if config.attention_bias:
                 q, k, v = (
                     y + weights[f"{of}{n}_bias"] for y, n in zip((q, k, v), "qkv", strict=True)
                 )
+            if config.qk_norm == "all":
+                q, k = norm(q, of + "q_all_norm"), norm(k, of + "k_all_norm")
             q, k, v = (y.reshape(-1, config.head_size) for y in (q, k, v))
-            if config.qk_norm:
+            if config.qk_norm == "head":
                 q, k = norm(q, of + "q_norm"), norm(k, of + "k_norm")
-            keys[i].append(turned(config, k, position, local))
+            if config.rotates(i):
+                q, k = (turned(config, y, position, local) for y in (q, k))
+            if config.attention_temperature is not None:
+                factor, length = config.attention_temperature
+                q = q * (1 + factor * math.log(1 + position // length))
+            keys[i].append(k)
             values[i].append(v)
-            q = turned(config, q, position, local)
             first = max(0, position - config.window + 1) if local and config.window else 0
             attended = []
             for head in range(config.heads):
                 group = head * config.kv_heads // config.heads
                 scale = config.attention_scale or 1 / math.sqrt(config.head_size)
                 scores = np.stack([key[group] for key in keys[i][first:]]) @ q[head] * scale
+                if config.attention_softcap is not None:
+                    scores = config.attention_softcap * np.tanh(scores / config.attention_softcap)
                 p = np.exp(scores - scores.max())
                 attended.append(p / p.sum() @ np.stack([u[group] for u in values[i][first:]]))
             out = np.concatenate(attended) @ weights[of + "o"]
-            post = config.norm_placement == "pre_and_post"
-            x = x + (norm(out, of + "post_attention_norm") if post else out)
-            normed = norm(x, of + "mlp_norm")
+            out = out + weights[of + "o_bias"] if config.output_bias else out
+            post, factor = config.norm_placement != "pre", config.residual_scale
+            x = x + factor * (norm(out, of + "post_attention_norm") if post else out)
+            normed = norm(x, of + "mlp_norm") if pre else x
             gate, up = normed @ weights[of + "gate"], normed @ weights[of + "up"]
+            if config.mlp_bias:
+                gate, up = gate + weights[of + "gate_bias"], up + weights[of + "up_bias"]
             if config.activation == "silu":
                 gate = gate / (1 + np.exp(-gate))
             else:
@@ -112,9 +141,10 @@ def reference(config: Config, weights: dict[str, np.ndarray], tokens: Any) -> np
                     0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
                 )
             out = (gate * up) @ weights[of + "down"]
-            x = x + (norm(out, of + "post_mlp_norm") if post else out)
+            out = out + weights[of + "down_bias"] if config.mlp_bias else out
+            x = x + factor * (norm(out, of + "post_mlp_norm") if post else out)
         head = weights["embedding"] if config.tied_head else weights["head"]
-        logits = norm(x, "final_norm") @ head
+        logits = config.logit_scale * (norm(x, "final_norm") @ head)
         cap = config.logit_softcap
         rows.append(logits if cap is None else cap * np.tanh(logits / cap))
     return np.stack(rows)
@@ -126,9 +156,12 @@ def turned(config: Config, x: np.ndarray, position: int, local: bool) -> np.ndar
     base = float((config.local_rope_base if own else config.rope_base) or 0)
     scaling = None if own else config.rope_scaling
     out = x.copy()
-    half = config.head_size // 2
+    half = config.rotated_size // 2
     for i in range(half):
-        turn, size = base ** (-2 * i / config.head_size), 1.0
+        turn, size = base ** (-i / half), 1.0
+        if scaling is not None and scaling.kind == "longrope":
+            turn /= scaling.factors[i]  # of caches of no more slots than the original context
+            size = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
         if scaling is not None and scaling.kind == "linear":
             turn /= scaling.factor
         if scaling is not None and scaling.kind == "factors":

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
-from decoders import CONFIGS, LLAMA, random
+from decoders import CONFIGS, LLAMA, PARTS, random
 
 from jaxlowbit.llm import Decoder, LanguageModel
 
@@ -36,10 +36,10 @@ class Letters:
 
 @functools.cache
 def weights(name):
-    return random(CONFIGS[name])
+    return random((CONFIGS | PARTS)[name])
 
 
 @functools.cache
 def model(name="llama", **changes):
-    config = CONFIGS[name].replace(**changes)
+    config = (CONFIGS | PARTS)[name].replace(**changes)
     return LanguageModel(Decoder(config, weights(name), dtype=jnp.float32), Letters())

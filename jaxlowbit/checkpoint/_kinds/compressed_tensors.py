@@ -36,8 +36,6 @@ _FORMATS = {
     "mxfp6-pack-quantized": "float",
     "mxfp8-quantized": "float",
 }
-# Static scales of activations, of results and of a cache, which are not read.
-_STATIC = re.compile(r"\.(input|output|[qkv])_(scale|zero_point|global_scale)$")
 _CLASSES = ("Linear", "Embedding")
 _E2M3 = tuple(
     sign * (x / 8 if x < 8 else (1 + x % 8 / 8) * 2.0 ** (x // 8 - 1))
@@ -52,6 +50,7 @@ class Scheme(NamedTuple):
     - `layout`: the `format`, such as `"pack-quantized"`.
     - `rows`, `columns`: the outputs and inputs that share a scale, -1 for all.
     - `activation_dtype`: None, or the dtype of inputs with a scale for each token.
+    - `reordered`: whether `weight_g_idx` has the group of each input.
     """
 
     layout: str
@@ -60,6 +59,7 @@ class Scheme(NamedTuple):
     columns: int
     symmetric: bool
     activation_dtype: Any
+    reordered: bool = False
 
 
 class Targets(NamedTuple):
@@ -103,7 +103,7 @@ def read(folder: Folder, config: Fields) -> Found:
         "run_compressed",
         "version",
     )
-    matrices, unused = [], {name for name in folder.tensors if _STATIC.search(name)}
+    matrices, unused = [], set(_scaled.static_scales(folder))
     for module in _modules(folder):
         scheme = None if ignored.find(module) else targets.find(module)
         if scheme is None:
@@ -146,12 +146,12 @@ def _schemes(config: Fields) -> tuple[dict[str, Scheme], list[str]]:
         weights = Fields(config.path, group.need("weights", "an object"))
         activation_dtype = _activations(group.inner("input_activations"), sentences)
         if group.inner("output_activations").values:
-            sentences.append("results that are rounded")
+            sentences.append("scales of results")
         scheme = _scheme(weights, layout, activation_dtype)
         found |= dict.fromkeys(group.strings("targets"), scheme)
         group.expect_rest()
     if config.inner("kv_cache_scheme").values:
-        sentences.append("a cache that is rounded")
+        sentences.append("scales of a cache")
     return found, sentences
 
 
@@ -170,7 +170,10 @@ def _scheme(weights: Fields, layout: str, activation_dtype: Any) -> Scheme:
     if kind == "float":
         weights.expect("symmetric", True, True)
     weights.expect("dynamic", False, False)
-    weights.read |= {"actorder", "block_structure"}
+    weights.read.add("block_structure")
+    orders = ("weight", "static", False)
+    orders = (*orders, "group", "dynamic", True) if layout == "pack-quantized" else orders
+    reordered = weights.expect("actorder", False, *orders) in ("group", "dynamic", True)
     rows, columns = {"tensor": (-1, -1), "channel": (1, -1)}.get(strategy, (1, size or 0))
     if strategy == "block":
         rows, columns = _block(weights)
@@ -180,7 +183,7 @@ def _scheme(weights: Fields, layout: str, activation_dtype: Any) -> Scheme:
             f"inputs; {OTHER}."
         )
     weights.expect_rest("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-    return Scheme(layout, bits, rows, columns, symmetric, activation_dtype)
+    return Scheme(layout, bits, rows, columns, symmetric, activation_dtype, reordered)
 
 
 def _block(weights: Fields) -> tuple[int, int]:
@@ -228,13 +231,9 @@ def _check_transforms(config: Fields) -> None:
 
 
 def _sentences(folder: Folder, config: Fields, found: list[str]) -> tuple[str, ...]:
-    if not found and any(_STATIC.search(name) for name in folder.tensors):
+    if not found and _scaled.static_scales(folder):
         found = ["scales of activations or of a cache"]
-    return tuple(
-        f"{config.path} has {what}, which are left out: here they are floats, or activations get a "
-        "scale for each token with activation_dtype=."
-        for what in dict.fromkeys(found)
-    )
+    return tuple(_scaled.left_out(config.path, what) for what in dict.fromkeys(found))
 
 
 # --- the matrices ---------------------------------------------------------------------------------
@@ -317,6 +316,8 @@ def _packed(folder: Folder, module: str, scheme: Scheme) -> Matrix:
     scale.check(FLOATS, *shapes)
     zeros = None if scheme.symmetric else _zeros(folder, module, scheme, blocks)
     g_idx = folder.tensors.get(f"{module}.weight_g_idx")
+    if scheme.reordered:
+        g_idx = folder.need(f"{module}.weight_g_idx", module)
     permutation = None
     if g_idx is not None:
         g_idx.check(("I32", "I64"), (k,))
