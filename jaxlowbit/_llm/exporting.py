@@ -1,6 +1,7 @@
 """`export`: models as GGUF files and as folders of compressed-tensors, for other engines."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,11 @@ def _write_gguf(
     names = ARCHITECTURES[config.architecture].gguf
     assert names is not None  # of a model from a GGUF file
     theirs = {ours: name for name, ours in reversed(names.tensors.items())}
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "longrope":
+        raise ValueError("export: tensors of the rotation longrope are not written; keep the file.")
     writer = gguf.GGUFWriter(path, names.name)
     _copy_metadata(source, writer)
-    scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "factors":
         factors = np.array(scaling.factors, np.float32)
         writer.add_tensor("rope_freqs.weight", factors)
@@ -115,10 +118,14 @@ def _gguf_tensors(name: str, weight: Any) -> dict[str, tuple[str, np.ndarray]]:
 
 def _numbered(ours: str, names: Mapping[str, str]) -> str:
     """The name of a weight by a table with N for the number of a layer."""
-    if not ours.startswith("layers."):
-        return names[ours]
-    _, number, own = ours.split(".")
-    return names[f"layers.N.{own}"].replace(".N.", f".{number}.")
+    _, number, own = ours.split(".") if ours.startswith("layers.") else ("", "", ours)
+    found = names.get(f"layers.N.{own}" if number else own)
+    if found is None:
+        raise ValueError(
+            f"export: {ours} is part of a fused tensor in files of this architecture, which is not "
+            "written; use an architecture with separate tensors."
+        )
+    return re.sub(r"\bN\b", number, found) if number else found
 
 
 # --- compressed-tensors ---------------------------------------------------------------------------

@@ -173,10 +173,9 @@ def save(
     exists and a tokenizer that was not loaded from a file; `FileNotFoundError` if that file is
     gone; what `checkpoint.save` raises.
 
-    ```python
-    model = init(Config("llama", 1, 64, 2, 1, 32, 128, 256, 128), INT8)
-    save(model, folder)
-    generate(load(folder), [3, 1, 4], max_new_tokens=4).tokens
+    ```py
+    save(load("model-Q8_0.gguf", format="int4-g64"), "model-int4")
+    load("model-int4")
     ```
     """
     check_model("save", model)

@@ -74,9 +74,9 @@ def save(
     two leaves with one name, a dtype that safetensors lacks, a view made by `select` and arrays
     with parts in other processes; `OSError` if the folder cannot be written.
 
-    ```python
-    save(folder, {"up": quantize(jnp.ones((64, 64)), INT4), "bias": jnp.zeros(64)})
-    load(folder)["up"].shape  # (64, 64)
+    ```py
+    save("folder", {"up": quantize(jnp.ones((64, 64)), INT4), "bias": jnp.zeros(64)})
+    load("folder")["up"].shape  # (64, 64)
     ```
     """
     if not isinstance(path, str | os.PathLike):
